@@ -1,0 +1,46 @@
+# make train   sets up what is missing and trains the laptop recipe
+# make test    sets up what is missing and runs lint, types and tests
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+# tests compute on small tensors: more threads than this only wait for each other
+export OMP_NUM_THREADS ?= 2
+
+.PHONY: train setup test lint types test-fast test-slow test-gpu format clean
+
+train: .venv/.ready
+	$(BIN)/python train.py
+
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet --editable ".[dev]"
+	touch $@
+
+test: lint types test-fast
+
+lint: .venv/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/.ready
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+
+test-fast: .venv/.ready
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+test-slow: .venv/.ready
+	$(BIN)/pytest -m slow
+
+test-gpu: .venv/.ready
+	$(BIN)/pytest -m gpu
+
+format: .venv/.ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Distributed pretraining of SSM/attention hybrids. The map of the package is in its README.md."""

@@ -1,0 +1,142 @@
+"""Parameters, FLOPs and memory of a configuration, known without building it.
+
+FLOPs are per token of a sequence of `seq_len`, a multiply-add counting 2; training costs 3 times the forward pass
+(once for the values, twice for the gradients). Counted are the projections, the head (2 width vocab_size, tied or
+not), attention over the positions that a token really sees (causal, within its window), the convolutions, and the
+recurrence of each mixer (the part `scan`, which is elementwise: it is bound by memory, not by arithmetic). Not
+counted are the embedding, which is a lookup, and norms, activations, rotary positions and the optimizer, which are
+far below 1% together.
+
+Memory is an estimate for one process with fused kernels: nothing of size seq_len x seq_len is kept, nothing is
+recomputed, and buffers of the allocator or the kernels are left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from hybridtron.config.architecture import architecture, parameter_table
+from hybridtron.config.schema import ModelConfig, Precision
+
+BACKWARD_AND_FORWARD = 3
+
+_STREAM_BYTES = {Precision.fp32: 4, Precision.bf16: 2}
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class LayerCount:
+    """One residual sub-layer: its mixer, its parameters with its norm's, its forward FLOPs per token by part."""
+
+    letter: str
+    kind: str
+    options: str
+    parameters: int
+    flops: dict[str, float]
+
+    @property
+    def forward_flops(self) -> float:
+        """Forward FLOPs per token."""
+        return sum(self.flops.values())
+
+
+@dataclass(frozen=True)
+class ModelCount:
+    """The whole model at one sequence length: its sub-layers and what stands around them."""
+
+    layers: tuple[LayerCount, ...]
+    stages: tuple[int, ...]
+    seq_len: int
+    embedding: int  # parameters of the embedding
+    head: int  # parameters of the head, 0 when it is tied to the embedding
+    norm: int  # parameters of the last norm
+    head_flops: float  # forward, per token
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model; a tied head counts once."""
+        return self.embedding + self.head + self.norm + sum(layer.parameters for layer in self.layers)
+
+    @property
+    def flops_by_part(self) -> dict[str, float]:
+        """Forward FLOPs per token, summed over the sub-layers, by part."""
+        parts: Counter[str] = Counter()
+        for layer in self.layers:
+            parts.update(layer.flops)
+        return {**parts, "head": self.head_flops}
+
+    @property
+    def forward_flops(self) -> float:
+        """Forward FLOPs per token."""
+        return self.head_flops + sum(layer.forward_flops for layer in self.layers)
+
+    @property
+    def flops_per_token(self) -> float:
+        """FLOPs per token of a training step, forward and backward."""
+        return BACKWARD_AND_FORWARD * self.forward_flops
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one process holds while it trains, in bytes."""
+
+    weights: int  # as the forward pass reads them
+    gradients: int  # fp32
+    optimizer: int  # AdamW's two fp32 moments, and fp32 master weights where the weights are narrower
+    activations: int  # kept for the backward pass by the sub-layers of one micro batch
+    logits: int  # of one micro batch, as the head gives them and as the loss needs them
+
+    @property
+    def total(self) -> int:
+        """All of it together."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+
+
+def count(model: ModelConfig, seq_len: int) -> ModelCount:
+    """Parameters and FLOPs of a model whose options are checked."""
+    arch = architecture(model)
+    layers = tuple(
+        LayerCount(
+            letter=letter,
+            kind=spec.kind,
+            options=spec.describe(),
+            parameters=model.width + sum(parameter.size for parameter in spec.parameters(arch.sizes).values()),
+            flops={part: flops for part, flops in spec.flops(arch.sizes, seq_len).items() if flops},
+        )
+        for letter, spec in zip(arch.letters, arch.specs, strict=True)
+    )
+    matrix = model.vocab_size * model.width
+    return ModelCount(
+        layers=layers,
+        stages=arch.stages,
+        seq_len=seq_len,
+        embedding=matrix,
+        head=0 if model.tie_embeddings else matrix,
+        norm=model.width,
+        head_flops=2 * matrix,
+    )
+
+
+def memory(model: ModelConfig, precision: Precision, seq_len: int, micro_batch: int) -> Memory:
+    """Bytes of a process that holds the whole model and runs this micro batch."""
+    arch = architecture(model)
+    stream = _STREAM_BYTES[precision]
+    weights = gradients = optimizer = 0
+    for parameter in parameter_table(model).values():
+        stored = _FP32_BYTES if parameter.fp32 else stream
+        master = 0 if stored == _FP32_BYTES else _FP32_BYTES
+        weights += stored * parameter.size
+        gradients += _FP32_BYTES * parameter.size
+        optimizer += (2 * _FP32_BYTES + master) * parameter.size
+    tokens = seq_len * micro_batch
+    # a sub-layer's norm keeps its input, its first projection keeps the norm's output; the last norm stands alone
+    norms = 2 * model.width * (len(arch.specs) + 1)
+    values = norms + sum(spec.activation_values(arch.sizes) for spec in arch.specs)
+    return Memory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=values * stream * tokens,
+        logits=model.vocab_size * (stream + _FP32_BYTES) * tokens,
+    )

@@ -1,0 +1,157 @@
+"""From the command line to a typed `Config`: Hydra composes the groups, then each `key=value` is laid on top.
+
+`group=name` (such as `recipe=samba_421m`) goes to Hydra. Values are set here, one by one, so that all wrong ones are
+told together and with the key that was probably meant. Nothing in this file needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, ListConfig, OmegaConf, StringNode
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from hybridtron.config.problems import ConfigError, did_you_mean
+from hybridtron.config.schema import Config
+from hybridtron.specs.base import Problem
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def load(arguments: Sequence[str], configs: Path = CONFIGS) -> Config:
+    """Compose what the arguments ask for. Raises ConfigError with every unknown key and ill-typed value."""
+    groups = {p.name for p in configs.iterdir() if p.is_dir()}
+    choices, values, found = [], [], []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals:
+            found.append(Problem(argument, "is not of the form key=value"))
+        elif key in groups:
+            choices.append((key, value))
+        else:
+            values.append((key, value))
+    found += [p for group, name in choices if (p := _unknown_choice(configs, group, name))]
+    if found:
+        raise ConfigError(found)
+    composed = _composed(configs, [f"{group}={name}" for group, name in choices])
+    return _typed(composed, [p for key, value in values if (p := _set(composed, key, value))])
+
+
+def load_saved(path: Path) -> Config:
+    """The configuration that a run wrote beside its checkpoints."""
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+    except OmegaConfBaseException as error:
+        raise ConfigError([_problem(error)]) from error
+    return _typed(merged, [])
+
+
+def to_yaml(config: Config) -> str:
+    """The configuration as `load_saved` reads it: complete, with nothing left to look up."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
+
+
+def choices_of(group: str, configs: Path = CONFIGS) -> list[str]:
+    """The names that a group can be set to: `choices_of("recipe")`."""
+    return sorted(str(p.relative_to(configs / group).with_suffix("")) for p in (configs / group).rglob("*.yaml"))
+
+
+def _unknown_choice(configs: Path, group: str, name: str) -> Problem | None:
+    names = choices_of(group, configs)
+    if name in names:
+        return None
+    return Problem(group, f"has no {name!r}{did_you_mean(name, names) or '; have: ' + ', '.join(names)}")
+
+
+def _composed(configs: Path, choices: list[str]) -> DictConfig:
+    ConfigStore.instance().store("schema", Config)
+    try:
+        with initialize_config_dir(str(configs.absolute()), version_base=None):
+            return compose("config", choices)
+    except MissingConfigException as error:
+        raise ConfigError([Problem("recipe", str(error).splitlines()[0])]) from error
+    except (HydraException, YAMLError) as error:
+        told = [line for line in str(error).splitlines() if "_type=" not in line]
+        raise ConfigError([Problem("recipe", "does not compose: " + "\n".join(told))]) from error
+
+
+def _set(config: DictConfig, key: str, text: str) -> Problem | None:
+    """Lay one `key=value` over the configuration; tell what is wrong with it, if anything is."""
+    open_ended = key.startswith("model.layers.")
+    if not open_ended and (problem := _unknown_key(config, key)):
+        return problem
+    try:
+        value = _value(text, is_text=not open_ended and _is_text(config, key))
+    except HydraException:
+        return Problem(key, f"{text!r} is not a value (quote it if it holds brackets, commas or colons)")
+    try:
+        OmegaConf.update(config, key, value, force_add=open_ended)
+    except OmegaConfBaseException as error:
+        return Problem(key, str(error).splitlines()[0])
+    return None
+
+
+def _value(text: str, is_text: bool) -> Any:
+    """What was written, by Hydra's grammar; a key that holds text takes it as it is: `model.pattern=(M-)*2`."""
+    try:
+        value = OverridesParser.create().parse_override(f"value={text}").value()
+    except HydraException:
+        if is_text:
+            return text
+        raise
+    return value if not is_text or value is None or isinstance(value, str) else text
+
+
+def _is_text(config: DictConfig, key: str) -> bool:
+    parent, _, name = key.rpartition(".")
+    node = OmegaConf.select(config, parent) if parent else config
+    return isinstance(node, DictConfig) and isinstance(node._get_node(name), StringNode)
+
+
+def _unknown_key(config: DictConfig, key: str) -> Problem | None:
+    node: Any = config
+    for depth, name in enumerate(parts := key.split(".")):
+        where = ".".join(parts[:depth]) or "the configuration"
+        if isinstance(node, ListConfig):
+            if not (name.isdigit() and int(name) < len(node)):
+                return Problem(key, f"{where} has no entry {name!r}; it has {len(node)}, numbered from 0")
+            node = node[int(name)]
+        elif isinstance(node, DictConfig) and name in node.keys():  # noqa: SIM118 (a key without value is not `in`)
+            node = node._get_node(name)
+        else:
+            names = [str(n) for n in node] if isinstance(node, DictConfig) else []
+            known = f"; it has: {', '.join(names)}" if names else " below it"
+            return Problem(key, f"{where} has no {name!r}{did_you_mean(name, names)}{known}")
+    return None
+
+
+def _typed(config: Any, found: list[Problem]) -> Config:
+    try:
+        found += [Problem(key, "must be set") for key in _missing(config, "")]
+        typed = None if found else OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:  # an interpolation that leads nowhere
+        found.append(_problem(error))
+    if found:
+        raise ConfigError(found)
+    assert isinstance(typed, Config)
+    return typed
+
+
+def _problem(error: OmegaConfBaseException) -> Problem:
+    return Problem(str(error.full_key or "configuration"), str(error).splitlines()[0])
+
+
+def _missing(node: Any, prefix: str) -> Iterator[str]:
+    keys = range(len(node)) if isinstance(node, ListConfig) else node.keys()
+    for key in keys:
+        if OmegaConf.is_missing(node, key):
+            yield f"{prefix}{key}"
+        elif OmegaConf.is_config(child := node[key]) and child is not None:
+            yield from _missing(child, f"{prefix}{key}.")

@@ -1,0 +1,26 @@
+"""What a person sees when a configuration is wrong: every problem at once, each with what would work."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Sequence
+
+from hybridtron.specs.base import Problem
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run. Its text lists all problems, one a line."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        width = max(len(p.key) for p in self.problems)
+        indent = "\n" + " " * (width + 4)
+        lines = [f"  {p.key:<{width}}  {p.message.replace(chr(10), indent)}" for p in self.problems]
+        count = len(self.problems)
+        super().__init__("\n".join([f"{count} problem{'s' * (count > 1)} in the configuration", *lines]))
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """` (did you mean width?)`, or nothing where no known name comes near."""
+    close = difflib.get_close_matches(name, known, 1)
+    return f" (did you mean {close[0]}?)" if close else ""

@@ -1,0 +1,214 @@
+"""The configuration as types. Every key that a recipe or the command line can set stands here, and nowhere else.
+
+Hydra checks names and types against these classes; `check.py` checks what the types can't say. Durations are written
+in tokens with a unit (`20B`, `4M`); where a key also takes steps, a plain number means steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from omegaconf import MISSING
+
+
+class Source(StrEnum):
+    """Where the tokens come from: the corpus that ships with Python itself, or a folder of prepared tokens."""
+
+    embedded = "embedded"
+    folder = "folder"
+
+
+class Documents(StrEnum):
+    """Whether documents packed into one row are kept apart, or the row is one stream."""
+
+    isolate = "isolate"
+    join = "join"
+
+
+class Schedule(StrEnum):
+    """The learning rate after warm-up: cosine to the end, or stable and then a linear decay (WSD)."""
+
+    cosine = "cosine"
+    wsd = "wsd"
+
+
+class Precision(StrEnum):
+    """What weights and activations are computed in; sums, norms and recurrent states stay in fp32."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class StateMode(StrEnum):
+    """What a training row's recurrent state starts from."""
+
+    zero = "zero"
+
+
+@dataclass
+class ModelConfig:
+    """The architecture: a pattern of letters, and what each letter means (`kind` and its options)."""
+
+    width: int = MISSING
+    vocab_size: int = MISSING
+    pattern: str = MISSING
+    layers: dict[str, dict[str, Any]] = MISSING
+    tie_embeddings: bool = True
+    norm_eps: float = 1e-5
+    embedding_std: float = 0.02
+
+
+@dataclass
+class DataConfig:
+    """What is read, and how documents share a row. `path` is the folder of prepared tokens."""
+
+    source: Source = Source.embedded
+    path: str = MISSING
+    documents: Documents = Documents.isolate
+
+
+@dataclass
+class PhaseDataConfig:
+    """What a phase changes in `data`; null leaves it as it is."""
+
+    source: Source | None = None
+    path: str | None = None
+    documents: Documents | None = None
+
+
+@dataclass
+class StatesConfig:
+    """What a row's recurrent state starts from in training; validation always starts from zero."""
+
+    mode: StateMode = StateMode.zero
+
+
+@dataclass
+class PhaseStatesConfig:
+    """What a phase changes in `states`; null leaves it as it is."""
+
+    mode: StateMode | None = None
+
+
+@dataclass
+class PhaseConfig:
+    """One stretch of training: so many tokens of this data, in rows of seq_len, at this peak learning rate."""
+
+    name: str = "pretrain"
+    tokens: str = MISSING
+    seq_len: int = MISSING
+    global_batch: int = MISSING  # rows in an optimizer step
+    micro_batch: int = 1  # rows in one forward pass
+    lr: float = MISSING
+    data: PhaseDataConfig = field(default_factory=PhaseDataConfig)
+    states: PhaseStatesConfig = field(default_factory=PhaseStatesConfig)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.seq_len * self.global_batch
+
+
+@dataclass
+class OptimConfig:
+    """AdamW, the learning rate's shape over a phase, and gradient clipping."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    schedule: Schedule = Schedule.cosine
+    warmup: str = "1%"  # tokens, or a share of the phase
+    decay: str = "20%"  # WSD's last stretch, tokens or a share of the phase
+    final_lr: float = 0.1  # as a fraction of the peak
+    z_loss: float = 0.0
+
+
+@dataclass
+class ParallelConfig:
+    """How the model is laid out over ranks; data parallelism is what is left."""
+
+    tensor: int = 1
+    sequence: bool = False
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+
+
+@dataclass
+class PrecisionConfig:
+    """The precision of weights and activations."""
+
+    name: Precision = Precision.fp32
+
+
+@dataclass
+class CheckpointConfig:
+    """When checkpoints are written and how many are kept."""
+
+    every: str = "1000"  # steps, or tokens with a unit
+    keep: int = 2
+
+
+@dataclass
+class ClusterConfig:
+    """The machine, as far as MFU and memory plans need it; null where that is unknown."""
+
+    name: str = "local"
+    peak_tflops: float | None = None  # dense bf16, per device
+    memory_gb: float | None = None  # per device
+
+
+@dataclass
+class RunConfig:
+    """One run: its folder, its seed, how far it goes, what it reports."""
+
+    name: str = MISSING
+    dir: str = "runs/${run.name}"
+    seed: int = 1234
+    max_steps: int | None = None
+    resume: str = "auto"  # auto, never, or a checkpoint folder
+    compile: bool = False
+    log_every: int = 10  # steps between console lines where there is no terminal
+    eval_every: str = "1000"  # steps, or tokens with a unit
+    eval_tokens: str = "1M"  # held-out tokens read at the training length; longer lengths read as many
+    eval_lengths: tuple[int, ...] = (1, 2, 3, 4)  # in multiples of the training length
+    sample_tokens: int = 0  # tokens of text generated at the end
+    sample_prompt: str = "The "
+    layer_norms: bool = False  # per-layer parameter and gradient norms in the metrics
+    profile: tuple[int, ...] = ()  # steps to trace, e.g. [10,11]
+    wandb: str | None = None  # project name
+
+
+@dataclass
+class Config:
+    """Everything a run is made of."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    states: StatesConfig = field(default_factory=StatesConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    phases: list[PhaseConfig] = MISSING
+
+    def data_of(self, phase: PhaseConfig) -> DataConfig:
+        return _overlaid(self.data, phase.data)
+
+    def states_of(self, phase: PhaseConfig) -> StatesConfig:
+        return _overlaid(self.states, phase.states)
+
+
+Base = TypeVar("Base", DataConfig, StatesConfig)
+
+
+def _overlaid(base: Base, changes: object) -> Base:
+    """`base` with the fields that `changes` sets."""
+    chosen = {f.name: value for f in dataclasses.fields(changes) if (value := getattr(changes, f.name)) is not None}
+    return dataclasses.replace(base, **chosen)

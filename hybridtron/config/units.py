@@ -1,0 +1,46 @@
+"""Readable amounts: `20B` tokens, `4M`, `1%` of a phase, and plain numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_AMOUNT = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([KMBT]?)\s*", re.IGNORECASE)
+_SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
+FORMS = "a number of tokens such as 4M, 20B or 3.2T"
+
+
+def parse_tokens(text: str) -> int:
+    """`20B` -> 20000000000."""
+    match = _AMOUNT.fullmatch(text)
+    amount = float(match[1].replace("_", "")) * _UNITS[match[2].upper()] if match else math.inf
+    if math.isinf(amount):
+        raise ValueError(f"{text!r} is not {FORMS}")
+    return round(amount)
+
+
+def parse_share(text: str, whole: int) -> int:
+    """Tokens, or a share of a whole: `1%` of 20B -> 200000000."""
+    if match := _SHARE.fullmatch(text):
+        return round(min(float(match[1]) / 100, 1e6) * whole)
+    try:
+        return parse_tokens(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is neither a share such as 1% nor {FORMS}") from None
+
+
+def parse_steps(text: str, tokens_per_step: int) -> int:
+    """Steps from a plain number, or from tokens where a unit is given (rounded up, at least 1)."""
+    amount = parse_tokens(text)
+    if text.strip()[-1].isdigit():
+        return amount
+    return max(1, math.ceil(amount / tokens_per_step))
+
+
+def readable(amount: float) -> str:
+    """421793280 -> `421.8M`."""
+    for unit in ("T", "B", "M", "K"):
+        if abs(amount) >= _UNITS[unit]:
+            return f"{amount / _UNITS[unit]:.4g}{unit}"
+    return f"{amount:.4g}"

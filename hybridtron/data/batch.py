@@ -1,0 +1,62 @@
+"""What the model sees of the data: a batch of rows, and where in their documents the tokens stand.
+
+B rows (lanes), L tokens a row. Everything that depends on the batch alone is computed here, once, not in every layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hybridtron.ops.norm_rope import rope_table
+
+
+@dataclass(frozen=True)
+class SeqInfo:
+    """Where each token stands.
+
+    positions_BL: position of each token in its document (`isolate`) or in its row's stream (`join`), int64.
+    documents_BL: index of each token's document within its row, counting up from 0; None where rows are one stream
+    (`join`), and then nothing is cut. A state that is handed to a mixer belongs to the row's first document, and the
+    state that comes back belongs to its last.
+    """
+
+    positions_BL: Tensor
+    documents_BL: Tensor | None = None
+    _rope: dict[tuple[int, float], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
+
+    def rope(self, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+        """cos and sin of the rotary angles, each (B, L, head_dim / 2) in fp32; computed once per batch."""
+        if (head_dim, base) not in self._rope:
+            self._rope[head_dim, base] = rope_table(self.positions_BL, head_dim, base)
+        return self._rope[head_dim, base]
+
+    def to(self, device: torch.device) -> SeqInfo:
+        documents = None if self.documents_BL is None else self.documents_BL.to(device, non_blocking=True)
+        return SeqInfo(self.positions_BL.to(device, non_blocking=True), documents)
+
+    @staticmethod
+    def stream(batch: int, length: int, start: int = 0, device: torch.device | str = "cpu") -> SeqInfo:
+        """Rows without borders, whose first token has position `start`."""
+        positions = torch.arange(start, start + length, device=device)
+        return SeqInfo(positions.expand(batch, length))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch. labels_BL is the token to predict at each position, mask_BL whether it counts in the loss."""
+
+    tokens_BL: Tensor
+    labels_BL: Tensor
+    mask_BL: Tensor
+    seq: SeqInfo
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(
+            self.tokens_BL.to(device, non_blocking=True),
+            self.labels_BL.to(device, non_blocking=True),
+            self.mask_BL.to(device, non_blocking=True),
+            self.seq.to(device),
+        )

@@ -1,0 +1,92 @@
+"""The one place that knows the device: CPU or CUDA, data types, random state, memory, optional packages.
+
+Nothing else in the package names `torch.cuda`. Code elsewhere asks for the device once and hands tensors along.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@functools.cache
+def compute_device() -> torch.device:
+    """The accelerator of this process, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def describe_device() -> str:
+    """One line for the start-up table: `CPU, 2 threads` or `NVIDIA H100 80GB HBM3, CUDA 13.0`."""
+    if compute_device().type == "cpu":
+        return f"CPU, {torch.get_num_threads()} threads (torch {torch.__version__} sees no CUDA device)"
+    return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+
+
+def synchronize() -> None:
+    """Wait for the device, so that a clock read next means something."""
+    if compute_device().type == "cuda":
+        torch.cuda.synchronize()
+
+
+def peak_memory_gib() -> float | None:
+    """Most memory that tensors held on the device so far, in GiB; None where the device does not count it."""
+    if compute_device().type == "cpu":
+        return None
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+def random_states() -> dict[str, Tensor]:
+    """The state of torch's own generators, for a checkpoint."""
+    states = {"cpu": torch.get_rng_state()}
+    if compute_device().type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_random_states(states: dict[str, Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and compute_device().type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def record_memory_history(enabled: bool) -> None:
+    """Start or stop recording allocations, for a memory snapshot of profiled steps. CUDA only."""
+    torch.cuda.memory._record_memory_history(enabled="all" if enabled else None)
+
+
+def dump_memory_snapshot(path: str) -> None:
+    torch.cuda.memory._dump_snapshot(path)
+
+
+@dataclass(frozen=True)
+class Package:
+    """An optional package as this process finds it: the module, or the reason why there is none."""
+
+    name: str
+    module: ModuleType | None
+    reason: str
+
+
+@functools.cache
+def optional_package(name: str) -> Package:
+    """Import an optional package, or learn why that fails. Only the file that owns a package may ask for it."""
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        return Package(name, None, "not installed")
+    try:
+        return Package(name, importlib.import_module(name), "installed")
+    except Exception as error:  # a broken compiled extension can raise anything at import
+        return Package(name, None, f"does not import: {type(error).__name__}: {error}".splitlines()[0])

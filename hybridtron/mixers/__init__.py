@@ -1,0 +1,12 @@
+"""The registry of mixer modules by `kind`. One line a mixer; the same keys as `specs.SPECS`."""
+
+from hybridtron.mixers.attention import Attention
+from hybridtron.mixers.base import Mixer
+from hybridtron.mixers.mamba import Mamba
+from hybridtron.mixers.swiglu import SwiGLU
+
+MIXERS: dict[str, type[Mixer]] = {
+    "mamba": Mamba,
+    "attention": Attention,
+    "swiglu": SwiGLU,
+}

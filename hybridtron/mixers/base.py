@@ -1,0 +1,36 @@
+"""The contract between a mixer and everything around it.
+
+    forward(x_LBD, state, seq) -> Out(y_LBD, state, aux)
+
+x is sequence first, as Megatron's parallel linears want it: L tokens, B rows, D width. The state is a value: what
+comes in is never changed, what comes out is new. None stands for the start of a document, and equals a state of
+zeros. `aux` holds named scalar losses that the mixer wants added to the training loss.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from hybridtron.data.batch import SeqInfo
+
+State = dict[str, Tensor]
+"""A mixer's carried tensors by the names in its spec's `state_parts`, lanes on the first axis; {} for none."""
+
+
+class Out(NamedTuple):
+    """What a mixer gives back."""
+
+    y_LBD: Tensor
+    state: State
+    aux: dict[str, Tensor]
+
+
+class Mixer(nn.Module, ABC):
+    """A residual sub-layer's body. Its constructor takes (spec, sizes) and leaves every weight uninitialised:
+    the spec's parameter table says how each starts, and `model/init.py` does it."""
+
+    @abstractmethod
+    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out: ...

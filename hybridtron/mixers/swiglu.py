@@ -1,0 +1,25 @@
+"""The gated MLP (equation in `specs/swiglu.py`); it carries no state."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hybridtron.data.batch import SeqInfo
+from hybridtron.mixers.base import Mixer, Out, State
+from hybridtron.ops.swiglu import swiglu
+from hybridtron.parallel.linear import column_parallel, row_parallel
+from hybridtron.specs.base import ModelSizes
+from hybridtron.specs.swiglu import SwiGLUSpec
+
+
+class SwiGLU(Mixer):
+    """Gate and up projection in one product, their gated product, and the way back down."""
+
+    def __init__(self, spec: SwiGLUSpec, sizes: ModelSizes):
+        super().__init__()
+        self.gate_up = column_parallel(sizes.width, 2 * spec.hidden)
+        self.down = row_parallel(spec.hidden, sizes.width)
+
+    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
+        gate, up = self.gate_up(x_LBD).chunk(2, dim=-1)
+        return Out(self.down(swiglu(gate, up)), {}, {})

@@ -1,0 +1,39 @@
+"""How weights start: a pure function of the seed, a weight's full name and its place in the parameter table.
+
+No order of construction and no layout enters, so that a model cut over many ranks starts from the same numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+from hybridtron.model.lm import LanguageModel
+from hybridtron.specs.base import Constant, Init, InverseSoftplus, LogRange, Normal, Uniform
+
+
+def initialise(model: LanguageModel, seed: int) -> None:
+    """Fill every weight of the model in place."""
+    for name, weight in model.named_parameters():
+        weight.data.copy_(starting_value(model.table[name].init, tuple(weight.shape), seed, name))
+
+
+def starting_value(init: Init, shape: tuple[int, ...], seed: int, name: str) -> Tensor:
+    """The whole weight as it starts, in fp32 on the CPU."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    match init:
+        case Constant(value):
+            return torch.full(shape, value)
+        case Normal(std):
+            return torch.empty(shape).normal_(0.0, std, generator=generator)
+        case Uniform(bound):
+            return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+        case LogRange():
+            return torch.arange(1, shape[-1] + 1, dtype=torch.float32).log().expand(shape)
+        case InverseSoftplus(low, high):
+            step = torch.empty(shape).uniform_(math.log(low), math.log(high), generator=generator).exp()
+            return step + torch.log(-torch.expm1(-step))

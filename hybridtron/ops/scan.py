@@ -1,0 +1,378 @@
+"""The selective scan of Mamba-1 (S6): Gu and Dao 2023, section 3.
+
+    delta_t = softplus(dt_t + dt_bias)
+    h_t = exp(delta_t A) h_{t-1} + delta_t B_t x_t
+    y_t = (C_t h_t + D x_t) * silu(z_t)
+
+Where a new document begins, the decay is exactly 0 instead, and nothing of the document before remains. (A large
+negative exponent in its place would cost precision, an infinite one the gradient.)
+
+Not here: projections and convolution (mixers), and a CUDA kernel of our own. The `mamba-ssm` form has been tested
+against a stand-in for that package only; it is unmeasured on a GPU.
+
+Legend: B rows, L tokens, T tokens of one chunk, E inner channels, N state entries per channel. States are (B, E, N)
+at the border of the op and (B, N, E) inside of `chunked`, because long vectors of channels are what a CPU is fast at.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from hybridtron.device import optional_package
+from hybridtron.ops.dispatch import op
+
+CHUNK = 64  # tokens whose states exist at the same time; backward keeps one state per chunk
+GROUP = 8  # tokens of a chunk that advance one after another while all groups go side by side
+LARGE_STATE = 2**15  # values in all rows' states from which a CPU gains nothing by going side by side
+SHARE_CHUNK = 256  # tokens whose share of an initial state is computed at once beside mamba-ssm
+MAMBA_SSM = "mamba_ssm.ops.selective_scan_interface"
+
+
+@op
+def selective_scan(
+    x_BLE: Tensor,
+    dt_BLE: Tensor,
+    A_EN: Tensor,
+    B_BLN: Tensor,
+    C_BLN: Tensor,
+    D_E: Tensor,
+    z_BLE: Tensor | None,
+    dt_bias_E: Tensor,
+    state_BEN: Tensor | None,
+    documents_BL: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """y in the type of x, and the state after the last token in fp32 (float64 for float64 inputs)."""
+    wide = _wide(x_BLE)
+    x, delta, B, C = x_BLE.to(wide), _delta(dt_BLE, dt_bias_E), B_BLN.to(wide), C_BLN.to(wide)
+    h_BEN = _initial_state(x_BLE, A_EN, state_BEN)
+    starts_BL = _document_starts(documents_BL)
+    outputs = []
+    for t in range(x.shape[1]):
+        decay_BEN = torch.exp(delta[:, t, :, None] * A_EN)
+        if starts_BL is not None:
+            decay_BEN = decay_BEN.masked_fill(starts_BL[:, t, None, None], 0)
+        h_BEN = decay_BEN * h_BEN + (delta[:, t] * x[:, t])[:, :, None] * B[:, t, None, :]
+        outputs.append((h_BEN * C[:, t, None, :]).sum(-1) + D_E * x[:, t])
+    y_BLE = torch.stack(outputs, dim=1)
+    if z_BLE is not None:
+        y_BLE = y_BLE * F.silu(z_BLE.to(wide))
+    return y_BLE.to(x_BLE.dtype), h_BEN
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _delta(dt_BLE: Tensor, dt_bias_E: Tensor) -> Tensor:
+    wide = _wide(dt_BLE)
+    return F.softplus(dt_BLE.to(wide) + dt_bias_E.to(wide))
+
+
+def _initial_state(x_BLE: Tensor, A_EN: Tensor, state_BEN: Tensor | None) -> Tensor:
+    if state_BEN is None:
+        return x_BLE.new_zeros(x_BLE.shape[0], *A_EN.shape, dtype=_wide(x_BLE))
+    return state_BEN.to(_wide(x_BLE))
+
+
+def _document_starts(documents_BL: Tensor | None) -> Tensor | None:
+    """Which tokens begin a document inside their row; a row's first token continues what came before the row."""
+    if documents_BL is None:
+        return None
+    return F.pad(documents_BL[:, 1:] != documents_BL[:, :-1], (1, 0), value=False)
+
+
+# ---- mamba-ssm: the package's CUDA kernel, with the initial state and the final state's gradient that it lacks
+
+
+def _mamba_ssm_refuses(x_BLE, dt_BLE, A_EN, B_BLN, C_BLN, D_E, z_BLE, dt_bias_E, state_BEN, documents_BL) -> str | None:
+    if documents_BL is not None:
+        return "the kernel knows no document borders"
+    if A_EN.shape[1] > 256:
+        return f"the kernel takes a state size of at most 256, not {A_EN.shape[1]}"
+    return "the kernel has no float64" if x_BLE.dtype == torch.float64 else None
+
+
+@selective_scan.form("mamba-ssm", device="cuda", package=MAMBA_SSM, refuses=_mamba_ssm_refuses)
+def _mamba_ssm(
+    x_BLE: Tensor,
+    dt_BLE: Tensor,
+    A_EN: Tensor,
+    B_BLN: Tensor,
+    C_BLN: Tensor,
+    D_E: Tensor,
+    z_BLE: Tensor | None,
+    dt_bias_E: Tensor,
+    state_BEN: Tensor | None,
+    documents_BL: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence is affine in its initial state: the kernel starts from zero and the state's share is added."""
+    per_token = [t for t in (x_BLE, dt_BLE, B_BLN, C_BLN, z_BLE) if t is not None]
+    shared = functools.reduce(torch.promote_types, (t.dtype for t in per_token))  # the kernel wants one type for all
+    x, dt, B, C, *z = (t.transpose(1, 2).to(shared) for t in per_token)
+    y_BEL, last_BEN = optional_package(MAMBA_SSM).module.selective_scan_fn(
+        x,
+        dt,
+        A_EN.float(),
+        B,
+        C,
+        D_E.float(),
+        z=z[0] if z else None,
+        delta_bias=dt_bias_E.float(),
+        delta_softplus=True,
+        return_last_state=True,
+    )
+    y_BLE = y_BEL.transpose(1, 2)
+    if state_BEN is not None:
+        y_BLE = y_BLE + _share_of_initial_state(dt_BLE, A_EN, C_BLN, z_BLE, dt_bias_E, state_BEN)
+    return y_BLE.to(x_BLE.dtype), _LastState.apply(last_BEN, x_BLE, dt_BLE, A_EN, B_BLN, dt_bias_E, state_BEN)
+
+
+def _share_of_initial_state(
+    dt_BLE: Tensor, A_EN: Tensor, C_BLN: Tensor, z_BLE: Tensor | None, dt_bias_E: Tensor, state_BEN: Tensor
+) -> Tensor:
+    """C_t exp(A (delta_1 + ... + delta_t)) h_0, times the gate; a chunk at a time, computed again in backward."""
+
+    def share(elapsed_BTE: Tensor, C_BTN: Tensor) -> Tensor:
+        return (torch.exp(elapsed_BTE.unsqueeze(3) * A_EN) * state_BEN.unsqueeze(1) * C_BTN.unsqueeze(2)).sum(3)
+
+    elapsed_BLE = _delta(dt_BLE, dt_bias_E).cumsum(1)
+    chunks = zip(elapsed_BLE.split(SHARE_CHUNK, dim=1), C_BLN.float().split(SHARE_CHUNK, dim=1))
+    share_BLE = torch.cat([checkpoint(share, *chunk, use_reentrant=False) for chunk in chunks], dim=1)
+    return share_BLE if z_BLE is None else share_BLE * F.silu(z_BLE.float())
+
+
+class _LastState(torch.autograd.Function):
+    """Completes the kernel's last state, whose gradient it ignores.
+
+    A gradient rarely arrives here, since states are mostly detached between rows; when it does, `chunked` runs again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        last_BEN: Tensor,
+        x_BLE: Tensor,
+        dt_BLE: Tensor,
+        A_EN: Tensor,
+        B_BLN: Tensor,
+        dt_bias_E: Tensor,
+        state_BEN: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x_BLE, dt_BLE, A_EN, B_BLN, dt_bias_E, state_BEN)
+        if state_BEN is None:
+            return last_BEN.clone()
+        elapsed_BE = _delta(dt_BLE, dt_bias_E).sum(1)
+        return last_BEN + torch.exp(elapsed_BE.unsqueeze(2) * A_EN) * state_BEN
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_BEN: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            inputs = [None if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
+            x_BLE, dt_BLE, A_EN, B_BLN, dt_bias_E, state_BEN = inputs
+            no_D, C_BLN = torch.zeros_like(A_EN[:, 0]), B_BLN.detach()  # they reach the outputs only
+            _, last_BEN = _chunked(x_BLE, dt_BLE, A_EN, B_BLN, C_BLN, no_D, None, dt_bias_E, state_BEN, None)
+        grads = iter(torch.autograd.grad(last_BEN, [t for t in inputs if t is not None], grad_BEN))
+        return (None, *(None if t is None else next(grads) for t in inputs))
+
+
+# ---- chunked: pure torch, with its own backward
+
+
+@selective_scan.form("chunked")
+def _chunked(
+    x_BLE: Tensor,
+    dt_BLE: Tensor,
+    A_EN: Tensor,
+    B_BLN: Tensor,
+    C_BLN: Tensor,
+    D_E: Tensor,
+    z_BLE: Tensor | None,
+    dt_bias_E: Tensor,
+    state_BEN: Tensor | None,
+    documents_BL: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Few operations on the states of a whole chunk, which backward computes again instead of keeping them."""
+    if x_BLE.shape[1] == 1:  # decoding: one step of the loop is all there is to do
+        return selective_scan.reference.function(
+            x_BLE, dt_BLE, A_EN, B_BLN, C_BLN, D_E, z_BLE, dt_bias_E, state_BEN, documents_BL
+        )
+    state_BNE = _initial_state(x_BLE, A_EN, state_BEN).transpose(1, 2)
+    starts_BL = _document_starts(documents_BL)
+    with torch.autocast(x_BLE.device.type, enabled=False):  # the products with B and C stay in fp32
+        y_BLE, last_BNE = _ChunkedScan.apply(
+            x_BLE, dt_BLE, B_BLN, C_BLN, z_BLE, A_EN.t().contiguous(), D_E, dt_bias_E, starts_BL, state_BNE
+        )
+    return y_BLE, last_BNE.transpose(1, 2)
+
+
+class _ChunkedScan(torch.autograd.Function):
+    """Keeps the inputs and the state before each chunk."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        *fields, state_BNE = inputs
+        row = _Row(*fields)
+        y_BLE = torch.empty_like(row.x_BLE, memory_format=torch.contiguous_format)
+        states_before = []
+        for tokens in row.chunks():
+            chunk = row.chunk(tokens)
+            states_before.append(state_BNE)
+            h_TBNE = chunk.states(chunk.decays()[:-1], state_BNE)
+            y_TBE = chunk.outputs(h_TBNE)
+            if chunk.z_TBE is not None:
+                y_TBE *= F.silu(chunk.z_TBE)
+            y_BLE[:, tokens] = y_TBE.transpose(0, 1)
+            state_BNE = h_TBNE[-1].clone()
+        ctx.save_for_backward(*fields, torch.stack(states_before))
+        return y_BLE, state_BNE
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_y_BLE: Tensor, grad_state_BNE: Tensor) -> tuple[Tensor | None, ...]:
+        *fields, states_before = ctx.saved_tensors
+        row = _Row(*fields)
+        per_token, parameters = fields[:5], fields[5:8]
+        token_grads = [None if t is None else torch.empty_like(t) for t in per_token]
+        parameter_grads = [torch.zeros_like(p, dtype=states_before.dtype) for p in parameters]
+        for tokens, state_BNE in reversed(list(zip(row.chunks(), states_before))):
+            grad_y_TBE = grad_y_BLE[:, tokens].transpose(0, 1).to(states_before.dtype)
+            of_tokens, of_parameters, grad_state_BNE = row.chunk(tokens).backward(state_BNE, grad_y_TBE, grad_state_BNE)
+            for grad_BL, grad_TB in zip(token_grads, of_tokens):
+                if grad_TB is not None:
+                    grad_BL[:, tokens] = grad_TB.transpose(0, 1)
+            for total, grad in zip(parameter_grads, of_parameters):
+                total += grad
+        parameter_grads = [grad.to(p.dtype) for grad, p in zip(parameter_grads, parameters)]
+        return (*token_grads, *parameter_grads, None, grad_state_BNE)
+
+
+@dataclass
+class _Row:
+    """The inputs of `chunked`."""
+
+    x_BLE: Tensor
+    dt_BLE: Tensor
+    B_BLN: Tensor
+    C_BLN: Tensor
+    z_BLE: Tensor | None
+    A_NE: Tensor
+    D_E: Tensor
+    dt_bias_E: Tensor
+    starts_BL: Tensor | None
+
+    def chunks(self) -> list[slice]:
+        return [slice(start, start + CHUNK) for start in range(0, self.x_BLE.shape[1], CHUNK)]
+
+    def chunk(self, tokens: slice) -> _Chunk:
+        """A few tokens, time first and in the type to compute in."""
+        wide = _wide(self.x_BLE)
+
+        def part(tensor_BL: Tensor | None) -> Tensor | None:
+            return None if tensor_BL is None else tensor_BL[:, tokens].transpose(0, 1).to(wide)
+
+        shifted_TBE = part(self.dt_BLE) + self.dt_bias_E.to(wide)
+        starts_TB = None if self.starts_BL is None else self.starts_BL[:, tokens].t()
+        tensors = part(self.x_BLE), shifted_TBE, part(self.B_BLN), part(self.C_BLN), part(self.z_BLE)
+        return _Chunk(*tensors, self.A_NE.to(wide), self.D_E.to(wide), starts_TB)
+
+
+@dataclass
+class _Chunk:
+    """T tokens, and what one computes from them and the state before them."""
+
+    x_TBE: Tensor
+    shifted_TBE: Tensor  # dt + dt_bias
+    B_TBN: Tensor
+    C_TBN: Tensor
+    z_TBE: Tensor | None
+    A_NE: Tensor
+    D_E: Tensor
+    starts_TB: Tensor | None
+
+    def __post_init__(self) -> None:
+        self.delta_TBE = F.softplus(self.shifted_TBE)
+        self.step_TBE = self.delta_TBE * self.x_TBE
+
+    def decays(self) -> Tensor:
+        """exp(delta A) of each token, then a row of ones for what follows: (T + 1, B, N, E)."""
+        length, batch, _ = self.x_TBE.shape
+        decay_TBNE = self.A_NE.new_empty(length + 1, batch, *self.A_NE.shape)
+        torch.mul(self.delta_TBE.unsqueeze(2), self.A_NE, out=decay_TBNE[:-1]).exp_()
+        if self.starts_TB is not None:
+            decay_TBNE[:-1].masked_fill_(self.starts_TB[:, :, None, None], 0)
+        decay_TBNE[-1] = 1
+        return decay_TBNE
+
+    def states(self, decay_TBNE: Tensor, state_BNE: Tensor) -> Tensor:
+        """The state before the chunk, then after each token: (T + 1, B, N, E)."""
+        h_TBNE = decay_TBNE.new_empty(len(decay_TBNE) + 1, *state_BNE.shape)
+        h_TBNE[0] = state_BNE
+        torch.mul(self.step_TBE.unsqueeze(2), self.B_TBN.unsqueeze(3), out=h_TBNE[1:])
+        _recur(decay_TBNE, h_TBNE[1:], state_BNE)
+        return h_TBNE
+
+    def outputs(self, h_TBNE: Tensor) -> Tensor:
+        """C h + D x, before the gate."""
+        return (self.C_TBN.unsqueeze(2) @ h_TBNE[1:]).squeeze(2).addcmul_(self.D_E, self.x_TBE)
+
+    def backward(
+        self, state_BNE: Tensor, grad_y_TBE: Tensor, grad_state_BNE: Tensor
+    ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...], Tensor]:
+        """Gradients of (x, dt, B, C, z), of (A, D, dt_bias), and of the state before the chunk."""
+        decay_TBNE = self.decays()
+        h_TBNE = self.states(decay_TBNE[:-1], state_BNE)
+        grad_z_TBE = None
+        if self.z_TBE is not None:
+            gate_TBE = torch.sigmoid(self.z_TBE)
+            slope_TBE = gate_TBE * (1 + self.z_TBE * (1 - gate_TBE))
+            grad_z_TBE = grad_y_TBE * self.outputs(h_TBNE) * slope_TBE
+            grad_y_TBE = grad_y_TBE * self.z_TBE * gate_TBE
+
+        grad_h_TBNE = grad_y_TBE.unsqueeze(2) * self.C_TBN.unsqueeze(3)
+        _recur(decay_TBNE[1:], grad_h_TBNE, grad_state_BNE, backwards=True)
+        grad_state_BNE = decay_TBNE[0] * grad_h_TBNE[0]
+        grad_C_TBN = (h_TBNE[1:] @ grad_y_TBE.unsqueeze(3)).squeeze(3)
+        grad_B_TBN = (grad_h_TBNE @ self.step_TBE.unsqueeze(3)).squeeze(3)
+        grad_step_TBE = (self.B_TBN.unsqueeze(2) @ grad_h_TBNE).squeeze(2)
+
+        grad_exponent_TBNE = decay_TBNE[:-1].mul_(h_TBNE[:-1]).mul_(grad_h_TBNE)
+        grad_A_NE = torch.mul(grad_exponent_TBNE, self.delta_TBE.unsqueeze(2), out=grad_h_TBNE).sum((0, 1))
+        grad_delta_TBE = grad_exponent_TBNE.mul_(self.A_NE).sum(2).addcmul_(grad_step_TBE, self.x_TBE)
+        grad_dt_TBE = grad_delta_TBE * torch.sigmoid(self.shifted_TBE)
+        grad_x_TBE = (grad_step_TBE * self.delta_TBE).addcmul_(self.D_E, grad_y_TBE)
+        of_tokens = grad_x_TBE, grad_dt_TBE, grad_B_TBN, grad_C_TBN, grad_z_TBE
+        of_parameters = grad_A_NE, (grad_y_TBE * self.x_TBE).sum((0, 1)), grad_dt_TBE.sum((0, 1))
+        return of_tokens, of_parameters, grad_state_BNE
+
+
+def _recur(decay_TBNE: Tensor, h_TBNE: Tensor, carry_BNE: Tensor, backwards: bool = False) -> None:
+    """h_t += decay_t h_{t-1} in place, beginning with the carry; `backwards` runs from the last t to the first.
+
+    Few large operations instead of one small one per token: groups of tokens advance side by side, each from zero;
+    then a state is handed from group to group; then every group adds its share of what it was handed.
+    """
+    one_by_one = h_TBNE.device.type == "cpu" and carry_BNE.numel() >= LARGE_STATE
+    size = 1 if one_by_one or len(h_TBNE) % GROUP != 0 else GROUP
+    direction = -1 if backwards else 1
+    decay, h = decay_TBNE.unflatten(0, (-1, size)), h_TBNE.unflatten(0, (-1, size))
+    since_start = decay if size == 1 else decay.clone()  # product of the decays since the group's first token
+    order = range(size)[::direction]
+    for before, now in itertools.pairwise(order):
+        h[:, now].addcmul_(decay[:, now], h[:, before])
+        since_start[:, now].mul_(since_start[:, before])
+    handed = []
+    for group in range(len(h))[::direction]:
+        handed.append(carry_BNE)
+        carry_BNE = h[group, order[-1]].addcmul_(since_start[group, order[-1]], carry_BNE)
+    if size > 1:
+        others = slice(1, None) if backwards else slice(None, -1)
+        h[:, others].addcmul_(since_start[:, others], torch.stack(handed[::direction]).unsqueeze(1))

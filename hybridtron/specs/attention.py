@@ -1,0 +1,129 @@
+"""Softmax attention with rotary positions: full or sliding window, with as many key/value heads as wanted.
+
+    q, k, v = qkv(u) [-> silu(conv(.)) where `conv` is set] -> RoPE;  y = out(softmax(q k^T / sqrt(head_dim)) v)
+
+A window of w lets a token see itself and the w - 1 tokens before it. Grouped-query attention is `kv_heads` below
+`heads`; multi-query is `kv_heads` 1. `conv` is the short convolution on q, k and v of Samba's Table 8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hybridtron.specs.base import (
+    MixerSpec,
+    ModelSizes,
+    Parameter,
+    Problem,
+    StatePart,
+    Uniform,
+    linear,
+    output_linear,
+)
+
+
+def visible_tokens(seq_len: int, window: int | None) -> float:
+    """Mean number of positions that a token sees, itself included, over a sequence."""
+    if window is None or seq_len <= window:
+        return (seq_len + 1) / 2
+    return window - window * (window - 1) / (2 * seq_len)
+
+
+@dataclass(frozen=True)
+class AttentionSpec(MixerSpec):
+    """Options of an attention mixer. None means: `kv_heads` = heads, `head_dim` = width / heads, no window, no conv."""
+
+    kind: ClassVar[str] = "attention"
+
+    heads: int = 1
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    window: int | None = None
+    rope_base: float | None = 10000.0
+    conv: int | None = None
+
+    def groups(self) -> int:
+        return self.kv_heads or self.heads
+
+    def head(self, model: ModelSizes) -> int:
+        return self.head_dim or model.width // self.heads
+
+    def channels(self, model: ModelSizes) -> tuple[int, int]:
+        """Width of all query heads together, and of all key (or value) heads together."""
+        return self.heads * self.head(model), self.groups() * self.head(model)
+
+    def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
+        queries, keys = self.channels(model)
+        parts = (("q", queries), ("k", keys), ("v", keys))
+        table = {
+            "qkv.weight": linear(queries + 2 * keys, model.width, parts=parts),
+            "out.weight": output_linear(model.width, queries, model.num_sublayers),
+        }
+        if self.conv:
+            table["conv_weight"] = Parameter((queries + 2 * keys, self.conv), Uniform(self.conv**-0.5), parts=parts)
+        return table
+
+    def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
+        queries, keys = self.channels(model)
+        return {
+            "projections": 2 * model.width * (2 * queries + 2 * keys),
+            "conv": 2 * (self.conv or 0) * (queries + 2 * keys),
+            "attention": 4 * queries * visible_tokens(seq_len, self.window),
+        }
+
+    def activation_values(self, model: ModelSizes) -> int:
+        queries, keys = self.channels(model)
+        # q, k, v (once more where a convolution stands between), the attention's output, one log-sum-exp a head
+        return (queries + 2 * keys) * (2 if self.conv else 1) + queries + self.heads
+
+    def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
+        queries, keys = self.channels(model)
+        kept = None if self.window is None else self.window - 1
+        heads = (kept, self.groups(), self.head(model))
+        parts = {
+            "keys": StatePart("kv", heads),
+            "values": StatePart("kv", heads),
+            "length": StatePart("kv", (), "int64"),
+        }
+        if self.conv:
+            parts["conv"] = StatePart("conv", (self.conv - 1, queries + 2 * keys))
+        return parts
+
+    def problems(self, model: ModelSizes, max_seq_len: int) -> list[Problem]:
+        if self.heads < 1:
+            return [Problem("heads", f"is {self.heads}, must be at least 1")]
+        found = []
+        if self.head_dim is not None and self.head_dim < 1:
+            found.append(
+                Problem("head_dim", f"is {self.head_dim}, must be at least 1 (leave it out for width / heads)")
+            )
+        elif self.head_dim is None and model.width % self.heads:
+            fitting = [h for h in range(1, 2 * self.heads) if model.width % h == 0]
+            nearest = sorted(sorted(fitting, key=lambda h: abs(h - self.heads))[:3])
+            found.append(
+                Problem(
+                    "heads",
+                    f"is {self.heads}, must divide model.width={model.width} (near it: {nearest}), or set head_dim",
+                )
+            )
+        elif self.rope_base is not None and self.head(model) % 2:
+            found.append(Problem("head_dim", f"is {self.head(model)}, must be even for rotary positions"))
+        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
+            divisors = [g for g in range(1, self.heads + 1) if self.heads % g == 0]
+            found.append(Problem("kv_heads", f"is {self.kv_heads}, must divide heads={self.heads}: one of {divisors}"))
+        if self.window is not None and self.window < 2:
+            found.append(Problem("window", f"is {self.window}, must be at least 2 (leave it out for full attention)"))
+        elif self.window is not None and self.window > max_seq_len:
+            found.append(
+                Problem(
+                    "window",
+                    f"is {self.window}, larger than the longest sequence of any phase ({max_seq_len}): "
+                    f"leave it out for full attention, or use at most {max_seq_len}",
+                )
+            )
+        if self.rope_base is not None and self.rope_base <= 1:
+            found.append(Problem("rope_base", f"is {self.rope_base}, must be above 1 (null for no positions)"))
+        if self.conv is not None and self.conv < 2:
+            found.append(Problem("conv", f"is {self.conv}, must be at least 2 (leave it out for none)"))
+        return found

@@ -1,0 +1,149 @@
+"""What can be known of a mixer without torch: options, parameters, FLOPs, state shapes, rules.
+
+A mixer is described by one frozen dataclass whose fields are its YAML options. Everything else about it follows
+from these options and the model's width, so parameter counts, FLOPs and memory of a 3.8B model are known in
+milliseconds, and a wrong option is refused before torch is imported. The module in `mixers/NAME.py` must build
+exactly the parameters that `parameters()` lists; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Every value the same."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Gaussian around zero."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Uniform on [-bound, bound]."""
+
+    bound: float
+
+
+@dataclass(frozen=True)
+class LogRange:
+    """log 1, log 2, ..., log n along the last axis: S4D-Real's A_log."""
+
+
+@dataclass(frozen=True)
+class InverseSoftplus:
+    """Values whose softplus is log-uniform on [low, high]: the step sizes of Mamba."""
+
+    low: float
+    high: float
+
+
+Init = Constant | Normal | Uniform | LogRange | InverseSoftplus
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One weight: its shape, how it starts, and how optimizer, precision and checkpoint must treat it.
+
+    `parts` names the pieces of a fused projection along axis 0, as (name, rows); a checkpoint stores each piece
+    under its own name, so that splitting a layer over ranks never mixes them.
+    """
+
+    shape: tuple[int, ...]
+    init: Init
+    decay: bool = True
+    fp32: bool = False
+    parts: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def linear(out_features: int, in_features: int, parts: tuple[tuple[str, int], ...] = ()) -> Parameter:
+    """Weight of a linear layer, Kaiming-uniform with a = sqrt 5, which is U(+-1/sqrt(in_features))."""
+    return Parameter((out_features, in_features), Uniform(in_features**-0.5), parts=parts)
+
+
+def output_linear(out_features: int, in_features: int, num_sublayers: int) -> Parameter:
+    """The last projection of a residual sub-layer, divided by sqrt(number of sub-layers in the model)."""
+    return Parameter((out_features, in_features), Uniform((in_features * num_sublayers) ** -0.5))
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """One tensor of a carried state, per lane. `kind` is what recipes choose by; `dtype` None means the stream's.
+
+    The first axis of the real tensor is the lane; `shape` holds the rest. None in a shape is an axis that grows
+    with the tokens seen (the keys of full attention).
+    """
+
+    kind: Literal["ssm", "conv", "kv"]
+    shape: tuple[int | None, ...]
+    dtype: Literal["float32", "int64"] | None = None
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What a mixer may know of the model around it."""
+
+    width: int
+    num_sublayers: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a configuration: the key, what is wrong, and what would work."""
+
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.key}  {self.message}"
+
+
+@dataclass(frozen=True)
+class MixerSpec(ABC):
+    """The options of one letter of the pattern. Subclasses add their options as fields."""
+
+    kind: ClassVar[str]
+
+    @abstractmethod
+    def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
+        """Every parameter of the module, by its name inside the module."""
+
+    @abstractmethod
+    def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
+        """Forward FLOPs per token at this sequence length, by part; a multiply-add counts 2."""
+
+    @abstractmethod
+    def activation_values(self, model: ModelSizes) -> int:
+        """Values per token that the forward pass keeps for the backward pass (estimate; window-free)."""
+
+    def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
+        """The parts of the state that this mixer carries from chunk to chunk; none by default."""
+        return {}
+
+    def problems(self, model: ModelSizes, max_seq_len: int) -> list[Problem]:
+        """What is wrong with these options; keys are option names."""
+        return []
+
+    def describe(self) -> str:
+        """The options that differ from their defaults, for tables: `window=2048 kv_heads=4`."""
+        chosen = (
+            f"{f.name}={value}"
+            for f in dataclasses.fields(self)
+            if (value := getattr(self, f.name)) != f.default and value is not None
+        )
+        return " ".join(chosen)

@@ -1,0 +1,140 @@
+"""What a run reports: one JSON line a step, a console line or progress bar, TensorBoard and wandb where wanted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from hybridtron.config.schema import Config
+from hybridtron.device import optional_package
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of metrics.jsonl. Times are in seconds; `validation` holds losses by length after an evaluation."""
+
+    step: int
+    phase: str
+    tokens: int
+    loss: float
+    grad_norm: float
+    lr: float
+    step_time: float
+    data_wait: float
+    tokens_per_second: float
+    tflops_per_device: float
+    mfu: float | None
+    skipped: int
+    validation: Mapping[str, float] | None = None
+    layers: Mapping[str, float] | None = None
+
+
+class Metrics:
+    """Writes every step to each place that was asked for. A resumed run's file is cut back to the resumed step."""
+
+    def __init__(self, run_dir: Path, config: Config, resumed_step: int, last_step: int):
+        self.path = run_dir / "metrics.jsonl"
+        kept = [line for line in _lines(self.path) if json.loads(line)["step"] <= resumed_step]
+        self.path.write_text("".join(f"{line}\n" for line in kept))
+        self.file = self.path.open("a", buffering=1)
+        self.console = ConsoleReport(config.run.log_every, resumed_step, last_step)
+        self.tensorboard = _tensorboard(run_dir / "logs")
+        self.wandb = _wandb(config, run_dir) if config.run.wandb else None
+
+    def write(self, metrics: StepMetrics) -> None:
+        line = {key: value for key, value in asdict(metrics).items() if key in REQUIRED or value is not None}
+        self.file.write(json.dumps(line) + "\n")
+        self.console.write(metrics)
+        numbers = _flat(line)
+        if self.tensorboard is not None:
+            for name, value in numbers.items():
+                self.tensorboard.add_scalar(name, value, metrics.step)
+        if self.wandb is not None:
+            self.wandb.log(numbers, step=metrics.step)
+
+    def close(self) -> None:
+        self.console.close()
+        self.file.close()
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+REQUIRED = [name for name, f in StepMetrics.__dataclass_fields__.items() if name not in ("validation", "layers")]
+
+
+class ConsoleReport:
+    """A live bar on a terminal; elsewhere one plain line every `log_every` steps and at every evaluation."""
+
+    def __init__(self, log_every: int, first_step: int, last_step: int):
+        self.console = Console()
+        self.log_every, self.last_step = log_every, last_step
+        self.bar: Progress | None = None
+        if self.console.is_terminal:
+            columns = [
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+            ]
+            self.bar = Progress(*columns, console=self.console)
+            self.task = self.bar.add_task("", total=last_step, completed=first_step)
+            self.bar.start()
+
+    def write(self, metrics: StepMetrics) -> None:
+        summary = (
+            f"loss {metrics.loss:.4f}  lr {metrics.lr:.2e}  grad norm {metrics.grad_norm:.3f}  "
+            f"{metrics.tokens_per_second:,.0f} tokens/s"
+        )
+        if self.bar is not None:
+            self.bar.update(self.task, completed=metrics.step, description=summary)
+        elif metrics.step % self.log_every == 0 or metrics.step == self.last_step:
+            print(f"step {metrics.step}/{self.last_step}  {summary}", flush=True)
+        if metrics.validation:
+            losses = "  ".join(f"{length} {loss:.4f}" for length, loss in metrics.validation.items())
+            self.say(f"step {metrics.step}  validation loss at multiples of the training length: {losses}")
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar where there is one."""
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+def _lines(path: Path) -> list[str]:
+    """The whole lines of a metrics file; a last line cut short by a kill is dropped."""
+    return [line[:-1] for line in path.open() if line.endswith("\n")] if path.exists() else []
+
+
+def _flat(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    numbers: dict[str, float] = {}
+    for key, value in line.items():
+        if isinstance(value, Mapping):
+            numbers.update(_flat(value, f"{prefix}{key}/"))
+        elif isinstance(value, int | float):
+            numbers[prefix + key] = value
+    return numbers
+
+
+def _tensorboard(folder: Path) -> Any:
+    """A TensorBoard writer where the package is installed, else None."""
+    if optional_package("tensorboard").module is None:
+        return None
+    module = optional_package("torch.utils.tensorboard").module
+    return None if module is None else module.SummaryWriter(str(folder))
+
+
+def _wandb(config: Config, run_dir: Path) -> Any:
+    package = optional_package("wandb")
+    if package.module is None:
+        raise ValueError(f"run.wandb={config.run.wandb} needs the package wandb, which is {package.reason}")
+    return package.module.init(project=config.run.wandb, name=config.run.name, dir=str(run_dir), resume="allow")

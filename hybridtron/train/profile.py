@@ -1,0 +1,32 @@
+"""Traces of chosen steps: a Chrome trace of each, what used memory, and on CUDA a snapshot of the allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from hybridtron.device import compute_device, dump_memory_snapshot, record_memory_history
+
+
+@contextmanager
+def profiled(step: int, chosen: tuple[int, ...], logs: Path) -> Iterator[None]:
+    """Trace the block if its step is a chosen one."""
+    if step not in chosen:
+        yield
+        return
+    on_cuda = compute_device().type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+    if on_cuda:
+        record_memory_history(True)
+    with profile(activities=activities, profile_memory=True, acc_events=True) as trace:
+        yield
+    trace.export_chrome_trace(str(logs / f"trace-step-{step:08d}.json"))
+    key = "self_cuda_memory_usage" if on_cuda else "self_cpu_memory_usage"
+    (logs / f"memory-step-{step:08d}.txt").write_text(trace.key_averages().table(sort_by=key, row_limit=40))
+    if on_cuda:
+        dump_memory_snapshot(str(logs / f"memory-step-{step:08d}.pickle"))
+        record_memory_history(False)

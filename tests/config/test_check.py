@@ -1,0 +1,147 @@
+"""Every rule of `config/check.py`: broken alone, it is told alone, with the value that would work."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridtron.config.check import check, require, warnings
+from hybridtron.config.load import choices_of, load
+from hybridtron.config.problems import ConfigError
+
+
+def told(*arguments: str) -> dict[str, str]:
+    return {problem.key: problem.message for problem in check(load(arguments))}
+
+
+@pytest.mark.parametrize("recipe", choices_of("recipe"))
+def test_recipes_keep_every_rule(recipe):
+    config = load([f"recipe={recipe}"])
+    require(config)
+    assert warnings(config) == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "key", "says"),
+    [
+        ("model.width=0", "model.width", "is 0, must be at least 1"),
+        ("model.vocab_size=-5", "model.vocab_size", "is -5, must be at least 1"),
+        ("model.norm_eps=0", "model.norm_eps", "must be a number above 0"),
+        ("model.layers.MM={kind: mamba}", "model.layers.MM", "use one character"),
+        ("model.layers.(={kind: mamba}", "model.layers.(", "use one character"),
+        ("model.layers.M.kind=mambo", "model.layers.M.kind", "did you mean mamba?"),
+        ("model.layers.Q={heads: 2}", "model.layers.Q.kind", "have: mamba, attention, swiglu"),
+        ("model.layers.M.stat=8", "model.layers.M.stat", "did you mean state?"),
+        ("model.layers.M.state='8'", "model.layers.M.state", "is '8', must be int"),
+        ("model.layers.M.state=true", "model.layers.M.state", "must be int"),
+        ("model.layers.M.state=8.5", "model.layers.M.state", "must be int"),
+        ("model.layers.W.window=[1]", "model.layers.W.window", "must be int or null"),
+        ("model.layers.M.conv=1", "model.layers.M.conv", "at least 2"),
+        ("model.layers.M.dt_min=0.2", "model.layers.M.dt_min", "below dt_max=0.1"),
+        ("model.layers.W.heads=5", "model.layers.W.heads", "near it: [3, 4, 6]"),
+        ("model.layers.W.heads=0", "model.layers.W.heads", "at least 1"),
+        ("model.layers.W.kv_heads=3", "model.layers.W.kv_heads", "one of [1, 2, 4]"),
+        ("model.layers.W.kv_heads=0", "model.layers.W.kv_heads", "one of [1, 2, 4]"),
+        ("model.layers.W.head_dim=0", "model.layers.W.head_dim", "at least 1"),
+        ("model.layers.W.head_dim=7", "model.layers.W.head_dim", "must be even"),
+        ("model.layers.W.window=512", "model.layers.W.window", "use at most 256"),
+        ("model.layers.-.hidden=0", "model.layers.-.hidden", "e.g. 512"),
+        ("model.pattern=(M-Wz)*2", "model.pattern", "unknown letter 'z'; have: M W -\n(M-Wz)*2\n    ^"),
+        ("phases=[]", "phases", "at least one phase"),
+        ("phases.0.name=", "phases.0.name", "is empty"),
+        ("phases.0.lr=0", "phases.0.lr", "must be a number above 0"),
+        ("phases.0.lr=nan", "phases.0.lr", "must be a number above 0"),
+        ("phases.0.seq_len=0", "phases.0.seq_len", "at least 1"),
+        ("phases.0.global_batch=-1", "phases.0.global_batch", "at least 1"),
+        ("phases.0.micro_batch=0", "phases.0.micro_batch", "at least 1"),
+        ("phases.0.micro_batch=6", "phases.0.micro_batch", "must divide global_batch=16: 4 or 8"),
+        ("phases.0.micro_batch=32", "phases.0.micro_batch", "must divide global_batch=16: 16"),
+        ("phases.0.tokens=lots", "phases.0.tokens", "such as 4M"),
+        ("phases.0.tokens=4K", "phases.0.tokens", "use at least 4096"),
+        ("optim.betas=[0.9,1.0]", "optim.betas.1", "below 1"),
+        ("optim.betas=[0.9]", "optim.betas", "must have two"),
+        ("optim.eps=0", "optim.eps", "above 0"),
+        ("optim.clip=-1", "optim.clip", "above 0"),
+        ("optim.weight_decay=-0.1", "optim.weight_decay", "at least 0"),
+        ("optim.z_loss=-1", "optim.z_loss", "at least 0"),
+        ("optim.final_lr=2", "optim.final_lr", "between 0 and 1"),
+        ("optim.warmup=soon", "optim.warmup", "a share such as 1%"),
+        ("optim.warmup=200%", "optim.warmup", "use at most 1M"),
+        ("run.name=", "run.name", "is empty"),
+        ("run.eval_every=often", "run.eval_every", "number of steps"),
+        ("run.eval_every=0", "run.eval_every", "at least 1 step"),
+        ("run.eval_tokens=some", "run.eval_tokens", "such as 4M"),
+        ("run.eval_tokens=1000", "run.eval_tokens", "use at least 1024"),
+        ("run.eval_lengths=[1,0]", "run.eval_lengths.1", "at least 1"),
+        ("run.max_steps=0", "run.max_steps", "at least 1"),
+        ("run.log_every=0", "run.log_every", "at least 1"),
+        ("run.sample_tokens=-1", "run.sample_tokens", "at least 0"),
+        ("run.seed=-1", "run.seed", "at least 0"),
+        ("run.profile=[0]", "run.profile.0", "at least 1"),
+        ("run.resume=no/such/folder", "run.resume", "use auto, never"),
+        ("checkpoint.every=0.2", "checkpoint.every", "at least 1 step"),
+        ("checkpoint.every=x", "checkpoint.every", "number of steps"),
+        ("checkpoint.keep=0", "checkpoint.keep", "at least 1"),
+        ("parallel.tensor=2", "parallel.tensor", "use 1"),
+        ("parallel.pipeline=2", "parallel.pipeline", "use 1"),
+        ("parallel.virtual_pipeline=2", "parallel.virtual_pipeline", "use 1"),
+        ("parallel.context=2", "parallel.context", "use 1"),
+        ("parallel.expert=2", "parallel.expert", "use 1"),
+        ("parallel.sequence=true", "parallel.sequence", "use false"),
+        ("cluster.peak_tflops=0", "cluster.peak_tflops", "above 0"),
+        ("cluster.memory_gb=-80", "cluster.memory_gb", "above 0"),
+    ],
+)
+def test_each_rule_alone(argument, key, says):
+    problems = told(argument)
+    assert list(problems) == [key] or argument.startswith("model.layers.M.kind")
+    assert says in problems[key]
+
+
+def test_good_edges_are_accepted(tmp_path):
+    assert not told(
+        "optim.schedule=wsd",
+        "optim.warmup=80%",
+        "optim.decay=20%",
+        "phases.0.tokens=4096",
+        "model.layers.W.window=256",
+        "run.eval_tokens=1024",
+        f"run.resume={tmp_path}",
+        "checkpoint.every=1M",
+    )
+
+
+def test_decay_counts_only_where_it_is_used():
+    assert not told("optim.decay=never", "optim.schedule=cosine")
+    assert set(told("optim.decay=never", "optim.schedule=wsd")) == {"optim.decay"}
+    assert (
+        "together with optim.decay" in told("optim.schedule=wsd", "optim.warmup=50%", "optim.decay=51%")["optim.warmup"]
+    )
+
+
+def test_phases_need_different_names():
+    phase = "{name: a, tokens: 1M, seq_len: 256, global_batch: 16, lr: 1e-3}"
+    assert "give it another" in told(f"phases=[{phase},{phase}]")["phases.1.name"]
+
+
+def test_window_may_be_as_long_as_the_longest_phase():
+    phases = "phases=[{name: a, tokens: 1M, seq_len: 64, global_batch: 16, lr: 1e-3}"
+    assert "model.layers.W.window" in told(phases + "]")
+    assert not told(phases + ", {name: b, tokens: 1M, seq_len: 128, global_batch: 16, lr: 1e-3}]")
+
+
+def test_all_problems_at_once_in_one_text():
+    config = load(["model.pattern=MX", "phases.0.micro_batch=3", "parallel.tensor=2", "model.layers.W.heads=5"])
+    with pytest.raises(ConfigError) as caught:
+        require(config)
+    text = str(caught.value)
+    assert text.startswith("4 problems in the configuration\n")
+    lines = text.splitlines()
+    shown = next(index for index, line in enumerate(lines) if line.endswith(" MX"))
+    assert lines[shown + 1].index("^") == lines[shown].index("X")  # the caret still stands under its character
+
+
+def test_warnings_name_what_has_no_effect():
+    found = warnings(load(["model.pattern=M-", "optim.decay=5%"]))
+    assert len(found) == 2
+    assert "model.layers.W" in found[0]
+    assert "optim.schedule=wsd" in found[1]

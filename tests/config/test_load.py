@@ -1,0 +1,116 @@
+"""Composing a configuration: what wins over what, and what is said about mistakes."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from hybridtron.config.load import CONFIGS, choices_of, load, load_saved, to_yaml
+from hybridtron.config.problems import ConfigError
+from hybridtron.config.schema import Documents, Precision, Source
+
+
+def told(arguments, configs=CONFIGS) -> dict[str, str]:
+    """The problems by key."""
+    with pytest.raises(ConfigError) as caught:
+        load(arguments, configs)
+    return {problem.key: problem.message for problem in caught.value.problems}
+
+
+def test_command_line_beats_recipe_beats_groups():
+    config = load(["recipe=samba_421m", "phases.0.lr=1e-3", "precision=fp32"])
+    assert config.phases[0].lr == 1e-3  # the command line
+    assert config.phases[0].tokens == "20B"  # the recipe
+    assert config.data.documents == Documents.join  # the recipe, over its own choice of data=folder
+    assert config.data.source == Source.folder
+    assert config.precision.name == Precision.fp32  # a group named on the command line beats the recipe's choice
+    assert config.optim.clip == 1.0  # the default
+
+
+def test_ablation_builds_on_its_recipe():
+    config = load(["recipe=ablations/samba_421m_heads_12_2"])
+    base = load(["recipe=samba_421m"])
+    assert config.phases == base.phases
+    assert config.model.layers["W"] == {"kind": "attention", "heads": 12, "kv_heads": 2, "window": 2048}
+    assert config.model.layers["-"]["hidden"] == 4608
+    assert config.run.dir == "runs/samba_421m_heads_12_2"
+
+
+def test_every_recipe_is_named_after_its_file():
+    for recipe in choices_of("recipe"):
+        assert load([f"recipe={recipe}"]).run.name == recipe.removeprefix("ablations/")
+
+
+@pytest.mark.parametrize(
+    ("argument", "pattern"),
+    [
+        ("model.pattern=(M-W-)*3", "(M-W-)*3"),
+        ("model.pattern='(M-W-)*3'", "(M-W-)*3"),
+        ("model.pattern=M*3|M-", "M*3|M-"),
+    ],
+)
+def test_pattern_needs_no_quotes(argument, pattern):
+    assert load([argument]).model.pattern == pattern
+
+
+def test_letters_and_options_can_be_added():
+    config = load(["model.layers.M.state=8", "model.layers.Q={kind: attention, heads: 2}", "model.layers.-.hidden=64"])
+    assert config.model.layers["M"]["state"] == 8
+    assert config.model.layers["Q"] == {"kind": "attention", "heads": 2}
+    assert config.model.layers["-"]["hidden"] == 64
+
+
+@pytest.mark.parametrize(
+    ("argument", "key", "says"),
+    [
+        ("modle.width=3", "modle.width", "did you mean model?"),
+        ("model.widht=3", "model.widht", "did you mean width?"),
+        ("recipe=samba_421", "recipe", "did you mean samba_421m?"),
+        ("model=zzz", "model", "have: laptop"),
+        ("phases.3.lr=1", "phases.3.lr", "numbered from 0"),
+        ("model.width=wide", "model.width", "could not be converted to Integer"),
+        ("run.seed=1.5", "run.seed", "could not be converted to Integer"),
+        ("data.documents=cut", "data.documents", "expected one of [isolate, join]"),
+        ("model.layers.M=mamba", "model.layers.M", "Cannot assign str"),
+        ("run.wandb.project=x", "run.wandb.project", "has no 'project'"),
+        ("phases=[{lr: 1}]", "phases.0.tokens", "must be set"),
+        ("run.dir='${run.nam}'", "run.dir", "'run.nam' not found"),
+        ("run.eval_lengths=[1", "run.eval_lengths", "is not a value"),
+        ("verbose", "verbose", "not of the form key=value"),
+        ("model=laptop=3", "model", "has no 'laptop=3'"),
+    ],
+)
+def test_mistakes_name_the_key_and_what_was_meant(argument, key, says):
+    assert says in told([argument])[key]
+
+
+def test_all_mistakes_at_once():
+    assert set(told(["model.widht=3", "optim.clip=x", "phases.0.rows=1", "run.seed=2"])) == {
+        "model.widht",
+        "optim.clip",
+        "phases.0.rows",
+    }
+
+
+@pytest.mark.parametrize(
+    ("recipe", "says"),
+    [
+        ("model: {widht: 3}", "Key 'widht' not in 'ModelConfig'"),
+        ("phases: [}", "line 2"),
+        ("defaults: [override /model: none_such]", "Could not find 'model/none_such'"),
+    ],
+)
+def test_mistakes_in_a_recipe(tmp_path, recipe, says):
+    shutil.copytree(CONFIGS, tmp_path / "configs")
+    (tmp_path / "configs/recipe/mine.yaml").write_text(f"# @package _global_\n{recipe}\n")
+    assert says in told(["recipe=mine"], tmp_path / "configs")["recipe"]
+
+
+def test_saved_configuration_is_the_same(tmp_path):
+    config = load(["recipe=samba_1.7b", "run.profile=[3,4]"])
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert load_saved(tmp_path / "config.yaml") == config
+    (tmp_path / "config.yaml").write_text("model: {depth: 3}")
+    with pytest.raises(ConfigError, match="depth"):
+        load_saved(tmp_path / "config.yaml")

@@ -1,0 +1,48 @@
+"""What many tests share: small models in float64 or fp32, and random batches for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybridtron.config.schema import ModelConfig
+from hybridtron.data.batch import Batch, SeqInfo
+from hybridtron.model.init import initialise
+from hybridtron.model.lm import LanguageModel
+
+SMALL_LAYERS = {
+    "M": {"kind": "mamba", "state": 4},
+    "W": {"kind": "attention", "heads": 4, "kv_heads": 2, "window": 8},
+    "F": {"kind": "attention", "heads": 2},
+    "-": {"kind": "swiglu", "hidden": 48},
+}
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_time() -> None:
+    torch.manual_seed(0)
+
+
+def small_config(pattern: str = "M-W-F", **changes) -> ModelConfig:
+    return ModelConfig(**{"width": 32, "vocab_size": 61, "pattern": pattern, "layers": SMALL_LAYERS, **changes})
+
+
+def small_model(pattern: str = "M-W-F", dtype: torch.dtype = torch.float32, **changes) -> LanguageModel:
+    model = LanguageModel(small_config(pattern, **changes))
+    initialise(model, seed=1)
+    return model.to(dtype)
+
+
+def random_batch(rows: int = 2, length: int = 24, vocab: int = 61, documents: list[list[int]] | None = None) -> Batch:
+    """Random tokens; `documents` gives the lengths of each row's documents."""
+    tokens = torch.randint(vocab, (rows, length + 1))
+    mask = torch.rand(rows, length) < 0.9
+    return Batch(tokens[:, :-1], tokens[:, 1:], mask, seq_info(rows, length, documents))
+
+
+def seq_info(rows: int, length: int, documents: list[list[int]] | None = None) -> SeqInfo:
+    if documents is None:
+        return SeqInfo.stream(rows, length)
+    index = [[i for i, size in enumerate(row) for _ in range(size)] for row in documents]
+    positions = [[p for size in row for p in range(size)] for row in documents]
+    return SeqInfo(torch.tensor(positions), torch.tensor(index, dtype=torch.int32))

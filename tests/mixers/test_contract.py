@@ -1,0 +1,201 @@
+"""What every mixer of the registry must hold, whatever it computes. A new mixer is tested by standing in OPTIONS."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.data.batch import SeqInfo
+from hybridtron.mixers import MIXERS
+from hybridtron.mixers.base import Mixer
+from hybridtron.model.init import starting_value
+from hybridtron.ops.dispatch import force
+from hybridtron.specs import SPECS
+from hybridtron.specs.base import MixerSpec, ModelSizes
+from tests.conftest import seq_info
+
+SIZES = ModelSizes(width=16, num_sublayers=4)
+LENGTH = 21
+OPTIONS = {
+    "mamba": [{"state": 4}],
+    "attention": [
+        {"heads": 4},
+        {"heads": 4, "kv_heads": 2, "window": 6},
+        {"heads": 4, "kv_heads": 1, "window": 6, "conv": 4},
+        {"heads": 2, "head_dim": 12, "rope_base": None},
+    ],
+    "swiglu": [{"hidden": 24}],
+}
+CASES = [pytest.param(SPECS[kind](**options), id=f"{kind}-{i}") for kind in MIXERS for i, options in enumerate(OPTIONS[kind])]
+
+
+def build(spec: MixerSpec, dtype: torch.dtype = torch.float64) -> Mixer:
+    mixer = MIXERS[spec.kind](spec, SIZES)
+    for name, weight in mixer.named_parameters():
+        start = starting_value(spec.parameters(SIZES)[name].init, tuple(weight.shape), 1, name)
+        weight.data.copy_(start + 0.01 * torch.randn(start.shape))
+    return mixer.to(dtype)
+
+
+def gradients(mixer: Mixer, outputs: list[Tensor], inputs: list[Tensor], weights_of_loss: list[Tensor]) -> list[Tensor]:
+    """Gradients of a random linear function of the outputs, with respect to the inputs and every weight."""
+    loss = sum(((y * w).sum() for y, w in zip(outputs, weights_of_loss, strict=True)), torch.zeros(()))
+    return list(torch.autograd.grad(loss, [*inputs, *mixer.parameters()]))
+
+
+def assert_all_close(left: list[Tensor], right: list[Tensor], tolerance: float) -> None:
+    for a, b in zip(left, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_registries_agree() -> None:
+    assert set(SPECS) == set(MIXERS) == set(OPTIONS)
+
+
+@pytest.mark.parametrize("spec", CASES)
+def test_module_has_the_parameters_that_its_spec_lists(spec: MixerSpec) -> None:
+    built = {name: tuple(weight.shape) for name, weight in build(spec).named_parameters()}
+    table = spec.parameters(SIZES)
+    assert built == {name: parameter.shape for name, parameter in table.items()}
+    for parameter in table.values():
+        assert sum(rows for _, rows in parameter.parts) in (0, parameter.shape[0])
+
+
+@pytest.mark.parametrize("spec", CASES)
+def test_state_has_the_parts_that_its_spec_lists(spec: MixerSpec) -> None:
+    state = build(spec, torch.float32)(torch.randn(LENGTH, 2, SIZES.width), None, seq_info(2, LENGTH)).state
+    parts = spec.state_parts(SIZES)
+    assert set(state) == set(parts)
+    for name, part in parts.items():
+        expected = [2, *(LENGTH if size is None else size for size in part.shape)]
+        assert list(state[name].shape) == expected
+        assert str(state[name].dtype) == f"torch.{part.dtype or 'float32'}"
+
+
+@pytest.mark.parametrize("cut", [1, 3, 13])
+@pytest.mark.parametrize("documents", [None, [[21], [21]], [[5, 16], [13, 8]]], ids=["join", "whole", "borders"])
+@pytest.mark.parametrize("spec", CASES)
+def test_chunks_with_carried_state_equal_the_whole(spec: MixerSpec, documents: list[list[int]] | None, cut: int) -> None:
+    mixer, seq = build(spec), seq_info(2, LENGTH, documents)
+    x = torch.randn(LENGTH, 2, SIZES.width, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn_like(x)
+    whole = mixer(x, None, seq)
+    first = mixer(x[:cut], None, part_of(seq, 0, cut))
+    state = carried(first.state, seq, cut)
+    second = mixer(x[cut:], state, part_of(seq, cut, LENGTH))
+    joined = torch.cat([first.y_LBD, second.y_LBD])
+    assert_all_close([joined], [whole.y_LBD], 1e-10)
+    for name, tensor in whole.state.items():
+        if name not in ("keys", "values"):  # their padding may differ; `length` says what of them is real
+            torch.testing.assert_close(second.state[name], tensor, rtol=1e-10, atol=1e-10)
+    assert_all_close(
+        gradients(mixer, [joined], [x], [weight]), gradients(mixer, [whole.y_LBD], [x], [weight]), 1e-9
+    )
+
+
+def part_of(seq: SeqInfo, first: int, last: int) -> SeqInfo:
+    documents = None if seq.documents_BL is None else seq.documents_BL[:, first:last]
+    return SeqInfo(seq.positions_BL[:, first:last], documents)
+
+
+def carried(state: dict[str, Tensor], seq: SeqInfo, cut: int) -> dict[str, Tensor]:
+    """The state as whoever carries it hands it on: zero for rows that start a new document at the cut."""
+    if seq.documents_BL is None:
+        return state
+    goes_on = seq.documents_BL[:, cut] == seq.documents_BL[:, cut - 1]
+    return {name: tensor * goes_on.view(-1, *[1] * (tensor.dim() - 1)).to(tensor.dtype) for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("spec", CASES)
+def test_none_equals_a_state_of_zeros(spec: MixerSpec) -> None:
+    mixer, seq = build(spec), seq_info(2, LENGTH)
+    x = torch.randn(LENGTH, 2, SIZES.width, dtype=torch.float64)
+    from_none = mixer(x, None, seq)
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in from_none.state.items()}
+    torch.testing.assert_close(mixer(x, zeros, seq).y_LBD, from_none.y_LBD, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("spec", CASES)
+def test_document_in_mid_row_is_a_fresh_start(spec: MixerSpec) -> None:
+    mixer = build(spec)
+    x = torch.randn(LENGTH, 2, SIZES.width, dtype=torch.float64)
+    packed = mixer(x, None, seq_info(2, LENGTH, [[8, 13], [8, 13]])).y_LBD
+    alone = [mixer(part, None, seq_info(2, len(part))).y_LBD for part in (x[:8], x[8:])]
+    torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("spec", CASES)
+def test_a_later_token_changes_nothing_before_it(spec: MixerSpec) -> None:
+    mixer, seq = build(spec), seq_info(2, LENGTH)
+    x = torch.randn(LENGTH, 2, SIZES.width, dtype=torch.float64)
+    changed = x.clone()
+    changed[12:] += 1.0
+    before, after = mixer(x, None, seq).y_LBD, mixer(changed, None, seq).y_LBD
+    torch.testing.assert_close(after[:12], before[:12], rtol=0, atol=1e-14)
+    assert not torch.allclose(after[12:], before[12:])
+
+
+@pytest.mark.parametrize("spec", CASES)
+def test_fast_forms_equal_the_reference(spec: MixerSpec) -> None:
+    mixer, seq = build(spec), seq_info(2, LENGTH, [[5, 16], [13, 8]])
+    x = torch.randn(LENGTH, 2, SIZES.width, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn_like(x)
+    fast = mixer(x, None, seq).y_LBD
+    fast_gradients = gradients(mixer, [fast], [x], [weight])
+    with force("reference"):
+        reference = mixer(x, None, seq).y_LBD
+        reference_gradients = gradients(mixer, [reference], [x], [weight])
+    assert_all_close([fast, *fast_gradients], [reference, *reference_gradients], 1e-9)
+
+
+@pytest.mark.parametrize("form", ["reference", None])
+@pytest.mark.parametrize("spec", CASES)
+def test_no_document_sees_another(spec: MixerSpec, form: str | None) -> None:
+    """The leak probe: other tokens in document A leave all that concerns document B bit-identical."""
+    mixer, seq = build(spec, torch.float32), seq_info(2, LENGTH, [[8, 13], [8, 13]])
+    x = torch.randn(LENGTH, 2, SIZES.width)
+    other = x.clone()
+    other[:8] = torch.randn(8, 2, SIZES.width)
+    weight = torch.randn(LENGTH - 8, 2, SIZES.width)
+
+    def document_b(x: Tensor) -> list[Tensor]:
+        x = x.clone().requires_grad_()
+        y = mixer(x, None, seq).y_LBD[8:]
+        of_x, *of_weights = gradients(mixer, [y], [x], [weight])
+        assert not of_x[:8].any()
+        return [y, of_x[8:], *of_weights]
+
+    with force(form):
+        for ours, theirs in zip(document_b(x), document_b(other), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("spec", CASES)
+def test_gradcheck(spec: MixerSpec) -> None:
+    mixer, seq = build(spec), seq_info(2, 5, [[2, 3], [5]])
+    x = torch.randn(5, 2, SIZES.width, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: mixer(x, None, seq).y_LBD, (x,), fast_mode=True)
+
+
+@pytest.mark.parametrize("spec", CASES)
+def test_computes_in_bf16_with_fp32_weights_where_the_spec_says_so(spec: MixerSpec) -> None:
+    mixer, seq = build(spec, torch.float32), seq_info(2, LENGTH)
+    x = torch.randn(LENGTH, 2, SIZES.width)
+    exact = mixer(x, None, seq).y_LBD
+    for name, weight in mixer.named_parameters():
+        if not spec.parameters(SIZES)[name].fp32:
+            weight.data = weight.data.bfloat16()
+    y, state, _ = mixer(x.bfloat16(), None, seq)
+    assert y.dtype == torch.bfloat16
+    for name, part in spec.state_parts(SIZES).items():
+        assert state[name].dtype == (torch.bfloat16 if part.dtype is None else getattr(torch, part.dtype))
+    assert (y.float() - exact).norm() < 0.03 * exact.norm()
+
+
+@pytest.mark.parametrize("spec", CASES)
+def test_flops_grow_with_nothing_but_what_is_seen(spec: MixerSpec) -> None:
+    short, long = (sum(spec.flops(SIZES, length).values()) for length in (512, 2048))
+    grows = spec.kind == "attention" and getattr(spec, "window", None) is None
+    assert long > short if grows else long <= short * 1.05
+    assert spec.activation_values(SIZES) > 0

@@ -1,0 +1,109 @@
+"""Our models against transformers' Mamba, Llama and Mistral with the same weights: logits and every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM
+
+from hybridtron.config.schema import ModelConfig
+from hybridtron.data.batch import SeqInfo
+from hybridtron.model.lm import LanguageModel
+
+WIDTH, VOCAB, HIDDEN, LENGTH = 64, 97, 112, 40
+
+
+def llama_names(model: LanguageModel) -> dict[str, list[str]]:
+    """Our weight -> transformers' weights whose rows, one below the other, it is."""
+    names = {"embedding.weight": ["model.embed_tokens.weight"], "norm.weight": ["model.norm.weight"]}
+    names["head.weight"] = ["lm_head.weight"]
+    for block in range(len(model.layers) // 2):
+        theirs, attention, mlp = f"model.layers.{block}", f"layers.{2 * block}", f"layers.{2 * block + 1}"
+        names |= {
+            f"{attention}.norm.weight": [f"{theirs}.input_layernorm.weight"],
+            f"{attention}.mixer.qkv.weight": [f"{theirs}.self_attn.{part}_proj.weight" for part in "qkv"],
+            f"{attention}.mixer.out.weight": [f"{theirs}.self_attn.o_proj.weight"],
+            f"{mlp}.norm.weight": [f"{theirs}.post_attention_layernorm.weight"],
+            f"{mlp}.mixer.gate_up.weight": [f"{theirs}.mlp.{part}_proj.weight" for part in ("gate", "up")],
+            f"{mlp}.mixer.down.weight": [f"{theirs}.mlp.down_proj.weight"],
+        }
+    return names
+
+
+def mamba_names(model: LanguageModel) -> dict[str, list[str]]:
+    names = {"embedding.weight": ["backbone.embeddings.weight"], "norm.weight": ["backbone.norm_f.weight"]}
+    ours_to_theirs = {"conv_weight": "conv1d.weight", "conv_bias": "conv1d.bias", "dt_bias": "dt_proj.bias"}
+    for name, _ in model.layers.named_parameters():
+        layer, _, rest = name.partition(".")
+        rest = rest.replace("mixer.", "")
+        theirs = "norm.weight" if rest == "norm.weight" else f"mixer.{ours_to_theirs.get(rest, rest)}"
+        names[f"layers.{name}"] = [f"backbone.layers.{layer}.{theirs}"]
+    return names
+
+
+def mamba_pair() -> tuple[LanguageModel, torch.nn.Module, dict[str, list[str]]]:
+    theirs = MambaForCausalLM(
+        MambaConfig(
+            vocab_size=VOCAB, hidden_size=WIDTH, state_size=8, num_hidden_layers=3, time_step_rank=4,
+            residual_in_fp32=False, use_cache=False,
+        )  # fmt: skip
+    )
+    layers = {"M": {"kind": "mamba", "state": 8}}
+    ours = LanguageModel(ModelConfig(width=WIDTH, vocab_size=VOCAB, pattern="M*3", layers=layers))
+    return ours, theirs, mamba_names(ours)
+
+
+def llama_pair() -> tuple[LanguageModel, torch.nn.Module, dict[str, list[str]]]:
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=HIDDEN, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, rms_norm_eps=1e-5, tie_word_embeddings=False,
+    )  # fmt: skip
+    layers = {"F": {"kind": "attention", "heads": 4, "kv_heads": 2}, "-": {"kind": "swiglu", "hidden": HIDDEN}}
+    return transformer_pair(LlamaForCausalLM(config), "(F-)*2", layers)
+
+
+def mistral_pair() -> tuple[LanguageModel, torch.nn.Module, dict[str, list[str]]]:
+    config = MistralConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=HIDDEN, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=1, rms_norm_eps=1e-5, sliding_window=9, tie_word_embeddings=False,
+    )  # fmt: skip
+    attention = {"kind": "attention", "heads": 4, "kv_heads": 1, "window": 9}
+    return transformer_pair(MistralForCausalLM(config), "(W-)*2", {"W": attention, "-": {"kind": "swiglu", "hidden": HIDDEN}})
+
+
+def transformer_pair(
+    theirs: torch.nn.Module, pattern: str, layers: dict
+) -> tuple[LanguageModel, torch.nn.Module, dict[str, list[str]]]:
+    ours = LanguageModel(
+        ModelConfig(width=WIDTH, vocab_size=VOCAB, pattern=pattern, layers=layers, tie_embeddings=False)
+    )
+    return ours, theirs, llama_names(ours)
+
+
+def joined(theirs: dict[str, Tensor], names: list[str], like: Tensor) -> Tensor:
+    return torch.cat([theirs[name] for name in names]).reshape(like.shape)
+
+
+@pytest.mark.parametrize("pair", [mamba_pair, llama_pair, mistral_pair])
+def test_same_weights_give_the_same_logits_and_gradients(pair) -> None:
+    ours, theirs, names = pair()
+    ours, theirs = ours.double(), theirs.double()
+    weights = dict(theirs.named_parameters())
+    with torch.no_grad():
+        for name, weight in ours.named_parameters():
+            weight.copy_(joined(weights, names[name], weight))
+    tokens = torch.randint(VOCAB, (2, LENGTH))
+    targets = torch.randint(VOCAB, (2, LENGTH))
+
+    logits = ours(tokens, None, SeqInfo.stream(2, LENGTH)).logits_LBV.transpose(0, 1)
+    expected = theirs(tokens).logits
+    # transformers computes its norms and the scan's states in fp32 even here, so fp32's rounding is the limit
+    torch.testing.assert_close(logits, expected.to(logits.dtype), rtol=1e-4, atol=1e-5)
+
+    for output in (logits, expected):
+        torch.nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten()).backward()
+    their_gradients = {name: weight.grad for name, weight in weights.items()}
+    for name, weight in ours.named_parameters():
+        expected_gradient = joined(their_gradients, names[name], weight)
+        assert (weight.grad - expected_gradient).norm() <= 1e-4 * expected_gradient.norm(), name

@@ -1,0 +1,61 @@
+"""Every recipe is a model that can be built, and a run that can take a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from hybridtron.config.architecture import parameter_table
+from hybridtron.config.check import check
+from hybridtron.config.load import choices_of, load
+from hybridtron.config.schema import Config, ModelConfig
+from hybridtron.engine.optim import Optimizer
+from hybridtron.engine.schedule import forward_backward
+from hybridtron.model.init import initialise
+from hybridtron.model.lm import LanguageModel
+from tests.conftest import random_batch
+
+RECIPES = choices_of("recipe")
+
+
+@pytest.fixture(params=RECIPES)
+def config(request: pytest.FixtureRequest) -> Config:
+    return load([f"recipe={request.param}"])
+
+
+def test_builds_on_the_meta_device_with_the_counted_parameters(config: Config) -> None:
+    assert check(config) == []
+    with torch.device("meta"):
+        model = LanguageModel(config.model)
+    built = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    assert built == {name: parameter.shape for name, parameter in parameter_table(config.model).items()}
+
+
+def test_takes_a_step_with_its_widths_shrunk(config: Config) -> None:
+    model = LanguageModel(shrunk(config.model))
+    initialise(model, seed=0)
+    optimizer = Optimizer(model, config.optim)
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    batches = [random_batch(2, 16, vocab=64) for _ in range(2)]
+    loss = forward_backward(model, batches, config.optim.z_loss, torch.device("cpu"))
+    assert loss.item() == pytest.approx(math.log(64), rel=0.2)
+    grad_norm, accepted = optimizer.step(1e-3)
+    assert accepted
+    assert 0 < grad_norm < 100
+    unmoved = [name for name, weight in model.named_parameters() if torch.equal(weight, before[name])]
+    assert unmoved == []
+
+
+def shrunk(model: ModelConfig) -> ModelConfig:
+    """The same pattern, heads and options at a width of 8 per query head."""
+    heads = max((options.get("heads", 1) for options in model.layers.values()), default=1)
+    width = 8 * heads
+    small = {"hidden": 24, "window": 8}
+    layers = {
+        letter: {name: small[name] if name in small and value is not None else value for name, value in options.items()}
+        for letter, options in model.layers.items()
+    }
+    return dataclasses.replace(model, width=width, vocab_size=64, layers=layers)

@@ -1,0 +1,68 @@
+"""The inspection tool as a user runs it: in a process of its own, in which torch can't be imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+WITHOUT_TORCH = (
+    "import runpy, sys; sys.modules.update(torch=None, megatron=None); "
+    "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The tool with these arguments; fails where it takes longer than a person would wait."""
+    started = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, str(REPOSITORY / "tools/inspect_config.py"), *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        timeout=60,
+    )
+    assert time.monotonic() - started < 3 * float(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return result
+
+
+def test_json():
+    result = run("recipe=samba_1.7b", "--json", "phases.0.micro_batch=4")
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert told["parameters"] == 1_742_194_688
+    assert told["stages"] == [48]
+    assert [layer["letter"] for layer in told["layers"]] == list("M-W-" * 12)
+    around = 2048 * 50304 + 2048  # the tied embedding and the last norm
+    assert sum(layer["parameters"] for layer in told["layers"]) + around == told["parameters"]
+    assert told["flops_per_token"] == 3 * sum(told["forward_flops_by_part"].values())
+    assert told["memory"]["gradients"] == 4 * told["parameters"]
+    assert told["phases"][0]["steps"] == 27_419  # 230e9 / (2048 * 4096), rounded up
+
+
+def test_tables_are_plain_text():
+    result = run("recipe=ablations/samba_421m_full_1_5")
+    assert result.returncode == 0, result.stderr
+    assert "M-W-(M-)*3W-(M-)*6" in result.stdout
+    assert "443,702,784" in result.stdout
+    assert "\x1b" not in result.stdout
+    assert result.stdout.isascii()
+
+
+def test_problems_go_to_stderr_with_code_2():
+    result = run("model.layers.M.stat=3", "phases.0.micro_batch=3", "model.pattern=MX")
+    assert result.returncode == 2
+    assert not result.stdout
+    for said in ("3 problems", "did you mean state?", "2 or 4", "^"):
+        assert said in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_what_has_no_effect_is_noted():
+    result = run("model.pattern=M-", "--json")
+    assert result.returncode == 0
+    assert "note: model.layers.W" in result.stderr

@@ -1,0 +1,49 @@
+"""Train a model: `python train.py recipe=samba_421m run.dir=runs/a phases.0.micro_batch=2`.
+
+Exit codes: 0 finished, 2 bad configuration, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from hybridtron.config.check import check, warnings
+from hybridtron.config.load import choices_of, load
+from hybridtron.config.problems import ConfigError
+from hybridtron.data import folder
+
+USAGE = """\
+python train.py [recipe=NAME] [key=value ...]
+
+  recipe=NAME       what to train; the default is laptop
+  run.dir=FOLDER    where the run is written; a run found there goes on from its newest checkpoint
+  run.max_steps=N   stop early
+  phases.0.lr=1e-3  or any other key of the configuration (see configs/README.md)
+
+recipes: {recipes}
+
+Layers, parameters, FLOPs and memory of a configuration: python tools/inspect_config.py recipe=NAME
+"""
+
+
+def main(arguments: list[str]) -> int:
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE.format(recipes=", ".join(choices_of("recipe"))))
+        return 0
+    try:
+        config = load(arguments)
+        if problems := check(config) + folder.problems(config):
+            raise ConfigError(problems)
+        for warning in warnings(config):
+            print(f"warning: {warning}", file=sys.stderr)
+        from hybridtron.train.trainer import run  # imports torch, which the checks do without
+
+        run(config)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -133,9 +133,11 @@ def _unknown_key(config: DictConfig, key: str) -> Problem | None:
 
 
 def _typed(config: Any, found: list[Problem]) -> Config:
+    typed = None
     try:
         found += [Problem(key, "must be set") for key in _missing(config, "")]
-        typed = None if found else OmegaConf.to_object(config)
+        if not found:
+            typed = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:  # an interpolation that leads nowhere
         found.append(_problem(error))
     if found:

@@ -35,7 +35,7 @@ SMALLEST_VOCABULARY = 300  # 256 bytes, eos, and a few merges
 class FolderError(ValueError):
     """A folder that can't be used, and why."""
 
-    def __init__(self, folder: Path, fault: str):
+    def __init__(self, folder: Path, fault: str) -> None:
         super().__init__(f"{folder} {fault}")
 
 
@@ -187,15 +187,15 @@ def write_folder(
 def _write_split(
     folder: Path, name: str, documents: Iterable[Sequence[int] | np.ndarray], dtype: str, vocab_size: int, eos: int
 ) -> Split:
-    lengths = []
+    counts = []
     with (folder / f"{name}.tokens").open("wb") as file:
         for document in documents:
             tokens = np.append(np.asarray(document, dtype=np.int64), eos)
             if tokens.min() < 0 or tokens.max() >= vocab_size:
-                raise ValueError(f"document {len(lengths)} of {name} has tokens outside of 0..{vocab_size - 1}")
+                raise ValueError(f"document {len(counts)} of {name} has tokens outside of 0..{vocab_size - 1}")
             file.write(tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
-            lengths.append(len(tokens))
-    lengths = np.array(lengths, dtype=np.int64)
+            counts.append(len(tokens))
+    lengths = np.array(counts, dtype=np.int64)
     np.save(folder / f"{name}.lengths.npy", lengths)
     return Split(len(lengths), int(lengths.sum()), _split_digest(folder / f"{name}.tokens", lengths))
 
@@ -222,13 +222,8 @@ def _phase_problems(config: Config, index: int, phase: PhaseConfig) -> list[Prob
     key = "data.path" if phase.data.path is None else f"phases.{index}.data.path"
     vocab_size = config.model.vocab_size
     if data.source == Source.embedded and vocab_size < SMALLEST_VOCABULARY:
-        return [
-            Problem(
-                "model.vocab_size",
-                f"is {vocab_size}; data.source=embedded makes a byte-level vocabulary, which needs at least "
-                f"{SMALLEST_VOCABULARY}",
-            )
-        ]
+        needs = f"data.source=embedded makes a byte-level vocabulary, which needs at least {SMALLEST_VOCABULARY}"
+        return [Problem("model.vocab_size", f"is {vocab_size}; {needs}")]
     path = Path(data.path)
     if data.source == Source.embedded and not path.exists():
         return []

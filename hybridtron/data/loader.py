@@ -1,8 +1,8 @@
-"""Steps of training -> batches. The loader knows no position of its own: it is asked for a step and answers with it.
+"""Steps of training -> batches. The loader has no position of its own: it is asked for a step and answers with it.
 
-Lanes are the rows of the global batch; lane i of step s is row s * global_batch + i of the phase, and a micro-batch is a
-fixed slice of the lanes. So neither its size nor the order of the questions changes what is read, and a checkpoint needs
-nothing but the step and `fingerprint`.
+Lanes are the rows of the global batch; lane i of step s is row s * global_batch + i of the phase, and a micro-batch is
+a fixed slice of the lanes. So neither its size nor the order of the questions changes what is read, and a checkpoint
+needs nothing but the step and `fingerprint`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from hybridtron.config.problems import ConfigError
 from hybridtron.config.schema import Config, Documents, Source
 from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.data.corpus import prepare_embedded
-from hybridtron.data.folder import TokenFolder
+from hybridtron.data.folder import TokenFolder, problems
 from hybridtron.data.packing import (
     ShuffledWindows,
     Span,
@@ -41,7 +42,7 @@ class Loader:
         micro_batch: int,
         seed: int,
         split: str = "train",
-    ):
+    ) -> None:
         if global_batch % micro_batch:
             raise ValueError(f"global_batch={global_batch} is not a multiple of micro_batch={micro_batch}")
         self.folder = folder
@@ -95,9 +96,10 @@ def build_loader(config: Config, phase_index: int) -> Loader:
     data = config.data_of(phase)
     path = Path(data.path)
     if data.source == Source.embedded:
-        folder = prepare_embedded(path, config.model.vocab_size)
-    else:
-        folder = TokenFolder.open(path)
+        prepare_embedded(path, config.model.vocab_size)
+        if found := problems(config):  # what nobody could know before it was prepared
+            raise ConfigError(found)
+    folder = TokenFolder.open(path)
     seed = phase_seed(config.run.seed, phase_index)
     return Loader(folder, data.documents, phase.seq_len, phase.global_batch, phase.micro_batch, seed)
 

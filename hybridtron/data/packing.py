@@ -40,7 +40,7 @@ def permutation(count: int, seed: int, epoch: int, purpose: int) -> np.ndarray:
 class Stream:
     """Every document of a split, epoch after epoch: in the order of the file without a seed, else shuffled."""
 
-    def __init__(self, lengths: np.ndarray, seed: int | None = None):
+    def __init__(self, lengths: np.ndarray, seed: int | None = None) -> None:
         self.tokens_per_epoch = int(lengths.sum())
         self._lengths = lengths
         self._seed = seed
@@ -71,7 +71,7 @@ class Stream:
 class ShuffledWindows:
     """Row r of training, counted from the start of the phase: a window of the stream, shuffled within its epoch."""
 
-    def __init__(self, lengths: np.ndarray, seq_len: int, seed: int):
+    def __init__(self, lengths: np.ndarray, seq_len: int, seed: int) -> None:
         self._stream = Stream(lengths, seed)
         self._seq_len = seq_len
         self._seed = seed

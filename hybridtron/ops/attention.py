@@ -12,12 +12,11 @@ tokens, S = M + L keys in all. `_Q` is a block of the queries, `_C` the span of 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
 from hybridtron.device import optional_package
@@ -200,12 +199,12 @@ class _Spans(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, spans: list[tuple[int, int]]) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, spans: list[tuple[int, int]]) -> tuple[Tensor, ...]:
         ctx.shape, ctx.spans = x.shape, spans
         return tuple(x[:, :, start:stop] for start, stop in spans)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         total = grads[0].new_zeros(ctx.shape)
         for (start, stop), grad in zip(ctx.spans, grads, strict=True):
             total[:, :, start:stop] += grad

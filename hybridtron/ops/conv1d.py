@@ -14,11 +14,12 @@ one chunk, and R = T + K those that it reads.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from hybridtron.device import optional_package
 from hybridtron.ops.dispatch import op
@@ -93,7 +94,14 @@ def _new_tail(x_BLC: Tensor, tail_BTC: Tensor | None, documents_BL: Tensor | Non
 # ---- causal-conv1d: the package's CUDA kernel
 
 
-def _causal_conv1d_refuses(x_BLC, weight_CW, bias_C, tail_BTC, documents_BL, activation) -> str | None:
+def _causal_conv1d_refuses(
+    x_BLC: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    tail_BTC: Tensor | None,
+    documents_BL: Tensor | None,
+    activation: bool,
+) -> str | None:
     if documents_BL is not None and tail_BTC is not None:
         return "the kernel takes document borders or a tail, not both"
     if not 2 <= weight_CW.shape[1] <= 4:
@@ -149,7 +157,7 @@ class _FusedConv(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         x_BLC: Tensor,
         weight_CW: Tensor,
         bias_C: Tensor | None,
@@ -168,7 +176,7 @@ class _FusedConv(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_y_BLC: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_y_BLC: Tensor) -> tuple[Tensor | None, ...]:
         x_BLC, weight_CW, bias_C, tail_BTC, documents_BS = ctx.saved_tensors
         weight_WC = weight_CW.t().to(_wide(x_BLC)).contiguous()
         width = len(weight_WC)

@@ -10,11 +10,11 @@ Legend: T any leading axes of tokens, N their product, V vocabulary.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.dispatch import op
 from hybridtron.ops.norm_rope import at_least_fp32
@@ -49,9 +49,7 @@ class _RecomputedSoftmax(torch.autograd.Function):
     """Cross-entropy that keeps the logits and one lse a token, never the softmax or an fp32 copy of the logits."""
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, logits_NV: Tensor, labels_N: Tensor, mask_N: Tensor, z_loss: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor, mask_N: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
         rows = max(1, CHUNK_VALUES // logits_NV.shape[1])
         lse_N = torch.cat([at_least_fp32(part).logsumexp(-1) for part in logits_NV.split(rows)])
         picked_N = logits_NV.gather(1, labels_N[:, None]).squeeze(1)
@@ -64,7 +62,7 @@ class _RecomputedSoftmax(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
         """d total / d logits = softmax * (1 + 2 z_loss lse) - one_hot(label), zero in masked rows."""
         logits_NV, labels_N, mask_N, lse_N = ctx.saved_tensors
         grad_NV = torch.empty_like(logits_NV)

@@ -19,11 +19,12 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from hybridtron.device import optional_package
@@ -92,7 +93,18 @@ def _document_starts(documents_BL: Tensor | None) -> Tensor | None:
 # ---- mamba-ssm: the package's CUDA kernel, with the initial state and the final state's gradient that it lacks
 
 
-def _mamba_ssm_refuses(x_BLE, dt_BLE, A_EN, B_BLN, C_BLN, D_E, z_BLE, dt_bias_E, state_BEN, documents_BL) -> str | None:
+def _mamba_ssm_refuses(
+    x_BLE: Tensor,
+    dt_BLE: Tensor,
+    A_EN: Tensor,
+    B_BLN: Tensor,
+    C_BLN: Tensor,
+    D_E: Tensor,
+    z_BLE: Tensor | None,
+    dt_bias_E: Tensor,
+    state_BEN: Tensor | None,
+    documents_BL: Tensor | None,
+) -> str | None:
     if documents_BL is not None:
         return "the kernel knows no document borders"
     if A_EN.shape[1] > 256:
@@ -120,12 +132,12 @@ def _mamba_ssm(
     y_BEL, last_BEN = optional_package(MAMBA_SSM).module.selective_scan_fn(
         x,
         dt,
-        A_EN.float(),
+        A_EN.to(_wide(x_BLE)),
         B,
         C,
-        D_E.float(),
+        D_E.to(_wide(x_BLE)),
         z=z[0] if z else None,
-        delta_bias=dt_bias_E.float(),
+        delta_bias=dt_bias_E.to(_wide(x_BLE)),
         delta_softplus=True,
         return_last_state=True,
     )
@@ -144,9 +156,11 @@ def _share_of_initial_state(
         return (torch.exp(elapsed_BTE.unsqueeze(3) * A_EN) * state_BEN.unsqueeze(1) * C_BTN.unsqueeze(2)).sum(3)
 
     elapsed_BLE = _delta(dt_BLE, dt_bias_E).cumsum(1)
-    chunks = zip(elapsed_BLE.split(SHARE_CHUNK, dim=1), C_BLN.float().split(SHARE_CHUNK, dim=1))
-    share_BLE = torch.cat([checkpoint(share, *chunk, use_reentrant=False) for chunk in chunks], dim=1)
-    return share_BLE if z_BLE is None else share_BLE * F.silu(z_BLE.float())
+    chunks = zip(elapsed_BLE.split(SHARE_CHUNK, dim=1), C_BLN.to(_wide(C_BLN)).split(SHARE_CHUNK, dim=1), strict=True)
+    share_BLE = torch.cat(
+        [checkpoint(share, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks], dim=1
+    )
+    return share_BLE if z_BLE is None else share_BLE * F.silu(z_BLE.to(_wide(z_BLE)))
 
 
 class _LastState(torch.autograd.Function):
@@ -157,7 +171,7 @@ class _LastState(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         last_BEN: Tensor,
         x_BLE: Tensor,
         dt_BLE: Tensor,
@@ -174,7 +188,7 @@ class _LastState(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_BEN: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_BEN: Tensor) -> tuple[Tensor | None, ...]:
         with torch.enable_grad():
             inputs = [None if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
             x_BLE, dt_BLE, A_EN, B_BLN, dt_bias_E, state_BEN = inputs
@@ -218,7 +232,7 @@ class _ChunkedScan(torch.autograd.Function):
     """Keeps the inputs and the state before each chunk."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         *fields, state_BNE = inputs
         row = _Row(*fields)
         y_BLE = torch.empty_like(row.x_BLE, memory_format=torch.contiguous_format)
@@ -237,21 +251,21 @@ class _ChunkedScan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_y_BLE: Tensor, grad_state_BNE: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_y_BLE: Tensor, grad_state_BNE: Tensor) -> tuple[Tensor | None, ...]:
         *fields, states_before = ctx.saved_tensors
         row = _Row(*fields)
         per_token, parameters = fields[:5], fields[5:8]
         token_grads = [None if t is None else torch.empty_like(t) for t in per_token]
         parameter_grads = [torch.zeros_like(p, dtype=states_before.dtype) for p in parameters]
-        for tokens, state_BNE in reversed(list(zip(row.chunks(), states_before))):
+        for tokens, state_BNE in reversed(list(zip(row.chunks(), states_before, strict=True))):
             grad_y_TBE = grad_y_BLE[:, tokens].transpose(0, 1).to(states_before.dtype)
             of_tokens, of_parameters, grad_state_BNE = row.chunk(tokens).backward(state_BNE, grad_y_TBE, grad_state_BNE)
-            for grad_BL, grad_TB in zip(token_grads, of_tokens):
+            for grad_BL, grad_TB in zip(token_grads, of_tokens, strict=True):
                 if grad_TB is not None:
                     grad_BL[:, tokens] = grad_TB.transpose(0, 1)
-            for total, grad in zip(parameter_grads, of_parameters):
+            for total, grad in zip(parameter_grads, of_parameters, strict=True):
                 total += grad
-        parameter_grads = [grad.to(p.dtype) for grad, p in zip(parameter_grads, parameters)]
+        parameter_grads = [grad.to(p.dtype) for grad, p in zip(parameter_grads, parameters, strict=True)]
         return (*token_grads, *parameter_grads, None, grad_state_BNE)
 
 

@@ -7,10 +7,12 @@ Only the elementwise part: the projections before and after it belong to the mix
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.dispatch import op
 
@@ -25,13 +27,13 @@ class _RecomputedGate(torch.autograd.Function):
     """SwiGLU that keeps its two inputs for backward, where plain autograd also keeps silu(gate)."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         return F.silu(gate).mul_(up)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
 

@@ -14,8 +14,9 @@ def told(*arguments: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("recipe", choices_of("recipe"))
-def test_recipes_keep_every_rule(recipe):
+def test_recipes_keep_every_rule_and_are_named_after_their_files(recipe):
     config = load([f"recipe={recipe}"])
+    assert config.run.name == recipe.removeprefix("ablations/")
     require(config)
     assert warnings(config) == []
 

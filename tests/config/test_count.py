@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import pytest
 
 from hybridtron.config.architecture import parameter_table
 from hybridtron.config.count import count, memory
 from hybridtron.config.load import load
-from hybridtron.config.schema import ModelConfig, Precision
+from hybridtron.config.schema import Config, ModelConfig, Precision
 from hybridtron.specs.attention import AttentionSpec
 from hybridtron.specs.base import ModelSizes
 from hybridtron.specs.mamba import MambaSpec
@@ -52,28 +55,33 @@ PRINTED = {  # in millions, Tables 5 to 8 of Samba
 }
 
 
+@functools.cache
+def recipe_config(name: str) -> Config:
+    return load([f"recipe={name}"])
+
+
 @pytest.mark.parametrize(("recipe", "parameters"), EXACT.items())
 def test_published_models_have_exactly_their_parameters(recipe, parameters):
-    model = load([f"recipe={recipe}"]).model
+    model = recipe_config(recipe).model
     assert count(model, 4096).parameters == parameters
     assert sum(parameter.size for parameter in parameter_table(model).values()) == parameters
 
 
 @pytest.mark.parametrize(("recipe", "millions"), PRINTED.items())
 def test_ablations_have_the_printed_size(recipe, millions):
-    assert count(load([f"recipe=ablations/{recipe}"]).model, 4096).parameters == pytest.approx(millions * 1e6, rel=3e-3)
+    assert count(recipe_config(f"ablations/{recipe}").model, 4096).parameters == pytest.approx(millions * 1e6, rel=3e-3)
 
 
 @pytest.mark.parametrize("recipe", EXACT)
 def test_published_steps_have_the_papers_tokens(recipe):
-    (phase,) = load([f"recipe={recipe}"]).phases
+    (phase,) = recipe_config(recipe).phases
     small = phase.tokens in ("20B", "100B")
     assert (phase.seq_len, phase.global_batch, phase.lr) == ((4096, 512, 4e-4) if small else (4096, 2048, 6e-4))
 
 
 def test_full_attention_stands_in_the_papers_blocks():
     for name, blocks in (("0", [0]), ("5", [5]), ("11", [11]), ("1_5", [1, 5])):
-        layers = count(load([f"recipe=ablations/samba_421m_full_{name}"]).model, 4096).layers
+        layers = count(recipe_config(f"ablations/samba_421m_full_{name}").model, 4096).layers
         assert [index // 2 for index, layer in enumerate(layers) if layer.kind == "attention"] == blocks
         assert all("window" not in layer.options for layer in layers)
 
@@ -124,7 +132,7 @@ def test_attention_flops_are_those_of_the_visible_pairs(seq_len, window):
 
 
 def test_totals_are_sums():
-    tied, untied = count(TINY, 7), count(ModelConfig(**{**vars(TINY), "tie_embeddings": False}), 7)
+    tied, untied = count(TINY, 7), count(dataclasses.replace(TINY, tie_embeddings=False), 7)
     assert tied.head_flops == untied.head_flops == 2 * 8 * 11  # a tied head is a matrix product all the same
     assert untied.parameters - tied.parameters == 8 * 11
     assert tied.forward_flops == pytest.approx(sum(tied.flops_by_part.values()))
@@ -133,7 +141,7 @@ def test_totals_are_sums():
 
 def test_samba_1_3b_trains_at_8_37_gigaflops_per_token():
     """Worked out apart from this code, from the layers' sizes."""
-    assert count(load(["recipe=samba_1.3b"]).model, 4096).flops_per_token == pytest.approx(8.37e9, rel=1e-3)
+    assert count(recipe_config("samba_1.3b").model, 4096).flops_per_token == pytest.approx(8.37e9, rel=1e-3)
 
 
 def test_bf16_memory_by_hand():

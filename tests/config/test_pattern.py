@@ -58,7 +58,7 @@ def test_expansion(text, letters, stages):
     ],
 )
 def test_errors_point_at_the_offending_character(text, position, says):
-    with pytest.raises(PatternError, match=".") as caught:
+    with pytest.raises(PatternError) as caught:
         parse(text, LETTERS)
     message, shown, caret = str(caught.value).split("\n")
     assert says in message

@@ -1,0 +1,95 @@
+"""The embedded corpus, with a few documents in place of the standard library."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from hybridtron.data import corpus
+from hybridtron.data.corpus import Document, held_out_document, load_tokenizer, prepare_embedded
+from hybridtron.data.folder import FolderError
+
+TEXTS = [
+    "def main() -> None:\n\tprint('naïve café ☕')\n\n\n",
+    "Eight bits: " + "".join(map(chr, range(256))) * 3,
+    f"A text that spells {corpus.END_OF_TEXT} goes on behind it.\r\n  Two  spaces.",
+    "日本語のテキスト " * 5,
+    " leading and trailing space ",
+]
+
+
+@pytest.fixture
+def documents(monkeypatch: pytest.MonkeyPatch) -> list[Document]:
+    chosen = [Document(f"topics/{i:02}", TEXTS[i % len(TEXTS)] + str(i)) for i in range(60)]
+    monkeypatch.setattr(corpus, "documents", lambda: chosen)
+    return chosen
+
+
+def test_tokens_decode_to_the_source(documents: list[Document], tmp_path: Path):
+    folder = prepare_embedded(tmp_path / "data", 400)
+    tokenizer = load_tokenizer(folder)
+    eos = tokenizer.token_to_id(corpus.END_OF_TEXT)
+    assert folder.manifest.eos == eos
+    for split in ("train", "validation"):
+        tokens, decoded = folder.tokens(split), []
+        first = 0
+        for length in folder.lengths(split):
+            *text, last = tokens[first : first + length].tolist()
+            assert last == eos
+            assert eos not in text
+            decoded.append(tokenizer.decode(text, skip_special_tokens=False))
+            first += length
+        assert decoded == [d.text for d in documents if held_out_document(d.name) == (split == "validation")]
+
+
+def test_manifest_tells_the_real_vocabulary(documents: list[Document], tmp_path: Path):
+    folder = prepare_embedded(tmp_path / "data", 30_000)
+    assert 300 < folder.manifest.vocab_size < 30_000
+    assert folder.manifest.vocab_size == load_tokenizer(folder).get_vocab_size()
+    assert folder.manifest.origin["asked_vocab_size"] == 30_000
+    folder.verify()
+
+
+def test_what_is_there_is_kept(documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = prepare_embedded(tmp_path / "data", 400)
+    monkeypatch.setattr(corpus, "documents", lambda: pytest.fail("read again"))
+    assert prepare_embedded(tmp_path / "data", 400) == folder
+
+
+def test_preparing_is_deterministic_also_at_once(documents: list[Document], tmp_path: Path):
+    alone = prepare_embedded(tmp_path / "alone", 400)
+    with ThreadPoolExecutor(3) as pool:
+        together = list(pool.map(lambda _: prepare_embedded(tmp_path / "data", 400), range(3)))
+    assert {folder.digest for folder in together} == {alone.digest}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["alone", "data"]
+
+
+def test_a_folder_that_is_something_else_is_left_alone(documents: list[Document], tmp_path: Path):
+    (tmp_path / "mine.txt").write_text("my text")
+    with pytest.raises(FolderError, match="has no manifest"):
+        prepare_embedded(tmp_path, 400)
+    assert (tmp_path / "mine.txt").exists()
+
+
+def test_too_small_a_vocabulary(tmp_path: Path):
+    with pytest.raises(ValueError, match="vocab_size=299; a byte-level vocabulary needs at least 300"):
+        prepare_embedded(tmp_path / "data", 299)
+
+
+def test_the_real_documents():
+    names = [d.name for d in corpus.documents()]
+    assert names == sorted(set(names))
+    assert {"topics/assert", "lib/argparse.py", "lib/json/decoder.py"} <= set(names)
+    assert not [n for n in names if "/test/" in n or "site-packages" in n or n == "lib/pydoc_data/topics.py"]
+    assert 0.03 < sum(map(held_out_document, names)) / len(names) < 0.08
+
+
+def test_sources_skip_what_is_not_utf8_and_what_is_empty(tmp_path: Path):
+    (tmp_path / "good.py").write_text("x = 'é'\n", encoding="utf-8")
+    (tmp_path / "latin.py").write_bytes("x = 'é'\n".encode("latin-1"))
+    (tmp_path / "empty.py").touch()
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_it.py").write_text("pass")
+    assert list(corpus._sources(tmp_path)) == [Document("lib/good.py", "x = 'é'\n")]

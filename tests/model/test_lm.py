@@ -1,0 +1,83 @@
+"""The whole model: how it starts, that nothing leaks between documents, and that decoding equals reading."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hybridtron.data.batch import Batch, SeqInfo
+from hybridtron.engine.schedule import batch_loss
+from hybridtron.model.generate import generate
+from hybridtron.model.init import starting_value
+from hybridtron.ops.dispatch import force
+from hybridtron.specs.base import InverseSoftplus, LogRange
+from tests.conftest import random_batch, seq_info, small_model
+
+
+def test_starts_near_uniform_predictions() -> None:
+    loss, _ = batch_loss(small_model("M-W-F-"), random_batch())
+    assert (loss.cross_entropy / loss.tokens).item() == pytest.approx(math.log(61), rel=0.05)
+
+
+def test_start_depends_on_seed_and_name_only() -> None:
+    long, short = small_model("M-W-M-"), small_model("M-")
+    weights = dict(long.named_parameters())
+    torch.testing.assert_close(weights["layers.0.mixer.A_log"], dict(short.named_parameters())["layers.0.mixer.A_log"])
+    torch.testing.assert_close(weights["embedding.weight"], short.embedding.weight)
+    assert not torch.equal(weights["layers.0.mixer.in_proj.weight"], weights["layers.4.mixer.in_proj.weight"])
+
+
+def test_mamba_starts_as_the_paper_says() -> None:
+    assert torch.equal(starting_value(LogRange(), (3, 4), 0, "a")[2], torch.tensor([1.0, 2.0, 3.0, 4.0]).log())
+    steps = torch.nn.functional.softplus(starting_value(InverseSoftplus(0.001, 0.1), (4096,), 0, "b"))
+    assert steps.min() >= 0.000999
+    assert steps.max() <= 0.1001
+    assert steps.log().mean().item() == pytest.approx(math.log(0.01), abs=0.1)  # log-uniform
+
+
+def test_output_projections_start_smaller_by_the_root_of_the_depth() -> None:
+    model = small_model("-" * 16)
+    weights = dict(model.named_parameters())
+    bound = weights["layers.0.mixer.down.weight"].abs().max().item()
+    assert bound == pytest.approx((48 * 16) ** -0.5, rel=0.01)
+
+
+@pytest.mark.parametrize("form", ["reference", None])
+def test_no_document_sees_another_through_the_whole_model(form: str | None) -> None:
+    """Loss on document B alone: other tokens in A leave B's loss and every gradient of it bit-identical."""
+    tokens = torch.randint(61, (1, 25))
+    mask = torch.zeros(1, 24, dtype=torch.bool)
+    mask[:, 10:] = True
+
+    def gradients_with(document_a: torch.Tensor) -> list[torch.Tensor]:
+        model = small_model("M-W-F-")
+        changed = tokens.clone()
+        changed[:, :10] = document_a
+        batch = Batch(changed[:, :-1], changed[:, 1:], mask, seq_info(1, 24, [[10, 14]]))
+        with force(form):
+            loss, _ = batch_loss(model, batch)
+            loss.total.backward()
+        own = [weight.grad for name, weight in model.named_parameters() if name != "embedding.weight"]
+        return [loss.total.detach(), loss.per_token, *(g for g in own if g is not None)]
+
+    a, other = torch.randint(61, (1, 10)), torch.randint(61, (1, 10))
+    for left, right in zip(gradients_with(a), gradients_with(other), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_decoding_from_carried_states_equals_reading_the_whole() -> None:
+    model = small_model("M-W-F-", torch.float64)
+    prompt = torch.randint(61, (2, 13))
+    made = generate(model, prompt, new_tokens=12, temperature=0, seed=0)
+    whole = torch.cat([prompt, made], dim=1)
+    logits_BLV = model(whole, None, SeqInfo.stream(*whole.shape)).logits_LBV.transpose(0, 1)
+    assert torch.equal(logits_BLV[:, 12:-1].argmax(-1), made)
+
+
+def test_sampling_repeats_with_its_seed() -> None:
+    model, prompt = small_model(), torch.randint(61, (1, 5))
+    first, again = (generate(model, prompt, 20, 1.0, seed=3) for _ in range(2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, generate(model, prompt, 20, 1.0, seed=4))

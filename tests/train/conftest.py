@@ -1,0 +1,46 @@
+"""A run that takes seconds: a model of a few thousand weights on sequences that are easy to learn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import train
+from hybridtron.data.folder import write_folder
+
+VOCAB = 32
+
+
+def counting_documents(count: int, seed: int) -> list[np.ndarray]:
+    """Documents that count up from a random start in steps of one, around a circle."""
+    random = np.random.default_rng(seed)
+    return [(random.integers(VOCAB - 1) + np.arange(random.integers(5, 60))) % (VOCAB - 1) for _ in range(count)]
+
+
+@pytest.fixture(scope="session")
+def counting_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "counting"
+    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(VOCAB)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    splits = {"train": counting_documents(400, 0), "validation": counting_documents(40, 1)}
+    write_folder(path, splits, tokenizer.to_str(), VOCAB, VOCAB - 1, {"text": "counting"})
+    return path
+
+
+Train = Callable[..., int]
+
+
+@pytest.fixture
+def train_small(counting_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Train:
+    """Runs train.py's main on the small model in tmp_path/run, with further arguments."""
+    fixed = [
+        "data=folder", f"data.path={counting_folder}", f"run.dir={tmp_path / 'run'}", "model.width=32",
+        f"model.vocab_size={VOCAB}", "model.layers.M.state=4", "model.layers.W.window=8", "model.layers.-.hidden=64",
+        "phases.0.seq_len=16", "phases.0.global_batch=4", "phases.0.micro_batch=2", "phases.0.tokens=1280",
+        "run.eval_tokens=256", "run.eval_every=10", "checkpoint.every=5", "optim.warmup=5%",
+    ]  # fmt: skip
+    return lambda *arguments: train.main([*fixed, *arguments])

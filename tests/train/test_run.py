@@ -1,0 +1,173 @@
+"""Whole runs through train.py: what they write, how they resume, what they refuse."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from hybridtron.checkpoint import io
+from tests.train.conftest import VOCAB, Train
+
+REQUIRED_METRICS = {
+    "step", "phase", "tokens", "loss", "grad_norm", "lr", "step_time", "tokens_per_second", "tflops_per_device", "mfu",
+    "skipped", "data_wait",
+}  # fmt: skip
+
+
+def metrics_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def same_weights(left: Path, right: Path) -> bool:
+    a, b = (load_file(path / "model.safetensors") for path in (left, right))
+    return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
+
+
+def test_learns_and_leaves_what_the_design_says(train_small: Train, tmp_path: Path) -> None:
+    assert train_small("phases.0.tokens=8K", "run.eval_every=50") == 0
+    run = tmp_path / "run"
+    lines = metrics_of(run)
+    assert [line["step"] for line in lines] == list(range(1, 126))
+    assert set(lines[0]) == REQUIRED_METRICS
+    assert lines[-1]["tokens"] == 8000
+    assert lines[0]["loss"] == pytest.approx(math.log(VOCAB), rel=0.1)
+    assert lines[-1]["loss"] < 0.6 * math.log(VOCAB)
+    assert set(lines[-1]["validation"]) == {"1x", "2x", "3x", "4x"}
+    assert lines[-1]["validation"]["1x"] < 0.6 * math.log(VOCAB)
+    assert json.loads((run / "outcome.json").read_text()) == {"outcome": "finished"}
+    assert [p.name for p in sorted((run / "checkpoints").iterdir())] == ["step-00000120", "step-00000125"]
+
+
+def test_resume_continues_bit_identically(train_small: Train, tmp_path: Path) -> None:
+    assert train_small() == 0
+    straight, losses = tmp_path / "run", [line["loss"] for line in metrics_of(tmp_path / "run")]
+    straight.rename(tmp_path / "straight")
+    assert train_small("run.max_steps=7") == 0
+    assert train_small() == 0
+    assert [line["loss"] for line in metrics_of(tmp_path / "run")] == losses
+    assert same_weights(io.folder_of(tmp_path / "straight", 20), io.folder_of(tmp_path / "run", 20))
+
+
+def test_metrics_are_cut_back_to_the_resumed_step(train_small: Train, tmp_path: Path) -> None:
+    assert train_small("run.max_steps=7") == 0
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "loss": 1.0}\n{"step": 9, "lo')
+    assert train_small("run.max_steps=9") == 0
+    assert [line["step"] for line in metrics_of(tmp_path / "run")] == list(range(1, 10))
+
+
+def test_a_finished_run_says_so(train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_small("run.max_steps=2") == 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    capsys.readouterr()
+    assert train_small("run.max_steps=2") == 0
+    said = capsys.readouterr().out
+    assert "nothing left to do" in said
+    assert "run.dir=" in said
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_never_resume_starts_anew(train_small: Train, tmp_path: Path) -> None:
+    assert train_small("run.max_steps=3") == 0
+    assert train_small("run.max_steps=3", "run.resume=never", "run.seed=5") == 0
+    assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_another_model_is_refused_with_the_difference(
+    train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_small("run.max_steps=2") == 0
+    saved = (tmp_path / "run" / "config.yaml").read_text()
+    assert train_small("model.width=64") == 2
+    assert "model.width" in (said := capsys.readouterr().err)
+    assert "holds 32" in said
+    assert (tmp_path / "run" / "config.yaml").read_text() == saved
+
+
+def test_other_data_is_refused_in_the_middle_of_a_phase(train_small: Train) -> None:
+    assert train_small("run.max_steps=2") == 0
+    with pytest.raises(ValueError, match=r"the data of phase pretrain is not what step 2"):
+        train_small("run.seed=5")
+
+
+def test_a_failed_run_says_why(train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr("hybridtron.train.trainer.forward_backward", broken)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        train_small()
+    outcome = json.loads((tmp_path / "run" / "outcome.json").read_text())
+    assert outcome == {"outcome": "failed", "reason": "RuntimeError: out of luck"}
+
+
+def test_bf16_learns_too(train_small: Train, tmp_path: Path) -> None:
+    assert train_small("precision=bf16", "phases.0.tokens=8K", "run.eval_every=200") == 0
+    assert metrics_of(tmp_path / "run")[-1]["loss"] < 0.6 * math.log(VOCAB)
+    dtypes = {name: str(t.dtype) for name, t in load_file(io.newest(tmp_path / "run") / "model.safetensors").items()}
+    assert dtypes["layers.0.mixer.A_log"] == "torch.float32"
+    assert dtypes["embedding.weight"] == "torch.bfloat16"
+
+
+def test_two_phases_follow_each_other(train_small: Train, tmp_path: Path, counting_folder: Path) -> None:
+    recipe = "phases=[{name: a, tokens: 320, seq_len: 16, global_batch: 4, lr: 1e-3},"
+    recipe += "{name: b, tokens: 640, seq_len: 32, global_batch: 2, lr: 1e-4, data: {documents: join}}]"
+    assert train_small(recipe, "run.max_steps=7") == 0
+    assert train_small(recipe) == 0
+    lines = metrics_of(tmp_path / "run")
+    assert [line["phase"] for line in lines] == ["a"] * 5 + ["b"] * 10
+    assert [line["tokens"] for line in lines][-1] == 960
+
+
+def test_reports_norms_and_traces_when_asked(train_small: Train, tmp_path: Path) -> None:
+    assert train_small("run.max_steps=3", "run.layer_norms=true", "run.profile=[2]") == 0
+    layers = metrics_of(tmp_path / "run")[1]["layers"]
+    assert layers["layers.0.grad_norm"] > 0
+    logs = {path.name for path in (tmp_path / "run" / "logs").iterdir()}
+    assert {"trace-step-00000002.json", "memory-step-00000002.txt"} <= logs
+
+
+def test_skipped_steps_are_counted_and_change_nothing(
+    train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hybridtron.train import trainer
+
+    forward_backward = trainer.forward_backward
+    calls = []
+
+    def poisoned(model, *rest):
+        loss = forward_backward(model, *rest)
+        calls.append(1)
+        if len(calls) == 2:
+            model.norm.weight.grad[0] = float("nan")
+        return loss
+
+    monkeypatch.setattr(trainer, "forward_backward", poisoned)
+    assert train_small("run.max_steps=3") == 0
+    assert [line["skipped"] for line in metrics_of(tmp_path / "run")] == [0, 1, 1]
+    assert io.read_meta(io.newest(tmp_path / "run")).accepted_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("model.pattern=(M-Wz)", "'z'"),
+        ("model.layers.M.kind=mambo", "did you mean mamba"),
+        ("model.layers.M.stat=3", "did you mean state"),
+        ("phases.0.micro_batch=3", "phases.0.micro_batch"),
+        ("data.path=/no/such/folder", "does not exist"),
+        ("model.vocab_size=16", "vocabulary of 32"),
+        ("model.layers.W.window=4096", "larger than the longest sequence"),
+        ("optim.schedul=wsd", "did you mean schedule"),
+    ],
+)
+def test_bad_input_ends_with_one_clear_message_and_writes_nothing(
+    train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str], argument: str, said: str
+) -> None:
+    assert train_small(argument) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

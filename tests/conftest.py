@@ -23,12 +23,14 @@ def _same_numbers_every_time() -> None:
     torch.manual_seed(0)
 
 
-def small_config(pattern: str = "M-W-F", **changes) -> ModelConfig:
-    return ModelConfig(**{"width": 32, "vocab_size": 61, "pattern": pattern, "layers": SMALL_LAYERS, **changes})
+def small_config(pattern: str = "M-W-F", tie_embeddings: bool = True) -> ModelConfig:
+    return ModelConfig(width=32, vocab_size=61, pattern=pattern, layers=SMALL_LAYERS, tie_embeddings=tie_embeddings)
 
 
-def small_model(pattern: str = "M-W-F", dtype: torch.dtype = torch.float32, **changes) -> LanguageModel:
-    model = LanguageModel(small_config(pattern, **changes))
+def small_model(
+    pattern: str = "M-W-F", dtype: torch.dtype = torch.float32, tie_embeddings: bool = True
+) -> LanguageModel:
+    model = LanguageModel(small_config(pattern, tie_embeddings))
     initialise(model, seed=1)
     return model.to(dtype)
 

@@ -10,7 +10,20 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hybridtron"
-ORDER = "device specs config ops data parallel mixers model engine checkpoint train export".split()
+ORDER = [
+    "device",
+    "specs",
+    "config",
+    "ops",
+    "data",
+    "parallel",
+    "mixers",
+    "model",
+    "engine",
+    "checkpoint",
+    "train",
+    "export",
+]
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 OWNERS = {
     "mamba_ssm": "ops/scan.py",

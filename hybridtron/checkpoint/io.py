@@ -56,7 +56,13 @@ def newest(run_dir: Path) -> Path | None:
 
 
 def save(
-    run_dir: Path, step: int, config: Config, model: LanguageModel, optimizer: Optimizer, fingerprint: str, tokenizer: Path
+    run_dir: Path,
+    step: int,
+    config: Config,
+    model: LanguageModel,
+    optimizer: Optimizer,
+    fingerprint: str,
+    tokenizer: Path,
 ) -> Path:
     """Write the checkpoint of a step and remove those that `checkpoint.keep` no longer covers."""
     target = folder_of(run_dir, step)

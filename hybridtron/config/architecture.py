@@ -35,7 +35,7 @@ def architecture(model: ModelConfig) -> Architecture:
     try:
         pattern = parse(model.pattern, model.layers)
     except PatternError as error:
-        found.append(Problem("model.pattern", str(error)))
+        raise ConfigError([*found, Problem("model.pattern", str(error))]) from None
     if found:
         raise ConfigError(found)
     sizes = ModelSizes(model.width, len(pattern.letters))
@@ -50,8 +50,10 @@ def letter_specs(model: ModelConfig) -> tuple[dict[str, MixerSpec], list[Problem
         where = f"model.layers.{letter}"
         options = dict(entry)
         kind = options.pop("kind", None)
-        if kind not in SPECS:
-            found.append(Problem(f"{where}.kind", f"is {kind!r}{did_you_mean(str(kind), list(SPECS))}; {_known(SPECS)}"))
+        if kind is None:
+            found.append(Problem(f"{where}.kind", f"must be set; {_known(SPECS)}"))
+        elif kind not in SPECS:
+            found.append(Problem(f"{where}.kind", f"is {kind!r}{did_you_mean(str(kind), SPECS)}; {_known(SPECS)}"))
         elif problems := _option_problems(SPECS[kind], options):
             found += [Problem(f"{where}.{p.key}", p.message) for p in problems]
         else:

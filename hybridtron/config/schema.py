@@ -115,7 +115,7 @@ class PhaseConfig:
 class OptimConfig:
     """AdamW, the learning rate's shape over a phase, and gradient clipping."""
 
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip: float = 1.0
@@ -175,11 +175,11 @@ class RunConfig:
     log_every: int = 10  # steps between console lines where there is no terminal
     eval_every: str = "1000"  # steps, or tokens with a unit
     eval_tokens: str = "1M"  # held-out tokens read at the training length; longer lengths read as many
-    eval_lengths: tuple[int, ...] = (1, 2, 3, 4)  # in multiples of the training length
+    eval_lengths: list[int] = field(default_factory=lambda: [1, 2, 3, 4])  # in multiples of the training length
     sample_tokens: int = 0  # tokens of text generated at the end
     sample_prompt: str = "The "
     layer_norms: bool = False  # per-layer parameter and gradient norms in the metrics
-    profile: tuple[int, ...] = ()  # steps to trace, e.g. [10,11]
+    profile: list[int] = field(default_factory=list)  # steps to trace, e.g. [10,11]
     wandb: str | None = None  # project name
 
 
@@ -208,7 +208,7 @@ class Config:
 Base = TypeVar("Base", DataConfig, StatesConfig)
 
 
-def _overlaid(base: Base, changes: object) -> Base:
+def _overlaid(base: Base, changes: PhaseDataConfig | PhaseStatesConfig) -> Base:
     """`base` with the fields that `changes` sets."""
     chosen = {f.name: value for f in dataclasses.fields(changes) if (value := getattr(changes, f.name)) is not None}
     return dataclasses.replace(base, **chosen)

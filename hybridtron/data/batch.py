@@ -27,6 +27,14 @@ class SeqInfo:
     documents_BL: Tensor | None = None
     _rope: dict[tuple[int, float], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
+    @property
+    def starts_BL(self) -> Tensor:
+        """Whether a token begins another document than the token before it in its row belongs to."""
+        starts_BL = torch.zeros_like(self.positions_BL, dtype=torch.bool)
+        if self.documents_BL is not None:
+            starts_BL[:, 1:] = self.documents_BL[:, 1:] != self.documents_BL[:, :-1]
+        return starts_BL
+
     def rope(self, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
         """cos and sin of the rotary angles, each (B, L, head_dim / 2) in fp32; computed once per batch."""
         if (head_dim, base) not in self._rope:

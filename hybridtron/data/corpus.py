@@ -74,13 +74,15 @@ def prepare_embedded(path: Path, vocab_size: int) -> TokenFolder:
         }
         progress.update(task, description=f"{path}: training a vocabulary of {vocab_size}")
         tokenizer = train_tokenizer(split["train"], vocab_size)
+        eos = tokenizer.token_to_id(END_OF_TEXT)
+        assert eos is not None
         progress.update(task, description=f"{path}: tokenizing", total=len(texts))
         return write_folder(
             path,
             {name: _tokenized(tokenizer, of_split, progress, task) for name, of_split in split.items()},
             tokenizer.to_str(),
             tokenizer.get_vocab_size(),
-            tokenizer.token_to_id(END_OF_TEXT),
+            eos,
             {"corpus": "embedded", "python": platform.python_version(), "asked_vocab_size": vocab_size},
         )
 

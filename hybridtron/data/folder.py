@@ -68,7 +68,7 @@ class Manifest:
             if values["format"] != FORMAT:
                 raise FolderError(folder, f"has format {values['format']}; this version reads format {FORMAT}")
             splits = {name: Split(**values["splits"][name]) for name in SPLITS}
-            manifest = Manifest(**{**values, "splits": splits})
+            manifest = Manifest(**(values | {"splits": splits}))
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise FolderError(folder, f"has a manifest.json that does not parse: {error}") from error
         if manifest.dtype not in ("uint16", "uint32"):
@@ -207,7 +207,7 @@ def _digest(content: bytes) -> str:
 def _split_digest(tokens_file: Path, lengths: np.ndarray) -> str:
     with tokens_file.open("rb") as file:
         digest = hashlib.file_digest(file, functools.partial(hashlib.blake2b, digest_size=16))
-    digest.update(np.ascontiguousarray(lengths, dtype="<i8"))
+    digest.update(lengths.astype("<i8").tobytes())
     return digest.hexdigest()
 
 

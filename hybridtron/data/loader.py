@@ -8,7 +8,7 @@ needs nothing but the step and `fingerprint`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -66,7 +66,7 @@ class Loader:
             rows = range(first_row + lane, first_row + lane + self.micro_batch)
             yield _batch(self._tokens, [self._windows.spans(row) for row in rows], self.documents)
 
-    def iterate(self, first_step: int, end_step: int) -> Iterator[list[Batch]]:
+    def iterate(self, first_step: int, end_step: int) -> Generator[list[Batch], None, None]:
         """The micro-batches of each step from `first_step` to before `end_step`; a thread reads one step ahead."""
         with ThreadPoolExecutor(1, "loader") as pool:
             reads = (pool.submit(self._read, step) for step in range(first_step, end_step))
@@ -115,7 +115,7 @@ def _batch(tokens: np.ndarray, rows: Sequence[Sequence[Span]], documents: Docume
     tokens_BL, labels_BL = torch.from_numpy(tokens_BT[:, :-1].copy()), torch.from_numpy(tokens_BT[:, 1:].copy())
     if documents is Documents.join:
         mask_BL = torch.ones(tokens_BL.shape, dtype=torch.bool)
-        return Batch(tokens_BL, labels_BL, mask_BL, SeqInfo.stream(*tokens_BL.shape))
+        return Batch(tokens_BL, labels_BL, mask_BL, SeqInfo.stream(len(tokens_BL), tokens_BL.shape[1]))
     documents_BL = np.ascontiguousarray(documents_BT[:, :-1])
     positions_BL = torch.from_numpy(positions_in_document(documents_BL))
     mask_BL = torch.from_numpy(same_document(documents_BT))

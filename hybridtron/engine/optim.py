@@ -16,7 +16,7 @@ from hybridtron.model.lm import LanguageModel
 class Optimizer:
     """One step: clip the accumulated gradients by their norm, update the masters, copy them into the model."""
 
-    def __init__(self, model: LanguageModel, config: OptimConfig):
+    def __init__(self, model: LanguageModel, config: OptimConfig) -> None:
         self.clip = config.clip
         self.weights = dict(model.named_parameters())
         self.masters = {name: _master(weight) for name, weight in self.weights.items()}
@@ -24,7 +24,7 @@ class Optimizer:
         others = [m for name, m in self.masters.items() if not model.table[name].decay]
         self.adam = torch.optim.AdamW(
             [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            betas=config.betas,
+            betas=(config.betas[0], config.betas[1]),
             eps=config.eps,
             fused=True,
         )

@@ -1,4 +1,4 @@
-"""The attention mixer (equations in `specs/attention.py`): full or sliding window, grouped queries, rotary positions."""
+"""The attention mixer (equations in `specs/attention.py`): full or sliding window, grouped queries, RoPE."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Attention(Mixer):
     """State: rotated `keys` and `values` of the tokens that later ones may see (B, M, G, K), of which the last
     `length` (B,) are real; and `conv` (B, W - 1, channels) where a short convolution is used."""
 
-    def __init__(self, spec: AttentionSpec, sizes: ModelSizes):
+    def __init__(self, spec: AttentionSpec, sizes: ModelSizes) -> None:
         super().__init__()
         self.spec = spec
         self.head_dim = spec.head(sizes)

@@ -17,7 +17,7 @@ from hybridtron.specs.mamba import MambaSpec
 class Mamba(Mixer):
     """State: `ssm` (B, E, N) in fp32, and `conv` (B, W - 1, E), the inputs that the next chunk's convolution needs."""
 
-    def __init__(self, spec: MambaSpec, sizes: ModelSizes):
+    def __init__(self, spec: MambaSpec, sizes: ModelSizes) -> None:
         super().__init__()
         self.inner, self.state, self.rank = spec.inner(sizes), spec.state, spec.rank(sizes)
         self.in_proj = column_parallel(sizes.width, 2 * self.inner)

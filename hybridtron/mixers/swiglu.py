@@ -15,7 +15,7 @@ from hybridtron.specs.swiglu import SwiGLUSpec
 class SwiGLU(Mixer):
     """Gate and up projection in one product, their gated product, and the way back down."""
 
-    def __init__(self, spec: SwiGLUSpec, sizes: ModelSizes):
+    def __init__(self, spec: SwiGLUSpec, sizes: ModelSizes) -> None:
         super().__init__()
         self.gate_up = column_parallel(sizes.width, 2 * spec.hidden)
         self.down = row_parallel(spec.hidden, sizes.width)

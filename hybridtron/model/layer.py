@@ -15,7 +15,7 @@ from hybridtron.specs.base import MixerSpec, ModelSizes
 class RMSNorm(nn.Module):
     """Root-mean-square norm with a learned scale."""
 
-    def __init__(self, width: int, eps: float):
+    def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
         self.eps = eps
@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
 class Residual(nn.Module):
     """A pre-norm residual sub-layer around any mixer."""
 
-    def __init__(self, spec: MixerSpec, sizes: ModelSizes, norm_eps: float):
+    def __init__(self, spec: MixerSpec, sizes: ModelSizes, norm_eps: float) -> None:
         super().__init__()
         self.norm = RMSNorm(sizes.width, norm_eps)
         self.mixer = MIXERS[spec.kind](spec, sizes)

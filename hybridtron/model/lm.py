@@ -27,7 +27,7 @@ class ModelOut(NamedTuple):
 class LanguageModel(nn.Module):
     """The whole model on one process. Weights are uninitialised until `model/init.py` or a checkpoint fills them."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.table = parameter_table(config)
         self.embedding = Embedding(config.vocab_size, config.width)

@@ -26,7 +26,7 @@ class StackOut(NamedTuple):
 class Stack(nn.ModuleDict):
     """The sub-layers, by their index in the model."""
 
-    def __init__(self, arch: Architecture, norm_eps: float):
+    def __init__(self, arch: Architecture, norm_eps: float) -> None:
         layers = {str(i): Residual(spec, arch.sizes, norm_eps) for i, spec in enumerate(arch.specs)}
         super().__init__(layers)
 

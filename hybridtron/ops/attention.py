@@ -192,16 +192,21 @@ def _sdpa(
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
 
 
-class _Spans(torch.autograd.Function):
-    """Overlapping spans of axis 2 as views, whose gradients are added up in one buffer.
+def _slices(x_BGSK: Tensor, spans: list[tuple[int, int]]) -> tuple[Tensor, ...]:
+    """Overlapping spans of keys, as views."""
+    return tuple(x_BGSK[:, :, start:stop] for start, stop in spans)
 
-    Each plain slice would bring a gradient as long as the row, which is quadratic in L over all blocks.
+
+class _Spans(torch.autograd.Function):
+    """`_slices`, but their gradients are added up in one buffer.
+
+    A plain slice brings a gradient as long as the row, which is quadratic in L over all blocks.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, spans: list[tuple[int, int]]) -> tuple[Tensor, ...]:
         ctx.shape, ctx.spans = x.shape, spans
-        return tuple(x[:, :, start:stop] for start, stop in spans)
+        return _slices(x, spans)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -209,13 +214,6 @@ class _Spans(torch.autograd.Function):
         for (start, stop), grad in zip(ctx.spans, grads, strict=True):
             total[:, :, start:stop] += grad
         return total, None
-
-
-def _cut(x_BGSK: Tensor, spans: list[tuple[int, int]]) -> tuple[Tensor, ...]:
-    """The spans as views. Where they overlap too much to hold all their gradients at once, plain slices are better."""
-    if sum(stop - start for start, stop in spans) > 8 * x_BGSK.shape[2]:
-        return tuple(x_BGSK[:, :, start:stop] for start, stop in spans)
-    return _Spans.apply(x_BGSK, spans)
 
 
 def _reach(keys: _Keys, length: int, window: int | None) -> list[tuple[int, int]]:
@@ -249,21 +247,24 @@ def _blocked(
 
     spans = _reach(keys, q_BLHK.shape[1], window)
     q_blocks = q_BLHK.transpose(1, 2).split(BLOCK, dim=2)
-    k_spans, v_spans = (_cut(x.transpose(1, 2), spans) for x in (keys.keys_BSGK, keys.values_BSGK))
+    # Without a window, spans can be as long as the row: then all their masks or gradients at once would be quadratic.
+    wide = window is None and sum(stop - start for start, stop in spans) > 8 * keys.keys_BSGK.shape[1]
+    cut = _slices if wide else _Spans.apply
+    k_spans, v_spans = (cut(x.transpose(1, 2), spans) for x in (keys.keys_BSGK, keys.values_BSGK))
     masks: dict[tuple[int, int], Tensor] = {}
 
     def block(q: Tensor, k: Tensor, v: Tensor, start: int, stop: int) -> Tensor:
-        mask = masks.get((q.shape[2], stop - start))
-        if mask is None:
+        shape = (q.shape[2], stop - start)
+        if (mask := masks.get(shape)) is None:
             visible = _visible(keys, start, stop, q.shape[2], window)
             mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, -torch.inf)
-        if keys.documents_BS is None:  # then all inner blocks share one mask
-            masks[q.shape[2], stop - start] = mask
+            if keys.documents_BS is None:  # then all inner blocks have the same
+                masks[shape] = mask
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
     y_blocks = []
     for q, k, v, span in zip(q_blocks, k_spans, v_spans, spans, strict=True):
-        if window is None:  # kept masks would add up to L x L, so backward makes them again
+        if wide:  # backward makes the mask again
             y_blocks.append(checkpoint(block, q, k, v, *span, use_reentrant=False, preserve_rng_state=False))
         else:
             y_blocks.append(block(q, k, v, *span))

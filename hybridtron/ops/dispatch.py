@@ -25,7 +25,8 @@ from hybridtron.device import optional_package
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_forced: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("forced_forms", default={})
+NONE_FORCED: dict[str, str] = {}
+_forced: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("forced_forms", default=NONE_FORCED)
 OPS: dict[str, Op] = {}
 
 
@@ -51,7 +52,7 @@ class Form(Generic[P, R]):
 class Op(Generic[P, R]):
     """A function with a reference form and faster ones; calling it runs the best form that can take the call."""
 
-    def __init__(self, reference: Callable[P, R]):
+    def __init__(self, reference: Callable[P, R]) -> None:
         self.name = reference.__name__
         self.__doc__ = reference.__doc__
         self.reference = Form("reference", reference)

@@ -62,7 +62,7 @@ class _RecomputedSoftmax(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         """d total / d logits = softmax * (1 + 2 z_loss lse) - one_hot(label), zero in masked rows."""
         logits_NV, labels_N, mask_N, lse_N = ctx.saved_tensors
         grad_NV = torch.empty_like(logits_NV)
@@ -71,7 +71,7 @@ class _RecomputedSoftmax(torch.autograd.Function):
             wide = at_least_fp32(logits).sub(lse[:, None]).exp_()
             wide.mul_((1 + 2 * ctx.z_loss * lse)[:, None])
             wide.scatter_add_(1, labels[:, None], wide.new_full((len(labels), 1), -1.0))
-            out.copy_(wide.mul_(grad).masked_fill_(~mask[:, None], 0.0))
+            out.copy_(wide.mul_(grads[0]).masked_fill_(~mask[:, None], 0.0))
         return grad_NV, None, None, None
 
 

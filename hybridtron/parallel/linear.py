@@ -14,7 +14,7 @@ from torch.nn import functional
 class Linear(nn.Module):
     """x @ weight.T, without a bias: no projection of these models has one."""
 
-    def __init__(self, in_features: int, out_features: int):
+    def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
 
@@ -35,7 +35,7 @@ def row_parallel(in_features: int, out_features: int) -> Linear:
 class Embedding(nn.Module):
     """Token vectors; the rows of its weight can serve as the output head too."""
 
-    def __init__(self, vocab_size: int, width: int):
+    def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, width))
 

@@ -1,4 +1,4 @@
-"""The registry of mixer specs by the `kind` that a recipe writes. One line a mixer; the same keys as `mixers.MIXERS`."""
+"""The registry of mixer specs by the `kind` that a recipe writes. One line a mixer, as in `mixers.MIXERS`."""
 
 from hybridtron.specs.attention import AttentionSpec
 from hybridtron.specs.base import MixerSpec

@@ -32,7 +32,7 @@ def visible_tokens(seq_len: int, window: int | None) -> float:
 
 @dataclass(frozen=True)
 class AttentionSpec(MixerSpec):
-    """Options of an attention mixer. None means: `kv_heads` = heads, `head_dim` = width / heads, no window, no conv."""
+    """Options of an attention mixer; without `kv_heads` they are `heads`, without `head_dim` it is width / heads."""
 
     kind: ClassVar[str] = "attention"
 

@@ -1,7 +1,7 @@
 """Mamba-1 (S6): a selective state space behind a causal convolution. Gu and Dao 2023; Samba, section 2.1.
 
-    x, z = in_proj(u);  x = silu(conv(x));  dt, B, C = x_proj(x);  dt = softplus(dt_proj(dt) + dt_bias)
-    h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t;  y_t = C_t h_t + D x_t;  out_proj(y * silu(z))
+x, z = in_proj(u);  x = silu(conv(x));  dt, B, C = x_proj(x);  dt = softplus(dt_proj(dt) + dt_bias)
+h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t;  y_t = C_t h_t + D x_t;  out_proj(y * silu(z))
 """
 
 from __future__ import annotations

@@ -18,9 +18,7 @@ class SwiGLUSpec(MixerSpec):
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         return {
-            "gate_up.weight": linear(
-                2 * self.hidden, model.width, parts=(("gate", self.hidden), ("up", self.hidden))
-            ),
+            "gate_up.weight": linear(2 * self.hidden, model.width, parts=(("gate", self.hidden), ("up", self.hidden))),
             "down.weight": output_linear(model.width, self.hidden, model.num_sublayers),
         }
 
@@ -32,5 +30,6 @@ class SwiGLUSpec(MixerSpec):
 
     def problems(self, model: ModelSizes, max_seq_len: int) -> list[Problem]:
         if self.hidden < 1:
-            return [Problem("hidden", f"is {self.hidden}, must be set to the MLP's inner width, e.g. {8 * model.width // 3}")]
+            usual = 8 * model.width // 3
+            return [Problem("hidden", f"is {self.hidden}, must be set to the MLP's inner width, e.g. {usual}")]
         return []

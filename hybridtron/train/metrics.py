@@ -38,7 +38,7 @@ class StepMetrics:
 class Metrics:
     """Writes every step to each place that was asked for. A resumed run's file is cut back to the resumed step."""
 
-    def __init__(self, run_dir: Path, config: Config, resumed_step: int, last_step: int):
+    def __init__(self, run_dir: Path, config: Config, resumed_step: int, last_step: int) -> None:
         self.path = run_dir / "metrics.jsonl"
         kept = [line for line in _lines(self.path) if json.loads(line)["step"] <= resumed_step]
         self.path.write_text("".join(f"{line}\n" for line in kept))
@@ -73,7 +73,7 @@ REQUIRED = [name for name, f in StepMetrics.__dataclass_fields__.items() if name
 class ConsoleReport:
     """A live bar on a terminal; elsewhere one plain line every `log_every` steps and at every evaluation."""
 
-    def __init__(self, log_every: int, first_step: int, last_step: int):
+    def __init__(self, log_every: int, first_step: int, last_step: int) -> None:
         self.console = Console()
         self.log_every, self.last_step = log_every, last_step
         self.bar: Progress | None = None

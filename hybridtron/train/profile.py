@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from hybridtron.device import compute_device, dump_memory_snapshot, record_memory_history
 
 
 @contextmanager
-def profiled(step: int, chosen: tuple[int, ...], logs: Path) -> Iterator[None]:
+def profiled(step: int, chosen: Sequence[int], logs: Path) -> Iterator[None]:
     """Trace the block if its step is a chosen one."""
     if step not in chosen:
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def check_same_model(start: Path, config: Config) -> None:
 class Trainer:
     """One run on one process."""
 
-    def __init__(self, config: Config, run_dir: Path, start: Path | None):
+    def __init__(self, config: Config, run_dir: Path, start: Path | None) -> None:
         self.config, self.run_dir = config, run_dir
         self.device = compute_device()
         torch.manual_seed(config.run.seed)
@@ -113,20 +114,18 @@ class Trainer:
         self.flops_per_token = count(self.config.model, stretch.phase.seq_len).flops_per_token
         eval_every = parse_steps(self.config.run.eval_every, stretch.phase.tokens_per_step)
         save_every = parse_steps(self.config.checkpoint.every, stretch.phase.tokens_per_step)
-        steps = loader.iterate(first - stretch.first, last - stretch.first)
-        for step in range(first + 1, last + 1):
-            asked = time.perf_counter()
-            batches = next(steps)
-            with profiled(step, self.config.run.profile, self.run_dir / "logs"):
-                metrics = self.train_step(step, stretch, batches, asked)
-            if step % eval_every == 0 or step == last:
-                losses = evaluate(self.model, loader.folder, self.config, stretch.phase, self.device)
-                metrics = replace(metrics, validation=losses)
-            self.metrics.write(metrics)
-            if step % save_every == 0 or step == last:
-                io.save(
-                    self.run_dir, step, self.config, self.model, self.optimizer, loader.fingerprint, loader.folder.tokenizer_file
-                )
+        with closing(loader.iterate(first - stretch.first, last - stretch.first)) as steps:
+            for step in range(first + 1, last + 1):
+                asked = time.perf_counter()
+                batches = next(steps)
+                with profiled(step, self.config.run.profile, self.run_dir / "logs"):
+                    metrics = self.train_step(step, stretch, batches, asked)
+                if step % eval_every == 0 or step == last:
+                    losses = evaluate(self.model, loader.folder, self.config, stretch.phase, self.device)
+                    metrics = replace(metrics, validation=losses)
+                self.metrics.write(metrics)
+                if step % save_every == 0 or step == last:
+                    self.save(step, loader)
 
     def train_step(self, step: int, stretch: Stretch, batches: list[Batch], asked: float) -> StepMetrics:
         """One optimizer step; `asked` is when its data was asked for."""
@@ -158,14 +157,19 @@ class Trainer:
             layers=layers,
         )
 
+    def save(self, step: int, loader: Loader) -> None:
+        """Write the checkpoint of a step."""
+        tokenizer = loader.folder.tokenizer_file
+        io.save(self.run_dir, step, self.config, self.model, self.optimizer, loader.fingerprint, tokenizer)
+
     def check_same_data(self, loader: Loader, stretch: Stretch) -> None:
         """A phase resumed in its middle must find the data in the order that it left."""
         if self.resumed is None or not stretch.first < self.first < stretch.last:
             return
         if self.resumed.data_fingerprint != loader.fingerprint:
             raise ValueError(
-                f"the data of phase {stretch.phase.name} is not what step {self.first} was trained on: its tokens, seed, "
-                "seq_len, global_batch or documents changed. Set them back, or start anew with run.resume=never."
+                f"the data of phase {stretch.phase.name} is not what step {self.first} was trained on: its tokens, "
+                "seed, seq_len, global_batch or documents changed. Set them back, or start anew with run.resume=never."
             )
 
     def announce(self) -> None:

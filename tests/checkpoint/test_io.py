@@ -26,7 +26,13 @@ def tokenizer(tmp_path: Path) -> Path:
 def config(keep: int = 2) -> Config:
     phase = PhaseConfig(tokens="1M", seq_len=8, global_batch=1, lr=1e-3)
     run = RunConfig(name="test", dir="unused")
-    return Config(model=small_config(), data=DataConfig(path="unused"), checkpoint=CheckpointConfig(keep=keep), run=run, phases=[phase])
+    return Config(
+        model=small_config(),
+        data=DataConfig(path="unused"),
+        checkpoint=CheckpointConfig(keep=keep),
+        run=run,
+        phases=[phase],
+    )
 
 
 def trained(dtype: torch.dtype) -> tuple[LanguageModel, Optimizer]:

@@ -80,14 +80,14 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-2])
 
 
-DAMAGE: dict[str, Callable[[Path], None]] = {
+DAMAGE: dict[str, Callable[[Path], object]] = {
     "truncated train.tokens: 422 bytes, 424 by": lambda p: cut(p / "train.tokens"),
-    "too long validation.tokens": lambda p: (p / "validation.tokens").write_bytes(bytes(1000)) and None,
+    "too long validation.tokens": lambda p: (p / "validation.tokens").write_bytes(bytes(1000)),
     "damaged train.lengths.npy": lambda p: cut(p / "train.lengths.npy"),
     "train.lengths.npy of another shape": lambda p: np.save(p / "train.lengths.npy", np.ones(3, dtype=np.int64)),
     "has no validation.lengths.npy: not a folder of": lambda p: (p / "validation.lengths.npy").unlink(),
     "has no manifest.json": lambda p: (p / "manifest.json").unlink(),
-    "tokenizer.json that is not the one": lambda p: (p / "tokenizer.json").write_text("{ }") and None,
+    "tokenizer.json that is not the one": lambda p: (p / "tokenizer.json").write_text("{ }"),
     "manifest.json that does not parse": lambda p: cut(p / "manifest.json"),
     "has format 2; this version reads format 1": lambda p: edit_manifest(p, "format", 2),
     "dtype 'int8'": lambda p: edit_manifest(p, "dtype", "int8"),

@@ -28,20 +28,27 @@ def loader_of(
 def joined(batches: list[Batch]) -> Batch:
     """Micro-batches as one."""
     seqs = [b.seq for b in batches]
-    documents = None if seqs[0].documents_BL is None else torch.cat([s.documents_BL for s in seqs])
+    indices = [s.documents_BL for s in seqs if s.documents_BL is not None]
+    documents = torch.cat(indices) if indices else None
     first = batches[0]
     seq = replace(first.seq, positions_BL=torch.cat([s.positions_BL for s in seqs]), documents_BL=documents)
-    return Batch(*(torch.cat([getattr(b, f"{n}_BL") for b in batches]) for n in ("tokens", "labels", "mask")), seq)
+    tokens_BL, labels_BL = (torch.cat([getattr(b, name) for b in batches]) for name in ("tokens_BL", "labels_BL"))
+    return Batch(tokens_BL, labels_BL, torch.cat([b.mask_BL for b in batches]), seq)
 
 
 def equal(a: Batch, b: Batch) -> bool:
     pairs = [(a.tokens_BL, b.tokens_BL), (a.labels_BL, b.labels_BL), (a.mask_BL, b.mask_BL)]
-    pairs += [(a.seq.positions_BL, b.seq.positions_BL), (a.seq.documents_BL, b.seq.documents_BL)]
-    return all(torch.equal(x, y) for x, y in pairs)
+    pairs.append((a.seq.positions_BL, b.seq.positions_BL))
+    if a.seq.documents_BL is not None and b.seq.documents_BL is not None:
+        pairs.append((a.seq.documents_BL, b.seq.documents_BL))
+    same_kind = (a.seq.documents_BL is None) == (b.seq.documents_BL is None)
+    return same_kind and all(torch.equal(x, y) for x, y in pairs)
 
 
 def test_isolate(toy: TokenFolder):
     batch = joined(list(loader_of(toy).micro_batches(4)))
+    documents_BL = batch.seq.documents_BL
+    assert documents_BL is not None
     tokens, windows = toy.tokens("train"), ShuffledWindows(toy.lengths("train"), 16, 7)
     for lane in range(6):
         spans = windows.spans(4 * 6 + lane)
@@ -50,10 +57,10 @@ def test_isolate(toy: TokenFolder):
         assert batch.labels_BL[lane].tolist() == row[1:]
         assert batch.mask_BL[lane].tolist() == [t != 0 for t in row[:-1]]
         assert batch.seq.positions_BL[lane].tolist() == [p for s in spans for p in range(s.count)][:-1]
-        assert batch.seq.documents_BL[lane].tolist() == [i for i, s in enumerate(spans) for _ in range(s.count)][:-1]
+        assert documents_BL[lane].tolist() == [i for i, s in enumerate(spans) for _ in range(s.count)][:-1]
     types = [t.dtype for t in (batch.tokens_BL, batch.labels_BL, batch.seq.positions_BL)]
     assert types == [torch.int64] * 3
-    assert (batch.mask_BL.dtype, batch.seq.documents_BL.dtype) == (torch.bool, torch.int32)
+    assert (batch.mask_BL.dtype, documents_BL.dtype) == (torch.bool, torch.int32)
 
 
 def test_join_reads_the_same_tokens_as_one_stream(toy: TokenFolder):

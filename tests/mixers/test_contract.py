@@ -27,7 +27,9 @@ OPTIONS = {
     ],
     "swiglu": [{"hidden": 24}],
 }
-CASES = [pytest.param(SPECS[kind](**options), id=f"{kind}-{i}") for kind in MIXERS for i, options in enumerate(OPTIONS[kind])]
+CASES = [
+    pytest.param(SPECS[kind](**options), id=f"{kind}-{i}") for kind in MIXERS for i, options in enumerate(OPTIONS[kind])
+]
 
 
 def build(spec: MixerSpec, dtype: torch.dtype = torch.float64) -> Mixer:
@@ -76,7 +78,9 @@ def test_state_has_the_parts_that_its_spec_lists(spec: MixerSpec) -> None:
 @pytest.mark.parametrize("cut", [1, 3, 13])
 @pytest.mark.parametrize("documents", [None, [[21], [21]], [[5, 16], [13, 8]]], ids=["join", "whole", "borders"])
 @pytest.mark.parametrize("spec", CASES)
-def test_chunks_with_carried_state_equal_the_whole(spec: MixerSpec, documents: list[list[int]] | None, cut: int) -> None:
+def test_chunks_with_carried_state_equal_the_whole(
+    spec: MixerSpec, documents: list[list[int]] | None, cut: int
+) -> None:
     mixer, seq = build(spec), seq_info(2, LENGTH, documents)
     x = torch.randn(LENGTH, 2, SIZES.width, dtype=torch.float64, requires_grad=True)
     weight = torch.randn_like(x)
@@ -89,9 +93,7 @@ def test_chunks_with_carried_state_equal_the_whole(spec: MixerSpec, documents: l
     for name, tensor in whole.state.items():
         if name not in ("keys", "values"):  # their padding may differ; `length` says what of them is real
             torch.testing.assert_close(second.state[name], tensor, rtol=1e-10, atol=1e-10)
-    assert_all_close(
-        gradients(mixer, [joined], [x], [weight]), gradients(mixer, [whole.y_LBD], [x], [weight]), 1e-9
-    )
+    assert_all_close(gradients(mixer, [joined], [x], [weight]), gradients(mixer, [whole.y_LBD], [x], [weight]), 1e-9)
 
 
 def part_of(seq: SeqInfo, first: int, last: int) -> SeqInfo:
@@ -104,7 +106,9 @@ def carried(state: dict[str, Tensor], seq: SeqInfo, cut: int) -> dict[str, Tenso
     if seq.documents_BL is None:
         return state
     goes_on = seq.documents_BL[:, cut] == seq.documents_BL[:, cut - 1]
-    return {name: tensor * goes_on.view(-1, *[1] * (tensor.dim() - 1)).to(tensor.dtype) for name, tensor in state.items()}
+    return {
+        name: tensor * goes_on.view(-1, *[1] * (tensor.dim() - 1)).to(tensor.dtype) for name, tensor in state.items()
+    }
 
 
 @pytest.mark.parametrize("spec", CASES)

@@ -43,15 +43,13 @@ def mamba_names(model: LanguageModel) -> dict[str, list[str]]:
 
 
 def mamba_pair() -> tuple[LanguageModel, torch.nn.Module, dict[str, list[str]]]:
-    theirs = MambaForCausalLM(
-        MambaConfig(
-            vocab_size=VOCAB, hidden_size=WIDTH, state_size=8, num_hidden_layers=3, time_step_rank=4,
-            residual_in_fp32=False, use_cache=False,
-        )  # fmt: skip
-    )
+    config = MambaConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, state_size=8, num_hidden_layers=3, time_step_rank=4,
+        residual_in_fp32=False, use_cache=False,
+    )  # fmt: skip
     layers = {"M": {"kind": "mamba", "state": 8}}
     ours = LanguageModel(ModelConfig(width=WIDTH, vocab_size=VOCAB, pattern="M*3", layers=layers))
-    return ours, theirs, mamba_names(ours)
+    return ours, MambaForCausalLM(config), mamba_names(ours)
 
 
 def llama_pair() -> tuple[LanguageModel, torch.nn.Module, dict[str, list[str]]]:
@@ -69,7 +67,9 @@ def mistral_pair() -> tuple[LanguageModel, torch.nn.Module, dict[str, list[str]]
         num_key_value_heads=1, rms_norm_eps=1e-5, sliding_window=9, tie_word_embeddings=False,
     )  # fmt: skip
     attention = {"kind": "attention", "heads": 4, "kv_heads": 1, "window": 9}
-    return transformer_pair(MistralForCausalLM(config), "(W-)*2", {"W": attention, "-": {"kind": "swiglu", "hidden": HIDDEN}})
+    return transformer_pair(
+        MistralForCausalLM(config), "(W-)*2", {"W": attention, "-": {"kind": "swiglu", "hidden": HIDDEN}}
+    )
 
 
 def transformer_pair(

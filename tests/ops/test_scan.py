@@ -31,12 +31,11 @@ def _stand_in_for_mamba_ssm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan, "optional_package", lambda name: Package(name, module, "stand-in"))
 
 
-@pytest.fixture(params=["groups", "one by one"])
-def small_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 4 tokens, so that 11 tokens are two whole chunks and a ragged one."""
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 4 tokens, so that 11 tokens are two whole chunks of groups and a ragged one that goes one by one."""
     monkeypatch.setattr(scan, "CHUNK", 4)
     monkeypatch.setattr(scan, "GROUP", 2)
-    monkeypatch.setattr(scan, "LARGE_STATE", 1 if request.param == "one by one" else 2**15)
     monkeypatch.setattr(scan, "SHARE_CHUNK", 4)
 
 

@@ -1,0 +1,78 @@
+"""The README's tutorial works as it stands: its two files make a mixer that holds the contract and trains."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridtron.config.schema import ModelConfig, OptimConfig
+from hybridtron.engine.optim import Optimizer
+from hybridtron.engine.schedule import forward_backward
+from hybridtron.mixers import MIXERS
+from hybridtron.model.init import initialise
+from hybridtron.model.lm import LanguageModel
+from hybridtron.specs import SPECS
+from hybridtron.specs.base import MixerSpec
+from tests.conftest import random_batch
+from tests.mixers import test_contract as contract
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def tutorial_files() -> dict[str, str]:
+    """The README's Python blocks by the file that their first line names."""
+    blocks = re.findall(r"```python\n# (hybridtron/\S+\.py)\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    return dict(blocks)
+
+
+@pytest.fixture
+def ema(monkeypatch: pytest.MonkeyPatch) -> Iterator[MixerSpec]:
+    """The tutorial's mixer, registered as the tutorial says."""
+    for path, code in tutorial_files().items():
+        module = types.ModuleType(path.removesuffix(".py").replace("/", "."))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        exec(compile(code, path, "exec"), module.__dict__)
+    monkeypatch.setitem(SPECS, "ema", sys.modules["hybridtron.specs.ema"].EMASpec)
+    monkeypatch.setitem(MIXERS, "ema", sys.modules["hybridtron.mixers.ema"].EMA)
+    return SPECS["ema"](expand=2)
+
+
+def test_the_tutorial_is_short() -> None:
+    files = tutorial_files()
+    assert set(files) == {"hybridtron/specs/ema.py", "hybridtron/mixers/ema.py"}
+    assert sum(code.count("\n") for code in files.values()) < 80
+
+
+def test_holds_the_contract(ema: MixerSpec) -> None:
+    contract.test_module_has_the_parameters_that_its_spec_lists(ema)
+    contract.test_state_has_the_parts_that_its_spec_lists(ema)
+    contract.test_none_equals_a_state_of_zeros(ema)
+    contract.test_document_in_mid_row_is_a_fresh_start(ema)
+    contract.test_a_later_token_changes_nothing_before_it(ema)
+    contract.test_no_document_sees_another(ema, None)
+    contract.test_gradcheck(ema)
+    contract.test_computes_in_bf16_with_fp32_weights_where_the_spec_says_so(ema)
+    contract.test_flops_grow_with_nothing_but_what_is_seen(ema)
+    for documents in (None, [[5, 16], [13, 8]]):
+        for cut in (1, 13):
+            contract.test_chunks_with_carried_state_equal_the_whole(ema, documents, cut)
+
+
+@pytest.mark.usefixtures("ema")
+def test_trains() -> None:
+    layers = {"E": {"kind": "ema"}, "-": {"kind": "swiglu", "hidden": 48}}
+    config = ModelConfig(width=32, vocab_size=61, pattern="E-E-", layers=layers)
+    model = LanguageModel(config)
+    initialise(model, seed=0)
+    optimizer, batch = Optimizer(model, OptimConfig()), random_batch()
+    losses = []
+    for _ in range(20):
+        losses.append(forward_backward(model, [batch], 0.0, torch.device("cpu")).item())
+        optimizer.step(1e-2)
+    assert losses[-1] < losses[0] - 1

@@ -1,0 +1,186 @@
+"""What every benchmark shares: rounds in which all forms take turns, and the report made of them.
+
+A report has tables of ratios, goals with what was reached, and lines that only the console shows: absolute times,
+which mean nothing on another machine and are therefore never written down for a CPU.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from hybridtron.device import describe_device, synchronize
+
+VERSIONS = ("torch", "transformers", "numpy")
+SLOW = 2.0  # seconds from which on a form is not warmed up before it is measured
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line chose. `recipe` holds the key=value arguments of `step`."""
+
+    quick: bool
+    repetitions: int
+    threads: int
+    recipe: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The rounds of one form, in seconds."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def fastest(self) -> float:
+        return min(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """How much longer the median round took than the fastest, as a share."""
+        return sorted(self.seconds)[len(self.seconds) // 2] / self.fastest - 1
+
+    def __str__(self) -> str:
+        return f"{self.fastest * 1e3:.1f} ms (median +{self.spread:.0%}, {len(self.seconds)} rounds)"
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to do the work, and how many rounds it is worth; fewer for a peer that takes minutes."""
+
+    run: Callable[[], object]
+    rounds: int
+
+
+def interleaved(forms: Mapping[str, Form]) -> dict[str, Timing]:
+    """Time all forms in turns, round by round; every form runs once before, unless that took long."""
+    times: dict[str, list[float]] = {name: [] for name in forms}
+    for name, form in forms.items():
+        first = _seconds(form.run)
+        if first > SLOW:
+            times[name].append(first)
+    for round_ in range(max(form.rounds for form in forms.values())):
+        for name, form in forms.items():
+            if round_ < form.rounds and len(times[name]) < form.rounds:
+                times[name].append(_seconds(form.run))
+    return {name: Timing(tuple(seconds)) for name, seconds in times.items()}
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    synchronize()
+    start = time.perf_counter()
+    run()
+    synchronize()
+    return time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A number that we want, and what it turned out to be."""
+
+    text: str
+    wanted: str
+    value: float
+    met: bool
+
+    @staticmethod
+    def at_least(text: str, limit: float, value: float) -> Goal:
+        return Goal(text, f">= {limit:g}", value, value >= limit)
+
+    @staticmethod
+    def at_most(text: str, limit: float, value: float) -> Goal:
+        return Goal(text, f"<= {limit:g}", value, value <= limit)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A table of the report; cells are text."""
+
+    title: str
+    header: tuple[str, ...]
+    cells: list[tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """One benchmark's outcome."""
+
+    title: str
+    device: str
+    tables: list[Rows]
+    goals: list[Goal]
+    notes: list[str]
+    console: list[str] = field(default_factory=list)
+
+
+def times(ratio: float) -> str:
+    """A ratio for a table: `3.4x`, `120x`."""
+    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.3g}x" if ratio < 1000 else f"{ratio:,.0f}x"
+
+
+def print_report(report: Report) -> None:
+    """Tables, goals, and the absolute times."""
+    console = Console()
+    for rows in report.tables:
+        table = Table(*rows.header, title=f"{report.title}: {rows.title}", title_justify="left")
+        for cells in rows.cells:
+            table.add_row(*map(escape, cells))
+        console.print(table)
+    for goal in report.goals:
+        mark = "[green]met[/]" if goal.met else "[red]missed[/]"
+        console.print(f"{mark}  {escape(goal.text)}: {goal.value:.3g} (wanted {goal.wanted})", highlight=False)
+    for line in (*report.notes, *report.console):
+        console.print(escape(line), highlight=False)
+
+
+def markdown(report: Report, settings: Settings, command: str) -> str:
+    """The report as a page of its own, with what it takes to measure it again."""
+    lines = [f"# {report.title}", "", f"`{command}`", "", f"- machine: {machine(settings, report.device)}"]
+    lines += [f"- versions: {versions()}"]
+    lines += [f"- {note}" for note in report.notes]
+    for rows in report.tables:
+        lines += ["", f"## {rows.title}", "", *_grid(rows.header, rows.cells)]
+    if report.goals:
+        cells = [(g.text, g.wanted, f"{g.value:.3g}", "yes" if g.met else "**no**") for g in report.goals]
+        lines += ["", "## Goals", "", *_grid(("goal", "wanted", "measured", "met"), cells)]
+    return "\n".join(lines) + "\n"
+
+
+def _grid(header: tuple[str, ...], cells: list[tuple[str, ...]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *cells)]
+
+
+def machine(settings: Settings, device: str) -> str:
+    """The processor, how much of it was used, and how busy it was with other things."""
+    if device != "cpu":
+        return describe_device()
+    load = f", load average {os.getloadavg()[0]:.1f} when measured" if hasattr(os, "getloadavg") else ""
+    return f"{_processor()}, {os.cpu_count()} cores, {settings.threads} threads{load}"
+
+
+def _processor() -> str:
+    """The processor's name as the kernel tells it, or what Python knows where there is no /proc."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def versions() -> str:
+    """Python's version and those of what is compared."""
+    found = [f"Python {platform.python_version()}"]
+    for name in VERSIONS:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"{name} not installed")
+    return ", ".join(found)

@@ -6,6 +6,7 @@ Exit codes: 0 finished, 2 bad configuration, 1 anything else.
 from __future__ import annotations
 
 import sys
+import textwrap
 
 from hybridtron.config.check import check, warnings
 from hybridtron.config.load import choices_of, load
@@ -20,7 +21,8 @@ python train.py [recipe=NAME] [key=value ...]
   run.max_steps=N   stop early
   phases.0.lr=1e-3  or any other key of the configuration (see configs/README.md)
 
-recipes: {recipes}
+recipes: {recipes},
+         and those in configs/recipe/ablations: recipe=ablations/samba_421m_full_0
 
 Layers, parameters, FLOPs and memory of a configuration: python tools/inspect_config.py recipe=NAME
 """
@@ -28,7 +30,9 @@ Layers, parameters, FLOPs and memory of a configuration: python tools/inspect_co
 
 def main(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
-        print(USAGE.format(recipes=", ".join(choices_of("recipe"))))
+        names = choices_of("recipe")
+        recipes = ", ".join(name for name in names if "/" not in name)
+        print(USAGE.format(recipes=textwrap.fill(recipes, 110, subsequent_indent=" " * 9)))
         return 0
     try:
         config = load(arguments)

@@ -41,7 +41,7 @@ class Sizes:
 
 
 FULL = Sizes(channels=512, state=16, loops={256: 5, 512: 5, 1024: 2}, alone=(4096,), memory=(512, 1024))
-QUICK = Sizes(channels=16, state=4, loops={16: 2, 32: 1}, alone=(64,), memory=(32,))
+QUICK = Sizes(channels=64, state=16, loops={16: 2, 32: 1}, alone=(64,), memory=(192,))
 
 
 def inputs(length: int, channels: int, state: int) -> list[Tensor]:
@@ -186,7 +186,7 @@ def _probe(form: str, length: int, channels: int, state: int) -> None:
     tensors = inputs(length, channels, state)
     before = _resident(reset=True)
     forward_backward(form, tensors)
-    print(max(1, _resident(reset=False) - before))
+    print(max(resource.getpagesize(), _resident(reset=False) - before))
 
 
 def _resident(reset: bool) -> int:

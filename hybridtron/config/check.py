@@ -7,6 +7,7 @@ folder can be read, that its vocabulary fits) stands in `data/folder.py`.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -179,6 +180,8 @@ def _run(run: RunConfig) -> Iterator[Problem]:
         yield from _at_least(1, {"run.max_steps": run.max_steps})
     yield from _at_least(1, {f"run.eval_lengths.{index}": times for index, times in enumerate(run.eval_lengths)})
     yield from _at_least(1, {f"run.profile.{index}": step for index, step in enumerate(run.profile)})
+    if run.wandb is not None and importlib.util.find_spec("wandb") is None:
+        yield Problem("run.wandb", f"is {run.wandb!r}, but wandb is not installed: pip install wandb, or leave it out")
     if run.resume not in ("auto", "never") and not Path(run.resume).is_dir():
         yield Problem("run.resume", f"is {run.resume!r}, which is no folder; use auto, never, or a checkpoint's folder")
 

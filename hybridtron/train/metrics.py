@@ -134,7 +134,8 @@ def _tensorboard(folder: Path) -> Any:
 
 
 def _wandb(config: Config, run_dir: Path) -> Any:
+    """A wandb run; `config/check.py` has seen that the package is there."""
     package = optional_package("wandb")
     if package.module is None:
-        raise ValueError(f"run.wandb={config.run.wandb} needs the package wandb, which is {package.reason}")
+        raise RuntimeError(f"wandb {package.reason}")
     return package.module.init(project=config.run.wandb, name=config.run.name, dir=str(run_dir), resume="allow")

@@ -36,6 +36,22 @@ def describe_device() -> str:
     return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
 
 
+def cuda_report() -> dict[str, str]:
+    """What torch says about CUDA, for people: its build, and each device; one line where there is none to use."""
+    if torch.version.cuda is None:
+        return {"torch": "built without CUDA"}
+    report = {"torch": f"built for CUDA {torch.version.cuda}"}
+    if not torch.cuda.is_available():
+        return {**report, "CUDA": "no device that this build can use (nvidia-smi tells of devices and driver)"}
+    if torch.distributed.is_nccl_available():
+        report["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        memory = f"{found.total_memory / 2**30:.0f} GiB"
+        report[f"cuda:{index}"] = f"{found.name}, compute capability {found.major}.{found.minor}, {memory}"
+    return report
+
+
 def synchronize() -> None:
     """Wait for the device, so that a clock read next means something."""
     if compute_device().type == "cuda":

@@ -26,7 +26,7 @@ ORDER = [
 ]
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 OWNERS = {
-    "mamba_ssm": "ops/scan.py",
+    "mamba_ssm": "ops/scan_mamba_ssm.py",
     "causal_conv1d": "ops/conv1d.py",
     "flash_attn": "ops/attention.py",
     "wandb": "train/metrics.py",

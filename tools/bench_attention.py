@@ -61,7 +61,7 @@ def masked(length: int, window: int, device: torch.device) -> Callable[[Tensor, 
 class Row:
     """Queries, keys and values of one row, and a pass of any form over them."""
 
-    def __init__(self, sizes: Sizes, length: int, device: torch.device):
+    def __init__(self, sizes: Sizes, length: int, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(length)
         shape = (1, length, sizes.heads, sizes.head_dim)
         numbers = [torch.randn(shape, generator=generator).to(device) for _ in range(4)]
@@ -79,7 +79,14 @@ def bench(settings: Settings) -> Report:
     sizes, device = (QUICK if settings.quick else FULL), compute_device()
     measured = {length: _measure(sizes, length, device, settings) for length in sizes.lengths}
     cells = [_cells(sizes, length, timings) for length, timings in measured.items()]
-    header = ("tokens", "window / full", "pairs needed / full", "window / dense mask", "window per token", "median over fastest")
+    header = (
+        "tokens",
+        "window / full",
+        "pairs needed / full",
+        "window / dense mask",
+        "window per token",
+        "median over fastest",
+    )
     first = measured[sizes.lengths[0]]["window"].fastest / sizes.lengths[0]
     cells = [(*row[:4], times(measured[int(row[0])]["window"].fastest / int(row[0]) / first), row[4]) for row in cells]
     notes = [
@@ -93,7 +100,9 @@ def bench(settings: Settings) -> Report:
     if not settings.quick:
         largest = measured[16384]
         goals = [
-            Goal.at_most("window of 1024 / full at 16384 tokens", 0.25, largest["window"].fastest / largest["full"].fastest)
+            Goal.at_most(
+                "window of 1024 / full at 16384 tokens", 0.25, largest["window"].fastest / largest["full"].fastest
+            )
         ]
         ratios = [m["window"].fastest / m["mask"].fastest for m in measured.values() if "mask" in m]
         goals += [Goal.at_most("window / dense mask, at the worst length", 1.0, max(ratios))]
@@ -109,7 +118,9 @@ def _measure(sizes: Sizes, length: int, device: torch.device, settings: Settings
         pairs = zip(row.forward_backward(ours), row.forward_backward(forms["mask"]), strict=True)
         difference = max((got - wanted).abs().max().item() for got, wanted in pairs)
         assert difference <= TOLERANCE, f"the window and the dense mask differ by {difference:.1e}"
-    runs = {name: Form(lambda form=form: row.forward_backward(form), settings.repetitions) for name, form in forms.items()}
+    runs = {
+        name: Form(lambda form=form: row.forward_backward(form), settings.repetitions) for name, form in forms.items()
+    }
     return interleaved(runs)
 
 

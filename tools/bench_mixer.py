@@ -41,7 +41,7 @@ QUICK = Sizes(width=16, state=4, peer={16: 2, 32: 2, 64: 1}, ours=(64, 128))
 class Pair:
     """Both mixers with the same weights, and one forward and backward pass of either on a row of a given length."""
 
-    def __init__(self, sizes: Sizes):
+    def __init__(self, sizes: Sizes) -> None:
         config = MambaConfig(hidden_size=sizes.width, state_size=sizes.state, num_hidden_layers=1)
         self.peer = MambaMixer(config, layer_idx=0)
         self.ours = Mamba(MambaSpec(state=sizes.state), ModelSizes(sizes.width, num_sublayers=1))
@@ -107,7 +107,14 @@ def bench(settings: Settings) -> Report:
             (f"{length}", times(ratios[length]), rounds_text, spreads, f"{of_output:.0e}", f"{of_gradients:.0e}")
         )
         console += [f"{name} at {length}: {timing}" for name, timing in measured.items()]
-    header = ("tokens", "transformers' time / ours", "rounds", "median over fastest", "outputs differ", "gradients differ")
+    header = (
+        "tokens",
+        "transformers' time / ours",
+        "rounds",
+        "median over fastest",
+        "outputs differ",
+        "gradients differ",
+    )
     against = Rows("against transformers' MambaMixer", header, cells)
     alone = interleaved({str(length): ours_at(pair, length, settings) for length in sizes.ours})
     console += [f"ours at {length}: {timing}" for length, timing in alone.items()]

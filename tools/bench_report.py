@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hybridtron.device import describe_device, synchronize
+from hybridtron.device import compute_device, describe_device, synchronize
 
 VERSIONS = ("torch", "transformers", "numpy")
 SLOW = 2.0  # seconds from which on a form is not warmed up before it is measured
@@ -76,11 +77,17 @@ def interleaved(forms: Mapping[str, Form]) -> dict[str, Timing]:
 
 
 def _seconds(run: Callable[[], object]) -> float:
+    clock = time.process_time if processor_time() else time.perf_counter
     synchronize()
-    start = time.perf_counter()
+    start = clock()
     run()
     synchronize()
-    return time.perf_counter() - start
+    return clock() - start
+
+
+def processor_time() -> bool:
+    """Whether processor time is counted: with one thread it is what a CPU needs, however busy with other things."""
+    return compute_device().type == "cpu" and torch.get_num_threads() == 1
 
 
 @dataclass(frozen=True)
@@ -164,7 +171,8 @@ def machine(settings: Settings, device: str) -> str:
     if device != "cpu":
         return describe_device()
     load = f", load average {os.getloadavg()[0]:.1f} when measured" if hasattr(os, "getloadavg") else ""
-    return f"{_processor()}, {os.cpu_count()} cores, {settings.threads} threads{load}"
+    threads = "1 thread, processor time" if processor_time() else f"{settings.threads} threads, wall-clock time"
+    return f"{_processor()}, {os.cpu_count()} cores, {threads}{load}"
 
 
 def _processor() -> str:

@@ -114,7 +114,9 @@ def bench(settings: Settings) -> Report:
         timings = _timed(sizes, length, settings)
         console += [f"{name} at {length}: {timing}" for name, timing in timings.items()]
         console += [f"chunked at {length}: {length / timings['chunked'].fastest:,.0f} tokens/s"]
-        cells.append((f"{length}", *(_over(timings, name) for name in ("reference", "transformers")), *_floors(timings)))
+        cells.append(
+            (f"{length}", *(_over(timings, name) for name in ("reference", "transformers")), *_floors(timings))
+        )
     header = ("tokens", "reference / chunked", "transformers / chunked", "chunked / copy floor", "chunked / exp floor")
     per_token = 3 * 7 * sizes.channels * sizes.state
     notes = [
@@ -164,7 +166,11 @@ def _floors(timings: dict[str, Timing]) -> tuple[str, str]:
 def memory_rows(measured: dict[int, dict[str, int]]) -> Rows:
     """Peak memory of each form, and the chunked form's share of the peer's."""
     cells = [
-        (f"{length}", *(f"{peaks[form] / MIB:,.1f}" for form in SCANS), f"{peaks['chunked'] / peaks['transformers']:.3f}")
+        (
+            f"{length}",
+            *(f"{peaks[form] / MIB:,.1f}" for form in SCANS),
+            f"{peaks['chunked'] / peaks['transformers']:.3f}",
+        )
         for length, peaks in measured.items()
     ]
     header = ("tokens", *(f"{form}, MiB" for form in SCANS), "chunked / transformers")
@@ -181,7 +187,7 @@ def peak_memory(form: str, length: int, sizes: Sizes) -> int:
 
 def _probe(form: str, length: int, channels: int, state: int) -> None:
     """The body of that process: a tiny pass first, so that what every first pass loads is not counted."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     forward_backward(form, inputs(16, channels, state))
     tensors = inputs(length, channels, state)
     before = _resident(reset=True)

@@ -9,7 +9,6 @@ What the ratio shows is the cost of these. On CUDA the absolute speed is told to
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -58,7 +57,7 @@ def _seq_info(config: Config, rows: int, length: int) -> SeqInfo:
 class OurStep:
     """What the trainer does between asking for data and writing metrics."""
 
-    def __init__(self, model: LanguageModel, config: Config, batches: list[Batch]):
+    def __init__(self, model: LanguageModel, config: Config, batches: list[Batch]) -> None:
         self.model, self.config, self.batches = model, config, batches
         self.optimizer = Optimizer(model, config.optim)
         self.losses: list[Tensor] = []
@@ -71,7 +70,7 @@ class OurStep:
 class PlainStep:
     """The same by hand."""
 
-    def __init__(self, model: LanguageModel, config: Config, batches: list[Batch]):
+    def __init__(self, model: LanguageModel, config: Config, batches: list[Batch]) -> None:
         self.model, self.clip, self.batches = model, config.optim.clip, batches
         weights = dict(model.named_parameters())
         groups = [

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridtron.ops.norm_rope import rope_table
+from hybridtron.ops.scan import document_starts
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,8 @@ class SeqInfo:
     @property
     def starts_BL(self) -> Tensor:
         """Whether a token begins another document than the token before it in its row belongs to."""
-        starts_BL = torch.zeros_like(self.positions_BL, dtype=torch.bool)
-        if self.documents_BL is not None:
-            starts_BL[:, 1:] = self.documents_BL[:, 1:] != self.documents_BL[:, :-1]
-        return starts_BL
+        starts_BL = document_starts(self.documents_BL)
+        return torch.zeros_like(self.positions_BL, dtype=torch.bool) if starts_BL is None else starts_BL
 
     def rope(self, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
         """cos and sin of the rotary angles, each (B, L, head_dim / 2) in fp32; computed once per batch."""

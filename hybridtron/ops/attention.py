@@ -145,7 +145,8 @@ def _flash(
 ) -> Tensor:
     """The kernels of the flash_attn package; unmeasured, and run so far only against an emulation of the package."""
     flash = optional_package("flash_attn").module
-    assert flash is not None and memory is None
+    assert flash is not None
+    assert memory is None
     sides = (-1, -1) if window is None else (window - 1, 0)
     if documents_BL is None:
         return flash.flash_attn_func(q_BLHK, k_BLGK, v_BLGK, causal=True, window_size=sides)

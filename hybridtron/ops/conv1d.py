@@ -39,7 +39,8 @@ def causal_conv(
 ) -> tuple[Tensor, Tensor]:
     """y in the type of x, and the tail for the row that follows."""
     wide, width = _wide(x_BLC), weight_CW.shape[1]
-    x_BSC, documents_BS = _with_tail(x_BLC, tail_BTC, width).to(wide), _with_tail_documents(documents_BL, width)
+    x_BSC = _with_tail(x_BLC, tail_BTC, width).to(wide)
+    documents_BS = None if documents_BL is None else _with_tail_documents(documents_BL, width)
     y_BLC = x_BSC.new_zeros(x_BLC.shape)
     for tap in range(width):
         y_BLC = y_BLC + weight_CW[:, tap].to(wide) * _reached(x_BSC, documents_BS, tap, width)
@@ -60,9 +61,8 @@ def _with_tail(x_BLC: Tensor, tail_BTC: Tensor | None, width: int) -> Tensor:
     return torch.cat([tail_BTC.to(x_BLC.dtype), x_BLC], dim=1)
 
 
-def _with_tail_documents(documents_BL: Tensor | None, width: int) -> Tensor | None:
-    if documents_BL is None:
-        return None
+def _with_tail_documents(documents_BL: Tensor, width: int) -> Tensor:
+    """The tail's tokens count to the row's first document."""
     return torch.cat([documents_BL[:, :1].expand(-1, width - 1), documents_BL], dim=1)
 
 
@@ -122,7 +122,9 @@ def _causal_conv1d(
 ) -> tuple[Tensor, Tensor]:
     """Channels stay innermost: the layout for which the kernel takes a tail or document borders."""
     aligned = x_BLC.stride(2) == 1 and x_BLC.stride(1) % 8 == 0 and x_BLC.stride(0) % 8 == 0
-    y_BCL = optional_package(CAUSAL_CONV1D).module.causal_conv1d_fn(
+    package = optional_package(CAUSAL_CONV1D).module
+    assert package is not None
+    y_BCL = package.causal_conv1d_fn(
         (x_BLC if aligned else x_BLC.contiguous()).transpose(1, 2),
         weight_CW,
         None if bias_C is None else bias_C.to(weight_CW.dtype),
@@ -147,7 +149,7 @@ def _fused(
 ) -> tuple[Tensor, Tensor]:
     """The reference's sum in place, chunk by chunk; backward sums again instead of keeping what SiLU read."""
     width = weight_CW.shape[1]
-    documents_BS = _with_tail_documents(documents_BL, width)
+    documents_BS = None if documents_BL is None else _with_tail_documents(documents_BL, width)
     y_BLC = _FusedConv.apply(x_BLC, weight_CW, bias_C, tail_BTC, documents_BS, activation)
     return y_BLC, _new_tail(x_BLC, tail_BTC, documents_BL, width)
 

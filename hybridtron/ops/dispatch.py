@@ -6,7 +6,8 @@
     @rms_norm.form("fused", device="cuda", package="some_kernels")
     def _(x, weight, eps): ...                   # preferred on CUDA where the package imports
 
-A call runs the first usable form in the order of definition, else the reference. `force` overrides that in tests.
+A call runs the first usable form, those made for its device before those for any, else the reference; `force`
+overrides that in tests.
 `choices()` tells, for the start-up table, what runs on a device and why every other form does not.
 """
 
@@ -69,6 +70,7 @@ class Op(Generic[P, R]):
     ) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def add(function: Callable[P, R]) -> Callable[P, R]:
             self.fast.append(Form(name, function, device, package, refuses))
+            self.fast.sort(key=lambda form: form.device == "any")
             return function
 
         return add

@@ -7,8 +7,7 @@
 Where a new document begins, the decay is exactly 0 instead, and nothing of the document before remains. (A large
 negative exponent in its place would cost precision, an infinite one the gradient.)
 
-Not here: projections and convolution (mixers), and a CUDA kernel of our own. The `mamba-ssm` form has been tested
-against a stand-in for that package only; it is unmeasured on a GPU.
+Not here: projections and convolution (mixers), the `mamba-ssm` form (its own file), and a CUDA kernel of our own.
 
 Legend: B rows, L tokens, T tokens of one chunk, E inner channels, N state entries per channel. States are (B, E, N)
 at the border of the op and (B, N, E) inside of `chunked`, because long vectors of channels are what a CPU is fast at.
@@ -16,7 +15,6 @@ at the border of the op and (B, N, E) inside of `chunked`, because long vectors 
 
 from __future__ import annotations
 
-import functools
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -25,16 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
-from hybridtron.device import optional_package
 from hybridtron.ops.dispatch import op
 
 CHUNK = 64  # tokens whose states exist at the same time; backward keeps one state per chunk
 GROUP = 8  # tokens of a chunk that advance one after another while all groups go side by side
 LARGE_STATE = 2**15  # values in all rows' states from which a CPU gains nothing by going side by side
-SHARE_CHUNK = 256  # tokens whose share of an initial state is computed at once beside mamba-ssm
-MAMBA_SSM = "mamba_ssm.ops.selective_scan_interface"
 
 
 @op
@@ -51,10 +45,10 @@ def selective_scan(
     documents_BL: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """y in the type of x, and the state after the last token in fp32 (float64 for float64 inputs)."""
-    wide = _wide(x_BLE)
-    x, delta, B, C = x_BLE.to(wide), _delta(dt_BLE, dt_bias_E), B_BLN.to(wide), C_BLN.to(wide)
-    h_BEN = _initial_state(x_BLE, A_EN, state_BEN)
-    starts_BL = _document_starts(documents_BL)
+    wide = wide_type(x_BLE)
+    x, delta, B, C = x_BLE.to(wide), step_sizes(dt_BLE, dt_bias_E), B_BLN.to(wide), C_BLN.to(wide)
+    h_BEN = initial_state(x_BLE, A_EN, state_BEN)
+    starts_BL = document_starts(documents_BL)
     outputs = []
     for t in range(x.shape[1]):
         decay_BEN = torch.exp(delta[:, t, :, None] * A_EN)
@@ -68,141 +62,33 @@ def selective_scan(
     return y_BLE.to(x_BLE.dtype), h_BEN
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def wide_type(x: Tensor) -> torch.dtype:
+    """What states and sums are computed in."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _delta(dt_BLE: Tensor, dt_bias_E: Tensor) -> Tensor:
-    wide = _wide(dt_BLE)
+def step_sizes(dt_BLE: Tensor, dt_bias_E: Tensor) -> Tensor:
+    """delta, in the wide type."""
+    wide = wide_type(dt_BLE)
     return F.softplus(dt_BLE.to(wide) + dt_bias_E.to(wide))
 
 
-def _initial_state(x_BLE: Tensor, A_EN: Tensor, state_BEN: Tensor | None) -> Tensor:
+def initial_state(x_BLE: Tensor, A_EN: Tensor, state_BEN: Tensor | None) -> Tensor:
+    """The state before the row in the wide type, zeros where there is none."""
     if state_BEN is None:
-        return x_BLE.new_zeros(x_BLE.shape[0], *A_EN.shape, dtype=_wide(x_BLE))
-    return state_BEN.to(_wide(x_BLE))
+        return x_BLE.new_zeros(x_BLE.shape[0], *A_EN.shape, dtype=wide_type(x_BLE))
+    return state_BEN.to(wide_type(x_BLE))
 
 
-def _document_starts(documents_BL: Tensor | None) -> Tensor | None:
+def document_starts(documents_BL: Tensor | None) -> Tensor | None:
     """Which tokens begin a document inside their row; a row's first token continues what came before the row."""
     if documents_BL is None:
         return None
     return F.pad(documents_BL[:, 1:] != documents_BL[:, :-1], (1, 0), value=False)
 
 
-# ---- mamba-ssm: the package's CUDA kernel, with the initial state and the final state's gradient that it lacks
-
-
-def _mamba_ssm_refuses(
-    x_BLE: Tensor,
-    dt_BLE: Tensor,
-    A_EN: Tensor,
-    B_BLN: Tensor,
-    C_BLN: Tensor,
-    D_E: Tensor,
-    z_BLE: Tensor | None,
-    dt_bias_E: Tensor,
-    state_BEN: Tensor | None,
-    documents_BL: Tensor | None,
-) -> str | None:
-    if documents_BL is not None:
-        return "the kernel knows no document borders"
-    if A_EN.shape[1] > 256:
-        return f"the kernel takes a state size of at most 256, not {A_EN.shape[1]}"
-    return "the kernel has no float64" if x_BLE.dtype == torch.float64 else None
-
-
-@selective_scan.form("mamba-ssm", device="cuda", package=MAMBA_SSM, refuses=_mamba_ssm_refuses)
-def _mamba_ssm(
-    x_BLE: Tensor,
-    dt_BLE: Tensor,
-    A_EN: Tensor,
-    B_BLN: Tensor,
-    C_BLN: Tensor,
-    D_E: Tensor,
-    z_BLE: Tensor | None,
-    dt_bias_E: Tensor,
-    state_BEN: Tensor | None,
-    documents_BL: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The recurrence is affine in its initial state: the kernel starts from zero and the state's share is added."""
-    per_token = [t for t in (x_BLE, dt_BLE, B_BLN, C_BLN, z_BLE) if t is not None]
-    shared = functools.reduce(torch.promote_types, (t.dtype for t in per_token))  # the kernel wants one type for all
-    x, dt, B, C, *z = (t.transpose(1, 2).to(shared) for t in per_token)
-    y_BEL, last_BEN = optional_package(MAMBA_SSM).module.selective_scan_fn(
-        x,
-        dt,
-        A_EN.to(_wide(x_BLE)),
-        B,
-        C,
-        D_E.to(_wide(x_BLE)),
-        z=z[0] if z else None,
-        delta_bias=dt_bias_E.to(_wide(x_BLE)),
-        delta_softplus=True,
-        return_last_state=True,
-    )
-    y_BLE = y_BEL.transpose(1, 2)
-    if state_BEN is not None:
-        y_BLE = y_BLE + _share_of_initial_state(dt_BLE, A_EN, C_BLN, z_BLE, dt_bias_E, state_BEN)
-    return y_BLE.to(x_BLE.dtype), _LastState.apply(last_BEN, x_BLE, dt_BLE, A_EN, B_BLN, dt_bias_E, state_BEN)
-
-
-def _share_of_initial_state(
-    dt_BLE: Tensor, A_EN: Tensor, C_BLN: Tensor, z_BLE: Tensor | None, dt_bias_E: Tensor, state_BEN: Tensor
-) -> Tensor:
-    """C_t exp(A (delta_1 + ... + delta_t)) h_0, times the gate; a chunk at a time, computed again in backward."""
-
-    def share(elapsed_BTE: Tensor, C_BTN: Tensor) -> Tensor:
-        return (torch.exp(elapsed_BTE.unsqueeze(3) * A_EN) * state_BEN.unsqueeze(1) * C_BTN.unsqueeze(2)).sum(3)
-
-    elapsed_BLE = _delta(dt_BLE, dt_bias_E).cumsum(1)
-    chunks = zip(elapsed_BLE.split(SHARE_CHUNK, dim=1), C_BLN.to(_wide(C_BLN)).split(SHARE_CHUNK, dim=1), strict=True)
-    share_BLE = torch.cat(
-        [checkpoint(share, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks], dim=1
-    )
-    return share_BLE if z_BLE is None else share_BLE * F.silu(z_BLE.to(_wide(z_BLE)))
-
-
-class _LastState(torch.autograd.Function):
-    """Completes the kernel's last state, whose gradient it ignores.
-
-    A gradient rarely arrives here, since states are mostly detached between rows; when it does, `chunked` runs again.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        last_BEN: Tensor,
-        x_BLE: Tensor,
-        dt_BLE: Tensor,
-        A_EN: Tensor,
-        B_BLN: Tensor,
-        dt_bias_E: Tensor,
-        state_BEN: Tensor | None,
-    ) -> Tensor:
-        ctx.save_for_backward(x_BLE, dt_BLE, A_EN, B_BLN, dt_bias_E, state_BEN)
-        if state_BEN is None:
-            return last_BEN.clone()
-        elapsed_BE = _delta(dt_BLE, dt_bias_E).sum(1)
-        return last_BEN + torch.exp(elapsed_BE.unsqueeze(2) * A_EN) * state_BEN
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_BEN: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.enable_grad():
-            inputs = [None if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
-            x_BLE, dt_BLE, A_EN, B_BLN, dt_bias_E, state_BEN = inputs
-            no_D, C_BLN = torch.zeros_like(A_EN[:, 0]), B_BLN.detach()  # they reach the outputs only
-            _, last_BEN = _chunked(x_BLE, dt_BLE, A_EN, B_BLN, C_BLN, no_D, None, dt_bias_E, state_BEN, None)
-        grads = iter(torch.autograd.grad(last_BEN, [t for t in inputs if t is not None], grad_BEN))
-        return (None, *(None if t is None else next(grads) for t in inputs))
-
-
-# ---- chunked: pure torch, with its own backward
-
-
 @selective_scan.form("chunked")
-def _chunked(
+def chunked(
     x_BLE: Tensor,
     dt_BLE: Tensor,
     A_EN: Tensor,
@@ -219,8 +105,8 @@ def _chunked(
         return selective_scan.reference.function(
             x_BLE, dt_BLE, A_EN, B_BLN, C_BLN, D_E, z_BLE, dt_bias_E, state_BEN, documents_BL
         )
-    state_BNE = _initial_state(x_BLE, A_EN, state_BEN).transpose(1, 2)
-    starts_BL = _document_starts(documents_BL)
+    state_BNE = initial_state(x_BLE, A_EN, state_BEN).transpose(1, 2)
+    starts_BL = document_starts(documents_BL)
     with torch.autocast(x_BLE.device.type, enabled=False):  # the products with B and C stay in fp32
         y_BLE, last_BNE = _ChunkedScan.apply(
             x_BLE, dt_BLE, B_BLN, C_BLN, z_BLE, A_EN.t().contiguous(), D_E, dt_bias_E, starts_BL, state_BNE
@@ -232,7 +118,7 @@ class _ChunkedScan(torch.autograd.Function):
     """Keeps the inputs and the state before each chunk."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         *fields, state_BNE = inputs
         row = _Row(*fields)
         y_BLE = torch.empty_like(row.x_BLE, memory_format=torch.contiguous_format)
@@ -261,7 +147,7 @@ class _ChunkedScan(torch.autograd.Function):
             grad_y_TBE = grad_y_BLE[:, tokens].transpose(0, 1).to(states_before.dtype)
             of_tokens, of_parameters, grad_state_BNE = row.chunk(tokens).backward(state_BNE, grad_y_TBE, grad_state_BNE)
             for grad_BL, grad_TB in zip(token_grads, of_tokens, strict=True):
-                if grad_TB is not None:
+                if grad_BL is not None and grad_TB is not None:
                     grad_BL[:, tokens] = grad_TB.transpose(0, 1)
             for total, grad in zip(parameter_grads, of_parameters, strict=True):
                 total += grad
@@ -288,15 +174,21 @@ class _Row:
 
     def chunk(self, tokens: slice) -> _Chunk:
         """A few tokens, time first and in the type to compute in."""
-        wide = _wide(self.x_BLE)
+        wide = wide_type(self.x_BLE)
 
-        def part(tensor_BL: Tensor | None) -> Tensor | None:
-            return None if tensor_BL is None else tensor_BL[:, tokens].transpose(0, 1).to(wide)
+        def part(tensor_BL: Tensor) -> Tensor:
+            return tensor_BL[:, tokens].transpose(0, 1).to(wide)
 
-        shifted_TBE = part(self.dt_BLE) + self.dt_bias_E.to(wide)
-        starts_TB = None if self.starts_BL is None else self.starts_BL[:, tokens].t()
-        tensors = part(self.x_BLE), shifted_TBE, part(self.B_BLN), part(self.C_BLN), part(self.z_BLE)
-        return _Chunk(*tensors, self.A_NE.to(wide), self.D_E.to(wide), starts_TB)
+        return _Chunk(
+            part(self.x_BLE),
+            part(self.dt_BLE) + self.dt_bias_E.to(wide),
+            part(self.B_BLN),
+            part(self.C_BLN),
+            None if self.z_BLE is None else part(self.z_BLE),
+            self.A_NE.to(wide),
+            self.D_E.to(wide),
+            None if self.starts_BL is None else self.starts_BL[:, tokens].t(),
+        )
 
 
 @dataclass

@@ -184,7 +184,8 @@ def test_remember_counts_the_last_document_alone() -> None:
     documents = torch.tensor([[0, 0, 1], [0, 0, 0]])
     for keep, size, lengths in ((None, 10, [1, 8]), (4, 4, [1, 4]), (12, 12, [1, 8])):
         keys, _, length_B = remember(old, k, v, documents, keep)
-        assert length_B.tolist() == lengths and length_B.dtype == torch.int64
+        assert length_B.tolist() == lengths
+        assert length_B.dtype == torch.int64
         everything = F.pad(torch.cat((old.keys_BMGK, k), dim=1), (0, 0, 0, 0, max(0, size - 10), 0))
         assert torch.equal(keys, everything[:, -size:])
 
@@ -227,7 +228,8 @@ def test_blocked_keeps_little(window: int | None, documents: bool) -> None:
     packed = (torch.arange(length) // 900).expand(2, -1) if documents else None
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), force("blocked"):
         y = attention(*tensors, window, packed, None)
-    assert y.requires_grad and 0 < sum(kept.values()) < 2 * length * 4 * 150
+    assert y.requires_grad
+    assert 0 < sum(kept.values()) < 2 * length * 4 * 150
 
 
 def test_sdpa_is_the_reference() -> None:
@@ -240,7 +242,9 @@ def flash_emulation() -> ModuleType:
 
     def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window_size: tuple[int, int]) -> Tensor:
         left, right = window_size
-        assert causal and right in (-1, 0) and q.dim() == 4
+        assert causal
+        assert right in (-1, 0)
+        assert q.dim() == 4
         distance = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
         mask = (distance >= 0) & ((distance <= left) | (left == -1))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -258,9 +262,11 @@ def flash_emulation() -> ModuleType:
         causal: bool,
         window_size: tuple[int, int],
     ) -> Tensor:
-        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32 and q.dim() == 3
+        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        assert q.dim() == 3
         sizes = cu_seqlens_q.diff()
-        assert sizes.max() <= max_seqlen_q and sizes.sum() == len(q)
+        assert sizes.max() <= max_seqlen_q
+        assert sizes.sum() == len(q)
         parts = zip(*(x[None].split(sizes.tolist(), dim=1) for x in (q, k, v)), strict=True)
         return torch.cat([flash_attn_func(*part, causal=causal, window_size=window_size)[0] for part in parts])
 
@@ -292,7 +298,9 @@ def test_refusals_say_why() -> None:
     q, k, v = inputs()
     flash, sdpa = (attention.named(name).refuses for name in ("flash-attn", "sdpa"))
     half = [x.bfloat16() for x in (q, k, v)]
-    assert flash(*half, 3, DOCUMENTS, None) is None and sdpa(q, k, v, 18, None, None) is None
+    assert flash(*half, 3, DOCUMENTS, None) is None
+    assert sdpa(q, k, v, 18, None, None) is None
     assert "float64" in flash(q, k, v, None, None, None)
     assert "remembered" in flash(*half, None, None, memory_of((1, 1)))
-    assert "window" in sdpa(q, k, v, 17, None, None) and "documents" in sdpa(q, k, v, None, DOCUMENTS, None)
+    assert "window" in sdpa(q, k, v, 17, None, None)
+    assert "documents" in sdpa(q, k, v, None, DOCUMENTS, None)

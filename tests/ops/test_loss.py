@@ -46,8 +46,11 @@ def test_against_torch(form: str, z_loss: float) -> None:
     torch.testing.assert_close(loss.cross_entropy, expected.detach().sum())
     torch.testing.assert_close(loss.total, total)
     torch.testing.assert_close(grad, torch.autograd.grad(total, logits)[0])
-    assert loss.tokens.dtype == torch.float32 and loss.tokens == mask.sum()
-    assert loss.total.requires_grad and not loss.cross_entropy.requires_grad and not loss.per_token.requires_grad
+    assert loss.tokens.dtype == torch.float32
+    assert loss.tokens == mask.sum()
+    assert loss.total.requires_grad
+    assert not loss.cross_entropy.requires_grad
+    assert not loss.per_token.requires_grad
 
 
 @FORMS
@@ -66,14 +69,16 @@ def test_masked_tokens_change_no_bit(form: str, label: int, logit: float) -> Non
     wild = logits.detach().masked_fill(~mask[..., None], logit).requires_grad_()
     wild_loss, wild_grad = run(form, wild, labels.masked_fill(~mask, label), mask, 0.1)
     assert all(torch.equal(a, b) for a, b in zip(loss, wild_loss, strict=True))
-    assert torch.equal(grad, wild_grad) and not grad[~mask].any()
+    assert torch.equal(grad, wild_grad)
+    assert not grad[~mask].any()
 
 
 @FORMS
 def test_an_all_masked_batch_is_zero(form: str) -> None:
     logits, labels, mask = case()
     loss, grad = run(form, logits, labels, torch.zeros_like(mask), 0.1)
-    assert loss.total == loss.tokens == 0 and not grad.any()
+    assert loss.total == loss.tokens == 0
+    assert not grad.any()
 
 
 @FORMS
@@ -81,7 +86,8 @@ def test_bf16_logits_are_widened(form: str) -> None:
     logits, labels, mask = case(torch.bfloat16)
     loss, grad = run(form, logits, labels, mask, 0.1)
     exact, exact_grad = run("reference", logits.detach().double().requires_grad_(), labels, mask, 0.1)
-    assert loss.total.dtype == torch.float32 and grad.dtype == torch.bfloat16
+    assert loss.total.dtype == torch.float32
+    assert grad.dtype == torch.bfloat16
     torch.testing.assert_close(loss.total.double(), exact.total, rtol=1e-6, atol=0)
     torch.testing.assert_close(grad.double(), exact_grad, rtol=2**-8, atol=1e-6)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hybridtron.device import Package
-from hybridtron.ops import scan
+from hybridtron.ops import scan, scan_mamba_ssm
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.scan import selective_scan
 
@@ -28,7 +28,7 @@ PER_TOKEN = ("x", "dt", "B", "C", "z")
 @pytest.fixture(autouse=True)
 def _stand_in_for_mamba_ssm(monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(selective_scan_fn=upstream_scan)
-    monkeypatch.setattr(scan, "optional_package", lambda name: Package(name, module, "stand-in"))
+    monkeypatch.setattr(scan_mamba_ssm, "optional_package", lambda name: Package(name, module, "stand-in"))
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 4 tokens, so that 11 tokens are two whole chunks of groups and a ragged one that goes one by one."""
     monkeypatch.setattr(scan, "CHUNK", 4)
     monkeypatch.setattr(scan, "GROUP", 2)
-    monkeypatch.setattr(scan, "SHARE_CHUNK", 4)
+    monkeypatch.setattr(scan_mamba_ssm, "SHARE_CHUNK", 4)
 
 
 def upstream_scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,5 @@
+"""The registry of ops: importing the package registers every form of every op."""
+
+from hybridtron.ops import attention, conv1d, loss, norm_rope, scan, scan_mamba_ssm, swiglu
+
+__all__ = ["attention", "conv1d", "loss", "norm_rope", "scan", "scan_mamba_ssm", "swiglu"]

@@ -106,7 +106,9 @@ def document_start(checkpoint: Path) -> str:
     for name in DOCUMENT_STARTS:
         if tokenizer.token_to_id(name) is not None:
             return name
-    raise Unusable(f"{path} names no token that starts a document (looked for {', '.join(DOCUMENT_STARTS)}): use --prompt")
+    raise Unusable(
+        f"{path} names no token that starts a document (looked for {', '.join(DOCUMENT_STARTS)}): use --prompt"
+    )
 
 
 if __name__ == "__main__":

@@ -232,6 +232,7 @@ def _reach(keys: _Keys, length: int, window: int | None) -> list[tuple[int, int]
 
 
 @attention.form("blocked")
+@torch.compiler.disable  # a loop of many operations: tracing it takes minutes and gains nothing
 def _blocked(
     q_BLHK: Tensor,
     k_BLGK: Tensor,

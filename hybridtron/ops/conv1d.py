@@ -139,6 +139,7 @@ def _causal_conv1d(
 
 
 @causal_conv.form("fused")
+@torch.compiler.disable  # a loop of many operations: tracing it takes minutes and gains nothing
 def _fused(
     x_BLC: Tensor,
     weight_CW: Tensor,

@@ -88,6 +88,7 @@ def document_starts(documents_BL: Tensor | None) -> Tensor | None:
 
 
 @selective_scan.form("chunked")
+@torch.compiler.disable  # a loop of many operations: tracing it takes minutes and gains nothing
 def chunked(
     x_BLE: Tensor,
     dt_BLE: Tensor,

@@ -6,7 +6,10 @@
 
 All forms of a comparison take turns within each round, so that a machine that slows down slows all of them; of each
 the fastest round counts, and the spread of the rounds is told. Times on a CPU are written down only as ratios of two
-things measured in one run. Exit codes: 0 measured, 1 something that the peer needs is missing, 2 wrong arguments.
+things measured in one run; with one thread, as by default, they are processor time, which other work on the machine
+hardly changes. With more threads they are wall-clock time, and worth something only on a machine that is idle.
+
+Exit codes: 0 measured, 1 something that the peer needs is missing, 2 wrong arguments.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("settings", nargs="*", metavar="key=value", help="for step: as train.py takes them")
     parser.add_argument("--quick", action="store_true", help="tiny sizes; writes no table unless --output says where")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the table (default: benchmarks/NAME.md)")
-    parser.add_argument("--threads", type=int, default=2, metavar="N", help="threads of torch (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of torch (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=5, metavar="N", help="rounds (default: %(default)s)")
     chosen = parser.parse_intermixed_args(arguments)
     if chosen.threads < 1 or chosen.repetitions < 1:
@@ -79,7 +82,7 @@ def command(chosen: argparse.Namespace) -> str:
     """What to type to measure the same again."""
     words = ["python tools/bench.py", chosen.name, *chosen.settings]
     words += ["--quick"] if chosen.quick else []
-    words += [f"--threads {chosen.threads}"] if chosen.threads != 2 else []
+    words += [f"--threads {chosen.threads}"] if chosen.threads != 1 else []
     words += [f"--repetitions {chosen.repetitions}"] if chosen.repetitions != 5 else []
     return " ".join(words)
 

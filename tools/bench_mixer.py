@@ -63,17 +63,18 @@ class Pair:
         self.ours.zero_grad()
         y_LBD = self.ours(x_LBD, None, SeqInfo.stream(1, len(x_LBD))).y_LBD
         y_LBD.backward(grad_LBD)
-        gradients = {name: weight.grad for name, weight in self.ours.named_parameters()}
-        self.results["ours"] = {"output": y_LBD.detach(), "x": x_LBD.grad, **gradients}
+        gradients = {name: _gradient(weight) for name, weight in self.ours.named_parameters()}
+        self.results["ours"] = {"output": y_LBD.detach(), "x": _gradient(x_LBD), **gradients}
 
     def run_peer(self, x_LBD: Tensor, grad_LBD: Tensor) -> None:
         x_BLD = x_LBD.transpose(0, 1).clone().requires_grad_()
         self.peer.zero_grad()
         y_BLD = self.peer(x_BLD)
         y_BLD.backward(grad_LBD.transpose(0, 1))
-        theirs = {name: weight.grad for name, weight in self.peer.named_parameters()}
+        theirs = {name: _gradient(weight) for name, weight in self.peer.named_parameters()}
         gradients = {name: theirs[_peer_name(name)] for name, _ in self.ours.named_parameters()}
-        self.results["peer"] = {"output": y_BLD.detach().transpose(0, 1), "x": x_BLD.grad.transpose(0, 1), **gradients}
+        of_input = _gradient(x_BLD).transpose(0, 1)
+        self.results["peer"] = {"output": y_BLD.detach().transpose(0, 1), "x": of_input, **gradients}
 
     def differences(self) -> tuple[float, float]:
         """The largest difference of the last passes' outputs and gradients, each as a share of its largest entry."""
@@ -83,6 +84,11 @@ class Pair:
             difference = (ours[name] - theirs.reshape(ours[name].shape)).abs().max()
             shares[name] = (difference / theirs.abs().max()).item()
         return shares.pop("output"), max(shares.values())
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
 
 
 def _peer_name(name: str) -> str:
@@ -120,7 +126,8 @@ def bench(settings: Settings) -> Report:
     console += [f"ours at {length}: {timing}" for length, timing in alone.items()]
     notes = [
         f"batch 1, width {sizes.width}, inner width {2 * sizes.width}, state {sizes.state}, fp32, forward and backward",
-        "rounds and medians are those of ours / transformers; differences are the largest of any entry, as a share of the largest entry",
+        "rounds and medians are those of ours / transformers; differences are the largest of any entry, as a share of "
+        "the largest entry",
     ]
     goals = [] if settings.quick else _goals(ratios, alone)
     return Report("Mamba-1 mixer", "cpu", [against, growth(alone)], goals, notes, console)

@@ -10,7 +10,7 @@ import importlib.metadata
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -114,7 +114,7 @@ class Rows:
 
     title: str
     header: tuple[str, ...]
-    cells: list[tuple[str, ...]]
+    cells: Sequence[tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def markdown(report: Report, settings: Settings, command: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _grid(header: tuple[str, ...], cells: list[tuple[str, ...]]) -> list[str]:
+def _grid(header: tuple[str, ...], cells: Sequence[tuple[str, ...]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *cells)]
 
 

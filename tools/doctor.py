@@ -100,14 +100,15 @@ def run_python(code: str, *arguments: str) -> tuple[dict, str | None]:
     """What a program printed as JSON on its last line, and why there is nothing, if so."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-c", code, *arguments]
+    environment = {**os.environ, "PYTHONPATH": path}
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=PATIENCE,
-            env={**os.environ, "PYTHONPATH": path},
-        )  # fmt: skip
-        return json.loads(done.stdout.splitlines()[-1]), None
+            command, capture_output=True, text=True, errors="replace", timeout=PATIENCE, env=environment
+        )
     except subprocess.TimeoutExpired:
         return {}, f"does not answer within {PATIENCE} s"
+    try:
+        return json.loads(done.stdout.splitlines()[-1]), None
     except (IndexError, json.JSONDecodeError):
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         ended = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"

@@ -85,7 +85,7 @@ def text(checkpoint: Path, prompt: str, tokens: int, temperature: float, seed: i
     try:
         io.read_meta(checkpoint)  # refuses formats that this version does not read
         config = io.read_config(checkpoint)
-        prompt = prompt or document_start(checkpoint)
+        prompt = prompt_or_start(checkpoint, prompt)
         model = LanguageModel(config.model).to(compute_device()).cast(DTYPES[config.precision.name])
         io.load_weights(checkpoint, model)
     except FileNotFoundError as error:
@@ -97,18 +97,25 @@ def text(checkpoint: Path, prompt: str, tokens: int, temperature: float, seed: i
     return sample_text(model, checkpoint, prompt, tokens, temperature, seed)
 
 
-def document_start(checkpoint: Path) -> str:
-    """The token of the checkpoint's vocabulary that stands between documents."""
+def prompt_or_start(checkpoint: Path, prompt: str) -> str:
+    """The prompt, or the token of the checkpoint's vocabulary that stands between documents."""
     from tokenizers import Tokenizer
 
     path = checkpoint / "tokenizer.json"
-    tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    vocabulary = path.read_text(encoding="utf-8")
+    try:
+        tokenizer = Tokenizer.from_str(vocabulary)
+    except Exception as error:  # the package raises nothing more specific
+        raise Unusable(f"{path} can't be read: {error}") from error
+    if prompt:
+        if not tokenizer.encode(prompt).ids:
+            raise Unusable(f"--prompt {prompt!r} has no token in the vocabulary of {path}")
+        return prompt
     for name in DOCUMENT_STARTS:
         if tokenizer.token_to_id(name) is not None:
             return name
-    raise Unusable(
-        f"{path} names no token that starts a document (looked for {', '.join(DOCUMENT_STARTS)}): use --prompt"
-    )
+    looked_for = ", ".join(DOCUMENT_STARTS)
+    raise Unusable(f"{path} names no token that starts a document (looked for {looked_for}): use --prompt")
 
 
 if __name__ == "__main__":

@@ -66,14 +66,14 @@ def parameter_table(model: ModelConfig) -> dict[str, Parameter]:
     arch = architecture(model)
     width, vocab = model.width, model.vocab_size
     norm = Parameter((width,), Constant(1.0), decay=False)
-    table = {"embedding.weight": Parameter((vocab, width), Normal(model.embedding_std))}
+    table = {"embedding.weight": Parameter((vocab, width), Normal(model.embedding_std), split=0)}
     for index, spec in enumerate(arch.specs):
         table[f"layers.{index}.norm.weight"] = norm
         for name, parameter in spec.parameters(arch.sizes).items():
             table[f"layers.{index}.mixer.{name}"] = parameter
     table["norm.weight"] = norm
     if not model.tie_embeddings:
-        table["head.weight"] = Parameter((vocab, width), Uniform(width**-0.5))
+        table["head.weight"] = Parameter((vocab, width), Uniform(width**-0.5), split=0)
     return table
 
 

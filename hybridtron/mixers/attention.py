@@ -17,26 +17,28 @@ from hybridtron.specs.base import ModelSizes
 
 class Attention(Mixer):
     """State: rotated `keys` and `values` of the tokens that later ones may see (B, M, G, K), of which the last
-    `length` (B,) are real; and `conv` (B, W - 1, channels) where a short convolution is used."""
+    `length` (B,) are real; and `q_conv`, `kv_conv` (B, W - 1, channels) where a short convolution is used."""
 
     def __init__(self, spec: AttentionSpec, sizes: ModelSizes) -> None:
         super().__init__()
         self.spec = spec
         self.head_dim = spec.head(sizes)
         queries, keys = spec.channels(sizes)
-        self.split = (queries, keys, keys)
-        self.qkv = column_parallel(sizes.width, sum(self.split))
+        self.q = column_parallel(sizes.width, queries)
+        self.kv = column_parallel(sizes.width, 2 * keys)
         self.out = row_parallel(queries, sizes.width)
         if spec.conv:
-            self.conv_weight = nn.Parameter(torch.empty(sum(self.split), spec.conv))
+            self.q_conv = nn.Parameter(torch.empty(queries, spec.conv))
+            self.kv_conv = nn.Parameter(torch.empty(2 * keys, spec.conv))
 
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
         new: State = {}
-        qkv_BLC = self.qkv(x_LBD).transpose(0, 1)
+        q_BLC, kv_BLC = self.q(x_LBD).transpose(0, 1), self.kv(x_LBD).transpose(0, 1)
         if self.spec.conv:
-            tail = None if state is None else state["conv"]
-            qkv_BLC, new["conv"] = causal_conv(qkv_BLC, self.conv_weight, None, tail, seq.documents_BL, True)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv_BLC.split(self.split, dim=-1))
+            tails = (None, None) if state is None else (state["q_conv"], state["kv_conv"])
+            q_BLC, new["q_conv"] = causal_conv(q_BLC, self.q_conv, None, tails[0], seq.documents_BL, True)
+            kv_BLC, new["kv_conv"] = causal_conv(kv_BLC, self.kv_conv, None, tails[1], seq.documents_BL, True)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q_BLC, *kv_BLC.chunk(2, dim=-1)))
         if self.spec.rope_base is not None:
             cos, sin = seq.rope(self.head_dim, self.spec.rope_base)
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)

@@ -1,6 +1,6 @@
 """Softmax attention with rotary positions: full or sliding window, with as many key/value heads as wanted.
 
-    q, k, v = qkv(u) [-> silu(conv(.)) where `conv` is set] -> RoPE;  y = out(softmax(q k^T / sqrt(head_dim)) v)
+    q, k, v = u W_q, u W_k, u W_v [-> silu(conv(.)) where `conv` is set] -> RoPE on q, k;  y = out(softmax(q k^T / sqrt(head_dim)) v)
 
 A window of w lets a token see itself and the w - 1 tokens before it. Grouped-query attention is `kv_heads` below
 `heads`; multi-query is `kv_heads` 1. `conv` is the short convolution on q, k and v of Samba's Table 8.
@@ -8,7 +8,7 @@ A window of w lets a token see itself and the w - 1 tokens before it. Grouped-qu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from hybridtron.specs.base import (
@@ -18,7 +18,6 @@ from hybridtron.specs.base import (
     Problem,
     StatePart,
     Uniform,
-    linear,
     output_linear,
 )
 
@@ -55,13 +54,19 @@ class AttentionSpec(MixerSpec):
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         queries, keys = self.channels(model)
-        parts = (("q", queries), ("k", keys), ("v", keys))
+        # Queries and keys/values are two weights, because few key/value heads are held whole by every rank.
+        head = Parameter((queries, model.width), Uniform(model.width**-0.5), split=0, unit=self.head(model))
+        pair = (("k", keys), ("v", keys))
+        heads_kv = replace(head, shape=(2 * keys, model.width), parts=pair, copies=True, partial=True)
         table = {
-            "qkv.weight": linear(queries + 2 * keys, model.width, parts=parts),
+            "q.weight": head,
+            "kv.weight": heads_kv,
             "out.weight": output_linear(model.width, queries, model.num_sublayers),
         }
         if self.conv:
-            table["conv_weight"] = Parameter((queries + 2 * keys, self.conv), Uniform(self.conv**-0.5), parts=parts)
+            short = {"q_conv": (head, queries), "kv_conv": (heads_kv, 2 * keys)}
+            for name, (projection, channels) in short.items():
+                table[name] = replace(projection, shape=(channels, self.conv), init=Uniform(self.conv**-0.5))
         return table
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
@@ -87,8 +92,14 @@ class AttentionSpec(MixerSpec):
             "length": StatePart("kv", (), "int64"),
         }
         if self.conv:
-            parts["conv"] = StatePart("conv", (self.conv - 1, queries + 2 * keys))
+            parts["q_conv"] = StatePart("conv", (self.conv - 1, queries))
+            parts["kv_conv"] = StatePart("conv", (self.conv - 1, 2 * keys))
         return parts
+
+    def layout_problems(self, model: ModelSizes, tensor: int) -> list[Problem]:
+        if self.heads % tensor == 0:
+            return []
+        return [Problem("heads", f"is {self.heads}, which {tensor} ranks can't share evenly")]
 
     def problems(self, model: ModelSizes, max_seq_len: int) -> list[Problem]:
         if self.heads < 1:

@@ -54,10 +54,15 @@ Init = Constant | Normal | Uniform | LogRange | InverseSoftplus
 
 @dataclass(frozen=True)
 class Parameter:
-    """One weight: its shape, how it starts, and how optimizer, precision and checkpoint must treat it.
+    """One weight: its shape, how it starts, and how optimizer, precision, layout and checkpoint must treat it.
 
     `parts` names the pieces of a fused projection along axis 0, as (name, rows); a checkpoint stores each piece
-    under its own name, so that splitting a layer over ranks never mixes them.
+    under its own name, and a layout cuts each piece for itself.
+
+    `split` is the axis that tensor parallelism cuts, None for a weight that every rank holds whole. `unit` is how many
+    entries along it must stay together (a head), and a weight whose units can't be shared out evenly is held whole
+    where `copies` allows that. `partial` says that a whole weight gets only a part of its gradient on each rank,
+    because it works on a rank's share of the channels: the parts are summed.
     """
 
     shape: tuple[int, ...]
@@ -65,20 +70,37 @@ class Parameter:
     decay: bool = True
     fp32: bool = False
     parts: tuple[tuple[str, int], ...] = ()
+    split: int | None = None
+    unit: int = 1
+    copies: bool = False
+    partial: bool = False
+
+    def cut_axis(self, ranks: int) -> int | None:
+        """The axis that is cut over so many ranks, None where each holds the whole."""
+        if self.split is None or ranks == 1:
+            return None
+        pieces = [rows for _, rows in self.parts] if self.split == 0 and self.parts else [self.shape[self.split]]
+        if all(size % (self.unit * ranks) == 0 for size in pieces):
+            return self.split
+        assert self.copies, f"{self.shape} can't be cut over {ranks} ranks along axis {self.split}"
+        return None
 
     @property
     def size(self) -> int:
         return math.prod(self.shape)
 
 
-def linear(out_features: int, in_features: int, parts: tuple[tuple[str, int], ...] = ()) -> Parameter:
-    """Weight of a linear layer, Kaiming-uniform with a = sqrt 5, which is U(+-1/sqrt(in_features))."""
-    return Parameter((out_features, in_features), Uniform(in_features**-0.5), parts=parts)
+def linear(out_features: int, in_features: int, parts: tuple[tuple[str, int], ...] = (), split: int = 0) -> Parameter:
+    """Weight of a linear layer, Kaiming-uniform with a = sqrt 5, which is U(+-1/sqrt(in_features)).
+
+    It is cut by its outputs (column-parallel) unless `split` says by its inputs (row-parallel).
+    """
+    return Parameter((out_features, in_features), Uniform(in_features**-0.5), parts=parts, split=split)
 
 
 def output_linear(out_features: int, in_features: int, num_sublayers: int) -> Parameter:
     """The last projection of a residual sub-layer, divided by sqrt(number of sub-layers in the model)."""
-    return Parameter((out_features, in_features), Uniform((in_features * num_sublayers) ** -0.5))
+    return Parameter((out_features, in_features), Uniform((in_features * num_sublayers) ** -0.5), split=1)
 
 
 @dataclass(frozen=True)
@@ -137,6 +159,10 @@ class MixerSpec(ABC):
 
     def problems(self, model: ModelSizes, max_seq_len: int) -> list[Problem]:
         """What is wrong with these options; keys are option names."""
+        return []
+
+    def layout_problems(self, model: ModelSizes, tensor: int) -> list[Problem]:
+        """What keeps this mixer from being cut over so many tensor-parallel ranks; keys are option names."""
         return []
 
     def describe(self) -> str:

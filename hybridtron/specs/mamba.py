@@ -48,13 +48,13 @@ class MambaSpec(MixerSpec):
         width, inner, rank, state = model.width, self.inner(model), self.rank(model), self.state
         return {
             "in_proj.weight": linear(2 * inner, width, parts=(("x", inner), ("z", inner))),
-            "conv_weight": Parameter((inner, self.conv), Uniform(self.conv**-0.5)),
-            "conv_bias": Parameter((inner,), Uniform(self.conv**-0.5), decay=False),
-            "x_proj.weight": linear(rank + 2 * state, inner, parts=(("dt", rank), ("B", state), ("C", state))),
+            "conv_weight": Parameter((inner, self.conv), Uniform(self.conv**-0.5), split=0),
+            "conv_bias": Parameter((inner,), Uniform(self.conv**-0.5), decay=False, split=0),
+            "x_proj.weight": linear(rank + 2 * state, inner, parts=(("dt", rank), ("B", state), ("C", state)), split=1),
             "dt_proj.weight": linear(inner, rank),
-            "dt_bias": Parameter((inner,), InverseSoftplus(self.dt_min, self.dt_max), decay=False, fp32=True),
-            "A_log": Parameter((inner, state), LogRange(), decay=False, fp32=True),
-            "D": Parameter((inner,), Constant(1.0), decay=False, fp32=True),
+            "dt_bias": Parameter((inner,), InverseSoftplus(self.dt_min, self.dt_max), decay=False, fp32=True, split=0),
+            "A_log": Parameter((inner, state), LogRange(), decay=False, fp32=True, split=0),
+            "D": Parameter((inner,), Constant(1.0), decay=False, fp32=True, split=0),
             "out_proj.weight": output_linear(width, inner, model.num_sublayers),
         }
 
@@ -77,6 +77,12 @@ class MambaSpec(MixerSpec):
             "ssm": StatePart("ssm", (inner, self.state), "float32"),
             "conv": StatePart("conv", (self.conv - 1, inner)),
         }
+
+    def layout_problems(self, model: ModelSizes, tensor: int) -> list[Problem]:
+        inner = self.inner(model)
+        if inner % tensor == 0:
+            return []
+        return [Problem("expand", f"makes {inner} inner channels, which {tensor} ranks can't share evenly")]
 
     def problems(self, model: ModelSizes, max_seq_len: int) -> list[Problem]:
         found = [

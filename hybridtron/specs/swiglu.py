@@ -28,6 +28,11 @@ class SwiGLUSpec(MixerSpec):
     def activation_values(self, model: ModelSizes) -> int:
         return 3 * self.hidden
 
+    def layout_problems(self, model: ModelSizes, tensor: int) -> list[Problem]:
+        if self.hidden % tensor == 0:
+            return []
+        return [Problem("hidden", f"is {self.hidden}, which {tensor} ranks can't share evenly")]
+
     def problems(self, model: ModelSizes, max_seq_len: int) -> list[Problem]:
         if self.hidden < 1:
             usual = 8 * model.width // 3

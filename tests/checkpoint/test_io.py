@@ -68,7 +68,7 @@ def test_fused_projections_are_stored_by_their_parts(tmp_path: Path, tokenizer: 
     assert "layers.0.mixer.in_proj.weight" not in stored
     in_proj = model.get_parameter("layers.0.mixer.in_proj.weight")
     assert torch.equal(stored["layers.0.mixer.in_proj.weight.z"], in_proj[64:])
-    assert {"layers.2.mixer.qkv.weight.k", "layers.1.mixer.gate_up.weight.up"} <= set(stored)
+    assert {"layers.2.mixer.kv.weight.k", "layers.1.mixer.gate_up.weight.up"} <= set(stored)
 
 
 def test_keeps_as_many_as_asked(tmp_path: Path, tokenizer: Path) -> None:

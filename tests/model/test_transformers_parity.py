@@ -22,7 +22,8 @@ def llama_names(model: LanguageModel) -> dict[str, list[str]]:
         theirs, attention, mlp = f"model.layers.{block}", f"layers.{2 * block}", f"layers.{2 * block + 1}"
         names |= {
             f"{attention}.norm.weight": [f"{theirs}.input_layernorm.weight"],
-            f"{attention}.mixer.qkv.weight": [f"{theirs}.self_attn.{part}_proj.weight" for part in "qkv"],
+            f"{attention}.mixer.q.weight": [f"{theirs}.self_attn.q_proj.weight"],
+            f"{attention}.mixer.kv.weight": [f"{theirs}.self_attn.{part}_proj.weight" for part in "kv"],
             f"{attention}.mixer.out.weight": [f"{theirs}.self_attn.o_proj.weight"],
             f"{mlp}.norm.weight": [f"{theirs}.post_attention_layernorm.weight"],
             f"{mlp}.mixer.gate_up.weight": [f"{theirs}.mlp.{part}_proj.weight" for part in ("gate", "up")],

@@ -17,7 +17,7 @@ from hybridtron.device import DTYPES
 from hybridtron.engine.optim import Optimizer
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel
-from tools.generate import document_start, find_checkpoint, main
+from tools.generate import find_checkpoint, main, prompt_or_start
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["model.width=32", "model.vocab_size=320", "model.pattern=M-W-", "model.layers.W.window=8"]
@@ -69,7 +69,7 @@ def test_seed_and_temperature_count(run_dir: Path, capsys) -> None:
 
 def test_without_a_prompt_a_document_starts(run_dir: Path, capsys) -> None:
     checkpoint = io.folder_of(run_dir, 10)
-    assert document_start(checkpoint) == END_OF_TEXT
+    assert prompt_or_start(checkpoint, "") == END_OF_TEXT
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     assert tokenizer.encode(END_OF_TEXT).ids == [tokenizer.token_to_id(END_OF_TEXT)]
     text = told(capsys, str(checkpoint), "--tokens", "12", "--temperature", "0")
@@ -116,7 +116,8 @@ def test_wrong_numbers_are_said(run_dir: Path, wrong: list[str], capsys) -> None
 
 def test_as_a_person_runs_it(tmp_path: Path) -> None:
     """A wrong path is answered at once: neither torch nor anything else slow is imported for it."""
-    code = "import runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    code = "import runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
     command = [sys.executable, "-c", code, str(ROOT / "tools/generate.py"), str(tmp_path / "nowhere")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
     assert done.returncode == 2

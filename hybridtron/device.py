@@ -10,11 +10,14 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -106,3 +109,44 @@ def optional_package(name: str) -> Package:
         return Package(name, importlib.import_module(name), "installed")
     except Exception as error:  # a broken compiled extension can raise anything at import
         return Package(name, None, f"does not import: {type(error).__name__}: {error}".splitlines()[0])
+
+
+class _OnCPU(TorchFunctionMode):
+    """Makes Megatron's calls that name CUDA mean the CPU: `device="cuda"`, `.cuda()`, and `.type()`.
+
+    Its optimizers ask for `torch.cuda.FloatTensor` by name, so `.type()` answers in these words.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        device = kwargs.get("device")
+        if device is not None and not isinstance(device, int) and torch.device(device).type == "cuda":
+            kwargs["device"] = torch.device("cpu")
+        if func is torch.Tensor.cuda:
+            return args[0]
+        out = func(*args, **kwargs)
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return out.replace("torch.", "torch.cuda.")
+        return out
+
+
+def megatron_context() -> AbstractContextManager[Any]:
+    """The context in which megatron-core is built and run: nothing on CUDA, its stand-ins on the CPU."""
+    if compute_device().type == "cuda":
+        return nullcontext()
+    _stand_in_for_cuda()
+    return _OnCPU()
+
+
+@functools.cache
+def _stand_in_for_cuda() -> None:
+    """The functions of torch.cuda that megatron-core calls whatever the device, in their CPU form."""
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
+    torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
+    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda *_: None
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)

@@ -86,7 +86,7 @@ class PlainStep:
         total = torch.zeros((), device=compute_device())
         for batch in self.batches:
             batch = batch.to(compute_device())
-            logits_LBV = self.model(batch.tokens_BL, None, batch.seq).logits_LBV
+            logits_LBV = self.model(batch.tokens_BL, None, batch.seq).output
             loss = functional.cross_entropy(logits_LBV.flatten(0, 1).float(), batch.labels_BL.T.flatten())
             loss = loss / len(self.batches)
             loss.backward()

@@ -17,18 +17,22 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hybridtron.config.load import load_saved, to_yaml
 from hybridtron.config.schema import Config
 from hybridtron.device import random_states, set_random_states
-from hybridtron.engine.optim import Optimizer
+from hybridtron.engine.engine import Engine
 from hybridtron.model.lm import LanguageModel
+from hybridtron.parallel.groups import barrier
 from hybridtron.specs.base import Parameter
 
 FORMAT = 1
@@ -55,58 +59,68 @@ def newest(run_dir: Path) -> Path | None:
     return max(_all(run_dir), default=None)
 
 
-def save(
-    run_dir: Path,
-    step: int,
-    config: Config,
-    model: LanguageModel,
-    optimizer: Optimizer,
-    fingerprint: str,
-    tokenizer: Path,
-) -> Path:
-    """Write the checkpoint of a step and remove those that `checkpoint.keep` no longer covers."""
+def save(run_dir: Path, step: int, config: Config, engine: Engine, fingerprint: str, tokenizer: Path) -> Path:
+    """Write the checkpoint of a step and remove those that `checkpoint.keep` no longer covers.
+
+    All processes bring their shares; the first one puts whole tensors together and writes.
+    """
     target = folder_of(run_dir, step)
-    aside = target.with_name(f".{target.name}.{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    weights = {name: weight.data for name, weight in model.named_parameters()}
-    save_file(_by_parts(weights, model.table), aside / "model.safetensors")
-    state = {f"{kind}.{n}": t for kind, ts in optimizer.state().items() for n, t in _by_parts(ts, model.table).items()}
-    save_file(state, aside / "optimizer.safetensors")
-    save_file(random_states(), aside / "random.safetensors")
-    meta = Meta(step, optimizer.accepted_steps, fingerprint, torch.__version__)
-    (aside / "meta.json").write_text(json.dumps(asdict(meta), indent=1))
-    (aside / "config.yaml").write_text(to_yaml(config))
-    shutil.copyfile(tokenizer, aside / "tokenizer.json")
-    for path in (*aside.iterdir(), aside):
-        _flush(path)
-    shutil.rmtree(target, ignore_errors=True)
-    aside.rename(target)
-    _flush(target.parent)
-    for old in sorted(_all(run_dir))[: -config.checkpoint.keep]:
-        shutil.rmtree(old)
+    weights = _by_parts(engine.weights(), engine.optimizer.table)
+    state = _by_parts(engine.optimizer.state(), engine.optimizer.table)
+    if engine.groups.is_first:
+        aside = target.with_name(f".{target.name}.{os.getpid()}")
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        save_file(weights, aside / "model.safetensors")
+        save_file(state, aside / "optimizer.safetensors")
+        save_file(random_states(), aside / "random.safetensors")
+        meta = Meta(step, engine.optimizer.accepted_steps, fingerprint, torch.__version__)
+        (aside / "meta.json").write_text(json.dumps(asdict(meta), indent=1))
+        (aside / "config.yaml").write_text(to_yaml(config))
+        shutil.copyfile(tokenizer, aside / "tokenizer.json")
+        for path in (*aside.iterdir(), aside):
+            _flush(path)
+        shutil.rmtree(target, ignore_errors=True)
+        aside.rename(target)
+        _flush(target.parent)
+        for old in sorted(_all(run_dir))[: -config.checkpoint.keep]:
+            shutil.rmtree(old)
+    barrier()
     return target
 
 
-def restore(checkpoint: Path, model: LanguageModel, optimizer: Optimizer) -> Meta:
-    """Put weights, optimizer and random states back where the checkpoint left them."""
+@dataclass(frozen=True)
+class Stored:
+    """The whole tensors of one file of a checkpoint, read one by one."""
+
+    file: Any
+    table: dict[str, Parameter]
+
+    def __call__(self, name: str) -> Tensor:
+        """A tensor by its name in the model, behind `exp_avg.` and the like where it is the optimizer's."""
+        parts = [f"{name}.{part}" for part, _ in self.table[_weight_of(name, self.table)].parts] or [name]
+        return torch.cat([self.file.get_tensor(part) for part in parts])
+
+
+def stored(checkpoint: Path, file: str, table: dict[str, Parameter]) -> Stored:
+    """Open `model.safetensors` or `optimizer.safetensors` of a checkpoint."""
+    return Stored(safe_open(checkpoint / file, "pt"), table)
+
+
+def restore_optimizer(checkpoint: Path, engine: Engine) -> Meta:
+    """Put optimizer and random states back where the checkpoint left them."""
     meta = read_meta(checkpoint)
-    load_weights(checkpoint, model)
-    stored = load_file(checkpoint / "optimizer.safetensors")
-    kinds: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in stored.items():
-        kind, _, name = key.partition(".")
-        kinds.setdefault(kind, {})[name] = tensor
-    optimizer.load_state({kind: _whole(parts, model.table) for kind, parts in kinds.items()}, meta.accepted_steps)
+    optimizer = engine.optimizer
+    optimizer.load_state(stored(checkpoint, "optimizer.safetensors", optimizer.table), meta.accepted_steps)
     set_random_states(load_file(checkpoint / "random.safetensors"))
     return meta
 
 
 def load_weights(checkpoint: Path, model: LanguageModel) -> None:
-    """Fill the model's weights from a checkpoint of the same architecture."""
-    stored = _whole(load_file(checkpoint / "model.safetensors"), model.table)
+    """Fill a whole model's weights from a checkpoint of the same architecture."""
+    whole = stored(checkpoint, "model.safetensors", model.table)
     for name, weight in model.named_parameters():
-        weight.data.copy_(stored[name])
+        weight.data.copy_(whole(name))
 
 
 def read_config(checkpoint: Path) -> Config:
@@ -124,25 +138,20 @@ def _all(run_dir: Path) -> list[Path]:
     return [p for p in (run_dir / "checkpoints").glob("step-*") if _NAME.fullmatch(p.name)]
 
 
-def _by_parts(tensors: dict[str, Tensor], table: dict[str, Parameter]) -> dict[str, Tensor]:
+def _by_parts(tensors: Iterable[tuple[str, Tensor]], table: dict[str, Parameter]) -> dict[str, Tensor]:
     """Each fused weight as one tensor per part, under `name.part`."""
-    stored = {}
-    for name, tensor in tensors.items():
-        parts = table[name].parts
-        pieces = tensor.detach().cpu().split([rows for _, rows in parts]) if parts else [tensor.detach().cpu()]
+    split = {}
+    for name, tensor in tensors:
+        parts = table[_weight_of(name, table)].parts
+        pieces = tensor.split([rows for _, rows in parts]) if parts else [tensor]
         names = [f"{name}.{part}" for part, _ in parts] or [name]
-        stored.update(zip(names, (piece.contiguous() for piece in pieces), strict=True))
-    return stored
+        split.update(zip(names, (piece.contiguous() for piece in pieces), strict=True))
+    return split
 
 
-def _whole(stored: dict[str, Tensor], table: dict[str, Parameter]) -> dict[str, Tensor]:
-    """The inverse of `_by_parts`, for those weights of the table that are stored."""
-    whole = {}
-    for name, parameter in table.items():
-        names = [f"{name}.{part}" for part, _ in parameter.parts] or [name]
-        if names[0] in stored:
-            whole[name] = torch.cat([stored[part] for part in names])
-    return whole
+def _weight_of(name: str, table: dict[str, Parameter]) -> str:
+    """`exp_avg.norm.weight` is about `norm.weight`."""
+    return name if name in table else name.partition(".")[2]
 
 
 def _flush(path: Path) -> None:

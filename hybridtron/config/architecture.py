@@ -7,6 +7,7 @@ name, shape and treatment stand in it, whatever layout builds it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ def parameter_table(model: ModelConfig) -> dict[str, Parameter]:
 
 
 def _option_problems(spec: type[MixerSpec], options: dict[str, Any]) -> list[Problem]:
-    hints = typing.get_type_hints(spec)
+    hints = _hints(spec)
     names = [f.name for f in dataclasses.fields(spec)]
     found = []
     for name, value in options.items():
@@ -87,6 +88,12 @@ def _option_problems(spec: type[MixerSpec], options: dict[str, Any]) -> list[Pro
         elif not _fits(value, hints[name]):
             found.append(Problem(name, f"is {value!r}, must be {_type_name(hints[name])}"))
     return found
+
+
+@functools.cache
+def _hints(spec: type[MixerSpec]) -> dict[str, Any]:
+    """The types of a spec's options; evaluating annotations takes longer than all else here."""
+    return typing.get_type_hints(spec)
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:

@@ -1,7 +1,8 @@
-"""Every rule that a configuration must keep and its types can't say, in one place.
+"""Every rule that a configuration must keep and its types can't say.
 
 Each function looks at one section and lists what is wrong there, with the value that would work; `check` tells all
-of it at once, before torch is imported or a process group exists. What can be said of the data itself (that the
+of it at once, before torch is imported or a process group exists. The rules of `parallel`, which reach into all other
+sections, stand in `check_parallel.py`. What can be said of the data itself (that the
 folder can be read, that its vocabulary fits) stands in `data/folder.py`.
 """
 
@@ -14,14 +15,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hybridtron.config.architecture import letter_specs
+from hybridtron.config.check_parallel import parallel_problems
+from hybridtron.config.layout import chunk_count
 from hybridtron.config.pattern import RESERVED, PatternError, parse
-from hybridtron.config.problems import ConfigError
+from hybridtron.config.problems import ConfigError, choice
 from hybridtron.config.schema import (
     CheckpointConfig,
     ClusterConfig,
     Config,
     OptimConfig,
-    ParallelConfig,
     PhaseConfig,
     RunConfig,
     Schedule,
@@ -30,8 +32,8 @@ from hybridtron.config.units import FORMS, parse_share, parse_steps, parse_token
 from hybridtron.specs.base import ModelSizes, Problem
 
 
-def check(config: Config) -> list[Problem]:
-    """All that is wrong with the configuration; empty where it can run."""
+def check(config: Config, world_size: int | None = None) -> list[Problem]:
+    """All that is wrong with the configuration; empty where it can run on so many processes (None: on the fewest)."""
     found = [
         *_model(config),
         *_phases(config.phases),
@@ -40,26 +42,30 @@ def check(config: Config) -> list[Problem]:
         *_run(config.run),
         *_validation(config.run, config.phases),
         *_checkpoint(config.checkpoint),
-        *_parallel(config.parallel),
+        *parallel_problems(config, world_size),
         *_cluster(config.cluster),
     ]
     return list(dict.fromkeys(found))
 
 
-def require(config: Config) -> None:
+def require(config: Config, world_size: int | None = None) -> None:
     """Raise ConfigError with everything that is wrong, if anything is."""
-    if found := check(config):
+    if found := check(config, world_size):
         raise ConfigError(found)
 
 
 def warnings(config: Config) -> list[str]:
     """What is set and has no effect, one sentence each; for a configuration that `check` finds nothing wrong with."""
-    used = parse(config.model.pattern, config.model.layers).letters
+    pattern = parse(config.model.pattern, config.model.layers)
     found = [
         f"model.layers.{letter} is defined, but model.pattern does not use it"
         for letter in config.model.layers
-        if letter not in used
+        if letter not in pattern.letters
     ]
+    if config.parallel.sequence and config.parallel.tensor == 1:
+        found.append("parallel.sequence=true has no effect: it belongs to parallel.tensor of at least 2")
+    if len(pattern.stages) > 1 and chunk_count(config.parallel) == 1:
+        found.append("model.pattern has stage borders, which parallel.pipeline=1 does not use")
     if config.optim.schedule != Schedule.wsd and config.optim.decay != OptimConfig.decay:
         found.append(f"optim.decay={config.optim.decay} has no effect: it belongs to optim.schedule=wsd")
     return found
@@ -113,7 +119,7 @@ def _phase(where: str, phase: PhaseConfig) -> Iterator[Problem]:
         fitting = _divisors_near(phase.global_batch, phase.micro_batch)
         yield Problem(
             f"{where}.micro_batch",
-            f"is {phase.micro_batch}, must divide global_batch={phase.global_batch}: {' or '.join(map(str, fitting))}",
+            f"is {phase.micro_batch}, must divide global_batch={phase.global_batch}: {choice(fitting)}",
         )
     try:
         tokens = parse_tokens(phase.tokens)
@@ -206,15 +212,6 @@ def _validation(run: RunConfig, phases: list[PhaseConfig]) -> Iterator[Problem]:
 def _checkpoint(checkpoint: CheckpointConfig) -> Iterator[Problem]:
     yield from _interval("checkpoint.every", checkpoint.every)
     yield from _at_least(1, {"checkpoint.keep": checkpoint.keep})
-
-
-def _parallel(parallel: ParallelConfig) -> Iterator[Problem]:
-    sizes = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
-    for name in sizes:
-        if (size := getattr(parallel, name)) != 1:
-            yield Problem(f"parallel.{name}", f"is {size}, but this version runs in one process for now: use 1")
-    if parallel.sequence:
-        yield Problem("parallel.sequence", "is true, but this version runs in one process for now: use false")
 
 
 def _cluster(cluster: ClusterConfig) -> Iterator[Problem]:

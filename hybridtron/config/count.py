@@ -21,8 +21,8 @@ from hybridtron.config.schema import ModelConfig, Precision
 
 BACKWARD_AND_FORWARD = 3
 
-_STREAM_BYTES = {Precision.fp32: 4, Precision.bf16: 2}
-_FP32_BYTES = 4
+STREAM_BYTES = {Precision.fp32: 4, Precision.bf16: 2}
+FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -121,14 +121,14 @@ def count(model: ModelConfig, seq_len: int) -> ModelCount:
 def memory(model: ModelConfig, precision: Precision, seq_len: int, micro_batch: int) -> Memory:
     """Bytes of a process that holds the whole model and runs this micro batch."""
     arch = architecture(model)
-    stream = _STREAM_BYTES[precision]
+    stream = STREAM_BYTES[precision]
     weights = gradients = optimizer = 0
     for parameter in parameter_table(model).values():
-        stored = _FP32_BYTES if parameter.fp32 else stream
-        master = 0 if stored == _FP32_BYTES else _FP32_BYTES
+        stored = FP32_BYTES if parameter.fp32 else stream
+        master = 0 if stored == FP32_BYTES else FP32_BYTES
         weights += stored * parameter.size
-        gradients += _FP32_BYTES * parameter.size
-        optimizer += (2 * _FP32_BYTES + master) * parameter.size
+        gradients += FP32_BYTES * parameter.size
+        optimizer += (2 * FP32_BYTES + master) * parameter.size
     tokens = seq_len * micro_batch
     # a sub-layer's norm keeps its input, its first projection keeps the norm's output; the last norm stands alone
     norms = 2 * model.width * (len(arch.specs) + 1)
@@ -138,5 +138,5 @@ def memory(model: ModelConfig, precision: Precision, seq_len: int, micro_batch: 
         gradients=gradients,
         optimizer=optimizer,
         activations=values * stream * tokens,
-        logits=model.vocab_size * (stream + _FP32_BYTES) * tokens,
+        logits=model.vocab_size * (stream + FP32_BYTES) * tokens,
     )

@@ -24,3 +24,9 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
     """` (did you mean width?)`, or nothing where no known name comes near."""
     close = difflib.get_close_matches(name, known, 1)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+def choice(values: list[int]) -> str:
+    """`1, 2 or 4`."""
+    texts = [str(value) for value in values]
+    return " or ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)

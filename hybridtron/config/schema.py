@@ -48,6 +48,14 @@ class StateMode(StrEnum):
     zero = "zero"
 
 
+class Recompute(StrEnum):
+    """What the backward pass computes again: nothing, the sub-layers that look along the sequence, or every one."""
+
+    none = "none"
+    selective = "selective"
+    layer = "layer"
+
+
 @dataclass
 class ModelConfig:
     """The architecture: a pattern of letters, and what each letter means (`kind` and its options)."""
@@ -130,12 +138,16 @@ class OptimConfig:
 class ParallelConfig:
     """How the model is laid out over ranks; data parallelism is what is left."""
 
-    tensor: int = 1
-    sequence: bool = False
-    pipeline: int = 1
-    virtual_pipeline: int = 1
+    tensor: int = 1  # ranks that share the weights of every layer
+    sequence: bool = False  # they also share the tokens between the layers' projections
+    pipeline: int = 1  # ranks that share the layers
+    virtual_pipeline: int = 1  # stages of each of them, interleaved
     context: int = 1
     expert: int = 1
+    distributed_optimizer: bool = True  # data-parallel ranks share the optimizer's state
+    recompute: Recompute = Recompute.none
+    overlap_grad_reduce: bool = False  # with the backward pass; needs a GPU
+    overlap_param_gather: bool = False  # with the forward pass; needs a GPU and overlap_grad_reduce
 
 
 @dataclass

@@ -31,7 +31,10 @@ from hybridtron.data.packing import (
 
 
 class Loader:
-    """The batches of one phase, on the CPU: step -> micro-batches, in which every row is full."""
+    """The batches of one phase, on the CPU: step -> micro-batches, in which every row is full.
+
+    Of so many data-parallel `ranks` each reads its own run of lanes; what a lane reads does not depend on them.
+    """
 
     def __init__(
         self,
@@ -42,13 +45,16 @@ class Loader:
         micro_batch: int,
         seed: int,
         split: str = "train",
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
-        if global_batch % micro_batch:
-            raise ValueError(f"global_batch={global_batch} is not a multiple of micro_batch={micro_batch}")
+        if global_batch % (micro_batch * ranks):
+            raise ValueError(f"global_batch={global_batch} is not a multiple of {micro_batch} rows x {ranks} ranks")
         self.folder = folder
         self.documents = documents
         self.global_batch = global_batch
         self.micro_batch = micro_batch
+        self.lanes = range(rank * global_batch // ranks, (rank + 1) * global_batch // ranks)
         self._tokens = folder.tokens(split)
         self._windows = ShuffledWindows(folder.lengths(split), seq_len, seed)
         order = (folder.digest, split, documents.value, seq_len, global_batch, seed)
@@ -60,9 +66,9 @@ class Loader:
         return self._fingerprint
 
     def micro_batches(self, step: int) -> Iterator[Batch]:
-        """The batches of a step, which counts from 0 at the start of the phase."""
+        """The batches of this rank's lanes in a step, which counts from 0 at the start of the phase."""
         first_row = step * self.global_batch
-        for lane in range(0, self.global_batch, self.micro_batch):
+        for lane in self.lanes[:: self.micro_batch]:
             rows = range(first_row + lane, first_row + lane + self.micro_batch)
             yield _batch(self._tokens, [self._windows.spans(row) for row in rows], self.documents)
 
@@ -90,7 +96,7 @@ def held_out(folder: TokenFolder, documents: Documents, seq_len: int, tokens: in
         yield _batch(stored, rows[first : first + micro_batch], documents)
 
 
-def build_loader(config: Config, phase_index: int) -> Loader:
+def build_loader(config: Config, phase_index: int, rank: int = 0, ranks: int = 1) -> Loader:
     """The loader of a phase. An embedded corpus that is not there yet is prepared first."""
     phase = config.phases[phase_index]
     data = config.data_of(phase)
@@ -101,7 +107,9 @@ def build_loader(config: Config, phase_index: int) -> Loader:
             raise ConfigError(found)
     folder = TokenFolder.open(path)
     seed = phase_seed(config.run.seed, phase_index)
-    return Loader(folder, data.documents, phase.seq_len, phase.global_batch, phase.micro_batch, seed)
+    return Loader(
+        folder, data.documents, phase.seq_len, phase.global_batch, phase.micro_batch, seed, "train", rank, ranks
+    )
 
 
 def phase_seed(seed: int, phase_index: int) -> int:

@@ -1,115 +1,203 @@
-"""AdamW over fp32 master weights, with the treatment of each weight taken from the parameter table.
+"""AdamW by Megatron's optimizers, with the treatment of each weight taken from the parameter table.
 
-A weight that is computed in bf16 has an fp32 master that the optimizer updates, and its gradients are added up in
-fp32; a weight kept in fp32 is its own master. Only weights that the table marks for it are decayed.
+With the distributed optimizer each data-parallel rank keeps the fp32 masters and moments of its share of the weights.
+Only weights that the table marks for it are decayed: Megatron's own rule goes by shape and would decay A_log.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
-from hybridtron.config.schema import OptimConfig
-from hybridtron.model.lm import LanguageModel
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer_config import ParamKey
+from torch import Tensor, nn
+
+from hybridtron.config.architecture import parameter_table
+from hybridtron.config.schema import Config
+from hybridtron.parallel.cut import cut
+from hybridtron.parallel.groups import Groups
+from hybridtron.parallel.mcore import optimizer_config
+from hybridtron.parallel.whole import gathered
+from hybridtron.specs.base import Parameter
 
 
 class Optimizer:
-    """One step: clip the accumulated gradients by their norm, update the masters, copy them into the model."""
+    """One step: clip the accumulated gradients by their norm over all ranks, and update the weights."""
 
-    def __init__(self, model: LanguageModel, config: OptimConfig) -> None:
-        self.clip = config.clip
-        self.weights = dict(model.named_parameters())
-        self.masters = {name: _master(weight) for name, weight in self.weights.items()}
-        decayed = [m for name, m in self.masters.items() if model.table[name].decay]
-        others = [m for name, m in self.masters.items() if not model.table[name].decay]
-        self.adam = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            betas=(config.betas[0], config.betas[1]),
-            eps=config.eps,
-            fused=True,
-        )
+    def __init__(
+        self,
+        stages: Sequence[DistributedDataParallel],
+        config: Config,
+        groups: Groups,
+        dtype: torch.dtype,
+    ) -> None:
+        self.stages, self.groups, self.dtype = stages, groups, dtype
+        self.state_dtype = torch.promote_types(dtype, torch.float32)
+        self.table = parameter_table(config.model)
+        self.clip, self.weight_decay = config.optim.clip, config.optim.weight_decay
+        undecayed = {ParamKey(attr="undecayed"): {"wd_mult": 0.0}}
+        settings = optimizer_config(config.optim, config.parallel, dtype)
+        self.megatron = get_megatron_optimizer(settings, list(stages), config_overrides=undecayed)
+        self.shards = shards_of(stages, self.megatron)
+        self.accepted_steps = 0
 
     def step(self, lr: float) -> tuple[float, bool]:
         """Update with this learning rate; returns the gradient norm before clipping and whether the step was taken.
 
-        A step whose gradients are not finite is refused, and leaves weights and moments as they were.
+        A step whose gradients are not finite is refused on every rank, and leaves weights and moments as they were.
         """
-        grads = [master.grad for master in self.masters.values() if master.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
-        grad_norm = norm.item()  # the one place of a step that waits for the device
-        accepted = grad_norm < float("inf")
+        self.megatron.prepare_grads()
+        grad_norm = float(self.megatron.get_grad_norm())  # the one place of a step that waits for the device
+        accepted = math.isfinite(grad_norm)
         if accepted:
-            torch.nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.clip, norm)
-            for group in self.adam.param_groups:
+            for group in self.megatron.param_groups:
                 group["lr"] = lr
-            self.adam.step()
-            self._copy_masters()
-        self.adam.zero_grad()
+                group["weight_decay"] = self.weight_decay * group["wd_mult"]
+            for optimizer in self.megatron.chained_optimizers:
+                if weights := optimizer.get_parameters():
+                    clip_grad_by_total_norm_fp32(weights, self.clip, grad_norm)
+            self.megatron.step_with_ready_grads()
+            self.accepted_steps += 1
+        self.zero_grad()
         return grad_norm, accepted
 
     def norms(self) -> dict[str, float]:
-        """Weight and gradient norms of each layer, and of the embedding, final norm and head."""
-        layers: dict[str, list[Tensor]] = {}
-        for name, master in self.masters.items():
-            parts = name.split(".")
-            layers.setdefault(".".join(parts[:2] if parts[0] == "layers" else parts[:1]), []).append(master)
-        norms = {}
-        for layer, masters in layers.items():
-            norms[f"{layer}.weight_norm"] = torch.nn.utils.get_total_norm(masters).item()
-            grads = [master.grad for master in masters if master.grad is not None]
-            norms[f"{layer}.grad_norm"] = torch.nn.utils.get_total_norm(grads).item()
-        return norms
+        """Weight and gradient norms of each layer, of the embedding, the final norm and the head, over all ranks."""
+        squares = {name: torch.zeros(2, dtype=torch.float64) for name in _layers_of(self.table)}
+        for name, shard in self.shards.items():
+            weight = shard.weight
+            second_copy = getattr(weight, "shared", False)
+            if not second_copy and (weight.tensor_model_parallel or self.groups.tensor.rank == 0):
+                squares[_layer_of(name)] += shard.squares()
+        totals = torch.stack(list(squares.values()))
+        dist.all_reduce(totals)
+        roots = totals.sqrt().tolist()
+        kinds = ("weight_norm", "grad_norm")
+        return {f"{layer}.{kind}": roots[i][k] for i, layer in enumerate(squares) for k, kind in enumerate(kinds)}
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """By the weights' names: `exp_avg`, `exp_avg_sq`, and `master` where that is not the weight itself."""
-        moments = {
-            kind: {name: self._moments(master)[kind] for name, master in self.masters.items()}
-            for kind in ("exp_avg", "exp_avg_sq")
-        }
-        masters = {name: master for name, master in self.masters.items() if master is not self.weights[name]}
-        return {"master": masters, **moments}
+    def zero_grad(self) -> None:
+        """Forget the gradients of this step."""
+        for stage in self.stages:
+            stage.zero_grad_buffer()
+        self.megatron.zero_grad()
 
-    def load_state(self, state: dict[str, dict[str, Tensor]], steps: int) -> None:
-        """Take over masters and moments after `steps` accepted steps; the weights themselves are already in place."""
-        for name, master in state.get("master", {}).items():
-            self.masters[name].data.copy_(master)
-        for name, master in self.masters.items():
-            moments = self._moments(master)
-            moments["exp_avg"].copy_(state["exp_avg"][name])
-            moments["exp_avg_sq"].copy_(state["exp_avg_sq"][name])
-            moments["step"].fill_(steps)
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """Masters and moments, whole, as `exp_avg.NAME`, on the first process; all processes walk through this.
 
-    @property
-    def accepted_steps(self) -> int:
-        return int(self._moments(next(iter(self.masters.values())))["step"].item())
+        Masters are there for bf16 weights only, since an fp32 weight is its own.
+        """
+        for kind in KINDS:
+            wanted = {name: p for name, p in self.table.items() if kind != "master" or not self._own_master(p)}
+            shares = {name: partial(shard.over_data, kind) for name, shard in self.shards.items() if name in wanted}
+            for name, whole in gathered(shares, wanted, self.groups, self.state_dtype):
+                yield f"{kind}.{name}", whole
 
-    def _moments(self, master: Tensor) -> dict[str, Tensor]:
-        """Adam's own state of one weight, made here where no step has made it yet."""
-        state = self.adam.state[master]
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """The whole gradient of every weight, summed over all ranks, before a step is taken; as `state`."""
+        shares = {name: partial(shard.over_data, "gradient") for name, shard in self.shards.items()}
+        return gathered(shares, self.table, self.groups, self.state_dtype)
+
+    def load_state(self, whole: Callable[[str], Tensor], steps: int) -> None:
+        """Take over masters and moments after `steps` accepted steps; `whole` reads `exp_avg.NAME` and the like."""
+        self.accepted_steps = steps
+        for kind in KINDS:
+            for name, shard in self.shards.items():
+                if kind != "master" or not self._own_master(self.table[name]):
+                    shard.load(kind, cut(whole(f"{kind}.{name}"), self.table[name], self.groups.tensor), steps)
+
+    def _own_master(self, parameter: Parameter) -> bool:
+        return parameter.fp32 or self.dtype != torch.bfloat16
+
+
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class Shard:
+    """What this rank's optimizer keeps of one weight: the entries `start` to `stop` of it, flattened.
+
+    Without a master other data-parallel ranks keep it; `everywhere` says that all of them keep the same.
+    """
+
+    weight: nn.Parameter
+    master: Tensor | None
+    start: int
+    stop: int
+    adam: torch.optim.Optimizer
+    everywhere: bool = False
+
+    def tensor(self, kind: str) -> Tensor | None:
+        """The master, the gradient of a step not yet taken, or a moment, made here where no step has made it yet."""
+        if self.master is None or kind == "master":
+            return self.master
+        if kind == "gradient":
+            return self.weight.main_grad.flatten()[self.start : self.stop]
+        state = self.adam.state[self.master]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-            state["exp_avg"] = torch.zeros_like(master)
-            state["exp_avg_sq"] = torch.zeros_like(master)
-        return state
+            state["step"] = torch.zeros(())
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(self.master), torch.zeros_like(self.master)
+        return state[kind]
 
-    @torch.no_grad()
-    def _copy_masters(self) -> None:
-        for name, weight in self.weights.items():
-            if self.masters[name] is not weight:
-                weight.copy_(self.masters[name])
+    def over_data(self, kind: str) -> Tensor:
+        """The whole of a kind for this weight, from the shards of all data-parallel ranks, on the CPU."""
+        own = self.tensor(kind)
+        dtype = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
+        whole = torch.zeros(self.weight.shape, dtype=dtype)
+        if own is not None and not (self.everywhere and parallel_state.get_data_parallel_rank() > 0):
+            whole.view(-1)[self.start : self.stop] = own.detach().flatten().cpu()
+        dist.all_reduce(whole, group=parallel_state.get_data_parallel_group_gloo())
+        return whole
+
+    def load(self, kind: str, whole: Tensor, steps: int) -> None:
+        """Take this rank's entries out of a whole tensor."""
+        own = self.tensor(kind)
+        if own is None or self.master is None:
+            return
+        own.data.copy_(whole.flatten()[self.start : self.stop].view_as(own))
+        if kind != "master":
+            self.adam.state[self.master]["step"].fill_(steps)
+
+    def squares(self) -> Tensor:
+        """Sums of squares of these entries, and of their gradients."""
+        if self.master is None or (self.everywhere and parallel_state.get_data_parallel_rank() > 0):
+            return torch.zeros(2, dtype=torch.float64)
+        kept = (self.master, self.tensor("gradient"))
+        return torch.stack([t.detach().double().square().sum().cpu() for t in kept if t is not None])
 
 
-def _master(weight: Tensor) -> Tensor:
-    """The fp32 weight that the optimizer updates. Gradients of a bf16 weight move into it as soon as they are made."""
-    if weight.dtype in (torch.float32, torch.float64):
-        return weight
-    master = weight.detach().float().requires_grad_()
+def shards_of(stages: Sequence[DistributedDataParallel], megatron: ChainedOptimizer) -> dict[str, Shard]:
+    """The shard of every weight of these stages, by the weight's name in the model."""
+    (optimizer,) = megatron.chained_optimizers
+    shards = {}
+    for stage in stages:
+        for name, weight in stage.module.model.named_parameters():
+            shards[name] = _shard_of(weight, optimizer)
+    return shards
 
-    def add_gradient(weight: Tensor) -> None:
-        assert weight.grad is not None
-        gradient = weight.grad.float()
-        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-        weight.grad = None
 
-    weight.register_post_accumulate_grad_hook(add_gradient)
-    return master
+def _shard_of(weight: nn.Parameter, optimizer: MegatronOptimizer) -> Shard:
+    adam = optimizer.optimizer
+    if not isinstance(optimizer, DistributedOptimizer):
+        return Shard(weight, getattr(weight, "main_param", weight), 0, weight.numel(), adam, everywhere=True)
+    if weight not in optimizer.model_param_group_index_map:
+        return Shard(weight, None, 0, 0, adam)
+    group, order = optimizer.model_param_group_index_map[weight]
+    entries = optimizer._get_model_param_range_map(weight)["param"]
+    return Shard(weight, adam.param_groups[group]["params"][order], entries.start, entries.end, adam)
+
+
+def _layer_of(name: str) -> str:
+    parts = name.split(".")
+    return ".".join(parts[:2] if parts[0] == "layers" else parts[:1])
+
+
+def _layers_of(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(_layer_of(name) for name in names))

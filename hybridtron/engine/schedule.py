@@ -1,35 +1,106 @@
-"""One optimizer step's forward and backward passes over its micro-batches."""
+"""Forward and backward passes of a step over its micro-batches, by Megatron's schedules.
+
+One process, 1F1B and interleaved stages all run through here. A loss is a sum over tokens; Megatron divides the
+gradients by the number of tokens of the whole step, over all micro-batches and ranks, however unequal their masks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
 
 from hybridtron.data.batch import Batch
-from hybridtron.model.lm import LanguageModel
-from hybridtron.ops.loss import Loss, cross_entropy
+from hybridtron.model.lm import ModelOut
+from hybridtron.parallel.linear import TensorGroup
+from hybridtron.parallel.loss import cross_entropy
 
 
-def forward_backward(model: LanguageModel, batches: Sequence[Batch], z_loss: float, device: torch.device) -> Tensor:
-    """Add up the gradients of the mean loss over all tokens of all micro-batches; returns that mean cross entropy.
+class StepLoss(NamedTuple):
+    """Cross entropy summed over the unmasked tokens of all ranks, and how many these are; known to every rank."""
 
-    The mean is over tokens, not over micro-batches: rows with more masked tokens weigh less.
+    total: Tensor
+    tokens: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        return self.total / self.tokens.clamp(min=1)
+
+
+def run_schedule(
+    stages: Sequence[nn.Module],
+    batches: Sequence[Batch],
+    z_loss: float,
+    tensor: TensorGroup,
+    device: torch.device,
+    forward_only: bool = False,
+) -> StepLoss:
+    """Run the micro-batches of this data-parallel rank through the pipeline; adds up gradients unless forward_only.
+
+    Every rank brings the batches itself, since each needs the borders of documents, and the ends need the tokens.
     """
-    tokens = sum(int(batch.mask_BL.sum()) for batch in batches)
-    total = torch.zeros((), device=device)
-    for batch in batches:
-        loss, aux = batch_loss(model, batch.to(device), z_loss)
-        objective = loss.total / max(tokens, 1)
-        for extra in aux.values():
-            objective = objective + extra / len(batches)
-        objective.backward()
-        total += loss.cross_entropy.detach()
-    return total / max(tokens, 1)
+    rows, length = batches[0].tokens_BL.shape
+    reports = get_forward_backward_func()(
+        forward_step_func=partial(_forward_step, z_loss=z_loss, tensor=tensor, device=device),
+        data_iterator=[iter(enumerate(batches)) for _ in stages],
+        model=list(stages),
+        num_microbatches=len(batches),
+        seq_length=length,
+        micro_batch_size=rows,
+        forward_only=forward_only,
+    )
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    for report in reports:
+        totals += report
+    dist.all_reduce(totals, group=parallel_state.get_pipeline_model_parallel_group())
+    dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+    return StepLoss(totals[0], totals[1])
 
 
-def batch_loss(model: LanguageModel, batch: Batch, z_loss: float = 0.0) -> tuple[Loss, dict[str, Tensor]]:
-    """The loss of one micro-batch whose rows start from zero states, and the mixers' auxiliary losses."""
-    logits_LBV, _, aux = model(batch.tokens_BL, None, batch.seq)
-    return cross_entropy(logits_LBV, batch.labels_BL.T, batch.mask_BL.T, z_loss), aux
+def _forward_step(
+    batches: Iterator[tuple[int, Batch]], stage: nn.Module, z_loss: float, tensor: TensorGroup, device: torch.device
+) -> tuple[Tensor, Any]:
+    """One micro-batch through one chunk; the index of the micro-batch will key its lanes' states."""
+    _, batch = next(batches)
+    batch = batch.to(device)
+    out: ModelOut = stage(batch)
+    output = with_auxiliary_losses(out.output, list(out.aux.values()), batch.mask_BL.sum())
+    return output, partial(_loss_of, batch=batch, z_loss=z_loss, tensor=tensor)
+
+
+def _loss_of(logits_LBV: Tensor, batch: Batch, z_loss: float, tensor: TensorGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """What Megatron asks of the last stage: the loss summed over tokens, their number, and what to report."""
+    loss = cross_entropy(logits_LBV, batch.labels_BL.T, batch.mask_BL.T, z_loss, tensor)
+    report = torch.stack([loss.cross_entropy.detach().double(), loss.tokens.double()])
+    return loss.total, loss.tokens.int(), report
+
+
+def with_auxiliary_losses(output: Tensor, losses: Sequence[Tensor], tokens: Tensor) -> Tensor:
+    """The output, made to bring auxiliary losses into the backward pass of its own stage.
+
+    Each is a mean over the micro-batch and counts with its number of tokens, as the gradients of all are divided by
+    the number of tokens of the step.
+    """
+    for loss in losses:
+        output = _Attached.apply(output, loss * tokens)
+    return output
+
+
+class _Attached(torch.autograd.Function):
+    """Passes a tensor on; in backward the attached scalar gets the gradient 1."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors
+        return grad, torch.ones_like(loss)

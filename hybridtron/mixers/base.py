@@ -29,8 +29,11 @@ class Out(NamedTuple):
 
 
 class Mixer(nn.Module, ABC):
-    """A residual sub-layer's body. Its constructor takes (spec, sizes) and leaves every weight uninitialised:
-    the spec's parameter table says how each starts, and `model/init.py` does it."""
+    """A residual sub-layer's body, or one tensor-parallel rank's share of it.
+
+    Its constructor takes (spec, sizes, tensor) and leaves every weight uninitialised: the spec's parameter table says
+    how each starts and how it is cut, and `model/init.py` fills it.
+    """
 
     @abstractmethod
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out: ...

@@ -9,7 +9,14 @@ from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, Out, State
 from hybridtron.ops.conv1d import causal_conv
 from hybridtron.ops.scan import selective_scan
-from hybridtron.parallel.linear import column_parallel, row_parallel
+from hybridtron.parallel.linear import (
+    TensorGroup,
+    column_parallel,
+    enter,
+    row_parallel,
+    row_parallel_inside,
+    sum_gradients,
+)
 from hybridtron.specs.base import ModelSizes
 from hybridtron.specs.mamba import MambaSpec
 
@@ -17,24 +24,28 @@ from hybridtron.specs.mamba import MambaSpec
 class Mamba(Mixer):
     """State: `ssm` (B, E, N) in fp32, and `conv` (B, W - 1, E), the inputs that the next chunk's convolution needs."""
 
-    def __init__(self, spec: MambaSpec, sizes: ModelSizes) -> None:
+    def __init__(self, spec: MambaSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()
-        self.inner, self.state, self.rank = spec.inner(sizes), spec.state, spec.rank(sizes)
-        self.in_proj = column_parallel(sizes.width, 2 * self.inner)
-        self.conv_weight = nn.Parameter(torch.empty(self.inner, spec.conv))
-        self.conv_bias = nn.Parameter(torch.empty(self.inner))
-        self.x_proj = row_parallel(self.inner, self.rank + 2 * self.state)
-        self.dt_proj = column_parallel(self.rank, self.inner)
-        self.dt_bias = nn.Parameter(torch.empty(self.inner))
-        self.A_log = nn.Parameter(torch.empty(self.inner, self.state))
-        self.D = nn.Parameter(torch.empty(self.inner))
-        self.out_proj = row_parallel(self.inner, sizes.width)
+        self.tensor = tensor
+        inner, self.state, self.rank = spec.inner(sizes), spec.state, spec.rank(sizes)
+        own = tensor.share(inner)
+        self.in_proj = column_parallel(sizes.width, 2 * inner, tensor)
+        self.conv_weight = nn.Parameter(torch.empty(own, spec.conv))
+        self.conv_bias = nn.Parameter(torch.empty(own))
+        self.x_proj = row_parallel_inside(inner, self.rank + 2 * self.state, tensor)
+        self.dt_proj = column_parallel(self.rank, inner, tensor)
+        self.dt_bias = nn.Parameter(torch.empty(own))
+        self.A_log = nn.Parameter(torch.empty(own, self.state))
+        self.D = nn.Parameter(torch.empty(own))
+        self.out_proj = row_parallel(inner, sizes.width, tensor)
 
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
-        x_BLE, z_BLE = self.in_proj(x_LBD).transpose(0, 1).chunk(2, dim=-1)
+        x_BLE, z_BLE = self.in_proj(enter(x_LBD, self.tensor)).transpose(0, 1).chunk(2, dim=-1)
         tail = None if state is None else state["conv"]
         x_BLE, tail = causal_conv(x_BLE, self.conv_weight, self.conv_bias, tail, seq.documents_BL, True)
-        dt_BLR, B_BLN, C_BLN = self.x_proj(x_BLE).split((self.rank, self.state, self.state), dim=-1)
+        # dt, B and C are whole on every rank, and each rank uses them for its own channels
+        dt_B_C = sum_gradients(self.x_proj(x_BLE), self.tensor)
+        dt_BLR, B_BLN, C_BLN = dt_B_C.split((self.rank, self.state, self.state), dim=-1)
         dt_BLE = self.dt_proj(dt_BLR)
         A_EN = -torch.exp(self.A_log)
         h_BEN = None if state is None else state["ssm"]

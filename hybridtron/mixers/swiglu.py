@@ -7,7 +7,7 @@ from torch import Tensor
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, Out, State
 from hybridtron.ops.swiglu import swiglu
-from hybridtron.parallel.linear import column_parallel, row_parallel
+from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_parallel
 from hybridtron.specs.base import ModelSizes
 from hybridtron.specs.swiglu import SwiGLUSpec
 
@@ -15,11 +15,12 @@ from hybridtron.specs.swiglu import SwiGLUSpec
 class SwiGLU(Mixer):
     """Gate and up projection in one product, their gated product, and the way back down."""
 
-    def __init__(self, spec: SwiGLUSpec, sizes: ModelSizes) -> None:
+    def __init__(self, spec: SwiGLUSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()
-        self.gate_up = column_parallel(sizes.width, 2 * spec.hidden)
-        self.down = row_parallel(spec.hidden, sizes.width)
+        self.tensor = tensor
+        self.gate_up = column_parallel(sizes.width, 2 * spec.hidden, tensor)
+        self.down = row_parallel(spec.hidden, sizes.width, tensor)
 
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
-        gate, up = self.gate_up(x_LBD).chunk(2, dim=-1)
+        gate, up = self.gate_up(enter(x_LBD, self.tensor)).chunk(2, dim=-1)
         return Out(self.down(swiglu(gate, up)), {}, {})

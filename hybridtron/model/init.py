@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 
 from hybridtron.model.lm import LanguageModel
+from hybridtron.parallel.cut import cut
 from hybridtron.specs.base import Constant, Init, InverseSoftplus, LogRange, Normal, Uniform
 
 
 def initialise(model: LanguageModel, seed: int) -> None:
-    """Fill every weight of the model in place."""
+    """Fill every weight of the model, or of the part that is here, in place."""
     for name, weight in model.named_parameters():
-        weight.data.copy_(starting_value(model.table[name].init, tuple(weight.shape), seed, name))
+        parameter = model.table[name]
+        whole = starting_value(parameter.init, parameter.shape, seed, name)
+        weight.data.copy_(cut(whole, parameter, model.place.tensor))
 
 
 def starting_value(init: Init, shape: tuple[int, ...], seed: int, name: str) -> Tensor:

@@ -9,6 +9,7 @@ from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers import MIXERS
 from hybridtron.mixers.base import Out, State
 from hybridtron.ops.norm_rope import rms_norm
+from hybridtron.parallel.linear import TensorGroup
 from hybridtron.specs.base import MixerSpec, ModelSizes
 
 
@@ -27,10 +28,10 @@ class RMSNorm(nn.Module):
 class Residual(nn.Module):
     """A pre-norm residual sub-layer around any mixer."""
 
-    def __init__(self, spec: MixerSpec, sizes: ModelSizes, norm_eps: float) -> None:
+    def __init__(self, spec: MixerSpec, sizes: ModelSizes, norm_eps: float, tensor: TensorGroup) -> None:
         super().__init__()
         self.norm = RMSNorm(sizes.width, norm_eps)
-        self.mixer = MIXERS[spec.kind](spec, sizes)
+        self.mixer = MIXERS[spec.kind](spec, sizes, tensor)
 
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
         y_LBD, state, aux = self.mixer(self.norm(x_LBD), state, seq)

@@ -1,7 +1,8 @@
-"""The language model: embedding, stack, norm, head. Tokens in, logits out, states beside them."""
+"""The language model, or one chunk of it: embedding, sub-layers, norm, head. States go in and out beside the tokens."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -9,42 +10,70 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hybridtron.config.architecture import architecture, parameter_table
-from hybridtron.config.schema import ModelConfig
+from hybridtron.config.schema import ModelConfig, Recompute
 from hybridtron.data.batch import SeqInfo
 from hybridtron.model.layer import RMSNorm
 from hybridtron.model.stack import Stack, States
-from hybridtron.parallel.linear import Embedding, column_parallel
+from hybridtron.parallel.linear import ALONE, TensorGroup, column_parallel, embedding, enter
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which part of the model is built: these sub-layers (None: all), with or without its ends, one tensor share."""
+
+    layers: range | None = None
+    first: bool = True
+    last: bool = True
+    tensor: TensorGroup = ALONE
+
+
+WHOLE = Place()
 
 
 class ModelOut(NamedTuple):
-    """logits_LBV of every position, the states after the last one, and the mixers' auxiliary losses by name."""
+    """Logits (L, B, V) of the last chunk, this rank's share of the vocabulary; the stream (L, B, D) of any other.
 
-    logits_LBV: Tensor
+    Beside them the states after the last token, and the mixers' auxiliary losses by name.
+    """
+
+    output: Tensor
     states: States
     aux: dict[str, Tensor]
 
 
 class LanguageModel(nn.Module):
-    """The whole model on one process. Weights are uninitialised until `model/init.py` or a checkpoint fills them."""
+    """Weights are uninitialised until `model/init.py` or a checkpoint fills them."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, place: Place = WHOLE, recompute: Recompute = Recompute.none) -> None:
         super().__init__()
-        self.table = parameter_table(config)
-        self.embedding = Embedding(config.vocab_size, config.width)
-        self.layers = Stack(architecture(config), config.norm_eps)
-        self.norm = RMSNorm(config.width, config.norm_eps)
-        self.head = None if config.tie_embeddings else column_parallel(config.width, config.vocab_size)
+        arch, tensor = architecture(config), place.tensor
+        self.place = place
+        self.tied = config.tie_embeddings
+        if place.first or (place.last and self.tied):
+            self.embedding = embedding(config.vocab_size, config.width, tensor)
+        layers = range(len(arch.specs)) if place.layers is None else place.layers
+        self.layers = Stack(arch, layers, config.norm_eps, tensor, recompute)
+        if place.last:
+            self.norm = RMSNorm(config.width, config.norm_eps)
+            if not self.tied:
+                self.head = column_parallel(config.width, config.vocab_size, tensor)
+        whole_table = parameter_table(config)
+        self.table = {name: whole_table[name] for name, _ in self.named_parameters()}
 
-    def forward(self, tokens_BL: Tensor, states: States | None, seq: SeqInfo) -> ModelOut:
-        x_LBD = self.embedding(tokens_BL.T)
+    def forward(self, tokens_BL: Tensor, states: States | None, seq: SeqInfo, x_LBD: Tensor | None = None) -> ModelOut:
+        """`x_LBD` is the stream from the chunk before, where there is one."""
+        if x_LBD is None:
+            x_LBD = self.embedding(tokens_BL)
         x_LBD, new_states, aux = self.layers(x_LBD, states, seq)
-        x_LBD = self.norm(x_LBD)
-        logits_LBV = functional.linear(x_LBD, self.embedding.weight) if self.head is None else self.head(x_LBD)
+        if not self.place.last:
+            return ModelOut(x_LBD, new_states, aux)
+        x_LBD = enter(self.norm(x_LBD), self.place.tensor)
+        logits_LBV = functional.linear(x_LBD, self.embedding.weight) if self.tied else self.head(x_LBD)
         return ModelOut(logits_LBV, new_states, aux)
 
     def cast(self, dtype: torch.dtype) -> LanguageModel:
-        """Compute in `dtype`; what the table marks fp32 (A_log, D, dt bias) stays in fp32."""
+        """Compute in `dtype`; what the table marks fp32 (A_log, D, dt bias) stays in fp32 at least."""
         for name, weight in self.named_parameters():
-            if not self.table[name].fp32:
-                weight.data = weight.data.to(dtype)
+            wide = torch.promote_types(dtype, torch.float32)
+            weight.data = weight.data.to(wide if self.table[name].fp32 else dtype)
         return self

@@ -1,15 +1,19 @@
-"""The residual sub-layers in order. States go in and come out as values, keyed by the layer's index in the model."""
+"""Residual sub-layers in order. States go in and come out as values, keyed by the layer's index in the model."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hybridtron.config.architecture import Architecture
+from hybridtron.config.schema import Recompute
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import State
 from hybridtron.model.layer import Residual
+from hybridtron.parallel.linear import TensorGroup
 
 States = dict[int, State]
 """One state per layer, by the layer's index in the whole model; layers without a state hold {}."""
@@ -24,18 +28,30 @@ class StackOut(NamedTuple):
 
 
 class Stack(nn.ModuleDict):
-    """The sub-layers, by their index in the model."""
+    """The sub-layers of one chunk of the model, by their index in the whole model.
 
-    def __init__(self, arch: Architecture, norm_eps: float) -> None:
-        layers = {str(i): Residual(spec, arch.sizes, norm_eps) for i, spec in enumerate(arch.specs)}
-        super().__init__(layers)
+    With `recompute=layer` a sub-layer keeps its input alone and runs again in backward, from the same initial state;
+    with `selective` those do that look along the sequence, and MLPs keep what they made.
+    """
+
+    def __init__(
+        self, arch: Architecture, indices: range, norm_eps: float, tensor: TensorGroup, recompute: Recompute
+    ) -> None:
+        super().__init__({str(i): Residual(arch.specs[i], arch.sizes, norm_eps, tensor) for i in indices})
+        along_sequence = {str(i) for i in indices if arch.specs[i].state_parts(arch.sizes)}
+        choices = {Recompute.none: set(), Recompute.selective: along_sequence, Recompute.layer: set(self)}
+        self.recomputed: set[str] = choices[recompute]
 
     def forward(self, x_LBD: Tensor, states: States | None, seq: SeqInfo) -> StackOut:
         new_states: States = {}
         total_aux: dict[str, Tensor] = {}
         for name, layer in self.items():
             state = None if states is None else states[int(name)]
-            x_LBD, new_states[int(name)], aux = layer(x_LBD, state, seq)
+            if name in self.recomputed and torch.is_grad_enabled():
+                out = checkpoint(layer, x_LBD, state, seq, use_reentrant=False, preserve_rng_state=False)
+            else:
+                out = layer(x_LBD, state, seq)
+            x_LBD, new_states[int(name)], aux = out
             for key, loss in aux.items():
                 total_aux[key] = total_aux[key] + loss if key in total_aux else loss
         return StackOut(x_LBD, new_states, total_aux)

@@ -1,14 +1,47 @@
-"""The linear layers that mixers are built from, named by how they will be cut over tensor-parallel ranks.
+"""The layers that mixers are built from, cut over tensor-parallel ranks by megatron-core.
 
 A column-parallel layer makes outputs that stay on their rank; a row-parallel layer takes such inputs and sums over
-ranks. On one process both are plain matrix products. Weights are left uninitialised (see `model/init.py`).
+ranks. Between them a mixer works on its rank's share of channels or heads and needs to know nothing else:
+
+    x = enter(x_LBD, tensor)               all tokens on every rank; in backward the ranks' gradients are summed
+    y = self.out_proj(act(self.in_proj(x)))
+
+Under sequence parallelism x_LBD holds a rank's share of the tokens: `enter` gathers them, a row-parallel layer hands
+them out again. On one rank all of this is plain matrix products. Weights are left uninitialised (`model/init.py`).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor, nn
 from torch.nn import functional
+
+from hybridtron.parallel.mcore import layer_config
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """The ranks that share every layer between them, and this one's place among them."""
+
+    size: int = 1
+    rank: int = 0
+    sequence: bool = False
+    group: torch.distributed.ProcessGroup | None = None
+
+    def share(self, total: int) -> int:
+        """This rank's part of so many channels or heads."""
+        assert total % self.size == 0, f"{total} can't be shared by {self.size} ranks; config/check.py refuses it"
+        return total // self.size
+
+
+ALONE = TensorGroup()
 
 
 class Linear(nn.Module):
@@ -22,22 +55,113 @@ class Linear(nn.Module):
         return functional.linear(x, self.weight)
 
 
-def column_parallel(in_features: int, out_features: int) -> Linear:
+class ColumnParallel(ColumnParallelLinear):
+    """Megatron-core's column-parallel layer. Its input has passed `enter`, so it leaves gradients of it unsummed."""
+
+    def __init__(self, in_features: int, out_features: int, tensor: TensorGroup) -> None:
+        config = layer_config(tensor.size, sequence=False)
+        super().__init__(
+            in_features,
+            out_features,
+            config=config,
+            init_method=_leave,
+            bias=False,
+            disable_grad_reduce=True,
+            tp_group=tensor.group,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[0]
+
+
+class RowParallel(RowParallelLinear):
+    """Megatron-core's row-parallel layer: the ranks' outputs are summed, and scattered by tokens if `sequence`."""
+
+    def __init__(self, in_features: int, out_features: int, tensor: TensorGroup, sequence: bool) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            config=layer_config(tensor.size, sequence=sequence),
+            init_method=_leave,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=False,
+            tp_group=tensor.group,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[0]
+
+
+def column_parallel(in_features: int, out_features: int, tensor: TensorGroup) -> nn.Module:
     """Each rank makes its own share of the outputs."""
-    return Linear(in_features, out_features)
+    return Linear(in_features, out_features) if tensor.size == 1 else ColumnParallel(in_features, out_features, tensor)
 
 
-def row_parallel(in_features: int, out_features: int) -> Linear:
-    """Each rank holds its own share of the inputs; the outputs are summed over ranks."""
-    return Linear(in_features, out_features)
+def row_parallel(in_features: int, out_features: int, tensor: TensorGroup) -> nn.Module:
+    """Each rank holds its own share of the inputs; the outputs are summed and go back into the stream."""
+    if tensor.size == 1:
+        return Linear(in_features, out_features)
+    return RowParallel(in_features, out_features, tensor, tensor.sequence)
+
+
+def row_parallel_inside(in_features: int, out_features: int, tensor: TensorGroup) -> nn.Module:
+    """As `row_parallel`, for use between `enter` and the way back: every rank gets all outputs of all tokens.
+
+    What follows uses them for its own channels only, so their gradients are partial until `sum_gradients`.
+    """
+    if tensor.size == 1:
+        return Linear(in_features, out_features)
+    return RowParallel(in_features, out_features, tensor, sequence=False)
+
+
+def enter(x_LBD: Tensor, tensor: TensorGroup) -> Tensor:
+    """From the residual stream into a mixer: all tokens on every rank."""
+    if tensor.size == 1:
+        return x_LBD
+    if tensor.sequence:
+        return gather_from_sequence_parallel_region(x_LBD, tensor_parallel_output_grad=True, group=tensor.group)
+    return copy_to_tensor_model_parallel_region(x_LBD, group=tensor.group)
+
+
+def sum_gradients(x: Tensor, tensor: TensorGroup) -> Tensor:
+    """The same on every rank going forward; in backward the ranks' partial gradients are summed."""
+    return x if tensor.size == 1 else copy_to_tensor_model_parallel_region(x, group=tensor.group)
 
 
 class Embedding(nn.Module):
-    """Token vectors; the rows of its weight can serve as the output head too."""
+    """Token vectors on one rank; the rows of its weight can serve as the output head too."""
 
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, width))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return functional.embedding(tokens, self.weight)
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        return functional.embedding(tokens_BL.T, self.weight)
+
+
+class VocabularyParallel(VocabParallelEmbedding):
+    """Megatron-core's embedding: each rank holds its own tokens' rows."""
+
+    def __init__(self, vocab_size: int, width: int, tensor: TensorGroup) -> None:
+        super().__init__(
+            vocab_size,
+            width,
+            init_method=_leave,
+            reduce_scatter_embeddings=tensor.sequence,
+            config=layer_config(tensor.size, sequence=tensor.sequence),
+            tp_group=tensor.group,
+        )
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        # when it scatters the sequence Megatron puts it first, otherwise it keeps the order of the tokens
+        return super().forward(tokens_BL if self.reduce_scatter_embeddings else tokens_BL.T)
+
+
+def embedding(vocab_size: int, width: int, tensor: TensorGroup) -> nn.Module:
+    """Tokens (B, L) -> the start of the residual stream (L, B, D)."""
+    return Embedding(vocab_size, width) if tensor.size == 1 else VocabularyParallel(vocab_size, width, tensor)
+
+
+def _leave(weight: Tensor) -> None:
+    """Megatron's layers ask for an initialiser; ours are filled by `model/init.py`."""

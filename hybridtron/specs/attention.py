@@ -1,6 +1,7 @@
 """Softmax attention with rotary positions: full or sliding window, with as many key/value heads as wanted.
 
-    q, k, v = u W_q, u W_k, u W_v [-> silu(conv(.)) where `conv` is set] -> RoPE on q, k;  y = out(softmax(q k^T / sqrt(head_dim)) v)
+    q, k, v = u W_q, u W_k, u W_v [-> silu(conv(.)) where `conv` is set] -> RoPE on q and k
+    y = out(softmax(q k^T / sqrt(head_dim)) v)
 
 A window of w lets a token see itself and the w - 1 tokens before it. Grouped-query attention is `kv_heads` below
 `heads`; multi-query is `kv_heads` 1. `conv` is the short convolution on q, k and v of Samba's Table 8.

@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from hybridtron.config.schema import Config, PhaseConfig
 from hybridtron.config.units import parse_tokens
+from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.data.folder import TokenFolder
 from hybridtron.data.loader import held_out
-from hybridtron.engine.schedule import batch_loss
-from hybridtron.model.lm import LanguageModel
+from hybridtron.engine.engine import Engine
 
 
-@torch.no_grad()
-def evaluate(
-    model: LanguageModel, folder: TokenFolder, config: Config, phase: PhaseConfig, device: torch.device
-) -> dict[str, float]:
+def evaluate(engine: Engine, folder: TokenFolder, config: Config, phase: PhaseConfig) -> dict[str, float]:
     """Mean cross entropy per token, by length: {"1x": 3.21, "2x": 3.18}."""
-    return {
-        f"{multiple}x": _mean_loss(model, folder, config, phase, multiple, device)
-        for multiple in config.run.eval_lengths
-    }
+    losses = {}
+    for multiple in config.run.eval_lengths:
+        rows = max(1, phase.micro_batch // multiple)
+        tokens = parse_tokens(config.run.eval_tokens)
+        batches = list(held_out(folder, config.data_of(phase).documents, phase.seq_len * multiple, tokens, rows))
+        losses[f"{multiple}x"] = engine.loss(shared_out(batches, rows, engine)).mean.item()
+    return losses
 
 
-def _mean_loss(
-    model: LanguageModel, folder: TokenFolder, config: Config, phase: PhaseConfig, multiple: int, device: torch.device
-) -> float:
-    documents = config.data_of(phase).documents
-    rows = max(1, phase.micro_batch // multiple)
-    total, tokens = torch.zeros((), device=device), torch.zeros((), device=device)
-    for batch in held_out(folder, documents, phase.seq_len * multiple, parse_tokens(config.run.eval_tokens), rows):
-        loss, _ = batch_loss(model, batch.to(device))
-        total += loss.cross_entropy
-        tokens += loss.tokens
-    return (total / tokens).item()
+def shared_out(batches: list[Batch], rows: int, engine: Engine) -> list[Batch]:
+    """This data-parallel rank's batches: as many on each, a multiple of the stages, all of the same shape.
+
+    What is missing is filled up with rows that are masked, and so count nowhere.
+    """
+    ranks, stages = engine.groups.data_size, engine.groups.pipeline_size
+    each = math.ceil(len(batches) / (ranks * stages)) * stages
+    full = [padded(batch, rows) for batch in batches]
+    nothing = Batch(full[0].tokens_BL, full[0].labels_BL, torch.zeros_like(full[0].mask_BL), full[0].seq)
+    full += [nothing] * (each * ranks - len(full))
+    return full[engine.groups.data_rank * each :][:each]
+
+
+def padded(batch: Batch, rows: int) -> Batch:
+    """The batch with so many rows; those beyond its own repeat its first one under a mask."""
+    missing = rows - len(batch.tokens_BL)
+    if missing == 0:
+        return batch
+    index = torch.tensor([*range(len(batch.tokens_BL)), *[0] * missing])
+    mask_BL = batch.mask_BL[index]
+    mask_BL[-missing:] = False
+    documents_BL = None if batch.seq.documents_BL is None else batch.seq.documents_BL[index]
+    seq = SeqInfo(batch.seq.positions_BL[index], documents_BL)
+    return Batch(batch.tokens_BL[index], batch.labels_BL[index], mask_BL, seq)

@@ -12,7 +12,7 @@ from hybridtron.device import compute_device, dump_memory_snapshot, record_memor
 
 
 @contextmanager
-def profiled(step: int, chosen: Sequence[int], logs: Path) -> Iterator[None]:
+def profiled(step: int, chosen: Sequence[int], logs: Path, rank: int) -> Iterator[None]:
     """Trace the block if its step is a chosen one."""
     if step not in chosen:
         yield
@@ -23,9 +23,9 @@ def profiled(step: int, chosen: Sequence[int], logs: Path) -> Iterator[None]:
         record_memory_history(True)
     with profile(activities=activities, profile_memory=True, acc_events=True) as trace:
         yield
-    trace.export_chrome_trace(str(logs / f"trace-step-{step:08d}.json"))
+    trace.export_chrome_trace(str(logs / f"trace-step-{step:08d}-rank-{rank}.json"))
     key = "self_cuda_memory_usage" if on_cuda else "self_cpu_memory_usage"
-    (logs / f"memory-step-{step:08d}.txt").write_text(trace.key_averages().table(sort_by=key, row_limit=40))
+    (logs / f"memory-step-{step:08d}-rank-{rank}.txt").write_text(trace.key_averages().table(sort_by=key, row_limit=40))
     if on_cuda:
-        dump_memory_snapshot(str(logs / f"memory-step-{step:08d}.pickle"))
+        dump_memory_snapshot(str(logs / f"memory-step-{step:08d}-rank-{rank}.pickle"))
         record_memory_history(False)

@@ -21,13 +21,16 @@ def open_run_folder(config: Config) -> Path:
 
 
 @contextmanager
-def outcome(run_dir: Path) -> Iterator[None]:
-    """Write outcome.json when the block ends: finished, or failed with the reason."""
+def outcome(run_dir: Path, writes: bool) -> Iterator[None]:
+    """Write outcome.json when the block ends: finished, or failed with the reason. One process writes it."""
     path = run_dir / "outcome.json"
-    path.unlink(missing_ok=True)
+    if writes:
+        path.unlink(missing_ok=True)
     try:
         yield
     except BaseException as error:
-        path.write_text(json.dumps({"outcome": "failed", "reason": f"{type(error).__name__}: {error}"}))
+        if writes:
+            path.write_text(json.dumps({"outcome": "failed", "reason": f"{type(error).__name__}: {error}"}))
         raise
-    path.write_text(json.dumps({"outcome": "finished"}))
+    if writes:
+        path.write_text(json.dumps({"outcome": "finished"}))

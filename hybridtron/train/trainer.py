@@ -12,18 +12,19 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridtron.checkpoint import io
+from hybridtron.config.architecture import parameter_table
 from hybridtron.config.count import count
 from hybridtron.config.problems import ConfigError
 from hybridtron.config.schema import Config
 from hybridtron.config.units import parse_steps, readable
 from hybridtron.data.batch import Batch
 from hybridtron.data.loader import Loader, build_loader
-from hybridtron.device import DTYPES, compute_device, describe_device, synchronize
-from hybridtron.engine.optim import Optimizer
-from hybridtron.engine.schedule import forward_backward
-from hybridtron.model.init import initialise
-from hybridtron.model.lm import LanguageModel
+from hybridtron.device import describe_device, megatron_context, synchronize
+from hybridtron.engine.engine import Engine
 from hybridtron.ops.dispatch import choices
+from hybridtron.parallel.groups import Groups, barrier, launched
+from hybridtron.parallel.groups import start as start_groups
+from hybridtron.parallel.groups import stop as stop_groups
 from hybridtron.specs.base import Problem
 from hybridtron.train.evaluate import evaluate
 from hybridtron.train.lr import learning_rate
@@ -38,17 +39,27 @@ def run(config: Config) -> None:
     """Train what the configuration asks for, from the newest checkpoint of its run folder if there is one."""
     start = starting_point(config)
     if start is not None and (done := io.read_meta(start).step) >= last_step(config):
-        print(
-            f"{config.run.dir} has finished: {start} is at step {done} of {last_step(config)}, nothing left to do.\n"
-            f"To train further raise phases or run.max_steps; to start anew set run.dir=FOLDER, "
-            f"or run.name=NAME for {Path(config.run.dir).parent}/NAME."
-        )
+        if launched().rank == 0:
+            print(
+                f"{config.run.dir} has finished: {start} is at step {done} of {last_step(config)}, "
+                "nothing left to do.\n"
+                f"To train further raise phases or run.max_steps; to start anew set run.dir=FOLDER, "
+                f"or run.name=NAME for {Path(config.run.dir).parent}/NAME."
+            )
         return
     if start is not None:
         check_same_model(start, config)
-    run_dir = open_run_folder(config)
-    with outcome(run_dir):
-        Trainer(config, run_dir, start).fit()
+    with megatron_context():
+        groups = start_groups(config.parallel)
+        run_dir = Path(config.run.dir)
+        if groups.is_first:
+            open_run_folder(config)
+        barrier()
+        try:
+            with outcome(run_dir, groups.is_first):
+                Trainer(config, run_dir, start, groups).fit()
+        finally:
+            stop_groups()
 
 
 def starting_point(config: Config) -> Path | None:
@@ -73,42 +84,38 @@ def check_same_model(start: Path, config: Config) -> None:
 
 
 class Trainer:
-    """One run on one process."""
+    """One run, on one process or as one rank of many. Only the first rank speaks and writes metrics."""
 
-    def __init__(self, config: Config, run_dir: Path, start: Path | None) -> None:
-        self.config, self.run_dir = config, run_dir
-        self.device = compute_device()
+    def __init__(self, config: Config, run_dir: Path, start: Path | None, groups: Groups) -> None:
+        self.config, self.run_dir, self.groups = config, run_dir, groups
         torch.manual_seed(config.run.seed)
-        self.model = LanguageModel(config.model).to(self.device)
-        if start is None:
-            initialise(self.model, config.run.seed)
-        self.model.cast(DTYPES[config.precision.name])
-        self.optimizer = Optimizer(self.model, config.optim)
-        self.resumed = None if start is None else io.restore(start, self.model, self.optimizer)
+        weights = None if start is None else io.stored(start, "model.safetensors", parameter_table(config.model))
+        self.engine = Engine(config, groups, weights)
+        self.resumed = None if start is None else io.restore_optimizer(start, self.engine)
         self.first = 0 if self.resumed is None else self.resumed.step
         self.last = last_step(config)
         self.skipped = 0
 
     def fit(self) -> None:
         """Walk through the phases from where the run stands to its end."""
-        self.announce()
+        if self.groups.is_first:
+            self.announce()
         if self.config.run.compile:
-            self.model.compile()
-        self.metrics = Metrics(self.run_dir, self.config, self.first, self.last)
+            self.engine.compile()
+        self.metrics = Metrics(self.run_dir, self.config, self.first, self.last) if self.groups.is_first else None
         try:
             for stretch in stretches(self.config):
                 if stretch.last > self.first and stretch.first < self.last:
                     self.train_phase(stretch)
         finally:
-            self.metrics.close()
-        checkpoint = io.folder_of(self.run_dir, self.last)
-        print(f"finished at step {self.last}; checkpoint: {checkpoint}")
-        if self.config.run.sample_tokens:
-            print(sample_text(self.model, checkpoint, self.config.run.sample_prompt, self.config.run.sample_tokens))
+            if self.metrics is not None:
+                self.metrics.close()
+        if self.groups.is_first:
+            self.conclude(io.folder_of(self.run_dir, self.last))
 
     def train_phase(self, stretch: Stretch) -> None:
         """Train the steps of one phase that are still to be done; a phase ends with an evaluation and a checkpoint."""
-        loader = build_loader(self.config, stretch.index)
+        loader = self.loader_of(stretch)
         first, last = max(self.first, stretch.first), min(self.last, stretch.last)
         self.check_same_data(loader, stretch)
         self.flops_per_token = count(self.config.model, stretch.phase.seq_len).flops_per_token
@@ -118,34 +125,36 @@ class Trainer:
             for step in range(first + 1, last + 1):
                 asked = time.perf_counter()
                 batches = next(steps)
-                with profiled(step, self.config.run.profile, self.run_dir / "logs"):
+                with profiled(step, self.config.run.profile, self.run_dir / "logs", self.groups.rank):
                     metrics = self.train_step(step, stretch, batches, asked)
                 if step % eval_every == 0 or step == last:
-                    losses = evaluate(self.model, loader.folder, self.config, stretch.phase, self.device)
+                    losses = evaluate(self.engine, loader.folder, self.config, stretch.phase)
                     metrics = replace(metrics, validation=losses)
-                self.metrics.write(metrics)
+                if self.metrics is not None:
+                    self.metrics.write(metrics)
                 if step % save_every == 0 or step == last:
-                    self.save(step, loader)
+                    tokenizer = loader.folder.tokenizer_file
+                    io.save(self.run_dir, step, self.config, self.engine, loader.fingerprint, tokenizer)
 
     def train_step(self, step: int, stretch: Stretch, batches: list[Batch], asked: float) -> StepMetrics:
         """One optimizer step; `asked` is when its data was asked for."""
         arrived = time.perf_counter()
         phase, optim = stretch.phase, self.config.optim
         lr = learning_rate(stretch.phase_tokens_at(step), phase, optim)
-        loss = forward_backward(self.model, batches, optim.z_loss, self.device)
-        layers = self.optimizer.norms() if self.config.run.layer_norms else None
-        grad_norm, accepted = self.optimizer.step(lr)
+        loss = self.engine.forward_backward(batches)
+        layers = self.engine.optimizer.norms() if self.config.run.layer_norms else None
+        grad_norm, accepted = self.engine.optimizer.step(lr)
         synchronize()
         self.skipped += not accepted
         step_time = time.perf_counter() - asked
         speed = phase.tokens_per_step / step_time
-        tflops = speed * self.flops_per_token / 1e12
+        tflops = speed * self.flops_per_token / 1e12 / self.groups.world_size
         peak = self.config.cluster.peak_tflops
         return StepMetrics(
             step=step,
             phase=phase.name,
             tokens=stretch.tokens_at(step),
-            loss=loss.item(),
+            loss=loss.mean.item(),
             grad_norm=grad_norm,
             lr=lr,
             step_time=step_time,
@@ -157,10 +166,12 @@ class Trainer:
             layers=layers,
         )
 
-    def save(self, step: int, loader: Loader) -> None:
-        """Write the checkpoint of a step."""
-        tokenizer = loader.folder.tokenizer_file
-        io.save(self.run_dir, step, self.config, self.model, self.optimizer, loader.fingerprint, tokenizer)
+    def loader_of(self, stretch: Stretch) -> Loader:
+        """This rank's loader; a corpus that must be prepared first is prepared once."""
+        if self.groups.is_first:
+            build_loader(self.config, stretch.index)
+        barrier()
+        return build_loader(self.config, stretch.index, self.groups.data_rank, self.groups.data_size)
 
     def check_same_data(self, loader: Loader, stretch: Stretch) -> None:
         """A phase resumed in its middle must find the data in the order that it left."""
@@ -174,12 +185,25 @@ class Trainer:
 
     def announce(self) -> None:
         """What runs, on what, with which kernels and why."""
-        parameters = sum(weight.numel() for weight in self.model.parameters())
+        parameters = sum(parameter.size for parameter in self.engine.optimizer.table.values())
         print(
             f"{self.config.run.name}: {readable(parameters)} parameters, {self.config.precision.name}, "
             f"{describe_device()}, steps {self.first + 1} to {self.last}, folder {self.run_dir}"
         )
+        if self.groups.world_size > 1:
+            parallel = self.config.parallel
+            print(
+                f"{self.groups.world_size} processes: tensor {parallel.tensor}{' with sequence' * parallel.sequence}, "
+                f"pipeline {parallel.pipeline} x {parallel.virtual_pipeline}, data {self.groups.data_size}"
+            )
         table = Table("op", "form", "why", box=None, title="kernels", title_justify="left")
-        for row in choices(self.device.type):
+        for row in choices(self.engine.device.type):
             table.add_row(*row)
         Console().print(table)
+
+    def conclude(self, checkpoint: Path) -> None:
+        """Where the checkpoint is, and a sample of text where one process holds the whole model."""
+        print(f"finished at step {self.last}; checkpoint: {checkpoint}")
+        run = self.config.run
+        if run.sample_tokens and self.groups.world_size == 1:
+            print(sample_text(self.engine.stages[0].model, checkpoint, run.sample_prompt, run.sample_tokens))

@@ -9,8 +9,8 @@ from hybridtron.config.load import choices_of, load
 from hybridtron.config.problems import ConfigError
 
 
-def told(*arguments: str) -> dict[str, str]:
-    return {problem.key: problem.message for problem in check(load(arguments))}
+def told(*arguments: str, world_size: int | None = None) -> dict[str, str]:
+    return {problem.key: problem.message for problem in check(load(arguments), world_size)}
 
 
 @pytest.mark.parametrize("recipe", choices_of("recipe"))
@@ -54,10 +54,10 @@ def test_recipes_keep_every_rule_and_are_named_after_their_files(recipe):
         ("phases.0.seq_len=0", "phases.0.seq_len", "at least 1"),
         ("phases.0.global_batch=-1", "phases.0.global_batch", "at least 1"),
         ("phases.0.micro_batch=0", "phases.0.micro_batch", "at least 1"),
-        ("phases.0.micro_batch=6", "phases.0.micro_batch", "must divide global_batch=16: 4 or 8"),
-        ("phases.0.micro_batch=32", "phases.0.micro_batch", "must divide global_batch=16: 16"),
+        ("phases.0.micro_batch=6", "phases.0.micro_batch", "must divide global_batch=8: 4 or 8"),
+        ("phases.0.micro_batch=32", "phases.0.micro_batch", "must divide global_batch=8: 8"),
         ("phases.0.tokens=lots", "phases.0.tokens", "such as 4M"),
-        ("phases.0.tokens=4K", "phases.0.tokens", "use at least 4096"),
+        ("phases.0.tokens=2K", "phases.0.tokens", "use at least 2048"),
         ("optim.betas=[0.9,1.0]", "optim.betas.1", "below 1"),
         ("optim.betas=[0.9]", "optim.betas", "must have two"),
         ("optim.eps=0", "optim.eps", "above 0"),
@@ -66,7 +66,7 @@ def test_recipes_keep_every_rule_and_are_named_after_their_files(recipe):
         ("optim.z_loss=-1", "optim.z_loss", "at least 0"),
         ("optim.final_lr=2", "optim.final_lr", "between 0 and 1"),
         ("optim.warmup=soon", "optim.warmup", "a share such as 1%"),
-        ("optim.warmup=200%", "optim.warmup", "use at most 1M"),
+        ("optim.warmup=200%", "optim.warmup", "use at most 750K"),
         ("run.name=", "run.name", "is empty"),
         ("run.eval_every=often", "run.eval_every", "number of steps"),
         ("run.eval_every=0", "run.eval_every", "at least 1 step"),
@@ -82,12 +82,15 @@ def test_recipes_keep_every_rule_and_are_named_after_their_files(recipe):
         ("checkpoint.every=0.2", "checkpoint.every", "at least 1 step"),
         ("checkpoint.every=x", "checkpoint.every", "number of steps"),
         ("checkpoint.keep=0", "checkpoint.keep", "at least 1"),
-        ("parallel.tensor=2", "parallel.tensor", "use 1"),
-        ("parallel.pipeline=2", "parallel.pipeline", "use 1"),
-        ("parallel.virtual_pipeline=2", "parallel.virtual_pipeline", "use 1"),
+        ("parallel.tensor=0", "parallel.tensor", "is 0, must be at least 1"),
+        ("parallel.pipeline=0", "parallel.pipeline", "is 0, must be at least 1"),
+        ("parallel.virtual_pipeline=-1", "parallel.virtual_pipeline", "is -1, must be at least 1"),
+        ("parallel.tensor=3", "parallel.tensor", "model.layers.W.heads is 4, which 3 ranks can't share evenly"),
+        ("parallel.pipeline=9", "parallel.pipeline", "are 9 stages for 8 layers: use at most 8"),
+        ("parallel.virtual_pipeline=2", "parallel.virtual_pipeline", "use 1, or parallel.pipeline of at least 2"),
         ("parallel.context=2", "parallel.context", "use 1"),
         ("parallel.expert=2", "parallel.expert", "use 1"),
-        ("parallel.sequence=true", "parallel.sequence", "use false"),
+        ("parallel.overlap_param_gather=true", "parallel.overlap_param_gather", "set both, or use false"),
         ("cluster.peak_tflops=0", "cluster.peak_tflops", "above 0"),
         ("cluster.memory_gb=-80", "cluster.memory_gb", "above 0"),
     ],
@@ -146,3 +149,66 @@ def test_warnings_name_what_has_no_effect():
     assert len(found) == 2
     assert "model.layers.W" in found[0]
     assert "optim.schedule=wsd" in found[1]
+
+
+def test_tensor_sizes_that_work_are_those_of_the_whole_model():
+    assert told("recipe=samba_3.8b", "parallel.tensor=4") == {
+        "parallel.tensor": "is 4, but model.layers.W.heads is 11, which 4 ranks can't share evenly: use 1"
+    }
+    heads = "model.layers.W={kind: attention, heads: 12, kv_heads: 12}"
+    message = told(heads, "model.pattern=MW", "model.vocab_size=2055", "parallel.tensor=4")["parallel.tensor"]
+    assert message.endswith("model.vocab_size is 2055, which 4 ranks can't share evenly: use 1 or 3")
+    message = told("recipe=samba_1.7b", "parallel.tensor=8")["parallel.tensor"]
+    assert message == "is 8, but model.layers.-.hidden is 8196, which 8 ranks can't share evenly: use 1, 2 or 4"
+
+
+def test_letters_that_are_not_used_need_not_be_cut():
+    assert not told("model.pattern=(M-)*2", "parallel.tensor=8")
+
+
+def test_sequence_parallel_rows_must_be_shared_evenly():
+    arguments = ("parallel.tensor=4", "parallel.sequence=true", "phases.0.seq_len=250")
+    assert told(*arguments) == {
+        "phases.0.seq_len": "is 250, which parallel.sequence can't share over parallel.tensor=4 ranks: use 248 or 252"
+    }
+
+
+def test_processes_must_fill_the_layout():
+    layout = ("parallel.tensor=2", "parallel.pipeline=2", "phases.0.micro_batch=1")
+    assert not told(*layout, world_size=8)
+    for processes, fitting in ((6, "start 4 or 8"), (2, "start 4")):
+        message = told(*layout, world_size=processes)["parallel.tensor"]
+        assert message.startswith("is 2, times parallel.pipeline=2 makes 4 ranks a model")
+        assert message.endswith(fitting)
+
+
+def test_the_batch_must_be_shared_evenly():
+    rows = ("phases.0.global_batch=12", "phases.0.micro_batch=4")
+    assert not told(*rows, world_size=3)
+    message = told(*rows, world_size=2)["phases.0.global_batch"]
+    assert message.endswith("2 data-parallel ranks in micro batches of 4: use 8 or 16, or another micro_batch")
+
+
+def test_interleaved_stages_need_a_multiple_of_the_pipeline():
+    layout = ("parallel.pipeline=2", "parallel.virtual_pipeline=2", "phases.0.micro_batch=2")
+    assert not told(*layout, "phases.0.global_batch=8", world_size=4)
+    message = told(*layout, "phases.0.global_batch=12", world_size=4)["phases.0.global_batch"]
+    assert "makes 3 micro batches a data-parallel rank" in message
+    assert message.endswith("a multiple of 2: use 8 or 16, or another micro_batch")
+    assert not told("parallel.pipeline=2", "phases.0.micro_batch=2", "phases.0.global_batch=12", world_size=4)
+
+
+def test_bars_must_make_as_many_stages_as_the_layout():
+    pattern = "model.pattern=M-|W-|M-|W-"
+    assert not told(pattern, "parallel.pipeline=4", "phases.0.micro_batch=1")
+    assert not told(pattern, "parallel.pipeline=2", "parallel.virtual_pipeline=2", "phases.0.micro_batch=1")
+    message = told(pattern, "parallel.pipeline=2")["model.pattern"]
+    assert message.startswith("has 3 bars, which make 4 stages, but pipeline=2 times virtual_pipeline=1 are 2")
+    assert "pipeline=4 virtual_pipeline=1 or pipeline=2 virtual_pipeline=2, or no bars" in message
+
+
+def test_what_a_layout_does_not_use_is_noted():
+    found = warnings(load(["model.pattern=M-|W-", "parallel.sequence=true"]))
+    assert len(found) == 2
+    assert "parallel.tensor of at least 2" in found[0]
+    assert "stage borders" in found[1]

@@ -32,7 +32,7 @@ def test_micro_batches_with_unequal_masks_equal_one_batch() -> None:
 
 def test_loss_is_the_mean_cross_entropy_over_unmasked_tokens() -> None:
     batch, model = random_batch(), small_model()
-    logits_BLV = model(batch.tokens_BL, None, batch.seq).logits_LBV.transpose(0, 1)
+    logits_BLV = model(batch.tokens_BL, None, batch.seq).output.transpose(0, 1)
     expected = torch.nn.functional.cross_entropy(logits_BLV[batch.mask_BL], batch.labels_BL[batch.mask_BL])
     torch.testing.assert_close(forward_backward(model, [batch], 0.0, CPU), expected.detach())
 

@@ -11,6 +11,7 @@ from hybridtron.mixers import MIXERS
 from hybridtron.mixers.base import Mixer
 from hybridtron.model.init import starting_value
 from hybridtron.ops.dispatch import force
+from hybridtron.parallel.linear import ALONE
 from hybridtron.specs import SPECS
 from hybridtron.specs.base import MixerSpec, ModelSizes
 from tests.conftest import seq_info
@@ -33,7 +34,7 @@ CASES = [
 
 
 def build(spec: MixerSpec, dtype: torch.dtype = torch.float64) -> Mixer:
-    mixer = MIXERS[spec.kind](spec, SIZES)
+    mixer = MIXERS[spec.kind](spec, SIZES, ALONE)
     for name, weight in mixer.named_parameters():
         start = starting_value(spec.parameters(SIZES)[name].init, tuple(weight.shape), 1, name)
         weight.data.copy_(start + 0.01 * torch.randn(start.shape))

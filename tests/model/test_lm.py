@@ -72,7 +72,7 @@ def test_decoding_from_carried_states_equals_reading_the_whole() -> None:
     prompt = torch.randint(61, (2, 13))
     made = generate(model, prompt, new_tokens=12, temperature=0, seed=0)
     whole = torch.cat([prompt, made], dim=1)
-    logits_BLV = model(whole, None, SeqInfo.stream(*whole.shape)).logits_LBV.transpose(0, 1)
+    logits_BLV = model(whole, None, SeqInfo.stream(*whole.shape)).output.transpose(0, 1)
     assert torch.equal(logits_BLV[:, 12:-1].argmax(-1), made)
 
 

@@ -67,3 +67,38 @@ def test_what_has_no_effect_is_noted():
     result = run("model.pattern=M-", "--json")
     assert result.returncode == 0
     assert "note: model.layers.W" in result.stderr
+
+
+def test_a_layout_is_told_rank_by_rank():
+    layout = ("parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2", "parallel.virtual_pipeline=2")
+    result = run("recipe=samba_1.7b", *layout, "--gpus", "16", "--json")
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert len(told["stages"]) == 4
+    assert sum(told["stages"]) == 48
+    plan = told["plan"]
+    assert (plan["world_size"], plan["data"], plan["micro_batches"]) == (16, 4, 512)
+    chunks = [chunk for rank in plan["ranks"] for chunk in rank["chunks"]]
+    assert [chunk["index"] for chunk in chunks] == [0, 2, 1, 3]
+    assert sorted(layer for chunk in chunks for layer in chunk["layers"]) == list(range(48))
+    assert told["memory"]["total"] == max(rank["memory"]["total"] for rank in plan["ranks"])
+
+
+def test_layouts_are_proposed():
+    result = run("recipe=samba_1.3b", "--gpus", "64", "--fit", "80GB", "--json")
+    assert result.returncode == 0, result.stderr
+    best = json.loads(result.stdout)["fit"][0]
+    assert best["memory"]["total"] < 72e9
+    assert "phases.0.micro_batch" in best["settings"][-1]
+    tables = run("recipe=samba_3.8b", "--gpus", "256", "--fit", "80")
+    assert tables.returncode == 0, tables.stderr
+    assert tables.stdout.isascii()
+    assert "not tried: parallel.tensor=2, since model.layers.W.heads is 11" in tables.stdout
+
+
+def test_a_world_that_does_not_fit_is_refused():
+    result = run("recipe=samba_1.7b", "parallel.pipeline=4", "--gpus", "6")
+    assert result.returncode == 2
+    assert "start 4 or 8" in result.stderr
+    for wrong in (("--gpus", "0"), ("--fit", "much")):
+        assert run(*wrong).returncode == 2

@@ -128,7 +128,7 @@ def test_reports_norms_and_traces_when_asked(train_small: Train, tmp_path: Path)
     layers = metrics_of(tmp_path / "run")[1]["layers"]
     assert layers["layers.0.grad_norm"] > 0
     logs = {path.name for path in (tmp_path / "run" / "logs").iterdir()}
-    assert {"trace-step-00000002.json", "memory-step-00000002.txt"} <= logs
+    assert {"trace-step-00000002-rank-0.json", "memory-step-00000002-rank-0.txt"} <= logs
 
 
 def test_skipped_steps_are_counted_and_change_nothing(

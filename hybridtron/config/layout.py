@@ -1,0 +1,194 @@
+"""Which rank holds which sub-layers, and how many ranks share the data. No torch, no process group.
+
+There are `pipeline * virtual_pipeline` chunks of consecutive sub-layers. Chunk c runs on pipeline rank c % pipeline as
+its virtual stage c // pipeline (Megatron's interleaved order), so a micro batch passes rank after rank, and then the
+next virtual stage of each. Bars in the pattern say where the chunks end; without bars they are balanced: of all ways
+to cut the sub-layers into runs of at least one, those whose dearest chunk is cheapest, and of these the most even.
+
+The cost of a sub-layer is its forward FLOPs per token at one sequence length (the longest of any phase: a layout does
+not change between phases), with what is bound by memory weighed by `SCAN_WEIGHT`. The embedding counts with the first
+sub-layer, the head and the loss with the last.
+
+Why 80: with 0.8% of its FLOPs in the scan, Mamba 1.3B trains at 0.69 times the speed of Llama-2 1.3B on H100 (Samba,
+Table 3: 17.8 and 25.9 times 1e5 tokens/s on 64). If all else runs equally fast per FLOP, the scan costs 80 times its
+FLOPs. The same weight puts Samba 1.3B at 0.97 times Llama-2's speed, which is what the paper measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+
+from hybridtron.config.architecture import architecture
+from hybridtron.config.problems import ConfigError
+from hybridtron.config.schema import Config, ModelConfig, ParallelConfig
+from hybridtron.specs.base import MixerSpec, ModelSizes, Problem
+
+SCAN_WEIGHT = 80
+_LOSS_FLOPS = 5  # per logit: maximum, difference, exponential, sum, gradient; bound by memory
+
+
+def chunk_count(parallel: ParallelConfig) -> int:
+    """Into how many pieces the pipeline cuts the model."""
+    return parallel.pipeline * parallel.virtual_pipeline
+
+
+def chunks_on(parallel: ParallelConfig, rank: int) -> range:
+    """The chunks that a pipeline rank runs, as its virtual stages 0, 1, ..."""
+    return range(rank, chunk_count(parallel), parallel.pipeline)
+
+
+def stages_of(config: Config) -> tuple[range, ...]:
+    """The sub-layers of every chunk of this run; see `stage_layers`."""
+    return stage_layers(config.model, config.parallel, max(phase.seq_len for phase in config.phases))
+
+
+def stage_layers(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> tuple[range, ...]:
+    """The sub-layers (global indices) of every chunk, in model order. Raises ConfigError where there is no such cut."""
+    if found := stage_problems(model, parallel):
+        raise ConfigError(found)
+    bars = architecture(model).stages
+    chunks = chunk_count(parallel)
+    sizes = bars if len(bars) == chunks else balanced(layer_costs(model, seq_len), chunks)
+    ends = list(itertools.accumulate(sizes))
+    return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))
+
+
+def stage_problems(model: ModelConfig, parallel: ParallelConfig) -> list[Problem]:
+    """What keeps the sub-layers from being cut into so many chunks; one chunk needs no cut and ignores bars."""
+    arch = architecture(model)
+    chunks, bars, layers = chunk_count(parallel), len(arch.stages), len(arch.specs)
+    if chunks == 1:
+        return []
+    asked = f"pipeline={parallel.pipeline} times virtual_pipeline={parallel.virtual_pipeline}"
+    if bars > 1 and bars != chunks:
+        pairs = [(bars // stages, stages) for stages in range(1, bars) if bars % stages == 0]
+        fitting = " or ".join(f"pipeline={size} virtual_pipeline={stages}" for size, stages in pairs)
+        message = f"has {bars - 1} bars, which make {bars} stages, but {asked} are {chunks}: use {fitting}, or no bars"
+        return [Problem("model.pattern", message)]
+    if layers < chunks:
+        message = f"is {parallel.pipeline}, but {asked} are {chunks} stages for {layers} layers: use at most {layers}"
+        return [Problem("parallel.pipeline", message)]
+    return []
+
+
+def chunk_cost(model: ModelConfig, layers: range, seq_len: int) -> int:
+    """Weighted forward FLOPs per token of a chunk, with the embedding or the head where it holds that end."""
+    return sum(layer_costs(model, seq_len)[layers.start : layers.stop])
+
+
+def layer_costs(model: ModelConfig, seq_len: int) -> tuple[int, ...]:
+    """Weighted forward FLOPs per token of every sub-layer; the ends of the model count with the ends of the list."""
+    arch = architecture(model)
+    specs = dict(zip(arch.letters, arch.specs, strict=True))
+    by_letter = {letter: mixer_cost(spec, arch.sizes, seq_len) for letter, spec in specs.items()}
+    costs = [by_letter[letter] for letter in arch.letters]
+    costs[0] += embedding_cost(model)
+    costs[-1] += head_cost(model)
+    return tuple(costs)
+
+
+def mixer_cost(spec: MixerSpec, sizes: ModelSizes, seq_len: int) -> int:
+    """Weighted forward FLOPs per token of one sub-layer."""
+    parts = spec.flops(sizes, seq_len)
+    return round(sum(flops * (SCAN_WEIGHT if part == "scan" else 1) for part, flops in parts.items()))
+
+
+def embedding_cost(model: ModelConfig) -> int:
+    """A lookup: width values are read and written."""
+    return SCAN_WEIGHT * 2 * model.width
+
+
+def head_cost(model: ModelConfig) -> int:
+    """The projection to the vocabulary, and the loss."""
+    return (2 * model.width + SCAN_WEIGHT * _LOSS_FLOPS) * model.vocab_size
+
+
+def balanced(costs: Sequence[int], chunks: int) -> tuple[int, ...]:
+    """How many of these stand in each chunk: the smallest largest sum, then the smallest sum of squares.
+
+    The smallest possible largest sum is found by bisection. It bounds each border from the left and from the right,
+    and between the bounds, dynamic programming finds the most even cut.
+    """
+    assert 1 <= chunks <= len(costs)
+    sums = [0, *itertools.accumulate(costs)]
+    low, high = max(costs), sums[-1]
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _chunks_needed(sums, middle) <= chunks else (middle + 1, high)
+    first, last = _border_bounds(sums, chunks, low)
+    squares = {0: 0}  # sum of squares of the chunks so far, by where the last of them ends
+    came_from: list[dict[int, int]] = []
+    for chunk in range(1, chunks + 1):
+        reached: dict[int, int] = {}
+        back: dict[int, int] = {}
+        for end in range(first[chunk], last[chunk] + 1):
+            starts = [start for start in squares if start < end and sums[end] - sums[start] <= low]
+            if starts:
+                total, back[end] = min((squares[start] + (sums[end] - sums[start]) ** 2, start) for start in starts)
+                reached[end] = total
+        squares = reached
+        came_from.append(back)
+    ends = [len(costs)]
+    for back in reversed(came_from):
+        ends.append(back[ends[-1]])
+    return tuple(end - start for start, end in itertools.pairwise(reversed(ends)))
+
+
+def _chunks_needed(sums: Sequence[int], limit: int) -> int:
+    """Chunks of at most `limit` that hold everything, each filled before the next is begun."""
+    needed = at = 0
+    while at < len(sums) - 1:
+        at = bisect_right(sums, sums[at] + limit) - 1
+        needed += 1
+    return needed
+
+
+def _border_bounds(sums: Sequence[int], chunks: int, limit: int) -> tuple[list[int], list[int]]:
+    """The first and the last place where each chunk can end, if none is empty and none exceeds the limit."""
+    count = len(sums) - 1
+    last = [0]
+    for chunk in range(1, chunks + 1):
+        furthest = bisect_right(sums, sums[last[-1]] + limit) - 1
+        last.append(min(furthest, count - (chunks - chunk)))
+    first = [count]
+    for chunk in range(chunks - 1, -1, -1):
+        nearest = bisect_left(sums, sums[first[-1]] - limit)
+        first.append(max(nearest, chunk))
+    return first[::-1], last
+
+
+def data_parallel(parallel: ParallelConfig, world_size: int) -> int:
+    """How many ranks share the data. Raises ConfigError where the world can't be shared out evenly."""
+    if found := world_problems(parallel, world_size):
+        raise ConfigError(found)
+    return world_size // (parallel.tensor * parallel.pipeline)
+
+
+def world_problems(parallel: ParallelConfig, world_size: int) -> list[Problem]:
+    """What keeps so many processes from being arranged into this layout."""
+    model_ranks = parallel.tensor * parallel.pipeline
+    if world_size >= 1 and world_size % model_ranks == 0:
+        return []
+    fitting = " or ".join(map(str, multiples_near(model_ranks, world_size)))
+    message = (
+        f"is {parallel.tensor}, times parallel.pipeline={parallel.pipeline} makes {model_ranks} ranks a model, which "
+        f"{world_size} processes can't be shared into: start {fitting}"
+    )
+    return [Problem("parallel.tensor", message)]
+
+
+def multiples_near(unit: int, size: int) -> list[int]:
+    """The multiples of `unit` next to `size`, where it is none; never zero."""
+    below = size // unit * unit
+    return [multiple for multiple in (below, below + unit) if multiple > 0]
+
+
+def launched_world_size(environment: Mapping[str, str] = os.environ) -> int:
+    """How many processes torchrun or srun started along with this one; 1 where neither did."""
+    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        if rank in environment and environment.get(size, "").isdigit():
+            return int(environment[size])
+    return 1

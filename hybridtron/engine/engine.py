@@ -1,0 +1,73 @@
+"""The model of a run on this process's place in the layout, ready to take steps: stages, schedule and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hybridtron.config.architecture import parameter_table
+from hybridtron.config.schema import Config
+from hybridtron.data.batch import Batch
+from hybridtron.device import DTYPES, compute_device
+from hybridtron.engine.optim import Optimizer
+from hybridtron.engine.schedule import StepLoss, run_schedule
+from hybridtron.engine.stage import build_stages, data_parallel
+from hybridtron.model.init import initialise
+from hybridtron.parallel.cut import cut
+from hybridtron.parallel.groups import Groups
+from hybridtron.parallel.whole import gathered
+
+
+class Engine:
+    """Takes steps over micro-batches, on one process or on one rank of many.
+
+    `whole` reads a weight of a checkpoint by its name; without it the weights start as the seed says.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        groups: Groups,
+        whole: Callable[[str], Tensor] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.config, self.groups = config, groups
+        self.device = compute_device()
+        self.dtype = dtype or DTYPES[config.precision.name]
+        self.stages = build_stages(config, groups, self.dtype, self.device)
+        for stage in self.stages:
+            if whole is None:
+                initialise(stage.model, config.run.seed)
+            else:
+                for name, weight in stage.model.named_parameters():
+                    weight.data.copy_(cut(whole(name), stage.model.table[name], groups.tensor))
+        self.wrapped = data_parallel(self.stages, config.parallel, self.dtype)
+        self.optimizer = Optimizer(self.wrapped, config, groups, self.dtype)
+
+    def forward_backward(self, batches: Sequence[Batch]) -> StepLoss:
+        """The loss of a step and its gradients; each rank brings its own lanes' micro-batches."""
+        return run_schedule(self.wrapped, batches, self.config.optim.z_loss, self.groups.tensor, self.device)
+
+    @torch.no_grad()
+    def loss(self, batches: Sequence[Batch]) -> StepLoss:
+        """The loss alone, without the z-loss."""
+        return run_schedule(self.wrapped, batches, 0.0, self.groups.tensor, self.device, forward_only=True)
+
+    def compile(self) -> None:
+        """Let torch.compile fuse what lies between the matrix products and the sequence ops."""
+        for stage in self.stages:
+            stage.model.compile()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight, whole, on the first process; all processes walk through this together."""
+        shares = {
+            name: partial(_on_cpu, weight) for stage in self.stages for name, weight in stage.model.named_parameters()
+        }
+        return gathered(shares, parameter_table(self.config.model), self.groups, self.dtype)
+
+
+def _on_cpu(weight: Tensor) -> Tensor:
+    return weight.detach().cpu()

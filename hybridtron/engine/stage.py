@@ -1,0 +1,110 @@
+"""A chunk of the model in the shape that Megatron's schedules and data parallelism expect of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from hybridtron.config.layout import chunks_on, stages_of
+from hybridtron.config.schema import Config, ParallelConfig
+from hybridtron.data.batch import Batch
+from hybridtron.model.lm import LanguageModel, ModelOut, Place
+from hybridtron.parallel.groups import Groups
+from hybridtron.parallel.mcore import data_parallel_config, schedule_config
+
+
+class Stage(nn.Module):
+    """Hands the chunk the stream that came from the chunk before; Megatron reads the attributes set here."""
+
+    model_type = ModelType.encoder_or_decoder
+
+    def __init__(self, model: LanguageModel, config: TransformerConfig, virtual_stage: int | None) -> None:
+        super().__init__()
+        self.model = model
+        self.config = config
+        self.vp_stage = virtual_stage
+        self.pre_process, self.post_process = model.place.first, model.place.last
+        self.share_embeddings_and_output_weights = model.tied
+        self.received: Tensor | None = None
+        mark_for_megatron(model)
+
+    def set_input_tensor(self, received: list[Tensor | None]) -> None:
+        """Called by the schedule before each forward pass."""
+        self.received = received[0]
+
+    def shared_embedding_or_output_weight(self) -> Tensor | None:
+        """The tied weight that first and last stage both hold, whose gradients Megatron sums over the two."""
+        return self.model.embedding.weight if self.model.tied else None
+
+    def forward(self, batch: Batch) -> ModelOut:
+        return self.model(batch.tokens_BL, None, batch.seq, self.received)
+
+
+def mark_for_megatron(model: LanguageModel) -> None:
+    """Say on each weight what Megatron asks: whether it is cut, a second copy, or not to be decayed."""
+    tensor = model.place.tensor
+    for name, weight in model.named_parameters():
+        parameter = model.table[name]
+        axis = parameter.cut_axis(tensor.size)
+        weight.tensor_model_parallel = axis is not None
+        weight.partition_dim = -1 if axis is None else axis
+        weight.partition_stride = 1
+        if not parameter.decay:
+            weight.undecayed = True
+        whole_but_partial = axis is None and (parameter.partial or (tensor.sequence and name.endswith("norm.weight")))
+        weight.partial_over_tensor = tensor.size > 1 and whole_but_partial
+    if model.tied and (model.place.first or model.place.last):
+        model.embedding.weight.shared_embedding = True
+        model.embedding.weight.shared = not model.place.first
+
+
+def build_stages(config: Config, groups: Groups, dtype: torch.dtype, device: torch.device) -> list[Stage]:
+    """The chunks of the model that this process runs, uninitialised, as its virtual stages in order."""
+    layers = stages_of(config)
+    virtual = config.parallel.virtual_pipeline
+    megatron = schedule_config(config.model.width, dtype, config.parallel)
+    stages = []
+    for stage, chunk in enumerate(chunks_on(config.parallel, groups.pipeline_rank)):
+        place = Place(layers[chunk], chunk == 0, chunk == len(layers) - 1, groups.tensor)
+        with device:
+            model = LanguageModel(config.model, place, config.parallel.recompute)
+        stages.append(Stage(model.cast(dtype), megatron, stage if virtual > 1 else None))
+    return stages
+
+
+def data_parallel(
+    stages: Sequence[Stage], parallel: ParallelConfig, dtype: torch.dtype
+) -> list[DistributedDataParallel]:
+    """Wrap the stages, whose weights are in place, so that gradients are summed over data-parallel ranks."""
+    settings = data_parallel_config(parallel, dtype)
+    wrapped = [
+        DistributedDataParallel(stage.config, settings, stage, disable_bucketing=index > 0)
+        for index, stage in enumerate(stages)
+    ]
+    stages[0].config.finalize_model_grads_func = finalize_gradients
+    if parallel.overlap_grad_reduce:
+        stages[0].config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+    return wrapped
+
+
+def finalize_gradients(stages: list[DistributedDataParallel], tokens: Tensor | None = None, **options: Any) -> None:
+    """Megatron's own finish (data-parallel sums, tied embeddings, division by tokens), then our sums over tensor ranks.
+
+    Weights that every tensor rank holds whole, but that got only the gradient of its own heads or tokens, are summed.
+    """
+    finalize_model_grads(stages, tokens, **options)
+    partial = [w.main_grad for stage in stages for w in stage.parameters() if w.partial_over_tensor]
+    if partial:
+        flat = _flatten_dense_tensors(partial)
+        dist.all_reduce(flat, group=parallel_state.get_tensor_model_parallel_group())
+        for gradient, summed in zip(partial, _unflatten_dense_tensors(flat, partial), strict=True):
+            gradient.copy_(summed)

@@ -1,0 +1,96 @@
+"""Process groups: who shares a layer (tensor), who follows whom (pipeline), who reads other data (data).
+
+Megatron-core keeps the groups in module globals; this file alone fills them, and hands on what others need as values.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from hybridtron.config.schema import ParallelConfig
+from hybridtron.device import compute_device, megatron_context
+from hybridtron.parallel.linear import TensorGroup
+
+
+@dataclass(frozen=True)
+class Groups:
+    """This process's place in the layout."""
+
+    tensor: TensorGroup
+    pipeline_rank: int
+    pipeline_size: int
+    data_rank: int
+    data_size: int
+    rank: int
+    world_size: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process speaks for the run: it alone prints and writes what all share."""
+        return self.rank == 0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How this process was started: its rank among how many, as torchrun or SLURM say."""
+
+    rank: int
+    world_size: int
+
+
+def launched() -> Launch:
+    """Read torchrun's variables, or SLURM's where each task is one process; one process where there are neither."""
+    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        if rank in os.environ and size in os.environ:
+            return Launch(int(os.environ[rank]), int(os.environ[size]))
+    return Launch(0, 1)
+
+
+def start(parallel: ParallelConfig, init_method: str | None = None, launch: Launch | None = None) -> Groups:
+    """Join the other processes and form the groups of the layout."""
+    launch = launch or launched()
+    backend = "gloo" if compute_device().type == "cpu" else "cpu:gloo,cuda:nccl"
+    with megatron_context():
+        if not dist.is_initialized():
+            alone = launch.world_size == 1 and init_method is None
+            dist.init_process_group(
+                backend,
+                init_method=None if alone else init_method or "env://",
+                store=dist.HashStore() if alone else None,
+                rank=launch.rank,
+                world_size=launch.world_size,
+                timeout=timedelta(minutes=30),
+            )
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        )
+    group = parallel_state.get_tensor_model_parallel_group()
+    tensor = TensorGroup(parallel.tensor, group.rank(), parallel.sequence and parallel.tensor > 1, group)
+    return Groups(
+        tensor=tensor,
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_size=parallel.pipeline,
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        rank=launch.rank,
+        world_size=launch.world_size,
+    )
+
+
+def stop() -> None:
+    """Leave the groups, so that others can be formed."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def barrier() -> None:
+    """Wait until every process has come here."""
+    dist.barrier()

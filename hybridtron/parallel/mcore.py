@@ -1,0 +1,87 @@
+"""Our configuration in Megatron-core's terms. No other file builds one of its configs."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from hybridtron.config.schema import OptimConfig, ParallelConfig
+from hybridtron.device import compute_device
+
+
+def layer_config(tensor: int, sequence: bool) -> ModelParallelConfig:
+    """What one parallel linear layer must know."""
+    return ModelParallelConfig(
+        tensor_model_parallel_size=tensor,
+        sequence_parallel=sequence,
+        params_dtype=torch.get_default_dtype(),
+        use_cpu_initialization=True,  # weights are made where torch's device context says
+        perform_initialization=False,  # model/init.py fills them
+        gradient_accumulation_fusion=False,
+    )
+
+
+def schedule_config(width: int, dtype: torch.dtype, parallel: ParallelConfig) -> TransformerConfig:
+    """What Megatron's schedules and data parallelism must know of a model that is not built of its layers.
+
+    The layer and head counts are placeholders that its checks accept.
+    """
+    interleaved, on_cuda = parallel.virtual_pipeline > 1, compute_device().type == "cuda"
+    return TransformerConfig(
+        num_layers=parallel.pipeline * parallel.virtual_pipeline,
+        hidden_size=width,
+        num_attention_heads=parallel.tensor,
+        kv_channels=1,
+        ffn_hidden_size=width,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
+        sequence_parallel=parallel.sequence and parallel.tensor > 1,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        calculate_per_token_loss=True,
+        use_cpu_initialization=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        deallocate_pipeline_outputs=True,
+        overlap_p2p_comm=interleaved and on_cuda,
+        # Over gloo, batched sends and receives of interleaved stages get each other's messages.
+        batch_p2p_comm=on_cuda and not interleaved,
+    )
+
+
+def data_parallel_config(parallel: ParallelConfig, dtype: torch.dtype) -> DistributedDataParallelConfig:
+    """Gradients are added up in fp32 (float64 where the model is)."""
+    return DistributedDataParallelConfig(
+        use_distributed_optimizer=parallel.distributed_optimizer,
+        grad_reduce_in_fp32=dtype == torch.bfloat16,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+    )
+
+
+def optimizer_config(optim: OptimConfig, parallel: ParallelConfig, dtype: torch.dtype) -> OptimizerConfig:
+    """AdamW. The learning rate is set at each step."""
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=1.0,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.betas[0],
+        adam_beta2=optim.betas[1],
+        adam_eps=optim.eps,
+        clip_grad=optim.clip,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=parallel.distributed_optimizer,
+        overlap_param_gather=parallel.overlap_param_gather,
+    )

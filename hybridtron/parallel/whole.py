@@ -1,0 +1,54 @@
+"""Whole tensors from all ranks' shares, one at a time, on the process that writes them.
+
+A checkpoint holds whole tensors under names that no layout enters, so that any layout can load it: each rank then
+takes its own share (`cut`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from hybridtron.parallel.cut import join
+from hybridtron.parallel.groups import Groups
+from hybridtron.specs.base import Parameter
+
+
+def gathered(
+    shares: Mapping[str, Callable[[], Tensor]], table: Mapping[str, Parameter], groups: Groups, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the table, whole, with its name, on the first process; all processes walk through this together.
+
+    `shares` has the names that this rank's stages hold, and makes this tensor rank's share of each, on the CPU. Those
+    of a name are all of one type: `dtype`, or fp32 where the table wants it.
+    """
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    names_of_stages: list[list[str]] = [[] for _ in range(groups.pipeline_size)]
+    dist.all_gather_object(names_of_stages, list(shares), group=pipeline)
+    stage_ranks = dist.get_process_group_ranks(pipeline)
+    for name, parameter in table.items():
+        owner = next(stage for stage, names in enumerate(names_of_stages) if name in names)
+        whole = _joined(shares[name](), parameter, groups) if groups.pipeline_rank == owner else None
+        if owner > 0 and groups.tensor.rank == 0 and groups.data_rank == 0:
+            if whole is not None:
+                dist.send(whole, stage_ranks[0])
+            elif groups.pipeline_rank == 0:
+                wide = torch.promote_types(dtype, torch.float32) if parameter.fp32 else dtype
+                whole = torch.empty(parameter.shape, dtype=wide)
+                dist.recv(whole, stage_ranks[owner])
+        if groups.is_first:
+            assert whole is not None
+            yield name, whole
+
+
+def _joined(share: Tensor, parameter: Parameter, groups: Groups) -> Tensor:
+    """The whole tensor, on every rank of this stage."""
+    if parameter.cut_axis(groups.tensor.size) is None:
+        return share.contiguous()
+    pieces = [torch.empty_like(share, memory_format=torch.contiguous_format) for _ in range(groups.tensor.size)]
+    dist.all_gather(pieces, share.contiguous(), group=groups.tensor.group)
+    return join(pieces, parameter)

@@ -1,0 +1,156 @@
+"""Where each sub-layer runs: cuts made by hand, every cut tried by brute force, and what the messages say."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+
+from hybridtron.config.layout import (
+    balanced,
+    chunk_cost,
+    chunks_on,
+    data_parallel,
+    embedding_cost,
+    head_cost,
+    launched_world_size,
+    layer_costs,
+    stage_layers,
+    stages_of,
+)
+from hybridtron.config.load import load
+from hybridtron.config.problems import ConfigError
+from hybridtron.config.schema import ModelConfig, ParallelConfig
+
+MODEL = ModelConfig(
+    width=8,
+    vocab_size=16,
+    pattern="M-W-M",
+    layers={
+        "M": {"kind": "mamba", "state": 2},
+        "W": {"kind": "attention", "heads": 2},
+        "-": {"kind": "swiglu", "hidden": 16},
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("costs", "chunks", "sizes"),
+    [
+        ([5], 1, (1,)),
+        ([1, 1, 1, 1], 2, (2, 2)),
+        ([1, 1, 1, 1, 1], 2, (2, 3)),  # as good as (3, 2); the earlier border wins
+        ([1, 1, 1, 1, 4], 2, (4, 1)),  # a heavy head
+        ([9, 1, 1, 1], 2, (1, 3)),
+        ([3, 1, 1, 1, 3, 1, 1, 1], 3, (2, 3, 3)),
+        ([9, 1, 1, 1, 1], 3, (1, 2, 2)),  # any cut has a 9: the rest is even
+        ([0, 0, 0], 3, (1, 1, 1)),
+    ],
+)
+def test_cuts_by_hand(costs, chunks, sizes):
+    assert balanced(costs, chunks) == sizes
+
+
+def test_no_cut_is_better():
+    """Against every cut there is: the smallest largest chunk, and of those the smallest sum of squares."""
+    draw = random.Random(7)
+    for _ in range(400):
+        costs = [draw.choice([0, 1, 1, 2, 3, 5, 50]) for _ in range(draw.randint(1, 9))]
+        chunks = draw.randint(1, len(costs))
+        cuts = itertools.combinations(range(1, len(costs)), chunks - 1)
+        best = min(_badness(costs, (0, *borders, len(costs))) for borders in cuts)
+        sizes = balanced(costs, chunks)
+        assert len(sizes) == chunks
+        assert min(sizes) >= 1
+        assert _badness(costs, (0, *itertools.accumulate(sizes))) == best
+
+
+def _badness(costs: list[int], borders: tuple[int, ...]) -> tuple[int, int]:
+    sums = [sum(costs[start:end]) for start, end in itertools.pairwise(borders)]
+    return max(sums), sum(total**2 for total in sums)
+
+
+def test_costs_by_hand():
+    mamba, mlp, attention, _, last = layer_costs(MODEL, seq_len=4)
+    # in 8 -> 32, x_proj 16 -> 1 + 2 + 2, dt_proj 1 -> 16, out 16 -> 8; convolution; scan, 80 times
+    own = 2 * (8 * 32 + 16 * 5 + 16 + 16 * 8) + 2 * 4 * 16 + 80 * 7 * 16 * 2
+    assert mamba == own + 80 * 2 * 8  # the lookup reads and adds the width
+    assert mlp == 6 * 8 * 16
+    assert attention == 8 * 8 * 8 + 4 * 8 * 2.5
+    assert last == own + 2 * 8 * 16 + 80 * 5 * 16
+    assert (embedding_cost(MODEL), head_cost(MODEL)) == (mamba - own, last - own)
+    assert chunk_cost(MODEL, range(1, 3), seq_len=4) == mlp + attention
+
+
+def test_the_scan_weighs_as_published_speeds_say():
+    """Samba, Table 3: at 1.3B on H100 Mamba trains at 17.8 / 25.9 of Llama-2's speed, Samba at 25.2 / 25.9."""
+    whole = {name: sum(layer_costs(load([f"recipe={name}_1.3b"]).model, 4096)) for name in ("llama2", "mamba", "samba")}
+    assert whole["llama2"] / whole["mamba"] == pytest.approx(17.8 / 25.9, rel=0.02)
+    assert whole["llama2"] / whole["samba"] == pytest.approx(25.2 / 25.9, rel=0.02)
+
+
+@pytest.mark.parametrize(("pipeline", "virtual"), [(1, 1), (2, 1), (5, 1), (7, 1), (4, 2), (3, 3), (36, 1)])
+def test_every_layer_has_one_place(pipeline, virtual):
+    model = load(["recipe=samba_1.3b"]).model
+    stages = stage_layers(model, ParallelConfig(pipeline=pipeline, virtual_pipeline=virtual), 4096)
+    assert len(stages) == pipeline * virtual
+    assert all(stages)
+    assert [layer for stage in stages for layer in stage] == list(range(36))
+
+
+def test_an_odd_number_of_layers_is_not_cut_short():
+    stages = stage_layers(MODEL, ParallelConfig(pipeline=2), 4)
+    assert [layer for stage in stages for layer in stage] == [0, 1, 2, 3, 4]
+
+
+def test_bars_win_over_balance():
+    model = dataclasses.replace(MODEL, pattern="M|-W-|M")
+    assert stage_layers(model, ParallelConfig(pipeline=3), 4) == (range(1), range(1, 4), range(4, 5))
+    assert stage_layers(model, ParallelConfig(), 4) == (range(5),)  # one stage ignores them
+
+
+def test_virtual_stages_go_round_the_ranks():
+    parallel = ParallelConfig(pipeline=3, virtual_pipeline=2)
+    assert [list(chunks_on(parallel, rank)) for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_the_longest_phase_decides():
+    phases = "phases=[{name: a, tokens: 1M, seq_len: 64, global_batch: 16, lr: 1e-3},"
+    config = load([phases + "{name: b, tokens: 1M, seq_len: 4096, global_batch: 16, lr: 1e-3}]", "parallel.pipeline=2"])
+    assert stages_of(config) == stage_layers(config.model, config.parallel, 4096)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "pipeline", "says"),
+    [
+        ("M-W", 4, "are 4 stages for 3 layers: use at most 3"),
+        ("M|-|W|-|M|-", 4, "use pipeline=6 virtual_pipeline=1 or pipeline=3 virtual_pipeline=2 or pipeline=2"),
+    ],
+)
+def test_a_cut_that_can_not_be_is_refused(pattern, pipeline, says):
+    with pytest.raises(ConfigError, match="stages") as caught:
+        stage_layers(dataclasses.replace(MODEL, pattern=pattern), ParallelConfig(pipeline=pipeline), 4)
+    assert says in str(caught.value)
+
+
+def test_data_parallel_ranks_are_what_is_left():
+    parallel = ParallelConfig(tensor=2, pipeline=3)
+    assert data_parallel(parallel, 24) == 4
+    with pytest.raises(ConfigError, match="start 18 or 24"):
+        data_parallel(parallel, 20)
+
+
+@pytest.mark.parametrize(
+    ("environment", "processes"),
+    [
+        ({}, 1),
+        ({"RANK": "1", "WORLD_SIZE": "8"}, 8),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "16"}, 16),
+        ({"SLURM_NTASKS": "16"}, 1),  # inside an allocation, but not started by srun
+        ({"RANK": "0", "WORLD_SIZE": "4", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, 4),
+    ],
+)
+def test_the_launcher_says_how_many_processes_there_are(environment, processes):
+    assert launched_world_size(environment) == processes

@@ -9,6 +9,7 @@ import sys
 import textwrap
 
 from hybridtron.config.check import check, warnings
+from hybridtron.config.layout import launched
 from hybridtron.config.load import choices_of, load
 from hybridtron.config.problems import ConfigError
 from hybridtron.data import folder
@@ -19,6 +20,7 @@ python train.py [recipe=NAME] [key=value ...]
   recipe=NAME       what to train; the default is laptop
   run.dir=FOLDER    where the run is written; a run found there goes on from its newest checkpoint
   run.max_steps=N   stop early
+  parallel.tensor=2 cut every layer over two processes; start them with torchrun --nproc-per-node N train.py ...
   phases.0.lr=1e-3  or any other key of the configuration (see configs/README.md)
 
 recipes: {recipes},
@@ -36,15 +38,16 @@ def main(arguments: list[str]) -> int:
         return 0
     try:
         config = load(arguments)
-        if problems := check(config) + folder.problems(config):
+        if problems := check(config, launched().world_size) + folder.problems(config):
             raise ConfigError(problems)
-        for warning in warnings(config):
+        for warning in warnings(config) if launched().rank == 0 else ():
             print(f"warning: {warning}", file=sys.stderr)
         from hybridtron.train.trainer import run  # imports torch, which the checks do without
 
         run(config)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        if launched().rank == 0:
+            print(error, file=sys.stderr)
         return 2
     return 0
 

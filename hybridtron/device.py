@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
@@ -18,6 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+# What megatron-core warns of at import (no Transformer Engine, no Apex) the start-up table tells better.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -141,11 +146,12 @@ def megatron_context() -> AbstractContextManager[Any]:
 @functools.cache
 def _stand_in_for_cuda() -> None:
     """The functions of torch.cuda that megatron-core calls whatever the device, in their CPU form."""
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
-    torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
-    torch.cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
-    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
-    torch.cuda.synchronize = lambda *_: None
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.get_rng_state = lambda *_: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
+    cuda.manual_seed = torch.manual_seed
+    cuda.synchronize = lambda *_: None
     from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
-from hybridtron.config.schema import ModelConfig
+from hybridtron.config.layout import Launch
+from hybridtron.config.schema import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PhaseConfig,
+    PrecisionConfig,
+    RunConfig,
+)
 from hybridtron.data.batch import Batch, SeqInfo
+from hybridtron.device import megatron_context
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel
+from hybridtron.parallel import groups as process_groups
+from hybridtron.parallel.groups import Groups
 
 SMALL_LAYERS = {
     "M": {"kind": "mamba", "state": 4},
@@ -48,3 +63,23 @@ def seq_info(rows: int, length: int, documents: list[list[int]] | None = None) -
     index = [[i for i, size in enumerate(row) for _ in range(size)] for row in documents]
     positions = [[p for size in row for p in range(size)] for row in documents]
     return SeqInfo(torch.tensor(positions), torch.tensor(index, dtype=torch.int32))
+
+
+def small_run(model: ModelConfig | None = None, optim: OptimConfig | None = None, precision: str = "fp32") -> Config:
+    """A configuration around a small model, for an engine that is fed by hand."""
+    return Config(
+        model=model or small_config(),
+        data=DataConfig(path="unused"),
+        optim=optim or OptimConfig(),
+        precision=PrecisionConfig(precision),
+        run=RunConfig(name="test", dir="unused"),
+        phases=[PhaseConfig(tokens="1M", seq_len=24, global_batch=4, lr=1e-3)],
+    )
+
+
+@pytest.fixture
+def alone() -> Iterator[Groups]:
+    """The groups of a single process, in the context that megatron-core needs off CUDA."""
+    with megatron_context():
+        yield process_groups.start(ParallelConfig(), launch=Launch(0, 1))
+        process_groups.stop()

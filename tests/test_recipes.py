@@ -11,11 +11,10 @@ import torch
 from hybridtron.config.architecture import parameter_table
 from hybridtron.config.check import check
 from hybridtron.config.load import choices_of, load
-from hybridtron.config.schema import Config, ModelConfig
-from hybridtron.engine.optim import Optimizer
-from hybridtron.engine.schedule import forward_backward
-from hybridtron.model.init import initialise
+from hybridtron.config.schema import Config, ModelConfig, Precision, PrecisionConfig
+from hybridtron.engine.engine import Engine
 from hybridtron.model.lm import LanguageModel
+from hybridtron.parallel.groups import Groups
 from tests.conftest import random_batch
 
 RECIPES = choices_of("recipe")
@@ -34,19 +33,16 @@ def test_builds_on_the_meta_device_with_the_counted_parameters(config: Config) -
     assert built == {name: parameter.shape for name, parameter in parameter_table(config.model).items()}
 
 
-def test_takes_a_step_with_its_widths_shrunk(config: Config) -> None:
-    model = LanguageModel(shrunk(config.model))
-    initialise(model, seed=0)
-    optimizer = Optimizer(model, config.optim)
-    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    batches = [random_batch(2, 16, vocab=64) for _ in range(2)]
-    loss = forward_backward(model, batches, config.optim.z_loss, torch.device("cpu"))
-    assert loss.item() == pytest.approx(math.log(64), rel=0.2)
-    grad_norm, accepted = optimizer.step(1e-3)
+def test_takes_a_step_with_its_widths_shrunk(config: Config, alone: Groups) -> None:
+    small = dataclasses.replace(config, model=shrunk(config.model), precision=PrecisionConfig(Precision.fp32))
+    engine = Engine(small, alone)
+    before = {name: weight.clone() for name, weight in engine.weights()}
+    loss = engine.forward_backward([random_batch(2, 16, vocab=64) for _ in range(2)])
+    assert loss.mean.item() == pytest.approx(math.log(64), rel=0.2)
+    grad_norm, accepted = engine.optimizer.step(1e-3)
     assert accepted
     assert 0 < grad_norm < 100
-    unmoved = [name for name, weight in model.named_parameters() if torch.equal(weight, before[name])]
-    assert unmoved == []
+    assert [name for name, weight in engine.weights() if torch.equal(weight, before[name])] == []
 
 
 def shrunk(model: ModelConfig) -> ModelConfig:

@@ -9,17 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from hybridtron.config.schema import ModelConfig, OptimConfig
-from hybridtron.engine.optim import Optimizer
-from hybridtron.engine.schedule import forward_backward
+from hybridtron.config.schema import ModelConfig
+from hybridtron.engine.engine import Engine
 from hybridtron.mixers import MIXERS
-from hybridtron.model.init import initialise
-from hybridtron.model.lm import LanguageModel
+from hybridtron.parallel.groups import Groups
 from hybridtron.specs import SPECS
 from hybridtron.specs.base import MixerSpec
-from tests.conftest import random_batch
+from tests.conftest import random_batch, small_run
 from tests.mixers import test_contract as contract
 
 README = Path(__file__).parents[1] / "README.md"
@@ -65,14 +62,12 @@ def test_holds_the_contract(ema: MixerSpec) -> None:
 
 
 @pytest.mark.usefixtures("ema")
-def test_trains() -> None:
+def test_trains(alone: Groups) -> None:
     layers = {"E": {"kind": "ema"}, "-": {"kind": "swiglu", "hidden": 48}}
     config = ModelConfig(width=32, vocab_size=61, pattern="E-E-", layers=layers)
-    model = LanguageModel(config)
-    initialise(model, seed=0)
-    optimizer, batch = Optimizer(model, OptimConfig()), random_batch()
+    engine, batch = Engine(small_run(config), alone), random_batch()
     losses = []
     for _ in range(20):
-        losses.append(forward_backward(model, [batch], 0.0, torch.device("cpu")).item())
-        optimizer.step(1e-2)
+        losses.append(engine.forward_backward([batch]).mean.item())
+        engine.optimizer.step(1e-2)
     assert losses[-1] < losses[0] - 1

@@ -16,6 +16,7 @@ from transformers.models.mamba.modeling_mamba import MambaMixer
 
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.mamba import Mamba
+from hybridtron.parallel.linear import ALONE
 from hybridtron.specs.base import ModelSizes
 from hybridtron.specs.mamba import MambaSpec
 from tools.bench_report import Form, Goal, Report, Rows, Settings, Timing, interleaved, times
@@ -44,7 +45,7 @@ class Pair:
     def __init__(self, sizes: Sizes) -> None:
         config = MambaConfig(hidden_size=sizes.width, state_size=sizes.state, num_hidden_layers=1)
         self.peer = MambaMixer(config, layer_idx=0)
-        self.ours = Mamba(MambaSpec(state=sizes.state), ModelSizes(sizes.width, num_sublayers=1))
+        self.ours = Mamba(MambaSpec(state=sizes.state), ModelSizes(sizes.width, num_sublayers=1), ALONE)
         self.width = sizes.width
         theirs = dict(self.peer.named_parameters())
         with torch.no_grad():

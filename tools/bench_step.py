@@ -1,14 +1,12 @@
-"""A training step of a recipe through our schedule and optimizer, against a plain PyTorch loop over the same model.
+"""A training step of a recipe through our engine on megatron-core, against a plain PyTorch loop over the same model.
 
 Both take the same batches and start from the same weights. The plain loop is what one would write by hand: cross
-entropy, `backward`, `clip_grad_norm_`, torch's fused AdamW. Ours adds token-weighted losses, the check for gradients
+entropy, `backward`, `clip_grad_norm_`, torch's fused AdamW. Ours adds Megatron's schedule, token-weighted losses, the check for gradients
 that are not finite, the learning rate per step and, in bf16, fp32 master weights, which the plain loop goes without.
 What the ratio shows is the cost of these. On CUDA the absolute speed is told too: tokens/s, TFLOP/s, MFU.
 """
 
 from __future__ import annotations
-
-import copy
 
 import torch
 from torch import Tensor
@@ -16,15 +14,16 @@ from torch.nn import functional
 
 from hybridtron.config.check import require
 from hybridtron.config.count import count
+from hybridtron.config.layout import Launch
 from hybridtron.config.load import load
 from hybridtron.config.schema import Config, Documents
 from hybridtron.config.units import readable
 from hybridtron.data.batch import Batch, SeqInfo
-from hybridtron.device import DTYPES, compute_device, peak_memory_gib
-from hybridtron.engine.optim import Optimizer
-from hybridtron.engine.schedule import forward_backward
+from hybridtron.device import DTYPES, compute_device, megatron_context, peak_memory_gib
+from hybridtron.engine.engine import Engine
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel
+from hybridtron.parallel.groups import start, stop
 from tools.bench_report import Form, Goal, Report, Rows, Settings, interleaved, times
 
 QUICK = ("phases.0.seq_len=32", "phases.0.global_batch=2", "phases.0.micro_batch=1", "model.width=64")
@@ -55,16 +54,19 @@ def _seq_info(config: Config, rows: int, length: int) -> SeqInfo:
 
 
 class OurStep:
-    """What the trainer does between asking for data and writing metrics."""
+    """What the trainer does between asking for data and writing metrics: Megatron's schedule and optimizer, on one
+    process, in the context that they need on a CPU."""
 
-    def __init__(self, model: LanguageModel, config: Config, batches: list[Batch]) -> None:
-        self.model, self.config, self.batches = model, config, batches
-        self.optimizer = Optimizer(model, config.optim)
+    def __init__(self, config: Config, batches: list[Batch]) -> None:
+        self.batches = batches
+        with megatron_context():
+            self.engine = Engine(config, start(config.parallel, launch=Launch(0, 1)))
         self.losses: list[Tensor] = []
 
     def __call__(self) -> None:
-        self.losses.append(forward_backward(self.model, self.batches, self.config.optim.z_loss, compute_device()))
-        self.optimizer.step(LEARNING_RATE)
+        with megatron_context():
+            self.losses.append(self.engine.forward_backward(self.batches).mean)
+            self.engine.optimizer.step(LEARNING_RATE)
 
 
 class PlainStep:
@@ -105,8 +107,9 @@ def bench(settings: Settings) -> Report:
     initialise(model, config.run.seed)
     model = model.to(compute_device()).cast(DTYPES[config.precision.name])
     batches = random_batches(config)
-    ours, plain = OurStep(model, config, batches), PlainStep(copy.deepcopy(model), config, batches)
+    ours, plain = OurStep(config, batches), PlainStep(model, config, batches)
     measured = interleaved({"ours": Form(ours, settings.repetitions), "plain": Form(plain, settings.repetitions)})
+    stop()
     difference = _loss_difference(ours, plain)
     assert config.precision.name != "fp32" or difference <= LOSS_TOLERANCE, f"the losses differ by {difference:.1e}"
     ratio = measured["ours"].fastest / measured["plain"].fastest

@@ -20,6 +20,7 @@ import itertools
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from hybridtron.config.architecture import architecture
 from hybridtron.config.problems import ConfigError
@@ -186,9 +187,17 @@ def multiples_near(unit: int, size: int) -> list[int]:
     return [multiple for multiple in (below, below + unit) if multiple > 0]
 
 
-def launched_world_size(environment: Mapping[str, str] = os.environ) -> int:
-    """How many processes torchrun or srun started along with this one; 1 where neither did."""
+@dataclass(frozen=True)
+class Launch:
+    """How a process was started: its rank among how many."""
+
+    rank: int
+    world_size: int
+
+
+def launched(environment: Mapping[str, str] = os.environ) -> Launch:
+    """What torchrun, or srun with one task a process, say of this process; one alone where neither started it."""
     for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
         if rank in environment and environment.get(size, "").isdigit():
-            return int(environment[size])
-    return 1
+            return Launch(int(environment[rank]), int(environment[size]))
+    return Launch(0, 1)

@@ -10,12 +10,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import DistributedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer_config import ParamKey
 from torch import Tensor, nn
@@ -43,9 +44,9 @@ class Optimizer:
         self.state_dtype = torch.promote_types(dtype, torch.float32)
         self.table = parameter_table(config.model)
         self.clip, self.weight_decay = config.optim.clip, config.optim.weight_decay
-        undecayed = {ParamKey(attr="undecayed"): {"wd_mult": 0.0}}
+        undecayed: Any = {ParamKey(attr="undecayed"): {"wd_mult": 0.0}}
         settings = optimizer_config(config.optim, config.parallel, dtype)
-        self.megatron = get_megatron_optimizer(settings, list(stages), config_overrides=undecayed)
+        self.megatron: Any = get_megatron_optimizer(settings, list(stages), config_overrides=undecayed)
         self.shards = shards_of(stages, self.megatron)
         self.accepted_steps = 0
 
@@ -62,7 +63,8 @@ class Optimizer:
                 group["lr"] = lr
                 group["weight_decay"] = self.weight_decay * group["wd_mult"]
             for optimizer in self.megatron.chained_optimizers:
-                if weights := optimizer.get_parameters():
+                # Megatron clips gradients in fp32 only; without need for it, float64 can be audited.
+                if grad_norm > self.clip and (weights := optimizer.get_parameters()):
                     clip_grad_by_total_norm_fp32(weights, self.clip, grad_norm)
             self.megatron.step_with_ready_grads()
             self.accepted_steps += 1
@@ -73,7 +75,7 @@ class Optimizer:
         """Weight and gradient norms of each layer, of the embedding, the final norm and the head, over all ranks."""
         squares = {name: torch.zeros(2, dtype=torch.float64) for name in _layers_of(self.table)}
         for name, shard in self.shards.items():
-            weight = shard.weight
+            weight: Any = shard.weight
             second_copy = getattr(weight, "shared", False)
             if not second_copy and (weight.tensor_model_parallel or self.groups.tensor.rank == 0):
                 squares[_layer_of(name)] += shard.squares()
@@ -127,7 +129,7 @@ class Shard:
     Without a master other data-parallel ranks keep it; `everywhere` says that all of them keep the same.
     """
 
-    weight: nn.Parameter
+    weight: Any  # an nn.Parameter with the attributes that Megatron sets
     master: Tensor | None
     start: int
     stop: int
@@ -173,25 +175,39 @@ class Shard:
         return torch.stack([t.detach().double().square().sum().cpu() for t in kept if t is not None])
 
 
-def shards_of(stages: Sequence[DistributedDataParallel], megatron: ChainedOptimizer) -> dict[str, Shard]:
+def shards_of(stages: Sequence[DistributedDataParallel], megatron: Any) -> dict[str, Shard]:
     """The shard of every weight of these stages, by the weight's name in the model."""
     (optimizer,) = megatron.chained_optimizers
-    shards = {}
-    for stage in stages:
-        for name, weight in stage.module.model.named_parameters():
-            shards[name] = _shard_of(weight, optimizer)
-    return shards
-
-
-def _shard_of(weight: nn.Parameter, optimizer: MegatronOptimizer) -> Shard:
-    adam = optimizer.optimizer
+    models: list[Any] = [stage.module for stage in stages]
+    weights = {name: weight for module in models for name, weight in module.model.named_parameters()}
     if not isinstance(optimizer, DistributedOptimizer):
-        return Shard(weight, getattr(weight, "main_param", weight), 0, weight.numel(), adam, everywhere=True)
-    if weight not in optimizer.model_param_group_index_map:
-        return Shard(weight, None, 0, 0, adam)
-    group, order = optimizer.model_param_group_index_map[weight]
+        return {
+            name: Shard(w, getattr(w, "main_param", w), 0, w.numel(), optimizer.optimizer, everywhere=True)
+            for name, w in weights.items()
+        }
+    masters = _masters(optimizer)
+    return {name: _shard(weight, masters.get(weight), optimizer) for name, weight in weights.items()}
+
+
+def _shard(weight: nn.Parameter, master: Tensor | None, optimizer: DistributedOptimizer) -> Shard:
+    if master is None:
+        return Shard(weight, None, 0, 0, optimizer.optimizer)
     entries = optimizer._get_model_param_range_map(weight)["param"]
-    return Shard(weight, adam.param_groups[group]["params"][order], entries.start, entries.end, adam)
+    return Shard(weight, master, entries.start, entries.end, optimizer.optimizer)
+
+
+def _masters(optimizer: DistributedOptimizer) -> dict[nn.Parameter, Tensor]:
+    """The fp32 shard that stands for each weight. (Megatron's own index is off where a group mixes bf16 and fp32.)"""
+    pairs = (
+        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+        (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+    )
+    return {
+        weight: master
+        for of_weights, of_masters in pairs
+        for weights, masters in zip(of_weights, of_masters, strict=True)
+        for weight, master in zip(weights, masters, strict=True)
+    }
 
 
 def _layer_of(name: str) -> str:

@@ -46,7 +46,8 @@ def run_schedule(
     Every rank brings the batches itself, since each needs the borders of documents, and the ends need the tokens.
     """
     rows, length = batches[0].tokens_BL.shape
-    reports = get_forward_backward_func()(
+    schedule: Any = get_forward_backward_func()
+    reports = schedule(
         forward_step_func=partial(_forward_step, z_loss=z_loss, tensor=tensor, device=device),
         data_iterator=[iter(enumerate(batches)) for _ in stages],
         model=list(stages),

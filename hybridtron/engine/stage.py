@@ -19,7 +19,9 @@ from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.data.batch import Batch
 from hybridtron.model.lm import LanguageModel, ModelOut, Place
 from hybridtron.parallel.groups import Groups
+from hybridtron.parallel.linear import TensorGroup
 from hybridtron.parallel.mcore import data_parallel_config, schedule_config
+from hybridtron.specs.base import Parameter
 
 
 class Stage(nn.Module):
@@ -43,7 +45,7 @@ class Stage(nn.Module):
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """The tied weight that first and last stage both hold, whose gradients Megatron sums over the two."""
-        return self.model.embedding.weight if self.model.tied else None
+        return self.model.output_weight() if self.model.tied else None
 
     def forward(self, batch: Batch) -> ModelOut:
         return self.model(batch.tokens_BL, None, batch.seq, self.received)
@@ -55,16 +57,23 @@ def mark_for_megatron(model: LanguageModel) -> None:
     for name, weight in model.named_parameters():
         parameter = model.table[name]
         axis = parameter.cut_axis(tensor.size)
-        weight.tensor_model_parallel = axis is not None
-        weight.partition_dim = -1 if axis is None else axis
-        weight.partition_stride = 1
-        if not parameter.decay:
-            weight.undecayed = True
-        whole_but_partial = axis is None and (parameter.partial or (tensor.sequence and name.endswith("norm.weight")))
-        weight.partial_over_tensor = tensor.size > 1 and whole_but_partial
-    if model.tied and (model.place.first or model.place.last):
-        model.embedding.weight.shared_embedding = True
-        model.embedding.weight.shared = not model.place.first
+        marks: dict[str, Any] = {
+            "tensor_model_parallel": axis is not None,
+            "partition_dim": -1 if axis is None else axis,
+            "partition_stride": 1,
+            "undecayed": not parameter.decay,
+            "partial_over_tensor": axis is None and is_partial(name, parameter, tensor),
+            "shared_embedding": model.tied and name == "embedding.weight",
+            "shared": model.tied and name == "embedding.weight" and not model.place.first,
+        }
+        for mark, value in marks.items():
+            setattr(weight, mark, value)
+
+
+def is_partial(name: str, parameter: Parameter, tensor: TensorGroup) -> bool:
+    """Whether a weight that every tensor rank holds whole gets only the gradient of this rank's heads or tokens."""
+    seen_by_share_of_tokens = tensor.sequence and name.endswith("norm.weight")
+    return tensor.size > 1 and (parameter.partial or seen_by_share_of_tokens)
 
 
 def build_stages(config: Config, groups: Groups, dtype: torch.dtype, device: torch.device) -> list[Stage]:
@@ -92,16 +101,22 @@ def data_parallel(
     ]
     stages[0].config.finalize_model_grads_func = finalize_gradients
     if parallel.overlap_grad_reduce:
-        stages[0].config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+        no_sync: Any = [chunk.no_sync for chunk in wrapped]
+        stages[0].config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
     return wrapped
 
 
-def finalize_gradients(stages: list[DistributedDataParallel], tokens: Tensor | None = None, **options: Any) -> None:
+def finalize_gradients(
+    stages: list[Any],
+    tokens: Tensor | None = None,
+    pg_collection: Any = None,
+    force_all_reduce: bool = False,
+) -> None:
     """Megatron's own finish (data-parallel sums, tied embeddings, division by tokens), then our sums over tensor ranks.
 
     Weights that every tensor rank holds whole, but that got only the gradient of its own heads or tokens, are summed.
     """
-    finalize_model_grads(stages, tokens, **options)
+    finalize_model_grads(stages, tokens, pg_collection, force_all_reduce)
     partial = [w.main_grad for stage in stages for w in stage.parameters() if w.partial_over_tensor]
     if partial:
         flat = _flatten_dense_tensors(partial)

@@ -68,8 +68,12 @@ class LanguageModel(nn.Module):
         if not self.place.last:
             return ModelOut(x_LBD, new_states, aux)
         x_LBD = enter(self.norm(x_LBD), self.place.tensor)
-        logits_LBV = functional.linear(x_LBD, self.embedding.weight) if self.tied else self.head(x_LBD)
+        logits_LBV = functional.linear(x_LBD, self.output_weight()) if self.tied else self.head(x_LBD)
         return ModelOut(logits_LBV, new_states, aux)
+
+    def output_weight(self) -> Tensor:
+        """The embedding's weight, which serves as the head where the two are tied."""
+        return self.get_parameter("embedding.weight")
 
     def cast(self, dtype: torch.dtype) -> LanguageModel:
         """Compute in `dtype`; what the table marks fp32 (A_log, D, dt bias) stays in fp32 at least."""

@@ -5,13 +5,13 @@ Megatron-core keeps the groups in module globals; this file alone fills them, an
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from hybridtron.config.layout import Launch, launched
 from hybridtron.config.schema import ParallelConfig
 from hybridtron.device import compute_device, megatron_context
 from hybridtron.parallel.linear import TensorGroup
@@ -35,22 +35,6 @@ class Groups:
         return self.rank == 0
 
 
-@dataclass(frozen=True)
-class Launch:
-    """How this process was started: its rank among how many, as torchrun or SLURM say."""
-
-    rank: int
-    world_size: int
-
-
-def launched() -> Launch:
-    """Read torchrun's variables, or SLURM's where each task is one process; one process where there are neither."""
-    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
-        if rank in os.environ and size in os.environ:
-            return Launch(int(os.environ[rank]), int(os.environ[size]))
-    return Launch(0, 1)
-
-
 def start(parallel: ParallelConfig, init_method: str | None = None, launch: Launch | None = None) -> Groups:
     """Join the other processes and form the groups of the layout."""
     launch = launch or launched()
@@ -71,7 +55,7 @@ def start(parallel: ParallelConfig, init_method: str | None = None, launch: Laun
             pipeline_model_parallel_size=parallel.pipeline,
             virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
         )
-    group = parallel_state.get_tensor_model_parallel_group()
+    group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()  # type: ignore[assignment]
     tensor = TensorGroup(parallel.tensor, group.rank(), parallel.sequence and parallel.tensor > 1, group)
     return Groups(
         tensor=tensor,

@@ -14,6 +14,7 @@ from rich.table import Table
 from hybridtron.checkpoint import io
 from hybridtron.config.architecture import parameter_table
 from hybridtron.config.count import count
+from hybridtron.config.layout import launched
 from hybridtron.config.problems import ConfigError
 from hybridtron.config.schema import Config
 from hybridtron.config.units import parse_steps, readable
@@ -22,7 +23,7 @@ from hybridtron.data.loader import Loader, build_loader
 from hybridtron.device import describe_device, megatron_context, synchronize
 from hybridtron.engine.engine import Engine
 from hybridtron.ops.dispatch import choices
-from hybridtron.parallel.groups import Groups, barrier, launched
+from hybridtron.parallel.groups import Groups, barrier
 from hybridtron.parallel.groups import start as start_groups
 from hybridtron.parallel.groups import stop as stop_groups
 from hybridtron.specs.base import Problem

@@ -15,7 +15,7 @@ from hybridtron.config.layout import (
     data_parallel,
     embedding_cost,
     head_cost,
-    launched_world_size,
+    launched,
     layer_costs,
     stage_layers,
     stages_of,
@@ -153,4 +153,4 @@ def test_data_parallel_ranks_are_what_is_left():
     ],
 )
 def test_the_launcher_says_how_many_processes_there_are(environment, processes):
-    assert launched_world_size(environment) == processes
+    assert launched(environment).world_size == processes

@@ -1,4 +1,4 @@
-"""Gradients of a step: the mean over tokens, however the rows are cut into micro-batches."""
+"""Losses and gradients of a step: the mean over tokens, however the rows are cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import dataclasses
 import torch
 
 from hybridtron.data.batch import Batch
-from hybridtron.engine.schedule import forward_backward
-from tests.conftest import random_batch, small_model
-
-CPU = torch.device("cpu")
+from hybridtron.engine.engine import Engine
+from hybridtron.engine.schedule import with_auxiliary_losses
+from hybridtron.parallel.groups import Groups
+from tests.conftest import random_batch, small_config, small_model, small_run
 
 
 def rows_of(batch: Batch, first: int, last: int) -> Batch:
@@ -18,27 +18,44 @@ def rows_of(batch: Batch, first: int, last: int) -> Batch:
     return Batch(batch.tokens_BL[first:last], batch.labels_BL[first:last], batch.mask_BL[first:last], seq)
 
 
-def test_micro_batches_with_unequal_masks_equal_one_batch() -> None:
+def test_micro_batches_with_unequal_masks_equal_one_batch(alone: Groups) -> None:
     batch = random_batch(rows=4)
     batch.mask_BL[0] = False
     batch.mask_BL[1, 3:] = False
-    whole, cut = (small_model("M-W-F", torch.float64) for _ in range(2))
-    loss = forward_backward(whole, [batch], 0.0, CPU)
-    pieces = [rows_of(batch, 0, 1), rows_of(batch, 1, 2), rows_of(batch, 2, 4)]
-    torch.testing.assert_close(forward_backward(cut, pieces, 0.0, CPU), loss)
-    for (name, a), b in zip(whole.named_parameters(), cut.parameters(), strict=True):
-        torch.testing.assert_close(b.grad, a.grad, msg=name)
+    config = small_run(small_config("M-W-F"))
+    whole, cut = Engine(config, alone), Engine(config, alone)
+    loss = whole.forward_backward([batch])
+    pieces = [rows_of(batch, 0, 1), rows_of(batch, 1, 2), rows_of(batch, 2, 3), rows_of(batch, 3, 4)]
+    torch.testing.assert_close(cut.forward_backward(pieces).mean, loss.mean, rtol=1e-6, atol=0)
+    gradients = dict(cut.optimizer.gradients())
+    for name, gradient in whole.optimizer.gradients():
+        assert (gradients[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-8, name
 
 
-def test_loss_is_the_mean_cross_entropy_over_unmasked_tokens() -> None:
-    batch, model = random_batch(), small_model()
-    logits_BLV = model(batch.tokens_BL, None, batch.seq).output.transpose(0, 1)
+def test_loss_is_the_mean_cross_entropy_over_unmasked_tokens(alone: Groups) -> None:
+    batch, engine = random_batch(), Engine(small_run(), alone)
+    plain = small_model()
+    plain.load_state_dict(dict(engine.weights()))
+    logits_BLV = plain(batch.tokens_BL, None, batch.seq).output.transpose(0, 1)
     expected = torch.nn.functional.cross_entropy(logits_BLV[batch.mask_BL], batch.labels_BL[batch.mask_BL])
-    torch.testing.assert_close(forward_backward(model, [batch], 0.0, CPU), expected.detach())
+    expected.backward()
+    torch.testing.assert_close(engine.forward_backward([batch]).mean.float(), expected.detach())
+    for name, gradient in engine.optimizer.gradients():
+        torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_a_step_whose_tokens_are_all_masked_has_no_gradient() -> None:
-    batch, model = random_batch(), small_model()
+def test_a_step_whose_tokens_are_all_masked_has_no_gradient(alone: Groups) -> None:
+    batch, engine = random_batch(), Engine(small_run(), alone)
     batch.mask_BL[:] = False
-    assert forward_backward(model, [batch], 0.0, CPU) == 0
-    assert all(not weight.grad.any() for weight in model.parameters() if weight.grad is not None)
+    assert engine.forward_backward([batch]).mean == 0
+    assert not any(gradient.any() for _, gradient in engine.optimizer.gradients())
+
+
+def test_auxiliary_losses_count_by_tokens() -> None:
+    weight = torch.tensor(2.0, requires_grad=True)
+    stream = torch.ones(3, requires_grad=True)
+    output = with_auxiliary_losses(stream, [weight**2], torch.tensor(5))
+    output.sum().backward()
+    assert torch.equal(output, stream)
+    assert weight.grad == 2 * 2.0 * 5
+    assert torch.equal(stream.grad, torch.ones(3))

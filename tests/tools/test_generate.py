@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +11,13 @@ import pytest
 from tokenizers import Tokenizer
 
 from hybridtron.checkpoint import io
+from hybridtron.config.layout import Launch
 from hybridtron.config.load import load
 from hybridtron.config.schema import Config
 from hybridtron.data.corpus import END_OF_TEXT, train_tokenizer
-from hybridtron.device import DTYPES
-from hybridtron.engine.optim import Optimizer
-from hybridtron.model.init import initialise
-from hybridtron.model.lm import LanguageModel
+from hybridtron.device import megatron_context
+from hybridtron.engine.engine import Engine
+from hybridtron.parallel import groups
 from tools.generate import find_checkpoint, main, prompt_or_start
 
 ROOT = Path(__file__).parents[2]
@@ -27,14 +28,12 @@ def write_checkpoint(run_dir: Path, step: int, config: Config) -> Path:
     tokenizer = run_dir / "tokenizer.json"
     run_dir.mkdir(exist_ok=True)
     train_tokenizer(["the cat sat on the mat. " * 20], 320).save(str(tokenizer))
-    model = LanguageModel(config.model)
-    initialise(model, seed=step)
-    model.cast(DTYPES[config.precision.name])
-    optimizer = Optimizer(model, config.optim)
-    for master in optimizer.masters.values():
-        master.grad = master.detach() * 0
-    optimizer.step(0.0)
-    return io.save(run_dir, step, config, model, optimizer, "", tokenizer)
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, seed=step))
+    with megatron_context():
+        engine = Engine(config, groups.start(config.parallel, launch=Launch(0, 1)))
+        written = io.save(run_dir, step, config, engine, "", tokenizer)
+        groups.stop()
+    return written
 
 
 @pytest.fixture(scope="module")

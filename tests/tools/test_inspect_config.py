@@ -77,7 +77,7 @@ def test_a_layout_is_told_rank_by_rank():
     assert len(told["stages"]) == 4
     assert sum(told["stages"]) == 48
     plan = told["plan"]
-    assert (plan["world_size"], plan["data"], plan["micro_batches"]) == (16, 4, 512)
+    assert (plan["world_size"], plan["data"], plan["micro_batches"]) == (16, 4, 256)
     chunks = [chunk for rank in plan["ranks"] for chunk in rank["chunks"]]
     assert [chunk["index"] for chunk in chunks] == [0, 2, 1, 3]
     assert sorted(layer for chunk in chunks for layer in chunk["layers"]) == list(range(48))

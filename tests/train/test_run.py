@@ -10,6 +10,9 @@ import pytest
 from safetensors.torch import load_file
 
 from hybridtron.checkpoint import io
+from hybridtron.data.batch import Batch
+from hybridtron.engine.engine import Engine
+from hybridtron.engine.schedule import StepLoss
 from tests.train.conftest import VOCAB, Train
 
 REQUIRED_METRICS = {
@@ -98,7 +101,7 @@ def test_a_failed_run_says_why(train_small: Train, tmp_path: Path, monkeypatch: 
     def broken(*_: object) -> None:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr("hybridtron.train.trainer.forward_backward", broken)
+    monkeypatch.setattr("hybridtron.engine.engine.Engine.forward_backward", broken)
     with pytest.raises(RuntimeError, match="out of luck"):
         train_small()
     outcome = json.loads((tmp_path / "run" / "outcome.json").read_text())
@@ -134,19 +137,17 @@ def test_reports_norms_and_traces_when_asked(train_small: Train, tmp_path: Path)
 def test_skipped_steps_are_counted_and_change_nothing(
     train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hybridtron.train import trainer
-
-    forward_backward = trainer.forward_backward
+    forward_backward = Engine.forward_backward
     calls = []
 
-    def poisoned(model, *rest):
-        loss = forward_backward(model, *rest)
+    def poisoned(engine: Engine, batches: list[Batch]) -> StepLoss:
+        loss = forward_backward(engine, batches)
         calls.append(1)
         if len(calls) == 2:
-            model.norm.weight.grad[0] = float("nan")
+            engine.optimizer.shards["norm.weight"].weight.main_grad[0] = float("nan")
         return loss
 
-    monkeypatch.setattr(trainer, "forward_backward", poisoned)
+    monkeypatch.setattr(Engine, "forward_backward", poisoned)
     assert train_small("run.max_steps=3") == 0
     assert [line["skipped"] for line in metrics_of(tmp_path / "run")] == [0, 1, 1]
     assert io.read_meta(io.newest(tmp_path / "run")).accepted_steps == 2

@@ -1,0 +1,146 @@
+"""Run a function on n processes of this machine that talk over gloo: layouts without a cluster, a GPU or a launcher.
+
+The processes are forked from a server that has imported torch and megatron-core once, and serve one job after another,
+each on groups of its own. A job that fails raises the traceback of the process that failed first; its processes are
+replaced, whatever state they were left in.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridtron.config.schema import ParallelConfig
+from hybridtron.device import megatron_context
+from hybridtron.parallel import groups
+from hybridtron.parallel.groups import Groups, Launch
+
+PRELOADED = ["hybridtron.parallel.pool", "hybridtron.engine.engine"]
+GRACE_S = 3.0  # what the others of a failed job get to fail too
+START_S = 60.0  # what new processes get to start, on top of a job's own time
+
+
+class WorkerError(RuntimeError):
+    """A job failed; the text ends in the traceback of its process."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A process's place in a job: what its function gets as its first argument."""
+
+    rank: int
+    world_size: int
+    meeting_file: str
+
+    @contextmanager
+    def groups(self, parallel: ParallelConfig) -> Iterator[Groups]:
+        """The groups of a layout over the processes of this job, in the context that megatron-core needs."""
+        with megatron_context():
+            try:
+                yield groups.start(parallel, f"file://{self.meeting_file}", Launch(self.rank, self.world_size))
+            finally:
+                groups.stop()
+
+
+@dataclass
+class _Worker:
+    process: Any
+    connection: Connection
+
+
+class Pool:
+    """Processes that are started when a job first needs them, and stopped by `close`."""
+
+    def __init__(self) -> None:
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOADED)
+        self._workers: list[_Worker] = []
+
+    def run(
+        self, function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120.0
+    ) -> list[Any]:
+        """`function(seat, *arguments)` on every process, which must find it by its module; the results by rank."""
+        new = world_size - len(self._workers)
+        self._workers += [self._start() for _ in range(new)]
+        job = self._workers[:world_size]
+        deadline = time.monotonic() + timeout_s + (START_S if new > 0 else 0.0)
+        with tempfile.TemporaryDirectory(prefix="hybridtron-") as folder:
+            for rank, worker in enumerate(job):
+                seat = Seat(rank, world_size, str(Path(folder) / "meeting"))
+                worker.connection.send_bytes(pickle.dumps((function, seat, arguments)))
+            results, failure = _collect(job, deadline)
+        if failure is None:
+            return [results[rank] for rank in range(world_size)]
+        self._stop(job)
+        self._workers = self._workers[world_size:]
+        raise WorkerError(failure)
+
+    def close(self) -> None:
+        self._stop(self._workers)
+        self._workers = []
+
+    def _start(self) -> _Worker:
+        ours, theirs = mp.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        return _Worker(process, ours)
+
+    def _stop(self, workers: list[_Worker]) -> None:
+        for worker in workers:
+            worker.connection.close()
+            worker.process.kill()
+            worker.process.join()
+
+
+def _collect(job: list[_Worker], deadline: float) -> tuple[dict[int, Any], str | None]:
+    """The results by rank, and the first failure: an exception, a death, or too little time."""
+    results: dict[int, Any] = {}
+    failure = None
+    waiting = {worker.connection: rank for rank, worker in enumerate(job)}
+    while waiting:
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return results, failure or f"ranks {sorted(waiting.values())} did not finish in time"
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = waiting.pop(connection)
+            try:
+                done, value = pickle.loads(connection.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                done, value = False, "the process died"
+            if done:
+                results[rank] = value
+            elif failure is None:
+                failure = f"rank {rank}: {value}"
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+    return results, failure
+
+
+def _serve(connection: Connection) -> None:
+    """A worker's life: one job after another, one thread, no GPU, until the pool goes."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job = connection.recv_bytes()
+        except EOFError:
+            return
+        try:
+            function, seat, arguments = pickle.loads(job)
+            answer = pickle.dumps((True, function(seat, *arguments)))
+        except BaseException:
+            answer = pickle.dumps((False, traceback.format_exc()))
+        connection.send_bytes(answer)

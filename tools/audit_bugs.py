@@ -1,0 +1,195 @@
+"""Bugs to try the audit with: each is put into a module of the product while a worker runs, and must be found.
+
+All are mistakes that train without a word: a sum left out or made twice, a cut in the wrong order, a wrong divisor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hybridtron.data.batch import Batch
+from hybridtron.engine import engine, schedule, stage
+from hybridtron.model.lm import LanguageModel
+from hybridtron.parallel import cut as cutting
+from hybridtron.parallel.linear import TensorGroup
+from hybridtron.specs.base import Parameter
+
+Replaced = dict[str, Any]  # where an attribute stands -> what stands there instead
+
+
+@dataclass(frozen=True)
+class Bug:
+    """What goes wrong, what is replaced for it, and where it shows: an architecture and a layout of the table."""
+
+    told: str
+    replaced: Callable[[], Replaced]
+    architecture: str
+    layout: str
+
+
+@contextmanager
+def injected(name: str | None) -> Iterator[None]:
+    """The product with this bug in it; without one, the product."""
+    with ExitStack() as stack:
+        for where, instead in ({} if name is None else BUGS[name].replaced()).items():
+            stack.enter_context(patch(where, instead))
+        yield
+
+
+def _x_proj_backward() -> Replaced:
+    return {"hybridtron.mixers.mamba.sum_gradients": lambda x, tensor: x}
+
+
+def _marked(change: Callable[[LanguageModel, str, Tensor], None]) -> Replaced:
+    """Another mark on some weights, after all have theirs."""
+    mark = stage.mark_for_megatron
+
+    def marked(model: LanguageModel) -> None:
+        mark(model)
+        for name, weight in model.named_parameters():
+            change(model, name, weight)
+
+    return {"hybridtron.engine.stage.mark_for_megatron": marked}
+
+
+def _kv_gradient() -> Replaced:
+    return _marked(lambda _, name, weight: _unsum(weight) if "kv" in name else None)
+
+
+def _norm_gradient() -> Replaced:
+    return _marked(lambda _, name, weight: _unsum(weight) if name.endswith("norm.weight") else None)
+
+
+def _unsum(weight: Any) -> None:
+    weight.partial_over_tensor = False
+
+
+def _double_norm_gradient() -> Replaced:
+    def sum_again(_: LanguageModel, name: str, weight: Any) -> None:
+        weight.partial_over_tensor |= name.endswith("norm.weight")
+
+    return _marked(sum_again)
+
+
+def _decay() -> Replaced:
+    def undecide(_: LanguageModel, __: str, weight: Any) -> None:
+        if hasattr(weight, "undecayed"):
+            del weight.undecayed
+
+    return _marked(undecide)
+
+
+def _norm_counts_copies() -> Replaced:
+    def claim(_: LanguageModel, __: str, weight: Any) -> None:
+        weight.tensor_model_parallel = True
+
+    return _marked(claim)
+
+
+def _tied_gradient() -> Replaced:
+    build = stage.build_stages
+
+    def built(*arguments: Any) -> list[stage.Stage]:
+        stages = build(*arguments)
+        for chunk in stages:
+            chunk.share_embeddings_and_output_weights = False
+        return stages
+
+    return {"hybridtron.engine.engine.build_stages": built}
+
+
+def _micro_batch_scale() -> Replaced:
+    run = engine.run_schedule
+
+    def scaled(stages: Sequence[Any], batches: Sequence[Batch], *rest: Any) -> schedule.StepLoss:
+        loss = run(stages, batches, *rest)
+        for chunk in stages:
+            chunk.scale_gradients(1 / len(batches))
+        return loss
+
+    return {"hybridtron.engine.engine.run_schedule": scaled}
+
+
+def _masked_tokens() -> Replaced:
+    loss_of = schedule._loss_of
+
+    def mean_of(logits: Tensor, batch: Batch, z_loss: float, tensor: TensorGroup) -> tuple[Tensor, Tensor, Tensor]:
+        total, tokens, report = loss_of(logits, batch, z_loss, tensor)
+        return total / tokens.clamp(min=1), torch.ones_like(tokens), report
+
+    return {"hybridtron.engine.schedule._loss_of": mean_of}
+
+
+def _swapped_virtual_chunks() -> Replaced:
+    stages_of = stage.stages_of
+
+    def swapped(config: Any) -> tuple[range, ...]:
+        first, *inner, last = stages_of(config)
+        return (first, *reversed(inner), last)
+
+    return {"hybridtron.engine.stage.stages_of": swapped}
+
+
+def _cut_otherwise(wrong: Callable[[Tensor, Parameter, TensorGroup], Tensor]) -> Replaced:
+    """Another way to cut, wherever weights are filled."""
+    return {"hybridtron.model.init.cut": wrong, "hybridtron.engine.engine.cut": wrong}
+
+
+def _vocabulary_order() -> Replaced:
+    def wrong(whole: Tensor, parameter: Parameter, tensor: TensorGroup) -> Tensor:
+        is_vocabulary = len(whole) > 64 and parameter.split == 0 and not parameter.parts
+        other_rank = replace(tensor, rank=tensor.size - 1 - tensor.rank)
+        return cutting.cut(whole, parameter, other_rank if is_vocabulary else tensor)
+
+    return _cut_otherwise(wrong)
+
+
+def _conv_cut() -> Replaced:
+    def wrong(whole: Tensor, parameter: Parameter, tensor: TensorGroup) -> Tensor:
+        is_convolution = whole.dim() == 2 and whole.shape[1] == 4 and not parameter.fp32
+        return cutting.cut(whole, parameter, replace(tensor, rank=0) if is_convolution else tensor)
+
+    return _cut_otherwise(wrong)
+
+
+def _fused_cut() -> Replaced:
+    def wrong(whole: Tensor, parameter: Parameter, tensor: TensorGroup) -> Tensor:
+        return cutting.cut(whole, replace(parameter, parts=()), tensor)
+
+    return _cut_otherwise(wrong)
+
+
+def _missing_reduction() -> Replaced:
+    return {"hybridtron.parallel.linear.RowParallel.forward": lambda self, x: functional.linear(x, self.weight)}
+
+
+def _missing_z_loss() -> Replaced:
+    loss = schedule.cross_entropy
+    return {"hybridtron.engine.schedule.cross_entropy": lambda a, b, c, _, tensor: loss(a, b, c, 0.0, tensor)}
+
+
+BUGS = {
+    "x_proj_backward": Bug("gradients of dt, B and C are not summed over ranks", _x_proj_backward, "samba", "tp2"),
+    "kv_gradient": Bug("replicated key/value heads keep their rank's part", _kv_gradient, "mistral", "tp2-sp"),
+    "norm_gradient": Bug("norms keep the gradient of their rank's tokens", _norm_gradient, "mamba-mlp", "tp2-sp"),
+    "double_norm_gradient": Bug("norms' whole gradients are summed", _double_norm_gradient, "mamba-mlp", "tp2"),
+    "tied_gradient": Bug("first and last stage keep their own embedding's gradient", _tied_gradient, "samba", "pp2"),
+    "micro_batch_scale": Bug("gradients are divided by micro-batches too", _micro_batch_scale, "llama", "dp2"),
+    "masked_tokens": Bug("a mean over micro-batches, not over tokens", _masked_tokens, "llama", "dp2"),
+    "swapped_virtual_chunks": Bug("inner chunks are in the wrong order", _swapped_virtual_chunks, "mamba", "pp2-virtual2"),
+    "vocabulary_order": Bug("ranks hold each other's tokens", _vocabulary_order, "mamba", "tp2"),
+    "conv_cut": Bug("every rank holds the first rank's convolution", _conv_cut, "mamba-swa-mlp", "tp2"),
+    "fused_cut": Bug("fused projections are cut as one block", _fused_cut, "mamba-mlp", "tp2"),
+    "missing_reduction": Bug("outputs of row-parallel layers are not summed", _missing_reduction, "llama", "tp2"),
+    "missing_z_loss": Bug("the z-loss is left out", _missing_z_loss, "llama", "pp2"),
+    "decay": Bug("A_log is decayed, as megatron-core does by shape", _decay, "mamba", "pp2"),
+    "norm_counts_copies": Bug("what both ranks hold counts twice in the gradient norm", _norm_counts_copies, "samba", "tp2"),
+}

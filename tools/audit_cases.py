@@ -1,0 +1,162 @@
+"""What the audit runs: layouts, small architectures, and their combinations; and any recipe made small.
+
+A case is a whole configuration and a number of data-parallel ranks. The table takes every architecture to every
+layout; the options that multiply with all else (tied embeddings, recomputation, few key/value heads, documents) go
+around, so that each layout and each architecture meets each of their values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hybridtron.config.schema import (
+    Config,
+    DataConfig,
+    Documents,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PhaseConfig,
+    Recompute,
+    RunConfig,
+)
+
+SEQ_LEN = 24
+MICRO_BATCH = 2
+VOCABULARY = 96  # what many numbers of ranks can share
+LR = 1e-2
+OPTIM = OptimConfig(eps=1e-3, clip=0.05, z_loss=1e-3)
+"""A coarse eps, as AdamW's first step is otherwise the sign of the gradient, which rounding may turn; clipping that
+cuts in; a z-loss."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks along each axis."""
+
+    tensor: int = 1
+    sequence: bool = False
+    pipeline: int = 1
+    virtual: int = 1
+    data: int = 1
+
+    def on(self, parallel: ParallelConfig) -> ParallelConfig:
+        """The other settings of `parallel`, in this layout."""
+        return replace(
+            parallel,
+            tensor=self.tensor,
+            sequence=self.sequence,
+            pipeline=self.pipeline,
+            virtual_pipeline=self.virtual,
+        )
+
+
+LAYOUTS = {
+    "tp2": Layout(tensor=2),
+    "tp2-sp": Layout(tensor=2, sequence=True),
+    "pp2": Layout(pipeline=2),
+    "pp2-virtual2": Layout(pipeline=2, virtual=2),
+    "pp4": Layout(pipeline=4),
+    "dp2": Layout(data=2),
+    "tp2-pp2": Layout(tensor=2, sequence=True, pipeline=2),
+    "tp2-dp2": Layout(tensor=2, data=2),
+    "pp2-dp2": Layout(pipeline=2, data=2),
+}
+
+ARCHITECTURES = {
+    "samba": "M-W-M",
+    "mamba-swa-mlp": "MW-MW",
+    "mamba-mlp": "M-M-M",
+    "mamba": "MMMMM",
+    "mistral": "W-W-W",
+    "llama": "F-F-F",
+}
+"""An odd number of layers each, so that no number of stages divides them."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison: a small configuration, and how many ranks share its data."""
+
+    name: str
+    layout: str
+    config: Config
+    data: int
+
+    @property
+    def world_size(self) -> int:
+        return self.config.parallel.tensor * self.config.parallel.pipeline * self.data
+
+    def told(self) -> str:
+        """The options that go around, for the table."""
+        model, parallel = self.config.model, self.config.parallel
+        letters = set(model.pattern)
+        attention = [o for letter, o in model.layers.items() if o["kind"] == "attention" and letter in letters]
+        words = [
+            "tied" if model.tie_embeddings else "untied",
+            str(self.config.data.documents),
+            "" if parallel.recompute == Recompute.none else f"recompute={parallel.recompute}",
+            *(f"kv_heads={o.get('kv_heads')}{' conv' if o.get('conv') else ''}" for o in attention),
+        ]
+        return " ".join(word for word in words if word)
+
+
+def table() -> Iterator[Case]:
+    """Every architecture in every layout."""
+    for row, (name, pattern) in enumerate(ARCHITECTURES.items()):
+        for column, (layout, ranks) in enumerate(LAYOUTS.items()):
+            turn = row + column
+            heads: dict[str, Any] = {"kv_heads": 1, "conv": 4} if (row + column // 2) % 2 else {"kv_heads": 2}
+            model = small_model(pattern, tied=turn % 2 == 0, heads=heads)
+            recompute = list(Recompute)[(row + 2 * column) % 3]
+            documents = Documents.join if turn % 3 == 0 else Documents.isolate
+            yield Case(name, layout, small(model, ranks.on(ParallelConfig(recompute=recompute)), documents, ranks.data), ranks.data)
+
+
+def small_model(pattern: str, tied: bool, heads: dict[str, Any]) -> ModelConfig:
+    """One of the table's models, with these options of its attention."""
+    attention = {"kind": "attention", "heads": 4, **heads}
+    layers = {
+        "M": {"kind": "mamba", "state": 4},
+        "W": {**attention, "window": 7},
+        "F": attention,
+        "-": {"kind": "swiglu", "hidden": 48},
+    }
+    return ModelConfig(32, VOCABULARY, pattern, layers, tied)
+
+
+def small(model: ModelConfig, parallel: ParallelConfig, documents: Documents, data: int) -> Config:
+    """A step over a few micro-batches of short rows, at least two for each data-parallel rank."""
+    per_rank = math.ceil(max(2, 4 // data) / parallel.pipeline) * parallel.pipeline
+    return Config(
+        model=model,
+        data=DataConfig(path="none", documents=documents),
+        optim=OPTIM,
+        # overlapping changes the order of messages, not the numbers, and needs a GPU
+        parallel=replace(parallel, overlap_grad_reduce=False, overlap_param_gather=False),
+        run=RunConfig(name="audit", dir="none"),
+        phases=[PhaseConfig("audit", "1M", SEQ_LEN, MICRO_BATCH * data * per_rank, MICRO_BATCH, LR)],
+    )
+
+
+SHRUNK: dict[str, dict[str, int]] = {
+    "mamba": {"state": 4, "dt_rank": 4},
+    "attention": {"window": 7, "head_dim": 8},
+    "swiglu": {"hidden": VOCABULARY},
+}
+"""Sizes that cost time and change no way through the code, by kind; where a recipe sets one it gets this."""
+
+
+def shrunk(config: Config, data: int) -> Config:
+    """A recipe made small: pattern, heads, options, tying and layout stay; widths, states, windows and text shrink."""
+    letters = {}
+    for letter, options in config.model.layers.items():
+        smaller = SHRUNK.get(options["kind"], {})
+        letters[letter] = {k: smaller.get(k, v) if v is not None else None for k, v in options.items()}
+    heads = [options["heads"] for options in letters.values() if "heads" in options]
+    width = 2 * math.lcm(1, *heads)  # two channels a head at least, and as rotary positions want an even number
+    model = replace(config.model, width=width * math.ceil(32 / width), vocab_size=VOCABULARY, layers=letters)
+    return small(model, config.parallel, config.data.documents, data)

@@ -174,10 +174,10 @@ def micro_batches(config: Config) -> list[Batch]:
     batches = []
     for index in range(count):
         tokens = torch.randint(config.model.vocab_size, (rows, length + 1), generator=generator)
-        mask = torch.rand(rows, length, generator=generator) < (index + 1) / (count + 1)
+        mask = torch.rand(rows, length, generator=generator, dtype=torch.float32) < (index + 1) / (count + 1)
         if index == 0:
             mask[-1] = False
-        starts = torch.rand(rows, length, generator=generator) < 3 / length
+        starts = torch.rand(rows, length, generator=generator, dtype=torch.float32) < 3 / length
         seq = SeqInfo.stream(rows, length)
         if config.data.documents == Documents.isolate:
             documents = starts.cumsum(1) - starts[:, :1].long()
@@ -190,8 +190,8 @@ def micro_batches(config: Config) -> list[Batch]:
 def differences(truth: Step, ranks: list[Step], config: Config, precision: Precision) -> Iterator[Difference]:
     """Losses and whole gradients as the first rank has them, and the weights of every rank."""
     for name in ("loss", "grad_norm", "loss_after"):
-        found, expected = getattr(ranks[0], name), getattr(truth, name)
-        yield _difference(name.replace("_", " "), torch.tensor(found), torch.tensor(expected), 0.0, precision)
+        found, expected = (torch.tensor(getattr(step, name), dtype=torch.float64) for step in (ranks[0], truth))
+        yield _difference(name.replace("_", " "), found, expected, 0.0, precision)
     largest = _largest_norm(truth.gradients)
     assert truth.gradients.keys() == ranks[0].gradients.keys()
     for name, expected in truth.gradients.items():

@@ -4,10 +4,12 @@
     python tools/inspect_config.py recipe=samba_1.7b --json
     python tools/inspect_config.py recipe=samba_1.7b parallel.pipeline=4 --gpus 64
     python tools/inspect_config.py recipe=samba_3.8b --gpus 256 --fit 80GB
+    python tools/inspect_config.py recipe=samba_1.7b parallel.tensor=4 parallel.pipeline=2 --dry-run
 
 It takes the arguments of train.py, and reads neither data nor torch. What is counted, and what is not, stands in
 `hybridtron/config/count.py`, `plan.py` and `fit.py`. `--gpus` is the number of processes (without it, as few as the
-layout needs); `--fit` proposes layouts for so many devices of this memory, the fastest first.
+layout needs); `--fit` proposes layouts for so many devices of this memory, the fastest first. `--dry-run` alone
+imports torch: it builds every rank's model on the meta device.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=_positive, metavar="N", help="processes of the whole run")
     parser.add_argument("--fit", type=_gigabytes_given, metavar="80GB", help="propose layouts for this device memory")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--dry-run", action="store_true", help="build every rank's model on the meta device")
     arguments = parser.parse_intermixed_args()
     try:
         config = load(arguments.settings)
@@ -62,7 +65,20 @@ def main() -> int:
         print(json.dumps(as_json(config, gpus, fitting), indent=2))
     else:
         print_tables(config, gpus, fitting)
-    return 0
+    return dry_run(config) if arguments.dry_run else 0
+
+
+def dry_run(config: Config) -> int:
+    """Build what every rank would hold and say whether the shards add up. Returns the exit code."""
+    from hybridtron.engine.dry_run import build_every_rank, faults  # imports torch, which nothing else here needs
+
+    ranks = list(build_every_rank(config))
+    for built in ranks:
+        place = f"pipeline {built.pipeline_rank} tensor {built.tensor_rank}"
+        print(f"rank {built.rank} ({place}): {len(built.shapes)} weights, {built.parameters:,} parameters")
+    found = faults(config, ranks)
+    print("\n".join(found) or "the shards of all ranks add up to the model", file=sys.stderr if found else sys.stdout)
+    return 1 if found else 0
 
 
 def as_json(config: Config, gpus: int, fitting: list[Candidate] | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hybridtron.config.layout import Launch, launched
 from hybridtron.config.schema import ParallelConfig
@@ -35,25 +36,19 @@ class Groups:
         return self.rank == 0
 
 
-def start(parallel: ParallelConfig, init_method: str | None = None, launch: Launch | None = None) -> Groups:
-    """Join the other processes and form the groups of the layout."""
+def start(
+    parallel: ParallelConfig, init_method: str = "env://", launch: Launch | None = None, fake: bool = False
+) -> Groups:
+    """Join the other processes and form the groups of the layout; `fake` plays one rank of many, alone."""
     launch = launch or launched()
-    backend = "gloo" if compute_device().type == "cpu" else "cpu:gloo,cuda:nccl"
     with megatron_context():
         if not dist.is_initialized():
-            alone = launch.world_size == 1 and init_method is None
-            dist.init_process_group(
-                backend,
-                init_method=None if alone else init_method or "env://",
-                store=dist.HashStore() if alone else None,
-                rank=launch.rank,
-                world_size=launch.world_size,
-                timeout=timedelta(minutes=30),
-            )
+            _join(launch, init_method, fake)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
             virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+            create_gloo_process_groups=not fake,
         )
     group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()  # type: ignore[assignment]
     tensor = TensorGroup(parallel.tensor, group.rank(), parallel.sequence and parallel.tensor > 1, group)
@@ -66,6 +61,17 @@ def start(parallel: ParallelConfig, init_method: str | None = None, launch: Laun
         rank=launch.rank,
         world_size=launch.world_size,
     )
+
+
+def _join(launch: Launch, init_method: str, fake: bool) -> None:
+    backend = "gloo" if compute_device().type == "cpu" else "cpu:gloo,cuda:nccl"
+    place = {"rank": launch.rank, "world_size": launch.world_size, "timeout": timedelta(minutes=30)}
+    if fake:
+        dist.init_process_group("fake", store=FakeStore(), **place)
+    elif launch.world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), **place)
+    else:
+        dist.init_process_group(backend, init_method=init_method, **place)
 
 
 def stop() -> None:

@@ -1,0 +1,68 @@
+"""Builds every rank's model of a layout on the meta device and holds the shards against the table of weights.
+
+No memory is used and no other process is needed: the process group is a fake one of torch's, of the layout's size,
+and this process takes every rank's place in turn. Data-parallel ranks build the same, so one of each is built.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from hybridtron.config.architecture import parameter_table
+from hybridtron.config.layout import Launch
+from hybridtron.config.schema import Config
+from hybridtron.device import DTYPES, megatron_context
+from hybridtron.engine.stage import build_stages
+from hybridtron.parallel import groups
+
+
+@dataclass(frozen=True)
+class Built:
+    """What one rank built: the shape of each of its weights, by name."""
+
+    rank: int
+    pipeline_rank: int
+    tensor_rank: int
+    shapes: dict[str, tuple[int, ...]]
+
+    @property
+    def parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+
+def build_every_rank(config: Config) -> Iterator[Built]:
+    """Each rank of one data-parallel replica in turn."""
+    world = config.parallel.tensor * config.parallel.pipeline
+    for rank in range(world):
+        with megatron_context():
+            place = groups.start(config.parallel, launch=Launch(rank, world), fake=True)
+            stages = build_stages(config, place, DTYPES[config.precision.name], torch.device("meta"))
+            groups.stop()
+        shapes = {name: tuple(w.shape) for stage in stages for name, w in stage.model.named_parameters()}
+        yield Built(rank, place.pipeline_rank, place.tensor.rank, shapes)
+
+
+def faults(config: Config, ranks: list[Built]) -> list[str]:
+    """Weights that nobody holds, or whose shares do not add up; a tied embedding may stand on two stages."""
+    table, tensor = parameter_table(config.model), config.parallel.tensor
+    found = []
+    for name, parameter in table.items():
+        by_stage: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+        for built in ranks:
+            if name in built.shapes:
+                by_stage[built.pipeline_rank].append(built.shapes[name])
+        twice = config.model.tie_embeddings and name == "embedding.weight" and config.parallel.pipeline > 1
+        if len(by_stage) != 1 + twice:
+            found.append(f"{name} stands on {len(by_stage)} stages, not {1 + twice}")
+        axis = parameter.cut_axis(tensor)
+        share = tuple(size // tensor if i == axis else size for i, size in enumerate(parameter.shape))
+        for stage, shapes in by_stage.items():
+            if shapes != [share] * tensor:
+                found.append(f"{name} on stage {stage} has the shares {shapes}, not {tensor} of {share}")
+    unknown = {name for built in ranks for name in built.shapes} - set(table)
+    return found + [f"{name} is in no table" for name in sorted(unknown)]

@@ -41,8 +41,10 @@ def build_every_rank(config: Config) -> Iterator[Built]:
     for rank in range(world):
         with megatron_context():
             place = groups.start(config.parallel, launch=Launch(rank, world), fake=True)
-            stages = build_stages(config, place, DTYPES[config.precision.name], torch.device("meta"))
-            groups.stop()
+            try:
+                stages = build_stages(config, place, DTYPES[config.precision.name], torch.device("meta"))
+            finally:
+                groups.stop()
         shapes = {name: tuple(w.shape) for stage in stages for name, w in stage.model.named_parameters()}
         yield Built(rank, place.pipeline_rank, place.tensor.rank, shapes)
 

@@ -12,7 +12,7 @@ from hybridtron.engine.dry_run import build_every_rank, faults
 
 LAYOUTS = [
     ["recipe=samba_421m", "parallel.tensor=2", "parallel.pipeline=3"],
-    ["recipe=samba_1.7b", "parallel.tensor=8", "parallel.sequence=true"],
+    ["recipe=samba_1.7b", "parallel.tensor=4", "parallel.sequence=true"],
     ["recipe=mistral_1.6b", "parallel.pipeline=2", "parallel.virtual_pipeline=4"],
     ["recipe=ablations/samba_421m_heads_12_1", "parallel.tensor=4"],
 ]

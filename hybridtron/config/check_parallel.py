@@ -7,6 +7,7 @@ data-parallel rank must get as many micro batches as the others, and as many as 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
 
 from hybridtron.config.architecture import letter_specs
@@ -31,6 +32,7 @@ def parallel_problems(config: Config, world_size: int | None) -> Iterator[Proble
     if unusable:
         return
     yield from _overlap(parallel)
+    yield from _transformer_engine(parallel)
     yield from _tensor(config)
     yield from _pipeline(config)
     model_ranks = parallel.tensor * parallel.pipeline
@@ -46,6 +48,13 @@ def _overlap(parallel: ParallelConfig) -> Iterator[Problem]:
     if parallel.overlap_param_gather and not (parallel.distributed_optimizer and parallel.overlap_grad_reduce):
         needed = "parallel.distributed_optimizer=true and parallel.overlap_grad_reduce=true"
         yield Problem("parallel.overlap_param_gather", f"is true, which needs {needed}: set both, or use false")
+
+
+def _transformer_engine(parallel: ParallelConfig) -> Iterator[Problem]:
+    """Its layers can be asked for where the package can be found."""
+    if parallel.transformer_engine and importlib.util.find_spec("transformer_engine") is None:
+        cure = "pip install transformer-engine[pytorch], or use false for megatron-core's layers"
+        yield Problem("parallel.transformer_engine", f"is true, but transformer_engine is not installed: {cure}")
 
 
 def _tensor(config: Config) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from hybridtron.mixers.base import Mixer, Out, State
 from hybridtron.ops.attention import Memory, attention, remember
 from hybridtron.ops.conv1d import causal_conv
 from hybridtron.ops.norm_rope import apply_rope
-from hybridtron.parallel.linear import ALONE, TensorGroup, column_parallel, enter, row_parallel
+from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_parallel
 from hybridtron.specs.attention import AttentionSpec
 from hybridtron.specs.base import ModelSizes
 
@@ -27,7 +27,7 @@ class Attention(Mixer):
         whole_kv = spec.parameters(sizes)["kv.weight"].cut_axis(tensor.size) is None
         self.kv_heads = heads_used(spec, tensor) if whole_kv and tensor.size > 1 else None
         self.q = column_parallel(sizes.width, queries, tensor)
-        self.kv = column_parallel(sizes.width, 2 * keys, ALONE if whole_kv else tensor)
+        self.kv = column_parallel(sizes.width, 2 * keys, tensor.whole() if whole_kv else tensor)
         self.out = row_parallel(queries, sizes.width, tensor)
         if spec.conv:
             self.q_conv = nn.Parameter(torch.empty(tensor.share(queries), spec.conv))

@@ -51,7 +51,8 @@ def start(
             create_gloo_process_groups=not fake,
         )
     group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()  # type: ignore[assignment]
-    tensor = TensorGroup(parallel.tensor, group.rank(), parallel.sequence and parallel.tensor > 1, group)
+    sequence = parallel.sequence and parallel.tensor > 1
+    tensor = TensorGroup(parallel.tensor, group.rank(), sequence, group, parallel.transformer_engine)
     return Groups(
         tensor=tensor,
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),

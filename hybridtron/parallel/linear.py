@@ -24,21 +24,27 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hybridtron.parallel.mcore import layer_config
+from hybridtron.parallel.transformer_engine import local_linear, summed_linear
 
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """The ranks that share every layer between them, and this one's place among them."""
+    """The ranks that share every layer between them, and this one's place among them; whose layers they use."""
 
     size: int = 1
     rank: int = 0
     sequence: bool = False
     group: torch.distributed.ProcessGroup | None = None
+    transformer_engine: bool = False
 
     def share(self, total: int) -> int:
         """This rank's part of so many channels or heads."""
         assert total % self.size == 0, f"{total} can't be shared by {self.size} ranks; config/check.py refuses it"
         return total // self.size
+
+    def whole(self) -> TensorGroup:
+        """For a weight that each of these ranks holds whole."""
+        return TensorGroup(transformer_engine=self.transformer_engine)
 
 
 ALONE = TensorGroup()
@@ -95,11 +101,15 @@ class RowParallel(RowParallelLinear):
 
 def column_parallel(in_features: int, out_features: int, tensor: TensorGroup) -> nn.Module:
     """Each rank makes its own share of the outputs."""
+    if tensor.transformer_engine:
+        return local_linear(in_features, tensor.share(out_features))
     return Linear(in_features, out_features) if tensor.size == 1 else ColumnParallel(in_features, out_features, tensor)
 
 
 def row_parallel(in_features: int, out_features: int, tensor: TensorGroup) -> nn.Module:
     """Each rank holds its own share of the inputs; the outputs are summed and go back into the stream."""
+    if tensor.transformer_engine:
+        return summed_linear(tensor.share(in_features), out_features, tensor.group, tensor.sequence)
     if tensor.size == 1:
         return Linear(in_features, out_features)
     return RowParallel(in_features, out_features, tensor, tensor.sequence)
@@ -110,6 +120,8 @@ def row_parallel_inside(in_features: int, out_features: int, tensor: TensorGroup
 
     What follows uses them for its own channels only, so their gradients are partial until `sum_gradients`.
     """
+    if tensor.transformer_engine:
+        return summed_linear(tensor.share(in_features), out_features, tensor.group, sequence=False)
     if tensor.size == 1:
         return Linear(in_features, out_features)
     return RowParallel(in_features, out_features, tensor, sequence=False)

@@ -3,9 +3,6 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
-# tests compute on small tensors: more threads than this only wait for each other
-export OMP_NUM_THREADS ?= 2
-
 .PHONY: train setup test lint types test-fast test-slow test-gpu format clean
 
 train: .venv/.ready

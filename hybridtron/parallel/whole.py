@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from hybridtron.device import compute_device
 from hybridtron.parallel.cut import join
 from hybridtron.parallel.groups import Groups
 from hybridtron.specs.base import Parameter
@@ -46,9 +47,10 @@ def gathered(
 
 
 def _joined(share: Tensor, parameter: Parameter, groups: Groups) -> Tensor:
-    """The whole tensor, on every rank of this stage."""
+    """The whole tensor, on the CPU of every rank of this stage."""
     if parameter.cut_axis(groups.tensor.size) is None:
         return share.contiguous()
-    pieces = [torch.empty_like(share, memory_format=torch.contiguous_format) for _ in range(groups.tensor.size)]
-    dist.all_gather(pieces, share.contiguous(), group=groups.tensor.group)
-    return join(pieces, parameter)
+    own = share.to(compute_device()).contiguous()  # the tensor group talks from device to device
+    pieces = [torch.empty_like(own) for _ in range(groups.tensor.size)]
+    dist.all_gather(pieces, own, group=groups.tensor.group)
+    return join(pieces, parameter).cpu()

@@ -1,0 +1,182 @@
+"""Does a parallel layout compute what one process computes? Every gradient is compared, and a whole optimizer step.
+
+    python tools/audit_parallel.py parallel.tensor=2 parallel.pipeline=2
+    python tools/audit_parallel.py recipe=samba_1.7b --layouts all
+    python tools/audit_parallel.py --cases all                             what `make audit` runs
+    python tools/audit_parallel.py --fake-bug tied_gradient                must fail
+
+It takes the arguments of train.py, makes the recipe small (its pattern, heads, options, tying and layout stay; widths,
+states and windows shrink, so that it takes seconds), and starts the processes by itself, on the CPU over gloo. One
+step of several micro-batches, with unequal masks and documents that end in mid-row, runs twice: on one process as a
+plain torch loop without any parallel layer, engine or megatron-core, and in the layout as the trainer does it. Loss,
+gradient norm, every weight's whole gradient, every rank's weights after the step, and the loss after it must agree:
+
+    float64  within 1e-9 of each tensor's norm; megatron-core's plain data parallelism and optimizer
+    fp32     within 1e-5 of each tensor's norm and 1e-7 of the largest; the distributed optimizer, clipping cuts in
+
+Differences in float64 are rounding (1e-15) or bugs. What megatron-core does in fp32 whatever the weights are: it adds
+up the gradient norm (allowed 1e-6), clips (so in float64 the threshold is out of reach) and divides by the number of
+tokens in torch's default type (so that is set to float64).
+
+Exit codes: 0 all agree, 1 something differs or failed, 2 bad configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from rich.console import Console
+from rich.table import Table
+
+from hybridtron.config.check import check, require
+from hybridtron.config.load import load
+from hybridtron.config.problems import ConfigError, did_you_mean
+from hybridtron.parallel.pool import Pool, WorkerError
+from hybridtron.specs.base import Problem
+from tools.audit_bugs import BUGS
+from tools.audit_cases import ARCHITECTURES, LAYOUTS, Case, shrunk, table
+from tools.audit_run import PRECISIONS, Audit, Precision
+
+CONSOLE = Console(width=None if sys.stdout.isatty() else 160)
+
+
+def main() -> int:
+    """Print the worst difference of each case and precision. Returns the exit code."""
+    parser = argparse.ArgumentParser(description="Compare every gradient of a parallel layout with one process.")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="as train.py takes them: parallel.tensor=2")
+    parser.add_argument("--data", type=int, default=1, metavar="N", help="data-parallel ranks (default 1)")
+    parser.add_argument("--layouts", metavar="NAME,...", help="these layouts instead of the settings', or `all`")
+    parser.add_argument("--cases", metavar="NAME,...", help="the table's architectures in all its layouts, or `all`")
+    parser.add_argument("--fake-bug", metavar="NAME", help="put a bug into the parallel side: the audit must fail")
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for one run (default 300)")
+    parser.add_argument("--list", action="store_true", help="show layouts, architectures and bugs")
+    arguments = parser.parse_intermixed_args()
+    if arguments.list:
+        print_list()
+        return 0
+    try:
+        cases = cases_of(arguments)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    pool = Pool()
+    try:
+        return 0 if audit(Audit(pool, arguments.timeout), cases, arguments.fake_bug) else 1
+    finally:
+        pool.close()
+
+
+def cases_of(arguments: argparse.Namespace) -> list[Case]:
+    """What the command line asks for. Raises ConfigError where a name is unknown or a layout does not fit."""
+    bug, layouts = arguments.fake_bug, arguments.layouts
+    if bug is not None:
+        _known("--fake-bug", [bug], list(BUGS))
+    if arguments.cases is not None:
+        names = _chosen("--cases", arguments.cases, list(ARCHITECTURES))
+        chosen = _chosen("--layouts", layouts or "all", list(LAYOUTS))
+        return [case for case in table() if case.name in names and case.layout in chosen]
+    own_layout = arguments.data > 1 or any(setting.startswith("parallel") for setting in arguments.settings)
+    if bug is not None and not (arguments.settings or layouts or own_layout):
+        return [case for case in table() if (case.name, case.layout) == (BUGS[bug].architecture, BUGS[bug].layout)]
+    if layouts is None and own_layout:
+        return [recipe_case(arguments.settings, arguments.data)]
+    names = _chosen("--layouts", layouts or "all", list(LAYOUTS))
+    return list(recipe_cases(arguments.settings, names, skip=layouts in (None, "all")))
+
+
+def recipe_case(settings: Sequence[str], data: int) -> Case:
+    """The recipe, made small, in the layout that its settings say."""
+    config = load(settings)
+    parallel = config.parallel
+    small = shrunk(config, data)
+    require(small, parallel.tensor * parallel.pipeline * data)
+    axes = (("tp", parallel.tensor), ("pp", parallel.pipeline), ("virtual", parallel.virtual_pipeline), ("dp", data))
+    words = [f"{name}{size}" for name, size in axes if size > 1] + ["sp"] * (parallel.sequence and parallel.tensor > 1)
+    return Case(config.run.name, "-".join(words) or "one process", small, data)
+
+
+def recipe_cases(settings: Sequence[str], layouts: Sequence[str], skip: bool) -> Iterator[Case]:
+    """The recipe, made small, in some of the table's layouts; `skip` leaves out those that it does not fit."""
+    config = load(settings)
+    for name in layouts:
+        layout = LAYOUTS[name]
+        small = shrunk(replace(config, parallel=layout.on(config.parallel)), layout.data)
+        case = Case(config.run.name, name, small, layout.data)
+        if problems := check(small, case.world_size):
+            if not skip:
+                raise ConfigError(problems)
+            print(f"left out: {name}, as {problems[0]}", file=sys.stderr)
+            continue
+        yield case
+
+
+def audit(comparison: Audit, cases: Sequence[Case], bug: str | None) -> bool:
+    """Run all cases in both precisions, print a row for each and whatever differs; whether all agree."""
+    rows = Table("model", "layout", "options", "type", "compared", "worst", "off by", "of limit", box=None)
+    failures: list[str] = []
+    with CONSOLE.status("") as status:
+        for index, case in enumerate(cases):
+            for precision in PRECISIONS:
+                status.update(f"{index + 1}/{len(cases)} {case.name} {case.layout} {precision.name}")
+                failures += compare(comparison, case, precision, bug, rows)
+    CONSOLE.print(rows)
+    for failure in failures:
+        print(failure)
+    count = len(cases) * len(PRECISIONS)
+    print(f"{count} runs, {len(failures)} differ from one process" if failures else f"{count} runs equal one process")
+    return not failures
+
+
+def compare(comparison: Audit, case: Case, precision: Precision, bug: str | None, rows: Table) -> list[str]:
+    """Add one row; returns what differs, in words."""
+    described = (case.name, case.layout, case.told(), precision.name)
+    where = f"{case.name} {case.layout} {precision.name}"
+    try:
+        differences = comparison.compare(case, precision, bug)
+    except WorkerError as error:
+        rows.add_row(*described, "", "[red]failed[/red]", "", "")
+        return [f"{where}: the run failed, {error}"]
+    worst, wrong = differences[0], [difference for difference in differences if not difference.passes]
+    color = "red" if wrong else "green"
+    off = (f"{worst.relative:.1e}", f"[{color}]{worst.of_limit:.2g}[/{color}]")
+    rows.add_row(*described, str(len(differences)), worst.what, *off)
+    told = ", ".join(f"{difference.what} by {difference.relative:.1e}" for difference in wrong[:5])
+    more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+    return [f"{where}: {len(wrong)} of {len(differences)} differ: {told}{more}"] if wrong else []
+
+
+def print_list() -> None:
+    """The names that the options take."""
+    layouts = Table("layout", "ranks", box=None, title="--layouts", title_justify="left")
+    for name, layout in LAYOUTS.items():
+        layouts.add_row(name, str(layout.tensor * layout.pipeline * layout.data))
+    architectures = Table("name", "pattern", box=None, title="--cases", title_justify="left")
+    for name, pattern in ARCHITECTURES.items():
+        architectures.add_row(name, pattern)
+    bugs = Table("name", "what goes wrong", "shown by default in", box=None, title="--fake-bug", title_justify="left")
+    for name, bug in BUGS.items():
+        bugs.add_row(name, bug.told, f"{bug.architecture} {bug.layout}")
+    CONSOLE.print(layouts, "", architectures, "", bugs)
+
+
+def _chosen(option: str, text: str, known: list[str]) -> list[str]:
+    names = known if text == "all" else text.split(",")
+    _known(option, names, known)
+    return names
+
+
+def _known(option: str, names: Sequence[str], known: list[str]) -> None:
+    problems = [
+        Problem(option, f"has no {name!r}{did_you_mean(name, known)}; have: {', '.join(known)}")
+        for name in names
+        if name not in known
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,9 +1,10 @@
 # make train   sets up what is missing and trains the laptop recipe
 # make test    sets up what is missing and runs lint, types and tests
+# make audit   compares every gradient of every parallel layout with one process (minutes)
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
-.PHONY: train setup test lint types test-fast test-slow test-gpu format clean
+.PHONY: train setup test lint types test-fast test-slow test-gpu audit format clean
 
 train: .venv/.ready
 	$(BIN)/python train.py
@@ -27,13 +28,17 @@ types: .venv/.ready
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 test-fast: .venv/.ready
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not gloo and not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "gloo and not slow"
 
 test-slow: .venv/.ready
 	$(BIN)/pytest -m slow
 
 test-gpu: .venv/.ready
 	$(BIN)/pytest -m gpu
+
+audit: .venv/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python tools/audit_parallel.py --cases all
 
 format: .venv/.ready
 	$(BIN)/ruff check --fix .

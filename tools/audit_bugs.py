@@ -109,8 +109,8 @@ def _tied_gradient() -> Replaced:
 def _micro_batch_scale() -> Replaced:
     run = engine.run_schedule
 
-    def scaled(stages: Sequence[Any], batches: Sequence[Batch], *rest: Any) -> schedule.StepLoss:
-        loss = run(stages, batches, *rest)
+    def scaled(stages: Any, batches: Sequence[Batch], *rest: Any, forward_only: bool = False) -> schedule.StepLoss:
+        loss = run(stages, batches, *rest, forward_only=forward_only)
         for chunk in stages:
             chunk.scale_gradients(1 / len(batches))
         return loss
@@ -178,18 +178,22 @@ def _missing_z_loss() -> Replaced:
 
 BUGS = {
     "x_proj_backward": Bug("gradients of dt, B and C are not summed over ranks", _x_proj_backward, "samba", "tp2"),
-    "kv_gradient": Bug("replicated key/value heads keep their rank's part", _kv_gradient, "mistral", "tp2-sp"),
+    "kv_gradient": Bug("replicated key/value heads keep their rank's part", _kv_gradient, "mamba-swa-mlp", "tp2"),
     "norm_gradient": Bug("norms keep the gradient of their rank's tokens", _norm_gradient, "mamba-mlp", "tp2-sp"),
     "double_norm_gradient": Bug("norms' whole gradients are summed", _double_norm_gradient, "mamba-mlp", "tp2"),
     "tied_gradient": Bug("first and last stage keep their own embedding's gradient", _tied_gradient, "samba", "pp2"),
     "micro_batch_scale": Bug("gradients are divided by micro-batches too", _micro_batch_scale, "llama", "dp2"),
     "masked_tokens": Bug("a mean over micro-batches, not over tokens", _masked_tokens, "llama", "dp2"),
-    "swapped_virtual_chunks": Bug("inner chunks are in the wrong order", _swapped_virtual_chunks, "mamba", "pp2-virtual2"),
+    "swapped_virtual_chunks": Bug(
+        "inner chunks are in the wrong order", _swapped_virtual_chunks, "mamba", "pp2-virtual2"
+    ),
     "vocabulary_order": Bug("ranks hold each other's tokens", _vocabulary_order, "mamba", "tp2"),
     "conv_cut": Bug("every rank holds the first rank's convolution", _conv_cut, "mamba-swa-mlp", "tp2"),
     "fused_cut": Bug("fused projections are cut as one block", _fused_cut, "mamba-mlp", "tp2"),
     "missing_reduction": Bug("outputs of row-parallel layers are not summed", _missing_reduction, "llama", "tp2"),
     "missing_z_loss": Bug("the z-loss is left out", _missing_z_loss, "llama", "pp2"),
     "decay": Bug("A_log is decayed, as megatron-core does by shape", _decay, "mamba", "pp2"),
-    "norm_counts_copies": Bug("what both ranks hold counts twice in the gradient norm", _norm_counts_copies, "samba", "tp2"),
+    "norm_counts_copies": Bug(
+        "what both ranks hold counts twice in the gradient norm", _norm_counts_copies, "samba", "tp2"
+    ),
 }

@@ -111,9 +111,9 @@ def table() -> Iterator[Case]:
             turn = row + column
             heads: dict[str, Any] = {"kv_heads": 1, "conv": 4} if (row + column // 2) % 2 else {"kv_heads": 2}
             model = small_model(pattern, tied=turn % 2 == 0, heads=heads)
-            recompute = list(Recompute)[(row + 2 * column) % 3]
+            parallel = ranks.on(ParallelConfig(recompute=list(Recompute)[(row + 2 * column) % 3]))
             documents = Documents.join if turn % 3 == 0 else Documents.isolate
-            yield Case(name, layout, small(model, ranks.on(ParallelConfig(recompute=recompute)), documents, ranks.data), ranks.data)
+            yield Case(name, layout, small(model, parallel, documents, ranks.data), ranks.data)
 
 
 def small_model(pattern: str, tied: bool, heads: dict[str, Any]) -> ModelConfig:
@@ -152,7 +152,7 @@ SHRUNK: dict[str, dict[str, int]] = {
 
 def shrunk(config: Config, data: int) -> Config:
     """A recipe made small: pattern, heads, options, tying and layout stay; widths, states, windows and text shrink."""
-    letters = {}
+    letters: dict[str, dict[str, Any]] = {}
     for letter, options in config.model.layers.items():
         smaller = SHRUNK.get(options["kind"], {})
         letters[letter] = {k: smaller.get(k, v) if v is not None else None for k, v in options.items()}

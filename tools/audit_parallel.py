@@ -31,9 +31,10 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
-from hybridtron.config.check import check, require
+from hybridtron.config.check import require
 from hybridtron.config.load import load
 from hybridtron.config.problems import ConfigError, did_you_mean
+from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.parallel.pool import Pool, WorkerError
 from hybridtron.specs.base import Problem
 from tools.audit_bugs import BUGS
@@ -81,36 +82,38 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
     own_layout = arguments.data > 1 or any(setting.startswith("parallel") for setting in arguments.settings)
     if bug is not None and not (arguments.settings or layouts or own_layout):
         return [case for case in table() if (case.name, case.layout) == (BUGS[bug].architecture, BUGS[bug].layout)]
+    config = load(arguments.settings)
     if layouts is None and own_layout:
-        return [recipe_case(arguments.settings, arguments.data)]
+        return [fitting(config, _described(config.parallel, arguments.data), arguments.data)]
     names = _chosen("--layouts", layouts or "all", list(LAYOUTS))
-    return list(recipe_cases(arguments.settings, names, skip=layouts in (None, "all")))
+    return list(in_layouts(config, names, skip=layouts in (None, "all")))
 
 
-def recipe_case(settings: Sequence[str], data: int) -> Case:
-    """The recipe, made small, in the layout that its settings say."""
-    config = load(settings)
-    parallel = config.parallel
+def fitting(config: Config, layout: str, data: int) -> Case:
+    """The recipe, made small, in its layout. Raises ConfigError where that does not fit, in full size or small."""
     small = shrunk(config, data)
-    require(small, parallel.tensor * parallel.pipeline * data)
-    axes = (("tp", parallel.tensor), ("pp", parallel.pipeline), ("virtual", parallel.virtual_pipeline), ("dp", data))
-    words = [f"{name}{size}" for name, size in axes if size > 1] + ["sp"] * (parallel.sequence and parallel.tensor > 1)
-    return Case(config.run.name, "-".join(words) or "one process", small, data)
+    case = Case(config.run.name, layout, small, data)
+    require(config, case.world_size)
+    require(small, case.world_size)
+    return case
 
 
-def recipe_cases(settings: Sequence[str], layouts: Sequence[str], skip: bool) -> Iterator[Case]:
-    """The recipe, made small, in some of the table's layouts; `skip` leaves out those that it does not fit."""
-    config = load(settings)
+def in_layouts(config: Config, layouts: Sequence[str], skip: bool) -> Iterator[Case]:
+    """The recipe, made small, in some of the table's layouts; `skip` leaves out those that do not fit it."""
     for name in layouts:
         layout = LAYOUTS[name]
-        small = shrunk(replace(config, parallel=layout.on(config.parallel)), layout.data)
-        case = Case(config.run.name, name, small, layout.data)
-        if problems := check(small, case.world_size):
+        try:
+            yield fitting(replace(config, parallel=layout.on(config.parallel)), name, layout.data)
+        except ConfigError as error:
             if not skip:
-                raise ConfigError(problems)
-            print(f"left out: {name}, as {problems[0]}", file=sys.stderr)
-            continue
-        yield case
+                raise
+            print(f"left out: {name}, as {error.problems[0]}", file=sys.stderr)
+
+
+def _described(parallel: ParallelConfig, data: int) -> str:
+    axes = (("tp", parallel.tensor), ("pp", parallel.pipeline), ("virtual", parallel.virtual_pipeline), ("dp", data))
+    words = [f"{name}{size}" for name, size in axes if size > 1] + ["sp"] * (parallel.sequence and parallel.tensor > 1)
+    return "-".join(words) or "one process"
 
 
 def audit(comparison: Audit, cases: Sequence[Case], bug: str | None) -> bool:

@@ -26,7 +26,7 @@ from hybridtron.model.init import initialise, starting_value
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.loss import cross_entropy
 from hybridtron.parallel.cut import cut
-from hybridtron.parallel.linear import TensorGroup
+from hybridtron.parallel.linear import ALONE, TensorGroup
 from hybridtron.parallel.pool import Pool, Seat
 from hybridtron.specs.base import Normal
 from tools.audit_bugs import injected
@@ -68,7 +68,7 @@ class Step:
     loss_after: float
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
-    tensor: TensorGroup = TensorGroup()
+    tensor: TensorGroup = ALONE
 
 
 @dataclass(frozen=True)

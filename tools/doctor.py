@@ -27,7 +27,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 120  # seconds that an import may take; the first one on a network file system is slow
-MODULES = {"hydra-core": "hydra", "megatron-core": "megatron.core", "mosaicml-streaming": "streaming"}  # where module and distribution differ in name
+MODULES = {
+    "hydra-core": "hydra",
+    "megatron-core": "megatron.core",
+    "mosaicml-streaming": "streaming",
+}  # where module and distribution differ in name
 OPTIONAL = {
     "triton": "compiled kernels on CUDA (torch.compile needs it too)",
     "mamba_ssm": "selective scan on CUDA",

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from hybridtron.parallel.groups import Groups, Launch
 
 PRELOADED = ["hybridtron.parallel.pool", "hybridtron.engine.engine"]
 GRACE_S = 3.0  # what the others of a failed job get to fail too
-START_S = 60.0  # what new processes get to start, on top of a job's own time
+START_S = 120.0  # what new processes get to import torch and megatron-core
 
 
 class WorkerError(RuntimeError):
@@ -72,15 +71,13 @@ class Pool:
         self, function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120.0
     ) -> list[Any]:
         """`function(seat, *arguments)` on every process, which must find it by its module; the results by rank."""
-        new = world_size - len(self._workers)
-        self._workers += [self._start() for _ in range(new)]
+        self._start(world_size - len(self._workers))
         job = self._workers[:world_size]
-        deadline = time.monotonic() + timeout_s + (START_S if new > 0 else 0.0)
         with tempfile.TemporaryDirectory(prefix="hybridtron-") as folder:
             for rank, worker in enumerate(job):
-                seat = Seat(rank, world_size, str(Path(folder) / "meeting"))
+                seat = Seat(rank, world_size, f"{folder}/meeting")
                 worker.connection.send_bytes(pickle.dumps((function, seat, arguments)))
-            results, failure = _collect(job, deadline)
+            results, failure = _collect(job, time.monotonic() + timeout_s)
         if failure is None:
             return [results[rank] for rank in range(world_size)]
         self._stop(job)
@@ -89,14 +86,21 @@ class Pool:
 
     def close(self) -> None:
         self._stop(self._workers)
-        self._workers = []
 
-    def _start(self) -> _Worker:
-        ours, theirs = mp.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
-        process.start()
-        theirs.close()
-        return _Worker(process, ours)
+    def _start(self, count: int) -> None:
+        """Add so many workers, and wait until they have imported what they need."""
+        new = []
+        for _ in range(count):
+            ours, theirs = mp.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            new.append(_Worker(process, ours))
+        self._workers += new
+        for worker in new:
+            if not worker.connection.poll(START_S):
+                raise WorkerError(f"a process did not start within {START_S:.0f} s")
+            worker.connection.recv_bytes()
 
     def _stop(self, workers: list[_Worker]) -> None:
         for worker in workers:
@@ -133,6 +137,7 @@ def _serve(connection: Connection) -> None:
     """A worker's life: one job after another, one thread, no GPU, until the pool goes."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
+    connection.send_bytes(b"ready")
     while True:
         try:
             job = connection.recv_bytes()

@@ -1,0 +1,70 @@
+"""Parallel equals serial, by the audit's own cases; and the audit finds every bug that it is given."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridtron.config.schema import Recompute
+from tests.distributed import pool
+from tools.audit_bugs import BUGS
+from tools.audit_cases import ARCHITECTURES, LAYOUTS, Case, table
+from tools.audit_run import PRECISIONS, Audit, Precision
+
+CASES = list(table())
+FAST_CASES = {
+    ("samba", "tp2-pp2"),
+    ("samba", "pp2-virtual2"),
+    ("mamba-swa-mlp", "tp2"),
+    ("mamba-swa-mlp", "pp2-dp2"),
+    ("mamba-mlp", "tp2-sp"),
+    ("mamba-mlp", "pp2"),
+    ("mamba", "pp4"),
+    ("mistral", "tp2-dp2"),
+    ("llama", "dp2"),
+    ("llama", "tp2-sp"),
+}
+FAST_BUGS = {"x_proj_backward", "tied_gradient", "kv_gradient"}
+
+
+def params() -> list:
+    return [
+        pytest.param(
+            case,
+            precision,
+            id=f"{case.name}-{case.layout}-{precision.name}",
+            marks=() if (case.name, case.layout) in FAST_CASES else pytest.mark.slow,
+        )
+        for case in CASES
+        for precision in PRECISIONS
+    ]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("case", "precision"), params())
+def test_parallel_equals_serial(case: Case, precision: Precision) -> None:
+    worst = Audit(pool()).compare(case, precision)[0]
+    assert worst.passes, f"{worst.what} is off by {worst.relative:.1e}, {worst.of_limit:.1f} times what it may"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("bug", [pytest.param(b, marks=() if b in FAST_BUGS else pytest.mark.slow) for b in BUGS])
+def test_every_bug_is_found(bug: str) -> None:
+    place = BUGS[bug].architecture, BUGS[bug].layout
+    case = next(case for case in CASES if (case.name, case.layout) == place)
+    worst = Audit(pool()).compare(case, PRECISIONS[0], bug)[0]
+    assert not worst.passes
+
+
+def test_the_fast_selection_meets_every_architecture_and_layout() -> None:
+    assert {name for name, _ in FAST_CASES} == set(ARCHITECTURES)
+    assert {layout for _, layout in FAST_CASES} == set(LAYOUTS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_meets_every_option(layout: str) -> None:
+    configs = [case.config for case in CASES if case.layout == layout]
+    attention = [options for c in configs for letter, options in c.model.layers.items() if letter in c.model.pattern]
+    assert {c.model.tie_embeddings for c in configs} == {True, False}
+    assert {c.parallel.recompute for c in configs} == set(Recompute)
+    assert len({c.data.documents for c in configs}) == 2
+    assert {options["kv_heads"] for options in attention if options["kind"] == "attention"} == {1, 2}

@@ -1,0 +1,58 @@
+"""The pool of processes: results by rank, tracebacks, deaths and time-outs."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridtron.config.schema import ParallelConfig
+from hybridtron.parallel.pool import Seat, WorkerError
+from tests.distributed import run_distributed
+
+pytestmark = pytest.mark.gloo
+
+
+def places(seat: Seat, parallel: ParallelConfig) -> tuple[int, int, int, float]:
+    with seat.groups(parallel) as groups:
+        ranks = torch.tensor(float(groups.rank))
+        dist.all_reduce(ranks)
+        return groups.tensor.rank, groups.pipeline_rank, groups.data_rank, float(ranks)
+
+
+def fail_on_rank_1(seat: Seat) -> None:
+    if seat.rank == 1:
+        raise ValueError("no luck on this rank")
+
+
+def die_on_rank_1(seat: Seat) -> None:
+    if seat.rank == 1:
+        os._exit(3)
+
+
+def sleep(_: Seat) -> None:
+    time.sleep(60)
+
+
+def test_layouts_of_several_sizes_follow_each_other() -> None:
+    assert run_distributed(places, 4, ParallelConfig(tensor=2, pipeline=2)) == [
+        (0, 0, 0, 6.0),
+        (1, 0, 0, 6.0),
+        (0, 1, 0, 6.0),
+        (1, 1, 0, 6.0),
+    ]
+    assert run_distributed(places, 2, ParallelConfig()) == [(0, 0, 0, 1.0), (0, 0, 1, 1.0)]
+    assert run_distributed(places, 1, ParallelConfig()) == [(0, 0, 0, 0.0)]
+
+
+def test_a_failure_raises_the_traceback_and_the_pool_goes_on() -> None:
+    with pytest.raises(WorkerError, match=r"(?s)rank 1: Traceback.*fail_on_rank_1.*no luck on this rank"):
+        run_distributed(fail_on_rank_1, 2)
+    with pytest.raises(WorkerError, match="rank 1: the process died"):
+        run_distributed(die_on_rank_1, 2)
+    with pytest.raises(WorkerError, match=r"ranks \[0, 1\] did not finish in time"):
+        run_distributed(sleep, 2, timeout_s=0.2)
+    assert len(run_distributed(places, 2, ParallelConfig(tensor=2))) == 2

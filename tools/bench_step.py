@@ -1,9 +1,10 @@
 """A training step of a recipe through our engine on megatron-core, against a plain PyTorch loop over the same model.
 
 Both take the same batches and start from the same weights. The plain loop is what one would write by hand: cross
-entropy, `backward`, `clip_grad_norm_`, torch's fused AdamW. Ours adds Megatron's schedule, token-weighted losses, the check for gradients
-that are not finite, the learning rate per step and, in bf16, fp32 master weights, which the plain loop goes without.
-What the ratio shows is the cost of these. On CUDA the absolute speed is told too: tokens/s, TFLOP/s, MFU.
+entropy, `backward`, `clip_grad_norm_`, torch's fused AdamW. Ours adds Megatron's schedule and distributed optimizer,
+token-weighted losses, the check for gradients that are not finite, the learning rate per step and, in bf16, fp32 master
+weights, which the plain loop goes without. What the ratio shows is the cost of these. On CUDA the absolute speed is
+told too: tokens/s, TFLOP/s, MFU.
 """
 
 from __future__ import annotations

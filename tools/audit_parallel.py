@@ -118,7 +118,9 @@ def _described(parallel: ParallelConfig, data: int) -> str:
 
 def audit(comparison: Audit, cases: Sequence[Case], bug: str | None) -> bool:
     """Run all cases in both precisions, print a row for each and whatever differs; whether all agree."""
-    rows = Table("model", "layout", "options", "type", "compared", "worst", "off by", "of limit", box=None)
+    rows = Table(
+        "model", "layout", "options", "type", "compared", "tensors within", "worst", "off by", "of limit", box=None
+    )
     failures: list[str] = []
     with CONSOLE.status("") as status:
         for index, case in enumerate(cases):
@@ -140,12 +142,13 @@ def compare(comparison: Audit, case: Case, precision: Precision, bug: str | None
     try:
         differences = comparison.compare(case, precision, bug)
     except WorkerError as error:
-        rows.add_row(*described, "", "[red]failed[/red]", "", "")
+        rows.add_row(*described, "", "", "[red]failed[/red]", "", "")
         return [f"{where}: the run failed, {error}"]
     worst, wrong = differences[0], [difference for difference in differences if not difference.passes]
     color = "red" if wrong else "green"
     off = (f"{worst.relative:.1e}", f"[{color}]{worst.of_limit:.2g}[/{color}]")
-    rows.add_row(*described, str(len(differences)), worst.what, *off)
+    largest = max(difference.relative for difference in differences if difference.is_tensor)
+    rows.add_row(*described, str(len(differences)), f"{largest:.1e}", worst.what, *off)
     told = ", ".join(f"{difference.what} by {difference.relative:.1e}" for difference in wrong[:5])
     more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
     return [f"{where}: {len(wrong)} of {len(differences)} differ: {told}{more}"] if wrong else []

@@ -83,6 +83,10 @@ class Difference:
     def passes(self) -> bool:
         return self.of_limit <= 1.0  # not so for nan
 
+    @property
+    def is_tensor(self) -> bool:
+        return self.what.startswith(("gradient of", "weight"))
+
 
 class Audit:
     """Compares; what is serial is run once for all layouts that it is compared with."""

@@ -67,25 +67,25 @@ class Pool:
         self._context.set_forkserver_preload(PRELOADED)
         self._workers: list[_Worker] = []
 
-    def run(
-        self, function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120.0
-    ) -> list[Any]:
+    def run(self, function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120) -> list[Any]:
         """`function(seat, *arguments)` on every process, which must find it by its module; the results by rank."""
+        self._workers = [worker for worker in self._workers if worker.process.is_alive()]
         self._start(world_size - len(self._workers))
-        job = self._workers[:world_size]
-        with tempfile.TemporaryDirectory(prefix="hybridtron-") as folder:
-            for rank, worker in enumerate(job):
-                seat = Seat(rank, world_size, f"{folder}/meeting")
-                worker.connection.send_bytes(pickle.dumps((function, seat, arguments)))
-            results, failure = _collect(job, time.monotonic() + timeout_s)
-        if failure is None:
-            return [results[rank] for rank in range(world_size)]
-        self._stop(job)
-        self._workers = self._workers[world_size:]
-        raise WorkerError(failure)
+        try:
+            with tempfile.TemporaryDirectory(prefix="hybridtron-") as folder:
+                for rank, worker in enumerate(self._workers[:world_size]):
+                    job = (function, Seat(rank, world_size, f"{folder}/meeting"), arguments)
+                    worker.connection.send_bytes(pickle.dumps(job))
+                results, failure = _collect(self._workers[:world_size], time.monotonic() + timeout_s)
+                if failure:
+                    raise WorkerError(failure)
+        except BaseException:
+            self._stop(world_size)
+            raise
+        return [results[rank] for rank in range(world_size)]
 
     def close(self) -> None:
-        self._stop(self._workers)
+        self._stop(len(self._workers))
 
     def _start(self, count: int) -> None:
         """Add so many workers, and wait until they have imported what they need."""
@@ -102,11 +102,12 @@ class Pool:
                 raise WorkerError(f"a process did not start within {START_S:.0f} s")
             worker.connection.recv_bytes()
 
-    def _stop(self, workers: list[_Worker]) -> None:
-        for worker in workers:
+    def _stop(self, count: int) -> None:
+        for worker in self._workers[:count]:
             worker.connection.close()
             worker.process.kill()
             worker.process.join()
+        self._workers = self._workers[count:]
 
 
 def _collect(job: list[_Worker], deadline: float) -> tuple[dict[int, Any], str | None]:

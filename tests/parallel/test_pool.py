@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import pytest
@@ -33,6 +34,10 @@ def die_on_rank_1(seat: Seat) -> None:
         os._exit(3)
 
 
+def own_process(_: Seat) -> int:
+    return os.getpid()
+
+
 def sleep(_: Seat) -> None:
     time.sleep(60)
 
@@ -56,3 +61,10 @@ def test_a_failure_raises_the_traceback_and_the_pool_goes_on() -> None:
     with pytest.raises(WorkerError, match=r"ranks \[0, 1\] did not finish in time"):
         run_distributed(sleep, 2, timeout_s=0.2)
     assert len(run_distributed(places, 2, ParallelConfig(tensor=2))) == 2
+
+
+def test_a_process_that_died_between_jobs_is_replaced() -> None:
+    (process, *_) = run_distributed(own_process, 2)
+    os.kill(process, signal.SIGKILL)
+    time.sleep(0.5)  # the fork server must reap it
+    assert process not in run_distributed(own_process, 2)

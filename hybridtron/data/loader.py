@@ -49,7 +49,8 @@ class Loader:
         ranks: int = 1,
     ) -> None:
         if global_batch % (micro_batch * ranks):
-            raise ValueError(f"global_batch={global_batch} is not a multiple of micro_batch={micro_batch} on {ranks} ranks")
+            wanted = f"micro_batch={micro_batch} on {ranks} ranks"
+            raise ValueError(f"global_batch={global_batch} is not a multiple of {wanted}")
         self.folder = folder
         self.documents = documents
         self.global_batch = global_batch

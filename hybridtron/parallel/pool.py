@@ -1,8 +1,7 @@
 """Run a function on n processes of this machine that talk over gloo: layouts without a cluster, a GPU or a launcher.
 
-The processes are forked from a server that has imported torch and megatron-core once, and serve one job after another,
-each on groups of its own. A job that fails raises the traceback of the process that failed first; its processes are
-replaced, whatever state they were left in.
+They are forked from a server that has imported torch and megatron-core once, and serve job after job. A job that
+fails raises the traceback of the process that failed first, and its processes are replaced.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ from hybridtron.device import megatron_context
 from hybridtron.parallel import groups
 from hybridtron.parallel.groups import Groups, Launch
 
-PRELOADED = ["hybridtron.parallel.pool", "hybridtron.engine.engine"]
 GRACE_S = 3.0  # what the others of a failed job get to fail too
-START_S = 120.0  # what new processes get to import torch and megatron-core
+START_S = 120.0  # what new processes get to import what they need
 
 
 class WorkerError(RuntimeError):
@@ -64,7 +62,7 @@ class Pool:
 
     def __init__(self) -> None:
         self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
+        self._context.set_forkserver_preload(["hybridtron.parallel.pool", "hybridtron.engine.engine"])
         self._workers: list[_Worker] = []
 
     def run(self, function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120) -> list[Any]:
@@ -76,9 +74,7 @@ class Pool:
                 for rank, worker in enumerate(self._workers[:world_size]):
                     job = (function, Seat(rank, world_size, f"{folder}/meeting"), arguments)
                     worker.connection.send_bytes(pickle.dumps(job))
-                results, failure = _collect(self._workers[:world_size], time.monotonic() + timeout_s)
-                if failure:
-                    raise WorkerError(failure)
+                results = _collect(self._workers[:world_size], time.monotonic() + timeout_s)
         except BaseException:
             self._stop(world_size)
             raise
@@ -110,15 +106,15 @@ class Pool:
         self._workers = self._workers[count:]
 
 
-def _collect(job: list[_Worker], deadline: float) -> tuple[dict[int, Any], str | None]:
-    """The results by rank, and the first failure: an exception, a death, or too little time."""
+def _collect(job: list[_Worker], deadline: float) -> dict[int, Any]:
+    """The results by rank. Raises the first failure: an exception, a death, or too little time."""
     results: dict[int, Any] = {}
     failure = None
     waiting = {worker.connection: rank for rank, worker in enumerate(job)}
     while waiting:
         ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
-            return results, failure or f"ranks {sorted(waiting.values())} did not finish in time"
+            raise WorkerError(failure or f"ranks {sorted(waiting.values())} did not finish in time")
         for connection in ready:
             assert isinstance(connection, Connection)
             rank = waiting.pop(connection)
@@ -131,7 +127,9 @@ def _collect(job: list[_Worker], deadline: float) -> tuple[dict[int, Any], str |
             elif failure is None:
                 failure = f"rank {rank}: {value}"
                 deadline = min(deadline, time.monotonic() + GRACE_S)
-    return results, failure
+    if failure:
+        raise WorkerError(failure)
+    return results
 
 
 def _serve(connection: Connection) -> None:

@@ -32,7 +32,7 @@ test-fast: .venv/.ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "gloo and not slow"
 
 test-slow: .venv/.ready
-	$(BIN)/pytest -m slow
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow
 
 test-gpu: .venv/.ready
 	$(BIN)/pytest -m gpu

@@ -123,16 +123,16 @@ class _OnCPU(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        device = kwargs.get("device")
-        if device is not None and not isinstance(device, int) and torch.device(device).type == "cuda":
-            kwargs["device"] = torch.device("cpu")
+        # Every call of torch passes here, so this must be quick.
         if func is torch.Tensor.cuda:
             return args[0]
-        out = func(*args, **kwargs)
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return out.replace("torch.", "torch.cuda.")
-        return out
+        if kwargs:
+            device = kwargs.get("device")
+            if isinstance(device, str | torch.device) and torch.device(device).type == "cuda":
+                kwargs = {**kwargs, "device": torch.device("cpu")}
+            return func(*args, **kwargs)
+        out = func(*args)
+        return out.replace("torch.", "torch.cuda.") if func is torch.Tensor.type and len(args) == 1 else out
 
 
 def megatron_context() -> AbstractContextManager[Any]:

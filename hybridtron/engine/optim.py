@@ -47,6 +47,10 @@ class Optimizer:
         undecayed: Any = {ParamKey(attr="undecayed"): {"wd_mult": 0.0}}
         settings = optimizer_config(config.optim, config.parallel, dtype)
         self.megatron: Any = get_megatron_optimizer(settings, list(stages), config_overrides=undecayed)
+        for optimizer in self.megatron.chained_optimizers:
+            if isinstance(optimizer.optimizer, torch.optim.AdamW):  # Megatron leaves torch's at its slow form
+                for group in optimizer.optimizer.param_groups:
+                    group["fused"], group["foreach"] = True, False
         self.shards = shards_of(stages, self.megatron)
         self.accepted_steps = 0
 
@@ -144,7 +148,7 @@ class Shard:
             return self.weight.main_grad.flatten()[self.start : self.stop]
         state = self.adam.state[self.master]
         if not state:
-            state["step"] = torch.zeros(())
+            state["step"] = torch.zeros((), device=self.master.device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(self.master), torch.zeros_like(self.master)
         return state[kind]
 

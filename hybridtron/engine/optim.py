@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ class Optimizer:
         self.clip, self.weight_decay = config.optim.clip, config.optim.weight_decay
         undecayed: Any = {ParamKey(attr="undecayed"): {"wd_mult": 0.0}}
         settings = optimizer_config(config.optim, config.parallel, dtype)
-        self.megatron: Any = get_megatron_optimizer(settings, list(stages), config_overrides=undecayed)
+        self.megatron = cast(Any, get_megatron_optimizer(settings, list(stages), config_overrides=undecayed))
         for optimizer in self.megatron.chained_optimizers:
             if isinstance(optimizer.optimizer, torch.optim.AdamW):  # Megatron leaves torch's at its slow form
                 for group in optimizer.optimizer.param_groups:

@@ -1,10 +1,13 @@
 # make train   sets up what is missing and trains the laptop recipe
 # make test    sets up what is missing and runs lint, types and tests
+# make setup-dali   adds NVIDIA DALI, for data.feed=dali (400 MB)
 # make audit   compares every gradient of every parallel layout with one process (minutes)
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
+STREAMING := mosaicml-streaming==0.13.0
+DALI := nvidia-dali-cuda120==2.4.0
 BIN := .venv/bin
-.PHONY: train setup test lint types test-fast test-slow test-gpu audit format clean
+.PHONY: train setup setup-dali test lint types test-fast test-slow test-gpu audit format clean
 
 train: .venv/.ready
 	$(BIN)/python train.py
@@ -16,7 +19,11 @@ setup: .venv/.ready
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet "$(TORCH)"
 	$(BIN)/pip install --quiet --editable ".[dev]"
+	$(BIN)/pip install --quiet --no-deps "$(STREAMING)"
 	touch $@
+
+setup-dali: .venv/.ready
+	$(BIN)/pip install --quiet "$(DALI)"
 
 test: lint types test-fast
 

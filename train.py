@@ -12,7 +12,7 @@ from hybridtron.config.check import check, warnings
 from hybridtron.config.layout import launched
 from hybridtron.config.load import choices_of, load
 from hybridtron.config.problems import ConfigError
-from hybridtron.data import folder
+from hybridtron.data import ingredients
 
 USAGE = """\
 python train.py [recipe=NAME] [key=value ...]
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
         return 0
     try:
         config = load(arguments)
-        if problems := check(config, launched().world_size) + folder.problems(config):
+        if problems := check(config, launched().world_size) + ingredients.problems(config):
             raise ConfigError(problems)
         for warning in warnings(config) if launched().rank == 0 else ():
             print(f"warning: {warning}", file=sys.stderr)

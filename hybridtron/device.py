@@ -9,12 +9,14 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,6 +66,47 @@ def synchronize() -> None:
     """Wait for the device, so that a clock read next means something."""
     if compute_device().type == "cuda":
         torch.cuda.synchronize()
+
+
+class Movable(Protocol):
+    """Something made of tensors that can be changed together."""
+
+    def map(self, change: Callable[[Tensor], Tensor], /) -> Self: ...
+
+
+Moved = TypeVar("Moved", bound=Movable)
+
+
+def copied_ahead(steps: Iterable[list[Moved]]) -> Iterator[list[Moved]]:
+    """The batches of each step on the device; on CUDA the next step's are copied while this one's are computed.
+
+    The copies run on a stream of their own. What they wrote is handed over by an event, and marked as used by the
+    computing stream, so that its memory is not given away before that stream is done with it.
+    """
+    if compute_device().type == "cpu":
+        yield from steps
+        return
+    copying, computing = torch.cuda.Stream(), torch.cuda.current_stream()
+
+    def pinned_and_copied(tensor: Tensor) -> Tensor:
+        return tensor.pin_memory().to(compute_device(), non_blocking=True)
+
+    def copied(step: list[Moved]) -> list[Moved]:
+        with torch.cuda.stream(copying):
+            return [batch.map(pinned_and_copied) for batch in step]
+
+    def handed_over(tensor: Tensor) -> Tensor:
+        tensor.record_stream(computing)
+        return tensor
+
+    ahead: list[Moved] | None = None
+    for step in itertools.chain(steps, [None]):
+        current, ahead = ahead, None if step is None else copied(step)
+        if current is not None:
+            yield current
+        if ahead is not None:
+            computing.wait_stream(copying)
+            ahead = [batch.map(handed_over) for batch in ahead]
 
 
 def peak_memory_gib() -> float | None:

@@ -22,15 +22,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WHAT = {
     "mixer": "Mamba-1 mixer, forward and backward, against transformers' MambaMixer with the same weights",
+    "mamba2_mixer": "Mamba-2 mixer, forward and backward, against transformers' Mamba2Mixer with the same weights",
     "scan": "selective scan: speed, distance from its floor, and peak memory, against transformers' loop",
     "attention": "sliding-window attention against full attention and against a dense mask, over the length",
+    "data": "the loader against mosaicml-streaming's own dataset, finding a far step, and preparing tokens",
     "step": "a training step through our schedule and optimizer against a plain PyTorch loop",
 }
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line; wrong ones end the process with exit code 2."""
-    listed = "\n".join(f"  {name:<10} {text}" for name, text in WHAT.items())
+    listed = "\n".join(f"  {name:<13} {text}" for name, text in WHAT.items())
     parser = argparse.ArgumentParser(
         description=f"Our forms against their peers, in one run.\n\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -3,7 +3,7 @@
     model.safetensors      the weights as they are computed with
     optimizer.safetensors  Adam's moments, and the fp32 masters of weights computed in bf16
     random.safetensors     the state of torch's generators
-    meta.json              format, step, accepted steps, data fingerprint, versions
+    meta.json              format, step, accepted steps, what the data was, versions
     config.yaml            the whole configuration
     tokenizer.json         the tokenizer of the data
 
@@ -29,13 +29,14 @@ from torch import Tensor
 
 from hybridtron.config.load import load_saved, to_yaml
 from hybridtron.config.schema import Config
+from hybridtron.data.loader import Fingerprint
 from hybridtron.device import random_states, set_random_states
 from hybridtron.engine.engine import Engine
 from hybridtron.model.lm import LanguageModel
 from hybridtron.parallel.groups import barrier
 from hybridtron.specs.base import Parameter
 
-FORMAT = 1
+FORMAT = 2
 _NAME = re.compile(r"step-(\d{8})")
 
 
@@ -45,7 +46,7 @@ class Meta:
 
     step: int
     accepted_steps: int
-    data_fingerprint: str
+    data: Fingerprint
     torch_version: str
     format: int = FORMAT
 
@@ -59,7 +60,7 @@ def newest(run_dir: Path) -> Path | None:
     return max(_all(run_dir), default=None)
 
 
-def save(run_dir: Path, step: int, config: Config, engine: Engine, fingerprint: str, tokenizer: Path) -> Path:
+def save(run_dir: Path, step: int, config: Config, engine: Engine, data: Fingerprint, tokenizer: Path) -> Path:
     """Write the checkpoint of a step and remove those that `checkpoint.keep` no longer covers.
 
     All processes bring their shares; the first one puts whole tensors together and writes.
@@ -74,7 +75,7 @@ def save(run_dir: Path, step: int, config: Config, engine: Engine, fingerprint: 
         save_file(weights, aside / "model.safetensors")
         save_file(state, aside / "optimizer.safetensors")
         save_file(random_states(), aside / "random.safetensors")
-        meta = Meta(step, engine.optimizer.accepted_steps, fingerprint, torch.__version__)
+        meta = Meta(step, engine.optimizer.accepted_steps, data, torch.__version__)
         (aside / "meta.json").write_text(json.dumps(asdict(meta), indent=1))
         (aside / "config.yaml").write_text(to_yaml(config))
         shutil.copyfile(tokenizer, aside / "tokenizer.json")

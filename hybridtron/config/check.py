@@ -2,8 +2,8 @@
 
 Each function looks at one section and lists what is wrong there, with the value that would work; `check` tells all
 of it at once, before torch is imported or a process group exists. The rules of `parallel`, which reach into all other
-sections, stand in `check_parallel.py`. What can be said of the data itself (that the
-folder can be read, that its vocabulary fits) stands in `data/folder.py`.
+sections, stand in `check_parallel.py`, those of `data` in `check_data.py`. What can be said of the data itself (that
+it can be read, that its vocabulary fits) stands in `data/ingredients.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hybridtron.config.architecture import letter_specs
+from hybridtron.config.check_data import data_problems
 from hybridtron.config.check_parallel import parallel_problems
 from hybridtron.config.layout import chunk_count
 from hybridtron.config.pattern import RESERVED, PatternError, parse
@@ -37,6 +38,7 @@ def check(config: Config, world_size: int | None = None) -> list[Problem]:
     found = [
         *_model(config),
         *_phases(config.phases),
+        *data_problems(config),
         *_optim(config.optim),
         *_durations(config.optim, config.phases),
         *_run(config.run),

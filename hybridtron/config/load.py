@@ -84,7 +84,7 @@ def _composed(configs: Path, choices: list[str]) -> DictConfig:
 
 def _set(config: DictConfig, key: str, text: str) -> Problem | None:
     """Lay one `key=value` over the configuration; tell what is wrong with it, if anything is."""
-    open_ended = key.startswith("model.layers.")
+    open_ended = key.startswith("model.layers.") or ".mixture" in key
     if not open_ended and (problem := _unknown_key(config, key)):
         return problem
     try:
@@ -92,10 +92,23 @@ def _set(config: DictConfig, key: str, text: str) -> Problem | None:
     except HydraException:
         return Problem(key, f"{text!r} is not a value (quote it if it holds brackets, commas or colons)")
     try:
-        OmegaConf.update(config, key, value, force_add=open_ended)
+        mixture, inside, entry = key.partition(".mixture")
+        if inside:
+            _mix(config, mixture + inside, entry.strip("."), value)
+        else:
+            OmegaConf.update(config, key, value, force_add=open_ended)
     except OmegaConfBaseException as error:
         return Problem(key, str(error).splitlines()[0])
     return None
+
+
+def _mix(config: DictConfig, mixture: str, entry: str, value: Any) -> None:
+    """Lay over one entry of a mixture, which may be new, or take another mixture in its place."""
+    if not entry:
+        OmegaConf.update(config, mixture, {}, merge=False)
+    for name in reversed(entry.split(".") if entry else []):
+        value = {name: value}
+    OmegaConf.update(config, mixture, value, force_add=True)
 
 
 def _value(text: str, is_text: bool) -> Any:

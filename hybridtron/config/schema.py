@@ -15,7 +15,7 @@ from omegaconf import MISSING
 
 
 class Source(StrEnum):
-    """Where the tokens come from: the corpus that ships with Python itself, or a folder of prepared tokens."""
+    """Where the tokens come from: the corpus that ships with Python itself, or prepared tokens, here or at a URL."""
 
     embedded = "embedded"
     folder = "folder"
@@ -26,6 +26,20 @@ class Documents(StrEnum):
 
     isolate = "isolate"
     join = "join"
+
+
+class Order(StrEnum):
+    """Which tokens a row reads: shuffled windows of the packed text, or, lane by lane, one document after another."""
+
+    windows = "windows"
+    lanes = "lanes"
+
+
+class Feed(StrEnum):
+    """What turns rows of tokens into batches on the device: torch, or a DALI pipeline."""
+
+    torch = "torch"
+    dali = "dali"
 
 
 class Schedule(StrEnum):
@@ -70,12 +84,31 @@ class ModelConfig:
 
 
 @dataclass
+class IngredientConfig:
+    """One source of a mixture: its weight, and where it is read, if not under its own name in `data.path`."""
+
+    weight: float = MISSING
+    path: str | None = None  # other prepared tokens
+    source: str | None = None  # the name that it has there
+
+
+@dataclass
 class DataConfig:
-    """What is read, and how documents share a row. `path` is the folder of prepared tokens."""
+    """What is read, in which order, and how documents share a row. `path` is a folder of prepared tokens or its URL."""
 
     source: Source = Source.embedded
     path: str = MISSING
+    mixture: dict[str, IngredientConfig] = field(default_factory=dict)  # empty: every source of path, by its tokens
     documents: Documents = Documents.isolate
+    order: Order = Order.windows
+    shuffle: str = "1B"  # tokens shuffled among each other; shards of about two such stretches are in use at a time
+    feed: Feed = Feed.torch
+    workers: int = 0  # processes that read ahead; with 0 a thread does
+    prefetch: int = 2  # steps that each of them reads ahead
+    cache: str = "data/cache"  # where shards from a URL, and compressed ones, are kept
+    cache_limit: str | None = None  # bytes, e.g. 500GB; null keeps everything
+    timeout: float = 60.0  # seconds that one attempt at a download may take; a large file gets one for each MiB
+    retries: int = 2  # further attempts
 
 
 @dataclass
@@ -84,7 +117,9 @@ class PhaseDataConfig:
 
     source: Source | None = None
     path: str | None = None
+    mixture: dict[str, IngredientConfig] | None = None
     documents: Documents | None = None
+    order: Order | None = None
 
 
 @dataclass

@@ -20,6 +20,15 @@ def parse_tokens(text: str) -> int:
     return round(amount)
 
 
+def parse_bytes(text: str) -> int:
+    """`500GB` -> 500000000000; decimal units, as disks are sold."""
+    amount, unit = text.strip().upper().removesuffix("B"), {"G": "B", "M": "M", "K": "K", "T": "T"}
+    try:
+        return parse_tokens(amount[:-1] + unit[amount[-1]] if amount[-1:] in unit else amount)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number of bytes such as 64MB, 500GB or 2TB") from None
+
+
 def parse_share(text: str, whole: int) -> int:
     """Tokens, or a share of a whole: `1%` of 20B -> 200000000."""
     if match := _SHARE.fullmatch(text):

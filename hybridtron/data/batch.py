@@ -5,6 +5,7 @@ B rows (lanes), L tokens a row. Everything that depends on the batch alone is co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from hybridtron.ops.norm_rope import rope_table
 from hybridtron.ops.scan import document_starts
+
+Change = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,10 @@ class SeqInfo:
             self._rope[head_dim, base] = rope_table(self.positions_BL, head_dim, base)
         return self._rope[head_dim, base]
 
-    def to(self, device: torch.device) -> SeqInfo:
-        documents = None if self.documents_BL is None else self.documents_BL.to(device, non_blocking=True)
-        return SeqInfo(self.positions_BL.to(device, non_blocking=True), documents)
+    def map(self, change: Change) -> SeqInfo:
+        """The same places, every tensor changed; what is computed from them is computed anew."""
+        documents_BL = None if self.documents_BL is None else change(self.documents_BL)
+        return SeqInfo(change(self.positions_BL), documents_BL)
 
     @staticmethod
     def stream(batch: int, length: int, start: int = 0, device: torch.device | str = "cpu") -> SeqInfo:
@@ -53,17 +57,27 @@ class SeqInfo:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. labels_BL is the token to predict at each position, mask_BL whether it counts in the loss."""
+    """One micro-batch. labels_BL is the token to predict at each position, mask_BL whether it counts in the loss.
+
+    continues_B: whether a row's first token follows, in its document, the last token that its lane read in the step
+    before; None where no row's does.
+    """
 
     tokens_BL: Tensor
     labels_BL: Tensor
     mask_BL: Tensor
     seq: SeqInfo
+    continues_B: Tensor | None = None
+
+    def map(self, change: Change) -> Batch:
+        """The same batch, every tensor changed."""
+        continues_B = None if self.continues_B is None else change(self.continues_B)
+        tokens_BL, labels_BL, mask_BL = change(self.tokens_BL), change(self.labels_BL), change(self.mask_BL)
+        return Batch(tokens_BL, labels_BL, mask_BL, self.seq.map(change), continues_B)
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(
-            self.tokens_BL.to(device, non_blocking=True),
-            self.labels_BL.to(device, non_blocking=True),
-            self.mask_BL.to(device, non_blocking=True),
-            self.seq.to(device),
-        )
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def split(self, rows: int) -> list[Batch]:
+        """So many rows each, in order."""
+        return [self.map(lambda t, i=first: t[i : i + rows]) for first in range(0, len(self.tokens_BL), rows)]

@@ -1,131 +1,171 @@
 """Steps of training -> batches. The loader has no position of its own: it is asked for a step and answers with it.
 
-Lanes are the rows of the global batch; lane i of step s is row s * global_batch + i of the phase, and a micro-batch is
-a fixed slice of the lanes. So neither its size nor the order of the questions changes what is read, and a checkpoint
-needs nothing but the step and `fingerprint`.
+Lanes are the rows of the global batch; what lane i reads in step s is a pure function of the seed, and a micro-batch is
+a fixed slice of the lanes. So neither its size nor the number of data-parallel ranks, nor the order of the questions,
+changes what is read, and a checkpoint needs nothing but the step and `fingerprint`.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Generator, Iterator, Sequence
+import math
+import multiprocessing
+from collections import deque
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import dataclass
+from multiprocessing.context import BaseContext
+from typing import Any, TypeVar
 
-import numpy as np
-import torch
+from torch.utils.data import DataLoader, Dataset
 
-from hybridtron.config.problems import ConfigError
-from hybridtron.config.schema import Config, Documents, Source
-from hybridtron.data.batch import Batch, SeqInfo
-from hybridtron.data.corpus import prepare_embedded
-from hybridtron.data.folder import TokenFolder, problems
-from hybridtron.data.packing import (
-    ShuffledWindows,
-    Span,
-    gather,
-    positions_in_document,
-    same_document,
-    sequential_rows,
-)
+from hybridtron.config.schema import Config, Documents, Feed, Order
+from hybridtron.data.batch import Batch
+from hybridtron.data.reading import Reading, lane_order
+from hybridtron.data.rows import Rows, batch_of, gather
+from hybridtron.data.sources import Sources
+from hybridtron.device import copied_ahead
+
+Fingerprint = dict[str, str]
+Read = TypeVar("Read")
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """How far, and in what, rows are read ahead: in worker processes, or with none in a thread."""
+
+    workers: int = 0
+    steps: int = 2
+    timeout: float = 60.0
 
 
 class Loader:
-    """The batches of one phase, on the CPU: step -> micro-batches, in which every row is full.
+    """The batches of one phase: step -> micro-batches, in which every row is full.
 
-    Of so many data-parallel `ranks` each reads its own run of lanes; what a lane reads does not depend on them.
+    Of so many data-parallel `ranks` each reads its own run of lanes.
     """
 
     def __init__(
         self,
-        folder: TokenFolder,
-        documents: Documents,
-        seq_len: int,
-        global_batch: int,
-        micro_batch: int,
-        seed: int,
-        split: str = "train",
+        sources: Sources,
+        reading: Reading,
+        ahead: Ahead = Ahead(),
+        feed: Feed = Feed.torch,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        if global_batch % (micro_batch * ranks):
-            wanted = f"micro_batch={micro_batch} on {ranks} ranks"
-            raise ValueError(f"global_batch={global_batch} is not a multiple of {wanted}")
-        self.folder = folder
-        self.documents = documents
-        self.global_batch = global_batch
-        self.micro_batch = micro_batch
-        self.lanes = range(rank * global_batch // ranks, (rank + 1) * global_batch // ranks)
-        self._tokens = folder.tokens(split)
-        self._windows = ShuffledWindows(folder.lengths(split), seq_len, seed)
-        order = (folder.digest, split, documents.value, seq_len, global_batch, seed)
-        self._fingerprint = hashlib.blake2b(repr(order).encode(), digest_size=8).hexdigest()
+        if reading.global_batch % (reading.micro_batch * ranks):
+            wanted = f"micro_batch={reading.micro_batch} on {ranks} ranks"
+            raise ValueError(f"global_batch={reading.global_batch} is not a multiple of {wanted}")
+        self.sources, self.reading, self.ahead, self.feed = sources, reading, ahead, feed
+        lanes = reading.global_batch
+        self.lanes = range(rank * lanes // ranks, (rank + 1) * lanes // ranks)
+        self._rows = _Rows(sources, reading, self.lanes)
 
     @property
-    def fingerprint(self) -> str:
-        """Digest of all that determines which tokens a step reads; a resumed run must find the same one."""
-        return self._fingerprint
+    def fingerprint(self) -> Fingerprint:
+        """All that determines which tokens a step reads, in words; a resumed run must find the same."""
+        reading = self.reading
+        return {
+            "tokens": self.sources.described(),
+            "data.order": reading.order.value,
+            "data.documents": reading.documents.value,
+            "data.shuffle": str(reading.shuffle_tokens),
+            "seq_len": str(reading.seq_len),
+            "global_batch": str(reading.global_batch),
+            "seed": str(reading.seed),
+        }
 
-    def micro_batches(self, step: int) -> Iterator[Batch]:
-        """The batches of this rank's lanes in a step, which counts from 0 at the start of the phase."""
-        first_row = step * self.global_batch
-        for lane in self.lanes[:: self.micro_batch]:
-            rows = range(first_row + lane, first_row + lane + self.micro_batch)
-            yield _batch(self._tokens, [self._windows.spans(row) for row in rows], self.documents)
+    @property
+    def mean_stretch(self) -> float:
+        """Tokens over which text runs on without a border, on average: how long a state can live."""
+        per_token = self.sources.documents_per_token if self.reading.documents is Documents.isolate else 0.0
+        per_token += 1 / self.reading.seq_len if self.reading.order is Order.windows else 0.0
+        return 1 / per_token if per_token else math.inf
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """The batches of this rank's lanes in a step, which counts from 0 at the start of the phase; on the CPU."""
+        return _Batches(self._rows, self.reading.documents)[step].split(self.reading.micro_batch)
 
     def iterate(self, first_step: int, end_step: int) -> Generator[list[Batch], None, None]:
-        """The micro-batches of each step from `first_step` to before `end_step`; a thread reads one step ahead."""
+        """The micro-batches of each step from `first_step` to before `end_step`, on the device, read ahead."""
+        steps, rows = range(first_step, end_step), self.reading.micro_batch
+        if self.feed is Feed.dali:
+            from hybridtron.data.dali import dali_batches  # slow to import, and only there where it is asked for
+
+            batches = dali_batches(self._read_ahead(self._rows, steps), self.reading.documents)
+            yield from (batch.split(rows) for batch in batches)
+        else:
+            batches = self._read_ahead(_Batches(self._rows, self.reading.documents), steps)
+            yield from copied_ahead(batch.split(rows) for batch in batches)
+
+    def _read_ahead(self, read: Dataset[Read], steps: range) -> Iterator[Read]:
+        return self._by_workers(read, steps) if self.ahead.workers else self._by_thread(read, steps)
+
+    def _by_thread(self, read: Dataset[Read], steps: range) -> Iterator[Read]:
         with ThreadPoolExecutor(1, "loader") as pool:
-            reads = (pool.submit(self._read, step) for step in range(first_step, end_step))
-            following = next(reads, None)
-            while following is not None:
-                current, following = following.result(), next(reads, None)
-                yield current
+            waiting = deque(pool.submit(read.__getitem__, step) for step in steps[: self.ahead.steps])
+            for step in steps:
+                arrived = waiting.popleft().result()
+                if step + self.ahead.steps in steps:
+                    waiting.append(pool.submit(read.__getitem__, step + self.ahead.steps))
+                yield arrived
 
-    def _read(self, step: int) -> list[Batch]:
-        return list(self.micro_batches(step))
+    def _by_workers(self, read: Dataset[Read], steps: range) -> Iterator[Read]:
+        """Worker processes hold no position either: each is handed the steps that it reads."""
+        loader: DataLoader[Any] = DataLoader(
+            read,
+            sampler=steps,
+            batch_size=None,
+            collate_fn=_as_it_is,
+            num_workers=self.ahead.workers,
+            prefetch_factor=self.ahead.steps,
+            timeout=self.ahead.timeout,
+            multiprocessing_context=_worker_context(),
+        )
+        yield from loader
 
 
-def held_out(folder: TokenFolder, documents: Documents, seq_len: int, tokens: int, micro_batch: int) -> Iterator[Batch]:
-    """The validation split from its start on, about `tokens` of it, in its own order; the last batch may be smaller.
+def _worker_context() -> BaseContext:
+    """Workers are forked from a process that has no threads, and has imported what they need once for all of them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
 
-    Every seq_len reads the same text, up to a row, so that losses at several lengths can be compared.
-    """
-    stored = folder.tokens("validation")
-    rows = sequential_rows(folder.lengths("validation"), seq_len, tokens)
-    for first in range(0, len(rows), micro_batch):
-        yield _batch(stored, rows[first : first + micro_batch], documents)
+
+def _as_it_is(read: Read) -> Read:
+    return read
+
+
+class _Rows(Dataset[Rows]):
+    """Step -> rows of some lanes; what a worker process is given a copy of."""
+
+    def __init__(self, sources: Sources, reading: Reading, lanes: range) -> None:
+        self._stores = sources.stores("train")
+        self._dtype, self._joined = sources.dtype, reading.documents is Documents.join
+        self._order, self._lanes = lane_order(sources, reading), lanes
+
+    def __getitem__(self, step: int) -> Rows:
+        rows = [self._order.row(lane, step) for lane in self._lanes]
+        for number, store in enumerate(self._stores):
+            if store.fetches:
+                spans = [span for row in rows for source, span in row.spans if source == number]
+                store.prepare(store.shard_of(span.document) for span in spans)
+        return gather(self._stores, rows, self._dtype, self._joined)
+
+
+class _Batches(Dataset[Batch]):
+    """Step -> the batch of its rows, on the CPU."""
+
+    def __init__(self, rows: _Rows, documents: Documents) -> None:
+        self._rows, self._documents = rows, documents
+
+    def __getitem__(self, step: int) -> Batch:
+        return batch_of(self._rows[step], self._documents)
 
 
 def build_loader(config: Config, phase_index: int, rank: int = 0, ranks: int = 1) -> Loader:
     """The loader of a phase. An embedded corpus that is not there yet is prepared first."""
     phase = config.phases[phase_index]
     data = config.data_of(phase)
-    path = Path(data.path)
-    if data.source == Source.embedded:
-        prepare_embedded(path, config.model.vocab_size)
-        if found := problems(config):  # what nobody could know before it was prepared
-            raise ConfigError(found)
-    folder = TokenFolder.open(path)
-    seed = phase_seed(config.run.seed, phase_index)
-    return Loader(
-        folder, data.documents, phase.seq_len, phase.global_batch, phase.micro_batch, seed, "train", rank, ranks
-    )
-
-
-def phase_seed(seed: int, phase_index: int) -> int:
-    """64 bits from the run's seed and the phase, so that two phases on the same data read it in different orders."""
-    digest = hashlib.blake2b(f"{seed}/{phase_index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
-
-
-def _batch(tokens: np.ndarray, rows: Sequence[Sequence[Span]], documents: Documents) -> Batch:
-    tokens_BT, documents_BT = gather(tokens, rows)
-    tokens_BL, labels_BL = torch.from_numpy(tokens_BT[:, :-1].copy()), torch.from_numpy(tokens_BT[:, 1:].copy())
-    if documents is Documents.join:
-        mask_BL = torch.ones(tokens_BL.shape, dtype=torch.bool)
-        return Batch(tokens_BL, labels_BL, mask_BL, SeqInfo.stream(len(tokens_BL), tokens_BL.shape[1]))
-    documents_BL = np.ascontiguousarray(documents_BT[:, :-1])
-    positions_BL = torch.from_numpy(positions_in_document(documents_BL))
-    mask_BL = torch.from_numpy(same_document(documents_BT))
-    return Batch(tokens_BL, labels_BL, mask_BL, SeqInfo(positions_BL, torch.from_numpy(documents_BL)))
+    ahead = Ahead(data.workers, data.prefetch, data.timeout * (data.retries + 1) * 2)
+    return Loader(Sources.open(config, phase), Reading.of(config, phase_index), ahead, data.feed, rank, ranks)

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
 from hybridtron.config.schema import Config, PhaseConfig
 from hybridtron.config.units import parse_tokens
-from hybridtron.data.batch import Batch, SeqInfo
-from hybridtron.data.folder import TokenFolder
-from hybridtron.data.loader import held_out
+from hybridtron.data.batch import Batch
+from hybridtron.data.sources import Sources
+from hybridtron.data.validation import held_out
 from hybridtron.engine.engine import Engine
 
 
-def evaluate(engine: Engine, folder: TokenFolder, config: Config, phase: PhaseConfig) -> dict[str, float]:
+def evaluate(engine: Engine, sources: Sources, config: Config, phase: PhaseConfig) -> dict[str, float]:
     """Mean cross entropy per token, by length: {"1x": 3.21, "2x": 3.18}."""
     losses = {}
     for multiple in config.run.eval_lengths:
         rows = max(1, phase.micro_batch // multiple)
         tokens = parse_tokens(config.run.eval_tokens)
-        batches = list(held_out(folder, config.data_of(phase).documents, phase.seq_len * multiple, tokens, rows))
+        batches = list(held_out(sources, config.data_of(phase).documents, phase.seq_len * multiple, tokens, rows))
         losses[f"{multiple}x"] = engine.loss(shared_out(batches, rows, engine)).mean.item()
     return losses
 
@@ -33,7 +34,7 @@ def shared_out(batches: list[Batch], rows: int, engine: Engine) -> list[Batch]:
     ranks, stages = engine.groups.data_size, engine.groups.pipeline_size
     each = math.ceil(len(batches) / (ranks * stages)) * stages
     full = [padded(batch, rows) for batch in batches]
-    nothing = Batch(full[0].tokens_BL, full[0].labels_BL, torch.zeros_like(full[0].mask_BL), full[0].seq)
+    nothing = replace(full[0], mask_BL=torch.zeros_like(full[0].mask_BL))
     full += [nothing] * (each * ranks - len(full))
     return full[engine.groups.data_rank * each :][:each]
 
@@ -44,8 +45,6 @@ def padded(batch: Batch, rows: int) -> Batch:
     if missing == 0:
         return batch
     index = torch.tensor([*range(len(batch.tokens_BL)), *[0] * missing])
-    mask_BL = batch.mask_BL[index]
-    mask_BL[-missing:] = False
-    documents_BL = None if batch.seq.documents_BL is None else batch.seq.documents_BL[index]
-    seq = SeqInfo(batch.seq.positions_BL[index], documents_BL)
-    return Batch(batch.tokens_BL[index], batch.labels_BL[index], mask_BL, seq)
+    filled = batch.map(lambda tensor: tensor[index])
+    filled.mask_BL[-missing:] = False
+    return filled

@@ -20,6 +20,7 @@ from hybridtron.config.schema import Config
 from hybridtron.config.units import parse_steps, readable
 from hybridtron.data.batch import Batch
 from hybridtron.data.loader import Loader, build_loader
+from hybridtron.data.sources import reading_plan
 from hybridtron.device import describe_device, megatron_context, synchronize
 from hybridtron.engine.engine import Engine
 from hybridtron.ops.dispatch import choices
@@ -119,6 +120,8 @@ class Trainer:
         loader = self.loader_of(stretch)
         first, last = max(self.first, stretch.first), min(self.last, stretch.last)
         self.check_same_data(loader, stretch)
+        if self.groups.is_first:
+            announce_reading(loader, stretch)
         self.flops_per_token = count(self.config.model, stretch.phase.seq_len).flops_per_token
         eval_every = parse_steps(self.config.run.eval_every, stretch.phase.tokens_per_step)
         save_every = parse_steps(self.config.checkpoint.every, stretch.phase.tokens_per_step)
@@ -129,12 +132,12 @@ class Trainer:
                 with profiled(step, self.config.run.profile, self.run_dir / "logs", self.groups.rank):
                     metrics = self.train_step(step, stretch, batches, asked)
                 if step % eval_every == 0 or step == last:
-                    losses = evaluate(self.engine, loader.folder, self.config, stretch.phase)
+                    losses = evaluate(self.engine, loader.sources, self.config, stretch.phase)
                     metrics = replace(metrics, validation=losses)
                 if self.metrics is not None:
                     self.metrics.write(metrics)
                 if step % save_every == 0 or step == last:
-                    tokenizer = loader.folder.tokenizer_file
+                    tokenizer = loader.sources.tokenizer_file
                     io.save(self.run_dir, step, self.config, self.engine, loader.fingerprint, tokenizer)
 
     def train_step(self, step: int, stretch: Stretch, batches: list[Batch], asked: float) -> StepMetrics:
@@ -169,19 +172,21 @@ class Trainer:
 
     def loader_of(self, stretch: Stretch) -> Loader:
         """This rank's loader; a corpus that must be prepared first is prepared once."""
-        if self.groups.is_first:
-            build_loader(self.config, stretch.index)
+        mine = (self.config, stretch.index, self.groups.data_rank, self.groups.data_size)
+        loader = build_loader(*mine) if self.groups.is_first else None
         barrier()
-        return build_loader(self.config, stretch.index, self.groups.data_rank, self.groups.data_size)
+        return loader or build_loader(*mine)
 
     def check_same_data(self, loader: Loader, stretch: Stretch) -> None:
         """A phase resumed in its middle must find the data in the order that it left."""
         if self.resumed is None or not stretch.first < self.first < stretch.last:
             return
-        if self.resumed.data_fingerprint != loader.fingerprint:
+        held, found = self.resumed.data, loader.fingerprint
+        differences = [f"{key} was {held[key]}, is {found[key]}" for key in found if held[key] != found[key]]
+        if differences:
             raise ValueError(
-                f"the data of phase {stretch.phase.name} is not what step {self.first} was trained on: its tokens, "
-                "seed, seq_len, global_batch or documents changed. Set them back, or start anew with run.resume=never."
+                f"the data of phase {stretch.phase.name} is not what step {self.first} was trained on: "
+                f"{'; '.join(differences)}. Set it back, or start anew with run.resume=never."
             )
 
     def announce(self) -> None:
@@ -208,3 +213,16 @@ class Trainer:
         run = self.config.run
         if run.sample_tokens and self.groups.world_size == 1:
             print(sample_text(self.engine.stages[0].model, checkpoint, run.sample_prompt, run.sample_tokens))
+
+
+def announce_reading(loader: Loader, stretch: Stretch) -> None:
+    """What a phase reads: tokens and epochs of each source, and how long an unbroken stretch of text is."""
+    phase = stretch.phase
+    table = Table("source", "share", "tokens", "epochs", box=None, title_justify="left")
+    reading = loader.reading
+    kind = f"{reading.order.value} of {phase.seq_len} tokens, documents {reading.documents.value}"
+    table.title = f"{phase.name} reads {kind}"
+    for line in reading_plan(loader.sources, (stretch.last - stretch.first) * phase.tokens_per_step):
+        table.add_row(line.source, f"{line.share:.1%}", readable(line.tokens), f"{line.epochs:.3g}")
+    Console().print(table)
+    print(f"text runs on for {readable(loader.mean_stretch)} tokens on average; every row is full")

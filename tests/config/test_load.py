@@ -109,3 +109,23 @@ def test_saved_configuration_is_the_same(tmp_path):
     (tmp_path / "config.yaml").write_text("model: {depth: 3}")
     with pytest.raises(ConfigError, match="depth"):
         load_saved(tmp_path / "config.yaml")
+
+
+def test_a_mixture_from_the_command_line() -> None:
+    config = load(["data=slimpajama", "data.mixture={a: {weight: 3}, b: {weight: 1, path: c}}"])
+    assert {name: (one.weight, one.path) for name, one in config.data.mixture.items()} == {
+        "a": (3, None),
+        "b": (1, "c"),
+    }
+    config = load(["data=slimpajama", "data.mixture.RedPajamaC4.weight=9", "data.mixture.mine={weight: 2}"])
+    assert len(config.data.mixture) == 8
+    assert config.data.mixture["RedPajamaC4"].weight == 9
+    config = load(["phases.0.data.mixture={a: {weight: 3}}"])
+    assert config.data_of(config.phases[0]).mixture["a"].weight == 3
+
+
+def test_a_wrong_mixture_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"data\.mixture\.a\.weight  must be set"):
+        load(["data.mixture={a: {path: b}}"])
+    with pytest.raises(ConfigError, match="wieght"):
+        load(["data.mixture={a: {wieght: 1}}"])

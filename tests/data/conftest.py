@@ -1,31 +1,41 @@
-"""A toy split in which every token but eos is its own, so that a token tells its document and its place."""
+"""Toy sources in which every token but eos is its own, so that a token tells its document and its place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hybridtron.data.folder import TokenFolder, write_folder
+from hybridtron.data.folder import TokenFolder
+from hybridtron.data.ingredients import Ingredient
+from hybridtron.data.prepare.writer import write_folder
+from hybridtron.data.sources import Sources
+from hybridtron.data.store.shards import CacheOptions
 
 EOS = 0
 LENGTHS = (7, 1, 30, 2, 13, 5, 64, 3, 3, 22, 9, 41)  # without eos; 200 tokens and 12 eos
 
 
-def toy_documents(lengths: tuple[int, ...]) -> list[np.ndarray]:
+def toy_documents(lengths: Sequence[int], first: int = 1) -> list[np.ndarray]:
     ends = np.cumsum(lengths)
-    return [np.arange(end - length, end) + 1 for end, length in zip(ends, lengths, strict=True)]
+    return [np.arange(end - length, end) + first for end, length in zip(ends, lengths, strict=True)]
 
 
 @pytest.fixture
 def make_folder(tmp_path: Path) -> Callable[..., TokenFolder]:
     def make(
-        train: tuple[int, ...] = LENGTHS, validation: tuple[int, ...] = (11, 4, 25), name: str = "toy", vocab: int = 999
+        train: Sequence[int] = LENGTHS,
+        validation: Sequence[int] = (11, 4, 25),
+        name: str = "toy",
+        vocab: int = 999,
+        shard_size: int = 400,
+        compression: str | None = None,
     ) -> TokenFolder:
-        splits = {"train": toy_documents(train), "validation": toy_documents(validation)}
-        return write_folder(tmp_path / name, splits, "{}", vocab, EOS, {"corpus": "toy"})
+        splits = {"train": {"text": toy_documents(train)}, "validation": {"text": toy_documents(validation)}}
+        path = tmp_path / name
+        return write_folder(path, splits, "{}", vocab, EOS, {"corpus": "toy"}, shard_size, compression)
 
     return make
 
@@ -33,3 +43,10 @@ def make_folder(tmp_path: Path) -> Callable[..., TokenFolder]:
 @pytest.fixture
 def toy(make_folder: Callable[..., TokenFolder]) -> TokenFolder:
     return make_folder()
+
+
+def sources_of(*ingredients: tuple[TokenFolder, str, float]) -> Sources:
+    """Sources named a, b, c...; each a folder, a source in it, and a weight."""
+    folder = ingredients[0][0]
+    named = [Ingredient(chr(97 + i), *ingredient) for i, ingredient in enumerate(ingredients)]
+    return Sources(named, CacheOptions(folder.path.parent / "cache"))

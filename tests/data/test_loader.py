@@ -1,116 +1,205 @@
-"""The loader against rows that are put together here, one by one."""
+"""The loader: the same rows for every layout and from every step, against rows that are put together here."""
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from hybridtron.config.problems import ConfigError
-from hybridtron.config.schema import Config, DataConfig, Documents, ModelConfig, PhaseConfig, RunConfig, Source
-from hybridtron.data import corpus
+from hybridtron.config.schema import Config, DataConfig, Documents, ModelConfig, Order, PhaseConfig, RunConfig, Source
 from hybridtron.data.batch import Batch
 from hybridtron.data.folder import TokenFolder
-from hybridtron.data.loader import Loader, build_loader, held_out, phase_seed
-from hybridtron.data.packing import ShuffledWindows
+from hybridtron.data.loader import Ahead, Loader, build_loader
+from hybridtron.data.prepare import corpus
+from hybridtron.data.prepare.documents import Document
+from hybridtron.data.reading import Reading, phase_seed
+from hybridtron.data.sources import Sources, reading_plan
+from hybridtron.data.store.shards import DataError
+from hybridtron.data.validation import held_out
+from tests.data.conftest import EOS, sources_of, toy_documents
+
+MODES = list(itertools.product(Order, Documents))
+FIELDS = ("tokens_BL", "labels_BL", "mask_BL", "continues_B")
 
 
-def loader_of(
-    folder: TokenFolder, documents: Documents = Documents.isolate, micro_batch: int = 3, seed: int = 7
-) -> Loader:
-    return Loader(folder, documents, seq_len=16, global_batch=6, micro_batch=micro_batch, seed=seed)
+def reading_of(
+    order: Order = Order.windows,
+    documents: Documents = Documents.isolate,
+    micro_batch: int = 2,
+    seed: int = 7,
+    seq_len: int = 16,
+    shuffle: int = 100,
+) -> Reading:
+    return Reading(order, documents, seq_len, 8, micro_batch, seed, shuffle)
 
 
-def joined(batches: list[Batch]) -> Batch:
-    """Micro-batches as one."""
-    seqs = [b.seq for b in batches]
-    indices = [s.documents_BL for s in seqs if s.documents_BL is not None]
-    documents = torch.cat(indices) if indices else None
-    first = batches[0]
-    seq = replace(first.seq, positions_BL=torch.cat([s.positions_BL for s in seqs]), documents_BL=documents)
-    tokens_BL, labels_BL = (torch.cat([getattr(b, name) for b in batches]) for name in ("tokens_BL", "labels_BL"))
-    return Batch(tokens_BL, labels_BL, torch.cat([b.mask_BL for b in batches]), seq)
+def joined(batches: Sequence[Batch]) -> dict[str, torch.Tensor]:
+    """Micro-batches as one, by name."""
+    whole = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in FIELDS}
+    whole["positions_BL"] = torch.cat([batch.seq.positions_BL for batch in batches])
+    if batches[0].seq.documents_BL is not None:
+        whole["documents_BL"] = torch.cat([batch.seq.documents_BL for batch in batches])
+    return whole
 
 
-def equal(a: Batch, b: Batch) -> bool:
-    pairs = [(a.tokens_BL, b.tokens_BL), (a.labels_BL, b.labels_BL), (a.mask_BL, b.mask_BL)]
-    pairs.append((a.seq.positions_BL, b.seq.positions_BL))
-    if a.seq.documents_BL is not None and b.seq.documents_BL is not None:
-        pairs.append((a.seq.documents_BL, b.seq.documents_BL))
-    same_kind = (a.seq.documents_BL is None) == (b.seq.documents_BL is None)
-    return same_kind and all(torch.equal(x, y) for x, y in pairs)
+def same(a: Sequence[Batch], b: Sequence[Batch]) -> bool:
+    first, second = joined(a), joined(b)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_isolate(toy: TokenFolder):
-    batch = joined(list(loader_of(toy).micro_batches(4)))
-    documents_BL = batch.seq.documents_BL
-    assert documents_BL is not None
-    tokens, windows = toy.tokens("train"), ShuffledWindows(toy.lengths("train"), 16, 7)
-    for lane in range(6):
-        spans = windows.spans(4 * 6 + lane)
-        row = [int(t) for s in spans for t in tokens[s.first : s.first + s.count]]
-        assert batch.tokens_BL[lane].tolist() == row[:-1]
-        assert batch.labels_BL[lane].tolist() == row[1:]
-        assert batch.mask_BL[lane].tolist() == [t != 0 for t in row[:-1]]
-        assert batch.seq.positions_BL[lane].tolist() == [p for s in spans for p in range(s.count)][:-1]
-        assert documents_BL[lane].tolist() == [i for i, s in enumerate(spans) for _ in range(s.count)][:-1]
-    types = [t.dtype for t in (batch.tokens_BL, batch.labels_BL, batch.seq.positions_BL)]
-    assert types == [torch.int64] * 3
-    assert (batch.mask_BL.dtype, documents_BL.dtype) == (torch.bool, torch.int32)
+def test_windows_of_isolated_documents(toy: TokenFolder):
+    """A toy token tells its document: they count up, and eos ends each."""
+    whole = joined(Loader(sources_of((toy, "text", 1)), reading_of()).micro_batches(4))
+    ends = {int(document[-1]) for document in toy_documents((7, 1, 30, 2, 13, 5, 64, 3, 3, 22, 9, 41))}
+    assert whole["tokens_BL"].shape == (8, 16)
+    for tokens, labels, mask, positions, documents in zip(
+        *(whole[name].tolist() for name in ("tokens_BL", "labels_BL", "mask_BL", "positions_BL", "documents_BL")),
+        strict=True,
+    ):
+        assert labels[:-1] == tokens[1:]
+        assert mask == [token != EOS for token in tokens]
+        expected_documents, expected_positions = [0], [0]
+        for before in tokens[:-1]:
+            new = before == EOS
+            expected_documents.append(expected_documents[-1] + new)
+            expected_positions.append(0 if new else expected_positions[-1] + 1)
+        assert documents == expected_documents
+        assert positions == expected_positions
+        for token, label in zip(tokens, labels, strict=True):
+            assert token == EOS or label == (EOS if token in ends else token + 1)
+    assert not whole["continues_B"].any()
+    types = [whole[name].dtype for name in ("tokens_BL", "labels_BL", "positions_BL", "mask_BL", "documents_BL")]
+    assert types == [torch.int64] * 3 + [torch.bool, torch.int32]
 
 
-def test_join_reads_the_same_tokens_as_one_stream(toy: TokenFolder):
-    apart = joined(list(loader_of(toy).micro_batches(4)))
-    batch = joined(list(loader_of(toy, Documents.join).micro_batches(4)))
-    assert torch.equal(batch.tokens_BL, apart.tokens_BL)
-    assert torch.equal(batch.labels_BL, apart.labels_BL)
-    assert batch.mask_BL.all()
-    assert batch.seq.positions_BL.tolist() == [list(range(16))] * 6
-    assert batch.seq.documents_BL is None
+@pytest.mark.parametrize("order", Order)
+def test_join_reads_the_same_tokens_as_one_stream(toy: TokenFolder, order: Order):
+    apart, one = (
+        joined(Loader(sources_of((toy, "text", 1)), reading_of(order, d)).micro_batches(4)) for d in Documents
+    )
+    assert torch.equal(one["tokens_BL"], apart["tokens_BL"])
+    assert torch.equal(one["labels_BL"], apart["labels_BL"])
+    assert one["mask_BL"].all()
+    assert "documents_BL" not in one
+    first = 4 * 16 if order is Order.lanes else 0
+    assert one["positions_BL"].tolist() == [list(range(first, first + 16))] * 8
+    assert one["continues_B"].tolist() == [order is Order.lanes] * 8
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 6])
+lengths = st.lists(st.integers(1, 90), min_size=3, max_size=40).filter(lambda found: sum(found) > 40)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lengths, lengths, st.integers(0, 2**40), st.sampled_from(MODES), st.integers(0, 60), st.integers(17, 400))
+def test_rows_are_the_same_for_every_number_of_ranks_and_from_every_step(
+    make_folder: Callable[..., TokenFolder],
+    tmp_path_factory: pytest.TempPathFactory,
+    first: list[int],
+    second: list[int],
+    seed: int,
+    mode: tuple[Order, Documents],
+    start: int,
+    shuffle: int,
+):
+    """Global order, masks and lanes, over epoch borders: these toys have a few hundred tokens, a step reads 128."""
+    name = tmp_path_factory.mktemp("toys").name
+    a, b = make_folder(first, name=f"{name}a", vocab=9999), make_folder(second, name=f"{name}b", vocab=9999)
+    reading = reading_of(*mode, seed=seed, shuffle=shuffle)
+
+    def loaders(ranks: int) -> list[Loader]:
+        sources = sources_of((a, "text", 0.7), (b, "text", 0.3))
+        return [Loader(sources, reading, rank=rank, ranks=ranks) for rank in range(ranks)]
+
+    (whole,) = loaders(1)
+    expected = [whole.micro_batches(step) for step in range(start, start + 3)]
+    for ranks in (2, 4):
+        resumed = [list(loader.iterate(start, start + 3)) for loader in loaders(ranks)]
+        for step, batches in enumerate(expected):
+            assert same([batch for of_rank in resumed for batch in of_rank[step]], batches)
+    assert same(loaders(1)[0].micro_batches(start + 2), expected[2])
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4, 8])
 def test_micro_batch_does_not_change_the_order(toy: TokenFolder, micro_batch: int):
-    other = loader_of(toy, micro_batch=micro_batch)
+    sources = sources_of((toy, "text", 1))
+    usual, other = Loader(sources, reading_of()), Loader(sources, reading_of(micro_batch=micro_batch))
     for step in (9, 0, 5):
-        assert equal(joined(list(other.micro_batches(step))), joined(list(loader_of(toy).micro_batches(step))))
+        assert same(other.micro_batches(step), usual.micro_batches(step))
 
 
-def test_iterate_reads_ahead_what_micro_batches_reads(toy: TokenFolder):
-    loader = loader_of(toy)
-    steps = list(loader.iterate(3, 9))
-    assert len(steps) == 6
-    for step, batches in enumerate(steps, start=3):
-        assert equal(joined(batches), joined(list(loader.micro_batches(step))))
-    assert not list(loader.iterate(3, 3))
+def test_worker_processes_read_what_a_thread_reads(toy: TokenFolder):
+    sources = sources_of((toy, "text", 1))
+    for order, documents in ((Order.windows, Documents.isolate), (Order.lanes, Documents.join)):
+        loader = Loader(sources, reading_of(order, documents), Ahead(workers=2, timeout=60.0), rank=1, ranks=2)
+        steps = list(loader.iterate(3, 8))
+        assert len(steps) == 5
+        for step, batches in enumerate(steps, start=3):
+            assert same(batches, loader.micro_batches(step))
 
 
-def test_iterate_raises_what_its_thread_met_and_ends(toy: TokenFolder, monkeypatch: pytest.MonkeyPatch):
-    loader = loader_of(toy)
-    read = loader.micro_batches
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lengths, st.integers(0, 2**40), st.integers(17, 400))
+def test_lanes_reproduce_the_recurrence_over_whole_documents(
+    make_folder: Callable[..., TokenFolder],
+    tmp_path_factory: pytest.TempPathFactory,
+    of_documents: list[int],
+    seed: int,
+    shuffle: int,
+):
+    """h = a h + token mod p, reset where a document starts and carried where a row continues: any slip shows."""
+    folder = make_folder(of_documents, name=tmp_path_factory.mktemp("toys").name, vocab=9999)
+    whole = {}
+    for document in toy_documents(of_documents):
+        h = 0
+        for token in [*document.tolist(), EOS]:
+            h = advance(h, token)
+            whole[int(document[0]), h] = token
+    loader = Loader(sources_of((folder, "text", 1)), reading_of(Order.lanes, seed=seed, shuffle=shuffle))
+    carried, begun = [0] * 8, [0] * 8
+    for step in range(12):
+        batch = joined(loader.micro_batches(step))
+        for lane in range(8):
+            h = carried[lane] if batch["continues_B"][lane] else 0
+            tokens, positions = batch["tokens_BL"][lane].tolist(), batch["positions_BL"][lane].tolist()
+            documents = batch["documents_BL"][lane].tolist()
+            for place, (token, position) in enumerate(zip(tokens, positions, strict=True)):
+                if place and documents[place] != documents[place - 1]:
+                    h = 0
+                begun[lane] = token if position == 0 else begun[lane]
+                h = advance(h, token)
+                assert whole[begun[lane], h] == token
+            carried[lane] = h
 
-    def failing(step: int) -> Iterator[Batch]:
-        if step == 2:
-            raise OSError("the disk is gone")
-        return read(step)
 
-    monkeypatch.setattr(loader, "micro_batches", failing)
-    seen = []
-    with pytest.raises(OSError, match="the disk is gone"):
-        seen.extend(batches for batches in loader.iterate(0, 5))
-    steps = loader.iterate(0, 5)
-    next(steps), next(steps)
-    with pytest.raises(OSError, match="the disk is gone"):
-        next(steps)
-    assert not reading_threads()
+def advance(h: int, token: int) -> int:
+    return (h * 48_271 + token + 1) % 2_147_483_647
 
 
-def test_iterate_ends_its_thread_when_it_is_left(toy: TokenFolder):
-    steps = loader_of(toy).iterate(0, 10**9)
+def test_every_token_is_read_once_an_epoch(toy: TokenFolder):
+    """Windows: 212 tokens are 13.25 rows of 16, 53 rows in 4 epochs; the rows of each are shuffled among themselves."""
+    loader = Loader(sources_of((toy, "text", 1)), reading_of())
+    tokens = torch.cat([joined(loader.micro_batches(step))["tokens_BL"].flatten() for step in range(7)])[: 53 * 16]
+    assert np.bincount(tokens.numpy())[1:].tolist() == [4] * 200
+
+
+def test_a_mixture_is_exact(make_folder: Callable[..., TokenFolder]):
+    first, second = make_folder(), make_folder(validation=(50,), name="other")
+    sources = sources_of((first, "text", 3), (second, "text", 1))
+    assert [(line.share, line.tokens) for line in reading_plan(sources, 1600)] == [(0.75, 1200), (0.25, 400)]
+    assert reading_plan(sources, 1600)[1].epochs == pytest.approx(400 / 212)
+
+
+def test_left_behind_nothing(toy: TokenFolder):
+    steps = Loader(sources_of((toy, "text", 1)), reading_of()).iterate(0, 10**9)
     next(steps)
     assert reading_threads()
     steps.close()
@@ -121,60 +210,104 @@ def reading_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("loader")]
 
 
-def test_fingerprint_tells_orders_apart(toy: TokenFolder, make_folder: Callable[..., TokenFolder]):
-    def fingerprint(
-        folder: TokenFolder = toy,
-        documents: Documents = Documents.isolate,
-        length: int = 16,
-        rows: int = 6,
-        seed: int = 1,
-    ) -> str:
-        return Loader(folder, documents, length, rows, 2, seed).fingerprint
-
-    other = make_folder(validation=(50,), name="other")
-    changed = [fingerprint(other), fingerprint(documents=Documents.join), fingerprint(length=8), fingerprint(rows=8)]
-    assert len({fingerprint(), fingerprint(seed=2), *changed}) == 6
-    assert Loader(toy, Documents.isolate, 16, 6, 3, 1).fingerprint == fingerprint()
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_reader_met_is_raised_where_it_is_waited_for(toy: TokenFolder, workers: int):
+    (toy.source_path("train", "text") / "part-00000" / "shard.00000.mds").write_bytes(bytes(500))
+    loader = Loader(sources_of((toy, "text", 1)), reading_of(), Ahead(workers=workers))
+    with pytest.raises(RuntimeError, match=r"shard\.00000\.mds"):
+        list(loader.iterate(0, 9))
+    assert not reading_threads()
 
 
-def test_micro_batch_must_divide_the_global_batch(toy: TokenFolder):
-    with pytest.raises(ValueError, match="global_batch=6 is not a multiple of micro_batch=4"):
-        loader_of(toy, micro_batch=4)
+def test_fingerprint_tells_in_words_what_differs(toy: TokenFolder, make_folder: Callable[..., TokenFolder]):
+    def fingerprint(folder: TokenFolder = toy, weight: float = 1, **changes: object) -> dict[str, str]:
+        return Loader(sources_of((folder, "text", weight)), reading_of(**changes)).fingerprint  # type: ignore[arg-type]
+
+    def changed(other: dict[str, str]) -> set[str]:
+        return {key for key, value in fingerprint().items() if other[key] != value}
+
+    assert changed(fingerprint(make_folder(validation=(50,), name="other"))) == {"tokens"}
+    assert changed(fingerprint(weight=2)) == {"tokens"}
+    assert changed(fingerprint(documents=Documents.join)) == {"data.documents"}
+    assert changed(fingerprint(order=Order.lanes)) == {"data.order"}
+    assert changed(fingerprint(seq_len=8, seed=8)) == {"seq_len", "seed"}
+    assert not changed(fingerprint(micro_batch=4))
+
+
+def test_lanes_must_be_shared_evenly(toy: TokenFolder):
+    with pytest.raises(ValueError, match="global_batch=8 is not a multiple of micro_batch=3"):
+        Loader(sources_of((toy, "text", 1)), reading_of(micro_batch=3))
+
+
+def test_mean_stretch(toy: TokenFolder):
+    """12 documents of 212 tokens."""
+
+    def stretch(order: Order, documents: Documents) -> float:
+        return Loader(sources_of((toy, "text", 1)), reading_of(order, documents)).mean_stretch
+
+    assert stretch(Order.windows, Documents.join) == 16
+    assert stretch(Order.lanes, Documents.isolate) == pytest.approx(212 / 12)
+    assert stretch(Order.windows, Documents.isolate) == pytest.approx(1 / (1 / 16 + 12 / 212))
+    assert stretch(Order.lanes, Documents.join) == float("inf")
 
 
 def test_held_out_reads_the_same_text_at_every_length(toy: TokenFolder):
-    stored = toy.tokens("validation").tolist()  # 43 tokens
-    short = joined(list(held_out(toy, Documents.isolate, 10, 40, micro_batch=3)))
-    long = joined(list(held_out(toy, Documents.isolate, 20, 40, micro_batch=3)))
-    assert short.tokens_BL.shape == (4, 10)
-    assert long.tokens_BL.shape == (2, 20)
-    assert short.tokens_BL.flatten().tolist() == long.tokens_BL.flatten().tolist() == stored[:40]
-    assert short.mask_BL.flatten().tolist() == [t != 0 for t in stored[:40]]
+    documents = toy_documents((11, 4, 25))
+    stored = [token for document in documents for token in [*document.tolist(), EOS]]  # 43 tokens
+    sources = sources_of((toy, "text", 1))
+    short = joined(list(held_out(sources, Documents.isolate, 10, 40, micro_batch=3)))
+    long = joined(list(held_out(sources, Documents.isolate, 20, 40, micro_batch=3)))
+    assert short["tokens_BL"].shape == (4, 10)
+    assert long["tokens_BL"].shape == (2, 20)
+    assert short["tokens_BL"].flatten().tolist() == long["tokens_BL"].flatten().tolist() == stored[:40]
+    assert short["mask_BL"].flatten().tolist() == [token != EOS for token in stored[:40]]
+
+
+def test_held_out_rows_of_several_sources_by_weight(toy: TokenFolder, make_folder: Callable[..., TokenFolder]):
+    other, none = make_folder(validation=(60,), name="other"), make_folder(validation=(), name="none")
+    sources = sources_of((toy, "text", 1), (other, "text", 3), (none, "text", 5))
+    rows = joined(list(held_out(sources, Documents.join, 10, 60, micro_batch=3)))["tokens_BL"]
+    assert rows[:, 0].tolist() == [1, 1, 11, 21, 31]  # one row of toy, four of other
 
 
 def test_held_out_in_batches(toy: TokenFolder):
-    batches = list(held_out(toy, Documents.join, 10, 10**6, micro_batch=3))
+    batches = list(held_out(sources_of((toy, "text", 1)), Documents.join, 10, 10**6, micro_batch=3))
     assert [len(b.tokens_BL) for b in batches] == [3, 1]
     assert all(b.seq.documents_BL is None and b.mask_BL.all() for b in batches)
 
 
-def config_of(path: Path, source: Source, seq_len: int = 16, vocab_size: int = 400) -> Config:
+def config_of(path: Path, source: Source, seq_len: int = 16, vocab_size: int = 999) -> Config:
     phases = [PhaseConfig(tokens="1M", seq_len=seq_len, global_batch=4, micro_batch=2, lr=1e-3) for _ in range(2)]
     model = ModelConfig(width=8, vocab_size=vocab_size, pattern="M", layers={})
-    return Config(model=model, data=DataConfig(source, str(path)), phases=phases, run=RunConfig(name="test"))
+    data = DataConfig(source, str(path), cache=str(path.parent / "cache"))
+    return Config(model=model, data=data, phases=phases, run=RunConfig(name="test", eval_lengths=[1]))
 
 
 def test_build_loader_of_a_folder(toy: TokenFolder):
     config = config_of(toy.path, Source.folder)
     first, second = build_loader(config, 0), build_loader(config, 1)
-    assert first.fingerprint == Loader(toy, Documents.isolate, 16, 4, 2, phase_seed(config.run.seed, 0)).fingerprint
+    assert first.fingerprint["seed"] == str(phase_seed(config.run.seed, 0))
     assert first.fingerprint != second.fingerprint
+    assert first.sources.names == ["text"]
+
+
+def test_build_loader_refuses_what_can_be_seen_only_then(toy: TokenFolder):
+    with pytest.raises(ConfigError, match="has a vocabulary of 999"):
+        build_loader(config_of(toy.path, Source.folder, vocab_size=400), 0)
 
 
 def test_build_loader_prepares_the_embedded_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    texts = [corpus.Document(name, f"text {name} " * 99) for name in (f"topics/{i}" for i in range(60))]
+    texts = [Document(f"text {name} " * 99, "text", name) for name in (f"topics/{i}" for i in range(60))]
     monkeypatch.setattr(corpus, "documents", lambda: texts)
-    config = config_of(tmp_path / "embedded", Source.embedded)
-    assert build_loader(config, 0).folder.manifest.origin["asked_vocab_size"] == 400
-    with pytest.raises(ConfigError, match=r"validation tokens, and one row takes 40001"):
-        build_loader(config_of(tmp_path / "embedded", Source.embedded, seq_len=10_000), 0)
+    sources: Sources = build_loader(config_of(tmp_path / "embedded", Source.embedded, vocab_size=400), 0).sources
+    assert sources.ingredients[0].folder.manifest.origin["asked_vocab_size"] == 400
+    with pytest.raises(ConfigError, match=r"validation tokens in a source, and one row takes 10001"):
+        build_loader(config_of(tmp_path / "embedded", Source.embedded, seq_len=10_000, vocab_size=400), 0)
+
+
+def test_a_token_beyond_the_vocabulary_is_named(toy: TokenFolder):
+    """A manifest that claims a smaller vocabulary than the shards were made with."""
+    small = replace(toy, manifest=replace(toy.manifest, vocab_size=150))
+    loader = Loader(sources_of((small, "text", 1)), reading_of())
+    with pytest.raises(DataError, match=r"shard train/text/part-00000/shard\.\d+\.mds: document \d+ \(sample \d+"):
+        [loader.micro_batches(step) for step in range(2)]

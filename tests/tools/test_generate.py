@@ -14,7 +14,7 @@ from hybridtron.checkpoint import io
 from hybridtron.config.layout import Launch
 from hybridtron.config.load import load
 from hybridtron.config.schema import Config
-from hybridtron.data.corpus import END_OF_TEXT, train_tokenizer
+from hybridtron.data.prepare.corpus import END_OF_TEXT, train_tokenizer
 from hybridtron.device import megatron_context
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel import groups
@@ -31,7 +31,7 @@ def write_checkpoint(run_dir: Path, step: int, config: Config) -> Path:
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, seed=step))
     with megatron_context():
         engine = Engine(config, groups.start(config.parallel, launch=Launch(0, 1)))
-        written = io.save(run_dir, step, config, engine, "", tokenizer)
+        written = io.save(run_dir, step, config, engine, {}, tokenizer)
         groups.stop()
     return written
 

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import train
-from hybridtron.data.folder import write_folder
+from hybridtron.data.prepare.writer import write_folder
 
 VOCAB = 32
 
@@ -26,7 +26,7 @@ def counting_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "counting"
     tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(VOCAB)}, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    splits = {"train": counting_documents(400, 0), "validation": counting_documents(40, 1)}
+    splits = {"train": {"text": counting_documents(400, 0)}, "validation": {"text": counting_documents(40, 1)}}
     write_folder(path, splits, tokenizer.to_str(), VOCAB, VOCAB - 1, {"text": "counting"})
     return path
 

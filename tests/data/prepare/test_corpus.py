@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import platform
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
-from hybridtron.data import corpus
-from hybridtron.data.corpus import Document, held_out_document, load_tokenizer, prepare_embedded
 from hybridtron.data.folder import FolderError
+from hybridtron.data.prepare import corpus
+from hybridtron.data.prepare.corpus import prepare_embedded
+from hybridtron.data.prepare.documents import Document, in_validation
+from tests.data.prepare.preparing import stored
 
 TEXTS = [
     "def main() -> None:\n\tprint('naïve café ☕')\n\n\n",
@@ -22,34 +26,45 @@ TEXTS = [
 
 @pytest.fixture
 def documents(monkeypatch: pytest.MonkeyPatch) -> list[Document]:
-    chosen = [Document(f"topics/{i:02}", TEXTS[i % len(TEXTS)] + str(i)) for i in range(60)]
+    sources = ("text", "code")
+    chosen = [Document(TEXTS[i % len(TEXTS)] + str(i), sources[i % 2], f"topics/{i:02}") for i in range(60)]
     monkeypatch.setattr(corpus, "documents", lambda: chosen)
     return chosen
 
 
 def test_tokens_decode_to_the_source(documents: list[Document], tmp_path: Path):
     folder = prepare_embedded(tmp_path / "data", 400)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = Tokenizer.from_file(str(folder.tokenizer_file))
     eos = tokenizer.token_to_id(corpus.END_OF_TEXT)
     assert folder.manifest.eos == eos
-    for split in ("train", "validation"):
-        tokens, decoded = folder.tokens(split), []
-        first = 0
-        for length in folder.lengths(split):
-            *text, last = tokens[first : first + length].tolist()
-            assert last == eos
-            assert eos not in text
-            decoded.append(tokenizer.decode(text, skip_special_tokens=False))
-            first += length
-        assert decoded == [d.text for d in documents if held_out_document(d.name) == (split == "validation")]
+    assert set(folder.manifest.splits["train"]) == {"code", "text"}
+    for split, sources in folder.manifest.splits.items():
+        for source in sources:
+            decoded = []
+            for *text, last in stored(folder, split, source):
+                assert last == eos
+                assert eos not in text
+                decoded.append(tokenizer.decode(text, skip_special_tokens=False))
+            held_out = split == "validation"
+            of_source = [d.content for d in documents if d.source == source]
+            assert decoded == [text for text in of_source if in_validation(text, 0.05) == held_out]
+
+
+def test_the_vocabulary_is_made_of_training_texts(documents: list[Document], tmp_path: Path):
+    held_out = [d.content for d in documents if in_validation(d.content, 0.05)]
+    training = [d.content for d in documents if d.content not in held_out]
+    assert 0 < len(held_out) < 10
+    folder = prepare_embedded(tmp_path / "data", 400)
+    assert folder.tokenizer_file.read_text() == corpus.train_tokenizer(training, 400).to_str()
 
 
 def test_manifest_tells_the_real_vocabulary(documents: list[Document], tmp_path: Path):
     folder = prepare_embedded(tmp_path / "data", 30_000)
     assert 300 < folder.manifest.vocab_size < 30_000
-    assert folder.manifest.vocab_size == load_tokenizer(folder).get_vocab_size()
-    assert folder.manifest.origin["asked_vocab_size"] == 30_000
-    folder.verify()
+    assert folder.manifest.vocab_size == Tokenizer.from_file(str(folder.tokenizer_file)).get_vocab_size()
+    origin = folder.manifest.origin
+    assert (origin["corpus"], origin["asked_vocab_size"]) == ("embedded", 30_000)
+    assert origin["python"] == platform.python_version()
 
 
 def test_what_is_there_is_kept(documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -79,11 +94,13 @@ def test_too_small_a_vocabulary(tmp_path: Path):
 
 
 def test_the_real_documents():
-    names = [d.name for d in corpus.documents()]
+    found = corpus.documents()
+    names = [d.where for d in found]
     assert names == sorted(set(names))
     assert {"topics/assert", "lib/argparse.py", "lib/json/decoder.py"} <= set(names)
     assert not [n for n in names if "/test/" in n or "site-packages" in n or n == "lib/pydoc_data/topics.py"]
-    assert 0.03 < sum(map(held_out_document, names)) / len(names) < 0.08
+    assert {(d.where.split("/")[0], d.source) for d in found} == {("topics", "text"), ("lib", "code")}
+    assert 0.03 < sum(in_validation(d.content, corpus.SETTINGS.validation) for d in found) / len(names) < 0.09
 
 
 def test_sources_skip_what_is_not_utf8_and_what_is_empty(tmp_path: Path):
@@ -92,4 +109,4 @@ def test_sources_skip_what_is_not_utf8_and_what_is_empty(tmp_path: Path):
     (tmp_path / "empty.py").touch()
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_it.py").write_text("pass")
-    assert list(corpus._sources(tmp_path)) == [Document("lib/good.py", "x = 'é'\n")]
+    assert list(corpus._sources(tmp_path)) == [Document("x = 'é'\n", "code", "lib/good.py")]

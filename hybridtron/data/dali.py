@@ -1,0 +1,61 @@
+"""`data.feed=dali`: rows -> batches as an NVIDIA DALI pipeline; the same batches that `rows.batch_of` makes with torch.
+
+DALI does the last stage alone: the copy to the GPU in the tokens' own two or four bytes, then cast, shift, mask and
+positions there. Which rows these are is decided before (`reading.py`), and no state of DALI's is ever saved. Without a
+GPU the same pipeline runs on the CPU.
+
+Letters: B rows, L input tokens a row, T = L + 1.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybridtron.config.schema import Documents
+from hybridtron.data.batch import Batch, SeqInfo
+from hybridtron.data.rows import Rows
+from hybridtron.device import compute_device
+
+QUEUE_DEPTH = 2  # steps that DALI holds on the device
+
+
+def dali_batches(steps: Iterator[Rows], documents: Documents) -> Iterator[Batch]:
+    """The batch of each step's rows, on the device."""
+    first = next(steps, None)
+    if first is None:
+        return
+    pipeline = _pipeline(itertools.chain([first], steps), *first.documents_BT.shape)
+    pipeline.build()
+    while True:
+        try:
+            made = [torch.from_dlpack(output.as_tensor()) for output in pipeline.run()]
+        except StopIteration:  # DALI passes on its source's end
+            return
+        tokens_BL, labels_BL, mask_BL, positions_BL, documents_BL, continues_B = made
+        seq = SeqInfo(positions_BL, documents_BL if documents is Documents.isolate else None)
+        yield Batch(tokens_BL, labels_BL, mask_BL, seq, continues_B)
+
+
+def _pipeline(steps: Iterator[Rows], rows: int, length: int) -> Any:
+    """From rows to a batch's tensors; DALI's samples are rows, so slices are along the sequence."""
+    fn, types = importlib.import_module("nvidia.dali.fn"), importlib.import_module("nvidia.dali.types")
+    device = compute_device()
+    on_gpu = device.type == "cuda"
+    pipeline = importlib.import_module("nvidia.dali.pipeline").Pipeline(
+        batch_size=rows, num_threads=1, device_id=device.index if on_gpu else None, prefetch_queue_depth=QUEUE_DEPTH
+    )
+    with pipeline:
+        given = fn.external_source(source=steps, num_outputs=len(Rows._fields), batch=True)
+        tokens, documents, base, continues = (one.gpu() for one in given) if on_gpu else given
+        tokens = fn.cast(tokens, dtype=types.INT64)
+        place = types.Constant(np.arange(length - 1, dtype=np.int64), device="gpu" if on_gpu else "cpu")
+        positions = fn.cast(base[:-1], dtype=types.INT64) + place
+        mask = documents[:-1] == documents[1:]
+        pipeline.set_outputs(tokens[:-1], tokens[1:], mask, positions, documents[:-1], continues)
+    return pipeline

@@ -1,0 +1,146 @@
+"""What a phase reads: the sources that its mixture names, where they are, and how much of each.
+
+Without a mixture these are all sources of `data.path`, each by its number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from hybridtron.config.schema import Config, DataConfig, IngredientConfig, PhaseConfig, Source
+from hybridtron.data.folder import SMALLEST_VOCABULARY, FolderError, TokenFolder
+from hybridtron.specs.base import Problem
+
+Opened = Callable[[str], TokenFolder]
+
+
+class Ingredient(NamedTuple):
+    """A source in a mixture: its name there, the folder and the name under which that holds it, and its weight."""
+
+    name: str
+    folder: TokenFolder
+    source: str
+    weight: float
+
+    def tokens(self, split: str) -> int:
+        of_source = self.folder.manifest.splits[split].get(self.source)
+        return 0 if of_source is None else of_source.tokens
+
+
+def is_url(path: str) -> bool:
+    return "://" in path
+
+
+def ingredients_of(data: DataConfig, opened: Opened) -> list[Ingredient]:
+    """The sources that are read, from folders as `opened` gives them; FolderError where they don't fit together."""
+    if data.mixture:
+        found = [_ingredient(name, entry, data.path, opened) for name, entry in data.mixture.items()]
+    else:
+        folder = opened(data.path)
+        sources = folder.manifest.splits["train"].items()
+        found = [Ingredient(name, folder, name, float(of_source.tokens)) for name, of_source in sources]
+    if not found:
+        raise FolderError(data.path, "has no tokens to train on")
+    for ingredient in found:
+        _check_same_tokenizer(found[0], ingredient)
+    return found
+
+
+def _ingredient(name: str, entry: IngredientConfig, default_path: str, opened: Opened) -> Ingredient:
+    """A source by the name it has in its folder: as the entry says, or the entry's own, or the only one there."""
+    folder = opened(entry.path or default_path)
+    there = folder.manifest.splits["train"]
+    source = entry.source or (name if name in there or len(there) != 1 else next(iter(there)))
+    if source not in there:
+        has = ", ".join(there) or "none"
+        raise FolderError(
+            folder.name,
+            f"has no source {source!r} for mixture.{name}; its sources: {has}. Name one as mixture.{name}.source",
+        )
+    return Ingredient(name, folder, source, entry.weight)
+
+
+def _check_same_tokenizer(first: Ingredient, other: Ingredient) -> None:
+    if other.folder.manifest.tokenizer != first.folder.manifest.tokenizer:
+        raise FolderError(
+            other.folder.name,
+            f"({other.name}) was made with another tokenizer than {first.folder.name} ({first.name}): "
+            "one model reads one vocabulary; prepare both with the same tokenizer",
+        )
+
+
+def problems(config: Config) -> list[Problem]:
+    """What is wrong with the data of each phase, as far as it can be seen on this machine without reading tokens.
+
+    What a URL holds is looked at when a phase opens it.
+    """
+    opened: dict[str, TokenFolder] = {}
+
+    def opened_once(path: str) -> TokenFolder:
+        if path not in opened:
+            opened[path] = TokenFolder.open(Path(path))
+        return opened[path]
+
+    found = [p for index, phase in enumerate(config.phases) for p in _phase_problems(config, index, phase, opened_once)]
+    return list(dict.fromkeys(found))
+
+
+def _phase_problems(config: Config, index: int, phase: PhaseConfig, opened: Opened) -> list[Problem]:
+    data = config.data_of(phase)
+    key = "data.path" if phase.data.path is None else f"phases.{index}.data.path"
+    vocab_size = config.model.vocab_size
+    if data.source == Source.embedded and vocab_size < SMALLEST_VOCABULARY:
+        needs = f"data.source=embedded makes a byte-level vocabulary, which needs at least {SMALLEST_VOCABULARY}"
+        return [Problem("model.vocab_size", f"is {vocab_size}; {needs}")]
+    paths = [entry.path or data.path for entry in data.mixture.values()] or [data.path]
+    to_be_prepared = data.source == Source.embedded and not Path(data.path).exists()
+    if to_be_prepared or any(is_url(path) for path in paths):
+        return []
+    try:
+        found = ingredients_of(data, opened)
+    except FolderError as error:
+        cure = (
+            f"delete {data.path}, and it is prepared anew; or set another path"
+            if data.source == Source.embedded
+            else "prepare it with tools/prepare_data.py, or set data.source=embedded, which makes its own"
+        )
+        return [Problem(key, f"{error}; {cure}")]
+    return content_problems(key, config, phase, found)
+
+
+def content_problems(key: str, config: Config, phase: PhaseConfig, found: Sequence[Ingredient]) -> list[Problem]:
+    """What opened sources hold against the model and the lengths of a phase."""
+    folders = {ingredient.folder.name: ingredient.folder for ingredient in found}
+    vocabulary = [p for folder in folders.values() for p in _vocabulary_problems(key, config, phase, folder)]
+    return vocabulary + _size_problems(key, config, phase, found)
+
+
+def _vocabulary_problems(key: str, config: Config, phase: PhaseConfig, folder: TokenFolder) -> list[Problem]:
+    """An embedded folder must have been made for this vocabulary size; any other may be smaller than the model's."""
+    has, vocab_size = folder.manifest.vocab_size, config.model.vocab_size
+    if config.data_of(phase).source == Source.embedded:
+        made_for = folder.manifest.origin.get("asked_vocab_size", has)
+        if vocab_size in (has, made_for):
+            return []
+        cure = f"set model.vocab_size={made_for}, or a path where a vocabulary of {vocab_size} can be prepared"
+    elif has <= vocab_size:
+        return []
+    else:
+        cure = f"set model.vocab_size={has} or more, or use other tokens"
+    return [Problem(key, f"{folder.name} has a vocabulary of {has}, model.vocab_size is {vocab_size}; {cure}")]
+
+
+def _size_problems(key: str, config: Config, phase: PhaseConfig, found: Sequence[Ingredient]) -> list[Problem]:
+    longest = phase.seq_len * max((1, *config.run.eval_lengths))
+    told = []
+    for one in found:
+        if one.tokens("train") <= phase.seq_len:
+            message = f"has {one.tokens('train')} train tokens, and one row takes {phase.seq_len + 1}"
+            told.append(Problem(key, f"{one.folder.name} ({one.name}) {message}; a smaller seq_len or more text works"))
+    most = max(one.tokens("validation") for one in found)
+    if most <= longest:
+        message = f"at most {most} validation tokens in a source, and one row takes {longest + 1}"
+        told.append(Problem(key, f"{message}; smaller run.eval_lengths or seq_len or more text works"))
+    return told

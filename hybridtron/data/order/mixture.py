@@ -1,0 +1,103 @@
+"""Which source each row of training comes from: by weight, exactly, and found without a walk.
+
+With W_s the cumulated weights, W_last = 1, source s has round(W_s n) - round(W_(s-1) n) of the first n rows, less than
+one row from w_s n. That holds at the borders of blocks of K rows, K the smallest multiple of a step's rows that is at
+least 2 / (the smallest weight), so that no source's count can fall from border to border. In a block the sources'
+rows are spread evenly, the j-th of n at (j + 1/2) / n, and those of each step are then shuffled among its lanes.
+
+Weights are rounded to multiples of 2**-60 of their sum, so that all counts are exact integers on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from hybridtron.data.order.stream import Recent, permutation
+
+GRID_BITS = 60
+SMALLEST_SHARE = 1e-7  # a block of 2 / 1e-7 rows takes 100 MB and seconds to lay out
+
+
+def cumulated(weights: Sequence[float]) -> list[int]:
+    """The borders 0 .. 2**60 between the sources' shares of 2**60."""
+    if len(weights) == 0:
+        raise ValueError("no weights: a mixture needs at least one source")
+    for index, weight in enumerate(weights):
+        if not 0 < weight < math.inf:
+            raise ValueError(f"weights[{index}] = {weight}: a weight must be a positive number")
+    exact = [Fraction(float(weight)) for weight in weights]
+    total = sum(exact)
+    for index, weight in enumerate(exact):
+        if weight < SMALLEST_SHARE * total:
+            raise ValueError(
+                f"weights[{index}] = {weights[index]} is {float(weight / total):.1e} of all weights; "
+                f"leave the source out, or give it at least {SMALLEST_SHARE:.0e}"
+            )
+    return [round(2**GRID_BITS * sum(exact[:index]) / total) for index in range(len(exact) + 1)]
+
+
+class _Block(NamedTuple):
+    """Of each row of a block: its source, and how many rows of this source come before it in the block."""
+
+    sources: np.ndarray
+    ranks: np.ndarray
+
+
+class Mixture:
+    """Which source each row of training comes from: row -> (source, the row's number among the source's rows)."""
+
+    def __init__(self, weights: Sequence[float], rows_per_step: int, seed: int) -> None:
+        self._borders = cumulated(weights)
+        smallest = min(end - begin for begin, end in pairwise(self._borders))
+        self._rows_per_step = rows_per_step
+        self._rows_per_block = -(-(2 << GRID_BITS) // (smallest * rows_per_step)) * rows_per_step
+        self._seed = seed
+        self._block = Recent(self._laid_out, 2)
+
+    def place(self, row: int) -> tuple[int, int]:
+        """A row's source, and the row's number among the source's rows."""
+        if len(self._borders) == 2:
+            return 0, row
+        block, offset = divmod(row, self._rows_per_block)
+        sources, ranks = self._block(block)
+        source = int(sources[offset])
+        return source, self._count(source, block * self._rows_per_block) + int(ranks[offset])
+
+    def rows(self, source: int, steps: int) -> int:
+        """How many rows of the source the first `steps` steps hold."""
+        rows = steps * self._rows_per_step
+        if len(self._borders) == 2:
+            return rows
+        block, offset = divmod(rows, self._rows_per_block)
+        count = self._count(source, block * self._rows_per_block)
+        if offset:
+            count += int(np.count_nonzero(self._block(block).sources[:offset] == source))
+        return count
+
+    def _count(self, source: int, rows: int) -> int:
+        """How many of the first `rows` rows are the source's, where a block begins."""
+        begin, end = self._borders[source : source + 2]
+        rows, half = int(rows), 1 << GRID_BITS - 1  # int, because numpy's integers would overflow here
+        return (end * rows + half >> GRID_BITS) - (begin * rows + half >> GRID_BITS)
+
+    def _laid_out(self, block: int) -> _Block:
+        first = block * self._rows_per_block
+        counts = [
+            self._count(source, first + self._rows_per_block) - self._count(source, first)
+            for source in range(len(self._borders) - 1)
+        ]
+        by_source = np.repeat(np.arange(len(counts), dtype=np.uint8 if len(counts) <= 256 else np.uint16), counts)
+        places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
+        # A permutation of all rows, sorted stably by step, is one of each step's rows.
+        mixed = permutation(self._rows_per_block, self._seed, "mixture", block)
+        mixed = mixed[np.argsort(mixed // self._rows_per_step, kind="stable")]
+        sources = by_source[np.argsort(places, kind="stable")][mixed]
+        ranks = np.empty(self._rows_per_block, dtype=np.uint32)
+        ranks[np.argsort(sources, kind="stable")] = np.concatenate([np.arange(count) for count in counts])
+        return _Block(sources, ranks)

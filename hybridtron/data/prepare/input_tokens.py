@@ -1,0 +1,162 @@
+"""Documents out of files that hold tokens: Megatron's indexed data sets, lit-gpt's packed files, and MDS shards.
+
+The formats are read as they are written down, so that nothing of the programs that made them is needed. Whether the
+tokens are of the given tokenizer can't be seen here; what uses them checks their range.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybridtron.data.prepare.documents import Document, Reading, Tally
+from hybridtron.data.prepare.input_files import PACKED_MAGIC, Input, InputError
+
+INDEX_MAGIC = b"MMIDIDX\x00\x00"
+INDEX_HEADER = struct.Struct("<QBQQ")  # version, dtype, sequences, borders of documents
+INDEX_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+PACKED_HEADER = struct.Struct("<QBQ")  # version, dtype, tokens
+PACKED_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+CUT = (
+    "packed tokens hold no borders but their separator: the first and the last document of a file may be cut, "
+    "and count as documents of their own"
+)
+
+
+def read_megatron(one: Input, reading: Reading, tally: Tally) -> Iterator[Document]:
+    """A document is its sequences, one after the other."""
+    file, index = one.files
+    lengths, pointers, borders, dtype = _megatron_index(index)
+    tokens = _mapped(file, dtype, 0)
+    firsts, ends = pointers // dtype.itemsize, pointers // dtype.itemsize + lengths
+    if len(ends) and ends.max() > len(tokens):
+        raise InputError(f"{file} is truncated: its index expects {ends.max()} tokens, it has {len(tokens)}")
+    for number, (first, end) in enumerate(itertools.pairwise(borders.tolist())):
+        tally.entries += 1
+        sequences = [tokens[firsts[place] : ends[place]] for place in range(first, end)]
+        content = np.concatenate(sequences) if sequences else np.empty(0, dtype)
+        if tally.keeps_tokens(content):
+            tally.position = int(pointers[end - 1])
+            yield Document(content, reading.source, f"{file}, document {number}")
+
+
+def _megatron_index(index: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.dtype]:
+    """Lengths of sequences, where each starts in bytes, the sequences at which documents start, and the dtype."""
+    data, start = index.read_bytes(), len(INDEX_MAGIC)
+    if not data.startswith(INDEX_MAGIC) or len(data) < start + INDEX_HEADER.size:
+        raise InputError(f"{index} is not the index of a Megatron data set")
+    version, code, sequences, documents = INDEX_HEADER.unpack_from(data, start)
+    dtype = _dtype(INDEX_DTYPES, code, index)
+    start += INDEX_HEADER.size
+    if version != 1 or len(data) < start + 12 * sequences + 8 * documents:
+        raise InputError(f"{index} is truncated, or of version {version}; version 1 is known")
+    lengths = np.frombuffer(data, "<i4", sequences, start).astype(np.int64)
+    pointers = np.frombuffer(data, "<i8", sequences, start + 4 * sequences)
+    borders = np.frombuffer(data, "<i8", documents, start + 12 * sequences)
+    if not documents or borders[-1] > sequences or (np.diff(borders) < 0).any() or (lengths < 0).any():
+        raise InputError(f"{index} is damaged: the borders of its documents don't fit its sequences")
+    return lengths, pointers, borders, dtype
+
+
+def read_packed(one: Input, reading: Reading, tally: Tally) -> Iterator[Document]:
+    """What stands between two separators is a document; the separators, which also fill up a file, are not kept."""
+    (file,) = one.files
+    with file.open("rb") as opened:
+        header = opened.read(len(PACKED_MAGIC) + PACKED_HEADER.size)
+    if len(header) < len(PACKED_MAGIC) + PACKED_HEADER.size:
+        raise InputError(f"{file} is truncated: it has no whole header")
+    _, code, count = PACKED_HEADER.unpack_from(header, len(PACKED_MAGIC))
+    tokens = _mapped(file, _dtype(PACKED_DTYPES, code, file), len(header))
+    if len(tokens) < count:
+        raise InputError(f"{file} is truncated: its header tells {count} tokens, it has {len(tokens)}")
+    borders = np.flatnonzero(tokens[:count] == reading.separator)
+    if not len(borders):
+        told = f"{file} has no token {reading.separator}, which parts documents"
+        raise InputError(f"{told}; --separator names the one that it was packed with")
+    tally.remarks.append(CUT)
+    for first, end in zip([-1, *borders], [*borders, count], strict=True):
+        if end > first + 1:
+            tally.entries += 1
+            tally.position = int(first) * tokens.itemsize
+            yield Document(tokens[first + 1 : end], reading.source, f"{file}, tokens {first + 1} to {end}")
+
+
+def read_mds(one: Input, reading: Reading, tally: Tally) -> Iterator[Document]:
+    """A shard's samples: their column of text if there is one, else that of tokens."""
+    from hybridtron.data.store.mosaic import MDSReader  # slow to import
+
+    index, file = one.files
+    entry = json.loads(index.read_text(encoding="utf-8"))["shards"][one.shard]
+    try:
+        reader = MDSReader.from_json(str(index.parent), None, entry)
+        reader.validate(allow_unsafe_types=False)  # a pickle runs whatever program it holds
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{index} names a shard that can't be read: {error}") from error
+    column = _mds_column(entry, reading.text_key, index)
+    data = _mds_bytes(entry, file)
+    ends = np.frombuffer(data, "<u4", reader.samples + 1, 4).tolist()
+    for number, (first, end) in enumerate(itertools.pairwise(ends)):
+        tally.entries += 1
+        tally.position = end * one.size // len(data)
+        content = reader.decode_sample(data[first:end])[column]
+        if tally.keeps(content) if isinstance(content, str) else tally.keeps_tokens(content):
+            yield Document(content, reading.source, f"{file}, sample {number}")
+
+
+def _mds_column(entry: dict[str, Any], text_key: str, index: Path) -> str:
+    encodings = dict(zip(entry["column_names"], entry["column_encodings"], strict=True))
+    if encodings.get(text_key) == "str":
+        return text_key
+    if encodings.get("tokens", "").startswith(("ndarray:uint", "ndarray:int")):
+        return "tokens"
+    has = ", ".join(f"{name} ({encoding})" for name, encoding in encodings.items())
+    raise InputError(
+        f"{index} has neither a column {text_key!r} of str, nor one 'tokens' of integer ndarray; it has: {has}"
+    )
+
+
+def _mds_bytes(entry: dict[str, Any], file: Path) -> bytes:
+    """A shard as it was before compression, held against its index."""
+    from hybridtron.data.store.mosaic import decompress
+
+    data, raw = file.read_bytes(), entry["raw_data"]
+    compressed = file.name != Path(raw["basename"]).name
+    if fault := _mds_fault(data, entry["zip_data"] if compressed else raw):
+        raise InputError(f"{file} is damaged: it {fault}")
+    if not compressed:
+        return data
+    try:
+        data = decompress(entry["compression"], data)
+    except Exception as error:  # each compression has its own
+        raise InputError(f"{file} is damaged: {error}") from error
+    if fault := _mds_fault(data, raw):
+        raise InputError(f"{file} is damaged: decompressed it {fault}")
+    return data
+
+
+def _mds_fault(data: bytes, info: dict[str, Any]) -> str:
+    from hybridtron.data.store.mosaic import get_hash
+
+    if len(data) != info["bytes"]:
+        return f"has {len(data)} bytes, {info['bytes']} by its index.json"
+    differing = [kind for kind, digest in info["hashes"].items() if get_hash(kind, data) != digest]
+    return f"differs from the {differing[0]} in its index.json" if differing else ""
+
+
+def _dtype(known: dict[int, str], code: int, file: Path) -> np.dtype:
+    if code not in known:
+        raise InputError(f"{file} holds no integers: its dtype is number {code}")
+    return np.dtype(known[code])
+
+
+def _mapped(file: Path, dtype: np.dtype, offset: int) -> np.ndarray:
+    count = (file.stat().st_size - offset) // dtype.itemsize
+    if not count:
+        return np.empty(0, dtype)  # nothing can be mapped
+    return np.memmap(file, dtype, mode="r", offset=offset, shape=(count,))

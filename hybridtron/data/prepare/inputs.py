@@ -1,0 +1,189 @@
+"""Documents out of files: text from JSON lines, parquet and plain files here, tokens in `input_tokens.py`.
+
+Each reader takes an `Input` and gives its documents one by one, in the file's order. What can't be read as a document
+is counted and left out; a file that is damaged ends the reading. What is done with documents is not decided here.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import importlib
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, BinaryIO
+
+from hybridtron.data.prepare.documents import Document, Reading, Tally
+from hybridtron.data.prepare.input_files import Input, InputError, clean_name
+from hybridtron.data.prepare.input_tokens import read_mds, read_megatron, read_packed
+
+BLOCK = 2**20  # bytes read at once
+ROWS = 256  # of a parquet file, decoded at once
+GZIP = b"\x1f\x8b"
+ZSTD = (b"\x28\xb5\x2f\xfd", *(bytes([0x50 + kind]) + b"\x2a\x4d\x18" for kind in range(16)))  # frames to skip may lead
+
+
+def read(one: Input, reading: Reading, tally: Tally) -> Iterator[Document]:
+    """The documents of an input; InputError where it is damaged, or where too much of it is bad."""
+    try:
+        yield from _READERS[one.format](one, reading, tally)
+    except (OSError, EOFError, zlib.error, _Damaged) as error:
+        raise InputError(f"{one.name} can't be read to its end, damaged or truncated: {error}") from error
+
+
+class _Damaged(Exception):
+    """A file that a library of its own can't read."""
+
+
+def _pyarrow(module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise InputError("parquet and zstd inputs need pyarrow: pip install 'hybridtron[prepare]'") from error
+
+
+@contextmanager
+def _decompressed(file: Path) -> Iterator[tuple[Iterable[bytes], BinaryIO]]:
+    """A file's contents, and the file itself, whose position tells how far the reading is."""
+    with file.open("rb", buffering=BLOCK) as raw:
+        head = raw.read(4)
+        raw.seek(0)
+        if head.startswith(GZIP):
+            yield gzip.GzipFile(fileobj=raw), raw
+        elif head in ZSTD:
+            arrow = _pyarrow("pyarrow")
+            stream = arrow.CompressedInputStream(arrow.PythonFile(raw, mode="r"), "zstd")
+            yield io.BufferedReader(stream, BLOCK), raw
+        elif file.suffix.lower() in (".gz", ".zst"):
+            raise _Damaged("it does not start as compressed data does" if head else "it is empty")
+        else:
+            yield raw, raw
+
+
+def _read_jsonl(one: Input, reading: Reading, tally: Tally) -> Iterator[Document]:
+    (file,) = one.files
+    with _decompressed(file) as (lines, raw):
+        for number, line in enumerate(lines, 1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            line = line.rstrip(b"\r\n")
+            if not line or line.isspace():
+                continue
+            tally.entries += 1
+            tally.position = raw.tell()
+            try:
+                text, source = _of_record(json.loads(line.decode("utf-8")), reading)
+            except (ValueError, RecursionError) as error:
+                tally.reject(f"line {number}", str(error))
+                continue
+            if tally.keeps(text):
+                yield Document(text, source, f"{file}, line {number}")
+
+
+def _of_record(record: object, reading: Reading) -> tuple[str, str]:
+    """Text and source of a JSON object; ValueError where there is none."""
+    if not isinstance(record, dict):
+        raise ValueError(f"is a JSON {type(record).__name__}, not an object")
+    if reading.text_key not in record:
+        raise ValueError(f"has no key {reading.text_key!r}")
+    text = record[reading.text_key]
+    if not isinstance(text, str):
+        raise ValueError(f"{reading.text_key!r} is a {type(text).__name__}, not a string")
+    text.encode()  # JSON can spell halves of characters, which no tokenizer takes
+    return text, _named_source(record.get("meta"), reading)
+
+
+def _named_source(meta: object, reading: Reading) -> str:
+    name = meta.get("redpajama_set_name") if isinstance(meta, dict) else None
+    return clean_name(name) if isinstance(name, str) and name else reading.source
+
+
+def _read_parquet(one: Input, reading: Reading, tally: Tally) -> Iterator[Document]:
+    (file,) = one.files
+    arrow, parquet = _pyarrow("pyarrow"), _pyarrow("pyarrow.parquet")
+    try:
+        table = parquet.ParquetFile(file, page_checksum_verification=True)
+    except arrow.ArrowException as error:
+        raise _Damaged(str(error)) from error
+    with table:
+        columns, number = _columns(table.schema_arrow, file, reading, arrow), 0
+        for group in range(table.num_row_groups):
+            for batch in _batches(table, group, columns, arrow):
+                for text, meta in zip(*_values(batch, columns), strict=True):
+                    number += 1
+                    tally.entries += 1
+                    try:
+                        content = text.as_py()
+                        source = _named_source(meta.as_py(), reading) if meta is not None else reading.source
+                    except UnicodeDecodeError as error:
+                        tally.reject(f"row {number}", str(error))
+                        continue
+                    if content is None:
+                        tally.reject(f"row {number}", f"{reading.text_key!r} is null")
+                    elif tally.keeps(content):
+                        yield Document(content, source, f"{file}, row {number}")
+            tally.position = one.size * (group + 1) // table.num_row_groups
+
+
+def _columns(schema: Any, file: Path, reading: Reading, arrow: ModuleType) -> list[str]:
+    """The columns to read: the text, and the source's name where there is one."""
+    if reading.text_key not in schema.names:
+        named = ", ".join(schema.names)
+        raise InputError(f"{file} has no column {reading.text_key!r}; --text-key names one of its own: {named}")
+    kind = schema.field(reading.text_key).type
+    kind = kind.value_type if arrow.types.is_dictionary(kind) else kind
+    if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind) or arrow.types.is_string_view(kind)):
+        raise InputError(f"{file} has a column {reading.text_key!r} of {kind}, not of strings; --text-key names one")
+    meta = schema.field("meta").type if "meta" in schema.names else None
+    named = meta is not None and arrow.types.is_struct(meta) and meta.get_field_index("redpajama_set_name") >= 0
+    return [reading.text_key, "meta.redpajama_set_name"] if named else [reading.text_key]
+
+
+def _batches(table: Any, group: int, columns: list[str], arrow: ModuleType) -> Iterator[Any]:
+    try:
+        yield from table.iter_batches(batch_size=ROWS, row_groups=[group], columns=columns)
+    except arrow.ArrowException as error:
+        raise _Damaged(str(error)) from error
+
+
+def _values(batch: Any, columns: list[str]) -> tuple[Any, Any]:
+    return batch.column(columns[0]), batch.column("meta") if len(columns) > 1 else [None] * batch.num_rows
+
+
+def _read_texts(one: Input, reading: Reading, tally: Tally) -> Iterator[Document]:
+    for file in one.files:
+        tally.entries += 1
+        data = file.read_bytes()
+        tally.position += len(data)
+        try:
+            text = data.removeprefix(codecs.BOM_UTF8).decode("utf-8")
+        except UnicodeDecodeError as error:
+            tally.reject(str(file), str(error))
+            continue
+        if tally.keeps(text):
+            yield Document(text, reading.source, str(file))
+
+
+def _read_embedded(one: Input, reading: Reading, tally: Tally) -> Iterator[Document]:
+    """The texts of the Python installation: the one input without a file."""
+    from hybridtron.data.prepare import corpus  # which prepares its folder by this road
+
+    for document in corpus.documents():
+        tally.entries += 1
+        yield document
+
+
+_READERS: dict[str, Callable[[Input, Reading, Tally], Iterator[Document]]] = {
+    "jsonl": _read_jsonl,
+    "parquet": _read_parquet,
+    "text": _read_texts,
+    "megatron": read_megatron,
+    "packed": read_packed,
+    "mds": read_mds,
+    "embedded": _read_embedded,
+}

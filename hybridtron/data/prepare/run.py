@@ -1,0 +1,215 @@
+"""Inputs -> a folder of prepared tokens, by any number of processes, and to be gone on with after an interruption.
+
+    OUTPUT.partial/plan.json             what is prepared, and how
+    OUTPUT.partial/records/part-*.npz    one for each finished part
+    OUTPUT.partial/tokens/               the folder, which gets its name when it is complete
+
+The same inputs and settings give the same folder byte by byte, whatever the number of workers and interruptions. A
+folder's manifest tells the inputs by their names and sizes, so that it does not depend on where they stood. This is
+not a cleaner of data: nothing is filtered, deduplicated or mixed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hybridtron.data.folder import TokenFolder, digest_of
+from hybridtron.data.prepare.input_files import ArgumentError, Input, InputError, PrepareError
+from hybridtron.data.prepare.parts import TOKENS, Finished, Job, Settings, part_name, read_record, record_file
+from hybridtron.data.prepare.progress import Progress
+from hybridtron.data.prepare.vocabulary import Vocabulary
+from hybridtron.data.prepare.workers import write_parts
+from hybridtron.data.prepare.writer import assemble, install
+
+DEFAULTS = Settings()
+Origin = Mapping[str, str | int | float]
+SMALLEST_SHARD, LARGEST_SHARD = 2**10, 2**32 - 2**12
+LISTED = 5  # inputs that a message names
+
+
+def prepare(
+    inputs: Sequence[Input],
+    output: Path,
+    vocabulary: Vocabulary,
+    settings: Settings = DEFAULTS,
+    workers: int = 1,
+    max_bad: float = 0.001,
+    origin: Origin | None = None,
+    work: Path | None = None,
+) -> TokenFolder:
+    """The folder at `output`, made now, or gone on with, unless the very same is there.
+
+    `max_bad` is the share of an input's entries that may be bad. `work` is where it is made until it is complete.
+    """
+    _check(settings, workers)
+    output = output.expanduser()
+    job = Job(work or output.with_name(f"{output.name}.partial"), tuple(inputs), vocabulary, settings, max_bad)
+    if output.exists():
+        return _already_there(output, job)
+    job.work.mkdir(parents=True, exist_ok=True)
+    with _locked(job.work):
+        finished = _go_on(job)
+        missing = [number for number in range(len(inputs)) if number not in finished]
+        _clear(job, missing)
+        with Progress(job, finished) as progress:
+            write_parts(job, missing, workers, progress.advance, progress.finish)
+        _complete(job, output, origin)
+    shutil.rmtree(job.work, ignore_errors=True)
+    return TokenFolder.open(output)
+
+
+def _check(settings: Settings, workers: int) -> None:
+    if not 0 <= settings.validation < 1:
+        raise ArgumentError(f"--validation is {settings.validation}, must be a share from 0 to below 1, such as 0.5%")
+    if not SMALLEST_SHARD <= settings.shard_size <= LARGEST_SHARD:
+        raise ArgumentError(
+            f"--shard-size is {settings.shard_size} bytes; {SMALLEST_SHARD} to {LARGEST_SHARD} are possible"
+        )
+    if workers < 1:
+        raise ArgumentError(f"--workers is {workers}, must be at least 1")
+    known = ("zstd", *(f"zstd:{level}" for level in range(1, 23)))
+    if settings.compression is not None and settings.compression not in known:
+        raise ArgumentError(f"--compression is {settings.compression}; none, zstd and zstd:1 to zstd:22 are known")
+
+
+def _plan(job: Job) -> dict[str, Any]:
+    """What a begun folder must have been begun with to be gone on with."""
+    inputs = [[one.format, one.shard, *map(str, one.files)] for one in job.inputs]
+    tokenizer = f"{job.vocabulary.name} ({digest_of(job.vocabulary.json.encode())[:12]})"
+    chosen = {"tokenizer": tokenizer, "eos": job.vocabulary.eos_token, "separator": job.vocabulary.separator}
+    return {"inputs": inputs, **chosen, **{key.replace("_", "-"): value for key, value in asdict(job.settings).items()}}
+
+
+def _identity(job: Job) -> str:
+    """A digest of the arguments that a finished folder was made with, wherever its inputs stand."""
+    inputs = [[[file.name, file.stat().st_size] for file in one.files] for one in job.inputs]
+    return digest_of(json.dumps(_plan(job) | {"inputs": inputs}).encode())
+
+
+def _already_there(output: Path, job: Job) -> TokenFolder:
+    folder = TokenFolder.open(output)
+    if folder.manifest.origin.get("arguments") != _identity(job):
+        raise PrepareError(f"{output} was prepared with other arguments; delete it, or give another --output")
+    if (job.work / "plan.json").exists() and not (job.work / TOKENS).exists():
+        shutil.rmtree(job.work, ignore_errors=True)  # of a call that was killed when all was done
+    return folder
+
+
+@contextmanager
+def _locked(work: Path) -> Iterator[None]:
+    """One call at a time; the lock ends with its process."""
+    with (work / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise PrepareError(f"{work} is being written by another process; wait for it, or end it") from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+
+
+def _go_on(job: Job) -> dict[int, Finished]:
+    """The parts that an earlier call finished; PrepareError where it had other arguments."""
+    file, plan = job.work / "plan.json", _plan(job)
+    if not file.exists():
+        if foreign := {entry.name for entry in job.work.iterdir()} - {"lock", "records", TOKENS, "plan.aside"}:
+            raise PrepareError(f"{job.work} is needed to work in, and holds something else: {_listed(sorted(foreign))}")
+        (job.work / "records").mkdir(exist_ok=True)
+        (job.work / TOKENS).mkdir(exist_ok=True)
+        aside = file.with_suffix(".aside")
+        aside.write_text(json.dumps(plan), encoding="utf-8")
+        aside.replace(file)
+        return {}
+    _refuse(job, _differences(json.loads(file.read_text(encoding="utf-8")), plan))
+    records = {number: record for number in range(len(job.inputs)) if (record := read_record(job, number))}
+    finished = [(job.inputs[number], record) for number, record in records.items()]
+    if changed := [one.name for one, record in finished if record.stamps != one.stamps()]:
+        _refuse(job, [f"inputs changed since they were prepared: {_listed(changed)}"])
+    for _, record in finished:
+        record.tally.judge(job.max_bad)
+    return records
+
+
+def _refuse(job: Job, differences: Sequence[str]) -> None:
+    if differences:
+        cure = "give the same arguments to go on, or delete it to start anew"
+        raise PrepareError(f"{job.work} was begun otherwise: {'; '.join(differences)}. {cure}")
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    found = [
+        f"{key} was {before.get(key)!r} and is {value!r}"
+        for key, value in now.items()
+        if key != "inputs" and before.get(key) != value
+    ]
+    then, given = ({tuple(one): one[-1] for one in plan["inputs"]} for plan in (before, now))
+    for what, names in (
+        ("new inputs", [name for one, name in given.items() if one not in then]),
+        ("inputs that are gone", [name for one, name in then.items() if one not in given]),
+    ):
+        found += [f"{what}: {_listed(names)}"] if names else []
+    return found
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more
+
+
+def _clear(job: Job, missing: Sequence[int]) -> None:
+    """Remove what interrupted parts left, also of sources that their inputs have no more."""
+    names = {part_name(number) for number in missing}
+    for folder in (job.work / TOKENS).glob("*/*/*"):
+        if folder.name in names:
+            shutil.rmtree(folder)
+    for number in missing:
+        record_file(job, number).unlink(missing_ok=True)
+    for source in (job.work / TOKENS).glob("*/*"):
+        if not any(source.iterdir()):
+            source.rmdir()
+
+
+def _complete(job: Job, output: Path, origin: Origin | None) -> None:
+    finished = [read_record(job, number) for number in range(len(job.inputs))]
+    assert all(finished)
+    parts = [part for part in finished if part]
+    if not any(record for part in parts for record in part.records.values()):
+        raise InputError(f"there is no document in {_listed([one.name for one in job.inputs])}")
+    vocabulary = job.vocabulary
+    told = {
+        "tool": "hybridtron",
+        "version": _version(),
+        "tokenizer": vocabulary.name,
+        "eos_token": vocabulary.eos_token,
+        "inputs": len(job.inputs),
+        "validation": job.settings.validation,
+        "bad": sum(part.tally.bad for part in parts),
+        "empty": sum(part.tally.empty for part in parts),
+        "arguments": _identity(job),
+        **(origin or {}),
+    }
+    assemble(
+        job.work / TOKENS,
+        (part.records for part in parts),
+        vocabulary.json,
+        vocabulary.size,
+        vocabulary.eos,
+        job.settings.compression,
+        told,
+    )
+    install(job.work / TOKENS, output)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("hybridtron")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,102 @@
+"""The tokenizer that a folder is prepared with: a tokenizer.json on this machine, and which token ends documents.
+
+A name on a hub is not taken: what a folder is made with must still be there tomorrow, and the same.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from hybridtron.data.prepare.input_files import ArgumentError
+
+KNOWN_EOS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
+_CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer in the form of its file, and its ids of eos and of what parts documents in packed tokens."""
+
+    json: str
+    name: str
+    eos_token: str
+    eos: int
+    size: int
+    separator: int
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer as documents need it: whole texts, in which special tokens are spelled like any other word."""
+        tokenizer = Tokenizer.from_str(self.json)
+        tokenizer.no_truncation()  # the file may hold the settings of whoever used it last
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+
+def open_vocabulary(path: Path, eos_token: str | None = None, separator: str | None = None) -> Vocabulary:
+    """The vocabulary of a folder that holds a tokenizer.json, or of the file itself."""
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not path.exists():
+        raise ArgumentError(
+            f"--tokenizer: there is no {path}. Only a folder on this machine is taken, with a tokenizer.json in it; "
+            "`hf download NAME tokenizer.json tokenizer_config.json --local-dir DIR` gets one from a hub"
+        )
+    if not file.exists():
+        cure = "transformers' AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) writes one where it can"
+        raise ArgumentError(f"--tokenizer: {path} has no tokenizer.json; {cure}")
+    name = file.parent.resolve().name if file.name == "tokenizer.json" else file.stem
+    text = file.read_text(encoding="utf-8")
+    configs = [_config(file.parent / config) for config in _CONFIGS]
+    return vocabulary_of(text, name, eos_token or _named(configs, "eos_token"), separator, _named(configs, "bos_token"))
+
+
+def vocabulary_of(
+    text: str, name: str, eos_token: str | None, separator: str | None = None, bos_token: str | None = None
+) -> Vocabulary:
+    """The vocabulary of a tokenizer.json; without a name for eos, the one that is commonly it.
+
+    Packed tokens are parted by bos where a tokenizer has one, unless a separator is named.
+    """
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ArgumentError(f"--tokenizer: the tokenizer.json of {name} can't be read: {error}") from error
+    ids = tokenizer.get_vocab(with_added_tokens=True)
+    eos_token = eos_token or next((token for token in KNOWN_EOS if token in ids), None)
+    if eos_token is None:
+        raise ArgumentError(f"--eos TOKEN is needed: the tokenizer {name} names no eos_token and has no {KNOWN_EOS}")
+    for option, token in (("--eos", eos_token), ("--separator", separator)):
+        if token is not None and token not in ids:
+            special = ", ".join(added.content for added in tokenizer.get_added_tokens_decoder().values())
+            raise ArgumentError(f"{option}: the tokenizer {name} has no token {token!r}; added ones: {special or '-'}")
+    size = max(len(ids), max(ids.values()) + 1)
+    parts = ids[separator] if separator else ids.get(bos_token or eos_token, ids[eos_token])
+    found = Vocabulary(text, name, eos_token, ids[eos_token], size, parts)
+    if found.eos in found.tokenizer().encode(eos_token, add_special_tokens=False).ids:
+        cure = 'mark it as "special": true among its added_tokens'
+        raise ArgumentError(f"--eos: a text that spells {eos_token!r} would end there by the tokenizer {name}; {cure}")
+    return found
+
+
+def _config(file: Path) -> dict:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ArgumentError(f"--tokenizer: {file} is not JSON: {error}") from error
+    return values if isinstance(values, dict) else {}
+
+
+def _named(configs: list[dict], key: str) -> str | None:
+    """A special token by the first configuration that names it, as a string or as {"content": ...}."""
+    for values in configs:
+        named = values.get(key)
+        named = named.get("content") if isinstance(named, dict) else named
+        if isinstance(named, str) and named:
+            return named
+    return None

@@ -1,0 +1,101 @@
+"""Which tokens each lane reads in each step: a pure function of the seed, the sources and the sizes of a phase.
+
+`windows`: shuffled windows of the packed text, of a mixture of sources. `lanes`: each lane walks one document after
+another, so that a state can be carried along (truncated backpropagation through time).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Protocol
+
+from hybridtron.config.schema import Config, Documents, Order
+from hybridtron.config.units import parse_tokens
+from hybridtron.data.order.lanes import Lanes
+from hybridtron.data.order.mixture import Mixture
+from hybridtron.data.order.stream import DocumentStream, Windows
+from hybridtron.data.rows import Row
+from hybridtron.data.sources import Sources
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the rows of a phase are put together; with the sources it determines every token of every step."""
+
+    order: Order
+    documents: Documents
+    seq_len: int
+    global_batch: int
+    micro_batch: int
+    seed: int
+    shuffle_tokens: int
+
+    @staticmethod
+    def of(config: Config, phase_index: int) -> Reading:
+        phase = config.phases[phase_index]
+        data = config.data_of(phase)
+        seed, shuffle = phase_seed(config.run.seed, phase_index), parse_tokens(data.shuffle)
+        return Reading(data.order, data.documents, phase.seq_len, phase.global_batch, phase.micro_batch, seed, shuffle)
+
+
+class LaneOrder(Protocol):
+    """(lane, step) -> the row that the lane reads."""
+
+    def row(self, lane: int, step: int) -> Row: ...
+
+
+def lane_order(sources: Sources, reading: Reading) -> LaneOrder:
+    return WalkingLanes(sources, reading) if reading.order is Order.lanes else ShuffledLanes(sources, reading)
+
+
+def _streams(sources: Sources, reading: Reading) -> list[DocumentStream]:
+    return [
+        DocumentStream(
+            store.lengths,
+            store.shard_documents,
+            store.shard_tokens,
+            reading.shuffle_tokens,
+            seed_of(reading.seed, name),
+        )
+        for name, store in zip(sources.names, sources.stores("train"), strict=True)
+    ]
+
+
+class ShuffledLanes:
+    """Lane i of step s is row s K + i of the mixture, K being the lanes: a shuffled window of one source."""
+
+    def __init__(self, sources: Sources, reading: Reading) -> None:
+        self._lanes = reading.global_batch
+        self._mixture = Mixture(sources.weights, self._lanes, reading.seed)
+        self._windows = [
+            Windows(stream, reading.seq_len, reading.shuffle_tokens, seed_of(reading.seed, name))
+            for name, stream in zip(sources.names, _streams(sources, reading), strict=True)
+        ]
+
+    def row(self, lane: int, step: int) -> Row:
+        source, number = self._mixture.place(step * self._lanes + lane)
+        return Row([(source, span) for span in self._windows[source].spans(number)], position=0)
+
+
+class WalkingLanes:
+    """Each lane walks one document after another. Under `join` all that it reads is one document."""
+
+    def __init__(self, sources: Sources, reading: Reading) -> None:
+        self._stride = reading.seq_len if reading.documents is Documents.join else None
+        streams, shuffle = _streams(sources, reading), reading.shuffle_tokens
+        self._lanes = Lanes(streams, sources.weights, reading.global_batch, reading.seq_len, shuffle, reading.seed)
+
+    def row(self, lane: int, step: int) -> Row:
+        spans = self._lanes.row(lane, step).spans
+        return Row(spans, spans[0][1].first if self._stride is None else step * self._stride)
+
+
+def phase_seed(seed: int, phase_index: int) -> int:
+    """64 bits from the run's seed and the phase, so that two phases on the same data read it in different orders."""
+    return seed_of(seed, str(phase_index))
+
+
+def seed_of(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

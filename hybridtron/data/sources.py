@@ -1,0 +1,106 @@
+"""The opened sources of a phase: where each one's documents are read, how much of each, and what that amounts to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from hybridtron.config.problems import ConfigError
+from hybridtron.config.schema import Config, DataConfig, PhaseConfig, Source
+from hybridtron.config.units import parse_bytes
+from hybridtron.data.folder import FolderError
+from hybridtron.data.ingredients import Ingredient, content_problems, ingredients_of
+from hybridtron.data.prepare.corpus import prepare_embedded
+from hybridtron.data.store.shards import CacheOptions, Store, open_folder
+from hybridtron.specs.base import Problem
+
+
+class Sources:
+    """Sources by their place in the mixture."""
+
+    def __init__(self, ingredients: Sequence[Ingredient], cache: CacheOptions) -> None:
+        self.ingredients = list(ingredients)
+        self._cache = cache
+        self._stores: dict[str, list[Store]] = {}
+
+    @staticmethod
+    def open(config: Config, phase: PhaseConfig) -> Sources:
+        """What a phase reads; ConfigError where it does not fit, now that it can be looked at."""
+        data = config.data_of(phase)
+        if data.source == Source.embedded:
+            prepare_embedded(Path(data.path), config.model.vocab_size)
+        cache = cache_options(data)
+        try:
+            found = ingredients_of(data, lambda path: open_folder(path, cache))
+        except FolderError as error:
+            raise ConfigError([Problem("data.path", str(error))]) from error
+        if problems := content_problems("data.path", config, phase, found):
+            raise ConfigError(problems)
+        return Sources(found, cache)
+
+    @property
+    def names(self) -> list[str]:
+        return [one.name for one in self.ingredients]
+
+    @property
+    def weights(self) -> list[float]:
+        return [one.weight for one in self.ingredients]
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """The tokenizer that all of them share."""
+        return self.ingredients[0].folder.tokenizer_file
+
+    @property
+    def dtype(self) -> np.dtype:
+        """One that holds the tokens of all."""
+        return np.result_type(*(np.dtype(one.folder.manifest.dtype) for one in self.ingredients))
+
+    @property
+    def documents_per_token(self) -> float:
+        """Of training, over all sources by their weights."""
+        splits = [one.folder.manifest.splits["train"][one.source] for one in self.ingredients]
+        weighted = zip(self.weights, splits, strict=True)
+        return sum(weight * split.documents / split.tokens for weight, split in weighted) / sum(self.weights)
+
+    def having(self, split: str) -> list[Ingredient]:
+        """Those that have tokens in a split; all of them have in training's."""
+        return [one for one in self.ingredients if one.tokens(split)]
+
+    def stores(self, split: str) -> list[Store]:
+        """What reads a split, one for each of `having(split)`."""
+        if split not in self._stores:
+            self._stores[split] = [Store(one.folder, split, one.source, self._cache) for one in self.having(split)]
+        return self._stores[split]
+
+    def described(self) -> str:
+        """The sources, their digests and weights, in one line."""
+        return ", ".join(
+            f"{one.name} {one.folder.digest[:12]}/{one.source} x {one.weight:g}" for one in self.ingredients
+        )
+
+
+def cache_options(data: DataConfig) -> CacheOptions:
+    limit = None if data.cache_limit is None else parse_bytes(data.cache_limit)
+    return CacheOptions(Path(data.cache), limit, data.timeout, data.retries)
+
+
+class Epochs(NamedTuple):
+    """One line of the plan: what a phase reads of a source."""
+
+    source: str
+    share: float
+    tokens: int
+    epochs: float
+
+
+def reading_plan(sources: Sources, tokens: int) -> list[Epochs]:
+    """Of so many training tokens, how many come from each source, and how often that reads it."""
+    whole = sum(sources.weights)
+    return [
+        Epochs(one.name, one.weight / whole, round(one.weight / whole * tokens), one.weight / whole * tokens / has)
+        for one, has in ((one, one.tokens("train")) for one in sources.ingredients)
+    ]

@@ -1,0 +1,213 @@
+"""Preparation from inputs to folder: what is written, and that it is always the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from hybridtron.data.prepare import parts as parts_module
+from hybridtron.data.prepare.corpus import END_OF_TEXT
+from hybridtron.data.prepare.documents import in_validation
+from hybridtron.data.prepare.input_files import ArgumentError, InputError, find
+from hybridtron.data.prepare.parts import Settings, cut
+from hybridtron.data.prepare.run import prepare
+from hybridtron.data.prepare.vocabulary import Vocabulary, open_vocabulary
+from hybridtron.data.store.mosaic import MDSWriter
+from tests.data.prepare.preparing import (
+    TEXTS,
+    all_documents,
+    lines_of,
+    stored,
+    texts,
+    words,
+    write_inputs,
+    write_jsonl,
+    write_tokenizer,
+)
+
+SETTINGS = Settings(validation=0.2, shard_size=1024)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def vocabulary(tokenizer_folder: Path) -> Vocabulary:
+    return open_vocabulary(tokenizer_folder)
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    return write_inputs(tmp_path / "in")
+
+
+def write_tokens(folder: Path, documents: list[list[int]]) -> Path:
+    with MDSWriter(out=str(folder), columns={"tokens": "ndarray:uint32"}) as writer:
+        for document in documents:
+            writer.write({"tokens": np.array(document, np.uint32)})
+    return folder
+
+
+def test_tokens_are_the_tokenizers_own(inputs: Path, vocabulary: Vocabulary, tmp_path: Path) -> None:
+    folder = prepare(find([str(inputs)]).inputs, tmp_path / "out", vocabulary, SETTINGS)
+    tokenizer = Tokenizer.from_str(vocabulary.json)
+    tokenizer.encode_special_tokens = True
+    for split in ("train", "validation"):
+        expected = [
+            [*tokenizer.encode(text).ids, vocabulary.eos]
+            for number in range(4)
+            for text in texts(60, f"{number}-")
+            if in_validation(text, 0.2) == (split == "validation")
+        ]
+        assert stored(folder, split, "text") == expected
+        assert all(vocabulary.eos not in tokens[:-1] for tokens in expected)
+    splits = folder.manifest.splits
+    assert {shard.file.split("/")[0] for shard in splits["train"]["text"].shards} == {f"part-{n:05}" for n in range(4)}
+    assert len(splits["train"]["text"].shards) > 4
+    origin = folder.manifest.origin
+    assert (origin["inputs"], origin["validation"], origin["eos_token"]) == (4, 0.2, END_OF_TEXT)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "manifest.json",
+        "tokenizer.json",
+        "train",
+        "validation",
+    ]
+
+
+def test_where_inputs_stand_changes_no_byte(inputs: Path, vocabulary: Vocabulary, tmp_path: Path) -> None:
+    one = prepare(find([str(inputs)]).inputs, tmp_path / "a", vocabulary, SETTINGS)
+    inputs.rename(tmp_path / "moved")
+    other = prepare(find([str(tmp_path / "moved")]).inputs, tmp_path / "b", vocabulary, SETTINGS)
+    assert one.digest == other.digest
+
+
+def test_compressed_shards(inputs: Path, vocabulary: Vocabulary, tmp_path: Path) -> None:
+    found = find([str(inputs)]).inputs
+    plain = prepare(found, tmp_path / "plain", vocabulary, SETTINGS)
+    settings = dataclasses.replace(SETTINGS, compression="zstd:3")
+    packed = prepare(found, tmp_path / "packed", vocabulary, settings)
+    assert all_documents(packed) == all_documents(plain)
+    assert list(packed.path.rglob("*.mds.zstd"))
+    assert not list(packed.path.rglob("*.mds"))
+
+
+def test_copies_of_a_document_are_on_one_side(vocabulary: Vocabulary, tmp_path: Path) -> None:
+    contents = [f"document {number}" for number in range(2000)]
+    write_jsonl(tmp_path / "in/a.jsonl", contents)
+    write_jsonl(tmp_path / "in/b.jsonl.zst", contents[::-1])
+    folder = prepare(find([str(tmp_path / "in")]).inputs, tmp_path / "out", vocabulary, Settings(validation=0.05))
+    held_out = stored(folder, "validation", "text")
+    half = len(held_out) // 2
+    assert held_out[:half] == held_out[half:][::-1]
+    assert 60 < half < 140
+    assert not {tuple(tokens) for tokens in held_out} & {tuple(tokens) for tokens in stored(folder, "train", "text")}
+    without = prepare(find([str(tmp_path / "in")]).inputs, tmp_path / "all", vocabulary, Settings(validation=0))
+    assert without.manifest.splits["validation"] == {}
+    assert without.manifest.tokens("train") == folder.manifest.tokens("train") + folder.manifest.tokens("validation")
+
+
+def test_tokens_of_others(tmp_path: Path) -> None:
+    """eos is not doubled, what has nothing else is left out, and the split does not see it either."""
+    vocabulary = words(300)
+    write_tokens(tmp_path / "in", [[5, 6], [7, 8, 299], [299], [9]])
+    folder = prepare(find([str(tmp_path / "in")]).inputs, tmp_path / "out", vocabulary, Settings(validation=0))
+    assert all_documents(folder) == [[5, 6, 299], [7, 8, 299], [9, 299]]
+    assert folder.manifest.origin["empty"] == 1
+    assert in_validation(np.array([5, 6], np.int64), 0.5) == in_validation(np.array([5, 6], np.uint16), 0.5)
+
+
+@pytest.mark.parametrize(("entries", "dtype"), [(2**16, "uint16"), (2**16 + 1, "uint32")])
+def test_the_smallest_dtype_is_taken(entries: int, dtype: str, tmp_path: Path) -> None:
+    write_tokens(tmp_path / "in", [[1, entries - 2]])
+    folder = prepare(find([str(tmp_path / "in")]).inputs, tmp_path / "out", words(entries), Settings(validation=0))
+    assert (folder.manifest.dtype, folder.manifest.vocab_size) == (dtype, entries)
+    assert all_documents(folder) == [[1, entries - 2, entries - 1]]
+
+
+def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "in", [[1], [2, 300]])
+    with pytest.raises(InputError, match=r"sample 1: has token 300, and the tokenizer words ends at 299"):
+        prepare(find([str(tmp_path / "in")]).inputs, tmp_path / "out", words(300))
+
+
+def test_a_document_larger_than_a_shard_stands_alone(vocabulary: Vocabulary, tmp_path: Path) -> None:
+    contents = ["x y z " * 2000, "short", "x y z " * 3000, "short too"]
+    write_jsonl(tmp_path / "a.jsonl", contents)
+    settings = Settings(validation=0, shard_size=2000)
+    folder = prepare(find([str(tmp_path / "a.jsonl")]).inputs, tmp_path / "out", vocabulary, settings)
+    shards = folder.manifest.splits["train"]["text"].shards
+    assert [shard.documents for shard in shards] == [1, 1, 1, 1]
+    assert len(stored(folder, "train", "text")) == 4
+
+
+def test_a_document_too_large_for_the_format_is_named(
+    vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts_module, "LARGEST", 100)
+    write_jsonl(tmp_path / "a.jsonl", ["short", "long " * 100])
+    with pytest.raises(InputError, match=r"a.jsonl, line 2: makes \d+ bytes of tokens; a document can have 100"):
+        prepare(find([str(tmp_path / "a.jsonl")]).inputs, tmp_path / "out", vocabulary)
+
+
+def test_a_huge_text_is_tokenized_in_pieces(
+    vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts_module, "PIECE", 500)
+    monkeypatch.setattr(parts_module, "NEAR", 200)
+    lines = "".join(f"a line  {number}\n" + "\n  " * (number % 5 == 0) for number in range(200))
+    without = "x" * 1700
+    assert "".join(cut(lines)) == lines
+    assert "".join(cut(without)) == without
+    assert len(list(cut(lines))) == 5
+    assert list(cut("short")) == ["short"]
+    write_jsonl(tmp_path / "a.jsonl", ["before", lines, "after", without])
+    folder = prepare(find([str(tmp_path / "a.jsonl")]).inputs, tmp_path / "out", vocabulary, Settings(validation=0))
+    tokenizer = vocabulary.tokenizer()
+    before, whole, after, last = stored(folder, "train", "text")
+    assert [before, whole, after] == [[*tokenizer.encode(t).ids, vocabulary.eos] for t in ("before", lines, "after")]
+    assert tokenizer.decode(last[:-1]) == without
+
+
+def test_bad_lines(vocabulary: Vocabulary, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_jsonl(tmp_path / "in/a.jsonl", TEXTS)
+    (tmp_path / "in/b.jsonl").write_bytes(lines_of(TEXTS) + b"{}\n[]\n")
+    found = find([str(tmp_path / "in")]).inputs
+    with pytest.raises(InputError, match=r"b.jsonl: 2 of 7 lines are bad (.|\n)*--max-bad 0.001 allows less"):
+        prepare(found, tmp_path / "out", vocabulary)
+    assert (tmp_path / "out.partial/records/part-00000.npz").exists()
+    folder = prepare(found, tmp_path / "out", vocabulary, max_bad=0.2)
+    told = capsys.readouterr().err
+    assert "going on: 1 of 2 inputs are finished" in told
+    assert "b.jsonl: 2 of 7 lines are bad and left out\n  line 6: has no key 'text'\n  line 7: is a JSON list" in told
+    assert folder.manifest.origin["bad"] == 2
+    assert len(all_documents(folder)) == 10
+
+
+def test_nothing_to_prepare(vocabulary: Vocabulary, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ["", ""])
+    with pytest.raises(InputError, match=r"there is no document in .*a\.jsonl"):
+        prepare(find([str(tmp_path / "a.jsonl")]).inputs, tmp_path / "out", vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("settings", "workers", "message"),
+    [
+        (Settings(validation=1), 1, "--validation is 1, must be a share"),
+        (Settings(shard_size=100), 1, "--shard-size is 100 bytes"),
+        (Settings(shard_size=2**32), 1, "--shard-size is 4294967296 bytes"),
+        (Settings(compression="zstd:99"), 1, "--compression is zstd:99; none, zstd and zstd:1 to zstd:22"),
+        (Settings(compression="lz4"), 1, "--compression is lz4"),
+        (Settings(), 0, "--workers is 0, must be at least 1"),
+    ],
+)
+def test_wrong_settings(settings: Settings, workers: int, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        prepare([], tmp_path / "out", words(300), settings, workers)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,228 @@
+"""What an interruption of a preparation costs, what may change before it goes on, and its worker processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridtron.data.folder import FolderError
+from hybridtron.data.prepare import parts as parts_module
+from hybridtron.data.prepare import run as prepare_module
+from hybridtron.data.prepare.input_files import PrepareError, find
+from hybridtron.data.prepare.parts import Settings
+from hybridtron.data.prepare.run import prepare
+from hybridtron.data.prepare.vocabulary import Vocabulary, open_vocabulary
+from hybridtron.data.prepare.workers import WorkerError
+from tests.data.prepare.preparing import (
+    TEXTS,
+    contents_of,
+    words,
+    write_inputs,
+    write_jsonl,
+    write_tokenizer,
+    zstd,
+)
+
+ROOT = Path(__file__).parents[3]
+SETTINGS = Settings(validation=0.2, shard_size=1024)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def vocabulary(tokenizer_folder: Path) -> Vocabulary:
+    return open_vocabulary(tokenizer_folder)
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    return write_inputs(tmp_path / "in")
+
+
+def test_the_number_of_workers_changes_no_byte(inputs: Path, vocabulary: Vocabulary, tmp_path: Path) -> None:
+    found = find([str(inputs)]).inputs
+    alone = prepare(found, tmp_path / "alone", vocabulary, SETTINGS)
+    together = prepare(found, tmp_path / "together", vocabulary, SETTINGS, workers=2)
+    assert contents_of(together.path) == contents_of(alone.path)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from hybridtron.data.prepare import parts as parts_module
+from hybridtron.data.prepare.input_files import find
+from hybridtron.data.prepare.run import prepare
+from hybridtron.data.prepare.parts import Settings
+from hybridtron.data.prepare.vocabulary import open_vocabulary
+
+inputs, output, tokenizer, last = sys.argv[1:]
+read, parts_module.BATCH = parts_module.read, 100
+
+def read_until_killed(one, reading, tally):
+    for number, document in enumerate(read(one, reading, tally)):
+        if one.name.endswith(last) and number == 40:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield document
+
+parts_module.read = read_until_killed
+settings = Settings(validation=0.2, shard_size=1024)
+prepare(find([inputs]).inputs, Path(output), open_vocabulary(Path(tokenizer)), settings)
+"""
+
+
+def test_a_killed_preparation_goes_on(inputs: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
+    vocabulary, found = open_vocabulary(tokenizer_folder), find([str(inputs)]).inputs
+    output = tmp_path / "out"
+    command = [sys.executable, "-c", KILLED, str(inputs), str(output), str(tokenizer_folder), "2.jsonl.zst"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == -9, done.stderr
+    work = tmp_path / "out.partial"
+    assert sorted(path.stem for path in (work / "records").iterdir()) == ["part-00000", "part-00001"]
+    shards = list((work / "tokens").rglob("*.mds"))
+    assert {shard.parent.name for shard in shards} == {"part-00000", "part-00001", "part-00002"}
+    times = {file.relative_to(work / "tokens"): file.stat().st_mtime_ns for file in shards}
+    folder = prepare(found, output, vocabulary, SETTINGS)
+    for file, before in times.items():
+        assert ((output / file).stat().st_mtime_ns == before) == ("part-00002" not in file.parts)
+    untouched = prepare(found, tmp_path / "untouched", vocabulary, SETTINGS)
+    assert contents_of(folder.path) == contents_of(untouched.path)
+    assert not work.exists()
+
+
+class Stopped(Exception):
+    pass
+
+
+def interrupted(patch: pytest.MonkeyPatch, inputs: Path, output: Path, vocabulary: Vocabulary, parts: int = 2) -> None:
+    """Leaves so many finished parts, and one that is not."""
+    read = parts_module.read
+
+    def read_some(one, reading, tally):
+        for document in read(one, reading, tally):
+            yield document
+            if one.files[0].name.startswith(str(parts)) and tally.entries == 30:
+                raise Stopped
+
+    with patch.context() as within:
+        within.setattr(parts_module, "read", read_some)
+        within.setattr(parts_module, "BATCH", 100)
+        with pytest.raises(Stopped):
+            prepare(find([str(inputs)]).inputs, output, vocabulary, SETTINGS)
+
+
+def test_other_arguments_do_not_go_on(
+    inputs: Path, vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    interrupted(monkeypatch, inputs, output, vocabulary)
+    found = find([str(inputs)]).inputs
+    other = dataclasses.replace(SETTINGS, validation=0.3, compression="zstd:3")
+    with pytest.raises(
+        PrepareError, match=r"validation was 0.2 and is 0.3; compression was None and is 'zstd:3'. give"
+    ):
+        prepare(found, output, vocabulary, other)
+    with pytest.raises(PrepareError, match=r"tokenizer was 'tokenizer\d+ \(.*' and is 'words .*; eos was"):
+        prepare(found, output, words(300), SETTINGS)
+    added = write_jsonl(inputs / "new.jsonl", TEXTS)
+    with pytest.raises(PrepareError, match=r"out.partial was begun otherwise: new inputs: .*new.jsonl. give the same"):
+        prepare(find([str(inputs)]).inputs, output, vocabulary, SETTINGS)
+    added.unlink()
+    with pytest.raises(PrepareError, match=r"inputs that are gone: .*3.jsonl. give the same"):
+        prepare(found[:-1], output, vocabulary, SETTINGS)
+    os.utime(found[0].files[0], (1, 1))
+    with pytest.raises(PrepareError, match=r"inputs changed since they were prepared: .*0.jsonl"):
+        prepare(found, output, vocabulary, SETTINGS)
+
+
+def test_a_damaged_input_can_be_mended(
+    inputs: Path, vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not finished may change; nothing of how it was before stays."""
+    output = tmp_path / "out"
+    third = inputs / "2.jsonl.zst"
+    good = third.read_bytes()
+    third.write_bytes(of_another_source())
+    interrupted(monkeypatch, inputs, output, vocabulary)
+    assert (tmp_path / "out.partial/tokens/train/other").exists()
+    third.write_bytes(good)
+    shard = next((tmp_path / "out.partial/tokens/train/text/part-00000").iterdir())
+    shard.write_bytes(shard.read_bytes()[:-1])
+    folder = prepare(find([str(inputs)]).inputs, output, vocabulary, SETTINGS)
+    clean = prepare(find([str(inputs)]).inputs, tmp_path / "clean", vocabulary, SETTINGS)
+    assert contents_of(folder.path) == contents_of(clean.path)
+    assert not (folder.path / "train/other").exists()
+
+
+def of_another_source() -> bytes:
+    lines = [{"text": f"{number} " * 300, "meta": {"redpajama_set_name": "other"}} for number in range(40)]
+    return zstd("".join(json.dumps(line) + "\n" for line in lines).encode())
+
+
+def test_what_is_there_is_kept(
+    inputs: Path, vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, output = find([str(inputs)]).inputs, tmp_path / "out"
+    folder = prepare(found, output, vocabulary, SETTINGS)
+    monkeypatch.setattr(prepare_module, "write_parts", lambda *_: pytest.fail("written again"))
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial/plan.json").touch()  # of a call that was killed when all was done
+    assert prepare(found, output, vocabulary, SETTINGS, workers=3) == folder
+    assert not (tmp_path / "out.partial").exists()
+    with pytest.raises(PrepareError, match="out was prepared with other arguments; delete it"):
+        prepare(found[1:], output, vocabulary, SETTINGS)
+    with pytest.raises(FolderError, match=r"has no manifest\.json: not a folder of prepared tokens"):
+        prepare(found, inputs, vocabulary, SETTINGS)
+
+
+def test_one_call_at_a_time(
+    inputs: Path, vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(monkeypatch, inputs, tmp_path / "out", vocabulary)
+    with (
+        prepare_module._locked(tmp_path / "out.partial"),
+        pytest.raises(PrepareError, match=r"out\.partial is being written by another process"),
+    ):
+        prepare(find([str(inputs)]).inputs, tmp_path / "out", vocabulary, SETTINGS)
+
+
+def test_what_stands_in_the_way_is_left_alone(inputs: Path, vocabulary: Vocabulary, tmp_path: Path) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial/mine.txt").write_text("my text")
+    with pytest.raises(PrepareError, match=r"out\.partial is needed to work in, and holds something else: mine\.txt"):
+        prepare(find([str(inputs)]).inputs, tmp_path / "out", vocabulary, SETTINGS)
+    assert (tmp_path / "out.partial/mine.txt").exists()
+
+
+@pytest.mark.slow
+def test_what_fails_in_a_worker_is_told(inputs: Path, vocabulary: Vocabulary, tmp_path: Path) -> None:
+    """Its fault, or its end, reaches the first process, and no worker stays."""
+    file = inputs / "1.jsonl.gz"
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(PrepareError, match=r"1.jsonl.gz can't be read to its end, damaged or truncated"):
+        prepare(find([str(inputs)]).inputs, tmp_path / "out", vocabulary, SETTINGS, workers=2)
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_told(
+    inputs: Path, vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill(*_: int) -> None:
+        for child in multiprocessing.active_children():
+            child.kill()
+
+    monkeypatch.setattr(prepare_module.Progress, "advance", kill)
+    with pytest.raises(WorkerError, match="a worker ended with exit code -9 as a rule for lack of memory: fewer"):
+        prepare(find([str(inputs)]).inputs, tmp_path / "out", vocabulary, SETTINGS, workers=2)
+    assert not multiprocessing.active_children()

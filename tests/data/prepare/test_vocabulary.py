@@ -1,0 +1,85 @@
+"""Which token ends documents, and tokenizers that can't be used."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from hybridtron.data.prepare.corpus import END_OF_TEXT
+from hybridtron.data.prepare.input_files import ArgumentError, find
+from hybridtron.data.prepare.parts import Settings
+from hybridtron.data.prepare.run import prepare
+from hybridtron.data.prepare.vocabulary import open_vocabulary, vocabulary_of
+from tests.data.prepare.preparing import (
+    TEXTS,
+    all_documents,
+    words,
+    write_jsonl,
+    write_tokenizer,
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def test_settings_that_a_tokenizer_file_holds_do_not_cut_texts(tokenizer_folder: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    expected = tokenizer.encode(TEXTS[0]).ids
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=50)
+    vocabulary = vocabulary_of(tokenizer.to_str(), "cutting", END_OF_TEXT)
+    write_jsonl(tmp_path / "a.jsonl", TEXTS[:1])
+    folder = prepare(find([str(tmp_path / "a.jsonl")]).inputs, tmp_path / "out", vocabulary, Settings(validation=0))
+    assert all_documents(folder) == [[*expected, vocabulary.eos]]
+
+
+def test_eos_is_found(tokenizer_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "named"
+    shutil.copytree(tokenizer_folder, folder)
+    assert open_vocabulary(folder).eos_token == END_OF_TEXT
+    assert open_vocabulary(folder / "tokenizer.json") == open_vocabulary(folder)
+    assert open_vocabulary(folder).name == "named"
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<end>", "<start>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}, "bos_token": None}))
+    found = open_vocabulary(folder)
+    assert (found.eos_token, found.eos, found.separator) == ("<end>", tokenizer.token_to_id("<end>"), found.eos)
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<end>", "bos_token": "<start>"}))
+    assert open_vocabulary(folder).separator == tokenizer.token_to_id("<start>")
+    assert open_vocabulary(folder, separator="<end>").separator == tokenizer.token_to_id("<end>")
+    assert open_vocabulary(folder, END_OF_TEXT).eos == tokenizer.token_to_id(END_OF_TEXT)
+    with pytest.raises(ArgumentError, match=r"--eos: the tokenizer named has no token '<none>'; added ones: <\|endof"):
+        open_vocabulary(folder, "<none>")
+
+
+def test_tokenizers_that_are_of_no_use(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"there is no meta-llama/Llama-2-7b\. Only a folder on this machine"):
+        open_vocabulary(Path("meta-llama/Llama-2-7b"))
+    with pytest.raises(ArgumentError, match=r"has no tokenizer\.json; transformers'"):
+        open_vocabulary(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ArgumentError, match="can't be read"):
+        open_vocabulary(tmp_path)
+    with pytest.raises(ArgumentError, match="names no eos_token and has no"):
+        words(300, eos="the end")
+    tokenizer = Tokenizer(WordLevel({"a": 0, "</s>": 1}, "a"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.add_tokens(["</s>"])
+    with pytest.raises(ArgumentError, match="a text that spells '</s>' would end there"):
+        vocabulary_of(tokenizer.to_str(), "plain", None)
+
+
+def test_the_vocabulary_reaches_to_the_largest_id() -> None:
+    tokenizer = Tokenizer(WordLevel({"a": 0, "</s>": 9}, "a"))
+    tokenizer.pre_tokenizer = Whitespace()
+    assert vocabulary_of(tokenizer.to_str(), "gaps", None).size == 10

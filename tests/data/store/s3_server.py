@@ -1,0 +1,158 @@
+"""A store that speaks S3 on the loopback interface, serves a folder, and fails as it is told to.
+
+GET with and without Range, HEAD, ETag, and errors as XML: what boto3 asks of a bucket when it downloads. The bucket's
+name is the first part of the path, and is not looked at. It is no model of S3's consistency, rights or signatures.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+FOREVER = 10**9
+
+
+@dataclass
+class Fault:
+    """What goes wrong with the next `times` downloads of keys that match `pattern`.
+
+    refuse: 503; reset: the connection breaks in mid-body; cut: the body ends early, against its Content-Length; short:
+    it does so, and its Content-Length agrees; flip: one bit is another; lost: 404; dribble: a byte every 50 ms;
+    silent: no answer.
+    """
+
+    kind: str
+    pattern: str
+    times: int = FOREVER
+
+
+@dataclass
+class Store:
+    """The server's folder, its faults, and what was asked of it."""
+
+    root: Path
+    faults: list[Fault] = field(default_factory=list)
+    downloads: Counter[str] = field(default_factory=Counter)
+    url: str = ""
+    delay: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    closing: threading.Event = field(default_factory=threading.Event)
+
+    def fail(self, kind: str, pattern: str, times: int = FOREVER) -> None:
+        self.faults.append(Fault(kind, pattern, times))
+
+    def fault_of(self, key: str, download: bool) -> str:
+        """The fault that a request meets; only a download uses one up."""
+        with self._lock:
+            self.downloads[key] += download
+            for fault in self.faults:
+                if fault.times > 0 and re.search(fault.pattern, key):
+                    fault.times -= download
+                    return fault.kind
+        return ""
+
+
+@contextmanager
+def serve(root: Path) -> Iterator[Store]:
+    """A running store; its address is `url`."""
+    store = Store(root)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("OfStore", (_Handler,), {"store": store}))
+    server.daemon_threads = True
+    store.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield store
+    finally:
+        store.closing.set()
+        server.shutdown()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    store: Store
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # headers and body are two writes, and the second would wait 40 ms
+
+    def do_HEAD(self) -> None:
+        self._answer(download=False)
+
+    def do_GET(self) -> None:
+        self._answer(download=True)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def _answer(self, download: bool) -> None:
+        key = unquote(urlsplit(self.path).path).lstrip("/").partition("/")[2]
+        fault = self.store.fault_of(key, download)
+        time.sleep(self.store.delay)
+        file = self.store.root / key
+        if fault == "silent":
+            self.store.closing.wait(60)
+        elif fault == "refuse" and download:
+            self._error(503, "SlowDown", download)
+        elif fault == "lost" or not file.is_file():
+            self._error(404, "NoSuchKey", download)
+        else:
+            self._send(file.read_bytes(), fault, download)
+
+    def _send(self, data: bytes, fault: str, download: bool) -> None:
+        etag, whole = hashlib.md5(data).hexdigest(), len(data)
+        if fault == "flip":
+            data = data[: whole // 2] + bytes([data[whole // 2] ^ 1]) + data[whole // 2 + 1 :]
+        elif fault == "short":
+            data = data[: whole // 2]
+        begin, end, status = 0, len(data), 200
+        if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            begin, end = int(match[1]), min(int(match[2] or end - 1) + 1, end)
+            status = 206
+        self.send_response(status)
+        if status == 206:
+            self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(data)}")
+        self.send_header("Content-Length", str(end - begin))
+        self.send_header("ETag", f'"{etag}"')
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("Content-Type", "binary/octet-stream")
+        self.end_headers()
+        if download:
+            self._send_body(data[begin:end], fault)
+
+    def _send_body(self, body: bytes, fault: str) -> None:
+        try:
+            if fault == "dribble":
+                for byte in body:
+                    self.wfile.write(bytes([byte]))
+                    if self.store.closing.wait(0.05):
+                        return
+            elif fault in ("reset", "cut"):
+                self.wfile.write(body[: len(body) // 2])
+                self.wfile.flush()
+                if fault == "reset":
+                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    self.connection.close()
+                self.close_connection = True
+            else:
+                self.wfile.write(body)
+        except OSError:
+            self.close_connection = True
+
+    def _error(self, status: int, code: str, download: bool) -> None:
+        body = f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>{code}</Message></Error>'.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/xml")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if download:
+            self.wfile.write(body)

@@ -1,0 +1,335 @@
+"""What the store does when something breaks: it survives what passes, and ends in an error that names what does not."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hybridtron.data.folder import FolderError, Manifest, TokenFolder, digest_of
+from hybridtron.data.store import mosaic
+from hybridtron.data.store.shards import CacheOptions, DataError, Store, open_folder
+from tests.data.store import stores
+from tests.data.store.s3_server import Store as S3
+from tests.data.store.stores import DOCUMENTS, check_whole, make_documents, opened, quick, write
+
+bucket, s3 = stores.bucket, stores.s3  # the fixtures
+SHARD = "train/web/part-00000/shard.00001.mds"
+
+
+def impatient(folder: Path) -> CacheOptions:
+    return CacheOptions(folder, timeout=0.5, retries=1)
+
+
+@pytest.mark.parametrize("kind", ["refuse", "reset", "cut", "short", "flip", "dribble"])
+def test_a_fault_that_passes_is_survived(s3: S3, tmp_path: Path, kind: str):
+    form = "zstd" if kind in ("flip", "short") else "plain"
+    s3.fail(kind, "shard.00001", times=1)
+    cache = replace(quick(tmp_path), timeout=2)
+    check_whole(opened(f"s3://bucket/{form}", cache), DOCUMENTS[:45])
+    assert max(s3.downloads.values()) >= 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("refuse", "SlowDown"),
+        ("reset", "Connection"),
+        ("cut", "IncompleteRead"),
+        ("short", "what came has"),
+        ("flip", "what came differs from its digest"),
+        ("lost", "not found"),
+        ("dribble", "not finished after 1 s"),
+        ("silent", "not finished after 1 s|Read timeout"),
+    ],
+)
+def test_a_fault_that_stays_is_an_error(s3: S3, tmp_path: Path, kind: str, told: str):
+    cache = CacheOptions(tmp_path, timeout=1, retries=1)
+    store = opened("s3://bucket/plain", cache)
+    document = int(store.shard_documents[0])
+    s3.fail(kind, "web/.*shard.00001")
+    begin = time.monotonic()
+    with pytest.raises(DataError, match=told) as error:
+        store.read(document, 0, 1)
+    assert time.monotonic() - begin < 8
+    assert f"s3://bucket/plain: shard {SHARD} " in str(error.value)
+    assert f"(wanted for document {document})" in str(error.value)
+    assert np.array_equal(store.read(0, 0, len(DOCUMENTS[0])), DOCUMENTS[0])  # the others are read
+    s3.faults.clear()
+    check_whole(store, DOCUMENTS[:45])
+
+
+@pytest.mark.parametrize("form", ["plain", "zstd"])
+def test_a_damaged_file_of_the_cache_is_fetched_again(s3: S3, tmp_path: Path, form: str):
+    check_whole(opened(f"s3://bucket/{form}", quick(tmp_path)), DOCUMENTS[:45])
+    file = next(tmp_path.glob(f"*/{SHARD}"))
+    whole = file.read_bytes()
+    for damaged in (b"", whole[:-1], flip(whole)):
+        file.write_bytes(damaged)
+        s3.downloads.clear()
+        check_whole(opened(f"s3://bucket/{form}", quick(tmp_path)), DOCUMENTS[:45])
+        assert [key for key in +s3.downloads if "shard" in key] == [f"{form}/{SHARD}{'.zstd' * (form == 'zstd')}"]
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    write(tmp_path / "data")
+    return tmp_path / "data"
+
+
+def flip(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (None, "is missing"),
+        (lambda data: b"", "is empty"),
+        (lambda data: data[:100], "has 100 of"),
+        (lambda data: data + b"0", "bytes"),
+        (flip, "differs from its digest in the manifest"),
+    ],
+)
+def test_a_damaged_local_shard(local: Path, tmp_path: Path, damage: Callable[[bytes], bytes] | None, told: str):
+    store = opened(local, quick(tmp_path / "cache"))
+    file = local / SHARD
+    whole = file.read_bytes()
+    if damage:
+        file.write_bytes(damage(whole))
+    else:
+        file.unlink()
+    document = int(store.shard_documents[0])
+    with pytest.raises(DataError, match=told) as error:
+        store.read(document, 0, 1)
+    assert f"{local}: shard {SHARD} " in str(error.value)
+    assert f"document {document}" in str(error.value)
+    assert file.exists() == (damage is not None)  # what is read in place is not thrown away
+    file.write_bytes(whole)
+    check_whole(store, DOCUMENTS[:45])
+
+
+def test_a_damaged_local_compressed_shard(tmp_path: Path):
+    write(tmp_path / "data", compression="zstd:3")
+    cache = impatient(tmp_path / "cache")
+    store = opened(tmp_path / "data", cache)
+    file = tmp_path / "data" / f"{SHARD}.zstd"
+    whole = file.read_bytes()
+    file.write_bytes(flip(whole))
+    with pytest.raises(DataError, match="Checksum failure"):
+        check_whole(store, DOCUMENTS[:45])
+    file.unlink()
+    with pytest.raises(DataError, match="No such file"):
+        check_whole(store, DOCUMENTS[:45])
+    assert not list((tmp_path / "cache").glob(f"*/{SHARD}"))
+
+
+def tamper(folder: Path, change: Callable[[dict], None], source: str = "train/web") -> TokenFolder:
+    """A folder whose index is another, with a manifest that has the other's digest."""
+    index = folder / source / "index.json"
+    values = json.loads(index.read_text())
+    change(values["shards"][1])
+    index.write_text(json.dumps(values))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    split, name = source.split("/")
+    manifest["splits"][split][name]["index"] = digest_of(index.read_bytes())
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return TokenFolder.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("raw_data", "basename"), "../../../outside"),
+        (("raw_data", "basename"), "/etc/passwd"),
+        (("raw_data", "bytes"), 3),
+        (("raw_data", "hashes"), {}),
+        (("zip_data",), {"basename": "../x.zstd", "bytes": 1, "hashes": {}}),
+        (("column_names",), ["text"]),
+        (("column_encodings",), ["ndarray:uint32"]),
+        (("column_encodings",), ["pkl"]),
+        (("samples",), 1),
+        (("format",), "json"),
+    ],
+)
+def test_an_index_that_says_anything_else_is_refused(local: Path, tmp_path: Path, keys: tuple[str, ...], value: object):
+    def change(entry: dict) -> None:
+        for key in keys[:-1]:
+            entry = entry[key]
+        entry[keys[-1]] = value
+
+    folder = tamper(local, change)
+    with pytest.raises(DataError, match=r"train/web/index.json says of shard 1"):
+        Store(folder, "train", "web", quick(tmp_path / "cache"))
+    Store(folder, "train", "code", quick(tmp_path / "cache"))
+
+
+def test_a_changed_or_broken_index_is_refused(local: Path, tmp_path: Path):
+    folder = TokenFolder.open(local)
+    index = local / "train/web/index.json"
+    for text, told in [(index.read_text() + " ", "digest"), ("{", "parse"), ('{"version": 2, "shards": []}', "shards")]:
+        index.write_text(text)
+        with pytest.raises(DataError, match=told):
+            Store(folder, "train", "web", quick(tmp_path / "cache"))
+
+
+def test_a_compression_can_not_lead_out_of_the_folder(tmp_path: Path):
+    write(tmp_path / "data", compression="zstd:3")
+    folder = TokenFolder.open(tmp_path / "data")
+    text = folder.manifest.dumps().replace('"zstd:3"', '"/../../../zstd"')
+    with pytest.raises(FolderError, match=r"compression '/../../../zstd'; zstd, zstd:3 and the like are known"):
+        Manifest.parse(text, tmp_path)
+
+
+@pytest.mark.parametrize("linked", [SHARD, "train/web/part-00000", "train/web", "train"])
+@pytest.mark.parametrize("form", ["plain", "zstd"])
+def test_symbolic_links_are_not_followed(tmp_path: Path, linked: str, form: str):
+    write(tmp_path / "data", compression="zstd:3" if form == "zstd" else None)
+    name = f"{linked}.zstd" if form == "zstd" and linked == SHARD else linked
+    (tmp_path / "data" / name).rename(tmp_path / "outside")
+    (tmp_path / "data" / name).symlink_to(tmp_path / "outside")
+    cache = impatient(tmp_path / "cache")
+    with pytest.raises(DataError, match=r"leads, or could lead, out of the folder: not opened"):
+        check_whole(opened(tmp_path / "data", cache), DOCUMENTS[:45])
+
+
+def test_a_link_in_the_cache_is_not_followed(s3: S3, tmp_path: Path):
+    store = opened("s3://bucket/plain", impatient(tmp_path / "cache"))
+    (tmp_path / "outside").mkdir()
+    (store.folder.path / "train/web/part-00000").symlink_to(tmp_path / "outside")
+    with pytest.raises(DataError, match="out of the folder"):
+        store.read(0, 0, 1)
+    assert not list((tmp_path / "outside").iterdir())
+
+
+def test_tokens_beyond_the_vocabulary(local: Path, tmp_path: Path):
+    values = json.loads((local / "manifest.json").read_text())
+    (local / "manifest.json").write_text(json.dumps(values | {"vocab_size": 300}))
+    store = opened(local, quick(tmp_path / "cache"))
+    number = next(n for n, document in enumerate(DOCUMENTS[:45]) if document.max() >= 300)
+    with pytest.raises(DataError, match=rf"document {number} \(sample \d+ of the shard\) has the token \d+") as error:
+        store.check(number, 0, len(DOCUMENTS[number]))
+    assert "shard train/web/part-00000/shard.0000" in str(error.value)
+
+
+def test_lengths_that_do_not_fit_the_samples(local: Path, tmp_path: Path):
+    file = local / "train/web/lengths.npy"
+    lengths = np.load(file)
+    lengths[[2, 3]] = lengths[[2, 3]] + np.array([1, -1], dtype=np.int64)
+    np.save(file, lengths.astype(np.uint32))
+    with pytest.raises(FolderError, match="differs from the digest"):
+        opened(local, quick(tmp_path / "cache"))
+    values = json.loads((local / "manifest.json").read_text())
+    values["splits"]["train"]["web"]["lengths"] = digest_of(file.read_bytes())
+    (local / "manifest.json").write_text(json.dumps(values))
+    with pytest.raises(DataError, match=r"2 samples do not have the size .* the first is 2 \(document 2\)"):
+        opened(local, quick(tmp_path / "cache")).read(0, 0, 1)
+
+
+def test_a_dataset_that_was_replaced_is_noticed(s3: S3, tmp_path: Path):
+    shutil.copytree(s3.root / "plain", s3.root / "changing")
+    old = opened("s3://bucket/changing", impatient(tmp_path))
+    old.read(0, 0, 1)
+    digest = old.folder.digest
+    shutil.rmtree(s3.root / "changing")
+    others = make_documents(90, seed=7)
+    write(s3.root / "changing", others)
+    new = opened("s3://bucket/changing", impatient(tmp_path))
+    assert new.folder.digest != digest
+    check_whole(new, others[:45])
+    with pytest.raises(DataError, match="what came"):  # the run that began with the old one does not mix them
+        check_whole(old, DOCUMENTS[:45])
+    shutil.rmtree(s3.root / "changing")
+
+
+def test_a_cache_that_can_not_be_written(s3: S3, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FolderError, match=rf"the cache {tmp_path}/file/cache can't be written .*data.cache"):
+        open_folder("s3://bucket/plain", impatient(tmp_path / "file" / "cache"))
+    store = opened(s3.root / "zstd", impatient(tmp_path / "file" / "cache"))
+    with pytest.raises(DataError, match=rf"shard train/web.*{tmp_path}/file/cache can't be written"):
+        store.read(0, 0, 1)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int):
+    store = opened("s3://bucket/plain", quick(tmp_path))
+
+    def full(self: object, *arguments: object) -> str:
+        raise OSError(number, "No space left on device")
+
+    monkeypatch.setattr(mosaic.Stream, "_download_file", full)
+    begin = time.monotonic()
+    with pytest.raises(DataError, match=r"no room for \d+ bytes .*data.cache.*data.cache_limit"):
+        store.read(0, 0, 1)
+    assert time.monotonic() - begin < 0.5  # it does not pass, so it is not tried again
+
+
+def test_a_closed_port_and_one_that_never_answers(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with socket.socket() as hole:
+        hole.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{hole.getsockname()[1]}"
+        for listening, told in [(False, "Could not connect"), (True, "not finished after 0.5 s|Read timeout")]:
+            if listening:
+                hole.listen(10)
+            monkeypatch.setenv("S3_ENDPOINT_URL", url)
+            begin = time.monotonic()
+            with pytest.raises(FolderError, match=told) as error:
+                open_folder("s3://bucket/plain", impatient(tmp_path))
+            assert str(error.value).startswith("s3://bucket/plain can't be opened: manifest.json can't be fetched")
+            assert time.monotonic() - begin < 5
+
+
+def test_a_store_that_went_away_after_opening(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    store = opened("s3://bucket/plain", impatient(tmp_path))
+    s3.fail("silent", ".")
+    with pytest.raises(DataError, match=r"s3://bucket/plain: shard .*(not finished after|Read timeout)"):
+        store.read(0, 0, 1)
+
+
+def test_what_is_not_a_dataset(s3: S3, tmp_path: Path):
+    cache = impatient(tmp_path)
+    with pytest.raises(FolderError, match=r"starts with ftp://, for which there is no client; .*s3://"):
+        open_folder("ftp://host/data", cache)
+    with pytest.raises(FolderError, match=r"s3://bucket/nothing can't be opened: manifest.json .*not found"):
+        open_folder("s3://bucket/nothing", cache)
+    with pytest.raises(FolderError, match="does not exist"):
+        open_folder(str(tmp_path / "nothing"), cache)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "train/web/index.json", "validation/web/lengths.npy"])
+def test_files_beside_the_shards_are_held_against_the_manifest(s3: S3, tmp_path: Path, file: str):
+    s3.fail("flip", file, times=1)
+    cache = quick(tmp_path)
+    open_folder("s3://bucket/plain", cache)
+    next(tmp_path.glob(f"*/{file}")).write_bytes(b"damaged here")
+    open_folder("s3://bucket/plain", cache)
+    next(tmp_path.glob(f"*/{file}")).write_bytes(b"damaged here")
+    s3.fail("flip", file)
+    with pytest.raises(FolderError, match=f"{file} can't be fetched .* what came differs from its digest"):
+        open_folder("s3://bucket/plain", cache)
+
+
+def test_a_missing_client_is_named(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "boto3.s3.transfer", None)
+    with pytest.raises(FolderError, match="`pip install boto3` brings its client"):
+        open_folder("s3://bucket/plain", quick(tmp_path))
+
+
+def test_a_lock_that_is_never_given_back(s3: S3, tmp_path: Path):
+    cache = CacheOptions(tmp_path, timeout=0.2, retries=0)
+    store = opened(s3.root / "zstd", cache)
+    with (
+        store._entry.lock(f"train/web/{store._shards[0].file}", 1),
+        pytest.raises(DataError, match=r"another process has held .*shard.00000.mds for \d seconds"),
+    ):
+        store.read(0, 0, 1)

@@ -1,0 +1,196 @@
+"""Verification finds every fault of a folder, whichever file it is in, and nothing in a whole one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from hybridtron.data.folder import TokenFolder, digest_of
+from hybridtron.data.prepare.writer import write_folder
+from hybridtron.data.store.mosaic import MDSWriter
+from hybridtron.data.store.verify import TOLD, verify
+
+EOS, VOCAB = 0, 50
+SHARD = "train/web/part-00000/shard.00001.mds"
+TOKENIZER = Tokenizer(WordLevel({f"word{number}": number for number in range(VOCAB)}, unk_token="word1")).to_str()
+
+
+@pytest.fixture(params=[None, "zstd:3"], ids=["plain", "zstd"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> TokenFolder:
+    return make(tmp_path / "data", request.param)
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> TokenFolder:
+    return make(tmp_path / "data", None)
+
+
+def make(path: Path, compression: str | None, tokenizer: str = TOKENIZER) -> TokenFolder:
+    draw = np.random.default_rng(0)
+    documents = [draw.integers(1, VOCAB, draw.integers(1, 300)) for _ in range(60)]
+    splits = {"train": {"web": documents[:40], "code": documents[40:55]}, "validation": {"web": documents[55:]}}
+    return write_folder(path, splits, tokenizer, VOCAB, EOS, {}, shard_size=3000, compression=compression)
+
+
+def stored(folder: TokenFolder, shard: str = SHARD) -> Path:
+    return folder.path / (shard if folder.manifest.compression is None else f"{shard}.zstd")
+
+
+def faults(folder: TokenFolder) -> list[str]:
+    return verify(folder.path).faults
+
+
+def test_a_whole_folder_has_none(folder: TokenFolder):
+    told: list[tuple[int, int]] = []
+    report = verify(folder.path, 1, lambda done, whole: told.append((done, whole)))
+    assert report.faults == []
+    assert report.sources == 2
+    assert report.tokens == folder.manifest.tokens("train") + folder.manifest.tokens("validation")
+    assert told == [(number + 1, report.shards) for number in range(report.shards)]
+
+
+def test_processes_find_the_same(plain: TokenFolder):
+    stored(plain).write_bytes(stored(plain).read_bytes()[:-1])
+    assert verify(plain.path, 2) == verify(plain.path, 1)
+    assert len(faults(plain)) == 2
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda data: b"", "has 0 of"),
+        (lambda data: data[: len(data) // 2], "bytes"),
+        (lambda data: data + b"0", "bytes"),
+        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "differs from its digest"),
+    ],
+)
+def test_a_damaged_shard(folder: TokenFolder, damage: Callable[[bytes], bytes], told: str):
+    file = stored(folder)
+    file.write_bytes(damage(file.read_bytes()))
+    found = faults(folder)
+    assert found
+    assert told in found[0]
+    assert all(fault.startswith(f"{file.relative_to(folder.path)}: ") for fault in found)
+
+
+def test_every_fault_is_told(folder: TokenFolder, tmp_path: Path):
+    stored(folder).unlink()
+    other = stored(folder, "train/code/part-00000/shard.00000.mds")
+    other.write_bytes(other.read_bytes()[:-5])
+    lengths = folder.path / "validation/web/lengths.npy"
+    lengths.write_bytes(lengths.read_bytes()[:-1])
+    index = folder.path / "train/code/index.json"
+    index.write_text(index.read_text().replace('"tokens"', '"texts"'))
+    (folder.path / "tokenizer.json").write_text("{")
+    link = stored(folder, "train/web/part-00000/shard.00000.mds")
+    shutil.move(link, tmp_path / "outside")
+    link.symlink_to(tmp_path / "outside")
+    found = faults(folder)
+    for expected in (
+        "tokenizer.json: differs from its digest",
+        "tokenizer.json: does not parse",
+        "train/code/index.json: says of shard 0 that its column_names is ['texts'], and the manifest ['tokens']",
+        "train/code/index.json: differs from its digest",
+        "validation/web/lengths.npy: ",
+        f"{stored(folder).relative_to(folder.path)}: is missing",
+        f"{other.relative_to(folder.path)}: has ",
+        f"{link.relative_to(folder.path)}: ",
+    ):
+        assert any(fault.startswith(expected) for fault in found), (expected, found)
+
+
+def rewrite(folder: TokenFolder, documents: list[np.ndarray]) -> None:
+    """Give the folder another first shard of train/code, with digests that agree, as a faulty writer would."""
+    source = folder.path / "train/code"
+    part = source / "part-00000"
+    shutil.rmtree(part)
+    with MDSWriter(out=str(part), columns={"tokens": "ndarray:uint16"}, hashes=["xxh3_128"]) as writer:
+        for document in documents:
+            writer.write({"tokens": document.astype(np.uint16)})
+    (entry,) = json.loads((part / "index.json").read_text())["shards"]
+    (part / "index.json").unlink()
+    raw = entry["raw_data"] | {"basename": f"part-00000/{entry['raw_data']['basename']}"}
+    (source / "index.json").write_text(json.dumps({"version": 2, "shards": [entry | {"raw_data": raw}]}))
+    np.save(source / "lengths.npy", np.array([len(document) for document in documents], dtype=np.uint32))
+    manifest = json.loads((folder.path / "manifest.json").read_text())
+    tokens = sum(len(document) for document in documents)
+    manifest["splits"]["train"]["code"] = {
+        "index": digest_of((source / "index.json").read_bytes()),
+        "lengths": digest_of((source / "lengths.npy").read_bytes()),
+        "shards": [
+            {
+                "file": raw["basename"],
+                "documents": len(documents),
+                "tokens": tokens,
+                "size": raw["bytes"],
+                "digest": raw["hashes"]["xxh3_128"],
+                "packed": None,
+            }
+        ],
+    }
+    (folder.path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_what_a_faulty_writer_writes(plain: TokenFolder):
+    good = np.array([3, 4, EOS])
+    rewrite(plain, [good, np.array([3, VOCAB, EOS]), np.array([3, 4]), good])
+    name = "train/code/part-00000/shard.00000.mds"
+    assert faults(plain) == [
+        f"{name}: sample 1 has the token 50, and the vocabulary 50 entries",
+        f"{name}: sample 2 ends in token 4, not in eos, 0",
+    ]
+    rewrite(plain, [np.array([3, 4])] * (TOLD + 5))
+    assert len(faults(plain)) == TOLD + 1
+    assert faults(plain)[-1] == f"{name}: 5 more samples are wrong"
+
+
+def test_lengths_that_are_of_other_documents(plain: TokenFolder):
+    rewrite(plain, [np.array([3, 4, EOS]), np.array([5, EOS])])
+    file = plain.path / "train/code/lengths.npy"
+    np.save(file, np.array([2, 3], dtype=np.uint32))
+    manifest = json.loads((plain.path / "manifest.json").read_text())
+    manifest["splits"]["train"]["code"]["lengths"] = digest_of(file.read_bytes())
+    (plain.path / "manifest.json").write_text(json.dumps(manifest))
+    name = "train/code/part-00000/shard.00000.mds"
+    assert faults(plain) == [
+        f"{name}: sample 0 does not have the size of 2 tokens, its length in lengths.npy",
+        f"{name}: sample 1 does not have the size of 3 tokens, its length in lengths.npy",
+    ]
+
+
+def test_a_tokenizer_with_more_tokens_than_the_vocabulary(tmp_path: Path):
+    large = Tokenizer(WordLevel({f"word{number}": number for number in range(VOCAB + 7)}, unk_token="word1")).to_str()
+    folder = make(tmp_path / "data", None, large)
+    assert faults(folder) == ["tokenizer.json: has the token 56, and the manifest a vocabulary of 50 entries"]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"), [({"format": 1}, "format 1"), ({"dtype": "int8"}, "int8"), (None, "No such")]
+)
+def test_a_manifest_that_says_nothing(plain: TokenFolder, change: dict | None, told: str):
+    file = plain.path / "manifest.json"
+    if change is None:
+        file.unlink()
+    else:
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    (fault,) = faults(plain)
+    assert fault.startswith("manifest.json: ")
+    assert told in fault
+
+
+def test_it_needs_no_torch_where_nothing_is_compressed(plain: TokenFolder):
+    code = (
+        "import sys; from pathlib import Path; from hybridtron.data.store.verify import verify\n"
+        f"assert not verify(Path({str(plain.path)!r})).faults; sys.exit('torch' in sys.modules)"
+    )
+    root = Path(__file__).parents[3]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

@@ -1,0 +1,41 @@
+"""The DALI feed makes the same batches as the torch feed; on a machine without a GPU on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from hybridtron.config.schema import Documents, Feed, Order
+from hybridtron.data.folder import TokenFolder
+from hybridtron.data.loader import Ahead, Loader
+from hybridtron.data.reading import Reading
+from tests.data.conftest import sources_of
+from tests.data.test_loader import joined
+
+pytest.importorskip("nvidia.dali", reason="make setup-dali")
+
+
+@pytest.mark.parametrize(("order", "documents"), [*itertools.product(Order, Documents)])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_same_batches_as_torch(toy: TokenFolder, order: Order, documents: Documents, workers: int):
+    reading = Reading(order, documents, 16, 8, 2, 7, 100)
+    dali, plain = (
+        Loader(sources_of((toy, "text", 1)), reading, Ahead(workers), feed, rank=1, ranks=2)
+        for feed in (Feed.dali, Feed.torch)
+    )
+    steps = list(dali.iterate(3, 9))  # all kept, so that memory which DALI uses again would show
+    assert len(steps) == 6
+    for step, batches in enumerate(steps, start=3):
+        assert [len(batch.tokens_BL) for batch in batches] == [2, 2]
+        found, expected = joined(batches), joined(plain.micro_batches(step))
+        assert found.keys() == expected.keys()
+        for name in expected:
+            assert found[name].dtype == expected[name].dtype
+            assert torch.equal(found[name].cpu(), expected[name]), name
+
+
+def test_no_steps(toy: TokenFolder):
+    reading = Reading(Order.windows, Documents.isolate, 16, 8, 2, 7, 100)
+    assert not list(Loader(sources_of((toy, "text", 1)), reading, feed=Feed.dali).iterate(3, 3))

@@ -1,0 +1,144 @@
+"""What a mixture reads, and what the configuration check says about data before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hybridtron.config.schema import (
+    Config,
+    DataConfig,
+    IngredientConfig,
+    ModelConfig,
+    PhaseConfig,
+    PhaseDataConfig,
+    RunConfig,
+    Source,
+)
+from hybridtron.data.folder import FolderError, TokenFolder
+from hybridtron.data.ingredients import ingredients_of, problems
+from hybridtron.data.prepare.writer import write_folder
+
+
+def config_of(
+    path: Path | str,
+    source: Source = Source.folder,
+    vocab_size: int = 999,
+    seq_len: int = 8,
+    lengths: tuple[int, ...] = (1, 2),
+    phase: PhaseDataConfig | None = None,
+    mixture: dict[str, IngredientConfig] | None = None,
+) -> Config:
+    model = ModelConfig(width=8, vocab_size=vocab_size, pattern="M", layers={})
+    first, second = (PhaseConfig(tokens="1M", seq_len=seq_len, global_batch=4, lr=1e-3) for _ in range(2))
+    second.data = phase or PhaseDataConfig()
+    run = RunConfig(name="test", eval_lengths=list(lengths))
+    data = DataConfig(source, str(path), mixture or {})
+    return Config(model=model, data=data, phases=[first, second], run=run)
+
+
+def told(config: Config) -> list[str]:
+    return [str(p) for p in problems(config)]
+
+
+@pytest.fixture
+def two_sources(tmp_path: Path) -> TokenFolder:
+    splits = {"train": {"web": [[5] * 99], "code": [[6] * 299]}, "validation": {"web": [[5] * 99]}}
+    return write_folder(tmp_path / "two", splits, "{}", 999, 0, {})
+
+
+def mixed(data: DataConfig) -> list[tuple[str, str, str, float]]:
+    found = ingredients_of(data, lambda path: TokenFolder.open(Path(path)))
+    return [(one.name, one.folder.path.name, one.source, one.weight) for one in found]
+
+
+def test_without_a_mixture_every_source_counts_by_its_tokens(two_sources: TokenFolder):
+    data = DataConfig(path=str(two_sources.path))
+    assert mixed(data) == [("code", "two", "code", 300.0), ("web", "two", "web", 100.0)]
+
+
+def test_a_mixture_names_sources_here_and_elsewhere(two_sources: TokenFolder, toy: TokenFolder):
+    mixture = {
+        "web": IngredientConfig(3),
+        "books": IngredientConfig(1, path=str(toy.path)),  # the only source there, whatever its name
+        "python": IngredientConfig(2, source="code"),
+    }
+    data = DataConfig(path=str(two_sources.path), mixture=mixture)
+    assert mixed(data) == [("web", "two", "web", 3), ("books", "toy", "text", 1), ("python", "two", "code", 2)]
+
+
+def test_a_source_that_is_not_there(two_sources: TokenFolder):
+    data = DataConfig(path=str(two_sources.path), mixture={"books": IngredientConfig(1)})
+    with pytest.raises(
+        FolderError, match=r"no source 'books' for mixture\.books; its sources: code, web\. Name one as"
+    ):
+        mixed(data)
+
+
+def test_two_tokenizers_are_refused(tmp_path: Path, two_sources: TokenFolder):
+    splits = {"train": {"text": [[5] * 99]}, "validation": {}}
+    other = write_folder(tmp_path / "other", splits, '{"another": 1}', 999, 0, {})
+    mixture = {"web": IngredientConfig(1), "text": IngredientConfig(1, path=str(other.path))}
+    (line,) = told(config_of(two_sources.path, mixture=mixture))
+    assert f"{other.path} (text) was made with another tokenizer than {two_sources.path} (web)" in line
+
+
+def test_a_good_folder_has_no_problems(toy: TokenFolder):
+    assert not told(config_of(toy.path))
+    assert not told(config_of(toy.path, vocab_size=2000))
+
+
+def test_damage_is_told_with_a_cure(toy: TokenFolder):
+    (toy.path / "train" / "text" / "index.json").unlink()
+    (line,) = told(config_of(toy.path))
+    assert line.startswith(f"data.path  {toy.path} has no train/text/index.json")
+    assert "tools/prepare_data.py" in line
+    (line,) = told(config_of(toy.path, Source.embedded))
+    assert f"delete {toy.path}, and it is prepared anew" in line
+
+
+def test_missing_paths(tmp_path: Path):
+    (line,) = told(config_of(tmp_path / "none"))
+    assert "none does not exist; prepare it with tools/prepare_data.py, or set data.source=embedded" in line
+    assert not told(config_of(tmp_path / "none", Source.embedded))
+
+
+def test_a_url_is_looked_at_later():
+    assert not told(config_of("s3://bucket/tokens"))
+
+
+def test_the_key_is_the_one_that_was_set(toy: TokenFolder, tmp_path: Path):
+    phase = PhaseDataConfig(path=str(tmp_path / "none"))
+    (problem,) = problems(config_of(toy.path, phase=phase))
+    assert problem.key == "phases.1.data.path"
+    (problem,) = problems(config_of(tmp_path / "none", phase=PhaseDataConfig(path=str(toy.path))))
+    assert problem.key == "data.path"
+
+
+def test_vocabulary(toy: TokenFolder):
+    (line,) = told(config_of(toy.path, vocab_size=998))
+    assert "has a vocabulary of 999, model.vocab_size is 998; set model.vocab_size=999 or more" in line
+    (line,) = told(config_of(toy.path, Source.embedded, vocab_size=1000))
+    assert "set model.vocab_size=999, or a path where a vocabulary of 1000 can be prepared" in line
+    (line,) = told(config_of(toy.path, Source.embedded, vocab_size=299))
+    assert line.startswith("model.vocab_size  is 299;")
+    assert "at least 300" in line
+
+
+def test_an_embedded_folder_may_have_fewer_entries_than_it_was_asked_for(tmp_path: Path):
+    splits = {"train": {"text": [[5] * 40]}, "validation": {"text": [[5] * 40]}}
+    write_folder(tmp_path / "data", splits, "{}", 400, 0, {"asked_vocab_size": 500})
+    assert not told(config_of(tmp_path / "data", Source.embedded, vocab_size=500))
+    assert not told(config_of(tmp_path / "data", Source.embedded, vocab_size=400))
+    assert "set model.vocab_size=500" in told(config_of(tmp_path / "data", Source.embedded, vocab_size=600))[0]
+
+
+def test_too_few_tokens(make_folder: Callable[..., TokenFolder]):
+    toy = make_folder()  # 212 tokens of training and 43 of validation
+    assert not told(config_of(toy.path, seq_len=21))
+    (line,) = told(config_of(toy.path, seq_len=22))
+    assert "at most 43 validation tokens in a source, and one row takes 45; smaller run.eval_lengths" in line
+    assert not told(config_of(toy.path, seq_len=22, lengths=(1,)))
+    assert "has 212 train tokens, and one row takes 213" in told(config_of(toy.path, seq_len=212))[0]

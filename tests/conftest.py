@@ -27,6 +27,7 @@ from hybridtron.parallel.groups import Groups
 
 SMALL_LAYERS = {
     "M": {"kind": "mamba", "state": 4},
+    "S": {"kind": "mamba2", "state": 4, "head_dim": 8, "groups": 2},
     "W": {"kind": "attention", "heads": 4, "kv_heads": 2, "window": 8},
     "F": {"kind": "attention", "heads": 2},
     "-": {"kind": "swiglu", "hidden": 48},

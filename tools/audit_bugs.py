@@ -48,6 +48,15 @@ def _x_proj_backward() -> Replaced:
     return {"hybridtron.mixers.mamba.sum_gradients": lambda x, tensor: x}
 
 
+def _group_norm() -> Replaced:
+    return {"hybridtron.mixers.mamba2.sum_shares": lambda x, tensor: x * tensor.size}
+
+
+def _group_norm_backward() -> Replaced:
+    """A sum whose gradient stays on its rank."""
+    return {"hybridtron.parallel.linear.sum_gradients": lambda x, tensor: x}
+
+
 def _marked(change: Callable[[LanguageModel, str, Tensor], None]) -> Replaced:
     """Another mark on some weights, after all have theirs."""
     mark = stage.mark_for_megatron
@@ -62,6 +71,10 @@ def _marked(change: Callable[[LanguageModel, str, Tensor], None]) -> Replaced:
 
 def _kv_gradient() -> Replaced:
     return _marked(lambda _, name, weight: _unsum(weight) if "kv" in name else None)
+
+
+def _bc_gradient() -> Replaced:
+    return _marked(lambda _, name, weight: _unsum(weight) if ".bc_" in name else None)
 
 
 def _norm_gradient() -> Replaced:
@@ -179,6 +192,9 @@ def _missing_z_loss() -> Replaced:
 BUGS = {
     "x_proj_backward": Bug("gradients of dt, B and C are not summed over ranks", _x_proj_backward, "samba", "tp2"),
     "kv_gradient": Bug("replicated key/value heads keep their rank's part", _kv_gradient, "mamba-swa-mlp", "tp2"),
+    "bc_gradient": Bug("replicated B and C keep their rank's part", _bc_gradient, "mamba2", "tp2"),
+    "group_norm": Bug("the gated norm's mean is that of its rank's heads", _group_norm, "mamba2", "tp2-sp"),
+    "group_norm_backward": Bug("its gradient stays on its rank", _group_norm_backward, "mamba2", "tp2"),
     "norm_gradient": Bug("norms keep the gradient of their rank's tokens", _norm_gradient, "mamba-mlp", "tp2-sp"),
     "double_norm_gradient": Bug("norms' whole gradients are summed", _double_norm_gradient, "mamba-mlp", "tp2"),
     "tied_gradient": Bug("first and last stage keep their own embedding's gradient", _tied_gradient, "samba", "pp2"),

@@ -71,6 +71,8 @@ ARCHITECTURES = {
     "mamba-swa-mlp": "MW-MW",
     "mamba-mlp": "M-M-M",
     "mamba": "MMMMM",
+    "mamba2": "SGSGS",
+    "mamba2-attention": "S-F-G",
     "mistral": "W-W-W",
     "llama": "F-F-F",
 }
@@ -109,7 +111,9 @@ def table() -> Iterator[Case]:
     for row, (name, pattern) in enumerate(ARCHITECTURES.items()):
         for column, (layout, ranks) in enumerate(LAYOUTS.items()):
             turn = row + column
-            heads: dict[str, Any] = {"kv_heads": 1, "conv": 4} if (row + column // 2) % 2 else {"kv_heads": 2}
+            heads: dict[str, Any] = (
+                {"kv_heads": 1, "conv": 4, "conv_bias": True} if (row + column // 2) % 2 else {"kv_heads": 2}
+            )
             model = small_model(pattern, tied=turn % 2 == 0, heads=heads)
             parallel = ranks.on(ParallelConfig(recompute=list(Recompute)[(row + 2 * column) % 3]))
             documents = Documents.join if turn % 3 == 0 else Documents.isolate
@@ -121,6 +125,8 @@ def small_model(pattern: str, tied: bool, heads: dict[str, Any]) -> ModelConfig:
     attention = {"kind": "attention", "heads": 4, **heads}
     layers = {
         "M": {"kind": "mamba", "state": 4},
+        "S": {"kind": "mamba2", "state": 4, "head_dim": 4},
+        "G": {"kind": "mamba2", "state": 4, "head_dim": 4, "groups": 2},
         "W": {**attention, "window": 7},
         "F": attention,
         "-": {"kind": "swiglu", "hidden": 48},
@@ -144,7 +150,8 @@ def small(model: ModelConfig, parallel: ParallelConfig, documents: Documents, da
 
 SHRUNK: dict[str, dict[str, int]] = {
     "mamba": {"state": 4, "dt_rank": 4},
-    "attention": {"window": 7, "head_dim": 8},
+    "mamba2": {"state": 4, "head_dim": 4},
+    "attention": {"window": 7, "head_dim": 8, "rotary_dim": 4},
     "swiglu": {"hidden": VOCABULARY},
 }
 """Sizes that cost time and change no way through the code, by kind; where a recipe sets one it gets this."""

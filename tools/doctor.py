@@ -31,16 +31,18 @@ MODULES = {
     "hydra-core": "hydra",
     "megatron-core": "megatron.core",
     "mosaicml-streaming": "streaming",
+    "pillow": "PIL",
+    "python-snappy": "snappy",
 }  # where module and distribution differ in name
 OPTIONAL = {
     "triton": "compiled kernels on CUDA (torch.compile needs it too)",
-    "mamba_ssm": "selective scan on CUDA",
+    "mamba_ssm": "scans of Mamba-1 and Mamba-2 on CUDA",
     "causal_conv1d": "short convolution on CUDA",
     "flash_attn": "attention on CUDA",
     "transformer_engine": "FP8",
-    "nvidia.dali": "data on the GPU",
+    "nvidia.dali": "data.feed=dali",
     "megatron.core": "tensor and pipeline parallelism",
-    "streaming": "MDS shards",
+    "hybridtron.data.store.mosaic": "mosaicml-streaming: MDS shards",
     "wandb": "metrics to wandb (run.wandb=PROJECT)",
     "tensorboard": "metrics to TensorBoard, in the run's logs/",
 }

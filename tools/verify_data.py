@@ -17,6 +17,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds the package without installing it
+
 from hybridtron.config.units import readable
 from hybridtron.data.store.verify import Report, verify
 

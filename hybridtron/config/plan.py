@@ -21,7 +21,8 @@ With t tensor-parallel, p pipeline and d data-parallel ranks, v virtual stages, 
     bubble               (p - 1) / (v m + p - 1) of the pipeline's time, if the stages are equally long
 
 Left out: buffers of the allocator, of the kernels and of the network; key/value heads that are copied count as cut in
-the activations; the gradients of uncut weights that are summed over t; carried states; the loss's scalars.
+the activations; the gradients of uncut weights that are summed over t; the sums of Mamba-2's norm, a value per group
+and token; carried states; the loss's scalars.
 """
 
 from __future__ import annotations

@@ -22,16 +22,18 @@ class Attention(Mixer):
     def __init__(self, spec: AttentionSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()
         self.spec, self.tensor = spec, tensor
-        self.head_dim = spec.head(sizes)
+        self.head_dim, self.rotary_dim = spec.head(sizes), spec.rotary(sizes)
         queries, keys = spec.channels(sizes)
         whole_kv = spec.parameters(sizes)["kv.weight"].cut_axis(tensor.size) is None
-        self.kv_heads = heads_used(spec, tensor) if whole_kv and tensor.size > 1 else None
+        self.kv_heads = tensor.groups_used(spec.heads, spec.groups()) if whole_kv and tensor.size > 1 else None
         self.q = column_parallel(sizes.width, queries, tensor)
         self.kv = column_parallel(sizes.width, 2 * keys, tensor.whole() if whole_kv else tensor)
         self.out = row_parallel(queries, sizes.width, tensor)
         if spec.conv:
             self.q_conv = nn.Parameter(torch.empty(tensor.share(queries), spec.conv))
             self.kv_conv = nn.Parameter(torch.empty(2 * (keys if whole_kv else tensor.share(keys)), spec.conv))
+        self.q_conv_bias = nn.Parameter(torch.empty(len(self.q_conv))) if spec.conv_bias else None
+        self.kv_conv_bias = nn.Parameter(torch.empty(len(self.kv_conv))) if spec.conv_bias else None
 
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
         new: State = {}
@@ -39,25 +41,17 @@ class Attention(Mixer):
         q_BLC, kv_BLC = self.q(x_LBD).transpose(0, 1), self.kv(x_LBD).transpose(0, 1)
         if self.spec.conv:
             tails = (None, None) if state is None else (state["q_conv"], state["kv_conv"])
-            q_BLC, new["q_conv"] = causal_conv(q_BLC, self.q_conv, None, tails[0], seq.documents_BL, True)
-            kv_BLC, new["kv_conv"] = causal_conv(kv_BLC, self.kv_conv, None, tails[1], seq.documents_BL, True)
+            silu, documents = self.spec.conv_silu, seq.documents_BL
+            q_BLC, new["q_conv"] = causal_conv(q_BLC, self.q_conv, self.q_conv_bias, tails[0], documents, silu)
+            kv_BLC, new["kv_conv"] = causal_conv(kv_BLC, self.kv_conv, self.kv_conv_bias, tails[1], documents, silu)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q_BLC, *kv_BLC.chunk(2, dim=-1)))
         if self.kv_heads is not None:
             k, v = k[:, :, self.kv_heads], v[:, :, self.kv_heads]
         if self.spec.rope_base is not None:
-            cos, sin = seq.rope(self.head_dim, self.spec.rope_base)
+            cos, sin = seq.rope(self.rotary_dim, self.spec.rope_base)
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         memory = None if state is None else Memory(state["keys"], state["values"], state["length"])
         y_BLHK = attention(q, k, v, self.spec.window, seq.documents_BL, memory)
         keep = None if self.spec.window is None else self.spec.window - 1
         new["keys"], new["values"], new["length"] = remember(memory, k, v, seq.documents_BL, keep)
         return Out(self.out(y_BLHK.flatten(2).transpose(0, 1)), new, {})
-
-
-def heads_used(spec: AttentionSpec, tensor: TensorGroup) -> list[int]:
-    """Of the key/value heads, all held here, those of this rank's query heads: one each, or one per equal group."""
-    own = tensor.share(spec.heads)
-    used = [head * spec.groups() // spec.heads for head in range(tensor.rank * own, (tensor.rank + 1) * own)]
-    distinct = sorted(set(used))
-    evenly = all(used.count(head) * len(distinct) == own for head in distinct)
-    return distinct if evenly else used

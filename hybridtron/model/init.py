@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridtron.model.lm import LanguageModel
 from hybridtron.parallel.cut import cut
-from hybridtron.specs.base import Constant, Init, InverseSoftplus, LogRange, Normal, Uniform
+from hybridtron.specs.base import Constant, Init, InverseSoftplus, LogRange, LogUniform, Normal, Uniform
 
 
 def initialise(model: LanguageModel, seed: int) -> None:
@@ -37,6 +37,8 @@ def starting_value(init: Init, shape: tuple[int, ...], seed: int, name: str) -> 
             return torch.empty(shape).uniform_(-bound, bound, generator=generator)
         case LogRange():
             return torch.arange(1, shape[-1] + 1, dtype=torch.float32).log().expand(shape)
+        case LogUniform(low, high):
+            return torch.empty(shape).uniform_(low, high, generator=generator).log()
         case InverseSoftplus(low, high):
             step = torch.empty(shape).uniform_(math.log(low), math.log(high), generator=generator).exp()
             return step + torch.log(-torch.expm1(-step))

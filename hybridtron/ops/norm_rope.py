@@ -47,7 +47,12 @@ def rope_table(positions_BL: Tensor, head_dim: int, base: float) -> tuple[Tensor
 
 @op
 def apply_rope(x_BLHK: Tensor, cos_BLk: Tensor, sin_BLk: Tensor) -> Tensor:
-    """Turn the channel pairs of every head by their token's angles; fp32 inside, the dtype of `x_BLHK` outside."""
-    first, second = at_least_fp32(x_BLHK).chunk(2, dim=-1)
+    """Turn the channel pairs of every head by their token's angles; fp32 inside, the dtype of `x_BLHK` outside.
+
+    Of more than 2 k channels the first 2 k are turned, and the others left.
+    """
+    turned = 2 * cos_BLk.shape[-1]
+    first, second = at_least_fp32(x_BLHK[..., :turned]).chunk(2, dim=-1)
     cos, sin = cos_BLk[:, :, None].to(first.dtype), sin_BLk[:, :, None].to(first.dtype)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BLHK.dtype)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BLHK.dtype)
+    return rotated if turned == x_BLHK.shape[-1] else torch.cat((rotated, x_BLHK[..., turned:]), dim=-1)

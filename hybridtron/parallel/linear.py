@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
 )
 from torch import Tensor, nn
 from torch.nn import functional
@@ -41,6 +42,17 @@ class TensorGroup:
         """This rank's part of so many channels or heads."""
         assert total % self.size == 0, f"{total} can't be shared by {self.size} ranks; config/check.py refuses it"
         return total // self.size
+
+    def groups_used(self, heads: int, groups: int) -> slice | list[int]:
+        """Of groups of heads that every rank holds, those of this rank's heads: one per equal share of them, or each's.
+
+        The first is a slice, for which nothing is copied.
+        """
+        own = self.share(heads)
+        used = [head * groups // heads for head in range(self.rank * own, (self.rank + 1) * own)]
+        distinct = range(used[0], used[-1] + 1)
+        evenly = all(used.count(group) * len(distinct) == own for group in distinct)
+        return slice(distinct.start, distinct.stop) if evenly else used
 
     def whole(self) -> TensorGroup:
         """For a weight that each of these ranks holds whole."""
@@ -139,6 +151,14 @@ def enter(x_LBD: Tensor, tensor: TensorGroup) -> Tensor:
 def sum_gradients(x: Tensor, tensor: TensorGroup) -> Tensor:
     """The same on every rank going forward; in backward the ranks' partial gradients are summed."""
     return x if tensor.size == 1 else copy_to_tensor_model_parallel_region(x, group=tensor.group)
+
+
+def sum_shares(x: Tensor, tensor: TensorGroup) -> Tensor:
+    """The sum of what the ranks have, on every rank; what it is used for on each sends its gradient to all of them."""
+    if tensor.size == 1:
+        return x
+    own = x.clone(memory_format=torch.contiguous_format)  # Megatron sums in place
+    return sum_gradients(reduce_from_tensor_model_parallel_region(own, group=tensor.group), tensor)
 
 
 class Embedding(nn.Module):

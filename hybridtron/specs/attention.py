@@ -1,10 +1,11 @@
 """Softmax attention with rotary positions: full or sliding window, with as many key/value heads as wanted.
 
-    q, k, v = u W_q, u W_k, u W_v [-> silu(conv(.)) where `conv` is set] -> RoPE on q and k
+    q, k, v = u W_q, u W_k, u W_v [-> silu(conv(.)) where `conv` is set] -> RoPE on q and k, or their first channels
     y = out(softmax(q k^T / sqrt(head_dim)) v)
 
 A window of w lets a token see itself and the w - 1 tokens before it. Grouped-query attention is `kv_heads` below
-`heads`; multi-query is `kv_heads` 1. `conv` is the short convolution on q, k and v of Samba's Table 8.
+`heads`; multi-query is `kv_heads` 1. `conv` is the short convolution on q, k and v of Samba's Table 8; that of
+mamba2attn-2.7b has a bias and no SiLU, and its rotary positions turn `rotary_dim` of a head's channels only.
 """
 
 from __future__ import annotations
@@ -41,13 +42,20 @@ class AttentionSpec(MixerSpec):
     head_dim: int | None = None
     window: int | None = None
     rope_base: float | None = 10000.0
+    rotary_dim: int | None = None
     conv: int | None = None
+    conv_bias: bool = False
+    conv_silu: bool = True
 
     def groups(self) -> int:
         return self.kv_heads or self.heads
 
     def head(self, model: ModelSizes) -> int:
         return self.head_dim or model.width // self.heads
+
+    def rotary(self, model: ModelSizes) -> int:
+        """Channels of a head that rotary positions turn."""
+        return self.rotary_dim or self.head(model)
 
     def channels(self, model: ModelSizes) -> tuple[int, int]:
         """Width of all query heads together, and of all key (or value) heads together."""
@@ -67,7 +75,10 @@ class AttentionSpec(MixerSpec):
         if self.conv:
             short = {"q_conv": (head, queries), "kv_conv": (heads_kv, 2 * keys)}
             for name, (projection, channels) in short.items():
-                table[name] = replace(projection, shape=(channels, self.conv), init=Uniform(self.conv**-0.5))
+                taps = replace(projection, shape=(channels, self.conv), init=Uniform(self.conv**-0.5))
+                table[name] = taps
+                if self.conv_bias:
+                    table[f"{name}_bias"] = replace(taps, shape=(channels,), decay=False)
         return table
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
@@ -119,8 +130,8 @@ class AttentionSpec(MixerSpec):
                     f"is {self.heads}, must divide model.width={model.width} (near it: {nearest}), or set head_dim",
                 )
             )
-        elif self.rope_base is not None and self.head(model) % 2:
-            found.append(Problem("head_dim", f"is {self.head(model)}, must be even for rotary positions"))
+        elif self.rope_base is not None:
+            found += self._rotary_problems(model)
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
             divisors = [g for g in range(1, self.heads + 1) if self.heads % g == 0]
             found.append(Problem("kv_heads", f"is {self.kv_heads}, must divide heads={self.heads}: one of {divisors}"))
@@ -138,4 +149,16 @@ class AttentionSpec(MixerSpec):
             found.append(Problem("rope_base", f"is {self.rope_base}, must be above 1 (null for no positions)"))
         if self.conv is not None and self.conv < 2:
             found.append(Problem("conv", f"is {self.conv}, must be at least 2 (leave it out for none)"))
+        if self.conv is None and (self.conv_bias or not self.conv_silu):
+            name = "conv_bias" if self.conv_bias else "conv_silu"
+            found.append(Problem(name, f"is {getattr(self, name)}, but there is no convolution: set conv, or leave it"))
         return found
+
+    def _rotary_problems(self, model: ModelSizes) -> list[Problem]:
+        """Rotary positions turn pairs of a head's channels."""
+        head = self.head(model)
+        if self.rotary_dim is None:
+            return [Problem("head_dim", f"is {head}, must be even for rotary positions")] if head % 2 else []
+        if self.rotary_dim % 2 == 0 and 2 <= self.rotary_dim <= head:
+            return []
+        return [Problem("rotary_dim", f"is {self.rotary_dim}, must be even, and from 2 to the head's {head} channels")]

@@ -42,6 +42,14 @@ class LogRange:
 
 
 @dataclass(frozen=True)
+class LogUniform:
+    """log of values that are uniform on [low, high]: A_log of Mamba-2."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
 class InverseSoftplus:
     """Values whose softplus is log-uniform on [low, high]: the step sizes of Mamba."""
 
@@ -49,7 +57,7 @@ class InverseSoftplus:
     high: float
 
 
-Init = Constant | Normal | Uniform | LogRange | InverseSoftplus
+Init = Constant | Normal | Uniform | LogRange | LogUniform | InverseSoftplus
 
 
 @dataclass(frozen=True)

@@ -182,12 +182,12 @@ class Trainer:
         if self.resumed is None or not stretch.first < self.first < stretch.last:
             return
         held, found = self.resumed.data, loader.fingerprint
-        differences = [f"{key} was {held[key]}, is {found[key]}" for key in found if held[key] != found[key]]
+        cure = f"at step {self.first} of {stretch.phase.name}; set it back, or start anew with run.resume=never"
+        differences = [
+            Problem(key, f"is {found[key]}, was {held[key]} {cure}") for key in found if held[key] != found[key]
+        ]
         if differences:
-            raise ValueError(
-                f"the data of phase {stretch.phase.name} is not what step {self.first} was trained on: "
-                f"{'; '.join(differences)}. Set it back, or start anew with run.resume=never."
-            )
+            raise ConfigError(differences)
 
     def announce(self) -> None:
         """What runs, on what, with which kernels and why."""

@@ -34,6 +34,16 @@ EXACT = {
     "mamba_1.3b": 1_334_740_992,
 }
 
+MAMBA2 = {  # as transformers' Mamba2ForCausalLM counts its own with these sizes; the hybrid by hand, below
+    "mamba2_45m": 46_389_312,
+    "mamba2_85m": 83_805_792,
+    "mamba2_130m": 128_989_632,
+    "mamba2_350m": 368_346_624,
+    "mamba2_780m": 780_161_280,
+    "mamba2_1.3b": 1_343_757_312,
+    "mamba2_hybrid_2.7b": 2_697_590_880,
+}
+
 PRINTED = {  # in millions, Tables 5 to 8 of Samba
     "samba_421m_full_0": 449,
     "samba_421m_full_5": 449,
@@ -60,7 +70,7 @@ def recipe_config(name: str) -> Config:
     return load([f"recipe={name}"])
 
 
-@pytest.mark.parametrize(("recipe", "parameters"), EXACT.items())
+@pytest.mark.parametrize(("recipe", "parameters"), (EXACT | MAMBA2).items())
 def test_published_models_have_exactly_their_parameters(recipe, parameters):
     model = recipe_config(recipe).model
     assert count(model, 4096).parameters == parameters
@@ -77,6 +87,30 @@ def test_published_steps_have_the_papers_tokens(recipe):
     (phase,) = recipe_config(recipe).phases
     small = phase.tokens in ("20B", "100B")
     assert (phase.seq_len, phase.global_batch, phase.lr) == ((4096, 512, 4e-4) if small else (4096, 2048, 6e-4))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "lr"),
+    list(zip(MAMBA2, (1e-3, 1e-3, 6e-4, 3e-4, 2.5e-4, 2e-4, 1.6e-4), strict=True)),
+)
+def test_mamba2_steps_are_those_of_table_2(recipe, lr):
+    config = recipe_config(recipe)
+    (phase,) = config.phases
+    assert (phase.seq_len, phase.lr) == (2048, lr)
+    assert phase.lr * config.optim.final_lr == pytest.approx(1e-5, rel=1e-4)
+    assert phase.seq_len * phase.global_batch == (2**19 if recipe != "mamba2_hybrid_2.7b" else 2**20)
+
+
+def test_attention_stands_where_mamba2attn_has_it():
+    counted = count(recipe_config("mamba2_hybrid_2.7b").model, 2048)
+    kinds = [layer.kind for layer in counted.layers]
+    assert [index for index, kind in enumerate(kinds) if kind == "attention"] == [9, 18, 27, 36, 45, 56]
+    assert len(kinds) == 64
+    # norm; z, x, B, C, dt; convolution with bias; dt_bias, A_log, D; gated norm; out
+    mamba = 2560 + 2560 * (2 * 5120 + 2 * 128 + 80) + 5 * (5120 + 2 * 128) + 3 * 80 + 5120 + 5120 * 2560
+    # norm; q, k, v and out; convolution with bias
+    attention = 2560 + 4 * 3840 * 2560 + 5 * 3 * 3840
+    assert counted.parameters == 58 * mamba + 6 * attention + 2560 + 50288 * 2560
 
 
 def test_full_attention_stands_in_the_papers_blocks():
@@ -107,6 +141,16 @@ def test_projections_by_hand():
     assert attention.flops["projections"] == 2 * (8 * 8 + 8 * 4 + 8 * 4 + 8 * 8)
     # gate, up, down
     assert mlp.flops == {"projections": 2 * 3 * 8 * 10}
+
+
+def test_mamba2_flops_by_hand():
+    layers = {"M": {"kind": "mamba2", "state": 3, "head_dim": 4, "groups": 2}}
+    (mamba,) = count(dataclasses.replace(TINY, pattern="M", layers=layers), 200).layers
+    # in 8 -> z 16, x 16, dt 4 heads, B and C 2 groups of 3 each; out 16 -> 8
+    assert mamba.flops["projections"] == 2 * (8 * (16 + 16 + 4 + 6 + 6) + 16 * 8)
+    assert mamba.flops["conv"] == 2 * 4 * (16 + 12)
+    # of 128 tokens each: their scores in 2 groups, the sum over values; into the state and out of it
+    assert mamba.flops["ssd"] == 2 * 128 * (2 * 3 + 16) + 2 * 2 * 3 * 16
 
 
 def test_parameters_of_layers_by_hand():

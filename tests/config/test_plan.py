@@ -101,6 +101,17 @@ def test_what_tensor_parallel_ranks_hold_by_hand():
     assert rank.memory.gradients == 4 * rank.parameters
 
 
+def test_b_and_c_of_few_groups_stand_on_both_ranks_by_hand():
+    mamba2 = "model.layers.S={kind: mamba2, state: 3, head_dim: 4, groups: %d}"
+    whole, cut = (
+        planned(2, *TINY, "model.pattern=S", mamba2 % groups, "parallel.tensor=2")[1].ranks[0] for groups in (1, 2)
+    )
+    # norms; embedding; z, x, dt, their convolution, dt_bias, A_log, D, the gated norm and out, shared by two
+    shared = 2 * 8 + (16 * 8 + 8 * (16 + 16 + 4) + 5 * 16 + 3 * 4 + 16 + 16 * 8) // 2
+    assert whole.parameters == shared + 2 * 3 * (8 + 5)
+    assert cut.parameters == shared + 2 * 2 * 3 * (8 + 5) // 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "kept"),
     [

@@ -20,11 +20,13 @@ SIZES = ModelSizes(width=16, num_sublayers=4)
 LENGTH = 21
 OPTIONS = {
     "mamba": [{"state": 4}],
+    "mamba2": [{"state": 6, "head_dim": 8}, {"state": 4, "head_dim": 4, "groups": 2, "conv": 3}],
     "attention": [
         {"heads": 4},
         {"heads": 4, "kv_heads": 2, "window": 6},
         {"heads": 4, "kv_heads": 1, "window": 6, "conv": 4},
         {"heads": 2, "head_dim": 12, "rope_base": None},
+        {"heads": 2, "rotary_dim": 4, "conv": 4, "conv_bias": True, "conv_silu": False},
     ],
     "swiglu": [{"hidden": 24}],
 }

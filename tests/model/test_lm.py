@@ -13,7 +13,7 @@ from hybridtron.model.init import starting_value
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.loss import Loss, cross_entropy
-from hybridtron.specs.base import InverseSoftplus, LogRange
+from hybridtron.specs.base import InverseSoftplus, LogRange, LogUniform
 from tests.conftest import random_batch, seq_info, small_model
 
 
@@ -43,6 +43,13 @@ def test_mamba_starts_as_the_paper_says() -> None:
     assert steps.log().mean().item() == pytest.approx(math.log(0.01), abs=0.1)  # log-uniform
 
 
+def test_mamba2_starts_as_its_code_does() -> None:
+    decays = starting_value(LogUniform(1.0, 16.0), (4096,), 0, "a").exp()
+    assert 1 <= decays.min() < 1.1
+    assert 15.9 < decays.max() <= 16.001
+    assert decays.mean().item() == pytest.approx(8.5, abs=0.3)  # uniform before the logarithm
+
+
 def test_output_projections_start_smaller_by_the_root_of_the_depth() -> None:
     model = small_model("-" * 16)
     weights = dict(model.named_parameters())
@@ -58,7 +65,7 @@ def test_no_document_sees_another_through_the_whole_model(form: str | None) -> N
     mask[:, 10:] = True
 
     def gradients_with(document_a: torch.Tensor) -> list[torch.Tensor]:
-        model = small_model("M-W-F-")
+        model = small_model("M-W-S-F-")
         changed = tokens.clone()
         changed[:, :10] = document_a
         batch = Batch(changed[:, :-1], changed[:, 1:], mask, seq_info(1, 24, [[10, 14]]))
@@ -73,8 +80,9 @@ def test_no_document_sees_another_through_the_whole_model(form: str | None) -> N
         assert torch.equal(left, right)
 
 
-def test_decoding_from_carried_states_equals_reading_the_whole() -> None:
-    model = small_model("M-W-F-", torch.float64)
+@pytest.mark.parametrize("pattern", ["M-W-F-", "S-W-S"])
+def test_decoding_from_carried_states_equals_reading_the_whole(pattern: str) -> None:
+    model = small_model(pattern, torch.float64)
     prompt = torch.randint(61, (2, 13))
     made = generate(model, prompt, new_tokens=12, temperature=0, seed=0)
     whole = torch.cat([prompt, made], dim=1)

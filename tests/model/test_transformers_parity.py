@@ -1,21 +1,31 @@
-"""Our models against transformers' Mamba, Llama and Mistral with the same weights: logits and every gradient."""
+"""Our models against transformers' Mamba, Mamba-2, Llama and Mistral with the same weights: logits, every gradient."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from hybridtron.config.schema import ModelConfig
 from hybridtron.data.batch import SeqInfo
 from hybridtron.model.lm import LanguageModel
 
 WIDTH, VOCAB, HIDDEN, LENGTH = 64, 97, 112, 40
+Names = dict[str, list[str | tuple[str, slice]]]
+"""Our weight -> transformers' weights, or some rows of them, which one below the other it is."""
 
 
-def llama_names(model: LanguageModel) -> dict[str, list[str]]:
-    """Our weight -> transformers' weights whose rows, one below the other, it is."""
+def llama_names(model: LanguageModel) -> Names:
     names = {"embedding.weight": ["model.embed_tokens.weight"], "norm.weight": ["model.norm.weight"]}
     names["head.weight"] = ["lm_head.weight"]
     for block in range(len(model.layers) // 2):
@@ -32,7 +42,7 @@ def llama_names(model: LanguageModel) -> dict[str, list[str]]:
     return names
 
 
-def mamba_names(model: LanguageModel) -> dict[str, list[str]]:
+def mamba_names(model: LanguageModel) -> Names:
     names = {"embedding.weight": ["backbone.embeddings.weight"], "norm.weight": ["backbone.norm_f.weight"]}
     ours_to_theirs = {"conv_weight": "conv1d.weight", "conv_bias": "conv1d.bias", "dt_bias": "dt_proj.bias"}
     for name, _ in model.layers.named_parameters():
@@ -43,7 +53,7 @@ def mamba_names(model: LanguageModel) -> dict[str, list[str]]:
     return names
 
 
-def mamba_pair() -> tuple[LanguageModel, torch.nn.Module, dict[str, list[str]]]:
+def mamba_pair() -> tuple[LanguageModel, torch.nn.Module, Names]:
     config = MambaConfig(
         vocab_size=VOCAB, hidden_size=WIDTH, state_size=8, num_hidden_layers=3, time_step_rank=4,
         residual_in_fp32=False, use_cache=False,
@@ -53,7 +63,47 @@ def mamba_pair() -> tuple[LanguageModel, torch.nn.Module, dict[str, list[str]]]:
     return ours, MambaForCausalLM(config), mamba_names(ours)
 
 
-def llama_pair() -> tuple[LanguageModel, torch.nn.Module, dict[str, list[str]]]:
+def mamba2_names(model: LanguageModel, inner: int, both: int) -> Names:
+    """`inner` channels, and `both` for each of B and C: in_proj is z, x, B, C, dt there, and conv1d is x, B, C."""
+    names: Names = {"embedding.weight": ["backbone.embeddings.weight"], "norm.weight": ["backbone.norm_f.weight"]}
+    z_x, b_c, dt = slice(2 * inner), slice(2 * inner, 2 * inner + 2 * both), slice(2 * inner + 2 * both, None)
+    for layer in model.layers:
+        theirs, ours = f"backbone.layers.{layer}", f"layers.{layer}"
+        in_proj = f"{theirs}.mixer.in_proj.weight"
+        names[f"{ours}.norm.weight"] = [f"{theirs}.norm.weight"]
+        names[f"{ours}.mixer.in_proj.weight"] = [(in_proj, z_x), (in_proj, dt)]
+        names[f"{ours}.mixer.bc_proj.weight"] = [(in_proj, b_c)]
+        for kind in ("weight", "bias"):
+            convolution = f"{theirs}.mixer.conv1d.{kind}"
+            names[f"{ours}.mixer.x_conv_{kind}"] = [(convolution, slice(inner))]
+            names[f"{ours}.mixer.bc_conv_{kind}"] = [(convolution, slice(inner, None))]
+        names[f"{ours}.mixer.norm_weight"] = [f"{theirs}.mixer.norm.weight"]
+        for same in ("A_log", "D", "dt_bias", "out_proj.weight"):
+            names[f"{ours}.mixer.{same}"] = [f"{theirs}.mixer.{same}"]
+    return names
+
+
+def mamba2_pair(groups: int = 1) -> tuple[LanguageModel, torch.nn.Module, Names]:
+    """Chunks of 16 tokens there, so that 40 are two and a half; the gated norm goes by groups from 5.23 on."""
+    config = Mamba2Config(
+        vocab_size=VOCAB, hidden_size=WIDTH, state_size=8, num_hidden_layers=3, num_heads=8, head_dim=16,
+        n_groups=groups, chunk_size=16, residual_in_fp32=False, use_cache=False, tie_word_embeddings=True,
+    )  # fmt: skip
+    theirs = Mamba2ForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in theirs.named_parameters():
+            if "norm" in name or name.endswith((".D", "conv1d.bias")):  # they start as constants
+                weight += 0.3 * torch.randn_like(weight)
+    layers = {"M": {"kind": "mamba2", "state": 8, "head_dim": 16, "groups": groups}}
+    ours = LanguageModel(ModelConfig(width=WIDTH, vocab_size=VOCAB, pattern="M*3", layers=layers))
+    return ours, theirs, mamba2_names(ours, 2 * WIDTH, 8 * groups)
+
+
+def mamba2_groups_pair() -> tuple[LanguageModel, torch.nn.Module, Names]:
+    return mamba2_pair(groups=2)
+
+
+def llama_pair() -> tuple[LanguageModel, torch.nn.Module, Names]:
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=HIDDEN, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, rms_norm_eps=1e-5, tie_word_embeddings=False,
@@ -62,7 +112,7 @@ def llama_pair() -> tuple[LanguageModel, torch.nn.Module, dict[str, list[str]]]:
     return transformer_pair(LlamaForCausalLM(config), "(F-)*2", layers)
 
 
-def mistral_pair() -> tuple[LanguageModel, torch.nn.Module, dict[str, list[str]]]:
+def mistral_pair() -> tuple[LanguageModel, torch.nn.Module, Names]:
     config = MistralConfig(
         vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=HIDDEN, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=1, rms_norm_eps=1e-5, sliding_window=9, tie_word_embeddings=False,
@@ -75,18 +125,19 @@ def mistral_pair() -> tuple[LanguageModel, torch.nn.Module, dict[str, list[str]]
 
 def transformer_pair(
     theirs: torch.nn.Module, pattern: str, layers: dict
-) -> tuple[LanguageModel, torch.nn.Module, dict[str, list[str]]]:
+) -> tuple[LanguageModel, torch.nn.Module, Names]:
     ours = LanguageModel(
         ModelConfig(width=WIDTH, vocab_size=VOCAB, pattern=pattern, layers=layers, tie_embeddings=False)
     )
     return ours, theirs, llama_names(ours)
 
 
-def joined(theirs: dict[str, Tensor], names: list[str], like: Tensor) -> Tensor:
-    return torch.cat([theirs[name] for name in names]).reshape(like.shape)
+def joined(theirs: dict[str, Tensor], names: list[str | tuple[str, slice]], like: Tensor) -> Tensor:
+    rows = (theirs[name] if isinstance(name, str) else theirs[name[0]][name[1]] for name in names)
+    return torch.cat(list(rows)).reshape(like.shape)
 
 
-@pytest.mark.parametrize("pair", [mamba_pair, llama_pair, mistral_pair])
+@pytest.mark.parametrize("pair", [mamba_pair, mamba2_pair, mamba2_groups_pair, llama_pair, mistral_pair])
 def test_same_weights_give_the_same_logits_and_gradients(pair) -> None:
     ours, theirs, names = pair()
     ours, theirs = ours.double(), theirs.double()

@@ -40,6 +40,14 @@ def test_rope_is_llamas() -> None:
         torch.testing.assert_close(apply_rope(x, *rope_table(positions, 16, 1e4)), expected, rtol=1e-5, atol=2e-5)
 
 
+def test_a_table_for_few_channels_turns_the_first_ones() -> None:
+    x = torch.randn(2, 50, 4, 16)
+    cos, sin = rope_table(torch.arange(100).view(2, 50), 6, 1e4)
+    turned = apply_rope(x, cos, sin)
+    assert torch.equal(turned[..., :6], apply_rope(x[..., :6], cos, sin))
+    assert torch.equal(turned[..., 6:], x[..., 6:])
+
+
 @pytest.mark.parametrize("position", [0, 2**20 + 1, 12_345_678])
 def test_rope_angles_are_exact_at_any_position(position: int) -> None:
     getcontext().prec = 50

@@ -19,11 +19,13 @@ FAST_CASES = {
     ("mamba-mlp", "tp2-sp"),
     ("mamba-mlp", "pp2"),
     ("mamba", "pp4"),
+    ("mamba2", "tp2"),
+    ("mamba2-attention", "tp2-sp"),
     ("mistral", "tp2-dp2"),
     ("llama", "dp2"),
     ("llama", "tp2-sp"),
 }
-FAST_BUGS = {"x_proj_backward", "tied_gradient", "kv_gradient"}
+FAST_BUGS = {"x_proj_backward", "tied_gradient", "kv_gradient", "group_norm_backward"}
 
 
 def params() -> list:

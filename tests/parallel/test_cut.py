@@ -13,11 +13,12 @@ from hybridtron.specs.base import Normal, Parameter
 
 LAYERS = {
     "M": {"kind": "mamba", "state": 4},
+    "S": {"kind": "mamba2", "state": 4, "head_dim": 4, "groups": 2},
     "G": {"kind": "attention", "heads": 12, "kv_heads": 4, "conv": 4},
     "Q": {"kind": "attention", "heads": 12, "kv_heads": 1, "conv": 4},
     "-": {"kind": "swiglu", "hidden": 36},
 }
-TABLE = parameter_table(ModelConfig(24, 60, "MGQ-", LAYERS, tie_embeddings=False))
+TABLE = parameter_table(ModelConfig(24, 60, "MGQ-S", LAYERS, tie_embeddings=False))
 
 
 def numbered(parameter: Parameter) -> torch.Tensor:

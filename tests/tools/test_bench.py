@@ -19,7 +19,7 @@ from tests.conftest import small_config, small_model
 from tools.bench_report import Form, Timing, interleaved
 
 ROOT = Path(__file__).parents[2]
-TABLES = {"mixer": 2, "scan": 2, "attention": 1, "step": 1}
+TABLES = {"mixer": 2, "mamba2_mixer": 2, "scan": 2, "attention": 1, "step": 1, "data": 3}
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -73,8 +73,8 @@ def test_of_the_rounds_the_fastest_counts() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_projections_cost_what_torch_counts(tied: bool) -> None:
     """With the reference forms, every `mm` of the forward pass is a projection or the head."""
-    config, length = small_config("(M-W-)*2F-", tie_embeddings=tied), 24
-    model = small_model("(M-W-)*2F-", tie_embeddings=tied)
+    config, length = small_config("(M-W-)*2F-S", tie_embeddings=tied), 24
+    model = small_model("(M-W-)*2F-S", tie_embeddings=tied)
     counter = FlopCounterMode(display=False)
     with counter, force("reference"), torch.no_grad():
         model(torch.zeros(2, length, dtype=torch.int64), None, SeqInfo.stream(2, length))

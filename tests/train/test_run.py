@@ -91,10 +91,12 @@ def test_another_model_is_refused_with_the_difference(
     assert (tmp_path / "run" / "config.yaml").read_text() == saved
 
 
-def test_other_data_is_refused_in_the_middle_of_a_phase(train_small: Train) -> None:
+def test_other_data_is_refused_in_the_middle_of_a_phase(train_small: Train, capsys: pytest.CaptureFixture[str]) -> None:
     assert train_small("run.max_steps=2") == 0
-    with pytest.raises(ValueError, match=r"the data of phase pretrain is not what step 2"):
-        train_small("run.seed=5")
+    assert train_small("phases.0.seq_len=8", "phases.0.global_batch=8") == 2
+    said = capsys.readouterr().err
+    assert "seq_len       is 8, was 16 at step 2 of pretrain; set it back, or start anew with run.resume=never" in said
+    assert "global_batch  is 8, was 4" in said
 
 
 def test_a_failed_run_says_why(train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

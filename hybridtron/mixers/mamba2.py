@@ -1,0 +1,75 @@
+"""The Mamba-2 mixer (equations in `specs/mamba2.py`): projections around causal convolutions, SSD and a gated norm."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hybridtron.data.batch import SeqInfo
+from hybridtron.mixers.base import Mixer, Out, State
+from hybridtron.ops.conv1d import causal_conv
+from hybridtron.ops.gated_norm import gated_scale, gated_squares
+from hybridtron.ops.ssd import ssd_scan
+from hybridtron.parallel.linear import ALONE, TensorGroup, column_parallel, enter, row_parallel, sum_shares
+from hybridtron.specs.base import ModelSizes
+from hybridtron.specs.mamba2 import Mamba2Spec
+
+
+class Mamba2(Mixer):
+    """State: `ssm` (B, H, P, N) in fp32; `x_conv` and `bc_conv` (B, W - 1, channels), the convolutions' next inputs."""
+
+    def __init__(self, spec: Mamba2Spec, sizes: ModelSizes, tensor: TensorGroup) -> None:
+        super().__init__()
+        self.spec, self.tensor = spec, tensor
+        inner, heads = spec.inner(sizes), spec.num_heads(sizes)
+        self.inner, self.heads = tensor.share(inner), tensor.share(heads)
+        self.whole_groups = spec.parameters(sizes)["bc_proj.weight"].cut_axis(tensor.size) is None
+        self.groups_used = tensor.groups_used(heads, spec.groups) if self.whole_groups else slice(None)
+        both = 2 * spec.groups * spec.state
+        own_both = both if self.whole_groups else tensor.share(both)
+        self.in_proj = column_parallel(sizes.width, 2 * inner + heads, tensor)
+        self.bc_proj = column_parallel(sizes.width, both, tensor.whole() if self.whole_groups else tensor)
+        self.x_conv_weight = nn.Parameter(torch.empty(self.inner, spec.conv))
+        self.x_conv_bias = nn.Parameter(torch.empty(self.inner))
+        self.bc_conv_weight = nn.Parameter(torch.empty(own_both, spec.conv))
+        self.bc_conv_bias = nn.Parameter(torch.empty(own_both))
+        self.dt_bias = nn.Parameter(torch.empty(self.heads))
+        self.A_log = nn.Parameter(torch.empty(self.heads))
+        self.D = nn.Parameter(torch.empty(self.heads))
+        self.norm_weight = nn.Parameter(torch.empty(self.inner))
+        self.out_proj = row_parallel(inner, sizes.width, tensor)
+
+    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
+        new: State = {}
+        x_LBD = enter(x_LBD, self.tensor)
+        z_BLE, x_BLE, dt_BLH = self.in_proj(x_LBD).transpose(0, 1).split((self.inner, self.inner, self.heads), dim=-1)
+        bc_BLC = self.bc_proj(x_LBD).transpose(0, 1)
+        tails = (None, None) if state is None else (state["x_conv"], state["bc_conv"])
+        x_BLE, new["x_conv"] = causal_conv(
+            x_BLE, self.x_conv_weight, self.x_conv_bias, tails[0], seq.documents_BL, True
+        )
+        bc_BLC, new["bc_conv"] = causal_conv(
+            bc_BLC, self.bc_conv_weight, self.bc_conv_bias, tails[1], seq.documents_BL, True
+        )
+        x_BLHP = x_BLE.unflatten(-1, (self.heads, -1))
+        B_BLGN, C_BLGN = (
+            part.unflatten(-1, (-1, self.spec.state))[:, :, self.groups_used] for part in bc_BLC.chunk(2, dim=-1)
+        )
+        h_BHPN = None if state is None else state["ssm"]
+        y_BLHP, new["ssm"] = ssd_scan(
+            x_BLHP, dt_BLH, -torch.exp(self.A_log), B_BLGN, C_BLGN, self.D, self.dt_bias, h_BHPN, seq.documents_BL
+        )
+        y_BLE = self._normed(y_BLHP, z_BLE.unflatten(-1, (self.heads, -1))).flatten(2)
+        return Out(self.out_proj(y_BLE.transpose(0, 1)), new, {})
+
+    def _normed(self, y_BLHP: Tensor, z_BLHP: Tensor) -> Tensor:
+        """The gated norm. Where every rank holds all groups, the heads of a group may lie on several of them."""
+        spec, shared = self.spec, self.tensor if self.whole_groups else ALONE
+        heads, groups = self.heads * shared.size, spec.groups * shared.size // self.tensor.size
+        squares_BLH = gated_squares(y_BLHP, z_BLHP)
+        head_H = torch.arange(self.heads, device=y_BLHP.device) + shared.rank * self.heads
+        group_HG = head_H.unsqueeze(1) * groups // heads == torch.arange(groups, device=y_BLHP.device)
+        group_HG = group_HG.to(squares_BLH.dtype)
+        mean_BLG = sum_shares(squares_BLH @ group_HG, shared) / (heads // groups * spec.head_dim)
+        scale_BLH = torch.rsqrt(mean_BLG + spec.norm_eps) @ group_HG.T
+        return gated_scale(y_BLHP, z_BLHP, scale_BLH, self.norm_weight.unflatten(0, (self.heads, -1)))

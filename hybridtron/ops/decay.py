@@ -1,0 +1,174 @@
+"""The recurrence with one log-decay per head, a chunk of tokens at a time: the core of SSD, and of others of its kind.
+
+    h_t = exp(g_t) h_{t-1} + k_t v_t^T,   y_t = h_t^T q_t,   g_t <= 0          (Dao and Gu 2024, section 6)
+
+With S_i the sum of g over the tokens of i's document in the chunk, up to i itself, and T the last token:
+
+    y_i   = sum_{j <= i} exp(S_i - S_j) (q_i . k_j) v_j + exp(S_i) h_in^T q_i
+    h_out = exp(S_T) h_in + sum_j exp(S_T - S_j) k_j v_j^T
+
+where j is of i's document, only the chunk's first document sees h_in, and only its last enters h_out. Sums of g are
+float64: in fp32 a few strong decays would blur all that follow them in the chunk. What must not be seen is masked in
+the exponent; what h_in would add to other documents also after the product, as 0 times infinity is no zero.
+
+Heads of a group share q and k, so that most products are one per group. Not here: what makes q, k, v and g (`ssd`), and
+one decay per channel (GLA), whose exponents can't be taken out of the product of q and k.
+
+Legend: B rows, T tokens of the chunk, G groups, R heads of a group, H = G R heads, N key size, P value size, V = R P.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What the tokens of a chunk see; the three fields on documents are None where no document begins in a row."""
+
+    tokens_BTT: Tensor  # j <= i, and of i's document
+    first_BT: Tensor | None = None  # of the document that the state before the chunk belongs to
+    last_BT: Tensor | None = None  # of the document that the state after the chunk belongs to
+    through_B1: Tensor | None = None  # whether the two are one
+
+    @staticmethod
+    def of(length: int, device: torch.device, starts_BT: Tensor | None) -> Sight:
+        """`starts_BT` says which tokens begin a document."""
+        before_1TT = torch.ones(1, length, length, dtype=torch.bool, device=device).tril()
+        if starts_BT is None:
+            return Sight(before_1TT)
+        document_BT = starts_BT.cumsum(1)
+        same_BTT = document_BT[:, :, None] == document_BT[:, None, :]
+        last_B1 = document_BT[:, -1:]
+        return Sight(before_1TT & same_BTT, document_BT == 0, document_BT == last_B1, last_B1 == 0)
+
+
+class Gradients(NamedTuple):
+    """Of a chunk's inputs, and of the state before it."""
+
+    q_BGTN: Tensor
+    k_BGTN: Tensor
+    v_BGTV: Tensor
+    g_BGRT: Tensor
+    state_BGNV: Tensor
+
+
+class Chunk:
+    """T tokens, and what one computes from them and the state before them."""
+
+    def __init__(self, q_BGTN: Tensor, k_BGTN: Tensor, v_BGTV: Tensor, g_BGRT: Tensor, sight: Sight) -> None:
+        self.q_BGTN, self.k_BGTN, self.v_BGTV, self.sight = q_BGTN, k_BGTN, v_BGTV, sight
+        self.heads = g_BGRT.shape[2]
+        self.sum_BGRT = self._over_tokens(g_BGRT.double(), sight.tokens_BTT.mT)
+        last_BGR1 = self.sum_BGRT[..., -1:]
+        self.since_start_BGRT = self._decays(self.sum_BGRT, _whole(sight.first_BT))
+        self.to_end_BGRT = self._decays(last_BGR1 - self.sum_BGRT, _whole(sight.last_BT))
+        self.whole_BGR = self._decays(last_BGR1, _whole(sight.through_B1))[..., 0]
+
+    def outputs(self, state_BGNV: Tensor) -> Tensor:
+        """y of every token (B, G, T, V)."""
+        y_BGRTP = (self.scores().unsqueeze(2) * self.between()) @ self._by_head(self.v_BGTV)
+        y_BGTV = self._seen_state(state_BGNV)
+        self._of_heads(y_BGTV).add_(y_BGRTP.transpose(2, 3))
+        return y_BGTV
+
+    def next_state(self, state_BGNV: Tensor) -> Tensor:
+        """The state after the last token."""
+        kept_BGNV = self._times(state_BGNV, self.whole_BGR.unsqueeze(2))
+        if self.sight.through_B1 is not None:
+            kept_BGNV.masked_fill_(~self.sight.through_B1[:, None, None], 0)
+        return kept_BGNV.add_(self.k_BGTN.mT @ self._times(self.v_BGTV, self.to_end_BGRT.mT))
+
+    def backward(self, state_BGNV: Tensor, grad_y_BGTV: Tensor, grad_state_BGNV: Tensor) -> Gradients:
+        """From the gradients of y and of the state after the chunk, those of all inputs and of the state before it."""
+        grad_scores_BGTT, grad_v_BGTV, gain_BGRT = self._backward_within(grad_y_BGTV)
+        seen_BGTV = self._seen_state(state_BGNV)
+        gain_BGRT += self._of_heads(seen_BGTV.mul_(grad_y_BGTV)).sum(-1).mT
+        decayed_grad_BGTV = self._times(grad_y_BGTV, self.since_start_BGRT.mT)
+        grad_q_BGTN = grad_scores_BGTT @ self.k_BGTN + decayed_grad_BGTV @ state_BGNV.mT
+
+        decayed_v_BGTV = self._times(self.v_BGTV, self.to_end_BGRT.mT)
+        grad_k_BGTN = grad_scores_BGTT.mT @ self.q_BGTN + decayed_v_BGTV @ grad_state_BGNV.mT
+        to_state_BGTV = self.k_BGTN @ grad_state_BGNV
+        loss_BGRT = self._of_heads(decayed_v_BGTV.mul_(to_state_BGTV)).sum(-1).mT
+        grad_v_BGTV += self._times(to_state_BGTV, self.to_end_BGRT.mT)
+
+        grad_before_BGNV = self._times(grad_state_BGNV, self.whole_BGR.unsqueeze(2))
+        through_BGR = self._of_heads(grad_before_BGNV * state_BGNV).sum((2, 4))
+        grad_before_BGNV += self.q_BGTN.mT @ decayed_grad_BGTV
+        # g_t is in the sums of t and all after it, and in what leads from the tokens before it to the state
+        sees_BTT = self.sight.tokens_BTT
+        grad_g_BGRT = self._over_tokens(gain_BGRT.double(), sees_BTT) + through_BGR.unsqueeze(-1)
+        grad_g_BGRT += self._over_tokens(loss_BGRT.double(), sees_BTT.tril(-1).mT)
+        return Gradients(grad_q_BGTN, grad_k_BGTN, grad_v_BGTV, grad_g_BGRT, grad_before_BGNV)
+
+    def _backward_within(self, grad_y_BGTV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the tokens' sight of each other sends back to scores, values and sums of g."""
+        grad_y_BGRTP, between_BGRTT = self._by_head(grad_y_BGTV), self.between()
+        scores_BG1TT = self.scores().unsqueeze(2)
+        grad_v_BGRTP = (scores_BG1TT * between_BGRTT).mT @ grad_y_BGRTP
+        grad_mix_BGRTT = (grad_y_BGRTP @ self._by_head(self.v_BGTV).mT).mul_(between_BGRTT)
+        grad_scores_BGTT = grad_mix_BGRTT.sum(2)
+        grad_exponent_BGRTT = grad_mix_BGRTT.mul_(scores_BG1TT)
+        grad_exponent_BGRTT.diagonal(dim1=-2, dim2=-1).zero_()  # S_i - S_i is no function of g
+        # in float64, since what goes back from a pair of tokens that both follow t cancels in the gradient of g_t
+        gain_BGRT = grad_exponent_BGRTT.sum(-1, dtype=torch.float64) - grad_exponent_BGRTT.sum(-2, dtype=torch.float64)
+        return grad_scores_BGTT, grad_v_BGRTP.transpose(2, 3).flatten(3), gain_BGRT
+
+    def scores(self) -> Tensor:
+        """q_i . k_j (B, G, T, T)."""
+        return self.q_BGTN @ self.k_BGTN.mT
+
+    def between(self) -> Tensor:
+        """exp(S_i - S_j) where i sees j (B, G, R, T, T)."""
+        exponent_BGRTT = self.sum_BGRT.unsqueeze(-1) - self.sum_BGRT.unsqueeze(-2)
+        return self._decays(exponent_BGRTT, self.sight.tokens_BTT[:, None, None])
+
+    def _decays(self, exponent: Tensor, seen: Tensor | None) -> Tensor:
+        """exp where something is seen, else 0.
+
+        Exponents end where exp would be too small to matter, and become 0 there: exp of -inf, and products with the
+        denormal numbers before it, cost a CPU many times what others do.
+        """
+        exponent = exponent.to(self.v_BGTV.dtype, copy=True)
+        if seen is not None:
+            exponent += torch.zeros_like(seen, dtype=exponent.dtype).masked_fill_(~seen, -torch.inf)
+        limits = torch.finfo(exponent.dtype)
+        smallest = limits.tiny / limits.eps
+        exponent.clamp_(min=math.log(smallest) - 1).exp_()
+        return F.threshold(exponent, smallest, 0.0, inplace=True)
+
+    def _seen_state(self, state_BGNV: Tensor) -> Tensor:
+        """What the state before the chunk adds to y."""
+        seen_BGTV = self.q_BGTN @ state_BGNV
+        self._of_heads(seen_BGTV).mul_(self.since_start_BGRT.mT.unsqueeze(-1))
+        if self.sight.first_BT is not None:
+            seen_BGTV.masked_fill_(~self.sight.first_BT[:, None, :, None], 0)
+        return seen_BGTV
+
+    def _of_heads(self, x_BGTV: Tensor) -> Tensor:
+        """(B, G, T, R, P)."""
+        return x_BGTV.unflatten(-1, (self.heads, -1))
+
+    def _by_head(self, x_BGTV: Tensor) -> Tensor:
+        """(B, G, R, T, P)."""
+        return self._of_heads(x_BGTV).transpose(2, 3)
+
+    def _times(self, x_BGTV: Tensor, factor_BGTR: Tensor) -> Tensor:
+        """A factor for each head."""
+        return (self._of_heads(x_BGTV) * factor_BGTR.unsqueeze(-1)).flatten(3)
+
+    def _over_tokens(self, x_BGRT: Tensor, weight_BTT: Tensor) -> Tensor:
+        """Sums over the tokens that a boolean matrix chooses: sum_i x_i weight_ij."""
+        x_BHT = x_BGRT.flatten(1, 2)
+        return torch.bmm(x_BHT, weight_BTT.to(x_BHT.dtype).expand(len(x_BHT), -1, -1)).view_as(x_BGRT)
+
+
+def _whole(seen_BT: Tensor | None) -> Tensor | None:
+    return None if seen_BT is None else seen_BT[:, None, None]

@@ -187,7 +187,7 @@ def micro_batches(config: Config) -> list[Batch]:
             mask[-1] = False
         starts = torch.rand(rows, length, generator=generator, dtype=torch.float32) < 3 / length
         seq = SeqInfo.stream(rows, length)
-        if config.data.documents == Documents.isolate:
+        if config.documents_of(config.phases[0]) is Documents.isolate:
             documents = starts.cumsum(1) - starts[:, :1].long()
             first = (documents[:, None, :] < documents[:, :, None]).sum(-1)  # where a token's document begins
             seq = SeqInfo(seq.positions_BL - first, documents.int())

@@ -47,7 +47,7 @@ def random_batches(config: Config) -> list[Batch]:
 
 
 def _seq_info(config: Config, rows: int, length: int) -> SeqInfo:
-    if config.data_of(config.phases[0]).documents is Documents.join:
+    if config.documents_of(config.phases[0]) is Documents.join:
         return SeqInfo.stream(rows, length)
     places = torch.arange(length)
     size = -(-length // DOCUMENTS)

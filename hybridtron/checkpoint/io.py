@@ -3,6 +3,7 @@
     model.safetensors      the weights as they are computed with
     optimizer.safetensors  Adam's moments, and the fp32 masters of weights computed in bf16
     random.safetensors     the state of torch's generators
+    states-00000...        carried states, of each process as its layout cuts them (so that these need the same layout)
     meta.json              format, step, accepted steps, what the data was, versions
     config.yaml            the whole configuration
     tokenizer.json         the tokenizer of the data
@@ -28,13 +29,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hybridtron.config.load import load_saved, to_yaml
+from hybridtron.config.problems import ConfigError
 from hybridtron.config.schema import Config
 from hybridtron.data.loader import Fingerprint
 from hybridtron.device import random_states, set_random_states
 from hybridtron.engine.engine import Engine
 from hybridtron.model.lm import LanguageModel
 from hybridtron.parallel.groups import barrier
-from hybridtron.specs.base import Parameter
+from hybridtron.specs.base import Parameter, Problem
 
 FORMAT = 2
 _NAME = re.compile(r"step-(\d{8})")
@@ -66,12 +68,17 @@ def save(run_dir: Path, step: int, config: Config, engine: Engine, data: Fingerp
     All processes bring their shares; the first one puts whole tensors together and writes.
     """
     target = folder_of(run_dir, step)
-    weights = _by_parts(engine.weights(), engine.optimizer.table)
-    state = _by_parts(engine.optimizer.state(), engine.optimizer.table)
+    aside = target.with_name(f".{target.name}.aside")
     if engine.groups.is_first:
-        aside = target.with_name(f".{target.name}.{os.getpid()}")
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
+    barrier()
+    if engine.carrier is not None:
+        save_file(engine.carrier.tensors(), _states_file(aside, engine), {"layout": _layout(engine)})
+    weights = _by_parts(engine.weights(), engine.optimizer.table)
+    state = _by_parts(engine.optimizer.state(), engine.optimizer.table)
+    barrier()
+    if engine.groups.is_first:
         save_file(weights, aside / "model.safetensors")
         save_file(state, aside / "optimizer.safetensors")
         save_file(random_states(), aside / "random.safetensors")
@@ -115,6 +122,33 @@ def restore_optimizer(checkpoint: Path, engine: Engine) -> Meta:
     optimizer.load_state(stored(checkpoint, "optimizer.safetensors", optimizer.table), meta.accepted_steps)
     set_random_states(load_file(checkpoint / "random.safetensors"))
     return meta
+
+
+def restore_states(checkpoint: Path, engine: Engine) -> None:
+    """Put the carried states of this process's lanes and layers back; they are stored as the layout cut them."""
+    if engine.carrier is None:
+        return
+    file = _states_file(checkpoint, engine)
+    wanted = _layout(engine)
+    try:
+        with safe_open(file, "pt") as stored_states:
+            written = stored_states.metadata()["layout"]
+    except FileNotFoundError:
+        written = "another number of processes, or without carried states"
+    if written != wanted:
+        cure = "resume on that layout, start the phase's states anew with run.resume=never, or use states.mode=zero"
+        raise ConfigError([Problem("states.mode", f"carries states that {checkpoint} holds for {written}; {cure}")])
+    engine.carrier.load(load_file(file))
+
+
+def _states_file(checkpoint: Path, engine: Engine) -> Path:
+    return checkpoint / f"states-{engine.groups.rank:05}.safetensors"
+
+
+def _layout(engine: Engine) -> str:
+    parallel, groups = engine.config.parallel, engine.groups
+    stages = f"pipeline {groups.pipeline_size} x {parallel.virtual_pipeline}"
+    return f"tensor {groups.tensor.size}, {stages}, data {groups.data_size}"
 
 
 def load_weights(checkpoint: Path, model: LanguageModel) -> None:

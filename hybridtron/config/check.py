@@ -2,7 +2,8 @@
 
 Each function looks at one section and lists what is wrong there, with the value that would work; `check` tells all
 of it at once, before torch is imported or a process group exists. The rules of `parallel`, which reach into all other
-sections, stand in `check_parallel.py`, those of `data` in `check_data.py`. What can be said of the data itself (that
+sections, stand in `check_parallel.py`, those of `data` in `check_data.py`, those of `states` in
+`check_states.py`. What can be said of the data itself (that
 it can be read, that its vocabulary fits) stands in `data/ingredients.py`.
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 from hybridtron.config.architecture import letter_specs
 from hybridtron.config.check_data import data_problems
 from hybridtron.config.check_parallel import parallel_problems
+from hybridtron.config.check_states import states_problems
 from hybridtron.config.layout import chunk_count
 from hybridtron.config.pattern import RESERVED, PatternError, parse
 from hybridtron.config.problems import ConfigError, choice
@@ -39,6 +41,7 @@ def check(config: Config, world_size: int | None = None) -> list[Problem]:
         *_model(config),
         *_phases(config.phases),
         *data_problems(config),
+        *states_problems(config),
         *_optim(config.optim),
         *_durations(config.optim, config.phases),
         *_run(config.run),

@@ -110,9 +110,10 @@ def _batches(config: Config, data_ranks: int) -> Iterator[Problem]:
     parallel = config.parallel
     for index, phase in enumerate(config.phases):
         key, rows, micro = f"phases.{index}.global_batch", phase.global_batch, phase.micro_batch
-        if min(rows, micro) < 1 or rows % micro:
+        chunks = config.states_of(phase).chunks  # of a lane, in the place of more lanes
+        if min(rows, micro, chunks) < 1 or rows % (micro * chunks):
             continue  # told by the phase's own rules
-        shared = micro * data_ranks
+        shared = micro * data_ranks * chunks
         if rows % shared:
             fitting = choice(multiples_near(shared, rows))
             yield Problem(
@@ -120,8 +121,8 @@ def _batches(config: Config, data_ranks: int) -> Iterator[Problem]:
                 f"is {rows}, must share out to {data_ranks} data-parallel ranks in micro batches of "
                 f"{micro}: use {fitting}, or another micro_batch",
             )
-        elif parallel.virtual_pipeline > 1 and (count := rows // shared) % parallel.pipeline:
-            fitting = choice(multiples_near(shared * parallel.pipeline, rows))
+        elif parallel.virtual_pipeline > 1 and (count := rows // (micro * data_ranks)) % parallel.pipeline:
+            fitting = choice(multiples_near(micro * data_ranks * parallel.pipeline, rows))
             yield Problem(
                 key,
                 f"is {rows}, which makes {count} micro batches a data-parallel rank; virtual stages of "

@@ -57,9 +57,25 @@ class Precision(StrEnum):
 
 
 class StateMode(StrEnum):
-    """What a training row's recurrent state starts from."""
+    """What a training row's recurrent state starts from.
+
+    zero; noise, of a given size or fitted to the states that rows end in; the state in which the row before it in its
+    lane ended, though that is another text (passing), or the same text read on (tbtt).
+    """
 
     zero = "zero"
+    random = "random"
+    fitted = "fitted"
+    passing = "passing"
+    tbtt = "tbtt"
+
+
+class StateKind(StrEnum):
+    """The kinds of carried tensors: recurrent states, tails of convolutions, keys and values of attention."""
+
+    ssm = "ssm"
+    conv = "conv"
+    kv = "kv"
 
 
 class Recompute(StrEnum):
@@ -99,8 +115,8 @@ class DataConfig:
     source: Source = Source.embedded
     path: str = MISSING
     mixture: dict[str, IngredientConfig] = field(default_factory=dict)  # empty: every source of path, by its tokens
-    documents: Documents = Documents.isolate
-    order: Order = Order.windows
+    documents: Documents | None = None  # null: join where a passed state or noise would die at a row's first border
+    order: Order | None = None  # null: lanes for states.mode=tbtt, else windows
     shuffle: str = "1B"  # tokens shuffled among each other; shards of about two such stretches are in use at a time
     feed: Feed = Feed.torch
     workers: int = 0  # processes that read ahead; with 0 a thread does
@@ -127,6 +143,12 @@ class StatesConfig:
     """What a row's recurrent state starts from in training; validation always starts from zero."""
 
     mode: StateMode = StateMode.zero
+    carry: list[StateKind] | None = None  # null: ssm; for tbtt everything
+    layers: list[int] | None = None  # sub-layers by their index in the model; null: all that have such a state
+    sigma: float = 1.0  # of random
+    beta: float = 0.1  # of fitted: the share of the old mean and variance that is kept in each step
+    dropout: float = 0.1  # of passing: the share of rows that start from zero all the same
+    chunks: int = 1  # of tbtt: chunks of seq_len that each lane reads in one step
 
 
 @dataclass
@@ -134,6 +156,12 @@ class PhaseStatesConfig:
     """What a phase changes in `states`; null leaves it as it is."""
 
     mode: StateMode | None = None
+    carry: list[StateKind] | None = None
+    layers: list[int] | None = None
+    sigma: float | None = None
+    beta: float | None = None
+    dropout: float | None = None
+    chunks: int | None = None
 
 
 @dataclass
@@ -251,6 +279,20 @@ class Config:
 
     def states_of(self, phase: PhaseConfig) -> StatesConfig:
         return _overlaid(self.states, phase.states)
+
+    def documents_of(self, phase: PhaseConfig) -> Documents:
+        """As set, or as the phase's states need it."""
+        joined = self.states_of(phase).mode in (StateMode.random, StateMode.fitted, StateMode.passing)
+        return self.data_of(phase).documents or (Documents.join if joined else Documents.isolate)
+
+    def order_of(self, phase: PhaseConfig) -> Order:
+        """As set, or as the phase's states need it."""
+        walking = self.states_of(phase).mode is StateMode.tbtt
+        return self.data_of(phase).order or (Order.lanes if walking else Order.windows)
+
+    def lanes_of(self, phase: PhaseConfig) -> int:
+        """Rows that are read side by side; each reads one chunk of seq_len after another in a step."""
+        return phase.global_batch // self.states_of(phase).chunks
 
 
 Base = TypeVar("Base", DataConfig, StatesConfig)

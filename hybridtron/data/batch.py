@@ -81,3 +81,19 @@ class Batch:
     def split(self, rows: int) -> list[Batch]:
         """So many rows each, in order."""
         return [self.map(lambda t, i=first: t[i : i + rows]) for first in range(0, len(self.tokens_BL), rows)]
+
+    def chunks(self, count: int) -> list[Batch]:
+        """So many chunks of equal length along the rows; each but the first goes on where the one before it ends."""
+        length = self.tokens_BL.shape[1] // count
+        return [self] if count == 1 else [self._chunk(first, length) for first in range(0, count * length, length)]
+
+    def _chunk(self, first: int, length: int) -> Batch:
+        here = slice(first, first + length)
+        documents_BL, continues_B = self.seq.documents_BL, self.continues_B
+        if first and documents_BL is None:
+            continues_B = torch.ones(len(self.tokens_BL), dtype=torch.bool, device=self.tokens_BL.device)
+        elif first and documents_BL is not None:
+            continues_B = documents_BL[:, first] == documents_BL[:, first - 1]
+        seq = self.seq.map(lambda t: t[:, here].contiguous())
+        tokens_BL, labels_BL, mask_BL = (t[:, here] for t in (self.tokens_BL, self.labels_BL, self.mask_BL))
+        return Batch(tokens_BL, labels_BL, mask_BL, seq, continues_B)

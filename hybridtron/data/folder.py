@@ -44,6 +44,11 @@ def digest_of(data: bytes | mmap) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+def is_url(path: str) -> bool:
+    """Whether a folder has to be fetched from somewhere."""
+    return "://" in path
+
+
 def safe_name(name: str) -> bool:
     """Whether a name can be a part of a path below the folder, and nothing else."""
     return bool(_SAFE_NAME.fullmatch(name))

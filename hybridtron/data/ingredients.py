@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridtron.config.schema import Config, DataConfig, IngredientConfig, PhaseConfig, Source
-from hybridtron.data.folder import SMALLEST_VOCABULARY, FolderError, TokenFolder
+from hybridtron.data.folder import SMALLEST_VOCABULARY, FolderError, TokenFolder, is_url
 from hybridtron.specs.base import Problem
 
 Opened = Callable[[str], TokenFolder]
@@ -27,10 +27,6 @@ class Ingredient(NamedTuple):
     def tokens(self, split: str) -> int:
         of_source = self.folder.manifest.splits[split].get(self.source)
         return 0 if of_source is None else of_source.tokens
-
-
-def is_url(path: str) -> bool:
-    return "://" in path
 
 
 def ingredients_of(data: DataConfig, opened: Opened) -> list[Ingredient]:

@@ -53,11 +53,11 @@ class Loader:
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        if reading.global_batch % (reading.micro_batch * ranks):
+        if reading.lanes % (reading.micro_batch * ranks):
             wanted = f"micro_batch={reading.micro_batch} on {ranks} ranks"
-            raise ValueError(f"global_batch={reading.global_batch} is not a multiple of {wanted}")
+            raise ValueError(f"{reading.lanes} lanes are not a multiple of {wanted}")
         self.sources, self.reading, self.ahead, self.feed = sources, reading, ahead, feed
-        lanes = reading.global_batch
+        lanes = reading.lanes
         self.lanes = range(rank * lanes // ranks, (rank + 1) * lanes // ranks)
         self._rows = _Rows(sources, reading, self.lanes)
 
@@ -72,6 +72,7 @@ class Loader:
             "data.shuffle": str(reading.shuffle_tokens),
             "seq_len": str(reading.seq_len),
             "global_batch": str(reading.global_batch),
+            "states.chunks": str(reading.chunks),
             "seed": str(reading.seed),
         }
 
@@ -84,19 +85,24 @@ class Loader:
 
     def micro_batches(self, step: int) -> list[Batch]:
         """The batches of this rank's lanes in a step, which counts from 0 at the start of the phase; on the CPU."""
-        return _Batches(self._rows, self.reading.documents)[step].split(self.reading.micro_batch)
+        return self._cut(_Batches(self._rows, self.reading.documents)[step])
+
+    def _cut(self, batch: Batch) -> list[Batch]:
+        """A step's micro-batches: chunk 0 of every group of lanes, then chunk 1 of every group, and so on."""
+        groups = [group.chunks(self.reading.chunks) for group in batch.split(self.reading.micro_batch)]
+        return [group[turn] for turn in range(self.reading.chunks) for group in groups]
 
     def iterate(self, first_step: int, end_step: int) -> Generator[list[Batch], None, None]:
         """The micro-batches of each step from `first_step` to before `end_step`, on the device, read ahead."""
-        steps, rows = range(first_step, end_step), self.reading.micro_batch
+        steps = range(first_step, end_step)
         if self.feed is Feed.dali:
             from hybridtron.data.dali import dali_batches  # slow to import, and only there where it is asked for
 
             batches = dali_batches(self._read_ahead(self._rows, steps), self.reading.documents)
-            yield from (batch.split(rows) for batch in batches)
+            yield from map(self._cut, batches)
         else:
             batches = self._read_ahead(_Batches(self._rows, self.reading.documents), steps)
-            yield from copied_ahead(batch.split(rows) for batch in batches)
+            yield from copied_ahead(map(self._cut, batches))
 
     def _read_ahead(self, read: Dataset[Read], steps: range) -> Iterator[Read]:
         return self._by_workers(read, steps) if self.ahead.workers else self._by_thread(read, steps)

@@ -21,7 +21,10 @@ from hybridtron.data.sources import Sources
 
 @dataclass(frozen=True)
 class Reading:
-    """How the rows of a phase are put together; with the sources it determines every token of every step."""
+    """How the rows of a phase are put together; with the sources it determines every token of every step.
+
+    Each of the `lanes` reads `chunks` times seq_len tokens in a step, which make as many rows of the global batch.
+    """
 
     order: Order
     documents: Documents
@@ -30,13 +33,31 @@ class Reading:
     micro_batch: int
     seed: int
     shuffle_tokens: int
+    chunks: int = 1
 
     @staticmethod
     def of(config: Config, phase_index: int) -> Reading:
         phase = config.phases[phase_index]
-        data = config.data_of(phase)
-        seed, shuffle = phase_seed(config.run.seed, phase_index), parse_tokens(data.shuffle)
-        return Reading(data.order, data.documents, phase.seq_len, phase.global_batch, phase.micro_batch, seed, shuffle)
+        seed, shuffle = phase_seed(config.run.seed, phase_index), parse_tokens(config.data.shuffle)
+        return Reading(
+            config.order_of(phase),
+            config.documents_of(phase),
+            phase.seq_len,
+            phase.global_batch,
+            phase.micro_batch,
+            seed,
+            shuffle,
+            config.states_of(phase).chunks,
+        )
+
+    @property
+    def lanes(self) -> int:
+        return self.global_batch // self.chunks
+
+    @property
+    def tokens_per_lane(self) -> int:
+        """That one step reads."""
+        return self.seq_len * self.chunks
 
 
 class LaneOrder(Protocol):
@@ -66,7 +87,7 @@ class ShuffledLanes:
     """Lane i of step s is row s K + i of the mixture, K being the lanes: a shuffled window of one source."""
 
     def __init__(self, sources: Sources, reading: Reading) -> None:
-        self._lanes = reading.global_batch
+        self._lanes = reading.lanes
         self._mixture = Mixture(sources.weights, self._lanes, reading.seed)
         self._windows = [
             Windows(stream, reading.seq_len, reading.shuffle_tokens, seed_of(reading.seed, name))
@@ -82,9 +103,9 @@ class WalkingLanes:
     """Each lane walks one document after another. Under `join` all that it reads is one document."""
 
     def __init__(self, sources: Sources, reading: Reading) -> None:
-        self._stride = reading.seq_len if reading.documents is Documents.join else None
+        self._stride = reading.tokens_per_lane if reading.documents is Documents.join else None
         streams, shuffle = _streams(sources, reading), reading.shuffle_tokens
-        self._lanes = Lanes(streams, sources.weights, reading.global_batch, reading.seq_len, shuffle, reading.seed)
+        self._lanes = Lanes(streams, sources.weights, reading.lanes, reading.tokens_per_lane, shuffle, reading.seed)
 
     def row(self, lane: int, step: int) -> Row:
         spans = self._lanes.row(lane, step).spans

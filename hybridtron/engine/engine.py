@@ -15,6 +15,7 @@ from hybridtron.device import DTYPES, compute_device
 from hybridtron.engine.optim import Optimizer
 from hybridtron.engine.schedule import StepLoss, run_schedule
 from hybridtron.engine.stage import build_stages, data_parallel
+from hybridtron.engine.states import Carrier, carrier_of
 from hybridtron.model.init import initialise
 from hybridtron.parallel.cut import cut
 from hybridtron.parallel.groups import Groups
@@ -46,14 +47,30 @@ class Engine:
                     weight.data.copy_(cut(whole(name), stage.model.table[name], groups.tensor))
         self.wrapped = data_parallel(self.stages, config.parallel, self.dtype)
         self.optimizer = Optimizer(self.wrapped, config, groups, self.dtype)
+        self.carrier: Carrier | None = None
 
-    def forward_backward(self, batches: Sequence[Batch]) -> StepLoss:
-        """The loss of a step and its gradients; each rank brings its own lanes' micro-batches."""
-        return run_schedule(self.wrapped, batches, self.config.optim.z_loss, self.groups.tensor, self.device)
+    def start_phase(self, index: int, lanes: range) -> None:
+        """Rows start from states as the phase says; this process reads these lanes of it."""
+        chunks = [stage.model.place.layers for stage in self.stages]
+        self.carrier = carrier_of(self.config, index, chunks, lanes, self.groups, self.device)
+
+    def forward_backward(self, batches: Sequence[Batch], step: int = 0) -> StepLoss:
+        """The loss of a step of the phase and its gradients; each rank brings its own lanes' micro-batches."""
+        if self.carrier is not None:
+            self.carrier.begin(step)
+        z_loss = self.config.optim.z_loss
+        return run_schedule(self.wrapped, batches, z_loss, self.groups.tensor, self.device, self.carrier)
+
+    def step(self, lr: float) -> tuple[float, bool]:
+        """Update the weights, and take over the states that the rows ended in; a refused step changes neither."""
+        grad_norm, accepted = self.optimizer.step(lr)
+        if self.carrier is not None and accepted:
+            self.carrier.commit()
+        return grad_norm, accepted
 
     @torch.no_grad()
     def loss(self, batches: Sequence[Batch]) -> StepLoss:
-        """The loss alone, without the z-loss."""
+        """The loss alone, without the z-loss, every row from zero."""
         return run_schedule(self.wrapped, batches, 0.0, self.groups.tensor, self.device, forward_only=True)
 
     def compile(self) -> None:

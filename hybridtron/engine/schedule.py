@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from hybridtron.data.batch import Batch
+from hybridtron.engine.states import Carrier
 from hybridtron.model.lm import ModelOut
 from hybridtron.parallel.linear import TensorGroup
 from hybridtron.parallel.loss import cross_entropy
@@ -39,17 +40,20 @@ def run_schedule(
     z_loss: float,
     tensor: TensorGroup,
     device: torch.device,
+    carrier: Carrier | None = None,
     forward_only: bool = False,
 ) -> StepLoss:
     """Run the micro-batches of this data-parallel rank through the pipeline; adds up gradients unless forward_only.
 
-    Every rank brings the batches itself, since each needs the borders of documents, and the ends need the tokens.
+    Every rank brings the batches itself, since each needs the borders of documents, and the ends need the tokens. The
+    carrier hands each row its state; without one all start from zero. Core tells a forward pass nothing of its
+    micro-batch, so each chunk's iterator does.
     """
     rows, length = batches[0].tokens_BL.shape
     schedule: Any = get_forward_backward_func()
     reports = schedule(
-        forward_step_func=partial(_forward_step, z_loss=z_loss, tensor=tensor, device=device),
-        data_iterator=[iter(enumerate(batches)) for _ in stages],
+        forward_step_func=partial(_forward_step, z_loss=z_loss, tensor=tensor, device=device, carrier=carrier),
+        data_iterator=[_numbered(chunk, batches) for chunk in range(len(stages))],
         model=list(stages),
         num_microbatches=len(batches),
         seq_length=length,
@@ -64,13 +68,26 @@ def run_schedule(
     return StepLoss(totals[0], totals[1])
 
 
+def _numbered(chunk: int, batches: Sequence[Batch]) -> Iterator[tuple[int, int, Batch]]:
+    """The micro-batches of one chunk, with its number and theirs."""
+    for number, batch in enumerate(batches):
+        yield chunk, number, batch
+
+
 def _forward_step(
-    batches: Iterator[tuple[int, Batch]], stage: nn.Module, z_loss: float, tensor: TensorGroup, device: torch.device
+    batches: Iterator[tuple[int, int, Batch]],
+    stage: nn.Module,
+    z_loss: float,
+    tensor: TensorGroup,
+    device: torch.device,
+    carrier: Carrier | None,
 ) -> tuple[Tensor, Any]:
-    """One micro-batch through one chunk; the index of the micro-batch will key its lanes' states."""
-    _, batch = next(batches)
+    """One micro-batch through one chunk."""
+    chunk, number, batch = next(batches)
     batch = batch.to(device)
-    out: ModelOut = stage(batch)
+    out: ModelOut = stage(batch, None if carrier is None else carrier.initial(chunk, number, batch))
+    if carrier is not None:
+        carrier.keep(chunk, number, out.states)
     output = with_auxiliary_losses(out.output, list(out.aux.values()), batch.mask_BL.sum())
     return output, partial(_loss_of, batch=batch, z_loss=z_loss, tensor=tensor)
 

@@ -18,6 +18,7 @@ from hybridtron.config.layout import chunks_on, stages_of
 from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.data.batch import Batch
 from hybridtron.model.lm import LanguageModel, ModelOut, Place
+from hybridtron.model.stack import States
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.linear import TensorGroup
 from hybridtron.parallel.mcore import data_parallel_config, schedule_config
@@ -47,8 +48,8 @@ class Stage(nn.Module):
         """The tied weight that first and last stage both hold, whose gradients Megatron sums over the two."""
         return self.model.output_weight() if self.model.tied else None
 
-    def forward(self, batch: Batch) -> ModelOut:
-        return self.model(batch.tokens_BL, None, batch.seq, self.received)
+    def forward(self, batch: Batch, states: States | None) -> ModelOut:
+        return self.model(batch.tokens_BL, states, batch.seq, self.received)
 
 
 def mark_for_megatron(model: LanguageModel) -> None:

@@ -36,11 +36,11 @@ class Attention(Mixer):
         self.kv_conv_bias = nn.Parameter(torch.empty(len(self.kv_conv))) if spec.conv_bias else None
 
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
-        new: State = {}
+        before, new = state or {}, State()
         x_LBD = enter(x_LBD, self.tensor)
         q_BLC, kv_BLC = self.q(x_LBD).transpose(0, 1), self.kv(x_LBD).transpose(0, 1)
         if self.spec.conv:
-            tails = (None, None) if state is None else (state["q_conv"], state["kv_conv"])
+            tails = before.get("q_conv"), before.get("kv_conv")
             silu, documents = self.spec.conv_silu, seq.documents_BL
             q_BLC, new["q_conv"] = causal_conv(q_BLC, self.q_conv, self.q_conv_bias, tails[0], documents, silu)
             kv_BLC, new["kv_conv"] = causal_conv(kv_BLC, self.kv_conv, self.kv_conv_bias, tails[1], documents, silu)
@@ -50,7 +50,7 @@ class Attention(Mixer):
         if self.spec.rope_base is not None:
             cos, sin = seq.rope(self.rotary_dim, self.spec.rope_base)
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        memory = None if state is None else Memory(state["keys"], state["values"], state["length"])
+        memory = Memory(before["keys"], before["values"], before["length"]) if "keys" in before else None
         y_BLHK = attention(q, k, v, self.spec.window, seq.documents_BL, memory)
         keep = None if self.spec.window is None else self.spec.window - 1
         new["keys"], new["values"], new["length"] = remember(memory, k, v, seq.documents_BL, keep)

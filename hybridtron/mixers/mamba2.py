@@ -44,7 +44,8 @@ class Mamba2(Mixer):
         x_LBD = enter(x_LBD, self.tensor)
         z_BLE, x_BLE, dt_BLH = self.in_proj(x_LBD).transpose(0, 1).split((self.inner, self.inner, self.heads), dim=-1)
         bc_BLC = self.bc_proj(x_LBD).transpose(0, 1)
-        tails = (None, None) if state is None else (state["x_conv"], state["bc_conv"])
+        before = state or {}
+        tails = before.get("x_conv"), before.get("bc_conv")
         x_BLE, new["x_conv"] = causal_conv(
             x_BLE, self.x_conv_weight, self.x_conv_bias, tails[0], seq.documents_BL, True
         )
@@ -55,7 +56,7 @@ class Mamba2(Mixer):
         B_BLGN, C_BLGN = (
             part.unflatten(-1, (-1, self.spec.state))[:, :, self.groups_used] for part in bc_BLC.chunk(2, dim=-1)
         )
-        h_BHPN = None if state is None else state["ssm"]
+        h_BHPN = before.get("ssm")
         y_BLHP, new["ssm"] = ssd_scan(
             x_BLHP, dt_BLH, -torch.exp(self.A_log), B_BLGN, C_BLGN, self.D, self.dt_bias, h_BHPN, seq.documents_BL
         )

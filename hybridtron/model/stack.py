@@ -16,7 +16,10 @@ from hybridtron.model.layer import Residual
 from hybridtron.parallel.linear import TensorGroup
 
 States = dict[int, State]
-"""One state per layer, by the layer's index in the whole model; layers without a state hold {}."""
+"""One state per layer, by the layer's index in the whole model; layers without a state hold {}.
+
+Where states come in, a layer that is missing starts from zero.
+"""
 
 
 class StackOut(NamedTuple):
@@ -46,7 +49,7 @@ class Stack(nn.ModuleDict):
         new_states: States = {}
         total_aux: dict[str, Tensor] = {}
         for name, layer in self.items():
-            state = None if states is None else states[int(name)]
+            state = None if states is None else states.get(int(name))
             if name in self.recomputed and torch.is_grad_enabled():
                 out = checkpoint(layer, x_LBD, state, seq, use_reentrant=False, preserve_rng_state=False)
             else:

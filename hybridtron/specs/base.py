@@ -122,6 +122,7 @@ class StatePart:
     kind: Literal["ssm", "conv", "kv"]
     shape: tuple[int | None, ...]
     dtype: Literal["float32", "int64"] | None = None
+    heads: int = 1  # runs of the first axis whose values have statistics of their own
 
 
 @dataclass(frozen=True)

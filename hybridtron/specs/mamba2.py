@@ -96,8 +96,9 @@ class Mamba2Spec(MixerSpec):
         return 5 * self.inner(model) + 4 * self.groups * self.state + self.num_heads(model)
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
+        heads = self.num_heads(model)
         return {
-            "ssm": StatePart("ssm", (self.num_heads(model), self.head_dim, self.state), "float32"),
+            "ssm": StatePart("ssm", (heads, self.head_dim, self.state), "float32", heads),
             "x_conv": StatePart("conv", (self.conv - 1, self.inner(model))),
             "bc_conv": StatePart("conv", (self.conv - 1, 2 * self.groups * self.state)),
         }

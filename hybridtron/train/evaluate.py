@@ -21,7 +21,7 @@ def evaluate(engine: Engine, sources: Sources, config: Config, phase: PhaseConfi
     for multiple in config.run.eval_lengths:
         rows = max(1, phase.micro_batch // multiple)
         tokens = parse_tokens(config.run.eval_tokens)
-        batches = list(held_out(sources, config.data_of(phase).documents, phase.seq_len * multiple, tokens, rows))
+        batches = list(held_out(sources, config.documents_of(phase), phase.seq_len * multiple, tokens, rows))
         losses[f"{multiple}x"] = engine.loss(shared_out(batches, rows, engine)).mean.item()
     return losses
 

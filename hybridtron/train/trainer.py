@@ -89,7 +89,7 @@ class Trainer:
     """One run, on one process or as one rank of many. Only the first rank speaks and writes metrics."""
 
     def __init__(self, config: Config, run_dir: Path, start: Path | None, groups: Groups) -> None:
-        self.config, self.run_dir, self.groups = config, run_dir, groups
+        self.config, self.run_dir, self.start, self.groups = config, run_dir, start, groups
         torch.manual_seed(config.run.seed)
         weights = None if start is None else io.stored(start, "model.safetensors", parameter_table(config.model))
         self.engine = Engine(config, groups, weights)
@@ -120,6 +120,9 @@ class Trainer:
         loader = self.loader_of(stretch)
         first, last = max(self.first, stretch.first), min(self.last, stretch.last)
         self.check_same_data(loader, stretch)
+        self.engine.start_phase(stretch.index, loader.lanes)
+        if self.start is not None and stretch.first < self.first:
+            io.restore_states(self.start, self.engine)
         if self.groups.is_first:
             announce_reading(loader, stretch)
         self.flops_per_token = count(self.config.model, stretch.phase.seq_len).flops_per_token
@@ -145,9 +148,9 @@ class Trainer:
         arrived = time.perf_counter()
         phase, optim = stretch.phase, self.config.optim
         lr = learning_rate(stretch.phase_tokens_at(step), phase, optim)
-        loss = self.engine.forward_backward(batches)
+        loss = self.engine.forward_backward(batches, step - stretch.first - 1)
         layers = self.engine.optimizer.norms() if self.config.run.layer_norms else None
-        grad_norm, accepted = self.engine.optimizer.step(lr)
+        grad_norm, accepted = self.engine.step(lr)
         synchronize()
         self.skipped += not accepted
         step_time = time.perf_counter() - asked

@@ -235,7 +235,7 @@ def test_fingerprint_tells_in_words_what_differs(toy: TokenFolder, make_folder: 
 
 
 def test_lanes_must_be_shared_evenly(toy: TokenFolder):
-    with pytest.raises(ValueError, match="global_batch=8 is not a multiple of micro_batch=3"):
+    with pytest.raises(ValueError, match="8 lanes are not a multiple of micro_batch=3"):
         Loader(sources_of((toy, "text", 1)), reading_of(micro_batch=3))
 
 

@@ -136,14 +136,30 @@ def test_reports_norms_and_traces_when_asked(train_small: Train, tmp_path: Path)
     assert {"trace-step-00000002-rank-0.json", "memory-step-00000002-rank-0.txt"} <= logs
 
 
+@pytest.mark.parametrize("states", ["mode=tbtt", "mode=passing", "mode=fitted"])
+def test_a_phase_with_carried_states_resumes_with_the_same_losses(
+    train_small: Train, tmp_path: Path, states: str
+) -> None:
+    assert train_small(f"states.{states}", f"run.dir={tmp_path / 'whole'}", "run.max_steps=6") == 0
+    assert train_small(f"states.{states}", "run.max_steps=3") == 0
+    assert train_small(f"states.{states}", "run.max_steps=6") == 0
+    whole, parts = ([line["loss"] for line in metrics_of(folder)] for folder in (tmp_path / "whole", tmp_path / "run"))
+    assert parts == whole
+
+
+def test_chunks_of_a_lane_make_one_step(train_small: Train, tmp_path: Path) -> None:
+    assert train_small("states.mode=tbtt", "states.chunks=2", "run.max_steps=3") == 0
+    assert [line["tokens"] for line in metrics_of(tmp_path / "run")] == [64, 128, 192]
+
+
 def test_skipped_steps_are_counted_and_change_nothing(
     train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward_backward = Engine.forward_backward
     calls = []
 
-    def poisoned(engine: Engine, batches: list[Batch]) -> StepLoss:
-        loss = forward_backward(engine, batches)
+    def poisoned(engine: Engine, batches: list[Batch], step: int) -> StepLoss:
+        loss = forward_backward(engine, batches, step)
         calls.append(1)
         if len(calls) == 2:
             engine.optimizer.shards["norm.weight"].weight.main_grad[0] = float("nan")

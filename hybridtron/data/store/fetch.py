@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlparse
 
-from hybridtron.data.folder import DIGEST, FolderError, Manifest, Shard
+from hybridtron.data.folder import DIGEST, FolderError, Manifest, Shard, is_url
 from hybridtron.data.store.cache import PAUSE, CacheOptions, Damaged, DataError, Entry, disk_trouble, inside
 
 if TYPE_CHECKING:
@@ -39,11 +39,6 @@ CLIENTS = {
     "alipan": "AliPCS-Py",
 }  # scheme -> what pip installs for it
 _ABSENT = {"403", "404", "AccessDenied", "NoSuchBucket", "NoSuchKey"}
-
-
-def is_url(path: str) -> bool:
-    """Whether a dataset has to be fetched from somewhere."""
-    return "://" in path
 
 
 def check_scheme(url: str) -> None:

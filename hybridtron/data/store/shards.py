@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybridtron.data.folder import SPLITS, FolderError, Manifest, TokenFolder, digest_of
+from hybridtron.data.folder import SPLITS, FolderError, Manifest, TokenFolder, digest_of, is_url
 from hybridtron.data.store.cache import CacheOptions, Damaged, DataError, Entry, inside
-from hybridtron.data.store.fetch import Fetcher, Streams, check_scheme, fetch_file, is_url
+from hybridtron.data.store.fetch import Fetcher, Streams, check_scheme, fetch_file
 from hybridtron.data.store.mds import index_faults, packed_digests, read_offsets, wrong_samples
 
 __all__ = ["CacheOptions", "DataError", "Store", "open_folder"]

@@ -1,0 +1,239 @@
+"""Carried states on one process: what rows start from in each mode, and that a step refused changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from hybridtron.config.check import check
+from hybridtron.config.schema import Config, PhaseConfig, StateKind, StateMode, StatesConfig
+from hybridtron.data.batch import Batch, SeqInfo
+from hybridtron.engine.engine import Engine
+from hybridtron.engine.states import Carrier
+from hybridtron.parallel.groups import Groups
+from tests.conftest import random_batch, small_config, small_model, small_run
+
+PATTERN = "M-WS"
+LANES, ROWS, LENGTH = 4, 2, 12
+
+
+def run_of(**states: object) -> Config:
+    phase = PhaseConfig(tokens="1M", seq_len=LENGTH, global_batch=LANES, micro_batch=ROWS, lr=1e-3)
+    states["mode"] = StateMode(states["mode"])
+    carried = StatesConfig(**states)  # type: ignore[arg-type]
+    return dataclasses.replace(small_run(small_config(PATTERN)), states=carried, phases=[phase])
+
+
+def engine_of(alone: Groups, **states: object) -> Engine:
+    config = run_of(**states)
+    assert not check(config)
+    engine = Engine(config, alone)
+    engine.start_phase(0, range(LANES))
+    return engine
+
+
+def carrier_of(engine: Engine) -> Carrier:
+    assert engine.carrier is not None
+    return engine.carrier
+
+
+def step_of(engine: Engine, number: int, batches: list[Batch], lr: float = 0.0) -> float:
+    loss = engine.forward_backward(batches, number).mean.item()
+    engine.step(lr)
+    return loss
+
+
+def lanes_of(length: int, steps: int) -> Batch:
+    """One long stream of each lane."""
+    return random_batch(rows=LANES, length=length * steps)
+
+
+def chunk_of(stream: Batch, step: int, length: int) -> list[Batch]:
+    """What each lane reads in a step, two lanes a micro-batch; every token but the lane's very first goes on."""
+    here = slice(step * length, (step + 1) * length)
+    tokens_BL, labels_BL, mask_BL = (t[:, here] for t in (stream.tokens_BL, stream.labels_BL, stream.mask_BL))
+    seq = SeqInfo.stream(LANES, length, start=step * length)
+    return Batch(tokens_BL, labels_BL, mask_BL, seq, torch.full((LANES,), step > 0)).split(ROWS)
+
+
+def test_tbtt_equals_the_whole_stream(alone: Groups) -> None:
+    """Losses of chunks that start where the one before ended add up to the loss of the whole."""
+    engine, stream = engine_of(alone, mode="tbtt"), lanes_of(LENGTH, 5)
+    plain = small_model(PATTERN)
+    plain.load_state_dict(dict(engine.weights()))
+    logits = plain(stream.tokens_BL, None, stream.seq).output.transpose(0, 1)
+    for step in range(5):
+        here = slice(step * LENGTH, (step + 1) * LENGTH)
+        mask = stream.mask_BL[:, here]
+        expected = torch.nn.functional.cross_entropy(logits[:, here][mask], stream.labels_BL[:, here][mask])
+        found = step_of(engine, step, chunk_of(stream, step, LENGTH))
+        assert found == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_row_that_begins_a_document_starts_from_zero(alone: Groups) -> None:
+    engine, stream = engine_of(alone, mode="tbtt"), lanes_of(LENGTH, 2)
+    step_of(engine, 0, chunk_of(stream, 0, LENGTH))
+    batches = chunk_of(stream, 1, LENGTH)
+    fresh = [dataclasses.replace(batch, continues_B=torch.tensor([False, False])) for batch in batches]
+    from_zero = engine_of(alone, mode="tbtt")
+    assert engine.forward_backward(fresh, 1).mean == from_zero.forward_backward(fresh, 0).mean
+    assert engine.forward_backward(batches, 1).mean != from_zero.forward_backward(batches, 0).mean
+
+
+def test_chunks_within_a_step_equal_as_many_steps(alone: Groups) -> None:
+    stream = lanes_of(LENGTH, 4)
+    by_steps = engine_of(alone, mode="tbtt")
+    by_chunks = Engine(dataclasses.replace(run_of(mode="tbtt", chunks=2), phases=by_steps.config.phases), alone)
+    by_chunks.start_phase(0, range(LANES))
+    single = [step_of(by_steps, step, chunk_of(stream, step, LENGTH)) for step in range(4)]
+    double = [
+        by_chunks.forward_backward([*chunk_of(stream, 2 * s, LENGTH), *chunk_of(stream, 2 * s + 1, LENGTH)], s)
+        for s in range(1)
+    ]
+    tokens = [stream.mask_BL[:, s * LENGTH : (s + 1) * LENGTH].sum().item() for s in range(2)]
+    expected = sum(loss * count for loss, count in zip(single[:2], tokens, strict=True)) / sum(tokens)
+    assert double[0].mean.item() == pytest.approx(expected, rel=1e-5)
+    by_chunks.step(0.0)
+    held, after_two = carrier_of(by_chunks).held, engine_of(alone, mode="tbtt")
+    for step in range(2):
+        step_of(after_two, step, chunk_of(stream, step, LENGTH))
+    for layer, parts in carrier_of(after_two).held.items():
+        for name, tensor in parts.items():
+            torch.testing.assert_close(held[layer][name], tensor)
+
+
+def test_passing_takes_over_recurrent_states_of_the_same_lane_alone(alone: Groups) -> None:
+    engine = engine_of(alone, mode="passing", dropout=0.0)
+    first, second = (random_batch(rows=LANES, length=LENGTH).split(ROWS) for _ in range(2))
+    step_of(engine, 0, first)
+    carrier = carrier_of(engine)
+    assert {layer: set(parts) for layer, parts in carrier.held.items()} == {0: {"ssm"}, 3: {"ssm"}}
+    plain = small_model(PATTERN)
+    plain.load_state_dict(dict(engine.weights()))
+    ended = [plain(batch.tokens_BL, None, batch.seq).states for batch in first]
+    for layer in (0, 3):
+        torch.testing.assert_close(carrier.held[layer]["ssm"], torch.cat([states[layer]["ssm"] for states in ended]))
+    passed = [{layer: {"ssm": states[layer]["ssm"]} for layer in (0, 3)} for states in ended]
+    logits = [plain(batch.tokens_BL, state, batch.seq).output for batch, state in zip(second, passed, strict=True)]
+    losses = [
+        torch.nn.functional.cross_entropy(of_rows.transpose(0, 1)[b.mask_BL], b.labels_BL[b.mask_BL], reduction="sum")
+        for of_rows, b in zip(logits, second, strict=True)
+    ]
+    expected = (sum(losses) / sum(b.mask_BL.sum() for b in second)).item()
+    assert step_of(engine, 1, second) == pytest.approx(expected, rel=1e-5)
+
+
+def test_dropped_states_are_those_of_the_key(alone: Groups) -> None:
+    engine = engine_of(alone, mode="passing", dropout=0.5)
+    carrier = carrier_of(engine)
+    step_of(engine, 0, random_batch(rows=LANES, length=LENGTH).split(ROWS))
+    kept = []
+    for step in range(1, 60):
+        carrier.begin(step)
+        for number in range(2):
+            states = carrier.initial(0, number, random_batch(rows=ROWS, length=LENGTH))
+            assert states is not None
+            rows = [states[layer]["ssm"].flatten(1).any(1) for layer in (0, 3)]
+            assert torch.equal(*rows)  # a lane is dropped on every layer or on none
+            kept += rows[0].tolist()
+    assert 0.35 < sum(kept) / len(kept) < 0.65
+
+
+def test_random_noise_has_its_size_and_its_key(alone: Groups) -> None:
+    def drawn(step: int) -> torch.Tensor:
+        carrier.begin(step)
+        states = [carrier.initial(0, number, random_batch(rows=ROWS, length=LENGTH)) for number in range(2)]
+        return torch.cat([state[0]["ssm"] for state in states if state is not None])
+
+    carrier = carrier_of(engine_of(alone, mode="random", sigma=3.0))
+    assert torch.equal(drawn(5), drawn(5))
+    noise = torch.stack([drawn(step) for step in range(40)])
+    assert noise.std().item() == pytest.approx(3, rel=0.05)
+    assert noise.mean().item() == pytest.approx(0, abs=0.1)
+    assert len(noise[:, :, 0, 0].unique()) == 40 * LANES
+
+
+def test_fitted_noise_follows_the_states_that_rows_end_in(alone: Groups) -> None:
+    engine = engine_of(alone, mode="fitted", beta=0.1)
+    batches = random_batch(rows=LANES, length=LENGTH).split(ROWS)
+    assert carrier_of(engine).initial(0, 0, batches[0]) is None  # the first step starts from zero
+    plain = small_model(PATTERN)
+    plain.load_state_dict(dict(engine.weights()))
+    ended = [plain(batch.tokens_BL, None, batch.seq).states for batch in batches]
+    step_of(engine, 0, batches)
+    one = torch.cat([states[0]["ssm"] for states in ended]).double()
+    of_heads = torch.cat([states[3]["ssm"] for states in ended]).double().transpose(0, 1).flatten(1)
+    moments = carrier_of(engine).moments
+    torch.testing.assert_close(
+        moments[0], 0.9 * torch.stack([one.mean(), one.var(correction=0)])[:, None], rtol=1e-5, atol=1e-9
+    )
+    expected = 0.9 * torch.stack([of_heads.mean(1), of_heads.var(1, correction=0)])
+    torch.testing.assert_close(moments[3], expected, rtol=1e-5, atol=1e-9)
+    noise = []
+    for step in range(1, 200):
+        carrier_of(engine).begin(step)
+        states = carrier_of(engine).initial(0, 0, batches[0])
+        assert states is not None
+        noise.append(states[3]["ssm"].transpose(0, 1).flatten(1))
+    drawn = torch.cat(noise, dim=1).double()
+    torch.testing.assert_close(drawn.var(1), expected[1], rtol=0.2, atol=0)
+    torch.testing.assert_close(drawn.mean(1), expected[0], rtol=0.5, atol=0.1 * expected[1].sqrt().max().item())
+
+
+@pytest.mark.parametrize("mode", ["passing", "tbtt", "fitted"])
+def test_a_refused_step_leaves_states_as_they_were(alone: Groups, mode: str) -> None:
+    engine, stream = engine_of(alone, mode=mode), lanes_of(LENGTH, 3)
+    step_of(engine, 0, chunk_of(stream, 0, LENGTH))
+    carrier = carrier_of(engine)
+    before = {layer: dict(parts) for layer, parts in carrier.held.items()}, dict(carrier.moments)
+    engine.forward_backward(chunk_of(stream, 1, LENGTH), 1)
+    engine.stages[0].model.get_parameter("layers.0.mixer.D").main_grad.fill_(torch.nan)  # type: ignore[attr-defined]
+    assert engine.step(1e-3)[1] is False
+    for layer, parts in before[0].items():
+        assert all(carrier.held[layer][name] is tensor for name, tensor in parts.items())
+    assert all(carrier.moments[layer] is moments for layer, moments in before[1].items())
+
+
+def test_a_lane_whose_state_is_not_finite_starts_anew_alone(alone: Groups) -> None:
+    engine, stream = engine_of(alone, mode="tbtt"), lanes_of(LENGTH, 2)
+    engine.forward_backward(chunk_of(stream, 0, LENGTH), 0)
+    carrier = carrier_of(engine)
+    carrier._ended[0, 1][3]["ssm"][0, 0, 0, 0] = torch.inf  # lane 2
+    engine.step(0.0)
+    assert carrier.restarts == 1
+    for parts in carrier.held.values():
+        for tensor in parts.values():
+            assert not tensor[2].any()
+            assert tensor[[0, 1, 3]].any()
+
+
+def test_chosen_layers_and_kinds(alone: Groups) -> None:
+    engine = engine_of(alone, mode="tbtt", carry=[StateKind.conv, StateKind.ssm], layers=[2, 3])
+    step_of(engine, 0, chunk_of(lanes_of(LENGTH, 1), 0, LENGTH))
+    assert {layer: set(parts) for layer, parts in carrier_of(engine).held.items()} == {3: {"ssm", "x_conv", "bc_conv"}}
+
+
+@pytest.mark.parametrize(
+    ("states", "told"),
+    [
+        ({"mode": "passing", "carry": ["ssm", "kv"]}, "the keys of one text mean nothing to another"),
+        ({"mode": "random", "carry": ["ssm", "conv"]}, "draws recurrent states"),
+        ({"mode": "passing", "dropout": 1.0}, "states.dropout"),
+        ({"mode": "fitted", "beta": -0.1}, "states.beta"),
+        ({"mode": "random", "sigma": -1.0}, "states.sigma"),
+        ({"mode": "tbtt", "chunks": 3}, "must divide global_batch=4"),
+        ({"mode": "tbtt", "chunks": 4}, "which micro_batch=2 does not divide"),
+        ({"mode": "passing", "chunks": 2}, "belongs to mode=tbtt"),
+        ({"mode": "passing", "layers": [1]}, "no chosen sub-layer has a state"),
+        ({"mode": "passing", "layers": [9]}, "the model has sub-layers 0 to 3"),
+    ],
+)
+def test_what_can_not_be_carried_is_told(states: dict[str, object], told: str) -> None:
+    assert any(told in str(problem) for problem in check(run_of(**states)))
+
+
+def test_full_attention_has_no_end(alone: Groups) -> None:
+    config = dataclasses.replace(run_of(mode=StateMode.tbtt), model=small_config("MF"))
+    assert any("full attention keeps ever more keys" in str(problem) for problem in check(config))

@@ -134,7 +134,7 @@ class Report:
 
 def times(ratio: float) -> str:
     """A ratio for a table: `3.4x`, `120x`."""
-    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.3g}x" if ratio < 1000 else f"{ratio:,.0f}x"
+    return f"{ratio:.2f}x" if 0.1 <= ratio < 10 else f"{ratio:.3g}x" if ratio < 1000 else f"{ratio:,.0f}x"
 
 
 def print_report(report: Report) -> None:

@@ -34,7 +34,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds the package without installing it
 
-from tools.generate import Unusable, find_checkpoint
+from tools.generate import Unusable, find_checkpoint, load_checkpoint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -120,21 +120,10 @@ def evaluate(chosen: argparse.Namespace) -> None:
 
 def load(checkpoint: Path) -> tuple[LanguageModel, Config, PhaseConfig]:
     """The whole model, its configuration, and the phase in which the checkpoint was written."""
-    from safetensors import SafetensorError
-
-    from hybridtron.checkpoint import io
-    from hybridtron.device import DTYPES, compute_device
-    from hybridtron.model.lm import LanguageModel
     from hybridtron.train.phases import stretches
 
-    try:
-        step = io.read_meta(checkpoint).step
-        config = io.read_config(checkpoint)
-        model = LanguageModel(config.model).to(compute_device()).cast(DTYPES[config.precision.name])
-        io.load_weights(checkpoint, model)
-        plan = stretches(config)
-    except (SafetensorError, OSError, KeyError, RuntimeError, ValueError) as error:
-        raise Unusable(f"{checkpoint} can't be read: {type(error).__name__}: {error}") from error
+    model, config, step = load_checkpoint(checkpoint)
+    plan = stretches(config)
     return model, config, next((one.phase for one in plan if step <= one.last), plan[-1].phase)
 
 
@@ -185,7 +174,7 @@ def choose_rows(stores: Sequence[Store], length: int, rows: int) -> tuple[list[R
     kind = f"long documents of the validation split, the first {length} tokens of each"
     if not any(found):
         kind = f"rows of {length} tokens, from the validation split packed end to end: none of its documents is as long"
-        streams = [DocumentStream(one.lengths, one.shard_documents, one.shard_tokens, 1, None) for one in stores]
+        streams = [DocumentStream.of(store) for store in stores]
         starts = range(0, rows * (length + 1), length + 1)
         found = [[one.spans(at, length + 1) for at in starts if at + length < one.tokens_per_epoch] for one in streams]
     turns = itertools.chain.from_iterable(map(enumerate, itertools.zip_longest(*found)))

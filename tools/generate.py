@@ -14,8 +14,13 @@ import argparse
 import math
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hybridtron.config.problems import ConfigError
+
+if TYPE_CHECKING:
+    from hybridtron.config.schema import Config
+    from hybridtron.model.lm import LanguageModel
 
 DOCUMENT_STARTS = ("<|endoftext|>", "<|begin_of_text|>", "<s>", "<|end_of_text|>", "</s>", "<bos>", "<eos>", "[BOS]")
 
@@ -74,18 +79,25 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def text(checkpoint: Path, prompt: str, tokens: int, temperature: float, seed: int) -> str:
-    """Build the model as the checkpoint's configuration describes it, load it, and let it write."""
+    """Load the model of a checkpoint, and let it write."""
+    from hybridtron.train.sample import sample_text
+
+    prompt = prompt_or_start(checkpoint, prompt)
+    model, _, _ = load_checkpoint(checkpoint)
+    return sample_text(model, checkpoint, prompt, tokens, temperature, seed)
+
+
+def load_checkpoint(checkpoint: Path) -> tuple[LanguageModel, Config, int]:
+    """The whole model, as the checkpoint's configuration describes it, that configuration, and the step."""
     from safetensors import SafetensorError
 
     from hybridtron.checkpoint import io
     from hybridtron.device import DTYPES, compute_device
     from hybridtron.model.lm import LanguageModel
-    from hybridtron.train.sample import sample_text
 
     try:
-        io.read_meta(checkpoint)  # refuses formats that this version does not read
+        step = io.read_meta(checkpoint).step  # refuses formats that this version does not read
         config = io.read_config(checkpoint)
-        prompt = prompt_or_start(checkpoint, prompt)
         model = LanguageModel(config.model).to(compute_device()).cast(DTYPES[config.precision.name])
         io.load_weights(checkpoint, model)
     except FileNotFoundError as error:
@@ -94,7 +106,7 @@ def text(checkpoint: Path, prompt: str, tokens: int, temperature: float, seed: i
         raise Unusable(f"{checkpoint} has a config.yaml that this version can't read.\n{error}") from error
     except (SafetensorError, OSError, KeyError, RuntimeError, ValueError) as error:
         raise Unusable(f"{checkpoint} can't be read: {type(error).__name__}: {error}") from error
-    return sample_text(model, checkpoint, prompt, tokens, temperature, seed)
+    return model, config, step
 
 
 def prompt_or_start(checkpoint: Path, prompt: str) -> str:
@@ -102,8 +114,10 @@ def prompt_or_start(checkpoint: Path, prompt: str) -> str:
     from tokenizers import Tokenizer
 
     path = checkpoint / "tokenizer.json"
-    vocabulary = path.read_text(encoding="utf-8")
+    if not path.exists():
+        raise Unusable(f"{checkpoint} has no tokenizer.json: it is incomplete")
     try:
+        vocabulary = path.read_text(encoding="utf-8")
         tokenizer = Tokenizer.from_str(vocabulary)
     except Exception as error:  # the package raises nothing more specific
         raise Unusable(f"{path} can't be read: {error}") from error

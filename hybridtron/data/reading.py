@@ -72,13 +72,7 @@ def lane_order(sources: Sources, reading: Reading) -> LaneOrder:
 
 def _streams(sources: Sources, reading: Reading) -> list[DocumentStream]:
     return [
-        DocumentStream(
-            store.lengths,
-            store.shard_documents,
-            store.shard_tokens,
-            reading.shuffle_tokens,
-            seed_of(reading.seed, name),
-        )
+        DocumentStream.of(store, reading.shuffle_tokens, seed_of(reading.seed, name))
         for name, store in zip(sources.names, sources.stores("train"), strict=True)
     ]
 

@@ -22,7 +22,7 @@ def held_out(sources: Sources, documents: Documents, seq_len: int, tokens: int, 
     for index, (store, one) in enumerate(zip(stores, ingredients, strict=True)):
         available = (one.tokens("validation") - 1) // seq_len
         wanted = min(max(1, int(one.weight / whole * tokens) // seq_len), available)
-        stream = DocumentStream(store.lengths, store.shard_documents, store.shard_tokens, 1, None)
+        stream = DocumentStream.of(store)
         spans = [stream.spans(row * seq_len, seq_len + 1) for row in range(wanted)]
         rows += [Row([(index, span) for span in of_row], position=0) for of_row in spans]
     if not rows:

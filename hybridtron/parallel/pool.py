@@ -6,6 +6,7 @@ fails raises the traceback of the process that failed first, and its processes a
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing as mp
 import os
 import pickle
@@ -136,6 +137,7 @@ def _serve(connection: Connection) -> None:
     """A worker's life: one job after another, one thread, no GPU, until the pool goes."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
+    faulthandler.enable()  # a process that dies of a signal says where
     connection.send_bytes(b"ready")
     while True:
         try:

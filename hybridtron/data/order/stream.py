@@ -19,7 +19,7 @@ import functools
 import hashlib
 import mmap
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -75,6 +75,14 @@ class _Blocks(NamedTuple):
     starts: np.ndarray
 
 
+class Counted(Protocol):
+    """What a stream has to know of a source: a `Store` does."""
+
+    lengths: np.ndarray
+    shard_documents: np.ndarray
+    shard_tokens: np.ndarray
+
+
 class DocumentStream:
     """Every document of one source, epoch after epoch, shuffled in blocks: an endless stream of tokens.
 
@@ -107,6 +115,11 @@ class DocumentStream:
         self._seed = seed
         self._blocks = Recent(self._gathered, 2)
         self._block = Recent(self._arranged, 4)
+
+    @staticmethod
+    def of(source: Counted, shuffle_tokens: int = 1, seed: int | None = None) -> DocumentStream:
+        """The stream of a source; without a seed as its files stand."""
+        return DocumentStream(source.lengths, source.shard_documents, source.shard_tokens, shuffle_tokens, seed)
 
     def spans(self, start: int, count: int) -> list[Span]:
         """Where the `count` tokens from position `start` of the stream on are found, document by document."""

@@ -15,7 +15,7 @@ from hybridtron.data.prepare.documents import in_validation
 from hybridtron.data.prepare.input_files import ArgumentError, InputError, find
 from hybridtron.data.prepare.parts import Settings, cut
 from hybridtron.data.prepare.run import prepare
-from hybridtron.data.prepare.vocabulary import Vocabulary, open_vocabulary
+from hybridtron.data.prepare.vocabulary import Vocabulary
 from hybridtron.data.store.mosaic import MDSWriter
 from tests.data.prepare.preparing import (
     TEXTS,
@@ -24,27 +24,10 @@ from tests.data.prepare.preparing import (
     stored,
     texts,
     words,
-    write_inputs,
     write_jsonl,
-    write_tokenizer,
 )
 
 SETTINGS = Settings(validation=0.2, shard_size=1024)
-
-
-@pytest.fixture(scope="module")
-def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def vocabulary(tokenizer_folder: Path) -> Vocabulary:
-    return open_vocabulary(tokenizer_folder)
-
-
-@pytest.fixture
-def inputs(tmp_path: Path) -> Path:
-    return write_inputs(tmp_path / "in")
 
 
 def write_tokens(folder: Path, documents: list[list[int]]) -> Path:

@@ -24,29 +24,12 @@ from tests.data.prepare.preparing import (
     TEXTS,
     contents_of,
     words,
-    write_inputs,
     write_jsonl,
-    write_tokenizer,
     zstd,
 )
 
 ROOT = Path(__file__).parents[3]
 SETTINGS = Settings(validation=0.2, shard_size=1024)
-
-
-@pytest.fixture(scope="module")
-def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def vocabulary(tokenizer_folder: Path) -> Vocabulary:
-    return open_vocabulary(tokenizer_folder)
-
-
-@pytest.fixture
-def inputs(tmp_path: Path) -> Path:
-    return write_inputs(tmp_path / "in")
 
 
 def test_the_number_of_workers_changes_no_byte(inputs: Path, vocabulary: Vocabulary, tmp_path: Path) -> None:

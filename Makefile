@@ -1,16 +1,20 @@
 # make train   sets up what is missing and trains the laptop recipe
 # make test    sets up what is missing and runs lint, types and tests
 # make setup-dali   adds NVIDIA DALI, for data.feed=dali (400 MB)
+# make length-story   pretrains tiny models that fail beyond their context and repairs them (tens of minutes)
 # make audit   compares every gradient of every parallel layout with one process (minutes)
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 STREAMING := mosaicml-streaming==0.13.0
 DALI := nvidia-dali-cuda120==2.4.0
 BIN := .venv/bin
-.PHONY: train setup setup-dali test lint types test-fast test-slow test-gpu audit format clean
+.PHONY: train length-story setup setup-dali test lint types test-fast test-slow test-gpu audit format clean
 
 train: .venv/.ready
 	$(BIN)/python train.py
+
+length-story: .venv/.ready
+	$(BIN)/python tools/length_story.py
 
 setup: .venv/.ready
 
@@ -39,7 +43,7 @@ test-fast: .venv/.ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "gloo and not slow"
 
 test-slow: .venv/.ready
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(if $(SLICE),--slice $(SLICE))
 
 test-gpu: .venv/.ready
 	$(BIN)/pytest -m gpu

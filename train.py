@@ -1,18 +1,23 @@
 """Train a model: `python train.py recipe=samba_421m run.dir=runs/a phases.0.micro_batch=2`.
 
-Exit codes: 0 finished, 2 bad configuration, 1 anything else.
+Exit codes: 0 finished, 2 bad configuration, 75 stopped on demand after a checkpoint, 1 anything else.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
+import traceback
 
 from hybridtron.config.check import check, warnings
 from hybridtron.config.layout import launched
 from hybridtron.config.load import choices_of, load
 from hybridtron.config.problems import ConfigError
 from hybridtron.data import ingredients
+from hybridtron.train.failures import FailedElsewhere
+from hybridtron.train.preempt import StopRequests
+from hybridtron.train.run_folder import EXIT_PREEMPTED, Preempted
 
 USAGE = """\
 python train.py [recipe=NAME] [key=value ...]
@@ -24,7 +29,8 @@ python train.py [recipe=NAME] [key=value ...]
   phases.0.lr=1e-3  or any other key of the configuration (see configs/README.md)
 
 recipes: {recipes},
-         and those in configs/recipe/ablations: recipe=ablations/samba_421m_full_0
+         and those in configs/recipe/ablations: recipe=ablations/samba_421m_full_0,
+         in configs/recipe/length, from a checkpoint: recipe=length/state_passing run.weights=runs/NAME
 
 Layers, parameters, FLOPs and memory of a configuration: python tools/inspect_config.py recipe=NAME
 """
@@ -42,15 +48,35 @@ def main(arguments: list[str]) -> int:
             raise ConfigError(problems)
         for warning in warnings(config) if launched().rank == 0 else ():
             print(f"warning: {warning}", file=sys.stderr)
-        from hybridtron.train.trainer import run  # imports torch, which the checks do without
+        with StopRequests(config.run, speaks=launched().rank == 0) as requests:
+            from hybridtron.train.trainer import run  # imports torch, which the checks do without
 
-        run(config)
+            run(config, requests)
     except ConfigError as error:
         if launched().rank == 0:
             print(error, file=sys.stderr)
         return 2
+    except Preempted as end:
+        if launched().rank == 0:
+            print(end, file=sys.stderr)
+        return EXIT_PREEMPTED
     return 0
 
 
+def main_or_end(arguments: list[str]) -> int:
+    """`main` as a program: no thread or peer that hangs keeps a failed rank alive, no late signal changes code 75."""
+    try:
+        if (code := main(arguments)) == EXIT_PREEMPTED:
+            StopRequests.ignore()
+        return code
+    except FailedElsewhere as error:
+        print(error, file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main_or_end(sys.argv[1:]))

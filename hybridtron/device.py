@@ -13,7 +13,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol, Self, TypeVar
@@ -60,6 +60,38 @@ def cuda_report() -> dict[str, str]:
         memory = f"{found.total_memory / 2**30:.0f} GiB"
         report[f"cuda:{index}"] = f"{found.name}, compute capability {found.major}.{found.minor}, {memory}"
     return report
+
+
+# Kernels of other packages that add up in no fixed order unless they are told, and cuBLAS's and NCCL's choices. What
+# the user has set stays.
+FIXED_ORDER = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "MAMBA_DETERMINISTIC": "1",
+    "CAUSAL_CONV1D_DETERMINISTIC": "1",
+}
+
+
+@contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Inside the block, if wanted, the same program gives the same bits again; ops that can't are refused by torch."""
+    if not wanted:
+        yield
+        return
+    for name, value in FIXED_ORDER.items():
+        os.environ.setdefault(name, value)
+    benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.benchmark = benchmark
+
+
+def is_deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled()
 
 
 def synchronize() -> None:

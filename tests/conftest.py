@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -32,6 +33,17 @@ SMALL_LAYERS = {
     "F": {"kind": "attention", "heads": 2},
     "-": {"kind": "swiglu", "hidden": 48},
 }
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slice", metavar="I/N", help="only every N-th test, by a digest of its name: the I-th slice of N")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep one slice of the tests; each test is in one slice, whatever others there are."""
+    if chosen := config.getoption("--slice"):
+        index, count = map(int, chosen.split("/"))
+        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % count == index - 1]
 
 
 @pytest.fixture(autouse=True)

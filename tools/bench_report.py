@@ -158,14 +158,15 @@ def markdown(report: Report, settings: Settings, command: str) -> str:
     lines += [f"- versions: {versions()}"]
     lines += [f"- {note}" for note in report.notes]
     for rows in report.tables:
-        lines += ["", f"## {rows.title}", "", *_grid(rows.header, rows.cells)]
+        lines += ["", f"## {rows.title}", "", *grid(rows.header, rows.cells)]
     if report.goals:
         cells = [(g.text, g.wanted, f"{g.value:.3g}", "yes" if g.met else "**no**") for g in report.goals]
-        lines += ["", "## Goals", "", *_grid(("goal", "wanted", "measured", "met"), cells)]
+        lines += ["", "## Goals", "", *grid(("goal", "wanted", "measured", "met"), cells)]
     return "\n".join(lines) + "\n"
 
 
-def _grid(header: tuple[str, ...], cells: Sequence[tuple[str, ...]]) -> list[str]:
+def grid(header: tuple[str, ...], cells: Sequence[tuple[str, ...]]) -> list[str]:
+    """The lines of a table in Markdown."""
     return [f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *cells)]
 
 
@@ -175,10 +176,10 @@ def machine(settings: Settings, device: str) -> str:
         return describe_device()
     load = f", load average {os.getloadavg()[0]:.1f} when measured" if hasattr(os, "getloadavg") else ""
     threads = "1 thread, processor time" if processor_time() else f"{settings.threads} threads, wall-clock time"
-    return f"{_processor()}, {os.cpu_count()} cores, {threads}{load}"
+    return f"{processor()}, {os.cpu_count()} cores, {threads}{load}"
 
 
-def _processor() -> str:
+def processor() -> str:
     """The processor's name as the kernel tells it, or what Python knows where there is no /proc."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []

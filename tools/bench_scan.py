@@ -206,12 +206,12 @@ def _probe(form: str, length: int, channels: int, state: int) -> None:
     torch.set_num_threads(1)
     forward_backward(form, inputs(16, channels, state))
     tensors = inputs(length, channels, state)
-    before = _resident(reset=True)
+    before = resident(reset=True)
     forward_backward(form, tensors)
-    print(max(resource.getpagesize(), _resident(reset=False) - before))
+    print(max(resource.getpagesize(), resident(reset=False) - before))
 
 
-def _resident(reset: bool) -> int:
+def resident(reset: bool) -> int:
     """The highest resident set so far, in bytes; with `reset` the present one, from which Linux then counts anew."""
     status = Path("/proc/self/status")
     if not status.exists():  # macOS counts bytes, and can't be reset

@@ -65,48 +65,45 @@ def find_checkpoint(path: Path) -> Path:
     """The checkpoint that a path names: itself, or the newest of a run."""
     if not path.is_dir():
         raise Unusable(f"{path} is not a folder" if path.exists() else f"{path} does not exist")
-    if (path / "meta.json").exists():
+    if (path / "manifest.json").exists():
         return path
-    from hybridtron.checkpoint.io import newest  # imports torch, which a wrong path does without
+    from hybridtron.checkpoint.folder import newest  # imports torch, which a wrong path does without
 
     found = newest(path)
     if found is None:
         raise Unusable(
-            f"{path} holds no checkpoint: give a run's folder, which has checkpoints/step-..., or one of these. "
+            f"{path} holds no whole checkpoint: give a run's folder, which has checkpoints/step-..., or one of these. "
             "A run writes its first one after checkpoint.every steps."
         )
-    return found
+    return found.folder
 
 
 def text(checkpoint: Path, prompt: str, tokens: int, temperature: float, seed: int) -> str:
     """Load the model of a checkpoint, and let it write."""
     from hybridtron.train.sample import sample_text
 
-    prompt = prompt_or_start(checkpoint, prompt)
     model, _, _ = load_checkpoint(checkpoint)
+    prompt = prompt_or_start(checkpoint, prompt)
     return sample_text(model, checkpoint, prompt, tokens, temperature, seed)
 
 
 def load_checkpoint(checkpoint: Path) -> tuple[LanguageModel, Config, int]:
     """The whole model, as the checkpoint's configuration describes it, that configuration, and the step."""
-    from safetensors import SafetensorError
-
-    from hybridtron.checkpoint import io
+    from hybridtron.checkpoint.checkpoint import Checkpoint
+    from hybridtron.checkpoint.manifest import BrokenCheckpoint
     from hybridtron.device import DTYPES, compute_device
     from hybridtron.model.lm import LanguageModel
 
     try:
-        step = io.read_meta(checkpoint).step  # refuses formats that this version does not read
-        config = io.read_config(checkpoint)
+        found = Checkpoint.open(checkpoint)
+        config = found.config
         model = LanguageModel(config.model).to(compute_device()).cast(DTYPES[config.precision.name])
-        io.load_weights(checkpoint, model)
-    except FileNotFoundError as error:
-        raise Unusable(f"{checkpoint} has no {Path(error.filename or str(error)).name}: it is incomplete") from error
+        found.load_weights(model)
+    except BrokenCheckpoint as error:
+        raise Unusable(str(error)) from error
     except ConfigError as error:
         raise Unusable(f"{checkpoint} has a config.yaml that this version can't read.\n{error}") from error
-    except (SafetensorError, OSError, KeyError, RuntimeError, ValueError) as error:
-        raise Unusable(f"{checkpoint} can't be read: {type(error).__name__}: {error}") from error
-    return model, config, step
+    return model, config, found.meta.step
 
 
 def prompt_or_start(checkpoint: Path, prompt: str) -> str:

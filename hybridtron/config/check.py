@@ -147,6 +147,9 @@ def _optim(optim: OptimConfig) -> Iterator[Problem]:
             yield Problem(f"optim.betas.{index}", f"is {beta}, must be at least 0 and below 1, such as 0.9 and 0.95")
     yield from _above_zero({"optim.eps": optim.eps, "optim.clip": optim.clip})
     yield from _at_least(0, {"optim.weight_decay": optim.weight_decay, "optim.z_loss": optim.z_loss})
+    yield from _at_least(1, {"optim.skips": optim.skips})
+    if optim.spike is not None and not 0 < optim.spike < math.inf:
+        yield Problem("optim.spike", f"is {optim.spike}, must be a number of deviations above 0 such as 6, or null")
     if not 0 <= optim.final_lr <= 1:
         yield Problem("optim.final_lr", f"is {optim.final_lr}, must be between 0 and 1: a fraction of each phase's lr")
 
@@ -187,6 +190,9 @@ def _run(run: RunConfig) -> Iterator[Problem]:
     yield from _interval("run.eval_every", run.eval_every)
     yield from _at_least(0, {"run.seed": run.seed, "run.sample_tokens": run.sample_tokens})
     yield from _at_least(1, {"run.log_every": run.log_every})
+    yield from _above_zero({"run.timeout": run.timeout})
+    if run.max_minutes is not None:
+        yield from _above_zero({"run.max_minutes": run.max_minutes})
     if run.max_steps is not None:
         yield from _at_least(1, {"run.max_steps": run.max_steps})
     yield from _at_least(1, {f"run.eval_lengths.{index}": times for index, times in enumerate(run.eval_lengths)})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 from collections.abc import Iterator
 
 from hybridtron.config.architecture import letter_specs
@@ -121,8 +122,10 @@ def _batches(config: Config, data_ranks: int) -> Iterator[Problem]:
                 f"is {rows}, must share out to {data_ranks} data-parallel ranks in micro batches of "
                 f"{micro}: use {fitting}, or another micro_batch",
             )
-        elif parallel.virtual_pipeline > 1 and (count := rows // (micro * data_ranks)) % parallel.pipeline:
-            fitting = choice(multiples_near(micro * data_ranks * parallel.pipeline, rows))
+            continue
+        together = micro * data_ranks * config.chunks_together(phase)  # rows that make one micro batch of every rank
+        if parallel.virtual_pipeline > 1 and (count := rows // together) % parallel.pipeline:
+            fitting = choice(multiples_near(math.lcm(shared, together * parallel.pipeline), rows))
             yield Problem(
                 key,
                 f"is {rows}, which makes {count} micro batches a data-parallel rank; virtual stages of "

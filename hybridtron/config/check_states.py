@@ -17,9 +17,13 @@ def states_problems(config: Config) -> Iterator[Problem]:
     """What is wrong with the states of each phase."""
     for index, phase in enumerate(config.phases):
         states = config.states_of(phase)
+        where = f"phases.{index}.states" if phase.states.mode is not None else "states"
+        if states.through_time and (states.mode is not StateMode.tbtt or states.chunks < 2):
+            found = f"is true with mode={states.mode} and chunks={states.chunks}"
+            cure = "it joins the chunks of a step: use mode=tbtt with chunks of at least 2, or false"
+            yield Problem(f"{where}.through_time", f"{found}; {cure}")
         if states.mode is StateMode.zero:
             continue
-        where = f"phases.{index}.states" if phase.states.mode is not None else "states"
         yield from _numbers(where, states)
         yield from _order(where, config, phase, states)
         yield from _carried(where, config, states)

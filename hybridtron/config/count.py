@@ -86,11 +86,12 @@ class Memory:
     optimizer: int  # AdamW's two fp32 moments, and fp32 master weights where the weights are narrower
     activations: int  # kept for the backward pass by the sub-layers of one micro batch
     logits: int  # of one micro batch, as the head gives them and as the loss needs them
+    states: int = 0  # carried ones: what a step starts from, and what it ends in
 
     @property
     def total(self) -> int:
         """All of it together."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.states
 
 
 def count(model: ModelConfig, seq_len: int) -> ModelCount:

@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from hybridtron.config.architecture import architecture
 from hybridtron.config.check_parallel import parallel_problems, uncuttable
 from hybridtron.config.count import BACKWARD_AND_FORWARD, count
+from hybridtron.config.layer_use import is_recomputed, runs_again
 from hybridtron.config.layout import mixer_cost
-from hybridtron.config.plan import Plan, RankPlan, is_recomputed, largest_phase, plan
+from hybridtron.config.plan import Plan, RankPlan, largest_phase, plan
 from hybridtron.config.schema import Config, ParallelConfig, PhaseConfig, Recompute
 
 HEAD_ROOM = 0.1  # of the memory, left for what the plan does not count
@@ -100,17 +101,19 @@ def step_time(config: Config, made: Plan, phase: PhaseConfig) -> StepTime:
     parallel = config.parallel
     peak = (config.cluster.peak_tflops or DEFAULT_PEAK_TFLOPS) * 1e12 * EFFICIENCY
     within = NVLINK if made.world_size <= NODE else NETWORK
-    tokens = phase.seq_len * phase.micro_batch * made.micro_batches
-    again = _again_costs(config, phase.seq_len)
+    tokens = phase.tokens_per_step // made.data
+    runs = tokens // (phase.seq_len * phase.micro_batch)  # forward passes of a sub-layer
+    again, whole = _again_costs(config, phase.seq_len), runs_again(config, phase)
 
     def spent(rank: RankPlan) -> tuple[float, float, float, float, float]:
         layers = [layer for chunk in rank.chunks for layer in chunk.layers]
         rate = peak * parallel.tensor / tokens
-        redone = sum(again[layer] for layer in layers)
-        passes = sum(3 if again[layer] else 2 for layer in layers) * made.micro_batches
+        once = sum(chunk.cost for chunk in rank.chunks)
+        redone = sum(again[layer] for layer in layers) + whole * once
+        passes = sum((3 if again[layer] else 2) + whole for layer in layers) * runs
         hidden = parallel.virtual_pipeline > 1
         return (
-            BACKWARD_AND_FORWARD * sum(chunk.cost for chunk in rank.chunks) / rate,
+            BACKWARD_AND_FORWARD * once / rate,
             redone / rate,
             passes * PASS_SECONDS,
             rank.traffic.tensor / (NVLINK if parallel.tensor <= NODE else NETWORK),
@@ -155,7 +158,7 @@ def _fitting(config: Config, parallel: ParallelConfig, gpus: int, memory_bytes: 
     for micro_batch in _MICRO_BATCHES:
         phases = [dataclasses.replace(phase, micro_batch=micro_batch) for phase in config.phases]
         tried = dataclasses.replace(config, parallel=parallel, phases=phases)
-        if any(phase.global_batch % micro_batch for phase in phases) or any(parallel_problems(tried, gpus)):
+        if any(tried.lanes_of(phase) % micro_batch for phase in phases) or any(parallel_problems(tried, gpus)):
             continue
         fitting = next((found for found in _recomputing(tried, gpus) if _needs(found) <= memory_bytes), None)
         if fitting is None:

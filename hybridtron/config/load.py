@@ -1,7 +1,8 @@
 """From the command line to a typed `Config`: Hydra composes the groups, then each `key=value` is laid on top.
 
 `group=name` (such as `recipe=samba_421m`) goes to Hydra. Values are set here, one by one, so that all wrong ones are
-told together and with the key that was probably meant. Nothing in this file needs torch.
+told together and with the key that was probably meant. What a recipe takes from the checkpoint that `run.weights`
+names comes by way of `weights.py`. Nothing in this file needs torch.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from hybridtron.config import weights
 from hybridtron.config.problems import ConfigError, did_you_mean
 from hybridtron.config.schema import Config
 from hybridtron.specs.base import Problem
@@ -41,7 +43,11 @@ def load(arguments: Sequence[str], configs: Path = CONFIGS) -> Config:
     if found:
         raise ConfigError(found)
     composed = _composed(configs, [f"{group}={name}" for group, name in choices])
-    return _typed(composed, [p for key, value in values if (p := _set(composed, key, value))])
+    values.sort(key=lambda one: one[0] != weights.KEY)  # the others may change what comes from there
+    named = sum(key == weights.KEY for key, _ in values)
+    found = [p for key, value in values[:named] if (p := _set(composed, key, value))]
+    weights.settle(composed)
+    return _typed(composed, found + [p for key, value in values[named:] if (p := _set(composed, key, value))])
 
 
 def load_saved(path: Path) -> Config:
@@ -72,6 +78,7 @@ def _unknown_choice(configs: Path, group: str, name: str) -> Problem | None:
 
 def _composed(configs: Path, choices: list[str]) -> DictConfig:
     ConfigStore.instance().store("schema", Config)
+    weights.register()
     try:
         with initialize_config_dir(str(configs.absolute()), version_base=None):
             return compose("config", choices)

@@ -12,6 +12,11 @@ With t tensor-parallel, p pipeline and d data-parallel ranks, v virtual stages, 
     in flight            1F1B: min(p - r, m) on pipeline rank r. Interleaved: Megatron's warm-up, 2 (p - r - 1) +
                          (v - 1) p chunk passes, and one more; which chunks these are is played through.
     logits               one micro batch, on the last rank, by t
+    states               carried ones, of the rank's lanes and layers and by t: those that a step starts from, and those
+                         that it ends in until it is accepted
+    through time         a micro batch holds all k chunks of its lanes. What is kept, and the logits,
+                         count k times. If anything is recomputed, only the streams and states between the chunks do;
+                         of the activations and logits one chunk's exist, while it runs again.
     tensor traffic       a sub-layer sums its output going forward and its input's gradient going back, and what it sums
                          inside (Mamba's dt, B and C) in both; once more where it is recomputed. Summing n bytes sends
                          2 (t - 1) / t n; gathering and scattering under sequence parallelism send the same together.
@@ -22,7 +27,7 @@ With t tensor-parallel, p pipeline and d data-parallel ranks, v virtual stages, 
 
 Left out: buffers of the allocator, of the kernels and of the network; key/value heads that are copied count as cut in
 the activations; the gradients of uncut weights that are summed over t; the sums of Mamba-2's norm, a value per group
-and token; carried states; the loss's scalars.
+and token; the loss's scalars.
 """
 
 from __future__ import annotations
@@ -30,11 +35,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from hybridtron.config.architecture import architecture, parameter_table
+from hybridtron.config.architecture import parameter_table
 from hybridtron.config.count import FP32_BYTES, STREAM_BYTES, Memory
+from hybridtron.config.layer_use import LayerUse, carried_bytes, layer_uses, runs_again, shared, stream_values
 from hybridtron.config.layout import chunks_on, data_parallel, layer_costs, stage_layers
-from hybridtron.config.schema import Config, ModelConfig, ParallelConfig, PhaseConfig, Recompute
-from hybridtron.specs.base import MixerSpec, ModelSizes, Parameter
+from hybridtron.config.schema import Config, ParallelConfig, PhaseConfig
+from hybridtron.specs.base import Parameter
 
 
 @dataclass(frozen=True)
@@ -89,18 +95,9 @@ class Plan:
         return max(self.ranks, key=lambda rank: rank.memory.total)
 
 
-@dataclass(frozen=True)
-class LayerUse:
-    """One sub-layer on one device, in values per token."""
-
-    kept: int  # from the forward to the backward pass
-    again: int  # while it is recomputed
-    summed: int  # over the tensor-parallel ranks, in forward and backward
-
-
 def largest_phase(config: Config) -> PhaseConfig:
     """The phase with the most tokens in one forward pass."""
-    return max(config.phases, key=lambda phase: phase.micro_batch * phase.seq_len)
+    return max(config.phases, key=lambda phase: phase.micro_batch * phase.seq_len * config.chunks_together(phase))
 
 
 def plan(config: Config, world_size: int, phase: PhaseConfig) -> Plan:
@@ -115,9 +112,10 @@ def plan(config: Config, world_size: int, phase: PhaseConfig) -> Plan:
         config=config,
         phase=phase,
         data=data,
-        micro_batches=phase.global_batch // (phase.micro_batch * data),
+        micro_batches=phase.global_batch // (phase.micro_batch * data * config.chunks_together(phase)),
         chunks=tuple(Chunk(index, stage, sum(costs[stage.start : stage.stop])) for index, stage in enumerate(stages)),
-        uses=layer_uses(model, parallel),
+        uses=layer_uses(model, parallel, runs_again(config, phase)),
+        carried=carried_bytes(config, phase),
         table=table,
         held=held_names(table, stages, parallel.pipeline),
     )
@@ -152,19 +150,6 @@ def local_size(parameter: Parameter, tensor: int) -> int:
     return parameter.size if parameter.cut_axis(tensor) is None else parameter.size // tensor
 
 
-def layer_uses(model: ModelConfig, parallel: ParallelConfig) -> tuple[LayerUse, ...]:
-    """What each sub-layer keeps and sends."""
-    arch = architecture(model)
-    specs = dict(zip(arch.letters, arch.specs, strict=True))
-    by_letter = {letter: _layer_use(spec, arch.sizes, parallel) for letter, spec in specs.items()}
-    return tuple(by_letter[letter] for letter in arch.letters)
-
-
-def is_recomputed(spec: MixerSpec, sizes: ModelSizes, recompute: Recompute) -> bool:
-    """Whether the backward pass runs this sub-layer again; a mixer that looks along the sequence has a state."""
-    return recompute == Recompute.layer or (recompute == Recompute.selective and bool(spec.state_parts(sizes)))
-
-
 def live_passes(parallel: ParallelConfig, rank: int, micro_batches: int) -> Iterator[tuple[int, ...]]:
     """How many micro batches each virtual stage of a rank holds, after every forward pass of Megatron's schedule."""
     pipeline, stages = parallel.pipeline, parallel.virtual_pipeline
@@ -192,18 +177,28 @@ class _Step:
     micro_batches: int
     chunks: tuple[Chunk, ...]
     uses: tuple[LayerUse, ...]
+    carried: dict[int, int]  # bytes of one lane's state, by sub-layer
     table: dict[str, Parameter]
     held: list[list[str]]  # the names in the table that each pipeline rank holds
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of one value of the stream for every token of a micro batch."""
+        """Bytes of one value of the stream for every token of a micro batch's chunk."""
         return STREAM_BYTES[self.config.precision.name] * self.phase.seq_len * self.phase.micro_batch
+
+    @property
+    def together(self) -> int:
+        """Chunks of a lane that a micro batch holds."""
+        return self.config.chunks_together(self.phase)
+
+    def lane_bytes(self, chunk: Chunk) -> int:
+        """Bytes of one lane's carried state in a chunk of the model."""
+        return sum(self.carried.get(layer, 0) for layer in chunk.layers)
 
     @property
     def stream_values(self) -> int:
         """Values per token of the residual stream on one device."""
-        return _stream_values(self.config.model.width, self.config.parallel)
+        return stream_values(self.config.model.width, self.config.parallel)
 
 
 def _rank_plan(step: _Step, rank: int) -> RankPlan:
@@ -217,7 +212,14 @@ def _rank_plan(step: _Step, rank: int) -> RankPlan:
         chunks=chunks,
         parameters=sum(local_size(weight, parallel.tensor) for weight in weights),
         in_flight=max(map(sum, passes)),
-        memory=Memory(stored, gradients, optimizer, _activations(step, chunks, passes), _logits(step, chunks)),
+        memory=Memory(
+            weights=stored,
+            gradients=gradients,
+            optimizer=optimizer,
+            activations=_activations(step, chunks, passes),
+            logits=_logits(step, chunks),
+            states=_states(step, chunks),
+        ),
         traffic=_traffic(step, rank, chunks, stored, gradients),
     )
 
@@ -234,7 +236,7 @@ def _weight_bytes(step: _Step, weights: Iterable[Parameter]) -> tuple[int, int, 
         stored += width * size
         gradients += FP32_BYTES * size
         optimizer += (2 * FP32_BYTES + master) * size
-    return stored, gradients, _shared(optimizer, step.data if parallel.distributed_optimizer else 1)
+    return stored, gradients, shared(optimizer, step.data if parallel.distributed_optimizer else 1)
 
 
 def _activations(step: _Step, chunks: Sequence[Chunk], passes: Iterable[Sequence[int]]) -> int:
@@ -242,9 +244,13 @@ def _activations(step: _Step, chunks: Sequence[Chunk], passes: Iterable[Sequence
     values = [sum(step.uses[layer].kept for layer in chunk.layers) for chunk in chunks]
     if chunks[-1] is step.chunks[-1]:  # the last norm's input and output
         values[-1] += step.stream_values + step.config.model.width
-    peak = max(sum(held * size for held, size in zip(live, values, strict=True)) for live in passes)
-    again = max(step.uses[layer].again for chunk in chunks for layer in chunk.layers)
-    return (peak + again) * step.value_bytes
+    again = max(step.uses[layer].again for chunk in chunks for layer in chunk.layers) * step.value_bytes
+    kept = [size * step.value_bytes * step.together for size in values]
+    if runs_again(step.config, step.phase):
+        again += max(values) * step.value_bytes
+        border = step.stream_values * step.value_bytes
+        kept = [(border + step.phase.micro_batch * step.lane_bytes(chunk)) * step.together for chunk in chunks]
+    return again + max(sum(held * size for held, size in zip(live, kept, strict=True)) for live in passes)
 
 
 def _logits(step: _Step, chunks: Sequence[Chunk]) -> int:
@@ -252,15 +258,21 @@ def _logits(step: _Step, chunks: Sequence[Chunk]) -> int:
     if chunks[-1] is not step.chunks[-1]:
         return 0
     stream = STREAM_BYTES[step.config.precision.name]
-    vocabulary = _shared(step.config.model.vocab_size, step.config.parallel.tensor)
-    return vocabulary * (stream + FP32_BYTES) * step.phase.seq_len * step.phase.micro_batch
+    vocabulary = shared(step.config.model.vocab_size, step.config.parallel.tensor)
+    kept = 1 if runs_again(step.config, step.phase) else step.together
+    return vocabulary * (stream * kept + FP32_BYTES) * step.phase.seq_len * step.phase.micro_batch
+
+
+def _states(step: _Step, chunks: Sequence[Chunk]) -> int:
+    """Bytes of the states that are carried, old and new."""
+    return 2 * step.config.lanes_of(step.phase) // step.data * sum(step.lane_bytes(chunk) for chunk in chunks)
 
 
 def _traffic(step: _Step, rank: int, chunks: Sequence[Chunk], weights: int, gradients: int) -> Traffic:
     """`weights` and `gradients` are bytes on this device."""
     parallel, model = step.config.parallel, step.config.model
     is_first, is_last = rank == 0, rank == parallel.pipeline - 1
-    values = step.value_bytes * step.micro_batches
+    values = step.value_bytes * step.together * step.micro_batches
     summed = sum(step.uses[layer].summed for chunk in chunks for layer in chunk.layers)
     if parallel.tensor > 1:  # the embedding's output, and the gradient of the head's input
         summed += (is_first + is_last) * model.width
@@ -274,25 +286,3 @@ def _traffic(step: _Step, rank: int, chunks: Sequence[Chunk], weights: int, grad
         gradients=(1 if sharded else 2) * gradients * (step.data - 1) // step.data + tied,
         parameters=weights * (step.data - 1) // step.data if sharded else 0,
     )
-
-
-def _layer_use(spec: MixerSpec, sizes: ModelSizes, parallel: ParallelConfig) -> LayerUse:
-    inside = sizes.width + _shared(spec.activation_values(sizes), parallel.tensor)
-    again = is_recomputed(spec, sizes, parallel.recompute)
-    # of the row-parallel projections one writes to the stream; the others are summed inside the mixer
-    rows = sum(weight.shape[0] for weight in spec.parameters(sizes).values() if weight.split == 1) - sizes.width
-    passes = 3 if again else 2
-    return LayerUse(
-        kept=_stream_values(sizes.width, parallel) + (0 if again else inside),
-        again=inside if again else 0,
-        summed=passes * (sizes.width + rows) if parallel.tensor > 1 else 0,
-    )
-
-
-def _stream_values(width: int, parallel: ParallelConfig) -> int:
-    return _shared(width, parallel.tensor if parallel.sequence else 1)
-
-
-def _shared(amount: int, ranks: int) -> int:
-    """What the fullest of so many ranks gets."""
-    return -(-amount // ranks)

@@ -8,82 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, TypeVar
 
 from omegaconf import MISSING
 
-
-class Source(StrEnum):
-    """Where the tokens come from: the corpus that ships with Python itself, or prepared tokens, here or at a URL."""
-
-    embedded = "embedded"
-    folder = "folder"
-
-
-class Documents(StrEnum):
-    """Whether documents packed into one row are kept apart, or the row is one stream."""
-
-    isolate = "isolate"
-    join = "join"
-
-
-class Order(StrEnum):
-    """Which tokens a row reads: shuffled windows of the packed text, or, lane by lane, one document after another."""
-
-    windows = "windows"
-    lanes = "lanes"
-
-
-class Feed(StrEnum):
-    """What turns rows of tokens into batches on the device: torch, or a DALI pipeline."""
-
-    torch = "torch"
-    dali = "dali"
-
-
-class Schedule(StrEnum):
-    """The learning rate after warm-up: cosine to the end, or stable and then a linear decay (WSD)."""
-
-    cosine = "cosine"
-    wsd = "wsd"
-
-
-class Precision(StrEnum):
-    """What weights and activations are computed in; sums, norms and recurrent states stay in fp32."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-
-
-class StateMode(StrEnum):
-    """What a training row's recurrent state starts from.
-
-    zero; noise, of a given size or fitted to the states that rows end in; the state in which the row before it in its
-    lane ended, though that is another text (passing), or the same text read on (tbtt).
-    """
-
-    zero = "zero"
-    random = "random"
-    fitted = "fitted"
-    passing = "passing"
-    tbtt = "tbtt"
-
-
-class StateKind(StrEnum):
-    """The kinds of carried tensors: recurrent states, tails of convolutions, keys and values of attention."""
-
-    ssm = "ssm"
-    conv = "conv"
-    kv = "kv"
-
-
-class Recompute(StrEnum):
-    """What the backward pass computes again: nothing, the sub-layers that look along the sequence, or every one."""
-
-    none = "none"
-    selective = "selective"
-    layer = "layer"
+from hybridtron.config.choices import (
+    Documents,
+    Feed,
+    Order,
+    Precision,
+    Recompute,
+    Schedule,
+    Source,
+    StateKind,
+    StateMode,
+)
 
 
 @dataclass
@@ -149,6 +88,7 @@ class StatesConfig:
     beta: float = 0.1  # of fitted: the share of the old mean and variance that is kept in each step
     dropout: float = 0.1  # of passing: the share of rows that start from zero all the same
     chunks: int = 1  # of tbtt: chunks of seq_len that each lane reads in one step
+    through_time: bool = False  # of tbtt with chunks: gradients flow back through all chunks of a step
 
 
 @dataclass
@@ -162,6 +102,7 @@ class PhaseStatesConfig:
     beta: float | None = None
     dropout: float | None = None
     chunks: int | None = None
+    through_time: bool | None = None
 
 
 @dataclass
@@ -195,6 +136,8 @@ class OptimConfig:
     decay: str = "20%"  # WSD's last stretch, tokens or a share of the phase
     final_lr: float = 0.1  # as a fraction of the peak
     z_loss: float = 0.0
+    spike: float | None = 6.0  # deviations above the usual log gradient norm from which a step is refused; null: never
+    skips: int = 5  # steps refused in a row, after which the run goes back to a checkpoint and leaves their data out
 
 
 @dataclass
@@ -226,7 +169,11 @@ class CheckpointConfig:
     """When checkpoints are written and how many are kept."""
 
     every: str = "1000"  # steps, or tokens with a unit
-    keep: int = 2
+    asynchronous: bool = False  # written from copies while training goes on; on the command line checkpoint.async
+    keep: int = 2  # the newest
+    keep_every: str | None = None  # for ever those of every so many steps, or tokens with a unit
+    keep_best: bool = False  # the one with the lowest held-out loss
+    failures: int = 3  # checkpoints in a row that can't be written, after which training ends
 
 
 @dataclass
@@ -246,7 +193,12 @@ class RunConfig:
     dir: str = "runs/${run.name}"
     seed: int = 1234
     max_steps: int | None = None
+    max_minutes: float | None = None  # then it saves and exits with code 75; SLURM's own limit is obeyed anyway
+    timeout: float = 1800.0  # seconds in which a step, an evaluation or a checkpoint must end, or the run fails
+    deterministic: bool = False  # the same bits again on the same layout and machine; slower
     resume: str = "auto"  # auto, never, or a checkpoint folder
+    accept_data_changes: bool = False  # go on from a checkpoint though data or its reading are no longer the same
+    weights: str | None = None  # a checkpoint, or a run's folder: a run that starts anew takes its weights from there
     compile: bool = False
     log_every: int = 10  # steps between console lines where there is no terminal
     eval_every: str = "1000"  # steps, or tokens with a unit
@@ -293,6 +245,11 @@ class Config:
     def lanes_of(self, phase: PhaseConfig) -> int:
         """Rows that are read side by side; each reads one chunk of seq_len after another in a step."""
         return phase.global_batch // self.states_of(phase).chunks
+
+    def chunks_together(self, phase: PhaseConfig) -> int:
+        """Chunks of a lane that one forward pass runs, one after another: all of a step through time, else one."""
+        states = self.states_of(phase)
+        return states.chunks if states.through_time else 1
 
 
 Base = TypeVar("Base", DataConfig, StatesConfig)

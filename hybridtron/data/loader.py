@@ -2,17 +2,21 @@
 
 Lanes are the rows of the global batch; what lane i reads in step s is a pure function of the seed, and a micro-batch is
 a fixed slice of the lanes. So neither its size nor the number of data-parallel ranks, nor the order of the questions,
-changes what is read, and a checkpoint needs nothing but the step and `fingerprint`.
+changes what is read, and a checkpoint needs nothing but the step, what was left out before it, and `fingerprint`.
 """
 
 from __future__ import annotations
 
 import math
 import multiprocessing
+import os
+import signal
+import threading
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
 from typing import Any, TypeVar
 
@@ -67,6 +71,7 @@ class Loader:
         reading = self.reading
         return {
             "tokens": self.sources.described(),
+            "tokenizer": self.sources.tokenizer_digest[:12],
             "data.order": reading.order.value,
             "data.documents": reading.documents.value,
             "data.shuffle": str(reading.shuffle_tokens),
@@ -89,8 +94,9 @@ class Loader:
 
     def _cut(self, batch: Batch) -> list[Batch]:
         """A step's micro-batches: chunk 0 of every group of lanes, then chunk 1 of every group, and so on."""
-        groups = [group.chunks(self.reading.chunks) for group in batch.split(self.reading.micro_batch)]
-        return [group[turn] for turn in range(self.reading.chunks) for group in groups]
+        turns = self.reading.chunks // self.reading.together
+        groups = [group.chunks(turns) for group in batch.split(self.reading.micro_batch)]
+        return [group[turn] for turn in range(turns) for group in groups]
 
     def iterate(self, first_step: int, end_step: int) -> Generator[list[Batch], None, None]:
         """The micro-batches of each step from `first_step` to before `end_step`, on the device, read ahead."""
@@ -127,8 +133,17 @@ class Loader:
             prefetch_factor=self.ahead.steps,
             timeout=self.ahead.timeout,
             multiprocessing_context=_worker_context(),
+            worker_init_fn=_end_with_the_reader,
         )
-        yield from loader
+        others = set(multiprocessing.active_children())
+        iterator = _started(loader)
+        try:
+            yield from iterator
+        except ConnectionError as error:
+            raise RuntimeError("a worker process of the loader exited unexpectedly, with rows on their way") from error
+        finally:
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.kill()  # they hold nothing, and one that hangs would not end otherwise
 
 
 def _worker_context() -> BaseContext:
@@ -136,6 +151,25 @@ def _worker_context() -> BaseContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     return context
+
+
+def _end_with_the_reader(_: int) -> None:
+    """A worker must not outlive the process that it works for, which may be killed; torch looks only at the server."""
+    reader = multiprocessing.parent_process()
+    assert reader is not None
+    threading.Thread(target=lambda: (reader.join(), os._exit(1)), daemon=True).start()
+
+
+def _started(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Start the workers, which do not hear the signals that ask this process to stop: it needs rows until then."""
+    asking = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, asking)  # what is started now, server and workers, inherits it
+    try:
+        resource_tracker.ensure_running()  # this unblocks two of them
+        signal.pthread_sigmask(signal.SIG_BLOCK, asking)
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _as_it_is(read: Read) -> Read:

@@ -23,7 +23,8 @@ from hybridtron.data.sources import Sources
 class Reading:
     """How the rows of a phase are put together; with the sources it determines every token of every step.
 
-    Each of the `lanes` reads `chunks` times seq_len tokens in a step, which make as many rows of the global batch.
+    Each of the `lanes` reads `chunks` times seq_len tokens in a step, which make as many rows of the global batch. A
+    micro-batch holds one chunk of some lanes, or all of them where they are run `together`.
     """
 
     order: Order
@@ -34,6 +35,7 @@ class Reading:
     seed: int
     shuffle_tokens: int
     chunks: int = 1
+    together: int = 1
 
     @staticmethod
     def of(config: Config, phase_index: int) -> Reading:
@@ -48,6 +50,7 @@ class Reading:
             seed,
             shuffle,
             config.states_of(phase).chunks,
+            config.chunks_together(phase),
         )
 
     @property

@@ -55,6 +55,10 @@ class Sources:
         return self.ingredients[0].folder.tokenizer_file
 
     @property
+    def tokenizer_digest(self) -> str:
+        return self.ingredients[0].folder.manifest.tokenizer
+
+    @property
     def dtype(self) -> np.dtype:
         """One that holds the tokens of all."""
         return np.result_type(*(np.dtype(one.folder.manifest.dtype) for one in self.ingredients))

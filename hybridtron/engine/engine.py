@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,11 +13,14 @@ from hybridtron.config.architecture import parameter_table
 from hybridtron.config.schema import Config
 from hybridtron.data.batch import Batch
 from hybridtron.device import DTYPES, compute_device
+from hybridtron.engine.guard import Guard
 from hybridtron.engine.optim import Optimizer
 from hybridtron.engine.schedule import StepLoss, run_schedule
 from hybridtron.engine.stage import build_stages, data_parallel
 from hybridtron.engine.states import Carrier, carrier_of
+from hybridtron.engine.stored_states import state_blocks
 from hybridtron.model.init import initialise
+from hybridtron.parallel.blocks import weight_blocks, whole_piece, writes
 from hybridtron.parallel.cut import cut
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.whole import gathered
@@ -47,11 +51,14 @@ class Engine:
                     weight.data.copy_(cut(whole(name), stage.model.table[name], groups.tensor))
         self.wrapped = data_parallel(self.stages, config.parallel, self.dtype)
         self.optimizer = Optimizer(self.wrapped, config, groups, self.dtype)
+        self.guard = Guard(config.optim.spike)
+        self._loss = torch.zeros(())  # of the step under way
         self.carrier: Carrier | None = None
+        self.restarted_lanes: int | None = None  # in this phase so far; None where no state is carried
 
     def start_phase(self, index: int, lanes: range) -> None:
         """Rows start from states as the phase says; this process reads these lanes of it."""
-        chunks = [stage.model.place.layers for stage in self.stages]
+        chunks, self.restarted_lanes = [stage.model.place.layers for stage in self.stages], None
         self.carrier = carrier_of(self.config, index, chunks, lanes, self.groups, self.device)
 
     def forward_backward(self, batches: Sequence[Batch], step: int = 0) -> StepLoss:
@@ -59,13 +66,27 @@ class Engine:
         if self.carrier is not None:
             self.carrier.begin(step)
         z_loss = self.config.optim.z_loss
-        return run_schedule(self.wrapped, batches, z_loss, self.groups.tensor, self.device, self.carrier)
+        loss = run_schedule(self.wrapped, batches, z_loss, self.groups.tensor, self.device, self.carrier)
+        self._loss = loss.total
+        return loss
+
+    def break_off(self) -> None:
+        """What is read next does not go on where the last accepted step ended."""
+        if self.carrier is not None:
+            self.carrier.break_off()
 
     def step(self, lr: float) -> tuple[float, bool]:
         """Update the weights, and take over the states that the rows ended in; a refused step changes neither."""
-        grad_norm, accepted = self.optimizer.step(lr)
-        if self.carrier is not None and accepted:
-            self.carrier.commit()
+        if self.carrier is not None:
+            self.carrier.inspect()
+        grad_norm = self.optimizer.grad_norm()
+        # now, when the device has been waited for and has nothing else to do
+        restarts = (0, 0) if self.carrier is None else self.carrier.read()
+        accepted = self.optimizer.take(lr, grad_norm, self.guard.accepts(grad_norm, self._loss.item()))
+        if self.carrier is not None:
+            if accepted:
+                self.carrier.commit()
+            self.restarted_lanes = restarts[accepted] if self.carrier.holds else None
         return grad_norm, accepted
 
     @torch.no_grad()
@@ -77,6 +98,20 @@ class Engine:
         """Let torch.compile fuse what lies between the matrix products and the sequence ops."""
         for stage in self.stages:
             stage.model.compile()
+
+    def blocks(self) -> dict[str, list[Any]]:
+        """What this process holds of all that training depends on, as views with their places in the whole tensors.
+
+        Under `model`, `optimizer` and `states`: what a checkpoint is written from, and read into.
+        """
+        groups, weights = self.groups, []
+        for name, weight in ((n, w) for stage in self.stages for n, w in stage.model.named_parameters()):
+            parameter, marked = self.optimizer.table[name], cast(Any, weight)
+            whole = parameter.cut_axis(groups.tensor.size) is None
+            main = not marked.shared and writes(name, groups, copied_over_tensor=whole, copied_over_data=True)
+            weights += weight_blocks(name, [whole_piece(weight.data)], parameter, groups.tensor, main)
+        states = [] if self.carrier is None else state_blocks(self.carrier, groups)
+        return {"model": weights, "optimizer": self.optimizer.blocks(), "states": states}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight, whole, on the first process; all processes walk through this together."""

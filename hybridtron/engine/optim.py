@@ -6,8 +6,9 @@ Only weights that the table marks for it are decayed: Megatron's own rule goes b
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from hybridtron.config.architecture import parameter_table
 from hybridtron.config.schema import Config
-from hybridtron.parallel.cut import cut
+from hybridtron.parallel.blocks import flat_pieces, weight_blocks, writes
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.mcore import optimizer_config
 from hybridtron.parallel.whole import gathered
@@ -55,13 +56,21 @@ class Optimizer:
         self.accepted_steps = 0
 
     def step(self, lr: float) -> tuple[float, bool]:
-        """Update with this learning rate; returns the gradient norm before clipping and whether the step was taken.
+        """Update with this learning rate; returns the gradient norm before clipping and whether the step was taken."""
+        grad_norm = self.grad_norm()
+        return grad_norm, self.take(lr, grad_norm)
+
+    def grad_norm(self) -> float:
+        """The norm of the accumulated gradients over all ranks; the one place of a step that waits for the device."""
+        self.megatron.prepare_grads()
+        return float(self.megatron.get_grad_norm())
+
+    def take(self, lr: float, grad_norm: float, wanted: bool = True) -> bool:
+        """Update with this learning rate, if that is wanted; returns whether the step was taken.
 
         A step whose gradients are not finite is refused on every rank, and leaves weights and moments as they were.
         """
-        self.megatron.prepare_grads()
-        grad_norm = float(self.megatron.get_grad_norm())  # the one place of a step that waits for the device
-        accepted = math.isfinite(grad_norm)
+        accepted = wanted and math.isfinite(grad_norm)
         if accepted:
             for group in self.megatron.param_groups:
                 group["lr"] = lr
@@ -73,7 +82,7 @@ class Optimizer:
             self.megatron.step_with_ready_grads()
             self.accepted_steps += 1
         self.zero_grad()
-        return grad_norm, accepted
+        return accepted
 
     def norms(self) -> dict[str, float]:
         """Weight and gradient norms of each layer, of the embedding, the final norm and the head, over all ranks."""
@@ -95,29 +104,34 @@ class Optimizer:
             stage.zero_grad_buffer()
         self.megatron.zero_grad()
 
-    def state(self) -> Iterator[tuple[str, Tensor]]:
-        """Masters and moments, whole, as `exp_avg.NAME`, on the first process; all processes walk through this.
+    def blocks(self) -> list[Any]:
+        """Masters and moments of this process, as `exp_avg.NAME`, with their places in the whole tensors.
 
         Masters are there for bf16 weights only, since an fp32 weight is its own.
         """
-        for kind in KINDS:
-            wanted = {name: p for name, p in self.table.items() if kind != "master" or not self._own_master(p)}
-            shares = {name: partial(shard.over_data, kind) for name, shard in self.shards.items() if name in wanted}
-            for name, whole in gathered(shares, wanted, self.groups, self.state_dtype):
-                yield f"{kind}.{name}", whole
+        blocks = []
+        for kind, (name, shard) in itertools.product(KINDS, self.shards.items()):
+            parameter, own = self.table[name], shard.tensor(kind)
+            if own is None or (kind == "master" and self._own_master(parameter)):
+                continue
+            whole = parameter.cut_axis(self.groups.tensor.size) is None
+            main = writes(name, self.groups, copied_over_tensor=whole, copied_over_data=shard.everywhere)
+            main = main and not getattr(shard.weight, "shared", False)
+            pieces = list(flat_pieces(own.detach().view(-1), shard.start, shard.weight.shape))
+            blocks += weight_blocks(f"{kind}.{name}", pieces, parameter, self.groups.tensor, main)
+        return blocks
+
+    def resume(self, steps: int) -> None:
+        """Go on as after so many accepted steps, when masters and moments are in place."""
+        self.accepted_steps = steps
+        for shard in self.shards.values():
+            if shard.master is not None:
+                shard.adam.state[shard.master]["step"].fill_(steps)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The whole gradient of every weight, summed over all ranks, before a step is taken; as `state`."""
         shares = {name: partial(shard.over_data, "gradient") for name, shard in self.shards.items()}
         return gathered(shares, self.table, self.groups, self.state_dtype)
-
-    def load_state(self, whole: Callable[[str], Tensor], steps: int) -> None:
-        """Take over masters and moments after `steps` accepted steps; `whole` reads `exp_avg.NAME` and the like."""
-        self.accepted_steps = steps
-        for kind in KINDS:
-            for name, shard in self.shards.items():
-                if kind != "master" or not self._own_master(self.table[name]):
-                    shard.load(kind, cut(whole(f"{kind}.{name}"), self.table[name], self.groups.tensor), steps)
 
     def _own_master(self, parameter: Parameter) -> bool:
         return parameter.fp32 or self.dtype != torch.bfloat16
@@ -161,15 +175,6 @@ class Shard:
             whole.view(-1)[self.start : self.stop] = own.detach().flatten().cpu()
         dist.all_reduce(whole, group=parallel_state.get_data_parallel_group_gloo())
         return whole
-
-    def load(self, kind: str, whole: Tensor, steps: int) -> None:
-        """Take this rank's entries out of a whole tensor."""
-        own = self.tensor(kind)
-        if own is None or self.master is None:
-            return
-        own.data.copy_(whole.flatten()[self.start : self.stop].view_as(own))
-        if kind != "master":
-            self.adam.state[self.master]["step"].fill_(steps)
 
     def squares(self) -> Tensor:
         """Sums of squares of these entries, and of their gradients."""

@@ -17,6 +17,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from hybridtron.config.layout import chunks_on, stages_of
 from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.data.batch import Batch
+from hybridtron.engine.through_time import Ended, ThroughTime
 from hybridtron.model.lm import LanguageModel, ModelOut, Place
 from hybridtron.model.stack import States
 from hybridtron.parallel.groups import Groups
@@ -48,7 +49,9 @@ class Stage(nn.Module):
         """The tied weight that first and last stage both hold, whose gradients Megatron sums over the two."""
         return self.model.output_weight() if self.model.tied else None
 
-    def forward(self, batch: Batch, states: States | None) -> ModelOut:
+    def forward(self, batch: Batch, states: States | None, through: ThroughTime | None = None) -> ModelOut | Ended:
+        if through is not None:
+            return through.run(self.model, batch, states, self.received)
         return self.model(batch.tokens_BL, states, batch.seq, self.received)
 
 

@@ -7,10 +7,11 @@
 
 A state belongs to (layer, lane). It stays on the stage that owns the layer, is never changed in place, and carries no
 gradient from step to step. What rows end in is kept aside and taken over when the step is accepted, so that a refused
-step leaves everything as it was. All random numbers are functions of (seed, step, layer, lane), whatever the layout;
-a rank that holds a share of a state draws the whole and takes its share. Nothing here knows a mixer.
+step leaves everything as it was. A lane in whose state one value is not finite starts anew, on every layer. All random
+numbers are functions of (seed, step, layer, lane), whatever the layout; a rank that holds a share of a state draws the
+whole and takes its share. Nothing here knows a mixer.
 
-Letters: B rows of a micro-batch, K lanes of this process, H heads.
+Letters: B rows of a micro-batch, K lanes of this process, A those of all, H heads.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from hybridtron.config.architecture import architecture
-from hybridtron.config.check_states import NOISE, carried_kinds
+from hybridtron.config.check_states import NOISE
+from hybridtron.config.layer_use import carried_parts
 from hybridtron.config.schema import Config, StateMode, StatesConfig
 from hybridtron.data.batch import Batch
 from hybridtron.data.reading import phase_seed
@@ -42,6 +43,7 @@ class Carried:
     states: StatesConfig
     chunks: tuple[dict[int, dict[str, StatePart]], ...]
     lanes: range
+    all_lanes: int
     rows: int
     seed: int
 
@@ -59,27 +61,20 @@ def carrier_of(
     states = config.states_of(phase)
     if states.mode is StateMode.zero:
         return None
-    arch, kinds = architecture(config.model), carried_kinds(states)
-    chosen = set(range(len(arch.specs)) if states.layers is None else states.layers)
-    chunks = []
-    for held in layers:
-        parts = {
-            layer: {
-                name: part for name, part in arch.specs[layer].state_parts(arch.sizes).items() if part.kind in kinds
-            }
-            for layer in held or range(len(arch.specs))
-            if layer in chosen
-        }
-        chunks.append({layer: of_layer for layer, of_layer in parts.items() if of_layer})
+    parts = carried_parts(config, phase)
+    chunks = [
+        {layer: of_layer for layer, of_layer in parts.items() if held is None or layer in held} for held in layers
+    ]
     seed = phase_seed(config.run.seed, phase_index)
-    carried = Carried(states, tuple(chunks), lanes, phase.micro_batch, seed)
+    carried = Carried(states, tuple(chunks), lanes, config.lanes_of(phase), phase.micro_batch, seed)
     return Carrier(carried, groups.tensor, device)
 
 
 class Carrier:
     """Hands each micro-batch of each chunk its initial states, and keeps what it ends in.
 
-    The micro-batches of a step are chunk 0 of every group of lanes, then chunk 1 of every group, and so on.
+    The micro-batches of a step are chunk 0 of every group of lanes, then chunk 1 of every group, and so on; or one for
+    every group, whose chunks run together.
     """
 
     def __init__(self, carried: Carried, tensor: TensorGroup, device: torch.device) -> None:
@@ -87,22 +82,44 @@ class Carrier:
         self.groups = len(carried.lanes) // carried.rows
         self.held: States = {}  # of every chosen layer, lanes on the first axis
         self.moments: dict[int, Tensor] = {}  # mean and variance of each head of this rank's share, (2, H) by layer
-        self.restarts = torch.zeros((), dtype=torch.int64, device=device)  # lanes whose state was not finite
+        self.restarts = torch.zeros((), dtype=torch.int64, device=device)  # of all lanes, those that started anew
         self._ended: dict[tuple[int, int], States] = {}
+        self._sums: dict[int, Tensor] = {}  # of fitted: count, sum and sum of squares of what this step's rows end in
+        self._finite_A: Tensor | None = None
+        self._all_finite = False
         self._step = 0
+
+    @property
+    def together(self) -> int:
+        """Chunks of a lane that one forward pass runs."""
+        return self.carried.states.chunks if self.carried.states.through_time else 1
+
+    @property
+    def holds(self) -> bool:
+        """Whether states are carried from row to row, and not drawn."""
+        return self.carried.states.mode not in NOISE
 
     def begin(self, step: int) -> None:
         """Forget what a refused step left."""
-        self._ended, self._step = {}, step
+        self._ended, self._sums, self._step = {}, {}, step
+
+    def break_off(self) -> None:
+        """The rows of the next step don't read on where the held states ended: those of tbtt start from zero.
+
+        A row that goes on in a document, but not where its lane's state was left, can't be told from one that does;
+        and in the tokens between, the document may have become another.
+        """
+        if self.carried.states.mode is StateMode.tbtt:
+            self.held = {}
 
     def initial(self, chunk: int, number: int, batch: Batch) -> States | None:
         """The states that the rows of a micro-batch start from; None for zero."""
         turn, group = divmod(number, self.groups)
         lanes = self.carried.lanes[group * self.carried.rows :][: self.carried.rows]
-        if self.carried.states.mode in NOISE:
+        if not self.holds:
             return self._noise(self.carried.chunks[chunk], lanes)
         if turn:
-            before = self._ended[chunk, number - self.groups]
+            before = self._ended.pop((chunk, number - self.groups))
         elif self.held:
             here = slice(group * self.carried.rows, (group + 1) * self.carried.rows)
             before = {
@@ -113,40 +130,54 @@ class Carrier:
             return None
         return _where(self._goes_on(batch, lanes), before)
 
+    def handed_over(self, chunk: int, states: States, batch: Batch) -> States:
+        """What the next rows of the same lanes start from within a forward pass; gradients flow back through it."""
+        assert batch.continues_B is not None
+        return _where(batch.continues_B, self._chosen(chunk, states))
+
+    @torch.no_grad()
     def keep(self, chunk: int, number: int, states: States) -> None:
-        """Remember what a micro-batch ended in: the carried parts, and for noise nothing that is not measured."""
-        if self.carried.states.mode is StateMode.random:
+        """Remember what a micro-batch ended in: the carried parts, and of fitted noise the sums alone."""
+        if self.holds:
+            chosen = self._chosen(chunk, states).items()
+            self._ended[chunk, number] = {
+                layer: {name: _alone(tensor) for name, tensor in parts.items()} for layer, parts in chosen
+            }
+        elif self.carried.states.mode is StateMode.fitted:
+            for layer, parts in self.carried.chunks[chunk].items():
+                ((name, part),) = parts.items()
+                sums_3H = _sums(states[layer][name], part)
+                self._sums[layer] = self._sums[layer] + sums_3H if layer in self._sums else sums_3H
+
+    @torch.no_grad()
+    def inspect(self) -> None:
+        """Find the lanes in which a state is not finite, on the device; every rank learns of all of them."""
+        if not self.holds:
             return
-        self._ended[chunk, number] = {
-            layer: {name: states[layer][name].detach() for name in parts}
-            for layer, parts in self.carried.chunks[chunk].items()
-        }
+        self._finite_A = torch.ones(self.carried.all_lanes, dtype=torch.int32, device=self.device)
+        for (_, number), layers in self._ended.items():
+            first = self.carried.lanes.start + number % self.groups * self.carried.rows
+            finite_B = self._finite_A[first : first + self.carried.rows]
+            for tensor in (tensor for parts in layers.values() for tensor in parts.values()):
+                if tensor.is_floating_point():
+                    finite_B *= tensor.flatten(1).sum(1).isfinite()  # far quicker than to look at each value
+        dist.all_reduce(self._finite_A, dist.ReduceOp.MIN)
+
+    def read(self) -> tuple[int, int]:
+        """Restarts before the step, and with those that it will add; to be asked where the device is waited for."""
+        added = 0 if self._finite_A is None else (1 - self._finite_A).sum()
+        before, after = torch.stack([self.restarts, self.restarts + added]).tolist()
+        self._all_finite = before == after
+        return before, after
 
     @torch.no_grad()
     def commit(self) -> None:
         """Take over what the rows of an accepted step ended in."""
-        if self.carried.states.mode is StateMode.fitted:
+        if self.holds:
+            self._take_over()
+        elif self._sums:
             self._measure()
-        elif self.carried.states.mode is not StateMode.random:
-            self.held = self._healthy(self._joined())
-        self._ended = {}
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All that the next step depends on, by name: this process's share."""
-        held = {f"held.{layer}.{name}": t for layer, parts in self.held.items() for name, t in parts.items()}
-        moments = {f"moments.{layer}": moments for layer, moments in self.moments.items()}
-        return {**held, **moments, "restarts": self.restarts}
-
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Go on from what `tensors` gave."""
-        self.held, self.moments = {}, {}
-        for key, tensor in tensors.items():
-            kind, *names = key.split(".")
-            if kind == "held":
-                self.held.setdefault(int(names[0]), {})[names[1]] = tensor.to(self.device)
-            elif kind == "moments":
-                self.moments[int(names[0])] = tensor.to(self.device)
-        self.restarts = tensors["restarts"].to(self.device)
+        self._ended, self._sums = {}, {}
 
     def _goes_on(self, batch: Batch, lanes: Sequence[int]) -> Tensor:
         if self.carried.states.mode is StateMode.tbtt:
@@ -156,24 +187,23 @@ class Carrier:
         drawn = [self._key("dropout", lane) / 2**64 >= share for lane in lanes]
         return torch.tensor(drawn, device=self.device)
 
-    def _joined(self) -> States:
-        """The last states of all lanes, in their order."""
-        joined: States = {}
-        for chunk, layers in enumerate(self.carried.chunks):
-            last = max(number for kept, number in self._ended if kept == chunk) + 1
-            ended = [self._ended[chunk, number] for number in range(last - self.groups, last)]
-            for layer, parts in layers.items():
-                joined[layer] = {name: torch.cat([of_group[layer][name] for of_group in ended]) for name in parts}
-        return joined
+    def _chosen(self, chunk: int, states: States) -> States:
+        return {
+            layer: {name: states[layer][name] for name in parts} for layer, parts in self.carried.chunks[chunk].items()
+        }
 
-    def _healthy(self, states: States) -> States:
-        """The states, with zeros on every layer of a lane in which one is not finite; all stages agree on which."""
-        finite_K = torch.ones(len(self.carried.lanes), dtype=torch.int32, device=self.device)
-        for tensor in (tensor for parts in states.values() for tensor in parts.values()):
-            finite_K *= tensor.isfinite().flatten(1).all(1).int() if tensor.dim() > 1 else 1
-        dist.all_reduce(finite_K, dist.ReduceOp.MIN, group=parallel_state.get_model_parallel_group())
-        self.restarts += (1 - finite_K).sum()
-        return _where(finite_K.bool(), states)
+    def _take_over(self) -> None:
+        """The last states of all lanes, in their order; zeros on every layer of a lane that starts anew."""
+        assert self._finite_A is not None
+        finite_K = self._finite_A[self.carried.lanes.start : self.carried.lanes.stop].bool()
+        self.restarts = self.restarts + (1 - self._finite_A).sum()
+        for chunk, layers in enumerate(self.carried.chunks):
+            ended = [self._ended.pop(key) for key in sorted(key for key in self._ended if key[0] == chunk)]
+            assert len(ended) == self.groups
+            for layer, parts in layers.items():  # layer by layer, so that one more copy of one layer is made at a time
+                of_groups = [of_group.pop(layer) for of_group in ended]
+                joined = {name: torch.cat([of_group[name] for of_group in of_groups]) for name in parts}
+                self.held[layer] = joined if self._all_finite else _where(finite_K, {layer: joined})[layer]
 
     def _noise(self, layers: dict[int, dict[str, StatePart]], lanes: Sequence[int]) -> States | None:
         states = self.carried.states
@@ -202,40 +232,46 @@ class Carrier:
 
     def _measure(self) -> None:
         """Move mean and variance towards those of the states that all lanes of all ranks ended in."""
-        ended: dict[int, list[Tensor]] = {}
-        for (chunk, _), states in self._ended.items():
-            for layer in self.carried.chunks[chunk]:
-                ended.setdefault(layer, []).extend(states[layer].values())
-        sums = {layer: self._sums(layer, torch.cat(tensors).double()) for layer, tensors in sorted(ended.items())}
+        layers = sorted(self._sums)
+        sums_3S = torch.cat([self._sums[layer] for layer in layers], 1)
+        dist.all_reduce(sums_3S, group=parallel_state.get_data_parallel_group())
+        sums = dict(zip(layers, sums_3S.split([self._sums[layer].shape[1] for layer in layers], 1), strict=True))
+        parts = {layer: next(iter(p.values())) for chunk in self.carried.chunks for layer, p in chunk.items()}
+        # of a state without heads each tensor rank holds some channels
+        if whole := [layer for layer in layers if parts[layer].heads == 1]:
+            sums_3W = torch.cat([sums[layer] for layer in whole], 1)
+            dist.all_reduce(sums_3W, group=parallel_state.get_tensor_model_parallel_group())
+            sums.update(zip(whole, sums_3W.split(1, 1), strict=True))
         beta = self.carried.states.beta
-        for layer, (count, total_H, square_H) in sums.items():
-            mean_H = total_H / count
-            moments = torch.stack([mean_H, square_H / count - mean_H**2])
+        for layer, (count_H, total_H, square_H) in sums.items():
+            mean_H = total_H / count_H
+            moments = torch.stack([mean_H, square_H / count_H - mean_H**2])
             self.moments[layer] = (1 - beta) * moments + beta * self.moments.get(layer, torch.zeros_like(moments))
-
-    def _sums(self, layer: int, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Count, sum and sum of squares of each head's values, over the ranks that read other lanes or hold a share."""
-        (part,) = next(parts for chunk in self.carried.chunks if (parts := chunk.get(layer))).values()
-        alone = part.heads == 1
-        by_head = states.flatten(1).unsqueeze(1) if alone else states.flatten(2)
-        sums_3H = torch.stack([torch.ones_like(by_head), by_head, by_head**2]).sum((1, 3))
-        dist.all_reduce(sums_3H, group=parallel_state.get_data_parallel_group())
-        if alone:
-            dist.all_reduce(sums_3H, group=parallel_state.get_tensor_model_parallel_group())
-        count, total_H, square_H = sums_3H
-        return count, total_H, square_H
 
     def _key(self, purpose: str, *numbers: int) -> int:
         text = f"{self.carried.seed}/{self._step}/{purpose}/{'/'.join(map(str, numbers))}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
+def _alone(tensor: Tensor) -> Tensor:
+    """The tensor without its graph, and without the rest of what it was cut from, which would live as long."""
+    whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor.detach() if whole else tensor.detach().clone()
+
+
+def _sums(state: Tensor, part: StatePart) -> Tensor:
+    """Count, sum and sum of squares of each head's values, (3, H) in fp64."""
+    by_head = state.double()
+    by_head = by_head.flatten(1).unsqueeze(1) if part.heads == 1 else by_head.flatten(2)
+    count = by_head.new_full((by_head.shape[1],), by_head.shape[0] * by_head.shape[2])
+    return torch.stack([count, by_head.sum((0, 2)), by_head.square().sum((0, 2))])
+
+
 def _where(kept: Tensor, states: States) -> States:
     """The states of the rows that keep theirs, zeros for the others."""
     return {
         layer: {
-            name: torch.where(kept.view(-1, *[1] * (tensor.dim() - 1)), tensor, torch.zeros_like(tensor))
-            for name, tensor in parts.items()
+            name: torch.where(kept.view(-1, *[1] * (tensor.dim() - 1)), tensor, 0) for name, tensor in parts.items()
         }
         for layer, parts in states.items()
     }

@@ -47,7 +47,7 @@ class LanguageModel(nn.Module):
     def __init__(self, config: ModelConfig, place: Place = WHOLE, recompute: Recompute = Recompute.none) -> None:
         super().__init__()
         arch, tensor = architecture(config), place.tensor
-        self.place = place
+        self.place, self.recompute = place, recompute
         self.tied = config.tie_embeddings
         if place.first or (place.last and self.tied):
             self.embedding = embedding(config.vocab_size, config.width, tensor)

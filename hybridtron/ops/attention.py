@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hybridtron.device import optional_package
+from hybridtron.device import is_deterministic, optional_package
 from hybridtron.ops.dispatch import op
 from hybridtron.ops.norm_rope import at_least_fp32
 
@@ -149,7 +149,9 @@ def _flash(
     assert memory is None
     sides = (-1, -1) if window is None else (window - 1, 0)
     if documents_BL is None:
-        return flash.flash_attn_func(q_BLHK, k_BLGK, v_BLGK, causal=True, window_size=sides)
+        return flash.flash_attn_func(
+            q_BLHK, k_BLGK, v_BLGK, causal=True, window_size=sides, deterministic=is_deterministic()
+        )
     batch, length = documents_BL.shape
     starts_BL = F.pad(documents_BL[:, 1:] != documents_BL[:, :-1], (1, 0), value=True)
     # How many documents there are is known only on the device: this waits for it.
@@ -162,6 +164,7 @@ def _flash(
         max_seqlen_k=length,
         causal=True,
         window_size=sides,
+        deterministic=is_deterministic(),
     )
     return y.view_as(q_BLHK)
 

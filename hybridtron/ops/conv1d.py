@@ -111,7 +111,19 @@ def _causal_conv1d_refuses(
     return "the kernel has no float64" if x_BLC.dtype == torch.float64 else None
 
 
-@causal_conv.form("causal-conv1d", device="cuda", package=CAUSAL_CONV1D, refuses=_causal_conv1d_refuses)
+def _causal_conv1d_repeats() -> bool:
+    """From 1.6 on it adds up the gradient of its weight in a fixed order when torch is told to."""
+    version = str(getattr(optional_package(CAUSAL_CONV1D).module, "__version__", "0"))
+    return [int(part) for part in version.split(".")[:2]] >= [1, 6]
+
+
+@causal_conv.form(
+    "causal-conv1d",
+    device="cuda",
+    package=CAUSAL_CONV1D,
+    refuses=_causal_conv1d_refuses,
+    repeats=_causal_conv1d_repeats,
+)
 def _causal_conv1d(
     x_BLC: Tensor,
     weight_CW: Tensor,

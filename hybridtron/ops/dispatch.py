@@ -21,7 +21,7 @@ from typing import Generic, Literal, ParamSpec, TypeVar
 
 import torch
 
-from hybridtron.device import optional_package
+from hybridtron.device import is_deterministic, optional_package
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,13 +33,17 @@ OPS: dict[str, Op] = {}
 
 @dataclass(frozen=True)
 class Form(Generic[P, R]):
-    """One way to compute an op. `refuses` looks at a call's arguments and answers why it can't take them, or None."""
+    """One way to compute an op. `refuses` looks at a call's arguments and answers why it can't take them, or None.
+
+    `repeats` says whether it gives the same bits again, backward too, once `device.deterministic` asks for that.
+    """
 
     name: str
     function: Callable[P, R]
     device: Literal["cpu", "cuda", "any"] = "any"
     package: str | None = None
     refuses: Callable[P, str | None] | None = None
+    repeats: Callable[[], bool] | None = None
 
     def unusable(self, device: str) -> str | None:
         """Why this form can't run on a device at all, or None."""
@@ -47,6 +51,8 @@ class Form(Generic[P, R]):
             return f"for {self.device}"
         if self.package is not None and (found := optional_package(self.package)).module is None:
             return found.reason
+        if self.repeats is not None and is_deterministic() and not self.repeats():
+            return "adds up in no fixed order, which run.deterministic=true rules out"
         return None
 
 
@@ -67,9 +73,10 @@ class Op(Generic[P, R]):
         device: Literal["cpu", "cuda", "any"] = "any",
         package: str | None = None,
         refuses: Callable[P, str | None] | None = None,
+        repeats: Callable[[], bool] | None = None,
     ) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def add(function: Callable[P, R]) -> Callable[P, R]:
-            self.fast.append(Form(name, function, device, package, refuses))
+            self.fast.append(Form(name, function, device, package, refuses, repeats))
             self.fast.sort(key=lambda form: form.device == "any")
             return function
 

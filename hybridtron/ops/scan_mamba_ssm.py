@@ -43,7 +43,12 @@ def _refuses(
     return "the kernel has no float64" if x_BLE.dtype == torch.float64 else None
 
 
-@selective_scan.form("mamba-ssm", device="cuda", package=PACKAGE, refuses=_refuses)
+def _repeats() -> bool:
+    """Its backward pass adds up the gradients of A, B, C and D by atomic additions, whatever it is told."""
+    return False
+
+
+@selective_scan.form("mamba-ssm", device="cuda", package=PACKAGE, refuses=_refuses, repeats=_repeats)
 def _mamba_ssm(
     x_BLE: Tensor,
     dt_BLE: Tensor,

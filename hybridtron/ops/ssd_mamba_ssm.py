@@ -32,7 +32,12 @@ def _refuses(
     return "the kernels have no float64" if x_BLHP.dtype == torch.float64 else None
 
 
-@ssd_scan.form("mamba-ssm", device="cuda", package=PACKAGE, refuses=_refuses)
+def _repeats() -> bool:
+    """Versions that can add up in a fixed order have this module, and do so when torch is told to."""
+    return optional_package("mamba_ssm.utils.determinism").module is not None
+
+
+@ssd_scan.form("mamba-ssm", device="cuda", package=PACKAGE, refuses=_refuses, repeats=_repeats)
 def _mamba_ssm(
     x_BLHP: Tensor,
     dt_BLH: Tensor,

@@ -1,4 +1,7 @@
-"""How a weight is cut over tensor-parallel ranks, and put together again: each part of a fused weight for itself."""
+"""How weights and states are cut over tensor-parallel ranks, and put together again; fused parts each for itself.
+
+What a rank holds of a tensor are runs of entries along one axis; laid side by side they are its share.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,13 @@ import torch
 from torch import Tensor
 
 from hybridtron.parallel.linear import TensorGroup
-from hybridtron.specs.base import Parameter
+from hybridtron.specs.base import Parameter, StatePart
 
 
 def cut(whole: Tensor, parameter: Parameter, tensor: TensorGroup) -> Tensor:
     """This rank's share of a whole weight."""
     axis = parameter.cut_axis(tensor.size)
-    if axis is None:
-        return whole
-    return torch.cat([part.chunk(tensor.size, axis)[tensor.rank] for part in _parts(whole, parameter, axis)], axis)
+    return whole if axis is None else _taken(whole, axis, held_runs(parameter, tensor))
 
 
 def join(shares: Sequence[Tensor], parameter: Parameter) -> Tensor:
@@ -24,12 +25,33 @@ def join(shares: Sequence[Tensor], parameter: Parameter) -> Tensor:
     axis = parameter.cut_axis(len(shares))
     if axis is None:
         return shares[0]
-    pieces = [_parts(share, parameter, axis, len(shares)) for share in shares]
-    return torch.cat([torch.cat(part, axis) for part in zip(*pieces, strict=True)], axis)
+    whole = shares[0].new_empty(parameter.shape)
+    for rank, share in enumerate(shares):
+        at = 0
+        for run in held_runs(parameter, TensorGroup(len(shares), rank)):
+            whole.narrow(axis, run.start, len(run)).copy_(share.narrow(axis, at, len(run)))
+            at += len(run)
+    return whole
 
 
-def _parts(weight: Tensor, parameter: Parameter, axis: int, ranks: int = 1) -> Sequence[Tensor]:
-    """The parts of a weight, or of one of so many shares of it, along the axis that is cut."""
-    if axis != 0 or not parameter.parts:
-        return [weight]
-    return weight.split([rows // ranks for _, rows in parameter.parts])
+def share_of_lanes(whole: Tensor, part: StatePart, tensor: TensorGroup) -> Tensor:
+    """This rank's share of one part of the states of some lanes, which stand along the first axis."""
+    axis = part.cut_axis(tensor.size)
+    return whole if axis is None else _taken(whole, axis + 1, held_runs(part, tensor))
+
+
+def held_runs(cuttable: Parameter | StatePart, tensor: TensorGroup) -> list[range]:
+    """The runs along the cut axis that a rank holds, in its own order."""
+    if isinstance(cuttable, StatePart) and cuttable.users is not None:
+        used = tensor.groups_used(cuttable.users, *cuttable.pieces)
+        return [range(used.start, used.stop)] if isinstance(used, slice) else [range(h, h + 1) for h in used]
+    runs, start = [], 0
+    for size in cuttable.pieces:
+        share = size // tensor.size
+        runs.append(range(start + tensor.rank * share, start + (tensor.rank + 1) * share))
+        start += size
+    return runs
+
+
+def _taken(whole: Tensor, axis: int, runs: Sequence[range]) -> Tensor:
+    return torch.cat([whole.narrow(axis, run.start, len(run)) for run in runs], axis)

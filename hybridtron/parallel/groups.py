@@ -5,9 +5,14 @@ Megatron-core keeps the groups in module globals; this file alone fills them, an
 
 from __future__ import annotations
 
+import math
+import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -37,18 +42,26 @@ class Groups:
 
 
 def start(
-    parallel: ParallelConfig, init_method: str = "env://", launch: Launch | None = None, fake: bool = False
+    parallel: ParallelConfig,
+    init_method: str = "env://",
+    launch: Launch | None = None,
+    fake: bool = False,
+    timeout_s: float = 1800,
 ) -> Groups:
-    """Join the other processes and form the groups of the layout; `fake` plays one rank of many, alone."""
+    """Join the other processes and form the groups of the layout; `fake` plays one rank of many, alone.
+
+    The others may take `timeout_s` to come, and any operation among them as long, in the groups' whole minutes.
+    """
     launch = launch or launched()
     with megatron_context():
         if not dist.is_initialized():
-            _join(launch, init_method, fake)
+            _join(launch, init_method, fake, timedelta(seconds=timeout_s))
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
             virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
             create_gloo_process_groups=not fake,
+            distributed_timeout_minutes=math.ceil(timeout_s / 60),
         )
     group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()  # type: ignore[assignment]
     sequence = parallel.sequence and parallel.tensor > 1
@@ -64,9 +77,9 @@ def start(
     )
 
 
-def _join(launch: Launch, init_method: str, fake: bool) -> None:
+def _join(launch: Launch, init_method: str, fake: bool, timeout: timedelta) -> None:
     backend = "gloo" if compute_device().type == "cpu" else "cpu:gloo,cuda:nccl"
-    place = {"rank": launch.rank, "world_size": launch.world_size, "timeout": timedelta(minutes=30)}
+    place = {"rank": launch.rank, "world_size": launch.world_size, "timeout": timeout}
     if fake:
         dist.init_process_group("fake", store=FakeStore(), **place)
     elif launch.world_size == 1:
@@ -84,4 +97,29 @@ def stop() -> None:
 
 def barrier() -> None:
     """Wait until every process has come here."""
-    dist.barrier()
+    if dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def greatest(values: list[float]) -> list[float]:
+    """The greatest of each value over all processes. It goes over gloo, so that no process waits for its device."""
+    if dist.get_world_size() == 1:
+        return values
+    found = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.tolist()
+
+
+def places() -> list[tuple[str, int]]:
+    """Machine and process id of every rank."""
+    found: list[tuple[str, int]] = [("", 0)] * dist.get_world_size()
+    dist.all_gather_object(found, (socket.gethostname(), os.getpid()))
+    return found
+
+
+def everyone(value: Any) -> list[Any]:
+    """What every process brings, by rank."""
+    found = [value] * dist.get_world_size()
+    if len(found) > 1:
+        dist.all_gather_object(found, value)
+    return found

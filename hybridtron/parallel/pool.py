@@ -1,7 +1,8 @@
 """Run a function on n processes of this machine that talk over gloo: layouts without a cluster, a GPU or a launcher.
 
-They are forked from a server that has imported torch and megatron-core once, and serve job after job. A job that
-fails raises the traceback of the process that failed first, and its processes are replaced.
+They are forked from a server that has imported torch and megatron-core once, and fork again for every job: what a job
+leaves behind (groups, threads, settings) is gone with its process, and nothing is torn down that could fail in that.
+A job that fails raises the traceback of the process that failed first, and its processes are replaced.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ import faulthandler
 import multiprocessing as mp
 import os
 import pickle
+import signal
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -44,12 +47,12 @@ class Seat:
 
     @contextmanager
     def groups(self, parallel: ParallelConfig) -> Iterator[Groups]:
-        """The groups of a layout over the processes of this job, in the context that megatron-core needs."""
+        """The groups of a layout over the processes of this job, in the context that megatron-core needs.
+
+        They end with the process, and not before.
+        """
         with megatron_context():
-            try:
-                yield groups.start(parallel, f"file://{self.meeting_file}", Launch(self.rank, self.world_size))
-            finally:
-                groups.stop()
+            yield groups.start(parallel, f"file://{self.meeting_file}", Launch(self.rank, self.world_size))
 
 
 @dataclass
@@ -102,7 +105,8 @@ class Pool:
     def _stop(self, count: int) -> None:
         for worker in self._workers[:count]:
             worker.connection.close()
-            worker.process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(worker.process.pid, signal.SIGKILL)  # with the job that it may have under way
             worker.process.join()
         self._workers = self._workers[count:]
 
@@ -134,7 +138,8 @@ def _collect(job: list[_Worker], deadline: float) -> dict[int, Any]:
 
 
 def _serve(connection: Connection) -> None:
-    """A worker's life: one job after another, one thread, no GPU, until the pool goes."""
+    """A worker's life: one job after another, each in a process of its own, until the pool goes."""
+    os.setpgid(0, 0)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     faulthandler.enable()  # a process that dies of a signal says where
@@ -146,7 +151,23 @@ def _serve(connection: Connection) -> None:
             return
         try:
             function, seat, arguments = pickle.loads(job)
-            answer = pickle.dumps((True, function(seat, *arguments)))
         except BaseException:
-            answer = pickle.dumps((False, traceback.format_exc()))
-        connection.send_bytes(answer)
+            connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
+            continue
+        child = os.fork()
+        if child == 0:
+            _do(connection, function, seat, arguments)
+        if os.waitpid(child, 0)[1] != 0:
+            connection.send_bytes(pickle.dumps((False, "the process died")))
+
+
+def _do(connection: Connection, function: Callable[..., Any], seat: Seat, arguments: tuple[Any, ...]) -> NoReturn:
+    """A job's process: it answers, and ends without tearing anything down."""
+    try:
+        answer = pickle.dumps((True, function(seat, *arguments)))
+    except BaseException:
+        answer = pickle.dumps((False, traceback.format_exc()))
+    connection.send_bytes(answer)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

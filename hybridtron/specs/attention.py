@@ -99,13 +99,15 @@ class AttentionSpec(MixerSpec):
         kept = None if self.window is None else self.window - 1
         heads = (kept, self.groups(), self.head(model))
         parts = {
-            "keys": StatePart("kv", heads),
-            "values": StatePart("kv", heads),
+            "keys": StatePart("kv", heads, users=self.heads, split=1),
+            "values": StatePart("kv", heads, users=self.heads, split=1),
             "length": StatePart("kv", (), "int64"),
         }
         if self.conv:
-            parts["q_conv"] = StatePart("conv", (self.conv - 1, queries))
-            parts["kv_conv"] = StatePart("conv", (self.conv - 1, 2 * keys))
+            parts["q_conv"] = StatePart("conv", (self.conv - 1, queries), split=1)
+            parts["kv_conv"] = StatePart(
+                "conv", (self.conv - 1, 2 * keys), parts=(keys, keys), split=1, unit=self.head(model), copies=True
+            )
         return parts
 
     def layout_problems(self, model: ModelSizes, tensor: int) -> list[Problem]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 
@@ -61,16 +61,40 @@ Init = Constant | Normal | Uniform | LogRange | LogUniform | InverseSoftplus
 
 
 @dataclass(frozen=True)
-class Parameter:
+class Cut(ABC):
+    """How tensor-parallel ranks share a tensor; a base for weights and states.
+
+    `split` is the axis that is cut, None for a tensor that every rank holds whole. `unit` is how many entries along it
+    must stay together (a head), and a tensor whose units can't be shared out evenly is held whole where `copies` allows
+    that.
+    """
+
+    split: int | None = field(default=None, kw_only=True)
+    unit: int = field(default=1, kw_only=True)
+    copies: bool = field(default=False, kw_only=True)
+
+    @property
+    @abstractmethod
+    def pieces(self) -> tuple[int, ...]:
+        """The sizes of what is fused along the axis, each of which is cut for itself."""
+
+    def cut_axis(self, ranks: int) -> int | None:
+        """The axis that is cut over so many ranks, None where each holds the whole."""
+        if self.split is None or ranks == 1:
+            return None
+        if all(size % (self.unit * ranks) == 0 for size in self.pieces):
+            return self.split
+        assert self.copies, f"pieces of {self.pieces} can't be cut over {ranks} ranks"
+        return None
+
+
+@dataclass(frozen=True)
+class Parameter(Cut):
     """One weight: its shape, how it starts, and how optimizer, precision, layout and checkpoint must treat it.
 
     `parts` names the pieces of a fused projection along axis 0, as (name, rows); a checkpoint stores each piece
-    under its own name, and a layout cuts each piece for itself.
-
-    `split` is the axis that tensor parallelism cuts, None for a weight that every rank holds whole. `unit` is how many
-    entries along it must stay together (a head), and a weight whose units can't be shared out evenly is held whole
-    where `copies` allows that. `partial` says that a whole weight gets only a part of its gradient on each rank,
-    because it works on a rank's share of the channels: the parts are summed.
+    under its own name, and a layout cuts each piece for itself. `partial` says that a whole weight gets only a part of
+    its gradient on each rank, because it works on a rank's share of the channels: the parts are summed.
     """
 
     shape: tuple[int, ...]
@@ -78,20 +102,13 @@ class Parameter:
     decay: bool = True
     fp32: bool = False
     parts: tuple[tuple[str, int], ...] = ()
-    split: int | None = None
-    unit: int = 1
-    copies: bool = False
     partial: bool = False
 
-    def cut_axis(self, ranks: int) -> int | None:
-        """The axis that is cut over so many ranks, None where each holds the whole."""
-        if self.split is None or ranks == 1:
-            return None
-        pieces = [rows for _, rows in self.parts] if self.split == 0 and self.parts else [self.shape[self.split]]
-        if all(size % (self.unit * ranks) == 0 for size in pieces):
-            return self.split
-        assert self.copies, f"{self.shape} can't be cut over {ranks} ranks along axis {self.split}"
-        return None
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        assert self.split is not None
+        fused = self.split == 0 and self.parts
+        return tuple(rows for _, rows in self.parts) if fused else (self.shape[self.split],)
 
     @property
     def size(self) -> int:
@@ -112,17 +129,31 @@ def output_linear(out_features: int, in_features: int, num_sublayers: int) -> Pa
 
 
 @dataclass(frozen=True)
-class StatePart:
+class StatePart(Cut):
     """One tensor of a carried state, per lane. `kind` is what recipes choose by; `dtype` None means the stream's.
 
-    The first axis of the real tensor is the lane; `shape` holds the rest. None in a shape is an axis that grows
-    with the tokens seen (the keys of full attention).
+    The first axis of the real tensor is the lane; `shape` holds the rest, and `split` counts without the lane. None in
+    a shape is an axis that grows with the tokens seen (the keys of full attention). `parts` are the sizes of what is
+    fused along the cut axis. Where `users` heads use those along it, a rank holds the ones that its own heads use,
+    so that some of them lie on several ranks.
     """
 
     kind: Literal["ssm", "conv", "kv"]
     shape: tuple[int | None, ...]
     dtype: Literal["float32", "int64"] | None = None
     heads: int = 1  # runs of the first axis whose values have statistics of their own
+    parts: tuple[int, ...] = ()
+    users: int | None = None
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        assert self.split is not None
+        size = self.shape[self.split]
+        assert size is not None
+        return self.parts or (size,)
+
+    def cut_axis(self, ranks: int) -> int | None:
+        return self.split if self.users is not None and ranks > 1 else super().cut_axis(ranks)
 
 
 @dataclass(frozen=True)

@@ -74,8 +74,8 @@ class MambaSpec(MixerSpec):
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         inner = self.inner(model)
         return {
-            "ssm": StatePart("ssm", (inner, self.state), "float32"),
-            "conv": StatePart("conv", (self.conv - 1, inner)),
+            "ssm": StatePart("ssm", (inner, self.state), "float32", split=0),
+            "conv": StatePart("conv", (self.conv - 1, inner), split=1),
         }
 
     def layout_problems(self, model: ModelSizes, tensor: int) -> list[Problem]:

@@ -96,11 +96,13 @@ class Mamba2Spec(MixerSpec):
         return 5 * self.inner(model) + 4 * self.groups * self.state + self.num_heads(model)
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
-        heads = self.num_heads(model)
+        heads, both = self.num_heads(model), self.groups * self.state
         return {
-            "ssm": StatePart("ssm", (heads, self.head_dim, self.state), "float32", heads),
-            "x_conv": StatePart("conv", (self.conv - 1, self.inner(model))),
-            "bc_conv": StatePart("conv", (self.conv - 1, 2 * self.groups * self.state)),
+            "ssm": StatePart("ssm", (heads, self.head_dim, self.state), "float32", heads, split=0),
+            "x_conv": StatePart("conv", (self.conv - 1, self.inner(model)), split=1),
+            "bc_conv": StatePart(
+                "conv", (self.conv - 1, 2 * both), parts=(both, both), split=1, unit=self.state, copies=True
+            ),
         }
 
     def layout_problems(self, model: ModelSizes, tensor: int) -> list[Problem]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -17,7 +17,12 @@ from hybridtron.device import optional_package
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One line of metrics.jsonl. Times are in seconds; `validation` holds losses by length after an evaluation."""
+    """One line of metrics.jsonl. Times are in seconds; `validation` holds losses by length after an evaluation.
+
+    `skipped` counts the steps that were refused since the run was started or resumed, also those of which no line is
+    left since the run went back to a checkpoint before them; `restarted_lanes`, where states are carried, the lanes of
+    the phase whose state was not finite and that started anew.
+    """
 
     step: int
     phase: str
@@ -31,18 +36,42 @@ class StepMetrics:
     tflops_per_device: float
     mfu: float | None
     skipped: int
+    restarted_lanes: int | None = None
     validation: Mapping[str, float] | None = None
     layers: Mapping[str, float] | None = None
 
 
+@dataclass(frozen=True)
+class Decision:
+    """One line of logs/decisions.jsonl: what the run did by itself after a step, and why.
+
+    Of a step `refused`: its loss and gradient norm (null where not finite), the greatest norm that would have been
+    accepted (null while there is none), and how many are refused in a row. Of a step after which the run has `gone
+    back`: the step of the checkpoint, how often it went back to it, and all data windows left out by now.
+    """
+
+    step: int
+    what: str
+    why: str
+    loss: float | None = None
+    norm: float | None = None
+    limit: float | None = None
+    in_a_row: int | None = None
+    to: int | None = None
+    times: int | None = None
+    windows: Sequence[Sequence[int]] | None = None
+
+
 class Metrics:
-    """Writes every step to each place that was asked for. A resumed run's file is cut back to the resumed step."""
+    """Writes every step, and every decision, to each place that was asked for.
+
+    A resumed run's file is cut back to the resumed step. Decisions are added to those of earlier starts.
+    """
 
     def __init__(self, run_dir: Path, config: Config, resumed_step: int, last_step: int) -> None:
         self.path = run_dir / "metrics.jsonl"
-        kept = [line for line in _lines(self.path) if json.loads(line)["step"] <= resumed_step]
-        self.path.write_text("".join(f"{line}\n" for line in kept))
-        self.file = self.path.open("a", buffering=1)
+        self.decisions = run_dir / "logs" / "decisions.jsonl"
+        self.file = self._cut_back(resumed_step)
         self.console = ConsoleReport(config.run.log_every, resumed_step, last_step)
         self.tensorboard = _tensorboard(run_dir / "logs")
         self.wandb = _wandb(config, run_dir) if config.run.wandb else None
@@ -58,6 +87,23 @@ class Metrics:
         if self.wandb is not None:
             self.wandb.log(numbers, step=metrics.step)
 
+    def decide(self, decision: Decision) -> None:
+        """A decision, on the console too."""
+        line = {key: value for key, value in asdict(decision).items() if key in ("norm", "limit") or value is not None}
+        with self.decisions.open("a") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+        self.console.say(f"step {decision.step} {decision.what.upper()}: {decision.why}")
+
+    def go_back(self, step: int) -> None:
+        """The run goes on from an earlier step; what was written of later ones no longer holds."""
+        self.file.close()
+        self.file = self._cut_back(step)
+
+    def _cut_back(self, step: int) -> TextIO:
+        kept = [line for line in _lines(self.path) if json.loads(line)["step"] <= step]
+        self.path.write_text("".join(f"{line}\n" for line in kept))
+        return self.path.open("a", buffering=1)
+
     def close(self) -> None:
         self.console.close()
         self.file.close()
@@ -67,7 +113,8 @@ class Metrics:
             self.wandb.finish()
 
 
-REQUIRED = [name for name, f in StepMetrics.__dataclass_fields__.items() if name not in ("validation", "layers")]
+OPTIONAL = ("restarted_lanes", "validation", "layers")
+REQUIRED = [name for name in StepMetrics.__dataclass_fields__ if name not in OPTIONAL]
 
 
 class ConsoleReport:

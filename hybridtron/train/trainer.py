@@ -3,98 +3,105 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Generator
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from hybridtron.checkpoint import io
+from hybridtron.checkpoint import folder as checkpoints
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.restore import restore_newest, restore_states
+from hybridtron.checkpoint.save import Saver, meta_of
 from hybridtron.config.architecture import parameter_table
 from hybridtron.config.count import count
 from hybridtron.config.layout import launched
-from hybridtron.config.problems import ConfigError
 from hybridtron.config.schema import Config
 from hybridtron.config.units import parse_steps, readable
 from hybridtron.data.batch import Batch
 from hybridtron.data.loader import Loader, build_loader
 from hybridtron.data.sources import reading_plan
-from hybridtron.device import describe_device, megatron_context, synchronize
+from hybridtron.device import describe_device, deterministic, megatron_context, synchronize
 from hybridtron.engine.engine import Engine
 from hybridtron.ops.dispatch import choices
-from hybridtron.parallel.groups import Groups, barrier
+from hybridtron.parallel.groups import Groups, barrier, greatest, places
 from hybridtron.parallel.groups import start as start_groups
 from hybridtron.parallel.groups import stop as stop_groups
-from hybridtron.specs.base import Problem
 from hybridtron.train.evaluate import evaluate
+from hybridtron.train.failures import Failures
+from hybridtron.train.go_back import GoBack, WayBack, refusal_of, return_of
 from hybridtron.train.lr import learning_rate
 from hybridtron.train.metrics import Metrics, StepMetrics
 from hybridtron.train.phases import Stretch, last_step, stretches
+from hybridtron.train.preempt import StopRequests
 from hybridtron.train.profile import profiled
-from hybridtron.train.run_folder import open_run_folder, outcome
+from hybridtron.train.run_folder import Preempted, open_run_folder, outcome
 from hybridtron.train.sample import sample_text
+from hybridtron.train.start import candidates, check_same_data, check_same_model, given_weights, starting_point
+from hybridtron.train.watchdog import Watchdog
+from hybridtron.train.windows import Windows
+
+START_S = 300.0  # that ranks may take to find each other, however short run.timeout is
 
 
-def run(config: Config) -> None:
+def run(config: Config, requests: StopRequests) -> None:
     """Train what the configuration asks for, from the newest checkpoint of its run folder if there is one."""
     start = starting_point(config)
-    if start is not None and (done := io.read_meta(start).step) >= last_step(config):
+    if start is not None and (done := start.meta.step) >= last_step(config):
         if launched().rank == 0:
             print(
-                f"{config.run.dir} has finished: {start} is at step {done} of {last_step(config)}, "
+                f"{config.run.dir} has finished: {start.folder} is at step {done} of {last_step(config)}, "
                 "nothing left to do.\n"
                 f"To train further raise phases or run.max_steps; to start anew set run.dir=FOLDER, "
                 f"or run.name=NAME for {Path(config.run.dir).parent}/NAME."
             )
         return
     if start is not None:
-        check_same_model(start, config)
-    with megatron_context():
-        groups = start_groups(config.parallel)
-        run_dir = Path(config.run.dir)
-        if groups.is_first:
-            open_run_folder(config)
-        barrier()
+        check_same_model(start, config, "set it so, or run.resume=never")
+    elif (given := given_weights(config)) is not None:
+        check_same_model(given, config, "set it so, or name another run.weights")
+    run_dir = Path(config.run.dir)
+    if launched().rank == 0:
+        open_run_folder(config)
+    failures = Failures(run_dir, launched().rank)
+    with Watchdog(failures, config.run.timeout) as watchdog, deterministic(config.run.deterministic):
         try:
-            with outcome(run_dir, groups.is_first):
-                Trainer(config, run_dir, start, groups).fit()
+            with megatron_context(), outcome(failures):
+                watchdog.beat("the meeting of all ranks", START_S)
+                # the watchdog comes first and tells more; an operation's own time-out is there for a stuck interpreter
+                groups = start_groups(config.parallel, timeout_s=max(2 * config.run.timeout, START_S))
+                failures.meet(places())
+                Trainer(config, run_dir, start, groups, requests, watchdog).fit()
         finally:
             stop_groups()
-
-
-def starting_point(config: Config) -> Path | None:
-    """The checkpoint that run.resume names."""
-    if config.run.resume == "never":
-        return None
-    if config.run.resume == "auto":
-        return io.newest(Path(config.run.dir))
-    return Path(config.run.resume)
-
-
-def check_same_model(start: Path, config: Config) -> None:
-    """A checkpoint can only be continued by the model that it holds."""
-    held, wanted = asdict(io.read_config(start).model), asdict(config.model)
-    differences = [
-        Problem(f"model.{key}", f"is {wanted[key]!r}, but {start} holds {held[key]!r}: set it so, or run.resume=never")
-        for key in wanted
-        if held[key] != wanted[key]
-    ]
-    if differences:
-        raise ConfigError(differences)
 
 
 class Trainer:
     """One run, on one process or as one rank of many. Only the first rank speaks and writes metrics."""
 
-    def __init__(self, config: Config, run_dir: Path, start: Path | None, groups: Groups) -> None:
-        self.config, self.run_dir, self.start, self.groups = config, run_dir, start, groups
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        start: Checkpoint | None,
+        groups: Groups,
+        requests: StopRequests,
+        watchdog: Watchdog,
+    ) -> None:
+        self.config, self.run_dir, self.groups = config, run_dir, groups
+        self.requests, self.watchdog = requests, watchdog
+        watchdog.beat("building the model")
         torch.manual_seed(config.run.seed)
-        weights = None if start is None else io.stored(start, "model.safetensors", parameter_table(config.model))
-        self.engine = Engine(config, groups, weights)
-        self.resumed = None if start is None else io.restore_optimizer(start, self.engine)
-        self.first = 0 if self.resumed is None else self.resumed.step
+        given = given_weights(config) if start is None else None
+        self.engine = Engine(config, groups, None if given is None else given.weights(parameter_table(config.model)))
+        self.start = None if start is None else restore_newest(candidates(start, config), self.engine)
+        self.way_back = WayBack(config, run_dir, self.start)
+        self.first = 0 if self.start is None else self.start.meta.step
+        self.windows = Windows() if self.start is None else Windows(self.start.meta.windows)
+        self.saver = Saver(config, run_dir, groups, config.run.timeout)
         self.last = last_step(config)
         self.skipped = 0
 
@@ -106,53 +113,85 @@ class Trainer:
             self.engine.compile()
         self.metrics = Metrics(self.run_dir, self.config, self.first, self.last) if self.groups.is_first else None
         try:
-            for stretch in stretches(self.config):
-                if stretch.last > self.first and stretch.first < self.last:
-                    self.train_phase(stretch)
+            while not self.trained():
+                pass
         finally:
             if self.metrics is not None:
                 self.metrics.close()
+        self.saver.finish()
         if self.groups.is_first:
-            self.conclude(io.folder_of(self.run_dir, self.last))
+            self.conclude(checkpoints.folder_of(self.run_dir, self.last))
+
+    def trained(self) -> bool:
+        """Train to the end, unless the run must go back; then the same again, from where it has gone back to."""
+        try:
+            for stretch in stretches(self.config):
+                if stretch.last > self.first and stretch.first < self.last:
+                    self.train_phase(stretch)
+        except GoBack as refused:
+            self.go_back(refused.step)
+            return False
+        return True
 
     def train_phase(self, stretch: Stretch) -> None:
         """Train the steps of one phase that are still to be done; a phase ends with an evaluation and a checkpoint."""
         loader = self.loader_of(stretch)
         first, last = max(self.first, stretch.first), min(self.last, stretch.last)
-        self.check_same_data(loader, stretch)
+        if self.start is not None and stretch.first <= self.first:
+            for one in check_same_data(self.start, self.config, stretch, loader.fingerprint):
+                if self.metrics is not None:
+                    self.metrics.console.say(f"run.accept_data_changes=true: {one.key} {one.message}")
         self.engine.start_phase(stretch.index, loader.lanes)
-        if self.start is not None and stretch.first < self.first:
-            io.restore_states(self.start, self.engine)
+        if stretch.first >= self.first:
+            self.engine.guard.restart()
+        if self.engine.carrier is not None and self.start is not None and stretch.first < self.first:
+            restore_states(self.engine.carrier, self.groups, self.start)
         if self.groups.is_first:
             announce_reading(loader, stretch)
         self.flops_per_token = count(self.config.model, stretch.phase.seq_len).flops_per_token
         eval_every = parse_steps(self.config.run.eval_every, stretch.phase.tokens_per_step)
         save_every = parse_steps(self.config.checkpoint.every, stretch.phase.tokens_per_step)
-        with closing(loader.iterate(first - stretch.first, last - stretch.first)) as steps:
+        due = False
+        with closing(self.read(loader, stretch, first, last)) as steps:
             for step in range(first + 1, last + 1):
+                self.watchdog.beat(f"step {step}")
                 asked = time.perf_counter()
                 batches = next(steps)
                 with profiled(step, self.config.run.profile, self.run_dir / "logs", self.groups.rank):
                     metrics = self.train_step(step, stretch, batches, asked)
                 if step % eval_every == 0 or step == last:
+                    self.watchdog.beat(f"the evaluation at step {step}")
                     losses = evaluate(self.engine, loader.sources, self.config, stretch.phase)
                     metrics = replace(metrics, validation=losses)
                 if self.metrics is not None:
                     self.metrics.write(metrics)
-                if step % save_every == 0 or step == last:
-                    tokenizer = loader.sources.tokenizer_file
-                    io.save(self.run_dir, step, self.config, self.engine, loader.fingerprint, tokenizer)
+                if self.engine.guard.refused >= self.config.optim.skips:
+                    raise GoBack(step)
+                stop = self.requests.agreed(greatest)
+                due |= step % save_every == 0
+                # while steps are refused nothing changes, and a checkpoint could not be gone back to
+                if (due and not self.engine.guard.refused) or step == last or stop:
+                    self.save(step, loader, metrics)
+                    due = False
+                if stop and step < self.last:
+                    self.saver.finish()
+                    raise Preempted(step, stop)
 
     def train_step(self, step: int, stretch: Stretch, batches: list[Batch], asked: float) -> StepMetrics:
         """One optimizer step; `asked` is when its data was asked for."""
         arrived = time.perf_counter()
         phase, optim = stretch.phase, self.config.optim
         lr = learning_rate(stretch.phase_tokens_at(step), phase, optim)
-        loss = self.engine.forward_backward(batches, step - stretch.first - 1)
+        number, guard = step - stretch.first - 1, self.engine.guard
+        if guard.refused or self.windows.jumps(stretch.index, number):
+            self.engine.break_off()
+        loss = self.engine.forward_backward(batches, number)
         layers = self.engine.optimizer.norms() if self.config.run.layer_norms else None
         grad_norm, accepted = self.engine.step(lr)
         synchronize()
         self.skipped += not accepted
+        if self.metrics is not None and guard.why is not None:
+            self.metrics.decide(refusal_of(step, guard, loss.mean.item(), grad_norm))
         step_time = time.perf_counter() - asked
         speed = phase.tokens_per_step / step_time
         tflops = speed * self.flops_per_token / 1e12 / self.groups.world_size
@@ -170,8 +209,35 @@ class Trainer:
             tflops_per_device=tflops,
             mfu=None if peak is None else tflops / peak,
             skipped=self.skipped,
+            restarted_lanes=self.engine.restarted_lanes,
             layers=layers,
         )
+
+    def save(self, step: int, loader: Loader, metrics: StepMetrics) -> None:
+        """Write the checkpoint of a step."""
+        self.watchdog.beat(f"the checkpoint of step {step}")
+        with self.requests.saving():
+            validation = None if metrics.validation is None else next(iter(metrics.validation.values()))
+            meta = meta_of(self.engine, step, loader.fingerprint, validation, self.windows.all)
+            self.saver.save(self.engine, meta, loader.sources.tokenizer_file)
+        self.requests.longest_save = max(self.requests.longest_save, self.saver.longest_s)
+
+    def go_back(self, failed: int) -> None:
+        """Take up the newest checkpoint again, and leave out the data from there to the step that failed."""
+        self.watchdog.beat(f"going back from step {failed}")
+        self.saver.settle()
+        self.start = restore_newest(self.way_back.checkpoints(failed, self.saver.written), self.engine)
+        self.first = self.start.meta.step
+        times = self.way_back.count(failed, self.first)
+        self.windows = self.windows.without(stretches(self.config), self.first, failed)
+        if self.metrics is not None:
+            self.metrics.decide(return_of(failed, self.first, times, self.windows))
+            self.metrics.go_back(self.first)
+
+    def read(self, loader: Loader, stretch: Stretch, first: int, last: int) -> Generator[list[Batch]]:
+        """The micro-batches of the steps after `first`, up to `last`, without the data that is left out."""
+        for run in self.windows.runs(stretch.index, first - stretch.first, last - stretch.first):
+            yield from loader.iterate(run.start, run.stop)
 
     def loader_of(self, stretch: Stretch) -> Loader:
         """This rank's loader; a corpus that must be prepared first is prepared once."""
@@ -179,18 +245,6 @@ class Trainer:
         loader = build_loader(*mine) if self.groups.is_first else None
         barrier()
         return loader or build_loader(*mine)
-
-    def check_same_data(self, loader: Loader, stretch: Stretch) -> None:
-        """A phase resumed in its middle must find the data in the order that it left."""
-        if self.resumed is None or not stretch.first < self.first < stretch.last:
-            return
-        held, found = self.resumed.data, loader.fingerprint
-        cure = f"at step {self.first} of {stretch.phase.name}; set it back, or start anew with run.resume=never"
-        differences = [
-            Problem(key, f"is {found[key]}, was {held[key]} {cure}") for key in found if held[key] != found[key]
-        ]
-        if differences:
-            raise ConfigError(differences)
 
     def announce(self) -> None:
         """What runs, on what, with which kernels and why."""

@@ -10,12 +10,13 @@ from hybridtron.config.architecture import parameter_table
 from hybridtron.config.check import check
 from hybridtron.config.count import count, memory
 from hybridtron.config.fit import HEAD_ROOM, TENSOR_SIZES, fit, settings_of
+from hybridtron.config.layer_use import layer_uses
 from hybridtron.config.layout import stages_of
 from hybridtron.config.load import choices_of, load
-from hybridtron.config.plan import Plan, held_names, largest_phase, layer_uses, live_passes, local_size, plan
+from hybridtron.config.plan import Plan, held_names, largest_phase, live_passes, local_size, plan
 from hybridtron.config.schema import Config, ParallelConfig
 
-RECIPES = [name for name in choices_of("recipe") if not name.startswith("ablations/")]
+RECIPES = [name for name in choices_of("recipe") if not name.startswith(("ablations/", "length/"))]
 
 
 def planned(world_size: int, *arguments: str) -> tuple[Config, Plan]:
@@ -196,3 +197,53 @@ def test_settings_undo_what_the_configuration_sets():
 def test_too_little_memory_fits_nothing():
     assert fit(load(["recipe=samba_3.8b"]), 8, 4e9) == []
     assert 8 in TENSOR_SIZES
+
+
+STATES = "model.layers.S={kind: mamba2, state: 3, head_dim: 4, groups: 1}"
+
+
+def test_carried_states_by_hand():
+    """Two copies of the states of this rank's lanes, of its layers, a half of what tensor parallelism shares."""
+    layout = ("parallel.tensor=2", "parallel.pipeline=2", "model.pattern=MS|W-")
+    _, made = planned(8, *TINY, STATES, *layout, "states.mode=tbtt", "phases.0.micro_batch=1")
+    mamba = 16 * 3 * 4 + 3 * 16 * 2
+    mamba2 = 4 * 4 * 3 * 4 + 3 * 16 * 2
+    whole = 3 * 2 * 3 * 2  # B and C of the one group
+    lanes = 8 // 2
+    assert made.ranks[0].memory.states == 2 * lanes * ((mamba + mamba2) // 2 + whole)
+    assert made.ranks[1].memory.states == 2 * lanes * (2 * 3 * 1 * 2 * 2 + 8)  # the one head on both, and a length
+    passing = planned(4, *TINY, STATES, *layout, "states.mode=passing")[1]
+    assert [rank.memory.states for rank in passing.ranks] == [2 * 8 * (16 * 3 * 4 + 4 * 4 * 3 * 4) // 2, 0]
+    for mode in ("zero", "random", "fitted"):
+        assert planned(1, *TINY, f"states.mode={mode}")[1].ranks[0].memory.states == 0
+
+
+def test_chunks_through_time_by_hand():
+    """As many times the activations, or with recompute the borders alone; as few micro batches, and as many tokens."""
+    tbtt = (*TINY, "parallel.pipeline=2", "phases.0.micro_batch=1", "states.mode=tbtt", "states.chunks=4")
+    detached, through, again = (
+        planned(2, *tbtt, *more)[1]
+        for more in (
+            (),
+            ("states.through_time=true",),
+            ("states.through_time=true", "parallel.recompute=layer"),
+        )
+    )
+    assert (detached.micro_batches, through.micro_batches, again.micro_batches) == (8, 2, 2)
+    tokens = 16 * 2  # bytes of a value of the stream for every token of a chunk
+    for one, four, flat in zip(detached.ranks, through.ranks, again.ranks, strict=True):
+        assert one.in_flight == four.in_flight
+        assert four.memory.activations == 4 * one.memory.activations
+        assert four.traffic == one.traffic
+        assert flat.memory.activations < one.memory.activations + flat.in_flight * 4 * (8 * tokens + one.memory.states)
+    assert through.ranks[1].memory.logits == 16 * (4 * 2 + 4) * 16
+    assert again.ranks[1].memory.logits == detached.ranks[1].memory.logits == 16 * (2 + 4) * 16
+
+
+def test_virtual_stages_count_what_runs_together():
+    settings = [*TINY, "parallel.pipeline=2", "parallel.virtual_pipeline=2", "states.mode=tbtt", "states.chunks=4"]
+    assert not check(load([*settings, "phases.0.micro_batch=1"]), 2)
+    (problem,) = check(load([*settings, "phases.0.micro_batch=2", "states.through_time=true"]), 2)
+    assert "makes 1 micro batches" in problem.message
+    assert "use 16" in problem.message
+    assert not check(load([*settings, "phases.0.micro_batch=1", "states.through_time=true"]), 2)

@@ -56,6 +56,19 @@ def same(a: Sequence[Batch], b: Sequence[Batch]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize("documents", Documents)
+def test_chunks_of_a_step_apart_and_together(toy: TokenFolder, documents: Documents) -> None:
+    """Through time a group of lanes is one micro-batch; detached it is as many as there are chunks, turn by turn."""
+    reading = replace(reading_of(Order.lanes, documents), chunks=2)
+    apart, together = (Loader(sources_of((toy, "text", 1)), replace(reading, together=chunks)) for chunks in (1, 2))
+    assert apart.fingerprint == together.fingerprint
+    for step in range(3):
+        whole = together.micro_batches(step)
+        assert [batch.tokens_BL.shape for batch in whole] == [(2, 32)] * 2
+        first, second = zip(*(batch.chunks(2) for batch in whole), strict=True)
+        assert same([*first, *second], apart.micro_batches(step))
+
+
 def test_windows_of_isolated_documents(toy: TokenFolder):
     """A toy token tells its document: they count up, and eos ends each."""
     whole = joined(Loader(sources_of((toy, "text", 1)), reading_of()).micro_batches(4))

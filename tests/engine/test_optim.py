@@ -80,7 +80,7 @@ def test_clips_by_the_norm_over_all_weights(alone: Groups) -> None:
     grad_norm, accepted = engine.optimizer.step(lr=1e-3)
     assert accepted
     assert grad_norm == pytest.approx(expected)
-    moments = [tensor for name, tensor in engine.optimizer.state() if name.startswith("exp_avg.")]
+    moments = [block.data for block in engine.optimizer.blocks() if block.key.startswith("exp_avg.")]
     clipped = sum(m.square().sum() for m in moments) ** 0.5 / (1 - 0.9)
     assert float(clipped) == pytest.approx(0.5, rel=1e-4)
 
@@ -90,13 +90,13 @@ def test_a_step_with_non_finite_gradients_changes_nothing(alone: Groups, value: 
     engine = Engine(small_run(small_config("M-")), alone)
     engine.forward_backward([random_batch()])
     engine.optimizer.step(1e-3)
-    before, state = snapshot(engine), {name: t.clone() for name, t in engine.optimizer.state()}
+    before, state = snapshot(engine), [block.data.clone() for block in engine.optimizer.blocks()]
     engine.forward_backward([random_batch()])
     engine.optimizer.shards["norm.weight"].weight.main_grad[0] = value
     _, accepted = engine.optimizer.step(1e-3)
     assert not accepted
     assert all(torch.equal(weight, before[name]) for name, weight in engine.weights())
-    assert all(torch.equal(tensor, state[name]) for name, tensor in engine.optimizer.state())
+    assert all(map(torch.equal, (block.data for block in engine.optimizer.blocks()), state))
     assert engine.optimizer.accepted_steps == 1
     assert not any(shard.weight.main_grad.any() for shard in engine.optimizer.shards.values())
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from hybridtron.config.check import check
-from hybridtron.config.schema import Config, PhaseConfig, StateKind, StateMode, StatesConfig
+from hybridtron.config.plan import plan
+from hybridtron.config.schema import Config, PhaseConfig, Precision, StateKind, StateMode, StatesConfig
 from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.engine.engine import Engine
 from hybridtron.engine.states import Carrier
@@ -85,7 +86,8 @@ def test_a_row_that_begins_a_document_starts_from_zero(alone: Groups) -> None:
 def test_chunks_within_a_step_equal_as_many_steps(alone: Groups) -> None:
     stream = lanes_of(LENGTH, 4)
     by_steps = engine_of(alone, mode="tbtt")
-    by_chunks = Engine(dataclasses.replace(run_of(mode="tbtt", chunks=2), phases=by_steps.config.phases), alone)
+    phase = dataclasses.replace(by_steps.config.phases[0], global_batch=2 * LANES)
+    by_chunks = Engine(dataclasses.replace(run_of(mode="tbtt", chunks=2), phases=[phase]), alone)
     by_chunks.start_phase(0, range(LANES))
     single = [step_of(by_steps, step, chunk_of(stream, step, LENGTH)) for step in range(4)]
     double = [
@@ -202,11 +204,43 @@ def test_a_lane_whose_state_is_not_finite_starts_anew_alone(alone: Groups) -> No
     carrier = carrier_of(engine)
     carrier._ended[0, 1][3]["ssm"][0, 0, 0, 0] = torch.inf  # lane 2
     engine.step(0.0)
-    assert carrier.restarts == 1
+    assert carrier.restarts == engine.restarted_lanes == 1
     for parts in carrier.held.values():
         for tensor in parts.values():
             assert not tensor[2].any()
             assert tensor[[0, 1, 3]].any()
+
+
+def test_restarts_are_counted_on_and_not_for_a_refused_step(alone: Groups) -> None:
+    engine, stream = engine_of(alone, mode="passing"), lanes_of(LENGTH, 3)
+    carrier = carrier_of(engine)
+    carrier.restarts = torch.tensor(5)  # as a checkpoint brings it
+    for step, broken in enumerate((True, True, False)):
+        engine.forward_backward(chunk_of(stream, step, LENGTH), step)
+        carrier._ended[0, 0][0]["ssm"][1, 0, 0] = torch.nan
+        if broken:
+            engine.stages[0].model.get_parameter("layers.0.mixer.D").main_grad.fill_(torch.nan)  # type: ignore[attr-defined]
+        engine.step(0.0)
+        assert engine.restarted_lanes == (5 if broken else 6)
+    for mode in ("zero", "fitted"):
+        assert engine_of(alone, mode=mode).restarted_lanes is None
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+def test_what_is_kept_and_planned_are_the_same_bytes(alone: Groups, precision: Precision) -> None:
+    """Kept are states alone, not what they were cut from: the keys of the row, the inputs of the convolution."""
+    config = run_of(mode="tbtt")
+    config.precision.name = precision
+    engine = Engine(config, alone)
+    engine.start_phase(0, range(LANES))
+    stream = lanes_of(LENGTH, 2)
+    step_of(engine, 0, chunk_of(stream, 0, LENGTH))
+    engine.forward_backward(chunk_of(stream, 1, LENGTH), 1)
+    carrier = carrier_of(engine)
+    parts = [part for states in (carrier.held, *carrier._ended.values()) for part in states.values()]
+    kept = sum(tensor.untyped_storage().nbytes() for part in parts for tensor in part.values())
+    (rank,) = plan(config, 1, config.phases[0]).ranks
+    assert kept == rank.memory.states > 0
 
 
 def test_chosen_layers_and_kinds(alone: Groups) -> None:

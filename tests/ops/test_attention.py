@@ -240,7 +240,9 @@ def test_sdpa_is_the_reference() -> None:
 def flash_emulation() -> ModuleType:
     """The two functions of flash_attn 2 that are used, as its README describes them."""
 
-    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window_size: tuple[int, int]) -> Tensor:
+    def flash_attn_func(
+        q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window_size: tuple[int, int], deterministic: bool
+    ) -> Tensor:
         left, right = window_size
         assert causal
         assert right in (-1, 0)
@@ -261,6 +263,7 @@ def flash_emulation() -> ModuleType:
         max_seqlen_k: int,
         causal: bool,
         window_size: tuple[int, int],
+        deterministic: bool,
     ) -> Tensor:
         assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
         assert q.dim() == 3
@@ -268,7 +271,8 @@ def flash_emulation() -> ModuleType:
         assert sizes.max() <= max_seqlen_q
         assert sizes.sum() == len(q)
         parts = zip(*(x[None].split(sizes.tolist(), dim=1) for x in (q, k, v)), strict=True)
-        return torch.cat([flash_attn_func(*part, causal=causal, window_size=window_size)[0] for part in parts])
+        settings = {"causal": causal, "window_size": window_size, "deterministic": deterministic}
+        return torch.cat([flash_attn_func(*part, **settings)[0] for part in parts])
 
     module = ModuleType("flash_attn")
     module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func

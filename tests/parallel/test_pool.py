@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +39,10 @@ def own_process(_: Seat) -> int:
     return os.getpid()
 
 
+def the_worker_of_this(_: Seat) -> int:
+    return os.getppid()
+
+
 def sleep(_: Seat) -> None:
     time.sleep(60)
 
@@ -64,7 +69,16 @@ def test_a_failure_raises_the_traceback_and_the_pool_goes_on() -> None:
 
 
 def test_a_process_that_died_between_jobs_is_replaced() -> None:
-    (process, *_) = run_distributed(own_process, 2)
+    (process, *_) = run_distributed(the_worker_of_this, 2)
     os.kill(process, signal.SIGKILL)
     time.sleep(0.5)  # the fork server must reap it
-    assert process not in run_distributed(own_process, 2)
+    assert process not in run_distributed(the_worker_of_this, 2)
+
+
+def test_every_job_has_processes_of_its_own_which_end_with_it() -> None:
+    first, second = run_distributed(own_process, 2), run_distributed(own_process, 2)
+    assert not set(first) & set(second)
+    with pytest.raises(WorkerError, match="did not finish in time"):
+        run_distributed(sleep, 2, timeout_s=0.2)
+    time.sleep(0.2)
+    assert not any(Path(f"/proc/{process}").exists() for process in (*first, *second))

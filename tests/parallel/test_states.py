@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from hybridtron.checkpoint.folder import newest, sound
+from hybridtron.checkpoint.restore import restore_newest, restore_states
+from hybridtron.checkpoint.save import Saver, meta_of
 from hybridtron.config.schema import (
     Config,
     DataConfig,
@@ -22,6 +27,7 @@ from hybridtron.config.schema import (
 )
 from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.engine.engine import Engine
+from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.pool import Seat
 from tests.distributed import run_distributed
 
@@ -33,7 +39,9 @@ LAYERS = {
     "W": {"kind": "attention", "heads": 4, "kv_heads": 2, "window": 8},
     "-": {"kind": "swiglu", "hidden": 48},
 }
+STOPPED = 7  # where a run is stopped
 LAYOUTS = {
+    "serial": (ParallelConfig(), 1),
     "tp2": (ParallelConfig(tensor=2), 2),
     "tp2-sp": (ParallelConfig(tensor=2, sequence=True), 2),
     "pp2": (ParallelConfig(pipeline=2), 2),
@@ -76,37 +84,58 @@ def step_of(step: int) -> Batch:
     return Batch(tokens_BT[:, :-1], tokens_BT[:, 1:], mask_BL, seq, continues_B)
 
 
-def losses(seat: Seat, config: Config, swapped: bool = False, stopped: int | None = None) -> list[float]:
-    """The loss of each step. `swapped` exchanges two lanes' states after each; `stopped` goes on with a new engine."""
+def losses(seat: Seat, config: Config, swapped: bool = False) -> list[float]:
+    """The loss of each step; `swapped` exchanges two lanes' states after each."""
     with seat.groups(config.parallel) as groups:
-        engine, found = Engine(config, groups), []
-        own = LANES // groups.data_size
-        lanes = range(groups.data_rank * own, (groups.data_rank + 1) * own)
-        engine.start_phase(0, lanes)
-        for step in range(STEPS):
-            if step == stopped:
-                engine = resumed(engine, config, lanes)
-            batch = step_of(step).map(lambda tensor: tensor[lanes.start : lanes.stop])
-            found.append(engine.forward_backward(batch.split(ROWS), step).mean.item())
-            engine.step(LR)
-            if swapped and engine.carrier is not None:
-                order = [1, 0, *range(2, own)]
-                tensors = {n: t[order] if t.dim() > 0 else t for n, t in engine.carrier.tensors().items()}
-                engine.carrier.load(tensors)
-        return found
+        engine = started(config, groups)
+        return list(steps_of(engine, range(STEPS), swapped))
 
 
-def resumed(engine: Engine, config: Config, lanes: range) -> Engine:
-    """Another engine that starts where this one is."""
-    weights = {name: weight.clone() for name, weight in engine.weights()}
-    state = {name: tensor.clone() for name, tensor in engine.optimizer.state()}
-    other = Engine(config, engine.groups, weights.__getitem__)
-    other.optimizer.load_state(state.__getitem__, engine.optimizer.accepted_steps)
-    other.start_phase(0, lanes)
+def started(config: Config, groups: Groups) -> Engine:
+    engine, own = Engine(config, groups), LANES // groups.data_size
+    engine.start_phase(0, range(groups.data_rank * own, (groups.data_rank + 1) * own))
+    return engine
+
+
+def steps_of(engine: Engine, steps: range, swapped: bool = False) -> Iterator[float]:
+    """The loss of each of these steps."""
     assert engine.carrier is not None
-    assert other.carrier is not None
-    other.carrier.load(engine.carrier.tensors())
-    return other
+    lanes = engine.carrier.carried.lanes
+    for step in steps:
+        batch = step_of(step).map(lambda tensor: tensor[lanes.start : lanes.stop])
+        yield engine.forward_backward(batch.split(ROWS), step).mean.item()
+        engine.step(LR)
+        if swapped:
+            order = [1, 0, *range(2, len(lanes))]
+            for parts in engine.carrier.held.values():
+                parts.update({name: tensor[order] for name, tensor in parts.items()})
+
+
+def first_steps(seat: Seat, config: Config, folder: Path) -> None:
+    """Train to the step STOPPED and write a checkpoint."""
+    with seat.groups(config.parallel) as groups:
+        engine = started(config, groups)
+        list(steps_of(engine, range(STOPPED)))
+        write(engine, folder)
+
+
+def further_steps(seat: Seat, config: Config, folder: Path, again: Path) -> list[float]:
+    """The losses from STOPPED on, from the checkpoint, which is written again as this layout holds it."""
+    with seat.groups(config.parallel) as groups:
+        engine = started(config, groups)
+        assert engine.carrier is not None
+        checkpoint = restore_newest(sound(folder), engine)
+        restore_states(engine.carrier, groups, checkpoint)
+        write(engine, again)
+        return list(steps_of(engine, range(STOPPED, STEPS)))
+
+
+def write(engine: Engine, folder: Path) -> None:
+    tokenizer = folder / "tokenizer.json"
+    if engine.groups.is_first:
+        folder.mkdir(exist_ok=True)
+        tokenizer.write_text("{}")
+    Saver(engine.config, folder, engine.groups).save(engine, meta_of(engine, STOPPED, {}), tokenizer)
 
 
 @functools.cache
@@ -120,6 +149,7 @@ CASES = [
     pytest.param(mode, layout, marks=[] if (layout, mode) in FAST else pytest.mark.slow, id=f"{layout}-{mode}")
     for layout in LAYOUTS
     for mode in MODES
+    if layout != "serial"
 ]
 
 
@@ -132,11 +162,47 @@ def test_losses_are_those_of_one_process(mode: StateMode, layout: str) -> None:
         assert found == pytest.approx(of_one_process(mode), rel=1e-4)
 
 
+PAIRS = [
+    ("serial", "serial"),
+    ("serial", "tp2"),
+    ("serial", "pp2"),
+    ("serial", "dp2"),
+    ("tp2", "serial"),
+    ("tp2", "pp2"),
+    ("tp2", "dp2"),
+    ("tp2-sp", "tp2-pp2"),
+    ("pp2", "tp2"),
+    ("pp2", "pp2-virtual2"),
+    ("pp2-virtual2", "dp2"),
+    ("dp2", "serial"),
+    ("dp2", "tp2-pp2"),
+    ("dp2", "pp2-virtual2"),
+    ("tp2-pp2", "dp2"),
+    ("tp2-pp2", "serial"),
+]
+QUICK = [("serial", "serial", mode) for mode in MODES] + [("dp2", "tp2-pp2", StateMode.tbtt)]
+RESUMED = [
+    pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow, id="-".join((case[0], "to", *case[1:])))
+    for pair in PAIRS
+    for case in [(*pair, mode) for mode in MODES]
+    if case in QUICK or PAIRS.index(pair) % len(MODES) == MODES.index(case[2]) or pair[0] == pair[1]
+]
+
+
 @pytest.mark.gloo
-@pytest.mark.parametrize("mode", MODES)
-def test_a_run_goes_on_as_if_it_had_not_stopped(mode: StateMode) -> None:
-    (found,) = run_distributed(losses, 1, config_of(mode, ParallelConfig()), False, 7)
-    assert found == of_one_process(mode)
+@pytest.mark.parametrize(("before", "after", "mode"), RESUMED)
+def test_a_run_goes_on_as_if_it_had_not_stopped(before: str, after: str, mode: StateMode, tmp_path: Path) -> None:
+    (first, ranks), (second, other_ranks) = LAYOUTS[before], LAYOUTS[after]
+    run_distributed(first_steps, ranks, config_of(mode, first), tmp_path / "a")
+    found = run_distributed(further_steps, other_ranks, config_of(mode, second), tmp_path / "a", tmp_path / "b")
+    expected = of_one_process(mode)[STOPPED:]
+    assert found[0] == expected if before == after == "serial" else found[0] == pytest.approx(expected, rel=1e-4)
+    held, again = (newest(tmp_path / folder) for folder in ("a", "b"))
+    assert held is not None
+    assert again is not None
+    whole = {key for key in held.shapes if not key.startswith("random.")}
+    assert whole == {key for key in again.shapes if not key.startswith("random.")}
+    assert all(torch.equal(held.whole(key), again.whole(key)) for key in whole), "bit for bit"
 
 
 @pytest.mark.gloo

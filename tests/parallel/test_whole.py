@@ -1,13 +1,16 @@
-"""Weights and optimizer state, gathered from a layout after some steps, are those of one process."""
+"""Weights gathered from a layout after some steps, and what its checkpoint holds, are those of one process."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from hybridtron.checkpoint.folder import newest
+from hybridtron.checkpoint.save import Saver, meta_of
 from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.pool import Seat
@@ -18,8 +21,8 @@ from tools.audit_run import micro_batches
 STEPS = 3
 
 
-def state_after(seat: Seat, config: Config) -> dict[str, Tensor]:
-    """What a checkpoint would hold, as the first process sees it; nothing on the others."""
+def state_after(seat: Seat, config: Config, folder: Path) -> dict[str, Tensor]:
+    """The weights, as the first process gathers them, and nothing on the others; a checkpoint."""
     with seat.groups(config.parallel) as groups:
         engine = Engine(config, groups)
         batches = micro_batches(config)
@@ -27,8 +30,18 @@ def state_after(seat: Seat, config: Config) -> dict[str, Tensor]:
         for _ in range(STEPS):
             engine.forward_backward(batches[groups.data_rank * own :][:own])
             engine.optimizer.step(1e-2)
-        held = {f"weight.{name}": weight.clone() for name, weight in engine.weights()}
-        return held | dict(engine.optimizer.state())
+        tokenizer = folder / "tokenizer.json"
+        if groups.is_first:
+            folder.mkdir()
+            tokenizer.write_text("{}")
+        Saver(config, folder, groups).save(engine, meta_of(engine, STEPS, {}), tokenizer)
+        return {name: weight.clone() for name, weight in engine.weights()}
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    checkpoint = newest(folder)
+    assert checkpoint is not None
+    return {key: checkpoint.whole(key) for key in checkpoint.shapes if not key.startswith("random.")}
 
 
 CASES = [
@@ -41,15 +54,18 @@ CASES = [
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(("case", "distributed"), CASES)
-def test_gathered_state_is_that_of_one_process(case: Case, distributed: bool) -> None:
+def test_gathered_state_is_that_of_one_process(case: Case, distributed: bool, tmp_path: Path) -> None:
     parallel = replace(case.config.parallel, distributed_optimizer=distributed)
-    first, *others = run_distributed(state_after, case.world_size, replace(case.config, parallel=parallel))
+    config, several, one = replace(case.config, parallel=parallel), tmp_path / "several", tmp_path / "one"
+    first, *others = run_distributed(state_after, case.world_size, config, several)
     alone = replace(case.config, parallel=ParallelConfig(distributed_optimizer=False))
-    (expected,) = run_distributed(state_after, 1, alone)
+    (expected,) = run_distributed(state_after, 1, alone, one)
     assert others == [{}] * len(others)
-    assert first.keys() == expected.keys()
-    assert {name.partition(".")[0] for name in first} >= {"weight", "exp_avg", "exp_avg_sq"}
-    for name, tensor in expected.items():
-        difference = (first[name] - tensor).norm()
-        assert difference <= 1e-5 * tensor.norm() + 1e-9, f"{name} is off by {difference / tensor.norm():.1e}"
-    assert torch.cat([t.flatten() for n, t in first.items() if n.startswith("exp_avg.")]).norm() > 0
+    assert {name.partition(".")[0] for name in stored(several)} >= {"layers", "exp_avg", "exp_avg_sq"}
+    for found, wanted in ((first, expected), (stored(several), stored(one))):
+        assert found.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            difference = (found[name] - tensor).norm()
+            assert difference <= 1e-5 * tensor.norm() + 1e-9, f"{name} is off by {difference / tensor.norm():.1e}"
+    moments = [tensor.flatten() for name, tensor in stored(several).items() if name.startswith("exp_avg.")]
+    assert torch.cat(moments).norm() > 0

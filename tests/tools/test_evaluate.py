@@ -16,7 +16,8 @@ from tokenizers import Tokenizer
 from torch.nn import functional as F
 
 import train
-from hybridtron.checkpoint import io
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.folder import folder_of
 from hybridtron.data.batch import SeqInfo
 from hybridtron.data.prepare.corpus import train_tokenizer
 from hybridtron.data.prepare.writer import write_folder
@@ -82,8 +83,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def losses_by_hand(checkpoint: Path, rows: list[np.ndarray]) -> list[float]:
-    model = LanguageModel(io.read_config(checkpoint).model)
-    io.load_weights(checkpoint, model)
+    opened = Checkpoint.open(checkpoint)
+    model = LanguageModel(opened.config.model)
+    opened.load_weights(model)
     tokens_BT = torch.from_numpy(np.stack(rows)).long()
     with torch.no_grad():
         logits_LBV = model(tokens_BT[:, :-1], None, SeqInfo.stream(len(rows), tokens_BT.shape[1] - 1)).output
@@ -103,13 +105,13 @@ def test_long_documents_are_read_where_there_are_any(run: Path, capsys) -> None:
     lines = lines_of(output / "positions.jsonl")
     assert [line["position"] for line in lines] == list(range(1, 81))
     documents = [(np.arange(81) + 50 * i) % (VOCAB - 1) + 1 for i in (1, 3, 4)]
-    expected = losses_by_hand(io.folder_of(run, 4), documents)
+    expected = losses_by_hand(folder_of(run, 4), documents)
     assert [line["loss"] for line in lines] == pytest.approx(expected, rel=1e-4)
     assert [line["perplexity"] for line in lines] == pytest.approx([math.exp(loss) for loss in expected], rel=1e-3)
 
 
 def test_the_other_files_hold_what_the_instruments_say(run: Path, tmp_path: Path, capsys) -> None:
-    said = told(capsys, io.folder_of(run, 4), "--length", "4x", "--output", tmp_path / "a/b")
+    said = told(capsys, folder_of(run, 4), "--length", "4x", "--output", tmp_path / "a/b")
     assert "(8 were asked for)" in said
     moved = lines_of(tmp_path / "a/b/remembrance.jsonl")
     assert {line["length"] for line in moved} == {64}
@@ -130,7 +132,7 @@ def test_without_a_long_document_the_split_is_packed(run: Path, data: Path, tmp_
     assert [file.name for file in sorted(tmp_path.iterdir())] == ["positions.jsonl", "positions.png"]
     documents = [np.append((np.arange(size) + 50 * i) % (VOCAB - 1) + 1, 0) for i, size in enumerate(LENGTHS)]
     rows = np.concatenate(documents)[: 2 * 151].reshape(2, 151)
-    expected = losses_by_hand(io.folder_of(run, 4), list(rows))
+    expected = losses_by_hand(folder_of(run, 4), list(rows))
     assert [line["loss"] for line in lines_of(tmp_path / "positions.jsonl")] == pytest.approx(expected, rel=1e-4)
 
 
@@ -159,12 +161,12 @@ def test_too_little_text_is_said(run: Path, capsys) -> None:
 def test_what_is_no_checkpoint_is_said(run: Path, tmp_path: Path, capsys) -> None:
     assert "does not exist" in refused(capsys, tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    assert "holds no checkpoint" in refused(capsys, tmp_path / "empty")
+    assert "holds no whole checkpoint" in refused(capsys, tmp_path / "empty")
     broken = tmp_path / "step-00000004"
     broken.mkdir()
-    for name in ("meta.json", "config.yaml", "tokenizer.json"):
-        (broken / name).write_bytes((io.folder_of(run, 4) / name).read_bytes())
-    assert "model.safetensors" in refused(capsys, broken)
+    for name in ("manifest.json", "config.yaml", "tokenizer.json"):
+        (broken / name).write_bytes((folder_of(run, 4) / name).read_bytes())
+    assert "model-00000.safetensors is missing" in refused(capsys, broken)
     (tmp_path / "file").touch()
     assert "file" in refused(capsys, run, "--length", "32", "--output", tmp_path / "file")
 

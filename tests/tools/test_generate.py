@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from hybridtron.checkpoint import io
+from hybridtron.checkpoint.folder import folder_of
+from hybridtron.checkpoint.save import Saver, meta_of
 from hybridtron.config.layout import Launch
 from hybridtron.config.load import load
 from hybridtron.config.schema import Config
@@ -31,9 +32,9 @@ def write_checkpoint(run_dir: Path, step: int, config: Config) -> Path:
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, seed=step))
     with megatron_context():
         engine = Engine(config, groups.start(config.parallel, launch=Launch(0, 1)))
-        written = io.save(run_dir, step, config, engine, {}, tokenizer)
+        Saver(config, run_dir, engine.groups).save(engine, meta_of(engine, step, {}), tokenizer)
         groups.stop()
-    return written
+    return folder_of(run_dir, step)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_a_run_stands_for_its_newest_checkpoint(run_dir: Path, capsys) -> None:
-    newest = io.folder_of(run_dir, 10)
+    newest = folder_of(run_dir, 10)
     assert find_checkpoint(run_dir) == newest
     text = told(capsys, str(run_dir), "--prompt", "the cat", "--tokens", "12")
     assert text.startswith("the cat")
@@ -67,7 +68,7 @@ def test_seed_and_temperature_count(run_dir: Path, capsys) -> None:
 
 
 def test_without_a_prompt_a_document_starts(run_dir: Path, capsys) -> None:
-    checkpoint = io.folder_of(run_dir, 10)
+    checkpoint = folder_of(run_dir, 10)
     assert prompt_or_start(checkpoint, "") == END_OF_TEXT
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     assert tokenizer.encode(END_OF_TEXT).ids == [tokenizer.token_to_id(END_OF_TEXT)]
@@ -79,16 +80,17 @@ def test_without_a_prompt_a_document_starts(run_dir: Path, capsys) -> None:
 def test_what_is_no_checkpoint_is_said(run_dir: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
-    for name, said in (("nowhere", "does not exist"), ("file", "is not a folder"), ("empty", "holds no checkpoint")):
+    reasons = {"nowhere": "does not exist", "file": "is not a folder", "empty": "holds no whole checkpoint"}
+    for name, said in reasons.items():
         assert main([str(tmp_path / name)]) == 2
         assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("missing", ["model.safetensors", "config.yaml", "tokenizer.json"])
+@pytest.mark.parametrize("missing", ["model-00000.safetensors", "config.yaml", "tokenizer.json"])
 def test_an_incomplete_checkpoint_is_said(run_dir: Path, missing: str, tmp_path: Path, capsys) -> None:
     broken = tmp_path / "step-00000010"
     broken.mkdir()
-    for file in io.folder_of(run_dir, 10).iterdir():
+    for file in folder_of(run_dir, 10).iterdir():
         if file.name != missing:
             (broken / file.name).write_bytes(file.read_bytes())
     for prompt in ([], ["--prompt", "the"]):
@@ -99,10 +101,10 @@ def test_an_incomplete_checkpoint_is_said(run_dir: Path, missing: str, tmp_path:
 def test_a_damaged_checkpoint_is_said(run_dir: Path, tmp_path: Path, capsys) -> None:
     broken = tmp_path / "step-00000010"
     broken.mkdir()
-    for file in io.folder_of(run_dir, 10).iterdir():
+    for file in folder_of(run_dir, 10).iterdir():
         (broken / file.name).write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     assert main([str(broken)]) == 2
-    assert "can't be read" in capsys.readouterr().err
+    assert "is not as it was written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", [["--tokens", "-1"], ["--tokens", "0"], ["--temperature", "-1"], ["--seed", "-5"]])

@@ -45,6 +45,16 @@ def test_json():
     assert told["phases"][0]["steps"] == 27_419  # 230e9 / (2048 * 4096), rounded up
 
 
+def test_carried_states_are_counted():
+    result = run("recipe=samba_1.7b", "--json", "states.mode=passing", "--gpus", "64")
+    assert result.returncode == 0, result.stderr
+    memory = json.loads(result.stdout)["memory"]
+    lanes = 2048 // 64
+    assert memory["states"] == 2 * lanes * 12 * 2 * 2048 * 16 * 4  # old and new, of 12 Mamba layers, 4096 x 16 in fp32
+    parts = ("weights", "gradients", "optimizer", "activations", "logits", "states")
+    assert memory["total"] == sum(memory[part] for part in parts)
+
+
 def test_tables_are_plain_text():
     result = run("recipe=ablations/samba_421m_full_1_5")
     assert result.returncode == 0, result.stderr

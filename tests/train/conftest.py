@@ -31,16 +31,21 @@ def counting_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def small_run_arguments(data: Path, run: Path) -> list[str]:
+    """The command line of a small model that trains for 20 steps."""
+    return [
+        "data=folder", f"data.path={data}", f"run.dir={run}", "model.width=32",
+        f"model.vocab_size={VOCAB}", "model.layers.M.state=4", "model.layers.W.window=8", "model.layers.-.hidden=64",
+        "phases.0.seq_len=16", "phases.0.global_batch=4", "phases.0.micro_batch=2", "phases.0.tokens=1280",
+        "run.eval_tokens=256", "run.eval_every=10", "checkpoint.every=5", "optim.warmup=5%",
+    ]  # fmt: skip
+
+
 Train = Callable[..., int]
 
 
 @pytest.fixture
 def train_small(counting_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Train:
     """Runs train.py's main on the small model in tmp_path/run, with further arguments."""
-    fixed = [
-        "data=folder", f"data.path={counting_folder}", f"run.dir={tmp_path / 'run'}", "model.width=32",
-        f"model.vocab_size={VOCAB}", "model.layers.M.state=4", "model.layers.W.window=8", "model.layers.-.hidden=64",
-        "phases.0.seq_len=16", "phases.0.global_batch=4", "phases.0.micro_batch=2", "phases.0.tokens=1280",
-        "run.eval_tokens=256", "run.eval_every=10", "checkpoint.every=5", "optim.warmup=5%",
-    ]  # fmt: skip
+    fixed = small_run_arguments(counting_folder, tmp_path / "run")
     return lambda *arguments: train.main([*fixed, *arguments])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import train
-from hybridtron.checkpoint import io
+from hybridtron.checkpoint import folder as checkpoints
 from tests.train.conftest import Train
 
 
@@ -23,7 +23,7 @@ def test_learns_real_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert lines[-1]["loss"] < 0.6 * uniform
     assert max(lines[-1]["validation"].values()) < 0.6 * uniform
     said = capsys.readouterr().out
-    assert str(io.newest(tmp_path / "run")) in said
+    assert str(checkpoints.all_of(tmp_path / "run")[-1]) in said
     assert said.rstrip().splitlines()[-1].strip()
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from hybridtron.checkpoint import io
+from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.data.batch import Batch
+from hybridtron.data.folder import digest_of
 from hybridtron.engine.engine import Engine
 from hybridtron.engine.schedule import StepLoss
 from tests.train.conftest import VOCAB, Train
@@ -26,7 +28,7 @@ def metrics_of(run: Path) -> list[dict]:
 
 
 def same_weights(left: Path, right: Path) -> bool:
-    a, b = (load_file(path / "model.safetensors") for path in (left, right))
+    a, b = (load_file(path / "model-00000.safetensors") for path in (left, right))
     return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
 
 
@@ -42,7 +44,7 @@ def test_learns_and_leaves_what_the_design_says(train_small: Train, tmp_path: Pa
     assert set(lines[-1]["validation"]) == {"1x", "2x", "3x", "4x"}
     assert lines[-1]["validation"]["1x"] < 0.6 * math.log(VOCAB)
     assert json.loads((run / "outcome.json").read_text()) == {"outcome": "finished"}
-    assert [p.name for p in sorted((run / "checkpoints").iterdir())] == ["step-00000120", "step-00000125"]
+    assert [p.name for p in sorted((run / "checkpoints").iterdir())] == ["latest", "step-00000120", "step-00000125"]
 
 
 def test_resume_continues_bit_identically(train_small: Train, tmp_path: Path) -> None:
@@ -52,7 +54,7 @@ def test_resume_continues_bit_identically(train_small: Train, tmp_path: Path) ->
     assert train_small("run.max_steps=7") == 0
     assert train_small() == 0
     assert [line["loss"] for line in metrics_of(tmp_path / "run")] == losses
-    assert same_weights(io.folder_of(tmp_path / "straight", 20), io.folder_of(tmp_path / "run", 20))
+    assert same_weights(checkpoints.folder_of(tmp_path / "straight", 20), checkpoints.folder_of(tmp_path / "run", 20))
 
 
 def test_metrics_are_cut_back_to_the_resumed_step(train_small: Train, tmp_path: Path) -> None:
@@ -95,8 +97,38 @@ def test_other_data_is_refused_in_the_middle_of_a_phase(train_small: Train, caps
     assert train_small("run.max_steps=2") == 0
     assert train_small("phases.0.seq_len=8", "phases.0.global_batch=8") == 2
     said = capsys.readouterr().err
-    assert "seq_len       is 8, was 16 at step 2 of pretrain; set it back, or start anew with run.resume=never" in said
+    assert "seq_len       is 8, was 16 at step 2 of pretrain; set it back, start anew with run.resume=never" in said
     assert "global_batch  is 8, was 4" in said
+    assert "run.accept_data_changes=true" in said
+
+
+def test_other_data_is_accepted_where_that_is_asked_for(
+    train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_small("run.max_steps=2") == 0
+    changes = ["phases.0.seq_len=8", "phases.0.global_batch=8", "run.max_steps=4", "run.accept_data_changes=true"]
+    assert train_small(*changes) == 0
+    assert "run.accept_data_changes=true: seq_len is 8, was 16 at step 2 of pretrain" in capsys.readouterr().out
+    assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2, 3, 4]
+    assert train_small(*changes, "model.width=64") == 2, "another model can't be accepted"
+
+
+def test_another_tokenizer_is_refused_also_where_a_phase_begins(
+    train_small: Train, tmp_path: Path, counting_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    phase = "{name: NAME, tokens: 128, seq_len: 16, global_batch: 4, lr: 1e-3}"
+    phases = f"phases=[{phase.replace('NAME', 'a')},{phase.replace('NAME', 'b')}]"
+    assert train_small(phases, "run.max_steps=2") == 0
+    other = tmp_path / "other"
+    shutil.copytree(counting_folder, other)
+    text = (other / "tokenizer.json").read_bytes() + b"\n"
+    (other / "tokenizer.json").write_bytes(text)
+    manifest = (other / "manifest.json").read_text()
+    before = json.loads(manifest)["tokenizer"]
+    (other / "manifest.json").write_text(manifest.replace(before, digest_of(text)))
+    assert train_small(phases, f"data.path={other}") == 2
+    assert f"tokenizer  is {digest_of(text)[:12]}, was {before[:12]} at step 2 of b" in capsys.readouterr().err
+    assert train_small(phases, f"data.path={other}", "run.accept_data_changes=true") == 0
 
 
 def test_a_failed_run_says_why(train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,13 +139,14 @@ def test_a_failed_run_says_why(train_small: Train, tmp_path: Path, monkeypatch: 
     with pytest.raises(RuntimeError, match="out of luck"):
         train_small()
     outcome = json.loads((tmp_path / "run" / "outcome.json").read_text())
-    assert outcome == {"outcome": "failed", "reason": "RuntimeError: out of luck"}
+    assert outcome == {"outcome": "failed", "rank": 0, "reason": "RuntimeError: out of luck"}
 
 
 def test_bf16_learns_too(train_small: Train, tmp_path: Path) -> None:
     assert train_small("precision=bf16", "phases.0.tokens=8K", "run.eval_every=200") == 0
     assert metrics_of(tmp_path / "run")[-1]["loss"] < 0.6 * math.log(VOCAB)
-    dtypes = {name: str(t.dtype) for name, t in load_file(io.newest(tmp_path / "run") / "model.safetensors").items()}
+    checkpoint = checkpoints.all_of(tmp_path / "run")[-1]
+    dtypes = {name: str(t.dtype) for name, t in load_file(checkpoint / "model-00000.safetensors").items()}
     assert dtypes["layers.0.mixer.A_log"] == "torch.float32"
     assert dtypes["embedding.weight"] == "torch.bfloat16"
 
@@ -168,7 +201,9 @@ def test_skipped_steps_are_counted_and_change_nothing(
     monkeypatch.setattr(Engine, "forward_backward", poisoned)
     assert train_small("run.max_steps=3") == 0
     assert [line["skipped"] for line in metrics_of(tmp_path / "run")] == [0, 1, 1]
-    assert io.read_meta(io.newest(tmp_path / "run")).accepted_steps == 2
+    newest = checkpoints.newest(tmp_path / "run")
+    assert newest is not None
+    assert newest.meta.accepted_steps == 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,124 @@
+"""Writing a file so that it is there, whole, when this returns; reading it so that what is used was verified.
+
+Tensors lie in safetensors files, so that anything can open them. One that holds a whole tensor has its key for a name,
+a smaller one is named `KEY@0,128`, by where it starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_128
+
+from hybridtron.checkpoint.manifest import BrokenCheckpoint, Chunk, File, digest
+
+NAMES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_OF_TYPE = {dtype: name for name, dtype in NAMES.items()}
+_AT_ONCE = 64 * 2**20  # bytes that are written, and digested while they are in the cache
+
+
+def write_tensors(path: Path, blocks: Sequence[Any]) -> tuple[File, list[Chunk]]:
+    """Write blocks of tensors (`ShardedTensor`s with their data) and wait until they are on disk."""
+    header: dict[str, Any] = {}
+    end = 0
+    for block in blocks:
+        start, end = end, end + block.data.numel() * block.data.element_size()
+        whole = block.local_shape == block.global_shape
+        name = block.key if whole else f"{block.key}@{','.join(map(str, block.global_offset))}"
+        header[name] = {"dtype": _OF_TYPE[block.dtype], "shape": block.local_shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    chunks, at = [], len(head)
+    with path.open("wb", buffering=0) as file:
+        _write(file, memoryview(head))
+        for block in blocks:
+            stored = bytes_of(block.data)
+            place = (block.global_shape, block.global_offset, block.local_shape)
+            written = _write(file, stored)
+            chunks.append(Chunk(block.key, _OF_TYPE[block.dtype], *place, path.name, at, written))
+            at += len(stored)
+        os.fsync(file.fileno())
+    return File(at, len(head), digest(head)), chunks
+
+
+def write_bytes(path: Path, stored: bytes) -> File:
+    """Write a small file and wait until it is on disk."""
+    with path.open("wb", buffering=0) as file:
+        written = _write(file, memoryview(stored))
+        os.fsync(file.fileno())
+    return File(len(stored), len(stored), written)
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until a folder's list of names is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_head(folder: Path, name: str, file: File) -> bytes:
+    """The bytes of a file before its chunks, verified."""
+    return bytes(_read(folder / name, 0, file.head, file.digest, file.size))
+
+
+def read_chunk(folder: Path, chunk: Chunk, file: File) -> Tensor:
+    """A chunk's entries, verified: the bytes that were digested are those of the tensor."""
+    dtype = NAMES[chunk.dtype]
+    count = torch.Size(chunk.size).numel() * dtype.itemsize
+    stored = _read(folder / chunk.file, chunk.start, count, chunk.digest, file.size)
+    return torch.frombuffer(stored, dtype=dtype).view(chunk.size) if count else torch.empty(chunk.size, dtype=dtype)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor's entries, from the CPU."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    entries: Any = flat.view(torch.uint8).numpy()
+    return memoryview(entries)
+
+
+def _write(file: Any, stored: memoryview) -> str:
+    hashing = xxh3_128()
+    for start in range(0, len(stored), _AT_ONCE):
+        rest = stored[start : start + _AT_ONCE]
+        hashing.update(rest)
+        while rest:
+            rest = rest[file.write(rest) :]
+    return hashing.hexdigest()
+
+
+def _read(path: Path, start: int, count: int, expected: str, size: int) -> bytearray:
+    stored = bytearray(count)
+    try:
+        with path.open("rb", buffering=0) as file:
+            found = os.fstat(file.fileno()).st_size
+            if found != size:
+                raise BrokenCheckpoint(f"{path} has {found:,} bytes, was written with {size:,}")
+            file.seek(start)
+            rest = memoryview(stored)
+            while rest and (got := file.readinto(rest)):
+                rest = rest[got:]
+    except FileNotFoundError as error:
+        raise BrokenCheckpoint(f"{path} is missing") from error
+    except OSError as error:
+        raise BrokenCheckpoint(f"{path} can't be read: {error}") from error
+    if digest(memoryview(stored)) != expected:
+        raise BrokenCheckpoint(f"{path} is not as it was written: bytes {start:,} to {start + count:,} differ")
+    return stored

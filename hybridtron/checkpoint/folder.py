@@ -1,0 +1,131 @@
+"""The checkpoints of a run's folder: which is the newest that is whole, which is put aside, which are kept.
+
+checkpoints/step-00000100/            a checkpoint, whole, since it was renamed to this when everything was on disk
+checkpoints/latest                    the name of the newest and the digest of its manifest
+checkpoints/.step-00000100.aside/     one that is being written, or was when the run was killed
+checkpoints/broken-step-00000100/     one that was found to be broken, for people to look at
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from hybridtron.checkpoint import manifest
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.files import sync_folder, write_bytes
+from hybridtron.checkpoint.manifest import BrokenCheckpoint
+from hybridtron.config.schema import CheckpointConfig
+
+POINTER = "latest"
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+def folder_of(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step-{step:08d}"
+
+
+def all_of(run_dir: Path) -> list[Path]:
+    """Every checkpoint of a run's folder, the oldest first."""
+    found = [path for path in (run_dir / "checkpoints").glob("step-*") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    matched = _NAME.fullmatch(folder.name)
+    assert matched is not None
+    return int(matched[1])
+
+
+def newest(run_dir: Path) -> Checkpoint | None:
+    """The checkpoint with the highest step whose manifest is sound; warns of every one that is passed over."""
+    return next(sound(run_dir), None)
+
+
+def sound(run_dir: Path) -> Iterator[Checkpoint]:
+    """The checkpoints whose manifests are sound, the newest first; warns of each other one."""
+    if fault := pointer_fault(run_dir):
+        warnings.warn(f"{fault}; taking the newest checkpoint that is whole", stacklevel=2)
+    for folder in reversed(all_of(run_dir)):
+        try:
+            yield Checkpoint.open(folder)
+        except BrokenCheckpoint as error:
+            warnings.warn(f"{error}; looking for an older checkpoint", stacklevel=2)
+
+
+def pointer_fault(run_dir: Path) -> str | None:
+    """What is wrong with the pointer: it names a checkpoint that is not there, or not the one that it was."""
+    path = run_dir / "checkpoints" / POINTER
+    if not path.exists():
+        return None if len(all_of(run_dir)) < 2 else f"{path} is missing"
+    name, _, digested = path.read_bytes().decode("ascii", "replace").strip().partition(" ")
+    target = path.parent / name
+    if not _NAME.fullmatch(name) or not target.is_dir():
+        return f"{path} names {name!r}, which is not there"
+    file = target / manifest.FILE
+    if not file.exists() or manifest.digest(file.read_bytes()) != digested:
+        return f"{path} does not fit the manifest of {name}"
+    return None
+
+
+def point_at(folder: Path) -> None:
+    """Make the pointer name a checkpoint that is on disk, in one step."""
+    pointer = folder.parent / POINTER
+    aside = pointer.with_name(f".{POINTER}.aside")
+    write_bytes(aside, f"{folder.name} {manifest.digest((folder / manifest.FILE).read_bytes())}\n".encode())
+    aside.rename(pointer)
+    sync_folder(folder.parent)
+
+
+def put_aside(folder: Path) -> Path:
+    """Rename a broken checkpoint, so that it is neither used nor counted, and can be looked at."""
+    target = folder.with_name(f"broken-{folder.name}")
+    number = 1
+    while target.exists():
+        number += 1
+        target = folder.with_name(f"broken-{folder.name}-{number}")
+    folder.rename(target)
+    return target
+
+
+def retire(run_dir: Path, settings: CheckpointConfig, steps_for_ever: int | None) -> list[str]:
+    """Remove what `settings` no longer keep; what could not be removed, in words.
+
+    Nothing is removed before the newest one was read back and is as it was written, whole.
+    """
+    folders = all_of(run_dir)
+    kept = set(folders[-settings.keep :])
+    if steps_for_ever is not None:
+        kept |= {folder for folder in folders if step_of(folder) % steps_for_ever == 0}
+    if settings.keep_best and (best := _best(folders)):
+        kept.add(best)
+    old = [folder for folder in folders if folder not in kept]
+    if not old:
+        return []
+    if fault := next(Checkpoint.open(folders[-1]).faults(), None):
+        return [f"{fault}; nothing is removed"]
+    failures = []
+    for folder in old:
+        try:
+            doomed = folder.with_name(f".{folder.name}.removed")  # half of one must not look like one
+            folder.rename(doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:
+            failures.append(f"{folder} can't be removed: {error}")
+    return failures
+
+
+def _best(folders: list[Path]) -> Path | None:
+    """The checkpoint with the lowest held-out loss."""
+    losses = {}
+    for folder in folders:
+        try:
+            validation = manifest.read(folder).meta.validation
+        except BrokenCheckpoint:
+            continue
+        if validation is not None:
+            losses[folder] = validation
+    return min(losses, key=losses.__getitem__, default=None)

@@ -1,0 +1,152 @@
+"""What a checkpoint holds, and the digest of every byte of it: the file `manifest.json`.
+
+    {"digest": "32 hex digits", "content": {...}}           the digest is of the bytes of the content, as they stand
+
+The content lists every file with its size and the digest of its head, and every chunk of a tensor: which rectangle of
+which whole tensor it is, where its bytes lie, and their digest. Heads (whole files where they hold no tensors) and
+chunks cover every byte. Digests are XXH3 of 128 bits: they find what disks, memory and people do by accident.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_128
+
+from hybridtron.data.loader import Fingerprint
+
+FORMAT = 3
+FILE = "manifest.json"
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+"""By format, what turns the content of a manifest of that format into the next one's."""
+
+_HEAD, _BETWEEN, _END = b'{"digest": "', b'", "content": ', b"}\n"
+
+
+class BrokenCheckpoint(ValueError):
+    """A checkpoint, or a file of it, is not as it was written."""
+
+
+@dataclass(frozen=True)
+class Meta:
+    """Where training stood when the checkpoint was written."""
+
+    step: int
+    accepted_steps: int
+    data: Fingerprint
+    layout: str
+    torch_version: str
+    validation: float | None = None  # loss at the training length, where it was measured at this step
+    norms: list[float] = field(default_factory=list)  # of the last accepted gradients, which the next are held against
+    refused: int = 0  # steps in a row up to this one
+    windows: list[list[int]] = field(default_factory=list)  # of data that was left out: phase, first step, step after
+
+
+@dataclass(frozen=True)
+class File:
+    """A file: its size, how many bytes at its start stand before its chunks, and the digest of these."""
+
+    size: int
+    head: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A rectangle of a whole tensor: `size` entries from `offset` on, stored from byte `start` of a file on."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    file: str
+    start: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All of it."""
+
+    meta: Meta
+    files: dict[str, File]
+    chunks: tuple[Chunk, ...]
+
+    def incomplete(self) -> list[str]:
+        """The tensors of which something is missing, or there twice."""
+        held: dict[str, int] = {}
+        wanted: dict[str, int] = {}
+        for chunk in self.chunks:
+            held[chunk.key] = held.get(chunk.key, 0) + math.prod(chunk.size)
+            wanted[chunk.key] = math.prod(chunk.shape)
+        return [key for key, size in wanted.items() if held[key] != size]
+
+
+def digest(*pieces: bytes | memoryview) -> str:
+    hashed = xxh3_128()
+    for piece in pieces:
+        hashed.update(piece)
+    return hashed.hexdigest()
+
+
+def to_bytes(manifest: Manifest) -> bytes:
+    content = {
+        "format": FORMAT,
+        "meta": asdict(manifest.meta),
+        "files": {name: asdict(file) for name, file in manifest.files.items()},
+        "chunks": [chunk_values(chunk) for chunk in manifest.chunks],
+    }
+    body = json.dumps(content).encode()
+    return _HEAD + digest(body).encode() + _BETWEEN + body + _END
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a checkpoint. Raises BrokenCheckpoint where it is not what was written."""
+    path = folder / FILE
+    try:
+        stored = path.read_bytes()
+    except FileNotFoundError as error:
+        raise BrokenCheckpoint(f"{folder} has no {FILE}: it is incomplete{_older(folder)}") from error
+    except OSError as error:
+        raise BrokenCheckpoint(f"{path} can't be read: {error}") from error
+    at = len(_HEAD) + 32
+    body = stored[at + len(_BETWEEN) : -len(_END)]
+    whole = _HEAD + digest(body).encode() + _BETWEEN + body + _END
+    if stored != whole:
+        raise BrokenCheckpoint(f"{path} is not as it was written: its digest differs")
+    content = migrated(json.loads(body), path)
+    return Manifest(
+        Meta(**content["meta"]),
+        {name: File(**file) for name, file in content["files"].items()},
+        tuple(chunk_of(values) for values in content["chunks"]),
+    )
+
+
+def migrated(content: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The content in today's format."""
+    written = content["format"]
+    while content["format"] in MIGRATIONS:
+        content = MIGRATIONS[content["format"]](content)
+    if content["format"] != FORMAT:
+        raise BrokenCheckpoint(f"{path} has checkpoint format {written}; this version reads up to {FORMAT}")
+    return content
+
+
+def chunk_values(chunk: Chunk) -> list[Any]:
+    """A chunk as JSON holds it."""
+    return list(asdict(chunk).values())
+
+
+def chunk_of(values: Sequence[Any]) -> Chunk:
+    key, dtype, shape, offset, size, file, start, of_bytes = values
+    return Chunk(key, dtype, tuple(shape), tuple(offset), tuple(size), file, start, of_bytes)
+
+
+def _older(folder: Path) -> str:
+    return ", or was written by a version before 0.3" if (folder / "meta.json").exists() else ""

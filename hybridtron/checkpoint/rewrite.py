@@ -1,0 +1,93 @@
+"""Comparing checkpoints, and writing one anew with every tensor whole, in files of a chosen size; without processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.files import NAMES, sync_folder, write_bytes, write_tensors
+from hybridtron.checkpoint.manifest import FILE, Chunk, File, Manifest, to_bytes
+from hybridtron.config.load import to_yaml
+from hybridtron.parallel.blocks import block
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a tensor, or a setting, differs between two checkpoints."""
+
+    what: str
+    left: str
+    right: str
+
+
+def differences(left: Checkpoint, right: Checkpoint) -> Iterator[Difference]:
+    """Meta data, settings and tensors that are not the same; for tensors of one shape how far they are apart."""
+    for name, ours, theirs in _settings(left, right):
+        if ours != theirs:
+            yield Difference(name, ours, theirs)
+    ours, theirs = left.shapes, right.shapes
+    for key in sorted(ours.keys() | theirs.keys()):
+        if ours.get(key) != theirs.get(key):
+            yield Difference(key, str(ours.get(key, "none")), str(theirs.get(key, "none")))
+            continue
+        a, b = left.whole(key), right.whole(key)
+        if not torch.equal(a, b):
+            apart, norm = (a.double() - b.double()).norm().item(), a.double().norm().item()
+            yield Difference(key, f"norm {norm:.6g}", f"{apart / max(norm, 1e-300):.2e} of it apart")
+
+
+def _settings(left: Checkpoint, right: Checkpoint) -> Iterator[tuple[str, str, str]]:
+    for name, value in dataclasses.asdict(left.meta).items():
+        yield name, str(value), str(getattr(right.meta, name))
+    lines = [to_yaml(one.config).splitlines() for one in (left, right)]
+    for ours in dict.fromkeys(lines[0]):
+        if ours not in lines[1]:
+            key = ours.partition(":")[0]
+            yield "config.yaml", ours.strip(), next((t.strip() for t in lines[1] if t.partition(":")[0] == key), "none")
+
+
+def rewrite(source: Checkpoint, target: Path, file_size: int, progress: Callable[[int, int], None]) -> int:
+    """Write the checkpoint anew, tensors whole, about so many bytes to a file; how many files that takes.
+
+    One file's tensors are in memory at a time. The folder appears whole or not at all.
+    """
+    aside = target.with_name(f".{target.name}.aside")
+    aside.mkdir(parents=True)
+    files: dict[str, File] = {}
+    chunks: list[Chunk] = []
+    for name in ("config.yaml", "tokenizer.json"):
+        files[name] = write_bytes(aside / name, source.verified(name))
+    planned = list(_planned(source, file_size))
+    for number, (name, keys) in enumerate(planned):
+        progress(number, len(planned))
+        blocks = [block(key, t.shape, (0,) * t.dim(), t, main=True) for key in keys for t in [source.whole(key)]]
+        files[name], of_file = write_tensors(aside / name, blocks)
+        chunks += of_file
+    write_bytes(aside / FILE, to_bytes(Manifest(source.meta, files, tuple(chunks))))
+    sync_folder(aside)
+    aside.rename(target)
+    sync_folder(target.parent)
+    return len(planned)
+
+
+def _planned(source: Checkpoint, file_size: int) -> Iterator[tuple[str, list[str]]]:
+    """The files to write, and the keys of each, in the order in which they stand in the source's files."""
+    kinds: dict[str, dict[str, int]] = {}
+    for chunk in source.manifest.chunks:
+        size = math.prod(chunk.shape) * NAMES[chunk.dtype].itemsize
+        kinds.setdefault(chunk.file.partition("-")[0], {})[chunk.key] = size
+    for kind, sizes in kinds.items():
+        number, keys, held = 0, [], 0
+        for key, size in sizes.items():
+            if keys and held + size > file_size:
+                yield f"{kind}-{number:05}.safetensors", keys
+                number, keys, held = number + 1, [], 0
+            keys.append(key)
+            held += size
+        yield f"{kind}-{number:05}.safetensors", keys

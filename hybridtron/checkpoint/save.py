@@ -1,0 +1,260 @@
+"""Writing a checkpoint: every process writes its blocks, the first one seals it.
+
+    every process    its tensors into files of a folder aside, each flushed and digested; then a list of them
+    the first one    waits for all lists; the manifest, flushed; the folder renamed; the pointer; the old removed
+
+A process that is killed anywhere leaves the older checkpoints as they were, and a folder aside that nothing looks at.
+The lists go through the file system, so that no process waits for another in a collective: with
+`checkpoint.asynchronous` all of this happens in a thread, from copies, while training goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridtron.checkpoint import folder as folders
+from hybridtron.checkpoint.files import sync_folder, write_bytes, write_tensors
+from hybridtron.checkpoint.manifest import (
+    FILE,
+    BrokenCheckpoint,
+    Chunk,
+    File,
+    Manifest,
+    Meta,
+    chunk_of,
+    chunk_values,
+    to_bytes,
+)
+from hybridtron.config.load import to_yaml
+from hybridtron.config.schema import Config
+from hybridtron.config.units import parse_steps
+from hybridtron.device import random_states
+from hybridtron.engine.engine import Engine
+from hybridtron.parallel.blocks import block
+from hybridtron.parallel.groups import Groups, barrier, everyone
+
+COPIERS = 4  # threads; copying leaves Python's lock
+LOOK_S = 0.02  # between looks for the other processes' lists
+
+
+class SaveError(RuntimeError):
+    """Checkpoints could not be written, too many times in a row."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What one process brings to a checkpoint: blocks by the file they go to, and on the first one small files."""
+
+    meta: Meta
+    blocks: dict[str, Sequence[Any]]
+    small: dict[str, bytes]
+
+
+class Saver:
+    """Writes the checkpoints of a run; one at a time, failures counted."""
+
+    def __init__(self, config: Config, run_dir: Path, groups: Groups, patience_s: float = 600.0) -> None:
+        self.config, self.run_dir, self.groups, self.patience_s = config, run_dir, groups, patience_s
+        self.failures = 0
+        self._under_way: Future[None] | None = None
+        self._work = threading.Thread()
+        self._step = 0
+        self.written: set[int] = set()  # steps whose checkpoints are on disk
+        self._copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}  # of an asynchronous checkpoint
+        self.longest_s = 0.0  # from the start of a checkpoint to its end
+
+    def save(self, engine: Engine, meta: Meta, tokenizer: Path) -> None:
+        """Write the checkpoint of a step; without `checkpoint.asynchronous` it is on disk when this returns."""
+        self.settle()
+        self._step = meta.step
+        aside = folders.folder_of(self.run_dir, meta.step)
+        aside = aside.with_name(f".{aside.name}.aside")
+        content = content_of(engine, meta, tokenizer)
+        if self.config.checkpoint.asynchronous:
+            with ThreadPoolExecutor(COPIERS) as threads:
+                copies: dict[str, Sequence[Any]] = {
+                    name: list(threads.map(self._copied, of_file)) for name, of_file in content.blocks.items()
+                }
+            content = replace(content, blocks=copies)
+        self._under_way = Future()
+        prepared = self._prepare(aside)
+        self._work = threading.Thread(target=self._run, args=(self._under_way, prepared, content, aside))
+        self._work.start()
+        if not self.config.checkpoint.asynchronous:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the checkpoint under way, and tell all processes alike how it went."""
+        if self._under_way is None:
+            return
+        error = self._under_way.exception()
+        self._work.join()
+        self._under_way = None
+        told = everyone(None if error is None else f"{type(error).__name__}: {error}")
+        words = next(filter(None, told), None)
+        if words is None:
+            self.failures = 0
+            self.written.add(self._step)
+            return
+        self.failures += 1
+        limit = self.config.checkpoint.failures
+        if self.groups.is_first:
+            print(f"CHECKPOINT NOT WRITTEN at step {self._step} ({self.failures} of {limit}): {words}", file=sys.stderr)
+        if self.failures >= limit:
+            raise SaveError(f"{self.failures} checkpoints in a row could not be written; the last: {words}")
+
+    def finish(self) -> None:
+        """Wait for the last checkpoint, without which the run has not ended well."""
+        self.settle()
+        if self.failures:
+            raise SaveError(f"the checkpoint of step {self._step}, the last one, could not be written")
+
+    def _copied(self, one: Any) -> Any:
+        """A block on the CPU, not in memory that training goes on to change; that of the copy before is used again."""
+        place = (one.key, one.global_offset)
+        copy = self._copies.get(place)
+        if copy is None or copy.shape != one.data.shape or copy.dtype != one.data.dtype:
+            copy = self._copies[place] = torch.empty(one.data.shape, dtype=one.data.dtype, device="cpu")
+        return replace(one, data=copy.copy_(one.data.detach()))
+
+    def _prepare(self, aside: Path) -> OSError | None:
+        """An empty folder to write into."""
+        failure = None
+        if self.groups.is_first:
+            try:
+                shutil.rmtree(aside, ignore_errors=True)
+                aside.mkdir(parents=True)
+            except OSError as error:
+                failure = error
+        barrier()
+        return failure
+
+    def _run(self, result: Future[None], prepared: OSError | None, content: Content, aside: Path) -> None:
+        began = time.monotonic()
+        try:
+            if prepared is not None:
+                raise prepared
+            self._write(content, aside)
+            if self.groups.is_first:
+                self._seal(content.meta, aside)
+            self.longest_s = max(self.longest_s, time.monotonic() - began)
+            result.set_result(None)
+        except BaseException as error:  # told by `settle`
+            result.set_exception(error)
+
+    def _write(self, content: Content, aside: Path) -> None:
+        """This process's files, and its list of them; where that fails, a list that says so."""
+        files: dict[str, File] = {}
+        chunks: list[Chunk] = []
+        listed = aside / f"list-{self.groups.rank:05}.json"
+        try:
+            for name, stored in content.small.items():
+                files[name] = write_bytes(aside / name, stored)
+            for kind, blocks in content.blocks.items():
+                if blocks:
+                    name = f"{kind}-{self.groups.rank:05}.safetensors"
+                    files[name], of_file = write_tensors(aside / name, blocks)
+                    chunks += of_file
+            values = {"files": {n: asdict(f) for n, f in files.items()}, "chunks": [chunk_values(c) for c in chunks]}
+        except OSError as error:
+            values = {"failure": f"process {self.groups.rank}: {type(error).__name__}: {error}"}
+        ahead = listed.with_suffix(".ahead")
+        write_bytes(ahead, json.dumps(values).encode())
+        ahead.rename(listed)
+
+    def _seal(self, meta: Meta, aside: Path) -> None:
+        """The first process's part, when all lists are there."""
+        target = aside.with_name(aside.name[1:].removesuffix(".aside"))
+        files: dict[str, File] = {}
+        chunks: list[Chunk] = []
+        for rank in range(self.groups.world_size):
+            values = self._list_of(aside / f"list-{rank:05}.json")
+            files.update({name: File(**file) for name, file in values["files"].items()})
+            chunks += map(chunk_of, values["chunks"])
+        manifest = Manifest(meta, files, tuple(chunks))
+        if missing := manifest.incomplete():
+            raise BrokenCheckpoint(f"no process wrote all of {missing}")
+        for listed in aside.glob("list-*"):
+            listed.unlink()
+        write_bytes(aside / FILE, to_bytes(manifest))
+        sync_folder(aside)
+        replaced = target.with_name(f".{target.name}.removed")
+        if target.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            target.rename(replaced)
+        aside.rename(target)
+        sync_folder(target.parent)
+        folders.point_at(target)
+        shutil.rmtree(replaced, ignore_errors=True)
+        for failure in folders.retire(self.run_dir, self.config.checkpoint, self._steps_for_ever()):
+            print(failure, file=sys.stderr)
+
+    def _list_of(self, path: Path) -> dict[str, Any]:
+        """A process's list, when it is there. Raises what that process failed with."""
+        deadline = time.monotonic() + self.patience_s
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"process {int(path.stem[5:])} has not written its part in {self.patience_s:.0f} s")
+            time.sleep(LOOK_S)
+        values = json.loads(path.read_bytes())
+        if "failure" in values:
+            raise OSError(values["failure"])
+        return values
+
+    def _steps_for_ever(self) -> int | None:
+        every = self.config.checkpoint.keep_every
+        return None if every is None else parse_steps(every, self.config.phases[0].tokens_per_step)
+
+
+def content_of(engine: Engine, meta: Meta, tokenizer: Path) -> Content:
+    """What this process writes: of what several hold, one copy."""
+    groups = engine.groups
+    blocks: dict[str, Sequence[Any]] = {
+        name: [one for one in of_file if one.replica_id == 0] for name, of_file in engine.blocks().items()
+    }
+    blocks["random"] = [
+        block(f"random.{groups.rank}.{name}", tuple(state.shape), (0,) * state.dim(), state, main=True)
+        for name, state in random_states().items()
+    ]
+    small = {}
+    if groups.is_first:
+        small = {"config.yaml": to_yaml(engine.config).encode(), "tokenizer.json": tokenizer.read_bytes()}
+    return Content(meta, blocks, small)
+
+
+def layout_of(config: Config, groups: Groups) -> str:
+    """In words, for people and for the random states, which belong to processes."""
+    stages = f"pipeline {groups.pipeline_size} x {config.parallel.virtual_pipeline}"
+    return f"tensor {groups.tensor.size}, {stages}, data {groups.data_size}"
+
+
+def meta_of(
+    engine: Engine,
+    step: int,
+    data: dict[str, str],
+    validation: float | None = None,
+    windows: Sequence[Sequence[int]] = (),
+) -> Meta:
+    return Meta(
+        step,
+        engine.optimizer.accepted_steps,
+        data,
+        layout_of(engine.config, engine.groups),
+        torch.__version__,
+        validation,
+        list(engine.guard.norms),
+        engine.guard.refused,
+        [list(window) for window in windows],
+    )

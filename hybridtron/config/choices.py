@@ -1,0 +1,77 @@
+"""What keys of the configuration that choose among names can be set to."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Source(StrEnum):
+    """Where the tokens come from: the corpus that ships with Python itself, or prepared tokens, here or at a URL."""
+
+    embedded = "embedded"
+    folder = "folder"
+
+
+class Documents(StrEnum):
+    """Whether documents packed into one row are kept apart, or the row is one stream."""
+
+    isolate = "isolate"
+    join = "join"
+
+
+class Order(StrEnum):
+    """Which tokens a row reads: shuffled windows of the packed text, or, lane by lane, one document after another."""
+
+    windows = "windows"
+    lanes = "lanes"
+
+
+class Feed(StrEnum):
+    """What turns rows of tokens into batches on the device: torch, or a DALI pipeline."""
+
+    torch = "torch"
+    dali = "dali"
+
+
+class Schedule(StrEnum):
+    """The learning rate after warm-up: cosine to the end, or stable and then a linear decay (WSD)."""
+
+    cosine = "cosine"
+    wsd = "wsd"
+
+
+class Precision(StrEnum):
+    """What weights and activations are computed in; sums, norms and recurrent states stay in fp32."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class StateMode(StrEnum):
+    """What a training row's recurrent state starts from.
+
+    zero; noise, of a given size or fitted to the states that rows end in; the state in which the row before it in its
+    lane ended, though that is another text (passing), or the same text read on (tbtt).
+    """
+
+    zero = "zero"
+    random = "random"
+    fitted = "fitted"
+    passing = "passing"
+    tbtt = "tbtt"
+
+
+class StateKind(StrEnum):
+    """The kinds of carried tensors: recurrent states, tails of convolutions, keys and values of attention."""
+
+    ssm = "ssm"
+    conv = "conv"
+    kv = "kv"
+
+
+class Recompute(StrEnum):
+    """What the backward pass computes again: nothing, the sub-layers that look along the sequence, or every one."""
+
+    none = "none"
+    selective = "selective"
+    layer = "layer"

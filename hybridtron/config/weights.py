@@ -1,0 +1,91 @@
+"""What a recipe takes from the checkpoint that `run.weights` names, as interpolations in its YAML.
+
+    ${weights:KEY}   model.*, precision.* and run.name of that checkpoint; phase.* and data.*: its last phase's
+    ${steps:100}     the tokens of so many steps of the phase that it stands in
+    ${times:A,B}     their product
+    ${ratio:A,B}     A / B, at most 1
+
+So a recipe that goes on from any checkpoint writes down only what it changes. Nothing here opens the weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from hybridtron.config.problems import ConfigError
+from hybridtron.config.schema import Config
+from hybridtron.specs.base import Problem
+
+KEY = "run.weights"
+WHAT = "a run's folder (runs/NAME) or one of its checkpoints (runs/NAME/checkpoints/step-00000100)"
+FREE_FORM = (("model", "layers"), ("data", "mixture"))  # whose entries a command line may change one by one
+
+
+def register() -> None:
+    """Make the interpolations known to OmegaConf."""
+    for name, resolver in (("weights", _weights), ("steps", _steps), ("times", _times), ("ratio", _ratio)):
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
+
+
+def settle(config: DictConfig) -> None:
+    """Hold `run.weights` against what is on disk, and put dictionaries that come from there in their places.
+
+    ConfigError where there is nothing to take values from.
+    """
+    if config.run.weights is None:
+        if "${weights:" in OmegaConf.to_yaml(config):
+            raise ConfigError([Problem(KEY, f"must be set, as the recipe goes on from a checkpoint: to {WHAT}")])
+        return
+    saved = _saved(config.run.weights)
+    for section, name in FREE_FORM:
+        if OmegaConf.is_interpolation(config[section], name):
+            config[section][name] = {}
+            OmegaConf.update(config, f"{section}.{name}", saved[section][name], force_add=True)
+
+
+def _saved(folder: str) -> dict[str, Any]:
+    """What `${weights:KEY}` can name, from the config.yaml that runs and checkpoints hold."""
+    path = Path(folder) / "config.yaml"
+    if not path.is_file():
+        why = f"has no config.yaml: name {WHAT}" if Path(folder).is_dir() else f"is not there: name {WHAT}"
+        raise ConfigError([Problem(KEY, f"{folder} {why}")])
+    try:
+        return _parsed(path, path.stat().st_mtime_ns)
+    except (OmegaConfBaseException, YAMLError, OSError) as error:
+        raise ConfigError([Problem(KEY, f"{path} can't be read: {str(error).splitlines()[0]}")]) from error
+
+
+@lru_cache(maxsize=4)
+def _parsed(path: Path, _modified: int) -> dict[str, Any]:
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
+    assert isinstance(config, Config)
+    last = config.phases[-1]
+    sections = {"model": config.model, "precision": config.precision, "run": config.run}
+    sections |= {"phase": last, "data": config.data_of(last)}
+    return {name: dataclasses.asdict(section) for name, section in sections.items()}
+
+
+def _weights(key: str, *, _root_: DictConfig) -> Any:
+    value: Any = _saved(_root_.run.weights)
+    for name in key.split("."):
+        value = value[name]
+    return value
+
+
+def _steps(count: int, *, _parent_: DictConfig) -> str:
+    return str(count * _parent_.seq_len * _parent_.global_batch)
+
+
+def _times(a: float, b: float) -> float:
+    return float(f"{a * b:.12g}")  # 0.1 x 6e-4 is 6e-5, not 6.000000000000001e-05
+
+
+def _ratio(a: float, b: float) -> float:
+    return min(1.0, float(f"{a / b:.12g}"))

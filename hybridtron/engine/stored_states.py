@@ -1,0 +1,86 @@
+"""Carried states as blocks of whole tensors, over all lanes and heads, so that any layout can go on from them.
+
+held.LAYER.PART     (lanes, ...)     the states that lanes were left in
+moments.LAYER       (2, heads)       mean and variance that noise is fitted to
+restarts            ()               lanes whose state was not finite, so far
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from hybridtron.config.problems import ConfigError
+from hybridtron.engine.states import Carrier
+from hybridtron.parallel.blocks import block, lane_blocks
+from hybridtron.parallel.cut import held_runs
+from hybridtron.parallel.groups import Groups
+from hybridtron.specs.base import Problem, StatePart
+
+
+class Stored(Protocol):
+    """What was kept: a checkpoint."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+    def dtype(self, key: str, /) -> torch.dtype: ...
+    def fill(self, blocks: Sequence[Any], /) -> None: ...
+
+
+def state_blocks(carrier: Carrier, groups: Groups) -> list[Any]:
+    """What this rank has of all that the next step depends on."""
+    carried, blocks = carrier.carried, []
+    for layer, name, part in _parts(carrier):
+        if layer in carrier.held:
+            held = carrier.held[layer][name]
+            blocks += lane_blocks(f"held.{layer}.{name}", held, part, carried.lanes, carried.all_lanes, groups)
+        if layer in carrier.moments:
+            moments, first = carrier.moments[layer], groups.data_rank == 0
+            tensor = groups.tensor.rank
+            offset, main = (
+                ((0, 0), first and tensor == 0) if part.heads == 1 else ((0, tensor * moments.shape[1]), first)
+            )
+            blocks.append(block(f"moments.{layer}", (2, part.heads), offset, moments, main))
+    return [*blocks, block("restarts", (), (), carrier.restarts, groups.is_first)]
+
+
+def restore_states(carrier: Carrier, groups: Groups, stored: Stored) -> None:
+    """Go on from what was kept, by whatever layout."""
+    carried, shapes = carrier.carried, stored.shapes
+    if "restarts" not in shapes:
+        raise ConfigError([_unlike("carries states, but the checkpoint was written without them")])
+    begun = any(key.startswith("held.") for key in shapes)  # unless no step was accepted before it
+    for layer, name, part in _parts(carrier):
+        key = f"held.{layer}.{name}"
+        if carrier.holds and begun:
+            if key not in shapes:
+                raise ConfigError([_unlike(f"carries {name} of sub-layer {layer}, of which the checkpoint has none")])
+            if shapes[key][0] != carried.all_lanes:
+                lanes = f"has {carried.all_lanes} lanes, but the checkpoint holds the states of {shapes[key][0]}"
+                raise ConfigError([_unlike(lanes)])
+            shape = [len(carried.lanes), *shapes[key][1:]]
+            if (axis := part.cut_axis(groups.tensor.size)) is not None:
+                shape[axis + 1] = sum(map(len, held_runs(part, groups.tensor)))
+            held = torch.empty(shape, dtype=stored.dtype(key), device=carrier.device)
+            carrier.held.setdefault(layer, {})[name] = held
+        elif f"moments.{layer}" in shapes:
+            heads = part.heads // groups.tensor.size if part.heads > 1 else 1
+            carrier.moments[layer] = torch.empty(2, heads, dtype=torch.float64, device=carrier.device)
+    carrier.restarts = torch.empty((), dtype=torch.int64, device=carrier.device)
+    stored.fill(state_blocks(carrier, groups))
+
+
+def _parts(carrier: Carrier) -> list[tuple[int, str, StatePart]]:
+    """What of which layers is carried on this rank."""
+    return [
+        (layer, name, part)
+        for layers in carrier.carried.chunks
+        for layer, parts in layers.items()
+        for name, part in parts.items()
+    ]
+
+
+def _unlike(what: str) -> Problem:
+    return Problem("states.mode", f"{what}; set it back for this phase, or start anew with run.resume=never")

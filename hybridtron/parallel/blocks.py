@@ -1,0 +1,134 @@
+"""Where a rank's tensors lie in the whole ones: rectangles with global coordinates, in megatron-core's terms.
+
+A checkpoint is made of such blocks, so that any layout can write it and any other read it. A fused weight has a key for
+each of its parts, and the flat shard of a weight that the distributed optimizer keeps is a few rectangles: part of a
+row, whole rows, part of a row. A block is a view: what is read into it is in its place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from megatron.core.dist_checkpointing import ShardedTensor
+from torch import Tensor
+
+from hybridtron.parallel.cut import held_runs
+from hybridtron.parallel.groups import Groups
+from hybridtron.parallel.linear import TensorGroup
+from hybridtron.specs.base import Parameter, StatePart
+
+
+class Piece(NamedTuple):
+    """A rectangle of a tensor: where its first entry lies, and the entries."""
+
+    offset: tuple[int, ...]
+    data: Tensor
+
+
+def block(key: str, shape: tuple[int, ...], offset: tuple[int, ...], data: Tensor, main: bool) -> ShardedTensor:
+    """What stands in a whole tensor of this shape from `offset` on; the main copy is the one that is written."""
+    return ShardedTensor(key, data, data.dtype, tuple(data.shape), shape, offset, None, replica_id=0 if main else 1)
+
+
+def weight_blocks(
+    name: str, pieces: Iterable[Piece], parameter: Parameter, tensor: TensorGroup, main: bool = True
+) -> list[ShardedTensor]:
+    """The blocks of what this rank has of a weight, or of something as large, given as pieces of its share.
+
+    `main` says that this rank is the one of all which hold them that writes them.
+    """
+    axis = parameter.cut_axis(tensor.size)
+    runs = [] if axis is None else held_runs(parameter, tensor)
+    pieces = [whole for piece in pieces for whole in _spread(piece, axis, runs)]
+    rows = [(f"{name}.{part}", size) for part, size in parameter.parts] or [(name, parameter.shape[0])]
+    blocks, start = [], 0
+    for key, size in rows:
+        shape, of_part = (size, *parameter.shape[1:]), [range(start, start + size)]
+        inside = [of_whole for piece in pieces for of_whole in _spread(piece, 0, of_part, places=True)]
+        blocks += [block(key, shape, offset, data, main) for offset, data in inside]
+        start += size
+    return blocks
+
+
+def lane_blocks(
+    key: str, held: Tensor, part: StatePart, lanes: range, total: int, groups: Groups
+) -> list[ShardedTensor]:
+    """The blocks of this rank's share of one part of the states of its lanes, of so many in all."""
+    tensor, axis = groups.tensor, part.cut_axis(groups.tensor.size)
+    shape, whole = [total, *held.shape[1:]], Piece((lanes.start, *[0] * (held.dim() - 1)), held)
+    if axis is None:
+        return [block(key, tuple(shape), *whole, main=tensor.rank == 0)]
+    shape[axis + 1] = sum(part.pieces)
+    before = (held_runs(part, replace(tensor, rank=rank)) for rank in range(tensor.rank))
+    written = {entry for runs in before for run in runs for entry in run}  # by other ranks
+    blocks, at = [], 0
+    for run in held_runs(part, tensor):
+        for again, entries in itertools.groupby(run, written.__contains__):
+            first, *others = entries
+            count = 1 + len(others)
+            offset = (lanes.start, *[0] * axis, first, *[0] * (held.dim() - axis - 2))
+            blocks.append(block(key, tuple(shape), offset, held.narrow(axis + 1, at, count), not again))
+            at += count
+        written.update(run)
+    return blocks
+
+
+def writes(name: str, groups: Groups, copied_over_tensor: bool, copied_over_data: bool) -> bool:
+    """Whether this rank is the one, of all that hold a copy, that writes it; names are dealt out over them."""
+    copies, own = 1, 0
+    for copied, size, rank in (
+        (copied_over_tensor, groups.tensor.size, groups.tensor.rank),
+        (copied_over_data, groups.data_size, groups.data_rank),
+    ):
+        if copied:
+            own += copies * rank
+            copies *= size
+    return zlib.crc32(name.encode()) % copies == own
+
+
+def whole_piece(tensor: Tensor) -> Piece:
+    """All of a tensor."""
+    return Piece((0,) * tensor.dim(), tensor)
+
+
+def flat_pieces(flat: Tensor, start: int, shape: Sequence[int]) -> Iterator[Piece]:
+    """The entries from `start` on of a tensor that was flattened, as rectangles of it."""
+    if len(shape) == 1:
+        yield Piece((start,), flat)
+        return
+    row, at = math.prod(shape[1:]), 0
+    while at < len(flat):
+        index, inside = divmod(start + at, row)
+        if inside or len(flat) - at < row:
+            count = min(row - inside, len(flat) - at)
+            for offset, data in flat_pieces(flat[at : at + count], inside, shape[1:]):
+                yield Piece((index, *offset), data.unsqueeze(0))
+        else:
+            count = (len(flat) - at) // row * row
+            yield Piece((index, *[0] * (len(shape) - 1)), flat[at : at + count].view(-1, *shape[1:]))
+        at += count
+
+
+def _spread(piece: Piece, axis: int | None, runs: Sequence[range], places: bool = False) -> Iterator[Piece]:
+    """A piece of a share, placed in the whole, where these runs of an axis are laid side by side in the share.
+
+    With `places` the other way round: the piece is one of the whole, and what of it lies in the runs is placed there.
+    """
+    if axis is None:
+        yield piece
+        return
+    at = 0
+    for run in runs:
+        held, begin = (run, -run.start) if places else (range(at, at + len(run)), run.start - at)
+        first, stop = piece.offset[axis], piece.offset[axis] + piece.data.shape[axis]
+        low, high = max(first, held.start), min(stop, held.stop)
+        if low < high:
+            offset = list(piece.offset)
+            offset[axis] = low + begin
+            yield Piece(tuple(offset), piece.data.narrow(axis, low - first, high - low))
+        at += len(run)

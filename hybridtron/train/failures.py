@@ -1,0 +1,123 @@
+"""Which rank failed first, and why: the line in outcome.json, and each rank's traceback in logs/error-RANK.txt.
+
+The first process to make the file wins. A rank that fails while it waits for others (its peer went away, or never came)
+is seldom the cause: it looks for a rank of its own machine that is gone or stopped, and leaves the word to others for a
+moment. Of a rank that can't speak (killed on another machine, or its interpreter stuck) its peers tell what they saw.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+
+GRACE_S = 2.0  # what a rank that waited for others leaves them to speak first
+WAITING = ("/torch/distributed/", "/megatron/core/")  # where a rank's innermost calls are while it waits for others
+PROC = Path("/proc")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs."""
+
+    host: str
+    process: int
+
+    def trouble(self) -> str | None:
+        """What is wrong with this process, seen from its own machine; None also where the system does not tell."""
+        if not PROC.is_dir():
+            return None
+        try:
+            state = (PROC / str(self.process) / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return "is gone: it was killed or crashed"
+        return {"Z": "is gone: it was killed or crashed", "T": "is stopped (SIGSTOP)"}.get(state)
+
+
+class FailedElsewhere(RuntimeError):
+    """This rank failed because another one had."""
+
+
+class Failures:
+    """Puts down a failure of this rank."""
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        self.run_dir, self.rank = run_dir, rank
+        self.places: list[Place] = []
+
+    def meet(self, places: Iterable[tuple[str, int]]) -> None:
+        """Learn the machine and process id of every rank."""
+        self.places = [Place(host, process) for host, process in places]
+
+    def put_down(self, error: BaseException) -> FailedElsewhere | None:
+        """Log an error's traceback and report it; what to raise in its place if another rank had failed first."""
+        text = "".join(traceback.format_exception(error))
+        self.log("error", text)
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        first, reason = self.report(f"{type(error).__name__}: {error}", waits_for_others(reversed(frames)))
+        if first == self.rank:
+            return None
+        return FailedElsewhere(f"rank {self.rank} ends, as rank {first} failed first: {reason}")
+
+    def report(self, reason: str, waiting: bool) -> tuple[int, str]:
+        """Make outcome.json, unless another rank did; the rank that failed first, and why."""
+        rank = self.rank
+        if waiting and (found := self._look_around()) is not None:
+            rank, trouble = found
+            reason = f"rank {rank} {trouble}; rank {self.rank} noticed by {reason}"
+        if not record(self.run_dir, {"outcome": "failed", "rank": rank, "reason": reason}):
+            return self._told() or (rank, reason)
+        return rank, reason
+
+    def log(self, kind: str, text: str) -> None:
+        """Add to logs/KIND-RANK.txt, with the time."""
+        path = self.run_dir / "logs" / f"{kind}-{self.rank}.txt"
+        with suppress(OSError), path.open("a") as file:  # a full disk must not hide what failed
+            file.write(f"{datetime.now().isoformat(' ', 'seconds')} rank {self.rank}\n{text}\n")
+
+    def _told(self) -> tuple[int, str] | None:
+        """What outcome.json says of a failure; it may be there a moment before its words are."""
+        until = time.monotonic() + GRACE_S
+        while time.monotonic() < until:
+            with suppress(json.JSONDecodeError):
+                told = json.loads((self.run_dir / "outcome.json").read_text())
+                return (told["rank"], told["reason"]) if told["outcome"] == "failed" else None
+            time.sleep(0.05)
+        return None
+
+    def _look_around(self) -> tuple[int, str] | None:
+        """A rank of this machine that is gone or stopped, unless another rank tells its own failure meanwhile."""
+        own = self.places[self.rank] if self.places else None
+        neighbours = [(r, place) for r, place in enumerate(self.places) if own and place.host == own.host]
+        until = time.monotonic() + GRACE_S
+        while time.monotonic() < until and not (self.run_dir / "outcome.json").exists():
+            for rank, place in neighbours:
+                if (trouble := place.trouble()) is not None:
+                    return rank, trouble
+            time.sleep(0.05)
+        return None
+
+
+def waits_for_others(frames: Iterable[FrameType]) -> bool:
+    """Whether a stack, innermost call first, is inside a collective or a send or receive."""
+    innermost = [frame.f_code.co_filename for _, frame in zip(range(4), frames, strict=False)]
+    return any(part in name for name in innermost for part in WAITING)
+
+
+def record(run_dir: Path, outcome: dict[str, str | int]) -> bool:
+    """Write outcome.json, if there is none yet."""
+    try:
+        with (run_dir / "outcome.json").open("x") as file:
+            file.write(json.dumps(outcome))
+    except FileExistsError:
+        return False
+    except OSError as error:
+        print(f"outcome.json can't be written ({error}): {outcome}", file=sys.stderr)
+    return True

@@ -1,0 +1,85 @@
+"""Going back after too many refused steps in a row: to which checkpoint, how often, and what is left out then.
+
+The weights may have been on their way to ruin before the first step was refused, so the run goes back to its newest
+whole checkpoint, but to none that was written while steps were being refused, and reads on after the data that it
+failed on. A run that has come back to the same checkpoint too many times ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+
+from hybridtron.checkpoint import folder as checkpoints
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.config.schema import Config
+from hybridtron.engine.guard import Guard
+from hybridtron.train.metrics import Decision
+from hybridtron.train.start import candidates
+from hybridtron.train.windows import Windows
+
+MOST_TIMES = 3  # to the same checkpoint
+
+
+class Diverged(RuntimeError):
+    """Steps are refused, and going back does not help, or there is nothing to go back to."""
+
+
+class GoBack(Exception):
+    """As many steps in a row as `optim.skips` allows were refused, up to this one."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"step {step}")
+        self.step = step
+
+
+class WayBack:
+    """The checkpoints that a run may go back to: those it wrote itself, and those that it could start from."""
+
+    def __init__(self, config: Config, run_dir: Path, start: Checkpoint | None) -> None:
+        self.config, self.run_dir, self.start = config, run_dir, start
+        self._times: Counter[int] = Counter()
+
+    def checkpoints(self, failed: int, written: set[int]) -> list[Checkpoint]:
+        """The newest first; a folder may hold others, of a run before this one. Raises Diverged if there is none."""
+        own = [one for one in checkpoints.sound(self.run_dir) if one.meta.step in written]
+        before = [] if self.start is None else list(candidates(self.start, self.config))
+        found = {one.folder: one for one in [*own, *before] if one.meta.step < failed and not one.meta.refused}
+        if not found:
+            raise Diverged(self._fault(failed, "and there is no checkpoint to go back to"))
+        return sorted(found.values(), key=lambda one: one.meta.step, reverse=True)
+
+    def count(self, failed: int, to: int) -> int:
+        """How often the run has now gone back to this step. Raises Diverged if that is too often."""
+        self._times[to] += 1
+        if self._times[to] > MOST_TIMES:
+            times = f"and the run has gone back to its checkpoint of step {to} {MOST_TIMES} times already"
+            raise Diverged(self._fault(failed, times))
+        return self._times[to]
+
+    def _fault(self, failed: int, why: str) -> str:
+        optim = self.config.optim
+        return (
+            f"optim.skips={optim.skips} steps in a row were refused up to step {failed}, {why}; logs/decisions.jsonl "
+            f"says why each was. Look for bad data, a learning rate that is too high, or a broken device; "
+            f"larger optim.skips, or optim.spike (now {optim.spike}; null takes every finite step), allows more"
+        )
+
+
+def refusal_of(step: int, guard: Guard, loss: float, norm: float) -> Decision:
+    """That a step was refused."""
+    assert guard.why is not None
+    limit, in_a_row = guard.limit, guard.refused
+    return Decision(step, "refused", guard.why, _finite(loss), _finite(norm), limit, in_a_row)
+
+
+def return_of(failed: int, to: int, times: int, windows: Windows) -> Decision:
+    """That the run has gone back."""
+    left_out = ", ".join(f"steps {w.first} to {w.end - 1} of phases.{w.phase}" for w in windows.all)
+    why = f"too many steps in a row were refused; on from step {to}, leaving out the data of {left_out}, counted from 0"
+    return Decision(failed, "gone back", why, to=to, times=times, windows=windows.as_lists())
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

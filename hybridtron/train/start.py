@@ -1,0 +1,87 @@
+"""What a run starts from: its own newest checkpoint, one that is named, the weights of another run, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from hybridtron.checkpoint import folder as checkpoints
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.manifest import BrokenCheckpoint
+from hybridtron.config.problems import ConfigError
+from hybridtron.config.schema import Config
+from hybridtron.data.loader import Fingerprint
+from hybridtron.specs.base import Problem
+from hybridtron.train.phases import Stretch
+
+
+def starting_point(config: Config) -> Checkpoint | None:
+    """The checkpoint that run.resume names; of a run's own, the newest that is whole as far as its manifest tells."""
+    if config.run.resume == "never":
+        return None
+    if config.run.resume != "auto":
+        return opened(Path(config.run.resume), "run.resume", "name a whole checkpoint, or use auto or never")
+    run_dir = Path(config.run.dir)
+    found = checkpoints.newest(run_dir)
+    if found is None and (broken := checkpoints.all_of(run_dir)):
+        cure = "start anew with run.resume=never, or name another checkpoint"
+        raise ConfigError([Problem("run.resume", f"finds {len(broken)} checkpoints, none of them whole; {cure}")])
+    return found
+
+
+def given_weights(config: Config) -> Checkpoint | None:
+    """The checkpoint that run.weights names, itself or as the newest of a run; for a run without one of its own."""
+    if config.run.weights is None:
+        return None
+    path, cure = Path(config.run.weights), "name a run's folder that has one, or a whole checkpoint"
+    if not (path / "checkpoints").exists():
+        return opened(path, "run.weights", cure)
+    found = checkpoints.newest(path)
+    if found is None:
+        raise ConfigError([Problem("run.weights", f"{path} holds no checkpoint; {cure}")])
+    return found
+
+
+def opened(path: Path, key: str, cure: str) -> Checkpoint:
+    """A checkpoint that a key of the configuration names."""
+    try:
+        return Checkpoint.open(path)
+    except BrokenCheckpoint as error:
+        raise ConfigError([Problem(key, f"{error}; {cure}")]) from error
+
+
+def check_same_model(start: Checkpoint, config: Config, cure: str) -> None:
+    """A checkpoint's weights fit only the model that it holds."""
+    held, wanted = asdict(start.config.model), asdict(config.model)
+    differences = [
+        Problem(f"model.{key}", f"is {wanted[key]!r}, but {start.folder} holds {held[key]!r}: {cure}")
+        for key in wanted
+        if held[key] != wanted[key]
+    ]
+    if differences:
+        raise ConfigError(differences)
+
+
+def check_same_data(start: Checkpoint, config: Config, stretch: Stretch, found: Fingerprint) -> list[Problem]:
+    """A phase resumed in its middle must find the data in the order that it left, and any phase the same tokenizer.
+
+    With run.accept_data_changes the differences are returned instead.
+    """
+    held, step = start.meta.data, start.meta.step
+    keys = found if stretch.first < step < stretch.last else ["tokenizer"]
+    accepted = config.run.accept_data_changes
+    cure = "set it back, start anew with run.resume=never, or go on all the same with run.accept_data_changes=true"
+    differences = [
+        Problem(key, f"is {found[key]}, was {held[key]} at step {step} of {stretch.phase.name}")
+        for key in keys
+        if held.get(key, found[key]) != found[key]
+    ]
+    if differences and not accepted:
+        raise ConfigError([Problem(one.key, f"{one.message}; {cure}") for one in differences])
+    return differences
+
+
+def candidates(start: Checkpoint, config: Config) -> Iterable[Checkpoint]:
+    """What a run may go on from: the checkpoint that was named, or its own ones from the newest on."""
+    return checkpoints.sound(Path(config.run.dir)) if config.run.resume == "auto" else [start]

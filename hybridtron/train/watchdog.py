@@ -1,0 +1,82 @@
+"""Ends a process that makes no progress: a loader that hangs, a collective in which a rank is missing, a dead disk.
+
+Training says what it is about to do (`beat`), and each of these must end within `run.timeout`. If one does not, the
+stacks of all Python threads go to logs/stacks-RANK.txt, the failure is put down, and the process ends with exit code 1
+at once, so that nothing it is stuck in can hold it. A launcher then ends the other ranks, and the next start resumes.
+Where the interpreter itself is stuck, faulthandler's own thread does the same a little later, without a word in
+outcome.json.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import sys
+import threading
+import time
+import traceback
+from types import TracebackType
+from typing import Self
+
+from hybridtron.train.failures import Failures, waits_for_others
+
+BACKSTOP = 1.4  # of run.timeout: when faulthandler ends a process whose interpreter is stuck
+LAST_WORDS_S = 10.0  # what it may take to put a failure down
+
+
+class Watchdog:
+    """Watches this process from its start as a context to its end."""
+
+    def __init__(self, failures: Failures, timeout_s: float) -> None:
+        self.failures, self.timeout_s = failures, timeout_s
+        self.path = failures.run_dir / "logs" / f"stacks-{failures.rank}.txt"
+        self._ended = threading.Event()
+        self._main = threading.get_ident()
+
+    def __enter__(self) -> Self:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a")
+        self.beat("the start")
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._ended.set()
+        faulthandler.cancel_dump_traceback_later()
+        self._file.close()
+        if not self.path.stat().st_size:
+            self.path.unlink()
+
+    def beat(self, doing: str, at_least_s: float = 0.0) -> None:
+        """What comes now must end before `run.timeout`, or `at_least_s` if that is more."""
+        patience = max(self.timeout_s, at_least_s)
+        self._doing = (doing, patience, time.monotonic() + patience)
+        faulthandler.dump_traceback_later(BACKSTOP * patience, exit=True, file=self._file)
+
+    def _watch(self) -> None:
+        tick = min(1.0, self.timeout_s / 20)
+        while not self._ended.wait(tick):
+            doing, patience, deadline = self._doing
+            if time.monotonic() > deadline:
+                self._end(f"{doing} did not end within {patience:g} s (run.timeout)")
+
+    def _end(self, reason: str) -> None:
+        faulthandler.dump_traceback_later(LAST_WORDS_S, exit=True, file=self._file)
+        try:
+            self._put_down(reason)
+            for child in multiprocessing.active_children():
+                child.kill()  # a worker of the loader that hangs would stay behind
+        finally:
+            os._exit(1)
+
+    def _put_down(self, reason: str) -> None:
+        frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames().get(self._main))]
+        waiting = waits_for_others(frames)
+        where = "waiting for other ranks" if waiting else f"in {frames[0].f_code.co_name}" if frames else "ended"
+        reason = f"{reason}; the main thread is {where}"
+        self.failures.log("stacks", reason)
+        faulthandler.dump_traceback(self._file)
+        first, first_reason = self.failures.report(reason, waiting)
+        told = reason if first == self.failures.rank else f"{reason}; rank {first} failed first: {first_reason}"
+        os.write(2, f"rank {self.failures.rank}: {told}\nstacks: {self.path}\n".encode())

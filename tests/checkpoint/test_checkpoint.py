@@ -1,0 +1,219 @@
+"""What a checkpoint holds comes back, bit for bit; which are kept; what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hybridtron.checkpoint import manifest
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.folder import newest, pointer_fault, sound
+from hybridtron.checkpoint.manifest import BrokenCheckpoint
+from hybridtron.checkpoint.restore import restore_newest
+from hybridtron.checkpoint.save import SaveError, Saver, meta_of
+from hybridtron.config.schema import CheckpointConfig
+from hybridtron.engine.engine import Engine
+from hybridtron.parallel.groups import Groups
+from tests.checkpoint.conftest import Write, trained
+from tests.conftest import random_batch
+
+
+def all_blocks(engine: Engine) -> list[torch.Tensor]:
+    return [block.data for of_file in engine.blocks().values() for block in of_file]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_everything_comes_back(alone: Groups, write: Write, tmp_path: Path, precision: str, asynchronous: bool) -> None:
+    engine = trained(alone, precision)
+    saved = write(engine, settings=CheckpointConfig(asynchronous=asynchronous))
+    drawn = torch.rand(3)
+    other = Engine(engine.config, alone)
+    checkpoint = restore_newest(sound(tmp_path), other)
+    assert checkpoint.folder == saved
+    assert torch.equal(torch.rand(3), drawn)
+    assert (checkpoint.meta.step, checkpoint.meta.accepted_steps, checkpoint.meta.data) == (7, 2, {"seed": "3"})
+    assert all(map(torch.equal, all_blocks(engine), all_blocks(other)))
+    assert checkpoint.config == engine.config
+    assert not list(checkpoint.faults())
+    batch = random_batch()
+    for each in (engine, other):
+        each.forward_backward([batch])
+        each.step(1e-2)
+    assert all(map(torch.equal, all_blocks(engine), all_blocks(other)))
+
+
+def test_files_are_safetensors_and_fused_projections_stored_by_their_parts(alone: Groups, write: Write) -> None:
+    engine = trained(alone)
+    stored = load_file(write(engine) / "model-00000.safetensors")
+    assert "layers.0.mixer.in_proj.weight" not in stored
+    in_proj = dict(engine.weights())["layers.0.mixer.in_proj.weight"]
+    assert torch.equal(stored["layers.0.mixer.in_proj.weight.z"], in_proj[64:])
+    assert {"layers.2.mixer.kv.weight.k", "layers.1.mixer.gate_up.weight.up"} <= set(stored)
+
+
+def test_an_asynchronous_checkpoint_holds_the_step_at_which_it_was_asked_for(
+    alone: Groups, tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training changes every weight before the first byte is written."""
+    engine = trained(alone)
+    engine.config.checkpoint = CheckpointConfig(asynchronous=True)
+    expected = [tensor.clone() for tensor in all_blocks(engine)]
+    trained_on, going_on = threading.Event(), Saver._write
+
+    def late(saver: Saver, *arguments: object) -> None:
+        trained_on.wait(30)
+        going_on(saver, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Saver, "_write", late)
+    saver = Saver(engine.config, tmp_path, alone)
+    saver.save(engine, meta_of(engine, 1, {}), tmp_path / "tokenizer.json")
+    engine.forward_backward([random_batch()])
+    engine.step(1.0)
+    assert not any(map(torch.equal, all_blocks(engine), expected))
+    trained_on.set()
+    saver.settle()
+    other = Engine(engine.config, alone)
+    restore_newest(sound(tmp_path), other)
+    assert all(map(torch.equal, all_blocks(other), expected))
+
+
+def kept(run_dir: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*"))
+
+
+def test_keeps_as_many_as_asked(alone: Groups, write: Write, tmp_path: Path) -> None:
+    engine = trained(alone)
+    settings = CheckpointConfig(keep=2, keep_every="4", keep_best=True)
+    losses = {1: 3.0, 2: 1.0, 4: 2.0, 6: 2.5, 7: None, 8: 2.0, 9: 2.0, 10: 2.0}
+    for step, loss in losses.items():
+        write(engine, step, loss, settings)
+    assert kept(tmp_path) == [2, 4, 8, 9, 10]
+    found = newest(tmp_path)
+    assert found is not None
+    assert found.meta.step == 10
+    assert pointer_fault(tmp_path) is None
+
+
+def test_nothing_is_removed_while_the_newest_is_not_whole(
+    alone: Groups, write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = trained(alone)
+    for step in (1, 2):
+        write(engine, step)
+    rename = Path.rename
+
+    def spoiling(path: Path, target: Path) -> Path:
+        if path.name == ".step-00000003.aside":
+            file = path / "model-00000.safetensors"
+            file.write_bytes(file.read_bytes()[:-4] + b"oops")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", spoiling)
+    write(engine, 3)
+    assert kept(tmp_path) == [1, 2, 3]
+    assert "nothing is removed" in capsys.readouterr().err
+
+
+def test_a_removal_that_fails_is_told_and_training_goes_on(
+    alone: Groups, write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = trained(alone)
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError("not yours")
+
+    write(engine, 1, settings=CheckpointConfig(keep=1))
+    monkeypatch.setattr("hybridtron.checkpoint.folder.shutil", type("shutil", (), {"rmtree": refused}))
+    write(engine, 2, settings=CheckpointConfig(keep=1))
+    assert "can't be removed: not yours" in capsys.readouterr().err
+    found = newest(tmp_path)
+    assert found is not None
+    assert found.meta.step == 2
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_training_ends_after_so_many_saves_that_fail(
+    alone: Groups,
+    tmp_path: Path,
+    write: Write,
+    asynchronous: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = trained(alone)
+    engine.config.checkpoint = CheckpointConfig(asynchronous=asynchronous, failures=2)
+    saver, tokenizer = Saver(engine.config, tmp_path, alone), tmp_path / "tokenizer.json"
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    saver.save(engine, meta_of(engine, 1, {}), tokenizer)
+    saver.settle()
+    with monkeypatch.context() as patch:
+        patch.setattr("hybridtron.checkpoint.save.write_tensors", full)
+        saver.save(engine, meta_of(engine, 2, {}), tokenizer)
+        saver.settle()
+    assert "NOT WRITTEN at step 2 (1 of 2): OSError: process 0: OSError: [Errno 28] No space" in capsys.readouterr().err
+    saver.save(engine, meta_of(engine, 3, {}), tokenizer)
+    saver.settle()
+    monkeypatch.setattr("hybridtron.checkpoint.save.write_tensors", full)
+    for step in (4, 5):
+        with nullcontext() if step == 4 else pytest.raises(SaveError, match="2 checkpoints in a row"):
+            saved(saver, engine, step, tokenizer)
+    assert kept(tmp_path) == [1, 3]
+
+
+def saved(saver: Saver, engine: Engine, step: int, tokenizer: Path) -> None:
+    saver.save(engine, meta_of(engine, step, {}), tokenizer)
+    saver.settle()
+
+
+def sealed(folder: Path, change: dict[str, object]) -> None:
+    """Change the content of a manifest and digest it anew."""
+    file = folder / manifest.FILE
+    content = json.loads(file.read_bytes())["content"] | change
+    body = json.dumps(content).encode()
+    file.write_bytes(b'{"digest": "' + manifest.digest(body).encode() + b'", "content": ' + body + b"}\n")
+
+
+def test_another_format_is_refused_and_an_older_one_migrated(
+    alone: Groups, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = write(trained(alone))
+    sealed(saved, {"format": manifest.FORMAT + 1})
+    with pytest.raises(BrokenCheckpoint, match=f"format {manifest.FORMAT + 1}; this version reads up to"):
+        Checkpoint.open(saved)
+    monkeypatch.setitem(manifest.MIGRATIONS, 1, lambda content: content | {"format": 2, "meta": content["old_meta"]})
+    monkeypatch.setitem(manifest.MIGRATIONS, 2, lambda content: content | {"format": manifest.FORMAT})
+    meta = dataclasses.asdict(meta_of(trained(alone), 7, {}))
+    sealed(saved, {"format": 1, "meta": None, "old_meta": meta})
+    assert Checkpoint.open(saved).meta.step == 7
+
+
+def test_the_guard_goes_on_as_it_was_and_without_what_older_versions_did_not_write(alone: Groups, write: Write) -> None:
+    engine = trained(alone)
+    engine.guard.accepts(float("nan"), 1.0)
+    saved = write(engine)
+    other = Engine(engine.config, alone)
+    restore_newest([Checkpoint.open(saved)], other)
+    assert (list(other.guard.norms), other.guard.refused) == (list(engine.guard.norms), 1)
+    meta = json.loads((saved / manifest.FILE).read_bytes())["content"]["meta"]
+    sealed(saved, {"meta": {key: meta[key] for key in meta if key not in ("norms", "refused", "windows")}})
+    restore_newest([Checkpoint.open(saved)], other)
+    assert (list(other.guard.norms), other.guard.refused) == ([], 0)
+
+
+def test_a_part_of_a_tensor_that_no_one_wrote_is_noticed(alone: Groups, write: Write) -> None:
+    saved = write(trained(alone))
+    content = json.loads((saved / manifest.FILE).read_bytes())["content"]
+    sealed(saved, {"chunks": [c for c in content["chunks"] if c[0] != "norm.weight"] + content["chunks"][:1]})
+    with pytest.raises(BrokenCheckpoint, match="only a part of"):
+        Checkpoint.open(saved)

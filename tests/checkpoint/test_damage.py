@@ -1,0 +1,149 @@
+"""A thousand ways in which a checkpoint is not what was written: each is found, named, and an older one is taken."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridtron.checkpoint import files
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.folder import folder_of, newest, pointer_fault, sound
+from hybridtron.checkpoint.manifest import BrokenCheckpoint
+from hybridtron.checkpoint.restore import restore_newest
+from hybridtron.engine.engine import Engine
+from hybridtron.parallel.groups import Groups
+from tests.checkpoint.conftest import Write, trained
+
+TRIES = 1000
+
+
+def all_tensors(engine: Engine) -> list[torch.Tensor]:
+    return [block.data.clone() for of_file in engine.blocks().values() for block in of_file]
+
+
+def damaged(path: Path, draw: random.Random) -> str:
+    """Do something to a file; what it was."""
+    stored = bytearray(path.read_bytes())
+    kind = draw.choice(["bit", "bit", "bit", "cut", "empty", "missing", "longer"])
+    if kind == "bit":
+        stored[draw.randrange(len(stored))] ^= 1 << draw.randrange(8)
+    elif kind == "cut":
+        del stored[draw.randrange(len(stored)) :]
+    elif kind == "empty":
+        stored.clear()
+    elif kind == "longer":
+        stored += b"\0" * draw.randint(1, 100)
+    path.unlink()
+    if kind != "missing":
+        path.write_bytes(stored)
+    return kind
+
+
+@pytest.mark.slow
+def test_a_thousand_faults_are_found(alone: Groups, write: Write, tmp_path: Path) -> None:
+    """In data, manifest and configuration: found by reading, without the tool, before a weight is used."""
+    engine = trained(alone)
+    older = write(engine, 1)
+    expected = all_tensors(engine)
+    saved = write(trained(alone, steps=3), 2)
+    draw, other = random.Random(1), Engine(engine.config, alone)
+    names = sorted(path.name for path in saved.iterdir())
+    for _ in range(TRIES):
+        name = draw.choice(names)
+        good = (saved / name).read_bytes()
+        kind = damaged(saved / name, draw)
+        broken = folder_of(tmp_path, 2).with_name("broken-step-00000002")
+        with pytest.warns(UserWarning, match=name) if name in ("manifest.json", "config.yaml") else no_matter():
+            found = restore_newest(sound(tmp_path), other)
+        where = saved if saved.exists() else broken
+        faults = faults_of(where)
+        if name == "tokenizer.json":
+            assert found.folder == saved, "it is not needed for training, and told by the tool"
+        else:
+            assert found.folder == older, (name, kind)
+            assert all(map(torch.equal, all_tensors(other), expected))
+        assert any(name in fault for fault in faults), (name, kind, faults)
+        (where / name).write_bytes(good)
+        if where != saved:
+            where.rename(saved)
+    assert not list(Checkpoint.open(saved).faults())
+
+
+class no_matter:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+def faults_of(folder: Path) -> list[str]:
+    try:
+        return list(Checkpoint.open(folder).faults())
+    except BrokenCheckpoint as error:
+        return [str(error)]
+
+
+@pytest.mark.parametrize("kind", ["bit", "cut", "empty", "missing"])
+def test_a_pointer_that_is_wrong_is_told_and_not_followed(
+    alone: Groups, write: Write, tmp_path: Path, kind: str
+) -> None:
+    engine = trained(alone)
+    for step in (1, 2):
+        write(engine, step)
+    pointer = tmp_path / "checkpoints" / "latest"
+    stored = bytearray(pointer.read_bytes())
+    if kind == "bit":
+        stored[3] ^= 4
+    pointer.unlink()
+    if kind != "missing":
+        pointer.write_bytes({"bit": stored, "cut": stored[:20], "empty": b""}[kind])
+    assert pointer_fault(tmp_path) is not None
+    with pytest.warns(UserWarning, match="latest"):
+        found = newest(tmp_path)
+    assert found is not None
+    assert found.meta.step == 2
+
+
+def test_what_changes_between_verification_and_loading_is_found(
+    alone: Groups, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes that are verified are the bytes that are used: a file that changes after a whole check is refused."""
+    engine = trained(alone)
+    older = write(engine, 1)
+    saved = write(trained(alone, steps=3), 2)
+    assert not list(Checkpoint.open(saved).faults())
+    read, done = files._read, []
+
+    def changing(path: Path, start: int, count: int, expected: str, size: int) -> bytearray:
+        if path.name.startswith("optimizer") and not done and path.parent == saved:
+            done.append(path)
+            stored = bytearray(path.read_bytes())
+            stored[-1] ^= 1
+            path.write_bytes(stored)
+        return read(path, start, count, expected, size)
+
+    monkeypatch.setattr(files, "_read", changing)
+    assert restore_newest(sound(tmp_path), Engine(engine.config, alone)).folder == older
+    assert done
+
+
+def test_when_none_is_whole_it_is_said(alone: Groups, write: Write, tmp_path: Path) -> None:
+    engine = trained(alone)
+    file = write(engine, 1) / "model-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(BrokenCheckpoint, match=r"no checkpoint is whole; .*model-00000\.safetensors has"):
+        restore_newest(sound(tmp_path), Engine(engine.config, alone))
+    assert (tmp_path / "checkpoints" / "broken-step-00000001").is_dir()
+
+
+def test_a_half_copied_checkpoint_is_put_aside_beside_another(alone: Groups, write: Write, tmp_path: Path) -> None:
+    engine = trained(alone)
+    for number in ("", "-2"):
+        saved = write(engine, 1)
+        (saved / "model-00000.safetensors").unlink()
+        with pytest.raises(BrokenCheckpoint):
+            restore_newest(sound(tmp_path), Engine(engine.config, alone))
+        assert (tmp_path / "checkpoints" / f"broken-step-00000001{number}").is_dir()
+    shutil.rmtree(tmp_path / "checkpoints")

@@ -1,0 +1,81 @@
+"""A real SIGKILL at every flush and rename of a save: what is loaded then is whole, the old checkpoint or the new."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridtron.checkpoint.folder import sound
+from hybridtron.checkpoint.restore import restore_newest
+from hybridtron.checkpoint.save import Saver, meta_of
+from hybridtron.config.schema import CheckpointConfig
+from hybridtron.engine.engine import Engine
+from hybridtron.parallel.groups import Groups
+from tests.checkpoint.conftest import Write, trained
+
+CALLS = ("fsync", "rename", "unlink", "rmdir")
+
+
+def killed_at(number: int, work: Callable[[], None]) -> bool:
+    """Do the work in a forked process that kills itself before its n-th such call; whether it came to that."""
+    child = os.fork()
+    if child == 0:
+        seen = 0
+
+        def counting(call: Callable[..., object]) -> Callable[..., object]:
+            def counted(*arguments: object, **options: object) -> object:
+                nonlocal seen
+                seen += 1
+                if seen == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return call(*arguments, **options)
+
+            return counted
+
+        for name in CALLS:
+            setattr(os, name, counting(getattr(os, name)))
+        work()
+        os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["a new step", "a step that is there"])
+def test_a_kill_at_every_step_of_a_save_leaves_a_whole_checkpoint(
+    alone: Groups, write: Write, tmp_path: Path, again: bool
+) -> None:
+    engine, before = trained(alone), trained(alone, steps=3)
+    settings = CheckpointConfig(keep=1)
+    tokenizer = tmp_path / "tokenizer.json"
+    loaded = {1: before, 2: engine}
+    survived, other = [], Engine(engine.config, alone)
+    for number in range(1, 100):
+        write(before, 1, settings=CheckpointConfig(keep=9))
+        if again:
+            write(engine, 2, settings=CheckpointConfig(keep=9))
+        engine.config.checkpoint = settings
+
+        def save() -> None:
+            saver = Saver(engine.config, tmp_path, alone)
+            saver.save(engine, meta_of(engine, 2, {}), tokenizer)
+
+        died = killed_at(number, save)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = restore_newest(sound(tmp_path), other)
+        survived.append(found.meta.step)
+        wanted = loaded[found.meta.step]
+        ours, theirs = ([b.data for of_file in e.blocks().values() for b in of_file] for e in (other, wanted))
+        assert all(map(torch.equal, ours, theirs)), f"killed at call {number}"
+        if not died:
+            break
+        shutil.rmtree(tmp_path / "checkpoints")
+    assert len(survived) > 12
+    assert survived[-1] == 2
+    assert set(survived) == {1, 2}

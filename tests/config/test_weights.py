@@ -1,0 +1,113 @@
+"""Recipes that go on from a checkpoint: what they take from it, what wins over that, and what is said of mistakes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from hybridtron.config.check import check
+from hybridtron.config.load import CONFIGS, choices_of, load, to_yaml
+from hybridtron.config.problems import ConfigError
+from hybridtron.config.schema import Config, Documents, Order, StateMode
+
+LENGTH = [name for name in choices_of("recipe") if name.startswith("length/")]
+BASE = ["recipe=mamba2_45m", "data.path=/data/pile", "run.name=base"]
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """The folder of a run, as far as a recipe looks at it."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/config.yaml").write_text(to_yaml(load(BASE)))
+    return tmp_path / "base"
+
+
+def told(*arguments: str) -> dict[str, str]:
+    """The problems by key."""
+    with pytest.raises(ConfigError) as caught:
+        load(arguments)
+    return {problem.key: problem.message for problem in caught.value.problems}
+
+
+def test_there_are_the_four_interventions_and_their_control() -> None:
+    assert {name.partition("/")[2] for name in LENGTH} == {"zero", "random", "fitted", "state_passing", "tbtt"}
+
+
+@pytest.mark.parametrize("recipe", LENGTH)
+def test_a_recipe_is_appendix_b_on_the_checkpoints_model_and_data(recipe: str, base: Path) -> None:
+    config, held = load([f"recipe={recipe}", f"run.weights={base}"]), load(BASE)
+    assert check(config) == []
+    assert (config.model, config.precision) == (held.model, held.precision)
+    walking = config.states.mode is StateMode.tbtt
+    expected = (Documents.isolate, Order.lanes) if walking else (Documents.join, Order.windows)
+    assert (config.documents_of(config.phases[0]), config.order_of(config.phases[0])) == expected
+    assert dataclasses.replace(config.data, documents=None, order=None) == dataclasses.replace(
+        held.data, documents=None, order=None
+    )
+    (phase,) = config.phases
+    assert (phase.seq_len, phase.global_batch, phase.micro_batch) == (2048, 256, 32)
+    assert phase.tokens == str(100 * 2048 * 256)
+    assert phase.lr == 1e-4  # a tenth of 1e-3
+    assert config.optim.final_lr == 0.1  # 1e-5
+    assert (config.optim.warmup, config.optim.weight_decay, config.optim.clip) == ("10%", 0.01, 1.0)
+    assert config.optim.betas == [0.9, 0.95]
+    assert config.run.dir == f"runs/base_{config.states.mode}"
+
+
+def test_the_command_line_wins_and_what_hangs_on_it_follows(base: Path) -> None:
+    arguments = [
+        "phases.0.tokens=${steps:500}",
+        "phases.0.global_batch=64",
+        "phases.0.lr=4e-5",
+        "data.path=/data/books",
+    ]
+    config = load(["recipe=length/state_passing", *arguments, "model.layers.M.chunk=8", f"run.weights={base}"])
+    assert config.phases[0].tokens == str(500 * 2048 * 64)
+    assert config.optim.final_lr == 0.25
+    assert config.data.path == "/data/books"
+    assert config.model.layers["M"] == {**load(BASE).model.layers["M"], "chunk": 8}
+
+
+def test_groups_of_the_command_line_win(base: Path) -> None:
+    config = load(["recipe=length/random", "model=samba_421m", "data=embedded", f"run.weights={base}"])
+    assert config.model == load(["model=samba_421m"]).model
+    assert config.data.path == "data/embedded-32000"
+
+
+def test_data_of_the_last_phase(tmp_path: Path) -> None:
+    held = load([*BASE, "phases.0.data.path=/data/last", "phases.0.data.mixture={a: {weight: 2}}"])
+    (tmp_path / "config.yaml").write_text(to_yaml(held))
+    config = load(["recipe=length/fitted", f"run.weights={tmp_path}", "data.mixture.b={weight: 1}"])
+    assert config.data.path == "/data/last"
+    assert {name: entry.weight for name, entry in config.data.mixture.items()} == {"a": 2, "b": 1}
+
+
+def test_what_is_written_down_is_complete(base: Path) -> None:
+    text = to_yaml(load(["recipe=length/tbtt", f"run.weights={base}"]))
+    assert "${" not in text
+    assert "pattern: M*12" in text
+
+
+def test_the_groups_take_every_key(base: Path) -> None:
+    """A key that is new in the schema must come from the checkpoint as well."""
+    held = dataclasses.asdict(load(BASE))
+    text = {group: (CONFIGS / group / "of_weights.yaml").read_text() for group in ("model", "data", "precision")}
+    for group, keys in ((group, held[group]) for group in text):
+        assert [key for key in keys if f"${{weights:{group}.{key}}}" not in text[group]] == []
+
+
+def test_missing_weights_are_told_by_their_key(tmp_path: Path) -> None:
+    assert "must be set" in told("recipe=length/tbtt")["run.weights"]
+    assert "is not there: name a run's folder" in told("recipe=length/tbtt", "run.weights=/nowhere")["run.weights"]
+    assert "has no config.yaml" in told("recipe=length/tbtt", f"run.weights={tmp_path}")["run.weights"]
+    assert "is not there" in told("run.weights=/nowhere")["run.weights"]
+    (tmp_path / "config.yaml").write_text("model: {depth: 3}")
+    assert "can't be read: Key 'depth'" in told("recipe=length/tbtt", f"run.weights={tmp_path}")["run.weights"]
+
+
+def test_a_run_may_start_from_weights_under_a_recipe_of_its_own(base: Path) -> None:
+    config = load([*BASE, f"run.weights={base}"])
+    assert isinstance(config, Config)
+    assert config.run.weights == str(base)

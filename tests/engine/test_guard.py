@@ -1,0 +1,84 @@
+"""The guard: which norms are refused, held against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from hybridtron.engine.guard import ENOUGH, WINDOW, Guard
+
+
+def used_to(norms: list[float], spike: float | None = 6.0) -> Guard:
+    guard = Guard(spike)
+    assert all(guard.accepts(norm, 1.0) for norm in norms)
+    return guard
+
+
+def test_what_is_not_finite_is_refused_from_the_first_step_on() -> None:
+    guard = Guard(None)
+    for norm, loss in ((math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, -math.inf)):
+        assert not guard.accepts(norm, loss)
+        assert "is" in str(guard.why)
+    assert guard.refused == 4
+    assert guard.accepts(1.0, 1.0)
+    assert (guard.refused, guard.why, list(guard.norms)) == (0, None, [1.0])
+
+
+def test_the_limit_is_so_many_deviations_above_the_mean_of_the_logarithms() -> None:
+    """Norms of 1 and e: the mean of the logarithms is 1/2, and so is their deviation."""
+    guard = used_to([1.0, math.e] * (ENOUGH // 2), spike=3.0)
+    assert guard.limit == pytest.approx(math.exp(2.0))
+    assert not guard.accepts(math.exp(2.01), 1.0)
+    assert "above the limit of 7.389" in str(guard.why)
+    assert guard.accepts(math.exp(1.99), 1.0)
+
+
+def test_the_limit_follows_norms_by_factors() -> None:
+    norms = [1.0 + 0.3 * math.sin(step) for step in range(WINDOW)]
+    limit, of_larger = used_to(norms).limit, used_to([1000 * norm for norm in norms]).limit
+    assert limit is not None
+    assert of_larger == pytest.approx(1000 * limit)
+
+
+def test_no_finite_norm_is_refused_before_enough_were_seen_nor_without_a_limit() -> None:
+    assert used_to([1.0] * (ENOUGH - 1)).accepts(1e30, 1.0)
+    assert used_to([1.0] * WINDOW, spike=None).accepts(1e30, 1.0)
+
+
+def test_norms_that_hardly_vary_may_rise_a_little() -> None:
+    guard = used_to([1.0] * WINDOW)
+    assert guard.accepts(1.8, 1.0)
+    assert not guard.accepts(2.0, 1.0)
+
+
+@pytest.mark.parametrize("rate", [-0.03, 0.01])
+def test_drift_is_not_refused(rate: float) -> None:
+    """Norms that fall to a tenth in 77 steps, or rise to the tenfold in 230, with a scatter of their own."""
+    used_to([math.exp(rate * step + 0.05 * math.sin(7 * step)) for step in range(600)])
+
+
+def test_refused_norms_don_t_become_usual_and_old_ones_are_forgotten() -> None:
+    guard = used_to([1.0] * WINDOW)
+    assert not any(guard.accepts(100.0, 1.0) for _ in range(WINDOW))
+    assert list(guard.norms) == [1.0] * WINDOW
+    later = used_to([1.0] * ENOUGH + [1.5] * WINDOW)
+    assert list(later.norms) == [1.5] * WINDOW
+
+
+def test_a_norm_of_zero_is_accepted_and_says_nothing() -> None:
+    guard = used_to([1.0] * ENOUGH + [0.0])
+    assert len(guard.norms) == ENOUGH
+    assert guard.limit is not None
+
+
+def test_limits_of_any_size_can_be_told() -> None:
+    assert math.isfinite(used_to([1e-30, 1e30] * ENOUGH, spike=1000.0).limit or math.nan)
+
+
+def test_goes_on_as_left() -> None:
+    guard = used_to([1.0 + 0.01 * step for step in range(ENOUGH)])
+    guard.accepts(math.nan, 1.0)
+    other = Guard(6.0)
+    other.restart(list(guard.norms), guard.refused)
+    assert (other.limit, other.refused) == (guard.limit, 1)

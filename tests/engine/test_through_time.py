@@ -1,0 +1,188 @@
+"""TBTT through the chunks of a step: the whole row's loss and gradients, and memory that recompute keeps flat."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hybridtron.config.check import check
+from hybridtron.config.schema import (
+    Config,
+    OptimConfig,
+    ParallelConfig,
+    PhaseConfig,
+    Recompute,
+    StateKind,
+    StateMode,
+    StatesConfig,
+)
+from hybridtron.data.batch import Batch
+from hybridtron.engine.engine import Engine
+from hybridtron.parallel.groups import Groups
+from tests.conftest import SMALL_LAYERS, random_batch, small_config, small_run
+
+LANES, ROWS, LENGTH, CHUNKS = 4, 2, 12, 3
+WHOLE_ROWS = [[36], [12, 24], [5, 13, 18], [24, 12]]  # borders within chunks, and where a chunk begins
+
+
+def run_of(pattern: str = "MSC-", recompute: str = "none", **states: object) -> Config:
+    model = small_config(pattern)
+    model.layers = {**SMALL_LAYERS, "C": {"kind": "attention", "heads": 2, "window": 11, "conv": 4}}
+    chunks = states.get("chunks", 1)
+    assert isinstance(chunks, int)
+    phase = PhaseConfig(tokens="1M", seq_len=LENGTH, global_batch=LANES * chunks, micro_batch=ROWS, lr=1e-3)
+    return dataclasses.replace(
+        small_run(model, OptimConfig(clip=1e9)),  # Megatron clips in fp32 only
+        states=StatesConfig(**states),  # type: ignore[arg-type]
+        phases=[phase],
+        parallel=ParallelConfig(recompute=Recompute(recompute), distributed_optimizer=False),
+    )
+
+
+def tbtt(
+    chunks: int = CHUNKS, through_time: bool = True, recompute: str = "none", pattern: str = "MSC-", **other: object
+) -> Config:
+    return run_of(pattern, recompute, mode=StateMode.tbtt, chunks=chunks, through_time=through_time, **other)
+
+
+def engine_of(config: Config, alone: Groups) -> Engine:
+    assert not check(config)
+    engine = Engine(config, alone, dtype=torch.float64)
+    engine.start_phase(0, range(LANES))
+    return engine
+
+
+def rows_of(documents: list[list[int]] | None, chunks: int = CHUNKS) -> Batch:
+    batch = random_batch(rows=LANES, length=LENGTH * chunks, documents=documents)
+    return dataclasses.replace(batch, continues_B=torch.zeros(LANES, dtype=torch.bool))
+
+
+def gradients(engine: Engine, batches: list[Batch]) -> tuple[float, dict[str, torch.Tensor]]:
+    loss = engine.forward_backward(batches).mean.item()
+    return loss, {name: gradient.clone() for name, gradient in engine.optimizer.gradients()}
+
+
+def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    return [n for n, whole in expected.items() if (found[n] - whole).norm() > 1e-9 * whole.norm() + 1e-12]
+
+
+@pytest.mark.parametrize(
+    ("recompute", "documents"),
+    [("none", None), ("none", WHOLE_ROWS), ("selective", None), ("layer", WHOLE_ROWS)],
+    ids=["stream", "documents", "selective", "layer"],
+)
+def test_chunks_equal_the_whole_row(alone: Groups, recompute: str, documents: list[list[int]] | None) -> None:
+    batch = rows_of(documents)
+    loss, whole = gradients(engine_of(run_of(), alone), batch.split(ROWS))
+    found, through = gradients(engine_of(tbtt(recompute=recompute), alone), batch.split(ROWS))
+    assert found == pytest.approx(loss, rel=1e-12)
+    assert not differing(through, whole)
+
+
+def test_detached_chunks_lose_gradients_and_no_loss(alone: Groups) -> None:
+    batch = rows_of(None)
+    loss, through = gradients(engine_of(tbtt(), alone), batch.split(ROWS))
+    groups = [group.chunks(CHUNKS) for group in batch.split(ROWS)]
+    detached = engine_of(tbtt(through_time=False), alone)
+    found, cut = gradients(detached, [group[turn] for turn in range(CHUNKS) for group in groups])
+    assert found == pytest.approx(loss, rel=1e-12)
+    assert len(differing(cut, through)) > 10
+    joined = engine_of(tbtt(), alone)
+    gradients(joined, batch.split(ROWS))
+    for engine in (joined, detached):
+        engine.step(0.0)
+    assert joined.carrier is not None
+    assert detached.carrier is not None
+    for layer, parts in detached.carrier.held.items():
+        for name, tensor in parts.items():
+            torch.testing.assert_close(joined.carrier.held[layer][name], tensor)
+
+
+def test_the_next_step_goes_on_without_a_gradient(alone: Groups) -> None:
+    """Two steps of one chunk each after the other give the loss of one step of two, and gradients that end between."""
+    batch = rows_of(None, chunks=4)
+    whole, _ = gradients(engine_of(tbtt(chunks=4), alone), batch.split(ROWS))
+    engine, found = engine_of(tbtt(chunks=2), alone), 0.0
+    for half in batch.chunks(2):
+        found += gradients(engine, half.split(ROWS))[0] * half.mask_BL.sum().item()
+        assert engine.carrier is not None
+        assert not any(t.requires_grad for parts in engine.carrier.held.values() for t in parts.values())
+        engine.step(0.0)
+    assert found / batch.mask_BL.sum().item() == pytest.approx(whole, rel=1e-12)
+
+
+def test_only_what_is_chosen_is_handed_over(alone: Groups) -> None:
+    """As much as between steps: with the recurrent states alone, chunks are chunks of detached runs in their losses."""
+    batch, chosen = rows_of(None), {"carry": [StateKind.ssm], "layers": [0]}
+    loss, _ = gradients(engine_of(tbtt(**chosen), alone), batch.split(ROWS))
+    groups = [group.chunks(CHUNKS) for group in batch.split(ROWS)]
+    detached = engine_of(tbtt(through_time=False, **chosen), alone)
+    found, _ = gradients(detached, [group[turn] for turn in range(CHUNKS) for group in groups])
+    assert loss == pytest.approx(found, rel=1e-12)
+    assert loss != pytest.approx(gradients(engine_of(tbtt(), alone), batch.split(ROWS))[0], rel=1e-6)
+
+
+class Live(TorchDispatchMode):
+    """Bytes of all tensors that are alive at a time, and the most that were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()).nbytes():
+                self.add(storage)
+        return out
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        if (key := storage._cdata) in self.seen:
+            return
+        self.seen.add(key)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self.drop, key, storage.nbytes())
+
+    def drop(self, key: int, size: int) -> None:
+        self.seen.discard(key)
+        self.now -= size
+
+
+def peak(engine: Engine, batches: list[Batch]) -> int:
+    with Live() as live:
+        engine.forward_backward(batches)
+    return live.peak
+
+
+def test_recompute_keeps_memory_flat_but_for_borders(alone: Groups) -> None:
+    """A chunk more adds the states that it starts from, its tokens and its loss; no logits, nothing inside it."""
+
+    def peak_of(chunks: int, recompute: str) -> int:
+        engine = engine_of(tbtt(chunks=chunks, recompute=recompute, pattern="S-"), alone)
+        return peak(engine, rows_of(None, chunks).split(ROWS))
+
+    few, many = (peak_of(chunks, "layer") for chunks in (4, 8))
+    states = ROWS * (8 * 8 * 4 + 3 * 64 + 3 * 16) * 8  # in float64
+    assert (many - few) / 4 < 1.2 * states
+    assert peak_of(4, "none") > 1.5 * many
+
+
+@pytest.mark.parametrize(
+    ("states", "told"),
+    [
+        (
+            {"mode": StateMode.passing, "through_time": True},
+            "states.through_time  is true with mode=passing and chunks=1",
+        ),
+        ({"mode": StateMode.tbtt, "through_time": True}, "use mode=tbtt with chunks of at least 2, or false"),
+        ({"mode": StateMode.zero, "chunks": 2, "through_time": True}, "is true with mode=zero"),
+    ],
+)
+def test_it_is_refused_where_no_chunks_are_joined(states: dict[str, object], told: str) -> None:
+    assert any(told in str(problem) for problem in check(run_of(**states)))

@@ -1,0 +1,97 @@
+"""Blocks of all ranks tile the whole tensors: weights, flat shards of them, and carried states."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.config.architecture import architecture, parameter_table
+from hybridtron.config.schema import ModelConfig
+from hybridtron.parallel.blocks import flat_pieces, lane_blocks, weight_blocks, whole_piece
+from hybridtron.parallel.cut import cut, share_of_lanes
+from hybridtron.parallel.groups import Groups
+from hybridtron.parallel.linear import TensorGroup
+from hybridtron.specs.base import Parameter
+
+LAYERS = {
+    "M": {"kind": "mamba", "state": 4},
+    "S": {"kind": "mamba2", "state": 4, "head_dim": 4, "groups": 2},
+    "G": {"kind": "attention", "heads": 12, "kv_heads": 4, "conv": 4, "window": 6},
+    "Q": {"kind": "attention", "heads": 12, "kv_heads": 3, "conv": 4, "window": 6},
+    "-": {"kind": "swiglu", "hidden": 36},
+}
+MODEL = ModelConfig(24, 60, "MGQ-S", LAYERS, tie_embeddings=False)
+TABLE = parameter_table(MODEL)
+
+
+def numbered(*shape: int) -> Tensor:
+    return torch.arange(torch.Size(shape).numel()).view(shape)
+
+
+def groups_of(size: int, rank: int) -> Groups:
+    return Groups(TensorGroup(size, rank), 0, 1, 0, 1, rank, size)
+
+
+def parts_of(whole: Tensor, parameter: Parameter, name: str) -> dict[str, Tensor]:
+    pieces = whole.split([rows for _, rows in parameter.parts]) if parameter.parts else [whole]
+    names = [f"{name}.{part}" for part, _ in parameter.parts] or [name]
+    return dict(zip(names, pieces, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", TABLE)
+def test_flat_shards_of_all_ranks_tile_each_part_of_a_weight(name: str, ranks: int) -> None:
+    parameter = TABLE[name]
+    expected = parts_of(numbered(*parameter.shape), parameter, name)
+    written = {key: torch.full_like(part, -1) for key, part in expected.items()}
+    whole = parameter.cut_axis(ranks) is None
+    for rank in range(1 if whole else ranks):
+        tensor = TensorGroup(ranks, rank)
+        flat = cut(numbered(*parameter.shape), parameter, tensor)
+        shape, flat = flat.shape, flat.flatten()
+        borders = sorted({0, len(flat) // 7, len(flat) // 2, len(flat) * 5 // 6 + 1, len(flat)})
+        for start, stop in itertools.pairwise(borders):
+            for block in weight_blocks(name, flat_pieces(flat[start:stop], start, shape), parameter, tensor):
+                into = written[block.key][tuple(map(slice, block.global_offset, ends(block)))]
+                assert block.global_shape == expected[block.key].shape
+                assert bool((into == -1).all()), "no entry twice"
+                into.copy_(block.data)
+    assert all(torch.equal(written[key], expected[key]) for key in expected)
+
+
+def ends(block) -> list[int]:
+    return [first + size for first, size in zip(block.global_offset, block.local_shape, strict=True)]
+
+
+def test_a_block_is_a_view() -> None:
+    parameter = TABLE["layers.1.mixer.kv.weight"]
+    weight = torch.zeros(parameter.shape[0] // 2, parameter.shape[1])
+    for block in weight_blocks("w", [whole_piece(weight)], parameter, TensorGroup(2, 1)):
+        block.data.fill_(1)
+    assert bool((weight == 1).all())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("layer", [0, 1, 2, 4])
+def test_states_of_all_ranks_and_lanes_tile_the_whole(layer: int, ranks: int) -> None:
+    arch = architecture(MODEL)
+    lanes, halves = 4, (range(2), range(2, 4))
+    for name, part in arch.specs[layer].state_parts(arch.sizes).items():
+        if (layer == 4 and ranks in (3, 6)) or (layer == 1 and ranks == 6 and name == "kv_conv"):
+            continue
+        whole = numbered(lanes, *[size or 5 for size in part.shape])
+        written, read = torch.full_like(whole, -1), []
+        for rank, own in itertools.product(range(ranks), halves):
+            share = share_of_lanes(whole[own.start : own.stop], part, TensorGroup(ranks, rank))
+            for block in lane_blocks("key", share, part, own, lanes, groups_of(ranks, rank)):
+                assert block.global_shape == whole.shape
+                place = tuple(map(slice, block.global_offset, ends(block)))
+                assert torch.equal(whole[place], block.data)
+                if block.replica_id == 0:
+                    assert bool((written[place] == -1).all()), "no entry twice"
+                    written[place] = block.data
+            read.append(share)
+        assert torch.equal(written, whole), name

@@ -1,0 +1,131 @@
+"""Ranks of a run on the pool's processes, one of which something happens to in the middle of training."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import train
+from hybridtron.data.batch import Batch
+from hybridtron.data.loader import _Rows
+from hybridtron.engine import schedule
+from hybridtron.engine.engine import Engine
+from hybridtron.parallel.linear import TensorGroup
+from hybridtron.parallel.pool import Seat
+from tests.distributed import run_distributed
+
+
+def out_of_luck() -> None:
+    raise RuntimeError("out of luck")
+
+
+def signalled(number: signal.Signals) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+def keep_the_interpreter() -> None:
+    ctypes.PyDLL(None).sleep(600)  # PyDLL holds on to the interpreter's lock
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "raise": out_of_luck,
+    "sleep": lambda: time.sleep(600),
+    "kill": signalled(signal.SIGKILL),
+    "stop": signalled(signal.SIGSTOP),
+    "lock": keep_the_interpreter,
+    **{name: signalled(signal.Signals[name]) for name in ("SIGTERM", "SIGINT", "SIGUSR1")},
+}
+
+
+@contextmanager
+def happening(fault: str, owner: type, method: str, call: int) -> Iterator[None]:
+    """The fault comes just before the so-manieth call of a method, counted from 1."""
+    original, calls = getattr(owner, method), []
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == call:
+            FAULTS[fault]()
+        return original(*arguments)
+
+    setattr(owner, method, counted)
+    try:
+        yield
+    finally:
+        setattr(owner, method, original)
+
+
+@contextmanager
+def spoiled(value: float, calls: Collection[int]) -> Iterator[None]:
+    """A logit of these micro-batches, counted from 1 over all that this process trains on, is off by this value.
+
+    It is that of the token that comes next: -inf makes the loss infinite and leaves the gradients finite.
+    """
+    original, seen = schedule._loss_of, []
+
+    def loss_of(logits_LBV: Tensor, batch: Batch, z_loss: float, tensor: TensorGroup) -> Any:
+        seen.extend([1] * torch.is_grad_enabled())
+        if torch.is_grad_enabled() and len(seen) in calls:
+            off_LBV = torch.zeros_like(logits_LBV)
+            row, place = batch.mask_BL.nonzero()[0]  # a token that counts
+            off_LBV[place, row, batch.labels_BL[row, place]] = value
+            logits_LBV = logits_LBV + off_LBV
+        return original(logits_LBV, batch, z_loss, tensor)
+
+    schedule._loss_of = loss_of
+    try:
+        yield
+    finally:
+        schedule._loss_of = original
+
+
+def train_rank(seat: Seat, port: int, arguments: list[str], fault: str | None, at: str, rank: int, step: int) -> int:
+    """train.py's main as one rank that a launcher has started; the fault comes to one rank, in its step or loader.
+
+    Or to the loss of two steps, which is then off by the number that the fault is.
+    """
+    place = {"RANK": seat.rank, "WORLD_SIZE": seat.world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    try:
+        if fault is None or seat.rank != rank:
+            return train.main(arguments)
+        if at == "loss":
+            with spoiled(float(fault), range(step, step + 2)):
+                return train.main(arguments)
+        owner, method = {"step": (Engine, "forward_backward"), "loader": (_Rows, "__getitem__")}[at]
+        with happening(fault, owner, method, step):
+            return train.main(arguments)
+    finally:
+        for name in place:
+            del os.environ[name]
+
+
+def train_ranks(
+    arguments: list[str], fault: str | None = None, at: str = "step", rank: int = 1, step: int = 8
+) -> list[int]:
+    """Exit codes of two ranks; raises WorkerError if one of them raises or dies."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return run_distributed(train_rank, 2, port, arguments, fault, at, rank, step, timeout_s=100)
+
+
+def outcome_of(run: Path) -> dict[str, Any]:
+    return json.loads((run / "outcome.json").read_text())
+
+
+def trained(run: Path) -> list[dict[str, Any]]:
+    """The metrics that the same training gives again."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: line.get(key) for key in ("step", "tokens", "loss", "grad_norm", "validation")} for line in lines]

@@ -1,0 +1,78 @@
+"""One of two ranks fails, dies, stops or hangs: the run ends, says why, and goes on at the next start."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridtron.parallel.pool import WorkerError
+from tests.train.conftest import small_run_arguments
+from tests.train.faults import outcome_of, train_ranks, trained
+
+pytestmark = [pytest.mark.gloo, pytest.mark.timeout(240)]
+TIMEOUT_S = 6
+
+
+def arguments_of(data: Path, run: Path) -> list[str]:
+    return [*small_run_arguments(data, run), "run.max_steps=10"]
+
+
+@pytest.fixture(scope="module")
+def clean(counting_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run to which nothing happens."""
+    run = tmp_path_factory.mktemp("clean") / "run"
+    assert train_ranks(arguments_of(counting_folder, run)) == [0, 0]
+    return run
+
+
+def fail(arguments: list[str], fault: str, at: str) -> None:
+    """The run ends within twice its time-out, and a little for its start."""
+    began = time.monotonic()
+    with pytest.raises(WorkerError):
+        train_ranks([*arguments, f"run.timeout={TIMEOUT_S}"], fault, at)
+    assert time.monotonic() - began < 2 * TIMEOUT_S + 20
+
+
+@pytest.mark.parametrize(
+    ("fault", "at", "rank", "said"),
+    [
+        ("raise", "step", 1, "RuntimeError: out of luck"),
+        ("kill", "step", 1, "rank 1 is gone"),
+        pytest.param("raise", "loader", 1, "RuntimeError: out of luck", marks=pytest.mark.slow),
+        pytest.param("stop", "step", 1, "rank 1 is stopped", marks=pytest.mark.slow),
+        pytest.param("sleep", "step", 1, "step 8 did not end within 6 s", marks=pytest.mark.slow),
+        pytest.param("sleep", "loader", 1, "did not end within 6 s", marks=pytest.mark.slow),
+        pytest.param("lock", "step", 0, "waiting for other ranks", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_in_trouble_ends_the_run_and_a_restart_completes_it(
+    fault: str, at: str, rank: int, said: str, counting_folder: Path, tmp_path: Path, clean: Path
+) -> None:
+    run = tmp_path / "run"
+    arguments = arguments_of(counting_folder, run)
+    fail(arguments, fault, at)
+    outcome = outcome_of(run)
+    assert outcome["outcome"] == "failed"
+    assert outcome["rank"] == rank
+    assert said in outcome["reason"]
+    logs = {path.name: path.read_text() for path in (run / "logs").glob("*.txt")}
+    if fault == "raise":
+        assert "in out_of_luck" in logs["error-1.txt"]
+    if fault == "sleep":
+        assert "tests/train/faults.py" in logs["stacks-1.txt"]
+    if fault == "lock":
+        assert "keep_the_interpreter" in logs["stacks-1.txt"]
+    assert train_ranks(arguments) == [0, 0]
+    assert outcome_of(run) == {"outcome": "finished"}
+    assert trained(run) == trained(clean)
+
+
+def test_a_signal_on_one_rank_stops_all_after_the_same_step(counting_folder: Path, tmp_path: Path, clean: Path) -> None:
+    run = tmp_path / "run"
+    arguments = arguments_of(counting_folder, run)
+    assert train_ranks(arguments, "SIGUSR1") == [75, 75]
+    assert outcome_of(run) == {"outcome": "preempted", "step": 8, "reason": "SIGUSR1"}
+    assert train_ranks(arguments) == [0, 0]
+    assert trained(run) == trained(clean)

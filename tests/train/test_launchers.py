@@ -1,0 +1,141 @@
+"""Real processes: train.py under torchrun and under a batch script, of which one alone is told to stop or killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from hybridtron.train.preempt import HAND_ON
+from tests.train.conftest import small_run_arguments
+from tests.train.faults import outcome_of, trained
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+LONG = "phases.0.tokens=2M"  # far more than is read before the signal comes
+
+pytestmark = [pytest.mark.gloo, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@contextmanager
+def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A process in a group of its own, of which nothing is left behind."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, stderr=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_until_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 120
+    metrics = run / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def wait_for_outcome(run: Path) -> dict[str, object]:
+    until = time.monotonic() + 60
+    while not (run / "outcome.json").exists():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    time.sleep(0.2)
+    return outcome_of(run)
+
+
+def descendants(process: int) -> list[int]:
+    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    return [int(child) for child in children] + [deeper for child in children for deeper in descendants(int(child))]
+
+
+@pytest.mark.parametrize(
+    ("options", "number", "reason"),
+    [
+        ([], signal.SIGTERM, "SIGTERM"),
+        ([], signal.SIGINT, "SIGINT"),
+        ([], signal.SIGUSR1, "its launcher is gone"),
+        (["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"], signal.SIGUSR1, "SIGUSR1"),
+        ([], signal.SIGKILL, "its launcher is gone"),
+    ],
+)
+def test_a_signal_to_torchrun_alone(
+    options: list[str], number: signal.Signals, reason: str, counting_folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    arguments = [*small_run_arguments(counting_folder, run), LONG]
+    with started([*TORCHRUN, *options, "train.py", *arguments]) as launcher:
+        wait_until_step(run, 3, launcher)
+        launcher.send_signal(number)
+        assert launcher.wait(60) != 0
+        outcome = wait_for_outcome(run)
+    assert outcome["outcome"] == "preempted"
+    assert outcome["reason"] == reason
+    steps = [line["step"] for line in trained(run)]
+    assert steps == list(range(1, outcome["step"] + 1))
+    assert (run / "checkpoints" / f"step-{outcome['step']:08}").is_dir()
+
+
+def test_a_batch_script_hands_its_signal_on_and_exits_as_the_run_does(counting_folder: Path, tmp_path: Path) -> None:
+    run, script = tmp_path / "run", tmp_path / "batch.sh"
+    script.write_text(f"#!/bin/bash\n{HAND_ON}")
+    arguments = [*small_run_arguments(counting_folder, run), LONG]
+    with started(["bash", str(script), sys.executable, "train.py", *arguments]) as batch:
+        wait_until_step(run, 3, batch)
+        batch.send_signal(signal.SIGUSR1)
+        batch.send_signal(signal.SIGUSR1)
+        assert batch.wait(60) == 75
+    assert outcome_of(run)["reason"] == "SIGTERM"
+
+
+@pytest.mark.parametrize(("ending", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -signal.SIGKILL)])
+def test_the_loader_s_workers_hear_no_signals_and_end_with_their_process(
+    ending: signal.Signals, code: int, counting_folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    arguments = [*small_run_arguments(counting_folder, run), LONG, "data.workers=1"]
+    with started([sys.executable, "train.py", *arguments]) as process:
+        wait_until_step(run, 3, process)
+        family = [process.pid, *descendants(process.pid)]
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            for member in family[1:]:
+                os.kill(member, number)
+        wait_until_step(run, len(trained(run)) + 20, process)
+        os.kill(process.pid, ending)
+        assert process.wait(60) == code
+        until = time.monotonic() + 15
+        while any(Path(f"/proc/{member}").exists() for member in family[1:]) and time.monotonic() < until:
+            time.sleep(0.2)
+        assert not [member for member in family[1:] if Path(f"/proc/{member}").exists()]
+    assert len(family) >= 3  # itself, the fork server, the worker
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(signal.SIGKILL, "exited unexpectedly"), (signal.SIGSTOP, "did not end within 15 s")],
+)
+def test_a_loader_s_worker_that_dies_or_stops_fails_the_run(
+    number: signal.Signals, reason: str, counting_folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    arguments = [*small_run_arguments(counting_folder, run), LONG, "data.workers=1", "run.timeout=15"]
+    with started([sys.executable, "train.py", *arguments]) as process:
+        wait_until_step(run, 3, process)
+        os.kill(descendants(process.pid)[-1], number)
+        assert process.wait(30) == 1
+    assert outcome_of(run)["outcome"] == "failed"
+    assert reason in outcome_of(run)["reason"]
+    assert "loader.py" in "".join(path.read_text() for path in (run / "logs").glob("*-0.txt"))

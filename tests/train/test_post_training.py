@@ -1,0 +1,102 @@
+"""A tiny checkpoint is post-trained by every length recipe; weights come from where run.weights says, and only they."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import train
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.folder import folder_of
+from hybridtron.config.load import choices_of
+from tests.train.conftest import VOCAB
+
+RECIPES = [name for name in choices_of("recipe") if name.startswith("length/")]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, counting_folder: Path) -> Path:
+    """A Mamba-2 after four steps."""
+    run = tmp_path_factory.mktemp("runs") / "base"
+    arguments = [
+        "recipe=mamba2_45m", "precision=fp32", f"data.path={counting_folder}", f"run.dir={run}", "model.width=32",
+        f"model.vocab_size={VOCAB}", "model.pattern=M*2", "model.layers.M.state=4", "model.layers.M.head_dim=16",
+        "phases.0.seq_len=16", "phases.0.global_batch=4", "phases.0.micro_batch=2", "phases.0.tokens=256",
+        "run.eval_tokens=64", "cluster=local",
+    ]  # fmt: skip
+    assert train.main(arguments) == 0
+    return run
+
+
+def post_train(base: Path, run: Path, *arguments: str) -> int:
+    fixed = ["phases.0.tokens=${steps:2}", "run.eval_tokens=64", f"run.weights={base}", f"run.dir={run}"]
+    return train.main([*fixed, *arguments])
+
+
+def tensors(checkpoint: Path, prefix: str = "") -> dict[str, Tensor]:
+    """All of a checkpoint's tensors whose key begins so."""
+    opened = Checkpoint.open(checkpoint)
+    return {key: opened.whole(key) for key in opened.shapes if key.startswith(prefix)}
+
+
+def weights(checkpoint: Path) -> dict[str, Tensor]:
+    """Those that the model is made of."""
+    return tensors(checkpoint, "embedding.") | tensors(checkpoint, "layers.") | tensors(checkpoint, "norm.")
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return len(one) > 10 and one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_post_trains_a_checkpoint(recipe: str, base: Path, tmp_path: Path) -> None:
+    assert post_train(base, tmp_path / "run", f"recipe={recipe}") == 0
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 2
+    assert last["lr"] == pytest.approx(1e-5)  # where the cosine ends
+    assert (
+        Checkpoint.open(folder_of(tmp_path / "run", 2)).config.model == Checkpoint.open(folder_of(base, 4)).config.model
+    )
+
+
+@pytest.mark.parametrize("of_run", [True, False])
+def test_the_run_starts_from_the_weights_alone(of_run: bool, base: Path, tmp_path: Path) -> None:
+    """With a learning rate of zero it ends on them; the step and the optimizer are new."""
+    held = folder_of(base, 4)
+    arguments = ["recipe=length/zero", "phases.0.lr=1e-30", "optim.final_lr=1"]
+    assert post_train(base if of_run else held, tmp_path / "run", *arguments) == 0
+    found = folder_of(tmp_path / "run", 2)
+    assert same(weights(held), weights(found))
+    assert Checkpoint.open(found).meta.accepted_steps == 2
+    moments = [tensors(one, "exp_avg.") for one in (held, found)]
+    assert moments[0]
+    assert not any(torch.equal(moments[0][key], moments[1][key]) for key in moments[0])
+
+
+def test_a_run_that_has_a_checkpoint_goes_on_from_it(base: Path, tmp_path: Path) -> None:
+    """Stopped in between and started again, it ends as the one that ran through."""
+    for run, stops in ((tmp_path / "through", [4]), (tmp_path / "again", [2, 4])):
+        for stop in stops:
+            arguments = ["recipe=length/state_passing", "phases.0.tokens=${steps:4}", f"run.max_steps={stop}"]
+            assert post_train(base, run, *arguments) == 0
+    assert same(*(weights(folder_of(tmp_path / name, 4)) for name in ("through", "again")))
+
+
+def test_another_model_is_refused(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert post_train(base, tmp_path / "run", "recipe=length/zero", "model.width=64") == 2
+    told = capsys.readouterr().err
+    assert "model.width  is 64, but" in told
+    assert "holds 32: set it so, or name another run.weights" in told
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_without_a_checkpoint_is_refused(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = tmp_path / "empty"
+    (empty / "checkpoints").mkdir(parents=True)
+    (empty / "config.yaml").write_text((base / "config.yaml").read_text())
+    assert post_train(empty, tmp_path / "run", "recipe=length/zero") == 2
+    assert f"run.weights  {empty} holds no checkpoint" in capsys.readouterr().err

@@ -1,0 +1,132 @@
+"""Requests to stop: signals at any time, a time budget, a launcher that died."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridtron.checkpoint.save import SaveError, Saver
+from hybridtron.config.schema import RunConfig
+from hybridtron.engine.engine import Engine
+from hybridtron.train import trainer
+from hybridtron.train.preempt import StopRequests
+from hybridtron.train.trainer import Trainer
+from tests.train.conftest import Train
+from tests.train.faults import happening, outcome_of, trained
+
+
+def alone(values: list[float]) -> list[float]:
+    """What one process agrees on."""
+    return values
+
+
+def requests(environment: dict[str, str] | None = None, max_minutes: float | None = None) -> StopRequests:
+    return StopRequests(RunConfig(name="test", max_minutes=max_minutes), False, environment or {})
+
+
+def test_a_signal_ends_the_run_with_a_checkpoint_from_which_it_goes_on(
+    train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, ten = tmp_path / "run", "run.max_steps=10"
+    assert train_small(f"run.dir={tmp_path / 'whole'}", ten) == 0
+    with happening("SIGINT", Engine, "forward_backward", 7):
+        assert train_small(ten) == 75
+    assert outcome_of(run) == {"outcome": "preempted", "step": 7, "reason": "SIGINT"}
+    assert (run / "checkpoints" / "step-00000007").is_dir()
+    assert "preempted at step 7" in capsys.readouterr().err
+    assert train_small(ten) == 0
+    assert trained(run) == trained(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("where", ["save", "evaluate"])
+def test_signals_during_a_checkpoint_or_an_evaluation_wait_for_the_next_border(
+    where: str, train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = Trainer if where == "save" else trainer
+    original = getattr(owner, where)
+
+    def signalled(*arguments: object) -> object:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        return original(*arguments)
+
+    monkeypatch.setattr(owner, where, signalled)
+    assert train_small("run.eval_every=7") == 75
+    assert outcome_of(tmp_path / "run") == {
+        "outcome": "preempted",
+        "step": 6 if where == "save" else 7,
+        "reason": "SIGTERM",
+    }
+
+
+def test_a_signal_in_the_last_step_lets_the_run_finish(train_small: Train, tmp_path: Path) -> None:
+    with happening("SIGTERM", Engine, "forward_backward", 3):
+        assert train_small("run.max_steps=3") == 0
+    assert outcome_of(tmp_path / "run") == {"outcome": "finished"}
+
+
+def test_a_stop_without_a_checkpoint_is_a_failure(
+    train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Saver, "_write", full)
+    with pytest.raises(SaveError, match="could not be written"):
+        train_small("run.max_minutes=1e-4")
+    assert outcome_of(tmp_path / "run")["outcome"] == "failed"
+
+
+def test_a_time_budget_ends_the_run_by_itself(train_small: Train, tmp_path: Path) -> None:
+    assert train_small("run.max_minutes=1e-4") == 75
+    assert outcome_of(tmp_path / "run") == {"outcome": "preempted", "step": 1, "reason": "the time is up"}
+
+
+def test_a_second_signal_is_told_and_changes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequests(RunConfig(name="test"), speaks=True, environment={}) as asked:
+        assert asked.agreed(alone) is None
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        assert asked.agreed(alone) == "SIGUSR1"
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert capfd.readouterr().err.splitlines() == [
+        "SIGUSR1: the run saves and stops after this step",
+        "SIGTERM: again, the run stops already",
+        "SIGINT: again, the run stops already",
+    ]
+
+
+def test_ranks_stop_for_what_any_of_them_found() -> None:
+    assert requests().agreed(lambda _: [float(signal.SIGUSR1), 0.0, 0.0]) == "SIGUSR1"
+    assert requests().agreed(lambda _: [0.0, 1.0, 0.0]) == "the time is up"
+    assert requests().agreed(lambda _: [0.0, 0.0, 1.0]) == "its launcher is gone"
+
+
+def test_time_for_a_checkpoint_and_two_steps_is_kept_back() -> None:
+    asked = requests(max_minutes=1.0)
+    assert asked.reserve == 0
+    asked.longest_save, asked.longest_step = 30.0, 10.0
+    assert asked.reserve == 50
+    assert asked.agreed(alone) is None
+    asked.longest_step = 16.0
+    assert asked.agreed(alone) == "the time is up"
+
+
+def test_slurm_ends_a_job_at_a_known_time() -> None:
+    assert requests({"SLURM_JOB_END_TIME": str(int(time.time() + 90))}).agreed(alone) is None
+    assert requests({"SLURM_JOB_END_TIME": str(int(time.time() + 50))}).agreed(alone) == "the time is up"
+    both = requests({"SLURM_JOB_END_TIME": str(int(time.time() + 900))}, max_minutes=0.5)
+    assert both.agreed(alone) == "the time is up"
+
+
+def test_only_a_launcher_that_was_there_can_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, by_hand = requests({"TORCHELASTIC_RUN_ID": "x"}), requests()
+    assert launched.agreed(alone) is None
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert launched.agreed(alone) == "its launcher is gone"
+    assert by_hand.agreed(alone) is None

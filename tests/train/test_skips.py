@@ -1,0 +1,260 @@
+"""Steps that are refused, and runs that go back: held against runs that were put together by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hybridtron.checkpoint import folder as checkpoints
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.save import Saver
+from hybridtron.config.layout import Launch
+from hybridtron.config.schema import Config, ParallelConfig
+from hybridtron.data.batch import Batch
+from hybridtron.data.loader import Loader, build_loader
+from hybridtron.device import megatron_context
+from hybridtron.engine.engine import Engine
+from hybridtron.parallel import groups as process_groups
+from hybridtron.train.go_back import Diverged
+from hybridtron.train.lr import learning_rate
+from hybridtron.train.phases import stretches
+from tests.train.conftest import Train, small_run_arguments
+from tests.train.faults import outcome_of, spoiled, train_ranks, trained
+
+STEPS, MICRO_BATCHES = 12, 2
+SHORT = f"run.max_steps={STEPS}"
+BACK = (SHORT, "optim.skips=3", "checkpoint.every=5", "run.eval_lengths=[1]")
+
+
+def micro_batches(*steps: int) -> list[int]:
+    """The second micro-batch of each step that is tried, counted from 1."""
+    return [MICRO_BATCHES * step for step in steps]
+
+
+def decisions(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "logs" / "decisions.jsonl").read_text().splitlines()]
+
+
+def steps_skipped(run: Path) -> list[int]:
+    return [json.loads(line)["skipped"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def stored(checkpoint: Path) -> dict[str, Tensor]:
+    """Weights, moments and carried states."""
+    files = [path for kind in ("model", "optimizer", "states") for path in checkpoint.glob(f"{kind}-*")]
+    return {name: tensor for path in files for name, tensor in load_file(path).items()}
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(left[name].equal(right[name]) for name in left)
+
+
+def final(run: Path, step: int = STEPS) -> dict[str, Tensor]:
+    return stored(checkpoints.folder_of(run, step))
+
+
+def by_hand(config: Config, refused: Collection[int]) -> dict[str, Tensor]:
+    """The same steps without trainer and guard: those refused are computed, and their gradients thrown away."""
+    with megatron_context():
+        engine = Engine(config, process_groups.start(ParallelConfig(), launch=Launch(0, 1)))
+        loader, (stretch,) = build_loader(config, 0), stretches(config)
+        engine.start_phase(0, loader.lanes)
+        carrier = engine.carrier
+        for step in range(1, STEPS + 1):
+            if step - 1 in refused and carrier is not None and config.states.mode == "tbtt":
+                carrier.held = {}  # the text between was not taken in
+            engine.forward_backward(loader.micro_batches(step - 1), step - 1)
+            if step in refused:
+                engine.optimizer.zero_grad()
+                continue
+            if carrier is not None:
+                carrier.inspect()
+            engine.optimizer.step(learning_rate(stretch.phase_tokens_at(step), stretch.phase, config.optim))
+            if carrier is not None:
+                carrier.read()
+                carrier.commit()
+        found = {block.key: block.data.clone() for of_file in engine.blocks().values() for block in of_file}
+        process_groups.stop()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["zero", "passing", "fitted", "tbtt"])
+def test_refused_steps_leave_everything_as_it_was(train_small: Train, tmp_path: Path, mode: str) -> None:
+    with spoiled(math.nan, micro_batches(4, 5, 9)):
+        assert train_small(SHORT, f"states.mode={mode}") == 0
+    run = tmp_path / "run"
+    assert steps_skipped(run) == [0, 0, 0, 1, 2, 2, 2, 2, 3, 3, 3, 3]
+    assert [(line["step"], line["what"], line["norm"], line["in_a_row"]) for line in decisions(run)] == [
+        (4, "refused", None, 1), (5, "refused", None, 2), (9, "refused", None, 1),
+    ]  # fmt: skip
+    assert same(final(run), by_hand(Checkpoint.open(checkpoints.folder_of(run, STEPS)).config, {4, 5, 9}))
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+def test_an_infinite_loss_of_one_micro_batch_refuses_the_step(train_small: Train, tmp_path: Path, value: float) -> None:
+    """Also where the gradients are finite: a token that the model thinks impossible."""
+    with spoiled(value, micro_batches(3)):
+        assert train_small("run.max_steps=4") == 0
+    assert steps_skipped(tmp_path / "run") == [0, 0, 1, 1]
+    (line,) = decisions(tmp_path / "run")
+    assert line["why"].startswith("the loss is ")
+    assert (line["norm"] is None) == (value == math.inf)
+
+
+def test_a_spike_is_refused(train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridtron.engine.guard.ENOUGH", 4)
+    with spoiled(1e6, micro_batches(8)):
+        assert train_small("run.max_steps=9", "optim.spike=4", "optim.z_loss=1e-4") == 0
+    (line,) = decisions(tmp_path / "run")
+    assert line["step"] == 8
+    assert line["norm"] > line["limit"] > 0
+    with spoiled(1e6, micro_batches(8)):
+        assert train_small("run.max_steps=9", "optim.spike=null", "optim.z_loss=1e-4", "run.resume=never") == 0
+    assert steps_skipped(tmp_path / "run")[-1] == 0
+
+
+def leaving_out(first: int, end: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader has no such data: a step from `first` on gets that of as many steps later as are gone."""
+
+    def iterate(loader: Loader, start: int, stop: int) -> Iterator[list[Batch]]:
+        assert start == 0
+        for step in range(stop):
+            yield loader.micro_batches(step if step < first else step + end - first)
+
+    monkeypatch.setattr(Loader, "iterate", iterate)
+
+
+@pytest.mark.parametrize("setting", ["precision=bf16", "states.mode=fitted", "states.mode=passing"])
+def test_a_run_that_goes_back_is_as_if_the_data_had_never_been(
+    train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    run = tmp_path / "run"
+    with spoiled(math.nan, micro_batches(7, 8, 9)):
+        assert train_small(*BACK, setting) == 0
+    newest = checkpoints.newest(run)
+    assert newest is not None
+    assert newest.meta.windows == [[0, 5, 9]]
+    line = decisions(run)[-1]
+    assert (line["step"], line["what"], line["to"], line["windows"]) == (9, "gone back", 5, [[0, 5, 9]])
+    assert [line["step"] for line in trained(run)] == list(range(1, STEPS + 1))
+    went_back, losses = final(run), [line["loss"] for line in trained(run)]
+    leaving_out(5, 9, monkeypatch)
+    assert train_small(*BACK, setting, "run.resume=never") == 0
+    assert same(went_back, final(run))
+    assert [line["loss"] for line in trained(run)] == losses
+
+
+@pytest.mark.parametrize("anew", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_lanes_start_anew_after_the_text_that_was_left_out(
+    train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anew: bool
+) -> None:
+    run = tmp_path / "run"
+    with spoiled(math.nan, micro_batches(7, 8, 9)):
+        assert train_small(*BACK, "states.mode=tbtt") == 0
+    went_back = final(run)
+    leaving_out(5, 9, monkeypatch)
+    forward_backward = Engine.forward_backward
+
+    def cut(engine: Engine, batches: list[Batch], step: int) -> Any:
+        assert engine.carrier is not None
+        if anew and step == 5:
+            engine.carrier.held = {}
+        return forward_backward(engine, batches, step)
+
+    monkeypatch.setattr(Engine, "forward_backward", cut)
+    assert train_small(*BACK, "states.mode=tbtt", "run.resume=never") == 0
+    assert same(went_back, final(run)) is anew
+
+
+def test_a_run_that_has_gone_back_twice_resumes_as_if_it_had_not_stopped(train_small: Train, tmp_path: Path) -> None:
+    """It goes back to the same checkpoint twice, and is stopped while a step is refused."""
+    faults = micro_batches(7, 8, 9, 11, 12, 13, 17)
+    with spoiled(math.nan, faults):
+        assert train_small(*BACK, "states.mode=tbtt") == 0
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    assert [line["windows"] for line in decisions(run) if line["what"] == "gone back"] == [[[0, 5, 9]], [[0, 5, 13]]]
+    run.rename(whole)
+    with spoiled(math.nan, faults):  # step 9 is the 17th that is tried
+        assert train_small(*BACK, "states.mode=tbtt", "run.max_steps=9") == 0
+    newest = checkpoints.newest(run)
+    assert newest is not None
+    assert (newest.meta.step, newest.meta.refused, newest.meta.windows) == (9, 1, [[0, 5, 13]])
+    assert train_small(*BACK, "states.mode=tbtt") == 0
+    assert same(final(whole), final(run))
+    assert trained(run)[9:] == trained(whole)[9:]
+    metas = [json.loads((checkpoints.folder_of(r, STEPS) / "manifest.json").read_text()) for r in (whole, run)]
+    assert metas[0]["content"]["meta"] == metas[1]["content"]["meta"]
+
+
+def test_windows_reach_over_phases(train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint between two phases could not be written: both leave out what they had read."""
+    phase = "{name: NAME, tokens: 320, seq_len: 16, global_batch: 4, lr: 1e-3, micro_batch: 2}"
+    phases = f"phases=[{phase.replace('NAME', 'a')},{phase.replace('NAME', 'b')}]"
+    original = Saver._seal
+
+    def failing(saver: Saver, meta: Any, aside: Path) -> None:
+        if meta.step == 5 and not list((tmp_path / "run/logs").glob("decisions.jsonl")):
+            raise OSError("no space left")
+        original(saver, meta, aside)
+
+    monkeypatch.setattr(Saver, "_seal", failing)
+    with spoiled(math.nan, micro_batches(6, 7)):
+        assert train_small(phases, "optim.skips=2", "checkpoint.every=3") == 0
+    newest = checkpoints.newest(tmp_path / "run")
+    assert newest is not None
+    assert newest.meta.windows == [[0, 3, 5], [1, 0, 2]]
+    assert [line["phase"] for line in map(json.loads, (tmp_path / "run/metrics.jsonl").open())] == ["a"] * 5 + ["b"] * 5
+
+
+def test_a_run_without_a_checkpoint_ends_and_says_why(train_small: Train, tmp_path: Path) -> None:
+    """Also where the folder holds one of an earlier run."""
+    assert train_small("run.max_steps=5") == 0
+    with spoiled(math.nan, micro_batches(2, 3)), pytest.raises(Diverged, match="there is no checkpoint to go back to"):
+        train_small("optim.skips=2", "run.resume=never")
+    reason = outcome_of(tmp_path / "run")["reason"]
+    assert "optim.skips=2 steps in a row were refused up to step 3" in reason
+
+
+def test_a_run_that_goes_back_again_and_again_ends(train_small: Train, tmp_path: Path) -> None:
+    with spoiled(math.nan, range(13, 1000)), pytest.raises(Diverged, match="checkpoint of step 5 3 times already"):
+        train_small(*BACK)
+    run = tmp_path / "run"
+    assert [line.get("times") for line in decisions(run) if line["what"] == "gone back"] == [1, 2, 3]
+    assert torch.isfinite(final(run, 5)["embedding.weight"]).all()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("value", ["nan", "-inf"])
+def test_all_ranks_decide_alike_when_one_has_the_fault(counting_folder: Path, tmp_path: Path, value: str) -> None:
+    """The second of two ranks brings a loss that is not finite at steps 8 and 9, and both go back."""
+    arguments = [*small_run_arguments(counting_folder, tmp_path / "run"), "run.max_steps=10", "optim.skips=2"]
+    assert train_ranks(arguments, value, "loss") == [0, 0]
+    found = decisions(tmp_path / "run")
+    assert [(line["step"], line["what"]) for line in found] == [(8, "refused"), (9, "refused"), (9, "gone back")]
+    newest = checkpoints.newest(tmp_path / "run")
+    assert newest is not None
+    assert (newest.meta.step, newest.meta.windows, newest.meta.accepted_steps) == (10, [[0, 5, 9]], 10)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_what_two_ranks_left_out_one_process_leaves_out_too(
+    train_small: Train, counting_folder: Path, tmp_path: Path
+) -> None:
+    """Also where the run goes back on two ranks and is resumed on one."""
+    alone, ranks, settings = tmp_path / "alone", tmp_path / "run", ["optim.skips=2", "optim.eps=1e-4"]
+    with spoiled(math.nan, micro_batches(8, 9)):
+        assert train_small(*settings, SHORT, f"run.dir={alone}") == 0
+    on_ranks = [*small_run_arguments(counting_folder, ranks), *settings, "run.max_steps=10"]
+    assert train_ranks(on_ranks, "nan", "loss") == [0, 0]
+    assert train_small(*settings, SHORT) == 0
+    losses, expected = ([line["loss"] for line in trained(run)] for run in (ranks, alone))
+    assert losses == pytest.approx(expected, rel=1e-4)

@@ -1,0 +1,113 @@
+"""The watchdog of one process, and who is named as the rank that failed first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hybridtron.config.problems import ConfigError
+from hybridtron.specs.base import Problem
+from hybridtron.train import failures, watchdog
+from hybridtron.train.failures import FailedElsewhere, Failures, Place, record
+from hybridtron.train.run_folder import Preempted, outcome
+from hybridtron.train.watchdog import Watchdog
+from tests.train.faults import outcome_of
+
+HERE = socket.gethostname()
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "60"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_progress_keeps_the_watchdog_quiet(tmp_path: Path) -> None:
+    with Watchdog(Failures(tmp_path, 0), 1.0) as watched:
+        for _ in range(6):
+            watched.beat("a step")
+            time.sleep(0.25)
+    assert not list((tmp_path / "logs").iterdir())
+    assert not (tmp_path / "outcome.json").exists()
+
+
+def test_what_does_not_end_is_dumped_put_down_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    watched = Watchdog(Failures(tmp_path, 3), 0.4)
+
+    def end(code: int) -> None:
+        ended.append(code)
+        watched._ended.set()
+
+    monkeypatch.setattr(watchdog.os, "_exit", end)
+    with watched:
+        watched.beat("the first step", at_least_s=0.6)
+        began = time.monotonic()
+        assert watched._ended.wait(5)
+        assert time.monotonic() - began >= 0.55
+    assert ended == [1]
+    found = outcome_of(tmp_path)
+    assert (found["outcome"], found["rank"]) == ("failed", 3)
+    assert "the first step did not end within 0.6 s (run.timeout)" in found["reason"]
+    stacks = (tmp_path / "logs" / "stacks-3.txt").read_text()
+    assert "test_what_does_not_end" in stacks
+    assert "the first step did not end" in stacks
+
+
+def test_the_first_word_stands(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    assert record(tmp_path, {"outcome": "failed", "rank": 2, "reason": "a bad disk"})
+    assert not record(tmp_path, {"outcome": "finished"})
+    elsewhere = Failures(tmp_path, 0).put_down(RuntimeError("connection closed by peer"))
+    assert isinstance(elsewhere, FailedElsewhere)
+    assert str(elsewhere) == "rank 0 ends, as rank 2 failed first: a bad disk"
+    assert "connection closed by peer" in (tmp_path / "logs" / "error-0.txt").read_text()
+
+
+def test_a_neighbour_that_is_stopped_or_gone_is_named(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    place = Place(HERE, sleeper.pid)
+    assert place.trouble() is None
+    sleeper.send_signal(signal.SIGSTOP)
+    until = time.monotonic() + 5
+    while place.trouble() is None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert place.trouble() == "is stopped (SIGSTOP)"
+    sleeper.kill()
+    sleeper.wait()
+    assert "is gone" in str(place.trouble())
+    told = Failures(tmp_path, 0)
+    told.meet([(HERE, os.getpid()), ("another", sleeper.pid), (HERE, sleeper.pid)])
+    rank, reason = told.report("RuntimeError: connection closed by peer", waiting=True)
+    assert rank == outcome_of(tmp_path)["rank"] == 2
+    assert reason.startswith("rank 2 is gone: it was killed or crashed; rank 0 noticed by RuntimeError")
+
+
+def test_who_waited_lets_others_speak_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "GRACE_S", 1.0)
+    told = Failures(tmp_path, 0)
+    told.meet([(HERE, os.getpid())])
+    threading.Timer(0.2, Failures(tmp_path, 1).report, ("a bad disk", False)).start()
+    assert told.report("connection closed by peer", waiting=True) == (1, "a bad disk")
+
+
+def test_the_outcome_of_each_end(tmp_path: Path) -> None:
+    for rank, name in ((0, "a"), (1, "b")):
+        (tmp_path / name).mkdir()
+        with pytest.raises(Preempted, match="preempted at step 7"), outcome(Failures(tmp_path / name, rank)):
+            raise Preempted(7, "SIGTERM")
+    assert outcome_of(tmp_path / "a") == {"outcome": "preempted", "step": 7, "reason": "SIGTERM"}
+    assert not (tmp_path / "b" / "outcome.json").exists()
+    for rank in (1, 0):
+        with pytest.raises(ConfigError, match="is wrong"), outcome(Failures(tmp_path / "b", rank)):
+            raise ConfigError([Problem("seq_len", "is wrong")])
+    assert outcome_of(tmp_path / "b")["rank"] == 1

@@ -1,0 +1,64 @@
+"""Which data each step reads when windows are left out, against lists from which they are really taken."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridtron.config.schema import PhaseConfig
+from hybridtron.train.phases import Stretch
+from hybridtron.train.windows import Windows
+
+PHASE = PhaseConfig(tokens="1K", seq_len=1, global_batch=1, lr=1.0)
+WINDOW = st.tuples(st.integers(0, 1), st.integers(0, 30), st.integers(1, 9)).map(lambda w: (w[0], w[1], w[1] + w[2]))
+WINDOWS = st.lists(WINDOW, max_size=5)
+
+
+def left(windows: list[tuple[int, int, int]], phase: int) -> list[int]:
+    """The steps of a phase's data, the windows taken out."""
+    gone = {step for of, first, end in windows if of == phase for step in range(first, end)}
+    return [step for step in range(100) if step not in gone]
+
+
+@given(WINDOWS, st.integers(0, 1))
+def test_a_step_reads_the_data_that_is_left(windows: list[tuple[int, int, int]], phase: int) -> None:
+    found = Windows(windows)
+    expected = left(windows, phase)
+    assert [found.data_step(phase, step) for step in range(40)] == expected[:40]
+    jumps = [step for step in range(1, 40) if expected[step] != expected[step - 1] + 1]
+    assert [step for step in range(40) if found.jumps(phase, step)] == jumps
+
+
+@given(WINDOWS, st.integers(0, 40), st.integers(0, 20))
+def test_runs_are_unbroken_and_read_the_same(windows: list[tuple[int, int, int]], first: int, count: int) -> None:
+    found = Windows(windows)
+    runs = found.runs(0, first, first + count)
+    assert [step for run in runs for step in run] == left(windows, 0)[first : first + count]
+    assert all(after.start > before.stop for before, after in pairwise(runs))
+
+
+@given(WINDOWS)
+def test_a_checkpoint_holds_them(windows: list[tuple[int, int, int]]) -> None:
+    found = Windows(windows)
+    assert Windows(found.as_lists()).all == found.all
+
+
+@given(WINDOWS, st.integers(0, 19), st.integers(1, 20))
+def test_what_is_left_out_is_what_was_read(windows: list[tuple[int, int, int]], done: int, count: int) -> None:
+    """Two phases of ten steps: nothing that the steps after `done` up to the failed one read is read again."""
+    failed = min(done + count, 20)
+    stretches = [Stretch(0, PHASE, 0, 10, 0), Stretch(1, PHASE, 10, 20, 0)]
+    found = Windows(windows)
+    after = found.without(stretches, done, failed)
+    for stretch in stretches:
+        phase = stretch.index
+        read = [found.data_step(phase, step - stretch.first) for step in range(stretch.first, stretch.last)]
+        again = [after.data_step(phase, step) for step in range(20)]
+        before = min(max(done - stretch.first, 0), len(read))
+        tried = read[before : max(failed - stretch.first, 0)]
+        assert again[:before] == read[:before]
+        assert not set(tried) & set(again)
+        remaining = [step for step in left(windows, phase) if not (tried and tried[0] <= step <= tried[-1])]
+        assert again == remaining[:20]

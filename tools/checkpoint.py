@@ -1,0 +1,147 @@
+"""Look at the checkpoints of a run: which there are, whether they are whole, how two differ; or write one anew.
+
+    python tools/checkpoint.py list runs/samba
+    python tools/checkpoint.py verify runs/samba                         every byte of every checkpoint
+    python tools/checkpoint.py verify runs/samba/checkpoints/step-00000500
+    python tools/checkpoint.py diff LEFT RIGHT                           settings and tensors that are not the same
+    python tools/checkpoint.py reshard CHECKPOINT OUTPUT --file-size 4GB whole tensors, in files of about that size
+
+Any layout loads any checkpoint, so that nothing has to be resharded before a run goes on; `reshard` is for readers who
+want every tensor in one piece. Needs neither a GPU nor other processes. Exit codes: 0 all well (of `diff`: the same), 1
+something is broken (differs), 2 there is no such checkpoint, or a wrong argument.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds the package without installing it
+
+from hybridtron.checkpoint import folder as folders
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.manifest import BrokenCheckpoint
+from hybridtron.checkpoint.rewrite import differences, rewrite
+from hybridtron.config.units import parse_bytes, readable
+
+
+class Unusable(Exception):
+    """There is nothing that could be looked at; the message says why."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Do what is asked. Returns the exit code."""
+    parser = argparse.ArgumentParser(description="Look at checkpoints, verify, compare or rewrite them.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="list|verify|diff|reshard")
+    for name, what in (("list", "the checkpoints of a run"), ("verify", "read every byte")):
+        command = commands.add_parser(name, help=what)
+        command.add_argument("path", type=Path, help="a run's folder, or one checkpoint")
+    command = commands.add_parser("diff", help="what is not the same in two checkpoints")
+    command.add_argument("left", type=Path)
+    command.add_argument("right", type=Path)
+    command = commands.add_parser("reshard", help="write a checkpoint anew, tensors whole")
+    command.add_argument("path", type=Path, metavar="CHECKPOINT", help="or a run's folder, for its newest")
+    command.add_argument("output", type=Path)
+    command.add_argument("--file-size", default="4GB", help="bytes of a file; default: 4GB")
+    chosen = parser.parse_args(arguments)
+    try:
+        return {"list": listed, "verify": verified, "diff": compared, "reshard": resharded}[chosen.command](chosen)
+    except Unusable as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def found(path: Path) -> list[Path]:
+    """The checkpoints that a path names, the oldest first."""
+    if not path.is_dir():
+        raise Unusable(f"{path} is not a folder" if path.exists() else f"{path} does not exist")
+    of_run = folders.all_of(path)
+    if not of_run and not (path / "manifest.json").exists():
+        raise Unusable(
+            f"{path} holds no checkpoint: give a run's folder, which has checkpoints/step-..., or one of these"
+        )
+    return of_run or [path]
+
+
+def opened(path: Path) -> Checkpoint:
+    """The checkpoint that a path names, or the newest of a run's."""
+    try:
+        return Checkpoint.open(found(path)[-1])
+    except BrokenCheckpoint as error:
+        raise Unusable(str(error)) from error
+
+
+def listed(chosen: argparse.Namespace) -> int:
+    table = Table("step", "size", "held-out", "layout", "manifest", box=None)
+    code = 0
+    for path in found(chosen.path):
+        try:
+            one = Checkpoint.open(path)
+        except BrokenCheckpoint as error:
+            table.add_row(path.name, "", "", "", f"broken: {error}")
+            code = 1
+            continue
+        size, meta = sum(file.size for file in one.manifest.files.values()), one.meta
+        loss = "" if meta.validation is None else f"{meta.validation:.4f}"
+        table.add_row(str(meta.step), f"{readable(size)}B", loss, meta.layout, "sound")
+    Console().print(table)
+    for path in sorted((chosen.path / "checkpoints").glob("broken-*")):
+        print(f"put aside: {path}")
+    if fault := folders.pointer_fault(chosen.path):
+        print(fault)
+        code = 1
+    return code
+
+
+def verified(chosen: argparse.Namespace) -> int:
+    code = 0
+    for path in found(chosen.path):
+        try:
+            faults = list(Checkpoint.open(path).faults())
+        except BrokenCheckpoint as error:
+            faults = [str(error)]
+        print("\n".join(faults) if faults else f"{path}: all well")
+        code = 1 if faults else code
+    return code
+
+
+def compared(chosen: argparse.Namespace) -> int:
+    table = Table("", "left", "right", box=None)
+    for one in differences(opened(chosen.left), opened(chosen.right)):
+        table.add_row(one.what, one.left, one.right)
+    if not table.row_count:
+        print("the same")
+        return 0
+    Console().print(table)
+    return 1
+
+
+def resharded(chosen: argparse.Namespace) -> int:
+    try:
+        size = parse_bytes(chosen.file_size)
+    except ValueError as error:
+        raise Unusable(f"--file-size {chosen.file_size}: {error}") from error
+    if chosen.output.exists():
+        raise Unusable(f"{chosen.output} is there already; name a folder that is not")
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+        bar = progress.add_task("files", total=None)
+        try:
+            source = opened(chosen.path)
+            files = rewrite(source, chosen.output, size, lambda n, of: progress.update(bar, completed=n, total=of))
+        except BrokenCheckpoint as error:
+            print(error, file=sys.stderr)
+            return 1
+    print(f"{chosen.output}: step {source.meta.step}, {files} file{'' if files == 1 else 's'} of whole tensors")
+    return 0
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    sys.exit(main())

@@ -36,7 +36,7 @@ SMALL_LAYERS = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slice", metavar="I/N", help="only every N-th test, by a digest of its name: the I-th slice of N")
+    parser.addoption("--slice", metavar="I/N", help="every N-th test by a digest of its name: slice I of N")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

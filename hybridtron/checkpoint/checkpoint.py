@@ -116,6 +116,11 @@ class Checkpoint:
         with ThreadPoolExecutor(READERS) as threads:
             yield from filter(None, threads.map(self._fault, self.manifest.chunks))
 
+    def verify_chunks(self, kind: str, share: int, shares: int) -> None:
+        """Read one share of the chunks in files of a kind. Raises BrokenCheckpoint."""
+        for chunk in [one for one in self.manifest.chunks if one.file.startswith(f"{kind}-")][share::shares]:
+            read_chunk(self.folder, chunk, self.manifest.files[chunk.file])
+
     def _fault(self, chunk: Chunk) -> str | None:
         try:
             read_chunk(self.folder, chunk, self.manifest.files[chunk.file])

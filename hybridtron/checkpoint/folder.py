@@ -4,6 +4,7 @@ checkpoints/step-00000100/            a checkpoint, whole, since it was renamed 
 checkpoints/latest                    the name of the newest and the digest of its manifest
 checkpoints/.step-00000100.aside/     one that is being written, or was when the run was killed
 checkpoints/broken-step-00000100/     one that was found to be broken, for people to look at
+checkpoints/left-step-00000100/       one of a run that was started anew, or from an older checkpoint, since
 """
 
 from __future__ import annotations
@@ -82,13 +83,23 @@ def point_at(folder: Path) -> None:
 
 def put_aside(folder: Path) -> Path:
     """Rename a broken checkpoint, so that it is neither used nor counted, and can be looked at."""
-    target = folder.with_name(f"broken-{folder.name}")
+    return _renamed(folder, "broken")
+
+
+def _renamed(folder: Path, mark: str) -> Path:
+    target = folder.with_name(f"{mark}-{folder.name}")
     number = 1
     while target.exists():
         number += 1
-        target = folder.with_name(f"broken-{folder.name}-{number}")
+        target = folder.with_name(f"{mark}-{folder.name}-{number}")
     folder.rename(target)
     return target
+
+
+def leave(run_dir: Path, after: int) -> list[Path]:
+    """Rename the checkpoints of later steps, which a run that starts before them does not continue."""
+    later = [folder for folder in all_of(run_dir) if step_of(folder) > after]
+    return [_renamed(folder, "left") for folder in later]
 
 
 def retire(run_dir: Path, settings: CheckpointConfig, steps_for_ever: int | None) -> list[str]:

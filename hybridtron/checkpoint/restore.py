@@ -37,7 +37,10 @@ def restore_newest(candidates: Iterable[Checkpoint], engine: Engine) -> Checkpoi
 def _restored(checkpoint: Checkpoint, engine: Engine) -> str | None:
     """Read everything but the carried states; what is wrong with it."""
     try:
-        blocks = engine.blocks()
+        groups, blocks = engine.groups, engine.blocks()
+        for name in list(checkpoint.manifest.files)[groups.rank :: groups.world_size]:
+            checkpoint.verified(name)  # what is not needed here is needed by others: the tokenizer, files' heads
+        checkpoint.verify_chunks("states", groups.rank, groups.world_size)  # they are read when their phase starts
         checkpoint.fill(blocks["model"])
         checkpoint.fill(blocks["optimizer"])
         same_layout = checkpoint.meta.layout == layout_of(engine.config, engine.groups)

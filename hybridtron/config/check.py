@@ -222,7 +222,9 @@ def _validation(run: RunConfig, phases: list[PhaseConfig]) -> Iterator[Problem]:
 
 def _checkpoint(checkpoint: CheckpointConfig) -> Iterator[Problem]:
     yield from _interval("checkpoint.every", checkpoint.every)
-    yield from _at_least(1, {"checkpoint.keep": checkpoint.keep})
+    if checkpoint.keep_every is not None:
+        yield from _interval("checkpoint.keep_every", checkpoint.keep_every)
+    yield from _at_least(1, {"checkpoint.keep": checkpoint.keep, "checkpoint.failures": checkpoint.failures})
 
 
 def _cluster(cluster: ClusterConfig) -> Iterator[Problem]:

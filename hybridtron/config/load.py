@@ -24,6 +24,7 @@ from hybridtron.config.problems import ConfigError, did_you_mean
 from hybridtron.config.schema import Config
 from hybridtron.specs.base import Problem
 
+ALIASES = {"checkpoint.async": "checkpoint.asynchronous"}  # a keyword of Python's can't name a field
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
@@ -33,6 +34,7 @@ def load(arguments: Sequence[str], configs: Path = CONFIGS) -> Config:
     choices, values, found = [], [], []
     for argument in arguments:
         key, equals, value = argument.partition("=")
+        key = ALIASES.get(key, key)
         if not equals:
             found.append(Problem(argument, "is not of the form key=value"))
         elif key in groups:

@@ -40,7 +40,14 @@ from hybridtron.train.preempt import StopRequests
 from hybridtron.train.profile import profiled
 from hybridtron.train.run_folder import Preempted, open_run_folder, outcome
 from hybridtron.train.sample import sample_text
-from hybridtron.train.start import candidates, check_same_data, check_same_model, given_weights, starting_point
+from hybridtron.train.start import (
+    candidates,
+    check_same_data,
+    check_same_model,
+    given_weights,
+    leave_others,
+    starting_point,
+)
 from hybridtron.train.watchdog import Watchdog
 from hybridtron.train.windows import Windows
 
@@ -66,6 +73,8 @@ def run(config: Config, requests: StopRequests) -> None:
     run_dir = Path(config.run.dir)
     if launched().rank == 0:
         open_run_folder(config)
+        if config.run.resume != "auto":
+            leave_others(start, config)
     failures = Failures(run_dir, launched().rank)
     with Watchdog(failures, config.run.timeout) as watchdog, deterministic(config.run.deterministic):
         try:
@@ -137,15 +146,7 @@ class Trainer:
         """Train the steps of one phase that are still to be done; a phase ends with an evaluation and a checkpoint."""
         loader = self.loader_of(stretch)
         first, last = max(self.first, stretch.first), min(self.last, stretch.last)
-        if self.start is not None and stretch.first <= self.first:
-            for one in check_same_data(self.start, self.config, stretch, loader.fingerprint):
-                if self.metrics is not None:
-                    self.metrics.console.say(f"run.accept_data_changes=true: {one.key} {one.message}")
-        self.engine.start_phase(stretch.index, loader.lanes)
-        if stretch.first >= self.first:
-            self.engine.guard.restart()
-        if self.engine.carrier is not None and self.start is not None and stretch.first < self.first:
-            restore_states(self.engine.carrier, self.groups, self.start)
+        self.take_up(stretch, loader)
         if self.groups.is_first:
             announce_reading(loader, stretch)
         self.flops_per_token = count(self.config.model, stretch.phase.seq_len).flops_per_token
@@ -176,6 +177,18 @@ class Trainer:
                 if stop and step < self.last:
                     self.saver.finish()
                     raise Preempted(step, stop)
+
+    def take_up(self, stretch: Stretch, loader: Loader) -> None:
+        """Bring the engine to where the phase stands: at its start, or in its middle as a checkpoint holds it."""
+        if self.start is not None and stretch.first <= self.first:
+            for one in check_same_data(self.start, self.config, stretch, loader.fingerprint):
+                if self.metrics is not None:
+                    self.metrics.console.say(f"run.accept_data_changes=true: {one.key} {one.message}")
+        self.engine.start_phase(stretch.index, loader.lanes)
+        if stretch.first >= self.first:
+            self.engine.guard.restart()
+        if self.engine.carrier is not None and self.start is not None and stretch.first < self.first:
+            restore_states(self.engine.carrier, self.groups, self.start)
 
     def train_step(self, step: int, stretch: Stretch, batches: list[Batch], asked: float) -> StepMetrics:
         """One optimizer step; `asked` is when its data was asked for."""

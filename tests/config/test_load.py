@@ -28,6 +28,10 @@ def test_command_line_beats_recipe_beats_groups():
     assert config.optim.clip == 1.0  # the default
 
 
+def test_a_key_that_python_can_not_name():
+    assert load(["checkpoint.async=true"]).checkpoint.asynchronous
+
+
 def test_ablation_builds_on_its_recipe():
     config = load(["recipe=ablations/samba_421m_heads_12_2"])
     base = load(["recipe=samba_421m"])

@@ -70,7 +70,8 @@ def happening(fault: str, owner: type, method: str, call: int) -> Iterator[None]
 def spoiled(value: float, calls: Collection[int]) -> Iterator[None]:
     """A logit of these micro-batches, counted from 1 over all that this process trains on, is off by this value.
 
-    It is that of the token that comes next: -inf makes the loss infinite and leaves the gradients finite.
+    It is that of the token that comes next (of some token, where this rank holds a share of the vocabulary): -inf makes
+    the loss infinite and leaves the gradients finite.
     """
     original, seen = schedule._loss_of, []
 
@@ -79,7 +80,7 @@ def spoiled(value: float, calls: Collection[int]) -> Iterator[None]:
         if torch.is_grad_enabled() and len(seen) in calls:
             off_LBV = torch.zeros_like(logits_LBV)
             row, place = batch.mask_BL.nonzero()[0]  # a token that counts
-            off_LBV[place, row, batch.labels_BL[row, place]] = value
+            off_LBV[place, row, batch.labels_BL[row, place] % logits_LBV.shape[2]] = value
             logits_LBV = logits_LBV + off_LBV
         return original(logits_LBV, batch, z_loss, tensor)
 

@@ -65,6 +65,20 @@ def test_metrics_are_cut_back_to_the_resumed_step(train_small: Train, tmp_path: 
     assert [line["step"] for line in metrics_of(tmp_path / "run")] == list(range(1, 10))
 
 
+def test_a_run_that_starts_anew_leaves_the_checkpoints_of_the_one_before(
+    train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or the next start would go on from them, and retention would remove its own."""
+    assert train_small("run.max_steps=4", "checkpoint.every=2") == 0
+    old = tmp_path / "run/checkpoints/step-00000002"
+    assert train_small("run.max_steps=3", "checkpoint.every=2", f"run.resume={old}") == 0
+    assert "left-step-00000004" in capsys.readouterr().out
+    assert train_small("run.max_steps=1", "checkpoint.every=2", "run.resume=never") == 0
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == [
+        "latest", "left-step-00000002", "left-step-00000003", "left-step-00000004", "step-00000001",
+    ]  # fmt: skip
+
+
 def test_a_finished_run_says_so(train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train_small("run.max_steps=2") == 0
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
@@ -110,7 +124,7 @@ def test_other_data_is_accepted_where_that_is_asked_for(
     assert train_small(*changes) == 0
     assert "run.accept_data_changes=true: seq_len is 8, was 16 at step 2 of pretrain" in capsys.readouterr().out
     assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2, 3, 4]
-    assert train_small(*changes, "model.width=64") == 2, "another model can't be accepted"
+    assert train_small(*changes, "run.max_steps=6", "model.width=64") == 2, "another model can't be accepted"
 
 
 def test_another_tokenizer_is_refused_also_where_a_phase_begins(

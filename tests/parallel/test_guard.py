@@ -1,0 +1,48 @@
+"""Every rank comes to the same verdict, since it sees the same gradient norm, to the last bit."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+
+from hybridtron.config.schema import Config
+from hybridtron.engine.engine import Engine
+from hybridtron.parallel.pool import Seat
+from tests.distributed import run_distributed
+from tests.train.faults import spoiled
+from tools.audit_cases import Case, table
+from tools.audit_run import micro_batches
+
+STEPS = 4
+CASES = [
+    pytest.param(case, distributed, id=f"{case.layout}-{'distributed' if distributed else 'plain'}")
+    for case in table()
+    for distributed in (True, False)
+    if (case.name, case.layout) in (("samba", "tp2-pp2"), ("mamba-swa-mlp", "dp2"), ("mistral", "tp2-dp2"))
+]
+
+
+def verdicts(seat: Seat, config: Config) -> list[tuple[float, bool, float | None]]:
+    """Norm, verdict and limit of each step; the last rank's loss of the first micro-batch is no number."""
+    faulty = seat.rank == seat.world_size - 1
+    with seat.groups(config.parallel) as groups, spoiled(math.nan, [1]) if faulty else nullcontext():
+        engine = Engine(config, groups)
+        batches, found = micro_batches(config), []
+        own = len(batches) // groups.data_size
+        for _ in range(STEPS):
+            engine.forward_backward(batches[groups.data_rank * own :][:own])
+            found.append((*engine.step(1e-2), engine.guard.limit))
+        return found
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("case", "distributed"), CASES)
+def test_all_ranks_see_the_same(case: Case, distributed: bool) -> None:
+    parallel = replace(case.config.parallel, distributed_optimizer=distributed)
+    first, *others = run_distributed(verdicts, case.world_size, replace(case.config, parallel=parallel))
+    assert [accepted for _, accepted, _ in first] == [False, *[True] * (STEPS - 1)]
+    assert math.isnan(first[0][0])
+    assert all(other[1:] == first[1:] and not other[0][1] for other in others)

@@ -99,16 +99,16 @@ def save_speed(engine: Engine, scratch: Path, settings: Settings) -> tuple[Rows,
         dist_checkpointing.save(state, str(folder))
         return time.perf_counter() - start
 
-    forms = {"ours": ours, "torch.save, flushed": torch_save, "megatron-core's own, as it comes": megatron}
+    forms = {"ours": ours, "torch.save, flushed": torch_save}
+    if not settings.quick:  # it forks from a process that has threads, which can hang: not for a test
+        forms["megatron-core's own, as it comes"] = megatron
     timing = interleaved({name: Form(run, settings.repetitions) for name, run in forms.items()})
     fastest = timing["ours"].fastest
     cells = [(name, times(t.fastest / fastest), f"{t.spread:.0%}") for name, t in timing.items()]
     rows = Rows("writing, digested and flushed", ("form", "time over ours", "spread"), cells)
-    to_torch, to_megatron = (timing[name].fastest / fastest for name in list(forms)[1:])
-    return rows, [
-        Goal.at_least("GiB/s over torch.save's with fsync", 0.9, to_torch),
-        Goal.at_least("GiB/s over megatron-core's own", 2.0, to_megatron),
-    ]
+    limits = {"GiB/s over torch.save's with fsync": 0.9, "GiB/s over megatron-core's own": 2.0}
+    ratios = [timing[name].fastest / fastest for name in list(forms)[1:]]
+    return rows, [Goal.at_least(*limit, ratio) for limit, ratio in zip(limits.items(), ratios, strict=False)]
 
 
 def asynchronous(engine: Engine, scratch: Path, settings: Settings) -> tuple[Rows, list[Goal]]:

@@ -62,7 +62,7 @@ class Sizes:
     overrides: tuple[str, ...] = ()
 
 
-FULL = Sizes(1024, 2, 1, 1024, (4096, 8192, 16384, 32768), ("detached", "through", "whole"), tuple(MODELS))
+FULL = Sizes(1024, 2, 1, 1024, (4096, 8192, 16384, 32768), ("detached", "through"), tuple(MODELS))
 QUICK = Sizes(32, 2, 1, 32, (64, 128), ("detached",), ("Mamba-2",), TINY)
 
 

@@ -180,8 +180,9 @@ def make_room(options: CacheOptions, size: int) -> bool:
         MDSReader,
     )
 
+    reserved = _reserved(options.folder)  # first: what is put in its place meanwhile counts twice, not never
     shards = sorted(_shards(options.folder))
-    free = options.limit - size - _reserved(options.folder) - sum(bytes_ for _, bytes_, _, _ in shards)
+    free = options.limit - size - reserved - sum(bytes_ for _, bytes_, _, _ in shards)
     for _, bytes_, entry, key in shards:
         if free >= 0:
             break

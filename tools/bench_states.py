@@ -6,8 +6,7 @@ out, taking over and checking states, of drawing noise, and of a scan that start
 
 Peak memory is that of a fresh process per form and length: the highest resident set during a step, less what was
 resident before it, when weights, optimizer and tokens existed; on CUDA, what torch allocated. Such a process is
-`python -m tools.bench_states FORM LENGTH CHUNK`. Forms: `detached` chunks, `through` time with recompute, and the
-`whole` length as one row.
+`python -m tools.bench_states FORM LENGTH CHUNK`. Forms: `detached` chunks, and `through` time with recompute.
 """
 
 from __future__ import annotations
@@ -163,9 +162,8 @@ def peak_memory(form: str, length: int, sizes: Sizes) -> int:
 def _probe(form: str, length: int, sizes: Sizes) -> None:
     """The body of that process: first a step of few tokens, which loads what every first step loads."""
     torch.set_num_threads(1)
-    chunk = length if form == "whole" else sizes.chunk
-    chunks = length // chunk
-    lane = Sizes(chunk, chunks, 1, chunk, (), (), (), sizes.overrides)
+    chunks = length // sizes.chunk
+    lane = Sizes(sizes.chunk, chunks, 1, sizes.chunk, (), (), (), sizes.overrides)
     tbtt = ["states.mode=tbtt", f"states.chunks={chunks}"] if chunks > 1 else []
     through = ["states.through_time=true", "parallel.recompute=layer"] if form == "through" else []
     config = config_of("Mamba-2", lane, *tbtt, *through)

@@ -28,12 +28,13 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=110,
+        timeout=280,
         check=False,
     )
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n == "states" else []) for n in TABLES])
 def test_the_table_is_written(name: str, tmp_path: Path) -> None:
     output = tmp_path / f"{name}.md"
     done = bench(name, "--quick", "--repetitions", "2", "--output", str(output))

@@ -12,6 +12,7 @@ takes what it needs from the chunks that hold it, whatever layout wrote them.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -102,9 +103,11 @@ class Checkpoint:
 
     def load_weights(self, model: LanguageModel) -> None:
         """Fill a whole model's weights."""
-        for name, weight in model.named_parameters():
-            pieces = [whole_piece(weight.data)]
-            self.fill(weight_blocks(name, pieces, model.table[name], model.place.tensor))
+        blocks = (
+            weight_blocks(name, [whole_piece(weight.data)], model.table[name], model.place.tensor)
+            for name, weight in model.named_parameters()
+        )
+        self.fill(list(itertools.chain.from_iterable(blocks)))
 
     def faults(self) -> Iterator[str]:
         """Everything that is not as it was written, after reading every byte."""

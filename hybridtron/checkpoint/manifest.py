@@ -149,4 +149,4 @@ def chunk_of(values: Sequence[Any]) -> Chunk:
 
 
 def _older(folder: Path) -> str:
-    return ", or was written by a version before 0.3" if (folder / "meta.json").exists() else ""
+    return ", or has a format before 3, which this version does not read" if (folder / "meta.json").exists() else ""

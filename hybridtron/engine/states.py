@@ -31,6 +31,7 @@ from hybridtron.config.schema import Config, StateMode, StatesConfig
 from hybridtron.data.batch import Batch
 from hybridtron.data.reading import phase_seed
 from hybridtron.model.stack import States
+from hybridtron.parallel.cut import share_of_lanes
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.linear import TensorGroup
 from hybridtron.specs.base import StatePart
@@ -212,7 +213,7 @@ class Carrier:
         drawn: States = {}
         for layer, parts in layers.items():
             for name, part in parts.items():
-                noise = torch.stack([self._drawn(layer, lane, part) for lane in lanes])
+                noise = torch.cat([self._drawn(layer, lane, part) for lane in lanes])
                 if states.mode is StateMode.random:
                     noise = noise * states.sigma
                 else:
@@ -224,11 +225,11 @@ class Carrier:
         return drawn
 
     def _drawn(self, layer: int, lane: int, part: StatePart) -> Tensor:
-        """Standard normal values for a lane's whole state, of which this rank takes its share."""
+        """Standard normal values for one lane's whole state, (1, ...), of which this rank takes its share."""
         generator = torch.Generator(self.device).manual_seed(self._key("noise", lane, layer) >> 1)
-        shape = [size for size in part.shape if size is not None]
+        shape = [1, *(size for size in part.shape if size is not None)]
         whole = torch.randn(shape, generator=generator, device=self.device)
-        return whole.chunk(self.tensor.size)[self.tensor.rank]
+        return share_of_lanes(whole, part, self.tensor)
 
     def _measure(self) -> None:
         """Move mean and variance towards those of the states that all lanes of all ranks ended in."""

@@ -68,7 +68,8 @@ def run(config: Config, requests: StopRequests) -> None:
         return
     if start is not None:
         check_same_model(start, config, "set it so, or run.resume=never")
-    elif (given := given_weights(config)) is not None:
+    given = given_weights(config) if start is None else None
+    if given is not None:
         check_same_model(given, config, "set it so, or name another run.weights")
     run_dir = Path(config.run.dir)
     if launched().rank == 0:
@@ -83,7 +84,7 @@ def run(config: Config, requests: StopRequests) -> None:
                 # the watchdog comes first and tells more; an operation's own time-out is there for a stuck interpreter
                 groups = start_groups(config.parallel, timeout_s=max(2 * config.run.timeout, START_S))
                 failures.meet(places())
-                Trainer(config, run_dir, start, groups, requests, watchdog).fit()
+                Trainer(config, run_dir, start, given, groups, requests, watchdog).fit()
         finally:
             stop_groups()
 
@@ -96,6 +97,7 @@ class Trainer:
         config: Config,
         run_dir: Path,
         start: Checkpoint | None,
+        given: Checkpoint | None,
         groups: Groups,
         requests: StopRequests,
         watchdog: Watchdog,
@@ -104,7 +106,6 @@ class Trainer:
         self.requests, self.watchdog = requests, watchdog
         watchdog.beat("building the model")
         torch.manual_seed(config.run.seed)
-        given = given_weights(config) if start is None else None
         self.engine = Engine(config, groups, None if given is None else given.weights(parameter_table(config.model)))
         self.start = None if start is None else restore_newest(candidates(start, config), self.engine)
         self.way_back = WayBack(config, run_dir, self.start)

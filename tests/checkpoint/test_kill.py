@@ -43,7 +43,9 @@ def killed_at(number: int, work: Callable[[], None]) -> bool:
             setattr(os, name, counting(getattr(os, name)))
         work()
         os._exit(0)
-    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    status = os.waitpid(child, 0)[1]
+    assert os.WTERMSIG(status) in (0, signal.SIGKILL), f"the process that saves died of signal {os.WTERMSIG(status)}"
+    return os.WIFSIGNALED(status)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["a new step", "a step that is there"])

@@ -2,13 +2,14 @@
 # make test    sets up what is missing and runs lint, types and tests
 # make setup-dali   adds NVIDIA DALI, for data.feed=dali (400 MB)
 # make length-story   pretrains tiny models that fail beyond their context and repairs them (tens of minutes)
+# make chaos   kills and damages a tiny run again and again, which ends as one that nothing happens to (minutes)
 # make audit   compares every gradient of every parallel layout with one process (minutes)
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 STREAMING := mosaicml-streaming==0.13.0
 DALI := nvidia-dali-cuda120==2.4.0
 BIN := .venv/bin
-.PHONY: train length-story setup setup-dali test lint types test-fast test-slow test-gpu audit format clean
+.PHONY: train length-story setup setup-dali test lint types test-fast test-slow test-gpu audit chaos format clean
 
 train: .venv/.ready
 	$(BIN)/python train.py
@@ -50,6 +51,9 @@ test-gpu: .venv/.ready
 
 audit: .venv/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python tools/audit_parallel.py --cases all
+
+chaos: .venv/.ready
+	$(BIN)/python tools/chaos.py
 
 format: .venv/.ready
 	$(BIN)/ruff check --fix .

@@ -26,7 +26,12 @@ from torch.overrides import TorchFunctionMode
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16} | dict.fromkeys(
+    ("fp8_delayed", "fp8_current", "fp8_block"), torch.bfloat16
+)
+"""Of weights and activations, by precision: FP8 exists inside products alone."""
+
+FP8_CAPABILITY = (9, 0)  # compute capability: Hopper
 
 
 @functools.cache
@@ -44,6 +49,16 @@ def describe_device() -> str:
     if compute_device().type == "cpu":
         return f"CPU, {torch.get_num_threads()} threads (torch {torch.__version__} sees no CUDA device)"
     return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+
+
+def fp8_device_fault() -> str | None:
+    """Why this process's device can't multiply in FP8; None where it can."""
+    if compute_device().type == "cpu":
+        return f"torch {torch.__version__} sees no CUDA device"
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) >= FP8_CAPABILITY:
+        return None
+    return f"{torch.cuda.get_device_name()} has compute capability {major}.{minor}, FP8 starts at 9.0"
 
 
 def cuda_report() -> dict[str, str]:
@@ -146,6 +161,13 @@ def peak_memory_gib() -> float | None:
     if compute_device().type == "cpu":
         return None
     return torch.cuda.max_memory_allocated() / 2**30
+
+
+def forget_peak_memory() -> None:
+    """Let `peak_memory_gib` count from now on."""
+    if compute_device().type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def random_states() -> dict[str, Tensor]:

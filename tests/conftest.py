@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from hybridtron.config.choices import FP8_MULTIPLES, Precision
 from hybridtron.config.layout import Launch
 from hybridtron.config.schema import (
     Config,
@@ -84,7 +85,7 @@ def small_run(model: ModelConfig | None = None, optim: OptimConfig | None = None
         model=model or small_config(),
         data=DataConfig(path="unused"),
         optim=optim or OptimConfig(),
-        precision=PrecisionConfig(precision),
+        precision=PrecisionConfig(Precision(precision), emulate=precision in FP8_MULTIPLES, history=4),
         run=RunConfig(name="test", dir="unused"),
         phases=[PhaseConfig(tokens="1M", seq_len=24, global_batch=4, lr=1e-3)],
     )

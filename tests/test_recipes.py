@@ -49,7 +49,7 @@ def shrunk(model: ModelConfig) -> ModelConfig:
     """The same pattern, heads and options at a width of 8 per query head, and 8 channels a head."""
     heads = max((options.get("heads", 1) for options in model.layers.values()), default=1)
     width = 8 * heads
-    small = {"hidden": 24, "window": 8, "head_dim": 8, "rotary_dim": 4}
+    small = {"hidden": 24, "window": 8, "head_dim": 8, "rotary_dim": 4, "chunk": 8, "block": 2}
     layers = {
         letter: {name: small[name] if name in small and value is not None else value for name, value in options.items()}
         for letter, options in model.layers.items()

@@ -75,6 +75,8 @@ ARCHITECTURES = {
     "mamba2-attention": "S-F-G",
     "mistral": "W-W-W",
     "llama": "F-F-F",
+    "samba-span": "M-X-M",
+    "span-variants": "X-YZL",
 }
 """An odd number of layers each, so that no number of stages divides them."""
 
@@ -123,12 +125,17 @@ def table() -> Iterator[Case]:
 def small_model(pattern: str, tied: bool, heads: dict[str, Any]) -> ModelConfig:
     """One of the table's models, with these options of its attention."""
     attention = {"kind": "attention", "heads": 4, **heads}
+    span = {"kind": "span", "heads": 4, "kv_heads": 2, "chunk": [4, 8], "block": 2, "blocks": 2}
     layers = {
         "M": {"kind": "mamba", "state": 4},
         "S": {"kind": "mamba2", "state": 4, "head_dim": 4},
         "G": {"kind": "mamba2", "state": 4, "head_dim": 4, "groups": 2},
         "W": {**attention, "window": 7},
         "F": attention,
+        "X": {**span, "draw": "layer"},
+        "Y": {**span, "memory": "shifted", "kv_heads": 1},
+        "Z": {**span, "memory": "random", "eval": "span"},
+        "L": {**span, "memory": "landmark", "relevance": "previous_chunk", "eval": "span"},
         "-": {"kind": "swiglu", "hidden": 48},
     }
     return ModelConfig(32, VOCABULARY, pattern, layers, tied)
@@ -152,6 +159,7 @@ SHRUNK: dict[str, dict[str, int]] = {
     "mamba": {"state": 4, "dt_rank": 4},
     "mamba2": {"state": 4, "head_dim": 4},
     "attention": {"window": 7, "head_dim": 8, "rotary_dim": 4},
+    "span": {"chunk": 8, "block": 2, "remember": 8, "head_dim": 8, "rotary_dim": 4},
     "swiglu": {"hidden": VOCABULARY},
 }
 """Sizes that cost time and change no way through the code, by kind; where a recipe sets one it gets this."""

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from hybridtron.config.architecture import parameter_table
 from hybridtron.config.schema import Config, Documents, ParallelConfig
-from hybridtron.data.batch import Batch, SeqInfo
+from hybridtron.data.batch import Batch, SeqInfo, step_key
+from hybridtron.data.reading import phase_seed
 from hybridtron.engine.engine import Engine
 from hybridtron.model.init import initialise, starting_value
 from hybridtron.model.lm import LanguageModel
@@ -141,7 +142,9 @@ def serial_step(config: Config, precision: Precision) -> Step:
         if precision.noisy_start:
             for name, weight in weights.items():
                 weight.data.copy_(starting_weight(config, name))
-        loss, tokens = _add_up(model, batches, optim.z_loss)
+        seed, rows = phase_seed(config.run.seed, 0), config.phases[0].micro_batch
+        keyed = [batch.keyed(step_key(seed, 0, 0, index * rows)) for index, batch in enumerate(batches)]
+        loss, tokens = _add_up(model, keyed, optim.z_loss)
         gradients = {name: torch.zeros_like(w) if w.grad is None else w.grad / tokens for name, w in weights.items()}
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
         for name, weight in weights.items():

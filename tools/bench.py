@@ -25,11 +25,14 @@ WHAT = {
     "mamba2_mixer": "Mamba-2 mixer, forward and backward, against transformers' Mamba2Mixer with the same weights",
     "scan": "selective scan: speed, distance from its floor, and peak memory, against transformers' loop",
     "attention": "sliding-window attention against full attention and against a dense mask, over the length",
+    "span": "span-expanded attention against a window and full attention: time and peak memory, over the length",
     "data": "the loader against mosaicml-streaming's own dataset, finding a far step, and preparing tokens",
     "states": "a step with carried states against one from zero, and the peak memory of long TBTT steps",
     "checkpoint": "writing, asynchronous writing and loading, against torch.save and megatron-core's own",
+    "fp8": "the loss of the laptop recipe in each of FP8's precisions, emulated, against bf16",
     "step": "a training step through our schedule and optimizer against a plain PyTorch loop",
 }
+TAKES_SETTINGS = ("step", "fp8")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -40,7 +43,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", choices=list(WHAT), metavar="NAME", help=", ".join(WHAT))
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="for step: as train.py takes them")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="for step and fp8: as train.py takes them")
     parser.add_argument("--quick", action="store_true", help="tiny sizes; writes no table unless --output says where")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the table (default: benchmarks/NAME.md)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of torch (default: %(default)s)")
@@ -48,8 +51,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     chosen = parser.parse_intermixed_args(arguments)
     if chosen.threads < 1 or chosen.repetitions < 1:
         parser.error("--threads and --repetitions must be at least 1")
-    if chosen.settings and chosen.name != "step":
-        parser.error(f"{chosen.name} takes no settings; only step does")
+    if chosen.settings and chosen.name not in TAKES_SETTINGS:
+        parser.error(f"{chosen.name} takes no settings; {' and '.join(TAKES_SETTINGS)} do")
     return chosen
 
 

@@ -27,7 +27,7 @@ SLOW = 2.0  # seconds from which on a form is not warmed up before it is measure
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line chose. `recipe` holds the key=value arguments of `step`."""
+    """What the command line chose. `recipe` holds the key=value arguments."""
 
     quick: bool
     repetitions: int

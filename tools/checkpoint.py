@@ -5,6 +5,8 @@
     python tools/checkpoint.py verify runs/samba/checkpoints/step-00000500
     python tools/checkpoint.py diff LEFT RIGHT                           settings and tensors that are not the same
     python tools/checkpoint.py reshard CHECKPOINT OUTPUT --file-size 4GB whole tensors, in files of about that size
+    python tools/checkpoint.py fetch s3://BUCKET/PREFIX runs/samba       from checkpoint.mirror, the newest
+    python tools/checkpoint.py fetch s3://BUCKET/PREFIX/step-00000500 runs/samba
 
 Any layout loads any checkpoint, so that nothing has to be resharded before a run goes on; `reshard` is for readers who
 want every tensor in one piece. Needs neither a GPU nor other processes. Exit codes: 0 all well (of `diff`: the same), 1
@@ -37,8 +39,8 @@ class Unusable(Exception):
 
 def main(arguments: list[str] | None = None) -> int:
     """Do what is asked. Returns the exit code."""
-    parser = argparse.ArgumentParser(description="Look at checkpoints, verify, compare or rewrite them.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="list|verify|diff|reshard")
+    parser = argparse.ArgumentParser(description="Look at checkpoints, verify, compare, rewrite or fetch them.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="list|verify|diff|reshard|fetch")
     for name, what in (("list", "the checkpoints of a run"), ("verify", "read every byte")):
         command = commands.add_parser(name, help=what)
         command.add_argument("path", type=Path, help="a run's folder, or one checkpoint")
@@ -49,9 +51,13 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("path", type=Path, metavar="CHECKPOINT", help="or a run's folder, for its newest")
     command.add_argument("output", type=Path)
     command.add_argument("--file-size", default="4GB", help="bytes of a file; default: 4GB")
+    command = commands.add_parser("fetch", help="bring one back from checkpoint.mirror")
+    command.add_argument("url", help="a mirror, for its newest, or one checkpoint in it")
+    command.add_argument("run", type=Path, help="the run's folder that it goes to")
     chosen = parser.parse_args(arguments)
+    does = {"list": listed, "verify": verified, "diff": compared, "reshard": resharded, "fetch": fetched}
     try:
-        return {"list": listed, "verify": verified, "diff": compared, "reshard": resharded}[chosen.command](chosen)
+        return does[chosen.command](chosen)
     except Unusable as error:
         print(error, file=sys.stderr)
         return 2
@@ -139,6 +145,21 @@ def resharded(chosen: argparse.Namespace) -> int:
             print(error, file=sys.stderr)
             return 1
     print(f"{chosen.output}: step {source.meta.step}, {files} file{'' if files == 1 else 's'} of whole tensors")
+    return 0
+
+
+def fetched(chosen: argparse.Namespace) -> int:
+    from hybridtron.checkpoint.mirror import TROUBLE, download  # imports boto3
+
+    if not chosen.url.startswith("s3://"):
+        raise Unusable(f"{chosen.url} is no mirror: give s3://BUCKET/PREFIX")
+    try:
+        print(f"{download(chosen.url, chosen.run)}: fetched, every byte as it was written")
+    except FileExistsError as error:
+        raise Unusable(str(error)) from error
+    except (BrokenCheckpoint, *TROUBLE) as error:
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 

@@ -75,10 +75,13 @@ KERNELS = """
 import importlib, json, pkgutil
 import torch, hybridtron.ops
 from hybridtron.device import compute_device, cuda_report, describe_device
+from hybridtron.config.choices import Precision
 from hybridtron.ops.dispatch import choices
+from hybridtron.parallel.transformer_engine import fp8_fault
 for module in pkgutil.iter_modules(hybridtron.ops.__path__):
     importlib.import_module("hybridtron.ops." + module.name)
 told = {"device": describe_device(), "cuda": cuda_report(), "threads": torch.get_num_threads()}
+told["fp8"] = fp8_fault(Precision.fp8_delayed)
 print("\\n" + json.dumps({**told, "choices": choices(compute_device().type)}))
 """
 
@@ -227,7 +230,15 @@ def kernel_section() -> tuple[str, list[Line]]:
     if driver := _driver():
         lines.append(Line("none", "driver", driver))
     lines.append(Line("none", "threads", f"{told['threads']} (OMP_NUM_THREADS changes it)"))
-    return "device and kernels", lines + [Line("ok", op, form, why) for op, form, why in told["choices"]]
+    lines += [Line("ok", op, form, why) for op, form, why in told["choices"]]
+    return "device and kernels", [*lines, fp8_line(told["fp8"])]
+
+
+def fp8_line(fault: str | None) -> Line:
+    """Whether precision=fp8_... can run."""
+    if fault is None:
+        return Line("ok", "FP8", "transformer_engine", "precision=fp8_delayed, fp8_current, fp8_block")
+    return Line("none", "FP8", "emulated only", f"{fault}; precision.emulate=true tries its numerics")
 
 
 def _driver() -> str:

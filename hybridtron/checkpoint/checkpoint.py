@@ -3,6 +3,7 @@
     config.yaml, tokenizer.json, manifest.json
     model-00000.safetensors, ...     the weights as they are computed with, each file written by one process
     optimizer-00000..., ...          Adam's moments, and the fp32 masters of weights computed in bf16
+    fp8-00000..., ...                the greatest values that scale FP8's products, of fp8_delayed
     states-00000..., ...             carried states of all lanes, and what noise is fitted to
     random-00000..., ...             the state of each process's random generators
 
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from hybridtron.checkpoint import manifest
-from hybridtron.checkpoint.files import NAMES, read_chunk, read_head
+from hybridtron.checkpoint.files import NAMES, copy, read_chunk, read_head
 from hybridtron.checkpoint.manifest import BrokenCheckpoint, Chunk, Manifest, Meta
 from hybridtron.config.load import load_saved
 from hybridtron.config.schema import Config
@@ -158,8 +159,7 @@ class Checkpoint:
                     slice(r.start - first, r.stop - first) for r, first in zip(runs, chunk.offset, strict=True)
                 )
                 ours = tuple(slice(r.start - first, r.stop - first) for r, first in zip(runs, offset, strict=True))
-                with torch.no_grad():
-                    into[ours].copy_(stored[theirs])
+                copy(stored[theirs], into[ours])
                 missing -= math.prod(map(len, runs))
         assert missing == 0, f"{key} has chunks that overlap or leave gaps"
 

@@ -2,7 +2,7 @@
 
 checkpoints/step-00000100/            a checkpoint, whole, since it was renamed to this when everything was on disk
 checkpoints/latest                    the name of the newest and the digest of its manifest
-checkpoints/.step-00000100.aside/     one that is being written, or was when the run was killed
+checkpoints/.step-00000100.aside/     one being written; what a failed or killed save leaves there, the next one removes
 checkpoints/broken-step-00000100/     one that was found to be broken, for people to look at
 checkpoints/left-step-00000100/       one of a run that was started anew, or from an older checkpoint, since
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from hybridtron.checkpoint import manifest
@@ -33,6 +33,11 @@ def all_of(run_dir: Path) -> list[Path]:
     """Every checkpoint of a run's folder, the oldest first."""
     found = [path for path in (run_dir / "checkpoints").glob("step-*") if _NAME.fullmatch(path.name)]
     return sorted(found, key=step_of)
+
+
+def is_name(name: str) -> bool:
+    """Whether a checkpoint can be called so."""
+    return _NAME.fullmatch(name) is not None
 
 
 def step_of(folder: Path) -> int:
@@ -81,9 +86,12 @@ def point_at(folder: Path) -> None:
     sync_folder(folder.parent)
 
 
-def put_aside(folder: Path) -> Path:
-    """Rename a broken checkpoint, so that it is neither used nor counted, and can be looked at."""
-    return _renamed(folder, "broken")
+def put_aside(folder: Path) -> str:
+    """Rename a broken checkpoint, so that it is neither used nor counted, and can be looked at; how it went."""
+    try:
+        return f"put aside as {_renamed(folder, 'broken')}"
+    except OSError as error:
+        return f"it stays where it is ({error})"
 
 
 def _renamed(folder: Path, mark: str) -> Path:
@@ -102,23 +110,26 @@ def leave(run_dir: Path, after: int) -> list[Path]:
     return [_renamed(folder, "left") for folder in later]
 
 
-def retire(run_dir: Path, settings: CheckpointConfig, steps_for_ever: int | None) -> list[str]:
-    """Remove what `settings` no longer keep; what could not be removed, in words.
+def retire(
+    run_dir: Path, settings: CheckpointConfig, steps_for_ever: int | None, in_use: Collection[Path] = ()
+) -> list[str]:
+    """Remove what `settings` no longer keep and nobody reads; what could not be removed, in words.
 
     Nothing is removed before the newest one was read back and is as it was written, whole.
     """
+    sweep(run_dir)
+    newest_ones, failures = _newest_ones(run_dir, settings.keep)
     folders = all_of(run_dir)
-    kept = set(folders[-settings.keep :])
+    kept = {*newest_ones, *in_use}
     if steps_for_ever is not None:
         kept |= {folder for folder in folders if step_of(folder) % steps_for_ever == 0}
     if settings.keep_best and (best := _best(folders)):
         kept.add(best)
     old = [folder for folder in folders if folder not in kept]
     if not old:
-        return []
-    if fault := next(Checkpoint.open(folders[-1]).faults(), None):
-        return [f"{fault}; nothing is removed"]
-    failures = []
+        return failures
+    if fault := next(Checkpoint.open(newest_ones[0]).faults(), None):
+        return [*failures, f"{fault}; nothing is removed"]
     for folder in old:
         try:
             doomed = folder.with_name(f".{folder.name}.removed")  # half of one must not look like one
@@ -127,6 +138,26 @@ def retire(run_dir: Path, settings: CheckpointConfig, steps_for_ever: int | None
         except OSError as error:
             failures.append(f"{folder} can't be removed: {error}")
     return failures
+
+
+def sweep(run_dir: Path) -> None:
+    """Remove what saves that failed or were killed left behind, which takes up as much as whole checkpoints."""
+    for leftover in (run_dir / "checkpoints").glob(".step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _newest_ones(run_dir: Path, count: int) -> tuple[list[Path], list[str]]:
+    """So many checkpoints, the newest first; those that a start has passed over are put aside, and that told."""
+    found, told = list[Path](), list[str]()
+    for folder in reversed(all_of(run_dir)):
+        if len(found) == count:
+            break
+        try:
+            Checkpoint.open(folder)
+            found.append(folder)
+        except BrokenCheckpoint as error:
+            told.append(f"BROKEN CHECKPOINT: {error}; {put_aside(folder)}")
+    return found, told
 
 
 def _best(folders: list[Path]) -> Path | None:

@@ -115,6 +115,11 @@ def read(folder: Path) -> Manifest:
         raise BrokenCheckpoint(f"{folder} has no {FILE}: it is incomplete{_older(folder)}") from error
     except OSError as error:
         raise BrokenCheckpoint(f"{path} can't be read: {error}") from error
+    return of_bytes(stored, path)
+
+
+def of_bytes(stored: bytes, path: Path) -> Manifest:
+    """The manifest that bytes hold, which were read from a path."""
     at = len(_HEAD) + 32
     body = stored[at + len(_BETWEEN) : -len(_END)]
     whole = _HEAD + digest(body).encode() + _BETWEEN + body + _END

@@ -12,6 +12,7 @@ from hybridtron.checkpoint.save import layout_of
 from hybridtron.device import random_states, set_random_states
 from hybridtron.engine.engine import Engine
 from hybridtron.engine.stored_states import restore_states
+from hybridtron.parallel.fp8_statistics import known_blocks
 from hybridtron.parallel.groups import barrier, everyone
 
 __all__ = ["restore_newest", "restore_states"]
@@ -29,7 +30,7 @@ def restore_newest(candidates: Iterable[Checkpoint], engine: Engine) -> Checkpoi
             return checkpoint
         found.append(fault)
         if engine.groups.is_first:
-            print(f"BROKEN CHECKPOINT: {fault}; {_put_aside(checkpoint)}", file=sys.stderr)
+            print(f"BROKEN CHECKPOINT: {fault}; {put_aside(checkpoint.folder)}", file=sys.stderr)
         barrier()
     raise BrokenCheckpoint("; ".join(["no checkpoint is whole", *found]))
 
@@ -43,6 +44,7 @@ def _restored(checkpoint: Checkpoint, engine: Engine) -> str | None:
         checkpoint.verify_chunks("states", groups.rank, groups.world_size)  # they are read when their phase starts
         checkpoint.fill(blocks["model"])
         checkpoint.fill(blocks["optimizer"])
+        checkpoint.fill(known_blocks(blocks["fp8"], checkpoint.shapes))
         same_layout = checkpoint.meta.layout == layout_of(engine.config, engine.groups)
         rank = engine.groups.rank if same_layout else 0
         set_random_states({name: checkpoint.whole(f"random.{rank}.{name}") for name in random_states()})
@@ -51,10 +53,3 @@ def _restored(checkpoint: Checkpoint, engine: Engine) -> str | None:
     engine.optimizer.resume(checkpoint.meta.accepted_steps)
     engine.guard.restart(checkpoint.meta.norms, checkpoint.meta.refused)
     return None
-
-
-def _put_aside(checkpoint: Checkpoint) -> str:
-    try:
-        return f"put aside as {put_aside(checkpoint.folder)}"
-    except OSError as error:
-        return f"it stays where it is ({error})"

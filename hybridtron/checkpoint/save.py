@@ -19,13 +19,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hybridtron.checkpoint import folder as folders
-from hybridtron.checkpoint.files import sync_folder, write_bytes, write_tensors
+from hybridtron.checkpoint.files import copy, sync_folder, write_bytes, write_tensors
 from hybridtron.checkpoint.manifest import (
     FILE,
     BrokenCheckpoint,
@@ -45,7 +45,11 @@ from hybridtron.engine.engine import Engine
 from hybridtron.parallel.blocks import block
 from hybridtron.parallel.groups import Groups, barrier, everyone
 
+if TYPE_CHECKING:
+    from hybridtron.checkpoint.mirror import Mirror
+
 COPIERS = 4  # threads; copying leaves Python's lock
+WRITERS = 2  # threads: one flushes while another digests
 LOOK_S = 0.02  # between looks for the other processes' lists
 
 
@@ -74,6 +78,7 @@ class Saver:
         self.written: set[int] = set()  # steps whose checkpoints are on disk
         self._copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}  # of an asynchronous checkpoint
         self.longest_s = 0.0  # from the start of a checkpoint to its end
+        self.mirror = mirror_of(config) if groups.is_first else None
 
     def save(self, engine: Engine, meta: Meta, tokenizer: Path) -> None:
         """Write the checkpoint of a step; without `checkpoint.asynchronous` it is on disk when this returns."""
@@ -124,17 +129,18 @@ class Saver:
     def _copied(self, one: Any) -> Any:
         """A block on the CPU, not in memory that training goes on to change; that of the copy before is used again."""
         place = (one.key, one.global_offset)
-        copy = self._copies.get(place)
-        if copy is None or copy.shape != one.data.shape or copy.dtype != one.data.dtype:
-            copy = self._copies[place] = torch.empty(one.data.shape, dtype=one.data.dtype, device="cpu")
-        return replace(one, data=copy.copy_(one.data.detach()))
+        own = self._copies.get(place)
+        if own is None or own.shape != one.data.shape or own.dtype != one.data.dtype:
+            own = self._copies[place] = torch.empty(one.data.shape, dtype=one.data.dtype, device="cpu")
+        copy(one.data, own)
+        return replace(one, data=own)
 
     def _prepare(self, aside: Path) -> OSError | None:
         """An empty folder to write into."""
         failure = None
         if self.groups.is_first:
             try:
-                shutil.rmtree(aside, ignore_errors=True)
+                folders.sweep(self.run_dir)
                 aside.mkdir(parents=True)
             except OSError as error:
                 failure = error
@@ -162,14 +168,18 @@ class Saver:
         try:
             for name, stored in content.small.items():
                 files[name] = write_bytes(aside / name, stored)
-            for kind, blocks in content.blocks.items():
-                if blocks:
-                    name = f"{kind}-{self.groups.rank:05}.safetensors"
-                    files[name], of_file = write_tensors(aside / name, blocks)
-                    chunks += of_file
+            tensors = {f"{kind}-{self.groups.rank:05}.safetensors": b for kind, b in content.blocks.items() if b}
+            with ThreadPoolExecutor(WRITERS) as threads:
+                for name, written in zip(
+                    tensors, threads.map(lambda name: write_tensors(aside / name, tensors[name]), tensors), strict=True
+                ):
+                    files[name] = written[0]
+                    chunks += written[1]
             values = {"files": {n: asdict(f) for n, f in files.items()}, "chunks": [chunk_values(c) for c in chunks]}
         except OSError as error:
             values = {"failure": f"process {self.groups.rank}: {type(error).__name__}: {error}"}
+            for unfinished in aside.glob(f"*-{self.groups.rank:05}.safetensors"):
+                unfinished.unlink(missing_ok=True)  # on a full disk they leave no room to say so
         ahead = listed.with_suffix(".ahead")
         write_bytes(ahead, json.dumps(values).encode())
         ahead.rename(listed)
@@ -198,7 +208,10 @@ class Saver:
         sync_folder(target.parent)
         folders.point_at(target)
         shutil.rmtree(replaced, ignore_errors=True)
-        for failure in folders.retire(self.run_dir, self.config.checkpoint, self._steps_for_ever()):
+        if self.mirror is not None:
+            self.mirror.offer(target)
+        in_use = () if self.mirror is None else self.mirror.in_use()
+        for failure in folders.retire(self.run_dir, self.config.checkpoint, self._steps_for_ever(), in_use):
             print(failure, file=sys.stderr)
 
     def _list_of(self, path: Path) -> dict[str, Any]:
@@ -216,6 +229,15 @@ class Saver:
     def _steps_for_ever(self) -> int | None:
         every = self.config.checkpoint.keep_every
         return None if every is None else parse_steps(every, self.config.phases[0].tokens_per_step)
+
+
+def mirror_of(config: Config) -> Mirror | None:
+    """Where checkpoints are copied to, if anywhere."""
+    if config.checkpoint.mirror is None:
+        return None
+    from hybridtron.checkpoint.mirror import Mirror  # imports boto3
+
+    return Mirror(config.checkpoint.mirror)
 
 
 def content_of(engine: Engine, meta: Meta, tokenizer: Path) -> Content:

@@ -15,7 +15,7 @@ from typing import Any
 
 from hybridtron.config.pattern import PatternError, parse
 from hybridtron.config.problems import ConfigError, did_you_mean
-from hybridtron.config.schema import ModelConfig
+from hybridtron.config.schema import Config, ModelConfig
 from hybridtron.specs import SPECS
 from hybridtron.specs.base import Constant, MixerSpec, ModelSizes, Normal, Parameter, Problem, Uniform
 
@@ -78,6 +78,12 @@ def parameter_table(model: ModelConfig) -> dict[str, Parameter]:
     return table
 
 
+def fp8_layers(config: Config) -> range:
+    """The sub-layers whose large projections multiply in FP8, where the precision is one of FP8's."""
+    last = len(architecture(config.model).specs) - config.precision.bf16_last
+    return range(config.precision.bf16_first, max(config.precision.bf16_first, last))
+
+
 def _option_problems(spec: type[MixerSpec], options: dict[str, Any]) -> list[Problem]:
     hints = _hints(spec)
     names = [f.name for f in dataclasses.fields(spec)]
@@ -105,13 +111,20 @@ def _fits(value: Any, hint: Any) -> bool:
     for kind in _alternatives(hint):
         if isinstance(value, bool) and kind is not bool:
             continue
+        if typing.get_origin(kind) is list:
+            if isinstance(value, list) and all(_fits(each, *typing.get_args(kind)) for each in value):
+                return True
+            continue
         if isinstance(value, (int, float) if kind is float else kind):
             return True
     return False
 
 
 def _type_name(hint: Any) -> str:
-    return " or ".join("null" if kind is types.NoneType else kind.__name__ for kind in _alternatives(hint))
+    return " or ".join(
+        "null" if kind is types.NoneType else str(kind) if typing.get_origin(kind) else kind.__name__
+        for kind in _alternatives(hint)
+    )
 
 
 def _known(names: typing.Iterable[str]) -> str:

@@ -2,8 +2,8 @@
 
 Each function looks at one section and lists what is wrong there, with the value that would work; `check` tells all
 of it at once, before torch is imported or a process group exists. The rules of `parallel`, which reach into all other
-sections, stand in `check_parallel.py`, those of `data` in `check_data.py`, those of `states` in
-`check_states.py`. What can be said of the data itself (that
+sections, stand in `check_parallel.py`, those of `data`, `states` and `precision` in `check_data.py`,
+`check_states.py` and `check_precision.py`. What can be said of the data itself (that
 it can be read, that its vocabulary fits) stands in `data/ingredients.py`.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from pathlib import Path
 from hybridtron.config.architecture import letter_specs
 from hybridtron.config.check_data import data_problems
 from hybridtron.config.check_parallel import parallel_problems
+from hybridtron.config.check_precision import precision_problems, precision_warnings
 from hybridtron.config.check_states import states_problems
 from hybridtron.config.layout import chunk_count
 from hybridtron.config.pattern import RESERVED, PatternError, parse
@@ -48,6 +50,7 @@ def check(config: Config, world_size: int | None = None) -> list[Problem]:
         *_validation(config.run, config.phases),
         *_checkpoint(config.checkpoint),
         *parallel_problems(config, world_size),
+        *precision_problems(config),
         *_cluster(config.cluster),
     ]
     return list(dict.fromkeys(found))
@@ -73,7 +76,7 @@ def warnings(config: Config) -> list[str]:
         found.append("model.pattern has stage borders, which parallel.pipeline=1 does not use")
     if config.optim.schedule != Schedule.wsd and config.optim.decay != OptimConfig.decay:
         found.append(f"optim.decay={config.optim.decay} has no effect: it belongs to optim.schedule=wsd")
-    return found
+    return [*found, *precision_warnings(config.precision)]
 
 
 def _model(config: Config) -> Iterator[Problem]:
@@ -224,6 +227,8 @@ def _checkpoint(checkpoint: CheckpointConfig) -> Iterator[Problem]:
     yield from _interval("checkpoint.every", checkpoint.every)
     if checkpoint.keep_every is not None:
         yield from _interval("checkpoint.keep_every", checkpoint.keep_every)
+    if checkpoint.mirror is not None and not re.fullmatch(r"s3://[^/]+/.+", checkpoint.mirror):
+        yield Problem("checkpoint.mirror", f"is {checkpoint.mirror!r}, must be s3://BUCKET/PREFIX, or left out")
     yield from _at_least(1, {"checkpoint.keep": checkpoint.keep, "checkpoint.failures": checkpoint.failures})
 
 

@@ -26,7 +26,7 @@ def states_problems(config: Config) -> Iterator[Problem]:
             continue
         yield from _numbers(where, states)
         yield from _order(where, config, phase, states)
-        yield from _carried(where, config, states)
+        yield from _carried(where, config, phase, states)
 
 
 def carried_kinds(states: StatesConfig) -> list[StateKind]:
@@ -59,7 +59,7 @@ def _order(where: str, config: Config, phase: PhaseConfig, states: StatesConfig)
         yield Problem(f"{where}.chunks", f"leaves {lanes}, which micro_batch={phase.micro_batch} does not divide")
 
 
-def _carried(where: str, config: Config, states: StatesConfig) -> Iterator[Problem]:
+def _carried(where: str, config: Config, phase: PhaseConfig, states: StatesConfig) -> Iterator[Problem]:
     kinds = carried_kinds(states)
     if states.mode in NOISE and kinds != [StateKind.ssm]:
         yield Problem(f"{where}.carry", f"is {kinds}, but mode={states.mode} draws recurrent states: use [ssm]")
@@ -79,3 +79,7 @@ def _carried(where: str, config: Config, states: StatesConfig) -> Iterator[Probl
     if any(part.kind in kinds and None in part.shape for part in parts):
         cure = "give it a window, leave it out of layers, or use carry=[ssm, conv]"
         yield Problem(f"{where}.carry", f"has kv, and full attention keeps ever more keys: {cure}")
+    if StateKind.kv in kinds:
+        for letter, spec in {arch.letters[layer]: arch.specs[layer] for layer in chosen}.items():
+            for problem in spec.carry_problems(phase.seq_len):
+                yield Problem(f"model.layers.{letter}.{problem.key}", problem.message)

@@ -41,10 +41,21 @@ class Schedule(StrEnum):
 
 
 class Precision(StrEnum):
-    """What weights and activations are computed in; sums, norms and recurrent states stay in fp32."""
+    """What weights and activations are computed in; sums, norms and recurrent states stay in fp32.
+
+    Those with fp8 are bf16 but for the large projections, which multiply in FP8: scaled by the greatest value of the
+    last steps (delayed), by each tensor's own (current), or by that of each tile (block).
+    """
 
     fp32 = "fp32"
     bf16 = "bf16"
+    fp8_delayed = "fp8_delayed"
+    fp8_current = "fp8_current"
+    fp8_block = "fp8_block"
+
+
+FP8_MULTIPLES = {Precision.fp8_delayed: 16, Precision.fp8_current: 16, Precision.fp8_block: 128}
+"""The precisions that multiply in FP8, and of what the sides of such a product must be multiples."""
 
 
 class StateMode(StrEnum):

@@ -8,7 +8,8 @@ counted are the embedding, which is a lookup, and norms, activations, rotary pos
 far below 1% together.
 
 Memory is an estimate for one process with fused kernels: nothing of size seq_len x seq_len is kept, nothing is
-recomputed, and buffers of the allocator or the kernels are left out.
+recomputed, and buffers of the allocator or the kernels are left out. FP8 counts as bf16: what its products keep in one
+byte is not subtracted.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from collections import Counter
 from dataclasses import dataclass
 
 from hybridtron.config.architecture import architecture, parameter_table
-from hybridtron.config.schema import ModelConfig, Precision
+from hybridtron.config.choices import FP8_MULTIPLES, Precision
+from hybridtron.config.schema import ModelConfig
 
 BACKWARD_AND_FORWARD = 3
 
-STREAM_BYTES = {Precision.fp32: 4, Precision.bf16: 2}
+STREAM_BYTES = {Precision.fp32: 4, Precision.bf16: 2} | dict.fromkeys(FP8_MULTIPLES, 2)
 FP32_BYTES = 4
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from hybridtron.config.architecture import architecture
 from hybridtron.config.check_parallel import parallel_problems, uncuttable
+from hybridtron.config.check_precision import precision_problems
 from hybridtron.config.count import BACKWARD_AND_FORWARD, count
 from hybridtron.config.layer_use import is_recomputed, runs_again
 from hybridtron.config.layout import mixer_cost
@@ -159,6 +160,8 @@ def _fitting(config: Config, parallel: ParallelConfig, gpus: int, memory_bytes: 
         phases = [dataclasses.replace(phase, micro_batch=micro_batch) for phase in config.phases]
         tried = dataclasses.replace(config, parallel=parallel, phases=phases)
         if any(tried.lanes_of(phase) % micro_batch for phase in phases) or any(parallel_problems(tried, gpus)):
+            continue
+        if any(precision_problems(tried)):
             continue
         fitting = next((found for found in _recomputing(tried, gpus) if _needs(found) <= memory_bytes), None)
         if fitting is None:

@@ -162,6 +162,10 @@ class PrecisionConfig:
     """The precision of weights and activations."""
 
     name: Precision = Precision.fp32
+    emulate: bool = False  # FP8's rounding on any device, to try a recipe's numerics; not its speed
+    bf16_first: int = 0  # sub-layers at the start that stay in bf16 when the others multiply in FP8
+    bf16_last: int = 0  # and at the end
+    history: int = 1024  # of fp8_delayed: steps whose greatest values scale the next one
 
 
 @dataclass
@@ -173,6 +177,7 @@ class CheckpointConfig:
     keep: int = 2  # the newest
     keep_every: str | None = None  # for ever those of every so many steps, or tokens with a unit
     keep_best: bool = False  # the one with the lowest held-out loss
+    mirror: str | None = None  # s3://BUCKET/PREFIX, where finished checkpoints are copied to
     failures: int = 3  # checkpoints in a row that can't be written, after which training ends
 
 
@@ -181,7 +186,7 @@ class ClusterConfig:
     """The machine, as far as MFU and memory plans need it; null where that is unknown."""
 
     name: str = "local"
-    peak_tflops: float | None = None  # dense bf16, per device
+    peak_tflops: float | None = None  # dense bf16, per device; MFU is told by it in FP8 too
     memory_gb: float | None = None  # per device
 
 

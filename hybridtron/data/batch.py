@@ -5,8 +5,9 @@ B rows (lanes), L tokens a row. Everything that depends on the batch alone is co
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -25,10 +26,14 @@ class SeqInfo:
     documents_BL: index of each token's document within its row, counting up from 0; None where rows are one stream
     (`join`), and then nothing is cut. A state that is handed to a mixer belongs to the row's first document, and the
     state that comes back belongs to its last.
+    key: what the random choices of a training step are functions of, the same under every layout; None outside
+    training, where nothing is random.
     """
 
     positions_BL: Tensor
     documents_BL: Tensor | None = None
+    key: int | None = None
+    _spans: list[list[tuple[int, int]]] = field(default_factory=list, repr=False, compare=False)
     _rope: dict[tuple[int, float], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -43,10 +48,25 @@ class SeqInfo:
             self._rope[head_dim, base] = rope_table(self.positions_BL, head_dim, base)
         return self._rope[head_dim, base]
 
+    def number(self, purpose: str) -> int:
+        """A random number of 64 bits: a function of the key and of what it is for."""
+        return seed_of(self.key or 0, purpose)
+
+    def spans(self) -> list[list[tuple[int, int]]]:
+        """Of each row, where its documents begin and end; read from the device once per batch."""
+        if not self._spans:
+            rows, length = self.positions_BL.shape
+            begins: list[list[int]] = [[0] for _ in range(rows)]
+            if self.documents_BL is not None:
+                for row, token in self.starts_BL.nonzero().tolist():
+                    begins[row].append(token)
+            self._spans.extend(list(zip(row, [*row[1:], length], strict=True)) for row in begins)
+        return self._spans
+
     def map(self, change: Change) -> SeqInfo:
         """The same places, every tensor changed; what is computed from them is computed anew."""
         documents_BL = None if self.documents_BL is None else change(self.documents_BL)
-        return SeqInfo(change(self.positions_BL), documents_BL)
+        return SeqInfo(change(self.positions_BL), documents_BL, self.key)
 
     @staticmethod
     def stream(batch: int, length: int, start: int = 0, device: torch.device | str = "cpu") -> SeqInfo:
@@ -75,6 +95,10 @@ class Batch:
         tokens_BL, labels_BL, mask_BL = change(self.tokens_BL), change(self.labels_BL), change(self.mask_BL)
         return Batch(tokens_BL, labels_BL, mask_BL, self.seq.map(change), continues_B)
 
+    def keyed(self, key: int) -> Batch:
+        """The same batch in training, with what its random choices are functions of."""
+        return replace(self, seq=replace(self.seq, key=key))
+
     def to(self, device: torch.device) -> Batch:
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
@@ -97,3 +121,14 @@ class Batch:
         seq = self.seq.map(lambda t: t[:, here].contiguous())
         tokens_BL, labels_BL, mask_BL = (t[:, here] for t in (self.tokens_BL, self.labels_BL, self.mask_BL))
         return Batch(tokens_BL, labels_BL, mask_BL, seq, continues_B)
+
+
+def seed_of(seed: int, name: str) -> int:
+    """64 bits of a seed and of what they are for."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def step_key(seed: int, step: int, turn: int, first_row: int) -> int:
+    """The key of a micro-batch: its phase's seed, the step, which chunk of its lanes it is, its first row of all."""
+    return seed_of(seed, f"{step}/{turn}/{first_row}")

@@ -7,6 +7,7 @@ changes what is read, and a checkpoint needs nothing but the step, what was left
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
 from typing import Any, TypeVar
 
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 from hybridtron.config.schema import Config, Documents, Feed, Order
@@ -31,6 +33,7 @@ from hybridtron.device import copied_ahead
 
 Fingerprint = dict[str, str]
 Read = TypeVar("Read")
+STACKS = signal.SIGUSR2  # on which a worker process writes the stacks of its threads to stderr
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class Loader:
         return {
             "tokens": self.sources.described(),
             "tokenizer": self.sources.tokenizer_digest[:12],
+            "eos": str(self.sources.eos),
             "data.order": reading.order.value,
             "data.documents": reading.documents.value,
             "data.shuffle": str(reading.shuffle_tokens),
@@ -133,7 +137,8 @@ class Loader:
             prefetch_factor=self.ahead.steps,
             timeout=self.ahead.timeout,
             multiprocessing_context=_worker_context(),
-            worker_init_fn=_end_with_the_reader,
+            worker_init_fn=_begin,
+            generator=torch.Generator(),  # or each start takes a number from those of training
         )
         others = set(multiprocessing.active_children())
         iterator = _started(loader)
@@ -153,8 +158,9 @@ def _worker_context() -> BaseContext:
     return context
 
 
-def _end_with_the_reader(_: int) -> None:
+def _begin(_: int) -> None:
     """A worker must not outlive the process that it works for, which may be killed; torch looks only at the server."""
+    faulthandler.register(STACKS)
     reader = multiprocessing.parent_process()
     assert reader is not None
     threading.Thread(target=lambda: (reader.join(), os._exit(1)), daemon=True).start()

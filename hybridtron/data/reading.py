@@ -6,12 +6,12 @@ another, so that a state can be carried along (truncated backpropagation through
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Protocol
 
 from hybridtron.config.schema import Config, Documents, Order
 from hybridtron.config.units import parse_tokens
+from hybridtron.data.batch import seed_of
 from hybridtron.data.order.lanes import Lanes
 from hybridtron.data.order.mixture import Mixture
 from hybridtron.data.order.stream import DocumentStream, Windows
@@ -112,8 +112,3 @@ class WalkingLanes:
 def phase_seed(seed: int, phase_index: int) -> int:
     """64 bits from the run's seed and the phase, so that two phases on the same data read it in different orders."""
     return seed_of(seed, str(phase_index))
-
-
-def seed_of(seed: int, name: str) -> int:
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")

@@ -59,6 +59,11 @@ class Sources:
         return self.ingredients[0].folder.manifest.tokenizer
 
     @property
+    def eos(self) -> int:
+        """The token that ends each document."""
+        return self.ingredients[0].folder.manifest.eos
+
+    @property
     def dtype(self) -> np.dtype:
         """One that holds the tokens of all."""
         return np.result_type(*(np.dtype(one.folder.manifest.dtype) for one in self.ingredients))

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hybridtron.config.architecture import parameter_table
 from hybridtron.config.schema import Config
-from hybridtron.data.batch import Batch
+from hybridtron.data.batch import Batch, step_key
+from hybridtron.data.reading import phase_seed
 from hybridtron.device import DTYPES, compute_device
 from hybridtron.engine.guard import Guard
 from hybridtron.engine.optim import Optimizer
@@ -22,6 +23,7 @@ from hybridtron.engine.stored_states import state_blocks
 from hybridtron.model.init import initialise
 from hybridtron.parallel.blocks import weight_blocks, whole_piece, writes
 from hybridtron.parallel.cut import cut
+from hybridtron.parallel.fp8_statistics import statistics_blocks, statistics_of
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.whole import gathered
 
@@ -51,24 +53,41 @@ class Engine:
                     weight.data.copy_(cut(whole(name), stage.model.table[name], groups.tensor))
         self.wrapped = data_parallel(self.stages, config.parallel, self.dtype)
         self.optimizer = Optimizer(self.wrapped, config, groups, self.dtype)
+        modules = [(name, module) for stage in self.stages for name, module in stage.model.named_modules()]
+        self.statistics = statistics_of(modules, self.stages[0].model.place.tensor.products.fp8, self.device)
         self.guard = Guard(config.optim.spike)
         self._loss = torch.zeros(())  # of the step under way
         self.carrier: Carrier | None = None
+        self._seed, self._lanes = phase_seed(config.run.seed, 0), range(0)
         self.restarted_lanes: int | None = None  # in this phase so far; None where no state is carried
 
     def start_phase(self, index: int, lanes: range) -> None:
         """Rows start from states as the phase says; this process reads these lanes of it."""
         chunks, self.restarted_lanes = [stage.model.place.layers for stage in self.stages], None
+        self._seed, self._lanes = phase_seed(self.config.run.seed, index), lanes
         self.carrier = carrier_of(self.config, index, chunks, lanes, self.groups, self.device)
 
     def forward_backward(self, batches: Sequence[Batch], step: int = 0) -> StepLoss:
         """The loss of a step of the phase and its gradients; each rank brings its own lanes' micro-batches."""
         if self.carrier is not None:
             self.carrier.begin(step)
-        z_loss = self.config.optim.z_loss
-        loss = run_schedule(self.wrapped, batches, z_loss, self.groups.tensor, self.device, self.carrier)
+        z_loss, batches = self.config.optim.z_loss, self._keyed(batches, step)
+        with self.statistics.step():
+            loss = run_schedule(self.wrapped, batches, z_loss, self.groups.tensor, self.device, self.carrier)
         self._loss = loss.total
         return loss
+
+    def _keyed(self, batches: Sequence[Batch], step: int) -> list[Batch]:
+        """The micro-batches with their keys: functions of the seed, the phase, the step and the rows of all ranks.
+
+        A rank that was not told its lanes reads the run of rows that its place among the data-parallel ranks gives it.
+        """
+        rows = len(batches[0].tokens_BL)
+        own = len(self._lanes) or rows * len(batches)
+        first = self._lanes.start or self.groups.data_rank * own
+        places = (divmod(number * rows, own) for number in range(len(batches)))
+        keys = [step_key(self._seed, step, turn, first + row) for turn, row in places]
+        return [batch.keyed(key) for batch, key in zip(batches, keys, strict=True)]
 
     def break_off(self) -> None:
         """What is read next does not go on where the last accepted step ended."""
@@ -76,13 +95,17 @@ class Engine:
             self.carrier.break_off()
 
     def step(self, lr: float) -> tuple[float, bool]:
-        """Update the weights, and take over the states that the rows ended in; a refused step changes neither."""
+        """Update the weights, and take over the states that the rows ended in, and FP8's greatest values.
+
+        A refused step changes nothing of these.
+        """
         if self.carrier is not None:
             self.carrier.inspect()
         grad_norm = self.optimizer.grad_norm()
         # now, when the device has been waited for and has nothing else to do
         restarts = (0, 0) if self.carrier is None else self.carrier.read()
         accepted = self.optimizer.take(lr, grad_norm, self.guard.accepts(grad_norm, self._loss.item()))
+        self.statistics.settle(accepted)
         if self.carrier is not None:
             if accepted:
                 self.carrier.commit()
@@ -92,7 +115,8 @@ class Engine:
     @torch.no_grad()
     def loss(self, batches: Sequence[Batch]) -> StepLoss:
         """The loss alone, without the z-loss, every row from zero."""
-        return run_schedule(self.wrapped, batches, 0.0, self.groups.tensor, self.device, forward_only=True)
+        with self.statistics.evaluation():
+            return run_schedule(self.wrapped, batches, 0.0, self.groups.tensor, self.device, forward_only=True)
 
     def compile(self) -> None:
         """Let torch.compile fuse what lies between the matrix products and the sequence ops."""
@@ -102,7 +126,7 @@ class Engine:
     def blocks(self) -> dict[str, list[Any]]:
         """What this process holds of all that training depends on, as views with their places in the whole tensors.
 
-        Under `model`, `optimizer` and `states`: what a checkpoint is written from, and read into.
+        Under `model`, `optimizer`, `fp8` and `states`: what a checkpoint is written from, and read into.
         """
         groups, weights = self.groups, []
         for name, weight in ((n, w) for stage in self.stages for n, w in stage.model.named_parameters()):
@@ -111,7 +135,9 @@ class Engine:
             main = not marked.shared and writes(name, groups, copied_over_tensor=whole, copied_over_data=True)
             weights += weight_blocks(name, [whole_piece(weight.data)], parameter, groups.tensor, main)
         states = [] if self.carrier is None else state_blocks(self.carrier, groups)
-        return {"model": weights, "optimizer": self.optimizer.blocks(), "states": states}
+        everywhere = partial(writes, groups=groups, copied_over_tensor=True, copied_over_data=True)
+        fp8 = statistics_blocks(self.statistics, everywhere)
+        return {"model": weights, "optimizer": self.optimizer.blocks(), "fp8": fp8, "states": states}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight, whole, on the first process; all processes walk through this together."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,12 +15,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from hybridtron.config.architecture import fp8_layers
+from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.layout import chunks_on, stages_of
 from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.data.batch import Batch
 from hybridtron.engine.through_time import Ended, ThroughTime
 from hybridtron.model.lm import LanguageModel, ModelOut, Place
 from hybridtron.model.stack import States
+from hybridtron.parallel.fp8 import Fp8
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.linear import TensorGroup
 from hybridtron.parallel.mcore import data_parallel_config, schedule_config
@@ -85,13 +89,30 @@ def build_stages(config: Config, groups: Groups, dtype: torch.dtype, device: tor
     layers = stages_of(config)
     virtual = config.parallel.virtual_pipeline
     megatron = schedule_config(config.model.width, dtype, config.parallel)
+    tensor = replace(groups.tensor, products=replace(groups.tensor.products, fp8=fp8_of(config)))
     stages = []
     for stage, chunk in enumerate(chunks_on(config.parallel, groups.pipeline_rank)):
-        place = Place(layers[chunk], chunk == 0, chunk == len(layers) - 1, groups.tensor)
+        place = Place(layers[chunk], chunk == 0, chunk == len(layers) - 1, tensor)
         with device:
             model = LanguageModel(config.model, place, config.parallel.recompute)
         stages.append(Stage(model.cast(dtype), megatron, stage if virtual > 1 else None))
     return stages
+
+
+def fp8_of(config: Config) -> Fp8 | None:
+    """How the large projections of this run multiply in FP8, if they do."""
+    precision = config.precision
+    if precision.name not in FP8_MULTIPLES:
+        return None
+    # tensor- and data-parallel ranks see parts of the same weights and of the same step
+    shared: Any = parallel_state.get_amax_reduction_group(with_context_parallel=True)
+    return Fp8(
+        precision.name,
+        fp8_layers(config),
+        precision.history,
+        precision.emulate,
+        shared if dist.get_world_size(shared) > 1 else None,
+    )
 
 
 def data_parallel(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 from torch import Tensor, nn
 
@@ -11,17 +13,19 @@ from hybridtron.ops.attention import Memory, attention, remember
 from hybridtron.ops.conv1d import causal_conv
 from hybridtron.ops.norm_rope import apply_rope
 from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_parallel
-from hybridtron.specs.attention import AttentionSpec
+from hybridtron.specs.attention import AttentionSpec, HeadsSpec
 from hybridtron.specs.base import ModelSizes
 
 
-class Attention(Mixer):
-    """State: rotated `keys` and `values` of the tokens that later ones may see (B, M, G, K), of which the last
-    `length` (B,) are real; and `q_conv`, `kv_conv` (B, W - 1, channels) where a short convolution is used."""
+class Heads(Mixer):
+    """Projections, short convolutions and positions around what a subclass does with queries, keys and values.
 
-    def __init__(self, spec: AttentionSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
+    State: `q_conv`, `kv_conv` (B, W - 1, channels) where a short convolution is used, and what the subclass carries.
+    """
+
+    def __init__(self, spec: HeadsSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()
-        self.spec, self.tensor = spec, tensor
+        self.heads, self.tensor = spec, tensor
         self.head_dim, self.rotary_dim = spec.head(sizes), spec.rotary(sizes)
         queries, keys = spec.channels(sizes)
         whole_kv = spec.parameters(sizes)["kv.weight"].cut_axis(tensor.size) is None
@@ -39,19 +43,47 @@ class Attention(Mixer):
         before, new = state or {}, State()
         x_LBD = enter(x_LBD, self.tensor)
         q_BLC, kv_BLC = self.q(x_LBD).transpose(0, 1), self.kv(x_LBD).transpose(0, 1)
-        if self.spec.conv:
+        if self.heads.conv:
             tails = before.get("q_conv"), before.get("kv_conv")
-            silu, documents = self.spec.conv_silu, seq.documents_BL
+            silu, documents = self.heads.conv_silu, seq.documents_BL
             q_BLC, new["q_conv"] = causal_conv(q_BLC, self.q_conv, self.q_conv_bias, tails[0], documents, silu)
             kv_BLC, new["kv_conv"] = causal_conv(kv_BLC, self.kv_conv, self.kv_conv_bias, tails[1], documents, silu)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q_BLC, *kv_BLC.chunk(2, dim=-1)))
         if self.kv_heads is not None:
             k, v = k[:, :, self.kv_heads], v[:, :, self.kv_heads]
-        if self.spec.rope_base is not None:
-            cos, sin = seq.rope(self.rotary_dim, self.spec.rope_base)
+        if self.heads.rope_base is not None:
+            cos, sin = seq.rope(self.rotary_dim, self.heads.rope_base)
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        memory = Memory(before["keys"], before["values"], before["length"]) if "keys" in before else None
-        y_BLHK = attention(q, k, v, self.spec.window, seq.documents_BL, memory)
-        keep = None if self.spec.window is None else self.spec.window - 1
-        new["keys"], new["values"], new["length"] = remember(memory, k, v, seq.documents_BL, keep)
-        return Out(self.out(y_BLHK.flatten(2).transpose(0, 1)), new, {})
+        y_BLHK, kept = self.attend(q, k, v, before, seq)
+        return Out(self.out(y_BLHK.flatten(2).transpose(0, 1)), {**new, **kept}, {})
+
+    @abstractmethod
+    def attend(
+        self, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, before: State, seq: SeqInfo
+    ) -> tuple[Tensor, State]:
+        """The heads' outputs, and what is carried; queries and keys are rotated, and of this rank's heads."""
+
+
+class Attention(Heads):
+    """State: rotated `keys` and `values` of the tokens that later ones may see (B, M, G, K), of which the last
+    `length` (B,) are real."""
+
+    def __init__(self, spec: AttentionSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
+        super().__init__(spec, sizes, tensor)
+        self.window = spec.window
+
+    def attend(
+        self, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, before: State, seq: SeqInfo
+    ) -> tuple[Tensor, State]:
+        return attend_within(self.window, q_BLHK, k_BLGK, v_BLGK, before, seq)
+
+
+def attend_within(
+    window: int | None, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, before: State, seq: SeqInfo
+) -> tuple[Tensor, State]:
+    """Attention in a window or without one, and the keys and values that are kept for it."""
+    memory = Memory(before["keys"], before["values"], before["length"]) if "keys" in before else None
+    y_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, window, seq.documents_BL, memory)
+    keep = None if window is None else window - 1
+    kept = remember(memory, k_BLGK, v_BLGK, seq.documents_BL, keep)
+    return y_BLHK, {"keys": kept.keys_BMGK, "values": kept.values_BMGK, "length": kept.length_B}

@@ -33,7 +33,7 @@ class Mamba(Mixer):
         self.conv_weight = nn.Parameter(torch.empty(own, spec.conv))
         self.conv_bias = nn.Parameter(torch.empty(own))
         self.x_proj = row_parallel_inside(inner, self.rank + 2 * self.state, tensor)
-        self.dt_proj = column_parallel(self.rank, inner, tensor)
+        self.dt_proj = column_parallel(self.rank, inner, tensor.without_fp8())
         self.dt_bias = nn.Parameter(torch.empty(own))
         self.A_log = nn.Parameter(torch.empty(own, self.state))
         self.D = nn.Parameter(torch.empty(own))

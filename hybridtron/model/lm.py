@@ -56,7 +56,7 @@ class LanguageModel(nn.Module):
         if place.last:
             self.norm = RMSNorm(config.width, config.norm_eps)
             if not self.tied:
-                self.head = column_parallel(config.width, config.vocab_size, tensor)
+                self.head = column_parallel(config.width, config.vocab_size, tensor.without_fp8())
         whole_table = parameter_table(config)
         self.table = {name: whole_table[name] for name, _ in self.named_parameters()}
 

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hybridtron.config.layout import Launch, launched
 from hybridtron.config.schema import ParallelConfig
 from hybridtron.device import compute_device, megatron_context
-from hybridtron.parallel.linear import TensorGroup
+from hybridtron.parallel.linear import Products, TensorGroup
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ def start(
         )
     group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()  # type: ignore[assignment]
     sequence = parallel.sequence and parallel.tensor > 1
-    tensor = TensorGroup(parallel.tensor, group.rank(), sequence, group, parallel.transformer_engine)
+    products = Products(parallel.transformer_engine)
+    tensor = TensorGroup(parallel.tensor, group.rank(), sequence, group, products)
     return Groups(
         tensor=tensor,
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),

@@ -12,7 +12,7 @@ them out again. On one rank all of this is plain matrix products. Weights are le
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -20,12 +20,22 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
 )
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hybridtron.parallel.fp8 import Fp8, Fp8Linear
 from hybridtron.parallel.mcore import layer_config
 from hybridtron.parallel.transformer_engine import local_linear, summed_linear
+
+
+@dataclass(frozen=True)
+class Products:
+    """Whose matrix products projections are; with `fp8` the large ones, which the parameter table marks, are its."""
+
+    transformer_engine: bool = False
+    fp8: Fp8 | None = None
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,7 @@ class TensorGroup:
     rank: int = 0
     sequence: bool = False
     group: torch.distributed.ProcessGroup | None = None
-    transformer_engine: bool = False
+    products: Products = Products()
 
     def share(self, total: int) -> int:
         """This rank's part of so many channels or heads."""
@@ -56,7 +66,16 @@ class TensorGroup:
 
     def whole(self) -> TensorGroup:
         """For a weight that each of these ranks holds whole."""
-        return TensorGroup(transformer_engine=self.transformer_engine)
+        return TensorGroup(products=self.products)
+
+    def without_fp8(self) -> TensorGroup:
+        """For projections that stay in the stream's precision."""
+        return self if self.products.fp8 is None else replace(self, products=replace(self.products, fp8=None))
+
+    def of_layer(self, index: int) -> TensorGroup:
+        """For a sub-layer of the model, which may be one of those that stay in bf16."""
+        fp8 = self.products.fp8
+        return self if fp8 is None or index in fp8.layers else self.without_fp8()
 
 
 ALONE = TensorGroup()
@@ -111,17 +130,39 @@ class RowParallel(RowParallelLinear):
         return super().forward(x)[0]
 
 
+class SummedFp8(Fp8Linear):
+    """One rank's share of the inputs in emulated FP8; the ranks' outputs are summed as in `RowParallel`."""
+
+    def __init__(self, in_features: int, out_features: int, fp8: Fp8, tensor: TensorGroup) -> None:
+        super().__init__(tensor.share(in_features), out_features, fp8)
+        self.tensor = tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.tensor.size == 1:
+            return y
+        if self.tensor.sequence:
+            return reduce_scatter_to_sequence_parallel_region(y, group=self.tensor.group)
+        return reduce_from_tensor_model_parallel_region(y, group=self.tensor.group)
+
+
 def column_parallel(in_features: int, out_features: int, tensor: TensorGroup) -> nn.Module:
     """Each rank makes its own share of the outputs."""
-    if tensor.transformer_engine:
-        return local_linear(in_features, tensor.share(out_features))
+    products = tensor.products
+    if products.fp8 is not None and products.fp8.emulate:
+        return Fp8Linear(in_features, tensor.share(out_features), products.fp8)
+    if products.fp8 is not None or products.transformer_engine:
+        return local_linear(in_features, tensor.share(out_features), products.fp8)
     return Linear(in_features, out_features) if tensor.size == 1 else ColumnParallel(in_features, out_features, tensor)
 
 
 def row_parallel(in_features: int, out_features: int, tensor: TensorGroup) -> nn.Module:
     """Each rank holds its own share of the inputs; the outputs are summed and go back into the stream."""
-    if tensor.transformer_engine:
-        return summed_linear(tensor.share(in_features), out_features, tensor.group, tensor.sequence)
+    products = tensor.products
+    if products.fp8 is not None and products.fp8.emulate:
+        return SummedFp8(in_features, out_features, products.fp8, tensor)
+    if products.fp8 is not None or products.transformer_engine:
+        return summed_linear(tensor.share(in_features), out_features, tensor.group, tensor.sequence, products.fp8)
     if tensor.size == 1:
         return Linear(in_features, out_features)
     return RowParallel(in_features, out_features, tensor, tensor.sequence)
@@ -130,9 +171,10 @@ def row_parallel(in_features: int, out_features: int, tensor: TensorGroup) -> nn
 def row_parallel_inside(in_features: int, out_features: int, tensor: TensorGroup) -> nn.Module:
     """As `row_parallel`, for use between `enter` and the way back: every rank gets all outputs of all tokens.
 
-    What follows uses them for its own channels only, so their gradients are partial until `sum_gradients`.
+    What follows uses them for its own channels only, so their gradients are partial until `sum_gradients`. It is never
+    one of the large projections, which multiply in FP8.
     """
-    if tensor.transformer_engine:
+    if tensor.products.transformer_engine:
         return summed_linear(tensor.share(in_features), out_features, tensor.group, sequence=False)
     if tensor.size == 1:
         return Linear(in_features, out_features)

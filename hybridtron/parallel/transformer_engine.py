@@ -1,12 +1,25 @@
-"""Transformer Engine's linear layers in the place of megatron-core's, for a run that asks for them.
+"""Transformer Engine's linear layers in the place of megatron-core's, for a run that asks for them, and its FP8.
 
-Each rank's product is Transformer Engine's; what happens between ranks stays as in `linear.py`. Tested against a
-stand-in for the package only: not yet run with the real one, which needs a GPU.
+Each rank's product is Transformer Engine's; what happens between ranks stays as in `linear.py`. A projection that
+multiplies in FP8 enters the region for it by itself, as it may run again in the backward pass (`parallel.recompute`),
+when no region around the forward pass is open any more. Its sides are e4m3 and e5m2 (fp8_block: e4m3), as in `fp8.py`.
+
+Delayed scaling moves its histories on whenever an outermost region ends. So that this happens once a step, over however
+many micro-batches and chunks, one is held open around the whole step; what a projection finds there is inside of it. A
+refused step, or an evaluation, is undone: the statistics are copied before and put back. A checkpoint has them in
+the places that `fp8_statistics.py` names, so that an emulated run can be continued by a real one.
+
+Tested against a stand-in for the package only, as the real one needs a GPU. What the stand-in can't tell: whether a
+projection's maxima of a step are the greatest over its micro-batches or those of the last one, and that gradients'
+histories move on with the backward pass of the first micro-batch, not with the last.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,18 +29,32 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
-from hybridtron.device import optional_package
+from hybridtron.config.choices import FP8_MULTIPLES, Precision
+from hybridtron.device import fp8_device_fault, optional_package
+from hybridtron.parallel.fp8 import Fp8, Part, Role
+
+RECIPE_PACKAGE = "transformer_engine.common.recipe"
+RECIPES = {
+    Precision.fp8_delayed: "DelayedScaling",
+    Precision.fp8_current: "Float8CurrentScaling",
+    Precision.fp8_block: "Float8BlockScaling",
+}
+FORWARD, BACKWARD = "scaling_fwd", "scaling_bwd"  # the package's names; x and W are columns 0 and 1, dy is column 0
 
 
-def local_linear(in_features: int, out_features: int) -> nn.Module:
+class InFp8:
+    """Marks the layers that multiply in FP8."""
+
+
+def local_linear(in_features: int, out_features: int, fp8: Fp8 | None = None) -> nn.Module:
     """One rank's product, without a bias, uninitialised as all our layers."""
-    return _linear()(in_features, out_features, bias=False, params_dtype=torch.get_default_dtype())
+    return _class(fp8)(in_features, out_features, bias=False, params_dtype=torch.get_default_dtype())
 
 
-def summed_linear(in_features: int, out_features: int, group: Any, sequence: bool) -> nn.Module:
+def summed_linear(in_features: int, out_features: int, group: Any, sequence: bool, fp8: Fp8 | None = None) -> nn.Module:
     """One rank's product, summed over the ranks of a group, and scattered by tokens if `sequence`."""
 
-    base: Any = _linear()
+    base: Any = _class(fp8)
 
     class Summed(base):
         def forward(self, x: Tensor) -> Tensor:
@@ -39,9 +66,115 @@ def summed_linear(in_features: int, out_features: int, group: Any, sequence: boo
     return Summed(in_features, out_features, bias=False, params_dtype=torch.get_default_dtype())
 
 
-@functools.cache
-def _linear() -> Any:
+def region(fp8: Fp8) -> AbstractContextManager[Any]:
+    """Inside of it the package's layers multiply in FP8, by whichever name this version has for it."""
+    package = _package()
+    if hasattr(package, "autocast"):
+        enter, recipe, group = package.autocast, "recipe", "amax_reduction_group"
+    else:
+        enter, recipe, group = package.fp8_autocast, "fp8_recipe", "fp8_group"
+    known = inspect.signature(enter).parameters
+    assert recipe in known, f"transformer_engine's {enter.__name__} takes {list(known)}"
+    assert group in known, f"transformer_engine's {enter.__name__} takes {list(known)}"
+    return enter(enabled=True, **{recipe: _recipe(fp8), group: fp8.group})
+
+
+def fp8_fault(recipe: Precision) -> str | None:
+    """Why this process can't multiply in FP8; None where it can."""
+    package, recipes = optional_package("transformer_engine.pytorch"), optional_package(RECIPE_PACKAGE)
+    if package.module is None or recipes.module is None:
+        return f"transformer_engine is {package.reason if package.module is None else recipes.reason}"
+    if not hasattr(recipes.module, RECIPES[recipe]):
+        return f"the transformer_engine that is installed has no {RECIPES[recipe]}; 2.3 and newer have it"
+    return fp8_device_fault()
+
+
+class Statistics:
+    """Those of delayed scaling, which the package keeps in its layers; see `fp8_statistics.py` for what is asked."""
+
+    def __init__(self, modules: Iterable[tuple[str, Any]], fp8: Fp8) -> None:
+        self.fp8 = fp8
+        self.layers: dict[str, Any] = {
+            f"{name}.weight": module for name, module in modules if isinstance(module, InFp8)
+        }
+        self._before: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        self._before = self._copies()
+        with region(self.fp8):
+            yield
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        before = self._copies()
+        yield
+        self._put_back(before)
+
+    def settle(self, accepted: bool) -> None:
+        if not accepted:
+            self._put_back(self._before)
+
+    def parts(self) -> Iterator[Part]:
+        for name, layer in self.layers.items():
+            if FORWARD not in layer.fp8_meta:
+                with region(self.fp8):
+                    layer.init_fp8_metadata()
+            for kind, first, count in ((FORWARD, Role.x, 2), (BACKWARD, Role.dy, 1)):
+                kept, roles = layer.fp8_meta[kind], len(Role)
+                history_RH = kept.amax_history[:, :count].T
+                yield Part(f"fp8_history.{name}", (roles, history_RH.shape[1]), (first, 0), history_RH)
+                yield Part(f"fp8_scale.{name}", (roles,), (first,), kept.scale[:count])
+
+    def _kept(self) -> Iterator[tuple[tuple[str, str], Any]]:
+        for name, layer in self.layers.items():
+            for kind in (FORWARD, BACKWARD):
+                if kind in layer.fp8_meta:  # from the first forward pass on
+                    yield (name, kind), layer.fp8_meta[kind]
+
+    def _copies(self) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
+        return {place: (kept.amax_history.clone(), kept.scale.clone()) for place, kept in self._kept()}
+
+    def _put_back(self, copies: dict[tuple[str, str], tuple[Tensor, Tensor]]) -> None:
+        for place, kept in self._kept():
+            if place in copies:
+                history, scale = copies[place]
+                kept.amax_history.copy_(history)
+                kept.scale.copy_(scale)
+            else:
+                kept.amax_history.zero_()
+                kept.scale.fill_(1.0)
+
+
+def _class(fp8: Fp8 | None) -> Any:
+    """The package's layer, or one that enters FP8's region around its product."""
+    base: Any = _package().Linear
+    if fp8 is None:
+        return base
+
+    class Linear(InFp8, base):
+        def forward(self, x: Tensor) -> Tensor:
+            tokens = x.numel() // x.shape[-1]
+            if tokens % FP8_MULTIPLES[fp8.recipe] and not torch.is_grad_enabled():
+                return super().forward(x)  # text that is generated token by token
+            with region(fp8):
+                return super().forward(x)
+
+    return Linear
+
+
+def _package() -> Any:
     package = optional_package("transformer_engine.pytorch")
     if package.module is None:
-        raise RuntimeError(f"parallel.transformer_engine=true needs transformer_engine, which is {package.reason}")
-    return package.module.Linear
+        raise RuntimeError(f"transformer_engine is asked for, but it is {package.reason}")
+    return package.module
+
+
+@functools.cache
+def _recipe(fp8: Fp8) -> Any:
+    """One object for a run: the package tells recipes apart."""
+    recipes = optional_package(RECIPE_PACKAGE)
+    if recipes.module is None:
+        raise RuntimeError(f"{RECIPE_PACKAGE} is asked for, but it is {recipes.reason}")
+    options = {"amax_history_len": fp8.history, "amax_compute_algo": "max"} if fp8.delayed else {}
+    return getattr(recipes.module, RECIPES[fp8.recipe])(**options)

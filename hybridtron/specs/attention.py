@@ -32,15 +32,17 @@ def visible_tokens(seq_len: int, window: int | None) -> float:
 
 
 @dataclass(frozen=True)
-class AttentionSpec(MixerSpec):
-    """Options of an attention mixer; without `kv_heads` they are `heads`, without `head_dim` it is width / heads."""
+class HeadsSpec(MixerSpec):
+    """What mixers with queries, keys and values share: their heads, projections, convolutions and positions.
 
-    kind: ClassVar[str] = "attention"
+    Without `kv_heads` they are `heads`, without `head_dim` it is width / heads.
+    """
+
+    width_option: ClassVar[str] = "heads"
 
     heads: int = 1
     kv_heads: int | None = None
     head_dim: int | None = None
-    window: int | None = None
     rope_base: float | None = 10000.0
     rotary_dim: int | None = None
     conv: int | None = None
@@ -64,7 +66,7 @@ class AttentionSpec(MixerSpec):
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         queries, keys = self.channels(model)
         # Queries and keys/values are two weights, because few key/value heads are held whole by every rank.
-        head = Parameter((queries, model.width), Uniform(model.width**-0.5), split=0, unit=self.head(model))
+        head = Parameter((queries, model.width), Uniform(model.width**-0.5), split=0, unit=self.head(model), fp8=True)
         pair = (("k", keys), ("v", keys))
         heads_kv = replace(head, shape=(2 * keys, model.width), parts=pair, copies=True, partial=True)
         table = {
@@ -75,18 +77,18 @@ class AttentionSpec(MixerSpec):
         if self.conv:
             short = {"q_conv": (head, queries), "kv_conv": (heads_kv, 2 * keys)}
             for name, (projection, channels) in short.items():
-                taps = replace(projection, shape=(channels, self.conv), init=Uniform(self.conv**-0.5))
+                taps = replace(projection, shape=(channels, self.conv), init=Uniform(self.conv**-0.5), fp8=False)
                 table[name] = taps
                 if self.conv_bias:
                     table[f"{name}_bias"] = replace(taps, shape=(channels,), decay=False)
         return table
 
-    def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
+    def projection_flops(self, model: ModelSizes) -> dict[str, float]:
+        """FLOPs per token around the attention itself."""
         queries, keys = self.channels(model)
         return {
             "projections": 2 * model.width * (2 * queries + 2 * keys),
             "conv": 2 * (self.conv or 0) * (queries + 2 * keys),
-            "attention": 4 * queries * visible_tokens(seq_len, self.window),
         }
 
     def activation_values(self, model: ModelSizes) -> int:
@@ -94,10 +96,10 @@ class AttentionSpec(MixerSpec):
         # q, k, v (once more where a convolution stands between), the attention's output, one log-sum-exp a head
         return (queries + 2 * keys) * (2 if self.conv else 1) + queries + self.heads
 
-    def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
+    def carried_heads(self, model: ModelSizes, tokens: int | None) -> dict[str, StatePart]:
+        """Keys and values of so many tokens, how many tokens there are, and the tails of the convolutions."""
         queries, keys = self.channels(model)
-        kept = None if self.window is None else self.window - 1
-        heads = (kept, self.groups(), self.head(model))
+        heads = (tokens, self.groups(), self.head(model))
         parts = {
             "keys": StatePart("kv", heads, users=self.heads, split=1),
             "values": StatePart("kv", heads, users=self.heads, split=1),
@@ -137,16 +139,6 @@ class AttentionSpec(MixerSpec):
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
             divisors = [g for g in range(1, self.heads + 1) if self.heads % g == 0]
             found.append(Problem("kv_heads", f"is {self.kv_heads}, must divide heads={self.heads}: one of {divisors}"))
-        if self.window is not None and self.window < 2:
-            found.append(Problem("window", f"is {self.window}, must be at least 2 (leave it out for full attention)"))
-        elif self.window is not None and self.window > max_seq_len:
-            found.append(
-                Problem(
-                    "window",
-                    f"is {self.window}, larger than the longest sequence of any phase ({max_seq_len}): "
-                    f"leave it out for full attention, or use at most {max_seq_len}",
-                )
-            )
         if self.rope_base is not None and self.rope_base <= 1:
             found.append(Problem("rope_base", f"is {self.rope_base}, must be above 1 (null for no positions)"))
         if self.conv is not None and self.conv < 2:
@@ -164,3 +156,33 @@ class AttentionSpec(MixerSpec):
         if self.rotary_dim % 2 == 0 and 2 <= self.rotary_dim <= head:
             return []
         return [Problem("rotary_dim", f"is {self.rotary_dim}, must be even, and from 2 to the head's {head} channels")]
+
+
+@dataclass(frozen=True)
+class AttentionSpec(HeadsSpec):
+    """Options of an attention mixer; without a `window` a token sees all before it."""
+
+    kind: ClassVar[str] = "attention"
+
+    window: int | None = None
+
+    def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
+        seen = visible_tokens(seq_len, self.window)
+        return {**self.projection_flops(model), "attention": 4 * self.channels(model)[0] * seen}
+
+    def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
+        return self.carried_heads(model, None if self.window is None else self.window - 1)
+
+    def problems(self, model: ModelSizes, max_seq_len: int) -> list[Problem]:
+        found = super().problems(model, max_seq_len)
+        if self.window is not None and self.window < 2:
+            found.append(Problem("window", f"is {self.window}, must be at least 2 (leave it out for full attention)"))
+        elif self.window is not None and self.window > max_seq_len:
+            found.append(
+                Problem(
+                    "window",
+                    f"is {self.window}, larger than the longest sequence of any phase ({max_seq_len}): "
+                    f"leave it out for full attention, or use at most {max_seq_len}",
+                )
+            )
+        return found

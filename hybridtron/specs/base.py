@@ -94,7 +94,8 @@ class Parameter(Cut):
 
     `parts` names the pieces of a fused projection along axis 0, as (name, rows); a checkpoint stores each piece
     under its own name, and a layout cuts each piece for itself. `partial` says that a whole weight gets only a part of
-    its gradient on each rank, because it works on a rank's share of the channels: the parts are summed.
+    its gradient on each rank, because it works on a rank's share of the channels: the parts are summed. `fp8` marks
+    the large projections, which multiply in FP8 where the run's precision is one of FP8's.
     """
 
     shape: tuple[int, ...]
@@ -103,6 +104,7 @@ class Parameter(Cut):
     fp32: bool = False
     parts: tuple[tuple[str, int], ...] = ()
     partial: bool = False
+    fp8: bool = False
 
     @property
     def pieces(self) -> tuple[int, ...]:
@@ -114,18 +116,25 @@ class Parameter(Cut):
     def size(self) -> int:
         return math.prod(self.shape)
 
+    def share_shape(self, ranks: int) -> tuple[int, ...]:
+        """What each of so many tensor-parallel ranks holds."""
+        axis = self.cut_axis(ranks)
+        return tuple(size // ranks if i == axis else size for i, size in enumerate(self.shape))
 
-def linear(out_features: int, in_features: int, parts: tuple[tuple[str, int], ...] = (), split: int = 0) -> Parameter:
+
+def linear(
+    out_features: int, in_features: int, parts: tuple[tuple[str, int], ...] = (), split: int = 0, fp8: bool = True
+) -> Parameter:
     """Weight of a linear layer, Kaiming-uniform with a = sqrt 5, which is U(+-1/sqrt(in_features)).
 
     It is cut by its outputs (column-parallel) unless `split` says by its inputs (row-parallel).
     """
-    return Parameter((out_features, in_features), Uniform(in_features**-0.5), parts=parts, split=split)
+    return Parameter((out_features, in_features), Uniform(in_features**-0.5), parts=parts, split=split, fp8=fp8)
 
 
 def output_linear(out_features: int, in_features: int, num_sublayers: int) -> Parameter:
     """The last projection of a residual sub-layer, divided by sqrt(number of sub-layers in the model)."""
-    return Parameter((out_features, in_features), Uniform((in_features * num_sublayers) ** -0.5), split=1)
+    return Parameter((out_features, in_features), Uniform((in_features * num_sublayers) ** -0.5), split=1, fp8=True)
 
 
 @dataclass(frozen=True)
@@ -158,10 +167,11 @@ class StatePart(Cut):
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What a mixer may know of the model around it."""
+    """What a mixer may know of the model around it, and of its place there."""
 
     width: int
     num_sublayers: int
+    layer: int = 0
 
 
 @dataclass(frozen=True)
@@ -180,6 +190,7 @@ class MixerSpec(ABC):
     """The options of one letter of the pattern. Subclasses add their options as fields."""
 
     kind: ClassVar[str]
+    width_option: ClassVar[str | None] = None  # what sets the widths of the projections beside the model's, if anything
 
     @abstractmethod
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
@@ -199,6 +210,10 @@ class MixerSpec(ABC):
 
     def problems(self, model: ModelSizes, max_seq_len: int) -> list[Problem]:
         """What is wrong with these options; keys are option names."""
+        return []
+
+    def carry_problems(self, seq_len: int) -> list[Problem]:
+        """What keeps rows of this length from going on where the row before them ended; keys are option names."""
         return []
 
     def layout_problems(self, model: ModelSizes, tensor: int) -> list[Problem]:

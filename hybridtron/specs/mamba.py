@@ -30,6 +30,7 @@ class MambaSpec(MixerSpec):
     """Options of a Mamba-1 mixer. `state` is the size n; `dt_rank` None means width / 16, rounded up."""
 
     kind: ClassVar[str] = "mamba"
+    width_option: ClassVar[str] = "expand"
 
     state: int = 16
     expand: int = 2
@@ -50,8 +51,10 @@ class MambaSpec(MixerSpec):
             "in_proj.weight": linear(2 * inner, width, parts=(("x", inner), ("z", inner))),
             "conv_weight": Parameter((inner, self.conv), Uniform(self.conv**-0.5), split=0),
             "conv_bias": Parameter((inner,), Uniform(self.conv**-0.5), decay=False, split=0),
-            "x_proj.weight": linear(rank + 2 * state, inner, parts=(("dt", rank), ("B", state), ("C", state)), split=1),
-            "dt_proj.weight": linear(inner, rank),
+            "x_proj.weight": linear(
+                rank + 2 * state, inner, parts=(("dt", rank), ("B", state), ("C", state)), split=1, fp8=False
+            ),
+            "dt_proj.weight": linear(inner, rank, fp8=False),
             "dt_bias": Parameter((inner,), InverseSoftplus(self.dt_min, self.dt_max), decay=False, fp32=True, split=0),
             "A_log": Parameter((inner, state), LogRange(), decay=False, fp32=True, split=0),
             "D": Parameter((inner,), Constant(1.0), decay=False, fp32=True, split=0),

@@ -43,6 +43,7 @@ class Mamba2Spec(MixerSpec):
     """
 
     kind: ClassVar[str] = "mamba2"
+    width_option: ClassVar[str] = "head_dim"
 
     state: int = 128
     head_dim: int = 64
@@ -73,8 +74,8 @@ class Mamba2Spec(MixerSpec):
             "bc_proj.weight": bc,
             "x_conv_weight": Parameter((inner, self.conv), taps, split=0),
             "x_conv_bias": Parameter((inner,), taps, decay=False, split=0),
-            "bc_conv_weight": replace(bc, shape=(2 * both, self.conv), init=taps),
-            "bc_conv_bias": replace(bc, shape=(2 * both,), init=taps, decay=False),
+            "bc_conv_weight": replace(bc, shape=(2 * both, self.conv), init=taps, fp8=False),
+            "bc_conv_bias": replace(bc, shape=(2 * both,), init=taps, decay=False, fp8=False),
             "dt_bias": replace(per_head, init=InverseSoftplus(self.dt_min, self.dt_max)),
             "A_log": replace(per_head, init=LogUniform(self.a_min, self.a_max)),
             "D": per_head,

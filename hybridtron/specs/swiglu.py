@@ -13,6 +13,7 @@ class SwiGLUSpec(MixerSpec):
     """Options of a gated MLP: `hidden` is the width between its projections."""
 
     kind: ClassVar[str] = "swiglu"
+    width_option: ClassVar[str] = "hidden"
 
     hidden: int = 0
 

@@ -101,7 +101,9 @@ class Metrics:
 
     def _cut_back(self, step: int) -> TextIO:
         kept = [line for line in _lines(self.path) if json.loads(line)["step"] <= step]
-        self.path.write_text("".join(f"{line}\n" for line in kept))
+        aside = self.path.with_name(f".{self.path.name}.aside")  # a kill in between must not cost the lines that stay
+        aside.write_text("".join(f"{line}\n" for line in kept))
+        aside.rename(self.path)
         return self.path.open("a", buffering=1)
 
     def close(self) -> None:

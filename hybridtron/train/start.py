@@ -9,9 +9,12 @@ from pathlib import Path
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
+from hybridtron.config.check_precision import needs
+from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.problems import ConfigError
 from hybridtron.config.schema import Config
 from hybridtron.data.loader import Fingerprint
+from hybridtron.parallel.transformer_engine import fp8_fault
 from hybridtron.specs.base import Problem
 from hybridtron.train.phases import Stretch
 
@@ -61,6 +64,15 @@ def check_same_model(start: Checkpoint, config: Config, cure: str) -> None:
     ]
     if differences:
         raise ConfigError(differences)
+
+
+def check_fp8(config: Config) -> None:
+    """FP8 that is not emulated can run on this process's device."""
+    precision = config.precision
+    if precision.name not in FP8_MULTIPLES or precision.emulate:
+        return
+    if fault := fp8_fault(precision.name):
+        raise ConfigError([needs(precision, f"transformer_engine and a Hopper or newer GPU ({fault})")])
 
 
 def check_same_data(start: Checkpoint, config: Config, stretch: Stretch, found: Fingerprint) -> list[Problem]:

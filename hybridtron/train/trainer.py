@@ -42,6 +42,7 @@ from hybridtron.train.run_folder import Preempted, open_run_folder, outcome
 from hybridtron.train.sample import sample_text
 from hybridtron.train.start import (
     candidates,
+    check_fp8,
     check_same_data,
     check_same_model,
     given_weights,
@@ -56,6 +57,7 @@ START_S = 300.0  # that ranks may take to find each other, however short run.tim
 
 def run(config: Config, requests: StopRequests) -> None:
     """Train what the configuration asks for, from the newest checkpoint of its run folder if there is one."""
+    check_fp8(config)
     start = starting_point(config)
     if start is not None and (done := start.meta.step) >= last_step(config):
         if launched().rank == 0:
@@ -112,6 +114,8 @@ class Trainer:
         self.first = 0 if self.start is None else self.start.meta.step
         self.windows = Windows() if self.start is None else Windows(self.start.meta.windows)
         self.saver = Saver(config, run_dir, groups, config.run.timeout)
+        if self.saver.mirror is not None and self.start is not None and self.start.folder.parent.parent == run_dir:
+            self.saver.mirror.offer(self.start.folder)  # a run that was stopped may not have come to it
         self.last = last_step(config)
         self.skipped = 0
 
@@ -129,6 +133,9 @@ class Trainer:
             if self.metrics is not None:
                 self.metrics.close()
         self.saver.finish()
+        if self.saver.mirror is not None:
+            self.watchdog.beat("the last copy of a checkpoint to checkpoint.mirror")
+            self.saver.mirror.finish()
         if self.groups.is_first:
             self.conclude(checkpoints.folder_of(self.run_dir, self.last))
 

@@ -1,8 +1,9 @@
 """Ends a process that makes no progress: a loader that hangs, a collective in which a rank is missing, a dead disk.
 
 Training says what it is about to do (`beat`), and each of these must end within `run.timeout`. If one does not, the
-stacks of all Python threads go to logs/stacks-RANK.txt, the failure is put down, and the process ends with exit code 1
-at once, so that nothing it is stuck in can hold it. A launcher then ends the other ranks, and the next start resumes.
+stacks of all Python threads go to logs/stacks-RANK.txt, those of the loader's worker processes to stderr, the failure
+is put down, and the process ends with exit code 1 at once, so that nothing it is stuck in can hold it. A launcher then
+ends the other ranks, and the next start resumes.
 Where the interpreter itself is stuck, faulthandler's own thread does the same a little later, without a word in
 outcome.json.
 """
@@ -12,17 +13,24 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import socket
 import sys
 import threading
 import time
 import traceback
-from types import TracebackType
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
+from types import FrameType, TracebackType
 from typing import Self
 
-from hybridtron.train.failures import Failures, waits_for_others
+from hybridtron.data.loader import STACKS
+from hybridtron.train.failures import Failures, Place, waits_for_others
 
 BACKSTOP = 1.4  # of run.timeout: when faulthandler ends a process whose interpreter is stuck
 LAST_WORDS_S = 10.0  # what it may take to put a failure down
+WORKERS_S = 0.5  # what its worker processes get to write their stacks
+LOADING = "/torch/utils/data/dataloader.py"  # on the stack of what waits for them
 
 
 class Watchdog:
@@ -64,19 +72,44 @@ class Watchdog:
     def _end(self, reason: str) -> None:
         faulthandler.dump_traceback_later(LAST_WORDS_S, exit=True, file=self._file)
         try:
-            self._put_down(reason)
-            for child in multiprocessing.active_children():
-                child.kill()  # a worker of the loader that hangs would stay behind
+            workers = multiprocessing.active_children()
+            self._put_down(reason, workers)
+            _end_all(workers)  # one that hangs would stay behind
         finally:
             os._exit(1)
 
-    def _put_down(self, reason: str) -> None:
+    def _put_down(self, reason: str, workers: Sequence[BaseProcess]) -> None:
         frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames().get(self._main))]
         waiting = waits_for_others(frames)
-        where = "waiting for other ranks" if waiting else f"in {frames[0].f_code.co_name}" if frames else "ended"
-        reason = f"{reason}; the main thread is {where}"
+        reason = "; ".join([f"{reason}; the main thread is {_where(frames)}", *_troubles(workers)])
         self.failures.log("stacks", reason)
         faulthandler.dump_traceback(self._file)
         first, first_reason = self.failures.report(reason, waiting)
         told = reason if first == self.failures.rank else f"{reason}; rank {first} failed first: {first_reason}"
         os.write(2, f"rank {self.failures.rank}: {told}\nstacks: {self.path}\n".encode())
+
+
+def _where(frames: Sequence[FrameType]) -> str:
+    """What a thread is doing, by its stack, the innermost call first."""
+    if waits_for_others(frames):
+        return "waiting for other ranks"
+    if any(frame.f_code.co_filename.endswith(LOADING) for frame in frames):
+        return "waiting for a worker process of the loader"
+    return f"in {frames[0].f_code.co_name}" if frames else "ended"
+
+
+def _troubles(workers: Sequence[BaseProcess]) -> list[str]:
+    """Which worker processes are gone or stopped."""
+    places = [Place(socket.gethostname(), worker.pid) for worker in workers if worker.pid is not None]
+    return [f"worker process {place.process} {fault}" for place in places if (fault := place.trouble()) is not None]
+
+
+def _end_all(workers: Sequence[BaseProcess]) -> None:
+    """Let worker processes tell where they are, and end them."""
+    for worker in workers:
+        if worker.pid is not None:
+            with suppress(OSError):
+                os.kill(worker.pid, STACKS)
+    time.sleep(WORKERS_S if workers else 0)
+    for worker in workers:
+        worker.kill()

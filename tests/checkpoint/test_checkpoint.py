@@ -30,7 +30,7 @@ def all_blocks(engine: Engine) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8_delayed"])
 def test_everything_comes_back(alone: Groups, write: Write, tmp_path: Path, precision: str, asynchronous: bool) -> None:
     engine = trained(alone, precision)
     saved = write(engine, settings=CheckpointConfig(asynchronous=asynchronous))

@@ -12,10 +12,10 @@ import torch
 
 from hybridtron.checkpoint import files
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.checkpoint.folder import folder_of, newest, pointer_fault, sound
+from hybridtron.checkpoint.folder import all_of, folder_of, newest, pointer_fault, sound
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.restore import restore_newest
-from hybridtron.config.schema import StateMode, StatesConfig
+from hybridtron.config.schema import CheckpointConfig, StateMode, StatesConfig
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups
 from tests.checkpoint.conftest import Write, trained
@@ -158,3 +158,26 @@ def test_a_half_copied_checkpoint_is_put_aside_beside_another(alone: Groups, wri
             restore_newest(sound(tmp_path), Engine(engine.config, alone))
         assert (tmp_path / "checkpoints" / f"broken-step-00000001{number}").is_dir()
     shutil.rmtree(tmp_path / "checkpoints")
+
+
+def test_a_newer_checkpoint_without_a_sound_manifest_is_none_to_keep(
+    alone: Groups, write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A start has passed over it; the next checkpoint, of an earlier step, is written all the same."""
+    engine = trained(alone)
+    for step in (1, 9):
+        write(engine, step)
+    (folder_of(tmp_path, 9) / "manifest.json").write_text("{}")
+    saved = write(engine, 2, settings=CheckpointConfig(keep=1))
+    assert [path.name for path in all_of(tmp_path)] == [saved.name]
+    assert (tmp_path / "checkpoints" / "broken-step-00000009").is_dir()
+    assert "broken-step-00000009" in capsys.readouterr().err
+    assert pointer_fault(tmp_path) is None
+
+
+def test_what_a_failed_save_left_behind_goes_with_the_next(alone: Groups, write: Write, tmp_path: Path) -> None:
+    left = tmp_path / "checkpoints" / ".step-00000001.aside"
+    left.mkdir(parents=True)
+    (left / "model-00000.safetensors").write_bytes(b"half of it")
+    saved = write(trained(alone), 2)
+    assert {path.name for path in saved.parent.iterdir()} == {saved.name, "latest"}

@@ -30,7 +30,7 @@ def test_recipes_keep_every_rule_and_are_named_after_their_files(recipe):
         ("model.layers.MM={kind: mamba}", "model.layers.MM", "use one character"),
         ("model.layers.(={kind: mamba}", "model.layers.(", "use one character"),
         ("model.layers.M.kind=mambo", "model.layers.M.kind", "did you mean mamba?"),
-        ("model.layers.Q={heads: 2}", "model.layers.Q.kind", "have: mamba, mamba2, attention, swiglu"),
+        ("model.layers.Q={heads: 2}", "model.layers.Q.kind", "have: mamba, mamba2, attention, span, swiglu"),
         ("model.layers.M.stat=8", "model.layers.M.stat", "did you mean state?"),
         ("model.layers.M.state='8'", "model.layers.M.state", "is '8', must be int"),
         ("model.layers.M.state=true", "model.layers.M.state", "must be int"),
@@ -227,3 +227,12 @@ def test_what_a_layout_does_not_use_is_noted():
     assert len(found) == 2
     assert "parallel.tensor of at least 2" in found[0]
     assert "stage borders" in found[1]
+
+
+def test_rows_that_go_on_end_where_chunks_do() -> None:
+    span = ("recipe=samba_span_laptop", "model.layers.X.chunk=[32,96]", "states.mode=tbtt")
+    assert not told(*span)
+    problems = told(*span, "model.layers.X.relevance=chunk")
+    assert "previous_chunk" in problems["model.layers.X.chunk"]
+    assert not told(*span, "model.layers.X.relevance=chunk", "states.carry=[ssm]")
+    assert "list[int]" in told("recipe=samba_span_laptop", "model.layers.X.chunk=[a]")["model.layers.X.chunk"]

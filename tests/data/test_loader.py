@@ -153,7 +153,9 @@ def test_worker_processes_read_what_a_thread_reads(toy: TokenFolder):
     sources = sources_of((toy, "text", 1))
     for order, documents in ((Order.windows, Documents.isolate), (Order.lanes, Documents.join)):
         loader = Loader(sources, reading_of(order, documents), Ahead(workers=2, timeout=60.0), rank=1, ranks=2)
+        random = torch.get_rng_state()
         steps = list(loader.iterate(3, 8))
+        assert torch.equal(torch.get_rng_state(), random)  # or training would depend on how often it was started
         assert len(steps) == 5
         for step, batches in enumerate(steps, start=3):
             assert same(batches, loader.micro_batches(step))

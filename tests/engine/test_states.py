@@ -9,7 +9,7 @@ import torch
 
 from hybridtron.config.check import check
 from hybridtron.config.plan import plan
-from hybridtron.config.schema import Config, PhaseConfig, Precision, StateKind, StateMode, StatesConfig
+from hybridtron.config.schema import Config, PhaseConfig, Precision, PrecisionConfig, StateKind, StateMode, StatesConfig
 from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.engine.engine import Engine
 from hybridtron.engine.states import Carrier
@@ -226,11 +226,11 @@ def test_restarts_are_counted_on_and_not_for_a_refused_step(alone: Groups) -> No
         assert engine_of(alone, mode=mode).restarted_lanes is None
 
 
-@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize("precision", [one for one in Precision if one is not Precision.fp8_block])  # too small for it
 def test_what_is_kept_and_planned_are_the_same_bytes(alone: Groups, precision: Precision) -> None:
     """Kept are states alone, not what they were cut from: the keys of the row, the inputs of the convolution."""
     config = run_of(mode="tbtt")
-    config.precision.name = precision
+    config.precision = PrecisionConfig(precision, emulate=True)
     engine = Engine(config, alone)
     engine.start_phase(0, range(LANES))
     stream = lanes_of(LENGTH, 2)

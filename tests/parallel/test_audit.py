@@ -24,6 +24,9 @@ FAST_CASES = {
     ("mistral", "tp2-dp2"),
     ("llama", "dp2"),
     ("llama", "tp2-sp"),
+    ("samba-span", "tp2-pp2"),
+    ("span-variants", "tp2"),
+    ("span-variants", "dp2"),
 }
 FAST_BUGS = {"x_proj_backward", "tied_gradient", "kv_gradient", "group_norm_backward"}
 

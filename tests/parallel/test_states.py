@@ -37,6 +37,16 @@ LAYERS = {
     "M": {"kind": "mamba", "state": 4},
     "S": {"kind": "mamba2", "state": 4, "head_dim": 8, "groups": 2},
     "W": {"kind": "attention", "heads": 4, "kv_heads": 2, "window": 8},
+    "X": {
+        "kind": "span",
+        "heads": 4,
+        "kv_heads": 2,
+        "chunk": [4, 8],
+        "block": 2,
+        "blocks": 2,
+        "relevance": "previous_chunk",
+        "remember": 8,
+    },
     "-": {"kind": "swiglu", "hidden": 48},
 }
 STOPPED = 7  # where a run is stopped
@@ -54,7 +64,7 @@ MODES = [mode for mode in StateMode if mode is not StateMode.zero]
 
 def config_of(mode: StateMode, parallel: ParallelConfig) -> Config:
     return Config(
-        model=ModelConfig(width=32, vocab_size=VOCABULARY, pattern="M-SWM", layers=LAYERS),
+        model=ModelConfig(width=32, vocab_size=VOCABULARY, pattern="M-SXWM", layers=LAYERS),
         data=DataConfig(path="unused"),
         optim=OptimConfig(eps=1e-3),  # a coarse one, as rounding may turn the sign of a tiny gradient
         parallel=parallel,

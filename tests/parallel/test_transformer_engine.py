@@ -1,53 +1,147 @@
-"""Transformer Engine's layers, by a stand-in for the package: they take the place of ours under the same names."""
+"""Transformer Engine's layers, by a stand-in for the package: they take the place of ours under the same names.
+
+Its FP8 too, as far as a stand-in can tell: which recipe and group a region is entered with, by which of the package's
+names for it, around which products; and that its statistics are put back, kept in checkpoints and read from them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from hybridtron.config.check import check
+from hybridtron.config.choices import FP8_MULTIPLES, Precision
 from hybridtron.config.load import load
+from hybridtron.config.problems import ConfigError
+from hybridtron.config.schema import Config, ParallelConfig, PrecisionConfig, Recompute
 from hybridtron.device import Package
+from hybridtron.engine.engine import Engine
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel, Place
 from hybridtron.parallel import transformer_engine
-from hybridtron.parallel.linear import TensorGroup
-from tests.conftest import random_batch, small_config, small_model
+from hybridtron.parallel.fp8 import Fp8
+from hybridtron.parallel.groups import Groups
+from hybridtron.parallel.linear import Products, TensorGroup
+from hybridtron.train import start
+from tests.conftest import random_batch, small_config, small_model, small_run
+
+HISTORY = 4
+REGIONS: list[dict[str, Any]] = []  # those that are open
 
 
 class StandIn(nn.Module):
-    """transformer_engine.pytorch.Linear as far as it is used: local sizes, no bias, a weight named `weight`."""
+    """transformer_engine.pytorch.Linear as far as it is used: local sizes, no bias, a weight named `weight`.
+
+    Inside a region with delayed scaling it keeps statistics as the package does, in `fp8_meta`.
+    """
 
     def __init__(self, in_features: int, out_features: int, bias: bool, params_dtype: torch.dtype) -> None:
         super().__init__()
         assert not bias
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype))
+        self.fp8_meta: dict[str, Any] = {}
+        self.in_fp8 = 0
+
+    def init_fp8_metadata(self) -> None:
+        assert REGIONS
+        for kind, columns in (("scaling_fwd", 3), ("scaling_bwd", 2)):
+            kept = SimpleNamespace(amax_history=torch.zeros(HISTORY, columns), scale=torch.ones(columns))
+            self.fp8_meta.setdefault(kind, kept)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if REGIONS:
+            self.in_fp8 += 1
+            self.init_fp8_metadata()
+            if isinstance(REGIONS[-1]["recipe"], DelayedScaling):
+                row = self.fp8_meta["scaling_fwd"].amax_history[0]
+                row[0], row[1] = x.detach().abs().amax(), self.weight.detach().abs().amax()
         return x @ self.weight.T
 
 
+class DelayedScaling:
+    def __init__(self, amax_history_len: int, amax_compute_algo: str) -> None:
+        self.length, self.algorithm = amax_history_len, amax_compute_algo
+
+
+class Float8CurrentScaling:
+    pass
+
+
+class Float8BlockScaling:
+    pass
+
+
+@contextmanager
+def autocast(enabled: bool, recipe: Any = None, amax_reduction_group: Any = None) -> Iterator[None]:
+    assert enabled
+    REGIONS.append({"recipe": recipe, "group": amax_reduction_group})
+    try:
+        yield
+    finally:
+        REGIONS.pop()
+
+
+@contextmanager
+def fp8_autocast(enabled: bool = True, fp8_recipe: Any = None, fp8_group: Any = None) -> Iterator[None]:
+    with autocast(enabled, fp8_recipe, fp8_group):
+        yield
+
+
+RECIPES = SimpleNamespace(
+    DelayedScaling=DelayedScaling,
+    Float8CurrentScaling=Float8CurrentScaling,
+    Float8BlockScaling=Float8BlockScaling,
+)
+Install = Callable[..., None]
+
+
 @pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[StandIn]]:
-    module = SimpleNamespace(Linear=StandIn)
-    monkeypatch.setattr(transformer_engine, "optional_package", lambda name: Package(name, module, "stand-in"))
-    transformer_engine._linear.cache_clear()
-    yield StandIn
-    transformer_engine._linear.cache_clear()
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Puts a package with these contents in the real one's place."""
+
+    def install(recipes: SimpleNamespace = RECIPES, **names: Any) -> None:
+        modules = {
+            "transformer_engine.pytorch": SimpleNamespace(Linear=StandIn, **names),
+            "transformer_engine.common.recipe": recipes,
+        }
+        monkeypatch.setattr(
+            transformer_engine, "optional_package", lambda name: Package(name, modules[name], "stand-in")
+        )
+        transformer_engine._recipe.cache_clear()
+
+    install(autocast=autocast)
+    yield install
+    transformer_engine._recipe.cache_clear()
+    assert not REGIONS
 
 
-@pytest.mark.usefixtures("alone")
-def test_every_projection_is_its_and_computes_the_same(stand_in: type[StandIn]) -> None:
+def config_of(precision: Precision, recompute: Recompute = Recompute.none) -> Config:
+    config = small_run(small_config("M-W-"))
+    config.precision = PrecisionConfig(precision, history=HISTORY, bf16_first=1)
+    config.parallel = ParallelConfig(recompute=recompute)
+    return config
+
+
+def layers_of(engine: Engine) -> dict[str, StandIn]:
+    named = engine.stages[0].model.named_modules()
+    return {name: module for name, module in named if isinstance(module, StandIn)}
+
+
+@pytest.mark.usefixtures("alone", "install")
+def test_every_projection_is_its_and_computes_the_same() -> None:
     from megatron.core import parallel_state
 
     group = parallel_state.get_tensor_model_parallel_group()
-    model = LanguageModel(small_config(), Place(tensor=TensorGroup(group=group, transformer_engine=True)))
+    tensor = TensorGroup(group=group, products=Products(transformer_engine=True))
+    model = LanguageModel(small_config(), Place(tensor=tensor))
     initialise(model, seed=1)
-    projections = [name for name, module in model.named_modules() if isinstance(module, stand_in)]
+    projections = [name for name, module in model.named_modules() if isinstance(module, StandIn)]
     assert len(projections) == 4 + 2 + 3 + 2 + 3  # Mamba, MLP, attention, MLP, attention
     batch = random_batch()
     ours = small_model()(batch.tokens_BL, None, batch.seq).output
@@ -58,3 +152,112 @@ def test_is_refused_where_it_is_not_installed() -> None:
     (problem,) = check(load(["parallel.transformer_engine=true"]))
     assert problem.key == "parallel.transformer_engine"
     assert "not installed" in problem.message
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("precision", list(FP8_MULTIPLES))
+def test_a_region_is_entered_by_the_name_that_there_is(install: Install, precision: Precision, old: bool) -> None:
+    install(**({"fp8_autocast": fp8_autocast} if old else {"autocast": autocast}))
+    group: Any = object()
+    with transformer_engine.region(Fp8(precision, range(1), HISTORY, emulate=False, group=group)):
+        (entered,) = REGIONS
+    assert entered["group"] is group
+    recipe = entered["recipe"]
+    assert type(recipe).__name__ == transformer_engine.RECIPES[precision]
+    if isinstance(recipe, DelayedScaling):
+        assert (recipe.length, recipe.algorithm) == (HISTORY, "max")
+
+
+@pytest.mark.usefixtures("install")
+@pytest.mark.parametrize("recompute", [Recompute.none, Recompute.layer])
+def test_only_large_projections_multiply_in_fp8_also_when_they_run_again(alone: Groups, recompute: Recompute) -> None:
+    engine = Engine(config_of(Precision.fp8_current, recompute), alone)
+    engine.forward_backward([random_batch(), random_batch()])
+    counted = {name: layer.in_fp8 for name, layer in layers_of(engine).items()}
+    names = ["1.mixer.gate_up", "1.mixer.down", "2.mixer.q", "2.mixer.kv", "2.mixer.out"]
+    names += ["3.mixer.gate_up", "3.mixer.down"]  # the first sub-layer is kept in bf16
+    assert counted == {f"layers.{name}": 2 if recompute is Recompute.none else 4 for name in names}
+    assert engine.blocks()["fp8"] == []
+
+
+@pytest.mark.usefixtures("install")
+def test_text_is_generated_in_bf16(alone: Groups) -> None:
+    """One token is no multiple of 16."""
+    engine = Engine(config_of(Precision.fp8_delayed), alone)
+    one = random_batch(rows=1, length=1)
+    with torch.no_grad():
+        engine.stages[0].model(one.tokens_BL, None, one.seq)
+    assert not any(layer.in_fp8 for layer in layers_of(engine).values())
+
+
+@pytest.mark.usefixtures("install")
+def test_a_region_is_open_for_the_whole_step(alone: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that histories move on once, whatever the number of micro-batches."""
+    depths, forward = [], StandIn.forward
+
+    def watched(self: StandIn, x: torch.Tensor) -> torch.Tensor:
+        depths.append(len(REGIONS))
+        return forward(self, x)
+
+    monkeypatch.setattr(StandIn, "forward", watched)
+    engine = Engine(config_of(Precision.fp8_delayed), alone)
+    engine.forward_backward([random_batch(), random_batch()])
+    assert set(depths) == {2}
+
+
+@pytest.mark.usefixtures("install")
+def test_refused_steps_and_evaluations_are_undone(alone: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(config_of(Precision.fp8_delayed), alone)
+    kept = [block.data for block in engine.blocks()["fp8"] if block.key.startswith("fp8_history.")]
+    engine.forward_backward([random_batch()])
+    assert any(history.any() for history in kept)
+    with monkeypatch.context() as refusing:
+        refusing.setattr(engine.guard, "accepts", lambda norm, loss: False)
+        engine.step(1e-2)
+    assert not any(history.any() for history in kept)
+    engine.loss([random_batch()])
+    assert not any(history.any() for history in kept)
+    engine.forward_backward([random_batch()])
+    assert engine.step(1e-2)[1]
+    assert any(history.any() for history in kept)
+
+
+@pytest.mark.usefixtures("install")
+def test_statistics_are_in_checkpoints_under_the_emulations_names(alone: Groups) -> None:
+    """Views, so that what is read into them is in its place; also before the first step."""
+    emulated = config_of(Precision.fp8_delayed)
+    emulated.precision.emulate = True
+    engine, other = Engine(config_of(Precision.fp8_delayed), alone), Engine(emulated, alone)
+    blocks, theirs = engine.blocks()["fp8"], other.blocks()["fp8"]
+    assert {(block.key, block.global_shape) for block in blocks} == {(one.key, one.global_shape) for one in theirs}
+    for number, block in enumerate(blocks):
+        block.data.fill_(number + 1.0)
+    again = engine.blocks()["fp8"]
+    assert [block.data.unique().item() for block in again] == [number + 1.0 for number in range(len(blocks))]
+    covered = {key: sum(b.data.numel() for b in blocks if b.key == key) for key in {b.key for b in blocks}}
+    assert covered == {one.key: one.data.numel() for one in theirs}
+    gate_up = layers_of(engine)["layers.1.mixer.gate_up"].fp8_meta
+    gate_up["scaling_fwd"].amax_history[:, 1] = 7.0
+    gate_up["scaling_bwd"].amax_history[:, 0] = 9.0
+    whole = torch.zeros(3, HISTORY)
+    for block in again:
+        if block.key == "fp8_history.layers.1.mixer.gate_up.weight":
+            whole[block.global_offset[0] : block.global_offset[0] + len(block.data)] = block.data
+    assert whole[1].tolist() == [7.0] * HISTORY
+    assert whole[2].tolist() == [9.0] * HISTORY
+
+
+def test_the_reason_why_fp8_cannot_run_is_told_before_processes_meet(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(Precision.fp8_block)
+    with pytest.raises(ConfigError, match=r"needs transformer_engine and a Hopper or newer GPU \(torch .* no CUDA"):
+        start.check_fp8(config)
+    install(SimpleNamespace(DelayedScaling=DelayedScaling), autocast=autocast)
+    with pytest.raises(ConfigError, match="has no Float8BlockScaling"):
+        start.check_fp8(config)
+    monkeypatch.setattr(transformer_engine, "optional_package", lambda name: Package(name, None, "not installed"))
+    with pytest.raises(ConfigError, match=r"transformer_engine is not installed.*precision.emulate=true"):
+        start.check_fp8(config)
+    config.precision.emulate = True
+    start.check_fp8(config)

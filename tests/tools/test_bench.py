@@ -19,7 +19,18 @@ from tests.conftest import small_config, small_model
 from tools.bench_report import Form, Timing, interleaved
 
 ROOT = Path(__file__).parents[2]
-TABLES = {"mixer": 2, "mamba2_mixer": 2, "scan": 2, "attention": 1, "states": 2, "step": 1, "data": 4, "checkpoint": 4}
+TABLES = {
+    "mixer": 2,
+    "mamba2_mixer": 2,
+    "scan": 2,
+    "attention": 1,
+    "span": 2,
+    "states": 2,
+    "step": 1,
+    "data": 4,
+    "checkpoint": 4,
+    "fp8": 1,
+}
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import json
+import multiprocessing
 import os
 import signal
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 import train
 from hybridtron.data.batch import Batch
-from hybridtron.data.loader import _Rows
+from hybridtron.data.loader import Loader, _Rows
 from hybridtron.engine import schedule
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.linear import TensorGroup
@@ -66,6 +69,42 @@ def happening(fault: str, owner: type, method: str, call: int) -> Iterator[None]
         setattr(owner, method, original)
 
 
+@dataclass
+class Faulty(Dataset[Any]):
+    """What a worker process is given to read, with a fault before it reads a step, counted from 1.
+
+    What it writes to stderr from there on goes to a file.
+    """
+
+    read: Dataset[Any]
+    fault: str
+    step: int
+    stderr: Path
+
+    def __getitem__(self, step: int) -> Any:
+        if step + 1 == self.step:
+            with self.stderr.open("wb") as file:
+                os.dup2(file.fileno(), 2)
+            FAULTS[self.fault]()
+        return self.read[step]
+
+
+@contextmanager
+def happening_to_a_worker(fault: str, step: int, stderr: Path) -> Iterator[None]:
+    """This process reads with a worker process, whatever data.workers says, and the fault comes there."""
+    original = Loader._read_ahead
+
+    def read_ahead(loader: Loader, read: Dataset[Any], steps: range) -> Iterator[Any]:
+        loader.ahead = replace(loader.ahead, workers=1)
+        return original(loader, Faulty(read, fault, step, stderr), steps)
+
+    Loader._read_ahead = read_ahead
+    try:
+        yield
+    finally:
+        Loader._read_ahead = original
+
+
 @contextmanager
 def spoiled(value: float, calls: Collection[int]) -> Iterator[None]:
     """A logit of these micro-batches, counted from 1 over all that this process trains on, is off by this value.
@@ -92,17 +131,23 @@ def spoiled(value: float, calls: Collection[int]) -> Iterator[None]:
 
 
 def train_rank(seat: Seat, port: int, arguments: list[str], fault: str | None, at: str, rank: int, step: int) -> int:
-    """train.py's main as one rank that a launcher has started; the fault comes to one rank, in its step or loader.
+    """train.py's main as one rank that a launcher has started; the fault comes to one rank, in its step or loader,
+    or in the worker process that its loader reads with.
 
     Or to the loss of two steps, which is then off by the number that the fault is.
     """
     place = {"RANK": seat.rank, "WORLD_SIZE": seat.world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
+    multiprocessing.current_process()._config["daemon"] = False  # unlike a process of the pool, a rank has children
     try:
         if fault is None or seat.rank != rank:
             return train.main(arguments)
         if at == "loss":
             with spoiled(float(fault), range(step, step + 2)):
+                return train.main(arguments)
+        if at == "worker":
+            run = next(one.removeprefix("run.dir=") for one in arguments if one.startswith("run.dir="))
+            with happening_to_a_worker(fault, step, Path(run) / "logs" / "worker.txt"):
                 return train.main(arguments)
         owner, method = {"step": (Engine, "forward_backward"), "loader": (_Rows, "__getitem__")}[at]
         with happening(fault, owner, method, step):

@@ -83,3 +83,17 @@ def test_elsewhere_there_is_a_plain_line_now_and_then(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.splitlines() == [
         "step 10/20  loss 2.5000  lr 1.00e-03  grad norm 1.000  128 tokens/s"
     ]
+
+
+def test_a_kill_while_the_file_is_cut_back_leaves_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = "".join(f'{{"step": {step}}}\n' for step in range(1, 9))
+    (tmp_path / "metrics.jsonl").write_text(before)
+
+    def killed(path: Path, _: str) -> None:
+        path.open("w").close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        Metrics(tmp_path, load(["run.name=mine"]), resumed_step=5, last_step=20)
+    assert (tmp_path / "metrics.jsonl").read_text() == before

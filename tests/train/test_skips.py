@@ -246,15 +246,19 @@ def test_all_ranks_decide_alike_when_one_has_the_fault(counting_folder: Path, tm
 
 @pytest.mark.gloo
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", [[], ["parallel.tensor=2"], ["parallel.pipeline=2"]], ids=["dp2", "tp2", "pp2"])
+@pytest.mark.parametrize("mode", ["passing", "tbtt"])
 def test_what_two_ranks_left_out_one_process_leaves_out_too(
-    train_small: Train, counting_folder: Path, tmp_path: Path
+    layout: list[str], mode: str, train_small: Train, counting_folder: Path, tmp_path: Path
 ) -> None:
     """Also where the run goes back on two ranks and is resumed on one."""
-    alone, ranks, settings = tmp_path / "alone", tmp_path / "run", ["optim.skips=2", "optim.eps=1e-4"]
+    alone, ranks = tmp_path / "alone", tmp_path / "run"
+    settings = ["optim.skips=2", "optim.eps=1e-4", f"states.mode={mode}"]
     with spoiled(math.nan, micro_batches(8, 9)):
         assert train_small(*settings, SHORT, f"run.dir={alone}") == 0
-    on_ranks = [*small_run_arguments(counting_folder, ranks), *settings, "run.max_steps=10"]
-    assert train_ranks(on_ranks, "nan", "loss") == [0, 0]
+    on_ranks = [*small_run_arguments(counting_folder, ranks), *settings, *layout, "run.max_steps=10"]
+    assert train_ranks(on_ranks, "nan", "loss", step=16 if layout else 8) == [0, 0]
+    assert [(line["step"], line["what"]) for line in decisions(ranks)][-1] == (9, "gone back")
     assert train_small(*settings, SHORT) == 0
     losses, expected = ([line["loss"] for line in trained(run)] for run in (ranks, alone))
     assert losses == pytest.approx(expected, rel=1e-4)

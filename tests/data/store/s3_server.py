@@ -1,6 +1,7 @@
 """A store that speaks S3 on the loopback interface, serves a folder, and fails as it is told to.
 
-GET with and without Range, HEAD, ETag, and errors as XML: what boto3 asks of a bucket when it downloads. The bucket's
+GET with and without Range, HEAD, PUT, uploads in parts, ETag, and errors as XML: what boto3 asks of a bucket when it
+downloads and uploads. The bucket's
 name is the first part of the path, and is not looked at. It is no model of S3's consistency, rights or signatures.
 """
 
@@ -18,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 FOREVER = 10**9
 
@@ -29,7 +30,7 @@ class Fault:
 
     refuse: 503; reset: the connection breaks in mid-body; cut: the body ends early, against its Content-Length; short:
     it does so, and its Content-Length agrees; flip: one bit is another; lost: 404; dribble: a byte every 50 ms;
-    silent: no answer.
+    silent: no answer. Of uploads: refuse: 503; spoil: one bit of what is stored is another.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class Store:
     root: Path
     faults: list[Fault] = field(default_factory=list)
     downloads: Counter[str] = field(default_factory=Counter)
+    uploads_in_parts: int = 0
     url: str = ""
     delay: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -90,6 +92,47 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self._answer(download=True)
+
+    def do_PUT(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        key, query = self._asked()
+        fault = self.store.fault_of(key, download=True)
+        if fault == "refuse":
+            self._error(503, "SlowDown", download=True)
+            return
+        if fault == "spoil" and body:
+            body = bytes([body[0] ^ 1]) + body[1:]
+        part = f".part-{int(query['partNumber'][0]):05}" if "partNumber" in query else ""
+        path = self.store.root / (key + part)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(body)
+        self._reply(b"", hashlib.md5(body).hexdigest())
+
+    def do_POST(self) -> None:
+        """The start and the end of an upload in parts."""
+        self.rfile.read(int(self.headers["Content-Length"] or 0))
+        key, query = self._asked()
+        if "uploads" in query:
+            self._reply(b"<InitiateMultipartUploadResult><UploadId>1</UploadId></InitiateMultipartUploadResult>")
+            return
+        path = self.store.root / key
+        parts = sorted(path.parent.glob(f"{path.name}.part-*"))
+        path.write_bytes(b"".join(part.read_bytes() for part in parts))
+        self.store.uploads_in_parts += 1
+        for part in parts:
+            part.unlink()
+        self._reply(b"<CompleteMultipartUploadResult><ETag>1</ETag></CompleteMultipartUploadResult>")
+
+    def _asked(self) -> tuple[str, dict[str, list[str]]]:
+        parts = urlsplit(self.path)
+        return unquote(parts.path).lstrip("/").partition("/")[2], parse_qs(parts.query, keep_blank_values=True)
+
+    def _reply(self, body: bytes, etag: str = "") -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", f'"{etag}"')
+        self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
         pass

@@ -1,0 +1,157 @@
+"""From a checkpoint of any layout to a folder that transformers loads by itself, tensor by tensor, without processes.
+
+config.json, generation_config.json, tokenizer.json, tokenizer_config.json, README.md
+model.safetensors, or shards and their index
+*_hybridtron.py                  the class, where transformers has none
+hybridtron_export.json           which checkpoint this was, and what wrote it
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.manifest import FILE, digest
+from hybridtron.config.architecture import architecture
+from hybridtron.config.count import count
+from hybridtron.config.schema import Config, ModelConfig
+from hybridtron.config.units import readable
+from hybridtron.export.custom import Custom
+from hybridtron.export.native import Mamba, Mamba2, Native
+from hybridtron.export.native_pairs import Granite, Llama, Mistral
+from hybridtron.export.writer import Planned, appearing, write_json, write_weights
+
+NATIVES: tuple[Native, ...] = (Mamba(), Mamba2(), Llama(), Mistral(), Granite())
+CUSTOM = Custom()
+TARGETS = (*NATIVES, CUSTOM)
+RECORD = "hybridtron_export.json"
+Progress = Callable[[int, int], None]
+
+
+class CannotExport(ValueError):
+    """A checkpoint that can't be what was asked for; the message says why and what would work."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is to be written of a checkpoint; everything is known before a tensor is read."""
+
+    source: Checkpoint
+    target: Native
+    dtype: torch.dtype | None  # None: as the checkpoint has them
+    shard_bytes: int
+
+    def tensors(self) -> list[Planned]:
+        """Those of the fp32 islands (A_log, D, the bias of dt) stay in fp32 whatever was asked for."""
+        planned = []
+        for rule in self.target.rules(self.source.config.model):
+            asked = self.dtype or self.source.dtype(rule.ours[0])
+            planned.append(Planned(rule, torch.float32 if rule.fp32 else asked))
+        return planned
+
+    def write(self, folder: Path, progress: Progress) -> None:
+        """Everything but the proof that it is right."""
+        config, tensors = self.source.config, self.tensors()
+        if missing := sorted({key for t in tensors for key in t.rule.ours} - self.source.shapes.keys()):
+            raise CannotExport(f"{self.source.folder} holds no {missing[0]}: it is not of the model in its config.yaml")
+        write_weights(folder, tensors, self.shard_bytes, lambda rule: rule.to_theirs(self.source.whole), progress)
+        written = str(max({t.dtype for t in tensors if not t.rule.fp32}, key=str)).removeprefix("torch.")
+        eos = self._eos()
+        tokens = {"bos_token_id": eos, "eos_token_id": eos, "pad_token_id": eos}
+        length = max(phase.seq_len for phase in config.phases)
+        types = {"dtype": written, "torch_dtype": written}
+        write_json(folder / "config.json", {**self.target.config(config.model, length), **types, **tokens})
+        write_json(folder / "generation_config.json", {"_from_model_config": True, **tokens})
+        self._write_tokenizer(folder, eos, length)
+        for path in self.target.code:
+            (folder / path.name).write_bytes(path.read_bytes())
+        (folder / "README.md").write_text(card(config, self.target), encoding="utf-8")
+        write_json(folder / RECORD, self._record(written))
+
+    def _eos(self) -> int | None:
+        stored = self.source.meta.data.get("eos")
+        return None if stored is None else int(stored)
+
+    def _write_tokenizer(self, folder: Path, eos: int | None, length: int) -> None:
+        stored = self.source.verified("tokenizer.json")
+        (folder / "tokenizer.json").write_bytes(stored)
+        values: dict[str, object] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": length,
+        }
+        if eos is not None:
+            vocabulary = json.loads(stored)["model"]["vocab"]
+            added = {one["content"]: one["id"] for one in json.loads(stored).get("added_tokens", [])}
+            by_id = {number: text for text, number in {**vocabulary, **added}.items()}
+            if eos in by_id:
+                values |= {f"{name}_token": by_id[eos] for name in ("bos", "eos", "pad")}
+        write_json(folder / "tokenizer_config.json", values)
+
+    def _record(self, dtype: str) -> dict[str, object]:
+        names = ("torch", "transformers", "safetensors")
+        return {
+            "checkpoint": str(self.source.folder.resolve()),
+            "manifest": digest((self.source.folder / FILE).read_bytes()),
+            "step": self.source.meta.step,
+            "target": self.target.name,
+            "dtype": dtype,
+            "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
+        }
+
+
+def target_of(model: ModelConfig, wanted: str) -> Native:
+    """The class that a model is of, exactly: one of transformers' own, or ours. Raises CannotExport where it is none."""
+    arch = architecture(model)
+    reasons = {target.name: target.misfit(arch) for target in NATIVES}
+    if wanted != "custom":
+        for target in NATIVES:
+            if reasons[target.name] is None:
+                return target
+    if wanted != "native":
+        return CUSTOM
+    told = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
+    raise CannotExport(f"--target native: {model.pattern} is no class of transformers (auto or custom ship ours){told}")
+
+
+def export(source: Checkpoint, output: Path, plan: Export, prove: Callable[[Path], None], progress: Progress) -> None:
+    """Write the folder aside, prove it, and only then give it its name."""
+    with appearing(output) as aside:
+        plan.write(aside, progress)
+        prove(aside)
+
+
+def card(config: Config, target: Native) -> str:
+    """README.md as the Hub shows it."""
+    found = count(config.model, max(phase.seq_len for phase in config.phases))
+    layers = "\n".join(f"- `{letter}`: {entry}" for letter, entry in config.model.layers.items())
+    trust = ", trust_remote_code=True" if target.code else ""
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- hybridtron
+- {target.model_type}
+---
+
+# {config.run.name}
+
+A language model of {readable(found.parameters)} parameters, pretrained with hybridtron.
+
+- pattern: `{config.model.pattern}`, width {config.model.width}, vocabulary {config.model.vocab_size}
+{layers}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("."{trust})
+tokenizer = AutoTokenizer.from_pretrained(".")
+```
+"""

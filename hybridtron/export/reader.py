@@ -1,0 +1,77 @@
+"""Tensors of a folder as the Hugging Face Hub has it: safetensors, in shards or not, or pytorch_model.bin."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hybridtron.export.writer import INDEX
+
+
+class CannotImport(ValueError):
+    """A folder that is no model that we can take over; the message says why."""
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """What config.json says."""
+    path = folder / "config.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CannotImport(f"{path} can't be read: {error}") from error
+
+
+class Weights:
+    """Every tensor by its name; shapes at once, values when they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._of_name: dict[str, Callable[[], Tensor]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        files = sorted(self._files())
+        if files:
+            for file in files:
+                self._add_safetensors(file)
+        elif (pickled := folder / "pytorch_model.bin").exists():
+            self._add_pickled(pickled)
+        else:
+            raise CannotImport(f"{folder} has neither model.safetensors nor {INDEX} nor pytorch_model.bin")
+
+    def read(self, name: str) -> Tensor:
+        return self._of_name[name]()
+
+    def _files(self) -> set[Path]:
+        index = self.folder / INDEX
+        if index.exists():
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            if strange := [name for name in names if Path(name).name != name]:
+                raise CannotImport(f"{index} names {strange[0]!r}, which is outside its folder")
+            return {self.folder / name for name in names}
+        single = self.folder / "model.safetensors"
+        return {single} if single.exists() else set()
+
+    def _add_safetensors(self, file: Path) -> None:
+        try:
+            opened = safe_open(file, framework="pt")
+            names = opened.keys()
+        except (OSError, SafetensorError) as error:
+            raise CannotImport(f"{file} can't be read: {error}") from error
+        for name in names:
+            self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+            self._of_name[name] = lambda name=name, opened=opened: opened.get_tensor(name)
+
+    def _add_pickled(self, file: Path) -> None:
+        """Nothing but tensors is unpickled."""
+        try:
+            stored: Mapping[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # a broken or foreign file can raise anything
+            raise CannotImport(f"{file} can't be read: {error}") from error
+        for name, tensor in stored.items():
+            self.shapes[name] = tuple(tensor.shape)
+            self._of_name[name] = lambda tensor=tensor: tensor

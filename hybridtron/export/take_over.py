@@ -1,0 +1,142 @@
+"""From a folder of transformers, or of state-spaces/mamba, to a checkpoint whose weights a run starts from.
+
+    python train.py model=of_weights run.weights=OUTPUT ...
+
+What comes is held against what the configuration says before any of it is read: a tensor that no rule uses, one that is
+missing, and one of another shape are told together. Written is a checkpoint as a run writes it, of step 0, without an
+optimizer; any layout loads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.files import write_bytes, write_tensors
+from hybridtron.checkpoint.manifest import FILE, Chunk, File, Manifest, Meta, to_bytes
+from hybridtron.config.choices import Precision
+from hybridtron.config.load import to_yaml
+from hybridtron.config.schema import Config, DataConfig, ModelConfig, PhaseConfig, PrecisionConfig, RunConfig
+from hybridtron.export.export import TARGETS
+from hybridtron.export.native import Native
+from hybridtron.export.original import Original
+from hybridtron.export.reader import CannotImport, Weights, settings_of
+from hybridtron.export.rules import Rule
+from hybridtron.export.writer import appearing
+from hybridtron.parallel.blocks import block
+
+PART_BYTES = 2**30  # of tensors that are in memory at once
+LONGEST = 4096  # tokens of a row, where config.json allows more
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder that was looked at: what it is, our configuration of it, and its tensors."""
+
+    kind: Native | Original
+    settings: dict[str, Any]
+    model: ModelConfig
+    rules: list[Rule]
+    weights: Weights
+
+    @classmethod
+    def open(cls, folder: Path) -> Source:
+        """Raises CannotImport, saying all that does not fit."""
+        settings = settings_of(folder)
+        kind = _kind(folder, settings)
+        try:
+            model = kind.model(settings)
+            rules = kind.rules(model)
+        except (KeyError, ValueError) as error:
+            why = f"has no {error}" if isinstance(error, KeyError) else str(error)
+            raise CannotImport(f"{folder / 'config.json'} {why}") from error
+        found = cls(kind, settings, model, rules, Weights(folder))
+        if faults := list(found._faults()):
+            raise CannotImport(f"{folder} is not the model in its config.json:\n  " + "\n  ".join(faults))
+        if not (folder / "tokenizer.json").exists():
+            raise CannotImport(f"{folder} has no tokenizer.json, which a checkpoint holds: put it there")
+        return found
+
+    def _faults(self) -> Iterator[str]:
+        wanted, held = {rule.theirs: rule.shape for rule in self.rules}, dict(self.weights.shapes)
+        if self.model.tie_embeddings and "lm_head.weight" in held:  # some write it all the same
+            del held["lm_head.weight"]
+            embedding = next(rule.theirs for rule in self.rules if rule.ours == ("embedding.weight",))
+            if not torch.equal(self.weights.read("lm_head.weight"), self.weights.read(embedding)):
+                yield f"lm_head.weight is not {embedding}, though they are tied"
+        yield from (f"{name} is missing" for name in sorted(wanted.keys() - held.keys()))
+        yield from (f"{name} is used by no rule" for name in sorted(held.keys() - wanted.keys()))
+        for name in sorted(wanted.keys() & held.keys()):
+            if wanted[name] != held[name]:
+                yield f"{name} has shape {held[name]}, not {wanted[name]}"
+
+    def config(self, name: str) -> Config:
+        """A configuration that says what is known of it, for runs that go on from there."""
+        length = min(LONGEST, int(self.settings.get("max_position_embeddings") or LONGEST))
+        narrow = self.weights.read(self.rules[0].theirs).dtype == torch.bfloat16
+        return Config(
+            model=self.model,
+            data=DataConfig(path="unknown"),
+            precision=PrecisionConfig(Precision.bf16 if narrow else Precision.fp32),
+            run=RunConfig(name=name),
+            phases=[PhaseConfig(name="imported", tokens="1", seq_len=length, global_batch=1, lr=1e-4)],
+        )
+
+
+def _kind(folder: Path, settings: dict[str, Any]) -> Native | Original:
+    if "d_model" in settings and "n_layer" in settings:
+        return Original()
+    found = {target.name: target for target in TARGETS}
+    names = settings.get("architectures") or [settings.get("model_type")]
+    if names[0] not in found:
+        known = ", ".join([*found, Original.name])
+        raise CannotImport(f"{folder / 'config.json'} says {names[0]}; known are {known}")
+    return found[names[0]]
+
+
+def take_over(source: Source, folder: Path, output: Path, prove: Callable[[Checkpoint], None]) -> None:
+    """Write the checkpoint aside, prove it, and only then give it its name."""
+    with appearing(output) as aside:
+        files: dict[str, File] = {
+            "config.yaml": write_bytes(aside / "config.yaml", to_yaml(source.config(output.name)).encode()),
+            "tokenizer.json": write_bytes(aside / "tokenizer.json", (folder / "tokenizer.json").read_bytes()),
+        }
+        chunks: list[Chunk] = []
+        for number, rules in enumerate(_parts(source)):
+            name = f"model-{number:05}.safetensors"
+            ours = [made for rule in rules for made in rule.to_ours(source.weights.read(rule.theirs)).items()]
+            blocks = [block(key, t.shape, (0,) * t.dim(), t.contiguous(), main=True) for key, t in ours]
+            files[name], of_file = write_tensors(aside / name, blocks)
+            chunks += of_file
+        eos = source.settings.get("eos_token_id")
+        data = {"eos": str(eos)} if isinstance(eos, int) else {}
+        meta = Meta(0, 0, data, f"imported from {source.kind.name}", torch.__version__)
+        write_bytes(aside / FILE, to_bytes(Manifest(meta, files, tuple(chunks))))
+        prove(Checkpoint.open(aside))
+
+
+def same_tensors(source: Source, checkpoint: Checkpoint) -> None:
+    """Each of their tensors, made again from the checkpoint, must be what it was, bit for bit."""
+    for rule in source.rules:
+        theirs = source.weights.read(rule.theirs)
+        if not torch.equal(rule.to_theirs(checkpoint.whole).to(theirs.dtype), theirs):
+            raise CannotImport(f"{rule.theirs} does not come back from the checkpoint as it was")
+
+
+def _parts(source: Source) -> Iterator[list[Rule]]:
+    """As many tensors as are written at once."""
+    rules: list[Rule] = []
+    held = 0
+    for rule in source.rules:
+        size = 4 * torch.Size(rule.shape).numel()
+        if rules and held + size > PART_BYTES:
+            yield rules
+            rules, held = [], 0
+        rules.append(rule)
+        held += size
+    yield rules

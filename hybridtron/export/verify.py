@@ -1,0 +1,131 @@
+"""The proof that a folder is the model that a checkpoint holds: transformers loads it, and reads and writes as we do.
+
+Both compute in fp32 on the CPU. Rows are of adversarial lengths: 1, shorter and longer than the convolution, the window
+and the chunks of the scans. Logits must agree at every position, the greedy continuation token by token, and where they
+do not, the sub-layer after which the streams part is named.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.config.architecture import architecture
+from hybridtron.config.schema import ModelConfig
+from hybridtron.data.batch import SeqInfo
+from hybridtron.export.custom import ForeignCode, brings_our_code
+from hybridtron.model.generate import generate
+from hybridtron.model.lm import LanguageModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TOLERANCE = 1e-5
+NEW_TOKENS = 12
+CHUNKS = 300  # tokens, more than one chunk of any scan has
+
+
+class NotTheSame(ValueError):
+    """A folder is not the model that it was made of."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How far the logits were apart at most, as a share of their largest."""
+
+    lengths: tuple[int, ...]
+    logits: float
+
+
+def verify(folder: Path, checkpoint: Checkpoint) -> Proof:
+    """Raises NotTheSame, saying what differs."""
+    model, theirs = checkpoint.config.model, loaded(folder)
+    if theirs.config.tie_word_embeddings is not model.tie_embeddings:
+        raise NotTheSame(
+            f"{folder} has tie_word_embeddings={theirs.config.tie_word_embeddings}, the checkpoint has not"
+        )
+    ours = own_model(checkpoint, DTYPES[json.loads((folder / "config.json").read_text())["dtype"]])
+    lengths, worst = lengths_of(model), 0.0
+    for length in lengths:
+        tokens_BL = torch.randint(model.vocab_size, (2, length), generator=torch.Generator().manual_seed(length))
+        with torch.no_grad():
+            expected = ours(tokens_BL, None, SeqInfo.stream(2, length)).output.transpose(0, 1)
+            found = theirs(tokens_BL).logits
+        if found.shape != expected.shape:
+            raise NotTheSame(f"{folder} answers logits of shape {tuple(found.shape)}, not {tuple(expected.shape)}")
+        apart = ((found - expected).abs().max() / expected.abs().max()).item()
+        worst = max(worst, apart)
+        if not apart <= TOLERANCE:
+            raise NotTheSame(
+                f"{folder}: logits of {length} tokens are {apart:.1e} of the largest apart (at most {TOLERANCE:g})"
+            )
+    _same_continuation(folder, theirs, ours, model)
+    return Proof(lengths, worst)
+
+
+def loaded(folder: Path) -> Any:
+    """The folder's model in fp32, if transformers finds in it exactly what it looks for."""
+    import transformers
+
+    try:
+        trust = brings_our_code(folder)
+    except ForeignCode as error:
+        raise NotTheSame(str(error)) from error
+    with _quiet():
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=trust
+        )
+    faults = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
+    if faults:
+        raise NotTheSame(f"{folder} does not load as it stands: {faults}")
+    return model.eval()
+
+
+def own_model(checkpoint: Checkpoint, dtype: torch.dtype) -> LanguageModel:
+    """Computing in fp32 with weights as they were written, rounded to a type."""
+    model = LanguageModel(checkpoint.config.model)
+    checkpoint.load_weights(model)
+    return model.cast(dtype).cast(torch.float32).eval()
+
+
+def lengths_of(model: ModelConfig) -> tuple[int, ...]:
+    """One token; around the convolution and the window; more than a chunk of a scan."""
+    specs = architecture(model).specs
+    windows = {window for spec in specs if (window := getattr(spec, "window", None)) is not None}
+    around = {near for window in windows for near in (window - 1, window, window + 1, 2 * window + 3)}
+    return tuple(sorted({1, 2, 3, 5, CHUNKS, *around}))
+
+
+def _same_continuation(folder: Path, theirs: Any, ours: LanguageModel, model: ModelConfig) -> None:
+    prompt_BL = torch.randint(model.vocab_size, (1, 7), generator=torch.Generator().manual_seed(0))
+    expected: Tensor = generate(ours, prompt_BL, NEW_TOKENS, temperature=0, seed=0)
+    with _quiet():
+        made = theirs.generate(
+            prompt_BL, attention_mask=torch.ones_like(prompt_BL), max_new_tokens=NEW_TOKENS, do_sample=False,
+            eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+    found: Sequence[int] = made[0, prompt_BL.shape[1] :].tolist()
+    if found != expected[0].tolist():
+        raise NotTheSame(f"{folder} goes on with {found}, not {expected[0].tolist()}")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers tells of slow paths and missing kernels, which concern nobody here."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,115 @@
+"""A model's folder as the Hugging Face Hub has it: shards of safetensors with an index, small files beside them.
+
+Which tensor stands where is known before one is read; they are then made, written and forgotten one at a time. The
+folder appears whole or not at all: it is written aside and renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybridtron.checkpoint.files import bytes_of, sync_folder
+from hybridtron.export.rules import Rule
+
+INDEX = "model.safetensors.index.json"
+TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A tensor that is to be written, and its type."""
+
+    rule: Rule
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.rule.shape) * self.dtype.itemsize
+
+
+@contextmanager
+def appearing(target: Path) -> Iterator[Path]:
+    """A folder to write into, which gets its name when everything in it is on disk; where that fails it is removed."""
+    aside = target.with_name(f".{target.name}.aside")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        sync_folder(aside)
+        aside.rename(target)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    sync_folder(target.parent)
+
+
+def shards_of(tensors: Sequence[Planned], largest: int) -> list[list[Planned]]:
+    """In order, as many into each shard as fit, at least one."""
+    shards: list[list[Planned]] = []
+    room = 0
+    for tensor in tensors:
+        if not shards or tensor.size > room:
+            shards.append([])
+            room = largest
+        shards[-1].append(tensor)
+        room -= tensor.size
+    return shards
+
+
+def write_weights(
+    folder: Path,
+    tensors: Sequence[Planned],
+    largest: int,
+    made: Callable[[Rule], Tensor],
+    progress: Callable[[int, int], None],
+) -> None:
+    """All tensors, and the index where there is more than one shard."""
+    shards = shards_of(tensors, largest)
+    total, done, where = sum(tensor.size for tensor in tensors), 0, {}
+    for number, shard in enumerate(shards, 1):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        with (folder / name).open("wb") as file:
+            file.write(_head(shard))
+            for tensor in shard:
+                file.write(bytes_of(made(tensor.rule).to(tensor.dtype)))
+                where[tensor.rule.theirs] = name
+                done += tensor.size
+                progress(done, total)
+            file.flush()
+            os.fsync(file.fileno())
+    if len(shards) > 1:
+        parameters = sum(math.prod(tensor.rule.shape) for tensor in tensors)
+        write_json(
+            folder / INDEX,
+            {
+                "metadata": {"total_parameters": parameters, "total_size": total},
+                "weight_map": dict(sorted(where.items())),
+            },
+        )
+
+
+def write_json(path: Path, values: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _head(shard: Sequence[Planned]) -> bytes:
+    """The head of a safetensors file."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in shard:
+        start, end = end, end + tensor.size
+        shape = list(tensor.rule.shape)
+        entries[tensor.rule.theirs] = {"dtype": TYPES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,142 @@
+"""The span-expanded attention mixer (equations and options in `specs/span.py`).
+
+Outside training it is full attention, unless `eval: span` says otherwise; then the state is that of full attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hybridtron.data.batch import SeqInfo
+from hybridtron.mixers.attention import Heads, attend_within
+from hybridtron.mixers.base import State
+from hybridtron.ops.attention import Memory, remember
+from hybridtron.ops.norm_rope import at_least_fp32
+from hybridtron.ops.span import Cut, Stretch, span_attention
+from hybridtron.ops.span_past import Past, Rule, choose_at_random, choose_by_relevance
+from hybridtron.parallel.linear import TensorGroup
+from hybridtron.specs.base import ModelSizes
+from hybridtron.specs.span import SpanSpec
+
+LANDMARK_SEED = 20_241_217
+
+
+class SpanAttention(Heads):
+    """State: rotated `keys` and `values` of the last tokens (B, M, G, K), of the `length` (B,) ones of their document
+    so far; and where relevance decides what is read, of its blocks, as far as they can be read, `summaries` and `sums`
+    of queries (B, U, H, K) in fp32, and the `queries` of the block under way (B, S - 1, H, K)."""
+
+    def __init__(self, spec: SpanSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
+        super().__init__(spec, sizes, tensor)
+        self.spec, self.layer = spec, sizes.layer
+        own = tensor.share(spec.heads)
+        self.own_heads = slice(tensor.rank * own, (tensor.rank + 1) * own)
+        used = tensor.groups_used(spec.heads, spec.groups())
+        self.own_groups = list(range(used.start, used.stop)) if isinstance(used, slice) else used
+
+    @torch.compiler.disable  # what is read, and how often, the data and the step decide
+    def attend(
+        self, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, before: State, seq: SeqInfo
+    ) -> tuple[Tensor, State]:
+        if seq.key is None and self.spec.eval == "full":
+            return attend_within(None, q_BLHK, k_BLGK, v_BLGK, before, seq)
+        chunk, keep = self._chunk(seq), self.spec.remember + max(self.spec.chunks())
+        memory = Memory(before["keys"], before["values"], before["length"]) if "keys" in before else None
+        seen = [0] * len(q_BLHK) if memory is None else memory.length_B.tolist()
+        stretches = self._stretches(seq, seen, chunk)
+        k_BSGK, v_BSGK = k_BLGK, v_BLGK
+        if memory is not None:
+            k_BSGK, v_BSGK = torch.cat((memory.keys_BMGK, k_BLGK), 1), torch.cat((memory.values_BMGK, v_BLGK), 1)
+        if self.spec.memory == "shifted":
+            y_BLHK, new = self._shifted(q_BLHK, k_BSGK, v_BSGK, chunk, stretches), State()
+        else:
+            cut = Cut(chunk, self.spec.block, stretches)
+            chosen, new = self._chosen(cut, q_BLHK, k_BSGK, v_BSGK, before, seq)
+            y_BLHK = span_attention(q_BLHK, k_BSGK, v_BSGK, cut, chosen)
+        kept = remember(memory, k_BLGK, v_BLGK, seq.documents_BL, keep)
+        ends = {row: s.end_place for s in stretches if s.stop == q_BLHK.shape[1] for row in _numbers(s.rows)}
+        length_B = torch.tensor([ends[row] for row in range(len(q_BLHK))], device=q_BLHK.device)
+        return y_BLHK, {**new, "keys": kept.keys_BMGK, "values": kept.values_BMGK, "length": length_B}
+
+    def _chunk(self, seq: SeqInfo) -> int:
+        """The size of this step's chunks: as drawn, the largest one outside training."""
+        sizes = self.spec.chunks()
+        if seq.key is None:
+            return max(sizes)
+        return sizes[seq.number(f"chunk/{self.layer}" if self.spec.draw == "layer" else "chunk") % len(sizes)]
+
+    def _stretches(self, seq: SeqInfo, seen: Sequence[int], chunk: int) -> list[Stretch]:
+        """The documents of all rows; rows that are cut alike are taken together."""
+        rows = [
+            [(start, stop, seen[row] if start == 0 else 0) for start, stop in spans]
+            for row, spans in enumerate(seq.spans())
+        ]
+        if all(row == rows[0] for row in rows):
+            return [Stretch(slice(0, len(rows)), *span, self._kept(span[2], chunk)) for span in rows[0]]
+        return [
+            Stretch(slice(number, number + 1), *span, self._kept(span[2], chunk))
+            for number, row in enumerate(rows)
+            for span in row
+        ]
+
+    def _kept(self, seen: int, chunk: int) -> int:
+        """How many of the tokens before a row it may read: of the chunk that it begins in, and before that chunk."""
+        if self.spec.memory == "shifted":
+            return min(seen, chunk)
+        return seen - max(0, seen // chunk * chunk - self.spec.remember)
+
+    def _chosen(
+        self, cut: Cut, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, before: State, seq: SeqInfo
+    ) -> tuple[list[Tensor | None], State]:
+        """The blocks that each chunk reads, and what is carried of the choice."""
+        if self.spec.memory == "none":
+            return [None] * len(cut.stretches), {}
+        if self.spec.memory == "random":
+            key = seq.number(f"blocks/{self.layer}")
+            return choose_at_random(cut, self.spec.blocks, key, self.own_groups, q_BLHK.device), {}
+        landmarks_HK = self._landmarks(q_BLHK) if self.spec.memory == "landmark" else None
+        rule = Rule(self.spec.blocks, self.spec.relevance == "previous_chunk", landmarks_HK)
+        past = self._past(before, q_BLHK)
+        chosen, after = choose_by_relevance(cut, rule, q_BLHK, k_BSGK, v_BSGK, past)
+        return chosen, {"queries": after.queries_BNHK, "summaries": after.summaries_BPHK, "sums": after.sums_BPHK}
+
+    def _past(self, before: State, q_BLHK: Tensor) -> Past:
+        if "summaries" in before:
+            return Past(before["queries"], before["summaries"], before["sums"])
+        batch, _, heads, size = q_BLHK.shape
+        largest, block, remembered = max(self.spec.chunks()), self.spec.block, self.spec.remember
+        wide = at_least_fp32(q_BLHK[:0])
+        return Past(
+            q_BLHK.new_zeros(batch, block - 1, heads, size),
+            wide.new_zeros(batch, (remembered + largest) // block, heads, size),
+            wide.new_zeros(batch, (max(remembered, largest) + largest) // block, heads, size),
+        )
+
+    def _landmarks(self, q_BLHK: Tensor) -> Tensor:
+        """One fixed standard normal vector for each of this rank's heads: a function of the layer and the head."""
+        generator = torch.Generator().manual_seed(LANDMARK_SEED + self.layer)
+        whole_HK = torch.randn(self.spec.heads, q_BLHK.shape[-1], generator=generator)
+        return whole_HK[self.own_heads].to(q_BLHK.device)
+
+    def _shifted(
+        self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, chunk: int, stretches: Sequence[Stretch]
+    ) -> Tensor:
+        """Chunks on their own, half a chunk earlier in the second half of all heads, whichever rank has them."""
+        share = q_BLHK.shape[2] // k_BSGK.shape[2]
+        k_BSHK, v_BSHK = (x.repeat_interleave(share, dim=2) for x in (k_BSGK, v_BSGK))
+        unmoved = min(max(self.spec.heads // 2 - self.own_heads.start, 0), q_BLHK.shape[2])
+        halves = ((slice(0, unmoved), 0), (slice(unmoved, None), chunk // 2))
+        nothing = [None] * len(stretches)
+        parts = []
+        for heads, shift in halves:
+            q, k, v = (x[:, :, heads] for x in (q_BLHK, k_BSHK, v_BSHK))
+            if q.shape[2]:
+                parts.append(span_attention(q, k, v, Cut(chunk, self.spec.block, stretches, shift), nothing))
+        return torch.cat(parts, dim=2)
+
+
+def _numbers(rows: slice) -> range:
+    return range(rows.start, rows.stop)

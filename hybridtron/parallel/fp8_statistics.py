@@ -1,0 +1,119 @@
+"""What delayed scaling remembers: the greatest |x|, |W| and |dy| of every projection in the last steps.
+
+    history_3H    by role; the first is the greatest of the step under way, the others those of the steps before it,
+                  the newest last (Transformer Engine's order)
+    scale_3       range / max(history), as of the last accepted step
+
+Within a step scales are fixed and greatest values only rise, so that a forward pass that runs again (recomputation, the
+chunks of TBTT, micro-batches) changes nothing that it has not changed before. When the step is accepted they are
+raised to those of all tensor- and data-parallel ranks, which therefore hold the same: the greatest of a weight is that
+of the whole weight, whatever the layout. Then come the new scales, and the histories move on. A refused step leaves no
+trace, nor does an evaluation. A greatest value of zero, or one that is not finite, keeps the scale that there was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from hybridtron.config.problems import ConfigError
+from hybridtron.parallel import transformer_engine
+from hybridtron.parallel.blocks import block
+from hybridtron.parallel.fp8 import FORMATS, Fp8, Fp8Linear, Part, Slots
+from hybridtron.specs.base import Problem
+
+ROLES = len(FORMATS)
+
+
+class Statistics(Protocol):
+    """What an engine asks of the products' statistics."""
+
+    def step(self) -> AbstractContextManager[Any]:
+        """Around the forward and backward passes of a step."""
+        ...
+
+    def evaluation(self) -> AbstractContextManager[Any]:
+        """Around forward passes that leave no trace."""
+        ...
+
+    def settle(self, accepted: bool) -> None:
+        """After the step was accepted or refused."""
+        ...
+
+    def parts(self) -> Iterable[Part]:
+        """All that the next step depends on, as views: `fp8_history.NAME` (3, H) and `fp8_scale.NAME` (3,)."""
+        ...
+
+
+class NoStatistics:
+    """Of products that remember nothing."""
+
+    def step(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    evaluation = step
+
+    def settle(self, accepted: bool) -> None:
+        pass
+
+    def parts(self) -> Iterable[Part]:
+        return ()
+
+
+class Delayed(NoStatistics):
+    """The statistics of emulated projections, by the names of their weights; all in two tensors, for one collective."""
+
+    def __init__(self, projections: Mapping[str, Fp8Linear], fp8: Fp8, device: torch.device) -> None:
+        self.names, self.group = list(projections), fp8.group
+        self.history_PRH = torch.zeros(len(self.names), ROLES, fp8.history, device=device)
+        self.scale_PR = torch.ones(len(self.names), ROLES, device=device)
+        self.largest_R = torch.tensor([torch.finfo(dtype).max for dtype in FORMATS.values()], device=device)
+        for projection, history_RH, scale_R in zip(projections.values(), self.history_PRH, self.scale_PR, strict=True):
+            projection.slots = Slots(history_RH[:, 0], scale_R)
+
+    def settle(self, accepted: bool) -> None:
+        if accepted:
+            greatest_PR = self.history_PRH[..., 0].contiguous()
+            if self.group is not None and self.names:
+                dist.all_reduce(greatest_PR, dist.ReduceOp.MAX, group=self.group)
+            self.history_PRH[..., 0] = greatest_PR
+            greatest_PR = self.history_PRH.amax(-1)
+            scale_PR = (self.largest_R / greatest_PR).clamp(max=torch.finfo(torch.float32).max)
+            known = torch.isfinite(greatest_PR) & (greatest_PR > 0)
+            self.scale_PR.copy_(torch.where(known, scale_PR, self.scale_PR))
+            self.history_PRH.copy_(self.history_PRH.roll(-1, -1))
+        self.history_PRH[..., 0] = 0
+
+    def parts(self) -> Iterator[Part]:
+        for name, history_RH, scale_R in zip(self.names, self.history_PRH, self.scale_PR, strict=True):
+            yield Part(f"fp8_history.{name}", tuple(history_RH.shape), (0, 0), history_RH)
+            yield Part(f"fp8_scale.{name}", tuple(scale_R.shape), (0,), scale_R)
+
+
+def statistics_of(modules: Iterable[tuple[str, Any]], fp8: Fp8 | None, device: torch.device) -> Statistics:
+    """The statistics of all projections among named modules."""
+    if fp8 is None or not fp8.delayed:
+        return NoStatistics()
+    if not fp8.emulate:
+        return transformer_engine.Statistics(modules, fp8)
+    projections = {f"{name}.weight": module for name, module in modules if isinstance(module, Fp8Linear)}
+    return Delayed(projections, fp8, device)
+
+
+def statistics_blocks(statistics: Statistics, writes: Callable[[str], bool]) -> list[Any]:
+    """For a checkpoint: each whole on every tensor- and data-parallel rank, of which one writes it."""
+    return [block(part.key, part.shape, part.offset, part.data, writes(part.key)) for part in statistics.parts()]
+
+
+def known_blocks(blocks: Iterable[Any], shapes: Mapping[str, tuple[int, ...]]) -> list[Any]:
+    """Those that a checkpoint holds: projections that were in bf16 before start with an empty history."""
+    known = [one for one in blocks if one.key in shapes]
+    for one in known:
+        if one.key.startswith("fp8_history.") and (held := shapes[one.key][1]) != one.global_shape[1]:
+            message = f"is {one.global_shape[1]}, but the checkpoint remembers {held} steps: set it so"
+            raise ConfigError([Problem("precision.history", message)])
+    return known

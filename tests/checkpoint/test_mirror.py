@@ -1,0 +1,116 @@
+"""Copies of checkpoints in a store that speaks S3: whole or told, and brought back as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hybridtron.checkpoint import mirror
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.folder import all_of, newest
+from hybridtron.checkpoint.manifest import BrokenCheckpoint
+from hybridtron.checkpoint.mirror import Mirror, Store, download, upload
+from hybridtron.checkpoint.save import Saver, meta_of
+from hybridtron.config.schema import CheckpointConfig
+from hybridtron.parallel.groups import Groups
+from tests.checkpoint.conftest import Write, trained
+from tests.data.store import s3_server
+from tools.checkpoint import main
+
+URL = "s3://bucket/runs/small"
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3_server.Store]:
+    with s3_server.serve(tmp_path / "bucket") as running:
+        monkeypatch.setenv("S3_ENDPOINT_URL", running.url)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
+        yield running
+
+
+def same(left: Path, right: Path) -> bool:
+    names = {path.name for path in left.iterdir()}
+    return names == {path.name for path in right.iterdir()} and all(
+        (left / name).read_bytes() == (right / name).read_bytes() for name in names
+    )
+
+
+def test_a_run_copies_what_it_writes_and_brings_it_back(
+    alone: Groups, write: Write, tmp_path: Path, store: s3_server.Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = trained(alone)
+    folder = write(engine, 1)
+    engine.config.checkpoint = CheckpointConfig(mirror=URL, keep=1)
+    saver = Saver(engine.config, tmp_path, alone)
+    for step in (2, 3):
+        saver.save(engine, meta_of(engine, step, {}), tmp_path / "tokenizer.json")
+        assert saver.mirror is not None
+        saver.mirror.finish()
+    assert [path.name for path in all_of(tmp_path)] == ["step-00000003"]
+    assert "NOT MIRRORED" not in capsys.readouterr().err
+    assert not folder.exists()
+    assert main(["fetch", URL, str(tmp_path / "back")]) == 0
+    found = newest(tmp_path / "back")
+    assert found is not None
+    assert found.meta.step == 3
+    assert not list(found.faults())
+    assert same(found.folder, all_of(tmp_path)[0])
+    assert main(["fetch", f"{URL}/step-00000002", str(tmp_path / "back")]) == 0
+    assert newest(tmp_path / "back") == found
+    assert main(["fetch", URL, str(tmp_path / "back")]) == 2
+    assert main(["fetch", "s3://bucket/nothing", str(tmp_path / "back")]) == 1
+
+
+def test_large_files_go_in_parts(
+    alone: Groups, write: Write, tmp_path: Path, store: s3_server.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("a long list of tokens" * 10**6)
+    folder = write(trained(alone))
+    monkeypatch.setattr(mirror, "AT_ONCE", 1000)
+    upload(Store(URL), folder)
+    assert same(download(URL, tmp_path / "back"), folder)
+    assert store.uploads_in_parts == 1
+
+
+@pytest.mark.parametrize("fault", ["spoil", "refuse"])
+@pytest.mark.parametrize("name", ["model-00000", "config.yaml", "manifest.json"])
+def test_a_copy_that_is_not_whole_is_told_and_is_no_checkpoint(
+    fault: str,
+    name: str,
+    alone: Groups,
+    write: Write,
+    tmp_path: Path,
+    store: s3_server.Store,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = write(trained(alone))
+    store.fail(fault, name)
+    copy = Mirror(URL)
+    copy.offer(folder)
+    copy.finish()
+    assert f"NOT MIRRORED: {folder} to {URL}: " in capsys.readouterr().err
+    store.faults.clear()
+    with pytest.raises(BrokenCheckpoint, match="incomplete"):
+        download(URL, tmp_path / "back")
+    assert not all_of(tmp_path / "back")
+    upload(Store(URL), folder)  # the next try mends it
+    assert same(download(URL, tmp_path / "back"), folder)
+
+
+def test_what_changed_in_the_store_is_not_taken(
+    alone: Groups, write: Write, tmp_path: Path, store: s3_server.Store
+) -> None:
+    folder = write(trained(alone))
+    upload(Store(URL), folder)
+    for kind, said in {"flip": "not as it was written", "short": "not as it was written"}.items():
+        store.fail(kind, "optimizer-00000", times=1)
+        with pytest.raises(BrokenCheckpoint, match=said):
+            download(URL, tmp_path / "back")
+        store.faults.clear()
+    target = download(URL, tmp_path / "back")
+    assert not list(Checkpoint.open(target).faults())
+    with pytest.raises(FileExistsError, match="there already"):
+        download(URL, tmp_path / "back")

@@ -1,0 +1,108 @@
+"""Checkpoints as models that no class of transformers is: shipped with their code, loaded where hybridtron is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridtron.config.architecture import architecture
+from hybridtron.data.batch import SeqInfo
+from hybridtron.export.custom import Custom
+from hybridtron.export.export import CUSTOM as TARGET
+from hybridtron.export.export import target_of
+from hybridtron.export.verify import own_model, verify
+from hybridtron.parallel.groups import Groups
+from tests.export.models import CUSTOM, MODELS, VOCAB, checkpoint_of, model_config
+from tools.convert import main
+
+OUTSIDE = Path(__file__).with_name("outside.py")
+
+
+@pytest.fixture(autouse=True)
+def _own_module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers copies shipped code there before it runs it."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+
+@pytest.mark.parametrize("name", CUSTOM)
+def test_the_shipped_class_computes_the_same(name: str, alone: Groups, tmp_path: Path) -> None:
+    model = model_config(name)
+    assert target_of(model, "auto") is TARGET
+    source = checkpoint_of(model, alone, tmp_path / "run")
+    output = tmp_path / "out"
+    assert main(["export", "--checkpoint", str(tmp_path / "run"), "--output", str(output)]) == 0
+    assert verify(output, source).logits < 1e-5
+    back = TARGET.model(json.loads((output / "config.json").read_text()))
+    assert architecture(back).specs == tuple(
+        replace(spec, **{key: getattr(other, key) for key in ("kv_heads", "head_dim", "dt_rank") if hasattr(spec, key)})
+        for spec, other in zip(architecture(model).specs, architecture(back).specs, strict=True)
+    )
+
+
+def test_it_runs_where_hybridtron_is_not(alone: Groups, tmp_path: Path) -> None:
+    expected = {}
+    for name in CUSTOM:
+        source = checkpoint_of(model_config(name), alone, tmp_path / name / "run")
+        output = tmp_path / name / "out"
+        assert main(["export", "--checkpoint", str(source.folder), "--output", str(output), "--verify", "none"]) == 0
+        tokens_BL = torch.randint(VOCAB, (2, 70), generator=torch.Generator().manual_seed(0))
+        torch.save(tokens_BL, output / "tokens.pt")
+        with torch.no_grad():
+            ours = own_model(source, torch.float32)(tokens_BL, None, SeqInfo.stream(2, 70)).output.transpose(0, 1)
+        expected[output] = ours
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["HF_HOME"] = str(tmp_path / "home")
+    command = [sys.executable, "-I", str(OUTSIDE), *map(str, expected)]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for output, ours in expected.items():
+        theirs = torch.load(output / "logits.pt")
+        assert (theirs - ours).abs().max() < 1e-5 * ours.abs().max(), output
+
+
+def test_a_model_of_transformers_own_can_be_ours_too(alone: Groups, tmp_path: Path) -> None:
+    """And comes back from there as a checkpoint."""
+    checkpoint_of(model_config("granite"), alone, tmp_path / "run")
+    output = tmp_path / "out"
+    arguments = ["--checkpoint", str(tmp_path / "run"), "--output", str(output), "--target", "custom"]
+    assert main(["export", *arguments]) == 0
+    assert json.loads((output / "config.json").read_text())["architectures"] == ["HybridtronForCausalLM"]
+    assert main(["import", "--input", str(output), "--output", str(tmp_path / "back")]) == 0
+
+
+@pytest.mark.parametrize("change", ["a file of it", "a file beside it", "what it names"])
+def test_code_that_is_not_ours_is_not_run(
+    change: str, alone: Groups, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint_of(model_config("mamba-mlp"), alone, tmp_path / "run")
+    arguments = ["--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out")]
+    assert main(["export", *arguments, "--verify", "none"]) == 0
+    planted = f"open({str(tmp_path / 'ran')!r}, 'w')\n"
+    file = {"a file of it": "modeling_hybridtron.py", "a file beside it": "more.py"}.get(change)
+    if file is not None:
+        with (tmp_path / "out" / file).open("a") as code:
+            code.write(planted)
+    else:
+        (tmp_path / "other.py").write_text(planted)
+        settings = json.loads((tmp_path / "out/config.json").read_text())
+        settings["auto_map"]["AutoConfig"] = "../other.HybridtronConfig"
+        (tmp_path / "out/config.json").write_text(json.dumps(settings))
+    assert main(["verify", *arguments]) == 1
+    assert "not" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+
+
+def test_every_weight_is_used_once_and_nothing_else_is_shipped() -> None:
+    for name in MODELS | CUSTOM:
+        rules = TARGET.rules(model_config(name))
+        assert len({rule.theirs for rule in rules}) == len(rules)
+    assert {path.name for path in Custom.code} == {
+        f"{name}_hybridtron.py" for name in ("configuration", "modeling", "mixers", "attention", "ops")
+    }

@@ -1,0 +1,233 @@
+"""The span mixer beyond the contract: its variants against each other, causality, carrying, draws and evaluation."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.data.batch import SeqInfo, step_key
+from hybridtron.mixers import MIXERS
+from hybridtron.mixers.base import Mixer, State
+from hybridtron.model.init import starting_value
+from hybridtron.model.lm import LanguageModel
+from hybridtron.ops.dispatch import force
+from hybridtron.parallel.linear import ALONE
+from hybridtron.specs import SPECS
+from hybridtron.specs.base import ModelSizes
+from tests.conftest import random_batch, small_config
+
+SIZES = ModelSizes(width=16, num_sublayers=4)
+LENGTH = 32
+SMALL = {"heads": 4, "kv_heads": 2, "chunk": 8, "block": 2, "blocks": 2}
+MEMORIES = ("span", "none", "random", "landmark", "shifted")
+
+
+def build(kind: str = "span", sizes: ModelSizes = SIZES, **options: object) -> Mixer:
+    """A mixer whose weights depend on their names and shapes alone, in float64."""
+    spec = SPECS[kind](**options)
+    mixer = MIXERS[kind](spec, sizes, ALONE)
+    for name, weight in mixer.named_parameters():
+        weight.data.copy_(3 * starting_value(spec.parameters(sizes)[name].init, tuple(weight.shape), 1, name))
+    return mixer.double()
+
+
+def rows(length: int = LENGTH, key: int | None = 7, start: int = 0) -> SeqInfo:
+    return dataclasses.replace(SeqInfo.stream(2, length, start), key=key)
+
+
+def x_of(length: int = LENGTH) -> Tensor:
+    return torch.randn(length, 2, SIZES.width, dtype=torch.float64)
+
+
+def test_weights_are_those_of_attention() -> None:
+    for options in ({}, {"kv_heads": 1, "rotary_dim": 4, "conv": 4, "conv_bias": True, "conv_silu": False}):
+        ours, theirs = (SPECS[kind](heads=2, **options).parameters(SIZES) for kind in ("span", "attention"))
+        assert ours == theirs
+
+
+def test_with_all_blocks_it_is_attention() -> None:
+    x = x_of()
+    everything = build(**{**SMALL, "blocks": 100})(x, None, rows()).y_LBD
+    torch.testing.assert_close(everything, build("attention", heads=4, kv_heads=2)(x, None, rows()).y_LBD)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_variants_differ_where_the_past_begins(memory: str) -> None:
+    x = x_of()
+    alone = build(**SMALL, memory="none")(x, None, rows()).y_LBD
+    y = build(**SMALL, memory=memory)(x, None, rows()).y_LBD
+    if memory == "none":
+        full = build("attention", heads=4, kv_heads=2)
+        chunks = [full(x[a : a + 8], None, rows(8, start=a)).y_LBD for a in range(0, LENGTH, 8)]
+        torch.testing.assert_close(y, torch.cat(chunks))
+    else:
+        assert not torch.allclose(y[8:], alone[8:])
+        torch.testing.assert_close(y[: 4 if memory == "shifted" else 8], alone[: 4 if memory == "shifted" else 8])
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_shifted_is_two_masks(kv_heads: int) -> None:
+    """Each half of the heads by itself, its groups cut out of the row; the output projection made an identity."""
+    mixer, x = build(**{**SMALL, "kv_heads": kv_heads, "memory": "shifted"}), x_of()
+    full = build("attention", heads=4, kv_heads=kv_heads)
+    for each in (mixer, full):
+        each.out.weight.data = torch.eye(16, dtype=torch.float64)
+    y = mixer(x, None, rows()).y_LBD
+    for shift, channels in ((0, slice(0, 8)), (4, slice(8, 16))):
+        borders = [*range(0, LENGTH, 8), LENGTH] if not shift else [0, *range(4, LENGTH, 8), LENGTH]
+        parts = [full(x[a:b], None, rows(b - a, start=a)).y_LBD for a, b in itertools.pairwise(borders)]
+        torch.testing.assert_close(y[..., channels], torch.cat(parts)[..., channels])
+
+
+@pytest.mark.parametrize("form", ["reference", "blocked"])
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("relevance", ["chunk", "previous_chunk"])
+def test_a_token_reaches_nothing_before_its_chunk(memory: str, relevance: str, form: str) -> None:
+    """Bit for bit; and nothing before itself, unless the chunk's own queries choose."""
+    mixer, x = build(**SMALL, memory=memory, relevance=relevance), x_of()
+    asks = memory in ("span", "landmark") and relevance == "chunk"
+    reached = False
+    for changed in (11, 21, 30):
+        other = x.clone()
+        other[changed:] = 3 * torch.randn_like(other[changed:])
+        with force(span_attention=form):
+            before, after = (mixer(each, None, rows()).y_LBD for each in (x, other))
+        assert torch.equal(after[: changed // 8 * 8], before[: changed // 8 * 8])
+        reached |= not torch.equal(after[:changed], before[:changed])
+        assert not torch.equal(after[changed:], before[changed:])
+    assert reached == asks
+
+
+def carried_over(mixer: Mixer, x: Tensor, cuts: list[int]) -> tuple[Tensor, State]:
+    """The outputs of a row that is read in pieces, and its last state."""
+    outputs, state = [], None
+    for start, stop in itertools.pairwise([0, *cuts, len(x)]):
+        y, state, _ = mixer(x[start:stop], state, rows(stop - start, start=start))
+        outputs.append(y)
+    assert state is not None
+    return torch.cat(outputs), state
+
+
+@pytest.mark.parametrize("cuts", [[1, 2, 3], [5, 19], [8, 16], [7, 8, 9, 31], list(range(1, LENGTH))])
+@pytest.mark.parametrize("memory", ["span", "landmark", "random", "shifted"])
+def test_rows_may_be_cut_anywhere_where_the_chunk_before_chooses(memory: str, cuts: list[int]) -> None:
+    remember = 0 if memory == "shifted" else 32
+    mixer = build(**SMALL, memory=memory, relevance="previous_chunk", remember=remember)
+    x = x_of().requires_grad_()
+    whole = mixer(x, None, rows())
+    y, state = carried_over(mixer, x, cuts)
+    torch.testing.assert_close(y, whole.y_LBD)
+    assert set(state) == set(whole.state)
+    for name, tensor in whole.state.items():
+        torch.testing.assert_close(state[name], tensor)
+    weight = torch.randn_like(y)
+    ours, theirs = (torch.autograd.grad((each * weight).sum(), x)[0] for each in (y, whole.y_LBD))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_where_the_chunk_itself_chooses_rows_are_cut_at_chunks() -> None:
+    mixer, x = build(**SMALL, remember=32), x_of()
+    whole = mixer(x, None, rows()).y_LBD
+    torch.testing.assert_close(carried_over(mixer, x, [8, 24])[0], whole)
+    assert not torch.allclose(carried_over(mixer, x, [8, 28])[0], whole)
+    assert SPECS["span"](**SMALL).carry_problems(24) == []
+    (problem,) = SPECS["span"](**SMALL).carry_problems(28)
+    assert "previous_chunk" in problem.message
+
+
+def test_remember_bounds_what_is_read_of_the_past() -> None:
+    """Tokens further back than that change nothing, nearer ones do; all blocks are read, so that choices hide none."""
+    options = {**SMALL, "blocks": 100, "relevance": "previous_chunk"}
+    for remember in (0, 4, 10):
+        mixer, x = build(**options, remember=remember), x_of()
+        first = mixer(x[:20], None, rows(20)).state
+        assert first["keys"].shape[1] == remember + 8
+        for token, seen in ((16 - remember - 1, False), (16 - remember, True), (17, True)):
+            other = x.clone()
+            other[token] += 1
+            again = mixer(other[:20], None, rows(20)).state
+            y, same = (mixer(x[20:], state, rows(12, start=20)).y_LBD for state in (first, again))
+            assert torch.equal(y[:4], same[:4]) != seen, (remember, token)
+
+
+def test_chunk_sizes_are_drawn_by_the_key() -> None:
+    def drawn(key: int, layer: int, draw: str) -> int:
+        mixer = build(sizes=dataclasses.replace(SIZES, layer=layer), **{**SMALL, "chunk": [4, 8, 16], "draw": draw})
+        return mixer._chunk(rows(key=key))
+
+    keys = [step_key(1, step, 0, row) for step in range(20) for row in range(3)]
+    by_batch = [[drawn(key, layer, "batch") for layer in range(4)] for key in keys]
+    by_layer = [[drawn(key, layer, "layer") for layer in range(4)] for key in keys]
+    assert all(len(set(layers)) == 1 for layers in by_batch)
+    assert any(len(set(layers)) > 1 for layers in by_layer)
+    for sizes in (by_batch, by_layer):
+        counts = [sum(layers.count(size) for layers in sizes) for size in (4, 8, 16)]
+        assert min(counts) > 40
+    assert by_layer == [[drawn(key, layer, "layer") for layer in range(4)] for key in keys]
+
+
+def test_random_blocks_follow_the_key() -> None:
+    mixer, x = build(**SMALL, memory="random"), x_of()
+    first, again, other = (mixer(x, None, rows(key=key)).y_LBD for key in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_evaluation_is_full_attention_unless_told_otherwise(memory: str) -> None:
+    x = x_of()
+    attention = build("attention", heads=4, kv_heads=2)(x, None, rows(key=None))
+    full = build(**SMALL, memory=memory)(x, None, rows(key=None))
+    assert torch.equal(full.y_LBD, attention.y_LBD)
+    assert {name: tensor.shape for name, tensor in full.state.items()} == {
+        name: tensor.shape for name, tensor in attention.state.items()
+    }
+    kept = build(**{**SMALL, "chunk": [4, 8]}, memory=memory, eval="span")(x, None, rows(key=None)).y_LBD
+    assert not torch.allclose(kept, attention.y_LBD)
+    if memory != "random":
+        torch.testing.assert_close(kept, build(**SMALL, memory=memory)(x, None, rows()).y_LBD)
+
+
+@pytest.mark.parametrize("eval_form", ["full", "span"])
+def test_generation_step_by_step_is_the_whole(eval_form: str) -> None:
+    options = {**SMALL, "relevance": "previous_chunk", "eval": eval_form, "remember": 64, "kind": "span"}
+    model = LanguageModel(dataclasses.replace(small_config("X-X"), layers={**small_config().layers, "X": options}))
+    for name, weight in model.named_parameters():
+        weight.data.copy_(starting_value(model.table[name].init, tuple(weight.shape), 1, name))
+    tokens = random_batch().tokens_BL
+    whole, _, _ = model(tokens, None, SeqInfo.stream(2, 24))
+    states, outputs = None, []
+    for place in range(24):
+        output, states, _ = model(tokens[:, place : place + 1], states, SeqInfo.stream(2, 1, place))
+        outputs.append(output)
+    torch.testing.assert_close(torch.cat(outputs), whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "told"),
+    [
+        ({"block": 3}, "block", "must divide"),
+        ({"chunk": 64}, "chunk", "at most that"),
+        ({"chunk": []}, "chunk", "at least 2"),
+        ({"blocks": 0}, "blocks", "memory: none"),
+        ({"relevance": "next"}, "relevance", "previous_chunk"),
+        ({"memory": "all"}, "memory", "landmark"),
+        ({"remember": 3}, "remember", "multiple of block"),
+        ({"remember": 8, "memory": "none"}, "remember", "use 0"),
+        ({"heads": 1, "kv_heads": 1, "memory": "shifted"}, "heads", "even"),
+        ({"chunk": 9, "block": 3, "memory": "shifted"}, "chunk", "even"),
+    ],
+)
+def test_wrong_options_are_told(options: dict, key: str, told: str) -> None:
+    (problem,) = SPECS["span"](**{**SMALL, **options}).problems(SIZES, LENGTH)
+    assert problem.key == key
+    assert told in problem.message
+
+
+def test_ranks_that_share_a_group_are_refused_where_it_chooses() -> None:
+    spec = SPECS["span"](**{**SMALL, "kv_heads": 1})
+    (problem,) = spec.layout_problems(SIZES, 2)
+    assert problem.key == "kv_heads"
+    assert SPECS["span"](**{**SMALL, "kv_heads": 1, "memory": "shifted"}).layout_problems(SIZES, 2) == []

@@ -1,0 +1,242 @@
+"""FP8 in motion: passes that run again, refused steps, evaluations, checkpoints, and layouts change nothing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.folder import newest, sound
+from hybridtron.checkpoint.restore import restore_newest
+from hybridtron.config.choices import Precision
+from hybridtron.config.problems import ConfigError
+from hybridtron.config.schema import (
+    Config,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    Recompute,
+)
+from hybridtron.data.batch import Batch
+from hybridtron.engine.engine import Engine
+from hybridtron.parallel.groups import Groups
+from hybridtron.parallel.pool import Seat
+from tests.checkpoint.conftest import write  # noqa: F401 (a fixture)
+from tests.conftest import random_batch, small_run
+from tests.distributed import run_distributed
+from tests.parallel import test_through_time as tbtt
+from tests.parallel.test_states import write as write_checkpoint
+
+STEPS, LR = 4, 1e-2
+LAYERS = {
+    "M": {"kind": "mamba", "state": 4},
+    "W": {"kind": "attention", "heads": 4, "kv_heads": 2, "window": 8},
+    "-": {"kind": "swiglu", "hidden": 64},
+}
+
+
+def config_of(precision: str, parallel: ParallelConfig | None = None) -> Config:
+    model = ModelConfig(width=32, vocab_size=64, pattern="M-W-", layers=LAYERS)
+    optim = OptimConfig(eps=1e-3)  # a coarse one, as rounding may turn the sign of a tiny gradient
+    return replace(small_run(model, optim, precision), parallel=parallel or ParallelConfig())
+
+
+def batch_of(step: int) -> Batch:
+    torch.manual_seed(step)
+    return random_batch(rows=4, length=16, vocab=64)
+
+
+def losses(engine: Engine, steps: range = range(STEPS)) -> Iterator[float]:
+    lanes = range(4 * engine.groups.data_rank // engine.groups.data_size, 4)[: 4 // engine.groups.data_size]
+    for step in steps:
+        batch = batch_of(step).map(lambda tensor: tensor[lanes.start : lanes.stop])
+        yield engine.forward_backward(batch.split(1)).mean.item()
+        assert engine.step(LR)[1]
+
+
+def statistics(engine: Engine) -> dict[str, Tensor]:
+    """Whole ones: no rank holds a part."""
+    found = {block.key: block.data.clone() for block in engine.blocks()["fp8"]}
+    assert found
+    return found
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+@pytest.mark.parametrize("recompute", [Recompute.selective, Recompute.layer])
+def test_recomputation_changes_no_bit(alone: Groups, recompute: Recompute) -> None:
+    kept = Engine(config_of("fp8_delayed"), alone)
+    again = Engine(config_of("fp8_delayed", ParallelConfig(recompute=recompute)), alone)
+    assert list(losses(kept)) == list(losses(again))
+    assert same(statistics(kept), statistics(again))
+    assert all(map(torch.equal, dict(kept.weights()).values(), dict(again.weights()).values()))
+
+
+def test_chunks_through_time_change_no_bit(alone: Groups) -> None:
+    """Of a step whose chunks run once, and one whose chunks run again, each with its sub-layers."""
+    found = []
+    for recompute in (Recompute.none, Recompute.layer):
+        config = tbtt.through(ParallelConfig(recompute=recompute))
+        config.precision = PrecisionConfig(Precision.fp8_delayed, emulate=True, history=4)
+        engine = Engine(config, alone)
+        engine.start_phase(0, range(tbtt.LANES))
+        of_run = []
+        for step in range(3):
+            of_run.append(engine.forward_backward(tbtt.step_of(step).split(tbtt.ROWS), step).mean.item())
+            engine.step(LR)
+        found.append((of_run, statistics(engine)))
+    assert found[0][0] == found[1][0]
+    assert same(found[0][1], found[1][1])
+
+
+def test_detached_chunks_and_micro_batches_share_one_history(alone: Groups) -> None:
+    """The greatest values of a step are those of all its micro-batches, however these are cut."""
+    one, many = (Engine(config_of("fp8_delayed"), alone) for _ in range(2))
+    one.forward_backward([batch_of(0)])
+    many.forward_backward(batch_of(0).split(1))
+    for engine in (one, many):
+        engine.step(LR)
+    left, right = statistics(one), statistics(many)
+    for key in left:
+        torch.testing.assert_close(left[key], right[key], rtol=2e-2, atol=0)  # gradients pass through bf16
+
+
+def test_a_refused_step_leaves_no_trace(alone: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, undisturbed = (Engine(config_of("fp8_delayed"), alone) for _ in range(2))
+    assert list(losses(engine, range(2))) == list(losses(undisturbed, range(2)))
+    before = statistics(engine)
+    with monkeypatch.context() as refusing:
+        refusing.setattr(engine.guard, "accepts", lambda norm, loss: False)
+        engine.forward_backward([batch_of(7)])
+        assert not same(statistics(engine), before)
+        assert not engine.step(LR)[1]
+    assert same(statistics(engine), before)
+    assert list(losses(engine, range(2, 4))) == list(losses(undisturbed, range(2, 4)))
+
+
+def test_an_evaluation_leaves_no_trace(alone: Groups) -> None:
+    engine = Engine(config_of("fp8_delayed"), alone)
+    list(losses(engine, range(2)))
+    engine.forward_backward([batch_of(5)])
+    before = statistics(engine)
+    first = engine.loss([batch_of(6)]).mean.item()
+    assert same(statistics(engine), before)
+    assert engine.loss([batch_of(6)]).mean.item() == first
+
+
+@pytest.mark.parametrize("precision", ["fp8_delayed", "fp8_current"])
+def test_differs_from_bf16_by_a_little(alone: Groups, precision: str) -> None:
+    """And layers in bf16 bring it nearer: all of them are the same bits."""
+    base = list(losses(Engine(config_of("bf16"), alone)))
+    found = list(losses(Engine(config_of(precision), alone)))
+    assert found != base
+    assert found == pytest.approx(base, rel=0.02)
+    config = config_of(precision)
+    config.precision.bf16_first = 4
+    assert list(losses(Engine(config, alone))) == base
+
+
+def test_a_checkpoint_of_bf16_is_gone_on_from_with_empty_histories(
+    alone: Groups,
+    write,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    before = Engine(config_of("bf16"), alone)
+    list(losses(before, range(2)))
+    write(before)
+    engine = Engine(config_of("fp8_delayed"), alone)
+    restore_newest(sound(tmp_path), engine)
+    assert all(
+        (tensor == (1 if key.startswith("fp8_scale.") else 0)).all() for key, tensor in statistics(engine).items()
+    )
+    list(losses(engine, range(2, 4)))
+    write(engine, step=9)
+    longer = config_of("fp8_delayed")
+    longer.precision.history = 8
+    with pytest.raises(ConfigError, match=r"precision.history  is 8, but the checkpoint remembers 4 steps"):
+        restore_newest(sound(tmp_path), Engine(longer, alone))
+
+
+def run_steps(seat: Seat, config: Config, dtype: torch.dtype | None) -> tuple[list[float], dict[str, Tensor]]:
+    with seat.groups(config.parallel) as groups:
+        engine = Engine(config, groups, dtype=dtype)
+        return list(losses(engine)), statistics(engine) if config.precision.name == "fp8_delayed" else {}
+
+
+@functools.cache
+def of_one_process(precision: str) -> tuple[list[float], dict[str, Tensor]]:
+    (found,) = run_distributed(run_steps, 1, config_of(precision), torch.float32)
+    return found
+
+
+LAYOUTS = {
+    "tp2": (ParallelConfig(tensor=2), 2),
+    "tp2-sp": (ParallelConfig(tensor=2, sequence=True), 2),
+    "dp2": (ParallelConfig(), 2),
+    "pp2": (ParallelConfig(pipeline=2), 2),
+}
+CASES = [
+    pytest.param(layout, precision, marks=[] if layout == "tp2-sp" else pytest.mark.slow, id=f"{layout}-{precision}")
+    for layout in LAYOUTS
+    for precision in ("fp8_delayed", "fp8_current")
+]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("layout", "precision"), CASES)
+def test_layouts_agree_with_one_process(layout: str, precision: str) -> None:
+    """With a stream in fp32, as bf16's rounding would hide what is compared; FP8 may still round a value elsewhere.
+
+    Delayed scaling has the scales of whole tensors everywhere. With current scaling a rank's share of a weight has a
+    scale of its own, so that other values are rounded.
+    """
+    parallel, ranks = LAYOUTS[layout]
+    expected, of_whole = of_one_process(precision)
+    found = run_distributed(run_steps, ranks, config_of(precision, parallel), torch.float32)
+    for of_rank, kept in found:
+        assert of_rank == pytest.approx(expected, rel=1e-3 if precision == "fp8_delayed" else 1e-2)
+        for key, tensor in kept.items():
+            weight = tensor[1], of_whole[key][1]
+            torch.testing.assert_close(*weight, rtol=1e-3, atol=1e-6)
+            torch.testing.assert_close(tensor, of_whole[key], rtol=0.1, atol=1e-6)
+    if layout != "pp2":
+        assert same(found[0][1], found[1][1]), "every rank holds the same"
+
+
+def first_steps(seat: Seat, config: Config, folder: Path) -> None:
+    with seat.groups(config.parallel) as groups:
+        engine = Engine(config, groups)
+        list(losses(engine))
+        write_checkpoint(engine, folder)
+
+
+def read_and_write(seat: Seat, config: Config, folder: Path, again: Path) -> None:
+    with seat.groups(config.parallel) as groups:
+        engine = Engine(config, groups)
+        restore_newest(sound(folder), engine)
+        write_checkpoint(engine, again)
+
+
+@pytest.mark.gloo
+def test_another_layout_reads_the_same_statistics(tmp_path: Path) -> None:
+    run_distributed(first_steps, 2, config_of("fp8_delayed", ParallelConfig(tensor=2)), tmp_path / "a")
+    pipelined = config_of("fp8_delayed", ParallelConfig(pipeline=2))
+    run_distributed(read_and_write, 2, pipelined, tmp_path / "a", tmp_path / "b")
+    held, again = (found(newest(tmp_path / folder)) for folder in ("a", "b"))
+    assert held == again
+    assert len(held) == 2 * 9  # of two projections in each mixer, three in attention
+    assert {"fp8_history.layers.2.mixer.kv.weight", "fp8_scale.layers.1.mixer.gate_up.weight"} <= held.keys()
+
+
+def found(checkpoint: Checkpoint | None) -> dict[str, list[float]]:
+    assert checkpoint is not None
+    return {key: checkpoint.whole(key).flatten().tolist() for key in checkpoint.shapes if key.startswith("fp8_")}

@@ -1,0 +1,142 @@
+"""Take a checkpoint to the format of Hugging Face or back, and prove that it computes the same before it is there.
+
+    python tools/convert.py export --checkpoint runs/samba --output samba-hf          the newest of a run, or one
+    python tools/convert.py import --input mamba-130m-hf --output imported            then run.weights=imported
+    python tools/convert.py verify --checkpoint runs/samba --output samba-hf          prove it again
+
+Exported are safetensors in shards, config.json, the tokenizer, a model card, and a record of the checkpoint it was. The
+checkpoint is read from its files, whatever layout wrote it; neither a GPU nor other processes are needed. Imported are
+the classes that can be exported to, and the format of state-spaces/mamba, into a checkpoint that any layout loads.
+
+What is written appears whole, after it was proven: transformers loads the folder and answers with our logits and our
+greedy continuation; an import gives each tensor back bit for bit besides. Otherwise nothing is left at the output. The
+proof holds both models in fp32 at once: `--verify none` goes without, for a machine that is too small.
+
+Exit codes: 0 done, 1 the proof failed or the checkpoint is broken, 2 wrong arguments, or a model that no class has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds the package without installing it
+
+from hybridtron.checkpoint import folder as folders
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.manifest import BrokenCheckpoint
+from hybridtron.config.architecture import parameter_table
+from hybridtron.config.problems import ConfigError
+from hybridtron.config.units import parse_bytes, readable
+from hybridtron.export.export import CannotExport, Export, export, target_of
+from hybridtron.export.native import Native
+from hybridtron.export.reader import CannotImport
+from hybridtron.export.take_over import Source, same_tensors, take_over
+from hybridtron.export.verify import DTYPES, NotTheSame, verify
+
+
+class Unusable(Exception):
+    """An argument that can't be meant; the message says why."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Do what is asked. Returns the exit code."""
+    chosen = parsed(arguments)
+    try:
+        return {"export": exported, "import": imported, "verify": verified}[chosen.command](chosen)
+    except (Unusable, CannotExport, CannotImport, ConfigError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except (BrokenCheckpoint, NotTheSame, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Checkpoints to the format of Hugging Face, and back.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="export|import|verify")
+    command = commands.add_parser("export", help="write a folder that transformers loads")
+    command.add_argument("--checkpoint", type=Path, required=True, help="one, or a run's folder for its newest")
+    command.add_argument("--output", type=Path, required=True, help="the folder for transformers")
+    command.add_argument("--target", choices=("auto", "native", "custom"), default="auto")
+    command.add_argument("--dtype", choices=list(DTYPES), help="default: the checkpoint's own")
+    command.add_argument("--shard-size", default="5GB", help="bytes of a file; default: %(default)s")
+    command.add_argument("--verify", choices=("full", "none"), default="full")
+    command = commands.add_parser("import", help="write a checkpoint for run.weights")
+    command.add_argument("--input", type=Path, required=True, help="a folder of transformers, or of state-spaces/mamba")
+    command.add_argument("--output", type=Path, required=True, help="the checkpoint")
+    command.add_argument("--verify", choices=("full", "none"), default="full")
+    command = commands.add_parser("verify", help="prove an export again")
+    command.add_argument("--checkpoint", type=Path, required=True, help="one, or a run's folder for its newest")
+    command.add_argument("--output", type=Path, required=True, help="the folder for transformers")
+    return parser.parse_args(arguments)
+
+
+def opened(path: Path) -> Checkpoint:
+    of_run = folders.all_of(path)
+    if not of_run and not (path / "manifest.json").exists():
+        raise Unusable(f"--checkpoint {path} holds none: give a run's folder, or one of its checkpoints/step-...")
+    return Checkpoint.open((of_run or [path])[-1])
+
+
+def not_there_yet(output: Path) -> Path:
+    if output.exists():
+        raise Unusable(f"--output {output} is there already; name a folder that is not")
+    return output
+
+
+def exported(chosen: argparse.Namespace) -> int:
+    output = not_there_yet(chosen.output)
+    try:
+        size = parse_bytes(chosen.shard_size)
+    except ValueError as error:
+        raise Unusable(f"--shard-size {chosen.shard_size}: {error}") from error
+    source = opened(chosen.checkpoint)
+    model = source.config.model
+    plan = Export(source, target_of(model, chosen.target), DTYPES.get(chosen.dtype), size)
+    if chosen.verify == "full":
+        needed = 8 * sum(parameter.size for parameter in parameter_table(model).values())
+        print(f"{source.folder} -> {plan.target.name}; the proof will hold {readable(needed)}B of weights at once")
+    proofs = []
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+        bar = progress.add_task("weights", total=None)
+        export(
+            source,
+            output,
+            plan,
+            lambda folder: proofs.append(verify(folder, source)) if chosen.verify == "full" else None,
+            lambda done, of: progress.update(bar, completed=done, total=of),
+        )
+    said = f"logits apart by {proofs[0].logits:.1e} of the largest, at most" if proofs else "not verified"
+    print(f"{chosen.output}: step {source.meta.step}, {said}")
+    return 0
+
+
+def imported(chosen: argparse.Namespace) -> int:
+    output, source = not_there_yet(chosen.output), Source.open(chosen.input)
+
+    def prove(checkpoint: Checkpoint) -> None:
+        same_tensors(source, checkpoint)
+        if isinstance(source.kind, Native) and chosen.verify == "full":
+            verify(chosen.input, checkpoint)
+
+    take_over(source, chosen.input, output, prove)
+    tensors = f"{len(source.rules)} tensors of {source.kind.name}"
+    print(f"{output}: {tensors}; go on from there with model=of_weights run.weights={output}")
+    return 0
+
+
+def verified(chosen: argparse.Namespace) -> int:
+    proof = verify(chosen.output, opened(chosen.checkpoint))
+    lengths = ", ".join(map(str, proof.lengths))
+    print(f"{chosen.output}: the same; logits of {lengths} tokens apart by {proof.logits:.1e} of the largest, at most")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridtron.config.choices import Precision
 from hybridtron.data.batch import SeqInfo
 from hybridtron.device import compute_device
 from hybridtron.ops.dispatch import OPS, force
+from hybridtron.parallel import transformer_engine
+from hybridtron.parallel.fp8 import Fp8, Fp8Linear
 from hybridtron.specs.base import MixerSpec
 from tests.conftest import seq_info
 from tests.mixers.test_contract import CASES, SIZES, build, gradients
@@ -56,6 +59,30 @@ def test_a_run_learns(train_small: Train, tmp_path: Path, precision: str) -> Non
     assert train_small(f"precision={precision}", "phases.0.tokens=8K", "run.eval_every=200") == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["loss"] < 0.6 * torch.log(torch.tensor(float(VOCAB)))
+
+
+@pytest.mark.parametrize("recipe", [Precision.fp8_current, Precision.fp8_block])
+def test_emulated_fp8_equals_transformer_engine(recipe: Precision) -> None:
+    """Output and both gradients of one projection; delayed scaling differs from current by its scales alone."""
+    if (fault := transformer_engine.fp8_fault(recipe)) is not None:
+        pytest.skip(fault)
+    torch.manual_seed(0)
+    x, weight, dy = (torch.randn(256, 256, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    made = []
+    for projection in (
+        Fp8Linear(256, 256, Fp8(recipe, range(1))),
+        transformer_engine.local_linear(256, 256, Fp8(recipe, range(1), emulate=False)),
+    ):
+        projection = projection.to("cuda", torch.bfloat16)
+        projection.weight.data.copy_(weight)
+        own = x.clone().requires_grad_()
+        y = projection(own)
+        y.backward(dy)
+        made.append((y, own.grad, projection.weight.grad))
+    for ours, theirs in zip(*made, strict=True):
+        assert ours is not None
+        assert theirs is not None
+        assert (ours.float() - theirs.float()).norm() <= 5e-3 * theirs.float().norm()
 
 
 def test_the_table_names_what_runs() -> None:

@@ -11,7 +11,7 @@ import torch
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import folder_of
 from hybridtron.checkpoint.save import Saver, meta_of
-from hybridtron.config.schema import ModelConfig
+from hybridtron.config.schema import ModelConfig, ParallelConfig
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups
 from tests.conftest import small_run
@@ -50,12 +50,12 @@ CUSTOM: dict[str, tuple[str, dict[str, dict[str, Any]], bool]] = {
     "span": ("MS-", {"M": MAMBA2, "S": {**SPAN, "conv": 3}, "-": MLP}, False),
     "span-chosen": (
         "MS-",
-        {"M": MAMBA2, "S": {**SPAN, "relevance": "previous_chunk", "eval": "span"}, "-": MLP},
+        {"M": MAMBA2, "S": {**SPAN, "relevance": "previous_chunk", "eval": "span", "remember": 64}, "-": MLP},
         False,
     ),
     "span-landmark": (
         "S-",
-        {"S": {**SPAN, "relevance": "previous_chunk", "memory": "landmark", "eval": "span"}, "-": MLP},
+        {"S": {**SPAN, "relevance": "previous_chunk", "memory": "landmark", "eval": "span", "remember": 64}, "-": MLP},
         False,
     ),
     "span-random": ("S-", {"S": {**SPAN, "memory": "random", "eval": "span"}, "-": MLP}, False),
@@ -75,16 +75,25 @@ def model_config(name: str) -> ModelConfig:
     return ModelConfig(width=WIDTH, vocab_size=VOCAB, pattern=pattern, layers=layers, tie_embeddings=tied)
 
 
-def checkpoint_of(model: ModelConfig, groups: Groups, run: Path, precision: str = "fp32") -> Checkpoint:
-    """Of weights that are nowhere as they start: norms, D, A_log and biases too."""
-    engine = Engine(small_run(model, precision=precision), groups)
+def checkpoint_of(
+    model: ModelConfig,
+    groups: Groups,
+    run: Path,
+    precision: str = "fp32",
+    parallel: ParallelConfig | None = None,
+    noise: bool = True,
+) -> Checkpoint:
+    """With noise, weights that are nowhere as they start: norms, D, A_log and biases too."""
+    config = small_run(model, precision=precision)
+    config.parallel = parallel or config.parallel
+    engine = Engine(config, groups)
     with torch.no_grad():
-        for stage in engine.stages:
+        for stage in engine.stages if noise else []:
             for number, weight in enumerate(stage.model.parameters()):
-                noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
-                weight += 0.2 * noise.to(weight.dtype)
+                added = torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
+                weight += 0.2 * added.to(weight.dtype)
     run.mkdir(parents=True, exist_ok=True)
-    tokenizer = run / "tokenizer.json"
+    tokenizer = run / f"tokenizer-{groups.rank}.json"
     vocabulary = {f"w{number}": number for number in range(VOCAB)}
     tokenizer.write_text(
         json.dumps(

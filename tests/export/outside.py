@@ -1,4 +1,7 @@
-"""Run where hybridtron is not: loads folders with the code that they bring, and writes their logits beside them."""
+"""Run where hybridtron is not: loads folders with the code that they bring, as often as one may pass them on.
+
+Into each folder go the logits of the tokens there.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ for folder in map(Path, sys.argv[1:]):
     tokens_BL = torch.load(folder / "tokens.pt")
     model, report = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
     assert not any(report.values()), report
-    assert AutoModel.from_pretrained(folder, trust_remote_code=True).config.pattern == model.config.pattern
+    model.save_pretrained(folder / "again")
+    model = AutoModelForCausalLM.from_pretrained(folder / "again", trust_remote_code=True)
     with torch.no_grad():
         torch.save(model.eval()(tokens_BL).logits, folder / "logits.pt")
+AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)

@@ -25,16 +25,24 @@ from hybridtron.ops.norm_rope import at_least_fp32
 
 MIXED = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 """The factors of splitmix64, as int64."""
+AT_ONCE = 1024
+"""Tokens that are summed up together on a CPU."""
 
 
 @torch.no_grad()
 def summaries(q_RNHK: Tensor, k_RNGK: Tensor, v_RNGK: Tensor, block: int, landmarks_HK: Tensor | None) -> Tensor:
     """c_j of every whole block, (R, U, H, K), in fp32 at least."""
-    blocks, groups = k_RNGK.shape[1] // block, k_RNGK.shape[2]
-    q, k, v = (
-        at_least_fp32(x[:, : blocks * block]).unflatten(1, (blocks, block)).transpose(2, 3)
-        for x in (q_RNHK, k_RNGK, v_RNGK)
-    )
+    whole = k_RNGK.shape[1] // block * block
+    # on a CPU so few blocks at a time that all of it stays in the cache
+    run = max(block, AT_ONCE // block * block) if q_RNHK.device.type == "cpu" else max(block, whole)
+    parts = zip(*(x[:, :whole].split(run, dim=1) for x in (q_RNHK, k_RNGK, v_RNGK)), strict=True)
+    return torch.cat([_summaries(q, k, v, block, landmarks_HK) for q, k, v in parts], dim=1)
+
+
+def _summaries(q_RNHK: Tensor, k_RNGK: Tensor, v_RNGK: Tensor, block: int, landmarks_HK: Tensor | None) -> Tensor:
+    groups = k_RNGK.shape[2]
+    shape = (k_RNGK.shape[1] // block, block)
+    q, k, v = (at_least_fp32(x).unflatten(1, shape).transpose(2, 3) for x in (q_RNHK, k_RNGK, v_RNGK))
     if landmarks_HK is None:
         scores = q.unflatten(2, (groups, -1)).flatten(3, 4) @ k.mT * q.shape[-1] ** -0.5
         weights_RUGAS = scores.softmax(-1).unflatten(3, (-1, block)).mean(4)

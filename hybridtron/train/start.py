@@ -9,6 +9,7 @@ from pathlib import Path
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
+from hybridtron.config.architecture import parameter_table
 from hybridtron.config.check_precision import needs
 from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.problems import ConfigError
@@ -54,16 +55,33 @@ def opened(path: Path, key: str, cure: str) -> Checkpoint:
         raise ConfigError([Problem(key, f"{error}; {cure}")]) from error
 
 
-def check_same_model(start: Checkpoint, config: Config, cure: str) -> None:
-    """A checkpoint's weights fit only the model that it holds."""
-    held, wanted = asdict(start.config.model), asdict(config.model)
-    differences = [
-        Problem(f"model.{key}", f"is {wanted[key]!r}, but {start.folder} holds {held[key]!r}: {cure}")
-        for key in wanted
-        if held[key] != wanted[key]
+def check_same_model(start: Checkpoint, config: Config) -> None:
+    """A run goes on with the model that it was."""
+    if differences := _differences(start, config):
+        raise ConfigError([Problem(key, f"{what}: set it so, or run.resume=never") for key, what in differences])
+
+
+def check_same_weights(given: Checkpoint, config: Config) -> list[str]:
+    """A model that starts from a checkpoint's weights has weights of these names and shapes.
+
+    How it uses them may differ: attention may get another window, or become span attention. What differs is returned.
+    """
+    differences = _differences(given, config)
+    held, wanted = (parameter_table(model) for model in (given.config.model, config.model))
+    shapes = [{name: (weight.shape, weight.parts) for name, weight in table.items()} for table in (held, wanted)]
+    if shapes[0] != shapes[1]:
+        cure = "set it so, or name another run.weights"
+        raise ConfigError([Problem(key, f"{what}: {cure}") for key, what in differences])
+    return [f"{key} {what}" for key, what in differences]
+
+
+def _differences(held: Checkpoint, config: Config) -> list[tuple[str, str]]:
+    ours, theirs = asdict(config.model), asdict(held.config.model)
+    return [
+        (f"model.{key}", f"is {ours[key]!r}, but {held.folder} holds {theirs[key]!r}")
+        for key in ours
+        if ours[key] != theirs[key]
     ]
-    if differences:
-        raise ConfigError(differences)
 
 
 def check_fp8(config: Config) -> None:

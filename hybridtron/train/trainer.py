@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
@@ -20,16 +18,15 @@ from hybridtron.config.architecture import parameter_table
 from hybridtron.config.count import count
 from hybridtron.config.layout import launched
 from hybridtron.config.schema import Config
-from hybridtron.config.units import parse_steps, readable
+from hybridtron.config.units import parse_steps
 from hybridtron.data.batch import Batch
 from hybridtron.data.loader import Loader, build_loader
-from hybridtron.data.sources import reading_plan
-from hybridtron.device import describe_device, deterministic, megatron_context, synchronize
+from hybridtron.device import deterministic, megatron_context, synchronize
 from hybridtron.engine.engine import Engine
-from hybridtron.ops.dispatch import choices
 from hybridtron.parallel.groups import Groups, barrier, greatest, places
 from hybridtron.parallel.groups import start as start_groups
 from hybridtron.parallel.groups import stop as stop_groups
+from hybridtron.train.announce import announce_reading, announce_run
 from hybridtron.train.evaluate import evaluate
 from hybridtron.train.failures import Failures
 from hybridtron.train.go_back import GoBack, WayBack, refusal_of, return_of
@@ -45,6 +42,7 @@ from hybridtron.train.start import (
     check_fp8,
     check_same_data,
     check_same_model,
+    check_same_weights,
     given_weights,
     leave_others,
     starting_point,
@@ -69,12 +67,13 @@ def run(config: Config, requests: StopRequests) -> None:
             )
         return
     if start is not None:
-        check_same_model(start, config, "set it so, or run.resume=never")
+        check_same_model(start, config)
     given = given_weights(config) if start is None else None
-    if given is not None:
-        check_same_model(given, config, "set it so, or name another run.weights")
+    changed = [] if given is None else check_same_weights(given, config)
     run_dir = Path(config.run.dir)
     if launched().rank == 0:
+        for difference in changed:
+            print(f"weights of another use: {difference}")
         open_run_folder(config)
         if config.run.resume != "auto":
             leave_others(start, config)
@@ -122,7 +121,7 @@ class Trainer:
     def fit(self) -> None:
         """Walk through the phases from where the run stands to its end."""
         if self.groups.is_first:
-            self.announce()
+            announce_run(self.config, self.engine, self.first, self.last)
         if self.config.run.compile:
             self.engine.compile()
         self.metrics = Metrics(self.run_dir, self.config, self.first, self.last) if self.groups.is_first else None
@@ -267,40 +266,9 @@ class Trainer:
         barrier()
         return loader or build_loader(*mine)
 
-    def announce(self) -> None:
-        """What runs, on what, with which kernels and why."""
-        parameters = sum(parameter.size for parameter in self.engine.optimizer.table.values())
-        print(
-            f"{self.config.run.name}: {readable(parameters)} parameters, {self.config.precision.name}, "
-            f"{describe_device()}, steps {self.first + 1} to {self.last}, folder {self.run_dir}"
-        )
-        if self.groups.world_size > 1:
-            parallel = self.config.parallel
-            print(
-                f"{self.groups.world_size} processes: tensor {parallel.tensor}{' with sequence' * parallel.sequence}, "
-                f"pipeline {parallel.pipeline} x {parallel.virtual_pipeline}, data {self.groups.data_size}"
-            )
-        table = Table("op", "form", "why", box=None, title="kernels", title_justify="left")
-        for row in choices(self.engine.device.type):
-            table.add_row(*row)
-        Console().print(table)
-
     def conclude(self, checkpoint: Path) -> None:
         """Where the checkpoint is, and a sample of text where one process holds the whole model."""
         print(f"finished at step {self.last}; checkpoint: {checkpoint}")
         run = self.config.run
         if run.sample_tokens and self.groups.world_size == 1:
             print(sample_text(self.engine.stages[0].model, checkpoint, run.sample_prompt, run.sample_tokens))
-
-
-def announce_reading(loader: Loader, stretch: Stretch) -> None:
-    """What a phase reads: tokens and epochs of each source, and how long an unbroken stretch of text is."""
-    phase = stretch.phase
-    table = Table("source", "share", "tokens", "epochs", box=None, title_justify="left")
-    reading = loader.reading
-    kind = f"{reading.order.value} of {phase.seq_len} tokens, documents {reading.documents.value}"
-    table.title = f"{phase.name} reads {kind}"
-    for line in reading_plan(loader.sources, (stretch.last - stretch.first) * phase.tokens_per_step):
-        table.add_row(line.source, f"{line.share:.1%}", readable(line.tokens), f"{line.epochs:.3g}")
-    Console().print(table)
-    print(f"text runs on for {readable(loader.mean_stretch)} tokens on average; every row is full")

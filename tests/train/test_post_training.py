@@ -13,7 +13,7 @@ import train
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import folder_of
 from hybridtron.config.load import choices_of
-from tests.train.conftest import VOCAB
+from tests.train.conftest import VOCAB, Train
 
 RECIPES = [name for name in choices_of("recipe") if name.startswith("length/")]
 
@@ -92,6 +92,18 @@ def test_another_model_is_refused(base: Path, tmp_path: Path, capsys: pytest.Cap
     assert "model.width  is 64, but" in told
     assert "holds 32: set it so, or name another run.weights" in told
     assert not (tmp_path / "run").exists()
+
+
+def test_attention_becomes_span_attention(
+    train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every weight is taken over, and what uses them otherwise is told."""
+    assert train_small("run.max_steps=2") == 0
+    span = ["model.pattern=(M-X-)*2", "model.layers.X={kind: span, heads: 4, chunk: 8, block: 4, blocks: 1}"]
+    arguments = [f"run.weights={tmp_path / 'run'}", f"run.dir={tmp_path / 'span'}", "run.max_steps=1", *span]
+    assert train_small(*arguments, "phases.0.lr=1e-30", "optim.final_lr=1") == 0
+    assert "weights of another use: model.pattern is '(M-X-)*2', but " in capsys.readouterr().out
+    assert same(*(weights(folder_of(tmp_path / name, step)) for name, step in (("run", 2), ("span", 1))))
 
 
 def test_a_run_without_a_checkpoint_is_refused(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

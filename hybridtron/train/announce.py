@@ -1,0 +1,46 @@
+"""What the first rank says before a run, and each of its phases, begins."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from hybridtron.config.schema import Config
+from hybridtron.config.units import readable
+from hybridtron.data.loader import Loader
+from hybridtron.data.sources import reading_plan
+from hybridtron.device import describe_device
+from hybridtron.engine.engine import Engine
+from hybridtron.ops.dispatch import choices
+from hybridtron.train.phases import Stretch
+
+
+def announce_run(config: Config, engine: Engine, first: int, last: int) -> None:
+    """What runs, after step `first` up to `last`, on what, with which kernels and why."""
+    parameters = sum(parameter.size for parameter in engine.optimizer.table.values())
+    print(
+        f"{config.run.name}: {readable(parameters)} parameters, {config.precision.name}, "
+        f"{describe_device()}, steps {first + 1} to {last}, folder {config.run.dir}"
+    )
+    parallel, groups = config.parallel, engine.groups
+    if groups.world_size > 1:
+        print(
+            f"{groups.world_size} processes: tensor {parallel.tensor}{' with sequence' * parallel.sequence}, "
+            f"pipeline {parallel.pipeline} x {parallel.virtual_pipeline}, data {groups.data_size}"
+        )
+    table = Table("op", "form", "why", box=None, title="kernels", title_justify="left")
+    for row in choices(engine.device.type):
+        table.add_row(*row)
+    Console().print(table)
+
+
+def announce_reading(loader: Loader, stretch: Stretch) -> None:
+    """What a phase reads: tokens and epochs of each source, and how long an unbroken stretch of text is."""
+    phase, reading = stretch.phase, loader.reading
+    table = Table("source", "share", "tokens", "epochs", box=None, title_justify="left")
+    kind = f"{reading.order.value} of {phase.seq_len} tokens, documents {reading.documents.value}"
+    table.title = f"{phase.name} reads {kind}"
+    for line in reading_plan(loader.sources, (stretch.last - stretch.first) * phase.tokens_per_step):
+        table.add_row(line.source, f"{line.share:.1%}", readable(line.tokens), f"{line.epochs:.3g}")
+    Console().print(table)
+    print(f"text runs on for {readable(loader.mean_stretch)} tokens on average; every row is full")

@@ -2,6 +2,7 @@
 # make test    sets up what is missing and runs lint, types and tests
 # make setup-dali   adds NVIDIA DALI, for data.feed=dali (400 MB)
 # make length-story   pretrains tiny models that fail beyond their context and repairs them (tens of minutes)
+# make hf-ops   writes the ops of the shipped Hugging Face class from those of the package
 # make chaos   kills and damages a tiny run again and again, which ends as one that nothing happens to (minutes)
 # make audit   compares every gradient of every parallel layout with one process (minutes)
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -9,7 +10,7 @@ TORCH ?= torch==2.13.0
 STREAMING := mosaicml-streaming==0.13.0
 DALI := nvidia-dali-cuda120==2.4.0
 BIN := .venv/bin
-.PHONY: train length-story setup setup-dali test lint types test-fast test-slow test-gpu audit chaos format clean
+.PHONY: train length-story setup setup-dali test lint types test-fast test-slow test-gpu audit chaos hf-ops format clean
 
 train: .venv/.ready
 	$(BIN)/python train.py
@@ -54,6 +55,9 @@ audit: .venv/.ready
 
 chaos: .venv/.ready
 	$(BIN)/python tools/chaos.py
+
+hf-ops: .venv/.ready
+	$(BIN)/python tools/make_hf_ops.py
 
 format: .venv/.ready
 	$(BIN)/ruff check --fix .

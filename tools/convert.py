@@ -4,7 +4,8 @@
     python tools/convert.py import --input mamba-130m-hf --output imported            then run.weights=imported
     python tools/convert.py verify --checkpoint runs/samba --output samba-hf          prove it again
 
-Exported are safetensors in shards, config.json, the tokenizer, a model card, and a record of the checkpoint it was. The
+Exported are safetensors in shards, config.json, the tokenizer, a model card, and a record of the checkpoint it was. A
+model that transformers has no class of brings our class as files of its own, loaded with trust_remote_code=True. The
 checkpoint is read from its files, whatever layout wrote it; neither a GPU nor other processes are needed. Imported are
 the classes that can be exported to, and the format of state-spaces/mamba, into a checkpoint that any layout loads.
 

@@ -84,13 +84,19 @@ class Custom(Native):
 
 
 def brings_our_code(folder: Path) -> bool:
-    """Whether a folder is of our class, with our files, byte for byte. Raises ForeignCode where it has other code."""
+    """Whether a folder is of our class, with our files, byte for byte. Raises ForeignCode where it has other code.
+
+    Told to trust a folder, transformers runs what auto_map names, a generate of the folder's own, and the code of the
+    model that an adapter is for, wherever that is.
+    """
     auto_map = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("auto_map")
     if auto_map is None:
         return False
     if auto_map != AUTO_MAP:
         raise ForeignCode(f"{folder / 'config.json'} names code that is not ours in auto_map: {auto_map}")
-    found = {path.name: path.read_bytes() for path in folder.glob("*.py")}
+    if (folder / "adapter_config.json").exists():
+        raise ForeignCode(f"{folder / 'adapter_config.json'} names another model, whose code is not run")
+    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.py")}
     ours = {path.name: path.read_bytes() for path in Custom.code}
     if other := sorted(name for name in found.keys() | ours.keys() if found.get(name) != ours.get(name)):
         raise ForeignCode(f"{folder / other[0]} is not this version's {other[0]}, and is not run")
@@ -105,7 +111,7 @@ def _names(spec: MixerSpec) -> list[Names]:
 
 
 def _options(spec: MixerSpec, sizes: ModelSizes) -> dict[str, Any]:
-    options = {"kind": spec.kind, **asdict(spec)}
+    options: dict[str, Any] = {"kind": spec.kind, **asdict(spec)}
     if isinstance(spec, HeadsSpec):
         options |= {"kv_heads": spec.groups(), "head_dim": spec.head(sizes)}
     if isinstance(spec, MambaSpec):

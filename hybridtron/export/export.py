@@ -108,7 +108,7 @@ class Export:
 
 
 def target_of(model: ModelConfig, wanted: str) -> Native:
-    """The class that a model is of, exactly: one of transformers' own, or ours. Raises CannotExport where it is none."""
+    """The class that a model is of, exactly: one of transformers', or ours. Raises CannotExport where it is none."""
     arch = architecture(model)
     reasons = {target.name: target.misfit(arch) for target in NATIVES}
     if wanted != "custom":

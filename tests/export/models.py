@@ -47,6 +47,18 @@ CUSTOM: dict[str, tuple[str, dict[str, dict[str, Any]], bool]] = {
         },
         True,
     ),
+    "everything": (
+        "MN-WCS-",
+        {
+            "M": MAMBA,
+            "N": MAMBA2,
+            "W": WINDOW,
+            "C": {**ATTENTION, "conv": 4, "conv_bias": True, "conv_silu": False, "rotary_dim": 4},
+            "S": SPAN,
+            "-": MLP,
+        },
+        True,
+    ),
     "span": ("MS-", {"M": MAMBA2, "S": {**SPAN, "conv": 3}, "-": MLP}, False),
     "span-chosen": (
         "MS-",

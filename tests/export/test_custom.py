@@ -14,6 +14,7 @@ import torch
 
 from hybridtron.config.architecture import architecture
 from hybridtron.data.batch import SeqInfo
+from hybridtron.export import custom
 from hybridtron.export.custom import Custom
 from hybridtron.export.export import CUSTOM as TARGET
 from hybridtron.export.export import target_of
@@ -47,25 +48,20 @@ def test_the_shipped_class_computes_the_same(name: str, alone: Groups, tmp_path:
 
 
 def test_it_runs_where_hybridtron_is_not(alone: Groups, tmp_path: Path) -> None:
-    expected = {}
-    for name in ("samba", "mamba2-window", "conv", "span"):  # every mixer; the others are of these
-        source = checkpoint_of(model_config(name), alone, tmp_path / name / "run")
-        output = tmp_path / name / "out"
-        assert main(["export", "--checkpoint", str(source.folder), "--output", str(output), "--verify", "none"]) == 0
-        tokens_BL = torch.randint(VOCAB, (2, 70), generator=torch.Generator().manual_seed(0))
-        torch.save(tokens_BL, output / "tokens.pt")
-        with torch.no_grad():
-            ours = own_model(source, torch.float32)(tokens_BL, None, SeqInfo.stream(2, 70)).output.transpose(0, 1)
-        expected[output] = ours
+    source = checkpoint_of(model_config("everything"), alone, tmp_path / "run")
+    output = tmp_path / "out"
+    assert main(["export", "--checkpoint", str(tmp_path / "run"), "--output", str(output), "--verify", "none"]) == 0
+    tokens_BL = torch.randint(VOCAB, (2, 70), generator=torch.Generator().manual_seed(0))
+    torch.save(tokens_BL, output / "tokens.pt")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["HF_HOME"] = str(tmp_path / "home")
-    command = [sys.executable, "-I", str(OUTSIDE), *map(str, expected)]
+    command = [sys.executable, "-I", str(OUTSIDE), str(output)]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for output, ours in expected.items():
-        theirs = torch.load(output / "logits.pt")
-        assert (theirs - ours).abs().max() < 1e-5 * ours.abs().max(), output
-        assert {path.name for path in (output / "again").glob("*.py")} == {path.name for path in Custom.code}
+    with torch.no_grad():
+        ours = own_model(source, torch.float32)(tokens_BL, None, SeqInfo.stream(2, 70)).output.transpose(0, 1)
+    assert (torch.load(output / "logits.pt") - ours).abs().max() < 1e-5 * ours.abs().max()
+    assert {path.name for path in (output / "again").glob("*.py")} == {path.name for path in Custom.code}
 
 
 def test_a_model_of_transformers_own_can_be_ours_too(alone: Groups, tmp_path: Path) -> None:
@@ -73,9 +69,30 @@ def test_a_model_of_transformers_own_can_be_ours_too(alone: Groups, tmp_path: Pa
     checkpoint_of(model_config("granite"), alone, tmp_path / "run")
     output = tmp_path / "out"
     arguments = ["--checkpoint", str(tmp_path / "run"), "--output", str(output), "--target", "custom"]
-    assert main(["export", *arguments]) == 0
+    assert main(["export", *arguments, "--dtype", "bfloat16"]) == 0
     assert json.loads((output / "config.json").read_text())["architectures"] == ["HybridtronForCausalLM"]
     assert main(["import", "--input", str(output), "--output", str(tmp_path / "back")]) == 0
+
+
+@pytest.mark.parametrize("mistake", ["keys and values are swapped", "the window is off by one", "positions turn more"])
+def test_planted_mistakes_are_found_and_leave_nothing(
+    mistake: str, alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint_of(model_config("everything"), alone, tmp_path / "run")
+    options, names = custom._options, custom._names
+    if mistake == "keys and values are swapped":
+        swapped = {"k_conv1d.weight": ("kv_conv.v",), "v_conv1d.weight": ("kv_conv.k",)}
+        monkeypatch.setattr(
+            custom, "_names", lambda spec: [{k: swapped.get(k, v) for k, v in n.items()} for n in names(spec)]
+        )
+    else:
+        key, value = ("window", 10) if "window" in mistake else ("rotary_dim", 6)
+        monkeypatch.setattr(
+            custom, "_options", lambda *a: {k: value if k == key and v else v for k, v in options(*a).items()}
+        )
+    assert main(["export", "--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out")]) == 1
+    assert "logits of" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} <= {"run", "modules"}
 
 
 @pytest.mark.parametrize("change", ["a file of it", "a file beside it", "a generate", "an adapter", "what it names"])

@@ -1,0 +1,56 @@
+"""Configuration of a language model made of residual sub-layers: a pattern of letters, and what each letter means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+KINDS = ("mamba", "mamba2", "attention", "span", "swiglu")
+
+
+class HybridtronConfig(PreTrainedConfig):
+    """`pattern` has one letter for each sub-layer; `layers` gives each letter its `kind` and that kind's options.
+
+    Heads and window are those of the first attention, for tools that ask; the layers read their own options alone.
+    """
+
+    model_type = "hybridtron"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    def __init__(
+        self,
+        vocab_size: int = 256,
+        hidden_size: int = 64,
+        pattern: str = "",
+        layers: dict[str, dict[str, Any]] | None = None,
+        rms_norm_eps: float = 1e-5,
+        initializer_range: float = 0.02,
+        max_position_embeddings: int = 2048,
+        tie_word_embeddings: bool = True,
+        use_cache: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.pattern = pattern
+        self.layers = layers or {}
+        self.rms_norm_eps = rms_norm_eps
+        self.initializer_range = initializer_range
+        self.max_position_embeddings = max_position_embeddings
+        self.use_cache = use_cache
+        for letter in pattern:
+            if (kind := self.layers.get(letter, {}).get("kind")) not in KINDS:
+                raise ValueError(f"config.json: letter {letter!r} is of kind {kind!r}; have: {', '.join(KINDS)}")
+        self.num_hidden_layers = len(pattern)
+        kwargs.pop("num_hidden_layers", None)
+        heads = [options for letter in pattern if "heads" in (options := self.layers[letter])]
+        if heads:
+            self.num_attention_heads = heads[0]["heads"]
+            self.num_key_value_heads = heads[0]["kv_heads"]
+            self.head_dim = heads[0]["head_dim"]
+            self.sliding_window = heads[0].get("window")
+        for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window"):
+            kwargs.pop(name, None)
+        kwargs["tie_word_embeddings"] = tie_word_embeddings
+        super().__init__(**kwargs)

@@ -1,0 +1,296 @@
+"""A language model of residual sub-layers in any order: state spaces, attention, gated MLPs.
+
+Every sub-layer is x + mixer(norm(x)). Weights are named by sub-layer: `model.layers.3.mixer.in_proj.weight`.
+
+Documents. Where `position_ids` start again from 0 inside a row, a document begins: nothing of what stands before is
+seen, by attention, convolution or state. Padding (zeros in `attention_mask`) may stand before or behind a row's tokens,
+and counts as a document of its own. A cache goes on from a row's last token, which must not be padding.
+
+Legend: B rows, L tokens, S tokens with those that the cache has seen, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from .attention_hybridtron import Attention, SpanAttention
+from .configuration_hybridtron import HybridtronConfig
+from .mixers_hybridtron import (
+    GatedRMSNorm,
+    HybridtronRMSNorm,
+    Mamba,
+    Mamba2,
+    Mixer,
+    Places,
+    ShortConv,
+    State,
+    SwiGLU,
+    starting_steps,
+)
+
+Names = list[str] | set[str] | None
+MIXERS: dict[str, type[Mixer]] = {
+    "mamba": Mamba,
+    "mamba2": Mamba2,
+    "attention": Attention,
+    "span": SpanAttention,
+    "swiglu": SwiGLU,
+}
+
+
+class HybridtronCache(Cache):
+    """The state of every layer, and how many tokens made them.
+
+    transformers' own layers hold keys, or one convolution and one state; these hold what a mixer carries, whatever it
+    is, with how many keys of each row are real, so that padding is exact in windows too.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(layers=[])
+        self.states: list[State] = [{} for _ in range(num_layers)]
+        self.seen = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.seen
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Change every tensor; rows are the first axis of all."""
+        self.states = [{name: change(part) for name, part in state.items()} for state in self.states]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.map(lambda part: part.index_select(0, beam_idx.to(part.device)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.map(lambda part: part[indices])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.map(lambda part: part.repeat_interleave(repeats, dim=0))
+
+    def forget(self, rows_B: Tensor) -> None:
+        """Let these rows start anew. A state of zeros is the start."""
+        self.map(lambda part: part.masked_fill(rows_B.to(part.device).view(-1, *[1] * (part.ndim - 1)), 0))
+
+    def reset(self) -> None:
+        self.states, self.seen = [{} for _ in self.states], 0
+
+    def crop(self, *_: int) -> None:
+        raise NotImplementedError("a recurrent state can't be taken back by some tokens")
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+
+class HybridtronLayer(GradientCheckpointingLayer):
+    """A pre-norm residual sub-layer."""
+
+    def __init__(self, config: HybridtronConfig, layer_idx: int) -> None:
+        super().__init__()
+        options = config.layers[config.pattern[layer_idx]]
+        self.layer_idx = layer_idx
+        self.norm = HybridtronRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mixer = MIXERS[options["kind"]](config, options, layer_idx)
+
+    def forward(self, x_BLD: Tensor, places: Places, past_key_values: HybridtronCache | None = None) -> Tensor:
+        state = None if past_key_values is None else past_key_values.states[self.layer_idx]
+        y_BLD, state = self.mixer(self.norm(x_BLD), state, places.on(x_BLD.device))
+        if past_key_values is not None:
+            past_key_values.states[self.layer_idx] = state
+        return x_BLD + y_BLD
+
+
+class HybridtronPreTrainedModel(PreTrainedModel):
+    config_class = HybridtronConfig
+    config: HybridtronConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar[Names] = ["HybridtronLayer"]
+    _skip_keys_device_placement: ClassVar[Names] = ["past_key_values"]
+    _keep_in_fp32_modules_strict: ClassVar[Names] = ["A_log", "mixer.D", "dt_bias", "dt_proj.bias"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _is_stateful = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, ShortConv):
+            bound = module.kernel_size[0] ** -0.5
+            init.uniform_(module.weight, -bound, bound)
+        elif isinstance(module, HybridtronRMSNorm | GatedRMSNorm):
+            init.ones_(module.weight)
+        elif isinstance(module, Mamba | Mamba2):
+            init.ones_(module.D)
+            if isinstance(module, Mamba):
+                states = torch.arange(1.0, module.A_log.shape[1] + 1, device=module.A_log.device)
+                init.copy_(module.A_log, states.log().expand_as(module.A_log))
+                init.copy_(module.dt_proj.bias, starting_steps(module.dt_proj.bias, module.options))
+            else:
+                low, high = module.options["a_min"], module.options["a_max"]
+                init.copy_(module.A_log, torch.empty_like(module.A_log).uniform_(low, high).log())
+                init.copy_(module.dt_bias, starting_steps(module.dt_bias, module.options))
+
+
+def places_of(
+    batch: int, length: int, seen: int, device: torch.device, attention_mask: Tensor | None, position_ids: Tensor | None
+) -> tuple[Places, Tensor | None]:
+    """Where the tokens stand; and where there is padding, which rows have seen nothing but padding before them."""
+    if position_ids is not None:
+        position_ids = position_ids.expand(batch, length)
+    real_BS = _real_tokens(attention_mask, seen, length)
+    if real_BS is None:
+        if position_ids is None:
+            return Places(torch.arange(seen, seen + length, device=device).expand(batch, length)), None
+        return Places(position_ids, _documents(position_ids == 0)), None
+    if position_ids is None:
+        position_ids = (real_BS.cumsum(1) - 1).clamp(min=0)[:, -length:]
+    now_BL, before_BS = real_BS[:, -length:], real_BS[:, :-length]
+    starts_BL = (position_ids == 0) & now_BL
+    starts_BL[:, 1:] |= now_BL[:, 1:] != now_BL[:, :-1]
+    return Places(position_ids, _documents(starts_BL)), ~before_BS.any(1)
+
+
+def _real_tokens(attention_mask: Tensor | None, seen: int, length: int) -> Tensor | None:
+    """Which tokens are no padding, with those before; None where all are. Raises ValueError for what has no meaning."""
+    if attention_mask is None:
+        return None
+    if attention_mask.ndim != 2 or attention_mask.shape[1] != seen + length:
+        raise ValueError(
+            f"attention_mask is of shape {tuple(attention_mask.shape)}, must be (rows, {seen + length}): "
+            "one entry for each token, with those that the cache has seen"
+        )
+    real_BS = attention_mask.bool()
+    if real_BS.all():
+        return None
+    runs_B = real_BS[:, 0].long() + (real_BS[:, 1:] & ~real_BS[:, :-1]).sum(1)
+    if (runs_B > 1).any():
+        raise ValueError("attention_mask has padding between a row's tokens; to go on from a cache, pad on the left")
+    return real_BS
+
+
+def _documents(starts_BL: Tensor) -> Tensor | None:
+    """The index of each token's document; None where none begins inside a row."""
+    if starts_BL.shape[1] == 1 or not starts_BL[:, 1:].any():
+        return None
+    return starts_BL.cumsum(1)
+
+
+class HybridtronModel(HybridtronPreTrainedModel):
+    """Embedding, sub-layers and final norm."""
+
+    def __init__(self, config: HybridtronConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(HybridtronLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = HybridtronRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: HybridtronCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        x_BLD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        cache = self._cache(past_key_values, use_cache)
+        batch, length = x_BLD.shape[:2]
+        seen = 0 if cache is None else cache.seen
+        places, fresh_B = places_of(batch, length, seen, x_BLD.device, attention_mask, position_ids)
+        if cache is not None and seen and fresh_B is not None:
+            cache.forget(fresh_B)
+        hidden = [x_BLD]
+        for layer in self.layers:
+            x_BLD = layer(x_BLD, places, past_key_values=cache)
+            hidden.append(x_BLD)
+        if cache is not None:
+            cache.seen += length
+        hidden[-1] = x_BLD = self.norm(x_BLD)
+        return BaseModelOutputWithPast(
+            last_hidden_state=x_BLD,
+            past_key_values=cache,
+            hidden_states=tuple(hidden) if output_hidden_states else None,
+        )
+
+    def _cache(self, given: HybridtronCache | None, use_cache: bool | None) -> HybridtronCache | None:
+        """None in training, unless it is asked for."""
+        if self.gradient_checkpointing and self.training:
+            return None
+        if given is not None:
+            if not isinstance(given, HybridtronCache):
+                raise TypeError(f"past_key_values is a {type(given).__name__}; this model's cache is HybridtronCache")
+            return given
+        wanted = use_cache if use_cache is not None else self.config.use_cache and not self.training
+        return HybridtronCache(self.config.num_hidden_layers) if wanted else None
+
+
+class HybridtronForCausalLM(HybridtronPreTrainedModel, GenerationMixin):
+    """With the head that predicts the next token."""
+
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: HybridtronConfig) -> None:
+        super().__init__(config)
+        self.model = HybridtronModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: HybridtronCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        out = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits_BLV = self.lm_head(out.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits_BLV, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits_BLV, past_key_values=out.past_key_values, hidden_states=out.hidden_states
+        )
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any) -> None:
+        """generate() starts from this model's own cache."""
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation={generation_config.cache_implementation!r}: have no other than dynamic"
+            )
+        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = HybridtronCache(self.config.num_hidden_layers)

@@ -45,28 +45,49 @@ class Proof:
 
 def verify(folder: Path, checkpoint: Checkpoint) -> Proof:
     """Raises NotTheSame, saying what differs."""
-    model, theirs = checkpoint.config.model, loaded(folder)
-    if theirs.config.tie_word_embeddings is not model.tie_embeddings:
-        raise NotTheSame(
-            f"{folder} has tie_word_embeddings={theirs.config.tie_word_embeddings}, the checkpoint has not"
-        )
-    ours = own_model(checkpoint, DTYPES[json.loads((folder / "config.json").read_text())["dtype"]])
-    lengths, worst = lengths_of(model), 0.0
-    for length in lengths:
-        tokens_BL = torch.randint(model.vocab_size, (2, length), generator=torch.Generator().manual_seed(length))
-        with torch.no_grad():
-            expected = ours(tokens_BL, None, SeqInfo.stream(2, length)).output.transpose(0, 1)
-            found = theirs(tokens_BL).logits
-        if found.shape != expected.shape:
-            raise NotTheSame(f"{folder} answers logits of shape {tuple(found.shape)}, not {tuple(expected.shape)}")
-        apart = ((found - expected).abs().max() / expected.abs().max()).item()
-        worst = max(worst, apart)
-        if not apart <= TOLERANCE:
-            raise NotTheSame(
-                f"{folder}: logits of {length} tokens are {apart:.1e} of the largest apart (at most {TOLERANCE:g})"
-            )
-    _same_continuation(folder, theirs, ours, model)
+    with _quiet():
+        model, theirs = checkpoint.config.model, loaded(folder)
+        if (tied := theirs.config.tie_word_embeddings) is not model.tie_embeddings:
+            raise NotTheSame(f"{folder} has tie_word_embeddings={tied}, the checkpoint has not")
+        ours = own_model(checkpoint, DTYPES[json.loads((folder / "config.json").read_text())["dtype"]])
+        lengths = lengths_of(model)
+        worst = max(_same_logits(folder, theirs, ours, model, length) for length in lengths)
+        _same_continuation(folder, theirs, ours, model)
     return Proof(lengths, worst)
+
+
+@torch.no_grad()
+def _same_logits(folder: Path, theirs: Any, ours: LanguageModel, model: ModelConfig, length: int) -> float:
+    """How far the logits of two random rows are apart at most, as a share of the largest."""
+    tokens_BL = torch.randint(model.vocab_size, (2, length), generator=torch.Generator().manual_seed(length))
+    expected = ours(tokens_BL, None, SeqInfo.stream(2, length)).output.transpose(0, 1)
+    found = theirs(tokens_BL).logits
+    if found.shape != expected.shape:
+        raise NotTheSame(f"{folder} answers logits of shape {tuple(found.shape)}, not {tuple(expected.shape)}")
+    apart = _apart(found, expected)
+    if not apart <= TOLERANCE:
+        much = f"{apart:.1e} of the largest apart (at most {TOLERANCE:g})"
+        raise NotTheSame(f"{folder}: logits of {length} tokens are {much}; {_parting(theirs, ours, tokens_BL)}")
+    return apart
+
+
+def _parting(theirs: Any, ours: LanguageModel, tokens_BL: Tensor) -> str:
+    """The first of their layers after which the streams differ; some of their layers are two of our sub-layers."""
+    streams: list[Tensor] = []
+    hooks = [layer.register_forward_hook(lambda _, __, out: streams.append(out[0])) for layer in ours.layers.values()]
+    ours(tokens_BL, None, SeqInfo.stream(*tokens_BL.shape))
+    for hook in hooks:
+        hook.remove()
+    found = theirs(tokens_BL, output_hidden_states=True).hidden_states
+    together = len(streams) // (len(found) - 1)
+    for layer, stream in enumerate(found[1:-1]):  # the last one has passed the norm
+        if not _apart(stream, streams[(layer + 1) * together - 1].transpose(0, 1)) <= TOLERANCE:
+            return f"the streams part in layer {layer}"
+    return "the streams part in the last layer, or behind it"
+
+
+def _apart(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
 def loaded(folder: Path) -> Any:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +17,15 @@ from transformers import AutoTokenizer
 
 from hybridtron.config.architecture import architecture
 from hybridtron.export import verify as verify_module
+from hybridtron.export import writer
 from hybridtron.export.export import NATIVES, Export, target_of
 from hybridtron.export.native_pairs import Llama
 from hybridtron.export.verify import verify
 from hybridtron.parallel.groups import Groups
 from tests.export.models import CLASSES, MODELS, checkpoint_of, model_config
 from tools.convert import main
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -97,7 +104,9 @@ def test_planted_mistakes_are_found_and_leave_nothing(
 
         monkeypatch.setattr(target, "rules", planted)
     assert main(["export", "--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out")]) == 1
-    assert "logits of" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "logits of" in said
+    assert "the streams part in layer 0" in said
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
@@ -141,6 +150,31 @@ def test_bad_input(alone: Groups, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["export", "--checkpoint", run, "--output", output]) == 1
     assert "is not as it was written" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_leaves_nothing_and_a_killed_export_is_no_model(
+    alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint_of(model_config("mamba"), alone, tmp_path / "run")
+    arguments = ["export", "--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out")]
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(writer.os, "fsync", full)
+        assert main(arguments) == 1
+    assert "No space left" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+    killed = (
+        "import os, sys; from hybridtron.export import export; from tools.convert import main;"
+        "export.card = lambda *_: os.kill(os.getpid(), 9); main(sys.argv[1:])"
+    )
+    done = subprocess.run([sys.executable, "-c", killed, *arguments], cwd=ROOT, check=False, capture_output=True)
+    assert done.returncode == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    assert main(arguments) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}
 
 
 def test_every_weight_is_used_once() -> None:

@@ -28,6 +28,10 @@ setup: .venv/.ready
 	$(BIN)/pip install --quiet --no-deps "$(STREAMING)"
 	touch $@
 
+.venv/.finetune: .venv/.ready
+	$(BIN)/pip install --quiet --editable ".[dev,finetune]"
+	touch $@
+
 setup-dali: .venv/.ready
 	$(BIN)/pip install --quiet "$(DALI)"
 
@@ -44,7 +48,7 @@ test-fast: .venv/.ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not gloo and not slow and not gpu"
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "gloo and not slow"
 
-test-slow: .venv/.ready
+test-slow: .venv/.finetune
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(if $(SLICE),--slice $(SLICE))
 
 test-gpu: .venv/.ready

@@ -19,7 +19,9 @@ from hybridtron.config.architecture import architecture
 from hybridtron.export import verify as verify_module
 from hybridtron.export import writer
 from hybridtron.export.export import NATIVES, Export, target_of
+from hybridtron.export.native import Mamba
 from hybridtron.export.native_pairs import Llama
+from hybridtron.export.rules import Rule
 from hybridtron.export.verify import verify
 from hybridtron.parallel.groups import Groups
 from tests.export.models import CLASSES, MODELS, checkpoint_of, model_config
@@ -108,6 +110,35 @@ def test_planted_mistakes_are_found_and_leave_nothing(
     assert "logits of" in said
     assert "the streams part in layer 0" in said
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_rows_in_the_order_of_ranks_are_found(
+    alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What two ranks hold of a fused projection, one below the other: x and z of the first, x and z of the second."""
+    checkpoint_of(model_config("mamba"), alone, tmp_path / "run")
+    to_theirs = Rule.to_theirs
+
+    def by_ranks(rule: Rule, read) -> torch.Tensor:
+        made = to_theirs(rule, read)
+        return torch.cat(made.chunk(4)[::2] + made.chunk(4)[1::2]) if "in_proj" in rule.theirs else made
+
+    monkeypatch.setattr(Rule, "to_theirs", by_ranks)
+    assert main(["export", "--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out")]) == 1
+    assert "the streams part in layer 0" in capsys.readouterr().err
+
+
+def test_decays_in_bf16_are_found(
+    alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint_of(model_config("mamba"), alone, tmp_path / "run")
+    rules = Mamba.rules
+    monkeypatch.setattr(
+        Mamba, "rules", lambda *a: [replace(r, fp32=r.fp32 and "A_log" not in r.theirs) for r in rules(*a)]
+    )
+    arguments = ["--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out"), "--dtype", "bfloat16"]
+    assert main(["export", *arguments]) == 1
+    assert "logits of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("tie", "said"), [(True, "tie_word_embeddings=True"), (False, "lm_head.weight")])

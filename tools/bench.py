@@ -29,6 +29,7 @@ WHAT = {
     "data": "the loader against mosaicml-streaming's own dataset, finding a far step, and preparing tokens",
     "states": "a step with carried states against one from zero, and the peak memory of long TBTT steps",
     "checkpoint": "writing, asynchronous writing and loading, against torch.save and megatron-core's own",
+    "convert": "to the format of Hugging Face and back, against a plain copy: rate and memory",
     "fp8": "the loss of the laptop recipe in each of FP8's precisions, emulated, against bf16",
     "step": "a training step through our schedule and optimizer against a plain PyTorch loop",
 }

@@ -24,11 +24,15 @@ Settings = dict[str, Any]
 
 
 class Native(ABC):
-    """One class of transformers; `code` are files that a folder must bring for it."""
+    """One class of transformers; `code` are files that a folder must bring for it.
+
+    `together` of our sub-layers are one of its layers.
+    """
 
     name: ClassVar[str]
     model_type: ClassVar[str]
     code: ClassVar[tuple[Path, ...]] = ()
+    together: ClassVar[int] = 1
 
     @abstractmethod
     def misfit(self, arch: Architecture) -> str | None:

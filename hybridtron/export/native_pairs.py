@@ -75,7 +75,7 @@ class Llama(Native):
     """Full attention and gated MLPs in turn."""
 
     name, model_type = "LlamaForCausalLM", "llama"
-    windowed = False
+    windowed, together = False, 2
 
     def misfit(self, arch: Architecture) -> str | None:
         mixers = _halves(arch)[0]
@@ -143,6 +143,7 @@ class Granite(Native):
     """Mamba-2 or full attention, each followed by a gated MLP."""
 
     name, model_type = "GraniteMoeHybridForCausalLM", "granitemoehybrid"
+    together = 2
 
     def misfit(self, arch: Architecture) -> str | None:
         mixers = _halves(arch)[0]

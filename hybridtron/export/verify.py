@@ -45,11 +45,19 @@ class Proof:
 
 def verify(folder: Path, checkpoint: Checkpoint) -> Proof:
     """Raises NotTheSame, saying what differs."""
+    model = checkpoint.config.model
+    ours = LanguageModel(model)
+    checkpoint.load_weights(ours)
+    return same_model(folder, model, ours)
+
+
+def same_model(folder: Path, model: ModelConfig, ours: LanguageModel) -> Proof:
+    """The same for weights that are at hand, as the checkpoint has them: they are rounded to the folder's type."""
     with _quiet():
-        model, theirs = checkpoint.config.model, loaded(folder)
+        theirs = loaded(folder)
         if (tied := theirs.config.tie_word_embeddings) is not model.tie_embeddings:
             raise NotTheSame(f"{folder} has tie_word_embeddings={tied}, the checkpoint has not")
-        ours = own_model(checkpoint, DTYPES[json.loads((folder / "config.json").read_text())["dtype"]])
+        ours = in_fp32(ours, DTYPES[json.loads((folder / "config.json").read_text())["dtype"]])
         lengths = lengths_of(model)
         worst = max(_same_logits(folder, theirs, ours, model, length) for length in lengths)
         _same_continuation(folder, theirs, ours, model)
@@ -75,7 +83,8 @@ def _parting(theirs: Any, ours: LanguageModel, tokens_BL: Tensor) -> str:
     """The first of their layers after which the streams differ; some of their layers are two of our sub-layers."""
     streams: list[Tensor] = []
     hooks = [layer.register_forward_hook(lambda _, __, out: streams.append(out[0])) for layer in ours.layers.values()]
-    ours(tokens_BL, None, SeqInfo.stream(*tokens_BL.shape))
+    batch, length = tokens_BL.shape
+    ours(tokens_BL, None, SeqInfo.stream(batch, length))
     for hook in hooks:
         hook.remove()
     found = theirs(tokens_BL, output_hidden_states=True).hidden_states
@@ -108,11 +117,16 @@ def loaded(folder: Path) -> Any:
     return model.eval()
 
 
+def in_fp32(model: LanguageModel, dtype: torch.dtype) -> LanguageModel:
+    """Computing in fp32, with weights rounded to a type."""
+    return model.cast(dtype).cast(torch.float32).eval()
+
+
 def own_model(checkpoint: Checkpoint, dtype: torch.dtype) -> LanguageModel:
-    """Computing in fp32 with weights as they were written, rounded to a type."""
+    """What a checkpoint holds, so."""
     model = LanguageModel(checkpoint.config.model)
     checkpoint.load_weights(model)
-    return model.cast(dtype).cast(torch.float32).eval()
+    return in_fp32(model, dtype)
 
 
 def lengths_of(model: ModelConfig) -> tuple[int, ...]:

@@ -70,6 +70,30 @@ def test_types_and_shards(precision: str, alone: Groups, tmp_path: Path) -> None
             assert tensor.dtype == (torch.bfloat16 if narrow and not island else torch.float32), key
 
 
+@pytest.mark.parametrize("name", [*MODELS, "everything"])
+def test_a_sample_of_the_layers_is_a_model_of_its_own(
+    name: str, alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a model that is three times as deep, a mistake in a layer that is taken is found."""
+    model = model_config(name)
+    model = replace(model, pattern=f"({model.pattern})*3")
+    checkpoint_of(model, alone, tmp_path / "run")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    arguments = ["export", "--checkpoint", str(tmp_path / "run"), "--verify", "sample", "--output"]
+    assert main([*arguments, str(tmp_path / "out")]) == 0
+    assert "as --verify sample" in capsys.readouterr().out
+    last = len(architecture(model).specs) - 1
+    to_theirs = Rule.to_theirs
+
+    def planted(rule: Rule, read) -> torch.Tensor:
+        made = to_theirs(rule, read)
+        return made * 1.01 if f"layers.{last}.norm.weight" in rule.ours else made
+
+    monkeypatch.setattr(Rule, "to_theirs", planted)
+    assert main([*arguments, str(tmp_path / "wrong")]) == 1
+    assert "logits of" in capsys.readouterr().err
+
+
 MISTAKES = {
     "gate and up are swapped": ("llama", "mlp.gate_proj"),
     "keys and values are swapped": ("llama", "self_attn.k_proj"),

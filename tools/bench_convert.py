@@ -29,7 +29,7 @@ import resource, sys, time
 sys.path.insert(0, sys.argv.pop(1))
 from tools.convert import main
 import hybridtron.export.verify
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() // 1024
 start = time.perf_counter()
 assert main(sys.argv[1:]) == 0
 took = time.perf_counter() - start

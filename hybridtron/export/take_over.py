@@ -30,7 +30,7 @@ from hybridtron.export.rules import Rule
 from hybridtron.export.writer import appearing
 from hybridtron.parallel.blocks import block
 
-PART_BYTES = 2**30  # of tensors that are in memory at once
+PART_BYTES = 2**27  # of tensors that are in memory at once
 LONGEST = 4096  # tokens of a row, where config.json allows more
 
 

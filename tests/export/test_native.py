@@ -70,7 +70,10 @@ def test_types_and_shards(precision: str, alone: Groups, tmp_path: Path) -> None
             assert tensor.dtype == (torch.bfloat16 if narrow and not island else torch.float32), key
 
 
-@pytest.mark.parametrize("name", [*MODELS, "everything"])
+@pytest.mark.parametrize(
+    "name",
+    ["granite", "everything", *(pytest.param(m, marks=pytest.mark.slow) for m in MODELS if m != "granite")],
+)
 def test_a_sample_of_the_layers_is_a_model_of_its_own(
     name: str, alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,6 +83,20 @@ def opened(path: Path) -> Checkpoint:
         raise Unusable(str(error)) from error
 
 
+def size_of(option: str, text: str) -> int:
+    """The bytes that an option is set to."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise Unusable(f"{option} {text}: {error}") from error
+
+
+def not_there_yet(output: Path) -> Path:
+    if output.exists():
+        raise Unusable(f"{output} is there already; name a folder that is not")
+    return output
+
+
 def listed(chosen: argparse.Namespace) -> int:
     table = Table("step", "size", "held-out", "layout", "manifest", box=None)
     code = 0
@@ -129,12 +143,8 @@ def compared(chosen: argparse.Namespace) -> int:
 
 
 def resharded(chosen: argparse.Namespace) -> int:
-    try:
-        size = parse_bytes(chosen.file_size)
-    except ValueError as error:
-        raise Unusable(f"--file-size {chosen.file_size}: {error}") from error
-    if chosen.output.exists():
-        raise Unusable(f"{chosen.output} is there already; name a folder that is not")
+    size = size_of("--file-size", chosen.file_size)
+    not_there_yet(chosen.output)
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         bar = progress.add_task("files", total=None)

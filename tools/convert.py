@@ -28,22 +28,18 @@ from rich.progress import Progress
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds the package without installing it
 
-from hybridtron.checkpoint import folder as folders
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.config.architecture import parameter_table
 from hybridtron.config.problems import ConfigError
-from hybridtron.config.units import parse_bytes, readable
+from hybridtron.config.units import readable
 from hybridtron.export.export import CannotExport, Export, export, target_of
 from hybridtron.export.native import Native
 from hybridtron.export.reader import CannotImport
 from hybridtron.export.sample import sample_size, verify_sample
 from hybridtron.export.take_over import Source, same_tensors, take_over
 from hybridtron.export.verify import DTYPES, NotTheSame, Proof, verify
-
-
-class Unusable(Exception):
-    """An argument that can't be meant; the message says why."""
+from tools.checkpoint import Unusable, found, not_there_yet, size_of
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -79,26 +75,14 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def opened(path: Path) -> Checkpoint:
-    of_run = folders.all_of(path)
-    if not of_run and not (path / "manifest.json").exists():
-        raise Unusable(f"--checkpoint {path} holds none: give a run's folder, or one of its checkpoints/step-...")
-    return Checkpoint.open((of_run or [path])[-1])
-
-
-def not_there_yet(output: Path) -> Path:
-    if output.exists():
-        raise Unusable(f"--output {output} is there already; name a folder that is not")
-    return output
+def newest_of(path: Path) -> Checkpoint:
+    return Checkpoint.open(found(path)[-1])
 
 
 def exported(chosen: argparse.Namespace) -> int:
     output = not_there_yet(chosen.output)
-    try:
-        size = parse_bytes(chosen.shard_size)
-    except ValueError as error:
-        raise Unusable(f"--shard-size {chosen.shard_size}: {error}") from error
-    source = opened(chosen.checkpoint)
+    size = size_of("--shard-size", chosen.shard_size)
+    source = newest_of(chosen.checkpoint)
     model = source.config.model
     plan = Export(source, target_of(model, chosen.target), DTYPES.get(chosen.dtype), size)
     sizes = {
@@ -140,7 +124,7 @@ def imported(chosen: argparse.Namespace) -> int:
 
 
 def verified(chosen: argparse.Namespace) -> int:
-    proof = verify(chosen.output, opened(chosen.checkpoint))
+    proof = verify(chosen.output, newest_of(chosen.checkpoint))
     lengths = ", ".join(map(str, proof.lengths))
     print(f"{chosen.output}: the same; logits of {lengths} tokens apart by {proof.logits:.1e} of the largest, at most")
     return 0

@@ -23,8 +23,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds the package without installing it
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from hybridtron.device import compute_device
 from hybridtron.ops.dispatch import choices
@@ -77,11 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     if device.type == "cpu" and not chosen.rehearse:
         print(f"no CUDA device here. On a machine with one this would run {', '.join(parts)}:\n\n{__doc__}")
         return 0
-    kernels = Table("op", "form", "why", box=None, title="kernels", title_justify="left")
-    for row in choices(device.type):
-        kernels.add_row(*row)
-    Console().print(kernels)
-    tables, goals, notes, failed = [], [], [], []
+    tables, goals, notes, failed = [Rows("kernels", ("op", "form", "why"), choices(device.type))], [], [], []
     for name in parts:
         try:
             rows, of_part, remarks = PARTS[name](device, chosen.rehearse)
@@ -93,7 +87,6 @@ def main(arguments: list[str] | None = None) -> int:
         goals += of_part
         notes += remarks
     notes += [f"{name} FAILED" for name in failed]
-    tables.append(Rows("kernels", ("op", "form", "why"), choices(device.type)))
     report = Report("GPU check", device.type, tables, goals, notes)
     print_report(report)
     output = chosen.output or (None if chosen.rehearse else TABLE)

@@ -64,12 +64,13 @@ def correctness(device: torch.device, width: int, length: int) -> tuple[Rows, li
 def _all(device: torch.device, sizes: ModelSizes, length: int) -> Iterator[Found]:
     assert set(OPTIONS) == set(SPECS), "a new mixer stands in OPTIONS too"
     for dtype in TOLERANCES:
-        with noted() as calls:
-            for kind, several in OPTIONS.items():
-                for options in several:
-                    spec = SPECS[kind](**options)
-                    what = f"{kind} {spec.describe()}".strip()
-                    yield Found(what, dtype, _mixer_error(spec, sizes, length, dtype, device))
+        calls: list[Call] = []
+        for kind, several in OPTIONS.items():
+            for options in several:
+                spec = SPECS[kind](**options)
+                what = f"{kind} {spec.describe()}".strip()
+                yield Found(what, dtype, _mixer_error(spec, sizes, length, dtype, device, calls))
+        with noted(calls):
             rms_norm(torch.randn(length, ROWS, sizes.width, dtype=dtype), torch.ones(sizes.width, dtype=dtype), 1e-5)
             logits_TV, labels_T = torch.randn(length, VOCAB, dtype=dtype), torch.randint(VOCAB, (length,))
             cross_entropy(logits_TV, labels_T, torch.ones(length, dtype=torch.bool), 1e-4)
@@ -81,25 +82,28 @@ Call = tuple[Op, tuple[Any, ...]]
 
 
 @contextmanager
-def noted() -> Iterator[list[Call]]:
-    """The calls of ops on the CPU inside the block, with their arguments."""
-    calls: list[Call] = []
+def noted(calls: list[Call]) -> Iterator[None]:
+    """The calls of ops inside the block are put down, with their arguments."""
     original = Op.__call__
 
     def noting(self: Op, *arguments: Any) -> Any:
-        if all(tensor.device.type == "cpu" for tensor in tensors_in(arguments)):
-            calls.append((self, _mapped(arguments, lambda tensor: tensor.detach().clone())))
+        calls.append((self, _mapped(arguments, lambda tensor: tensor.detach().clone())))
         return original(self, *arguments)
 
     Op.__call__ = noting  # type: ignore[method-assign]
     try:
-        yield calls
+        yield
     finally:
         Op.__call__ = original  # type: ignore[method-assign]
 
 
-def _mixer_error(spec: MixerSpec, sizes: ModelSizes, length: int, dtype: torch.dtype, device: torch.device) -> float:
-    """A mixer in a type on a device against the same weights in fp32 on the CPU, two documents in its first row."""
+def _mixer_error(
+    spec: MixerSpec, sizes: ModelSizes, length: int, dtype: torch.dtype, device: torch.device, calls: list[Call]
+) -> float:
+    """A mixer in a type on a device against the same weights in fp32 on the CPU, two documents in its first row.
+
+    Into `calls` go those of its ops, as this type makes them.
+    """
     documents_BL = torch.stack([(torch.arange(length) >= length // 3).int(), torch.zeros(length, dtype=torch.int32)])
     first_L, second_L = torch.arange(length) % (length - length // 3), torch.arange(length)
     seq = SeqInfo(torch.stack([first_L, second_L]), documents_BL, key=0)
@@ -117,21 +121,9 @@ def _mixer_error(spec: MixerSpec, sizes: ModelSizes, length: int, dtype: torch.d
         weights = [x_LBD, *mixer.parameters()]
         return [y_LBD, *state.values(), *torch.autograd.grad(_some_sum([y_LBD]), weights)]
 
-    made(torch.device("cpu"), dtype, "reference")  # so that the ops' calls are noted as this type makes them
-    with _unnoted():
-        return _apart(made(device, dtype, None), made(torch.device("cpu"), torch.float32, "reference"))
-
-
-@contextmanager
-def _unnoted() -> Iterator[None]:
-    noting, Op.__call__ = Op.__call__, _plain  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Op.__call__ = noting  # type: ignore[method-assign]
-
-
-_plain = Op.__call__
+    with noted(calls):
+        made(torch.device("cpu"), dtype, "reference")
+    return _apart(made(device, dtype, None), made(torch.device("cpu"), torch.float32, "reference"))
 
 
 def _op_error(op: Op, arguments: tuple[Any, ...], device: torch.device) -> float:

@@ -97,8 +97,7 @@ class Checkpoint:
         """What reads a whole weight by its name in the model."""
 
         def weight(name: str) -> Tensor:
-            keys = [f"{name}.{part}" for part, _ in table[name].parts] or [name]
-            return torch.cat([self.whole(key) for key in keys])
+            return torch.cat([self.whole(key) for key in table[name].stored(name)])
 
         return weight
 

@@ -40,6 +40,11 @@ def is_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def is_of(run_dir: Path, folder: Path) -> bool:
+    """Whether a checkpoint is a run's own."""
+    return folder.resolve().parent == (run_dir / "checkpoints").resolve()
+
+
 def step_of(folder: Path) -> int:
     matched = _NAME.fullmatch(folder.name)
     assert matched is not None
@@ -120,7 +125,7 @@ def retire(
     sweep(run_dir)
     newest_ones, failures = _newest_ones(run_dir, settings.keep)
     folders = all_of(run_dir)
-    kept = {*newest_ones, *in_use}
+    kept = {*(one.folder for one in newest_ones), *in_use}
     if steps_for_ever is not None:
         kept |= {folder for folder in folders if step_of(folder) % steps_for_ever == 0}
     if settings.keep_best and (best := _best(folders)):
@@ -128,7 +133,7 @@ def retire(
     old = [folder for folder in folders if folder not in kept]
     if not old:
         return failures
-    if fault := next(Checkpoint.open(newest_ones[0]).faults(), None):
+    if fault := next(newest_ones[0].faults(), None):
         return [*failures, f"{fault}; nothing is removed"]
     for folder in old:
         try:
@@ -146,15 +151,14 @@ def sweep(run_dir: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _newest_ones(run_dir: Path, count: int) -> tuple[list[Path], list[str]]:
+def _newest_ones(run_dir: Path, count: int) -> tuple[list[Checkpoint], list[str]]:
     """So many checkpoints, the newest first; those that a start has passed over are put aside, and that told."""
-    found, told = list[Path](), list[str]()
+    found, told = list[Checkpoint](), list[str]()
     for folder in reversed(all_of(run_dir)):
         if len(found) == count:
             break
         try:
-            Checkpoint.open(folder)
-            found.append(folder)
+            found.append(Checkpoint.open(folder))
         except BrokenCheckpoint as error:
             told.append(f"BROKEN CHECKPOINT: {error}; {put_aside(folder)}")
     return found, told

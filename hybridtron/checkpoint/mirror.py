@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from hybridtron.checkpoint import folder as folders
 from hybridtron.checkpoint import manifest
-from hybridtron.checkpoint.files import sync_folder, write_bytes
+from hybridtron.checkpoint.files import appearing, write_bytes
 from hybridtron.checkpoint.manifest import FILE, BrokenCheckpoint, Manifest
 
 AT_ONCE = 8 * 2**20  # bytes
@@ -171,18 +170,13 @@ def download(url: str, run_dir: Path) -> Path:
     target = run_dir / "checkpoints" / name
     if target.exists():
         raise FileExistsError(f"{target} is there already")
-    aside = target.with_name(f".{name}.aside")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    for file in found.files:
-        with (aside / file).open("wb") as into:
-            for piece in verified(store.get(file), found, file, f"{store.url}/{file}"):
-                into.write(piece)
-            into.flush()
-            os.fsync(into.fileno())
-    write_bytes(aside / FILE, stored)
-    sync_folder(aside)
-    aside.rename(target)
-    sync_folder(target.parent)
+    with appearing(target) as aside:
+        for file in found.files:
+            with (aside / file).open("wb") as into:
+                for piece in verified(store.get(file), found, file, f"{store.url}/{file}"):
+                    into.write(piece)
+                into.flush()
+                os.fsync(into.fileno())
+        write_bytes(aside / FILE, stored)
     folders.point_at(folders.all_of(run_dir)[-1])
     return target

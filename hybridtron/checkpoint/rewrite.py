@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.checkpoint.files import NAMES, sync_folder, write_bytes, write_tensors
-from hybridtron.checkpoint.manifest import FILE, Chunk, File, Manifest, to_bytes
+from hybridtron.checkpoint.files import NAMES, appearing, write_bytes, write_tensors
+from hybridtron.checkpoint.manifest import FILE, Chunk, File, Manifest, Meta, to_bytes
 from hybridtron.config.load import to_yaml
 from hybridtron.parallel.blocks import block
 
@@ -57,23 +58,30 @@ def rewrite(source: Checkpoint, target: Path, file_size: int, progress: Callable
 
     One file's tensors are in memory at a time. The folder appears whole or not at all.
     """
-    aside = target.with_name(f".{target.name}.aside")
-    aside.mkdir(parents=True)
-    files: dict[str, File] = {}
-    chunks: list[Chunk] = []
-    for name in ("config.yaml", "tokenizer.json"):
-        files[name] = write_bytes(aside / name, source.verified(name))
     planned = list(_planned(source, file_size))
-    for number, (name, keys) in enumerate(planned):
-        progress(number, len(planned))
-        blocks = [block(key, t.shape, (0,) * t.dim(), t, main=True) for key in keys for t in [source.whole(key)]]
-        files[name], of_file = write_tensors(aside / name, blocks)
-        chunks += of_file
-    write_bytes(aside / FILE, to_bytes(Manifest(source.meta, files, tuple(chunks))))
-    sync_folder(aside)
-    aside.rename(target)
-    sync_folder(target.parent)
+
+    def tensors() -> Iterator[tuple[str, dict[str, Tensor]]]:
+        for number, (name, keys) in enumerate(planned):
+            progress(number, len(planned))
+            yield name, {key: source.whole(key) for key in keys}
+
+    small = {name: source.verified(name) for name in ("config.yaml", "tokenizer.json")}
+    with appearing(target) as aside:
+        write_whole(aside, source.meta, small, tensors())
     return len(planned)
+
+
+def write_whole(
+    folder: Path, meta: Meta, small: Mapping[str, bytes], tensors: Iterable[tuple[str, Mapping[str, Tensor]]]
+) -> None:
+    """A checkpoint of whole tensors by one process, file by file, into a folder that is there."""
+    files: dict[str, File] = {name: write_bytes(folder / name, stored) for name, stored in small.items()}
+    chunks: list[Chunk] = []
+    for name, of_file in tensors:
+        blocks = [block(key, t.shape, (0,) * t.dim(), t, main=True) for key, t in of_file.items()]
+        files[name], written = write_tensors(folder / name, blocks)
+        chunks += written
+    write_bytes(folder / FILE, to_bytes(Manifest(meta, files, tuple(chunks))))
 
 
 def _planned(source: Checkpoint, file_size: int) -> Iterator[tuple[str, list[str]]]:

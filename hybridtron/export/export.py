@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.files import appearing
 from hybridtron.checkpoint.manifest import FILE, digest
 from hybridtron.config.architecture import architecture
 from hybridtron.config.count import count
@@ -26,7 +27,7 @@ from hybridtron.config.units import readable
 from hybridtron.export.custom import Custom
 from hybridtron.export.native import Mamba, Mamba2, Native
 from hybridtron.export.native_pairs import Granite, Llama, Mistral
-from hybridtron.export.writer import Planned, appearing, write_json, write_weights
+from hybridtron.export.writer import Planned, write_json, write_weights
 
 NATIVES: tuple[Native, ...] = (Mamba(), Mamba2(), Llama(), Mistral(), Granite())
 CUSTOM = Custom()

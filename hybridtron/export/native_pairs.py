@@ -149,18 +149,22 @@ class Granite(Native):
         mixers = _halves(arch)[0]
         recurrent = [spec for spec in mixers if isinstance(spec, Mamba2Spec)]
         others = [spec for spec in mixers if not isinstance(spec, Mamba2Spec)]
-        found = _pairs_misfit(arch)
-        if found is None and not recurrent:
-            found = "it has no mamba2 sub-layer"
-        if found is None and recurrent:
-            found = only(recurrent, Mamba2Spec)
-        if found is None and others:
-            found = only(others, AttentionSpec) or _attention_misfit(others[0])
-        if found is None and others and getattr(others[0], "window", None) is not None:
-            found = "its attention has a window"
-        if found is None and others and others[0].heads * others[0].head(arch.sizes) != arch.sizes.width:  # type: ignore[attr-defined]
-            found = "its heads together are not as wide as the model"
-        return found
+        if found := _pairs_misfit(arch):
+            return found
+        if not recurrent:
+            return "it has no mamba2 sub-layer"
+        found = only(recurrent, Mamba2Spec)
+        if found or not others:
+            return found
+        if found := only(others, AttentionSpec) or _attention_misfit(others[0]):
+            return found
+        attention = others[0]
+        assert isinstance(attention, AttentionSpec)
+        if attention.window is not None:
+            return "its attention has a window"
+        if attention.channels(arch.sizes)[0] != arch.sizes.width:
+            return "its heads together are not as wide as the model"
+        return None
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
         mixers, mlps = _halves(arch)

@@ -80,23 +80,13 @@ class Rule:
         return {key: part.float() for key, part in ours.items()} if self.fp32 else ours
 
 
-def stored_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor that a checkpoint holds of a model's weights, by its key."""
-    shapes = {}
-    for name, parameter in parameter_table(model).items():
-        if parameter.parts:
-            shapes |= {f"{name}.{part}": (rows, *parameter.shape[1:]) for part, rows in parameter.parts}
-        else:
-            shapes[name] = parameter.shape
-    return shapes
-
-
 class Rules:
     """Rules for a model as they are found, and at the end the proof that they use each of its weights once."""
 
     def __init__(self, model: ModelConfig) -> None:
-        self.shapes = stored_shapes(model)
-        self._fp32 = {name for name, parameter in parameter_table(model).items() if parameter.fp32}
+        table = parameter_table(model)
+        self.shapes = {k: shape for name, weight in table.items() for k, shape in weight.stored(name).items()}
+        self._fp32 = {name for name, weight in table.items() if weight.fp32}
         self._rules: list[Rule] = []
 
     def add(self, theirs: str, *ours: str) -> None:

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.checkpoint.files import write_bytes, write_tensors
-from hybridtron.checkpoint.manifest import FILE, Chunk, File, Manifest, Meta, to_bytes
+from hybridtron.checkpoint.files import appearing
+from hybridtron.checkpoint.manifest import Meta
+from hybridtron.checkpoint.rewrite import write_whole
 from hybridtron.config.choices import Precision
 from hybridtron.config.load import to_yaml
 from hybridtron.config.schema import Config, DataConfig, ModelConfig, PhaseConfig, PrecisionConfig, RunConfig
@@ -27,8 +29,6 @@ from hybridtron.export.native import Native
 from hybridtron.export.original import Original
 from hybridtron.export.reader import CannotImport, Weights, settings_of
 from hybridtron.export.rules import Rule
-from hybridtron.export.writer import appearing
-from hybridtron.parallel.blocks import block
 
 PART_BYTES = 2**27  # of tensors that are in memory at once
 LONGEST = 4096  # tokens of a row, where config.json allows more
@@ -101,22 +101,15 @@ def _kind(folder: Path, settings: dict[str, Any]) -> Native | Original:
 
 def take_over(source: Source, folder: Path, output: Path, prove: Callable[[Checkpoint], None]) -> None:
     """Write the checkpoint aside, prove it, and only then give it its name."""
+    small = {
+        "config.yaml": to_yaml(source.config(output.name)).encode(),
+        "tokenizer.json": (folder / "tokenizer.json").read_bytes(),
+    }
+    eos = source.settings.get("eos_token_id")
+    data = {"eos": str(eos)} if isinstance(eos, int) else {}
+    meta = Meta(0, 0, data, f"imported from {source.kind.name}", torch.__version__)
     with appearing(output) as aside:
-        files: dict[str, File] = {
-            "config.yaml": write_bytes(aside / "config.yaml", to_yaml(source.config(output.name)).encode()),
-            "tokenizer.json": write_bytes(aside / "tokenizer.json", (folder / "tokenizer.json").read_bytes()),
-        }
-        chunks: list[Chunk] = []
-        for number, rules in enumerate(_parts(source)):
-            name = f"model-{number:05}.safetensors"
-            ours = [made for rule in rules for made in rule.to_ours(source.weights.read(rule.theirs)).items()]
-            blocks = [block(key, t.shape, (0,) * t.dim(), t.contiguous(), main=True) for key, t in ours]
-            files[name], of_file = write_tensors(aside / name, blocks)
-            chunks += of_file
-        eos = source.settings.get("eos_token_id")
-        data = {"eos": str(eos)} if isinstance(eos, int) else {}
-        meta = Meta(0, 0, data, f"imported from {source.kind.name}", torch.__version__)
-        write_bytes(aside / FILE, to_bytes(Manifest(meta, files, tuple(chunks))))
+        write_whole(aside, meta, small, _tensors(source))
         prove(Checkpoint.open(aside))
 
 
@@ -126,6 +119,13 @@ def same_tensors(source: Source, checkpoint: Checkpoint) -> None:
         theirs = source.weights.read(rule.theirs)
         if not torch.equal(rule.to_theirs(checkpoint.whole).to(theirs.dtype), theirs):
             raise CannotImport(f"{rule.theirs} does not come back from the checkpoint as it was")
+
+
+def _tensors(source: Source) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Our tensors by the file that they go to."""
+    for number, rules in enumerate(_parts(source)):
+        made = (rule.to_ours(source.weights.read(rule.theirs)) for rule in rules)
+        yield f"model-{number:05}.safetensors", {key: t.contiguous() for ours in made for key, t in ours.items()}
 
 
 def _parts(source: Source) -> Iterator[list[Rule]]:

@@ -1,8 +1,8 @@
 """The proof that a folder is the model that a checkpoint holds: transformers loads it, and reads and writes as we do.
 
 Both compute in fp32 on the CPU. Rows are of adversarial lengths: 1, shorter and longer than the convolution, the window
-and the chunks of the scans. Logits must agree at every position, the greedy continuation token by token, and where they
-do not, the sub-layer after which the streams part is named.
+and the chunks of the scans. Logits must agree at every position, the greedy continuation token by token; where logits
+do not, the layer after which the streams part is named.
 """
 
 from __future__ import annotations
@@ -45,10 +45,7 @@ class Proof:
 
 def verify(folder: Path, checkpoint: Checkpoint) -> Proof:
     """Raises NotTheSame, saying what differs."""
-    model = checkpoint.config.model
-    ours = LanguageModel(model)
-    checkpoint.load_weights(ours)
-    return same_model(folder, model, ours)
+    return same_model(folder, checkpoint.config.model, _whole(checkpoint))
 
 
 def same_model(folder: Path, model: ModelConfig, ours: LanguageModel) -> Proof:
@@ -107,10 +104,9 @@ def loaded(folder: Path) -> Any:
         trust = brings_our_code(folder)
     except ForeignCode as error:
         raise NotTheSame(str(error)) from error
-    with _quiet():
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=trust
-        )
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=trust
+    )
     faults = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
     if faults:
         raise NotTheSame(f"{folder} does not load as it stands: {faults}")
@@ -124,9 +120,13 @@ def in_fp32(model: LanguageModel, dtype: torch.dtype) -> LanguageModel:
 
 def own_model(checkpoint: Checkpoint, dtype: torch.dtype) -> LanguageModel:
     """What a checkpoint holds, so."""
+    return in_fp32(_whole(checkpoint), dtype)
+
+
+def _whole(checkpoint: Checkpoint) -> LanguageModel:
     model = LanguageModel(checkpoint.config.model)
     checkpoint.load_weights(model)
-    return in_fp32(model, dtype)
+    return model
 
 
 def lengths_of(model: ModelConfig) -> tuple[int, ...]:
@@ -140,11 +140,10 @@ def lengths_of(model: ModelConfig) -> tuple[int, ...]:
 def _same_continuation(folder: Path, theirs: Any, ours: LanguageModel, model: ModelConfig) -> None:
     prompt_BL = torch.randint(model.vocab_size, (1, 7), generator=torch.Generator().manual_seed(0))
     expected: Tensor = generate(ours, prompt_BL, NEW_TOKENS, temperature=0, seed=0)
-    with _quiet():
-        made = theirs.generate(
-            prompt_BL, attention_mask=torch.ones_like(prompt_BL), max_new_tokens=NEW_TOKENS, do_sample=False,
-            eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
+    made = theirs.generate(
+        prompt_BL, attention_mask=torch.ones_like(prompt_BL), max_new_tokens=NEW_TOKENS, do_sample=False,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
     found: Sequence[int] = made[0, prompt_BL.shape[1] :].tolist()
     if found != expected[0].tolist():
         raise NotTheSame(f"{folder} goes on with {found}, not {expected[0].tolist()}")

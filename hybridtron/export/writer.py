@@ -1,7 +1,6 @@
 """A model's folder as the Hugging Face Hub has it: shards of safetensors with an index, small files beside them.
 
-Which tensor stands where is known before one is read; they are then made, written and forgotten one at a time. The
-folder appears whole or not at all: it is written aside and renamed.
+Which tensor stands where is known before one is read; they are then made, written and forgotten one at a time.
 """
 
 from __future__ import annotations
@@ -9,16 +8,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from hybridtron.checkpoint.files import bytes_of, sync_folder
+from hybridtron.checkpoint.files import bytes_of
 from hybridtron.export.rules import Rule
 
 INDEX = "model.safetensors.index.json"
@@ -35,22 +32,6 @@ class Planned:
     @property
     def size(self) -> int:
         return math.prod(self.rule.shape) * self.dtype.itemsize
-
-
-@contextmanager
-def appearing(target: Path) -> Iterator[Path]:
-    """A folder to write into, which gets its name when everything in it is on disk; where that fails it is removed."""
-    aside = target.with_name(f".{target.name}.aside")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
-        yield aside
-        sync_folder(aside)
-        aside.rename(target)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    sync_folder(target.parent)
 
 
 def shards_of(tensors: Sequence[Planned], largest: int) -> list[list[Planned]]:

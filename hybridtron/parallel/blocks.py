@@ -45,13 +45,12 @@ def weight_blocks(
     axis = parameter.cut_axis(tensor.size)
     runs = [] if axis is None else held_runs(parameter, tensor)
     pieces = [whole for piece in pieces for whole in _spread(piece, axis, runs)]
-    rows = [(f"{name}.{part}", size) for part, size in parameter.parts] or [(name, parameter.shape[0])]
     blocks, start = [], 0
-    for key, size in rows:
-        shape, of_part = (size, *parameter.shape[1:]), [range(start, start + size)]
+    for key, shape in parameter.stored(name).items():
+        of_part = [range(start, start + shape[0])]
         inside = [of_whole for piece in pieces for of_whole in _spread(piece, 0, of_part, places=True)]
         blocks += [block(key, shape, offset, data, main) for offset, data in inside]
-        start += size
+        start += shape[0]
     return blocks
 
 

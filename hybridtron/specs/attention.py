@@ -93,7 +93,8 @@ class HeadsSpec(MixerSpec):
 
     def activation_values(self, model: ModelSizes) -> int:
         queries, keys = self.channels(model)
-        # q, k, v (once more where a convolution stands between), the attention's output, one log-sum-exp a head
+        # q, k, v (once more where a convolution stands between), the attention's output, one log-sum-exp a head;
+        # what a form gathers of the keys it gathers again
         return (queries + 2 * keys) * (2 if self.conv else 1) + queries + self.heads
 
     def carried_heads(self, model: ModelSizes, tokens: int | None) -> dict[str, StatePart]:

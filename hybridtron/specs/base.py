@@ -116,6 +116,12 @@ class Parameter(Cut):
     def size(self) -> int:
         return math.prod(self.shape)
 
+    def stored(self, name: str) -> dict[str, tuple[int, ...]]:
+        """The keys under which a checkpoint stores a weight of this name, and the shapes: its parts', or its own."""
+        if not self.parts:
+            return {name: self.shape}
+        return {f"{name}.{part}": (rows, *self.shape[1:]) for part, rows in self.parts}
+
     def share_shape(self, ranks: int) -> tuple[int, ...]:
         """What each of so many tensor-parallel ranks holds."""
         axis = self.cut_axis(ranks)

@@ -85,11 +85,6 @@ class SpanSpec(HeadsSpec):
         begins = range(0, seq_len, chunk)
         return own + sum(min(most, begin) * min(chunk, seq_len - begin) for begin in begins) / seq_len
 
-    def activation_values(self, model: ModelSizes) -> int:
-        queries, keys = self.channels(model)
-        # as attention: what is gathered is gathered again
-        return (queries + 2 * keys) * (2 if self.conv else 1) + queries + self.heads
-
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         largest, head = max(self.chunks()), self.head(model)
         parts = self.carried_heads(model, self.remember + largest)

@@ -115,7 +115,7 @@ def check_same_data(start: Checkpoint, config: Config, stretch: Stretch, found: 
 def leave_others(start: Checkpoint | None, config: Config) -> None:
     """Put the checkpoints aside that a run does not go on from, or the next start would take them."""
     run_dir = Path(config.run.dir)
-    own = start is not None and start.folder.resolve().parent == (run_dir / "checkpoints").resolve()
+    own = start is not None and checkpoints.is_of(run_dir, start.folder)
     for path in checkpoints.leave(run_dir, start.meta.step if start is not None and own else -1):
         print(f"run.resume={config.run.resume}: a checkpoint that this run does not go on from is now {path}")
 

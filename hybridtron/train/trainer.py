@@ -113,7 +113,7 @@ class Trainer:
         self.first = 0 if self.start is None else self.start.meta.step
         self.windows = Windows() if self.start is None else Windows(self.start.meta.windows)
         self.saver = Saver(config, run_dir, groups, config.run.timeout)
-        if self.saver.mirror is not None and self.start is not None and self.start.folder.parent.parent == run_dir:
+        if self.saver.mirror is not None and self.start is not None and checkpoints.is_of(run_dir, self.start.folder):
             self.saver.mirror.offer(self.start.folder)  # a run that was stopped may not have come to it
         self.last = last_step(config)
         self.skipped = 0

@@ -9,8 +9,10 @@ import os
 import sys
 import textwrap
 import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hybridtron.config.check import check, warnings
+from hybridtron.config.check import check, require, warnings
 from hybridtron.config.layout import launched
 from hybridtron.config.load import choices_of, load
 from hybridtron.config.problems import ConfigError
@@ -18,6 +20,11 @@ from hybridtron.data import ingredients
 from hybridtron.train.failures import FailedElsewhere
 from hybridtron.train.preempt import StopRequests
 from hybridtron.train.run_folder import EXIT_PREEMPTED, Preempted
+from hybridtron.train.timetable import print_timetable
+
+if TYPE_CHECKING:
+    from hybridtron.checkpoint.checkpoint import Checkpoint
+    from hybridtron.config.choices import Export
 
 USAGE = """\
 python train.py [recipe=NAME] [key=value ...]
@@ -25,6 +32,7 @@ python train.py [recipe=NAME] [key=value ...]
   recipe=NAME       what to train; the default is laptop
   run.dir=FOLDER    where the run is written; a run found there goes on from its newest checkpoint
   run.max_steps=N   stop early
+  run.plan=true     print the phases, what they read and what they cost, and end
   parallel.tensor=2 cut every layer over two processes; start them with torchrun --nproc-per-node N train.py ...
   phases.0.lr=1e-3  or any other key of the configuration (see configs/README.md)
 
@@ -44,14 +52,18 @@ def main(arguments: list[str]) -> int:
         return 0
     try:
         config = load(arguments)
+        if config.run.plan:
+            require(config)
+            print_timetable(config)
+            return 0
         if problems := check(config, launched().world_size) + ingredients.problems(config):
             raise ConfigError(problems)
         for warning in warnings(config) if launched().rank == 0 else ():
             print(f"warning: {warning}", file=sys.stderr)
         with StopRequests(config.run, speaks=launched().rank == 0) as requests:
-            from hybridtron.train.trainer import run  # imports torch, which the checks do without
+            from hybridtron.train.run import run  # imports torch, which the checks do without
 
-            run(config, requests)
+            run(config, requests, export_phase)
     except ConfigError as error:
         if launched().rank == 0:
             print(error, file=sys.stderr)
@@ -61,6 +73,13 @@ def main(arguments: list[str]) -> int:
             print(end, file=sys.stderr)
         return EXIT_PREEMPTED
     return 0
+
+
+def export_phase(checkpoint: Checkpoint, output: Path, wanted: Export) -> None:
+    """For runs that write the ends of phases for transformers."""
+    from hybridtron.export import phase_end  # imports transformers, for those alone
+
+    phase_end.export_phase(checkpoint, output, wanted)
 
 
 def main_or_end(arguments: list[str]) -> int:

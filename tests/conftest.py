@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
+from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.config.choices import FP8_MULTIPLES, Precision
 from hybridtron.config.layout import Launch
 from hybridtron.config.schema import (
@@ -22,6 +23,7 @@ from hybridtron.config.schema import (
 )
 from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.device import megatron_context
+from hybridtron.engine.engine import Engine
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel
 from hybridtron.parallel import groups as process_groups
@@ -89,6 +91,11 @@ def small_run(model: ModelConfig | None = None, optim: OptimConfig | None = None
         run=RunConfig(name="test", dir="unused"),
         phases=[PhaseConfig(tokens="1M", seq_len=24, global_batch=4, lr=1e-3)],
     )
+
+
+def serving(engine: Engine) -> Callable[[Checkpoint], tuple[Engine, None]]:
+    """What `restore_newest` asks: one engine for every checkpoint."""
+    return lambda _: (engine, None)
 
 
 @pytest.fixture

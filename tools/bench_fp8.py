@@ -122,7 +122,7 @@ def _trained(engine: Engine, config: Config, sizes: Sizes) -> Losses:
     engine.start_phase(0, range(config.lanes_of(phase)))
     for step, batches in enumerate(itertools.islice(read, sizes.steps)):
         loss = engine.forward_backward(batches, step)
-        _, accepted = engine.step(learning_rate((step + 1) * phase.tokens_per_step, phase, config.optim))
+        _, accepted = engine.step(learning_rate(config, 0, (step + 1) * phase.tokens_per_step))
         assert accepted, f"step {step} was refused: {engine.guard.why}"
         training.append(loss.mean.item())
     if loader is None:

@@ -120,7 +120,7 @@ def evaluate(chosen: argparse.Namespace) -> None:
 
 def load(checkpoint: Path) -> tuple[LanguageModel, Config, PhaseConfig]:
     """The whole model, its configuration, and the phase in which the checkpoint was written."""
-    from hybridtron.train.phases import stretches
+    from hybridtron.config.phases import stretches
 
     model, config, step = load_checkpoint(checkpoint)
     plan = stretches(config)

@@ -32,11 +32,12 @@ from hybridtron.config.count import Memory, ModelCount, count
 from hybridtron.config.fit import TENSOR_SIZES, Candidate, fit, settings_of
 from hybridtron.config.layout import stages_of
 from hybridtron.config.load import load
+from hybridtron.config.phases import Stretch, stretches
 from hybridtron.config.plan import Plan, RankPlan, largest_phase, plan
 from hybridtron.config.problems import ConfigError
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
-from hybridtron.train.phases import Stretch, stretches
+from hybridtron.train.timetable import phase_table, rates_of
 
 MEMORY_PARTS = tuple(part.name for part in dataclasses.fields(Memory))
 SHOWN = 10  # layouts that --fit prints; --json has them all
@@ -138,16 +139,17 @@ def _candidate_json(config: Config, candidate: Candidate) -> dict[str, Any]:
 
 def _phase_json(config: Config, stretch: Stretch) -> dict[str, Any]:
     phase = stretch.phase
-    steps = stretch.last - stretch.first
     return {
         "name": phase.name,
-        "steps": steps,
-        "tokens": steps * phase.tokens_per_step,
+        "steps": stretch.last - stretch.first,
+        "first_step": stretch.first + 1,
+        "tokens": stretch.tokens,
         "seq_len": phase.seq_len,
         "global_batch": phase.global_batch,
         "micro_batch": phase.micro_batch,
         "lr": phase.lr,
-        "flops_per_token": count(config.model, phase.seq_len).flops_per_token,
+        "rates": rates_of(config, stretch),
+        "flops_per_token": count(config.in_phase(phase).model, phase.seq_len).flops_per_token,
     }
 
 
@@ -161,7 +163,7 @@ def print_tables(config: Config, gpus: int, fitting: list[Candidate] | None) -> 
     cut = f" in stages of {', '.join(map(str, stages))}" if len(stages) > 1 else ""
     title = f"{config.run.name}: {len(counted.layers)} layers{cut}, {config.model.pattern}"
     console.print(title, highlight=False, markup=False)
-    tables = [_letter_table(counted), _flops_table(counted), _phase_table(config)]
+    tables = [_letter_table(counted), _flops_table(counted), phase_table(config)]
     if fitting is None:
         made = plan(config, gpus, largest_phase(config))
         tables += [_memory_table(config, made), *([_traffic_table(config, made)] if gpus > 1 else [])]
@@ -211,25 +213,6 @@ def _flops_table(counted: ModelCount) -> Table:
     for part, flops in counted.flops_by_part.items():
         table.add_row(part, readable(flops), f"{flops / counted.forward_flops:.1%}")
     table.add_row("training (3 x forward)", readable(counted.flops_per_token), "")
-    return table
-
-
-def _phase_table(config: Config) -> Table:
-    headers = ("phase", "tokens", "steps", "rows", "micro", "seq_len", "lr", "FLOPs/token", "FLOPs")
-    table = _table(*headers, numbers_from=1)
-    for stretch in stretches(config):
-        phase = _phase_json(config, stretch)
-        table.add_row(
-            phase["name"],
-            readable(phase["tokens"]),
-            f"{phase['steps']:,}",
-            str(phase["global_batch"]),
-            str(phase["micro_batch"]),
-            str(phase["seq_len"]),
-            f"{phase['lr']:g}",
-            readable(phase["flops_per_token"]),
-            f"{phase['flops_per_token'] * phase['tokens']:.3g}",
-        )
     return table
 
 

@@ -142,7 +142,7 @@ def described(base: Task, sizes: Sizes) -> tuple[int, list[str]]:
     from hybridtron.config.count import count
     from hybridtron.config.load import load_saved
     from hybridtron.config.units import readable
-    from hybridtron.train.phases import last_step
+    from hybridtron.config.phases import last_step
 
     config, posted = (load_saved(base.folder.parent / name / "config.yaml") for name in ("base", "passing"))
     phase, post = config.phases[0], posted.phases[0]

@@ -116,16 +116,22 @@ def leave(run_dir: Path, after: int) -> list[Path]:
 
 
 def retire(
-    run_dir: Path, settings: CheckpointConfig, steps_for_ever: int | None, in_use: Collection[Path] = ()
+    run_dir: Path,
+    settings: CheckpointConfig,
+    steps_for_ever: int | None,
+    borders: Collection[int] = (),
+    in_use: Collection[Path] = (),
 ) -> list[str]:
     """Remove what `settings` no longer keep and nobody reads; what could not be removed, in words.
 
-    Nothing is removed before the newest one was read back and is as it was written, whole.
+    The ends of phases stay for ever. Nothing is removed before the newest one was read back and is as it was written,
+    whole.
     """
     sweep(run_dir)
     newest_ones, failures = _newest_ones(run_dir, settings.keep)
     folders = all_of(run_dir)
     kept = {*(one.folder for one in newest_ones), *in_use}
+    kept |= {folder for folder in folders if step_of(folder) in borders}
     if steps_for_ever is not None:
         kept |= {folder for folder in folders if step_of(folder) % steps_for_ever == 0}
     if settings.keep_best and (best := _best(folders)):

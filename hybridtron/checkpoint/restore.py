@@ -1,9 +1,17 @@
-"""Going on from a checkpoint, on any layout: all processes from the same one, or from an older one if it is broken."""
+"""Going on from a checkpoint, on any layout: all processes from the same one, or from an older one if it is broken.
+
+Within a phase everything is as it was. Where a phase begins, the model may be used in another way, in another
+precision, with other weights learning: what fits is taken over, what was not there before starts anew.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import put_aside
@@ -18,14 +26,26 @@ from hybridtron.parallel.groups import barrier, everyone
 __all__ = ["restore_newest", "restore_states"]
 
 
-def restore_newest(candidates: Iterable[Checkpoint], engine: Engine) -> Checkpoint:
+@dataclass(frozen=True)
+class Border:
+    """That a phase begins where a checkpoint ends: with the weights of this one, with the moments or without."""
+
+    weights: Checkpoint
+    moments: bool
+
+
+def restore_newest(
+    candidates: Iterable[Checkpoint], engine_for: Callable[[Checkpoint], tuple[Engine, Border | None]]
+) -> Checkpoint:
     """Weights, optimizer and random states of the first candidate that is whole; broken ones are put aside.
 
+    They are read into the engine that goes on from this candidate, which may be of an earlier phase than a broken one.
     Every byte is verified as it is read, by the process that reads it, and no process goes on before all have read.
     """
     found = []
     for checkpoint in candidates:
-        fault = next(filter(None, everyone(_restored(checkpoint, engine))), None)
+        engine, border = engine_for(checkpoint)
+        fault = next(filter(None, everyone(_restored(checkpoint, engine, border))), None)
         if fault is None:
             return checkpoint
         found.append(fault)
@@ -35,21 +55,40 @@ def restore_newest(candidates: Iterable[Checkpoint], engine: Engine) -> Checkpoi
     raise BrokenCheckpoint("; ".join(["no checkpoint is whole", *found]))
 
 
-def _restored(checkpoint: Checkpoint, engine: Engine) -> str | None:
+def _restored(checkpoint: Checkpoint, engine: Engine, border: Border | None) -> str | None:
     """Read everything but the carried states; what is wrong with it."""
     try:
         groups, blocks = engine.groups, engine.blocks()
         for name in list(checkpoint.manifest.files)[groups.rank :: groups.world_size]:
             checkpoint.verified(name)  # what is not needed here is needed by others: the tokenizer, files' heads
         checkpoint.verify_chunks("states", groups.rank, groups.world_size)  # they are read when their phase starts
-        checkpoint.fill(blocks["model"])
-        checkpoint.fill(blocks["optimizer"])
+        if border is None:
+            checkpoint.fill([*blocks["model"], *blocks["optimizer"]])
+        else:
+            _take_over(border, blocks)
         checkpoint.fill(known_blocks(blocks["fp8"], checkpoint.shapes))
         same_layout = checkpoint.meta.layout == layout_of(engine.config, engine.groups)
         rank = engine.groups.rank if same_layout else 0
         set_random_states({name: checkpoint.whole(f"random.{rank}.{name}") for name in random_states()})
     except BrokenCheckpoint as error:
         return str(error)
-    engine.optimizer.resume(checkpoint.meta.accepted_steps)
+    engine.optimizer.resume(checkpoint.meta.accepted_steps if border is None or border.moments else 0)
     engine.guard.restart(checkpoint.meta.norms, checkpoint.meta.refused)
     return None
+
+
+def _take_over(border: Border, blocks: Mapping[str, list[Any]]) -> None:
+    """Weights in full precision where they are kept so, and the moments of weights that learned before."""
+    held, wanted = border.weights.shapes, []
+    for one in blocks["model"]:
+        master = f"master.{one.key}"
+        wanted.append(replace(one, key=master) if one.data.dtype != torch.bfloat16 and master in held else one)
+    for one in blocks["optimizer"]:
+        kind, _, weight = one.key.partition(".")
+        if kind == "master":
+            wanted.append(one if one.key in held else replace(one, key=weight))
+        elif border.moments and one.key in held:
+            wanted.append(one)
+        else:
+            one.data.zero_()
+    border.weights.fill(wanted)

@@ -38,6 +38,7 @@ from hybridtron.checkpoint.manifest import (
     to_bytes,
 )
 from hybridtron.config.load import to_yaml
+from hybridtron.config.phases import stretches
 from hybridtron.config.schema import Config
 from hybridtron.config.units import parse_steps
 from hybridtron.device import random_states
@@ -211,7 +212,9 @@ class Saver:
         if self.mirror is not None:
             self.mirror.offer(target)
         in_use = () if self.mirror is None else self.mirror.in_use()
-        for failure in folders.retire(self.run_dir, self.config.checkpoint, self._steps_for_ever(), in_use):
+        borders = {stretch.last for stretch in stretches(self.config)}
+        settings, every = self.config.checkpoint, self._steps_for_ever()
+        for failure in folders.retire(self.run_dir, settings, every, borders, in_use):
             print(failure, file=sys.stderr)
 
     def _list_of(self, path: Path) -> dict[str, Any]:

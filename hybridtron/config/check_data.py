@@ -28,9 +28,16 @@ def data_problems(config: Config) -> Iterator[Problem]:
         yield Problem("data.timeout", f"is {data.timeout}, must be a number of seconds above 0")
     if data.feed is Feed.dali and not _found("nvidia.dali"):
         yield Problem("data.feed", "is dali, which is not installed: `make setup-dali` adds it, or use data.feed=torch")
+    yield from _epochs("data", data)
     yield from _mixture("data", data)
     for index, phase in enumerate(config.phases):
+        yield from _epochs(f"phases.{index}.data", phase.data)
         yield from _mixture(f"phases.{index}.data", phase.data)
+
+
+def _epochs(where: str, data: DataConfig | PhaseDataConfig) -> Iterator[Problem]:
+    if data.epochs is not None and not 0 < data.epochs < math.inf:
+        yield Problem(f"{where}.epochs", f"is {data.epochs}, must be above 0, or null for any number")
 
 
 def _mixture(where: str, data: DataConfig | PhaseDataConfig) -> Iterator[Problem]:

@@ -15,7 +15,7 @@ from hybridtron.config.architecture import letter_specs
 from hybridtron.config.layout import multiples_near, stage_problems, world_problems
 from hybridtron.config.pattern import PatternError, parse
 from hybridtron.config.problems import ConfigError, choice
-from hybridtron.config.schema import Config, ParallelConfig
+from hybridtron.config.schema import Config, ParallelConfig, PhaseConfig
 from hybridtron.specs.base import ModelSizes, Problem
 
 MAX_TENSOR = 64  # the largest size that a message may propose
@@ -107,28 +107,36 @@ def _pipeline(config: Config) -> Iterator[Problem]:
 
 
 def _batches(config: Config, data_ranks: int) -> Iterator[Problem]:
-    """Every data-parallel rank gets as many micro batches, and the interleaved schedule as many as it can run."""
-    parallel = config.parallel
+    """Every step's rows can be shared out, also while a batch grows."""
     for index, phase in enumerate(config.phases):
-        key, rows, micro = f"phases.{index}.global_batch", phase.global_batch, phase.micro_batch
-        chunks = config.states_of(phase).chunks  # of a lane, in the place of more lanes
-        if min(rows, micro, chunks) < 1 or rows % (micro * chunks):
-            continue  # told by the phase's own rules
-        shared = micro * data_ranks * chunks
-        if rows % shared:
-            fitting = choice(multiples_near(shared, rows))
-            yield Problem(
-                key,
-                f"is {rows}, must share out to {data_ranks} data-parallel ranks in micro batches of "
-                f"{micro}: use {fitting}, or another micro_batch",
-            )
-            continue
-        together = micro * data_ranks * config.chunks_together(phase)  # rows that make one micro batch of every rank
-        if parallel.virtual_pipeline > 1 and (count := rows // together) % parallel.pipeline:
-            fitting = choice(multiples_near(math.lcm(shared, together * parallel.pipeline), rows))
-            yield Problem(
-                key,
-                f"is {rows}, which makes {count} micro batches a data-parallel rank; virtual stages of "
-                f"parallel.pipeline={parallel.pipeline} need a multiple of {parallel.pipeline}: "
-                f"use {fitting}, or another micro_batch",
-            )
+        sizes = {"global_batch": phase.global_batch}
+        if phase.ramp is not None:
+            sizes |= {"ramp.start": phase.ramp.start, "ramp.step": phase.ramp.step}
+        for name, rows in sizes.items():
+            yield from _shared_out(f"phases.{index}.{name}", rows, phase, config, data_ranks)
+
+
+def _shared_out(key: str, rows: int, phase: PhaseConfig, config: Config, data_ranks: int) -> Iterator[Problem]:
+    """Every data-parallel rank gets as many micro batches, and the interleaved schedule as many as it can run."""
+    parallel, micro = config.parallel, phase.micro_batch
+    chunks = config.states_of(phase).chunks  # of a lane, in the place of more lanes
+    if min(rows, micro, chunks) < 1 or rows % (micro * chunks):
+        return  # told by the phase's own rules
+    shared = micro * data_ranks * chunks
+    if rows % shared:
+        fitting = choice(multiples_near(shared, rows))
+        yield Problem(
+            key,
+            f"is {rows}, must share out to {data_ranks} data-parallel ranks in micro batches of "
+            f"{micro}: use {fitting}, or another micro_batch",
+        )
+        return
+    together = micro * data_ranks * config.chunks_together(phase)  # rows that make one micro batch of every rank
+    if parallel.virtual_pipeline > 1 and (count := rows // together) % parallel.pipeline:
+        fitting = choice(multiples_near(math.lcm(shared, together * parallel.pipeline), rows))
+        yield Problem(
+            key,
+            f"is {rows}, which makes {count} micro batches a data-parallel rank; virtual stages of "
+            f"parallel.pipeline={parallel.pipeline} need a multiple of {parallel.pipeline}: "
+            f"use {fitting}, or another micro_batch",
+        )

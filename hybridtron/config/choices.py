@@ -40,6 +40,33 @@ class Schedule(StrEnum):
     wsd = "wsd"
 
 
+class LrPiece(StrEnum):
+    """The piece of the learning rate's course that a phase is.
+
+    A new one, warmed up from where the phase before ended to a peak of its own; more of that of the phase before, as
+    though the two were one; or from where that ended down to a given rate.
+    """
+
+    rewarm = "rewarm"
+    carry_on = "carry_on"
+    decay = "decay"
+
+
+class Moments(StrEnum):
+    """What becomes of the optimizer's moments where a phase begins."""
+
+    keep = "keep"
+    reset = "reset"
+
+
+class Export(StrEnum):
+    """The class that a Hugging Face folder is of: one of transformers' own, ours, or its own where one fits."""
+
+    auto = "auto"
+    native = "native"
+    custom = "custom"
+
+
 class Precision(StrEnum):
     """What weights and activations are computed in; sums, norms and recurrent states stay in fp32.
 

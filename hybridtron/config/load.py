@@ -93,7 +93,7 @@ def _composed(configs: Path, choices: list[str]) -> DictConfig:
 
 def _set(config: DictConfig, key: str, text: str) -> Problem | None:
     """Lay one `key=value` over the configuration; tell what is wrong with it, if anything is."""
-    open_ended = key.startswith("model.layers.") or ".mixture" in key
+    open_ended = any(part in key for part in (".layers.", ".mixture", "cluster.environment."))
     if not open_ended and (problem := _unknown_key(config, key)):
         return problem
     try:

@@ -1,4 +1,4 @@
-"""The configuration as types. Every key that a recipe or the command line can set stands here, and nowhere else.
+"""The configuration as types. Every key that a recipe or the command line can set stands here, or in `phase_schema.py`.
 
 Hydra checks names and types against these classes; `check.py` checks what the types can't say. Durations are written
 in tokens with a unit (`20B`, `4M`); where a key also takes steps, a plain number means steps.
@@ -23,6 +23,15 @@ from hybridtron.config.choices import (
     StateKind,
     StateMode,
 )
+from hybridtron.config.cluster import ClusterConfig
+from hybridtron.config.phase_schema import (
+    IngredientConfig,
+    PhaseConfig,
+    PhaseDataConfig,
+    PhaseOptimConfig,
+    PhasePrecisionConfig,
+    PhaseStatesConfig,
+)
 
 
 @dataclass
@@ -39,15 +48,6 @@ class ModelConfig:
 
 
 @dataclass
-class IngredientConfig:
-    """One source of a mixture: its weight, and where it is read, if not under its own name in `data.path`."""
-
-    weight: float = MISSING
-    path: str | None = None  # other prepared tokens
-    source: str | None = None  # the name that it has there
-
-
-@dataclass
 class DataConfig:
     """What is read, in which order, and how documents share a row. `path` is a folder of prepared tokens or its URL."""
 
@@ -60,21 +60,11 @@ class DataConfig:
     feed: Feed = Feed.torch
     workers: int = 0  # processes that read ahead; with 0 a thread does
     prefetch: int = 2  # steps that each of them reads ahead
+    epochs: float | None = 1.0  # how often a phase may read a source; null: as often as its tokens take
     cache: str = "data/cache"  # where shards from a URL, and compressed ones, are kept
     cache_limit: str | None = None  # bytes, e.g. 500GB; null keeps everything
     timeout: float = 60.0  # seconds that one attempt at a download may take; a large file gets one for each MiB
     retries: int = 2  # further attempts
-
-
-@dataclass
-class PhaseDataConfig:
-    """What a phase changes in `data`; null leaves it as it is."""
-
-    source: Source | None = None
-    path: str | None = None
-    mixture: dict[str, IngredientConfig] | None = None
-    documents: Documents | None = None
-    order: Order | None = None
 
 
 @dataclass
@@ -89,38 +79,6 @@ class StatesConfig:
     dropout: float = 0.1  # of passing: the share of rows that start from zero all the same
     chunks: int = 1  # of tbtt: chunks of seq_len that each lane reads in one step
     through_time: bool = False  # of tbtt with chunks: gradients flow back through all chunks of a step
-
-
-@dataclass
-class PhaseStatesConfig:
-    """What a phase changes in `states`; null leaves it as it is."""
-
-    mode: StateMode | None = None
-    carry: list[StateKind] | None = None
-    layers: list[int] | None = None
-    sigma: float | None = None
-    beta: float | None = None
-    dropout: float | None = None
-    chunks: int | None = None
-    through_time: bool | None = None
-
-
-@dataclass
-class PhaseConfig:
-    """One stretch of training: so many tokens of this data, in rows of seq_len, at this peak learning rate."""
-
-    name: str = "pretrain"
-    tokens: str = MISSING
-    seq_len: int = MISSING
-    global_batch: int = MISSING  # rows in an optimizer step
-    micro_batch: int = 1  # rows in one forward pass
-    lr: float = MISSING
-    data: PhaseDataConfig = field(default_factory=PhaseDataConfig)
-    states: PhaseStatesConfig = field(default_factory=PhaseStatesConfig)
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.seq_len * self.global_batch
 
 
 @dataclass
@@ -182,15 +140,6 @@ class CheckpointConfig:
 
 
 @dataclass
-class ClusterConfig:
-    """The machine, as far as MFU and memory plans need it; null where that is unknown."""
-
-    name: str = "local"
-    peak_tflops: float | None = None  # dense bf16, per device; MFU is told by it in FP8 too
-    memory_gb: float | None = None  # per device
-
-
-@dataclass
 class RunConfig:
     """One run: its folder, its seed, how far it goes, what it reports."""
 
@@ -198,6 +147,7 @@ class RunConfig:
     dir: str = "runs/${run.name}"
     seed: int = 1234
     max_steps: int | None = None
+    plan: bool = False  # print the phases and end
     max_minutes: float | None = None  # then it saves and exits with code 75; SLURM's own limit is obeyed anyway
     timeout: float = 1800.0  # seconds in which a step, an evaluation or a checkpoint must end, or the run fails
     deterministic: bool = False  # the same bits again on the same layout and machine; slower
@@ -231,6 +181,18 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     phases: list[PhaseConfig] = MISSING
 
+    def in_phase(self, phase: PhaseConfig) -> Config:
+        """With the model, the optimizer's settings and the precision as they are in a phase."""
+        letters = self.model.layers | {
+            letter: _with(self.model.layers.get(letter, {}), changes) for letter, changes in phase.layers.items()
+        }
+        return dataclasses.replace(
+            self,
+            model=dataclasses.replace(self.model, layers=letters),
+            optim=_overlaid(self.optim, phase.optim),
+            precision=_overlaid(self.precision, phase.precision),
+        )
+
     def data_of(self, phase: PhaseConfig) -> DataConfig:
         return _overlaid(self.data, phase.data)
 
@@ -257,10 +219,16 @@ class Config:
         return states.chunks if states.through_time else 1
 
 
-Base = TypeVar("Base", DataConfig, StatesConfig)
+Base = TypeVar("Base", DataConfig, StatesConfig, OptimConfig, PrecisionConfig)
+Changes = PhaseDataConfig | PhaseStatesConfig | PhaseOptimConfig | PhasePrecisionConfig
 
 
-def _overlaid(base: Base, changes: PhaseDataConfig | PhaseStatesConfig) -> Base:
+def _with(options: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """A letter's options with the changed ones; null takes one out, as another kind of layer may not know it."""
+    return {name: value for name, value in (options | changes).items() if changes.get(name, value) is not None}
+
+
+def _overlaid(base: Base, changes: Changes) -> Base:
     """`base` with the fields that `changes` sets."""
     chosen = {f.name: value for f in dataclasses.fields(changes) if (value := getattr(changes, f.name)) is not None}
     return dataclasses.replace(base, **chosen)

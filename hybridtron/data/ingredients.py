@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridtron.config.schema import Config, DataConfig, IngredientConfig, PhaseConfig, Source
+from hybridtron.config.units import parse_tokens
 from hybridtron.data.folder import SMALLEST_VOCABULARY, FolderError, TokenFolder, is_url
 from hybridtron.specs.base import Problem
 
@@ -67,6 +68,24 @@ def _check_same_tokenizer(first: Ingredient, other: Ingredient) -> None:
         )
 
 
+class Epochs(NamedTuple):
+    """One line of the plan: what a phase reads of a source."""
+
+    source: str
+    share: float
+    tokens: int
+    epochs: float
+
+
+def reading_plan(found: Sequence[Ingredient], tokens: int) -> list[Epochs]:
+    """Of so many training tokens, how many come from each source, and how often that reads it."""
+    whole = sum(one.weight for one in found)
+    return [
+        Epochs(one.name, one.weight / whole, round(one.weight / whole * tokens), one.weight / whole * tokens / has)
+        for one, has in ((one, one.tokens("train")) for one in found)
+    ]
+
+
 def problems(config: Config) -> list[Problem]:
     """What is wrong with the data of each phase, as far as it can be seen on this machine without reading tokens.
 
@@ -110,7 +129,7 @@ def content_problems(key: str, config: Config, phase: PhaseConfig, found: Sequen
     """What opened sources hold against the model and the lengths of a phase."""
     folders = {ingredient.folder.name: ingredient.folder for ingredient in found}
     vocabulary = [p for folder in folders.values() for p in _vocabulary_problems(key, config, phase, folder)]
-    return vocabulary + _size_problems(key, config, phase, found)
+    return vocabulary + _size_problems(key, config, phase, found) + _amount_problems(config, phase, found)
 
 
 def _vocabulary_problems(key: str, config: Config, phase: PhaseConfig, folder: TokenFolder) -> list[Problem]:
@@ -126,6 +145,18 @@ def _vocabulary_problems(key: str, config: Config, phase: PhaseConfig, folder: T
     else:
         cure = f"set model.vocab_size={has} or more, or use other tokens"
     return [Problem(key, f"{folder.name} has a vocabulary of {has}, model.vocab_size is {vocab_size}; {cure}")]
+
+
+def _amount_problems(config: Config, phase: PhaseConfig, found: Sequence[Ingredient]) -> list[Problem]:
+    """A phase reads no source more often than data.epochs allows."""
+    most = config.data_of(phase).epochs
+    key = "data.epochs" if phase.data.epochs is None else f"phases.{config.phases.index(phase)}.data.epochs"
+    cure = "set it so, or use fewer tokens, another weight or more text"
+    return [
+        Problem(key, f"is {most:g}, but {phase.name} reads {one.source} {one.epochs:.3g} times: {cure}")
+        for one in reading_plan(found, parse_tokens(phase.tokens))
+        if most is not None and one.epochs > most
+    ]
 
 
 def _size_problems(key: str, config: Config, phase: PhaseConfig, found: Sequence[Ingredient]) -> list[Problem]:

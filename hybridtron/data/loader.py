@@ -64,9 +64,8 @@ class Loader:
             wanted = f"micro_batch={reading.micro_batch} on {ranks} ranks"
             raise ValueError(f"{reading.lanes} lanes are not a multiple of {wanted}")
         self.sources, self.reading, self.ahead, self.feed = sources, reading, ahead, feed
-        lanes = reading.lanes
-        self.lanes = range(rank * lanes // ranks, (rank + 1) * lanes // ranks)
-        self._rows = _Rows(sources, reading, self.lanes)
+        self.lanes = share_of(reading.lanes, rank, ranks)
+        self._rows = _Rows(sources, reading, rank, ranks)
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -83,6 +82,7 @@ class Loader:
             "global_batch": str(reading.global_batch),
             "states.chunks": str(reading.chunks),
             "seed": str(reading.seed),
+            **({} if reading.growth is None else {"ramp": str(reading.growth.stairs)}),
         }
 
     @property
@@ -183,15 +183,17 @@ def _as_it_is(read: Read) -> Read:
 
 
 class _Rows(Dataset[Rows]):
-    """Step -> rows of some lanes; what a worker process is given a copy of."""
+    """Step -> rows of a rank's lanes; what a worker process is given a copy of."""
 
-    def __init__(self, sources: Sources, reading: Reading, lanes: range) -> None:
+    def __init__(self, sources: Sources, reading: Reading, rank: int, ranks: int) -> None:
         self._stores = sources.stores("train")
         self._dtype, self._joined = sources.dtype, reading.documents is Documents.join
-        self._order, self._lanes = lane_order(sources, reading), lanes
+        self._order, self._reading = lane_order(sources, reading), reading
+        self._rank, self._ranks = rank, ranks
 
     def __getitem__(self, step: int) -> Rows:
-        rows = [self._order.row(lane, step) for lane in self._lanes]
+        lanes = share_of(self._reading.lanes_in(step), self._rank, self._ranks)
+        rows = [self._order.row(lane, step) for lane in lanes]
         for number, store in enumerate(self._stores):
             if store.fetches:
                 spans = [span for row in rows for source, span in row.spans if source == number]
@@ -207,6 +209,11 @@ class _Batches(Dataset[Batch]):
 
     def __getitem__(self, step: int) -> Batch:
         return batch_of(self._rows[step], self._documents)
+
+
+def share_of(lanes: int, rank: int, ranks: int) -> range:
+    """The run of lanes that one of so many data-parallel ranks reads."""
+    return range(rank * lanes // ranks, (rank + 1) * lanes // ranks)
 
 
 def build_loader(config: Config, phase_index: int, rank: int = 0, ranks: int = 1) -> Loader:

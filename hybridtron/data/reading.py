@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from hybridtron.config.growth import Growth
 from hybridtron.config.schema import Config, Documents, Order
 from hybridtron.config.units import parse_tokens
 from hybridtron.data.batch import seed_of
@@ -36,6 +37,7 @@ class Reading:
     shuffle_tokens: int
     chunks: int = 1
     together: int = 1
+    growth: Growth | None = None  # of the batch, where it does not have all its rows from the start
 
     @staticmethod
     def of(config: Config, phase_index: int) -> Reading:
@@ -51,11 +53,16 @@ class Reading:
             shuffle,
             config.states_of(phase).chunks,
             config.chunks_together(phase),
+            None if phase.ramp is None else Growth.of(phase),
         )
 
     @property
     def lanes(self) -> int:
         return self.global_batch // self.chunks
+
+    def lanes_in(self, step: int) -> int:
+        """That a step reads; fewer than there will be while the batch grows."""
+        return self.lanes if self.growth is None else self.growth.rows(step)
 
     @property
     def tokens_per_lane(self) -> int:
@@ -81,18 +88,18 @@ def _streams(sources: Sources, reading: Reading) -> list[DocumentStream]:
 
 
 class ShuffledLanes:
-    """Lane i of step s is row s K + i of the mixture, K being the lanes: a shuffled window of one source."""
+    """Lane i of step s is row n + i of the mixture, n being all rows before: a shuffled window of one source."""
 
     def __init__(self, sources: Sources, reading: Reading) -> None:
-        self._lanes = reading.lanes
-        self._mixture = Mixture(sources.weights, self._lanes, reading.seed)
+        self._growth = reading.growth or Growth((), reading.lanes)
+        self._mixture = Mixture(sources.weights, reading.lanes, reading.seed)
         self._windows = [
             Windows(stream, reading.seq_len, reading.shuffle_tokens, seed_of(reading.seed, name))
             for name, stream in zip(sources.names, _streams(sources, reading), strict=True)
         ]
 
     def row(self, lane: int, step: int) -> Row:
-        source, number = self._mixture.place(step * self._lanes + lane)
+        source, number = self._mixture.place(self._growth.rows_before(step) + lane)
         return Row([(source, span) for span in self._windows[source].spans(number)], position=0)
 
 

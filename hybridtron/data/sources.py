@@ -1,10 +1,9 @@
-"""The opened sources of a phase: where each one's documents are read, how much of each, and what that amounts to."""
+"""The opened sources of a phase: where each one's documents are read, and how much of each."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -95,21 +94,3 @@ class Sources:
 def cache_options(data: DataConfig) -> CacheOptions:
     limit = None if data.cache_limit is None else parse_bytes(data.cache_limit)
     return CacheOptions(Path(data.cache), limit, data.timeout, data.retries)
-
-
-class Epochs(NamedTuple):
-    """One line of the plan: what a phase reads of a source."""
-
-    source: str
-    share: float
-    tokens: int
-    epochs: float
-
-
-def reading_plan(sources: Sources, tokens: int) -> list[Epochs]:
-    """Of so many training tokens, how many come from each source, and how often that reads it."""
-    whole = sum(sources.weights)
-    return [
-        Epochs(one.name, one.weight / whole, round(one.weight / whole * tokens), one.weight / whole * tokens / has)
-        for one, has in ((one, one.tokens("train")) for one in sources.ingredients)
-    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, cast
 
@@ -31,7 +32,8 @@ from hybridtron.parallel.whole import gathered
 class Engine:
     """Takes steps over micro-batches, on one process or on one rank of many.
 
-    `whole` reads a weight of a checkpoint by its name; without it the weights start as the seed says.
+    It is built for a phase, and serves others that have the same model, precision and trained weights. `whole` reads a
+    weight of a checkpoint by its name; without it the weights start as the seed says.
     """
 
     def __init__(
@@ -40,8 +42,11 @@ class Engine:
         groups: Groups,
         whole: Callable[[str], Tensor] | None = None,
         dtype: torch.dtype | None = None,
+        phase: int = 0,
     ) -> None:
-        self.config, self.groups = config, groups
+        self.run_config, self.groups = config, groups
+        self.config = config = config.in_phase(config.phases[phase])
+        self.trained = self.run_config.phases[phase].train
         self.device = compute_device()
         self.dtype = dtype or DTYPES[config.precision.name]
         self.stages = build_stages(config, groups, self.dtype, self.device)
@@ -51,6 +56,8 @@ class Engine:
             else:
                 for name, weight in stage.model.named_parameters():
                     weight.data.copy_(cut(whole(name), stage.model.table[name], groups.tensor))
+            for name, weight in stage.model.named_parameters():
+                weight.requires_grad_(learns(name, self.trained))
         self.wrapped = data_parallel(self.stages, config.parallel, self.dtype)
         self.optimizer = Optimizer(self.wrapped, config, groups, self.dtype)
         modules = [(name, module) for stage in self.stages for name, module in stage.model.named_modules()]
@@ -61,8 +68,16 @@ class Engine:
         self._seed, self._lanes = phase_seed(config.run.seed, 0), range(0)
         self.restarted_lanes: int | None = None  # in this phase so far; None where no state is carried
 
+    def serves(self, phase: int) -> bool:
+        """Whether a phase can be trained without building another one."""
+        wanted = self.run_config.in_phase(self.run_config.phases[phase])
+        same = wanted.model == self.config.model and wanted.precision == self.config.precision
+        return same and self.run_config.phases[phase].train == self.trained
+
     def start_phase(self, index: int, lanes: range) -> None:
-        """Rows start from states as the phase says; this process reads these lanes of it."""
+        """Take the phase's settings; its rows start from states as it says, and this process reads these lanes."""
+        self.config = self.run_config.in_phase(self.run_config.phases[index])
+        self.optimizer.settings = self.config.optim
         chunks, self.restarted_lanes = [stage.model.place.layers for stage in self.stages], None
         self._seed, self._lanes = phase_seed(self.config.run.seed, index), lanes
         self.carrier = carrier_of(self.config, index, chunks, lanes, self.groups, self.device)
@@ -83,8 +98,8 @@ class Engine:
         A rank that was not told its lanes reads the run of rows that its place among the data-parallel ranks gives it.
         """
         rows = len(batches[0].tokens_BL)
-        own = len(self._lanes) or rows * len(batches)
-        first = self._lanes.start or self.groups.data_rank * own
+        own = min(len(self._lanes) or rows * len(batches), rows * len(batches))  # fewer while a batch grows
+        first = self.groups.data_rank * own
         places = (divmod(number * rows, own) for number in range(len(batches)))
         keys = [step_key(self._seed, step, turn, first + row) for turn, row in places]
         return [batch.keyed(key) for batch, key in zip(batches, keys, strict=True)]
@@ -145,6 +160,11 @@ class Engine:
             name: partial(_on_cpu, weight) for stage in self.stages for name, weight in stage.model.named_parameters()
         }
         return gathered(shares, parameter_table(self.config.model), self.groups, self.dtype)
+
+
+def learns(name: str, trained: Sequence[str] | None) -> bool:
+    """Whether a weight is among those that a phase trains, by patterns such as `layers.*.mixer.*`."""
+    return trained is None or any(fnmatchcase(name, pattern) for pattern in trained)
 
 
 def _on_cpu(weight: Tensor) -> Tensor:

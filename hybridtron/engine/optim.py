@@ -44,7 +44,7 @@ class Optimizer:
         self.stages, self.groups, self.dtype = stages, groups, dtype
         self.state_dtype = torch.promote_types(dtype, torch.float32)
         self.table = parameter_table(config.model)
-        self.clip, self.weight_decay = config.optim.clip, config.optim.weight_decay
+        self.settings = config.optim  # of the phase under way
         undecayed: Any = {ParamKey(attr="undecayed"): {"wd_mult": 0.0}}
         settings = optimizer_config(config.optim, config.parallel, dtype)
         self.megatron = cast(Any, get_megatron_optimizer(settings, list(stages), config_overrides=undecayed))
@@ -74,11 +74,11 @@ class Optimizer:
         if accepted:
             for group in self.megatron.param_groups:
                 group["lr"] = lr
-                group["weight_decay"] = self.weight_decay * group["wd_mult"]
+                group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]
             for optimizer in self.megatron.chained_optimizers:
                 # Megatron clips gradients in fp32 only; without need for it, float64 can be audited.
-                if grad_norm > self.clip and (weights := optimizer.get_parameters()):
-                    clip_grad_by_total_norm_fp32(weights, self.clip, grad_norm)
+                if grad_norm > self.settings.clip and (weights := optimizer.get_parameters()):
+                    clip_grad_by_total_norm_fp32(weights, self.settings.clip, grad_norm)
             self.megatron.step_with_ready_grads()
             self.accepted_steps += 1
         self.zero_grad()
@@ -144,7 +144,8 @@ KINDS = ("master", "exp_avg", "exp_avg_sq")
 class Shard:
     """What this rank's optimizer keeps of one weight: the entries `start` to `stop` of it, flattened.
 
-    Without a master other data-parallel ranks keep it; `everywhere` says that all of them keep the same.
+    Without a master other data-parallel ranks keep it, or no rank, as it is not trained; `everywhere` says that all of
+    them keep the same.
     """
 
     weight: Any  # an nn.Parameter with the attributes that Megatron sets
@@ -192,6 +193,8 @@ def shards_of(stages: Sequence[DistributedDataParallel], megatron: Any) -> dict[
     if not isinstance(optimizer, DistributedOptimizer):
         return {
             name: Shard(w, getattr(w, "main_param", w), 0, w.numel(), optimizer.optimizer, everywhere=True)
+            if w.requires_grad
+            else Shard(w, None, 0, 0, optimizer.optimizer)
             for name, w in weights.items()
         }
     masters = _masters(optimizer)

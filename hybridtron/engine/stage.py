@@ -51,12 +51,13 @@ class Stage(nn.Module):
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """The tied weight that first and last stage both hold, whose gradients Megatron sums over the two."""
-        return self.model.output_weight() if self.model.tied else None
+        weight = self.model.get_parameter("embedding.weight") if self.model.tied else None
+        return None if weight is None or not weight.requires_grad else weight
 
     def forward(self, batch: Batch, states: States | None, through: ThroughTime | None = None) -> ModelOut | Ended:
         if through is not None:
             return through.run(self.model, batch, states, self.received)
-        return self.model(batch.tokens_BL, states, batch.seq, self.received)
+        return self.model(batch.tokens_BL, states, batch.seq, self.received, logits=False)
 
 
 def mark_for_megatron(model: LanguageModel) -> None:
@@ -142,7 +143,8 @@ def finalize_gradients(
     Weights that every tensor rank holds whole, but that got only the gradient of its own heads or tokens, are summed.
     """
     finalize_model_grads(stages, tokens, pg_collection, force_all_reduce)
-    partial = [w.main_grad for stage in stages for w in stage.parameters() if w.partial_over_tensor]
+    trained = (w for stage in stages for w in stage.parameters() if w.requires_grad)
+    partial = [w.main_grad for w in trained if w.partial_over_tensor]
     if partial:
         flat = _flatten_dense_tensors(partial)
         dist.all_reduce(flat, group=parallel_state.get_tensor_model_parallel_group())

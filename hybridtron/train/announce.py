@@ -5,14 +5,14 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from hybridtron.config.phases import Stretch
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
+from hybridtron.data.ingredients import reading_plan
 from hybridtron.data.loader import Loader
-from hybridtron.data.sources import reading_plan
 from hybridtron.device import describe_device
 from hybridtron.engine.engine import Engine
 from hybridtron.ops.dispatch import choices
-from hybridtron.train.phases import Stretch
 
 
 def announce_run(config: Config, engine: Engine, first: int, last: int) -> None:
@@ -40,7 +40,7 @@ def announce_reading(loader: Loader, stretch: Stretch) -> None:
     table = Table("source", "share", "tokens", "epochs", box=None, title_justify="left")
     kind = f"{reading.order.value} of {phase.seq_len} tokens, documents {reading.documents.value}"
     table.title = f"{phase.name} reads {kind}"
-    for line in reading_plan(loader.sources, (stretch.last - stretch.first) * phase.tokens_per_step):
+    for line in reading_plan(loader.sources.ingredients, stretch.tokens):
         table.add_row(line.source, f"{line.share:.1%}", readable(line.tokens), f"{line.epochs:.3g}")
     Console().print(table)
     print(f"text runs on for {readable(loader.mean_stretch)} tokens on average; every row is full")

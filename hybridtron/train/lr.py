@@ -1,26 +1,58 @@
-"""The learning rate as a pure function of the tokens that a phase has seen."""
+"""The learning rate as a pure function of the phases and of the tokens that the one under way has seen."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
-from hybridtron.config.schema import OptimConfig, PhaseConfig, Schedule
+from hybridtron.config.choices import LrPiece, Moments, Schedule
+from hybridtron.config.schema import Config, OptimConfig
 from hybridtron.config.units import parse_share, parse_tokens
 
 
-def learning_rate(tokens: int, phase: PhaseConfig, optim: OptimConfig) -> float:
-    """The rate for the step that brings the phase to `tokens`: linear warm-up, then cosine or WSD to final_lr."""
+def learning_rate(config: Config, index: int, tokens: int) -> float:
+    """The rate for the step that brings a phase to `tokens`, as its piece says."""
+    phase = config.phases[index]
+    optim = config.in_phase(phase).optim
+    if phase.lr_piece is LrPiece.decay:
+        assert phase.lr_to is not None
+        begun, whole = _end_of(config, index - 1), parse_tokens(phase.tokens)
+        return phase.lr_to + (begun - phase.lr_to) * _shape(optim)(min(tokens / whole, 1.0))
+    leader = index
+    while config.phases[leader].lr_piece is LrPiece.carry_on:
+        leader -= 1
+        tokens += parse_tokens(config.phases[leader].tokens)
+    return _course(config, leader, tokens)
+
+
+def _course(config: Config, leader: int, tokens: int) -> float:
+    """Linear warm-up, then cosine or WSD to final_lr, over a phase and those that continue it."""
+    phase = config.phases[leader]
+    optim, peak = config.in_phase(phase).optim, phase.lr
+    assert peak is not None
     whole = parse_tokens(phase.tokens)
+    for follower in config.phases[leader + 1 :]:
+        if follower.lr_piece is not LrPiece.carry_on:
+            break
+        whole += parse_tokens(follower.tokens)
     warmup = parse_share(optim.warmup, whole)
     if tokens < warmup:
-        return phase.lr * tokens / warmup
-    lowest = phase.lr * optim.final_lr
-    if optim.schedule == Schedule.cosine:
-        start, shape = warmup, _cosine
-    else:
-        start, shape = whole - parse_share(optim.decay, whole), _linear
+        anew = leader == 0 or phase.moments is Moments.reset or phase.init_from is not None
+        begun = 0.0 if anew else min(_end_of(config, leader - 1), peak)
+        return begun + (peak - begun) * tokens / warmup
+    start = warmup if optim.schedule is Schedule.cosine else whole - parse_share(optim.decay, whole)
+    lowest = peak * optim.final_lr
     progress = min(max((tokens - start) / max(whole - start, 1), 0.0), 1.0)
-    return lowest + (phase.lr - lowest) * shape(progress)
+    return lowest + (peak - lowest) * _shape(optim)(progress)
+
+
+def _end_of(config: Config, index: int) -> float:
+    """The rate at which a phase ends."""
+    return learning_rate(config, index, parse_tokens(config.phases[index].tokens))
+
+
+def _shape(optim: OptimConfig) -> Callable[[float], float]:
+    return _cosine if optim.schedule is Schedule.cosine else _linear
 
 
 def _cosine(progress: float) -> float:

@@ -12,7 +12,8 @@ checkpoint may need more: then ask early, by `#SBATCH --signal=B:USR1@600`.
 A signal has to reach a rank. torchrun hands SIGTERM and SIGINT on, and kills what has not ended 30 s later
 (`--shutdown-timeout`); SIGUSR1 kills torchrun itself, unless it runs with `--signals-to-handle SIGTERM,SIGINT,SIGUSR1`.
 For torchrun code 75 is a failure like any other: `--max-restarts` would start the run again.
-A batch script that alone is signalled hands it on by `HAND_ON`.
+srun hands SIGUSR1 on to every rank; at SIGTERM it kills them (SLURM 22.05). So the job script of `slurm/job.py`, which
+alone is signalled, hands every signal on as SIGUSR1.
 """
 
 from __future__ import annotations
@@ -29,15 +30,6 @@ from hybridtron.config.schema import RunConfig
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SLURM_RESERVE_S = 60.0
-
-# bash: runs "$@" (srun, torchrun or python), hands signals on as SIGTERM, and exits as it does. `wait` ends early when
-# a signal comes, so it is asked again for as long as there is something to wait for.
-HAND_ON = """\
-"$@" & job=$!
-trap 'kill -TERM "$job" 2>/dev/null' TERM INT USR1
-while kill -0 "$job" 2>/dev/null; do wait "$job"; done
-wait "$job"
-"""
 
 
 class StopRequests:

@@ -12,12 +12,12 @@ from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.config.architecture import parameter_table
 from hybridtron.config.check_precision import needs
 from hybridtron.config.choices import FP8_MULTIPLES
+from hybridtron.config.phases import Stretch, phase_of
 from hybridtron.config.problems import ConfigError
-from hybridtron.config.schema import Config
+from hybridtron.config.schema import Config, PhaseConfig
 from hybridtron.data.loader import Fingerprint
 from hybridtron.parallel.transformer_engine import fp8_fault
 from hybridtron.specs.base import Problem
-from hybridtron.train.phases import Stretch
 
 
 def starting_point(config: Config) -> Checkpoint | None:
@@ -36,14 +36,17 @@ def starting_point(config: Config) -> Checkpoint | None:
 
 def given_weights(config: Config) -> Checkpoint | None:
     """The checkpoint that run.weights names, itself or as the newest of a run; for a run without one of its own."""
-    if config.run.weights is None:
-        return None
-    path, cure = Path(config.run.weights), "name a run's folder that has one, or a whole checkpoint"
+    return None if config.run.weights is None else _newest_at(config.run.weights, "run.weights")
+
+
+def _newest_at(folder: str, key: str) -> Checkpoint:
+    """A checkpoint, or the newest one of a run, that a key of the configuration names."""
+    path, cure = Path(folder), "name a run's folder that has one, or a whole checkpoint"
     if not (path / "checkpoints").exists():
-        return opened(path, "run.weights", cure)
+        return opened(path, key, cure)
     found = checkpoints.newest(path)
     if found is None:
-        raise ConfigError([Problem("run.weights", f"{path} holds no checkpoint; {cure}")])
+        raise ConfigError([Problem(key, f"{path} holds no checkpoint; {cure}")])
     return found
 
 
@@ -55,13 +58,23 @@ def opened(path: Path, key: str, cure: str) -> Checkpoint:
         raise ConfigError([Problem(key, f"{error}; {cure}")]) from error
 
 
+def weights_for(phase: PhaseConfig, config: Config) -> Checkpoint | None:
+    """The checkpoint that a phase's init_from names, which has weights for its model."""
+    if phase.init_from is None:
+        return None
+    key = f"phases.{config.phases.index(phase)}.init_from"
+    found = _newest_at(phase.init_from, key)
+    check_same_weights(found, config.in_phase(phase), key)
+    return found
+
+
 def check_same_model(start: Checkpoint, config: Config) -> None:
-    """A run goes on with the model that it was."""
-    if differences := _differences(start, config):
+    """A run goes on with the model that it was in the phase of its step."""
+    if differences := _differences(start, config.in_phase(phase_of(config, start.meta.step).phase)):
         raise ConfigError([Problem(key, f"{what}: set it so, or run.resume=never") for key, what in differences])
 
 
-def check_same_weights(given: Checkpoint, config: Config) -> list[str]:
+def check_same_weights(given: Checkpoint, config: Config, key: str) -> list[str]:
     """A model that starts from a checkpoint's weights has weights of these names and shapes.
 
     How it uses them may differ: attention may get another window, or become span attention. What differs is returned.
@@ -70,7 +83,7 @@ def check_same_weights(given: Checkpoint, config: Config) -> list[str]:
     held, wanted = (parameter_table(model) for model in (given.config.model, config.model))
     shapes = [{name: (weight.shape, weight.parts) for name, weight in table.items()} for table in (held, wanted)]
     if shapes[0] != shapes[1]:
-        cure = "set it so, or name another run.weights"
+        cure = f"set it so, or name another {key}"
         raise ConfigError([Problem(key, f"{what}: {cure}") for key, what in differences])
     return [f"{key} {what}" for key, what in differences]
 
@@ -85,12 +98,11 @@ def _differences(held: Checkpoint, config: Config) -> list[tuple[str, str]]:
 
 
 def check_fp8(config: Config) -> None:
-    """FP8 that is not emulated can run on this process's device."""
-    precision = config.precision
-    if precision.name not in FP8_MULTIPLES or precision.emulate:
-        return
-    if fault := fp8_fault(precision.name):
-        raise ConfigError([needs(precision, f"transformer_engine and a Hopper or newer GPU ({fault})")])
+    """FP8 that is not emulated can run on this process's device, in whichever phase."""
+    for phase in config.phases:
+        precision = config.in_phase(phase).precision
+        if precision.name in FP8_MULTIPLES and not precision.emulate and (fault := fp8_fault(precision.name)):
+            raise ConfigError([needs(precision, f"transformer_engine and a Hopper or newer GPU ({fault})")])
 
 
 def check_same_data(start: Checkpoint, config: Config, stretch: Stretch, found: Fingerprint) -> list[Problem]:

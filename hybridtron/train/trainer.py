@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -16,78 +16,30 @@ from hybridtron.checkpoint.restore import restore_newest, restore_states
 from hybridtron.checkpoint.save import Saver, meta_of
 from hybridtron.config.architecture import parameter_table
 from hybridtron.config.count import count
-from hybridtron.config.layout import launched
+from hybridtron.config.phases import Stretch, last_step, stretches
 from hybridtron.config.schema import Config
 from hybridtron.config.units import parse_steps
 from hybridtron.data.batch import Batch
 from hybridtron.data.loader import Loader, build_loader
-from hybridtron.device import deterministic, megatron_context, synchronize
+from hybridtron.device import synchronize
 from hybridtron.engine.engine import Engine
-from hybridtron.parallel.groups import Groups, barrier, greatest, places
-from hybridtron.parallel.groups import start as start_groups
-from hybridtron.parallel.groups import stop as stop_groups
+from hybridtron.parallel.groups import Groups, barrier, greatest
 from hybridtron.train.announce import announce_reading, announce_run
+from hybridtron.train.engines import Engines
 from hybridtron.train.evaluate import evaluate
-from hybridtron.train.failures import Failures
 from hybridtron.train.go_back import GoBack, WayBack, refusal_of, return_of
 from hybridtron.train.lr import learning_rate
 from hybridtron.train.metrics import Metrics, StepMetrics
-from hybridtron.train.phases import Stretch, last_step, stretches
 from hybridtron.train.preempt import StopRequests
 from hybridtron.train.profile import profiled
-from hybridtron.train.run_folder import Preempted, open_run_folder, outcome
+from hybridtron.train.run_folder import Preempted
 from hybridtron.train.sample import sample_text
 from hybridtron.train.start import (
     candidates,
-    check_fp8,
     check_same_data,
-    check_same_model,
-    check_same_weights,
-    given_weights,
-    leave_others,
-    starting_point,
 )
 from hybridtron.train.watchdog import Watchdog
 from hybridtron.train.windows import Windows
-
-START_S = 300.0  # that ranks may take to find each other, however short run.timeout is
-
-
-def run(config: Config, requests: StopRequests) -> None:
-    """Train what the configuration asks for, from the newest checkpoint of its run folder if there is one."""
-    check_fp8(config)
-    start = starting_point(config)
-    if start is not None and (done := start.meta.step) >= last_step(config):
-        if launched().rank == 0:
-            print(
-                f"{config.run.dir} has finished: {start.folder} is at step {done} of {last_step(config)}, "
-                "nothing left to do.\n"
-                f"To train further raise phases or run.max_steps; to start anew set run.dir=FOLDER, "
-                f"or run.name=NAME for {Path(config.run.dir).parent}/NAME."
-            )
-        return
-    if start is not None:
-        check_same_model(start, config)
-    given = given_weights(config) if start is None else None
-    changed = [] if given is None else check_same_weights(given, config)
-    run_dir = Path(config.run.dir)
-    if launched().rank == 0:
-        for difference in changed:
-            print(f"weights of another use: {difference}")
-        open_run_folder(config)
-        if config.run.resume != "auto":
-            leave_others(start, config)
-    failures = Failures(run_dir, launched().rank)
-    with Watchdog(failures, config.run.timeout) as watchdog, deterministic(config.run.deterministic):
-        try:
-            with megatron_context(), outcome(failures):
-                watchdog.beat("the meeting of all ranks", START_S)
-                # the watchdog comes first and tells more; an operation's own time-out is there for a stuck interpreter
-                groups = start_groups(config.parallel, timeout_s=max(2 * config.run.timeout, START_S))
-                failures.meet(places())
-                Trainer(config, run_dir, start, given, groups, requests, watchdog).fit()
-        finally:
-            stop_groups()
 
 
 class Trainer:
@@ -102,13 +54,16 @@ class Trainer:
         groups: Groups,
         requests: StopRequests,
         watchdog: Watchdog,
+        export: Callable[[int], None],
     ) -> None:
         self.config, self.run_dir, self.groups = config, run_dir, groups
-        self.requests, self.watchdog = requests, watchdog
+        self.requests, self.watchdog, self.export = requests, watchdog, export
         watchdog.beat("building the model")
         torch.manual_seed(config.run.seed)
-        self.engine = Engine(config, groups, None if given is None else given.weights(parameter_table(config.model)))
-        self.start = None if start is None else restore_newest(candidates(start, config), self.engine)
+        self.engines = Engines(config, groups)
+        if start is None:
+            self.engines.build(0, None if given is None else given.weights(parameter_table(config.model)))
+        self.start = None if start is None else restore_newest(candidates(start, config), self.engines.after)
         self.way_back = WayBack(config, run_dir, self.start)
         self.first = 0 if self.start is None else self.start.meta.step
         self.windows = Windows() if self.start is None else Windows(self.start.meta.windows)
@@ -118,12 +73,15 @@ class Trainer:
         self.last = last_step(config)
         self.skipped = 0
 
+    @property
+    def engine(self) -> Engine:
+        """Of the phase under way."""
+        return self.engines.now
+
     def fit(self) -> None:
         """Walk through the phases from where the run stands to its end."""
         if self.groups.is_first:
             announce_run(self.config, self.engine, self.first, self.last)
-        if self.config.run.compile:
-            self.engine.compile()
         self.metrics = Metrics(self.run_dir, self.config, self.first, self.last) if self.groups.is_first else None
         try:
             while not self.trained():
@@ -143,11 +101,33 @@ class Trainer:
         try:
             for stretch in stretches(self.config):
                 if stretch.last > self.first and stretch.first < self.last:
+                    self.begin(stretch)
                     self.train_phase(stretch)
+                self.export_ended(min(stretch.last, self.last))
         except GoBack as refused:
             self.go_back(refused.step)
             return False
         return True
+
+    def begin(self, stretch: Stretch) -> None:
+        """Where a phase that was just reached needs another engine or other weights, read the border's checkpoint."""
+        if stretch.first <= self.first or not self.engines.must_change(stretch):
+            return
+        self.watchdog.beat(f"the start of phase {stretch.phase.name}")
+        self.saver.finish()
+        border = Checkpoint.open(checkpoints.folder_of(self.run_dir, stretch.first))
+        self.start = restore_newest([border], self.engines.after)
+        self.first = stretch.first
+
+    def export_ended(self, step: int) -> None:
+        """Export what has ended; the other processes wait."""
+        if not any(one.phase.export is not None and one.last <= step for one in stretches(self.config)):
+            return
+        self.watchdog.beat("the export of a phase")
+        self.saver.finish()
+        if self.groups.is_first:
+            self.export(step)
+        barrier()
 
     def train_phase(self, stretch: Stretch) -> None:
         """Train the steps of one phase that are still to be done; a phase ends with an evaluation and a checkpoint."""
@@ -156,7 +136,7 @@ class Trainer:
         self.take_up(stretch, loader)
         if self.groups.is_first:
             announce_reading(loader, stretch)
-        self.flops_per_token = count(self.config.model, stretch.phase.seq_len).flops_per_token
+        self.flops_per_token = count(self.engine.config.model, stretch.phase.seq_len).flops_per_token
         eval_every = parse_steps(self.config.run.eval_every, stretch.phase.tokens_per_step)
         save_every = parse_steps(self.config.checkpoint.every, stretch.phase.tokens_per_step)
         due = False
@@ -200,8 +180,7 @@ class Trainer:
     def train_step(self, step: int, stretch: Stretch, batches: list[Batch], asked: float) -> StepMetrics:
         """One optimizer step; `asked` is when its data was asked for."""
         arrived = time.perf_counter()
-        phase, optim = stretch.phase, self.config.optim
-        lr = learning_rate(stretch.phase_tokens_at(step), phase, optim)
+        lr = learning_rate(self.config, stretch.index, stretch.phase_tokens_at(step))
         number, guard = step - stretch.first - 1, self.engine.guard
         if guard.refused or self.windows.jumps(stretch.index, number):
             self.engine.break_off()
@@ -213,12 +192,12 @@ class Trainer:
         if self.metrics is not None and guard.why is not None:
             self.metrics.decide(refusal_of(step, guard, loss.mean.item(), grad_norm))
         step_time = time.perf_counter() - asked
-        speed = phase.tokens_per_step / step_time
+        speed = stretch.tokens_of(step) / step_time
         tflops = speed * self.flops_per_token / 1e12 / self.groups.world_size
         peak = self.config.cluster.peak_tflops
         return StepMetrics(
             step=step,
-            phase=phase.name,
+            phase=stretch.phase.name,
             tokens=stretch.tokens_at(step),
             loss=loss.mean.item(),
             grad_norm=grad_norm,
@@ -246,7 +225,7 @@ class Trainer:
         """Take up the newest checkpoint again, and leave out the data from there to the step that failed."""
         self.watchdog.beat(f"going back from step {failed}")
         self.saver.settle()
-        self.start = restore_newest(self.way_back.checkpoints(failed, self.saver.written), self.engine)
+        self.start = restore_newest(self.way_back.checkpoints(failed, self.saver.written), self.engines.after)
         self.first = self.start.meta.step
         times = self.way_back.count(failed, self.first)
         self.windows = self.windows.without(stretches(self.config), self.first, failed)

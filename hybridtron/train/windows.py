@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from hybridtron.train.phases import Stretch
+from hybridtron.config.phases import Stretch
 
 
 class Window(NamedTuple):

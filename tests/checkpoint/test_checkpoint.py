@@ -22,7 +22,7 @@ from hybridtron.config.schema import CheckpointConfig
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups
 from tests.checkpoint.conftest import Write, trained
-from tests.conftest import random_batch
+from tests.conftest import random_batch, serving
 
 
 def all_blocks(engine: Engine) -> list[torch.Tensor]:
@@ -36,7 +36,7 @@ def test_everything_comes_back(alone: Groups, write: Write, tmp_path: Path, prec
     saved = write(engine, settings=CheckpointConfig(asynchronous=asynchronous))
     drawn = torch.rand(3)
     other = Engine(engine.config, alone)
-    checkpoint = restore_newest(sound(tmp_path), other)
+    checkpoint = restore_newest(sound(tmp_path), serving(other))
     assert checkpoint.folder == saved
     assert torch.equal(torch.rand(3), drawn)
     assert (checkpoint.meta.step, checkpoint.meta.accepted_steps, checkpoint.meta.data) == (7, 2, {"seed": "3"})
@@ -81,7 +81,7 @@ def test_an_asynchronous_checkpoint_holds_the_step_at_which_it_was_asked_for(
     trained_on.set()
     saver.settle()
     other = Engine(engine.config, alone)
-    restore_newest(sound(tmp_path), other)
+    restore_newest(sound(tmp_path), serving(other))
     assert all(map(torch.equal, all_blocks(other), expected))
 
 
@@ -203,11 +203,11 @@ def test_the_guard_goes_on_as_it_was_and_without_what_older_versions_did_not_wri
     engine.guard.accepts(float("nan"), 1.0)
     saved = write(engine)
     other = Engine(engine.config, alone)
-    restore_newest([Checkpoint.open(saved)], other)
+    restore_newest([Checkpoint.open(saved)], serving(other))
     assert (list(other.guard.norms), other.guard.refused) == (list(engine.guard.norms), 1)
     meta = json.loads((saved / manifest.FILE).read_bytes())["content"]["meta"]
     sealed(saved, {"meta": {key: meta[key] for key in meta if key not in ("norms", "refused", "windows")}})
-    restore_newest([Checkpoint.open(saved)], other)
+    restore_newest([Checkpoint.open(saved)], serving(other))
     assert (list(other.guard.norms), other.guard.refused) == ([], 0)
 
 

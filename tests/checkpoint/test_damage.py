@@ -19,7 +19,7 @@ from hybridtron.config.schema import CheckpointConfig, StateMode, StatesConfig
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups
 from tests.checkpoint.conftest import Write, trained
-from tests.conftest import random_batch, small_run
+from tests.conftest import random_batch, serving, small_run
 
 TRIES = 1000
 
@@ -72,7 +72,7 @@ def test_a_thousand_faults_are_found(alone: Groups, write: Write, tmp_path: Path
         kind = damaged(saved / name, draw)
         broken = folder_of(tmp_path, 2).with_name("broken-step-00000002")
         with pytest.warns(UserWarning, match=name) if name in ("manifest.json", "config.yaml") else no_matter():
-            found = restore_newest(sound(tmp_path), other)
+            found = restore_newest(sound(tmp_path), serving(other))
         where = saved if saved.exists() else broken
         faults = faults_of(where)
         assert found.folder == older, (name, kind)
@@ -136,7 +136,7 @@ def test_what_changes_between_verification_and_loading_is_found(
         return read(path, start, count, expected, size)
 
     monkeypatch.setattr(files, "_read", changing)
-    assert restore_newest(sound(tmp_path), Engine(engine.config, alone)).folder == older
+    assert restore_newest(sound(tmp_path), serving(Engine(engine.config, alone))).folder == older
     assert done
 
 
@@ -145,7 +145,7 @@ def test_when_none_is_whole_it_is_said(alone: Groups, write: Write, tmp_path: Pa
     file = write(engine, 1) / "model-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(BrokenCheckpoint, match=r"no checkpoint is whole; .*model-00000\.safetensors has"):
-        restore_newest(sound(tmp_path), Engine(engine.config, alone))
+        restore_newest(sound(tmp_path), serving(Engine(engine.config, alone)))
     assert (tmp_path / "checkpoints" / "broken-step-00000001").is_dir()
 
 
@@ -155,7 +155,7 @@ def test_a_half_copied_checkpoint_is_put_aside_beside_another(alone: Groups, wri
         saved = write(engine, 1)
         (saved / "model-00000.safetensors").unlink()
         with pytest.raises(BrokenCheckpoint):
-            restore_newest(sound(tmp_path), Engine(engine.config, alone))
+            restore_newest(sound(tmp_path), serving(Engine(engine.config, alone)))
         assert (tmp_path / "checkpoints" / f"broken-step-00000001{number}").is_dir()
     shutil.rmtree(tmp_path / "checkpoints")
 

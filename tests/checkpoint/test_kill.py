@@ -20,6 +20,7 @@ from hybridtron.config.schema import CheckpointConfig
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups
 from tests.checkpoint.conftest import Write, trained
+from tests.conftest import serving
 
 CALLS = ("fsync", "rename", "unlink", "rmdir")
 
@@ -72,7 +73,7 @@ def test_a_kill_at_every_step_of_a_save_leaves_a_whole_checkpoint(
         died = killed_at(number, save)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = restore_newest(sound(tmp_path), other)
+            found = restore_newest(sound(tmp_path), serving(other))
         survived.append(found.meta.step)
         wanted = loaded[found.meta.step]
         ours, theirs = ([b.data for of_file in e.blocks().values() for b in of_file] for e in (other, wanted))

@@ -35,7 +35,7 @@ def config_of(
     first, second = (PhaseConfig(tokens="1M", seq_len=seq_len, global_batch=4, lr=1e-3) for _ in range(2))
     second.data = phase or PhaseDataConfig()
     run = RunConfig(name="test", eval_lengths=list(lengths))
-    data = DataConfig(source, str(path), mixture or {})
+    data = DataConfig(source, str(path), mixture or {}, epochs=None)
     return Config(model=model, data=data, phases=[first, second], run=run)
 
 
@@ -142,3 +142,16 @@ def test_too_few_tokens(make_folder: Callable[..., TokenFolder]):
     assert "at most 43 validation tokens in a source, and one row takes 45; smaller run.eval_lengths" in line
     assert not told(config_of(toy.path, seq_len=22, lengths=(1,)))
     assert "has 212 train tokens, and one row takes 213" in told(config_of(toy.path, seq_len=212))[0]
+
+
+def test_a_source_is_read_as_often_as_is_said(toy: TokenFolder) -> None:
+    config = config_of(toy.path)
+    config.data.epochs, config.phases[1].name = 1.0, "second"
+    tokens = toy.manifest.splits["train"]["text"].tokens
+    config.phases[0].tokens = str(tokens)
+    config.phases[1].tokens = str(3 * tokens)
+    (problem,) = problems(config)
+    assert problem.key == "data.epochs"
+    assert "is 1, but second reads text 3 times" in problem.message
+    config.phases[1].data.epochs = 3.0
+    assert not problems(config)

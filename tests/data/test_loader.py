@@ -294,7 +294,7 @@ def test_held_out_in_batches(toy: TokenFolder):
 def config_of(path: Path, source: Source, seq_len: int = 16, vocab_size: int = 999) -> Config:
     phases = [PhaseConfig(tokens="1M", seq_len=seq_len, global_batch=4, micro_batch=2, lr=1e-3) for _ in range(2)]
     model = ModelConfig(width=8, vocab_size=vocab_size, pattern="M", layers={})
-    data = DataConfig(source, str(path), cache=str(path.parent / "cache"))
+    data = DataConfig(source, str(path), cache=str(path.parent / "cache"), epochs=None)
     return Config(model=model, data=data, phases=phases, run=RunConfig(name="test", eval_lengths=[1]))
 
 

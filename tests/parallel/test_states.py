@@ -29,6 +29,7 @@ from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.pool import Seat
+from tests.conftest import serving
 from tests.distributed import run_distributed
 
 STEPS, LANES, ROWS, LENGTH, VOCABULARY = 20, 8, 2, 16, 32
@@ -134,7 +135,7 @@ def further_steps(seat: Seat, config: Config, folder: Path, again: Path) -> list
     with seat.groups(config.parallel) as groups:
         engine = started(config, groups)
         assert engine.carrier is not None
-        checkpoint = restore_newest(sound(folder), engine)
+        checkpoint = restore_newest(sound(folder), serving(engine))
         restore_states(engine.carrier, groups, checkpoint)
         write(engine, again)
         return list(steps_of(engine, range(STOPPED, STEPS)))

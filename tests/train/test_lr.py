@@ -1,27 +1,64 @@
-"""The learning rate's shapes, by numbers that can be worked out by hand."""
+"""The learning rate's pieces, by numbers that can be worked out by hand."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from hybridtron.config.schema import OptimConfig, PhaseConfig, Schedule
+from hybridtron.config.choices import LrPiece, Moments
+from hybridtron.config.phase_schema import PhaseConfig, PhaseOptimConfig
+from hybridtron.config.schema import Config, ModelConfig, OptimConfig, Schedule
 from hybridtron.train.lr import learning_rate
 
 PHASE = PhaseConfig(tokens="1000", seq_len=1, global_batch=1, lr=2.0)
+
+
+def configured(optim: OptimConfig, *phases: PhaseConfig) -> Config:
+    return Config(model=ModelConfig(layers={}), optim=optim, phases=list(phases))
 
 
 @pytest.mark.parametrize(
     ("tokens", "expected"), [(1, 0.02), (50, 1.0), (100, 2.0), (550, 1.1), (1000, 0.2), (1200, 0.2)]
 )
 def test_cosine(tokens: int, expected: float) -> None:
-    assert learning_rate(tokens, PHASE, OptimConfig(warmup="10%")) == pytest.approx(expected)
+    assert learning_rate(configured(OptimConfig(warmup="10%"), PHASE), 0, tokens) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(50, 1.0), (100, 2.0), (800, 2.0), (900, 1.0), (1000, 0.0)])
 def test_wsd(tokens: int, expected: float) -> None:
     optim = OptimConfig(schedule=Schedule.wsd, warmup="100", decay="20%", final_lr=0.0)
-    assert learning_rate(tokens, PHASE, optim) == pytest.approx(expected)
+    assert learning_rate(configured(optim, PHASE), 0, tokens) == pytest.approx(expected)
 
 
 def test_no_warmup_starts_at_the_peak() -> None:
-    assert learning_rate(0, PHASE, OptimConfig(warmup="0")) == 2.0
+    assert learning_rate(configured(OptimConfig(warmup="0"), PHASE), 0, 0) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("index", "tokens", "expected"), [(0, 200, 2.0), (0, 1000, 1.1 + 0.9 * 0.173648), (1, 100, 1.1), (1, 1000, 0.2)]
+)
+def test_a_phase_that_carries_on_is_the_rest_of_one_course(index: int, tokens: int, expected: float) -> None:
+    """200 tokens of warm-up, then a cosine over 1800; the first phase ends at (1000 - 200) / 1800 of it."""
+    rest = replace(PHASE, lr=None, lr_piece=LrPiece.carry_on)
+    config = configured(OptimConfig(warmup="10%"), PHASE, rest)
+    assert learning_rate(config, index, tokens) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(0, 0.2), (50, 0.6), (100, 1.0), (1000, 0.1)])
+def test_a_new_course_warms_up_from_where_the_last_one_ended(tokens: int, expected: float) -> None:
+    config = configured(OptimConfig(warmup="10%"), PHASE, replace(PHASE, lr=1.0))
+    assert learning_rate(config, 1, tokens) == pytest.approx(expected)
+
+
+def test_without_the_moments_it_warms_up_from_nothing() -> None:
+    config = configured(OptimConfig(warmup="10%"), PHASE, replace(PHASE, lr=1.0, moments=Moments.reset))
+    assert learning_rate(config, 1, 50) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("schedule", "middle"), [(Schedule.cosine, 0.11), (Schedule.wsd, 0.11)])
+def test_a_decay_goes_from_there_to_a_given_rate(schedule: Schedule, middle: float) -> None:
+    last = replace(PHASE, lr=None, lr_piece=LrPiece.decay, lr_to=0.02, optim=PhaseOptimConfig(schedule=schedule))
+    config = configured(OptimConfig(warmup="10%"), PHASE, last)
+    rates = [learning_rate(config, 1, tokens) for tokens in (0, 500, 1000)]
+    assert rates == pytest.approx([0.2, middle, 0.02])

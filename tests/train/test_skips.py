@@ -25,7 +25,7 @@ from hybridtron.engine.engine import Engine
 from hybridtron.parallel import groups as process_groups
 from hybridtron.train.go_back import Diverged
 from hybridtron.train.lr import learning_rate
-from hybridtron.train.phases import stretches
+from hybridtron.config.phases import stretches
 from tests.train.conftest import Train, small_run_arguments
 from tests.train.faults import outcome_of, spoiled, train_ranks, trained
 
@@ -77,7 +77,7 @@ def by_hand(config: Config, refused: Collection[int]) -> dict[str, Tensor]:
                 continue
             if carrier is not None:
                 carrier.inspect()
-            engine.optimizer.step(learning_rate(stretch.phase_tokens_at(step), stretch.phase, config.optim))
+            engine.optimizer.step(learning_rate(config, stretch.index, stretch.phase_tokens_at(step)))
             if carrier is not None:
                 carrier.read()
                 carrier.commit()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from hybridtron.config.growth import Growth
 from hybridtron.config.schema import Config, PhaseConfig
 from hybridtron.config.units import parse_tokens
 
@@ -18,6 +18,7 @@ class Stretch:
     first: int
     last: int
     tokens_before: int
+    growth: Growth
 
     def tokens_at(self, step: int) -> int:
         """Tokens seen by the whole run after this step."""
@@ -25,7 +26,15 @@ class Stretch:
 
     def phase_tokens_at(self, step: int) -> int:
         """Tokens seen by this phase after this step of the run."""
-        return (step - self.first) * self.phase.tokens_per_step
+        return self.growth.rows_before(step - self.first) * self.phase.seq_len
+
+    def tokens_of(self, step: int) -> int:
+        """Tokens that this step of the run reads."""
+        return self.growth.rows(step - self.first - 1) * self.phase.seq_len
+
+    @property
+    def tokens(self) -> int:
+        return self.phase_tokens_at(self.last)
 
 
 def stretches(config: Config) -> list[Stretch]:
@@ -33,9 +42,10 @@ def stretches(config: Config) -> list[Stretch]:
     plan: list[Stretch] = []
     first = tokens = 0
     for index, phase in enumerate(config.phases):
-        steps = math.ceil(parse_tokens(phase.tokens) / phase.tokens_per_step)
-        plan.append(Stretch(index, phase, first, first + steps, tokens))
-        first, tokens = first + steps, tokens + steps * phase.tokens_per_step
+        growth = Growth.of(phase)
+        steps = growth.steps_for(-(-parse_tokens(phase.tokens) // phase.seq_len))
+        plan.append(Stretch(index, phase, first, first + steps, tokens, growth))
+        first, tokens = first + steps, tokens + plan[-1].tokens
     return plan
 
 
@@ -43,3 +53,13 @@ def last_step(config: Config) -> int:
     """The step at which the run ends: after its phases, or at run.max_steps."""
     end = stretches(config)[-1].last
     return end if config.run.max_steps is None else min(end, config.run.max_steps)
+
+
+def phase_of(config: Config, step: int) -> Stretch:
+    """The phase that a step belongs to; the first one's start belongs to it."""
+    return next(one for one in stretches(config) if step <= one.last)
+
+
+def phase_after(config: Config, step: int) -> Stretch:
+    """The phase that goes on after a step, before the end of the run."""
+    return next(one for one in stretches(config) if step < one.last)

@@ -1,0 +1,22 @@
+"""The end of a phase as a folder for transformers, written by a run itself as `phases.N.export` asks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.config.choices import Export as Wanted
+from hybridtron.export.export import Export, export, target_of
+from hybridtron.export.sample import verify_sample
+
+SHARD_BYTES = 5 * 10**9
+
+
+def export_phase(source: Checkpoint, output: Path, wanted: Wanted) -> None:
+    """Write it and prove it on the first and the last layer of every kind; what is there already stays."""
+    target = target_of(source.config.model, wanted.value)
+
+    def prove(folder: Path) -> None:
+        verify_sample(folder, source, target)
+
+    export(source, output, Export(source, target, None, SHARD_BYTES), prove, lambda done, of: None)

@@ -1,0 +1,59 @@
+"""The engine of the phase under way, and the next one where a phase needs another.
+
+A phase that uses the model in another way, in another precision, or trains other weights, is begun as a resumed run is:
+a new engine is built and reads the checkpoint of the border. So what a run does at a border, and what a restart there
+does, is the same.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+from torch import Tensor
+
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.restore import Border
+from hybridtron.config.choices import Moments
+from hybridtron.config.phases import Stretch, phase_after
+from hybridtron.config.schema import Config
+from hybridtron.engine.engine import Engine
+from hybridtron.parallel.groups import Groups
+from hybridtron.train.start import weights_for
+
+
+class Engines:
+    """Holds one engine at a time, as the memory has room for no more."""
+
+    def __init__(self, config: Config, groups: Groups) -> None:
+        self.config, self.groups = config, groups
+        self._now: Engine | None = None
+
+    @property
+    def now(self) -> Engine:
+        assert self._now is not None
+        return self._now
+
+    def build(self, phase: int, whole: Callable[[str], Tensor] | None = None) -> Engine:
+        """An engine for a phase, in the place of the one before."""
+        self._now = None
+        gc.collect()  # modules and hooks refer to each other
+        self._now = Engine(self.config, self.groups, whole, phase=phase)
+        if self.config.run.compile:
+            self._now.compile()
+        return self._now
+
+    def after(self, checkpoint: Checkpoint) -> tuple[Engine, Border | None]:
+        """The engine that goes on from a checkpoint, and from whose weights, where a phase begins there."""
+        stretch = phase_after(self.config, checkpoint.meta.step)
+        if self._now is None or not self._now.serves(stretch.index):
+            self.build(stretch.index)
+        if stretch.index == 0 or checkpoint.meta.step > stretch.first:
+            return self.now, None
+        given = weights_for(stretch.phase, self.config)
+        return self.now, Border(given or checkpoint, given is None and stretch.phase.moments is Moments.keep)
+
+    def must_change(self, stretch: Stretch) -> bool:
+        """Whether a phase begins with anything but what the one before leaves."""
+        phase = stretch.phase
+        return not self.now.serves(stretch.index) or phase.init_from is not None or phase.moments is Moments.reset

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+import train
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import all_of, folder_of
 from hybridtron.config.load import load_saved
-from hybridtron.config.problems import ConfigError
-from tests.train.conftest import Train
+from tests.train.conftest import Train, small_run_arguments
 
 SIZES = "seq_len: 16, global_batch: 4, micro_batch: 2"
-# four steps with a growing batch, four in bf16 with another window, four of the mixers alone with states passed on
-CHAIN = (
-    f"phases=[{{name: grow, tokens: 192, {SIZES}, lr: 1e-3, ramp: {{start: 2, step: 2, tokens: 64}}}},"
-    f"{{name: narrow, tokens: 256, {SIZES}, lr_piece: carry_on, precision: {{name: bf16}}, layers: {{W: {{window: 4}}}}}},"
-    f"{{name: mixers, tokens: 256, {SIZES}, lr_piece: decay, lr_to: 1e-4, moments: reset, states: {{mode: passing}},"
-    "train: ['layers.*.mixer.*']}]"
+GROW = f"{{name: grow, tokens: 192, {SIZES}, lr: 1e-3, ramp: {{start: 2, step: 2, tokens: 64}}}}"
+NARROW = (
+    f"{{name: narrow, tokens: 256, {SIZES}, lr_piece: carry_on, precision: {{name: bf16}},"
+    "layers: {W: {window: 4}}}"
 )
+MIXERS = (
+    f"{{name: mixers, tokens: 256, {SIZES}, lr_piece: decay, lr_to: 1e-4, moments: reset, states: {{mode: passing}},"
+    "train: ['layers.*.mixer.*']}"
+)
+CHAIN = f"phases=[{GROW},{NARROW},{MIXERS}]"  # of four steps each
 
 
 def tensors(run: Path, step: int) -> dict[str, Tensor]:
@@ -38,18 +42,20 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in metrics_of(run)]
 
 
-@pytest.fixture
-def whole(train_small: Train, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def whole(counting_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The chain without a stop."""
-    assert train_small(CHAIN, f"run.dir={tmp_path / 'whole'}", "checkpoint.keep=1") == 0
-    return tmp_path / "whole"
+    run = tmp_path_factory.mktemp("whole") / "run"
+    assert train.main([*small_run_arguments(counting_folder, run), CHAIN, "checkpoint.keep=1"]) == 0
+    return run
 
 
+@pytest.mark.parametrize("stops", [(7, 8, 12), pytest.param((2, 4, 5, 8, 9, 11, 12), marks=pytest.mark.slow)])
 def test_a_run_stopped_in_any_phase_or_between_two_ends_as_one_that_was_not(
-    train_small: Train, tmp_path: Path, whole: Path
+    train_small: Train, tmp_path: Path, whole: Path, stops: tuple[int, ...]
 ) -> None:
     run = tmp_path / "run"
-    for step in (2, 4, 7, 8, 10, 12):
+    for step in stops:
         assert train_small(CHAIN, f"run.max_steps={step}") == 0
     assert losses(run) == losses(whole)
     kept, expected = tensors(run, 12), tensors(whole, 12)
@@ -72,3 +78,63 @@ def test_each_phase_does_what_it_says(whole: Path) -> None:
     learning = {key for key in weights if key.startswith("layers.") and ".mixer." in key}
     assert moved == learning
     assert {key for key in at[12] if key.startswith("exp_avg.")} == {f"exp_avg.{key}" for key in learning}
+
+
+def test_where_the_newest_checkpoint_is_broken_the_phase_before_is_gone_on_with(
+    train_small: Train, tmp_path: Path, whole: Path
+) -> None:
+    assert train_small(CHAIN, "run.max_steps=9", "checkpoint.every=1", "checkpoint.keep=1") == 0
+    for damaged in all_of(tmp_path / "run")[1:]:  # the border of step 8 and the one of step 9
+        path = next(damaged.glob("model-*"))
+        path.write_bytes(path.read_bytes()[:-4] + b"gone")
+    assert train_small(CHAIN) == 0
+    assert losses(tmp_path / "run") == losses(whole)
+
+
+def test_weights_of_another_run_and_an_export_at_the_end(train_small: Train, tmp_path: Path, whole: Path) -> None:
+    own = f"{{name: own, tokens: 64, {SIZES}, lr: 1e-3}}"
+    other = f"{{name: other, tokens: 64, {SIZES}, lr: 1e-30, init_from: {whole}, export: custom}}"
+    assert train_small(f"phases=[{own},{other}]") == 0
+    run = tmp_path / "run"
+    ours, theirs = tensors(run, 2), tensors(whole, 12)
+    assert all(torch.allclose(ours[key], theirs[key], atol=1e-20) for key in ours if key.startswith("layers."))
+    assert (run / "export" / "other" / "modeling_hybridtron.py").exists()
+    shutil.rmtree(run / "export")
+    assert train_small(f"phases=[{own},{other}]") == 0  # nothing to train, but the export is not there
+    assert (run / "export" / "other" / "config.json").exists()
+
+
+def test_what_can_only_fail_later_is_told_before_the_start(
+    train_small: Train, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    first = f"{{name: a, tokens: 256, {SIZES}, lr: 1e-3}}"
+    wrong = (
+        f"{{name: b, tokens: 256, {SIZES}, lr: 1e-3, lr_piece: decay, data: {{path: {tmp_path}/none}}}}",
+        f"{{name: c, tokens: 256, {SIZES}, lr: 1e-3, layers: {{W: {{heads: 3}}}},"
+        "train: ['mixer'], init_from: nowhere}",
+        f"{{name: d, tokens: 256, {SIZES}, lr: 1e-3, ramp: {{start: 3, step: 2, tokens: 64}},"
+        "states: {mode: passing}}",
+        f"{{name: e, tokens: 1M, {SIZES}, lr: 1e-3, precision: {{name: fp8_block}}}}",
+    )
+    assert train_small(f"phases=[{first},{','.join(wrong)}]") == 2
+    told = capsys.readouterr().err
+    for words in (
+        "phases.1.lr ", "phases.1.lr_to ", "phases.2.layers.W.heads", "phases.2.train", "phases.2.init_from",
+        "phases.3.ramp.step", "phases.3.ramp.start", "phases.3.ramp ", "phases.4.precision.name",
+        "phases.1.data.path", "data.epochs",
+    ):  # fmt: skip
+        assert words in told, words
+
+
+def test_the_plan_says_what_each_phase_does(
+    train_small: Train, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert train_small(CHAIN, "run.plan=true", "cluster=h100", "parallel.tensor=2", "parallel.pipeline=2") == 0
+    told = capsys.readouterr().out
+    for words in (
+        "1 to 4", "5 to 8", "9 to 12", "2 to 4", "0.0185", "GPU-hours on h100", "grow", "narrow", "mixers",
+        "precision.name: fp32 -> bf16", "window=8 -> kind=attention heads=4 window=4", "trains layers.*.mixer.*",
+        "starts without the optimizer's moments", "states.mode: zero -> passing", "learning rate: decay to 0.0001",
+    ):  # fmt: skip
+        assert words in told, words
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,35 @@
+"""A batch that grows, by numbers that can be worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridtron.config.growth import Growth
+from hybridtron.config.phase_schema import PhaseConfig, RampConfig
+
+# 600 tokens shared by batches of 2 and 4 rows of 10: 300 take 15 steps of 20 tokens, and 8 (7.5) of 40
+PHASE = PhaseConfig(tokens="2000", seq_len=10, global_batch=6, ramp=RampConfig(start=2, step=2, tokens="600"))
+
+
+def test_each_size_takes_an_equal_share_of_the_tokens() -> None:
+    growth = Growth.of(PHASE)
+    assert growth == Growth(((15, 2), (8, 4)), 6)
+    assert [growth.rows(step) for step in (0, 14, 15, 22, 23, 1000)] == [2, 2, 4, 4, 6, 6]
+
+
+@pytest.mark.parametrize("step", range(40))
+def test_rows_before_a_step_are_the_sum_of_those_of_all_before(step: int) -> None:
+    growth = Growth.of(PHASE)
+    assert growth.rows_before(step) == sum(growth.rows(earlier) for earlier in range(step))
+
+
+@pytest.mark.parametrize("rows", range(1, 120, 7))
+def test_the_fewest_steps_for_so_many_rows(rows: int) -> None:
+    growth = Growth.of(PHASE)
+    steps = growth.steps_for(rows)
+    assert growth.rows_before(steps - 1) < rows <= growth.rows_before(steps)
+
+
+def test_without_a_ramp_all_steps_are_alike() -> None:
+    growth = Growth.of(PhaseConfig(tokens="2000", seq_len=10, global_batch=6))
+    assert (growth.rows(0), growth.rows_before(5), growth.steps_for(13)) == (6, 30, 3)

@@ -11,6 +11,7 @@ import torch
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import folder_of
 from hybridtron.checkpoint.save import Saver, meta_of
+from hybridtron.config.architecture import parameter_table
 from hybridtron.config.schema import ModelConfig, ParallelConfig
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups
@@ -93,14 +94,14 @@ def checkpoint_of(
     run: Path,
     precision: str = "fp32",
     parallel: ParallelConfig | None = None,
-    noise: bool = True,
+    given: Checkpoint | None = None,
 ) -> Checkpoint:
-    """With noise, weights that are nowhere as they start: norms, D, A_log and biases too."""
+    """Of weights that are nowhere as they start, norms, D, A_log and biases neither; or of those of another one."""
     config = small_run(model, precision=precision)
     config.parallel = parallel or config.parallel
-    engine = Engine(config, groups)
+    engine = Engine(config, groups, None if given is None else given.weights(parameter_table(model)))
     with torch.no_grad():
-        for stage in engine.stages if noise else []:
+        for stage in engine.stages if given is None else []:
             for number, weight in enumerate(stage.model.parameters()):
                 added = torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
                 weight += 0.2 * added.to(weight.dtype)

@@ -113,9 +113,10 @@ def imported(chosen: argparse.Namespace) -> int:
     output, source = not_there_yet(chosen.output), Source.open(chosen.input)
 
     def prove(checkpoint: Checkpoint) -> None:
-        same_tensors(source, checkpoint)
-        if isinstance(source.kind, Native) and chosen.verify == "full":
-            verify(chosen.input, checkpoint)
+        if chosen.verify == "full":
+            same_tensors(source, checkpoint)
+            if isinstance(source.kind, Native):
+                verify(chosen.input, checkpoint)
 
     take_over(source, chosen.input, output, prove)
     tensors = f"{len(source.rules)} tensors of {source.kind.name}"

@@ -10,9 +10,10 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from xxhash import xxh3_128
 
 from hybridtron.checkpoint.manifest import BrokenCheckpoint, Chunk, File, digest
 
+T = TypeVar("T")
 NAMES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -69,6 +71,12 @@ def write_bytes(path: Path, stored: bytes) -> File:
     return File(len(stored), len(stored), written)
 
 
+def sync_file(path: Path) -> None:
+    """Wait until a file that was closed is on disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 def sync_folder(path: Path) -> None:
     """Wait until a folder's list of names is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -92,6 +100,16 @@ def appearing(target: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
         raise
     sync_folder(target.parent)
+
+
+def ahead(made: Iterator[T]) -> Iterator[T]:
+    """What an iterator gives; while one is used, the next is made in a thread (reading leaves Python's lock)."""
+    with ThreadPoolExecutor(1) as thread:
+        end = object()
+        coming = thread.submit(next, made, end)
+        while (one := coming.result()) is not end:
+            coming = thread.submit(next, made, end)
+            yield cast(T, one)
 
 
 def read_head(folder: Path, name: str, file: File) -> bytes:

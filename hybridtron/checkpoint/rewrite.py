@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.checkpoint.files import NAMES, appearing, write_bytes, write_tensors
+from hybridtron.checkpoint.files import NAMES, ahead, appearing, write_bytes, write_tensors
 from hybridtron.checkpoint.manifest import FILE, Chunk, File, Manifest, Meta, to_bytes
 from hybridtron.config.load import to_yaml
 from hybridtron.parallel.blocks import block
@@ -77,7 +77,7 @@ def write_whole(
     """A checkpoint of whole tensors by one process, file by file, into a folder that is there."""
     files: dict[str, File] = {name: write_bytes(folder / name, stored) for name, stored in small.items()}
     chunks: list[Chunk] = []
-    for name, of_file in tensors:
+    for name, of_file in ahead(iter(tensors)):
         blocks = [block(key, t.shape, (0,) * t.dim(), t, main=True) for key, t in of_file.items()]
         files[name], written = write_tensors(folder / name, blocks)
         chunks += written

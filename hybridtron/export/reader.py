@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hybridtron.checkpoint.files import NAMES, bytes_of
 from hybridtron.export.writer import INDEX
 
 
@@ -25,6 +27,39 @@ def settings_of(folder: Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CannotImport(f"{path} can't be read: {error}") from error
+
+
+class Place(NamedTuple):
+    """Where a tensor's values lie in a file."""
+
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def placed(file: Path) -> dict[str, Place]:
+    """The head of a file of safetensors."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        head = json.loads(opened.read(size))
+    head.pop("__metadata__", None)
+    return {
+        name: Place(8 + size + one["data_offsets"][0], NAMES[one["dtype"]], tuple(one["shape"]))
+        for name, one in head.items()
+    }
+
+
+def read_values(file: Path, place: Place) -> Tensor:
+    """Values of a tensor, read; pages of a mapped file would stay and count as memory."""
+    into = torch.empty(place.shape, dtype=place.dtype)
+    with file.open("rb", buffering=0) as opened:
+        opened.seek(place.start)
+        rest = bytes_of(into)
+        while rest and (got := opened.readinto(rest)):
+            rest = rest[got:]
+    if rest:
+        raise CannotImport(f"{file} ends before its last tensor")
+    return into
 
 
 class Weights:
@@ -58,13 +93,13 @@ class Weights:
 
     def _add_safetensors(self, file: Path) -> None:
         try:
-            opened = safe_open(file, framework="pt")
-            names = opened.keys()
+            with safe_open(file, framework="pt"):  # its checks of the head are those that everybody trusts
+                pass
         except (OSError, SafetensorError) as error:
             raise CannotImport(f"{file} can't be read: {error}") from error
-        for name in names:
-            self.shapes[name] = tuple(opened.get_slice(name).get_shape())
-            self._of_name[name] = lambda name=name, opened=opened: opened.get_tensor(name)
+        for name, place in placed(file).items():
+            self.shapes[name] = place.shape
+            self._of_name[name] = partial(read_values, file, place)
 
     def _add_pickled(self, file: Path) -> None:
         """Nothing but tensors is unpickled."""

@@ -30,7 +30,7 @@ from hybridtron.export.original import Original
 from hybridtron.export.reader import CannotImport, Weights, settings_of
 from hybridtron.export.rules import Rule
 
-PART_BYTES = 2**27  # of tensors that are in memory at once
+PART_BYTES = 2**26  # of tensors that are in memory at once, twice: one part is written while the next is read
 LONGEST = 4096  # tokens of a row, where config.json allows more
 
 

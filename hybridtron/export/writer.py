@@ -5,17 +5,18 @@ Which tensor stands where is known before one is read; they are then made, writt
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from hybridtron.checkpoint.files import bytes_of
+from hybridtron.checkpoint.files import ahead, bytes_of, sync_file
 from hybridtron.export.rules import Rule
 
 INDEX = "model.safetensors.index.json"
@@ -57,17 +58,21 @@ def write_weights(
     """All tensors, and the index where there is more than one shard."""
     shards = shards_of(tensors, largest)
     total, done, where = sum(tensor.size for tensor in tensors), 0, {}
-    for number, shard in enumerate(shards, 1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        with (folder / name).open("wb") as file:
-            file.write(_head(shard))
-            for tensor in shard:
-                file.write(bytes_of(made(tensor.rule).to(tensor.dtype)))
-                where[tensor.rule.theirs] = name
-                done += tensor.size
-                progress(done, total)
-            file.flush()
-            os.fsync(file.fileno())
+    values = ahead(made(tensor.rule).to(tensor.dtype) for tensor in itertools.chain(*shards))
+    with ThreadPoolExecutor(1) as thread:
+        flushed = []
+        for number, shard in enumerate(shards, 1):
+            name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            with (folder / name).open("wb") as file:
+                file.write(_head(shard))
+                for tensor, value in zip(shard, values, strict=False):
+                    file.write(bytes_of(value))
+                    where[tensor.rule.theirs] = name
+                    done += tensor.size
+                    progress(done, total)
+            flushed.append(thread.submit(sync_file, folder / name))
+        for one in flushed:
+            one.result()
     if len(shards) > 1:
         parameters = sum(math.prod(tensor.rule.shape) for tensor in tensors)
         write_json(

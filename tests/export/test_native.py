@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from hybridtron.checkpoint import files
 from hybridtron.config.architecture import architecture
 from hybridtron.export import verify as verify_module
-from hybridtron.export import writer
 from hybridtron.export.export import NATIVES, Export, target_of
 from hybridtron.export.native import Mamba
 from hybridtron.export.native_pairs import Llama
@@ -220,7 +220,7 @@ def test_a_full_disk_leaves_nothing_and_a_killed_export_is_no_model(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(writer.os, "fsync", full)
+        patched.setattr(files.os, "fsync", full)
         assert main(arguments) == 1
     assert "No space left" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"run"}

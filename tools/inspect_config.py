@@ -6,7 +6,7 @@
     python tools/inspect_config.py recipe=samba_3.8b --gpus 256 --fit 80GB
     python tools/inspect_config.py recipe=samba_1.7b parallel.tensor=4 parallel.pipeline=2 --dry-run
 
-It takes the arguments of train.py, and reads neither data nor torch. What is counted, and what is not, stands in
+It takes the arguments of train.py, and reads no tokens and no torch. What is counted, and what is not, stands in
 `hybridtron/config/count.py`, `plan.py` and `fit.py`. `--gpus` is the number of processes (without it, as few as the
 layout needs); `--fit` proposes layouts for so many devices of this memory, the fastest first. `--dry-run` alone
 imports torch: it builds every rank's model on the meta device.
@@ -37,7 +37,7 @@ from hybridtron.config.plan import Plan, RankPlan, largest_phase, plan
 from hybridtron.config.problems import ConfigError
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
-from hybridtron.train.timetable import phase_table, rates_of
+from hybridtron.train.timetable import phase_table, print_changes, rates_of, source_table
 
 MEMORY_PARTS = tuple(part.name for part in dataclasses.fields(Memory))
 SHOWN = 10  # layouts that --fit prints; --json has them all
@@ -163,7 +163,7 @@ def print_tables(config: Config, gpus: int, fitting: list[Candidate] | None) -> 
     cut = f" in stages of {', '.join(map(str, stages))}" if len(stages) > 1 else ""
     title = f"{config.run.name}: {len(counted.layers)} layers{cut}, {config.model.pattern}"
     console.print(title, highlight=False, markup=False)
-    tables = [_letter_table(counted), _flops_table(counted), phase_table(config)]
+    tables = [_letter_table(counted), _flops_table(counted), phase_table(config), source_table(config)]
     if fitting is None:
         made = plan(config, gpus, largest_phase(config))
         tables += [_memory_table(config, made), *([_traffic_table(config, made)] if gpus > 1 else [])]
@@ -175,6 +175,7 @@ def print_tables(config: Config, gpus: int, fitting: list[Candidate] | None) -> 
         title, table.title = table.title, None
         console.print(f"\n{title}" if title else "", highlight=False)
         console.print(table)
+    print_changes(config, console)
     if fitting is not None:
         for line in _left_out(config, fitting):
             console.print(line, highlight=False, markup=False)

@@ -36,6 +36,11 @@ def print_timetable(config: Config) -> None:
         table.box, table.pad_edge = None, False
         console.print()
         console.print(table)
+    print_changes(config, console)
+
+
+def print_changes(config: Config, console: Console) -> None:
+    """What each phase begins with, and what it changes."""
     for stretch in stretches(config):
         changes = list(changes_of(config, stretch))
         console.print(f"\n{stretch.phase.name}" + ("" if changes else ": as the phase before"))

@@ -12,7 +12,7 @@ import importlib.util
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
@@ -39,9 +39,16 @@ def compute_device() -> torch.device:
     """The accelerator of this process, or the CPU where there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    device = torch.device("cuda", device_index(os.environ, torch.cuda.device_count()))
     torch.cuda.set_device(device)
     return device
+
+
+def device_index(environment: Mapping[str, str], visible: int) -> int:
+    """Which of the visible devices is this process's, by what torchrun or srun says of its place on the machine."""
+    if "LOCAL_RANK" not in environment and visible == 1:
+        return 0  # SLURM can show each process its own device alone
+    return int(environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0")))
 
 
 def describe_device() -> str:

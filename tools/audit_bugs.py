@@ -18,6 +18,7 @@ from torch.nn import functional
 from hybridtron.data.batch import Batch
 from hybridtron.engine import engine, schedule, stage
 from hybridtron.model.lm import LanguageModel
+from hybridtron.ops.loss import Loss
 from hybridtron.parallel import cut as cutting
 from hybridtron.parallel.linear import TensorGroup
 from hybridtron.specs.base import Parameter
@@ -134,8 +135,10 @@ def _micro_batch_scale() -> Replaced:
 def _masked_tokens() -> Replaced:
     loss_of = schedule._loss_of
 
-    def mean_of(logits: Tensor, batch: Batch, z_loss: float, tensor: TensorGroup) -> tuple[Tensor, Tensor, Tensor]:
-        total, tokens, report = loss_of(logits, batch, z_loss, tensor)
+    def mean_of(
+        x_LBD: Tensor, model: LanguageModel, batch: Batch, chunks: int, z_loss: float, tensor: TensorGroup
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        total, tokens, report = loss_of(x_LBD, model, batch, chunks, z_loss, tensor)
         return total / tokens.clamp(min=1), torch.ones_like(tokens), report
 
     return {"hybridtron.engine.schedule._loss_of": mean_of}
@@ -185,8 +188,12 @@ def _missing_reduction() -> Replaced:
 
 
 def _missing_z_loss() -> Replaced:
-    loss = schedule.cross_entropy
-    return {"hybridtron.engine.schedule.cross_entropy": lambda a, b, c, _, tensor: loss(a, b, c, 0.0, tensor)}
+    loss = schedule.linear_cross_entropy
+
+    def without(x_LBD: Tensor, weight_VD: Tensor, labels: Tensor, mask: Tensor, _: float, tensor: TensorGroup) -> Loss:
+        return loss(x_LBD, weight_VD, labels, mask, 0.0, tensor)
+
+    return {"hybridtron.engine.schedule.linear_cross_entropy": without}
 
 
 BUGS = {

@@ -151,7 +151,7 @@ def small(model: ModelConfig, parallel: ParallelConfig, documents: Documents, da
         # overlapping changes the order of messages, not the numbers, and needs a GPU
         parallel=replace(parallel, overlap_grad_reduce=False, overlap_param_gather=False),
         run=RunConfig(name="audit", dir="none"),
-        phases=[PhaseConfig("audit", "1M", SEQ_LEN, MICRO_BATCH * data * per_rank, MICRO_BATCH, LR)],
+        phases=[PhaseConfig("audit", "1M", SEQ_LEN, MICRO_BATCH * data * per_rank, MICRO_BATCH, lr=LR)],
     )
 
 

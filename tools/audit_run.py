@@ -125,11 +125,18 @@ def parallel_step(seat: Seat, config: Config, precision: Precision, bug: str | N
         batches = batches[groups.data_rank * own : (groups.data_rank + 1) * own]
         loss = engine.forward_backward(batches).mean.item()
         gradients = dict(engine.optimizer.gradients())
-        grad_norm, _ = engine.optimizer.step(config.phases[0].lr)
+        grad_norm, _ = engine.optimizer.step(rate_of(config))
         loss_after = engine.loss(batches).mean.item()
         weights = {name: shard.weight.detach() for name, shard in engine.optimizer.shards.items()}
         tensor = replace(groups.tensor, group=None)
         return Step(loss, grad_norm, loss_after, gradients, weights, tensor)
+
+
+def rate_of(config: Config) -> float:
+    """The peak of the first phase."""
+    rate = config.phases[0].lr
+    assert rate is not None
+    return rate
 
 
 def serial_step(config: Config, precision: Precision) -> Step:
@@ -154,7 +161,7 @@ def serial_step(config: Config, precision: Precision) -> Step:
             for decayed, decay in ((True, optim.weight_decay), (False, 0.0))
         ]
         betas = (optim.betas[0], optim.betas[1])
-        torch.optim.AdamW(groups, lr=config.phases[0].lr, betas=betas, eps=optim.eps).step()
+        torch.optim.AdamW(groups, lr=rate_of(config), betas=betas, eps=optim.eps).step()
         loss_after, _ = _add_up(model, batches, 0.0)
     return Step(loss, norm, loss_after, gradients, {name: weight.detach() for name, weight in weights.items()})
 

@@ -26,6 +26,7 @@ WHAT = {
     "scan": "selective scan: speed, distance from its floor, and peak memory, against transformers' loop",
     "attention": "sliding-window attention against full attention and against a dense mask, over the length",
     "span": "span-expanded attention against a window and full attention: time and peak memory, over the length",
+    "kernels": "every kernel alone: bytes and FLOPs on paper, and on a GPU rates beside other packages' kernels",
     "data": "the loader against mosaicml-streaming's own dataset, finding a far step, and preparing tokens",
     "states": "a step with carried states against one from zero, and the peak memory of long TBTT steps",
     "checkpoint": "writing, asynchronous writing and loading, against torch.save and megatron-core's own",

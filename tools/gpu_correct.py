@@ -17,7 +17,7 @@ from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers import MIXERS
 from hybridtron.model.init import starting_value
 from hybridtron.ops.dispatch import Op, force
-from hybridtron.ops.loss import cross_entropy
+from hybridtron.ops.linear_loss import linear_cross_entropy
 from hybridtron.ops.norm_rope import rms_norm
 from hybridtron.parallel.linear import ALONE
 from hybridtron.specs import SPECS
@@ -70,10 +70,11 @@ def _all(device: torch.device, sizes: ModelSizes, length: int) -> Iterator[Found
                 spec = SPECS[kind](**options)
                 what = f"{kind} {spec.describe()}".strip()
                 yield Found(what, dtype, _mixer_error(spec, sizes, length, dtype, device, calls))
-        with noted(calls):
+        with noted(calls), force("reference"):
             rms_norm(torch.randn(length, ROWS, sizes.width, dtype=dtype), torch.ones(sizes.width, dtype=dtype), 1e-5)
-            logits_TV, labels_T = torch.randn(length, VOCAB, dtype=dtype), torch.randint(VOCAB, (length,))
-            cross_entropy(logits_TV, labels_T, torch.ones(length, dtype=torch.bool), 1e-4)
+            x_TD, weight_VD = (torch.randn(rows, sizes.width, dtype=dtype) for rows in (length, VOCAB))
+            labels_T, mask_T = torch.randint(VOCAB, (length,)), torch.ones(length, dtype=torch.bool)
+            linear_cross_entropy(x_TD, weight_VD / sizes.width**0.5, labels_T, mask_T, 1e-4)
         for op, arguments in calls:
             yield Found(op.name, dtype, _op_error(op, arguments, device))
 

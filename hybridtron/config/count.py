@@ -26,6 +26,11 @@ BACKWARD_AND_FORWARD = 3
 STREAM_BYTES = {Precision.fp32: 4, Precision.bf16: 2} | dict.fromkeys(FP8_MULTIPLES, 2)
 FP32_BYTES = 4
 
+LOGITS_BYTES = 2**28
+"""Logits that the loss makes at a time, on one device. Each time costs a sum over the gradient of the head's weight:
+12 bytes of traffic per weight in bf16 against 6 FLOPs per weight and token, so a thousand tokens are too few for a GPU.
+"""
+
 
 @dataclass(frozen=True)
 class LayerCount:
@@ -87,7 +92,7 @@ class Memory:
     gradients: int  # fp32
     optimizer: int  # AdamW's two fp32 moments, and fp32 master weights where the weights are narrower
     activations: int  # kept for the backward pass by the sub-layers of one micro batch
-    logits: int  # of one micro batch, as the head gives them and as the loss needs them
+    logits: int  # as many as the loss makes at a time, and the gradients that it makes of its input and the head
     states: int = 0  # carried ones: what a step starts from, and what it ends in
 
     @property
@@ -141,5 +146,22 @@ def memory(model: ModelConfig, precision: Precision, seq_len: int, micro_batch: 
         gradients=gradients,
         optimizer=optimizer,
         activations=values * stream * tokens,
-        logits=model.vocab_size * (stream + FP32_BYTES) * tokens,
+        logits=loss_bytes(tokens, model.width, model.vocab_size, stream),
     )
+
+
+def logits_at_a_time(tokens: int, vocabulary: int, value_bytes: int) -> int:
+    """Tokens whose logits the loss makes together: as many each time, and the last time at most as many."""
+    most = max(1, LOGITS_BYTES // (vocabulary * value_bytes))
+    return -(-tokens // -(-tokens // most))
+
+
+def loss_bytes(tokens: int, width: int, vocabulary: int, value_bytes: int) -> int:
+    """What the loss holds of this many tokens and of the vocabulary of one device.
+
+    The gradient of the head's weight is added up in fp32 where it is made in several parts.
+    """
+    at_a_time = logits_at_a_time(tokens, vocabulary, value_bytes)
+    several, narrow = at_a_time < tokens, value_bytes < FP32_BYTES
+    of_head = value_bytes * (not several or narrow) + FP32_BYTES * several
+    return value_bytes * (at_a_time * vocabulary + tokens * width) + of_head * vocabulary * width

@@ -11,12 +11,13 @@ With t tensor-parallel, p pipeline and d data-parallel ranks, v virtual stages, 
                          it runs again. Every micro batch between its forward and its backward pass holds a chunk's.
     in flight            1F1B: min(p - r, m) on pipeline rank r. Interleaved: Megatron's warm-up, 2 (p - r - 1) +
                          (v - 1) p chunk passes, and one more; which chunks these are is played through.
-    logits               one micro batch, on the last rank, by t
+    logits               on the last rank, by t: as many as the loss makes at a time, however many tokens there are;
+                         besides, the gradients of the head and of its input, which the loss makes with them
     states               carried ones, of the rank's lanes and layers and by t: those that a step starts from, and those
                          that it ends in until it is accepted
-    through time         a micro batch holds all k chunks of its lanes. What is kept, and the logits,
-                         count k times. If anything is recomputed, only the streams and states between the chunks do;
-                         of the activations and logits one chunk's exist, while it runs again.
+    through time         a micro batch holds all k chunks of its lanes. What is kept counts k times. If anything is
+                         recomputed, only the streams and states between the chunks do, and the stream that the loss
+                         reads; of the activations one chunk's exist, while it runs again.
     tensor traffic       a sub-layer sums its output going forward and its input's gradient going back, and what it sums
                          inside (Mamba's dt, B and C) in both; once more where it is recomputed. Summing n bytes sends
                          2 (t - 1) / t n; gathering and scattering under sequence parallelism send the same together.
@@ -36,7 +37,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hybridtron.config.architecture import parameter_table
-from hybridtron.config.count import FP32_BYTES, STREAM_BYTES, Memory
+from hybridtron.config.count import FP32_BYTES, STREAM_BYTES, Memory, loss_bytes
 from hybridtron.config.layer_use import LayerUse, carried_bytes, layer_uses, runs_again, shared, stream_values
 from hybridtron.config.layout import chunks_on, data_parallel, layer_costs, stage_layers
 from hybridtron.config.schema import Config, ParallelConfig, PhaseConfig
@@ -242,7 +243,8 @@ def _weight_bytes(step: _Step, weights: Iterable[Parameter]) -> tuple[int, int, 
 def _activations(step: _Step, chunks: Sequence[Chunk], passes: Iterable[Sequence[int]]) -> int:
     """Bytes at the peak of the schedule."""
     values = [sum(step.uses[layer].kept for layer in chunk.layers) for chunk in chunks]
-    if chunks[-1] is step.chunks[-1]:  # the last norm's input and output
+    is_last = chunks[-1] is step.chunks[-1]
+    if is_last:  # the last norm's input and output
         values[-1] += step.stream_values + step.config.model.width
     again = max(step.uses[layer].again for chunk in chunks for layer in chunk.layers) * step.value_bytes
     kept = [size * step.value_bytes * step.together for size in values]
@@ -250,17 +252,18 @@ def _activations(step: _Step, chunks: Sequence[Chunk], passes: Iterable[Sequence
         again += max(values) * step.value_bytes
         border = step.stream_values * step.value_bytes
         kept = [(border + step.phase.micro_batch * step.lane_bytes(chunk)) * step.together for chunk in chunks]
+        if is_last:
+            kept[-1] += step.config.model.width * step.value_bytes * step.together
     return again + max(sum(held * size for held, size in zip(live, kept, strict=True)) for live in passes)
 
 
 def _logits(step: _Step, chunks: Sequence[Chunk]) -> int:
-    """Bytes as the head gives them, and in fp32 as the loss needs them."""
+    """Bytes of what the loss makes."""
     if chunks[-1] is not step.chunks[-1]:
         return 0
-    stream = STREAM_BYTES[step.config.precision.name]
-    vocabulary = shared(step.config.model.vocab_size, step.config.parallel.tensor)
-    kept = 1 if runs_again(step.config, step.phase) else step.together
-    return vocabulary * (stream * kept + FP32_BYTES) * step.phase.seq_len * step.phase.micro_batch
+    model, tokens = step.config.model, step.phase.seq_len * step.phase.micro_batch * step.together
+    vocabulary = shared(model.vocab_size, step.config.parallel.tensor)
+    return loss_bytes(tokens, model.width, vocabulary, STREAM_BYTES[step.config.precision.name])
 
 
 def _states(step: _Step, chunks: Sequence[Chunk]) -> int:

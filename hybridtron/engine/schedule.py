@@ -6,7 +6,7 @@ gradients by the number of tokens of the whole step, over all micro-batches and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,12 +18,10 @@ from torch import Tensor, nn
 
 from hybridtron.data.batch import Batch
 from hybridtron.engine.states import Carrier
-from hybridtron.engine.through_time import Ended, ThroughTime
-from hybridtron.model.lm import ModelOut
+from hybridtron.engine.through_time import Ended, ThroughTime, as_gathered
+from hybridtron.model.lm import LanguageModel, ModelOut
 from hybridtron.parallel.linear import TensorGroup
-from hybridtron.parallel.loss import cross_entropy
-
-LossOf = Callable[..., tuple[Tensor, Tensor, Tensor]]
+from hybridtron.parallel.loss import linear_cross_entropy
 
 
 class StepLoss(NamedTuple):
@@ -88,40 +86,32 @@ def _forward_step(
     """One micro-batch through one chunk."""
     chunk, number, batch = next(batches)
     batch = batch.to(device)
-    loss_of = partial(_loss_of, z_loss=z_loss, tensor=tensor)
     states = None if carrier is None else carrier.initial(chunk, number, batch)
-    if carrier is not None and carrier.together > 1:
-        wrapped: Any = stage.module
-        finished = partial(_finished, loss_of=loss_of if wrapped.post_process else None)
-        ended: Ended = stage(
-            batch, states, ThroughTime(carrier.together, partial(carrier.handed_over, chunk), finished)
-        )
-        carrier.keep(chunk, number, ended.states)
-        return ended.output, _sum_of
-    out: ModelOut = stage(batch, states)
+    chunks = 1 if carrier is None else carrier.together
+    if carrier is not None and chunks > 1:
+        through = ThroughTime(chunks, partial(carrier.handed_over, chunk), _finished)
+        ended: Ended = stage(batch, states, through)
+    else:
+        out: ModelOut = stage(batch, states)
+        ended = Ended(_finished(out, batch), out.states)
     if carrier is not None:
-        carrier.keep(chunk, number, out.states)
-    return _finished(out, batch), partial(loss_of, batch=batch)
+        carrier.keep(chunk, number, ended.states)
+    wrapped: Any = stage.module
+    loss_of = partial(_loss_of, model=wrapped.model, batch=batch, chunks=chunks, z_loss=z_loss, tensor=tensor)
+    return ended.output, loss_of
 
 
-def _finished(out: ModelOut, batch: Batch, loss_of: LossOf | None = None) -> Tensor:
-    """What a stage makes of its part of a batch: its output, or where told how, the loss and its report, (1, 4)."""
-    output = with_auxiliary_losses(out.output, list(out.aux.values()), batch.mask_BL.sum())
-    if loss_of is None:
-        return output
-    total, tokens, report = loss_of(output, batch=batch)
-    return torch.cat([total.double()[None], tokens.double()[None], report])[None]
+def _finished(out: ModelOut, batch: Batch) -> Tensor:
+    """What a stage makes of its part of a batch."""
+    return with_auxiliary_losses(out.output, list(out.aux.values()), batch.mask_BL.sum())
 
 
-def _sum_of(losses_C4: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What Megatron asks of the last stage, of chunks whose losses are taken."""
-    sums_4 = losses_C4.detach().sum(0)
-    return losses_C4[:, 0].sum(), sums_4[1].int(), sums_4[2:]
-
-
-def _loss_of(logits_LBV: Tensor, batch: Batch, z_loss: float, tensor: TensorGroup) -> tuple[Tensor, Tensor, Tensor]:
+def _loss_of(
+    x_LBD: Tensor, model: LanguageModel, batch: Batch, chunks: int, z_loss: float, tensor: TensorGroup
+) -> tuple[Tensor, Tensor, Tensor]:
     """What Megatron asks of the last stage: the loss summed over tokens, their number, and what to report."""
-    loss = cross_entropy(logits_LBV, batch.labels_BL.T, batch.mask_BL.T, z_loss, tensor)
+    labels_LB, mask_LB = (as_gathered(x_BL.T, chunks, tensor) for x_BL in (batch.labels_BL, batch.mask_BL))
+    loss = linear_cross_entropy(x_LBD, model.output_weight(), labels_LB, mask_LB, z_loss, tensor)
     report = torch.stack([loss.cross_entropy.detach().double(), loss.tokens.double()])
     return loss.total, loss.tokens.int(), report
 

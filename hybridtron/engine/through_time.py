@@ -4,10 +4,10 @@ The chunks run one after another, each from the states that the one before it en
 through all of them, as if each lane's k L tokens were one row. A row that begins a document with a chunk starts that
 chunk from zero. Only at the step's borders, where `states.py` keeps the states, are they detached.
 
-A stage sends the outputs of all chunks as one tensor, so that the pipeline sees one micro-batch. The last stage takes
-each chunk's loss at once, as its logits would be the largest thing that is kept. With any `parallel.recompute` a chunk
-keeps the stream and the states that it starts from and runs again in backward, so that the activations of one chunk
-exist at a time however many there are; inside it, sub-layers are recomputed as always.
+A stage sends the outputs of all chunks as one tensor, so that the pipeline sees one micro-batch, and the last stage
+takes the loss of all tokens together. With any `parallel.recompute` a chunk keeps the stream and the states that it
+starts from, and runs again in backward, so that the activations of one chunk exist at a time however many there are;
+inside it, sub-layers are recomputed as always.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from hybridtron.config.schema import Recompute
 from hybridtron.data.batch import Batch
 from hybridtron.model.lm import LanguageModel, ModelOut
 from hybridtron.model.stack import States
+from hybridtron.parallel.linear import TensorGroup
 
 
 class Ended(NamedTuple):
@@ -59,5 +60,14 @@ class ThroughTime:
         return Ended(torch.cat(outputs), states)
 
     def _one(self, model: LanguageModel, piece: Batch, states: States | None, x_LBD: Tensor | None) -> Ended:
-        out: ModelOut = model(piece.tokens_BL, states, piece.seq, x_LBD)
+        out: ModelOut = model(piece.tokens_BL, states, piece.seq, x_LBD, logits=False)
         return Ended(self.finished(out, piece), out.states)
+
+
+def as_gathered(x_LB: Tensor, chunks: int, tensor: TensorGroup) -> Tensor:
+    """Of all tokens, in the order in which those of a stage's output come together.
+
+    Under sequence parallelism a rank holds its share of every chunk, and its shares of all chunks come first.
+    """
+    ranks = tensor.size if tensor.sequence else 1
+    return x_LB.unflatten(0, (chunks, ranks, -1)).transpose(0, 1).flatten(0, 2)

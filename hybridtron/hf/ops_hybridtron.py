@@ -89,7 +89,7 @@ def causal_conv(
         y_BLC = y_BLC + bias_C.to(wide)
     if activation:
         y_BLC = F.silu(y_BLC)
-    return y_BLC.to(x_BLC.dtype), _new_tail(x_BLC, tail_BTC, documents_BL, width)
+    return y_BLC.to(x_BLC.dtype), new_tail(x_BLC, tail_BTC, documents_BL, width)
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -122,7 +122,7 @@ def _cut(tensor_BLC: Tensor, documents_BS: Tensor | None, tap: int, width: int) 
     return tensor_BLC.masked_fill(other_BL.unsqueeze(2), 0)
 
 
-def _new_tail(x_BLC: Tensor, tail_BTC: Tensor | None, documents_BL: Tensor | None, width: int) -> Tensor:
+def new_tail(x_BLC: Tensor, tail_BTC: Tensor | None, documents_BL: Tensor | None, width: int) -> Tensor:
     """The last W - 1 inputs, copied: a view would keep the whole row in memory."""
     recent = slice(max(x_BLC.shape[1] - (width - 1), 0), None)
     x_BTC = _with_tail(x_BLC[:, recent], tail_BTC, width)[:, -(width - 1) :]

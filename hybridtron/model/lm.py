@@ -14,7 +14,8 @@ from hybridtron.config.schema import ModelConfig, Recompute
 from hybridtron.data.batch import SeqInfo
 from hybridtron.model.layer import RMSNorm
 from hybridtron.model.stack import Stack, States
-from hybridtron.parallel.linear import ALONE, TensorGroup, column_parallel, embedding, enter
+from hybridtron.parallel.linear import ALONE, TensorGroup, embedding, enter
+from hybridtron.parallel.loss import Head
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ WHOLE = Place()
 class ModelOut(NamedTuple):
     """Logits (L, B, V) of the last chunk, this rank's share of the vocabulary; the stream (L, B, D) of any other.
 
-    Beside them the states after the last token, and the mixers' auxiliary losses by name.
+    Without logits, the last chunk's is the stream too, normed: what `output_weight` is multiplied with. Beside them the
+    states after the last token, and the mixers' auxiliary losses by name.
     """
 
     output: Tensor
@@ -49,31 +51,46 @@ class LanguageModel(nn.Module):
         arch, tensor = architecture(config), place.tensor
         self.place, self.recompute = place, recompute
         self.tied = config.tie_embeddings
-        if place.first or (place.last and self.tied):
+        if place.first:
             self.embedding = embedding(config.vocab_size, config.width, tensor)
+        elif place.last and self.tied:
+            self.embedding = Head(config.width, config.vocab_size, tensor)
         layers = range(len(arch.specs)) if place.layers is None else place.layers
         self.layers = Stack(arch, layers, config.norm_eps, tensor, recompute)
         if place.last:
             self.norm = RMSNorm(config.width, config.norm_eps)
             if not self.tied:
-                self.head = column_parallel(config.width, config.vocab_size, tensor.without_fp8())
+                self.head = Head(config.width, config.vocab_size, tensor)
         whole_table = parameter_table(config)
         self.table = {name: whole_table[name] for name, _ in self.named_parameters()}
 
-    def forward(self, tokens_BL: Tensor, states: States | None, seq: SeqInfo, x_LBD: Tensor | None = None) -> ModelOut:
-        """`x_LBD` is the stream from the chunk before, where there is one."""
+    def forward(
+        self,
+        tokens_BL: Tensor,
+        states: States | None,
+        seq: SeqInfo,
+        x_LBD: Tensor | None = None,
+        logits: bool = True,
+    ) -> ModelOut:
+        """`x_LBD` is the stream from the chunk before, where there is one. A loss is taken without `logits`."""
         if x_LBD is None:
             x_LBD = self.embedding(tokens_BL)
+            if not self.place.last and torch.is_grad_enabled():
+                # gradients come back from the next chunk, though no weight of this one may learn
+                x_LBD.requires_grad_()
         x_LBD, new_states, aux = self.layers(x_LBD, states, seq)
         if not self.place.last:
             return ModelOut(x_LBD, new_states, aux)
-        x_LBD = enter(self.norm(x_LBD), self.place.tensor)
-        logits_LBV = functional.linear(x_LBD, self.output_weight()) if self.tied else self.head(x_LBD)
-        return ModelOut(logits_LBV, new_states, aux)
+        x_LBD = self.norm(x_LBD)
+        if logits:
+            x_LBD = functional.linear(enter(x_LBD, self.place.tensor), self.output_weight())
+        return ModelOut(x_LBD, new_states, aux)
 
     def output_weight(self) -> Tensor:
-        """The embedding's weight, which serves as the head where the two are tied."""
-        return self.get_parameter("embedding.weight")
+        """The head's weight, which is the embedding's where the two are tied."""
+        if self.tied and self.place.first:
+            return self.get_parameter("embedding.weight")
+        return self.embedding() if self.tied else self.head()
 
     def cast(self, dtype: torch.dtype) -> LanguageModel:
         """Compute in `dtype`; what the table marks fp32 (A_log, D, dt bias) stays in fp32 at least."""

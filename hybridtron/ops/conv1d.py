@@ -48,7 +48,7 @@ def causal_conv(
         y_BLC = y_BLC + bias_C.to(wide)
     if activation:
         y_BLC = F.silu(y_BLC)
-    return y_BLC.to(x_BLC.dtype), _new_tail(x_BLC, tail_BTC, documents_BL, width)
+    return y_BLC.to(x_BLC.dtype), new_tail(x_BLC, tail_BTC, documents_BL, width)
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -81,7 +81,7 @@ def _cut(tensor_BLC: Tensor, documents_BS: Tensor | None, tap: int, width: int) 
     return tensor_BLC.masked_fill(other_BL.unsqueeze(2), 0)
 
 
-def _new_tail(x_BLC: Tensor, tail_BTC: Tensor | None, documents_BL: Tensor | None, width: int) -> Tensor:
+def new_tail(x_BLC: Tensor, tail_BTC: Tensor | None, documents_BL: Tensor | None, width: int) -> Tensor:
     """The last W - 1 inputs, copied: a view would keep the whole row in memory."""
     recent = slice(max(x_BLC.shape[1] - (width - 1), 0), None)
     x_BTC = _with_tail(x_BLC[:, recent], tail_BTC, width)[:, -(width - 1) :]
@@ -144,7 +144,7 @@ def _causal_conv1d(
         initial_states=None if tail_BTC is None else tail_BTC.to(x_BLC.dtype).contiguous().transpose(1, 2),
         activation="silu" if activation else None,
     )
-    return y_BCL.transpose(1, 2), _new_tail(x_BLC, tail_BTC, documents_BL, weight_CW.shape[1])
+    return y_BCL.transpose(1, 2), new_tail(x_BLC, tail_BTC, documents_BL, weight_CW.shape[1])
 
 
 # ---- fused: pure torch, with its own backward
@@ -164,7 +164,7 @@ def _fused(
     width = weight_CW.shape[1]
     documents_BS = None if documents_BL is None else _with_tail_documents(documents_BL, width)
     y_BLC = _FusedConv.apply(x_BLC, weight_CW, bias_C, tail_BTC, documents_BS, activation)
-    return y_BLC, _new_tail(x_BLC, tail_BTC, documents_BL, width)
+    return y_BLC, new_tail(x_BLC, tail_BTC, documents_BL, width)
 
 
 class _FusedConv(torch.autograd.Function):

@@ -7,7 +7,7 @@
 Where a new document begins, the decay is exactly 0 instead, and nothing of the document before remains. (A large
 negative exponent in its place would cost precision, an infinite one the gradient.)
 
-Not here: projections and convolution (mixers), the `mamba-ssm` form (its own file), and a CUDA kernel of our own.
+Not here: projections and convolution (mixers), and the forms `mamba-ssm` and `triton` (their own files).
 
 Legend: B rows, L tokens, T tokens of one chunk, E inner channels, N state entries per channel. States are (B, E, N)
 at the border of the op and (B, N, E) inside of `chunked`, because long vectors of channels are what a CPU is fast at.

@@ -1,7 +1,8 @@
 """The selective scan by the mamba-ssm package's CUDA kernel, completed by what that kernel lacks.
 
 The kernel takes no initial state and ignores the gradient of its last state. The recurrence is affine in its initial
-state, so what the state contributes is added in closed form: C_t exp(A (delta_1 + ... + delta_t)) h_0.
+state, so what the state contributes is added in closed form: C_t exp(A (delta_1 + ... + delta_t)) h_0. That is for
+where our own kernels, which take a state, can't run.
 
 It knows no document borders, and refuses them. Tested against a stand-in for the package only; unmeasured on a GPU.
 """
@@ -40,7 +41,11 @@ def _refuses(
         return "the kernel knows no document borders"
     if A_EN.shape[1] > 256:
         return f"the kernel takes a state size of at most 256, not {A_EN.shape[1]}"
-    return "the kernel has no float64" if x_BLE.dtype == torch.float64 else None
+    if x_BLE.dtype == torch.float64:
+        return "the kernel has no float64"
+    from hybridtron.ops.scan_triton import takes_instead  # it registers after this one, which is tried first
+
+    return "the kernel takes no initial state, and our own does" if takes_instead(A_EN, state_BEN) else None
 
 
 def _repeats() -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,9 +19,11 @@ from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hybridtron.config.layout import Launch, launched
+from hybridtron.config.problems import ConfigError
 from hybridtron.config.schema import ParallelConfig
 from hybridtron.device import compute_device, megatron_context
 from hybridtron.parallel.linear import Products, TensorGroup
+from hybridtron.specs.base import Problem
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,16 @@ def _join(launch: Launch, init_method: str, fake: bool, timeout: timedelta) -> N
     elif launch.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), **place)
     else:
+        if init_method == "env://":
+            _check_meeting_place(os.environ)
         dist.init_process_group(backend, init_method=init_method, **place)
+
+
+def _check_meeting_place(environment: Mapping[str, str]) -> None:
+    """torchrun says by itself where ranks meet; srun does not."""
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]:
+        cure = "export the first node's address and a free port, or submit with slurm/submit.py, whose script does"
+        raise ConfigError([Problem(name, f"is not set, so that ranks can't meet: {cure}") for name in missing])
 
 
 def stop() -> None:

@@ -7,8 +7,10 @@ import functools
 
 import pytest
 
+from hybridtron.config import count as count_file
 from hybridtron.config.architecture import parameter_table
-from hybridtron.config.count import count, memory
+from hybridtron.config.choices import LrPiece
+from hybridtron.config.count import count, logits_at_a_time, loss_bytes, memory
 from hybridtron.config.load import load
 from hybridtron.config.schema import Config, ModelConfig, Precision
 from hybridtron.specs.attention import AttentionSpec
@@ -84,9 +86,16 @@ def test_ablations_have_the_printed_size(recipe, millions):
 
 @pytest.mark.parametrize("recipe", EXACT)
 def test_published_steps_have_the_papers_tokens(recipe):
-    (phase,) = recipe_config(recipe).phases
-    small = phase.tokens in ("20B", "100B")
-    assert (phase.seq_len, phase.global_batch, phase.lr) == ((4096, 512, 4e-4) if small else (4096, 2048, 6e-4))
+    phases = recipe_config(recipe).phases
+    small = phases[0].tokens in ("20B", "100B")
+    assert {(phase.seq_len, phase.global_batch) for phase in phases} == {(4096, 512 if small else 2048)}
+    assert phases[0].lr == (4e-4 if small else 6e-4)
+
+
+def test_the_phases_of_phi_3_have_its_tokens():
+    phases = recipe_config("samba_3.8b").phases
+    assert [phase.tokens for phase in phases] == ["2.2T", "1T"]  # 3.2T together
+    assert phases[1].lr_piece is LrPiece.carry_on
 
 
 @pytest.mark.parametrize(
@@ -199,8 +208,19 @@ def test_bf16_memory_by_hand():
     specs = (MambaSpec(state=3, dt_rank=2), AttentionSpec(heads=4, kv_heads=2, window=5), SwiGLUSpec(hidden=10))
     values = sum(spec.activation_values(sizes) for spec in specs) + 2 * 8 * 4  # input and output of four norms
     assert held.activations == 2 * values * 7 * 3
-    assert held.logits == 7 * 3 * 11 * (2 + 4)
+    assert held.logits == 2 * (7 * 3 * (11 + 8) + 11 * 8)  # logits, gradients of their input and of the head
     assert held.total == held.weights + held.gradients + held.optimizer + held.activations + held.logits
+
+
+def test_logits_are_made_for_some_tokens_at_a_time(monkeypatch):
+    assert logits_at_a_time(10**6, 32_000, 2) == 4185  # 239 times, of the 4194 that there is room for
+    monkeypatch.setattr(count_file, "LOGITS_BYTES", 4 * 5 * 2)
+    assert logits_at_a_time(4, 5, 2) == 4
+    assert logits_at_a_time(5, 5, 2) == 3
+    assert logits_at_a_time(5, 500, 2) == 1
+    assert loss_bytes(4, 3, 5, 2) == 2 * (4 * 5 + 4 * 3 + 5 * 3)
+    assert loss_bytes(10, 3, 5, 2) == 2 * (4 * 5 + 10 * 3 + 5 * 3) + 4 * 5 * 3  # the head's is added up in fp32
+    assert loss_bytes(10, 3, 5, 4) == 4 * (2 * 5 + 10 * 3 + 5 * 3)
 
 
 def test_fp32_needs_no_master_weights():

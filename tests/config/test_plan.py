@@ -130,7 +130,7 @@ def test_what_is_kept_by_hand(arguments, kept):
     again = 8 + 52 if config.parallel.recompute != "none" else 0
     last_norm = 8 + (4 if config.parallel.sequence else 8)
     assert made.ranks[0].memory.activations == 2 * (sum(kept) + last_norm + again) * 16 * 2
-    assert made.ranks[0].memory.logits == 8 * (2 + 4) * 16 * 2
+    assert made.ranks[0].memory.logits == 2 * (16 * 2 * (8 + 8) + 8 * 8)  # logits, of the input, of the head
 
 
 def test_what_is_sent_by_hand():
@@ -236,8 +236,8 @@ def test_chunks_through_time_by_hand():
         assert four.memory.activations == 4 * one.memory.activations
         assert four.traffic == one.traffic
         assert flat.memory.activations < one.memory.activations + flat.in_flight * 4 * (8 * tokens + one.memory.states)
-    assert through.ranks[1].memory.logits == 16 * (4 * 2 + 4) * 16
-    assert again.ranks[1].memory.logits == detached.ranks[1].memory.logits == 16 * (2 + 4) * 16
+    assert detached.ranks[1].memory.logits == 2 * (16 * (16 + 8) + 16 * 8)
+    assert again.ranks[1].memory.logits == through.ranks[1].memory.logits == 2 * (4 * 16 * (16 + 8) + 16 * 8)
 
 
 def test_virtual_stages_count_what_runs_together():

@@ -1,4 +1,4 @@
-"""Cross-entropy and z-loss: both forms against torch's own loss, and deaf to whatever is masked."""
+"""Cross-entropy and z-loss against torch's own loss, and deaf to whatever is masked."""
 
 import pytest
 import torch
@@ -6,16 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from hybridtron.ops import loss as loss_file
-from hybridtron.ops.dispatch import force
 from hybridtron.ops.loss import Loss, cross_entropy
-
-FORMS = pytest.mark.parametrize("form", ["reference", "recomputed"])
-
-
-@pytest.fixture(autouse=True)
-def chunks_of_three_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_file, "CHUNK_VALUES", 3 * 11)
 
 
 def case(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -28,18 +19,16 @@ def case(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     return logits.to(dtype).requires_grad_(), labels, mask
 
 
-def run(form: str, logits: Tensor, labels: Tensor, mask: Tensor, z_loss: float) -> tuple[Loss, Tensor]:
+def run(logits: Tensor, labels: Tensor, mask: Tensor, z_loss: float) -> tuple[Loss, Tensor]:
     """The loss and the gradient of its total at the logits."""
-    with force(form):
-        loss = cross_entropy(logits, labels, mask, z_loss)
+    loss = cross_entropy(logits, labels, mask, z_loss)
     return loss, torch.autograd.grad(loss.total, logits)[0]
 
 
-@FORMS
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
-def test_against_torch(form: str, z_loss: float) -> None:
+def test_against_torch(z_loss: float) -> None:
     logits, labels, mask = case()
-    loss, grad = run(form, logits, labels, mask, z_loss)
+    loss, grad = run(logits, labels, mask, z_loss)
     expected = F.cross_entropy(logits.transpose(1, 2), labels.masked_fill(~mask, -100), reduction="none")
     total = expected.sum() + z_loss * logits.logsumexp(-1)[mask].square().sum()
     torch.testing.assert_close(loss.per_token, expected.detach())
@@ -53,48 +42,35 @@ def test_against_torch(form: str, z_loss: float) -> None:
     assert not loss.per_token.requires_grad
 
 
-@FORMS
-def test_gradients(form: str) -> None:
+def test_gradients() -> None:
     logits, labels, mask = case()
-    with force(form):
-        assert gradcheck(lambda x: 0.5 * cross_entropy(x, labels, mask, 0.1).total, (logits,))
+    assert gradcheck(lambda x: 0.5 * cross_entropy(x, labels, mask, 0.1).total, (logits,))
 
 
-@FORMS
 @pytest.mark.parametrize("label", [-100, -1, 11, 10**12])
 @pytest.mark.parametrize("logit", [torch.inf, -torch.inf, torch.nan, 1e30])
-def test_masked_tokens_change_no_bit(form: str, label: int, logit: float) -> None:
+def test_masked_tokens_change_no_bit(label: int, logit: float) -> None:
     logits, labels, mask = case(torch.float32)
-    loss, grad = run(form, logits, labels, mask, 0.1)
+    loss, grad = run(logits, labels, mask, 0.1)
     wild = logits.detach().masked_fill(~mask[..., None], logit).requires_grad_()
-    wild_loss, wild_grad = run(form, wild, labels.masked_fill(~mask, label), mask, 0.1)
+    wild_loss, wild_grad = run(wild, labels.masked_fill(~mask, label), mask, 0.1)
     assert all(torch.equal(a, b) for a, b in zip(loss, wild_loss, strict=True))
     assert torch.equal(grad, wild_grad)
     assert not grad[~mask].any()
 
 
-@FORMS
-def test_an_all_masked_batch_is_zero(form: str) -> None:
+def test_an_all_masked_batch_is_zero() -> None:
     logits, labels, mask = case()
-    loss, grad = run(form, logits, labels, torch.zeros_like(mask), 0.1)
+    loss, grad = run(logits, labels, torch.zeros_like(mask), 0.1)
     assert loss.total == loss.tokens == 0
     assert not grad.any()
 
 
-@FORMS
-def test_bf16_logits_are_widened(form: str) -> None:
+def test_bf16_logits_are_widened() -> None:
     logits, labels, mask = case(torch.bfloat16)
-    loss, grad = run(form, logits, labels, mask, 0.1)
-    exact, exact_grad = run("reference", logits.detach().double().requires_grad_(), labels, mask, 0.1)
+    loss, grad = run(logits, labels, mask, 0.1)
+    exact, exact_grad = run(logits.detach().double().requires_grad_(), labels, mask, 0.1)
     assert loss.total.dtype == torch.float32
     assert grad.dtype == torch.bfloat16
     torch.testing.assert_close(loss.total.double(), exact.total, rtol=1e-6, atol=0)
     torch.testing.assert_close(grad.double(), exact_grad, rtol=2**-8, atol=1e-6)
-
-
-def test_recomputed_keeps_no_softmax() -> None:
-    logits, labels, mask = case(torch.bfloat16)
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x), force("recomputed"):
-        cross_entropy(logits, labels, mask, 0.1)
-    assert [x.data_ptr() for x in kept if x.numel() >= logits.numel()] == [logits.data_ptr()]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hybridtron.device import Package
-from hybridtron.ops import scan, scan_mamba_ssm
+from hybridtron.ops import dispatch, scan, scan_mamba_ssm
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.scan import selective_scan
 
@@ -246,10 +246,20 @@ def test_what_mamba_ssm_refuses() -> None:
     form = selective_scan.named("mamba-ssm")
     assert form.device == "cuda"
     inputs = random_inputs(dtype=torch.float32)
-    assert form.refuses(*inputs.values(), None) is None
+    assert form.refuses(*(inputs | {"state": None}).values(), None) is None
     assert "document borders" in form.refuses(*inputs.values(), TWO_DOCUMENTS)
     assert "float64" in form.refuses(*random_inputs().values(), None)
     assert "at most 256, not 257" in form.refuses(*random_inputs(size=257, dtype=torch.float32).values(), None)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_mamba_ssm_leaves_a_state_to_our_own_kernels_where_there_is_triton(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = SimpleNamespace() if installed else None
+    monkeypatch.setattr(dispatch, "optional_package", lambda name: Package(name, module, "as the test says"))
+    refusal = selective_scan.named("mamba-ssm").refuses(*random_inputs(dtype=torch.float32).values(), None)
+    assert refusal == ("the kernel takes no initial state, and our own does" if installed else None)
 
 
 def test_types_that_differ_are_made_one_for_mamba_ssm() -> None:

@@ -1,41 +1,49 @@
-"""Cross entropy over a vocabulary that is cut, against the op that sees it whole."""
+"""The loss over a vocabulary that is cut, and tokens that may be, against the op that sees all of them."""
 
 from __future__ import annotations
+
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
+from hybridtron.config import count
 from hybridtron.config.schema import ParallelConfig
-from hybridtron.ops import loss as ops
+from hybridtron.ops import linear_loss as ops
 from hybridtron.ops.dispatch import force
-from hybridtron.parallel.loss import cross_entropy
+from hybridtron.parallel.loss import linear_cross_entropy
 from hybridtron.parallel.pool import Seat
 from tests.distributed import run_distributed
 
-VOCABULARY, ROWS, LENGTH = 24, 3, 5
+VOCABULARY, WIDTH, ROWS, LENGTH = 24, 6, 3, 8
 
 
-def inputs(dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, labels and a mask; a row is all masked, and what is masked is no number and no token."""
+def inputs(dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The stream, the weight, labels and a mask; a row is all masked, and what is masked is no token."""
     generator = torch.Generator().manual_seed(1)
-    logits = scale * torch.randn(LENGTH, ROWS, VOCABULARY, generator=generator, dtype=torch.float64).to(dtype)
+    x, weight = (
+        scale * torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+        for shape in ((LENGTH, ROWS, WIDTH), (VOCABULARY, WIDTH))
+    )
     labels = torch.randint(VOCABULARY, (LENGTH, ROWS), generator=generator)
     mask = torch.rand(LENGTH, ROWS, generator=generator) < 0.7
     mask[:, 1] = False
-    logits[:, 1, 3] = torch.nan
     labels[:, 1] = -100
-    return logits, labels, mask
+    return x, weight, labels, mask
 
 
-def loss_on_ranks(seat: Seat, dtype: torch.dtype, scale: float, z_loss: float) -> tuple[Tensor, ...]:
-    """The loss of this rank's share of the logits, and its gradient."""
-    with seat.groups(ParallelConfig(tensor=seat.world_size)) as groups:
-        logits, labels, mask = inputs(dtype, scale)
-        share = logits.chunk(seat.world_size, dim=-1)[seat.rank].contiguous().requires_grad_()
-        loss = cross_entropy(share, labels, mask, z_loss, groups.tensor)
-        (gradient,) = torch.autograd.grad(3.0 * loss.total, share)
-        return loss.total.detach(), loss.cross_entropy, loss.tokens, loss.per_token, gradient
+def loss_on_ranks(
+    seat: Seat, dtype: torch.dtype, scale: float, z_loss: float, sequence: bool
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """The loss, and the gradients of this rank's part of the stream and of the weight; 7 tokens' logits at a time."""
+    with seat.groups(ParallelConfig(tensor=seat.world_size, sequence=sequence)) as groups:
+        x, weight, labels, mask = inputs(dtype, scale)
+        stream = (x.chunk(seat.world_size)[seat.rank] if sequence else x).clone().requires_grad_()
+        share = weight.chunk(seat.world_size)[seat.rank].clone().requires_grad_()
+        with patch.object(count, "LOGITS_BYTES", 7 * len(share) * dtype.itemsize):
+            loss = linear_cross_entropy(stream, share, labels, mask, z_loss, groups.tensor)
+        return [value.detach() for value in loss], *torch.autograd.grad(3.0 * loss.total, (stream, share))
 
 
 @pytest.mark.gloo
@@ -43,22 +51,32 @@ def loss_on_ranks(seat: Seat, dtype: torch.dtype, scale: float, z_loss: float) -
     ("dtype", "scale", "z_loss", "tolerance"),
     [
         (torch.float64, 1.0, 0.0, 1e-12),
-        (torch.float64, 500.0, 1e-3, 1e-12),
-        (torch.float32, 3.0, 1e-3, 1e-5),
-        (torch.bfloat16, 3.0, 1e-3, 1e-2),
+        (torch.float64, 20.0, 1e-3, 1e-12),
+        (torch.float32, 2.0, 1e-3, 1e-5),
+        (torch.bfloat16, 2.0, 1e-3, 2e-2),
     ],
 )
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_equals_the_op(ranks: int, dtype: torch.dtype, scale: float, z_loss: float, tolerance: float) -> None:
-    logits, labels, mask = inputs(dtype, scale)
-    logits.requires_grad_()
+@pytest.mark.parametrize(("ranks", "sequence"), [(2, False), (2, True), (4, False), (4, True)])
+def test_equals_the_op(
+    ranks: int, sequence: bool, dtype: torch.dtype, scale: float, z_loss: float, tolerance: float
+) -> None:
+    x, weight, labels, mask = inputs(dtype, scale)
+    exact = [t.double().requires_grad_() for t in (x, weight)]
     with force("reference"):
-        expected = ops.cross_entropy(logits, labels, mask, z_loss)
-    (gradient,) = torch.autograd.grad(3.0 * expected.total, logits)
-    found = run_distributed(loss_on_ranks, ranks, dtype, scale, z_loss)
-    for *loss, _ in found:
+        expected = ops.linear_cross_entropy(*exact, labels, mask, z_loss)
+    of_x, of_weight = torch.autograd.grad(3.0 * expected.total, exact)
+    found = run_distributed(loss_on_ranks, ranks, dtype, scale, z_loss, sequence)
+    for loss, share_of_x, _ in found:
         for ours, theirs in zip(loss, expected, strict=True):
-            torch.testing.assert_close(ours, theirs.detach(), rtol=tolerance, atol=tolerance)
-    joined = torch.cat([share for *_, share in found], dim=-1)
-    torch.testing.assert_close(joined, gradient, rtol=tolerance, atol=tolerance)
-    assert not joined[~mask].any()
+            torch.testing.assert_close(ours.double(), theirs.detach().double(), rtol=tolerance, atol=tolerance)
+        if not sequence:
+            assert_near(share_of_x, of_x, tolerance)
+    if sequence:
+        assert_near(torch.cat([share for _, share, _ in found]), of_x, tolerance)
+    assert_near(torch.cat([share for _, _, share in found]), of_weight, tolerance)
+
+
+def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    """As near as the largest entry allows."""
+    size = expected.abs().max().item()
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance * size)

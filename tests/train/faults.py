@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -24,6 +26,9 @@ from hybridtron.data.batch import Batch
 from hybridtron.data.loader import Loader, _Rows
 from hybridtron.engine import schedule
 from hybridtron.engine.engine import Engine
+from hybridtron.model.lm import LanguageModel
+from hybridtron.ops import linear_loss
+from hybridtron.ops.linear_loss import Sums
 from hybridtron.parallel.linear import TensorGroup
 from hybridtron.parallel.pool import Seat
 from tests.distributed import run_distributed
@@ -105,6 +110,11 @@ def happening_to_a_worker(fault: str, step: int, stderr: Path) -> Iterator[None]
         Loader._read_ahead = original
 
 
+def _off(sums: Callable[..., Sums], value: float, token: int, logits_CV: Tensor, labels_C: Tensor) -> Sums:
+    logits_CV[token, labels_C[token] % logits_CV.shape[1]] += value
+    return sums(logits_CV, labels_C)
+
+
 @contextmanager
 def spoiled(value: float, calls: Collection[int]) -> Iterator[None]:
     """A logit of these micro-batches, counted from 1 over all that this process trains on, is off by this value.
@@ -114,14 +124,16 @@ def spoiled(value: float, calls: Collection[int]) -> Iterator[None]:
     """
     original, seen = schedule._loss_of, []
 
-    def loss_of(logits_LBV: Tensor, batch: Batch, z_loss: float, tensor: TensorGroup) -> Any:
+    def loss_of(
+        x_LBD: Tensor, model: LanguageModel, batch: Batch, chunks: int, z_loss: float, tensor: TensorGroup
+    ) -> Any:
+        arguments = x_LBD, model, batch, chunks, z_loss, tensor
         seen.extend([1] * torch.is_grad_enabled())
-        if torch.is_grad_enabled() and len(seen) in calls:
-            off_LBV = torch.zeros_like(logits_LBV)
-            row, place = batch.mask_BL.nonzero()[0]  # a token that counts
-            off_LBV[place, row, batch.labels_BL[row, place] % logits_LBV.shape[2]] = value
-            logits_LBV = logits_LBV + off_LBV
-        return original(logits_LBV, batch, z_loss, tensor)
+        if not torch.is_grad_enabled() or len(seen) not in calls:
+            return original(*arguments)
+        token = int(batch.mask_BL.T.flatten().nonzero()[0])  # one that counts
+        with patch.object(linear_loss, "softmax_sums", partial(_off, linear_loss.softmax_sums, value, token)):
+            return original(*arguments)
 
     schedule._loss_of = loss_of
     try:

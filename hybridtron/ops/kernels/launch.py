@@ -1,0 +1,21 @@
+"""What all kernels' launchers share.
+
+A launch is typed here, once, as the anything that it is: to a type checker a kernel is the Python function that it is
+written as, and not what takes torch's tensors, plain numbers for constants, and options of the compiler.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int) -> None:
+    """Run as many programs as the grid has places, each by so many warps of 32 threads."""
+    kernel[grid](*arguments, num_warps=warps)
+
+
+def last_side_by_side(tensor: Tensor) -> Tensor:
+    """The same, copied if the last axis is not contiguous: the others may have any strides."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

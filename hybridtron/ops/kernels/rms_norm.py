@@ -1,0 +1,120 @@
+"""Root-mean-square norm by Triton kernels, forward and backward: x is read once, and once more for backward.
+
+    y = x r w,   r = 1 / sqrt(mean(x^2) + eps)
+    dx = r (w dy - x r^2 mean(w dy x)),   dw = sum over rows of dy x r
+
+A program takes whole rows, so that no sum over channels leaves it. Backward keeps x, w and one number a row. A fixed
+number of programs goes through the rows and adds up dw for its own; their sums are then added up in the order of the
+programs, so that the same call gives the same bits again.
+
+Not here: the sum of a sub-layer's output and its input. In one kernel with the norm that comes next it would save a
+reading of the sum, and make two tensors of what a recomputed sub-layer keeps. Unmeasured on a GPU.
+
+Legend: R rows (of any leading axes), D channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hybridtron.ops.kernels.launch import launch
+
+PROGRAMS = 264  # of the backward pass: two for each multiprocessor of an H100; the order of dw's sum depends on it
+WARP_VALUES = 512  # channels of a row for each warp
+
+
+@triton.jit
+def _mean(x_D: tl.tensor, channels: int) -> tl.tensor:
+    return tl.sum(x_D, axis=0) / channels  # pyrefly: ignore[bad-return, unsupported-operation]
+
+
+@triton.jit
+def _forward(
+    x_RD: tl.tensor,
+    weight_D: tl.tensor,
+    y_RD: tl.tensor,
+    scale_R: tl.tensor,
+    eps: float,
+    channels: int,
+    BLOCK: tl.constexpr,
+) -> None:
+    row, channel_D = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    there_D = channel_D < channels
+    x_D = tl.load(x_RD + row * channels + channel_D, mask=there_D, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt_rn(_mean(x_D * x_D, channels) + eps)
+    weight_D = tl.load(weight_D + channel_D, mask=there_D, other=0.0).to(tl.float32)
+    tl.store(y_RD + row * channels + channel_D, x_D * scale * weight_D, mask=there_D)
+    tl.store(scale_R + row, scale)
+
+
+@triton.jit
+def _backward(
+    x_RD: tl.tensor,
+    weight_D: tl.tensor,
+    dy_RD: tl.tensor,
+    scale_R: tl.tensor,
+    dx_RD: tl.tensor,
+    grad_weight_SD: tl.tensor,
+    rows: int,
+    channels: int,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Of every row of this program's share."""
+    share, channel_D = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    there_D = channel_D < channels
+    weight_D = tl.load(weight_D + channel_D, mask=there_D, other=0.0).to(tl.float32)
+    grad_weight_D = tl.zeros([BLOCK], tl.float32)
+    for turn in range(tl.cdiv(rows - tl.program_id(0), tl.num_programs(0))):
+        row = share + turn * tl.num_programs(0)
+        at = row * channels
+        scale = tl.load(scale_R + row)
+        normed_D = tl.load(x_RD + at + channel_D, mask=there_D, other=0.0).to(tl.float32) * scale
+        dy_D = tl.load(dy_RD + at + channel_D, mask=there_D, other=0.0).to(tl.float32)
+        grad_weight_D += dy_D * normed_D
+        weighted_D = dy_D * weight_D
+        dx_D = scale * (weighted_D - normed_D * _mean(weighted_D * normed_D, channels))
+        tl.store(dx_RD + at + channel_D, dx_D, mask=there_D)
+    tl.store(grad_weight_SD + share * channels + channel_D, grad_weight_D, mask=there_D)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Over the last axis, in fp32, and returned in the type of x."""
+    return _RMSNorm.apply(x, weight, eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Keeps x, the weight, and each row's scale."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        x, weight_D = x.contiguous(), weight_D.contiguous()
+        channels, y = x.shape[-1], torch.empty_like(x)
+        rows = x.numel() // channels
+        scale_R = x.new_empty(rows, dtype=torch.float32)
+        block, warps = _row(channels)
+        launch(_forward, (rows,), x, weight_D, y, scale_R, eps, channels, block, warps=warps)
+        ctx.save_for_backward(x, weight_D, scale_R)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight_D, scale_R = ctx.saved_tensors
+        dy, dx, channels, rows = grad_y.contiguous(), torch.empty_like(x), x.shape[-1], len(scale_R)
+        shares = min(rows, PROGRAMS)
+        grad_weight_SD = scale_R.new_empty(shares, channels)
+        block, warps = _row(channels)
+        launch(_backward, (shares,), x, weight_D, dy, scale_R, dx, grad_weight_SD, rows, channels, block, warps=warps)
+        return dx, grad_weight_SD.sum(0).to(weight_D.dtype), None
+
+
+def _row(channels: int) -> tuple[int, int]:
+    """The tile that holds a row, and the warps that share it."""
+    block = triton.next_power_of_2(channels)
+    return block, min(max(block // WARP_VALUES, 1), 16)

@@ -1,0 +1,27 @@
+"""Root-mean-square norm by Triton kernels of our own (`kernels/rms_norm`); unmeasured on a GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridtron.ops.norm_rope import rms_norm
+
+MAX_CHANNELS = 8192  # of a row, which the registers of one program hold
+
+
+def _refuses(x: Tensor, weight: Tensor, eps: float) -> str | None:
+    if torch.compiler.is_compiling():
+        return "torch.compile joins the reference to what stands around it"
+    if torch.float64 in (x.dtype, weight.dtype):
+        return "the kernels have no float64"
+    if x.shape[-1] > MAX_CHANNELS:
+        return f"rows of {x.shape[-1]} channels; the kernels take {MAX_CHANNELS}"
+    return None
+
+
+@rms_norm.form("triton", device="cuda", package="triton", refuses=_refuses)
+def _triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    from hybridtron.ops.kernels import rms_norm as kernels
+
+    return kernels.rms_norm(x, weight, eps)

@@ -1,0 +1,36 @@
+"""How many bytes of tensors there are at a time."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Live(TorchDispatchMode):
+    """Bytes of all tensors that are alive at a time, and the most that were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()).nbytes():
+                self.add(storage)
+        return out
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        if (key := storage._cdata) in self.seen:
+            return
+        self.seen.add(key)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self.drop, key, storage.nbytes())
+
+    def drop(self, key: int, size: int) -> None:
+        self.seen.discard(key)
+        self.now -= size

@@ -1,0 +1,112 @@
+"""The norm's Triton kernels against the reference in float64: output and both gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.device import compute_device
+from hybridtron.ops.dispatch import force
+from hybridtron.ops.norm_rope import rms_norm
+from hybridtron.ops.norm_triton import MAX_CHANNELS
+from tests.ops.kernels.compiling import compile_calls
+
+FP32 = 5e-7  # of a tensor's norm
+
+
+@pytest.fixture
+def four_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hybridtron.ops.kernels import rms_norm as kernels  # not above: read anew for the interpreter
+
+    monkeypatch.setattr(kernels, "PROGRAMS", 4)
+
+
+def results(form: str, x: Tensor, weight: Tensor, dy: Tensor, eps: float) -> list[Tensor]:
+    """y, and the gradients of x and of the weight."""
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    with force(rms_norm=form):
+        y = rms_norm(x, weight, eps)
+    return [y.detach(), *torch.autograd.grad(y, (x, weight), dy.to(y.dtype))]
+
+
+def assert_right(x: Tensor, weight: Tensor, dy: Tensor, tolerance: float, eps: float = 1e-5) -> list[Tensor]:
+    device = compute_device()
+    expected = results("reference", x.double(), weight.double(), dy.double(), eps)
+    found = results("triton", x.to(device), weight.to(device), dy.to(device), eps)
+    assert [t.dtype for t in found] == [x.dtype, x.dtype, weight.dtype]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.shape == theirs.shape
+        assert (ours.cpu().double() - theirs).norm() <= tolerance * theirs.norm()
+    return found
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (7, 16), (3, 5, 100), (2, 1, 1025), (1, 2304)], ids=str)
+def test_any_number_of_rows_and_channels(shape: tuple[int, ...]) -> None:
+    assert_right(torch.randn(shape), torch.randn(shape[-1]), torch.randn(shape), FP32, eps=0.1)
+
+
+@pytest.mark.parametrize("rows", [7, 12])
+@pytest.mark.usefixtures("four_programs")
+def test_more_rows_than_programs(rows: int) -> None:
+    assert_right(torch.randn(rows, 8), torch.randn(8), torch.randn(rows, 8), FP32)
+
+
+def test_eps_counts_where_a_row_is_small() -> None:
+    assert_right(1e-3 * torch.randn(4, 40), torch.randn(40), torch.randn(4, 40), FP32, eps=1e-6)
+
+
+def test_rows_that_are_not_contiguous() -> None:
+    x, dy = torch.randn(40, 6).T, torch.randn(1, 40).expand(6, 40)
+    assert_right(x, torch.randn(40), dy, FP32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_sums_in_fp32(dtype: torch.dtype) -> None:
+    x, dy = torch.randn(3, 5, 100, dtype=dtype), torch.randn(3, 5, 100, dtype=dtype)
+    found = assert_right(x, torch.randn(100), dy, 2**-7)
+    again = assert_right(x, torch.randn(100, dtype=dtype), dy, 2**-7)
+    assert found[0].dtype == again[0].dtype == dtype
+
+
+@pytest.mark.usefixtures("four_programs")
+def test_the_same_bits_again() -> None:
+    x, weight, dy = torch.randn(11, 24), torch.randn(24), torch.randn(11, 24)
+    for first, second in zip(assert_right(x, weight, dy, FP32), assert_right(x, weight, dy, FP32), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_what_it_refuses() -> None:
+    form = rms_norm.named("triton")
+    assert form.device == "cuda"
+    assert form.refuses(torch.zeros(2, 8), torch.zeros(8), 1e-5) is None
+    assert "float64" in form.refuses(torch.zeros(2, 8).double(), torch.zeros(8), 1e-5)
+    assert "8193 channels" in form.refuses(torch.zeros(1, MAX_CHANNELS + 1), torch.zeros(MAX_CHANNELS + 1), 1e-5)
+
+
+def shipped() -> None:
+    """Forward and backward of rows from those of a tiny model to the longest that are taken."""
+    from hybridtron.ops.kernels.rms_norm import rms_norm as kernels
+
+    for dtype in (torch.bfloat16, torch.float32):
+        for channels in (64, 2304, MAX_CHANNELS):
+            x = torch.empty(8192, 8, channels, dtype=dtype, device="meta", requires_grad=True)
+            y = kernels(x, torch.empty(channels, device="meta", requires_grad=True), 1e-5)
+            y.backward(torch.empty_like(y))
+
+
+@pytest.mark.slow
+def test_what_is_shipped_fits_an_h100() -> None:
+    launches, buffers = compile_calls(__name__, "shipped")
+    assert {launch.kernel for launch in launches} == {"_forward", "_backward"}
+    assert [fault for launch in launches for fault in launch.faults()] == []
+    assert not any(launch.instructions["atom"] + launch.instructions["red"] for launch in launches)
+    assert max(buffers) == 8192 * 8 * MAX_CHANNELS
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(compute_device().type == "cpu", reason="no CUDA device")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, FP32), (torch.bfloat16, 2**-8)])
+def test_on_a_gpu(dtype: torch.dtype, tolerance: float) -> None:
+    x, dy = torch.randn(512, 4, 2304, dtype=dtype), torch.randn(512, 4, 2304, dtype=dtype)
+    assert_right(x, torch.randn(2304), dy, tolerance)

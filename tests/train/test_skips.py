@@ -17,6 +17,7 @@ from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.save import Saver
 from hybridtron.config.layout import Launch
+from hybridtron.config.phases import stretches
 from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.data.batch import Batch
 from hybridtron.data.loader import Loader, build_loader
@@ -25,7 +26,6 @@ from hybridtron.engine.engine import Engine
 from hybridtron.parallel import groups as process_groups
 from hybridtron.train.go_back import Diverged
 from hybridtron.train.lr import learning_rate
-from hybridtron.config.phases import stretches
 from tests.train.conftest import Train, small_run_arguments
 from tests.train.faults import outcome_of, spoiled, train_ranks, trained
 

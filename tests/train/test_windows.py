@@ -7,8 +7,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridtron.config.schema import PhaseConfig
 from hybridtron.config.phases import Stretch
+from hybridtron.config.schema import PhaseConfig
 from hybridtron.train.windows import Windows
 
 PHASE = PhaseConfig(tokens="1K", seq_len=1, global_batch=1, lr=1.0)

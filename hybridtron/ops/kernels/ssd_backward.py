@@ -28,39 +28,13 @@ from hybridtron.ops.kernels.ssd_forward import decay_between, product, state_ent
 
 @triton.jit
 def token_gradients(
-    x_BLHP: tl.tensor,
-    dy_BLHP: tl.tensor,
-    B_BLGN: tl.tensor,
-    C_BLGN: tl.tensor,
-    D_H: tl.tensor,
-    delta_BHL: tl.tensor,
-    high_BHL: tl.tensor,
-    low_BHL: tl.tensor,
-    enter_BHL: tl.tensor,
-    leave_BHL: tl.tensor,
-    documents_BL: tl.tensor,
-    before_BCHPN: tl.tensor,
-    grad_after_BCHPN: tl.tensor,
-    grad_x_BLHP: tl.tensor,
-    direct_BHL: tl.tensor,
-    skip_BHL: tl.tensor,
-    gain_BHL: tl.tensor,
-    loss_BHL: tl.tensor,
-    pairs_KBHL: tl.tensor,
-    length: int,
-    heads: int,
-    groups: int,
-    DOCUMENTS: tl.constexpr,
-    P: tl.constexpr,
-    N: tl.constexpr,
-    CHUNK: tl.constexpr,
-    OWN: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SLICE: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
+    x_BLHP: tl.tensor, dy_BLHP: tl.tensor, B_BLGN: tl.tensor, C_BLGN: tl.tensor, D_H: tl.tensor, delta_BHL: tl.tensor,
+    high_BHL: tl.tensor, low_BHL: tl.tensor, enter_BHL: tl.tensor, leave_BHL: tl.tensor, documents_BL: tl.tensor,
+    before_BCHPN: tl.tensor, grad_after_BCHPN: tl.tensor, grad_x_BLHP: tl.tensor, direct_BHL: tl.tensor,
+    skip_BHL: tl.tensor, gain_BHL: tl.tensor, loss_BHL: tl.tensor, pairs_KBHL: tl.tensor, length: int, heads: int,
+    groups: int, DOCUMENTS: tl.constexpr, P: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, OWN: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
     """Of OWN tokens and one head: dx, and by token dv . x, dy . x, and the terms of dg.
 
     These are gain (tokens that see the state before the chunk), loss (tokens that the state after it remembers), and
@@ -119,28 +93,11 @@ def token_gradients(
 
 @triton.jit
 def _over_states(
-    B_BLGN: tl.tensor,
-    C_BLGN: tl.tensor,
-    before_BCHPN: tl.tensor,
-    grad_after_BCHPN: tl.tensor,
-    row: tl.tensor,
-    index: tl.tensor,
-    group: tl.tensor,
-    token_O: tl.tensor,
-    token_T: tl.tensor,
-    p_P: tl.tensor,
-    length: int,
-    groups: int,
-    P: tl.constexpr,
-    N: tl.constexpr,
-    CHUNK: tl.constexpr,
-    OWN: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SLICE: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> tuple:
+    B_BLGN: tl.tensor, C_BLGN: tl.tensor, before_BCHPN: tl.tensor, grad_after_BCHPN: tl.tensor, row: tl.tensor,
+    index: tl.tensor, group: tl.tensor, token_O: tl.tensor, token_T: tl.tensor, p_P: tl.tensor, length: int,
+    groups: int, P: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, OWN: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr, SLICE: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+) -> tuple:  # fmt: skip
     """B_o . C_t, dh B_o and h C_o of own tokens o, summed over slices of the state's entries."""
     mix_OT = tl.zeros([OWN, CHUNK], tl.float32)
     kept_OP = tl.zeros([OWN, BLOCK_P], tl.float32)
@@ -160,32 +117,12 @@ def _over_states(
 
 @triton.jit
 def group_gradients(
-    own_BLHP: tl.tensor,
-    other_BLHP: tl.tensor,
-    shared_BLGN: tl.tensor,
-    delta_BHL: tl.tensor,
-    high_BHL: tl.tensor,
-    low_BHL: tl.tensor,
-    weight_BHL: tl.tensor,
-    documents_BL: tl.tensor,
-    states_BCHPN: tl.tensor,
-    grad_BLSGN: tl.tensor,
-    length: int,
-    heads: int,
-    groups: int,
-    splits: int,
-    DOCUMENTS: tl.constexpr,
-    REVERSED: tl.constexpr,
-    P: tl.constexpr,
-    N: tl.constexpr,
-    CHUNK: tl.constexpr,
-    OWN: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SLICE: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
+    own_BLHP: tl.tensor, other_BLHP: tl.tensor, shared_BLGN: tl.tensor, delta_BHL: tl.tensor, high_BHL: tl.tensor,
+    low_BHL: tl.tensor, weight_BHL: tl.tensor, documents_BL: tl.tensor, states_BCHPN: tl.tensor,
+    grad_BLSGN: tl.tensor, length: int, heads: int, groups: int, splits: int, DOCUMENTS: tl.constexpr,
+    REVERSED: tl.constexpr, P: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, OWN: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
     """A split's share of dC at OWN tokens (own dy, other x, shared B, h); reversed, of dB (own x, other dy, C, dh)."""
     slices: tl.constexpr = BLOCK_N // SLICE
     group, split = tl.program_id(1) // slices // splits, tl.program_id(1) // slices % splits
@@ -225,24 +162,11 @@ def group_gradients(
 
 @triton.jit
 def step_gradients(
-    dt_BLH: tl.tensor,
-    dt_bias_H: tl.tensor,
-    A_H: tl.tensor,
-    delta_BHL: tl.tensor,
-    direct_BHL: tl.tensor,
-    skip_BHL: tl.tensor,
-    gain_BHL: tl.tensor,
-    loss_BHL: tl.tensor,
-    pairs_KBHL: tl.tensor,
-    through_BCH: tl.tensor,
-    grad_dt_BLH: tl.tensor,
-    grads_3BCH: tl.tensor,
-    length: int,
-    heads: int,
-    PARTS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    dt_BLH: tl.tensor, dt_bias_H: tl.tensor, A_H: tl.tensor, delta_BHL: tl.tensor, direct_BHL: tl.tensor,
+    skip_BHL: tl.tensor, gain_BHL: tl.tensor, loss_BHL: tl.tensor, pairs_KBHL: tl.tensor, through_BCH: tl.tensor,
+    grad_dt_BLH: tl.tensor, grads_3BCH: tl.tensor, length: int, heads: int, PARTS: tl.constexpr, CHUNK: tl.constexpr,
     HEADS: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Of HEADS heads in a chunk: dg, from it the gradient of dt, and the chunk's share of those of A, D and dt_bias."""
     chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     rows = tl.num_programs(2).to(tl.int64)

@@ -26,22 +26,10 @@ import triton.language as tl
 
 @triton.jit
 def decays(
-    dt_BLH: tl.tensor,
-    dt_bias_H: tl.tensor,
-    A_H: tl.tensor,
-    documents_BL: tl.tensor,
-    delta_BHL: tl.tensor,
-    high_BHL: tl.tensor,
-    low_BHL: tl.tensor,
-    enter_BHL: tl.tensor,
-    leave_BHL: tl.tensor,
-    whole_BHC: tl.tensor,
-    length: int,
-    heads: int,
-    DOCUMENTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HEADS: tl.constexpr,
-) -> None:
+    dt_BLH: tl.tensor, dt_bias_H: tl.tensor, A_H: tl.tensor, documents_BL: tl.tensor, delta_BHL: tl.tensor,
+    high_BHL: tl.tensor, low_BHL: tl.tensor, enter_BHL: tl.tensor, leave_BHL: tl.tensor, whole_BHC: tl.tensor,
+    length: int, heads: int, DOCUMENTS: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
+) -> None:  # fmt: skip
     """Of HEADS heads in a chunk: delta, S in two parts, exp(S_i), exp(S_T - S_i) and exp(S_T).
 
     The last three are zero where no state may pass: in other documents than the one that the state belongs to.
@@ -81,11 +69,8 @@ def decays(
 
 @triton.jit
 def _border_documents(
-    documents_L: tl.tensor,
-    chunk: tl.tensor,
-    length: int,
-    CHUNK: tl.constexpr,
-) -> tuple:
+    documents_L: tl.tensor, chunk: tl.tensor, length: int, CHUNK: tl.constexpr,
+) -> tuple:  # fmt: skip
     """Whose the states before and after a chunk are; what comes into a row belongs to document 0."""
     before = tl.maximum(chunk * CHUNK - 1, 0)
     after = tl.minimum((chunk + 1) * CHUNK, length) - 1
@@ -101,15 +86,9 @@ def product(left: tl.tensor, right: tl.tensor, PRODUCT: tl.constexpr, PRECISION:
 
 @triton.jit
 def tokens_by_channel(
-    x_BLHP: tl.tensor,
-    row: tl.tensor,
-    token_T: tl.tensor,
-    head: tl.tensor,
-    channel_P: tl.tensor,
-    length: int,
-    heads: int,
-    P: tl.constexpr,
-) -> tl.tensor:
+    x_BLHP: tl.tensor, row: tl.tensor, token_T: tl.tensor, head: tl.tensor, channel_P: tl.tensor, length: int,
+    heads: int, P: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """x of some tokens and one head (T, P), zeros beyond; heads may be groups, and P be N."""
     at_TP = ((row * length + token_T) * heads + head)[:, None] * P + channel_P[None, :]
     return tl.load(
@@ -119,13 +98,8 @@ def tokens_by_channel(
 
 @triton.jit
 def state_entries(
-    states_BCHPN: tl.tensor,
-    index: tl.tensor,
-    p_P: tl.tensor,
-    n_N: tl.tensor,
-    P: tl.constexpr,
-    N: tl.constexpr,
-) -> tl.tensor:
+    states_BCHPN: tl.tensor, index: tl.tensor, p_P: tl.tensor, n_N: tl.tensor, P: tl.constexpr, N: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Of the state of one head at one chunk (P, N), zeros beyond."""
     there_PN = tl.expand_dims(p_P < P, 1) & tl.expand_dims(n_N < N, 0)
     return tl.load(states_BCHPN + index * P * N + p_P[:, None] * N + n_N[None, :], mask=there_PN, other=0.0)
@@ -133,15 +107,9 @@ def state_entries(
 
 @triton.jit
 def decay_between(
-    high_L: tl.tensor,
-    low_L: tl.tensor,
-    documents_L: tl.tensor,
-    token_O: tl.tensor,
-    token_T: tl.tensor,
-    length: int,
-    DOCUMENTS: tl.constexpr,
-    REVERSED: tl.constexpr,
-) -> tl.tensor:
+    high_L: tl.tensor, low_L: tl.tensor, documents_L: tl.tensor, token_O: tl.tensor, token_T: tl.tensor, length: int,
+    DOCUMENTS: tl.constexpr, REVERSED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """exp(S_o - S_t) where own token o sees t, else 0; reversed: exp(S_t - S_o) where t sees o."""
     inside_O, inside_T = token_O < length, token_T < length
     high_OT = tl.load(high_L + token_O, mask=inside_O, other=0.0)[:, None]
@@ -164,24 +132,10 @@ def decay_between(
 
 @triton.jit
 def chunk_states(
-    left_BLHP: tl.tensor,
-    right_BLGN: tl.tensor,
-    weight_BHL: tl.tensor,
-    delta_BHL: tl.tensor,
-    states_BCHPN: tl.tensor,
-    length: int,
-    heads: int,
-    groups: int,
-    STEPS: tl.constexpr,
-    P: tl.constexpr,
-    N: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SLICE: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
+    left_BLHP: tl.tensor, right_BLGN: tl.tensor, weight_BHL: tl.tensor, delta_BHL: tl.tensor, states_BCHPN: tl.tensor,
+    length: int, heads: int, groups: int, STEPS: tl.constexpr, P: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
     """sum_t weight_t left_t right_t^T: x and B forward, with steps delta; dy and C backward, without."""
     slices: tl.constexpr = BLOCK_N // SLICE
     chunk, head, row = tl.program_id(0), tl.program_id(1) // slices, tl.program_id(2).to(tl.int64)
@@ -202,19 +156,10 @@ def chunk_states(
 
 @triton.jit
 def pass_states(
-    states_BCHPN: tl.tensor,
-    whole_BHC: tl.tensor,
-    start_BHPN: tl.tensor,
-    end_BHPN: tl.tensor,
-    before_BCHPN: tl.tensor,
-    through_BCHK: tl.tensor,
-    chunks: int,
-    heads: int,
-    size: int,
-    START: tl.constexpr,
-    REVERSED: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    states_BCHPN: tl.tensor, whole_BHC: tl.tensor, start_BHPN: tl.tensor, end_BHPN: tl.tensor,
+    before_BCHPN: tl.tensor, through_BCHK: tl.tensor, chunks: int, heads: int, size: int, START: tl.constexpr,
+    REVERSED: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """In the place of what every chunk adds, the state that it starts from; and the state after the last one.
 
     Reversed, these are gradients, from the last chunk to the first: of the state after each chunk, and of the one
@@ -244,31 +189,12 @@ def pass_states(
 
 @triton.jit
 def outputs(
-    x_BLHP: tl.tensor,
-    B_BLGN: tl.tensor,
-    C_BLGN: tl.tensor,
-    D_H: tl.tensor,
-    delta_BHL: tl.tensor,
-    high_BHL: tl.tensor,
-    low_BHL: tl.tensor,
-    enter_BHL: tl.tensor,
-    documents_BL: tl.tensor,
-    before_BCHPN: tl.tensor,
-    y_BLHP: tl.tensor,
-    length: int,
-    heads: int,
-    groups: int,
-    DOCUMENTS: tl.constexpr,
-    P: tl.constexpr,
-    N: tl.constexpr,
-    CHUNK: tl.constexpr,
-    OWN: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SLICE: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
+    x_BLHP: tl.tensor, B_BLGN: tl.tensor, C_BLGN: tl.tensor, D_H: tl.tensor, delta_BHL: tl.tensor,
+    high_BHL: tl.tensor, low_BHL: tl.tensor, enter_BHL: tl.tensor, documents_BL: tl.tensor, before_BCHPN: tl.tensor,
+    y_BLHP: tl.tensor, length: int, heads: int, groups: int, DOCUMENTS: tl.constexpr, P: tl.constexpr,
+    N: tl.constexpr, CHUNK: tl.constexpr, OWN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    SLICE: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
     """y of OWN tokens of a chunk, one head."""
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     chunk, group = tl.program_id(0) // (CHUNK // OWN), head // (heads // groups)

@@ -51,7 +51,10 @@ def killed_at(number: int, work: Callable[[], None]) -> bool:
     return os.WIFSIGNALED(status)
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["a new step", "a step that is there"])
+@pytest.mark.parametrize(
+    "again",
+    [pytest.param(False, id="a new step"), pytest.param(True, id="a step that is there", marks=pytest.mark.slow)],
+)
 def test_a_kill_at_every_step_of_a_save_leaves_a_whole_checkpoint(
     alone: Groups, write: Write, tmp_path: Path, again: bool
 ) -> None:

@@ -18,11 +18,12 @@ from hybridtron.config.problems import ConfigError
 from hybridtron.config.schema import Config, DataConfig, Documents, ModelConfig, Order, PhaseConfig, RunConfig, Source
 from hybridtron.data.batch import Batch
 from hybridtron.data.folder import TokenFolder
+from hybridtron.data.ingredients import reading_plan
 from hybridtron.data.loader import Ahead, Loader, build_loader
 from hybridtron.data.prepare import corpus
 from hybridtron.data.prepare.documents import Document
 from hybridtron.data.reading import Reading, phase_seed
-from hybridtron.data.sources import Sources, reading_plan
+from hybridtron.data.sources import Sources
 from hybridtron.data.store.shards import DataError
 from hybridtron.data.validation import held_out
 from tests.data.conftest import EOS, sources_of, toy_documents
@@ -209,8 +210,11 @@ def test_every_token_is_read_once_an_epoch(toy: TokenFolder):
 def test_a_mixture_is_exact(make_folder: Callable[..., TokenFolder]):
     first, second = make_folder(), make_folder(validation=(50,), name="other")
     sources = sources_of((first, "text", 3), (second, "text", 1))
-    assert [(line.share, line.tokens) for line in reading_plan(sources, 1600)] == [(0.75, 1200), (0.25, 400)]
-    assert reading_plan(sources, 1600)[1].epochs == pytest.approx(400 / 212)
+    assert [(line.share, line.tokens) for line in reading_plan(sources.ingredients, 1600)] == [
+        (0.75, 1200),
+        (0.25, 400),
+    ]
+    assert reading_plan(sources.ingredients, 1600)[1].epochs == pytest.approx(400 / 212)
 
 
 def test_left_behind_nothing(toy: TokenFolder):

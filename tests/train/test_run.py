@@ -156,6 +156,7 @@ def test_a_failed_run_says_why(train_small: Train, tmp_path: Path, monkeypatch: 
     assert outcome == {"outcome": "failed", "rank": 0, "reason": "RuntimeError: out of luck"}
 
 
+@pytest.mark.slow
 def test_bf16_learns_too(train_small: Train, tmp_path: Path) -> None:
     assert train_small("precision=bf16", "phases.0.tokens=8K", "run.eval_every=200") == 0
     assert metrics_of(tmp_path / "run")[-1]["loss"] < 0.6 * math.log(VOCAB)

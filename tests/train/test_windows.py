@@ -7,6 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridtron.config.growth import Growth
 from hybridtron.config.phases import Stretch
 from hybridtron.config.schema import PhaseConfig
 from hybridtron.train.windows import Windows
@@ -49,7 +50,8 @@ def test_a_checkpoint_holds_them(windows: list[tuple[int, int, int]]) -> None:
 def test_what_is_left_out_is_what_was_read(windows: list[tuple[int, int, int]], done: int, count: int) -> None:
     """Two phases of ten steps: nothing that the steps after `done` up to the failed one read is read again."""
     failed = min(done + count, 20)
-    stretches = [Stretch(0, PHASE, 0, 10, 0), Stretch(1, PHASE, 10, 20, 0)]
+    growth = Growth.of(PHASE)
+    stretches = [Stretch(0, PHASE, 0, 10, 0, growth), Stretch(1, PHASE, 10, 20, 0, growth)]
     found = Windows(windows)
     after = found.without(stretches, done, failed)
     for stretch in stretches:

@@ -5,12 +5,13 @@
 # make hf-ops   writes the ops of the shipped Hugging Face class from those of the package
 # make chaos   kills and damages a tiny run again and again, which ends as one that nothing happens to (minutes)
 # make audit   compares every gradient of every parallel layout with one process (minutes)
+# make test-slurm   installs a SLURM of two nodes where it can (as root, on Debian) and submits runs to it (minutes)
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 STREAMING := mosaicml-streaming==0.13.0
 DALI := nvidia-dali-cuda120==2.4.0
 BIN := .venv/bin
-.PHONY: train length-story setup setup-dali test lint types test-fast test-slow test-gpu audit chaos hf-ops format clean
+.PHONY: train length-story setup setup-dali test lint types test-fast test-slow test-slurm setup-slurm test-gpu audit chaos hf-ops format clean
 
 train: .venv/.ready
 	$(BIN)/python train.py
@@ -48,8 +49,16 @@ test-fast: .venv/.ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not gloo and not slow and not gpu"
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "gloo and not slow"
 
-test-slow: .venv/.finetune
+test-slow: .venv/.finetune setup-slurm
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(if $(SLICE),--slice $(SLICE))
+
+test-slurm: .venv/.ready setup-slurm
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" tests/slurm
+
+# without it these tests say so and are skipped, but where HYBRIDTRON_CI is set they fail
+setup-slurm:
+	-command -v slurmctld >/dev/null || (apt-get update --quiet --quiet && \
+	  apt-get install --quiet --quiet --yes --no-install-recommends slurmctld slurmd slurm-client munge)
 
 test-gpu: .venv/.ready
 	$(BIN)/pytest -m gpu

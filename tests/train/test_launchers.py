@@ -1,4 +1,4 @@
-"""Real processes: train.py under torchrun and under a batch script, of which one alone is told to stop or killed."""
+"""Real processes: train.py and torchrun, of which one alone is told to stop or killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from hybridtron.train.preempt import HAND_ON
 from tests.train.conftest import small_run_arguments
 from tests.train.faults import outcome_of, trained
 
@@ -87,18 +86,6 @@ def test_a_signal_to_torchrun_alone(
     steps = [line["step"] for line in trained(run)]
     assert steps == list(range(1, outcome["step"] + 1))
     assert (run / "checkpoints" / f"step-{outcome['step']:08}").is_dir()
-
-
-def test_a_batch_script_hands_its_signal_on_and_exits_as_the_run_does(counting_folder: Path, tmp_path: Path) -> None:
-    run, script = tmp_path / "run", tmp_path / "batch.sh"
-    script.write_text(f"#!/bin/bash\n{HAND_ON}")
-    arguments = [*small_run_arguments(counting_folder, run), LONG]
-    with started(["bash", str(script), sys.executable, "train.py", *arguments]) as batch:
-        wait_until_step(run, 3, batch)
-        batch.send_signal(signal.SIGUSR1)
-        batch.send_signal(signal.SIGUSR1)
-        assert batch.wait(60) == 75
-    assert outcome_of(run)["reason"] == "SIGTERM"
 
 
 @pytest.mark.parametrize(("ending", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -signal.SIGKILL)])

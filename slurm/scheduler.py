@@ -1,0 +1,99 @@
+"""SLURM's own programs, as far as submitting and watching need them; nothing else calls them from Python."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PATIENCE = 60  # seconds that a busy controller may take to answer
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
+
+
+class SlurmError(RuntimeError):
+    """A program of SLURM's failed; the text is its own message."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition's limits; None: no limit on the time."""
+
+    name: str
+    is_default: bool
+    is_up: bool
+    time_s: int | None
+    nodes: int
+
+
+@dataclass(frozen=True)
+class Queued:
+    """A job as squeue shows it."""
+
+    job: str
+    state: str
+    reason: str
+    nodes: str
+    start: str
+
+
+def is_here() -> bool:
+    return shutil.which("sbatch") is not None
+
+
+def partitions() -> list[Partition]:
+    lines = _told(["sinfo", "--noheader", "--format=%P|%a|%l|%D"]).splitlines()
+    return [_partition(*line.split("|")) for line in lines if line.count("|") == 3]
+
+
+def would_start(script: Path) -> None:
+    """Let SLURM itself say whether a script could ever be scheduled. Raises SlurmError with its reason."""
+    _told(["sbatch", "--test-only", str(script)])
+
+
+def submit(script: Path, after: str | None) -> str:
+    """Queue a script, to begin when the job `after` has ended, however it did; the number of the new job."""
+    dependency = [] if after is None else [f"--dependency=afterany:{after}"]
+    return _told(["sbatch", "--parsable", *dependency, str(script)]).strip().partition(";")[0]
+
+
+def queued(jobs: Sequence[str]) -> list[Queued]:
+    """Those of these jobs that are still queued or running."""
+    if not jobs:
+        return []
+    # asked for all jobs: squeue fails where it knows none of those that are named
+    lines = _told(["squeue", "--noheader", "--format=%i|%T|%r|%N|%S"]).splitlines()
+    found = [Queued(*line.split("|", 4)) for line in lines if line.count("|") >= 4]
+    return [one for one in found if one.job in jobs]
+
+
+def seconds(time: str) -> int | None:
+    """`1-12:00:00`, `12:00:00`, `90:00` or `90` (minutes) in seconds; None for what is no time limit of SLURM's."""
+    matched = _TIME.fullmatch(time)
+    if matched is None:
+        return None
+    first, second, third = (None if matched[name] is None else int(matched[name]) for name in "abc")
+    assert first is not None
+    if matched["days"] is not None:  # days-hours:minutes:seconds
+        return (int(matched["days"]) * 24 + first) * 3600 + (second or 0) * 60 + (third or 0)
+    if third is not None:
+        return first * 3600 + (second or 0) * 60 + third
+    return first * 60 + (second or 0)
+
+
+def _partition(name: str, state: str, limit: str, nodes: str) -> Partition:
+    return Partition(name.rstrip("*"), name.endswith("*"), state == "up", seconds(limit), int(nodes))
+
+
+def _told(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    except FileNotFoundError:
+        raise SlurmError(f"{command[0]} is not on this machine's PATH") from None
+    except subprocess.TimeoutExpired:
+        raise SlurmError(f"{command[0]} does not answer within {PATIENCE} s") from None
+    if done.returncode:
+        raise SlurmError(f"{command[0]} failed: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout

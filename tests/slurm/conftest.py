@@ -1,0 +1,150 @@
+"""A real SLURM of two nodes for the session's slow tests, and the runs that are submitted to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.conftest import counting_folder  # noqa: F401 (a fixture)
+
+ROOT = Path(__file__).parents[2]
+TWO_NODES = Path(__file__).with_name("two_nodes.sh")
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
+FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+PATIENCE = 150.0  # seconds that anything may take; the machine has two cores
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A SLURM that runs; its programs find it by the environment."""
+
+    environment: dict[str, str]
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, env=self.environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False
+        )
+
+    def told(self, *command: str) -> str:
+        done = self.run(*command)
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def submit(self, *arguments: str) -> list[str]:
+        """The jobs that slurm/submit.py has submitted, to two nodes that have nothing to do."""
+        self.wait_until(lambda: self.told("sinfo", "-h", "-p", "main", "-t", "idle", "-o", "%D").strip() == "2")
+        told = self.told(sys.executable, "slurm/submit.py", *arguments)
+        matched = re.search(r"submitted as job ([\d, ]+);", told)
+        assert matched, told
+        return matched[1].split(", ")
+
+    def job(self, job: str) -> dict[str, str]:
+        """What scontrol tells of a job."""
+        told = self.told("scontrol", "show", "job", "--oneliner", job)
+        return dict(re.findall(r"(\w+(?::\w+)?)=(\S*)", told))
+
+    def wait_until(self, what: Callable[[], Any], *runs: Path) -> Any:
+        """What becomes true; the logs of these runs if it does not."""
+        until = time.monotonic() + PATIENCE
+        while not (found := what()):
+            assert time.monotonic() < until, "\n".join([self.told("squeue"), *(logs_of(run) for run in runs)])
+            time.sleep(0.2)
+        return found
+
+    def minutes(self, job: str) -> int:
+        """Whole minutes for which a job has been running."""
+        hours, minutes, _ = self.job(job)["RunTime"].split(":")
+        return 60 * int(hours) + int(minutes)
+
+    def requeued(self, job: str, run: Path, restarts: int) -> None:
+        """Wait until a job was requeued so often and waits, and let it start at once: SLURM waits two minutes."""
+
+        def waits() -> bool:
+            told = self.job(job)
+            assert told["JobState"] not in FINAL, f"{told}\n{logs_of(run)}"
+            return told["JobState"] == "PENDING" and int(told["Restarts"]) == restarts
+
+        self.wait_until(waits, run)
+        # what is left of a start gets SIGKILL after KillWait, by the number that the next start has too
+        self.wait_until(lambda: not steps_of(job), run)
+        self.told("scontrol", "update", f"JobId={job}", "TimeLimit=20", "StartTime=now")
+
+    def ended(self, job: str, run: Path) -> str:
+        """The state that a job has ended in."""
+        return self.wait_until(lambda: (state := self.job(job)["JobState"]) in FINAL and state, run)
+
+
+def steps_of(job: str) -> list[str]:
+    """The processes that run a job's steps on the nodes."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            found.append(path.read_text(errors="replace"))
+    return [title for title in found if title.startswith(f"slurmstepd: [{job}.")]
+
+
+def logs_of(run: Path) -> str:
+    """Everything that a run's jobs have said."""
+    files = [*sorted((run / "logs").rglob("*.txt")), run / "slurm" / "attempts.jsonl"]
+    return "\n".join(f"--- {path}\n{path.read_text()[-3000:]}" for path in files if path.exists())
+
+
+def attempts(run: Path) -> list[dict[str, Any]]:
+    """The attempts of a run, each as it ended."""
+    lines = [json.loads(line) for line in (run / "slurm" / "attempts.jsonl").read_text().splitlines()]
+    return list({(line["job"], line["restart"]): line for line in lines}.values())
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    if missing or os.geteuid():
+        why = f"no SLURM of its own: {', '.join(missing) or 'not root'} (make test-slurm installs it, as root)"
+        if os.environ.get("HYBRIDTRON_CI"):
+            pytest.fail(why)
+        pytest.skip(why)
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    own = {"SLURM_CONF": str(folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
+    foreign = ("SLURM_", "SBATCH_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)} | own
+    try:
+        subprocess.run([TWO_NODES, "start", folder, str(free_ports(3))], env=environment, check=True, timeout=60)
+        yield Cluster(environment)
+    finally:
+        subprocess.run([TWO_NODES, "stop", folder], env=environment, check=True, timeout=90)
+        shutil.rmtree(folder)
+
+
+def free_ports(count: int) -> int:
+    """The first of so many ports in a row on which nobody listens."""
+    for first in range(21000 + os.getpid() % 1000, 30000, count):
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as tried:
+                    tried.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return first
+    raise AssertionError("no free ports")
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    """A folder with a plain name, as #SBATCH lines need it."""
+    folder = Path(tempfile.mkdtemp(prefix="run-"))
+    yield folder
+    shutil.rmtree(folder)

@@ -1,0 +1,28 @@
+"""What a rank that srun has started knows of its place, without torchrun's variables."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridtron.config.problems import ConfigError
+from hybridtron.device import device_index
+from hybridtron.parallel.groups import _check_meeting_place
+
+
+@pytest.mark.parametrize(
+    ("environment", "visible", "index"),
+    [
+        ({}, 8, 0),
+        ({"SLURM_LOCALID": "5"}, 8, 5),
+        ({"SLURM_LOCALID": "5"}, 1, 0),  # SLURM shows each process its own device alone
+        ({"LOCAL_RANK": "3", "SLURM_LOCALID": "0"}, 8, 3),  # torchrun inside a task
+    ],
+)
+def test_a_process_uses_the_device_of_its_place(environment: dict[str, str], visible: int, index: int) -> None:
+    assert device_index(environment, visible) == index
+
+
+def test_ranks_without_a_meeting_place_are_told_what_is_missing() -> None:
+    _check_meeting_place({"MASTER_ADDR": "n1", "MASTER_PORT": "20001"})
+    with pytest.raises(ConfigError, match=r"MASTER_PORT  is not set, so that ranks can't meet: .*slurm/submit\.py"):
+        _check_meeting_place({"MASTER_ADDR": "n1"})

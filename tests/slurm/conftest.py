@@ -61,9 +61,14 @@ class Cluster:
         """What becomes true; the logs of these runs if it does not."""
         until = time.monotonic() + PATIENCE
         while not (found := what()):
-            assert time.monotonic() < until, "\n".join([self.told("squeue"), *(logs_of(run) for run in runs)])
+            assert time.monotonic() < until, "\n".join([self.controller(), *(logs_of(run) for run in runs)])
             time.sleep(0.2)
         return found
+
+    def controller(self) -> str:
+        """How the jobs stand, and the last that SLURM's controller has said."""
+        log = Path(self.environment["SLURM_CONF"]).with_name("slurmctld.log").read_text()
+        return f"{self.told('scontrol', 'show', 'job')}\n{log[-6000:]}"
 
     def minutes(self, job: str) -> int:
         """Whole minutes for which a job has been running."""

@@ -84,10 +84,10 @@ def planned(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> t
     job = job_of(config, kept, nodes)
     found += check(config, nodes * config.cluster.processes) + ingredients.problems(config)
     found += [*cluster_problems(config.cluster), *resume_problems(config.run.resume), *job_problems(job)]
-    if scheduler.is_here():
+    if (silence := scheduler.silence()) is None:
         found += queue_problems(job, nodes, ask_sbatch=not found)
     elif not dry_run:
-        found.append(Problem("cluster", "can't be asked: sbatch is not on the PATH here; submit where it is"))
+        found.append(Problem("cluster", f"can't be asked: {silence}"))
     if found:
         raise ConfigError(list(dict.fromkeys(found)))
     return config, job

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 TWO_NODES = Path(__file__).with_name("two_nodes.sh")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+KILL_WAIT = 25.0  # more than two_nodes.sh says
 PATIENCE = 150.0  # seconds that anything may take; the machine has two cores
 
 
@@ -84,8 +85,11 @@ class Cluster:
             return told["JobState"] == "PENDING" and int(told["Restarts"]) == restarts
 
         self.wait_until(waits, run)
-        # what is left of a start gets SIGKILL after KillWait, by the number that the next start has too
-        self.wait_until(lambda: not steps_of(job), run)
+        # what is left of a start gets SIGKILL after KillWait, by the number that the next start has too; on a node
+        # that is down nobody ends it
+        until = time.monotonic() + KILL_WAIT
+        self.wait_until(lambda: not steps_of(job) or time.monotonic() > until, run)
+        time.sleep(2)  # the nodes refuse a start in the second in which the last one ended, which ends the job
         self.told("scontrol", "update", f"JobId={job}", "TimeLimit=20", "StartTime=now")
 
     def ended(self, job: str, run: Path) -> str:

@@ -67,8 +67,10 @@ def _parsed(path: Path, _modified: int) -> dict[str, Any]:
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
     assert isinstance(config, Config)
     last = config.phases[-1]
-    sections = {"model": config.model, "precision": config.precision, "run": config.run}
-    sections |= {"phase": last, "data": config.data_of(last)}
+    now = config.in_phase(last)
+    peak = next(phase.lr for phase in reversed(config.phases) if phase.lr is not None)  # of the course that it ends
+    sections = {"model": now.model, "precision": now.precision, "run": config.run}
+    sections |= {"phase": dataclasses.replace(last, lr=peak), "data": config.data_of(last)}
     return {name: dataclasses.asdict(section) for name, section in sections.items()}
 
 

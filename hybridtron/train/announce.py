@@ -19,7 +19,7 @@ def announce_run(config: Config, engine: Engine, first: int, last: int) -> None:
     """What runs, after step `first` up to `last`, on what, with which kernels and why."""
     parameters = sum(parameter.size for parameter in engine.optimizer.table.values())
     print(
-        f"{config.run.name}: {readable(parameters)} parameters, {config.precision.name}, "
+        f"{config.run.name}: {readable(parameters)} parameters, {engine.config.precision.name}, "
         f"{describe_device()}, steps {first + 1} to {last}, folder {config.run.dir}"
     )
     parallel, groups = config.parallel, engine.groups

@@ -111,3 +111,11 @@ def test_a_run_may_start_from_weights_under_a_recipe_of_its_own(base: Path) -> N
     config = load([*BASE, f"run.weights={base}"])
     assert isinstance(config, Config)
     assert config.run.weights == str(base)
+
+
+def test_a_run_of_several_phases_hands_on_what_it_ended_with(base: Path) -> None:
+    (base / "config.yaml").write_text(to_yaml(load(["recipe=laptop_phases"])))
+    config = load(["recipe=length/tbtt", f"run.weights={base}"])
+    assert config.model.layers["W"]["kind"] == "span"
+    assert config.precision.name == "bf16"
+    assert config.phases[0].lr == pytest.approx(6e-5)  # a tenth of the last peak

@@ -8,16 +8,13 @@ allow is measured, fla's kernel for SSD too. Without CUDA the paper counts are a
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from hybridtron.device import compute_device
 from hybridtron.ops.attention import attention
@@ -25,6 +22,7 @@ from hybridtron.ops.conv1d import causal_conv
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.kernels.cost import (
     Cost,
+    add_rms_norm_cost,
     causal_conv_cost,
     linear_cross_entropy_cost,
     rms_norm_cost,
@@ -32,9 +30,10 @@ from hybridtron.ops.kernels.cost import (
     ssd_cost,
 )
 from hybridtron.ops.linear_loss import linear_cross_entropy
-from hybridtron.ops.norm_rope import rms_norm
-from hybridtron.ops.scan import selective_scan, step_sizes
+from hybridtron.ops.norm_rope import add_rms_norm, rms_norm
+from hybridtron.ops.scan import selective_scan
 from hybridtron.ops.ssd import ssd_scan
+from tools.bench_other_kernels import others
 from tools.bench_report import Report, Rows, Settings
 from tools.bench_span import Sizes as SpanSizes
 from tools.bench_span import spanned
@@ -76,6 +75,7 @@ class Kernel:
     arguments: Callable[[torch.device], list[Any]]
     forward: Cost
     backward: Cost
+    outputs: int = field(default=1, kw_only=True)  # the first so many get gradients
 
     def forms(self, device: torch.device, arguments: list[Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
         """Every form that takes this call here, by name."""
@@ -85,23 +85,7 @@ class Kernel:
         for form in self.run.fast:
             if form.unusable(device.type) is None and (form.refuses is None or form.refuses(*arguments) is None):
                 yield form.name, form.function
-        if self.run is rms_norm:
-            yield "torch", torch_norm
-        if self.run is ssd_scan and importlib.util.find_spec("fla") is not None:
-            yield "fla", fla_ssd
-
-
-def torch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
-
-
-def fla_ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, bias: Tensor, *_: object) -> Tensor:
-    """The same recurrence as fla's gated linear attention with one decay a head; its heads do not share B and C."""
-    chunk_simple_gla = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
-    delta = step_sizes(dt, bias)
-    B, C = (t.repeat_interleave(x.shape[2] // t.shape[2], dim=2) for t in (B, C))
-    v = (x * delta.unsqueeze(3)).to(x.dtype)
-    return chunk_simple_gla(C, B, v, delta * A, scale=1.0)[0] + D.to(x.dtype)[:, None] * x
+        yield from others(self.run)
 
 
 def normal(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -114,7 +98,8 @@ def kernels(sizes: Sizes, length: int) -> list[Kernel]:
     """All of them, for one row of so many tokens."""
     return [
         scan_kernel(sizes, length), conv_kernel(sizes, length), ssd_kernel(sizes, length), norm_kernel(sizes, length),
-        loss_kernel(sizes, length), window_kernel(sizes, length), span_kernel(sizes, length),
+        sum_norm_kernel(sizes, length), loss_kernel(sizes, length), window_kernel(sizes, length),
+        span_kernel(sizes, length),
     ]  # fmt: skip
 
 
@@ -161,6 +146,17 @@ def norm_kernel(sizes: Sizes, length: int) -> Kernel:
 
     costs = (rms_norm_cost(length, sizes.width, VALUE_BYTES, backward) for backward in (False, True))
     return Kernel("RMSNorm", rms_norm, arguments, *costs)
+
+
+def sum_norm_kernel(sizes: Sizes, length: int) -> Kernel:
+    """The same with the sum before it that makes the residual stream."""
+
+    def arguments(device: torch.device) -> list[Any]:
+        x, added = (normal(device, length, 1, sizes.width) for _ in range(2))
+        return [x, added, normal(device, sizes.width, dtype=torch.float32), 1e-5]
+
+    costs = (add_rms_norm_cost(length, sizes.width, VALUE_BYTES, backward) for backward in (False, True))
+    return Kernel("sum + RMSNorm", add_rms_norm, arguments, *costs, outputs=2)
 
 
 def loss_kernel(sizes: Sizes, length: int) -> Kernel:
@@ -231,21 +227,19 @@ def ceilings(device: torch.device, repetitions: int) -> tuple[float, float]:
     return 2 * COPY_BYTES / copied * 1e3, 2 * PRODUCT_SIZE**3 / multiplied * 1e3
 
 
-def passes(run: Callable[..., object], arguments: list[Any]) -> dict[str, Callable[[], object]]:
-    """Forward, backward over a kept graph, and both."""
+def passes(run: Callable[..., Any], arguments: list[Any], outputs: int) -> dict[str, Callable[[], object]]:
+    """Forward, backward over a kept graph from the first so many outputs, and both."""
     wanted = [t for t in arguments if isinstance(t, Tensor) and t.requires_grad]
 
-    def forward() -> Tensor:
+    def forward() -> tuple[Tensor, ...]:
         out = run(*arguments)
-        out = out[0] if isinstance(out, tuple) else out
-        assert isinstance(out, Tensor)
-        return out
+        return out[:outputs] if isinstance(out, tuple) else (out,)
 
     kept = forward()
-    dy = torch.ones_like(kept)
+    gradients = [torch.ones_like(one) for one in kept]
 
-    def backward(out: Tensor) -> object:
-        return torch.autograd.grad(out, wanted, dy, retain_graph=True)
+    def backward(out: tuple[Tensor, ...]) -> object:
+        return torch.autograd.grad(out, wanted, gradients, retain_graph=True)
 
     return {"forward": forward, "backward": lambda: backward(kept), "both": lambda: backward(forward())}
 
@@ -263,7 +257,7 @@ def cells_of(
         return [(*counted, *([NOT_MEASURED] * 6)) for counted in paper.values()]
     cells, arguments = [], kernel.arguments(device)
     for form, run in kernel.forms(device, arguments):
-        for name, one_pass in passes(run, arguments).items():
+        for name, one_pass in passes(run, arguments, kernel.outputs).items():
             taken = milliseconds(one_pass, times)
             rates = costs[name].bytes / taken * 1e3, costs[name].flops / taken * 1e3
             shares = [f"{rate / limit:.0%}" for rate, limit in zip(rates, most, strict=True)]

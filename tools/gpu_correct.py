@@ -18,7 +18,7 @@ from hybridtron.mixers import MIXERS
 from hybridtron.model.init import starting_value
 from hybridtron.ops.dispatch import Op, force
 from hybridtron.ops.linear_loss import linear_cross_entropy
-from hybridtron.ops.norm_rope import rms_norm
+from hybridtron.ops.norm_rope import add_rms_norm
 from hybridtron.parallel.linear import ALONE
 from hybridtron.specs import SPECS
 from hybridtron.specs.base import MixerSpec, ModelSizes
@@ -71,7 +71,8 @@ def _all(device: torch.device, sizes: ModelSizes, length: int) -> Iterator[Found
                 what = f"{kind} {spec.describe()}".strip()
                 yield Found(what, dtype, _mixer_error(spec, sizes, length, dtype, device, calls))
         with noted(calls), force("reference"):
-            rms_norm(torch.randn(length, ROWS, sizes.width, dtype=dtype), torch.ones(sizes.width, dtype=dtype), 1e-5)
+            x_LBD, added_LBD = torch.randn(2, length, ROWS, sizes.width, dtype=dtype)
+            add_rms_norm(x_LBD, added_LBD, torch.ones(sizes.width, dtype=dtype), 1e-5)  # which calls rms_norm
             x_TD, weight_VD = (torch.randn(rows, sizes.width, dtype=dtype) for rows in (length, VOCAB))
             labels_T, mask_T = torch.randint(VOCAB, (length,)), torch.ones(length, dtype=torch.bool)
             linear_cross_entropy(x_TD, weight_VD / sizes.width**0.5, labels_T, mask_T, 1e-4)

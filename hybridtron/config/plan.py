@@ -102,7 +102,8 @@ def largest_phase(config: Config) -> PhaseConfig:
 
 
 def plan(config: Config, world_size: int, phase: PhaseConfig) -> Plan:
-    """What every pipeline rank holds and sends; the configuration is checked for this world size."""
+    """What every pipeline rank holds and sends in a phase; the configuration is checked for this world size."""
+    config = config.in_phase(phase)
     parallel, model = config.parallel, config.model
     data = data_parallel(parallel, world_size)
     seq_len = max(phase.seq_len for phase in config.phases)

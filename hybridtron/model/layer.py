@@ -1,14 +1,20 @@
-"""One residual sub-layer: x + mixer(norm(x))."""
+"""One residual sub-layer: x + mixer(norm(x)).
+
+The sum is left to the sub-layer that comes next, which makes it in one op with its own norm. So what goes from one to
+the next is the stream x, and what is not yet added to it.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers import MIXERS
-from hybridtron.mixers.base import Out, State
-from hybridtron.ops.norm_rope import rms_norm
+from hybridtron.mixers.base import State
+from hybridtron.ops.norm_rope import add_rms_norm, rms_norm
 from hybridtron.parallel.linear import TensorGroup
 from hybridtron.specs.base import MixerSpec, ModelSizes
 
@@ -25,14 +31,31 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+class StreamNorm(RMSNorm):
+    """The same of a stream to which something is added before, in one op: the stream then, and its norm."""
+
+    def forward(self, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+        return (x, super().forward(x)) if added is None else add_rms_norm(x, added, self.weight, self.eps)
+
+
+class ResidualOut(NamedTuple):
+    """The stream that the sub-layer read, what it adds to it, its new state, and its auxiliary losses."""
+
+    x_LBD: Tensor
+    added_LBD: Tensor
+    state: State
+    aux: dict[str, Tensor]
+
+
 class Residual(nn.Module):
     """A pre-norm residual sub-layer around any mixer."""
 
     def __init__(self, spec: MixerSpec, sizes: ModelSizes, norm_eps: float, tensor: TensorGroup) -> None:
         super().__init__()
-        self.norm = RMSNorm(sizes.width, norm_eps)
+        self.norm = StreamNorm(sizes.width, norm_eps)
         self.mixer = MIXERS[spec.kind](spec, sizes, tensor)
 
-    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
-        y_LBD, state, aux = self.mixer(self.norm(x_LBD), state, seq)
-        return Out(x_LBD + y_LBD, state, aux)
+    def forward(self, x_LBD: Tensor, added_LBD: Tensor | None, state: State | None, seq: SeqInfo) -> ResidualOut:
+        """`added_LBD` is what the sub-layer before adds to the stream; None, where `x_LBD` is all of it."""
+        x_LBD, normed_LBD = self.norm(x_LBD, added_LBD)
+        return ResidualOut(x_LBD, *self.mixer(normed_LBD, state, seq))

@@ -50,13 +50,21 @@ class Stack(nn.ModuleDict):
     def forward(self, x_LBD: Tensor, states: States | None, seq: SeqInfo) -> StackOut:
         new_states: States = {}
         total_aux: dict[str, Tensor] = {}
+        added_LBD: Tensor | None = None
         for name, layer in self.items():
             state = None if states is None else states.get(int(name))
             if name in self.recomputed and torch.is_grad_enabled():
-                out = checkpoint(layer, x_LBD, state, seq, use_reentrant=False, preserve_rng_state=False)
+                # added up outside of it, so that it keeps one tensor to run again from, and not two
+                x_LBD = _whole(x_LBD, added_LBD)
+                out = checkpoint(layer, x_LBD, None, state, seq, use_reentrant=False, preserve_rng_state=False)
             else:
-                out = layer(x_LBD, state, seq)
-            x_LBD, new_states[int(name)], aux = out
+                out = layer(x_LBD, added_LBD, state, seq)
+            x_LBD, added_LBD, new_states[int(name)], aux = out
             for key, loss in aux.items():
                 total_aux[key] = total_aux[key] + loss if key in total_aux else loss
-        return StackOut(x_LBD, new_states, total_aux)
+        return StackOut(_whole(x_LBD, added_LBD), new_states, total_aux)
+
+
+def _whole(x_LBD: Tensor, added_LBD: Tensor | None) -> Tensor:
+    """The stream with what the sub-layer before adds to it."""
+    return x_LBD if added_LBD is None else x_LBD + added_LBD

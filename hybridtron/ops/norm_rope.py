@@ -1,7 +1,8 @@
 """Root-mean-square norm and rotary positions.
 
-    rms_norm:  y = x / sqrt(mean(x^2) + eps) * weight
-    rotary:    (x1, x2) -> (x1 cos a - x2 sin a, x2 cos a + x1 sin a),  a = position * base^(-i / k)
+    rms_norm:      y = x / sqrt(mean(x^2) + eps) * weight
+    add_rms_norm:  s = x + added,  and the norm of s
+    rotary:        (x1, x2) -> (x1 cos a - x2 sin a, x2 cos a + x1 sin a),  a = position * base^(-i / k)
 
 Channel i of a head is paired with channel i + k, where k is half the head size ("rotate half"), as transformers' Llama
 pairs them; the interleaved pairing of the original paper is a permutation of the same channels and not offered.
@@ -31,6 +32,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = at_least_fp32(x)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale * weight.to(wide.dtype)).to(x.dtype)
+
+
+@op
+def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """A residual stream with what is added to it, and the norm of that sum, which is rounded first."""
+    summed = x + added
+    return summed, rms_norm(summed, weight, eps)
 
 
 def rope_table(positions_BL: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:

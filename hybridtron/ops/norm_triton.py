@@ -1,11 +1,14 @@
-"""Root-mean-square norm by Triton kernels of our own (`kernels/rms_norm`); unmeasured on a GPU."""
+"""Root-mean-square norm, and the same of a sum, by Triton kernels of our own (`kernels/rms_norm`).
+
+Unmeasured on a GPU.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from hybridtron.ops.norm_rope import rms_norm
+from hybridtron.ops.norm_rope import add_rms_norm, rms_norm
 
 MAX_CHANNELS = 8192  # of a row, which the registers of one program hold
 
@@ -25,3 +28,16 @@ def _triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     from hybridtron.ops.kernels import rms_norm as kernels
 
     return kernels.rms_norm(x, weight, eps)
+
+
+def _refuses_sum(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> str | None:
+    if (x.dtype, x.shape) != (added.dtype, added.shape):
+        return f"the kernels add alike tensors, not {added.dtype} {[*added.shape]} to {x.dtype} {[*x.shape]}"
+    return _refuses(x, weight, eps)
+
+
+@add_rms_norm.form("triton", device="cuda", package="triton", refuses=_refuses_sum)
+def _triton_sum(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    from hybridtron.ops.kernels import rms_norm as kernels
+
+    return kernels.add_rms_norm(x, added, weight, eps)

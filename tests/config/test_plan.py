@@ -8,6 +8,7 @@ import pytest
 
 from hybridtron.config.architecture import parameter_table
 from hybridtron.config.check import check
+from hybridtron.config.choices import StateMode
 from hybridtron.config.count import count, memory
 from hybridtron.config.fit import HEAD_ROOM, TENSOR_SIZES, fit, settings_of
 from hybridtron.config.layer_use import layer_uses
@@ -47,8 +48,12 @@ def test_one_process_needs_what_count_says():
     for recipe in RECIPES:
         config, made = planned(1, f"recipe={recipe}", "parallel.recompute=none")  # which count knows nothing of
         phase = largest_phase(config)
+        config = config.in_phase(phase)
         (rank,) = made.ranks
-        assert rank.memory == memory(config.model, config.precision.name, phase.seq_len, phase.micro_batch)
+        carried = config.states_of(phase).mode is not StateMode.zero  # which count knows nothing of either
+        assert (rank.memory.states > 0) == carried
+        expected = memory(config.model, config.precision.name, phase.seq_len, phase.micro_batch)
+        assert dataclasses.replace(rank.memory, states=0) == expected
         assert rank.traffic.total == made.bubble == 0
         assert (rank.in_flight, rank.parameters) == (1, count(config.model, 4096).parameters)
 

@@ -9,7 +9,7 @@ from torch.autograd import gradcheck
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from hybridtron.ops.norm_rope import apply_rope, rms_norm, rope_table
+from hybridtron.ops.norm_rope import add_rms_norm, apply_rope, rms_norm, rope_table
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -22,10 +22,23 @@ def test_rms_norm_is_llamas(dtype: torch.dtype) -> None:
     torch.testing.assert_close(y.float(), theirs(x.float()), rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_of_a_sum_is_that_of_the_sum_by_itself(dtype: torch.dtype) -> None:
+    x, added = (torch.randn(3, 5, 64, dtype=dtype, requires_grad=True) for _ in range(2))
+    weight = torch.randn(64, requires_grad=True)
+    dsum, dy = torch.randn(2, 3, 5, 64, dtype=dtype)
+    summed = x + added
+    pairs = (add_rms_norm(x, added, weight, 1e-5), (summed, rms_norm(summed, weight, 1e-5)))
+    ours, theirs = ((*p, *torch.autograd.grad(p, (x, added, weight), (dsum, dy), retain_graph=True)) for p in pairs)
+    assert all(map(torch.equal, ours, theirs))
+
+
 def test_gradients() -> None:
     x, weight = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 3, 4, 6), (6,)))
+    added = torch.randn_like(x, requires_grad=True)
     cos, sin = rope_table(torch.arange(3).expand(2, 3), 6, 100.0)
     assert gradcheck(rms_norm, (x, weight, 1e-5))
+    assert gradcheck(add_rms_norm, (x, added, weight, 1e-5))
     assert gradcheck(apply_rope, (x, cos, sin))
 
 

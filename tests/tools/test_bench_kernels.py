@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridtron.ops.kernels.cost import Cost, rms_norm_cost, ssd_cost
+from hybridtron.ops.kernels.cost import Cost, add_rms_norm_cost, rms_norm_cost, ssd_cost
 from tools import bench
 from tools.bench_kernels import FULL, NOT_MEASURED, QUICK, kernels, passes, window_kernel
 
@@ -18,26 +18,31 @@ def test_without_a_gpu_the_page_holds_the_paper_counts_alone(tmp_path: Path) -> 
     page = tmp_path / "kernels.md"
     assert bench.main(["kernels", "--quick", "--output", str(page)]) == 0
     lines = [line for line in page.read_text().splitlines() if line.startswith("| ")][2:]
-    assert len(lines) == 7 * 3 * len(QUICK.lengths)
+    assert len(lines) == 8 * 3 * len(QUICK.lengths)
     assert all(line.count(NOT_MEASURED) == 6 for line in lines)
     assert "nothing here was measured on a GPU" in page.read_text()
 
 
-@pytest.mark.parametrize("index", range(7))
+@pytest.mark.parametrize("index", range(8))
 def test_every_kernel_can_be_called(index: int) -> None:
     kernel, device = kernels(QUICK, QUICK.lengths[0])[index], torch.device("cpu")
     arguments = kernel.arguments(device)
     forms = dict(kernel.forms(device, arguments))
     assert forms
     for run in forms.values():
-        for one_pass in passes(run, arguments).values():
+        for one_pass in passes(run, arguments, kernel.outputs).values():
             one_pass()
 
 
 def test_the_counts_of_a_norm_by_hand() -> None:
-    """Forward x and y, backward x, dy and dx, of 10 rows of 6 channels in bf16."""
+    """Forward x and y, backward x, dy and dx, of 10 rows of 6 channels in bf16.
+
+    With the sum, forward reads another input and writes the sum, and backward reads the sum's gradient.
+    """
     assert rms_norm_cost(10, 6, 2, backward=False).bytes == 2 * 60 * 2
     assert rms_norm_cost(10, 6, 2, backward=True).bytes == 3 * 60 * 2
+    assert add_rms_norm_cost(10, 6, 2, backward=False).bytes == 4 * 60 * 2
+    assert add_rms_norm_cost(10, 6, 2, backward=True).bytes == 4 * 60 * 2
 
 
 def test_a_window_costs_its_pairs() -> None:

@@ -37,6 +37,7 @@ def test_a_wrong_form_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         "swiglu hidden=512",
         "swiglu",
         "rms_norm",
+        "add_rms_norm",
         "linear_cross_entropy",
         "cross_entropy",
     }

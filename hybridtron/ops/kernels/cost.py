@@ -105,6 +105,13 @@ def rms_norm_cost(rows: int, channels: int, value_bytes: int, backward: bool) ->
     return Cost((3 if backward else 2) * value_bytes * values, (9 if backward else 4) * values)
 
 
+def add_rms_norm_cost(rows: int, channels: int, value_bytes: int, backward: bool) -> Cost:
+    """As the norm, and besides: forward reads a second input and writes the sum; backward reads the sum's gradient."""
+    values = rows * channels
+    more = Cost((1 if backward else 2) * value_bytes * values, values)
+    return rms_norm_cost(rows, channels, value_bytes, backward) + more
+
+
 def causal_conv_cost(rows: int, length: int, channels: int, width: int, value_bytes: int, backward: bool) -> Cost:
     """Forward reads x and writes y; backward reads x and dy and writes dx. Weights are small beside them."""
     values = rows * length * channels

@@ -3,12 +3,14 @@
     y = x r w,   r = 1 / sqrt(mean(x^2) + eps)
     dx = r (w dy - x r^2 mean(w dy x)),   dw = sum over rows of dy x r
 
-A program takes whole rows, so that no sum over channels leaves it. Backward keeps x, w and one number a row. A fixed
-number of programs goes through the rows and adds up dw for its own; their sums are then added up in the order of the
-programs, so that the same call gives the same bits again.
+Or of a sum, s = x + added: y is the norm of s, and x and `added` have one gradient, the norm's share of it added to
+what reaches s past the norm. So s is not read again to be normed, and the norm's share is never stored.
 
-Not here: the sum of a sub-layer's output and its input. In one kernel with the norm that comes next it would save a
-reading of the sum, and make two tensors of what a recomputed sub-layer keeps. Unmeasured on a GPU.
+A program takes whole rows, so that no sum over channels leaves it. Backward keeps x or s, w and one number a row. A
+fixed number of programs goes through the rows and adds up dw for its own; their sums are then added up in the order of
+the programs, so that the same call gives the same bits again.
+
+Unmeasured on a GPU.
 
 Legend: R rows (of any leading axes), D channels.
 """
@@ -37,16 +39,23 @@ def _mean(x_D: tl.tensor, channels: int) -> tl.tensor:
 @triton.jit
 def _forward(
     x_RD: tl.tensor,
+    added_RD: tl.tensor | None,
     weight_D: tl.tensor,
+    sum_RD: tl.tensor | None,
     y_RD: tl.tensor,
     scale_R: tl.tensor,
     eps: float,
     channels: int,
     BLOCK: tl.constexpr,
 ) -> None:
+    """Of one row; where something is added, the norm is that of the sum as it is stored, which backward reads."""
     row, channel_D = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     there_D = channel_D < channels
     x_D = tl.load(x_RD + row * channels + channel_D, mask=there_D, other=0.0).to(tl.float32)
+    if added_RD is not None:
+        x_D += tl.load(added_RD + row * channels + channel_D, mask=there_D, other=0.0).to(tl.float32)
+        x_D = x_D.to(x_RD.dtype.element_ty).to(tl.float32)  # pyrefly: ignore[missing-attribute]
+        tl.store(sum_RD + row * channels + channel_D, x_D, mask=there_D)
     scale = 1.0 / tl.sqrt_rn(_mean(x_D * x_D, channels) + eps)
     weight_D = tl.load(weight_D + channel_D, mask=there_D, other=0.0).to(tl.float32)
     tl.store(y_RD + row * channels + channel_D, x_D * scale * weight_D, mask=there_D)
@@ -58,6 +67,7 @@ def _backward(
     x_RD: tl.tensor,
     weight_D: tl.tensor,
     dy_RD: tl.tensor,
+    dsum_RD: tl.tensor | None,
     scale_R: tl.tensor,
     dx_RD: tl.tensor,
     grad_weight_SD: tl.tensor,
@@ -79,6 +89,8 @@ def _backward(
         grad_weight_D += dy_D * normed_D
         weighted_D = dy_D * weight_D
         dx_D = scale * (weighted_D - normed_D * _mean(weighted_D * normed_D, channels))
+        if dsum_RD is not None:
+            dx_D += tl.load(dsum_RD + at + channel_D, mask=there_D, other=0.0).to(tl.float32)
         tl.store(dx_RD + at + channel_D, dx_D, mask=there_D)
     tl.store(grad_weight_SD + share * channels + channel_D, grad_weight_D, mask=there_D)
 
@@ -88,30 +100,67 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _RMSNorm.apply(x, weight, eps)
 
 
+def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + added, and its norm; both are alike in shape and type."""
+    return _AddRMSNorm.apply(x, added, weight, eps)
+
+
 class _RMSNorm(torch.autograd.Function):
     """Keeps x, the weight, and each row's scale."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         x, weight_D = x.contiguous(), weight_D.contiguous()
-        channels, y = x.shape[-1], torch.empty_like(x)
-        rows = x.numel() // channels
-        scale_R = x.new_empty(rows, dtype=torch.float32)
-        block, warps = _row(channels)
-        launch(_forward, (rows,), x, weight_D, y, scale_R, eps, channels, block, warps=warps)
+        y, scale_R = _normed(x, None, weight_D, None, eps)
         ctx.save_for_backward(x, weight_D, scale_R)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight_D, scale_R = ctx.saved_tensors
-        dy, dx, channels, rows = grad_y.contiguous(), torch.empty_like(x), x.shape[-1], len(scale_R)
-        shares = min(rows, PROGRAMS)
-        grad_weight_SD = scale_R.new_empty(shares, channels)
-        block, warps = _row(channels)
-        launch(_backward, (shares,), x, weight_D, dy, scale_R, dx, grad_weight_SD, rows, channels, block, warps=warps)
-        return dx, grad_weight_SD.sum(0).to(weight_D.dtype), None
+        return *_gradients(ctx.saved_tensors, grad_y, None), None
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    """Keeps the sum, the weight, and each row's scale."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, added: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        x, added, weight_D = x.contiguous(), added.contiguous(), weight_D.contiguous()
+        summed = torch.empty_like(x)
+        y, scale_R = _normed(x, added, weight_D, summed, eps)
+        ctx.save_for_backward(summed, weight_D, scale_R)
+        return summed, y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_sum: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        grad_x, grad_weight = _gradients(ctx.saved_tensors, grad_y, grad_sum)
+        return grad_x, grad_x, grad_weight, None
+
+
+def _normed(
+    x: Tensor, added: Tensor | None, weight_D: Tensor, summed: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """y and each row's scale; the sum goes into `summed`."""
+    channels, y = x.shape[-1], torch.empty_like(x)
+    rows = x.numel() // channels
+    scale_R = x.new_empty(rows, dtype=torch.float32)
+    block, warps = _row(channels)
+    launch(_forward, (rows,), x, added, weight_D, summed, y, scale_R, eps, channels, block, warps=warps)
+    return y, scale_R
+
+
+def _gradients(kept: tuple[Tensor, Tensor, Tensor], grad_y: Tensor, grad_sum: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of what was normed, with what reaches it past the norm, and of the weight."""
+    x, weight_D, scale_R = kept
+    dy, dsum = grad_y.contiguous(), None if grad_sum is None else grad_sum.contiguous()
+    dx, channels, rows = torch.empty_like(x), x.shape[-1], len(scale_R)
+    shares = min(rows, PROGRAMS)
+    shares_SD = scale_R.new_empty(shares, channels)
+    block, warps = _row(channels)
+    launch(_backward, (shares,), x, weight_D, dy, dsum, scale_R, dx, shares_SD, rows, channels, block, warps=warps)
+    return dx, shares_SD.sum(0).to(weight_D.dtype)
 
 
 def _row(channels: int) -> tuple[int, int]:

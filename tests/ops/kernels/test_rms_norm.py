@@ -1,4 +1,4 @@
-"""The norm's Triton kernels against the reference in float64: output and both gradients."""
+"""The norm's Triton kernels against the reference in float64, alone and after a sum: outputs and all gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hybridtron.device import compute_device
 from hybridtron.ops.dispatch import force
-from hybridtron.ops.norm_rope import rms_norm
+from hybridtron.ops.norm_rope import add_rms_norm, rms_norm
 from hybridtron.ops.norm_triton import MAX_CHANNELS
 from tests.ops.kernels.compiling import compile_calls
 
@@ -76,23 +76,73 @@ def test_the_same_bits_again() -> None:
         assert torch.equal(first, second)
 
 
+def sum_results(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor]]:
+    """Sum, norm, and the gradients of both summands and of the weight; and in float64 the same, from the found sum on.
+
+    Neither the second summand nor the gradients are contiguous.
+    """
+    device = compute_device()
+    x, added, weight = torch.randn(shape, dtype=dtype), torch.randn(shape[::-1], dtype=dtype).T, torch.randn(shape[-1])
+    dsum, dy = (torch.randn(shape[-1], dtype=dtype).expand(shape) for _ in range(2))
+    ours = [tensor.to(device).requires_grad_() for tensor in (x, added, weight)]
+    with force(add_rms_norm="triton"):
+        outputs = add_rms_norm(*ours, 1e-5)
+    found = [*outputs, *torch.autograd.grad(outputs, ours, (dsum.to(device), dy.to(device)))]
+    summed, wide = (tensor.detach().cpu().double().requires_grad_() for tensor in (outputs[0], weight))
+    y = rms_norm.reference.function(summed, wide, 1e-5)
+    grad_sum, grad_weight = torch.autograd.grad((summed, y), (summed, wide), (dsum.double(), dy.double()))
+    expected = [x.double() + added.double(), y, grad_sum, grad_sum, grad_weight]
+    return [tensor.detach().cpu() for tensor in found], expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, FP32), (torch.bfloat16, 2**-7), (torch.float16, 2**-11)]
+)
+@pytest.mark.usefixtures("four_programs")
+def test_the_norm_of_a_sum(dtype: torch.dtype, tolerance: float) -> None:
+    found, expected = sum_results(dtype, (7, 100))
+    assert [t.dtype for t in found] == [dtype] * 4 + [torch.float32]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours.double() - theirs).norm() <= tolerance * theirs.norm()
+    if dtype != torch.float32:  # rounded once: what is normed is the sum as it is stored
+        assert ((found[1].double() - expected[1]).abs() <= 1.001 * tolerance * expected[1].abs()).all()
+
+
+def test_both_summands_have_one_gradient_that_no_one_writes_into() -> None:
+    x, added, weight = (torch.randn(shape, requires_grad=True) for shape in ((3, 8), (3, 8), (8,)))
+    with force(add_rms_norm="triton"):
+        for _ in range(2):
+            summed, y = add_rms_norm(x, added, weight, 1e-5)
+            (summed.sum() + y.square().sum() + x.sum()).backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, added.grad + 2)
+
+
 def test_what_it_refuses() -> None:
     form = rms_norm.named("triton")
     assert form.device == "cuda"
     assert form.refuses(torch.zeros(2, 8), torch.zeros(8), 1e-5) is None
     assert "float64" in form.refuses(torch.zeros(2, 8).double(), torch.zeros(8), 1e-5)
     assert "8193 channels" in form.refuses(torch.zeros(1, MAX_CHANNELS + 1), torch.zeros(MAX_CHANNELS + 1), 1e-5)
+    x, summing = torch.zeros(2, 8), add_rms_norm.named("triton")
+    assert summing.refuses(x, x, torch.zeros(8), 1e-5) is None
+    assert "not torch.bfloat16 [2, 8] to torch.float32 [2, 8]" in summing.refuses(x, x.bfloat16(), torch.zeros(8), 1e-5)
+    assert "[1, 8]" in summing.refuses(x, x[:1], torch.zeros(8), 1e-5)
+    assert "float64" in summing.refuses(x.double(), x.double(), torch.zeros(8), 1e-5)
 
 
 def shipped() -> None:
     """Forward and backward of rows from those of a tiny model to the longest that are taken."""
+    from hybridtron.ops.kernels.rms_norm import add_rms_norm as summing
     from hybridtron.ops.kernels.rms_norm import rms_norm as kernels
 
     for dtype in (torch.bfloat16, torch.float32):
         for channels in (64, 2304, MAX_CHANNELS):
             x = torch.empty(8192, 8, channels, dtype=dtype, device="meta", requires_grad=True)
-            y = kernels(x, torch.empty(channels, device="meta", requires_grad=True), 1e-5)
+            weight = torch.empty(channels, device="meta", requires_grad=True)
+            y = kernels(x, weight, 1e-5)
             y.backward(torch.empty_like(y))
+            torch.autograd.grad(summing(x, torch.empty_like(x), weight, 1e-5), (x, weight), (x, x))
 
 
 @pytest.mark.slow
@@ -110,3 +160,5 @@ def test_what_is_shipped_fits_an_h100() -> None:
 def test_on_a_gpu(dtype: torch.dtype, tolerance: float) -> None:
     x, dy = torch.randn(512, 4, 2304, dtype=dtype), torch.randn(512, 4, 2304, dtype=dtype)
     assert_right(x, torch.randn(2304), dy, tolerance)
+    for ours, theirs in zip(*sum_results(dtype, (2048, 2304)), strict=True):
+        assert (ours.double() - theirs).norm() <= tolerance * theirs.norm()

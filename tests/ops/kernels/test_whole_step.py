@@ -16,7 +16,7 @@ from tests.conftest import random_batch, small_model
 
 TOKENS = 4  # of each of the two rows
 
-FORMS = dict.fromkeys(("selective_scan", "causal_conv", "ssd_scan", "rms_norm"), "triton")
+FORMS = dict.fromkeys(("selective_scan", "causal_conv", "ssd_scan", "rms_norm", "add_rms_norm"), "triton")
 
 
 def step(pattern: str, dtype: torch.dtype, device: torch.device, forms: dict[str, str]) -> dict[str, Tensor]:

@@ -1,0 +1,65 @@
+"""Sub-layers one after the other are x + mixer(norm(x)), to the bit, though each one's sum is made by the next."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.config.schema import Recompute
+from hybridtron.data.batch import SeqInfo
+from hybridtron.model.init import initialise
+from hybridtron.model.lm import LanguageModel
+from hybridtron.model.stack import Stack
+from tests.conftest import random_batch, small_config
+
+PATTERN = "M-WS-"
+
+
+def small_stack(recompute: Recompute, dtype: torch.dtype) -> Stack:
+    model = LanguageModel(small_config(PATTERN), recompute=recompute)
+    initialise(model, seed=1)
+    return model.cast(dtype).layers
+
+
+def plain_loop(stack: Stack, x_LBD: Tensor, seq: SeqInfo) -> Tensor:
+    for layer in stack.values():
+        x_LBD = x_LBD + layer.mixer(layer.norm(x_LBD, None)[1], None, seq).y_LBD
+    return x_LBD
+
+
+def run(stack: Stack, dtype: torch.dtype, plain: bool) -> tuple[list[Tensor], tuple[Tensor, ...], Tensor]:
+    """What is kept for the backward pass, every gradient, and the stream behind the last sub-layer."""
+    torch.manual_seed(2)
+    batch = random_batch(documents=[[10, 14], [24]])
+    x_LBD = torch.randn(24, 2, 32, dtype=dtype, requires_grad=True)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out_LBD = plain_loop(stack, x_LBD, batch.seq) if plain else stack(x_LBD, None, batch.seq).x_LBD
+    gradients = torch.autograd.grad(out_LBD, [x_LBD, *stack.parameters()], torch.randn_like(out_LBD))
+    return kept, gradients, out_LBD
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recompute", list(Recompute))
+def test_sums_made_by_the_next_sub_layer_are_the_plain_ones(recompute: Recompute, dtype: torch.dtype) -> None:
+    stack = small_stack(recompute, dtype)
+    _, gradients, out_LBD = run(stack, dtype, plain=False)
+    _, expected, plain_LBD = run(stack, dtype, plain=True)
+    assert torch.equal(out_LBD, plain_LBD)
+    assert all(map(torch.equal, gradients, expected))
+    assert not out_LBD._is_view()  # which a pipeline stage's output must not be
+
+
+def test_nothing_more_is_kept_than_by_plain_sums() -> None:
+    stack = small_stack(Recompute.none, torch.bfloat16)
+    ours, theirs = (
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in run(stack, torch.bfloat16, plain)[0]}
+        for plain in (False, True)
+    )
+    assert sum(ours.values()) == sum(theirs.values())
+
+
+def test_a_sub_layer_that_runs_again_keeps_one_tensor() -> None:
+    kept, _, _ = run(small_stack(Recompute.layer, torch.bfloat16), torch.bfloat16, plain=False)
+    assert [t.shape for t in kept].count((24, 2, 32)) == len(PATTERN)

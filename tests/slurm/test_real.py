@@ -167,6 +167,26 @@ def test_a_node_that_goes_down_is_waited_for(
     assert same_end(run, undisturbed)
 
 
+def test_a_node_that_goes_down_is_done_without(
+    cluster: Cluster, undisturbed: Path, counting_folder: Path, run_dir: Path
+) -> None:
+    run = run_dir / "run"
+    (job,) = cluster.submit(*arguments(counting_folder, run), "cluster.on_lost_node=smaller")
+    cluster.wait_until(lambda: phase_of(run) == PHASES[1], run)
+    cluster.told("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
+    try:
+        cluster.requeued(job, run, restarts=1)
+        assert cluster.ended(job, run) == "COMPLETED", logs_of(run)
+    finally:
+        cluster.told("scontrol", "update", "NodeName=n2", "State=RESUME")
+    first, second = attempts(run)
+    assert (first["nodes"], second["nodes"]) == (["n1", "n2"], ["n1"])
+    assert second["step_before"] >= 10
+    ours, theirs = weights(run, last_step(run)), weights(undisturbed, last_step(undisturbed))
+    names = [name for name in ours if name.startswith("layers.")]  # sums in another order, else the same
+    assert all(torch.allclose(ours[name].float(), theirs[name].float(), rtol=0.02, atol=2e-3) for name in names)
+
+
 def test_a_bad_node_is_left_out_and_the_run_goes_on_with_the_other(
     cluster: Cluster, counting_folder: Path, run_dir: Path
 ) -> None:

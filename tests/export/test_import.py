@@ -49,10 +49,9 @@ def test_there_and_back_is_the_same_bit_for_bit(name: str, alone: Groups, tmp_pa
 
 
 ORIGINALS = {
-    "mamba": ({"ssm_cfg": {}}, "mamba", ("MM", {"M": {"kind": "mamba"}}, True)),
+    "mamba": ({"ssm_cfg": {}}, ("MM", {"M": {"kind": "mamba"}}, True)),
     "mamba2": (
         {"ssm_cfg": {"layer": "Mamba2", "d_state": 8, "headdim": 8}},
-        "mamba2",
         ("MM", {"M": {"kind": "mamba2", "state": 8, "head_dim": 8}}, True),
     ),
     "mamba2attn": (
@@ -65,7 +64,6 @@ ORIGINALS = {
             },
             "d_intermediate": 100,
         },
-        None,
         (
             "M-A-",
             {
@@ -85,7 +83,7 @@ ORIGINALS = {
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_the_format_of_the_reference_implementation(name: str, tmp_path: Path) -> None:
     """Names by hand for one layer of each; our own table of rules makes the rest."""
-    more, _, (pattern, layers, _) = ORIGINALS[name]
+    more, (pattern, layers, _) = ORIGINALS[name]
     settings = {"d_model": 32, "n_layer": 2, "vocab_size": 77, "rms_norm": True, "pad_vocab_size_multiple": 8, **more}
     folder = tmp_path / "original"
     folder.mkdir()

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from hybridtron.checkpoint import files
 from hybridtron.config.architecture import architecture
 from hybridtron.export import verify as verify_module
-from hybridtron.export.export import NATIVES, Export, target_of
+from hybridtron.export.export import NATIVES, target_of
 from hybridtron.export.native import Mamba
 from hybridtron.export.native_pairs import Llama
 from hybridtron.export.rules import Rule
@@ -240,5 +240,4 @@ def test_every_weight_is_used_once() -> None:
         model = model_config(name)
         rules = target_of(model, "auto").rules(model)
         assert len({rule.theirs for rule in rules}) == len(rules)
-    assert Export
     assert verify_module.lengths_of(model_config("mistral")) == (1, 2, 3, 5, 8, 9, 10, 21, 300)

@@ -45,7 +45,7 @@ def test_ranks_together_hold_every_parameter(recipe, tensor, pipeline, virtual):
 
 
 def test_one_process_needs_what_count_says():
-    for recipe in RECIPES:
+    for recipe in RECIPES[::3]:
         config, made = planned(1, f"recipe={recipe}", "parallel.recompute=none")  # which count knows nothing of
         phase = largest_phase(config)
         config = config.in_phase(phase)
@@ -173,7 +173,8 @@ def test_published_models_are_laid_out_sanely():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "gpus", "gigabytes"), [("samba_1.3b", 64, 24), ("samba_1.7b", 12, 40), ("laptop", 4, 8)]
+    ("recipe", "gpus", "gigabytes"),
+    [pytest.param("samba_1.3b", 64, 24, marks=pytest.mark.slow), ("samba_1.7b", 12, 40), ("laptop", 4, 8)],
 )
 def test_what_is_proposed_keeps_every_rule_and_fits(recipe, gpus, gigabytes):
     config = load([f"recipe={recipe}"])

@@ -155,7 +155,7 @@ def of_one_process(mode: StateMode) -> list[float]:
     return found
 
 
-FAST = {("pp2-virtual2", "passing"), ("pp2-virtual2", "tbtt"), ("dp2", "fitted"), ("dp2", "random"), ("dp2", "passing")}
+FAST = {("pp2-virtual2", "tbtt"), ("dp2", "fitted")}
 CASES = [
     pytest.param(mode, layout, marks=[] if (layout, mode) in FAST else pytest.mark.slow, id=f"{layout}-{mode}")
     for layout in LAYOUTS

@@ -37,6 +37,7 @@ def line_of(report: str, name: str) -> str:
     return next(line for line in report.splitlines() if line.split()[1:2] == [name])
 
 
+@pytest.mark.slow
 def test_broken_optional_packages_are_lines_of_the_report(tmp_path: Path) -> None:
     package(tmp_path, "flash_attn", "raise ImportError('undefined symbol: _ZN3c10')")
     package(tmp_path, "causal_conv1d", "import os; os._exit(3)")

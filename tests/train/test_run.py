@@ -33,7 +33,7 @@ def same_weights(left: Path, right: Path) -> bool:
 
 
 def test_learns_and_leaves_what_the_design_says(train_small: Train, tmp_path: Path) -> None:
-    assert train_small("phases.0.tokens=8K", "run.eval_every=50") == 0
+    assert train_small("phases.0.tokens=8K", "run.eval_every=125") == 0
     run = tmp_path / "run"
     lines = metrics_of(run)
     assert [line["step"] for line in lines] == list(range(1, 126))
@@ -184,7 +184,9 @@ def test_reports_norms_and_traces_when_asked(train_small: Train, tmp_path: Path)
     assert {"trace-step-00000002-rank-0.json", "memory-step-00000002-rank-0.txt"} <= logs
 
 
-@pytest.mark.parametrize("states", ["mode=tbtt", "mode=passing", "mode=fitted"])
+@pytest.mark.parametrize(
+    "states", ["mode=tbtt", *(pytest.param(f"mode={m}", marks=pytest.mark.slow) for m in ("passing", "fitted"))]
+)
 def test_a_phase_with_carried_states_resumes_with_the_same_losses(
     train_small: Train, tmp_path: Path, states: str
 ) -> None:

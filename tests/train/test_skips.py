@@ -86,7 +86,9 @@ def by_hand(config: Config, refused: Collection[int]) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["zero", "passing", "fitted", "tbtt"])
+@pytest.mark.parametrize(
+    "mode", ["passing", *(pytest.param(m, marks=pytest.mark.slow) for m in ("zero", "fitted", "tbtt"))]
+)
 def test_refused_steps_leave_everything_as_it_was(train_small: Train, tmp_path: Path, mode: str) -> None:
     with spoiled(math.nan, micro_batches(4, 5, 9)):
         assert train_small(SHORT, f"states.mode={mode}") == 0
@@ -132,7 +134,14 @@ def leaving_out(first: int, end: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Loader, "iterate", iterate)
 
 
-@pytest.mark.parametrize("setting", ["precision=bf16", "states.mode=fitted", "states.mode=passing"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "states.mode=passing",
+        pytest.param("precision=bf16", marks=pytest.mark.slow),
+        pytest.param("states.mode=fitted", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_goes_back_is_as_if_the_data_had_never_been(
     train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
@@ -174,6 +183,7 @@ def test_lanes_start_anew_after_the_text_that_was_left_out(
     assert same(went_back, final(run)) is anew
 
 
+@pytest.mark.slow
 def test_a_run_that_has_gone_back_twice_resumes_as_if_it_had_not_stopped(train_small: Train, tmp_path: Path) -> None:
     """It goes back to the same checkpoint twice, and is stopped while a step is refused."""
     faults = micro_batches(7, 8, 9, 11, 12, 13, 17)

@@ -64,7 +64,8 @@ def arguments_of(data: Path, steps: int, layout: str) -> tuple[str, ...]:
     return (
         "recipe=laptop", "run.dir=run", f"run.timeout={TIMEOUT_S:g}", "run.eval_every=1000000",
         "run.eval_tokens=512", "run.eval_lengths=[1]", "run.sample_tokens=0", *LAYOUTS[layout],
-        "data=folder", f"data.path={data}", "data.workers=1", f"model.vocab_size={VOCAB}", "model.width=32",
+        "data=folder", f"data.path={data}", "data.epochs=null", "data.workers=1", f"model.vocab_size={VOCAB}",
+        "model.width=32",
         "model.layers.M.state=4", "model.layers.W.window=16", "model.layers.-.hidden=64", "states.mode=passing",
         f"phases.0.seq_len={SEQ_LEN}", f"phases.0.global_batch={ROWS}", "phases.0.micro_batch=2",
         f"phases.0.tokens={steps * SEQ_LEN * ROWS}", f"checkpoint.every={SAVE_EVERY}", "checkpoint.keep=3",

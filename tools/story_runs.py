@@ -108,8 +108,8 @@ def copying_arguments(sizes: Sizes, root: Path, seed: int, name: str, folder: Pa
     row = example_length(sizes)
     return (
         "recipe=mamba2_laptop", "data=folder", f"data.path={root / 'copying'}", "data.epochs=null",
-        "data.documents=join", "model.vocab_size=32", f"phases.0.seq_len={row}", f"states.mode={name}", f"run.dir={folder}",
-        "run.eval_lengths=[1]", "run.eval_every=1000000", f"run.seed={seed}", *sizes.copying,
+        "data.documents=join", "model.vocab_size=32", f"phases.0.seq_len={row}", f"states.mode={name}",
+        f"run.dir={folder}", "run.eval_lengths=[1]", "run.eval_every=1000000", f"run.seed={seed}", *sizes.copying,
     )  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def test_what_can_only_fail_later_is_told_before_the_start(
         "states: {mode: passing}}",
         f"{{name: e, tokens: 1M, {SIZES}, lr: 1e-3, precision: {{name: fp8_block}}}}",
     )
-    assert train_small(f"phases=[{first},{','.join(wrong)}]") == 2
+    assert train_small(f"phases=[{first},{','.join(wrong)}]", "data.epochs=1") == 2
     told = capsys.readouterr().err
     for words in (
         "phases.1.lr ", "phases.1.lr_to ", "phases.2.layers.W.heads", "phases.2.train", "phases.2.init_from",

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hybridtron"
 ORDER = [
     "hf",  # shipped with models: knows nothing else of the house
+    "regular_files",
     "device",
     "specs",
     "config",
@@ -40,7 +41,7 @@ OWNERS = {
     "pyarrow": "data/prepare/inputs.py",
     "triton": "ops/kernels/*.py ops/*_triton.py",  # kernels of our own, and the forms that offer them
 }
-TORCH_FREE = ("specs", "config")
+TORCH_FREE = ("regular_files", "specs", "config")
 SHIPPED = sorted((PACKAGE / "hf").glob("*_hybridtron.py"))
 GENERATED = "ops_hybridtron.py"
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from hybridtron.config.cluster import ClusterConfig
 from hybridtron.config.problems import did_you_mean
+from hybridtron.config.saved import SECRET
 from hybridtron.specs.base import Problem
 from slurm import scheduler
 from slurm.job import PLAIN, Job, script, unusable
 from slurm.scheduler import Partition, SlurmError
 
-SECRET = re.compile(r"secret|password|token|credential|api_?key|access_?key", re.IGNORECASE)
 URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]*@")
 LEAST = {"gpus_per_node": 0, "processes_per_node": 1, "stop_before": 1, "cpus_per_process": 1}
 

@@ -5,7 +5,7 @@ all problems are told at once. Then the run's folder gets the code as it stands 
 (config.yaml) and the job's script (slurm/job.sh), and the script is submitted. The same command for the same folder
 goes on with its run.
 
-    --dry-run    print the script, write and submit nothing
+    --dry-run    print the script, write and submit nothing; absent data is then a warning
     --chain K    K jobs, each after the one before; those that find the run finished end at once
 
 Exit codes: 0 submitted, 2 bad configuration, 1 SLURM refused the job. No torch is imported. The environment that it is
@@ -18,6 +18,7 @@ import argparse
 import json
 import math
 import shutil
+import stat
 import subprocess
 import sys
 import time
@@ -55,7 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    for warning in warnings(config):
+    data = [f"{problem.key}  {problem.message}" for problem in ingredients.problems(config)]
+    for warning in [*warnings(config), *data]:  # only a dry run gets here with problems of the data
         print(f"warning: {warning}", file=sys.stderr)
     if asked.dry_run:
         print(script(job), end="")
@@ -82,7 +84,8 @@ def planned(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> t
         raise ConfigError([*found, *(_with_list(problem) for problem in error.problems)]) from None
     config.run.dir = str(Path(config.run.dir).absolute())
     job = job_of(config, kept, nodes)
-    found += check(config, nodes * config.cluster.processes) + ingredients.problems(config)
+    found += check(config, nodes * config.cluster.processes)
+    found += [] if dry_run else ingredients.problems(config)  # a dry run may happen where the data is not
     found += [*cluster_problems(config.cluster), *resume_problems(config.run.resume), *job_problems(job)]
     if (silence := scheduler.silence()) is None:
         found += queue_problems(job, nodes, ask_sbatch=not found)
@@ -150,7 +153,8 @@ def write_run_folder(config: Config, job: Job) -> None:
     aside.rename(code)
     (job.run_dir / "config.yaml").write_text(to_yaml(config))
     job.script_path.write_text(script(job))
-    job.script_path.chmod(0o755)
+    readable = stat.S_IMODE(job.script_path.stat().st_mode)  # as the umask left it
+    job.script_path.chmod(readable | (readable & 0o444) >> 2)  # whoever may read it may run it
 
 
 def write_notes(notes: Path, job: Job, jobs: list[str], error: str | None) -> None:

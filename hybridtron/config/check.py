@@ -15,7 +15,6 @@ import math
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from hybridtron.config.architecture import letter_specs
 from hybridtron.config.check_data import data_problems
@@ -26,7 +25,7 @@ from hybridtron.config.check_states import states_problems
 from hybridtron.config.layout import chunk_count
 from hybridtron.config.pattern import RESERVED, PatternError, parse
 from hybridtron.config.problems import ConfigError
-from hybridtron.config.rules import above_zero, at_least
+from hybridtron.config.rules import LARGEST, above_zero, at_least, is_folder, shortened
 from hybridtron.config.schema import (
     CheckpointConfig,
     ClusterConfig,
@@ -147,18 +146,25 @@ def _run(run: RunConfig) -> Iterator[Problem]:
         yield Problem("run.name", "is empty: the run's folder is named after it")
     yield from _interval("run.eval_every", run.eval_every)
     yield from at_least(0, {"run.seed": run.seed, "run.sample_tokens": run.sample_tokens})
+    if run.seed > LARGEST:
+        yield Problem("run.seed", f"is {run.seed}, must be at most {LARGEST}")
     yield from at_least(1, {"run.log_every": run.log_every})
-    yield from above_zero({"run.timeout": run.timeout})
+    if not run.timeout >= 1:
+        yield Problem("run.timeout", f"is {run.timeout}, must be at least 1 second, and longer than a step takes")
     if run.max_minutes is not None:
         yield from above_zero({"run.max_minutes": run.max_minutes})
     if run.max_steps is not None:
         yield from at_least(1, {"run.max_steps": run.max_steps})
+    if not run.eval_lengths:
+        yield Problem("run.eval_lengths", "is empty, must hold a multiple of seq_len, such as [1] or [1,2,4]")
     yield from at_least(1, {f"run.eval_lengths.{index}": times for index, times in enumerate(run.eval_lengths)})
     yield from at_least(1, {f"run.profile.{index}": step for index, step in enumerate(run.profile)})
     if run.wandb is not None and importlib.util.find_spec("wandb") is None:
         yield Problem("run.wandb", f"is {run.wandb!r}, but wandb is not installed: pip install wandb, or leave it out")
-    if run.resume not in ("auto", "never") and not Path(run.resume).is_dir():
-        yield Problem("run.resume", f"is {run.resume!r}, which is no folder; use auto, never, or a checkpoint's folder")
+    if run.resume not in ("auto", "never") and not is_folder(run.resume):
+        yield Problem(
+            "run.resume", f"is {shortened(run.resume)!r}, which is no folder; use auto, never, or a checkpoint's folder"
+        )
 
 
 def _validation(run: RunConfig, phases: list[PhaseConfig]) -> Iterator[Problem]:

@@ -6,6 +6,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterator
 
+from hybridtron.config.rules import path_problems
 from hybridtron.config.schema import Config, DataConfig, Feed, PhaseDataConfig
 from hybridtron.config.units import parse_bytes, parse_tokens
 from hybridtron.specs.base import Problem
@@ -14,6 +15,7 @@ from hybridtron.specs.base import Problem
 def data_problems(config: Config) -> Iterator[Problem]:
     """What is wrong with the keys of `data`, and with what the phases change in it."""
     data = config.data
+    yield from path_problems("data.cache", data.cache)
     yield from _unreadable("data.shuffle", data.shuffle, parse_tokens)
     if data.cache_limit is not None:
         yield from _unreadable("data.cache_limit", data.cache_limit, parse_bytes)
@@ -29,10 +31,10 @@ def data_problems(config: Config) -> Iterator[Problem]:
     if data.feed is Feed.dali and not _found("nvidia.dali"):
         yield Problem("data.feed", "is dali, which is not installed: `make setup-dali` adds it, or use data.feed=torch")
     yield from _epochs("data", data)
-    yield from _mixture("data", data)
+    yield from _sources("data", data)
     for index, phase in enumerate(config.phases):
         yield from _epochs(f"phases.{index}.data", phase.data)
-        yield from _mixture(f"phases.{index}.data", phase.data)
+        yield from _sources(f"phases.{index}.data", phase.data)
 
 
 def _epochs(where: str, data: DataConfig | PhaseDataConfig) -> Iterator[Problem]:
@@ -40,8 +42,11 @@ def _epochs(where: str, data: DataConfig | PhaseDataConfig) -> Iterator[Problem]
         yield Problem(f"{where}.epochs", f"is {data.epochs}, must be above 0, or null for any number")
 
 
-def _mixture(where: str, data: DataConfig | PhaseDataConfig) -> Iterator[Problem]:
+def _sources(where: str, data: DataConfig | PhaseDataConfig) -> Iterator[Problem]:
+    """The folders that are read, and the weights of a mixture."""
+    yield from path_problems(f"{where}.path", data.path)
     for name, ingredient in (data.mixture or {}).items():
+        yield from path_problems(f"{where}.mixture.{name}.path", ingredient.path)
         if not 0 < ingredient.weight < math.inf:
             cure = "must be a number above 0; weights need not add up to anything"
             yield Problem(f"{where}.mixture.{name}.weight", f"is {ingredient.weight}, {cure}")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 from hybridtron.config.architecture import parameter_table
 from hybridtron.config.choices import LrPiece, Moments, Order, Schedule, StateMode
 from hybridtron.config.problems import ConfigError, choice, did_you_mean
-from hybridtron.config.rules import above_zero, at_least, divisors_near
+from hybridtron.config.rules import above_zero, at_least, divisors_near, is_folder, shortened
 from hybridtron.config.schema import Config, ModelConfig, PhaseConfig
 from hybridtron.config.units import parse_share, parse_tokens, readable
 from hybridtron.specs.base import Problem
@@ -121,9 +120,9 @@ def _start(where: str, phase: PhaseConfig, index: int) -> Iterator[Problem]:
     """What a phase starts from is there."""
     if index == 0 and phase.init_from is not None:
         yield Problem(f"{where}.init_from", "is the first phase's: name those weights as run.weights")
-    elif phase.init_from is not None and not Path(phase.init_from).is_dir():
+    elif phase.init_from is not None and not is_folder(phase.init_from):
         cure = "name a run's folder or one of its checkpoints"
-        yield Problem(f"{where}.init_from", f"is {phase.init_from!r}, which is no folder: {cure}")
+        yield Problem(f"{where}.init_from", f"is {shortened(phase.init_from)!r}, which is no folder: {cure}")
     if phase.moments is Moments.reset and index == 0:
         yield Problem(f"{where}.moments", "is reset, but the first phase has none yet: leave it out")
 

@@ -20,7 +20,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from hybridtron.config import weights
+from hybridtron.config.mistakes import not_a_value, not_settings, unknown_key, unresolved, wrong_value
 from hybridtron.config.problems import ConfigError, did_you_mean
+from hybridtron.config.saved import read_saved, secrets_from_environment
 from hybridtron.config.schema import Config
 from hybridtron.specs.base import Problem
 
@@ -31,34 +33,28 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 def load(arguments: Sequence[str], configs: Path = CONFIGS) -> Config:
     """Compose what the arguments ask for. Raises ConfigError with every unknown key and ill-typed value."""
     groups = {p.name for p in configs.iterdir() if p.is_dir()}
-    choices, values, found = [], [], []
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        key = ALIASES.get(key, key)
-        if not equals:
-            found.append(Problem(argument, "is not of the form key=value"))
-        elif key in groups:
-            choices.append((key, value))
-        else:
-            values.append((key, value))
+    found = list(not_settings(arguments))
+    settings = [argument.partition("=") for argument in arguments if argument.find("=") > 0]
+    named = [(ALIASES.get(key, key), value) for key, _, value in settings]
+    choices = [(key, value) for key, value in named if key in groups]
+    values = [(key, value) for key, value in named if key not in groups]
     found += [p for group, name in choices if (p := _unknown_choice(configs, group, name))]
     if found:
         raise ConfigError(found)
     composed = _composed(configs, [f"{group}={name}" for group, name in choices])
-    values.sort(key=lambda one: one[0] != weights.KEY)  # the others may change what comes from there
-    named = sum(key == weights.KEY for key, _ in values)
-    found = [p for key, value in values[:named] if (p := _set(composed, key, value))]
-    weights.settle(composed)
-    return _typed(composed, found + [p for key, value in values[named:] if (p := _set(composed, key, value))])
+    first = [one for one in values if one[0] == weights.KEY]  # the others may change what comes from there
+    found = [p for key, value in first if (p := _set(composed, key, value))]
+    try:
+        weights.settle(composed)
+    except OmegaConfBaseException as error:
+        raise ConfigError([*found, unresolved(error)]) from error
+    found += [p for key, value in values if key != weights.KEY and (p := _set(composed, key, value))]
+    return _typed(composed, [*found, *secrets_from_environment(composed)])
 
 
 def load_saved(path: Path) -> Config:
     """The configuration that a run wrote beside its checkpoints."""
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
-    except OmegaConfBaseException as error:
-        raise ConfigError([_problem(error)]) from error
-    return _typed(merged, [])
+    return _typed(read_saved(path), [])
 
 
 def to_yaml(config: Config) -> str:
@@ -94,20 +90,23 @@ def _composed(configs: Path, choices: list[str]) -> DictConfig:
 def _set(config: DictConfig, key: str, text: str) -> Problem | None:
     """Lay one `key=value` over the configuration; tell what is wrong with it, if anything is."""
     open_ended = any(part in key for part in (".layers.", ".mixture", "cluster.environment."))
-    if not open_ended and (problem := _unknown_key(config, key)):
+    if not open_ended and (problem := unknown_key(config, key)):
         return problem
     try:
         value = _value(text, is_text=not open_ended and _is_text(config, key))
     except HydraException:
-        return Problem(key, f"{text!r} is not a value (quote it if it holds brackets, commas or colons)")
+        return not_a_value(key, text)
     try:
         mixture, inside, entry = key.partition(".mixture")
         if inside:
             _mix(config, mixture + inside, entry.strip("."), value)
+        elif key.endswith(".layers") and isinstance(value, dict):
+            for letter, options in value.items():
+                OmegaConf.update(config, f"{key}.{letter}", options, force_add=True)
         else:
             OmegaConf.update(config, key, value, force_add=open_ended)
     except OmegaConfBaseException as error:
-        return Problem(key, str(error).splitlines()[0])
+        return wrong_value(config, key, text, error)
     return None
 
 
@@ -137,23 +136,6 @@ def _is_text(config: DictConfig, key: str) -> bool:
     return isinstance(node, DictConfig) and isinstance(node._get_node(name), StringNode)
 
 
-def _unknown_key(config: DictConfig, key: str) -> Problem | None:
-    node: Any = config
-    for depth, name in enumerate(parts := key.split(".")):
-        where = ".".join(parts[:depth]) or "the configuration"
-        if isinstance(node, ListConfig):
-            if not (name.isdigit() and int(name) < len(node)):
-                return Problem(key, f"{where} has no entry {name!r}; it has {len(node)}, numbered from 0")
-            node = node[int(name)]
-        elif isinstance(node, DictConfig) and name in node.keys():  # noqa: SIM118 (a key without value is not `in`)
-            node = node._get_node(name)
-        else:
-            names = [str(n) for n in node] if isinstance(node, DictConfig) else []
-            known = f"; it has: {', '.join(names)}" if names else " below it"
-            return Problem(key, f"{where} has no {name!r}{did_you_mean(name, names)}{known}")
-    return None
-
-
 def _typed(config: Any, found: list[Problem]) -> Config:
     typed = None
     try:
@@ -161,15 +143,11 @@ def _typed(config: Any, found: list[Problem]) -> Config:
         if not found:
             typed = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:  # an interpolation that leads nowhere
-        found.append(_problem(error))
+        found.append(unresolved(error))
     if found:
         raise ConfigError(found)
     assert isinstance(typed, Config)
     return typed
-
-
-def _problem(error: OmegaConfBaseException) -> Problem:
-    return Problem(str(error.full_key or "configuration"), str(error).splitlines()[0])
 
 
 def _missing(node: Any, prefix: str) -> Iterator[str]:

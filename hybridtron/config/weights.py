@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from hybridtron.config.problems import ConfigError
+from hybridtron.config.rules import is_folder, shortened
+from hybridtron.config.saved import read_saved
 from hybridtron.config.schema import Config
 from hybridtron.specs.base import Problem
 
@@ -53,18 +53,18 @@ def settle(config: DictConfig) -> None:
 def _saved(folder: str) -> dict[str, Any]:
     """What `${weights:KEY}` can name, from the config.yaml that runs and checkpoints hold."""
     path = Path(folder) / "config.yaml"
-    if not path.is_file():
-        why = f"has no config.yaml: name {WHAT}" if Path(folder).is_dir() else f"is not there: name {WHAT}"
-        raise ConfigError([Problem(KEY, f"{folder} {why}")])
+    if not is_folder(folder) or not path.is_file():
+        why = f"has no config.yaml: name {WHAT}" if is_folder(folder) else f"is not there: name {WHAT}"
+        raise ConfigError([Problem(KEY, f"{shortened(folder)} {why}")])
     try:
         return _parsed(path, path.stat().st_mtime_ns)
-    except (OmegaConfBaseException, YAMLError, OSError) as error:
-        raise ConfigError([Problem(KEY, f"{path} can't be read: {str(error).splitlines()[0]}")]) from error
+    except ConfigError as error:
+        raise ConfigError([Problem(KEY, f"{p.key} {p.message}") for p in error.problems]) from error
 
 
 @lru_cache(maxsize=4)
 def _parsed(path: Path, _modified: int) -> dict[str, Any]:
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
+    config = OmegaConf.to_object(read_saved(path))
     assert isinstance(config, Config)
     last = config.phases[-1]
     now = config.in_phase(last)

@@ -158,9 +158,9 @@ class TokenFolder:
     @staticmethod
     def open(path: Path) -> TokenFolder:
         """A folder on this machine, its sizes and its tokenizer held against the manifest; FolderError otherwise."""
-        if not path.is_dir():
-            raise FolderError(path, "is not a folder" if path.exists() else "does not exist")
         try:
+            if not path.is_dir():
+                raise FolderError(path, "is not a folder" if path.exists() else "does not exist")
             text = (path / "manifest.json").read_text(encoding="utf-8")
             folder = TokenFolder(path, Manifest.parse(text, path), digest_of(text.encode()))
             folder.check_tokenizer()

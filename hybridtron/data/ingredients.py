@@ -5,6 +5,7 @@ Without a mixture these are all sources of `data.path`, each by its number of to
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -110,7 +111,7 @@ def _phase_problems(config: Config, index: int, phase: PhaseConfig, opened: Open
         needs = f"data.source=embedded makes a byte-level vocabulary, which needs at least {SMALLEST_VOCABULARY}"
         return [Problem("model.vocab_size", f"is {vocab_size}; {needs}")]
     paths = [entry.path or data.path for entry in data.mixture.values()] or [data.path]
-    to_be_prepared = data.source == Source.embedded and not Path(data.path).exists()
+    to_be_prepared = data.source == Source.embedded and not os.path.exists(data.path)  # noqa: PTH110 (a path too long for the system is none)
     if to_be_prepared or any(is_url(path) for path in paths):
         return []
     try:
@@ -152,9 +153,13 @@ def _amount_problems(config: Config, phase: PhaseConfig, found: Sequence[Ingredi
     most = config.data_of(phase).epochs
     key = "data.epochs" if phase.data.epochs is None else f"phases.{config.phases.index(phase)}.data.epochs"
     cure = "set it so, or use fewer tokens, another weight or more text"
+    try:
+        tokens = parse_tokens(phase.tokens)
+    except ValueError:
+        return []  # reported by the phase's own rules
     return [
         Problem(key, f"is {most:g}, but {phase.name} reads {one.source} {one.epochs:.3g} times: {cure}")
-        for one in reading_plan(found, parse_tokens(phase.tokens))
+        for one in reading_plan(found, tokens)
         if most is not None and one.epochs > most
     ]
 

@@ -68,20 +68,62 @@ def test_letters_and_options_can_be_added():
         ("recipe=samba_421", "recipe", "did you mean samba_421m?"),
         ("model=zzz", "model", "have: laptop"),
         ("phases.3.lr=1", "phases.3.lr", "numbered from 0"),
-        ("model.width=wide", "model.width", "could not be converted to Integer"),
-        ("run.seed=1.5", "run.seed", "could not be converted to Integer"),
-        ("data.documents=cut", "data.documents", "expected one of [isolate, join]"),
-        ("model.layers.M=mamba", "model.layers.M", "Cannot assign str"),
+        ("model.width=wide", "model.width", "a whole number"),
+        ("run.seed=1.5", "run.seed", "a whole number"),
+        ("data.documents=cut", "data.documents", "isolate, join"),
+        ("model.layers.M=mamba", "model.layers.M", "kind: mamba"),
         ("run.wandb.project=x", "run.wandb.project", "has no 'project'"),
         ("phases=[{lr: 1}]", "phases.0.tokens", "must be set"),
         ("run.dir='${run.nam}'", "run.dir", "'run.nam' not found"),
         ("run.eval_lengths=[1", "run.eval_lengths", "is not a value"),
+        ("lr=1e-3", "lr", "phases.0.lr"),
+        ("optim.lr=1e-3", "optim.lr", "phases.0.lr"),
+        ("batch_size=8", "batch_size", "phases.0.global_batch"),
+        ("--lr=3", "--lr=3", "lr=3"),
+        ("--max-steps", "--max-steps", "max_steps="),
+        ("=3", "=3", ""),
+        ("phases.0.lr=abc", "phases.0.lr", "a number"),
+        ("run.eval_lengths=2", "run.eval_lengths", "[1,2]"),
+        ("run.weights=${nope:1}", "run.weights", "nope"),
+        ("run.weights=${x@P}", "run.weights", "x@P"),
+        ("run.weights=" + 5000 * "a", "run.weights", ""),
+        ('model.layers={"-": {kind: swiglu}}', "model.layers", "model.layers.M."),
         ("verbose", "verbose", "not of the form key=value"),
         ("model=laptop=3", "model", "has no 'laptop=3'"),
     ],
 )
 def test_mistakes_name_the_key_and_what_was_meant(argument, key, says):
     assert says in told([argument])[key]
+
+
+def test_an_option_as_other_programs_take_it():
+    assert set(told(["--recipe", "samba_421m"])) == {"--recipe"}
+    assert "recipe=samba_421m" in told(["--recipe", "samba_421m"])["--recipe"]
+    assert set(told(["--deterministic", "run.seed=1", "samba"])) == {"--deterministic", "samba"}
+
+
+def test_letters_in_one_argument():
+    layers = load(["model.layers={M: {kind: mamba2, state: 16}, Q: {kind: swiglu}}"]).model.layers
+    assert layers["M"] == {"kind": "mamba2", "state": 16}
+    assert layers["Q"] == {"kind": "swiglu"}
+    assert "W" in layers
+
+
+def test_a_secret_is_not_resolved_into_the_configuration(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "s3cret")
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    assert "s3cret" not in told(["run.wandb=${oc.env:MY_API_KEY}"])["run.wandb"]
+    assert set(told(["cluster.environment.A=x-${oc.env:MY_API_KEY,none}"])) == {"cluster.environment.A"}
+    assert load(["data.path=${oc.env:SCRATCH}/text"]).data.path == "/scratch/text"
+
+
+@pytest.mark.parametrize("text", ["run: {name: '${oc.env:HOME}'}", "run: {name: a", "- 1", "run: {name: !!python/x 1}"])
+def test_a_saved_configuration_that_no_run_wrote(tmp_path, text):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_saved(tmp_path / "config.yaml")
+    assert all(str(tmp_path) in problem.key for problem in caught.value.problems)
+    assert set(told([f"run.weights={tmp_path}"])) == {"run.weights"}
 
 
 def test_all_mistakes_at_once():

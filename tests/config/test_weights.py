@@ -104,7 +104,7 @@ def test_missing_weights_are_told_by_their_key(tmp_path: Path) -> None:
     assert "has no config.yaml" in told("recipe=length/tbtt", f"run.weights={tmp_path}")["run.weights"]
     assert "is not there" in told("run.weights=/nowhere")["run.weights"]
     (tmp_path / "config.yaml").write_text("model: {depth: 3}")
-    assert "can't be read: Key 'depth'" in told("recipe=length/tbtt", f"run.weights={tmp_path}")["run.weights"]
+    assert "depth" in told("recipe=length/tbtt", f"run.weights={tmp_path}")["run.weights"]
 
 
 def test_a_run_may_start_from_weights_under_a_recipe_of_its_own(base: Path) -> None:

@@ -105,6 +105,12 @@ def test_missing_paths(tmp_path: Path):
     assert not told(config_of(tmp_path / "none", Source.embedded))
 
 
+def test_tokens_that_do_not_parse_are_left_to_the_phase_s_rules(toy: TokenFolder):
+    config = config_of(toy.path)
+    config.data.epochs, config.phases[0].tokens = 1.0, "-5"
+    assert not [problem for problem in problems(config) if "phases.0" in problem.key]
+
+
 def test_a_url_is_looked_at_later():
     assert not told(config_of("s3://bucket/tokens"))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -173,6 +175,30 @@ def test_without_slurm_there_is_a_dry_run_and_nothing_else(
     assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH --job-name=laptop\n#SBATCH --nodes=2\n")
     assert "sbatch is not on the PATH here" in refused(capsys, *asked)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_warns_of_absent_data(
+    programs: Path, counting_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = arguments(counting_folder, tmp_path / "run", "data.path=/nowhere")
+    assert submit.main([*asked, "--dry-run"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("#!/bin/bash")
+    assert "data.path" in printed.err
+    assert "data.path" in refused(capsys, *asked)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o755), (0o077, 0o700), (0o027, 0o750)])
+def test_the_script_follows_the_umask(
+    umask: int, mode: int, programs: Path, counting_folder: Path, tmp_path: Path
+) -> None:
+    stand_in(programs, "sbatch", "echo 41")
+    before = os.umask(umask)
+    try:
+        assert submit.main(arguments(counting_folder, tmp_path / "run")) == 0
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "run/slurm/job.sh").stat().st_mode) == mode
 
 
 def test_fewer_nodes_do_where_the_layout_can_be_shared_out(

@@ -1,0 +1,117 @@
+"""What a person probably meant by a key or a value that the configuration does not have.
+
+A wrong key is answered with the closest known one: first below the same parent, then anywhere, as most newcomers write
+`lr=1e-3` for `phases.0.lr=1e-3`. A value of the wrong type is answered with the type that the key holds.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from omegaconf import BooleanNode, DictConfig, EnumNode, FloatNode, IntegerNode, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hybridtron.config.problems import did_you_mean
+from hybridtron.specs.base import Problem
+
+# What other trainers call a key of ours; did_you_mean does not find these.
+NAMES_ELSEWHERE = {
+    "batch_size": "global_batch",
+    "global_batch_size": "global_batch",
+    "learning_rate": "lr",
+    "micro_batch_size": "micro_batch",
+    "output_dir": "dir",
+    "sequence_length": "seq_len",
+    "steps": "max_steps",
+}
+
+
+def not_settings(arguments: Sequence[str]) -> Iterator[Problem]:
+    """The arguments that are not key=value, with options in the form of most programs: `--recipe samba_421m`."""
+    taken = None
+    for argument, following in zip_longest(arguments, arguments[1:]):
+        key, equals, value = argument.partition("=")
+        name = key.lstrip("-").replace("-", "_")
+        if key.startswith("-") and name:
+            taken = following if not equals and following is not None and "=" not in following else None
+            yield Problem(argument, f"is not of the form key=value: write {name}={value or taken or 'VALUE'}")
+        elif not (key and equals) and argument is not taken:
+            yield Problem(argument, "is not of the form key=value")
+
+
+def unknown_key(config: DictConfig, key: str) -> Problem | None:
+    """What is wrong with a key; None where the configuration has it."""
+    node: Any = config
+    for depth, name in enumerate(parts := key.split(".")):
+        where = ".".join(parts[:depth]) or "the configuration"
+        if isinstance(node, ListConfig):
+            if not (name.isdigit() and int(name) < len(node)):
+                return Problem(key, f"{where} has no entry {name!r}; it has {len(node)}, numbered from 0")
+            node = node[int(name)]
+        elif isinstance(node, DictConfig) and name in node.keys():  # noqa: SIM118 (a key without value is not `in`)
+            node = node._get_node(name)
+        else:
+            names = [str(n) for n in node] if isinstance(node, DictConfig) else []
+            known = f"; it has: {', '.join(names)}" if names else " below it"
+            return Problem(key, f"{where} has no {name!r}{_meant(config, parts[-1], name, names)}{known}")
+    return None
+
+
+def wrong_value(config: DictConfig, key: str, text: str, error: OmegaConfBaseException) -> Problem:
+    """A value that the key can't hold."""
+    node = _node(config, key)
+    if isinstance(node, EnumNode):
+        return Problem(key, f"is {text!r}, must be one of {', '.join(node.enum_type.__members__)}")
+    for kind, holds in (
+        (BooleanNode, "true or false"),
+        (IntegerNode, "a whole number"),
+        (FloatNode, "a number such as 1e-3"),
+        (ListConfig, "a list such as [1,2]"),
+        (DictConfig, "options such as {kind: mamba, state: 16}" if ".layers" in key else "entries in braces"),
+    ):
+        if isinstance(node, kind):
+            return Problem(key, f"is {text!r}, must be {holds}")
+    return Problem(key, str(error).splitlines()[0])
+
+
+def not_a_value(key: str, text: str) -> Problem:
+    """A value that Hydra's grammar does not know."""
+    if key.rpartition(".")[2] == "layers":
+        return Problem(key, f"{text!r} is not a value: set one letter or option at a time, as in {key}.M.kind=mamba2")
+    return Problem(key, f"{text!r} is not a value (quote it if it holds brackets, commas or colons)")
+
+
+def unresolved(error: OmegaConfBaseException) -> Problem:
+    """A `${...}` that leads nowhere, or what else OmegaConf finds wrong with a composed or saved configuration."""
+    return Problem(str(error.full_key or "configuration"), str(error).splitlines()[0])
+
+
+def _meant(config: DictConfig, leaf: str, name: str, names: Sequence[str]) -> str:
+    """A name below the same parent, or else a key of that name anywhere."""
+    if near := did_you_mean(name, names):
+        return near
+    keys = dict(reversed([(key.rpartition(".")[2], key) for key in _keys(config, "")]))
+    close = [NAMES_ELSEWHERE.get(leaf, leaf), *difflib.get_close_matches(leaf, keys, 1, cutoff=0.8)]
+    return next((f" (did you mean {keys[one]}?)" for one in close if one in keys), "")
+
+
+def _keys(node: DictConfig | ListConfig, prefix: str) -> Iterator[str]:
+    """Every key that holds a value, in the order of the schema, phases first: most that newcomers set stand there."""
+    names: list[Any] = list(range(len(node))) if isinstance(node, ListConfig) else list(node.keys())
+    for name in sorted(names, key=lambda one: one != "phases"):
+        child = node._get_node(name)
+        if isinstance(child, DictConfig | ListConfig) and not child._is_none() and not child._is_missing():
+            yield from _keys(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _node(config: DictConfig, key: str) -> Any:
+    parent, _, name = key.rpartition(".")
+    node = OmegaConf.select(config, parent) if parent else config
+    if isinstance(node, ListConfig):
+        return node._get_node(int(name)) if name.isdigit() and int(name) < len(node) else None
+    return node._get_node(name) if isinstance(node, DictConfig) else None

@@ -1,0 +1,62 @@
+"""A configuration that a run wrote beside its checkpoints, and what must not be written there.
+
+Such a file is complete: nothing in it is left to look up. One that holds a `${...}` was not written by a run, and to
+resolve it could read the environment of whoever opens a downloaded checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from hybridtron.config.problems import ConfigError
+from hybridtron.config.schema import Config
+from hybridtron.specs.base import Problem
+
+SECRET = re.compile(r"secret|password|token|credential|api_?key|access_?key", re.IGNORECASE)
+_ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([^,}\s]*)")
+
+
+def read_saved(path: Path) -> DictConfig:
+    """The file's values over the defaults of the schema. ConfigError names the file and what is wrong with it."""
+    try:
+        values = OmegaConf.load(path)
+        found = [Problem(f"{path}: {key}", f"holds {text!r}, which no run writes") for key, text in _references(values)]
+        merged = OmegaConf.merge(OmegaConf.structured(Config), values)
+    except OmegaConfBaseException as error:
+        raise ConfigError([Problem(f"{path}: {error.full_key}", str(error).splitlines()[0])]) from error
+    except (YAMLError, OSError, ValueError) as error:
+        raise ConfigError([Problem(str(path), f"can't be read: {str(error).splitlines()[0]}")]) from error
+    if found:
+        raise ConfigError(found)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def secrets_from_environment(config: DictConfig) -> list[Problem]:
+    """Values that name a secret as `${oc.env:NAME}`: resolved, they would stand in config.yaml and in checkpoints."""
+    cure = "which would be written to config.yaml in clear: leave it in the environment, where its library reads it"
+    return [
+        Problem(key, f"takes {name} from the environment, {cure}")
+        for key, text in _references(config)
+        for name in _ENVIRONMENT.findall(text)
+        if SECRET.search(name)
+    ]
+
+
+def _references(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every key that holds a `${...}`, with its text."""
+    if node._is_none() or node._is_missing():
+        return
+    for name in range(len(node)) if isinstance(node, ListConfig) else node.keys():
+        child = node._get_node(name)
+        if child is not None and OmegaConf.is_interpolation(node, name):
+            yield f"{prefix}{name}", str(child._value())
+        elif isinstance(child, DictConfig | ListConfig):
+            yield from _references(child, f"{prefix}{name}.")

@@ -15,6 +15,7 @@ import argparse
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = "embedded"
+LISTED = 5  # files that a message names
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -112,9 +114,10 @@ def prepare_inputs(chosen: argparse.Namespace) -> TokenFolder:
 
     found = find(chosen.input)
     if found.left_out:
-        named = ", ".join(str(file) for file in found.left_out[:5])
-        more = f" and {len(found.left_out) - 5} more" if len(found.left_out) > 5 else ""
-        print(f"left out of folders, as no part of a data set: {named}{more}", file=sys.stderr)
+        print(f"left out of folders, as no part of a data set: {listed(found.left_out)}", file=sys.stderr)
+    if found.repeated:
+        twice = [f"{name} (it is {first})" for name, first in found.repeated]
+        print(f"skipped, as it is read under another name: {listed(twice)}", file=sys.stderr)
     vocabulary = open_vocabulary(chosen.tokenizer, chosen.eos, chosen.separator)
     from hybridtron.data.prepare.parts import Settings
     from hybridtron.data.prepare.run import prepare
@@ -130,6 +133,12 @@ def prepare_inputs(chosen: argparse.Namespace) -> TokenFolder:
     workers = 1 if chosen.workers is None else chosen.workers
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a worker is one thread, also where it is this process
     return prepare(found.inputs, chosen.output, vocabulary, settings, workers, max_bad)
+
+
+def listed(names: Sequence[object]) -> str:
+    """The first few of them."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(map(str, names[:LISTED])) + more
 
 
 def prepare_embedded(chosen: argparse.Namespace) -> TokenFolder:

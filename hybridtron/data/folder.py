@@ -54,6 +54,16 @@ def safe_name(name: str) -> bool:
     return bool(_SAFE_NAME.fullmatch(name))
 
 
+def path_inside(root: Path, relative: str) -> Path | None:
+    """A file below a folder; None where the path leads out of it, or could: by `..`, a root of its own or any link."""
+    path = root
+    for part in relative.split("/"):
+        path = path / part
+        if part in ("", ".", "..") or "\0" in part or path.is_symlink():
+            return None
+    return path
+
+
 @dataclass(frozen=True)
 class Shard:
     """One shard: its file below the source's folder, and what is in it. `packed` is its size where it is compressed."""

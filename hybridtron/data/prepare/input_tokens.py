@@ -7,7 +7,6 @@ tokens are of the given tokenizer can't be seen here; what uses them checks thei
 from __future__ import annotations
 
 import itertools
-import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hybridtron.data.prepare.documents import Document, Reading, Tally
-from hybridtron.data.prepare.input_files import PACKED_MAGIC, Input, InputError
+from hybridtron.data.prepare.input_files import PACKED_MAGIC, Input, InputError, mds_shards
 
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_HEADER = struct.Struct("<QBQQ")  # version, dtype, sequences, borders of documents
@@ -92,7 +91,7 @@ def read_mds(one: Input, reading: Reading, tally: Tally) -> Iterator[Document]:
     from hybridtron.data.store.mosaic import MDSReader  # slow to import
 
     index, file = one.files
-    entry = json.loads(index.read_text(encoding="utf-8"))["shards"][one.shard]
+    entry = mds_shards(index)[one.shard]
     try:
         reader = MDSReader.from_json(str(index.parent), None, entry)
         reader.validate(allow_unsafe_types=False)  # a pickle runs whatever program it holds

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from hybridtron.data.folder import SPLITS, Shard, digest_of, safe_name
+from hybridtron.data.folder import SPLITS, Shard, digest_of, path_inside
 
 SLOWEST = 2**20  # bytes per second; a large file may take longer than the timeout, at this rate
 PAUSE = 1.0  # seconds, at most, between one attempt and the next
@@ -61,12 +61,10 @@ class CacheOptions:
 
 
 def inside(root: Path, relative: str) -> Path:
-    """A file below a folder, by a path of plain names in which nothing is a symbolic link; DataError otherwise."""
-    path = root
-    for part in relative.split("/"):
-        path = path / part
-        if not safe_name(part) or path.is_symlink():
-            raise DataError(f"{root} names {relative!r}, which leads, or could lead, out of the folder: not opened")
+    """A file below a folder, by a path in which nothing is a symbolic link; DataError otherwise."""
+    path = path_inside(root, relative)
+    if path is None:
+        raise DataError(f"{root} names {relative!r}, which leads, or could lead, out of the folder: not opened")
     return path
 
 

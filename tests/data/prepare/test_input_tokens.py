@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from pathlib import Path
 
@@ -106,3 +107,32 @@ def test_mds_that_is_of_no_use(tmp_path: Path) -> None:
     (tmp_path / "c" / "index.json").write_text("[]")
     with pytest.raises(InputError, match="is not the index of an MDS folder"):
         find([str(tmp_path / "c")])
+
+
+@pytest.mark.parametrize("name", ["../out/shard.00000.mds", "/etc/passwd", "link", "to/shard.00000.mds", "", 3, "a\0b"])
+def test_mds_that_leads_out_of_its_folder(name: object, tmp_path: Path) -> None:
+    write_mds(tmp_path / "out", {"text": "str"}, [{"text": "secret"}])
+    inside = write_mds(tmp_path / "in", {"text": "str"}, [{"text": "x"}])
+    (inside / "link").symlink_to(tmp_path / "out/shard.00000.mds")
+    (inside / "to").symlink_to(tmp_path / "out")
+    index = json.loads((inside / "index.json").read_text())
+    index["shards"][0]["raw_data"]["basename"] = name
+    (inside / "index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError):
+        find([str(inside)])
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"shards": [3]}', '{"shards": [{"raw_data": "x", "zip_data": null}]}']
+)
+def test_mds_with_a_hostile_index(text: str, tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text(text)
+    with pytest.raises(InputError):
+        find([str(tmp_path)])
+
+
+def test_an_mds_shard_that_is_named_twice_is_read_once(tmp_path: Path) -> None:
+    folder = write_mds(tmp_path / "a", {"text": "str"}, [{"text": "x"}])
+    index = json.loads((folder / "index.json").read_text())
+    (folder / "index.json").write_text(json.dumps(index | {"shards": index["shards"] * 2}))
+    assert contents(read_all(folder)) == ["x"]

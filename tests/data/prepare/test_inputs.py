@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -190,3 +191,37 @@ def test_names_of_sources() -> None:
     assert clean_name("日本").startswith("source-")
     assert clean_name("日本") != clean_name("中国")
     assert len(clean_name("x" * 1000)) == 100
+
+
+def test_links_multiply_nothing(tmp_path: Path) -> None:
+    """A cycle, a linked sibling, hard and symbolic links to a file: what they lead to is read once."""
+    root = tmp_path / "in"
+    write_jsonl(root / "z/a.jsonl", TEXTS)
+    write_jsonl(root / "b.jsonl", ["b"])
+    (root / "loop").symlink_to(root)
+    (root / "z/up").symlink_to(root)
+    (root / "a-link").symlink_to(root / "z")
+    (root / "c.jsonl").symlink_to(root / "b.jsonl")
+    (root / "d.jsonl").hardlink_to(root / "b.jsonl")
+    read_once = [root / "b.jsonl", root / "z/a.jsonl"]
+    for pattern in (root, root / "**", root / "**/**/*.jsonl", root / "loop"):
+        found = find([str(pattern)])
+        assert sorted(one.files[0].resolve() for one in found.inputs) == read_once
+    found = find([str(root), str(root / "z"), str(root / "b.jsonl")])
+    assert [one.files[0] for one in found.inputs] == read_once
+    second = {name.name: first.name for name, first in find([str(root)]).repeated}
+    assert second == {"loop": "in", "up": "in", "a-link": "z", "c.jsonl": "b.jsonl", "d.jsonl": "b.jsonl"}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.bin", "a.txt", "a.parquet"])
+def test_devices_and_pipes_are_not_opened(name: str, tmp_path: Path) -> None:
+    """Opening the pipe would wait for ever, and /dev/zero has no end."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for target in (tmp_path / "pipe", Path("/dev/zero")):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(target)
+        for pattern in (folder, folder / name):
+            with pytest.raises(ArgumentError):
+                find([str(pattern)])

@@ -158,7 +158,7 @@ def serial_step(config: Config, precision: Precision) -> Step:
             weight.grad = gradients[name] * min(1.0, optim.clip / norm)
         groups = [
             {"params": [w for name, w in weights.items() if model.table[name].decay is decayed], "weight_decay": decay}
-            for decayed, decay in ((True, optim.weight_decay), (False, 0.0))
+            for decayed, decay in ((True, optim.weight_decay), (False, optim.weight_decay * optim.decay_all))
         ]
         betas = (optim.betas[0], optim.betas[1])
         torch.optim.AdamW(groups, lr=rate_of(config), betas=betas, eps=optim.eps).step()

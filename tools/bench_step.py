@@ -75,14 +75,13 @@ class PlainStep:
 
     def __init__(self, model: LanguageModel, config: Config, batches: list[Batch]) -> None:
         self.model, self.clip, self.batches = model, config.optim.clip, batches
-        weights = dict(model.named_parameters())
+        weights, optim = dict(model.named_parameters()), config.optim
         groups = [
             {"params": [w for n, w in weights.items() if model.table[n].decay is decay], "weight_decay": amount}
-            for decay, amount in ((True, config.optim.weight_decay), (False, 0.0))
+            for decay, amount in ((True, optim.weight_decay), (False, optim.weight_decay * optim.decay_all))
         ]
-        first, second = config.optim.betas
-        eps = config.optim.eps
-        self.adam = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(first, second), eps=eps, fused=True)
+        betas = (optim.betas[0], optim.betas[1])
+        self.adam = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=betas, eps=optim.eps, fused=True)
         self.losses: list[Tensor] = []
 
     def __call__(self) -> None:

@@ -40,6 +40,13 @@ class Schedule(StrEnum):
     wsd = "wsd"
 
 
+class DecaySchedule(StrEnum):
+    """The weight decay over a run: always the same, or a peak that falls and rises with the learning rate."""
+
+    constant = "constant"
+    lr = "lr"
+
+
 class LrPiece(StrEnum):
     """The piece of the learning rate's course that a phase is.
 

@@ -7,6 +7,7 @@ names comes by way of `weights.py`. Nothing in this file needs torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,7 @@ def _is_text(config: DictConfig, key: str) -> bool:
 def _typed(config: Any, found: list[Problem]) -> Config:
     typed = None
     try:
-        found += [Problem(key, "must be set") for key in _missing(config, "")]
+        found += list(_unusable(config, ""))
         if not found:
             typed = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:  # an interpolation that leads nowhere
@@ -150,10 +151,13 @@ def _typed(config: Any, found: list[Problem]) -> Config:
     return typed
 
 
-def _missing(node: Any, prefix: str) -> Iterator[str]:
+def _unusable(node: Any, prefix: str) -> Iterator[Problem]:
+    """Keys without a value, and numbers that are not finite: nan slips through every rule of the form `x <= 0`."""
     keys = range(len(node)) if isinstance(node, ListConfig) else node.keys()
     for key in keys:
         if OmegaConf.is_missing(node, key):
-            yield f"{prefix}{key}"
+            yield Problem(f"{prefix}{key}", "must be set")
         elif OmegaConf.is_config(child := node[key]) and child is not None:
-            yield from _missing(child, f"{prefix}{key}.")
+            yield from _unusable(child, f"{prefix}{key}.")
+        elif isinstance(child, float) and not math.isfinite(child):
+            yield Problem(f"{prefix}{key}", f"is {child}, must be a finite number")

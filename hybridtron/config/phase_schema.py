@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from hybridtron.config.choices import (
+    DecaySchedule,
     Documents,
     Export,
     LrPiece,
@@ -68,6 +69,7 @@ class PhaseOptimConfig:
     decay: str | None = None
     final_lr: float | None = None
     weight_decay: float | None = None
+    weight_decay_schedule: DecaySchedule | None = None
     clip: float | None = None
     z_loss: float | None = None
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from omegaconf import MISSING
 
 from hybridtron.config.choices import (
+    DecaySchedule,
     Documents,
     Feed,
     Order,
@@ -88,6 +89,8 @@ class OptimConfig:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     weight_decay: float = 0.1
+    weight_decay_schedule: DecaySchedule = DecaySchedule.constant
+    decay_all: bool = False  # also norms, biases, A_log, D and dt_bias, as a plain AdamW would
     clip: float = 1.0
     schedule: Schedule = Schedule.cosine
     warmup: str = "1%"  # tokens, or a share of the phase

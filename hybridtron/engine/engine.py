@@ -109,17 +109,18 @@ class Engine:
         if self.carrier is not None:
             self.carrier.break_off()
 
-    def step(self, lr: float) -> tuple[float, bool]:
+    def step(self, lr: float, weight_decay: float | None = None) -> tuple[float, bool]:
         """Update the weights, and take over the states that the rows ended in, and FP8's greatest values.
 
-        A refused step changes nothing of these.
+        A refused step changes nothing of these. Without a weight decay of its own the step takes the phase's.
         """
         if self.carrier is not None:
             self.carrier.inspect()
         grad_norm = self.optimizer.grad_norm()
         # now, when the device has been waited for and has nothing else to do
         restarts = (0, 0) if self.carrier is None else self.carrier.read()
-        accepted = self.optimizer.take(lr, grad_norm, self.guard.accepts(grad_norm, self._loss.item()))
+        wanted = self.guard.accepts(grad_norm, self._loss.item())
+        accepted = self.optimizer.take(lr, grad_norm, wanted, weight_decay)
         self.statistics.settle(accepted)
         if self.carrier is not None:
             if accepted:

@@ -1,7 +1,8 @@
 """AdamW by Megatron's optimizers, with the treatment of each weight taken from the parameter table.
 
 With the distributed optimizer each data-parallel rank keeps the fp32 masters and moments of its share of the weights.
-Only weights that the table marks for it are decayed: Megatron's own rule goes by shape and would decay A_log.
+Only weights that the table marks for it are decayed, unless all are asked for: Megatron's own rule goes by shape and
+would decay A_log.
 """
 
 from __future__ import annotations
@@ -65,16 +66,17 @@ class Optimizer:
         self.megatron.prepare_grads()
         return float(self.megatron.get_grad_norm())
 
-    def take(self, lr: float, grad_norm: float, wanted: bool = True) -> bool:
+    def take(self, lr: float, grad_norm: float, wanted: bool = True, weight_decay: float | None = None) -> bool:
         """Update with this learning rate, if that is wanted; returns whether the step was taken.
 
         A step whose gradients are not finite is refused on every rank, and leaves weights and moments as they were.
         """
         accepted = wanted and math.isfinite(grad_norm)
         if accepted:
+            decay = self.settings.weight_decay if weight_decay is None else weight_decay
             for group in self.megatron.param_groups:
                 group["lr"] = lr
-                group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]
+                group["weight_decay"] = decay if self.settings.decay_all else decay * group["wd_mult"]
             for optimizer in self.megatron.chained_optimizers:
                 # Megatron clips gradients in fp32 only; without need for it, float64 can be audited.
                 if grad_norm > self.settings.clip and (weights := optimizer.get_parameters()):

@@ -1,11 +1,11 @@
-"""The learning rate as a pure function of the phases and of the tokens that the one under way has seen."""
+"""Learning rate and weight decay as pure functions of the phases and of the tokens that the one under way has seen."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-from hybridtron.config.choices import LrPiece, Moments, Schedule
+from hybridtron.config.choices import DecaySchedule, LrPiece, Moments, Schedule
 from hybridtron.config.schema import Config, OptimConfig
 from hybridtron.config.units import parse_share, parse_tokens
 
@@ -23,6 +23,18 @@ def learning_rate(config: Config, index: int, tokens: int) -> float:
         leader -= 1
         tokens += parse_tokens(config.phases[leader].tokens)
     return _course(config, leader, tokens)
+
+
+def weight_decay(config: Config, index: int, lr: float) -> float:
+    """The weight decay for a step at this learning rate: that of the phase, or its share that the rate is of its peak.
+
+    A phase without a peak of its own goes by that of the course that it carries on or ends.
+    """
+    optim = config.in_phase(config.phases[index]).optim
+    if optim.weight_decay_schedule is DecaySchedule.constant:
+        return optim.weight_decay
+    peak = next(phase.lr for phase in reversed(config.phases[: index + 1]) if phase.lr is not None)
+    return optim.weight_decay * lr / peak
 
 
 def _course(config: Config, leader: int, tokens: int) -> float:

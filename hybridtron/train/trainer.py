@@ -28,7 +28,7 @@ from hybridtron.train.announce import announce_reading, announce_run
 from hybridtron.train.engines import Engines
 from hybridtron.train.evaluate import evaluate
 from hybridtron.train.go_back import GoBack, WayBack, refusal_of, return_of
-from hybridtron.train.lr import learning_rate
+from hybridtron.train.lr import learning_rate, weight_decay
 from hybridtron.train.metrics import Metrics, StepMetrics
 from hybridtron.train.preempt import StopRequests
 from hybridtron.train.profile import profiled
@@ -186,7 +186,7 @@ class Trainer:
             self.engine.break_off()
         loss = self.engine.forward_backward(batches, number)
         layers = self.engine.optimizer.norms() if self.config.run.layer_norms else None
-        grad_norm, accepted = self.engine.step(lr)
+        grad_norm, accepted = self.engine.step(lr, weight_decay(self.config, stretch.index, lr))
         synchronize()
         self.skipped += not accepted
         if self.metrics is not None and guard.why is not None:

@@ -126,6 +126,26 @@ def test_a_saved_configuration_that_no_run_wrote(tmp_path, text):
     assert set(told([f"run.weights={tmp_path}"])) == {"run.weights"}
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model.layers.W.rope_base",
+        "model.layers.M.dt_max",
+        "model.norm_eps",
+        "optim.weight_decay",
+        "optim.betas.1",
+        "phases.0.lr",
+        "phases.0.layers.W.rope_base",
+        "phases.0.states.sigma",
+        "data.mixture.web.weight",
+        "run.timeout",
+    ],
+)
+def test_numbers_are_finite(key, value):
+    assert set(told([f"{key}={value}"])) == {key}
+
+
 def test_all_mistakes_at_once():
     assert set(told(["model.widht=3", "optim.clip=x", "phases.0.rows=1", "run.seed=2"])) == {
         "model.widht",

@@ -33,6 +33,24 @@ def test_decays_matrices_and_nothing_else(alone: Groups) -> None:
     torch.testing.assert_close(after["embedding.weight"], before["embedding.weight"] * (1 - 0.1 * 0.5))
 
 
+def test_decays_every_weight_where_that_is_asked_for(alone: Groups) -> None:
+    optim = OptimConfig(weight_decay=0.5, decay_all=True)
+    engine = Engine(small_run(small_config("M-W-", tie_embeddings=False), optim), alone)
+    before = snapshot(engine)
+    set_gradients(engine, 0.0)
+    engine.optimizer.step(lr=0.1)
+    for name, weight in engine.weights():
+        torch.testing.assert_close(weight, before[name] * (1 - 0.1 * 0.5), msg=name)
+
+
+def test_a_step_decays_as_much_as_it_says(alone: Groups) -> None:
+    engine = Engine(small_run(small_config("M-"), OptimConfig(weight_decay=0.5)), alone)
+    before = snapshot(engine)["embedding.weight"]
+    set_gradients(engine, 0.0)
+    engine.step(0.1, weight_decay=0.2)
+    torch.testing.assert_close(snapshot(engine)["embedding.weight"], before * (1 - 0.1 * 0.2))
+
+
 def test_updates_as_adamw_does(alone: Groups) -> None:
     """A few steps equal torch's AdamW on a plain copy of the model."""
     engine = Engine(small_run(optim=OptimConfig(weight_decay=0.1, clip=1e9)), alone)

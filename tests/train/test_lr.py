@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from hybridtron.config.choices import LrPiece, Moments
+from hybridtron.config.choices import DecaySchedule, LrPiece, Moments
 from hybridtron.config.phase_schema import PhaseConfig, PhaseOptimConfig
 from hybridtron.config.schema import Config, ModelConfig, OptimConfig, Schedule
-from hybridtron.train.lr import learning_rate
+from hybridtron.train.lr import learning_rate, weight_decay
 
 PHASE = PhaseConfig(tokens="1000", seq_len=1, global_batch=1, lr=2.0)
 
@@ -62,3 +62,22 @@ def test_a_decay_goes_from_there_to_a_given_rate(schedule: Schedule, middle: flo
     config = configured(OptimConfig(warmup="10%"), PHASE, last)
     rates = [learning_rate(config, 1, tokens) for tokens in (0, 500, 1000)]
     assert rates == pytest.approx([0.2, middle, 0.02])
+
+
+@pytest.mark.parametrize(
+    ("index", "tokens", "expected"),
+    [(0, 50, 0.05), (0, 100, 0.1), (0, 1000, 0.01), (1, 100, 0.4), (1, 1000, 0.04), (2, 1000, 0.01)],
+)
+def test_a_weight_decay_that_follows_the_learning_rate(index: int, tokens: int, expected: float) -> None:
+    """Each phase has its own peaks, here 2 and 0.1, then 1 and 0.4; the last one ends the course of the second."""
+    own = replace(PHASE, lr=1.0, optim=PhaseOptimConfig(weight_decay=0.4))
+    last = replace(PHASE, lr=None, lr_piece=LrPiece.decay, lr_to=0.1)
+    optim = OptimConfig(warmup="10%", weight_decay_schedule=DecaySchedule.lr)
+    config = configured(optim, PHASE, own, last)
+    assert weight_decay(config, index, learning_rate(config, index, tokens)) == pytest.approx(expected)
+
+
+def test_a_constant_weight_decay_does_not_look_at_the_rate() -> None:
+    constant = PhaseOptimConfig(weight_decay_schedule=DecaySchedule.constant)
+    config = configured(OptimConfig(weight_decay_schedule=DecaySchedule.lr), PHASE, replace(PHASE, optim=constant))
+    assert [weight_decay(config, 1, rate) for rate in (0.0, 1.0, 2.0)] == [0.1] * 3

@@ -202,6 +202,19 @@ def test_chunks_of_a_lane_make_one_step(train_small: Train, tmp_path: Path) -> N
     assert [line["tokens"] for line in metrics_of(tmp_path / "run")] == [64, 128, 192]
 
 
+def test_each_step_decays_by_its_share_of_the_peak(train_small: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, step = [], Engine.step
+
+    def recorded(engine: Engine, lr: float, weight_decay: float) -> tuple[float, bool]:
+        taken.append((lr, weight_decay))
+        return step(engine, lr, weight_decay)
+
+    monkeypatch.setattr(Engine, "step", recorded)
+    settings = ("phases.0.lr=2e-3", "optim.weight_decay=0.5", "optim.weight_decay_schedule=lr")
+    assert train_small(*settings, "run.max_steps=3", "run.eval_lengths=[1]") == 0
+    assert [decay for _, decay in taken] == pytest.approx([lr * 250 for lr, _ in taken])
+
+
 def test_skipped_steps_are_counted_and_change_nothing(
     train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ gradient and write the inputs' gradients once backward, and form the L x E x N d
 the same rounds: a copy of that many bytes, and exp over that many values in a buffer that stays in the cache.
 
 Peak memory is that of a fresh process per form: the highest resident set during one forward and backward pass, less
-what was resident before it, when the inputs existed. Such a process is `python -m tools.bench_scan FORM LENGTH ...`.
+what was resident before it, when the inputs existed. Such a process runs `probe`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,13 +195,18 @@ def peak_memories(sizes: Sizes) -> dict[int, dict[str, int]]:
 
 def peak_memory(form: str, length: int, sizes: Sizes) -> int:
     """Bytes that one pass adds to a fresh process."""
-    arguments = [form, str(length), str(sizes.channels), str(sizes.state)]
-    probe = [sys.executable, "-m", "tools.bench_scan", *arguments]
-    done = subprocess.run(probe, cwd=ROOT, capture_output=True, text=True, check=True)
+    call = f"probe({form!r}, {length}, {sizes.channels}, {sizes.state})"
+    return in_fresh_process(f"from tools.bench_scan import probe; {call}")
+
+
+def in_fresh_process(code: str, environment: Mapping[str, str] | None = None) -> int:
+    """The number that a Python process of its own prints last."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     return int(done.stdout.split()[-1])
 
 
-def _probe(form: str, length: int, channels: int, state: int) -> None:
+def probe(form: str, length: int, channels: int, state: int) -> None:
     """The body of that process: a tiny pass first, so that what every first pass loads is not counted."""
     torch.set_num_threads(1)
     forward_backward(form, inputs(16, channels, state))
@@ -220,7 +225,3 @@ def resident(reset: bool) -> int:
         Path("/proc/self/clear_refs").write_text("5")
     lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
     return int(lines["VmHWM"].split()[0]) * 1024
-
-
-if __name__ == "__main__":
-    _probe(sys.argv[1], *map(int, sys.argv[2:]))

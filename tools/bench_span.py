@@ -5,14 +5,12 @@ of 256 queries; what is measured is what summaries, the choice and the gathering
 values are random, so that the chosen blocks lie anywhere, which is the worst case for a cache. Before, the blocked form
 is held against the reference, outputs and gradients.
 
-Peak memory is that of a fresh process: `python -m tools.bench_span FORM LENGTH`.
+Peak memory is that of a fresh process: see `probe`.
 """
 
 from __future__ import annotations
 
 import resource
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +26,7 @@ from hybridtron.ops.span_past import Past, Rule, choose_by_relevance
 from tools.bench_attention import Row, full, windowed
 from tools.bench_attention import Sizes as AttentionSizes
 from tools.bench_report import Form, Goal, Report, Rows, Settings, Timing, interleaved, times
-from tools.bench_scan import resident
+from tools.bench_scan import in_fresh_process, resident
 
 ROOT = Path(__file__).resolve().parents[1]
 TOLERANCE = 1e-5
@@ -157,12 +155,11 @@ def _goals(measured: dict[int, dict[str, Timing]], peaks: dict[int, dict[str, in
 
 def peak_memory(form: str, length: int, quick: bool) -> int:
     """Bytes that one pass adds to a fresh process."""
-    probe = [sys.executable, "-m", "tools.bench_span", form, str(length), *(["quick"] if quick else [])]
-    done = subprocess.run(probe, cwd=ROOT, capture_output=True, text=True, check=True)
-    return int(done.stdout.split()[-1])
+    call = f"probe({form!r}, {length}, {'QUICK' if quick else 'FULL'})"
+    return in_fresh_process(f"from tools.bench_span import FULL, QUICK, probe; {call}")
 
 
-def _probe(form: str, length: int, sizes: Sizes) -> None:
+def probe(form: str, length: int, sizes: Sizes) -> None:
     """The body of that process: a short pass first, so that what every first pass loads is not counted."""
     torch.set_num_threads(1)
     run = spanned(sizes) if form == "span" else windowed(sizes.chunk)
@@ -171,7 +168,3 @@ def _probe(form: str, length: int, sizes: Sizes) -> None:
     before = resident(reset=True)
     row.forward_backward(run)
     print(max(resource.getpagesize(), resident(reset=False) - before))
-
-
-if __name__ == "__main__":
-    _probe(sys.argv[1], int(sys.argv[2]), QUICK if sys.argv[3:] else FULL)

@@ -5,15 +5,13 @@ They are joined text in all modes, as that is what passed states and noise want;
 out, taking over and checking states, of drawing noise, and of a scan that starts from a state.
 
 Peak memory is that of a fresh process per form and length: the highest resident set during a step, less what was
-resident before it, when weights, optimizer and tokens existed; on CUDA, what torch allocated. Such a process is
-`python -m tools.bench_states FORM LENGTH CHUNK`. Forms: `detached` chunks, and `through` time with recompute.
+resident before it, when weights, optimizer and tokens existed; on CUDA, what torch allocated. Such a process
+runs `probe`. Forms: `detached` chunks, and `through` time with recompute.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +26,7 @@ from hybridtron.device import compute_device, megatron_context, peak_memory_gib
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups, start, stop
 from tools.bench_report import Form, Goal, Report, Rows, Settings, Timing, interleaved, times
-from tools.bench_scan import resident
+from tools.bench_scan import in_fresh_process, resident
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
@@ -151,15 +149,13 @@ def shares(of_forms: dict[str, int], at_first: dict[str, int]) -> list[str]:
 
 def peak_memory(form: str, length: int, sizes: Sizes) -> int:
     """Bytes that one step adds to a fresh process."""
-    quick = ["quick"] if sizes is QUICK else []
-    probe = [sys.executable, "-m", "tools.bench_states", form, str(length), *quick]
+    call = f"probe({form!r}, {length}, {'QUICK' if sizes is QUICK else 'FULL'})"
     # Else the C library keeps freed blocks between those in use, and these would count.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(CACHED_BELOW)}
-    done = subprocess.run(probe, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    return int(done.stdout.split()[-1])
+    return in_fresh_process(f"from tools.bench_states import FULL, QUICK, probe; {call}", environment)
 
 
-def _probe(form: str, length: int, sizes: Sizes) -> None:
+def probe(form: str, length: int, sizes: Sizes) -> None:
     """The body of that process: first a step of few tokens, which loads what every first step loads."""
     torch.set_num_threads(1)
     chunks = length // sizes.chunk
@@ -178,7 +174,3 @@ def _probe(form: str, length: int, sizes: Sizes) -> None:
     stop()
     on_device = peak_memory_gib()
     print(max(1, resident(reset=False) - before) if on_device is None else round(on_device * 2**30))
-
-
-if __name__ == "__main__":
-    _probe(sys.argv[1], int(sys.argv[2]), QUICK if sys.argv[3:] else FULL)

@@ -10,6 +10,7 @@ two files have gets its file's name behind it. A test fails when the file is not
 
 from __future__ import annotations
 
+import argparse
 import ast
 import subprocess
 import sys
@@ -185,6 +186,11 @@ def _import_of(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> str:
     return f"from {node.module} import {name}" if isinstance(node, ast.ImportFrom) else f"import {name}"
 
 
-if __name__ == "__main__":
+def main() -> None:
+    argparse.ArgumentParser(description=f"Write {TARGET.relative_to(ROOT)} from the package's ops.").parse_args()
     TARGET.write_text(generated(), encoding="utf-8")
     print(f"{TARGET.relative_to(ROOT)} is written")
+
+
+if __name__ == "__main__":
+    main()

@@ -14,7 +14,7 @@ from hybridtron.config.load import choices_of, load
 from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.parallel.pool import Pool
 from tests import distributed
-from tools import audit_parallel
+from tools import audit_parallel, audit_table
 from tools.audit_cases import ARCHITECTURES, LAYOUTS, MICRO_BATCH, Layout, shrunk
 from tools.audit_run import micro_batches
 
@@ -33,7 +33,7 @@ class KeptPool(Pool):
 @pytest.fixture
 def audit(monkeypatch: pytest.MonkeyPatch) -> object:
     """Runs the command with these arguments, and returns its exit code."""
-    monkeypatch.setattr(audit_parallel, "Pool", KeptPool)
+    monkeypatch.setattr(audit_table, "Pool", KeptPool)
 
     def run(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["audit_parallel.py", *arguments])
@@ -64,7 +64,7 @@ def test_a_bug_exits_with_1_and_says_what_differs(audit, capsys: pytest.CaptureF
 def test_a_run_that_fails_exits_with_1_and_says_why(
     audit, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit_parallel, "PRECISIONS", audit_parallel.PRECISIONS[:1])
+    monkeypatch.setattr(audit_table, "PRECISIONS", audit_table.PRECISIONS[:1])
     assert audit(*SMALL, "--layouts", "pp2", "--timeout", "0.01") == 1
     assert "did not finish in time" in capsys.readouterr().out
 
@@ -89,7 +89,7 @@ def test_bad_input_exits_with_2(audit, capsys: pytest.CaptureFixture[str], argum
 def test_lists_what_there_is(audit, capsys: pytest.CaptureFixture[str]) -> None:
     assert audit("--list") == 0
     said = capsys.readouterr().out
-    for name in (*LAYOUTS, *ARCHITECTURES, *audit_parallel.BUGS):
+    for name in (*LAYOUTS, *ARCHITECTURES, *audit_table.BUGS):
         assert name in said
 
 

@@ -1,0 +1,67 @@
+"""Every program answers --help at once: it imports neither torch nor what builds on it, and does nothing else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = sorted(
+    str(path.relative_to(ROOT))
+    for path in [ROOT / "train.py", *(ROOT / "tools").glob("*.py"), *(ROOT / "slurm").glob("*.py")]
+    if '__name__ == "__main__"' in path.read_text()
+)
+LATER = ("tools/checkpoint.py", "tools/convert.py", "tools/plot_metrics.py")
+HEAVY = ("torch", "megatron", "transformers", "matplotlib", "streaming", "pyarrow")
+ALL = """
+import contextlib, importlib.abc, io, json, runpy, sys
+
+class Refused(importlib.abc.MetaPathFinder):
+    asked = []
+
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in HEAVY:
+            self.asked.append(name)
+            raise ModuleNotFoundError(name, name=name)
+
+sys.meta_path.insert(0, Refused())
+found = {}
+for program in sys.argv[1:]:
+    sys.argv, text, code = [program, "--help"], io.StringIO(), None
+    Refused.asked = []
+    try:
+        with contextlib.redirect_stdout(text):
+            runpy.run_path(program, run_name="__main__")
+    except SystemExit as end:
+        code = end.code or 0
+    except ModuleNotFoundError as error:
+        code = str(error)
+    found[program] = code, len(text.getvalue()), Refused.asked
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int | str | None, int, list[str]]]:
+    """Of each program its exit code, the length of what it printed, and the heavy packages that it asked for.
+
+    One interpreter for all of them, which starts quicker; from a folder where they have nothing to work on.
+    """
+    folder = tmp_path_factory.mktemp("empty")
+    command = [sys.executable, "-c", f"HEAVY = {HEAVY!r}\n{ALL}", *(str(ROOT / program) for program in PROGRAMS)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=60)
+    assert not list(folder.iterdir())
+    return {str(Path(program).relative_to(ROOT)): answer for program, answer in json.loads(done.stdout).items()}
+
+
+@pytest.mark.parametrize("program", [program for program in PROGRAMS if program not in LATER])
+def test_help_is_printed_without_heavy_imports(
+    program: str, answers: dict[str, tuple[int | str | None, int, list[str]]]
+):
+    code, printed, imported = answers[program]
+    assert (code, imported) == (0, [])
+    assert printed > 100

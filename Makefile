@@ -1,58 +1,85 @@
 # make train   sets up what is missing and trains the laptop recipe
 # make test    sets up what is missing and runs lint, types and tests
+# make setup-metrics   adds TensorBoard and Weights & Biases
 # make setup-dali   adds NVIDIA DALI, for data.feed=dali (400 MB)
 # make length-story   pretrains tiny models that fail beyond their context and repairs them (tens of minutes)
 # make hf-ops   writes the ops of the shipped Hugging Face class from those of the package
 # make chaos   kills and damages a tiny run again and again, which ends as one that nothing happens to (minutes)
 # make audit   compares every gradient of every parallel layout with one process (minutes)
+# make test-triton TRITON=3.6.0   runs the kernels' tests with another Triton than torch's own (minutes)
 # make test-slurm   installs a SLURM of two nodes where it can (as root, on Debian) and submits runs to it (minutes)
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
-TORCH ?= torch==2.13.0
-STREAMING := mosaicml-streaming==0.13.0
-DALI := nvidia-dali-cuda120==2.4.0
-BIN := .venv/bin
-.PHONY: train length-story setup setup-dali test lint types test-fast test-slow test-slurm setup-slurm test-gpu audit chaos hf-ops format clean
+#
+# PYTHON=python3.12 VENV=.venv312 after any of them: with that interpreter, in an environment of its own
 
-train: .venv/.ready
+# the first that runs; what a version manager leaves in PATH need not
+PYTHON ?= $(firstword $(foreach version,3.11 3.12 3.13,$(shell python$(version) -c "import sys; print(sys.executable)" 2>/dev/null)) python3)
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+DALI := nvidia-dali-cuda120==2.4.0
+BIN := $(VENV)/bin
+.PHONY: train length-story setup setup-metrics setup-dali same-python test lint types test-fast test-slow test-triton \
+  test-slurm setup-slurm test-gpu audit chaos hf-ops format clean
+
+train: $(VENV)/.ready
 	$(BIN)/python train.py
 
-length-story: .venv/.ready
+length-story: $(VENV)/.ready
 	$(BIN)/python tools/length_story.py
 
-setup: .venv/.ready
+setup: $(VENV)/.ready
 
-.venv/.ready: pyproject.toml
-	$(PYTHON) -m venv .venv
+$(VENV)/.ready: pyproject.toml | same-python
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet --editable ".[prepare,plot,export]"
+	$(BIN)/pip install --quiet --no-deps --group without-dependencies
+	touch $@
+
+same-python:
+ifneq ($(origin PYTHON),file)
+	@test ! -e $(BIN)/python || test "$$($(BIN)/python --version)" = "$$($(PYTHON) --version)" || \
+	  { echo "$(VENV) has $$($(BIN)/python --version), not $(PYTHON): make clean, or add VENV=another-folder"; exit 2; }
+endif
+
+$(VENV)/.dev: $(VENV)/.ready
 	$(BIN)/pip install --quiet --editable ".[dev]"
-	$(BIN)/pip install --quiet --no-deps "$(STREAMING)"
+	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/pip install --quiet --group triton
 	touch $@
 
-.venv/.finetune: .venv/.ready
-	$(BIN)/pip install --quiet --editable ".[dev,finetune]"
+$(VENV)/.finetune: $(VENV)/.dev
+	$(BIN)/pip install --quiet --editable ".[finetune]"
 	touch $@
 
-setup-dali: .venv/.ready
+setup-metrics: $(VENV)/.ready
+	$(BIN)/pip install --quiet --editable ".[metrics]"
+
+setup-dali: $(VENV)/.ready
 	$(BIN)/pip install --quiet "$(DALI)"
 
 test: lint types test-fast
 
-lint: .venv/.ready
+lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: .venv/.ready
+types: $(VENV)/.dev
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
-test-fast: .venv/.ready
+test-fast: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not gloo and not slow and not gpu"
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "gloo and not slow"
 
-test-slow: .venv/.finetune setup-slurm
+test-slow: $(VENV)/.finetune setup-slurm
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(if $(SLICE),--slice $(SLICE))
 
-test-slurm: .venv/.ready setup-slurm
+# numpy because the interpreter of Triton 3.6 fails with newer ones
+test-triton: $(VENV)/.dev
+	$(BIN)/pip install --quiet --upgrade --target build/triton-$(TRITON) "triton==$(TRITON)" "numpy<2.4"
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/build/triton-$(TRITON) \
+	  $(BIN)/pytest -m "not gpu" tests/ops/kernels
+
+test-slurm: $(VENV)/.dev setup-slurm
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" tests/slurm
 
 # without it these tests say so and are skipped, but where HYBRIDTRON_CI is set they fail
@@ -60,21 +87,21 @@ setup-slurm:
 	-command -v slurmctld >/dev/null || (apt-get update --quiet --quiet && \
 	  apt-get install --quiet --quiet --yes --no-install-recommends slurmctld slurmd slurm-client munge)
 
-test-gpu: .venv/.ready
+test-gpu: $(VENV)/.dev
 	$(BIN)/pytest -m gpu
 
-audit: .venv/.ready
+audit: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python tools/audit_parallel.py --cases all
 
-chaos: .venv/.ready
+chaos: $(VENV)/.ready
 	$(BIN)/python tools/chaos.py
 
-hf-ops: .venv/.ready
+hf-ops: $(VENV)/.dev
 	$(BIN)/python tools/make_hf_ops.py
 
-format: .venv/.ready
+format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

@@ -12,6 +12,10 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hybridtron.requirements import demand
+
+demand()  # said before an import fails
+
 from hybridtron.config.check import check, require, warnings
 from hybridtron.config.layout import launched
 from hybridtron.config.load import choices_of, load

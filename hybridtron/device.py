@@ -256,6 +256,7 @@ def _stand_in_for_cuda() -> None:
     cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
     cuda.manual_seed = torch.manual_seed
     cuda.synchronize = lambda *_: None
+    cuda.current_stream = torch.cpu.current_stream  # from 0.19 on, before gradients are reduced
     from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()

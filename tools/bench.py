@@ -65,6 +65,7 @@ def main(arguments: list[str]) -> int:
 
     from hybridtron.config.problems import ConfigError
     from hybridtron.device import compute_device
+    from hybridtron.requirements import missing
     from tools.bench_report import Settings, markdown, print_report
 
     torch.set_num_threads(chosen.threads)
@@ -76,8 +77,8 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
-        print(f"{error.name} is not installed: pip install --editable '.[dev]'", file=sys.stderr)
-        return 1
+        print(missing("export") or error, file=sys.stderr)
+        return 2
     print_report(report)
     suffix = "" if report.device == "cpu" else f"_{compute_device().type}"
     output = chosen.output or (None if chosen.quick else ROOT / "benchmarks" / f"{chosen.name}{suffix}.md")

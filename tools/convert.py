@@ -39,12 +39,15 @@ from hybridtron.export.reader import CannotImport
 from hybridtron.export.sample import sample_size, verify_sample
 from hybridtron.export.take_over import Source, same_tensors, take_over
 from hybridtron.export.verify import DTYPES, NotTheSame, Proof, verify
+from hybridtron.requirements import demand
 from tools.checkpoint import Unusable, found, not_there_yet, size_of
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Do what is asked. Returns the exit code."""
     chosen = parsed(arguments)
+    if chosen.command == "verify" or chosen.verify != "none":
+        demand("export")
     try:
         return {"export": exported, "import": imported, "verify": verified}[chosen.command](chosen)
     except (Unusable, CannotExport, CannotImport, ConfigError) as error:

@@ -9,6 +9,7 @@ that were tried. Exit codes: 0 training can run, 1 something required is missing
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import operator
@@ -19,21 +20,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import tomllib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds the package without installing it
+
+from hybridtron.requirements import MODULES, is_there, requirements
+
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 120  # seconds that an import may take; the first one on a network file system is slow
-MODULES = {
-    "hydra-core": "hydra",
-    "megatron-core": "megatron.core",
-    "mosaicml-streaming": "streaming",
-    "pillow": "PIL",
-    "python-snappy": "snappy",
-}  # where module and distribution differ in name
+IMPORTED_BY = {"mosaicml-streaming": "hybridtron.data.store.mosaic"}  # `import streaming` needs what is left out
 OPTIONAL = {
     "triton": "compiled kernels on CUDA (torch.compile needs it too)",
     "mamba_ssm": "scans of Mamba-1 and Mamba-2 on CUDA",
@@ -41,8 +39,6 @@ OPTIONAL = {
     "flash_attn": "attention on CUDA",
     "transformer_engine": "FP8",
     "nvidia.dali": "data.feed=dali",
-    "megatron.core": "tensor and pipeline parallelism",
-    "hybridtron.data.store.mosaic": "mosaicml-streaming: MDS shards",
     "wandb": "metrics to wandb (run.wandb=PROJECT)",
     "tensorboard": "metrics to TensorBoard, in the run's logs/",
 }
@@ -130,18 +126,6 @@ def probe(module: str) -> Probe:
     return Probe(True, "", fault) if fault else Probe(**told)
 
 
-def requirements() -> tuple[str, dict[str, str], dict[str, str]]:
-    """The Python that pyproject.toml asks for, and (distribution -> versions) required and for development."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = [text for texts in project.get("optional-dependencies", {}).values() for text in texts]
-    return project["requires-python"], _split(project["dependencies"]), _split(extras)
-
-
-def _split(texts: list[str]) -> dict[str, str]:
-    matches = [re.match(r"([\w.-]+)(?:\[[^]]*\])?\s*([^;]*)", text) for text in texts]
-    return {match[1]: match[2].strip() for match in matches if match}
-
-
 def inside(version: str, wanted: str) -> bool:
     """Whether `2.13.0+cpu` lies in `>=2.11,<2.14`; only the numbers count, and a range that can't be read is passed."""
     have = _numbers(version)
@@ -166,11 +150,11 @@ def installed(distribution: str) -> str | None:
         return None
 
 
-def package_line(distribution: str, wanted: str, found: Probe) -> Line:
-    """A required package."""
+def package_line(distribution: str, wanted: str, found: Probe, option: str = "") -> Line:
+    """A required package, and what else pip needs to be told."""
     version = installed(distribution) or found.version
     if not found.found:
-        return Line("fail", distribution, "not installed", f'pip install "{distribution}{wanted}"')
+        return Line("fail", distribution, "not installed", f'pip install {option}"{distribution}{wanted}"')
     if found.fault:
         return Line("fail", distribution, version, f"does not import: {found.fault}")
     if not inside(version, wanted):
@@ -178,46 +162,46 @@ def package_line(distribution: str, wanted: str, found: Probe) -> Line:
     return Line("ok", distribution, version, f"tried: {wanted}")
 
 
-def optional_line(module: str, purpose: str, found: Probe, wanted: str) -> Line:
+def optional_line(module: str, purpose: str, found: Probe) -> Line:
     """A package that training does without."""
     if not found.found:
         return Line("none", module, "not installed", purpose)
     version = found.version or installed(module.replace(".", "-").replace("_", "-")) or "installed"
     if found.fault:
         return Line("warn", module, "broken", f"does not import: {found.fault}")
-    if not inside(version, wanted):
-        return Line("warn", module, version, f"outside of what was tried: {wanted}; {purpose}")
     return Line("ok", module, version, purpose)
 
 
 def package_sections() -> list[tuple[str, list[Line]]]:
-    """Python, what is required, what is optional, what development wants; all imports side by side."""
-    python, required, development = requirements()
-    modules = {name: MODULES.get(name, name.replace("-", "_")) for name in required}
+    """Python, what is required, what is optional, the extras; all imports side by side."""
+    wanted = requirements()
+    modules = {name: IMPORTED_BY.get(name, MODULES.get(name, name.replace("-", "_"))) for name in wanted.required}
     with ThreadPoolExecutor(4) as pool:
-        names = [*modules.values(), *(name for name in OPTIONAL if name not in modules.values())]
+        names = [*modules.values(), *OPTIONAL]
         found = dict(zip(names, pool.map(probe, names), strict=True))
     version = platform.python_version()
-    first = Line("ok" if inside(version, python) else "fail", "Python", version, f"tried: {python}")
-    needed = [package_line(name, wanted, found[modules[name]]) for name, wanted in required.items()]
-    others = [optional_line(m, purpose, found[m], "") for m, purpose in OPTIONAL.items() if m not in modules.values()]
+    first = Line("ok" if inside(version, wanted.python) else "fail", "Python", version, f"tried: {wanted.python}")
+    seen = {name: found[module] if is_there(name) else Probe(False) for name, module in modules.items()}
+    needed = [package_line(name, versions, seen[name]) for name, versions in wanted.declared.items()]
+    needed += [package_line(name, versions, seen[name], "--no-deps ") for name, versions in wanted.alone.items()]
     return [
         ("required", [first, *needed]),
-        ("optional", others),
-        ("development", [development_line(development)]),
+        ("optional", [optional_line(name, purpose, found[name]) for name, purpose in OPTIONAL.items()]),
+        ("extras", [extra_line(name, versions) for name, versions in wanted.extras.items()]),
     ]
 
 
-def development_line(wanted: dict[str, str]) -> Line:
-    """All packages of the extras on one line: tests and the transformers comparison need them, training does not."""
+def extra_line(extra: str, wanted: dict[str, str]) -> Line:
+    """The packages of one extra, which training does without."""
     versions = {name: installed(name) for name in wanted}
     missing = [name for name, version in versions.items() if version is None]
     outside = [
         f"{name} {version}" for name, version in versions.items() if version and not inside(version, wanted[name])
     ]
-    notes = [f"missing: {', '.join(missing)}"] if missing else []
+    notes = [f'pip install --editable ".[{extra}]" adds {", ".join(missing)}'] if missing else []
     notes += [f"outside of what was tried: {', '.join(outside)}"] if outside else []
-    return Line("warn" if notes else "ok", "extras", f"{len(wanted) - len(missing)} of {len(wanted)}", "; ".join(notes))
+    mark = "warn" if outside else "none" if missing else "ok"
+    return Line(mark, extra, f"{len(wanted) - len(missing)} of {len(wanted)}", "; ".join(notes))
 
 
 def kernel_section() -> tuple[str, list[Line]]:
@@ -330,6 +314,7 @@ def show(sections: list[tuple[str, list[Line]]]) -> None:
 
 def main() -> int:
     """Print the report. Returns the exit code."""
+    argparse.ArgumentParser(description="Can this machine train, with what, and how fast will it be?").parse_args()
     try:
         sections = package_sections()
     except Exception as error:

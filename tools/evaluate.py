@@ -17,7 +17,6 @@ a wrong argument.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import json
 import re
@@ -34,6 +33,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds the package without installing it
 
+from hybridtron.requirements import is_there, missing
 from tools.generate import Unusable, find_checkpoint, load_checkpoint
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def evaluate(chosen: argparse.Namespace) -> None:
     output.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(f"{checkpoint}, trained on rows of {phase.seq_len} tokens\n{text.described}")
-    pictures = importlib.util.find_spec("matplotlib") is not None
+    pictures = is_there("matplotlib")
     for name in dict.fromkeys(chosen.instruments):
         lines, table = {"positions": positions, "remembrance": remembrance, "states": states}[name](model, text)
         if not lines:
@@ -115,7 +115,7 @@ def evaluate(chosen: argparse.Namespace) -> None:
         console.print(table)
         if pictures:
             draw(name, lines, text.seq_len, output / f"{name}.png")
-    console.print(f"written to {output}" + ("" if pictures else ", without pictures: matplotlib is not installed"))
+    console.print(f"written to {output}" + ("" if pictures else f", without pictures: {missing('plot')}"))
 
 
 def load(checkpoint: Path) -> tuple[LanguageModel, Config, PhaseConfig]:

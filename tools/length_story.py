@@ -32,6 +32,7 @@ from rich.progress import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds the package without installing it
 
+from hybridtron.requirements import demand
 from tools.story_runs import (
     LETTERS,
     QUICK,
@@ -66,6 +67,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     """Train what is missing, measure, and write. Returns the exit code."""
     chosen = parse(arguments)
+    demand("plot")
     sizes = QUICK if chosen.quick else STORY
     runs: Path = chosen.runs or ROOT / "runs/length_story"
     output: Path = chosen.output or ROOT / "benchmarks"

@@ -10,10 +10,9 @@ import json
 import sys
 from pathlib import Path
 
-import matplotlib as mpl
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds the package without installing it
 
-mpl.use("Agg")
-from matplotlib import pyplot as plt
+from hybridtron.requirements import demand
 
 
 def main() -> int:
@@ -22,6 +21,7 @@ def main() -> int:
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("--output", type=Path, default=None, help="the picture; default: loss.png in the run's folder")
     arguments = parser.parse_args()
+    demand("plot")
     metrics = arguments.run / "metrics.jsonl"
     if not metrics.is_file():
         print(f"{arguments.run} is not the folder of a run: it has no metrics.jsonl", file=sys.stderr)
@@ -38,7 +38,10 @@ def main() -> int:
 
 def draw(lines: list[dict], output: Path) -> None:
     """Write the picture: tokens to the right, loss in nats per token upwards."""
-    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120)
+    axes = figure.subplots()
     axes.plot([line["tokens"] for line in lines], [line["loss"] for line in lines], linewidth=0.8, label="training")
     evaluated = [line for line in lines if "validation" in line]
     for length in evaluated[-1]["validation"] if evaluated else ():
@@ -53,7 +56,6 @@ def draw(lines: list[dict], output: Path) -> None:
     axes.legend(frameon=False)
     figure.tight_layout()
     figure.savefig(output)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

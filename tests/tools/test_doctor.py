@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridtron.requirements import requirements
 from tools import doctor
 
 ROOT = Path(__file__).parents[2]
@@ -78,12 +79,54 @@ def test_versions_are_held_against_what_was_tried() -> None:
 
 
 def test_every_dependency_has_a_range_that_can_be_read() -> None:
-    python, required, development = doctor.requirements()
-    assert doctor.inside("3.11.0", python)
-    assert {"torch", "numpy", "rich"} <= set(required)
-    for wanted in (*required.values(), *development.values()):
-        assert doctor.inside("9999", wanted) is ("<" not in wanted)
-        assert not doctor.inside("0", wanted)
+    wanted = requirements()
+    assert doctor.inside("3.11.0", wanted.python)
+    assert not doctor.inside("3.14.0", wanted.python)
+    assert {"torch", "numpy", "rich", "mosaicml-streaming"} <= wanted.required.keys()
+    for versions in (wanted.required, *wanted.extras.values()):
+        for one in versions.values():
+            assert not doctor.inside("9999", one)
+            assert not doctor.inside("0", one)
+
+
+@pytest.mark.parametrize(("name", "version"), [("torch", "2.14.0"), ("megatron-core", "0.20.0")])
+def test_what_was_not_tried_is_pointed_at(name: str, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "installed", lambda _: version)
+    wanted = requirements().required[name]
+    line = doctor.package_line(name, wanted, doctor.Probe(True))
+    assert (line.mark, line.found) == ("warn", version)
+    assert wanted in line.note
+
+
+def test_without_streaming_training_can_not_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A package that the others stand without: doctor's own processes would still find it."""
+    monkeypatch.setattr(doctor, "is_there", lambda name: name != "mosaicml-streaming")
+    monkeypatch.setattr(doctor, "installed", lambda name: None if name == "mosaicml-streaming" else "1")
+    monkeypatch.setattr(doctor, "probe", lambda module: doctor.Probe(True, "1"))
+    monkeypatch.setattr("sys.argv", ["doctor.py"])
+    assert doctor.main() == 1
+    last = capsys.readouterr().out.splitlines()[-2]
+    assert "mosaicml-streaming" in last
+    assert "--no-deps" in last
+
+
+def test_help_examines_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["doctor.py", "--help"])
+    monkeypatch.setattr(doctor, "package_sections", lambda: pytest.fail("it went on"))
+    with pytest.raises(SystemExit) as end:
+        doctor.main()
+    assert end.value.code == 0
+
+
+def test_an_extra_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "installed", {"here": "2.0", "old": "0.1"}.get)
+    assert doctor.extra_line("plot", {"here": ">=1,<3"}).mark == "ok"
+    assert doctor.extra_line("plot", {"here": ">=1,<3", "old": ">=1,<3"}).mark == "warn"
+    absent = doctor.extra_line("plot", {"here": ">=1,<3", "absent": ">=1,<3"})
+    assert (absent.mark, absent.found) == ("none", "1 of 2")
+    assert '".[plot]"' in absent.note
 
 
 def test_a_package_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

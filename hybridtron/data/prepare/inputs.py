@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 from hybridtron.data.prepare.documents import Document, Reading, Tally
 from hybridtron.data.prepare.input_files import Input, InputError, clean_name
 from hybridtron.data.prepare.input_tokens import read_mds, read_megatron, read_packed
+from hybridtron.requirements import missing
 
 BLOCK = 2**20  # bytes read at once
 ROWS = 256  # of a parquet file, decoded at once
@@ -44,7 +45,7 @@ def _pyarrow(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise InputError("parquet and zstd inputs need pyarrow: pip install 'hybridtron[prepare]'") from error
+        raise InputError(f"parquet and zstd inputs need what is absent: {missing('prepare') or error}") from error
 
 
 @contextmanager

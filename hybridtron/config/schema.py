@@ -114,8 +114,8 @@ class ParallelConfig:
     distributed_optimizer: bool = True  # data-parallel ranks share the optimizer's state
     recompute: Recompute = Recompute.none
     transformer_engine: bool = False  # its linear layers in the place of megatron-core's; needs a GPU
-    overlap_grad_reduce: bool = False  # with the backward pass; needs a GPU
-    overlap_param_gather: bool = False  # with the forward pass; needs a GPU and overlap_grad_reduce
+    overlap_grad_reduce: bool = False  # with the backward pass
+    overlap_param_gather: bool = False  # with the forward pass; needs overlap_grad_reduce
 
 
 @dataclass

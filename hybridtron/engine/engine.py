@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridtron.config.architecture import parameter_table
 from hybridtron.config.schema import Config
@@ -142,10 +142,11 @@ class Engine:
     def blocks(self) -> dict[str, list[Any]]:
         """What this process holds of all that training depends on, as views with their places in the whole tensors.
 
-        Under `model`, `optimizer`, `fp8` and `states`: what a checkpoint is written from, and read into.
+        Under `model`, `optimizer`, `fp8` and `states`: what a checkpoint is written from, and read into. All processes
+        call this together.
         """
         groups, weights = self.groups, []
-        for name, weight in ((n, w) for stage in self.stages for n, w in stage.model.named_parameters()):
+        for name, weight in self._current_weights():
             parameter, marked = self.optimizer.table[name], cast(Any, weight)
             whole = parameter.cut_axis(groups.tensor.size) is None
             main = not marked.shared and writes(name, groups, copied_over_tensor=whole, copied_over_data=True)
@@ -157,10 +158,19 @@ class Engine:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight, whole, on the first process; all processes walk through this together."""
-        shares = {
-            name: partial(_on_cpu, weight) for stage in self.stages for name, weight in stage.model.named_parameters()
-        }
+        shares = {name: partial(_on_cpu, weight) for name, weight in self._current_weights()}
         return gathered(shares, parameter_table(self.config.model), self.groups, self.dtype)
+
+    def _current_weights(self) -> list[tuple[str, nn.Parameter]]:
+        """What this process holds of the weights, as the last step left them; all processes call this together.
+
+        With `parallel.overlap_param_gather` a step leaves other data-parallel ranks' shares as they were, until the
+        next forward pass asks for them. Whoever reads or writes weights outside of one must not be ahead of that.
+        """
+        if self.config.parallel.overlap_param_gather:
+            for stage in self.wrapped:
+                stage.start_param_sync(force_sync=True)
+        return [pair for stage in self.stages for pair in stage.model.named_parameters()]
 
 
 def learns(name: str, trained: Sequence[str] | None) -> bool:

@@ -44,18 +44,21 @@ def stored(folder: Path) -> dict[str, Tensor]:
     return {key: checkpoint.whole(key) for key in checkpoint.shapes if not key.startswith("random.")}
 
 
+OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+OPTIONS = {"distributed": {}, "plain": {"distributed_optimizer": False}, "overlapped": OVERLAPPED}
 CASES = [
-    pytest.param(case, distributed, id=f"{case.layout}-{'distributed' if distributed else 'plain'}")
+    pytest.param(case, options, id=f"{case.layout}-{name}")
     for case in table()
-    for distributed in (True, False)
+    for name, options in OPTIONS.items()
     if (case.name, case.layout) in (("samba", "tp2-pp2"), ("mamba-swa-mlp", "dp2"), ("mistral", "tp2-dp2"))
+    if name != "overlapped" or case.layout == "dp2"
 ]
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("case", "distributed"), CASES)
-def test_gathered_state_is_that_of_one_process(case: Case, distributed: bool, tmp_path: Path) -> None:
-    parallel = replace(case.config.parallel, distributed_optimizer=distributed)
+@pytest.mark.parametrize(("case", "options"), CASES)
+def test_gathered_state_is_that_of_one_process(case: Case, options: dict[str, bool], tmp_path: Path) -> None:
+    parallel = replace(case.config.parallel, **options)
     config, several, one = replace(case.config, parallel=parallel), tmp_path / "several", tmp_path / "one"
     first, *others = run_distributed(state_after, case.world_size, config, several)
     alone = replace(case.config, parallel=ParallelConfig(distributed_optimizer=False))

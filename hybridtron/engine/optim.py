@@ -126,9 +126,8 @@ class Optimizer:
     def resume(self, steps: int) -> None:
         """Go on as after so many accepted steps, when masters and moments are in place."""
         self.accepted_steps = steps
-        for shard in self.shards.values():
-            if shard.master is not None:
-                shard.adam.state[shard.master]["step"].fill_(steps)
+        for optimizer in self.megatron.chained_optimizers:
+            set_steps(optimizer.optimizer, steps)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The whole gradient of every weight, summed over all ranks, before a step is taken; as `state`."""
@@ -140,6 +139,20 @@ class Optimizer:
 
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
+
+
+def set_steps(adam: torch.optim.Optimizer | None, steps: int) -> None:
+    """Correct the moments' bias as after so many steps.
+
+    Megatron takes Transformer Engine's or apex's AdamW where one is installed. Those count steps for a group of
+    weights, and torch's for each weight.
+    """
+    if isinstance(adam, torch.optim.AdamW):
+        for state in adam.state.values():
+            state["step"].fill_(steps)
+    elif adam is not None:  # a rank whose weights are all frozen has none
+        for group in adam.param_groups:
+            group["step"] = steps
 
 
 @dataclass
@@ -165,7 +178,8 @@ class Shard:
             return self.weight.main_grad.flatten()[self.start : self.stop]
         state = self.adam.state[self.master]
         if not state:
-            state["step"] = torch.zeros((), device=self.master.device)
+            if isinstance(self.adam, torch.optim.AdamW):  # others count steps elsewhere, see `set_steps`
+                state["step"] = torch.zeros((), device=self.master.device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(self.master), torch.zeros_like(self.master)
         return state[kind]
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from hybridtron.device import compute_device
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.span import Cut, Stretch, span_attention
-from hybridtron.ops.span_past import Past, Rule, choose_by_relevance
+from hybridtron.ops.span_past import Held, Rule, choose_by_relevance
 from tools.bench_attention import Row, full, windowed
 from tools.bench_attention import Sizes as AttentionSizes
 from tools.bench_report import Form, Goal, Report, Rows, Settings, Timing, interleaved, times
@@ -59,11 +59,10 @@ def spanned(sizes: Sizes) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     rule = Rule(sizes.blocks, previous=False)
 
     def run(q_BLHK: Tensor, k_BLHK: Tensor, v_BLHK: Tensor) -> Tensor:
-        batch, length, heads, size = q_BLHK.shape
+        batch, length = q_BLHK.shape[:2]
         cut = Cut(sizes.chunk, sizes.block, (Stretch(slice(0, batch), 0, length),))
-        kept = (sizes.block - 1, sizes.chunk // sizes.block, 2 * sizes.chunk // sizes.block)
-        past = Past(*(q_BLHK.new_zeros(batch, count, heads, size) for count in kept))
-        chosen, _ = choose_by_relevance(cut, rule, q_BLHK, k_BLHK, v_BLHK, past)
+        held = Held(sizes.chunk // sizes.block, 2 * sizes.chunk // sizes.block)
+        chosen, _ = choose_by_relevance(cut, rule, q_BLHK, k_BLHK, v_BLHK, None, held)
         return span_attention(q_BLHK, k_BLHK, v_BLHK, cut, chosen)
 
     return run

@@ -19,12 +19,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .mixers_hybridtron import Mixer, Options, Places, ShortConv, State
 from .ops_hybridtron import (
     Cut,
+    Held,
     Memory,
     Past,
     Rule,
     Stretch,
     apply_rope,
-    at_least_fp32,
     attention,
     blocked_attention,
     choose_at_random,
@@ -117,8 +117,9 @@ class Attention(Heads):
 class SpanAttention(Heads):
     """Full attention, unless the option `eval` is `span`: then tokens see their chunk and the blocks chosen for it.
 
-    State in the span form: `keys` and `values` of the last tokens, of the `length` (B,) ones of their document so far;
-    where relevance decides, also `summaries` of its blocks, `sums` of their queries, `queries` of the one under way.
+    State in the span form: `keys` and `values` of the `length` (B,) tokens of their document so far, or of the last
+    ones where no block of the past is read; where relevance decides, also `summaries` of all its blocks, `sums` of the
+    last ones' queries, `queries` of the one under way.
     """
 
     def attend(
@@ -127,6 +128,7 @@ class SpanAttention(Heads):
         if self.options["eval"] == "full":
             return self.within(None, q_BLHK, k_BLGK, v_BLGK, before, places)
         chunk = self.chunk
+        keep = None if self.options["memory"] in ("span", "landmark", "random") else chunk
         memory = Memory(before["keys"], before["values"], before["length"]) if "keys" in before else None
         seen = [0] * len(q_BLHK) if memory is None else memory.length_B.tolist()
         stretches = self._stretches(places, seen)
@@ -139,7 +141,7 @@ class SpanAttention(Heads):
             cut = Cut(chunk, self.options["block"], stretches)
             chosen, new = self._chosen(cut, q_BLHK, k_BSGK, v_BSGK, before)
             y_BLHK = span_attention(q_BLHK, k_BSGK, v_BSGK, cut, chosen)
-        kept = remember(memory, k_BLGK, v_BLGK, places.documents_BL, self.options["remember"] + chunk)
+        kept = remember(memory, k_BLGK, v_BLGK, places.documents_BL, keep)
         ends = {
             row: s.end_place
             for s in stretches
@@ -170,10 +172,10 @@ class SpanAttention(Heads):
         ]
 
     def _kept(self, seen: int) -> int:
-        """How many of the tokens before a row it may read: of the chunk that it begins in, and before that chunk."""
-        if self.options["memory"] == "shifted":
-            return min(seen, self.chunk)
-        return seen - max(0, seen // self.chunk * self.chunk - self.options["remember"])
+        """How many of the tokens before a row it may read: all, or those of the chunks that it begins in."""
+        if self.options["memory"] == "none":
+            return seen % self.chunk
+        return min(seen, self.chunk) if self.options["memory"] == "shifted" else seen
 
     def _chosen(
         self, cut: Cut, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, before: State
@@ -191,20 +193,10 @@ class SpanAttention(Heads):
             generator = torch.Generator().manual_seed(LANDMARK_SEED + self.layer_idx)
             landmarks_HK = torch.randn(self.options["heads"], self.head_dim, generator=generator).to(q_BLHK.device)
         rule = Rule(most, self.options["relevance"] == "previous_chunk", landmarks_HK)
-        chosen, after = choose_by_relevance(cut, rule, q_BLHK, k_BSGK, v_BSGK, self._past(before, q_BLHK))
+        past = Past(before["queries"], before["summaries"], before["sums"]) if "summaries" in before else None
+        held = Held(None, 2 * self.chunk // self.options["block"])
+        chosen, after = choose_by_relevance(cut, rule, q_BLHK, k_BSGK, v_BSGK, past, held)
         return chosen, {"queries": after.queries_BNHK, "summaries": after.summaries_BPHK, "sums": after.sums_BPHK}
-
-    def _past(self, before: State, q_BLHK: Tensor) -> Past:
-        if "summaries" in before:
-            return Past(before["queries"], before["summaries"], before["sums"])
-        batch, _, heads, size = q_BLHK.shape
-        block, remembered = self.options["block"], self.options["remember"]
-        wide = at_least_fp32(q_BLHK[:0])
-        return Past(
-            q_BLHK.new_zeros(batch, block - 1, heads, size),
-            wide.new_zeros(batch, (remembered + self.chunk) // block, heads, size),
-            wide.new_zeros(batch, (max(remembered, self.chunk) + self.chunk) // block, heads, size),
-        )
 
     def _shifted(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, stretches: Sequence[Stretch]) -> Tensor:
         """Chunks on their own, half a chunk earlier in the second half of all heads."""

@@ -1042,6 +1042,13 @@ class Rule(NamedTuple):
     landmarks_HK: Tensor | None = None
 
 
+class Held(NamedTuple):
+    """Of how many of a document's last blocks summaries are handed on (None: of all), and of how many query sums."""
+
+    summaries: int | None
+    sums: int
+
+
 class _Known(NamedTuple):
     """Of one stretch: its last queries; summaries and sums of its blocks, of those before the row as far as carried."""
 
@@ -1052,11 +1059,14 @@ class _Known(NamedTuple):
 
 @torch.no_grad()
 def choose_by_relevance(
-    cut: Cut, rule: Rule, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, past: Past
+    cut: Cut, rule: Rule, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, past: Past | None, held: Held
 ) -> tuple[list[Tensor | None], Past]:
-    """The blocks of every chunk of every stretch, and the past of what comes after the rows."""
+    """The blocks of every chunk of every stretch, and the past of what comes after the rows.
+
+    Without a past all rows begin their documents.
+    """
     chosen: list[Tensor | None] = []
-    after = Past(*(torch.zeros_like(part) for part in past))
+    ended: list[tuple[Stretch, _Known]] = []
     for stretch in cut.stretches:
         needed = max(cut.available(stretch)) > 0
         ends = stretch.stop == q_BLHK.shape[1]
@@ -1066,8 +1076,8 @@ def choose_by_relevance(
         known = _known(cut, rule, stretch, q_BLHK, k_BSGK, v_BSGK, past)
         chosen.append(_choice(cut, rule, stretch, known, k_BSGK.shape[2]) if needed else None)
         if ends:
-            _keep(after, known, stretch, cut.block)
-    return chosen, after
+            ended.append((stretch, known))
+    return chosen, _after(ended, cut.block, held)
 
 
 def choose_at_random(cut: Cut, most: int, key: int, groups: Sequence[int], device: torch.device) -> list[Tensor | None]:
@@ -1083,18 +1093,18 @@ def choose_at_random(cut: Cut, most: int, key: int, groups: Sequence[int], devic
 
 
 def _known(
-    cut: Cut, rule: Rule, stretch: Stretch, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, past: Past
+    cut: Cut, rule: Rule, stretch: Stretch, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, past: Past | None
 ) -> _Known:
     under_way = stretch.seen % cut.block
     own = stretch.keys(q_BLHK.shape[1], k_BSGK.shape[1])
     here = slice(own.start + stretch.kept - under_way, own.stop)
-    before = past.queries_BNHK[stretch.rows]
     row = q_BLHK[stretch.rows, stretch.start : stretch.stop].detach()
-    if stretch.seen:
-        row = torch.cat((before[:, before.shape[1] - under_way :].to(row.dtype), row), dim=1)
     k_RNGK, v_RNGK = (x[stretch.rows, here].detach() for x in (k_BSGK, v_BSGK))
+    if past is not None and stretch.seen:
+        before = past.queries_BNHK[stretch.rows]
+        row = torch.cat((before[:, before.shape[1] - under_way :].to(row.dtype), row), dim=1)
     new = summaries(row, k_RNGK, v_RNGK, cut.block, rule.landmarks_HK), query_sums(row, cut.block)
-    if not stretch.seen:
+    if past is None or not stretch.seen:
         return _Known(row, *new)
     carried = past.summaries_BPHK[stretch.rows], past.sums_BPHK[stretch.rows]
     return _Known(row, *(torch.cat(pair, dim=1) for pair in zip(carried, new, strict=True)))
@@ -1119,14 +1129,18 @@ def _choice(cut: Cut, rule: Rule, stretch: Stretch, known: _Known, groups: int) 
     return choose(relevance(asking, of_blocks, groups), cut.available(stretch), rule.most)
 
 
-def _keep(after: Past, known: _Known, stretch: Stretch, block: int) -> None:
-    """Write down what comes after the stretch needs, in the rows that it stands in."""
-    under_way = stretch.end_place % block
-    sums = known.sums_RUHK[:, :-1] if under_way else known.sums_RUHK
-    for target, source in ((after.summaries_BPHK, known.summaries_RUHK), (after.sums_BPHK, sums)):
-        target[stretch.rows] = _last(source, target.shape[1]).to(target.dtype)
-    queries = known.queries_RNHK[:, known.queries_RNHK.shape[1] - under_way :]
-    after.queries_BNHK[stretch.rows] = _last(queries, after.queries_BNHK.shape[1])
+def _after(ended: Sequence[tuple[Stretch, _Known]], block: int, held: Held) -> Past:
+    """What comes after the rows needs, of the stretches that they end with."""
+    count = held.summaries
+    if count is None:
+        count = max(stretch.end_place // block for stretch, _ in ended)
+    parts = []
+    for stretch, known in sorted(ended, key=lambda pair: pair[0].rows.start):
+        under_way = stretch.end_place % block
+        queries = known.queries_RNHK[:, known.queries_RNHK.shape[1] - under_way :]
+        sums = known.sums_RUHK[:, :-1] if under_way else known.sums_RUHK
+        parts.append((_last(queries, block - 1), _last(known.summaries_RUHK, count), _last(sums, held.sums)))
+    return Past(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
 
 # ---- span_choice

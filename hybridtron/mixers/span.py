@@ -1,6 +1,6 @@
 """The span-expanded attention mixer (equations and options in `specs/span.py`).
 
-Outside training it is full attention, unless `eval: span` says otherwise; then the state is that of full attention.
+Outside training it is full attention, with its state, unless `eval: span` says otherwise.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.attention import Heads, attend_within
 from hybridtron.mixers.base import State
 from hybridtron.ops.attention import Memory, remember
-from hybridtron.ops.norm_rope import at_least_fp32
 from hybridtron.ops.span import Cut, Stretch, span_attention
-from hybridtron.ops.span_past import Past, Rule, choose_at_random, choose_by_relevance
+from hybridtron.ops.span_past import Held, Past, Rule, choose_at_random, choose_by_relevance
 from hybridtron.parallel.linear import TensorGroup
 from hybridtron.specs.base import ModelSizes
 from hybridtron.specs.span import SpanSpec
@@ -27,7 +26,9 @@ LANDMARK_SEED = 20_241_217
 class SpanAttention(Heads):
     """State: rotated `keys` and `values` of the last tokens (B, M, G, K), of the `length` (B,) ones of their document
     so far; and where relevance decides what is read, of its blocks, as far as they can be read, `summaries` and `sums`
-    of queries (B, U, H, K) in fp32, and the `queries` of the block under way (B, S - 1, H, K)."""
+    of queries (B, U, H, K) in fp32, and the `queries` of the block under way (B, S - 1, H, K).
+
+    Training carries as many tokens as `remember` says; outside it all of the document can be read."""
 
     def __init__(self, spec: SpanSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__(spec, sizes, tensor)
@@ -43,10 +44,10 @@ class SpanAttention(Heads):
     ) -> tuple[Tensor, State]:
         if seq.key is None and self.spec.eval == "full":
             return attend_within(None, q_BLHK, k_BLGK, v_BLGK, before, seq)
-        chunk, keep = self._chunk(seq), self.spec.remember + max(self.spec.chunks())
+        chunk, remembered = self._chunk(seq), self.spec.remembered(training=seq.key is not None)
         memory = Memory(before["keys"], before["values"], before["length"]) if "keys" in before else None
         seen = [0] * len(q_BLHK) if memory is None else memory.length_B.tolist()
-        stretches = self._stretches(seq, seen, chunk)
+        stretches = self._stretches(seq, [(each, self._kept(each, chunk, remembered)) for each in seen])
         k_BSGK, v_BSGK = k_BLGK, v_BLGK
         if memory is not None:
             k_BSGK, v_BSGK = torch.cat((memory.keys_BMGK, k_BLGK), 1), torch.cat((memory.values_BMGK, v_BLGK), 1)
@@ -56,6 +57,7 @@ class SpanAttention(Heads):
             cut = Cut(chunk, self.spec.block, stretches)
             chosen, new = self._chosen(cut, q_BLHK, k_BSGK, v_BSGK, before, seq)
             y_BLHK = span_attention(q_BLHK, k_BSGK, v_BSGK, cut, chosen)
+        keep = None if remembered is None else remembered + max(self.spec.chunks())
         kept = remember(memory, k_BLGK, v_BLGK, seq.documents_BL, keep)
         ends = {row: s.end_place for s in stretches if s.stop == q_BLHK.shape[1] for row in _numbers(s.rows)}
         length_B = torch.tensor([ends[row] for row in range(len(q_BLHK))], device=q_BLHK.device)
@@ -68,25 +70,23 @@ class SpanAttention(Heads):
             return max(sizes)
         return sizes[seq.number(f"chunk/{self.layer}" if self.spec.draw == "layer" else "chunk") % len(sizes)]
 
-    def _stretches(self, seq: SeqInfo, seen: Sequence[int], chunk: int) -> list[Stretch]:
-        """The documents of all rows; rows that are cut alike are taken together."""
+    def _stretches(self, seq: SeqInfo, before: Sequence[tuple[int, int]]) -> list[Stretch]:
+        """The documents of all rows, with what is known of them before; rows that are cut alike are taken together."""
         rows = [
-            [(start, stop, seen[row] if start == 0 else 0) for start, stop in spans]
+            [(start, stop, *(before[row] if start == 0 else (0, 0))) for start, stop in spans]
             for row, spans in enumerate(seq.spans())
         ]
         if all(row == rows[0] for row in rows):
-            return [Stretch(slice(0, len(rows)), *span, self._kept(span[2], chunk)) for span in rows[0]]
-        return [
-            Stretch(slice(number, number + 1), *span, self._kept(span[2], chunk))
-            for number, row in enumerate(rows)
-            for span in row
-        ]
+            return [Stretch(slice(0, len(rows)), *span) for span in rows[0]]
+        return [Stretch(slice(number, number + 1), *span) for number, row in enumerate(rows) for span in row]
 
-    def _kept(self, seen: int, chunk: int) -> int:
+    def _kept(self, seen: int, chunk: int, remembered: int | None) -> int:
         """How many of the tokens before a row it may read: of the chunk that it begins in, and before that chunk."""
+        if remembered is None:
+            return seen
         if self.spec.memory == "shifted":
             return min(seen, chunk)
-        return seen - max(0, seen // chunk * chunk - self.spec.remember)
+        return seen - max(0, seen // chunk * chunk - remembered)
 
     def _chosen(
         self, cut: Cut, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, before: State, seq: SeqInfo
@@ -99,21 +99,10 @@ class SpanAttention(Heads):
             return choose_at_random(cut, self.spec.blocks, key, self.own_groups, q_BLHK.device), {}
         landmarks_HK = self._landmarks(q_BLHK) if self.spec.memory == "landmark" else None
         rule = Rule(self.spec.blocks, self.spec.relevance == "previous_chunk", landmarks_HK)
-        past = self._past(before, q_BLHK)
-        chosen, after = choose_by_relevance(cut, rule, q_BLHK, k_BSGK, v_BSGK, past)
+        past = Past(before["queries"], before["summaries"], before["sums"]) if "summaries" in before else None
+        held = Held(*self.spec.carried_blocks(self.spec.remembered(training=seq.key is not None)))
+        chosen, after = choose_by_relevance(cut, rule, q_BLHK, k_BSGK, v_BSGK, past, held)
         return chosen, {"queries": after.queries_BNHK, "summaries": after.summaries_BPHK, "sums": after.sums_BPHK}
-
-    def _past(self, before: State, q_BLHK: Tensor) -> Past:
-        if "summaries" in before:
-            return Past(before["queries"], before["summaries"], before["sums"])
-        batch, _, heads, size = q_BLHK.shape
-        largest, block, remembered = max(self.spec.chunks()), self.spec.block, self.spec.remember
-        wide = at_least_fp32(q_BLHK[:0])
-        return Past(
-            q_BLHK.new_zeros(batch, block - 1, heads, size),
-            wide.new_zeros(batch, (remembered + largest) // block, heads, size),
-            wide.new_zeros(batch, (max(remembered, largest) + largest) // block, heads, size),
-        )
 
     def _landmarks(self, q_BLHK: Tensor) -> Tensor:
         """One fixed standard normal vector for each of this rank's heads: a function of the layer and the head."""

@@ -1,10 +1,10 @@
 """What span-expanded attention knows of a document's past, and the choice of blocks from it and from the row.
 
 A row may begin anywhere in its document: in mid-chunk and in mid-block. What the tokens before it left is enough to go
-on as if they stood in the row: the summaries and the sums of queries of the last whole blocks, and the queries of the
-block under way. (Keys and values are kept beside it, as those of any attention.) One exception: where the chunk's own
-queries choose, a row that ends in mid-chunk chooses with the queries that it has, so that rows equal the whole only
-where they are cut at multiples of M.
+on as if they stood in the row: the summaries of the whole blocks that it may choose from, the sums of queries of the
+last ones, and the queries of the block under way. (Keys and values are kept beside it, as those of any attention.) One
+exception: where the chunk's own queries choose, a row that ends in mid-chunk chooses with the queries that it has, so
+that rows equal the whole only where they are cut at multiples of M.
 
 Legend as in `span` and `span_choice`; P carried blocks.
 """
@@ -41,6 +41,13 @@ class Rule(NamedTuple):
     landmarks_HK: Tensor | None = None
 
 
+class Held(NamedTuple):
+    """Of how many of a document's last blocks summaries are handed on (None: of all), and of how many query sums."""
+
+    summaries: int | None
+    sums: int
+
+
 class _Known(NamedTuple):
     """Of one stretch: its last queries; summaries and sums of its blocks, of those before the row as far as carried."""
 
@@ -51,11 +58,14 @@ class _Known(NamedTuple):
 
 @torch.no_grad()
 def choose_by_relevance(
-    cut: Cut, rule: Rule, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, past: Past
+    cut: Cut, rule: Rule, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, past: Past | None, held: Held
 ) -> tuple[list[Tensor | None], Past]:
-    """The blocks of every chunk of every stretch, and the past of what comes after the rows."""
+    """The blocks of every chunk of every stretch, and the past of what comes after the rows.
+
+    Without a past all rows begin their documents.
+    """
     chosen: list[Tensor | None] = []
-    after = Past(*(torch.zeros_like(part) for part in past))
+    ended: list[tuple[Stretch, _Known]] = []
     for stretch in cut.stretches:
         needed = max(cut.available(stretch)) > 0
         ends = stretch.stop == q_BLHK.shape[1]
@@ -65,8 +75,8 @@ def choose_by_relevance(
         known = _known(cut, rule, stretch, q_BLHK, k_BSGK, v_BSGK, past)
         chosen.append(_choice(cut, rule, stretch, known, k_BSGK.shape[2]) if needed else None)
         if ends:
-            _keep(after, known, stretch, cut.block)
-    return chosen, after
+            ended.append((stretch, known))
+    return chosen, _after(ended, cut.block, held)
 
 
 def choose_at_random(cut: Cut, most: int, key: int, groups: Sequence[int], device: torch.device) -> list[Tensor | None]:
@@ -82,18 +92,18 @@ def choose_at_random(cut: Cut, most: int, key: int, groups: Sequence[int], devic
 
 
 def _known(
-    cut: Cut, rule: Rule, stretch: Stretch, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, past: Past
+    cut: Cut, rule: Rule, stretch: Stretch, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, past: Past | None
 ) -> _Known:
     under_way = stretch.seen % cut.block
     own = stretch.keys(q_BLHK.shape[1], k_BSGK.shape[1])
     here = slice(own.start + stretch.kept - under_way, own.stop)
-    before = past.queries_BNHK[stretch.rows]
     row = q_BLHK[stretch.rows, stretch.start : stretch.stop].detach()
-    if stretch.seen:
-        row = torch.cat((before[:, before.shape[1] - under_way :].to(row.dtype), row), dim=1)
     k_RNGK, v_RNGK = (x[stretch.rows, here].detach() for x in (k_BSGK, v_BSGK))
+    if past is not None and stretch.seen:
+        before = past.queries_BNHK[stretch.rows]
+        row = torch.cat((before[:, before.shape[1] - under_way :].to(row.dtype), row), dim=1)
     new = summaries(row, k_RNGK, v_RNGK, cut.block, rule.landmarks_HK), query_sums(row, cut.block)
-    if not stretch.seen:
+    if past is None or not stretch.seen:
         return _Known(row, *new)
     carried = past.summaries_BPHK[stretch.rows], past.sums_BPHK[stretch.rows]
     return _Known(row, *(torch.cat(pair, dim=1) for pair in zip(carried, new, strict=True)))
@@ -118,11 +128,15 @@ def _choice(cut: Cut, rule: Rule, stretch: Stretch, known: _Known, groups: int) 
     return choose(relevance(asking, of_blocks, groups), cut.available(stretch), rule.most)
 
 
-def _keep(after: Past, known: _Known, stretch: Stretch, block: int) -> None:
-    """Write down what comes after the stretch needs, in the rows that it stands in."""
-    under_way = stretch.end_place % block
-    sums = known.sums_RUHK[:, :-1] if under_way else known.sums_RUHK
-    for target, source in ((after.summaries_BPHK, known.summaries_RUHK), (after.sums_BPHK, sums)):
-        target[stretch.rows] = _last(source, target.shape[1]).to(target.dtype)
-    queries = known.queries_RNHK[:, known.queries_RNHK.shape[1] - under_way :]
-    after.queries_BNHK[stretch.rows] = _last(queries, after.queries_BNHK.shape[1])
+def _after(ended: Sequence[tuple[Stretch, _Known]], block: int, held: Held) -> Past:
+    """What comes after the rows needs, of the stretches that they end with."""
+    count = held.summaries
+    if count is None:
+        count = max(stretch.end_place // block for stretch, _ in ended)
+    parts = []
+    for stretch, known in sorted(ended, key=lambda pair: pair[0].rows.start):
+        under_way = stretch.end_place % block
+        queries = known.queries_RNHK[:, known.queries_RNHK.shape[1] - under_way :]
+        sums = known.sums_RUHK[:, :-1] if under_way else known.sums_RUHK
+        parts.append((_last(queries, block - 1), _last(known.summaries_RUHK, count), _last(sums, held.sums)))
+    return Past(*(torch.cat(part) for part in zip(*parts, strict=True)))

@@ -18,13 +18,17 @@ every step for each micro-batch (`draw: batch`), or for each and every layer (`l
 through the choice. It is causal from chunk to chunk, and inside a chunk only for choices that are given. With
 `relevance: previous_chunk` the queries of the chunk before choose, and no token ever depends on a later one.
 
-A carried state holds the chunk under way and the `remember` tokens before it, which are all that a row may choose from
-of what came before. Where the chunk before chooses, or relevance decides nothing, rows may be cut anywhere; under
-`relevance: chunk` only at multiples of the chunks, as part of a chunk can't ask for the rest of it. A document that
-begins in mid-row may still end its row in mid-chunk: then the row's part of that chunk chooses by its own queries.
-
 `eval: full` is the paper's evaluation: full attention, in generation too; `span` keeps to the blocks, with the largest
 chunk. The weights are those of attention.
+
+A state that training carries holds the chunk under way and the `remember` tokens before it, which are all that a row
+may choose from of what came before; its size never changes. Outside training, with `eval: span`, a state holds the keys
+and values of the whole document, as full attention's does, and every block can be chosen.
+
+Where the chunk before chooses, or relevance decides nothing, rows may be cut anywhere: generation token by token is the
+whole row. Under `relevance: chunk` they may only at multiples of the chunks, as part of a chunk can't ask for the rest
+of it: a row's part of a chunk chooses by the queries it has, and so does a token that is generated. A document that
+begins in mid-row may end its row in mid-chunk, and then the same holds.
 """
 
 from __future__ import annotations
@@ -67,6 +71,22 @@ class SpanSpec(HeadsSpec):
         """Whether relevance decides which blocks are read."""
         return self.memory in ("span", "landmark")
 
+    @property
+    def retrieves(self) -> bool:
+        """Whether chunks read blocks of the past."""
+        return self.asks or self.memory == "random"
+
+    def remembered(self, training: bool) -> int | None:
+        """How many tokens before the chunk under way a row may choose from; None: all of the document."""
+        return self.remember if training or not self.retrieves else None
+
+    def carried_blocks(self, remembered: int | None) -> tuple[int | None, int]:
+        """Of how many of the last blocks a state holds summaries (None: of the document's all), and query sums."""
+        largest = max(self.chunks())
+        if remembered is None:
+            return None, 2 * largest // self.block
+        return (remembered + largest) // self.block, (max(remembered, largest) + largest) // self.block
+
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
         queries, sizes = self.channels(model)[0], self.chunks()
         seen = sum(self._visible(seq_len, chunk) for chunk in sizes) / len(sizes)
@@ -86,11 +106,12 @@ class SpanSpec(HeadsSpec):
         return own + sum(min(most, begin) * min(chunk, seq_len - begin) for begin in begins) / seq_len
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
+        """What training carries."""
         largest, head = max(self.chunks()), self.head(model)
         parts = self.carried_heads(model, self.remember + largest)
         if self.asks:
-            blocks = (self.remember + largest) // self.block
-            asked = (max(self.remember, largest) + largest) // self.block
+            blocks, asked = self.carried_blocks(self.remember)
+            assert blocks is not None
             parts["queries"] = StatePart("kv", (self.block - 1, self.heads, head), split=1)
             parts["summaries"] = StatePart("kv", (blocks, self.heads, head), "float32", split=1)
             parts["sums"] = StatePart("kv", (asked, self.heads, head), "float32", split=1)

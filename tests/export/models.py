@@ -33,7 +33,7 @@ MODELS: dict[str, tuple[str, dict[str, dict[str, Any]], bool]] = {
 }
 MAMBA = {"kind": "mamba", "state": 4, "conv": 3}
 WINDOW = {**ATTENTION, "window": 9}
-SPAN = {"kind": "span", "heads": 4, "kv_heads": 2, "chunk": 16, "block": 4, "blocks": 2, "remember": 8}
+SPAN = {"kind": "span", "heads": 4, "kv_heads": 2, "chunk": 16, "block": 4, "blocks": 2}
 CUSTOM: dict[str, tuple[str, dict[str, dict[str, Any]], bool]] = {
     "samba": ("(M-W-)*2", {"M": MAMBA, "W": WINDOW, "-": MLP}, True),
     "mamba-swa-mlp": ("(MW-)*2", {"M": MAMBA, "W": {**WINDOW, "kv_heads": 1}, "-": MLP}, False),
@@ -63,16 +63,16 @@ CUSTOM: dict[str, tuple[str, dict[str, dict[str, Any]], bool]] = {
     "span": ("MS-", {"M": MAMBA2, "S": {**SPAN, "conv": 3}, "-": MLP}, False),
     "span-chosen": (
         "MS-",
-        {"M": MAMBA2, "S": {**SPAN, "relevance": "previous_chunk", "eval": "span", "remember": 64}, "-": MLP},
+        {"M": MAMBA2, "S": {**SPAN, "relevance": "previous_chunk", "eval": "span"}, "-": MLP},
         False,
     ),
     "span-landmark": (
         "S-",
-        {"S": {**SPAN, "relevance": "previous_chunk", "memory": "landmark", "eval": "span", "remember": 64}, "-": MLP},
+        {"S": {**SPAN, "relevance": "previous_chunk", "memory": "landmark", "eval": "span"}, "-": MLP},
         False,
     ),
     "span-random": ("S-", {"S": {**SPAN, "memory": "random", "eval": "span"}, "-": MLP}, False),
-    "span-shifted": ("S-", {"S": {**SPAN, "memory": "shifted", "remember": 0, "eval": "span"}, "-": MLP}, False),
+    "span-shifted": ("S-", {"S": {**SPAN, "memory": "shifted", "eval": "span"}, "-": MLP}, False),
 }
 CLASSES = {
     "mamba": "MambaForCausalLM",

@@ -16,7 +16,7 @@ from hybridtron.ops.attention import attention
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.span import Cut, Stretch, span_attention
 from hybridtron.ops.span_choice import choose, random_relevance, relevance, summaries
-from hybridtron.ops.span_past import Past, Rule, choose_at_random, choose_by_relevance
+from hybridtron.ops.span_past import Held, Rule, choose_at_random, choose_by_relevance
 
 FORMS = pytest.mark.parametrize("form", ["reference", "blocked"])
 LENGTH, HEADS, GROUPS, SIZE = 45, 4, 2, 8
@@ -43,14 +43,8 @@ def inputs(length: int = LENGTH, groups: int = GROUPS, dtype: torch.dtype = torc
     return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
 
 
-def nothing(block: int, dtype: torch.dtype = torch.float64, blocks: int = 0) -> Past:
-    """The past of rows that begin their documents."""
-    counts = (block - 1, blocks, blocks)
-    return Past(*(torch.zeros(2, count, HEADS, SIZE, dtype=dtype) for count in counts))
-
-
 def chosen_for(cut: Cut, rule: Rule, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor | None]:
-    return choose_by_relevance(cut, rule, q, k, v, nothing(cut.block, q.dtype))[0]
+    return choose_by_relevance(cut, rule, q, k, v, None, Held(0, 0))[0]
 
 
 def gradients(y: Tensor, tensors: list[Tensor]) -> list[Tensor]:

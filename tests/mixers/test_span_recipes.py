@@ -1,0 +1,106 @@
+"""The models of the span recipes outside training: read in pieces, and token by token, as they read whole rows.
+
+Models of recipes for clusters are narrower here and have fewer layers; what their span layers do is as shipped.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.config.load import load
+from hybridtron.config.schema import ModelConfig
+from hybridtron.data.batch import SeqInfo
+from hybridtron.mixers import span
+from hybridtron.model.generate import generate
+from hybridtron.model.init import initialise
+from hybridtron.model.lm import LanguageModel
+from hybridtron.train.instruments import position_losses
+
+NARROW = ("model.width=48", "model.vocab_size=64", "model.layers.-.hidden=32", "data.path=/data")
+RECIPES = {
+    "samba_span_laptop": (),
+    "samba_span_421m": (*NARROW, "model.pattern=MX-", "model.layers.M.state=4"),
+    "laptop_phases": (),
+    "mamba2_span_laptop": (),
+}
+FULL = {"mamba2_span_laptop"}
+"""Evaluated with full attention, which reads no blocks."""
+
+
+def shipped(recipe: str) -> ModelConfig:
+    config = load([f"recipe={recipe}", *RECIPES[recipe]])
+    return config.in_phase(config.phases[-1]).model
+
+
+def model_of(recipe: str) -> LanguageModel:
+    model = LanguageModel(shipped(recipe))
+    initialise(model, seed=1)
+    return model.double().eval()
+
+
+def largest_chunk(recipe: str) -> int:
+    options = next(one for one in shipped(recipe).layers.values() if one["kind"] == "span")
+    return max(sizes) if isinstance(sizes := options["chunk"], list) else sizes
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many chosen blocks each call reads that goes on from a state."""
+    counts, attend = [], span.span_attention
+
+    def counted(q: Tensor, k: Tensor, v: Tensor, cut: span.Cut, chosen: list[Tensor | None]) -> Tensor:
+        if k.shape[1] > q.shape[1]:
+            counts.append(sum(0 if one is None else int((one >= 0).sum()) for one in chosen))
+        return attend(q, k, v, cut, chosen)
+
+    monkeypatch.setattr(span, "span_attention", counted)
+    return counts
+
+
+@torch.no_grad()
+def in_pieces(model: LanguageModel, tokens_BL: Tensor, ends: list[int]) -> Tensor:
+    """Logits of rows that are read piece by piece."""
+    outputs, states = [], None
+    for start, stop in itertools.pairwise([0, *ends]):
+        seq = SeqInfo.stream(len(tokens_BL), stop - start, start)
+        output, states, _ = model(tokens_BL[:, start:stop], states, seq)
+        outputs.append(output)
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_pieces_of_any_size_are_the_whole_row(recipe: str, read: list[int]) -> None:
+    """The last tokens one by one, over the border of a chunk."""
+    model, chunk = model_of(recipe), largest_chunk(recipe)
+    length = 2 * chunk + 3
+    tokens_BL = torch.randint(model.table["embedding.weight"].shape[0], (1, length))
+    whole = in_pieces(model, tokens_BL, [length])
+    assert read == []
+    ends = [chunk // 3, chunk, chunk + 1, *range(2 * chunk - 3, length + 1)]
+    torch.testing.assert_close(in_pieces(model, tokens_BL, ends), whole, rtol=1e-11, atol=1e-12)
+    assert (min(read[-6:], default=0) > 0) == (recipe not in FULL)
+
+
+def test_generation_goes_on_as_the_whole_row_would(read: list[int]) -> None:
+    model, new = model_of("samba_span_laptop"), 32  # over a border between chunks
+    prompt_BL = torch.randint(2048, (2, 100))
+    made = generate(model, prompt_BL, new, temperature=0, seed=0)
+    assert min(read) > 0
+    tokens_BL = torch.cat((prompt_BL, made), dim=1)
+    logits_LBV = in_pieces(model, tokens_BL, [100 + new])
+    assert torch.equal(logits_LBV[99:-1].argmax(-1).T, made)
+
+
+@pytest.mark.parametrize("recipe", ["samba_span_laptop", "laptop_phases"])
+def test_losses_by_position_depend_on_no_piece(recipe: str, read: list[int]) -> None:
+    model = model_of(recipe)
+    tokens_BT = torch.randint(2048, (2, 201))
+    whole = position_losses(model, tokens_BT, 200)
+    for piece in (64, 37):
+        torch.testing.assert_close(position_losses(model, tokens_BT, piece), whole, rtol=1e-11, atol=1e-11)
+    assert max(read) > 0

@@ -1,6 +1,7 @@
 """Train a model: `python train.py recipe=samba_421m run.dir=runs/a phases.0.micro_batch=2`.
 
-Exit codes: 0 finished, 2 bad configuration, 75 stopped on demand after a checkpoint, 1 anything else.
+Exit codes: 0 finished, 2 bad configuration, 75 stopped on demand after a checkpoint, 1 anything else; also when all is
+trained but an export that phases.N.export asks for could not be written.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hybridtron.config.problems import ConfigError
 from hybridtron.data import ingredients
 from hybridtron.train.failures import FailedElsewhere
 from hybridtron.train.preempt import StopRequests
-from hybridtron.train.run_folder import EXIT_PREEMPTED, Preempted
+from hybridtron.train.run_folder import EXIT_PREEMPTED, ExportsFailed, Preempted
 from hybridtron.train.timetable import print_timetable
 
 if TYPE_CHECKING:
@@ -72,6 +73,9 @@ def main(arguments: list[str]) -> int:
         if launched().rank == 0:
             print(error, file=sys.stderr)
         return 2
+    except ExportsFailed as end:  # of the first process alone
+        print(end, file=sys.stderr)
+        return 1
     except Preempted as end:
         if launched().rank == 0:
             print(end, file=sys.stderr)

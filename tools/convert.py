@@ -31,23 +31,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds the packag
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.config.architecture import parameter_table
+from hybridtron.config.choices import Export as Wanted
+from hybridtron.config.exportable import CannotExport, transformers_fault
 from hybridtron.config.problems import ConfigError
 from hybridtron.config.units import readable
-from hybridtron.export.export import CannotExport, Export, export, target_of
+from hybridtron.export.export import Export, export, target_of
 from hybridtron.export.native import Native
 from hybridtron.export.reader import CannotImport
 from hybridtron.export.sample import sample_size, verify_sample
 from hybridtron.export.take_over import Source, same_tensors, take_over
 from hybridtron.export.verify import DTYPES, NotTheSame, Proof, verify
-from hybridtron.requirements import demand
 from tools.checkpoint import Unusable, found, not_there_yet, size_of
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Do what is asked. Returns the exit code."""
     chosen = parsed(arguments)
-    if chosen.command == "verify" or chosen.verify != "none":
-        demand("export")
+    proving = chosen.command == "verify" or chosen.verify != "none"
+    if proving and (fault := transformers_fault()) is not None:
+        print(fault, file=sys.stderr)
+        return 2
     try:
         return {"export": exported, "import": imported, "verify": verified}[chosen.command](chosen)
     except (Unusable, CannotExport, CannotImport, ConfigError) as error:
@@ -87,7 +90,7 @@ def exported(chosen: argparse.Namespace) -> int:
     size = size_of("--shard-size", chosen.shard_size)
     source = newest_of(chosen.checkpoint)
     model = source.config.model
-    plan = Export(source, target_of(model, chosen.target), DTYPES.get(chosen.dtype), size)
+    plan = Export(source, target_of(model, Wanted(chosen.target)), DTYPES.get(chosen.dtype), size)
     sizes = {
         "full": sum(parameter.size for parameter in parameter_table(model).values()),
         "sample": sample_size(model, plan.target),

@@ -86,10 +86,15 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def unfinished(target: Path) -> Path:
+    """Where a folder stands while `appearing` writes it; it stays there if the process is killed."""
+    return target.with_name(f".{target.name}.aside")
+
+
 @contextmanager
 def appearing(target: Path) -> Iterator[Path]:
     """A folder to write into, which gets its name when everything in it is on disk; where that fails it is removed."""
-    aside = target.with_name(f".{target.name}.aside")
+    aside = unfinished(target)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 from hybridtron.config.architecture import letter_specs
 from hybridtron.config.check_data import data_problems
+from hybridtron.config.check_export import export_folder_problems, export_problems
 from hybridtron.config.check_parallel import parallel_problems
 from hybridtron.config.check_phases import phase_problems
 from hybridtron.config.check_precision import precision_problems, precision_warnings
@@ -41,8 +42,11 @@ from hybridtron.specs.base import ModelSizes, Problem
 
 def check(config: Config, world_size: int | None = None) -> list[Problem]:
     """All that is wrong with the configuration; empty where it can run on so many processes (None: on the fewest)."""
+    of_phases = list(phase_problems(config))
     found = [
-        *phase_problems(config),
+        *of_phases,
+        *export_problems(config),
+        *([] if of_phases else export_folder_problems(config)),
         *data_problems(config),
         *_run(config.run),
         *_validation(config.run, config.phases),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
@@ -31,9 +30,6 @@ def phase_problems(config: Config) -> Iterator[Problem]:
         earlier = first_named.setdefault(phase.name, index)
         if earlier != index:
             yield Problem(f"{where}.name", f"is {phase.name!r}, as is that of phases.{earlier}: give it another")
-        if phase.export is not None and not re.fullmatch(r"[\w.-]+", phase.name):
-            told = "its export is a folder of this name: use letters, digits, dots, - and _"
-            yield Problem(f"{where}.name", f"is {phase.name!r}, and {told}")
     yield from _durations(config)
 
 

@@ -1,7 +1,7 @@
 """Every other model: a class of our own, whose files are shipped with the weights (`hybridtron/hf`).
 
-It has one sub-layer for each of ours, in any order, so that no model is not of it. Options of a letter are written out,
-those that stand for a default too: the class knows none of our defaults.
+It has one sub-layer for each of ours, in any order, of the kinds that `config/exportable` names. Options of a letter
+are written out, those that stand for a default too: the class knows none of our defaults.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridtron.config.architecture import Architecture, architecture
+from hybridtron.config.exportable import SHIPPED
 from hybridtron.config.schema import ModelConfig
 from hybridtron.export.native import Native, Settings, token_rules
 from hybridtron.export.rules import ATTENTION, MAMBA, MAMBA2, MLP, Names, Rule, Rules
@@ -43,13 +44,10 @@ class ForeignCode(ValueError):
 
 
 class Custom(Native):
-    """Any model of ours."""
+    """Any model of mixers that the class has."""
 
-    name, model_type = "HybridtronForCausalLM", "hybridtron"
+    name, model_type = SHIPPED, "hybridtron"
     code = tuple(sorted(HOME.glob("*_hybridtron.py")))
-
-    def misfit(self, arch: Architecture) -> str | None:
-        return None
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
         by_letter = dict(zip(arch.letters, arch.specs, strict=True))

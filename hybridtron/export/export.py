@@ -20,8 +20,9 @@ import torch
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.files import appearing
 from hybridtron.checkpoint.manifest import FILE, digest
-from hybridtron.config.architecture import architecture
+from hybridtron.config.choices import Export as Wanted
 from hybridtron.config.count import count
+from hybridtron.config.exportable import RECORD, CannotExport, export_class
 from hybridtron.config.schema import Config, ModelConfig
 from hybridtron.config.units import readable
 from hybridtron.export.custom import Custom
@@ -32,12 +33,7 @@ from hybridtron.export.writer import Planned, write_json, write_weights
 NATIVES: tuple[Native, ...] = (Mamba(), Mamba2(), Llama(), Mistral(), Granite())
 CUSTOM = Custom()
 TARGETS = (*NATIVES, CUSTOM)
-RECORD = "hybridtron_export.json"
 Progress = Callable[[int, int], None]
-
-
-class CannotExport(ValueError):
-    """A checkpoint that can't be what was asked for; the message says why and what would work."""
 
 
 @dataclass(frozen=True)
@@ -108,18 +104,10 @@ class Export:
         }
 
 
-def target_of(model: ModelConfig, wanted: str) -> Native:
+def target_of(model: ModelConfig, wanted: Wanted) -> Native:
     """The class that a model is of, exactly: one of transformers', or ours. Raises CannotExport where it is none."""
-    arch = architecture(model)
-    reasons = {target.name: target.misfit(arch) for target in NATIVES}
-    if wanted != "custom":
-        for target in NATIVES:
-            if reasons[target.name] is None:
-                return target
-    if wanted != "native":
-        return CUSTOM
-    told = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
-    raise CannotExport(f"--target native: {model.pattern} is no class of transformers (auto or custom ship ours){told}")
+    name = export_class(model, wanted)
+    return next(target for target in TARGETS if target.name == name)
 
 
 def export(source: Checkpoint, output: Path, plan: Export, prove: Callable[[Path], None], progress: Progress) -> None:

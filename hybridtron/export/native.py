@@ -2,21 +2,19 @@
 
 Here Mamba-1 and Mamba-2 alone (MambaForCausalLM, Mamba2ForCausalLM); those with MLPs stand in `native_pairs`.
 
-A model is one of these or it is none: nothing is rounded to the nearest class. What a class computes otherwise than we
-do by default is set: the norm's epsilon, Granite's multipliers, the window (which counts the token itself, as ours).
+Which model is one of them stands in `config/exportable`. What a class computes otherwise than we do by default is set:
+the norm's epsilon, Granite's multipliers, the window (which counts the token itself, as ours).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from hybridtron.config.architecture import Architecture, architecture
 from hybridtron.config.schema import ModelConfig
 from hybridtron.export.rules import MAMBA, MAMBA2, Names, Rule, Rules
-from hybridtron.specs.base import MixerSpec
 from hybridtron.specs.mamba import MambaSpec
 from hybridtron.specs.mamba2 import Mamba2Spec
 
@@ -33,10 +31,6 @@ class Native(ABC):
     model_type: ClassVar[str]
     code: ClassVar[tuple[Path, ...]] = ()
     together: ClassVar[int] = 1
-
-    @abstractmethod
-    def misfit(self, arch: Architecture) -> str | None:
-        """Why a model is not of this class; None where it is, exactly."""
 
     @abstractmethod
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
@@ -63,12 +57,6 @@ class Native(ABC):
         return common | self.settings(model, architecture(model), length)
 
 
-def only(specs: Sequence[MixerSpec], kind: type[MixerSpec]) -> str | None:
-    if not all(isinstance(spec, kind) for spec in specs):
-        return f"not every sub-layer is {kind.kind}"
-    return None if len(set(specs)) == 1 else f"its {kind.kind} sub-layers differ"
-
-
 def checked(theirs: Settings, expected: Settings) -> None:
     """Settings that change what is computed must be what we compute."""
     for key, value in expected.items():
@@ -87,9 +75,6 @@ class Mamba(Native):
     """Mamba-1 alone."""
 
     name, model_type = "MambaForCausalLM", "mamba"
-
-    def misfit(self, arch: Architecture) -> str | None:
-        return only(arch.specs, MambaSpec)
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
         spec = arch.specs[0]
@@ -134,9 +119,6 @@ class Mamba2(Native):
     """Mamba-2 alone."""
 
     name, model_type = "Mamba2ForCausalLM", "mamba2"
-
-    def misfit(self, arch: Architecture) -> str | None:
-        return only(arch.specs, Mamba2Spec)
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
         spec = arch.specs[0]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from hybridtron.config.architecture import Architecture, architecture
+from hybridtron.config.exportable import halves
 from hybridtron.config.schema import ModelConfig
-from hybridtron.export.native import Native, Settings, checked, only, token_rules
+from hybridtron.export.native import Native, Settings, checked, token_rules
 from hybridtron.export.rules import ATTENTION, MAMBA2, MLP, Names, Rule, Rules
 from hybridtron.specs.attention import AttentionSpec
-from hybridtron.specs.base import MixerSpec
 from hybridtron.specs.mamba2 import Mamba2Spec
 from hybridtron.specs.swiglu import SwiGLUSpec
 
@@ -18,28 +17,6 @@ FUSED_MLP: Names = {
     "input_linear.weight": ("gate_up.weight.gate", "gate_up.weight.up"),
     "output_linear.weight": ("down.weight",),
 }
-
-
-def _halves(arch: Architecture) -> tuple[Sequence[MixerSpec], Sequence[MixerSpec]]:
-    """The mixers, and the MLPs after them."""
-    return arch.specs[::2], arch.specs[1::2]
-
-
-def _pairs_misfit(arch: Architecture) -> str | None:
-    mixers, mlps = _halves(arch)
-    if len(mixers) != len(mlps):
-        return "its last sub-layer has no MLP after it"
-    return only(mlps, SwiGLUSpec)
-
-
-def _attention_misfit(spec: MixerSpec) -> str | None:
-    if not isinstance(spec, AttentionSpec):
-        return f"{spec.kind} is not attention"
-    if spec.conv:
-        return "its attention has short convolutions"
-    if spec.rotary_dim is not None:
-        return "its rotary positions turn a part of each head"
-    return None
 
 
 def _attention_of(model: ModelConfig, spec: AttentionSpec, arch: Architecture) -> Settings:
@@ -76,19 +53,6 @@ class Llama(Native):
 
     name, model_type = "LlamaForCausalLM", "llama"
     windowed, together = False, 2
-
-    def misfit(self, arch: Architecture) -> str | None:
-        mixers = _halves(arch)[0]
-        found = _pairs_misfit(arch) or only(mixers, AttentionSpec) or _attention_misfit(mixers[0])
-        if found is not None:
-            return found
-        spec = mixers[0]
-        assert isinstance(spec, AttentionSpec)
-        if spec.rope_base is None:
-            return "its attention has no rotary positions"
-        if (spec.window is not None) is not self.windowed:
-            return "its attention has a window" if spec.window else "its attention has no window"
-        return None
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
         spec, mlp = arch.specs[:2]
@@ -145,29 +109,8 @@ class Granite(Native):
     name, model_type = "GraniteMoeHybridForCausalLM", "granitemoehybrid"
     together = 2
 
-    def misfit(self, arch: Architecture) -> str | None:
-        mixers = _halves(arch)[0]
-        recurrent = [spec for spec in mixers if isinstance(spec, Mamba2Spec)]
-        others = [spec for spec in mixers if not isinstance(spec, Mamba2Spec)]
-        if found := _pairs_misfit(arch):
-            return found
-        if not recurrent:
-            return "it has no mamba2 sub-layer"
-        found = only(recurrent, Mamba2Spec)
-        if found or not others:
-            return found
-        if found := only(others, AttentionSpec) or _attention_misfit(others[0]):
-            return found
-        attention = others[0]
-        assert isinstance(attention, AttentionSpec)
-        if attention.window is not None:
-            return "its attention has a window"
-        if attention.channels(arch.sizes)[0] != arch.sizes.width:
-            return "its heads together are not as wide as the model"
-        return None
-
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
-        mixers, mlps = _halves(arch)
+        mixers, mlps = halves(arch)
         mamba = next(spec for spec in mixers if isinstance(spec, Mamba2Spec))
         attention = next((spec for spec in mixers if isinstance(spec, AttentionSpec)), AttentionSpec(heads=1))
         assert isinstance(mlps[0], SwiGLUSpec)
@@ -203,7 +146,7 @@ class Granite(Native):
     def rules(self, model: ModelConfig) -> list[Rule]:
         rules, arch = Rules(model), architecture(model)
         token_rules(rules, model, "model.embed_tokens.weight", "model.norm.weight")
-        for layer, spec in enumerate(_halves(arch)[0]):
+        for layer, spec in enumerate(halves(arch)[0]):
             theirs = f"model.layers.{layer}"
             mixer = ("mamba", MAMBA2) if isinstance(spec, Mamba2Spec) else ("self_attn", ATTENTION)
             rules.add(f"{theirs}.input_layernorm.weight", f"layers.{2 * layer}.norm.weight")

@@ -14,7 +14,7 @@ SHARD_BYTES = 5 * 10**9
 
 def export_phase(source: Checkpoint, output: Path, wanted: Wanted) -> None:
     """Write it and prove it on the first and the last layer of every kind; what is there already stays."""
-    target = target_of(source.config.model, wanted.value)
+    target = target_of(source.config.model, wanted)
 
     def prove(folder: Path) -> None:
         verify_sample(folder, source, target)

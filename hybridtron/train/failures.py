@@ -11,7 +11,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -111,7 +111,7 @@ def waits_for_others(frames: Iterable[FrameType]) -> bool:
     return any(part in name for name in innermost for part in WAITING)
 
 
-def record(run_dir: Path, outcome: dict[str, str | int]) -> bool:
+def record(run_dir: Path, outcome: Mapping[str, object]) -> bool:
     """Write outcome.json, if there is none yet."""
     try:
         with (run_dir / "outcome.json").open("x") as file:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from hybridtron.train.evaluate import evaluate
 from hybridtron.train.go_back import GoBack, WayBack, refusal_of, return_of
 from hybridtron.train.lr import learning_rate, weight_decay
 from hybridtron.train.metrics import Metrics, StepMetrics
+from hybridtron.train.phase_exports import PhaseExports
 from hybridtron.train.preempt import StopRequests
 from hybridtron.train.profile import profiled
 from hybridtron.train.run_folder import Preempted
@@ -54,10 +55,10 @@ class Trainer:
         groups: Groups,
         requests: StopRequests,
         watchdog: Watchdog,
-        export: Callable[[int], None],
+        exports: PhaseExports,
     ) -> None:
         self.config, self.run_dir, self.groups = config, run_dir, groups
-        self.requests, self.watchdog, self.export = requests, watchdog, export
+        self.requests, self.watchdog, self.exports = requests, watchdog, exports
         watchdog.beat("building the model")
         torch.manual_seed(config.run.seed)
         self.engines = Engines(config, groups)
@@ -121,12 +122,12 @@ class Trainer:
 
     def export_ended(self, step: int) -> None:
         """Export what has ended; the other processes wait."""
-        if not any(one.phase.export is not None and one.last <= step for one in stretches(self.config)):
+        if not self.exports.ended(step):
             return
         self.watchdog.beat("the export of a phase")
         self.saver.finish()
         if self.groups.is_first:
-            self.export(step)
+            self.exports.write(step)
         barrier()
 
     def train_phase(self, stretch: Stretch) -> None:

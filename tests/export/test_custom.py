@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hybridtron.config.architecture import architecture
+from hybridtron.config.choices import Export
 from hybridtron.data.batch import SeqInfo
 from hybridtron.export import custom
 from hybridtron.export.custom import Custom
@@ -26,16 +27,10 @@ from tools.convert import main
 OUTSIDE = Path(__file__).with_name("outside.py")
 
 
-@pytest.fixture(autouse=True)
-def _own_module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers copies shipped code there before it runs it."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-
-
 @pytest.mark.parametrize("name", CUSTOM)
 def test_the_shipped_class_computes_the_same(name: str, alone: Groups, tmp_path: Path) -> None:
     model = model_config(name)
-    assert target_of(model, "auto") is TARGET
+    assert target_of(model, Export.auto) is TARGET
     source = checkpoint_of(model, alone, tmp_path / "run")
     output = tmp_path / "out"
     assert main(["export", "--checkpoint", str(tmp_path / "run"), "--output", str(output)]) == 0

@@ -10,8 +10,8 @@ import torch
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import folder_of
+from hybridtron.config.exportable import RECORD
 from hybridtron.config.schema import ParallelConfig
-from hybridtron.export.export import RECORD
 from hybridtron.parallel.pool import Seat
 from tests.distributed import run_distributed
 from tests.export.models import CUSTOM, MODELS, checkpoint_of, model_config

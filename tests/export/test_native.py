@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from hybridtron.checkpoint import files
 from hybridtron.config.architecture import architecture
+from hybridtron.config.choices import Export
 from hybridtron.export import verify as verify_module
 from hybridtron.export.export import NATIVES, target_of
 from hybridtron.export.native import Mamba
@@ -42,7 +43,7 @@ def test_transformers_loads_it_and_computes_the_same(
     tokenizer = AutoTokenizer.from_pretrained(output)
     assert tokenizer("w5 w7")["input_ids"] == [5, 7]
     assert tokenizer.eos_token == "w3"
-    target = target_of(model_config(name), "auto")
+    target = target_of(model_config(name), Export.auto)
     back = target.model(json.loads((output / "config.json").read_text()))
     assert architecture(back).specs == tuple(
         replace(spec, **{key: getattr(other, key) for key in ("kv_heads", "head_dim", "dt_rank") if hasattr(spec, key)})
@@ -81,7 +82,6 @@ def test_a_sample_of_the_layers_is_a_model_of_its_own(
     model = model_config(name)
     model = replace(model, pattern=f"({model.pattern})*3")
     checkpoint_of(model, alone, tmp_path / "run")
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     arguments = ["export", "--checkpoint", str(tmp_path / "run"), "--verify", "sample", "--output"]
     assert main([*arguments, str(tmp_path / "out")]) == 0
     assert "as --verify sample" in capsys.readouterr().out
@@ -111,7 +111,7 @@ def test_planted_mistakes_are_found_and_leave_nothing(
 ) -> None:
     name, where, parting = MISTAKES[mistake]
     checkpoint_of(model_config(name), alone, tmp_path / "run")
-    target = type(target_of(model_config(name), "auto"))
+    target = type(target_of(model_config(name), Export.auto))
     if where == "sliding_window":
         settings = target.settings
         monkeypatch.setattr(target, "settings", lambda *a: {**(made := settings(*a)), where: made[where] + 1})
@@ -238,6 +238,6 @@ def test_a_full_disk_leaves_nothing_and_a_killed_export_is_no_model(
 def test_every_weight_is_used_once() -> None:
     for name in MODELS:
         model = model_config(name)
-        rules = target_of(model, "auto").rules(model)
+        rules = target_of(model, Export.auto).rules(model)
         assert len({rule.theirs for rule in rules}) == len(rules)
     assert verify_module.lengths_of(model_config("mistral")) == (1, 2, 3, 5, 8, 9, 10, 21, 300)

@@ -1,0 +1,99 @@
+"""What `phases.N.export` needs is known before training: a class, transformers, a free name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from hybridtron.config import exportable
+from hybridtron.config.check import check
+from hybridtron.config.check_export import export_folder_problems
+from hybridtron.config.exportable import RECORD, TRANSFORMERS
+from hybridtron.config.load import load
+from hybridtron.config.phases import last_step
+from hybridtron.export import custom
+from hybridtron.export.export import TARGETS
+from hybridtron.hf.configuration_hybridtron import KINDS
+from hybridtron.requirements import requirements
+from hybridtron.specs import SPECS
+from hybridtron.specs.swiglu import SwiGLUSpec
+
+
+@dataclass(frozen=True)
+class OtherSpec(SwiGLUSpec):
+    """A mixer that somebody registered."""
+
+    kind: ClassVar[str] = "other"
+
+
+def keys(*arguments: str) -> list[str]:
+    return [problem.key for problem in check(load(arguments))]
+
+
+def test_a_model_without_the_class_that_is_asked_for_is_refused() -> None:
+    assert keys("phases.0.export=native") == ["phases.0.export"]
+    assert keys("phases.0.export=auto") == keys("phases.0.export=custom") == []
+    assert keys("model=mamba2_laptop", "phases.0.export=native") == []
+
+
+def test_it_is_looked_at_as_it_is_in_that_phase() -> None:
+    sizes = "tokens: 1M, seq_len: 256, global_batch: 8, lr: 1e-3, export: native"
+    turned = "layers: {A: {rotary_dim: 64}}"
+    phases = f"phases=[{{name: a, {sizes}}},{{name: b, {sizes}, {turned}}}]"
+    assert keys("model=llama2_438m", phases) == ["phases.1.export"]
+
+
+@pytest.mark.parametrize("wanted", ["auto", "native", "custom"])
+def test_a_registered_mixer_without_an_exported_form_is_refused(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SPECS, "other", OtherSpec)
+    changed = ["model.pattern=O", "model.layers.O={kind: other, hidden: 64}"]
+    assert keys(*changed) == []
+    assert keys(*changed, f"phases.0.export={wanted}") == ["phases.0.export"]
+
+
+def test_transformers_is_there_and_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exportable, "version", lambda _: "4.57.6")
+    assert keys() == []
+    assert keys("phases.0.export=auto") == ["phases.0.export"]
+    monkeypatch.setattr(exportable, "version", lambda _: "6.0.0.dev0")
+    assert keys("phases.0.export=auto") == []
+    monkeypatch.setattr(exportable, "missing", lambda *extras: f"{extras} is not installed")
+    assert keys("phases.0.export=auto") == ["phases.0.export"]
+
+
+@pytest.mark.parametrize("name", ["..", ".hidden", "a/b"])
+def test_a_name_stays_inside_the_folder(name: str) -> None:
+    assert "phases.0.name" in keys("phases.0.export=auto", f"phases.0.name={name}")
+
+
+def test_what_is_in_its_place_is_of_that_step_and_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = ["phases.0.export=auto", f"run.dir={run}"]
+    config, output = load(arguments), run / "export" / "pretrain"
+
+    def found(*more: str) -> list[str]:
+        return [problem.key for problem in export_folder_problems(load([*arguments, *more]))]
+
+    assert found() == []
+    output.mkdir(parents=True)
+    assert found() == ["phases.0.export"]
+    step = last_step(config)
+    (output / RECORD).write_text(json.dumps({"step": step}))
+    assert found() == ["phases.0.export"]  # there is no such checkpoint
+    (run / f"checkpoints/step-{step:08d}").mkdir(parents=True)
+    (run / f"checkpoints/step-{step:08d}/manifest.json").write_text("{}")
+    assert found() == []
+    assert found("run.resume=never") == ["phases.0.export"]
+    (output / RECORD).write_text(json.dumps({"step": step - 1}))
+    assert found() == ["phases.0.export"]
+
+
+def test_what_is_written_down_twice_is_the_same() -> None:
+    assert [target.name for target in TARGETS] == [*exportable.NATIVE, exportable.SHIPPED]
+    assert set(KINDS) == set(custom.NAMES) == set(exportable.SHIPPED_KINDS)
+    pin = requirements().extras["export"]["transformers"]
+    assert pin.startswith(f">={TRANSFORMERS[0]}.{TRANSFORMERS[1]},")

@@ -1,0 +1,73 @@
+"""An export at the end of a phase never stops a run: it is retried, and reported where it fails for good."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import train
+from hybridtron.checkpoint.files import unfinished
+from tests.train.conftest import Train
+
+SIZES = "seq_len: 16, global_batch: 4, micro_batch: 2"
+PHASES = (
+    f"phases=[{{name: a, tokens: 64, {SIZES}, lr: 1e-3, export: custom}},{{name: b, tokens: 64, {SIZES}, lr: 1e-3}}]"
+)
+
+
+def exporting(monkeypatch: pytest.MonkeyPatch, *answers: Exception | None) -> list[int]:
+    """Answers of the exports to come, in order; of each attempt, how many steps had been trained."""
+    attempts: list[int] = []
+
+    def export(_checkpoint: object, output: Path, _wanted: object) -> None:
+        attempts.append(len((output.parents[1] / "metrics.jsonl").read_text().splitlines()))
+        if (answer := answers[len(attempts) - 1]) is not None:
+            raise answer
+        output.mkdir(parents=True)
+        (output / "hybridtron_export.json").write_text('{"step": 1}')
+
+    monkeypatch.setattr(train, "export_phase", export)
+    return attempts
+
+
+def outcome(run: Path) -> dict:
+    return json.loads((run / "outcome.json").read_text())
+
+
+def test_training_goes_on_after_an_export_that_fails(
+    train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, full = tmp_path / "run", OSError(28, "No space left on device")
+    attempts = exporting(monkeypatch, full, full, full, None)
+    assert train_small(PHASES) == 1
+    assert attempts == [1, 2]  # at its own end, and at the end of the run
+    assert (run / "logs/export-0.txt").exists()
+    assert outcome(run)["outcome"] == "finished"
+    assert list(outcome(run)["failed_exports"]) == ["a"]
+    assert train_small(PHASES) == 1  # nothing to train: it tries again
+    assert list(outcome(run)["failed_exports"]) == ["a"]
+    assert train_small(PHASES) == 0
+    assert "failed_exports" not in outcome(run)
+    assert outcome(run)["outcome"] == "finished"
+    assert train_small(PHASES) == 0
+    assert attempts == [1, 2, 2, 2]
+
+
+def test_an_export_that_succeeds_at_the_second_try_is_no_failure(
+    train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = exporting(monkeypatch, MemoryError(), None)
+    assert train_small(PHASES) == 0
+    assert attempts == [1, 2]
+    assert "failed_exports" not in outcome(tmp_path / "run")
+
+
+def test_one_that_was_killed_waits_until_all_is_trained(
+    train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = exporting(monkeypatch, None)
+    unfinished(tmp_path / "run/export/a").mkdir(parents=True)
+    assert train_small(PHASES) == 0
+    assert attempts == [2]

@@ -11,6 +11,8 @@ import importlib.metadata
 import importlib.util
 import itertools
 import os
+import resource
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -168,6 +170,13 @@ def peak_memory_gib() -> float | None:
     if compute_device().type == "cpu":
         return None
     return torch.cuda.max_memory_allocated() / 2**30
+
+
+def most_memory_gib() -> float:
+    """Most memory that this process has held so far, in GiB: on the device, or where that counts none on the host."""
+    on_device = peak_memory_gib()
+    unit = 2**20 if sys.platform == "linux" else 2**30  # Linux counts KiB, macOS bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit if on_device is None else on_device
 
 
 def forget_peak_memory() -> None:

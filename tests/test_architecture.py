@@ -34,8 +34,8 @@ OWNERS = {
     "mamba_ssm": "ops/*_mamba_ssm.py",  # one file for each of its kernels
     "causal_conv1d": "ops/conv1d.py",
     "flash_attn": "ops/attention.py",
-    "wandb": "train/metrics.py",
-    "tensorboard": "train/metrics.py",
+    "wandb": "train/sinks.py",
+    "tensorboard": "train/sinks.py",
     "transformer_engine": "parallel/transformer_engine.py",
     "nvidia": "data/dali.py",
     "streaming": "data/store/mosaic.py",

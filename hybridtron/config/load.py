@@ -63,6 +63,13 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
 
 
+def to_plain(config: Config) -> dict[str, Any]:
+    """The same as dictionaries, lists, numbers and text."""
+    plain = OmegaConf.to_container(OmegaConf.structured(config), resolve=True, enum_to_str=True)
+    assert isinstance(plain, dict)
+    return {str(name): section for name, section in plain.items()}
+
+
 def choices_of(group: str, configs: Path = CONFIGS) -> list[str]:
     """The names that a group can be set to: `choices_of("recipe")`."""
     return sorted(str(p.relative_to(configs / group).with_suffix("")) for p in (configs / group).rglob("*.yaml"))

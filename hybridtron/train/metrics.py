@@ -1,10 +1,13 @@
-"""What a run reports: one JSON line a step, a console line or progress bar, TensorBoard and wandb where wanted."""
+"""What a run reports: one JSON line a step, a console line or progress bar, and the sinks that are wanted."""
 
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -12,13 +15,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hybridtron.config.schema import Config
-from hybridtron.device import optional_package
+from hybridtron.train.sinks import open_sinks
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One line of metrics.jsonl. Times are in seconds; `validation` holds losses by length after an evaluation.
+    """One line of metrics.jsonl. Durations are in seconds; `validation` holds losses by length after an evaluation.
 
+    `memory_gib` is the most memory that the first process has held so far: of the device where it counts, else of the
+    host. A line also gets the `time` at which it was written, in UTC. A number that is not finite is null.
     `skipped` counts the steps that were refused since the run was started or resumed, also those of which no line is
     left since the run went back to a checkpoint before them; `restarted_lanes`, where states are carried, the lanes of
     the phase whose state was not finite and that started anew.
@@ -35,6 +40,7 @@ class StepMetrics:
     tokens_per_second: float
     tflops_per_device: float
     mfu: float | None
+    memory_gib: float
     skipped: int
     restarted_lanes: int | None = None
     validation: Mapping[str, float] | None = None
@@ -73,19 +79,16 @@ class Metrics:
         self.decisions = run_dir / "logs" / "decisions.jsonl"
         self.file = self._cut_back(resumed_step)
         self.console = ConsoleReport(config.run.log_every, resumed_step, last_step)
-        self.tensorboard = _tensorboard(run_dir / "logs")
-        self.wandb = _wandb(config, run_dir) if config.run.wandb else None
+        self.sinks = open_sinks(config, run_dir, resumed_step)
 
     def write(self, metrics: StepMetrics) -> None:
         line = {key: value for key, value in asdict(metrics).items() if key in REQUIRED or value is not None}
-        self.file.write(json.dumps(line) + "\n")
+        written = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self.file.write(json.dumps(finite({**line, "time": written}), allow_nan=False) + "\n")
         self.console.write(metrics)
         numbers = _flat(line)
-        if self.tensorboard is not None:
-            for name, value in numbers.items():
-                self.tensorboard.add_scalar(name, value, metrics.step)
-        if self.wandb is not None:
-            self.wandb.log(numbers, step=metrics.step)
+        for sink in self.sinks:
+            sink.write(metrics.step, numbers)
 
     def decide(self, decision: Decision) -> None:
         """A decision, on the console too."""
@@ -98,6 +101,9 @@ class Metrics:
         """The run goes on from an earlier step; what was written of later ones no longer holds."""
         self.file.close()
         self.file = self._cut_back(step)
+        self.console.roll_back(step)
+        for sink in self.sinks:
+            sink.roll_back(step)
 
     def _cut_back(self, step: int) -> TextIO:
         kept = [line for line in _lines(self.path) if json.loads(line)["step"] <= step]
@@ -109,10 +115,8 @@ class Metrics:
     def close(self) -> None:
         self.console.close()
         self.file.close()
-        if self.tensorboard is not None:
-            self.tensorboard.close()
-        if self.wandb is not None:
-            self.wandb.finish()
+        for sink in self.sinks:
+            sink.close()
 
 
 OPTIONAL = ("restarted_lanes", "validation", "layers")
@@ -120,10 +124,14 @@ REQUIRED = [name for name in StepMetrics.__dataclass_fields__ if name not in OPT
 
 
 class ConsoleReport:
-    """A live bar on a terminal; elsewhere one plain line every `log_every` steps and at every evaluation."""
+    """A live bar on a terminal; elsewhere one plain line every `log_every` steps and at every evaluation.
+
+    The time left is that of the steps that are left at the pace of this start so far, evaluations and saves included.
+    """
 
     def __init__(self, log_every: int, first_step: int, last_step: int) -> None:
         self.console = Console()
+        self.first_step, self.began = first_step, time.monotonic()
         self.log_every, self.last_step = log_every, last_step
         self.bar: Progress | None = None
         if self.console.is_terminal:
@@ -145,10 +153,18 @@ class ConsoleReport:
         if self.bar is not None:
             self.bar.update(self.task, completed=metrics.step, description=summary)
         elif metrics.step % self.log_every == 0 or metrics.step == self.last_step:
-            print(f"step {metrics.step}/{self.last_step}  {summary}", flush=True)
+            print(f"step {metrics.step}/{self.last_step}  {summary}  {self._left(metrics.step)}", flush=True)
         if metrics.validation:
             losses = "  ".join(f"{length} {loss:.4f}" for length, loss in metrics.validation.items())
             self.say(f"step {metrics.step}  validation loss at multiples of the training length: {losses}")
+
+    def roll_back(self, step: int) -> None:
+        """The pace is measured anew from here."""
+        self.first_step, self.began = step, time.monotonic()
+
+    def _left(self, step: int) -> str:
+        pace = (time.monotonic() - self.began) / (step - self.first_step)
+        return f"{clock(pace * (self.last_step - step))} left"
 
     def say(self, text: str) -> None:
         """A line of its own, above the bar where there is one."""
@@ -157,6 +173,18 @@ class ConsoleReport:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.stop()
+
+
+def clock(seconds: float) -> str:
+    """`1:02:03`, or with days before it."""
+    return str(timedelta(seconds=round(seconds)))
+
+
+def finite(value: Any) -> Any:
+    """With null for every number that JSON can't hold."""
+    if isinstance(value, Mapping):
+        return {name: finite(one) for name, one in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _lines(path: Path) -> list[str]:
@@ -172,19 +200,3 @@ def _flat(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
         elif isinstance(value, int | float):
             numbers[prefix + key] = value
     return numbers
-
-
-def _tensorboard(folder: Path) -> Any:
-    """A TensorBoard writer where the package is installed, else None."""
-    if optional_package("tensorboard").module is None:
-        return None
-    module = optional_package("torch.utils.tensorboard").module
-    return None if module is None else module.SummaryWriter(str(folder))
-
-
-def _wandb(config: Config, run_dir: Path) -> Any:
-    """A wandb run; `config/check.py` has seen that the package is there."""
-    package = optional_package("wandb")
-    if package.module is None:
-        raise RuntimeError(f"wandb {package.reason}")
-    return package.module.init(project=config.run.wandb, name=config.run.name, dir=str(run_dir), resume="allow")

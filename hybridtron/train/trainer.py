@@ -21,7 +21,7 @@ from hybridtron.config.schema import Config
 from hybridtron.config.units import parse_steps
 from hybridtron.data.batch import Batch
 from hybridtron.data.loader import Loader, build_loader
-from hybridtron.device import synchronize
+from hybridtron.device import most_memory_gib, synchronize
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups, barrier, greatest
 from hybridtron.train.announce import announce_reading, announce_run
@@ -208,6 +208,7 @@ class Trainer:
             tokens_per_second=speed,
             tflops_per_device=tflops,
             mfu=None if peak is None else tflops / peak,
+            memory_gib=most_memory_gib(),
             skipped=self.skipped,
             restarted_lanes=self.engine.restarted_lanes,
             layers=layers,

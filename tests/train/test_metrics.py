@@ -1,10 +1,16 @@
-"""Where metrics go: the terminal, TensorBoard and wandb, each as a stand-in that keeps what it is told."""
+"""Where metrics go: metrics.jsonl, the terminal, and the sinks, which here are stand-ins that keep what they get."""
 
 from __future__ import annotations
 
 import io as text_io
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -12,57 +18,126 @@ from rich.console import Console
 from hybridtron.config.load import load
 from hybridtron.device import Package
 from hybridtron.train import metrics as reporting
+from hybridtron.train import sinks
 from hybridtron.train.metrics import ConsoleReport, Metrics, StepMetrics
 
 STEP = StepMetrics(
     step=10, phase="a", tokens=640, loss=2.5, grad_norm=1.0, lr=1e-3, step_time=0.5, data_wait=0.01,
-    tokens_per_second=128.0, tflops_per_device=0.1, mfu=None, skipped=0, validation={"1x": 2.75},
+    tokens_per_second=128.0, tflops_per_device=0.1, mfu=None, memory_gib=0.5, skipped=0, validation={"1x": 2.75},
 )  # fmt: skip
 
 
-class Recorder:
-    """Stands in for a TensorBoard writer and for wandb: remembers the numbers."""
+class Events:
+    """Stands in for TensorBoard: every file of events that was opened, from which step on, and what it got."""
 
-    def __init__(self, *_: object) -> None:
-        self.numbers: dict[str, float] = {}
+    def __init__(self) -> None:
+        self.opened: list[tuple[int, list[tuple[int, str, float]]]] = []
 
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        assert step == 10
-        self.numbers[name] = value
+    def writer(self, _: str, purge_step: int) -> SimpleNamespace:
+        self.opened.append((purge_step, written := []))
+        add = lambda name, value, step: written.append((step, name, value))  # noqa: E731
+        return SimpleNamespace(add_scalar=add, close=lambda: None)
 
-    def init(self, **options: str) -> Recorder:
-        self.options = options
-        return self
 
-    def log(self, numbers: dict[str, float], step: int) -> None:
-        assert step == 10
-        self.numbers = numbers
+class Runs:
+    """Stands in for wandb: the options of every start, and what was logged."""
 
-    def close(self) -> None: ...
+    def __init__(self) -> None:
+        self.started: list[dict[str, Any]] = []
+        self.logged: list[Mapping[str, float]] = []
+        self.axes: list[tuple[str, str | None]] = []
 
-    def finish(self) -> None: ...
+    def init(self, **options: Any) -> SimpleNamespace:
+        self.started.append(options)
+        axis = lambda name, step_metric=None: self.axes.append((name, step_metric))  # noqa: E731
+        return SimpleNamespace(log=self.logged.append, define_metric=axis, finish=lambda: None)
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """A recorder behind every optional package."""
-    recorder = Recorder()
-    module = SimpleNamespace(SummaryWriter=lambda folder: recorder, init=recorder.init)
-    monkeypatch.setattr(reporting, "optional_package", lambda name: Package(name, module, "stand-in"))
-    return recorder
+def events(monkeypatch: pytest.MonkeyPatch) -> Events:
+    events = Events()
+    with_package(monkeypatch, "tensorboard", SimpleNamespace(SummaryWriter=events.writer))
+    return events
 
 
-def test_tensorboard_and_wandb_get_every_number(recorder: Recorder, tmp_path: Path) -> None:
-    config = load(["run.wandb=project", "run.name=mine"])
-    metrics = Metrics(tmp_path, config, resumed_step=0, last_step=20)
-    metrics.write(STEP)
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    runs = Runs()
+    with_package(monkeypatch, "wandb", runs)
+    return runs
+
+
+def with_package(monkeypatch: pytest.MonkeyPatch, wanted: str, module: object) -> None:
+    """This one is installed, no other."""
+    there, absent = Package(wanted, module, "stand-in"), Package("", None, "absent")
+    monkeypatch.setattr(sinks, "optional_package", lambda name: there if wanted in name else absent)
+
+
+def reported(folder: Path, *steps: int, resumed: int = 0, overrides: tuple[str, ...] = ()) -> Metrics:
+    """A start of a run that takes these steps."""
+    (folder / "logs").mkdir(exist_ok=True)
+    metrics = Metrics(folder, load(["run.name=mine", *overrides]), resumed, last_step=20)
+    for step in steps:
+        metrics.write(replace(STEP, step=step))
+    return metrics
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """Each line as a strict reader of JSON takes it."""
+
+    def refuse(name: str) -> float:
+        raise AssertionError(f"{name} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_line_is_json_with_its_time(tmp_path: Path) -> None:
+    metrics = reported(tmp_path, 1)
+    metrics.write(replace(STEP, step=2, loss=math.nan, grad_norm=math.inf, validation={"1x": math.nan}))
     metrics.close()
-    assert recorder.options["project"] == "project"
-    assert recorder.options["name"] == "mine"
-    assert recorder.numbers["loss"] == 2.5
-    assert recorder.numbers["validation/1x"] == 2.75
-    assert "mfu" not in recorder.numbers
-    assert "phase" not in recorder.numbers
+    first, second = lines(tmp_path)
+    assert (second["loss"], second["grad_norm"], second["validation"]) == (None, None, {"1x": None})
+    assert first["memory_gib"] == 0.5
+    assert datetime.fromisoformat(first["time"]) <= datetime.fromisoformat(second["time"])
+    assert datetime.fromisoformat(first["time"]).tzinfo is not None
+
+
+def test_tensorboard_gets_every_number(events: Events, tmp_path: Path) -> None:
+    reported(tmp_path, 10).close()
+    [(_, written)] = events.opened
+    numbers = {name: value for step, name, value in written if step == 10}
+    assert (numbers["loss"], numbers["validation/1x"]) == (2.5, 2.75)
+    assert not {"mfu", "phase", "time"} & set(numbers)
+
+
+def test_tensorboard_drops_the_steps_that_are_taken_again(events: Events, tmp_path: Path) -> None:
+    metrics = reported(tmp_path, 1, 2, 3, 4)
+    metrics.go_back(2)
+    metrics.write(replace(STEP, step=3))
+    metrics.close()
+    reported(tmp_path, 3, resumed=2).close()
+    assert [(first, sorted({step for step, _, _ in written})) for first, written in events.opened] == [
+        (1, [1, 2, 3, 4]),
+        (3, [3]),
+        (3, [3]),
+    ]
+
+
+def test_wandb_resumes_the_same_run_with_its_configuration(runs: Runs, tmp_path: Path) -> None:
+    wanted = ("run.wandb=project", "optim.clip=0.5")
+    reported(tmp_path, 1, 2, overrides=wanted).close()
+    reported(tmp_path, 2, 3, resumed=1, overrides=wanted).close()
+    first, second = runs.started
+    assert first == second
+    assert (first["project"], first["name"], first["resume"]) == ("project", "mine", "allow")
+    assert first["config"]["optim"]["clip"] == 0.5
+    assert json.dumps(first["config"])
+    assert [one["step"] for one in runs.logged] == [1, 2, 2, 3]
+    assert ("*", "step") in runs.axes
+    other = tmp_path / "other"
+    other.mkdir()
+    reported(other, overrides=wanted).close()
+    assert runs.started[2]["id"] != first["id"]
 
 
 def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,14 +150,18 @@ def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1x 2.7500" in screen.getvalue()
 
 
-def test_elsewhere_there_is_a_plain_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
-    report = ConsoleReport(log_every=5, first_step=0, last_step=20)
+def test_elsewhere_there_is_a_plain_line_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.monotonic", lambda: 0.0)
+    report = ConsoleReport(log_every=5, first_step=4, last_step=3010)
+    monkeypatch.setattr("time.monotonic", lambda: 12.0)
     for step in (9, 10):
-        report.write(StepMetrics(**{**STEP.__dict__, "step": step, "validation": None}))
+        report.write(replace(STEP, step=step, validation=None))
     report.close()
-    assert capsys.readouterr().out.splitlines() == [
-        "step 10/20  loss 2.5000  lr 1.00e-03  grad norm 1.000  128 tokens/s"
-    ]
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("step 10/3010  loss 2.5000  lr 1.00e-03  grad norm 1.000  128 tokens/s")
+    assert line.endswith("1:40:00 left")  # six steps took 12 s, and 3000 are left
 
 
 def test_a_kill_while_the_file_is_cut_back_leaves_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

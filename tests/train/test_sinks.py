@@ -1,0 +1,36 @@
+"""TensorBoard and wandb themselves: a run that is resumed and rolled back, read back from what they wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.train.test_metrics import reported
+
+pytestmark = pytest.mark.slow
+
+
+def test_tensorboard_reads_every_step_once(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    metrics = reported(tmp_path, 1, 2, 3, 4)
+    metrics.go_back(2)
+    metrics.close()
+    reported(tmp_path, 3, 4, 5, resumed=2).close()
+    read = accumulator.EventAccumulator(str(tmp_path / "logs"))
+    read.Reload()
+    assert [event.step for event in read.Scalars("loss")] == [1, 2, 3, 4, 5]
+
+
+def test_wandb_keeps_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for resumed, steps in ((0, (1, 2)), (1, (2, 3))):
+        reported(tmp_path, *steps, resumed=resumed, overrides=("run.wandb=project",)).close()
+    folders = [path for path in (tmp_path / "wandb").iterdir() if path.is_dir() and not path.is_symlink()]
+    identity = (tmp_path / "logs" / "wandb_id.txt").read_text()
+    assert folders
+    assert all(folder.name.endswith(identity) for folder in folders)
+    assert json.dumps(identity)

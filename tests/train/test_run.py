@@ -19,7 +19,7 @@ from tests.train.conftest import VOCAB, Train
 
 REQUIRED_METRICS = {
     "step", "phase", "tokens", "loss", "grad_norm", "lr", "step_time", "tokens_per_second", "tflops_per_device", "mfu",
-    "skipped", "data_wait",
+    "skipped", "data_wait", "time", "memory_gib",
 }  # fmt: skip
 
 

@@ -121,6 +121,10 @@ def listed(chosen: argparse.Namespace) -> int:
 
 def verified(chosen: argparse.Namespace) -> int:
     code = 0
+    of_run = (chosen.path / "checkpoints").is_dir()
+    if of_run and (fault := folders.pointer_fault(chosen.path)):
+        print(fault)
+        code = 1
     for path in found(chosen.path):
         try:
             faults = list(Checkpoint.open(path).faults())

@@ -21,6 +21,7 @@ from torch import Tensor
 from xxhash import xxh3_128
 
 from hybridtron.checkpoint.manifest import BrokenCheckpoint, Chunk, File, digest
+from hybridtron.regular_files import open_regular
 
 T = TypeVar("T")
 NAMES = {
@@ -124,6 +125,8 @@ def read_head(folder: Path, name: str, file: File) -> bytes:
 
 def read_chunk(folder: Path, chunk: Chunk, file: File) -> Tensor:
     """A chunk's entries, verified: the bytes that were digested are those of the tensor."""
+    if chunk.dtype not in NAMES:
+        raise BrokenCheckpoint(f"{folder / chunk.file} has entries of type {chunk.dtype!r}, which is not known")
     dtype = NAMES[chunk.dtype]
     count = torch.Size(chunk.size).numel() * dtype.itemsize
     stored = _read(folder / chunk.file, chunk.start, count, chunk.digest, file.size)
@@ -157,12 +160,14 @@ def _write(file: Any, stored: memoryview) -> str:
 
 
 def _read(path: Path, start: int, count: int, expected: str, size: int) -> np.ndarray:
-    stored = np.empty(count, dtype=np.uint8)
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_regular(path) as file:
             found = os.fstat(file.fileno()).st_size
             if found != size:
                 raise BrokenCheckpoint(f"{path} has {found:,} bytes, was written with {size:,}")
+            if not 0 <= start <= start + count <= size:
+                raise BrokenCheckpoint(f"{path} ends before bytes {start:,} to {start + count:,}")
+            stored = np.empty(count, dtype=np.uint8)
             file.seek(start)
             rest = stored.data
             while rest and (got := file.readinto(rest)):

@@ -9,7 +9,6 @@ checkpoints/left-step-00000100/       one of a run that was started anew, or fro
 
 from __future__ import annotations
 
-import re
 import shutil
 import warnings
 from collections.abc import Collection, Iterator
@@ -20,24 +19,25 @@ from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.files import sync_folder, write_bytes
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.config.schema import CheckpointConfig
+from hybridtron.regular_files import read_regular
 
 POINTER = "latest"
-_NAME = re.compile(r"step-(\d{8,})")
+POINTER_BYTES = 1000  # at most
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
-    return run_dir / "checkpoints" / f"step-{step:08d}"
+    return run_dir / "checkpoints" / manifest.name_of(step)
 
 
 def all_of(run_dir: Path) -> list[Path]:
     """Every checkpoint of a run's folder, the oldest first."""
-    found = [path for path in (run_dir / "checkpoints").glob("step-*") if _NAME.fullmatch(path.name)]
+    found = [path for path in (run_dir / "checkpoints").glob("step-*") if is_name(path.name)]
     return sorted(found, key=step_of)
 
 
 def is_name(name: str) -> bool:
     """Whether a checkpoint can be called so."""
-    return _NAME.fullmatch(name) is not None
+    return manifest.step_in(name) is not None
 
 
 def is_of(run_dir: Path, folder: Path) -> bool:
@@ -46,9 +46,9 @@ def is_of(run_dir: Path, folder: Path) -> bool:
 
 
 def step_of(folder: Path) -> int:
-    matched = _NAME.fullmatch(folder.name)
-    assert matched is not None
-    return int(matched[1])
+    step = manifest.step_in(folder.name)
+    assert step is not None
+    return step
 
 
 def newest(run_dir: Path) -> Checkpoint | None:
@@ -70,23 +70,30 @@ def sound(run_dir: Path) -> Iterator[Checkpoint]:
 def pointer_fault(run_dir: Path) -> str | None:
     """What is wrong with the pointer: it names a checkpoint that is not there, or not the one that it was."""
     path = run_dir / "checkpoints" / POINTER
-    if not path.exists():
+    try:
+        stored = read_regular(path, POINTER_BYTES)
+    except FileNotFoundError:
         return None if len(all_of(run_dir)) < 2 else f"{path} is missing"
-    name, _, digested = path.read_bytes().decode("ascii", "replace").strip().partition(" ")
+    except OSError as error:
+        return f"{path} can't be read: {error}"
+    name, _, digested = stored.decode("ascii", "replace").strip().partition(" ")
     target = path.parent / name
-    if not _NAME.fullmatch(name) or not target.is_dir():
+    if not is_name(name) or not target.is_dir():
         return f"{path} names {name!r}, which is not there"
-    file = target / manifest.FILE
-    if not file.exists() or manifest.digest(file.read_bytes()) != digested:
-        return f"{path} does not fit the manifest of {name}"
-    return None
+    try:
+        fits = manifest.digest(manifest.stored_in(target)) == digested
+    except BrokenCheckpoint:
+        fits = False
+    return None if fits else f"{path} does not fit the manifest of {name}"
 
 
 def point_at(folder: Path) -> None:
     """Make the pointer name a checkpoint that is on disk, in one step."""
     pointer = folder.parent / POINTER
     aside = pointer.with_name(f".{POINTER}.aside")
-    write_bytes(aside, f"{folder.name} {manifest.digest((folder / manifest.FILE).read_bytes())}\n".encode())
+    write_bytes(aside, f"{folder.name} {manifest.digest(manifest.stored_in(folder))}\n".encode())
+    if pointer.is_dir() and not pointer.is_symlink():
+        _renamed(pointer, "broken")  # it is only advice: no checkpoint fails for its sake
     aside.rename(pointer)
     sync_folder(folder.parent)
 
@@ -97,6 +104,22 @@ def put_aside(folder: Path) -> str:
         return f"put aside as {_renamed(folder, 'broken')}"
     except OSError as error:
         return f"it stays where it is ({error})"
+
+
+def put_newer_aside(run_dir: Path, than: int) -> Iterator[str]:
+    """Rename those of later steps that a start has passed over, as their manifests are not sound; each in words."""
+    for folder in reversed(all_of(run_dir)):
+        if step_of(folder) > than and (fault := _fault(folder)):
+            yield f"BROKEN CHECKPOINT: {fault}; {put_aside(folder)}"
+
+
+def _fault(folder: Path) -> str | None:
+    """What keeps a checkpoint from being opened."""
+    try:
+        Checkpoint.open(folder)
+    except BrokenCheckpoint as error:
+        return str(error)
+    return None
 
 
 def _renamed(folder: Path, mark: str) -> Path:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,13 +20,18 @@ from typing import Any
 from xxhash import xxh3_128
 
 from hybridtron.data.loader import Fingerprint
+from hybridtron.regular_files import read_regular
 
 FORMAT = 3
 FILE = "manifest.json"
+GREATEST = 2**30  # bytes of a manifest: some 5 million chunks
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 """By format, what turns the content of a manifest of that format into the next one's."""
 
 _HEAD, _BETWEEN, _END = b'{"digest": "', b'", "content": ', b"}\n"
+
+
+_NAME = re.compile(r"step-(\d{8,})")
 
 
 class BrokenCheckpoint(ValueError):
@@ -88,6 +94,17 @@ class Manifest:
         return [key for key, size in wanted.items() if held[key] != size]
 
 
+def name_of(step: int) -> str:
+    """What the checkpoint of a step is called."""
+    return f"step-{step:08d}"
+
+
+def step_in(name: str) -> int | None:
+    """The step whose checkpoint can be called so."""
+    matched = _NAME.fullmatch(name)
+    return None if matched is None else int(matched[1])
+
+
 def digest(*pieces: bytes | memoryview) -> str:
     hashed = xxh3_128()
     for piece in pieces:
@@ -107,15 +124,22 @@ def to_bytes(manifest: Manifest) -> bytes:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises BrokenCheckpoint where it is not what was written."""
+    """The manifest of a checkpoint. Raises BrokenCheckpoint where it is not what was written, or not of this step."""
+    found = of_bytes(stored_in(folder), folder / FILE)
+    if step_in(folder.name) is not None and folder.name != name_of(found.meta.step):
+        raise BrokenCheckpoint(f"{folder} holds step {found.meta.step}: it was renamed")
+    return found
+
+
+def stored_in(folder: Path) -> bytes:
+    """The bytes of a checkpoint's manifest, as they are found."""
     path = folder / FILE
     try:
-        stored = path.read_bytes()
+        return read_regular(path, GREATEST)
     except FileNotFoundError as error:
         raise BrokenCheckpoint(f"{folder} has no {FILE}: it is incomplete{_older(folder)}") from error
     except OSError as error:
         raise BrokenCheckpoint(f"{path} can't be read: {error}") from error
-    return of_bytes(stored, path)
 
 
 def of_bytes(stored: bytes, path: Path) -> Manifest:
@@ -125,12 +149,19 @@ def of_bytes(stored: bytes, path: Path) -> Manifest:
     whole = _HEAD + digest(body).encode() + _BETWEEN + body + _END
     if stored != whole:
         raise BrokenCheckpoint(f"{path} is not as it was written: its digest differs")
-    content = migrated(json.loads(body), path)
-    return Manifest(
-        Meta(**content["meta"]),
-        {name: File(**file) for name, file in content["files"].items()},
-        tuple(chunk_of(values) for values in content["chunks"]),
-    )
+    try:
+        content = migrated(json.loads(body), path)
+        files = {name: File(**file) for name, file in content["files"].items()}
+        found = Manifest(Meta(**content["meta"]), files, tuple(chunk_of(values) for values in content["chunks"]))
+    except BrokenCheckpoint:
+        raise
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise BrokenCheckpoint(f"{path} does not say what a manifest says: {error!r}") from error
+    if outside := [name for name in files if "/" in name or name in ("", ".", "..")]:
+        raise BrokenCheckpoint(f"{path} names {outside[0]!r}, which is no file of the checkpoint")
+    if strays := {chunk.file for chunk in found.chunks} - files.keys():
+        raise BrokenCheckpoint(f"{path} has chunks in {min(strays)!r}, which it does not list")
+    return found
 
 
 def migrated(content: dict[str, Any], path: Path) -> dict[str, Any]:

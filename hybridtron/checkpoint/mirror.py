@@ -119,7 +119,7 @@ class Mirror:
 
 def upload(store: Store, folder: Path) -> None:
     """Copy a checkpoint, read the copy back, and only then make it one. Raises BrokenCheckpoint where it differs."""
-    stored = (folder / FILE).read_bytes()
+    stored = manifest.stored_in(folder)
     found = manifest.of_bytes(stored, folder / FILE)
     if store.small(folder.name, FILE) != stored:
         for name in found.files:
@@ -165,8 +165,8 @@ def download(url: str, run_dir: Path) -> Path:
             f"{store.url} holds neither {folders.POINTER} nor {FILE}: it is no mirror, or incomplete"
         )
     found = manifest.of_bytes(stored, Path(FILE))
-    if not folders.is_name(name) or any(Path(file).name != file for file in found.files):
-        raise BrokenCheckpoint(f"{store.url} has names that no checkpoint has")
+    if name != manifest.name_of(found.meta.step):
+        raise BrokenCheckpoint(f"{store.url} holds step {found.meta.step}: it was renamed")
     target = run_dir / "checkpoints" / name
     if target.exists():
         raise FileExistsError(f"{target} is there already")
@@ -178,5 +178,6 @@ def download(url: str, run_dir: Path) -> Path:
                 into.flush()
                 os.fsync(into.fileno())
         write_bytes(aside / FILE, stored)
-    folders.point_at(folders.all_of(run_dir)[-1])
+    if (newest := folders.newest(run_dir)) is not None:
+        folders.point_at(newest.folder)
     return target

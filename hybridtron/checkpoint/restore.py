@@ -9,21 +9,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.checkpoint.folder import put_aside
+from hybridtron.checkpoint.folder import is_of, put_aside, put_newer_aside
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.save import layout_of
+from hybridtron.config.problems import ConfigError
 from hybridtron.device import random_states, set_random_states
 from hybridtron.engine.engine import Engine
 from hybridtron.engine.stored_states import restore_states
 from hybridtron.parallel.fp8_statistics import known_blocks
-from hybridtron.parallel.groups import barrier, everyone
+from hybridtron.parallel.groups import Groups, barrier, everyone
+from hybridtron.specs.base import Problem
 
-__all__ = ["restore_newest", "restore_states"]
+__all__ = ["check_given", "restore_newest", "restore_states"]
 
 
 @dataclass(frozen=True)
@@ -32,30 +35,63 @@ class Border:
 
     weights: Checkpoint
     moments: bool
+    key: str | None = None  # of the configuration, where it names these weights; else they are the checkpoint's own
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with a checkpoint, and the key that names it where it is not the one to go on from."""
+
+    what: str
+    key: str | None = None
 
 
 def restore_newest(
-    candidates: Iterable[Checkpoint], engine_for: Callable[[Checkpoint], tuple[Engine, Border | None]]
+    candidates: Iterable[Checkpoint], engine_for: Callable[[Checkpoint], tuple[Engine, Border | None]], run_dir: Path
 ) -> Checkpoint:
-    """Weights, optimizer and random states of the first candidate that is whole; broken ones are put aside.
+    """Weights, optimizer and random states of the first candidate that is whole; a run's own broken ones are renamed.
 
     They are read into the engine that goes on from this candidate, which may be of an earlier phase than a broken one.
     Every byte is verified as it is read, by the process that reads it, and no process goes on before all have read.
+    A broken one that belongs to another run is left as it is, and ends this one: a key of the configuration names it.
     """
     found = []
     for checkpoint in candidates:
         engine, border = engine_for(checkpoint)
         fault = next(filter(None, everyone(_restored(checkpoint, engine, border))), None)
         if fault is None:
+            _put_newer_aside(checkpoint, run_dir, engine.groups.is_first)
             return checkpoint
-        found.append(fault)
+        if fault.key is None and not is_of(run_dir, checkpoint.folder):
+            fault = Fault(fault.what, "run.resume")
+        if fault.key is not None:
+            raise ConfigError([Problem(fault.key, f"{fault.what}; name another checkpoint")])
+        found.append(fault.what)
         if engine.groups.is_first:
-            print(f"BROKEN CHECKPOINT: {fault}; {put_aside(checkpoint.folder)}", file=sys.stderr)
+            print(f"BROKEN CHECKPOINT: {fault.what}; {put_aside(checkpoint.folder)}", file=sys.stderr)
         barrier()
     raise BrokenCheckpoint("; ".join(["no checkpoint is whole", *found]))
 
 
-def _restored(checkpoint: Checkpoint, engine: Engine, border: Border | None) -> str | None:
+def check_given(given: Checkpoint, groups: Groups, key: str) -> None:
+    """All processes together read the weights that a key names. Raises ConfigError where they are not whole."""
+    fault = None
+    try:
+        given.verify_chunks("model", groups.rank, groups.world_size)
+    except BrokenCheckpoint as error:
+        fault = str(error)
+    if told := next(filter(None, everyone(fault)), None):
+        raise ConfigError([Problem(key, f"{told}; name another checkpoint")])
+
+
+def _put_newer_aside(checkpoint: Checkpoint, run_dir: Path, first: bool) -> None:
+    """Those that were passed over would be passed over at each start, and take the place of one that is kept."""
+    if first and is_of(run_dir, checkpoint.folder):
+        for told in put_newer_aside(run_dir, checkpoint.meta.step):
+            print(told, file=sys.stderr)
+
+
+def _restored(checkpoint: Checkpoint, engine: Engine, border: Border | None) -> Fault | None:
     """Read everything but the carried states; what is wrong with it."""
     try:
         groups, blocks = engine.groups, engine.blocks()
@@ -64,21 +100,21 @@ def _restored(checkpoint: Checkpoint, engine: Engine, border: Border | None) -> 
         checkpoint.verify_chunks("states", groups.rank, groups.world_size)  # they are read when their phase starts
         if border is None:
             checkpoint.fill([*blocks["model"], *blocks["optimizer"]])
-        else:
-            _take_over(border, blocks)
+        elif fault := _taken_over(border, blocks):
+            return fault
         checkpoint.fill(known_blocks(blocks["fp8"], checkpoint.shapes))
         same_layout = checkpoint.meta.layout == layout_of(engine.config, engine.groups)
         rank = engine.groups.rank if same_layout else 0
         set_random_states({name: checkpoint.whole(f"random.{rank}.{name}") for name in random_states()})
     except BrokenCheckpoint as error:
-        return str(error)
+        return Fault(str(error))
     engine.optimizer.resume(checkpoint.meta.accepted_steps if border is None or border.moments else 0)
     engine.guard.restart(checkpoint.meta.norms, checkpoint.meta.refused)
     return None
 
 
-def _take_over(border: Border, blocks: Mapping[str, list[Any]]) -> None:
-    """Weights in full precision where they are kept so, and the moments of weights that learned before."""
+def _taken_over(border: Border, blocks: Mapping[str, list[Any]]) -> Fault | None:
+    """Read weights in full precision where they are kept so, and the moments of weights that learned before."""
     held, wanted = border.weights.shapes, []
     for one in blocks["model"]:
         master = f"master.{one.key}"
@@ -91,4 +127,8 @@ def _take_over(border: Border, blocks: Mapping[str, list[Any]]) -> None:
             wanted.append(one)
         else:
             one.data.zero_()
-    border.weights.fill(wanted)
+    try:
+        border.weights.fill(wanted)
+    except BrokenCheckpoint as error:
+        return Fault(str(error), border.key)
+    return None

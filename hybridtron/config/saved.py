@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from yaml import YAMLError
 
 from hybridtron.config.problems import ConfigError
 from hybridtron.config.schema import Config
+from hybridtron.regular_files import read_regular
 from hybridtron.specs.base import Problem
 
+GREATEST = 2**24  # bytes
 SECRET = re.compile(r"secret|password|token|credential|api_?key|access_?key", re.IGNORECASE)
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([^,}\s]*)")
 
@@ -26,12 +29,13 @@ _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([^,}\s]*)")
 def read_saved(path: Path) -> DictConfig:
     """The file's values over the defaults of the schema. ConfigError names the file and what is wrong with it."""
     try:
-        values = OmegaConf.load(path)
+        values = OmegaConf.load(StringIO(read_regular(path, GREATEST).decode()))
         found = [Problem(f"{path}: {key}", f"holds {text!r}, which no run writes") for key, text in _references(values)]
         merged = OmegaConf.merge(OmegaConf.structured(Config), values)
     except OmegaConfBaseException as error:
-        raise ConfigError([Problem(f"{path}: {error.full_key}", str(error).splitlines()[0])]) from error
-    except (YAMLError, OSError, ValueError) as error:
+        where = f"{path}: {error.full_key}" if error.full_key else str(path)
+        raise ConfigError([Problem(where, str(error).splitlines()[0])]) from error
+    except (YAMLError, OSError, RecursionError, TypeError, ValueError) as error:
         raise ConfigError([Problem(str(path), f"can't be read: {str(error).splitlines()[0]}")]) from error
     if found:
         raise ConfigError(found)

@@ -51,7 +51,9 @@ class Engines:
         if stretch.index == 0 or checkpoint.meta.step > stretch.first:
             return self.now, None
         given = weights_for(stretch.phase, self.config)
-        return self.now, Border(given or checkpoint, given is None and stretch.phase.moments is Moments.keep)
+        if given is not None:
+            return self.now, Border(given, moments=False, key=f"phases.{stretch.index}.init_from")
+        return self.now, Border(checkpoint, stretch.phase.moments is Moments.keep)
 
     def must_change(self, stretch: Stretch) -> bool:
         """Whether a phase begins with anything but what the one before leaves."""

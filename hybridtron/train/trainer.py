@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.checkpoint.restore import restore_newest, restore_states
+from hybridtron.checkpoint.restore import check_given, restore_newest, restore_states
 from hybridtron.checkpoint.save import Saver, meta_of
 from hybridtron.config.architecture import parameter_table
 from hybridtron.config.count import count
@@ -62,9 +62,11 @@ class Trainer:
         watchdog.beat("building the model")
         torch.manual_seed(config.run.seed)
         self.engines = Engines(config, groups)
+        if given is not None:
+            check_given(given, groups, "run.weights")
         if start is None:
             self.engines.build(0, None if given is None else given.weights(parameter_table(config.model)))
-        self.start = None if start is None else restore_newest(candidates(start, config), self.engines.after)
+        self.start = None if start is None else self.restored(candidates(start, config))
         self.way_back = WayBack(config, run_dir, self.start)
         self.first = 0 if self.start is None else self.start.meta.step
         self.windows = Windows() if self.start is None else Windows(self.start.meta.windows)
@@ -78,6 +80,10 @@ class Trainer:
     def engine(self) -> Engine:
         """Of the phase under way."""
         return self.engines.now
+
+    def restored(self, checkpoints: Iterable[Checkpoint]) -> Checkpoint:
+        """The first that is whole, read into the engine that goes on from it."""
+        return restore_newest(checkpoints, self.engines.after, self.run_dir)
 
     def fit(self) -> None:
         """Walk through the phases from where the run stands to its end."""
@@ -117,7 +123,7 @@ class Trainer:
         self.watchdog.beat(f"the start of phase {stretch.phase.name}")
         self.saver.finish()
         border = Checkpoint.open(checkpoints.folder_of(self.run_dir, stretch.first))
-        self.start = restore_newest([border], self.engines.after)
+        self.start = self.restored([border])
         self.first = stretch.first
 
     def export_ended(self, step: int) -> None:
@@ -227,7 +233,7 @@ class Trainer:
         """Take up the newest checkpoint again, and leave out the data from there to the step that failed."""
         self.watchdog.beat(f"going back from step {failed}")
         self.saver.settle()
-        self.start = restore_newest(self.way_back.checkpoints(failed, self.saver.written), self.engines.after)
+        self.start = self.restored(self.way_back.checkpoints(failed, self.saver.written))
         self.first = self.start.meta.step
         times = self.way_back.count(failed, self.first)
         self.windows = self.windows.without(stretches(self.config), self.first, failed)

@@ -36,7 +36,7 @@ def test_everything_comes_back(alone: Groups, write: Write, tmp_path: Path, prec
     saved = write(engine, settings=CheckpointConfig(asynchronous=asynchronous))
     drawn = torch.rand(3)
     other = Engine(engine.config, alone)
-    checkpoint = restore_newest(sound(tmp_path), serving(other))
+    checkpoint = restore_newest(sound(tmp_path), serving(other), tmp_path)
     assert checkpoint.folder == saved
     assert torch.equal(torch.rand(3), drawn)
     assert (checkpoint.meta.step, checkpoint.meta.accepted_steps, checkpoint.meta.data) == (7, 2, {"seed": "3"})
@@ -81,7 +81,7 @@ def test_an_asynchronous_checkpoint_holds_the_step_at_which_it_was_asked_for(
     trained_on.set()
     saver.settle()
     other = Engine(engine.config, alone)
-    restore_newest(sound(tmp_path), serving(other))
+    restore_newest(sound(tmp_path), serving(other), tmp_path)
     assert all(map(torch.equal, all_blocks(other), expected))
 
 
@@ -198,16 +198,18 @@ def test_another_format_is_refused_and_an_older_one_migrated(
     assert Checkpoint.open(saved).meta.step == 7
 
 
-def test_the_guard_goes_on_as_it_was_and_without_what_older_versions_did_not_write(alone: Groups, write: Write) -> None:
+def test_the_guard_goes_on_as_it_was_and_without_what_older_versions_did_not_write(
+    alone: Groups, write: Write, tmp_path: Path
+) -> None:
     engine = trained(alone)
     engine.guard.accepts(float("nan"), 1.0)
     saved = write(engine)
     other = Engine(engine.config, alone)
-    restore_newest([Checkpoint.open(saved)], serving(other))
+    restore_newest([Checkpoint.open(saved)], serving(other), tmp_path)
     assert (list(other.guard.norms), other.guard.refused) == (list(engine.guard.norms), 1)
     meta = json.loads((saved / manifest.FILE).read_bytes())["content"]["meta"]
     sealed(saved, {"meta": {key: meta[key] for key in meta if key not in ("norms", "refused", "windows")}})
-    restore_newest([Checkpoint.open(saved)], serving(other))
+    restore_newest([Checkpoint.open(saved)], serving(other), tmp_path)
     assert (list(other.guard.norms), other.guard.refused) == ([], 0)
 
 
@@ -217,3 +219,38 @@ def test_a_part_of_a_tensor_that_no_one_wrote_is_noticed(alone: Groups, write: W
     sealed(saved, {"chunks": [c for c in content["chunks"] if c[0] != "norm.weight"] + content["chunks"][:1]})
     with pytest.raises(BrokenCheckpoint, match="only a part of"):
         Checkpoint.open(saved)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": {"../config.yaml": {"size": 1, "head": 1, "digest": ""}}},
+        {"files": {}},
+        {"files": []},
+        {"meta": {"step": 7}},
+        {"chunks": [["norm.weight"]]},
+        {"format": None},
+    ],
+    ids=lambda change: str(change)[:20],
+)
+def test_a_manifest_that_says_something_else_is_refused(alone: Groups, write: Write, change: dict[str, object]) -> None:
+    saved = write(trained(alone))
+    sealed(saved, change)
+    with pytest.raises(BrokenCheckpoint):
+        Checkpoint.open(saved)
+
+
+@pytest.mark.parametrize("change", [{1: "F8_E4M3"}, {6: 2**62}, {4: (2**62,)}, {4: (-1,), 2: (-1,)}])
+def test_a_chunk_that_no_file_can_hold_is_refused_without_memory(
+    alone: Groups, write: Write, change: dict[int, object]
+) -> None:
+    saved = write(trained(alone))
+    content = json.loads((saved / manifest.FILE).read_bytes())["content"]
+    chunk = next(one for one in content["chunks"] if one[0] == "norm.weight")
+    for place, value in change.items():
+        chunk[place] = value
+    if 4 in change:
+        chunk[2] = chunk[4]
+    sealed(saved, content)
+    with pytest.raises(BrokenCheckpoint):
+        Checkpoint.open(saved).whole("norm.weight")

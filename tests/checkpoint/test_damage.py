@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +16,8 @@ from hybridtron.checkpoint import files
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import all_of, folder_of, newest, pointer_fault, sound
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
-from hybridtron.checkpoint.restore import restore_newest
+from hybridtron.checkpoint.restore import Border, check_given, restore_newest
+from hybridtron.config.problems import ConfigError
 from hybridtron.config.schema import CheckpointConfig, StateMode, StatesConfig
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups
@@ -72,7 +75,7 @@ def test_a_thousand_faults_are_found(alone: Groups, write: Write, tmp_path: Path
         kind = damaged(saved / name, draw)
         broken = folder_of(tmp_path, 2).with_name("broken-step-00000002")
         with pytest.warns(UserWarning, match=name) if name in ("manifest.json", "config.yaml") else no_matter():
-            found = restore_newest(sound(tmp_path), serving(other))
+            found = restore_newest(sound(tmp_path), serving(other), tmp_path)
         where = saved if saved.exists() else broken
         faults = faults_of(where)
         assert found.folder == older, (name, kind)
@@ -136,7 +139,7 @@ def test_what_changes_between_verification_and_loading_is_found(
         return read(path, start, count, expected, size)
 
     monkeypatch.setattr(files, "_read", changing)
-    assert restore_newest(sound(tmp_path), serving(Engine(engine.config, alone))).folder == older
+    assert restore_newest(sound(tmp_path), serving(Engine(engine.config, alone)), tmp_path).folder == older
     assert done
 
 
@@ -145,7 +148,7 @@ def test_when_none_is_whole_it_is_said(alone: Groups, write: Write, tmp_path: Pa
     file = write(engine, 1) / "model-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(BrokenCheckpoint, match=r"no checkpoint is whole; .*model-00000\.safetensors has"):
-        restore_newest(sound(tmp_path), serving(Engine(engine.config, alone)))
+        restore_newest(sound(tmp_path), serving(Engine(engine.config, alone)), tmp_path)
     assert (tmp_path / "checkpoints" / "broken-step-00000001").is_dir()
 
 
@@ -155,7 +158,7 @@ def test_a_half_copied_checkpoint_is_put_aside_beside_another(alone: Groups, wri
         saved = write(engine, 1)
         (saved / "model-00000.safetensors").unlink()
         with pytest.raises(BrokenCheckpoint):
-            restore_newest(sound(tmp_path), serving(Engine(engine.config, alone)))
+            restore_newest(sound(tmp_path), serving(Engine(engine.config, alone)), tmp_path)
         assert (tmp_path / "checkpoints" / f"broken-step-00000001{number}").is_dir()
     shutil.rmtree(tmp_path / "checkpoints")
 
@@ -181,3 +184,101 @@ def test_what_a_failed_save_left_behind_goes_with_the_next(alone: Groups, write:
     (left / "model-00000.safetensors").write_bytes(b"half of it")
     saved = write(trained(alone), 2)
     assert {path.name for path in saved.parent.iterdir()} == {saved.name, "latest"}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("manifest.json", "/dev/zero"),
+        ("manifest.json", "pipe"),
+        ("config.yaml", "/dev/zero"),
+        ("tokenizer.json", "."),
+        ("model-00000.safetensors", "pipe"),
+    ],
+)
+def test_a_link_to_what_is_no_file_is_refused_unread(
+    alone: Groups, write: Write, tmp_path: Path, name: str, target: str
+) -> None:
+    engine = trained(alone)
+    older, saved = write(engine, 1), write(engine, 2)
+    os.mkfifo(saved / "pipe")
+    (saved / name).unlink()
+    (saved / name).symlink_to(target)
+    assert any(name in fault for fault in faults_of(saved))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = restore_newest(sound(tmp_path), serving(Engine(engine.config, alone)), tmp_path)
+    assert found.folder == older
+
+
+def test_a_manifest_without_end_is_not_read(alone: Groups, write: Write) -> None:
+    saved = write(trained(alone))
+    os.truncate(saved / "manifest.json", 2**40)  # takes no place on the disk
+    assert len(faults_of(saved)) == 1
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_renamed_checkpoint_is_moved_out_of_the_way(
+    alone: Groups, write: Write, tmp_path: Path, swapped: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under another step's name it would be gone on from at each start, for ever."""
+    engine = trained(alone)
+    first, second, third = (write(engine, step, settings=CheckpointConfig(keep=3)) for step in (1, 2, 3))
+    if swapped:
+        second.rename(tmp_path / "second")
+        third.rename(second)
+        (tmp_path / "second").rename(third)
+        wrong, expected = {second.name, third.name}, first
+    else:
+        wrong, expected = {"step-00000099"}, third
+        second.rename(second.with_name("step-00000099"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = restore_newest(sound(tmp_path), serving(Engine(engine.config, alone)), tmp_path)
+    assert found.folder == expected
+    assert {path.name for path in expected.parent.glob("broken-*")} == {f"broken-{name}" for name in wrong}
+    assert all(name in capsys.readouterr().err for name in list(wrong)[:1])
+    assert all_of(tmp_path)[-1] == expected
+
+
+@pytest.mark.parametrize("kind", ["folder", "device"])
+def test_a_pointer_that_is_no_file_is_replaced_by_the_next_save(
+    alone: Groups, write: Write, tmp_path: Path, kind: str
+) -> None:
+    engine = trained(alone)
+    for step in (1, 2):
+        write(engine, step)
+    pointer = tmp_path / "checkpoints" / "latest"
+    pointer.unlink()
+    pointer.mkdir() if kind == "folder" else pointer.symlink_to("/dev/zero")
+    with pytest.warns(UserWarning, match="latest"):
+        found = newest(tmp_path)
+    assert found is not None
+    assert found.meta.step == 2
+    write(engine, 3)
+    assert pointer_fault(tmp_path) is None
+
+
+@pytest.mark.parametrize("key", ["run.resume", "run.weights", "phases.1.init_from"])
+def test_a_damaged_checkpoint_of_another_run_is_left_as_it_is_and_named_by_its_key(
+    alone: Groups, write: Write, tmp_path: Path, key: str
+) -> None:
+    engine = trained(alone)
+    other = write(engine, 1)
+    other = other.rename(tmp_path / "other")
+    file = other / "model-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    own, given = Checkpoint.open(write(engine, 2)), Checkpoint.open(other)
+    border = Border(given, moments=False, key=key)
+    read = {
+        "run.resume": lambda: restore_newest([given], serving(engine), tmp_path),
+        "run.weights": lambda: check_given(given, alone, key),
+        "phases.1.init_from": lambda: restore_newest([own], lambda _: (engine, border), tmp_path),
+    }
+    with pytest.raises(ConfigError) as raised:
+        read[key]()
+    assert [problem.key for problem in raised.value.problems] == [key]
+    assert str(other) in str(raised.value)
+    assert own.folder.is_dir()
+    assert other.is_dir()

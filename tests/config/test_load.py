@@ -177,6 +177,15 @@ def test_saved_configuration_is_the_same(tmp_path):
         load_saved(tmp_path / "config.yaml")
 
 
+@pytest.mark.parametrize("stored", [b"!!python/object/apply:os.system [ls]", b"\0", b"\xff", b"[1]", b"7", b"[" * 3000])
+def test_a_saved_file_that_is_no_configuration_is_named(stored, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_bytes(stored)
+    with pytest.raises(ConfigError) as raised:
+        load_saved(file)
+    assert [problem.key for problem in raised.value.problems] == [str(file)]
+
+
 def test_a_mixture_from_the_command_line() -> None:
     config = load(["data=slimpajama", "data.mixture={a: {weight: 3}, b: {weight: 1, path: c}}"])
     assert {name: (one.weight, one.path) for name, one in config.data.mixture.items()} == {

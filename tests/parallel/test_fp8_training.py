@@ -154,7 +154,7 @@ def test_a_checkpoint_of_bf16_is_gone_on_from_with_empty_histories(
     list(losses(before, range(2)))
     write(before)
     engine = Engine(config_of("fp8_delayed"), alone)
-    restore_newest(sound(tmp_path), serving(engine))
+    restore_newest(sound(tmp_path), serving(engine), tmp_path)
     assert all(
         (tensor == (1 if key.startswith("fp8_scale.") else 0)).all() for key, tensor in statistics(engine).items()
     )
@@ -163,7 +163,7 @@ def test_a_checkpoint_of_bf16_is_gone_on_from_with_empty_histories(
     longer = config_of("fp8_delayed")
     longer.precision.history = 8
     with pytest.raises(ConfigError, match=r"precision.history  is 8, but the checkpoint remembers 4 steps"):
-        restore_newest(sound(tmp_path), serving(Engine(longer, alone)))
+        restore_newest(sound(tmp_path), serving(Engine(longer, alone)), tmp_path)
 
 
 def run_steps(seat: Seat, config: Config, dtype: torch.dtype | None) -> tuple[list[float], dict[str, Tensor]]:
@@ -222,7 +222,7 @@ def first_steps(seat: Seat, config: Config, folder: Path) -> None:
 def read_and_write(seat: Seat, config: Config, folder: Path, again: Path) -> None:
     with seat.groups(config.parallel) as groups:
         engine = Engine(config, groups)
-        restore_newest(sound(folder), serving(engine))
+        restore_newest(sound(folder), serving(engine), folder)
         write_checkpoint(engine, again)
 
 

@@ -135,7 +135,7 @@ def further_steps(seat: Seat, config: Config, folder: Path, again: Path) -> list
     with seat.groups(config.parallel) as groups:
         engine = started(config, groups)
         assert engine.carrier is not None
-        checkpoint = restore_newest(sound(folder), serving(engine))
+        checkpoint = restore_newest(sound(folder), serving(engine), folder)
         restore_states(engine.carrier, groups, checkpoint)
         write(engine, again)
         return list(steps_of(engine, range(STOPPED, STEPS)))

@@ -45,6 +45,30 @@ def test_lists_and_verifies(run: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "2.5000" in said
     assert "tensor 1, pipeline 1 x 1, data 1" in said
     assert told(capsys, 0, "verify", run).count("all well") == 2
+    assert told(capsys, 0, "verify", folder_of(run, 1)).count("all well") == 1
+
+
+@pytest.mark.parametrize("command", ["list", "verify"])
+@pytest.mark.parametrize("kind", ["bit", "folder", "device", "missing"])
+def test_a_wrong_pointer_is_reported(run: Path, command: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pointer = run / "checkpoints" / "latest"
+    stored = bytearray(pointer.read_bytes())
+    pointer.unlink()
+    if kind == "bit":
+        stored[-2] ^= 1
+        pointer.write_bytes(stored)
+    elif kind == "folder":
+        pointer.mkdir()
+    elif kind == "device":
+        pointer.symlink_to("/dev/zero")
+    assert "latest" in told(capsys, 1, command, run)
+
+
+@pytest.mark.parametrize("command", ["list", "verify"])
+def test_a_renamed_checkpoint_is_reported(run: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder_of(run, 1).rename(folder_of(run, 9))
+    assert "step-00000009" in told(capsys, 1, command, run)
+    assert told(capsys, 1, "verify", folder_of(run, 9))
 
 
 def test_what_is_broken_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

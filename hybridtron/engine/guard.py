@@ -17,7 +17,9 @@ from collections.abc import Sequence
 
 WINDOW = 128  # accepted steps that the distribution is taken from
 ENOUGH = 32  # accepted steps before which no finite norm is refused: at the start of training norms fall steeply
-LEAST_DEVIATION = 0.1  # of log(norm): a norm that hardly varies may still double
+LEAST_DEVIATION = (
+    0.25  # of log(norm): single norms of healthy runs whose norms hardly vary are up to 3.5 times the mean
+)
 
 
 class Guard:

@@ -128,5 +128,5 @@ def _trained(engine: Engine, config: Config, sizes: Sizes) -> Losses:
     if loader is None:
         held_out = engine.loss(random_batches(config)).mean.item()
     else:
-        (held_out,) = evaluate(engine, loader.sources, config, phase).values()
+        (held_out,) = evaluate(engine, loader.sources, config, phase).by_length.values()
     return Losses(sum(training[-sizes.last :]) / sizes.last, held_out)

@@ -1,4 +1,8 @@
-"""The held-out rows: from the start of each source's validation split, in its own order, never shuffled."""
+"""The held-out rows: pieces of each source's validation split, spread evenly over it, the same at every evaluation.
+
+The start of a split would not do: its documents stand in the order of their inputs, and the first few of them, which
+is all that an evaluation has time for, may be easier or harder than the rest by more than training changes in hours.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +15,33 @@ from hybridtron.data.rows import Row, batch_of, gather
 from hybridtron.data.sources import Sources
 
 
-def held_out(sources: Sources, documents: Documents, seq_len: int, tokens: int, micro_batch: int) -> Iterator[Batch]:
-    """About `tokens` of the sources' validation splits, each from its start on in its own order, by weight.
+def held_out(
+    sources: Sources, documents: Documents, seq_len: int, tokens: int, micro_batch: int, piece: int
+) -> Iterator[tuple[str, Batch]]:
+    """About `tokens` of the sources' validation splits, by weight, in batches of one source each, with its name.
 
-    Every seq_len reads the same text, up to a row for each source, so that losses at several lengths can be compared.
+    Pieces are of so many tokens, the longest rows of this evaluation. Every seq_len reads rows of the same pieces, so
+    that losses at several lengths can be compared; one that does not divide a piece leaves its rest out.
     """
-    rows: list[Row] = []
     stores, ingredients = sources.stores("validation"), sources.having("validation")
     whole = sum(one.weight for one in ingredients)
+    found = 0
     for index, (store, one) in enumerate(zip(stores, ingredients, strict=True)):
-        available = (one.tokens("validation") - 1) // seq_len
-        wanted = min(max(1, int(one.weight / whole * tokens) // seq_len), available)
         stream = DocumentStream.of(store)
-        spans = [stream.spans(row * seq_len, seq_len + 1) for row in range(wanted)]
-        rows += [Row([(index, span) for span in of_row], position=0) for of_row in spans]
-    if not rows:
+        begins = _begins(one.tokens("validation") - 1, int(one.weight / whole * tokens), seq_len, piece)
+        rows = [Row([(index, span) for span in stream.spans(begin, seq_len + 1)], position=0) for begin in begins]
+        found += len(rows)
+        for first in range(0, len(rows), micro_batch):
+            gathered = gather(stores, rows[first : first + micro_batch], sources.dtype, documents is Documents.join)
+            yield one.name, batch_of(gathered, documents)
+    if not found:
         raise ValueError(f"no validation split has the {seq_len + 1} tokens of one row")
-    for first in range(0, len(rows), micro_batch):
-        yield batch_of(
-            gather(stores, rows[first : first + micro_batch], sources.dtype, documents is Documents.join), documents
-        )
+
+
+def _begins(available: int, tokens: int, seq_len: int, piece: int) -> list[int]:
+    """Where the rows begin in a split of so many tokens: in the middle of each of as many equal stretches as pieces."""
+    piece = piece if piece <= available else seq_len
+    pieces = available // piece
+    wanted = min(max(1, tokens // piece), pieces)
+    begins = [(2 * number + 1) * pieces // (2 * wanted) * piece for number in range(wanted)]
+    return [begin + row * seq_len for begin in begins for row in range(piece // seq_len)]

@@ -17,7 +17,7 @@ from hybridtron.data.reading import phase_seed
 from hybridtron.device import DTYPES, compute_device
 from hybridtron.engine.guard import Guard
 from hybridtron.engine.optim import Optimizer
-from hybridtron.engine.schedule import StepLoss, run_schedule
+from hybridtron.engine.schedule import Parted, StepLoss, run_schedule
 from hybridtron.engine.stage import build_stages, data_parallel
 from hybridtron.engine.states import Carrier, carrier_of
 from hybridtron.engine.stored_states import state_blocks
@@ -133,6 +133,14 @@ class Engine:
         """The loss alone, without the z-loss, every row from zero."""
         with self.statistics.evaluation():
             return run_schedule(self.wrapped, batches, 0.0, self.groups.tensor, self.device, forward_only=True)
+
+    @torch.no_grad()
+    def losses(self, batches: Sequence[tuple[int, Batch]], parts: int) -> StepLoss:
+        """The loss alone of each of so many parts, on all ranks the same ones; a batch is of the part named with it."""
+        parted = Parted([part for part, _ in batches], parts)
+        alone = [batch for _, batch in batches]
+        with self.statistics.evaluation():
+            return run_schedule(self.wrapped, alone, 0.0, self.groups.tensor, self.device, None, True, parted)
 
     def compile(self) -> None:
         """Let torch.compile fuse what lies between the matrix products and the sequence ops."""

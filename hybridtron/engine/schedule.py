@@ -25,7 +25,10 @@ from hybridtron.parallel.loss import linear_cross_entropy
 
 
 class StepLoss(NamedTuple):
-    """Cross entropy summed over the unmasked tokens of all ranks, and how many these are; known to every rank."""
+    """Cross entropy summed over the unmasked tokens of all ranks, and how many these are; known to every rank.
+
+    Both have an entry for each part where the batches are of several.
+    """
 
     total: Tensor
     tokens: Tensor
@@ -33,6 +36,13 @@ class StepLoss(NamedTuple):
     @property
     def mean(self) -> Tensor:
         return self.total / self.tokens.clamp(min=1)
+
+
+class Parted(NamedTuple):
+    """Which of `count` parts each of this rank's batches belongs to: losses are summed for each part."""
+
+    of_batch: Sequence[int]
+    count: int
 
 
 def run_schedule(
@@ -43,6 +53,7 @@ def run_schedule(
     device: torch.device,
     carrier: Carrier | None = None,
     forward_only: bool = False,
+    parted: Parted | None = None,
 ) -> StepLoss:
     """Run the micro-batches of this data-parallel rank through the pipeline; adds up gradients unless forward_only.
 
@@ -61,12 +72,13 @@ def run_schedule(
         micro_batch_size=rows,
         forward_only=forward_only,
     )
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
-    for report in reports:
-        totals += report
+    totals = torch.zeros(1 if parted is None else parted.count, 2, dtype=torch.float64, device=device)
+    for number, report in enumerate(reports):
+        totals[0 if parted is None else parted.of_batch[number]] += report
     dist.all_reduce(totals, group=parallel_state.get_pipeline_model_parallel_group())
     dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
-    return StepLoss(totals[0], totals[1])
+    totals = totals[0] if parted is None else totals
+    return StepLoss(totals[..., 0], totals[..., 1])
 
 
 def _numbered(chunk: int, batches: Sequence[Batch]) -> Iterator[tuple[int, int, Batch]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -13,29 +14,46 @@ from hybridtron.data.batch import Batch
 from hybridtron.data.sources import Sources
 from hybridtron.data.validation import held_out
 from hybridtron.engine.engine import Engine
+from hybridtron.engine.schedule import StepLoss
 
 
-def evaluate(engine: Engine, sources: Sources, config: Config, phase: PhaseConfig) -> dict[str, float]:
-    """Mean cross entropy per token, by length: {"1x": 3.21, "2x": 3.18}."""
-    losses = {}
+class HeldOutLosses(NamedTuple):
+    """Mean cross entropy per token: by length, {"1x": 3.21, "2x": 3.18}, and at the first of them by source."""
+
+    by_length: dict[str, float]
+    by_source: dict[str, float]
+
+
+def evaluate(engine: Engine, sources: Sources, config: Config, phase: PhaseConfig) -> HeldOutLosses:
+    """Read the held-out rows once at every length."""
+    documents, tokens = config.documents_of(phase), parse_tokens(config.run.eval_tokens)
+    piece = phase.seq_len * max(config.run.eval_lengths)
+    names = [one.name for one in sources.having("validation")]
+    by_length: dict[str, float] = {}
+    by_source: dict[str, float] = {}
     for multiple in config.run.eval_lengths:
         rows = max(1, phase.micro_batch // multiple)
-        tokens = parse_tokens(config.run.eval_tokens)
-        batches = list(held_out(sources, config.documents_of(phase), phase.seq_len * multiple, tokens, rows))
-        losses[f"{multiple}x"] = engine.loss(shared_out(batches, rows, engine)).mean.item()
-    return losses
+        read = held_out(sources, documents, phase.seq_len * multiple, tokens, rows, piece)
+        batches = [(names.index(name), batch) for name, batch in read]
+        losses = engine.losses(shared_out(batches, rows, engine), len(names))
+        by_length[f"{multiple}x"] = StepLoss(losses.total.sum(), losses.tokens.sum()).mean.item()
+        if not by_source:
+            means = zip(names, losses.mean.tolist(), losses.tokens.tolist(), strict=True)
+            by_source = {name: mean for name, mean, counted in means if counted}
+    return HeldOutLosses(by_length, by_source)
 
 
-def shared_out(batches: list[Batch], rows: int, engine: Engine) -> list[Batch]:
-    """This data-parallel rank's batches: as many on each, a multiple of the stages, all of the same shape.
+def shared_out(batches: list[tuple[int, Batch]], rows: int, engine: Engine) -> list[tuple[int, Batch]]:
+    """This data-parallel rank's batches, each with its part: as many on each, a multiple of the stages, of one shape.
 
     What is missing is filled up with rows that are masked, and so count nowhere.
     """
     ranks, stages = engine.groups.data_size, engine.groups.pipeline_size
     each = math.ceil(len(batches) / (ranks * stages)) * stages
-    full = [padded(batch, rows) for batch in batches]
-    nothing = replace(full[0], mask_BL=torch.zeros_like(full[0].mask_BL))
-    full += [nothing] * (each * ranks - len(full))
+    full = [(part, padded(batch, rows)) for part, batch in batches]
+    part, first = full[0]
+    nothing = replace(first, mask_BL=torch.zeros_like(first.mask_BL))
+    full += [(part, nothing)] * (each * ranks - len(full))
     return full[engine.groups.data_rank * each :][:each]
 
 

@@ -20,13 +20,14 @@ from hybridtron.train.sinks import open_sinks
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One line of metrics.jsonl. Durations are in seconds; `validation` holds losses by length after an evaluation.
+    """One line of metrics.jsonl. Durations are in seconds.
 
-    `memory_gib` is the most memory that the first process has held so far: of the device where it counts, else of the
-    host. A line also gets the `time` at which it was written, in UTC. A number that is not finite is null.
-    `skipped` counts the steps that were refused since the run was started or resumed, also those of which no line is
-    left since the run went back to a checkpoint before them; `restarted_lanes`, where states are carried, the lanes of
-    the phase whose state was not finite and that started anew.
+    After an evaluation `validation` holds losses by length, and where there are several sources `validation_by_source`
+    those at the first of the lengths. `memory_gib` is the most memory that the first process has held so far: of the
+    device where it counts, else of the host. A line also gets the `time` at which it was written, in UTC. A number that
+    is not finite is null. `skipped` counts the steps that were refused since the run was started or resumed, also those
+    of which no line is left since the run went back to a checkpoint before them; `restarted_lanes`, where states are
+    carried, the lanes of the phase whose state was not finite and that started anew.
     """
 
     step: int
@@ -44,6 +45,7 @@ class StepMetrics:
     skipped: int
     restarted_lanes: int | None = None
     validation: Mapping[str, float] | None = None
+    validation_by_source: Mapping[str, float] | None = None
     layers: Mapping[str, float] | None = None
 
 
@@ -119,7 +121,7 @@ class Metrics:
             sink.close()
 
 
-OPTIONAL = ("restarted_lanes", "validation", "layers")
+OPTIONAL = ("restarted_lanes", "validation", "validation_by_source", "layers")
 REQUIRED = [name for name in StepMetrics.__dataclass_fields__ if name not in OPTIONAL]
 
 

@@ -157,7 +157,8 @@ class Trainer:
                 if step % eval_every == 0 or step == last:
                     self.watchdog.beat(f"the evaluation at step {step}")
                     losses = evaluate(self.engine, loader.sources, self.config, stretch.phase)
-                    metrics = replace(metrics, validation=losses)
+                    several = losses.by_source if len(losses.by_source) > 1 else None
+                    metrics = replace(metrics, validation=losses.by_length, validation_by_source=several)
                 if self.metrics is not None:
                     self.metrics.write(metrics)
                 if self.engine.guard.refused >= self.config.optim.skips:

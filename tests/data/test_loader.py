@@ -270,27 +270,53 @@ def test_mean_stretch(toy: TokenFolder):
     assert stretch(Order.lanes, Documents.join) == float("inf")
 
 
+def held_out_rows(
+    sources: Sources, documents: Documents, seq_len: int, tokens: int, piece: int
+) -> dict[str, torch.Tensor]:
+    return joined([batch for _, batch in held_out(sources, documents, seq_len, tokens, 3, piece)])
+
+
 def test_held_out_reads_the_same_text_at_every_length(toy: TokenFolder):
     documents = toy_documents((11, 4, 25))
     stored = [token for document in documents for token in [*document.tolist(), EOS]]  # 43 tokens
     sources = sources_of((toy, "text", 1))
-    short = joined(list(held_out(sources, Documents.isolate, 10, 40, micro_batch=3)))
-    long = joined(list(held_out(sources, Documents.isolate, 20, 40, micro_batch=3)))
+    short = held_out_rows(sources, Documents.isolate, 10, 40, 20)
+    long = held_out_rows(sources, Documents.isolate, 20, 40, 20)
     assert short["tokens_BL"].shape == (4, 10)
     assert long["tokens_BL"].shape == (2, 20)
     assert short["tokens_BL"].flatten().tolist() == long["tokens_BL"].flatten().tolist() == stored[:40]
     assert short["mask_BL"].flatten().tolist() == [token != EOS for token in stored[:40]]
+    third = held_out_rows(sources, Documents.isolate, 15, 40, 20)["tokens_BL"]
+    assert third.tolist() == [stored[:15], stored[20:35]]  # what does not divide a piece leaves its rest out
+
+
+def test_held_out_is_spread_over_the_split(make_folder: Callable[..., TokenFolder]):
+    """One token after another: what a row holds is where it stands. The start alone would be the first documents."""
+    sources = sources_of((make_folder(validation=(120,)), "text", 1))
+    first = {
+        tokens: held_out_rows(sources, Documents.join, 5, tokens, 10)["tokens_BL"][:, 0].tolist()
+        for tokens in (10, 20, 30, 1000)
+    }
+    assert first[10] == [61, 66]
+    assert first[20] == [31, 36, 91, 96]
+    assert first[30] == [21, 26, 61, 66, 101, 106]
+    assert first[1000] == list(range(1, 120, 5))
 
 
 def test_held_out_rows_of_several_sources_by_weight(toy: TokenFolder, make_folder: Callable[..., TokenFolder]):
     other, none = make_folder(validation=(60,), name="other"), make_folder(validation=(), name="none")
     sources = sources_of((toy, "text", 1), (other, "text", 3), (none, "text", 5))
-    rows = joined(list(held_out(sources, Documents.join, 10, 60, micro_batch=3)))["tokens_BL"]
-    assert rows[:, 0].tolist() == [1, 1, 11, 21, 31]  # one row of toy, four of other
+    found = list(held_out(sources, Documents.join, 10, 60, 3, 10))
+    firsts = [(name, batch.tokens_BL[:, 0].tolist()) for name, batch in found]
+    assert firsts == [("a", [19]), ("b", [1, 21, 31]), ("b", [51])]
+
+
+def test_held_out_of_a_split_that_is_shorter_than_a_piece(toy: TokenFolder):
+    assert held_out_rows(sources_of((toy, "text", 1)), Documents.join, 10, 100, 80)["tokens_BL"].shape == (4, 10)
 
 
 def test_held_out_in_batches(toy: TokenFolder):
-    batches = list(held_out(sources_of((toy, "text", 1)), Documents.join, 10, 10**6, micro_batch=3))
+    batches = [batch for _, batch in held_out(sources_of((toy, "text", 1)), Documents.join, 10, 10**6, 3, 10)]
     assert [len(b.tokens_BL) for b in batches] == [3, 1]
     assert all(b.seq.documents_BL is None and b.mask_BL.all() for b in batches)
 

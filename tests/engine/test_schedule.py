@@ -32,6 +32,17 @@ def test_micro_batches_with_unequal_masks_equal_one_batch(alone: Groups) -> None
         assert (gradients[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-8, name
 
 
+def test_losses_of_parts_are_those_of_their_batches_alone(alone: Groups) -> None:
+    batch, engine = random_batch(rows=4), Engine(small_run(small_config("M-W-F")), alone)
+    batch.mask_BL[1, 3:] = False
+    pieces = [rows_of(batch, row, row + 1) for row in range(4)]
+    found = engine.losses(list(zip([2, 0, 2, 0], pieces, strict=True)), 3)
+    for part, its in ((0, [pieces[1], pieces[3]]), (1, []), (2, [pieces[0], pieces[2]])):
+        expected = engine.loss(its) if its else None
+        assert found.tokens[part] == (0 if expected is None else expected.tokens)
+        assert found.total[part] == (0 if expected is None else expected.total)
+
+
 def test_loss_is_the_mean_cross_entropy_over_unmasked_tokens(alone: Groups) -> None:
     batch, engine = random_batch(), Engine(small_run(), alone)
     plain = small_model()

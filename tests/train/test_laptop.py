@@ -22,6 +22,9 @@ def test_learns_real_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert lines[0]["loss"] == pytest.approx(uniform, rel=0.05)
     assert lines[-1]["loss"] < 0.6 * uniform
     assert max(lines[-1]["validation"].values()) < 0.6 * uniform
+    assert set(lines[-1]["validation_by_source"]) == {"code", "text"}
+    lately = sum(line["loss"] for line in lines[-40:]) / 40
+    assert lines[-1]["validation"]["1x"] == pytest.approx(lately, abs=0.15)  # held-out text is no other kind of text
     said = capsys.readouterr().out
     assert str(checkpoints.all_of(tmp_path / "run")[-1]) in said
     assert said.rstrip().splitlines()[-1].strip()

@@ -33,7 +33,8 @@ def same_weights(left: Path, right: Path) -> bool:
 
 
 def test_learns_and_leaves_what_the_design_says(train_small: Train, tmp_path: Path) -> None:
-    assert train_small("phases.0.tokens=8K", "run.eval_every=125") == 0
+    mixture = "data.mixture={a: {weight: 3, source: text}, b: {weight: 1, source: text}}"
+    assert train_small("phases.0.tokens=8K", "run.eval_every=125", mixture) == 0
     run = tmp_path / "run"
     lines = metrics_of(run)
     assert [line["step"] for line in lines] == list(range(1, 126))
@@ -43,6 +44,9 @@ def test_learns_and_leaves_what_the_design_says(train_small: Train, tmp_path: Pa
     assert lines[-1]["loss"] < 0.6 * math.log(VOCAB)
     assert set(lines[-1]["validation"]) == {"1x", "2x", "3x", "4x"}
     assert lines[-1]["validation"]["1x"] < 0.6 * math.log(VOCAB)
+    by_source = lines[-1]["validation_by_source"]
+    assert set(by_source) == {"a", "b"}
+    assert min(by_source.values()) <= lines[-1]["validation"]["1x"] <= max(by_source.values())
     assert json.loads((run / "outcome.json").read_text()) == {"outcome": "finished"}
     assert [p.name for p in sorted((run / "checkpoints").iterdir())] == ["latest", "step-00000120", "step-00000125"]
 

@@ -47,10 +47,11 @@ def compute_device() -> torch.device:
 
 
 def device_index(environment: Mapping[str, str], visible: int) -> int:
-    """Which of the visible devices is this process's, by what torchrun or srun says of its place on the machine."""
-    if "LOCAL_RANK" not in environment and visible == 1:
-        return 0  # SLURM can show each process its own device alone
-    return int(environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0")))
+    """Which of the visible devices is this process's, by what torchrun or srun says of its place on the machine.
+
+    SLURM can show each process its own devices alone, whatever its place.
+    """
+    return int(environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0"))) % visible
 
 
 def describe_device() -> str:

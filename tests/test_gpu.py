@@ -13,7 +13,7 @@ from hybridtron.data.batch import SeqInfo
 from hybridtron.device import compute_device
 from hybridtron.ops.dispatch import OPS, force
 from hybridtron.parallel import transformer_engine
-from hybridtron.parallel.fp8 import Fp8, Fp8Linear
+from hybridtron.parallel.fp8 import Fp8, Fp8Linear, Role
 from hybridtron.specs.base import MixerSpec
 from tests.conftest import seq_info
 from tests.mixers.test_contract import CASES, SIZES, build, gradients
@@ -83,6 +83,23 @@ def test_emulated_fp8_equals_transformer_engine(recipe: Precision) -> None:
         assert ours is not None
         assert theirs is not None
         assert (ours.float() - theirs.float()).norm() <= 5e-3 * theirs.float().norm()
+
+
+def test_delayed_scaling_keeps_the_greatest_values_of_all_micro_batches() -> None:
+    """They pass the same projection within one region; the second one's values are the smaller ones."""
+    if (fault := transformer_engine.fp8_fault(Precision.fp8_delayed)) is not None:
+        pytest.skip(fault)
+    torch.manual_seed(0)
+    fp8 = Fp8(Precision.fp8_delayed, range(1), history=4, emulate=False)
+    projection = transformer_engine.local_linear(256, 256, fp8).to("cuda", torch.bfloat16)
+    torch.nn.init.normal_(projection.weight)
+    x = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
+    with transformer_engine.region(fp8):
+        for micro_batch in (x, x / 8):
+            projection(micro_batch).sum().backward()
+    history_HR = projection.fp8_meta[transformer_engine.FORWARD].amax_history
+    assert history_HR[:, Role.x].amax() == x.abs().amax()
+    assert history_HR[:, Role.weight].amax() == projection.weight.abs().amax()
 
 
 def test_the_table_names_what_runs() -> None:

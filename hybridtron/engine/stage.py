@@ -105,15 +105,10 @@ def fp8_of(config: Config) -> Fp8 | None:
     precision = config.precision
     if precision.name not in FP8_MULTIPLES:
         return None
-    # tensor- and data-parallel ranks see parts of the same weights and of the same step
+    # tensor- and data-parallel ranks see parts of the same weights and of the same step; handed over also where it is
+    # a group of one, as Transformer Engine takes no group for all processes, of every stage of a pipeline
     shared: Any = parallel_state.get_amax_reduction_group(with_context_parallel=True)
-    return Fp8(
-        precision.name,
-        fp8_layers(config),
-        precision.history,
-        precision.emulate,
-        shared if dist.get_world_size(shared) > 1 else None,
-    )
+    return Fp8(precision.name, fp8_layers(config), precision.history, precision.emulate, shared)
 
 
 def data_parallel(

@@ -54,7 +54,7 @@ class Fp8:
     layers: range  # those of the others stay in bf16
     history: int = 1024
     emulate: bool = True
-    group: ProcessGroup | None = None  # whose greatest values delayed scaling shares; None for one process
+    group: ProcessGroup | None = None  # whose greatest values delayed scaling shares; None without any groups
 
     @property
     def delayed(self) -> bool:

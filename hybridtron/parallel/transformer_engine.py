@@ -9,9 +9,11 @@ many micro-batches and chunks, one is held open around the whole step; what a pr
 refused step, or an evaluation, is undone: the statistics are copied before and put back. A checkpoint has them in
 the places that `fp8_statistics.py` names, so that an emulated run can be continued by a real one.
 
-Tested against a stand-in for the package only, as the real one needs a GPU. What the stand-in can't tell: whether a
-projection's maxima of a step are the greatest over its micro-batches or those of the last one, and that gradients'
-histories move on with the backward pass of the first micro-batch, not with the last.
+A projection's maxima of a step are the greatest over its micro-batches: the package's casts raise the maximum that is
+there (`atomicMaxFloat`), and only the end of the region clears it. Gradients' histories move on with the backward pass
+of the first micro-batch, not with the last, so that the maxima of the others count for the step after.
+
+Tested against a stand-in for the package, as the real one needs a GPU (`tests/test_gpu.py`).
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ RECIPES = {
     Precision.fp8_current: "Float8CurrentScaling",
     Precision.fp8_block: "Float8BlockScaling",
 }
+QUANTIZATION = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")  # the latter before 2.9
 FORWARD, BACKWARD = "scaling_fwd", "scaling_bwd"  # the package's names; x and W are columns 0 and 1, dy is column 0
 
 
@@ -86,7 +89,11 @@ def fp8_fault(recipe: Precision) -> str | None:
         return f"transformer_engine is {package.reason if package.module is None else recipes.reason}"
     if not hasattr(recipes.module, RECIPES[recipe]):
         return f"the transformer_engine that is installed has no {RECIPES[recipe]}; 2.3 and newer have it"
-    return fp8_device_fault()
+    if (fault := fp8_device_fault()) is not None or recipe != Precision.fp8_block:
+        return fault
+    manager = next(found for name in QUANTIZATION if (found := optional_package(name).module) is not None)
+    available, reason = manager.FP8GlobalStateManager.is_fp8_block_scaling_available()
+    return None if available else reason
 
 
 class Statistics:

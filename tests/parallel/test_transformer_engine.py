@@ -6,7 +6,7 @@ names for it, around which products; and that its statistics are put back, kept 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -98,6 +98,7 @@ RECIPES = SimpleNamespace(
     Float8CurrentScaling=Float8CurrentScaling,
     Float8BlockScaling=Float8BlockScaling,
 )
+NOTHING: Mapping[str, Any] = {}
 Install = Callable[..., None]
 
 
@@ -105,13 +106,14 @@ Install = Callable[..., None]
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """Puts a package with these contents in the real one's place."""
 
-    def install(recipes: SimpleNamespace = RECIPES, **names: Any) -> None:
+    def install(recipes: SimpleNamespace = RECIPES, quantization: Mapping[str, Any] = NOTHING, **names: Any) -> None:
         modules = {
             "transformer_engine.pytorch": SimpleNamespace(Linear=StandIn, **names),
             "transformer_engine.common.recipe": recipes,
+            **quantization,
         }
         monkeypatch.setattr(
-            transformer_engine, "optional_package", lambda name: Package(name, modules[name], "stand-in")
+            transformer_engine, "optional_package", lambda name: Package(name, modules.get(name), "stand-in")
         )
         transformer_engine._recipe.cache_clear()
 
@@ -166,6 +168,22 @@ def test_a_region_is_entered_by_the_name_that_there_is(install: Install, precisi
     assert type(recipe).__name__ == transformer_engine.RECIPES[precision]
     if isinstance(recipe, DelayedScaling):
         assert (recipe.length, recipe.algorithm) == (HISTORY, "max")
+
+
+@pytest.mark.usefixtures("install")
+def test_greatest_values_are_shared_within_a_group_also_of_one(alone: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package takes None for all processes, those of the other stages of a pipeline among them."""
+    from megatron.core import parallel_state
+
+    entered, forward = [], StandIn.forward
+
+    def watched(self: StandIn, x: torch.Tensor) -> torch.Tensor:
+        entered.extend(region["group"] for region in REGIONS)
+        return forward(self, x)
+
+    monkeypatch.setattr(StandIn, "forward", watched)
+    Engine(config_of(Precision.fp8_delayed), alone).forward_backward([random_batch()])
+    assert set(entered) == {parallel_state.get_amax_reduction_group(with_context_parallel=True)}
 
 
 @pytest.mark.usefixtures("install")
@@ -261,3 +279,17 @@ def test_the_reason_why_fp8_cannot_run_is_told_before_processes_meet(
         start.check_fp8(config)
     config.precision.emulate = True
     start.check_fp8(config)
+
+
+@pytest.mark.parametrize("module", transformer_engine.QUANTIZATION)
+@pytest.mark.parametrize("available", [True, False])
+def test_the_package_is_asked_whether_blocks_can_be_scaled(
+    module: str, available: bool, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knows which CUDA its kernels need; every version answers in this form, in one of two modules."""
+    monkeypatch.setattr(transformer_engine, "fp8_device_fault", lambda: None)
+    answer = (available, "" if available else "needs CUDA 12.9")
+    manager = SimpleNamespace(is_fp8_block_scaling_available=lambda: answer)
+    install(quantization={module: SimpleNamespace(FP8GlobalStateManager=manager)}, autocast=autocast)
+    assert transformer_engine.fp8_fault(Precision.fp8_block) == (None if available else "needs CUDA 12.9")
+    assert transformer_engine.fp8_fault(Precision.fp8_delayed) is None

@@ -15,6 +15,8 @@ from hybridtron.parallel.groups import _check_meeting_place
         ({}, 8, 0),
         ({"SLURM_LOCALID": "5"}, 8, 5),
         ({"SLURM_LOCALID": "5"}, 1, 0),  # SLURM shows each process its own device alone
+        ({"LOCAL_RANK": "3", "SLURM_LOCALID": "3"}, 1, 0),  # also where a wrapper names its place
+        ({"SLURM_LOCALID": "3"}, 2, 1),
         ({"LOCAL_RANK": "3", "SLURM_LOCALID": "0"}, 8, 3),  # torchrun inside a task
     ],
 )

@@ -25,6 +25,7 @@ from hybridtron.ops.norm_rope import at_least_fp32
 
 BLOCK = 256
 """Queries that the blocked form takes at a time: on a CPU 128 and 512 were slower at windows from 256 to 2048."""
+FLASH = "flash_attn.flash_attn_interface"  # of flash-attn 2: other packages have a `flash_attn` without these functions
 
 
 class Memory(NamedTuple):
@@ -134,7 +135,7 @@ def _refuse_flash(
     return None if memory is None else "takes no remembered keys"
 
 
-@attention.form("flash-attn", device="cuda", package="flash_attn", refuses=_refuse_flash)
+@attention.form("flash-attn", device="cuda", package=FLASH, refuses=_refuse_flash)
 def _flash(
     q_BLHK: Tensor,
     k_BLGK: Tensor,
@@ -144,7 +145,7 @@ def _flash(
     memory: Memory | None,
 ) -> Tensor:
     """The kernels of the flash_attn package; unmeasured, and run so far only against an emulation of the package."""
-    flash = optional_package("flash_attn").module
+    flash = optional_package(FLASH).module
     assert flash is not None
     assert memory is None
     sides = (-1, -1) if window is None else (window - 1, 0)

@@ -4,6 +4,9 @@ The blocked form runs with blocks of 4 queries, so that short rows have many of 
 """
 
 import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -14,10 +17,10 @@ from torch.autograd import gradcheck
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from hybridtron.device import Package
+from hybridtron.device import Package, optional_package
 from hybridtron.ops import attention as attention_file
 from hybridtron.ops import dispatch
-from hybridtron.ops.attention import Memory, attention, remember
+from hybridtron.ops.attention import FLASH, Memory, attention, remember
 from hybridtron.ops.dispatch import force
 
 CPU_FORMS = pytest.mark.parametrize("form", ["reference", "blocked"])
@@ -296,6 +299,32 @@ def test_what_runs_where(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention.choice("cuda")[0] == "sdpa"
     monkeypatch.setattr(dispatch, "optional_package", lambda name: Package(name, flash_emulation(), "emulated"))
     assert attention.choice("cuda")[0] == "flash-attn"
+
+
+FLASH_2 = ["flash_attn/__init__.py", f"{FLASH.replace('.', '/')}.py"]
+FLASH_4 = ["flash_attn/cute/__init__.py"]
+
+
+@pytest.fixture
+def _imports_are_forgotten() -> Iterator[None]:
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("_imports_are_forgotten")
+@pytest.mark.parametrize(("files", "chosen"), [(FLASH_2, "flash-attn"), (FLASH_4, "sdpa")])
+def test_a_package_of_the_same_name_is_told_apart(
+    files: list[str], chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flash-attn-4 makes `flash_attn` a namespace, in which none of the functions lie."""
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(dispatch, "optional_package", optional_package.__wrapped__)
+    assert attention.choice("cuda")[0] == chosen
 
 
 def test_refusals_say_why() -> None:

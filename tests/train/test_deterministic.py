@@ -67,7 +67,7 @@ def test_settings_are_put_back_and_the_user_s_own_are_kept(monkeypatch: pytest.M
         ("ssd_scan", "mamba-ssm", {"mamba_ssm.ops.triton.ssd_combined"}, False),
         ("ssd_scan", "mamba-ssm", {"mamba_ssm.ops.triton.ssd_combined", "mamba_ssm.utils.determinism"}, True),
         ("causal_conv", "causal-conv1d", {"causal_conv1d"}, False),
-        ("attention", "flash-attn", {"flash_attn"}, True),
+        ("attention", "flash-attn", {"flash_attn.flash_attn_interface"}, True),
     ],
 )
 def test_kernels_without_a_fixed_order_are_passed_over(

@@ -1,7 +1,7 @@
 """Train a model: `python train.py recipe=samba_421m run.dir=runs/a phases.0.micro_batch=2`.
 
-Exit codes: 0 finished, 2 bad configuration, 75 stopped on demand after a checkpoint, 1 anything else; also when all is
-trained but an export that phases.N.export asks for could not be written.
+Exit codes: 0 finished, 2 bad configuration or folder, 75 stopped on demand after a checkpoint, 1 anything else; also
+when all is trained but an export that phases.N.export asks for could not be written.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import sys
 import textwrap
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from hybridtron.config.load import choices_of, load
 from hybridtron.config.problems import ConfigError
 from hybridtron.data import ingredients
 from hybridtron.train.failures import FailedElsewhere
+from hybridtron.train.lock import RunLock
 from hybridtron.train.preempt import StopRequests
 from hybridtron.train.run_folder import EXIT_PREEMPTED, ExportsFailed, Preempted
 from hybridtron.train.timetable import print_timetable
@@ -65,7 +67,10 @@ def main(arguments: list[str]) -> int:
             raise ConfigError(problems)
         for warning in warnings(config) if launched().rank == 0 else ():
             print(f"warning: {warning}", file=sys.stderr)
-        with StopRequests(config.run, speaks=launched().rank == 0) as requests:
+        first = launched().rank == 0
+        requests = StopRequests(config.run, speaks=first)
+        lock = RunLock(Path(config.run.dir), lambda: bool(requests.received)) if first else nullcontext()
+        with requests, lock:
             from hybridtron.train.run import run  # imports torch, which the checks do without
 
             run(config, requests, export_phase)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import zlib
 from collections.abc import Callable, Iterator
 
@@ -28,6 +29,7 @@ from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel
 from hybridtron.parallel import groups as process_groups
 from hybridtron.parallel.groups import Groups
+from hybridtron.train import preempt
 
 SMALL_LAYERS = {
     "M": {"kind": "mamba", "state": 4},
@@ -47,6 +49,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if chosen := config.getoption("--slice"):
         index, count = map(int, chosen.split("/"))
         items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % count == index - 1]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _signals_as_they_come() -> None:
+    """What tests start hears every signal, also where the parent of all this ignores some: `nohup make test &`."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, preempt.SIGNALS)
 
 
 @pytest.fixture(autouse=True)

@@ -8,15 +8,16 @@ moment. Of a rank that can't speak (killed on another machine, or its interprete
 from __future__ import annotations
 
 import json
-import sys
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
+
+from hybridtron.train.outcome import FILE, End, Progress, record
 
 GRACE_S = 2.0  # what a rank that waited for others leaves them to speak first
 WAITING = ("/torch/distributed/", "/megatron/core/")  # where a rank's innermost calls are while it waits for others
@@ -51,6 +52,7 @@ class Failures:
     def __init__(self, run_dir: Path, rank: int) -> None:
         self.run_dir, self.rank = run_dir, rank
         self.places: list[Place] = []
+        self.progress = Progress()
 
     def meet(self, places: Iterable[tuple[str, int]]) -> None:
         """Learn the machine and process id of every rank."""
@@ -72,9 +74,13 @@ class Failures:
         if waiting and (found := self._look_around()) is not None:
             rank, trouble = found
             reason = f"rank {rank} {trouble}; rank {self.rank} noticed by {reason}"
-        if not record(self.run_dir, {"outcome": "failed", "rank": rank, "reason": reason}):
+        if not self.record(End("failed", reason, rank)):
             return self._told() or (rank, reason)
         return rank, reason
+
+    def record(self, end: End) -> bool:
+        """Make outcome.json, if there is none; before the ranks have met, one that is there is of an earlier start."""
+        return record(self.run_dir, end, self.progress, replace=not self.places)
 
     def log(self, kind: str, text: str) -> None:
         """Add to logs/KIND-RANK.txt, with the time."""
@@ -87,7 +93,7 @@ class Failures:
         until = time.monotonic() + GRACE_S
         while time.monotonic() < until:
             with suppress(json.JSONDecodeError):
-                told = json.loads((self.run_dir / "outcome.json").read_text())
+                told = json.loads((self.run_dir / FILE).read_text())
                 return (told["rank"], told["reason"]) if told["outcome"] == "failed" else None
             time.sleep(0.05)
         return None
@@ -97,7 +103,7 @@ class Failures:
         own = self.places[self.rank] if self.places else None
         neighbours = [(r, place) for r, place in enumerate(self.places) if own and place.host == own.host]
         until = time.monotonic() + GRACE_S
-        while time.monotonic() < until and not (self.run_dir / "outcome.json").exists():
+        while time.monotonic() < until and not (self.run_dir / FILE).exists():
             for rank, place in neighbours:
                 if (trouble := place.trouble()) is not None:
                     return rank, trouble
@@ -109,15 +115,3 @@ def waits_for_others(frames: Iterable[FrameType]) -> bool:
     """Whether a stack, innermost call first, is inside a collective or a send or receive."""
     innermost = [frame.f_code.co_filename for _, frame in zip(range(4), frames, strict=False)]
     return any(part in name for name in innermost for part in WAITING)
-
-
-def record(run_dir: Path, outcome: Mapping[str, object]) -> bool:
-    """Write outcome.json, if there is none yet."""
-    try:
-        with (run_dir / "outcome.json").open("x") as file:
-            file.write(json.dumps(outcome))
-    except FileExistsError:
-        return False
-    except OSError as error:
-        print(f"outcome.json can't be written ({error}): {outcome}", file=sys.stderr)
-    return True

@@ -58,12 +58,22 @@ class WayBack:
             raise Diverged(self._fault(failed, times))
         return self._times[to]
 
+    def refused_end(self, step: int, refused: int) -> Diverged:
+        """A run whose last steps were refused, however few, is not at its end; the last one gets no checkpoint."""
+        return Diverged(
+            f"the last {refused} of {step} steps were refused, so that the run is not at its end; {self._advice()}. "
+            "The next start tries again from the newest checkpoint"
+        )
+
     def _fault(self, failed: int, why: str) -> str:
-        optim = self.config.optim
+        skips = self.config.optim.skips
+        return f"optim.skips={skips} steps in a row were refused up to step {failed}, {why}; {self._advice()}"
+
+    def _advice(self) -> str:
         return (
-            f"optim.skips={optim.skips} steps in a row were refused up to step {failed}, {why}; logs/decisions.jsonl "
-            f"says why each was. Look for bad data, a learning rate that is too high, or a broken device; "
-            f"larger optim.skips, or optim.spike (now {optim.spike}; null takes every finite step), allows more"
+            "logs/decisions.jsonl says why each was. Look for bad data, a learning rate that is too high, or a broken "
+            f"device; larger optim.skips, or optim.spike (now {self.config.optim.spike}; null takes every finite "
+            "step), allows more"
         )
 
 

@@ -3,7 +3,8 @@
 Asked for by SIGTERM, SIGINT or SIGUSR1 on any rank, by the end of the time that the run may take (`run.max_minutes`, or
 SLURM_JOB_END_TIME), or by the death of the torchrun that started this process. A signal only sets a flag, whenever it
 comes: during start-up, a step, an evaluation or a checkpoint. The ranks ask each other after every step, so that a
-signal at one of them stops all. Further signals change nothing.
+signal at one of them stops all. Further signals change nothing. The death of torchrun leaves `launcher.GRACE_S` for all
+this, and a process that has made no step ends at once: the next start may wait for the folder already.
 
 Time is kept back for the end: the longest checkpoint so far, and twice the longest time from one step's end to the
 next; under SLURM, which kills what is late, at least a minute. A large model that is stopped before its first periodic
@@ -27,6 +28,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from hybridtron.config.schema import RunConfig
+from hybridtron.train.launcher import Launcher
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SLURM_RESERVE_S = 60.0
@@ -40,13 +42,13 @@ class StopRequests:
         self.received = 0
         self.deadline = _deadline(run.max_minutes, environment)
         self.least_reserve = SLURM_RESERVE_S if "SLURM_JOB_END_TIME" in environment else 0.0
-        # a shell may end before what it started with nohup; a torchrun may not
-        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in environment else None
+        self.launcher = Launcher(environment)
         self.longest_save = self.longest_step = 0.0
         self.last_border: float | None = None
 
     def __enter__(self) -> Self:
         self.before: dict[int, Any] = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        self.launcher.watch()
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
@@ -69,8 +71,8 @@ class StopRequests:
         if self.last_border is not None:
             self.longest_step = max(self.longest_step, now - self.last_border)
         self.last_border = now
-        orphaned = self.launcher is not None and os.getppid() != self.launcher
-        number, late, orphan = greatest([self.received, now > self.deadline - self.reserve, orphaned])
+        self.launcher.worth_saving = True
+        number, late, orphan = greatest([self.received, now > self.deadline - self.reserve, self.launcher.is_gone])
         if number:
             return signal.Signals(int(number)).name
         return "the time is up" if late else "its launcher is gone" if orphan else None

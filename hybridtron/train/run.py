@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
+from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.config.layout import launched
 from hybridtron.config.phases import last_step
 from hybridtron.config.schema import Config
 from hybridtron.device import deterministic, megatron_context
-from hybridtron.parallel.groups import places
+from hybridtron.parallel.groups import Groups, barrier, places
 from hybridtron.parallel.groups import start as start_groups
 from hybridtron.parallel.groups import stop as stop_groups
 from hybridtron.train.failures import Failures
+from hybridtron.train.outcome import End, record_exports
 from hybridtron.train.phase_exports import ExportPhase, PhaseExports
 from hybridtron.train.preempt import StopRequests
-from hybridtron.train.run_folder import ExportsFailed, open_run_folder, outcome, record_exports
+from hybridtron.train.run_folder import ExportsFailed, open_run_folder, unfinished
 from hybridtron.train.start import (
     check_fp8,
     check_same_model,
@@ -30,44 +34,72 @@ START_S = 300.0  # that ranks may take to find each other, however short run.tim
 
 
 def run(config: Config, requests: StopRequests, export: ExportPhase) -> None:
-    """Train what the configuration asks for, from the newest checkpoint of its run folder if there is one."""
+    """Train what the configuration asks for, from the newest checkpoint of its run folder if there is one.
+
+    The first process holds the folder's lock. No other looks into the folder, or writes there, before they have met:
+    until then the folder may be another run's.
+    """
     check_fp8(config)
     exports = PhaseExports(config, export)
-    start = starting_point(config)
-    if start is not None and (done := start.meta.step) >= last_step(config):
-        if launched().rank == 0:
-            exports.write(done)
-            print(
-                f"{config.run.dir} has finished: {start.folder} is at step {done} of {last_step(config)}, "
-                "nothing left to do.\n"
-                f"To train further raise phases or run.max_steps; to start anew set run.dir=FOLDER, "
-                f"or run.name=NAME for {Path(config.run.dir).parent}/NAME."
-            )
-            record_exports(Path(config.run.dir), exports.failed)
-            if exports.failed:
-                raise ExportsFailed(exports.failed)
-        return
-    if start is not None:
-        check_same_model(start, config)
-    given = given_weights(config) if start is None else None
-    changed = [] if given is None else check_same_weights(given, config.in_phase(config.phases[0]), "run.weights")
-    run_dir = Path(config.run.dir)
-    if launched().rank == 0:
-        for difference in changed:
-            print(f"weights of another use: {difference}")
-        open_run_folder(config)
-        if config.run.resume != "auto":
-            leave_others(start, config)
-    failures = Failures(run_dir, launched().rank)
-    with Watchdog(failures, config.run.timeout) as watchdog, deterministic(config.run.deterministic):
+    failures = Failures(Path(config.run.dir), launched().rank)
+    with deterministic(config.run.deterministic), megatron_context():
         try:
-            with megatron_context(), outcome(failures):
-                watchdog.beat("the meeting of all ranks", START_S)
-                # the watchdog comes first and tells more; an operation's own time-out is there for a stuck interpreter
-                groups = start_groups(config.parallel, timeout_s=max(2 * config.run.timeout, START_S))
-                failures.meet(places())
-                Trainer(config, run_dir, start, given, groups, requests, watchdog, exports).fit()
+            groups = meet(config, failures)
+            start = starting_point(config)
+            if start is not None:
+                check_same_model(start, config)
+            if start is not None and start.meta.step >= last_step(config):
+                if groups.is_first:
+                    say_finished(start, config, exports)
+                return
+            given = given_weights(config) if start is None else None
+            changed = (
+                [] if given is None else check_same_weights(given, config.in_phase(config.phases[0]), "run.weights")
+            )
+            if groups.is_first:
+                open_folder(start, config, changed)
+            barrier()
+            with Watchdog(failures, config.run.timeout) as watchdog, unfinished(failures):
+                Trainer(config, failures.run_dir, start, given, groups, requests, watchdog, exports).fit()
                 if exports.failed:
                     raise ExportsFailed(exports.failed)
+                if groups.is_first:
+                    failures.record(End("finished"))
         finally:
             stop_groups()
+
+
+def meet(config: Config, failures: Failures) -> Groups:
+    """Join the other processes. If that fails, the first one alone says so in the run's folder."""
+    with ExitStack() as watched:
+        if failures.rank == 0:
+            watchdog = watched.enter_context(Watchdog(failures, config.run.timeout))
+            watchdog.beat("the meeting of all ranks", START_S)
+            watched.enter_context(unfinished(failures))
+        # the watchdog comes first and tells more; an operation's own time-out is there for a stuck interpreter
+        groups = start_groups(config.parallel, timeout_s=max(2 * config.run.timeout, START_S))
+        failures.meet(places())
+    return groups
+
+
+def open_folder(start: Checkpoint | None, config: Config, changed: Iterable[str]) -> None:
+    """Prepare the run's folder for this start; `changed` is what is not as where the weights come from."""
+    for difference in changed:
+        print(f"weights of another use: {difference}")
+    open_run_folder(config)
+    if config.run.resume != "auto":
+        leave_others(start, config)
+
+
+def say_finished(start: Checkpoint, config: Config, exports: PhaseExports) -> None:
+    """That there is nothing left to train, after what is left to export."""
+    exports.write(start.meta.step)
+    print(
+        f"{config.run.dir} has finished: {start.folder} is at step {start.meta.step} of {last_step(config)}, "
+        "nothing left to do.\n"
+        f"To train further raise phases or run.max_steps; to start anew set run.dir=FOLDER, "
+        f"or run.name=NAME for {Path(config.run.dir).parent}/NAME."
+    )
+    record_exports(Path(config.run.dir), exports.failed)
+    if exports.failed:
+        raise ExportsFailed(exports.failed)

@@ -70,6 +70,9 @@ class Trainer:
         self.way_back = WayBack(config, run_dir, self.start)
         self.first = 0 if self.start is None else self.start.meta.step
         self.windows = Windows() if self.start is None else Windows(self.start.meta.windows)
+        self.progress = watchdog.failures.progress
+        self.progress.step = self.first
+        self.progress.checkpoint = None if self.start is None else str(self.start.folder)
         self.saver = Saver(config, run_dir, groups, config.run.timeout)
         if self.saver.mirror is not None and self.start is not None and checkpoints.is_of(run_dir, self.start.folder):
             self.saver.mirror.offer(self.start.folder)  # a run that was stopped may not have come to it
@@ -96,7 +99,7 @@ class Trainer:
         finally:
             if self.metrics is not None:
                 self.metrics.close()
-        self.saver.finish()
+        self.finish_saving()
         if self.saver.mirror is not None:
             self.watchdog.beat("the last copy of a checkpoint to checkpoint.mirror")
             self.saver.mirror.finish()
@@ -161,16 +164,18 @@ class Trainer:
                     metrics = replace(metrics, validation=losses.by_length, validation_by_source=several)
                 if self.metrics is not None:
                     self.metrics.write(metrics)
-                if self.engine.guard.refused >= self.config.optim.skips:
-                    raise GoBack(step)
+                self.progress.step, self.progress.loss = step, metrics.loss
+                self.progress.validation = metrics.validation or self.progress.validation
+                if refused := self.engine.guard.refused:
+                    self.look_at_refused(step, refused)
                 stop = self.requests.agreed(greatest)
                 due |= step % save_every == 0
                 # while steps are refused nothing changes, and a checkpoint could not be gone back to
-                if (due and not self.engine.guard.refused) or step == last or stop:
+                if (due and not refused) or step == last or stop:
                     self.save(step, loader, metrics)
                     due = False
                 if stop and step < self.last:
-                    self.saver.finish()
+                    self.finish_saving()
                     raise Preempted(step, stop)
 
     def take_up(self, stretch: Stretch, loader: Loader) -> None:
@@ -229,6 +234,25 @@ class Trainer:
             meta = meta_of(self.engine, step, loader.fingerprint, validation, self.windows.all)
             self.saver.save(self.engine, meta, loader.sources.tokenizer_file)
         self.requests.longest_save = max(self.requests.longest_save, self.saver.longest_s)
+        self.name_checkpoint()
+
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint under way."""
+        self.saver.finish()
+        self.name_checkpoint()
+
+    def name_checkpoint(self) -> None:
+        """Note the newest checkpoint that is on disk, for the word about the run's end."""
+        if self.saver.written:
+            self.progress.checkpoint = str(checkpoints.folder_of(self.run_dir, max(self.saver.written)))
+
+    def look_at_refused(self, step: int, refused: int) -> None:
+        """Go back after too many steps in a row that were refused; a run does not end on one of them either."""
+        if refused >= self.config.optim.skips:
+            raise GoBack(step)
+        if step == self.last:
+            self.finish_saving()
+            raise self.way_back.refused_end(step, refused)
 
     def go_back(self, failed: int) -> None:
         """Take up the newest checkpoint again, and leave out the data from there to the step that failed."""

@@ -53,8 +53,9 @@ class Watchdog:
         self._ended.set()
         faulthandler.cancel_dump_traceback_later()
         self._file.close()
-        if not self.path.stat().st_size:
-            self.path.unlink()
+        with suppress(FileNotFoundError):
+            if not self.path.stat().st_size:
+                self.path.unlink()
 
     def beat(self, doing: str, at_least_s: float = 0.0) -> None:
         """What comes now must end before `run.timeout`, or `at_least_s` if that is more."""

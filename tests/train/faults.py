@@ -183,6 +183,11 @@ def outcome_of(run: Path) -> dict[str, Any]:
     return json.loads((run / "outcome.json").read_text())
 
 
+def ending_of(run: Path) -> dict[str, Any]:
+    """How a run ended, without how far it had come."""
+    return {key: value for key, value in outcome_of(run).items() if key in ("outcome", "step", "rank", "reason")}
+
+
 def trained(run: Path) -> list[dict[str, Any]]:
     """The metrics that the same training gives again."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -9,7 +9,7 @@ import pytest
 
 from hybridtron.parallel.pool import WorkerError
 from tests.train.conftest import small_run_arguments
-from tests.train.faults import outcome_of, train_ranks, trained
+from tests.train.faults import ending_of, outcome_of, train_ranks, trained
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(240)]
 TIMEOUT_S = 6
@@ -65,7 +65,7 @@ def test_a_rank_in_trouble_ends_the_run_and_a_restart_completes_it(
     if fault == "lock":
         assert "keep_the_interpreter" in logs["stacks-1.txt"]
     assert train_ranks(arguments) == [0, 0]
-    assert outcome_of(run) == {"outcome": "finished"}
+    assert ending_of(run) == {"outcome": "finished", "step": 10}
     assert trained(run) == trained(clean)
 
 
@@ -73,6 +73,6 @@ def test_a_signal_on_one_rank_stops_all_after_the_same_step(counting_folder: Pat
     run = tmp_path / "run"
     arguments = arguments_of(counting_folder, run)
     assert train_ranks(arguments, "SIGUSR1") == [75, 75]
-    assert outcome_of(run) == {"outcome": "preempted", "step": 8, "reason": "SIGUSR1"}
+    assert ending_of(run) == {"outcome": "preempted", "step": 8, "reason": "SIGUSR1"}
     assert train_ranks(arguments) == [0, 0]
     assert trained(run) == trained(clean)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -12,11 +13,11 @@ import pytest
 from hybridtron.checkpoint.save import SaveError, Saver
 from hybridtron.config.schema import RunConfig
 from hybridtron.engine.engine import Engine
-from hybridtron.train import trainer
+from hybridtron.train import launcher, trainer
 from hybridtron.train.preempt import StopRequests
 from hybridtron.train.trainer import Trainer
 from tests.train.conftest import Train
-from tests.train.faults import happening, outcome_of, trained
+from tests.train.faults import ending_of, happening, outcome_of, trained
 
 
 def alone(values: list[float]) -> list[float]:
@@ -35,7 +36,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_from_which_it_goes_on(
     assert train_small(f"run.dir={tmp_path / 'whole'}", ten) == 0
     with happening("SIGINT", Engine, "forward_backward", 7):
         assert train_small(ten) == 75
-    assert outcome_of(run) == {"outcome": "preempted", "step": 7, "reason": "SIGINT"}
+    assert ending_of(run) == {"outcome": "preempted", "step": 7, "reason": "SIGINT"}
     assert (run / "checkpoints" / "step-00000007").is_dir()
     assert "preempted at step 7" in capsys.readouterr().err
     assert train_small(ten) == 0
@@ -56,7 +57,7 @@ def test_signals_during_a_checkpoint_or_an_evaluation_wait_for_the_next_border(
 
     monkeypatch.setattr(owner, where, signalled)
     assert train_small("run.eval_every=7") == 75
-    assert outcome_of(tmp_path / "run") == {
+    assert ending_of(tmp_path / "run") == {
         "outcome": "preempted",
         "step": 6 if where == "save" else 7,
         "reason": "SIGTERM",
@@ -66,7 +67,7 @@ def test_signals_during_a_checkpoint_or_an_evaluation_wait_for_the_next_border(
 def test_a_signal_in_the_last_step_lets_the_run_finish(train_small: Train, tmp_path: Path) -> None:
     with happening("SIGTERM", Engine, "forward_backward", 3):
         assert train_small("run.max_steps=3") == 0
-    assert outcome_of(tmp_path / "run") == {"outcome": "finished"}
+    assert ending_of(tmp_path / "run") == {"outcome": "finished", "step": 3}
 
 
 def test_a_stop_without_a_checkpoint_is_a_failure(
@@ -83,7 +84,7 @@ def test_a_stop_without_a_checkpoint_is_a_failure(
 
 def test_a_time_budget_ends_the_run_by_itself(train_small: Train, tmp_path: Path) -> None:
     assert train_small("run.max_minutes=1e-4") == 75
-    assert outcome_of(tmp_path / "run") == {"outcome": "preempted", "step": 1, "reason": "the time is up"}
+    assert ending_of(tmp_path / "run") == {"outcome": "preempted", "step": 1, "reason": "the time is up"}
 
 
 def test_a_second_signal_is_told_and_changes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
@@ -125,8 +126,33 @@ def test_slurm_ends_a_job_at_a_known_time() -> None:
 
 
 def test_only_a_launcher_that_was_there_can_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "PARENT", os.getppid())
     launched, by_hand = requests({"TORCHELASTIC_RUN_ID": "x"}), requests()
     assert launched.agreed(alone) is None
     monkeypatch.setattr(os, "getppid", lambda: 1)
     assert launched.agreed(alone) == "its launcher is gone"
     assert by_hand.agreed(alone) is None
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_process_without_its_launcher_ends(
+    stepped: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """At once before its first step; later it may save first, but not for ever."""
+    ended, waited = threading.Event(), list[float]()
+    monkeypatch.setattr(launcher, "PARENT", -1)
+    monkeypatch.setattr(launcher.time, "sleep", waited.append)
+    monkeypatch.setattr(launcher.os, "_exit", lambda _: ended.set())
+    orphan = launcher.Launcher({"TORCHELASTIC_RUN_ID": "x"})
+    orphan.worth_saving = stepped
+    orphan.watch()
+    assert ended.wait(30)
+    assert waited == [launcher.GRACE_S] * stepped
+    assert "launcher is gone" in capfd.readouterr().err
+
+
+def test_after_the_first_step_there_is_something_to_save() -> None:
+    asked = requests()
+    assert not asked.launcher.worth_saving
+    asked.agreed(alone)
+    assert asked.launcher.worth_saving

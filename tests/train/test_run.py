@@ -16,6 +16,7 @@ from hybridtron.data.folder import digest_of
 from hybridtron.engine.engine import Engine
 from hybridtron.engine.schedule import StepLoss
 from tests.train.conftest import VOCAB, Train
+from tests.train.faults import ending_of, outcome_of
 
 REQUIRED_METRICS = {
     "step", "phase", "tokens", "loss", "grad_norm", "lr", "step_time", "tokens_per_second", "tflops_per_device", "mfu",
@@ -47,7 +48,11 @@ def test_learns_and_leaves_what_the_design_says(train_small: Train, tmp_path: Pa
     by_source = lines[-1]["validation_by_source"]
     assert set(by_source) == {"a", "b"}
     assert min(by_source.values()) <= lines[-1]["validation"]["1x"] <= max(by_source.values())
-    assert json.loads((run / "outcome.json").read_text()) == {"outcome": "finished"}
+    outcome = outcome_of(run)
+    assert (outcome["outcome"], outcome["step"], outcome["loss"]) == ("finished", 125, lines[-1]["loss"])
+    assert outcome["validation"] == lines[-1]["validation"]
+    assert outcome["checkpoint"] == str(run / "checkpoints" / "step-00000125")
+    assert outcome["seconds"] > 0
     assert [p.name for p in sorted((run / "checkpoints").iterdir())] == ["latest", "step-00000120", "step-00000125"]
 
 
@@ -156,8 +161,8 @@ def test_a_failed_run_says_why(train_small: Train, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("hybridtron.engine.engine.Engine.forward_backward", broken)
     with pytest.raises(RuntimeError, match="out of luck"):
         train_small()
-    outcome = json.loads((tmp_path / "run" / "outcome.json").read_text())
-    assert outcome == {"outcome": "failed", "rank": 0, "reason": "RuntimeError: out of luck"}
+    expected = {"outcome": "failed", "rank": 0, "step": 0, "reason": "RuntimeError: out of luck"}
+    assert ending_of(tmp_path / "run") == expected
 
 
 @pytest.mark.slow

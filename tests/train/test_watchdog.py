@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,11 @@ import pytest
 from hybridtron.config.problems import ConfigError
 from hybridtron.specs.base import Problem
 from hybridtron.train import failures, watchdog
-from hybridtron.train.failures import FailedElsewhere, Failures, Place, record
-from hybridtron.train.run_folder import Preempted, outcome
+from hybridtron.train.failures import FailedElsewhere, Failures, Place
+from hybridtron.train.outcome import End
+from hybridtron.train.run_folder import Preempted, unfinished
 from hybridtron.train.watchdog import Watchdog
-from tests.train.faults import outcome_of
+from tests.train.faults import ending_of, outcome_of
 
 HERE = socket.gethostname()
 
@@ -64,11 +67,46 @@ def test_what_does_not_end_is_dumped_put_down_and_ended(tmp_path: Path, monkeypa
     assert "the first step did not end" in stacks
 
 
+def met(run: Path, rank: int) -> Failures:
+    """One of four ranks that have met."""
+    found = Failures(run, rank)
+    found.meet([(f"machine {other}", 1) for other in range(4)])
+    return found
+
+
+def test_before_the_ranks_have_met_the_word_of_an_earlier_start_is_replaced(tmp_path: Path) -> None:
+    met(tmp_path, 0).record(End("finished"))
+    assert Failures(tmp_path, 0).report("no other rank came", waiting=False) == (0, "no other rank came")
+    assert outcome_of(tmp_path)["outcome"] == "failed"
+
+
+def test_how_far_it_had_come_is_told_in_plain_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a duration that no jump of the clock spoils."""
+    failures = met(tmp_path, 0)
+    failures.progress.step, failures.progress.loss = 5, math.nan
+    failures.progress.validation, failures.progress.checkpoint = {"1x": 2.5, "2x": math.inf}, "run/checkpoints/step"
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert failures.record(End("finished"))
+    found = outcome_of(tmp_path)
+    assert "NaN" not in (tmp_path / "outcome.json").read_text()
+    assert 0 <= found.pop("seconds") < 3600
+    assert datetime.fromisoformat(found.pop("ended")).tzinfo is not None
+    assert found == {
+        "outcome": "finished", "step": 5, "loss": None, "validation": {"1x": 2.5, "2x": None},
+        "checkpoint": "run/checkpoints/step",
+    }  # fmt: skip
+
+
+def test_a_watchdog_misses_no_file_that_is_gone(tmp_path: Path) -> None:
+    with Watchdog(Failures(tmp_path, 0), 60.0) as watched:
+        watched.path.unlink()
+
+
 def test_the_first_word_stands(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    assert record(tmp_path, {"outcome": "failed", "rank": 2, "reason": "a bad disk"})
-    assert not record(tmp_path, {"outcome": "finished"})
-    elsewhere = Failures(tmp_path, 0).put_down(RuntimeError("connection closed by peer"))
+    assert met(tmp_path, 2).record(End("failed", "a bad disk", 2))
+    assert not met(tmp_path, 0).record(End("finished"))
+    elsewhere = met(tmp_path, 0).put_down(RuntimeError("connection closed by peer"))
     assert isinstance(elsewhere, FailedElsewhere)
     assert str(elsewhere) == "rank 0 ends, as rank 2 failed first: a bad disk"
     assert "connection closed by peer" in (tmp_path / "logs" / "error-0.txt").read_text()
@@ -94,20 +132,23 @@ def test_a_neighbour_that_is_stopped_or_gone_is_named(tmp_path: Path, sleeper: s
 
 def test_who_waited_lets_others_speak_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "GRACE_S", 1.0)
-    told = Failures(tmp_path, 0)
-    told.meet([(HERE, os.getpid())])
-    threading.Timer(0.2, Failures(tmp_path, 1).report, ("a bad disk", False)).start()
+    told, other = Failures(tmp_path, 0), Failures(tmp_path, 1)
+    for one in (told, other):
+        one.meet([(HERE, os.getpid())] * 2)
+    threading.Timer(0.2, other.report, ("a bad disk", False)).start()
     assert told.report("connection closed by peer", waiting=True) == (1, "a bad disk")
 
 
 def test_the_outcome_of_each_end(tmp_path: Path) -> None:
     for rank, name in ((0, "a"), (1, "b")):
         (tmp_path / name).mkdir()
-        with pytest.raises(Preempted, match="preempted at step 7"), outcome(Failures(tmp_path / name, rank)):
+        failures = met(tmp_path / name, rank)
+        failures.progress.step = 7
+        with pytest.raises(Preempted, match="preempted at step 7"), unfinished(failures):
             raise Preempted(7, "SIGTERM")
-    assert outcome_of(tmp_path / "a") == {"outcome": "preempted", "step": 7, "reason": "SIGTERM"}
+    assert ending_of(tmp_path / "a") == {"outcome": "preempted", "step": 7, "reason": "SIGTERM"}
     assert not (tmp_path / "b" / "outcome.json").exists()
     for rank in (1, 0):
-        with pytest.raises(ConfigError, match="is wrong"), outcome(Failures(tmp_path / "b", rank)):
+        with pytest.raises(ConfigError, match="is wrong"), unfinished(met(tmp_path / "b", rank)):
             raise ConfigError([Problem("seq_len", "is wrong")])
     assert outcome_of(tmp_path / "b")["rank"] == 1

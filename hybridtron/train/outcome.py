@@ -1,0 +1,76 @@
+"""outcome.json: how a run ended, and how far it had come.
+
+It is what requeue logic reads, since launchers don't hand on exit codes. It says `outcome` (finished, preempted or
+failed), the last `step` and its `loss`, the last `validation` losses, the newest `checkpoint`, how many `seconds` this
+start took and when it `ended`; if it did not finish, the `reason`, and of a failure the `rank` that failed first. What
+is not known is left out. A finished run whose exports failed lists them under `failed_exports`, by the names of their
+phases. A run that was killed before it could write has none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+FILE = "outcome.json"
+
+
+@dataclass
+class Progress:
+    """How far a run has come; times are in seconds on the monotonic clock."""
+
+    step: int | None = None
+    loss: float | None = None
+    validation: Mapping[str, float] | None = None
+    checkpoint: str | None = None
+    began: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class End:
+    """How a run ended: finished, preempted or failed; of a failure the rank that failed first."""
+
+    outcome: str
+    reason: str | None = None
+    rank: int | None = None
+    failed_exports: Mapping[str, str] | None = None
+
+
+def record(run_dir: Path, end: End, progress: Progress, replace: bool = False) -> bool:
+    """Write outcome.json; unless `replace`, only if there is none yet. Whether it was written."""
+    words: dict[str, Any] = {
+        name: value for name, value in (asdict(end) | asdict(progress)).items() if value is not None
+    }
+    words["seconds"] = round(time.monotonic() - words.pop("began"), 3)
+    words["ended"] = datetime.now(UTC).isoformat(timespec="seconds")
+    try:
+        with (run_dir / FILE).open("w" if replace else "x") as file:
+            file.write(json.dumps(_finite(words), allow_nan=False))
+    except FileExistsError:
+        return False
+    except OSError as error:
+        print(f"{FILE} can't be written ({error}): {words}", file=sys.stderr)
+    return True
+
+
+def record_exports(run_dir: Path, failed: Mapping[str, str]) -> None:
+    """Update the outcome of a run that had finished before, whose exports were tried again."""
+    path = run_dir / FILE
+    found = json.loads(path.read_text()) if path.exists() else {"outcome": "finished"}
+    if failed or "failed_exports" in found:
+        found.pop("failed_exports", None)
+        path.write_text(json.dumps(found | ({"failed_exports": dict(failed)} if failed else {})))
+
+
+def _finite(value: Any) -> Any:
+    """With null for a number that JSON can't hold."""
+    if isinstance(value, Mapping):
+        return {name: _finite(one) for name, one in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,6 +1,9 @@
-"""What the first rank says before a run, and each of its phases, begins."""
+"""What the first rank says before a run, and each of its phases, begins, and at the end."""
 
 from __future__ import annotations
+
+import time
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -13,6 +16,7 @@ from hybridtron.data.loader import Loader
 from hybridtron.device import describe_device
 from hybridtron.engine.engine import Engine
 from hybridtron.ops.dispatch import choices
+from hybridtron.train.outcome import Progress, clock
 
 
 def announce_run(config: Config, engine: Engine, first: int, last: int) -> None:
@@ -44,3 +48,16 @@ def announce_reading(loader: Loader, stretch: Stretch) -> None:
         table.add_row(line.source, f"{line.share:.1%}", readable(line.tokens), f"{line.epochs:.3g}")
     Console().print(table)
     print(f"text runs on for {readable(loader.mean_stretch)} tokens on average; every row is full")
+
+
+def announce_end(progress: Progress, run_dir: Path, checkpoint: Path) -> None:
+    """How long it took, how far it came, and the commands that are usually next."""
+    losses = "".join(f", held-out loss {loss:.4f} at {length}" for length, loss in (progress.validation or {}).items())
+    print(
+        f"finished at step {progress.step} after {clock(time.monotonic() - progress.began)}{losses}\n"
+        f"checkpoint: {checkpoint}\n\nnext:\n"
+        f'  python tools/generate.py {run_dir} --prompt "def main("\n'
+        f"  python tools/plot_metrics.py {run_dir}\n"
+        f"  python tools/evaluate.py {run_dir}\n"
+        f"  python tools/convert.py export --checkpoint {run_dir} --output {run_dir}-hf"
+    )

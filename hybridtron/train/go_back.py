@@ -7,7 +7,6 @@ failed on. A run that has come back to the same checkpoint too many times ends.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from pathlib import Path
 
@@ -81,7 +80,7 @@ def refusal_of(step: int, guard: Guard, loss: float, norm: float) -> Decision:
     """That a step was refused."""
     assert guard.why is not None
     limit, in_a_row = guard.limit, guard.refused
-    return Decision(step, "refused", guard.why, _finite(loss), _finite(norm), limit, in_a_row)
+    return Decision(step, "refused", guard.why, loss, norm, limit, in_a_row)
 
 
 def return_of(failed: int, to: int, times: int, windows: Windows) -> Decision:
@@ -89,7 +88,3 @@ def return_of(failed: int, to: int, times: int, windows: Windows) -> Decision:
     left_out = ", ".join(f"steps {w.first} to {w.end - 1} of phases.{w.phase}" for w in windows.all)
     why = f"too many steps in a row were refused; on from step {to}, leaving out the data of {left_out}, counted from 0"
     return Decision(failed, "gone back", why, to=to, times=times, windows=windows.as_lists())
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

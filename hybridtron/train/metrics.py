@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hybridtron.config.schema import Config
+from hybridtron.train.outcome import clock, finite
 from hybridtron.train.sinks import open_sinks
 
 
@@ -96,7 +96,7 @@ class Metrics:
         """A decision, on the console too."""
         line = {key: value for key, value in asdict(decision).items() if key in ("norm", "limit") or value is not None}
         with self.decisions.open("a") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
+            file.write(json.dumps(finite(line), allow_nan=False) + "\n")
         self.console.say(f"step {decision.step} {decision.what.upper()}: {decision.why}")
 
     def go_back(self, step: int) -> None:
@@ -175,18 +175,6 @@ class ConsoleReport:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.stop()
-
-
-def clock(seconds: float) -> str:
-    """`1:02:03`, or with days before it."""
-    return str(timedelta(seconds=round(seconds)))
-
-
-def finite(value: Any) -> Any:
-    """With null for every number that JSON can't hold."""
-    if isinstance(value, Mapping):
-        return {name: finite(one) for name, one in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _lines(path: Path) -> list[str]:

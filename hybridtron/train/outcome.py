@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def record(run_dir: Path, end: End, progress: Progress, replace: bool = False) -
     words["ended"] = datetime.now(UTC).isoformat(timespec="seconds")
     try:
         with (run_dir / FILE).open("w" if replace else "x") as file:
-            file.write(json.dumps(_finite(words), allow_nan=False))
+            file.write(json.dumps(finite(words), allow_nan=False))
     except FileExistsError:
         return False
     except OSError as error:
@@ -69,8 +69,13 @@ def record_exports(run_dir: Path, failed: Mapping[str, str]) -> None:
         path.write_text(json.dumps(found | ({"failed_exports": dict(failed)} if failed else {})))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """With null for a number that JSON can't hold."""
     if isinstance(value, Mapping):
-        return {name: _finite(one) for name, one in value.items()}
+        return {name: finite(one) for name, one in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def clock(seconds: float) -> str:
+    """`1:02:03`, or with days before it."""
+    return str(timedelta(seconds=round(seconds)))

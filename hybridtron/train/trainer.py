@@ -24,7 +24,7 @@ from hybridtron.data.loader import Loader, build_loader
 from hybridtron.device import most_memory_gib, synchronize
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups, barrier, greatest
-from hybridtron.train.announce import announce_reading, announce_run
+from hybridtron.train.announce import announce_end, announce_reading, announce_run
 from hybridtron.train.engines import Engines
 from hybridtron.train.evaluate import evaluate
 from hybridtron.train.go_back import GoBack, WayBack, refusal_of, return_of
@@ -279,8 +279,9 @@ class Trainer:
         return loader or build_loader(*mine)
 
     def conclude(self, checkpoint: Path) -> None:
-        """Where the checkpoint is, and a sample of text where one process holds the whole model."""
-        print(f"finished at step {self.last}; checkpoint: {checkpoint}")
+        """How it went and what can be done with it, and a sample of text where one process holds the whole model."""
+        announce_end(self.progress, self.run_dir, checkpoint)
         run = self.config.run
         if run.sample_tokens and self.groups.world_size == 1:
-            print(sample_text(self.engine.stages[0].model, checkpoint, run.sample_prompt, run.sample_tokens))
+            text = sample_text(self.engine.stages[0].model, checkpoint, run.sample_prompt, run.sample_tokens)
+            print(f"\na sample of {run.sample_tokens} tokens after {run.sample_prompt!r}:\n{text}")

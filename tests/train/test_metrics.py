@@ -19,7 +19,9 @@ from hybridtron.config.load import load
 from hybridtron.device import Package
 from hybridtron.train import metrics as reporting
 from hybridtron.train import sinks
+from hybridtron.train.announce import announce_end
 from hybridtron.train.metrics import ConsoleReport, Metrics, StepMetrics
+from hybridtron.train.outcome import Progress
 
 STEP = StepMetrics(
     step=10, phase="a", tokens=640, loss=2.5, grad_norm=1.0, lr=1e-3, step_time=0.5, data_wait=0.01,
@@ -176,3 +178,15 @@ def test_a_kill_while_the_file_is_cut_back_leaves_it_whole(tmp_path: Path, monke
     with pytest.raises(KeyboardInterrupt):
         Metrics(tmp_path, load(["run.name=mine"]), resumed_step=5, last_step=20)
     assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
+def test_the_end_names_duration_checkpoint_and_what_can_be_done_next(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.monotonic", lambda: 3723.0)
+    progress = Progress(step=20, validation={"1x": 3.5}, began=0.0)
+    announce_end(progress, Path("runs/mine"), Path("runs/mine/checkpoints/step-00000020"))
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("20", "1:02:03", "3.5000", "step-00000020"))
+    for tool in ("generate", "plot_metrics", "evaluate", "convert"):
+        assert f"python tools/{tool}.py " in said

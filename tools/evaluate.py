@@ -10,8 +10,9 @@ says which. Writes into RUN/evaluation/STEP, or --output:
     remembrance.jsonl, .png   how far the next token's distribution moves when the first `t` tokens are not shown
     states.jsonl, .png        standard deviation of every layer's recurrent state, by head where it has heads
 
-They are defined in hybridtron/train/instruments.py. Exit codes: 0 all was written, 2 no checkpoint, too little text, or
-a wrong argument.
+They are defined in hybridtron/train/instruments.py. Every line says by letter which `attention` was used, not always
+that of training: full, or a window or span of so many tokens. Exit codes: 0 all was written, 2 no checkpoint, too
+little text, or a wrong argument.
 """
 
 from __future__ import annotations
@@ -97,21 +98,27 @@ def main(arguments: list[str]) -> int:
 def evaluate(chosen: argparse.Namespace) -> None:
     """All that the command line asks for; Unusable where that can't be had."""
     checkpoint = find_checkpoint(chosen.path)
+    from hybridtron.train.instruments import attention_at_eval, fitting_chunk  # torch, which a wrong path does without
+
     model, config, phase = load(checkpoint)
     length = int(chosen.length.removesuffix("x")) * (phase.seq_len if chosen.length.endswith("x") else 1)
     text = read_text(checkpoint, config.data_of(phase), phase.seq_len, chosen.data, length, chosen.rows)
+    piece, attention = fitting_chunk(config.model, len(text.tokens_BT)), attention_at_eval(config.model)
     run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
     output = chosen.output or run / "evaluation" / checkpoint.name
     output.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(f"{checkpoint}, trained on rows of {phase.seq_len} tokens\n{text.described}")
+    if attention:
+        console.print("attention: " + ", ".join(f"{kind} ({letter})" for letter, kind in attention.items()))
     pictures = is_there("matplotlib")
     for name in dict.fromkeys(chosen.instruments):
-        lines, table = {"positions": positions, "remembrance": remembrance, "states": states}[name](model, text)
+        lines, table = {"positions": positions, "remembrance": remembrance, "states": states}[name](model, text, piece)
         if not lines:
             console.print(f"{name}: nothing to tell, the model has no layer with a recurrent state")
             continue
-        (output / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        written = (json.dumps({**line, "attention": attention}) + "\n" for line in lines)
+        (output / f"{name}.jsonl").write_text("".join(written))
         console.print(table)
         if pictures:
             draw(name, lines, text.seq_len, output / f"{name}.png")
@@ -185,12 +192,12 @@ def choose_rows(stores: Sequence[Store], length: int, rows: int) -> tuple[list[R
     return chosen, f"{len(chosen)} {kind}" + (f" ({rows} were asked for)" if len(chosen) < rows else "")
 
 
-def positions(model: LanguageModel, text: Text) -> tuple[Lines, Table]:
+def positions(model: LanguageModel, text: Text, piece: int) -> tuple[Lines, Table]:
     """Loss and perplexity by position; in the table by doublings of the training length."""
-    from hybridtron.train.instruments import fitting_chunk, perplexity_bins, position_losses
+    from hybridtron.train.instruments import perplexity_bins, position_losses
 
     with watched("positions", text.length) as advance:
-        losses_L = position_losses(model, text.tokens_BT, fitting_chunk(model, text.tokens_BT), advance)
+        losses_L = position_losses(model, text.tokens_BT, piece, advance)
     columns = enumerate(zip(losses_L.tolist(), losses_L.exp().tolist(), strict=True), start=1)
     lines = [{"position": position, "loss": loss, "perplexity": ppl} for position, (loss, ppl) in columns]
     table = Table("tokens before", "of the training length", "perplexity", box=None)
@@ -199,26 +206,26 @@ def positions(model: LanguageModel, text: Text) -> tuple[Lines, Table]:
     return lines, table
 
 
-def remembrance(model: LanguageModel, text: Text) -> tuple[Lines, Table]:
+def remembrance(model: LanguageModel, text: Text, piece: int) -> tuple[Lines, Table]:
     """Effective Remembrance from the far past to the last token."""
-    from hybridtron.train.instruments import effective_remembrance, fitting_chunk, remembrance_points
+    from hybridtron.train.instruments import effective_remembrance, remembrance_points
 
     ts = remembrance_points(text.length)
     with watched("remembrance", text.length + sum(text.length - t for t in ts if t)) as advance:
-        told = effective_remembrance(model, text.tokens_BT[:, :-1], ts, fitting_chunk(model, text.tokens_BT), advance)
+        told = effective_remembrance(model, text.tokens_BT[:, :-1], ts, piece, advance)
     table = Table("tokens not shown", "shown", "total variation", "Jensen-Shannon", "cosine distance", box=None)
     for t, *moved in told:
         table.add_row(str(t), str(text.length - t), *(f"{value:.3g}" for value in moved))
     return [{"length": text.length, **one._asdict()} for one in told], table
 
 
-def states(model: LanguageModel, text: Text) -> tuple[Lines, Table]:
+def states(model: LanguageModel, text: Text, piece: int) -> tuple[Lines, Table]:
     """Deviations of the states; in the table at the end against the training length."""
-    from hybridtron.train.instruments import fitting_chunk, state_deviation
+    from hybridtron.train.instruments import state_deviation
 
     with watched("states", text.length) as advance:
-        every, chunk = max(1, text.length // STATE_POSITIONS), fitting_chunk(model, text.tokens_BT)
-        told = state_deviation(model, text.tokens_BT[:, :-1], every, chunk, advance)
+        every = max(1, text.length // STATE_POSITIONS)
+        told = state_deviation(model, text.tokens_BT[:, :-1], every, piece, advance)
     table = Table("layer", "position", "deviation", "position", "deviation", "grows by", "most in a head", box=None)
     for layer in dict.fromkeys(one.layer for one in told):
         of_layer = [one for one in told if one.layer == layer]

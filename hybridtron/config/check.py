@@ -22,7 +22,7 @@ from hybridtron.config.check_export import export_folder_problems, export_proble
 from hybridtron.config.check_parallel import parallel_problems
 from hybridtron.config.check_phases import phase_problems
 from hybridtron.config.check_precision import precision_problems, precision_warnings
-from hybridtron.config.check_states import states_problems
+from hybridtron.config.check_states import states_problems, states_warnings
 from hybridtron.config.layout import chunk_count
 from hybridtron.config.pattern import RESERVED, PatternError, parse
 from hybridtron.config.problems import ConfigError
@@ -90,7 +90,10 @@ def require(config: Config, world_size: int | None = None) -> None:
 
 
 def warnings(config: Config) -> list[str]:
-    """What is set and has no effect, one sentence each; for a configuration that `check` finds nothing wrong with."""
+    """What is set and has no effect, or another than it looks, one sentence each.
+
+    Of a configuration that `check` finds nothing wrong with.
+    """
     pattern = parse(config.model.pattern, config.model.layers)
     found = [
         f"model.layers.{letter} is defined, but model.pattern does not use it"
@@ -103,7 +106,7 @@ def warnings(config: Config) -> list[str]:
         found.append("model.pattern has stage borders, which parallel.pipeline=1 does not use")
     if config.optim.schedule != Schedule.wsd and config.optim.decay != OptimConfig.decay:
         found.append(f"optim.decay={config.optim.decay} has no effect: it belongs to optim.schedule=wsd")
-    return [*found, *precision_warnings(config.precision)]
+    return [*found, *states_warnings(config), *precision_warnings(config.precision)]
 
 
 def _model(config: Config) -> Iterator[Problem]:

@@ -36,6 +36,24 @@ def carried_kinds(states: StatesConfig) -> list[StateKind]:
     return list(StateKind) if states.mode is StateMode.tbtt else [StateKind.ssm]
 
 
+def states_warnings(config: Config) -> list[str]:
+    """What options of mixers do otherwise than it looks, with the states that are carried."""
+    carried = {letter for phase in config.phases for letter in _letters_of_keys(config, phase)}
+    archs = [architecture(config.in_phase(phase).model) for phase in config.phases]
+    specs = [pair for arch in archs for pair in dict(zip(arch.letters, arch.specs, strict=True)).items()]
+    found = [(letter, problem) for letter, spec in specs for problem in spec.surprises(letter in carried)]
+    return list(dict.fromkeys(f"model.layers.{letter}.{one.key} {one.message}" for letter, one in found))
+
+
+def _letters_of_keys(config: Config, phase: PhaseConfig) -> set[str]:
+    """Those of the sub-layers whose keys and values the phase carries, if they have any."""
+    states = config.states_of(phase)
+    if states.mode is StateMode.zero or StateKind.kv not in carried_kinds(states):
+        return set()
+    letters = architecture(config.in_phase(phase).model).letters
+    return set(letters) if states.layers is None else {letters[layer] for layer in states.layers}
+
+
 def _numbers(where: str, states: StatesConfig) -> Iterator[Problem]:
     if not 0 <= states.sigma < math.inf:
         yield Problem(f"{where}.sigma", f"is {states.sigma}, must be at least 0")

@@ -167,6 +167,10 @@ class AttentionSpec(HeadsSpec):
 
     window: int | None = None
 
+    @property
+    def attention_at_eval(self) -> str:
+        return "full" if self.window is None else f"window {self.window}"
+
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
         seen = visible_tokens(seq_len, self.window)
         return {**self.projection_flops(model), "attention": 4 * self.channels(model)[0] * seen}

@@ -218,8 +218,22 @@ class MixerSpec(ABC):
         """What is wrong with these options; keys are option names."""
         return []
 
+    @property
+    def attention_at_eval(self) -> str | None:
+        """Which attention runs outside training, and how far it sees by itself; None without any."""
+        return None
+
+    @property
+    def reads_in(self) -> int:
+        """Outside training, pieces of a text give what its whole would where they begin at multiples of this."""
+        return 1
+
     def carry_problems(self, seq_len: int) -> list[Problem]:
         """What keeps rows of this length from going on where the row before them ended; keys are option names."""
+        return []
+
+    def surprises(self, carried: bool) -> list[Problem]:
+        """What works otherwise than it looks; `carried` is whether a phase carries keys and values in training."""
         return []
 
     def layout_problems(self, model: ModelSizes, tensor: int) -> list[Problem]:

@@ -76,6 +76,14 @@ class SpanSpec(HeadsSpec):
         """Whether chunks read blocks of the past."""
         return self.asks or self.memory == "random"
 
+    @property
+    def attention_at_eval(self) -> str:
+        return "full" if self.eval == "full" else f"span {max(self.chunks())}"
+
+    @property
+    def reads_in(self) -> int:
+        return max(self.chunks()) if self.eval == "span" and self.asks and self.relevance == "chunk" else 1
+
     def remembered(self, training: bool) -> int | None:
         """How many tokens before the chunk under way a row may choose from; None: all of the document."""
         return self.remember if training or not self.retrieves else None
@@ -127,6 +135,17 @@ class SpanSpec(HeadsSpec):
         return [
             Problem("chunk", f"is {self.chunk}, but rows of {seq_len} tokens end inside chunks of {uneven}: {cure}")
         ]
+
+    def surprises(self, carried: bool) -> list[Problem]:
+        found = []
+        if self.reads_in > 1:
+            leak = "is span, but under relevance=chunk held-out losses depend on later tokens through the chosen blocks"
+            cure = "which generation can't choose by: use relevance=previous_chunk, or eval=full"
+            found.append(Problem("eval", f"{leak}, {cure}"))
+        if self.remember and not carried:
+            why = "no phase carries keys and values (states.mode=tbtt), and outside training all of a document is kept"
+            found.append(Problem("remember", f"is {self.remember} and has no effect: {why}"))
+        return found
 
     def layout_problems(self, model: ModelSizes, tensor: int) -> list[Problem]:
         found = super().layout_problems(model, tensor)

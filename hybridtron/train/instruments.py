@@ -12,7 +12,7 @@ with x_t:T the tokens x_t ... x_{T-1}, and d one of
 
 A row is one stream that starts from zero states, whatever borders of documents lie in it; x_t:T is read as a text of
 its own, whose first token has position 0. Text is fed in chunks with carried states, so memory does not grow with its
-length, but for the keys and values of full attention. Not the held-out loss of a run, which is `evaluate.py`'s.
+length, but for the keys and values of full and span attention. Not a run's held-out loss, which is `evaluate.py`'s.
 
 Letters: B rows, L tokens read, T = L + 1 tokens of a row where each read one has a successor (T tokens read in the
 remembrance, as in the paper), C tokens of a chunk, V vocabulary, X the axes of a state.
@@ -28,6 +28,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hybridtron.config.architecture import architecture
+from hybridtron.config.schema import ModelConfig
 from hybridtron.data.batch import SeqInfo
 from hybridtron.model.lm import LanguageModel, ModelOut
 from hybridtron.ops.loss import cross_entropy
@@ -109,10 +111,22 @@ def remembrance_points(length: int) -> list[int]:
     return sorted({length // 32, length // 16, *(eighth * length // 8 for eighth in range(8)), *halves})
 
 
-def fitting_chunk(model: LanguageModel, tokens_BT: Tensor) -> int:
-    """Tokens of a chunk, a power of two, such that the logits of all rows take half a GiB in fp32 at most."""
-    fits = max(1, CHUNK_VALUES // (len(tokens_BT) * model.table["embedding.weight"].shape[0]))
-    return min(LONGEST_CHUNK, 1 << (fits.bit_length() - 1))
+def fitting_chunk(model: ModelConfig, rows: int) -> int:
+    """Tokens of a chunk, such that the logits of all rows take half a GiB in fp32 at most, and where chunks may end.
+
+    A power of two, or a multiple of what the model reads in, once at least.
+    """
+    fits = max(1, CHUNK_VALUES // (rows * model.vocab_size))
+    together = math.lcm(*(spec.reads_in for spec in architecture(model).specs))
+    fitting = min(LONGEST_CHUNK, 1 << (fits.bit_length() - 1))
+    return max(1, fitting // together) * together
+
+
+def attention_at_eval(model: ModelConfig) -> dict[str, str]:
+    """Which attention each letter of the pattern runs outside training: full, or a window or span of so many tokens."""
+    arch = architecture(model)
+    kinds = {letter: spec.attention_at_eval for letter, spec in zip(arch.letters, arch.specs, strict=True)}
+    return {letter: kind for letter, kind in kinds.items() if kind is not None}
 
 
 @torch.no_grad()

@@ -243,3 +243,21 @@ def test_rows_that_go_on_end_where_chunks_do() -> None:
     assert "previous_chunk" in problems["model.layers.X.chunk"]
     assert not told(*span, "model.layers.X.relevance=chunk", "states.carry=[ssm]")
     assert "list[int]" in told("recipe=samba_span_laptop", "model.layers.X.chunk=[a]")["model.layers.X.chunk"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "keys"),
+    [
+        ((), []),
+        (("model.layers.X.relevance=chunk",), ["eval"]),
+        (("model.layers.X.relevance=chunk", "model.layers.X.eval=full"), []),
+        (("model.layers.X.relevance=chunk", "model.layers.X.memory=none"), []),
+        (("model.layers.X.remember=64",), ["remember"]),
+        (("model.layers.X.remember=64", "states.mode=tbtt"), []),
+        (("model.layers.X.remember=64", "states.mode=tbtt", "states.carry=[ssm]"), ["remember"]),
+        (("model.layers.X.remember=64", "states.mode=tbtt", "states.layers=[0]"), ["remember"]),
+    ],
+)
+def test_what_spans_do_otherwise_than_it_looks_is_noted(settings: tuple[str, ...], keys: list[str]) -> None:
+    found = warnings(load(["recipe=samba_span_laptop", *settings]))
+    assert [one.split()[0] for one in found] == [f"model.layers.X.{key}" for key in keys]

@@ -22,6 +22,7 @@ from hybridtron.data.batch import SeqInfo
 from hybridtron.data.prepare.corpus import train_tokenizer
 from hybridtron.data.prepare.writer import write_folder
 from hybridtron.model.lm import LanguageModel
+from hybridtron.train import instruments
 from tools.evaluate import main
 
 ROOT = Path(__file__).parents[2]
@@ -46,12 +47,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_data(tmp_path_factory.mktemp("data") / "toy", LENGTHS, tokenizer().to_str())
 
 
-def trained(run: Path, data: Path, pattern: str) -> Path:
+def trained(run: Path, data: Path, pattern: str, *more: str) -> Path:
     arguments = [
         "data=folder", f"data.path={data}", f"run.dir={run}", f"model.pattern={pattern}", "model.width=32",
         f"model.vocab_size={VOCAB}", "model.layers.M.state=4", "model.layers.W.window=8", "model.layers.-.hidden=32",
         "model.layers.S={kind:mamba2,state:4,head_dim:16}", "phases.0.seq_len=16", "phases.0.global_batch=4",
         "phases.0.micro_batch=4", "phases.0.tokens=256", "run.eval_tokens=64", "optim.warmup=1", "checkpoint.every=2",
+        *more,
     ]  # fmt: skip
     assert train.main(arguments) == 0
     return run
@@ -104,6 +106,7 @@ def test_long_documents_are_read_where_there_are_any(run: Path, capsys) -> None:
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in output.glob("*.png"))
     lines = lines_of(output / "positions.jsonl")
     assert [line["position"] for line in lines] == list(range(1, 81))
+    assert all(line["attention"] == {"W": "window 8"} for line in lines)
     documents = [(np.arange(81) + 50 * i) % (VOCAB - 1) + 1 for i in (1, 3, 4)]
     expected = losses_by_hand(folder_of(run, 4), documents)
     assert [line["loss"] for line in lines] == pytest.approx(expected, rel=1e-4)
@@ -115,7 +118,8 @@ def test_the_other_files_hold_what_the_instruments_say(run: Path, tmp_path: Path
     assert "(8 were asked for)" in said
     moved = lines_of(tmp_path / "a/b/remembrance.jsonl")
     assert {line["length"] for line in moved} == {64}
-    assert moved[0] == {"length": 64, "t": 0, "total_variation": 0, "jensen_shannon": 0, "cosine": pytest.approx(0)}
+    none_at_all = {"total_variation": 0, "jensen_shannon": 0, "cosine": pytest.approx(0)}
+    assert moved[0] == {"length": 64, "t": 0, **none_at_all, "attention": {"W": "window 8"}}
     assert moved[-1]["t"] == 63
     assert 0 < moved[-1]["total_variation"] <= 1
     deviations = lines_of(tmp_path / "a/b/states.jsonl")
@@ -143,6 +147,31 @@ def test_other_data_of_the_same_tokenizer(run: Path, tmp_path: Path, capsys) -> 
     strange = write_data(tmp_path / "strange", [500], train_tokenizer(["other words"], VOCAB).to_str())
     assert "another tokenizer" in refused(capsys, run, "--data", strange)
     assert "does not exist" in refused(capsys, run, "--data", tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("options", "used"),
+    [
+        ("relevance:previous_chunk,eval:span", "span 8"),
+        ("relevance:chunk,eval:span", "span 8"),
+        ("relevance:previous_chunk", "full"),
+    ],
+)
+def test_spans_are_read_alike_whatever_is_fed_at_a_time(
+    options: str, used: str, data: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a chunk chooses for itself it must be fed as a whole, and is, though less would fit."""
+    spans = f"model.layers.X={{kind:span,heads:2,chunk:[4,8],block:2,blocks:2,{options}}}"
+    run = trained(tmp_path / "run", data, "M-X-", spans)
+    arguments = [run, "--length", "77", "--rows", "3", "--instruments", "positions", "--output", tmp_path]
+    documents = [(np.arange(78) + 50 * i) % (VOCAB - 1) + 1 for i in (1, 3, 4)]
+    expected = losses_by_hand(folder_of(run, 4), documents)
+    for tokens in (128, 32, 2):
+        monkeypatch.setattr(instruments, "CHUNK_VALUES", tokens * 3 * VOCAB)
+        told(capsys, *arguments)
+        lines = lines_of(tmp_path / "positions.jsonl")
+        assert [line["loss"] for line in lines] == pytest.approx(expected, rel=1e-4)
+        assert all(line["attention"] == {"X": used} for line in lines)
 
 
 def test_a_model_without_a_recurrent_state(data: Path, tmp_path: Path, capsys) -> None:

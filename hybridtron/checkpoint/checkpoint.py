@@ -27,6 +27,7 @@ from torch import Tensor
 
 from hybridtron.checkpoint import manifest
 from hybridtron.checkpoint.files import NAMES, copy, read_chunk, read_head
+from hybridtron.checkpoint.finite import KINDS, is_finite
 from hybridtron.checkpoint.manifest import BrokenCheckpoint, Chunk, Manifest, Meta
 from hybridtron.config.load import load_saved
 from hybridtron.config.schema import Config
@@ -112,7 +113,7 @@ class Checkpoint:
         self.fill(list(itertools.chain.from_iterable(blocks)))
 
     def faults(self) -> Iterator[str]:
-        """Everything that is not as it was written, after reading every byte."""
+        """Everything that is not as it was written, or should not have been, after reading every byte."""
         for name in self.manifest.files:
             try:
                 self.verified(name)
@@ -124,11 +125,16 @@ class Checkpoint:
     def verify_chunks(self, kind: str, share: int, shares: int) -> None:
         """Read one share of the chunks in files of a kind. Raises BrokenCheckpoint."""
         for chunk in [one for one in self.manifest.chunks if one.file.startswith(f"{kind}-")][share::shares]:
-            read_chunk(self.folder, chunk, self.manifest.files[chunk.file])
+            self._verify(chunk)
+
+    def _verify(self, chunk: Chunk) -> None:
+        stored = read_chunk(self.folder, chunk, self.manifest.files[chunk.file])
+        if chunk.file.startswith(KINDS) and not is_finite(stored):
+            raise BrokenCheckpoint(f"{self.folder / chunk.file} holds values of {chunk.key} that are not finite")
 
     def _fault(self, chunk: Chunk) -> str | None:
         try:
-            read_chunk(self.folder, chunk, self.manifest.files[chunk.file])
+            self._verify(chunk)
         except BrokenCheckpoint as error:
             return f"{error} ({chunk.key})"
         return None

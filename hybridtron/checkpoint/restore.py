@@ -7,7 +7,7 @@ precision, with other weights learning: what fits is taken over, what was not th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.finite import not_finite
 from hybridtron.checkpoint.folder import is_of, put_aside, put_newer_aside
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.save import layout_of
@@ -99,7 +100,7 @@ def _restored(checkpoint: Checkpoint, engine: Engine, border: Border | None) -> 
             checkpoint.verified(name)  # what is not needed here is needed by others: the tokenizer, files' heads
         checkpoint.verify_chunks("states", groups.rank, groups.world_size)  # they are read when their phase starts
         if border is None:
-            checkpoint.fill([*blocks["model"], *blocks["optimizer"]])
+            _fill(checkpoint, [*blocks["model"], *blocks["optimizer"]])
         elif fault := _taken_over(border, blocks):
             return fault
         checkpoint.fill(known_blocks(blocks["fp8"], checkpoint.shapes))
@@ -111,6 +112,13 @@ def _restored(checkpoint: Checkpoint, engine: Engine, border: Border | None) -> 
     engine.optimizer.resume(checkpoint.meta.accepted_steps if border is None or border.moments else 0)
     engine.guard.restart(checkpoint.meta.norms, checkpoint.meta.refused)
     return None
+
+
+def _fill(checkpoint: Checkpoint, blocks: Sequence[Any]) -> None:
+    """Read what blocks stand for; a number that is none would be trained on."""
+    checkpoint.fill(blocks)
+    if key := not_finite(blocks):
+        raise BrokenCheckpoint(f"{checkpoint.folder} holds values of {key} that are not finite")
 
 
 def _taken_over(border: Border, blocks: Mapping[str, list[Any]]) -> Fault | None:
@@ -128,7 +136,7 @@ def _taken_over(border: Border, blocks: Mapping[str, list[Any]]) -> Fault | None
         else:
             one.data.zero_()
     try:
-        border.weights.fill(wanted)
+        _fill(border.weights, wanted)
     except BrokenCheckpoint as error:
         return Fault(str(error), border.key)
     return None

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from hybridtron.checkpoint import folder as folders
 from hybridtron.checkpoint.files import copy, sync_folder, write_bytes, write_tensors
+from hybridtron.checkpoint.finite import KINDS, NotFinite, not_finite
 from hybridtron.checkpoint.manifest import (
     FILE,
     BrokenCheckpoint,
@@ -66,6 +67,10 @@ class Content:
     blocks: dict[str, Sequence[Any]]
     small: dict[str, bytes]
 
+    def trained(self) -> list[Any]:
+        """The blocks of weights and moments."""
+        return [one for kind in KINDS for one in self.blocks.get(kind, ())]
+
 
 class Saver:
     """Writes the checkpoints of a run; one at a time, failures counted."""
@@ -82,12 +87,17 @@ class Saver:
         self.mirror = mirror_of(config) if groups.is_first else None
 
     def save(self, engine: Engine, meta: Meta, tokenizer: Path) -> None:
-        """Write the checkpoint of a step; without `checkpoint.asynchronous` it is on disk when this returns."""
+        """Write the checkpoint of a step; without `checkpoint.asynchronous` it is on disk when this returns.
+
+        Raises NotFinite, on all processes and before anything is written, where training has gone wrong on any.
+        """
         self.settle()
         self._step = meta.step
         aside = folders.folder_of(self.run_dir, meta.step)
         aside = aside.with_name(f".{aside.name}.aside")
         content = content_of(engine, meta, tokenizer)
+        if key := next(filter(None, everyone(not_finite(content.trained()))), None):
+            raise NotFinite(f"values of {key} are not finite")
         if self.config.checkpoint.asynchronous:
             with ThreadPoolExecutor(COPIERS) as threads:
                 copies: dict[str, Sequence[Any]] = {

@@ -1,8 +1,9 @@
-"""Going back after too many refused steps in a row: to which checkpoint, how often, and what is left out then.
+"""Going back: to which checkpoint, how often, and what is left out then.
 
-The weights may have been on their way to ruin before the first step was refused, so the run goes back to its newest
-whole checkpoint, but to none that was written while steps were being refused, and reads on after the data that it
-failed on. A run that has come back to the same checkpoint too many times ends.
+A run goes back after too many refused steps in a row, and where a checkpoint would hold a weight or moment that is not
+finite. The weights may have been on their way to ruin before that was seen, so the run goes back to its newest whole
+checkpoint, but to none that was written while steps were being refused, and reads on after the data that it failed on.
+A run that has come back to the same checkpoint too many times ends.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from pathlib import Path
 
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.config.schema import Config
+from hybridtron.checkpoint.finite import NotFinite
+from hybridtron.config.schema import Config, OptimConfig
 from hybridtron.engine.guard import Guard
 from hybridtron.train.metrics import Decision
 from hybridtron.train.start import candidates
@@ -26,11 +28,11 @@ class Diverged(RuntimeError):
 
 
 class GoBack(Exception):
-    """As many steps in a row as `optim.skips` allows were refused, up to this one."""
+    """Training has failed, as was seen after this step: in words, with what a person might do."""
 
-    def __init__(self, step: int) -> None:
-        super().__init__(f"step {step}")
-        self.step = step
+    def __init__(self, step: int, what: str, advice: str) -> None:
+        super().__init__(what)
+        self.step, self.what, self.advice = step, what, advice
 
 
 class WayBack:
@@ -40,40 +42,48 @@ class WayBack:
         self.config, self.run_dir, self.start = config, run_dir, start
         self._times: Counter[int] = Counter()
 
-    def checkpoints(self, failed: int, written: set[int]) -> list[Checkpoint]:
+    def checkpoints(self, failed: GoBack, written: set[int]) -> list[Checkpoint]:
         """The newest first; a folder may hold others, of a run before this one. Raises Diverged if there is none."""
         own = [one for one in checkpoints.sound(self.run_dir) if one.meta.step in written]
         before = [] if self.start is None else list(candidates(self.start, self.config))
-        found = {one.folder: one for one in [*own, *before] if one.meta.step < failed and not one.meta.refused}
+        found = {one.folder: one for one in [*own, *before] if one.meta.step < failed.step and not one.meta.refused}
         if not found:
-            raise Diverged(self._fault(failed, "and there is no checkpoint to go back to"))
+            raise Diverged(f"{failed.what}, and there is no checkpoint to go back to; {failed.advice}")
         return sorted(found.values(), key=lambda one: one.meta.step, reverse=True)
 
-    def count(self, failed: int, to: int) -> int:
+    def count(self, failed: GoBack, to: int) -> int:
         """How often the run has now gone back to this step. Raises Diverged if that is too often."""
         self._times[to] += 1
         if self._times[to] > MOST_TIMES:
             times = f"and the run has gone back to its checkpoint of step {to} {MOST_TIMES} times already"
-            raise Diverged(self._fault(failed, times))
+            raise Diverged(f"{failed.what}, {times}; {failed.advice}")
         return self._times[to]
 
-    def refused_end(self, step: int, refused: int) -> Diverged:
-        """A run whose last steps were refused, however few, is not at its end; the last one gets no checkpoint."""
-        return Diverged(
-            f"the last {refused} of {step} steps were refused, so that the run is not at its end; {self._advice()}. "
-            "The next start tries again from the newest checkpoint"
-        )
 
-    def _fault(self, failed: int, why: str) -> str:
-        skips = self.config.optim.skips
-        return f"optim.skips={skips} steps in a row were refused up to step {failed}, {why}; {self._advice()}"
+def too_many_refused(step: int, optim: OptimConfig) -> GoBack:
+    """As many steps in a row as `optim.skips` allows were refused, up to this one."""
+    return GoBack(step, f"optim.skips={optim.skips} steps in a row were refused up to step {step}", _advice(optim))
 
-    def _advice(self) -> str:
-        return (
-            "logs/decisions.jsonl says why each was. Look for bad data, a learning rate that is too high, or a broken "
-            f"device; larger optim.skips, or optim.spike (now {self.config.optim.spike}; null takes every finite "
-            "step), allows more"
-        )
+
+def not_saved(step: int, fault: NotFinite) -> GoBack:
+    """The checkpoint of this step would have held what is no number."""
+    advice = "look for a learning rate that is too high, or a broken device"
+    return GoBack(step, f"no checkpoint of step {step} was written, as {fault}", advice)
+
+
+def refused_end(step: int, refused: int, optim: OptimConfig) -> Diverged:
+    """A run whose last steps were refused, however few, is not at its end; the last one gets no checkpoint."""
+    return Diverged(
+        f"the last {refused} of {step} steps were refused, so that the run is not at its end; {_advice(optim)}. "
+        "The next start tries again from the newest checkpoint"
+    )
+
+
+def _advice(optim: OptimConfig) -> str:
+    return (
+        "logs/decisions.jsonl says why each was. Look for bad data, a learning rate that is too high, or a broken "
+        f"device; larger optim.skips, or optim.spike (now {optim.spike}; null takes every finite step), allows more"
+    )
 
 
 def refusal_of(step: int, guard: Guard, loss: float, norm: float) -> Decision:
@@ -83,8 +93,8 @@ def refusal_of(step: int, guard: Guard, loss: float, norm: float) -> Decision:
     return Decision(step, "refused", guard.why, loss, norm, limit, in_a_row)
 
 
-def return_of(failed: int, to: int, times: int, windows: Windows) -> Decision:
+def return_of(failed: GoBack, to: int, times: int, windows: Windows) -> Decision:
     """That the run has gone back."""
     left_out = ", ".join(f"steps {w.first} to {w.end - 1} of phases.{w.phase}" for w in windows.all)
-    why = f"too many steps in a row were refused; on from step {to}, leaving out the data of {left_out}, counted from 0"
-    return Decision(failed, "gone back", why, to=to, times=times, windows=windows.as_lists())
+    why = f"{failed.what}; on from step {to}, leaving out the data of {left_out}, counted from 0"
+    return Decision(failed.step, "gone back", why, to=to, times=times, windows=windows.as_lists())

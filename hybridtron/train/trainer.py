@@ -12,6 +12,7 @@ import torch
 
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.finite import NotFinite
 from hybridtron.checkpoint.restore import check_given, restore_newest, restore_states
 from hybridtron.checkpoint.save import Saver, meta_of
 from hybridtron.config.architecture import parameter_table
@@ -27,7 +28,7 @@ from hybridtron.parallel.groups import Groups, barrier, greatest
 from hybridtron.train.announce import announce_end, announce_reading, announce_run
 from hybridtron.train.engines import Engines
 from hybridtron.train.evaluate import evaluate
-from hybridtron.train.go_back import GoBack, WayBack, refusal_of, return_of
+from hybridtron.train.go_back import GoBack, WayBack, not_saved, refusal_of, refused_end, return_of, too_many_refused
 from hybridtron.train.lr import learning_rate, weight_decay
 from hybridtron.train.metrics import Metrics, StepMetrics
 from hybridtron.train.phase_exports import PhaseExports
@@ -114,8 +115,8 @@ class Trainer:
                     self.begin(stretch)
                     self.train_phase(stretch)
                 self.export_ended(min(stretch.last, self.last))
-        except GoBack as refused:
-            self.go_back(refused.step)
+        except GoBack as failed:
+            self.go_back(failed)
             return False
         return True
 
@@ -232,7 +233,10 @@ class Trainer:
         with self.requests.saving():
             validation = None if metrics.validation is None else next(iter(metrics.validation.values()))
             meta = meta_of(self.engine, step, loader.fingerprint, validation, self.windows.all)
-            self.saver.save(self.engine, meta, loader.sources.tokenizer_file)
+            try:
+                self.saver.save(self.engine, meta, loader.sources.tokenizer_file)
+            except NotFinite as fault:
+                raise not_saved(step, fault) from fault
         self.requests.longest_save = max(self.requests.longest_save, self.saver.longest_s)
         self.name_checkpoint()
 
@@ -249,19 +253,19 @@ class Trainer:
     def look_at_refused(self, step: int, refused: int) -> None:
         """Go back after too many steps in a row that were refused; a run does not end on one of them either."""
         if refused >= self.config.optim.skips:
-            raise GoBack(step)
+            raise too_many_refused(step, self.config.optim)
         if step == self.last:
             self.finish_saving()
-            raise self.way_back.refused_end(step, refused)
+            raise refused_end(step, refused, self.config.optim)
 
-    def go_back(self, failed: int) -> None:
+    def go_back(self, failed: GoBack) -> None:
         """Take up the newest checkpoint again, and leave out the data from there to the step that failed."""
-        self.watchdog.beat(f"going back from step {failed}")
+        self.watchdog.beat(f"going back from step {failed.step}")
         self.saver.settle()
         self.start = self.restored(self.way_back.checkpoints(failed, self.saver.written))
         self.first = self.start.meta.step
         times = self.way_back.count(failed, self.first)
-        self.windows = self.windows.without(stretches(self.config), self.first, failed)
+        self.windows = self.windows.without(stretches(self.config), self.first, failed.step)
         if self.metrics is not None:
             self.metrics.decide(return_of(failed, self.first, times, self.windows))
             self.metrics.go_back(self.first)

@@ -272,3 +272,26 @@ def test_what_two_ranks_left_out_one_process_leaves_out_too(
     assert train_small(*settings, SHORT) == 0
     losses, expected = ([line["loss"] for line in trained(run)] for run in (ranks, alone))
     assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_run_whose_moments_are_no_numbers_goes_back_instead_of_saving_them(
+    train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an infinite second moment every later step looks sound, and its weight stands still."""
+    step, taken = Engine.step, []
+
+    def poisoned(engine: Engine, *arguments: Any) -> tuple[float, bool]:
+        taken.append(engine)
+        result = step(engine, *arguments)
+        if len(taken) == 9:
+            next(one for one in engine.blocks()["optimizer"] if one.key.startswith("exp_avg_sq")).data.fill_(math.inf)
+        return result
+
+    monkeypatch.setattr(Engine, "step", poisoned)
+    assert train_small(*BACK) == 0
+    run = tmp_path / "run"
+    assert [(line["step"], line["what"], line["to"], line["windows"]) for line in decisions(run)] == [
+        (10, "gone back", 5, [[0, 5, 10]])
+    ]
+    assert [line["step"] for line in trained(run)] == list(range(1, STEPS + 1))
+    assert all(tensor.isfinite().all() for tensor in final(run).values())

@@ -1,0 +1,39 @@
+"""Whether weights and moments are numbers. No checkpoint with one that is not is written, and none is gone on from.
+
+A step does not show it at once, and need not ever: with an infinite second moment every update of a weight is zero.
+
+Carried states and the statistics of FP8 are not asked: both deal with values that are not finite, and may hold some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KINDS = ("model", "optimizer")  # files of a checkpoint
+
+
+class NotFinite(ArithmeticError):
+    """What was trained is broken, and was not saved."""
+
+
+def not_finite(blocks: Iterable[Any]) -> str | None:
+    """The key of the first block that holds NaN or an infinity: one pass over memory, one wait for a device."""
+    asked = [one for one in blocks if one.data.numel() and one.data.is_floating_point()]
+    if not asked:
+        return None
+    extremes = torch.stack([_extremes(one.data).float() for one in asked]).cpu()
+    fine = extremes.isfinite().all(dim=1).tolist()
+    return next((one.key for one, well in zip(asked, fine, strict=True) if not well), None)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all entries of one tensor are."""
+    return not tensor.numel() or not tensor.is_floating_point() or bool(_extremes(tensor).isfinite().all())
+
+
+def _extremes(tensor: Tensor) -> Tensor:
+    return torch.stack(torch.aminmax(tensor.detach()))  # NaN where there is one; `isfinite` takes ten times as long

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import json
 import re
+import stat
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from mmap import mmap
@@ -23,9 +25,14 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from hybridtron.regular_files import Unreadable, read_regular
+
 FORMAT = 2
 SPLITS = ("train", "validation")
 DTYPES = ("uint16", "uint32")
+LARGEST_MANIFEST = 2**30  # bytes: four million shards
+LARGEST_INDEX = 2**28  # bytes of one source's index.json: half a million shards
+LARGEST_TOKENIZER = 2**28  # bytes; a vocabulary of 256 thousand entries takes 2**25
 SMALLEST_VOCABULARY = 300  # 256 bytes, eos, and a few merges
 DIGEST = "xxh3_128"  # the name by which streaming knows it
 _COMPRESSION = re.compile(r"(zstd|zip|gz|bz2|br|snappy)(:\d+)?")
@@ -52,6 +59,15 @@ def is_url(path: str) -> bool:
 def safe_name(name: str) -> bool:
     """Whether a name can be a part of a path below the folder, and nothing else."""
     return bool(_SAFE_NAME.fullmatch(name))
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _own_digest(values: dict) -> str:
+    """What a manifest carries of itself, whatever the form of its JSON."""
+    return digest_of(json.dumps(values, sort_keys=True).encode())
 
 
 def path_inside(root: Path, relative: str) -> Path | None:
@@ -92,6 +108,15 @@ class SourceSplit:
     def tokens(self) -> int:
         return sum(shard.tokens for shard in self.shards)
 
+    def faults(self) -> Iterator[str]:
+        """What is of no use in the description of its files."""
+        if not (isinstance(self.index, str) and isinstance(self.lengths, str)):
+            yield "its index or its lengths have no digest"
+        for number, shard in enumerate(self.shards):
+            counts = (shard.documents, shard.tokens, shard.size, 0 if shard.packed is None else shard.packed)
+            if not (all(map(_is_count, counts)) and isinstance(shard.file, str) and isinstance(shard.digest, str)):
+                yield f"shard {number} has no name, counts or digest that could be right"
+
     @staticmethod
     def parse(values: dict) -> SourceSplit:
         return SourceSplit(values["index"], values["lengths"], tuple(Shard(**shard) for shard in values["shards"]))
@@ -115,6 +140,7 @@ class Manifest:
         """The manifest from its JSON, or FolderError about the folder it is of."""
         try:
             values = json.loads(text)
+            own = values.pop("digest", None)  # folders of earlier versions have none
             if values["format"] != FORMAT:
                 raise FolderError(
                     folder, f"has format {values['format']}; this version reads format {FORMAT}: prepare it anew"
@@ -124,18 +150,36 @@ class Manifest:
                 for split in SPLITS
             }
             manifest = Manifest(**(values | {"splits": splits}))
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        except FolderError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise FolderError(folder, f"has a manifest.json that does not parse: {error!r}") from error
-        if manifest.dtype not in DTYPES:
-            raise FolderError(folder, f"has tokens of dtype {manifest.dtype!r}; {' and '.join(DTYPES)} are known")
-        if manifest.compression is not None and not _COMPRESSION.fullmatch(manifest.compression):
-            raise FolderError(folder, f"has compression {manifest.compression!r}; zstd, zstd:3 and the like are known")
-        for name in manifest.unsafe_names():
-            raise FolderError(folder, f"has a manifest.json that names {name!r}, which is not a name inside the folder")
+        for fault in manifest.faults():
+            raise FolderError(folder, fault)
+        if own not in (None, _own_digest(values)):
+            raise FolderError(folder, "has a manifest.json that differs from its own digest: it was changed")
         return manifest
 
+    def faults(self) -> Iterator[str]:
+        """What no manifest can say."""
+        if not (_is_count(self.vocab_size) and _is_count(self.eos) and self.eos < self.vocab_size):
+            yield f"has a manifest.json with a vocabulary of {self.vocab_size!r} entries and eos {self.eos!r}"
+        if self.dtype not in DTYPES:
+            yield f"has tokens of dtype {self.dtype!r}; {' and '.join(DTYPES)} are known"
+        if self.compression is not None and not _COMPRESSION.fullmatch(str(self.compression)):
+            yield f"has compression {self.compression!r}; zstd, zstd:3 and the like are known"
+        if not isinstance(self.origin, dict) or not isinstance(self.tokenizer, str):
+            yield "has a manifest.json that does not say where its tokens come from"
+        for split, sources in self.splits.items():
+            for name, of_source in sources.items():
+                if fault := next(of_source.faults(), None):
+                    yield f"has a manifest.json with a fault in {split}/{name}: {fault}"
+        for name in self.unsafe_names():
+            yield f"has a manifest.json that names {name!r}, which is not a name inside the folder"
+
     def dumps(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
+        values = json.loads(json.dumps(asdict(self)))
+        return json.dumps({"digest": _own_digest(values), **values}, indent=1) + "\n"
 
     def unsafe_names(self) -> list[str]:
         """Names of sources and shards that could lead out of the folder."""
@@ -171,7 +215,7 @@ class TokenFolder:
         try:
             if not path.is_dir():
                 raise FolderError(path, "is not a folder" if path.exists() else "does not exist")
-            text = (path / "manifest.json").read_text(encoding="utf-8")
+            text = read_regular(path / "manifest.json", LARGEST_MANIFEST).decode()
             folder = TokenFolder(path, Manifest.parse(text, path), digest_of(text.encode()))
             folder.check_tokenizer()
             for split in SPLITS:
@@ -203,7 +247,7 @@ class TokenFolder:
 
     def check_tokenizer(self) -> None:
         """FolderError where the tokenizer is not the one that the manifest names."""
-        if digest_of(self.tokenizer_file.read_bytes()) != self.manifest.tokenizer:
+        if digest_of(read_regular(self.tokenizer_file, LARGEST_TOKENIZER)) != self.manifest.tokenizer:
             raise FolderError(self.name, "has a tokenizer.json that is not the one its tokens were made with")
 
     def lengths(self, split: str, source: str) -> np.ndarray:
@@ -211,7 +255,7 @@ class TokenFolder:
         of_source, file = self.manifest.splits[split][source], self.source_path(split, source) / "lengths.npy"
         fault = f"has a {split}/{source}/lengths.npy that"
         try:
-            if digest_of(file.read_bytes()) != of_source.lengths:
+            if digest_of(read_regular(file, 2**10 + 4 * of_source.documents)) != of_source.lengths:
                 raise FolderError(self.name, f"{fault} differs from the digest in its manifest")
             lengths = np.load(file, mmap_mode="r" if of_source.documents else None)
         except (ValueError, EOFError, OSError) as error:
@@ -227,12 +271,20 @@ class TokenFolder:
     def _check_sizes(self, split: str, source: str) -> None:
         folder = self.source_path(split, source)
         for file in ("index.json", "lengths.npy"):
-            (folder / file).stat()
+            _size(folder / file)
         for shard in self.manifest.splits[split][source].shards:
             name = self.manifest.stored_name(shard)
             expected = shard.size if shard.packed is None else shard.packed
-            if (found := (folder / name).stat().st_size) != expected:
+            if (found := _size(folder / name)) != expected:
                 kind = "empty" if not found else "truncated" if found < expected else "too long"
                 raise FolderError(
                     self.path, f"has a shard that is {kind}: {split}/{source}/{name} has {found} of {expected} bytes"
                 )
+
+
+def _size(file: Path) -> int:
+    """Of a regular file; OSError where it is anything else."""
+    status = file.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise Unreadable(f"{file} is not a regular file")
+    return status.st_size

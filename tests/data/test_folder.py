@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -145,3 +146,54 @@ def test_opening_needs_no_torch():
     """It is part of the answer to a wrong command line, which comes within a second."""
     code = "import sys, hybridtron.data.ingredients; sys.exit('torch' in sys.modules or 'tokenizers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+CHANGES = [
+    *({"eos": value} for value in (None, "x", -1, 999, 1.0, True)),
+    *({"vocab_size": value} for value in ("x", -1, 0, None, 2**80)),
+    *({"origin": value} for value in (None, 3)),
+    {"tokenizer": 3},
+    {"compression": 3},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_manifest_that_can_not_be_is_refused(toy: TokenFolder, change: dict, sealed: bool):
+    """Folders of earlier versions have no digest of their own, and an edited one may have a digest that fits."""
+    edit_manifest(toy.path, *next(iter(change.items())))
+    if not sealed:
+        edit_manifest(toy.path, "digest", None)
+    with pytest.raises(FolderError):
+        TokenFolder.open(toy.path)
+
+
+@pytest.mark.parametrize("change", [{"documents": "a"}, {"tokens": None}, {"size": -1}, {"packed": "x"}, {"digest": 3}])
+def test_a_shard_that_can_not_be_is_refused(toy: TokenFolder, change: dict):
+    edit_first_shard(toy.path, **change)
+    edit_manifest(toy.path, "digest", None)
+    with pytest.raises(FolderError):
+        TokenFolder.open(toy.path)
+
+
+def test_a_manifest_knows_its_own_digest(toy: TokenFolder):
+    """It tells of a change that nothing else would contradict; folders of earlier versions have none."""
+    for key, value in (("vocab_size", 998), ("eos", 5), ("origin", {})):
+        before = (toy.path / "manifest.json").read_text()
+        edit_manifest(toy.path, key, value)
+        with pytest.raises(FolderError):
+            TokenFolder.open(toy.path)
+        edit_manifest(toy.path, "digest", None)
+        assert getattr(TokenFolder.open(toy.path).manifest, key) == value
+        (toy.path / "manifest.json").write_text(before)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "tokenizer.json", "train/text/index.json", "train/text/lengths.npy"])
+def test_what_is_no_regular_file_is_not_read(toy: TokenFolder, name: str):
+    for make in (Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        (toy.path / name).rename(toy.path / "aside")
+        make(toy.path / name)
+        with pytest.raises(FolderError):
+            TokenFolder.open(toy.path)
+        (toy.path / name).rmdir() if (toy.path / name).is_dir() else (toy.path / name).unlink()
+        (toy.path / "aside").rename(toy.path / name)

@@ -20,7 +20,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from hybridtron.data.folder import digest_of, path_inside
+from hybridtron.data.folder import LARGEST_INDEX, digest_of, path_inside
 from hybridtron.regular_files import read_regular
 
 PACKED_MAGIC = b"LITPKDS"
@@ -40,7 +40,6 @@ _SUFFIXES = {
 }
 TEXT_FILES, TEXT_BYTES = 1000, 2**26  # at most so much of a folder of text files makes one input
 LONGEST_NAME = 100
-LARGEST_INDEX = 2**28  # bytes of an MDS folder's index.json: half a million shards
 
 
 class PrepareError(ValueError):

@@ -16,6 +16,8 @@ import numpy as np
 
 from hybridtron.data.prepare.documents import Document, Reading, Tally
 from hybridtron.data.prepare.input_files import PACKED_MAGIC, Input, InputError, mds_shards
+from hybridtron.data.store.unpack import LARGEST_SHARD, unpacked
+from hybridtron.regular_files import Unreadable, read_regular
 
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_HEADER = struct.Struct("<QBQQ")  # version, dtype, sequences, borders of documents
@@ -122,20 +124,18 @@ def _mds_column(entry: dict[str, Any], text_key: str, index: Path) -> str:
 
 def _mds_bytes(entry: dict[str, Any], file: Path) -> bytes:
     """A shard as it was before compression, held against its index."""
-    from hybridtron.data.store.mosaic import decompress
-
-    data, raw = file.read_bytes(), entry["raw_data"]
+    raw = entry["raw_data"]
     compressed = file.name != Path(raw["basename"]).name
-    if fault := _mds_fault(data, entry["zip_data"] if compressed else raw):
-        raise InputError(f"{file} is damaged: it {fault}")
-    if not compressed:
-        return data
+    info = entry["zip_data"] if compressed else raw
     try:
-        data = decompress(entry["compression"], data)
-    except Exception as error:  # each compression has its own
-        raise InputError(f"{file} is damaged: {error}") from error
-    if fault := _mds_fault(data, raw):
-        raise InputError(f"{file} is damaged: decompressed it {fault}")
+        data = read_regular(file, min(info["bytes"], LARGEST_SHARD))
+        if not (fault := _mds_fault(data, info)) and compressed:
+            data = unpacked(entry["compression"], data, raw["bytes"])
+            fault = _mds_fault(data, raw) and f"decompressed it {_mds_fault(data, raw)}"
+    except (ValueError, TypeError, KeyError, Unreadable) as error:
+        data, fault = b"", str(error)
+    if fault:
+        raise InputError(f"{file} is damaged: it {fault}")
     return data
 
 

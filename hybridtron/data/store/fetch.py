@@ -1,9 +1,9 @@
 """Bringing files into the cache: download, decompress and hold against the manifest, in bounded time.
 
-mosaicml-streaming's Stream downloads and decompresses; when to stop, what to try again and what may get its final
-name is decided here. Its clients bound one wait for the network, not the number of waits: a store that sends a byte
-a second would be listened to for ever. So every attempt runs in a thread of its own that is given up when its time is
-over; what such a thread still writes lies in a folder that nobody looks at.
+mosaicml-streaming's Stream downloads; when to stop, what to try again and what may get its final name is decided here.
+Its clients bound one wait for the network, not the number of waits: a store that sends a byte a second would be
+listened to for ever. So every attempt runs in a thread of its own that is given up when its time is over; what such a
+thread still writes lies in a folder that nobody looks at. A local folder is read once: its faults do not pass.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlparse
 
-from hybridtron.data.folder import DIGEST, FolderError, Manifest, Shard, is_url
+from hybridtron.data.folder import FolderError, Manifest, Shard, digest_of, is_url
 from hybridtron.data.store.cache import PAUSE, CacheOptions, Damaged, DataError, Entry, disk_trouble, inside
+from hybridtron.data.store.unpack import unpacked
+from hybridtron.regular_files import Unreadable, read_regular
 
 if TYPE_CHECKING:
-    from hybridtron.data.store.mosaic import MDSReader, Stream
+    from hybridtron.data.store.mosaic import Stream
 
 Result = TypeVar("Result")
 CLIENTS = {
@@ -54,8 +56,8 @@ def check_scheme(url: str) -> None:
 class Streams:
     """Clients of one dataset's store that are connected, each used by one attempt at a time."""
 
-    def __init__(self, remote: str, timeout: float, packed: bool = False) -> None:
-        self.remote, self.timeout, self.packed = remote, timeout, packed
+    def __init__(self, remote: str, timeout: float) -> None:
+        self.remote, self.timeout = remote, timeout
         self._idle: list[Stream] = []
         self._owner = os.getpid()
 
@@ -77,8 +79,6 @@ class Streams:
                 local=str(folder),
                 download_retry=1,
                 download_timeout=self.timeout,
-                validate_hash=DIGEST if self.packed else None,  # raw bytes are hashed by the cache
-                keep_zip=False,
             )
         stream.local = str(folder)
         yield stream
@@ -96,7 +96,7 @@ def persistently(options: CacheOptions, size: int, scheme: str, attempt: Callabl
         except Exception as error:
             if isinstance(error, OSError) and disk_trouble(options, error, size):
                 raise
-            if number == options.retries or _is_final(error):
+            if number == options.retries or not scheme or _is_final(error):  # what lies here stays as it is
                 took = f"{number + 1} {'attempts' if number else 'attempt'}, {time.monotonic() - begin:.1f} s"
                 raise DataError(f"can't be fetched ({took}): {_described(error, scheme)}") from error
         time.sleep(min(PAUSE, options.timeout / 4))
@@ -131,7 +131,7 @@ class Fetcher:
 
     def __init__(self, entry: Entry, remote: str, manifest: Manifest, where: str) -> None:
         self.entry, self.remote, self.manifest, self.where = entry, remote, manifest, where
-        self._streams = Streams(remote, entry.options.timeout, manifest.compression is not None)
+        self._streams = Streams(remote, entry.options.timeout)
 
     def obtain(self, shard: Shard, packed_digest: str | None) -> mmap:
         """The bytes of a shard, mapped, from the cache if they are there by now."""
@@ -157,33 +157,32 @@ class Fetcher:
 
     def _attempt(self, staging: Path, shard: Shard, packed_digest: str | None) -> tuple[Path, mmap]:
         """Download, decompress and verify a shard once; where it then lies, and its bytes."""
-        if not is_url(self.remote):
-            inside(Path(self.remote), f"{self.where}/{self.manifest.stored_name(shard)}")
-        aside, key = staging / secrets.token_hex(8), f"{self.where}/{shard.file}"
-        with self._streams.one(aside) as stream:
-            stream.prepare_shard(self._reader(aside, shard, packed_digest))
-        return aside / key, self.entry.open(aside / key, key, shard)  # the mark stays true under the file's new name
+        key, stored = f"{self.where}/{shard.file}", f"{self.where}/{self.manifest.stored_name(shard)}"
+        aside = staging / secrets.token_hex(8)
+        ready = aside / key
+        if is_url(self.remote):
+            with self._streams.one(aside) as stream:
+                packed = Path(stream._download_file(stored))
+        else:
+            packed = inside(Path(self.remote), stored)
+        if self.manifest.compression is not None:
+            data = _unpacked(packed, self.manifest.compression, shard, packed_digest)
+            ready.parent.mkdir(parents=True, exist_ok=True)
+            ready.write_bytes(data)
+        return ready, self.entry.open(ready, key, shard)  # the mark stays true under the file's new name
 
-    def _reader(self, folder: Path, shard: Shard, packed_digest: str | None) -> MDSReader:
-        from hybridtron.data.store.mosaic import FileInfo, MDSReader  # imports torch
 
-        stored = None
-        if shard.packed is not None and packed_digest is not None:
-            name = f"{self.where}/{self.manifest.stored_name(shard)}"
-            stored = FileInfo(name, shard.packed, {DIGEST: packed_digest})
-        return MDSReader(
-            dirname=str(folder),
-            split=None,
-            column_encodings=[f"ndarray:{self.manifest.dtype}"],
-            column_names=["tokens"],
-            column_sizes=[None],
-            compression=self.manifest.compression,
-            hashes=[DIGEST],
-            raw_data=FileInfo(f"{self.where}/{shard.file}", shard.size, {DIGEST: shard.digest}),
-            samples=shard.documents,
-            size_limit=None,
-            zip_data=stored,
-        )
+def _unpacked(packed: Path, compression: str, shard: Shard, digest: str | None) -> bytes:
+    """A compressed shard as it is read; Damaged where a byte of it is another one."""
+    try:
+        data = read_regular(packed, shard.packed or 0)
+        if len(data) != shard.packed:
+            raise Damaged("is empty" if not data else f"has {len(data)} of {shard.packed} bytes")
+        if digest_of(data) != digest:
+            raise Damaged("differs from its digest in the index")
+        return unpacked(compression, data, shard.size)
+    except (ValueError, Unreadable) as error:
+        raise Damaged(str(error)) from error
 
 
 def _bounded(seconds: float, attempt: Callable[[], Result]) -> Result:

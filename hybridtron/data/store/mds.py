@@ -26,7 +26,7 @@ def index_faults(index: bytes, manifest: Manifest, of_source: SourceSplit) -> It
     try:
         values = json.loads(index)
         version, entries = values["version"], list(values["shards"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         yield f"does not parse: {error!r}"
         return
     if version != 2:

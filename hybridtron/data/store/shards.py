@@ -23,10 +23,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybridtron.data.folder import SPLITS, FolderError, Manifest, TokenFolder, digest_of, is_url
+from hybridtron.data.folder import LARGEST_INDEX, SPLITS, FolderError, Manifest, TokenFolder, digest_of, is_url
 from hybridtron.data.store.cache import CacheOptions, Damaged, DataError, Entry, inside
 from hybridtron.data.store.fetch import Fetcher, Streams, check_scheme, fetch_file
 from hybridtron.data.store.mds import index_faults, packed_digests, read_offsets, wrong_samples
+from hybridtron.regular_files import read_regular
 
 __all__ = ["CacheOptions", "DataError", "Store", "open_folder"]
 
@@ -155,7 +156,10 @@ class Store:
     def _checked_index(self) -> list[str | None]:
         """The digests of the compressed shards, from an index that agrees with the manifest."""
         of_source = self.folder.manifest.splits[self.split][self.source]
-        index = (self.folder.source_path(self.split, self.source) / "index.json").read_bytes()
+        try:
+            index = read_regular(self.folder.source_path(self.split, self.source) / "index.json", LARGEST_INDEX)
+        except OSError as error:
+            raise DataError(f"{self.folder.name}: {self._where}/index.json can't be read: {error}") from error
         for fault in index_faults(index, self.folder.manifest, of_source):
             raise DataError(f"{self.folder.name}: {self._where}/index.json {fault}")
         if digest_of(index) != of_source.index:

@@ -16,11 +16,24 @@ from pathlib import Path
 
 import numpy as np
 
-from hybridtron.data.folder import SPLITS, FolderError, Manifest, Shard, TokenFolder, digest_of
+from hybridtron.data.folder import (
+    LARGEST_INDEX,
+    LARGEST_MANIFEST,
+    LARGEST_TOKENIZER,
+    SPLITS,
+    FolderError,
+    Manifest,
+    Shard,
+    TokenFolder,
+    digest_of,
+)
 from hybridtron.data.store.cache import DataError, inside
 from hybridtron.data.store.mds import index_faults, packed_digests, read_offsets, wrong_samples
+from hybridtron.data.store.unpack import unpacked
+from hybridtron.regular_files import read_regular
 
 TOLD = 20  # samples that are told of one shard
+MORE = 2**20  # bytes beyond its size that a file is still read with, and looked at
 
 
 @dataclass(frozen=True)
@@ -52,7 +65,7 @@ class ShardTask:
 def verify(path: Path, workers: int = 1, watch: Callable[[int, int], None] = lambda done, whole: None) -> Report:
     """Look at a folder, its shards by so many processes; `watch` is told after each how many are done, and of what."""
     try:
-        text = inside(path, "manifest.json").read_text(encoding="utf-8")
+        text = read_regular(inside(path, "manifest.json"), LARGEST_MANIFEST).decode()
         folder = TokenFolder(path, Manifest.parse(text, path), digest_of(text.encode()))
     except (FolderError, DataError, OSError, UnicodeDecodeError) as error:
         return Report(0, 0, 0, [f"manifest.json: {error}"])
@@ -75,7 +88,7 @@ def tokenizer_faults(folder: TokenFolder) -> Iterator[str]:
 
     manifest = folder.manifest
     try:
-        data = inside(folder.path, "tokenizer.json").read_bytes()
+        data = read_regular(inside(folder.path, "tokenizer.json"), LARGEST_TOKENIZER)
     except (DataError, OSError) as error:
         yield str(error)
         return
@@ -100,7 +113,7 @@ def source_faults(folder: TokenFolder, split: str, source: str) -> tuple[list[st
     faults: list[str] = []
     digests: list[str | None] = [None] * len(of_source.shards)
     try:
-        index = inside(folder.path, f"{where}/index.json").read_bytes()
+        index = read_regular(inside(folder.path, f"{where}/index.json"), LARGEST_INDEX)
         found = list(index_faults(index, manifest, of_source))
         if digest_of(index) != of_source.index:
             found.append("differs from its digest in the manifest")
@@ -158,7 +171,8 @@ def faults_of(task: ShardTask) -> list[str]:
     """What is wrong with one shard."""
     stored = f"{task.where}/{task.stored}"
     try:
-        data = inside(task.root, stored).read_bytes()
+        expected = task.shard.size if task.shard.packed is None else task.shard.packed
+        data = read_regular(inside(task.root, stored), expected + MORE)
     except FileNotFoundError:
         return [f"{stored}: is missing"]
     except (DataError, OSError) as error:
@@ -172,12 +186,10 @@ def _content_faults(task: ShardTask, data: bytes) -> Iterator[str]:
             yield f"has {len(data)} of {task.shard.packed} bytes"
         elif task.packed_digest is not None and digest_of(data) != task.packed_digest:
             yield "differs from its digest in the index"
-        from hybridtron.data.store.mosaic import decompress  # imports torch
-
         try:
-            data = decompress(task.compression, data)
-        except Exception as error:  # every algorithm has its own
-            yield f"can't be decompressed: {error}"
+            data = unpacked(task.compression, data, task.shard.size)
+        except ValueError as error:
+            yield str(error)
             return
     if len(data) != task.shard.size:
         yield f"has {len(data)} of {task.shard.size} bytes" + (" when decompressed" if task.compression else "")

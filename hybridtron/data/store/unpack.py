@@ -1,0 +1,84 @@
+"""Compressed shards, unpacked to the size that is stated for them and never to more.
+
+A hundred kilobytes can unpack to gigabytes, so no algorithm is run before it is certain that it stops: by a limit of
+its own where it has one, else because the data itself says how much it makes, which the algorithm then holds it to.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import importlib
+import io
+from typing import Any
+
+LARGEST_SHARD = 2**32  # bytes: an MDS shard tells its places in 32 bits
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_RLE = 1  # a zstd block that holds one byte, for any number of it
+
+
+def unpacked(compression: str, data: bytes, size: int) -> bytes:
+    """The `size` bytes that compressed data makes; ValueError where it makes another number, or is damaged."""
+    if not 0 <= size <= LARGEST_SHARD:
+        raise ValueError(f"is said to have {size} bytes; a shard has at most {LARGEST_SHARD}")
+    try:
+        made = _made(compression.split(":")[0], data, size)
+    except ValueError:
+        raise
+    except Exception as error:  # every algorithm has its own
+        raise ValueError(f"can't be decompressed: {error}") from error
+    if len(made) != size:
+        more = "more than " if len(made) > size else f"{len(made)} of "
+        raise ValueError(f"has {more}{size} bytes when decompressed")
+    return made
+
+
+def _made(kind: str, data: bytes, size: int) -> bytes:
+    """At least so much that a wrong size is seen, and at most a byte more than stated."""
+    if kind == "gz":
+        return gzip.GzipFile(fileobj=io.BytesIO(data)).read(size + 1)
+    if kind == "bz2":
+        return bz2.BZ2File(io.BytesIO(data)).read(size + 1)
+    if kind == "br":
+        decompressor: Any = importlib.import_module("brotli").Decompressor()
+        made = decompressor.process(data, output_buffer_limit=size + 1)
+        if len(made) <= size and not decompressor.is_finished():
+            raise ValueError("is truncated")
+        return made[: size + 1]
+    stated = {"zstd": _stated_by_zstd, "snappy": _stated_by_snappy}
+    if kind in stated and (found := stated[kind](data)) != size:
+        raise ValueError(f"says that it has {found} bytes when decompressed, and its manifest {size}")
+    from hybridtron.data.store.mosaic import decompress  # imports torch
+
+    return decompress(kind, data)
+
+
+def _stated_by_zstd(data: bytes) -> int:
+    """The size in the header of the one frame that a compressed shard is (RFC 8878, 3.1.1)."""
+    if data[:4] != _ZSTD_MAGIC or len(data) < 6:
+        raise ValueError("can't be decompressed: it does not start as zstd does")
+    described = data[4]
+    alone, place = described >> 5 & 1, 5
+    place += (not alone) + (0, 1, 2, 4)[described & 3]  # the window and a dictionary's number
+    width = (alone, 2, 4, 8)[described >> 6]
+    if not width:
+        raise ValueError("can't be decompressed: it does not say how much it makes")
+    stated = int.from_bytes(data[place : place + width], "little") + 256 * (width == 2)
+    place, last = place + width, False
+    while not last:
+        block = int.from_bytes(data[place : place + 3], "little")
+        last = bool(block & 1) or place >= len(data)
+        place += 3 + (1 if block >> 1 & 3 == _RLE else block >> 3)
+    if place + 4 * (described >> 2 & 1) != len(data):
+        raise ValueError("can't be decompressed: it is truncated, or not one frame of zstd")
+    return stated
+
+
+def _stated_by_snappy(data: bytes) -> int:
+    """The number that leads: seven bits a byte, the last without its eighth."""
+    stated = 0
+    for place, byte in enumerate(data[:5]):
+        stated |= (byte & 127) << 7 * place
+        if byte < 128:
+            return stated
+    raise ValueError("can't be decompressed: it does not say how much it makes")

@@ -1,0 +1,67 @@
+"""Compressed shards that are not what is said of them."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+
+import pytest
+
+from hybridtron.data.store import mosaic  # noqa: F401  which makes its modules importable
+from hybridtron.data.store.unpack import unpacked
+
+DATA = b"some text, some more text " * 1000
+KINDS = ["zstd", "zstd:19", "gz", "bz2", "br", "snappy"]
+
+
+def packed(kind: str, data: bytes) -> bytes:
+    from streaming.base.compression import compress
+
+    return compress(kind, data)
+
+
+def frame(stated: int | None, blocks: int) -> bytes:
+    """zstd that makes so many times 128 KiB from four bytes each, whatever it states."""
+    head = b"\x00\x88" if stated is None else b"\x80\x58" + struct.pack("<I", stated)
+    body = b"".join(
+        struct.pack("<I", 2**17 << 3 | 1 << 1 | (block == blocks - 1))[:3] + b"\0" for block in range(blocks)
+    )
+    return b"\x28\xb5\x2f\xfd" + head + body
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [0, 1, 255, 256, 70_000])
+def test_what_was_packed_comes_back(kind: str, size: int) -> None:
+    data = (DATA * 3)[:size]
+    assert unpacked(kind, packed(kind, data), size) == data
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_size_or_a_cut_is_refused(kind: str) -> None:
+    whole = packed(kind, DATA)
+    for data, size in ((whole, len(DATA) - 1), (whole, len(DATA) + 1), (whole[:-5], len(DATA)), (b"", 5), (b"x", 5)):
+        with pytest.raises(ValueError, match=r"."):
+            unpacked(kind, data, size)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bomb_is_not_unpacked(kind: str) -> None:
+    bomb = packed(kind, bytes(2**26))
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"."):
+        unpacked(kind, bomb, 11_010)
+    assert tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("stated", [None, 1000, 8000 * 2**17])
+@pytest.mark.parametrize("before", [b"", packed("zstd", b"x" * 1000)])
+def test_a_zstd_bomb_that_lies(stated: int | None, before: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        unpacked("zstd", before + frame(stated, 8000), 1000)
+
+
+def test_a_size_that_no_shard_has() -> None:
+    for size in (-1, 2**62):
+        with pytest.raises(ValueError, match=r"."):
+            unpacked("zstd", packed("zstd", DATA), size)

@@ -23,6 +23,7 @@ from hybridtron.config.layout import launched
 from hybridtron.config.load import choices_of, load
 from hybridtron.config.problems import ConfigError
 from hybridtron.data import ingredients
+from hybridtron.data.check_vocabulary import vocabulary_warnings
 from hybridtron.train.failures import FailedElsewhere
 from hybridtron.train.lock import RunLock
 from hybridtron.train.preempt import StopRequests
@@ -65,7 +66,7 @@ def main(arguments: list[str]) -> int:
             return 0
         if problems := check(config, launched().world_size) + ingredients.problems(config):
             raise ConfigError(problems)
-        for warning in warnings(config) if launched().rank == 0 else ():
+        for warning in [*warnings(config), *vocabulary_warnings(config)] if launched().rank == 0 else ():
             print(f"warning: {warning}", file=sys.stderr)
         first = launched().rank == 0
         requests = StopRequests(config.run, speaks=first)

@@ -24,7 +24,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from torch import Tensor
 
-    from hybridtron.config.schema import Config, DataConfig, PhaseConfig
+    from hybridtron.config.schema import Config, DataConfig
     from hybridtron.data.rows import Row
     from hybridtron.data.sources import Sources
     from hybridtron.data.store.shards import Store
@@ -70,6 +70,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--length", default="16x", metavar="N", help="tokens, or training lengths (default: %(default)s)"
     )
+    parser.add_argument("--seq-len", type=int, metavar="N", help="training length (default: as the checkpoint says)")
     parser.add_argument("--rows", type=int, default=8, metavar="B", help="rows, at most (default: %(default)s)")
     parser.add_argument("--instruments", default=",".join(INSTRUMENTS), metavar="A,B", help="default: %(default)s")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation/STEP)")
@@ -79,6 +80,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--instruments: there is no {wrong[0]!r}; there are {', '.join(INSTRUMENTS)}")
     if not re.fullmatch(r"0*[1-9]\d*x?", chosen.length, re.ASCII):
         parser.error(f"--length is {chosen.length}, must be a number of tokens such as 8192, or of lengths such as 16x")
+    if chosen.seq_len is not None and chosen.seq_len < 1:
+        parser.error(f"--seq-len is {chosen.seq_len}, must be at least 1")
     if chosen.rows < 1:
         parser.error(f"--rows is {chosen.rows}, must be at least 1")
     return chosen
@@ -100,15 +103,15 @@ def evaluate(chosen: argparse.Namespace) -> None:
     checkpoint = find_checkpoint(chosen.path)
     from hybridtron.train.instruments import attention_at_eval, fitting_chunk  # torch, which a wrong path does without
 
-    model, config, phase = load(checkpoint)
-    length = int(chosen.length.removesuffix("x")) * (phase.seq_len if chosen.length.endswith("x") else 1)
-    text = read_text(checkpoint, config.data_of(phase), phase.seq_len, chosen.data, length, chosen.rows)
+    model, config, seq_len = load(checkpoint, chosen.seq_len)
+    length = int(chosen.length.removesuffix("x")) * (seq_len if chosen.length.endswith("x") else 1)
+    text = read_text(checkpoint, config.data, seq_len, chosen.data, length, chosen.rows)
     piece, attention = fitting_chunk(config.model, len(text.tokens_BT)), attention_at_eval(config.model)
     run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
     output = chosen.output or run / "evaluation" / checkpoint.name
     output.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.print(f"{checkpoint}, trained on rows of {phase.seq_len} tokens\n{text.described}")
+    console.print(f"{checkpoint}, trained on rows of {seq_len} tokens\n{text.described}")
     if attention:
         console.print("attention: " + ", ".join(f"{kind} ({letter})" for letter, kind in attention.items()))
     pictures = is_there("matplotlib")
@@ -125,13 +128,17 @@ def evaluate(chosen: argparse.Namespace) -> None:
     console.print(f"written to {output}" + ("" if pictures else f", without pictures: {missing('plot')}"))
 
 
-def load(checkpoint: Path) -> tuple[LanguageModel, Config, PhaseConfig]:
-    """The whole model, its configuration, and the phase in which the checkpoint was written."""
+def load(checkpoint: Path, seq_len: int | None) -> tuple[LanguageModel, Config, int]:
+    """The whole model; the configuration, with the data of the phase that it was written in; the length of its rows."""
     from hybridtron.config.phases import stretches
 
     model, config, step = load_checkpoint(checkpoint)
-    plan = stretches(config)
-    return model, config, next((one.phase for one in plan if step <= one.last), plan[-1].phase)
+    if plan := stretches(config):
+        phase = next((one.phase for one in plan if step <= one.last), plan[-1].phase)
+        return model, replace(config, data=config.data_of(phase)), seq_len or phase.seq_len
+    if seq_len is None:
+        raise Unusable(f"{checkpoint} was imported and does not say how it was trained: give --seq-len, and --data")
+    return model, config, seq_len
 
 
 def read_text(checkpoint: Path, data: DataConfig, seq_len: int, path: str | None, length: int, rows: int) -> Text:

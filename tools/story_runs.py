@@ -197,8 +197,8 @@ def read_on(run: Path, sizes: Sizes) -> list[float]:
     from tools.evaluate import load, open_sources
     from tools.generate import find_checkpoint
 
-    model, config, phase = load(find_checkpoint(run))
-    tokens, sources = phase.seq_len * sizes.multiples + 1, open_sources(config.data, None)
+    model, config, seq_len = load(find_checkpoint(run), None)
+    tokens, sources = seq_len * sizes.multiples + 1, open_sources(config.data, None)
     stores = sources.stores("validation")
     streams = [DocumentStream.of(store) for store in stores]
     stride = sum(stream.tokens_per_epoch for stream in streams) // sizes.rows  # rows overlap: each position sees all
@@ -208,7 +208,7 @@ def read_on(run: Path, sizes: Sizes) -> list[float]:
         for start in range(0, stream.tokens_per_epoch - tokens, stride)
     ]
     tokens_BT = torch.from_numpy(gather(stores, rows, sources.dtype, joined=True).tokens_BT.astype("int64"))
-    return position_losses(model, tokens_BT, 2 * phase.seq_len).tolist()
+    return position_losses(model, tokens_BT, 2 * seq_len).tolist()
 
 
 def copy_accuracy(run: Path, sizes: Sizes) -> dict[str, float]:
@@ -219,7 +219,7 @@ def copy_accuracy(run: Path, sizes: Sizes) -> dict[str, float]:
     from tools.evaluate import load
     from tools.generate import find_checkpoint
 
-    model, _, _ = load(find_checkpoint(run))
+    model, _, _ = load(find_checkpoint(run), None)
     generator, found = torch.Generator().manual_seed(1), {}
     for length in sizes.copy_test:
         letters_BL: Tensor = torch.randint(LETTERS, (128, length), generator=generator)

@@ -50,6 +50,8 @@ def load(arguments: Sequence[str], configs: Path = CONFIGS) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError([*found, unresolved(error)]) from error
     found += [p for key, value in values if key != weights.KEY and (p := _set(composed, key, value))]
+    if missing := weights.unknown(composed):  # nothing that hangs on them can be looked up
+        raise ConfigError([*found, *missing])
     return _typed(composed, [*found, *secrets_from_environment(composed)])
 
 

@@ -5,17 +5,21 @@
     ${times:A,B}     their product
     ${ratio:A,B}     A / B, at most 1
 
-So a recipe that goes on from any checkpoint writes down only what it changes. Nothing here opens the weights.
+So a recipe that goes on from any checkpoint writes down only what it changes. What an imported checkpoint was trained
+on, and how, is not known: its configuration has no phases, and keys that would come from there must be set. Nothing
+here opens the weights.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import Container, DictConfig, ListConfig, Node, OmegaConf
 
 from hybridtron.config.problems import ConfigError
 from hybridtron.config.rules import is_folder, shortened
@@ -25,6 +29,7 @@ from hybridtron.specs.base import Problem
 
 KEY = "run.weights"
 WHAT = "a run's folder (runs/NAME) or one of its checkpoints (runs/NAME/checkpoints/step-00000100)"
+_WEIGHTS = re.compile(r"\$\{weights:([\w.]+)\}")
 FREE_FORM = (("model", "layers"), ("data", "mixture"))  # whose entries a command line may change one by one
 
 
@@ -50,6 +55,36 @@ def settle(config: DictConfig) -> None:
             OmegaConf.update(config, f"{section}.{name}", saved[section][name], force_add=True)
 
 
+def tokenizer_of(folder: str) -> Path | None:
+    """The tokenizer.json of a checkpoint, or of the newest one of a run."""
+    path = Path(folder)
+    held = sorted(path.glob("checkpoints/step-*/tokenizer.json"), reverse=True) or [path / "tokenizer.json"]
+    return held[0] if held[0].is_file() else None
+
+
+def unknown(config: DictConfig) -> list[Problem]:
+    """Keys that would be taken from what the checkpoint does not say."""
+    folder = config.run.weights
+    if folder is None or (saved := _saved(folder)).keys() >= {"phase"}:
+        return []
+    found = []
+    for key, text in _interpolations(config):
+        named = [name.split(".") for name in _WEIGHTS.findall(text)]
+        if any(name[0] not in saved or name[1] not in saved[name[0]] for name in named):
+            found.append(Problem(key, f"must be set: {folder} was imported, and does not say how it was trained"))
+    return found
+
+
+def _interpolations(node: Container, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Keys whose value is looked up, and what is written there."""
+    for name in range(len(node)) if isinstance(node, ListConfig) else node:
+        child = node._get_node(name)
+        if isinstance(child, Node) and child._is_interpolation():
+            yield f"{prefix}{name}", str(child._value())
+        elif isinstance(child, Container) and not child._is_none() and not child._is_missing():
+            yield from _interpolations(child, f"{prefix}{name}.")
+
+
 def _saved(folder: str) -> dict[str, Any]:
     """What `${weights:KEY}` can name, from the config.yaml that runs and checkpoints hold."""
     path = Path(folder) / "config.yaml"
@@ -66,6 +101,11 @@ def _saved(folder: str) -> dict[str, Any]:
 def _parsed(path: Path, _modified: int) -> dict[str, Any]:
     config = OmegaConf.to_object(read_saved(path))
     assert isinstance(config, Config)
+    if not config.phases:  # imported
+        known = {"model": config.model, "precision": config.precision, "run": config.run, "data": config.data}
+        sections = {name: dataclasses.asdict(section) for name, section in known.items()}
+        del sections["data"]["path"]
+        return sections
     last = config.phases[-1]
     now = config.in_phase(last)
     peak = next(phase.lr for phase in reversed(config.phases) if phase.lr is not None)  # of the course that it ends

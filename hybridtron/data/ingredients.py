@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from hybridtron.config.schema import Config, DataConfig, IngredientConfig, PhaseConfig, Source
 from hybridtron.config.units import parse_tokens
+from hybridtron.data.check_vocabulary import embedded_problems, meaning_problems
 from hybridtron.data.folder import SMALLEST_VOCABULARY, FolderError, TokenFolder, is_url
 from hybridtron.specs.base import Problem
 
@@ -112,7 +113,9 @@ def _phase_problems(config: Config, index: int, phase: PhaseConfig, opened: Open
         return [Problem("model.vocab_size", f"is {vocab_size}; {needs}")]
     paths = [entry.path or data.path for entry in data.mixture.values()] or [data.path]
     to_be_prepared = data.source == Source.embedded and not os.path.exists(data.path)  # noqa: PTH110 (a path too long for the system is none)
-    if to_be_prepared or any(is_url(path) for path in paths):
+    if to_be_prepared:
+        return embedded_problems(config, index, data.path)
+    if any(is_url(path) for path in paths):
         return []
     try:
         found = ingredients_of(data, opened)
@@ -130,6 +133,7 @@ def content_problems(key: str, config: Config, phase: PhaseConfig, found: Sequen
     """What opened sources hold against the model and the lengths of a phase."""
     folders = {ingredient.folder.name: ingredient.folder for ingredient in found}
     vocabulary = [p for folder in folders.values() for p in _vocabulary_problems(key, config, phase, folder)]
+    vocabulary += meaning_problems(config, config.phases.index(phase), found[0].folder)
     return vocabulary + _size_problems(key, config, phase, found) + _amount_problems(config, phase, found)
 
 

@@ -20,8 +20,8 @@ import torch
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.files import appearing
 from hybridtron.checkpoint.manifest import FILE, digest
+from hybridtron.config.architecture import parameter_table
 from hybridtron.config.choices import Export as Wanted
-from hybridtron.config.count import count
 from hybridtron.config.exportable import RECORD, CannotExport, export_class
 from hybridtron.config.schema import Config, ModelConfig
 from hybridtron.config.units import readable
@@ -33,6 +33,8 @@ from hybridtron.export.writer import Planned, write_json, write_weights
 NATIVES: tuple[Native, ...] = (Mamba(), Mamba2(), Llama(), Mistral(), Granite())
 CUSTOM = Custom()
 TARGETS = (*NATIVES, CUSTOM)
+LONGEST = "max_position_embeddings"
+UNKNOWN_LENGTH = 2048  # what transformers takes where config.json is silent
 Progress = Callable[[int, int], None]
 
 
@@ -62,7 +64,7 @@ class Export:
         written = str(max({t.dtype for t in tensors if not t.rule.fp32}, key=str)).removeprefix("torch.")
         eos = self._eos()
         tokens = {"bos_token_id": eos, "eos_token_id": eos, "pad_token_id": eos}
-        length = max(phase.seq_len for phase in config.phases)
+        length = self._length()
         types = {"dtype": written, "torch_dtype": written}
         write_json(folder / "config.json", {**self.target.config(config.model, length), **types, **tokens})
         write_json(folder / "generation_config.json", {"_from_model_config": True, **tokens})
@@ -71,6 +73,11 @@ class Export:
             (folder / path.name).write_bytes(path.read_bytes())
         (folder / "README.md").write_text(card(config, self.target), encoding="utf-8")
         write_json(folder / RECORD, self._record(written))
+
+    def _length(self) -> int:
+        """Tokens of the longest row that it was trained on, or for an import what its config.json said."""
+        lengths = [phase.seq_len for phase in self.source.config.phases]
+        return max(lengths, default=int(self.source.meta.data.get(LONGEST, UNKNOWN_LENGTH)))
 
     def _eos(self) -> int | None:
         stored = self.source.meta.data.get("eos")
@@ -119,7 +126,7 @@ def export(source: Checkpoint, output: Path, plan: Export, prove: Callable[[Path
 
 def card(config: Config, target: Native) -> str:
     """README.md as the Hub shows it."""
-    found = count(config.model, max(phase.seq_len for phase in config.phases))
+    parameters = sum(weight.size for weight in parameter_table(config.model).values())
     layers = "\n".join(f"- `{letter}`: {entry}" for letter, entry in config.model.layers.items())
     trust = ", trust_remote_code=True" if target.code else ""
     return f"""---
@@ -132,7 +139,7 @@ tags:
 
 # {config.run.name}
 
-A language model of {readable(found.parameters)} parameters, pretrained with hybridtron.
+A language model of {readable(parameters)} parameters, pretrained with hybridtron.
 
 - pattern: `{config.model.pattern}`, width {config.model.width}, vocabulary {config.model.vocab_size}
 {layers}

@@ -22,16 +22,16 @@ from hybridtron.checkpoint.files import appearing
 from hybridtron.checkpoint.manifest import Meta
 from hybridtron.checkpoint.rewrite import write_whole
 from hybridtron.config.choices import Precision
+from hybridtron.config.choices import Source as DataSource
 from hybridtron.config.load import to_yaml
-from hybridtron.config.schema import Config, DataConfig, ModelConfig, PhaseConfig, PrecisionConfig, RunConfig
-from hybridtron.export.export import TARGETS
+from hybridtron.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig, RunConfig
+from hybridtron.export.export import LONGEST, TARGETS
 from hybridtron.export.native import Native
 from hybridtron.export.original import Original
 from hybridtron.export.reader import CannotImport, Weights, settings_of
 from hybridtron.export.rules import Rule
 
 PART_BYTES = 2**26  # of tensors that are in memory at once, twice: one part is written while the next is read
-LONGEST = 4096  # tokens of a row, where config.json allows more
 
 
 @dataclass(frozen=True)
@@ -76,15 +76,14 @@ class Source:
                 yield f"{name} has shape {held[name]}, not {wanted[name]}"
 
     def config(self, name: str) -> Config:
-        """A configuration that says what is known of it, for runs that go on from there."""
-        length = min(LONGEST, int(self.settings.get("max_position_embeddings") or LONGEST))
+        """What is known of it, for runs that go on from there: neither its data nor how it was trained."""
         narrow = self.weights.read(self.rules[0].theirs).dtype == torch.bfloat16
         return Config(
             model=self.model,
-            data=DataConfig(path="unknown"),
+            data=DataConfig(source=DataSource.folder, path="unknown"),
             precision=PrecisionConfig(Precision.bf16 if narrow else Precision.fp32),
             run=RunConfig(name=name),
-            phases=[PhaseConfig(name="imported", tokens="1", seq_len=length, global_batch=1, lr=1e-4)],
+            phases=[],
         )
 
 
@@ -105,8 +104,8 @@ def take_over(source: Source, folder: Path, output: Path, prove: Callable[[Check
         "config.yaml": to_yaml(source.config(output.name)).encode(),
         "tokenizer.json": (folder / "tokenizer.json").read_bytes(),
     }
-    eos = source.settings.get("eos_token_id")
-    data = {"eos": str(eos)} if isinstance(eos, int) else {}
+    known = {"eos": "eos_token_id", LONGEST: LONGEST}
+    data = {ours: str(value) for ours, key in known.items() if isinstance(value := source.settings.get(key), int)}
     meta = Meta(0, 0, data, f"imported from {source.kind.name}", torch.__version__)
     with appearing(output) as aside:
         write_whole(aside, meta, small, _tensors(source))

@@ -12,7 +12,8 @@ from hybridtron.config.load import CONFIGS, choices_of, load, to_yaml
 from hybridtron.config.problems import ConfigError
 from hybridtron.config.schema import Config, Documents, Order, StateMode
 
-LENGTH = [name for name in choices_of("recipe") if name.startswith("length/")]
+OFFICIAL = [name for name in choices_of("recipe") if name.startswith("length/official_")]
+LENGTH = [name for name in choices_of("recipe") if name.startswith("length/") and name not in OFFICIAL]
 BASE = ["recipe=mamba2_45m", "data.path=/data/pile", "run.name=base"]
 
 
@@ -22,6 +23,15 @@ def base(tmp_path: Path) -> Path:
     (tmp_path / "base").mkdir()
     (tmp_path / "base/config.yaml").write_text(to_yaml(load(BASE)))
     return tmp_path / "base"
+
+
+@pytest.fixture
+def imported(tmp_path: Path) -> Path:
+    """A checkpoint as an import writes it: nothing is known of its data and its training."""
+    held = load(BASE)
+    (tmp_path / "imported").mkdir()
+    (tmp_path / "imported/config.yaml").write_text(to_yaml(dataclasses.replace(held, phases=[])))
+    return tmp_path / "imported"
 
 
 def told(*arguments: str) -> dict[str, str]:
@@ -119,3 +129,32 @@ def test_a_run_of_several_phases_hands_on_what_it_ended_with(base: Path) -> None
     assert config.model.layers["W"]["kind"] == "span"
     assert config.precision.name == "bf16"
     assert config.phases[0].lr == pytest.approx(6e-5)  # a tenth of the last peak
+
+
+@pytest.mark.parametrize("recipe", LENGTH)
+def test_what_an_import_does_not_know_is_asked_for_at_once(recipe: str, imported: Path) -> None:
+    arguments = [f"recipe={recipe}", f"run.weights={imported}"]
+    missing = {f"phases.0.{name}": value for name, value in (("seq_len", 2048), ("global_batch", 256))}
+    missing |= {"phases.0.micro_batch": 4, "phases.0.lr": 6e-5, "data.path": "/data/pile"}
+    assert told(*arguments).keys() == missing.keys()
+    assert told(*arguments, "phases.0.lr=6e-5").keys() == missing.keys() - {"phases.0.lr"}
+    config = load([*arguments, *(f"{key}={value}" for key, value in missing.items())])
+    assert check(config) == []
+    assert config.model == load(BASE).model
+    assert config.data.source == "folder"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "peak"), [("130m", 6e-4), ("370m", 3e-4), ("780m", 2.5e-4), ("1.3b", 2e-4)], ids=lambda one: str(one)
+)
+def test_official_checkpoints_have_the_papers_numbers(recipe: str, peak: float, imported: Path) -> None:
+    config = load([f"recipe=length/official_{recipe}", f"run.weights={imported}", "data.path=/data/pile"])
+    assert check(config) == []
+    (phase,) = config.phases
+    assert (phase.tokens, phase.seq_len, phase.global_batch) == (str(100 * 2**19), 2048, 256)
+    assert phase.lr == pytest.approx(peak / 10)
+    assert config.optim.final_lr * phase.lr == pytest.approx(1e-5)
+    assert (config.optim.warmup, config.optim.weight_decay, config.optim.clip) == ("10%", 0.01, 1.0)
+    assert (config.states.mode, config.states.dropout) == (StateMode.passing, 0.1)
+    walking = ["states.mode=tbtt", "data.documents=null", "data.order=lanes"]
+    assert check(load([f"recipe=length/official_{recipe}", f"run.weights={imported}", *walking, "data.path=/p"])) == []

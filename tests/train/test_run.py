@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from hybridtron.checkpoint import folder as checkpoints
+from hybridtron.config.load import load, to_yaml
 from hybridtron.data.batch import Batch
 from hybridtron.data.folder import digest_of
 from hybridtron.engine.engine import Engine
@@ -263,4 +264,19 @@ def test_bad_input_ends_with_one_clear_message_and_writes_nothing(
 ) -> None:
     assert train_small(argument) == 2
     assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_of_another_vocabulary_are_refused(
+    train_small: Train, tmp_path: Path, counting_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    tokenizer = json.loads((counting_folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {token: len(vocabulary) - 1 - number for token, number in vocabulary.items()}
+    (weights / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (weights / "config.yaml").write_text(to_yaml(load([])))
+    assert train_small(f"run.weights={weights}") == 2
+    assert "run.weights  is" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

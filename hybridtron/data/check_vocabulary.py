@@ -1,0 +1,65 @@
+"""Weights from elsewhere are trained on tokens of the vocabulary that they know, unless others are accepted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hybridtron.config.schema import Config
+from hybridtron.config.weights import tokenizer_of
+from hybridtron.data.folder import TokenFolder
+from hybridtron.data.same_vocabulary import difference, is_readable
+from hybridtron.specs.base import Problem
+
+
+def embedded_problems(config: Config, index: int, path: str) -> list[Problem]:
+    """A corpus that is prepared now would get a vocabulary of its own."""
+    if (given := _given(config, index)) is None or config.run.accept_data_changes:
+        return []
+    key, folder, tokenizer = given
+    why = f"{path} would be made now, with a tokenizer of its own"
+    return [Problem(key, f"is {folder}, which has a vocabulary, and {why}; {_cure(tokenizer)}")]
+
+
+def meaning_problems(config: Config, index: int, folder: TokenFolder) -> list[Problem]:
+    """The ids in a folder must mean what they mean to a phase's weights."""
+    if (given := _given(config, index)) is None or config.run.accept_data_changes:
+        return []
+    key, weights, tokenizer = given
+    why = difference(tokenizer.read_bytes(), folder.tokenizer_file.read_bytes())
+    if why is None:
+        return []
+    return [
+        Problem(key, f"is {weights}, but {folder.name} has tokens of another vocabulary: {why}; {_cure(tokenizer)}")
+    ]
+
+
+def vocabulary_warnings(config: Config) -> list[str]:
+    """Weights whose vocabulary is not known."""
+    named = dict(found for index in range(len(config.phases)) if (found := _named(config, index)) is not None)
+    told = "has no tokenizer that can be read: that the data is of its vocabulary is taken on trust"
+    return [f"{key}={folder} {told}" for key, folder in named.items() if _readable(folder) is None]
+
+
+def _named(config: Config, index: int) -> tuple[str, str] | None:
+    """The key that names the weights of a phase, and what it says, where they come from elsewhere."""
+    for number in range(index, 0, -1):
+        if (folder := config.phases[number].init_from) is not None:
+            return f"phases.{number}.init_from", folder
+    return None if config.run.weights is None else ("run.weights", config.run.weights)
+
+
+def _given(config: Config, index: int) -> tuple[str, str, Path] | None:
+    """The same with their tokenizer, where there is one."""
+    if (named := _named(config, index)) is None or (tokenizer := _readable(named[1])) is None:
+        return None
+    return *named, tokenizer
+
+
+def _readable(folder: str) -> Path | None:
+    tokenizer = tokenizer_of(folder)
+    return tokenizer if tokenizer is not None and is_readable(tokenizer.read_bytes()) else None
+
+
+def _cure(tokenizer: Path) -> str:
+    made = f"use tokens made with its own (tools/prepare_data.py --tokenizer {tokenizer}; data.source=folder)"
+    return f"{made}, or run.accept_data_changes=true"

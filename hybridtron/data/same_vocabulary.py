@@ -1,0 +1,83 @@
+"""Whether tokens of one tokenizer mean to a model what those of another did; without torch.
+
+Two files of one tokenizer can differ in every byte: another version of a library writes the same in other words, and
+what was tuned may have tokens added. So what is compared is what they do: the id of every token that both have, the
+merges, and the ids of some texts in which tokenizers usually part.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from tokenizers import Tokenizer
+
+PROBES = (
+    "The quick brown fox, it's 12:45 on 2024-07-01; don't panic!",
+    "  two spaces\ttab\n\n  new line \r\n end ",
+    "naïve café Ångström ﬁ ２３ ½ e\u0301 ß İ",
+    "你好，世界。 привет мир مرحبا こんにちは 안녕",
+    "def f(x):\n    return {'a': [x ** 2 != 3.14e-10]}  # 👩‍💻🙂",
+    "http://a.b/c?d=e&f=100000000 UPPER lower MiXeD aaaaaaaaaaaaaaaaaaaa",
+)
+
+
+def difference(held: bytes, other: bytes) -> str | None:
+    """Why tokens of `other` are not those that a model with the tokenizer `held` knows; None where they are.
+
+    Both must be readable. Either may have more tokens behind those of the other.
+    """
+    return None if held == other else _difference(held, other)
+
+
+@lru_cache(maxsize=8)
+def _difference(held: bytes, other: bytes) -> str | None:
+    ours, theirs = _opened(held), _opened(other)
+    ids, their_ids = ours.get_vocab(with_added_tokens=True), theirs.get_vocab(with_added_tokens=True)
+    return _ids_differ(ids, their_ids) or _merges_differ(ours, theirs) or _texts_differ(ours, theirs)
+
+
+@lru_cache(maxsize=8)
+def is_readable(stored: bytes) -> bool:
+    """Whether it is the tokenizer.json of a tokenizer."""
+    try:
+        Tokenizer.from_str(stored.decode())
+    except Exception:  # tokenizers raises nothing narrower
+        return False
+    return True
+
+
+def _opened(stored: bytes) -> Tokenizer:
+    tokenizer = Tokenizer.from_str(stored.decode())
+    tokenizer.no_truncation()  # the file may hold the settings of whoever used it last
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _ids_differ(ids: Mapping[str, int], their_ids: Mapping[str, int]) -> str | None:
+    fewer, more = sorted((ids, their_ids), key=len)
+    for token, number in fewer.items():
+        if more.get(token) != number:
+            at = f"{ids.get(token, 'none')}, not {their_ids.get(token, 'none')}"
+            return f"the id of {token!r} is {at}"
+    return None
+
+
+def _merges_differ(ours: Tokenizer, theirs: Tokenizer) -> str | None:
+    merges, their_merges = (_merges(one) for one in (ours, theirs))
+    common = min(len(merges), len(their_merges))
+    return None if merges[:common] == their_merges[:common] else "the merges are others"
+
+
+def _merges(tokenizer: Tokenizer) -> list[Any]:
+    """As this version of the library writes them, whatever the file had."""
+    return json.loads(tokenizer.to_str())["model"].get("merges") or []
+
+
+def _texts_differ(ours: Tokenizer, theirs: Tokenizer) -> str | None:
+    for text in PROBES:
+        if ours.encode(text, add_special_tokens=False).ids != theirs.encode(text, add_special_tokens=False).ids:
+            return f"{text!r} is cut into other tokens"
+    return None

@@ -51,7 +51,7 @@ class Tiles:
 
 
 def tiles(dtype: torch.dtype, head: int, state: int) -> Tiles:
-    """Chosen so that ptxas spills no registers for an H100; fp32's products run without tensor cores."""
+    """Chosen so that ptxas spills next to no registers for an H100; fp32's products run without tensor cores."""
     if dtype == torch.bfloat16 and head <= 64 and state <= 128:
         return Tiles(128, own=64, inner=64, outer=128, stages=2)
     if dtype == torch.bfloat16:

@@ -49,6 +49,11 @@ def decays(
     g_TH = delta_TH.to(tl.float64) * tl.load(A_H + head_H, mask=heads_there, other=0.0).to(tl.float64)[None, :]
     sum_TH, total_H = tl.cumsum(g_TH, axis=0), tl.sum(g_TH, axis=0)
     high_TH = sum_TH.to(tl.float32)
+    # Stored before they are used again: Triton 3.6 fails to order the copies in another layout that it stores from.
+    at_TH = (row * heads + head_H)[None, :] * length + token_T[:, None]
+    tl.store(delta_BHL + at_TH, delta_TH, mask=there_TH)
+    tl.store(high_BHL + at_TH, high_TH, mask=there_TH)
+    tl.store(low_BHL + at_TH, (sum_TH - high_TH.to(tl.float64)).to(tl.float32), mask=there_TH)
     left_TH = total_H[None, :] - sum_TH  # pyrefly: ignore[bad-index]
     enter_TH, leave_TH = tl.exp(high_TH), tl.exp(left_TH.to(tl.float32))
     whole_H = tl.exp(total_H.to(tl.float32))
@@ -58,10 +63,6 @@ def decays(
         enter_TH = tl.where((document_T == first)[:, None], enter_TH, 0.0)
         leave_TH = tl.where((document_T == last)[:, None], leave_TH, 0.0)
         whole_H = tl.where(first == last, whole_H, 0.0)
-    at_TH = (row * heads + head_H)[None, :] * length + token_T[:, None]
-    tl.store(delta_BHL + at_TH, delta_TH, mask=there_TH)
-    tl.store(high_BHL + at_TH, high_TH, mask=there_TH)
-    tl.store(low_BHL + at_TH, (sum_TH - high_TH.to(tl.float64)).to(tl.float32), mask=there_TH)
     tl.store(enter_BHL + at_TH, enter_TH, mask=there_TH)
     tl.store(leave_BHL + at_TH, leave_TH, mask=there_TH)
     tl.store(whole_BHC + (row * heads + head_H) * tl.num_programs(0) + chunk, whole_H, mask=heads_there)

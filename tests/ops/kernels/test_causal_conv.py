@@ -153,7 +153,7 @@ def shipped() -> None:
 
 
 @pytest.mark.slow  # three widths and types of two kernels
-def test_it_compiles_for_hopper_without_spilling() -> None:
+def test_what_is_shipped_fits_an_h100() -> None:
     launches, buffers = compile_calls(__name__, "shipped")
     assert {launch.kernel for launch in launches} == {"_forward", "_backward"}
     assert [fault for launch in launches for fault in launch.faults()] == []

@@ -197,7 +197,7 @@ def shipped() -> None:
 
 
 @pytest.mark.slow  # five sizes and types of five kernels
-def test_it_compiles_for_hopper_without_spilling() -> None:
+def test_what_is_shipped_fits_an_h100() -> None:
     launches, buffers = compile_calls(__name__, "shipped")
     assert {launch.kernel for launch in launches} == {"_walk", "_chain", "_retrace", "_walk_back", "_gradients"}
     assert [fault for launch in launches for fault in launch.faults()] == []

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import folder_of
@@ -74,6 +75,8 @@ CUSTOM: dict[str, tuple[str, dict[str, dict[str, Any]], bool]] = {
     "span-random": ("S-", {"S": {**SPAN, "memory": "random", "eval": "span"}, "-": MLP}, False),
     "span-shifted": ("S-", {"S": {**SPAN, "memory": "shifted", "eval": "span"}, "-": MLP}, False),
 }
+SHIPPED = yaml.safe_load((Path(__file__).parents[2] / "configs/model/samba_span_laptop.yaml").read_text())
+CUSTOM["samba-span"] = (SHIPPED["pattern"], SHIPPED["layers"], True)
 CLASSES = {
     "mamba": "MambaForCausalLM",
     "mamba2": "Mamba2ForCausalLM",

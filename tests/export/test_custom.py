@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +17,14 @@ from hybridtron.config.architecture import architecture
 from hybridtron.config.choices import Export
 from hybridtron.data.batch import SeqInfo
 from hybridtron.export import custom
+from hybridtron.export import verify as verify_module
 from hybridtron.export.custom import Custom
 from hybridtron.export.export import CUSTOM as TARGET
 from hybridtron.export.export import target_of
-from hybridtron.export.verify import own_model, verify
+from hybridtron.export.verify import NotTheSame, lengths_of, own_model, verify
+from hybridtron.model.lm import LanguageModel
 from hybridtron.parallel.groups import Groups
+from hybridtron.specs.span import SpanSpec
 from tests.export.models import CUSTOM, MODELS, VOCAB, checkpoint_of, model_config
 from tools.convert import main
 
@@ -88,6 +92,43 @@ def test_planted_mistakes_are_found_and_leave_nothing(
     assert main(["export", "--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out")]) == 1
     assert "logits of" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} <= {"run", "modules"}
+
+
+def test_blocks_that_only_one_of_both_reads_in_generation_are_found(
+    alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = checkpoint_of(model_config("samba-span"), alone, tmp_path / "run")
+    output = tmp_path / "out"
+    assert main(["export", "--checkpoint", str(tmp_path / "run"), "--output", str(output), "--verify", "none"]) == 0
+    monkeypatch.setattr(SpanSpec, "remembered", lambda spec, training: spec.remember)
+    with pytest.raises(NotTheSame, match="goes on with"):
+        verify(output, source)
+
+
+@pytest.mark.parametrize(("name", "proven"), [("span-landmark", True), ("mamba-mlp", False)])
+def test_what_rounding_may_decide_is_proven_in_float64(
+    name: str, proven: bool, alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where blocks are chosen; a difference in fp32 is a fault elsewhere."""
+    source, same_logits = checkpoint_of(model_config(name), alone, tmp_path / "run"), verify_module._same_logits
+
+    def apart_in_fp32(folder: Path, theirs: Any, ours: LanguageModel, *rest: Any) -> float:
+        if next(theirs.parameters()).dtype == torch.float32:
+            raise NotTheSame
+        return same_logits(folder, theirs, ours, *rest)
+
+    monkeypatch.setattr(verify_module, "_same_logits", apart_in_fp32)
+    arguments = ["--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out")]
+    assert main(["export", *arguments]) == (0 if proven else 1)
+    if proven:
+        assert verify(tmp_path / "out", source).logits < 1e-12
+
+
+def test_the_proof_reads_more_than_a_chunk_of_spans() -> None:
+    spans = model_config("samba-span")
+    long = replace(spans, layers={**spans.layers, "X": {**spans.layers["X"], "chunk": [512, 1024]}})
+    assert 1027 in lengths_of(long)
+    assert 1027 not in lengths_of(replace(long, layers={**long.layers, "X": {**long.layers["X"], "eval": "full"}}))
 
 
 @pytest.mark.parametrize("change", ["a file of it", "a file beside it", "a generate", "an adapter", "what it names"])

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hybridtron.export.custom import Custom
-from hybridtron.hf import HybridtronConfig, HybridtronForCausalLM
+from hybridtron.hf import HybridtronConfig, HybridtronForCausalLM, attention_hybridtron
 from hybridtron.hf.mixers_hybridtron import Places
-from hybridtron.hf.ops_hybridtron import attention
+from hybridtron.hf.ops_hybridtron import attention, span_attention
 from tests.export.models import VOCAB, model_config
 
 ALL = ("everything", "samba", "mamba2-window", "conv", "span-chosen", "span-landmark", "span-shifted")
@@ -68,6 +68,36 @@ def test_generation_with_a_cache_is_generation_without(name: str, how: dict[str,
     assert torch.equal(cached, model.generate(tokens_BL, attention_mask=mask_BL, use_cache=False, **settings))
     alone = model.generate(tokens_BL[1:, 8:], attention_mask=mask_BL[1:, 8:], **settings)
     assert torch.equal(cached[1, 8:], alone[0])
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 2}, {"prefill_chunk_size": 33}])
+def test_spans_as_they_are_shipped_read_chosen_blocks_from_the_cache(
+    how: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of 64: one row goes on in its second one, one begins it while it is generated, both are read in pieces."""
+    model, tokens_BL, read = model_of("samba-span").double(), tokens(2, 70), []
+
+    def counted(q: Tensor, k: Tensor, v: Tensor, cut: Any, chosen: list[Tensor | None]) -> Tensor:
+        if k.shape[1] > q.shape[1]:
+            read.append(sum(0 if one is None else int((one >= 0).sum()) for one in chosen))
+        return span_attention(q, k, v, cut, chosen)
+
+    monkeypatch.setattr(attention_hybridtron, "span_attention", counted)
+    mask_BL = torch.ones_like(tokens_BL)
+    mask_BL[1, :12] = 0
+    settings = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, **how}
+    cached = model.generate(tokens_BL, attention_mask=mask_BL, **settings)
+    assert read[-1] > min(read[-18:]) > 0
+    settings.pop("prefill_chunk_size", None)
+    assert torch.equal(cached, model.generate(tokens_BL, attention_mask=mask_BL, use_cache=False, **settings))
+    cache, parts = None, []
+    with torch.no_grad():
+        for piece in cached.split([50, 13, 1, 1, 3, 12], dim=1):
+            out = model(piece, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            parts.append(out.logits)
+        whole = model(cached, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -23,8 +23,9 @@ from hybridtron.config.schema import ModelConfig
 
 BACKWARD_AND_FORWARD = 3
 
-STREAM_BYTES = {Precision.fp32: 4, Precision.bf16: 2} | dict.fromkeys(FP8_MULTIPLES, 2)
+VALUE_BYTES = {Precision.fp32: 4, Precision.bf16: 2} | dict.fromkeys(FP8_MULTIPLES, 2)
 FP32_BYTES = 4
+"""Of a weight or an activation as it is computed with, by precision; and of what is kept in fp32 whatever that is."""
 
 LOGITS_BYTES = 2**28
 """Logits that the loss makes at a time, on one device. Each time costs a sum over the gradient of the head's weight:
@@ -126,27 +127,32 @@ def count(model: ModelConfig, seq_len: int) -> ModelCount:
     )
 
 
+def stream_bytes(model: ModelConfig, precision: Precision) -> int:
+    """Of one value of the residual stream."""
+    return FP32_BYTES if model.residual_fp32 else VALUE_BYTES[precision]
+
+
 def memory(model: ModelConfig, precision: Precision, seq_len: int, micro_batch: int) -> Memory:
     """Bytes of a process that holds the whole model and runs this micro batch."""
     arch = architecture(model)
-    stream = STREAM_BYTES[precision]
+    value = VALUE_BYTES[precision]
     weights = gradients = optimizer = 0
     for parameter in parameter_table(model).values():
-        stored = FP32_BYTES if parameter.fp32 else stream
+        stored = FP32_BYTES if parameter.fp32 else value
         master = 0 if stored == FP32_BYTES else FP32_BYTES
         weights += stored * parameter.size
         gradients += FP32_BYTES * parameter.size
         optimizer += (2 * FP32_BYTES + master) * parameter.size
     tokens = seq_len * micro_batch
     # a sub-layer's norm keeps its input, its first projection keeps the norm's output; the last norm stands alone
-    norms = 2 * model.width * (len(arch.specs) + 1)
-    values = norms + sum(spec.activation_values(arch.sizes) for spec in arch.specs)
+    norms = (stream_bytes(model, precision) + value) * model.width * (len(arch.specs) + 1)
+    inside = value * sum(spec.activation_values(arch.sizes) for spec in arch.specs)
     return Memory(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        activations=values * stream * tokens,
-        logits=loss_bytes(tokens, model.width, model.vocab_size, stream),
+        activations=(norms + inside) * tokens,
+        logits=loss_bytes(tokens, model.width, model.vocab_size, value),
     )
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from hybridtron.config.architecture import architecture
 from hybridtron.config.check_states import NOISE, carried_kinds
-from hybridtron.config.count import FP32_BYTES, STREAM_BYTES
-from hybridtron.config.schema import Config, ModelConfig, ParallelConfig, PhaseConfig, Recompute, StateMode
+from hybridtron.config.count import FP32_BYTES, VALUE_BYTES, stream_bytes
+from hybridtron.config.schema import Config, ParallelConfig, PhaseConfig, Recompute, StateMode
 from hybridtron.specs.base import MixerSpec, ModelSizes, StatePart
 
 INT64_BYTES = 8
@@ -20,18 +20,20 @@ INT64_BYTES = 8
 
 @dataclass(frozen=True)
 class LayerUse:
-    """One sub-layer on one device, in values per token."""
+    """One sub-layer on one device, in values per token of the type that is computed in."""
 
     kept: int  # from the forward to the backward pass
     again: int  # while it is recomputed
     summed: int  # over the tensor-parallel ranks, in forward and backward
 
 
-def layer_uses(model: ModelConfig, parallel: ParallelConfig, runs_again: bool = False) -> tuple[LayerUse, ...]:
+def layer_uses(config: Config, runs_again: bool = False) -> tuple[LayerUse, ...]:
     """What each sub-layer keeps and sends, also where whole chunks of a lane run again in the backward pass."""
-    arch = architecture(model)
+    arch, stream = architecture(config.model), stream_values(config)
     specs = dict(zip(arch.letters, arch.specs, strict=True))
-    by_letter = {letter: _layer_use(spec, arch.sizes, parallel, runs_again) for letter, spec in specs.items()}
+    by_letter = {
+        letter: _layer_use(spec, arch.sizes, config.parallel, stream, runs_again) for letter, spec in specs.items()
+    }
     return tuple(by_letter[letter] for letter in arch.letters)
 
 
@@ -63,7 +65,7 @@ def carried_bytes(config: Config, phase: PhaseConfig) -> dict[int, int]:
     """Bytes of one lane's carried state on the fullest tensor-parallel rank, by sub-layer; noise is not carried."""
     if config.states_of(phase).mode in NOISE:
         return {}
-    widths = {None: STREAM_BYTES[config.precision.name], "float32": FP32_BYTES, "int64": INT64_BYTES}
+    widths = {None: VALUE_BYTES[config.precision.name], "float32": FP32_BYTES, "int64": INT64_BYTES}
     tensor = config.parallel.tensor
     return {
         layer: sum(widths[part.dtype] * state_values(part, tensor) for part in parts.values())
@@ -88,22 +90,24 @@ def state_values(part: StatePart, tensor: int) -> int:
     return size // heads * held
 
 
-def _layer_use(spec: MixerSpec, sizes: ModelSizes, parallel: ParallelConfig, runs_again: bool) -> LayerUse:
+def _layer_use(spec: MixerSpec, sizes: ModelSizes, parallel: ParallelConfig, stream: int, runs_again: bool) -> LayerUse:
     inside = sizes.width + shared(spec.activation_values(sizes), parallel.tensor)
     again = is_recomputed(spec, sizes, parallel.recompute)
     # of the row-parallel projections one writes to the stream; the others are summed inside the mixer
     rows = sum(weight.shape[0] for weight in spec.parameters(sizes).values() if weight.split == 1) - sizes.width
     passes = (3 if again else 2) + runs_again
     return LayerUse(
-        kept=stream_values(sizes.width, parallel) + (0 if again else inside),
+        kept=stream + (0 if again else inside),
         again=inside if again else 0,
         summed=passes * (sizes.width + rows) if parallel.tensor > 1 else 0,
     )
 
 
-def stream_values(width: int, parallel: ParallelConfig) -> int:
-    """Values per token of the residual stream on one device."""
-    return shared(width, parallel.tensor if parallel.sequence else 1)
+def stream_values(config: Config) -> int:
+    """Values per token of the residual stream on one device; one in fp32 beside bf16 takes the place of two."""
+    model, parallel, precision = config.model, config.parallel, config.precision.name
+    width = shared(model.width, parallel.tensor if parallel.sequence else 1)
+    return width * stream_bytes(model, precision) // VALUE_BYTES[precision]
 
 
 def shared(amount: int, ranks: int) -> int:

@@ -21,7 +21,8 @@ With t tensor-parallel, p pipeline and d data-parallel ranks, v virtual stages, 
     tensor traffic       a sub-layer sums its output going forward and its input's gradient going back, and what it sums
                          inside (Mamba's dt, B and C) in both; once more where it is recomputed. Summing n bytes sends
                          2 (t - 1) / t n; gathering and scattering under sequence parallelism send the same together.
-    pipeline traffic     the stream (by t under sequence parallelism) forward and its gradient back, for every border
+    pipeline traffic     the stream (by t under sequence parallelism) forward and its gradient back, for every border;
+                         here and in the activations in fp32 with model.residual_fp32
     data traffic         fp32 gradients are scattered, (d - 1) / d of them sent, and weights gathered, if the optimizer
                          is distributed, otherwise gradients are summed; a tied embedding is summed over its two ranks
     bubble               (p - 1) / (v m + p - 1) of the pipeline's time, if the stages are equally long
@@ -37,7 +38,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hybridtron.config.architecture import parameter_table
-from hybridtron.config.count import FP32_BYTES, STREAM_BYTES, Memory, loss_bytes
+from hybridtron.config.count import FP32_BYTES, VALUE_BYTES, Memory, loss_bytes
 from hybridtron.config.layer_use import LayerUse, carried_bytes, layer_uses, runs_again, shared, stream_values
 from hybridtron.config.layout import chunks_on, data_parallel, layer_costs, stage_layers
 from hybridtron.config.schema import Config, ParallelConfig, PhaseConfig
@@ -116,7 +117,7 @@ def plan(config: Config, world_size: int, phase: PhaseConfig) -> Plan:
         data=data,
         micro_batches=phase.global_batch // (phase.micro_batch * data * config.chunks_together(phase)),
         chunks=tuple(Chunk(index, stage, sum(costs[stage.start : stage.stop])) for index, stage in enumerate(stages)),
-        uses=layer_uses(model, parallel, runs_again(config, phase)),
+        uses=layer_uses(config, runs_again(config, phase)),
         carried=carried_bytes(config, phase),
         table=table,
         held=held_names(table, stages, parallel.pipeline),
@@ -185,8 +186,8 @@ class _Step:
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of one value of the stream for every token of a micro batch's chunk."""
-        return STREAM_BYTES[self.config.precision.name] * self.phase.seq_len * self.phase.micro_batch
+        """Bytes of one activation for every token of a micro batch's chunk."""
+        return VALUE_BYTES[self.config.precision.name] * self.phase.seq_len * self.phase.micro_batch
 
     @property
     def together(self) -> int:
@@ -199,8 +200,8 @@ class _Step:
 
     @property
     def stream_values(self) -> int:
-        """Values per token of the residual stream on one device."""
-        return stream_values(self.config.model.width, self.config.parallel)
+        """As many of these as the residual stream on one device has per token."""
+        return stream_values(self.config)
 
 
 def _rank_plan(step: _Step, rank: int) -> RankPlan:
@@ -229,11 +230,11 @@ def _rank_plan(step: _Step, rank: int) -> RankPlan:
 def _weight_bytes(step: _Step, weights: Iterable[Parameter]) -> tuple[int, int, int]:
     """Bytes of weights, gradients and optimizer."""
     parallel = step.config.parallel
-    stream = STREAM_BYTES[step.config.precision.name]
+    narrow = VALUE_BYTES[step.config.precision.name]
     stored = gradients = optimizer = 0
     for weight in weights:
         size = local_size(weight, parallel.tensor)
-        width = FP32_BYTES if weight.fp32 else stream
+        width = FP32_BYTES if weight.fp32 else narrow
         master = 0 if width == FP32_BYTES else FP32_BYTES
         stored += width * size
         gradients += FP32_BYTES * size
@@ -264,7 +265,7 @@ def _logits(step: _Step, chunks: Sequence[Chunk]) -> int:
         return 0
     model, tokens = step.config.model, step.phase.seq_len * step.phase.micro_batch * step.together
     vocabulary = shared(model.vocab_size, step.config.parallel.tensor)
-    return loss_bytes(tokens, model.width, vocabulary, STREAM_BYTES[step.config.precision.name])
+    return loss_bytes(tokens, model.width, vocabulary, VALUE_BYTES[step.config.precision.name])
 
 
 def _states(step: _Step, chunks: Sequence[Chunk]) -> int:

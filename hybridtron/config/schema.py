@@ -45,6 +45,7 @@ class ModelConfig:
     layers: dict[str, dict[str, Any]] = MISSING
     tie_embeddings: bool = True
     norm_eps: float = 1e-5
+    residual_fp32: bool = False  # the stream between sub-layers is kept and summed in fp32, also where weights are bf16
     embedding_std: float = 0.02
 
 

@@ -21,7 +21,7 @@ from hybridtron.config.layout import chunks_on, stages_of
 from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.data.batch import Batch
 from hybridtron.engine.through_time import Ended, ThroughTime
-from hybridtron.model.lm import LanguageModel, ModelOut, Place
+from hybridtron.model.lm import LanguageModel, ModelOut, Place, stream_dtype
 from hybridtron.model.stack import States
 from hybridtron.parallel.fp8 import Fp8
 from hybridtron.parallel.groups import Groups
@@ -89,7 +89,8 @@ def build_stages(config: Config, groups: Groups, dtype: torch.dtype, device: tor
     """The chunks of the model that this process runs, uninitialised, as its virtual stages in order."""
     layers = stages_of(config)
     virtual = config.parallel.virtual_pipeline
-    megatron = schedule_config(config.model.width, dtype, config.parallel)
+    sent = stream_dtype(dtype, config.model.residual_fp32)
+    megatron = schedule_config(config.model.width, dtype, sent, config.parallel)
     tensor = replace(groups.tensor, products=replace(groups.tensor.products, fp8=fp8_of(config)))
     stages = []
     for stage, chunk in enumerate(chunks_on(config.parallel, groups.pipeline_rank)):

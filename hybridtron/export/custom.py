@@ -57,6 +57,7 @@ class Custom(Native):
             "layers": {letter: _options(spec, arch.sizes) for letter, spec in by_letter.items()},
             "num_hidden_layers": len(arch.specs),
             "rms_norm_eps": model.norm_eps,
+            "residual_in_fp32": model.residual_fp32,
             "max_position_embeddings": length,
         }
 
@@ -77,6 +78,7 @@ class Custom(Native):
             layers=theirs["layers"],
             tie_embeddings=theirs["tie_word_embeddings"],
             norm_eps=theirs["rms_norm_eps"],
+            residual_fp32=theirs.get("residual_in_fp32", False),
             embedding_std=theirs["initializer_range"],
         )
 

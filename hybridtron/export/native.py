@@ -90,7 +90,7 @@ class Mamba(Native):
             "use_conv_bias": True,
             "hidden_act": "silu",
             "layer_norm_epsilon": model.norm_eps,
-            "residual_in_fp32": False,
+            "residual_in_fp32": model.residual_fp32,
         }
 
     def rules(self, model: ModelConfig) -> list[Rule]:
@@ -112,6 +112,7 @@ class Mamba(Native):
             layers={"M": spec},
             tie_embeddings=theirs.get("tie_word_embeddings", True),
             norm_eps=theirs["layer_norm_epsilon"],
+            residual_fp32=theirs.get("residual_in_fp32", True),  # as transformers takes it
         )
 
 
@@ -137,7 +138,7 @@ class Mamba2(Native):
             "rms_norm": True,
             "hidden_act": "silu",
             "layer_norm_epsilon": model.norm_eps,
-            "residual_in_fp32": False,
+            "residual_in_fp32": model.residual_fp32,
         }
 
     def rules(self, model: ModelConfig) -> list[Rule]:
@@ -163,6 +164,7 @@ class Mamba2(Native):
             layers={"M": spec},
             tie_embeddings=theirs.get("tie_word_embeddings", False),
             norm_eps=theirs["layer_norm_epsilon"],
+            residual_fp32=theirs.get("residual_in_fp32", True),  # as transformers takes it
         )
 
 

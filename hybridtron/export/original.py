@@ -55,6 +55,7 @@ class Original:
             layers=layers,
             tie_embeddings=theirs.get("tie_embeddings", True),
             norm_eps=NORM_EPS,
+            residual_fp32=theirs.get("residual_in_fp32", True),
         )
 
     def _mixer(self, theirs: Settings) -> dict[str, Any]:

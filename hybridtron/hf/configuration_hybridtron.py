@@ -25,6 +25,7 @@ class HybridtronConfig(PreTrainedConfig):
         pattern: str = "",
         layers: dict[str, dict[str, Any]] | None = None,
         rms_norm_eps: float = 1e-5,
+        residual_in_fp32: bool = False,
         initializer_range: float = 0.02,
         max_position_embeddings: int = 2048,
         tie_word_embeddings: bool = True,
@@ -36,6 +37,7 @@ class HybridtronConfig(PreTrainedConfig):
         self.pattern = pattern
         self.layers = layers or {}
         self.rms_norm_eps = rms_norm_eps
+        self.residual_in_fp32 = residual_in_fp32
         self.initializer_range = initializer_range
         self.max_position_embeddings = max_position_embeddings
         self.use_cache = use_cache

@@ -1,6 +1,7 @@
 """A language model of residual sub-layers in any order: state spaces, attention, gated MLPs.
 
-Every sub-layer is x + mixer(norm(x)). Weights are named by sub-layer: `model.layers.3.mixer.in_proj.weight`.
+Every sub-layer is x + mixer(norm(x)). Weights are named by sub-layer: `model.layers.3.mixer.in_proj.weight`. With
+`residual_in_fp32` x is kept in fp32 between them, whatever the weights are.
 
 Documents. Where `position_ids` start again from 0 inside a row, a document begins: nothing of what stands before is
 seen, by attention, convolution or state. Padding (zeros in `attention_mask`) may stand before or behind a row's tokens,
@@ -38,6 +39,7 @@ from .mixers_hybridtron import (
     SwiGLU,
     starting_steps,
 )
+from .ops_hybridtron import at_least_fp32
 
 Names = list[str] | set[str] | None
 MIXERS: dict[str, type[Mixer]] = {
@@ -211,6 +213,8 @@ class HybridtronModel(HybridtronPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         x_BLD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.config.residual_in_fp32:
+            x_BLD = at_least_fp32(x_BLD)
         cache = self._cache(past_key_values, use_cache)
         batch, length = x_BLD.shape[:2]
         seen = 0 if cache is None else cache.seen

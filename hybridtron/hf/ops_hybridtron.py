@@ -26,11 +26,16 @@ def at_least_fp32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def narrower(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """That of two dtypes which the other can hold."""
+    return one if torch.promote_types(one, other) == other else other
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last axis, computed in fp32 and returned in the dtype of `x`."""
+    """Root-mean-square norm over the last axis, computed in fp32; returned in the narrower dtype of the two."""
     wide = at_least_fp32(x)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale * weight.to(wide.dtype)).to(x.dtype)
+    return (wide * scale * weight.to(wide.dtype)).to(narrower(x.dtype, weight.dtype))
 
 
 def rope_table(positions_BL: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:

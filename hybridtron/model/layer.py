@@ -1,7 +1,8 @@
 """One residual sub-layer: x + mixer(norm(x)).
 
 The sum is left to the sub-layer that comes next, which makes it in one op with its own norm. So what goes from one to
-the next is the stream x, and what is not yet added to it.
+the next is the stream x, and what is not yet added to it. x may be wider than what a sub-layer computes in and adds:
+its norm is as narrow as the norm's weight.
 """
 
 from __future__ import annotations

@@ -31,6 +31,11 @@ class Place:
 WHOLE = Place()
 
 
+def stream_dtype(computed: torch.dtype, residual_fp32: bool) -> torch.dtype:
+    """What the residual stream is kept and summed in, between sub-layers and between pipeline stages."""
+    return torch.promote_types(computed, torch.float32) if residual_fp32 else computed
+
+
 class ModelOut(NamedTuple):
     """Logits (L, B, V) of the last chunk, this rank's share of the vocabulary; the stream (L, B, D) of any other.
 
@@ -50,7 +55,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         arch, tensor = architecture(config), place.tensor
         self.place, self.recompute = place, recompute
-        self.tied = config.tie_embeddings
+        self.tied, self.residual_fp32 = config.tie_embeddings, config.residual_fp32
         if place.first:
             self.embedding = embedding(config.vocab_size, config.width, tensor)
         elif place.last and self.tied:
@@ -75,6 +80,7 @@ class LanguageModel(nn.Module):
         """`x_LBD` is the stream from the chunk before, where there is one. A loss is taken without `logits`."""
         if x_LBD is None:
             x_LBD = self.embedding(tokens_BL)
+            x_LBD = x_LBD.to(stream_dtype(x_LBD.dtype, self.residual_fp32))
             if not self.place.last and torch.is_grad_enabled():
                 # gradients come back from the next chunk, though no weight of this one may learn
                 x_LBD.requires_grad_()

@@ -8,6 +8,8 @@ Channel i of a head is paired with channel i + k, where k is half the head size 
 pairs them; the interleaved pairing of the original paper is a permutation of the same channels and not offered.
 There is no scaling of frequencies for longer contexts here.
 
+A residual stream may be wider than what is computed in: fp32 beside bf16 weights. Its norm is then as narrow as these.
+
 Legend: B rows, L tokens, H heads, K head size, k half of it.
 """
 
@@ -26,17 +28,25 @@ def at_least_fp32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def narrower(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """That of two dtypes which the other can hold."""
+    return one if torch.promote_types(one, other) == other else other
+
+
 @op
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last axis, computed in fp32 and returned in the dtype of `x`."""
+    """Root-mean-square norm over the last axis, computed in fp32; returned in the narrower dtype of the two."""
     wide = at_least_fp32(x)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale * weight.to(wide.dtype)).to(x.dtype)
+    return (wide * scale * weight.to(wide.dtype)).to(narrower(x.dtype, weight.dtype))
 
 
 @op
 def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """A residual stream with what is added to it, and the norm of that sum, which is rounded first."""
+    """A residual stream with what is added to it, and the norm of that sum, which is rounded first.
+
+    The sum has the dtype of `x`, which is no narrower than that of `added`.
+    """
     summed = x + added
     return summed, rms_norm(summed, weight, eps)
 

@@ -31,8 +31,9 @@ def _triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _refuses_sum(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> str | None:
-    if (x.dtype, x.shape) != (added.dtype, added.shape):
-        return f"the kernels add alike tensors, not {added.dtype} {[*added.shape]} to {x.dtype} {[*x.shape]}"
+    if x.shape != added.shape or torch.promote_types(x.dtype, added.dtype) != x.dtype:
+        told = f"not {added.dtype} {[*added.shape]} to {x.dtype} {[*x.shape]}"
+        return f"the kernels add tensors of one shape, the second no wider than the first, {told}"
     return _refuses(x, weight, eps)
 
 

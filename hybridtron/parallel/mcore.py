@@ -24,10 +24,11 @@ def layer_config(tensor: int, sequence: bool) -> ModelParallelConfig:
     )
 
 
-def schedule_config(width: int, dtype: torch.dtype, parallel: ParallelConfig) -> TransformerConfig:
+def schedule_config(width: int, dtype: torch.dtype, sent: torch.dtype, parallel: ParallelConfig) -> TransformerConfig:
     """What Megatron's schedules and data parallelism must know of a model that is not built of its layers.
 
-    The layer and head counts are placeholders that its checks accept.
+    `sent` is the type of what goes from stage to stage. The layer and head counts are placeholders that its checks
+    accept.
     """
     interleaved, on_cuda = parallel.virtual_pipeline > 1, compute_device().type == "cuda"
     return TransformerConfig(
@@ -41,7 +42,7 @@ def schedule_config(width: int, dtype: torch.dtype, parallel: ParallelConfig) ->
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
         sequence_parallel=parallel.sequence and parallel.tensor > 1,
         params_dtype=dtype,
-        pipeline_dtype=dtype,
+        pipeline_dtype=sent,
         bf16=dtype == torch.bfloat16,
         calculate_per_token_loss=True,
         use_cpu_initialization=True,

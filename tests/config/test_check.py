@@ -86,7 +86,6 @@ def test_recipes_keep_every_rule_and_are_named_after_their_files(recipe):
         ("run.max_steps=0", "run.max_steps", "at least 1"),
         ("run.max_minutes=0", "run.max_minutes", "above 0"),
         ("run.timeout=1e-9", "run.timeout", "at least 1"),
-        ("run.timeout=nan", "run.timeout", "at least 1"),
         ("run.seed=99999999999999999999999", "run.seed", "at most"),
         ("run.eval_lengths=[]", "run.eval_lengths", "is empty"),
         ("run.resume=" + 5000 * "a", "run.resume", "no folder"),

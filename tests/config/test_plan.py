@@ -126,20 +126,25 @@ def test_b_and_c_of_few_groups_stand_on_both_ranks_by_hand():
         (("parallel.sequence=true",), [4 + 8 + 52, 4 + 8 + 18, 4 + 8 + 12, 4 + 8 + 18]),
         (("parallel.recompute=selective",), [8, 8 + 8 + 18, 8, 8 + 8 + 18]),
         (("parallel.recompute=layer", "parallel.sequence=true"), [4, 4, 4, 4]),
+        # the norm's input is of fp32, twice as wide
+        (("model.residual_fp32=true",), [16 + 8 + 52, 16 + 8 + 18, 16 + 8 + 12, 16 + 8 + 18]),
+        (("model.residual_fp32=true", "parallel.recompute=layer", "parallel.sequence=true"), [8, 8, 8, 8]),
     ],
 )
 def test_what_is_kept_by_hand(arguments, kept):
     config, made = planned(2, *TINY, "parallel.tensor=2", *arguments)
-    uses = layer_uses(config.model, config.parallel)
+    uses = layer_uses(config)
     assert [use.kept for use in uses] == kept
     again = 8 + 52 if config.parallel.recompute != "none" else 0
-    last_norm = 8 + (4 if config.parallel.sequence else 8)
+    last_norm = 8 + (4 if config.parallel.sequence else 8) * (2 if config.model.residual_fp32 else 1)
     assert made.ranks[0].memory.activations == 2 * (sum(kept) + last_norm + again) * 16 * 2
     assert made.ranks[0].memory.logits == 2 * (16 * 2 * (8 + 8) + 8 * 8)  # logits, of the input, of the head
 
 
-def test_what_is_sent_by_hand():
-    _, made = planned(4, *TINY, "parallel.tensor=2", "parallel.pipeline=2")
+@pytest.mark.parametrize("wide", [False, True])
+def test_what_is_sent_by_hand(wide):
+    residual = f"model.residual_fp32={str(wide).lower()}"
+    _, made = planned(4, *TINY, residual, "parallel.tensor=2", "parallel.pipeline=2")
     micro_batch = 2 * 16 * 2  # bytes of one value for every token
     assert made.micro_batches == 4
     first, last = made.ranks
@@ -147,7 +152,8 @@ def test_what_is_sent_by_hand():
     # Mamba sums its output, its input's gradient, and twice dt, B and C; the embedding sums its output
     assert first.traffic.tensor == (2 * (8 + 8) + 8) * micro_batch * 4
     assert last.traffic.tensor == (2 * 8 * 3 + 8) * micro_batch * 4
-    assert first.traffic.pipeline == last.traffic.pipeline == 8 * micro_batch * 4  # one border: forward, or back
+    border = 8 * micro_batch * 4 * (2 if wide else 1)  # one: forward, or back
+    assert first.traffic.pipeline == last.traffic.pipeline == border
     assert first.traffic.gradients == last.traffic.gradients == 4 * 16 * 8 // 2  # the tied embedding alone
     assert made.bubble == 1 / 5
 

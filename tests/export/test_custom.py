@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hybridtron.config.architecture import architecture
 from hybridtron.config.choices import Export
@@ -44,6 +45,38 @@ def test_the_shipped_class_computes_the_same(name: str, alone: Groups, tmp_path:
         replace(spec, **{key: getattr(other, key) for key in ("kv_heads", "head_dim", "dt_rank") if hasattr(spec, key)})
         for spec, other in zip(architecture(model).specs, architecture(back).specs, strict=True)
     )
+
+
+def test_the_shipped_class_keeps_the_stream_in_fp32_where_the_model_does(alone: Groups, tmp_path: Path) -> None:
+    """In bf16, where it shows: nearer to our own model than to the same folder with a stream in bf16."""
+    source = checkpoint_of(replace(model_config("samba"), residual_fp32=True), alone, tmp_path / "run")
+    output = tmp_path / "out"
+    arguments = [
+        "--checkpoint",
+        str(tmp_path / "run"),
+        "--output",
+        str(output),
+        "--dtype",
+        "bfloat16",
+        "--verify",
+        "none",
+    ]
+    assert main(["export", *arguments]) == 0
+    tokens_BL = torch.randint(VOCAB, (2, 40), generator=torch.Generator().manual_seed(0))
+    ours = own_model(source, torch.bfloat16).cast(torch.bfloat16).requires_grad_(False)
+    expected = ours(tokens_BL, None, SeqInfo.stream(2, 40)).output
+    apart, streams = {}, {}
+    for wide in (True, False):
+        settings = json.loads((output / "config.json").read_text()) | {"residual_in_fp32": wide}
+        (output / "config.json").write_text(json.dumps(settings))
+        theirs = AutoModelForCausalLM.from_pretrained(output, dtype=torch.bfloat16, trust_remote_code=True).eval()
+        with torch.no_grad():
+            out = theirs(tokens_BL, output_hidden_states=True)
+        streams[wide] = {stream.dtype for stream in out.hidden_states[:-1]}
+        apart[wide] = (out.logits.transpose(0, 1).float() - expected.float()).norm()
+        assert out.logits.dtype == torch.bfloat16
+    assert streams == {True: {torch.float32}, False: {torch.bfloat16}}
+    assert apart[True] < 0.5 * apart[False]
 
 
 def test_it_runs_where_hybridtron_is_not(alone: Groups, tmp_path: Path) -> None:

@@ -92,6 +92,8 @@ def test_the_format_of_the_reference_implementation(name: str, tmp_path: Path) -
     kind = Original()
     model = kind.model(settings)
     assert (model.pattern, model.vocab_size) == (pattern, 80)
+    assert model.residual_fp32
+    assert not kind.model({**settings, "residual_in_fp32": False}).residual_fp32
     assert architecture(model).specs == architecture(model.__class__(**{**vars(model), "layers": layers})).specs
     stored = {rule.theirs: torch.randn(rule.shape) for rule in kind.rules(model)}
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Mamba2Config, MambaConfig
 
 from hybridtron.checkpoint import files
 from hybridtron.config.architecture import architecture
@@ -29,6 +29,7 @@ from tests.export.models import CLASSES, MODELS, checkpoint_of, model_config
 from tools.convert import main
 
 ROOT = Path(__file__).parents[2]
+CONFIGS = {"mamba": MambaConfig, "mamba2": Mamba2Config}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -49,6 +50,25 @@ def test_transformers_loads_it_and_computes_the_same(
         replace(spec, **{key: getattr(other, key) for key in ("kv_heads", "head_dim", "dt_rank") if hasattr(spec, key)})
         for spec, other in zip(architecture(model_config(name)).specs, architecture(back).specs, strict=True)
     )
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "samba"])
+def test_whether_the_stream_is_in_fp32_goes_there_and_back(name: str, wide: bool) -> None:
+    model = replace(model_config(name), residual_fp32=wide)
+    target = target_of(model, "auto")
+    settings = target.config(model, 64)
+    assert settings["residual_in_fp32"] is wide
+    assert target.model(json.loads(json.dumps(settings))).residual_fp32 is wide
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+def test_without_the_key_transformers_keeps_it_in_fp32(name: str) -> None:
+    target = target_of(model_config(name), "auto")
+    settings = target.config(model_config(name), 64)
+    del settings["residual_in_fp32"]
+    assert target.model(settings).residual_fp32
+    assert CONFIGS[name]().residual_in_fp32
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

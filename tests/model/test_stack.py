@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from hybridtron.config.schema import Recompute
+from hybridtron.config.layer_use import layer_uses
+from hybridtron.config.schema import ParallelConfig, Recompute
 from hybridtron.data.batch import SeqInfo
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel
 from hybridtron.model.stack import Stack
-from tests.conftest import random_batch, small_config
+from tests.conftest import random_batch, small_config, small_run
 
 PATTERN = "M-WS-"
 
@@ -28,11 +31,11 @@ def plain_loop(stack: Stack, x_LBD: Tensor, seq: SeqInfo) -> Tensor:
     return x_LBD
 
 
-def run(stack: Stack, dtype: torch.dtype, plain: bool) -> tuple[list[Tensor], tuple[Tensor, ...], Tensor]:
+def run(stack: Stack, stream: torch.dtype, plain: bool) -> tuple[list[Tensor], tuple[Tensor, ...], Tensor]:
     """What is kept for the backward pass, every gradient, and the stream behind the last sub-layer."""
     torch.manual_seed(2)
     batch = random_batch(documents=[[10, 14], [24]])
-    x_LBD = torch.randn(24, 2, 32, dtype=dtype, requires_grad=True)
+    x_LBD = torch.randn(24, 2, 32, dtype=stream, requires_grad=True)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         out_LBD = plain_loop(stack, x_LBD, batch.seq) if plain else stack(x_LBD, None, batch.seq).x_LBD
@@ -40,12 +43,18 @@ def run(stack: Stack, dtype: torch.dtype, plain: bool) -> tuple[list[Tensor], tu
     return kept, gradients, out_LBD
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "stream"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
+)
 @pytest.mark.parametrize("recompute", list(Recompute))
-def test_sums_made_by_the_next_sub_layer_are_the_plain_ones(recompute: Recompute, dtype: torch.dtype) -> None:
+def test_sums_made_by_the_next_sub_layer_are_the_plain_ones(
+    recompute: Recompute, dtype: torch.dtype, stream: torch.dtype
+) -> None:
     stack = small_stack(recompute, dtype)
-    _, gradients, out_LBD = run(stack, dtype, plain=False)
-    _, expected, plain_LBD = run(stack, dtype, plain=True)
+    _, gradients, out_LBD = run(stack, stream, plain=False)
+    _, expected, plain_LBD = run(stack, stream, plain=True)
+    assert out_LBD.dtype == gradients[0].dtype == stream
     assert torch.equal(out_LBD, plain_LBD)
     assert all(map(torch.equal, gradients, expected))
     assert not out_LBD._is_view()  # which a pipeline stage's output must not be
@@ -60,6 +69,11 @@ def test_nothing_more_is_kept_than_by_plain_sums() -> None:
     assert sum(ours.values()) == sum(theirs.values())
 
 
-def test_a_sub_layer_that_runs_again_keeps_one_tensor() -> None:
-    kept, _, _ = run(small_stack(Recompute.layer, torch.bfloat16), torch.bfloat16, plain=False)
-    assert [t.shape for t in kept].count((24, 2, 32)) == len(PATTERN)
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_sub_layer_that_runs_again_keeps_one_tensor_of_the_planned_bytes(wide: bool) -> None:
+    stream = torch.float32 if wide else torch.bfloat16
+    kept, _, _ = run(small_stack(Recompute.layer, torch.bfloat16), stream, plain=False)
+    streams = [t for t in kept if t.shape == (24, 2, 32)]
+    config = small_run(replace(small_config(PATTERN), residual_fp32=wide), precision="bf16")
+    uses = layer_uses(replace(config, parallel=ParallelConfig(recompute=Recompute.layer)))
+    assert [t.nbytes for t in streams] == [2 * 24 * 2 * use.kept for use in uses]

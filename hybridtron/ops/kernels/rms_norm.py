@@ -4,7 +4,8 @@
     dx = r (w dy - x r^2 mean(w dy x)),   dw = sum over rows of dy x r
 
 Or of a sum, s = x + added: y is the norm of s, and x and `added` have one gradient, the norm's share of it added to
-what reaches s past the norm. So s is not read again to be normed, and the norm's share is never stored.
+what reaches s past the norm. So s is not read again to be normed, and the norm's share is never stored. x and s may be
+wider than the rest, as a residual stream in fp32 beside bf16: their gradient is then stored in both types.
 
 A program takes whole rows, so that no sum over channels leaves it. Backward keeps x or s, w and one number a row. A
 fixed number of programs goes through the rows and adds up dw for its own; their sums are then added up in the order of
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.kernels.launch import launch
+from hybridtron.ops.norm_rope import narrower
 
 PROGRAMS = 264  # of the backward pass: two for each multiprocessor of an H100; the order of dw's sum depends on it
 WARP_VALUES = 512  # channels of a row for each warp
@@ -70,6 +72,7 @@ def _backward(
     dsum_RD: tl.tensor | None,
     scale_R: tl.tensor,
     dx_RD: tl.tensor,
+    dadded_RD: tl.tensor | None,
     grad_weight_SD: tl.tensor,
     rows: int,
     channels: int,
@@ -92,16 +95,18 @@ def _backward(
         if dsum_RD is not None:
             dx_D += tl.load(dsum_RD + at + channel_D, mask=there_D, other=0.0).to(tl.float32)
         tl.store(dx_RD + at + channel_D, dx_D, mask=there_D)
+        if dadded_RD is not None:
+            tl.store(dadded_RD + at + channel_D, dx_D, mask=there_D)
     tl.store(grad_weight_SD + share * channels + channel_D, grad_weight_D, mask=there_D)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Over the last axis, in fp32, and returned in the type of x."""
+    """Over the last axis, in fp32, and returned in the narrower type of x and the weight."""
     return _RMSNorm.apply(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + added, and its norm; both are alike in shape and type."""
+    """x + added, and its norm; both are alike in shape, and `added` is no wider."""
     return _AddRMSNorm.apply(x, added, weight, eps)
 
 
@@ -118,7 +123,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *_gradients(ctx.saved_tensors, grad_y, None), None
+        grad_x, _, grad_weight = _gradients(ctx.saved_tensors, grad_y, None, None)
+        return grad_x, grad_weight, None
 
 
 class _AddRMSNorm(torch.autograd.Function):
@@ -130,20 +136,20 @@ class _AddRMSNorm(torch.autograd.Function):
         summed = torch.empty_like(x)
         y, scale_R = _normed(x, added, weight_D, summed, eps)
         ctx.save_for_backward(summed, weight_D, scale_R)
+        ctx.added_dtype = added.dtype
         return summed, y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_sum: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        grad_x, grad_weight = _gradients(ctx.saved_tensors, grad_y, grad_sum)
-        return grad_x, grad_x, grad_weight, None
+        return *_gradients(ctx.saved_tensors, grad_y, grad_sum, ctx.added_dtype), None
 
 
 def _normed(
     x: Tensor, added: Tensor | None, weight_D: Tensor, summed: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """y and each row's scale; the sum goes into `summed`."""
-    channels, y = x.shape[-1], torch.empty_like(x)
+    channels, y = x.shape[-1], torch.empty_like(x, dtype=narrower(x.dtype, weight_D.dtype))
     rows = x.numel() // channels
     scale_R = x.new_empty(rows, dtype=torch.float32)
     block, warps = _row(channels)
@@ -151,16 +157,20 @@ def _normed(
     return y, scale_R
 
 
-def _gradients(kept: tuple[Tensor, Tensor, Tensor], grad_y: Tensor, grad_sum: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of what was normed, with what reaches it past the norm, and of the weight."""
+def _gradients(
+    kept: tuple[Tensor, Tensor, Tensor], grad_y: Tensor, grad_sum: Tensor | None, added: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of what was normed, with what reaches it past the norm; the same as what was added has it; and of the weight."""
     x, weight_D, scale_R = kept
     dy, dsum = grad_y.contiguous(), None if grad_sum is None else grad_sum.contiguous()
     dx, channels, rows = torch.empty_like(x), x.shape[-1], len(scale_R)
+    dadded = None if added in (None, x.dtype) else torch.empty_like(x, dtype=added)
     shares = min(rows, PROGRAMS)
     shares_SD = scale_R.new_empty(shares, channels)
     block, warps = _row(channels)
-    launch(_backward, (shares,), x, weight_D, dy, dsum, scale_R, dx, shares_SD, rows, channels, block, warps=warps)
-    return dx, shares_SD.sum(0).to(weight_D.dtype)
+    tensors = (x, weight_D, dy, dsum, scale_R, dx, dadded, shares_SD)
+    launch(_backward, (shares,), *tensors, rows, channels, block, warps=warps)
+    return dx, dx if dadded is None else dadded, shares_SD.sum(0).to(weight_D.dtype)
 
 
 def _row(channels: int) -> tuple[int, int]:

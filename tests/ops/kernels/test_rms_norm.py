@@ -76,17 +76,19 @@ def test_the_same_bits_again() -> None:
         assert torch.equal(first, second)
 
 
-def sum_results(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor]]:
+def sum_results(
+    dtype: torch.dtype, shape: tuple[int, ...], stream: torch.dtype | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
     """Sum, norm, and the gradients of both summands and of the weight; and in float64 the same, from the found sum on.
 
-    Neither the second summand nor the gradients are contiguous.
+    Neither the second summand nor the gradients are contiguous. With a stream of its own type the weight is of `dtype`.
     """
     device = compute_device()
-    x, added, weight = torch.randn(shape, dtype=dtype), torch.randn(shape[::-1], dtype=dtype).T, torch.randn(shape[-1])
-    dsum, dy = (torch.randn(shape[-1], dtype=dtype).expand(shape) for _ in range(2))
+    x, added = torch.randn(shape, dtype=stream or dtype), torch.randn(shape[::-1], dtype=dtype).T
+    weight = torch.randn(shape[-1], dtype=dtype if stream else torch.float32)
+    dsum, dy = (torch.randn(shape[-1], dtype=kind).expand(shape) for kind in (x.dtype, dtype))
     ours = [tensor.to(device).requires_grad_() for tensor in (x, added, weight)]
-    with force(add_rms_norm="triton"):
-        outputs = add_rms_norm(*ours, 1e-5)
+    outputs = add_rms_norm(*ours, 1e-5)
     found = [*outputs, *torch.autograd.grad(outputs, ours, (dsum.to(device), dy.to(device)))]
     summed, wide = (tensor.detach().cpu().double().requires_grad_() for tensor in (outputs[0], weight))
     y = rms_norm.reference.function(summed, wide, 1e-5)
@@ -100,12 +102,34 @@ def sum_results(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[list[Tensor
 )
 @pytest.mark.usefixtures("four_programs")
 def test_the_norm_of_a_sum(dtype: torch.dtype, tolerance: float) -> None:
-    found, expected = sum_results(dtype, (7, 100))
+    with force(add_rms_norm="triton"):
+        found, expected = sum_results(dtype, (7, 100))
     assert [t.dtype for t in found] == [dtype] * 4 + [torch.float32]
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours.double() - theirs).norm() <= tolerance * theirs.norm()
     if dtype != torch.float32:  # rounded once: what is normed is the sum as it is stored
         assert ((found[1].double() - expected[1]).abs() <= 1.001 * tolerance * expected[1].abs()).all()
+
+
+@pytest.mark.parametrize("form", ["triton", "reference"])
+@pytest.mark.usefixtures("four_programs")
+def test_a_stream_in_fp32_with_what_bf16_layers_add(form: str) -> None:
+    """The stream and its gradient keep fp32's accuracy; what goes into a sub-layer and comes from it is bf16."""
+    with force(add_rms_norm=form):
+        found, expected = sum_results(torch.bfloat16, (7, 100), torch.float32)
+    assert [t.dtype for t in found] == [torch.float32, torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16]
+    tolerances = [FP32, 2**-8, FP32, 2**-8, 2**-8]
+    for ours, theirs, tolerance in zip(found, expected, tolerances, strict=True):
+        assert (ours.double() - theirs).norm() <= tolerance * theirs.norm()
+
+
+@pytest.mark.parametrize("form", ["triton", "reference"])
+def test_the_norm_of_a_stream_in_fp32_is_as_narrow_as_its_weight(form: str) -> None:
+    x, weight, dy = torch.randn(5, 40), torch.randn(40).bfloat16(), torch.randn(5, 40).bfloat16()
+    y, dx, dweight = results(form, x.to(compute_device()), weight.to(compute_device()), dy.to(compute_device()), 1e-5)
+    _, exact, _ = results("reference", x.double(), weight.double(), dy.double(), 1e-5)
+    assert (y.dtype, dx.dtype, dweight.dtype) == (torch.bfloat16, torch.float32, torch.bfloat16)
+    assert (dx.cpu().double() - exact).norm() <= FP32 * exact.norm()
 
 
 def test_both_summands_have_one_gradient_that_no_one_writes_into() -> None:
@@ -126,7 +150,8 @@ def test_what_it_refuses() -> None:
     assert "8193 channels" in form.refuses(torch.zeros(1, MAX_CHANNELS + 1), torch.zeros(MAX_CHANNELS + 1), 1e-5)
     x, summing = torch.zeros(2, 8), add_rms_norm.named("triton")
     assert summing.refuses(x, x, torch.zeros(8), 1e-5) is None
-    assert "not torch.bfloat16 [2, 8] to torch.float32 [2, 8]" in summing.refuses(x, x.bfloat16(), torch.zeros(8), 1e-5)
+    assert summing.refuses(x, x.bfloat16(), torch.zeros(8), 1e-5) is None
+    assert "not torch.float32 [2, 8] to torch.bfloat16 [2, 8]" in summing.refuses(x.bfloat16(), x, torch.zeros(8), 1e-5)
     assert "[1, 8]" in summing.refuses(x, x[:1], torch.zeros(8), 1e-5)
     assert "float64" in summing.refuses(x.double(), x.double(), torch.zeros(8), 1e-5)
 
@@ -143,6 +168,8 @@ def shipped() -> None:
             y = kernels(x, weight, 1e-5)
             y.backward(torch.empty_like(y))
             torch.autograd.grad(summing(x, torch.empty_like(x), weight, 1e-5), (x, weight), (x, x))
+            stream, narrow = x.float().detach().requires_grad_(), weight.to(dtype)
+            torch.autograd.grad(summing(stream, x, narrow, 1e-5), (stream, x), (stream, torch.empty_like(x)))
 
 
 @pytest.mark.slow
@@ -160,5 +187,8 @@ def test_what_is_shipped_fits_an_h100() -> None:
 def test_on_a_gpu(dtype: torch.dtype, tolerance: float) -> None:
     x, dy = torch.randn(512, 4, 2304, dtype=dtype), torch.randn(512, 4, 2304, dtype=dtype)
     assert_right(x, torch.randn(2304), dy, tolerance)
-    for ours, theirs in zip(*sum_results(dtype, (2048, 2304)), strict=True):
+    with force(add_rms_norm="triton"):
+        pairs = [*zip(*sum_results(dtype, (2048, 2304)), strict=True)]
+        pairs += zip(*sum_results(dtype, (2048, 2304), torch.float32), strict=True)
+    for ours, theirs in pairs:
         assert (ours.double() - theirs).norm() <= tolerance * theirs.norm()

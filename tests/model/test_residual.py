@@ -1,0 +1,55 @@
+"""The residual stream in fp32 beside bf16 weights: nearer to float64, and no change where all is fp32 anyway."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hybridtron.config.schema import Recompute
+from hybridtron.data.batch import Batch
+from hybridtron.model.init import initialise
+from hybridtron.model.lm import LanguageModel
+from tests.conftest import random_batch, small_config
+
+
+def built(pattern: str, residual_fp32: bool, recompute: Recompute = Recompute.none) -> LanguageModel:
+    model = LanguageModel(replace(small_config(pattern), residual_fp32=residual_fp32), recompute=recompute)
+    initialise(model, seed=1)
+    return model
+
+
+def logits_and_gradients(model: LanguageModel, batch: Batch) -> tuple[Tensor, Tensor]:
+    logits_LBV = model(batch.tokens_BL, None, batch.seq).output
+    functional.cross_entropy(logits_LBV.flatten(0, 1).double(), batch.labels_BL.T.flatten()).backward()
+    gradients = [weight.grad.double().flatten() for weight in model.parameters() if weight.grad is not None]
+    return logits_LBV.detach().double().flatten(), torch.cat(gradients)
+
+
+def test_it_halves_the_error_of_a_deep_model_in_bf16() -> None:
+    """64 sub-layers, as in Mamba 1.8B: the same bf16 weights against the same in float64. Found: 0.43 to 0.57."""
+    batch = random_batch(2, 48)
+    narrow, wide = (built("M*64", residual_fp32=on).cast(torch.bfloat16) for on in (False, True))
+    truth = logits_and_gradients(copy.deepcopy(narrow).cast(torch.float64), batch)
+    for true, *found in zip(truth, *(logits_and_gradients(model, batch) for model in (narrow, wide)), strict=True):
+        of_narrow, of_wide = (float((each - true).norm() / true.norm()) for each in found)
+        assert 0 < of_wide < 0.75 * of_narrow
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_without_narrow_weights_it_changes_no_bit(dtype: torch.dtype) -> None:
+    batch = random_batch()
+    ours, theirs = (logits_and_gradients(built("M-W-S", wide).cast(dtype), batch) for wide in (True, False))
+    assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("recompute", [Recompute.selective, Recompute.layer])
+def test_sub_layers_that_run_again_change_no_bit(recompute: Recompute) -> None:
+    batch = random_batch()
+    models = (built("M-W-S", True, kind).cast(torch.bfloat16) for kind in (Recompute.none, recompute))
+    ours, theirs = (logits_and_gradients(model, batch) for model in models)
+    assert all(map(torch.equal, ours, theirs))

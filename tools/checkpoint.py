@@ -32,6 +32,8 @@ from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.rewrite import differences, rewrite
 from hybridtron.config.units import parse_bytes, readable
 
+WIDEST = 10**6  # characters
+
 
 class Unusable(Exception):
     """There is nothing that could be looked at; the message says why."""
@@ -97,8 +99,24 @@ def not_there_yet(output: Path) -> Path:
     return output
 
 
+def table_of(*columns: str) -> Table:
+    """A table whose long entries go on in the next line, as names that are cut can't be told apart."""
+    table = Table(box=None)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def show(table: Table) -> None:
+    """Print a table; where no terminal sets the width, each row in one line."""
+    console = Console(markup=False, highlight=False)
+    if not console.is_terminal:
+        console.width = console.measure(table, options=console.options.update(max_width=WIDEST)).maximum
+    console.print(table)
+
+
 def listed(chosen: argparse.Namespace) -> int:
-    table = Table("step", "size", "held-out", "layout", "manifest", box=None)
+    table = table_of("step", "size", "held-out", "layout", "manifest")
     code = 0
     for path in found(chosen.path):
         try:
@@ -110,7 +128,7 @@ def listed(chosen: argparse.Namespace) -> int:
         size, meta = sum(file.size for file in one.manifest.files.values()), one.meta
         loss = "" if meta.validation is None else f"{meta.validation:.4f}"
         table.add_row(str(meta.step), f"{readable(size)}B", loss, meta.layout, "sound")
-    Console().print(table)
+    show(table)
     for path in sorted((chosen.path / "checkpoints").glob("broken-*")):
         print(f"put aside: {path}")
     if fault := folders.pointer_fault(chosen.path):
@@ -136,13 +154,13 @@ def verified(chosen: argparse.Namespace) -> int:
 
 
 def compared(chosen: argparse.Namespace) -> int:
-    table = Table("", "left", "right", box=None)
+    table = table_of("", "left", "right")
     for one in differences(opened(chosen.left), opened(chosen.right)):
         table.add_row(one.what, one.left, one.right)
     if not table.row_count:
         print("the same")
         return 0
-    Console().print(table)
+    show(table)
     return 1
 
 

@@ -15,23 +15,30 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlparse
 
 import boto3
 from boto3.exceptions import Boto3Error
 from botocore.config import Config as ClientConfig
 from botocore.exceptions import BotoCoreError, ClientError
+from botocore.parsers import ResponseParserError
+from urllib3.exceptions import HTTPError
 
 from hybridtron.checkpoint import folder as folders
 from hybridtron.checkpoint import manifest
 from hybridtron.checkpoint.files import appearing, write_bytes
 from hybridtron.checkpoint.manifest import FILE, BrokenCheckpoint, Manifest
+from hybridtron.data.store.fetch import bounded
 
+Result = TypeVar("Result")
 AT_ONCE = 8 * 2**20  # bytes
-TROUBLE = (Boto3Error, BotoCoreError, ClientError, OSError)
+ATTEMPTS = 4  # at each request
+PATIENCE_S = 300.0  # for all of them; what comes a byte a second would never time out by itself
+SLOWEST = 2**17  # bytes a second, beyond that
+TROUBLE = (Boto3Error, BotoCoreError, ClientError, HTTPError, OSError, ResponseParserError)
 
 
 class Store:
@@ -47,7 +54,7 @@ class Store:
             config=ClientConfig(
                 connect_timeout=20,
                 read_timeout=60,
-                retries={"total_max_attempts": 4, "mode": "standard"},
+                retries={"total_max_attempts": ATTEMPTS, "mode": "standard"},
                 request_checksum_calculation=needed,
                 response_checksum_validation=needed,
             ),
@@ -57,19 +64,25 @@ class Store:
         return "/".join(filter(None, (self.prefix, *names)))
 
     def put(self, stored: bytes, *names: str) -> None:
-        self._client.put_object(Bucket=self.bucket, Key=self.key(*names), Body=stored)
+        _in_time(len(stored), lambda: self._client.put_object(Bucket=self.bucket, Key=self.key(*names), Body=stored))
 
     def put_file(self, path: Path, *names: str) -> None:
-        self._client.upload_file(str(path), self.bucket, self.key(*names))
+        _in_time(path.stat().st_size, lambda: self._client.upload_file(str(path), self.bucket, self.key(*names)))
 
     def get(self, *names: str) -> Iterator[bytes]:
-        body = self._client.get_object(Bucket=self.bucket, Key=self.key(*names))["Body"]
-        yield from body.iter_chunks(AT_ONCE)
+        body = _in_time(0, lambda: self._client.get_object(Bucket=self.bucket, Key=self.key(*names)))["Body"]
+        while piece := _in_time(AT_ONCE, lambda: body.read(AT_ONCE)):
+            yield piece
 
-    def small(self, *names: str) -> bytes | None:
-        """The whole of an object, None where there is none."""
+    def small(self, limit: int, *names: str) -> bytes | None:
+        """The whole of an object, None where there is none. Raises BrokenCheckpoint where it has more bytes."""
+        stored = bytearray()
         try:
-            return b"".join(self.get(*names))
+            for piece in self.get(*names):
+                stored += piece
+                if len(stored) > limit:
+                    raise BrokenCheckpoint(f"{self.url}/{'/'.join(names)} has more than {limit:,} bytes")
+            return bytes(stored)
         except ClientError as error:
             if error.response["Error"]["Code"] in ("NoSuchKey", "404"):
                 return None
@@ -111,23 +124,29 @@ class Mirror:
         while self.busy is not None:
             try:
                 upload(self.store, self.busy)
-            except (*TROUBLE, BrokenCheckpoint) as error:
-                print(f"NOT MIRRORED: {self.busy} to {self.store.url}: {error}", file=sys.stderr)
+            except Exception as error:  # whatever it is: the next checkpoint is tried, and training goes on
+                said = f"{type(error).__name__}: {error}"
+                print(f"NOT MIRRORED: {self.busy} to {self.store.url}: {said}", file=sys.stderr)
             with self._lock:
                 self.busy, self._waiting = self._waiting, None
+
+
+def _in_time(size: int, request: Callable[[], Result]) -> Result:
+    """What a request gives, or TimeoutError where so many bytes should long have arrived."""
+    return bounded(PATIENCE_S + size / SLOWEST, request)
 
 
 def upload(store: Store, folder: Path) -> None:
     """Copy a checkpoint, read the copy back, and only then make it one. Raises BrokenCheckpoint where it differs."""
     stored = manifest.stored_in(folder)
     found = manifest.of_bytes(stored, folder / FILE)
-    if store.small(folder.name, FILE) != stored:
+    if store.small(manifest.GREATEST, folder.name, FILE) != stored:
         for name in found.files:
             store.put_file(folder / name, folder.name, name)
             for _ in verified(store.get(folder.name, name), found, name, f"{store.url}/{folder.name}/{name}"):
                 pass
         store.put(stored, folder.name, FILE)
-        if store.small(folder.name, FILE) != stored:
+        if store.small(manifest.GREATEST, folder.name, FILE) != stored:
             raise BrokenCheckpoint(f"{store.url}/{folder.name}/{FILE} is not as it was written")
     store.put(f"{folder.name} {manifest.digest(stored)}\n".encode(), folders.POINTER)
 
@@ -155,11 +174,11 @@ def verified(arriving: Iterator[bytes], found: Manifest, name: str, where: str) 
 def download(url: str, run_dir: Path) -> Path:
     """Bring a checkpoint back into a run's folder: the one that a URL names, or the newest of a mirror."""
     store = Store(url)
-    if (pointer := store.small(folders.POINTER)) is not None:
+    if (pointer := store.small(folders.POINTER_BYTES, folders.POINTER)) is not None:
         name = pointer.decode("ascii", "replace").partition(" ")[0]
         store = Store(f"{store.url}/{name}")
     name = store.url.rpartition("/")[2]
-    stored = store.small(FILE)
+    stored = store.small(manifest.GREATEST, FILE)
     if stored is None:
         raise BrokenCheckpoint(
             f"{store.url} holds neither {folders.POINTER} nor {FILE}: it is no mirror, or incomplete"

@@ -110,3 +110,15 @@ def test_what_is_no_checkpoint_is_said(run: Path, tmp_path: Path, capsys: pytest
     assert "does not exist" in told(capsys, 2, "list", tmp_path / "nowhere")
     assert "holds no checkpoint" in told(capsys, 2, "verify", tmp_path)
     assert "--file-size lots" in told(capsys, 2, "reshard", run, tmp_path / "anew", "--file-size", "lots")
+
+
+def test_names_are_shown_whole(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a line each where no terminal reads them, and folded where a narrow one does."""
+    first, last = folder_of(run, 1), folder_of(run, 2)
+    keys = [key for key in Checkpoint.open(first).shapes if key.startswith("exp_avg_sq.")]
+    lines = told(capsys, 1, "diff", first, last).splitlines()
+    assert set(keys) <= {line.split()[0] for line in lines if line.split()}
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    narrow = told(capsys, 1, "diff", first, last)
+    assert "…" not in narrow

@@ -90,7 +90,7 @@ def persistently(options: CacheOptions, size: int, scheme: str, attempt: Callabl
     begin = time.monotonic()
     for number in range(options.retries + 1):
         try:
-            return _bounded(options.deadline(size), attempt)
+            return bounded(options.deadline(size), attempt, " (data.timeout)")
         except DataError:
             raise
         except Exception as error:
@@ -185,7 +185,7 @@ def _unpacked(packed: Path, compression: str, shard: Shard, digest: str | None) 
         raise Damaged(str(error)) from error
 
 
-def _bounded(seconds: float, attempt: Callable[[], Result]) -> Result:
+def bounded(seconds: float, attempt: Callable[[], Result], setting: str = "") -> Result:
     """What an attempt gives, or TimeoutError; then it goes on in a thread for which nobody waits."""
     outcome: Future[Result] = Future()
 
@@ -199,7 +199,7 @@ def _bounded(seconds: float, attempt: Callable[[], Result]) -> Result:
     try:
         return outcome.result(seconds)
     except TimeoutError as error:
-        raise TimeoutError(f"not finished after {seconds:g} s (data.timeout)") from error
+        raise TimeoutError(f"not finished after {seconds:g} s{setting}") from error
 
 
 def _is_final(error: Exception) -> bool:

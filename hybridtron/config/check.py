@@ -25,6 +25,7 @@ from hybridtron.config.check_precision import precision_problems, precision_warn
 from hybridtron.config.check_states import states_problems, states_warnings
 from hybridtron.config.layout import chunk_count
 from hybridtron.config.pattern import RESERVED, PatternError, parse
+from hybridtron.config.phases import last_step
 from hybridtron.config.problems import ConfigError
 from hybridtron.config.rules import LARGEST, above_zero, at_least, is_folder, shortened
 from hybridtron.config.schema import (
@@ -46,7 +47,7 @@ def check(config: Config, world_size: int | None = None) -> list[Problem]:
     found = [
         *of_phases,
         *export_problems(config),
-        *([] if of_phases else export_folder_problems(config)),
+        *([] if of_phases else [*export_folder_problems(config), *_profile(config)]),
         *data_problems(config),
         *_run(config.run),
         *_validation(config.run, config.phases),
@@ -151,6 +152,8 @@ def _optim(optim: OptimConfig) -> Iterator[Problem]:
 def _run(run: RunConfig) -> Iterator[Problem]:
     if not run.name.strip():
         yield Problem("run.name", "is empty: the run's folder is named after it")
+    if not run.dir.strip():
+        yield Problem("run.dir", "is empty: name a folder, or leave it out for runs/NAME")
     yield from _interval("run.eval_every", run.eval_every)
     yield from at_least(0, {"run.seed": run.seed, "run.sample_tokens": run.sample_tokens})
     if run.seed > LARGEST:
@@ -172,6 +175,14 @@ def _run(run: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "run.resume", f"is {shortened(run.resume)!r}, which is no folder; use auto, never, or a checkpoint's folder"
         )
+
+
+def _profile(config: Config) -> Iterator[Problem]:
+    """The steps to trace are steps of the run."""
+    last = last_step(config)
+    for index, step in enumerate(config.run.profile):
+        if step > last:
+            yield Problem(f"run.profile.{index}", f"is {step}, beyond the run's last step, {last}")
 
 
 def _validation(run: RunConfig, phases: list[PhaseConfig]) -> Iterator[Problem]:

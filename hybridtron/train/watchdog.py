@@ -63,12 +63,18 @@ class Watchdog:
         self._doing = (doing, patience, time.monotonic() + patience)
         faulthandler.dump_traceback_later(BACKSTOP * patience, exit=True, file=self._file)
 
+    def overdue(self) -> str | None:
+        """That what was to end by now has not."""
+        doing, patience, deadline = self._doing
+        if time.monotonic() <= deadline:
+            return None
+        return f"{doing} did not end within {patience:g} s (run.timeout)"
+
     def _watch(self) -> None:
         tick = min(1.0, self.timeout_s / 20)
         while not self._ended.wait(tick):
-            doing, patience, deadline = self._doing
-            if time.monotonic() > deadline:
-                self._end(f"{doing} did not end within {patience:g} s (run.timeout)")
+            if (reason := self.overdue()) is not None:
+                self._end(reason)
 
     def _end(self, reason: str) -> None:
         faulthandler.dump_traceback_later(LAST_WORDS_S, exit=True, file=self._file)

@@ -96,6 +96,8 @@ def test_recipes_keep_every_rule_and_are_named_after_their_files(recipe):
         ("run.log_every=0", "run.log_every", "at least 1"),
         ("run.sample_tokens=-1", "run.sample_tokens", "at least 0"),
         ("run.seed=-1", "run.seed", "at least 0"),
+        ("run.dir=", "run.dir", "is empty"),
+        ("run.profile=[1,999999999]", "run.profile.1", "beyond the run's last step"),
         ("run.profile=[0]", "run.profile.0", "at least 1"),
         ("run.resume=no/such/folder", "run.resume", "use auto, never"),
         ("checkpoint.every=0.2", "checkpoint.every", "at least 1 step"),

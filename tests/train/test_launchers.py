@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -48,12 +49,12 @@ def wait_until_step(run: Path, step: int, process: subprocess.Popen[str]) -> Non
 
 
 def wait_for_outcome(run: Path) -> dict[str, object]:
-    until = time.monotonic() + 60
-    while not (run / "outcome.json").exists():
+    until = time.monotonic() + 120
+    while True:
+        with suppress(FileNotFoundError, json.JSONDecodeError):  # it may be there before its words are
+            return outcome_of(run)
         assert time.monotonic() < until
         time.sleep(0.1)
-    time.sleep(0.2)
-    return outcome_of(run)
 
 
 def descendants(process: int) -> list[int]:
@@ -79,7 +80,7 @@ def test_a_signal_to_torchrun_alone(
     with started([*TORCHRUN, *options, "train.py", *arguments]) as launcher:
         wait_until_step(run, 3, launcher)
         launcher.send_signal(number)
-        assert launcher.wait(60) != 0
+        assert launcher.wait(120) != 0
         outcome = wait_for_outcome(run)
     assert outcome["outcome"] == "preempted"
     assert outcome["reason"] == reason
@@ -102,8 +103,8 @@ def test_the_loader_s_workers_hear_no_signals_and_end_with_their_process(
                 os.kill(member, number)
         wait_until_step(run, len(trained(run)) + 20, process)
         os.kill(process.pid, ending)
-        assert process.wait(60) == code
-        until = time.monotonic() + 15
+        assert process.wait(120) == code
+        until = time.monotonic() + 120
         while any(Path(f"/proc/{member}").exists() for member in family[1:]) and time.monotonic() < until:
             time.sleep(0.2)
         assert not [member for member in family[1:] if Path(f"/proc/{member}").exists()]
@@ -112,17 +113,17 @@ def test_the_loader_s_workers_hear_no_signals_and_end_with_their_process(
 
 @pytest.mark.parametrize(
     ("number", "reason"),
-    [(signal.SIGKILL, "exited unexpectedly"), (signal.SIGSTOP, "did not end within 15 s")],
+    [(signal.SIGKILL, "exited unexpectedly"), (signal.SIGSTOP, "did not end within 40 s")],
 )
 def test_a_loader_s_worker_that_dies_or_stops_fails_the_run(
     number: signal.Signals, reason: str, counting_folder: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    arguments = [*small_run_arguments(counting_folder, run), LONG, "data.workers=1", "run.timeout=15"]
+    arguments = [*small_run_arguments(counting_folder, run), LONG, "data.workers=1", "run.timeout=40"]
     with started([sys.executable, "train.py", *arguments]) as process:
         wait_until_step(run, 3, process)
         os.kill(descendants(process.pid)[-1], number)
-        assert process.wait(30) == 1
+        assert process.wait(200) == 1
     assert outcome_of(run)["outcome"] == "failed"
     assert reason in outcome_of(run)["reason"]
     assert "loader.py" in "".join(path.read_text() for path in (run / "logs").glob("*-0.txt"))

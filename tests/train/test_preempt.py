@@ -119,9 +119,9 @@ def test_time_for_a_checkpoint_and_two_steps_is_kept_back() -> None:
 
 
 def test_slurm_ends_a_job_at_a_known_time() -> None:
-    assert requests({"SLURM_JOB_END_TIME": str(int(time.time() + 90))}).agreed(alone) is None
+    assert requests({"SLURM_JOB_END_TIME": str(int(time.time() + 900))}).agreed(alone) is None
     assert requests({"SLURM_JOB_END_TIME": str(int(time.time() + 50))}).agreed(alone) == "the time is up"
-    both = requests({"SLURM_JOB_END_TIME": str(int(time.time() + 900))}, max_minutes=0.5)
+    both = requests({"SLURM_JOB_END_TIME": str(int(time.time() + 9000))}, max_minutes=0.5)
     assert both.agreed(alone) == "the time is up"
 
 

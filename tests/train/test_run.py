@@ -114,7 +114,10 @@ def test_another_model_is_refused_with_the_difference(
     assert train_small("model.width=64") == 2
     assert "model.width" in (said := capsys.readouterr().err)
     assert "holds 32" in said
+    assert train_small("run.max_steps=2", "model.width=64") == 2, "nor where nothing is left to train"
+    assert "model.width" in capsys.readouterr().err
     assert (tmp_path / "run" / "config.yaml").read_text() == saved
+    assert outcome_of(tmp_path / "run")["outcome"] == "finished"
 
 
 def test_other_data_is_refused_in_the_middle_of_a_phase(train_small: Train, capsys: pytest.CaptureFixture[str]) -> None:

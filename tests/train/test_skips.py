@@ -27,7 +27,7 @@ from hybridtron.parallel import groups as process_groups
 from hybridtron.train.go_back import Diverged
 from hybridtron.train.lr import learning_rate
 from tests.train.conftest import Train, small_run_arguments
-from tests.train.faults import outcome_of, spoiled, train_ranks, trained
+from tests.train.faults import happening, outcome_of, spoiled, train_ranks, trained
 
 STEPS, MICRO_BATCHES = 12, 2
 SHORT = f"run.max_steps={STEPS}"
@@ -192,8 +192,8 @@ def test_a_run_that_has_gone_back_twice_resumes_as_if_it_had_not_stopped(train_s
     run, whole = tmp_path / "run", tmp_path / "whole"
     assert [line["windows"] for line in decisions(run) if line["what"] == "gone back"] == [[[0, 5, 9]], [[0, 5, 13]]]
     run.rename(whole)
-    with spoiled(math.nan, faults):  # step 9 is the 17th that is tried
-        assert train_small(*BACK, "states.mode=tbtt", "run.max_steps=9") == 0
+    with spoiled(math.nan, faults), happening("SIGTERM", Engine, "forward_backward", 17):  # which is step 9
+        assert train_small(*BACK, "states.mode=tbtt") == 75
     newest = checkpoints.newest(run)
     assert newest is not None
     assert (newest.meta.step, newest.meta.refused, newest.meta.windows) == (9, 1, [[0, 5, 13]])
@@ -231,6 +231,19 @@ def test_a_run_without_a_checkpoint_ends_and_says_why(train_small: Train, tmp_pa
         train_small("optim.skips=2", "run.resume=never")
     reason = outcome_of(tmp_path / "run")["reason"]
     assert "optim.skips=2 steps in a row were refused up to step 3" in reason
+
+
+def test_a_run_does_not_finish_on_a_refused_step(train_small: Train, tmp_path: Path) -> None:
+    """Its newest checkpoint is from before; the next start does the refused steps again."""
+    run, few = tmp_path / "run", ("run.max_steps=6", "checkpoint.every=2", "run.eval_lengths=[1]")
+    with spoiled(math.nan, micro_batches(5, 6)), pytest.raises(Diverged):
+        train_small(*few)
+    outcome = outcome_of(run)
+    assert (outcome["outcome"], outcome["step"], outcome["loss"]) == ("failed", 6, None)
+    assert outcome["checkpoint"] == str(run / "checkpoints" / "step-00000004")
+    assert [folder.name for folder in checkpoints.all_of(run)] == ["step-00000002", "step-00000004"]
+    assert train_small(*few) == 0
+    assert steps_skipped(run) == [0] * 6
 
 
 def test_a_run_that_goes_back_again_and_again_ends(train_small: Train, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -44,10 +43,8 @@ def test_a_worker_in_trouble_ends_the_run_and_a_restart_completes_it(
     run = tmp_path / "run"
     arguments = arguments_of(counting_folder, run)
     timeout = PATIENT_S if workers else TIMEOUT_S
-    began = time.monotonic()
     with pytest.raises(WorkerError):
         train_ranks([*arguments, f"data.workers={workers}", f"run.timeout={timeout}"], fault, "worker")
-    assert time.monotonic() - began < 2 * TIMEOUT_S + (PATIENT_S if workers else 20)
     outcome = outcome_of(run)
     assert (outcome["outcome"], outcome["rank"]) == ("failed", 1)
     assert said in outcome["reason"]

@@ -292,7 +292,7 @@ def test_a_killed_download_stops_nobody(s3: S3, tmp_path: Path, other: subproces
     s3.fail("dribble", r"train/web/.*shard.00002")
     read_there(other, tmp_path)
     staging = ".staging/train/web/part-00000/shard.00002.mds"
-    for _ in range(400):
+    for _ in range(6000):
         if list(tmp_path.glob(f"*/{staging}/*")):
             break
         threading.Event().wait(0.02)

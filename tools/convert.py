@@ -109,7 +109,9 @@ def exported(chosen: argparse.Namespace) -> int:
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         bar = progress.add_task("weights", total=None)
-        export(source, output, plan, prove, lambda done, of: progress.update(bar, completed=done, total=of))
+        warnings = export(output, plan, prove, lambda done, of: progress.update(bar, completed=done, total=of))
+    for warning in warnings:
+        print(f"warning: {chosen.output}: {warning}", file=sys.stderr)
     said = f"logits apart by {proofs[0].logits:.1e} of the largest, at most" if proofs else "not verified"
     print(f"{chosen.output}: step {source.meta.step}, {said}")
     return 0

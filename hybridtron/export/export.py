@@ -8,7 +8,6 @@ hybridtron_export.json           which checkpoint this was, and what wrote it
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,15 +19,16 @@ import torch
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.files import appearing
 from hybridtron.checkpoint.manifest import FILE, digest
-from hybridtron.config.architecture import parameter_table
 from hybridtron.config.choices import Export as Wanted
 from hybridtron.config.exportable import RECORD, CannotExport, export_class
-from hybridtron.config.schema import Config, ModelConfig
-from hybridtron.config.units import readable
+from hybridtron.config.schema import ModelConfig
+from hybridtron.export.card import SHARED_PAD, card
 from hybridtron.export.custom import Custom
 from hybridtron.export.native import Mamba, Mamba2, Native
 from hybridtron.export.native_pairs import Granite, Llama, Mistral
+from hybridtron.export.tokenizer import SpecialTokens, write_tokenizer
 from hybridtron.export.writer import Planned, write_json, write_weights
+from hybridtron.requirements import is_there
 
 NATIVES: tuple[Native, ...] = (Mamba(), Mamba2(), Llama(), Mistral(), Granite())
 CUSTOM = Custom()
@@ -55,24 +55,24 @@ class Export:
             planned.append(Planned(rule, torch.float32 if rule.fp32 else asked))
         return planned
 
-    def write(self, folder: Path, progress: Progress) -> None:
+    def write(self, folder: Path, progress: Progress) -> SpecialTokens:
         """Everything but the proof that it is right."""
         config, tensors = self.source.config, self.tensors()
         if missing := sorted({key for t in tensors for key in t.rule.ours} - self.source.shapes.keys()):
             raise CannotExport(f"{self.source.folder} holds no {missing[0]}: it is not of the model in its config.yaml")
         write_weights(folder, tensors, self.shard_bytes, lambda rule: rule.to_theirs(self.source.whole), progress)
         written = str(max({t.dtype for t in tensors if not t.rule.fp32}, key=str)).removeprefix("torch.")
-        eos = self._eos()
-        tokens = {"bos_token_id": eos, "eos_token_id": eos, "pad_token_id": eos}
-        length = self._length()
+        length, tokenizer = self._length(), self.source.verified("tokenizer.json")
+        special = write_tokenizer(folder, tokenizer, self._eos(), config.model.vocab_size, length)
+        tokens = special.settings()
         types = {"dtype": written, "torch_dtype": written}
         write_json(folder / "config.json", {**self.target.config(config.model, length), **types, **tokens})
         write_json(folder / "generation_config.json", {"_from_model_config": True, **tokens})
-        self._write_tokenizer(folder, eos, length)
         for path in self.target.code:
             (folder / path.name).write_bytes(path.read_bytes())
-        (folder / "README.md").write_text(card(config, self.target), encoding="utf-8")
+        (folder / "README.md").write_text(card(config, self.target, special), encoding="utf-8")
         write_json(folder / RECORD, self._record(written))
+        return special
 
     def _length(self) -> int:
         """Tokens of the longest row that it was trained on, or for an import what its config.json said."""
@@ -83,24 +83,8 @@ class Export:
         stored = self.source.meta.data.get("eos")
         return None if stored is None else int(stored)
 
-    def _write_tokenizer(self, folder: Path, eos: int | None, length: int) -> None:
-        stored = self.source.verified("tokenizer.json")
-        (folder / "tokenizer.json").write_bytes(stored)
-        values: dict[str, object] = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": length,
-        }
-        if eos is not None:
-            vocabulary = json.loads(stored)["model"]["vocab"]
-            added = {one["content"]: one["id"] for one in json.loads(stored).get("added_tokens", [])}
-            by_id = {number: text for text, number in {**vocabulary, **added}.items()}
-            if eos in by_id:
-                values |= {f"{name}_token": by_id[eos] for name in ("bos", "eos", "pad")}
-        write_json(folder / "tokenizer_config.json", values)
-
     def _record(self, dtype: str) -> dict[str, object]:
-        names = ("torch", "transformers", "safetensors")
+        names = [name for name in ("torch", "transformers", "safetensors") if is_there(name)]
         return {
             "checkpoint": str(self.source.folder.resolve()),
             "manifest": digest((self.source.folder / FILE).read_bytes()),
@@ -117,37 +101,9 @@ def target_of(model: ModelConfig, wanted: Wanted) -> Native:
     return next(target for target in TARGETS if target.name == name)
 
 
-def export(source: Checkpoint, output: Path, plan: Export, prove: Callable[[Path], None], progress: Progress) -> None:
-    """Write the folder aside, prove it, and only then give it its name."""
+def export(output: Path, plan: Export, prove: Callable[[Path], None], progress: Progress) -> list[str]:
+    """Write the folder aside, prove it, and only then give it its name. What its users should know is returned."""
     with appearing(output) as aside:
-        plan.write(aside, progress)
+        special = plan.write(aside, progress)
         prove(aside)
-
-
-def card(config: Config, target: Native) -> str:
-    """README.md as the Hub shows it."""
-    parameters = sum(weight.size for weight in parameter_table(config.model).values())
-    layers = "\n".join(f"- `{letter}`: {entry}" for letter, entry in config.model.layers.items())
-    trust = ", trust_remote_code=True" if target.code else ""
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-- hybridtron
-- {target.model_type}
----
-
-# {config.run.name}
-
-A language model of {readable(parameters)} parameters, pretrained with hybridtron.
-
-- pattern: `{config.model.pattern}`, width {config.model.width}, vocabulary {config.model.vocab_size}
-{layers}
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("."{trust})
-tokenizer = AutoTokenizer.from_pretrained(".")
-```
-"""
+    return [SHARED_PAD] if special.shared else []

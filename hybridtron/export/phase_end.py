@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
@@ -19,4 +20,5 @@ def export_phase(source: Checkpoint, output: Path, wanted: Wanted) -> None:
     def prove(folder: Path) -> None:
         verify_sample(folder, source, target)
 
-    export(source, output, Export(source, target, None, SHARD_BYTES), prove, lambda done, of: None)
+    for warning in export(output, Export(source, target, None, SHARD_BYTES), prove, lambda done, of: None):
+        print(f"warning: {output}: {warning}", file=sys.stderr)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedConfig
+import transformers
+
+NEEDED = (5, 17)
+if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < NEEDED:  # before an import of it fails
+    raise ImportError(
+        f"this model needs transformers {NEEDED[0]}.{NEEDED[1]} or newer, not {transformers.__version__}: "
+        f"pip install 'transformers>={NEEDED[0]}.{NEEDED[1]}'"
+    )
 
 KINDS = ("mamba", "mamba2", "attention", "span", "swiglu")
 
 
-class HybridtronConfig(PreTrainedConfig):
+class HybridtronConfig(transformers.PreTrainedConfig):
     """`pattern` has one letter for each sub-layer; `layers` gives each letter its `kind` and that kind's options.
 
     Heads and window are those of the first attention, for tools that ask; the layers read their own options alone.

@@ -110,7 +110,7 @@ def checkpoint_of(
                 weight += 0.2 * added.to(weight.dtype)
     run.mkdir(parents=True, exist_ok=True)
     tokenizer = run / f"tokenizer-{groups.rank}.json"
-    vocabulary = {f"w{number}": number for number in range(VOCAB)}
+    vocabulary = {f"w{number}": number for number in range(VOCAB - 1)}
     tokenizer.write_text(
         json.dumps(
             {

@@ -88,8 +88,11 @@ def test_it_runs_where_hybridtron_is_not(alone: Groups, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["HF_HOME"] = str(tmp_path / "home")
     command = [sys.executable, "-I", str(OUTSIDE), str(output)]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
+    assert "custom code" not in done.stdout  # no question was asked
     with torch.no_grad():
         ours = own_model(source, torch.float32)(tokens_BL, None, SeqInfo.stream(2, 70)).output.transpose(0, 1)
     assert (torch.load(output / "logits.pt") - ours).abs().max() < 1e-5 * ours.abs().max()

@@ -5,8 +5,9 @@ Without a mixture these are all sources of `data.path`, each by its number of to
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ from hybridtron.data.check_vocabulary import embedded_problems, meaning_problems
 from hybridtron.data.folder import SMALLEST_VOCABULARY, FolderError, TokenFolder, is_url
 from hybridtron.specs.base import Problem
 
+EMBEDDED_PATH = "data/embedded-{}"  # by the vocabulary's size
+RECIPES_PATHS = ("data/tokens", "data/slimpajama", "data/phi")  # where configs/data looks for text of one's own
 Opened = Callable[[str], TokenFolder]
 
 
@@ -112,9 +115,10 @@ def _phase_problems(config: Config, index: int, phase: PhaseConfig, opened: Open
         needs = f"data.source=embedded makes a byte-level vocabulary, which needs at least {SMALLEST_VOCABULARY}"
         return [Problem("model.vocab_size", f"is {vocab_size}; {needs}")]
     paths = [entry.path or data.path for entry in data.mixture.values()] or [data.path]
-    to_be_prepared = data.source == Source.embedded and not os.path.exists(data.path)  # noqa: PTH110 (a path too long for the system is none)
-    if to_be_prepared:
-        return embedded_problems(config, index, data.path)
+    here = os.path.exists(data.path)  # noqa: PTH110 (a path too long for the system is none)
+    if data.source == Source.embedded and not here:
+        place = _place_problems(key, data.path, vocab_size)
+        return embedded_problems(config, index, data.path) + place + _unmade_problems(config, phase)
     if any(is_url(path) for path in paths):
         return []
     try:
@@ -123,10 +127,52 @@ def _phase_problems(config: Config, index: int, phase: PhaseConfig, opened: Open
         cure = (
             f"delete {data.path}, and it is prepared anew; or set another path"
             if data.source == Source.embedded
-            else "prepare it with tools/prepare_data.py, or set data.source=embedded, which makes its own"
+            else "prepare it with tools/prepare_data.py; or, to try some steps on text that Python brings along, "
+            "use data=embedded data.epochs=null run.max_steps=10"
         )
         return [Problem(key, f"{error}; {cure}")]
+    if data.source == Source.folder and (misplaced := [one for one in found if _is_misplaced(one.folder)]):
+        where = misplaced[0].folder.path
+        cure = f"move it to {EMBEDDED_PATH.format(vocab_size)}, and prepare the text that this recipe is for"
+        return [Problem(key, f"is {where}, which an earlier version filled with Python's own texts; {cure}")]
     return content_problems(key, config, phase, found)
+
+
+def _place_problems(key: str, path: str, vocab_size: int) -> list[Problem]:
+    """The embedded corpus is not written where recipes look for real text: they would read it without a word."""
+    if not _is_recipes_path(path):
+        return []
+    cure = f"use data=embedded, or {key}={EMBEDDED_PATH.format(vocab_size)}"
+    return [Problem(key, f"is {path}, where recipes look for prepared text; Python's own is not written there: {cure}")]
+
+
+def _is_misplaced(folder: TokenFolder) -> bool:
+    return _is_recipes_path(str(folder.path)) and folder.manifest.origin.get("corpus") == Source.embedded.value
+
+
+def _is_recipes_path(path: str) -> bool:
+    return f"{os.path.normpath(path)}/".startswith(tuple(f"{known}/" for known in RECIPES_PATHS))
+
+
+def _unmade_problems(config: Config, phase: PhaseConfig) -> list[Problem]:
+    """What an embedded corpus will lack whatever its vocabulary is: a token is a byte of the text at least."""
+    data = config.data_of(phase)
+    try:
+        tokens = parse_tokens(phase.tokens)
+    except ValueError:
+        return []  # reported by the phase's own rules
+    if data.epochs is None:
+        return []
+    from hybridtron.data.prepare.corpus import sizes  # it imports tokenizers
+
+    most = sizes()
+    weights: Mapping[str, float] = {name: one.weight for name, one in data.mixture.items()} or most
+    if not set(weights) <= set(most):
+        return []  # names of the mixture's own, which the folder resolves
+    whole = sum(weights.values())
+    return _epochs_problems(
+        config, phase, {name: weights[name] / whole * tokens / most[name] for name in weights}, "null"
+    )
 
 
 def content_problems(key: str, config: Config, phase: PhaseConfig, found: Sequence[Ingredient]) -> list[Problem]:
@@ -154,18 +200,25 @@ def _vocabulary_problems(key: str, config: Config, phase: PhaseConfig, folder: T
 
 def _amount_problems(config: Config, phase: PhaseConfig, found: Sequence[Ingredient]) -> list[Problem]:
     """A phase reads no source more often than data.epochs allows."""
-    most = config.data_of(phase).epochs
-    key = "data.epochs" if phase.data.epochs is None else f"phases.{config.phases.index(phase)}.data.epochs"
-    cure = "set it so, or use fewer tokens, another weight or more text"
     try:
         tokens = parse_tokens(phase.tokens)
     except ValueError:
         return []  # reported by the phase's own rules
-    return [
-        Problem(key, f"is {most:g}, but {phase.name} reads {one.source} {one.epochs:.3g} times: {cure}")
-        for one in reading_plan(found, tokens)
-        if most is not None and one.epochs > most
-    ]
+    reads = {one.source: one.epochs for one in reading_plan(found, tokens)}
+    return _epochs_problems(config, phase, reads, str(math.ceil(max(reads.values()))))
+
+
+def _epochs_problems(config: Config, phase: PhaseConfig, reads: Mapping[str, float], enough: str) -> list[Problem]:
+    """Of the sources that a phase reads too often, the one that it reads most often."""
+    most = config.data_of(phase).epochs
+    source = max(reads, key=lambda name: reads[name])
+    if most is None or reads[source] <= most:
+        return []
+    index = config.phases.index(phase)
+    key = "data.epochs" if phase.data.epochs is None else f"phases.{index}.data.epochs"
+    cure = f"{key}={enough} allows it, phases.{index}.tokens or more text makes it fewer"
+    times = f"{phase.name} reads the source {source} {reads[source]:,.1f} times"
+    return [Problem(key, f"allows {most:g}, and {times}: {cure}")]
 
 
 def _size_problems(key: str, config: Config, phase: PhaseConfig, found: Sequence[Ingredient]) -> list[Problem]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from hybridtron.config.check import check
+from hybridtron.config.load import CONFIGS, load
 from hybridtron.config.schema import (
     Config,
     DataConfig,
@@ -18,7 +21,7 @@ from hybridtron.config.schema import (
     Source,
 )
 from hybridtron.data.folder import FolderError, TokenFolder
-from hybridtron.data.ingredients import ingredients_of, problems
+from hybridtron.data.ingredients import RECIPES_PATHS, ingredients_of, problems
 from hybridtron.data.prepare.writer import write_folder
 
 
@@ -101,7 +104,7 @@ def test_damage_is_told_with_a_cure(toy: TokenFolder):
 
 def test_missing_paths(tmp_path: Path):
     (line,) = told(config_of(tmp_path / "none"))
-    assert "none does not exist; prepare it with tools/prepare_data.py, or set data.source=embedded" in line
+    assert "data=embedded data.epochs=null run.max_steps=10" in line
     assert not told(config_of(tmp_path / "none", Source.embedded))
 
 
@@ -158,6 +161,50 @@ def test_a_source_is_read_as_often_as_is_said(toy: TokenFolder) -> None:
     config.phases[1].tokens = str(3 * tokens)
     (problem,) = problems(config)
     assert problem.key == "data.epochs"
-    assert "is 1, but second reads text 3 times" in problem.message
+    assert "data.epochs=3 " in problem.message
     config.phases[1].data.epochs = 3.0
     assert not problems(config)
+
+
+def keys(*arguments: str) -> list[str]:
+    return [problem.key for problem in problems(load([*arguments, "run.dir=run"]))]
+
+
+def test_what_an_embedded_corpus_lacks_is_told_before_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert keys() == []  # the laptop recipe
+    assert keys("phases.0.tokens=20B") == ["data.epochs"]
+    assert keys("phases.0.tokens=20B", "data.epochs=null") == []
+    assert keys("phases.0.tokens=20B", "data.mixture={text: {weight: 1}}") == ["data.epochs"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_embedded_text_is_not_written_where_recipes_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert keys("recipe=samba_421m") == ["data.path"]
+    assert "data.path" in keys("recipe=samba_421m", "data.source=embedded")
+    assert "data.path" in keys("recipe=samba_421m", "data.source=embedded", "data.path=./data//tokens/")
+    assert keys("recipe=samba_421m", "data.source=embedded", "data.path=x", "phases.0.tokens=1M") == []
+    advised = load(["recipe=samba_421m", "data=embedded", "data.epochs=null", "run.max_steps=10", "run.dir=run"])
+    assert check(advised, 1) + problems(advised) == []
+
+
+def test_embedded_text_that_lies_where_recipes_look_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier version wrote it there."""
+    monkeypatch.chdir(tmp_path)
+    splits = {split: {"code": [[5] * 99999]} for split in ("train", "validation")}
+    write_folder(Path("data/tokens"), splits, "{}", 32000, 0, {"corpus": "embedded", "asked_vocab_size": 32000})
+    Path("mine").symlink_to("data/tokens")
+    chosen = ["recipe=samba_421m", "phases.0.tokens=80K"]
+    assert keys(*chosen) == ["data.path"]
+    assert keys(*chosen, "data.path=mine") == []
+    assert keys(*chosen, "data.source=embedded") == []
+
+
+def test_the_paths_of_recipes_are_all_known() -> None:
+    named = re.findall(r"path: (data/[\w/]+)", "".join(file.read_text() for file in CONFIGS.glob("data/*.yaml")))
+    named = [path for path in named if not path.startswith("data/embedded")]
+    assert named
+    assert all(path.startswith(RECIPES_PATHS) for path in named)

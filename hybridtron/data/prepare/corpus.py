@@ -50,6 +50,15 @@ def documents() -> list[Document]:
     return sorted(found, key=lambda document: document.where)
 
 
+def sizes() -> dict[str, int]:
+    """Bytes of each source, of training and held out."""
+    found: dict[str, int] = {}
+    for document in documents():
+        assert isinstance(document.content, str)
+        found[document.source] = found.get(document.source, 0) + len(document.content.encode())
+    return found
+
+
 def prepare_embedded(path: Path, vocab_size: int) -> TokenFolder:
     """The folder of the embedded corpus, made now unless it is there; its vocabulary may be smaller than asked."""
     if path.exists():

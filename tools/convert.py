@@ -41,7 +41,7 @@ from hybridtron.export.reader import CannotImport
 from hybridtron.export.sample import sample_size, verify_sample
 from hybridtron.export.take_over import Source, same_tensors, take_over
 from hybridtron.export.verify import DTYPES, NotTheSame, Proof, verify
-from tools.checkpoint import Unusable, found, not_there_yet, size_of
+from tools.checkpoint_commands import Unusable, found, not_there_yet, size_of
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -15,7 +15,7 @@ PROGRAMS = sorted(
     for path in [ROOT / "train.py", *(ROOT / "tools").glob("*.py"), *(ROOT / "slurm").glob("*.py")]
     if '__name__ == "__main__"' in path.read_text()
 )
-LATER = ("tools/checkpoint.py", "tools/convert.py")
+LATER = ("tools/convert.py",)
 HEAVY = ("torch", "megatron.core", "transformers", "matplotlib", "streaming", "pyarrow")
 Answer = tuple[int | str | None, int, list[str]]
 ALL = '''

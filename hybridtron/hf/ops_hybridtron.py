@@ -142,10 +142,6 @@ def new_tail(x_BLC: Tensor, tail_BTC: Tensor | None, documents_BL: Tensor | None
 
 CHUNK_of_scan = 64  # tokens whose states exist at the same time; backward keeps one state per chunk
 
-GROUP = 8  # tokens of a chunk that advance one after another while all groups go side by side
-
-LARGE_STATE = 2**15  # values in all rows' states from which a CPU gains nothing by going side by side
-
 
 def selective_scan(
     x_BLE: Tensor,
@@ -168,7 +164,7 @@ def selective_scan(
     for t in range(x.shape[1]):
         decay_BEN = torch.exp(delta[:, t, :, None] * A_EN)
         if starts_BL is not None:
-            decay_BEN = decay_BEN.masked_fill(starts_BL[:, t, None, None], 0)
+            h_BEN = h_BEN.masked_fill(starts_BL[:, t, None, None], 0)
         h_BEN = decay_BEN * h_BEN + (delta[:, t] * x[:, t])[:, :, None] * B[:, t, None, :]
         outputs.append((h_BEN * C[:, t, None, :]).sum(-1) + D_E * x[:, t])
     y_BLE = torch.stack(outputs, dim=1)
@@ -320,14 +316,16 @@ class _Chunk:
     def __post_init__(self) -> None:
         self.delta_TBE = F.softplus(self.shifted_TBE)
         self.step_TBE = self.delta_TBE * self.x_TBE
+        if self.starts_TB is not None:
+            self.begun = self.starts_TB.nonzero(as_tuple=True)  # few: a mask would cost a pass over all tokens
 
     def decays(self) -> Tensor:
-        """exp(delta A) of each token, then a row of ones for what follows: (T + 1, B, N, E)."""
+        """exp(delta A) of each token, 0 where a document begins, then ones for what follows: (T + 1, B, N, E)."""
         length, batch, _ = self.x_TBE.shape
         decay_TBNE = self.A_NE.new_empty(length + 1, batch, *self.A_NE.shape)
         torch.mul(self.delta_TBE.unsqueeze(2), self.A_NE, out=decay_TBNE[:-1]).exp_()
         if self.starts_TB is not None:
-            decay_TBNE[:-1].masked_fill_(self.starts_TB[:, :, None, None], 0)
+            decay_TBNE[:-1][self.begun] = 0
         decay_TBNE[-1] = 1
         return decay_TBNE
 
@@ -335,8 +333,9 @@ class _Chunk:
         """The state before the chunk, then after each token: (T + 1, B, N, E)."""
         h_TBNE = decay_TBNE.new_empty(len(decay_TBNE) + 1, *state_BNE.shape)
         h_TBNE[0] = state_BNE
-        torch.mul(self.step_TBE.unsqueeze(2), self.B_TBN.unsqueeze(3), out=h_TBNE[1:])
-        _recur(decay_TBNE, h_TBNE[1:], state_BNE)
+        added = self.step_TBE.unsqueeze(2), self.B_TBN.unsqueeze(3)
+        torch.mul(*added, out=h_TBNE[1:])
+        recur(decay_TBNE, *added, h_TBNE[1:], state_BNE, self.starts_TB)
         return h_TBNE
 
     def outputs(self, h_TBNE: Tensor) -> Tensor:
@@ -356,14 +355,19 @@ class _Chunk:
             grad_z_TBE = grad_y_TBE * self.outputs(h_TBNE) * slope_TBE
             grad_y_TBE = grad_y_TBE * self.z_TBE * gate_TBE
 
-        grad_h_TBNE = grad_y_TBE.unsqueeze(2) * self.C_TBN.unsqueeze(3)
-        _recur(decay_TBNE[1:], grad_h_TBNE, grad_state_BNE, backwards=True)
-        grad_state_BNE = decay_TBNE[0] * grad_h_TBNE[0]
+        read = grad_y_TBE.unsqueeze(2), self.C_TBN.unsqueeze(3)
+        grad_h_TBNE = torch.mul(*read)
+        next_starts_TB = None if self.starts_TB is None else F.pad(self.starts_TB[1:], (0, 0, 0, 1))
+        recur(decay_TBNE[1:], *read, grad_h_TBNE, grad_state_BNE, next_starts_TB, back=True)
         grad_C_TBN = (h_TBNE[1:] @ grad_y_TBE.unsqueeze(3)).squeeze(3)
         grad_B_TBN = (grad_h_TBNE @ self.step_TBE.unsqueeze(3)).squeeze(3)
         grad_step_TBE = (self.B_TBN.unsqueeze(2) @ grad_h_TBNE).squeeze(2)
 
+        grad_state_BNE = decay_TBNE[0] * grad_h_TBNE[0]
         grad_exponent_TBNE = decay_TBNE[:-1].mul_(h_TBNE[:-1]).mul_(grad_h_TBNE)
+        if self.starts_TB is not None:
+            grad_state_BNE.masked_fill_(self.starts_TB[0, :, None, None], 0)
+            grad_exponent_TBNE[self.begun] = 0
         grad_A_NE = torch.mul(grad_exponent_TBNE, self.delta_TBE.unsqueeze(2), out=grad_h_TBNE).sum((0, 1))
         grad_delta_TBE = grad_exponent_TBNE.mul_(self.A_NE).sum(2).addcmul_(grad_step_TBE, self.x_TBE)
         grad_dt_TBE = grad_delta_TBE * torch.sigmoid(self.shifted_TBE)
@@ -373,28 +377,64 @@ class _Chunk:
         return of_tokens, of_parameters, grad_state_BNE
 
 
-def _recur(decay_TBNE: Tensor, h_TBNE: Tensor, carry_BNE: Tensor, backwards: bool = False) -> None:
-    """h_t += decay_t h_{t-1} in place, beginning with the carry; `backwards` runs from the last t to the first.
+# ---- recurrence
+# A linear recurrence over the tokens of a chunk, with a factor for every entry of the state:
+
+GROUP = 8  # tokens of a chunk that advance one after another while all groups go side by side
+
+LARGE_STATE = 2**15  # values in all rows' states from which a CPU gains nothing by going side by side
+
+
+def recur(
+    a_TBNE: Tensor,
+    u_TB1E: Tensor,
+    v_TBN1: Tensor,
+    h_TBNE: Tensor,
+    carry_BNE: Tensor,
+    cut_TB: Tensor | None,
+    back: bool = False,
+) -> None:
+    """h comes as u v, and is replaced; the carry comes before the first token, or after the last one if `back`."""
+    _recur(a_TBNE, h_TBNE, carry_BNE, None, back)
+    if cut_TB is not None and not h_TBNE[0 if back else -1].sum().isfinite():  # what is not finite remains to the end
+        torch.mul(u_TB1E, v_TBN1, out=h_TBNE)
+        _recur(a_TBNE, h_TBNE, carry_BNE, cut_TB, back)
+
+
+def _recur(a_TBNE: Tensor, h_TBNE: Tensor, carry_BNE: Tensor, cut_TB: Tensor | None, back: bool) -> None:
+    """The same in one go.
 
     Few large operations instead of one small one per token: groups of tokens advance side by side, each from zero;
     then a state is handed from group to group; then every group adds its share of what it was handed.
     """
     one_by_one = h_TBNE.device.type == "cpu" and carry_BNE.numel() >= LARGE_STATE
     size = 1 if one_by_one or len(h_TBNE) % GROUP != 0 else GROUP
-    direction = -1 if backwards else 1
-    decay, h = decay_TBNE.unflatten(0, (-1, size)), h_TBNE.unflatten(0, (-1, size))
-    since_start = decay if size == 1 else decay.clone()  # product of the decays since the group's first token
+    direction = -1 if back else 1
+    a, h = a_TBNE.unflatten(0, (-1, size)), h_TBNE.unflatten(0, (-1, size))
+    since_start = a if size == 1 else a.clone()  # product of the factors since the group's first token
+    cut = None if cut_TB is None else cut_TB.unflatten(0, (-1, size))
+    passed = None if cut is None else (cut.flip(1).cumsum(1).flip(1) if back else cut.cumsum(1)) > 0  # since then too
     order = range(size)[::direction]
     for before, now in itertools.pairwise(order):
-        h[:, now].addcmul_(decay[:, now], h[:, before])
+        _add(h, a, (slice(None), now), h[:, before], cut)
         since_start[:, now].mul_(since_start[:, before])
     handed = []
     for group in range(len(h))[::direction]:
         handed.append(carry_BNE)
-        carry_BNE = h[group, order[-1]].addcmul_(since_start[group, order[-1]], carry_BNE)
+        carry_BNE = _add(h, since_start, (group, order[-1]), carry_BNE, passed)
     if size > 1:
-        others = slice(1, None) if backwards else slice(None, -1)
-        h[:, others].addcmul_(since_start[:, others], torch.stack(handed[::direction]).unsqueeze(1))
+        others = slice(1, None) if back else slice(None, -1)
+        _add(h, since_start, (slice(None), others), torch.stack(handed[::direction]).unsqueeze(1), passed)
+
+
+def _add(h: Tensor, factor: Tensor, place: tuple[int | slice, ...], before: Tensor, cut: Tensor | None) -> Tensor:
+    """h += factor * before at a place, but where a cut lies between; its part of h."""
+    if cut is None:
+        return h[place].addcmul_(factor[place], before)
+    mask = cut[place]
+    kept = h[place][mask]
+    h[place].addcmul_(factor[place], before)[mask] = kept
+    return h[place]
 
 
 # ---- ssd

@@ -4,8 +4,8 @@
     h_t = exp(delta_t A) h_{t-1} + delta_t B_t x_t
     y_t = (C_t h_t + D x_t) * silu(z_t)
 
-Where a new document begins, the decay is exactly 0 instead, and nothing of the document before remains. (A large
-negative exponent in its place would cost precision, an infinite one the gradient.)
+Where a new document begins, h_{t-1} is 0 instead: nothing of the document before remains, and no gradient returns to
+it, finite or not. (A decay of 0 would leave 0 times infinity, a large negative exponent would cost precision.)
 
 Not here: projections and convolution (mixers), and the forms `mamba-ssm` and `triton` (their own files).
 
@@ -15,7 +15,6 @@ at the border of the op and (B, N, E) inside of `chunked`, because long vectors 
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +24,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.dispatch import op
+from hybridtron.ops.recurrence import recur
 
 CHUNK = 64  # tokens whose states exist at the same time; backward keeps one state per chunk
-GROUP = 8  # tokens of a chunk that advance one after another while all groups go side by side
-LARGE_STATE = 2**15  # values in all rows' states from which a CPU gains nothing by going side by side
 
 
 @op
@@ -53,7 +51,7 @@ def selective_scan(
     for t in range(x.shape[1]):
         decay_BEN = torch.exp(delta[:, t, :, None] * A_EN)
         if starts_BL is not None:
-            decay_BEN = decay_BEN.masked_fill(starts_BL[:, t, None, None], 0)
+            h_BEN = h_BEN.masked_fill(starts_BL[:, t, None, None], 0)
         h_BEN = decay_BEN * h_BEN + (delta[:, t] * x[:, t])[:, :, None] * B[:, t, None, :]
         outputs.append((h_BEN * C[:, t, None, :]).sum(-1) + D_E * x[:, t])
     y_BLE = torch.stack(outputs, dim=1)
@@ -208,14 +206,16 @@ class _Chunk:
     def __post_init__(self) -> None:
         self.delta_TBE = F.softplus(self.shifted_TBE)
         self.step_TBE = self.delta_TBE * self.x_TBE
+        if self.starts_TB is not None:
+            self.begun = self.starts_TB.nonzero(as_tuple=True)  # few: a mask would cost a pass over all tokens
 
     def decays(self) -> Tensor:
-        """exp(delta A) of each token, then a row of ones for what follows: (T + 1, B, N, E)."""
+        """exp(delta A) of each token, 0 where a document begins, then ones for what follows: (T + 1, B, N, E)."""
         length, batch, _ = self.x_TBE.shape
         decay_TBNE = self.A_NE.new_empty(length + 1, batch, *self.A_NE.shape)
         torch.mul(self.delta_TBE.unsqueeze(2), self.A_NE, out=decay_TBNE[:-1]).exp_()
         if self.starts_TB is not None:
-            decay_TBNE[:-1].masked_fill_(self.starts_TB[:, :, None, None], 0)
+            decay_TBNE[:-1][self.begun] = 0
         decay_TBNE[-1] = 1
         return decay_TBNE
 
@@ -223,8 +223,9 @@ class _Chunk:
         """The state before the chunk, then after each token: (T + 1, B, N, E)."""
         h_TBNE = decay_TBNE.new_empty(len(decay_TBNE) + 1, *state_BNE.shape)
         h_TBNE[0] = state_BNE
-        torch.mul(self.step_TBE.unsqueeze(2), self.B_TBN.unsqueeze(3), out=h_TBNE[1:])
-        _recur(decay_TBNE, h_TBNE[1:], state_BNE)
+        added = self.step_TBE.unsqueeze(2), self.B_TBN.unsqueeze(3)
+        torch.mul(*added, out=h_TBNE[1:])
+        recur(decay_TBNE, *added, h_TBNE[1:], state_BNE, self.starts_TB)
         return h_TBNE
 
     def outputs(self, h_TBNE: Tensor) -> Tensor:
@@ -244,14 +245,19 @@ class _Chunk:
             grad_z_TBE = grad_y_TBE * self.outputs(h_TBNE) * slope_TBE
             grad_y_TBE = grad_y_TBE * self.z_TBE * gate_TBE
 
-        grad_h_TBNE = grad_y_TBE.unsqueeze(2) * self.C_TBN.unsqueeze(3)
-        _recur(decay_TBNE[1:], grad_h_TBNE, grad_state_BNE, backwards=True)
-        grad_state_BNE = decay_TBNE[0] * grad_h_TBNE[0]
+        read = grad_y_TBE.unsqueeze(2), self.C_TBN.unsqueeze(3)
+        grad_h_TBNE = torch.mul(*read)
+        next_starts_TB = None if self.starts_TB is None else F.pad(self.starts_TB[1:], (0, 0, 0, 1))
+        recur(decay_TBNE[1:], *read, grad_h_TBNE, grad_state_BNE, next_starts_TB, back=True)
         grad_C_TBN = (h_TBNE[1:] @ grad_y_TBE.unsqueeze(3)).squeeze(3)
         grad_B_TBN = (grad_h_TBNE @ self.step_TBE.unsqueeze(3)).squeeze(3)
         grad_step_TBE = (self.B_TBN.unsqueeze(2) @ grad_h_TBNE).squeeze(2)
 
+        grad_state_BNE = decay_TBNE[0] * grad_h_TBNE[0]
         grad_exponent_TBNE = decay_TBNE[:-1].mul_(h_TBNE[:-1]).mul_(grad_h_TBNE)
+        if self.starts_TB is not None:
+            grad_state_BNE.masked_fill_(self.starts_TB[0, :, None, None], 0)
+            grad_exponent_TBNE[self.begun] = 0
         grad_A_NE = torch.mul(grad_exponent_TBNE, self.delta_TBE.unsqueeze(2), out=grad_h_TBNE).sum((0, 1))
         grad_delta_TBE = grad_exponent_TBNE.mul_(self.A_NE).sum(2).addcmul_(grad_step_TBE, self.x_TBE)
         grad_dt_TBE = grad_delta_TBE * torch.sigmoid(self.shifted_TBE)
@@ -259,27 +265,3 @@ class _Chunk:
         of_tokens = grad_x_TBE, grad_dt_TBE, grad_B_TBN, grad_C_TBN, grad_z_TBE
         of_parameters = grad_A_NE, (grad_y_TBE * self.x_TBE).sum((0, 1)), grad_dt_TBE.sum((0, 1))
         return of_tokens, of_parameters, grad_state_BNE
-
-
-def _recur(decay_TBNE: Tensor, h_TBNE: Tensor, carry_BNE: Tensor, backwards: bool = False) -> None:
-    """h_t += decay_t h_{t-1} in place, beginning with the carry; `backwards` runs from the last t to the first.
-
-    Few large operations instead of one small one per token: groups of tokens advance side by side, each from zero;
-    then a state is handed from group to group; then every group adds its share of what it was handed.
-    """
-    one_by_one = h_TBNE.device.type == "cpu" and carry_BNE.numel() >= LARGE_STATE
-    size = 1 if one_by_one or len(h_TBNE) % GROUP != 0 else GROUP
-    direction = -1 if backwards else 1
-    decay, h = decay_TBNE.unflatten(0, (-1, size)), h_TBNE.unflatten(0, (-1, size))
-    since_start = decay if size == 1 else decay.clone()  # product of the decays since the group's first token
-    order = range(size)[::direction]
-    for before, now in itertools.pairwise(order):
-        h[:, now].addcmul_(decay[:, now], h[:, before])
-        since_start[:, now].mul_(since_start[:, before])
-    handed = []
-    for group in range(len(h))[::direction]:
-        handed.append(carry_BNE)
-        carry_BNE = h[group, order[-1]].addcmul_(since_start[group, order[-1]], carry_BNE)
-    if size > 1:
-        others = slice(1, None) if backwards else slice(None, -1)
-        h[:, others].addcmul_(since_start[:, others], torch.stack(handed[::direction]).unsqueeze(1))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hybridtron.device import Package
-from hybridtron.ops import dispatch, scan, scan_mamba_ssm
+from hybridtron.ops import dispatch, recurrence, scan, scan_mamba_ssm
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.scan import selective_scan
 
@@ -35,7 +35,7 @@ def _stand_in_for_mamba_ssm(monkeypatch: pytest.MonkeyPatch) -> None:
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 4 tokens, so that 11 tokens are two whole chunks of groups and a ragged one that goes one by one."""
     monkeypatch.setattr(scan, "CHUNK", 4)
-    monkeypatch.setattr(scan, "GROUP", 2)
+    monkeypatch.setattr(recurrence, "GROUP", 2)
     monkeypatch.setattr(scan_mamba_ssm, "SHARE_CHUNK", 4)
 
 
@@ -105,6 +105,37 @@ def test_three_steps_by_hand(form: str) -> None:
 def selective_scan_of_ones(form: str, one: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
     with force(selective_scan=form):
         return selective_scan(one, 0 * one, torch.tensor([[-1.0]]), one, one, zero, None, zero, None, None)
+
+
+@pytest.fixture(params=[recurrence.LARGE_STATE, 0], ids=["side_by_side", "one_by_one"])
+def one_by_one(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrence, "LARGE_STATE", request.param)
+
+
+@pytest.mark.usefixtures("small_chunks", "one_by_one")
+@pytest.mark.parametrize("form", OWN_FORMS)
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("begins", [1, 2, 4, 7, 9])  # chunks begin at 4 and 8
+def test_nothing_crosses_the_border_of_a_document(form: str, value: float, begins: int) -> None:
+    """Neither a state that is not finite, going forward, nor such a gradient, going back."""
+    documents = (torch.arange(11) >= begins).int().expand(2, -1)
+    sound = random_inputs()
+    broken = {name: tensor.detach().clone().requires_grad_() for name, tensor in sound.items()}
+    for name in ("state", "x", "dt", "B"):
+        with torch.no_grad():
+            (broken[name] if name == "state" else broken[name][:, :begins])[0] = value
+    made = []
+    for inputs in (sound, broken):
+        y, last = run(form, inputs, documents)
+        (y[:, begins:].square().sum() + last.sum()).backward()
+        made.append((y[:, begins:], last, *(inputs[name].grad[:, begins:] for name in PER_TOKEN)))
+    assert all(map(torch.equal, *made))
+
+    y, last = run(form, sound, documents)
+    grads = torch.autograd.grad([y, last], [sound[name] for name in PER_TOKEN], [y.detach(), last * value])
+    y, last = run(form, sound, documents)
+    expected = torch.autograd.grad([y, last], [sound[name] for name in PER_TOKEN], [y.detach(), 0 * last])
+    assert all(torch.equal(ours[:, :begins], theirs[:, :begins]) for ours, theirs in zip(grads, expected, strict=True))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -7,6 +7,7 @@
 # make chaos   kills and damages a tiny run again and again, which ends as one that nothing happens to (minutes)
 # make audit   compares every gradient of every parallel layout with one process (minutes)
 # make test-triton TRITON=3.6.0   runs the kernels' tests with another Triton than torch's own (minutes)
+# make test-core   runs the part of the tests that another megatron-core could break
 # make test-slurm   installs a SLURM of two nodes where it can (as root, on Debian) and submits runs to it (minutes)
 #
 # PYTHON=python3.12 VENV=.venv312 after any of them: with that interpreter, in an environment of its own
@@ -17,8 +18,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 DALI := nvidia-dali-cuda120==2.4.0
 BIN := $(VENV)/bin
-.PHONY: train length-story setup setup-metrics setup-dali same-python test lint types test-fast test-slow test-triton \
-  test-slurm setup-slurm test-gpu audit chaos hf-ops format clean
+.PHONY: train length-story setup setup-dev setup-metrics setup-dali same-python test lint types test-fast test-slow \
+  test-core test-triton test-slurm setup-slurm test-gpu audit chaos hf-ops format clean
 
 train: $(VENV)/.ready
 	$(BIN)/python train.py
@@ -27,6 +28,8 @@ length-story: $(VENV)/.ready
 	$(BIN)/python tools/length_story.py
 
 setup: $(VENV)/.ready
+
+setup-dev: $(VENV)/.dev
 
 $(VENV)/.ready: pyproject.toml | same-python
 	$(PYTHON) -m venv $(VENV)
@@ -71,7 +74,12 @@ test-fast: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "gloo and not slow"
 
 test-slow: $(VENV)/.finetune setup-slurm
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(if $(SLICE),--slice $(SLICE))
+	OMP_NUM_THREADS=1 $(BIN)/pytest -rs -m slow $(if $(SLICE),--slice $(SLICE))
+
+# what another megatron-core could break
+test-core: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow and not gpu" tests/engine tests/test_requirements.py \
+	  $(patsubst %,tests/parallel/test_%.py,core_in_use training guard whole)
 
 # numpy because the interpreter of Triton 3.6 fails with newer ones
 test-triton: $(VENV)/.dev

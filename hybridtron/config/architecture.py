@@ -10,14 +10,25 @@ import dataclasses
 import functools
 import types
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from hybridtron.config.choices import Start
 from hybridtron.config.pattern import PatternError, parse
 from hybridtron.config.problems import ConfigError, did_you_mean
 from hybridtron.config.schema import Config, ModelConfig
 from hybridtron.specs import SPECS
-from hybridtron.specs.base import Constant, MixerSpec, ModelSizes, Normal, Parameter, Problem, Uniform
+from hybridtron.specs.base import (
+    Constant,
+    MixerSpec,
+    ModelSizes,
+    Normal,
+    OutputProjection,
+    Parameter,
+    Problem,
+    Projection,
+    linear,
+)
 
 
 @dataclass(frozen=True)
@@ -67,15 +78,24 @@ def parameter_table(model: ModelConfig) -> dict[str, Parameter]:
     arch = architecture(model)
     width, vocab = model.width, model.vocab_size
     norm = Parameter((width,), Constant(1.0), decay=False)
-    table = {"embedding.weight": Parameter((vocab, width), Normal(model.embedding_std), split=0)}
+    embedded = Normal(model.embedding_std) if model.init is Start.mamba else Projection(width**-0.5)
+    table = {"embedding.weight": Parameter((vocab, width), embedded, split=0)}
     for index, spec in enumerate(arch.specs):
         table[f"layers.{index}.norm.weight"] = norm
         for name, parameter in spec.parameters(arch.sizes).items():
             table[f"layers.{index}.mixer.{name}"] = parameter
     table["norm.weight"] = norm
     if not model.tie_embeddings:
-        table["head.weight"] = Parameter((vocab, width), Uniform(width**-0.5), split=0)
-    return table
+        table["head.weight"] = linear(vocab, width, fp8=False)
+    return table if model.init is Start.mamba else _as_lit_gpt(table, arch)
+
+
+def _as_lit_gpt(table: dict[str, Parameter], arch: Architecture) -> dict[str, Parameter]:
+    """Projections by another rule. Its blocks are counted by the sub-layers that look along the sequence."""
+    width = arch.sizes.width
+    blocks = max(1, sum(bool(spec.state_parts(arch.sizes)) for spec in arch.specs))
+    starts = {Projection: Normal((2 / (5 * width)) ** 0.5), OutputProjection: Normal(width**-0.5 / blocks)}
+    return {name: replace(weight, init=starts.get(type(weight.init), weight.init)) for name, weight in table.items()}
 
 
 def fp8_layers(config: Config) -> range:

@@ -32,10 +32,12 @@ from hybridtron.config.schema import (
     CheckpointConfig,
     ClusterConfig,
     Config,
+    ModelConfig,
     OptimConfig,
     PhaseConfig,
     RunConfig,
     Schedule,
+    Start,
 )
 from hybridtron.config.units import FORMS, parse_steps, parse_tokens
 from hybridtron.specs.base import ModelSizes, Problem
@@ -107,6 +109,8 @@ def warnings(config: Config) -> list[str]:
         found.append("model.pattern has stage borders, which parallel.pipeline=1 does not use")
     if config.optim.schedule != Schedule.wsd and config.optim.decay != OptimConfig.decay:
         found.append(f"optim.decay={config.optim.decay} has no effect: it belongs to optim.schedule=wsd")
+    if config.model.init is not Start.mamba and config.model.embedding_std != ModelConfig.embedding_std:
+        found.append(f"model.embedding_std={config.model.embedding_std} has no effect: it belongs to model.init=mamba")
     return [*found, *states_warnings(config), *precision_warnings(config.precision)]
 
 

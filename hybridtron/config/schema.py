@@ -21,6 +21,7 @@ from hybridtron.config.choices import (
     Recompute,
     Schedule,
     Source,
+    Start,
     StateKind,
     StateMode,
 )
@@ -46,7 +47,8 @@ class ModelConfig:
     tie_embeddings: bool = True
     norm_eps: float = 1e-5
     residual_fp32: bool = False  # the stream between sub-layers is kept and summed in fp32, also where weights are bf16
-    embedding_std: float = 0.02
+    init: Start = Start.mamba
+    embedding_std: float = 0.02  # of init=mamba
 
 
 @dataclass

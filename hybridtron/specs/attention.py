@@ -20,6 +20,7 @@ from hybridtron.specs.base import (
     Problem,
     StatePart,
     Uniform,
+    linear,
     output_linear,
 )
 
@@ -66,7 +67,7 @@ class HeadsSpec(MixerSpec):
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         queries, keys = self.channels(model)
         # Queries and keys/values are two weights, because few key/value heads are held whole by every rank.
-        head = Parameter((queries, model.width), Uniform(model.width**-0.5), split=0, unit=self.head(model), fp8=True)
+        head = replace(linear(queries, model.width), unit=self.head(model))
         pair = (("k", keys), ("v", keys))
         heads_kv = replace(head, shape=(2 * keys, model.width), parts=pair, copies=True, partial=True)
         table = {

@@ -37,6 +37,16 @@ class Uniform:
 
 
 @dataclass(frozen=True)
+class Projection(Uniform):
+    """A linear layer's, unless `model.init` has another rule for all of them."""
+
+
+@dataclass(frozen=True)
+class OutputProjection(Uniform):
+    """The same of the last projection of a residual sub-layer."""
+
+
+@dataclass(frozen=True)
 class LogRange:
     """log 1, log 2, ..., log n along the last axis: S4D-Real's A_log."""
 
@@ -135,12 +145,13 @@ def linear(
 
     It is cut by its outputs (column-parallel) unless `split` says by its inputs (row-parallel).
     """
-    return Parameter((out_features, in_features), Uniform(in_features**-0.5), parts=parts, split=split, fp8=fp8)
+    return Parameter((out_features, in_features), Projection(in_features**-0.5), parts=parts, split=split, fp8=fp8)
 
 
 def output_linear(out_features: int, in_features: int, num_sublayers: int) -> Parameter:
     """The last projection of a residual sub-layer, divided by sqrt(number of sub-layers in the model)."""
-    return Parameter((out_features, in_features), Uniform((in_features * num_sublayers) ** -0.5), split=1, fp8=True)
+    start = OutputProjection((in_features * num_sublayers) ** -0.5)
+    return Parameter((out_features, in_features), start, split=1, fp8=True)
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from hybridtron.config.architecture import parameter_table
+from hybridtron.config.choices import Start
+from hybridtron.config.load import load
 from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.model.generate import generate
 from hybridtron.model.init import starting_value
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.loss import Loss, cross_entropy
-from hybridtron.specs.base import InverseSoftplus, LogRange, LogUniform
-from tests.conftest import random_batch, seq_info, small_model
+from hybridtron.specs.base import Constant, InverseSoftplus, LogRange, LogUniform, Normal, Uniform
+from tests.conftest import random_batch, seq_info, small_config, small_model
 
 
 def batch_loss(model: LanguageModel, batch: Batch) -> Loss:
@@ -55,6 +59,29 @@ def test_output_projections_start_smaller_by_the_root_of_the_depth() -> None:
     weights = dict(model.named_parameters())
     bound = weights["layers.0.mixer.down.weight"].abs().max().item()
     assert bound == pytest.approx((48 * 16) ** -0.5, rel=0.01)
+
+
+@pytest.mark.parametrize("recipe", ["llama2_438m", "llama2_swa_438m", "ablations/llama2_swa_438m_sc"])
+def test_untied_llamas_start_as_their_code_does(recipe: str) -> None:
+    """Of width 1536 and 12 blocks; short convolutions and norms are as ever."""
+    weights = parameter_table(load([f"recipe={recipe}"]).model)
+    starts = {name.removeprefix("layers.0.").removeprefix("layers.1."): weight.init for name, weight in weights.items()}
+    inside, outside = Normal((2 / (5 * 1536)) ** 0.5), Normal(1536**-0.5 / 12)
+    for name in ("embedding.weight", "head.weight", "mixer.q.weight", "mixer.kv.weight", "mixer.gate_up.weight"):
+        assert starts[name] == inside
+    assert starts["mixer.out.weight"] == starts["mixer.down.weight"] == outside
+    assert starts["norm.weight"] == Constant(1.0)
+    assert starts.get("mixer.q_conv", Uniform(0.5)) == Uniform(0.5)
+
+
+def test_what_does_not_project_starts_by_no_other_rule() -> None:
+    model = small_config("M-S-W-")
+    ours, theirs = parameter_table(model), parameter_table(replace(model, init=Start.lit_gpt))
+    same = {name.rpartition(".")[2] for name in ours if ours[name] == theirs[name]}
+    assert same >= {"A_log", "D", "dt_bias", "conv_weight", "conv_bias", "norm_weight"}
+    changed = {name for name in ours if ours[name] != theirs[name]}
+    assert changed >= {"embedding.weight", "layers.0.mixer.x_proj.weight", "layers.0.mixer.out_proj.weight"}
+    assert theirs["layers.5.mixer.down.weight"].init == Normal(32**-0.5 / 3)  # three of six sub-layers are MLPs
 
 
 @pytest.mark.parametrize("form", ["reference", None])

@@ -6,7 +6,8 @@
 Trains a tiny model by train.py, on two processes that read by worker processes and save every few steps: once in
 peace, and once while ranks and workers are killed and stopped, the run is told to stop, files of its checkpoints are
 flipped, cut short and deleted, and its disk is full. Each time it has ended it is started again, as a cluster would
-requeue it. In the end weights, optimizer, carried states and the losses of all steps must be equal, bit for bit, and
+requeue it. A third time its torchrun is killed and started again at once, and last it is started twice at a time. In
+the end weights, optimizer, carried states and the losses of all steps must be equal, bit for bit, and
 no fault may have held the run for longer than twice run.timeout.
 
 Faults come after a random number of steps, every kind once before any comes again. A full disk needs the right to
@@ -37,6 +38,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds the package without installing it
 
+from tools import chaos_starts
 from tools.chaos_faults import Disk
 from tools.chaos_ordeal import HEADER, Fault, Ordeal, Trouble
 from tools.chaos_run import LAYOUTS, ROOT, SAVE_EVERY, TIMEOUT_S, Run, arguments_of, write_data
@@ -91,14 +93,15 @@ def main(arguments: list[str]) -> int:
     write_data(home / "data")
     began = time.monotonic()
     ordeal, wrong = compared(chosen, home)
+    wrong = wrong or started_again(chosen, home)
     told = [
-        f"{len(ordeal.faults)} faults, {ordeal.starts} starts",
+        f"{len(ordeal.faults)} faults, {ordeal.starts} starts; then {chaos_starts.KILLS} kills of torchrun",
         f"goodput: {chosen.steps / max(ordeal.done, chosen.steps):.0%}, of {ordeal.done} steps done, lost ones too",
         *([f"a full disk was left out: {ordeal.disk.why_not}"] if ordeal.disk.why_not else []),
         "NOT THE SAME" if wrong else "weights, optimizer, states and the losses of all steps: the same, bit for bit",
     ]
     report(ordeal.faults, told, wrong)
-    print(f"{time.monotonic() - began:.0f} s, both runs")
+    print(f"{time.monotonic() - began:.0f} s, all runs")
     if chosen.page is not None:
         chosen.page.write_text(page(chosen, ordeal.faults, [*told, *wrong]), encoding="utf-8")
     if wrong or chosen.keep_folder:
@@ -126,6 +129,14 @@ def compared(chosen: argparse.Namespace, home: Path) -> tuple[Ordeal, list[str]]
             return ordeal, unequal(clean, chaos)
         except Trouble as error:
             return ordeal, [str(error)]
+
+
+def started_again(chosen: argparse.Namespace, home: Path) -> list[str]:
+    """What is wrong or not the same where a launcher is killed and where two starts come at a time."""
+    words = arguments_of(home / "data", chosen.steps, chosen.layout)
+    clean, starts = (Run(home / name, words, chosen.steps) for name in ("peace", "starts"))
+    starts.home.mkdir()
+    return chaos_starts.survive(starts, random.Random(chosen.seed)) or unequal(clean, starts)
 
 
 def progress_bar() -> Progress:

@@ -89,6 +89,46 @@ def test_a_signal_to_torchrun_alone(
     assert (run / "checkpoints" / f"step-{outcome['step']:08}").is_dir()
 
 
+@pytest.mark.parametrize("steps", [0, 3], ids=["starting", "training"])
+def test_a_killed_torchrun_can_be_started_again_at_once(steps: int, counting_folder: Path, tmp_path: Path) -> None:
+    """Its processes live on for a while; no line of the metrics is lost, and none is written twice."""
+    run = tmp_path / "run"
+    arguments = [*small_run_arguments(counting_folder, run), "run.eval_every=20"]
+    with started([*TORCHRUN, "train.py", *arguments]) as launcher:
+        until = time.monotonic() + 120
+        while not (run / ".lock").exists():
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        if steps:
+            wait_until_step(run, steps, launcher)
+        orphans = descendants(launcher.pid)
+        launcher.kill()
+        launcher.wait()
+        with started([*TORCHRUN, "train.py", *arguments]) as again:
+            assert again.wait(250) == 0, again.stderr and again.stderr.read()
+        assert not [one for one in orphans if Path(f"/proc/{one}").exists()]
+    assert outcome_of(run)["outcome"] == "finished"
+    assert [line["step"] for line in trained(run)] == list(range(1, 21))
+
+
+def test_of_two_starts_at_a_time_one_is_refused(counting_folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "train.py", *small_run_arguments(counting_folder, run), LONG]
+    with started(command) as one, started(command) as other:
+        until = time.monotonic() + 200
+        while (one.poll(), other.poll()) == (None, None):
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        refused, holder = (one, other) if one.poll() is not None else (other, one)
+        assert refused.returncode == 2
+        assert refused.stderr is not None
+        assert f"process {holder.pid} " in refused.stderr.read()
+        wait_until_step(run, 3, holder)
+        holder.terminate()
+        assert holder.wait(120) == 75
+    assert [line["step"] for line in trained(run)] == list(range(1, len(trained(run)) + 1))
+
+
 @pytest.mark.parametrize(("ending", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -signal.SIGKILL)])
 def test_the_loader_s_workers_hear_no_signals_and_end_with_their_process(
     ending: signal.Signals, code: int, counting_folder: Path, tmp_path: Path

@@ -125,6 +125,14 @@ def test_slurm_ends_a_job_at_a_known_time() -> None:
     assert both.agreed(alone) == "the time is up"
 
 
+@pytest.mark.parametrize("jump", [-1e6, 1e6])
+def test_a_clock_that_jumps_moves_no_deadline(jump: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time()
+    asked = requests({"SLURM_JOB_END_TIME": str(int(now + 900))}, max_minutes=10.0)
+    monkeypatch.setattr(time, "time", lambda: now + jump)
+    assert asked.agreed(alone) is None
+
+
 def test_only_a_launcher_that_was_there_can_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "PARENT", os.getppid())
     launched, by_hand = requests({"TORCHELASTIC_RUN_ID": "x"}), requests()

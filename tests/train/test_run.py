@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -98,6 +100,17 @@ def test_a_finished_run_says_so(train_small: Train, tmp_path: Path, capsys: pyte
     assert "nothing left to do" in said
     assert "run.dir=" in said
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_a_clock_that_goes_backwards_does_no_harm(
+    train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = itertools.count()
+    monkeypatch.setattr(time, "time", lambda: 2e9 - 3600.0 * next(calls))
+    for steps in (1, 2):
+        assert train_small(f"run.max_steps={steps}", "run.eval_lengths=[1]", "run.timeout=600") == 0
+    assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2]
+    assert 0 < outcome_of(tmp_path / "run")["seconds"] < 600
 
 
 def test_never_resume_starts_anew(train_small: Train, tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ class Carrier:
         beta = self.carried.states.beta
         for layer, (count_H, total_H, square_H) in sums.items():
             mean_H = total_H / count_H
-            moments = torch.stack([mean_H, square_H / count_H - mean_H**2])
+            moments = torch.stack([mean_H, (square_H / count_H - mean_H**2).clamp(min=0)])  # rounding may go below 0
             self.moments[layer] = (1 - beta) * moments + beta * self.moments.get(layer, torch.zeros_like(moments))
 
     def _key(self, purpose: str, *numbers: int) -> int:

@@ -101,13 +101,17 @@ class Op(Generic[P, R]):
 
     def choice(self, device: str) -> tuple[str, str]:
         """The form that runs on a device, and the reasons for it in words."""
-        passed = []
+        passed: dict[str, list[str]] = {}
         for form in self.fast:
             why_not = form.unusable(device)
             if why_not is None:
-                return form.name, "; ".join(passed) or "first choice"
-            passed.append(f"{form.name}: {why_not}")
-        return "reference", "; ".join(passed) or "only form"
+                return form.name, _reasons(passed) or "first choice"
+            passed.setdefault(why_not, []).append(form.name)
+        return "reference", _reasons(passed) or "only form"
+
+
+def _reasons(passed: dict[str, list[str]]) -> str:
+    return "; ".join(f"{', '.join(names)}: {why_not}" for why_not, names in passed.items())
 
 
 def op(reference: Callable[P, R]) -> Op[P, R]:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from hybridtron.config.architecture import architecture
 from hybridtron.config.phases import Stretch
-from hybridtron.config.schema import Config
+from hybridtron.config.schema import Config, ModelConfig
 from hybridtron.config.units import readable
 from hybridtron.data.ingredients import reading_plan
 from hybridtron.data.loader import Loader
 from hybridtron.device import describe_device
 from hybridtron.engine.engine import Engine
-from hybridtron.ops.dispatch import choices
+from hybridtron.mixers import MIXERS
+from hybridtron.model.layer import Residual
+from hybridtron.ops.dispatch import Op, choices
+from hybridtron.ops.linear_loss import linear_cross_entropy, softmax_gradients, softmax_sums
 from hybridtron.train.outcome import Progress, clock
+
+LOSS = (linear_cross_entropy, softmax_sums, softmax_gradients)
 
 
 def announce_run(config: Config, engine: Engine, first: int, last: int) -> None:
@@ -33,9 +40,19 @@ def announce_run(config: Config, engine: Engine, first: int, last: int) -> None:
             f"pipeline {parallel.pipeline} x {parallel.virtual_pipeline}, data {groups.data_size}"
         )
     table = Table("op", "form", "why", box=None, title="kernels", title_justify="left")
-    for row in choices(engine.device.type):
-        table.add_row(*row)
+    used = ops_of(engine.config.model)
+    for name, form, reason in choices(engine.device.type):
+        if name in used:
+            table.add_row(name, form, reason)
     Console().print(table)
+
+
+def ops_of(model: ModelConfig) -> set[str]:
+    """The ops that the files of a model's layers name, and those of the loss."""
+    mixers = [cls for spec in architecture(model).specs for cls in MIXERS[spec.kind].__mro__]
+    files = {sys.modules[cls.__module__] for cls in (*mixers, Residual)}
+    named = {value.name for file in files for value in vars(file).values() if isinstance(value, Op)}
+    return named | {op.name for op in LOSS}
 
 
 def announce_reading(loader: Loader, stretch: Stretch) -> None:

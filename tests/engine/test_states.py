@@ -184,6 +184,18 @@ def test_fitted_noise_follows_the_states_that_rows_end_in(alone: Groups) -> None
     torch.testing.assert_close(drawn.mean(1), expected[0], rtol=0.5, atol=0.1 * expected[1].sqrt().max().item())
 
 
+def test_rounding_makes_no_variance_of_fitted_noise_negative(alone: Groups) -> None:
+    """Of three equal values, whose mean square is rounded down and whose mean up."""
+    carrier = engine_of(alone, mode="fitted").carrier
+    assert carrier is not None
+    sums_31 = torch.tensor([[3.0], [0.1 + 0.1 + 0.1], [3 * 0.1**2]], dtype=torch.float64)
+    assert sums_31[2] / 3 < (sums_31[1] / 3) ** 2
+    carrier._sums = {layer: sums_31 for layers in carrier.carried.chunks for layer in layers}
+    carrier._measure()
+    assert carrier.moments
+    assert all((variance_H >= 0).all() for _, variance_H in carrier.moments.values())
+
+
 @pytest.mark.parametrize("mode", ["passing", "tbtt", "fitted"])
 def test_a_refused_step_leaves_states_as_they_were(alone: Groups, mode: str) -> None:
     engine, stream = engine_of(alone, mode=mode), lanes_of(LENGTH, 3)

@@ -12,18 +12,22 @@ import importlib
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import BufferedIOBase
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import Any, cast
 
 from hybridtron.data.prepare.documents import Document, Reading, Tally
 from hybridtron.data.prepare.input_files import Input, InputError, clean_name
 from hybridtron.data.prepare.input_tokens import read_mds, read_megatron, read_packed
+from hybridtron.regular_files import open_regular, read_regular
 from hybridtron.requirements import missing
 
 BLOCK = 2**20  # bytes read at once
+LONGEST_LINE = 2**28  # bytes of a JSON line; a longer one is left out, in pieces, so that memory does not depend on it
+LONGEST_TEXT = 2**32  # bytes of a text file, which is one document
 ROWS = 256  # of a parquet file, decoded at once
 GZIP = b"\x1f\x8b"
 ZSTD = (b"\x28\xb5\x2f\xfd", *(bytes([0x50 + kind]) + b"\x2a\x4d\x18" for kind in range(16)))  # frames to skip may lead
@@ -49,13 +53,13 @@ def _pyarrow(module: str) -> ModuleType:
 
 
 @contextmanager
-def _decompressed(file: Path) -> Iterator[tuple[Iterable[bytes], BinaryIO]]:
+def _decompressed(file: Path) -> Iterator[tuple[BufferedIOBase, BufferedIOBase]]:
     """A file's contents, and the file itself, whose position tells how far the reading is."""
-    with file.open("rb", buffering=BLOCK) as raw:
+    with io.BufferedReader(open_regular(file), BLOCK) as raw:
         head = raw.read(4)
         raw.seek(0)
         if head.startswith(GZIP):
-            yield gzip.GzipFile(fileobj=raw), raw
+            yield io.BufferedReader(cast(Any, gzip.GzipFile(fileobj=raw)), BLOCK), raw
         elif head in ZSTD:
             arrow = _pyarrow("pyarrow")
             stream = arrow.CompressedInputStream(arrow.PythonFile(raw, mode="r"), "zstd")
@@ -68,8 +72,8 @@ def _decompressed(file: Path) -> Iterator[tuple[Iterable[bytes], BinaryIO]]:
 
 def _read_jsonl(one: Input, reading: Reading, tally: Tally) -> Iterator[Document]:
     (file,) = one.files
-    with _decompressed(file) as (lines, raw):
-        for number, line in enumerate(lines, 1):
+    with _decompressed(file) as (contents, raw):
+        for number, line in enumerate(_lines(contents), 1):
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             line = line.rstrip(b"\r\n")
@@ -77,6 +81,9 @@ def _read_jsonl(one: Input, reading: Reading, tally: Tally) -> Iterator[Document
                 continue
             tally.entries += 1
             tally.position = raw.tell()
+            if len(line) > LONGEST_LINE:
+                tally.reject(f"line {number}", f"has more than {LONGEST_LINE} bytes")
+                continue
             try:
                 text, source = _of_record(json.loads(line.decode("utf-8")), reading)
             except (ValueError, RecursionError) as error:
@@ -84,6 +91,15 @@ def _read_jsonl(one: Input, reading: Reading, tally: Tally) -> Iterator[Document
                 continue
             if tally.keeps(text):
                 yield Document(text, source, f"{file}, line {number}")
+
+
+def _lines(contents: BufferedIOBase) -> Iterator[bytes]:
+    """Lines, of one that is too long a byte more than it may have: the rest of it is passed over."""
+    while line := contents.readline(LONGEST_LINE + 1):
+        rest = line if len(line) > LONGEST_LINE else b""
+        while rest and not rest.endswith(b"\n"):
+            rest = contents.readline(BLOCK)
+        yield line
 
 
 def _of_record(record: object, reading: Reading) -> tuple[str, str]:
@@ -159,7 +175,7 @@ def _values(batch: Any, columns: list[str]) -> tuple[Any, Any]:
 def _read_texts(one: Input, reading: Reading, tally: Tally) -> Iterator[Document]:
     for file in one.files:
         tally.entries += 1
-        data = file.read_bytes()
+        data = read_regular(file, LONGEST_TEXT)
         tally.position += len(data)
         try:
             text = data.removeprefix(codecs.BOM_UTF8).decode("utf-8")

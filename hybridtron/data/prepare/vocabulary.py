@@ -1,6 +1,7 @@
 """The tokenizer that a folder is prepared with: a tokenizer.json on this machine, and which token ends documents.
 
-A name on a hub is not taken: what a folder is made with must still be there tomorrow, and the same.
+A name on a hub is not taken: what a folder is made with must still be there tomorrow, and the same. The file's size is
+bounded here; what the `tokenizers` package makes of it is not, such as the time that a pattern of its own takes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from hybridtron.data.folder import LARGEST_TOKENIZER
 from hybridtron.data.prepare.input_files import ArgumentError
+from hybridtron.regular_files import Unreadable, read_regular
 
 KNOWN_EOS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
 _CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
@@ -49,7 +52,10 @@ def open_vocabulary(path: Path, eos_token: str | None = None, separator: str | N
         cure = "transformers' AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) writes one where it can"
         raise ArgumentError(f"--tokenizer: {path} has no tokenizer.json; {cure}")
     name = file.parent.resolve().name if file.name == "tokenizer.json" else file.stem
-    text = file.read_text(encoding="utf-8")
+    try:
+        text = read_regular(file, LARGEST_TOKENIZER).decode()
+    except (Unreadable, UnicodeDecodeError) as error:
+        raise ArgumentError(f"--tokenizer: {file} can't be read: {error}") from error
     configs = [_config(file.parent / config) for config in _CONFIGS]
     return vocabulary_of(text, name, eos_token or _named(configs, "eos_token"), separator, _named(configs, "bos_token"))
 
@@ -84,10 +90,10 @@ def vocabulary_of(
 
 def _config(file: Path) -> dict:
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(read_regular(file, LARGEST_TOKENIZER))
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError, Unreadable) as error:
         raise ArgumentError(f"--tokenizer: {file} is not JSON: {error}") from error
     return values if isinstance(values, dict) else {}
 

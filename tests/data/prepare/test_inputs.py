@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hybridtron.data.prepare import documents, input_files
+from hybridtron.data.prepare import documents, input_files, inputs
 from hybridtron.data.prepare.documents import Reading, Tally
 from hybridtron.data.prepare.input_files import ArgumentError, InputError, clean_name, find
 from hybridtron.data.prepare.inputs import read
@@ -225,3 +227,23 @@ def test_devices_and_pipes_are_not_opened(name: str, tmp_path: Path) -> None:
         for pattern in (folder, folder / name):
             with pytest.raises(ArgumentError):
                 find([str(pattern)])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
+def test_a_line_that_never_ends_takes_no_memory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "LONGEST_LINE", 2**20)
+    data = lines_of(["a"]) + b'{"text": "' + b" x" * 2**24 + b'"}\n' + lines_of(["b"])
+    packed = {".gz": gzip.compress, ".zst": zstd}.get(Path(name).suffix, bytes)
+    (tmp_path / name).write_bytes(packed(data))
+    del data
+    tracemalloc.start()
+    assert contents(read_all(tmp_path / name, max_bad=0.3)) == ["a", "b"]
+    assert tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()
+
+
+def test_a_zstd_window_that_asks_for_gigabytes_is_refused(tmp_path: Path) -> None:
+    """A window of 2 GiB in the header of a frame, which is what a decoder would set aside."""
+    (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\x00\xa8" + b"\x0b\x00\x00x")
+    with pytest.raises(InputError):
+        read_all(tmp_path / "a.jsonl.zst")

@@ -83,3 +83,25 @@ def test_the_vocabulary_reaches_to_the_largest_id() -> None:
     tokenizer = Tokenizer(WordLevel({"a": 0, "</s>": 9}, "a"))
     tokenizer.pre_tokenizer = Whitespace()
     assert vocabulary_of(tokenizer.to_str(), "gaps", None).size == 10
+
+
+@pytest.mark.parametrize("text", ["[" * 10**6, '{"a":' * 10**6, "\x00", "[]"], ids=len)
+def test_a_hostile_tokenizer_is_an_argument_error(text: str, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        write_tokenizer(tmp_path)
+        (tmp_path / name).write_text(text)
+        if name == "tokenizer.json" or text != "[]":
+            with pytest.raises(ArgumentError):
+                open_vocabulary(tmp_path)
+        (tmp_path / name).unlink()
+
+
+def test_a_tokenizer_is_a_regular_file_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer.json").symlink_to("/dev/zero")
+    with pytest.raises(ArgumentError):
+        open_vocabulary(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    write_tokenizer(tmp_path)
+    monkeypatch.setattr("hybridtron.data.prepare.vocabulary.LARGEST_TOKENIZER", 100)
+    with pytest.raises(ArgumentError):
+        open_vocabulary(tmp_path)

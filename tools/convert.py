@@ -35,9 +35,9 @@ from hybridtron.config.choices import Export as Wanted
 from hybridtron.config.exportable import CannotExport, transformers_fault
 from hybridtron.config.problems import ConfigError
 from hybridtron.config.units import readable
+from hybridtron.export.config_json import CannotImport
 from hybridtron.export.export import Export, export, target_of
 from hybridtron.export.native import Native
-from hybridtron.export.reader import CannotImport
 from hybridtron.export.sample import sample_size, verify_sample
 from hybridtron.export.take_over import Source, same_tensors, take_over
 from hybridtron.export.verify import DTYPES, NotTheSame, Proof, verify

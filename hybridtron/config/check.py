@@ -66,7 +66,7 @@ def _as_trained(config: Config, index: int, world_size: int | None) -> Iterator[
     phase = config.phases[index]
     now = config.in_phase(phase)
     alone = dataclasses.replace(now, phases=[phase])
-    yield from _model(now)
+    yield from model_problems(now.model, max((p.seq_len for p in now.phases if p.seq_len > 0), default=sys.maxsize))
     yield from states_problems(alone)
     yield from _optim(alone.optim)
     yield from parallel_problems(alone, world_size)
@@ -114,8 +114,8 @@ def warnings(config: Config) -> list[str]:
     return [*found, *states_warnings(config), *precision_warnings(config.precision)]
 
 
-def _model(config: Config) -> Iterator[Problem]:
-    model = config.model
+def model_problems(model: ModelConfig, longest: int = sys.maxsize) -> Iterator[Problem]:
+    """What is wrong with a model that reads rows of up to so many tokens."""
     yield from at_least(1, {"model.width": model.width, "model.vocab_size": model.vocab_size})
     yield from above_zero({"model.norm_eps": model.norm_eps, "model.embedding_std": model.embedding_std})
     for letter in model.layers:
@@ -132,7 +132,6 @@ def _model(config: Config) -> Iterator[Problem]:
         yield Problem("model.pattern", str(error))
     if model.width < 1:
         return
-    longest = max((phase.seq_len for phase in config.phases if phase.seq_len > 0), default=sys.maxsize)
     for letter, spec in specs.items():
         for problem in spec.problems(ModelSizes(model.width, num_sublayers), longest):
             yield Problem(f"model.layers.{letter}.{problem.key}", problem.message)

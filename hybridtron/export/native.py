@@ -61,7 +61,7 @@ def checked(theirs: Settings, expected: Settings) -> None:
     """Settings that change what is computed must be what we compute."""
     for key, value in expected.items():
         if (found := theirs.get(key, value)) != value:
-            raise ValueError(f"config.json has {key}={found!r}; only {value!r} can be taken over")
+            raise ValueError(f"has {key}={found!r}; only {value!r} can be taken over")
 
 
 def token_rules(rules: Rules, model: ModelConfig, embedding: str, norm: str) -> None:
@@ -147,7 +147,7 @@ class Mamba2(Native):
     def model(self, theirs: Settings) -> ModelConfig:
         checked(theirs, {"use_bias": False, "use_conv_bias": True, "hidden_act": "silu", "rms_norm": True})
         if theirs["expand"] * theirs["hidden_size"] != theirs["num_heads"] * theirs["head_dim"]:
-            raise ValueError("config.json has num_heads x head_dim other than expand x hidden_size")
+            raise ValueError("has num_heads x head_dim other than expand x hidden_size")
         spec = {
             "kind": "mamba2",
             "state": theirs["state_size"],

@@ -33,7 +33,7 @@ def _attention_of(model: ModelConfig, spec: AttentionSpec, arch: Architecture) -
 def _rope_of(theirs: Settings) -> float:
     found = theirs.get("rope_parameters") or {}
     if found.get("rope_type", "default") != "default" or theirs.get("rope_scaling"):
-        raise ValueError(f"config.json scales its rotary positions ({found or theirs['rope_scaling']}); we do not")
+        raise ValueError(f"scales its rotary positions ({found or theirs['rope_scaling']}); we do not")
     return float(found.get("rope_theta", theirs.get("rope_theta", 10000.0)))
 
 
@@ -160,7 +160,7 @@ class Granite(Native):
         checked(theirs, {**ones, "num_local_experts": 0, "mamba_conv_bias": True, "mamba_proj_bias": False})
         attention = _heads_of(theirs)
         if abs(theirs["attention_multiplier"] - attention["head_dim"] ** -0.5) > 1e-9:
-            raise ValueError("config.json has an attention_multiplier other than head_dim^-0.5")
+            raise ValueError("has an attention_multiplier other than head_dim^-0.5")
         rotary = theirs.get("position_embedding_type") == "rope"
         attention["rope_base"] = _rope_of(theirs) if rotary else None
         mamba = {
@@ -173,6 +173,8 @@ class Granite(Native):
             "norm_eps": theirs["rms_norm_eps"],
         }
         of_type = {"mamba": "M-", "linear_attention": "M-", "attention": "A-", "full_attention": "A-"}
+        if unknown := sorted(set(theirs["layer_types"]) - set(of_type)):
+            raise ValueError(f"has layer_types with {unknown[0]!r}; only {', '.join(of_type)} can be taken over")
         letters = "".join(of_type[name] for name in theirs["layer_types"])
         layers = {"M": mamba, "A": attention, "-": {"kind": "swiglu", "hidden": theirs["shared_intermediate_size"]}}
         return ModelConfig(

@@ -38,7 +38,7 @@ class Original:
     def model(self, theirs: Settings) -> ModelConfig:
         """Raises ValueError where it has something that we do not."""
         if not theirs.get("rms_norm", True):
-            raise ValueError("config.json has rms_norm=false: its LayerNorms have biases, which our norms have not")
+            raise ValueError("has rms_norm=false: its LayerNorms have biases, which our norms have not")
         attended = set(theirs.get("attn_layer_idx") or [])
         hidden = theirs.get("d_intermediate") or 0
         layers: dict[str, dict[str, Any]] = {"M": self._mixer(dict(theirs.get("ssm_cfg") or {}))}
@@ -67,13 +67,13 @@ class Original:
         else:
             names |= {"headdim": "head_dim", "ngroups": "groups"}
         if kind not in kinds or (unknown := sorted(set(theirs) - set(names))):
-            raise ValueError(f"config.json has ssm_cfg.{'layer=' + kind if kind not in kinds else unknown[0]}")
+            raise ValueError(f"has ssm_cfg.{'layer=' + kind if kind not in kinds else unknown[0]}")
         options = {names[key]: value for key, value in theirs.items() if value != "auto"}
         return {"kind": kinds[kind], **options}
 
     def _attention(self, theirs: Settings) -> dict[str, Any]:
         if not theirs.pop("causal", True) or theirs.pop("qkv_proj_bias", False) or theirs.pop("out_proj_bias", False):
-            raise ValueError("config.json has attn_cfg with biases, or without causality; we have neither")
+            raise ValueError("has attn_cfg with biases, or without causality; we have neither")
         spec: dict[str, Any] = {"kind": "attention", "heads": theirs.pop("num_heads")}
         for key, name in (("num_heads_kv", "kv_heads"), ("head_dim", "head_dim")):
             if (value := theirs.pop(key, None)) is not None:
@@ -85,7 +85,7 @@ class Original:
         if taps:
             spec |= {"conv": taps, "conv_bias": True, "conv_silu": False}
         if theirs:
-            raise ValueError(f"config.json has attn_cfg.{next(iter(theirs))}, which we do not know")
+            raise ValueError(f"has attn_cfg.{next(iter(theirs))}, which we do not know")
         return spec
 
     def rules(self, model: ModelConfig) -> list[Rule]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,20 +13,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hybridtron.checkpoint.files import NAMES, bytes_of
+from hybridtron.export.config_json import CannotImport, read_object
 from hybridtron.export.writer import INDEX
 
-
-class CannotImport(ValueError):
-    """A folder that is no model that we can take over; the message says why."""
-
-
-def settings_of(folder: Path) -> dict[str, Any]:
-    """What config.json says."""
-    path = folder / "config.json"
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CannotImport(f"{path} can't be read: {error}") from error
+FLOATS = ("F64", "F32", "BF16", "F16")
 
 
 class Place(NamedTuple):
@@ -43,6 +33,8 @@ def placed(file: Path) -> dict[str, Place]:
         size = int.from_bytes(opened.read(8), "little")
         head = json.loads(opened.read(size))
     head.pop("__metadata__", None)
+    if strange := [f"{name} is of type {one['dtype']}" for name, one in head.items() if one["dtype"] not in FLOATS]:
+        raise CannotImport(f"{file}: {strange[0]}; only weights of {', '.join(FLOATS)} are taken over")
     return {
         name: Place(8 + size + one["data_offsets"][0], NAMES[one["dtype"]], tuple(one["shape"]))
         for name, one in head.items()
@@ -84,7 +76,10 @@ class Weights:
     def _files(self) -> set[Path]:
         index = self.folder / INDEX
         if index.exists():
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            placed_in = read_object(index).get("weight_map")
+            if not isinstance(placed_in, dict) or not all(isinstance(name, str) for name in placed_in.values()):
+                raise CannotImport(f"{index} has no weight_map, or one that names no files")
+            names = set(placed_in.values())
             if strange := [name for name in names if Path(name).name != name]:
                 raise CannotImport(f"{index} names {strange[0]!r}, which is outside its folder")
             return {self.folder / name for name in names}
@@ -104,9 +99,13 @@ class Weights:
     def _add_pickled(self, file: Path) -> None:
         """Nothing but tensors is unpickled."""
         try:
-            stored: Mapping[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            stored: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # a broken or foreign file can raise anything
             raise CannotImport(f"{file} can't be read: {error}") from error
+        if not isinstance(stored, dict) or not all(
+            isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in stored.items()
+        ):
+            raise CannotImport(f"{file} is no dictionary of tensors by their names")
         for name, tensor in stored.items():
             self.shapes[name] = tuple(tensor.shape)
             self._of_name[name] = lambda tensor=tensor: tensor

@@ -21,16 +21,20 @@ from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.files import appearing
 from hybridtron.checkpoint.manifest import Meta
 from hybridtron.checkpoint.rewrite import write_whole
+from hybridtron.config.check import model_problems
 from hybridtron.config.choices import Precision
 from hybridtron.config.choices import Source as DataSource
 from hybridtron.config.load import to_yaml
+from hybridtron.config.problems import ConfigError
 from hybridtron.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig, RunConfig
+from hybridtron.export.config_json import CannotImport, settings_of
 from hybridtron.export.export import LONGEST, TARGETS
 from hybridtron.export.native import Native
 from hybridtron.export.original import Original
-from hybridtron.export.reader import CannotImport, Weights, settings_of
+from hybridtron.export.reader import Weights
 from hybridtron.export.rules import Rule
 
+SHOWN = 40  # faults that are listed
 PART_BYTES = 2**26  # of tensors that are in memory at once, twice: one part is written while the next is read
 
 
@@ -51,13 +55,17 @@ class Source:
         kind = _kind(folder, settings)
         try:
             model = kind.model(settings)
+            if wrong := list(model_problems(model)):
+                raise ConfigError(wrong)
             rules = kind.rules(model)
         except (KeyError, ValueError) as error:
             why = f"has no {error}" if isinstance(error, KeyError) else str(error)
             raise CannotImport(f"{folder / 'config.json'} {why}") from error
         found = cls(kind, settings, model, rules, Weights(folder))
         if faults := list(found._faults()):
-            raise CannotImport(f"{folder} is not the model in its config.json:\n  " + "\n  ".join(faults))
+            more = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
+            listed = "\n  ".join([*faults[:SHOWN], *more])
+            raise CannotImport(f"{folder} is not the model in its config.json:\n  {listed}")
         if not (folder / "tokenizer.json").exists():
             raise CannotImport(f"{folder} has no tokenizer.json, which a checkpoint holds: put it there")
         return found

@@ -157,6 +157,8 @@ def test_what_does_not_fit_is_told_together(alone: Groups, tmp_path: Path, capsy
         ("llama", {"attention_bias": True}, "attention_bias=True"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("granite", {"residual_multiplier": 0.2}, "residual_multiplier=0.2"),
+        ("granite", {"embedding_multiplier": 12.0}, "embedding_multiplier=12.0"),
+        ("granite", {"logits_scaling": 8.0}, "logits_scaling=8.0"),
         ("granite", {"attention_multiplier": 1.0}, "attention_multiplier"),
         ("mamba", {"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel; known are MambaForCausalLM"),
         ("mamba", {"state_size": None}, "state"),

@@ -1,0 +1,125 @@
+"""config.json of a folder that anybody may have written: bounded, and of every value that is used the type is checked.
+
+So what reads the settings afterwards need not ask what they are, and nothing grows with a number that stands there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+LARGEST = 2**24  # bytes
+MOST_LAYERS, MOST = 10_000, 2**28
+
+
+class CannotImport(ValueError):
+    """A folder that is no model that we can take over; the message says why."""
+
+
+class Kind(NamedTuple):
+    """What a value must be, in words and as a test."""
+
+    words: str
+    fits: Callable[[Any], bool]
+
+    def or_null(self) -> Kind:
+        return Kind(f"{self.words} or null", lambda value: value is None or self.fits(value))
+
+
+def _whole(low: int, high: int) -> Kind:
+    words = f"a whole number from {low} to {high}"
+    return Kind(words, lambda value: type(value) is int and low <= value <= high)
+
+
+def _numbers_to(high: float) -> Callable[[Any], bool]:
+    return lambda value: type(value) in (int, float) and math.isfinite(value) and 0 < value <= high
+
+
+COUNT, COUNT_OR_NONE = _whole(1, MOST), _whole(0, MOST)
+LAYERS = _whole(1, MOST_LAYERS)
+NUMBER = Kind("a number above 0", _numbers_to(1e12))
+TEXT = Kind("a text", lambda value: isinstance(value, str))
+TRUTH = Kind("true or false", lambda value: isinstance(value, bool))
+OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+TEXTS = Kind("a list of texts", lambda value: isinstance(value, list) and all(map(TEXT.fits, value)))
+PLACES = Kind(
+    "a list of layers", lambda value: isinstance(value, list) and all(map(_whole(0, MOST_LAYERS).fits, value))
+)
+RANK = Kind('a number from 1 on or "auto"', lambda value: value == "auto" or COUNT.fits(value))
+
+
+def _all(kind: Kind, names: str) -> dict[str, Kind]:
+    return dict.fromkeys(names.split(), kind)
+
+
+KINDS: dict[str, Kind] = {
+    **_all(COUNT, "hidden_size vocab_size state_size expand conv_kernel time_step_rank num_heads n_groups"),
+    **_all(COUNT, "num_attention_heads intermediate_size shared_intermediate_size d_model pad_vocab_size_multiple"),
+    **_all(COUNT, "mamba_d_state mamba_expand mamba_d_head mamba_n_groups mamba_d_conv"),
+    **_all(COUNT, "attn_cfg.num_heads ssm_cfg.d_state ssm_cfg.d_conv ssm_cfg.expand ssm_cfg.headdim ssm_cfg.ngroups"),
+    **_all(COUNT.or_null(), "num_key_value_heads head_dim sliding_window max_position_embeddings"),
+    **_all(COUNT.or_null(), "attn_cfg.num_heads_kv attn_cfg.head_dim"),
+    **_all(COUNT_OR_NONE, "num_local_experts attn_cfg.rotary_emb_dim attn_cfg.d_conv"),
+    **_all(COUNT_OR_NONE.or_null(), "d_intermediate"),
+    **_all(LAYERS, "num_hidden_layers n_layer"),
+    **_all(RANK, "ssm_cfg.dt_rank"),
+    **_all(NUMBER, "layer_norm_epsilon rms_norm_eps rope_theta rope_parameters.rope_theta attn_cfg.rotary_emb_base"),
+    **_all(NUMBER, "initializer_range attention_multiplier"),
+    **_all(TRUTH, "tie_word_embeddings tie_embeddings rms_norm residual_in_fp32"),
+    **_all(TEXT, "model_type pattern ssm_cfg.layer"),
+    **_all(TEXTS, "architectures layer_types"),
+    **_all(OBJECT, "layers"),
+    **_all(OBJECT.or_null(), "ssm_cfg attn_cfg rope_parameters"),
+    **_all(PLACES.or_null(), "attn_layer_idx"),
+}
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """What config.json says. Raises CannotImport, naming each value that can't be used."""
+    path = folder / "config.json"
+    if not path.exists() and (adapter := folder / "adapter_config.json").exists():
+        cure = "merge it first (peft's merge_and_unload, then save_pretrained), and import that"
+        raise CannotImport(f"{adapter} is of an adapter, not of a model: {cure}")
+    settings = read_object(path)
+    if settings.get("quantization_config"):
+        raise CannotImport(f"{path} has a quantization_config; only weights that are not quantized are taken over")
+    if faults := list(_faults(settings)):
+        raise CannotImport("\n".join(f"{path} {fault}" for fault in faults))
+    return settings
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object."""
+    try:
+        if path.stat().st_size > LARGEST:
+            raise CannotImport(f"{path} is larger than {LARGEST} bytes")
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise CannotImport(f"{path} can't be read: it is nested too deep") from error
+    except (OSError, ValueError) as error:
+        if isinstance(error, CannotImport):
+            raise
+        raise CannotImport(f"{path} can't be read: {error}") from error
+    if not isinstance(found, dict):
+        raise CannotImport(f"{path} holds {reprlib.repr(found)}, must hold an object")
+    return found
+
+
+def _faults(settings: dict[str, Any]) -> Iterator[str]:
+    for key, kind in KINDS.items():
+        section, _, name = key.rpartition(".")
+        held = settings.get(section) if section else settings
+        if isinstance(held, dict) and name in held and not kind.fits(held[name]):
+            yield f"{key} is {reprlib.repr(held[name])}, must be {kind.words}"
+    layers, pattern = settings.get("layers"), settings.get("pattern")
+    if not isinstance(layers, dict) or not isinstance(pattern, str):
+        return
+    for letter, options in layers.items():
+        if len(letter) != 1 or not isinstance(options, dict):
+            yield f"layers.{reprlib.repr(letter)} is {reprlib.repr(options)}, must be one letter and an object"
+    if not 0 < len(pattern) <= MOST_LAYERS or set(pattern) - set(layers):
+        yield f"pattern is {reprlib.repr(pattern)}, must be 1 to {MOST_LAYERS} letters of layers"

@@ -1,0 +1,116 @@
+"""Folders that are meant to break an import: each ends at once, with exit code 2 and words that name file and key."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tools.convert import main
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "vocab_size": 80, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 56, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+ORIGINAL: dict[str, Any] = {"d_model": 32, "n_layer": 2, "vocab_size": 77, "ssm_cfg": {"layer": "Mamba2"}}
+SHIPPED: dict[str, Any] = {
+    "architectures": ["HybridtronForCausalLM"], "hidden_size": 32, "vocab_size": 80, "pattern": "A-",
+    "rms_norm_eps": 1e-5, "layers": {"A": {"kind": "attention", "heads": 4}, "-": {"kind": "swiglu", "hidden": 56}},
+    "tie_word_embeddings": True, "initializer_range": 0.02,
+}  # fmt: skip
+CHANGES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (LLAMA, {"vocab_size": None}, "vocab_size"),
+    (LLAMA, {"hidden_size": "32"}, "hidden_size"),
+    (LLAMA, {"hidden_size": True}, "hidden_size"),
+    (LLAMA, {"num_hidden_layers": 10**9}, "num_hidden_layers"),
+    (LLAMA, {"num_hidden_layers": -1}, "num_hidden_layers"),
+    (LLAMA, {"num_attention_heads": 0}, "num_attention_heads"),
+    (LLAMA, {"num_key_value_heads": 3}, "kv_heads"),
+    (LLAMA, {"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+    (LLAMA, {"architectures": "Llama"}, "architectures"),
+    (LLAMA, {"architectures": [7]}, "architectures"),
+    (LLAMA, {"rope_parameters": [1]}, "rope_parameters"),
+    (LLAMA, {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+    (LLAMA, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}}, "llama3"),
+    (LLAMA, {"attention_bias": True}, "attention_bias"),
+    (LLAMA, {"mlp_bias": True}, "mlp_bias"),
+    (LLAMA, {"architectures": ["Qwen2ForCausalLM"]}, "Qwen2ForCausalLM"),
+    (LLAMA, {"architectures": ["Qwen3ForCausalLM"]}, "Qwen3ForCausalLM"),
+    (ORIGINAL, {"pad_vocab_size_multiple": 0}, "pad_vocab_size_multiple"),
+    (ORIGINAL, {"ssm_cfg": [1]}, "ssm_cfg"),
+    (ORIGINAL, {"ssm_cfg": {"layer": ["Mamba2"]}}, "ssm_cfg.layer"),
+    (ORIGINAL, {"ssm_cfg": {"layer": "Mamba2", "headdim": 0}}, "ssm_cfg.headdim"),
+    (ORIGINAL, {"d_model": "16"}, "d_model"),
+    (ORIGINAL, {"n_layer": 10**9}, "n_layer"),
+    (ORIGINAL, {"n_layer": 1e9}, "n_layer"),
+    (ORIGINAL, {"attn_layer_idx": {"0": 1}}, "attn_layer_idx"),
+    (ORIGINAL, {"attn_layer_idx": [0]}, "attn_cfg"),
+    (ORIGINAL, {"vocab_size": 2**63}, "vocab_size"),
+    (SHIPPED, {"pattern": "A*1000000000"}, "pattern"),
+    (SHIPPED, {"pattern": ""}, "pattern"),
+    (SHIPPED, {"layers": {"A": []}}, "layers"),
+    (SHIPPED, {"layers": {"A": {"kind": "attention", "heads": 0}, "-": {"kind": "swiglu", "hidden": 8}}}, "heads"),
+    (SHIPPED, {"layers": [["A"]]}, "layers"),
+]
+
+
+def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["import", "--input", str(folder), "--output", str(folder / "back")]) == 2
+    assert not (folder / "back").exists()
+    return capsys.readouterr().err
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("base", "change", "named"), CHANGES, ids=[str(change)[:50] for _, change, _ in CHANGES])
+def test_values_that_can_not_be(
+    base: dict[str, Any], change: dict[str, Any], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**base, **change}))
+    said = refused(tmp_path, capsys)
+    assert named in said
+    assert "config.json config.json" not in said
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("text", ["[]", '"x"', "[" * 100_000, "", "{", "\x00", '{"d_model": ' + "9" * 10_000 + "}"])
+def test_what_is_no_object(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert "config.json" in refused(tmp_path, capsys)
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "[" * 100_000])
+def test_an_index_that_is_none(index: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert "index.json" in refused(tmp_path, capsys)
+
+
+def test_types_that_are_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    head = json.dumps({"model.norm.weight": {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + b"\0" * 4)
+    said = refused(tmp_path, capsys)
+    assert "model.safetensors" in said
+    assert "model.norm.weight" in said
+
+
+@pytest.mark.parametrize("stored", [[1, 2], {"a": 1}, torch.zeros(2)], ids=str)
+def test_a_pickle_of_something_else(stored: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    torch.save(stored, tmp_path / "pytorch_model.bin")
+    assert "pytorch_model.bin" in refused(tmp_path, capsys)
+
+
+def test_an_adapter_must_be_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "merge" in refused(tmp_path, capsys)
+
+
+def test_norms_of_queries_and_keys_are_no_llama(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    torch.save({"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}, tmp_path / "pytorch_model.bin")
+    assert "q_norm.weight" in refused(tmp_path, capsys)

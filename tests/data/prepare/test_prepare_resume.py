@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import multiprocessing
 import os
@@ -209,3 +210,17 @@ def test_a_worker_that_is_killed_is_told(
     with pytest.raises(WorkerError, match="a worker ended with exit code -9 as a rule for lack of memory: fewer"):
         prepare(find([str(inputs)]).inputs, tmp_path / "out", vocabulary, SETTINGS, workers=2)
     assert not multiprocessing.active_children()
+
+
+def test_a_full_disk_ends_plainly_and_is_gone_on_from(
+    inputs: Path, vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = find([str(inputs)]).inputs
+    whole = prepare(found, tmp_path / "whole", vocabulary)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with monkeypatch.context() as patched:
+        patched.setattr("hybridtron.data.prepare.parts._flush", lambda _: (_ for _ in ()).throw(full))
+        with pytest.raises(OSError, match="No space left"):
+            prepare(found, tmp_path / "out", vocabulary)
+    assert not (tmp_path / "out").exists()
+    assert contents_of(prepare(found, tmp_path / "out", vocabulary).path) == contents_of(whole.path)

@@ -128,7 +128,8 @@ def imported(chosen: argparse.Namespace) -> int:
 
     take_over(source, chosen.input, output, prove)
     tensors = f"{len(source.rules)} tensors of {source.kind.name}"
-    print(f"{output}: {tensors}; go on from there with model=of_weights run.weights={output}")
+    start = f"model=of_weights run.weights={output} data=folder data.path=TOKENS"
+    print(f"{output}: {tensors}; go on from there with {start}")
     return 0
 
 

@@ -72,7 +72,8 @@ def _all(device: torch.device, sizes: ModelSizes, length: int) -> Iterator[Found
                 yield Found(what, dtype, _mixer_error(spec, sizes, length, dtype, device, calls))
         with noted(calls), force("reference"):
             x_LBD, added_LBD = torch.randn(2, length, ROWS, sizes.width, dtype=dtype)
-            add_rms_norm(x_LBD, added_LBD, torch.ones(sizes.width, dtype=dtype), 1e-5)  # which calls rms_norm
+            for stream_LBD in (x_LBD, x_LBD.float()):
+                add_rms_norm(stream_LBD, added_LBD, torch.ones(sizes.width, dtype=dtype), 1e-5)  # which calls rms_norm
             x_TD, weight_VD = (torch.randn(rows, sizes.width, dtype=dtype) for rows in (length, VOCAB))
             labels_T, mask_T = torch.randint(VOCAB, (length,)), torch.ones(length, dtype=torch.bool)
             linear_cross_entropy(x_TD, weight_VD / sizes.width**0.5, labels_T, mask_T, 1e-4)

@@ -94,7 +94,10 @@ def _as_lit_gpt(table: dict[str, Parameter], arch: Architecture) -> dict[str, Pa
     """Projections by another rule. Its blocks are counted by the sub-layers that look along the sequence."""
     width = arch.sizes.width
     blocks = max(1, sum(bool(spec.state_parts(arch.sizes)) for spec in arch.specs))
-    starts = {Projection: Normal((2 / (5 * width)) ** 0.5), OutputProjection: Normal(width**-0.5 / blocks)}
+    starts: dict[type, Normal] = {
+        Projection: Normal((2 / (5 * width)) ** 0.5),
+        OutputProjection: Normal(width**-0.5 / blocks),
+    }
     return {name: replace(weight, init=starts.get(type(weight.init), weight.init)) for name, weight in table.items()}
 
 

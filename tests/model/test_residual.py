@@ -12,9 +12,11 @@ from torch.nn import functional
 
 from hybridtron.config.schema import Recompute
 from hybridtron.data.batch import Batch
+from hybridtron.engine.engine import Engine
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel
-from tests.conftest import random_batch, small_config
+from hybridtron.parallel.groups import Groups
+from tests.conftest import random_batch, small_config, small_run
 
 
 def built(pattern: str, residual_fp32: bool, recompute: Recompute = Recompute.none) -> LanguageModel:
@@ -53,3 +55,24 @@ def test_sub_layers_that_run_again_change_no_bit(recompute: Recompute) -> None:
     models = (built("M-W-S", True, kind).cast(torch.bfloat16) for kind in (Recompute.none, recompute))
     ours, theirs = (logits_and_gradients(model, batch) for model in models)
     assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_current"])
+def test_sub_layers_read_and_add_what_they_compute_in(precision: str, alone: Groups) -> None:
+    """Between them the stream is in fp32; what is carried of states is as without it."""
+    seen: list[tuple[torch.dtype, ...]] = []
+    kinds = []
+    for wide in (True, False):
+        engine = Engine(small_run(replace(small_config("M-W"), residual_fp32=wide), precision=precision), alone)
+        model = engine.stages[0].model
+        for layer in model.layers.values():
+            layer.mixer.register_forward_pre_hook(lambda _, given: seen.append((given[0].dtype,)))
+            layer.register_forward_hook(lambda _, __, out: seen.append((out.x_LBD.dtype, out.added_LBD.dtype)))
+        batch = random_batch(2, 16)
+        out = model(batch.tokens_BL, None, batch.seq)
+        kinds.append([{name: part.dtype for name, part in state.items()} for state in out.states.values()])
+        expected = torch.float32 if wide else torch.bfloat16
+        assert seen == [(torch.bfloat16,), (expected, torch.bfloat16)] * 3
+        assert out.output.dtype == torch.bfloat16
+        seen.clear()
+    assert kinds[0] == kinds[1]

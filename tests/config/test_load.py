@@ -127,9 +127,8 @@ def test_a_saved_configuration_that_no_run_wrote(tmp_path, text):
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])
-@pytest.mark.parametrize(
-    "key",
-    [
+def test_numbers_are_finite(value):
+    keys = {
         "model.layers.W.rope_base",
         "model.layers.M.dt_max",
         "model.norm_eps",
@@ -140,10 +139,8 @@ def test_a_saved_configuration_that_no_run_wrote(tmp_path, text):
         "phases.0.states.sigma",
         "data.mixture.web.weight",
         "run.timeout",
-    ],
-)
-def test_numbers_are_finite(key, value):
-    assert set(told([f"{key}={value}"])) == {key}
+    }
+    assert set(told([f"{key}={value}" for key in keys])) == keys
 
 
 def test_all_mistakes_at_once():

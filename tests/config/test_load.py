@@ -183,6 +183,15 @@ def test_a_saved_file_that_is_no_configuration_is_named(stored, tmp_path):
     assert [problem.key for problem in raised.value.problems] == [str(file)]
 
 
+def test_a_configuration_of_before_trains_as_it_did(tmp_path):
+    later = ("residual_fp32", "init:", "weight_decay_schedule", "decay_all")
+    lines = to_yaml(load([])).splitlines()
+    (tmp_path / "config.yaml").write_text("\n".join(line for line in lines if not line.strip().startswith(later)))
+    found = load_saved(tmp_path / "config.yaml")
+    assert (found.model.residual_fp32, found.model.init) == (False, "mamba")
+    assert (found.optim.weight_decay_schedule, found.optim.decay_all) == ("constant", False)
+
+
 def test_a_mixture_from_the_command_line() -> None:
     config = load(["data=slimpajama", "data.mixture={a: {weight: 3}, b: {weight: 1, path: c}}"])
     assert {name: (one.weight, one.path) for name, one in config.data.mixture.items()} == {

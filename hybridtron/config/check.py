@@ -173,7 +173,7 @@ def _run(run: RunConfig) -> Iterator[Problem]:
     yield from at_least(1, {f"run.eval_lengths.{index}": times for index, times in enumerate(run.eval_lengths)})
     yield from at_least(1, {f"run.profile.{index}": step for index, step in enumerate(run.profile)})
     if run.wandb is not None and importlib.util.find_spec("wandb") is None:
-        yield Problem("run.wandb", f"is {run.wandb!r}, but wandb is not installed: pip install wandb, or leave it out")
+        yield Problem("run.wandb", f"is {run.wandb!r}, but wandb is not installed: make setup-metrics, or leave it out")
     if run.resume not in ("auto", "never") and not is_folder(run.resume):
         yield Problem(
             "run.resume", f"is {shortened(run.resume)!r}, which is no folder; use auto, never, or a checkpoint's folder"

@@ -60,23 +60,16 @@ class WayBack:
         return self._times[to]
 
 
-def too_many_refused(step: int, optim: OptimConfig) -> GoBack:
-    """As many steps in a row as `optim.skips` allows were refused, up to this one."""
-    return GoBack(step, f"optim.skips={optim.skips} steps in a row were refused up to step {step}", _advice(optim))
+def too_many_refused(step: int, refused: int, optim: OptimConfig) -> GoBack:
+    """So many steps in a row were refused, up to this one."""
+    last = "" if refused >= optim.skips else ", the run's last"
+    return GoBack(step, f"{refused} steps in a row were refused up to step {step}{last}", _advice(optim))
 
 
 def not_saved(step: int, fault: NotFinite) -> GoBack:
     """The checkpoint of this step would have held what is no number."""
     advice = "look for a learning rate that is too high, or a broken device"
     return GoBack(step, f"no checkpoint of step {step} was written, as {fault}", advice)
-
-
-def refused_end(step: int, refused: int, optim: OptimConfig) -> Diverged:
-    """A run whose last steps were refused, however few, is not at its end; the last one gets no checkpoint."""
-    return Diverged(
-        f"the last {refused} of {step} steps were refused, so that the run is not at its end; {_advice(optim)}. "
-        "The next start tries again from the newest checkpoint"
-    )
 
 
 def _advice(optim: OptimConfig) -> str:

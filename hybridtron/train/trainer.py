@@ -28,7 +28,7 @@ from hybridtron.parallel.groups import Groups, barrier, greatest
 from hybridtron.train.announce import announce_end, announce_reading, announce_run
 from hybridtron.train.engines import Engines
 from hybridtron.train.evaluate import evaluate
-from hybridtron.train.go_back import GoBack, WayBack, not_saved, refusal_of, refused_end, return_of, too_many_refused
+from hybridtron.train.go_back import GoBack, WayBack, not_saved, refusal_of, return_of, too_many_refused
 from hybridtron.train.lr import learning_rate, weight_decay
 from hybridtron.train.metrics import Metrics, StepMetrics
 from hybridtron.train.phase_exports import PhaseExports
@@ -251,12 +251,14 @@ class Trainer:
             self.progress.checkpoint = str(checkpoints.folder_of(self.run_dir, max(self.saver.written)))
 
     def look_at_refused(self, step: int, refused: int) -> None:
-        """Go back after too many steps in a row that were refused; a run does not end on one of them either."""
-        if refused >= self.config.optim.skips:
-            raise too_many_refused(step, self.config.optim)
-        if step == self.last:
-            self.finish_saving()
-            raise refused_end(step, refused, self.config.optim)
+        """Go back after too many steps in a row that were refused.
+
+        At the end of a run two are too many, as nothing follows that could show whether it recovers, and one is where
+        no step of the phase was accepted.
+        """
+        at_end = step == self.last and (refused > 1 or not self.engine.guard.norms)
+        if at_end or refused >= self.config.optim.skips:
+            raise too_many_refused(step, refused, self.config.optim)
 
     def go_back(self, failed: GoBack) -> None:
         """Take up the newest checkpoint again, and leave out the data from there to the step that failed."""

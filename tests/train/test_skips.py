@@ -230,20 +230,32 @@ def test_a_run_without_a_checkpoint_ends_and_says_why(train_small: Train, tmp_pa
     with spoiled(math.nan, micro_batches(2, 3)), pytest.raises(Diverged, match="there is no checkpoint to go back to"):
         train_small("optim.skips=2", "run.resume=never")
     reason = outcome_of(tmp_path / "run")["reason"]
-    assert "optim.skips=2 steps in a row were refused up to step 3" in reason
+    assert "2 steps in a row were refused up to step 3" in reason
 
 
-def test_a_run_does_not_finish_on_a_refused_step(train_small: Train, tmp_path: Path) -> None:
-    """Its newest checkpoint is from before; the next start does the refused steps again."""
-    run, few = tmp_path / "run", ("run.max_steps=6", "checkpoint.every=2", "run.eval_lengths=[1]")
-    with spoiled(math.nan, micro_batches(5, 6)), pytest.raises(Diverged):
-        train_small(*few)
-    outcome = outcome_of(run)
-    assert (outcome["outcome"], outcome["step"], outcome["loss"]) == ("failed", 6, None)
-    assert outcome["checkpoint"] == str(run / "checkpoints" / "step-00000004")
-    assert [folder.name for folder in checkpoints.all_of(run)] == ["step-00000002", "step-00000004"]
-    assert train_small(*few) == 0
-    assert steps_skipped(run) == [0] * 6
+def test_a_run_does_not_finish_on_refused_steps(train_small: Train, tmp_path: Path) -> None:
+    """It goes back to its newest checkpoint, and ends without their data."""
+    few = ("run.max_steps=6", "checkpoint.every=2", "run.eval_lengths=[1]")
+    with spoiled(math.nan, micro_batches(5, 6)):
+        assert train_small(*few) == 0
+    assert [line["what"] for line in decisions(tmp_path / "run")] == ["refused", "refused", "gone back"]
+    newest = checkpoints.newest(tmp_path / "run")
+    assert newest is not None
+    assert (newest.meta.step, newest.meta.windows) == (6, [[0, 4, 6]])
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_run_that_accepted_no_step_has_failed(train_small: Train, tmp_path: Path, steps: int) -> None:
+    with spoiled(math.nan, range(1000)), pytest.raises(Diverged):
+        train_small(f"run.max_steps={steps}", "run.eval_lengths=[1]")
+    assert outcome_of(tmp_path / "run")["outcome"] == "failed"
+    assert not checkpoints.all_of(tmp_path / "run")
+
+
+def test_a_single_refused_step_at_the_end_is_like_any_other(train_small: Train, tmp_path: Path) -> None:
+    with spoiled(math.nan, micro_batches(6)):
+        assert train_small("run.max_steps=6", "run.eval_lengths=[1]") == 0
+    assert outcome_of(tmp_path / "run")["outcome"] == "finished"
 
 
 def test_a_run_that_goes_back_again_and_again_ends(train_small: Train, tmp_path: Path) -> None:

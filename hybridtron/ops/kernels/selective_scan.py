@@ -174,12 +174,27 @@ def affine(
     """Two stretches of a recurrence h -> decay h + added as one; the second pair is of what precedes the last step.
 
     For scans that want the state before each step besides the one after it: a step alone is (decay, added, 1, 0).
+    What is added must be finite where a decay of 0 is to let nothing over.
     """
     return (
         decay * next_decay,
         next_decay * added + next_added,
         decay * next_decay_before,
         next_decay_before * added + next_before,
+    )
+
+
+@triton.jit
+def barred(
+    decay: tl.tensor, added: tl.tensor, decay_before: tl.tensor, before: tl.tensor, next_decay: tl.tensor,
+    next_added: tl.tensor, next_decay_before: tl.tensor, next_before: tl.tensor,
+) -> tuple[tl.tensor, ...]:  # fmt: skip
+    """`affine` where a decay of 0 lets nothing over, finite or not."""
+    return (
+        decay * next_decay,
+        tl.where(next_decay == 0, 0.0, next_decay * added) + next_added,
+        decay * next_decay_before,
+        tl.where(next_decay_before == 0, 0.0, next_decay_before * added) + next_before,
     )
 
 
@@ -210,7 +225,7 @@ def _walk(
         elapsed += delta
         if starts_ptr is not None:
             begins = tl.load(starts_ptr + row * length + at) != 0
-            decay = tl.where(begins, 0.0, decay)
+            h = tl.where(begins, 0.0, h)
             elapsed = tl.where(begins, float("-inf"), elapsed)
         h = decay * h + (delta * x)[None, :] * B[:, None]
         at += 1
@@ -249,7 +264,7 @@ def _retrace(
             delta = softplus(dt + bias)
             decay = tl.exp2(delta[None, :] * A)
             if starts_ptr is not None:
-                decay = tl.where(tl.load(starts_ptr + row * length + at) != 0, 0.0, decay)
+                h = tl.where(tl.load(starts_ptr + row * length + at) != 0, 0.0, h)
             h = decay * h + (delta * x)[None, :] * B[:, None]
             if y_ptr is not None or grad_z_ptr is not None:
                 C = tl.load(C_ptr + row * C_row + at * C_token + n, of_n, 0.0).to(tl.float32)
@@ -292,8 +307,8 @@ def _chain(
         elapsed = tl.load(elapsed_ptr + slot * channels + e[None, :], of_tile, 0.0)
         decay = tl.where(elapsed < 0, 0.0, tl.exp2(A[None, :] * tl.maximum(elapsed, 0.0)))
         entering = tl.where(is_first, tl.expand_dims(h, 0), 0.0)
-        added += decay * entering
-        _, after, _, entering = tl.associative_scan((decay, added, one, entering), 0, affine)
+        added += tl.where(decay == 0, 0.0, decay * entering)
+        _, after, _, entering = tl.associative_scan((decay, added, one, entering), 0, barred)
         tl.store(place, entering, of_tile)
         h = tl.sum(tl.where(is_last, after, 0.0), 0)
     tl.store(last_ptr + (row * states + n) * channels + e, h, of_e)

@@ -136,6 +136,36 @@ def test_no_bit_of_a_document_leaks_into_the_next(everywhere: torch.device) -> N
 
 
 @pytest.mark.usefixtures("_small_tiles")
+@pytest.mark.parametrize("border", [1, 6, 8])  # inside a tile, and where a chunk begins
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_nothing_that_is_not_finite_crosses_a_border(border: int, value: float, everywhere: torch.device) -> None:
+    """Neither a state, going forward, nor a gradient, going back."""
+    length = 11
+    documents = (torch.arange(length) >= border).int().expand(1, -1).to(everywhere)
+    sound = {n: t.detach().to(everywhere) for n, t in random_inputs(1, length, 3, 2, torch.float32).items()}
+    broken = sound | {"state": torch.full_like(sound["state"], value)}
+    for name in ("x", "dt", "B"):
+        broken[name] = sound[name].clone()
+        broken[name][:, 0] = value
+    made = []
+    for inputs in (sound, broken):
+        inputs = {name: tensor.clone().requires_grad_() for name, tensor in inputs.items()}
+        with force(selective_scan="triton"):
+            y, last = selective_scan(*inputs.values(), documents)
+        grads = gradients(some_loss(y[:, border:], last), inputs)
+        made.append([y[:, border:], last, *(grads[name][:, border:] for name in ("x", "dt", "B", "C", "z"))])
+    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
+    assert all(one.isfinite().all() for one in made[1])
+
+    inputs = {name: tensor.clone().requires_grad_() for name, tensor in sound.items()}
+    with force(selective_scan="triton"):
+        y, last = selective_scan(*inputs.values(), documents)
+    before = [torch.autograd.grad([y, last], [inputs[n] for n in ("x", "dt", "B", "C")], [y.detach(), grad_last],
+                                  retain_graph=True) for grad_last in (0 * last, last * value)]  # fmt: skip
+    assert all(torch.equal(one[:, :border], other[:, :border]) for one, other in zip(*before, strict=True))
+
+
+@pytest.mark.usefixtures("_small_tiles")
 def test_rows_and_tokens_may_lie_in_any_order(everywhere: torch.device) -> None:
     """As in a mixer: sequence first in memory, x and z parts of one projection, B and C of another; channels apart."""
     inputs = random_inputs(rows=2, length=5, dtype=torch.float32)

@@ -97,6 +97,8 @@ class RunLock:
         """A start that was refused leaves no folder behind."""
         with suppress(OSError, ValueError):
             if self._made:
+                with suppress(FileNotFoundError):
+                    (self.run_dir / "logs").rmdir()
                 self.run_dir.rmdir()
 
     def _wait(self) -> None:

@@ -15,7 +15,6 @@ PROGRAMS = sorted(
     for path in [ROOT / "train.py", *(ROOT / "tools").glob("*.py"), *(ROOT / "slurm").glob("*.py")]
     if '__name__ == "__main__"' in path.read_text()
 )
-LATER = ("tools/convert.py",)
 HEAVY = ("torch", "megatron.core", "transformers", "matplotlib", "streaming", "pyarrow")
 Answer = tuple[int | str | None, int, list[str]]
 ALL = '''
@@ -64,7 +63,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
     return {str(Path(program).relative_to(ROOT)): answer for program, answer in json.loads(done.stdout).items()}
 
 
-@pytest.mark.parametrize("program", [program for program in PROGRAMS if program not in LATER])
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_help_is_printed_without_heavy_imports(program: str, answers: dict[str, Answer]):
     code, printed, imported = answers[program]
     assert (code, imported) == (0, [])

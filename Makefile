@@ -51,7 +51,7 @@ $(VENV)/.dev: $(VENV)/.ready
 	touch $@
 
 $(VENV)/.finetune: $(VENV)/.dev
-	$(BIN)/pip install --quiet --editable ".[finetune]"
+	$(BIN)/pip install --quiet --editable ".[finetune,metrics]"
 	touch $@
 
 setup-metrics: $(VENV)/.ready

@@ -15,7 +15,9 @@ from hybridtron.checkpoint import folder as folders
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.rewrite import differences, rewrite
+from hybridtron.config.problems import ConfigError
 from hybridtron.config.units import parse_bytes, readable
+from hybridtron.train.lock import RunLock
 
 WIDEST = 10**6  # characters
 
@@ -156,8 +158,9 @@ def fetched(chosen: argparse.Namespace) -> int:
     if not chosen.url.startswith("s3://"):
         raise Unusable(f"{chosen.url} is no mirror: give s3://BUCKET/PREFIX")
     try:
-        print(f"{download(chosen.url, chosen.run)}: fetched, every byte as it was written")
-    except FileExistsError as error:
+        with RunLock(chosen.run):  # or a run that is under way could take what is half there for one of its own
+            print(f"{download(chosen.url, chosen.run)}: fetched, every byte as it was written")
+    except (FileExistsError, ConfigError) as error:
         raise Unusable(str(error)) from error
     except (BrokenCheckpoint, *TROUBLE) as error:
         print(error, file=sys.stderr)

@@ -15,6 +15,7 @@ from hybridtron.checkpoint.mirror import Mirror, Store, download, upload
 from hybridtron.checkpoint.save import Saver, meta_of
 from hybridtron.config.schema import CheckpointConfig
 from hybridtron.parallel.groups import Groups
+from hybridtron.train import lock
 from tests.checkpoint.conftest import Write, trained
 from tests.data.store import s3_server
 from tools.checkpoint import main
@@ -39,7 +40,12 @@ def same(left: Path, right: Path) -> bool:
 
 
 def test_a_run_copies_what_it_writes_and_brings_it_back(
-    alone: Groups, write: Write, tmp_path: Path, store: s3_server.Store, capsys: pytest.CaptureFixture[str]
+    alone: Groups,
+    write: Write,
+    tmp_path: Path,
+    store: s3_server.Store,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = trained(alone)
     folder = write(engine, 1)
@@ -62,6 +68,9 @@ def test_a_run_copies_what_it_writes_and_brings_it_back(
     assert newest(tmp_path / "back") == found
     assert main(["fetch", URL, str(tmp_path / "back")]) == 2
     assert main(["fetch", "s3://bucket/nothing", str(tmp_path / "back")]) == 1
+    monkeypatch.setattr(lock, "PATIENCE_S", 0.0)
+    with lock.RunLock(tmp_path / "back"):  # as a run that is under way
+        assert main(["fetch", URL, str(tmp_path / "back")]) == 2
 
 
 def test_large_files_go_in_parts(

@@ -167,29 +167,15 @@ def sigmoid(v: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def affine(
+def barred(
     decay: tl.tensor, added: tl.tensor, decay_before: tl.tensor, before: tl.tensor, next_decay: tl.tensor,
     next_added: tl.tensor, next_decay_before: tl.tensor, next_before: tl.tensor,
 ) -> tuple[tl.tensor, ...]:  # fmt: skip
     """Two stretches of a recurrence h -> decay h + added as one; the second pair is of what precedes the last step.
 
-    For scans that want the state before each step besides the one after it: a step alone is (decay, added, 1, 0).
-    What is added must be finite where a decay of 0 is to let nothing over.
+    For scans that want the state before each step besides the one after it: a step alone is (decay, added, 1, 0). A
+    decay of 0 lets nothing over, finite or not.
     """
-    return (
-        decay * next_decay,
-        next_decay * added + next_added,
-        decay * next_decay_before,
-        next_decay_before * added + next_before,
-    )
-
-
-@triton.jit
-def barred(
-    decay: tl.tensor, added: tl.tensor, decay_before: tl.tensor, before: tl.tensor, next_decay: tl.tensor,
-    next_added: tl.tensor, next_decay_before: tl.tensor, next_before: tl.tensor,
-) -> tuple[tl.tensor, ...]:  # fmt: skip
-    """`affine` where a decay of 0 lets nothing over, finite or not."""
     return (
         decay * next_decay,
         tl.where(next_decay == 0, 0.0, next_decay * added) + next_added,

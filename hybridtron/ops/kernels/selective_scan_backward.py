@@ -36,7 +36,6 @@ from hybridtron.ops.kernels.launch import last_side_by_side, launch
 from hybridtron.ops.kernels.selective_scan import (
     CHUNK,
     Row,
-    affine,
     chain,
     retrace,
     sigmoid,
@@ -109,6 +108,20 @@ def _of_tiles(
         z_BLE=grad_z_BLE,
         dt_bias_E=elapsed_BQE.sum((0, 1)),
         state_BNE=grad_state_BNE,
+    )
+
+
+@triton.jit
+def affine(
+    decay: tl.tensor, added: tl.tensor, decay_before: tl.tensor, before: tl.tensor, next_decay: tl.tensor,
+    next_added: tl.tensor, next_decay_before: tl.tensor, next_before: tl.tensor,
+) -> tuple[tl.tensor, ...]:  # fmt: skip
+    """`barred` for what is finite, which needs fewer registers."""
+    return (
+        decay * next_decay,
+        next_decay * added + next_added,
+        decay * next_decay_before,
+        next_decay_before * added + next_before,
     )
 
 

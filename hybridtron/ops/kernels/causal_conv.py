@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridtron.ops.kernels.launch import last_side_by_side, launch
+from hybridtron.ops.kernels.launch import ceil_div, last_side_by_side, launch
 
 TOKENS = 32  # of one program
 CHANNELS = 64
@@ -68,7 +68,7 @@ class Row:
     def grid(self, positions: int) -> tuple[int, int, int]:
         """Tokens first: that axis alone may exceed 65,535."""
         rows, _, channels = self.x_BLC.shape
-        return triton.cdiv(positions, TOKENS), triton.cdiv(channels, CHANNELS), rows
+        return ceil_div(positions, TOKENS), ceil_div(channels, CHANNELS), rows
 
 
 @dataclass(frozen=True)

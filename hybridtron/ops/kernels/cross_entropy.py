@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridtron.ops.kernels.launch import ceil_div
 from hybridtron.ops.linear_loss import Sums
 
 BLOCK = 4096  # logits that a program holds: 16 to a thread
@@ -41,7 +42,7 @@ def softmax_gradients(logits_CV: Tensor, labels_C: Tensor, mask_C: Tensor, lse_C
     """As the op says."""
     tokens, size = logits_CV.shape
     per_token = labels_C, mask_C, lse_C
-    launch: Any = gradients_of_blocks[tokens, triton.cdiv(size, BLOCK)]
+    launch: Any = gradients_of_blocks[tokens, ceil_div(size, BLOCK)]
     launch(logits_CV, *per_token, logits_CV.stride(0), size, z_loss, BLOCK=BLOCK, num_warps=WARPS)
     return logits_CV
 

@@ -19,3 +19,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int) -> N
 def last_side_by_side(tensor: Tensor) -> Tensor:
     """The same, copied if the last axis is not contiguous: the others may have any strides."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def ceil_div(size: int, block: int) -> int:
+    """How many blocks hold so many places; since version 3.7 Triton types its `cdiv` for kernels alone."""
+    return -(-size // block)
+
+
+def power_of_2(size: int) -> int:
+    """The least power of two that is not below a size."""
+    return 1 << (size - 1).bit_length()

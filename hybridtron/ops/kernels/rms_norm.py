@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybridtron.ops.kernels.launch import launch
+from hybridtron.ops.kernels.launch import launch, power_of_2
 from hybridtron.ops.norm_rope import narrower
 
 PROGRAMS = 264  # of the backward pass: two for each multiprocessor of an H100; the order of dw's sum depends on it
@@ -175,5 +175,5 @@ def _gradients(
 
 def _row(channels: int) -> tuple[int, int]:
     """The tile that holds a row, and the warps that share it."""
-    block = triton.next_power_of_2(channels)
+    block = power_of_2(channels)
     return block, min(max(block // WARP_VALUES, 1), 16)

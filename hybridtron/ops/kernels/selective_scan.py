@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridtron.ops.kernels.cost import SCAN_CHUNK as CHUNK
-from hybridtron.ops.kernels.launch import last_side_by_side, launch
+from hybridtron.ops.kernels.launch import ceil_div, last_side_by_side, launch, power_of_2
 
 WARP_STATES = 2048  # in the registers of one warp: 64 a thread
 WARP_CHANNELS = 128
@@ -85,7 +85,7 @@ class Row:
     def per_part(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Buffers for one state of every so many tokens, and for the sum of their delta."""
         rows, length, channels, states = self.sizes
-        parts = triton.cdiv(length, tokens)
+        parts = ceil_div(length, tokens)
         return self.D_E.new_empty(rows, parts, states, channels), self.D_E.new_empty(rows, parts, channels)
 
     def arguments(self) -> tuple[Any, ...]:
@@ -98,13 +98,13 @@ class Row:
     def tile(self) -> tuple[int, int, int]:
         """N, N padded, and the channels of one warp that holds a state of each."""
         states = self.sizes[3]
-        padded = triton.next_power_of_2(states)
+        padded = power_of_2(states)
         return states, padded, min(max(WARP_STATES // padded, 1), WARP_CHANNELS)
 
     def grid(self, tokens: int, channels: int) -> tuple[int, int, int]:
         """Parts of the row first: that axis alone may exceed 65,535."""
         rows, length, width, _ = self.sizes
-        return triton.cdiv(length, tokens), triton.cdiv(width, channels), rows
+        return ceil_div(length, tokens), ceil_div(width, channels), rows
 
 
 def forward(row: Row, state_BNE: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,7 +145,7 @@ def chain(row: Row, states_BPNE: Tensor, elapsed_BPE: Tensor, first_BNE: Tensor 
     rows, parts, states, channels = states_BPNE.shape
     last_BNE = states_BPNE.new_empty(rows, states, channels)
     launch(
-        _chain, (triton.cdiv(channels, WARP_CHANNELS), states, rows), states_BPNE, elapsed_BPE, row.log2_decay_NE,
+        _chain, (ceil_div(channels, WARP_CHANNELS), states, rows), states_BPNE, elapsed_BPE, row.log2_decay_NE,
         first_BNE, last_BNE, parts, channels, backwards, CHAIN_PARTS, WARP_CHANNELS, warps=1,
     )  # fmt: skip
     return last_BNE

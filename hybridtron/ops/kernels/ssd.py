@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.kernels import ssd_backward, ssd_forward
+from hybridtron.ops.kernels.launch import ceil_div, power_of_2
 from hybridtron.ops.scan import document_starts
 
 # To a type checker a kernel is the Python function that it is written as, which can't be launched.
@@ -131,7 +131,7 @@ class Row(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        return triton.cdiv(self.x_BLHP.shape[1], self.tiles.chunk)
+        return ceil_div(self.x_BLHP.shape[1], self.tiles.chunk)
 
     @property
     def documents(self) -> Tensor:
@@ -190,7 +190,7 @@ class Row(NamedTuple):
 
 def _block(size: int) -> int:
     """What a matrix product takes for a size: a power of two, from 16 on."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, power_of_2(size))
 
 
 class Decays(NamedTuple):
@@ -209,7 +209,7 @@ class Decays(NamedTuple):
         whole_BHC = row.A_H.new_empty(row.x_BLHP.shape[0], heads, row.chunks)
         per_token = [row.per_token() for _ in Decays._fields[:5]]
         made = Decays._make((*per_token, whole_BHC))
-        forward_kernels.decays[row.grid(1, triton.cdiv(heads, HEADS))](
+        forward_kernels.decays[row.grid(1, ceil_div(heads, HEADS))](
             row.dt_BLH, row.dt_bias_H, row.A_H, row.documents, *made, length, heads,
             DOCUMENTS=row.documents_BL is not None, CHUNK=row.tiles.chunk, HEADS=HEADS,
         )  # fmt: skip
@@ -227,7 +227,7 @@ def _states_before(row: Row, decays: Decays) -> tuple[Tensor, Tensor]:
     )  # fmt: skip
     start = last_BHPN if row.state_BHPN is None else row.state_BHPN
     size = last_BHPN[0, 0].numel()
-    forward_kernels.pass_states[triton.cdiv(size, BLOCK), heads, len(last_BHPN)](
+    forward_kernels.pass_states[ceil_div(size, BLOCK), heads, len(last_BHPN)](
         states_BCHPN, decays.whole_BHC, start, last_BHPN, states_BCHPN, decays.whole_BHC, row.chunks, heads, size,
         START=row.state_BHPN is not None, REVERSED=False, BLOCK=BLOCK,
     )  # fmt: skip
@@ -255,7 +255,7 @@ def _gradients_after(
         STEPS=False, SLICE=row.outer, num_stages=1, **row.constants(),
     )  # fmt: skip
     size = grad_last_BHPN[0, 0].numel()
-    blocks = triton.cdiv(size, BLOCK)
+    blocks = ceil_div(size, BLOCK)
     through_BCHK = before_BCHPN.new_empty(*before_BCHPN.shape[:3], blocks)
     forward_kernels.pass_states[blocks, heads, len(grad_last_BHPN)](
         states_BCHPN, decays.whole_BHC, grad_last_BHPN, grad_state_BHPN, before_BCHPN, through_BCHK, row.chunks, heads,
@@ -287,7 +287,7 @@ def _group_gradient(
     length, heads, groups = row.lengths()
     own, rows = row.tiles.own, len(own_BLHP)
     parts = row.tiles.chunk // own
-    splits = min(heads // groups, triton.cdiv(PROGRAMS, rows * row.chunks * parts * groups))
+    splits = min(heads // groups, ceil_div(PROGRAMS, rows * row.chunks * parts * groups))
     grad_BLSGN = states.new_empty(rows, length, splits, groups, shared_BLGN.shape[3])
     weight_BHL = decays.leave_BHL if reverse else decays.enter_BHL
     backward_kernels.group_gradients[row.grid(parts, groups * splits * row.slices)](
@@ -305,7 +305,7 @@ def _step_gradients(
     length, heads, _ = row.lengths()
     grad_dt_BLH = torch.empty_like(row.dt_BLH)
     grads_3BCH = through_BCH.new_empty(3, *through_BCH.shape)
-    backward_kernels.step_gradients[row.grid(1, triton.cdiv(heads, HEADS))](
+    backward_kernels.step_gradients[row.grid(1, ceil_div(heads, HEADS))](
         row.dt_BLH, row.dt_bias_H, row.A_H, decays.delta_BHL, *by_token, through_BCH, grad_dt_BLH, grads_3BCH,
         length, heads, PARTS=len(by_token[-1]), CHUNK=row.tiles.chunk, HEADS=HEADS,
     )  # fmt: skip

@@ -7,7 +7,6 @@ from pathlib import Path
 from hybridtron.config.schema import Config
 from hybridtron.config.weights import tokenizer_of
 from hybridtron.data.folder import TokenFolder
-from hybridtron.data.same_vocabulary import difference, is_readable
 from hybridtron.specs.base import Problem
 
 
@@ -24,6 +23,8 @@ def meaning_problems(config: Config, index: int, folder: TokenFolder) -> list[Pr
     """The ids in a folder must mean what they mean to a phase's weights."""
     if (given := _given(config, index)) is None or config.run.accept_data_changes:
         return []
+    from hybridtron.data.same_vocabulary import difference  # it imports tokenizers
+
     key, weights, tokenizer = given
     why = difference(tokenizer.read_bytes(), folder.tokenizer_file.read_bytes())
     if why is None:
@@ -56,6 +57,8 @@ def _given(config: Config, index: int) -> tuple[str, str, Path] | None:
 
 
 def _readable(folder: str) -> Path | None:
+    from hybridtron.data.same_vocabulary import is_readable  # it imports tokenizers
+
     tokenizer = tokenizer_of(folder)
     return tokenizer if tokenizer is not None and is_readable(tokenizer.read_bytes()) else None
 

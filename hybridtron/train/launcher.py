@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 PARENT = os.getppid()  # now, since a launcher may die during the slow imports
 GRACE_S = 30.0  # as long as torchrun itself leaves processes that it has told to stop
@@ -22,10 +23,11 @@ class Launcher:
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.process = PARENT if "TORCHELASTIC_RUN_ID" in environment else None
         self.worth_saving = False  # a step was made
+        self._died_before = self.process is not None and not _may_be_torchrun(self.process)
 
     @property
     def is_gone(self) -> bool:
-        return self.process is not None and os.getppid() != self.process
+        return self.process is not None and (self._died_before or os.getppid() != self.process)
 
     def watch(self) -> None:
         """End this process in time when the launcher is gone."""
@@ -39,3 +41,12 @@ class Launcher:
             time.sleep(GRACE_S)
         os.write(2, b"this process ends, as its launcher is gone\n")
         os._exit(1)
+
+
+def _may_be_torchrun(process: int) -> bool:
+    """Whether a process runs Python, which what adopts the children of a torchrun that died before does not."""
+    try:
+        program = Path(f"/proc/{process}/exe").readlink().name
+    except OSError:  # another user's, or a system without /proc
+        return True
+    return program.startswith(("python", "pypy"))

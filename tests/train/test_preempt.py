@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -134,7 +135,9 @@ def test_a_clock_that_jumps_moves_no_deadline(jump: float, monkeypatch: pytest.M
 
 
 def test_only_a_launcher_that_was_there_can_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "PARENT", os.getppid())
+    python = os.getpid()
+    monkeypatch.setattr(launcher, "PARENT", python)
+    monkeypatch.setattr(os, "getppid", lambda: python)
     launched, by_hand = requests({"TORCHELASTIC_RUN_ID": "x"}), requests()
     assert launched.agreed(alone) is None
     monkeypatch.setattr(os, "getppid", lambda: 1)
@@ -157,6 +160,16 @@ def test_a_process_without_its_launcher_ends(
     assert ended.wait(30)
     assert waited == [launcher.GRACE_S] * stepped
     assert "launcher is gone" in capfd.readouterr().err
+
+
+def test_a_launcher_that_died_before_anyone_looked_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes were adopted by then, by what is no Python."""
+    with subprocess.Popen(["sleep", "100"]) as adopter:
+        monkeypatch.setattr(launcher, "PARENT", adopter.pid)
+        monkeypatch.setattr(os, "getppid", lambda: adopter.pid)
+        found = [launcher.Launcher(environment).is_gone for environment in ({"TORCHELASTIC_RUN_ID": "x"}, {})]
+        adopter.kill()
+    assert found == [True, False]
 
 
 def test_after_the_first_step_there_is_something_to_save() -> None:

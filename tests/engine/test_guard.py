@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -82,3 +84,18 @@ def test_goes_on_as_left() -> None:
     other = Guard(6.0)
     other.restart(list(guard.norms), guard.refused)
     assert (other.limit, other.refused) == (guard.limit, 1)
+
+
+def test_healthy_laptop_runs_refuse_no_step_and_spikes_are_refused() -> None:
+    """Norms of the laptop recipe, `run.seed=0` to 9 with `optim.spike=null`; a spike is ten times a norm of theirs.
+
+    The steep fall at the start widens what is usual until it has left the window.
+    """
+    runs = json.loads((Path(__file__).parent / "laptop_norms.json").read_text())
+    assert len(runs) == 10
+    for norms in runs.values():
+        guard = used_to(norms[: WINDOW + ENOUGH])
+        for step in range(WINDOW + ENOUGH, len(norms)):
+            assert guard.limit is not None
+            assert norms[step] < guard.limit < 10 * norms[step]
+            assert guard.accepts(norms[step], 1.0)

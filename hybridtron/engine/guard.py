@@ -17,9 +17,7 @@ from collections.abc import Sequence
 
 WINDOW = 128  # accepted steps that the distribution is taken from
 ENOUGH = 32  # accepted steps before which no finite norm is refused: at the start of training norms fall steeply
-LEAST_DEVIATION = (
-    0.25  # of log(norm): single norms of healthy runs whose norms hardly vary are up to 3.5 times the mean
-)
+LEAST_DEVIATION = 0.25  # of log(norm): where norms hardly vary, single ones of healthy runs reach 3.5 times the mean
 
 
 class Guard:

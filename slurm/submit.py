@@ -41,7 +41,7 @@ from slurm.problems import cluster_problems, job_problems, queue_problems, resum
 from slurm.scheduler import SlurmError
 
 ROOT = Path(__file__).resolve().parents[1]
-CODE = ("train.py", "hybridtron", "configs", "slurm", "tools")  # what a run needs of this folder
+CODE = ("train.py", "pyproject.toml", "hybridtron", "configs", "slurm", "tools")  # what a run needs of this folder
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -61,6 +61,9 @@ def test_a_run_s_folder_holds_code_configuration_script_and_the_job_s_number(
     assert load_saved(run / "config.yaml").phases[0].seq_len == 16
     assert (run / "code" / "slurm" / "attempt.py").read_text() == (ROOT / "slurm" / "attempt.py").read_text()
     assert not list((run / "code").rglob("*.pyc"))
+    alone = {**os.environ, "PYTHONPATH": str(run / "code"), "PYTHONDONTWRITEBYTECODE": "1"}
+    plan = [sys.executable, str(run / "code" / "train.py"), "run.plan=true"]
+    assert subprocess.run(plan, cwd=tmp_path, env=alone, check=False, capture_output=True).returncode == 0
     notes = json.loads((run / "slurm" / "submission.json").read_text())
     assert (notes["jobs"], notes["error"], notes["nodes"]) == (["41"], None, 2)
     written = (run / "slurm" / "job.sh").read_text()

@@ -36,8 +36,10 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float,
         weight_decay: float,
         adam_w_mode: bool,
+        capturable: bool = False,  # asked for by newer megatron-core alone
     ) -> None:
         assert adam_w_mode
+        assert not capturable
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()

@@ -22,7 +22,7 @@ SMALL = [
     "model.layers.W.window=32",
     "run.max_steps=6",
 ]
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", "0"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
 CASES: dict[str, tuple[list[str], list[str]]] = {
     "laptop": ([], ["run.max_steps=6", "run.eval_every=3"]),
     "random": ([], [*SMALL, "phases.0.states.mode=random"]),
@@ -41,7 +41,7 @@ def losses(code: Path, folder: Path) -> dict[str, list[object]]:
     for name, (launcher, arguments) in CASES.items():
         always = ["run.resume=never", f"run.dir={name}", "run.sample_tokens=0", "checkpoint.every=1000"]
         command = [sys.executable, *launcher, str(code / "train.py"), *always, *arguments]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
         if done.returncode:
             raise SystemExit(f"{name} failed in {code}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
         lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]

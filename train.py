@@ -21,14 +21,14 @@ demand()  # said before an import fails
 from hybridtron.config.check import check, require, warnings
 from hybridtron.config.layout import launched
 from hybridtron.config.load import choices_of, load
-from hybridtron.config.problems import ConfigError
-from hybridtron.data import ingredients
+from hybridtron.data import mixture_spec as ingredients
 from hybridtron.data.check_vocabulary import vocabulary_warnings
+from hybridtron.problems import ConfigError
 from hybridtron.train.failures import FailedElsewhere
 from hybridtron.train.lock import RunLock
+from hybridtron.train.phase_table import print_timetable
 from hybridtron.train.preempt import StopRequests
 from hybridtron.train.run_folder import EXIT_PREEMPTED, ExportsFailed, Preempted
-from hybridtron.train.timetable import print_timetable
 
 if TYPE_CHECKING:
     from hybridtron.checkpoint.checkpoint import Checkpoint
@@ -91,7 +91,7 @@ def main(arguments: list[str]) -> int:
 
 def export_phase(checkpoint: Checkpoint, output: Path, wanted: Export) -> None:
     """For runs that write the ends of phases for transformers."""
-    from hybridtron.export import phase_end  # imports transformers, for those alone
+    from hybridtron.interop import phase_end  # imports transformers, for those alone
 
     phase_end.export_phase(checkpoint, output, wanted)
 

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hybridtron.config.cluster import ClusterConfig
-from hybridtron.config.problems import did_you_mean
 from hybridtron.config.saved import SECRET
-from hybridtron.specs.base import Problem
+from hybridtron.problems import Problem, did_you_mean
 from slurm import scheduler
 from slurm.job import PLAIN, Job, script, unusable
 from slurm.scheduler import Partition, SlurmError

@@ -25,9 +25,9 @@ from rich.table import Table
 
 from hybridtron.config.load import load_saved
 from hybridtron.config.phases import last_step, stretches
-from hybridtron.config.problems import ConfigError
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
+from hybridtron.problems import ConfigError
 from slurm import history, scheduler
 from slurm.history import Attempt
 from slurm.scheduler import Queued, SlurmError

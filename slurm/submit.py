@@ -28,13 +28,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds the package without installing it
 
 from hybridtron.config.check import check, warnings
-from hybridtron.config.check_parallel import parallel_problems
+from hybridtron.config.checks.parallel import parallel_problems
 from hybridtron.config.cluster import LostNode
 from hybridtron.config.load import choices_of, load, to_yaml
-from hybridtron.config.problems import ConfigError
 from hybridtron.config.schema import Config
-from hybridtron.data import ingredients
-from hybridtron.specs.base import Problem
+from hybridtron.data import mixture_spec as ingredients
+from hybridtron.problems import ConfigError, Problem
 from slurm import scheduler
 from slurm.job import Job, script
 from slurm.problems import cluster_problems, job_problems, queue_problems, resume_problems, secret_problems

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from hybridtron.architecture.model import ModelConfig
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.config.choices import FP8_MULTIPLES, Precision
 from hybridtron.config.layout import Launch
 from hybridtron.config.schema import (
     Config,
     DataConfig,
-    ModelConfig,
     OptimConfig,
     ParallelConfig,
     PhaseConfig,

@@ -16,9 +16,11 @@ ORDER = [
     "hf",  # shipped with models: knows nothing else of the house
     "requirements",  # which commands check before all else is imported
     "regular_files",
+    "problems",
     "device",
-    "specs",
+    "architecture",
     "config",
+    "planning",
     "ops",
     "data",
     "parallel",
@@ -27,7 +29,7 @@ ORDER = [
     "engine",
     "checkpoint",
     "train",
-    "export",
+    "interop",
 ]
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 OWNERS = {
@@ -42,7 +44,7 @@ OWNERS = {
     "pyarrow": "data/prepare/inputs.py",
     "triton": "ops/kernels/*.py ops/*_triton.py",  # kernels of our own, and the forms that offer them
 }
-TORCH_FREE = ("regular_files", "specs", "config")
+TORCH_FREE = ("regular_files", "problems", "architecture", "config", "planning")
 SHIPPED = sorted((PACKAGE / "hf").glob("*_hybridtron.py"))
 GENERATED = "ops_hybridtron.py"
 
@@ -121,7 +123,10 @@ def test_optional_packages_stay_with_their_owner(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_configuration_needs_no_torch(path: Path) -> None:
-    if part_of(path) in TORCH_FREE or path.relative_to(PACKAGE).as_posix() in ("data/folder.py", "data/ingredients.py"):
+    if part_of(path) in TORCH_FREE or path.relative_to(PACKAGE).as_posix() in (
+        "data/folder.py",
+        "data/mixture_spec.py",
+    ):
         assert not [module for module in imported_modules(path) if module.split(".")[0] == "torch"]
 
 

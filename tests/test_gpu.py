@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridtron.architecture.base import MixerSpec
 from hybridtron.config.choices import Precision
 from hybridtron.data.batch import SeqInfo
 from hybridtron.device import compute_device
 from hybridtron.ops.dispatch import OPS, force
 from hybridtron.parallel import transformer_engine
 from hybridtron.parallel.fp8 import Fp8, Fp8Linear, Role
-from hybridtron.specs.base import MixerSpec
 from tests.conftest import seq_info
 from tests.mixers.test_contract import CASES, SIZES, build, gradients
 from tests.train.conftest import VOCAB, Train, counting_folder, train_small  # noqa: F401

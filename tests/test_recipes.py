@@ -8,10 +8,11 @@ import math
 import pytest
 import torch
 
-from hybridtron.config.architecture import parameter_table
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.table import parameter_table
 from hybridtron.config.check import check
 from hybridtron.config.load import choices_of, load
-from hybridtron.config.schema import Config, ModelConfig, Precision, PrecisionConfig
+from hybridtron.config.schema import Config, Precision, PrecisionConfig
 from hybridtron.engine.engine import Engine
 from hybridtron.model.lm import LanguageModel
 from hybridtron.parallel.groups import Groups

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from hybridtron.config.schema import ModelConfig
+from hybridtron.architecture import SPECS
+from hybridtron.architecture.base import MixerSpec
+from hybridtron.architecture.model import ModelConfig
 from hybridtron.engine.engine import Engine
 from hybridtron.mixers import MIXERS
 from hybridtron.parallel.groups import Groups
-from hybridtron.specs import SPECS
-from hybridtron.specs.base import MixerSpec
 from tests.conftest import random_batch, small_run
 from tests.mixers import test_contract as contract
 
@@ -35,14 +35,14 @@ def ema(monkeypatch: pytest.MonkeyPatch) -> Iterator[MixerSpec]:
         module = types.ModuleType(path.removesuffix(".py").replace("/", "."))
         monkeypatch.setitem(sys.modules, module.__name__, module)
         exec(compile(code, path, "exec"), module.__dict__)
-    monkeypatch.setitem(SPECS, "ema", sys.modules["hybridtron.specs.ema"].EMASpec)
+    monkeypatch.setitem(SPECS, "ema", sys.modules["hybridtron.architecture.ema"].EMASpec)
     monkeypatch.setitem(MIXERS, "ema", sys.modules["hybridtron.mixers.ema"].EMA)
     return SPECS["ema"](expand=2)
 
 
 def test_the_tutorial_is_short() -> None:
     files = tutorial_files()
-    assert set(files) == {"hybridtron/specs/ema.py", "hybridtron/mixers/ema.py"}
+    assert set(files) == {"hybridtron/architecture/ema.py", "hybridtron/mixers/ema.py"}
     assert sum(code.count("\n") for code in files.values()) < 80
 
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hybridtron.architecture.base import Parameter
 from hybridtron.data.batch import Batch
 from hybridtron.engine import engine, schedule, stage
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.loss import Loss
 from hybridtron.parallel import cut as cutting
 from hybridtron.parallel.linear import TensorGroup
-from hybridtron.specs.base import Parameter
 
 Replaced = dict[str, Any]  # where an attribute stands -> what stands there instead
 

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hybridtron.architecture.model import ModelConfig
 from hybridtron.config.schema import (
     Config,
     DataConfig,
     Documents,
-    ModelConfig,
     OptimConfig,
     ParallelConfig,
     PhaseConfig,

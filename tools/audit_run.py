@@ -18,7 +18,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hybridtron.config.architecture import parameter_table
+from hybridtron.architecture.base import Normal
+from hybridtron.architecture.table import parameter_table
 from hybridtron.config.schema import Config, Documents, ParallelConfig
 from hybridtron.data.batch import Batch, SeqInfo, step_key
 from hybridtron.data.reading import phase_seed
@@ -29,7 +30,6 @@ from hybridtron.ops.loss import cross_entropy
 from hybridtron.parallel.cut import cut
 from hybridtron.parallel.linear import ALONE, TensorGroup
 from hybridtron.parallel.pool import Pool, Seat
-from hybridtron.specs.base import Normal
 from tools.audit_bugs import injected
 from tools.audit_cases import Case
 

@@ -12,10 +12,9 @@ from rich.table import Table
 
 from hybridtron.config.check import require
 from hybridtron.config.load import load
-from hybridtron.config.problems import ConfigError, did_you_mean
 from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.parallel.pool import Pool, WorkerError
-from hybridtron.specs.base import Problem
+from hybridtron.problems import ConfigError, Problem, did_you_mean
 from tools.audit_bugs import BUGS
 from tools.audit_cases import ARCHITECTURES, LAYOUTS, Case, shrunk, table
 from tools.audit_run import PRECISIONS, Audit, Precision

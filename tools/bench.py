@@ -63,8 +63,8 @@ def main(arguments: list[str]) -> int:
     chosen = parse(arguments)
     import torch
 
-    from hybridtron.config.problems import ConfigError
     from hybridtron.device import compute_device
+    from hybridtron.problems import ConfigError
     from hybridtron.requirements import missing
     from tools.bench_report import Settings, markdown, print_report
 

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridtron.architecture.attention import visible_tokens
 from hybridtron.device import compute_device
 from hybridtron.ops.attention import attention
-from hybridtron.specs.attention import visible_tokens
 from tools.bench_report import Form, Goal, Report, Rows, Settings, Timing, interleaved, times
 
 TOLERANCE = 1e-5

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from hybridtron.config.schema import ModelConfig
-from hybridtron.export.native_pairs import Llama
-from hybridtron.export.writer import write_json
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.interop.native_pairs import Llama
+from hybridtron.interop.writer import write_json
 from tools.bench_report import Form, Goal, Report, Rows, Settings, interleaved, times
 
 SHARD = 256 * 2**20
@@ -28,7 +28,7 @@ MEASURED = """
 import resource, sys, time
 sys.path.insert(0, sys.argv.pop(1))
 from tools.convert import main
-import hybridtron.export.verify
+import hybridtron.interop.verify
 before = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() // 1024
 start = time.perf_counter()
 assert main(sys.argv[1:]) == 0

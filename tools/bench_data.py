@@ -25,8 +25,8 @@ from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from hybridtron.config.schema import Documents, Order
-from hybridtron.data.ingredients import Ingredient
 from hybridtron.data.loader import Ahead, Loader
+from hybridtron.data.mixture_spec import Ingredient
 from hybridtron.data.prepare import corpus
 from hybridtron.data.prepare.input_files import find
 from hybridtron.data.prepare.run import prepare

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import Mamba2Config
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
+from hybridtron.architecture.base import ModelSizes
+from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.mixers.mamba2 import Mamba2
 from hybridtron.parallel.linear import ALONE
-from hybridtron.specs.base import ModelSizes
-from hybridtron.specs.mamba2 import Mamba2Spec
 from tools.bench_pair import NOTE, OfPeer, Pair, against_peer, alone
 from tools.bench_report import Goal, Report, Settings, Timing
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from transformers import MambaConfig
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
+from hybridtron.architecture.base import ModelSizes
+from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.mixers.mamba import Mamba
 from hybridtron.parallel.linear import ALONE
-from hybridtron.specs.base import ModelSizes
-from hybridtron.specs.mamba import MambaSpec
 from tools.bench_pair import NOTE, Pair, against_peer, alone
 from tools.bench_report import Goal, Report, Settings, Timing
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybridtron.config.check import require
-from hybridtron.config.count import count
 from hybridtron.config.layout import Launch
 from hybridtron.config.load import load
 from hybridtron.config.schema import Config, Documents
@@ -25,6 +24,7 @@ from hybridtron.engine.engine import Engine
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel
 from hybridtron.parallel.groups import start, stop
+from hybridtron.planning.count import count
 from tools.bench_report import Form, Goal, Report, Rows, Settings, interleaved, times
 
 QUICK = ("phases.0.seq_len=32", "phases.0.global_batch=2", "phases.0.micro_batch=1", "model.width=64")

@@ -15,8 +15,8 @@ from hybridtron.checkpoint import folder as folders
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.rewrite import differences, rewrite
-from hybridtron.config.problems import ConfigError
 from hybridtron.config.units import parse_bytes, readable
+from hybridtron.problems import ConfigError
 from hybridtron.train.lock import RunLock
 
 WIDEST = 10**6  # characters

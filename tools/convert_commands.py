@@ -9,19 +9,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
+from hybridtron.architecture.table import parameter_table
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
-from hybridtron.config.architecture import parameter_table
 from hybridtron.config.choices import Export as Wanted
 from hybridtron.config.exportable import CannotExport
-from hybridtron.config.problems import ConfigError
 from hybridtron.config.units import readable
-from hybridtron.export.config_json import CannotImport
-from hybridtron.export.export import Export, export, target_of
-from hybridtron.export.native import Native
-from hybridtron.export.sample import sample_size, verify_sample
-from hybridtron.export.take_over import Source, same_tensors, take_over
-from hybridtron.export.verify import DTYPES, NotTheSame, Proof, verify
+from hybridtron.interop.config_json import CannotImport
+from hybridtron.interop.export import Export, export, target_of
+from hybridtron.interop.import_folder import Source, same_tensors, take_over
+from hybridtron.interop.native import Native
+from hybridtron.interop.sample import sample_size, verify_sample
+from hybridtron.interop.verify import DTYPES, NotTheSame, Proof, verify
+from hybridtron.problems import ConfigError
 from tools.checkpoint_commands import Unusable, found, not_there_yet, size_of
 
 

@@ -10,8 +10,8 @@ says which. Writes into RUN/evaluation/STEP, or --output:
     remembrance.jsonl, .png   how far the next token's distribution moves when the first `t` tokens are not shown
     states.jsonl, .png        standard deviation of every layer's recurrent state, by head where it has heads
 
-They are defined in hybridtron/train/instruments.py. Every line says by letter which `attention` was used, not always
-that of training: full, or a window or span of so many tokens. Exit codes: 0 all was written, 2 no checkpoint, too
+They are defined in hybridtron/train/length_evaluation.py. Every line says by letter which `attention` was used, not
+always that of training: full, or a window or span of N tokens. Exit codes: 0 all was written, 2 no checkpoint, too
 little text, or a wrong argument.
 """
 
@@ -101,7 +101,10 @@ def main(arguments: list[str]) -> int:
 def evaluate(chosen: argparse.Namespace) -> None:
     """All that the command line asks for; Unusable where that can't be had."""
     checkpoint = find_checkpoint(chosen.path)
-    from hybridtron.train.instruments import attention_at_eval, fitting_chunk  # torch, which a wrong path does without
+    from hybridtron.train.length_evaluation import (  # torch, which a wrong path does without
+        attention_at_eval,
+        fitting_chunk,
+    )
 
     model, config, seq_len = load(checkpoint, chosen.seq_len)
     length = int(chosen.length.removesuffix("x")) * (seq_len if chosen.length.endswith("x") else 1)
@@ -164,7 +167,7 @@ def read_text(checkpoint: Path, data: DataConfig, seq_len: int, path: str | None
 
 def open_sources(data: DataConfig, path: str | None) -> Sources:
     """What the run read, or all that a folder holds out."""
-    from hybridtron.data.ingredients import Ingredient, ingredients_of
+    from hybridtron.data.mixture_spec import Ingredient, ingredients_of
     from hybridtron.data.sources import Sources, cache_options
     from hybridtron.data.store.shards import open_folder
 
@@ -201,7 +204,7 @@ def choose_rows(stores: Sequence[Store], length: int, rows: int) -> tuple[list[R
 
 def positions(model: LanguageModel, text: Text, piece: int) -> tuple[Lines, Table]:
     """Loss and perplexity by position; in the table by doublings of the training length."""
-    from hybridtron.train.instruments import perplexity_bins, position_losses
+    from hybridtron.train.length_evaluation import perplexity_bins, position_losses
 
     with watched("positions", text.length) as advance:
         losses_L = position_losses(model, text.tokens_BT, piece, advance)
@@ -215,7 +218,7 @@ def positions(model: LanguageModel, text: Text, piece: int) -> tuple[Lines, Tabl
 
 def remembrance(model: LanguageModel, text: Text, piece: int) -> tuple[Lines, Table]:
     """Effective Remembrance from the far past to the last token."""
-    from hybridtron.train.instruments import effective_remembrance, remembrance_points
+    from hybridtron.train.length_evaluation import effective_remembrance, remembrance_points
 
     ts = remembrance_points(text.length)
     with watched("remembrance", text.length + sum(text.length - t for t in ts if t)) as advance:
@@ -228,7 +231,7 @@ def remembrance(model: LanguageModel, text: Text, piece: int) -> tuple[Lines, Ta
 
 def states(model: LanguageModel, text: Text, piece: int) -> tuple[Lines, Table]:
     """Deviations of the states; in the table at the end against the training length."""
-    from hybridtron.train.instruments import state_deviation
+    from hybridtron.train.length_evaluation import state_deviation
 
     with watched("states", text.length) as advance:
         every = max(1, text.length // STATE_POSITIONS)
@@ -273,7 +276,7 @@ def draw_positions(axes: Axes, lines: Lines) -> None:
     """Every position faintly, and stretches of neighbours, eight to a doubling."""
     import torch
 
-    from hybridtron.train.instruments import perplexity_bins
+    from hybridtron.train.length_evaluation import perplexity_bins
 
     axes.plot([line["position"] for line in lines], [line["perplexity"] for line in lines], linewidth=0.3, alpha=0.4)
     bins = perplexity_bins(torch.tensor([line["loss"] for line in lines]), 1, 8)

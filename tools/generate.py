@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridtron.config.problems import ConfigError
+from hybridtron.problems import ConfigError
 
 if TYPE_CHECKING:
     from hybridtron.config.schema import Config

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridtron.architecture import SPECS
+from hybridtron.architecture.base import MixerSpec, ModelSizes
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers import MIXERS
 from hybridtron.model.init import starting_value
@@ -20,8 +22,6 @@ from hybridtron.ops.dispatch import Op, force
 from hybridtron.ops.linear_loss import linear_cross_entropy
 from hybridtron.ops.norm_rope import add_rms_norm
 from hybridtron.parallel.linear import ALONE
-from hybridtron.specs import SPECS
-from hybridtron.specs.base import MixerSpec, ModelSizes
 from tools.bench_report import Goal, Rows
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from hybridtron.architecture.attention import AttentionSpec
+from hybridtron.architecture.base import MixerSpec, ModelSizes
+from hybridtron.architecture.span import SpanSpec
 from hybridtron.config.check import require
-from hybridtron.config.count import count
 from hybridtron.config.layout import Launch
 from hybridtron.config.load import load
-from hybridtron.config.plan import plan
-from hybridtron.config.problems import ConfigError
 from hybridtron.config.schema import Config
 from hybridtron.data.batch import SeqInfo
 from hybridtron.device import forget_peak_memory, megatron_context, peak_memory_gib, synchronize
@@ -23,9 +23,9 @@ from hybridtron.mixers import MIXERS
 from hybridtron.model.init import starting_value
 from hybridtron.parallel import groups as process_groups
 from hybridtron.parallel.linear import ALONE
-from hybridtron.specs.attention import AttentionSpec
-from hybridtron.specs.base import MixerSpec, ModelSizes
-from hybridtron.specs.span import SpanSpec
+from hybridtron.planning.count import count
+from hybridtron.planning.memory import plan
+from hybridtron.problems import ConfigError
 from tools.bench_report import Rows, times
 from tools.bench_step import random_batches
 

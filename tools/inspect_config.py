@@ -7,7 +7,7 @@
     python tools/inspect_config.py recipe=samba_1.7b parallel.tensor=4 parallel.pipeline=2 --dry-run
 
 It takes the arguments of train.py, and reads no tokens and no torch. What is counted, and what is not, stands in
-`hybridtron/config/count.py`, `plan.py` and `fit.py`. `--gpus` is the number of processes (without it, as few as the
+`hybridtron/planning/count.py`, `plan.py` and `fit.py`. `--gpus` is the number of processes (without it, as few as the
 layout needs); `--fit` proposes layouts for so many devices of this memory, the fastest first. `--dry-run` alone
 imports torch: it builds every rank's model on the meta device.
 """
@@ -27,17 +27,17 @@ from rich.table import Table
 from rich.text import Text
 
 from hybridtron.config.check import require, warnings
-from hybridtron.config.check_parallel import uncuttable
-from hybridtron.config.count import Memory, ModelCount, count
-from hybridtron.config.fit import TENSOR_SIZES, Candidate, fit, settings_of
+from hybridtron.config.checks.parallel import uncuttable
 from hybridtron.config.layout import stages_of
 from hybridtron.config.load import load
 from hybridtron.config.phases import Stretch, stretches
-from hybridtron.config.plan import Plan, RankPlan, largest_phase, plan
-from hybridtron.config.problems import ConfigError
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
-from hybridtron.train.timetable import phase_table, print_changes, rates_of, source_table
+from hybridtron.planning.count import Memory, ModelCount, count
+from hybridtron.planning.fit import TENSOR_SIZES, Candidate, fit, settings_of
+from hybridtron.planning.memory import Plan, RankPlan, largest_phase, plan
+from hybridtron.problems import ConfigError
+from hybridtron.train.phase_table import phase_table, print_changes, rates_of, source_table
 
 MEMORY_PARTS = tuple(part.name for part in dataclasses.fields(Memory))
 SHOWN = 10  # layouts that --fit prints; --json has them all

@@ -141,10 +141,10 @@ def write(plan: list[list[Task]], sizes: Sizes, output: Path) -> None:
 
 def described(base: Task, sizes: Sizes) -> tuple[int, list[str]]:
     """The base's context, and what was done in words."""
-    from hybridtron.config.count import count
     from hybridtron.config.load import load_saved
     from hybridtron.config.phases import last_step
     from hybridtron.config.units import readable
+    from hybridtron.planning.count import count
 
     config, posted = (load_saved(base.folder.parent / name / "config.yaml") for name in ("base", "passing"))
     phase, post = config.phases[0], posted.phases[0]

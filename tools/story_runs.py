@@ -193,7 +193,7 @@ def read_on(run: Path, sizes: Sizes) -> list[float]:
 
     from hybridtron.data.order.stream import DocumentStream
     from hybridtron.data.rows import Row, gather
-    from hybridtron.train.instruments import position_losses
+    from hybridtron.train.length_evaluation import position_losses
     from tools.evaluate import load, open_sources
     from tools.generate import find_checkpoint
 

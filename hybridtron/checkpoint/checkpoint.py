@@ -25,6 +25,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from hybridtron.architecture.base import Parameter
 from hybridtron.checkpoint import manifest
 from hybridtron.checkpoint.files import NAMES, copy, read_chunk, read_head
 from hybridtron.checkpoint.finite import KINDS, is_finite
@@ -33,7 +34,6 @@ from hybridtron.config.load import load_saved
 from hybridtron.config.schema import Config
 from hybridtron.model.lm import LanguageModel
 from hybridtron.parallel.blocks import weight_blocks, whole_piece
-from hybridtron.specs.base import Parameter
 
 READERS = 4  # threads: reading and digesting leave Python's lock
 

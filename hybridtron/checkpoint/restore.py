@@ -19,13 +19,12 @@ from hybridtron.checkpoint.finite import not_finite
 from hybridtron.checkpoint.folder import is_of, put_aside, put_newer_aside
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.save import layout_of
-from hybridtron.config.problems import ConfigError
 from hybridtron.device import random_states, set_random_states
 from hybridtron.engine.engine import Engine
 from hybridtron.engine.stored_states import restore_states
 from hybridtron.parallel.fp8_statistics import known_blocks
 from hybridtron.parallel.groups import Groups, barrier, everyone
-from hybridtron.specs.base import Problem
+from hybridtron.problems import ConfigError, Problem
 
 __all__ = ["check_given", "restore_newest", "restore_states"]
 

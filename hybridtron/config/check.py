@@ -16,31 +16,30 @@ import re
 import sys
 from collections.abc import Iterator
 
-from hybridtron.config.architecture import letter_specs
-from hybridtron.config.check_data import data_problems
-from hybridtron.config.check_export import export_folder_problems, export_problems
-from hybridtron.config.check_parallel import parallel_problems
-from hybridtron.config.check_phases import phase_problems
-from hybridtron.config.check_precision import precision_problems, precision_warnings
-from hybridtron.config.check_states import states_problems, states_warnings
+from hybridtron.architecture.base import ModelSizes
+from hybridtron.architecture.model import ModelConfig, Start
+from hybridtron.architecture.pattern import RESERVED, PatternError, parse
+from hybridtron.architecture.table import letter_specs
+from hybridtron.config.checks.data import data_problems
+from hybridtron.config.checks.export import export_folder_problems, export_problems
+from hybridtron.config.checks.parallel import parallel_problems
+from hybridtron.config.checks.phases import phase_problems
+from hybridtron.config.checks.precision import precision_problems, precision_warnings
+from hybridtron.config.checks.states import states_problems, states_warnings
 from hybridtron.config.layout import chunk_count
-from hybridtron.config.pattern import RESERVED, PatternError, parse
 from hybridtron.config.phases import last_step
-from hybridtron.config.problems import ConfigError
 from hybridtron.config.rules import LARGEST, above_zero, at_least, is_folder, shortened
 from hybridtron.config.schema import (
     CheckpointConfig,
     ClusterConfig,
     Config,
-    ModelConfig,
     OptimConfig,
     PhaseConfig,
     RunConfig,
     Schedule,
-    Start,
 )
 from hybridtron.config.units import FORMS, parse_steps, parse_tokens
-from hybridtron.specs.base import ModelSizes, Problem
+from hybridtron.problems import ConfigError, Problem
 
 
 def check(config: Config, world_size: int | None = None) -> list[Problem]:

@@ -40,17 +40,6 @@ class Schedule(StrEnum):
     wsd = "wsd"
 
 
-class Start(StrEnum):
-    """How projections, embedding and head start: as Mamba's code has it, or as lit-gpt's, for models that are untied.
-
-    mamba: U(+-1/sqrt(inputs)), output projections over sqrt(sub-layers), the embedding N(0, embedding_std^2).
-    lit_gpt: N(0, 2 / (5 width)), output projections N(0, 1 / (width blocks^2)); a block is a mixer with its MLP.
-    """
-
-    mamba = "mamba"
-    lit_gpt = "lit_gpt"
-
-
 class DecaySchedule(StrEnum):
     """The weight decay over a run: always the same, or a peak that falls and rises with the learning rate."""
 

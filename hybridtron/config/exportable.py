@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from hybridtron.config.architecture import Architecture, architecture
+from hybridtron.architecture.attention import AttentionSpec
+from hybridtron.architecture.base import MixerSpec
+from hybridtron.architecture.mamba import MambaSpec
+from hybridtron.architecture.mamba2 import Mamba2Spec
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.swiglu import SwiGLUSpec
+from hybridtron.architecture.table import Architecture, architecture
 from hybridtron.config.choices import Export
-from hybridtron.config.schema import ModelConfig
 from hybridtron.requirements import missing
-from hybridtron.specs.attention import AttentionSpec
-from hybridtron.specs.base import MixerSpec
-from hybridtron.specs.mamba import MambaSpec
-from hybridtron.specs.mamba2 import Mamba2Spec
-from hybridtron.specs.swiglu import SwiGLUSpec
 
 SHIPPED = "HybridtronForCausalLM"
 SHIPPED_KINDS = ("mamba", "mamba2", "attention", "span", "swiglu")  # the mixers that it has a form of

@@ -22,10 +22,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hybridtron.config.architecture import architecture
-from hybridtron.config.problems import ConfigError
-from hybridtron.config.schema import Config, ModelConfig, ParallelConfig
-from hybridtron.specs.base import MixerSpec, ModelSizes, Problem
+from hybridtron.architecture.base import MixerSpec, ModelSizes
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.table import architecture
+from hybridtron.config.schema import Config, ParallelConfig
+from hybridtron.problems import ConfigError, Problem
 
 SCAN_WEIGHT = 80
 _LOSS_FLOPS = 5  # per logit: maximum, difference, exponential, sum, gradient; bound by memory
@@ -201,3 +202,9 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch:
         if rank in environment and environment.get(size, "").isdigit():
             return Launch(int(environment[rank]), int(environment[size]))
     return Launch(0, 1)
+
+
+def fp8_layers(config: Config) -> range:
+    """The sub-layers whose large projections multiply in FP8, where the precision is one of FP8's."""
+    last = len(architecture(config.model).specs) - config.precision.bf16_last
+    return range(config.precision.bf16_first, max(config.precision.bf16_first, last))

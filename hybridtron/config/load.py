@@ -22,10 +22,9 @@ from yaml import YAMLError
 
 from hybridtron.config import weights
 from hybridtron.config.mistakes import not_a_value, not_settings, unknown_key, unresolved, wrong_value
-from hybridtron.config.problems import ConfigError, did_you_mean
 from hybridtron.config.saved import read_saved, secrets_from_environment
 from hybridtron.config.schema import Config
-from hybridtron.specs.base import Problem
+from hybridtron.problems import ConfigError, Problem, did_you_mean
 
 ALIASES = {"checkpoint.async": "checkpoint.asynchronous"}  # a keyword of Python's can't name a field
 CONFIGS = Path(__file__).parents[2] / "configs"

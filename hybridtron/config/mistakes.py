@@ -14,8 +14,7 @@ from typing import Any
 from omegaconf import BooleanNode, DictConfig, EnumNode, FloatNode, IntegerNode, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridtron.config.problems import did_you_mean
-from hybridtron.specs.base import Problem
+from hybridtron.problems import Problem, did_you_mean
 
 # What other trainers call a key of ours; did_you_mean does not find these.
 NAMES_ELSEWHERE = {

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 
-from hybridtron.specs.base import Problem
+from hybridtron.problems import Problem
 
 LARGEST = 2**63 - 1  # that a signed integer of 64 bits holds, as random generators and numpy take it
 

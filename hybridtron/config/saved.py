@@ -16,10 +16,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from hybridtron.config.problems import ConfigError
 from hybridtron.config.schema import Config
+from hybridtron.problems import ConfigError, Problem
 from hybridtron.regular_files import read_regular
-from hybridtron.specs.base import Problem
 
 GREATEST = 2**24  # bytes
 SECRET = re.compile(r"secret|password|token|credential|api_?key|access_?key", re.IGNORECASE)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from omegaconf import MISSING
 
+from hybridtron.architecture.model import ModelConfig
 from hybridtron.config.choices import (
     DecaySchedule,
     Documents,
@@ -21,7 +22,6 @@ from hybridtron.config.choices import (
     Recompute,
     Schedule,
     Source,
-    Start,
     StateKind,
     StateMode,
 )
@@ -34,21 +34,6 @@ from hybridtron.config.phase_schema import (
     PhasePrecisionConfig,
     PhaseStatesConfig,
 )
-
-
-@dataclass
-class ModelConfig:
-    """The architecture: a pattern of letters, and what each letter means (`kind` and its options)."""
-
-    width: int = MISSING
-    vocab_size: int = MISSING
-    pattern: str = MISSING
-    layers: dict[str, dict[str, Any]] = MISSING
-    tie_embeddings: bool = True
-    norm_eps: float = 1e-5
-    residual_fp32: bool = False  # the stream between sub-layers is kept and summed in fp32, also where weights are bf16
-    init: Start = Start.mamba
-    embedding_std: float = 0.02  # of init=mamba
 
 
 @dataclass

@@ -21,11 +21,10 @@ from typing import Any
 
 from omegaconf import Container, DictConfig, ListConfig, Node, OmegaConf
 
-from hybridtron.config.problems import ConfigError
 from hybridtron.config.rules import is_folder, shortened
 from hybridtron.config.saved import read_saved
 from hybridtron.config.schema import Config
-from hybridtron.specs.base import Problem
+from hybridtron.problems import ConfigError, Problem
 
 KEY = "run.weights"
 WHAT = "a run's folder (runs/NAME) or one of its checkpoints (runs/NAME/checkpoints/step-00000100)"

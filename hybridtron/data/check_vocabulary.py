@@ -7,7 +7,7 @@ from pathlib import Path
 from hybridtron.config.schema import Config
 from hybridtron.config.weights import tokenizer_of
 from hybridtron.data.folder import TokenFolder
-from hybridtron.specs.base import Problem
+from hybridtron.problems import Problem
 
 
 def embedded_problems(config: Config, index: int, path: str) -> list[Problem]:

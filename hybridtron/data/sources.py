@@ -7,14 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
-from hybridtron.config.problems import ConfigError
 from hybridtron.config.schema import Config, DataConfig, PhaseConfig, Source
 from hybridtron.config.units import parse_bytes
 from hybridtron.data.folder import FolderError
-from hybridtron.data.ingredients import Ingredient, content_problems, ingredients_of
+from hybridtron.data.mixture_spec import Ingredient, content_problems, ingredients_of
 from hybridtron.data.prepare.corpus import prepare_embedded
 from hybridtron.data.store.shards import CacheOptions, Store, open_folder
-from hybridtron.specs.base import Problem
+from hybridtron.problems import ConfigError, Problem
 
 
 class Sources:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridtron.config.architecture import parameter_table
+from hybridtron.architecture.table import parameter_table
 from hybridtron.config.layout import Launch
 from hybridtron.config.schema import Config
 from hybridtron.device import DTYPES, megatron_context

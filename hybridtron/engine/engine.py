@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hybridtron.config.architecture import parameter_table
+from hybridtron.architecture.table import parameter_table
 from hybridtron.config.schema import Config
 from hybridtron.data.batch import Batch, step_key
 from hybridtron.data.reading import phase_seed

@@ -23,13 +23,13 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer_config import ParamKey
 from torch import Tensor, nn
 
-from hybridtron.config.architecture import parameter_table
+from hybridtron.architecture.base import Parameter
+from hybridtron.architecture.table import parameter_table
 from hybridtron.config.schema import Config
 from hybridtron.parallel.blocks import flat_pieces, weight_blocks, writes
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.mcore import optimizer_config
 from hybridtron.parallel.whole import gathered
-from hybridtron.specs.base import Parameter
 
 
 class Optimizer:

@@ -15,9 +15,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from hybridtron.config.architecture import fp8_layers
+from hybridtron.architecture.base import Parameter
 from hybridtron.config.choices import FP8_MULTIPLES
-from hybridtron.config.layout import chunks_on, stages_of
+from hybridtron.config.layout import chunks_on, fp8_layers, stages_of
 from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.data.batch import Batch
 from hybridtron.engine.through_time import Ended, ThroughTime
@@ -27,7 +27,6 @@ from hybridtron.parallel.fp8 import Fp8
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.linear import TensorGroup
 from hybridtron.parallel.mcore import data_parallel_config, schedule_config
-from hybridtron.specs.base import Parameter
 
 
 class Stage(nn.Module):

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from hybridtron.config.check_states import NOISE
-from hybridtron.config.layer_use import carried_parts
+from hybridtron.architecture.base import StatePart
+from hybridtron.config.checks.states import NOISE
 from hybridtron.config.schema import Config, StateMode, StatesConfig
 from hybridtron.data.batch import Batch
 from hybridtron.data.reading import phase_seed
@@ -34,7 +34,7 @@ from hybridtron.model.stack import States
 from hybridtron.parallel.cut import share_of_lanes
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.linear import TensorGroup
-from hybridtron.specs.base import StatePart
+from hybridtron.planning.layer_use import carried_parts
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 import torch
 
-from hybridtron.config.problems import ConfigError
+from hybridtron.architecture.base import StatePart
 from hybridtron.engine.states import Carrier
 from hybridtron.parallel.blocks import block, lane_blocks
 from hybridtron.parallel.cut import held_runs
 from hybridtron.parallel.groups import Groups
-from hybridtron.specs.base import Problem, StatePart
+from hybridtron.problems import ConfigError, Problem
 
 
 class Stored(Protocol):

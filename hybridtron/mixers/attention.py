@@ -7,14 +7,14 @@ from abc import abstractmethod
 import torch
 from torch import Tensor, nn
 
+from hybridtron.architecture.attention import AttentionSpec, HeadsSpec
+from hybridtron.architecture.base import ModelSizes
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, Out, State
 from hybridtron.ops.attention import Memory, attention, remember
 from hybridtron.ops.conv1d import causal_conv
 from hybridtron.ops.norm_rope import apply_rope
 from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_parallel
-from hybridtron.specs.attention import AttentionSpec, HeadsSpec
-from hybridtron.specs.base import ModelSizes
 
 
 class Heads(Mixer):

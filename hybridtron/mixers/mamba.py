@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from hybridtron.architecture.base import ModelSizes
+from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, Out, State
 from hybridtron.ops.conv1d import causal_conv
@@ -17,8 +19,6 @@ from hybridtron.parallel.linear import (
     row_parallel_inside,
     sum_gradients,
 )
-from hybridtron.specs.base import ModelSizes
-from hybridtron.specs.mamba import MambaSpec
 
 
 class Mamba(Mixer):

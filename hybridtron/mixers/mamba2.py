@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from hybridtron.architecture.base import ModelSizes
+from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, Out, State
 from hybridtron.ops.conv1d import causal_conv
 from hybridtron.ops.gated_norm import gated_scale, gated_squares
 from hybridtron.ops.ssd import ssd_scan
 from hybridtron.parallel.linear import ALONE, TensorGroup, column_parallel, enter, row_parallel, sum_shares
-from hybridtron.specs.base import ModelSizes
-from hybridtron.specs.mamba2 import Mamba2Spec
 
 
 class Mamba2(Mixer):

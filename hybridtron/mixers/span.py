@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hybridtron.architecture.base import ModelSizes
+from hybridtron.architecture.span import SpanSpec
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.attention import Heads, attend_within
 from hybridtron.mixers.base import State
@@ -17,8 +19,6 @@ from hybridtron.ops.attention import Memory, remember
 from hybridtron.ops.span import Cut, Stretch, span_attention
 from hybridtron.ops.span_past import Held, Past, Rule, choose_at_random, choose_by_relevance
 from hybridtron.parallel.linear import TensorGroup
-from hybridtron.specs.base import ModelSizes
-from hybridtron.specs.span import SpanSpec
 
 LANDMARK_SEED = 20_241_217
 

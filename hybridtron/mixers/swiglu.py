@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from hybridtron.architecture.base import ModelSizes
+from hybridtron.architecture.swiglu import SwiGLUSpec
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, Out, State
 from hybridtron.ops.swiglu import swiglu
 from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_parallel
-from hybridtron.specs.base import ModelSizes
-from hybridtron.specs.swiglu import SwiGLUSpec
 
 
 class SwiGLU(Mixer):

@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor
 
+from hybridtron.architecture.base import Constant, Init, InverseSoftplus, LogRange, LogUniform, Normal, Uniform
 from hybridtron.model.lm import LanguageModel
 from hybridtron.parallel.cut import cut
-from hybridtron.specs.base import Constant, Init, InverseSoftplus, LogRange, LogUniform, Normal, Uniform
 
 
 def initialise(model: LanguageModel, seed: int) -> None:

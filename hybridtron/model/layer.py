@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hybridtron.architecture.base import MixerSpec, ModelSizes
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers import MIXERS
 from hybridtron.mixers.base import State
 from hybridtron.ops.norm_rope import add_rms_norm, rms_norm
 from hybridtron.parallel.linear import TensorGroup
-from hybridtron.specs.base import MixerSpec, ModelSizes
 
 
 class RMSNorm(nn.Module):

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hybridtron.config.architecture import architecture, parameter_table
-from hybridtron.config.schema import ModelConfig, Recompute
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.table import architecture, parameter_table
+from hybridtron.config.schema import Recompute
 from hybridtron.data.batch import SeqInfo
 from hybridtron.model.layer import RMSNorm
 from hybridtron.model.stack import Stack, States

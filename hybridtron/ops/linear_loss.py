@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from hybridtron.config.count import logits_at_a_time
 from hybridtron.ops.dispatch import op
 from hybridtron.ops.loss import Loss, cross_entropy
 from hybridtron.ops.norm_rope import at_least_fp32
+from hybridtron.planning.count import logits_at_a_time
 
 WORKSPACE = 2**18
 """Logits that torch's own operations take at a time: between two of them they stay in a CPU's cache."""

@@ -17,10 +17,10 @@ from typing import NamedTuple
 from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor
 
+from hybridtron.architecture.base import Parameter, StatePart
 from hybridtron.parallel.cut import held_runs
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.linear import TensorGroup
-from hybridtron.specs.base import Parameter, StatePart
 
 
 class Piece(NamedTuple):

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hybridtron.architecture.base import Parameter, StatePart
 from hybridtron.parallel.linear import TensorGroup
-from hybridtron.specs.base import Parameter, StatePart
 
 
 def cut(whole: Tensor, parameter: Parameter, tensor: TensorGroup) -> Tensor:

@@ -20,11 +20,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from hybridtron.config.problems import ConfigError
 from hybridtron.parallel import transformer_engine
 from hybridtron.parallel.blocks import block
 from hybridtron.parallel.fp8 import FORMATS, Fp8, Fp8Linear, Part, Slots
-from hybridtron.specs.base import Problem
+from hybridtron.problems import ConfigError, Problem
 
 ROLES = len(FORMATS)
 

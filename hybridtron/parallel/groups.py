@@ -19,11 +19,10 @@ from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hybridtron.config.layout import Launch, launched
-from hybridtron.config.problems import ConfigError
 from hybridtron.config.schema import ParallelConfig
 from hybridtron.device import compute_device, megatron_context
 from hybridtron.parallel.linear import Products, TensorGroup
-from hybridtron.specs.base import Problem
+from hybridtron.problems import ConfigError, Problem
 
 
 @dataclass(frozen=True)

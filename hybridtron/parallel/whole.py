@@ -13,10 +13,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from hybridtron.architecture.base import Parameter
 from hybridtron.device import compute_device
 from hybridtron.parallel.cut import join
 from hybridtron.parallel.groups import Groups
-from hybridtron.specs.base import Parameter
 
 
 def gathered(

@@ -27,8 +27,7 @@ from types import TracebackType
 from typing import Self
 from uuid import uuid4
 
-from hybridtron.config.problems import ConfigError
-from hybridtron.specs.base import Problem
+from hybridtron.problems import ConfigError, Problem
 from hybridtron.train.launcher import GRACE_S
 
 FILE = ".lock"

@@ -15,7 +15,7 @@ from pathlib import Path
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.files import unfinished
-from hybridtron.config.check_export import exported_step
+from hybridtron.config.checks.export import exported_step
 from hybridtron.config.choices import Export
 from hybridtron.config.phases import Stretch, last_step, stretches
 from hybridtron.config.schema import Config

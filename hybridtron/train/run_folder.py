@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hybridtron.config.load import to_yaml
-from hybridtron.config.problems import ConfigError
 from hybridtron.config.schema import Config
-from hybridtron.specs.base import Problem
+from hybridtron.problems import ConfigError, Problem
 from hybridtron.train.failures import Failures
 from hybridtron.train.outcome import FILE, End
 

@@ -6,18 +6,17 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
+from hybridtron.architecture.table import parameter_table
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
-from hybridtron.config.architecture import parameter_table
-from hybridtron.config.check_precision import needs
+from hybridtron.config.checks.precision import needs
 from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.phases import Stretch, phase_of
-from hybridtron.config.problems import ConfigError
 from hybridtron.config.schema import Config, PhaseConfig
 from hybridtron.data.loader import Fingerprint
 from hybridtron.parallel.transformer_engine import fp8_fault
-from hybridtron.specs.base import Problem
+from hybridtron.problems import ConfigError, Problem
 
 
 def starting_point(config: Config) -> Checkpoint | None:

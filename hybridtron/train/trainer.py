@@ -10,13 +10,12 @@ from pathlib import Path
 
 import torch
 
+from hybridtron.architecture.table import parameter_table
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.finite import NotFinite
 from hybridtron.checkpoint.restore import check_given, restore_newest, restore_states
 from hybridtron.checkpoint.save import Saver, meta_of
-from hybridtron.config.architecture import parameter_table
-from hybridtron.config.count import count
 from hybridtron.config.phases import Stretch, last_step, stretches
 from hybridtron.config.schema import Config
 from hybridtron.config.units import parse_steps
@@ -25,7 +24,7 @@ from hybridtron.data.loader import Loader, build_loader
 from hybridtron.device import most_memory_gib, synchronize
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups, barrier, greatest
-from hybridtron.train.announce import announce_end, announce_reading, announce_run
+from hybridtron.planning.count import count
 from hybridtron.train.engines import Engines
 from hybridtron.train.evaluate import evaluate
 from hybridtron.train.go_back import GoBack, WayBack, not_saved, refusal_of, return_of, too_many_refused
@@ -40,6 +39,7 @@ from hybridtron.train.start import (
     candidates,
     check_same_data,
 )
+from hybridtron.train.startup_report import announce_end, announce_reading, announce_run
 from hybridtron.train.watchdog import Watchdog
 from hybridtron.train.windows import Windows
 

@@ -17,10 +17,10 @@ from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import all_of, folder_of, newest, pointer_fault, sound
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.restore import Border, check_given, restore_newest
-from hybridtron.config.problems import ConfigError
 from hybridtron.config.schema import CheckpointConfig, StateMode, StatesConfig
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups
+from hybridtron.problems import ConfigError
 from tests.checkpoint.conftest import Write, trained
 from tests.conftest import random_batch, serving, small_run
 

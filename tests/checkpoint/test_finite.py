@@ -13,12 +13,12 @@ from hybridtron.checkpoint.finite import NotFinite, not_finite
 from hybridtron.checkpoint.folder import all_of, sound
 from hybridtron.checkpoint.restore import Border, check_given, restore_newest
 from hybridtron.checkpoint.save import Saver, meta_of
-from hybridtron.config.problems import ConfigError
 from hybridtron.config.schema import CheckpointConfig, ParallelConfig
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.blocks import block
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.pool import Seat
+from hybridtron.problems import ConfigError
 from tests.checkpoint.conftest import Write, trained
 from tests.conftest import serving, small_run
 from tests.distributed import run_distributed

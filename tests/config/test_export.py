@@ -9,18 +9,18 @@ from typing import ClassVar
 
 import pytest
 
+from hybridtron.architecture import SPECS
+from hybridtron.architecture.swiglu import SwiGLUSpec
 from hybridtron.config import exportable
 from hybridtron.config.check import check
-from hybridtron.config.check_export import export_folder_problems
+from hybridtron.config.checks.export import export_folder_problems
 from hybridtron.config.exportable import RECORD, TRANSFORMERS
 from hybridtron.config.load import load
 from hybridtron.config.phases import last_step
-from hybridtron.export import custom
-from hybridtron.export.export import TARGETS
 from hybridtron.hf.configuration_hybridtron import KINDS
+from hybridtron.interop import custom
+from hybridtron.interop.export import TARGETS
 from hybridtron.requirements import requirements
-from hybridtron.specs import SPECS
-from hybridtron.specs.swiglu import SwiGLUSpec
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from hybridtron.architecture.model import ModelConfig
 from hybridtron.config.layout import (
     balanced,
     chunk_cost,
@@ -21,8 +22,8 @@ from hybridtron.config.layout import (
     stages_of,
 )
 from hybridtron.config.load import load
-from hybridtron.config.problems import ConfigError
-from hybridtron.config.schema import ModelConfig, ParallelConfig
+from hybridtron.config.schema import ParallelConfig
+from hybridtron.problems import ConfigError
 
 MODEL = ModelConfig(
     width=8,

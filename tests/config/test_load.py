@@ -7,8 +7,8 @@ import shutil
 import pytest
 
 from hybridtron.config.load import CONFIGS, load, load_saved, to_yaml
-from hybridtron.config.problems import ConfigError
 from hybridtron.config.schema import Documents, Precision, Source
+from hybridtron.problems import ConfigError
 
 
 def told(arguments, configs=CONFIGS) -> dict[str, str]:

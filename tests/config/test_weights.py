@@ -9,8 +9,8 @@ import pytest
 
 from hybridtron.config.check import check
 from hybridtron.config.load import CONFIGS, choices_of, load, to_yaml
-from hybridtron.config.problems import ConfigError
 from hybridtron.config.schema import Config, Documents, Order, StateMode
+from hybridtron.problems import ConfigError
 
 OFFICIAL = [name for name in choices_of("recipe") if name.startswith("length/official_")]
 LENGTH = [name for name in choices_of("recipe") if name.startswith("length/") and name not in OFFICIAL]

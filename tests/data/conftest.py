@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hybridtron.data.folder import TokenFolder
-from hybridtron.data.ingredients import Ingredient
+from hybridtron.data.mixture_spec import Ingredient
 from hybridtron.data.prepare.writer import write_folder
 from hybridtron.data.sources import Sources
 from hybridtron.data.store.shards import CacheOptions

@@ -14,18 +14,19 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridtron.config.problems import ConfigError
-from hybridtron.config.schema import Config, DataConfig, Documents, ModelConfig, Order, PhaseConfig, RunConfig, Source
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.config.schema import Config, DataConfig, Documents, Order, PhaseConfig, RunConfig, Source
 from hybridtron.data.batch import Batch
 from hybridtron.data.folder import TokenFolder
-from hybridtron.data.ingredients import reading_plan
 from hybridtron.data.loader import Ahead, Loader, build_loader
+from hybridtron.data.mixture_spec import reading_plan
 from hybridtron.data.prepare import corpus
 from hybridtron.data.prepare.documents import Document
 from hybridtron.data.reading import Reading, phase_seed
 from hybridtron.data.sources import Sources
 from hybridtron.data.store.shards import DataError
 from hybridtron.data.validation import held_out
+from hybridtron.problems import ConfigError
 from tests.data.conftest import EOS, sources_of, toy_documents
 
 MODES = list(itertools.product(Order, Documents))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hybridtron.config.load import load, to_yaml
-from hybridtron.data import ingredients
+from hybridtron.data import mixture_spec as ingredients
 from hybridtron.data.check_vocabulary import meaning_problems, vocabulary_warnings
 from hybridtron.data.prepare.corpus import train_tokenizer
 from hybridtron.data.same_vocabulary import difference, is_readable

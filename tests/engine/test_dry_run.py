@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from hybridtron.config.load import load
-from hybridtron.config.plan import largest_phase, plan
 from hybridtron.engine.dry_run import build_every_rank, faults
+from hybridtron.planning.memory import largest_phase, plan
 
 LAYOUTS = [
     ["recipe=samba_421m", "parallel.tensor=2", "parallel.pipeline=3"],

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from hybridtron.config.check import check
-from hybridtron.config.plan import plan
 from hybridtron.config.schema import Config, PhaseConfig, Precision, PrecisionConfig, StateKind, StateMode, StatesConfig
 from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.engine.engine import Engine
 from hybridtron.engine.states import Carrier
 from hybridtron.parallel.groups import Groups
+from hybridtron.planning.memory import plan
 from tests.conftest import random_batch, small_config, small_model, small_run
 
 PATTERN = "M-WS"

@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hybridtron.export.custom import Custom
 from hybridtron.hf import HybridtronConfig, HybridtronForCausalLM, attention_hybridtron
 from hybridtron.hf.mixers_hybridtron import Places
 from hybridtron.hf.ops_hybridtron import attention, span_attention
-from tests.export.models import VOCAB, model_config
+from hybridtron.interop.custom import Custom
+from tests.interop.models import VOCAB, model_config
 
 ALL = ("everything", "samba", "mamba2-window", "conv", "span-chosen", "span-landmark", "span-shifted")
 EVERY_MIXER = ("everything", "span-chosen")

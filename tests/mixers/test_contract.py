@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridtron.architecture import SPECS
+from hybridtron.architecture.base import MixerSpec, ModelSizes
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers import MIXERS
 from hybridtron.mixers.base import Mixer
 from hybridtron.model.init import starting_value
 from hybridtron.ops.dispatch import force
 from hybridtron.parallel.linear import ALONE
-from hybridtron.specs import SPECS
-from hybridtron.specs.base import MixerSpec, ModelSizes
 from tests.conftest import seq_info as evaluated
 
 SIZES = ModelSizes(width=16, num_sublayers=4)

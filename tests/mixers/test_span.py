@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridtron.architecture import SPECS
+from hybridtron.architecture.base import ModelSizes
 from hybridtron.data.batch import SeqInfo, step_key
 from hybridtron.mixers import MIXERS
 from hybridtron.mixers.base import Mixer, State
@@ -14,8 +16,6 @@ from hybridtron.model.init import starting_value
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.dispatch import force
 from hybridtron.parallel.linear import ALONE
-from hybridtron.specs import SPECS
-from hybridtron.specs.base import ModelSizes
 from tests.conftest import random_batch, small_config
 
 SIZES = ModelSizes(width=16, num_sublayers=4)

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridtron.architecture.model import ModelConfig
 from hybridtron.config.load import load
-from hybridtron.config.schema import ModelConfig
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers import span
 from hybridtron.model.generate import generate
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel
-from hybridtron.train.instruments import position_losses
+from hybridtron.train.length_evaluation import position_losses
 
 NARROW = ("model.width=48", "model.vocab_size=64", "model.layers.-.hidden=32", "data.path=/data")
 RECIPES = {

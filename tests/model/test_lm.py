@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridtron.config.architecture import parameter_table
-from hybridtron.config.choices import Start
+from hybridtron.architecture.base import Constant, InverseSoftplus, LogRange, LogUniform, Normal, Uniform
+from hybridtron.architecture.model import Start
+from hybridtron.architecture.table import parameter_table
 from hybridtron.config.load import load
 from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.model.generate import generate
@@ -17,7 +18,6 @@ from hybridtron.model.init import starting_value
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.loss import Loss, cross_entropy
-from hybridtron.specs.base import Constant, InverseSoftplus, LogRange, LogUniform, Normal, Uniform
 from tests.conftest import random_batch, seq_info, small_config, small_model
 
 

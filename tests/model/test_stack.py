@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridtron.config.layer_use import layer_uses
 from hybridtron.config.schema import ParallelConfig, Recompute
 from hybridtron.data.batch import SeqInfo
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel
 from hybridtron.model.stack import Stack
+from hybridtron.planning.layer_use import layer_uses
 from tests.conftest import random_batch, small_config, small_run
 
 PATTERN = "M-WS-"

@@ -16,7 +16,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from hybridtron.config.schema import ModelConfig
+from hybridtron.architecture.model import ModelConfig
 from hybridtron.data.batch import SeqInfo
 from hybridtron.model.lm import LanguageModel
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridtron.config import count
 from hybridtron.ops import linear_loss
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.linear_loss import Share, Sums, chunked, linear_cross_entropy, softmax_sums
 from hybridtron.ops.loss import Loss, cross_entropy
+from hybridtron.planning import count
 from tests.live import Live
 
 WIDTH, VOCABULARY = 7, 11

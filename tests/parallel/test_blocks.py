@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridtron.config.architecture import architecture, parameter_table
-from hybridtron.config.schema import ModelConfig
+from hybridtron.architecture.base import Parameter
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.table import architecture, parameter_table
 from hybridtron.parallel.blocks import flat_pieces, lane_blocks, weight_blocks, whole_piece
 from hybridtron.parallel.cut import cut, share_of_lanes
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.linear import TensorGroup
-from hybridtron.specs.base import Parameter
 
 LAYERS = {
     "M": {"kind": "mamba", "state": 4},

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridtron.config.architecture import parameter_table
-from hybridtron.config.schema import ModelConfig
+from hybridtron.architecture.base import Normal, Parameter
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.table import parameter_table
 from hybridtron.parallel.cut import cut, join
 from hybridtron.parallel.linear import TensorGroup
-from hybridtron.specs.base import Normal, Parameter
 
 LAYERS = {
     "M": {"kind": "mamba", "state": 4},

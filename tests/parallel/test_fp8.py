@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridtron.config.architecture import parameter_table
+from hybridtron.architecture.table import parameter_table
 from hybridtron.config.choices import FP8_MULTIPLES, Precision
 from hybridtron.model.lm import LanguageModel, Place
 from hybridtron.parallel import fp8

@@ -11,23 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridtron.architecture.model import ModelConfig
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import newest, sound
 from hybridtron.checkpoint.restore import restore_newest
 from hybridtron.config.choices import Precision
-from hybridtron.config.problems import ConfigError
-from hybridtron.config.schema import (
-    Config,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    Recompute,
-)
+from hybridtron.config.schema import Config, OptimConfig, ParallelConfig, PrecisionConfig, Recompute
 from hybridtron.data.batch import Batch
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.pool import Seat
+from hybridtron.problems import ConfigError
 from tests.checkpoint.conftest import write  # noqa: F401 (a fixture)
 from tests.conftest import random_batch, serving, small_run
 from tests.distributed import run_distributed

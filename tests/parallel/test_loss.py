@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridtron.config import count
 from hybridtron.config.schema import ParallelConfig
 from hybridtron.ops import linear_loss as ops
 from hybridtron.ops.dispatch import force
 from hybridtron.parallel.loss import linear_cross_entropy
 from hybridtron.parallel.pool import Seat
+from hybridtron.planning import count
 from tests.distributed import run_distributed
 
 VOCABULARY, WIDTH, ROWS, LENGTH = 24, 6, 3, 8

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridtron.config.plan import plan
 from hybridtron.config.schema import Config, Documents, ParallelConfig
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.pool import Seat
+from hybridtron.planning.memory import plan
 from tests.conftest import small_run
 from tests.distributed import run_distributed
 from tools.audit_cases import Layout, small, small_model

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridtron.architecture.model import ModelConfig
 from hybridtron.checkpoint.folder import newest, sound
 from hybridtron.checkpoint.restore import restore_newest, restore_states
 from hybridtron.checkpoint.save import Saver, meta_of
 from hybridtron.config.schema import (
     Config,
     DataConfig,
-    ModelConfig,
     OptimConfig,
     ParallelConfig,
     PhaseConfig,

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridtron.config.plan import plan
 from hybridtron.config.schema import Config, ParallelConfig, Recompute, StateMode, StatesConfig
 from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.pool import Seat
+from hybridtron.planning.memory import plan
 from tests.distributed import run_distributed
 from tests.parallel.test_states import LANES, LAYOUTS, LENGTH, LR, ROWS, VOCABULARY, config_of
 

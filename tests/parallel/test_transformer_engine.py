@@ -18,7 +18,6 @@ from torch import nn
 from hybridtron.config.check import check
 from hybridtron.config.choices import FP8_MULTIPLES, Precision
 from hybridtron.config.load import load
-from hybridtron.config.problems import ConfigError
 from hybridtron.config.schema import Config, ParallelConfig, PrecisionConfig, Recompute
 from hybridtron.device import Package
 from hybridtron.engine.engine import Engine
@@ -28,6 +27,7 @@ from hybridtron.parallel import transformer_engine
 from hybridtron.parallel.fp8 import Fp8
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.linear import Products, TensorGroup
+from hybridtron.problems import ConfigError
 from hybridtron.train import start
 from tests.conftest import random_batch, small_config, small_model, small_run
 

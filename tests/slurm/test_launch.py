@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hybridtron.config.problems import ConfigError
 from hybridtron.device import device_index
 from hybridtron.parallel.groups import _check_meeting_place
+from hybridtron.problems import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from hybridtron.config.architecture import architecture
+from hybridtron.architecture.table import architecture
 from hybridtron.config.check import check
-from hybridtron.config.check_parallel import uncuttable
+from hybridtron.config.checks.parallel import uncuttable
 from hybridtron.config.load import choices_of, load
 from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.parallel.pool import Pool

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hybridtron.config.count import count
 from hybridtron.data.batch import SeqInfo
 from hybridtron.ops.dispatch import force
+from hybridtron.planning.count import count
 from tests.conftest import small_config, small_model
 from tools.bench_report import Form, Timing, interleaved
 

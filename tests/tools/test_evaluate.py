@@ -22,7 +22,7 @@ from hybridtron.data.batch import SeqInfo
 from hybridtron.data.prepare.corpus import train_tokenizer
 from hybridtron.data.prepare.writer import write_folder
 from hybridtron.model.lm import LanguageModel
-from hybridtron.train import instruments
+from hybridtron.train import length_evaluation as instruments
 from tools.evaluate import main
 
 ROOT = Path(__file__).parents[2]

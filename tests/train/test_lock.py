@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridtron.config.problems import ConfigError
+from hybridtron.problems import ConfigError
 from hybridtron.train import lock
 from hybridtron.train.lock import RunLock
 from tests.train.conftest import Train

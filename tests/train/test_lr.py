@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from hybridtron.architecture.model import ModelConfig
 from hybridtron.config.choices import DecaySchedule, LrPiece, Moments
 from hybridtron.config.phase_schema import PhaseConfig, PhaseOptimConfig
-from hybridtron.config.schema import Config, ModelConfig, OptimConfig, Schedule
+from hybridtron.config.schema import Config, OptimConfig, Schedule
 from hybridtron.train.lr import learning_rate, weight_decay
 
 PHASE = PhaseConfig(tokens="1000", seq_len=1, global_batch=1, lr=2.0)

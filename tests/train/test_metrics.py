@@ -19,9 +19,9 @@ from hybridtron.config.load import load
 from hybridtron.device import Package
 from hybridtron.train import metrics as reporting
 from hybridtron.train import sinks
-from hybridtron.train.announce import announce_end
 from hybridtron.train.metrics import ConsoleReport, Metrics, StepMetrics
 from hybridtron.train.outcome import Progress
+from hybridtron.train.startup_report import announce_end
 
 STEP = StepMetrics(
     step=10, phase="a", tokens=640, loss=2.5, grad_norm=1.0, lr=1e-3, step_time=0.5, data_wait=0.01,

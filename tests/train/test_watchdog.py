@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridtron.config.problems import ConfigError
-from hybridtron.specs.base import Problem
+from hybridtron.problems import ConfigError, Problem
 from hybridtron.train import failures, watchdog
 from hybridtron.train.failures import FailedElsewhere, Failures, Place
 from hybridtron.train.outcome import End

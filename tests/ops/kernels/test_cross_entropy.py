@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridtron.config import count
 from hybridtron.ops import linear_loss
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.kernels.cost import Cost, linear_cross_entropy_cost
 from hybridtron.ops.linear_loss import linear_cross_entropy, softmax_gradients, softmax_sums
+from hybridtron.planning import count
 from tests.ops.kernels.compiling import compile_calls
 
 TOLERANCES = {torch.float32: 4e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}

@@ -1,0 +1,16 @@
+"""The registry of mixer specs by the `kind` that a recipe writes. One line a mixer, as in `mixers.MIXERS`."""
+
+from hybridtron.architecture.attention import AttentionSpec
+from hybridtron.architecture.base import MixerSpec
+from hybridtron.architecture.mamba import MambaSpec
+from hybridtron.architecture.mamba2 import Mamba2Spec
+from hybridtron.architecture.span import SpanSpec
+from hybridtron.architecture.swiglu import SwiGLUSpec
+
+SPECS: dict[str, type[MixerSpec]] = {
+    "mamba": MambaSpec,
+    "mamba2": Mamba2Spec,
+    "attention": AttentionSpec,
+    "span": SpanSpec,
+    "swiglu": SwiGLUSpec,
+}

@@ -1,0 +1,186 @@
+"""Softmax attention with rotary positions: full or sliding window, with as many key/value heads as wanted.
+
+    q, k, v = u W_q, u W_k, u W_v [-> silu(conv(.)) where `conv` is set] -> RoPE on q and k, or their first channels
+    y = out(softmax(q k^T / sqrt(head_dim)) v)
+
+A window of w lets a token see itself and the w - 1 tokens before it. Grouped-query attention is `kv_heads` below
+`heads`; multi-query is `kv_heads` 1. `conv` is the short convolution on q, k and v of Samba's Table 8; that of
+mamba2attn-2.7b has a bias and no SiLU, and its rotary positions turn `rotary_dim` of a head's channels only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from hybridtron.architecture.base import MixerSpec, ModelSizes, Parameter, StatePart, Uniform, linear, output_linear
+from hybridtron.problems import Problem
+
+
+def visible_tokens(seq_len: int, window: int | None) -> float:
+    """Mean number of positions that a token sees, itself included, over a sequence."""
+    if window is None or seq_len <= window:
+        return (seq_len + 1) / 2
+    return window - window * (window - 1) / (2 * seq_len)
+
+
+@dataclass(frozen=True)
+class HeadsSpec(MixerSpec):
+    """What mixers with queries, keys and values share: their heads, projections, convolutions and positions.
+
+    Without `kv_heads` they are `heads`, without `head_dim` it is width / heads.
+    """
+
+    width_option: ClassVar[str] = "heads"
+
+    heads: int = 1
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    rope_base: float | None = 10000.0
+    rotary_dim: int | None = None
+    conv: int | None = None
+    conv_bias: bool = False
+    conv_silu: bool = True
+
+    def groups(self) -> int:
+        return self.kv_heads or self.heads
+
+    def head(self, model: ModelSizes) -> int:
+        return self.head_dim or model.width // self.heads
+
+    def rotary(self, model: ModelSizes) -> int:
+        """Channels of a head that rotary positions turn."""
+        return self.rotary_dim or self.head(model)
+
+    def channels(self, model: ModelSizes) -> tuple[int, int]:
+        """Width of all query heads together, and of all key (or value) heads together."""
+        return self.heads * self.head(model), self.groups() * self.head(model)
+
+    def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
+        queries, keys = self.channels(model)
+        # Queries and keys/values are two weights, because few key/value heads are held whole by every rank.
+        head = replace(linear(queries, model.width), unit=self.head(model))
+        pair = (("k", keys), ("v", keys))
+        heads_kv = replace(head, shape=(2 * keys, model.width), parts=pair, copies=True, partial=True)
+        table = {
+            "q.weight": head,
+            "kv.weight": heads_kv,
+            "out.weight": output_linear(model.width, queries, model.num_sublayers),
+        }
+        if self.conv:
+            short = {"q_conv": (head, queries), "kv_conv": (heads_kv, 2 * keys)}
+            for name, (projection, channels) in short.items():
+                taps = replace(projection, shape=(channels, self.conv), init=Uniform(self.conv**-0.5), fp8=False)
+                table[name] = taps
+                if self.conv_bias:
+                    table[f"{name}_bias"] = replace(taps, shape=(channels,), decay=False)
+        return table
+
+    def projection_flops(self, model: ModelSizes) -> dict[str, float]:
+        """FLOPs per token around the attention itself."""
+        queries, keys = self.channels(model)
+        return {
+            "projections": 2 * model.width * (2 * queries + 2 * keys),
+            "conv": 2 * (self.conv or 0) * (queries + 2 * keys),
+        }
+
+    def activation_values(self, model: ModelSizes) -> int:
+        queries, keys = self.channels(model)
+        # q, k, v (once more where a convolution stands between), the attention's output, one log-sum-exp a head;
+        # what a form gathers of the keys it gathers again
+        return (queries + 2 * keys) * (2 if self.conv else 1) + queries + self.heads
+
+    def carried_heads(self, model: ModelSizes, tokens: int | None) -> dict[str, StatePart]:
+        """Keys and values of so many tokens, how many tokens there are, and the tails of the convolutions."""
+        queries, keys = self.channels(model)
+        heads = (tokens, self.groups(), self.head(model))
+        parts = {
+            "keys": StatePart("kv", heads, users=self.heads, split=1),
+            "values": StatePart("kv", heads, users=self.heads, split=1),
+            "length": StatePart("kv", (), "int64"),
+        }
+        if self.conv:
+            parts["q_conv"] = StatePart("conv", (self.conv - 1, queries), split=1)
+            parts["kv_conv"] = StatePart(
+                "conv", (self.conv - 1, 2 * keys), parts=(keys, keys), split=1, unit=self.head(model), copies=True
+            )
+        return parts
+
+    def layout_problems(self, model: ModelSizes, tensor: int) -> list[Problem]:
+        if self.heads % tensor == 0:
+            return []
+        return [Problem("heads", f"is {self.heads}, which {tensor} ranks can't share evenly")]
+
+    def problems(self, model: ModelSizes, max_seq_len: int) -> list[Problem]:
+        if self.heads < 1:
+            return [Problem("heads", f"is {self.heads}, must be at least 1")]
+        found = []
+        if self.head_dim is not None and self.head_dim < 1:
+            found.append(
+                Problem("head_dim", f"is {self.head_dim}, must be at least 1 (leave it out for width / heads)")
+            )
+        elif self.head_dim is None and model.width % self.heads:
+            fitting = [h for h in range(1, 2 * self.heads) if model.width % h == 0]
+            nearest = sorted(sorted(fitting, key=lambda h: abs(h - self.heads))[:3])
+            found.append(
+                Problem(
+                    "heads",
+                    f"is {self.heads}, must divide model.width={model.width} (near it: {nearest}), or set head_dim",
+                )
+            )
+        elif self.rope_base is not None:
+            found += self._rotary_problems(model)
+        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
+            divisors = [g for g in range(1, self.heads + 1) if self.heads % g == 0]
+            found.append(Problem("kv_heads", f"is {self.kv_heads}, must divide heads={self.heads}: one of {divisors}"))
+        if self.rope_base is not None and self.rope_base <= 1:
+            found.append(Problem("rope_base", f"is {self.rope_base}, must be above 1 (null for no positions)"))
+        if self.conv is not None and self.conv < 2:
+            found.append(Problem("conv", f"is {self.conv}, must be at least 2 (leave it out for none)"))
+        if self.conv is None and (self.conv_bias or not self.conv_silu):
+            name = "conv_bias" if self.conv_bias else "conv_silu"
+            found.append(Problem(name, f"is {getattr(self, name)}, but there is no convolution: set conv, or leave it"))
+        return found
+
+    def _rotary_problems(self, model: ModelSizes) -> list[Problem]:
+        """Rotary positions turn pairs of a head's channels."""
+        head = self.head(model)
+        if self.rotary_dim is None:
+            return [Problem("head_dim", f"is {head}, must be even for rotary positions")] if head % 2 else []
+        if self.rotary_dim % 2 == 0 and 2 <= self.rotary_dim <= head:
+            return []
+        return [Problem("rotary_dim", f"is {self.rotary_dim}, must be even, and from 2 to the head's {head} channels")]
+
+
+@dataclass(frozen=True)
+class AttentionSpec(HeadsSpec):
+    """Options of an attention mixer; without a `window` a token sees all before it."""
+
+    kind: ClassVar[str] = "attention"
+
+    window: int | None = None
+
+    @property
+    def attention_at_eval(self) -> str:
+        return "full" if self.window is None else f"window {self.window}"
+
+    def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
+        seen = visible_tokens(seq_len, self.window)
+        return {**self.projection_flops(model), "attention": 4 * self.channels(model)[0] * seen}
+
+    def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
+        return self.carried_heads(model, None if self.window is None else self.window - 1)
+
+    def problems(self, model: ModelSizes, max_seq_len: int) -> list[Problem]:
+        found = super().problems(model, max_seq_len)
+        if self.window is not None and self.window < 2:
+            found.append(Problem("window", f"is {self.window}, must be at least 2 (leave it out for full attention)"))
+        elif self.window is not None and self.window > max_seq_len:
+            found.append(
+                Problem(
+                    "window",
+                    f"is {self.window}, larger than the longest sequence of any phase ({max_seq_len}): "
+                    f"leave it out for full attention, or use at most {max_seq_len}",
+                )
+            )
+        return found

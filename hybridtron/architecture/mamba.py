@@ -1,0 +1,100 @@
+"""Mamba-1 (S6): a selective state space behind a causal convolution. Gu and Dao 2023; Samba, section 2.1.
+
+x, z = in_proj(u);  x = silu(conv(x));  dt, B, C = x_proj(x);  dt = softplus(dt_proj(dt) + dt_bias)
+h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t;  y_t = C_t h_t + D x_t;  out_proj(y * silu(z))
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hybridtron.architecture.base import (
+    Constant,
+    InverseSoftplus,
+    LogRange,
+    MixerSpec,
+    ModelSizes,
+    Parameter,
+    StatePart,
+    Uniform,
+    linear,
+    output_linear,
+)
+from hybridtron.problems import Problem
+
+
+@dataclass(frozen=True)
+class MambaSpec(MixerSpec):
+    """Options of a Mamba-1 mixer. `state` is the size n; `dt_rank` None means width / 16, rounded up."""
+
+    kind: ClassVar[str] = "mamba"
+    width_option: ClassVar[str] = "expand"
+
+    state: int = 16
+    expand: int = 2
+    conv: int = 4
+    dt_rank: int | None = None
+    dt_min: float = 0.001
+    dt_max: float = 0.1
+
+    def inner(self, model: ModelSizes) -> int:
+        return self.expand * model.width
+
+    def rank(self, model: ModelSizes) -> int:
+        return self.dt_rank or math.ceil(model.width / 16)
+
+    def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
+        width, inner, rank, state = model.width, self.inner(model), self.rank(model), self.state
+        return {
+            "in_proj.weight": linear(2 * inner, width, parts=(("x", inner), ("z", inner))),
+            "conv_weight": Parameter((inner, self.conv), Uniform(self.conv**-0.5), split=0),
+            "conv_bias": Parameter((inner,), Uniform(self.conv**-0.5), decay=False, split=0),
+            "x_proj.weight": linear(
+                rank + 2 * state, inner, parts=(("dt", rank), ("B", state), ("C", state)), split=1, fp8=False
+            ),
+            "dt_proj.weight": linear(inner, rank, fp8=False),
+            "dt_bias": Parameter((inner,), InverseSoftplus(self.dt_min, self.dt_max), decay=False, fp32=True, split=0),
+            "A_log": Parameter((inner, state), LogRange(), decay=False, fp32=True, split=0),
+            "D": Parameter((inner,), Constant(1.0), decay=False, fp32=True, split=0),
+            "out_proj.weight": output_linear(width, inner, model.num_sublayers),
+        }
+
+    def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
+        width, inner, rank, state = model.width, self.inner(model), self.rank(model), self.state
+        return {
+            "projections": 2 * inner * (2 * width + (rank + 2 * state) + rank + width),
+            "conv": 2 * self.conv * inner,
+            # exp(dt A): 1, times dt B x: 2, the recurrence: 2, times C and sum: 2
+            "scan": 7 * inner * state,
+        }
+
+    def activation_values(self, model: ModelSizes) -> int:
+        # x and z, conv output, dt, scan output, gated output, and the small dt, B, C
+        return 6 * self.inner(model) + self.rank(model) + 2 * self.state
+
+    def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
+        inner = self.inner(model)
+        return {
+            "ssm": StatePart("ssm", (inner, self.state), "float32", split=0),
+            "conv": StatePart("conv", (self.conv - 1, inner), split=1),
+        }
+
+    def layout_problems(self, model: ModelSizes, tensor: int) -> list[Problem]:
+        inner = self.inner(model)
+        if inner % tensor == 0:
+            return []
+        return [Problem("expand", f"makes {inner} inner channels, which {tensor} ranks can't share evenly")]
+
+    def problems(self, model: ModelSizes, max_seq_len: int) -> list[Problem]:
+        found = [
+            Problem(name, f"is {getattr(self, name)}, must be at least {least}")
+            for name, least in (("state", 1), ("expand", 1), ("conv", 2))
+            if getattr(self, name) < least
+        ]
+        if self.dt_rank is not None and self.dt_rank < 1:
+            found.append(Problem("dt_rank", f"is {self.dt_rank}, must be at least 1 (leave it out for width / 16)"))
+        if not 0 < self.dt_min < self.dt_max:
+            found.append(Problem("dt_min", f"is {self.dt_min}, must be above 0 and below dt_max={self.dt_max}"))
+        return found

@@ -1,0 +1,143 @@
+"""Mamba-2 (SSD): a state space with one decay for each head, behind a causal convolution. Dao and Gu 2024.
+
+    z, x, dt = in_proj(u);  B, C = bc_proj(u);  x, B, C = silu(conv(x, B, C));  delta = softplus(dt + dt_bias)
+    h_t = exp(delta_t A) h_{t-1} + delta_t x_t B_t^T;  y_t = h_t C_t + D x_t             A = -exp(A_log), one per head
+    out_proj(norm(y * silu(z)))                             RMSNorm over each group's channels, one weight per channel
+
+Heads of a group share B and C: head h is of group h // (heads / groups). B and C have weights of their own here, since
+tensor-parallel ranks share heads, and hold few groups whole. The published checkpoints have them fused, as rows of
+
+    in_proj   z, x | B, C | dt = in_proj.{z, x}, bc_proj.{B, C}, in_proj.dt
+    conv1d    x | B, C         = x_conv, bc_conv (weights without conv1d's middle axis, and biases)
+    norm      norm_weight; A_log, D, dt_bias and out_proj have the same names and order
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from hybridtron.architecture.base import (
+    Constant,
+    InverseSoftplus,
+    LogUniform,
+    MixerSpec,
+    ModelSizes,
+    Parameter,
+    StatePart,
+    Uniform,
+    linear,
+    output_linear,
+)
+from hybridtron.problems import Problem
+
+CHUNK = 128
+"""Tokens that see each other through a matrix, for the FLOP count."""
+
+
+@dataclass(frozen=True)
+class Mamba2Spec(MixerSpec):
+    """Options of a Mamba-2 mixer. `state` is the size n, `head_dim` the channels of a head; A starts in [a_min, a_max].
+
+    FLOPs are those of the chunked form with whole CHUNK x CHUNK tiles, as its kernels compute them.
+    """
+
+    kind: ClassVar[str] = "mamba2"
+    width_option: ClassVar[str] = "head_dim"
+
+    state: int = 128
+    head_dim: int = 64
+    expand: int = 2
+    groups: int = 1
+    conv: int = 4
+    dt_min: float = 0.001
+    dt_max: float = 0.1
+    a_min: float = 1.0
+    a_max: float = 16.0
+    norm_eps: float = 1e-5
+
+    def inner(self, model: ModelSizes) -> int:
+        return self.expand * model.width
+
+    def num_heads(self, model: ModelSizes) -> int:
+        return self.inner(model) // self.head_dim
+
+    def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
+        width, inner, heads, both = model.width, self.inner(model), self.num_heads(model), self.groups * self.state
+        # B and C of few groups are held whole by every rank, which uses them for its own heads
+        pair = (("B", both), ("C", both))
+        bc = replace(linear(2 * both, width, parts=pair), unit=self.state, copies=True, partial=True)
+        taps = Uniform(self.conv**-0.5)
+        per_head = Parameter((heads,), Constant(1.0), decay=False, fp32=True, split=0)
+        return {
+            "in_proj.weight": linear(2 * inner + heads, width, parts=(("z", inner), ("x", inner), ("dt", heads))),
+            "bc_proj.weight": bc,
+            "x_conv_weight": Parameter((inner, self.conv), taps, split=0),
+            "x_conv_bias": Parameter((inner,), taps, decay=False, split=0),
+            "bc_conv_weight": replace(bc, shape=(2 * both, self.conv), init=taps, fp8=False),
+            "bc_conv_bias": replace(bc, shape=(2 * both,), init=taps, decay=False, fp8=False),
+            "dt_bias": replace(per_head, init=InverseSoftplus(self.dt_min, self.dt_max)),
+            "A_log": replace(per_head, init=LogUniform(self.a_min, self.a_max)),
+            "D": per_head,
+            "norm_weight": Parameter((inner,), Constant(1.0), decay=False, split=0),
+            "out_proj.weight": output_linear(width, inner, model.num_sublayers),
+        }
+
+    def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
+        width, inner, both, seen = model.width, self.inner(model), self.groups * self.state, min(CHUNK, seq_len)
+        return {
+            "projections": 2 * width * (3 * inner + 2 * both + self.num_heads(model)),
+            "conv": 2 * self.conv * (inner + 2 * both),
+            # C B^T once a group and its product with x inside a chunk; B x^T into the state, and C out of it
+            "ssd": 2 * seen * (both + inner) + 4 * self.state * inner,
+        }
+
+    def activation_values(self, model: ModelSizes) -> int:
+        # z, x, the convolved x, y and the normed y; B and C before and after the convolution; dt
+        return 5 * self.inner(model) + 4 * self.groups * self.state + self.num_heads(model)
+
+    def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
+        heads, both = self.num_heads(model), self.groups * self.state
+        return {
+            "ssm": StatePart("ssm", (heads, self.head_dim, self.state), "float32", heads, split=0),
+            "x_conv": StatePart("conv", (self.conv - 1, self.inner(model)), split=1),
+            "bc_conv": StatePart(
+                "conv", (self.conv - 1, 2 * both), parts=(both, both), split=1, unit=self.state, copies=True
+            ),
+        }
+
+    def layout_problems(self, model: ModelSizes, tensor: int) -> list[Problem]:
+        heads = self.num_heads(model)
+        if heads % tensor == 0:
+            return []
+        return [Problem("head_dim", f"makes {heads} heads, which {tensor} ranks can't share evenly")]
+
+    def problems(self, model: ModelSizes, max_seq_len: int) -> list[Problem]:
+        least = (("state", 1), ("head_dim", 1), ("expand", 1), ("groups", 1), ("conv", 2))
+        found = [
+            Problem(name, f"is {getattr(self, name)}, must be at least {limit}")
+            for name, limit in least
+            if getattr(self, name) < limit
+        ]
+        if not found:
+            found = self._uneven(model)
+        for low, high in (("dt_min", "dt_max"), ("a_min", "a_max")):
+            if not 0 < getattr(self, low) < getattr(self, high):
+                limits = f"above 0 and below {high}={getattr(self, high)}"
+                found.append(Problem(low, f"is {getattr(self, low)}, must be {limits}"))
+        if self.norm_eps <= 0:
+            found.append(Problem("norm_eps", f"is {self.norm_eps}, must be above 0"))
+        return found
+
+    def _uneven(self, model: ModelSizes) -> list[Problem]:
+        """Heads that don't share out the inner channels, or groups that don't share out the heads."""
+        inner, heads = self.inner(model), self.num_heads(model)
+        if inner % self.head_dim:
+            fitting = [size for size in range(1, 2 * self.head_dim) if inner % size == 0]
+            nearest = sorted(sorted(fitting, key=lambda size: abs(size - self.head_dim))[:3])
+            channels = f"the {inner} inner channels (expand={self.expand} times model.width={model.width})"
+            return [Problem("head_dim", f"is {self.head_dim}, must divide {channels}; near it: {nearest}")]
+        if heads % self.groups:
+            divisors = [groups for groups in range(1, heads + 1) if heads % groups == 0]
+            return [Problem("groups", f"is {self.groups}, must divide the {heads} heads: one of {divisors}")]
+        return []

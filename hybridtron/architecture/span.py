@@ -1,0 +1,194 @@
+"""Span-expanded attention (SE-Attn): attention inside chunks, and to the blocks of the past that matter most to them.
+
+    q, k, v  as attention's, rotary positions and short convolutions included
+    y_i = out(softmax over the tokens that i sees of (q_i . k_j / sqrt(head_dim)) v_j)
+
+Token i sees the tokens of its chunk up to itself, and `blocks` blocks of `block` tokens that end before its chunk
+begins. Chunks are counted from the start of the document; `chunk` tokens each, or as many as are drawn from a list in
+every step for each micro-batch (`draw: batch`), or for each and every layer (`layer`). Which blocks, `memory` says:
+
+    span      those of largest relevance: the chunk's queries, summed, times the mean of what the block's tokens read in
+              non-causal attention to the block. Each key/value head chooses for itself, by its own query heads
+    landmark  the same, but a fixed random vector of each head reads the block, and not its tokens (SE-Attn-LM)
+    random    any
+    none      none: chunks are on their own (SE-Attn-NoMem)
+    shifted   none either, but in the second half of the heads chunks begin half a chunk earlier (S2-Attn)
+
+`relevance: chunk` is the paper's: all queries of a chunk choose, so that early tokens of a chunk depend on later ones
+through the choice. It is causal from chunk to chunk, and inside a chunk only for choices that are given. With
+`relevance: previous_chunk` the queries of the chunk before choose, and no token ever depends on a later one.
+
+`eval: full` is the paper's evaluation: full attention, in generation too; `span` keeps to the blocks, with the largest
+chunk. The weights are those of attention.
+
+A state that training carries holds the chunk under way and the `remember` tokens before it, which are all that a row
+may choose from of what came before; its size never changes. Outside training, with `eval: span`, a state holds the keys
+and values of the whole document, as full attention's does, and every block can be chosen.
+
+Where the chunk before chooses, or relevance decides nothing, rows may be cut anywhere: generation token by token is the
+whole row. Under `relevance: chunk` they may only at multiples of the chunks, as part of a chunk can't ask for the rest
+of it: a row's part of a chunk chooses by the queries it has, and so does a token that is generated. A document that
+begins in mid-row may end its row in mid-chunk, and then the same holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hybridtron.architecture.attention import HeadsSpec, visible_tokens
+from hybridtron.architecture.base import ModelSizes, StatePart
+from hybridtron.problems import Problem
+
+CHOICES = {
+    "draw": ("batch", "layer"),
+    "relevance": ("chunk", "previous_chunk"),
+    "memory": ("span", "none", "random", "landmark", "shifted"),
+    "eval": ("full", "span"),
+}
+
+
+@dataclass(frozen=True)
+class SpanSpec(HeadsSpec):
+    """Options of span-expanded attention, beside those of every attention."""
+
+    kind: ClassVar[str] = "span"
+
+    chunk: int | list[int] = 2048
+    draw: str = "batch"
+    block: int = 32
+    blocks: int = 8
+    relevance: str = "chunk"
+    memory: str = "span"
+    eval: str = "full"
+    remember: int = 0
+
+    def chunks(self) -> tuple[int, ...]:
+        """The sizes that a chunk can have."""
+        return (self.chunk,) if isinstance(self.chunk, int) else tuple(self.chunk)
+
+    @property
+    def asks(self) -> bool:
+        """Whether relevance decides which blocks are read."""
+        return self.memory in ("span", "landmark")
+
+    @property
+    def retrieves(self) -> bool:
+        """Whether chunks read blocks of the past."""
+        return self.asks or self.memory == "random"
+
+    @property
+    def attention_at_eval(self) -> str:
+        return "full" if self.eval == "full" else f"span {max(self.chunks())}"
+
+    @property
+    def reads_in(self) -> int:
+        return max(self.chunks()) if self.eval == "span" and self.asks and self.relevance == "chunk" else 1
+
+    def remembered(self, training: bool) -> int | None:
+        """How many tokens before the chunk under way a row may choose from; None: all of the document."""
+        return self.remember if training or not self.retrieves else None
+
+    def carried_blocks(self, remembered: int | None) -> tuple[int | None, int]:
+        """Of how many of the last blocks a state holds summaries (None: of the document's all), and query sums."""
+        largest = max(self.chunks())
+        if remembered is None:
+            return None, 2 * largest // self.block
+        return (remembered + largest) // self.block, (max(remembered, largest) + largest) // self.block
+
+    def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
+        queries, sizes = self.channels(model)[0], self.chunks()
+        seen = sum(self._visible(seq_len, chunk) for chunk in sizes) / len(sizes)
+        table = {**self.projection_flops(model), "attention": 4 * queries * seen}
+        if self.asks:
+            # each block's tokens, or its landmark alone, read the block; every chunk asks the blocks before it
+            table["summaries"] = queries * (2 * self.block + 2 if self.memory == "span" else 4)
+            pairs = sum((seq_len / chunk - 1) / 2 for chunk in sizes if chunk < seq_len) / len(sizes)
+            table["relevance"] = 2 * queries * pairs / self.block
+        return table
+
+    def _visible(self, seq_len: int, chunk: int) -> float:
+        """Mean number of positions that a token sees, itself included."""
+        own = visible_tokens(min(seq_len, chunk), None)
+        most = 0 if self.memory in ("none", "shifted") else self.blocks * self.block
+        begins = range(0, seq_len, chunk)
+        return own + sum(min(most, begin) * min(chunk, seq_len - begin) for begin in begins) / seq_len
+
+    def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
+        """What training carries."""
+        largest, head = max(self.chunks()), self.head(model)
+        parts = self.carried_heads(model, self.remember + largest)
+        if self.asks:
+            blocks, asked = self.carried_blocks(self.remember)
+            assert blocks is not None
+            parts["queries"] = StatePart("kv", (self.block - 1, self.heads, head), split=1)
+            parts["summaries"] = StatePart("kv", (blocks, self.heads, head), "float32", split=1)
+            parts["sums"] = StatePart("kv", (asked, self.heads, head), "float32", split=1)
+        return parts
+
+    def carry_problems(self, seq_len: int) -> list[Problem]:
+        if not self.asks or self.relevance == "previous_chunk":
+            return []
+        uneven = [chunk for chunk in self.chunks() if seq_len % chunk]
+        if not uneven:
+            return []
+        cure = "use relevance=previous_chunk, for which rows may end anywhere, or chunks that divide the rows"
+        return [
+            Problem("chunk", f"is {self.chunk}, but rows of {seq_len} tokens end inside chunks of {uneven}: {cure}")
+        ]
+
+    def surprises(self, carried: bool) -> list[Problem]:
+        found = []
+        if self.reads_in > 1:
+            leak = "is span, but under relevance=chunk held-out losses depend on later tokens through the chosen blocks"
+            cure = "which generation can't choose by: use relevance=previous_chunk, or eval=full"
+            found.append(Problem("eval", f"{leak}, {cure}"))
+        if self.remember and not carried:
+            why = "no phase carries keys and values (states.mode=tbtt), and outside training all of a document is kept"
+            found.append(Problem("remember", f"is {self.remember} and has no effect: {why}"))
+        return found
+
+    def layout_problems(self, model: ModelSizes, tensor: int) -> list[Problem]:
+        found = super().layout_problems(model, tensor)
+        if not found and self.asks and self.groups() % tensor:
+            why = f"which {tensor} ranks can't share evenly, though the heads of each choose blocks together"
+            found.append(Problem("kv_heads", f"is {self.groups()}, {why}"))
+        return found
+
+    def problems(self, model: ModelSizes, max_seq_len: int) -> list[Problem]:
+        found = super().problems(model, max_seq_len)
+        for name, known in CHOICES.items():
+            if (value := getattr(self, name)) not in known:
+                found.append(Problem(name, f"is {value!r}, must be one of {', '.join(known)}"))
+        return found + self._chunk_problems(max_seq_len) + self._memory_problems()
+
+    def _chunk_problems(self, max_seq_len: int) -> list[Problem]:
+        sizes = self.chunks()
+        if not sizes or min(sizes) < 2:
+            return [Problem("chunk", f"is {self.chunk}, must be at least 2, or a list of such numbers")]
+        if max(sizes) > max_seq_len:
+            cure = f"longer than the longest sequence of any phase ({max_seq_len}): use at most that"
+            return [Problem("chunk", f"is {self.chunk}, {cure}")]
+        if self.block < 2 or any(size % self.block for size in sizes):
+            fitting = [b for b in range(2, min(sizes) + 1) if all(size % b == 0 for size in sizes)]
+            return [Problem("block", f"is {self.block}, must divide chunk={self.chunk}: one of {fitting[:8]}")]
+        return []
+
+    def _memory_problems(self) -> list[Problem]:
+        found = []
+        if self.blocks < 1:
+            found.append(Problem("blocks", f"is {self.blocks}, must be at least 1 (memory: none reads none)"))
+        if self.remember and self.memory in ("none", "shifted"):
+            found.append(Problem("remember", f"is {self.remember}, but memory={self.memory} reads no blocks: use 0"))
+        elif self.remember < 0 or (self.block > 0 and self.remember % self.block):
+            cure = f"must be a multiple of block={self.block} (0: nothing before the chunk under way)"
+            found.append(Problem("remember", f"is {self.remember}, {cure}"))
+        if self.memory == "shifted" and self.heads % 2:
+            found.append(
+                Problem("heads", f"is {self.heads}, must be even for memory=shifted, which shifts half of them")
+            )
+        if self.memory == "shifted" and any(size % 2 for size in self.chunks()):
+            found.append(
+                Problem("chunk", f"is {self.chunk}, must be even for memory=shifted, which shifts by half of it")
+            )
+        return found

@@ -1,0 +1,146 @@
+"""From the pattern and its letters to one spec per residual sub-layer, and to the table of every weight.
+
+The table is the single source for counts, initialisation, optimizer groups, precision and checkpoints: a weight's
+name, shape and treatment stand in it, whatever layout builds it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hybridtron.architecture import SPECS
+from hybridtron.architecture.base import (
+    Constant,
+    MixerSpec,
+    ModelSizes,
+    Normal,
+    OutputProjection,
+    Parameter,
+    Projection,
+    linear,
+)
+from hybridtron.architecture.model import ModelConfig, Start
+from hybridtron.architecture.pattern import PatternError, parse
+from hybridtron.problems import ConfigError, Problem, did_you_mean
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The model's residual sub-layers in order: each one's letter and spec, and how many stand in each stage."""
+
+    letters: tuple[str, ...]
+    specs: tuple[MixerSpec, ...]
+    sizes: ModelSizes
+    stages: tuple[int, ...]
+
+
+def architecture(model: ModelConfig) -> Architecture:
+    """Read the pattern. Raises ConfigError where it, or a letter's options, can't be read."""
+    specs, found = letter_specs(model)
+    try:
+        pattern = parse(model.pattern, model.layers)
+    except PatternError as error:
+        raise ConfigError([*found, Problem("model.pattern", str(error))]) from None
+    if found:
+        raise ConfigError(found)
+    sizes = ModelSizes(model.width, len(pattern.letters))
+    return Architecture(pattern.letters, tuple(specs[letter] for letter in pattern.letters), sizes, pattern.stages)
+
+
+def letter_specs(model: ModelConfig) -> tuple[dict[str, MixerSpec], list[Problem]]:
+    """The spec of each letter, and what is wrong with letters that have none."""
+    specs: dict[str, MixerSpec] = {}
+    found: list[Problem] = []
+    for letter, entry in model.layers.items():
+        where = f"model.layers.{letter}"
+        options = dict(entry)
+        kind = options.pop("kind", None)
+        if kind is None:
+            found.append(Problem(f"{where}.kind", f"must be set; {_known(SPECS)}"))
+        elif kind not in SPECS:
+            found.append(Problem(f"{where}.kind", f"is {kind!r}{did_you_mean(str(kind), SPECS)}; {_known(SPECS)}"))
+        elif problems := _option_problems(SPECS[kind], options):
+            found += [Problem(f"{where}.{p.key}", p.message) for p in problems]
+        else:
+            specs[letter] = SPECS[kind](**options)
+    return specs, found
+
+
+def parameter_table(model: ModelConfig) -> dict[str, Parameter]:
+    """Every weight of the model by its full name: `layers.3.mixer.in_proj.weight`."""
+    arch = architecture(model)
+    width, vocab = model.width, model.vocab_size
+    norm = Parameter((width,), Constant(1.0), decay=False)
+    embedded = Normal(model.embedding_std) if model.init is Start.mamba else Projection(width**-0.5)
+    table = {"embedding.weight": Parameter((vocab, width), embedded, split=0)}
+    for index, spec in enumerate(arch.specs):
+        table[f"layers.{index}.norm.weight"] = norm
+        for name, parameter in spec.parameters(arch.sizes).items():
+            table[f"layers.{index}.mixer.{name}"] = parameter
+    table["norm.weight"] = norm
+    if not model.tie_embeddings:
+        table["head.weight"] = linear(vocab, width, fp8=False)
+    return table if model.init is Start.mamba else _as_lit_gpt(table, arch)
+
+
+def _as_lit_gpt(table: dict[str, Parameter], arch: Architecture) -> dict[str, Parameter]:
+    """Projections by another rule. Its blocks are counted by the sub-layers that look along the sequence."""
+    width = arch.sizes.width
+    blocks = max(1, sum(bool(spec.state_parts(arch.sizes)) for spec in arch.specs))
+    starts: dict[type, Normal] = {
+        Projection: Normal((2 / (5 * width)) ** 0.5),
+        OutputProjection: Normal(width**-0.5 / blocks),
+    }
+    return {name: replace(weight, init=starts.get(type(weight.init), weight.init)) for name, weight in table.items()}
+
+
+def _option_problems(spec: type[MixerSpec], options: dict[str, Any]) -> list[Problem]:
+    hints = _hints(spec)
+    names = [f.name for f in dataclasses.fields(spec)]
+    found = []
+    for name, value in options.items():
+        if name not in names:
+            found.append(Problem(name, f"is no option of {spec.kind}{did_you_mean(name, names)}; {_known(names)}"))
+        elif not _fits(value, hints[name]):
+            found.append(Problem(name, f"is {value!r}, must be {_type_name(hints[name])}"))
+    return found
+
+
+@functools.cache
+def _hints(spec: type[MixerSpec]) -> dict[str, Any]:
+    """The types of a spec's options; evaluating annotations takes longer than all else here."""
+    return typing.get_type_hints(spec)
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a YAML value can stand for an option of this type: ints pass as floats, booleans only as booleans."""
+    for kind in _alternatives(hint):
+        if isinstance(value, bool) and kind is not bool:
+            continue
+        if typing.get_origin(kind) is list:
+            if isinstance(value, list) and all(_fits(each, *typing.get_args(kind)) for each in value):
+                return True
+            continue
+        if isinstance(value, (int, float) if kind is float else kind):
+            return True
+    return False
+
+
+def _type_name(hint: Any) -> str:
+    return " or ".join(
+        "null" if kind is types.NoneType else str(kind) if typing.get_origin(kind) else kind.__name__
+        for kind in _alternatives(hint)
+    )
+
+
+def _known(names: typing.Iterable[str]) -> str:
+    return f"have: {', '.join(names)}"

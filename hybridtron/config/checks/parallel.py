@@ -1,0 +1,142 @@
+"""The rules of a layout: whether the model, the batch and the processes can be shared out as `parallel` says.
+
+A layer must be cut evenly over the tensor-parallel ranks, every pipeline chunk must get a sub-layer, and every
+data-parallel rank must get as many micro batches as the others, and as many as the pipeline's schedule can run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+from collections.abc import Iterator
+
+from hybridtron.architecture.base import ModelSizes
+from hybridtron.architecture.pattern import PatternError, parse
+from hybridtron.architecture.table import letter_specs
+from hybridtron.config.layout import multiples_near, stage_problems, world_problems
+from hybridtron.config.schema import Config, ParallelConfig, PhaseConfig
+from hybridtron.problems import ConfigError, Problem, choice
+
+MAX_TENSOR = 64  # the largest size that a message may propose
+
+
+def parallel_problems(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """All that keeps this model and these phases from being laid out over so many processes (None: the fewest)."""
+    parallel = config.parallel
+    for name in ("context", "expert"):
+        if (size := getattr(parallel, name)) != 1:
+            yield Problem(f"parallel.{name}", f"is {size}, but this version can't share that out: use 1")
+    unusable = [name for name in ("tensor", "pipeline", "virtual_pipeline") if getattr(parallel, name) < 1]
+    for name in unusable:
+        yield Problem(f"parallel.{name}", f"is {getattr(parallel, name)}, must be at least 1")
+    if unusable:
+        return
+    yield from _overlap(parallel)
+    yield from _transformer_engine(parallel)
+    yield from _tensor(config)
+    yield from _pipeline(config)
+    model_ranks = parallel.tensor * parallel.pipeline
+    world_size = model_ranks if world_size is None else world_size
+    uneven = world_problems(parallel, world_size)
+    yield from uneven
+    if not uneven:
+        yield from _batches(config, world_size // model_ranks)
+
+
+def _overlap(parallel: ParallelConfig) -> Iterator[Problem]:
+    """Parameters can be gathered during the forward pass only where they are sharded, and gradients are in time."""
+    if parallel.overlap_param_gather and not (parallel.distributed_optimizer and parallel.overlap_grad_reduce):
+        needed = "parallel.distributed_optimizer=true and parallel.overlap_grad_reduce=true"
+        yield Problem("parallel.overlap_param_gather", f"is true, which needs {needed}: set both, or use false")
+
+
+def _transformer_engine(parallel: ParallelConfig) -> Iterator[Problem]:
+    """Its layers can be asked for where the package can be found."""
+    if parallel.transformer_engine and importlib.util.find_spec("transformer_engine") is None:
+        cure = "pip install transformer-engine[pytorch], or use false for megatron-core's layers"
+        yield Problem("parallel.transformer_engine", f"is true, but transformer_engine is not installed: {cure}")
+
+
+def _tensor(config: Config) -> Iterator[Problem]:
+    """Every layer, the vocabulary and, with sequence parallelism, the tokens can be shared out evenly."""
+    tensor = config.parallel.tensor
+    if tensor == 1 or config.model.width < 1 or config.model.vocab_size < 1:
+        return
+    if reasons := uncuttable(config, tensor):
+        fitting = [size for size in range(1, MAX_TENSOR + 1) if not uncuttable(config, size)]
+        yield Problem("parallel.tensor", f"is {tensor}, but {'; '.join(reasons)}: use {choice(fitting)}")
+    for index, phase in enumerate(config.phases):
+        if config.parallel.sequence and phase.seq_len > 0 and phase.seq_len % tensor:
+            yield Problem(
+                f"phases.{index}.seq_len",
+                f"is {phase.seq_len}, which parallel.sequence can't share over parallel.tensor={tensor} ranks: "
+                f"use {choice(multiples_near(tensor, phase.seq_len))}",
+            )
+
+
+def uncuttable(config: Config, tensor: int) -> list[str]:
+    """What of the model can't be cut over so many ranks, one clause each; unused letters don't matter."""
+    model = config.model
+    letters = set(model.layers)
+    with contextlib.suppress(PatternError):
+        letters = set(parse(model.pattern, model.layers).letters)
+    sizes = ModelSizes(model.width, 1)
+    found = [
+        f"model.layers.{letter}.{problem.key} {problem.message}"
+        for letter, spec in letter_specs(model)[0].items()
+        if letter in letters
+        for problem in spec.layout_problems(sizes, tensor)
+    ]
+    if model.vocab_size % tensor:
+        found.append(f"model.vocab_size is {model.vocab_size}, which {tensor} ranks can't share evenly")
+    return found
+
+
+def _pipeline(config: Config) -> Iterator[Problem]:
+    parallel = config.parallel
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        yield Problem(
+            "parallel.virtual_pipeline",
+            f"is {parallel.virtual_pipeline}, but one pipeline rank has nothing to interleave: "
+            "use 1, or parallel.pipeline of at least 2",
+        )
+        return
+    with contextlib.suppress(ConfigError):  # told by the model's own rules
+        yield from stage_problems(config.model, parallel)
+
+
+def _batches(config: Config, data_ranks: int) -> Iterator[Problem]:
+    """Every step's rows can be shared out, also while a batch grows."""
+    for index, phase in enumerate(config.phases):
+        sizes = {"global_batch": phase.global_batch}
+        if phase.ramp is not None:
+            sizes |= {"ramp.start": phase.ramp.start, "ramp.step": phase.ramp.step}
+        for name, rows in sizes.items():
+            yield from _shared_out(f"phases.{index}.{name}", rows, phase, config, data_ranks)
+
+
+def _shared_out(key: str, rows: int, phase: PhaseConfig, config: Config, data_ranks: int) -> Iterator[Problem]:
+    """Every data-parallel rank gets as many micro batches, and the interleaved schedule as many as it can run."""
+    parallel, micro = config.parallel, phase.micro_batch
+    chunks = config.states_of(phase).chunks  # of a lane, in the place of more lanes
+    if min(rows, micro, chunks) < 1 or rows % (micro * chunks):
+        return  # told by the phase's own rules
+    shared = micro * data_ranks * chunks
+    if rows % shared:
+        fitting = choice(multiples_near(shared, rows))
+        yield Problem(
+            key,
+            f"is {rows}, must share out to {data_ranks} data-parallel ranks in micro batches of "
+            f"{micro}: use {fitting}, or another micro_batch",
+        )
+        return
+    together = micro * data_ranks * config.chunks_together(phase)  # rows that make one micro batch of every rank
+    if parallel.virtual_pipeline > 1 and (count := rows // together) % parallel.pipeline:
+        fitting = choice(multiples_near(math.lcm(shared, together * parallel.pipeline), rows))
+        yield Problem(
+            key,
+            f"is {rows}, which makes {count} micro batches a data-parallel rank; virtual stages of "
+            f"parallel.pipeline={parallel.pipeline} need a multiple of {parallel.pipeline}: "
+            f"use {fitting}, or another micro_batch",
+        )

@@ -1,0 +1,210 @@
+"""The rules of `phases`: what each trains on, at which rate, and what may change from one to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.table import parameter_table
+from hybridtron.config.choices import LrPiece, Moments, Order, Schedule, StateMode
+from hybridtron.config.rules import above_zero, at_least, divisors_near, is_folder, shortened
+from hybridtron.config.schema import Config, PhaseConfig
+from hybridtron.config.units import parse_share, parse_tokens, readable
+from hybridtron.problems import ConfigError, Problem, choice, did_you_mean
+
+
+def phase_problems(config: Config) -> Iterator[Problem]:
+    """All that is wrong with the phases and their order."""
+    if not config.phases:
+        yield Problem("phases", "is empty: a run needs at least one phase with tokens, seq_len, global_batch and lr")
+    first_named: dict[str, int] = {}
+    for index, phase in enumerate(config.phases):
+        where = f"phases.{index}"
+        yield from _sizes(where, phase)
+        yield from _rate(where, phase, index)
+        yield from _ramp(where, phase, config)
+        yield from _start(where, phase, index)
+        yield from _layers(where, config, index)
+        yield from _trained(where, config, phase)
+        earlier = first_named.setdefault(phase.name, index)
+        if earlier != index:
+            yield Problem(f"{where}.name", f"is {phase.name!r}, as is that of phases.{earlier}: give it another")
+    yield from _durations(config)
+
+
+def _sizes(where: str, phase: PhaseConfig) -> Iterator[Problem]:
+    if not phase.name.strip():
+        yield Problem(f"{where}.name", "is empty: give the phase a name")
+    sizes = {name: getattr(phase, name) for name in ("seq_len", "global_batch", "micro_batch")}
+    unusable = list(at_least(1, {f"{where}.{name}": size for name, size in sizes.items()}))
+    yield from unusable
+    if unusable:
+        return
+    if phase.global_batch % phase.micro_batch:
+        fitting = divisors_near(phase.global_batch, phase.micro_batch)
+        yield Problem(
+            f"{where}.micro_batch",
+            f"is {phase.micro_batch}, must divide global_batch={phase.global_batch}: {choice(fitting)}",
+        )
+    try:
+        tokens = parse_tokens(phase.tokens)
+    except ValueError as error:
+        yield Problem(f"{where}.tokens", str(error))
+        return
+    if tokens < phase.tokens_per_step:
+        yield Problem(
+            f"{where}.tokens",
+            f"is {phase.tokens}, less than one step of seq_len={phase.seq_len} x global_batch={phase.global_batch}: "
+            f"use at least {phase.tokens_per_step}",
+        )
+
+
+def _rate(where: str, phase: PhaseConfig, index: int) -> Iterator[Problem]:
+    """Each piece of the learning rate's course has the numbers that it needs, and no others."""
+    piece, before = phase.lr_piece, f"phases.{index - 1}"
+    if piece is not LrPiece.rewarm and index == 0:
+        yield Problem(f"{where}.lr_piece", f"is {piece}, but there is no phase before: use rewarm")
+        return
+    if piece is LrPiece.rewarm and phase.lr is None:
+        yield Problem(f"{where}.lr", "must be set: the peak of the learning rate, such as 4e-4")
+    if piece is not LrPiece.rewarm and phase.lr is not None:
+        cure = f"leave lr out, as it goes on from {before}, or use lr_piece=rewarm"
+        yield Problem(f"{where}.lr", f"is {phase.lr}, but lr_piece={piece} has no peak of its own: {cure}")
+    if (piece is LrPiece.decay) != (phase.lr_to is not None):
+        if phase.lr_to is None:
+            yield Problem(f"{where}.lr_to", "must be set for lr_piece=decay: the rate at the phase's end, such as 1e-5")
+        else:
+            yield Problem(f"{where}.lr_to", f"is {phase.lr_to}, which belongs to lr_piece=decay, not {piece}")
+    rates = {f"{where}.lr": phase.lr, f"{where}.lr_to": phase.lr_to}
+    yield from above_zero({key: rate for key, rate in rates.items() if rate is not None})
+    if piece is LrPiece.carry_on:
+        for name in ("schedule", "warmup", "decay", "final_lr"):
+            if getattr(phase.optim, name) is not None:
+                told = f"but lr_piece=carry_on follows the course of {before}"
+                yield Problem(f"{where}.optim.{name}", f"is {getattr(phase.optim, name)}, {told}: leave it out")
+
+
+def _ramp(where: str, phase: PhaseConfig, config: Config) -> Iterator[Problem]:
+    """The batch grows in equal steps to the whole one, and no lane is there later that was not before."""
+    ramp = phase.ramp
+    if ramp is None:
+        return
+    unusable = list(at_least(1, {f"{where}.ramp.start": ramp.start, f"{where}.ramp.step": ramp.step}))
+    yield from unusable
+    if unusable:
+        return
+    if ramp.start >= phase.global_batch or (phase.global_batch - ramp.start) % ramp.step:
+        told = f"must reach global_batch={phase.global_batch} from {ramp.start} in whole steps"
+        fitting = divisors_near(max(phase.global_batch - ramp.start, 1), ramp.step)
+        cure = f"use step={choice(fitting)}" if ramp.start < phase.global_batch and fitting else "use a smaller start"
+        yield Problem(f"{where}.ramp.step", f"is {ramp.step}, {told}: {cure}")
+    for name in ("start", "step"):
+        if phase.micro_batch > 0 and (size := getattr(ramp, name)) % phase.micro_batch:
+            yield Problem(f"{where}.ramp.{name}", f"is {size}, must be a multiple of micro_batch={phase.micro_batch}")
+    try:
+        if parse_tokens(ramp.tokens) >= parse_tokens(phase.tokens):
+            yield Problem(f"{where}.ramp.tokens", f"is {ramp.tokens}, must be less than the phase's {phase.tokens}")
+    except ValueError as error:
+        yield Problem(f"{where}.ramp.tokens", str(error))
+    if config.states_of(phase).mode is not StateMode.zero or config.order_of(phase) is not Order.windows:
+        cure = "leave it out, or use states.mode=zero and data.order=windows"
+        yield Problem(f"{where}.ramp", f"is set, but a batch can grow only where no lane is carried on: {cure}")
+
+
+def _start(where: str, phase: PhaseConfig, index: int) -> Iterator[Problem]:
+    """What a phase starts from is there."""
+    if index == 0 and phase.init_from is not None:
+        yield Problem(f"{where}.init_from", "is the first phase's: name those weights as run.weights")
+    elif phase.init_from is not None and not is_folder(phase.init_from):
+        cure = "name a run's folder or one of its checkpoints"
+        yield Problem(f"{where}.init_from", f"is {shortened(phase.init_from)!r}, which is no folder: {cure}")
+    if phase.moments is Moments.reset and index == 0:
+        yield Problem(f"{where}.moments", "is reset, but the first phase has none yet: leave it out")
+
+
+def _layers(where: str, config: Config, index: int) -> Iterator[Problem]:
+    """A phase uses the weights of the phase before in another way; it does not ask for others."""
+    phase = config.phases[index]
+    unknown = [letter for letter in phase.layers if letter not in config.model.layers]
+    for letter in unknown:
+        known = list(config.model.layers)
+        told = f"changes a letter that model.layers does not define{did_you_mean(letter, known)}"
+        yield Problem(f"{where}.layers.{letter}", f"{told}; it has {', '.join(known)}")
+    if index == 0 or unknown:
+        return
+    try:
+        before, after = (_weights(config.in_phase(p).model) for p in config.phases[index - 1 : index + 1])
+    except ConfigError:
+        return  # told by the model's own rules
+    if changed := [name for name in {**before, **after} if before.get(name) != after.get(name)]:
+        cure = "a phase may change windows, RoPE bases and what else leaves the weights as they are"
+        yield Problem(f"{where}.layers", f"changes the weight {changed[0]} of phases.{index - 1}: {cure}")
+
+
+def _weights(model: ModelConfig) -> dict[str, tuple[object, object]]:
+    return {name: (weight.shape, weight.parts) for name, weight in parameter_table(model).items()}
+
+
+def _trained(where: str, config: Config, phase: PhaseConfig) -> Iterator[Problem]:
+    """Every pattern of weights that learn names some."""
+    if phase.train is None:
+        return
+    if not phase.train:
+        yield Problem(f"{where}.train", "is empty: name weights such as layers.*.mixer.*, or leave it out for all")
+    try:
+        names = list(parameter_table(config.in_phase(phase).model))
+    except ConfigError:
+        return  # told by the model's own rules
+    for pattern in phase.train:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            cure = f"{did_you_mean(pattern, names)}; weights are called {names[0]}, {names[1]} and so on"
+            yield Problem(f"{where}.train", f"has {pattern!r}, which is the name of no weight{cure}")
+
+
+def _durations(config: Config) -> Iterator[Problem]:
+    """Warm-up and decay can be read, and there is room for both in every course of the learning rate."""
+    for index, phase in enumerate(config.phases):
+        if phase.lr_piece is not LrPiece.rewarm:
+            continue
+        optim = config.in_phase(phase).optim
+        lengths = {"warmup": optim.warmup} | ({"decay": optim.decay} if optim.schedule is Schedule.wsd else {})
+        keys = {name: _key_of(name, phase, index) for name in lengths}
+        unreadable = [p for name, text in lengths.items() if (p := _unreadable_share(keys[name], text))]
+        yield from unreadable
+        whole = _tokens_of_course(config, index)
+        if unreadable or whole is None:
+            continue
+        needed = sum(parse_share(text, whole) for text in lengths.values())
+        if needed > whole:
+            both = f" together with {keys['decay']}" if "decay" in lengths else ""
+            yield Problem(
+                keys["warmup"],
+                f"takes {readable(needed)} tokens{both}, more than phases.{index} has: "
+                f"use at most {readable(whole)}, or a share such as 1%",
+            )
+
+
+def _key_of(name: str, phase: PhaseConfig, index: int) -> str:
+    return f"optim.{name}" if getattr(phase.optim, name) is None else f"phases.{index}.optim.{name}"
+
+
+def _tokens_of_course(config: Config, leader: int) -> int | None:
+    """Of a phase and those that carry on its learning rate; None where that can't be read."""
+    try:
+        whole = parse_tokens(config.phases[leader].tokens)
+        for phase in config.phases[leader + 1 :]:
+            if phase.lr_piece is not LrPiece.carry_on:
+                break
+            whole += parse_tokens(phase.tokens)
+    except ValueError:
+        return None  # told by the phase's own rules
+    return whole
+
+
+def _unreadable_share(key: str, text: str) -> Problem | None:
+    try:
+        parse_share(text, 1)
+    except ValueError as error:
+        return Problem(key, str(error))
+    return None

@@ -1,0 +1,146 @@
+"""The rules of `precision`: whether FP8 can run here, and whether every product of it has the sides that it needs.
+
+A product in FP8 is made of tiles: the rows and columns of each weight that takes part, as one rank holds it, must be
+multiples of `FP8_MULTIPLES`, and so must the tokens of one forward pass. A fused projection is one matrix. Whether the
+device can multiply in FP8 is known with torch only: a run asks `parallel/transformer_engine.py` before processes meet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Iterator
+
+from hybridtron.architecture.base import MixerSpec, ModelSizes
+from hybridtron.architecture.table import architecture, letter_specs
+from hybridtron.config.choices import FP8_MULTIPLES
+from hybridtron.config.layout import fp8_layers, multiples_near
+from hybridtron.config.schema import Config, PrecisionConfig
+from hybridtron.problems import ConfigError, Problem, choice
+
+EMULATION = "set precision.emulate=true to try its numerics here"
+_REACH = 1024  # how far from an option's value another one is looked for
+
+
+def precision_problems(config: Config) -> Iterator[Problem]:
+    """What keeps this configuration from running in its precision."""
+    precision = config.precision
+    for name, least in (("bf16_first", 0), ("bf16_last", 0), ("history", 1)):
+        if (value := getattr(precision, name)) < least:
+            yield Problem(f"precision.{name}", f"is {value}, must be at least {least}")
+            return
+    if precision.name not in FP8_MULTIPLES:
+        return
+    if not precision.emulate and importlib.util.find_spec("transformer_engine") is None:
+        missing = "transformer_engine (not installed: pip install transformer-engine[pytorch])"
+        yield needs(precision, f"{missing} and a Hopper or newer GPU")
+    if config.run.compile:
+        yield Problem("run.compile", f"is true, but precision.name={precision.name} can't be compiled: use false")
+    yield from _layers(config)
+    yield from _tokens(config)
+    if config.model.width >= 1 and config.parallel.tensor >= 1:
+        yield from _sides(config)
+
+
+def precision_warnings(precision: PrecisionConfig) -> Iterator[str]:
+    """What is set and has no effect."""
+    defaults = PrecisionConfig()
+    for name in ("emulate", "bf16_first", "bf16_last"):
+        if precision.name not in FP8_MULTIPLES and (value := getattr(precision, name)) != getattr(defaults, name):
+            yield f"precision.{name}={str(value).lower()} has no effect: it belongs to the precisions with fp8"
+    if precision.name != "fp8_delayed" and precision.history != defaults.history:
+        yield f"precision.history={precision.history} has no effect: it belongs to precision.name=fp8_delayed"
+
+
+def needs(precision: PrecisionConfig, what: str) -> Problem:
+    """That FP8 can't run here."""
+    return Problem("precision.name", f"is {precision.name}, which needs {what}; {EMULATION}, or use bf16")
+
+
+def _layers(config: Config) -> Iterator[Problem]:
+    """At least one sub-layer is left to FP8."""
+    try:
+        count = len(architecture(config.model).specs)
+    except ConfigError:
+        return  # told by the model's own rules
+    precision = config.precision
+    if not fp8_layers(config):
+        kept = f"precision.bf16_first={precision.bf16_first} and bf16_last={precision.bf16_last}"
+        cure = f"use less than {count} together, or precision=bf16"
+        yield Problem("precision.name", f"is {precision.name}, but {kept} leave none of {count} layers to it: {cure}")
+
+
+def _tokens(config: Config) -> Iterator[Problem]:
+    """Each forward pass, also of an evaluation at another length, has tokens that fit."""
+    precision, multiple = config.precision, FP8_MULTIPLES[config.precision.name]
+    for index, phase in enumerate(config.phases):
+        if min(phase.seq_len, phase.micro_batch) < 1:
+            continue  # told by the phase's own rules
+        for times in (1, *(times for times in config.run.eval_lengths if times > 0)):
+            rows = max(1, phase.micro_batch // times)
+            if (tokens := rows * phase.seq_len * times) % multiple:
+                at = f" at {times} times the length" if times > 1 else ""
+                fitting = choice(multiples_near(multiple, phase.seq_len))
+                message = (
+                    f"is {phase.seq_len}, which makes {tokens} tokens of {rows} rows{at}; {precision.name} needs "
+                    f"multiples of {multiple}: use {fitting}"
+                )
+                yield Problem(f"phases.{index}.seq_len", message)
+                break
+
+
+def _sides(config: Config) -> Iterator[Problem]:
+    """Every weight of a product in FP8 has sides that fit, on each rank."""
+    name, multiple = config.precision.name, FP8_MULTIPLES[config.precision.name]
+    width, tensor = config.model.width, config.parallel.tensor
+    if width % multiple:
+        fitting = choice(multiples_near(multiple, width))
+        yield Problem("model.width", f"is {width}, but {name} needs a multiple of {multiple}: use {fitting}")
+        return
+    try:
+        arch = architecture(config.model)
+    except ConfigError:
+        return  # told by the model's own rules
+    letters = {arch.letters[index] for index in fp8_layers(config)}
+    for letter, spec in letter_specs(config.model)[0].items():
+        if letter not in letters or spec.problems(arch.sizes, 1 << 62) or spec.layout_problems(arch.sizes, tensor):
+            continue
+        if found := misfit(spec, arch.sizes, tensor, multiple):
+            yield _told(f"model.layers.{letter}", spec, arch.sizes, config, found)
+
+
+def _told(where: str, spec: MixerSpec, sizes: ModelSizes, config: Config, weight: str) -> Problem:
+    """That this weight has a side that does not fit, and the values of the option behind it that would."""
+    name, multiple, tensor = config.precision.name, FP8_MULTIPLES[config.precision.name], config.parallel.tensor
+    needed = f"{name} needs multiples of {multiple} on each rank"
+    ranks = f" on each of {tensor} tensor-parallel ranks" if tensor > 1 else ""
+    if spec.width_option is None:
+        return Problem(where, f"makes {weight}{ranks}; {needed}: use precision=bf16")
+    fitting = _fitting(spec, spec.width_option, sizes, tensor, multiple)
+    cure = choice(fitting) if fitting else "precision=bf16"
+    message = f"is {getattr(spec, spec.width_option)}, which makes {weight}{ranks}; {needed}: use {cure}"
+    return Problem(f"{where}.{spec.width_option}", message)
+
+
+def misfit(spec: MixerSpec, sizes: ModelSizes, tensor: int, multiple: int) -> str | None:
+    """The first weight of this mixer that FP8 can't multiply by on so many ranks, with its sides there."""
+    for name, parameter in spec.parameters(sizes).items():
+        shape = parameter.share_shape(tensor) if parameter.fp8 else ()
+        if any(side % multiple for side in shape):
+            return f"{name} {' x '.join(map(str, shape))}"
+    return None
+
+
+def _fitting(spec: MixerSpec, option: str, sizes: ModelSizes, tensor: int, multiple: int) -> list[int]:
+    """The values of the option next to its own that would fit."""
+
+    def fits(value: int) -> bool:
+        changed = dataclasses.replace(spec, **{option: value})
+        if changed.problems(sizes, 1 << 62) or changed.layout_problems(sizes, tensor):
+            return False
+        return misfit(changed, sizes, tensor, multiple) is None
+
+    value = getattr(spec, option)
+    below = next((found for found in range(value - 1, max(0, value - _REACH), -1) if fits(found)), None)
+    above = next((found for found in range(value + 1, value + _REACH) if fits(found)), None)
+    return [found for found in (below, above) if found is not None]

@@ -1,0 +1,235 @@
+"""What a phase reads: the sources that its mixture names, where they are, and how much of each.
+
+Without a mixture these are all sources of `data.path`, each by its number of tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from hybridtron.config.schema import Config, DataConfig, IngredientConfig, PhaseConfig, Source
+from hybridtron.config.units import parse_tokens
+from hybridtron.data.check_vocabulary import embedded_problems, meaning_problems
+from hybridtron.data.folder import SMALLEST_VOCABULARY, FolderError, TokenFolder, is_url
+from hybridtron.problems import Problem
+
+EMBEDDED_PATH = "data/embedded-{}"  # by the vocabulary's size
+RECIPES_PATHS = ("data/tokens", "data/slimpajama", "data/phi")  # where configs/data looks for text of one's own
+Opened = Callable[[str], TokenFolder]
+
+
+class Ingredient(NamedTuple):
+    """A source in a mixture: its name there, the folder and the name under which that holds it, and its weight."""
+
+    name: str
+    folder: TokenFolder
+    source: str
+    weight: float
+
+    def tokens(self, split: str) -> int:
+        of_source = self.folder.manifest.splits[split].get(self.source)
+        return 0 if of_source is None else of_source.tokens
+
+
+def ingredients_of(data: DataConfig, opened: Opened) -> list[Ingredient]:
+    """The sources that are read, from folders as `opened` gives them; FolderError where they don't fit together."""
+    if data.mixture:
+        found = [_ingredient(name, entry, data.path, opened) for name, entry in data.mixture.items()]
+    else:
+        folder = opened(data.path)
+        sources = folder.manifest.splits["train"].items()
+        found = [Ingredient(name, folder, name, float(of_source.tokens)) for name, of_source in sources]
+    if not found:
+        raise FolderError(data.path, "has no tokens to train on")
+    for ingredient in found:
+        _check_same_tokenizer(found[0], ingredient)
+    return found
+
+
+def _ingredient(name: str, entry: IngredientConfig, default_path: str, opened: Opened) -> Ingredient:
+    """A source by the name it has in its folder: as the entry says, or the entry's own, or the only one there."""
+    folder = opened(entry.path or default_path)
+    there = folder.manifest.splits["train"]
+    source = entry.source or (name if name in there or len(there) != 1 else next(iter(there)))
+    if source not in there:
+        has = ", ".join(there) or "none"
+        raise FolderError(
+            folder.name,
+            f"has no source {source!r} for mixture.{name}; its sources: {has}. Name one as mixture.{name}.source",
+        )
+    return Ingredient(name, folder, source, entry.weight)
+
+
+def _check_same_tokenizer(first: Ingredient, other: Ingredient) -> None:
+    if other.folder.manifest.tokenizer != first.folder.manifest.tokenizer:
+        raise FolderError(
+            other.folder.name,
+            f"({other.name}) was made with another tokenizer than {first.folder.name} ({first.name}): "
+            "one model reads one vocabulary; prepare both with the same tokenizer",
+        )
+
+
+class Epochs(NamedTuple):
+    """One line of the plan: what a phase reads of a source."""
+
+    source: str
+    share: float
+    tokens: int
+    epochs: float
+
+
+def reading_plan(found: Sequence[Ingredient], tokens: int) -> list[Epochs]:
+    """Of so many training tokens, how many come from each source, and how often that reads it."""
+    whole = sum(one.weight for one in found)
+    return [
+        Epochs(one.name, one.weight / whole, round(one.weight / whole * tokens), one.weight / whole * tokens / has)
+        for one, has in ((one, one.tokens("train")) for one in found)
+    ]
+
+
+def problems(config: Config) -> list[Problem]:
+    """What is wrong with the data of each phase, as far as it can be seen on this machine without reading tokens.
+
+    What a URL holds is looked at when a phase opens it.
+    """
+    opened: dict[str, TokenFolder] = {}
+
+    def opened_once(path: str) -> TokenFolder:
+        if path not in opened:
+            opened[path] = TokenFolder.open(Path(path))
+        return opened[path]
+
+    found = [p for index, phase in enumerate(config.phases) for p in _phase_problems(config, index, phase, opened_once)]
+    return list(dict.fromkeys(found))
+
+
+def _phase_problems(config: Config, index: int, phase: PhaseConfig, opened: Opened) -> list[Problem]:
+    data = config.data_of(phase)
+    key = "data.path" if phase.data.path is None else f"phases.{index}.data.path"
+    vocab_size = config.model.vocab_size
+    if data.source == Source.embedded and vocab_size < SMALLEST_VOCABULARY:
+        needs = f"data.source=embedded makes a byte-level vocabulary, which needs at least {SMALLEST_VOCABULARY}"
+        return [Problem("model.vocab_size", f"is {vocab_size}; {needs}")]
+    paths = [entry.path or data.path for entry in data.mixture.values()] or [data.path]
+    here = os.path.exists(data.path)  # noqa: PTH110 (a path too long for the system is none)
+    if data.source == Source.embedded and not here:
+        place = _place_problems(key, data.path, vocab_size)
+        return embedded_problems(config, index, data.path) + place + _unmade_problems(config, phase)
+    if any(is_url(path) for path in paths):
+        return []
+    try:
+        found = ingredients_of(data, opened)
+    except FolderError as error:
+        cure = (
+            f"delete {data.path}, and it is prepared anew; or set another path"
+            if data.source == Source.embedded
+            else "prepare it with tools/prepare_data.py; or, to try some steps on text that Python brings along, "
+            "use data=embedded data.epochs=null run.max_steps=10"
+        )
+        return [Problem(key, f"{error}; {cure}")]
+    if data.source == Source.folder and (misplaced := [one for one in found if _is_misplaced(one.folder)]):
+        where = misplaced[0].folder.path
+        cure = f"move it to {EMBEDDED_PATH.format(vocab_size)}, and prepare the text that this recipe is for"
+        return [Problem(key, f"is {where}, which an earlier version filled with Python's own texts; {cure}")]
+    return content_problems(key, config, phase, found)
+
+
+def _place_problems(key: str, path: str, vocab_size: int) -> list[Problem]:
+    """The embedded corpus is not written where recipes look for real text: they would read it without a word."""
+    if not _is_recipes_path(path):
+        return []
+    cure = f"use data=embedded, or {key}={EMBEDDED_PATH.format(vocab_size)}"
+    return [Problem(key, f"is {path}, where recipes look for prepared text; Python's own is not written there: {cure}")]
+
+
+def _is_misplaced(folder: TokenFolder) -> bool:
+    return _is_recipes_path(str(folder.path)) and folder.manifest.origin.get("corpus") == Source.embedded.value
+
+
+def _is_recipes_path(path: str) -> bool:
+    return f"{os.path.normpath(path)}/".startswith(tuple(f"{known}/" for known in RECIPES_PATHS))
+
+
+def _unmade_problems(config: Config, phase: PhaseConfig) -> list[Problem]:
+    """What an embedded corpus will lack whatever its vocabulary is: a token is a byte of the text at least."""
+    data = config.data_of(phase)
+    try:
+        tokens = parse_tokens(phase.tokens)
+    except ValueError:
+        return []  # reported by the phase's own rules
+    if data.epochs is None:
+        return []
+    from hybridtron.data.prepare.corpus import sizes  # it imports tokenizers
+
+    most = sizes()
+    weights: Mapping[str, float] = {name: one.weight for name, one in data.mixture.items()} or most
+    if not set(weights) <= set(most):
+        return []  # names of the mixture's own, which the folder resolves
+    whole = sum(weights.values())
+    return _epochs_problems(
+        config, phase, {name: weights[name] / whole * tokens / most[name] for name in weights}, "null"
+    )
+
+
+def content_problems(key: str, config: Config, phase: PhaseConfig, found: Sequence[Ingredient]) -> list[Problem]:
+    """What opened sources hold against the model and the lengths of a phase."""
+    folders = {ingredient.folder.name: ingredient.folder for ingredient in found}
+    vocabulary = [p for folder in folders.values() for p in _vocabulary_problems(key, config, phase, folder)]
+    vocabulary += meaning_problems(config, config.phases.index(phase), found[0].folder)
+    return vocabulary + _size_problems(key, config, phase, found) + _amount_problems(config, phase, found)
+
+
+def _vocabulary_problems(key: str, config: Config, phase: PhaseConfig, folder: TokenFolder) -> list[Problem]:
+    """An embedded folder must have been made for this vocabulary size; any other may be smaller than the model's."""
+    has, vocab_size = folder.manifest.vocab_size, config.model.vocab_size
+    if config.data_of(phase).source == Source.embedded:
+        made_for = folder.manifest.origin.get("asked_vocab_size", has)
+        if vocab_size in (has, made_for):
+            return []
+        cure = f"set model.vocab_size={made_for}, or a path where a vocabulary of {vocab_size} can be prepared"
+    elif has <= vocab_size:
+        return []
+    else:
+        cure = f"set model.vocab_size={has} or more, or use other tokens"
+    return [Problem(key, f"{folder.name} has a vocabulary of {has}, model.vocab_size is {vocab_size}; {cure}")]
+
+
+def _amount_problems(config: Config, phase: PhaseConfig, found: Sequence[Ingredient]) -> list[Problem]:
+    """A phase reads no source more often than data.epochs allows."""
+    try:
+        tokens = parse_tokens(phase.tokens)
+    except ValueError:
+        return []  # reported by the phase's own rules
+    reads = {one.source: one.epochs for one in reading_plan(found, tokens)}
+    return _epochs_problems(config, phase, reads, str(math.ceil(max(reads.values()))))
+
+
+def _epochs_problems(config: Config, phase: PhaseConfig, reads: Mapping[str, float], enough: str) -> list[Problem]:
+    """Of the sources that a phase reads too often, the one that it reads most often."""
+    most = config.data_of(phase).epochs
+    source = max(reads, key=lambda name: reads[name])
+    if most is None or reads[source] <= most:
+        return []
+    index = config.phases.index(phase)
+    key = "data.epochs" if phase.data.epochs is None else f"phases.{index}.data.epochs"
+    cure = f"{key}={enough} allows it, phases.{index}.tokens or more text makes it fewer"
+    times = f"{phase.name} reads the source {source} {reads[source]:,.1f} times"
+    return [Problem(key, f"allows {most:g}, and {times}: {cure}")]
+
+
+def _size_problems(key: str, config: Config, phase: PhaseConfig, found: Sequence[Ingredient]) -> list[Problem]:
+    longest = phase.seq_len * max((1, *config.run.eval_lengths))
+    told = []
+    for one in found:
+        if one.tokens("train") <= phase.seq_len:
+            message = f"has {one.tokens('train')} train tokens, and one row takes {phase.seq_len + 1}"
+            told.append(Problem(key, f"{one.folder.name} ({one.name}) {message}; a smaller seq_len or more text works"))
+    most = max(one.tokens("validation") for one in found)
+    if most <= longest:
+        message = f"at most {most} validation tokens in a source, and one row takes {longest + 1}"
+        told.append(Problem(key, f"{message}; smaller run.eval_lengths or seq_len or more text works"))
+    return told

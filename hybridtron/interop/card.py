@@ -1,0 +1,70 @@
+"""README.md of an exported folder, as the Hub shows it: what is known of the model, and lines that load it."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from hybridtron.architecture.table import parameter_table
+from hybridtron.config.choices import Source
+from hybridtron.config.exportable import TRANSFORMERS
+from hybridtron.config.schema import Config, PhaseConfig
+from hybridtron.config.units import readable
+from hybridtron.interop.native import Native
+from hybridtron.interop.tokenizer import SpecialTokens
+
+SHARED_PAD = "padding has no token of its own but is eos; mask padding by attention_mask, not by its id"
+
+
+def card(config: Config, target: Native, special: SpecialTokens) -> str:
+    """Nothing is said that the checkpoint does not know: no licence, and of an import no training."""
+    tags = "\n".join(f"- {tag}" for tag in dict.fromkeys(("hybridtron", target.model_type)))
+    parameters = sum(weight.size for weight in parameter_table(config.model).values())
+    layers = "\n".join(f"- `{letter}`: {entry}" for letter, entry in config.model.layers.items())
+    trust = ", trust_remote_code=True" if target.code else ""
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+{tags}
+---
+
+# {config.run.name}
+
+A language model of {readable(parameters)} parameters.
+
+- pattern: `{config.model.pattern}`, width {config.model.width}, vocabulary {config.model.vocab_size}
+{layers}
+{_training(config)}
+- license: none is stated
+- {SHARED_PAD if special.shared else "padding has a token of its own" if special.pad is not None else "no pad token"}
+- {_versions()}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("."{trust})
+tokenizer = AutoTokenizer.from_pretrained("."{trust})
+```
+"""
+
+
+def _training(config: Config) -> str:
+    if not config.phases:
+        return "- taken over from elsewhere: data and training are not known here"
+    return "\n".join(f"- trained with hybridtron: {_phase(config, phase)}" for phase in config.phases)
+
+
+def _phase(config: Config, phase: PhaseConfig) -> str:
+    data = config.data_of(phase)
+    named = ", ".join(f"{name} x {entry.weight:g}" for name, entry in data.mixture.items())
+    folder = data.path.rstrip("/").rpartition("/")[2]
+    own = "the texts that Python itself brings" if data.source is Source.embedded else folder
+    return f"`{phase.name}`, {phase.tokens} tokens in rows of {phase.seq_len}, of {named or own}"
+
+
+def _versions() -> str:
+    needed = ".".join(map(str, TRANSFORMERS))
+    try:
+        return f"needs transformers {needed} or newer; written with {version('transformers')}"
+    except PackageNotFoundError:
+        return f"needs transformers {needed} or newer"

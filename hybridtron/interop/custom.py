@@ -1,0 +1,119 @@
+"""Every other model: a class of our own, whose files are shipped with the weights (`hybridtron/hf`).
+
+It has one sub-layer for each of ours, in any order, of the kinds that `config/exportable` names. Options of a letter
+are written out, those that stand for a default too: the class knows none of our defaults.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hybridtron.architecture.attention import HeadsSpec
+from hybridtron.architecture.base import MixerSpec, ModelSizes
+from hybridtron.architecture.mamba import MambaSpec
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.table import Architecture, architecture
+from hybridtron.config.exportable import SHIPPED
+from hybridtron.interop.native import Native, Settings, token_rules
+from hybridtron.interop.rules import ATTENTION, MAMBA, MAMBA2, MLP, Names, Rule, Rules
+
+HOME = Path(__file__).resolve().parents[1] / "hf"
+NAMES: dict[str, Names] = {"mamba": MAMBA, "mamba2": MAMBA2, "attention": ATTENTION, "span": ATTENTION, "swiglu": MLP}
+CONVOLUTIONS: Names = {
+    "q_conv1d.weight": ("q_conv",),
+    "k_conv1d.weight": ("kv_conv.k",),
+    "v_conv1d.weight": ("kv_conv.v",),
+}
+CONVOLUTION_BIASES: Names = {
+    "q_conv1d.bias": ("q_conv_bias",),
+    "k_conv1d.bias": ("kv_conv_bias.k",),
+    "v_conv1d.bias": ("kv_conv_bias.v",),
+}
+AUTO_MAP = {
+    "AutoConfig": "configuration_hybridtron.HybridtronConfig",
+    "AutoModel": "modeling_hybridtron.HybridtronModel",
+    "AutoModelForCausalLM": "modeling_hybridtron.HybridtronForCausalLM",
+}
+
+
+class ForeignCode(ValueError):
+    """A folder brings code that is not ours, or not as we have it; it is not run."""
+
+
+class Custom(Native):
+    """Any model of mixers that the class has."""
+
+    name, model_type = SHIPPED, "hybridtron"
+    code = tuple(sorted(HOME.glob("*_hybridtron.py")))
+
+    def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
+        by_letter = dict(zip(arch.letters, arch.specs, strict=True))
+        return {
+            "auto_map": AUTO_MAP,
+            "pattern": "".join(arch.letters),
+            "layers": {letter: _options(spec, arch.sizes) for letter, spec in by_letter.items()},
+            "num_hidden_layers": len(arch.specs),
+            "rms_norm_eps": model.norm_eps,
+            "residual_in_fp32": model.residual_fp32,
+            "max_position_embeddings": length,
+        }
+
+    def rules(self, model: ModelConfig) -> list[Rule]:
+        rules = Rules(model)
+        token_rules(rules, model, "model.embed_tokens.weight", "model.norm.weight")
+        for index, spec in enumerate(architecture(model).specs):
+            rules.add(f"model.layers.{index}.norm.weight", f"layers.{index}.norm.weight")
+            for names in _names(spec):
+                rules.add_all(f"model.layers.{index}.mixer", names, index)
+        return rules.complete()
+
+    def model(self, theirs: Settings) -> ModelConfig:
+        return ModelConfig(
+            width=theirs["hidden_size"],
+            vocab_size=theirs["vocab_size"],
+            pattern=theirs["pattern"],
+            layers=theirs["layers"],
+            tie_embeddings=theirs["tie_word_embeddings"],
+            norm_eps=theirs["rms_norm_eps"],
+            residual_fp32=theirs.get("residual_in_fp32", False),
+            embedding_std=theirs["initializer_range"],
+        )
+
+
+def brings_our_code(folder: Path) -> bool:
+    """Whether a folder is of our class, with our files, byte for byte. Raises ForeignCode where it has other code.
+
+    Told to trust a folder, transformers runs what auto_map names, a generate of the folder's own, and the code of the
+    model that an adapter is for, wherever that is.
+    """
+    auto_map = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("auto_map")
+    if auto_map is None:
+        return False
+    if auto_map != AUTO_MAP:
+        raise ForeignCode(f"{folder / 'config.json'} names code that is not ours in auto_map: {auto_map}")
+    if (folder / "adapter_config.json").exists():
+        raise ForeignCode(f"{folder / 'adapter_config.json'} names another model, whose code is not run")
+    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.py")}
+    ours = {path.name: path.read_bytes() for path in Custom.code}
+    if other := sorted(name for name in found.keys() | ours.keys() if found.get(name) != ours.get(name)):
+        raise ForeignCode(f"{folder / other[0]} is not this version's {other[0]}, and is not run")
+    return True
+
+
+def _names(spec: MixerSpec) -> list[Names]:
+    names = [NAMES[spec.kind]]
+    if isinstance(spec, HeadsSpec) and spec.conv:
+        names += [CONVOLUTIONS, CONVOLUTION_BIASES] if spec.conv_bias else [CONVOLUTIONS]
+    return names
+
+
+def _options(spec: MixerSpec, sizes: ModelSizes) -> dict[str, Any]:
+    options: dict[str, Any] = {"kind": spec.kind, **asdict(spec)}
+    if isinstance(spec, HeadsSpec):
+        options |= {"kv_heads": spec.groups(), "head_dim": spec.head(sizes)}
+    if isinstance(spec, MambaSpec):
+        options["dt_rank"] = spec.rank(sizes)
+    return options

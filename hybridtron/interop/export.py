@@ -1,0 +1,109 @@
+"""From a checkpoint of any layout to a folder that transformers loads by itself, tensor by tensor, without processes.
+
+config.json, generation_config.json, tokenizer.json, tokenizer_config.json, README.md
+model.safetensors, or shards and their index
+*_hybridtron.py                  the class, where transformers has none
+hybridtron_export.json           which checkpoint this was, and what wrote it
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.files import appearing
+from hybridtron.checkpoint.manifest import FILE, digest
+from hybridtron.config.choices import Export as Wanted
+from hybridtron.config.exportable import RECORD, CannotExport, export_class
+from hybridtron.interop.card import SHARED_PAD, card
+from hybridtron.interop.custom import Custom
+from hybridtron.interop.native import Mamba, Mamba2, Native
+from hybridtron.interop.native_pairs import Granite, Llama, Mistral
+from hybridtron.interop.tokenizer import SpecialTokens, write_tokenizer
+from hybridtron.interop.writer import Planned, write_json, write_weights
+from hybridtron.requirements import is_there
+
+NATIVES: tuple[Native, ...] = (Mamba(), Mamba2(), Llama(), Mistral(), Granite())
+CUSTOM = Custom()
+TARGETS = (*NATIVES, CUSTOM)
+LONGEST = "max_position_embeddings"
+UNKNOWN_LENGTH = 2048  # what transformers takes where config.json is silent
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is to be written of a checkpoint; everything is known before a tensor is read."""
+
+    source: Checkpoint
+    target: Native
+    dtype: torch.dtype | None  # None: as the checkpoint has them
+    shard_bytes: int
+
+    def tensors(self) -> list[Planned]:
+        """Those of the fp32 islands (A_log, D, the bias of dt) stay in fp32 whatever was asked for."""
+        planned = []
+        for rule in self.target.rules(self.source.config.model):
+            asked = self.dtype or self.source.dtype(rule.ours[0])
+            planned.append(Planned(rule, torch.float32 if rule.fp32 else asked))
+        return planned
+
+    def write(self, folder: Path, progress: Progress) -> SpecialTokens:
+        """Everything but the proof that it is right."""
+        config, tensors = self.source.config, self.tensors()
+        if missing := sorted({key for t in tensors for key in t.rule.ours} - self.source.shapes.keys()):
+            raise CannotExport(f"{self.source.folder} holds no {missing[0]}: it is not of the model in its config.yaml")
+        write_weights(folder, tensors, self.shard_bytes, lambda rule: rule.to_theirs(self.source.whole), progress)
+        written = str(max({t.dtype for t in tensors if not t.rule.fp32}, key=str)).removeprefix("torch.")
+        length, tokenizer = self._length(), self.source.verified("tokenizer.json")
+        special = write_tokenizer(folder, tokenizer, self._eos(), config.model.vocab_size, length)
+        tokens = special.settings()
+        types = {"dtype": written, "torch_dtype": written}
+        write_json(folder / "config.json", {**self.target.config(config.model, length), **types, **tokens})
+        write_json(folder / "generation_config.json", {"_from_model_config": True, **tokens})
+        for path in self.target.code:
+            (folder / path.name).write_bytes(path.read_bytes())
+        (folder / "README.md").write_text(card(config, self.target, special), encoding="utf-8")
+        write_json(folder / RECORD, self._record(written))
+        return special
+
+    def _length(self) -> int:
+        """Tokens of the longest row that it was trained on, or for an import what its config.json said."""
+        lengths = [phase.seq_len for phase in self.source.config.phases]
+        return max(lengths, default=int(self.source.meta.data.get(LONGEST, UNKNOWN_LENGTH)))
+
+    def _eos(self) -> int | None:
+        stored = self.source.meta.data.get("eos")
+        return None if stored is None else int(stored)
+
+    def _record(self, dtype: str) -> dict[str, object]:
+        names = [name for name in ("torch", "transformers", "safetensors") if is_there(name)]
+        return {
+            "checkpoint": str(self.source.folder.resolve()),
+            "manifest": digest((self.source.folder / FILE).read_bytes()),
+            "step": self.source.meta.step,
+            "target": self.target.name,
+            "dtype": dtype,
+            "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
+        }
+
+
+def target_of(model: ModelConfig, wanted: Wanted) -> Native:
+    """The class that a model is of, exactly: one of transformers', or ours. Raises CannotExport where it is none."""
+    name = export_class(model, wanted)
+    return next(target for target in TARGETS if target.name == name)
+
+
+def export(output: Path, plan: Export, prove: Callable[[Path], None], progress: Progress) -> list[str]:
+    """Write the folder aside, prove it, and only then give it its name. What its users should know is returned."""
+    with appearing(output) as aside:
+        special = plan.write(aside, progress)
+        prove(aside)
+    return [SHARED_PAD] if special.shared else []

@@ -1,0 +1,112 @@
+"""The format of state-spaces/mamba: config.json without a model_type, names of its own. It is read, never written.
+
+    mamba-*           Mamba-1                     ssm_cfg.layer Mamba1, or none
+    mamba2-*          Mamba-2                     ssm_cfg.layer Mamba2
+    mamba2attn-2.7b   Mamba-2, and attention in the layers of attn_layer_idx, with a convolution on q, k and v
+
+An MLP (d_intermediate) is fused as up, gate: the other way round than elsewhere. Vocabularies are padded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridtron.architecture.attention import AttentionSpec
+from hybridtron.architecture.mamba import MambaSpec
+from hybridtron.architecture.mamba2 import Mamba2Spec
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.table import architecture
+from hybridtron.interop.native import Settings
+from hybridtron.interop.rules import MAMBA, MAMBA2, Names, Rule, Rules
+
+NORM_EPS = 1e-5  # which config.json does not say
+ATTENTION: Names = {
+    "in_proj.weight": ("q.weight", "kv.weight.k", "kv.weight.v"),
+    "out_proj.weight": ("out.weight",),
+}
+CONVOLUTION: Names = {
+    "conv1d.weight": ("q_conv", "kv_conv.k", "kv_conv.v"),
+    "conv1d.bias": ("q_conv_bias", "kv_conv_bias.k", "kv_conv_bias.v"),
+}
+
+
+class Original:
+    """What the reference implementation of Mamba writes."""
+
+    name = "state-spaces/mamba"
+
+    def model(self, theirs: Settings) -> ModelConfig:
+        """Raises ValueError where it has something that we do not."""
+        if not theirs.get("rms_norm", True):
+            raise ValueError("has rms_norm=false: its LayerNorms have biases, which our norms have not")
+        attended = set(theirs.get("attn_layer_idx") or [])
+        hidden = theirs.get("d_intermediate") or 0
+        layers: dict[str, dict[str, Any]] = {"M": self._mixer(dict(theirs.get("ssm_cfg") or {}))}
+        if attended:
+            layers["A"] = self._attention(dict(theirs["attn_cfg"]))
+        if hidden:
+            layers["-"] = {"kind": "swiglu", "hidden": -(-hidden // 128) * 128}
+        letters = ("A" if index in attended else "M" for index in range(theirs["n_layer"]))
+        multiple = theirs.get("pad_vocab_size_multiple", 8)
+        return ModelConfig(
+            width=theirs["d_model"],
+            vocab_size=-(-theirs["vocab_size"] // multiple) * multiple,
+            pattern="".join(letter + "-" * bool(hidden) for letter in letters),
+            layers=layers,
+            tie_embeddings=theirs.get("tie_embeddings", True),
+            norm_eps=NORM_EPS,
+            residual_fp32=theirs.get("residual_in_fp32", True),
+        )
+
+    def _mixer(self, theirs: Settings) -> dict[str, Any]:
+        kinds = {"Mamba1": "mamba", "Mamba2": "mamba2"}
+        kind = theirs.pop("layer", "Mamba1")
+        names = {"d_state": "state", "d_conv": "conv", "expand": "expand"}
+        if kind == "Mamba1":
+            names |= {"dt_rank": "dt_rank"}
+        else:
+            names |= {"headdim": "head_dim", "ngroups": "groups"}
+        if kind not in kinds or (unknown := sorted(set(theirs) - set(names))):
+            raise ValueError(f"has ssm_cfg.{'layer=' + kind if kind not in kinds else unknown[0]}")
+        options = {names[key]: value for key, value in theirs.items() if value != "auto"}
+        return {"kind": kinds[kind], **options}
+
+    def _attention(self, theirs: Settings) -> dict[str, Any]:
+        if not theirs.pop("causal", True) or theirs.pop("qkv_proj_bias", False) or theirs.pop("out_proj_bias", False):
+            raise ValueError("has attn_cfg with biases, or without causality; we have neither")
+        spec: dict[str, Any] = {"kind": "attention", "heads": theirs.pop("num_heads")}
+        for key, name in (("num_heads_kv", "kv_heads"), ("head_dim", "head_dim")):
+            if (value := theirs.pop(key, None)) is not None:
+                spec[name] = value
+        turned, taps = theirs.pop("rotary_emb_dim", 0), theirs.pop("d_conv", 0)
+        spec |= {"rotary_dim": turned, "rope_base": float(theirs.pop("rotary_emb_base", 10000.0))}
+        if not turned:
+            spec |= {"rotary_dim": None, "rope_base": None}
+        if taps:
+            spec |= {"conv": taps, "conv_bias": True, "conv_silu": False}
+        if theirs:
+            raise ValueError(f"has attn_cfg.{next(iter(theirs))}, which we do not know")
+        return spec
+
+    def rules(self, model: ModelConfig) -> list[Rule]:
+        rules = Rules(model)
+        rules.add("backbone.embedding.weight", "embedding.weight")
+        rules.add("backbone.norm_f.weight", "norm.weight")
+        if not model.tie_embeddings:
+            rules.add("lm_head.weight", "head.weight")
+        layer = -1
+        for index, spec in enumerate(architecture(model).specs):
+            here, norm = f"layers.{index}.norm.weight", "norm"
+            if isinstance(spec, MambaSpec | Mamba2Spec | AttentionSpec):
+                layer += 1
+                theirs = f"backbone.layers.{layer}.mixer"
+                names = {MambaSpec: MAMBA, Mamba2Spec: MAMBA2, AttentionSpec: ATTENTION}[type(spec)]
+                rules.add_all(theirs, names, index)
+                if isinstance(spec, AttentionSpec) and spec.conv:
+                    rules.add_all(theirs, CONVOLUTION, index)
+            else:
+                norm, gate_up = "norm2", f"layers.{index}.mixer.gate_up.weight"
+                rules.add(f"backbone.layers.{layer}.mlp.fc1.weight", f"{gate_up}.up", f"{gate_up}.gate")
+                rules.add(f"backbone.layers.{layer}.mlp.fc2.weight", f"layers.{index}.mixer.down.weight")
+            rules.add(f"backbone.layers.{layer}.{norm}.weight", here)
+        return rules.complete()

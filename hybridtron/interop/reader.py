@@ -1,0 +1,111 @@
+"""Tensors of a folder as the Hugging Face Hub has it: safetensors, in shards or not, or pytorch_model.bin."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hybridtron.checkpoint.files import NAMES, bytes_of
+from hybridtron.interop.config_json import CannotImport, read_object
+from hybridtron.interop.writer import INDEX
+
+FLOATS = ("F64", "F32", "BF16", "F16")
+
+
+class Place(NamedTuple):
+    """Where a tensor's values lie in a file."""
+
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def placed(file: Path) -> dict[str, Place]:
+    """The head of a file of safetensors."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        head = json.loads(opened.read(size))
+    head.pop("__metadata__", None)
+    if strange := [f"{name} is of type {one['dtype']}" for name, one in head.items() if one["dtype"] not in FLOATS]:
+        raise CannotImport(f"{file}: {strange[0]}; only weights of {', '.join(FLOATS)} are taken over")
+    return {
+        name: Place(8 + size + one["data_offsets"][0], NAMES[one["dtype"]], tuple(one["shape"]))
+        for name, one in head.items()
+    }
+
+
+def read_values(file: Path, place: Place) -> Tensor:
+    """Values of a tensor, read; pages of a mapped file would stay and count as memory."""
+    into = torch.empty(place.shape, dtype=place.dtype)
+    with file.open("rb", buffering=0) as opened:
+        opened.seek(place.start)
+        rest = bytes_of(into)
+        while rest and (got := opened.readinto(rest)):
+            rest = rest[got:]
+    if rest:
+        raise CannotImport(f"{file} ends before its last tensor")
+    return into
+
+
+class Weights:
+    """Every tensor by its name; shapes at once, values when they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._of_name: dict[str, Callable[[], Tensor]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        files = sorted(self._files())
+        if files:
+            for file in files:
+                self._add_safetensors(file)
+        elif (pickled := folder / "pytorch_model.bin").exists():
+            self._add_pickled(pickled)
+        else:
+            raise CannotImport(f"{folder} has neither model.safetensors nor {INDEX} nor pytorch_model.bin")
+
+    def read(self, name: str) -> Tensor:
+        return self._of_name[name]()
+
+    def _files(self) -> set[Path]:
+        index = self.folder / INDEX
+        if index.exists():
+            placed_in = read_object(index).get("weight_map")
+            if not isinstance(placed_in, dict) or not all(isinstance(name, str) for name in placed_in.values()):
+                raise CannotImport(f"{index} has no weight_map, or one that names no files")
+            names = set(placed_in.values())
+            if strange := [name for name in names if Path(name).name != name]:
+                raise CannotImport(f"{index} names {strange[0]!r}, which is outside its folder")
+            return {self.folder / name for name in names}
+        single = self.folder / "model.safetensors"
+        return {single} if single.exists() else set()
+
+    def _add_safetensors(self, file: Path) -> None:
+        try:
+            with safe_open(file, framework="pt"):  # its checks of the head are those that everybody trusts
+                pass
+        except (OSError, SafetensorError) as error:
+            raise CannotImport(f"{file} can't be read: {error}") from error
+        for name, place in placed(file).items():
+            self.shapes[name] = place.shape
+            self._of_name[name] = partial(read_values, file, place)
+
+    def _add_pickled(self, file: Path) -> None:
+        """Nothing but tensors is unpickled."""
+        try:
+            stored: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # a broken or foreign file can raise anything
+            raise CannotImport(f"{file} can't be read: {error}") from error
+        if not isinstance(stored, dict) or not all(
+            isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in stored.items()
+        ):
+            raise CannotImport(f"{file} is no dictionary of tensors by their names")
+        for name, tensor in stored.items():
+            self.shapes[name] = tuple(tensor.shape)
+            self._of_name[name] = lambda tensor=tensor: tensor

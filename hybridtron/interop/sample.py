@@ -1,0 +1,96 @@
+"""The proof for a model that is too large to be held twice: some of its layers, as a model of their own.
+
+Of every kind of layer the first and the last are taken, with embedding, norm and head. They are a model of the same
+letters: ours gets its weights from the checkpoint, theirs from the files of the folder, under the names that these
+layers have there; its configuration is the folder's, but for what says how many layers there are and which.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.table import Architecture, architecture, parameter_table
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.interop.native import Native
+from hybridtron.interop.reader import Weights
+from hybridtron.interop.rules import Rule
+from hybridtron.interop.verify import NotTheSame, Proof, same_model
+from hybridtron.interop.writer import write_json
+from hybridtron.model.lm import LanguageModel
+
+
+def verify_sample(folder: Path, checkpoint: Checkpoint, target: Native) -> Proof:
+    """Raises NotTheSame, saying what differs."""
+    whole = checkpoint.config.model
+    taken = sampled(architecture(whole), target.together)
+    model = part_of(whole, taken)
+    theirs, weights = _names_in_the_folder(whole, model, taken, target), Weights(folder)
+    if missing := sorted(set(theirs.values()) - weights.shapes.keys()):
+        raise NotTheSame(f"{folder} has no {missing[0]}")
+    with tempfile.TemporaryDirectory() as place:
+        aside = Path(place)
+        tensors = {name: weights.read(in_folder).contiguous() for name, in_folder in theirs.items()}
+        save_file(tensors, aside / "model.safetensors", {"format": "pt"})
+        write_json(aside / "config.json", _settings(folder, whole, model, target))
+        for path in target.code:
+            (aside / path.name).write_bytes((folder / path.name).read_bytes())
+        return same_model(aside, model, _ours(checkpoint, model, taken))
+
+
+def sampled(arch: Architecture, together: int) -> list[int]:
+    """The sub-layers of the first and the last layer of every kind; some layers are two of them."""
+    groups = [range(first, first + together) for first in range(0, len(arch.specs), together)]
+    kinds = ["".join(arch.letters[index] for index in group) for group in groups]
+    chosen = {kinds.index(kind) for kind in kinds} | {len(kinds) - 1 - kinds[::-1].index(kind) for kind in kinds}
+    return [index for number in sorted(chosen) for index in groups[number]]
+
+
+def part_of(model: ModelConfig, taken: list[int]) -> ModelConfig:
+    """The model of some of a model's sub-layers."""
+    letters = architecture(model).letters
+    pattern = "".join(letters[index] for index in taken)
+    return replace(model, pattern=pattern, layers={k: v for k, v in model.layers.items() if k in pattern})
+
+
+def sample_size(model: ModelConfig, target: Native) -> int:
+    """Parameters of the part that is compared."""
+    part = part_of(model, sampled(architecture(model), target.together))
+    return sum(parameter.size for parameter in parameter_table(part).values())
+
+
+def _names_in_the_folder(whole: ModelConfig, part: ModelConfig, taken: list[int], target: Native) -> dict[str, str]:
+    """Their name in the part -> their name in the whole model, of the same tensor of ours."""
+    in_whole = {rule.ours: rule.theirs for rule in target.rules(whole)}
+
+    def moved(rule: Rule) -> tuple[str, ...]:
+        return tuple(_of_whole(key, taken) for key in rule.ours)
+
+    return {rule.theirs: in_whole[moved(rule)] for rule in target.rules(part)}
+
+
+def _of_whole(name: str, taken: list[int]) -> str:
+    return re.sub(r"^layers\.(\d+)", lambda found: f"layers.{taken[int(found[1])]}", name)
+
+
+def _settings(folder: Path, whole: ModelConfig, part: ModelConfig, target: Native) -> dict[str, object]:
+    """The folder's config.json, with what is otherwise in a model of fewer layers."""
+    found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    of_whole, of_part = target.config(whole, 1), target.config(part, 1)
+    return found | {key: value for key, value in of_part.items() if of_whole.get(key) != value}
+
+
+def _ours(checkpoint: Checkpoint, model: ModelConfig, taken: list[int]) -> LanguageModel:
+    ours = LanguageModel(model)
+    read = checkpoint.weights(parameter_table(checkpoint.config.model))
+    with torch.no_grad():
+        for name, weight in ours.named_parameters():
+            weight.copy_(read(_of_whole(name, taken)))
+    return ours

@@ -1,0 +1,68 @@
+"""The tokenizer of an exported folder: the run's own, with a pad token where the model has an id to spare.
+
+Padding with eos works, but who fine-tunes with it masks eos together with the padding, and the model forgets to stop.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from hybridtron.data.same_vocabulary import is_readable
+from hybridtron.interop.writer import write_json
+
+PAD = "<|pad|>"
+KNOWN_PADS = (PAD, "<pad>", "[PAD]", "<|padding|>", "<|finetune_right_pad_id|>")
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Ids, as config.json names them; `shared` where padding has no id of its own."""
+
+    eos: int | None
+    pad: int | None
+
+    @property
+    def shared(self) -> bool:
+        return self.pad is not None and self.pad == self.eos
+
+    def settings(self) -> dict[str, int | None]:
+        return {"bos_token_id": self.eos, "eos_token_id": self.eos, "pad_token_id": self.pad}
+
+
+def write_tokenizer(folder: Path, stored: bytes, eos: int | None, vocab_size: int, length: int) -> SpecialTokens:
+    """tokenizer.json and tokenizer_config.json, from a checkpoint's tokenizer."""
+    values: dict[str, object] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": length,
+    }
+    special = SpecialTokens(eos, eos)
+    if is_readable(stored):
+        stored, ids = _with_pad(stored, vocab_size)
+        names = {number: token for token, number in ids.items()}
+        pad = next((ids[token] for token in KNOWN_PADS if token in ids and ids[token] != eos), eos)
+        special = SpecialTokens(eos, pad)
+        values |= {f"{name}_token": names[eos] for name in ("bos", "eos") if eos in names}
+        values |= {"pad_token": names[pad]} if pad in names else {}
+    (folder / "tokenizer.json").write_bytes(stored)
+    write_json(folder / "tokenizer_config.json", values)
+    return special
+
+
+def _with_pad(stored: bytes, vocab_size: int) -> tuple[bytes, dict[str, int]]:
+    """With a pad token, unless there is one or no id is left; and the ids of all tokens."""
+    ids = Tokenizer.from_str(stored.decode()).get_vocab(with_added_tokens=True)
+    free = max((number + 1 for number in ids.values()), default=0)
+    if any(token in ids for token in KNOWN_PADS) or free >= vocab_size:
+        return stored, ids
+    values: dict[str, Any] = json.loads(stored)
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = {"id": free, "content": PAD, **plain, "special": True}
+    values["added_tokens"] = [*(values.get("added_tokens") or []), added]
+    return json.dumps(values, ensure_ascii=False, indent=2).encode(), ids | {PAD: free}

@@ -1,0 +1,190 @@
+"""The proof that a folder is the model that a checkpoint holds: transformers loads it, and reads and writes as we do.
+
+Both compute in fp32 on the CPU. Rows are of adversarial lengths: 1, shorter and longer than the convolution, the window
+and the chunks of the scans and spans. Logits must agree at every position, the greedy continuation token by token, into
+a chunk that reads blocks of the prompt; where logits do not, the layer after which the streams part is named.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.span import SpanSpec
+from hybridtron.architecture.table import architecture
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.data.batch import SeqInfo
+from hybridtron.interop.custom import ForeignCode, brings_our_code
+from hybridtron.model.generate import generate
+from hybridtron.model.layer import ResidualOut
+from hybridtron.model.lm import LanguageModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TOLERANCE = 1e-5
+NEW_TOKENS = 12
+CHUNKS = 300  # tokens, more than one chunk of any scan has
+
+
+class NotTheSame(ValueError):
+    """A folder is not the model that it was made of."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How far the logits were apart at most, as a share of their largest."""
+
+    lengths: tuple[int, ...]
+    logits: float
+
+
+def verify(folder: Path, checkpoint: Checkpoint) -> Proof:
+    """Raises NotTheSame, saying what differs."""
+    return same_model(folder, checkpoint.config.model, _whole(checkpoint))
+
+
+def same_model(folder: Path, model: ModelConfig, ours: LanguageModel) -> Proof:
+    """The same for weights that are at hand, as the checkpoint has them: they are rounded to the folder's type."""
+    with _quiet():
+        theirs = loaded(folder)
+        if (tied := theirs.config.tie_word_embeddings) is not model.tie_embeddings:
+            raise NotTheSame(f"{folder} has tie_word_embeddings={tied}, the checkpoint has not")
+        ours = in_fp32(ours, DTYPES[json.loads((folder / "config.json").read_text())["dtype"]])
+        try:
+            return _proof(folder, theirs, ours, model)
+        except NotTheSame:
+            if not _span_chunks(model):
+                raise
+            # of two blocks that are nearly as relevant either may be chosen in fp32
+            return _proof(folder, theirs.double(), ours.double(), model)
+
+
+def _proof(folder: Path, theirs: Any, ours: LanguageModel, model: ModelConfig) -> Proof:
+    lengths = lengths_of(model)
+    worst = max(_same_logits(folder, theirs, ours, model, length) for length in lengths)
+    _same_continuation(folder, theirs, ours, model)
+    return Proof(lengths, worst)
+
+
+@torch.no_grad()
+def _same_logits(folder: Path, theirs: Any, ours: LanguageModel, model: ModelConfig, length: int) -> float:
+    """How far the logits of two random rows are apart at most, as a share of the largest."""
+    tokens_BL = torch.randint(model.vocab_size, (2, length), generator=torch.Generator().manual_seed(length))
+    expected = ours(tokens_BL, None, SeqInfo.stream(2, length)).output.transpose(0, 1)
+    found = theirs(tokens_BL).logits
+    if found.shape != expected.shape:
+        raise NotTheSame(f"{folder} answers logits of shape {tuple(found.shape)}, not {tuple(expected.shape)}")
+    apart = _apart(found, expected)
+    if not apart <= TOLERANCE:
+        much = f"{apart:.1e} of the largest apart (at most {TOLERANCE:g})"
+        raise NotTheSame(f"{folder}: logits of {length} tokens are {much}; {_parting(theirs, ours, tokens_BL)}")
+    return apart
+
+
+def _parting(theirs: Any, ours: LanguageModel, tokens_BL: Tensor) -> str:
+    """The first of their layers after which the streams differ; some of their layers are two of our sub-layers."""
+    streams: list[Tensor] = []
+
+    def note(layer: torch.nn.Module, given: tuple[Any, ...], out: ResidualOut) -> None:
+        streams.append(out.x_LBD + out.added_LBD)
+
+    hooks = [layer.register_forward_hook(note) for layer in ours.layers.values()]
+    batch, length = tokens_BL.shape
+    ours(tokens_BL, None, SeqInfo.stream(batch, length))
+    for hook in hooks:
+        hook.remove()
+    found = theirs(tokens_BL, output_hidden_states=True).hidden_states
+    together = len(streams) // (len(found) - 1)
+    embedded_BLD = ours.embedding(tokens_BL).transpose(0, 1)
+    first = 1 if _apart(found[0], embedded_BLD) <= TOLERANCE else 0  # Mamba's classes leave the embedding out
+    for layer, stream in enumerate(found[first:-1]):  # the last one has passed the norm
+        if not _apart(stream, streams[(layer + 1) * together - 1].transpose(0, 1)) <= TOLERANCE:
+            return f"the streams part in layer {layer}"
+    return "the streams part in the last layer, or behind it"
+
+
+def _apart(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+def loaded(folder: Path) -> Any:
+    """The folder's model in fp32, if transformers finds in it exactly what it looks for."""
+    import transformers
+
+    try:
+        trust = brings_our_code(folder)
+    except ForeignCode as error:
+        raise NotTheSame(str(error)) from error
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=trust
+    )
+    faults = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
+    if faults:
+        raise NotTheSame(f"{folder} does not load as it stands: {faults}")
+    return model.eval()
+
+
+def in_fp32(model: LanguageModel, dtype: torch.dtype) -> LanguageModel:
+    """Computing in fp32, with weights rounded to a type."""
+    return model.cast(dtype).cast(torch.float32).eval()
+
+
+def own_model(checkpoint: Checkpoint, dtype: torch.dtype) -> LanguageModel:
+    """What a checkpoint holds, so."""
+    return in_fp32(_whole(checkpoint), dtype)
+
+
+def _whole(checkpoint: Checkpoint) -> LanguageModel:
+    model = LanguageModel(checkpoint.config.model)
+    checkpoint.load_weights(model)
+    return model
+
+
+def lengths_of(model: ModelConfig) -> tuple[int, ...]:
+    """One token; around the convolution and the window; more than a chunk of a scan, and of spans."""
+    specs = architecture(model).specs
+    windows = {window for spec in specs if (window := getattr(spec, "window", None)) is not None}
+    around = {near for window in windows for near in (window - 1, window, window + 1, 2 * window + 3)}
+    return tuple(sorted({1, 2, 3, 5, CHUNKS, *around, *(chunk + 3 for chunk in _span_chunks(model))}))
+
+
+def _span_chunks(model: ModelConfig) -> set[int]:
+    """The sizes of chunks that read chosen blocks outside training."""
+    specs = architecture(model).specs
+    return {max(s.chunks()) for s in specs if isinstance(s, SpanSpec) and s.eval == "span" and s.retrieves}
+
+
+def _same_continuation(folder: Path, theirs: Any, ours: LanguageModel, model: ModelConfig) -> None:
+    length = max(7, max(_span_chunks(model), default=0) - NEW_TOKENS // 2)
+    prompt_BL = torch.randint(model.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    expected: Tensor = generate(ours, prompt_BL, NEW_TOKENS, temperature=0, seed=0)
+    made = theirs.generate(
+        prompt_BL, attention_mask=torch.ones_like(prompt_BL), max_new_tokens=NEW_TOKENS, do_sample=False,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    found: Sequence[int] = made[0, prompt_BL.shape[1] :].tolist()
+    if found != expected[0].tolist():
+        raise NotTheSame(f"{folder} goes on with {found}, not {expected[0].tolist()}")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers tells of slow paths and missing kernels, which concern nobody here."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

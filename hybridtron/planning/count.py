@@ -1,0 +1,173 @@
+"""Parameters, FLOPs and memory of a configuration, known without building it.
+
+FLOPs are per token of a sequence of `seq_len`, a multiply-add counting 2; training costs 3 times the forward pass
+(once for the values, twice for the gradients). Counted are the projections, the head (2 width vocab_size, tied or
+not), attention over the positions that a token really sees (causal, within its window), the convolutions, and the
+recurrence of each mixer (the part `scan`, which is elementwise: it is bound by memory, not by arithmetic). Not
+counted are the embedding, which is a lookup, and norms, activations, rotary positions and the optimizer, which are
+far below 1% together.
+
+Memory is an estimate for one process with fused kernels: nothing of size seq_len x seq_len is kept, nothing is
+recomputed, and buffers of the allocator or the kernels are left out. FP8 counts as bf16: what its products keep in one
+byte is not subtracted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.table import architecture, parameter_table
+from hybridtron.config.choices import FP8_MULTIPLES, Precision
+
+BACKWARD_AND_FORWARD = 3
+
+VALUE_BYTES = {Precision.fp32: 4, Precision.bf16: 2} | dict.fromkeys(FP8_MULTIPLES, 2)
+FP32_BYTES = 4
+"""Of a weight or an activation as it is computed with, by precision; and of what is kept in fp32 whatever that is."""
+
+LOGITS_BYTES = 2**28
+"""Logits that the loss makes at a time, on one device. Each time costs a sum over the gradient of the head's weight:
+12 bytes of traffic per weight in bf16 against 6 FLOPs per weight and token, so a thousand tokens are too few for a GPU.
+"""
+
+
+@dataclass(frozen=True)
+class LayerCount:
+    """One residual sub-layer: its mixer, its parameters with its norm's, its forward FLOPs per token by part."""
+
+    letter: str
+    kind: str
+    options: str
+    parameters: int
+    flops: dict[str, float]
+
+    @property
+    def forward_flops(self) -> float:
+        """Forward FLOPs per token."""
+        return sum(self.flops.values())
+
+
+@dataclass(frozen=True)
+class ModelCount:
+    """The whole model at one sequence length: its sub-layers and what stands around them."""
+
+    layers: tuple[LayerCount, ...]
+    stages: tuple[int, ...]
+    seq_len: int
+    embedding: int  # parameters of the embedding
+    head: int  # parameters of the head, 0 when it is tied to the embedding
+    norm: int  # parameters of the last norm
+    head_flops: float  # forward, per token
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model; a tied head counts once."""
+        return self.embedding + self.head + self.norm + sum(layer.parameters for layer in self.layers)
+
+    @property
+    def flops_by_part(self) -> dict[str, float]:
+        """Forward FLOPs per token, summed over the sub-layers, by part."""
+        parts: Counter[str] = Counter()
+        for layer in self.layers:
+            parts.update(layer.flops)
+        return {**parts, "head": self.head_flops}
+
+    @property
+    def forward_flops(self) -> float:
+        """Forward FLOPs per token."""
+        return self.head_flops + sum(layer.forward_flops for layer in self.layers)
+
+    @property
+    def flops_per_token(self) -> float:
+        """FLOPs per token of a training step, forward and backward."""
+        return BACKWARD_AND_FORWARD * self.forward_flops
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one process holds while it trains, in bytes."""
+
+    weights: int  # as the forward pass reads them
+    gradients: int  # fp32
+    optimizer: int  # AdamW's two fp32 moments, and fp32 master weights where the weights are narrower
+    activations: int  # kept for the backward pass by the sub-layers of one micro batch
+    logits: int  # as many as the loss makes at a time, and the gradients that it makes of its input and the head
+    states: int = 0  # carried ones: what a step starts from, and what it ends in
+
+    @property
+    def total(self) -> int:
+        """All of it together."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.states
+
+
+def count(model: ModelConfig, seq_len: int) -> ModelCount:
+    """Parameters and FLOPs of a model whose options are checked."""
+    arch = architecture(model)
+    layers = tuple(
+        LayerCount(
+            letter=letter,
+            kind=spec.kind,
+            options=spec.describe(),
+            parameters=model.width + sum(parameter.size for parameter in spec.parameters(arch.sizes).values()),
+            flops={part: flops for part, flops in spec.flops(arch.sizes, seq_len).items() if flops},
+        )
+        for letter, spec in zip(arch.letters, arch.specs, strict=True)
+    )
+    matrix = model.vocab_size * model.width
+    return ModelCount(
+        layers=layers,
+        stages=arch.stages,
+        seq_len=seq_len,
+        embedding=matrix,
+        head=0 if model.tie_embeddings else matrix,
+        norm=model.width,
+        head_flops=2 * matrix,
+    )
+
+
+def stream_bytes(model: ModelConfig, precision: Precision) -> int:
+    """Of one value of the residual stream."""
+    return FP32_BYTES if model.residual_fp32 else VALUE_BYTES[precision]
+
+
+def memory(model: ModelConfig, precision: Precision, seq_len: int, micro_batch: int) -> Memory:
+    """Bytes of a process that holds the whole model and runs this micro batch."""
+    arch = architecture(model)
+    value = VALUE_BYTES[precision]
+    weights = gradients = optimizer = 0
+    for parameter in parameter_table(model).values():
+        stored = FP32_BYTES if parameter.fp32 else value
+        master = 0 if stored == FP32_BYTES else FP32_BYTES
+        weights += stored * parameter.size
+        gradients += FP32_BYTES * parameter.size
+        optimizer += (2 * FP32_BYTES + master) * parameter.size
+    tokens = seq_len * micro_batch
+    # a sub-layer's norm keeps its input, its first projection keeps the norm's output; the last norm stands alone
+    norms = (stream_bytes(model, precision) + value) * model.width * (len(arch.specs) + 1)
+    inside = value * sum(spec.activation_values(arch.sizes) for spec in arch.specs)
+    return Memory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=(norms + inside) * tokens,
+        logits=loss_bytes(tokens, model.width, model.vocab_size, value),
+    )
+
+
+def logits_at_a_time(tokens: int, vocabulary: int, value_bytes: int) -> int:
+    """Tokens whose logits the loss makes together: as many each time, and the last time at most as many."""
+    most = max(1, LOGITS_BYTES // (vocabulary * value_bytes))
+    return -(-tokens // -(-tokens // most))
+
+
+def loss_bytes(tokens: int, width: int, vocabulary: int, value_bytes: int) -> int:
+    """What the loss holds of this many tokens and of the vocabulary of one device.
+
+    The gradient of the head's weight is added up in fp32 where it is made in several parts.
+    """
+    at_a_time = logits_at_a_time(tokens, vocabulary, value_bytes)
+    several, narrow = at_a_time < tokens, value_bytes < FP32_BYTES
+    of_head = value_bytes * (not several or narrow) + FP32_BYTES * several
+    return value_bytes * (at_a_time * vocabulary + tokens * width) + of_head * vocabulary * width

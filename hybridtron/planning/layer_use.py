@@ -1,0 +1,115 @@
+"""What one sub-layer costs a device besides its weights: what it keeps, what it sends, what is carried of its states.
+
+How tensor parallelism shares a state out, `StatePart` says; of the heads of keys and values a rank holds those that its
+own query heads use.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hybridtron.architecture.base import MixerSpec, ModelSizes, StatePart
+from hybridtron.architecture.table import architecture
+from hybridtron.config.checks.states import NOISE, carried_kinds
+from hybridtron.config.schema import Config, ParallelConfig, PhaseConfig, Recompute, StateMode
+from hybridtron.planning.count import FP32_BYTES, VALUE_BYTES, stream_bytes
+
+INT64_BYTES = 8
+
+
+@dataclass(frozen=True)
+class LayerUse:
+    """One sub-layer on one device, in values per token of the type that is computed in."""
+
+    kept: int  # from the forward to the backward pass
+    again: int  # while it is recomputed
+    summed: int  # over the tensor-parallel ranks, in forward and backward
+
+
+def layer_uses(config: Config, runs_again: bool = False) -> tuple[LayerUse, ...]:
+    """What each sub-layer keeps and sends, also where whole chunks of a lane run again in the backward pass."""
+    arch, stream = architecture(config.model), stream_values(config)
+    specs = dict(zip(arch.letters, arch.specs, strict=True))
+    by_letter = {
+        letter: _layer_use(spec, arch.sizes, config.parallel, stream, runs_again) for letter, spec in specs.items()
+    }
+    return tuple(by_letter[letter] for letter in arch.letters)
+
+
+def is_recomputed(spec: MixerSpec, sizes: ModelSizes, recompute: Recompute) -> bool:
+    """Whether the backward pass runs this sub-layer again; a mixer that looks along the sequence has a state."""
+    return recompute == Recompute.layer or (recompute == Recompute.selective and bool(spec.state_parts(sizes)))
+
+
+def runs_again(config: Config, phase: PhaseConfig) -> bool:
+    """Whether the chunks of a lane, run through time, run again in the backward pass, one at a time."""
+    return config.chunks_together(phase) > 1 and config.parallel.recompute != Recompute.none
+
+
+def carried_parts(config: Config, phase: PhaseConfig) -> dict[int, dict[str, StatePart]]:
+    """What is carried of each sub-layer's state, or drawn for it; sub-layers of which nothing is are left out."""
+    states = config.states_of(phase)
+    if states.mode is StateMode.zero:
+        return {}
+    arch, kinds = architecture(config.model), carried_kinds(states)
+    layers = range(len(arch.specs)) if states.layers is None else sorted(set(states.layers))
+    parts = {
+        layer: {name: part for name, part in arch.specs[layer].state_parts(arch.sizes).items() if part.kind in kinds}
+        for layer in layers
+    }
+    return {layer: of_layer for layer, of_layer in parts.items() if of_layer}
+
+
+def carried_bytes(config: Config, phase: PhaseConfig) -> dict[int, int]:
+    """Bytes of one lane's carried state on the fullest tensor-parallel rank, by sub-layer; noise is not carried."""
+    if config.states_of(phase).mode in NOISE:
+        return {}
+    widths = {None: VALUE_BYTES[config.precision.name], "float32": FP32_BYTES, "int64": INT64_BYTES}
+    tensor = config.parallel.tensor
+    return {
+        layer: sum(widths[part.dtype] * state_values(part, tensor) for part in parts.values())
+        for layer, parts in carried_parts(config, phase).items()
+    }
+
+
+def state_values(part: StatePart, tensor: int) -> int:
+    """Values that the fullest of so many tensor-parallel ranks holds of one lane's state."""
+    size = math.prod(length or 0 for length in part.shape)
+    if part.cut_axis(tensor) is None:
+        return size
+    if part.users is None:
+        return size // tensor
+    (heads,), own = part.pieces, part.users // tensor
+    held = 0
+    for first in range(0, part.users, own):
+        used = [head * heads // part.users for head in range(first, first + own)]
+        distinct = sorted(set(used))
+        evenly = all(used.count(head) * len(distinct) == own for head in distinct)
+        held = max(held, len(distinct) if evenly else own)
+    return size // heads * held
+
+
+def _layer_use(spec: MixerSpec, sizes: ModelSizes, parallel: ParallelConfig, stream: int, runs_again: bool) -> LayerUse:
+    inside = sizes.width + shared(spec.activation_values(sizes), parallel.tensor)
+    again = is_recomputed(spec, sizes, parallel.recompute)
+    # of the row-parallel projections one writes to the stream; the others are summed inside the mixer
+    rows = sum(weight.shape[0] for weight in spec.parameters(sizes).values() if weight.split == 1) - sizes.width
+    passes = (3 if again else 2) + runs_again
+    return LayerUse(
+        kept=stream + (0 if again else inside),
+        again=inside if again else 0,
+        summed=passes * (sizes.width + rows) if parallel.tensor > 1 else 0,
+    )
+
+
+def stream_values(config: Config) -> int:
+    """Values per token of the residual stream on one device; one in fp32 beside bf16 takes the place of two."""
+    model, parallel, precision = config.model, config.parallel, config.precision.name
+    width = shared(model.width, parallel.tensor if parallel.sequence else 1)
+    return width * stream_bytes(model, precision) // VALUE_BYTES[precision]
+
+
+def shared(amount: int, ranks: int) -> int:
+    """What the fullest of so many ranks gets."""
+    return -(-amount // ranks)

@@ -1,0 +1,293 @@
+"""What each pipeline rank of a layout holds, keeps and sends: an estimate, from the configuration alone.
+
+With t tensor-parallel, p pipeline and d data-parallel ranks, v virtual stages, and m micro batches a step:
+
+    weights, gradients   of the rank's chunks, cut by t where `Parameter.cut_axis` says so; gradients are fp32. A tied
+                         embedding is held by the first rank and by the last.
+    optimizer            AdamW's two fp32 moments, and fp32 masters of narrower weights; by d if it is distributed
+    activations          per sub-layer and token: the norm's input (by t under sequence parallelism), its output as the
+                         projections read it (whole: it is gathered once and kept), and the mixer's inside (by t).
+                         A recomputed sub-layer keeps the norm's input alone; the rest of the largest one exists while
+                         it runs again. Every micro batch between its forward and its backward pass holds a chunk's.
+    in flight            1F1B: min(p - r, m) on pipeline rank r. Interleaved: Megatron's warm-up, 2 (p - r - 1) +
+                         (v - 1) p chunk passes, and one more; which chunks these are is played through.
+    logits               on the last rank, by t: as many as the loss makes at a time, however many tokens there are;
+                         besides, the gradients of the head and of its input, which the loss makes with them
+    states               carried ones, of the rank's lanes and layers and by t: those that a step starts from, and those
+                         that it ends in until it is accepted
+    through time         a micro batch holds all k chunks of its lanes. What is kept counts k times. If anything is
+                         recomputed, only the streams and states between the chunks do, and the stream that the loss
+                         reads; of the activations one chunk's exist, while it runs again.
+    tensor traffic       a sub-layer sums its output going forward and its input's gradient going back, and what it sums
+                         inside (Mamba's dt, B and C) in both; once more where it is recomputed. Summing n bytes sends
+                         2 (t - 1) / t n; gathering and scattering under sequence parallelism send the same together.
+    pipeline traffic     the stream (by t under sequence parallelism) forward and its gradient back, for every border;
+                         here and in the activations in fp32 with model.residual_fp32
+    data traffic         fp32 gradients are scattered, (d - 1) / d of them sent, and weights gathered, if the optimizer
+                         is distributed, otherwise gradients are summed; a tied embedding is summed over its two ranks
+    bubble               (p - 1) / (v m + p - 1) of the pipeline's time, if the stages are equally long
+
+Left out: buffers of the allocator, of the kernels and of the network; key/value heads that are copied count as cut in
+the activations; the gradients of uncut weights that are summed over t; the sums of Mamba-2's norm, a value per group
+and token; the loss's scalars.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from hybridtron.architecture.base import Parameter
+from hybridtron.architecture.table import parameter_table
+from hybridtron.config.layout import chunks_on, data_parallel, layer_costs, stage_layers
+from hybridtron.config.schema import Config, ParallelConfig, PhaseConfig
+from hybridtron.planning.count import FP32_BYTES, VALUE_BYTES, Memory, loss_bytes
+from hybridtron.planning.layer_use import LayerUse, carried_bytes, layer_uses, runs_again, shared, stream_values
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive sub-layers on one rank, and their forward cost per token as `layout.py` weighs it."""
+
+    index: int
+    layers: range
+    cost: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one device sends in an optimizer step."""
+
+    tensor: int
+    pipeline: int
+    gradients: int
+    parameters: int
+
+    @property
+    def total(self) -> int:
+        """All of it together."""
+        return self.tensor + self.pipeline + self.gradients + self.parameters
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One pipeline rank; its tensor- and data-parallel copies are alike."""
+
+    rank: int
+    chunks: tuple[Chunk, ...]  # virtual stage 0, 1, ...
+    parameters: int  # on one device
+    in_flight: int  # chunk passes whose activations are held at the peak
+    memory: Memory
+    traffic: Traffic
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout on so many devices, in one phase."""
+
+    world_size: int
+    data: int  # data-parallel ranks
+    micro_batches: int  # of each of them, in a step
+    bubble: float  # share of the pipeline's time in which a rank waits
+    ranks: tuple[RankPlan, ...]
+
+    @property
+    def fullest(self) -> RankPlan:
+        """The rank that needs the most memory."""
+        return max(self.ranks, key=lambda rank: rank.memory.total)
+
+
+def largest_phase(config: Config) -> PhaseConfig:
+    """The phase with the most tokens in one forward pass."""
+    return max(config.phases, key=lambda phase: phase.micro_batch * phase.seq_len * config.chunks_together(phase))
+
+
+def plan(config: Config, world_size: int, phase: PhaseConfig) -> Plan:
+    """What every pipeline rank holds and sends in a phase; the configuration is checked for this world size."""
+    config = config.in_phase(phase)
+    parallel, model = config.parallel, config.model
+    data = data_parallel(parallel, world_size)
+    seq_len = max(phase.seq_len for phase in config.phases)
+    costs = layer_costs(model, seq_len)
+    stages = stage_layers(model, parallel, seq_len)
+    table = parameter_table(model)
+    step = _Step(
+        config=config,
+        phase=phase,
+        data=data,
+        micro_batches=phase.global_batch // (phase.micro_batch * data * config.chunks_together(phase)),
+        chunks=tuple(Chunk(index, stage, sum(costs[stage.start : stage.stop])) for index, stage in enumerate(stages)),
+        uses=layer_uses(config, runs_again(config, phase)),
+        carried=carried_bytes(config, phase),
+        table=table,
+        held=held_names(table, stages, parallel.pipeline),
+    )
+    waiting = parallel.pipeline - 1
+    return Plan(
+        world_size=world_size,
+        data=data,
+        micro_batches=step.micro_batches,
+        bubble=waiting / (parallel.virtual_pipeline * step.micro_batches + waiting),
+        ranks=tuple(_rank_plan(step, rank) for rank in range(parallel.pipeline)),
+    )
+
+
+def held_names(table: Iterable[str], stages: Sequence[range], pipeline: int) -> list[list[str]]:
+    """The weights of every pipeline rank, as `parameter_table` names them; a tied embedding has two homes."""
+    names = list(table)
+    last = pipeline - 1
+    rank_of = {layer: chunk % pipeline for chunk, stage in enumerate(stages) for layer in stage}
+    held: list[list[str]] = [[] for _ in range(pipeline)]
+    for name in names:
+        if name == "embedding.weight":
+            held[0].append(name)
+            if last and "head.weight" not in names:
+                held[last].append(name)
+        else:
+            held[rank_of[int(name.split(".")[1])] if name.startswith("layers.") else last].append(name)
+    return held
+
+
+def local_size(parameter: Parameter, tensor: int) -> int:
+    """Values that one of so many tensor-parallel ranks holds of a weight."""
+    return parameter.size if parameter.cut_axis(tensor) is None else parameter.size // tensor
+
+
+def live_passes(parallel: ParallelConfig, rank: int, micro_batches: int) -> Iterator[tuple[int, ...]]:
+    """How many micro batches each virtual stage of a rank holds, after every forward pass of Megatron's schedule."""
+    pipeline, stages = parallel.pipeline, parallel.virtual_pipeline
+    # the schedule repeats itself after a round of all stages: a few rounds show the peak
+    micro_batches = min(micro_batches, 4 * pipeline)
+    total = micro_batches * stages
+    warm_up = pipeline - rank - 1
+    if stages > 1:
+        warm_up = 2 * warm_up + (stages - 1) * pipeline
+    live = [0] * stages
+    for step in range(total):
+        live[step // pipeline % stages] += 1
+        yield tuple(live)
+        if step >= warm_up:
+            live[-1 - (step - warm_up) // pipeline % stages] -= 1
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What all ranks have in common in an optimizer step."""
+
+    config: Config
+    phase: PhaseConfig
+    data: int
+    micro_batches: int
+    chunks: tuple[Chunk, ...]
+    uses: tuple[LayerUse, ...]
+    carried: dict[int, int]  # bytes of one lane's state, by sub-layer
+    table: dict[str, Parameter]
+    held: list[list[str]]  # the names in the table that each pipeline rank holds
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of one activation for every token of a micro batch's chunk."""
+        return VALUE_BYTES[self.config.precision.name] * self.phase.seq_len * self.phase.micro_batch
+
+    @property
+    def together(self) -> int:
+        """Chunks of a lane that a micro batch holds."""
+        return self.config.chunks_together(self.phase)
+
+    def lane_bytes(self, chunk: Chunk) -> int:
+        """Bytes of one lane's carried state in a chunk of the model."""
+        return sum(self.carried.get(layer, 0) for layer in chunk.layers)
+
+    @property
+    def stream_values(self) -> int:
+        """As many of these as the residual stream on one device has per token."""
+        return stream_values(self.config)
+
+
+def _rank_plan(step: _Step, rank: int) -> RankPlan:
+    parallel = step.config.parallel
+    chunks = tuple(step.chunks[index] for index in chunks_on(parallel, rank))
+    weights = [step.table[name] for name in step.held[rank]]
+    passes = list(live_passes(parallel, rank, step.micro_batches))
+    stored, gradients, optimizer = _weight_bytes(step, weights)
+    return RankPlan(
+        rank=rank,
+        chunks=chunks,
+        parameters=sum(local_size(weight, parallel.tensor) for weight in weights),
+        in_flight=max(map(sum, passes)),
+        memory=Memory(
+            weights=stored,
+            gradients=gradients,
+            optimizer=optimizer,
+            activations=_activations(step, chunks, passes),
+            logits=_logits(step, chunks),
+            states=_states(step, chunks),
+        ),
+        traffic=_traffic(step, rank, chunks, stored, gradients),
+    )
+
+
+def _weight_bytes(step: _Step, weights: Iterable[Parameter]) -> tuple[int, int, int]:
+    """Bytes of weights, gradients and optimizer."""
+    parallel = step.config.parallel
+    narrow = VALUE_BYTES[step.config.precision.name]
+    stored = gradients = optimizer = 0
+    for weight in weights:
+        size = local_size(weight, parallel.tensor)
+        width = FP32_BYTES if weight.fp32 else narrow
+        master = 0 if width == FP32_BYTES else FP32_BYTES
+        stored += width * size
+        gradients += FP32_BYTES * size
+        optimizer += (2 * FP32_BYTES + master) * size
+    return stored, gradients, shared(optimizer, step.data if parallel.distributed_optimizer else 1)
+
+
+def _activations(step: _Step, chunks: Sequence[Chunk], passes: Iterable[Sequence[int]]) -> int:
+    """Bytes at the peak of the schedule."""
+    values = [sum(step.uses[layer].kept for layer in chunk.layers) for chunk in chunks]
+    is_last = chunks[-1] is step.chunks[-1]
+    if is_last:  # the last norm's input and output
+        values[-1] += step.stream_values + step.config.model.width
+    again = max(step.uses[layer].again for chunk in chunks for layer in chunk.layers) * step.value_bytes
+    kept = [size * step.value_bytes * step.together for size in values]
+    if runs_again(step.config, step.phase):
+        again += max(values) * step.value_bytes
+        border = step.stream_values * step.value_bytes
+        kept = [(border + step.phase.micro_batch * step.lane_bytes(chunk)) * step.together for chunk in chunks]
+        if is_last:
+            kept[-1] += step.config.model.width * step.value_bytes * step.together
+    return again + max(sum(held * size for held, size in zip(live, kept, strict=True)) for live in passes)
+
+
+def _logits(step: _Step, chunks: Sequence[Chunk]) -> int:
+    """Bytes of what the loss makes."""
+    if chunks[-1] is not step.chunks[-1]:
+        return 0
+    model, tokens = step.config.model, step.phase.seq_len * step.phase.micro_batch * step.together
+    vocabulary = shared(model.vocab_size, step.config.parallel.tensor)
+    return loss_bytes(tokens, model.width, vocabulary, VALUE_BYTES[step.config.precision.name])
+
+
+def _states(step: _Step, chunks: Sequence[Chunk]) -> int:
+    """Bytes of the states that are carried, old and new."""
+    return 2 * step.config.lanes_of(step.phase) // step.data * sum(step.lane_bytes(chunk) for chunk in chunks)
+
+
+def _traffic(step: _Step, rank: int, chunks: Sequence[Chunk], weights: int, gradients: int) -> Traffic:
+    """`weights` and `gradients` are bytes on this device."""
+    parallel, model = step.config.parallel, step.config.model
+    is_first, is_last = rank == 0, rank == parallel.pipeline - 1
+    values = step.value_bytes * step.together * step.micro_batches
+    summed = sum(step.uses[layer].summed for chunk in chunks for layer in chunk.layers)
+    if parallel.tensor > 1:  # the embedding's output, and the gradient of the head's input
+        summed += (is_first + is_last) * model.width
+    borders = 2 * len(chunks) - is_first - is_last if parallel.pipeline > 1 else 0
+    is_tied = model.tie_embeddings and parallel.pipeline > 1 and (is_first or is_last)
+    tied = FP32_BYTES * model.vocab_size * model.width // parallel.tensor if is_tied else 0
+    sharded = parallel.distributed_optimizer
+    return Traffic(
+        tensor=2 * (parallel.tensor - 1) * summed * values // parallel.tensor,
+        pipeline=borders * step.stream_values * values,
+        gradients=(1 if sharded else 2) * gradients * (step.data - 1) // step.data + tied,
+        parameters=weights * (step.data - 1) // step.data if sharded else 0,
+    )

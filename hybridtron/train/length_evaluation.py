@@ -1,0 +1,220 @@
+"""Instruments for length generalization, on a whole trained model (Buitrago Ruiz & Gu, section 3 and appendix F).
+
+    position-wise perplexity   ppl(t) = exp(mean over rows of -log q(x_t | x_0 ... x_{t-1}))
+    Effective Remembrance      EffRem_T(t) = mean over rows of d(q(. | x_0:T), q(. | x_t:T))
+    deviation of the state     the standard deviation of h_t over rows and the entries of a head (a layer without heads)
+
+with x_t:T the tokens x_t ... x_{T-1}, and d one of
+
+    total variation            1/2 sum_v |p_v - q_v|
+    Jensen-Shannon distance    sqrt(1/2 KL(p || m) + 1/2 KL(q || m)), m = (p + q) / 2, with logarithms to base 2
+    cosine distance            1 - p.q / (|p| |q|)
+
+A row is one stream that starts from zero states, whatever borders of documents lie in it; x_t:T is read as a text of
+its own, whose first token has position 0. Text is fed in chunks with carried states, so memory does not grow with its
+length, but for the keys and values of full and span attention. Not a run's held-out loss, which is `evaluate.py`'s.
+
+Letters: B rows, L tokens read, T = L + 1 tokens of a row where each read one has a successor (T tokens read in the
+remembrance, as in the paper), C tokens of a chunk, V vocabulary, X the axes of a state.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.table import architecture
+from hybridtron.data.batch import SeqInfo
+from hybridtron.model.lm import LanguageModel, ModelOut
+from hybridtron.ops.loss import cross_entropy
+
+CHUNK_VALUES = 2**27  # logits of a chunk, over all rows
+LONGEST_CHUNK = 2048  # tokens
+
+Advance = Callable[[int], object]
+"""Is told after each chunk how many more tokens of every row have been read."""
+
+
+class Bin(NamedTuple):
+    """The perplexity of the predictions that had `first` to `last` tokens before them."""
+
+    first: int
+    last: int
+    perplexity: float
+
+
+class Remembrance(NamedTuple):
+    """How far the next token's distribution moves when the model is not shown the first `t` tokens."""
+
+    t: int
+    total_variation: float
+    jensen_shannon: float
+    cosine: float
+
+
+class Deviation(NamedTuple):
+    """Standard deviation of a layer's recurrent state after `position` tokens: one number a head, or one in all."""
+
+    position: int
+    layer: int
+    deviations: tuple[float, ...]
+
+    @property
+    def overall(self) -> float:
+        """One number for all heads: the root of their mean variance, each about the head's own mean."""
+        return math.sqrt(sum(one * one for one in self.deviations) / len(self.deviations))
+
+
+def _unheard(_: int) -> None:
+    pass
+
+
+@torch.no_grad()
+def position_losses(model: LanguageModel, tokens_BT: Tensor, chunk: int, advance: Advance = _unheard) -> Tensor:
+    """Mean over rows of -log q, in nats: (L,) in float64 on the CPU, entry i for the prediction after i + 1 tokens."""
+    labels_LB = tokens_BT[:, 1:].T
+    means = []
+
+    def see(start: int, out: ModelOut) -> None:
+        labels_CB = labels_LB[start : start + len(out.output)].to(out.output.device)
+        loss = cross_entropy(out.output, labels_CB, torch.ones_like(labels_CB, dtype=torch.bool), 0.0)
+        means.append(loss.per_token.double().mean(1).cpu())
+
+    length = len(labels_LB)
+    _read(model, tokens_BT[:, :-1], [*range(chunk, length, chunk), length], see, advance)
+    return torch.cat(means)
+
+
+def perplexity_bins(losses_L: Tensor, seq_len: int, per_doubling: int = 1) -> list[Bin]:
+    """Perplexity up to the training length, from there to twice of it, to four times, and so on to the end.
+
+    With more bins to a doubling, those that would hold no position are left out.
+    """
+    last = len(losses_L)
+    grown = (int(seq_len * 2 ** (step / per_doubling)) for step in itertools.count())
+    ends = sorted({0, *itertools.takewhile(lambda end: end < last, grown), last})
+    return [
+        Bin(before + 1, end, losses_L[before:end].double().mean().exp().item())
+        for before, end in itertools.pairwise(ends)
+    ]
+
+
+def remembrance_points(length: int) -> list[int]:
+    """Where to look: at eighths of the length, twice before them, and then ever closer to the end by halves."""
+    halves = (length - (length >> power) for power in range(length.bit_length()))
+    return sorted({length // 32, length // 16, *(eighth * length // 8 for eighth in range(8)), *halves})
+
+
+def fitting_chunk(model: ModelConfig, rows: int) -> int:
+    """Tokens of a chunk, such that the logits of all rows take half a GiB in fp32 at most, and where chunks may end.
+
+    A power of two, or a multiple of what the model reads in, once at least.
+    """
+    fits = max(1, CHUNK_VALUES // (rows * model.vocab_size))
+    together = math.lcm(*(spec.reads_in for spec in architecture(model).specs))
+    fitting = min(LONGEST_CHUNK, 1 << (fits.bit_length() - 1))
+    return max(1, fitting // together) * together
+
+
+def attention_at_eval(model: ModelConfig) -> dict[str, str]:
+    """Which attention each letter of the pattern runs outside training: full, or a window or span of so many tokens."""
+    arch = architecture(model)
+    kinds = {letter: spec.attention_at_eval for letter, spec in zip(arch.letters, arch.specs, strict=True)}
+    return {letter: kind for letter, kind in kinds.items() if kind is not None}
+
+
+@torch.no_grad()
+def effective_remembrance(
+    model: LanguageModel, tokens_BT: Tensor, ts: Sequence[int], chunk: int, advance: Advance = _unheard
+) -> list[Remembrance]:
+    """For each t below T, the mean over rows of how far q(. | x_t:T) is from q(. | x_0:T).
+
+    Costs a reading of T tokens, and one of T - t for each t above 0.
+    """
+    length = tokens_BT.shape[1]
+    if wrong := [t for t in ts if not 0 <= t < length]:
+        raise ValueError(f"t must be in 0..{length - 1}, and {wrong} are not")
+    whole_BV = _next_token(model, tokens_BT, chunk, advance)
+    told = []
+    for t in ts:
+        recent_BV = _next_token(model, tokens_BT[:, t:], chunk, advance) if t else whole_BV
+        told.append(Remembrance(t, *(d_B.mean().item() for d_B in distances(whole_BV, recent_BV))))
+    return told
+
+
+def distances(p_BV: Tensor, q_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Total variation, Jensen-Shannon distance (base 2) and cosine distance of distributions, each (B,)."""
+    middle_BV = ((p_BV + q_BV) / 2).clamp_min(torch.finfo(p_BV.dtype).tiny)  # where it is 0, both are
+    divergence_B = sum(torch.xlogy(one_BV, one_BV / middle_BV).sum(-1) / 2 for one_BV in (p_BV, q_BV))
+    bits_B = torch.as_tensor(divergence_B).clamp_min(0) / torch.log(p_BV.new_tensor(2.0))  # rounding may go below 0
+    cosine_B = torch.cosine_similarity(p_BV, q_BV, dim=-1)
+    return (p_BV - q_BV).abs().sum(-1) / 2, bits_B.sqrt(), (1 - cosine_B).clamp_min(0)
+
+
+@torch.no_grad()
+def state_deviation(
+    model: LanguageModel, tokens_BT: Tensor, every: int, chunk: int, advance: Advance = _unheard
+) -> list[Deviation]:
+    """Deviations of every layer with a recurrent state after `every` tokens, twice as many, ...: [] without any layer.
+
+    Rows are taken together, about their common mean, as fitted noise takes lanes together.
+    """
+    length = tokens_BT.shape[1]
+    positions = range(every, length + 1, every)
+    told = []
+
+    def see(start: int, out: ModelOut) -> None:
+        if (position := start + len(out.output)) in positions:
+            states = ((layer, state["ssm"]) for layer, state in out.states.items() if "ssm" in state)
+            told.extend(Deviation(position, layer, _deviations(h_BX)) for layer, h_BX in states)
+
+    ends = sorted({*range(chunk, length, chunk), *positions, length})
+    _read(model, tokens_BT, ends, see, advance)
+    return told
+
+
+def _deviations(h_BX: Tensor) -> tuple[float, ...]:
+    """Over rows and a head's entries of (B, H, P, N); over all of (B, E, N), whose channels are no heads."""
+    over = (0, 2, 3) if h_BX.dim() == 4 else tuple(range(h_BX.dim()))
+    return tuple(h_BX.double().std(over, correction=0).reshape(-1).tolist())
+
+
+def _next_token(model: LanguageModel, tokens_BL: Tensor, chunk: int, advance: Advance) -> Tensor:
+    """The distribution of the token that follows the rows, (B, V) in float64."""
+    kept: list[Tensor] = []
+
+    def see(_: int, out: ModelOut) -> None:
+        kept[:] = [torch.softmax(out.output[-1].double(), dim=-1)]
+
+    length = tokens_BL.shape[1]
+    _read(model, tokens_BL, [*range(chunk, length, chunk), length], see, advance)
+    return kept[0]
+
+
+def _read(
+    model: LanguageModel,
+    tokens_BL: Tensor,
+    ends: Iterable[int],
+    see: Callable[[int, ModelOut], None],
+    advance: Advance,
+) -> None:
+    """Feed the rows in chunks that end where `ends` say, and show `see` each one's start and what came of it.
+
+    A callback and no generator, so that a chunk's logits are gone before the next one's are made.
+    """
+    device = next(model.parameters()).device
+    states, start = None, 0
+    for end in ends:
+        tokens_BC = tokens_BL[:, start:end].to(device)
+        out = model(tokens_BC, states, SeqInfo.stream(len(tokens_BC), end - start, start, device))
+        see(start, out)
+        states = out.states
+        del out
+        advance(end - start)
+        start = end

@@ -1,0 +1,81 @@
+"""What the first rank says before a run, and each of its phases, begins, and at the end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.table import architecture
+from hybridtron.config.phases import Stretch
+from hybridtron.config.schema import Config
+from hybridtron.config.units import readable
+from hybridtron.data.loader import Loader
+from hybridtron.data.mixture_spec import reading_plan
+from hybridtron.device import describe_device
+from hybridtron.engine.engine import Engine
+from hybridtron.mixers import MIXERS
+from hybridtron.model.layer import Residual
+from hybridtron.ops.dispatch import Op, choices
+from hybridtron.ops.linear_loss import linear_cross_entropy, softmax_gradients, softmax_sums
+from hybridtron.train.outcome import Progress, clock
+
+LOSS = (linear_cross_entropy, softmax_sums, softmax_gradients)
+
+
+def announce_run(config: Config, engine: Engine, first: int, last: int) -> None:
+    """What runs, after step `first` up to `last`, on what, with which kernels and why."""
+    parameters = sum(parameter.size for parameter in engine.optimizer.table.values())
+    print(
+        f"{config.run.name}: {readable(parameters)} parameters, {engine.config.precision.name}, "
+        f"{describe_device()}, steps {first + 1} to {last}, folder {config.run.dir}"
+    )
+    parallel, groups = config.parallel, engine.groups
+    if groups.world_size > 1:
+        print(
+            f"{groups.world_size} processes: tensor {parallel.tensor}{' with sequence' * parallel.sequence}, "
+            f"pipeline {parallel.pipeline} x {parallel.virtual_pipeline}, data {groups.data_size}"
+        )
+    table = Table("op", "form", "why", box=None, title="kernels", title_justify="left")
+    used = ops_of(engine.config.model)
+    for name, form, reason in choices(engine.device.type):
+        if name in used:
+            table.add_row(name, form, reason)
+    Console().print(table)
+
+
+def ops_of(model: ModelConfig) -> set[str]:
+    """The ops that the files of a model's layers name, and those of the loss."""
+    mixers = [cls for spec in architecture(model).specs for cls in MIXERS[spec.kind].__mro__]
+    files = {sys.modules[cls.__module__] for cls in (*mixers, Residual)}
+    named = {value.name for file in files for value in vars(file).values() if isinstance(value, Op)}
+    return named | {op.name for op in LOSS}
+
+
+def announce_reading(loader: Loader, stretch: Stretch) -> None:
+    """What a phase reads: tokens and epochs of each source, and how long an unbroken stretch of text is."""
+    phase, reading = stretch.phase, loader.reading
+    table = Table("source", "share", "tokens", "epochs", box=None, title_justify="left")
+    kind = f"{reading.order.value} of {phase.seq_len} tokens, documents {reading.documents.value}"
+    table.title = f"{phase.name} reads {kind}"
+    for line in reading_plan(loader.sources.ingredients, stretch.tokens):
+        table.add_row(line.source, f"{line.share:.1%}", readable(line.tokens), f"{line.epochs:.3g}")
+    Console().print(table)
+    print(f"text runs on for {readable(loader.mean_stretch)} tokens on average; every row is full")
+
+
+def announce_end(progress: Progress, run_dir: Path, checkpoint: Path) -> None:
+    """How long it took, how far it came, and the commands that are usually next."""
+    losses = "".join(f", held-out loss {loss:.4f} at {length}" for length, loss in (progress.validation or {}).items())
+    print(
+        f"finished at step {progress.step} after {clock(time.monotonic() - progress.began)}{losses}\n"
+        f"checkpoint: {checkpoint}\n\nnext:\n"
+        f'  python tools/generate.py {run_dir} --prompt "def main("\n'
+        f"  python tools/plot_metrics.py {run_dir}\n"
+        f"  python tools/evaluate.py {run_dir}\n"
+        f"  python tools/convert.py export --checkpoint {run_dir} --output {run_dir}-hf"
+    )

@@ -1,0 +1,66 @@
+"""The pattern language: what it expands to, and where the caret of each error stands."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridtron.architecture.pattern import MAX_LETTERS, PatternError, parse
+
+LETTERS = "MW-"
+
+
+@pytest.mark.parametrize(
+    ("text", "letters", "stages"),
+    [
+        ("M", "M", (1,)),
+        ("(M-W-)*6", "M-W-" * 6, (24,)),
+        ("M*3(W-)*2|M-", "MMMW-W-M-", (7, 2)),
+        ("M-|W-|M", "M-W-M", (2, 2, 1)),
+        ("(M-|W-)*2", "M-W-M-W-", (2, 4, 2)),
+        ("((M*2W)*2-)*2", "MMWMMW-" * 2, (14,)),
+        (" M * 2\n( W - ) ", "MMW-", (4,)),
+        ("(M)*1", "M", (1,)),
+        ("M*03", "MMM", (3,)),
+        (f"M*{MAX_LETTERS}", "M" * MAX_LETTERS, (MAX_LETTERS,)),
+    ],
+)
+def test_expansion(text, letters, stages):
+    pattern = parse(text, LETTERS)
+    assert "".join(pattern.letters) == letters
+    assert pattern.stages == stages
+
+
+@pytest.mark.parametrize(
+    ("text", "position", "says"),
+    [
+        ("", 0, "empty"),
+        ("  ", 0, "empty"),
+        ("M-X-", 2, "unknown letter 'X'; have: M W -"),
+        ("(M-W", 0, "never closed"),
+        ("M(W(-)", 1, "never closed"),
+        ("M-)", 2, "closes nothing"),
+        ("M()W", 2, "group is empty"),
+        ("*3", 0, "nothing to repeat"),
+        ("M|*3", 2, "nothing to repeat"),
+        ("M*2*3", 3, "nothing to repeat"),
+        ("M*W", 1, "needs a number"),
+        ("M*", 1, "needs a number"),
+        ("W-M*0", 3, "zero times"),
+        ("|M", 0, "before"),
+        ("M||W", 2, "before"),
+        ("M-|", 2, "after"),
+        ("(M|)*2", 2, "after"),
+        (f"WM*{MAX_LETTERS + 1}", 2, "more than"),
+        ("M*" + "9" * 5000, 1, "more than"),
+        ("((M*100)*100)*100", 13, "more than"),
+        (f"M*{MAX_LETTERS}(WM)", 8, "more than"),
+        ("M-\nX", 3, "unknown"),
+    ],
+)
+def test_errors_point_at_the_offending_character(text, position, says):
+    with pytest.raises(PatternError) as caught:
+        parse(text, LETTERS)
+    message, shown, caret = str(caught.value).split("\n")
+    assert says in message
+    assert shown == text.replace("\n", " ")
+    assert caret == " " * position + "^"

@@ -1,0 +1,264 @@
+"""Every rule of `config/check.py`: broken alone, it is told alone, with the value that would work."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridtron.config.check import check, require, warnings
+from hybridtron.config.load import choices_of, load
+from hybridtron.problems import ConfigError
+
+
+def told(*arguments: str, world_size: int | None = None) -> dict[str, str]:
+    return {problem.key: problem.message for problem in check(load(arguments), world_size)}
+
+
+@pytest.mark.parametrize("recipe", [name for name in choices_of("recipe") if not name.startswith("length/")])
+def test_recipes_keep_every_rule_and_are_named_after_their_files(recipe):
+    config = load([f"recipe={recipe}"])
+    assert config.run.name == recipe.removeprefix("ablations/")
+    require(config)
+    assert warnings(config) == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "key", "says"),
+    [
+        ("model.width=0", "model.width", "is 0, must be at least 1"),
+        ("model.vocab_size=-5", "model.vocab_size", "is -5, must be at least 1"),
+        ("model.norm_eps=0", "model.norm_eps", "must be a number above 0"),
+        ("model.layers.MM={kind: mamba}", "model.layers.MM", "use one character"),
+        ("model.layers.(={kind: mamba}", "model.layers.(", "use one character"),
+        ("model.layers.M.kind=mambo", "model.layers.M.kind", "did you mean mamba?"),
+        ("model.layers.Q={heads: 2}", "model.layers.Q.kind", "have: mamba, mamba2, attention, span, swiglu"),
+        ("model.layers.M.stat=8", "model.layers.M.stat", "did you mean state?"),
+        ("model.layers.M.state='8'", "model.layers.M.state", "is '8', must be int"),
+        ("model.layers.M.state=true", "model.layers.M.state", "must be int"),
+        ("model.layers.M.state=8.5", "model.layers.M.state", "must be int"),
+        ("model.layers.W.window=[1]", "model.layers.W.window", "must be int or null"),
+        ("model.layers.M.conv=1", "model.layers.M.conv", "at least 2"),
+        ("model.layers.M.dt_min=0.2", "model.layers.M.dt_min", "below dt_max=0.1"),
+        ("model.layers.W.heads=5", "model.layers.W.heads", "near it: [3, 4, 6]"),
+        ("model.layers.W.heads=0", "model.layers.W.heads", "at least 1"),
+        ("model.layers.W.kv_heads=3", "model.layers.W.kv_heads", "one of [1, 2, 4]"),
+        ("model.layers.W.kv_heads=0", "model.layers.W.kv_heads", "one of [1, 2, 4]"),
+        ("model.layers.W.head_dim=0", "model.layers.W.head_dim", "at least 1"),
+        ("model.layers.W.head_dim=7", "model.layers.W.head_dim", "must be even"),
+        ("model.layers.W.window=512", "model.layers.W.window", "use at most 256"),
+        ("model.layers.W.rotary_dim=64", "model.layers.W.rotary_dim", "from 2 to the head's 48 channels"),
+        ("model.layers.W.conv_bias=true", "model.layers.W.conv_bias", "no convolution: set conv"),
+        ("model.layers.M={kind: mamba2, head_dim: 60}", "model.layers.M.head_dim", "near it: [32, 48, 64]"),
+        ("model.layers.M={kind: mamba2, groups: 4}", "model.layers.M.groups", "one of [1, 2, 3, 6]"),
+        ("model.layers.M={kind: mamba2, groups: 0}", "model.layers.M.groups", "at least 1"),
+        ("model.layers.M={kind: mamba2, conv: 1}", "model.layers.M.conv", "at least 2"),
+        ("model.layers.M={kind: mamba2, a_min: 0}", "model.layers.M.a_min", "above 0 and below a_max=16.0"),
+        ("model.layers.M={kind: mamba2, dt_max: 1e-4}", "model.layers.M.dt_min", "below dt_max=0.0001"),
+        ("model.layers.M={kind: mamba2, norm_eps: 0}", "model.layers.M.norm_eps", "above 0"),
+        ("model.layers.-.hidden=0", "model.layers.-.hidden", "e.g. 512"),
+        ("model.pattern=(M-Wz)*2", "model.pattern", "unknown letter 'z'; have: M W -\n(M-Wz)*2\n    ^"),
+        ("phases=[]", "phases", "at least one phase"),
+        ("phases.0.name=", "phases.0.name", "is empty"),
+        ("phases.0.lr=0", "phases.0.lr", "must be a number above 0"),
+        ("phases.0.seq_len=0", "phases.0.seq_len", "at least 1"),
+        ("phases.0.global_batch=-1", "phases.0.global_batch", "at least 1"),
+        ("phases.0.micro_batch=0", "phases.0.micro_batch", "at least 1"),
+        ("phases.0.micro_batch=6", "phases.0.micro_batch", "must divide global_batch=8: 4 or 8"),
+        ("phases.0.micro_batch=32", "phases.0.micro_batch", "must divide global_batch=8: 8"),
+        ("phases.0.tokens=lots", "phases.0.tokens", "such as 4M"),
+        ("phases.0.tokens=2K", "phases.0.tokens", "use at least 2048"),
+        ("optim.betas=[0.9,1.0]", "optim.betas.1", "below 1"),
+        ("optim.betas=[0.9]", "optim.betas", "must have two"),
+        ("optim.eps=0", "optim.eps", "above 0"),
+        ("optim.clip=-1", "optim.clip", "above 0"),
+        ("optim.weight_decay=-0.1", "optim.weight_decay", "at least 0"),
+        ("optim.z_loss=-1", "optim.z_loss", "at least 0"),
+        ("optim.spike=0", "optim.spike", "such as 6, or null"),
+        ("optim.skips=0", "optim.skips", "at least 1"),
+        ("optim.final_lr=2", "optim.final_lr", "between 0 and 1"),
+        ("optim.warmup=soon", "optim.warmup", "a share such as 1%"),
+        ("optim.warmup=200%", "optim.warmup", "use at most 750K"),
+        ("run.name=", "run.name", "is empty"),
+        ("run.eval_every=often", "run.eval_every", "number of steps"),
+        ("run.eval_every=0", "run.eval_every", "at least 1 step"),
+        ("run.eval_tokens=some", "run.eval_tokens", "such as 4M"),
+        ("run.eval_tokens=1000", "run.eval_tokens", "use at least 1024"),
+        ("run.eval_lengths=[1,0]", "run.eval_lengths.1", "at least 1"),
+        ("run.max_steps=0", "run.max_steps", "at least 1"),
+        ("run.max_minutes=0", "run.max_minutes", "above 0"),
+        ("run.timeout=1e-9", "run.timeout", "at least 1"),
+        ("run.seed=99999999999999999999999", "run.seed", "at most"),
+        ("run.eval_lengths=[]", "run.eval_lengths", "is empty"),
+        ("run.resume=" + 5000 * "a", "run.resume", "no folder"),
+        ("data.path=" + 5000 * "a", "data.path", "can't be a path"),
+        ("data.cache=" + 5000 * "a", "data.cache", "can't be a path"),
+        ("data.mixture={a: {weight: 1, path: " + 5000 * "a" + "}}", "data.mixture.a.path", "can't be a path"),
+        ("run.timeout=-1", "run.timeout", "at least 1"),
+        ("run.log_every=0", "run.log_every", "at least 1"),
+        ("run.sample_tokens=-1", "run.sample_tokens", "at least 0"),
+        ("run.seed=-1", "run.seed", "at least 0"),
+        ("run.dir=", "run.dir", "is empty"),
+        ("run.profile=[1,999999999]", "run.profile.1", "beyond the run's last step"),
+        ("run.profile=[0]", "run.profile.0", "at least 1"),
+        ("run.resume=no/such/folder", "run.resume", "use auto, never"),
+        ("checkpoint.every=0.2", "checkpoint.every", "at least 1 step"),
+        ("checkpoint.every=x", "checkpoint.every", "number of steps"),
+        ("checkpoint.keep=0", "checkpoint.keep", "at least 1"),
+        ("checkpoint.keep_every=x", "checkpoint.keep_every", "number of steps"),
+        ("checkpoint.failures=0", "checkpoint.failures", "at least 1"),
+        ("parallel.tensor=0", "parallel.tensor", "is 0, must be at least 1"),
+        ("parallel.pipeline=0", "parallel.pipeline", "is 0, must be at least 1"),
+        ("parallel.virtual_pipeline=-1", "parallel.virtual_pipeline", "is -1, must be at least 1"),
+        ("parallel.tensor=3", "parallel.tensor", "model.layers.W.heads is 4, which 3 ranks can't share evenly"),
+        ("parallel.pipeline=9", "parallel.pipeline", "are 9 stages for 8 layers: use at most 8"),
+        ("parallel.virtual_pipeline=2", "parallel.virtual_pipeline", "use 1, or parallel.pipeline of at least 2"),
+        ("parallel.context=2", "parallel.context", "use 1"),
+        ("parallel.expert=2", "parallel.expert", "use 1"),
+        ("parallel.overlap_param_gather=true", "parallel.overlap_param_gather", "set both, or use false"),
+        ("cluster.peak_tflops=0", "cluster.peak_tflops", "above 0"),
+        ("cluster.memory_gb=-80", "cluster.memory_gb", "above 0"),
+    ],
+)
+def test_each_rule_alone(argument, key, says):
+    problems = told(argument)
+    assert list(problems) == [key] or argument.startswith("model.layers.M.kind")
+    assert says in problems[key]
+
+
+def test_good_edges_are_accepted(tmp_path):
+    assert not told(
+        "optim.schedule=wsd",
+        "optim.warmup=80%",
+        "optim.decay=20%",
+        "phases.0.tokens=4096",
+        "model.layers.W.window=256",
+        "run.eval_tokens=1024",
+        f"run.resume={tmp_path}",
+        "checkpoint.every=1M",
+    )
+
+
+def test_decay_counts_only_where_it_is_used():
+    assert not told("optim.decay=never", "optim.schedule=cosine")
+    assert set(told("optim.decay=never", "optim.schedule=wsd")) == {"optim.decay"}
+    assert (
+        "together with optim.decay" in told("optim.schedule=wsd", "optim.warmup=50%", "optim.decay=51%")["optim.warmup"]
+    )
+
+
+def test_phases_need_different_names():
+    phase = "{name: a, tokens: 1M, seq_len: 256, global_batch: 16, lr: 1e-3}"
+    assert "give it another" in told(f"phases=[{phase},{phase}]")["phases.1.name"]
+
+
+def test_window_may_be_as_long_as_the_longest_phase():
+    phases = "phases=[{name: a, tokens: 1M, seq_len: 64, global_batch: 16, lr: 1e-3}"
+    assert "model.layers.W.window" in told(phases + "]")
+    assert not told(phases + ", {name: b, tokens: 1M, seq_len: 128, global_batch: 16, lr: 1e-3}]")
+
+
+def test_all_problems_at_once_in_one_text():
+    config = load(["model.pattern=MX", "phases.0.micro_batch=3", "parallel.tensor=2", "model.layers.W.heads=5"])
+    with pytest.raises(ConfigError) as caught:
+        require(config)
+    text = str(caught.value)
+    assert text.startswith("4 problems in the configuration\n")
+    lines = text.splitlines()
+    shown = next(index for index, line in enumerate(lines) if line.endswith(" MX"))
+    assert lines[shown + 1].index("^") == lines[shown].index("X")  # the caret still stands under its character
+
+
+def test_warnings_name_what_has_no_effect():
+    found = warnings(load(["model.pattern=M-", "optim.decay=5%"]))
+    assert len(found) == 2
+    assert "model.layers.W" in found[0]
+    assert "optim.schedule=wsd" in found[1]
+
+
+def test_tensor_sizes_that_work_are_those_of_the_whole_model():
+    assert told("recipe=samba_3.8b", "parallel.tensor=4") == {
+        "parallel.tensor": "is 4, but model.layers.W.heads is 11, which 4 ranks can't share evenly: use 1"
+    }
+    heads = "model.layers.W={kind: attention, heads: 12, kv_heads: 12}"
+    message = told(heads, "model.pattern=MW", "model.vocab_size=2055", "parallel.tensor=4")["parallel.tensor"]
+    assert message.endswith("model.vocab_size is 2055, which 4 ranks can't share evenly: use 1 or 3")
+    message = told("recipe=samba_1.7b", "parallel.tensor=8")["parallel.tensor"]
+    assert message == "is 8, but model.layers.-.hidden is 8196, which 8 ranks can't share evenly: use 1, 2 or 4"
+
+
+def test_letters_that_are_not_used_need_not_be_cut():
+    assert not told("model.pattern=(M-)*2", "parallel.tensor=8")
+
+
+def test_sequence_parallel_rows_must_be_shared_evenly():
+    arguments = ("parallel.tensor=4", "parallel.sequence=true", "phases.0.seq_len=250")
+    assert told(*arguments) == {
+        "phases.0.seq_len": "is 250, which parallel.sequence can't share over parallel.tensor=4 ranks: use 248 or 252"
+    }
+
+
+def test_processes_must_fill_the_layout():
+    layout = ("parallel.tensor=2", "parallel.pipeline=2", "phases.0.micro_batch=1")
+    assert not told(*layout, world_size=8)
+    for processes, fitting in ((6, "start 4 or 8"), (2, "start 4")):
+        message = told(*layout, world_size=processes)["parallel.tensor"]
+        assert message.startswith("is 2, times parallel.pipeline=2 makes 4 ranks a model")
+        assert message.endswith(fitting)
+
+
+def test_the_batch_must_be_shared_evenly():
+    rows = ("phases.0.global_batch=12", "phases.0.micro_batch=4")
+    assert not told(*rows, world_size=3)
+    message = told(*rows, world_size=2)["phases.0.global_batch"]
+    assert message.endswith("2 data-parallel ranks in micro batches of 4: use 8 or 16, or another micro_batch")
+
+
+def test_interleaved_stages_need_a_multiple_of_the_pipeline():
+    layout = ("parallel.pipeline=2", "parallel.virtual_pipeline=2", "phases.0.micro_batch=2")
+    assert not told(*layout, "phases.0.global_batch=8", world_size=4)
+    message = told(*layout, "phases.0.global_batch=12", world_size=4)["phases.0.global_batch"]
+    assert "makes 3 micro batches a data-parallel rank" in message
+    assert message.endswith("a multiple of 2: use 8 or 16, or another micro_batch")
+    assert not told("parallel.pipeline=2", "phases.0.micro_batch=2", "phases.0.global_batch=12", world_size=4)
+
+
+def test_bars_must_make_as_many_stages_as_the_layout():
+    pattern = "model.pattern=M-|W-|M-|W-"
+    assert not told(pattern, "parallel.pipeline=4", "phases.0.micro_batch=1")
+    assert not told(pattern, "parallel.pipeline=2", "parallel.virtual_pipeline=2", "phases.0.micro_batch=1")
+    message = told(pattern, "parallel.pipeline=2")["model.pattern"]
+    assert message.startswith("has 3 bars, which make 4 stages, but pipeline=2 times virtual_pipeline=1 are 2")
+    assert "pipeline=4 virtual_pipeline=1 or pipeline=2 virtual_pipeline=2, or no bars" in message
+
+
+def test_what_a_layout_does_not_use_is_noted():
+    found = warnings(load(["model.pattern=M-|W-", "parallel.sequence=true"]))
+    assert len(found) == 2
+    assert "parallel.tensor of at least 2" in found[0]
+    assert "stage borders" in found[1]
+
+
+def test_rows_that_go_on_end_where_chunks_do() -> None:
+    span = ("recipe=samba_span_laptop", "model.layers.X.chunk=[32,96]", "states.mode=tbtt")
+    assert not told(*span)
+    problems = told(*span, "model.layers.X.relevance=chunk")
+    assert "previous_chunk" in problems["model.layers.X.chunk"]
+    assert not told(*span, "model.layers.X.relevance=chunk", "states.carry=[ssm]")
+    assert "list[int]" in told("recipe=samba_span_laptop", "model.layers.X.chunk=[a]")["model.layers.X.chunk"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "keys"),
+    [
+        ((), []),
+        (("model.layers.X.relevance=chunk",), ["eval"]),
+        (("model.layers.X.relevance=chunk", "model.layers.X.eval=full"), []),
+        (("model.layers.X.relevance=chunk", "model.layers.X.memory=none"), []),
+        (("model.layers.X.remember=64",), ["remember"]),
+        (("model.layers.X.remember=64", "states.mode=tbtt"), []),
+        (("model.layers.X.remember=64", "states.mode=tbtt", "states.carry=[ssm]"), ["remember"]),
+        (("model.layers.X.remember=64", "states.mode=tbtt", "states.layers=[0]"), ["remember"]),
+    ],
+)
+def test_what_spans_do_otherwise_than_it_looks_is_noted(settings: tuple[str, ...], keys: list[str]) -> None:
+    found = warnings(load(["recipe=samba_span_laptop", *settings]))
+    assert [one.split()[0] for one in found] == [f"model.layers.X.{key}" for key in keys]

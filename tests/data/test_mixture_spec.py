@@ -1,0 +1,210 @@
+"""What a mixture reads, and what the configuration check says about data before anything is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.config.check import check
+from hybridtron.config.load import CONFIGS, load
+from hybridtron.config.schema import (
+    Config,
+    DataConfig,
+    IngredientConfig,
+    PhaseConfig,
+    PhaseDataConfig,
+    RunConfig,
+    Source,
+)
+from hybridtron.data.folder import FolderError, TokenFolder
+from hybridtron.data.mixture_spec import RECIPES_PATHS, ingredients_of, problems
+from hybridtron.data.prepare.writer import write_folder
+
+
+def config_of(
+    path: Path | str,
+    source: Source = Source.folder,
+    vocab_size: int = 999,
+    seq_len: int = 8,
+    lengths: tuple[int, ...] = (1, 2),
+    phase: PhaseDataConfig | None = None,
+    mixture: dict[str, IngredientConfig] | None = None,
+) -> Config:
+    model = ModelConfig(width=8, vocab_size=vocab_size, pattern="M", layers={})
+    first, second = (PhaseConfig(tokens="1M", seq_len=seq_len, global_batch=4, lr=1e-3) for _ in range(2))
+    second.data = phase or PhaseDataConfig()
+    run = RunConfig(name="test", eval_lengths=list(lengths))
+    data = DataConfig(source, str(path), mixture or {}, epochs=None)
+    return Config(model=model, data=data, phases=[first, second], run=run)
+
+
+def told(config: Config) -> list[str]:
+    return [str(p) for p in problems(config)]
+
+
+@pytest.fixture
+def two_sources(tmp_path: Path) -> TokenFolder:
+    splits = {"train": {"web": [[5] * 99], "code": [[6] * 299]}, "validation": {"web": [[5] * 99]}}
+    return write_folder(tmp_path / "two", splits, "{}", 999, 0, {})
+
+
+def mixed(data: DataConfig) -> list[tuple[str, str, str, float]]:
+    found = ingredients_of(data, lambda path: TokenFolder.open(Path(path)))
+    return [(one.name, one.folder.path.name, one.source, one.weight) for one in found]
+
+
+def test_without_a_mixture_every_source_counts_by_its_tokens(two_sources: TokenFolder):
+    data = DataConfig(path=str(two_sources.path))
+    assert mixed(data) == [("code", "two", "code", 300.0), ("web", "two", "web", 100.0)]
+
+
+def test_a_mixture_names_sources_here_and_elsewhere(two_sources: TokenFolder, toy: TokenFolder):
+    mixture = {
+        "web": IngredientConfig(3),
+        "books": IngredientConfig(1, path=str(toy.path)),  # the only source there, whatever its name
+        "python": IngredientConfig(2, source="code"),
+    }
+    data = DataConfig(path=str(two_sources.path), mixture=mixture)
+    assert mixed(data) == [("web", "two", "web", 3), ("books", "toy", "text", 1), ("python", "two", "code", 2)]
+
+
+def test_a_source_that_is_not_there(two_sources: TokenFolder):
+    data = DataConfig(path=str(two_sources.path), mixture={"books": IngredientConfig(1)})
+    with pytest.raises(
+        FolderError, match=r"no source 'books' for mixture\.books; its sources: code, web\. Name one as"
+    ):
+        mixed(data)
+
+
+def test_two_tokenizers_are_refused(tmp_path: Path, two_sources: TokenFolder):
+    splits = {"train": {"text": [[5] * 99]}, "validation": {}}
+    other = write_folder(tmp_path / "other", splits, '{"another": 1}', 999, 0, {})
+    mixture = {"web": IngredientConfig(1), "text": IngredientConfig(1, path=str(other.path))}
+    (line,) = told(config_of(two_sources.path, mixture=mixture))
+    assert f"{other.path} (text) was made with another tokenizer than {two_sources.path} (web)" in line
+
+
+def test_a_good_folder_has_no_problems(toy: TokenFolder):
+    assert not told(config_of(toy.path))
+    assert not told(config_of(toy.path, vocab_size=2000))
+
+
+def test_damage_is_told_with_a_cure(toy: TokenFolder):
+    (toy.path / "train" / "text" / "index.json").unlink()
+    (line,) = told(config_of(toy.path))
+    assert line.startswith(f"data.path  {toy.path} has no train/text/index.json")
+    assert "tools/prepare_data.py" in line
+    (line,) = told(config_of(toy.path, Source.embedded))
+    assert f"delete {toy.path}, and it is prepared anew" in line
+
+
+def test_missing_paths(tmp_path: Path):
+    (line,) = told(config_of(tmp_path / "none"))
+    assert "data=embedded data.epochs=null run.max_steps=10" in line
+    assert not told(config_of(tmp_path / "none", Source.embedded))
+
+
+def test_tokens_that_do_not_parse_are_left_to_the_phase_s_rules(toy: TokenFolder):
+    config = config_of(toy.path)
+    config.data.epochs, config.phases[0].tokens = 1.0, "-5"
+    assert not [problem for problem in problems(config) if "phases.0" in problem.key]
+
+
+def test_a_url_is_looked_at_later():
+    assert not told(config_of("s3://bucket/tokens"))
+
+
+def test_the_key_is_the_one_that_was_set(toy: TokenFolder, tmp_path: Path):
+    phase = PhaseDataConfig(path=str(tmp_path / "none"))
+    (problem,) = problems(config_of(toy.path, phase=phase))
+    assert problem.key == "phases.1.data.path"
+    (problem,) = problems(config_of(tmp_path / "none", phase=PhaseDataConfig(path=str(toy.path))))
+    assert problem.key == "data.path"
+
+
+def test_vocabulary(toy: TokenFolder):
+    (line,) = told(config_of(toy.path, vocab_size=998))
+    assert "has a vocabulary of 999, model.vocab_size is 998; set model.vocab_size=999 or more" in line
+    (line,) = told(config_of(toy.path, Source.embedded, vocab_size=1000))
+    assert "set model.vocab_size=999, or a path where a vocabulary of 1000 can be prepared" in line
+    (line,) = told(config_of(toy.path, Source.embedded, vocab_size=299))
+    assert line.startswith("model.vocab_size  is 299;")
+    assert "at least 300" in line
+
+
+def test_an_embedded_folder_may_have_fewer_entries_than_it_was_asked_for(tmp_path: Path):
+    splits = {"train": {"text": [[5] * 40]}, "validation": {"text": [[5] * 40]}}
+    write_folder(tmp_path / "data", splits, "{}", 400, 0, {"asked_vocab_size": 500})
+    assert not told(config_of(tmp_path / "data", Source.embedded, vocab_size=500))
+    assert not told(config_of(tmp_path / "data", Source.embedded, vocab_size=400))
+    assert "set model.vocab_size=500" in told(config_of(tmp_path / "data", Source.embedded, vocab_size=600))[0]
+
+
+def test_too_few_tokens(make_folder: Callable[..., TokenFolder]):
+    toy = make_folder()  # 212 tokens of training and 43 of validation
+    assert not told(config_of(toy.path, seq_len=21))
+    (line,) = told(config_of(toy.path, seq_len=22))
+    assert "at most 43 validation tokens in a source, and one row takes 45; smaller run.eval_lengths" in line
+    assert not told(config_of(toy.path, seq_len=22, lengths=(1,)))
+    assert "has 212 train tokens, and one row takes 213" in told(config_of(toy.path, seq_len=212))[0]
+
+
+def test_a_source_is_read_as_often_as_is_said(toy: TokenFolder) -> None:
+    config = config_of(toy.path)
+    config.data.epochs, config.phases[1].name = 1.0, "second"
+    tokens = toy.manifest.splits["train"]["text"].tokens
+    config.phases[0].tokens = str(tokens)
+    config.phases[1].tokens = str(3 * tokens)
+    (problem,) = problems(config)
+    assert problem.key == "data.epochs"
+    assert "data.epochs=3 " in problem.message
+    config.phases[1].data.epochs = 3.0
+    assert not problems(config)
+
+
+def keys(*arguments: str) -> list[str]:
+    return [problem.key for problem in problems(load([*arguments, "run.dir=run"]))]
+
+
+def test_what_an_embedded_corpus_lacks_is_told_before_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert keys() == []  # the laptop recipe
+    assert keys("phases.0.tokens=20B") == ["data.epochs"]
+    assert keys("phases.0.tokens=20B", "data.epochs=null") == []
+    assert keys("phases.0.tokens=20B", "data.mixture={text: {weight: 1}}") == ["data.epochs"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_embedded_text_is_not_written_where_recipes_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert keys("recipe=samba_421m") == ["data.path"]
+    assert "data.path" in keys("recipe=samba_421m", "data.source=embedded")
+    assert "data.path" in keys("recipe=samba_421m", "data.source=embedded", "data.path=./data//tokens/")
+    assert keys("recipe=samba_421m", "data.source=embedded", "data.path=x", "phases.0.tokens=1M") == []
+    advised = load(["recipe=samba_421m", "data=embedded", "data.epochs=null", "run.max_steps=10", "run.dir=run"])
+    assert check(advised, 1) + problems(advised) == []
+
+
+def test_embedded_text_that_lies_where_recipes_look_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier version wrote it there."""
+    monkeypatch.chdir(tmp_path)
+    splits = {split: {"code": [[5] * 99999]} for split in ("train", "validation")}
+    write_folder(Path("data/tokens"), splits, "{}", 32000, 0, {"corpus": "embedded", "asked_vocab_size": 32000})
+    Path("mine").symlink_to("data/tokens")
+    chosen = ["recipe=samba_421m", "phases.0.tokens=80K"]
+    assert keys(*chosen) == ["data.path"]
+    assert keys(*chosen, "data.path=mine") == []
+    assert keys(*chosen, "data.source=embedded") == []
+
+
+def test_the_paths_of_recipes_are_all_known() -> None:
+    named = re.findall(r"path: (data/[\w/]+)", "".join(file.read_text() for file in CONFIGS.glob("data/*.yaml")))
+    named = [path for path in named if not path.startswith("data/embedded")]
+    assert named
+    assert all(path.startswith(RECIPES_PATHS) for path in named)

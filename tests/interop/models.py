@@ -1,0 +1,131 @@
+"""Small models of every class that transformers has, their weights far from where they start, as checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.table import parameter_table
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.folder import folder_of
+from hybridtron.checkpoint.save import Saver, meta_of
+from hybridtron.config.schema import ParallelConfig
+from hybridtron.engine.engine import Engine
+from hybridtron.parallel.groups import Groups
+from tests.conftest import small_run
+
+VOCAB, WIDTH = 80, 32
+MLP = {"kind": "swiglu", "hidden": 56}
+ATTENTION = {"kind": "attention", "heads": 4, "kv_heads": 2}
+MAMBA2 = {"kind": "mamba2", "state": 8, "head_dim": 8, "groups": 2, "conv": 3}
+MODELS: dict[str, tuple[str, dict[str, dict[str, Any]], bool]] = {
+    "mamba": ("M*2", {"M": {"kind": "mamba", "state": 4, "conv": 3, "dt_rank": 5}}, True),
+    "mamba-untied": ("M*2", {"M": {"kind": "mamba", "state": 4}}, False),
+    "mamba2": ("M*2", {"M": MAMBA2}, True),
+    "llama": ("(A-)*2", {"A": {**ATTENTION, "rope_base": 5000.0}, "-": MLP}, False),
+    "llama-tied": ("(A-)*2", {"A": {**ATTENTION, "head_dim": 12}, "-": MLP}, True),
+    "mistral": ("(W-)*2", {"W": {**ATTENTION, "kv_heads": 1, "window": 9}, "-": MLP}, False),
+    "granite": ("M-A-M-", {"M": MAMBA2, "A": ATTENTION, "-": MLP}, True),
+    "granite-nope": ("M-A-", {"M": MAMBA2, "A": {**ATTENTION, "rope_base": None}, "-": MLP}, False),
+}
+MAMBA = {"kind": "mamba", "state": 4, "conv": 3}
+WINDOW = {**ATTENTION, "window": 9}
+SPAN = {"kind": "span", "heads": 4, "kv_heads": 2, "chunk": 16, "block": 4, "blocks": 2}
+CUSTOM: dict[str, tuple[str, dict[str, dict[str, Any]], bool]] = {
+    "samba": ("(M-W-)*2", {"M": MAMBA, "W": WINDOW, "-": MLP}, True),
+    "mamba-swa-mlp": ("(MW-)*2", {"M": MAMBA, "W": {**WINDOW, "kv_heads": 1}, "-": MLP}, False),
+    "mamba-mlp": ("(M-)*2", {"M": MAMBA, "-": MLP}, True),
+    "mamba2-window": ("(MW)*2", {"M": MAMBA2, "W": {**WINDOW, "head_dim": 12}}, False),
+    "conv": (
+        "A-C-",
+        {
+            "A": {**ATTENTION, "conv": 4, "conv_bias": True, "conv_silu": False, "rotary_dim": 4},
+            "C": {**WINDOW, "conv": 3, "rope_base": None},
+            "-": MLP,
+        },
+        True,
+    ),
+    "everything": (
+        "MN-WCS-",
+        {
+            "M": MAMBA,
+            "N": MAMBA2,
+            "W": WINDOW,
+            "C": {**ATTENTION, "conv": 4, "conv_bias": True, "conv_silu": False, "rotary_dim": 4},
+            "S": SPAN,
+            "-": MLP,
+        },
+        True,
+    ),
+    "span": ("MS-", {"M": MAMBA2, "S": {**SPAN, "conv": 3}, "-": MLP}, False),
+    "span-chosen": (
+        "MS-",
+        {"M": MAMBA2, "S": {**SPAN, "relevance": "previous_chunk", "eval": "span"}, "-": MLP},
+        False,
+    ),
+    "span-landmark": (
+        "S-",
+        {"S": {**SPAN, "relevance": "previous_chunk", "memory": "landmark", "eval": "span"}, "-": MLP},
+        False,
+    ),
+    "span-random": ("S-", {"S": {**SPAN, "memory": "random", "eval": "span"}, "-": MLP}, False),
+    "span-shifted": ("S-", {"S": {**SPAN, "memory": "shifted", "eval": "span"}, "-": MLP}, False),
+}
+SHIPPED = yaml.safe_load((Path(__file__).parents[2] / "configs/model/samba_span_laptop.yaml").read_text())
+CUSTOM["samba-span"] = (SHIPPED["pattern"], SHIPPED["layers"], True)
+CLASSES = {
+    "mamba": "MambaForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "granite": "GraniteMoeHybridForCausalLM",
+}
+
+
+def model_config(name: str) -> ModelConfig:
+    pattern, layers, tied = (MODELS | CUSTOM)[name]
+    return ModelConfig(width=WIDTH, vocab_size=VOCAB, pattern=pattern, layers=layers, tie_embeddings=tied)
+
+
+def checkpoint_of(
+    model: ModelConfig,
+    groups: Groups,
+    run: Path,
+    precision: str = "fp32",
+    parallel: ParallelConfig | None = None,
+    given: Checkpoint | None = None,
+) -> Checkpoint:
+    """Of weights that are nowhere as they start, norms, D, A_log and biases neither; or of those of another one."""
+    config = small_run(model, precision=precision)
+    config.parallel = parallel or config.parallel
+    engine = Engine(config, groups, None if given is None else given.weights(parameter_table(model)))
+    with torch.no_grad():
+        for stage in engine.stages if given is None else []:
+            for number, weight in enumerate(stage.model.parameters()):
+                added = torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
+                weight += 0.2 * added.to(weight.dtype)
+    run.mkdir(parents=True, exist_ok=True)
+    tokenizer = run / f"tokenizer-{groups.rank}.json"
+    vocabulary = {f"w{number}": number for number in range(VOCAB - 1)}
+    tokenizer.write_text(
+        json.dumps(
+            {
+                "version": "1.0",
+                "truncation": None,
+                "padding": None,
+                "added_tokens": [],
+                "normalizer": None,
+                "pre_tokenizer": {"type": "Whitespace"},
+                "post_processor": None,
+                "decoder": None,
+                "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"},
+            }
+        )
+    )
+    Saver(engine.config, run, groups).save(engine, meta_of(engine, 1, {"eos": "3"}), tokenizer)
+    return Checkpoint.open(folder_of(run, 1))

@@ -1,0 +1,205 @@
+"""Checkpoints as models that no class of transformers is: shipped with their code, loaded where hybridtron is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hybridtron.architecture.span import SpanSpec
+from hybridtron.architecture.table import architecture
+from hybridtron.config.choices import Export
+from hybridtron.data.batch import SeqInfo
+from hybridtron.interop import custom
+from hybridtron.interop import verify as verify_module
+from hybridtron.interop.custom import Custom
+from hybridtron.interop.export import CUSTOM as TARGET
+from hybridtron.interop.export import target_of
+from hybridtron.interop.verify import NotTheSame, lengths_of, own_model, verify
+from hybridtron.model.lm import LanguageModel
+from hybridtron.parallel.groups import Groups
+from tests.interop.models import CUSTOM, MODELS, VOCAB, checkpoint_of, model_config
+from tools.convert import main
+
+OUTSIDE = Path(__file__).with_name("outside.py")
+
+
+@pytest.mark.parametrize("name", CUSTOM)
+def test_the_shipped_class_computes_the_same(name: str, alone: Groups, tmp_path: Path) -> None:
+    model = model_config(name)
+    assert target_of(model, Export.auto) is TARGET
+    source = checkpoint_of(model, alone, tmp_path / "run")
+    output = tmp_path / "out"
+    assert main(["export", "--checkpoint", str(tmp_path / "run"), "--output", str(output)]) == 0
+    assert verify(output, source).logits < 1e-5
+    back = TARGET.model(json.loads((output / "config.json").read_text()))
+    assert architecture(back).specs == tuple(
+        replace(spec, **{key: getattr(other, key) for key in ("kv_heads", "head_dim", "dt_rank") if hasattr(spec, key)})
+        for spec, other in zip(architecture(model).specs, architecture(back).specs, strict=True)
+    )
+
+
+def test_the_shipped_class_keeps_the_stream_in_fp32_where_the_model_does(alone: Groups, tmp_path: Path) -> None:
+    """In bf16, where it shows: nearer to our own model than to the same folder with a stream in bf16."""
+    source = checkpoint_of(replace(model_config("samba"), residual_fp32=True), alone, tmp_path / "run")
+    output = tmp_path / "out"
+    arguments = [
+        "--checkpoint",
+        str(tmp_path / "run"),
+        "--output",
+        str(output),
+        "--dtype",
+        "bfloat16",
+        "--verify",
+        "none",
+    ]
+    assert main(["export", *arguments]) == 0
+    tokens_BL = torch.randint(VOCAB, (2, 40), generator=torch.Generator().manual_seed(0))
+    ours = own_model(source, torch.bfloat16).cast(torch.bfloat16).requires_grad_(False)
+    expected = ours(tokens_BL, None, SeqInfo.stream(2, 40)).output
+    apart, streams = {}, {}
+    for wide in (True, False):
+        settings = json.loads((output / "config.json").read_text()) | {"residual_in_fp32": wide}
+        (output / "config.json").write_text(json.dumps(settings))
+        theirs = AutoModelForCausalLM.from_pretrained(output, dtype=torch.bfloat16, trust_remote_code=True).eval()
+        with torch.no_grad():
+            out = theirs(tokens_BL, output_hidden_states=True)
+        streams[wide] = {stream.dtype for stream in out.hidden_states[:-1]}
+        apart[wide] = (out.logits.transpose(0, 1).float() - expected.float()).norm()
+        assert out.logits.dtype == torch.bfloat16
+    assert streams == {True: {torch.float32}, False: {torch.bfloat16}}
+    assert apart[True] < 0.5 * apart[False]
+
+
+def test_it_runs_where_hybridtron_is_not(alone: Groups, tmp_path: Path) -> None:
+    source = checkpoint_of(model_config("everything"), alone, tmp_path / "run")
+    output = tmp_path / "out"
+    assert main(["export", "--checkpoint", str(tmp_path / "run"), "--output", str(output), "--verify", "none"]) == 0
+    tokens_BL = torch.randint(VOCAB, (2, 70), generator=torch.Generator().manual_seed(0))
+    torch.save(tokens_BL, output / "tokens.pt")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["HF_HOME"] = str(tmp_path / "home")
+    command = [sys.executable, "-I", str(OUTSIDE), str(output)]
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "custom code" not in done.stdout  # no question was asked
+    with torch.no_grad():
+        ours = own_model(source, torch.float32)(tokens_BL, None, SeqInfo.stream(2, 70)).output.transpose(0, 1)
+    assert (torch.load(output / "logits.pt") - ours).abs().max() < 1e-5 * ours.abs().max()
+    assert {path.name for path in (output / "again").glob("*.py")} == {path.name for path in Custom.code}
+
+
+def test_a_model_of_transformers_own_can_be_ours_too(alone: Groups, tmp_path: Path) -> None:
+    """And comes back from there as a checkpoint."""
+    checkpoint_of(model_config("granite"), alone, tmp_path / "run")
+    output = tmp_path / "out"
+    arguments = ["--checkpoint", str(tmp_path / "run"), "--output", str(output), "--target", "custom"]
+    assert main(["export", *arguments, "--dtype", "bfloat16"]) == 0
+    assert json.loads((output / "config.json").read_text())["architectures"] == ["HybridtronForCausalLM"]
+    assert main(["import", "--input", str(output), "--output", str(tmp_path / "back")]) == 0
+
+
+@pytest.mark.parametrize("mistake", ["keys and values are swapped", "the window is off by one", "positions turn more"])
+def test_planted_mistakes_are_found_and_leave_nothing(
+    mistake: str, alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint_of(model_config("everything"), alone, tmp_path / "run")
+    options, names = custom._options, custom._names
+    if mistake == "keys and values are swapped":
+        swapped = {"k_conv1d.weight": ("kv_conv.v",), "v_conv1d.weight": ("kv_conv.k",)}
+        monkeypatch.setattr(
+            custom, "_names", lambda spec: [{k: swapped.get(k, v) for k, v in n.items()} for n in names(spec)]
+        )
+    else:
+        key, value = ("window", 10) if "window" in mistake else ("rotary_dim", 6)
+        monkeypatch.setattr(
+            custom, "_options", lambda *a: {k: value if k == key and v else v for k, v in options(*a).items()}
+        )
+    assert main(["export", "--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out")]) == 1
+    assert "logits of" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} <= {"run", "modules"}
+
+
+def test_blocks_that_only_one_of_both_reads_in_generation_are_found(
+    alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = checkpoint_of(model_config("samba-span"), alone, tmp_path / "run")
+    output = tmp_path / "out"
+    assert main(["export", "--checkpoint", str(tmp_path / "run"), "--output", str(output), "--verify", "none"]) == 0
+    monkeypatch.setattr(SpanSpec, "remembered", lambda spec, training: spec.remember)
+    with pytest.raises(NotTheSame, match="goes on with"):
+        verify(output, source)
+
+
+@pytest.mark.parametrize(("name", "proven"), [("span-landmark", True), ("mamba-mlp", False)])
+def test_what_rounding_may_decide_is_proven_in_float64(
+    name: str, proven: bool, alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where blocks are chosen; a difference in fp32 is a fault elsewhere."""
+    source, same_logits = checkpoint_of(model_config(name), alone, tmp_path / "run"), verify_module._same_logits
+
+    def apart_in_fp32(folder: Path, theirs: Any, ours: LanguageModel, *rest: Any) -> float:
+        if next(theirs.parameters()).dtype == torch.float32:
+            raise NotTheSame
+        return same_logits(folder, theirs, ours, *rest)
+
+    monkeypatch.setattr(verify_module, "_same_logits", apart_in_fp32)
+    arguments = ["--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out")]
+    assert main(["export", *arguments]) == (0 if proven else 1)
+    if proven:
+        assert verify(tmp_path / "out", source).logits < 1e-12
+
+
+def test_the_proof_reads_more_than_a_chunk_of_spans() -> None:
+    spans = model_config("samba-span")
+    long = replace(spans, layers={**spans.layers, "X": {**spans.layers["X"], "chunk": [512, 1024]}})
+    assert 1027 in lengths_of(long)
+    assert 1027 not in lengths_of(replace(long, layers={**long.layers, "X": {**long.layers["X"], "eval": "full"}}))
+
+
+@pytest.mark.parametrize("change", ["a file of it", "a file beside it", "a generate", "an adapter", "what it names"])
+def test_code_that_is_not_ours_is_not_run(
+    change: str, alone: Groups, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint_of(model_config("mamba-mlp"), alone, tmp_path / "run")
+    arguments = ["--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out")]
+    assert main(["export", *arguments, "--verify", "none"]) == 0
+    planted = f"open({str(tmp_path / 'ran')!r}, 'w')\n"
+    files = {
+        "a file of it": "modeling_hybridtron.py",
+        "a file beside it": "more.py",
+        "a generate": "custom_generate/generate.py",
+        "an adapter": "adapter_config.json",
+    }
+    if change in files:
+        file = tmp_path / "out" / files[change]
+        file.parent.mkdir(exist_ok=True)
+        with file.open("a") as code:
+            code.write(planted)
+    else:
+        (tmp_path / "other.py").write_text(planted)
+        settings = json.loads((tmp_path / "out/config.json").read_text())
+        settings["auto_map"]["AutoConfig"] = "../other.HybridtronConfig"
+        (tmp_path / "out/config.json").write_text(json.dumps(settings))
+    assert main(["verify", *arguments]) == 1
+    assert "not" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+
+
+def test_every_weight_is_used_once_and_nothing_else_is_shipped() -> None:
+    for name in MODELS | CUSTOM:
+        rules = TARGET.rules(model_config(name))
+        assert len({rule.theirs for rule in rules}) == len(rules)
+    assert {path.name for path in Custom.code} == {
+        f"{name}_hybridtron.py" for name in ("configuration", "modeling", "mixers", "attention", "ops")
+    }

@@ -1,0 +1,173 @@
+"""Folders of transformers and of state-spaces/mamba as checkpoints that a run starts from, and back again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hybridtron.architecture.table import architecture
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.data.batch import SeqInfo
+from hybridtron.interop.original import Original
+from hybridtron.interop.verify import own_model
+from hybridtron.parallel.groups import Groups
+from tests.interop.models import MODELS, checkpoint_of, model_config
+from tools.convert import main
+
+
+def exported(name: str, groups: Groups, folder: Path) -> tuple[Checkpoint, Path]:
+    source = checkpoint_of(model_config(name), groups, folder / "run")
+    arguments = ["--checkpoint", str(folder / "run"), "--output", str(folder / "out"), "--verify", "none"]
+    assert main(["export", *arguments]) == 0
+    return source, folder / "out"
+
+
+def imported(folder: Path, output: Path) -> Checkpoint:
+    assert main(["import", "--input", str(folder), "--output", str(output)]) == 0
+    found = Checkpoint.open(output)
+    assert not list(found.faults())
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back_is_the_same_bit_for_bit(name: str, alone: Groups, tmp_path: Path) -> None:
+    source, folder = exported(name, alone, tmp_path)
+    back = imported(folder, tmp_path / "back")
+    keys = [key for key in source.shapes if key in back.shapes]
+    assert len(keys) == len(back.shapes)
+    assert all(torch.equal(source.whole(key), back.whole(key)) for key in keys)
+    assert {key for key in source.shapes if not key.startswith(("exp_avg", "random"))} == set(back.shapes)
+    tokens_BL = torch.randint(80, (2, 25))
+    ours, theirs = (own_model(one, torch.float32) for one in (source, back))
+    with torch.no_grad():
+        logits = [model(tokens_BL, None, SeqInfo.stream(2, 25)).output for model in (ours, theirs)]
+    assert torch.equal(*logits)
+
+
+ORIGINALS = {
+    "mamba": ({"ssm_cfg": {}}, ("MM", {"M": {"kind": "mamba"}}, True)),
+    "mamba2": (
+        {"ssm_cfg": {"layer": "Mamba2", "d_state": 8, "headdim": 8}},
+        ("MM", {"M": {"kind": "mamba2", "state": 8, "head_dim": 8}}, True),
+    ),
+    "mamba2attn": (
+        {
+            "ssm_cfg": {"layer": "Mamba2", "d_state": 8, "headdim": 8},
+            "attn_layer_idx": [1],
+            "attn_cfg": {
+                "causal": True, "d_conv": 4, "head_dim": 12, "num_heads": 4, "out_proj_bias": False,
+                "qkv_proj_bias": False, "rotary_emb_dim": 6,
+            },
+            "d_intermediate": 100,
+        },
+        (
+            "M-A-",
+            {
+                "M": {"kind": "mamba2", "state": 8, "head_dim": 8},
+                "A": {
+                    "kind": "attention", "heads": 4, "head_dim": 12, "rotary_dim": 6, "rope_base": 10000.0, "conv": 4,
+                    "conv_bias": True, "conv_silu": False,
+                },
+                "-": {"kind": "swiglu", "hidden": 128},
+            },
+            True,
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_the_format_of_the_reference_implementation(name: str, tmp_path: Path) -> None:
+    """Names by hand for one layer of each; our own table of rules makes the rest."""
+    more, (pattern, layers, _) = ORIGINALS[name]
+    settings = {"d_model": 32, "n_layer": 2, "vocab_size": 77, "rms_norm": True, "pad_vocab_size_multiple": 8, **more}
+    folder = tmp_path / "original"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "tokenizer.json").write_text("{}")
+    kind = Original()
+    model = kind.model(settings)
+    assert (model.pattern, model.vocab_size) == (pattern, 80)
+    assert model.residual_fp32
+    assert not kind.model({**settings, "residual_in_fp32": False}).residual_fp32
+    assert architecture(model).specs == architecture(model.__class__(**{**vars(model), "layers": layers})).specs
+    stored = {rule.theirs: torch.randn(rule.shape) for rule in kind.rules(model)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    assert shapes["backbone.embedding.weight"] == (80, 32)
+    if name == "mamba":
+        assert shapes["backbone.layers.0.mixer.in_proj.weight"] == (128, 32)
+    else:
+        assert shapes["backbone.layers.0.mixer.in_proj.weight"] == (2 * 64 + 2 * 8 + 8, 32)
+    if name == "mamba2attn":
+        assert shapes["backbone.layers.1.mixer.in_proj.weight"] == (3 * 48, 32)
+        assert shapes["backbone.layers.1.mixer.conv1d.weight"] == (3 * 48, 1, 4)
+        assert shapes["backbone.layers.1.mlp.fc1.weight"] == (256, 32)
+    torch.save({**stored, "lm_head.weight": stored["backbone.embedding.weight"]}, folder / "pytorch_model.bin")
+    found = imported(folder, tmp_path / "checkpoint")
+    x_z = stored["backbone.layers.0.mixer.in_proj.weight"]
+    first = found.whole("layers.0.mixer.in_proj.weight.x" if name == "mamba" else "layers.0.mixer.in_proj.weight.z")
+    assert torch.equal(first, x_z[:64])
+    if name == "mamba2attn":
+        up, gate = stored["backbone.layers.1.mlp.fc1.weight"].split(128)
+        assert torch.equal(found.whole("layers.3.mixer.gate_up.weight.gate"), gate)
+        assert torch.equal(found.whole("layers.3.mixer.gate_up.weight.up"), up)
+        queries = stored["backbone.layers.1.mixer.in_proj.weight"][:48]
+        assert torch.equal(found.whole("layers.2.mixer.q.weight"), queries)
+    tokens_BL = torch.randint(77, (1, 9))
+    with torch.no_grad():
+        logits = own_model(found, torch.float32)(tokens_BL, None, SeqInfo.stream(1, 9)).output
+    assert torch.isfinite(logits).all()
+
+
+def refused(folder: Path, output: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    assert main(["import", "--input", str(folder), "--output", str(output)]) == 2
+    assert not output.exists()
+    return capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_told_together(alone: Groups, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, folder = exported("llama", alone, tmp_path)
+    output, file = tmp_path / "back", folder / "model.safetensors"
+    stored = load_file(file)
+    wrong = {**stored, "extra.weight": torch.zeros(2), "model.norm.weight": torch.zeros(3)}
+    del wrong["lm_head.weight"]
+    save_file(wrong, file)
+    said = refused(folder, output, capsys)
+    assert "lm_head.weight is missing" in said
+    assert "extra.weight is used by no rule" in said
+    assert "model.norm.weight has shape (3,), not (32,)" in said
+    save_file(stored, file)
+    (folder / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    assert "no tokenizer.json" in refused(folder, output, capsys)
+    file.write_bytes(file.read_bytes()[:100])
+    assert "can't be read" in refused(folder, output, capsys)
+    file.unlink()
+    assert "neither model.safetensors" in refused(folder, output, capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("llama", {"rope_scaling": {"factor": 2.0}}, "scales its rotary positions"),
+        ("llama", {"attention_bias": True}, "attention_bias=True"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("granite", {"residual_multiplier": 0.2}, "residual_multiplier=0.2"),
+        ("granite", {"embedding_multiplier": 12.0}, "embedding_multiplier=12.0"),
+        ("granite", {"logits_scaling": 8.0}, "logits_scaling=8.0"),
+        ("granite", {"attention_multiplier": 1.0}, "attention_multiplier"),
+        ("mamba", {"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel; known are MambaForCausalLM"),
+        ("mamba", {"state_size": None}, "state"),
+    ],
+)
+def test_what_we_do_not_compute_is_refused(
+    name: str, change: dict, said: str, alone: Groups, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, folder = exported(name, alone, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    assert said in refused(folder, tmp_path / "back", capsys)

@@ -1,0 +1,263 @@
+"""Checkpoints as models that transformers knows by itself: loaded by it, held against ours, and planted mistakes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, Mamba2Config, MambaConfig
+
+from hybridtron.architecture.table import architecture
+from hybridtron.checkpoint import files
+from hybridtron.config.choices import Export
+from hybridtron.interop import verify as verify_module
+from hybridtron.interop.export import NATIVES, target_of
+from hybridtron.interop.native import Mamba
+from hybridtron.interop.native_pairs import Llama
+from hybridtron.interop.rules import Rule
+from hybridtron.interop.verify import verify
+from hybridtron.parallel.groups import Groups
+from tests.interop.models import CLASSES, MODELS, checkpoint_of, model_config
+from tools.convert import main
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = {"mamba": MambaConfig, "mamba2": Mamba2Config}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_loads_it_and_computes_the_same(
+    name: str, alone: Groups, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = checkpoint_of(model_config(name), alone, tmp_path / "run")
+    output = tmp_path / "out"
+    assert main(["export", "--checkpoint", str(tmp_path / "run"), "--output", str(output)]) == 0
+    assert json.loads((output / "config.json").read_text())["architectures"] == [CLASSES[name.partition("-")[0]]]
+    assert verify(output, source).logits < 1e-5
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    assert tokenizer("w5 w7")["input_ids"] == [5, 7]
+    assert tokenizer.eos_token == "w3"
+    target = target_of(model_config(name), Export.auto)
+    back = target.model(json.loads((output / "config.json").read_text()))
+    assert architecture(back).specs == tuple(
+        replace(spec, **{key: getattr(other, key) for key in ("kv_heads", "head_dim", "dt_rank") if hasattr(spec, key)})
+        for spec, other in zip(architecture(model_config(name)).specs, architecture(back).specs, strict=True)
+    )
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "samba"])
+def test_whether_the_stream_is_in_fp32_goes_there_and_back(name: str, wide: bool) -> None:
+    model = replace(model_config(name), residual_fp32=wide)
+    target = target_of(model, "auto")
+    settings = target.config(model, 64)
+    assert settings["residual_in_fp32"] is wide
+    assert target.model(json.loads(json.dumps(settings))).residual_fp32 is wide
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+def test_without_the_key_transformers_keeps_it_in_fp32(name: str) -> None:
+    target = target_of(model_config(name), "auto")
+    settings = target.config(model_config(name), 64)
+    del settings["residual_in_fp32"]
+    assert target.model(settings).residual_fp32
+    assert CONFIGS[name]().residual_in_fp32
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_types_and_shards(precision: str, alone: Groups, tmp_path: Path) -> None:
+    checkpoint_of(model_config("mamba"), alone, tmp_path / "run", precision)
+    for dtype, shards in ((None, "20KB"), ("bfloat16", "5GB"), ("float32", "20KB")):
+        output = tmp_path / str(dtype)
+        arguments = ["--checkpoint", str(tmp_path / "run"), "--output", str(output), "--shard-size", shards]
+        assert main(["export", *arguments, *(["--dtype", dtype] if dtype else [])]) == 0
+        files = sorted(output.glob("*.safetensors"))
+        assert len(files) == (
+            1
+            if shards == "5GB"
+            else len({*json.loads((output / "model.safetensors.index.json").read_text())["weight_map"].values()})
+        )
+        tensors = {key: tensor for file in files for key, tensor in load_file(file).items()}
+        for key, tensor in tensors.items():
+            island = key.endswith(("A_log", ".D", "dt_proj.bias"))
+            narrow = precision == "bf16" if dtype is None else dtype == "bfloat16"
+            assert tensor.dtype == (torch.bfloat16 if narrow and not island else torch.float32), key
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["granite", "everything", *(pytest.param(m, marks=pytest.mark.slow) for m in MODELS if m != "granite")],
+)
+def test_a_sample_of_the_layers_is_a_model_of_its_own(
+    name: str, alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a model that is three times as deep, a mistake in a layer that is taken is found."""
+    model = model_config(name)
+    model = replace(model, pattern=f"({model.pattern})*3")
+    checkpoint_of(model, alone, tmp_path / "run")
+    arguments = ["export", "--checkpoint", str(tmp_path / "run"), "--verify", "sample", "--output"]
+    assert main([*arguments, str(tmp_path / "out")]) == 0
+    assert "as --verify sample" in capsys.readouterr().out
+    last = len(architecture(model).specs) - 1
+    to_theirs = Rule.to_theirs
+
+    def planted(rule: Rule, read) -> torch.Tensor:
+        made = to_theirs(rule, read)
+        return made * 1.01 if f"layers.{last}.norm.weight" in rule.ours else made
+
+    monkeypatch.setattr(Rule, "to_theirs", planted)
+    assert main([*arguments, str(tmp_path / "wrong")]) == 1
+    assert "logits of" in capsys.readouterr().err
+
+
+MISTAKES = {
+    "gate and up are swapped": ("llama", "layers.1.mlp.gate_proj", "in the last layer"),
+    "keys and values are swapped": ("llama", "self_attn.k_proj", "in layer 0"),
+    "the window is off by one": ("mistral", "sliding_window", "in layer 0"),
+    "z and x are swapped": ("mamba", "in_proj", "in layer 0"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_planted_mistakes_are_found_and_leave_nothing(
+    mistake: str, alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, where, parting = MISTAKES[mistake]
+    checkpoint_of(model_config(name), alone, tmp_path / "run")
+    target = type(target_of(model_config(name), Export.auto))
+    if where == "sliding_window":
+        settings = target.settings
+        monkeypatch.setattr(target, "settings", lambda *a: {**(made := settings(*a)), where: made[where] + 1})
+    else:
+        rules = target.rules
+
+        def planted(self, model):
+            found = {rule.theirs: rule for rule in rules(self, model)}
+            for theirs, rule in found.items():
+                if where in theirs and len(rule.ours) == 2:
+                    found[theirs] = replace(rule, ours=rule.ours[::-1])
+                elif where in theirs:
+                    other = theirs.replace("gate", "up").replace("k_proj", "v_proj")
+                    found[theirs], found[other] = (
+                        replace(rule, ours=found[other].ours),
+                        replace(found[other], ours=rule.ours),
+                    )
+            return list(found.values())
+
+        monkeypatch.setattr(target, "rules", planted)
+    assert main(["export", "--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert "logits of" in said
+    assert f"the streams part {parting}" in said
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_rows_in_the_order_of_ranks_are_found(
+    alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What two ranks hold of a fused projection, one below the other: x and z of the first, x and z of the second."""
+    checkpoint_of(model_config("mamba"), alone, tmp_path / "run")
+    to_theirs = Rule.to_theirs
+
+    def by_ranks(rule: Rule, read) -> torch.Tensor:
+        made = to_theirs(rule, read)
+        return torch.cat(made.chunk(4)[::2] + made.chunk(4)[1::2]) if "in_proj" in rule.theirs else made
+
+    monkeypatch.setattr(Rule, "to_theirs", by_ranks)
+    assert main(["export", "--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out")]) == 1
+    assert "the streams part in layer 0" in capsys.readouterr().err
+
+
+def test_decays_in_bf16_are_found(
+    alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint_of(model_config("mamba"), alone, tmp_path / "run")
+    rules = Mamba.rules
+    monkeypatch.setattr(
+        Mamba, "rules", lambda *a: [replace(r, fp32=r.fp32 and "A_log" not in r.theirs) for r in rules(*a)]
+    )
+    arguments = ["--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out"), "--dtype", "bfloat16"]
+    assert main(["export", *arguments]) == 1
+    assert "logits of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("tie", "said"), [(True, "tie_word_embeddings=True"), (False, "lm_head.weight")])
+def test_a_head_that_is_left_out_is_found(
+    tie: bool, said: str, alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """With a configuration that says so, and one that does not."""
+    checkpoint_of(model_config("llama"), alone, tmp_path / "run")
+    rules, settings = Llama.rules, Llama.settings
+    monkeypatch.setattr(Llama, "rules", lambda *a: [rule for rule in rules(*a) if rule.theirs != "lm_head.weight"])
+    monkeypatch.setattr(Llama, "settings", lambda *a: {**settings(*a), "tie_word_embeddings": tie})
+    assert main(["export", "--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out")]) == 1
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_no_class_has_is_refused_with_all_reasons(
+    alone: Groups, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = replace(model_config("mistral"), pattern="W-M-")
+    model.layers = {**model.layers, "M": {"kind": "mamba", "state": 4}}
+    checkpoint_of(model, alone, tmp_path / "run")
+    arguments = ["--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out"), "--target", "native"]
+    assert main(["export", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert all(target.name in said for target in NATIVES)
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_input(alone: Groups, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = checkpoint_of(model_config("mamba"), alone, tmp_path / "run")
+    run, output = str(tmp_path / "run"), str(tmp_path / "out")
+    assert main(["export", "--checkpoint", str(tmp_path / "nothing"), "--output", output]) == 2
+    assert main(["export", "--checkpoint", run, "--output", run]) == 2
+    assert main(["export", "--checkpoint", run, "--output", output, "--shard-size", "much"]) == 2
+    file = source.folder / "model-00000.safetensors"
+    stored = bytearray(file.read_bytes())
+    stored[-5] ^= 1
+    file.write_bytes(stored)
+    assert main(["export", "--checkpoint", run, "--output", output]) == 1
+    assert "is not as it was written" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_leaves_nothing_and_a_killed_export_is_no_model(
+    alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint_of(model_config("mamba"), alone, tmp_path / "run")
+    arguments = ["export", "--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out")]
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files.os, "fsync", full)
+        assert main(arguments) == 1
+    assert "No space left" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+    killed = (
+        "import os, sys; from hybridtron.interop import export; from tools.convert import main;"
+        "export.card = lambda *_: os.kill(os.getpid(), 9); main(sys.argv[1:])"
+    )
+    done = subprocess.run([sys.executable, "-c", killed, *arguments], cwd=ROOT, check=False, capture_output=True)
+    assert done.returncode == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    assert main(arguments) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}
+
+
+def test_every_weight_is_used_once() -> None:
+    for name in MODELS:
+        model = model_config(name)
+        rules = target_of(model, Export.auto).rules(model)
+        assert len({rule.theirs for rule in rules}) == len(rules)
+    assert verify_module.lengths_of(model_config("mistral")) == (1, 2, 3, 5, 8, 9, 10, 21, 300)

@@ -1,0 +1,87 @@
+"""The tokenizer of an export: a pad token of its own where there is room, and what an old transformers says."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from tokenizers import Tokenizer
+
+from hybridtron.config.exportable import TRANSFORMERS
+from hybridtron.config.load import load
+from hybridtron.data.same_vocabulary import difference
+from hybridtron.interop.card import SHARED_PAD, card
+from hybridtron.interop.custom import Custom
+from hybridtron.interop.native_pairs import Llama
+from hybridtron.interop.tokenizer import PAD, SpecialTokens, write_tokenizer
+
+CONFIGURATION = next(path for path in Custom.code if path.name == "configuration_hybridtron.py")
+
+
+def tokenizer(*more: str) -> bytes:
+    words = [*(f"w{number}" for number in range(8)), *more]
+    model = {"type": "WordLevel", "vocab": {word: number for number, word in enumerate(words)}, "unk_token": "w0"}
+    return json.dumps({"version": "1.0", "added_tokens": [], "model": model}).encode()
+
+
+def written(folder: Path, stored: bytes, vocab_size: int) -> tuple[SpecialTokens, dict]:
+    special = write_tokenizer(folder, stored, 3, vocab_size, 64)
+    return special, json.loads((folder / "tokenizer_config.json").read_text())
+
+
+def test_a_free_id_becomes_the_pad_token(tmp_path: Path) -> None:
+    special, config = written(tmp_path, tokenizer(), 9)
+    stored = (tmp_path / "tokenizer.json").read_bytes()
+    assert (special.pad, special.shared, config["pad_token"], config["eos_token"]) == (8, False, PAD, "w3")
+    assert Tokenizer.from_str(stored.decode()).token_to_id(PAD) == 8
+    assert difference(tokenizer(), stored) is None
+    assert config["model_input_names"] == ["input_ids", "attention_mask"]
+
+
+def test_one_that_is_there_is_taken(tmp_path: Path) -> None:
+    special, config = written(tmp_path, tokenizer("<|padding|>"), 16)
+    assert (special.pad, config["pad_token"]) == (8, "<|padding|>")
+    assert (tmp_path / "tokenizer.json").read_bytes() == tokenizer("<|padding|>")
+
+
+def test_without_room_padding_is_eos_and_the_card_says_so(tmp_path: Path) -> None:
+    special, config = written(tmp_path, tokenizer(), 8)
+    assert (special.pad, special.shared, config["pad_token"]) == (3, True, "w3")
+    assert SHARED_PAD in card(load([]), Llama(), special)
+    assert SHARED_PAD not in card(load([]), Llama(), SpecialTokens(3, 8))
+
+
+def test_what_is_no_tokenizer_is_passed_on(tmp_path: Path) -> None:
+    special, config = written(tmp_path, b"{}", 8)
+    assert (special.pad, "pad_token" in config) == (3, False)
+    assert (tmp_path / "tokenizer.json").read_bytes() == b"{}"
+
+
+def test_the_card_claims_nothing_twice_or_unknown() -> None:
+    text = card(load(["recipe=laptop_phases"]), Custom(), SpecialTokens(0, 1))
+    head, body = text.split("---")[1:3]
+    tags = [line for line in head.splitlines() if line.startswith("- ")]
+    assert len(tags) == len(set(tags))
+    assert "license:" not in head
+    assert ".".join(map(str, TRANSFORMERS)) in body
+    assert body.count("trained with hybridtron") == 4
+    imported = load([])
+    imported.phases = []
+    assert "trained with" not in card(imported, Custom(), SpecialTokens(0, 1))
+
+
+@pytest.mark.parametrize("version", ["4.57.6", "5.16.1"])
+def test_an_old_transformers_is_named_before_anything_fails(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = ModuleType("transformers")
+    old.__version__ = version  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformers", old)
+    with pytest.raises(ImportError, match=version):
+        runpy.run_path(str(CONFIGURATION))
+
+
+def test_it_needs_what_the_export_says() -> None:
+    assert runpy.run_path(str(CONFIGURATION))["NEEDED"] == TRANSFORMERS

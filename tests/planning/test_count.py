@@ -1,0 +1,234 @@
+"""Parameters, FLOPs and memory, against published sizes, exact counts, and counts made by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+
+from hybridtron.architecture.attention import AttentionSpec
+from hybridtron.architecture.base import ModelSizes
+from hybridtron.architecture.mamba import MambaSpec
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.swiglu import SwiGLUSpec
+from hybridtron.architecture.table import parameter_table
+from hybridtron.config.choices import LrPiece
+from hybridtron.config.load import load
+from hybridtron.config.schema import Config, Precision
+from hybridtron.planning import count as count_file
+from hybridtron.planning.count import count, logits_at_a_time, loss_bytes, memory
+
+EXACT = {
+    "samba_421m": 421_793_280,
+    "samba_1.3b": 1_330_207_488,
+    "samba_1.7b": 1_742_194_688,
+    "samba_3.8b": 3_864_275_712,
+    "mamba_swa_mlp_1.6b": 1_655_330_816,
+    "mamba_mlp_1.9b": 1_946_224_640,
+    "mamba_1.8b": 1_795_295_232,
+    "mistral_1.6b": 1_641_187_328,
+    "llama3_1.6b": 1_641_187_328,
+    "llama2_438m": 438_081_024,
+    "llama2_swa_438m": 438_081_024,
+    "llama2_1.3b": 1_347_842_304,
+    "llama2_swa_1.3b": 1_347_842_304,
+    "mamba_432m": 432_804_864,
+    "mamba_1.3b": 1_334_740_992,
+}
+
+MAMBA2 = {  # as transformers' Mamba2ForCausalLM counts its own with these sizes; the hybrid by hand, below
+    "mamba2_45m": 46_389_312,
+    "mamba2_85m": 83_805_792,
+    "mamba2_130m": 128_989_632,
+    "mamba2_350m": 368_346_624,
+    "mamba2_780m": 780_161_280,
+    "mamba2_1.3b": 1_343_757_312,
+    "mamba2_hybrid_2.7b": 2_697_590_880,
+}
+
+PRINTED = {  # in millions, Tables 5 to 8 of Samba
+    "samba_421m_full_0": 449,
+    "samba_421m_full_5": 449,
+    "samba_421m_full_11": 449,
+    "samba_421m_full_1_5": 443,
+    "samba_421m_heads_12_2": 426,
+    "samba_421m_heads_6_1": 426,
+    "samba_421m_heads_12_1": 424,
+    "samba_421m_heads_12_4": 431,
+    "llama2_swa_438m_heads_12_2": 419,
+    "llama2_swa_438m_heads_6_1": 419,
+    "llama2_swa_438m_heads_12_1": 414,
+    "llama2_swa_438m_heads_12_4": 428,
+    "llama2_swa_438m_sc": 438,
+    "llama2_438m_seq_2048": 438,
+    "llama2_swa_438m_seq_8192": 438,
+    "llama2_swa_438m_seq_16384": 438,
+    "llama2_swa_438m_seq_32768": 438,
+}
+
+
+@functools.cache
+def recipe_config(name: str) -> Config:
+    return load([f"recipe={name}"])
+
+
+@pytest.mark.parametrize(("recipe", "parameters"), (EXACT | MAMBA2).items())
+def test_published_models_have_exactly_their_parameters(recipe, parameters):
+    model = recipe_config(recipe).model
+    assert count(model, 4096).parameters == parameters
+    assert sum(parameter.size for parameter in parameter_table(model).values()) == parameters
+
+
+@pytest.mark.parametrize(("recipe", "millions"), PRINTED.items())
+def test_ablations_have_the_printed_size(recipe, millions):
+    assert count(recipe_config(f"ablations/{recipe}").model, 4096).parameters == pytest.approx(millions * 1e6, rel=3e-3)
+
+
+@pytest.mark.parametrize("recipe", EXACT)
+def test_published_steps_have_the_papers_tokens(recipe):
+    phases = recipe_config(recipe).phases
+    small = phases[0].tokens in ("20B", "100B")
+    assert {(phase.seq_len, phase.global_batch) for phase in phases} == {(4096, 512 if small else 2048)}
+    assert phases[0].lr == (4e-4 if small else 6e-4)
+
+
+def test_the_phases_of_phi_3_have_its_tokens():
+    phases = recipe_config("samba_3.8b").phases
+    assert [phase.tokens for phase in phases] == ["2.2T", "1T"]  # 3.2T together
+    assert phases[1].lr_piece is LrPiece.carry_on
+
+
+@pytest.mark.parametrize(
+    ("recipe", "lr"),
+    list(zip(MAMBA2, (1e-3, 1e-3, 6e-4, 3e-4, 2.5e-4, 2e-4, 1.6e-4), strict=True)),
+)
+def test_mamba2_steps_are_those_of_table_2(recipe, lr):
+    config = recipe_config(recipe)
+    (phase,) = config.phases
+    assert (phase.seq_len, phase.lr) == (2048, lr)
+    assert phase.lr * config.optim.final_lr == pytest.approx(1e-5, rel=1e-4)
+    assert phase.seq_len * phase.global_batch == (2**19 if recipe != "mamba2_hybrid_2.7b" else 2**20)
+
+
+def test_attention_stands_where_mamba2attn_has_it():
+    counted = count(recipe_config("mamba2_hybrid_2.7b").model, 2048)
+    kinds = [layer.kind for layer in counted.layers]
+    assert [index for index, kind in enumerate(kinds) if kind == "attention"] == [9, 18, 27, 36, 45, 56]
+    assert len(kinds) == 64
+    # norm; z, x, B, C, dt; convolution with bias; dt_bias, A_log, D; gated norm; out
+    mamba = 2560 + 2560 * (2 * 5120 + 2 * 128 + 80) + 5 * (5120 + 2 * 128) + 3 * 80 + 5120 + 5120 * 2560
+    # norm; q, k, v and out; convolution with bias
+    attention = 2560 + 4 * 3840 * 2560 + 5 * 3 * 3840
+    assert counted.parameters == 58 * mamba + 6 * attention + 2560 + 50288 * 2560
+
+
+def test_full_attention_stands_in_the_papers_blocks():
+    for name, blocks in (("0", [0]), ("5", [5]), ("11", [11]), ("1_5", [1, 5])):
+        layers = count(recipe_config(f"ablations/samba_421m_full_{name}").model, 4096).layers
+        assert [index // 2 for index, layer in enumerate(layers) if layer.kind == "attention"] == blocks
+        assert all("window" not in layer.options for layer in layers)
+
+
+TINY = ModelConfig(
+    width=8,
+    vocab_size=11,
+    pattern="MW-",
+    layers={
+        "M": {"kind": "mamba", "state": 3, "dt_rank": 2},
+        "W": {"kind": "attention", "heads": 4, "kv_heads": 2, "window": 5},
+        "-": {"kind": "swiglu", "hidden": 10},
+    },
+)
+
+
+def test_projections_by_hand():
+    mamba, attention, mlp = count(TINY, 7).layers
+    # in 8 -> 32, x_proj 16 -> 2 + 3 + 3, dt_proj 2 -> 16, out 16 -> 8
+    assert mamba.flops["projections"] == 2 * (8 * 32 + 16 * 8 + 2 * 16 + 16 * 8)
+    assert mamba.flops["conv"] == 2 * 4 * 16
+    # q 8 -> 8, k and v 8 -> 4, out 8 -> 8
+    assert attention.flops["projections"] == 2 * (8 * 8 + 8 * 4 + 8 * 4 + 8 * 8)
+    # gate, up, down
+    assert mlp.flops == {"projections": 2 * 3 * 8 * 10}
+
+
+def test_mamba2_flops_by_hand():
+    layers = {"M": {"kind": "mamba2", "state": 3, "head_dim": 4, "groups": 2}}
+    (mamba,) = count(dataclasses.replace(TINY, pattern="M", layers=layers), 200).layers
+    # in 8 -> z 16, x 16, dt 4 heads, B and C 2 groups of 3 each; out 16 -> 8
+    assert mamba.flops["projections"] == 2 * (8 * (16 + 16 + 4 + 6 + 6) + 16 * 8)
+    assert mamba.flops["conv"] == 2 * 4 * (16 + 12)
+    # of 128 tokens each: their scores in 2 groups, the sum over values; into the state and out of it
+    assert mamba.flops["ssd"] == 2 * 128 * (2 * 3 + 16) + 2 * 2 * 3 * 16
+
+
+def test_parameters_of_layers_by_hand():
+    counted = count(TINY, 7)
+    mamba, attention, mlp = counted.layers
+    assert mamba.parameters == 8 + 8 * 32 + 16 * 4 + 16 + 16 * 8 + 2 * 16 + 16 + 16 * 3 + 16 + 16 * 8
+    assert attention.parameters == 8 + 8 * 8 + 2 * 8 * 4 + 8 * 8
+    assert mlp.parameters == 8 + 3 * 8 * 10
+    assert counted.parameters == mamba.parameters + attention.parameters + mlp.parameters + 8 + 8 * 11
+
+
+@pytest.mark.parametrize(("seq_len", "window"), [(1, None), (7, None), (7, 3), (7, 7), (7, 6), (5, 100), (64, 2)])
+def test_attention_flops_are_those_of_the_visible_pairs(seq_len, window):
+    pairs = sum(
+        1
+        for query in range(seq_len)
+        for key in range(seq_len)
+        if key <= query and (window is None or query - key < window)
+    )
+    spec = AttentionSpec(heads=4, kv_heads=2, window=window)
+    # one multiply-add for each of 8 channels in q k^T, and again in the sum over values
+    assert spec.flops(ModelSizes(8, 1), seq_len)["attention"] * seq_len == pytest.approx(2 * 2 * 8 * pairs)
+
+
+def test_totals_are_sums():
+    tied, untied = count(TINY, 7), count(dataclasses.replace(TINY, tie_embeddings=False), 7)
+    assert tied.head_flops == untied.head_flops == 2 * 8 * 11  # a tied head is a matrix product all the same
+    assert untied.parameters - tied.parameters == 8 * 11
+    assert tied.forward_flops == pytest.approx(sum(tied.flops_by_part.values()))
+    assert tied.flops_per_token == 3 * tied.forward_flops
+
+
+def test_samba_1_3b_trains_at_8_37_gigaflops_per_token():
+    """Worked out apart from this code, from the layers' sizes."""
+    assert count(recipe_config("samba_1.3b").model, 4096).flops_per_token == pytest.approx(8.37e9, rel=1e-3)
+
+
+def test_bf16_memory_by_hand():
+    held = memory(TINY, Precision.bf16, seq_len=7, micro_batch=3)
+    parameters = count(TINY, 7).parameters
+    kept_in_fp32 = 16 + 16 * 3 + 16  # dt_bias, A_log, D
+    assert held.weights == 2 * (parameters - kept_in_fp32) + 4 * kept_in_fp32
+    assert held.gradients == 4 * parameters
+    assert held.optimizer == 8 * parameters + 4 * (parameters - kept_in_fp32)
+    sizes = ModelSizes(8, 3)
+    specs = (MambaSpec(state=3, dt_rank=2), AttentionSpec(heads=4, kv_heads=2, window=5), SwiGLUSpec(hidden=10))
+    values = sum(spec.activation_values(sizes) for spec in specs) + 2 * 8 * 4  # input and output of four norms
+    assert held.activations == 2 * values * 7 * 3
+    assert held.logits == 2 * (7 * 3 * (11 + 8) + 11 * 8)  # logits, gradients of their input and of the head
+    assert held.total == held.weights + held.gradients + held.optimizer + held.activations + held.logits
+
+
+def test_logits_are_made_for_some_tokens_at_a_time(monkeypatch):
+    assert logits_at_a_time(10**6, 32_000, 2) == 4185  # 239 times, of the 4194 that there is room for
+    monkeypatch.setattr(count_file, "LOGITS_BYTES", 4 * 5 * 2)
+    assert logits_at_a_time(4, 5, 2) == 4
+    assert logits_at_a_time(5, 5, 2) == 3
+    assert logits_at_a_time(5, 500, 2) == 1
+    assert loss_bytes(4, 3, 5, 2) == 2 * (4 * 5 + 4 * 3 + 5 * 3)
+    assert loss_bytes(10, 3, 5, 2) == 2 * (4 * 5 + 10 * 3 + 5 * 3) + 4 * 5 * 3  # the head's is added up in fp32
+    assert loss_bytes(10, 3, 5, 4) == 4 * (2 * 5 + 10 * 3 + 5 * 3)
+
+
+def test_fp32_needs_no_master_weights():
+    held = memory(TINY, Precision.fp32, seq_len=7, micro_batch=1)
+    assert held.weights == held.gradients == held.optimizer // 2 == 4 * count(TINY, 7).parameters
+
+
+def test_stages_come_from_the_bars():
+    model = load(["recipe=samba_421m", "model.pattern=(M-W-)*3|(M-W-)*3"]).model
+    assert count(model, 4096).stages == (12, 12)

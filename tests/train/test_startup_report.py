@@ -1,0 +1,25 @@
+"""The table of kernels at the start of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridtron.ops.dispatch import OPS
+from hybridtron.train.startup_report import ops_of
+from tests.conftest import small_config
+
+LOSS = {"linear_cross_entropy", "softmax_sums", "softmax_gradients"}
+NORMS = {"rms_norm", "add_rms_norm"}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "own"),
+    [
+        ("M-", {"causal_conv", "selective_scan", "swiglu"}),
+        ("W-", {"attention", "apply_rope", "causal_conv", "swiglu"}),  # its short convolution, where one is asked for
+        ("S", {"causal_conv", "ssd_scan", "gated_squares", "gated_scale"}),
+    ],
+)
+def test_a_model_is_told_its_own_ops(pattern: str, own: set[str]) -> None:
+    assert ops_of(small_config(pattern)) == LOSS | NORMS | own
+    assert all(len(OPS[name].choice("cpu")[1]) < 44 for name in own)  # beside name and form on 80 columns

@@ -25,7 +25,7 @@ train: $(VENV)/.ready
 	$(BIN)/python train.py
 
 length-story: $(VENV)/.ready
-	$(BIN)/python tools/length_story.py
+	$(BIN)/python -m examples.length_story.story
 
 setup: $(VENV)/.ready
 
@@ -88,7 +88,7 @@ test-triton: $(VENV)/.dev
 	  $(BIN)/pytest -m "not gpu" tests/ops/kernels
 
 test-slurm: $(VENV)/.dev setup-slurm
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" tests/slurm
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" tests/cluster
 
 # without it these tests say so and are skipped, but where HYBRIDTRON_CI is set they fail
 setup-slurm:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hybridtron import requirements
+from hybridtron.cli import bench
 from hybridtron.requirements import is_there, missing
-from tools import bench
 
 ROOT = Path(__file__).parents[1]
 WITHOUT = """
@@ -57,7 +57,7 @@ def test_a_program_says_on_one_line_what_it_lacks(absent: str, command: list[str
 
 def test_a_benchmark_says_so_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "tools.bench_mixer", raising=False)
+    monkeypatch.delitem(sys.modules, "benchmarks.mixer", raising=False)
     assert bench.main(["mixer", "--quick"]) == 2
     assert "[export]" in capsys.readouterr().err
 

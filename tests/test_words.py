@@ -22,6 +22,7 @@ NOT_YET = (  # folders and files whose wording is still to be revised
     ".ci",
     "benchmarks",
     "configs",
+    "examples/length_story",
     "hybridtron",
     "slurm",
     "tests",

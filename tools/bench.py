@@ -1,102 +1,11 @@
-"""Measure our forms against named peers, side by side in one run, and write the table of it.
+"""Measure this package against its peers: see `python tools/bench.py --help`."""
 
-    python tools/bench.py mixer                     writes benchmarks/mixer.md
-    python tools/bench.py step recipe=samba_421m    the step of another recipe (any key=value that train.py takes)
-    python tools/bench.py scan --quick              tiny sizes, seconds: does it run, not how fast is it
-
-All forms of a comparison take turns within each round, so that a machine that slows down slows all of them; of each
-the fastest round counts, and the spread of the rounds is told. Times on a CPU are written down only as ratios of two
-things measured in one run; with one thread, as by default, they are processor time, which other work on the machine
-hardly changes. With more threads they are wall-clock time, and worth something only on a machine that is idle.
-
-Exit codes: 0 measured, 1 something that the peer needs is missing, 2 wrong arguments.
-"""
-
-from __future__ import annotations
-
-import argparse
-import importlib
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-WHAT = {
-    "mixer": "Mamba-1 mixer, forward and backward, against transformers' MambaMixer with the same weights",
-    "mamba2_mixer": "Mamba-2 mixer, forward and backward, against transformers' Mamba2Mixer with the same weights",
-    "scan": "selective scan: speed, distance from its floor, and peak memory, against transformers' loop",
-    "attention": "sliding-window attention against full attention and against a dense mask, over the length",
-    "span": "span-expanded attention against a window and full attention: time and peak memory, over the length",
-    "kernels": "every kernel alone: bytes and FLOPs on paper, and on a GPU rates beside other packages' kernels",
-    "data": "the loader against mosaicml-streaming's own dataset, finding a far step, and preparing tokens",
-    "states": "a step with carried states against one from zero, and the peak memory of long TBTT steps",
-    "checkpoint": "writing, asynchronous writing and loading, against torch.save and megatron-core's own",
-    "convert": "to the format of Hugging Face and back, against a plain copy: rate and memory",
-    "fp8": "the loss of the laptop recipe in each of FP8's precisions, emulated, against bf16",
-    "step": "a training step through our schedule and optimizer against a plain PyTorch loop",
-}
-TAKES_SETTINGS = ("step", "fp8")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout's package, also where none is installed
 
-
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line; wrong ones end the process with exit code 2."""
-    listed = "\n".join(f"  {name:<13} {text}" for name, text in WHAT.items())
-    parser = argparse.ArgumentParser(
-        description=f"Our forms against their peers, in one run.\n\n{listed}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("name", choices=list(WHAT), metavar="NAME", help=", ".join(WHAT))
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="for step and fp8: as train.py takes them")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes; writes no table unless --output says where")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the table (default: benchmarks/NAME.md)")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of torch (default: %(default)s)")
-    parser.add_argument("--repetitions", type=int, default=5, metavar="N", help="rounds (default: %(default)s)")
-    chosen = parser.parse_intermixed_args(arguments)
-    if chosen.threads < 1 or chosen.repetitions < 1:
-        parser.error("--threads and --repetitions must be at least 1")
-    if chosen.settings and chosen.name not in TAKES_SETTINGS:
-        parser.error(f"{chosen.name} takes no settings; {' and '.join(TAKES_SETTINGS)} do")
-    return chosen
-
-
-def main(arguments: list[str]) -> int:
-    """Run one benchmark, print it, and write its table. Returns the exit code."""
-    chosen = parse(arguments)
-    import torch
-
-    from hybridtron.device import compute_device
-    from hybridtron.problems import ConfigError
-    from hybridtron.requirements import missing
-    from tools.bench_report import Settings, markdown, print_report
-
-    torch.set_num_threads(chosen.threads)
-    torch.manual_seed(0)
-    settings = Settings(chosen.quick, chosen.repetitions, chosen.threads, tuple(chosen.settings))
-    try:
-        report = importlib.import_module(f"tools.bench_{chosen.name}").bench(settings)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except ModuleNotFoundError as error:
-        print(missing("export") or error, file=sys.stderr)
-        return 2
-    print_report(report)
-    suffix = "" if report.device == "cpu" else f"_{compute_device().type}"
-    output = chosen.output or (None if chosen.quick else ROOT / "benchmarks" / f"{chosen.name}{suffix}.md")
-    if output is not None:
-        output.write_text(markdown(report, settings, command(chosen)), encoding="utf-8")
-        print(f"\nwritten to {output}")
-    return 0
-
-
-def command(chosen: argparse.Namespace) -> str:
-    """What to type to measure the same again."""
-    words = ["python tools/bench.py", chosen.name, *chosen.settings]
-    words += ["--quick"] if chosen.quick else []
-    words += [f"--threads {chosen.threads}"] if chosen.threads != 1 else []
-    words += [f"--repetitions {chosen.repetitions}"] if chosen.repetitions != 5 else []
-    return " ".join(words)
-
+from hybridtron.cli.bench import main
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))  # the benchmarks are modules of `tools`, and find the package without installing it
     sys.exit(main(sys.argv[1:]))

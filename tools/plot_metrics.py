@@ -1,62 +1,11 @@
-"""A picture of a run: training loss by tokens, with held-out losses where they were measured.
+"""A picture of a run's losses: see `python tools/plot_metrics.py --help`."""
 
-python tools/plot_metrics.py runs/laptop --output loss.png
-"""
-
-from __future__ import annotations
-
-import argparse
-import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds the package without installing it
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout's package, also where none is installed
 
-from hybridtron.requirements import demand
-
-
-def main() -> int:
-    """Draw the run's metrics.jsonl. Returns the exit code: 2 where there is nothing to draw."""
-    parser = argparse.ArgumentParser(description="Draw training and held-out loss of a run.")
-    parser.add_argument("run", type=Path, help="the run's folder")
-    parser.add_argument("--output", type=Path, default=None, help="the picture; default: loss.png in the run's folder")
-    arguments = parser.parse_args()
-    demand("plot")
-    metrics = arguments.run / "metrics.jsonl"
-    if not metrics.is_file():
-        print(f"{arguments.run} is not the folder of a run: it has no metrics.jsonl", file=sys.stderr)
-        return 2
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    if not lines:
-        print(f"{metrics} holds no step yet", file=sys.stderr)
-        return 2
-    output = arguments.output or arguments.run / "loss.png"
-    draw(lines, output)
-    print(output)
-    return 0
-
-
-def draw(lines: list[dict], output: Path) -> None:
-    """Write the picture: tokens to the right, loss in nats per token upwards."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=120)
-    axes = figure.subplots()
-    axes.plot([line["tokens"] for line in lines], [line["loss"] for line in lines], linewidth=0.8, label="training")
-    evaluated = [line for line in lines if "validation" in line]
-    for length in evaluated[-1]["validation"] if evaluated else ():
-        points = [(line["tokens"], line["validation"][length]) for line in evaluated if length in line["validation"]]
-        axes.plot(
-            *zip(*points, strict=True), marker="o", markersize=3, linewidth=0.8, label=f"held out, {length} length"
-        )
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("cross entropy (nats per token)")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(output)
-
+from hybridtron.cli.plot import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

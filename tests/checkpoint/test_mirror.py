@@ -13,12 +13,12 @@ from hybridtron.checkpoint.folder import all_of, newest
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.mirror import Mirror, Store, download, upload
 from hybridtron.checkpoint.save import Saver, meta_of
+from hybridtron.cli.checkpoint import main
 from hybridtron.config.schema import CheckpointConfig
 from hybridtron.parallel.groups import Groups
 from hybridtron.train import lock
 from tests.checkpoint.conftest import Write, trained
 from tests.data.store import s3_server
-from tools.checkpoint import main
 
 URL = "s3://bucket/runs/small"
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-import train
-from tools import convert
+from hybridtron.cli import convert, train
 
 ROOT = Path(__file__).parents[2]
 ARCHIVE = Path(__file__).with_name("written_by_0.1.0.tar.xz")

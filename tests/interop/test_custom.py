@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridtron.architecture.span import SpanSpec
 from hybridtron.architecture.table import architecture
+from hybridtron.cli.convert import main
 from hybridtron.config.choices import Export
 from hybridtron.data.batch import SeqInfo
 from hybridtron.interop import custom
@@ -27,7 +28,6 @@ from hybridtron.interop.verify import NotTheSame, lengths_of, own_model, verify
 from hybridtron.model.lm import LanguageModel
 from hybridtron.parallel.groups import Groups
 from tests.interop.models import CUSTOM, MODELS, VOCAB, checkpoint_of, model_config
-from tools.convert import main
 
 OUTSIDE = Path(__file__).with_name("outside.py")
 

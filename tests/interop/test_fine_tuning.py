@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hybridtron.architecture.model import ModelConfig
+from hybridtron.cli.convert import main
 from hybridtron.parallel.groups import Groups
 from tests.interop.models import ATTENTION, MAMBA2, MLP, VOCAB, WIDTH, checkpoint_of
-from tools.convert import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 LAYERS = {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tools.convert import main
+from hybridtron.cli.convert import main
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "vocab_size": 80, "num_hidden_layers": 2,

@@ -10,12 +10,12 @@ import torch
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import folder_of
+from hybridtron.cli.convert import main
 from hybridtron.config.exportable import RECORD
 from hybridtron.config.schema import ParallelConfig
 from hybridtron.parallel.pool import Seat
 from tests.distributed import run_distributed
 from tests.interop.models import CUSTOM, MODELS, checkpoint_of, model_config
-from tools.convert import main
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(300)]
 LAYOUTS = {"serial": ParallelConfig(), "cut": ParallelConfig(tensor=2, pipeline=2)}

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, Mamba2Config, MambaConfig
 
 from hybridtron.architecture.table import architecture
 from hybridtron.checkpoint import files
+from hybridtron.cli.convert import main
 from hybridtron.config.choices import Export
 from hybridtron.interop import verify as verify_module
 from hybridtron.interop.export import NATIVES, target_of
@@ -26,7 +27,6 @@ from hybridtron.interop.rules import Rule
 from hybridtron.interop.verify import verify
 from hybridtron.parallel.groups import Groups
 from tests.interop.models import CLASSES, MODELS, checkpoint_of, model_config
-from tools.convert import main
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = {"mamba": MambaConfig, "mamba2": Mamba2Config}
@@ -245,7 +245,7 @@ def test_a_full_disk_leaves_nothing_and_a_killed_export_is_no_model(
     assert "No space left" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
     killed = (
-        "import os, sys; from hybridtron.interop import export; from tools.convert import main;"
+        "import os, sys; from hybridtron.interop import export; from hybridtron.cli.convert import main;"
         "export.card = lambda *_: os.kill(os.getpid(), 9); main(sys.argv[1:])"
     )
     done = subprocess.run([sys.executable, "-c", killed, *arguments], cwd=ROOT, check=False, capture_output=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from hybridtron.config.schema import Recompute
+from hybridtron.proving.audit.bugs import BUGS
+from hybridtron.proving.audit.cases import ARCHITECTURES, LAYOUTS, Case, table
+from hybridtron.proving.audit.run import PRECISIONS, Audit, Precision
 from tests.distributed import pool
-from tools.audit_bugs import BUGS
-from tools.audit_cases import ARCHITECTURES, LAYOUTS, Case, table
-from tools.audit_run import PRECISIONS, Audit, Precision
 
 CASES = list(table())
 FAST_CASES = {

@@ -14,9 +14,9 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from hybridtron.config.schema import Config
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.pool import Seat
+from hybridtron.proving.audit.cases import LAYOUTS, table
+from hybridtron.proving.audit.run import micro_batches
 from tests.distributed import run_distributed
-from tools.audit_cases import LAYOUTS, table
-from tools.audit_run import micro_batches
 
 LAYERS = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
 

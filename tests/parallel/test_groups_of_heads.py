@@ -8,9 +8,9 @@ import pytest
 
 from hybridtron.config.schema import Documents, ParallelConfig
 from hybridtron.parallel.linear import TensorGroup
+from hybridtron.proving.audit.cases import Case, Layout, small, small_model
+from hybridtron.proving.audit.run import PRECISIONS, Audit
 from tests.distributed import pool
-from tools.audit_cases import Case, Layout, small, small_model
-from tools.audit_run import PRECISIONS, Audit
 
 
 @pytest.mark.parametrize(

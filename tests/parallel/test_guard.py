@@ -11,10 +11,10 @@ import pytest
 from hybridtron.config.schema import Config
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.pool import Seat
+from hybridtron.proving.audit.cases import Case, table
+from hybridtron.proving.audit.run import micro_batches
 from tests.distributed import run_distributed
 from tests.train.faults import spoiled
-from tools.audit_cases import Case, table
-from tools.audit_run import micro_batches
 
 STEPS = 4
 CASES = [

@@ -13,10 +13,10 @@ from hybridtron.config.schema import Config, Documents, ParallelConfig
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.pool import Seat
 from hybridtron.planning.memory import plan
+from hybridtron.proving.audit.cases import Layout, small, small_model
+from hybridtron.proving.audit.run import micro_batches
 from tests.conftest import small_run
 from tests.distributed import run_distributed
-from tools.audit_cases import Layout, small, small_model
-from tools.audit_run import micro_batches
 
 PIPELINES = {"pp2": Layout(pipeline=2), "pp2-virtual2": Layout(pipeline=2, virtual=2)}
 CUT = {"tp2-sp": Layout(tensor=2, sequence=True), "tp2-pp2": Layout(tensor=2, sequence=True, pipeline=2)}

@@ -14,9 +14,9 @@ from hybridtron.checkpoint.save import Saver, meta_of
 from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.pool import Seat
+from hybridtron.proving.audit.cases import Case, table
+from hybridtron.proving.audit.run import micro_batches
 from tests.distributed import run_distributed
-from tools.audit_cases import Case, table
-from tools.audit_run import micro_batches
 
 STEPS = 3
 

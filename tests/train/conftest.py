@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-import train
+from hybridtron.cli import train
 from hybridtron.data.prepare.writer import write_folder
 
 VOCAB = 32

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-import train
+from hybridtron.cli import train
 from hybridtron.data.batch import Batch
 from hybridtron.data.loader import Loader, _Rows
 from hybridtron.engine import schedule

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import train
 from hybridtron.checkpoint import folder as checkpoints
+from hybridtron.cli import train
 from tests.train.conftest import Train
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-import train
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import all_of, folder_of
+from hybridtron.cli import train
 from hybridtron.parallel import mcore
 from hybridtron.parallel.pool import Seat
 from tests.distributed import run_distributed

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import train
 from hybridtron.checkpoint.files import unfinished
+from hybridtron.cli import train
 from tests.train.conftest import Train
 
 SIZES = "seq_len: 16, global_batch: 4, micro_batch: 2"

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import train
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import folder_of
+from hybridtron.cli import train
 from hybridtron.config.load import choices_of
 from tests.train.conftest import VOCAB, Train
 

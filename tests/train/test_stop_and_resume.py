@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-import train
 from hybridtron.checkpoint.folder import newest
 from hybridtron.checkpoint.rewrite import differences
+from hybridtron.cli import train
 from hybridtron.data.batch import Batch
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.pool import Seat

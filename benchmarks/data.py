@@ -1,0 +1,197 @@
+"""The loader against mosaicml-streaming's own: StreamingDataset in a DataLoader, on the same shards.
+
+Both read the documents of one source in shuffled order, pack them into rows of L + 1 tokens without padding, and hand
+out batches of tokens, labels, mask, document index and positions. The peer's rows are packed by the few lines of numpy
+that its users write. Workers are processes, so these times are wall-clock, from the first batch on. Besides: how long
+it takes to the first batch at the start, the middle and near the end of a long phase; and how fast documents are
+prepared, against the bare tokenizer on one core.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch.utils.data import DataLoader, IterableDataset
+
+from hybridtron.config.schema import Documents, Order
+from hybridtron.data.loader import Ahead, Loader
+from hybridtron.data.mixture_spec import Ingredient
+from hybridtron.data.prepare import corpus
+from hybridtron.data.prepare.input_files import find
+from hybridtron.data.prepare.run import prepare
+from hybridtron.data.prepare.vocabulary import open_vocabulary
+from hybridtron.data.prepare.writer import write_folder
+from hybridtron.data.reading import Reading
+from hybridtron.data.sources import Sources
+from hybridtron.data.store.shards import CacheOptions
+from hybridtron.proving.measuring import Form, Goal, Report, Rows, Settings, interleaved, times
+
+SEQ_LEN, ROWS, VOCABULARY, EOS = 2048, 16, 32_000, 0
+SHUFFLE = 2**26
+BATCH = 64  # documents that the bare tokenizer takes at once
+
+
+def random_documents(count: int, mean: int) -> Iterator[np.ndarray]:
+    """Documents of very different lengths, as those of the web are."""
+    random = np.random.default_rng(0)
+    for length in np.maximum(1, random.lognormal(np.log(mean) - 0.5, 1.0, count).astype(int)):
+        yield random.integers(1, VOCABULARY, length)
+
+
+def written(path: Path, documents: int, mean: int) -> Sources:
+    splits = {"train": {"text": random_documents(documents, mean)}, "validation": {}}
+    folder = write_folder(path, splits, "{}", VOCABULARY, EOS, {})
+    return Sources([Ingredient("text", folder, "text", 1.0)], CacheOptions(path.parent / "cache"))
+
+
+def loader_of(sources: Sources, seq_len: int, rows: int, workers: int) -> Loader:
+    reading = Reading(Order.windows, Documents.isolate, seq_len, rows, rows, 0, SHUFFLE)
+    return Loader(sources, reading, Ahead(workers))
+
+
+def ours(sources: Sources, steps: int, workers: int) -> float:
+    return seconds_of(loader_of(sources, SEQ_LEN, ROWS, workers).iterate(0, steps), steps)
+
+
+def seconds_of(batches: Iterator[Any], steps: int) -> float:
+    """From the first batch on: to start workers takes both sides seconds, once a run."""
+    next(batches)
+    start = time.perf_counter()
+    for _ in range(steps - 1):
+        next(batches)
+    return time.perf_counter() - start
+
+
+class Packed(IterableDataset[Any]):
+    """Batches of packed rows from StreamingDataset's iterator."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        rows, row, documents, filled = [], [], [], 0
+        for sample in self.dataset:
+            tokens = sample["tokens"]
+            while len(tokens):
+                taken = tokens[: SEQ_LEN + 1 - filled]
+                row.append(taken)
+                documents.append(len(taken))
+                filled, tokens = filled + len(taken), tokens[len(taken) :]
+                if filled == SEQ_LEN + 1:
+                    rows.append((np.concatenate(row), np.repeat(np.arange(len(documents)), documents)))
+                    row, documents, filled = [], [], 0
+                if len(rows) == ROWS:
+                    yield batch_of(rows)
+                    rows = []
+
+
+def batch_of(rows: list[tuple[np.ndarray, np.ndarray]]) -> tuple[torch.Tensor, ...]:
+    tokens, documents = (np.stack(of_rows) for of_rows in zip(*rows, strict=True))
+    places = np.arange(SEQ_LEN)
+    starts = np.where(documents[:, 1:-1] != documents[:, :-2], places[1:], 0)
+    starts = np.concatenate([np.zeros((len(rows), 1), starts.dtype), starts], axis=1)
+    positions = places - np.maximum.accumulate(starts, axis=1)
+    wide = torch.from_numpy(tokens.astype(np.int64))
+    mask = torch.from_numpy(documents[:, :-1] == documents[:, 1:])
+    return wide[:, :-1], wide[:, 1:], mask, torch.from_numpy(documents[:, :-1]), torch.from_numpy(positions)
+
+
+def theirs(folder: Path, steps: int, workers: int) -> float:
+    """A fresh dataset each time, as at the start of a run; stopped after as many batches."""
+    streaming = importlib.import_module("streaming.base.dataset")  # below the stand-in of `data/store/mosaic.py`
+    dataset = streaming.StreamingDataset(
+        local=str(folder), shuffle=True, shuffle_algo="py1e", shuffle_block_size=SHUFFLE // 512, batch_size=ROWS,
+        num_canonical_nodes=1,
+    )  # fmt: skip
+    loader = DataLoader(Packed(dataset), batch_size=None, num_workers=workers, prefetch_factor=2 if workers else None)
+    return seconds_of(iter(loader), steps)
+
+
+def first_batch(sources: Sources, seq_len: int, rows: int, step: int) -> float:
+    """Seconds from a new loader to the first batch of a step."""
+    start = time.perf_counter()
+    next(iter(loader_of(sources, seq_len, rows, 0).iterate(step, step + 1)))
+    return time.perf_counter() - start
+
+
+def bench(settings: Settings) -> Report:
+    with tempfile.TemporaryDirectory() as scratch:
+        speed, goals = read_speed(Path(scratch), settings)
+        resumed, resume_goal = resume_speed(Path(scratch), settings)
+        prepared, prepare_goal = prepare_speed(Path(scratch), settings)
+    notes = [
+        "reading is timed by the wall's clock, from the first batch on; what else ran on the machine counts",
+        f"rows of {SEQ_LEN} tokens, {ROWS} a batch, documents of about 700 tokens, local uint16 shards, shuffled",
+    ]
+    tables = [speed, resumed, prepared]
+    return Report("Data", "cpu", tables, [*goals, resume_goal, prepare_goal], notes)
+
+
+def read_speed(scratch: Path, settings: Settings) -> tuple[Rows, list[Goal]]:
+    documents, steps = (2_000, 20) if settings.quick else (60_000, 1_000)
+    sources = written(scratch / "speed", documents, 700)
+    folder = sources.ingredients[0].folder.source_path("train", "text")
+    cells, goals = [], []
+    for workers in (0, 1):
+        forms = {
+            "ours": Form(lambda w=workers: ours(sources, steps, w), settings.repetitions),
+            "theirs": Form(lambda w=workers: theirs(folder, steps, w), settings.repetitions),
+        }
+        timing = interleaved(forms)
+        ratio = timing["theirs"].fastest / timing["ours"].fastest
+        cells.append((str(workers), times(ratio), f"{timing['ours'].spread:.0%}", f"{timing['theirs'].spread:.0%}"))
+        goals.append(Goal.at_least(f"tokens/s over StreamingDataset's, {workers} workers", 2.0, ratio))
+    header = ("workers", "tokens/s, ours over theirs", "spread of ours", "spread of theirs")
+    return Rows("reading shuffled, packed rows", header, cells), goals
+
+
+def resume_speed(scratch: Path, settings: Settings) -> tuple[Rows, Goal]:
+    """Rows of 128 tokens from documents of about as many: as many samples as rows."""
+    samples = 10_000 if settings.quick else 1_000_000
+    sources = written(scratch / "resume", samples, 128)
+    steps = samples // 64
+    places = {share: int(steps * share) for share in (0.0, 0.5, 0.95)}
+    first_batch(sources, 128, 64, 1)
+    seconds = {share: first_batch(sources, 128, 64, step) for share, step in places.items()}
+    apart = max(seconds.values()) - min(seconds.values())
+    cells = [(f"{share:.0%}", times(seconds[share] / seconds[0.0])) for share in places]
+    title = f"from a new loader to its first batch, at a share of {samples:,} samples"
+    return Rows(title, ("at", "over the time at 0%"), cells), Goal.at_most("seconds between the three", 1.0, apart)
+
+
+def prepare_speed(scratch: Path, settings: Settings) -> tuple[Rows, Goal]:
+    """One worker, in this process, and the bare tokenizer on the same texts in equal batches; processor time."""
+    texts = [document.content for document in corpus.documents() if isinstance(document.content, str)]
+    texts = texts[:: 20 if settings.quick else 1]
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenizer = corpus.train_tokenizer(texts, 2_000 if settings.quick else 32_000)
+    tokenizer.save(str(scratch / "tokenizer.json"))
+    (scratch / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    inputs, vocabulary = find([str(scratch / "texts.jsonl")]).inputs, open_vocabulary(scratch / "tokenizer.json")
+    outputs = (scratch / f"prepared-{number}" for number in itertools.count())
+    forms = {
+        "bare": Form(lambda: bare(tokenizer, texts), settings.repetitions),
+        "prepare": Form(lambda: prepare(inputs, next(outputs), vocabulary), settings.repetitions),
+    }
+    timing = interleaved(forms)
+    ratio = timing["bare"].fastest / timing["prepare"].fastest
+    cells = [(f"{ratio:.2f}", f"{timing['prepare'].spread:.0%}", f"{timing['bare'].spread:.0%}")]
+    header = ("prepare_data's rate over the bare tokenizer's", "spread of ours", "spread of the tokenizer's")
+    goal = Goal.at_least("share of the bare tokenizer's rate, one core", 0.7, ratio)
+    return Rows("preparing jsonl, one worker, processor time", header, cells), goal
+
+
+def bare(tokenizer: Tokenizer, texts: list[str]) -> None:
+    for first in range(0, len(texts), BATCH):
+        tokenizer.encode_batch_fast(texts[first : first + BATCH], add_special_tokens=False)

@@ -1,0 +1,47 @@
+"""Does a parallel layout compute what one process computes? Every gradient is compared, and a whole optimizer step.
+
+    python tools/audit_parallel.py parallel.tensor=2 parallel.pipeline=2
+    python tools/audit_parallel.py recipe=samba_1.7b --layouts all
+    python tools/audit_parallel.py --cases all                             what `make audit` runs
+    python tools/audit_parallel.py --fake-bug tied_gradient                must fail
+
+It takes the arguments of train.py, makes the recipe small (its pattern, heads, options, tying and layout stay; widths,
+states and windows shrink, so that it takes seconds), and starts the processes by itself, on the CPU over gloo. One
+step of several micro-batches, with unequal masks and documents that end in mid-row, runs twice: on one process as a
+plain torch loop without any parallel layer, engine or megatron-core, and in the layout as the trainer does it. Loss,
+gradient norm, every weight's whole gradient, every rank's weights after the step, and the loss after it must agree:
+
+    float64  within 1e-9 of each tensor's norm; megatron-core's plain data parallelism and optimizer
+    fp32     within 1e-5 of each tensor's norm and 1e-7 of the largest; the distributed optimizer, clipping cuts in
+
+Differences in float64 are rounding (1e-15) or bugs. What megatron-core does in fp32 whatever the weights are: it adds
+up the gradient norm (allowed 1e-6), clips (so in float64 the threshold is out of reach) and divides by the number of
+tokens in torch's default type (so that is set to float64).
+
+Exit codes: 0 all agree, 1 something differs or failed, 2 bad configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line; a plain `--help` needs neither torch nor megatron."""
+    parser = argparse.ArgumentParser(description="Compare every gradient of a parallel layout with one process.")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="as train.py takes them: parallel.tensor=2")
+    parser.add_argument("--data", type=int, default=1, metavar="N", help="data-parallel ranks (default 1)")
+    parser.add_argument("--layouts", metavar="NAME,...", help="these layouts instead of the settings', or `all`")
+    parser.add_argument("--cases", metavar="NAME,...", help="the table's architectures in all its layouts, or `all`")
+    parser.add_argument("--fake-bug", metavar="NAME", help="put a bug into the parallel side: the audit must fail")
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for one run (default 300)")
+    parser.add_argument("--list", action="store_true", help="show layouts, architectures and bugs")
+    return parser.parse_intermixed_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Print the worst difference of each case and precision. Returns the exit code."""
+    chosen = parse(arguments)
+    from hybridtron.proving.audit import table as audit_table
+
+    return audit_table.run(chosen)  # imports torch, which --help does without

@@ -1,0 +1,96 @@
+"""What convert.py does: each command from its arguments to an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from hybridtron.architecture.table import parameter_table
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.manifest import BrokenCheckpoint
+from hybridtron.cli.checkpoint_commands import Unusable, found, not_there_yet, size_of
+from hybridtron.config.choices import Export as Wanted
+from hybridtron.config.exportable import CannotExport
+from hybridtron.config.units import readable
+from hybridtron.interop.config_json import CannotImport
+from hybridtron.interop.export import Export, export, target_of
+from hybridtron.interop.import_folder import Source, same_tensors, take_over
+from hybridtron.interop.native import Native
+from hybridtron.interop.sample import sample_size, verify_sample
+from hybridtron.interop.verify import DTYPES, NotTheSame, Proof, verify
+from hybridtron.problems import ConfigError
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Do what is asked. Returns the exit code."""
+    try:
+        return {"export": exported, "import": imported, "verify": verified}[chosen.command](chosen)
+    except (Unusable, CannotExport, CannotImport, ConfigError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except (BrokenCheckpoint, NotTheSame, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def newest_of(path: Path) -> Checkpoint:
+    return Checkpoint.open(found(path)[-1])
+
+
+def exported(chosen: argparse.Namespace) -> int:
+    output = not_there_yet(chosen.output)
+    size = size_of("--shard-size", chosen.shard_size)
+    source = newest_of(chosen.checkpoint)
+    model = source.config.model
+    plan = Export(source, target_of(model, Wanted(chosen.target)), DTYPES.get(chosen.dtype), size)
+    sizes = {
+        "full": sum(parameter.size for parameter in parameter_table(model).values()),
+        "sample": sample_size(model, plan.target),
+        "none": 0,
+    }
+    needed = f"{readable(8 * sizes[chosen.verify])}B of weights at once, as --verify {chosen.verify}"
+    print(f"{source.folder} -> {plan.target.name}; the proof will hold {needed}")
+    proofs: list[Proof] = []
+
+    def prove(folder: Path) -> None:
+        if chosen.verify == "full":
+            proofs.append(verify(folder, source))
+        if chosen.verify == "sample":
+            proofs.append(verify_sample(folder, source, plan.target))
+
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+        bar = progress.add_task("weights", total=None)
+        warnings = export(output, plan, prove, lambda done, of: progress.update(bar, completed=done, total=of))
+    for warning in warnings:
+        print(f"warning: {chosen.output}: {warning}", file=sys.stderr)
+    said = f"logits apart by {proofs[0].logits:.1e} of the largest, at most" if proofs else "not verified"
+    print(f"{chosen.output}: step {source.meta.step}, {said}")
+    return 0
+
+
+def imported(chosen: argparse.Namespace) -> int:
+    output, source = not_there_yet(chosen.output), Source.open(chosen.input)
+
+    def prove(checkpoint: Checkpoint) -> None:
+        if chosen.verify == "full":
+            same_tensors(source, checkpoint)
+            if isinstance(source.kind, Native):
+                verify(chosen.input, checkpoint)
+
+    take_over(source, chosen.input, output, prove)
+    tensors = f"{len(source.rules)} tensors of {source.kind.name}"
+    start = f"model=of_weights run.weights={output} data=folder data.path=TOKENS"
+    print(f"{output}: {tensors}; go on from there with {start}")
+    return 0
+
+
+def verified(chosen: argparse.Namespace) -> int:
+    proof = verify(chosen.output, newest_of(chosen.checkpoint))
+    lengths = ", ".join(map(str, proof.lengths))
+    print(f"{chosen.output}: the same; logits of {lengths} tokens apart by {proof.logits:.1e} of the largest, at most")
+    return 0

@@ -1,0 +1,333 @@
+"""Can this machine train, with what, and how fast will it be? One screen, in plain words.
+
+    python tools/doctor.py
+
+It needs nothing but Python: every package is imported in a process of its own, so that one that is missing, raises,
+ends the interpreter or hangs is a line of the report. Packages named in pyproject.toml are held against the versions
+that were tried. Exit codes: 0 training can run, 1 something required is missing (the last lines say what to install).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import operator
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridtron.requirements import MODULES, is_there, requirements
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 120  # seconds that an import may take; the first one on a network file system is slow
+IMPORTED_BY = {"mosaicml-streaming": "hybridtron.data.store.mosaic"}  # `import streaming` needs what is left out
+OPTIONAL = {
+    "triton": "compiled kernels on CUDA (torch.compile needs it too)",
+    "mamba_ssm": "scans of Mamba-1 and Mamba-2 on CUDA",
+    "causal_conv1d": "short convolution on CUDA",
+    "flash_attn": "attention on CUDA",
+    "transformer_engine": "FP8",
+    "nvidia.dali": "data.feed=dali",
+    "wandb": "metrics to wandb (run.wandb=PROJECT)",
+    "tensorboard": "metrics to TensorBoard, in the run's logs/",
+}
+COMPARE = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+GIB = 2**30
+LEAST_DISK, LEAST_SHARED, LEAST_MEMORY, LEAST_FILES = 10 * GIB, GIB, 4 * GIB, 4096
+
+IMPORT = """
+import importlib, importlib.util, json, sys
+name = sys.argv[1]
+try:
+    found = importlib.util.find_spec(name) is not None
+except ModuleNotFoundError:
+    found = False
+try:
+    module = importlib.import_module(name) if found else None
+    told = {"found": found, "version": str(getattr(module, "__version__", "")), "fault": None}
+except BaseException as error:
+    told = {"found": True, "version": "", "fault": (type(error).__name__ + ": " + str(error)).splitlines()[0]}
+print("\\n" + json.dumps(told))
+"""
+KERNELS = """
+import importlib, json, pkgutil
+import torch, hybridtron.ops
+from hybridtron.device import compute_device, cuda_report, describe_device
+from hybridtron.config.choices import Precision
+from hybridtron.ops.dispatch import choices
+from hybridtron.parallel.transformer_engine import fp8_fault
+for module in pkgutil.iter_modules(hybridtron.ops.__path__):
+    importlib.import_module("hybridtron.ops." + module.name)
+told = {"device": describe_device(), "cuda": cuda_report(), "threads": torch.get_num_threads()}
+told["fp8"] = fp8_fault(Precision.fp8_delayed)
+print("\\n" + json.dumps({**told, "choices": choices(compute_device().type)}))
+"""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the report. `mark` is ok, warn (training runs, but look here), fail (it does not) or none."""
+
+    mark: str
+    name: str
+    found: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What an import in a process of its own came to."""
+
+    found: bool
+    version: str = ""
+    fault: str | None = None
+
+
+def run_python(code: str, *arguments: str) -> tuple[dict, str | None]:
+    """What a program printed as JSON on its last line, and why there is nothing, if so."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-c", code, *arguments]
+    environment = {**os.environ, "PYTHONPATH": path}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=PATIENCE, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        return {}, f"does not answer within {PATIENCE} s"
+    try:
+        return json.loads(done.stdout.splitlines()[-1]), None
+    except (IndexError, json.JSONDecodeError):
+        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+        ended = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+        return {}, f"ends the interpreter: {ended}, {last[0]}"
+
+
+def probe(module: str) -> Probe:
+    """Import a module elsewhere and see."""
+    told, fault = run_python(IMPORT, module)
+    return Probe(True, "", fault) if fault else Probe(**told)
+
+
+def inside(version: str, wanted: str) -> bool:
+    """Whether `2.13.0+cpu` lies in `>=2.11,<2.14`; only the numbers count, and a range that can't be read is passed."""
+    have = _numbers(version)
+    for clause in filter(None, wanted.split(",")):
+        match = re.match(r"\s*(>=|<=|==|!=|>|<)\s*([\d.]+)", clause)
+        if match and have and not COMPARE[match[1]](have, _numbers(match[2])):
+            return False
+    return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    match = re.match(r"\d+(\.\d+)*", version)
+    numbers = [int(part) for part in match[0].split(".")] if match else []
+    return tuple(numbers + [0] * (4 - len(numbers))) if numbers else ()
+
+
+def installed(distribution: str) -> str | None:
+    """The version of an installed distribution, without importing it."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def package_line(distribution: str, wanted: str, found: Probe, option: str = "") -> Line:
+    """A required package, and what else pip needs to be told."""
+    version = installed(distribution) or found.version
+    if not found.found:
+        return Line("fail", distribution, "not installed", f'pip install {option}"{distribution}{wanted}"')
+    if found.fault:
+        return Line("fail", distribution, version, f"does not import: {found.fault}")
+    if not inside(version, wanted):
+        return Line("warn", distribution, version, f"outside of what was tried: {wanted}")
+    return Line("ok", distribution, version, f"tried: {wanted}")
+
+
+def optional_line(module: str, purpose: str, found: Probe) -> Line:
+    """A package that training does without."""
+    if not found.found:
+        return Line("none", module, "not installed", purpose)
+    version = found.version or installed(module.replace(".", "-").replace("_", "-")) or "installed"
+    if found.fault:
+        return Line("warn", module, "broken", f"does not import: {found.fault}")
+    return Line("ok", module, version, purpose)
+
+
+def package_sections() -> list[tuple[str, list[Line]]]:
+    """Python, what is required, what is optional, the extras; all imports side by side."""
+    wanted = requirements()
+    modules = {name: IMPORTED_BY.get(name, MODULES.get(name, name.replace("-", "_"))) for name in wanted.required}
+    with ThreadPoolExecutor(4) as pool:
+        names = [*modules.values(), *OPTIONAL]
+        found = dict(zip(names, pool.map(probe, names), strict=True))
+    version = platform.python_version()
+    first = Line("ok" if inside(version, wanted.python) else "fail", "Python", version, f"tried: {wanted.python}")
+    seen = {name: found[module] if is_there(name) else Probe(False) for name, module in modules.items()}
+    needed = [package_line(name, versions, seen[name]) for name, versions in wanted.declared.items()]
+    needed += [package_line(name, versions, seen[name], "--no-deps ") for name, versions in wanted.alone.items()]
+    return [
+        ("required", [first, *needed]),
+        ("optional", [optional_line(name, purpose, found[name]) for name, purpose in OPTIONAL.items()]),
+        ("extras", [extra_line(name, versions) for name, versions in wanted.extras.items()]),
+    ]
+
+
+def extra_line(extra: str, wanted: dict[str, str]) -> Line:
+    """The packages of one extra, which training does without."""
+    versions = {name: installed(name) for name in wanted}
+    missing = [name for name, version in versions.items() if version is None]
+    outside = [
+        f"{name} {version}" for name, version in versions.items() if version and not inside(version, wanted[name])
+    ]
+    notes = [f'pip install --editable ".[{extra}]" adds {", ".join(missing)}'] if missing else []
+    notes += [f"outside of what was tried: {', '.join(outside)}"] if outside else []
+    mark = "warn" if outside else "none" if missing else "ok"
+    return Line(mark, extra, f"{len(wanted) - len(missing)} of {len(wanted)}", "; ".join(notes))
+
+
+def kernel_section() -> tuple[str, list[Line]]:
+    """What computes, and which form of every op runs there."""
+    told, fault = run_python(KERNELS)
+    if fault:
+        return "device", [Line("fail", "hybridtron", "does not start", fault)]
+    lines = [Line("ok", "device", told["device"])]
+    lines += [Line("none", name, value) for name, value in told["cuda"].items()]
+    if driver := _driver():
+        lines.append(Line("none", "driver", driver))
+    lines.append(Line("none", "threads", f"{told['threads']} (OMP_NUM_THREADS changes it)"))
+    lines += [Line("ok", op, form, why) for op, form, why in told["choices"]]
+    return "device and kernels", [*lines, fp8_line(told["fp8"])]
+
+
+def fp8_line(fault: str | None) -> Line:
+    """Whether precision=fp8_... can run."""
+    if fault is None:
+        return Line("ok", "FP8", "transformer_engine", "precision=fp8_delayed, fp8_current, fp8_block")
+    return Line("none", "FP8", "emulated only", f"{fault}; precision.emulate=true tries its numerics")
+
+
+def _driver() -> str:
+    """NVIDIA's driver as its own tool tells it, whether torch can use it or not."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ""
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip().splitlines()
+    except (OSError, subprocess.TimeoutExpired):
+        return "nvidia-smi does not answer"
+    return told[0] if told else "nvidia-smi finds no device"
+
+
+def machine_section() -> tuple[str, list[Line]]:
+    """Cores, memory, disks, limits."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    lines = [Line("ok", "cores", f"{usable} of {os.cpu_count()}"), _memory_line()]
+    lines.append(_disk_line(Path.cwd(), LEAST_DISK, "runs and checkpoints of the present folder"))
+    if Path("/dev/shm").exists():
+        lines.append(_disk_line(Path("/dev/shm"), LEAST_SHARED, "shared memory of processes and of NCCL"))
+    return "machine", [*lines, _temp_line(), _files_line()]
+
+
+def _memory_line() -> Line:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        total = min(total, int(text))
+    return _judged(total, LEAST_MEMORY, "memory", f"{total / GIB:.1f} GiB", "what this process may use")
+
+
+def _disk_line(path: Path, least: int, purpose: str) -> Line:
+    free = shutil.disk_usage(path).free
+    name = "disk" if path == Path.cwd() else str(path)
+    if not os.access(path, os.W_OK):
+        return Line("warn", name, "not writable", purpose)
+    return _judged(free, least, name, f"{free / GIB:.1f} GiB free", purpose)
+
+
+def _temp_line() -> Line:
+    try:
+        with tempfile.TemporaryFile():
+            return Line("ok", "temporary files", tempfile.gettempdir())
+    except OSError as error:
+        return Line("warn", "temporary files", "not writable", f"set TMPDIR to a folder that is: {error}")
+
+
+def _files_line() -> Line:
+    import resource
+
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return Line("ok", "open files", "unlimited")
+    return _judged(files, LEAST_FILES, "open files", str(files), f"`ulimit -n {min(most, 65536)}` raises it")
+
+
+def _judged(value: int, least: int, name: str, text: str, note: str) -> Line:
+    if value >= least:
+        return Line("ok", name, text, "" if name == "open files" else note)
+    wanted = least if least < GIB else f"{least / GIB:.0f} GiB"
+    return Line("warn", name, text, f"less than {wanted}; {note}")
+
+
+def attempt(section: Callable[[], tuple[str, list[Line]]]) -> tuple[str, list[Line]]:
+    """A section, or a line that says why there is none."""
+    try:
+        return section()
+    except Exception as error:
+        name = section.__name__.removesuffix("_section")
+        return name, [Line("warn", name, "unknown", f"{type(error).__name__}: {error}".splitlines()[0])]
+
+
+def show(sections: list[tuple[str, list[Line]]]) -> None:
+    """Aligned columns, cut to the terminal's width, in colour only there."""
+    terminal = sys.stdout.isatty()
+    colours = {"ok": "\x1b[32m", "warn": "\x1b[33m", "fail": "\x1b[31m", "none": ""}
+    width = shutil.get_terminal_size((160, 24)).columns if terminal else 0
+    for title, lines in sections:
+        print(f"\n{title}")
+        names, values = (max(len(getattr(line, field)) for line in lines) for field in ("name", "found"))
+        for line in lines:
+            mark = "-" if line.mark == "none" else line.mark
+            text = f"  {mark:<4}  {line.name:<{names}}  {line.found:<{min(values, 24)}}  {line.note}".rstrip()
+            text = text[:width] if width else text
+            print(f"{colours[line.mark]}{text}\x1b[0m" if terminal else text)
+
+
+def main(arguments: list[str]) -> int:
+    """Print the report. Returns the exit code."""
+    argparse.ArgumentParser(description="Can this machine train, with what, and how fast will it be?").parse_args(
+        arguments
+    )
+    try:
+        sections = package_sections()
+    except Exception as error:
+        sections = [("packages", [Line("fail", "pyproject.toml", "unreadable", f"{type(error).__name__}: {error}")])]
+    failed = [line for _, lines in sections for line in lines if line.mark == "fail"]
+    if not failed:  # else the package would only fail for the same reason
+        sections.append(attempt(kernel_section))
+    sections.append(attempt(machine_section))
+    show(sections)
+    failed = [line for _, lines in sections for line in lines if line.mark == "fail"]
+    warned = [line.name for _, lines in sections for line in lines if line.mark == "warn"]
+    print(f"\nlook at: {', '.join(warned)}" if warned else "")
+    for line in failed:
+        print(f"missing: {line.name} {line.found}. {line.note}")
+    print("training can't run; `make setup` installs what it needs" if failed else "training can run")
+    return 1 if failed else 0

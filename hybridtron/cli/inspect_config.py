@@ -1,0 +1,289 @@
+"""What a configuration amounts to, before anything is built: layers, parameters, FLOPs, memory, steps.
+
+    python tools/inspect_config.py recipe=samba_1.7b phases.0.micro_batch=4
+    python tools/inspect_config.py recipe=samba_1.7b --json
+    python tools/inspect_config.py recipe=samba_1.7b parallel.pipeline=4 --gpus 64
+    python tools/inspect_config.py recipe=samba_3.8b --gpus 256 --fit 80GB
+    python tools/inspect_config.py recipe=samba_1.7b parallel.tensor=4 parallel.pipeline=2 --dry-run
+
+It takes the arguments of train.py, and reads no tokens and no torch. What is counted, and what is not, stands in
+`hybridtron/planning/count.py`, `plan.py` and `fit.py`. `--gpus` is the number of processes (without it, as few as the
+layout needs); `--fit` proposes layouts for so many devices of this memory, the fastest first. `--dry-run` alone
+imports torch: it builds every rank's model on the meta device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hybridtron.config.check import require, warnings
+from hybridtron.config.checks.parallel import uncuttable
+from hybridtron.config.layout import stages_of
+from hybridtron.config.load import load
+from hybridtron.config.phases import Stretch, stretches
+from hybridtron.config.schema import Config
+from hybridtron.config.units import readable
+from hybridtron.planning.count import Memory, ModelCount, count
+from hybridtron.planning.fit import TENSOR_SIZES, Candidate, fit, settings_of
+from hybridtron.planning.memory import Plan, RankPlan, largest_phase, plan
+from hybridtron.problems import ConfigError
+from hybridtron.train.phase_table import phase_table, print_changes, rates_of, source_table
+
+MEMORY_PARTS = tuple(part.name for part in dataclasses.fields(Memory))
+SHOWN = 10  # layouts that --fit prints; --json has them all
+
+
+def main(arguments: list[str]) -> int:
+    """Print the tables, or the problems. Returns the exit code: 2 for a configuration that can't run."""
+    parser = argparse.ArgumentParser(description="Layers, parameters, FLOPs, memory, steps and layout.")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="as train.py takes them: recipe=samba_421m")
+    parser.add_argument("--gpus", type=_positive, metavar="N", help="processes of the whole run")
+    parser.add_argument("--fit", type=_gigabytes_given, metavar="80GB", help="propose layouts for this device memory")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--dry-run", action="store_true", help="build every rank's model on the meta device")
+    chosen = parser.parse_intermixed_args(arguments)
+    try:
+        config = load(chosen.settings)
+        require(config, chosen.gpus if chosen.fit is None else None)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for warning in warnings(config):
+        print(f"note: {warning}", file=sys.stderr)
+    gpus = chosen.gpus or config.parallel.tensor * config.parallel.pipeline
+    fitting = None if chosen.fit is None else fit(config, gpus, chosen.fit)
+    if chosen.json:
+        print(json.dumps(as_json(config, gpus, fitting), indent=2))
+    else:
+        print_tables(config, gpus, fitting)
+    return dry_run(config) if chosen.dry_run else 0
+
+
+def dry_run(config: Config) -> int:
+    """Build what every rank would hold and say whether the shards add up. Returns the exit code."""
+    from hybridtron.engine.dry_run import build_every_rank, faults  # imports torch, which nothing else here needs
+
+    ranks = list(build_every_rank(config))
+    for built in ranks:
+        place = f"pipeline {built.pipeline_rank} tensor {built.tensor_rank}"
+        print(f"rank {built.rank} ({place}): {len(built.shapes)} weights, {built.parameters:,} parameters")
+    found = faults(config, ranks)
+    print("\n".join(found) or "the shards of all ranks add up to the model", file=sys.stderr if found else sys.stdout)
+    return 1 if found else 0
+
+
+def as_json(config: Config, gpus: int, fitting: list[Candidate] | None) -> dict[str, Any]:
+    """Everything as plain values; FLOPs are those of the first phase's sequence length."""
+    counted = count(config.model, config.phases[0].seq_len)
+    told = {
+        "parameters": counted.parameters,
+        "flops_per_token": counted.flops_per_token,
+        "forward_flops_by_part": counted.flops_by_part,
+        "seq_len": counted.seq_len,
+        "stages": [len(stage) for stage in stages_of(config)],
+        "layers": [{"index": index, **dataclasses.asdict(layer)} for index, layer in enumerate(counted.layers)],
+        "phases": [_phase_json(config, stretch) for stretch in stretches(config)],
+    }
+    if fitting is not None:
+        return told | {"fit": [_candidate_json(config, candidate) for candidate in fitting]}
+    phase = largest_phase(config)
+    made = plan(config, gpus, phase)
+    return told | {"memory": {**_memory_json(made.fullest), "phase": phase.name}, "plan": _plan_json(made)}
+
+
+def _memory_json(rank: RankPlan) -> dict[str, Any]:
+    return {**dataclasses.asdict(rank.memory), "total": rank.memory.total, "rank": rank.rank}
+
+
+def _plan_json(made: Plan) -> dict[str, Any]:
+    ranks = [
+        {
+            "rank": rank.rank,
+            "chunks": [
+                {"index": chunk.index, "layers": list(chunk.layers), "forward_cost": chunk.cost}
+                for chunk in rank.chunks
+            ],
+            "parameters": rank.parameters,
+            "in_flight": rank.in_flight,
+            "memory": _memory_json(rank),
+            "sent_bytes": {**dataclasses.asdict(rank.traffic), "total": rank.traffic.total},
+        }
+        for rank in made.ranks
+    ]
+    kept = ("world_size", "data", "micro_batches", "bubble")
+    return {**{name: getattr(made, name) for name in kept}, "ranks": ranks}
+
+
+def _candidate_json(config: Config, candidate: Candidate) -> dict[str, Any]:
+    return {
+        "settings": settings_of(candidate, config),
+        "data": candidate.plan.data,
+        "memory": _memory_json(candidate.plan.fullest),
+        "bubble": candidate.plan.bubble,
+        "step_seconds": {**dataclasses.asdict(candidate.time), "total": candidate.time.total},
+        "tokens_per_second_per_device": candidate.tokens_per_second,
+        "mfu": candidate.mfu,
+        "reason": candidate.reason,
+    }
+
+
+def _phase_json(config: Config, stretch: Stretch) -> dict[str, Any]:
+    phase = stretch.phase
+    return {
+        "name": phase.name,
+        "steps": stretch.last - stretch.first,
+        "first_step": stretch.first + 1,
+        "tokens": stretch.tokens,
+        "seq_len": phase.seq_len,
+        "global_batch": phase.global_batch,
+        "micro_batch": phase.micro_batch,
+        "lr": phase.lr,
+        "rates": rates_of(config, stretch),
+        "flops_per_token": count(config.in_phase(phase).model, phase.seq_len).flops_per_token,
+    }
+
+
+def print_tables(config: Config, gpus: int, fitting: list[Candidate] | None) -> None:
+    """For people: coloured in a terminal, plain text anywhere else."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160, no_color=True)
+    counted = count(config.model, config.phases[0].seq_len)
+    stages = [len(stage) for stage in stages_of(config)]
+    cut = f" in stages of {', '.join(map(str, stages))}" if len(stages) > 1 else ""
+    title = f"{config.run.name}: {len(counted.layers)} layers{cut}, {config.model.pattern}"
+    console.print(title, highlight=False, markup=False)
+    tables = [_letter_table(counted), _flops_table(counted), phase_table(config), source_table(config)]
+    if fitting is None:
+        made = plan(config, gpus, largest_phase(config))
+        tables += [_memory_table(config, made), *([_traffic_table(config, made)] if gpus > 1 else [])]
+    else:
+        tables.append(_fit_table(config, gpus, fitting))
+    for table in tables:
+        table.box = box.SIMPLE_HEAD if console.is_terminal else None
+        table.pad_edge = False
+        title, table.title = table.title, None
+        console.print(f"\n{title}" if title else "", highlight=False)
+        console.print(table)
+    print_changes(config, console)
+    if fitting is not None:
+        for line in _left_out(config, fitting):
+            console.print(line, highlight=False, markup=False)
+
+
+def _table(*headers: str, numbers_from: int) -> Table:
+    table = Table()
+    for index, header in enumerate(headers):
+        table.add_column(header, justify="right" if index >= numbers_from else "left")
+    return table
+
+
+def _letter_table(counted: ModelCount) -> Table:
+    """One row a letter, since all layers of a letter are alike, and what stands around the layers."""
+    table = _table("", "kind", "options", "layers", "parameters", "FLOPs/token", "share", numbers_from=3)
+
+    def add(letter: str, kind: str, options: str, layers: int | str, parameters: int, flops: float) -> None:
+        share = f"{flops / counted.forward_flops:.1%}"
+        table.add_row(Text(letter), kind, options, str(layers), f"{parameters:,}", readable(flops), share)
+
+    for letter in dict.fromkeys(layer.letter for layer in counted.layers):
+        alike = [layer for layer in counted.layers if layer.letter == letter]
+        parameters = sum(layer.parameters for layer in alike)
+        add(
+            letter, alike[0].kind, alike[0].options, len(alike), parameters, sum(layer.forward_flops for layer in alike)
+        )
+    add("", "embedding", "", "", counted.embedding, 0)
+    add("", "norm", "", "", counted.norm, 0)
+    add("", "head", "" if counted.head else "tied", "", counted.head, counted.head_flops)
+    add("", "total", "", len(counted.layers), counted.parameters, counted.forward_flops)
+    return table
+
+
+def _flops_table(counted: ModelCount) -> Table:
+    table = _table(f"forward FLOPs per token at {counted.seq_len}", "", "share", numbers_from=1)
+    for part, flops in counted.flops_by_part.items():
+        table.add_row(part, readable(flops), f"{flops / counted.forward_flops:.1%}")
+    table.add_row("training (3 x forward)", readable(counted.flops_per_token), "")
+    return table
+
+
+def _memory_table(config: Config, made: Plan) -> Table:
+    """One row a pipeline rank: what it holds, in GB."""
+    phase = largest_phase(config)
+    table = _table("rank", "layers", "parameters", *MEMORY_PARTS, "total", "in flight", numbers_from=2)
+    table.title = (
+        f"GB a device (estimate): {config.precision.name.value}, {phase.micro_batch} x {phase.seq_len} tokens, "
+        f"on {made.world_size}: tensor {config.parallel.tensor} x pipeline {config.parallel.pipeline} x "
+        f"data {made.data}, {made.micro_batches} micro batches a step"
+    )
+    limit = f" of {config.cluster.memory_gb:g}" if config.cluster.memory_gb else ""
+    for rank in made.ranks:
+        layers = ", ".join(f"{chunk.layers.start}-{chunk.layers.stop - 1}" for chunk in rank.chunks)
+        parts = [_gigabytes(getattr(rank.memory, part)) for part in MEMORY_PARTS]
+        total = _gigabytes(rank.memory.total) + limit
+        table.add_row(str(rank.rank), layers, f"{rank.parameters:,}", *parts, total, str(rank.in_flight))
+    return table
+
+
+def _traffic_table(config: Config, made: Plan) -> Table:
+    """One row a pipeline rank: what it sends in a step, in GB, and how its work compares with the dearest rank's."""
+    table = _table("rank", "tensor", "pipeline", "gradients", "parameters", "total", "work", numbers_from=1)
+    table.title = f"GB that a device sends in a step (estimate); the pipeline waits {made.bubble:.1%} of its time"
+    costs = [sum(chunk.cost for chunk in rank.chunks) for rank in made.ranks]
+    for rank, cost in zip(made.ranks, costs, strict=True):
+        sent = rank.traffic
+        parts = (sent.tensor, sent.pipeline, sent.gradients, sent.parameters, sent.total)
+        table.add_row(str(rank.rank), *map(_gigabytes, parts), f"{cost / max(costs):.0%}")
+    return table
+
+
+def _fit_table(config: Config, gpus: int, fitting: list[Candidate]) -> Table:
+    table = _table("seconds", "MFU", "tokens/s", "GB", "settings", "where the time goes", numbers_from=0)
+    for column in table.columns[4:]:
+        column.justify, column.overflow = "left", "fold"
+    table.title = f"the fastest of {len(fitting)} layouts that fit, on {gpus} devices (estimate of a step)"
+    for candidate in fitting[:SHOWN]:
+        table.add_row(
+            f"{candidate.time.total:.2f}",
+            f"{candidate.mfu:.0%}",
+            readable(candidate.tokens_per_second),
+            f"{candidate.plan.fullest.memory.total / 1e9:.0f}",
+            " ".join(settings_of(candidate, config)),
+            candidate.reason,
+        )
+    return table
+
+
+def _left_out(config: Config, fitting: list[Candidate]) -> list[str]:
+    """Why some layouts were not tried, or none fits."""
+    reasons = {tensor: "; ".join(uncuttable(config, tensor)) for tensor in TENSOR_SIZES}
+    told = [f"not tried: parallel.tensor={tensor}, since {reason}" for tensor, reason in reasons.items() if reason]
+    return told if fitting else [*told, "nothing fits: use more devices, or a global batch that they can share evenly"]
+
+
+def _gigabytes(amount: int) -> str:
+    return f"{amount / 1e9:.2f}"
+
+
+def _gigabytes_given(text: str) -> float:
+    """`80GB` or `80` -> bytes."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(?:GB)?", text, re.IGNORECASE)
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory such as 80GB")
+    return float(match[1]) * 1e9
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of devices: use 1 or more")
+    return int(text)

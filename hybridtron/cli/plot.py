@@ -1,0 +1,56 @@
+"""A picture of a run: training loss by tokens, with held-out losses where they were measured.
+
+python tools/plot_metrics.py runs/laptop --output loss.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from hybridtron.requirements import demand
+
+
+def main(arguments: list[str]) -> int:
+    """Draw the run's metrics.jsonl. Returns the exit code: 2 where there is nothing to draw."""
+    parser = argparse.ArgumentParser(description="Draw training and held-out loss of a run.")
+    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("--output", type=Path, default=None, help="the picture; default: loss.png in the run's folder")
+    chosen = parser.parse_args(arguments)
+    demand("plot")
+    metrics = chosen.run / "metrics.jsonl"
+    if not metrics.is_file():
+        print(f"{chosen.run} is not the folder of a run: it has no metrics.jsonl", file=sys.stderr)
+        return 2
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    if not lines:
+        print(f"{metrics} holds no step yet", file=sys.stderr)
+        return 2
+    output = chosen.output or chosen.run / "loss.png"
+    draw(lines, output)
+    print(output)
+    return 0
+
+
+def draw(lines: list[dict], output: Path) -> None:
+    """Write the picture: tokens to the right, loss in nats per token upwards."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120)
+    axes = figure.subplots()
+    axes.plot([line["tokens"] for line in lines], [line["loss"] for line in lines], linewidth=0.8, label="training")
+    evaluated = [line for line in lines if "validation" in line]
+    for length in evaluated[-1]["validation"] if evaluated else ():
+        points = [(line["tokens"], line["validation"][length]) for line in evaluated if length in line["validation"]]
+        axes.plot(
+            *zip(*points, strict=True), marker="o", markersize=3, linewidth=0.8, label=f"held out, {length} length"
+        )
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("cross entropy (nats per token)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(output)

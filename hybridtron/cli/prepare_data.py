@@ -1,0 +1,180 @@
+"""Text or tokens -> a folder of prepared tokens, which training reads.
+
+    python tools/prepare_data.py --input 'SlimPajama/train/chunk*/*.jsonl.zst' --tokenizer DIR --output data/slimpajama
+    python tools/prepare_data.py --input notes/ more.parquet --tokenizer DIR --output data/notes --workers 8
+    python tools/prepare_data.py --input embedded --vocab-size 2048 --output data/embedded-2048
+
+The formats of inputs are listed by --help. Interrupted, it leaves OUTPUT.partial, and the same command goes on from
+there; another number of workers may be given. Exit codes: 0 the folder is there, 1 it could not be prepared, or not
+to its end, 2 wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hybridtron.data.folder import TokenFolder
+
+EMBEDDED = "embedded"
+LISTED = 5  # files that a message names
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line; wrong ones end the process with exit code 2."""
+    from hybridtron.data.prepare.input_files import known_formats
+
+    parser = argparse.ArgumentParser(
+        description="Text or tokens -> a folder of prepared tokens.",
+        epilog=f"{known_formats()}\n  embedded: the texts of this Python installation, with a vocabulary made for them",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="PATH", help="files, folders, patterns with *, or: embedded")
+    add("--output", type=Path, required=True, metavar="DIR", help="the folder to be made")
+    add("--tokenizer", type=Path, metavar="DIR", help="a folder on this machine with tokenizer.json, or that file")
+    add("--workers", type=int, metavar="N", help="processes, each with one thread (default: 1)")
+    add("--source", metavar="NAME", help="the source of documents that name none (default: text)")
+    add("--validation", type=share, metavar="SHARE", help="held out by content (default: 0.5%%)")
+    add("--shard-size", type=size, metavar="BYTES", help="of a shard before compression (default: 64MB)")
+    add("--compression", metavar="KIND", help="zstd:LEVEL or none (default: none, which is read in place)")
+    add("--text-key", metavar="KEY", help="the key or column that holds the text (default: text)")
+    add("--eos", metavar="TOKEN", help="what ends a document (default: what the tokenizer names, or one known)")
+    add("--separator", metavar="TOKEN", help="what parts packed tokens (default: the tokenizer's bos, else eos)")
+    add("--max-bad", type=share, metavar="SHARE", help="of a file's lines that may be bad, rounded up (default: 0.1%%)")
+    add("--vocab-size", type=int, metavar="N", help="for embedded: entries of its vocabulary")
+    chosen = parser.parse_args(arguments)
+    _check(parser, chosen)
+    return chosen
+
+
+def _check(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
+    if EMBEDDED in chosen.input:  # a folder of that name is ./embedded
+        given = {key for key, value in vars(chosen).items() if value is not None} - {"input", "output", "vocab_size"}
+        if len(chosen.input) > 1 or given:
+            named = ", ".join(f"--{key.replace('_', '-')}" for key in sorted(given)) or "other inputs"
+            parser.error(f"--input embedded takes --output and --vocab-size only, not {named}")
+        if chosen.vocab_size is None:
+            parser.error("--input embedded needs --vocab-size, the model's: 2048 for a small one")
+    elif chosen.vocab_size is not None:
+        parser.error("--vocab-size goes with --input embedded; otherwise the tokenizer tells it")
+    elif chosen.tokenizer is None:
+        parser.error("--tokenizer is needed: a folder on this machine with tokenizer.json")
+
+
+def share(text: str) -> float:
+    """`0.5%` -> 0.005."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*", text)
+    value = float(match[1]) / (100 if match[2] else 1) if match else -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share such as 0.5% or 0.005")
+    return value
+
+
+def size(text: str) -> int:
+    """`64MB` -> 64000000."""
+    from hybridtron.config.units import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def main(arguments: list[str]) -> int:
+    """Prepare the folder and tell what is in it. Returns the exit code."""
+    chosen = parse(arguments)
+    from hybridtron.data.folder import FolderError
+    from hybridtron.data.prepare.input_files import ArgumentError, PrepareError
+
+    try:
+        folder = prepare_embedded(chosen) if chosen.vocab_size is not None else prepare_inputs(chosen)
+    except (FolderError, PrepareError, OSError) as error:  # a full disk is one
+        print(error, file=sys.stderr)
+        return 2 if isinstance(error, ArgumentError) else 1
+    except KeyboardInterrupt:
+        kept = "" if chosen.vocab_size is not None else f"; {chosen.output}.partial stays, and the same command goes on"
+        print(f"interrupted{kept}", file=sys.stderr)
+        return 1
+    show(folder)
+    return 0
+
+
+def prepare_inputs(chosen: argparse.Namespace) -> TokenFolder:
+    """Wrong arguments are told before anything slow is imported."""
+    from hybridtron.data.prepare.input_files import clean_name, find
+    from hybridtron.data.prepare.vocabulary import open_vocabulary
+
+    found = find(chosen.input)
+    if found.left_out:
+        print(f"left out of folders, as no part of a data set: {listed(found.left_out)}", file=sys.stderr)
+    if found.repeated:
+        twice = [f"{name} (it is {first})" for name, first in found.repeated]
+        print(f"skipped, as it is read under another name: {listed(twice)}", file=sys.stderr)
+    vocabulary = open_vocabulary(chosen.tokenizer, chosen.eos, chosen.separator)
+    from hybridtron.data.prepare.parts import Settings
+    from hybridtron.data.prepare.run import prepare
+
+    settings = Settings(
+        validation=0.005 if chosen.validation is None else chosen.validation,
+        shard_size=chosen.shard_size or size("64MB"),
+        compression=None if chosen.compression in (None, "none") else chosen.compression,
+        text_key=chosen.text_key or "text",
+        source=clean_name(chosen.source or "text"),
+    )
+    max_bad = 0.001 if chosen.max_bad is None else chosen.max_bad
+    workers = 1 if chosen.workers is None else chosen.workers
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a worker is one thread, also where it is this process
+    return prepare(found.inputs, chosen.output, vocabulary, settings, workers, max_bad)
+
+
+def listed(names: Sequence[object]) -> str:
+    """The first few of them."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(map(str, names[:LISTED])) + more
+
+
+def prepare_embedded(chosen: argparse.Namespace) -> TokenFolder:
+    """The folder that data.source=embedded makes by itself where it is missing."""
+    from hybridtron.data.prepare import corpus
+    from hybridtron.data.prepare.input_files import ArgumentError
+
+    try:
+        folder = corpus.prepare_embedded(chosen.output, chosen.vocab_size)
+    except ValueError as error:
+        raise ArgumentError(f"--vocab-size: {error}") from error
+    made_for = folder.manifest.origin.get("asked_vocab_size")
+    if made_for != chosen.vocab_size:
+        raise ArgumentError(f"{chosen.output} is there, made for --vocab-size {made_for}; give another --output")
+    return folder
+
+
+def show(folder: TokenFolder) -> None:
+    """Tokens and documents of every source and split, and what is remarkable about them."""
+    from rich.console import Console
+    from rich.table import Table
+
+    manifest, console = folder.manifest, Console(highlight=False, soft_wrap=True)
+    table = Table("source", "split", box=None)
+    for title in ("tokens", "documents", "shards"):
+        table.add_column(title, justify="right")
+    for split, sources in manifest.splits.items():
+        for name, source in sources.items():
+            table.add_row(name, split, f"{source.tokens:,}", f"{source.documents:,}", f"{len(source.shards):,}")
+        shards = sum(len(source.shards) for source in sources.values())
+        documents = sum(source.documents for source in sources.values())
+        table.add_row("all", split, f"{manifest.tokens(split):,}", f"{documents:,}", f"{shards:,}", style="bold")
+    console.print(table)
+    console.print(f"{folder.path}: {manifest.dtype}, a vocabulary of {manifest.vocab_size}, eos {manifest.eos}")
+    for count, kind in ((manifest.origin.get("bad"), "bad"), (manifest.origin.get("empty"), "empty")):
+        if count:
+            console.print(f"left out: {count} {kind} entries")
+    for split, cure in (("train", "a smaller"), ("validation", "a larger")):
+        if not manifest.tokens(split) and (split == "train" or manifest.origin.get("validation")):
+            console.print(f"warning: no document is in {split}; more documents or {cure} --validation change that")

@@ -1,0 +1,111 @@
+"""Train a model: `python train.py recipe=samba_421m run.dir=runs/a phases.0.micro_batch=2`.
+
+Exit codes: 0 finished, 2 bad configuration or folder, 75 stopped on demand after a checkpoint, 1 anything else; also
+when all is trained but an export that phases.N.export asks for could not be written.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+import traceback
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybridtron.requirements import demand
+
+demand()  # said before an import fails
+
+from hybridtron.config.check import check, require, warnings
+from hybridtron.config.layout import launched
+from hybridtron.config.load import choices_of, load
+from hybridtron.data import mixture_spec as ingredients
+from hybridtron.data.check_vocabulary import vocabulary_warnings
+from hybridtron.problems import ConfigError
+from hybridtron.train.failures import FailedElsewhere
+from hybridtron.train.lock import RunLock
+from hybridtron.train.phase_table import print_timetable
+from hybridtron.train.preempt import StopRequests
+from hybridtron.train.run_folder import EXIT_PREEMPTED, ExportsFailed, Preempted
+
+if TYPE_CHECKING:
+    from hybridtron.checkpoint.checkpoint import Checkpoint
+    from hybridtron.config.choices import Export
+
+USAGE = """\
+python train.py [recipe=NAME] [key=value ...]
+
+  recipe=NAME       what to train; the default is laptop
+  run.dir=FOLDER    where the run is written; a run found there goes on from its newest checkpoint
+  run.max_steps=N   stop early
+  run.plan=true     print the phases, what they read and what they cost, and end
+  parallel.tensor=2 cut every layer over two processes; start them with torchrun --nproc-per-node N train.py ...
+  phases.0.lr=1e-3  or any other key of the configuration (see configs/README.md)
+
+recipes: {recipes},
+         and those in configs/recipe/ablations: recipe=ablations/samba_421m_full_0,
+         in configs/recipe/length, from a checkpoint: recipe=length/state_passing run.weights=runs/NAME
+
+Layers, parameters, FLOPs and memory of a configuration: python tools/inspect_config.py recipe=NAME
+"""
+
+
+def main(arguments: list[str]) -> int:
+    if {"-h", "--help"} & set(arguments):
+        names = choices_of("recipe")
+        recipes = ", ".join(name for name in names if "/" not in name)
+        print(USAGE.format(recipes=textwrap.fill(recipes, 110, subsequent_indent=" " * 9)))
+        return 0
+    try:
+        config = load(arguments)
+        if config.run.plan:
+            require(config)
+            print_timetable(config)
+            return 0
+        if problems := check(config, launched().world_size) + ingredients.problems(config):
+            raise ConfigError(problems)
+        for warning in [*warnings(config), *vocabulary_warnings(config)] if launched().rank == 0 else ():
+            print(f"warning: {warning}", file=sys.stderr)
+        first = launched().rank == 0
+        requests = StopRequests(config.run, speaks=first)
+        lock = RunLock(Path(config.run.dir), lambda: bool(requests.received)) if first else nullcontext()
+        with requests, lock:
+            from hybridtron.train.run import run  # imports torch, which the checks do without
+
+            run(config, requests, export_phase)
+    except ConfigError as error:
+        if launched().rank == 0:
+            print(error, file=sys.stderr)
+        return 2
+    except ExportsFailed as end:  # of the first process alone
+        print(end, file=sys.stderr)
+        return 1
+    except Preempted as end:
+        if launched().rank == 0:
+            print(end, file=sys.stderr)
+        return EXIT_PREEMPTED
+    return 0
+
+
+def export_phase(checkpoint: Checkpoint, output: Path, wanted: Export) -> None:
+    """For runs that write the ends of phases for transformers."""
+    from hybridtron.interop import phase_end  # imports transformers, for those alone
+
+    phase_end.export_phase(checkpoint, output, wanted)
+
+
+def main_or_end(arguments: list[str]) -> int:
+    """`main` as a program: no thread or peer that hangs keeps a failed rank alive, no late signal changes code 75."""
+    try:
+        if (code := main(arguments)) == EXIT_PREEMPTED:
+            StopRequests.ignore()
+        return code
+    except FailedElsewhere as error:
+        print(error, file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

@@ -1,0 +1,58 @@
+"""Is a folder of prepared tokens whole? Reads all of it, and tells everything that is wrong.
+
+    python tools/verify_data.py DIR
+    python tools/verify_data.py DIR --workers 8
+
+One line a fault, with the file's name and the sample's number; the last line sums up. Exit codes: 0 all well, 1 at
+least one fault, 2 there is no such folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from hybridtron.config.units import readable
+from hybridtron.data.store.verify import Report, verify
+
+
+def main(arguments: list[str]) -> int:
+    """Print the faults. Returns the exit code."""
+    parser = argparse.ArgumentParser(description="Hold every byte of a folder of prepared tokens against its manifest.")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="what tools/prepare_data.py wrote")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes that read shards; default: 1")
+    chosen = parser.parse_args(arguments)
+    if chosen.workers < 1:
+        parser.error(f"--workers {chosen.workers}: at least one process reads; this machine has {os.cpu_count()}")
+    if not chosen.folder.is_dir():
+        why = "is not a folder" if chosen.folder.exists() else "does not exist"
+        print(f"{chosen.folder} {why}; a dataset with a URL is verified where it was prepared", file=sys.stderr)
+        return 2
+    report = watched(chosen.folder, chosen.workers)
+    for fault in report.faults:
+        print(fault)
+    print(summary(chosen.folder, report))
+    return 1 if report.faults else 0
+
+
+def watched(folder: Path, workers: int) -> Report:
+    """Verify, with a bar where somebody can see it."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        bar = progress.add_task(f"{folder}: shards", total=None)
+        return verify(folder, workers, lambda done, whole: progress.update(bar, completed=done, total=whole))
+
+
+def summary(folder: Path, report: Report) -> str:
+    """The last line."""
+    faults = len(report.faults)
+    verdict = f"{faults} fault{'s' if faults > 1 else ''}" if faults else "all well"
+    sources = f"{report.sources} source{'' if report.sources == 1 else 's'}"
+    shards = f"{report.shards} shard{'' if report.shards == 1 else 's'}"
+    return f"{folder}: {sources}, {shards}, {readable(report.tokens)} tokens: {verdict}"

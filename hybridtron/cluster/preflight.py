@@ -1,0 +1,202 @@
+"""Is every node fit to train on? Run by a job's script as one process for each GPU, before the run itself.
+
+The first process of a node looks at its GPUs, its disk, /dev/shm, its network adapters. Then all processes meet as the
+run's will, and add up a small tensor inside each node and over all: that shows that ranks find each other, how fast
+the links are, and which clocks are off. Each node's report is a line in the log and NODE.json in the reports' folder;
+what to do about it, `attempt.py` decides. A short look: it replaces no burn-in, and a GPU that is only a little slow
+passes.
+
+Bus bandwidth is 2 (n - 1) / n times the bytes over the time of the best of some rounds, as NCCL's tests have it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import time
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+ADAPTERS = Path("/sys/class/infiniband")
+ROUNDS = 5
+VALUES = {"cpu": 2**18, "cuda": 2**26}  # in fp32: 1 MiB over sockets, 256 MiB over NVLink and adapters
+BROKEN = "ecc.errors.uncorrected.volatile.total", "retired_pages.pending"  # what a GPU must say 0 or No to
+REMAPPED = "remapped_rows.pending", "remapped_rows.failure"
+
+
+@dataclass
+class Report:
+    """What is known of one node: its own faults, one that only all nodes together have, and what was measured."""
+
+    node: str
+    faults: list[str] = field(default_factory=list)
+    together: str = ""
+    found: list[str] = field(default_factory=list)
+
+    def write(self, folder: Path) -> None:
+        aside = folder / f".{self.node}.json"
+        aside.write_text(json.dumps(asdict(self)))
+        aside.rename(folder / f"{self.node}.json")
+
+
+def main(arguments: list[str]) -> int:
+    """Check this node, and all of them together."""
+    parser = argparse.ArgumentParser(description="Is every node fit to train on?")
+    parser.add_argument("--reports", type=Path, required=True)
+    parser.add_argument("--gpus", type=int, default=0)
+    parser.add_argument("--disk-gb", type=float, default=0)
+    parser.add_argument("--shared-gb", type=float, default=0)
+    parser.add_argument("--clock-s", type=float, default=5)
+    parser.add_argument("--timeout", type=int, default=300)
+    parser.add_argument("--node-gb-per-s", type=float)
+    parser.add_argument("--network-gb-per-s", type=float)
+    parser.add_argument("--fabric", default="")
+    parser.add_argument("--no-all-reduce", action="store_true")
+    wanted = parser.parse_args(arguments)
+    report = Report(os.environ.get("SLURMD_NODENAME", socket.gethostname()))
+    speaks = os.environ.get("SLURM_LOCALID", "0") == "0"
+    if speaks:
+        look_at_node(report, wanted)
+        report.write(wanted.reports)
+    if not wanted.no_all_reduce:
+        try:
+            meet(report, wanted)
+        except Exception as error:
+            report.together = f"all-reduce of all nodes: {type(error).__name__}: {error}".splitlines()[0]
+    if speaks:
+        report.write(wanted.reports)
+        state = "; ".join([*report.faults, *filter(None, [report.together])]) or "ok"
+        print(f"{report.node}: {state} ({', '.join(report.found)})", flush=True)
+    return 0
+
+
+def look_at_node(report: Report, wanted: argparse.Namespace) -> None:
+    """What one process can see of its node."""
+    for what, path, least in (
+        ("free disk", wanted.reports, wanted.disk_gb),
+        ("/dev/shm", "/dev/shm", wanted.shared_gb),
+    ):
+        free = shutil.disk_usage(path).free / 1e9
+        report.found.append(f"{what} {free:.0f} GB")
+        if free < least:
+            report.faults.append(f"has {free:.1f} GB of {what} ({path}), {least:g} are asked for")
+    if wanted.gpus:
+        report.faults += gpu_faults(wanted.gpus)
+        report.found.append(f"{wanted.gpus} GPUs")
+    for device in filter(None, wanted.fabric.split(",")):
+        if fault := adapter_fault(ADAPTERS / device):
+            report.faults.append(fault)
+
+
+def gpu_faults(count: int) -> list[str]:
+    """GPUs that are missing, or that say of themselves that they are broken."""
+    try:
+        told = {name: _nvidia_smi("gpu", name) for name in BROKEN} | {
+            name: _nvidia_smi("remapped-rows", name) for name in REMAPPED
+        }
+        seen = len(_nvidia_smi("gpu", "index"))
+    except (OSError, subprocess.SubprocessError) as error:
+        return [f"does not tell about its GPUs: {error}"]
+    faults = [f"shows {seen} GPUs, {count} are asked for"] if seen != count else []
+    return faults + [
+        f"GPU {index}: {name} is {value}"
+        for name, values in told.items()
+        for index, value in enumerate(values)
+        if value not in ("0", "No") and not value.startswith("[")  # [N/A]: this kind of GPU does not count it
+    ]
+
+
+def _nvidia_smi(of: str, name: str) -> list[str]:
+    command = ["nvidia-smi", f"--query-{of}={name}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return [line.strip() for line in done.stdout.splitlines()]
+
+
+def adapter_fault(device: Path) -> str | None:
+    """Why a network adapter can't be used."""
+    states = [path.read_text().strip() for path in sorted(device.glob("ports/*/state"))]
+    if any("ACTIVE" in state for state in states):
+        return None
+    return f"{device.name} has no active port ({', '.join(states) or f'{device} is not there'})"
+
+
+def meet(report: Report, wanted: argparse.Namespace) -> None:
+    """All processes find each other and compare clocks; then `look_at_links`."""
+    import torch.distributed as dist
+
+    from hybridtron.config.layout import launched
+    from hybridtron.device import compute_device
+
+    launch = launched()
+    if launch.world_size == 1:
+        return
+    backend = "gloo" if compute_device().type == "cpu" else "cpu:gloo,cuda:nccl"
+    place = {"rank": launch.rank, "world_size": launch.world_size, "timeout": timedelta(seconds=wanted.timeout)}
+    dist.init_process_group(backend, init_method="env://", **place)
+    clocks: list[tuple[str, float]] = [("", 0.0)] * launch.world_size
+    dist.barrier()
+    dist.all_gather_object(clocks, (report.node, time.time()))
+    off = dict(clocks)[report.node] - statistics.median(clock for _, clock in clocks)
+    report.found.append(f"clock {off:+.2f} s")
+    if abs(off) > wanted.clock_s:
+        report.faults.append(f"has a clock that is {off:+.1f} s off, {wanted.clock_s:g} s are let through")
+    look_at_links(report, wanted, [node for node, _ in clocks])
+    dist.destroy_process_group()
+
+
+def look_at_links(report: Report, wanted: argparse.Namespace, node_of: list[str]) -> None:
+    """How fast, and whether rightly, sums go through each node and through all; `node_of` gives each rank's node."""
+    import torch
+    import torch.distributed as dist
+
+    from hybridtron.device import compute_device
+
+    nodes = list(dict.fromkeys(node_of))
+    groups = {node: dist.new_group([rank for rank, of in enumerate(node_of) if of == node]) for node in nodes}
+    tensor = torch.ones(VALUES[compute_device().type], device=compute_device())
+    inside, wrong = bandwidth(tensor, groups[report.node])
+    every_wrong = [wrong] * len(node_of)
+    dist.all_gather_object(every_wrong, wrong)
+    report.faults += [
+        f"rank {rank} there {fault}" for rank, fault in enumerate(every_wrong) if fault and node_of[rank] == report.node
+    ]
+    if inside is not None:
+        report.found.append(f"all-reduce {inside:.3g} GB/s inside")
+        if wanted.node_gb_per_s is not None and inside < wanted.node_gb_per_s:
+            report.faults.append(f"sums at {inside:.3g} GB/s inside, {wanted.node_gb_per_s:g} are asked for")
+    over_all, wrong = bandwidth(tensor, dist.group.WORLD)
+    if len(nodes) > 1 and over_all is not None:
+        report.found.append(f"{over_all:.3g} GB/s over {len(nodes)} nodes")
+        if wanted.network_gb_per_s is not None and over_all < wanted.network_gb_per_s:
+            wrong = wrong or f"goes at {over_all:.3g} GB/s, {wanted.network_gb_per_s:g} are asked for"
+    if wrong:
+        report.together = f"all-reduce of all nodes: {wrong}"
+
+
+def bandwidth(tensor: Any, group: Any) -> tuple[float | None, str]:
+    """Bus bandwidth of an all-reduce in GB/s, none in a group of one; and what is wrong with its sum, if anything."""
+    import torch.distributed as dist
+
+    from hybridtron.device import synchronize
+
+    size = dist.get_world_size(group)
+    if size == 1:
+        return None, ""
+    times, wrong = [], ""
+    for _ in range(ROUNDS):
+        tensor.fill_(1)
+        synchronize()
+        began = time.perf_counter()
+        dist.all_reduce(tensor, group=group)
+        synchronize()
+        times.append(time.perf_counter() - began)
+        if not bool((tensor == size).all()):
+            wrong = f"gets another sum of {size} ones than {size}: memory or links are broken"
+    return 2 * (size - 1) / size * tensor.numel() * tensor.element_size() / min(times) / 1e9, wrong

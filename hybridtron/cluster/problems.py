@@ -1,0 +1,119 @@
+"""What is wrong with a job before anything is queued, each with what would work."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hybridtron.cluster import scheduler
+from hybridtron.cluster.job import PLAIN, Job, script, unusable
+from hybridtron.cluster.scheduler import Partition, SlurmError
+from hybridtron.config.cluster import ClusterConfig
+from hybridtron.config.saved import SECRET
+from hybridtron.problems import Problem, did_you_mean
+
+URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]*@")
+LEAST = {"gpus_per_node": 0, "processes_per_node": 1, "stop_before": 1, "cpus_per_process": 1}
+
+
+def secret_problems(settings: Sequence[str]) -> list[Problem]:
+    """Settings are written into the job's script."""
+    cure = "which would be written into the job's script: leave it in the environment that you submit from"
+    return [Problem(one.partition("=")[0], f"holds a password, {cure}") for one in settings if _has_password(one)]
+
+
+def cluster_problems(cluster: ClusterConfig) -> Iterator[Problem]:
+    """What no job's script can be made of."""
+    limit = scheduler.seconds(cluster.time)
+    if limit is None:
+        forms = "a limit such as 90 (minutes), 12:00:00 or 2-00:00:00"
+        yield Problem("cluster.time", f"is {cluster.time!r}, must be {forms}")
+    elif cluster.stop_before >= limit:
+        whole = f"cluster.time={cluster.time} is {limit} s in all"
+        yield Problem("cluster.stop_before", f"is {cluster.stop_before} s, but {whole}: use less")
+    for name, least in LEAST.items():
+        if (value := getattr(cluster, name)) is not None and value < least:
+            yield Problem(f"cluster.{name}", f"is {value}, must be at least {least}")
+    for name, value in cluster.environment.items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            yield Problem("cluster.environment", f"has {name!r}, which can't be the name of a variable")
+        if SECRET.search(name) or _has_password(value):
+            cure = "leave it out; sbatch hands on the environment that you submit from"
+            yield Problem(f"cluster.environment.{name}", f"looks like a secret, which would be written down: {cure}")
+    for index, mount in enumerate(cluster.container.mounts):
+        if not re.fullmatch(r"/[^:,]*:/[^:,]*(:\w+)?", mount):
+            yield Problem(f"cluster.container.mounts.{index}", f"is {mount!r}, must be /OUTSIDE:/INSIDE")
+    for index, option in enumerate(cluster.sbatch):
+        if not option.startswith("-"):
+            yield Problem(f"cluster.sbatch.{index}", f"is {option!r}, must be an option such as --constraint=h100")
+
+
+def resume_problems(resume: str) -> Iterator[Problem]:
+    """What is said of the first start holds for each further one."""
+    if resume != "auto":
+        does = "begin anew" if resume == "never" else "go back there"
+        cure = (
+            "use auto, with another run.dir to start anew; a checkpoint that lies in its checkpoints/ is gone on from"
+        )
+        yield Problem("run.resume", f"is {resume!r}, but each start of the job would {does}: {cure}")
+
+
+def job_problems(job: Job) -> Iterator[Problem]:
+    """An #SBATCH line is read by no shell, so that nothing can be quoted there."""
+    for key, option in unusable(job).items():
+        yield Problem(key, f"gives {option!r}, but an #SBATCH line can only hold {PLAIN.pattern}: use another name")
+
+
+def queue_problems(job: Job, nodes: int, ask_sbatch: bool) -> Iterator[Problem]:
+    """Why SLURM would never start such a job, by its partitions, and by its own word where all else is well."""
+    cluster = job.cluster
+    try:
+        known = scheduler.partitions()
+        wanted = _wanted(cluster, known)
+        found = list(_partition_problems(cluster, nodes, wanted, [one.name for one in known]))
+        yield from found
+        if ask_sbatch and not found:
+            _trial(job)
+    except SlurmError as error:
+        yield Problem("cluster", f"would not start this job: {error}")
+
+
+def _wanted(cluster: ClusterConfig, known: list[Partition]) -> Partition | None:
+    """The partition that is asked for, or the default one."""
+    default = cluster.partition is None
+    return next((one for one in known if (one.is_default if default else one.name == cluster.partition)), None)
+
+
+def _partition_problems(
+    cluster: ClusterConfig, nodes: int, wanted: Partition | None, names: list[str]
+) -> Iterator[Problem]:
+    if wanted is None:
+        fault = "is null, and no partition is the default"
+        if cluster.partition is not None:
+            fault = f"is {cluster.partition!r}, which is not here{did_you_mean(cluster.partition, names)}"
+        yield Problem("cluster.partition", f"{fault}; here are: {', '.join(names)}")
+        return
+    if not wanted.is_up:
+        yield Problem("cluster.partition", f"{wanted.name} is not up; here are: {', '.join(names)}")
+    if nodes > wanted.nodes:
+        yield Problem("nodes", f"is {nodes}, but partition {wanted.name} has {wanted.nodes}: use at most so many")
+    limit = scheduler.seconds(cluster.time)
+    if limit is not None and wanted.time_s is not None and limit > wanted.time_s:
+        most = f"{wanted.time_s // 86400}-{time.strftime('%H:%M:%S', time.gmtime(wanted.time_s))}"
+        above = f"is {cluster.time}, above the limit of partition {wanted.name}"
+        yield Problem("cluster.time", f"{above}: use at most {most}, the run is requeued until it has finished")
+
+
+def _trial(job: Job) -> None:
+    """Ask sbatch, which tells one thing at a time."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job.sh"
+        path.write_text(script(job))
+        scheduler.would_start(path)
+
+
+def _has_password(text: str) -> bool:
+    return URL_WITH_PASSWORD.search(text) is not None

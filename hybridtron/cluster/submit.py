@@ -1,0 +1,189 @@
+"""Submit a run to SLURM: python slurm/submit.py recipe=samba_421m cluster=h100_infiniband nodes=8 [key=value ...]
+
+It takes the arguments of train.py, and `nodes=N`. Everything that can be known beforehand is checked beforehand, and
+all problems are told at once. Then the run's folder gets the code as it stands here (code/), the resolved configuration
+(config.yaml) and the job's script (slurm/job.sh), and the script is submitted. The same command for the same folder
+goes on with its run.
+
+    --dry-run    print the script, write and submit nothing; absent data is then a warning
+    --chain K    K jobs, each after the one before; those that find the run finished end at once
+
+Exit codes: 0 submitted, 2 bad configuration, 1 SLURM refused the job. No torch is imported. The environment that it is
+called in is handed on by sbatch as always, and none of it is written down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybridtron.cluster import scheduler
+from hybridtron.cluster.job import Job, script
+from hybridtron.cluster.problems import cluster_problems, job_problems, queue_problems, resume_problems, secret_problems
+from hybridtron.cluster.scheduler import SlurmError
+from hybridtron.config.check import check, warnings
+from hybridtron.config.checks.parallel import parallel_problems
+from hybridtron.config.cluster import LostNode
+from hybridtron.config.load import choices_of, load, to_yaml
+from hybridtron.config.schema import Config
+from hybridtron.data import mixture_spec as ingredients
+from hybridtron.problems import ConfigError, Problem
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = ("train.py", "pyproject.toml", "hybridtron", "configs", "slurm")  # what a run needs of this folder
+
+
+def main(arguments: list[str]) -> int:
+    """Check, write and submit. Returns the exit code."""
+    parser = argparse.ArgumentParser(description="Submit a run to SLURM.", epilog=f"clusters: {_clusters()}")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="as train.py takes them, and nodes=N")
+    parser.add_argument("--dry-run", action="store_true", help="print the script, write and submit nothing")
+    parser.add_argument("--chain", type=int, default=1, metavar="K", help="submit K jobs, each after the one before")
+    asked = parser.parse_intermixed_args(arguments)
+    try:
+        config, job = planned(asked.settings, asked.chain, asked.dry_run)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    data = [f"{problem.key}  {problem.message}" for problem in ingredients.problems(config)]
+    for warning in [*warnings(config), *data]:  # only a dry run gets here with problems of the data
+        print(f"warning: {warning}", file=sys.stderr)
+    if asked.dry_run:
+        print(script(job), end="")
+        return 0
+    return submit(config, job, asked.chain)
+
+
+def planned(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> tuple[Config, Job]:
+    """The configuration and the job that the settings ask for. Raises ConfigError with all that is wrong."""
+    given = [one.removeprefix("nodes=") for one in settings if one.startswith("nodes=")]
+    kept = [one for one in settings if not one.startswith("nodes=")]
+    found = [
+        Problem("nodes", f"is {text!r}, must be a number of nodes of at least 1")
+        for text in given
+        if not (text.isdecimal() and int(text) >= 1)
+    ]
+    nodes = int(given[-1]) if given and not found else 1
+    if chain < 1:
+        found.append(Problem("--chain", f"is {chain}, must be at least 1"))
+    found += secret_problems(kept)
+    try:
+        config = load(kept)
+    except ConfigError as error:
+        raise ConfigError([*found, *(_with_list(problem) for problem in error.problems)]) from None
+    config.run.dir = str(Path(config.run.dir).absolute())
+    job = job_of(config, kept, nodes)
+    found += check(config, nodes * config.cluster.processes)
+    found += [] if dry_run else ingredients.problems(config)  # a dry run may happen where the data is not
+    found += [*cluster_problems(config.cluster), *resume_problems(config.run.resume), *job_problems(job)]
+    if (silence := scheduler.silence()) is None:
+        found += queue_problems(job, nodes, ask_sbatch=not found)
+    elif not dry_run:
+        found.append(Problem("cluster", f"can't be asked: {silence}"))
+    if found:
+        raise ConfigError(list(dict.fromkeys(found)))
+    return config, job
+
+
+def job_of(config: Config, settings: Sequence[str], nodes: int) -> Job:
+    """The job for so many nodes; with on_lost_node=smaller also for fewer, as far as the layout can be shared out."""
+    cluster = config.cluster
+    fewer = range(1, nodes) if cluster.on_lost_node is LostNode.smaller and cluster.processes >= 1 else ()
+    fitting = [count for count in fewer if not list(parallel_problems(config, count * cluster.processes))]
+    return Job(
+        run_dir=Path(config.run.dir),
+        working_dir=Path.cwd(),
+        name=config.run.name,
+        arguments=(*(one for one in settings if not one.startswith("run.dir=")), f"run.dir={config.run.dir}"),
+        fitting=(*fitting, nodes),
+        patience=math.ceil(config.run.timeout) + 60,
+        cluster=cluster,
+    )
+
+
+def submit(config: Config, job: Job, chain: int) -> int:
+    """Write the run's folder and queue its jobs. Returns the exit code."""
+    notes = job.run_dir / "slurm" / "submission.json"
+    earlier = json.loads(notes.read_text())["jobs"] if notes.exists() else []
+    jobs: list[str] = []
+    try:
+        if under_way := [one.job for one in scheduler.queued(earlier)]:
+            print(f"{job.run_dir} is the run of job {', '.join(under_way)}, which has not ended: "
+                  f"wait, or scancel {' '.join(under_way)}", file=sys.stderr)  # fmt: skip
+            return 1
+        write_run_folder(config, job)
+        for _ in range(chain):
+            jobs.append(scheduler.submit(job.script_path, jobs[-1] if jobs else None))
+            write_notes(notes, job, jobs, None)
+    except SlurmError as error:
+        print(error, file=sys.stderr)
+        if jobs:
+            print(f"submitted before that, and still queued: {' '.join(jobs)}", file=sys.stderr)
+        write_notes(notes, job, jobs, str(error))
+        return 1
+    print(f"submitted as job {', '.join(jobs)}; its log: {job.run_dir}/logs/slurm-{jobs[0]}.txt\n"
+          f"how it stands: python slurm/status.py {job.run_dir}")  # fmt: skip
+    return 0
+
+
+def write_run_folder(config: Config, job: Job) -> None:
+    """The code, the configuration and the script."""
+    (job.run_dir / "slurm").mkdir(parents=True, exist_ok=True)
+    (job.run_dir / "logs").mkdir(exist_ok=True)
+    code, aside = job.run_dir / "code", job.run_dir / ".code.aside"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    for name in CODE:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, aside / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+        else:
+            shutil.copy2(ROOT / name, aside / name)
+    shutil.rmtree(code, ignore_errors=True)
+    aside.rename(code)
+    (job.run_dir / "config.yaml").write_text(to_yaml(config))
+    job.script_path.write_text(script(job))
+    readable = stat.S_IMODE(job.script_path.stat().st_mode)  # as the umask left it
+    job.script_path.chmod(readable | (readable & 0o444) >> 2)  # whoever may read it may run it
+
+
+def write_notes(notes: Path, job: Job, jobs: list[str], error: str | None) -> None:
+    """slurm/submission.json: what was submitted when, from which commit, and what SLURM said against it."""
+    notes.parent.mkdir(parents=True, exist_ok=True)
+    told = {
+        "jobs": jobs,
+        "error": error,
+        "submitted": time.strftime("%F %T"),
+        "nodes": job.fitting[-1],
+        "arguments": job.arguments,
+        "commit": _git("rev-parse", "HEAD"),
+        "changed": _git("status", "--short"),
+    }
+    notes.write_text(json.dumps(told, indent=2))
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says of this folder; None where it is no checkout."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.rstrip() if done.returncode == 0 else None
+
+
+def _with_list(problem: Problem) -> Problem:
+    """An unknown cluster is told with all there are."""
+    if problem.key != "cluster" or _clusters() in problem.message:
+        return problem
+    return Problem(problem.key, f"{problem.message}; have: {_clusters()}")
+
+
+def _clusters() -> str:
+    return ", ".join(choices_of("cluster"))

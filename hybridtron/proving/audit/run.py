@@ -1,0 +1,245 @@
+"""The audit's two sides, and their comparison.
+
+Serial is a plain loop: the model as one module of plain matrix products, autograd, torch's AdamW. Nothing of the
+engine, of megatron-core or of a process group is in it. Parallel is what trains: `Engine` on every process.
+
+Both start from the same whole weights: in fp32 as `model/init.py` makes them, in float64 with noise on top, since a
+wrong order of equal values (norms, D, the rows of A_log) would never show.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hybridtron.architecture.base import Normal
+from hybridtron.architecture.table import parameter_table
+from hybridtron.config.schema import Config, Documents, ParallelConfig
+from hybridtron.data.batch import Batch, SeqInfo, step_key
+from hybridtron.data.reading import phase_seed
+from hybridtron.engine.engine import Engine
+from hybridtron.model.init import initialise, starting_value
+from hybridtron.model.lm import LanguageModel
+from hybridtron.ops.loss import cross_entropy
+from hybridtron.parallel.cut import cut
+from hybridtron.parallel.linear import ALONE, TensorGroup
+from hybridtron.parallel.pool import Pool, Seat
+from hybridtron.proving.audit.bugs import injected
+from hybridtron.proving.audit.cases import Case
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A type to compute in, with what fits it: an optimizer, a start, and how far a tensor may be off.
+
+    The limit of |difference| is `relative` times the tensor's norm plus `absolute` times the largest norm of its kind.
+    """
+
+    name: str
+    dtype: torch.dtype
+    distributed_optimizer: bool
+    noisy_start: bool
+    clip: bool
+    relative: float
+    absolute: float
+
+
+PRECISIONS = (
+    Precision("float64", torch.float64, False, True, False, 1e-9, 0.0),
+    Precision("fp32", torch.float32, True, False, True, 1e-5, 1e-7),
+)
+
+
+NORM_RELATIVE = 1e-6
+"""How far the gradient norm may be off: megatron-core adds it up in fp32 whatever the gradients are."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step in numbers. The weights are those after it, on one rank its shares of them."""
+
+    loss: float
+    grad_norm: float
+    loss_after: float
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    tensor: TensorGroup = ALONE
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one number or tensor is from the serial one, relative to its norm, and as a multiple of what it may."""
+
+    what: str
+    relative: float
+    of_limit: float
+
+    @property
+    def passes(self) -> bool:
+        return self.of_limit <= 1.0  # not so for nan
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.what.startswith(("gradient of", "weight"))
+
+
+class Audit:
+    """Compares; what is serial is run once for all layouts that it is compared with."""
+
+    def __init__(self, pool: Pool, timeout_s: float = 300.0) -> None:
+        self.pool, self.timeout_s = pool, timeout_s
+        self.truths: dict[str, Step] = {}
+
+    def compare(self, case: Case, precision: Precision, bug: str | None = None) -> list[Difference]:
+        """Every difference between the two sides, the worst first. Raises WorkerError where the parallel one fails."""
+        config = as_computed(case.config, precision)
+        arguments = (config, precision, bug)
+        ranks = self.pool.run(parallel_step, case.world_size, *arguments, timeout_s=self.timeout_s)
+        key = f"{precision.name} {replace(config, parallel=ParallelConfig())}"
+        if key not in self.truths:
+            self.truths[key] = serial_step(config, precision)
+        found = differences(self.truths[key], ranks, config, precision)
+        return sorted(found, key=lambda d: math.inf if math.isnan(d.of_limit) else d.of_limit, reverse=True)
+
+
+def as_computed(config: Config, precision: Precision) -> Config:
+    """The configuration with the optimizer that the precision needs."""
+    parallel = replace(config.parallel, distributed_optimizer=precision.distributed_optimizer)
+    optim = config.optim if precision.clip else replace(config.optim, clip=1e9)
+    return replace(config, parallel=parallel, optim=optim)
+
+
+def parallel_step(seat: Seat, config: Config, precision: Precision, bug: str | None) -> Step:
+    """The step on one process of the layout, as the trainer takes it."""
+    with default_dtype(precision.dtype), injected(bug), seat.groups(config.parallel) as groups:
+        start = partial(starting_weight, config) if precision.noisy_start else None
+        engine = Engine(config, groups, start, precision.dtype)
+        batches = micro_batches(config)
+        own = len(batches) // groups.data_size
+        batches = batches[groups.data_rank * own : (groups.data_rank + 1) * own]
+        loss = engine.forward_backward(batches).mean.item()
+        gradients = dict(engine.optimizer.gradients())
+        grad_norm, _ = engine.optimizer.step(rate_of(config))
+        loss_after = engine.loss(batches).mean.item()
+        weights = {name: shard.weight.detach() for name, shard in engine.optimizer.shards.items()}
+        tensor = replace(groups.tensor, group=None)
+        return Step(loss, grad_norm, loss_after, gradients, weights, tensor)
+
+
+def rate_of(config: Config) -> float:
+    """The peak of the first phase."""
+    rate = config.phases[0].lr
+    assert rate is not None
+    return rate
+
+
+def serial_step(config: Config, precision: Precision) -> Step:
+    """The step by plain torch."""
+    optim, batches = config.optim, micro_batches(config)
+    with default_dtype(precision.dtype):
+        model = LanguageModel(config.model).cast(precision.dtype)
+        initialise(model, config.run.seed)
+        weights = dict(model.named_parameters())
+        if precision.noisy_start:
+            for name, weight in weights.items():
+                weight.data.copy_(starting_weight(config, name))
+        seed, rows = phase_seed(config.run.seed, 0), config.phases[0].micro_batch
+        keyed = [batch.keyed(step_key(seed, 0, 0, index * rows)) for index, batch in enumerate(batches)]
+        loss, tokens = _add_up(model, keyed, optim.z_loss)
+        gradients = {name: torch.zeros_like(w) if w.grad is None else w.grad / tokens for name, w in weights.items()}
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+        for name, weight in weights.items():
+            weight.grad = gradients[name] * min(1.0, optim.clip / norm)
+        groups = [
+            {"params": [w for name, w in weights.items() if model.table[name].decay is decayed], "weight_decay": decay}
+            for decayed, decay in ((True, optim.weight_decay), (False, optim.weight_decay * optim.decay_all))
+        ]
+        betas = (optim.betas[0], optim.betas[1])
+        torch.optim.AdamW(groups, lr=rate_of(config), betas=betas, eps=optim.eps).step()
+        loss_after, _ = _add_up(model, batches, 0.0)
+    return Step(loss, norm, loss_after, gradients, {name: weight.detach() for name, weight in weights.items()})
+
+
+def _add_up(model: LanguageModel, batches: Sequence[Batch], z_loss: float) -> tuple[float, int]:
+    """The mean cross entropy and the number of tokens, with gradients of the sum over tokens in the weights."""
+    total, tokens = 0.0, 0
+    for batch in batches:
+        out = model(batch.tokens_BL, None, batch.seq)
+        loss = cross_entropy(out.output, batch.labels_BL.T, batch.mask_BL.T, z_loss)
+        tokens_here = int(batch.mask_BL.sum())
+        (loss.total + sum(out.aux.values()) * tokens_here).backward()
+        total, tokens = total + float(loss.cross_entropy), tokens + tokens_here
+    return total / tokens, tokens
+
+
+def starting_weight(config: Config, name: str) -> Tensor:
+    """A whole weight as it is initialised, with noise on top, in torch's default type."""
+    parameter, seed = parameter_table(config.model)[name], config.run.seed
+    noise = starting_value(Normal(0.05), parameter.shape, seed, f"noise/{name}")
+    return starting_value(parameter.init, parameter.shape, seed, name) + noise
+
+
+def micro_batches(config: Config) -> list[Batch]:
+    """The step's data on all ranks: documents with borders, masks of unequal density, one row that is all masked."""
+    phase, generator = config.phases[0], torch.Generator().manual_seed(config.run.seed)
+    count, rows, length = phase.global_batch // phase.micro_batch, phase.micro_batch, phase.seq_len
+    batches = []
+    for index in range(count):
+        tokens = torch.randint(config.model.vocab_size, (rows, length + 1), generator=generator)
+        mask = torch.rand(rows, length, generator=generator, dtype=torch.float32) < (index + 1) / (count + 1)
+        if index == 0:
+            mask[-1] = False
+        starts = torch.rand(rows, length, generator=generator, dtype=torch.float32) < 3 / length
+        seq = SeqInfo.stream(rows, length)
+        if config.documents_of(config.phases[0]) is Documents.isolate:
+            documents = starts.cumsum(1) - starts[:, :1].long()
+            first = (documents[:, None, :] < documents[:, :, None]).sum(-1)  # where a token's document begins
+            seq = SeqInfo(seq.positions_BL - first, documents.int())
+        batches.append(Batch(tokens[:, :-1], tokens[:, 1:], mask, seq))
+    return batches
+
+
+def differences(truth: Step, ranks: list[Step], config: Config, precision: Precision) -> Iterator[Difference]:
+    """Losses and whole gradients as the first rank has them, and the weights of every rank."""
+    in_fp32 = replace(precision, relative=max(precision.relative, NORM_RELATIVE))
+    for name, limits in (("loss", precision), ("grad_norm", in_fp32), ("loss_after", precision)):
+        found, expected = (torch.tensor(getattr(step, name), dtype=torch.float64) for step in (ranks[0], truth))
+        yield _difference(name.replace("_", " "), found, expected, 0.0, limits)
+    largest = _largest_norm(truth.gradients)
+    assert truth.gradients.keys() == ranks[0].gradients.keys()
+    for name, expected in truth.gradients.items():
+        yield _difference(f"gradient of {name}", ranks[0].gradients[name], expected, largest, precision)
+    table, largest = parameter_table(config.model), _largest_norm(truth.weights)
+    for rank, step in enumerate(ranks):
+        for name, found in step.weights.items():
+            expected = cut(truth.weights[name], table[name], step.tensor)
+            yield _difference(f"weight {name} on rank {rank}", found, expected, largest, precision)
+
+
+def _largest_norm(tensors: Mapping[str, Tensor]) -> float:
+    return max(float(tensor.norm()) for tensor in tensors.values())
+
+
+def _difference(what: str, found: Tensor, expected: Tensor, largest: float, precision: Precision) -> Difference:
+    difference, norm = float((found.double() - expected.double()).norm()), float(expected.double().norm())
+    limit = precision.relative * norm + precision.absolute * largest
+    if difference == 0.0:
+        return Difference(what, 0.0, 0.0)
+    return Difference(what, difference / norm if norm else float("inf"), difference / limit if limit else float("inf"))
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make a type torch's default: core divides gradients by the number of tokens in it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

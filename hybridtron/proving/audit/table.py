@@ -1,0 +1,153 @@
+"""The audit's cases by what the command line asks for, their comparison, and the table that is printed of it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from rich.console import Console
+from rich.table import Table
+
+from hybridtron.config.check import require
+from hybridtron.config.load import load
+from hybridtron.config.schema import Config, ParallelConfig
+from hybridtron.parallel.pool import Pool, WorkerError
+from hybridtron.problems import ConfigError, Problem, did_you_mean
+from hybridtron.proving.audit.bugs import BUGS
+from hybridtron.proving.audit.cases import ARCHITECTURES, LAYOUTS, Case, shrunk, table
+from hybridtron.proving.audit.run import PRECISIONS, Audit, Precision
+
+CONSOLE = Console(width=None if sys.stdout.isatty() else 160)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare what is asked for and print it. Returns the exit code."""
+    if arguments.list:
+        print_list()
+        return 0
+    try:
+        cases = cases_of(arguments)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    pool = Pool()
+    try:
+        return 0 if audit(Audit(pool, arguments.timeout), cases, arguments.fake_bug) else 1
+    finally:
+        pool.close()
+
+
+def cases_of(arguments: argparse.Namespace) -> list[Case]:
+    """What the command line asks for. Raises ConfigError where a name is unknown or a layout does not fit."""
+    bug, layouts = arguments.fake_bug, arguments.layouts
+    if bug is not None:
+        _known("--fake-bug", [bug], list(BUGS))
+    if arguments.cases is not None:
+        names = _chosen("--cases", arguments.cases, list(ARCHITECTURES))
+        chosen = _chosen("--layouts", layouts or "all", list(LAYOUTS))
+        return [case for case in table() if case.name in names and case.layout in chosen]
+    own_layout = arguments.data > 1 or any(setting.startswith("parallel") for setting in arguments.settings)
+    if bug is not None and not (arguments.settings or layouts or own_layout):
+        return [case for case in table() if (case.name, case.layout) == (BUGS[bug].architecture, BUGS[bug].layout)]
+    config = load(arguments.settings)
+    if layouts is None and own_layout:
+        return [fitting(config, _described(config.parallel, arguments.data), arguments.data)]
+    names = _chosen("--layouts", layouts or "all", list(LAYOUTS))
+    return list(in_layouts(config, names, skip=layouts in (None, "all")))
+
+
+def fitting(config: Config, layout: str, data: int) -> Case:
+    """The recipe, made small, in its layout. Raises ConfigError where that does not fit, in full size or small."""
+    small = shrunk(config, data)
+    case = Case(config.run.name, layout, small, data)
+    require(config, case.world_size)
+    require(small, case.world_size)
+    return case
+
+
+def in_layouts(config: Config, layouts: Sequence[str], skip: bool) -> Iterator[Case]:
+    """The recipe, made small, in some of the table's layouts; `skip` leaves out those that do not fit it."""
+    for name in layouts:
+        layout = LAYOUTS[name]
+        try:
+            yield fitting(replace(config, parallel=layout.on(config.parallel)), name, layout.data)
+        except ConfigError as error:
+            if not skip:
+                raise
+            print(f"left out: {name}, as {error.problems[0]}", file=sys.stderr)
+
+
+def _described(parallel: ParallelConfig, data: int) -> str:
+    axes = (("tp", parallel.tensor), ("pp", parallel.pipeline), ("virtual", parallel.virtual_pipeline), ("dp", data))
+    words = [f"{name}{size}" for name, size in axes if size > 1] + ["sp"] * (parallel.sequence and parallel.tensor > 1)
+    return "-".join(words) or "one process"
+
+
+def audit(comparison: Audit, cases: Sequence[Case], bug: str | None) -> bool:
+    """Run all cases in both precisions, print a row for each and whatever differs; whether all agree."""
+    rows = Table(
+        "model", "layout", "options", "type", "compared", "tensors within", "worst", "off by", "of limit", box=None
+    )
+    failures: list[str] = []
+    with CONSOLE.status("") as status:
+        for index, case in enumerate(cases):
+            for precision in PRECISIONS:
+                status.update(f"{index + 1}/{len(cases)} {case.name} {case.layout} {precision.name}")
+                failures += compare(comparison, case, precision, bug, rows)
+    CONSOLE.print(rows)
+    for failure in failures:
+        print(failure)
+    count = len(cases) * len(PRECISIONS)
+    print(f"{count} runs, {len(failures)} differ from one process" if failures else f"{count} runs equal one process")
+    return not failures
+
+
+def compare(comparison: Audit, case: Case, precision: Precision, bug: str | None, rows: Table) -> list[str]:
+    """Add one row; returns what differs, in words."""
+    described = (case.name, case.layout, case.told(), precision.name)
+    where = f"{case.name} {case.layout} {precision.name}"
+    try:
+        differences = comparison.compare(case, precision, bug)
+    except WorkerError as error:
+        rows.add_row(*described, "", "", "[red]failed[/red]", "", "")
+        return [f"{where}: the run failed, {error}"]
+    worst, wrong = differences[0], [difference for difference in differences if not difference.passes]
+    color = "red" if wrong else "green"
+    off = (f"{worst.relative:.1e}", f"[{color}]{worst.of_limit:.2g}[/{color}]")
+    largest = max(difference.relative for difference in differences if difference.is_tensor)
+    rows.add_row(*described, str(len(differences)), f"{largest:.1e}", worst.what, *off)
+    told = ", ".join(f"{difference.what} by {difference.relative:.1e}" for difference in wrong[:5])
+    more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+    return [f"{where}: {len(wrong)} of {len(differences)} differ: {told}{more}"] if wrong else []
+
+
+def print_list() -> None:
+    """The names that the options take."""
+    layouts = Table("layout", "ranks", box=None, title="--layouts", title_justify="left")
+    for name, layout in LAYOUTS.items():
+        layouts.add_row(name, str(layout.tensor * layout.pipeline * layout.data))
+    architectures = Table("name", "pattern", box=None, title="--cases", title_justify="left")
+    for name, pattern in ARCHITECTURES.items():
+        architectures.add_row(name, pattern)
+    bugs = Table("name", "what goes wrong", "shown by default in", box=None, title="--fake-bug", title_justify="left")
+    for name, bug in BUGS.items():
+        bugs.add_row(name, bug.told, f"{bug.architecture} {bug.layout}")
+    CONSOLE.print(layouts, "", architectures, "", bugs)
+
+
+def _chosen(option: str, text: str, known: list[str]) -> list[str]:
+    names = known if text == "all" else text.split(",")
+    _known(option, names, known)
+    return names
+
+
+def _known(option: str, names: Sequence[str], known: list[str]) -> None:
+    problems = [
+        Problem(option, f"has no {name!r}{did_you_mean(name, known)}; have: {', '.join(known)}")
+        for name in names
+        if name not in known
+    ]
+    if problems:
+        raise ConfigError(problems)

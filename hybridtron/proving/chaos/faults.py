@@ -1,0 +1,187 @@
+"""What happens to a run under chaos: signals to its processes, damage to its checkpoints, a disk that is full.
+
+A kind of fault returns what it hit, or None where there is nothing to hit just now.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridtron.proving.chaos.run import Run, Started
+
+DISK_MIB = 32  # of the small file system that can be filled
+
+
+class Disk:
+    """A small file system in memory in the place of a run's checkpoints, which can be filled; where that is allowed."""
+
+    def __init__(self, run: Run) -> None:
+        self.at, self.ballast = run.checkpoints, run.checkpoints / ".ballast"
+        self.why_not: str | None = "not mounted"
+
+    def __enter__(self) -> Disk:
+        self.at.mkdir(parents=True)
+        command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "hybridtron-chaos", str(self.at)]
+        try:
+            told = subprocess.run(command, capture_output=True, text=True, check=False)
+            self.why_not = told.stderr.strip() or "mount failed" if told.returncode else None
+        except OSError as error:
+            self.why_not = str(error)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """What was written stays behind, on the disk."""
+        if self.why_not is not None:
+            return
+        self.free()
+        aside = self.at.with_name("checkpoints-on-disk")
+        shutil.copytree(self.at, aside)
+        subprocess.run(["umount", "-l", str(self.at)], check=True)
+        self.at.rmdir()
+        aside.rename(self.at)
+
+    def fill(self) -> None:
+        """To the last byte."""
+        with self.ballast.open("wb", buffering=0) as file:
+            for size in (2**20, 2**12, 1):
+                with suppress_full_disk():
+                    while True:
+                        file.write(b"\0" * size)
+
+    def free(self) -> None:
+        self.ballast.unlink(missing_ok=True)
+
+
+class suppress_full_disk(suppress):
+    """Lets only an error pass that is not the one of a full disk."""
+
+    def __init__(self) -> None:
+        super().__init__(OSError)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> bool:
+        return isinstance(error, OSError) and error.errno == errno.ENOSPC
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Where faults happen, and by which chance."""
+
+    started: Started
+    disk: Disk
+    draw: random.Random
+
+
+def signal_a_rank(scene: Scene, number: signal.Signals) -> str | None:
+    rank = scene.draw.randrange(len(scene.started.ranks))
+    scene.started.ranks[rank].send_signal(number)
+    return f"rank {rank}"
+
+
+def signal_a_worker(scene: Scene, number: signal.Signals) -> str | None:
+    workers = scene.started.workers()
+    if not workers:
+        return None
+    rank = scene.draw.randrange(len(workers))
+    os.kill(workers[rank], number)
+    return f"worker process of rank {rank}"
+
+
+def damage(scene: Scene, how: Callable[[bytearray, random.Random], bytearray | None]) -> str | None:
+    """Kill the run, and damage a file of its checkpoints.
+
+    One that is sound is left alone, and that of the last step, since a run that has finished is not read again.
+    """
+    run, draw = scene.started.run, scene.draw
+    if not list(run.checkpoints.glob("step-*")):
+        return None
+    scene.started.kill()
+    from hybridtron.checkpoint import folder as folders  # takes seconds
+
+    found = folders.all_of(run.folder)
+    sound = [folder for folder in found if is_sound(folder)]
+    found = [folder for folder in found if sound not in ([], [folder]) and folders.step_of(folder) < run.steps]
+    files = sorted(file for folder in found for file in folder.glob("*"))
+    files += run.checkpoints.glob(folders.POINTER)
+    if not files:
+        return "nothing; the run was killed"
+    target = draw.choice(files)
+    stored = how(bytearray(target.read_bytes()), draw)
+    if stored is None:
+        target.unlink()
+    else:
+        target.write_bytes(stored)
+    return str(target.relative_to(run.checkpoints))
+
+
+def is_sound(folder: Path) -> bool:
+    """Whether every byte of a checkpoint is as it was written."""
+    from hybridtron.checkpoint.checkpoint import Checkpoint
+    from hybridtron.checkpoint.manifest import BrokenCheckpoint
+
+    try:
+        return not list(Checkpoint.open(folder).faults())
+    except BrokenCheckpoint:
+        return False
+
+
+def flipped(stored: bytearray, draw: random.Random) -> bytearray:
+    stored[draw.randrange(len(stored))] ^= 1 << draw.randrange(8)
+    return stored
+
+
+def truncated(stored: bytearray, draw: random.Random) -> bytearray:
+    return stored[: draw.randrange(len(stored))]
+
+
+def deleted(stored: bytearray, draw: random.Random) -> None:
+    return None
+
+
+def fill_the_disk(scene: Scene) -> str | None:
+    if scene.disk.why_not is not None:
+        return None
+    scene.disk.fill()
+    return "checkpoints"
+
+
+FULL_DISK = "full disk"
+KINDS: dict[str, Callable[[Scene], str | None]] = {
+    "SIGKILL a rank": lambda scene: signal_a_rank(scene, signal.SIGKILL),
+    "SIGSTOP a rank": lambda scene: signal_a_rank(scene, signal.SIGSTOP),
+    "SIGTERM a rank": lambda scene: signal_a_rank(scene, signal.SIGTERM),
+    "SIGKILL the loader": lambda scene: signal_a_worker(scene, signal.SIGKILL),
+    "SIGSTOP the loader": lambda scene: signal_a_worker(scene, signal.SIGSTOP),
+    "flip a bit": lambda scene: damage(scene, flipped),
+    "truncate a file": lambda scene: damage(scene, truncated),
+    "delete a file": lambda scene: damage(scene, deleted),
+    FULL_DISK: fill_the_disk,
+}
+
+
+class Kinds:
+    """Draws kinds of faults: all of them, shuffled, then all of them again."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self.draw = draw
+        self.left: list[str] = []
+
+    def strike(self, scene: Scene) -> tuple[str, str] | None:
+        """Do the first that is left and possible; its kind, and what was hit."""
+        for _ in range(2):  # where nothing that is left is possible, all begin anew
+            self.left = self.left or self.draw.sample(list(KINDS), len(KINDS))
+            for kind in self.left:
+                hit = KINDS[kind](scene)
+                if hit is not None:
+                    self.left.remove(kind)
+                    return kind, hit
+            self.left = []
+        return None

@@ -1,0 +1,188 @@
+"""A run under random faults ends with the very parameters of one to which nothing happens: try it on your machine.
+
+    make chaos                                          or: python tools/chaos.py
+    python tools/chaos.py --layout tp2 --seed 7 --steps 400
+
+Trains a tiny model by train.py, on two processes that read by worker processes and save every few steps: once in
+peace, and once while ranks and workers are killed and stopped, the run is told to stop, files of its checkpoints are
+flipped, cut short and deleted, and its disk is full. Each time it has ended it is started again, as a cluster would
+requeue it. A third time its torchrun is killed and started again at once, and last it is started twice at a time. In
+the end weights, optimizer, carried states and the losses of all steps must be equal, bit for bit, and
+no fault may have held the run for longer than twice run.timeout.
+
+Faults come after a random number of steps, every kind once before any comes again. A full disk needs the right to
+mount: root has it, and so has anybody where the kernel lets users have their own mounts; elsewhere it is left out, and
+that is told. The mount is one that only this program and its runs see, so that nothing stays when it ends.
+
+Exit codes: 0 all the same, 1 not, 2 a wrong argument.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from hybridtron.proving.chaos import starts as chaos_starts
+from hybridtron.proving.chaos.faults import Disk
+from hybridtron.proving.chaos.ordeal import HEADER, Fault, Ordeal, Trouble
+from hybridtron.proving.chaos.run import LAYOUTS, ROOT, SAVE_EVERY, TIMEOUT_S, Run, arguments_of, write_data
+
+APART = "HYBRIDTRON_CHAOS_APART"  # set where mounts are this program's own
+SAME = ("step", "tokens", "loss", "grad_norm", "validation")  # of a line of metrics: what training gives again
+
+
+def unequal(clean: Run, chaos: Run) -> list[str]:
+    """What is not the same at the end of both runs: losses, and everything that a checkpoint holds."""
+    from hybridtron.checkpoint import folder as folders
+    from hybridtron.checkpoint.checkpoint import Checkpoint
+    from hybridtron.checkpoint.manifest import BrokenCheckpoint
+    from hybridtron.checkpoint.rewrite import differences
+
+    ours, theirs = (
+        [{key: json.loads(line).get(key) for key in SAME} for line in run.lines()] for run in (clean, chaos)
+    )
+    found = [f"step {a['step']}: {a} in peace, {b} under faults" for a, b in zip(ours, theirs, strict=False) if a != b]
+    if not len(ours) == len(theirs) == clean.steps:
+        found.append(f"{len(ours)} steps have metrics in peace, {len(theirs)} under faults, of {clean.steps}")
+    try:
+        left, right = (Checkpoint.open(folders.folder_of(run.folder, run.steps)) for run in (clean, chaos))
+        found += [f"{one.what}: {one.left} in peace, {one.right} under faults" for one in differences(left, right)]
+    except BrokenCheckpoint as error:
+        found.append(str(error))
+    return found
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line; wrong values end the process with exit code 2."""
+    parser = argparse.ArgumentParser(description="A run under random faults ends as one without.")
+    parser.add_argument("--steps", type=int, default=200, metavar="N", help="default: %(default)s")
+    parser.add_argument("--mean", type=float, default=20, metavar="N", help="steps between faults (%(default)s)")
+    parser.add_argument("--seed", type=int, help="of the faults; the moment within a step is chance all the same")
+    parser.add_argument("--layout", choices=LAYOUTS, default="dp2", help="of the two processes (%(default)s)")
+    parser.add_argument("--keep-folder", action="store_true", help="keep the runs also where all is well")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the table there, in Markdown")
+    chosen = parser.parse_args(arguments)
+    if chosen.steps < 1 or chosen.mean < 1:
+        parser.error(f"--steps {chosen.steps} and --mean {chosen.mean:g} must be at least 1")
+    return chosen
+
+
+def main(arguments: list[str]) -> int:
+    """Train in peace and under faults, and compare. Returns the exit code."""
+    chosen = parse(arguments)
+    if chosen.seed is None:
+        chosen.seed = random.SystemRandom().randrange(10**6)
+    home = ROOT / "runs/chaos" / f"{time.strftime('%Y%m%d-%H%M%S')}-{chosen.seed}"
+    print(f"{asked(chosen)}, a fault every {chosen.mean:g} steps or so; runs: {home}", flush=True)
+    write_data(home / "data")
+    began = time.monotonic()
+    ordeal, wrong = compared(chosen, home)
+    wrong = wrong or started_again(chosen, home)
+    told = [
+        f"{len(ordeal.faults)} faults, {ordeal.starts} starts; then {chaos_starts.KILLS} kills of torchrun",
+        f"goodput: {chosen.steps / max(ordeal.done, chosen.steps):.0%}, of {ordeal.done} steps done, lost ones too",
+        *([f"a full disk was left out: {ordeal.disk.why_not}"] if ordeal.disk.why_not else []),
+        "NOT THE SAME" if wrong else "weights, optimizer, states and the losses of all steps: the same, bit for bit",
+    ]
+    report(ordeal.faults, told, wrong)
+    print(f"{time.monotonic() - began:.0f} s, all runs")
+    if chosen.page is not None:
+        chosen.page.write_text(page(chosen, ordeal.faults, [*told, *wrong]), encoding="utf-8")
+    if wrong or chosen.keep_folder:
+        print(f"runs and logs: {home}")
+    else:
+        shutil.rmtree(home)
+    return 1 if wrong else 0
+
+
+def asked(chosen: argparse.Namespace) -> str:
+    return f"{chosen.steps} steps on {chosen.layout}, --seed {chosen.seed}"
+
+
+def compared(chosen: argparse.Namespace, home: Path) -> tuple[Ordeal, list[str]]:
+    """What befell the run under faults, and what is not the same in the end."""
+    told = [arguments_of(home / "data", chosen.steps, chosen.layout) for _ in range(2)]
+    clean, chaos = (Run(home / name, words, chosen.steps) for name, words in zip(("peace", "chaos"), told, strict=True))
+    for run in (clean, chaos):
+        run.home.mkdir()
+    with Disk(chaos) as disk, progress_bar() as progress:
+        ordeal = Ordeal(chaos, chosen.mean, random.Random(chosen.seed), disk)
+        try:
+            Ordeal(clean, float("inf"), random.Random(), disk).survive(progress)
+            ordeal.survive(progress)
+            return ordeal, unequal(clean, chaos)
+        except Trouble as error:
+            return ordeal, [str(error)]
+
+
+def started_again(chosen: argparse.Namespace, home: Path) -> list[str]:
+    """What is wrong or not the same where a launcher is killed and where two starts come at a time."""
+    words = arguments_of(home / "data", chosen.steps, chosen.layout)
+    clean, starts = (Run(home / name, words, chosen.steps) for name in ("peace", "starts"))
+    starts.home.mkdir()
+    return chaos_starts.survive(starts, random.Random(chosen.seed)) or unequal(clean, starts)
+
+
+def progress_bar() -> Progress:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    return Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal, transient=True)
+
+
+def report(faults: list[Fault], told: list[str], wrong: list[str]) -> None:
+    table = Table(*HEADER, box=None)
+    for fault in faults:
+        table.add_row(*fault.cells())
+    Console(width=None if sys.stdout.isatty() else 180).print(table, markup=False)
+    print("\n".join(told))
+    print("\n".join(wrong[:20]), file=sys.stderr)
+
+
+def page(chosen: argparse.Namespace, faults: list[Fault], told: list[str]) -> str:
+    """The table as a page of its own, with what it takes to see it again."""
+    from hybridtron.proving.measuring import grid, processor, versions
+
+    options = f"--layout {chosen.layout} --steps {chosen.steps} --mean {chosen.mean:g} --seed {chosen.seed}"
+    lines = ["# Chaos", "", f"`python tools/chaos.py {options}`", ""]
+    lines += [f"- machine: {processor()}, {os.cpu_count()} cores", f"- versions: {versions()}"]
+    lines += [f"- run.timeout is {TIMEOUT_S:g} s; a checkpoint every {SAVE_EVERY} steps, written asynchronously"]
+    lines += [*(f"- {one}" for one in told), "", "## faults", "", *grid(HEADER, [fault.cells() for fault in faults])]
+    return "\n".join(lines) + "\n"
+
+
+def apart(arguments: list[str]) -> None:
+    """Start anew where mounts are this program's own and end with it, if the system lets us."""
+    ways = (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"])
+    for way in ways if APART not in os.environ and shutil.which("unshare") else ():
+        if subprocess.run([*way, "true"], capture_output=True, check=False).returncode == 0:
+            os.environ[APART] = "1"
+            os.execvp(way[0], [*way, sys.executable, str(ROOT / "tools/chaos.py"), *arguments])
+
+
+def stopped(number: int, _: object) -> NoReturn:
+    """A signal, or Ctrl-C, ends the program in order: no process and no mount stays behind."""
+    raise SystemExit(128 + number)
+
+
+def program(arguments: list[str]) -> int:
+    """`main` in a mount namespace of its own, ended cleanly by signals."""
+    warnings.simplefilter("ignore")
+    if not {"-h", "--help"} & set(arguments):
+        apart(arguments)
+    signal.signal(signal.SIGTERM, stopped)
+    signal.signal(signal.SIGINT, stopped)
+    return main(arguments)

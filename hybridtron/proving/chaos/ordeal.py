@@ -1,0 +1,148 @@
+"""A run under faults: started again each time it has ended, until it has finished, and what befell it put down."""
+
+from __future__ import annotations
+
+import json
+import random
+import textwrap
+import time
+from dataclasses import dataclass
+
+from rich.progress import Progress, TaskID
+
+from hybridtron.proving.chaos.faults import FULL_DISK, Disk, Kinds, Scene
+from hybridtron.proving.chaos.run import PROCESSES, SAVE_EVERY, START_S, TIMEOUT_S, TOGETHER_S, Run, Started
+
+LOOK_S = 0.02  # between looks at the run
+MOST_WORDS = 150  # letters of a reason; run/outcome.json and rank-N.log have all of it
+HEADER = ("after step", "fault", "what was hit", "how the run ended", "after", "on from")
+
+
+class Trouble(Exception):
+    """A run did what it must not do; the message says what."""
+
+
+@dataclass
+class Fault:
+    """One fault, and what came of it."""
+
+    step: int
+    kind: str
+    hit: str
+    at: float
+    ended: str = ""
+    seconds: float = 0.0
+    resumed: int | None = None
+
+    def cells(self) -> tuple[str, ...]:
+        resumed = "" if self.resumed is None else f"step {self.resumed}"
+        after = f"{self.seconds / TIMEOUT_S:.2f} time-outs"
+        return (str(self.step), self.kind, self.hit, self.ended, after, resumed)
+
+
+class Ordeal:
+    """Starts a run until it has finished, while faults come every `mean` steps or so; none where that is infinite."""
+
+    def __init__(self, run: Run, mean: float, draw: random.Random, disk: Disk) -> None:
+        self.run, self.mean, self.draw, self.disk = run, mean, draw, disk
+        self.kinds, self.faults = Kinds(draw), list[Fault]()
+        self.done = self.starts = 0  # steps done, also those that were lost
+        self.due = self._next(0)
+        self.full_until, self.unwritten = float("inf"), 0  # steps done, and the saves that had failed before
+
+    def _next(self, now: int) -> float:
+        return now + self.mean * self.draw.expovariate(1.0)
+
+    def survive(self, progress: Progress) -> None:
+        """Start the run until it has finished. Raises Trouble."""
+        bar = progress.add_task(self.run.home.name, total=self.run.steps)
+        most = 10 + 5 * self.run.steps / self.mean
+        while True:
+            self.starts += 1
+            if self.starts > most:
+                raise Trouble(f"{self.run.home} has not finished in {most:.0f} starts")
+            started, struck = Started(self.run), len(self.faults)
+            try:
+                self._watch(started, progress, bar)
+            finally:
+                codes = started.codes
+                started.kill()
+            self._conclude(started, codes, struck)
+            if codes == [0] * PROCESSES:
+                return
+
+    def _watch(self, started: Started, progress: Progress, bar: TaskID) -> None:
+        """Until all processes have ended, or one has failed and the others had time to."""
+        seen, moved, failed = 0, time.monotonic(), None
+        while len(codes := started.codes) < PROCESSES:
+            now, new = time.monotonic(), len(started.new_lines())
+            if new != seen:
+                seen, moved = new, now
+                told = f"{self.run.home.name}, {len(self.faults)} faults"
+                progress.update(bar, completed=len(self.run.lines()), description=told)
+            if any(codes):
+                failed = failed or now
+                if now > failed + TOGETHER_S:
+                    return
+            elif now > moved + (2 * TIMEOUT_S if seen else START_S):
+                raise Trouble(f"{self.run.home} has not moved for {now - moved:.0f} s; run.timeout is {TIMEOUT_S:g} s")
+            elif new:
+                self._strike(started, self.done + new)
+            time.sleep(LOOK_S)
+
+    def _strike(self, started: Started, done: int) -> None:
+        """What is due after so many steps."""
+        if done >= self.full_until:
+            self._free()
+        pending = self.faults and not self.faults[-1].ended and self.faults[-1].kind != FULL_DISK
+        if done < self.due or pending:
+            return
+        time.sleep(self.draw.random() * 5 * LOOK_S)  # anywhere in a step
+        step, at = len(self.run.lines()), time.monotonic()
+        struck = self.kinds.strike(Scene(started, self.disk, self.draw))
+        self.due = self._next(done)
+        if struck is not None:
+            self.faults.append(Fault(step, *struck, at))
+            if struck[0] == FULL_DISK:
+                self.full_until, self.unwritten = done + 2 * SAVE_EVERY, self._failed_saves()
+
+    def _free(self) -> None:
+        self.disk.free()
+        self.full_until = float("inf")
+        for fault in self.faults:
+            if fault.kind == FULL_DISK and not fault.ended:
+                fault.ended = f"went on; failed saves told by then: {self._failed_saves() - self.unwritten}"
+                fault.seconds = time.monotonic() - fault.at
+
+    def _failed_saves(self) -> int:
+        return (self.run.home / "rank-0.log").read_text().count("CHECKPOINT NOT WRITTEN")
+
+    def _conclude(self, started: Started, codes: list[int], struck: int) -> None:
+        """Put down how a start ended, and where it had gone on from. Raises Trouble where it ended by itself."""
+        new = started.new_lines()
+        self.done += len(new)
+        if new:
+            for fault in self.faults[:struck]:
+                if fault.resumed is None and not fault.ended.startswith("went on"):
+                    fault.resumed = json.loads(new[0])["step"] - 1
+        told = described(self.run)
+        if any(codes) and len(self.faults) == struck and self.full_until == float("inf"):
+            raise Trouble(f"{self.run.home} ended though nothing had happened to it: {told}")
+        if self.full_until != float("inf"):
+            self._free()
+        for fault in self.faults:
+            if not fault.ended:
+                fault.ended, fault.seconds = told, time.monotonic() - fault.at
+
+
+def described(run: Run) -> str:
+    """How a start ended, as its outcome.json tells; a run that was killed outright has none."""
+    told = run.outcome()
+    match told.get("outcome"):
+        case "preempted":
+            return f"saved at step {told['step']}"
+        case "failed":
+            return textwrap.shorten(str(told["reason"]), MOST_WORDS, placeholder=" ...")
+        case "finished":
+            return "finished"
+    return "killed outright"

@@ -1,0 +1,144 @@
+"""A training run as a cluster sees it: its processes, started again and again until it has finished.
+
+What is trained is a Samba of some ten thousand weights that carries its states, on text made up here, so that a step
+takes a fraction of a second; everything else is as in a real run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+PROC = Path("/proc")
+LAYOUTS = {"dp2": (), "tp2": ("parallel.tensor=2",), "pp2": ("parallel.pipeline=2",)}
+PROCESSES = 2
+VOCAB = 64
+SEQ_LEN, ROWS = 32, 8
+SAVE_EVERY = 7  # steps
+TIMEOUT_S = 20.0  # run.timeout; a first step starts worker processes, which takes seconds
+TOGETHER_S = 5.0  # what the other processes get to end, when one has failed
+START_S = 180.0  # what a run may take to its first step
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, in a folder of its own: it stands in home/run, so that two runs can be told the very same."""
+
+    home: Path
+    arguments: tuple[str, ...]
+    steps: int
+
+    @property
+    def folder(self) -> Path:
+        return self.home / "run"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def lines(self) -> list[str]:
+        """The whole lines of its metrics."""
+        path = self.folder / "metrics.jsonl"
+        return path.read_text().split("\n")[:-1] if path.exists() else []
+
+    def outcome(self) -> dict[str, Any]:
+        """What it says of its end; nothing where it could not speak."""
+        with suppress(FileNotFoundError, json.JSONDecodeError):
+            return json.loads((self.folder / "outcome.json").read_text())
+        return {}
+
+
+def arguments_of(data: Path, steps: int, layout: str) -> tuple[str, ...]:
+    """What train.py is told."""
+    return (
+        "recipe=laptop", "run.dir=run", f"run.timeout={TIMEOUT_S:g}", "run.eval_every=1000000",
+        "run.eval_tokens=512", "run.eval_lengths=[1]", "run.sample_tokens=0", *LAYOUTS[layout],
+        "data=folder", f"data.path={data}", "data.epochs=null", "data.workers=1", f"model.vocab_size={VOCAB}",
+        "model.width=32",
+        "model.layers.M.state=4", "model.layers.W.window=16", "model.layers.-.hidden=64", "states.mode=passing",
+        f"phases.0.seq_len={SEQ_LEN}", f"phases.0.global_batch={ROWS}", "phases.0.micro_batch=2",
+        f"phases.0.tokens={steps * SEQ_LEN * ROWS}", f"checkpoint.every={SAVE_EVERY}", "checkpoint.keep=3",
+        "checkpoint.async=true", "checkpoint.failures=1000",
+    )  # fmt: skip
+
+
+def write_data(path: Path) -> None:
+    """Prepared tokens: documents that count up in strides, with a token in eight at random."""
+    import numpy as np
+    from tokenizers import Tokenizer, models
+
+    from hybridtron.data.prepare.writer import write_folder
+
+    random, end = np.random.default_rng(0), VOCAB - 1
+
+    def documents(count: int) -> Iterator[np.ndarray]:
+        for length in random.integers(20, 200, count):
+            counted = (random.integers(end) + random.integers(1, 4) * np.arange(length)) % end
+            yield np.where(random.random(length) < 1 / 8, random.integers(end, size=length), counted)
+
+    tokenizer = Tokenizer(models.WordLevel({str(token): token for token in range(VOCAB)}, unk_token="0")).to_str()
+    splits = {"train": {"text": documents(600)}, "validation": {"text": documents(60)}}
+    write_folder(path, splits, tokenizer, VOCAB, end, {"corpus": "counting in strides"})
+
+
+class Started:
+    """The processes of one start, with what torchrun would tell each; each leads a group of processes of its own."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.began = run, time.monotonic()
+        self.before = run.lines()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        shared = {"WORLD_SIZE": PROCESSES, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+        shared |= {"PYTHONPATH": ROOT, "CUDA_VISIBLE_DEVICES": ""}
+        self.ranks: list[subprocess.Popen[bytes]] = []
+        for rank in range(PROCESSES):
+            told = {name: str(value) for name, value in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+            with (run.home / f"rank-{rank}.log").open("ab") as log:
+                command = [sys.executable, str(ROOT / "train.py"), *run.arguments]
+                self.ranks.append(
+                    subprocess.Popen(
+                        command, cwd=run.home, env=os.environ | told, stdout=log, stderr=log, start_new_session=True
+                    )
+                )
+
+    @property
+    def codes(self) -> list[int]:
+        """The exit codes of those that have ended."""
+        return [code for rank in self.ranks if (code := rank.poll()) is not None]
+
+    def new_lines(self) -> list[str]:
+        """The metrics of the steps that were done since this start."""
+        now = self.run.lines()
+        kept = next((n for n, (a, b) in enumerate(zip(self.before, now, strict=False)) if a != b), None)
+        return now[min(len(self.before), len(now)) if kept is None else kept :]
+
+    def workers(self) -> list[int]:
+        """The worker processes of the ranks' loaders: children of the server that each rank forks them from."""
+        return [worker for rank in self.ranks for server in children(rank.pid) for worker in children(server)]
+
+    def kill(self) -> None:
+        """End everything, whatever state it is in."""
+        for rank in self.ranks:
+            with suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
+            rank.wait()
+
+
+def children(process: int) -> Sequence[int]:
+    """The processes that a process has started; none where the system does not tell."""
+    with suppress(OSError):
+        return [int(child) for child in (PROC / f"{process}/task/{process}/children").read_text().split()]
+    return []

@@ -1,0 +1,178 @@
+"""Every op and mixer on the device, held against its reference on the CPU in fp32: outputs, states, all gradients.
+
+The calls of the ops are those that the mixers and the loss make: they are noted while these run on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridtron.architecture import SPECS
+from hybridtron.architecture.base import MixerSpec, ModelSizes
+from hybridtron.data.batch import SeqInfo
+from hybridtron.mixers import MIXERS
+from hybridtron.model.init import starting_value
+from hybridtron.ops.dispatch import Op, force
+from hybridtron.ops.linear_loss import linear_cross_entropy
+from hybridtron.ops.norm_rope import add_rms_norm
+from hybridtron.parallel.linear import ALONE
+from hybridtron.proving.measuring import Goal, Rows
+
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "mamba": [{}],
+    "mamba2": [{"head_dim": 32, "state": 32, "groups": 2}],
+    "attention": [{"heads": 8}, {"heads": 8, "kv_heads": 2, "window": 96}, {"heads": 8, "kv_heads": 2, "conv": 4}],
+    "span": [{"heads": 8, "kv_heads": 2, "chunk": 64, "block": 16, "blocks": 3, "relevance": "previous_chunk"}],
+    "swiglu": [{"hidden": 512}],
+}
+TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
+ROWS, VOCAB = 2, 1000
+
+
+@dataclass(frozen=True)
+class Found:
+    """How far outputs or gradients are from their references at most, as a share of the reference's norm."""
+
+    what: str
+    dtype: torch.dtype
+    error: float
+
+
+def correctness(device: torch.device, width: int, length: int) -> tuple[Rows, list[Goal]]:
+    """A line for every op and mixer, the worst of all its calls."""
+    found = list(_all(device, ModelSizes(width, 4), length))
+    worst: dict[tuple[str, torch.dtype], Found] = {}
+    for one in found:
+        key = one.what, one.dtype
+        if key not in worst or not one.error <= worst[key].error:
+            worst[key] = one
+    names = dict.fromkeys(what for what, _ in worst)
+    cells = [(name, *(f"{worst[name, dtype].error:.1e}" for dtype in TOLERANCES)) for name in names]
+    goals = [
+        Goal.at_most(f"largest error in {dtype}", limit, max(one.error for one in found if one.dtype == dtype))
+        for dtype, limit in TOLERANCES.items()
+    ]
+    return Rows("against the references on the CPU", ("op or mixer", "fp32", "bf16"), cells), goals
+
+
+def _all(device: torch.device, sizes: ModelSizes, length: int) -> Iterator[Found]:
+    assert set(OPTIONS) == set(SPECS), "a new mixer stands in OPTIONS too"
+    for dtype in TOLERANCES:
+        calls: list[Call] = []
+        for kind, several in OPTIONS.items():
+            for options in several:
+                spec = SPECS[kind](**options)
+                what = f"{kind} {spec.describe()}".strip()
+                yield Found(what, dtype, _mixer_error(spec, sizes, length, dtype, device, calls))
+        with noted(calls), force("reference"):
+            x_LBD, added_LBD = torch.randn(2, length, ROWS, sizes.width, dtype=dtype)
+            for stream_LBD in (x_LBD, x_LBD.float()):
+                add_rms_norm(stream_LBD, added_LBD, torch.ones(sizes.width, dtype=dtype), 1e-5)  # which calls rms_norm
+            x_TD, weight_VD = (torch.randn(rows, sizes.width, dtype=dtype) for rows in (length, VOCAB))
+            labels_T, mask_T = torch.randint(VOCAB, (length,)), torch.ones(length, dtype=torch.bool)
+            linear_cross_entropy(x_TD, weight_VD / sizes.width**0.5, labels_T, mask_T, 1e-4)
+        for op, arguments in calls:
+            yield Found(op.name, dtype, _op_error(op, arguments, device))
+
+
+Call = tuple[Op, tuple[Any, ...]]
+
+
+@contextmanager
+def noted(calls: list[Call]) -> Iterator[None]:
+    """The calls of ops inside the block are put down, with their arguments."""
+    original = Op.__call__
+
+    def noting(self: Op, *arguments: Any) -> Any:
+        calls.append((self, _mapped(arguments, lambda tensor: tensor.detach().clone())))
+        return original(self, *arguments)
+
+    Op.__call__ = noting  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Op.__call__ = original  # type: ignore[method-assign]
+
+
+def _mixer_error(
+    spec: MixerSpec, sizes: ModelSizes, length: int, dtype: torch.dtype, device: torch.device, calls: list[Call]
+) -> float:
+    """A mixer in a type on a device against the same weights in fp32 on the CPU, two documents in its first row.
+
+    Into `calls` go those of its ops, as this type makes them.
+    """
+    documents_BL = torch.stack([(torch.arange(length) >= length // 3).int(), torch.zeros(length, dtype=torch.int32)])
+    first_L, second_L = torch.arange(length) % (length - length // 3), torch.arange(length)
+    seq = SeqInfo(torch.stack([first_L, second_L]), documents_BL, key=0)
+    table = spec.parameters(sizes)
+
+    def made(device: torch.device, dtype: torch.dtype, form: str | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        mixer = MIXERS[spec.kind](spec, sizes, ALONE)
+        for name, weight in mixer.named_parameters():
+            weight.data.copy_(starting_value(table[name].init, tuple(weight.shape), 1, name))
+            weight.data = weight.data.to(device, torch.float32 if table[name].fp32 else dtype)
+        x_LBD = torch.randn(length, ROWS, sizes.width).to(device, dtype).requires_grad_()
+        with force(form):
+            y_LBD, state, _ = mixer(x_LBD, None, seq.map(lambda tensor: tensor.to(device)))
+        weights = [x_LBD, *mixer.parameters()]
+        return [y_LBD, *state.values(), *torch.autograd.grad(_some_sum([y_LBD]), weights)]
+
+    with noted(calls):
+        made(torch.device("cpu"), dtype, "reference")
+    return _apart(made(device, dtype, None), made(torch.device("cpu"), torch.float32, "reference"))
+
+
+def _op_error(op: Op, arguments: tuple[Any, ...], device: torch.device) -> float:
+    def result(function: Callable[..., Any], prepared: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        own = _mapped(arguments, lambda tensor: _leaf(prepared(tensor)))
+        outputs = [tensor for tensor in tensors_in(function(*own)) if tensor.is_floating_point()]
+        wanted = [tensor for tensor in tensors_in(own) if tensor.requires_grad]
+        made = [tensor for tensor in outputs if tensor.requires_grad]
+        gradients = torch.autograd.grad(_some_sum(made), wanted, allow_unused=True)
+        return [*outputs, *(gradient for gradient in gradients if gradient is not None)]
+
+    ours = result(op, lambda tensor: tensor.to(device))
+    exact = result(op.reference.function, lambda tensor: tensor.float() if tensor.is_floating_point() else tensor)
+    return _apart(ours, exact)
+
+
+def _some_sum(tensors: list[Tensor]) -> Tensor:
+    """A random linear function of tensors, the same on every device."""
+    random = torch.Generator().manual_seed(1)
+    weights = [torch.randn(tensor.shape, generator=random).to(tensor.device) for tensor in tensors]
+    return torch.stack([(t.float() * w).sum() for t, w in zip(tensors, weights, strict=True)]).sum()
+
+
+def _apart(ours: list[Tensor], exact: list[Tensor]) -> float:
+    pairs = [
+        (a.detach().float().cpu(), b.detach().float().cpu())
+        for a, b in zip(ours, exact, strict=True)
+        if b.is_floating_point()
+    ]
+    return max(((a - b).norm() / b.norm().clamp_min(1e-6)).item() for a, b in pairs)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors of an op's arguments or results, named tuples included."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for one in value for tensor in tensors_in(one)] if isinstance(value, tuple | list) else []
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_mapped(one, change) for one in value))
+    return type(value)(_mapped(one, change) for one in value) if isinstance(value, tuple | list) else value

@@ -1,0 +1,98 @@
+"""Every benchmark at tiny sizes, as a person runs it, and the FLOP count against torch's own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from hybridtron.data.batch import SeqInfo
+from hybridtron.ops.dispatch import force
+from hybridtron.planning.count import count
+from hybridtron.proving.measuring import Form, Timing, interleaved
+from tests.conftest import small_config, small_model
+
+ROOT = Path(__file__).parents[2]
+TABLES = {
+    "mixer": 2,
+    "mamba2_mixer": 2,
+    "scan": 2,
+    "attention": 1,
+    "span": 2,
+    "states": 2,
+    "step": 1,
+    "data": 4,
+    "checkpoint": 4,
+    "fp8": 1,
+}
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "tools/bench.py"), *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=280,
+        check=False,
+    )
+
+
+FAST = ("attention", "mixer")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in TABLES])
+def test_the_table_is_written(name: str, tmp_path: Path) -> None:
+    output = tmp_path / f"{name}.md"
+    done = bench(name, "--quick", "--repetitions", "2", "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    page = output.read_text()
+    assert f"`python tools/bench.py {name} --quick --repetitions 2`" in page
+    assert "torch 2." in page
+    assert len(re.findall(r"^\| ---", page, re.MULTILINE)) == TABLES[name]
+    assert str(ROOT) not in page
+    assert " ms" not in page
+    ratios = [float(ratio) for ratio in re.findall(r"\| ([\d.]+)x (?=\|)", page.replace(",", ""))]
+    assert ratios
+    assert all(ratio > 0 for ratio in ratios)
+
+
+def test_wrong_arguments_are_exit_code_2() -> None:
+    for arguments in (["nothing"], ["scan", "model.width=3"], ["step", "model.widht=3"], ["mixer", "--threads", "0"]):
+        done = bench(*arguments)
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+
+
+def test_forms_take_turns() -> None:
+    calls = []
+    forms = {"a": Form(lambda: calls.append("a"), 3), "b": Form(lambda: calls.append("b"), 1)}
+    timings = interleaved(forms)
+    assert "".join(calls) == "ab" + "ab" + "a" + "a"
+    assert [len(timing.seconds) for timing in timings.values()] == [3, 1]
+
+
+def test_of_the_rounds_the_fastest_counts() -> None:
+    timing = Timing((3.0, 1.0, 2.0))
+    assert timing.fastest == 1.0
+    assert timing.spread == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_projections_cost_what_torch_counts(tied: bool) -> None:
+    """With the reference forms, every `mm` of the forward pass is a projection or the head."""
+    config, length = small_config("(M-W-)*2F-S", tie_embeddings=tied), 24
+    model = small_model("(M-W-)*2F-S", tie_embeddings=tied)
+    counter = FlopCounterMode(display=False)
+    with counter, force("reference"), torch.no_grad():
+        model(torch.zeros(2, length, dtype=torch.int64), None, SeqInfo.stream(2, length))
+    counted = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+    parts = count(config, length).flops_by_part
+    assert (parts["projections"] + parts["head"]) * 2 * length == pytest.approx(counted, rel=0.01)

@@ -1,0 +1,148 @@
+"""The doctor in a process of its own, with packages beside it that break in every way a package can."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridtron.cli import doctor
+from hybridtron.requirements import requirements
+
+ROOT = Path(__file__).parents[2]
+
+
+def package(folder: Path, name: str, body: str) -> None:
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text(body)
+
+
+def examine(*folders: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(map(str, folders))
+    return subprocess.run(
+        [sys.executable, str(ROOT / "tools/doctor.py")],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        timeout=100,
+        check=False,
+    )
+
+
+def line_of(report: str, name: str) -> str:
+    return next(line for line in report.splitlines() if line.split()[1:2] == [name])
+
+
+@pytest.mark.slow
+def test_broken_optional_packages_are_lines_of_the_report(tmp_path: Path) -> None:
+    package(tmp_path, "flash_attn", "raise ImportError('undefined symbol: _ZN3c10')")
+    package(tmp_path, "causal_conv1d", "import os; os._exit(3)")
+    package(tmp_path, "mamba_ssm", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    package(tmp_path, "wandb", "print('hello from wandb'); __version__ = '9.9'")
+    done = examine(tmp_path, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not done.stderr
+    assert line_of(done.stdout, "flash_attn").split()[0] == "warn"
+    assert "undefined symbol" in line_of(done.stdout, "flash_attn")
+    assert "exit code 3" in line_of(done.stdout, "causal_conv1d")
+    assert "signal 11" in line_of(done.stdout, "mamba_ssm")
+    assert line_of(done.stdout, "wandb").split()[:3] == ["ok", "wandb", "9.9"]
+    assert "chunked" in line_of(done.stdout, "selective_scan")
+    assert done.stdout.endswith("training can run\n")
+
+
+def test_a_broken_required_package_is_exit_code_1(tmp_path: Path) -> None:
+    package(tmp_path, "safetensors", "raise OSError('libtorch.so: cannot open shared object file')")
+    done = examine(tmp_path, cwd=tmp_path)
+    assert done.returncode == 1
+    assert not done.stderr
+    assert "missing: safetensors" in done.stdout
+    assert "libtorch.so" in line_of(done.stdout, "safetensors")
+    assert "Traceback" not in done.stdout
+
+
+def test_versions_are_held_against_what_was_tried() -> None:
+    assert doctor.inside("2.13.0+cpu", ">=2.11,<2.14")
+    assert not doctor.inside("2.14", ">=2.11,<2.14")
+    assert not doctor.inside("2.9.1", ">=2.11,<2.14")
+    assert doctor.inside("1.4", ">=1.4.0")
+    assert doctor.inside("0.16.1rc2", ">=0.16.1,<0.20")
+    line = doctor.package_line("torch", ">=99", doctor.Probe(True))
+    assert (line.mark, line.note) == ("warn", "outside of what was tried: >=99")
+    missing = doctor.package_line("no-such-package", ">=1", doctor.Probe(False))
+    assert (missing.mark, missing.note) == ("fail", 'pip install "no-such-package>=1"')
+
+
+def test_every_dependency_has_a_range_that_can_be_read() -> None:
+    wanted = requirements()
+    assert doctor.inside("3.11.0", wanted.python)
+    assert not doctor.inside("3.14.0", wanted.python)
+    assert {"torch", "numpy", "rich", "mosaicml-streaming"} <= wanted.required.keys()
+    for versions in (wanted.required, *wanted.extras.values()):
+        for one in versions.values():
+            assert not doctor.inside("9999", one)
+            assert not doctor.inside("0", one)
+
+
+@pytest.mark.parametrize(("name", "version"), [("torch", "2.14.0"), ("megatron-core", "0.20.0")])
+def test_what_was_not_tried_is_pointed_at(name: str, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "installed", lambda _: version)
+    wanted = requirements().required[name]
+    line = doctor.package_line(name, wanted, doctor.Probe(True))
+    assert (line.mark, line.found) == ("warn", version)
+    assert wanted in line.note
+
+
+def test_without_streaming_training_can_not_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A package that the others stand without: doctor's own processes would still find it."""
+    monkeypatch.setattr(doctor, "is_there", lambda name: name != "mosaicml-streaming")
+    monkeypatch.setattr(doctor, "installed", lambda name: None if name == "mosaicml-streaming" else "1")
+    monkeypatch.setattr(doctor, "probe", lambda module: doctor.Probe(True, "1"))
+    assert doctor.main([]) == 1
+    last = capsys.readouterr().out.splitlines()[-2]
+    assert "mosaicml-streaming" in last
+    assert "--no-deps" in last
+
+
+def test_help_examines_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "package_sections", lambda: pytest.fail("it went on"))
+    with pytest.raises(SystemExit) as end:
+        doctor.main(["--help"])
+    assert end.value.code == 0
+
+
+def test_an_extra_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "installed", {"here": "2.0", "old": "0.1"}.get)
+    assert doctor.extra_line("plot", {"here": ">=1,<3"}).mark == "ok"
+    assert doctor.extra_line("plot", {"here": ">=1,<3", "old": ">=1,<3"}).mark == "warn"
+    absent = doctor.extra_line("plot", {"here": ">=1,<3", "absent": ">=1,<3"})
+    assert (absent.mark, absent.found) == ("none", "1 of 2")
+    assert '".[plot]"' in absent.note
+
+
+def test_a_package_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package(tmp_path, "hangs", "import time; time.sleep(60)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "PATIENCE", 2)
+    start = time.monotonic()
+    found = doctor.probe("hangs")
+    assert time.monotonic() - start < 30
+    assert found.found
+    assert found.fault is not None
+    assert "does not answer" in found.fault
+
+
+def test_a_part_that_fails_is_a_line() -> None:
+    def weather_section() -> tuple[str, list[doctor.Line]]:
+        raise RuntimeError("no window")
+
+    title, lines = doctor.attempt(weather_section)
+    assert title == "weather"
+    assert lines[0].note == "RuntimeError: no window"

@@ -1,0 +1,226 @@
+"""The instruments as a person uses them, on runs of a few steps; and every way in which there is nothing to measure."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from torch.nn import functional as F
+
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.folder import folder_of
+from hybridtron.cli import train
+from hybridtron.cli.evaluate import main
+from hybridtron.data.batch import SeqInfo
+from hybridtron.data.prepare.corpus import train_tokenizer
+from hybridtron.data.prepare.writer import write_folder
+from hybridtron.model.lm import LanguageModel
+from hybridtron.train import length_evaluation as instruments
+
+ROOT = Path(__file__).parents[2]
+VOCAB = 300
+LENGTHS = [40, 90, 7, 130, 90]  # of the validation documents without eos
+
+
+def tokenizer() -> Tokenizer:
+    return train_tokenizer(["the cat sat on the mat. " * 20], VOCAB)
+
+
+def write_data(path: Path, validation: list[int], vocabulary: str) -> Path:
+    """Documents that count up, each from its own start."""
+    documents = [(np.arange(size) + 50 * i) % (VOCAB - 1) + 1 for i, size in enumerate(validation)]
+    splits = {"train": {"text": [np.arange(400) % (VOCAB - 1) + 1]}, "validation": {"text": documents}}
+    write_folder(path, splits, vocabulary, VOCAB, 0, {"corpus": "toy"})
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data") / "toy", LENGTHS, tokenizer().to_str())
+
+
+def trained(run: Path, data: Path, pattern: str, *more: str) -> Path:
+    arguments = [
+        "data=folder", f"data.path={data}", f"run.dir={run}", f"model.pattern={pattern}", "model.width=32",
+        f"model.vocab_size={VOCAB}", "model.layers.M.state=4", "model.layers.W.window=8", "model.layers.-.hidden=32",
+        "model.layers.S={kind:mamba2,state:4,head_dim:16}", "phases.0.seq_len=16", "phases.0.global_batch=4",
+        "phases.0.micro_batch=4", "phases.0.tokens=256", "run.eval_tokens=64", "optim.warmup=1", "checkpoint.every=2",
+        *more,
+    ]  # fmt: skip
+    assert train.main(arguments) == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    return trained(tmp_path_factory.mktemp("hybrid") / "run", data, "M-W-S-")
+
+
+def lines_of(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    capsys.readouterr()
+    assert main([str(one) for one in arguments]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    capsys.readouterr()
+    try:
+        code = main([str(one) for one in arguments])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    return capsys.readouterr().err
+
+
+def losses_by_hand(checkpoint: Path, rows: list[np.ndarray]) -> list[float]:
+    opened = Checkpoint.open(checkpoint)
+    model = LanguageModel(opened.config.model)
+    opened.load_weights(model)
+    tokens_BT = torch.from_numpy(np.stack(rows)).long()
+    with torch.no_grad():
+        logits_LBV = model(tokens_BT[:, :-1], None, SeqInfo.stream(len(rows), tokens_BT.shape[1] - 1)).output
+    return F.cross_entropy(logits_LBV.movedim(2, 1), tokens_BT[:, 1:].T, reduction="none").mean(1).tolist()
+
+
+def test_long_documents_are_read_where_there_are_any(run: Path, capsys) -> None:
+    said = told(capsys, run, "--length", "80", "--rows", "3")
+    assert "3 long documents" in said
+    assert "trained on rows of 16 tokens" in said
+    assert "\x1b" not in said
+    output = run / "evaluation" / "step-00000004"
+    assert {file.name for file in output.iterdir()} == {
+        f"{name}.{kind}" for name in ("positions", "remembrance", "states") for kind in ("jsonl", "png")
+    }
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in output.glob("*.png"))
+    lines = lines_of(output / "positions.jsonl")
+    assert [line["position"] for line in lines] == list(range(1, 81))
+    assert all(line["attention"] == {"W": "window 8"} for line in lines)
+    documents = [(np.arange(81) + 50 * i) % (VOCAB - 1) + 1 for i in (1, 3, 4)]
+    expected = losses_by_hand(folder_of(run, 4), documents)
+    assert [line["loss"] for line in lines] == pytest.approx(expected, rel=1e-4)
+    assert [line["perplexity"] for line in lines] == pytest.approx([math.exp(loss) for loss in expected], rel=1e-3)
+
+
+def test_the_other_files_hold_what_the_instruments_say(run: Path, tmp_path: Path, capsys) -> None:
+    said = told(capsys, folder_of(run, 4), "--length", "4x", "--output", tmp_path / "a/b")
+    assert "(8 were asked for)" in said
+    moved = lines_of(tmp_path / "a/b/remembrance.jsonl")
+    assert {line["length"] for line in moved} == {64}
+    none_at_all = {"total_variation": 0, "jensen_shannon": 0, "cosine": pytest.approx(0)}
+    assert moved[0] == {"length": 64, "t": 0, **none_at_all, "attention": {"W": "window 8"}}
+    assert moved[-1]["t"] == 63
+    assert 0 < moved[-1]["total_variation"] <= 1
+    deviations = lines_of(tmp_path / "a/b/states.jsonl")
+    assert [(line["position"], line["layer"]) for line in deviations[:3]] == [(1, 0), (1, 4), (2, 0)]
+    assert {line["layer"]: len(line["deviations"]) for line in deviations} == {0: 1, 4: 4}
+    assert deviations[-1]["position"] == 64
+    assert min(line["overall"] for line in deviations) > 0
+
+
+def test_without_a_long_document_the_split_is_packed(run: Path, data: Path, tmp_path: Path, capsys) -> None:
+    said = told(capsys, run, "--length", "150", "--instruments", "positions", "--output", tmp_path)
+    assert "2 rows of 150 tokens" in said
+    assert "packed end to end" in said
+    assert [file.name for file in sorted(tmp_path.iterdir())] == ["positions.jsonl", "positions.png"]
+    documents = [np.append((np.arange(size) + 50 * i) % (VOCAB - 1) + 1, 0) for i, size in enumerate(LENGTHS)]
+    rows = np.concatenate(documents)[: 2 * 151].reshape(2, 151)
+    expected = losses_by_hand(folder_of(run, 4), list(rows))
+    assert [line["loss"] for line in lines_of(tmp_path / "positions.jsonl")] == pytest.approx(expected, rel=1e-4)
+
+
+def test_other_data_of_the_same_tokenizer(run: Path, tmp_path: Path, capsys) -> None:
+    other = write_data(tmp_path / "long", [500, 500], tokenizer().to_str())
+    options = ["--length", "500", "--instruments", "positions,states", "--output", tmp_path / "out"]
+    assert "2 long documents" in told(capsys, run, "--data", other, *options)
+    strange = write_data(tmp_path / "strange", [500], train_tokenizer(["other words"], VOCAB).to_str())
+    assert "another tokenizer" in refused(capsys, run, "--data", strange)
+    assert "does not exist" in refused(capsys, run, "--data", tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("options", "used"),
+    [
+        ("relevance:previous_chunk,eval:span", "span 8"),
+        ("relevance:chunk,eval:span", "span 8"),
+        ("relevance:previous_chunk", "full"),
+    ],
+)
+def test_spans_are_read_alike_whatever_is_fed_at_a_time(
+    options: str, used: str, data: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a chunk chooses for itself it must be fed as a whole, and is, though less would fit."""
+    spans = f"model.layers.X={{kind:span,heads:2,chunk:[4,8],block:2,blocks:2,{options}}}"
+    run = trained(tmp_path / "run", data, "M-X-", spans)
+    arguments = [run, "--length", "77", "--rows", "3", "--instruments", "positions", "--output", tmp_path]
+    documents = [(np.arange(78) + 50 * i) % (VOCAB - 1) + 1 for i in (1, 3, 4)]
+    expected = losses_by_hand(folder_of(run, 4), documents)
+    for tokens in (128, 32, 2):
+        monkeypatch.setattr(instruments, "CHUNK_VALUES", tokens * 3 * VOCAB)
+        told(capsys, *arguments)
+        lines = lines_of(tmp_path / "positions.jsonl")
+        assert [line["loss"] for line in lines] == pytest.approx(expected, rel=1e-4)
+        assert all(line["attention"] == {"X": used} for line in lines)
+
+
+def test_a_model_without_a_recurrent_state(data: Path, tmp_path: Path, capsys) -> None:
+    run = trained(tmp_path / "run", data, "W-")
+    said = told(capsys, run, "--length", "32", "--instruments", "states", "--rows", "1")
+    assert "no layer with a recurrent state" in said
+    assert not list((run / "evaluation").rglob("states*"))
+
+
+def test_too_little_text_is_said(run: Path, capsys) -> None:
+    said = refused(capsys, run, "--length", "400")
+    assert "takes 401 tokens" in said
+    assert f"more than {sum(LENGTHS) + len(LENGTHS)}:" in said
+
+
+def test_what_is_no_checkpoint_is_said(run: Path, tmp_path: Path, capsys) -> None:
+    assert "does not exist" in refused(capsys, tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "holds no whole checkpoint" in refused(capsys, tmp_path / "empty")
+    broken = tmp_path / "step-00000004"
+    broken.mkdir()
+    for name in ("manifest.json", "config.yaml", "tokenizer.json"):
+        (broken / name).write_bytes((folder_of(run, 4) / name).read_bytes())
+    assert "model-00000.safetensors is missing" in refused(capsys, broken)
+    (tmp_path / "file").touch()
+    assert "file" in refused(capsys, run, "--length", "32", "--output", tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--instruments", "tuba"],
+        ["--instruments", ""],
+        ["--length", "0"],
+        ["--length", "0x"],
+        ["--length", "-4"],
+        ["--length", "1.5x"],
+        ["--rows", "0"],
+    ],
+)
+def test_wrong_arguments_are_said(run: Path, wrong: list[str], capsys) -> None:
+    assert wrong[0] in refused(capsys, run, *wrong)
+
+
+def test_help_comes_without_torch() -> None:
+    code = "import runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", code, str(ROOT / "tools/evaluate.py"), "--help"]
+    alone = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=alone, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--instruments" in done.stdout

@@ -1,0 +1,125 @@
+"""Text from a checkpoint that a small model wrote, and every way in which there is none."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from hybridtron.checkpoint.folder import folder_of
+from hybridtron.checkpoint.save import Saver, meta_of
+from hybridtron.cli.generate import find_checkpoint, main, prompt_or_start
+from hybridtron.config.layout import Launch
+from hybridtron.config.load import load
+from hybridtron.config.schema import Config
+from hybridtron.data.prepare.corpus import END_OF_TEXT, train_tokenizer
+from hybridtron.device import megatron_context
+from hybridtron.engine.engine import Engine
+from hybridtron.parallel import groups
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["model.width=32", "model.vocab_size=320", "model.pattern=M-W-", "model.layers.W.window=8"]
+
+
+def write_checkpoint(run_dir: Path, step: int, config: Config) -> Path:
+    tokenizer = run_dir / "tokenizer.json"
+    run_dir.mkdir(exist_ok=True)
+    train_tokenizer(["the cat sat on the mat. " * 20], 320).save(str(tokenizer))
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, seed=step))
+    with megatron_context():
+        engine = Engine(config, groups.start(config.parallel, launch=Launch(0, 1)))
+        Saver(config, run_dir, engine.groups).save(engine, meta_of(engine, step, {}), tokenizer)
+        groups.stop()
+    return folder_of(run_dir, step)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    config = load([*SMALL, "precision=bf16", "checkpoint.keep=3"])
+    for step in (2, 10):
+        write_checkpoint(folder, step, config)
+    return folder
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main([*arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_run_stands_for_its_newest_checkpoint(run_dir: Path, capsys) -> None:
+    newest = folder_of(run_dir, 10)
+    assert find_checkpoint(run_dir) == newest
+    text = told(capsys, str(run_dir), "--prompt", "the cat", "--tokens", "12")
+    assert text.startswith("the cat")
+    assert text == told(capsys, str(newest), "--prompt", "the cat", "--tokens", "12")
+
+
+def test_seed_and_temperature_count(run_dir: Path, capsys) -> None:
+    options = [str(run_dir), "--prompt", "the", "--tokens", "20"]
+    texts = [told(capsys, *options, "--seed", seed) for seed in "001"]
+    assert texts[0] == texts[1] != texts[2]
+    likeliest = [told(capsys, *options, "--temperature", "0", "--seed", seed) for seed in "01"]
+    assert likeliest[0] == likeliest[1]
+
+
+def test_without_a_prompt_a_document_starts(run_dir: Path, capsys) -> None:
+    checkpoint = folder_of(run_dir, 10)
+    assert prompt_or_start(checkpoint, "") == END_OF_TEXT
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    assert tokenizer.encode(END_OF_TEXT).ids == [tokenizer.token_to_id(END_OF_TEXT)]
+    text = told(capsys, str(checkpoint), "--tokens", "12", "--temperature", "0")
+    assert text.strip()
+    assert END_OF_TEXT not in text
+
+
+def test_what_is_no_checkpoint_is_said(run_dir: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    reasons = {"nowhere": "does not exist", "file": "is not a folder", "empty": "holds no whole checkpoint"}
+    for name, said in reasons.items():
+        assert main([str(tmp_path / name)]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["model-00000.safetensors", "config.yaml", "tokenizer.json"])
+def test_an_incomplete_checkpoint_is_said(run_dir: Path, missing: str, tmp_path: Path, capsys) -> None:
+    broken = tmp_path / "step-00000010"
+    broken.mkdir()
+    for file in folder_of(run_dir, 10).iterdir():
+        if file.name != missing:
+            (broken / file.name).write_bytes(file.read_bytes())
+    for prompt in ([], ["--prompt", "the"]):
+        assert main([str(broken), *prompt]) == 2
+        assert missing in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_said(run_dir: Path, tmp_path: Path, capsys) -> None:
+    broken = tmp_path / "step-00000010"
+    broken.mkdir()
+    for file in folder_of(run_dir, 10).iterdir():
+        (broken / file.name).write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    assert main([str(broken)]) == 2
+    assert "is not as it was written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [["--tokens", "-1"], ["--tokens", "0"], ["--temperature", "-1"], ["--seed", "-5"]])
+def test_wrong_numbers_are_said(run_dir: Path, wrong: list[str], capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([str(run_dir), *wrong])
+    assert ended.value.code == 2
+    assert wrong[0] in capsys.readouterr().err
+
+
+def test_as_a_person_runs_it(tmp_path: Path) -> None:
+    """A wrong path is answered at once: neither torch nor anything else slow is imported for it."""
+    code = "import runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", code, str(ROOT / "tools/generate.py"), str(tmp_path / "nowhere")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.strip().endswith("does not exist")

@@ -1,0 +1,132 @@
+"""The job's script: golden files, quoting, what bash and shellcheck say, handing signals on."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hybridtron.cluster.job import HAND_ON, Job, script, unusable
+from hybridtron.config.cluster import ChecksConfig, ClusterConfig, ContainerConfig, Runtime
+from hybridtron.config.load import load
+
+GOLDEN = Path(__file__).parent / "golden"
+SHELLCHECK = Path(sys.executable).parent / "shellcheck"
+NASTY = "a b\"c'd$(touch nasty)`touch nasty`\n;touch nasty"
+STAND_IN = """\
+case $1 in
+  */attempt.py) case $2 in begin) echo go - - ;; check) echo go n1 - ;; end) echo done - - ;; esac ;;
+  *) printf '%s\\0' "$@" "$GIVEN" >>given ;;
+esac
+"""
+STAND_INS = {
+    "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
+    "scontrol": '[ "$2" = hostnames ] && echo n1 || echo "NodeName=n1 NodeAddr=10.0.0.1 "',
+    "squeue": "echo RUNNING",
+}
+
+
+def job(cluster: ClusterConfig, *arguments: str, fitting: tuple[int, ...] = (4,)) -> Job:
+    return Job(
+        run_dir=Path("/shared/runs/samba_421m"),
+        working_dir=Path("/home/someone/hybridtron"),
+        name="samba_421m",
+        arguments=(*arguments, "run.dir=/shared/runs/samba_421m"),
+        fitting=fitting,
+        patience=1860,
+        cluster=cluster,
+    )
+
+
+GOLDEN_JOBS = {
+    "h100_infiniband": job(
+        load(["cluster=h100_infiniband"]).cluster, "recipe=samba_421m", "cluster=h100_infiniband",
+        "data.path=/data/slimpajama", "phases.0.micro_batch=4",
+    ),
+    "h100_roce": job(
+        load(["cluster=h100_roce"]).cluster, "recipe=samba_421m", "cluster=h100_roce", "data.path=/data/slimpajama",
+        fitting=(1, 2, 4),
+    ),
+    "apptainer_draining_without_requeue": job(
+        ClusterConfig(
+            container=ContainerConfig("/shared/hybridtron.sif", Runtime.apptainer, ["/data:/data:ro"]),
+            gpus_per_node=4, requeue=False, checks=ChecksConfig(drain=True, all_reduce=False),
+        ),
+        "model.pattern=(M-W-)*3",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GOLDEN_JOBS)
+def test_the_script_is_the_golden_one(name: str, tmp_path: Path) -> None:
+    written = tmp_path / "job.sh"
+    written.write_text(script(GOLDEN_JOBS[name]))
+    golden = GOLDEN / f"{name}.sh"
+    assert written.read_text() == golden.read_text(), f"if that is wanted: cp {written} {golden}"
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.sh")), ids=lambda path: path.stem)
+def test_bash_and_shellcheck_have_nothing_against_it(path: Path) -> None:
+    subprocess.run(["bash", "-n", path], check=True)
+    found = subprocess.run([SHELLCHECK, path], capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout
+
+
+def test_values_reach_the_program_as_they_are(tmp_path: Path) -> None:
+    """The whole script runs, with stand-ins for SLURM's programs; one for python says what it was given."""
+    python = tmp_path / "my 'python'"
+    python.write_text(f"#!/bin/bash\n{STAND_IN}")
+    python.chmod(0o755)
+    for name in ("srun", "scontrol", "squeue"):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{STAND_INS[name]}")
+        (tmp_path / name).chmod(0o755)
+    bare = ClusterConfig(python=str(python), environment={"GIVEN": NASTY}, checks=ChecksConfig(fabric=[NASTY]))
+    one = replace(job(bare, f"run.sample_prompt={NASTY}", fitting=(1,)), run_dir=tmp_path / "run", working_dir=tmp_path)
+    slurm = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    done = subprocess.run(
+        ["bash", "-c", script(one)], cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    told = (tmp_path / "given").read_text().split("\0")
+    assert told.count(NASTY) == 3  # the fabric of the check, and the variable in both of its processes
+    assert f"run.sample_prompt={NASTY}" in told
+    assert not (tmp_path / "nasty").exists()
+
+
+@pytest.mark.parametrize("value", ["two words", "$(touch nasty)", "a\n#SBATCH --uid=0", "a'b", 'a"b', "50%j"])
+@pytest.mark.parametrize("key", ["partition", "account", "qos", "memory", "time"])
+def test_an_sbatch_line_holds_plain_characters_only(key: str, value: str) -> None:
+    assert list(unusable(job(ClusterConfig(**{key: value})))) == [f"cluster.{key}"]
+
+
+def test_a_folder_that_no_sbatch_line_can_name_is_told() -> None:
+    spaced = replace(job(ClusterConfig()), run_dir=Path("/shared/my runs/a"), working_dir=Path("/home/a b"))
+    assert list(unusable(spaced)) == ["run.dir", "the working folder"]
+
+
+def test_nothing_of_the_environment_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "0123456789secret")
+    assert "0123456789secret" not in script(GOLDEN_JOBS["h100_roce"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_every_signal_goes_on_as_sigusr1_and_the_job_is_waited_for(number: signal.Signals, tmp_path: Path) -> None:
+    script_path, ready = tmp_path / "batch.sh", tmp_path / "ready"
+    command = f"""trap 'sleep 0.3; exit 75' USR1; trap 'exit 1' TERM INT; touch {ready}; while :; do sleep 0.05; done"""
+    script_path.write_text(f"set -u\n{HAND_ON}\nattend bash -c {shlex.quote(command)}\nexit $?\n")
+    batch = subprocess.Popen(["bash", script_path], start_new_session=True)
+    until = time.monotonic() + 120
+    while not ready.exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    os.kill(batch.pid, number)
+    time.sleep(0.1)
+    os.kill(batch.pid, number)
+    assert batch.wait(120) == 75

@@ -1,0 +1,106 @@
+"""What a node must show before a run starts on it, on stand-ins for what is not on this machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from hybridtron.cluster import preflight
+from hybridtron.parallel.pool import Seat
+from tests.distributed import run_distributed
+
+SOUND = {
+    "gpu=index": "0\n1", "gpu=ecc.errors.uncorrected.volatile.total": "0\n[N/A]", "gpu=retired_pages.pending": "No\nNo",
+    "remapped-rows=remapped_rows.pending": "No\nNo", "remapped-rows=remapped_rows.failure": "No\nNo",
+}  # fmt: skip
+
+
+def nvidia_smi(folder: Path, told: dict[str, str]) -> None:
+    cases = "\n".join(f"  --query-{query}) printf '{answer}\\n' ;;" for query, answer in told.items())
+    (folder / "nvidia-smi").write_text(f"#!/bin/bash\ncase $1 in\n{cases}\n  *) exit 2 ;;\nesac\n")
+    (folder / "nvidia-smi").chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("change", "faults"),
+    [
+        ({}, []),
+        ({"gpu=index": "0"}, ["shows 1 GPUs, 2 are asked for"]),
+        ({"gpu=ecc.errors.uncorrected.volatile.total": "0\n3"}, [f"GPU 1: {preflight.BROKEN[0]} is 3"]),
+        ({"remapped-rows=remapped_rows.failure": "Yes\nNo"}, ["GPU 0: remapped_rows.failure is Yes"]),
+    ],
+)
+def test_gpus_tell_what_is_wrong_with_them(
+    change: dict[str, str], faults: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvidia_smi(tmp_path, SOUND | change)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert preflight.gpu_faults(2) == faults
+
+
+def test_gpus_that_can_t_be_asked_are_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (fault,) = preflight.gpu_faults(2)
+    assert fault.startswith("does not tell about its GPUs: ")
+
+
+def test_a_network_adapter_needs_an_active_port(tmp_path: Path) -> None:
+    for device, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
+        (tmp_path / device / "ports" / "1").mkdir(parents=True)
+        (tmp_path / device / "ports" / "1" / "state").write_text(f"{state}\n")
+    assert preflight.adapter_fault(tmp_path / "mlx5_0") is None
+    assert preflight.adapter_fault(tmp_path / "mlx5_1") == "mlx5_1 has no active port (1: DOWN)"
+    assert "mlx5_2 is not there" in str(preflight.adapter_fault(tmp_path / "mlx5_2"))
+
+
+def test_a_node_reports_what_it_has_and_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2.5e9))
+    asked = ["--reports", str(tmp_path), "--disk-gb", "10", "--shared-gb", "1", "--no-all-reduce"]
+    assert preflight.main(asked) == 0
+    assert json.loads((tmp_path / "n7.json").read_text()) == {
+        "node": "n7",
+        "faults": [f"has 2.5 GB of free disk ({tmp_path}), 10 are asked for"],
+        "together": "",
+        "found": ["free disk 2 GB", "/dev/shm 2 GB"],
+    }
+    assert capsys.readouterr().out.startswith("n7: has 2.5 GB of free disk")
+
+
+def links(seat: Seat, nodes: list[str], broken: int | None, least: float) -> preflight.Report:
+    """What a process reports of its node's links; one of them adds up wrongly."""
+    place = {"rank": seat.rank, "world_size": seat.world_size}
+    dist.init_process_group("gloo", init_method=f"file://{seat.meeting_file}", **place)
+    right = dist.all_reduce
+    if seat.rank == broken:
+        dist.all_reduce = lambda tensor, group: right(tensor, group=group) or tensor[-1:].add_(1)
+    try:
+        report = preflight.Report(nodes[seat.rank])
+        preflight.look_at_links(report, SimpleNamespace(node_gb_per_s=least, network_gb_per_s=least), nodes)
+    finally:
+        dist.all_reduce = right
+    return report
+
+
+@pytest.mark.gloo
+def test_links_are_measured_and_held_against_what_is_asked_for() -> None:
+    one_node = run_distributed(links, 2, ["a", "a"], None, 0.0)
+    assert [(report.faults, report.together) for report in one_node] == [([], ""), ([], "")]
+    assert [report.found[0].split()[0] for report in one_node] == ["all-reduce", "all-reduce"]
+    two_nodes = run_distributed(links, 2, ["a", "b"], None, 1e6)
+    assert [report.faults for report in two_nodes] == [[], []]
+    assert all(report.together.endswith("GB/s, 1e+06 are asked for") for report in two_nodes)
+    assert "1e+06 are asked for" in run_distributed(links, 2, ["a", "a"], None, 1e6)[0].faults[0]
+
+
+@pytest.mark.gloo
+def test_a_rank_that_adds_up_wrongly_is_told_by_the_one_that_speaks_for_its_node() -> None:
+    speaks, _ = run_distributed(links, 2, ["a", "a"], 1, 0.0)
+    assert speaks.faults == ["rank 1 there gets another sum of 2 ones than 2: memory or links are broken"]

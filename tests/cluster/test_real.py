@@ -1,0 +1,239 @@
+"""Runs on a real SLURM: over two nodes, preempted in each way that there is, on lost and bad nodes, and failing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from tests.cluster.conftest import ROOT, Cluster, attempts, logs_of
+
+pytestmark = [pytest.mark.gloo, pytest.mark.slow, pytest.mark.timeout(600)]
+
+RECIPE = "laptop_phases"
+PHASES = ("pretrain", "passing", "long", "last")
+CLUSTER = (
+    "cluster=local", f"cluster.python={sys.executable}", "cluster.time=20", "cluster.stop_before=60",
+    "cluster.environment.GLOO_SOCKET_IFNAME=lo", "cluster.checks.all_reduce=false", "nodes=2",
+)  # fmt: skip
+STEPS = 16  # of each phase
+ROWS = (8, 8, 2, 8)
+LENGTHS = (16, 16, 64, 16)
+
+
+def arguments(data: Path, run: Path) -> list[str]:
+    """The recipe on two processes, with a model and phases of which each takes some seconds."""
+    sizes = [
+        setting
+        for index, (rows, length) in enumerate(zip(ROWS, LENGTHS, strict=True))
+        for setting in (f"phases.{index}.seq_len={length}", f"phases.{index}.tokens={STEPS * rows * length}")
+    ]
+    return [
+        f"recipe={RECIPE}", "data=folder", f"data.path={data}", f"run.dir={run}", "run.name=two nodes",
+        "model.width=32", "model.vocab_size=32", "model.layers.M.state=4", "model.layers.-.hidden=64", *sizes,
+        "model.layers.W.window=8",
+        "phases.2.layers.W.chunk=[16,32]", "phases.3.layers.W.chunk=[16,32]", "phases.3.export=null",
+        "phases.0.micro_batch=2", "phases.0.ramp.tokens=256", "checkpoint.every=10",
+        "run.eval_every=1000", "run.eval_tokens=256", "run.eval_lengths=[1]", "run.sample_tokens=0", *CLUSTER,
+    ]  # fmt: skip
+
+
+def phase_of(run: Path) -> str:
+    """The phase of the last step."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return json.loads(lines[-1])["phase"] if lines else ""
+
+
+def last_step(run: Path) -> int:
+    return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    checkpoint = Checkpoint.open(run / "checkpoints" / f"step-{step:08}")
+    return {name: checkpoint.whole(name) for name in checkpoint.shapes}
+
+
+@contextmanager
+def held(run: Path) -> Iterator[list[int]]:
+    """The processes of a run stand still inside the block; their ids."""
+    wanted, found = f"run.dir={run}".encode(), []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (path / "cmdline").read_bytes().split(b"\0")
+            if wanted in words and words[1].endswith(b"train.py") and b"python" in words[0]:
+                found.append(int(path.name))
+    for process in found:
+        os.kill(process, signal.SIGSTOP)
+    try:
+        assert len(found) == 2
+        yield found
+    finally:
+        for process in found:
+            os.kill(process, signal.SIGCONT)
+
+
+def is_told(process: int, number: signal.Signals) -> bool:
+    """Whether a signal waits for a process that stands still."""
+    status = Path(f"/proc/{process}/status").read_text()
+    pending = int(status.partition("ShdPnd:")[2].split()[0], 16)
+    return bool(pending >> (number - 1) & 1)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster, counting_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in peace, as a chain of two jobs, with the whole check."""
+    run = tmp_path_factory.mktemp("peace") / "run"
+    whole = [*arguments(counting_folder, run), "cluster.checks.all_reduce=true"]
+    first, second = cluster.submit(*whole, "--chain", "2")
+    assert cluster.job(second)["Dependency"].startswith(f"afterany:{first}")
+    assert cluster.ended(first, run) == "COMPLETED", logs_of(run)
+    assert cluster.ended(second, run) == "COMPLETED", logs_of(run)
+    return run
+
+
+def same_end(run: Path, other: Path) -> bool:
+    """Whether two runs end with the same step, and the same bits in every tensor of the model and the optimizer."""
+    assert last_step(run) == last_step(other)
+    ours, theirs = weights(run, last_step(run)), weights(other, last_step(other))
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_chain_runs_over_both_nodes_and_ends_at_once_when_the_run_is_finished(undisturbed: Path) -> None:
+    (only,) = attempts(undisturbed)
+    assert only["nodes"] == ["n1", "n2"]
+    assert only["decision"] == "done"
+    assert only["step"] == last_step(undisturbed)
+    assert "nothing to do here: the run has finished" in logs_of(undisturbed)
+    checks = [(undisturbed / "logs" / f"slurm-{only['job']}-0" / f"check-{rank}.txt").read_text() for rank in (0, 1)]
+    assert [text.split(":")[0] for text in checks] == ["n1", "n2"]
+    assert all("ok (" in text and "GB/s over 2 nodes" in text for text in checks)
+    assert (undisturbed / "code" / "train.py").read_text() == (ROOT / "train.py").read_text()
+
+
+def test_preempted_in_every_phase_and_way_it_ends_the_same(
+    cluster: Cluster, undisturbed: Path, counting_folder: Path, run_dir: Path
+) -> None:
+    run = run_dir / "run"
+    (job,) = cluster.submit(*arguments(counting_folder, run))
+    cluster.wait_until(lambda: phase_of(run) == PHASES[0], run)
+    cluster.told("scancel", "--batch", "--signal=USR1", job)
+    cluster.requeued(job, run, restarts=1)
+    cluster.wait_until(lambda: phase_of(run) == PHASES[1], run)
+    cluster.told("scontrol", "requeue", job)
+    cluster.requeued(job, run, restarts=2)
+    cluster.wait_until(lambda: phase_of(run) == PHASES[2], run)
+    with held(run) as ranks:  # SLURM looks at time limits twice a minute
+        cluster.told("scontrol", "update", f"JobId={job}", f"TimeLimit={cluster.minutes(job) + 2}")
+        cluster.wait_until(lambda: all(is_told(rank, signal.SIGUSR1) for rank in ranks), run)
+    cluster.requeued(job, run, restarts=3)
+    cluster.wait_until(lambda: phase_of(run) == PHASES[3], run)
+    cluster.told("scancel", "--signal=TERM", job)
+    cluster.requeued(job, run, restarts=4)
+    assert cluster.ended(job, run) == "COMPLETED", logs_of(run)
+    found = attempts(run)
+    assert [one["outcome"] for one in found] == [*["preempted"] * 4, "finished"]
+    assert [one["decision"] for one in found] == [*["again"] * 4, "done"]
+    assert (found[0]["reason"], found[2]["reason"]) == ("SIGUSR1", "SIGUSR1")
+    assert same_end(run, undisturbed)
+
+
+def test_a_node_that_goes_down_is_waited_for(
+    cluster: Cluster, undisturbed: Path, counting_folder: Path, run_dir: Path
+) -> None:
+    run = run_dir / "run"
+    (job,) = cluster.submit(*arguments(counting_folder, run))
+    cluster.wait_until(lambda: phase_of(run) == PHASES[1], run)
+    cluster.told("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
+    try:
+        cluster.requeued(job, run, restarts=1)
+        cluster.wait_until(lambda: cluster.job(job)["Reason"] not in ("BeginTime", "None"), run)
+        assert cluster.job(job)["JobState"] == "PENDING"
+    finally:
+        cluster.told("scontrol", "update", "NodeName=n2", "State=RESUME")
+    assert cluster.ended(job, run) == "COMPLETED", logs_of(run)
+    first, second = attempts(run)
+    assert first["decision"] == "again"
+    assert second["step_before"] >= 10
+    assert same_end(run, undisturbed)
+
+
+def test_a_node_that_goes_down_is_done_without(
+    cluster: Cluster, undisturbed: Path, counting_folder: Path, run_dir: Path
+) -> None:
+    run = run_dir / "run"
+    (job,) = cluster.submit(*arguments(counting_folder, run), "cluster.on_lost_node=smaller")
+    cluster.wait_until(lambda: phase_of(run) == PHASES[1], run)
+    cluster.told("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
+    try:
+        cluster.requeued(job, run, restarts=1)
+        assert cluster.ended(job, run) == "COMPLETED", logs_of(run)
+    finally:
+        cluster.told("scontrol", "update", "NodeName=n2", "State=RESUME")
+    first, second = attempts(run)
+    assert (first["nodes"], second["nodes"]) == (["n1", "n2"], ["n1"])
+    assert second["step_before"] >= 10
+    ours, theirs = weights(run, last_step(run)), weights(undisturbed, last_step(undisturbed))
+    names = [name for name in ours if name.startswith("layers.")]  # sums in another order, else the same
+    assert all(torch.allclose(ours[name].float(), theirs[name].float(), rtol=0.02, atol=2e-3) for name in names)
+
+
+def test_a_bad_node_is_left_out_and_the_run_goes_on_with_the_other(
+    cluster: Cluster, counting_folder: Path, run_dir: Path
+) -> None:
+    run, python = run_dir / "run", run_dir / "python"
+    spoilt = '*preflight.py*) [ "$SLURMD_NODENAME" = n1 ] || set -- "$@" --disk-gb 1e9'
+    python.write_text(f'#!/bin/bash\ncase "$*" in {spoilt} ;; esac\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    bad = [*arguments(counting_folder, run), f"cluster.python={python}"]
+    (job,) = cluster.submit(*bad, "cluster.on_lost_node=smaller")
+    assert cluster.ended(job, run) == "COMPLETED", logs_of(run)
+    assert "BAD NODE n2: has " in logs_of(run)
+    assert attempts(run)[0]["outcome"] == "finished"
+    shutil.rmtree(run)
+    (job,) = cluster.submit(*bad, "cluster.on_lost_node=wait")
+    cluster.requeued(job, run, restarts=1)
+    assert cluster.job(job)["ExcNodeList"] == "n2"
+    cluster.told("scancel", job)
+    (first,) = attempts(run)
+    assert (first["outcome"], first["excluded"]) == ("bad nodes", ["n2"])
+
+
+def test_what_no_restart_mends_stops_after_two_attempts_and_says_why(
+    cluster: Cluster, counting_folder: Path, run_dir: Path
+) -> None:
+    run, data = run_dir / "run", run_dir / "data"
+    shutil.copytree(counting_folder, data)
+    for shard in data.rglob("*.mds"):
+        shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    (job,) = cluster.submit(*arguments(data, run))
+    cluster.requeued(job, run, restarts=1)
+    assert cluster.ended(job, run) == "FAILED"
+    first, second = attempts(run)
+    assert (first["outcome"], first["decision"]) == ("failed", "again")
+    assert (second["outcome"], second["decision"]) == ("failed", "stop")
+    assert "both of the last 2 attempts ended without a newer checkpoint than step 0" in second["why"]
+    assert "digest" in second["why"]
+
+
+def test_jobs_that_would_never_start_are_refused(cluster: Cluster, counting_folder: Path, run_dir: Path) -> None:
+    run = run_dir / "run"
+    wrong = ["nodes=3", "cluster.time=1-00:00:00"]
+    done = cluster.run(sys.executable, "slurm/submit.py", *arguments(counting_folder, run), *wrong)
+    assert done.returncode == 2
+    assert "is 3, but partition main has 2" in done.stderr
+    assert "is 1-00:00:00, above the limit of partition main: use at most 0-01:00:00" in done.stderr
+    gres = ['cluster.sbatch=["--gres=gpu:7"]']
+    done = cluster.run(sys.executable, "slurm/submit.py", *arguments(counting_folder, run), *gres)
+    assert done.returncode == 2
+    assert "would not start this job: sbatch failed: sbatch: error: Invalid generic resource" in done.stderr
+    assert not run.exists()

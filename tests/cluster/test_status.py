@@ -1,0 +1,115 @@
+"""How runs stand, from folders as runs and jobs leave them, with and without a queue."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hybridtron.cluster import history, status
+from hybridtron.cluster.history import Attempt
+from hybridtron.config.load import load, to_yaml
+from tests.train.conftest import small_run_arguments
+
+STARTED = Attempt("7", 0, ("n1", "n2"), began=0.0, step_before=0)
+
+
+@pytest.fixture(scope="module")
+def configuration() -> str:
+    """Of a run of 100 steps with 64 tokens each."""
+    return to_yaml(load([*small_run_arguments(Path("data"), Path("run")), "phases.0.tokens=6400"]))
+
+
+@pytest.fixture
+def run(configuration: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run's folder after 30 steps, of which the eleventh, the first after a start, took long; no SLURM is here."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    monkeypatch.setattr(status.scheduler, "is_here", lambda: (tmp_path / "bin" / "squeue").exists())
+    folder = tmp_path / "run"
+    (folder / "slurm").mkdir(parents=True)
+    (folder / "config.yaml").write_text(configuration)
+    times = [50.0 if step == 11 else 0.5 for step in range(1, 31)]
+    lines = [
+        {"step": step, "phase": "pretrain", "loss": 7 - step / 10, "step_time": took, "tokens_per_second": 64 / took}
+        for step, took in enumerate(times, 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 31, "cut')
+    return folder
+
+
+def submitted(run: Path, queue: str, error: str | None = None) -> None:
+    (run / "slurm" / "submission.json").write_text(json.dumps({"jobs": ["7"], "error": error}))
+    program = run.parent / "bin" / "squeue"
+    program.write_text(f"#!/bin/bash\nprintf '{queue}'\n")
+    program.chmod(0o755)
+
+
+def test_step_speed_loss_and_the_time_that_is_left(run: Path) -> None:
+    found = status.status(run)
+    assert (found.state, found.phase, found.step, found.last) == ("running", "pretrain", 30, 100)
+    assert (found.loss, found.tokens_per_second) == (4.0, 128.0)
+    assert found.left_s == 70 * 64 / 128
+
+
+def test_a_job_that_runs_and_one_that_waits(run: Path) -> None:
+    history.put_down(run, replace(STARTED, outcome="preempted", decision="again", why="told to"))
+    history.put_down(run, replace(STARTED, restart=1))
+    submitted(run, "7|RUNNING|None|n[1-2]|2026-01-01T00:00:00\\n9|RUNNING|None|n3|x\\n")
+    found = status.status(run)
+    assert (found.state, found.why, found.starts) == ("running", "on n[1-2]", 2)
+    submitted(run, "7|PENDING|Resources||2026-01-01T00:00:00\\n")
+    found = status.status(run)
+    assert found.state == "queued"
+    assert found.why == "job 7 waits (Resources), start 2026-01-01T00:00:00"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "decision", "state", "why"),
+    [
+        ({"outcome": "finished"}, "done", "finished", ""),
+        ({"outcome": "finished", "step": 40, "loss": 2.5, "seconds": 9.5, "ended": "2026"}, "done", "finished", ""),
+        ({"outcome": "preempted", "step": 30, "reason": "SIGUSR1"}, "again", "preempted", "SIGUSR1"),
+        ({"outcome": "failed", "rank": 3, "reason": "out of memory"}, "again", "failed", "rank 3: out of memory"),
+        ({"outcome": "failed", "rank": 3, "reason": "out of memory"}, "stop", "stopped", "mend it"),
+    ],
+)
+def test_how_a_run_has_ended(outcome: dict, decision: str, state: str, why: str, run: Path) -> None:
+    (run / "outcome.json").write_text(json.dumps(outcome))
+    history.put_down(run, replace(STARTED, decision=decision, why="mend it"))
+    submitted(run, "")
+    found = status.status(run)
+    assert (found.state, found.why) == (state, why)
+    assert (found.left_s is None) == (state == "finished")
+
+
+def test_what_sbatch_refused_and_what_has_gone_silent(run: Path) -> None:
+    long_ago = time.time() - 3 * 3600
+    os.utime(run / "metrics.jsonl", (long_ago, long_ago))
+    found = status.status(run)
+    assert (found.state, found.why) == ("silent", "the last step was 3 h 0 min ago")
+    submitted(run, "", error="sbatch failed: no")
+    assert (status.status(run).state, status.status(run).why) == ("not submitted", "sbatch failed: no")
+
+
+def test_the_table_and_folders_that_hold_no_run(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert status.main([str(run)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "running pretrain 30/100 128 4.0000 35 s" in told
+    for folder, fault in ((run / "none", "does not exist"), (run / "config.yaml", "is not a folder")):
+        assert status.main([str(run), str(folder)]) == 2
+        assert fault in capsys.readouterr().err
+    assert status.main([str(run.parent)]) == 2
+    assert "holds no run: a run's folder has config.yaml" in capsys.readouterr().err
+    monkeypatch.chdir(run)
+    assert status.main([]) == 2
+    assert "no run below runs/" in capsys.readouterr().err
+    (run / "config.yaml").write_text("other: 1\n")
+    assert status.main([str(run)]) == 2
+    assert "is not of this version of hybridtron" in capsys.readouterr().err

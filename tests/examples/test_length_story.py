@@ -1,0 +1,73 @@
+"""The length story at a size of seconds, stopped and gone on with; and what its page says of numbers made up here."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from examples.length_story.pages import Curve, Findings, draw, page
+from examples.length_story.runs import QUICK, STORY, chains
+from examples.length_story.story import main
+
+
+def test_a_quick_story_is_written_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--quick", "--jobs", "1", "--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "out")]
+    assert main(arguments) == 0
+    told = (tmp_path / "out/length_story.md").read_text()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "length_story.md",
+        "length_story.png",
+        "length_story_copying.png",
+    }
+    assert "| passing |" in told
+    measured = sorted((tmp_path / "runs").rglob("measured.json"))
+    assert len(measured) == 2 + 2  # base and an intervention; copying with and without passed states
+    written = [path.stat().st_mtime_ns for path in measured]
+    assert main(arguments) == 0  # has nothing left to train
+    assert [path.stat().st_mtime_ns for path in measured] == written
+    measured[0].write_text(measured[0].read_text().replace("run.seed=1", "run.seed=9"))
+    assert main(arguments) == 2
+    assert "was trained by other arguments: delete it" in capsys.readouterr().err
+
+
+def test_quick_leaves_the_real_story_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--quick"])
+    assert ended.value.code == 2
+    assert "--quick needs --runs and --output" in capsys.readouterr().err
+
+
+def test_every_run_stands_in_its_own_folder_and_goes_on_from_its_seeds_base() -> None:
+    for sizes in (STORY, QUICK):
+        tasks = [task for chain in chains(sizes, Path("runs")) for task in chain]
+        assert len({task.folder for task in tasks}) == len(tasks)
+        assert all(f"run.dir={task.folder}" in task.arguments for task in tasks)
+        posted = [task for task in tasks if task.part == "language" and task.name != "base"]
+        assert all(f"run.weights=runs/seed{task.seed}/base" in task.arguments for task in posted)
+
+
+def curve(context: int, growth: float) -> list[float]:
+    """Losses with a perplexity of 10 up to the context, and from there one that grows with the position."""
+    return [math.log(10 * max(1.0, position / context) ** growth) for position in range(1, 16 * context + 1)]
+
+
+@pytest.mark.parametrize(("growth", "met"), [(0.5, "yes"), (0.05, "**no**")])
+def test_the_page_says_whether_the_base_fails(growth: float, met: str, tmp_path: Path) -> None:
+    language = {"base": {1: curve(24, growth), 2: curve(24, growth)}, "passing": {1: curve(24, 0), 2: curve(24, 0)}}
+    copying = {"zero": {1: {"9": 0.25}, 2: {"9": 0.75}}}
+    findings = Findings(24, language, copying, (5, 10), ["made up"])
+    told = page(findings, "make length-story")
+    assert told.splitlines()[-1].endswith(f"| {met} |")
+    assert "| passing | 10.00 ± 0.00 | 10.00 ± 0.00 | 10.00 ± 0.00 | 1.00 ± 0.00 |" in told
+    assert "| zero | 0.50 ± 0.35 |" in told
+    draw(findings, tmp_path)
+    assert (tmp_path / "length_story.png").stat().st_size > 1000
+
+
+def test_a_curve_has_a_bin_that_ends_at_the_context() -> None:
+    for context in (24, 32, 33):
+        read = Curve.of(curve(context, 0.5), context)
+        assert read.at(context) == pytest.approx(10)
+        assert read.at(4 * context) == pytest.approx(10 * 4**0.5, rel=0.1)

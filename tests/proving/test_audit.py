@@ -1,0 +1,123 @@
+"""The audit as a command: its exit codes, its tables, and recipes made small."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hybridtron.architecture.table import architecture
+from hybridtron.cli import audit as audit_parallel
+from hybridtron.config.check import check
+from hybridtron.config.checks.parallel import uncuttable
+from hybridtron.config.load import choices_of, load
+from hybridtron.config.schema import Config, ParallelConfig
+from hybridtron.parallel.pool import Pool
+from hybridtron.proving.audit import table as audit_table
+from hybridtron.proving.audit.cases import ARCHITECTURES, LAYOUTS, MICRO_BATCH, Layout, shrunk
+from hybridtron.proving.audit.run import micro_batches
+from tests import distributed
+
+SMALL = ["model.pattern=M-W", "model.layers.W.kv_heads=1"]
+
+
+class KeptPool(Pool):
+    """Stands in for a pool of the command's own: the session's, which nobody closes."""
+
+    def __init__(self) -> None:
+        self.run = distributed.run_distributed  # type: ignore[method-assign]
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def audit(monkeypatch: pytest.MonkeyPatch) -> object:
+    """Runs the command with these arguments, and returns its exit code."""
+    monkeypatch.setattr(audit_table, "Pool", KeptPool)
+
+    def run(*arguments: str) -> int:
+        return audit_parallel.main(list(arguments))
+
+    return run
+
+
+@pytest.mark.gloo
+def test_a_layout_that_agrees_exits_with_0(audit, capsys: pytest.CaptureFixture[str]) -> None:
+    assert audit(*SMALL, "parallel.tensor=2", "parallel.pipeline=2") == 0
+    said = capsys.readouterr().out
+    assert "2 runs equal one process" in said
+    assert "tp2-pp2" in said
+    assert "float64" in said
+    assert "fp32" in said
+
+
+@pytest.mark.gloo
+def test_a_bug_exits_with_1_and_says_what_differs(audit, capsys: pytest.CaptureFixture[str]) -> None:
+    assert audit(*SMALL, "--layouts", "tp2", "--fake-bug", "kv_gradient") == 1
+    said = capsys.readouterr().out
+    assert "2 runs, 2 differ from one process" in said
+    assert "gradient of layers.2.mixer.kv.weight" in said
+
+
+@pytest.mark.gloo
+def test_a_run_that_fails_exits_with_1_and_says_why(
+    audit, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit_table, "PRECISIONS", audit_table.PRECISIONS[:1])
+    assert audit(*SMALL, "--layouts", "pp2", "--timeout", "0.01") == 1
+    assert "did not finish in time" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["parallel.tensor=3"], "parallel.tensor"),
+        (["parallel.tensr=2"], "did you mean tensor"),
+        (["--layouts", "tp3"], "did you mean tp2"),
+        (["--fake-bug", "tied_gradiant"], "did you mean tied_gradient"),
+        (["--cases", "samb"], "did you mean samba"),
+        (["model.pattern=M-", "--layouts", "pp4"], "parallel.pipeline"),
+        (["model.layers.-.hidden=511", "parallel.tensor=2"], "hidden is 511"),
+    ],
+)
+def test_bad_input_exits_with_2(audit, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    assert audit(*arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_lists_what_there_is(audit, capsys: pytest.CaptureFixture[str]) -> None:
+    assert audit("--list") == 0
+    said = capsys.readouterr().out
+    for name in (*LAYOUTS, *ARCHITECTURES, *audit_table.BUGS):
+        assert name in said
+
+
+@pytest.mark.parametrize("recipe", [name for name in choices_of("recipe") if not name.startswith("length/")])
+def test_every_recipe_made_small_keeps_its_shape_and_fits_a_layout(recipe: str) -> None:
+    config = load([f"recipe={recipe}", "parallel=single"])
+    layout = Layout(tensor=1 if uncuttable(config, 2) else 2, sequence=True, pipeline=2)
+    small = shrunk(replace(config, parallel=layout.on(config.parallel)), data=1)
+    assert check(small) == []
+    before, after = architecture(config.model), architecture(small.model)
+    assert after.letters == before.letters
+    assert [type(spec) for spec in after.specs] == [type(spec) for spec in before.specs]
+    heads = [[(getattr(s, "heads", 0), getattr(s, "kv_heads", 0)) for s in a.specs] for a in (before, after)]
+    assert heads[0] == heads[1]
+    assert small.model.tie_embeddings == config.model.tie_embeddings
+    assert small.model.width <= 128
+
+
+def test_data_has_borders_unequal_masks_and_a_row_without_tokens() -> None:
+    config: Config = shrunk(replace(load([]), parallel=ParallelConfig()), data=2)
+    batches = micro_batches(config)
+    counts = [int(batch.mask_BL.sum()) for batch in batches]
+    assert len(batches) == 4
+    assert len(set(counts)) == 4
+    assert not batches[0].mask_BL[-1].any()
+    assert all(batch.tokens_BL.shape[0] == MICRO_BATCH for batch in batches)
+    for batch in batches:
+        assert batch.seq.documents_BL is not None
+        starts = batch.seq.starts_BL
+        assert (batch.seq.positions_BL[starts] == 0).all()
+        assert (batch.seq.positions_BL[:, 1:][~starts[:, 1:]] > 0).all()
+    assert sum(int(batch.seq.starts_BL.sum()) for batch in batches) > 8

@@ -1,0 +1,100 @@
+"""A run under a few random faults ends as one without; where it would not, the program says so."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridtron.proving.chaos import main as chaos
+from hybridtron.proving.chaos.faults import KINDS, Disk, Kinds, Scene, deleted, flipped, truncated
+from hybridtron.proving.chaos.run import ROOT, Run, Started, arguments_of
+
+COMMAND = [sys.executable, str(ROOT / "tools/chaos.py")]
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_short_chaos_ends_as_a_run_in_peace(tmp_path: Path) -> None:
+    page = tmp_path / "chaos.md"
+    options = ["--steps", "60", "--mean", "8", "--seed", "3", "--page", str(page)]
+    done = subprocess.run([*COMMAND, *options], cwd=tmp_path, capture_output=True, text=True, timeout=880, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the same, bit for bit" in done.stdout
+    assert page.read_text().count("\n| ") >= 4  # header, and at least three faults
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_that_ends_elsewhere_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Compared with a run from other random weights."""
+    seeds = iter((1, 2))
+
+    def with_other_seeds(data: Path, steps: int, layout: str) -> tuple[str, ...]:
+        return (*arguments_of(data, steps, layout), f"run.seed={next(seeds)}")
+
+    monkeypatch.setattr(chaos, "ROOT", tmp_path)
+    monkeypatch.setattr(chaos, "arguments_of", with_other_seeds)
+    assert chaos.main(["--steps", "8", "--mean", "1000", "--seed", "3"]) == 1
+    told = capsys.readouterr()
+    assert "NOT THE SAME" in told.out
+    assert "step 1: " in told.err
+    assert "config.yaml" in told.err
+    assert list((tmp_path / "runs/chaos").iterdir())  # stays, to be looked at
+
+
+def run_of(home: Path, *losses: float) -> Run:
+    run = Run(home, (), len(losses))
+    run.folder.mkdir(parents=True)
+    write(run, *losses)
+    return run
+
+
+def write(run: Run, *losses: float) -> None:
+    lines = [json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses, start=1)]
+    (run.folder / "metrics.jsonl").write_text("".join(lines))
+
+
+def test_steps_since_a_start_are_told_from_those_before(tmp_path: Path) -> None:
+    started = object.__new__(Started)
+    started.run = run_of(tmp_path, 5.0, 4.0, 3.0)
+    started.before = started.run.lines()
+    assert started.new_lines() == []  # not cut back yet
+    write(started.run, 5.0, 4.0)
+    assert started.new_lines() == []
+    write(started.run, 5.0, 4.0, 3.1, 2.0)
+    assert [json.loads(line)["step"] for line in started.new_lines()] == [3, 4]
+
+
+def test_damage_changes_what_it_is_given() -> None:
+    draw, stored = random.Random(0), b"some bytes"
+    assert len(flipped(bytearray(stored), draw)) == len(stored)
+    assert flipped(bytearray(stored), draw) != stored
+    assert stored.startswith(truncated(bytearray(stored), draw))
+    assert len(truncated(bytearray(stored), draw)) < len(stored)
+    assert deleted(bytearray(stored), draw) is None
+
+
+def test_every_kind_of_fault_comes_before_any_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in KINDS:
+        monkeypatch.setitem(KINDS, kind, lambda scene, kind=kind: None if kind == "flip a bit" else kind)
+    kinds, run = Kinds(random.Random(0)), run_of(tmp_path)
+    scene = Scene(object.__new__(Started), Disk(run), random.Random(0))
+    struck = [kinds.strike(scene) for _ in range(len(KINDS) - 1)]
+    assert {one[0] for one in struck if one} == KINDS.keys() - {"flip a bit"}
+    assert kinds.strike(scene) is not None  # only the one that is impossible was left, and all begin anew
+
+
+def test_a_wrong_argument_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        chaos.main(["--steps", "0"])
+    assert ended.value.code == 2
+    assert "--steps 0" in capsys.readouterr().err

@@ -1,0 +1,56 @@
+"""tools/gpu_check.py without a GPU: what it says, and a rehearsal of all it would do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.device import compute_device
+from hybridtron.ops.dispatch import Form, Op
+from hybridtron.ops.swiglu import swiglu
+from hybridtron.proving.gpu import correct as gpu_correct
+from hybridtron.proving.gpu.main import PARTS, main
+
+pytestmark = pytest.mark.skipif(compute_device().type != "cpu", reason="runs for real where there is a CUDA device")
+
+
+def test_without_a_gpu_it_says_what_it_would_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("no CUDA device here")
+    assert all(part in said for part in PARTS)
+
+
+def test_a_wrong_form_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gate_and_up_swapped(gate: Tensor, up: Tensor) -> Tensor:
+        return torch.nn.functional.silu(up) * gate
+
+    monkeypatch.setattr(swiglu, "fast", [Form("swapped", gate_and_up_swapped)])
+    only = {kind: options if kind == "swiglu" else [] for kind, options in gpu_correct.OPTIONS.items()}
+    monkeypatch.setattr(gpu_correct, "OPTIONS", only)
+    called = Op.__call__
+    rows, goals = gpu_correct.correctness(torch.device("cpu"), 16, 12)
+    assert {cells[0] for cells in rows.cells} == {
+        "swiglu hidden=512",
+        "swiglu",
+        "rms_norm",
+        "add_rms_norm",
+        "linear_cross_entropy",
+        "cross_entropy",
+    }
+    assert not any(goal.met for goal in goals)
+    assert Op.__call__ is called
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_rehearsal_of_all_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--rehearse", "--output", str(tmp_path / "table.md")]) == 0
+    table = (tmp_path / "table.md").read_text()
+    for what in ("samba_421m", "samba_1.3b", "span_attention", "fp8_delayed", "fp8_block", "faster than full"):
+        assert what in table
+    assert "FAILED" not in table
+    assert "not measured" not in capsys.readouterr().out

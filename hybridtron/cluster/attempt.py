@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridtron.cluster import history
-from hybridtron.cluster.history import Attempt, Decision, decide
+from hybridtron.cluster.history import Attempt, Decision, Outcome, decide
 
 
 def main(arguments: list[str]) -> int:
@@ -91,7 +91,7 @@ def end(asked: argparse.Namespace) -> str:
     return _answer(settle(asked.run, [*before[:-1], closed]), before)
 
 
-def _ended(asked: argparse.Namespace, outcome: str, reason: str, excluded: tuple[str, ...] = ()) -> str:
+def _ended(asked: argparse.Namespace, outcome: Outcome, reason: str, excluded: tuple[str, ...] = ()) -> str:
     """End this attempt before any training."""
     before = history.read(asked.run, chain_of(asked.run, asked.job))
     closed = replace(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cached_property
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hybridtron"
@@ -34,7 +34,6 @@ ORDER = [
     "cluster",
     "cli",
 ]
-SOURCES = sorted(PACKAGE.rglob("*.py"))
 OWNERS = {
     "mamba_ssm": "ops/*_mamba_ssm.py",  # one file for each of its kernels
     "causal_conv1d": "ops/conv1d.py",
@@ -48,108 +47,151 @@ OWNERS = {
     "triton": "ops/kernels/*.py ops/*_triton.py",  # kernels of our own, and the forms that offer them
 }
 TORCH_FREE = ("regular_files", "problems", "architecture", "config", "planning")
-SHIPPED = sorted((PACKAGE / "hf").glob("*_hybridtron.py"))
 GENERATED = "ops_hybridtron.py"
 
 
-def part_of(path: Path) -> str:
-    """The room that a file stands in: `ops`, or `device` for device.py."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of the package, parsed once for all rules."""
+
+    path: Path
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.path.read_text())
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @property
+    def name(self) -> str:
+        return self.path.relative_to(PACKAGE).as_posix()
+
+    @property
+    def room(self) -> str:
+        """`ops`, or `device` for device.py."""
+        return self.path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+    @property
+    def shipped(self) -> bool:
+        """Whether it lies beside the weights of an exported model."""
+        return self.room == "hf" and self.path.name.endswith("_hybridtron.py")
+
+    @cached_property
+    def imports(self) -> list[str]:
+        found = []
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                found += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                found += [f"{'.' * node.level}{node.module}.{alias.name}" for alias in node.names]
+        return found
+
+    @cached_property
+    def chains(self) -> list[str]:
+        """Every attribute as it is written: `torch.cuda.synchronize`."""
+        return [chain for node in self.nodes if isinstance(node, ast.Attribute) and (chain := dotted(node))]
+
+    @cached_property
+    def strings(self) -> list[str]:
+        return [node.value for node in self.nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+    @property
+    def functions(self) -> Iterator[ast.FunctionDef]:
+        return (node for node in self.nodes if isinstance(node, ast.FunctionDef))
 
 
-def imported_modules(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == (path in SHIPPED and node.module.endswith("_hybridtron")), f"{path}: absolute imports"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+def dotted(node: ast.expr) -> str | None:
+    """`a.b.c` of nested attributes of a name; None where something else is inside."""
+    if isinstance(node, ast.Name):
+        return node.id
+    inner = dotted(node.value) if isinstance(node, ast.Attribute) else None
+    return f"{inner}.{node.attr}" if inner and isinstance(node, ast.Attribute) else None
 
 
-def attribute_chains(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute):
-            yield ast.unparse(node)
+SOURCES = [SourceFile(path) for path in sorted(PACKAGE.rglob("*.py"))]
+SHIPPED = [source for source in SOURCES if source.shipped]
 
 
-def strings(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
+def rooms_to_the_right(room: str, imports: list[str]) -> list[str]:
+    """Imports of rooms that stand to the right of this one."""
+    imported = (module.split(".")[1] for module in imports if module.startswith("hybridtron.") and "." in module)
+    return [other for other in imported if other in ORDER and ORDER.index(other) > ORDER.index(room)]
 
 
-def wrong_imports(path: Path, modules: Iterator[str]) -> list[str]:
-    """Imports of a room that stands to the right of the file's own."""
-    own = ORDER.index(part_of(path))
-    rooms = (module.split(".")[1] for module in modules if module.startswith("hybridtron.") and "." in module)
-    return [room for room in rooms if room in ORDER and ORDER.index(room) > own]
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_a_file_imports_only_from_its_left(path: Path) -> None:
-    if path == PACKAGE / "__init__.py":
-        return
-    assert wrong_imports(path, imported_modules(path)) == []
+def test_a_file_imports_only_from_its_left() -> None:
+    inside = [source for source in SOURCES if source.name not in ("__init__.py", "__main__.py")]
+    wrong = {source.name: rooms_to_the_right(source.room, source.imports) for source in inside}
+    assert {name: rooms for name, rooms in wrong.items() if rooms} == {}
 
 
 def test_the_import_rule_catches_a_wrong_import() -> None:
-    assert wrong_imports(PACKAGE / "model" / "lm.py", iter(["hybridtron.train.trainer.run"])) == ["train"]
+    assert rooms_to_the_right("model", ["hybridtron.train.trainer.run"]) == ["train"]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_only_device_names_torch_cuda(path: Path) -> None:
-    if path.name != "device.py":
-        assert not [chain for chain in attribute_chains(path) if chain.startswith("torch.cuda")]
-        assert not [module for module in imported_modules(path) if module.startswith("torch.cuda")]
+def test_imports_are_absolute() -> None:
+    relative = {
+        source.name: [name for name in source.imports if name.startswith(".")]
+        for source in SOURCES
+        if not source.shipped
+    }
+    assert {name: imports for name, imports in relative.items() if imports} == {}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_ops_and_mixers_know_no_process_groups(path: Path) -> None:
-    if part_of(path) in ("ops", "mixers"):
-        names = [*attribute_chains(path), *imported_modules(path)]
-        assert not [name for name in names if name.startswith(("torch.distributed", "megatron"))]
+def test_only_device_names_torch_cuda() -> None:
+    users = [
+        source.name for source in SOURCES if any(n.startswith("torch.cuda") for n in [*source.chains, *source.imports])
+    ]
+    assert users == ["device.py"]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_optional_packages_stay_with_their_owner(path: Path) -> None:
-    where = str(path.relative_to(PACKAGE))
-    named = {module.split(".")[0] for module in imported_modules(path)}
-    named |= {text.split(".")[0] for text in strings(path) if text.replace(".", "_").isidentifier()}
-    own = {package for package, owners in OWNERS.items() if any(fnmatch(where, owner) for owner in owners.split())}
+def test_ops_and_mixers_know_no_process_groups() -> None:
+    parallel = ("torch.distributed", "megatron")
+    assert [
+        source.name
+        for source in SOURCES
+        if source.room in ("ops", "mixers") and any(n.startswith(parallel) for n in [*source.chains, *source.imports])
+    ] == []
+
+
+def foreign_packages(source: SourceFile) -> set[str]:
+    """Optional packages that a file names though another one owns them."""
+    named = {module.split(".")[0] for module in source.imports}
+    named |= {text.split(".")[0] for text in source.strings if text.replace(".", "_").isidentifier()}
+    own = {name for name, owners in OWNERS.items() if any(fnmatch(source.name, owner) for owner in owners.split())}
     foreign = named & OWNERS.keys() - own
-    if where in ("requirements.py", "cli/doctor.py"):
-        foreign = set()  # looked for, not imported
-    if where.startswith("config/check"):
-        foreign -= {"wandb", "transformer_engine", "nvidia"}  # asked for, not imported
-    assert not foreign
+    if source.name in ("requirements.py", "cli/doctor.py"):
+        return set()  # looked for, not imported
+    if source.name.startswith("config/check"):
+        return foreign - {"wandb", "transformer_engine", "nvidia"}  # asked for, not imported
+    return foreign
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_configuration_needs_no_torch(path: Path) -> None:
-    if part_of(path) in TORCH_FREE or path.relative_to(PACKAGE).as_posix() in (
-        "data/folder.py",
-        "data/mixture_spec.py",
-    ):
-        assert not [module for module in imported_modules(path) if module.split(".")[0] == "torch"]
+def test_optional_packages_stay_with_their_owner() -> None:
+    foreign = {source.name: foreign_packages(source) for source in SOURCES}
+    assert {name: packages for name, packages in foreign.items() if packages} == {}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_files_and_functions_fit_in_the_eye(path: Path) -> None:
-    text = path.read_text()
-    tree = ast.parse(text)
-    assert ast.get_docstring(tree), "a module says what it is"
-    assert text.count("\n") <= 400 or path.name == GENERATED
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno is not None
-            assert node.end_lineno - node.lineno < 80, node.name
-            assert node.args.kwarg is None or path.name == "dispatch.py" or path in SHIPPED, (
-                f"{node.name} takes **kwargs"
-            )
+def test_configuration_needs_no_torch() -> None:
+    free = [s for s in SOURCES if s.room in TORCH_FREE or s.name in ("data/folder.py", "data/mixture_spec.py")]
+    assert [s.name for s in free if any(module.split(".")[0] == "torch" for module in s.imports)] == []
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.name)
-def test_what_is_shipped_needs_torch_and_transformers_alone(path: Path) -> None:
-    beside = {other.stem for other in SHIPPED}
-    roots = {module.split(".")[0] for module in imported_modules(path)} - set(sys.stdlib_module_names)
-    assert roots - beside <= {"torch", "transformers"}
+def test_files_and_functions_are_short() -> None:
+    assert [source.name for source in SOURCES if not ast.get_docstring(source.tree)] == []
+    long = [source.name for source in SOURCES if source.path.read_text().count("\n") > 400]
+    assert [name for name in long if not name.endswith(GENERATED)] == []
+    functions = [(source, function) for source in SOURCES for function in source.functions]
+    assert [(s.name, f.name) for s, f in functions if (f.end_lineno or 0) - f.lineno >= 80] == []
+    keywords = [s.name for s, f in functions if f.args.kwarg and not s.shipped]
+    assert set(keywords) <= {"ops/dispatch.py"}
+
+
+def test_what_is_shipped_needs_torch_and_transformers_alone() -> None:
+    standard = set(sys.stdlib_module_names)
+    for source in SHIPPED:
+        roots = {module.split(".")[0] for module in source.imports if not module.startswith(".")}
+        assert roots - standard <= {"torch", "transformers"}, source.name
+        beside = {module.split(".")[1] for module in source.imports if module.startswith(".")}
+        assert beside <= {other.path.stem for other in SHIPPED}, source.name

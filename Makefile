@@ -85,7 +85,7 @@ test-core: $(VENV)/.dev
 test-triton: $(VENV)/.dev
 	$(BIN)/pip install --quiet --upgrade --target build/triton-$(TRITON) "triton==$(TRITON)" "numpy<2.4"
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/build/triton-$(TRITON) \
-	  $(BIN)/pytest -m "not gpu" tests/ops/kernels
+	  $(BIN)/pytest -m "not gpu" tests/ops/*/test_kernels.py tests/ops/test_whole_step.py
 
 test-slurm: $(VENV)/.dev setup-slurm
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" tests/cluster

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridtron.architecture.attention import visible_tokens
 from hybridtron.device import compute_device
-from hybridtron.ops.attention import attention
+from hybridtron.ops.attention.reference import attention
 from hybridtron.proving.measuring import Form, Goal, Report, Rows, Settings, Timing, interleaved, times
 
 TOLERANCE = 1e-5

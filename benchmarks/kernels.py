@@ -20,10 +20,10 @@ from benchmarks.other_kernels import others
 from benchmarks.span import Sizes as SpanSizes
 from benchmarks.span import spanned
 from hybridtron.device import compute_device
-from hybridtron.ops.attention import attention
-from hybridtron.ops.conv1d import causal_conv
+from hybridtron.ops.attention.reference import attention
+from hybridtron.ops.conv.reference import causal_conv
 from hybridtron.ops.dispatch import Op
-from hybridtron.ops.kernels.cost import (
+from hybridtron.ops.kernel_cost import (
     Cost,
     add_rms_norm_cost,
     causal_conv_cost,
@@ -32,10 +32,10 @@ from hybridtron.ops.kernels.cost import (
     selective_scan_cost,
     ssd_cost,
 )
-from hybridtron.ops.linear_loss import linear_cross_entropy
-from hybridtron.ops.norm_rope import add_rms_norm, rms_norm
-from hybridtron.ops.scan import selective_scan
-from hybridtron.ops.ssd import ssd_scan
+from hybridtron.ops.loss.chunked import linear_cross_entropy
+from hybridtron.ops.norm.reference import add_rms_norm, rms_norm
+from hybridtron.ops.scan.reference import selective_scan
+from hybridtron.ops.ssd.reference import ssd_scan
 from hybridtron.proving.measuring import Report, Rows, Settings
 
 VALUE_BYTES = 2  # bf16
@@ -273,7 +273,7 @@ def bench(settings: Settings) -> Report:
         f"one row, bf16 with fp32 parameters; width {sizes.width}, {sizes.inner} inner channels with states of "
         f"{sizes.state}, SSD heads, head size and state {sizes.ssd}, attention heads and head size {sizes.attention}, "
         f"vocabulary {sizes.vocabulary}",
-        "GB and TFLOP are counted on paper (`hybridtron/ops/kernels/cost.py`), each tensor once for every time that "
+        "GB and TFLOP are counted on paper (`hybridtron/ops/kernel_cost.py`), each tensor once for every time that "
         "our algorithm reads or writes it; rates of other forms are of the same count",
     ]
     most = (1.0, 1.0)

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybridtron.ops.dispatch import Op
-from hybridtron.ops.norm_rope import add_rms_norm, rms_norm
-from hybridtron.ops.scan import step_sizes
-from hybridtron.ops.ssd import ssd_scan
+from hybridtron.ops.norm.reference import add_rms_norm, rms_norm
+from hybridtron.ops.scan.reference import step_sizes
+from hybridtron.ops.ssd.reference import ssd_scan
 
 
 def others(op: Op[..., Any]) -> Iterator[tuple[str, Callable[..., Any]]]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hybridtron.ops.dispatch import force
-from hybridtron.ops.scan import selective_scan
+from hybridtron.ops.scan.reference import selective_scan
 from hybridtron.proving.measuring import Form, Goal, Report, Rows, Settings, Timing, interleaved, times
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -24,8 +24,8 @@ from benchmarks.attention import Sizes as AttentionSizes
 from benchmarks.scan import in_fresh_process, resident
 from hybridtron.device import compute_device
 from hybridtron.ops.dispatch import force
-from hybridtron.ops.span import Cut, Stretch, span_attention
-from hybridtron.ops.span_past import Held, Rule, choose_by_relevance
+from hybridtron.ops.span.past import Held, Rule, choose_by_relevance
+from hybridtron.ops.span.reference import Cut, Stretch, span_attention
 from hybridtron.proving.measuring import Form, Goal, Report, Rows, Settings, Timing, interleaved, times
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -35,16 +35,16 @@ ORDER = [
     "cli",
 ]
 OWNERS = {
-    "mamba_ssm": "ops/*_mamba_ssm.py",  # one file for each of its kernels
-    "causal_conv1d": "ops/conv1d.py",
-    "flash_attn": "ops/attention.py",
+    "mamba_ssm": "ops/*/mamba_ssm.py",  # one file for each of its kernels
+    "causal_conv1d": "ops/conv/reference.py",
+    "flash_attn": "ops/attention/reference.py",
     "wandb": "train/sinks.py",
     "tensorboard": "train/sinks.py",
     "transformer_engine": "parallel/transformer_engine.py",
     "nvidia": "data/dali.py",
     "streaming": "data/store/mosaic.py",
     "pyarrow": "data/prepare/inputs.py",
-    "triton": "ops/kernels/*.py ops/*_triton.py",  # kernels of our own, and the forms that offer them
+    "triton": "ops/kernel_launch.py ops/*/kernels*.py ops/*/triton.py",  # kernels of our own
 }
 TORCH_FREE = ("regular_files", "problems", "architecture", "config", "planning")
 GENERATED = "ops_hybridtron.py"

@@ -27,21 +27,21 @@ Place = tuple[str, str]
 """A file of `ops` without its ending, and a name in it."""
 
 WANTED: dict[Place, str] = {
-    ("norm_rope", "rms_norm"): "rms_norm",
-    ("norm_rope", "rope_table"): "rope_table",
-    ("norm_rope", "apply_rope"): "apply_rope",
-    ("swiglu", "swiglu"): "swiglu",
-    ("conv1d", "causal_conv"): "causal_conv",
-    ("scan", "chunked"): "chunked_selective_scan",
-    ("ssd", "chunked"): "chunked_ssd_scan",
-    ("gated_norm", "gated_squares"): "gated_squares",
-    ("gated_norm", "gated_scale"): "gated_scale",
-    ("attention", "remember"): "remember",
-    ("attention", "attention"): "attention",
-    ("attention", "_blocked"): "blocked_attention",
-    ("span", "span_attention"): "span_attention",
-    ("span_past", "choose_by_relevance"): "choose_by_relevance",
-    ("span_past", "choose_at_random"): "choose_at_random",
+    ("norm.reference", "rms_norm"): "rms_norm",
+    ("norm.reference", "rope_table"): "rope_table",
+    ("norm.reference", "apply_rope"): "apply_rope",
+    ("swiglu.reference", "swiglu"): "swiglu",
+    ("conv.reference", "causal_conv"): "causal_conv",
+    ("scan.reference", "chunked"): "chunked_selective_scan",
+    ("ssd.reference", "chunked"): "chunked_ssd_scan",
+    ("gated_norm.reference", "gated_squares"): "gated_squares",
+    ("gated_norm.reference", "gated_scale"): "gated_scale",
+    ("attention.reference", "remember"): "remember",
+    ("attention.reference", "attention"): "attention",
+    ("attention.reference", "_blocked"): "blocked_attention",
+    ("span.reference", "span_attention"): "span_attention",
+    ("span.past", "choose_by_relevance"): "choose_by_relevance",
+    ("span.past", "choose_at_random"): "choose_at_random",
 }
 HEAD = '''"""What the layers of `modeling_hybridtron.py` compute with, on torch alone.
 
@@ -51,6 +51,21 @@ Generated from hybridtron/ops by tools/make_hf_ops.py: change it there, and run 
 from __future__ import annotations
 '''
 HOME = "hybridtron.ops."
+TITLES = {
+    "norm.reference": "norm_rope",
+    "swiglu.reference": "swiglu",
+    "conv.reference": "conv1d",
+    "scan.reference": "scan",
+    "ssd.reference": "ssd",
+    "gated_norm.reference": "gated_norm",
+    "attention.reference": "attention",
+    "span.reference": "span",
+    "span.past": "span_past",
+    "span.choice": "span_choice",
+    "scan.recurrence": "recurrence",
+    "ssd.decay": "decay",
+}
+"""What the files are called in the text."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +81,7 @@ class Source:
     @staticmethod
     @cache
     def of(module: str) -> Source:
-        text = (OPS / f"{module}.py").read_text(encoding="utf-8")
+        text = (OPS / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
         tree = ast.parse(text)
         definitions: dict[str, ast.stmt] = {}
         elsewhere: dict[str, str] = {}
@@ -100,7 +115,7 @@ def generated() -> str:
     told = None
     for module, name in places:
         if module != told:
-            parts.append(f"\n# ---- {module}\n# {Source.of(module).title}\n")
+            parts.append(f"\n# ---- {TITLES[module]}\n# {Source.of(module).title}\n")
             told = module
         parts.append(_text(module, name, names))
     command = [sys.executable, "-m", "ruff"]
@@ -136,7 +151,7 @@ def _names(places: list[Place]) -> dict[Place, str]:
     """What each is called in the file."""
     common = Counter(WANTED.get(place, place[1]) for place in places)
     return {
-        (module, name): WANTED.get((module, name)) or (f"{name}_of_{module}" if common[name] > 1 else name)
+        (module, name): WANTED.get((module, name)) or (f"{name}_of_{TITLES[module]}" if common[name] > 1 else name)
         for module, name in places
     }
 

@@ -11,9 +11,9 @@ from hybridtron.architecture.attention import AttentionSpec, HeadsSpec
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, Out, State
-from hybridtron.ops.attention import Memory, attention, remember
-from hybridtron.ops.conv1d import causal_conv
-from hybridtron.ops.norm_rope import apply_rope
+from hybridtron.ops.attention.reference import Memory, attention, remember
+from hybridtron.ops.conv.reference import causal_conv
+from hybridtron.ops.norm.reference import apply_rope
 from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_parallel
 
 

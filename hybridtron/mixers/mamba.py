@@ -9,8 +9,8 @@ from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, Out, State
-from hybridtron.ops.conv1d import causal_conv
-from hybridtron.ops.scan import selective_scan
+from hybridtron.ops.conv.reference import causal_conv
+from hybridtron.ops.scan.reference import selective_scan
 from hybridtron.parallel.linear import (
     TensorGroup,
     column_parallel,

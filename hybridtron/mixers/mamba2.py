@@ -9,9 +9,9 @@ from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, Out, State
-from hybridtron.ops.conv1d import causal_conv
-from hybridtron.ops.gated_norm import gated_scale, gated_squares
-from hybridtron.ops.ssd import ssd_scan
+from hybridtron.ops.conv.reference import causal_conv
+from hybridtron.ops.gated_norm.reference import gated_scale, gated_squares
+from hybridtron.ops.ssd.reference import ssd_scan
 from hybridtron.parallel.linear import ALONE, TensorGroup, column_parallel, enter, row_parallel, sum_shares
 
 

@@ -15,9 +15,9 @@ from hybridtron.architecture.span import SpanSpec
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.attention import Heads, attend_within
 from hybridtron.mixers.base import State
-from hybridtron.ops.attention import Memory, remember
-from hybridtron.ops.span import Cut, Stretch, span_attention
-from hybridtron.ops.span_past import Held, Past, Rule, choose_at_random, choose_by_relevance
+from hybridtron.ops.attention.reference import Memory, remember
+from hybridtron.ops.span.past import Held, Past, Rule, choose_at_random, choose_by_relevance
+from hybridtron.ops.span.reference import Cut, Stretch, span_attention
 from hybridtron.parallel.linear import TensorGroup
 
 LANDMARK_SEED = 20_241_217

@@ -8,7 +8,7 @@ from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.swiglu import SwiGLUSpec
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, Out, State
-from hybridtron.ops.swiglu import swiglu
+from hybridtron.ops.swiglu.reference import swiglu
 from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_parallel
 
 

@@ -16,7 +16,7 @@ from hybridtron.architecture.base import MixerSpec, ModelSizes
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers import MIXERS
 from hybridtron.mixers.base import State
-from hybridtron.ops.norm_rope import add_rms_norm, rms_norm
+from hybridtron.ops.norm.reference import add_rms_norm, rms_norm
 from hybridtron.parallel.linear import TensorGroup
 
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybridtron.ops import linear_loss as ops
-from hybridtron.ops.linear_loss import Share, Sums
-from hybridtron.ops.loss import Loss
+from hybridtron.ops.loss import chunked as ops
+from hybridtron.ops.loss.chunked import Share, Sums
+from hybridtron.ops.loss.reference import Loss
 from hybridtron.parallel.linear import TensorGroup, enter
 
 

@@ -21,7 +21,7 @@ from hybridtron.engine.engine import Engine
 from hybridtron.mixers import MIXERS
 from hybridtron.model.layer import Residual
 from hybridtron.ops.dispatch import Op, choices
-from hybridtron.ops.linear_loss import linear_cross_entropy, softmax_gradients, softmax_sums
+from hybridtron.ops.loss.chunked import linear_cross_entropy, softmax_gradients, softmax_sums
 from hybridtron.train.outcome import Progress, clock
 
 LOSS = (linear_cross_entropy, softmax_sums, softmax_gradients)

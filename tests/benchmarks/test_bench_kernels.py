@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.kernels import FULL, NOT_MEASURED, QUICK, kernels, passes, window_kernel
 from hybridtron.cli import bench
-from hybridtron.ops.kernels.cost import Cost, add_rms_norm_cost, rms_norm_cost, ssd_cost
+from hybridtron.ops.kernel_cost import Cost, add_rms_norm_cost, rms_norm_cost, ssd_cost
 
 
 def test_without_a_gpu_the_page_holds_the_paper_counts_alone(tmp_path: Path) -> None:

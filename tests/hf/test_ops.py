@@ -14,9 +14,11 @@ def test_the_shipped_ops_are_what_the_package_computes_with() -> None:
 
 
 def test_a_change_of_an_op_is_a_change_of_what_is_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for file in make_hf_ops.OPS.glob("*.py"):
+    for file in make_hf_ops.OPS.rglob("*.py"):
         text = file.read_text(encoding="utf-8")
-        (tmp_path / file.name).write_text(text.replace("F.silu(gate) * up", "F.gelu(gate) * up"), encoding="utf-8")
+        copy = tmp_path / file.relative_to(make_hf_ops.OPS)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(text.replace("F.silu(gate) * up", "F.gelu(gate) * up"), encoding="utf-8")
     monkeypatch.setattr(make_hf_ops, "OPS", tmp_path)
     make_hf_ops.Source.of.cache_clear()
     changed = make_hf_ops.generated()

@@ -17,7 +17,7 @@ from hybridtron.model.generate import generate
 from hybridtron.model.init import starting_value
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.dispatch import force
-from hybridtron.ops.loss import Loss, cross_entropy
+from hybridtron.ops.loss.reference import Loss, cross_entropy
 from tests.conftest import random_batch, seq_info, small_config, small_model
 
 

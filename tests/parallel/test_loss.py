@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hybridtron.config.schema import ParallelConfig
-from hybridtron.ops import linear_loss as ops
 from hybridtron.ops.dispatch import force
+from hybridtron.ops.loss import chunked as ops
 from hybridtron.parallel.loss import linear_cross_entropy
 from hybridtron.parallel.pool import Seat
 from hybridtron.planning import count

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridtron.device import compute_device
 from hybridtron.ops.dispatch import Form, Op
-from hybridtron.ops.swiglu import swiglu
+from hybridtron.ops.swiglu.reference import swiglu
 from hybridtron.proving.gpu import correct as gpu_correct
 from hybridtron.proving.gpu.main import PARTS, main
 

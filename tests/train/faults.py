@@ -27,8 +27,8 @@ from hybridtron.data.loader import Loader, _Rows
 from hybridtron.engine import schedule
 from hybridtron.engine.engine import Engine
 from hybridtron.model.lm import LanguageModel
-from hybridtron.ops import linear_loss
-from hybridtron.ops.linear_loss import Sums
+from hybridtron.ops.loss import chunked as linear_loss
+from hybridtron.ops.loss.chunked import Sums
 from hybridtron.parallel.linear import TensorGroup
 from hybridtron.parallel.pool import Seat
 from tests.distributed import run_distributed

@@ -26,7 +26,7 @@ from hybridtron.data.reading import phase_seed
 from hybridtron.engine.engine import Engine
 from hybridtron.model.init import initialise, starting_value
 from hybridtron.model.lm import LanguageModel
-from hybridtron.ops.loss import cross_entropy
+from hybridtron.ops.loss.reference import cross_entropy
 from hybridtron.parallel.cut import cut
 from hybridtron.parallel.linear import ALONE, TensorGroup
 from hybridtron.parallel.pool import Pool, Seat

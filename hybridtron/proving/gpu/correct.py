@@ -19,8 +19,8 @@ from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers import MIXERS
 from hybridtron.model.init import starting_value
 from hybridtron.ops.dispatch import Op, force
-from hybridtron.ops.linear_loss import linear_cross_entropy
-from hybridtron.ops.norm_rope import add_rms_norm
+from hybridtron.ops.loss.chunked import linear_cross_entropy
+from hybridtron.ops.norm.reference import add_rms_norm
 from hybridtron.parallel.linear import ALONE
 from hybridtron.proving.measuring import Goal, Rows
 

@@ -1,0 +1,1 @@
+"""Causal softmax attention."""

@@ -1,0 +1,214 @@
+"""The short causal convolution in Triton, forward and backward; `reference.py` has the equations and the reference.
+
+A program has a tile of tokens and channels. It reads the inputs of all taps from memory where they lie, W times each:
+all but the first time out of the cache. Backward computes the sum before SiLU again for every token that a tile's
+inputs reach, which is W^2 reads out of the cache instead of a pass over memory in fp32.
+
+The gradients of weight and bias are partial sums of every tile, which torch adds up in a fixed order: no atomic
+addition, the same bits every time. Not here: float64, widths above 8. Unmeasured on a GPU.
+
+Legend: B rows, L tokens, C channels, W width, T = W - 1 tokens of tail, Q tiles of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybridtron.ops.kernel_launch import ceil_div, last_side_by_side, launch
+
+TOKENS = 32  # of one program
+CHANNELS = 64
+WARPS = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """The op's inputs as the kernels read them: channels side by side, parameters in fp32, the tail in x's type."""
+
+    x_BLC: Tensor
+    weight_WC: Tensor
+    bias_C: Tensor | None
+    tail_BTC: Tensor | None
+    documents_BL: Tensor | None
+    activation: bool
+
+    @staticmethod
+    def of(
+        x_BLC: Tensor,
+        weight_CW: Tensor,
+        bias_C: Tensor | None,
+        tail_BTC: Tensor | None,
+        documents_BL: Tensor | None,
+        activation: bool,
+    ) -> Row:
+        return Row(
+            last_side_by_side(x_BLC),
+            weight_CW.t().float().contiguous(),
+            None if bias_C is None else bias_C.float().contiguous(),
+            None if tail_BTC is None else tail_BTC.to(x_BLC.dtype).contiguous(),
+            None if documents_BL is None else documents_BL.contiguous(),
+            activation,
+        )
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What both kernels take first."""
+        tensors = (self.x_BLC, self.weight_WC, self.bias_C, self.tail_BTC, self.documents_BL)
+        return *tensors, *self.x_BLC.shape[1:], *self.x_BLC.stride()[:2]
+
+    def options(self) -> tuple[Any, ...]:
+        """What both kernels take last."""
+        return self.activation, len(self.weight_WC), TOKENS, CHANNELS
+
+    def grid(self, positions: int) -> tuple[int, int, int]:
+        """Tokens first: that axis alone may exceed 65,535."""
+        rows, _, channels = self.x_BLC.shape
+        return ceil_div(positions, TOKENS), ceil_div(channels, CHANNELS), rows
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Of the op's inputs; those of weight and bias in fp32."""
+
+    x_BLC: Tensor
+    weight_CW: Tensor
+    bias_C: Tensor
+    tail_BTC: Tensor | None
+
+
+def forward(row: Row) -> Tensor:
+    y_BLC = torch.empty_like(row.x_BLC)
+    grid = row.grid(row.x_BLC.shape[1])
+    launch(_forward, grid, *row.arguments(), y_BLC, *y_BLC.stride()[:2], *row.options(), warps=WARPS)
+    return y_BLC
+
+
+def backward(row: Row, grad_y_BLC: Tensor) -> Gradients:
+    grad_y_BLC = last_side_by_side(grad_y_BLC)
+    width, channels = row.weight_WC.shape
+    grid = row.grid(row.x_BLC.shape[1] + width - 1)
+    grad_x_BLC = torch.empty_like(row.x_BLC)
+    grad_tail_BTC = None if row.tail_BTC is None else torch.empty_like(row.tail_BTC)
+    sums_BQWC = row.weight_WC.new_empty(grid[2], grid[0], width + 1, channels)  # bias last
+    launch(
+        _backward, grid, *row.arguments(), grad_y_BLC, *grad_y_BLC.stride()[:2], grad_x_BLC, *grad_x_BLC.stride()[:2],
+        grad_tail_BTC, sums_BQWC, *row.options(), warps=WARPS,
+    )  # fmt: skip
+    *of_taps, of_bias_C = sums_BQWC.sum((0, 1))
+    return Gradients(grad_x_BLC, torch.stack(of_taps, dim=1), of_bias_C, grad_tail_BTC)
+
+
+@triton.jit
+def _input(
+    x_ptr: tl.tensor, tail_ptr: tl.tensor, row: tl.tensor, t: tl.tensor, c: tl.tensor, of_c: tl.tensor, length: int,
+    channels: int, x_row: int, x_token: int, WIDTH: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Inputs of a tile of tokens, of which those before the row lie in its tail; in fp32."""
+    place = row * x_row + t.to(tl.int64)[:, None] * x_token + c[None, :]
+    x = tl.load(x_ptr + place, tl.expand_dims((t >= 0) & (t < length), 1) & of_c[None, :], 0.0).to(tl.float32)
+    if tail_ptr is not None:
+        of_tail = tl.expand_dims((t < 0) & (t > -WIDTH), 1) & of_c[None, :]
+        place = (row * (WIDTH - 1) + t[:, None] + WIDTH - 1) * channels + c[None, :]
+        x += tl.load(tail_ptr + place, of_tail, 0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _same(documents_ptr: tl.tensor, row: tl.tensor, t: tl.tensor, other: tl.tensor, length: int) -> tl.tensor:
+    """Whether two tiles of tokens are of the same documents, the tail's being of the row's first."""
+    places = documents_ptr + row * length
+    document = tl.load(places + tl.maximum(t, 0), t < length, 0)
+    return document == tl.load(places + tl.maximum(other, 0), other < length, 0)
+
+
+@triton.jit
+def _sum_of_taps(
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, tail_ptr: tl.tensor, documents_ptr: tl.tensor,
+    row: tl.tensor, t: tl.tensor, c: tl.tensor, of_c: tl.tensor, length: int, channels: int, x_row: int, x_token: int,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    sum_ = tl.zeros((TOKENS, CHANNELS), tl.float32)
+    for tap in tl.static_range(WIDTH):
+        reached = t - (WIDTH - 1) + tap
+        x = _input(x_ptr, tail_ptr, row, reached, c, of_c, length, channels, x_row, x_token, WIDTH)
+        if documents_ptr is not None:
+            x = tl.where(tl.expand_dims(_same(documents_ptr, row, reached, t, length), 1), x, 0.0)
+        sum_ += tl.load(weight_ptr + tap * channels + c, of_c, 0.0)[None, :] * x
+    if bias_ptr is not None:
+        sum_ += tl.load(bias_ptr + c, of_c, 0.0)[None, :]
+    return sum_
+
+
+@triton.jit
+def _sigmoid(v: tl.tensor) -> tl.tensor:
+    return 1 / (1 + tl.exp(-v))
+
+
+@triton.jit
+def _forward(
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, tail_ptr: tl.tensor, documents_ptr: tl.tensor,
+    length: int, channels: int, x_row: int, x_token: int, y_ptr: tl.tensor, y_row: int, y_token: int,
+    ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(2).to(tl.int64)
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    of_c = c < channels
+    y = _sum_of_taps(
+        x_ptr, weight_ptr, bias_ptr, tail_ptr, documents_ptr, row, t, c, of_c, length, channels, x_row, x_token,
+        WIDTH, TOKENS, CHANNELS,
+    )  # fmt: skip
+    if ACTIVATION:
+        y *= _sigmoid(y)
+    place = row * y_row + t.to(tl.int64)[:, None] * y_token + c[None, :]
+    tl.store(y_ptr + place, y, (t < length)[:, None] & of_c[None, :])
+
+
+@triton.jit
+def _backward(
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, tail_ptr: tl.tensor, documents_ptr: tl.tensor,
+    length: int, channels: int, x_row: int, x_token: int, grad_y_ptr: tl.tensor, grad_y_row: int, grad_y_token: int,
+    grad_x_ptr: tl.tensor, grad_x_row: int, grad_x_token: int, grad_tail_ptr: tl.tensor, sums_ptr: tl.tensor,
+    ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+) -> None:  # fmt: skip
+    tile, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    s = tile * TOKENS + tl.arange(0, TOKENS) - (WIDTH - 1)  # from the tail's first token to the row's last
+    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    of_c = c < channels
+    grad_x = tl.zeros((TOKENS, CHANNELS), tl.float32)
+    grad_here = grad_x
+    for tap in range(0, WIDTH):  # not unrolled: W^2 reads at the same time would need more registers than there are
+        t = s + (WIDTH - 1) - tap
+        of_t = ((t >= 0) & (t < length))[:, None] & of_c[None, :]
+        place = row * grad_y_row + t.to(tl.int64)[:, None] * grad_y_token + c[None, :]
+        grad = tl.load(grad_y_ptr + place, of_t, 0.0).to(tl.float32)
+        if ACTIVATION:
+            sum_ = _sum_of_taps(
+                x_ptr, weight_ptr, bias_ptr, tail_ptr, documents_ptr, row, t, c, of_c, length, channels, x_row, x_token,
+                WIDTH, TOKENS, CHANNELS,
+            )  # fmt: skip
+            gate = _sigmoid(sum_)
+            grad *= gate * (1 + sum_ * (1 - gate))
+        grad_here = grad  # in the end that of s itself
+        if documents_ptr is not None:
+            grad = tl.where(_same(documents_ptr, row, s, t, length)[:, None], grad, 0.0)
+        grad_x += tl.load(weight_ptr + tap * channels + c, of_c, 0.0)[None, :] * grad
+
+    place = row * grad_x_row + s.to(tl.int64)[:, None] * grad_x_token + c[None, :]
+    tl.store(grad_x_ptr + place, grad_x, ((s >= 0) & (s < length))[:, None] & of_c[None, :])
+    if grad_tail_ptr is not None:
+        place = (row * (WIDTH - 1) + s[:, None] + WIDTH - 1) * channels + c[None, :]
+        tl.store(grad_tail_ptr + place, grad_x, (s < 0)[:, None] & of_c[None, :])
+    sums = sums_ptr + (row * tl.num_programs(0) + tile) * (WIDTH + 1) * channels + c
+    for tap in tl.static_range(WIDTH):
+        reached = s - (WIDTH - 1) + tap
+        x = _input(x_ptr, tail_ptr, row, reached, c, of_c, length, channels, x_row, x_token, WIDTH)
+        if documents_ptr is not None:
+            x = tl.where(_same(documents_ptr, row, reached, s, length)[:, None], x, 0.0)
+        tl.store(sums + tap * channels, tl.sum(grad_here * x, 0), of_c)
+    tl.store(sums + WIDTH * channels, tl.sum(grad_here, 0), of_c)

@@ -1,0 +1,1 @@
+"""The gated norm of Mamba-2, in two steps."""

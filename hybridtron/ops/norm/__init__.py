@@ -1,0 +1,1 @@
+"""Root-mean-square norm, alone and after the sum of a residual stream."""

@@ -1,0 +1,300 @@
+"""The selective scan of Mamba-1 in Triton, forward; `reference.py` has the equations and the reference.
+
+A row is cut into chunks, so that one long row fills a GPU, and goes through three kernels:
+
+    walk      every chunk on its own, from a state of zero -> its last state, and the sum of its delta
+    chain     state before chunk k+1 = last state of chunk k + exp(A sum of delta) * state before chunk k
+    outputs   every chunk again, from its true state -> y
+
+Walking every chunk twice costs the exponentials twice, and they are what bounds it: N of them for one token of one
+channel, at 16 a cycle on each multiprocessor, against 8 bytes of bf16. A single walk over the whole row would do half
+of that, but with one warp for 128 channels it takes some 135,000 channels in all rows to keep an H200 busy, while one
+micro-batch of 8 rows of Samba 1.3B has 37,000. So the chunks are always used; `forward` is where that is decided.
+
+A thread owns 4 channels with all of their N states in registers: sums over N and softplus need no other thread.
+Not here: the backward pass (its own file), float64. Unmeasured on a GPU.
+
+Legend: B rows, L tokens, E inner channels, N states per channel (padded to a power of 2), K chunks.
+Within the kernels a tile of states is (N, E): long vectors of channels lie side by side in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybridtron.ops.kernel_cost import SCAN_CHUNK as CHUNK
+from hybridtron.ops.kernel_launch import ceil_div, last_side_by_side, launch, power_of_2
+
+WARP_STATES = 2048  # in the registers of one warp: 64 a thread
+WARP_CHANNELS = 128
+CHAIN_PARTS = 16  # whose states are on their way from memory at the same time
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The op's inputs as the kernels read them: the last axis contiguous, parameters in fp32, A ready for exp2."""
+
+    x_BLE: Tensor
+    dt_BLE: Tensor
+    B_BLN: Tensor
+    C_BLN: Tensor
+    z_BLE: Tensor | None
+    log2_decay_NE: Tensor
+    D_E: Tensor
+    dt_bias_E: Tensor
+    starts_BL: Tensor | None  # int8
+
+    @staticmethod
+    def of(
+        x_BLE: Tensor,
+        dt_BLE: Tensor,
+        A_NE: Tensor,
+        B_BLN: Tensor,
+        C_BLN: Tensor,
+        D_E: Tensor,
+        z_BLE: Tensor | None,
+        dt_bias_E: Tensor,
+        starts_BL: Tensor | None,
+    ) -> Row:
+        return Row(
+            last_side_by_side(x_BLE),
+            last_side_by_side(dt_BLE),
+            last_side_by_side(B_BLN),
+            last_side_by_side(C_BLN),
+            None if z_BLE is None else last_side_by_side(z_BLE),
+            (A_NE.float() * LOG2_E).contiguous(),
+            D_E.float().contiguous(),
+            dt_bias_E.float().contiguous(),
+            None if starts_BL is None else starts_BL.to(torch.int8).contiguous(),
+        )
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """B, L, E, N."""
+        rows, length, channels = self.x_BLE.shape
+        return rows, length, channels, self.B_BLN.shape[2]
+
+    def per_part(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Buffers for one state of every so many tokens, and for the sum of their delta."""
+        rows, length, channels, states = self.sizes
+        parts = ceil_div(length, tokens)
+        return self.D_E.new_empty(rows, parts, states, channels), self.D_E.new_empty(rows, parts, channels)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What every kernel takes first."""
+        per_token = (self.x_BLE, self.dt_BLE, self.B_BLN, self.C_BLN, self.z_BLE)
+        strides = [(0, 0) if tensor is None else tensor.stride()[:2] for tensor in per_token]
+        parameters = (self.log2_decay_NE, self.D_E, self.dt_bias_E)
+        return *per_token, *parameters, self.starts_BL, *self.sizes[1:3], *(s for pair in strides for s in pair)
+
+    def tile(self) -> tuple[int, int, int]:
+        """N, N padded, and the channels of one warp that holds a state of each."""
+        states = self.sizes[3]
+        padded = power_of_2(states)
+        return states, padded, min(max(WARP_STATES // padded, 1), WARP_CHANNELS)
+
+    def grid(self, tokens: int, channels: int) -> tuple[int, int, int]:
+        """Parts of the row first: that axis alone may exceed 65,535."""
+        rows, length, width, _ = self.sizes
+        return ceil_div(length, tokens), ceil_div(width, channels), rows
+
+
+def forward(row: Row, state_BNE: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """y, the state after the last token, and the state before each chunk (B, K, N, E)."""
+    states_BKNE, elapsed_BKE = row.per_part(CHUNK)
+    tile = row.tile()
+    launch(_walk, row.grid(CHUNK, tile[2]), *row.arguments(), states_BKNE, elapsed_BKE, CHUNK, *tile, warps=1)
+    last_BNE = chain(row, states_BKNE, elapsed_BKE, state_BNE, backwards=False)
+    y_BLE = torch.empty_like(row.x_BLE)
+    retrace(row, states_BKNE, y_BLE, None, None, None)
+    return y_BLE, last_BNE, states_BKNE
+
+
+def retrace(
+    row: Row,
+    states_BKNE: Tensor,
+    y_BLE: Tensor | None,
+    grad_y_BLE: Tensor | None,
+    grad_z_BLE: Tensor | None,
+    tiles: tuple[Tensor, int] | None,
+) -> None:
+    """Walk every chunk from its state, and write what is wanted on the way.
+
+    That is y, or what the backward pass needs: the gradient of z, and the state before every tile of so many tokens.
+    """
+    tile = row.tile()
+    tiles_BQNE, tokens = tiles or (None, CHUNK)
+    per_token = (y_BLE, grad_y_BLE, grad_z_BLE)
+    strides = [(0, 0) if tensor is None else tensor.stride()[:2] for tensor in per_token]
+    launch(
+        _retrace, row.grid(CHUNK, tile[2]), *row.arguments(), *per_token, *(s for pair in strides for s in pair),
+        states_BKNE, tiles_BQNE, CHUNK, tokens, *tile, warps=1,
+    )  # fmt: skip
+
+
+def chain(row: Row, states_BPNE: Tensor, elapsed_BPE: Tensor, first_BNE: Tensor | None, backwards: bool) -> Tensor:
+    """Replace what each part adds to a state by the state that enters it, and return the one that leaves the last."""
+    rows, parts, states, channels = states_BPNE.shape
+    last_BNE = states_BPNE.new_empty(rows, states, channels)
+    launch(
+        _chain, (ceil_div(channels, WARP_CHANNELS), states, rows), states_BPNE, elapsed_BPE, row.log2_decay_NE,
+        first_BNE, last_BNE, parts, channels, backwards, CHAIN_PARTS, WARP_CHANNELS, warps=1,
+    )  # fmt: skip
+    return last_BNE
+
+
+@triton.jit
+def softplus(v: tl.tensor) -> tl.tensor:
+    """log(1 + exp(v)), to fp32's precision where the sum would swallow the exponential too (Kahan's log1p)."""
+    small = tl.exp(-tl.abs(v))
+    sum_ = 1 + small
+    lost = sum_ == 1
+    log1p = tl.where(lost, small, tl.log(sum_) * (small / tl.where(lost, 1, sum_ - 1)))
+    return tl.maximum(v, 0) + log1p
+
+
+@triton.jit
+def sigmoid(v: tl.tensor) -> tl.tensor:
+    return 1 / (1 + tl.exp(-v))
+
+
+@triton.jit
+def barred(
+    decay: tl.tensor, added: tl.tensor, decay_before: tl.tensor, before: tl.tensor, next_decay: tl.tensor,
+    next_added: tl.tensor, next_decay_before: tl.tensor, next_before: tl.tensor,
+) -> tuple[tl.tensor, ...]:  # fmt: skip
+    """Two stretches of a recurrence h -> decay h + added as one; the second pair is of what precedes the last step.
+
+    For scans that want the state before each step besides the one after it: a step alone is (decay, added, 1, 0). A
+    decay of 0 lets nothing over, finite or not.
+    """
+    return (
+        decay * next_decay,
+        tl.where(next_decay == 0, 0.0, next_decay * added) + next_added,
+        decay * next_decay_before,
+        tl.where(next_decay_before == 0, 0.0, next_decay_before * added) + next_before,
+    )
+
+
+@triton.jit
+def _walk(
+    x_ptr: tl.tensor, dt_ptr: tl.tensor, B_ptr: tl.tensor, C_ptr: tl.tensor, z_ptr: tl.tensor, A_ptr: tl.tensor,
+    D_ptr: tl.tensor, bias_ptr: tl.tensor, starts_ptr: tl.tensor, length: int, channels: int, x_row: int, x_token: int,
+    dt_row: int, dt_token: int, B_row: int, B_token: int, C_row: int, C_token: int, z_row: int, z_token: int,
+    states_ptr: tl.tensor, elapsed_ptr: tl.tensor, CHUNK: tl.constexpr, N: tl.constexpr, N_PADDED: tl.constexpr,
+    CHANNELS: tl.constexpr,
+) -> None:  # fmt: skip
+    chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    e = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    n = tl.arange(0, N_PADDED)
+    of_e, of_n = e < channels, n < N
+    tile, of_tile = n[:, None] * channels + e[None, :], of_n[:, None] & of_e[None, :]
+    A = tl.load(A_ptr + tile, of_tile, 0.0)
+    bias = tl.load(bias_ptr + e, of_e, 0.0)
+    h = tl.zeros((N_PADDED, CHANNELS), tl.float32)
+    elapsed = tl.zeros((CHANNELS,), tl.float32)
+    at = chunk.to(tl.int64) * CHUNK
+    for _ in range(chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, length)):
+        x = tl.load(x_ptr + row * x_row + at * x_token + e, of_e, 0.0).to(tl.float32)
+        dt = tl.load(dt_ptr + row * dt_row + at * dt_token + e, of_e, 0.0).to(tl.float32)
+        B = tl.load(B_ptr + row * B_row + at * B_token + n, of_n, 0.0).to(tl.float32)
+        delta = softplus(dt + bias)
+        decay = tl.exp2(delta[None, :] * A)
+        elapsed += delta
+        if starts_ptr is not None:
+            begins = tl.load(starts_ptr + row * length + at) != 0
+            h = tl.where(begins, 0.0, h)
+            elapsed = tl.where(begins, float("-inf"), elapsed)
+        h = decay * h + (delta * x)[None, :] * B[:, None]
+        at += 1
+    slot = row * tl.num_programs(0) + chunk
+    tl.store(states_ptr + slot * N * channels + tile, h, of_tile)
+    tl.store(elapsed_ptr + slot * channels + e, elapsed, of_e)
+
+
+@triton.jit
+def _retrace(
+    x_ptr: tl.tensor, dt_ptr: tl.tensor, B_ptr: tl.tensor, C_ptr: tl.tensor, z_ptr: tl.tensor, A_ptr: tl.tensor,
+    D_ptr: tl.tensor, bias_ptr: tl.tensor, starts_ptr: tl.tensor, length: int, channels: int, x_row: int, x_token: int,
+    dt_row: int, dt_token: int, B_row: int, B_token: int, C_row: int, C_token: int, z_row: int, z_token: int,
+    y_ptr: tl.tensor, grad_y_ptr: tl.tensor, grad_z_ptr: tl.tensor, y_row: int, y_token: int, grad_y_row: int,
+    grad_y_token: int, grad_z_row: int, grad_z_token: int, states_ptr: tl.tensor, tiles_ptr: tl.tensor,
+    CHUNK: tl.constexpr, TOKENS: tl.constexpr, N: tl.constexpr, N_PADDED: tl.constexpr, CHANNELS: tl.constexpr,
+) -> None:  # fmt: skip
+    chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    e = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    n = tl.arange(0, N_PADDED)
+    of_e, of_n = e < channels, n < N
+    tile, of_tile = n[:, None] * channels + e[None, :], of_n[:, None] & of_e[None, :]
+    A = tl.load(A_ptr + tile, of_tile, 0.0)
+    bias = tl.load(bias_ptr + e, of_e, 0.0)
+    D = tl.load(D_ptr + e, of_e, 0.0)
+    h = tl.load(states_ptr + (row * tl.num_programs(0) + chunk) * N * channels + tile, of_tile, 0.0)
+    at = chunk.to(tl.int64) * CHUNK
+    parts = tl.cdiv(length, TOKENS)
+    for part in range(chunk * (CHUNK // TOKENS), tl.minimum((chunk + 1) * (CHUNK // TOKENS), parts)):
+        if tiles_ptr is not None:
+            tl.store(tiles_ptr + (row * parts + part) * N * channels + tile, h, of_tile)
+        for _ in range(part * TOKENS, tl.minimum((part + 1) * TOKENS, length)):
+            x = tl.load(x_ptr + row * x_row + at * x_token + e, of_e, 0.0).to(tl.float32)
+            dt = tl.load(dt_ptr + row * dt_row + at * dt_token + e, of_e, 0.0).to(tl.float32)
+            B = tl.load(B_ptr + row * B_row + at * B_token + n, of_n, 0.0).to(tl.float32)
+            delta = softplus(dt + bias)
+            decay = tl.exp2(delta[None, :] * A)
+            if starts_ptr is not None:
+                h = tl.where(tl.load(starts_ptr + row * length + at) != 0, 0.0, h)
+            h = decay * h + (delta * x)[None, :] * B[:, None]
+            if y_ptr is not None or grad_z_ptr is not None:
+                C = tl.load(C_ptr + row * C_row + at * C_token + n, of_n, 0.0).to(tl.float32)
+                y = tl.sum(h * C[:, None], 0) + D * x
+                if z_ptr is not None:
+                    z = tl.load(z_ptr + row * z_row + at * z_token + e, of_e, 0.0).to(tl.float32)
+                    gate = sigmoid(z)
+                if grad_z_ptr is not None:
+                    grad_y = tl.load(grad_y_ptr + row * grad_y_row + at * grad_y_token + e, of_e, 0.0).to(tl.float32)
+                    grad_z = grad_y * y * gate * (1 + z * (1 - gate))
+                    tl.store(grad_z_ptr + row * grad_z_row + at * grad_z_token + e, grad_z, of_e)
+                if y_ptr is not None:
+                    if z_ptr is not None:
+                        y *= z * gate
+                    tl.store(y_ptr + row * y_row + at * y_token + e, y, of_e)
+            at += 1
+
+
+@triton.jit
+def _chain(
+    states_ptr: tl.tensor, elapsed_ptr: tl.tensor, A_ptr: tl.tensor, first_ptr: tl.tensor, last_ptr: tl.tensor,
+    parts: int, channels: int, BACKWARDS: tl.constexpr, STEPS: tl.constexpr, CHANNELS: tl.constexpr,
+) -> None:  # fmt: skip
+    n, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    states = tl.num_programs(1)
+    e = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    step = tl.arange(0, STEPS)
+    of_e, is_first, is_last = e < channels, (step == 0)[:, None], (step == STEPS - 1)[:, None]
+    A = tl.load(A_ptr + n * channels + e, of_e, 0.0)
+    one = tl.full((STEPS, CHANNELS), 1.0, tl.float32)
+    h = tl.zeros((CHANNELS,), tl.float32)
+    if first_ptr is not None:
+        h = tl.load(first_ptr + (row * states + n) * channels + e, of_e, 0.0)
+    for done in range(0, parts, STEPS):
+        part = done + step
+        of_tile = (part < parts)[:, None] & of_e[None, :]
+        slot = (row * parts + (parts - 1 - part if BACKWARDS else part))[:, None]
+        place = states_ptr + (slot * states + n) * channels + e[None, :]
+        added = tl.load(place, of_tile, 0.0)
+        elapsed = tl.load(elapsed_ptr + slot * channels + e[None, :], of_tile, 0.0)
+        decay = tl.where(elapsed < 0, 0.0, tl.exp2(A[None, :] * tl.maximum(elapsed, 0.0)))
+        entering = tl.where(is_first, tl.expand_dims(h, 0), 0.0)
+        added += tl.where(decay == 0, 0.0, decay * entering)
+        _, after, _, entering = tl.associative_scan((decay, added, one, entering), 0, barred)
+        tl.store(place, entering, of_tile)
+        h = tl.sum(tl.where(is_last, after, 0.0), 0)
+    tl.store(last_ptr + (row * states + n) * channels + e, h, of_e)

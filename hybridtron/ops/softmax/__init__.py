@@ -1,0 +1,1 @@
+"""Sums and gradients of a softmax over many logits."""

@@ -1,0 +1,1 @@
+"""Span-expanded attention (SE-Attn)."""

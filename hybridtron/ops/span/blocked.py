@@ -1,0 +1,208 @@
+"""Span-expanded attention on a CPU: a few chunks at a time, their chosen blocks gathered in front of their own keys.
+
+Time and memory are linear in L. Backward gathers once more instead of keeping what was gathered, which would be as
+large as keys and values several times over, and takes the weights from the kept log-sum-exps, as flash attention does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hybridtron.ops.span.reference import Cut, Stretch, span_attention
+
+AT_ONCE = 2048
+"""Tokens of chunks that are taken together."""
+BLOCK = 256
+"""Queries of a chunk that are taken together; they read no key behind the last of them."""
+_flash: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+)
+
+
+class _Part(NamedTuple):
+    """Chunks that are taken together: where their queries and own keys stand, and where their chosen blocks.
+
+    They are alike: of one size, with as many chosen blocks, and as many own keys that stand before the first query.
+    """
+
+    rows: slice
+    chunks: int
+    queries: slice
+    keys: slice
+    blocks: slice
+    chosen_RGTC: Tensor | None
+
+    @property
+    def size(self) -> int:
+        return (self.queries.stop - self.queries.start) // self.chunks
+
+
+class _Span(NamedTuple):
+    """A chunk: its queries in the row, its own keys among all, and how many blocks are chosen for it."""
+
+    queries: slice
+    keys: slice
+    count: int
+
+    def goes_on(self, other: _Span, size: int) -> bool:
+        """Whether both are whole and read as much."""
+        lengths = {s.stop - s.start for s in (self.queries, self.keys, other.queries, other.keys)}
+        return lengths == {size} and self.count == other.count
+
+
+def _spans(cut: Cut, stretch: Stretch, before: int, most: int) -> Iterator[_Span]:
+    """The chunks of a stretch; the keys of token i stand at before + i."""
+    into_row = stretch.start - stretch.seen
+    for chunk, available in zip(cut.chunks(stretch), cut.available(stretch), strict=True):
+        begin = chunk * cut.chunk - cut.shift
+        end = min(begin + cut.chunk, stretch.end_place)
+        queries = slice(max(begin, stretch.seen) + into_row, end + into_row)
+        keys = slice(max(begin, stretch.first_place) + into_row + before, end + into_row + before)
+        yield _Span(queries, keys, min(most, available))
+
+
+def _parts(cut: Cut, chosen: Sequence[Tensor | None], length: int, total: int) -> Iterator[_Part]:
+    """All chunks of all rows, as many together as there is room for."""
+    for stretch, chosen_RGTC in zip(cut.stretches, chosen, strict=True):
+        most = 0 if chosen_RGTC is None else chosen_RGTC.shape[-1]
+        spans = list(_spans(cut, stretch, total - length, most))
+        together = max(1, AT_ONCE // (stretch.stop - stretch.start))
+        for row in range(stretch.rows.start, stretch.rows.stop, together):
+            rows = slice(row, min(row + together, stretch.rows.stop))
+            room = max(1, AT_ONCE // ((rows.stop - rows.start) * cut.chunk))
+            first = 0
+            while first < len(spans):
+                last = first + 1
+                while last < len(spans) and last - first < room and spans[first].goes_on(spans[last], cut.chunk):
+                    last += 1
+                one, other, count = spans[first], spans[last - 1], spans[first].count
+                of_rows = slice(rows.start - stretch.rows.start, rows.stop - stretch.rows.start)
+                blocks = None if not count or chosen_RGTC is None else chosen_RGTC[of_rows, :, first:last, :count]
+                queries = slice(one.queries.start, other.queries.stop)
+                keys = slice(one.keys.start, other.keys.stop)
+                yield _Part(rows, last - first, queries, keys, stretch.keys(length, total), blocks)
+                first = last
+
+
+def _cut_up(x_BLHK: Tensor, rows: slice, tokens: slice, chunks: int) -> Tensor:
+    """A part's chunks, as (rows x chunks, heads, tokens, K)."""
+    return x_BLHK[rows, tokens].unflatten(1, (chunks, -1)).flatten(0, 1).transpose(1, 2)
+
+
+def _index(part: _Part) -> tuple[Tensor, ...]:
+    """Where a part's chosen blocks stand in (R, U, G, S, K)."""
+    assert part.chosen_RGTC is not None
+    rows, groups = part.chosen_RGTC.shape[:2]
+    return torch.arange(rows)[:, None, None, None], part.chosen_RGTC, torch.arange(groups)[:, None, None]
+
+
+def _blocks(x_BSGK: Tensor, part: _Part, block: int) -> Tensor:
+    """The blocks that a part can choose from, as a view (R, U, G, S, K)."""
+    count = (part.blocks.stop - part.blocks.start) // block
+    return x_BSGK[part.rows, part.blocks][:, : count * block].unflatten(1, (count, block)).transpose(2, 3)
+
+
+def _read(x_BSGK: Tensor, part: _Part, block: int) -> Tensor:
+    """What a part reads: its chosen blocks, then its own tokens; (rows x chunks, G, ..., K)."""
+    own = _cut_up(x_BSGK, part.rows, part.keys, part.chunks)
+    if part.chosen_RGTC is None:
+        return own
+    rows, _, chunks, count = part.chosen_RGTC.shape
+    read = own.new_empty(*own.shape[:2], count * block + own.shape[2], own.shape[3])
+    read[:, :, count * block :] = own
+    into = read[:, :, : count * block].unflatten(2, (count, block)).unflatten(0, (rows, chunks))
+    into.copy_(_blocks(x_BSGK, part, block)[_index(part)].transpose(1, 2))
+    return read
+
+
+def _add(total_BSGK: Tensor, grad: Tensor, part: _Part, block: int) -> None:
+    """Add the gradient of what a part reads where it was read."""
+    own = part.keys.stop - part.keys.start
+    rows = part.rows.stop - part.rows.start
+    of_own = grad[:, :, -(own // part.chunks) :].transpose(1, 2).unflatten(0, (rows, part.chunks))
+    total_BSGK[part.rows, part.keys].unflatten(1, (part.chunks, -1)).add_(of_own)
+    if part.chosen_RGTC is None:
+        return
+    count = part.chosen_RGTC.shape[-1]
+    of_blocks = grad[:, :, : count * block].unflatten(2, (count, block)).unflatten(0, (rows, part.chunks))
+    _blocks(total_BSGK, part, block).index_put_(_index(part), of_blocks.transpose(1, 2), accumulate=True)
+
+
+def _steps(
+    part: _Part, q: Tensor, block: int, masks: dict[tuple[int, int, int], Tensor]
+) -> Iterator[tuple[slice, Tensor]]:
+    """Runs of a part's queries, and the mask of each over all that it reads up to its last one."""
+    count = 0 if part.chosen_RGTC is None else part.chosen_RGTC.shape[-1] * block
+    own = (part.keys.stop - part.keys.start) // part.chunks
+    for start in range(0, part.size, BLOCK):
+        stop = min(start + BLOCK, part.size)
+        before = count + own - part.size + start
+        shape = (stop - start, before, count)
+        if (mask := masks.get(shape)) is None:
+            ones = torch.ones(stop - start, before + stop - start, dtype=torch.bool)
+            mask = torch.zeros(ones.shape, dtype=q.dtype).masked_fill_(ones.triu(before + 1), -torch.inf)
+            masks[shape] = mask
+        yield slice(start, stop), mask
+
+
+class _Attention(torch.autograd.Function):
+    """Attention of every chunk over what it reads."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cut: Cut, chosen: Sequence[Tensor | None]) -> Tensor:
+        y = torch.empty(q.shape, dtype=q.dtype)
+        sums_BLH = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        masks: dict[tuple[int, int, int], Tensor] = {}
+        for part in _parts(cut, chosen, q.shape[1], k.shape[1]):
+            asking = _cut_up(q, part.rows, part.queries, part.chunks)
+            keys, values = (_read(x, part, cut.block) for x in (k, v))
+            rows = part.rows.stop - part.rows.start
+            y_part, sums_part = (x[part.rows, part.queries].unflatten(1, (part.chunks, -1)) for x in (y, sums_BLH))
+            for here, mask in _steps(part, q, cut.block, masks):
+                seen = mask.shape[1]
+                made, sums = _flash(asking[:, :, here], keys[:, :, :seen], values[:, :, :seen], attn_mask=mask)
+                y_part[:, :, here] = made.transpose(1, 2).unflatten(0, (rows, -1))
+                sums_part[:, :, here] = sums.transpose(1, 2).unflatten(0, (rows, -1))
+        ctx.save_for_backward(q, k, v, y, sums_BLH)
+        ctx.cut, ctx.chosen = cut, chosen
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, y, sums_BLH = ctx.saved_tensors
+        of_q, of_k, of_v = torch.empty(q.shape, dtype=q.dtype), *(torch.zeros(x.shape, dtype=x.dtype) for x in (k, v))
+        masks: dict[tuple[int, int, int], Tensor] = {}
+        for part in _parts(ctx.cut, ctx.chosen, q.shape[1], k.shape[1]):
+            q_part, y_part, grad_part = (_cut_up(x, part.rows, part.queries, part.chunks) for x in (q, y, grad))
+            sums_part = _cut_up(sums_BLH[..., None], part.rows, part.queries, part.chunks)[..., 0]
+            read = [_read(x, part, ctx.cut.block) for x in (k, v)]
+            of_q_part = of_q[part.rows, part.queries].unflatten(1, (part.chunks, -1))
+            of_read: list[Tensor] = []
+            for here, mask in reversed(list(_steps(part, q, ctx.cut.block, masks))):
+                asked = (x[:, :, here] for x in (grad_part, q_part))
+                seen = (x[:, :, : mask.shape[1]] for x in read)
+                made = y_part[:, :, here], sums_part[:, :, here].contiguous()
+                of_asked, *of_seen = _flash_backward(*asked, *seen, *made, 0.0, False, attn_mask=mask)
+                of_q_part[:, :, here] = of_asked.transpose(1, 2).unflatten(0, (of_q_part.shape[0], -1))
+                if not of_read:  # the last queries see all that is read
+                    of_read = of_seen
+                    continue
+                for total, more in zip(of_read, of_seen, strict=True):
+                    total[:, :, : mask.shape[1]] += more
+            for total, more in zip((of_k, of_v), of_read, strict=True):
+                _add(total, more, part, ctx.cut.block)
+        return of_q, of_k, of_v, None, None
+
+
+@span_attention.form("blocked", device="cpu")
+@torch.compiler.disable  # a loop of many operations, whose number the borders of documents decide
+def _blocked(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, cut: Cut, chosen: Sequence[Tensor | None]) -> Tensor:
+    """Chunks over what they read, gathered."""
+    return _Attention.apply(q_BLHK, k_BSGK, v_BSGK, cut, chosen)

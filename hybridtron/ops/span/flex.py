@@ -1,0 +1,116 @@
+"""Span-expanded attention as FlexAttention, for CUDA: one kernel over whole rows, and tiles that nobody sees left out.
+
+The mask is asked of two small things: which chunk and which block each token stands in, and the table of the blocks
+that were chosen for each chunk. Which tiles of 128 queries and 128 keys hold anything follows from that table by two
+products, so that nothing of L x L is ever made. FlexAttention has no backward on a CPU; there its forward is tested.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from hybridtron.ops.span.reference import Cut, chosen_table, span_attention
+
+TILE = 128
+NOWHERE = -1
+
+
+class Places(NamedTuple):
+    """Chunks and blocks of each row, numbered over all its stretches, and which blocks are chosen for which chunks.
+
+    query_chunks_BL, key_chunks_BS, key_blocks_BS: -1 for keys that no stretch may read; table_BGTU.
+    """
+
+    query_chunks_BL: Tensor
+    key_chunks_BS: Tensor
+    key_blocks_BS: Tensor
+    table_BGTU: Tensor
+
+
+def places_of(cut: Cut, chosen: Sequence[Tensor | None], q_BLHK: Tensor, k_BSGK: Tensor) -> Places:
+    """Where every token stands, for all rows at once."""
+    (batch, length), (total, groups) = q_BLHK.shape[:2], k_BSGK.shape[1:3]
+    device, counted = q_BLHK.device, [(0, 0)] * batch
+    query_chunks_BL = torch.full((batch, length), NOWHERE, device=device)
+    key_chunks_BS, key_blocks_BS = (torch.full((batch, total), NOWHERE, device=device) for _ in range(2))
+    tables: list[tuple[slice, int, int, Tensor]] = []
+    for stretch, chosen_RGTC in zip(cut.stretches, chosen, strict=True):
+        rows, here, (chunks, blocks) = stretch.rows, stretch.keys(length, total), counted[stretch.rows.start]
+        places = torch.arange(stretch.first_place, stretch.end_place, device=device)
+        own = (places + cut.shift) // cut.chunk - cut.chunks(stretch).start
+        key_chunks_BS[rows, here] = torch.where(own < 0, NOWHERE, own + chunks)
+        query_chunks_BL[rows, stretch.start : stretch.stop] = own[stretch.kept :] + chunks
+        key_blocks_BS[rows, here] = (places - stretch.first_place) // cut.block + blocks
+        held = -(-(stretch.end_place - stretch.first_place) // cut.block)
+        if chosen_RGTC is not None:
+            tables.append((rows, chunks, blocks, chosen_table(chosen_RGTC, held)))
+        after = chunks + len(cut.chunks(stretch)), blocks + held
+        counted[rows] = [after] * (rows.stop - rows.start)
+    sizes = (max(count) for count in zip(*counted, strict=True))
+    table_BGTU = torch.zeros(batch, groups, *sizes, dtype=torch.bool, device=device)
+    for rows, chunks, blocks, table in tables:
+        table_BGTU[rows, :, chunks : chunks + table.shape[2], blocks : blocks + table.shape[3]] = table
+    return Places(query_chunks_BL, key_chunks_BS, key_blocks_BS, table_BGTU)
+
+
+def mask_of(places: Places, share: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Whether a query sees a key, by their numbers in the row and among all keys."""
+    before = places.key_chunks_BS.shape[1] - places.query_chunks_BL.shape[1]
+    key_blocks_BS = places.key_blocks_BS.clamp(min=0)
+
+    def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        chunk = places.query_chunks_BL[b, query]
+        own = (chunk == places.key_chunks_BS[b, key]) & (key <= query + before)
+        chosen = places.table_BGTU[b, h // share, chunk, key_blocks_BS[b, key]]
+        return own | (chosen & (places.key_blocks_BS[b, key] >= 0))
+
+    return sees
+
+
+def tiles_of(places: Places) -> Tensor:
+    """Which tiles of queries and keys may hold a pair that sees each other, (B, G, L / 128, S / 128)."""
+    chunks, blocks = places.table_BGTU.shape[2:]
+    queries_BQT = _held(places.query_chunks_BL, chunks)
+    key_chunks_BCT, key_blocks_BCU = _held(places.key_chunks_BS, chunks), _held(places.key_blocks_BS, blocks)
+    length, total = places.query_chunks_BL.shape[1], places.key_chunks_BS.shape[1]
+    last_Q = torch.arange(queries_BQT.shape[1], device=queries_BQT.device) * TILE + TILE - 1
+    first_C = torch.arange(key_chunks_BCT.shape[1], device=queries_BQT.device) * TILE
+    own_BQC = (queries_BQT @ key_chunks_BCT.mT > 0) & (first_C <= last_Q[:, None] + total - length)
+    chosen_BGQC = queries_BQT[:, None] @ places.table_BGTU.float() @ key_blocks_BCU[:, None].mT > 0
+    return own_BQC[:, None] | chosen_BGQC
+
+
+def _held(numbers_BN: Tensor, count: int) -> Tensor:
+    """Which of so many numbers stand in each tile, (B, N / 128, count), as 0 and 1."""
+    tiles_BNT = F.pad(numbers_BN, (0, -numbers_BN.shape[1] % TILE), value=NOWHERE).unflatten(1, (-1, TILE))
+    held = torch.zeros(*tiles_BNT.shape[:2], count + 1, device=numbers_BN.device)
+    return held.scatter_(-1, torch.where(tiles_BNT < 0, count, tiles_BNT), 1.0)[..., :count]
+
+
+@functools.cache
+def _kernel() -> Callable[..., Tensor]:
+    """FlexAttention as one kernel; uncompiled it would make all scores."""
+    return torch.compile(flex_attention, dynamic=True)
+
+
+@span_attention.form("flex", device="cuda")
+def _flex(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, cut: Cut, chosen: Sequence[Tensor | None]) -> Tensor:
+    """All rows and stretches in one call."""
+    places, share = places_of(cut, chosen, q_BLHK, k_BSGK), q_BLHK.shape[2] // k_BSGK.shape[2]
+    tiles_BHQC = tiles_of(places).repeat_interleave(share, dim=1)
+    lengths = q_BLHK.shape[1], k_BSGK.shape[1]
+    order = tiles_BHQC.int().argsort(dim=-1, descending=True, stable=True).int()
+    counts = tiles_BHQC.sum(-1, dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(
+        counts, order, BLOCK_SIZE=TILE, mask_mod=mask_of(places, share), seq_lengths=lengths
+    )
+    q, k, v = (x.transpose(1, 2) for x in (q_BLHK, k_BSGK, v_BSGK))
+    attend = _kernel() if q.is_cuda else flex_attention
+    return attend(q, k, v, block_mask=mask, enable_gqa=share > 1).transpose(1, 2)

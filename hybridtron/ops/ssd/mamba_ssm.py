@@ -1,0 +1,73 @@
+"""The scan of Mamba-2 by the mamba-ssm package's Triton kernels, which take and give states and know document borders.
+
+Tested against a stand-in for the package only; unmeasured on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from hybridtron.device import optional_package
+from hybridtron.ops.scan.reference import document_starts
+from hybridtron.ops.ssd.reference import ssd_scan
+
+PACKAGE = "mamba_ssm.ops.triton.ssd_combined"
+CHUNK = 256  # tokens; what the package's own models use
+
+
+def _refuses(
+    x_BLHP: Tensor,
+    dt_BLH: Tensor,
+    A_H: Tensor,
+    B_BLGN: Tensor,
+    C_BLGN: Tensor,
+    D_H: Tensor,
+    dt_bias_H: Tensor,
+    state_BHPN: Tensor | None,
+    documents_BL: Tensor | None,
+) -> str | None:
+    return "the kernels have no float64" if x_BLHP.dtype == torch.float64 else None
+
+
+def _repeats() -> bool:
+    """Versions that can add up in a fixed order have this module, and do so when torch is told to."""
+    return optional_package("mamba_ssm.utils.determinism").module is not None
+
+
+@ssd_scan.form("mamba-ssm", device="cuda", package=PACKAGE, refuses=_refuses, repeats=_repeats)
+def _mamba_ssm(
+    x_BLHP: Tensor,
+    dt_BLH: Tensor,
+    A_H: Tensor,
+    B_BLGN: Tensor,
+    C_BLGN: Tensor,
+    D_H: Tensor,
+    dt_bias_H: Tensor,
+    state_BHPN: Tensor | None,
+    documents_BL: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The kernels count documents from 0, and give the state that comes in to document 0."""
+    per_token = (x_BLHP, B_BLGN, C_BLGN)
+    shared = functools.reduce(torch.promote_types, (t.dtype for t in per_token))  # their products want one type for all
+    x, B, C = (t.to(shared) for t in per_token)
+    starts_BL = document_starts(documents_BL)
+    package = optional_package(PACKAGE).module
+    assert package is not None
+    y_BLHP, last_BHPN = package.mamba_chunk_scan_combined(
+        x,
+        dt_BLH,
+        A_H.float(),
+        B,
+        C,
+        CHUNK,
+        D=D_H.float(),
+        dt_bias=dt_bias_H.float(),
+        initial_states=None if state_BHPN is None else state_BHPN.float().contiguous(),
+        seq_idx=None if starts_BL is None else starts_BL.cumsum(1).to(torch.int32).contiguous(),
+        dt_softplus=True,
+        return_final_states=True,
+    )
+    return y_BLHP.to(x_BLHP.dtype), last_BHPN.float()

@@ -1,0 +1,339 @@
+"""Attention: the reference against loops and transformers, every other form against the reference.
+
+The blocked form runs with blocks of 4 queries, so that short rows have many of them.
+"""
+
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import gradcheck
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+
+from hybridtron.device import Package, optional_package
+from hybridtron.ops import dispatch
+from hybridtron.ops.attention import reference as attention_file
+from hybridtron.ops.attention.reference import FLASH, Memory, attention, remember
+from hybridtron.ops.dispatch import force
+
+CPU_FORMS = pytest.mark.parametrize("form", ["reference", "blocked"])
+WINDOWS = pytest.mark.parametrize("window", [None, 1, 3, 6, 100])
+DOCUMENTS = torch.tensor([[0] * 9 + [1] * 3 + [2] * 6, [0] * 1 + [1] * 15 + [2] * 2])
+
+
+@pytest.fixture(autouse=True)
+def blocks_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_file, "BLOCK", 4)
+
+
+def inputs(length: int = 18, heads: int = 4, groups: int = 2, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """q, k and v of two rows, the same at every call."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, length, count, 8) for count in (heads, groups, groups)]
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+
+
+def memory_of(lengths: tuple[int, int], groups: int = 2, size: int = 7) -> Memory:
+    """A memory of `size` entries whose padding holds numbers that would be noticed."""
+    generator = torch.Generator().manual_seed(1)
+    keys, values = (torch.randn(2, size, groups, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    return Memory(keys.requires_grad_(), values.requires_grad_(), torch.tensor(lengths))
+
+
+def run(form: str, window: int | None, documents: Tensor | None, memory: Memory | None, q: Tensor, *kv: Tensor):
+    """The output, and the gradients of everything that went in."""
+    with force(form):
+        y = attention(q, *kv, window, documents, memory)
+    leaves = [q, *kv, *(memory[:2] if memory is not None else ())]
+    return [y.detach(), *torch.autograd.grad((y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum(), leaves)]
+
+
+def assert_all_close(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-12) -> None:
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@CPU_FORMS
+@WINDOWS
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+@pytest.mark.parametrize("lengths", [None, (0, 5)])
+def test_who_sees_whom(
+    form: str, window: int | None, documents: Tensor | None, lengths: tuple[int, int] | None
+) -> None:
+    """Equal scores and one-hot values make the output show the seen tokens, which loops count."""
+    length, size = 18, 7 if lengths else 0
+    marks = torch.eye(size + length, dtype=torch.float64).expand(2, -1, -1)[:, :, None]
+    q = torch.zeros(2, length, 1, size + length, dtype=torch.float64)
+    memory = Memory(0 * marks[:, :size], marks[:, :size], torch.tensor(lengths)) if lengths else None
+    with force(form):
+        y = attention(q, q, marks[:, size:], window, documents, memory)
+    for row, i, j in itertools.product(range(2), range(length), range(-size, length)):
+        document = DOCUMENTS[row].tolist() if documents is not None else [0] * length
+        known = document[max(j, 0)] == document[i] and (lengths is None or j >= -lengths[row])
+        sees = j <= i and known and (window is None or i - j < window)
+        assert (y[row, i, 0, size + j] > 0) == sees, (row, i, j)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_reference_is_transformers(window: int | None) -> None:
+    q, k, v = inputs()
+    rule = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+    places = torch.arange(18)
+    mask = torch.stack([torch.stack([torch.as_tensor(rule(0, 0, i, j)) for j in places]) for i in places])
+    module = nn.Module()
+    module.num_key_value_groups, module.is_causal = 2, True
+    expected, _ = sdpa_attention_forward(module, *(x.transpose(1, 2) for x in (q, k, v)), mask[None, None])
+    torch.testing.assert_close(attention.reference.function(q, k, v, window, None, None), expected)
+
+
+@WINDOWS
+@pytest.mark.parametrize("length", [4, 18])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 2), (3, 3), (2, 1)])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+@pytest.mark.parametrize("lengths", [None, (0, 5)])
+def test_blocked_is_the_reference(
+    window: int | None,
+    length: int,
+    heads: int,
+    groups: int,
+    documents: Tensor | None,
+    lengths: tuple[int, int] | None,
+) -> None:
+    tensors = inputs(length, heads, groups)
+    documents = None if documents is None else documents[:, :length]
+    memory = memory_of(lengths, groups) if lengths else None
+    assert_all_close(*(run(form, window, documents, memory, *tensors) for form in ("blocked", "reference")))
+
+
+def test_blocked_is_the_reference_over_real_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    tensors = inputs(700)
+    documents = (torch.arange(700) // torch.tensor([[330], [1000]])).long()
+    for window, packed in ((300, None), (300, documents), (None, documents)):
+        assert_all_close(*(run(form, window, packed, None, *tensors) for form in ("blocked", "reference")), 1e-10)
+
+
+@CPU_FORMS
+@pytest.mark.parametrize(
+    ("window", "documents", "lengths"), [(None, None, None), (3, None, None), (5, DOCUMENTS, (0, 2))]
+)
+def test_gradients(form: str, window: int | None, documents: Tensor | None, lengths: tuple[int, int] | None) -> None:
+    q, k, v = (x.detach()[:, :6, :, :2].requires_grad_() for x in inputs(heads=2, groups=1))
+    memory = memory_of(lengths, 1) if lengths else memory_of((0, 0), 1)
+    keys, values = (x.detach()[:, :3, :, :2].requires_grad_() for x in memory[:2])
+    documents = None if documents is None else documents[:, :6]
+
+    def function(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return attention(q, k, v, window, documents, Memory(keys, values, memory.length_B) if lengths else None)
+
+    with force(form):
+        assert gradcheck(function, (q, k, v, keys, values), fast_mode=True)
+
+
+@CPU_FORMS
+def test_bf16_is_near_the_reference_in_float64(form: str) -> None:
+    tensors = inputs(dtype=torch.bfloat16)
+    found = run(form, 5, DOCUMENTS, None, *tensors)
+    expected = run("reference", 5, DOCUMENTS, None, *(x.detach().double().requires_grad_() for x in tensors))
+    assert all(x.dtype == torch.bfloat16 for x in found)
+    assert_all_close([x.double() for x in found], expected, 0.03)
+
+
+@CPU_FORMS
+@pytest.mark.parametrize("window", [None, 5])
+def test_documents_are_separate_rows(form: str, window: int | None) -> None:
+    q, k, v = inputs()
+    with force(form):
+        y = attention(q, k, v, window, DOCUMENTS, None)
+        for row, document in itertools.product(range(2), range(3)):
+            own = DOCUMENTS[row] == document
+            alone = attention(*(x[row, own][None] for x in (q, k, v)), window, None, None)
+            torch.testing.assert_close(y[row, own], alone[0])
+
+
+@CPU_FORMS
+@pytest.mark.parametrize(("window", "keep"), [(None, None), (6, 5), (6, None), (1, 0)])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+def test_chunks_with_memory_are_the_whole_row(
+    form: str, window: int | None, keep: int | None, documents: Tensor | None
+) -> None:
+    tensors = inputs()
+    memory, parts, start = None, [], 0
+    with force(form):
+        for stop in (1, 3, 9, 16, 18):
+            q, k, v = (x[:, start:stop] for x in tensors)
+            chunk = None if documents is None else documents[:, start:stop]
+            if memory is not None and documents is not None:  # who hands over a memory empties it at a border
+                continues = documents[:, start] == documents[:, start - 1]
+                memory = memory._replace(length_B=memory.length_B * continues)
+            parts.append(attention(q, k, v, window, chunk, memory))
+            memory, start = remember(memory, k, v, chunk, keep), stop
+            assert keep is None or memory.keys_BMGK.shape[1] == keep
+    y = torch.cat(parts, dim=1)
+    grads = torch.autograd.grad((y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum(), tensors)
+    assert_all_close([y.detach(), *grads], run("reference", window, documents, None, *tensors))
+
+
+def test_remember_counts_the_last_document_alone() -> None:
+    _, k, v = inputs(length=3)
+    old = memory_of((2, 5))
+    documents = torch.tensor([[0, 0, 1], [0, 0, 0]])
+    for keep, size, lengths in ((None, 10, [1, 8]), (4, 4, [1, 4]), (12, 12, [1, 8])):
+        keys, _, length_B = remember(old, k, v, documents, keep)
+        assert length_B.tolist() == lengths
+        assert length_B.dtype == torch.int64
+        everything = F.pad(torch.cat((old.keys_BMGK, k), dim=1), (0, 0, 0, 0, max(0, size - 10), 0))
+        assert torch.equal(keys, everything[:, -size:])
+
+
+@CPU_FORMS
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("with_memory", [False, True])
+def test_no_bit_leaks_between_documents(form: str, window: int | None, with_memory: bool) -> None:
+    """Other tokens in document 0 and in the memory: document 1's output and all gradients stay bit for bit."""
+    documents = torch.tensor([[0] * 7 + [1] * 11])
+
+    def probe(others: Tensor) -> list[Tensor]:
+        torch.manual_seed(0)
+        weight, x = torch.randn(32, 12, requires_grad=True), torch.randn(1, 18, 12)
+        x = torch.cat((others, x[:, 7:]), dim=1).requires_grad_()
+        q, k, v = (x @ weight.T).view(1, 18, 4, 8).split((2, 1, 1), dim=2)
+        memory = Memory(10 * q[:, :3, :1].detach(), v[:, :3].detach(), torch.tensor([3])) if with_memory else None
+        with force(form):
+            y = attention(q, k, v, window, documents, memory)[:, 7:]
+        x_grad, weight_grad = torch.autograd.grad(y.square().sum(), (x, weight))
+        assert not x_grad[:, :7].any()
+        return [y, x_grad, weight_grad]
+
+    first, second = probe(torch.randn(1, 7, 12)), probe(100 * torch.rand(1, 7, 12))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(("window", "documents"), [(32, False), (32, True), (None, True)])
+def test_blocked_keeps_little(window: int | None, documents: bool) -> None:
+    """What is kept for backward does not grow with the square of the length."""
+    length = 1024
+    attention_file.BLOCK = 32  # set back by the fixture
+    tensors = inputs(length, 2, 1, torch.float32)
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    packed = (torch.arange(length) // 900).expand(2, -1) if documents else None
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), force("blocked"):
+        y = attention(*tensors, window, packed, None)
+    assert y.requires_grad
+    assert 0 < sum(kept.values()) < 2 * length * 4 * 150
+
+
+def test_sdpa_is_the_reference() -> None:
+    tensors = inputs()
+    assert_all_close(*(run(form, None, None, None, *tensors) for form in ("sdpa", "reference")))
+
+
+def flash_emulation() -> ModuleType:
+    """The two functions of flash_attn 2 that are used, as its README describes them."""
+
+    def flash_attn_func(
+        q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window_size: tuple[int, int], deterministic: bool
+    ) -> Tensor:
+        left, right = window_size
+        assert causal
+        assert right in (-1, 0)
+        assert q.dim() == 4
+        distance = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
+        mask = (distance >= 0) & ((distance <= left) | (left == -1))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+
+    def flash_attn_varlen_func(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        causal: bool,
+        window_size: tuple[int, int],
+        deterministic: bool,
+    ) -> Tensor:
+        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        assert q.dim() == 3
+        sizes = cu_seqlens_q.diff()
+        assert sizes.max() <= max_seqlen_q
+        assert sizes.sum() == len(q)
+        parts = zip(*(x[None].split(sizes.tolist(), dim=1) for x in (q, k, v)), strict=True)
+        settings = {"causal": causal, "window_size": window_size, "deterministic": deterministic}
+        return torch.cat([flash_attn_func(*part, **settings)[0] for part in parts])
+
+    module = ModuleType("flash_attn")
+    module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
+    return module
+
+
+@WINDOWS
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+def test_flash_calls_mean_the_reference(
+    window: int | None, documents: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Package("flash_attn", flash_emulation(), "emulated")
+    monkeypatch.setattr(attention_file, "optional_package", lambda name: found)
+    tensors = inputs()
+    assert_all_close(*(run(form, window, documents, None, *tensors) for form in ("flash-attn", "reference")))
+
+
+def test_what_runs_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "optional_package", lambda name: Package(name, None, "not installed"))
+    assert attention.choice("cpu")[0] == "blocked"
+    assert attention.choice("cuda")[0] == "sdpa"
+    monkeypatch.setattr(dispatch, "optional_package", lambda name: Package(name, flash_emulation(), "emulated"))
+    assert attention.choice("cuda")[0] == "flash-attn"
+
+
+FLASH_2 = ["flash_attn/__init__.py", f"{FLASH.replace('.', '/')}.py"]
+FLASH_4 = ["flash_attn/cute/__init__.py"]
+
+
+@pytest.fixture
+def _imports_are_forgotten() -> Iterator[None]:
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("_imports_are_forgotten")
+@pytest.mark.parametrize(("files", "chosen"), [(FLASH_2, "flash-attn"), (FLASH_4, "sdpa")])
+def test_a_package_of_the_same_name_is_told_apart(
+    files: list[str], chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flash-attn-4 makes `flash_attn` a namespace, in which none of the functions lie."""
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(dispatch, "optional_package", optional_package.__wrapped__)
+    assert attention.choice("cuda")[0] == chosen
+
+
+def test_refusals_say_why() -> None:
+    q, k, v = inputs()
+    flash, sdpa = (attention.named(name).refuses for name in ("flash-attn", "sdpa"))
+    half = [x.bfloat16() for x in (q, k, v)]
+    assert flash(*half, 3, DOCUMENTS, None) is None
+    assert sdpa(q, k, v, 18, None, None) is None
+    assert "float64" in flash(q, k, v, None, None, None)
+    assert "remembered" in flash(*half, None, None, memory_of((1, 1)))
+    assert "window" in sdpa(q, k, v, 17, None, None)
+    assert "documents" in sdpa(q, k, v, None, DOCUMENTS, None)

@@ -1,0 +1,143 @@
+"""Attention as FlexAttention: its forward on the CPU, its tiles against masks of L x S, and on CUDA its gradients."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.ops.attention.flex import TILE, block_mask, seen_keys
+from hybridtron.ops.attention.reference import Memory, attention
+from hybridtron.ops.dispatch import force
+
+LENGTHS = [128, 300, 517]
+WINDOWS = [None, 1, 40, 128, 129, 300, 1000]
+MEMORIES = [None, (0, 0), (39, 5), (250, 131)]  # remembered tokens of each row; 250 are held
+PLACES = [(-1, 1, 1), (-1, 1), (-1,)]
+DOCUMENTS = {
+    "one stream": [],
+    "long": [[0.4], [0.1, 0.9]],
+    "short": [[n / 20 for n in range(1, 20)], [0.5]],
+    "whole rows": [[], []],
+}
+
+
+def documents_of(name: str, length: int) -> Tensor | None:
+    """Borders at these shares of two rows."""
+    if not DOCUMENTS[name]:
+        return None
+    places = torch.arange(length) / length
+    return torch.stack([sum((places >= b).long() for b in row) + torch.zeros(length).long() for row in DOCUMENTS[name]])
+
+
+def memory_of(lengths: tuple[int, int] | None, groups: int = 2) -> Memory | None:
+    if lengths is None:
+        return None
+    generator = torch.Generator().manual_seed(1)
+    keys, values = (torch.randn(2, 250, groups, 16, generator=generator) for _ in range(2))
+    return Memory(keys, values, torch.tensor(lengths))
+
+
+def inputs(length: int, share: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, length, heads, 16, generator=generator) for heads in (2 * share, 2, 2)]
+
+
+def visible(length: int, window: int | None, documents: Tensor | None, memory: Memory | None) -> Tensor:
+    """The rules, token by token, (B, L, S): a mask that only a test may make."""
+    before = 0 if memory is None else 250
+    query, key = torch.arange(length)[:, None], torch.arange(-before, length)
+    seen = (key <= query) & (query - key < (window or length + before))
+    seen = seen.expand(2, -1, -1)
+    if documents is not None:
+        of_keys = torch.cat([documents[:, :1].expand(-1, before), documents], dim=1)
+        seen = seen & (documents[:, :, None] == of_keys[:, None])
+    if memory is not None:
+        seen = seen & (key >= -memory.length_B[:, None, None])
+    return seen
+
+
+def listed(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """Which tiles a list names, (B, T, U), each once."""
+    assert ((indices >= 0) & (indices < columns)).all()
+    listed_only = torch.where(torch.arange(indices.shape[-1]) < counts[..., None], indices, columns).long()
+    times = torch.zeros(*counts.shape, columns + 1, dtype=torch.int64)
+    times.scatter_add_(-1, listed_only, torch.ones_like(listed_only))
+    assert times[..., :columns].max() <= 1
+    return times[:, 0, :, :columns].bool()
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_tiles_are_those_of_the_mask(length: int, documents: str) -> None:
+    """Left out is what nobody sees, unmasked what all see; the keys' lists are the queries' turned around."""
+    for window, remembered in itertools.product(WINDOWS, MEMORIES):
+        numbers, memory = documents_of(documents, length), memory_of(remembered)
+        seen = visible(length, window, numbers, memory)
+        total = seen.shape[2]
+        mask = block_mask(seen_keys(inputs(length, 1)[0], window, numbers, memory), total)
+        b, query, key = (torch.arange(n).view(shape) for n, shape in zip(seen.shape, PLACES, strict=True))
+        assert torch.equal(mask.mask_mod(b, torch.zeros(1), query, key), seen)
+        sides = (0, -total % TILE, 0, -length % TILE)
+        some, not_all = (
+            torch.nn.functional.pad(x, sides).unflatten(2, (-1, TILE)).unflatten(1, (-1, TILE)).any(4).any(2)
+            for x in (seen, ~seen)
+        )
+        not_all |= torch.arange(some.shape[2]) >= total // TILE  # the last tile of keys may hold fewer
+        masked, whole = (
+            listed(counts, indices, some.shape[2])
+            for counts, indices in (
+                (mask.kv_num_blocks, mask.kv_indices),
+                (mask.full_kv_num_blocks, mask.full_kv_indices),
+            )
+        )
+        assert torch.equal(masked, some & not_all)
+        assert torch.equal(whole, some & ~not_all)
+        assert torch.equal(listed(mask.q_num_blocks, mask.q_indices, some.shape[1]), masked.mT)
+        assert torch.equal(listed(mask.full_q_num_blocks, mask.full_q_indices, some.shape[1]), whole.mT)
+
+
+@pytest.mark.parametrize("share", [1, 3])
+@pytest.mark.parametrize("remembered", MEMORIES)
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_forward_is_the_reference(documents: str, remembered: tuple[int, int] | None, share: int) -> None:
+    length, found = 300, []
+    for window in (None, 70):
+        for form in ("flex", "reference"):
+            with force(attention=form):
+                tensors, memory = inputs(length, share), memory_of(remembered)
+                found.append(attention(*tensors, window, documents_of(documents, length), memory))
+        torch.testing.assert_close(*found[-2:], rtol=1e-5, atol=1e-5)
+
+
+def test_what_it_leaves_to_others() -> None:
+    form, (q, k, v) = attention.named("flex"), inputs(128, 1)
+    assert form.refuses is not None
+    assert form.refuses(q, k, v, 40, None, None) is None
+    assert "float64" in form.refuses(q.double(), k, v, 40, None, None)
+    assert "at least 16 channels, not 8" in form.refuses(q[..., :8], k, v, 40, None, None)
+    assert "fewer than 128 tokens" in form.refuses(q[:, :127], k, v, 40, None, None)
+
+
+def test_order_on_cuda() -> None:
+    """The package, torch's own where it fits, this, and the form for any device."""
+    assert [form.name for form in attention.fast] == ["flash-attn", "sdpa", "flex", "blocked"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("remembered", MEMORIES)
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_gradients_are_the_reference(documents: str, remembered: tuple[int, int] | None) -> None:
+    for length, window in itertools.product(LENGTHS, (None, 70, 129)):
+        found = []
+        for form in ("flex", "reference"):
+            leaves = [x.cuda().requires_grad_() for x in inputs(length, 2)]
+            memory, numbers = memory_of(remembered), documents_of(documents, length)
+            if memory is not None:
+                leaves += [x.cuda().requires_grad_() for x in memory[:2]]
+                memory = Memory(*leaves[3:], memory.length_B.cuda())
+            with force(attention=form):
+                y = attention(*leaves[:3], window, None if numbers is None else numbers.cuda(), memory)
+            found.append([y.detach(), *torch.autograd.grad(y.square().sum(), leaves)])
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)

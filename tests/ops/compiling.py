@@ -1,0 +1,147 @@
+"""Compiles for a Hopper GPU whatever Triton kernels some code would launch, on a machine that need not have one.
+
+    launches, buffers = compile_calls("tests.ops.scan.test_kernels", "shipped")
+
+runs `shipped()` of that module in a process of its own, where a launch compiles for sm_90 and does nothing else. It
+runs what it wants compiled on tensors of the meta device, at the sizes that users have: so the arguments, options and
+grids are the ones that would be launched, and large buffers cost nothing. What comes back is every different kernel
+and grid, with what ptxas made of it, and the size of every tensor that was allocated on the way.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+CAPABILITY = 90
+SHARED_MEMORY = 227 * 1024  # bytes that one block of an H100 may use
+REGISTERS = 255  # of one thread
+SPILLED = {
+    "3.6": {"_gradients": 8, "group_gradients": 8, "token_gradients": 208},
+    "3.7": {"chunk_states": 8, "group_gradients": 32, "token_gradients": 232},
+}
+"""Bytes that one thread may keep on the stack, by Triton's version and kernel; 3.9 spills nothing.
+
+Those of chunk_states and token_gradients are spilled in fp32 at the largest sizes alone.
+"""
+GRID = (2**31 - 1, 2**16 - 1, 2**16 - 1)  # blocks along each axis
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel as it would be launched: bytes of shared memory and, for one thread, registers and bytes of stack.
+
+    Stack is where registers are spilled to. `dump` is its machine code's text, for counting instructions.
+    """
+
+    kernel: str
+    grid: tuple[int, ...]
+    num_warps: int
+    num_stages: int
+    shared: int
+    registers: int
+    stack: int
+    instructions: dict[str, int]
+
+    def faults(self) -> list[str]:
+        """What an H100 would refuse, or be slow at."""
+        spilled = SPILLED.get(".".join(version("triton").split(".")[:2]), {})
+        limits = {
+            f"{self.shared} bytes of shared memory": self.shared > SHARED_MEMORY,
+            f"{self.stack} bytes of registers spilled": self.stack > spilled.get(self.kernel, 0),
+            f"a grid of {self.grid}": any(size > most for size, most in zip(self.grid, GRID, strict=False)),
+        }
+        return [f"{self.kernel}: {fault}" for fault, holds in limits.items() if holds]
+
+
+def compile_calls(module: str, function: str) -> tuple[list[Launch], list[int]]:
+    """Every different launch of `module.function()`, and the elements of each tensor that it allocates."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        command = [sys.executable, "-m", "tests.ops.compiling", module, function, str(answer)]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+        told = json.loads(answer.read_text())
+    return [Launch(**{**launch, "grid": tuple(launch["grid"])}) for launch in told["launches"]], told["buffers"]
+
+
+def record(module: str, function: str) -> dict[str, Any]:
+    """The subprocess's side."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    driver.set_active(
+        SimpleNamespace(
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device: 0,
+            get_current_target=lambda: GPUTarget("cuda", CAPABILITY, 32),
+        )
+    )
+    launches: dict[tuple[Any, ...], Launch] = {}
+    compile_only = JITFunction.run
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        compiled = compile_only(kernel, *args, grid=grid, warmup=True, **options)
+        if callable(grid):
+            grid = grid(dict(zip(kernel.arg_names, args, strict=False)) | options)
+        key = (compiled.hash, *grid)
+        if key not in launches:
+            launches[key] = described(compiled, kernel.__name__, grid)
+
+    class Buffers(TorchDispatchMode):
+        """Remembers the size of every tensor that an operation makes, views left out."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if not func.is_view:
+                sizes.extend(leaf.numel() for leaf in tree_leaves(out) if hasattr(leaf, "numel"))
+            return out
+
+    JITFunction.run = run
+    wanted = getattr(importlib.import_module(module), function)
+    sizes: list[int] = []
+    with Buffers():
+        wanted()
+    return {"launches": [asdict(launch) for launch in launches.values()], "buffers": sizes}
+
+
+def described(compiled: Any, name: str, grid: tuple[int, ...]) -> Launch:
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        used = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", used)}
+    ptx = re.findall(r"^\s*(?:@%p\d+ )?([a-z]\w*)\.", compiled.asm["ptx"], re.MULTILINE)
+    metadata = compiled.metadata
+    return Launch(
+        name,
+        tuple(grid),
+        metadata.num_warps,
+        metadata.num_stages,
+        metadata.shared,
+        found["REG"],
+        found["STACK"],
+        {kind: ptx.count(kind) for kind in ("ex2", "shfl", "bar", "ld", "st", "fma", "atom", "red")},
+    )
+
+
+if __name__ == "__main__":
+    Path(sys.argv[3]).write_text(json.dumps(record(sys.argv[1], sys.argv[2])))

@@ -1,0 +1,83 @@
+"""Where there is no CUDA device, the kernels run in Triton's interpreter, which is numpy, for these tests alone.
+
+What is `triton.jit` is decided when a file is read. So the files of kernels, and with them the functions of Triton's
+own library that torch read before, are imported again while a module that uses `interpreter` runs, and once more after
+it. The tests of kernels are not collected where Triton cannot be had, which is off Linux.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hybridtron.device import compute_device
+
+if importlib.util.find_spec("triton") is None:
+    collect_ignore_glob = ["*/test_kernels.py", "test_whole_step.py"]
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[None]:
+    if compute_device().type == "cuda":
+        yield
+        return
+    import triton.language as tl
+    from triton.runtime.jit import JITFunction
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        for module in (tl.standard, tl, tl.math):
+            for name, value in list(vars(module).items()):
+                if isinstance(value, JITFunction):
+                    patch.setattr(module, name, _interpreted(value))
+        _forget_kernels()
+        yield
+        _forget_kernels()
+
+
+KERNELS = re.compile(r"hybridtron\.ops\.\w+\.kernels\w*|hybridtron\.ops\.kernel_launch")
+_AGAIN: dict[Callable[..., object], object] = {}
+
+
+def _interpreted(function: Any) -> object:
+    """One for each function, as the interpreter tells `tl.sum`'s combination from others by identity."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    return _AGAIN.setdefault(function.fn, InterpretedFunction(function.fn))
+
+
+def _forget_kernels() -> None:
+    """The next import reads the kernels' files again."""
+    for name in [name for name in sys.modules if KERNELS.fullmatch(name)]:
+        del sys.modules[name]
+        folder, _, leaf = name.rpartition(".")
+        if hasattr(sys.modules.get(folder), leaf):
+            delattr(sys.modules[folder], leaf)
+    importlib.invalidate_caches()
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """CUDA where there is one, and then the kernels run compiled."""
+    return compute_device()
+
+
+@pytest.fixture(
+    params=[
+        "here",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(compute_device().type == "cpu", reason="no CUDA device")],
+        ),
+    ]
+)
+def everywhere() -> torch.device:
+    """As `device`, for tests that are also among those of the marker `gpu`."""
+    return compute_device()

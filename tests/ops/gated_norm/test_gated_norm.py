@@ -1,0 +1,79 @@
+"""The gated norm: both forms against finite differences, transformers' norm, and each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
+
+from hybridtron.ops.dispatch import force
+from hybridtron.ops.gated_norm import reference as gated_norm
+from hybridtron.ops.gated_norm.reference import gated_scale, gated_squares
+
+FORMS = pytest.mark.parametrize("form", ["reference", "recomputed"])
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 2 tokens, so that 3 are a whole chunk and a ragged one."""
+    monkeypatch.setattr(gated_norm, "CHUNK", 2)
+
+
+def inputs(dtype: torch.dtype = torch.float64, rows: int = 2, length: int = 3) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y, z, scale and weight of 4 heads with 5 channels."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    y, z = torch.randn(2, rows, length, 4, 5, dtype=dtype)
+    made = y, z, torch.rand(rows, length, 4, dtype=wide), torch.randn(4, 5, dtype=dtype)
+    return tuple(tensor.clone().requires_grad_() for tensor in made)
+
+
+@FORMS
+def test_gradients(form: str) -> None:
+    y, z, scale, weight = inputs()
+    with force(form):
+        assert torch.autograd.gradcheck(gated_squares, (y, z))
+        assert torch.autograd.gradcheck(gated_scale, (y, z, scale, weight))
+
+
+@FORMS
+@pytest.mark.parametrize("groups", [1, 2])
+def test_it_is_transformers_norm(form: str, groups: int) -> None:
+    y, z, _, weight = inputs(torch.float32)
+    norm = MambaRMSNormGated(20, 20 // groups, eps=1e-5)
+    norm.weight.data = weight.detach().flatten()
+    with force(form):
+        mean = gated_squares(y, z).unflatten(-1, (groups, -1)).sum(-1) / (20 / groups)
+        scale = torch.rsqrt(mean + 1e-5).repeat_interleave(4 // groups, dim=-1)
+        ours = gated_scale(y, z, scale, weight)
+    torch.testing.assert_close(ours.flatten(2), norm(y.flatten(2), z.flatten(2)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recomputed_equals_the_reference(dtype: torch.dtype) -> None:
+    arguments = inputs(dtype, rows=3, length=7)
+    results = []
+    for form in ("reference", "recomputed"):
+        with force(form):
+            squares, scaled = gated_squares(*arguments[:2]), gated_scale(*arguments)
+        loss = squares.sin().sum() + scaled.float().cos().sum()
+        results.append((squares, scaled, *torch.autograd.grad(loss, arguments)))
+    for expected, ours in zip(*results, strict=True):
+        assert ours.dtype == expected.dtype
+        torch.testing.assert_close(ours, expected)
+
+
+def test_bf16_is_squared_in_fp32() -> None:
+    y, z, _, _ = inputs(torch.bfloat16)
+    squares = gated_squares(y, z)
+    assert squares.dtype == torch.float32
+    torch.testing.assert_close(squares.double(), gated_squares(y.double(), z.double()), rtol=1e-6, atol=1e-6)
+
+
+def test_only_inputs_are_kept() -> None:
+    arguments = inputs()
+    kept: set[int] = set()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.add(x.data_ptr()) or x, lambda x: x):
+        gated_squares(*arguments[:2])
+        gated_scale(*arguments)
+    assert kept == {tensor.data_ptr() for tensor in arguments}

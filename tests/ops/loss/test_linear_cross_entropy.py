@@ -1,0 +1,159 @@
+"""The loss of a product that is never whole: against all logits in float64, in one part and in several, from shares."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.ops.dispatch import force
+from hybridtron.ops.loss import chunked as linear_loss
+from hybridtron.ops.loss.chunked import Share, Sums, chunked, linear_cross_entropy, softmax_sums
+from hybridtron.ops.loss.reference import Loss, cross_entropy
+from hybridtron.planning import count
+from tests.live import Live
+
+WIDTH, VOCABULARY = 7, 11
+PARTS = pytest.mark.parametrize("tokens_at_a_time", [1, 4, 100])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def case(dtype: torch.dtype, scale: float = 1.0) -> list[Tensor]:
+    """The stream (2, 5, D), the weight, labels and a mask, the same at every call; what is masked is no token."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64).mul_(scale).to(dtype).requires_grad_()
+        for shape in ((2, 5, WIDTH), (VOCABULARY, WIDTH))
+    )
+    labels = torch.randint(VOCABULARY, (2, 5), generator=generator)
+    mask = torch.rand(2, 5, generator=generator) < 0.7
+    mask[0, -1] = False
+    return [x, weight, labels.masked_fill(~mask, -100), mask]
+
+
+def room_for(tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many tokens' logits at a time, and two rows of them in torch's own operations."""
+    monkeypatch.setattr(count, "LOGITS_BYTES", tokens * VOCABULARY * dtype.itemsize)
+    monkeypatch.setattr(linear_loss, "WORKSPACE", 2 * VOCABULARY)
+
+
+def run(form: str, x: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, z_loss: float) -> list[Tensor]:
+    """The loss, and the gradients of three times its total."""
+    with force(linear_cross_entropy=form):
+        loss = linear_cross_entropy(x, weight, labels, mask, z_loss)
+    return [*(value.detach() for value in loss), *torch.autograd.grad(3.0 * loss.total, (x, weight))]
+
+
+@PARTS
+@DTYPES
+@pytest.mark.parametrize(("z_loss", "scale"), [(0.0, 1.0), (1e-2, 1.0), (1e-3, 20.0)])
+def test_chunked_is_the_loss_of_all_logits(
+    tokens_at_a_time: int, dtype: torch.dtype, z_loss: float, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room_for(tokens_at_a_time, dtype, monkeypatch)
+    x, weight, labels, mask = case(dtype, scale)
+    found = run("chunked", x, weight, labels, mask, z_loss)
+    exact = (t.detach().double().requires_grad_() for t in (x, weight))
+    expected = run("reference", *exact, labels, mask, z_loss)
+    for ours, theirs in zip(found, expected, strict=True):
+        size = theirs.abs().max().double()
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=0, atol=TOLERANCES[dtype] * max(1.0, size))
+    assert [gradient.dtype for gradient in found[-2:]] == [dtype, dtype]
+    assert not found[-2][~mask].any()
+
+
+def test_a_weight_s_gradient_is_added_up_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """512 parts of one token each: in bf16 the later ones would be lost against the sum."""
+    room_for(1, torch.bfloat16, monkeypatch)
+    x = torch.ones(512, WIDTH, dtype=torch.bfloat16)
+    weight = torch.zeros(VOCABULARY, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    labels, mask = torch.zeros(512, dtype=torch.int64), torch.ones(512, dtype=torch.bool)
+    total = linear_cross_entropy(x, weight, labels, mask, 0.0).total
+    (gradient,) = torch.autograd.grad(total, weight)
+    torch.testing.assert_close(gradient[0].float(), torch.full((WIDTH,), -512 * 10 / 11), rtol=4e-3, atol=0)
+    torch.testing.assert_close(gradient[1].float(), torch.full((WIDTH,), 512 / 11), rtol=4e-3, atol=0)
+
+
+def test_only_the_wanted_gradients_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, labels, mask = case(torch.float64)
+    expected = run("reference", x, weight, labels, mask, 0.1)
+    loss = linear_cross_entropy(x, weight.detach(), labels, mask, 0.1)
+    torch.testing.assert_close(torch.autograd.grad(3.0 * loss.total, x)[0], expected[-2])
+    monkeypatch.setattr(linear_loss, "softmax_gradients", None)
+    with torch.no_grad():
+        loss = linear_cross_entropy(x, weight, labels, mask, 0.1)
+    torch.testing.assert_close(loss.total, expected[0])
+    assert not loss.total.requires_grad
+
+
+def test_an_all_masked_batch_is_zero() -> None:
+    x, weight, labels, mask = case(torch.float64)
+    total, _, tokens, _, *gradients = run("chunked", x, weight, labels, mask & False, 0.1)
+    assert total == tokens == 0
+    assert not any(gradient.any() for gradient in gradients)
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    x, weight, labels, mask = case(torch.float64)
+    total = linear_cross_entropy(x, weight, labels, mask, 0.1).total
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+@PARTS
+def test_it_gives_the_same_bits_again(tokens_at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    room_for(tokens_at_a_time, torch.float32, monkeypatch)
+    found = [run("chunked", *case(torch.float32), 0.1) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_shares_of_the_vocabulary_are_joined() -> None:
+    """A share's sums joined with the other's, which is worked out here; its gradients are its rows, and part of x's."""
+    x, weight, labels, mask = case(torch.float64)
+    logits = (x.flatten(0, 1) @ weight.T).detach()
+    expected = run("reference", x, weight, labels, mask, 0.1)
+    of_x, of_weight = torch.zeros_like(x), []
+    for first, stop, other in ((0, 4, slice(4, 11)), (4, 11, slice(0, 4))):
+        beyond = softmax_sums(logits[:, other], labels.flatten() - other.start)
+        share = Share(first, lambda own, theirs=beyond: joined(own, theirs))
+        loss: Loss = chunked(x, weight[first:stop], labels, mask, 0.1, share)
+        torch.testing.assert_close(loss.total, expected[0])
+        torch.testing.assert_close(loss.per_token, expected[3])
+        parts = torch.autograd.grad(3.0 * loss.total, (x, weight))
+        of_x += parts[0]
+        of_weight.append(parts[1][first:stop])
+    torch.testing.assert_close(of_x, expected[-2])
+    torch.testing.assert_close(torch.cat(of_weight), expected[-1])
+
+
+def joined(own: Sums, theirs: Sums) -> Sums:
+    """Of both."""
+    greatest = torch.maximum(own.greatest_C, theirs.greatest_C)
+    sums = (each.sum_C * (each.greatest_C - greatest).exp() for each in (own, theirs))
+    return Sums(greatest, sum(sums, torch.zeros(())), own.picked_C + theirs.picked_C)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_holds_what_the_planner_counts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 600 tokens 100 at a time, and never all logits; besides what went in, a workspace and some values a token."""
+    tokens, width, vocabulary = 600, 16, 500
+    monkeypatch.setattr(count, "LOGITS_BYTES", 100 * vocabulary * dtype.itemsize)
+    monkeypatch.setattr(linear_loss, "WORKSPACE", 10 * vocabulary)
+    x, weight = (torch.randn(n, width).to(dtype).requires_grad_() for n in (tokens, vocabulary))
+    labels, mask = torch.randint(vocabulary, (tokens,)), torch.ones(tokens, dtype=torch.bool)
+    with Live() as live:
+        linear_cross_entropy(x, weight, labels, mask, 1e-4)
+    planned = count.loss_bytes(tokens, width, vocabulary, dtype.itemsize)
+    beside = (tokens + vocabulary) * width * dtype.itemsize + 2 * 10 * vocabulary * 4 + 50 * tokens
+    assert 0.9 * planned < live.peak < planned + beside
+    assert planned + beside < tokens * vocabulary * dtype.itemsize
+
+
+def test_the_reference_is_the_loss_of_the_product() -> None:
+    x, weight, labels, mask = case(torch.float64)
+    with force("reference"):
+        found = linear_cross_entropy(x, weight, labels, mask, 0.1)
+        expected = cross_entropy(x @ weight.T, labels, mask, 0.1)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

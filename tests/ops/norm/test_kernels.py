@@ -1,0 +1,196 @@
+"""The norm's Triton kernels against the reference in float64, alone and after a sum: outputs and all gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.device import compute_device
+from hybridtron.ops.dispatch import force
+from hybridtron.ops.norm.reference import add_rms_norm, rms_norm
+from hybridtron.ops.norm.triton import MAX_CHANNELS
+from tests.ops.compiling import compile_calls
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+FP32 = 5e-7  # of a tensor's norm
+
+
+@pytest.fixture
+def four_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hybridtron.ops.norm import kernels  # not above: read anew for the interpreter
+
+    monkeypatch.setattr(kernels, "PROGRAMS", 4)
+
+
+def results(form: str, x: Tensor, weight: Tensor, dy: Tensor, eps: float) -> list[Tensor]:
+    """y, and the gradients of x and of the weight."""
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    with force(rms_norm=form):
+        y = rms_norm(x, weight, eps)
+    return [y.detach(), *torch.autograd.grad(y, (x, weight), dy.to(y.dtype))]
+
+
+def assert_right(x: Tensor, weight: Tensor, dy: Tensor, tolerance: float, eps: float = 1e-5) -> list[Tensor]:
+    device = compute_device()
+    expected = results("reference", x.double(), weight.double(), dy.double(), eps)
+    found = results("triton", x.to(device), weight.to(device), dy.to(device), eps)
+    assert [t.dtype for t in found] == [x.dtype, x.dtype, weight.dtype]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.shape == theirs.shape
+        assert (ours.cpu().double() - theirs).norm() <= tolerance * theirs.norm()
+    return found
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (7, 16), (3, 5, 100), (2, 1, 1025), (1, 2304)], ids=str)
+def test_any_number_of_rows_and_channels(shape: tuple[int, ...]) -> None:
+    assert_right(torch.randn(shape), torch.randn(shape[-1]), torch.randn(shape), FP32, eps=0.1)
+
+
+@pytest.mark.parametrize("rows", [7, 12])
+@pytest.mark.usefixtures("four_programs")
+def test_more_rows_than_programs(rows: int) -> None:
+    assert_right(torch.randn(rows, 8), torch.randn(8), torch.randn(rows, 8), FP32)
+
+
+def test_eps_counts_where_a_row_is_small() -> None:
+    assert_right(1e-3 * torch.randn(4, 40), torch.randn(40), torch.randn(4, 40), FP32, eps=1e-6)
+
+
+def test_rows_that_are_not_contiguous() -> None:
+    x, dy = torch.randn(40, 6).T, torch.randn(1, 40).expand(6, 40)
+    assert_right(x, torch.randn(40), dy, FP32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_sums_in_fp32(dtype: torch.dtype) -> None:
+    x, dy = torch.randn(3, 5, 100, dtype=dtype), torch.randn(3, 5, 100, dtype=dtype)
+    found = assert_right(x, torch.randn(100), dy, 2**-7)
+    again = assert_right(x, torch.randn(100, dtype=dtype), dy, 2**-7)
+    assert found[0].dtype == again[0].dtype == dtype
+
+
+@pytest.mark.usefixtures("four_programs")
+def test_the_same_bits_again() -> None:
+    x, weight, dy = torch.randn(11, 24), torch.randn(24), torch.randn(11, 24)
+    for first, second in zip(assert_right(x, weight, dy, FP32), assert_right(x, weight, dy, FP32), strict=True):
+        assert torch.equal(first, second)
+
+
+def sum_results(
+    dtype: torch.dtype, shape: tuple[int, ...], stream: torch.dtype | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Sum, norm, and the gradients of both summands and of the weight; and in float64 the same, from the found sum on.
+
+    Neither the second summand nor the gradients are contiguous. With a stream of its own type the weight is of `dtype`.
+    """
+    device = compute_device()
+    x, added = torch.randn(shape, dtype=stream or dtype), torch.randn(shape[::-1], dtype=dtype).T
+    weight = torch.randn(shape[-1], dtype=dtype if stream else torch.float32)
+    dsum, dy = (torch.randn(shape[-1], dtype=kind).expand(shape) for kind in (x.dtype, dtype))
+    ours = [tensor.to(device).requires_grad_() for tensor in (x, added, weight)]
+    outputs = add_rms_norm(*ours, 1e-5)
+    found = [*outputs, *torch.autograd.grad(outputs, ours, (dsum.to(device), dy.to(device)))]
+    summed, wide = (tensor.detach().cpu().double().requires_grad_() for tensor in (outputs[0], weight))
+    y = rms_norm.reference.function(summed, wide, 1e-5)
+    grad_sum, grad_weight = torch.autograd.grad((summed, y), (summed, wide), (dsum.double(), dy.double()))
+    expected = [x.double() + added.double(), y, grad_sum, grad_sum, grad_weight]
+    return [tensor.detach().cpu() for tensor in found], expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, FP32), (torch.bfloat16, 2**-7), (torch.float16, 2**-11)]
+)
+@pytest.mark.usefixtures("four_programs")
+def test_the_norm_of_a_sum(dtype: torch.dtype, tolerance: float) -> None:
+    with force(add_rms_norm="triton"):
+        found, expected = sum_results(dtype, (7, 100))
+    assert [t.dtype for t in found] == [dtype] * 4 + [torch.float32]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours.double() - theirs).norm() <= tolerance * theirs.norm()
+    if dtype != torch.float32:  # rounded once: what is normed is the sum as it is stored
+        assert ((found[1].double() - expected[1]).abs() <= 1.001 * tolerance * expected[1].abs()).all()
+
+
+@pytest.mark.parametrize("form", ["triton", "reference"])
+@pytest.mark.usefixtures("four_programs")
+def test_a_stream_in_fp32_with_what_bf16_layers_add(form: str) -> None:
+    """The stream and its gradient keep fp32's accuracy; what goes into a sub-layer and comes from it is bf16."""
+    with force(add_rms_norm=form):
+        found, expected = sum_results(torch.bfloat16, (7, 100), torch.float32)
+    assert [t.dtype for t in found] == [torch.float32, torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16]
+    tolerances = [FP32, 2**-8, FP32, 2**-8, 2**-8]
+    for ours, theirs, tolerance in zip(found, expected, tolerances, strict=True):
+        assert (ours.double() - theirs).norm() <= tolerance * theirs.norm()
+
+
+@pytest.mark.parametrize("form", ["triton", "reference"])
+def test_the_norm_of_a_stream_in_fp32_is_as_narrow_as_its_weight(form: str) -> None:
+    x, weight, dy = torch.randn(5, 40), torch.randn(40).bfloat16(), torch.randn(5, 40).bfloat16()
+    y, dx, dweight = results(form, x.to(compute_device()), weight.to(compute_device()), dy.to(compute_device()), 1e-5)
+    _, exact, _ = results("reference", x.double(), weight.double(), dy.double(), 1e-5)
+    assert (y.dtype, dx.dtype, dweight.dtype) == (torch.bfloat16, torch.float32, torch.bfloat16)
+    assert (dx.cpu().double() - exact).norm() <= FP32 * exact.norm()
+
+
+def test_both_summands_have_one_gradient_that_no_one_writes_into() -> None:
+    x, added, weight = (torch.randn(shape, requires_grad=True) for shape in ((3, 8), (3, 8), (8,)))
+    with force(add_rms_norm="triton"):
+        for _ in range(2):
+            summed, y = add_rms_norm(x, added, weight, 1e-5)
+            (summed.sum() + y.square().sum() + x.sum()).backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, added.grad + 2)
+
+
+def test_what_it_refuses() -> None:
+    form = rms_norm.named("triton")
+    assert form.device == "cuda"
+    assert form.refuses(torch.zeros(2, 8), torch.zeros(8), 1e-5) is None
+    assert "float64" in form.refuses(torch.zeros(2, 8).double(), torch.zeros(8), 1e-5)
+    assert "8193 channels" in form.refuses(torch.zeros(1, MAX_CHANNELS + 1), torch.zeros(MAX_CHANNELS + 1), 1e-5)
+    x, summing = torch.zeros(2, 8), add_rms_norm.named("triton")
+    assert summing.refuses(x, x, torch.zeros(8), 1e-5) is None
+    assert summing.refuses(x, x.bfloat16(), torch.zeros(8), 1e-5) is None
+    assert "not torch.float32 [2, 8] to torch.bfloat16 [2, 8]" in summing.refuses(x.bfloat16(), x, torch.zeros(8), 1e-5)
+    assert "[1, 8]" in summing.refuses(x, x[:1], torch.zeros(8), 1e-5)
+    assert "float64" in summing.refuses(x.double(), x.double(), torch.zeros(8), 1e-5)
+
+
+def shipped() -> None:
+    """Forward and backward of rows from those of a tiny model to the longest that are taken."""
+    from hybridtron.ops.norm.kernels import add_rms_norm as summing
+    from hybridtron.ops.norm.kernels import rms_norm as kernels
+
+    for dtype in (torch.bfloat16, torch.float32):
+        for channels in (64, 2304, MAX_CHANNELS):
+            x = torch.empty(8192, 8, channels, dtype=dtype, device="meta", requires_grad=True)
+            weight = torch.empty(channels, device="meta", requires_grad=True)
+            y = kernels(x, weight, 1e-5)
+            y.backward(torch.empty_like(y))
+            torch.autograd.grad(summing(x, torch.empty_like(x), weight, 1e-5), (x, weight), (x, x))
+            stream, narrow = x.float().detach().requires_grad_(), weight.to(dtype)
+            torch.autograd.grad(summing(stream, x, narrow, 1e-5), (stream, x), (stream, torch.empty_like(x)))
+
+
+@pytest.mark.slow
+def test_what_is_shipped_fits_an_h100() -> None:
+    launches, buffers = compile_calls(__name__, "shipped")
+    assert {launch.kernel for launch in launches} == {"_forward", "_backward"}
+    assert [fault for launch in launches for fault in launch.faults()] == []
+    assert not any(launch.instructions["atom"] + launch.instructions["red"] for launch in launches)
+    assert max(buffers) == 8192 * 8 * MAX_CHANNELS
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(compute_device().type == "cpu", reason="no CUDA device")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, FP32), (torch.bfloat16, 2**-8)])
+def test_on_a_gpu(dtype: torch.dtype, tolerance: float) -> None:
+    x, dy = torch.randn(512, 4, 2304, dtype=dtype), torch.randn(512, 4, 2304, dtype=dtype)
+    assert_right(x, torch.randn(2304), dy, tolerance)
+    with force(add_rms_norm="triton"):
+        pairs = [*zip(*sum_results(dtype, (2048, 2304)), strict=True)]
+        pairs += zip(*sum_results(dtype, (2048, 2304), torch.float32), strict=True)
+    for ours, theirs in pairs:
+        assert (ours.double() - theirs).norm() <= tolerance * theirs.norm()

@@ -1,0 +1,250 @@
+"""The Triton scan against the reference in float64, forward and backward, and as a GPU would get it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from hybridtron.ops.dispatch import force
+from hybridtron.ops.kernel_cost import selective_scan_cost
+from hybridtron.ops.scan.reference import selective_scan
+from tests.ops.compiling import compile_calls
+from tests.ops.conv.test_kernels import documents_with_borders, some_loss
+from tests.ops.scan.test_scan import gradients, random_inputs
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+LENGTH, CHANNELS = 65536, 4608  # what is compiled for: one row of Samba 1.3B
+
+
+@pytest.fixture
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 8 tokens, tiles of 4, blocks of 4 channels, 2 parts of the chain at a time."""
+    from hybridtron.ops.scan import kernels as scan
+    from hybridtron.ops.scan import kernels_backward as back
+
+    for module, name, value in (
+        *((scan, "CHUNK", 8), (scan, "WARP_CHANNELS", 4), (scan, "CHAIN_PARTS", 2)),
+        *((back, "CHUNK", 8), (back, "TILE", 4), (back, "CHANNELS", 4)),
+    ):
+        monkeypatch.setattr(module, name, value)
+
+
+def computed(form: str, inputs: dict[str, Tensor | None], documents: Tensor | None) -> dict[str, Tensor]:
+    """Outputs and gradients by name."""
+    with force(selective_scan=form):
+        y, last = selective_scan(*inputs.values(), documents)
+    return {"y": y, "last": last} | gradients(some_loss(y, last), inputs)
+
+
+def cases() -> Iterator[object]:
+    everything = {"rows": 1, "length": 11, "channels": 3, "size": 2, "absent": (), "borders": (4, 9), "decay": 1.0}
+    for name, changed in {
+        "everything": {},
+        "two rows, two blocks of channels, a padded state": {
+            **{"rows": 2, "length": 6, "channels": 5, "size": 3, "borders": (4,)},
+        },
+        "one document": {"borders": None},
+        "no state": {"absent": ("state",), "length": 5},
+        "no gate": {"absent": ("z",), "length": 5},
+        "bare": {"absent": ("z", "state"), "borders": None, "length": 5},
+        "borders at the edges of tiles and chunks": {"borders": (4, 8, 12), "length": 13},
+        "borders at the first tokens": {"borders": (1, 2), "length": 3},
+        "one token": {"length": 1, "borders": None},
+        "a whole chunk": {"length": 8, "borders": None},
+        "strong decays": {"decay": 300.0},
+        "weak decays": {"decay": 1e-6},
+        "no decay at all": {"decay": 0.0},
+    }.items():
+        yield pytest.param(everything | changed, id=name)
+
+
+@pytest.mark.parametrize("case", [*cases()])
+@pytest.mark.usefixtures("_small_tiles")
+def test_it_equals_the_reference(case: dict, everywhere: torch.device) -> None:
+    sizes = {name: case[name] for name in ("rows", "length", "channels", "size")}
+    inputs = random_inputs(dtype=torch.float32, **sizes) | dict.fromkeys(case["absent"])
+    inputs["A"] = (inputs["A"] * case["decay"]).detach()
+    exact = {name: None if t is None else t.detach().double().requires_grad_() for name, t in inputs.items()}
+    here = {name: None if t is None else t.detach().to(everywhere).requires_grad_() for name, t in inputs.items()}
+    documents = None
+    if case["borders"] is not None:
+        documents = documents_with_borders(case["rows"], case["length"], *case["borders"])
+    expected = computed("reference", exact, documents)
+    found = computed("triton", here, None if documents is None else documents.to(everywhere))
+    for name, value in expected.items():
+        assert found[name].dtype == torch.float32
+        close = 2e-6 * max(value.abs().max().item(), 1e-30)
+        assert_close(found[name].double().cpu(), value, rtol=1e-5, atol=close, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.usefixtures("_small_tiles")
+def test_small_steps_keep_their_precision(everywhere: torch.device) -> None:
+    """softplus(-25) is 1.4e-11, and with 300 the decay is 0: neither step nor gradients lose a digit next to others."""
+    inputs = random_inputs(rows=1, length=5, channels=3, dtype=torch.float32)
+    dt = torch.tensor([-25.0, 0.5, 300.0]).expand(1, 5, 3)
+    inputs |= {"dt": dt, "dt_bias": torch.zeros(3)}
+    exact = {name: t.detach().double().requires_grad_() for name, t in inputs.items()}
+    here = {name: t.detach().to(everywhere).requires_grad_() for name, t in inputs.items()}
+    expected, found = computed("reference", exact, None), computed("triton", here, None)
+    for name in ("last", "x", "dt", "A", "dt_bias", "state"):
+        # channel by channel: they differ by many orders of magnitude
+        axis = expected[name].dim() - (1 if name in ("x", "dt", "dt_bias") else 2)
+        for one, other in zip(found[name].unbind(axis), expected[name].unbind(axis), strict=True):
+            close = max(3e-6 * other.abs().max().item(), 1e-30)  # below are what fp32 has no numbers for
+            assert_close(one.double().cpu(), other, rtol=1e-5, atol=close, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("_small_tiles")
+def test_narrow_types_are_computed_in_fp32_and_repeat_bit_for_bit(dtype: torch.dtype, everywhere: torch.device) -> None:
+    inputs = random_inputs(rows=1, length=10, dtype=dtype)
+    here = {name: t.detach().to(everywhere).requires_grad_() for name, t in inputs.items()}
+    exact = {name: t.detach().double().requires_grad_() for name, t in inputs.items()}
+    documents = documents_with_borders(1, 10, 5)
+    first, again = (computed("triton", here, documents.to(everywhere)) for _ in range(2))
+    expected = computed("reference", exact, documents)
+    assert first["last"].dtype == torch.float32
+    assert_close(first["last"].double().cpu(), expected["last"], rtol=1e-5, atol=1e-5)
+    for name, value in expected.items():
+        assert torch.equal(first[name], again[name])
+        assert first[name].dtype == (dtype if name == "y" else inputs[name].dtype if name in inputs else torch.float32)
+        close = 2**-7 * value.abs().max().item()
+        assert_close(first[name].double().cpu(), value, rtol=2**-7, atol=close, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.usefixtures("_small_tiles")
+def test_no_bit_of_a_document_leaks_into_the_next(everywhere: torch.device) -> None:
+    border, length = 6, 10  # inside the second tile
+    documents = (torch.arange(length) >= border).int().expand(1, -1).to(everywhere)
+    inputs = {n: t.detach().to(everywhere) for n, t in random_inputs(1, length, 3, 2, torch.float32).items()}
+    probed = []
+    for factor in (1.0, -30.0):
+        changed = inputs | {"state": factor * inputs["state"]}
+        for name in ("x", "dt", "B", "C", "z"):
+            changed[name] = torch.cat([factor * inputs[name][:, :border], inputs[name][:, border:]], dim=1)
+        changed = {name: t.requires_grad_() for name, t in changed.items()}
+        with force(selective_scan="triton"):
+            y, last = selective_scan(*changed.values(), documents)
+        grads = gradients(some_loss(y[:, border:], last), changed)
+        assert not grads["state"].any()
+        assert not any(grads[name][:, :border].any() for name in ("x", "dt", "B", "C", "z"))
+        probed.append([y[:, border:], last, *grads.values()])
+    assert all(torch.equal(one, other) for one, other in zip(*probed, strict=True))
+
+
+@pytest.mark.usefixtures("_small_tiles")
+@pytest.mark.parametrize("border", [1, 6, 8])  # inside a tile, and where a chunk begins
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_nothing_that_is_not_finite_crosses_a_border(border: int, value: float, everywhere: torch.device) -> None:
+    """Neither a state, going forward, nor a gradient, going back."""
+    length = 11
+    documents = (torch.arange(length) >= border).int().expand(1, -1).to(everywhere)
+    sound = {n: t.detach().to(everywhere) for n, t in random_inputs(1, length, 3, 2, torch.float32).items()}
+    broken = sound | {"state": torch.full_like(sound["state"], value)}
+    for name in ("x", "dt", "B"):
+        broken[name] = sound[name].clone()
+        broken[name][:, 0] = value
+    made = []
+    for inputs in (sound, broken):
+        inputs = {name: tensor.clone().requires_grad_() for name, tensor in inputs.items()}
+        with force(selective_scan="triton"):
+            y, last = selective_scan(*inputs.values(), documents)
+        grads = gradients(some_loss(y[:, border:], last), inputs)
+        made.append([y[:, border:], last, *(grads[name][:, border:] for name in ("x", "dt", "B", "C", "z"))])
+    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
+    assert all(one.isfinite().all() for one in made[1])
+
+    inputs = {name: tensor.clone().requires_grad_() for name, tensor in sound.items()}
+    with force(selective_scan="triton"):
+        y, last = selective_scan(*inputs.values(), documents)
+    before = [torch.autograd.grad([y, last], [inputs[n] for n in ("x", "dt", "B", "C")], [y.detach(), grad_last],
+                                  retain_graph=True) for grad_last in (0 * last, last * value)]  # fmt: skip
+    assert all(torch.equal(one[:, :border], other[:, :border]) for one, other in zip(*before, strict=True))
+
+
+@pytest.mark.usefixtures("_small_tiles")
+def test_rows_and_tokens_may_lie_in_any_order(everywhere: torch.device) -> None:
+    """As in a mixer: sequence first in memory, x and z parts of one projection, B and C of another; channels apart."""
+    inputs = random_inputs(rows=2, length=5, dtype=torch.float32)
+    x, z = torch.randn(5, 2, 6).transpose(0, 1).split(3, dim=2)
+    B, C = torch.randn(5, 2, 4).transpose(0, 1).split(2, dim=2)
+    dt = torch.randn(3, 2, 5).permute(1, 2, 0)
+    here = {n: t.to(everywhere) for n, t in (inputs | {"x": x, "z": z, "B": B, "C": C, "dt": dt}).items()}
+    here = {name: t.detach().requires_grad_() for name, t in here.items()}
+    expected = computed("chunked", here, None)
+    for name, value in computed("triton", here, None).items():
+        assert_close(value, expected[name], rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_what_it_refuses() -> None:
+    form = selective_scan.named("triton")
+    assert form.device == "cuda"
+    assert form.repeats is None
+    assert form.refuses(*random_inputs(dtype=torch.float32).values(), documents_with_borders(2, 11, 5)) is None
+    assert "float64" in form.refuses(*random_inputs().values(), None)
+    assert "at most 256, not 257" in form.refuses(*random_inputs(size=257, dtype=torch.float32).values(), None)
+
+
+def test_on_cuda_a_state_comes_here_and_the_rest_goes_to_mamba_ssm_first() -> None:
+    assert [form.name for form in selective_scan.fast] == ["mamba-ssm", "triton", "chunked"]
+    inputs = random_inputs(dtype=torch.float32)
+
+    def taker(documents: Tensor | None, **changed: Tensor | None) -> str:
+        given = (*(inputs | changed).values(), documents)
+        return next(f.name for f in selective_scan.fast if f.refuses is None or f.refuses(*given) is None)
+
+    assert taker(None, state=None) == "mamba-ssm"
+    assert taker(None) == "triton"
+    assert taker(documents_with_borders(2, 11, 5), state=None) == "triton"
+
+
+def shipped() -> None:
+    """64k tokens in one row, as they lie in the mixer; a state size that fills a warp alone; a small one."""
+    for size, channels, dtype, whole in (
+        *((16, CHANNELS, torch.bfloat16, True), (16, CHANNELS, torch.float32, False)),
+        *((64, 64, torch.bfloat16, True), (256, 64, torch.bfloat16, True), (1, 64, torch.bfloat16, False)),
+    ):
+        with torch.device("meta"):
+            x, z = torch.empty(LENGTH, 1, 2 * channels, dtype=dtype).transpose(0, 1).split(channels, dim=2)
+            B, C = torch.empty(LENGTH, 1, 2 * size, dtype=dtype).transpose(0, 1).split(size, dim=2)
+            per_channel = torch.empty(channels).requires_grad_()
+            y, last = selective_scan.named("triton").function(
+                x.detach().requires_grad_(),
+                torch.empty(1, LENGTH, channels, dtype=dtype).requires_grad_(),
+                torch.empty(channels, size).requires_grad_(),
+                B.detach().requires_grad_(),
+                C.detach().requires_grad_(),
+                per_channel,
+                z.detach().requires_grad_() if whole else None,
+                per_channel,
+                torch.empty(1, channels, size).requires_grad_() if whole else None,
+                torch.empty(1, LENGTH, dtype=torch.int32) if whole else None,
+            )
+        (y.sum() + last.sum()).backward()
+
+
+@pytest.mark.slow  # five sizes and types of five kernels
+def test_what_is_shipped_fits_an_h100() -> None:
+    launches, buffers = compile_calls(__name__, "shipped")
+    assert {launch.kernel for launch in launches} == {"_walk", "_chain", "_retrace", "_walk_back", "_gradients"}
+    assert [fault for launch in launches for fault in launch.faults()] == []
+    assert all(launch.instructions["atom"] == launch.instructions["red"] == 0 for launch in launches)
+    assert max(buffers) == 2 * LENGTH * CHANNELS  # the projection that x and z are parts of: nothing has 16 values more
+
+
+def test_what_it_costs_on_paper() -> None:
+    """By hand, for 2 tokens: one row, chunks and tiles of one part each, 1 channel, 1 state, values of 2 bytes."""
+    forward = selective_scan_cost(1, 2, 1, 1, 2, gate=True, backward=False)
+    # walk x dt B, retrace x dt z y B C; of the state: written, read, written, read, and delta's sum twice
+    assert forward.bytes == 2 * 2 * (3 + 6) + 4 * (4 + 2)
+    assert forward.flops == 2 * 12
+    samba = selective_scan_cost(8, 4096, CHANNELS, 16, 2, gate=True, backward=False)
+    floor = 2 * 8 * 4096 * (4 * CHANNELS + 2 * 16)  # x, dt, z, B and C read once, y written once
+    assert 1.5 < samba.bytes / floor < 1.8
+    backward = selective_scan_cost(8, 4096, CHANNELS, 16, 2, gate=True, backward=True)
+    assert 4 < backward.bytes / samba.bytes < 6

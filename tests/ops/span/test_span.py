@@ -1,0 +1,280 @@
+"""Span-expanded attention: reference and choice against loops over single tokens, the blocked form against both.
+
+The blocked form runs with 3 queries and 16 tokens at a time, so that short rows have many parts.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from hybridtron.ops.attention.reference import attention
+from hybridtron.ops.dispatch import force
+from hybridtron.ops.span import blocked as span_blocked
+from hybridtron.ops.span.choice import choose, random_relevance, relevance, summaries
+from hybridtron.ops.span.past import Held, Rule, choose_at_random, choose_by_relevance
+from hybridtron.ops.span.reference import Cut, Stretch, span_attention
+
+FORMS = pytest.mark.parametrize("form", ["reference", "blocked"])
+LENGTH, HEADS, GROUPS, SIZE = 45, 4, 2, 8
+ALL = slice(0, 2)
+WHOLE = (Stretch(ALL, 0, LENGTH),)
+BORDERS = (
+    Stretch(slice(0, 1), 0, 20),
+    Stretch(slice(0, 1), 20, LENGTH),
+    Stretch(slice(1, 2), 0, 7),
+    Stretch(slice(1, 2), 7, LENGTH),
+)
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(span_blocked, "AT_ONCE", 16)
+    monkeypatch.setattr(span_blocked, "BLOCK", 3)
+
+
+def inputs(length: int = LENGTH, groups: int = GROUPS, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """q, k and v of two rows, the same at every call."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, length, count, SIZE) for count in (HEADS, groups, groups)]
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+
+
+def chosen_for(cut: Cut, rule: Rule, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor | None]:
+    return choose_by_relevance(cut, rule, q, k, v, None, Held(0, 0))[0]
+
+
+def gradients(y: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """The output, and the gradients of a linear function of it."""
+    weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+    return [y.detach(), *torch.autograd.grad((y * weight).sum(), tensors)]
+
+
+def assert_all_close(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-12) -> None:
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def softmax(scores: list[float]) -> list[float]:
+    raised = [math.exp(score / math.sqrt(SIZE)) for score in scores]
+    return [each / sum(raised) for each in raised]
+
+
+def mixed(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    weights = softmax([float(query @ key) for key in keys])
+    return sum((w * value for w, value in zip(weights, values, strict=True)), torch.zeros(SIZE, dtype=torch.float64))
+
+
+def by_loops(q: Tensor, k: Tensor, v: Tensor, chunk: int, block: int, rule: Rule) -> Tensor:
+    """One document, token by token: q is (L, H, K), k and v (L, G, K)."""
+    length, heads, share = len(q), q.shape[1], q.shape[1] // k.shape[1]
+    y = torch.zeros_like(q)
+    summary = {}
+    for h, j in itertools.product(range(heads), range(length // block)):
+        tokens = range(j * block, (j + 1) * block)
+        keys, values = [k[i, h // share] for i in tokens], [v[i, h // share] for i in tokens]
+        asking = [q[i, h] for i in tokens] if rule.landmarks_HK is None else [rule.landmarks_HK[h]]
+        summary[h, j] = sum(mixed(each, keys, values) for each in asking) / len(asking)
+    for g, t in itertools.product(range(k.shape[1]), range(math.ceil(length / chunk))):
+        begin, end = t * chunk, min((t + 1) * chunk, length)
+        asking = range(begin - chunk, begin) if rule.previous else range(begin, end)
+        scores = {
+            j: sum(float(q[i, h] @ summary[h, j]) for h in range(g * share, (g + 1) * share) for i in asking)
+            for j in range(length // block)
+            if (j + 1) * block <= begin
+        }
+        best = sorted(scores, key=lambda j: (-scores[j], j))[: rule.most]
+        read = [i for j in sorted(best) for i in range(j * block, (j + 1) * block)]
+        for i, h in itertools.product(range(begin, end), range(g * share, (g + 1) * share)):
+            seen = [*read, *range(begin, i + 1)]
+            y[i, h] = mixed(q[i, h], [k[s, g] for s in seen], [v[s, g] for s in seen])
+    return y
+
+
+LANDMARKS = torch.randn(HEADS, SIZE, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+@FORMS
+@pytest.mark.parametrize("stretches", [WHOLE, BORDERS], ids=["whole", "borders"])
+@pytest.mark.parametrize(
+    ("chunk", "block", "rule"),
+    [
+        (8, 4, Rule(2, False)),
+        (8, 4, Rule(2, True)),
+        (6, 3, Rule(3, False, LANDMARKS)),
+        (4, 4, Rule(1, True)),
+        (8, 2, Rule(0, False)),
+    ],
+)
+def test_forms_are_the_equations(form: str, stretches: tuple[Stretch, ...], chunk: int, block: int, rule: Rule) -> None:
+    q, k, v = (x.detach() for x in inputs())
+    cut = Cut(chunk, block, stretches)
+    with force(span_attention=form):
+        y = span_attention(q, k, v, cut, chosen_for(cut, rule, q, k, v))
+    for stretch in stretches:
+        for row in range(stretch.rows.start, stretch.rows.stop):
+            here = slice(stretch.start, stretch.stop)
+            alone = by_loops(q[row, here], k[row, here], v[row, here], chunk, block, rule)
+            torch.testing.assert_close(y[row, here], alone)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("stretches", [WHOLE, BORDERS], ids=["whole", "borders"])
+@pytest.mark.parametrize(
+    ("chunk", "block", "most", "shift"), [(8, 4, 2, 0), (32, 2, 3, 0), (4, 4, 9, 0), (10, 2, 0, 5)]
+)
+def test_blocked_is_the_reference(
+    groups: int, stretches: tuple[Stretch, ...], chunk: int, block: int, most: int, shift: int
+) -> None:
+    tensors = inputs(groups=groups)
+    cut = Cut(chunk, block, stretches, shift)
+    chosen = [None] * len(stretches) if shift else chosen_for(cut, Rule(most, False), *tensors)
+    found = []
+    for form in ("blocked", "reference"):
+        with force(span_attention=form):
+            found.append(gradients(span_attention(*tensors, cut, chosen), tensors))
+    assert_all_close(*found)
+
+
+def test_blocked_is_the_reference_in_fp32_over_real_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    tensors = inputs(2500, dtype=torch.float32)
+    cut = Cut(512, 32, (Stretch(ALL, 0, 2500),))
+    chosen = chosen_for(cut, Rule(8, False), *tensors)
+    found = []
+    for form in ("blocked", "reference"):
+        with force(span_attention=form):
+            found.append(gradients(span_attention(*tensors, cut, chosen), tensors))
+    assert_all_close(*found, 1e-5)
+
+
+@FORMS
+def test_bf16_is_near_the_reference_in_float64(form: str) -> None:
+    halves = inputs(dtype=torch.bfloat16)
+    exact = [x.detach().double().requires_grad_() for x in halves]
+    cut = Cut(8, 4, WHOLE)
+    chosen = chosen_for(cut, Rule(2, False), *exact)
+    with force(span_attention=form):
+        found = gradients(span_attention(*halves, cut, chosen), halves)
+    assert all(x.dtype == torch.bfloat16 for x in found)
+    with force(span_attention="reference"):
+        expected = gradients(span_attention(*exact, cut, chosen), exact)
+    assert_all_close([x.double() for x in found], expected, 0.05)
+
+
+@FORMS
+def test_gradients(form: str) -> None:
+    q, k, v = (x.detach()[:1, :10, :2, :2].requires_grad_() for x in inputs())
+    cut = Cut(4, 2, (Stretch(slice(0, 1), 0, 10),))
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.rand(1, 2, 3, 5, generator=generator)
+    chosen = [choose(scores, [0, 2, 4], 2)]
+    with force(span_attention=form):
+        assert gradcheck(lambda *x: span_attention(*x, cut, chosen), (q, k, v), fast_mode=True)
+
+
+@FORMS
+def test_with_all_blocks_it_is_full_attention(form: str) -> None:
+    tensors = inputs()
+    cut = Cut(8, 4, WHOLE)
+    chosen = chosen_for(cut, Rule(100, False), *tensors)
+    with force(span_attention=form):
+        found = gradients(span_attention(*tensors, cut, chosen), tensors)
+    assert_all_close(found, gradients(attention(*tensors, None, None, None), tensors))
+
+
+@FORMS
+def test_with_no_block_chunks_are_rows_of_their_own(form: str) -> None:
+    q, k, v = inputs()
+    cut = Cut(8, 4, WHOLE)
+    chosen = chosen_for(cut, Rule(0, False), q, k, v)
+    assert chosen == [None]
+    with force(span_attention=form):
+        y = span_attention(q, k, v, cut, chosen)
+    for start in range(0, LENGTH, 8):
+        alone = attention(*(x[:, start : start + 8] for x in (q, k, v)), None, None, None)
+        torch.testing.assert_close(y[:, start : start + 8], alone)
+
+
+def test_summaries_of_landmarks() -> None:
+    """A landmark of zeros gives the mean of the values; blocks of one token are their values."""
+    q, k, v = inputs()
+    mean = v[:, :44].unflatten(1, (11, 4)).mean(2).repeat_interleave(2, dim=2)
+    torch.testing.assert_close(summaries(q, k, v, 4, 0 * LANDMARKS), mean.detach())
+    for landmarks in (LANDMARKS, None):
+        torch.testing.assert_close(summaries(q, k, v, 1, landmarks), v.detach().repeat_interleave(2, dim=2))
+
+
+def test_relevance_sums_over_the_heads_of_a_group() -> None:
+    sums, of_blocks = torch.randn(2, 3, HEADS, SIZE), torch.randn(2, 5, HEADS, SIZE)
+    by_head = torch.einsum("rthk,ruhk->rhtu", sums, of_blocks)
+    torch.testing.assert_close(relevance(sums, of_blocks, 2), by_head.unflatten(1, (2, 2)).sum(2))
+
+
+def test_of_equals_the_earlier_block_is_chosen() -> None:
+    scores = torch.tensor([[2.0, 1, 1, 3, 1, 1], [0, 0, 0, 0, 9, 9], [5, 5, 4, 4, 4, 4]])[None, None]
+    assert choose(scores, [6, 4, 6], 3).tolist() == [[[[0, 1, 3], [0, 1, 2], [0, 1, 2]]]]
+    assert choose(scores, [0, 1, 2], 4).tolist() == [[[[-1, -1], [0, -1], [0, 1]]]]
+    assert choose(scores, [0, 0, 0], 4) is None
+
+
+def test_random_relevance_is_a_function_of_where_it_stands() -> None:
+    whole = random_relevance(7, range(3), [0, 1, 2], range(4), range(50))
+    assert torch.equal(random_relevance(7, range(1, 3), [2], range(2, 4), range(9, 20)), whole[1:, 2:, 2:, 9:20])
+    assert whole.unique().numel() == whole.numel()
+    assert abs(whole.mean() - 0.5) < 0.02
+    assert abs(whole.var() - 1 / 12) < 0.005
+    other = random_relevance(8, range(3), [0, 1, 2], range(4), range(50))
+    correlation = torch.corrcoef(torch.stack([whole.flatten(), other.flatten()]))[0, 1]
+    assert abs(correlation) < 0.1
+
+
+def test_random_blocks_lie_in_the_past_and_differ() -> None:
+    cut = Cut(8, 2, WHOLE)
+    (chosen,) = choose_at_random(cut, 3, 1, [0, 1], torch.device("cpu"))
+    assert chosen is not None
+    assert (chosen[:, :, 0] == -1).all()
+    for chunk in range(1, 6):
+        blocks = chosen[:, :, chunk]
+        assert ((blocks >= 0) & (blocks < 4 * chunk)).all()
+        assert all(len(set(each)) == 3 for each in blocks.flatten(0, 1).tolist())
+    assert not torch.equal(chosen[0], chosen[1])
+    assert not torch.equal(chosen[:, 0], chosen[:, 1])
+
+
+@FORMS
+def test_a_token_reaches_later_chunks_and_its_own_past_stays(form: str) -> None:
+    """Bit for bit: other tokens from 21 on change nothing before their chunk, and with the choice frozen nothing at
+    all before them."""
+    tensors = [x.detach() for x in inputs()]
+    others = [torch.cat((x[:, :21], torch.randn_like(x[:, 21:])), dim=1) for x in tensors]
+    cut = Cut(8, 4, WHOLE)
+    for rule, safe in ((Rule(2, False), 16), (Rule(2, True), 21), (Rule(2, False, LANDMARKS), 16)):
+        frozen = chosen_for(cut, rule, *tensors)
+        with force(span_attention=form):
+            before = span_attention(*tensors, cut, frozen)
+            chosen_anew = span_attention(*others, cut, chosen_for(cut, rule, *others))
+            chosen_then = span_attention(*others, cut, frozen)
+        assert torch.equal(chosen_anew[:, :safe], before[:, :safe])
+        assert torch.equal(chosen_then[:, :21], before[:, :21])
+        assert not torch.equal(chosen_anew[:, 21:], before[:, 21:])
+
+
+def test_rolled_groups_of_shifted_attention_would_leak() -> None:
+    """Rolling the row by half a group puts its first tokens behind its last ones; `shift` cuts there instead."""
+    tensors = [x.detach() for x in inputs(32)]
+    others = [torch.cat((x[:, :28], x[:, 28:] + 1), dim=1) for x in tensors]
+
+    def rolled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        groups = (x.roll(-4, dims=1).unflatten(1, (4, 8)).flatten(0, 1) for x in (q, k, v))
+        return attention(*groups, None, None, None).unflatten(0, (2, 4)).flatten(1, 2).roll(4, dims=1)
+
+    def shifted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return span_attention(q, k, v, Cut(8, 8, (Stretch(ALL, 0, 32),), shift=4), [None])
+
+    assert not torch.equal(rolled(*tensors)[:, :28], rolled(*others)[:, :28])
+    assert torch.equal(shifted(*tensors)[:, :28], shifted(*others)[:, :28])
+    torch.testing.assert_close(shifted(*tensors)[:, 4:28], rolled(*tensors)[:, 4:28])

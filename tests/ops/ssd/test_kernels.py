@@ -1,0 +1,251 @@
+"""The SSD scan's Triton kernels against the reference in float64: outputs, states, and every gradient.
+
+Without CUDA they run in Triton's interpreter, on short rows cut into small chunks.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.device import compute_device
+from hybridtron.ops.ssd.reference import ssd_scan
+from hybridtron.ops.ssd.triton import MAX_HEAD, MAX_STATE
+from tests.ops.compiling import compile_calls
+from tests.ops.ssd.test_ssd import PER_TOKEN, gradients, random_inputs, run, some_loss, tokens_of
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+Inputs = dict[str, Tensor | None]
+FORM = "triton"
+TOLERANCE = 2e-6  # of a tensor's norm, for fp32
+BORDERS = [[[37]], [[5, 27, 11]], [[8, 1], [3, 6]], [[32, 2]]]
+"""Lengths of the documents of each row: one; borders inside chunks and between them; between the parts of a chunk."""
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut(monkeypatch, 16, own=8, inner=16, outer=16)
+
+
+def cut(monkeypatch: pytest.MonkeyPatch, chunk: int, own: int, inner: int, outer: int) -> None:
+    from hybridtron.ops.ssd import kernels as ssd  # not above: the kernels' files are read anew for the interpreter
+
+    monkeypatch.setattr(ssd, "tiles", lambda *_: ssd.Tiles(chunk, own, inner, outer))
+
+
+@pytest.fixture
+def bf16_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter multiplies bf16 as the integers that it holds them in; in fp32 the products are exact."""
+    if compute_device().type == "cuda":
+        return
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    multiply = InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, *rest) -> TensorHandle:
+        a, b = (self.cast_impl(t, tl.float32) if t.dtype.scalar == tl.bfloat16 else t for t in (a, b))
+        return multiply(self, a, b, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+def document_index(lengths: list[list[int]]) -> Tensor:
+    """Indices as a packed batch has them: they go on from row to row."""
+    rows = [torch.arange(3, 3 + len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
+    return torch.stack(rows).to(torch.int32)
+
+
+def results(form: str, inputs: Inputs, documents: Tensor | None) -> dict[str, Tensor]:
+    """y, the last state, and every gradient."""
+    y, state = run(form, inputs, documents)
+    weighted = some_loss(y.double(), state.double())
+    return {"y": y, "last": state} | {f"grad {name}": grad for name, grad in gradients(weighted, inputs).items()}
+
+
+def assert_right(inputs: Inputs, documents: Tensor | None, tolerance: float = TOLERANCE) -> dict[str, Tensor]:
+    """Within `tolerance` of the reference in float64; returns what the kernels found."""
+    device = compute_device()
+    exact = {n: None if t is None else t.detach().double().requires_grad_() for n, t in inputs.items()}
+    expected = results("reference", exact, documents)
+    on_device = {n: None if t is None else t.detach().to(device).requires_grad_() for n, t in inputs.items()}
+    found = results(FORM, on_device, None if documents is None else documents.to(device))
+    assert found.keys() == expected.keys()
+    for name, theirs in expected.items():
+        error = (found[name].cpu().double() - theirs).norm() / theirs.norm().clamp(min=1e-12)
+        assert error <= tolerance, f"{name} is off by {error:.2g}"
+    return found
+
+
+@pytest.mark.parametrize("borders", BORDERS, ids=str)
+@pytest.mark.usefixtures("small_tiles")
+def test_documents_and_states(borders: list[list[int]]) -> None:
+    """Whole chunks and a ragged one; two groups, states in and out, sizes that are no powers of two."""
+    assert_right(random_inputs(len(borders), sum(borders[0]), 2, 3, 2, 20, torch.float32), document_index(borders))
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (3, 1), (2, 2)])
+@pytest.mark.usefixtures("small_tiles")
+def test_groups_of_heads(heads: int, groups: int) -> None:
+    assert_right(random_inputs(1, 9, heads, 17, groups, 5, torch.float32), None)
+
+
+@pytest.mark.parametrize("length", [1, 16, 17])
+@pytest.mark.usefixtures("small_tiles")
+def test_rows_about_a_chunk_long(length: int) -> None:
+    inputs = random_inputs(1, length, 2, 4, 1, 4, torch.float32)
+    inputs["state"] = None
+    assert_right(inputs, None)
+
+
+@pytest.mark.parametrize("programs", [1, 264], ids=["one program", "one for each head"])
+@pytest.mark.usefixtures("small_tiles")
+def test_heads_of_a_group_in_one_program_or_many(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hybridtron.ops.ssd import kernels as ssd
+
+    monkeypatch.setattr(ssd, "PROGRAMS", programs)
+    assert_right(random_inputs(1, 8, 5, 4, 1, 4, torch.float32), document_index([[3, 5]]))
+
+
+@pytest.mark.parametrize("strong", [60.0, 3000.0])
+def test_strong_decays_do_not_blur_the_weak_ones(strong: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token in five forgets all; differences of fp32 sums would be off by 1e-4, or by 1e-2, after some of them."""
+    cut(monkeypatch, 128, own=64, inner=16, outer=16)
+    inputs = random_inputs(1, 256, 1, 4, 1, 4, torch.float32)
+    with torch.no_grad():
+        inputs["A"].fill_(-16)
+        inputs["dt"].fill_(-8)
+        inputs["dt"][:, ::5] = strong
+        inputs["x"][:, ::5] *= 60 / strong
+        inputs["dt_bias"].zero_()
+    assert_right(inputs, None)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_small_steps_keep_their_digits() -> None:
+    """softplus(-19) is 6e-9, which 1 + exp(-19) would have swallowed in fp32."""
+    inputs = random_inputs(1, 20, 2, 4, 1, 4, torch.float32)
+    with torch.no_grad():
+        inputs["dt"].copy_(torch.linspace(-30, -10, 40).view(1, 20, 2))
+        inputs["dt_bias"].zero_()
+        inputs["D"].zero_()
+    inputs["state"] = None
+    assert_right(inputs, None)
+
+
+@pytest.mark.usefixtures("bf16_products")
+def test_bf16_sums_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut(monkeypatch, 32, own=32, inner=16, outer=16)
+    inputs = random_inputs(1, 40, 1, 16, 1, 16, torch.bfloat16)
+    found = assert_right(inputs, document_index([[15, 25]]), tolerance=2**-6)  # the interpreter rounds towards 0
+    assert found["last"].dtype == torch.float32
+    assert {n: found[f"grad {n}"].dtype for n in inputs} == {n: t.dtype for n, t in inputs.items()}
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_fp16_states_may_be_larger_than_fp16() -> None:
+    inputs = random_inputs(1, 20, 1, 4, 1, 4, torch.float16)
+    with torch.no_grad():
+        inputs["state"] *= 1e6
+        inputs["C"] *= 1e-3
+    exact = {name: tensor.double() for name, tensor in inputs.items()}
+    for found, expected in zip(run(FORM, inputs), run("reference", exact), strict=True):
+        assert (found - expected).norm() <= 2**-9 * expected.norm()
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_the_same_bits_again() -> None:
+    inputs, documents = random_inputs(1, 20, 2, 4, 1, 4, torch.float32), document_index([[7, 13]])
+    first, second = assert_right(inputs, documents), assert_right(inputs, documents)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_cut_and_carried_on_is_whole() -> None:
+    inputs = random_inputs(1, 30, 1, 4, 1, 4, torch.float32)
+    y, last = run(FORM, inputs)
+    whole = gradients(some_loss(y, last), inputs)
+    first, state = run(FORM, tokens_of(inputs, slice(19), inputs["state"]))
+    second, carried = run(FORM, tokens_of(inputs, slice(19, None), state))
+    torch.testing.assert_close(torch.cat([first, second], dim=1), y)
+    torch.testing.assert_close(carried, last)
+    parts = gradients(some_loss(torch.cat([first, second], dim=1), carried), inputs)
+    for name, expected in whole.items():
+        assert (parts[name] - expected).norm() <= TOLERANCE * expected.norm(), name
+
+
+@pytest.mark.parametrize("border", [10, 16], ids=["inside a chunk", "between chunks"])
+@pytest.mark.usefixtures("small_tiles")
+def test_no_bit_of_a_document_leaks_into_the_next(border: int) -> None:
+    """Not even of an infinite state, which 0 does not silence."""
+    inputs, documents = random_inputs(1, 20, 1, 4, 1, 4, torch.float32), document_index([[border, 20 - border]])
+    probed = []
+    for state in (0.0, torch.inf):
+        inputs["state"] = torch.full_like(inputs["state"], state).requires_grad_()
+        y, last = run(FORM, inputs, documents)
+        grads = gradients(some_loss(y[:, border:], last), inputs)
+        assert not grads["state"].any()
+        if state == 0:  # an infinite one times no gradient is no number, in its own document
+            assert not any(grads[name][:, :border].any() for name in PER_TOKEN)
+        probed.append([y[:, border:], last, *(grads[name][:, border:] for name in PER_TOKEN)])
+    assert all(torch.equal(one, other) for one, other in zip(*probed, strict=True))
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_backward_keeps_the_inputs_alone() -> None:
+    inputs = random_inputs(1, 20, 1, 4, 1, 4, torch.float32)
+    kept: dict[int, Tensor] = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
+        run(FORM, inputs)
+    assert set(kept) <= {tensor.data_ptr() for tensor in inputs.values()}
+
+
+def test_what_it_refuses() -> None:
+    form = ssd_scan.named(FORM)
+    assert form.device == "cuda"
+    assert form.refuses(*random_inputs(dtype=torch.bfloat16).values(), None) is None
+    assert "float64" in form.refuses(*random_inputs().values(), None)
+    assert "129 channels" in form.refuses(*random_inputs(head=MAX_HEAD + 1, dtype=torch.float32).values(), None)
+    assert "257 state" in form.refuses(*random_inputs(size=MAX_STATE + 1, dtype=torch.float32).values(), None)
+
+
+def shipped() -> None:
+    """Forward and backward at the sizes of published models, and at the largest that are taken."""
+    from hybridtron.ops.ssd import kernels as ssd
+
+    sizes = {
+        torch.bfloat16: [(24, 64, 1, 128), (128, 64, 8, 128), (16, 128, 1, MAX_STATE)],
+        torch.float16: [(24, 64, 1, 128)],
+        torch.float32: [(24, 64, 1, 128), (16, MAX_HEAD, 1, MAX_STATE)],
+    }
+    for dtype, models in sizes.items():
+        for heads, head, groups, state in models:
+            with torch.device("meta"):
+                inputs = random_inputs(8, 8192, heads, head, groups, state, dtype)
+                documents = torch.zeros(8, 8192, dtype=torch.int32)
+            y, last = ssd.ssd_scan(*inputs.values(), documents)
+            torch.autograd.backward((y, last), (torch.empty_like(y), torch.empty_like(last)))
+
+
+@pytest.mark.slow
+def test_what_is_shipped_fits_an_h100() -> None:
+    launches, buffers = compile_calls(__name__, "shipped")
+    kernels = {launch.kernel for launch in launches}
+    assert kernels == {
+        "decays", "chunk_states", "pass_states", "outputs", "token_gradients", "group_gradients", "step_gradients",
+    }  # fmt: skip
+    assert [fault for launch in launches for fault in launch.faults()] == []
+    assert not any(launch.instructions["atom"] + launch.instructions["red"] for launch in launches)
+    assert max(buffers) < 8 * 8192 * 128 * 64 * 128 / 16  # no state of every token
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(compute_device().type == "cpu", reason="no CUDA device")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)])
+@pytest.mark.parametrize(("head", "state"), [(64, 128), (MAX_HEAD, MAX_STATE)])
+@pytest.mark.parametrize("lengths", [None, [[300], [100, 28, 172]]], ids=["stream", "documents"])
+def test_on_a_gpu(lengths: list[list[int]] | None, head: int, state: int, dtype: torch.dtype, tolerance: float) -> None:
+    inputs = random_inputs(2, 300, 4, head, 2, state, dtype)
+    assert_right(inputs, None if lengths is None else document_index(lengths), tolerance)

@@ -1,0 +1,76 @@
+"""Whole models with every op in its Triton form, states carried and gradients flowing back through them; and the
+start-up table of a machine that has Triton and no other package of kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.data.batch import SeqInfo
+from hybridtron.device import Package, compute_device
+from hybridtron.ops import dispatch
+from hybridtron.ops.dispatch import choices, force
+from hybridtron.ops.loss.reference import cross_entropy
+from tests.conftest import random_batch, small_model
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+TOKENS = 4  # of each of the two rows
+
+FORMS = dict.fromkeys(("selective_scan", "causal_conv", "ssd_scan", "rms_norm", "add_rms_norm"), "triton")
+
+
+def step(pattern: str, dtype: torch.dtype, device: torch.device, forms: dict[str, str]) -> dict[str, Tensor]:
+    """The loss of some tokens and of as many after them, states passed on; every gradient, by the weight's name."""
+    torch.manual_seed(1)
+    model, batch = small_model(pattern, dtype).to(device), random_batch(rows=1, length=2 * TOKENS).to(device)
+    loss, states = torch.zeros((), dtype=dtype, device=device), None
+    with force("reference"), force(**forms):
+        for tokens in (slice(TOKENS), slice(TOKENS, None)):
+            logits, states, _ = model(batch.tokens_BL[:, tokens], states, SeqInfo.stream(1, TOKENS, device=device))
+            labels, mask = (t[:, tokens].transpose(0, 1) for t in (batch.labels_BL, batch.mask_BL))
+            loss = loss + cross_entropy(logits, labels, mask, 0.0).total
+        loss.backward()
+    return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    "pattern", [pytest.param("M-W-", marks=pytest.mark.slow, id="Samba"), pytest.param("S-W-", id="Mamba-2 hybrid")]
+)
+def test_a_step_is_the_reference(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hybridtron.ops.scan import kernels as selective_scan  # read anew for the interpreter
+    from hybridtron.ops.scan import kernels_backward as selective_scan_backward
+    from hybridtron.ops.ssd import kernels as ssd
+
+    for module in (selective_scan, selective_scan_backward):
+        monkeypatch.setattr(module, "CHUNK", TOKENS)  # which the interpreter walks one by one
+    monkeypatch.setattr(selective_scan_backward, "TILE", TOKENS)
+    monkeypatch.setattr(ssd, "tiles", lambda *_: ssd.Tiles(16, own=16, inner=16, outer=16))
+    expected = step(pattern, torch.float64, torch.device("cpu"), {})
+    found = step(pattern, torch.float32, compute_device(), FORMS)
+    assert found.keys() == expected.keys()
+    for name, theirs in expected.items():
+        error = (found[name].cpu().double() - theirs).norm() / theirs.norm()
+        assert error <= 2e-5, f"{name} is off by {error:.2g}"
+
+
+def test_a_machine_without_other_kernels_runs_these(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(name: str) -> Package:
+        return Package(name, dispatch, "stand-in") if name == "triton" else Package(name, None, "not installed")
+
+    monkeypatch.setattr(dispatch, "optional_package", found)
+    table = {name: (form, reason) for name, form, reason in choices("cuda")}
+    with_kernels = {name for name, op in dispatch.OPS.items() if any(form.name == "triton" for form in op.fast)}
+    assert with_kernels >= FORMS.keys()
+    assert {table[name][0] for name in with_kernels} == {"triton"}
+    assert "mamba-ssm: not installed" in table["ssd_scan"][1]
+
+
+def test_mamba_ssm_comes_first_where_it_can_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "optional_package", lambda name: Package(name, dispatch, "stand-in"))
+    assert dispatch.OPS["ssd_scan"].choice("cuda")[0] == "mamba-ssm"
+    monkeypatch.setattr(dispatch, "is_deterministic", lambda: True)
+    form, reason = dispatch.OPS["ssd_scan"].choice("cuda")
+    assert form == "triton"
+    assert "run.deterministic" in reason

@@ -84,7 +84,7 @@ def imported(chosen: argparse.Namespace) -> int:
 
     take_over(source, chosen.input, output, prove)
     tensors = f"{len(source.rules)} tensors of {source.kind.name}"
-    start = f"model=of_weights run.weights={output} data=folder data.path=TOKENS"
+    start = f"model=from_checkpoint run.weights={output} data=folder data.path=TOKENS"
     print(f"{output}: {tensors}; go on from there with {start}")
     return 0
 

@@ -1,8 +1,9 @@
-"""From the command line to a typed `Config`: Hydra composes the groups, then each `key=value` is laid on top.
+"""From the command line to a typed `Config`: Hydra composes the groups, then each `key=value` overrides a value.
 
-`group=name` (such as `recipe=samba_421m`) goes to Hydra. Values are set here, one by one, so that all wrong ones are
-told together and with the key that was probably meant. What a recipe takes from the checkpoint that `run.weights`
-names comes by way of `weights.py`. Nothing in this file needs torch.
+`group=name` (such as `recipe=samba_421m`) goes to Hydra. `model=name` replaces the model by that of another recipe, so
+that a model is written down once, with the run that trains it. Values are set here, one by one, so that all mistakes
+are reported together, each with the key that was probably meant. What a recipe takes from the checkpoint that
+`run.weights` names is resolved by `weights.py`. Nothing in this file needs torch.
 """
 
 from __future__ import annotations
@@ -23,11 +24,17 @@ from yaml import YAMLError
 from hybridtron.config import weights
 from hybridtron.config.mistakes import not_a_value, not_settings, unknown_key, unresolved, wrong_value
 from hybridtron.config.saved import read_saved, secrets_from_environment
-from hybridtron.config.schema import Config
+from hybridtron.config.schema import Config, ModelConfig, Precision
 from hybridtron.problems import ConfigError, Problem, did_you_mean
 
 ALIASES = {"checkpoint.async": "checkpoint.asynchronous"}  # a keyword of Python's can't name a field
 CONFIGS = Path(__file__).parents[2] / "configs"
+FILELESS: dict[str, dict[str, dict[str, str]]] = {  # choices of a group that need no file
+    "precision": {p.value: {"name": p.value} for p in Precision},
+    "parallel": {"single": {}},
+    "cluster": {"local": {}},
+}
+RENAMED = {"of_weights": "from_checkpoint"}  # former names of choices
 
 
 def load(arguments: Sequence[str], configs: Path = CONFIGS) -> Config:
@@ -36,12 +43,15 @@ def load(arguments: Sequence[str], configs: Path = CONFIGS) -> Config:
     found = list(not_settings(arguments))
     settings = [argument.partition("=") for argument in arguments if argument.find("=") > 0]
     named = [(ALIASES.get(key, key), value) for key, _, value in settings]
-    choices = [(key, value) for key, value in named if key in groups]
+    choices = [(key, RENAMED.get(value, value)) for key, value in named if key in groups]
     values = [(key, value) for key, value in named if key not in groups]
     found += [p for group, name in choices if (p := _unknown_choice(configs, group, name))]
     if found:
         raise ConfigError(found)
-    composed = _composed(configs, [f"{group}={name}" for group, name in choices])
+    composed = _composed(configs, [f"{group}={name}" for group, name in choices if group != "model"])
+    for group, name in choices:
+        if group == "model":
+            composed.model = _model(configs, name)
     first = [one for one in values if one[0] == weights.KEY]  # the others may change what comes from there
     found = [p for key, value in first if (p := _set(composed, key, value))]
     try:
@@ -73,7 +83,18 @@ def to_plain(config: Config) -> dict[str, Any]:
 
 def choices_of(group: str, configs: Path = CONFIGS) -> list[str]:
     """The names that a group can be set to: `choices_of("recipe")`."""
-    return sorted(str(p.relative_to(configs / group).with_suffix("")) for p in (configs / group).rglob("*.yaml"))
+    files = (str(p.relative_to(configs / group).with_suffix("")) for p in (configs / group).rglob("*.yaml"))
+    recipes = (p.name.removesuffix(".yaml") for p in (configs / "recipe").glob("*.yaml"))
+    return sorted({*files, *FILELESS.get(group, ()), *(recipes if group == "model" else ())})
+
+
+def _model(configs: Path, name: str) -> DictConfig:
+    """The model of a recipe, or of a file of its own."""
+    if (file := configs / "model" / f"{name}.yaml").is_file():
+        model = OmegaConf.structured(ModelConfig)
+        model.merge_with(OmegaConf.load(file))
+        return model
+    return _composed(configs, [f"recipe={name}"]).model
 
 
 def _unknown_choice(configs: Path, group: str, name: str) -> Problem | None:
@@ -84,7 +105,11 @@ def _unknown_choice(configs: Path, group: str, name: str) -> Problem | None:
 
 
 def _composed(configs: Path, choices: list[str]) -> DictConfig:
-    ConfigStore.instance().store("schema", Config)
+    store = ConfigStore.instance()
+    store.store("schema", Config)
+    for group, made in FILELESS.items():
+        for name, values in made.items():
+            store.store(name, values, group)
     weights.register()
     try:
         with initialize_config_dir(str(configs.absolute()), version_base=None):

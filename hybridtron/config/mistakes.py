@@ -69,11 +69,17 @@ def wrong_value(config: DictConfig, key: str, text: str, error: OmegaConfBaseExc
         (IntegerNode, "a whole number"),
         (FloatNode, "a number such as 1e-3"),
         (ListConfig, "a list such as [1,2]"),
-        (DictConfig, "options such as {kind: mamba, state: 16}" if ".layers" in key else "entries in braces"),
+        (DictConfig, "options such as {kind: mamba, state: 16}" if ".layers" in key else _entries(key, node)),
     ):
         if isinstance(node, kind):
             return Problem(key, f"is {text!r}, must be {holds}")
     return Problem(key, str(error).splitlines()[0])
+
+
+def _entries(key: str, node: object) -> str:
+    """What a section or dictionary holds: keys of its own, or any."""
+    keys = [str(name) for name in node] if isinstance(node, DictConfig) else []
+    return f"set by its keys: {', '.join(f'{key}.{name}' for name in keys)}" if keys else "entries in braces"
 
 
 def not_a_value(key: str, text: str) -> Problem:

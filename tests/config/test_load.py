@@ -66,7 +66,7 @@ def test_letters_and_options_can_be_added():
         ("modle.width=3", "modle.width", "did you mean model?"),
         ("model.widht=3", "model.widht", "did you mean width?"),
         ("recipe=samba_421", "recipe", "did you mean samba_421m?"),
-        ("model=zzz", "model", "have: laptop"),
+        ("model=zzz", "model", "have: from_checkpoint, laptop"),
         ("phases.3.lr=1", "phases.3.lr", "numbered from 0"),
         ("model.width=wide", "model.width", "a whole number"),
         ("run.seed=1.5", "run.seed", "a whole number"),
@@ -90,6 +90,8 @@ def test_letters_and_options_can_be_added():
         ('model.layers={"-": {kind: swiglu}}', "model.layers", "model.layers.M."),
         ("verbose", "verbose", "not of the form key=value"),
         ("model=laptop=3", "model", "has no 'laptop=3'"),
+        ("states=passing", "states", "states.mode"),
+        ("optim=adamw", "optim", "optim.betas"),
     ],
 )
 def test_mistakes_name_the_key_and_what_was_meant(argument, key, says):
@@ -210,3 +212,29 @@ def test_a_wrong_mixture_is_told() -> None:
         load(["data.mixture={a: {path: b}}"])
     with pytest.raises(ConfigError, match="wieght"):
         load(["data.mixture={a: {wieght: 1}}"])
+
+
+def test_a_model_is_that_of_a_recipe():
+    larger = load(["recipe=samba_421m", "model=samba_1.3b", "model.layers.W.window=64"])
+    assert (larger.model.width, larger.run.name, larger.phases) == (
+        2304,
+        "samba_421m",
+        load(["recipe=samba_421m"]).phases,
+    )
+    assert larger.model.layers["W"]["window"] == 64
+    assert set(load(["recipe=samba_421m", "model=mamba2_130m"]).model.layers) == {"M"}
+
+
+@pytest.mark.parametrize("choice", ["precision=fp32", "precision=fp8_block", "parallel=single", "cluster=local"])
+def test_choices_without_a_file(choice):
+    group, name = choice.split("=")
+    config = load(["recipe=samba_421m", choice])
+    assert name == getattr(getattr(config, group), "name", "single")
+
+
+@pytest.mark.parametrize("name", ["from_checkpoint", "of_weights"])
+def test_the_model_of_a_checkpoint_under_both_names(name, tmp_path):
+    (tmp_path / "config.yaml").write_text(to_yaml(load(["recipe=mamba2_45m", "data.path=x"])))
+    choices = [f"{group}={name}" for group in ("model", "data", "precision")]
+    config = load([*choices, f"run.weights={tmp_path}"])
+    assert (config.model.pattern, config.data.path, config.precision.name.value) == ("M*12", "x", "bf16")

@@ -76,7 +76,7 @@ CUSTOM: dict[str, tuple[str, dict[str, dict[str, Any]], bool]] = {
     "span-random": ("S-", {"S": {**SPAN, "memory": "random", "eval": "span"}, "-": MLP}, False),
     "span-shifted": ("S-", {"S": {**SPAN, "memory": "shifted", "eval": "span"}, "-": MLP}, False),
 }
-SHIPPED = yaml.safe_load((Path(__file__).parents[2] / "configs/model/samba_span_laptop.yaml").read_text())
+SHIPPED = yaml.safe_load((Path(__file__).parents[2] / "configs/recipe/samba_span_laptop.yaml").read_text())["model"]
 CUSTOM["samba-span"] = (SHIPPED["pattern"], SHIPPED["layers"], True)
 CLASSES = {
     "mamba": "MambaForCausalLM",

@@ -14,7 +14,6 @@ from hybridtron.architecture import SPECS
 from hybridtron.architecture.base import MixerSpec
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.engine.engine import Engine
-from hybridtron.mixers import MIXERS
 from hybridtron.parallel.groups import Groups
 from tests.conftest import random_batch, small_run
 from tests.mixers import test_contract as contract
@@ -36,7 +35,6 @@ def ema(monkeypatch: pytest.MonkeyPatch) -> Iterator[MixerSpec]:
         monkeypatch.setitem(sys.modules, module.__name__, module)
         exec(compile(code, path, "exec"), module.__dict__)
     monkeypatch.setitem(SPECS, "ema", sys.modules["hybridtron.architecture.ema"].EMASpec)
-    monkeypatch.setitem(MIXERS, "ema", sys.modules["hybridtron.mixers.ema"].EMA)
     return SPECS["ema"](expand=2)
 
 

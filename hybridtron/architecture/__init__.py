@@ -1,4 +1,4 @@
-"""The registry of mixer specs by the `kind` that a recipe writes. One line a mixer, as in `mixers.MIXERS`."""
+"""The registry of mixers by the `kind` that a recipe writes. Each spec names its module."""
 
 from hybridtron.architecture.attention import AttentionSpec
 from hybridtron.architecture.base import MixerSpec

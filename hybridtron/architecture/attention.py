@@ -11,9 +11,18 @@ mamba2attn-2.7b has a bias and no SiLU, and its rotary positions turn `rotary_di
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from hybridtron.architecture.base import MixerSpec, ModelSizes, Parameter, StatePart, Uniform, linear, output_linear
+from hybridtron.architecture.base import (
+    MixerSpec,
+    ModelSizes,
+    Names,
+    Parameter,
+    StatePart,
+    Uniform,
+    linear,
+    output_linear,
+)
 from hybridtron.problems import Problem
 
 
@@ -75,6 +84,25 @@ class HeadsSpec(MixerSpec):
                 if self.conv_bias:
                     table[f"{name}_bias"] = replace(taps, shape=(channels,), decay=False)
         return table
+
+    def exported_names(self, model: ModelSizes) -> Names:
+        names: Names = {
+            "q_proj.weight": ("q.weight",),
+            "k_proj.weight": ("kv.weight.k",),
+            "v_proj.weight": ("kv.weight.v",),
+            "o_proj.weight": ("out.weight",),
+        }
+        used = [("weight", "")] * (self.conv is not None) + [("bias", "_bias")] * self.conv_bias
+        for theirs, ours in used:
+            names |= {
+                f"q_conv1d.{theirs}": (f"q_conv{ours}",),
+                f"k_conv1d.{theirs}": (f"kv_conv{ours}.k",),
+                f"v_conv1d.{theirs}": (f"kv_conv{ours}.v",),
+            }
+        return names
+
+    def exported_options(self, model: ModelSizes) -> dict[str, Any]:
+        return super().exported_options(model) | {"kv_heads": self.groups(), "head_dim": self.head(model)}
 
     def projection_flops(self, model: ModelSizes) -> dict[str, float]:
         """FLOPs per token around the attention itself."""
@@ -157,6 +185,7 @@ class AttentionSpec(HeadsSpec):
     """Options of an attention mixer; without a `window` a token sees all before it."""
 
     kind: ClassVar[str] = "attention"
+    module: ClassVar[str] = "hybridtron.mixers.attention:Attention"
 
     window: int | None = None
 

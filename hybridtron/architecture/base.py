@@ -12,7 +12,7 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from hybridtron.problems import Problem
 
@@ -184,6 +184,10 @@ class StatePart(Cut):
         return self.split if self.users is not None and ranks > 1 else super().cut_axis(ranks)
 
 
+Names = dict[str, tuple[str, ...]]
+"""Name in an exported model -> our keys, whose rows stand one below the other there; both inside a sub-layer."""
+
+
 @dataclass(frozen=True)
 class ModelSizes:
     """What a mixer may know of the model around it, and of its place there."""
@@ -195,9 +199,13 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class MixerSpec(ABC):
-    """The options of one letter of the pattern. Subclasses add their options as fields."""
+    """The options of one letter of the pattern. Subclasses add their options as fields.
+
+    `module` is where the mixer's module stands, "package.file:Class": named, not imported, since a spec needs no torch.
+    """
 
     kind: ClassVar[str]
+    module: ClassVar[str]
     width_option: ClassVar[str | None] = None  # what sets the widths of the projections beside the model's, if anything
 
     @abstractmethod
@@ -215,6 +223,17 @@ class MixerSpec(ABC):
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         """The parts of the state that this mixer carries from chunk to chunk; none by default."""
         return {}
+
+    def exported_names(self, model: ModelSizes) -> Names:
+        """The weights as an exported model has them: under our names, unless a mixer is known by others.
+
+        A name that ends in conv1d.weight is a convolution's there: (channels, 1, taps), where ours has no middle axis.
+        """
+        return {name: tuple(weight.stored(name)) for name, weight in self.parameters(model).items()}
+
+    def exported_options(self, model: ModelSizes) -> dict[str, Any]:
+        """All options as an exported model states them, also those that are left to a default."""
+        return dataclasses.asdict(self)
 
     def problems(self, model: ModelSizes, max_seq_len: int) -> list[Problem]:
         """What is wrong with these options; keys are option names."""

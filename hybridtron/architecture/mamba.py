@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hybridtron.architecture.base import (
     Constant,
@@ -16,6 +16,7 @@ from hybridtron.architecture.base import (
     LogRange,
     MixerSpec,
     ModelSizes,
+    Names,
     Parameter,
     StatePart,
     Uniform,
@@ -30,6 +31,7 @@ class MambaSpec(MixerSpec):
     """Options of a Mamba-1 mixer. `state` is the size n; `dt_rank` None means width / 16, rounded up."""
 
     kind: ClassVar[str] = "mamba"
+    module: ClassVar[str] = "hybridtron.mixers.mamba:Mamba"
     width_option: ClassVar[str] = "expand"
 
     state: int = 16
@@ -60,6 +62,15 @@ class MambaSpec(MixerSpec):
             "D": Parameter((inner,), Constant(1.0), decay=False, fp32=True, split=0),
             "out_proj.weight": output_linear(width, inner, model.num_sublayers),
         }
+
+    def exported_names(self, model: ModelSizes) -> Names:
+        """Those of the reference implementation, which transformers took over."""
+        names = super().exported_names(model)
+        moved = {"conv1d.weight": "conv_weight", "conv1d.bias": "conv_bias", "dt_proj.bias": "dt_bias"}
+        return names | {theirs: names.pop(ours) for theirs, ours in moved.items()}
+
+    def exported_options(self, model: ModelSizes) -> dict[str, Any]:
+        return super().exported_options(model) | {"dt_rank": self.rank(model)}
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
         width, inner, rank, state = model.width, self.inner(model), self.rank(model), self.state

@@ -5,11 +5,8 @@
     out_proj(norm(y * silu(z)))                             RMSNorm over each group's channels, one weight per channel
 
 Heads of a group share B and C: head h is of group h // (heads / groups). B and C have weights of their own here, since
-tensor-parallel ranks share heads, and hold few groups whole. The published checkpoints have them fused, as rows of
-
-    in_proj   z, x | B, C | dt = in_proj.{z, x}, bc_proj.{B, C}, in_proj.dt
-    conv1d    x | B, C         = x_conv, bc_conv (weights without conv1d's middle axis, and biases)
-    norm      norm_weight; A_log, D, dt_bias and out_proj have the same names and order
+tensor-parallel ranks share heads, and hold few groups whole. The published checkpoints have them fused in one in_proj
+and one conv1d, with the rows of `exported_names`.
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ from hybridtron.architecture.base import (
     LogUniform,
     MixerSpec,
     ModelSizes,
+    Names,
     Parameter,
     StatePart,
     Uniform,
@@ -43,6 +41,7 @@ class Mamba2Spec(MixerSpec):
     """
 
     kind: ClassVar[str] = "mamba2"
+    module: ClassVar[str] = "hybridtron.mixers.mamba2:Mamba2"
     width_option: ClassVar[str] = "head_dim"
 
     state: int = 128
@@ -81,6 +80,21 @@ class Mamba2Spec(MixerSpec):
             "D": per_head,
             "norm_weight": Parameter((inner,), Constant(1.0), decay=False, split=0),
             "out_proj.weight": output_linear(width, inner, model.num_sublayers),
+        }
+
+    def exported_names(self, model: ModelSizes) -> Names:
+        return {
+            "in_proj.weight": (
+                *("in_proj.weight.z", "in_proj.weight.x"),
+                *("bc_proj.weight.B", "bc_proj.weight.C", "in_proj.weight.dt"),
+            ),
+            "conv1d.weight": ("x_conv_weight", "bc_conv_weight.B", "bc_conv_weight.C"),
+            "conv1d.bias": ("x_conv_bias", "bc_conv_bias.B", "bc_conv_bias.C"),
+            "dt_bias": ("dt_bias",),
+            "A_log": ("A_log",),
+            "D": ("D",),
+            "norm.weight": ("norm_weight",),
+            "out_proj.weight": ("out_proj.weight",),
         }
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:

@@ -53,6 +53,7 @@ class SpanSpec(HeadsSpec):
     """Options of span-expanded attention, beside those of every attention."""
 
     kind: ClassVar[str] = "span"
+    module: ClassVar[str] = "hybridtron.mixers.span:SpanAttention"
 
     chunk: int | list[int] = 2048
     draw: str = "batch"

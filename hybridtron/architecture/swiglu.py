@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hybridtron.architecture.base import MixerSpec, ModelSizes, Parameter, linear, output_linear
+from hybridtron.architecture.base import MixerSpec, ModelSizes, Names, Parameter, linear, output_linear
 from hybridtron.problems import Problem
 
 
@@ -14,6 +14,7 @@ class SwiGLUSpec(MixerSpec):
     """Options of a gated MLP: `hidden` is the width between its projections."""
 
     kind: ClassVar[str] = "swiglu"
+    module: ClassVar[str] = "hybridtron.mixers.swiglu:SwiGLU"
     width_option: ClassVar[str] = "hidden"
 
     hidden: int = 0
@@ -22,6 +23,13 @@ class SwiGLUSpec(MixerSpec):
         return {
             "gate_up.weight": linear(2 * self.hidden, model.width, parts=(("gate", self.hidden), ("up", self.hidden))),
             "down.weight": output_linear(model.width, self.hidden, model.num_sublayers),
+        }
+
+    def exported_names(self, model: ModelSizes) -> Names:
+        return {
+            "gate_proj.weight": ("gate_up.weight.gate",),
+            "up_proj.weight": ("gate_up.weight.up",),
+            "down_proj.weight": ("down.weight",),
         }
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:

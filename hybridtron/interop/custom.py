@@ -7,31 +7,15 @@ are written out, those that stand for a default too: the class knows none of our
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from hybridtron.architecture.attention import HeadsSpec
-from hybridtron.architecture.base import MixerSpec, ModelSizes
-from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import Architecture, architecture
 from hybridtron.config.exportable import SHIPPED
 from hybridtron.interop.native import Native, Settings, token_rules
-from hybridtron.interop.rules import ATTENTION, MAMBA, MAMBA2, MLP, Names, Rule, Rules
+from hybridtron.interop.rules import Rule, Rules
 
 HOME = Path(__file__).resolve().parents[1] / "hf"
-NAMES: dict[str, Names] = {"mamba": MAMBA, "mamba2": MAMBA2, "attention": ATTENTION, "span": ATTENTION, "swiglu": MLP}
-CONVOLUTIONS: Names = {
-    "q_conv1d.weight": ("q_conv",),
-    "k_conv1d.weight": ("kv_conv.k",),
-    "v_conv1d.weight": ("kv_conv.v",),
-}
-CONVOLUTION_BIASES: Names = {
-    "q_conv1d.bias": ("q_conv_bias",),
-    "k_conv1d.bias": ("kv_conv_bias.k",),
-    "v_conv1d.bias": ("kv_conv_bias.v",),
-}
 AUTO_MAP = {
     "AutoConfig": "configuration_hybridtron.HybridtronConfig",
     "AutoModel": "modeling_hybridtron.HybridtronModel",
@@ -54,7 +38,7 @@ class Custom(Native):
         return {
             "auto_map": AUTO_MAP,
             "pattern": "".join(arch.letters),
-            "layers": {letter: _options(spec, arch.sizes) for letter, spec in by_letter.items()},
+            "layers": {k: {"kind": spec.kind, **spec.exported_options(arch.sizes)} for k, spec in by_letter.items()},
             "num_hidden_layers": len(arch.specs),
             "rms_norm_eps": model.norm_eps,
             "residual_in_fp32": model.residual_fp32,
@@ -64,10 +48,9 @@ class Custom(Native):
     def rules(self, model: ModelConfig) -> list[Rule]:
         rules = Rules(model)
         token_rules(rules, model, "model.embed_tokens.weight", "model.norm.weight")
-        for index, spec in enumerate(architecture(model).specs):
+        for index in range(len(architecture(model).specs)):
             rules.add(f"model.layers.{index}.norm.weight", f"layers.{index}.norm.weight")
-            for names in _names(spec):
-                rules.add_all(f"model.layers.{index}.mixer", names, index)
+            rules.add_mixer(f"model.layers.{index}.mixer", index)
         return rules.complete()
 
     def model(self, theirs: Settings) -> ModelConfig:
@@ -101,19 +84,3 @@ def brings_our_code(folder: Path) -> bool:
     if other := sorted(name for name in found.keys() | ours.keys() if found.get(name) != ours.get(name)):
         raise ForeignCode(f"{folder / other[0]} is not this version's {other[0]}, and is not run")
     return True
-
-
-def _names(spec: MixerSpec) -> list[Names]:
-    names = [NAMES[spec.kind]]
-    if isinstance(spec, HeadsSpec) and spec.conv:
-        names += [CONVOLUTIONS, CONVOLUTION_BIASES] if spec.conv_bias else [CONVOLUTIONS]
-    return names
-
-
-def _options(spec: MixerSpec, sizes: ModelSizes) -> dict[str, Any]:
-    options: dict[str, Any] = {"kind": spec.kind, **asdict(spec)}
-    if isinstance(spec, HeadsSpec):
-        options |= {"kv_heads": spec.groups(), "head_dim": spec.head(sizes)}
-    if isinstance(spec, MambaSpec):
-        options["dt_rank"] = spec.rank(sizes)
-    return options

@@ -16,7 +16,7 @@ from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import Architecture, architecture
-from hybridtron.interop.rules import MAMBA, MAMBA2, Names, Rule, Rules
+from hybridtron.interop.rules import Rule, Rules
 
 Settings = dict[str, Any]
 
@@ -94,7 +94,7 @@ class Mamba(Native):
         }
 
     def rules(self, model: ModelConfig) -> list[Rule]:
-        return backbone_rules(model, MAMBA)
+        return backbone_rules(model)
 
     def model(self, theirs: Settings) -> ModelConfig:
         checked(theirs, {"use_bias": False, "use_conv_bias": True, "hidden_act": "silu"})
@@ -142,7 +142,7 @@ class Mamba2(Native):
         }
 
     def rules(self, model: ModelConfig) -> list[Rule]:
-        return backbone_rules(model, MAMBA2)
+        return backbone_rules(model)
 
     def model(self, theirs: Settings) -> ModelConfig:
         checked(theirs, {"use_bias": False, "use_conv_bias": True, "hidden_act": "silu", "rms_norm": True})
@@ -168,11 +168,11 @@ class Mamba2(Native):
         )
 
 
-def backbone_rules(model: ModelConfig, names: Names) -> list[Rule]:
+def backbone_rules(model: ModelConfig) -> list[Rule]:
     """One mixer after another, each behind its norm, as both Mambas have them."""
     rules = Rules(model)
     token_rules(rules, model, "backbone.embeddings.weight", "backbone.norm_f.weight")
     for index in range(len(architecture(model).specs)):
         rules.add(f"backbone.layers.{index}.norm.weight", f"layers.{index}.norm.weight")
-        rules.add_all(f"backbone.layers.{index}.mixer", names, index)
+        rules.add_mixer(f"backbone.layers.{index}.mixer", index)
     return rules.complete()

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from hybridtron.architecture.attention import AttentionSpec
+from hybridtron.architecture.base import Names
 from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.swiglu import SwiGLUSpec
 from hybridtron.architecture.table import Architecture, architecture
 from hybridtron.config.exportable import halves
 from hybridtron.interop.native import Native, Settings, checked, token_rules
-from hybridtron.interop.rules import ATTENTION, MAMBA2, MLP, Names, Rule, Rules
+from hybridtron.interop.rules import Rule, Rules
 
 FUSED_MLP: Names = {
     "input_linear.weight": ("gate_up.weight.gate", "gate_up.weight.up"),
@@ -77,9 +78,9 @@ class Llama(Native):
         for layer in range(len(architecture(model).specs) // 2):
             theirs = f"model.layers.{layer}"
             rules.add(f"{theirs}.input_layernorm.weight", f"layers.{2 * layer}.norm.weight")
-            rules.add_all(f"{theirs}.self_attn", ATTENTION, 2 * layer)
+            rules.add_mixer(f"{theirs}.self_attn", 2 * layer)
             rules.add(f"{theirs}.post_attention_layernorm.weight", f"layers.{2 * layer + 1}.norm.weight")
-            rules.add_all(f"{theirs}.mlp", MLP, 2 * layer + 1)
+            rules.add_mixer(f"{theirs}.mlp", 2 * layer + 1)
         return rules.complete()
 
     def model(self, theirs: Settings) -> ModelConfig:
@@ -148,11 +149,11 @@ class Granite(Native):
         token_rules(rules, model, "model.embed_tokens.weight", "model.norm.weight")
         for layer, spec in enumerate(halves(arch)[0]):
             theirs = f"model.layers.{layer}"
-            mixer = ("mamba", MAMBA2) if isinstance(spec, Mamba2Spec) else ("self_attn", ATTENTION)
+            mixer = "mamba" if isinstance(spec, Mamba2Spec) else "self_attn"
             rules.add(f"{theirs}.input_layernorm.weight", f"layers.{2 * layer}.norm.weight")
-            rules.add_all(f"{theirs}.{mixer[0]}", mixer[1], 2 * layer)
+            rules.add_mixer(f"{theirs}.{mixer}", 2 * layer)
             rules.add(f"{theirs}.post_attention_layernorm.weight", f"layers.{2 * layer + 1}.norm.weight")
-            rules.add_all(f"{theirs}.shared_mlp", FUSED_MLP, 2 * layer + 1)
+            rules.add_mixer(f"{theirs}.shared_mlp", 2 * layer + 1, FUSED_MLP)
         return rules.complete()
 
     def model(self, theirs: Settings) -> ModelConfig:

@@ -12,12 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 from hybridtron.architecture.attention import AttentionSpec
+from hybridtron.architecture.base import Names
 from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import architecture
 from hybridtron.interop.native import Settings
-from hybridtron.interop.rules import MAMBA, MAMBA2, Names, Rule, Rules
+from hybridtron.interop.rules import Rule, Rules
 
 NORM_EPS = 1e-5  # which config.json does not say
 ATTENTION: Names = {
@@ -100,10 +101,10 @@ class Original:
             if isinstance(spec, MambaSpec | Mamba2Spec | AttentionSpec):
                 layer += 1
                 theirs = f"backbone.layers.{layer}.mixer"
-                names = {MambaSpec: MAMBA, Mamba2Spec: MAMBA2, AttentionSpec: ATTENTION}[type(spec)]
-                rules.add_all(theirs, names, index)
-                if isinstance(spec, AttentionSpec) and spec.conv:
-                    rules.add_all(theirs, CONVOLUTION, index)
+                attention = isinstance(spec, AttentionSpec)
+                rules.add_mixer(theirs, index, ATTENTION if attention else None)
+                if attention and spec.conv:
+                    rules.add_mixer(theirs, index, CONVOLUTION)
             else:
                 norm, gate_up = "norm2", f"layers.{index}.mixer.gate_up.weight"
                 rules.add(f"backbone.layers.{layer}.mlp.fc1.weight", f"{gate_up}.up", f"{gate_up}.gate")

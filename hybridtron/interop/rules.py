@@ -7,54 +7,17 @@ Shapes follow from the configuration, before anything is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hybridtron.architecture.base import Names
 from hybridtron.architecture.model import ModelConfig
-from hybridtron.architecture.table import parameter_table
+from hybridtron.architecture.table import architecture, parameter_table
 
 CONVOLUTION = "conv1d.weight"
-Names = Mapping[str, tuple[str, ...]]
-"""Their name -> our keys, both inside a sub-layer."""
-
-MAMBA: Names = {
-    "in_proj.weight": ("in_proj.weight.x", "in_proj.weight.z"),
-    "conv1d.weight": ("conv_weight",),
-    "conv1d.bias": ("conv_bias",),
-    "x_proj.weight": ("x_proj.weight.dt", "x_proj.weight.B", "x_proj.weight.C"),
-    "dt_proj.weight": ("dt_proj.weight",),
-    "dt_proj.bias": ("dt_bias",),
-    "A_log": ("A_log",),
-    "D": ("D",),
-    "out_proj.weight": ("out_proj.weight",),
-}
-MAMBA2: Names = {
-    "in_proj.weight": (
-        *("in_proj.weight.z", "in_proj.weight.x"),
-        *("bc_proj.weight.B", "bc_proj.weight.C", "in_proj.weight.dt"),
-    ),
-    "conv1d.weight": ("x_conv_weight", "bc_conv_weight.B", "bc_conv_weight.C"),
-    "conv1d.bias": ("x_conv_bias", "bc_conv_bias.B", "bc_conv_bias.C"),
-    "dt_bias": ("dt_bias",),
-    "A_log": ("A_log",),
-    "D": ("D",),
-    "norm.weight": ("norm_weight",),
-    "out_proj.weight": ("out_proj.weight",),
-}
-ATTENTION: Names = {
-    "q_proj.weight": ("q.weight",),
-    "k_proj.weight": ("kv.weight.k",),
-    "v_proj.weight": ("kv.weight.v",),
-    "o_proj.weight": ("out.weight",),
-}
-MLP: Names = {
-    "gate_proj.weight": ("gate_up.weight.gate",),
-    "up_proj.weight": ("gate_up.weight.up",),
-    "down_proj.weight": ("down.weight",),
-}
 
 
 @dataclass(frozen=True)
@@ -85,6 +48,7 @@ class Rules:
 
     def __init__(self, model: ModelConfig) -> None:
         table = parameter_table(model)
+        self._arch = architecture(model)
         self.shapes = {k: shape for name, weight in table.items() for k, shape in weight.stored(name).items()}
         self._fp32 = {name for name, weight in table.items() if weight.fp32}
         self._rules: list[Rule] = []
@@ -97,8 +61,10 @@ class Rules:
             shape = (shape[0], 1, *shape[1:])
         self._rules.append(Rule(theirs, shape, ours, rows, ours[0] in self._fp32))
 
-    def add_all(self, theirs: str, names: Names, index: int) -> None:
-        """Those of a mixer, whose names there start with `theirs`."""
+    def add_mixer(self, theirs: str, index: int, names: Names | None = None) -> None:
+        """Those of a sub-layer's mixer, whose names there start with `theirs`: the spec's, unless others are given."""
+        if names is None:
+            names = self._arch.specs[index].exported_names(self._arch.sizes)
         for name, keys in names.items():
             self.add(f"{theirs}.{name}", *(f"layers.{index}.mixer.{key}" for key in keys))
 

@@ -1,4 +1,4 @@
-"""The attention mixer (equations in `specs/attention.py`): full or sliding window, grouped queries, RoPE."""
+"""The attention mixer (equations in `architecture/attention.py`): full or sliding window, grouped queries, RoPE."""
 
 from __future__ import annotations
 

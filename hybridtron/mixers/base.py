@@ -10,12 +10,15 @@ the training loss.
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from hybridtron.architecture.base import MixerSpec, ModelSizes
 from hybridtron.data.batch import SeqInfo
+from hybridtron.parallel.linear import TensorGroup
 
 State = dict[str, Tensor]
 """A mixer's carried tensors by the names in its spec's `state_parts`, lanes on the first axis; {} for none."""
@@ -38,3 +41,14 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out: ...
+
+
+def mixer_class(spec: MixerSpec | type[MixerSpec]) -> type[Mixer]:
+    """The module that a spec names."""
+    file, _, name = spec.module.partition(":")
+    return getattr(importlib.import_module(file), name)
+
+
+def build_mixer(spec: MixerSpec, sizes: ModelSizes, tensor: TensorGroup) -> Mixer:
+    """The module of a spec, its weights not yet filled."""
+    return mixer_class(spec)(spec, sizes, tensor)

@@ -1,4 +1,4 @@
-"""The Mamba-1 mixer (equations in `specs/mamba.py`): projections around a causal convolution and a selective scan."""
+"""Mamba-1 (equations in `architecture/mamba.py`): projections around a causal convolution and a selective scan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Mamba-2 mixer (equations in `specs/mamba2.py`): projections around causal convolutions, SSD and a gated norm."""
+"""Mamba-2 (equations in `architecture/mamba2.py`): projections around causal convolutions, SSD and a gated norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The span-expanded attention mixer (equations and options in `specs/span.py`).
+"""The span-expanded attention mixer (equations and options in `architecture/span.py`).
 
 Outside training it is full attention, with its state, unless `eval: span` says otherwise.
 """

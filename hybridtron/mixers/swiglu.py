@@ -1,4 +1,4 @@
-"""The gated MLP (equation in `specs/swiglu.py`); it carries no state."""
+"""The gated MLP (equation in `architecture/swiglu.py`); it carries no state."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from hybridtron.architecture.base import MixerSpec, ModelSizes
 from hybridtron.data.batch import SeqInfo
-from hybridtron.mixers import MIXERS
-from hybridtron.mixers.base import State
+from hybridtron.mixers.base import State, build_mixer
 from hybridtron.ops.norm.reference import add_rms_norm, rms_norm
 from hybridtron.parallel.linear import TensorGroup
 
@@ -54,7 +53,7 @@ class Residual(nn.Module):
     def __init__(self, spec: MixerSpec, sizes: ModelSizes, norm_eps: float, tensor: TensorGroup) -> None:
         super().__init__()
         self.norm = StreamNorm(sizes.width, norm_eps)
-        self.mixer = MIXERS[spec.kind](spec, sizes, tensor)
+        self.mixer = build_mixer(spec, sizes, tensor)
 
     def forward(self, x_LBD: Tensor, added_LBD: Tensor | None, state: State | None, seq: SeqInfo) -> ResidualOut:
         """`added_LBD` is what the sub-layer before adds to the stream; None, where `x_LBD` is all of it."""

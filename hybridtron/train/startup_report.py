@@ -18,7 +18,7 @@ from hybridtron.data.loader import Loader
 from hybridtron.data.mixture_spec import reading_plan
 from hybridtron.device import describe_device
 from hybridtron.engine.engine import Engine
-from hybridtron.mixers import MIXERS
+from hybridtron.mixers.base import mixer_class
 from hybridtron.model.layer import Residual
 from hybridtron.ops.dispatch import Op, choices
 from hybridtron.ops.loss.chunked import linear_cross_entropy, softmax_gradients, softmax_sums
@@ -50,7 +50,7 @@ def announce_run(config: Config, engine: Engine, first: int, last: int) -> None:
 
 def ops_of(model: ModelConfig) -> set[str]:
     """The ops that the files of a model's layers name, and those of the loss."""
-    mixers = [cls for spec in architecture(model).specs for cls in MIXERS[spec.kind].__mro__]
+    mixers = [cls for spec in architecture(model).specs for cls in mixer_class(spec).__mro__]
     files = {sys.modules[cls.__module__] for cls in (*mixers, Residual)}
     named = {value.name for file in files for value in vars(file).values() if isinstance(value, Op)}
     return named | {op.name for op in LOSS}

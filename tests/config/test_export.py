@@ -18,7 +18,6 @@ from hybridtron.config.exportable import RECORD, TRANSFORMERS
 from hybridtron.config.load import load
 from hybridtron.config.phases import last_step
 from hybridtron.hf.configuration_hybridtron import KINDS
-from hybridtron.interop import custom
 from hybridtron.interop.export import TARGETS
 from hybridtron.requirements import requirements
 
@@ -94,6 +93,6 @@ def test_what_is_in_its_place_is_of_that_step_and_run(tmp_path: Path) -> None:
 
 def test_what_is_written_down_twice_is_the_same() -> None:
     assert [target.name for target in TARGETS] == [*exportable.NATIVE, exportable.SHIPPED]
-    assert set(KINDS) == set(custom.NAMES) == set(exportable.SHIPPED_KINDS)
+    assert set(KINDS) == set(exportable.SHIPPED_KINDS)
     pin = requirements().extras["export"]["transformers"]
     assert pin.startswith(f">={TRANSFORMERS[0]}.{TRANSFORMERS[1]},")

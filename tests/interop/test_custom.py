@@ -14,12 +14,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hybridtron.architecture.attention import HeadsSpec
 from hybridtron.architecture.span import SpanSpec
 from hybridtron.architecture.table import architecture
 from hybridtron.cli.convert import main
 from hybridtron.config.choices import Export
 from hybridtron.data.batch import SeqInfo
-from hybridtron.interop import custom
 from hybridtron.interop import verify as verify_module
 from hybridtron.interop.custom import Custom
 from hybridtron.interop.export import CUSTOM as TARGET
@@ -114,16 +114,18 @@ def test_planted_mistakes_are_found_and_leave_nothing(
     mistake: str, alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint_of(model_config("everything"), alone, tmp_path / "run")
-    options, names = custom._options, custom._names
+    options, names = HeadsSpec.exported_options, HeadsSpec.exported_names
     if mistake == "keys and values are swapped":
         swapped = {"k_conv1d.weight": ("kv_conv.v",), "v_conv1d.weight": ("kv_conv.k",)}
         monkeypatch.setattr(
-            custom, "_names", lambda spec: [{k: swapped.get(k, v) for k, v in n.items()} for n in names(spec)]
+            HeadsSpec, "exported_names", lambda *a: {k: swapped.get(k, v) for k, v in names(*a).items()}
         )
     else:
         key, value = ("window", 10) if "window" in mistake else ("rotary_dim", 6)
         monkeypatch.setattr(
-            custom, "_options", lambda *a: {k: value if k == key and v else v for k, v in options(*a).items()}
+            HeadsSpec,
+            "exported_options",
+            lambda *a: {k: value if k == key and v else v for k, v in options(*a).items()},
         )
     assert main(["export", "--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out")]) == 1
     assert "logits of" in capsys.readouterr().err

@@ -10,8 +10,7 @@ from torch import Tensor
 from hybridtron.architecture import SPECS
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.data.batch import SeqInfo, step_key
-from hybridtron.mixers import MIXERS
-from hybridtron.mixers.base import Mixer, State
+from hybridtron.mixers.base import Mixer, State, build_mixer
 from hybridtron.model.init import starting_value
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.dispatch import force
@@ -27,7 +26,7 @@ MEMORIES = ("span", "none", "random", "landmark", "shifted")
 def build(kind: str = "span", sizes: ModelSizes = SIZES, **options: object) -> Mixer:
     """A mixer whose weights depend on their names and shapes alone, in float64."""
     spec = SPECS[kind](**options)
-    mixer = MIXERS[kind](spec, sizes, ALONE)
+    mixer = build_mixer(spec, sizes, ALONE)
     for name, weight in mixer.named_parameters():
         weight.data.copy_(3 * starting_value(spec.parameters(sizes)[name].init, tuple(weight.shape), 1, name))
     return mixer.double()

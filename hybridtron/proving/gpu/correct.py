@@ -16,7 +16,7 @@ from torch import Tensor
 from hybridtron.architecture import SPECS
 from hybridtron.architecture.base import MixerSpec, ModelSizes
 from hybridtron.data.batch import SeqInfo
-from hybridtron.mixers import MIXERS
+from hybridtron.mixers.base import build_mixer
 from hybridtron.model.init import starting_value
 from hybridtron.ops.dispatch import Op, force
 from hybridtron.ops.loss.chunked import linear_cross_entropy
@@ -114,7 +114,7 @@ def _mixer_error(
 
     def made(device: torch.device, dtype: torch.dtype, form: str | None) -> list[Tensor]:
         torch.manual_seed(0)
-        mixer = MIXERS[spec.kind](spec, sizes, ALONE)
+        mixer = build_mixer(spec, sizes, ALONE)
         for name, weight in mixer.named_parameters():
             weight.data.copy_(starting_value(table[name].init, tuple(weight.shape), 1, name))
             weight.data = weight.data.to(device, torch.float32 if table[name].fp32 else dtype)

@@ -19,7 +19,7 @@ from hybridtron.config.schema import Config
 from hybridtron.data.batch import SeqInfo
 from hybridtron.device import forget_peak_memory, megatron_context, peak_memory_gib, synchronize
 from hybridtron.engine.engine import Engine
-from hybridtron.mixers import MIXERS
+from hybridtron.mixers.base import build_mixer
 from hybridtron.model.init import starting_value
 from hybridtron.parallel import groups as process_groups
 from hybridtron.parallel.linear import ALONE
@@ -121,7 +121,7 @@ def attention_over_length(device: torch.device, lengths: Sequence[int], tiny: bo
     for length in lengths:
         found = {}
         for name, spec in kinds.items():
-            mixer = MIXERS[spec.kind](spec, sizes, ALONE)
+            mixer = build_mixer(spec, sizes, ALONE)
             for key, weight in mixer.named_parameters():
                 weight.data.copy_(starting_value(spec.parameters(sizes)[key].init, tuple(weight.shape), 1, key))
             mixer = mixer.to(device, dtype)

@@ -42,14 +42,14 @@ class HeadsSpec(MixerSpec):
 
     width_option: ClassVar[str] = "heads"
 
-    heads: int = 1
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    rope_base: float | None = 10000.0
-    rotary_dim: int | None = None
-    conv: int | None = None
-    conv_bias: bool = False
-    conv_silu: bool = True
+    heads: int = 1  # query heads
+    kv_heads: int | None = None  # key/value heads; null: heads
+    head_dim: int | None = None  # channels of a head; null: width / heads
+    rope_base: float | None = 10000.0  # base of the rotary positions; null: no positions
+    rotary_dim: int | None = None  # channels of a head that rotary positions turn; null: all
+    conv: int | None = None  # taps of a short convolution on queries, keys and values; null: none
+    conv_bias: bool = False  # that convolution has a bias
+    conv_silu: bool = True  # it is followed by SiLU
 
     def groups(self) -> int:
         return self.kv_heads or self.heads
@@ -187,7 +187,7 @@ class AttentionSpec(HeadsSpec):
     kind: ClassVar[str] = "attention"
     module: ClassVar[str] = "hybridtron.mixers.attention:Attention"
 
-    window: int | None = None
+    window: int | None = None  # tokens that a token sees, itself included; null: full attention
 
     @property
     def attention_at_eval(self) -> str:

@@ -34,12 +34,12 @@ class MambaSpec(MixerSpec):
     module: ClassVar[str] = "hybridtron.mixers.mamba:Mamba"
     width_option: ClassVar[str] = "expand"
 
-    state: int = 16
-    expand: int = 2
-    conv: int = 4
-    dt_rank: int | None = None
-    dt_min: float = 0.001
-    dt_max: float = 0.1
+    state: int = 16  # size n of the state of each channel
+    expand: int = 2  # inner channels, in multiples of the model's width
+    conv: int = 4  # taps of the causal convolution
+    dt_rank: int | None = None  # inner size of the projection to dt; null: width / 16, rounded up
+    dt_min: float = 0.001  # smallest initial step size
+    dt_max: float = 0.1  # largest initial step size
 
     def inner(self, model: ModelSizes) -> int:
         return self.expand * model.width

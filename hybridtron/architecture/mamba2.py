@@ -44,16 +44,16 @@ class Mamba2Spec(MixerSpec):
     module: ClassVar[str] = "hybridtron.mixers.mamba2:Mamba2"
     width_option: ClassVar[str] = "head_dim"
 
-    state: int = 128
-    head_dim: int = 64
-    expand: int = 2
-    groups: int = 1
-    conv: int = 4
-    dt_min: float = 0.001
-    dt_max: float = 0.1
-    a_min: float = 1.0
-    a_max: float = 16.0
-    norm_eps: float = 1e-5
+    state: int = 128  # size n of the state of each channel
+    head_dim: int = 64  # channels of a head
+    expand: int = 2  # inner channels, in multiples of the model's width
+    groups: int = 1  # head groups that share B and C
+    conv: int = 4  # taps of the causal convolution
+    dt_min: float = 0.001  # smallest initial step size
+    dt_max: float = 0.1  # largest initial step size
+    a_min: float = 1.0  # smallest initial -A
+    a_max: float = 16.0  # largest initial -A
+    norm_eps: float = 1e-5  # added to the mean square in the gated norm
 
     def inner(self, model: ModelSizes) -> int:
         return self.expand * model.width

@@ -55,14 +55,17 @@ class SpanSpec(HeadsSpec):
     kind: ClassVar[str] = "span"
     module: ClassVar[str] = "hybridtron.mixers.span:SpanAttention"
 
-    chunk: int | list[int] = 2048
-    draw: str = "batch"
-    block: int = 32
-    blocks: int = 8
+    chunk: int | list[int] = 2048  # tokens that select blocks together, or a list of sizes to draw from
+    draw: str = "batch"  # a list is drawn from for each micro-batch, or for each layer too
+    block: int = 32  # tokens of a block
+    blocks: int = 8  # blocks of the past that a chunk reads
+    # whose queries choose: those of the chunk (the paper's), or of the chunk before (strictly causal)
     relevance: str = "chunk"
+    # what is read of the past: chosen blocks (span), nothing (none), random blocks, blocks chosen by a landmark, or
+    # shifted groups
     memory: str = "span"
-    eval: str = "full"
-    remember: int = 0
+    eval: str = "full"  # outside training: full attention, or span as in training
+    remember: int = 0  # where states are carried: tokens before the current chunk that can still be read
 
     def chunks(self) -> tuple[int, ...]:
         """The sizes that a chunk can have."""

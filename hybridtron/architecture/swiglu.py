@@ -17,7 +17,7 @@ class SwiGLUSpec(MixerSpec):
     module: ClassVar[str] = "hybridtron.mixers.swiglu:SwiGLU"
     width_option: ClassVar[str] = "hidden"
 
-    hidden: int = 0
+    hidden: int = 0  # inner channels; must be set
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         return {

@@ -1,8 +1,8 @@
 """The machine that a run is submitted to: a group of the configuration of which training itself reads two numbers.
 
-Those two (the peak and the memory of a device) are for MFU and memory plans. All else is what `slurm/submit.py` writes
-into a job's script; what these keys mean, one by one, and how to write a file for one's own cluster, is told in
-`slurm/README.md`. No secret belongs here, since every run's config.yaml holds it.
+Those two (the peak and the memory of a device) are for MFU and memory plans. Everything else goes into the script of a
+SLURM job; `docs/slurm.md` explains how to write a file for your own cluster. No secret belongs here, since every run's
+config.yaml holds it.
 """
 
 from __future__ import annotations
@@ -19,59 +19,62 @@ class Runtime(StrEnum):
 
 
 class LostNode(StrEnum):
-    """What a job does that can't have all its nodes any more."""
+    """What a job does when some of its nodes are no longer usable."""
 
-    wait = "wait"  # for others, in the queue
-    smaller = "smaller"  # it goes on with fewer, where the layout can be shared out over them
+    wait = "wait"  # for other nodes, in the queue
+    smaller = "smaller"  # it continues with fewer nodes, where the layout allows it
 
 
 @dataclass
 class ContainerConfig:
     """The container that every process runs in; none without an image."""
 
-    image: str | None = None
-    runtime: Runtime = Runtime.pyxis
-    mounts: list[str] = field(default_factory=list)  # OUTSIDE:INSIDE; the run's folder and the working one are mounted
+    image: str | None = None  # path or URL of the image; null: no container
+    runtime: Runtime = Runtime.pyxis  # what starts it: pyxis (srun with Enroot) or apptainer
+    # OUTSIDE:INSIDE; the run's folder and the working folder are always mounted
+    mounts: list[str] = field(default_factory=list)
 
 
 @dataclass
 class ChecksConfig:
     """What every node must show before a run starts on it."""
 
-    disk_gb: float = 10.0  # free where the run is written
-    shared_gb: float = 1.0  # free in /dev/shm, which NCCL and loaders use
-    clock_s: float = 5.0  # from the median of all nodes
+    disk_gb: float = 10.0  # free space that a node needs where the run is written
+    shared_gb: float = 1.0  # free space in /dev/shm, which NCCL and loaders use
+    clock_s: float = 5.0  # largest deviation of a node's clock from the median
     fabric: list[str] = field(default_factory=list)  # devices of /sys/class/infiniband that must have an active port
-    all_reduce: bool = True  # a small one inside each node, and over all: it also shows that all ranks can meet
-    node_gb_per_s: float | None = None  # the least bus bandwidth of it inside a node
-    network_gb_per_s: float | None = None  # and over all nodes
-    timeout: int = 300  # seconds for all of this
+    # a small all-reduce inside each node and over all; it also shows that all ranks can connect
+    all_reduce: bool = True
+    node_gb_per_s: float | None = None  # least bus bandwidth of it inside a node
+    network_gb_per_s: float | None = None  # least bus bandwidth over all nodes
+    timeout: int = 300  # seconds for all checks
     drain: bool = False  # take a bad node out of service for everybody; needs an operator's rights
 
 
 @dataclass
 class ClusterConfig:
-    """A cluster as jobs see it; null where SLURM's own default holds, or where a number is unknown."""
+    """A cluster as jobs see it; null where SLURM's own default applies, or where a number is unknown."""
 
-    name: str = "local"
-    peak_tflops: float | None = None  # dense bf16, per device; MFU is told by it in FP8 too
-    memory_gb: float | None = None  # per device
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
+    name: str = "local"  # appears in tables
+    peak_tflops: float | None = None  # dense bf16 peak of one device; MFU is relative to it in FP8 too
+    memory_gb: float | None = None  # memory of one device
+    partition: str | None = None  # as sbatch takes it; null: SLURM's default
+    account: str | None = None  # as sbatch takes it
+    qos: str | None = None  # as sbatch takes it
     time: str = "24:00:00"  # limit of one job; a run that needs more is requeued
-    stop_before: int = 300  # seconds before that at which a run is told to save and stop
-    gpus_per_node: int = 0  # one process for each
-    processes_per_node: int = 1  # where there are no GPUs
-    cpus_per_process: int | None = None
-    memory: str | None = None  # of a node, as sbatch's --mem takes it; "0": all that it has
+    stop_before: int = 300  # seconds before that limit at which a run is asked to save and stop
+    gpus_per_node: int = 0  # one process each; 0: no GPUs
+    processes_per_node: int = 1  # processes of a node without GPUs
+    cpus_per_process: int | None = None  # cores of each process, its loader's workers included
+    memory: str | None = None  # of a node, as sbatch's --mem takes it; "0": all of it
     sbatch: list[str] = field(default_factory=list)  # further options: --constraint=h100
     modules: list[str] = field(default_factory=list)  # for `module load`
     venv: str | None = None  # activated before anything runs
-    python: str = "python"
+    python: str = "python"  # the interpreter that is started
     container: ContainerConfig = field(default_factory=ContainerConfig)
-    environment: dict[str, str] = field(default_factory=dict)  # exported: NCCL's and the network's variables
+    environment: dict[str, str] = field(default_factory=dict)  # variables that are exported: NCCL's and the network's
     requeue: bool = True  # false where jobs must not requeue themselves: then use --chain
+    # wait: for other nodes, in the queue; smaller: continue with fewer nodes where the layout allows it
     on_lost_node: LostNode = LostNode.wait
     checks: ChecksConfig = field(default_factory=ChecksConfig)
 

@@ -1,4 +1,4 @@
-"""A phase of a run as types: how much of what it trains on, and what it changes in the rest of the configuration.
+"""A phase of a run as types: what it trains on, for how long, and what it overrides in the rest of the configuration.
 
 `Config.in_phase` lays the changes over it. A key that is left out stays as the run's own section says.
 """
@@ -27,16 +27,16 @@ from hybridtron.config.choices import (
 
 @dataclass
 class IngredientConfig:
-    """One source of a mixture: its weight, and where it is read, if not under its own name in `data.path`."""
+    """One source of a mixture: its weight, and where it is, if not under its own name in `data.path`."""
 
-    weight: float = MISSING
-    path: str | None = None  # other prepared tokens
-    source: str | None = None  # the name that it has there
+    weight: float = MISSING  # share of the rows, relative to the other weights
+    path: str | None = None  # another prepared folder; null: data.path
+    source: str | None = None  # its name there; null: the name in the mixture
 
 
 @dataclass
 class PhaseDataConfig:
-    """What a phase changes in `data`; null leaves it as it is."""
+    """What a phase overrides in `data`; null: no override."""
 
     source: Source | None = None
     path: str | None = None
@@ -48,7 +48,7 @@ class PhaseDataConfig:
 
 @dataclass
 class PhaseStatesConfig:
-    """What a phase changes in `states`; null leaves it as it is."""
+    """What a phase overrides in `states`; null: no override."""
 
     mode: StateMode | None = None
     carry: list[StateKind] | None = None
@@ -62,7 +62,7 @@ class PhaseStatesConfig:
 
 @dataclass
 class PhaseOptimConfig:
-    """What a phase changes in `optim`; null leaves it as it is."""
+    """What a phase overrides in `optim`; null: no override."""
 
     schedule: Schedule | None = None
     warmup: str | None = None
@@ -76,7 +76,7 @@ class PhaseOptimConfig:
 
 @dataclass
 class PhasePrecisionConfig:
-    """What a phase changes in `precision`; null leaves it as it is."""
+    """What a phase overrides in `precision`; null: no override."""
 
     name: Precision | None = None
     emulate: bool | None = None
@@ -89,33 +89,37 @@ class PhasePrecisionConfig:
 class RampConfig:
     """The batch of a phase's first tokens: from `start` rows on, `step` rows larger in equal shares of `tokens`."""
 
-    start: int = MISSING
-    step: int = MISSING
-    tokens: str = MISSING
+    start: int = MISSING  # rows of the first batches
+    step: int = MISSING  # rows by which the batch grows
+    tokens: str = MISSING  # length of the ramp: the batch sizes share these tokens evenly
 
 
 @dataclass
 class PhaseConfig:
-    """One stretch of training: so many tokens of this data, in rows of seq_len, at this learning rate."""
+    """One part of training: a number of tokens, in rows of seq_len, at a learning rate, with overrides of its own."""
 
-    name: str = "pretrain"
-    tokens: str = MISSING
-    seq_len: int = MISSING
-    global_batch: int = MISSING  # rows in an optimizer step
-    micro_batch: int = 1  # rows in one forward pass
+    name: str = "pretrain"  # appears in metrics and in the names of exports
+    tokens: str = MISSING  # length of the phase: 20B, 4M
+    seq_len: int = MISSING  # tokens of a row
+    global_batch: int = MISSING  # rows of an optimizer step
+    micro_batch: int = 1  # rows of one forward pass on one data-parallel rank
     ramp: RampConfig | None = None  # smaller batches at the start
-    lr: float | None = None  # the peak, of lr_piece=rewarm
+    lr: float | None = None  # the peak learning rate, of lr_piece=rewarm
+    # rewarm: a schedule of its own; carry_on: the rest of the previous phase's schedule; decay: from its end to lr_to
     lr_piece: LrPiece = LrPiece.rewarm
-    lr_to: float | None = None  # where lr_piece=decay ends
+    lr_to: float | None = None  # the final learning rate of lr_piece=decay
     data: PhaseDataConfig = field(default_factory=PhaseDataConfig)
     states: PhaseStatesConfig = field(default_factory=PhaseStatesConfig)
     optim: PhaseOptimConfig = field(default_factory=PhaseOptimConfig)
     precision: PhasePrecisionConfig = field(default_factory=PhasePrecisionConfig)
-    layers: dict[str, dict[str, Any]] = field(default_factory=dict)  # laid over model.layers; null takes an option out
-    train: list[str] | None = None  # names of the weights that learn, such as layers.*.mixer.*; null: all of them
-    init_from: str | None = None  # a checkpoint, or a run's folder: the phase starts from its weights
-    moments: Moments = Moments.keep  # of the optimizer, from the phase before
-    export: Export | None = None  # the end of the phase as a Hugging Face folder, RUN/export/NAME
+    # options that override model.layers in this phase; null removes an option
+    layers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    train: list[str] | None = None  # names of the weights that are trained, such as layers.*.mixer.*; null: all
+    init_from: str | None = None  # a checkpoint, or a run's folder, whose weights the phase starts from
+    moments: Moments = Moments.keep  # of the optimizer: keep those of the previous phase, or reset them
+    # write the end of the phase as a Hugging Face folder, RUN/export/NAME: with a class of transformers (native),
+    # with a class of its own (custom), or whichever fits (auto)
+    export: Export | None = None
 
     @property
     def tokens_per_step(self) -> int:

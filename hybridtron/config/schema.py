@@ -1,6 +1,7 @@
-"""The configuration as types. Every key that a recipe or the command line can set stands here, or in `phase_schema.py`.
+"""The configuration as types: every key of a recipe or the command line; those of phases are in `phase_schema.py`.
 
-Hydra checks names and types against these classes; `check.py` checks what the types can't say. Durations are written
+Hydra checks names and types against these classes; `check.py` checks what types cannot express. The comment at a field
+is what `docs/keys.md` says about the key (`make reference`). Durations are written
 in tokens with a unit (`20B`, `4M`); where a key also takes steps, a plain number means steps.
 """
 
@@ -40,81 +41,94 @@ from hybridtron.config.phase_schema import (
 class DataConfig:
     """What is read, in which order, and how documents share a row. `path` is a folder of prepared tokens or its URL."""
 
+    # embedded: text that ships with Python, prepared on first use; folder: prepared tokens at path
     source: Source = Source.embedded
-    path: str = MISSING
-    mixture: dict[str, IngredientConfig] = field(default_factory=dict)  # empty: every source of path, by its tokens
-    documents: Documents | None = None  # null: join where a passed state or noise would die at a row's first border
-    order: Order | None = None  # null: lanes for states.mode=tbtt, else windows
-    shuffle: str = "1B"  # tokens shuffled among each other; shards of about two such stretches are in use at a time
-    feed: Feed = Feed.torch
-    workers: int = 0  # processes that read ahead; with 0 a thread does
+    path: str = MISSING  # a prepared folder, or its URL
+    # sources by weight; empty: every source of path, by its number of tokens
+    mixture: dict[str, IngredientConfig] = field(default_factory=dict)
+    # isolate: documents of a row do not see each other; join: a row is one stream; null: join where the states of the
+    # phase are noise or passed, else isolate
+    documents: Documents | None = None
+    # windows: shuffled rows of packed text; lanes: each row position reads whole documents; null: lanes for
+    # states.mode=tbtt, else windows
+    order: Order | None = None
+    shuffle: str = "1B"  # tokens that are shuffled together; data shards of about twice as many are in use at a time
+    feed: Feed = Feed.torch  # what makes batches from rows: torch, or an NVIDIA DALI pipeline
+    workers: int = 0  # processes that prefetch; 0: a thread does
     prefetch: int = 2  # steps that each of them reads ahead
     epochs: float | None = 1.0  # how often a phase may read a source; null: as often as its tokens take
-    cache: str = "data/cache"  # where shards from a URL, and compressed ones, are kept
-    cache_limit: str | None = None  # bytes, e.g. 500GB; null keeps everything
-    timeout: float = 60.0  # seconds that one attempt at a download may take; a large file gets one for each MiB
-    retries: int = 2  # further attempts
+    cache: str = "data/cache"  # the folder for shards from a URL, and for unpacked ones
+    cache_limit: str | None = None  # bytes, e.g. 500GB; null: everything is kept
+    timeout: float = 60.0  # seconds that one attempt at a download may take; a large file gets as many for each MiB
+    retries: int = 2  # further attempts at a download
 
 
 @dataclass
 class StatesConfig:
     """What a row's recurrent state starts from in training; validation always starts from zero."""
 
+    # what rows start from: zero; random or fitted noise; the state that their lane ended in, of another text
+    # (passing) or of the same document (tbtt)
     mode: StateMode = StateMode.zero
-    carry: list[StateKind] | None = None  # null: ssm; for tbtt everything
+    carry: list[StateKind] | None = None  # state parts by kind; null: ssm, for tbtt all kinds
     layers: list[int] | None = None  # sub-layers by their index in the model; null: all that have such a state
-    sigma: float = 1.0  # of random
-    beta: float = 0.1  # of fitted: the share of the old mean and variance that is kept in each step
-    dropout: float = 0.1  # of passing: the share of rows that start from zero all the same
-    chunks: int = 1  # of tbtt: chunks of seq_len that each lane reads in one step
-    through_time: bool = False  # of tbtt with chunks: gradients flow back through all chunks of a step
+    sigma: float = 1.0  # standard deviation of mode=random
+    beta: float = 0.1  # of mode=fitted: the share of the old mean and variance that each step keeps
+    dropout: float = 0.1  # of mode=passing: the share of rows that start from zero nevertheless
+    chunks: int = 1  # of mode=tbtt: chunks of seq_len tokens that each lane reads in one step
+    through_time: bool = False  # of mode=tbtt with chunks: gradients flow back through all chunks of a step
 
 
 @dataclass
 class OptimConfig:
     """AdamW, the learning rate's shape over a phase, and gradient clipping."""
 
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = 1e-8
-    weight_decay: float = 0.1
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # AdamW's decay rates of the two moments
+    eps: float = 1e-8  # AdamW's epsilon
+    weight_decay: float = 0.1  # decoupled weight decay of matrices, convolutions, embedding and head
+    # constant, or lr: weight_decay times the learning rate's share of its peak
     weight_decay_schedule: DecaySchedule = DecaySchedule.constant
-    decay_all: bool = False  # also norms, biases, A_log, D and dt_bias, as a plain AdamW would
-    clip: float = 1.0
+    decay_all: bool = False  # also decay norms, biases, A_log, D and dt_bias, as a plain AdamW would
+    clip: float = 1.0  # the largest norm of all gradients together
+    # the learning rate after warm-up: cosine, or wsd (constant, then a linear decay)
     schedule: Schedule = Schedule.cosine
     warmup: str = "1%"  # tokens, or a share of the phase
-    decay: str = "20%"  # WSD's last stretch, tokens or a share of the phase
-    final_lr: float = 0.1  # as a fraction of the peak
-    z_loss: float = 0.0
-    spike: float | None = 6.0  # deviations above the usual log gradient norm from which a step is refused; null: never
-    skips: int = 5  # steps refused in a row, after which the run goes back to a checkpoint and leaves their data out
+    decay: str = "20%"  # length of the decay of schedule=wsd: tokens, or a share of the phase
+    final_lr: float = 0.1  # the learning rate at the end of the phase, as a fraction of the peak
+    z_loss: float = 0.0  # weight of the squared log-normalizer in the loss
+    # a step is refused if its log gradient norm is this many deviations above the usual; null: never
+    spike: float | None = 6.0
+    skips: int = 5  # steps refused in a row before the run rolls back to a checkpoint and skips their data
 
 
 @dataclass
 class ParallelConfig:
-    """How the model is laid out over ranks; data parallelism is what is left."""
+    """How the model is divided over ranks; the data-parallel size is the world size over tensor times pipeline."""
 
-    tensor: int = 1  # ranks that share the weights of every layer
-    sequence: bool = False  # they also share the tokens between the layers' projections
-    pipeline: int = 1  # ranks that share the layers
+    tensor: int = 1  # ranks that divide the weights of every layer
+    sequence: bool = False  # they also divide the tokens of the residual stream
+    pipeline: int = 1  # ranks that divide the layers
     virtual_pipeline: int = 1  # stages of each of them, interleaved
     context: int = 1
     expert: int = 1
     distributed_optimizer: bool = True  # data-parallel ranks share the optimizer's state
+    # what the backward pass computes again: nothing, the sub-layers that look along the sequence, or every layer
     recompute: Recompute = Recompute.none
-    transformer_engine: bool = False  # its linear layers in the place of megatron-core's; needs a GPU
-    overlap_grad_reduce: bool = False  # with the backward pass
-    overlap_param_gather: bool = False  # with the forward pass; needs overlap_grad_reduce
+    transformer_engine: bool = False  # its linear layers instead of megatron-core's; needs a GPU
+    overlap_grad_reduce: bool = False  # reduce gradients during the backward pass
+    overlap_param_gather: bool = False  # gather weights during the forward pass; needs overlap_grad_reduce
 
 
 @dataclass
 class PrecisionConfig:
     """The precision of weights and activations."""
 
+    # number format of weights and activations; fp8_*: the large projections multiply in FP8, all else is bf16
     name: Precision = Precision.fp32
-    emulate: bool = False  # FP8's rounding on any device, to try a recipe's numerics; not its speed
+    emulate: bool = False  # round as FP8 does, on any device, to study a recipe's numerics; slow
     bf16_first: int = 0  # sub-layers at the start that stay in bf16 when the others multiply in FP8
-    bf16_last: int = 0  # and at the end
-    history: int = 1024  # of fp8_delayed: steps whose greatest values scale the next one
+    bf16_last: int = 0  # the same at the end
+    history: int = 1024  # of fp8_delayed: steps whose largest values determine the next scale factors
 
 
 @dataclass
@@ -122,39 +136,41 @@ class CheckpointConfig:
     """When checkpoints are written and how many are kept."""
 
     every: str = "1000"  # steps, or tokens with a unit
-    asynchronous: bool = False  # written from copies while training goes on; on the command line checkpoint.async
-    keep: int = 2  # the newest
-    keep_every: str | None = None  # for ever those of every so many steps, or tokens with a unit
-    keep_best: bool = False  # the one with the lowest held-out loss
+    asynchronous: bool = False  # write from copies while training continues
+    keep: int = 2  # number of the newest checkpoints that are kept
+    keep_every: str | None = None  # checkpoints at multiples of this are kept forever: steps, or tokens with a unit
+    keep_best: bool = False  # also keep the checkpoint with the lowest held-out loss
     mirror: str | None = None  # s3://BUCKET/PREFIX, where finished checkpoints are copied to
-    failures: int = 3  # checkpoints in a row that can't be written, after which training ends
+    failures: int = 3  # failed writes in a row after which training ends
 
 
 @dataclass
 class RunConfig:
     """One run: its folder, its seed, how far it goes, what it reports."""
 
-    name: str = MISSING
-    dir: str = "runs/${run.name}"
-    seed: int = 1234
-    max_steps: int | None = None
-    plan: bool = False  # print the phases and end
-    max_minutes: float | None = None  # then it saves and exits with code 75; SLURM's own limit is obeyed anyway
+    name: str = MISSING  # the name of the run, and of its folder
+    dir: str = "runs/${run.name}"  # the run's folder
+    seed: int = 1234  # of weights, data order and noise
+    max_steps: int | None = None  # stop after this step of the run; null: when all phases are done
+    plan: bool = False  # print the phase table and exit
+    max_minutes: float | None = None  # then the run saves and exits with code 75; SLURM's own limit is always respected
     timeout: float = 1800.0  # seconds in which a step, an evaluation or a checkpoint must end, or the run fails
     deterministic: bool = False  # the same bits again on the same layout and machine; slower
-    resume: str = "auto"  # auto, never, or a checkpoint folder
-    accept_data_changes: bool = False  # go on from a checkpoint though data or its reading are no longer the same
-    weights: str | None = None  # a checkpoint, or a run's folder: a run that starts anew takes its weights from there
-    compile: bool = False
-    log_every: int = 10  # steps between console lines where there is no terminal
+    resume: str = "auto"  # auto: from the newest valid checkpoint; never; or a checkpoint folder
+    accept_data_changes: bool = False  # resume although the data or the way they are read changed
+    weights: str | None = None  # a checkpoint, or a run's folder, whose weights a new run starts from
+    compile: bool = False  # compile the model with torch.compile
+    log_every: int = 10  # steps between log lines where there is no terminal
     eval_every: str = "1000"  # steps, or tokens with a unit
-    eval_tokens: str = "1M"  # held-out tokens read at the training length; longer lengths read as many
-    eval_lengths: list[int] = field(default_factory=lambda: [1, 2, 3, 4])  # in multiples of the training length
+    # held-out tokens of an evaluation at the training length; other lengths read the same number
+    eval_tokens: str = "1M"
+    # lengths of held-out rows, in multiples of the training length
+    eval_lengths: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
     sample_tokens: int = 0  # tokens of text generated at the end
-    sample_prompt: str = "The "
-    layer_norms: bool = False  # per-layer parameter and gradient norms in the metrics
+    sample_prompt: str = "The "  # how that text begins
+    layer_norms: bool = False  # per-layer norms of parameters and gradients in the metrics
     profile: list[int] = field(default_factory=list)  # steps to trace, e.g. [10,11]
-    wandb: str | None = None  # project name
+    wandb: str | None = None  # project name at Weights & Biases; null: not used
 
 
 @dataclass
@@ -170,7 +186,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     run: RunConfig = field(default_factory=RunConfig)
-    phases: list[PhaseConfig] = MISSING
+    phases: list[PhaseConfig] = MISSING  # the phases of the run, in order
 
     def in_phase(self, phase: PhaseConfig) -> Config:
         """With the model, the optimizer's settings and the precision as they are in a phase."""

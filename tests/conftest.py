@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import DictConfig
 
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.config import load
 from hybridtron.config.choices import FP8_MULTIPLES, Precision
 from hybridtron.config.layout import Launch
 from hybridtron.config.schema import (
@@ -58,6 +62,24 @@ def _signals_as_they_come() -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, preempt.SIGNALS)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _each_recipe_is_composed_once() -> Iterator[None]:
+    """Hydra takes 0.15 s to compose the shipped groups, and several hundred tests load a recipe."""
+    compose, composed = load._composed, {}
+
+    def remembered(configs: Path, choices: list[str]) -> DictConfig:
+        if configs != load.CONFIGS:
+            return compose(configs, choices)
+        key = tuple(choices)
+        if key not in composed:
+            composed[key] = compose(configs, choices)
+        return copy.deepcopy(composed[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "_composed", remembered)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # this checkout's package, also where none is installed
 
-from hybridtron.cli.train import main_or_end
+from hybridtron.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main_or_end(sys.argv[1:]))
+    sys.exit(main(["train", *sys.argv[1:]]))

@@ -26,7 +26,6 @@ from hybridtron.proving.measuring import Form, Goal, Report, Rows, Settings, int
 SHARD = 256 * 2**20
 MEASURED = """
 import resource, sys, time
-sys.path.insert(0, sys.argv.pop(1))
 from hybridtron.cli.convert import main
 import hybridtron.interop.verify
 before = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() // 1024
@@ -49,10 +48,9 @@ class Work:
         output = self.scratch / name
         shutil.rmtree(output, ignore_errors=True)
         words = [name.partition("-")[0], *arguments, "--output", str(output), "--verify", "none"]
-        root = str(Path(__file__).resolve().parents[1])
-        done = subprocess.run(
-            [sys.executable, "-c", MEASURED, root, *words], capture_output=True, text=True, check=True
-        )
+        path = {"PYTHONPATH": os.pathsep.join(sys.path)}  # this process may have found the package by a door's own path
+        command = [sys.executable, "-c", MEASURED, *words]
+        done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, check=True)
         seconds, added = done.stdout.splitlines()[-1].split()
         self.peaks[name] = max(self.peaks.get(name, 0), int(added) * 1024)
         return float(seconds)

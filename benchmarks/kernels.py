@@ -16,9 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.other_kernels import others
-from benchmarks.span import Sizes as SpanSizes
-from benchmarks.span import spanned
 from hybridtron.device import compute_device
 from hybridtron.ops.attention.reference import attention
 from hybridtron.ops.conv.reference import causal_conv
@@ -37,6 +34,10 @@ from hybridtron.ops.norm.reference import add_rms_norm, rms_norm
 from hybridtron.ops.scan.reference import selective_scan
 from hybridtron.ops.ssd.reference import ssd_scan
 from hybridtron.proving.measuring import Report, Rows, Settings
+
+from .other_kernels import others
+from .span import Sizes as SpanSizes
+from .span import spanned
 
 VALUE_BYTES = 2  # bf16
 WARM_UP = 3

@@ -15,12 +15,13 @@ from torch import Tensor
 from transformers import Mamba2Config
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
-from benchmarks.pair import NOTE, OfPeer, Pair, against_peer, alone
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.mixers.mamba2 import Mamba2
 from hybridtron.parallel.linear import ALONE
 from hybridtron.proving.measuring import Goal, Report, Settings, Timing
+
+from .pair import NOTE, OfPeer, Pair, against_peer, alone
 
 
 @dataclass(frozen=True)

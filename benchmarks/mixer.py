@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from transformers import MambaConfig
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
-from benchmarks.pair import NOTE, Pair, against_peer, alone
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.mixers.mamba import Mamba
 from hybridtron.parallel.linear import ALONE
 from hybridtron.proving.measuring import Goal, Report, Settings, Timing
+
+from .pair import NOTE, Pair, against_peer, alone
 
 PEER_NAMES = {"conv_weight": "conv1d.weight", "conv_bias": "conv1d.bias", "dt_bias": "dt_proj.bias"}
 

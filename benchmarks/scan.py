@@ -10,6 +10,7 @@ what was resident before it, when the inputs existed. Such a process runs `probe
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -25,7 +26,6 @@ from hybridtron.ops.dispatch import force
 from hybridtron.ops.scan.reference import selective_scan
 from hybridtron.proving.measuring import Form, Goal, Report, Rows, Settings, Timing, interleaved, times
 
-ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
 CACHED = 2**16  # values of the buffer over which the exp floor is measured
 
@@ -196,13 +196,19 @@ def peak_memories(sizes: Sizes) -> dict[int, dict[str, int]]:
 def peak_memory(form: str, length: int, sizes: Sizes) -> int:
     """Bytes that one pass adds to a fresh process."""
     call = f"probe({form!r}, {length}, {sizes.channels}, {sizes.state})"
-    return in_fresh_process(f"from benchmarks.scan import probe; {call}")
+    return in_fresh_process(f"from {__name__} import probe; {call}")
 
 
 def in_fresh_process(code: str, environment: Mapping[str, str] | None = None) -> int:
     """The number that a Python process of its own prints last."""
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}  # this process may have found its packages by a door's own path
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**(environment or os.environ), **path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return int(done.stdout.split()[-1])
 
 

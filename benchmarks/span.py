@@ -14,21 +14,20 @@ import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.attention import Row, full, windowed
-from benchmarks.attention import Sizes as AttentionSizes
-from benchmarks.scan import in_fresh_process, resident
 from hybridtron.device import compute_device
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.span.past import Held, Rule, choose_by_relevance
 from hybridtron.ops.span.reference import Cut, Stretch, span_attention
 from hybridtron.proving.measuring import Form, Goal, Report, Rows, Settings, Timing, interleaved, times
 
-ROOT = Path(__file__).resolve().parents[1]
+from .attention import Row, full, windowed
+from .attention import Sizes as AttentionSizes
+from .scan import in_fresh_process, resident
+
 TOLERANCE = 1e-5
 MIB = 2**20
 
@@ -155,7 +154,7 @@ def _goals(measured: dict[int, dict[str, Timing]], peaks: dict[int, dict[str, in
 def peak_memory(form: str, length: int, quick: bool) -> int:
     """Bytes that one pass adds to a fresh process."""
     call = f"probe({form!r}, {length}, {'QUICK' if quick else 'FULL'})"
-    return in_fresh_process(f"from benchmarks.span import FULL, QUICK, probe; {call}")
+    return in_fresh_process(f"from {__name__} import FULL, QUICK, probe; {call}")
 
 
 def probe(form: str, length: int, sizes: Sizes) -> None:

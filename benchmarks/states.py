@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from benchmarks.scan import in_fresh_process, resident
 from hybridtron.config.check import require
 from hybridtron.config.layout import Launch
 from hybridtron.config.load import load
@@ -28,7 +26,8 @@ from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups, start, stop
 from hybridtron.proving.measuring import Form, Goal, Report, Rows, Settings, Timing, interleaved, times
 
-ROOT = Path(__file__).resolve().parents[1]
+from .scan import in_fresh_process, resident
+
 MIB = 2**20
 CACHED_BELOW = 2**16  # bytes; larger blocks go back to the system when they are freed
 MODES = ("zero", "passing", "tbtt", "fitted", "random")
@@ -152,7 +151,7 @@ def peak_memory(form: str, length: int, sizes: Sizes) -> int:
     call = f"probe({form!r}, {length}, {'QUICK' if sizes is QUICK else 'FULL'})"
     # Else the C library keeps freed blocks between those in use, and these would count.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(CACHED_BELOW)}
-    return in_fresh_process(f"from benchmarks.states import FULL, QUICK, probe; {call}", environment)
+    return in_fresh_process(f"from {__name__} import FULL, QUICK, probe; {call}", environment)
 
 
 def probe(form: str, length: int, sizes: Sizes) -> None:

@@ -3,7 +3,7 @@
     demand()           at the head of a program: what every command needs
     demand("export")   before an extra is used
 
-Whether what is there works, and in which version, is for tools/doctor.py to say.
+Whether what is there works, and in which version, is for hybridtron doctor to say.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hybridtron"
 ORDER = [
     "hf",  # shipped with models: knows nothing else of the house
+    "shipped",
     "requirements",  # which commands check before all else is imported
     "regular_files",
     "problems",
@@ -33,6 +34,7 @@ ORDER = [
     "proving",
     "cluster",
     "cli",
+    "__main__",
 ]
 OWNERS = {
     "mamba_ssm": "ops/*/mamba_ssm.py",  # one file for each of its kernels

@@ -1,15 +1,16 @@
 """Does a parallel layout compute what one process computes? Every gradient is compared, and a whole optimizer step.
 
-    python tools/audit_parallel.py parallel.tensor=2 parallel.pipeline=2
-    python tools/audit_parallel.py recipe=samba_1.7b --layouts all
-    python tools/audit_parallel.py --cases all                             what `make audit` runs
-    python tools/audit_parallel.py --fake-bug tied_gradient                must fail
+    hybridtron audit parallel.tensor=2 parallel.pipeline=2
+    hybridtron audit recipe=samba_1.7b --layouts all
+    hybridtron audit --cases all                             what `make audit` runs
+    hybridtron audit --fake-bug tied_gradient                must fail
 
-It takes the arguments of train.py, makes the recipe small (its pattern, heads, options, tying and layout stay; widths,
-states and windows shrink, so that it takes seconds), and starts the processes by itself, on the CPU over gloo. One
-step of several micro-batches, with unequal masks and documents that end in mid-row, runs twice: on one process as a
-plain torch loop without any parallel layer, engine or megatron-core, and in the layout as the trainer does it. Loss,
-gradient norm, every weight's whole gradient, every rank's weights after the step, and the loss after it must agree:
+It takes the arguments of `hybridtron train`, makes the recipe small (its pattern, heads, options, tying and layout
+stay; widths, states and windows shrink, so that it takes seconds), and starts the processes by itself, on the CPU over
+gloo. One step of several micro-batches, with unequal masks and documents that end in mid-row, runs twice: on one
+process as a plain torch loop without any parallel layer, engine or megatron-core, and in the layout as the trainer does
+it. Loss, gradient norm, every weight's whole gradient, every rank's weights after the step, and the loss after it must
+agree:
 
     float64  within 1e-9 of each tensor's norm; megatron-core's plain data parallelism and optimizer
     fp32     within 1e-5 of each tensor's norm and 1e-7 of the largest; the distributed optimizer, clipping cuts in
@@ -28,8 +29,12 @@ import argparse
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line; a plain `--help` needs neither torch nor megatron."""
-    parser = argparse.ArgumentParser(description="Compare every gradient of a parallel layout with one process.")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="as train.py takes them: parallel.tensor=2")
+    parser = argparse.ArgumentParser(
+        prog="hybridtron audit", description="Compare every gradient of a parallel layout with one process."
+    )
+    parser.add_argument(
+        "settings", nargs="*", metavar="key=value", help="as `hybridtron train` takes them: parallel.tensor=2"
+    )
     parser.add_argument("--data", type=int, default=1, metavar="N", help="data-parallel ranks (default 1)")
     parser.add_argument("--layouts", metavar="NAME,...", help="these layouts instead of the settings', or `all`")
     parser.add_argument("--cases", metavar="NAME,...", help="the table's architectures in all its layouts, or `all`")

@@ -1,8 +1,8 @@
 """Measure our forms against named peers, side by side in one run, and write the table of it.
 
-    python tools/bench.py mixer                     writes benchmarks/mixer.md
-    python tools/bench.py step recipe=samba_421m    the step of another recipe (any key=value that train.py takes)
-    python tools/bench.py scan --quick              tiny sizes, seconds: does it run, not how fast is it
+    hybridtron bench mixer                     writes benchmarks/mixer.md
+    hybridtron bench step recipe=samba_421m    the step of another recipe (any setting of a run)
+    hybridtron bench scan --quick              tiny sizes, seconds: does it run, not how fast is it
 
 All forms of a comparison take turns within each round, so that a machine that slows down slows all of them; of each
 the fastest round counts, and the spread of the rounds is told. Times on a CPU are written down only as ratios of two
@@ -19,7 +19,8 @@ import importlib
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from hybridtron.shipped import PACKAGE, pages, shipped
+
 WHAT = {
     "mixer": "Mamba-1 mixer, forward and backward, against transformers' MambaMixer with the same weights",
     "mamba2_mixer": "Mamba-2 mixer, forward and backward, against transformers' Mamba2Mixer with the same weights",
@@ -41,11 +42,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line; wrong ones end the process with exit code 2."""
     listed = "\n".join(f"  {name:<13} {text}" for name, text in WHAT.items())
     parser = argparse.ArgumentParser(
+        prog="hybridtron bench",
         description=f"Our forms against their peers, in one run.\n\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", choices=list(WHAT), metavar="NAME", help=", ".join(WHAT))
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="for step and fp8: as train.py takes them")
+    parser.add_argument(
+        "settings", nargs="*", metavar="key=value", help="for step and fp8: as `hybridtron train` takes them"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny sizes; writes no table unless --output says where")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the table (default: benchmarks/NAME.md)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of torch (default: %(default)s)")
@@ -53,6 +57,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     chosen = parser.parse_intermixed_args(arguments)
     if chosen.threads < 1 or chosen.repetitions < 1:
         parser.error("--threads and --repetitions must be at least 1")
+    if chosen.output is None and not chosen.quick and pages() is None:
+        parser.error("--output FILE is needed where there is no checkout, whose benchmarks/ the table would go to")
     if chosen.settings and chosen.name not in TAKES_SETTINGS:
         parser.error(f"{chosen.name} takes no settings; {' and '.join(TAKES_SETTINGS)} do")
     return chosen
@@ -72,7 +78,7 @@ def main(arguments: list[str]) -> int:
     torch.manual_seed(0)
     settings = Settings(chosen.quick, chosen.repetitions, chosen.threads, tuple(chosen.settings))
     try:
-        report = importlib.import_module(f"benchmarks.{chosen.name}").bench(settings)
+        report = importlib.import_module(f"{package()}.{chosen.name}").bench(settings)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -81,16 +87,21 @@ def main(arguments: list[str]) -> int:
         return 2
     print_report(report)
     suffix = "" if report.device == "cpu" else f"_{compute_device().type}"
-    output = chosen.output or (None if chosen.quick else ROOT / "benchmarks" / f"{chosen.name}{suffix}.md")
-    if output is not None:
+    folder = None if chosen.quick else pages()
+    if output := chosen.output or (folder and folder / f"{chosen.name}{suffix}.md"):
         output.write_text(markdown(report, settings, command(chosen)), encoding="utf-8")
         print(f"\nwritten to {output}")
     return 0
 
 
+def package() -> str:
+    """The modules of benchmarks/: a package beside this one in a checkout, inside it in a wheel."""
+    return "benchmarks" if shipped("benchmarks").parent != PACKAGE else "hybridtron.benchmarks"
+
+
 def command(chosen: argparse.Namespace) -> str:
     """What to type to measure the same again."""
-    words = ["python tools/bench.py", chosen.name, *chosen.settings]
+    words = ["hybridtron bench", chosen.name, *chosen.settings]
     words += ["--quick"] if chosen.quick else []
     words += [f"--threads {chosen.threads}"] if chosen.threads != 1 else []
     words += [f"--repetitions {chosen.repetitions}"] if chosen.repetitions != 5 else []

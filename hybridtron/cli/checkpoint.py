@@ -1,12 +1,12 @@
 """Look at the checkpoints of a run: which there are, whether they are whole, how two differ; or write one anew.
 
-    python tools/checkpoint.py list runs/samba
-    python tools/checkpoint.py verify runs/samba                         every byte of every checkpoint
-    python tools/checkpoint.py verify runs/samba/checkpoints/step-00000500
-    python tools/checkpoint.py diff LEFT RIGHT                           settings and tensors that are not the same
-    python tools/checkpoint.py reshard CHECKPOINT OUTPUT --file-size 4GB whole tensors, in files of about that size
-    python tools/checkpoint.py fetch s3://BUCKET/PREFIX runs/samba       from checkpoint.mirror, the newest
-    python tools/checkpoint.py fetch s3://BUCKET/PREFIX/step-00000500 runs/samba
+    hybridtron checkpoint list runs/samba
+    hybridtron checkpoint verify runs/samba                         every byte of every checkpoint
+    hybridtron checkpoint verify runs/samba/checkpoints/step-00000500
+    hybridtron checkpoint diff LEFT RIGHT                           settings and tensors that are not the same
+    hybridtron checkpoint reshard CHECKPOINT OUTPUT --file-size 4GB whole tensors, in files of about that size
+    hybridtron checkpoint fetch s3://BUCKET/PREFIX runs/samba       from checkpoint.mirror, the newest
+    hybridtron checkpoint fetch s3://BUCKET/PREFIX/step-00000500 runs/samba
 
 Any layout loads any checkpoint, so that nothing has to be resharded before a run goes on; `reshard` is for readers who
 want every tensor in one piece. Needs neither a GPU nor other processes. Exit codes: 0 all well (of `diff`: the same), 1
@@ -21,7 +21,9 @@ from pathlib import Path
 
 def main(arguments: list[str]) -> int:
     """Do what is asked. Returns the exit code."""
-    parser = argparse.ArgumentParser(description="Look at checkpoints, verify, compare, rewrite or fetch them.")
+    parser = argparse.ArgumentParser(
+        prog="hybridtron checkpoint", description="Look at checkpoints, verify, compare, rewrite or fetch them."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="list|verify|diff|reshard|fetch")
     for name, what in (("list", "the checkpoints of a run"), ("verify", "read every byte")):
         command = commands.add_parser(name, help=what)

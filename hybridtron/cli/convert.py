@@ -1,8 +1,8 @@
 """Take a checkpoint to the format of Hugging Face or back, and prove that it computes the same before it is there.
 
-    python tools/convert.py export --checkpoint runs/samba --output samba-hf          the newest of a run, or one
-    python tools/convert.py import --input mamba-130m-hf --output imported            then run.weights=imported
-    python tools/convert.py verify --checkpoint runs/samba --output samba-hf          prove it again
+    hybridtron export runs/samba --output samba-hf                  the newest of a run, or one
+    hybridtron export runs/samba --output samba-hf --verify only    prove it again
+    hybridtron import mamba-130m-hf --output imported               then run.weights=imported
 
 Exported are safetensors in shards, config.json, the tokenizer, a model card, and a record of the checkpoint it was. A
 model that transformers has no class of brings our class as files of its own, loaded with trust_remote_code=True. The
@@ -26,8 +26,18 @@ from pathlib import Path
 from hybridtron.config.exportable import transformers_fault
 
 
+def export_main(arguments: list[str]) -> int:
+    """`hybridtron export`. Returns the exit code."""
+    return main(["export", *arguments])
+
+
+def import_main(arguments: list[str]) -> int:
+    """`hybridtron import`. Returns the exit code."""
+    return main(["import", *arguments])
+
+
 def main(arguments: list[str]) -> int:
-    """Do what is asked. Returns the exit code."""
+    """Do what is asked: `export`, `import` or `verify`. Returns the exit code."""
     chosen = parsed(arguments)
     proving = chosen.command == "verify" or chosen.verify != "none"
     if proving and (fault := transformers_fault()) is not None:
@@ -38,21 +48,34 @@ def main(arguments: list[str]) -> int:
     return convert_commands.run(chosen)
 
 
-def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Checkpoints to the format of Hugging Face, and back.")
+def parsed(arguments: list[str]) -> argparse.Namespace:
+    """The command line; `--checkpoint` and `--input` are older forms of the positional arguments."""
+    parser = argparse.ArgumentParser(
+        prog="hybridtron", description="Checkpoints to the format of Hugging Face, and back."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="export|import|verify")
     command = commands.add_parser("export", help="write a folder that transformers loads")
-    command.add_argument("--checkpoint", type=Path, required=True, help="one, or a run's folder for its newest")
-    command.add_argument("--output", type=Path, required=True, help="the folder for transformers")
+    _add_source(command, "checkpoint", "a checkpoint, or a run's folder for its newest")
+    command.add_argument("--output", type=Path, required=True, metavar="DIR", help="the folder for transformers")
     command.add_argument("--target", choices=("auto", "native", "custom"), default="auto")
     command.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the checkpoint's own")
     command.add_argument("--shard-size", default="5GB", help="bytes of a file; default: %(default)s")
-    command.add_argument("--verify", choices=("full", "sample", "none"), default="full")
+    command.add_argument("--verify", choices=("full", "sample", "none", "only"), default="full")
     command = commands.add_parser("import", help="write a checkpoint for run.weights")
-    command.add_argument("--input", type=Path, required=True, help="a folder of transformers, or of state-spaces/mamba")
-    command.add_argument("--output", type=Path, required=True, help="the checkpoint")
+    _add_source(command, "input", "a folder of transformers, or of state-spaces/mamba")
+    command.add_argument("--output", type=Path, required=True, metavar="DIR", help="the checkpoint")
     command.add_argument("--verify", choices=("full", "none"), default="full")
     command = commands.add_parser("verify", help="prove an export again")
-    command.add_argument("--checkpoint", type=Path, required=True, help="one, or a run's folder for its newest")
-    command.add_argument("--output", type=Path, required=True, help="the folder for transformers")
-    return parser.parse_args(arguments)
+    _add_source(command, "checkpoint", "a checkpoint, or a run's folder for its newest")
+    command.add_argument("--output", type=Path, required=True, metavar="DIR", help="the folder for transformers")
+    chosen = parser.parse_args(arguments)
+    chosen.source = chosen.source or chosen.named
+    if chosen.command == "export" and chosen.verify == "only":
+        chosen.command = "verify"
+    return chosen
+
+
+def _add_source(command: argparse.ArgumentParser, name: str, what: str) -> None:
+    given = command.add_mutually_exclusive_group(required=True)
+    given.add_argument("source", nargs="?", type=Path, metavar=name.upper(), help=what)
+    given.add_argument(f"--{name}", dest="named", type=Path, help=argparse.SUPPRESS)

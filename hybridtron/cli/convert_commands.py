@@ -44,7 +44,7 @@ def newest_of(path: Path) -> Checkpoint:
 def exported(chosen: argparse.Namespace) -> int:
     output = not_there_yet(chosen.output)
     size = size_of("--shard-size", chosen.shard_size)
-    source = newest_of(chosen.checkpoint)
+    source = newest_of(chosen.source)
     model = source.config.model
     plan = Export(source, target_of(model, Wanted(chosen.target)), DTYPES.get(chosen.dtype), size)
     sizes = {
@@ -74,15 +74,15 @@ def exported(chosen: argparse.Namespace) -> int:
 
 
 def imported(chosen: argparse.Namespace) -> int:
-    output, source = not_there_yet(chosen.output), Source.open(chosen.input)
+    output, source = not_there_yet(chosen.output), Source.open(chosen.source)
 
     def prove(checkpoint: Checkpoint) -> None:
         if chosen.verify == "full":
             same_tensors(source, checkpoint)
             if isinstance(source.kind, Native):
-                verify(chosen.input, checkpoint)
+                verify(chosen.source, checkpoint)
 
-    take_over(source, chosen.input, output, prove)
+    take_over(source, chosen.source, output, prove)
     tensors = f"{len(source.rules)} tensors of {source.kind.name}"
     start = f"model=from_checkpoint run.weights={output} data=folder data.path=TOKENS"
     print(f"{output}: {tensors}; go on from there with {start}")
@@ -90,7 +90,7 @@ def imported(chosen: argparse.Namespace) -> int:
 
 
 def verified(chosen: argparse.Namespace) -> int:
-    proof = verify(chosen.output, newest_of(chosen.checkpoint))
+    proof = verify(chosen.output, newest_of(chosen.source))
     lengths = ", ".join(map(str, proof.lengths))
     print(f"{chosen.output}: the same; logits of {lengths} tokens apart by {proof.logits:.1e} of the largest, at most")
     return 0

@@ -1,6 +1,6 @@
 """Can this machine train, with what, and how fast will it be? One screen, in plain words.
 
-    python tools/doctor.py
+    hybridtron doctor
 
 It needs nothing but Python: every package is imported in a process of its own, so that one that is missing, raises,
 ends the interpreter or hangs is a line of the report. Packages named in pyproject.toml are held against the versions
@@ -312,9 +312,9 @@ def show(sections: list[tuple[str, list[Line]]]) -> None:
 
 def main(arguments: list[str]) -> int:
     """Print the report. Returns the exit code."""
-    argparse.ArgumentParser(description="Can this machine train, with what, and how fast will it be?").parse_args(
-        arguments
-    )
+    argparse.ArgumentParser(
+        prog="hybridtron doctor", description="Can this machine train, with what, and how fast will it be?"
+    ).parse_args(arguments)
     try:
         sections = package_sections()
     except Exception as error:

@@ -1,7 +1,7 @@
 """How a checkpoint reads text that is longer than what it was trained on: the instruments of length generalization.
 
-    python tools/evaluate.py runs/laptop
-    python tools/evaluate.py runs/samba/checkpoints/step-00000500 --data /data/pg19 --length 65536 --rows 16
+    hybridtron evaluate runs/laptop
+    hybridtron evaluate runs/samba/checkpoints/step-00000500 --data /data/pg19 --length 65536 --rows 16
 
 Reads held-out documents that are long enough, where there are any; else the validation split packed end to end, and
 says which. Writes into RUN/evaluation/STEP, or --output:
@@ -62,7 +62,9 @@ class Text:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line; wrong values end the process with exit code 2."""
-    parser = argparse.ArgumentParser(description="Length generalization of a checkpoint, measured on held-out text.")
+    parser = argparse.ArgumentParser(
+        prog="hybridtron evaluate", description="Length generalization of a checkpoint, measured on held-out text."
+    )
     parser.add_argument("path", type=Path, help="runs/NAME, or runs/NAME/checkpoints/step-00000100")
     parser.add_argument("--data", metavar="PATH", help="prepared tokens, here or at a URL (default: those of the run)")
     parser.add_argument(

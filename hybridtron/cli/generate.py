@@ -1,7 +1,7 @@
 """Text from a checkpoint, with the tokenizer that it holds.
 
-    python tools/generate.py runs/laptop --prompt "def main(" --tokens 200
-    python tools/generate.py runs/laptop/checkpoints/step-00000245 --temperature 0
+    hybridtron generate runs/laptop --prompt "def main(" --tokens 200
+    hybridtron generate runs/laptop/checkpoints/step-00000245 --temperature 0
 
 A run's folder stands for its newest checkpoint. Without a prompt the text begins where a document does. The prompt is
 read once; every further token costs the same from then on where the model has no full attention. Exit codes: 0 text
@@ -31,7 +31,9 @@ class Unusable(Exception):
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line; wrong values end the process with exit code 2."""
-    parser = argparse.ArgumentParser(description="Text from a checkpoint, or from the newest one of a run's folder.")
+    parser = argparse.ArgumentParser(
+        prog="hybridtron generate", description="Text from a checkpoint, or from the newest one of a run's folder."
+    )
     parser.add_argument("path", type=Path, help="runs/NAME, or runs/NAME/checkpoints/step-00000100")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="what to continue (default: a document's start)")
     parser.add_argument("--tokens", type=int, default=100, metavar="N", help="new tokens (default: %(default)s)")

@@ -1,15 +1,15 @@
 """What a configuration amounts to, before anything is built: layers, parameters, FLOPs, memory, steps.
 
-    python tools/inspect_config.py recipe=samba_1.7b phases.0.micro_batch=4
-    python tools/inspect_config.py recipe=samba_1.7b --json
-    python tools/inspect_config.py recipe=samba_1.7b parallel.pipeline=4 --gpus 64
-    python tools/inspect_config.py recipe=samba_3.8b --gpus 256 --fit 80GB
-    python tools/inspect_config.py recipe=samba_1.7b parallel.tensor=4 parallel.pipeline=2 --dry-run
+    hybridtron inspect recipe=samba_1.7b phases.0.micro_batch=4
+    hybridtron inspect recipe=samba_1.7b --json
+    hybridtron inspect recipe=samba_1.7b parallel.pipeline=4 --gpus 64
+    hybridtron inspect recipe=samba_3.8b --gpus 256 --fit 80GB
+    hybridtron inspect recipe=samba_1.7b parallel.tensor=4 parallel.pipeline=2 --dry-run
 
-It takes the arguments of train.py, and reads no tokens and no torch. What is counted, and what is not, stands in
-`hybridtron/planning/count.py`, `plan.py` and `fit.py`. `--gpus` is the number of processes (without it, as few as the
-layout needs); `--fit` proposes layouts for so many devices of this memory, the fastest first. `--dry-run` alone
-imports torch: it builds every rank's model on the meta device.
+It takes the arguments of `hybridtron train`, reads no tokens and imports no torch. What is counted, and what is not,
+is described in `hybridtron/planning/count.py`, `memory.py` and `fit.py`. `--gpus` is the number of processes (without
+it, as few as the layout needs); `--fit` proposes layouts for that number of devices of this memory, the fastest first.
+`--dry-run` alone imports torch: it builds every rank's model on the meta device.
 """
 
 from __future__ import annotations
@@ -45,8 +45,12 @@ SHOWN = 10  # layouts that --fit prints; --json has them all
 
 def main(arguments: list[str]) -> int:
     """Print the tables, or the problems. Returns the exit code: 2 for a configuration that can't run."""
-    parser = argparse.ArgumentParser(description="Layers, parameters, FLOPs, memory, steps and layout.")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="as train.py takes them: recipe=samba_421m")
+    parser = argparse.ArgumentParser(
+        prog="hybridtron inspect", description="Layers, parameters, FLOPs, memory, steps and layout."
+    )
+    parser.add_argument(
+        "settings", nargs="*", metavar="key=value", help="as `hybridtron train` takes them: recipe=samba_421m"
+    )
     parser.add_argument("--gpus", type=_positive, metavar="N", help="processes of the whole run")
     parser.add_argument("--fit", type=_gigabytes_given, metavar="80GB", help="propose layouts for this device memory")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")

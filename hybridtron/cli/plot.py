@@ -1,6 +1,6 @@
 """A picture of a run: training loss by tokens, with held-out losses where they were measured.
 
-python tools/plot_metrics.py runs/laptop --output loss.png
+hybridtron plot runs/laptop --output loss.png
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hybridtron.requirements import demand
 
 def main(arguments: list[str]) -> int:
     """Draw the run's metrics.jsonl. Returns the exit code: 2 where there is nothing to draw."""
-    parser = argparse.ArgumentParser(description="Draw training and held-out loss of a run.")
+    parser = argparse.ArgumentParser(prog="hybridtron plot", description="Draw training and held-out loss of a run.")
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("--output", type=Path, default=None, help="the picture; default: loss.png in the run's folder")
     chosen = parser.parse_args(arguments)

@@ -1,8 +1,8 @@
 """Text or tokens -> a folder of prepared tokens, which training reads.
 
-    python tools/prepare_data.py --input 'SlimPajama/train/chunk*/*.jsonl.zst' --tokenizer DIR --output data/slimpajama
-    python tools/prepare_data.py --input notes/ more.parquet --tokenizer DIR --output data/notes --workers 8
-    python tools/prepare_data.py --input embedded --vocab-size 2048 --output data/embedded-2048
+    hybridtron data prepare --input 'SlimPajama/train/chunk*/*.jsonl.zst' --tokenizer DIR --output data/slimpajama
+    hybridtron data prepare --input notes/ more.parquet --tokenizer DIR --output data/notes --workers 8
+    hybridtron data prepare --input embedded --vocab-size 2048 --output data/embedded-2048
 
 The formats of inputs are listed by --help. Interrupted, it leaves OUTPUT.partial, and the same command goes on from
 there; another number of workers may be given. Exit codes: 0 the folder is there, 1 it could not be prepared, or not
@@ -31,6 +31,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     from hybridtron.data.prepare.input_files import known_formats
 
     parser = argparse.ArgumentParser(
+        prog="hybridtron data prepare",
         description="Text or tokens -> a folder of prepared tokens.",
         epilog=f"{known_formats()}\n  embedded: the texts of this Python installation, with a vocabulary made for them",
         formatter_class=argparse.RawDescriptionHelpFormatter,

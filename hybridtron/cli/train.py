@@ -1,4 +1,4 @@
-"""Train a model: `python train.py recipe=samba_421m run.dir=runs/a phases.0.micro_batch=2`.
+"""Train a model: `hybridtron train recipe=samba_421m run.dir=runs/a phases.0.micro_batch=2`.
 
 Exit codes: 0 finished, 2 bad configuration or folder, 75 stopped on demand after a checkpoint, 1 anything else; also
 when all is trained but an export that phases.N.export asks for could not be written.
@@ -13,10 +13,6 @@ import traceback
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from hybridtron.requirements import demand
-
-demand()  # said before an import fails
 
 from hybridtron.config.check import check, require, warnings
 from hybridtron.config.layout import launched
@@ -35,20 +31,20 @@ if TYPE_CHECKING:
     from hybridtron.config.choices import Export
 
 USAGE = """\
-python train.py [recipe=NAME] [key=value ...]
+usage: hybridtron train [recipe=NAME] [key=value ...]
 
   recipe=NAME       what to train; the default is laptop
   run.dir=FOLDER    where the run is written; a run found there goes on from its newest checkpoint
   run.max_steps=N   stop early
   run.plan=true     print the phases, what they read and what they cost, and end
-  parallel.tensor=2 cut every layer over two processes; start them with torchrun --nproc-per-node N train.py ...
+  parallel.tensor=2 cut every layer over two processes; torchrun --nproc-per-node 2 -m hybridtron train ... starts them
   phases.0.lr=1e-3  or any other key of the configuration (see configs/README.md)
 
 recipes: {recipes},
          and those in configs/recipe/ablations: recipe=ablations/samba_421m_full_0,
          in configs/recipe/length, from a checkpoint: recipe=length/state_passing run.weights=runs/NAME
 
-Layers, parameters, FLOPs and memory of a configuration: python tools/inspect_config.py recipe=NAME
+Layers, parameters, FLOPs and memory of a configuration: hybridtron inspect recipe=NAME
 """
 
 
@@ -96,7 +92,7 @@ def export_phase(checkpoint: Checkpoint, output: Path, wanted: Export) -> None:
     phase_end.export_phase(checkpoint, output, wanted)
 
 
-def main_or_end(arguments: list[str]) -> int:
+def program(arguments: list[str]) -> int:
     """`main` as a program: no thread or peer that hangs keeps a failed rank alive, no late signal changes code 75."""
     try:
         if (code := main(arguments)) == EXIT_PREEMPTED:

@@ -1,7 +1,7 @@
 """Is a folder of prepared tokens whole? Reads all of it, and tells everything that is wrong.
 
-    python tools/verify_data.py DIR
-    python tools/verify_data.py DIR --workers 8
+    hybridtron data verify DIR
+    hybridtron data verify DIR --workers 8
 
 One line a fault, with the file's name and the sample's number; the last line sums up. Exit codes: 0 all well, 1 at
 least one fault, 2 there is no such folder.
@@ -23,8 +23,11 @@ from hybridtron.data.store.verify import Report, verify
 
 def main(arguments: list[str]) -> int:
     """Print the faults. Returns the exit code."""
-    parser = argparse.ArgumentParser(description="Hold every byte of a folder of prepared tokens against its manifest.")
-    parser.add_argument("folder", type=Path, metavar="DIR", help="what tools/prepare_data.py wrote")
+    parser = argparse.ArgumentParser(
+        prog="hybridtron data verify",
+        description="Hold every byte of a folder of prepared tokens against its manifest.",
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR", help="what hybridtron data prepare wrote")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes that read shards; default: 1")
     chosen = parser.parse_args(arguments)
     if chosen.workers < 1:

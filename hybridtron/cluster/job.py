@@ -34,7 +34,7 @@ attend() {
 
 HEAD = """\
 # {title}
-# Written by slurm/submit.py. It may be edited, and submitted again with: sbatch {script}
+# Written by hybridtron submit. It may be edited, and submitted again with: sbatch {script}
 # shellcheck disable=SC2016  # settings are quoted, so that the shell leaves them as they are
 run={run}
 code=$run/code

@@ -1,4 +1,4 @@
-"""How runs stand: python slurm/status.py [RUN_FOLDER ...]     (without a folder: all below runs/)
+"""How runs stand: hybridtron status [RUN_FOLDER ...]     (without a folder: all below runs/)
 
 State, phase, step, speed, loss, starts of the job, and when the run will be done, from the run's folder, and from
 SLURM's queue where there is one. The time to the end is that of the tokens that are left, at the speed of the last
@@ -59,7 +59,7 @@ class Status:
 
 def main(arguments: list[str]) -> int:
     """Print a table, and a line of reasons for each run that has them. Returns the exit code."""
-    parser = argparse.ArgumentParser(description="How runs stand.")
+    parser = argparse.ArgumentParser(prog="hybridtron status", description="How runs stand.")
     parser.add_argument("folders", nargs="*", type=Path, metavar="RUN_FOLDER", help="default: all below runs/")
     folders: list[Path] = parser.parse_args(arguments).folders
     folders = folders or sorted(path.parent for path in Path("runs").glob("*/config.yaml"))
@@ -165,7 +165,7 @@ def _config(folder: Path) -> Config:
     if not folder.is_dir():
         raise NoRun(f"{folder} is not a folder" if folder.exists() else f"{folder} does not exist")
     if not (folder / "config.yaml").exists():
-        raise NoRun(f"{folder} holds no run: a run's folder has config.yaml, which train.py and slurm/submit.py write")
+        raise NoRun(f"{folder} holds no run: a run's folder has config.yaml, which train and submit write")
     try:
         return load_saved(folder / "config.yaml")
     except ConfigError as error:

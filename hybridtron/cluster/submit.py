@@ -1,9 +1,9 @@
-"""Submit a run to SLURM: python slurm/submit.py recipe=samba_421m cluster=h100_infiniband nodes=8 [key=value ...]
+"""Submit a run to SLURM: hybridtron submit recipe=samba_421m cluster=h100_infiniband nodes=8 [key=value ...]
 
-It takes the arguments of train.py, and `nodes=N`. Everything that can be known beforehand is checked beforehand, and
-all problems are told at once. Then the run's folder gets the code as it stands here (code/), the resolved configuration
-(config.yaml) and the job's script (slurm/job.sh), and the script is submitted. The same command for the same folder
-goes on with its run.
+It takes the arguments of `hybridtron train`, and `nodes=N`. Everything that can be known beforehand is checked first,
+and all problems are reported together. Then the run's folder gets the code as it is now (code/), the resolved
+configuration (config.yaml) and the job's script (slurm/job.sh), and the script is submitted. The same command for the
+same folder resumes its run.
 
     --dry-run    print the script, write and submit nothing; absent data is then a warning
     --chain K    K jobs, each after the one before; those that find the run finished end at once
@@ -43,8 +43,12 @@ CODE = ("train.py", "pyproject.toml", "hybridtron", "configs", "slurm")  # what 
 
 def main(arguments: list[str]) -> int:
     """Check, write and submit. Returns the exit code."""
-    parser = argparse.ArgumentParser(description="Submit a run to SLURM.", epilog=f"clusters: {_clusters()}")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="as train.py takes them, and nodes=N")
+    parser = argparse.ArgumentParser(
+        prog="hybridtron submit", description="Submit a run to SLURM.", epilog=f"clusters: {_clusters()}"
+    )
+    parser.add_argument(
+        "settings", nargs="*", metavar="key=value", help="as `hybridtron train` takes them, and nodes=N"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the script, write and submit nothing")
     parser.add_argument("--chain", type=int, default=1, metavar="K", help="submit K jobs, each after the one before")
     asked = parser.parse_intermixed_args(arguments)
@@ -130,7 +134,7 @@ def submit(config: Config, job: Job, chain: int) -> int:
         write_notes(notes, job, jobs, str(error))
         return 1
     print(f"submitted as job {', '.join(jobs)}; its log: {job.run_dir}/logs/slurm-{jobs[0]}.txt\n"
-          f"how it stands: python slurm/status.py {job.run_dir}")  # fmt: skip
+          f"how it stands: hybridtron status {job.run_dir}")  # fmt: skip
     return 0
 
 

@@ -26,9 +26,10 @@ from hybridtron.config.mistakes import not_a_value, not_settings, unknown_key, u
 from hybridtron.config.saved import read_saved, secrets_from_environment
 from hybridtron.config.schema import Config, ModelConfig, Precision
 from hybridtron.problems import ConfigError, Problem, did_you_mean
+from hybridtron.shipped import shipped
 
 ALIASES = {"checkpoint.async": "checkpoint.asynchronous"}  # a keyword of Python's can't name a field
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = shipped("configs")
 FILELESS: dict[str, dict[str, dict[str, str]]] = {  # choices of a group that need no file
     "precision": {p.value: {"name": p.value} for p in Precision},
     "parallel": {"single": {}},

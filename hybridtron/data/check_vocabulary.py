@@ -64,5 +64,5 @@ def _readable(folder: str) -> Path | None:
 
 
 def _cure(tokenizer: Path) -> str:
-    made = f"use tokens made with its own (tools/prepare_data.py --tokenizer {tokenizer}; data.source=folder)"
+    made = f"use tokens made with its own (hybridtron data prepare --tokenizer {tokenizer}; data.source=folder)"
     return f"{made}, or run.accept_data_changes=true"

@@ -127,7 +127,7 @@ def _phase_problems(config: Config, index: int, phase: PhaseConfig, opened: Open
         cure = (
             f"delete {data.path}, and it is prepared anew; or set another path"
             if data.source == Source.embedded
-            else "prepare it with tools/prepare_data.py; or, to try some steps on text that Python brings along, "
+            else "prepare it with hybridtron data prepare; or, to try some steps on text that Python brings along, "
             "use data=embedded data.epochs=null run.max_steps=10"
         )
         return [Problem(key, f"{error}; {cure}")]

@@ -1,6 +1,6 @@
 """From a folder of transformers, or of state-spaces/mamba, to a checkpoint whose weights a run starts from.
 
-    python train.py model=from_checkpoint run.weights=OUTPUT ...
+    hybridtron train model=from_checkpoint run.weights=OUTPUT ...
 
 What comes is held against what the configuration says before any of it is read: a tensor that no rule uses, one that is
 missing, and one of another shape are told together. Written is a checkpoint as a run writes it, of step 0, without an

@@ -74,8 +74,8 @@ def announce_end(progress: Progress, run_dir: Path, checkpoint: Path) -> None:
     print(
         f"finished at step {progress.step} after {clock(time.monotonic() - progress.began)}{losses}\n"
         f"checkpoint: {checkpoint}\n\nnext:\n"
-        f'  python tools/generate.py {run_dir} --prompt "def main("\n'
-        f"  python tools/plot_metrics.py {run_dir}\n"
-        f"  python tools/evaluate.py {run_dir}\n"
-        f"  python tools/convert.py export --checkpoint {run_dir} --output {run_dir}-hf"
+        f'  hybridtron generate {run_dir} --prompt "def main("\n'
+        f"  hybridtron plot {run_dir}\n"
+        f"  hybridtron evaluate {run_dir}\n"
+        f"  hybridtron export {run_dir} --output {run_dir}-hf"
     )

@@ -54,7 +54,7 @@ def test_the_table_is_written(name: str, tmp_path: Path) -> None:
     done = bench(name, "--quick", "--repetitions", "2", "--output", str(output))
     assert done.returncode == 0, done.stderr
     page = output.read_text()
-    assert f"`python tools/bench.py {name} --quick --repetitions 2`" in page
+    assert f"`hybridtron bench {name} --quick --repetitions 2`" in page
     assert "torch 2." in page
     assert len(re.findall(r"^\| ---", page, re.MULTILINE)) == TABLES[name]
     assert str(ROOT) not in page

@@ -1,20 +1,26 @@
-"""Every program answers --help at once: it imports neither torch nor what builds on it, and does nothing else."""
+"""Every command answers --help at once: it imports neither torch nor what builds on it, and does nothing else."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from hybridtron import __version__
+from hybridtron.cli import main as front
+from hybridtron.cli.main import COMMANDS, main
+
 ROOT = Path(__file__).parents[2]
-PROGRAMS = sorted(
-    str(path.relative_to(ROOT))
+DOORS = sorted(
+    path.relative_to(ROOT).as_posix()
     for path in [ROOT / "train.py", *(ROOT / "tools").glob("*.py"), *(ROOT / "slurm").glob("*.py")]
     if '__name__ == "__main__"' in path.read_text()
 )
+LINES_OF_A_DOOR = 25
 HEAVY = ("torch", "megatron.core", "transformers", "matplotlib", "streaming", "pyarrow")
 Answer = tuple[int | str | None, int, list[str]]
 ALL = '''
@@ -35,17 +41,18 @@ class Refused(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 sys.meta_path.insert(0, Refused())
 found = {}
-for program in sys.argv[1:]:
-    sys.argv, text, code = [program, "--help"], io.StringIO(), None
+for asked in json.loads(sys.argv[1]):
+    program, *words = asked.split()
+    sys.argv, text, code = [program, *words, "--help"], io.StringIO(), None
     Refused.asked = []
     try:
         with contextlib.redirect_stdout(text):
-            runpy.run_path(program, run_name="__main__")
+            (runpy.run_path if program.endswith(".py") else runpy.run_module)(program, run_name="__main__")
     except SystemExit as end:
         code = end.code or 0
     except ModuleNotFoundError as error:
         code = str(error)
-    found[program] = code, len(text.getvalue()), Refused.asked
+    found[asked] = code, len(text.getvalue()), Refused.asked
 print(json.dumps(found))
 '''
 
@@ -57,14 +64,56 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
     One interpreter for all of them, which starts quicker; from a folder where they have nothing to work on.
     """
     folder = tmp_path_factory.mktemp("empty")
-    command = [sys.executable, "-c", f"HEAVY = {HEAVY!r}\n{ALL}", *(str(ROOT / program) for program in PROGRAMS)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=60)
+    asked = [*(str(ROOT / door) for door in DOORS), *(f"hybridtron {name}" for name in COMMANDS)]
+    command = [sys.executable, "-c", f"HEAVY = {HEAVY!r}\n{ALL}", json.dumps(asked)]
+    own = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, check=True, timeout=100)
     assert not list(folder.iterdir())
-    return {str(Path(program).relative_to(ROOT)): answer for program, answer in json.loads(done.stdout).items()}
+    return {name.removeprefix(f"{ROOT}/"): answer for name, answer in json.loads(done.stdout).items()}
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [*DOORS, *(f"hybridtron {name}" for name in COMMANDS)])
 def test_help_is_printed_without_heavy_imports(program: str, answers: dict[str, Answer]):
     code, printed, imported = answers[program]
     assert (code, imported) == (0, [])
     assert printed > 100
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_door_holds_no_work_of_its_own(door: str) -> None:
+    if door == "tools/make_hf_ops.py":
+        pytest.skip("it generates a file of the package, and leaves with that")
+    assert len((ROOT / door).read_text().splitlines()) <= LINES_OF_A_DOOR
+
+
+def test_every_command_has_a_line_of_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    for name, (_, what) in COMMANDS.items():
+        assert f"  {name} " in said
+        assert what in said
+    assert main([]) == 2
+    assert capsys.readouterr().err == said
+
+
+def test_an_unknown_command_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, nearest in ((["trian"], "train"), (["data", "prepaer"], "prepare"), (["data"], "data verify")):
+        assert main(words) == 2
+        said = capsys.readouterr()
+        assert nearest in said.err
+        assert not said.out
+
+
+def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"hybridtron {__version__}\n"
+
+
+def test_what_is_missing_is_said_before_a_command_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But to the doctor, who reports all of it."""
+    asked: list[str] = []
+    monkeypatch.setattr(front, "demand", lambda: asked.append("demanded"))
+    for name in ("doctor", "inspect"):
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+    assert asked == ["demanded"]

@@ -26,5 +26,5 @@ def test_a_process_uses_the_device_of_its_place(environment: dict[str, str], vis
 
 def test_ranks_without_a_meeting_place_are_told_what_is_missing() -> None:
     _check_meeting_place({"MASTER_ADDR": "n1", "MASTER_PORT": "20001"})
-    with pytest.raises(ConfigError, match=r"MASTER_PORT  is not set, so that ranks can't meet: .*slurm/submit\.py"):
+    with pytest.raises(ConfigError, match=r"MASTER_PORT  is not set, so that ranks can't meet: .*hybridtron submit"):
         _check_meeting_place({"MASTER_ADDR": "n1"})

@@ -97,7 +97,7 @@ def test_damage_is_told_with_a_cure(toy: TokenFolder):
     (toy.path / "train" / "text" / "index.json").unlink()
     (line,) = told(config_of(toy.path))
     assert line.startswith(f"data.path  {toy.path} has no train/text/index.json")
-    assert "tools/prepare_data.py" in line
+    assert "hybridtron data prepare" in line
     (line,) = told(config_of(toy.path, Source.embedded))
     assert f"delete {toy.path}, and it is prepared anew" in line
 

@@ -12,9 +12,9 @@ import pytest
 
 from hybridtron.proving.chaos import main as chaos
 from hybridtron.proving.chaos.faults import KINDS, Disk, Kinds, Scene, deleted, flipped, truncated
-from hybridtron.proving.chaos.run import ROOT, Run, Started, arguments_of
+from hybridtron.proving.chaos.run import Run, Started, arguments_of
 
-COMMAND = [sys.executable, str(ROOT / "tools/chaos.py")]
+COMMAND = [sys.executable, str(Path(__file__).parents[2] / "tools/chaos.py")]
 
 
 @pytest.mark.gloo
@@ -41,7 +41,7 @@ def test_a_run_that_ends_elsewhere_is_told(
     def with_other_seeds(data: Path, steps: int, layout: str) -> tuple[str, ...]:
         return (*arguments_of(data, steps, layout), f"run.seed={next(seeds)}")
 
-    monkeypatch.setattr(chaos, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(chaos, "arguments_of", with_other_seeds)
     assert chaos.main(["--steps", "8", "--mean", "1000", "--seed", "3"]) == 1
     told = capsys.readouterr()

@@ -188,5 +188,5 @@ def test_the_end_names_duration_checkpoint_and_what_can_be_done_next(
     announce_end(progress, Path("runs/mine"), Path("runs/mine/checkpoints/step-00000020"))
     said = capsys.readouterr().out
     assert all(word in said for word in ("20", "1:02:03", "3.5000", "step-00000020"))
-    for tool in ("generate", "plot_metrics", "evaluate", "convert"):
-        assert f"python tools/{tool}.py " in said
+    for command in ("generate", "plot", "evaluate", "export"):
+        assert f"hybridtron {command} runs/mine" in said

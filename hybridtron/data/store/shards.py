@@ -200,7 +200,7 @@ class Store:
             except (FileNotFoundError, NotADirectoryError, Damaged) as fault:
                 if self._fetcher is None:
                     told = fault if isinstance(fault, Damaged) else "is missing"
-                    raise DataError(f"{told}; `python tools/verify_data.py {self.folder.path}` looks at all") from fault
+                    raise DataError(f"{told}; `hybridtron data verify {self.folder.path}` looks at all") from fault
             return path, self._fetcher.obtain(of_shard, self._packed[shard])
         except (DataError, OSError) as error:
             raise DataError(f"{self._shard_name(shard)} {error}") from error

@@ -1,10 +1,10 @@
 """A run under random faults ends with the very parameters of one to which nothing happens: try it on your machine.
 
-    make chaos                                          or: python tools/chaos.py
-    python tools/chaos.py --layout tp2 --seed 7 --steps 400
+    hybridtron chaos                                    in a checkout also: make chaos
+    hybridtron chaos --layout tp2 --seed 7 --steps 400
 
-Trains a tiny model by train.py, on two processes that read by worker processes and save every few steps: once in
-peace, and once while ranks and workers are killed and stopped, the run is told to stop, files of its checkpoints are
+Trains a tiny model on two processes that read by worker processes and save every few steps: once undisturbed, and once
+while ranks and workers are killed and stopped, the run is told to stop, files of its checkpoints are
 flipped, cut short and deleted, and its disk is full. Each time it has ended it is started again, as a cluster would
 requeue it. A third time its torchrun is killed and started again at once, and last it is started twice at a time. In
 the end weights, optimizer, carried states and the losses of all steps must be equal, bit for bit, and
@@ -39,7 +39,8 @@ from rich.table import Table
 from hybridtron.proving.chaos import starts as chaos_starts
 from hybridtron.proving.chaos.faults import Disk
 from hybridtron.proving.chaos.ordeal import HEADER, Fault, Ordeal, Trouble
-from hybridtron.proving.chaos.run import LAYOUTS, ROOT, SAVE_EVERY, TIMEOUT_S, Run, arguments_of, write_data
+from hybridtron.proving.chaos.run import LAYOUTS, SAVE_EVERY, TIMEOUT_S, Run, arguments_of, write_data
+from hybridtron.shipped import PACKAGE
 
 APART = "HYBRIDTRON_CHAOS_APART"  # set where mounts are this program's own
 SAME = ("step", "tokens", "loss", "grad_norm", "validation")  # of a line of metrics: what training gives again
@@ -68,7 +69,9 @@ def unequal(clean: Run, chaos: Run) -> list[str]:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line; wrong values end the process with exit code 2."""
-    parser = argparse.ArgumentParser(description="A run under random faults ends as one without.")
+    parser = argparse.ArgumentParser(
+        prog="hybridtron chaos", description="A run under random faults ends as one without."
+    )
     parser.add_argument("--steps", type=int, default=200, metavar="N", help="default: %(default)s")
     parser.add_argument("--mean", type=float, default=20, metavar="N", help="steps between faults (%(default)s)")
     parser.add_argument("--seed", type=int, help="of the faults; the moment within a step is chance all the same")
@@ -86,7 +89,7 @@ def main(arguments: list[str]) -> int:
     chosen = parse(arguments)
     if chosen.seed is None:
         chosen.seed = random.SystemRandom().randrange(10**6)
-    home = ROOT / "runs/chaos" / f"{time.strftime('%Y%m%d-%H%M%S')}-{chosen.seed}"
+    home = Path("runs/chaos").absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{chosen.seed}"
     print(f"{asked(chosen)}, a fault every {chosen.mean:g} steps or so; runs: {home}", flush=True)
     write_data(home / "data")
     began = time.monotonic()
@@ -157,7 +160,7 @@ def page(chosen: argparse.Namespace, faults: list[Fault], told: list[str]) -> st
     from hybridtron.proving.measuring import grid, processor, versions
 
     options = f"--layout {chosen.layout} --steps {chosen.steps} --mean {chosen.mean:g} --seed {chosen.seed}"
-    lines = ["# Chaos", "", f"`python tools/chaos.py {options}`", ""]
+    lines = ["# Chaos", "", f"`hybridtron chaos {options}`", ""]
     lines += [f"- machine: {processor()}, {os.cpu_count()} cores", f"- versions: {versions()}"]
     lines += [f"- run.timeout is {TIMEOUT_S:g} s; a checkpoint every {SAVE_EVERY} steps, written asynchronously"]
     lines += [*(f"- {one}" for one in told), "", "## faults", "", *grid(HEADER, [fault.cells() for fault in faults])]
@@ -169,8 +172,9 @@ def apart(arguments: list[str]) -> None:
     ways = (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"])
     for way in ways if APART not in os.environ and shutil.which("unshare") else ():
         if subprocess.run([*way, "true"], capture_output=True, check=False).returncode == 0:
-            os.environ[APART] = "1"
-            os.execvp(way[0], [*way, sys.executable, str(ROOT / "tools/chaos.py"), *arguments])
+            own = {APART: "1", "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *sys.path])}
+            command = [*way, sys.executable, "-P", "-m", "hybridtron", "chaos", *arguments]
+            os.execvpe(way[0], command, os.environ | own)
 
 
 def stopped(number: int, _: object) -> NoReturn:

@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
+from hybridtron.shipped import PACKAGE
+
+TRAIN = ("-P", "-m", "hybridtron", "train")  # this package, whatever lies in the present folder
 PROC = Path("/proc")
 LAYOUTS = {"dp2": (), "tp2": ("parallel.tensor=2",), "pp2": ("parallel.pipeline=2",)}
 PROCESSES = 2
@@ -60,7 +62,7 @@ class Run:
 
 
 def arguments_of(data: Path, steps: int, layout: str) -> tuple[str, ...]:
-    """What train.py is told."""
+    """The settings of the run."""
     return (
         "recipe=laptop", "run.dir=run", f"run.timeout={TIMEOUT_S:g}", "run.eval_every=1000000",
         "run.eval_tokens=512", "run.eval_lengths=[1]", "run.sample_tokens=0", *LAYOUTS[layout],
@@ -102,12 +104,12 @@ class Started:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         shared = {"WORLD_SIZE": PROCESSES, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-        shared |= {"PYTHONPATH": ROOT, "CUDA_VISIBLE_DEVICES": ""}
+        shared |= {"PYTHONPATH": PACKAGE.parent, "CUDA_VISIBLE_DEVICES": ""}
         self.ranks: list[subprocess.Popen[bytes]] = []
         for rank in range(PROCESSES):
             told = {name: str(value) for name, value in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()}
             with (run.home / f"rank-{rank}.log").open("ab") as log:
-                command = [sys.executable, str(ROOT / "train.py"), *run.arguments]
+                command = [sys.executable, *TRAIN, *run.arguments]
                 self.ranks.append(
                     subprocess.Popen(
                         command, cwd=run.home, env=os.environ | told, stdout=log, stderr=log, start_new_session=True

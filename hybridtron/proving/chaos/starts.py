@@ -14,7 +14,8 @@ import sys
 import time
 from contextlib import suppress
 
-from hybridtron.proving.chaos.run import PROCESSES, ROOT, START_S, Run
+from hybridtron.proving.chaos.run import PROCESSES, START_S, Run
+from hybridtron.shipped import PACKAGE
 
 KILLS = 4  # of torchrun: every other one during start-up
 STEPS = 20  # at most between a start and its kill
@@ -27,9 +28,9 @@ class Launch:
     def __init__(self, run: Run) -> None:
         self.run, self.before = run, run.lines()
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES)]
-        own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        own = {"PYTHONPATH": str(PACKAGE.parent), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         with (run.home / "torchrun.log").open("ab") as log:
-            command = [*torchrun, str(ROOT / "train.py"), *run.arguments]
+            command = [*torchrun, "-m", "hybridtron", "train", *run.arguments]
             self.process = subprocess.Popen(command, cwd=run.home, env=os.environ | own, stdout=log, stderr=log)
 
     def wait_until(self, steps: int) -> None:

@@ -64,6 +64,6 @@ def run(names: Sequence[str], device: torch.device, rehearse: bool, output: Path
     print_report(report)
     if output is not None:
         settings = Settings(rehearse, STEPS, torch.get_num_threads())
-        output.write_text(markdown(report, settings, "python tools/gpu_check.py"), encoding="utf-8")
+        output.write_text(markdown(report, settings, "hybridtron gpu-check"), encoding="utf-8")
         print(f"\nwritten to {output}")
     return not failed and all(goal.met for goal in goals)

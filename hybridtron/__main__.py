@@ -1,0 +1,8 @@
+"""`python -m hybridtron` and `torchrun -m hybridtron train ...`: the same as the command `hybridtron`."""
+
+import sys
+
+from hybridtron.cli.main import program
+
+if __name__ == "__main__":
+    sys.exit(program())

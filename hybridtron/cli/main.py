@@ -1,0 +1,83 @@
+"""The command `hybridtron`: one sub-command for everything that a user runs.
+
+The table names a function that takes the remaining arguments and returns the exit code. Its module is imported only
+when it is asked for, so that no command waits for the packages of another.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from hybridtron import __version__
+from hybridtron.problems import did_you_mean
+from hybridtron.requirements import demand
+
+COMMANDS = {
+    "train": ("train:program", "train a model, or resume a run"),
+    "inspect": ("inspect_config:main", "layers, parameters, FLOPs, memory and layout of a configuration"),
+    "doctor": ("doctor:main", "what is installed, what is missing, and which kernels will run"),
+    "data prepare": ("prepare_data:main", "text or tokens into a folder that training reads"),
+    "data verify": ("verify_data:main", "check every byte of a folder of prepared tokens"),
+    "generate": ("generate:main", "text from a checkpoint"),
+    "evaluate": ("evaluate:main", "length generalization of a checkpoint"),
+    "plot": ("plot:main", "a picture of a run's losses"),
+    "checkpoint": ("checkpoint:main", "list, verify, diff, reshard or fetch checkpoints"),
+    "export": ("convert:export_main", "a checkpoint to the format of Hugging Face"),
+    "import": ("convert:import_main", "a model in the format of Hugging Face to a checkpoint"),
+    "audit": ("audit:main", "compare every gradient of a parallel layout with one process"),
+    "bench": ("bench:main", "measure this package against its peers"),
+    "gpu-check": ("hybridtron.proving.gpu.main:main", "check a GPU: every kernel's results, and speed"),
+    "chaos": ("hybridtron.proving.chaos.main:program", "kill and damage a run, and compare its end"),
+    "submit": ("hybridtron.cluster.submit:main", "submit a run to SLURM"),
+    "status": ("hybridtron.cluster.status:main", "state, speed and remaining time of runs"),
+}
+"""Name -> a function (its module in this folder, where no other is named), and what it does in one line."""
+
+FAMILIES = {name.split()[0] for name in COMMANDS if " " in name}  # `data` alone is no command
+
+
+def program() -> int:
+    """The console script."""
+    return main(sys.argv[1:])
+
+
+def main(arguments: list[str]) -> int:
+    """Run one command. Returns its exit code; 2 where there is no such command."""
+    if arguments[:1] == ["--version"]:
+        print(f"hybridtron {__version__}")
+        return 0
+    family = arguments[0] if arguments and arguments[0] in FAMILIES else ""
+    words = arguments[:2] if family else arguments[:1]
+    name = " ".join(words)
+    if name not in COMMANDS:
+        return no_command(family, words[-1] if words and words != [family] else None)
+    if name != "doctor":  # which reports every missing package by itself
+        demand()
+    where, function = COMMANDS[name][0].split(":")
+    module = importlib.import_module(where if "." in where else f"hybridtron.cli.{where}")
+    code: int = getattr(module, function)(arguments[len(words) :])
+    return code
+
+
+def no_command(family: str, word: str | None) -> int:
+    """Help, where it is asked for (exit code 0) or no command is given; else what is wrong with the word."""
+    if word in ("-h", "--help"):
+        print(usage(family))
+        return 0
+    if word is None:
+        print(usage(family), file=sys.stderr)
+        return 2
+    prefix = f"{family} " if family else ""
+    known = [name.removeprefix(prefix) for name in COMMANDS if name.startswith(prefix)]
+    cure = f"run `hybridtron {prefix}--help` for a list"
+    print(f"hybridtron {prefix}has no command {word!r}{did_you_mean(word, known)}; {cure}", file=sys.stderr)
+    return 2
+
+
+def usage(family: str) -> str:
+    """The table, or the part of it that begins with a word."""
+    chosen = {name: text for name, (_, text) in COMMANDS.items() if not family or name.split()[0] == family}
+    lines = "\n".join(f"  {name:<14}{text}" for name, text in chosen.items())
+    name = f"hybridtron {family}".strip()
+    return f"usage: {name} COMMAND ...\n\n{lines}\n\nhybridtron COMMAND --help says what a command takes"

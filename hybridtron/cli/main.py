@@ -52,11 +52,15 @@ def main(arguments: list[str]) -> int:
     name = " ".join(words)
     if name not in COMMANDS:
         return no_command(family, words[-1] if words and words != [family] else None)
-    if name != "doctor":  # which reports every missing package by itself
+    if name == "train":  # the others need only a part: inspect and submit run where there is no torch
         demand()
     where, function = COMMANDS[name][0].split(":")
-    module = importlib.import_module(where if "." in where else f"hybridtron.cli.{where}")
-    code: int = getattr(module, function)(arguments[len(words) :])
+    try:
+        module = importlib.import_module(where if "." in where else f"hybridtron.cli.{where}")
+        code: int = getattr(module, function)(arguments[len(words) :])
+    except ModuleNotFoundError:
+        demand()  # says so on one line where it is a requirement
+        raise
     return code
 
 

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from hybridtron.config.schema import Documents, Order
 from hybridtron.data.loader import Ahead, Loader
 from hybridtron.data.mixture_spec import Ingredient
-from hybridtron.data.prepare import corpus
+from hybridtron.data.prepare import corpus, embedded
 from hybridtron.data.prepare.input_files import find
 from hybridtron.data.prepare.run import prepare
 from hybridtron.data.prepare.vocabulary import open_vocabulary
@@ -175,7 +175,7 @@ def prepare_speed(scratch: Path, settings: Settings) -> tuple[Rows, Goal]:
     texts = [document.content for document in corpus.documents() if isinstance(document.content, str)]
     texts = texts[:: 20 if settings.quick else 1]
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = corpus.train_tokenizer(texts, 2_000 if settings.quick else 32_000)
+    tokenizer = embedded.train_tokenizer(texts, 2_000 if settings.quick else 32_000)
     tokenizer.save(str(scratch / "tokenizer.json"))
     (scratch / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     inputs, vocabulary = find([str(scratch / "texts.jsonl")]).inputs, open_vocabulary(scratch / "tokenizer.json")

@@ -8,7 +8,7 @@
 
 It takes the arguments of `hybridtron train`, reads no tokens and imports no torch. What is counted, and what is not,
 is described in `hybridtron/planning/count.py`, `memory.py` and `fit.py`. `--gpus` is the number of processes (without
-it, as few as the layout needs); `--fit` proposes layouts for that number of devices of this memory, the fastest first.
+it, as few as the layout needs); `--fit` lists layouts that fit this memory, those that cut the model least first.
 `--dry-run` alone imports torch: it builds every rank's model on the meta device.
 """
 
@@ -33,9 +33,9 @@ from hybridtron.config.load import load
 from hybridtron.config.phases import Stretch, stretches
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
-from hybridtron.planning.count import Memory, ModelCount, count
-from hybridtron.planning.fit import TENSOR_SIZES, Candidate, fit, settings_of
-from hybridtron.planning.memory import Plan, RankPlan, largest_phase, plan
+from hybridtron.planning.count import ModelCount, count
+from hybridtron.planning.fit import TENSOR_SIZES, FittingLayout, fit, settings_of
+from hybridtron.planning.memory import Memory, Plan, RankPlan, largest_phase, plan
 from hybridtron.problems import ConfigError
 from hybridtron.train.phase_table import phase_table, print_changes, rates_of, source_table
 
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
         "settings", nargs="*", metavar="key=value", help="as `hybridtron train` takes them: recipe=samba_421m"
     )
     parser.add_argument("--gpus", type=_positive, metavar="N", help="processes of the whole run")
-    parser.add_argument("--fit", type=_gigabytes_given, metavar="80GB", help="propose layouts for this device memory")
+    parser.add_argument("--fit", type=_gigabytes_given, metavar="80GB", help="layouts that fit this device memory")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--dry-run", action="store_true", help="build every rank's model on the meta device")
     chosen = parser.parse_intermixed_args(arguments)
@@ -86,7 +86,7 @@ def dry_run(config: Config) -> int:
     return 1 if found else 0
 
 
-def as_json(config: Config, gpus: int, fitting: list[Candidate] | None) -> dict[str, Any]:
+def as_json(config: Config, gpus: int, fitting: list[FittingLayout] | None) -> dict[str, Any]:
     """Everything as plain values; FLOPs are those of the first phase's sequence length."""
     counted = count(config.model, config.phases[0].seq_len)
     told = {
@@ -99,7 +99,7 @@ def as_json(config: Config, gpus: int, fitting: list[Candidate] | None) -> dict[
         "phases": [_phase_json(config, stretch) for stretch in stretches(config)],
     }
     if fitting is not None:
-        return told | {"fit": [_candidate_json(config, candidate) for candidate in fitting]}
+        return told | {"fit": [_fitting_json(config, layout) for layout in fitting]}
     phase = largest_phase(config)
     made = plan(config, gpus, phase)
     return told | {"memory": {**_memory_json(made.fullest), "phase": phase.name}, "plan": _plan_json(made)}
@@ -128,16 +128,13 @@ def _plan_json(made: Plan) -> dict[str, Any]:
     return {**{name: getattr(made, name) for name in kept}, "ranks": ranks}
 
 
-def _candidate_json(config: Config, candidate: Candidate) -> dict[str, Any]:
+def _fitting_json(config: Config, layout: FittingLayout) -> dict[str, Any]:
     return {
-        "settings": settings_of(candidate, config),
-        "data": candidate.plan.data,
-        "memory": _memory_json(candidate.plan.fullest),
-        "bubble": candidate.plan.bubble,
-        "step_seconds": {**dataclasses.asdict(candidate.time), "total": candidate.time.total},
-        "tokens_per_second_per_device": candidate.tokens_per_second,
-        "mfu": candidate.mfu,
-        "reason": candidate.reason,
+        "settings": settings_of(layout, config),
+        "data": layout.plan.data,
+        "memory": _memory_json(layout.plan.fullest),
+        "sent_bytes": layout.sent_bytes,
+        "bubble": layout.plan.bubble,
     }
 
 
@@ -157,7 +154,7 @@ def _phase_json(config: Config, stretch: Stretch) -> dict[str, Any]:
     }
 
 
-def print_tables(config: Config, gpus: int, fitting: list[Candidate] | None) -> None:
+def print_tables(config: Config, gpus: int, fitting: list[FittingLayout] | None) -> None:
     """For people: coloured in a terminal, plain text anywhere else."""
     console = Console()
     if not console.is_terminal:
@@ -251,24 +248,21 @@ def _traffic_table(config: Config, made: Plan) -> Table:
     return table
 
 
-def _fit_table(config: Config, gpus: int, fitting: list[Candidate]) -> Table:
-    table = _table("seconds", "MFU", "tokens/s", "GB", "settings", "where the time goes", numbers_from=0)
-    for column in table.columns[4:]:
-        column.justify, column.overflow = "left", "fold"
-    table.title = f"the fastest of {len(fitting)} layouts that fit, on {gpus} devices (estimate of a step)"
-    for candidate in fitting[:SHOWN]:
+def _fit_table(config: Config, gpus: int, fitting: list[FittingLayout]) -> Table:
+    table = _table("GB", "GB sent a step", "bubble", "settings", numbers_from=0)
+    table.columns[3].justify, table.columns[3].overflow = "left", "fold"
+    table.title = f"the least cut of {len(fitting)} layouts that fit on {gpus} devices"
+    for layout in fitting[:SHOWN]:
         table.add_row(
-            f"{candidate.time.total:.2f}",
-            f"{candidate.mfu:.0%}",
-            readable(candidate.tokens_per_second),
-            f"{candidate.plan.fullest.memory.total / 1e9:.0f}",
-            " ".join(settings_of(candidate, config)),
-            candidate.reason,
+            f"{layout.plan.fullest.memory.total / 1e9:.0f}",
+            _gigabytes(layout.sent_bytes),
+            f"{layout.plan.bubble:.1%}",
+            " ".join(settings_of(layout, config)),
         )
     return table
 
 
-def _left_out(config: Config, fitting: list[Candidate]) -> list[str]:
+def _left_out(config: Config, fitting: list[FittingLayout]) -> list[str]:
     """Why some layouts were not tried, or none fits."""
     reasons = {tensor: "; ".join(uncuttable(config, tensor)) for tensor in TENSOR_SIZES}
     told = [f"not tried: parallel.tensor={tensor}, since {reason}" for tensor, reason in reasons.items() if reason]

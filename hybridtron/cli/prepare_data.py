@@ -143,11 +143,11 @@ def listed(names: Sequence[object]) -> str:
 
 def prepare_embedded(chosen: argparse.Namespace) -> TokenFolder:
     """The folder that data.source=embedded makes by itself where it is missing."""
-    from hybridtron.data.prepare import corpus
+    from hybridtron.data.prepare import embedded
     from hybridtron.data.prepare.input_files import ArgumentError
 
     try:
-        folder = corpus.prepare_embedded(chosen.output, chosen.vocab_size)
+        folder = embedded.prepare_embedded(chosen.output, chosen.vocab_size)
     except ValueError as error:
         raise ArgumentError(f"--vocab-size: {error}") from error
     made_for = folder.manifest.origin.get("asked_vocab_size")

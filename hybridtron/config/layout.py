@@ -76,11 +76,6 @@ def stage_problems(model: ModelConfig, parallel: ParallelConfig) -> list[Problem
     return []
 
 
-def chunk_cost(model: ModelConfig, layers: range, seq_len: int) -> int:
-    """Weighted forward FLOPs per token of a chunk, with the embedding or the head where it holds that end."""
-    return sum(layer_costs(model, seq_len)[layers.start : layers.stop])
-
-
 def layer_costs(model: ModelConfig, seq_len: int) -> tuple[int, ...]:
     """Weighted forward FLOPs per token of every sub-layer; the ends of the model count with the ends of the list."""
     arch = architecture(model)

@@ -29,7 +29,7 @@ def read_saved(path: Path) -> DictConfig:
     """The file's values over the defaults of the schema. ConfigError names the file and what is wrong with it."""
     try:
         values = OmegaConf.load(StringIO(read_regular(path, GREATEST).decode()))
-        found = [Problem(f"{path}: {key}", f"holds {text!r}, which no run writes") for key, text in _references(values)]
+        found = [Problem(f"{path}: {key}", f"holds {text!r}, which no run writes") for key, text in references(values)]
         merged = OmegaConf.merge(OmegaConf.structured(Config), values)
     except OmegaConfBaseException as error:
         where = f"{path}: {error.full_key}" if error.full_key else str(path)
@@ -47,13 +47,13 @@ def secrets_from_environment(config: DictConfig) -> list[Problem]:
     cure = "which would be written to config.yaml in clear: leave it in the environment, where its library reads it"
     return [
         Problem(key, f"takes {name} from the environment, {cure}")
-        for key, text in _references(config)
+        for key, text in references(config)
         for name in _ENVIRONMENT.findall(text)
         if SECRET.search(name)
     ]
 
 
-def _references(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+def references(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Every key that holds a `${...}`, with its text."""
     if node._is_none() or node._is_missing():
         return
@@ -62,4 +62,4 @@ def _references(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         if child is not None and OmegaConf.is_interpolation(node, name):
             yield f"{prefix}{name}", str(child._value())
         elif isinstance(child, DictConfig | ListConfig):
-            yield from _references(child, f"{prefix}{name}.")
+            yield from references(child, f"{prefix}{name}.")

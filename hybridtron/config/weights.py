@@ -3,7 +3,7 @@
     ${weights:KEY}   model.*, precision.* and run.name of that checkpoint; phase.* and data.*: its last phase's
     ${steps:100}     the tokens of so many steps of the phase that it stands in
     ${times:A,B}     their product
-    ${ratio:A,B}     A / B, at most 1
+    ${ratio:A,B}     A / B
 
 So a recipe that goes on from any checkpoint writes down only what it changes. What an imported checkpoint was trained
 on, and how, is not known: its configuration has no phases, and keys that would come from there must be set. Nothing
@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from omegaconf import Container, DictConfig, ListConfig, Node, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from hybridtron.config.rules import is_folder, shortened
-from hybridtron.config.saved import read_saved
+from hybridtron.config.saved import read_saved, references
 from hybridtron.config.schema import Config
 from hybridtron.problems import ConfigError, Problem
 
@@ -67,21 +66,11 @@ def unknown(config: DictConfig) -> list[Problem]:
     if folder is None or (saved := _saved(folder)).keys() >= {"phase"}:
         return []
     found = []
-    for key, text in _interpolations(config):
+    for key, text in references(config):
         named = [name.split(".") for name in _WEIGHTS.findall(text)]
         if any(name[0] not in saved or name[1] not in saved[name[0]] for name in named):
             found.append(Problem(key, f"must be set: {folder} was imported, and does not say how it was trained"))
     return found
-
-
-def _interpolations(node: Container, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Keys whose value is looked up, and what is written there."""
-    for name in range(len(node)) if isinstance(node, ListConfig) else node:
-        child = node._get_node(name)
-        if isinstance(child, Node) and child._is_interpolation():
-            yield f"{prefix}{name}", str(child._value())
-        elif isinstance(child, Container) and not child._is_none() and not child._is_missing():
-            yield from _interpolations(child, f"{prefix}{name}.")
 
 
 def _saved(folder: str) -> dict[str, Any]:
@@ -129,4 +118,4 @@ def _times(a: float, b: float) -> float:
 
 
 def _ratio(a: float, b: float) -> float:
-    return min(1.0, float(f"{a / b:.12g}"))
+    return float(f"{a / b:.12g}")

@@ -15,6 +15,7 @@ from hybridtron.config.schema import Config, DataConfig, IngredientConfig, Phase
 from hybridtron.config.units import parse_tokens
 from hybridtron.data.check_vocabulary import embedded_problems, meaning_problems
 from hybridtron.data.folder import SMALLEST_VOCABULARY, FolderError, TokenFolder, is_url
+from hybridtron.data.prepare.corpus import sizes
 from hybridtron.problems import Problem
 
 EMBEDDED_PATH = "data/embedded-{}"  # by the vocabulary's size
@@ -163,8 +164,6 @@ def _unmade_problems(config: Config, phase: PhaseConfig) -> list[Problem]:
         return []  # reported by the phase's own rules
     if data.epochs is None:
         return []
-    from hybridtron.data.prepare.corpus import sizes  # it imports tokenizers
-
     most = sizes()
     weights: Mapping[str, float] = {name: one.weight for name, one in data.mixture.items()} or most
     if not set(weights) <= set(most):

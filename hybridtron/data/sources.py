@@ -11,7 +11,7 @@ from hybridtron.config.schema import Config, DataConfig, PhaseConfig, Source
 from hybridtron.config.units import parse_bytes
 from hybridtron.data.folder import FolderError
 from hybridtron.data.mixture_spec import Ingredient, content_problems, ingredients_of
-from hybridtron.data.prepare.corpus import prepare_embedded
+from hybridtron.data.prepare.embedded import prepare_embedded
 from hybridtron.data.store.shards import CacheOptions, Store, open_folder
 from hybridtron.problems import ConfigError, Problem
 

@@ -1,4 +1,4 @@
-"""Parameters, FLOPs and memory of a configuration, known without building it.
+"""Parameters and FLOPs of a configuration, known without building it; what the loss holds.
 
 FLOPs are per token of a sequence of `seq_len`, a multiply-add counting 2; training costs 3 times the forward pass
 (once for the values, twice for the gradients). Counted are the projections, the head (2 width vocab_size, tied or
@@ -6,10 +6,6 @@ not), attention over the positions that a token really sees (causal, within its 
 recurrence of each mixer (the part `scan`, which is elementwise: it is bound by memory, not by arithmetic). Not
 counted are the embedding, which is a lookup, and norms, activations, rotary positions and the optimizer, which are
 far below 1% together.
-
-Memory is an estimate for one process with fused kernels: nothing of size seq_len x seq_len is kept, nothing is
-recomputed, and buffers of the allocator or the kernels are left out. FP8 counts as bf16: what its products keep in one
-byte is not subtracted.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from hybridtron.architecture.model import ModelConfig
-from hybridtron.architecture.table import architecture, parameter_table
+from hybridtron.architecture.table import architecture
 from hybridtron.config.choices import FP8_MULTIPLES, Precision
 
 BACKWARD_AND_FORWARD = 3
@@ -85,23 +81,6 @@ class ModelCount:
         return BACKWARD_AND_FORWARD * self.forward_flops
 
 
-@dataclass(frozen=True)
-class Memory:
-    """What one process holds while it trains, in bytes."""
-
-    weights: int  # as the forward pass reads them
-    gradients: int  # fp32
-    optimizer: int  # AdamW's two fp32 moments, and fp32 master weights where the weights are narrower
-    activations: int  # kept for the backward pass by the sub-layers of one micro batch
-    logits: int  # as many as the loss makes at a time, and the gradients that it makes of its input and the head
-    states: int = 0  # carried ones: what a step starts from, and what it ends in
-
-    @property
-    def total(self) -> int:
-        """All of it together."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.states
-
-
 def count(model: ModelConfig, seq_len: int) -> ModelCount:
     """Parameters and FLOPs of a model whose options are checked."""
     arch = architecture(model)
@@ -130,30 +109,6 @@ def count(model: ModelConfig, seq_len: int) -> ModelCount:
 def stream_bytes(model: ModelConfig, precision: Precision) -> int:
     """Of one value of the residual stream."""
     return FP32_BYTES if model.residual_fp32 else VALUE_BYTES[precision]
-
-
-def memory(model: ModelConfig, precision: Precision, seq_len: int, micro_batch: int) -> Memory:
-    """Bytes of a process that holds the whole model and runs this micro batch."""
-    arch = architecture(model)
-    value = VALUE_BYTES[precision]
-    weights = gradients = optimizer = 0
-    for parameter in parameter_table(model).values():
-        stored = FP32_BYTES if parameter.fp32 else value
-        master = 0 if stored == FP32_BYTES else FP32_BYTES
-        weights += stored * parameter.size
-        gradients += FP32_BYTES * parameter.size
-        optimizer += (2 * FP32_BYTES + master) * parameter.size
-    tokens = seq_len * micro_batch
-    # a sub-layer's norm keeps its input, its first projection keeps the norm's output; the last norm stands alone
-    norms = (stream_bytes(model, precision) + value) * model.width * (len(arch.specs) + 1)
-    inside = value * sum(spec.activation_values(arch.sizes) for spec in arch.specs)
-    return Memory(
-        weights=weights,
-        gradients=gradients,
-        optimizer=optimizer,
-        activations=(norms + inside) * tokens,
-        logits=loss_bytes(tokens, model.width, model.vocab_size, value),
-    )
 
 
 def logits_at_a_time(tokens: int, vocabulary: int, value_bytes: int) -> int:

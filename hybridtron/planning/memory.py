@@ -29,7 +29,7 @@ With t tensor-parallel, p pipeline and d data-parallel ranks, v virtual stages, 
 
 Left out: buffers of the allocator, of the kernels and of the network; key/value heads that are copied count as cut in
 the activations; the gradients of uncut weights that are summed over t; the sums of Mamba-2's norm, a value per group
-and token; the loss's scalars.
+and token; the loss's scalars. FP8 counts as bf16: what its products keep in one byte is not subtracted.
 """
 
 from __future__ import annotations
@@ -41,8 +41,25 @@ from hybridtron.architecture.base import Parameter
 from hybridtron.architecture.table import parameter_table
 from hybridtron.config.layout import chunks_on, data_parallel, layer_costs, stage_layers
 from hybridtron.config.schema import Config, ParallelConfig, PhaseConfig
-from hybridtron.planning.count import FP32_BYTES, VALUE_BYTES, Memory, loss_bytes
+from hybridtron.planning.count import FP32_BYTES, VALUE_BYTES, loss_bytes
 from hybridtron.planning.layer_use import LayerUse, carried_bytes, layer_uses, runs_again, shared, stream_values
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one process holds while it trains, in bytes."""
+
+    weights: int  # as the forward pass reads them
+    gradients: int  # fp32
+    optimizer: int  # AdamW's two fp32 moments, and fp32 master weights where the weights are narrower
+    activations: int  # kept for the backward pass by the sub-layers of one micro batch
+    logits: int  # as many as the loss makes at a time, and the gradients that it makes of its input and the head
+    states: int = 0  # carried ones: what a step starts from, and what it ends in
+
+    @property
+    def total(self) -> int:
+        """All of it together."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.states
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from hybridtron.checkpoint.folder import folder_of
 from hybridtron.cli import train
 from hybridtron.cli.evaluate import main
 from hybridtron.data.batch import SeqInfo
-from hybridtron.data.prepare.corpus import train_tokenizer
+from hybridtron.data.prepare.embedded import train_tokenizer
 from hybridtron.data.prepare.writer import write_folder
 from hybridtron.model.lm import LanguageModel
 from hybridtron.train import length_evaluation as instruments

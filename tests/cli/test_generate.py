@@ -16,7 +16,7 @@ from hybridtron.cli.generate import find_checkpoint, main, prompt_or_start
 from hybridtron.config.layout import Launch
 from hybridtron.config.load import load
 from hybridtron.config.schema import Config
-from hybridtron.data.prepare.corpus import END_OF_TEXT, train_tokenizer
+from hybridtron.data.prepare.embedded import END_OF_TEXT, train_tokenizer
 from hybridtron.device import megatron_context
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel import groups

@@ -11,7 +11,6 @@ import pytest
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.config.layout import (
     balanced,
-    chunk_cost,
     chunks_on,
     data_parallel,
     embedding_cost,
@@ -82,7 +81,6 @@ def test_costs_by_hand():
     assert attention == 8 * 8 * 8 + 4 * 8 * 2.5
     assert last == own + 2 * 8 * 16 + 80 * 5 * 16
     assert (embedding_cost(MODEL), head_cost(MODEL)) == (mamba - own, last - own)
-    assert chunk_cost(MODEL, range(1, 3), seq_len=4) == mlp + attention
 
 
 def test_the_scan_weighs_as_published_speeds_say():

@@ -13,7 +13,7 @@ import pytest
 from hybridtron.config.load import load, to_yaml
 from hybridtron.data import mixture_spec as ingredients
 from hybridtron.data.check_vocabulary import meaning_problems, vocabulary_warnings
-from hybridtron.data.prepare.corpus import train_tokenizer
+from hybridtron.data.prepare.embedded import train_tokenizer
 from hybridtron.data.same_vocabulary import difference, is_readable
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
-from hybridtron.architecture.table import parameter_table
+from hybridtron.architecture.table import architecture, parameter_table
 from hybridtron.config.check import check
 from hybridtron.config.choices import StateMode
 from hybridtron.config.layout import stages_of
 from hybridtron.config.load import choices_of, load
 from hybridtron.config.schema import Config, ParallelConfig
-from hybridtron.planning.count import count, memory
+from hybridtron.planning.count import count
 from hybridtron.planning.fit import HEAD_ROOM, TENSOR_SIZES, fit, settings_of
 from hybridtron.planning.layer_use import layer_uses
 from hybridtron.planning.memory import Plan, held_names, largest_phase, live_passes, local_size, plan
@@ -44,16 +42,25 @@ def test_ranks_together_hold_every_parameter(recipe, tensor, pipeline, virtual):
     assert shares == count(config.model, 4096).parameters
 
 
-def test_one_process_needs_what_count_says():
+def test_one_process_holds_the_whole_model():
+    """Without parallelism and recomputation, the sums over all weights and sub-layers."""
     for recipe in RECIPES[::3]:
-        config, made = planned(1, f"recipe={recipe}", "parallel.recompute=none")  # which count knows nothing of
+        config, made = planned(1, f"recipe={recipe}", "parallel.recompute=none")
         phase = largest_phase(config)
-        config = config.in_phase(phase)
         (rank,) = made.ranks
-        carried = config.states_of(phase).mode is not StateMode.zero  # which count knows nothing of either
-        assert (rank.memory.states > 0) == carried
-        expected = memory(config.model, config.precision.name, phase.seq_len, phase.micro_batch)
-        assert dataclasses.replace(rank.memory, states=0) == expected
+        held, model, value = rank.memory, config.model, 4 if config.precision.name == "fp32" else 2
+        assert (held.states > 0) == (config.states_of(phase).mode is not StateMode.zero)
+        weights = parameter_table(model).values()
+        in_fp32 = sum(weight.size for weight in weights if weight.fp32)
+        narrow = sum(weight.size for weight in weights) - in_fp32
+        assert held.weights == 4 * in_fp32 + value * narrow
+        assert held.gradients == 4 * (in_fp32 + narrow)
+        assert held.optimizer == 8 * (in_fp32 + narrow) + (4 * narrow if value == 2 else 0)
+        arch = architecture(model)
+        stream = 4 if model.residual_fp32 else value
+        norms = (stream + value) * model.width * (len(arch.specs) + 1)  # input and output of each, and of the last
+        inside = value * sum(spec.activation_values(arch.sizes) for spec in arch.specs)
+        assert held.activations == (norms + inside) * phase.seq_len * phase.micro_batch
         assert rank.traffic.total == made.bubble == 0
         assert (rank.in_flight, rank.parameters) == (1, count(config.model, 4096).parameters)
 
@@ -96,6 +103,20 @@ TINY = (
     "phases.0.micro_batch=2",
     "precision=bf16",
 )
+
+
+@pytest.mark.parametrize(("precision", "value", "master"), [("bf16", 2, 4), ("fp32", 4, 0)])
+def test_one_process_by_hand(precision, value, master):
+    held = planned(1, *TINY, f"precision={precision}")[1].ranks[0].memory
+    parameters = count(load(TINY).model, 16).parameters
+    kept_in_fp32 = 16 + 16 * 3 + 16  # dt_bias, A_log, D
+    assert held.weights == value * (parameters - kept_in_fp32) + 4 * kept_in_fp32
+    assert held.gradients == 4 * parameters
+    assert held.optimizer == 8 * parameters + master * (parameters - kept_in_fp32)
+    inside = (6 * 16 + 2 + 6) + (3 * 12) + (8 + 2 * 2 + 8) + (3 * 12)
+    assert held.activations >= value * (inside + 2 * 8 * 5) * 16 * 2  # input and output of five norms
+    assert held.logits == value * (16 * 2 * (16 + 8) + 16 * 8)  # logits, gradients of their input and of the head
+    assert held.total == held.weights + held.gradients + held.optimizer + held.activations + held.logits
 
 
 def test_what_tensor_parallel_ranks_hold_by_hand():
@@ -173,9 +194,8 @@ def test_published_models_are_laid_out_sanely():
     small = load(["recipe=samba_1.3b"])
     best = fit(small, 64, 80e9)[0]
     assert (best.parallel.tensor, best.parallel.pipeline) == (1, 1)
-    assert 0.33 < best.mfu < 0.45  # the paper's own code reached 0.33, Megatron's dense 1.7B 0.41
     large = fit(load(["recipe=samba_3.8b"]), 256, 80e9)
-    assert {candidate.parallel.tensor for candidate in large} == {1}
+    assert {layout.parallel.tensor for layout in large} == {1}
 
 
 @pytest.mark.parametrize(
@@ -186,16 +206,15 @@ def test_what_is_proposed_keeps_every_rule_and_fits(recipe, gpus, gigabytes):
     config = load([f"recipe={recipe}"])
     found = fit(config, gpus, gigabytes * 1e9)
     assert found
-    times = [candidate.time.total for candidate in found]
-    assert times == sorted(times)
-    for candidate in found[::5]:
-        proposed = load([f"recipe={recipe}", *settings_of(candidate, config)])
-        assert proposed.parallel == candidate.parallel
+    cuts = [layout.parallel.tensor * layout.parallel.pipeline for layout in found]
+    assert cuts == sorted(cuts)
+    for layout in found[::5]:
+        proposed = load([f"recipe={recipe}", *settings_of(layout, config)])
+        assert proposed.parallel == layout.parallel
         assert not check(proposed, gpus)
         made = plan(proposed, gpus, largest_phase(proposed))
-        assert made == candidate.plan
+        assert made == layout.plan
         assert made.fullest.memory.total <= (1 - HEAD_ROOM) * gigabytes * 1e9
-        assert sum(dataclasses.astuple(candidate.time)) == pytest.approx(candidate.time.total)
 
 
 def test_settings_undo_what_the_configuration_sets():

@@ -92,11 +92,6 @@ class Lanes:
             position, count = position + taken, count - taken
         return LaneRow(spans, spans[0][1].first > 0)
 
-    def rounds_apart(self, step: int) -> int:
-        """The largest difference between the rounds that the lanes are in."""
-        rounds = [self._round_at(lane, step * self._seq_len) for lane in range(self._lanes)]
-        return max(rounds) - min(rounds)
-
     def _round_at(self, lane: int, position: int) -> int:
         """The round in which a position of a lane's stream lies."""
         while self._ends[-1][lane] <= position:

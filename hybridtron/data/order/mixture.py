@@ -69,17 +69,6 @@ class Mixture:
         source = int(sources[offset])
         return source, self._count(source, block * self._rows_per_block) + int(ranks[offset])
 
-    def rows(self, source: int, steps: int) -> int:
-        """How many rows of the source the first `steps` steps hold."""
-        rows = steps * self._rows_per_step
-        if len(self._borders) == 2:
-            return rows
-        block, offset = divmod(rows, self._rows_per_block)
-        count = self._count(source, block * self._rows_per_block)
-        if offset:
-            count += int(np.count_nonzero(self._block(block).sources[:offset] == source))
-        return count
-
     def _count(self, source: int, rows: int) -> int:
         """How many of the first `rows` rows are the source's, where a block begins."""
         begin, end = self._borders[source : source + 2]

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+from hybridtron.data.prepare import corpus
 from hybridtron.data.prepare.documents import Document, Reading, Tally
 from hybridtron.data.prepare.input_files import Input, InputError, clean_name
 from hybridtron.data.prepare.input_tokens import read_mds, read_megatron, read_packed
@@ -188,8 +189,6 @@ def _read_texts(one: Input, reading: Reading, tally: Tally) -> Iterator[Document
 
 def _read_embedded(one: Input, reading: Reading, tally: Tally) -> Iterator[Document]:
     """The texts of the Python installation: the one input without a file."""
-    from hybridtron.data.prepare import corpus  # which prepares its folder by this road
-
     for document in corpus.documents():
         tally.entries += 1
         yield document

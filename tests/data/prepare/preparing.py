@@ -14,8 +14,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from hybridtron.data.folder import TokenFolder
-from hybridtron.data.prepare.corpus import END_OF_TEXT, train_tokenizer
 from hybridtron.data.prepare.documents import Document, Reading, Tally
+from hybridtron.data.prepare.embedded import END_OF_TEXT, train_tokenizer
 from hybridtron.data.prepare.input_files import find
 from hybridtron.data.prepare.inputs import read
 from hybridtron.data.prepare.vocabulary import Vocabulary, vocabulary_of

@@ -11,14 +11,14 @@ from tokenizers import Tokenizer
 
 from hybridtron.data.folder import FolderError
 from hybridtron.data.prepare import corpus
-from hybridtron.data.prepare.corpus import prepare_embedded
 from hybridtron.data.prepare.documents import Document, in_validation
+from hybridtron.data.prepare.embedded import END_OF_TEXT, SETTINGS, prepare_embedded, train_tokenizer
 from tests.data.prepare.preparing import stored
 
 TEXTS = [
     "def main() -> None:\n\tprint('naïve café ☕')\n\n\n",
     "Eight bits: " + "".join(map(chr, range(256))) * 3,
-    f"A text that spells {corpus.END_OF_TEXT} goes on behind it.\r\n  Two  spaces.",
+    f"A text that spells {END_OF_TEXT} goes on behind it.\r\n  Two  spaces.",
     "日本語のテキスト " * 5,
     " leading and trailing space ",
 ]
@@ -35,7 +35,7 @@ def documents(monkeypatch: pytest.MonkeyPatch) -> list[Document]:
 def test_tokens_decode_to_the_source(documents: list[Document], tmp_path: Path):
     folder = prepare_embedded(tmp_path / "data", 400)
     tokenizer = Tokenizer.from_file(str(folder.tokenizer_file))
-    eos = tokenizer.token_to_id(corpus.END_OF_TEXT)
+    eos = tokenizer.token_to_id(END_OF_TEXT)
     assert folder.manifest.eos == eos
     assert set(folder.manifest.splits["train"]) == {"code", "text"}
     for split, sources in folder.manifest.splits.items():
@@ -55,7 +55,7 @@ def test_the_vocabulary_is_made_of_training_texts(documents: list[Document], tmp
     training = [d.content for d in documents if d.content not in held_out]
     assert 0 < len(held_out) < 10
     folder = prepare_embedded(tmp_path / "data", 400)
-    assert folder.tokenizer_file.read_text() == corpus.train_tokenizer(training, 400).to_str()
+    assert folder.tokenizer_file.read_text() == train_tokenizer(training, 400).to_str()
 
 
 def test_manifest_tells_the_real_vocabulary(documents: list[Document], tmp_path: Path):
@@ -100,7 +100,7 @@ def test_the_real_documents():
     assert {"topics/assert", "lib/argparse.py", "lib/json/decoder.py"} <= set(names)
     assert not [n for n in names if "/test/" in n or "site-packages" in n or n == "lib/pydoc_data/topics.py"]
     assert {(d.where.split("/")[0], d.source) for d in found} == {("topics", "text"), ("lib", "code")}
-    assert 0.03 < sum(in_validation(d.content, corpus.SETTINGS.validation) for d in found) / len(names) < 0.09
+    assert 0.03 < sum(in_validation(d.content, SETTINGS.validation) for d in found) / len(names) < 0.09
 
 
 def test_sources_skip_what_is_not_utf8_and_what_is_empty(tmp_path: Path):

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from hybridtron.data.prepare import parts as parts_module
-from hybridtron.data.prepare.corpus import END_OF_TEXT
 from hybridtron.data.prepare.documents import in_validation
+from hybridtron.data.prepare.embedded import END_OF_TEXT
 from hybridtron.data.prepare.input_files import ArgumentError, InputError, find
 from hybridtron.data.prepare.parts import Settings, cut
 from hybridtron.data.prepare.run import prepare

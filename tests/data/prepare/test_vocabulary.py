@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from hybridtron.data.prepare.corpus import END_OF_TEXT
+from hybridtron.data.prepare.embedded import END_OF_TEXT
 from hybridtron.data.prepare.input_files import ArgumentError, find
 from hybridtron.data.prepare.parts import Settings
 from hybridtron.data.prepare.run import prepare

@@ -1,0 +1,73 @@
+"""The folder of the embedded corpus (`corpus.py`), and its tokenizer: a byte-level BPE that is trained on the spot.
+
+The corpus depends on the Python version, which the manifest names; the digest of the manifest distinguishes versions.
+Several processes may prepare the same folder at once: each writes a temporary folder, the first to rename it wins, and
+the others use what they find.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+
+from hybridtron.data.folder import SMALLEST_VOCABULARY, TokenFolder
+from hybridtron.data.prepare import corpus
+from hybridtron.data.prepare.documents import in_validation
+from hybridtron.data.prepare.input_files import Input
+from hybridtron.data.prepare.parts import Settings
+from hybridtron.data.prepare.run import prepare
+from hybridtron.data.prepare.vocabulary import vocabulary_of
+
+END_OF_TEXT = "<|endoftext|>"
+SETTINGS = Settings(validation=0.05)
+
+
+def prepare_embedded(path: Path, vocab_size: int) -> TokenFolder:
+    """The folder of the embedded corpus, made now unless it is there; its vocabulary may be smaller than asked."""
+    if path.exists():
+        return TokenFolder.open(path)
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise ValueError(f"vocab_size={vocab_size}; a byte-level vocabulary needs at least {SMALLEST_VOCABULARY}")
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+        progress.add_task(f"{path}: training a vocabulary of {vocab_size} on Python's own texts", total=None)
+        texts = [document.content for document in corpus.documents() if isinstance(document.content, str)]
+        tokenizer = train_tokenizer(
+            (text for text in texts if not in_validation(text, SETTINGS.validation)), vocab_size
+        )
+    vocabulary = vocabulary_of(tokenizer.to_str(), "embedded", END_OF_TEXT)
+    origin = {"corpus": "embedded", "python": platform.python_version(), "asked_vocab_size": vocab_size}
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        return prepare([Input("embedded", ())], path, vocabulary, SETTINGS, origin=origin, work=temporary)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE with END_OF_TEXT as entry 0; any text survives encoding and decoding."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    # Without a word of ours, tokenizers warns at every later fork of the process. Forked children never tokenize.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer

@@ -1,12 +1,12 @@
 """What a job's script asks: may this start begin, on which nodes, and what comes after it.
 
-    python attempt.py begin --run FOLDER --job ID --restart N --nodes a,b
-    python attempt.py check --run ... --nodes a,b --reports FOLDER --code N --fitting 1,2
-    python attempt.py end   --run ... --code N [--stopped]
+    python -m hybridtron.cluster.attempt begin --run FOLDER --job ID --restart N --nodes a,b
+    python -m hybridtron.cluster.attempt check --run ... --nodes a,b --reports FOLDER --code N --fitting 1,2
+    python -m hybridtron.cluster.attempt end   --run ... --code N [--stopped]
 
 The last line on stdout is the answer: a word, the nodes that it is about, and the nodes that were found to be bad; a
-dash stands for none. `go a,b c`: run on a and b, as c is bad. `again b,c c`: start again, from now on without b and c.
-`done - -`, `stop - -`: this was the last start. Why goes to stderr, which is the job's log, and to attempts.jsonl.
+dash stands for none. `go a,b c`: run on a and b, since c is bad. `again b,c c`: requeue, from now on without b and c.
+`done - -`, `stop - -`: this was the last start. Reasons go to stderr, which is the job's log, and to attempts.jsonl.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridtron.cluster import history
-from hybridtron.cluster.history import Attempt, Decision, Outcome, decide
+from hybridtron.cluster.history import Attempt, NextStart, Outcome, decide
 
 
 def main(arguments: list[str]) -> int:
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
 
 def begin(asked: argparse.Namespace) -> str:
-    """Close what was left open, and open this attempt unless the run is at its end."""
+    """Close an attempt that was left open, and open this one unless the run is at its end."""
     jobs = chain_of(asked.run, asked.job)
     before = history.read(asked.run, jobs)
     if before and before[-1].outcome == "running":
@@ -55,7 +55,7 @@ def begin(asked: argparse.Namespace) -> str:
         return f"{before[-1].decision} - -"
     step = history.newest_step(asked.run)
     seen = history.outcome_written(asked.run)
-    history.put_down(
+    history.record(
         asked.run, Attempt(asked.job, asked.restart, asked.nodes, time.time(), step, outcome_file=seen, step=step)
     )
     say(f"attempt {len(before) + 1} on {', '.join(asked.nodes)}, from step {step}")
@@ -63,17 +63,17 @@ def begin(asked: argparse.Namespace) -> str:
 
 
 def check(asked: argparse.Namespace) -> str:
-    """The nodes to run on, by their reports; without enough of them the job starts again without the bad ones."""
+    """The nodes to run on, by their reports; where too few are left, the job is requeued without the bad ones."""
     reports = {name: report for name in asked.nodes if (report := _report(asked.reports / f"{name}.json"))}
     for name, report in reports.items():
         say(f"{name}: {', '.join(report['found'])}")
     faults = {name: "; ".join(report["faults"]) for name, report in reports.items() if report["faults"]}
     if reports:
-        faults |= {name: "has not answered" for name in asked.nodes if name not in reports}
+        faults |= {name: "wrote no report" for name in asked.nodes if name not in reports}
     together = next((fault for report in reports.values() if (fault := report["together"])), "")
     if not faults and (together or asked.code or not reports):
-        told = together or f"the check ended with exit code {asked.code}; see {asked.reports}/check-*.txt"
-        return _ended(asked, outcome="failed", reason=f"the check of the nodes: {told}")
+        why = together or f"the check ended with exit code {asked.code}; see {asked.reports}/check-*.txt"
+        return _ended(asked, outcome="failed", reason=f"the check of the nodes: {why}")
     for name, fault in faults.items():
         say(f"BAD NODE {name}: {fault}")
     good = [name for name in asked.nodes if name not in faults]
@@ -107,11 +107,11 @@ def _answer(attempt: Attempt, all_of_them: Sequence[Attempt]) -> str:
 
 
 def settle(run_dir: Path, attempts: Sequence[Attempt]) -> Attempt:
-    """Decide what comes after the last attempt, say and write it down."""
-    decision: Decision = decide(attempts)
+    """Decide what comes after the last attempt, log and record it."""
+    decision: NextStart = decide(attempts)
     say(f"{decision.word.upper()}: {decision.why}")
     settled = replace(attempts[-1], decision=decision.word, why=decision.why)
-    history.put_down(run_dir, settled)
+    history.record(run_dir, settled)
     return settled
 
 
@@ -136,3 +136,7 @@ def _report(path: Path) -> dict[str, Any] | None:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,11 +1,11 @@
 """What a run's jobs came to, start by start (slurm/attempts.jsonl in its folder), and what comes next.
 
-One attempt is one start of a job; SLURM starts a requeued job again under the same number. A line stands for an attempt
-as it begins, a second one, which replaces it, for how it ended. An attempt that was ended from outside (a node failed,
-somebody requeued the job) has no second line until the next one begins and finds it so.
+One attempt is one start of a job; SLURM starts a requeued job again under the same number. An attempt gets a line when
+it begins, and a second line, which replaces the first, when it ends. An attempt that was ended from outside (a node
+failed, somebody requeued the job) has no second line until the next one begins and finds that out.
 
-What comes next is decided from this alone: a finished run is done; one that its checkpoints don't get further in two
-attempts in a row has stopped; any other is requeued, however often.
+What comes next is decided from this alone: a finished run is done; a run whose last two attempts wrote no newer
+checkpoint is stopped; any other run is requeued, however often.
 """
 
 from __future__ import annotations
@@ -43,33 +43,33 @@ class Attempt:
 
     @property
     def is_futile(self) -> bool:
-        """Whether it ended where it began; to have found a bad node is something."""
+        """Whether it made no progress; finding a bad node counts as progress."""
         return self.step <= self.step_before and not self.excluded
 
 
 @dataclass(frozen=True)
-class Decision:
+class NextStart:
     """What comes after an attempt: `done`, `again`, or `stop`."""
 
     word: Literal["done", "again", "stop"]
     why: str
 
 
-def decide(history: Sequence[Attempt]) -> Decision:
+def decide(history: Sequence[Attempt]) -> NextStart:
     """What comes after the last of these attempts, all of one chain of jobs."""
     last = history[-1]
     how = f"{last.outcome}: {last.reason}" if last.reason else last.outcome
     if last.outcome == "finished":
-        return Decision("done", "the run has finished")
+        return NextStart("done", "the run has finished")
     if last.outcome == "refused":
-        return Decision("stop", f"no restart mends this ({how})")
+        return NextStart("stop", f"no restart can fix this ({how})")
     futile = [attempt for attempt in history if not attempt.excluded][-FUTILE:]
     if not last.excluded and len(futile) == FUTILE and all(attempt.is_futile for attempt in futile):
         where = f"both of the last {FUTILE} attempts ended without a newer checkpoint than step {last.step}"
-        return Decision("stop", f"{where} ({how}); mend that and submit the run again")
+        return NextStart("stop", f"{where} ({how}); fix that and submit the run again")
     if last.excluded:
-        return Decision("again", f"without {', '.join(last.excluded)}: {last.reason}")
-    return Decision("again", f"{how}; it goes on from step {last.step}")
+        return NextStart("again", f"without {', '.join(last.excluded)}: {last.reason}")
+    return NextStart("again", f"{how}; it resumes from step {last.step}")
 
 
 def path_of(run_dir: Path) -> Path:
@@ -87,36 +87,36 @@ def read(run_dir: Path, jobs: Collection[str] | None = None) -> list[Attempt]:
     return [attempt for attempt in found.values() if jobs is None or attempt.job in jobs]
 
 
-def put_down(run_dir: Path, attempt: Attempt) -> None:
-    """Add an attempt, or what has become of it."""
+def record(run_dir: Path, attempt: Attempt) -> None:
+    """Add an attempt, or how it ended."""
     with path_of(run_dir).open("a") as file:
         file.write(json.dumps(asdict(attempt)) + "\n")
 
 
 def ended(run_dir: Path, attempt: Attempt, now: float, code: int | None, stopped: bool) -> Attempt:
-    """An attempt with how it ended, by train.py's exit code (None: nobody was there to see it) and outcome.json."""
+    """An attempt with how it ended, by the exit code of training (None: it is not known) and outcome.json."""
     written = outcome_written(run_dir)
-    told: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     if written is not None and written != attempt.outcome_file:
         with suppress(json.JSONDecodeError):
-            told = json.loads((run_dir / "outcome.json").read_text())
-    outcome, reason = _outcome(told, code, stopped)
+            found = json.loads((run_dir / "outcome.json").read_text())
+    outcome, reason = _outcome(found, code, stopped)
     return replace(attempt, ended=now, step=newest_step(run_dir), outcome=outcome, reason=reason)
 
 
-def _outcome(told: dict[str, Any], code: int | None, stopped: bool) -> tuple[Outcome, str]:
+def _outcome(found: dict[str, Any], code: int | None, stopped: bool) -> tuple[Outcome, str]:
     if code == 0:
         return "finished", ""
     if code == 2:
-        return "refused", "train.py refuses the configuration; its words are in the log of rank 0"
-    if told:
-        reason = str(told.get("reason", ""))
-        return told["outcome"], f"rank {told['rank']}: {reason}" if "rank" in told else reason
+        return "refused", "the configuration is refused; the log of rank 0 says why"
+    if found:
+        reason = str(found.get("reason", ""))
+        return found["outcome"], f"rank {found['rank']}: {reason}" if "rank" in found else reason
     if stopped:
-        return "preempted", "told to stop before there was anything to save"
+        return "preempted", "stopped before there was anything to save"
     if code is None:
         return "lost", "SLURM ended it: a node failed, or the job was requeued"
-    return "failed", f"exit code {code} and no word in outcome.json; see the logs of the ranks"
+    return "failed", f"exit code {code} and no outcome.json; see the logs of the ranks"
 
 
 def outcome_written(run_dir: Path) -> int | None:
@@ -126,7 +126,7 @@ def outcome_written(run_dir: Path) -> int | None:
 
 
 def newest_step(run_dir: Path) -> int:
-    """The step of the newest checkpoint that was sealed; 0 without one. Which one is sound, the run finds out."""
+    """The step of the newest checkpoint that was sealed; 0 without one. Whether it is sound, the run finds out."""
     sealed = (path.parent.name for path in (run_dir / "checkpoints").glob("step-*/manifest.json"))
     return max((int(matched[1]) for name in sealed if (matched := _STEP.fullmatch(name))), default=0)
 

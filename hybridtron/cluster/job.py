@@ -1,8 +1,9 @@
 """A job as a script for sbatch, which a person can read, edit and submit again.
 
-The script is bash where SLURM itself has to be asked (host names, requeueing); what is to be decided, `attempt.py`
-decides, inside the container where there is one. Every value is quoted for the shell; in #SBATCH lines, which no shell
-reads, only plain characters are let in (`unusable` tells of others).
+The script is bash where SLURM itself has to be asked (host names, requeueing); decisions are made by `attempt.py`,
+inside the container where there is one. Every value is quoted for the shell; #SBATCH lines, which no shell reads, may
+hold only plain characters (`unusable` lists others). Python runs with -P, so that the package of the run's own code/
+is imported and not one in the working folder, which `-m` would prefer.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from hybridtron.config.cluster import ClusterConfig, Runtime
 
 PLAIN = re.compile(r"[\w.,:@/+=\[\]-]+", re.ASCII)
 
-HAND_ON = """\
-# Runs a command and exits as it does. Signals go on as SIGUSR1, which srun hands on to every task; at SIGTERM it would
-# kill them. `wait` ends early when a signal comes, so it is asked again while there is a job.
+FORWARD_SIGNALS = """\
+# Runs a command and exits as it does. Every signal is forwarded as SIGUSR1, which srun passes to all tasks; at SIGTERM
+# it would kill them. `wait` ends early when a signal comes, so it is called again while there is a job.
 stopped='' job=''
 trap 'stopped=yes; [ -z "$job" ] || kill -USR1 "$job" 2>/dev/null' TERM INT USR1
-attend() {
+forwarding() {
   local code
   "$@" & job=$!
   [ -z "$stopped" ] || kill -USR1 "$job"
@@ -37,7 +38,7 @@ HEAD = """\
 # Written by hybridtron submit. It may be edited, and submitted again with: sbatch {script}
 # shellcheck disable=SC2016  # settings are quoted, so that the shell leaves them as they are
 run={run}
-code=$run/code
+export PYTHONPATH=$run/code${{PYTHONPATH:+:$PYTHONPATH}}
 python={python}
 per_node={processes}
 logs=$run/logs/slurm-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}
@@ -49,7 +50,7 @@ NODES = """\
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 
-meet_on() {  # NODE,NODE,...: the nodes to use from now on; rank 0 runs on the first of them
+use_nodes() {  # NODE,NODE,...: rank 0 runs on the first of them, where the others connect to it
   nodes=$1
   MASTER_ADDR=$(scontrol show node "${nodes%%,*}" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)
   export MASTER_ADDR
@@ -60,8 +61,8 @@ DECIDING = """\
 # What the run's history says: a word, the nodes that it is about, and nodes that were found to be bad just now; a dash
 # stands for none. The reasons go to this job's log.
 ask() {
-  read -r word named bad < <(inside "$python" "$code/slurm/attempt.py" "$@" --run "$run" --job "$SLURM_JOB_ID" \\
-    --restart "${SLURM_RESTART_COUNT:-0}" | tail -n 1)
+  read -r word named bad < <(inside "$python" -P -m hybridtron.cluster.attempt "$@" --run "$run" \\
+    --job "$SLURM_JOB_ID" --restart "${SLURM_RESTART_COUNT:-0}" | tail -n 1)
   [ "${named:--}" != - ] || named=''
   [ "${bad:--}" != - ] || bad=''
 }
@@ -71,7 +72,7 @@ REQUEUE = """\
 again() {  # [NODE,...]: requeue this job, without these nodes
   # what SLURM has ended already (cancelled, or requeued by somebody else) is left to it
   [ "$(squeue --noheader --job "$SLURM_JOB_ID" --format %T)" = RUNNING ] || exit 1
-  trap '' TERM  # requeueing ends this script too, and the nodes can be told only after it
+  trap '' TERM  # requeueing ends this script too, and nodes can be excluded only after it
   scontrol requeue "$SLURM_JOB_ID" || exit 1
   [ -z "$1" ] || scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$1"
   exit 1
@@ -80,7 +81,7 @@ again() {  # [NODE,...]: requeue this job, without these nodes
 
 NO_REQUEUE = """\
 again() {  # [NODE,...]: this cluster's jobs don't requeue themselves
-  echo "the run is not at its end, and cluster.requeue=false: the next job of the chain goes on, or submit it again" >&2
+  echo "the run is not at its end, and cluster.requeue=false: the chain's next job resumes it, or submit it again" >&2
   exit 1
 }
 """
@@ -97,14 +98,14 @@ esac
 
 CHECK = """\
 # Is every node fit to train on?
-meet_on "$nodes"
-attend everywhere "$logs/check-%t.txt" "$code/slurm/preflight.py" --reports "$logs" \\
+use_nodes "$nodes"
+forwarding everywhere "$logs/check-%t.txt" hybridtron.cluster.preflight --reports "$logs" \\
   {options}
 code_of_check=$?
 if [ -z "$stopped" ]; then
   ask check --nodes "$nodes" --reports "$logs" --code "$code_of_check" --fitting {fitting}
 {drain}  case $word in
-    go) meet_on "$named" ;;
+    go) use_nodes "$named" ;;
     again) again "$named" ;;
     *) exit 1 ;;
   esac
@@ -113,9 +114,9 @@ fi
 
 TRAIN = """\
 # The run itself, and what comes after it
-code_of_run=75  # told to stop before it began
+code_of_run=75  # stopped before it began
 if [ -z "$stopped" ]; then
-  attend everywhere "$logs/rank-%t.txt" "$code/train.py" \\
+  forwarding everywhere "$logs/rank-%t.txt" hybridtron train \\
     {arguments}
   code_of_run=$?
 fi
@@ -134,7 +135,7 @@ DRAIN = """\
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """What one job does: which command, where, on how many nodes."""
 
     run_dir: Path
@@ -142,7 +143,7 @@ class Job:
     name: str
     arguments: tuple[str, ...]
     fitting: tuple[int, ...]  # numbers of nodes that the layout can be shared out over and that will do, in order
-    patience: int  # seconds that other ranks get to end when one has ended
+    patience: int  # seconds that the other ranks get to end when one has ended
     cluster: ClusterConfig
 
     @property
@@ -150,7 +151,7 @@ class Job:
         return self.run_dir / "slurm" / "job.sh"
 
 
-def directives(job: Job) -> dict[str, str]:
+def directives(job: SlurmJob) -> dict[str, str]:
     """The #SBATCH options, by the key that each comes from."""
     cluster, fitting = job.cluster, job.fitting
     elastic = len(fitting) > 1
@@ -181,13 +182,13 @@ def directives(job: Job) -> dict[str, str]:
     return {key: option for key, option in (chosen | further).items() if option is not None}
 
 
-def unusable(job: Job) -> dict[str, str]:
+def unusable(job: SlurmJob) -> dict[str, str]:
     """Values that can't stand in an #SBATCH line, by their keys."""
     given = {key: option.removesuffix("%j.txt") for key, option in directives(job).items()}
     return {key: option for key, option in given.items() if not PLAIN.fullmatch(option)}
 
 
-def script(job: Job) -> str:
+def script(job: SlurmJob) -> str:
     """The job as text."""
     assert not unusable(job)
     cluster = job.cluster
@@ -207,7 +208,7 @@ def script(job: Job) -> str:
     )
     parts = [
         head,
-        HAND_ON,
+        FORWARD_SIGNALS,
         NODES,
         _processes(job),
         DECIDING,
@@ -232,7 +233,7 @@ def _software(cluster: ClusterConfig) -> list[str]:
     return lines + [f"export {name}={_text(value)}" for name, value in cluster.environment.items()]
 
 
-def _processes(job: Job) -> str:
+def _processes(job: SlurmJob) -> str:
     """The shell functions that start one process here, and one for each GPU of the chosen nodes."""
     cluster, container = job.cluster, job.cluster.container
     step = [
@@ -257,11 +258,11 @@ def _processes(job: Job) -> str:
     options = " \\\n    ".join(_step_option(option) for option in step)
     return (
         f'inside() {{ {inside}"$@"; }}  # one process on this node\n\n'
-        "# shellcheck disable=SC2329  # `attend` calls it\n"
-        "everywhere() {  # LOG PROGRAM ...: one process for each GPU (or CPU process) of the chosen nodes\n"
+        "# shellcheck disable=SC2329  # `forwarding` calls it\n"
+        "everywhere() {  # LOG MODULE ...: one process for each GPU (or CPU process) of the chosen nodes\n"
         "  local output=$1 count; shift\n"
         "  count=$(tr ',' '\\n' <<<\"$nodes\" | wc -l)\n"
-        f"  exec srun {options} \\\n    {wrapped}\"$python\" \"$@\"\n"
+        f"  exec srun {options} \\\n    {wrapped}\"$python\" -P -m \"$@\"\n"
         "}\n"
     )  # fmt: skip
 
@@ -271,7 +272,7 @@ def _step_option(option: str) -> str:
     return f'"{option}"' if "$" in option and not option.startswith("--container") else option
 
 
-def _check_options(job: Job) -> list[str]:
+def _check_options(job: SlurmJob) -> list[str]:
     checks = job.cluster.checks
     given = {
         "--gpus": job.cluster.gpus_per_node,

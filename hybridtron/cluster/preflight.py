@@ -1,10 +1,10 @@
 """Is every node fit to train on? Run by a job's script as one process for each GPU, before the run itself.
 
-The first process of a node looks at its GPUs, its disk, /dev/shm, its network adapters. Then all processes meet as the
-run's will, and add up a small tensor inside each node and over all: that shows that ranks find each other, how fast
-the links are, and which clocks are off. Each node's report is a line in the log and NODE.json in the reports' folder;
-what to do about it, `attempt.py` decides. A short look: it replaces no burn-in, and a GPU that is only a little slow
-passes.
+The first process of a node looks at its GPUs, its disk, /dev/shm, its network adapters. Then all processes connect as
+the run's will, and sum a small tensor inside each node and over all nodes: that shows that ranks find each other, how
+fast the links are, and which clocks are off. Each node's report is a line in the log and NODE.json in the reports'
+folder; `attempt.py` decides what to do about it. It is short: it replaces no burn-in, and a GPU that is only a little
+slow passes.
 
 Bus bandwidth is 2 (n - 1) / n times the bytes over the time of the best of some rounds, as NCCL's tests have it.
 """
@@ -18,6 +18,7 @@ import shutil
 import socket
 import statistics
 import subprocess
+import sys
 import time
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -32,7 +33,7 @@ REMAPPED = "remapped_rows.pending", "remapped_rows.failure"
 
 
 @dataclass
-class Report:
+class NodeReport:
     """What is known of one node: its own faults, one that only all nodes together have, and what was measured."""
 
     node: str
@@ -41,9 +42,9 @@ class Report:
     found: list[str] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
-        aside = folder / f".{self.node}.json"
-        aside.write_text(json.dumps(asdict(self)))
-        aside.rename(folder / f"{self.node}.json")
+        temporary = folder / f".{self.node}.json"
+        temporary.write_text(json.dumps(asdict(self)))
+        temporary.rename(folder / f"{self.node}.json")
 
 
 def main(arguments: list[str]) -> int:
@@ -60,24 +61,24 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--fabric", default="")
     parser.add_argument("--no-all-reduce", action="store_true")
     wanted = parser.parse_args(arguments)
-    report = Report(os.environ.get("SLURMD_NODENAME", socket.gethostname()))
-    speaks = os.environ.get("SLURM_LOCALID", "0") == "0"
-    if speaks:
+    report = NodeReport(os.environ.get("SLURMD_NODENAME", socket.gethostname()))
+    is_first = os.environ.get("SLURM_LOCALID", "0") == "0"
+    if is_first:
         look_at_node(report, wanted)
         report.write(wanted.reports)
     if not wanted.no_all_reduce:
         try:
-            meet(report, wanted)
+            compare_nodes(report, wanted)
         except Exception as error:
             report.together = f"all-reduce of all nodes: {type(error).__name__}: {error}".splitlines()[0]
-    if speaks:
+    if is_first:
         report.write(wanted.reports)
         state = "; ".join([*report.faults, *filter(None, [report.together])]) or "ok"
         print(f"{report.node}: {state} ({', '.join(report.found)})", flush=True)
     return 0
 
 
-def look_at_node(report: Report, wanted: argparse.Namespace) -> None:
+def look_at_node(report: NodeReport, wanted: argparse.Namespace) -> None:
     """What one process can see of its node."""
     for what, path, least in (
         ("free disk", wanted.reports, wanted.disk_gb),
@@ -86,7 +87,7 @@ def look_at_node(report: Report, wanted: argparse.Namespace) -> None:
         free = shutil.disk_usage(path).free / 1e9
         report.found.append(f"{what} {free:.0f} GB")
         if free < least:
-            report.faults.append(f"has {free:.1f} GB of {what} ({path}), {least:g} are asked for")
+            report.faults.append(f"has {free:.1f} GB of {what} ({path}), {least:g} are required")
     if wanted.gpus:
         report.faults += gpu_faults(wanted.gpus)
         report.found.append(f"{wanted.gpus} GPUs")
@@ -96,18 +97,18 @@ def look_at_node(report: Report, wanted: argparse.Namespace) -> None:
 
 
 def gpu_faults(count: int) -> list[str]:
-    """GPUs that are missing, or that say of themselves that they are broken."""
+    """GPUs that are missing, or that report errors of their own."""
     try:
-        told = {name: _nvidia_smi("gpu", name) for name in BROKEN} | {
+        values_of = {name: _nvidia_smi("gpu", name) for name in BROKEN} | {
             name: _nvidia_smi("remapped-rows", name) for name in REMAPPED
         }
         seen = len(_nvidia_smi("gpu", "index"))
     except (OSError, subprocess.SubprocessError) as error:
-        return [f"does not tell about its GPUs: {error}"]
-    faults = [f"shows {seen} GPUs, {count} are asked for"] if seen != count else []
+        return [f"nvidia-smi fails: {error}"]
+    faults = [f"has {seen} GPUs, {count} are required"] if seen != count else []
     return faults + [
         f"GPU {index}: {name} is {value}"
-        for name, values in told.items()
+        for name, values in values_of.items()
         for index, value in enumerate(values)
         if value not in ("0", "No") and not value.startswith("[")  # [N/A]: this kind of GPU does not count it
     ]
@@ -127,8 +128,8 @@ def adapter_fault(device: Path) -> str | None:
     return f"{device.name} has no active port ({', '.join(states) or f'{device} is not there'})"
 
 
-def meet(report: Report, wanted: argparse.Namespace) -> None:
-    """All processes find each other and compare clocks; then `look_at_links`."""
+def compare_nodes(report: NodeReport, wanted: argparse.Namespace) -> None:
+    """All processes connect and compare clocks; then `look_at_links`."""
     import torch.distributed as dist
 
     from hybridtron.config.layout import launched
@@ -146,12 +147,12 @@ def meet(report: Report, wanted: argparse.Namespace) -> None:
     off = dict(clocks)[report.node] - statistics.median(clock for _, clock in clocks)
     report.found.append(f"clock {off:+.2f} s")
     if abs(off) > wanted.clock_s:
-        report.faults.append(f"has a clock that is {off:+.1f} s off, {wanted.clock_s:g} s are let through")
+        report.faults.append(f"has a clock that is {off:+.1f} s off, {wanted.clock_s:g} s are allowed")
     look_at_links(report, wanted, [node for node, _ in clocks])
     dist.destroy_process_group()
 
 
-def look_at_links(report: Report, wanted: argparse.Namespace, node_of: list[str]) -> None:
+def look_at_links(report: NodeReport, wanted: argparse.Namespace, node_of: list[str]) -> None:
     """How fast, and whether rightly, sums go through each node and through all; `node_of` gives each rank's node."""
     import torch
     import torch.distributed as dist
@@ -170,12 +171,12 @@ def look_at_links(report: Report, wanted: argparse.Namespace, node_of: list[str]
     if inside is not None:
         report.found.append(f"all-reduce {inside:.3g} GB/s inside")
         if wanted.node_gb_per_s is not None and inside < wanted.node_gb_per_s:
-            report.faults.append(f"sums at {inside:.3g} GB/s inside, {wanted.node_gb_per_s:g} are asked for")
+            report.faults.append(f"sums at {inside:.3g} GB/s inside, {wanted.node_gb_per_s:g} are required")
     over_all, wrong = bandwidth(tensor, dist.group.WORLD)
     if len(nodes) > 1 and over_all is not None:
         report.found.append(f"{over_all:.3g} GB/s over {len(nodes)} nodes")
         if wanted.network_gb_per_s is not None and over_all < wanted.network_gb_per_s:
-            wrong = wrong or f"goes at {over_all:.3g} GB/s, {wanted.network_gb_per_s:g} are asked for"
+            wrong = wrong or f"reaches {over_all:.3g} GB/s, {wanted.network_gb_per_s:g} are required"
     if wrong:
         report.together = f"all-reduce of all nodes: {wrong}"
 
@@ -200,3 +201,7 @@ def bandwidth(tensor: Any, group: Any) -> tuple[float | None, str]:
         if not bool((tensor == size).all()):
             wrong = f"gets another sum of {size} ones than {size}: memory or links are broken"
     return 2 * (size - 1) / size * tensor.numel() * tensor.element_size() / min(times) / 1e9, wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

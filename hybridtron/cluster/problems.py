@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hybridtron.cluster import scheduler
-from hybridtron.cluster.job import PLAIN, Job, script, unusable
+from hybridtron.cluster.job import PLAIN, SlurmJob, script, unusable
 from hybridtron.cluster.scheduler import Partition, SlurmError
 from hybridtron.config.cluster import ClusterConfig
 from hybridtron.config.saved import SECRET
@@ -52,22 +52,22 @@ def cluster_problems(cluster: ClusterConfig) -> Iterator[Problem]:
 
 
 def resume_problems(resume: str) -> Iterator[Problem]:
-    """What is said of the first start holds for each further one."""
+    """The setting would hold for every start of the job."""
     if resume != "auto":
-        does = "begin anew" if resume == "never" else "go back there"
+        does = "begin anew" if resume == "never" else "resume there"
         cure = (
-            "use auto, with another run.dir to start anew; a checkpoint that lies in its checkpoints/ is gone on from"
+            "use auto, with another run.dir to start anew; a checkpoint that lies in its checkpoints/ is resumed from"
         )
         yield Problem("run.resume", f"is {resume!r}, but each start of the job would {does}: {cure}")
 
 
-def job_problems(job: Job) -> Iterator[Problem]:
+def job_problems(job: SlurmJob) -> Iterator[Problem]:
     """An #SBATCH line is read by no shell, so that nothing can be quoted there."""
     for key, option in unusable(job).items():
         yield Problem(key, f"gives {option!r}, but an #SBATCH line can only hold {PLAIN.pattern}: use another name")
 
 
-def queue_problems(job: Job, nodes: int, ask_sbatch: bool) -> Iterator[Problem]:
+def queue_problems(job: SlurmJob, nodes: int, ask_sbatch: bool) -> Iterator[Problem]:
     """Why SLURM would never start such a job, by its partitions, and by its own word where all else is well."""
     cluster = job.cluster
     try:
@@ -99,7 +99,9 @@ def _partition_problems(
     if not wanted.is_up:
         yield Problem("cluster.partition", f"{wanted.name} is not up; here are: {', '.join(names)}")
     if nodes > wanted.nodes:
-        yield Problem("nodes", f"is {nodes}, but partition {wanted.name} has {wanted.nodes}: use at most so many")
+        yield Problem(
+            "nodes", f"is {nodes}, but partition {wanted.name} has {wanted.nodes}: use at most {wanted.nodes}"
+        )
     limit = scheduler.seconds(cluster.time)
     if limit is not None and wanted.time_s is not None and limit > wanted.time_s:
         most = f"{wanted.time_s // 86400}-{time.strftime('%H:%M:%S', time.gmtime(wanted.time_s))}"
@@ -107,8 +109,8 @@ def _partition_problems(
         yield Problem("cluster.time", f"{above}: use at most {most}, the run is requeued until it has finished")
 
 
-def _trial(job: Job) -> None:
-    """Ask sbatch, which tells one thing at a time."""
+def _trial(job: SlurmJob) -> None:
+    """Ask sbatch, which reports one problem at a time."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.sh"
         path.write_text(script(job))

@@ -55,19 +55,19 @@ def silence() -> str | None:
 
 
 def partitions() -> list[Partition]:
-    lines = _told(["sinfo", "--noheader", "--format=%P|%a|%l|%D"]).splitlines()
+    lines = _output(["sinfo", "--noheader", "--format=%P|%a|%l|%D"]).splitlines()
     return [_partition(*line.split("|")) for line in lines if line.count("|") == 3]
 
 
 def would_start(script: Path) -> None:
     """Let SLURM itself say whether a script could ever be scheduled. Raises SlurmError with its reason."""
-    _told(["sbatch", "--test-only", str(script)])
+    _output(["sbatch", "--test-only", str(script)])
 
 
 def submit(script: Path, after: str | None) -> str:
     """Queue a script, to begin when the job `after` has ended, however it did; the number of the new job."""
     dependency = [] if after is None else [f"--dependency=afterany:{after}"]
-    return _told(["sbatch", "--parsable", *dependency, str(script)]).strip().partition(";")[0]
+    return _output(["sbatch", "--parsable", *dependency, str(script)]).strip().partition(";")[0]
 
 
 def queued(jobs: Sequence[str]) -> list[Queued]:
@@ -75,7 +75,7 @@ def queued(jobs: Sequence[str]) -> list[Queued]:
     if not jobs:
         return []
     # asked for all jobs: squeue fails where it knows none of those that are named
-    lines = _told(["squeue", "--noheader", "--format=%i|%T|%r|%N|%S"]).splitlines()
+    lines = _output(["squeue", "--noheader", "--format=%i|%T|%r|%N|%S"]).splitlines()
     found = [Queued(*line.split("|", 4)) for line in lines if line.count("|") >= 4]
     return [one for one in found if one.job in jobs]
 
@@ -98,7 +98,7 @@ def _partition(name: str, state: str, limit: str, nodes: str) -> Partition:
     return Partition(name.rstrip("*"), name.endswith("*"), state == "up", seconds(limit), int(nodes))
 
 
-def _told(command: list[str]) -> str:
+def _output(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     except FileNotFoundError:

@@ -1,9 +1,9 @@
-"""How runs stand: hybridtron status [RUN_FOLDER ...]     (without a folder: all below runs/)
+"""The state of runs: hybridtron status [RUN_FOLDER ...]     (without a folder: all below runs/)
 
 State, phase, step, speed, loss, starts of the job, and when the run will be done, from the run's folder, and from
 SLURM's queue where there is one. The time to the end is that of the tokens that are left, at the speed of the last
 steps: waiting in the queue, evaluations and checkpoints are not in it. Nothing is changed, and no torch is imported.
-Exit codes: 0 told, 2 a folder is missing or holds no run.
+Exit codes: 0 shown, 2 a folder is missing or holds no run.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
 from hybridtron.problems import ConfigError
 
-RECENT = 20  # steps whose speed is told
+RECENT = 20  # steps whose speed is averaged
 TAIL = 2**20  # bytes of metrics.jsonl that are read; a step with many numbers takes some hundred
 WIDTH = 200  # characters of a line where there is no terminal
 SILENT_S = 1800.0  # without a step or a word of its end, a run without SLURM is said to be silent
 
 
 class NoRun(Exception):
-    """A folder that can't be told about; the message says why."""
+    """A folder without a run; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Status:
 
 def main(arguments: list[str]) -> int:
     """Print a table, and a line of reasons for each run that has them. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="hybridtron status", description="How runs stand.")
+    parser = argparse.ArgumentParser(prog="hybridtron status", description="State, speed and remaining time of runs.")
     parser.add_argument("folders", nargs="*", type=Path, metavar="RUN_FOLDER", help="default: all below runs/")
     folders: list[Path] = parser.parse_args(arguments).folders
     folders = folders or sorted(path.parent for path in Path("runs").glob("*/config.yaml"))

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hybridtron.cluster import scheduler
-from hybridtron.cluster.job import Job, script
+from hybridtron.cluster.job import SlurmJob, script
 from hybridtron.cluster.problems import cluster_problems, job_problems, queue_problems, resume_problems, secret_problems
 from hybridtron.cluster.scheduler import SlurmError
 from hybridtron.config.check import check, warnings
@@ -36,9 +36,8 @@ from hybridtron.config.load import choices_of, load, to_yaml
 from hybridtron.config.schema import Config
 from hybridtron.data import mixture_spec as ingredients
 from hybridtron.problems import ConfigError, Problem
-
-ROOT = Path(__file__).resolve().parents[2]
-CODE = ("train.py", "pyproject.toml", "hybridtron", "configs", "slurm")  # what a run needs of this folder
+from hybridtron.requirements import PROJECT
+from hybridtron.shipped import PACKAGE, shipped
 
 
 def main(arguments: list[str]) -> int:
@@ -66,7 +65,7 @@ def main(arguments: list[str]) -> int:
     return submit(config, job, asked.chain)
 
 
-def planned(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> tuple[Config, Job]:
+def planned(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> tuple[Config, SlurmJob]:
     """The configuration and the job that the settings ask for. Raises ConfigError with all that is wrong."""
     given = [one.removeprefix("nodes=") for one in settings if one.startswith("nodes=")]
     kept = [one for one in settings if not one.startswith("nodes=")]
@@ -97,12 +96,12 @@ def planned(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> t
     return config, job
 
 
-def job_of(config: Config, settings: Sequence[str], nodes: int) -> Job:
-    """The job for so many nodes; with on_lost_node=smaller also for fewer, as far as the layout can be shared out."""
+def job_of(config: Config, settings: Sequence[str], nodes: int) -> SlurmJob:
+    """The job for this number of nodes; with on_lost_node=smaller also for fewer, where the layout divides evenly."""
     cluster = config.cluster
     fewer = range(1, nodes) if cluster.on_lost_node is LostNode.smaller and cluster.processes >= 1 else ()
     fitting = [count for count in fewer if not list(parallel_problems(config, count * cluster.processes))]
-    return Job(
+    return SlurmJob(
         run_dir=Path(config.run.dir),
         working_dir=Path.cwd(),
         name=config.run.name,
@@ -113,7 +112,7 @@ def job_of(config: Config, settings: Sequence[str], nodes: int) -> Job:
     )
 
 
-def submit(config: Config, job: Job, chain: int) -> int:
+def submit(config: Config, job: SlurmJob, chain: int) -> int:
     """Write the run's folder and queue its jobs. Returns the exit code."""
     notes = job.run_dir / "slurm" / "submission.json"
     earlier = json.loads(notes.read_text())["jobs"] if notes.exists() else []
@@ -134,34 +133,38 @@ def submit(config: Config, job: Job, chain: int) -> int:
         write_notes(notes, job, jobs, str(error))
         return 1
     print(f"submitted as job {', '.join(jobs)}; its log: {job.run_dir}/logs/slurm-{jobs[0]}.txt\n"
-          f"how it stands: hybridtron status {job.run_dir}")  # fmt: skip
+          f"its state: hybridtron status {job.run_dir}")  # fmt: skip
     return 0
 
 
-def write_run_folder(config: Config, job: Job) -> None:
+def write_run_folder(config: Config, job: SlurmJob) -> None:
     """The code, the configuration and the script."""
     (job.run_dir / "slurm").mkdir(parents=True, exist_ok=True)
     (job.run_dir / "logs").mkdir(exist_ok=True)
-    code, aside = job.run_dir / "code", job.run_dir / ".code.aside"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    for name in CODE:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, aside / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
-        else:
-            shutil.copy2(ROOT / name, aside / name)
-    shutil.rmtree(code, ignore_errors=True)
-    aside.rename(code)
+    copy_code(job.run_dir / "code")
     (job.run_dir / "config.yaml").write_text(to_yaml(config))
     job.script_path.write_text(script(job))
     readable = stat.S_IMODE(job.script_path.stat().st_mode)  # as the umask left it
     job.script_path.chmod(readable | (readable & 0o444) >> 2)  # whoever may read it may run it
 
 
-def write_notes(notes: Path, job: Job, jobs: list[str], error: str | None) -> None:
-    """slurm/submission.json: what was submitted when, from which commit, and what SLURM said against it."""
+def copy_code(target: Path) -> None:
+    """This package, with configs/ inside it as in a wheel, and the file that says what it requires, if there is one."""
+    temporary = target.with_name(".code.partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
+    shutil.copytree(PACKAGE, temporary / PACKAGE.name, ignore=ignored)
+    shutil.copytree(shipped("configs"), temporary / PACKAGE.name / "configs", dirs_exist_ok=True)
+    if PROJECT.is_file():
+        shutil.copy2(PROJECT, temporary)
+    shutil.rmtree(target, ignore_errors=True)
+    temporary.rename(target)
+
+
+def write_notes(notes: Path, job: SlurmJob, jobs: list[str], error: str | None) -> None:
+    """slurm/submission.json: what was submitted when, from which commit, and an error of SLURM's."""
     notes.parent.mkdir(parents=True, exist_ok=True)
-    told = {
+    noted = {
         "jobs": jobs,
         "error": error,
         "submitted": time.strftime("%F %T"),
@@ -170,20 +173,22 @@ def write_notes(notes: Path, job: Job, jobs: list[str], error: str | None) -> No
         "commit": _git("rev-parse", "HEAD"),
         "changed": _git("status", "--short"),
     }
-    notes.write_text(json.dumps(told, indent=2))
+    notes.write_text(json.dumps(noted, indent=2))
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says of this folder; None where it is no checkout."""
+    """What git says of the checkout; None where there is none, or the package is a file of another repository."""
+    if not (PACKAGE.parent / ".git").exists():
+        return None
     try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(["git", *arguments], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.rstrip() if done.returncode == 0 else None
 
 
 def _with_list(problem: Problem) -> Problem:
-    """An unknown cluster is told with all there are."""
+    """An unknown cluster is reported with a list of all."""
     if problem.key != "cluster" or _clusters() in problem.message:
         return problem
     return Problem(problem.key, f"{problem.message}; have: {_clusters()}")

@@ -1,8 +1,8 @@
 """The machine that a run is submitted to: a group of the configuration of which training itself reads two numbers.
 
-Those two (the peak and the memory of a device) are for MFU and memory plans. All else is what `hybridtron submit`
-writes into a job's script; slurm/README.md describes every key, and how to write a file for one's own cluster. No
-secret belongs here, since every run's config.yaml holds it.
+Those two (the peak and the memory of a device) are for MFU and memory plans. Everything else goes into the script of a
+SLURM job; `docs/slurm.md` explains how to write a file for your own cluster. No secret belongs here, since every run's
+config.yaml holds it.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def ended(outcome: str, before: int, step: int, excluded: tuple[str, ...] = ()) 
         ([("preempted", 0, 0), ("preempted", 0, 0)], "stop"),
         ([("preempted", step, step + 1) for step in range(50)], "again"),
         ([("failed", step, step + 1) for step in range(50)], "again"),
-        ([("failed", 10, 4), ("failed", 4, 6)], "again"),  # the newest checkpoint was broken and put aside
+        ([("failed", 10, 4), ("failed", 4, 6)], "again"),  # the newest checkpoint was broken and renamed
         ([("bad nodes", 0, 0, ("n1",)), ("bad nodes", 0, 0, ("n2",))], "again"),
         ([("failed", 0, 0), ("bad nodes", 0, 0, ("n1",)), ("failed", 0, 0)], "stop"),
         ([("bad nodes", 0, 0, ("n1",)), ("failed", 0, 0)], "again"),
@@ -78,7 +78,7 @@ def test_a_preempted_run_is_started_again_and_then_done(run: Path, capsys: pytes
     outcome(run, outcome="preempted", step=100, reason="SIGUSR1")
     answer, told = ask(run, capsys, "end", "--code", 75)
     assert answer == "again - -"
-    assert "AGAIN: preempted: SIGUSR1; it goes on from step 100" in told
+    assert "AGAIN: preempted: SIGUSR1; it resumes from step 100" in told
     assert ask(run, capsys, "begin", "--nodes", "n1,n2", "--restart", 1)[0] == "go - -"
     assert ask(run, capsys, "end", "--code", 0, "--restart", 1)[0] == "done - -"
     assert ask(run, capsys, "begin", "--nodes", "n1", "--restart", 2)[0] == "done - -"
@@ -95,7 +95,7 @@ def test_an_earlier_start_s_last_word_is_not_this_one_s(run: Path, capsys: pytes
     ask(run, capsys, "begin", "--nodes", "n1", "--restart", 1)
     answer, told = ask(run, capsys, "end", "--code", 137, "--restart", 1)
     assert answer == "stop - -"
-    assert "failed: exit code 137 and no word in outcome.json" in told
+    assert "failed: exit code 137 and no outcome.json" in told
 
 
 def test_what_slurm_has_ended_is_found_at_the_next_start(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +104,7 @@ def test_what_slurm_has_ended_is_found_at_the_next_start(run: Path, capsys: pyte
     (run / "checkpoints" / "step-00000009").mkdir()  # never sealed
     answer, told = ask(run, capsys, "begin", "--nodes", "n1,n3", "--restart", 1)
     assert answer == "go - -"
-    assert "AGAIN: lost: SLURM ended it: a node failed, or the job was requeued; it goes on from step 5" in told
+    assert "AGAIN: lost: SLURM ended it: a node failed, or the job was requeued; it resumes from step 5" in told
     ask(run, capsys, "begin", "--nodes", "n1,n3", "--restart", 2)
     assert ask(run, capsys, "begin", "--nodes", "n1,n3", "--restart", 3)[0] == "stop - -"
 
@@ -149,7 +149,7 @@ def test_nodes_that_were_left_out_stay_so(run: Path, capsys: pytest.CaptureFixtu
         report(run, good)
         asked = ("check", "--nodes", nodes, "--reports", run / "reports", "--fitting", 2, "--restart", restart)
         answer, told = ask(run, capsys, *asked)
-        assert f"BAD NODE {bad}: has not answered" in told
+        assert f"BAD NODE {bad}: wrote no report" in told
     assert answer == "again n2,n3 n3"
 
 

@@ -1,4 +1,4 @@
-"""The job's script: golden files, quoting, what bash and shellcheck say, handing signals on."""
+"""The job's script: a golden file, quoting, what bash and shellcheck say, forwarding signals."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from hybridtron.cluster.job import HAND_ON, Job, script, unusable
+from hybridtron.cluster.job import FORWARD_SIGNALS, SlurmJob, directives, script, unusable
 from hybridtron.config.cluster import ChecksConfig, ClusterConfig, ContainerConfig, Runtime
 from hybridtron.config.load import load
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).with_name("job.golden.sh")
 SHELLCHECK = Path(sys.executable).parent / "shellcheck"
 NASTY = "a b\"c'd$(touch nasty)`touch nasty`\n;touch nasty"
 STAND_IN = """\
+[ "$1 $2" = "-P -m" ] || exit 1
+shift 2
 case $1 in
-  */attempt.py) case $2 in begin) echo go - - ;; check) echo go n1 - ;; end) echo done - - ;; esac ;;
+  hybridtron.cluster.attempt) case $2 in begin) echo go - - ;; check) echo go n1 - ;; end) echo done - - ;; esac ;;
   *) printf '%s\\0' "$@" "$GIVEN" >>given ;;
 esac
 """
@@ -33,8 +35,8 @@ STAND_INS = {
 }
 
 
-def job(cluster: ClusterConfig, *arguments: str, fitting: tuple[int, ...] = (4,)) -> Job:
-    return Job(
+def job(cluster: ClusterConfig, *arguments: str, fitting: tuple[int, ...] = (4,)) -> SlurmJob:
+    return SlurmJob(
         run_dir=Path("/shared/runs/samba_421m"),
         working_dir=Path("/home/someone/hybridtron"),
         name="samba_421m",
@@ -45,7 +47,7 @@ def job(cluster: ClusterConfig, *arguments: str, fitting: tuple[int, ...] = (4,)
     )
 
 
-GOLDEN_JOBS = {
+JOBS = {
     "h100_infiniband": job(
         load(["cluster=h100_infiniband"]).cluster, "recipe=samba_421m", "cluster=h100_infiniband",
         "data.path=/data/slimpajama", "phases.0.micro_batch=4",
@@ -64,16 +66,41 @@ GOLDEN_JOBS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", GOLDEN_JOBS)
-def test_the_script_is_the_golden_one(name: str, tmp_path: Path) -> None:
+def test_the_script_is_the_golden_one(tmp_path: Path) -> None:
     written = tmp_path / "job.sh"
-    written.write_text(script(GOLDEN_JOBS[name]))
-    golden = GOLDEN / f"{name}.sh"
-    assert written.read_text() == golden.read_text(), f"if that is wanted: cp {written} {golden}"
+    written.write_text(script(JOBS["h100_infiniband"]))
+    assert written.read_text() == GOLDEN.read_text(), f"if that is wanted: cp {written} {GOLDEN}"
 
 
-@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.sh")), ids=lambda path: path.stem)
-def test_bash_and_shellcheck_have_nothing_against_it(path: Path) -> None:
+def test_a_job_for_any_of_several_numbers_of_nodes_takes_whole_nodes() -> None:
+    """With a number of tasks SLURM would give the least number of nodes."""
+    elastic, fixed = (set(directives(JOBS[name]).values()) for name in ("h100_roce", "h100_infiniband"))
+    assert {"--nodes=1-4", "--exclusive"} <= elastic
+    assert {"--nodes=4", "--ntasks-per-node=8"} <= fixed
+    assert not any(one.startswith(("--ntasks-per-node", "--cpus-per-task")) for one in elastic)
+    assert "--fitting 1,2,4\n" in script(JOBS["h100_roce"])
+
+
+def test_a_cluster_that_must_not_requeue_drains_bad_nodes_inside_a_container() -> None:
+    one = JOBS["apptainer_draining_without_requeue"]
+    written = script(one)
+    assert {"--no-requeue", "--gpus-per-node=4", "--ntasks-per-node=4"} <= set(directives(one).values())
+    assert "scontrol requeue" not in written
+    assert "State=DRAIN" in written
+    assert "State=DRAIN" not in script(JOBS["h100_infiniband"])
+    inside = (
+        "apptainer exec --nv --bind /shared/runs/samba_421m:/shared/runs/samba_421m,"
+        "/home/someone/hybridtron:/home/someone/hybridtron,/data:/data:ro "
+        "--pwd /home/someone/hybridtron /shared/hybridtron.sif "
+    )
+    assert f'inside() {{ {inside}"$@"; }}' in written
+    assert f'{inside}"$python" -P -m "$@"' in written
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_bash_and_shellcheck_have_nothing_against_it(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "job.sh"
+    path.write_text(script(JOBS[name]))
     subprocess.run(["bash", "-n", path], check=True)
     found = subprocess.run([SHELLCHECK, path], capture_output=True, text=True)
     assert found.returncode == 0, found.stdout
@@ -113,14 +140,14 @@ def test_a_folder_that_no_sbatch_line_can_name_is_told() -> None:
 
 def test_nothing_of_the_environment_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "0123456789secret")
-    assert "0123456789secret" not in script(GOLDEN_JOBS["h100_roce"])
+    assert "0123456789secret" not in script(JOBS["h100_roce"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_every_signal_goes_on_as_sigusr1_and_the_job_is_waited_for(number: signal.Signals, tmp_path: Path) -> None:
     script_path, ready = tmp_path / "batch.sh", tmp_path / "ready"
     command = f"""trap 'sleep 0.3; exit 75' USR1; trap 'exit 1' TERM INT; touch {ready}; while :; do sleep 0.05; done"""
-    script_path.write_text(f"set -u\n{HAND_ON}\nattend bash -c {shlex.quote(command)}\nexit $?\n")
+    script_path.write_text(f"set -u\n{FORWARD_SIGNALS}\nforwarding bash -c {shlex.quote(command)}\nexit $?\n")
     batch = subprocess.Popen(["bash", script_path], start_new_session=True)
     until = time.monotonic() + 120
     while not ready.exists():

@@ -30,7 +30,7 @@ def nvidia_smi(folder: Path, told: dict[str, str]) -> None:
     ("change", "faults"),
     [
         ({}, []),
-        ({"gpu=index": "0"}, ["shows 1 GPUs, 2 are asked for"]),
+        ({"gpu=index": "0"}, ["has 1 GPUs, 2 are required"]),
         ({"gpu=ecc.errors.uncorrected.volatile.total": "0\n3"}, [f"GPU 1: {preflight.BROKEN[0]} is 3"]),
         ({"remapped-rows=remapped_rows.failure": "Yes\nNo"}, ["GPU 0: remapped_rows.failure is Yes"]),
     ],
@@ -46,7 +46,7 @@ def test_gpus_tell_what_is_wrong_with_them(
 def test_gpus_that_can_t_be_asked_are_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     (fault,) = preflight.gpu_faults(2)
-    assert fault.startswith("does not tell about its GPUs: ")
+    assert fault.startswith("nvidia-smi fails: ")
 
 
 def test_a_network_adapter_needs_an_active_port(tmp_path: Path) -> None:
@@ -67,14 +67,14 @@ def test_a_node_reports_what_it_has_and_what_it_lacks(
     assert preflight.main(asked) == 0
     assert json.loads((tmp_path / "n7.json").read_text()) == {
         "node": "n7",
-        "faults": [f"has 2.5 GB of free disk ({tmp_path}), 10 are asked for"],
+        "faults": [f"has 2.5 GB of free disk ({tmp_path}), 10 are required"],
         "together": "",
         "found": ["free disk 2 GB", "/dev/shm 2 GB"],
     }
     assert capsys.readouterr().out.startswith("n7: has 2.5 GB of free disk")
 
 
-def links(seat: Seat, nodes: list[str], broken: int | None, least: float) -> preflight.Report:
+def links(seat: Seat, nodes: list[str], broken: int | None, least: float) -> preflight.NodeReport:
     """What a process reports of its node's links; one of them adds up wrongly."""
     place = {"rank": seat.rank, "world_size": seat.world_size}
     dist.init_process_group("gloo", init_method=f"file://{seat.meeting_file}", **place)
@@ -82,7 +82,7 @@ def links(seat: Seat, nodes: list[str], broken: int | None, least: float) -> pre
     if seat.rank == broken:
         dist.all_reduce = lambda tensor, group: right(tensor, group=group) or tensor[-1:].add_(1)
     try:
-        report = preflight.Report(nodes[seat.rank])
+        report = preflight.NodeReport(nodes[seat.rank])
         preflight.look_at_links(report, SimpleNamespace(node_gb_per_s=least, network_gb_per_s=least), nodes)
     finally:
         dist.all_reduce = right
@@ -96,8 +96,8 @@ def test_links_are_measured_and_held_against_what_is_asked_for() -> None:
     assert [report.found[0].split()[0] for report in one_node] == ["all-reduce", "all-reduce"]
     two_nodes = run_distributed(links, 2, ["a", "b"], None, 1e6)
     assert [report.faults for report in two_nodes] == [[], []]
-    assert all(report.together.endswith("GB/s, 1e+06 are asked for") for report in two_nodes)
-    assert "1e+06 are asked for" in run_distributed(links, 2, ["a", "a"], None, 1e6)[0].faults[0]
+    assert all(report.together.endswith("GB/s, 1e+06 are required") for report in two_nodes)
+    assert "1e+06 are required" in run_distributed(links, 2, ["a", "a"], None, 1e6)[0].faults[0]
 
 
 @pytest.mark.gloo

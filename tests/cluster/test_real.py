@@ -70,7 +70,7 @@ def held(run: Path) -> Iterator[list[int]]:
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             words = (path / "cmdline").read_bytes().split(b"\0")
-            if wanted in words and words[1].endswith(b"train.py") and b"python" in words[0]:
+            if wanted in words and b"hybridtron" in words and b"python" in words[0]:
                 found.append(int(path.name))
     for process in found:
         os.kill(process, signal.SIGSTOP)
@@ -117,7 +117,7 @@ def test_a_chain_runs_over_both_nodes_and_ends_at_once_when_the_run_is_finished(
     checks = [(undisturbed / "logs" / f"slurm-{only['job']}-0" / f"check-{rank}.txt").read_text() for rank in (0, 1)]
     assert [text.split(":")[0] for text in checks] == ["n1", "n2"]
     assert all("ok (" in text and "GB/s over 2 nodes" in text for text in checks)
-    assert (undisturbed / "code" / "train.py").read_text() == (ROOT / "train.py").read_text()
+    assert (undisturbed / "code/hybridtron/cli/train.py").read_text() == (ROOT / "hybridtron/cli/train.py").read_text()
 
 
 def test_preempted_in_every_phase_and_way_it_ends_the_same(
@@ -191,7 +191,7 @@ def test_a_bad_node_is_left_out_and_the_run_goes_on_with_the_other(
     cluster: Cluster, counting_folder: Path, run_dir: Path
 ) -> None:
     run, python = run_dir / "run", run_dir / "python"
-    spoilt = '*preflight.py*) [ "$SLURMD_NODENAME" = n1 ] || set -- "$@" --disk-gb 1e9'
+    spoilt = '*cluster.preflight*) [ "$SLURMD_NODENAME" = n1 ] || set -- "$@" --disk-gb 1e9'
     python.write_text(f'#!/bin/bash\ncase "$*" in {spoilt} ;; esac\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     bad = [*arguments(counting_folder, run), f"cluster.python={python}"]

@@ -57,8 +57,8 @@ def test_step_speed_loss_and_the_time_that_is_left(run: Path) -> None:
 
 
 def test_a_job_that_runs_and_one_that_waits(run: Path) -> None:
-    history.put_down(run, replace(STARTED, outcome="preempted", decision="again", why="told to"))
-    history.put_down(run, replace(STARTED, restart=1))
+    history.record(run, replace(STARTED, outcome="preempted", decision="again", why="told to"))
+    history.record(run, replace(STARTED, restart=1))
     submitted(run, "7|RUNNING|None|n[1-2]|2026-01-01T00:00:00\\n9|RUNNING|None|n3|x\\n")
     found = status.status(run)
     assert (found.state, found.why, found.starts) == ("running", "on n[1-2]", 2)
@@ -80,7 +80,7 @@ def test_a_job_that_runs_and_one_that_waits(run: Path) -> None:
 )
 def test_how_a_run_has_ended(outcome: dict, decision: str, state: str, why: str, run: Path) -> None:
     (run / "outcome.json").write_text(json.dumps(outcome))
-    history.put_down(run, replace(STARTED, decision=decision, why="mend it"))
+    history.record(run, replace(STARTED, decision=decision, why="mend it"))
     submitted(run, "")
     found = status.status(run)
     assert (found.state, found.why) == (state, why)

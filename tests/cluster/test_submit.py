@@ -59,10 +59,11 @@ def test_a_run_s_folder_holds_code_configuration_script_and_the_job_s_number(
     assert submit.main(arguments(counting_folder, run)) == 0
     assert "submitted as job 41; its log:" in capsys.readouterr().out
     assert load_saved(run / "config.yaml").phases[0].seq_len == 16
-    assert (run / "code" / "slurm" / "attempt.py").read_text() == (ROOT / "slurm" / "attempt.py").read_text()
+    attempt = Path("hybridtron/cluster/attempt.py")
+    assert (run / "code" / attempt).read_text() == (ROOT / attempt).read_text()
     assert not list((run / "code").rglob("*.pyc"))
     alone = {**os.environ, "PYTHONPATH": str(run / "code"), "PYTHONDONTWRITEBYTECODE": "1"}
-    plan = [sys.executable, str(run / "code" / "train.py"), "run.plan=true"]
+    plan = [sys.executable, "-P", "-m", "hybridtron", "train", "run.plan=true"]
     assert subprocess.run(plan, cwd=tmp_path, env=alone, check=False, capture_output=True).returncode == 0
     notes = json.loads((run / "slurm" / "submission.json").read_text())
     assert (notes["jobs"], notes["error"], notes["nodes"]) == (["41"], None, 2)
@@ -89,7 +90,7 @@ def test_everything_that_is_wrong_is_told_at_once(
     wrong = ["nodes=5", "cluster.time=13:00:00", "cluster.stop_before=90000", "parallel.tensor=2", "--chain", "0"]
     told = refused(capsys, *arguments(counting_folder, tmp_path / "run", *wrong, "optim.clip=-1"))
     assert told.startswith("6 problems in the configuration")
-    assert "nodes                is 5, but partition gpu has 4: use at most so many" in told
+    assert "nodes                is 5, but partition gpu has 4: use at most 4" in told
     assert "above the limit of partition gpu: use at most 0-12:00:00" in told
     assert "cluster.stop_before  is 90000 s, but cluster.time=13:00:00 is 46800 s in all: use less" in told
     assert "parallel.tensor" in told
@@ -162,11 +163,11 @@ def test_a_run_that_is_queued_is_not_submitted_again(
 ) -> None:
     run = tmp_path / "run"
     assert submit.main(arguments(counting_folder, run)) == 0
-    (run / "code" / "train.py").write_text("as it was")
+    (run / "code" / "hybridtron" / "__init__.py").write_text("as it was")
     stand_in(programs, "squeue", "echo '41|PENDING|Resources||N/A'")
     assert submit.main(arguments(counting_folder, run)) == 1
     assert f"{run} is the run of job 41, which has not ended: wait, or scancel 41" in capsys.readouterr().err
-    assert (run / "code" / "train.py").read_text() == "as it was"
+    assert (run / "code" / "hybridtron" / "__init__.py").read_text() == "as it was"
 
 
 def test_without_slurm_there_is_a_dry_run_and_nothing_else(

@@ -3,7 +3,6 @@
 # make setup-metrics   adds TensorBoard and Weights & Biases
 # make setup-dali   adds NVIDIA DALI, for data.feed=dali (400 MB)
 # make length-story   pretrains tiny models that fail beyond their context and repairs them (tens of minutes)
-# make hf-ops   writes the ops of the shipped Hugging Face class from those of the package
 # make chaos   kills and damages a tiny run again and again, which ends as one that nothing happens to (minutes)
 # make audit   compares every gradient of every parallel layout with one process (minutes)
 # make test-triton TRITON=3.6.0   runs the kernels' tests with another Triton than torch's own (minutes)
@@ -19,7 +18,7 @@ TORCH ?= torch==2.13.0
 DALI := nvidia-dali-cuda120==2.4.0
 BIN := $(VENV)/bin
 .PHONY: train length-story setup setup-dev setup-metrics setup-dali same-python test lint types test-fast test-slow \
-  test-core test-triton test-slurm setup-slurm test-gpu audit chaos hf-ops format clean
+  test-core test-triton test-slurm setup-slurm test-gpu audit chaos format clean
 
 train: $(VENV)/.ready
 	$(BIN)/python train.py
@@ -103,9 +102,6 @@ audit: $(VENV)/.ready
 
 chaos: $(VENV)/.ready
 	$(BIN)/python tools/chaos.py
-
-hf-ops: $(VENV)/.dev
-	$(BIN)/python tools/make_hf_ops.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridtron.architecture.attention import visible_tokens
 from hybridtron.device import compute_device
-from hybridtron.ops.attention.reference import attention
+from hybridtron.ops.attention import AttentionInputs, attention
 from hybridtron.proving.measuring import Form, Goal, Report, Rows, Settings, Timing, interleaved, times
 
 TOLERANCE = 1e-5
@@ -38,7 +38,7 @@ QUICK = Sizes(heads=2, head_dim=8, window=32, lengths=(64, 512), masked=64)
 
 
 def windowed(window: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    return lambda q, k, v: attention(q, k, v, window, None, None)
+    return lambda q, k, v: attention(AttentionInputs(q, k, v, window))
 
 
 def full(q_BLHK: Tensor, k_BLHK: Tensor, v_BLHK: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from hybridtron.device import compute_device
-from hybridtron.ops.attention.reference import attention
-from hybridtron.ops.conv.reference import causal_conv
+from hybridtron.ops.attention import AttentionInputs, attention
+from hybridtron.ops.conv import ConvInputs, causal_conv
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.kernel_cost import (
     Cost,
@@ -29,10 +29,10 @@ from hybridtron.ops.kernel_cost import (
     selective_scan_cost,
     ssd_cost,
 )
-from hybridtron.ops.loss.chunked import linear_cross_entropy
-from hybridtron.ops.norm.reference import add_rms_norm, rms_norm
-from hybridtron.ops.scan.reference import selective_scan
-from hybridtron.ops.ssd.reference import ssd_scan
+from hybridtron.ops.loss import LinearCrossEntropyInputs, linear_cross_entropy
+from hybridtron.ops.norm import AddRMSNormInputs, RMSNormInputs, add_rms_norm, rms_norm
+from hybridtron.ops.scan import ScanInputs, selective_scan
+from hybridtron.ops.ssd import SSDInputs, ssd_scan
 from hybridtron.proving.measuring import Report, Rows, Settings
 
 from .other_kernels import others
@@ -69,23 +69,23 @@ QUICK = Sizes(8, 16, 4, 4, (2, 4, 4), (2, 8), 16, 4, 2, 32, (48,))
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel at one length: an op, or what is made of several, its arguments, and what it costs."""
+    """A kernel at one length: an op, or what is made of several, its inputs, and what it costs."""
 
     name: str
-    run: Op[..., Any] | Callable[..., Tensor]
-    arguments: Callable[[torch.device], list[Any]]
+    run: Op[Any, Any] | Callable[[Any], Tensor]
+    inputs: Callable[[torch.device], Any]
     forward: Cost
     backward: Cost
     outputs: int = field(default=1, kw_only=True)  # the first so many get gradients
 
-    def forms(self, device: torch.device, arguments: list[Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
-        """Every form that takes this call here, by name."""
+    def implementations(self, device: torch.device, inputs: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+        """Every implementation that can run these inputs here, by name."""
         if not isinstance(self.run, Op):
             yield "ours", self.run
             return
-        for form in self.run.fast:
-            if form.unusable(device.type) is None and (form.refuses is None or form.refuses(*arguments) is None):
-                yield form.name, form.function
+        for each in self.run.implementations:
+            if each.unavailable_reason(device.type) is None and each.unsupported_reason(inputs) is None:
+                yield each.name, each.function
         yield from others(self.run)
 
 
@@ -107,71 +107,73 @@ def kernels(sizes: Sizes, length: int) -> list[Kernel]:
 def scan_kernel(sizes: Sizes, length: int) -> Kernel:
     inner, state = sizes.inner, sizes.state
 
-    def arguments(device: torch.device) -> list[Any]:
+    def inputs(device: torch.device) -> ScanInputs:
         x, dt, z = (normal(device, 1, length, inner) for _ in range(3))
         A = -torch.rand(inner, state, device=device).requires_grad_()
         B, C = (normal(device, 1, length, state) for _ in range(2))
         D, bias = (normal(device, inner, dtype=torch.float32) for _ in range(2))
-        return [x, dt, A, B, C, D, z, bias, None, None]
+        return ScanInputs(x, dt, A, B, C, D, bias, z)
 
     costs = (selective_scan_cost(1, length, inner, state, VALUE_BYTES, True, backward) for backward in (False, True))
-    return Kernel("selective scan", selective_scan, arguments, *costs)
+    return Kernel("selective scan", selective_scan, inputs, *costs)
 
 
 def conv_kernel(sizes: Sizes, length: int) -> Kernel:
-    def arguments(device: torch.device) -> list[Any]:
+    def inputs(device: torch.device) -> ConvInputs:
         weights = normal(device, sizes.inner, sizes.conv), normal(device, sizes.inner)
-        return [normal(device, 1, length, sizes.inner), *weights, None, None, True]
+        return ConvInputs(normal(device, 1, length, sizes.inner), *weights, activation=True)
 
     costs = (causal_conv_cost(1, length, sizes.inner, sizes.conv, VALUE_BYTES, backward) for backward in (False, True))
-    return Kernel("causal conv", causal_conv, arguments, *costs)
+    return Kernel("causal conv", causal_conv, inputs, *costs)
 
 
 def ssd_kernel(sizes: Sizes, length: int) -> Kernel:
     heads, head, state = sizes.ssd
 
-    def arguments(device: torch.device) -> list[Any]:
+    def inputs(device: torch.device) -> SSDInputs:
         x, dt = normal(device, 1, length, heads, head), normal(device, 1, length, heads)
         A = -torch.rand(heads, device=device).requires_grad_()
         B, C = (normal(device, 1, length, 1, state) for _ in range(2))
         D, bias = (normal(device, heads, dtype=torch.float32) for _ in range(2))
-        return [x, dt, A, B, C, D, bias, None, None]
+        return SSDInputs(x, dt, A, B, C, D, bias)
 
     costs = (ssd_cost(1, length, heads, head, 1, state, VALUE_BYTES, 128, backward) for backward in (False, True))
-    return Kernel("SSD", ssd_scan, arguments, *costs)
+    return Kernel("SSD", ssd_scan, inputs, *costs)
 
 
 def norm_kernel(sizes: Sizes, length: int) -> Kernel:
-    def arguments(device: torch.device) -> list[Any]:
-        return [normal(device, length, 1, sizes.width), normal(device, sizes.width, dtype=torch.float32), 1e-5]
+    def inputs(device: torch.device) -> RMSNormInputs:
+        x, weight = normal(device, length, 1, sizes.width), normal(device, sizes.width, dtype=torch.float32)
+        return RMSNormInputs(x, weight, 1e-5)
 
     costs = (rms_norm_cost(length, sizes.width, VALUE_BYTES, backward) for backward in (False, True))
-    return Kernel("RMSNorm", rms_norm, arguments, *costs)
+    return Kernel("RMSNorm", rms_norm, inputs, *costs)
 
 
 def sum_norm_kernel(sizes: Sizes, length: int) -> Kernel:
     """The same with the sum before it that makes the residual stream."""
 
-    def arguments(device: torch.device) -> list[Any]:
+    def inputs(device: torch.device) -> AddRMSNormInputs:
         x, added = (normal(device, length, 1, sizes.width) for _ in range(2))
-        return [x, added, normal(device, sizes.width, dtype=torch.float32), 1e-5]
+        return AddRMSNormInputs(x, added, normal(device, sizes.width, dtype=torch.float32), 1e-5)
 
     costs = (add_rms_norm_cost(length, sizes.width, VALUE_BYTES, backward) for backward in (False, True))
-    return Kernel("sum + RMSNorm", add_rms_norm, arguments, *costs, outputs=2)
+    return Kernel("sum + RMSNorm", add_rms_norm, inputs, *costs, outputs=2)
 
 
 def loss_kernel(sizes: Sizes, length: int) -> Kernel:
     """Forward makes the gradients too; backward scales them."""
 
-    def arguments(device: torch.device) -> list[Any]:
+    def inputs(device: torch.device) -> LinearCrossEntropyInputs:
         labels = torch.randint(sizes.vocabulary, (length,), device=device)
         mask = torch.ones(length, dtype=torch.bool, device=device)
-        return [normal(device, length, sizes.width), normal(device, sizes.vocabulary, sizes.width), labels, mask, 0.0]
+        x, weight = normal(device, length, sizes.width), normal(device, sizes.vocabulary, sizes.width)
+        return LinearCrossEntropyInputs(x, weight, labels, mask, 0.0)
 
     whole = linear_cross_entropy_cost(length, sizes.width, sizes.vocabulary, VALUE_BYTES, 1)
     scaled = (length + sizes.vocabulary) * sizes.width
     back = Cost(2 * VALUE_BYTES * scaled, scaled)
-    return Kernel("linear + cross entropy", linear_cross_entropy, arguments, whole, back)
+    return Kernel("linear + cross entropy", linear_cross_entropy, inputs, whole, back)
 
 
 def attention_costs(sizes: Sizes, length: int, pairs: int) -> tuple[Cost, Cost]:
@@ -182,26 +184,28 @@ def attention_costs(sizes: Sizes, length: int, pairs: int) -> tuple[Cost, Cost]:
 
 
 def window_kernel(sizes: Sizes, length: int) -> Kernel:
-    def arguments(device: torch.device) -> list[Any]:
-        return [normal(device, 1, length, *sizes.attention) for _ in range(3)] + [sizes.window, None, None]
+    def inputs(device: torch.device) -> AttentionInputs:
+        q, k, v = (normal(device, 1, length, *sizes.attention) for _ in range(3))
+        return AttentionInputs(q, k, v, sizes.window)
 
     reach = min(sizes.window, length)
     costs = attention_costs(sizes, length, reach * (reach + 1) // 2 + (length - reach) * reach)
-    return Kernel(f"attention, window {sizes.window}", attention, arguments, *costs)
+    return Kernel(f"attention, window {sizes.window}", attention, inputs, *costs)
 
 
 def span_kernel(sizes: Sizes, length: int) -> Kernel:
     """With summaries, relevance and choice, which the paper count leaves out: they are small beside the rest."""
 
-    def arguments(device: torch.device) -> list[Any]:
-        return [normal(device, 1, length, *sizes.attention) for _ in range(3)]
+    def inputs(device: torch.device) -> AttentionInputs:
+        q, k, v = (normal(device, 1, length, *sizes.attention) for _ in range(3))
+        return AttentionInputs(q, k, v)
 
     chunk = sizes.window
     chosen = sum(min(sizes.blocks, start // sizes.block) * sizes.block * chunk for start in range(0, length, chunk))
     costs = attention_costs(sizes, length, length * (chunk + 1) // 2 + chosen)
     run = spanned(SpanSizes(*sizes.attention, chunk, sizes.block, sizes.blocks, (length,), length, ()))
     name = f"SE-Attn, chunk {chunk}, {sizes.blocks} x {sizes.block}"
-    return Kernel(name, run, arguments, *costs)
+    return Kernel(name, lambda inputs: run(*inputs[:3]), inputs, *costs)
 
 
 def milliseconds(run: Callable[[], object], repetitions: int) -> float:
@@ -228,12 +232,12 @@ def ceilings(device: torch.device, repetitions: int) -> tuple[float, float]:
     return 2 * COPY_BYTES / copied * 1e3, 2 * PRODUCT_SIZE**3 / multiplied * 1e3
 
 
-def passes(run: Callable[..., Any], arguments: list[Any], outputs: int) -> dict[str, Callable[[], object]]:
+def passes(run: Callable[[Any], Any], inputs: tuple[Any, ...], outputs: int) -> dict[str, Callable[[], object]]:
     """Forward, backward over a kept graph from the first so many outputs, and both."""
-    wanted = [t for t in arguments if isinstance(t, Tensor) and t.requires_grad]
+    wanted = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
 
     def forward() -> tuple[Tensor, ...]:
-        out = run(*arguments)
+        out = run(inputs)
         return out[:outputs] if isinstance(out, tuple) else (out,)
 
     kept = forward()
@@ -256,9 +260,9 @@ def cells_of(
     }
     if device.type == "cpu":
         return [(*counted, *([NOT_MEASURED] * 6)) for counted in paper.values()]
-    cells, arguments = [], kernel.arguments(device)
-    for form, run in kernel.forms(device, arguments):
-        for name, one_pass in passes(run, arguments, kernel.outputs).items():
+    cells, inputs = [], kernel.inputs(device)
+    for form, run in kernel.implementations(device, inputs):
+        for name, one_pass in passes(run, inputs, kernel.outputs).items():
             taken = milliseconds(one_pass, times)
             rates = costs[name].bytes / taken * 1e3, costs[name].flops / taken * 1e3
             shares = [f"{rate / limit:.0%}" for rate, limit in zip(rates, most, strict=True)]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hybridtron.ops.dispatch import force
-from hybridtron.ops.scan.reference import selective_scan
+from hybridtron.ops.scan import ScanInputs, selective_scan
 from hybridtron.proving.measuring import Form, Goal, Report, Rows, Settings, Timing, interleaved, times
 
 MIB = 2**20
@@ -80,7 +80,7 @@ def our_scan(form: str) -> Callable[[list[Tensor]], Tensor]:
     def scan(tensors: list[Tensor]) -> Tensor:
         x, dt, A_EN, B, C, D_E, z, dt_bias_E = tensors
         with force(selective_scan=form):
-            return selective_scan(x, dt, A_EN, B, C, D_E, z, dt_bias_E, None, None)[0]
+            return selective_scan(ScanInputs(x, dt, A_EN, B, C, D_E, dt_bias_E, z))[0]
 
     return scan
 

@@ -20,8 +20,15 @@ from torch import Tensor
 
 from hybridtron.device import compute_device
 from hybridtron.ops.dispatch import force
-from hybridtron.ops.span.past import Held, Rule, choose_by_relevance
-from hybridtron.ops.span.reference import Cut, Stretch, span_attention
+from hybridtron.ops.span import (
+    CarriedBlocks,
+    ChoiceRule,
+    SpanCut,
+    SpanInputs,
+    SpanSegment,
+    choose_by_relevance,
+    span_attention,
+)
 from hybridtron.proving.measuring import Form, Goal, Report, Rows, Settings, Timing, interleaved, times
 
 from .attention import Row, full, windowed
@@ -55,14 +62,14 @@ QUICK = Sizes(2, 8, 32, 8, 4, (64, 256), 256, (256,))
 
 def spanned(sizes: Sizes) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Span-expanded attention with all that it takes: summaries, relevance, choice, attention."""
-    rule = Rule(sizes.blocks, previous=False)
+    rule = ChoiceRule(sizes.blocks, previous=False)
 
     def run(q_BLHK: Tensor, k_BLHK: Tensor, v_BLHK: Tensor) -> Tensor:
         batch, length = q_BLHK.shape[:2]
-        cut = Cut(sizes.chunk, sizes.block, (Stretch(slice(0, batch), 0, length),))
-        held = Held(sizes.chunk // sizes.block, 2 * sizes.chunk // sizes.block)
-        chosen, _ = choose_by_relevance(cut, rule, q_BLHK, k_BLHK, v_BLHK, None, held)
-        return span_attention(q_BLHK, k_BLHK, v_BLHK, cut, chosen)
+        cut = SpanCut(sizes.chunk, sizes.block, (SpanSegment(slice(0, batch), 0, length),))
+        carried = CarriedBlocks(sizes.chunk // sizes.block, 2 * sizes.chunk // sizes.block)
+        chosen, _ = choose_by_relevance(cut, rule, q_BLHK, k_BLHK, v_BLHK, None, carried)
+        return span_attention(SpanInputs(q_BLHK, k_BLHK, v_BLHK, cut, chosen))
 
     return run
 

@@ -38,8 +38,8 @@ ORDER = [
 ]
 OWNERS = {
     "mamba_ssm": "ops/*/mamba_ssm.py",  # one file for each of its kernels
-    "causal_conv1d": "ops/conv/reference.py",
-    "flash_attn": "ops/attention/reference.py",
+    "causal_conv1d": "ops/conv/causal_conv1d.py",
+    "flash_attn": "ops/attention/flash_attn.py",
     "wandb": "train/sinks.py",
     "tensorboard": "train/sinks.py",
     "transformer_engine": "parallel/transformer_engine.py",

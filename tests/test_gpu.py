@@ -12,7 +12,8 @@ from hybridtron.architecture.base import MixerSpec
 from hybridtron.config.choices import Precision
 from hybridtron.data.batch import SeqInfo
 from hybridtron.device import compute_device
-from hybridtron.ops.dispatch import OPS, force
+from hybridtron.ops.dispatch import force
+from hybridtron.ops.registry import OPS
 from hybridtron.parallel import transformer_engine
 from hybridtron.parallel.fp8 import Fp8, Fp8Linear, Role
 from tests.conftest import seq_info

@@ -66,14 +66,12 @@ except BaseException as error:
 print("\\n" + json.dumps(told))
 """
 KERNELS = """
-import importlib, json, pkgutil
-import torch, hybridtron.ops
+import json
+import torch
 from hybridtron.device import compute_device, cuda_report, describe_device
 from hybridtron.config.choices import Precision
-from hybridtron.ops.dispatch import choices
+from hybridtron.ops.registry import choices
 from hybridtron.parallel.transformer_engine import fp8_fault
-for module in pkgutil.iter_modules(hybridtron.ops.__path__):
-    importlib.import_module("hybridtron.ops." + module.name)
 told = {"device": describe_device(), "cuda": cuda_report(), "threads": torch.get_num_threads()}
 told["fp8"] = fp8_fault(Precision.fp8_delayed)
 print("\\n" + json.dumps({**told, "choices": choices(compute_device().type)}))

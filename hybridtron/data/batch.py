@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from hybridtron.ops.norm.reference import rope_table
-from hybridtron.ops.scan.reference import document_starts
+from hybridtron.ops.documents import document_starts
+from hybridtron.ops.rope import rope_table
 
 Change = Callable[[Tensor], Tensor]
 

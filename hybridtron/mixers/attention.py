@@ -11,9 +11,9 @@ from hybridtron.architecture.attention import AttentionSpec, HeadsSpec
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, Out, State
-from hybridtron.ops.attention.reference import Memory, attention, remember
-from hybridtron.ops.conv.reference import causal_conv
-from hybridtron.ops.norm.reference import apply_rope
+from hybridtron.ops.attention import AttentionInputs, AttentionMemory, attention, remember
+from hybridtron.ops.conv import ConvInputs, causal_conv
+from hybridtron.ops.rope import RopeInputs, apply_rope
 from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_parallel
 
 
@@ -46,14 +46,15 @@ class Heads(Mixer):
         if self.heads.conv:
             tails = before.get("q_conv"), before.get("kv_conv")
             silu, documents = self.heads.conv_silu, seq.documents_BL
-            q_BLC, new["q_conv"] = causal_conv(q_BLC, self.q_conv, self.q_conv_bias, tails[0], documents, silu)
-            kv_BLC, new["kv_conv"] = causal_conv(kv_BLC, self.kv_conv, self.kv_conv_bias, tails[1], documents, silu)
+            of_q = ConvInputs(q_BLC, self.q_conv, self.q_conv_bias, tails[0], documents, silu)
+            of_kv = ConvInputs(kv_BLC, self.kv_conv, self.kv_conv_bias, tails[1], documents, silu)
+            (q_BLC, new["q_conv"]), (kv_BLC, new["kv_conv"]) = causal_conv(of_q), causal_conv(of_kv)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q_BLC, *kv_BLC.chunk(2, dim=-1)))
         if self.kv_heads is not None:
             k, v = k[:, :, self.kv_heads], v[:, :, self.kv_heads]
         if self.heads.rope_base is not None:
             cos, sin = seq.rope(self.rotary_dim, self.heads.rope_base)
-            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+            q, k = (apply_rope(RopeInputs(x, cos, sin)) for x in (q, k))
         y_BLHK, kept = self.attend(q, k, v, before, seq)
         return Out(self.out(y_BLHK.flatten(2).transpose(0, 1)), {**new, **kept}, {})
 
@@ -82,8 +83,8 @@ def attend_within(
     window: int | None, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, before: State, seq: SeqInfo
 ) -> tuple[Tensor, State]:
     """Attention in a window or without one, and the keys and values that are kept for it."""
-    memory = Memory(before["keys"], before["values"], before["length"]) if "keys" in before else None
-    y_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, window, seq.documents_BL, memory)
+    memory = AttentionMemory(before["keys"], before["values"], before["length"]) if "keys" in before else None
+    y_BLHK = attention(AttentionInputs(q_BLHK, k_BLGK, v_BLGK, window, seq.documents_BL, memory))
     keep = None if window is None else window - 1
     kept = remember(memory, k_BLGK, v_BLGK, seq.documents_BL, keep)
     return y_BLHK, {"keys": kept.keys_BMGK, "values": kept.values_BMGK, "length": kept.length_B}

@@ -9,8 +9,8 @@ from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, Out, State
-from hybridtron.ops.conv.reference import causal_conv
-from hybridtron.ops.scan.reference import selective_scan
+from hybridtron.ops.conv import ConvInputs, causal_conv
+from hybridtron.ops.scan import ScanInputs, selective_scan
 from hybridtron.parallel.linear import (
     TensorGroup,
     column_parallel,
@@ -42,13 +42,16 @@ class Mamba(Mixer):
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
         x_BLE, z_BLE = self.in_proj(enter(x_LBD, self.tensor)).transpose(0, 1).chunk(2, dim=-1)
         before = state or {}
-        x_BLE, tail = causal_conv(x_BLE, self.conv_weight, self.conv_bias, before.get("conv"), seq.documents_BL, True)
+        x_BLE, tail = causal_conv(
+            ConvInputs(x_BLE, self.conv_weight, self.conv_bias, before.get("conv"), seq.documents_BL, activation=True)
+        )
         # dt, B and C are whole on every rank, and each rank uses them for its own channels
         dt_B_C = sum_gradients(self.x_proj(x_BLE), self.tensor)
         dt_BLR, B_BLN, C_BLN = dt_B_C.split((self.rank, self.state, self.state), dim=-1)
         dt_BLE = self.dt_proj(dt_BLR)
         A_EN = -torch.exp(self.A_log)
+        h_BEN, documents_BL = before.get("ssm"), seq.documents_BL
         y_BLE, h_BEN = selective_scan(
-            x_BLE, dt_BLE, A_EN, B_BLN, C_BLN, self.D, z_BLE, self.dt_bias, before.get("ssm"), seq.documents_BL
+            ScanInputs(x_BLE, dt_BLE, A_EN, B_BLN, C_BLN, self.D, self.dt_bias, z_BLE, h_BEN, documents_BL)
         )
         return Out(self.out_proj(y_BLE.transpose(0, 1)), {"ssm": h_BEN, "conv": tail}, {})

@@ -9,9 +9,9 @@ from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, Out, State
-from hybridtron.ops.conv.reference import causal_conv
-from hybridtron.ops.gated_norm.reference import gated_scale, gated_squares
-from hybridtron.ops.ssd.reference import ssd_scan
+from hybridtron.ops.conv import ConvInputs, causal_conv
+from hybridtron.ops.gated_norm import GatedScaleInputs, GatedSquaresInputs, gated_scale, gated_squares
+from hybridtron.ops.ssd import SSDInputs, ssd_scan
 from hybridtron.parallel.linear import ALONE, TensorGroup, column_parallel, enter, row_parallel, sum_shares
 
 
@@ -45,20 +45,20 @@ class Mamba2(Mixer):
         z_BLE, x_BLE, dt_BLH = self.in_proj(x_LBD).transpose(0, 1).split((self.inner, self.inner, self.heads), dim=-1)
         bc_BLC = self.bc_proj(x_LBD).transpose(0, 1)
         before = state or {}
-        tails = before.get("x_conv"), before.get("bc_conv")
+        tails, documents_BL = (before.get("x_conv"), before.get("bc_conv")), seq.documents_BL
         x_BLE, new["x_conv"] = causal_conv(
-            x_BLE, self.x_conv_weight, self.x_conv_bias, tails[0], seq.documents_BL, True
+            ConvInputs(x_BLE, self.x_conv_weight, self.x_conv_bias, tails[0], documents_BL, activation=True)
         )
         bc_BLC, new["bc_conv"] = causal_conv(
-            bc_BLC, self.bc_conv_weight, self.bc_conv_bias, tails[1], seq.documents_BL, True
+            ConvInputs(bc_BLC, self.bc_conv_weight, self.bc_conv_bias, tails[1], documents_BL, activation=True)
         )
         x_BLHP = x_BLE.unflatten(-1, (self.heads, -1))
         B_BLGN, C_BLGN = (
             part.unflatten(-1, (-1, self.spec.state))[:, :, self.groups_used] for part in bc_BLC.chunk(2, dim=-1)
         )
-        h_BHPN = before.get("ssm")
+        A_H = -torch.exp(self.A_log)
         y_BLHP, new["ssm"] = ssd_scan(
-            x_BLHP, dt_BLH, -torch.exp(self.A_log), B_BLGN, C_BLGN, self.D, self.dt_bias, h_BHPN, seq.documents_BL
+            SSDInputs(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, self.D, self.dt_bias, before.get("ssm"), documents_BL)
         )
         y_BLE = self._normed(y_BLHP, z_BLE.unflatten(-1, (self.heads, -1))).flatten(2)
         return Out(self.out_proj(y_BLE.transpose(0, 1)), new, {})
@@ -67,10 +67,11 @@ class Mamba2(Mixer):
         """The gated norm. Where every rank holds all groups, the heads of a group may lie on several of them."""
         spec, shared = self.spec, self.tensor if self.whole_groups else ALONE
         heads, groups = self.heads * shared.size, spec.groups * shared.size // self.tensor.size
-        squares_BLH = gated_squares(y_BLHP, z_BLHP)
+        squares_BLH = gated_squares(GatedSquaresInputs(y_BLHP, z_BLHP))
         head_H = torch.arange(self.heads, device=y_BLHP.device) + shared.rank * self.heads
         group_HG = head_H.unsqueeze(1) * groups // heads == torch.arange(groups, device=y_BLHP.device)
         group_HG = group_HG.to(squares_BLH.dtype)
         mean_BLG = sum_shares(squares_BLH @ group_HG, shared) / (heads // groups * spec.head_dim)
         scale_BLH = torch.rsqrt(mean_BLG + spec.norm_eps) @ group_HG.T
-        return gated_scale(y_BLHP, z_BLHP, scale_BLH, self.norm_weight.unflatten(0, (self.heads, -1)))
+        weight_HP = self.norm_weight.unflatten(0, (self.heads, -1))
+        return gated_scale(GatedScaleInputs(y_BLHP, z_BLHP, scale_BLH, weight_HP))

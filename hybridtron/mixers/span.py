@@ -15,9 +15,18 @@ from hybridtron.architecture.span import SpanSpec
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.attention import Heads, attend_within
 from hybridtron.mixers.base import State
-from hybridtron.ops.attention.reference import Memory, remember
-from hybridtron.ops.span.past import Held, Past, Rule, choose_at_random, choose_by_relevance
-from hybridtron.ops.span.reference import Cut, Stretch, span_attention
+from hybridtron.ops.attention import AttentionMemory, remember
+from hybridtron.ops.span import (
+    CarriedBlocks,
+    ChoiceRule,
+    SpanCut,
+    SpanInputs,
+    SpanPast,
+    SpanSegment,
+    choose_at_random,
+    choose_by_relevance,
+    span_attention,
+)
 from hybridtron.parallel.linear import TensorGroup
 
 LANDMARK_SEED = 20_241_217
@@ -45,21 +54,21 @@ class SpanAttention(Heads):
         if seq.key is None and self.spec.eval == "full":
             return attend_within(None, q_BLHK, k_BLGK, v_BLGK, before, seq)
         chunk, remembered = self._chunk(seq), self.spec.remembered(training=seq.key is not None)
-        memory = Memory(before["keys"], before["values"], before["length"]) if "keys" in before else None
+        memory = AttentionMemory(before["keys"], before["values"], before["length"]) if "keys" in before else None
         seen = [0] * len(q_BLHK) if memory is None else memory.length_B.tolist()
-        stretches = self._stretches(seq, [(each, self._kept(each, chunk, remembered)) for each in seen])
+        segments = self._segments(seq, [(each, self._kept(each, chunk, remembered)) for each in seen])
         k_BSGK, v_BSGK = k_BLGK, v_BLGK
         if memory is not None:
             k_BSGK, v_BSGK = torch.cat((memory.keys_BMGK, k_BLGK), 1), torch.cat((memory.values_BMGK, v_BLGK), 1)
         if self.spec.memory == "shifted":
-            y_BLHK, new = self._shifted(q_BLHK, k_BSGK, v_BSGK, chunk, stretches), State()
+            y_BLHK, new = self._shifted(q_BLHK, k_BSGK, v_BSGK, chunk, segments), State()
         else:
-            cut = Cut(chunk, self.spec.block, stretches)
+            cut = SpanCut(chunk, self.spec.block, segments)
             chosen, new = self._chosen(cut, q_BLHK, k_BSGK, v_BSGK, before, seq)
-            y_BLHK = span_attention(q_BLHK, k_BSGK, v_BSGK, cut, chosen)
+            y_BLHK = span_attention(SpanInputs(q_BLHK, k_BSGK, v_BSGK, cut, chosen))
         keep = None if remembered is None else remembered + max(self.spec.chunks())
         kept = remember(memory, k_BLGK, v_BLGK, seq.documents_BL, keep)
-        ends = {row: s.end_place for s in stretches if s.stop == q_BLHK.shape[1] for row in _numbers(s.rows)}
+        ends = {row: s.end_place for s in segments if s.stop == q_BLHK.shape[1] for row in _numbers(s.rows)}
         length_B = torch.tensor([ends[row] for row in range(len(q_BLHK))], device=q_BLHK.device)
         return y_BLHK, {**new, "keys": kept.keys_BMGK, "values": kept.values_BMGK, "length": length_B}
 
@@ -70,15 +79,15 @@ class SpanAttention(Heads):
             return max(sizes)
         return sizes[seq.number(f"chunk/{self.layer}" if self.spec.draw == "layer" else "chunk") % len(sizes)]
 
-    def _stretches(self, seq: SeqInfo, before: Sequence[tuple[int, int]]) -> list[Stretch]:
+    def _segments(self, seq: SeqInfo, before: Sequence[tuple[int, int]]) -> list[SpanSegment]:
         """The documents of all rows, with what is known of them before; rows that are cut alike are taken together."""
         rows = [
             [(start, stop, *(before[row] if start == 0 else (0, 0))) for start, stop in spans]
             for row, spans in enumerate(seq.spans())
         ]
         if all(row == rows[0] for row in rows):
-            return [Stretch(slice(0, len(rows)), *span) for span in rows[0]]
-        return [Stretch(slice(number, number + 1), *span) for number, row in enumerate(rows) for span in row]
+            return [SpanSegment(slice(0, len(rows)), *span) for span in rows[0]]
+        return [SpanSegment(slice(number, number + 1), *span) for number, row in enumerate(rows) for span in row]
 
     def _kept(self, seen: int, chunk: int, remembered: int | None) -> int:
         """How many of the tokens before a row it may read: of the chunk that it begins in, and before that chunk."""
@@ -89,19 +98,19 @@ class SpanAttention(Heads):
         return seen - max(0, seen // chunk * chunk - remembered)
 
     def _chosen(
-        self, cut: Cut, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, before: State, seq: SeqInfo
+        self, cut: SpanCut, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, before: State, seq: SeqInfo
     ) -> tuple[list[Tensor | None], State]:
         """The blocks that each chunk reads, and what is carried of the choice."""
         if self.spec.memory == "none":
-            return [None] * len(cut.stretches), {}
+            return [None] * len(cut.segments), {}
         if self.spec.memory == "random":
             key = seq.number(f"blocks/{self.layer}")
             return choose_at_random(cut, self.spec.blocks, key, self.own_groups, q_BLHK.device), {}
         landmarks_HK = self._landmarks(q_BLHK) if self.spec.memory == "landmark" else None
-        rule = Rule(self.spec.blocks, self.spec.relevance == "previous_chunk", landmarks_HK)
-        past = Past(before["queries"], before["summaries"], before["sums"]) if "summaries" in before else None
-        held = Held(*self.spec.carried_blocks(self.spec.remembered(training=seq.key is not None)))
-        chosen, after = choose_by_relevance(cut, rule, q_BLHK, k_BSGK, v_BSGK, past, held)
+        rule = ChoiceRule(self.spec.blocks, self.spec.relevance == "previous_chunk", landmarks_HK)
+        past = SpanPast(before["queries"], before["summaries"], before["sums"]) if "summaries" in before else None
+        carried = CarriedBlocks(*self.spec.carried_blocks(self.spec.remembered(training=seq.key is not None)))
+        chosen, after = choose_by_relevance(cut, rule, q_BLHK, k_BSGK, v_BSGK, past, carried)
         return chosen, {"queries": after.queries_BNHK, "summaries": after.summaries_BPHK, "sums": after.sums_BPHK}
 
     def _landmarks(self, q_BLHK: Tensor) -> Tensor:
@@ -111,19 +120,20 @@ class SpanAttention(Heads):
         return whole_HK[self.own_heads].to(q_BLHK.device)
 
     def _shifted(
-        self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, chunk: int, stretches: Sequence[Stretch]
+        self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, chunk: int, segments: Sequence[SpanSegment]
     ) -> Tensor:
         """Chunks on their own, half a chunk earlier in the second half of all heads, whichever rank has them."""
         share = q_BLHK.shape[2] // k_BSGK.shape[2]
         k_BSHK, v_BSHK = (x.repeat_interleave(share, dim=2) for x in (k_BSGK, v_BSGK))
         unmoved = min(max(self.spec.heads // 2 - self.own_heads.start, 0), q_BLHK.shape[2])
         halves = ((slice(0, unmoved), 0), (slice(unmoved, None), chunk // 2))
-        nothing = [None] * len(stretches)
+        nothing = [None] * len(segments)
         parts = []
         for heads, shift in halves:
             q, k, v = (x[:, :, heads] for x in (q_BLHK, k_BSHK, v_BSHK))
             if q.shape[2]:
-                parts.append(span_attention(q, k, v, Cut(chunk, self.spec.block, stretches, shift), nothing))
+                cut = SpanCut(chunk, self.spec.block, segments, shift)
+                parts.append(span_attention(SpanInputs(q, k, v, cut, nothing)))
         return torch.cat(parts, dim=2)
 
 

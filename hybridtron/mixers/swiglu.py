@@ -8,7 +8,7 @@ from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.swiglu import SwiGLUSpec
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, Out, State
-from hybridtron.ops.swiglu.reference import swiglu
+from hybridtron.ops.swiglu import SwiGLUInputs, swiglu
 from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_parallel
 
 
@@ -23,4 +23,4 @@ class SwiGLU(Mixer):
 
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
         gate, up = self.gate_up(enter(x_LBD, self.tensor)).chunk(2, dim=-1)
-        return Out(self.down(swiglu(gate, up)), {}, {})
+        return Out(self.down(swiglu(SwiGLUInputs(gate, up))), {}, {})

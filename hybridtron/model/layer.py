@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hybridtron.architecture.base import MixerSpec, ModelSizes
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import State, build_mixer
-from hybridtron.ops.norm.reference import add_rms_norm, rms_norm
+from hybridtron.ops.norm import AddRMSNormInputs, RMSNormInputs, add_rms_norm, rms_norm
 from hybridtron.parallel.linear import TensorGroup
 
 
@@ -28,14 +28,16 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(RMSNormInputs(x, self.weight, self.eps))
 
 
 class StreamNorm(RMSNorm):
     """The same of a stream to which something is added before, in one op: the stream then, and its norm."""
 
     def forward(self, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
-        return (x, super().forward(x)) if added is None else add_rms_norm(x, added, self.weight, self.eps)
+        if added is None:
+            return x, super().forward(x)
+        return add_rms_norm(AddRMSNormInputs(x, added, self.weight, self.eps))
 
 
 class ResidualOut(NamedTuple):

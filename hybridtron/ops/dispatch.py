@@ -1,135 +1,129 @@
-"""Which form of an op runs: the reference that is its specification, or a faster one with the same signature.
+"""Which implementation of an op runs: its reference, which specifies it, or a faster implementation.
 
-    @op
-    def rms_norm(x, weight, eps): ...            # the reference
+    class RMSNormInputs(NamedTuple): ...                  # the op's signature, written once
+    def rms_norm(inputs: RMSNormInputs) -> Tensor: ...    # the reference
 
-    @rms_norm.form("fused", device="cuda", package="some_kernels")
-    def _(x, weight, eps): ...                   # preferred on CUDA where the package imports
+    rms_norm = Op(reference.rms_norm, (TRITON, ...))      # in the op's folder, the preferred implementation first
 
-A call runs the first usable form, those made for its device before those for any, else the reference; `force`
-overrides that in tests.
-`choices()` tells, for the start-up table, what runs on a device and why every other form does not.
+A call runs the first implementation of that list that is available on the device and supports the inputs, else the
+reference. `force` overrides this, in tests and when searching for a bug. The list is the only place that orders
+implementations: none of them knows another, and the order of imports means nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, ParamSpec, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
 from hybridtron.device import is_deterministic, optional_package
 
-P = ParamSpec("P")
-R = TypeVar("R")
+Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
+Outputs = TypeVar("Outputs")
 
 NONE_FORCED: dict[str, str] = {}
-_forced: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("forced_forms", default=NONE_FORCED)
-OPS: dict[str, Op] = {}
+_forced: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("forced", default=NONE_FORCED)
+
+
+def _supports_all(inputs: tuple[Any, ...]) -> str | None:
+    return None
+
+
+def _yes() -> bool:
+    return True
 
 
 @dataclass(frozen=True)
-class Form(Generic[P, R]):
-    """One way to compute an op. `refuses` looks at a call's arguments and answers why it can't take them, or None.
+class Implementation(Generic[Inputs, Outputs]):
+    """One way to compute an op.
 
-    `repeats` says whether it gives the same bits again, backward too, once `device.deterministic` asks for that.
+    `unsupported_reason` says why it can't compute some inputs, or None. `repeats_bits` says whether it gives the same
+    bits again, its backward pass included, once `device.deterministic` asks for that.
     """
 
     name: str
-    function: Callable[P, R]
+    function: Callable[[Inputs], Outputs]
     device: Literal["cpu", "cuda", "any"] = "any"
     package: str | None = None
-    refuses: Callable[P, str | None] | None = None
-    repeats: Callable[[], bool] | None = None
+    unsupported_reason: Callable[[Inputs], str | None] = _supports_all
+    repeats_bits: Callable[[], bool] = _yes
 
-    def unusable(self, device: str) -> str | None:
-        """Why this form can't run on a device at all, or None."""
+    def unavailable_reason(self, device: str) -> str | None:
+        """Why this implementation can't run on a device at all, or None."""
         if self.device not in (device, "any"):
             return f"for {self.device}"
         if self.package is not None and (found := optional_package(self.package)).module is None:
             return found.reason
-        if self.repeats is not None and is_deterministic() and not self.repeats():
+        if is_deterministic() and not self.repeats_bits():
             return "adds up in no fixed order, which run.deterministic=true rules out"
         return None
 
 
-class Op(Generic[P, R]):
-    """A function with a reference form and faster ones; calling it runs the best form that can take the call."""
+class Op(Generic[Inputs, Outputs]):
+    """A function of one typed value; calling it runs the best implementation for that value."""
 
-    def __init__(self, reference: Callable[P, R]) -> None:
+    def __init__(
+        self,
+        reference: Callable[[Inputs], Outputs],
+        implementations: Sequence[Implementation[Inputs, Outputs]] = (),
+    ) -> None:
         self.name = reference.__name__
         self.__doc__ = reference.__doc__
-        self.reference = Form("reference", reference)
-        self.fast: list[Form[P, R]] = []
-        OPS[self.name] = self
+        self.reference = Implementation("reference", reference)
+        self.implementations = tuple(implementations)
 
-    def form(
-        self,
-        name: str,
-        *,
-        device: Literal["cpu", "cuda", "any"] = "any",
-        package: str | None = None,
-        refuses: Callable[P, str | None] | None = None,
-        repeats: Callable[[], bool] | None = None,
-    ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-        def add(function: Callable[P, R]) -> Callable[P, R]:
-            self.fast.append(Form(name, function, device, package, refuses, repeats))
-            self.fast.sort(key=lambda form: form.device == "any")
-            return function
+    def __call__(self, inputs: Inputs) -> Outputs:
+        return self.selected(inputs).function(inputs)
 
-        return add
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def selected(self, inputs: Inputs) -> Implementation[Inputs, Outputs]:
+        """The implementation that runs for these inputs."""
         forced = _forced.get()
         name = forced.get(self.name) or forced.get("*")
         if name is not None:
-            return self.named(name).function(*args, **kwargs)
-        device = next(a.device.type for a in args if isinstance(a, torch.Tensor))
-        for form in self.fast:
-            if form.unusable(device) is None and (form.refuses is None or form.refuses(*args, **kwargs) is None):
-                return form.function(*args, **kwargs)
-        return self.reference.function(*args, **kwargs)
+            return self.named(name)
+        device = device_of(inputs)
+        for each in self.implementations:
+            if each.unavailable_reason(device) is None and each.unsupported_reason(inputs) is None:
+                return each
+        return self.reference
 
-    def named(self, name: str) -> Form[P, R]:
-        for form in (self.reference, *self.fast):
-            if form.name == name:
-                return form
-        raise ValueError(f"{self.name} has no form {name!r}: {['reference', *(f.name for f in self.fast)]}")
+    def named(self, name: str) -> Implementation[Inputs, Outputs]:
+        every = (self.reference, *self.implementations)
+        for each in every:
+            if each.name == name:
+                return each
+        raise ValueError(f"{self.name} has no implementation {name!r}: {[each.name for each in every]}")
 
     def choice(self, device: str) -> tuple[str, str]:
-        """The form that runs on a device, and the reasons for it in words."""
-        passed: dict[str, list[str]] = {}
-        for form in self.fast:
-            why_not = form.unusable(device)
-            if why_not is None:
-                return form.name, _reasons(passed) or "first choice"
-            passed.setdefault(why_not, []).append(form.name)
-        return "reference", _reasons(passed) or "only form"
+        """The name of the implementation that is tried first on a device, and the reasons in words."""
+        skipped: dict[str, list[str]] = {}
+        for each in self.implementations:
+            reason = each.unavailable_reason(device)
+            if reason is None:
+                return each.name, _reasons(skipped) or "first choice"
+            skipped.setdefault(reason, []).append(each.name)
+        return "reference", _reasons(skipped) or "only implementation"
 
 
-def _reasons(passed: dict[str, list[str]]) -> str:
-    return "; ".join(f"{', '.join(names)}: {why_not}" for why_not, names in passed.items())
+def device_of(inputs: tuple[Any, ...]) -> str:
+    """The type of the device that the inputs are on."""
+    return next(value.device.type for value in inputs if isinstance(value, torch.Tensor))
 
 
-def op(reference: Callable[P, R]) -> Op[P, R]:
-    """Make a function the reference form of an op of its name."""
-    return Op(reference)
+def _reasons(skipped: dict[str, list[str]]) -> str:
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in skipped.items())
 
 
 @contextlib.contextmanager
-def force(everything: str | None = None, /, **forms: str) -> Iterator[None]:
-    """Run named forms inside the block: `force("reference")`, or `force(selective_scan="chunked")`."""
-    wanted = {**_forced.get(), **({"*": everything} if everything else {}), **forms}
+def force(everything: str | None = None, /, **implementations: str) -> Iterator[None]:
+    """Run named implementations inside the block: `force("reference")`, or `force(selective_scan="chunked")`."""
+    wanted = {**_forced.get(), **({"*": everything} if everything else {}), **implementations}
     token = _forced.set(wanted)
     try:
         yield
     finally:
         _forced.reset(token)
-
-
-def choices(device: str) -> list[tuple[str, str, str]]:
-    """(op, form, reason) of every op, for the start-up table."""
-    return [(name, *OPS[name].choice(device)) for name in sorted(OPS)]

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybridtron.ops.loss import chunked as ops
-from hybridtron.ops.loss.chunked import Share, Sums
-from hybridtron.ops.loss.reference import Loss
+from hybridtron.ops import loss as ops
+from hybridtron.ops.loss import LinearCrossEntropyInputs, Loss, VocabularyShare
+from hybridtron.ops.softmax import SoftmaxSums
 from hybridtron.parallel.linear import TensorGroup, enter
 
 
@@ -37,21 +37,21 @@ class Head(nn.Module):
 def linear_cross_entropy(
     x_LBD: Tensor, weight_VD: Tensor, labels_LB: Tensor, mask_LB: Tensor, z_loss: float, tensor: TensorGroup
 ) -> Loss:
-    """As `ops.linear_cross_entropy`, for a share of the vocabulary; the same numbers on every rank.
+    """As `ops.loss.linear_cross_entropy`, for a share of the vocabulary; the same numbers on every rank.
 
     `x_LBD` is the stream, of which a rank may hold a share of the tokens; labels and mask are of all.
     """
     x_LBD = enter(x_LBD, tensor)
-    if tensor.size == 1:
-        return ops.linear_cross_entropy(x_LBD, weight_VD, labels_LB, mask_LB, z_loss)
-    share = Share(tensor.rank * len(weight_VD), partial(_joined, group=tensor.group))
-    return ops.chunked(x_LBD, weight_VD, labels_LB, mask_LB, z_loss, share)
+    share = None
+    if tensor.size > 1:
+        share = VocabularyShare(tensor.rank * len(weight_VD), partial(_joined, group=tensor.group))
+    return ops.linear_cross_entropy(LinearCrossEntropyInputs(x_LBD, weight_VD, labels_LB, mask_LB, z_loss, share))
 
 
-def _joined(own: Sums, group: dist.ProcessGroup | None) -> Sums:
+def _joined(own: SoftmaxSums, group: dist.ProcessGroup | None) -> SoftmaxSums:
     """The sums over all shares of the vocabulary."""
     greatest_C = own.greatest_C.clone()
     dist.all_reduce(greatest_C, op=dist.ReduceOp.MAX, group=group)
     exchanged_2C = torch.stack([own.sum_C * (own.greatest_C - greatest_C).exp(), own.picked_C])
     dist.all_reduce(exchanged_2C, group=group)
-    return Sums(greatest_C, *exchanged_2C)
+    return SoftmaxSums(greatest_C, *exchanged_2C)

@@ -32,7 +32,7 @@ from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import architecture
 from hybridtron.data.batch import SeqInfo
 from hybridtron.model.lm import LanguageModel, ModelOut
-from hybridtron.ops.loss.reference import cross_entropy
+from hybridtron.ops.loss import CrossEntropyInputs, cross_entropy
 
 CHUNK_VALUES = 2**27  # logits of a chunk, over all rows
 LONGEST_CHUNK = 2048  # tokens
@@ -83,7 +83,8 @@ def position_losses(model: LanguageModel, tokens_BT: Tensor, chunk: int, advance
 
     def see(start: int, out: ModelOut) -> None:
         labels_CB = labels_LB[start : start + len(out.output)].to(out.output.device)
-        loss = cross_entropy(out.output, labels_CB, torch.ones_like(labels_CB, dtype=torch.bool), 0.0)
+        counted_CB = torch.ones_like(labels_CB, dtype=torch.bool)
+        loss = cross_entropy(CrossEntropyInputs(out.output, labels_CB, counted_CB, 0.0))
         means.append(loss.per_token.double().mean(1).cpu())
 
     length = len(labels_LB)

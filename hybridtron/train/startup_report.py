@@ -20,8 +20,10 @@ from hybridtron.device import describe_device
 from hybridtron.engine.engine import Engine
 from hybridtron.mixers.base import mixer_class
 from hybridtron.model.layer import Residual
-from hybridtron.ops.dispatch import Op, choices
-from hybridtron.ops.loss.chunked import linear_cross_entropy, softmax_gradients, softmax_sums
+from hybridtron.ops.dispatch import Op
+from hybridtron.ops.loss import linear_cross_entropy
+from hybridtron.ops.registry import choices
+from hybridtron.ops.softmax import softmax_gradients, softmax_sums
 from hybridtron.train.outcome import Progress, clock
 
 LOSS = (linear_cross_entropy, softmax_sums, softmax_gradients)
@@ -40,11 +42,11 @@ def announce_run(config: Config, engine: Engine, first: int, last: int) -> None:
             f"{groups.world_size} processes: tensor {parallel.tensor}{' with sequence' * parallel.sequence}, "
             f"pipeline {parallel.pipeline} x {parallel.virtual_pipeline}, data {groups.data_size}"
         )
-    table = Table("op", "form", "why", box=None, title="kernels", title_justify="left")
+    table = Table("op", "runs", "why", box=None, title="kernels", title_justify="left")
     used = ops_of(engine.config.model)
-    for name, form, reason in choices(engine.device.type):
+    for name, implementation, reason in choices(engine.device.type):
         if name in used:
-            table.add_row(name, form, reason)
+            table.add_row(name, implementation, reason)
     Console().print(table)
 
 

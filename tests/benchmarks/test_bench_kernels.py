@@ -26,11 +26,11 @@ def test_without_a_gpu_the_page_holds_the_paper_counts_alone(tmp_path: Path) -> 
 @pytest.mark.parametrize("index", range(8))
 def test_every_kernel_can_be_called(index: int) -> None:
     kernel, device = kernels(QUICK, QUICK.lengths[0])[index], torch.device("cpu")
-    arguments = kernel.arguments(device)
-    forms = dict(kernel.forms(device, arguments))
+    inputs = kernel.inputs(device)
+    forms = dict(kernel.implementations(device, inputs))
     assert forms
     for run in forms.values():
-        for one_pass in passes(run, arguments, kernel.outputs).values():
+        for one_pass in passes(run, inputs, kernel.outputs).values():
             one_pass()
 
 

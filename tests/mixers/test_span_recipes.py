@@ -19,6 +19,7 @@ from hybridtron.mixers import span
 from hybridtron.model.generate import generate
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel
+from hybridtron.ops.span import SpanInputs
 from hybridtron.train.length_evaluation import position_losses
 
 NARROW = ("model.width=48", "model.vocab_size=64", "model.layers.-.hidden=32", "data.path=/data")
@@ -53,10 +54,10 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many chosen blocks each call reads that goes on from a state."""
     counts, attend = [], span.span_attention
 
-    def counted(q: Tensor, k: Tensor, v: Tensor, cut: span.Cut, chosen: list[Tensor | None]) -> Tensor:
-        if k.shape[1] > q.shape[1]:
-            counts.append(sum(0 if one is None else int((one >= 0).sum()) for one in chosen))
-        return attend(q, k, v, cut, chosen)
+    def counted(inputs: SpanInputs) -> Tensor:
+        if inputs.k_BSGK.shape[1] > inputs.q_BLHK.shape[1]:
+            counts.append(sum(0 if one is None else int((one >= 0).sum()) for one in inputs.chosen))
+        return attend(inputs)
 
     monkeypatch.setattr(span, "span_attention", counted)
     return counts

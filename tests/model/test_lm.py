@@ -17,13 +17,13 @@ from hybridtron.model.generate import generate
 from hybridtron.model.init import starting_value
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.dispatch import force
-from hybridtron.ops.loss.reference import Loss, cross_entropy
+from hybridtron.ops.loss import CrossEntropyInputs, Loss, cross_entropy
 from tests.conftest import random_batch, seq_info, small_config, small_model
 
 
 def batch_loss(model: LanguageModel, batch: Batch) -> Loss:
     logits_LBV = model(batch.tokens_BL, None, batch.seq).output
-    return cross_entropy(logits_LBV, batch.labels_BL.T, batch.mask_BL.T, 0.0)
+    return cross_entropy(CrossEntropyInputs(logits_LBV, batch.labels_BL.T, batch.mask_BL.T, 0.0))
 
 
 def test_starts_near_uniform_predictions() -> None:

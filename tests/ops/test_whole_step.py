@@ -10,8 +10,9 @@ from torch import Tensor
 from hybridtron.data.batch import SeqInfo
 from hybridtron.device import Package, compute_device
 from hybridtron.ops import dispatch
-from hybridtron.ops.dispatch import choices, force
-from hybridtron.ops.loss.reference import cross_entropy
+from hybridtron.ops.dispatch import force
+from hybridtron.ops.loss import CrossEntropyInputs, cross_entropy
+from hybridtron.ops.registry import OPS, choices
 from tests.conftest import random_batch, small_model
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -30,7 +31,7 @@ def step(pattern: str, dtype: torch.dtype, device: torch.device, forms: dict[str
         for tokens in (slice(TOKENS), slice(TOKENS, None)):
             logits, states, _ = model(batch.tokens_BL[:, tokens], states, SeqInfo.stream(1, TOKENS, device=device))
             labels, mask = (t[:, tokens].transpose(0, 1) for t in (batch.labels_BL, batch.mask_BL))
-            loss = loss + cross_entropy(logits, labels, mask, 0.0).total
+            loss = loss + cross_entropy(CrossEntropyInputs(logits, labels, mask, 0.0)).total
         loss.backward()
     return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
@@ -41,12 +42,12 @@ def step(pattern: str, dtype: torch.dtype, device: torch.device, forms: dict[str
 def test_a_step_is_the_reference(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from hybridtron.ops.scan import kernels as selective_scan  # read anew for the interpreter
     from hybridtron.ops.scan import kernels_backward as selective_scan_backward
-    from hybridtron.ops.ssd import kernels as ssd
+    from hybridtron.ops.ssd import kernels_row
 
     for module in (selective_scan, selective_scan_backward):
         monkeypatch.setattr(module, "CHUNK", TOKENS)  # which the interpreter walks one by one
     monkeypatch.setattr(selective_scan_backward, "TILE", TOKENS)
-    monkeypatch.setattr(ssd, "tiles", lambda *_: ssd.Tiles(16, own=16, inner=16, outer=16))
+    monkeypatch.setattr(kernels_row, "tiles", lambda *_: kernels_row.ProductTiles(16, own=16, inner=16, outer=16))
     expected = step(pattern, torch.float64, torch.device("cpu"), {})
     found = step(pattern, torch.float32, compute_device(), FORMS)
     assert found.keys() == expected.keys()
@@ -61,7 +62,7 @@ def test_a_machine_without_other_kernels_runs_these(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(dispatch, "optional_package", found)
     table = {name: (form, reason) for name, form, reason in choices("cuda")}
-    with_kernels = {name for name, op in dispatch.OPS.items() if any(form.name == "triton" for form in op.fast)}
+    with_kernels = {name for name, op in OPS.items() if any(form.name == "triton" for form in op.implementations)}
     assert with_kernels >= FORMS.keys()
     assert {table[name][0] for name in with_kernels} == {"triton"}
     assert "mamba-ssm: not installed" in table["ssd_scan"][1]
@@ -69,8 +70,8 @@ def test_a_machine_without_other_kernels_runs_these(monkeypatch: pytest.MonkeyPa
 
 def test_mamba_ssm_comes_first_where_it_can_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "optional_package", lambda name: Package(name, dispatch, "stand-in"))
-    assert dispatch.OPS["ssd_scan"].choice("cuda")[0] == "mamba-ssm"
+    assert OPS["ssd_scan"].choice("cuda")[0] == "mamba-ssm"
     monkeypatch.setattr(dispatch, "is_deterministic", lambda: True)
-    form, reason = dispatch.OPS["ssd_scan"].choice("cuda")
+    form, reason = OPS["ssd_scan"].choice("cuda")
     assert form == "triton"
     assert "run.deterministic" in reason

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hybridtron.config.schema import ParallelConfig
+from hybridtron.ops import loss as ops
 from hybridtron.ops.dispatch import force
-from hybridtron.ops.loss import chunked as ops
 from hybridtron.parallel.loss import linear_cross_entropy
 from hybridtron.parallel.pool import Seat
 from hybridtron.planning import count
@@ -63,7 +63,7 @@ def test_equals_the_op(
     x, weight, labels, mask = inputs(dtype, scale)
     exact = [t.double().requires_grad_() for t in (x, weight)]
     with force("reference"):
-        expected = ops.linear_cross_entropy(*exact, labels, mask, z_loss)
+        expected = ops.linear_cross_entropy(ops.LinearCrossEntropyInputs(*exact, labels, mask, z_loss))
     of_x, of_weight = torch.autograd.grad(3.0 * expected.total, exact)
     found = run_distributed(loss_on_ranks, ranks, dtype, scale, z_loss, sequence)
     for loss, share_of_x, _ in found:

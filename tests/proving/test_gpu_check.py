@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hybridtron.device import compute_device
-from hybridtron.ops.dispatch import Form, Op
-from hybridtron.ops.swiglu.reference import swiglu
+from hybridtron.ops.dispatch import Implementation, Op
+from hybridtron.ops.swiglu import SwiGLUInputs, swiglu
 from hybridtron.proving.gpu import correct as gpu_correct
 from hybridtron.proving.gpu.main import PARTS, main
 
@@ -25,10 +25,10 @@ def test_without_a_gpu_it_says_what_it_would_do(capsys: pytest.CaptureFixture[st
 
 
 def test_a_wrong_form_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gate_and_up_swapped(gate: Tensor, up: Tensor) -> Tensor:
-        return torch.nn.functional.silu(up) * gate
+    def gate_and_up_swapped(inputs: SwiGLUInputs) -> Tensor:
+        return torch.nn.functional.silu(inputs.up) * inputs.gate
 
-    monkeypatch.setattr(swiglu, "fast", [Form("swapped", gate_and_up_swapped)])
+    monkeypatch.setattr(swiglu, "implementations", (Implementation("swapped", gate_and_up_swapped),))
     only = {kind: options if kind == "swiglu" else [] for kind, options in gpu_correct.OPTIONS.items()}
     monkeypatch.setattr(gpu_correct, "OPTIONS", only)
     called = Op.__call__
@@ -39,7 +39,6 @@ def test_a_wrong_form_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         "rms_norm",
         "add_rms_norm",
         "linear_cross_entropy",
-        "cross_entropy",
     }
     assert not any(goal.met for goal in goals)
     assert Op.__call__ is called

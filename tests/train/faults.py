@@ -27,8 +27,8 @@ from hybridtron.data.loader import Loader, _Rows
 from hybridtron.engine import schedule
 from hybridtron.engine.engine import Engine
 from hybridtron.model.lm import LanguageModel
-from hybridtron.ops.loss import chunked as linear_loss
-from hybridtron.ops.loss.chunked import Sums
+from hybridtron.ops.loss import chunked
+from hybridtron.ops.softmax import SoftmaxSums, SoftmaxSumsInputs
 from hybridtron.parallel.linear import TensorGroup
 from hybridtron.parallel.pool import Seat
 from tests.distributed import run_distributed
@@ -110,9 +110,12 @@ def happening_to_a_worker(fault: str, step: int, stderr: Path) -> Iterator[None]
         Loader._read_ahead = original
 
 
-def _off(sums: Callable[..., Sums], value: float, token: int, logits_CV: Tensor, labels_C: Tensor) -> Sums:
+def _off(
+    sums: Callable[[SoftmaxSumsInputs], SoftmaxSums], value: float, token: int, inputs: SoftmaxSumsInputs
+) -> SoftmaxSums:
+    logits_CV, labels_C = inputs
     logits_CV[token, labels_C[token] % logits_CV.shape[1]] += value
-    return sums(logits_CV, labels_C)
+    return sums(inputs)
 
 
 @contextmanager
@@ -132,7 +135,7 @@ def spoiled(value: float, calls: Collection[int]) -> Iterator[None]:
         if not torch.is_grad_enabled() or len(seen) not in calls:
             return original(*arguments)
         token = int(batch.mask_BL.T.flatten().nonzero()[0])  # one that counts
-        with patch.object(linear_loss, "softmax_sums", partial(_off, linear_loss.softmax_sums, value, token)):
+        with patch.object(chunked, "softmax_sums", partial(_off, chunked.softmax_sums, value, token)):
             return original(*arguments)
 
     schedule._loss_of = loss_of

@@ -12,7 +12,7 @@ import torch
 from hybridtron import device
 from hybridtron.device import Package, deterministic
 from hybridtron.ops import dispatch
-from hybridtron.ops.dispatch import OPS
+from hybridtron.ops.registry import OPS
 from tests.train.conftest import Train, small_run_arguments
 from tests.train.faults import train_ranks, trained
 
@@ -82,4 +82,4 @@ def test_kernels_without_a_fixed_order_are_passed_over(
     with deterministic(True):
         chosen, why = OPS[op].choice("cuda")
     assert (chosen == form) is runs
-    assert runs or f"{form}: adds up in no fixed order" in why
+    assert runs or (why.startswith(form) and "adds up in no fixed order" in why)

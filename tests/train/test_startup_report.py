@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybridtron.ops.dispatch import OPS
+from hybridtron.ops.registry import OPS
 from hybridtron.train.startup_report import ops_of
 from tests.conftest import small_config
 

@@ -23,13 +23,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from hybridtron.ops.attention.reference import Memory, attention
+from hybridtron.ops.attention.reference import AttentionInputs
+from hybridtron.ops.dispatch import Implementation
 
 TILE = 128
 SMALLEST_HEAD = 16
 
 
-class Seen(NamedTuple):
+class SeenKeys(NamedTuple):
     """Where among all keys the first one stands that a query sees, and the last, which is its own; neither goes back.
 
     Tensors, as a mask may capture no number that changes from call to call.
@@ -39,7 +40,7 @@ class Seen(NamedTuple):
     last_L: Tensor
 
 
-class Tiles(NamedTuple):
+class SeenTiles(NamedTuple):
     """Runs of key tiles: what some query of a tile sees, and what all see whole, which may stop before it starts."""
 
     start_BT: Tensor
@@ -48,8 +49,9 @@ class Tiles(NamedTuple):
     whole_stop_BT: Tensor
 
 
-def seen_keys(q_BLHK: Tensor, window: int | None, documents_BL: Tensor | None, memory: Memory | None) -> Seen:
+def seen_keys(inputs: AttentionInputs) -> SeenKeys:
     """By the rules of the op."""
+    q_BLHK, _, _, window, documents_BL, memory = inputs
     batch, length = q_BLHK.shape[:2]
     before = 0 if memory is None else memory.keys_BMGK.shape[1]
     last_L = torch.arange(before, before + length, device=q_BLHK.device)
@@ -61,15 +63,15 @@ def seen_keys(q_BLHK: Tensor, window: int | None, documents_BL: Tensor | None, m
         first_BL = torch.where(first_BL > before, first_BL, before - memory.length_B[:, None])
     if window is not None:
         first_BL = torch.maximum(first_BL, last_L - window + 1)
-    return Seen(first_BL, last_L)
+    return SeenKeys(first_BL, last_L)
 
 
-def tiles_of(seen: Seen) -> Tiles:
+def tiles_of(seen: SeenKeys) -> SeenTiles:
     """Of each tile of queries."""
     length = len(seen.last_L)
     begins_T = torch.arange(0, length, TILE, device=seen.last_L.device)
     ends_T = (begins_T + TILE - 1).clamp(max=length - 1)
-    return Tiles(
+    return SeenTiles(
         seen.first_BL[:, begins_T] // TILE,
         (seen.last_L[ends_T] // TILE + 1).expand(len(seen.first_BL), -1),
         -(-seen.first_BL[:, ends_T] // TILE),
@@ -77,7 +79,7 @@ def tiles_of(seen: Seen) -> Tiles:
     )
 
 
-def mask_of(seen: Seen) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+def mask_of(seen: SeenKeys) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Whether a query sees a key, by their numbers in the row and among all keys."""
 
     def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -86,9 +88,9 @@ def mask_of(seen: Seen) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     return sees
 
 
-def block_mask(seen: Seen, total: int) -> BlockMask:
+def block_mask(seen: SeenKeys, total: int) -> BlockMask:
     """The tiles as FlexAttention wants them listed: those with a mask first to last, and those without one."""
-    tiles = Tiles(*(x[:, None] for x in tiles_of(seen)))
+    tiles = SeenTiles(*(x[:, None] for x in tiles_of(seen)))
     whole_BT = (tiles.whole_stop_BT - tiles.whole_start_BT).clamp(min=0)
     head_BT = tiles.whole_start_BT - tiles.start_BT
     masked_BT = tiles.stop_BT - tiles.start_BT - whole_BT
@@ -111,7 +113,7 @@ def block_mask(seen: Seen, total: int) -> BlockMask:
 def _mask_of_sizes(batch: int, length: int, window: int | None, device: torch.device) -> BlockMask:
     """Without documents and memory."""
     queries = torch.empty(batch, length, 0, 0, device=device)
-    return block_mask(seen_keys(queries, window, None, None), length)
+    return block_mask(seen_keys(AttentionInputs(queries, queries, queries, window)), length)
 
 
 @functools.cache
@@ -120,41 +122,28 @@ def _kernel() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=True)
 
 
-def _refuses(
-    q_BLHK: Tensor,
-    k_BLGK: Tensor,
-    v_BLGK: Tensor,
-    window: int | None,
-    documents_BL: Tensor | None,
-    memory: Memory | None,
-) -> str | None:
-    if q_BLHK.dtype == torch.float64:
+def _unsupported_reason(inputs: AttentionInputs) -> str | None:
+    _, length, _, size = inputs.q_BLHK.shape
+    if inputs.q_BLHK.dtype == torch.float64:
         return "has no float64"
-    if q_BLHK.shape[-1] < SMALLEST_HEAD:
-        return f"takes heads of at least {SMALLEST_HEAD} channels, not {q_BLHK.shape[-1]}"
-    if q_BLHK.shape[1] < TILE:
-        return f"gains nothing on rows of fewer than {TILE} tokens, as in generation"
-    return None
+    if size < SMALLEST_HEAD:
+        return f"takes heads of at least {SMALLEST_HEAD} channels, not {size}"
+    return f"gains nothing on rows of fewer than {TILE} tokens, as in generation" if length < TILE else None
 
 
-@attention.form("flex", device="cuda", refuses=_refuses)
-def _flex(
-    q_BLHK: Tensor,
-    k_BLGK: Tensor,
-    v_BLGK: Tensor,
-    window: int | None,
-    documents_BL: Tensor | None,
-    memory: Memory | None,
-) -> Tensor:
+def attention(inputs: AttentionInputs) -> Tensor:
     """All rows in one call."""
-    keys, values, (batch, length) = k_BLGK, v_BLGK, q_BLHK.shape[:2]
+    q_BLHK, keys, values, window, documents_BL, memory = inputs
     if memory is not None:
         keys = torch.cat((memory.keys_BMGK, keys), dim=1)
         values = torch.cat((memory.values_BMGK, values), dim=1)
     if documents_BL is None and memory is None:
-        mask = _mask_of_sizes(batch, length, window, q_BLHK.device)
+        mask = _mask_of_sizes(*q_BLHK.shape[:2], window, q_BLHK.device)
     else:
-        mask = block_mask(seen_keys(q_BLHK, window, documents_BL, memory), keys.shape[1])
+        mask = block_mask(seen_keys(inputs), keys.shape[1])
     q, k, v = (x.transpose(1, 2) for x in (q_BLHK, keys, values))
     attend = _kernel() if q.is_cuda else flex_attention
     return attend(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+
+
+FLEX = Implementation("flex", attention, "cuda", unsupported_reason=_unsupported_reason)

@@ -13,13 +13,14 @@ Legend: B rows, L tokens, C channels, W width, T = W - 1 tokens of tail, Q tiles
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridtron.ops.conv.reference import ConvInputs
 from hybridtron.ops.kernel_launch import ceil_div, last_side_by_side, launch
 
 TOKENS = 32  # of one program
@@ -28,7 +29,7 @@ WARPS = 8
 
 
 @dataclass(frozen=True)
-class Row:
+class ConvRow:
     """The op's inputs as the kernels read them: channels side by side, parameters in fp32, the tail in x's type."""
 
     x_BLC: Tensor
@@ -39,15 +40,9 @@ class Row:
     activation: bool
 
     @staticmethod
-    def of(
-        x_BLC: Tensor,
-        weight_CW: Tensor,
-        bias_C: Tensor | None,
-        tail_BTC: Tensor | None,
-        documents_BL: Tensor | None,
-        activation: bool,
-    ) -> Row:
-        return Row(
+    def of(inputs: ConvInputs) -> ConvRow:
+        x_BLC, weight_CW, bias_C, tail_BTC, documents_BL, activation = inputs
+        return ConvRow(
             last_side_by_side(x_BLC),
             weight_CW.t().float().contiguous(),
             None if bias_C is None else bias_C.float().contiguous(),
@@ -71,9 +66,8 @@ class Row:
         return ceil_div(positions, TOKENS), ceil_div(channels, CHANNELS), rows
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """Of the op's inputs; those of weight and bias in fp32."""
+class ConvGradients(NamedTuple):
+    """Of the op's tensors, in its order; those of weight and bias in fp32."""
 
     x_BLC: Tensor
     weight_CW: Tensor
@@ -81,14 +75,14 @@ class Gradients:
     tail_BTC: Tensor | None
 
 
-def forward(row: Row) -> Tensor:
+def forward(row: ConvRow) -> Tensor:
     y_BLC = torch.empty_like(row.x_BLC)
     grid = row.grid(row.x_BLC.shape[1])
     launch(_forward, grid, *row.arguments(), y_BLC, *y_BLC.stride()[:2], *row.options(), warps=WARPS)
     return y_BLC
 
 
-def backward(row: Row, grad_y_BLC: Tensor) -> Gradients:
+def backward(row: ConvRow, grad_y_BLC: Tensor) -> ConvGradients:
     grad_y_BLC = last_side_by_side(grad_y_BLC)
     width, channels = row.weight_WC.shape
     grid = row.grid(row.x_BLC.shape[1] + width - 1)
@@ -100,7 +94,7 @@ def backward(row: Row, grad_y_BLC: Tensor) -> Gradients:
         grad_tail_BTC, sums_BQWC, *row.options(), warps=WARPS,
     )  # fmt: skip
     *of_taps, of_bias_C = sums_BQWC.sum((0, 1))
-    return Gradients(grad_x_BLC, torch.stack(of_taps, dim=1), of_bias_C, grad_tail_BTC)
+    return ConvGradients(grad_x_BLC, torch.stack(of_taps, dim=1), of_bias_C, grad_tail_BTC)
 
 
 @triton.jit

@@ -4,120 +4,48 @@
 
 `gated_squares` gives the sum of v^2 over each head, `gated_scale` makes out of v and one factor for each head. What is
 between them, from the heads' sums to the groups' means and back, is small and belongs to the mixer, as a group's heads
-may lie on several ranks. Both work in fp32 at least, and keep y and z alone for backward.
+may lie on several ranks. Both work in fp32 at least.
 
 Legend: B rows, L tokens, H heads, P head size.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from hybridtron.ops.dispatch import op
-from hybridtron.ops.norm.reference import at_least_fp32
-
-CHUNK = 128  # tokens
+from hybridtron.ops.precision import at_least_fp32
 
 
-@op
-def gated_squares(y_BLHP: Tensor, z_BLHP: Tensor) -> Tensor:
+class GatedSquaresInputs(NamedTuple):
+    """What is gated, and the gate before its SiLU."""
+
+    y_BLHP: Tensor
+    z_BLHP: Tensor
+
+
+class GatedScaleInputs(NamedTuple):
+    """The same, with a factor for each head of each token and a weight for each channel."""
+
+    y_BLHP: Tensor
+    z_BLHP: Tensor
+    scale_BLH: Tensor
+    weight_HP: Tensor
+
+
+def gated_squares(inputs: GatedSquaresInputs) -> Tensor:
     """Sums of the squares of y silu(z) over each head (B, L, H), in fp32 or float64."""
-    return _gated(y_BLHP, z_BLHP).square().sum(-1)
+    return gated(*inputs).square().sum(-1)
 
 
-@op
-def gated_scale(y_BLHP: Tensor, z_BLHP: Tensor, scale_BLH: Tensor, weight_HP: Tensor) -> Tensor:
+def gated_scale(inputs: GatedScaleInputs) -> Tensor:
     """y silu(z) times a factor for each head and a weight for each channel, in the type of y."""
-    v_BLHP = _gated(y_BLHP, z_BLHP)
-    return (v_BLHP * scale_BLH.unsqueeze(-1) * weight_HP.to(v_BLHP.dtype)).to(y_BLHP.dtype)
+    v_BLHP = gated(inputs.y_BLHP, inputs.z_BLHP)
+    return (v_BLHP * inputs.scale_BLH.unsqueeze(-1) * inputs.weight_HP.to(v_BLHP.dtype)).to(inputs.y_BLHP.dtype)
 
 
-def _gated(y: Tensor, z: Tensor) -> Tensor:
+def gated(y: Tensor, z: Tensor) -> Tensor:
+    """v = y silu(z), in fp32 at least."""
     return at_least_fp32(y) * F.silu(at_least_fp32(z))
-
-
-class _Squares(torch.autograd.Function):
-    """Keeps y and z."""
-
-    @staticmethod
-    def forward(ctx: Any, y_BLHP: Tensor, z_BLHP: Tensor) -> Tensor:
-        ctx.save_for_backward(y_BLHP, z_BLHP)
-        chunks = _chunks(y_BLHP)
-        return torch.cat([_gated(y_BLHP[:, c], z_BLHP[:, c]).square_().sum(-1) for c in chunks], dim=1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        y_BLHP, z_BLHP = ctx.saved_tensors
-        grad_y, grad_z = _empty_like(y_BLHP), _empty_like(z_BLHP)
-        for c in _chunks(y_BLHP):
-            y, z, open_z = _parts(y_BLHP[:, c], z_BLHP[:, c])
-            grad_v = (open_z * y).mul_(2 * grads[0][:, c].unsqueeze(-1))
-            grad_y[:, c], grad_z[:, c] = _backward_of_gated(grad_v, y, z, open_z)
-        return grad_y, grad_z
-
-
-class _Scale(torch.autograd.Function):
-    """Keeps its inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, y_BLHP: Tensor, z_BLHP: Tensor, scale_BLH: Tensor, weight_HP: Tensor) -> Tensor:
-        ctx.save_for_backward(y_BLHP, z_BLHP, scale_BLH, weight_HP)
-        out_BLHP = _empty_like(y_BLHP)
-        for c in _chunks(y_BLHP):
-            v = _gated(y_BLHP[:, c], z_BLHP[:, c]).mul_(scale_BLH[:, c].unsqueeze(-1))
-            out_BLHP[:, c] = v.mul_(weight_HP.to(v.dtype))
-        return out_BLHP
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        y_BLHP, z_BLHP, scale_BLH, weight_HP = ctx.saved_tensors
-        grad_y, grad_z, grad_scale = _empty_like(y_BLHP), _empty_like(z_BLHP), _empty_like(scale_BLH)
-        wide_weight = at_least_fp32(weight_HP)
-        grad_weight = torch.zeros_like(wide_weight)
-        for c in _chunks(y_BLHP):
-            y, z, open_z = _parts(y_BLHP[:, c], z_BLHP[:, c])
-            grad, scale, v = at_least_fp32(grads[0][:, c]), scale_BLH[:, c].unsqueeze(-1), open_z * y
-            grad_v = grad * wide_weight
-            grad_scale[:, c] = (grad_v * v).sum(-1)
-            grad_weight += v.mul_(grad).mul_(scale).sum((0, 1))
-            grad_y[:, c], grad_z[:, c] = _backward_of_gated(grad_v.mul_(scale), y, z, open_z)
-        return grad_y, grad_z, grad_scale, grad_weight.to(weight_HP.dtype)
-
-
-def _chunks(y_BLHP: Tensor) -> list[slice]:
-    """On a CPU so many tokens at a time as the cache holds; a GPU takes all."""
-    length = y_BLHP.shape[1]
-    step = CHUNK if y_BLHP.device.type == "cpu" else length
-    return [slice(start, start + step) for start in range(0, length, step)]
-
-
-def _empty_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _parts(y: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """y, z and silu(z) in fp32 or float64."""
-    wide_z = at_least_fp32(z)
-    return at_least_fp32(y), wide_z, F.silu(wide_z)
-
-
-def _backward_of_gated(grad_v: Tensor, y: Tensor, z: Tensor, open_z: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of y and z."""
-    return grad_v * open_z, torch.ops.aten.silu_backward(grad_v * y, z)
-
-
-@gated_squares.form("recomputed")
-def _(y_BLHP: Tensor, z_BLHP: Tensor) -> Tensor:
-    return _Squares.apply(y_BLHP, z_BLHP)
-
-
-@gated_scale.form("recomputed")
-def _(y_BLHP: Tensor, z_BLHP: Tensor, scale_BLH: Tensor, weight_HP: Tensor) -> Tensor:
-    return _Scale.apply(y_BLHP, z_BLHP, scale_BLH, weight_HP)

@@ -1,1 +1,13 @@
 """Cross-entropy, of logits and of the head's product."""
+
+from hybridtron.ops.dispatch import Op
+from hybridtron.ops.loss import chunked, reference
+from hybridtron.ops.loss.reference import CrossEntropyInputs, LinearCrossEntropyInputs, Loss, VocabularyShare
+
+__all__ = [
+    "CrossEntropyInputs", "LinearCrossEntropyInputs", "Loss", "VocabularyShare", "cross_entropy",
+    "linear_cross_entropy",
+]  # fmt: skip
+
+cross_entropy = Op(reference.cross_entropy)
+linear_cross_entropy = Op(reference.linear_cross_entropy, (chunked.CHUNKED,))

@@ -3,20 +3,22 @@
     loss = sum over unmasked tokens of  lse - logits[label] + z_loss * lse^2,   lse = log sum_v exp(logits[v])
 
 Sums, not means: whoever adds up micro-batches and ranks divides by the number of tokens at the end. Here the logits
-are given, and whole; what training computes, without ever having them all, is `linear_loss`.
+are given, or their factors are; what training computes, without ever having them all, is in `chunked`.
 
-Legend: T any leading axes of tokens, N their product, V vocabulary.
+Legend: T any leading axes of tokens, D width, V vocabulary, or the share of it that is here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from hybridtron.ops.dispatch import op
-from hybridtron.ops.norm.reference import at_least_fp32
+from hybridtron.ops.precision import at_least_fp32
+from hybridtron.ops.softmax.reference import SoftmaxSums, SoftmaxSumsInputs, softmax_sums
 
 
 class Loss(NamedTuple):
@@ -28,13 +30,63 @@ class Loss(NamedTuple):
     per_token: Tensor
 
 
-@op
-def cross_entropy(logits_TV: Tensor, labels_T: Tensor, mask_T: Tensor, z_loss: float) -> Loss:
-    """Cross-entropy where the boolean mask is True, in fp32 at least; masked labels and logits may be anything."""
+class CrossEntropyInputs(NamedTuple):
+    """Logits, labels, and which tokens count; masked labels and logits may be anything."""
+
+    logits_TV: Tensor
+    labels_T: Tensor
+    mask_T: Tensor
+    z_loss: float
+
+
+class VocabularyShare(NamedTuple):
+    """Which part of the vocabulary is here: its first token, and what joins its sums with those of the other parts."""
+
+    first: int
+    join: Callable[[SoftmaxSums], SoftmaxSums]
+
+
+class LinearCrossEntropyInputs(NamedTuple):
+    """The factors of the logits; of a share of the vocabulary, or of all of it where `share` is None."""
+
+    x_TD: Tensor
+    weight_VD: Tensor
+    labels_T: Tensor
+    mask_T: Tensor
+    z_loss: float
+    share: VocabularyShare | None = None
+
+
+def cross_entropy(inputs: CrossEntropyInputs) -> Loss:
+    """Cross-entropy where the boolean mask is True, in fp32 at least."""
+    logits_TV, labels_T, mask_T, z_loss = inputs
     # Masked rows are replaced before any arithmetic: 0 * nan would still be nan.
     wide_TV = torch.where(mask_T[..., None], at_least_fp32(logits_TV), 0.0)
     lse_T = wide_TV.logsumexp(-1)
     picked_T = wide_TV.gather(-1, torch.where(mask_T, labels_T, 0)[..., None]).squeeze(-1)
+    return summed_loss(lse_T, picked_T, mask_T, z_loss)
+
+
+def linear_cross_entropy(inputs: LinearCrossEntropyInputs) -> Loss:
+    """The loss of all logits at once. With a share, the gradients are this share's parts of them."""
+    x_TD, weight_VD, labels_T, mask_T, z_loss, share = inputs
+    logits_TV = functional.linear(x_TD, weight_VD)
+    if share is None:
+        return cross_entropy(CrossEntropyInputs(logits_TV, labels_T, mask_T, z_loss))
+    wide_TV = torch.where(mask_T[..., None], at_least_fp32(logits_TV), 0.0)
+    own = softmax_sums(SoftmaxSumsInputs(wide_TV.flatten(0, -2), labels_T.flatten() - share.first))
+    joined = share.join(SoftmaxSums(*(values.detach() for values in own)))
+    lse_T = (joined.greatest_C + joined.sum_C.log()).view(mask_T.shape)
+    # As lse = log sum_r exp(own lse of r), its gradient by the own lse is exp(own lse - lse), and that by picked is 1.
+    own_lse_T = wide_TV.logsumexp(-1)
+    own_part_T = (own_lse_T - lse_T).exp().detach()
+    lse_T = lse_T + own_part_T * (own_lse_T - own_lse_T.detach())
+    picked_T = (joined.picked_C + own.picked_C - own.picked_C.detach()).view(mask_T.shape)
+    return summed_loss(lse_T, picked_T, mask_T, z_loss)
+
+
+def summed_loss(lse_T: Tensor, picked_T: Tensor, mask_T: Tensor, z_loss: float) -> Loss:
+    """The loss from each token's lse and the logit of its label."""
     per_token_T = torch.where(mask_T, lse_T - picked_T, 0.0)
     z_T = torch.where(mask_T, z_loss * lse_T.square(), 0.0)
     total = (per_token_T + z_T).sum()

@@ -1,4 +1,4 @@
-"""Root-mean-square norm, and the same of a sum, by Triton kernels of our own (`kernels/rms_norm`).
+"""Root-mean-square norm, and the same of a sum, by Triton kernels of our own (`kernels`).
 
 Unmeasured on a GPU.
 """
@@ -8,37 +8,41 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridtron.ops.norm.reference import add_rms_norm, rms_norm
+from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.norm.reference import AddRMSNormInputs, RMSNormInputs
 
 MAX_CHANNELS = 8192  # of a row, which the registers of one program hold
 
 
-def _refuses(x: Tensor, weight: Tensor, eps: float) -> str | None:
+def _unsupported_reason(inputs: RMSNormInputs | AddRMSNormInputs) -> str | None:
     if torch.compiler.is_compiling():
         return "torch.compile joins the reference to what stands around it"
-    if torch.float64 in (x.dtype, weight.dtype):
+    if torch.float64 in (inputs.x.dtype, inputs.weight.dtype):
         return "the kernels have no float64"
-    if x.shape[-1] > MAX_CHANNELS:
-        return f"rows of {x.shape[-1]} channels; the kernels take {MAX_CHANNELS}"
+    if inputs.x.shape[-1] > MAX_CHANNELS:
+        return f"rows of {inputs.x.shape[-1]} channels; the kernels take {MAX_CHANNELS}"
     return None
 
 
-@rms_norm.form("triton", device="cuda", package="triton", refuses=_refuses)
-def _triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    from hybridtron.ops.norm import kernels
-
-    return kernels.rms_norm(x, weight, eps)
-
-
-def _refuses_sum(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> str | None:
+def _unsupported_sum_reason(inputs: AddRMSNormInputs) -> str | None:
+    x, added = inputs.x, inputs.added
     if x.shape != added.shape or torch.promote_types(x.dtype, added.dtype) != x.dtype:
-        told = f"not {added.dtype} {[*added.shape]} to {x.dtype} {[*x.shape]}"
-        return f"the kernels add tensors of one shape, the second no wider than the first, {told}"
-    return _refuses(x, weight, eps)
+        given = f"not {added.dtype} {[*added.shape]} to {x.dtype} {[*x.shape]}"
+        return f"the kernels add tensors of one shape, the second no wider than the first, {given}"
+    return _unsupported_reason(inputs)
 
 
-@add_rms_norm.form("triton", device="cuda", package="triton", refuses=_refuses_sum)
-def _triton_sum(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rms_norm(inputs: RMSNormInputs) -> Tensor:
     from hybridtron.ops.norm import kernels
 
-    return kernels.add_rms_norm(x, added, weight, eps)
+    return kernels.rms_norm(*inputs)
+
+
+def add_rms_norm(inputs: AddRMSNormInputs) -> tuple[Tensor, Tensor]:
+    from hybridtron.ops.norm import kernels
+
+    return kernels.add_rms_norm(*inputs)
+
+
+NORM = Implementation("triton", rms_norm, "cuda", "triton", _unsupported_reason)
+ADD_NORM = Implementation("triton", add_rms_norm, "cuda", "triton", _unsupported_sum_reason)

@@ -29,8 +29,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridtron.ops.documents import document_starts
 from hybridtron.ops.kernel_cost import SCAN_CHUNK as CHUNK
 from hybridtron.ops.kernel_launch import ceil_div, last_side_by_side, launch, power_of_2
+from hybridtron.ops.scan.reference import ScanInputs
 
 WARP_STATES = 2048  # in the registers of one warp: 64 a thread
 WARP_CHANNELS = 128
@@ -39,7 +41,7 @@ LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
-class Row:
+class ScanRow:
     """The op's inputs as the kernels read them: the last axis contiguous, parameters in fp32, A ready for exp2."""
 
     x_BLE: Tensor
@@ -53,26 +55,17 @@ class Row:
     starts_BL: Tensor | None  # int8
 
     @staticmethod
-    def of(
-        x_BLE: Tensor,
-        dt_BLE: Tensor,
-        A_NE: Tensor,
-        B_BLN: Tensor,
-        C_BLN: Tensor,
-        D_E: Tensor,
-        z_BLE: Tensor | None,
-        dt_bias_E: Tensor,
-        starts_BL: Tensor | None,
-    ) -> Row:
-        return Row(
-            last_side_by_side(x_BLE),
-            last_side_by_side(dt_BLE),
-            last_side_by_side(B_BLN),
-            last_side_by_side(C_BLN),
+    def of(inputs: ScanInputs) -> ScanRow:
+        z_BLE, starts_BL = inputs.z_BLE, document_starts(inputs.documents_BL)
+        return ScanRow(
+            last_side_by_side(inputs.x_BLE),
+            last_side_by_side(inputs.dt_BLE),
+            last_side_by_side(inputs.B_BLN),
+            last_side_by_side(inputs.C_BLN),
             None if z_BLE is None else last_side_by_side(z_BLE),
-            (A_NE.float() * LOG2_E).contiguous(),
-            D_E.float().contiguous(),
-            dt_bias_E.float().contiguous(),
+            (inputs.A_EN.mT.float() * LOG2_E).contiguous(),
+            inputs.D_E.float().contiguous(),
+            inputs.dt_bias_E.float().contiguous(),
             None if starts_BL is None else starts_BL.to(torch.int8).contiguous(),
         )
 
@@ -107,8 +100,9 @@ class Row:
         return ceil_div(length, tokens), ceil_div(width, channels), rows
 
 
-def forward(row: Row, state_BNE: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """y, the state after the last token, and the state before each chunk (B, K, N, E)."""
+def forward(row: ScanRow, state_BEN: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """y, the state after the last token (B, N, E), and the state before each chunk (B, K, N, E)."""
+    state_BNE = None if state_BEN is None else state_BEN.mT.float().contiguous()
     states_BKNE, elapsed_BKE = row.per_part(CHUNK)
     tile = row.tile()
     launch(_walk, row.grid(CHUNK, tile[2]), *row.arguments(), states_BKNE, elapsed_BKE, CHUNK, *tile, warps=1)
@@ -119,7 +113,7 @@ def forward(row: Row, state_BNE: Tensor | None) -> tuple[Tensor, Tensor, Tensor]
 
 
 def retrace(
-    row: Row,
+    row: ScanRow,
     states_BKNE: Tensor,
     y_BLE: Tensor | None,
     grad_y_BLE: Tensor | None,
@@ -140,7 +134,7 @@ def retrace(
     )  # fmt: skip
 
 
-def chain(row: Row, states_BPNE: Tensor, elapsed_BPE: Tensor, first_BNE: Tensor | None, backwards: bool) -> Tensor:
+def chain(row: ScanRow, states_BPNE: Tensor, elapsed_BPE: Tensor, first_BNE: Tensor | None, backwards: bool) -> Tensor:
     """Replace what each part adds to a state by the state that enters it, and return the one that leaves the last."""
     rows, parts, states, channels = states_BPNE.shape
     last_BNE = states_BPNE.new_empty(rows, states, channels)

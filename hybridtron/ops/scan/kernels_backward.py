@@ -23,7 +23,7 @@ Legend: as in `selective_scan`; Q tiles, F blocks of channels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -35,7 +35,7 @@ from hybridtron.ops.kernel_cost import SCAN_TILE as TILE
 from hybridtron.ops.kernel_launch import last_side_by_side, launch
 from hybridtron.ops.scan.kernels import (
     CHUNK,
-    Row,
+    ScanRow,
     chain,
     retrace,
     sigmoid,
@@ -45,22 +45,21 @@ from hybridtron.ops.scan.kernels import (
 WARPS = 4  # of 32 channels each: a thread has one channel, and TILE tokens of it in nearly all of its registers
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """Of the op's inputs, in the types that the kernels compute in: fp32 where they are sums."""
+class ScanGradients(NamedTuple):
+    """Of the op's inputs, in its order and in the types that the kernels compute in: fp32 where they are sums."""
 
     x_BLE: Tensor
     dt_BLE: Tensor
-    A_NE: Tensor
+    A_EN: Tensor
     B_BLN: Tensor
     C_BLN: Tensor
     D_E: Tensor
-    z_BLE: Tensor | None
     dt_bias_E: Tensor
-    state_BNE: Tensor
+    z_BLE: Tensor | None
+    state_BEN: Tensor
 
 
-def backward(row: Row, states_BKNE: Tensor, grad_y_BLE: Tensor, grad_last_BNE: Tensor) -> Gradients:
+def backward(row: ScanRow, states_BKNE: Tensor, grad_y_BLE: Tensor, grad_last_BNE: Tensor) -> ScanGradients:
     """From the gradients of y and of the state after the last token."""
     grad_y_BLE, grad_last_BNE = last_side_by_side(grad_y_BLE), grad_last_BNE.float().contiguous()
     before_BQNE, elapsed_BQE = row.per_part(TILE)
@@ -78,14 +77,14 @@ def backward(row: Row, states_BKNE: Tensor, grad_y_BLE: Tensor, grad_last_BNE: T
 
 
 def _of_tiles(
-    row: Row,
+    row: ScanRow,
     grad_y_BLE: Tensor,
     before_BQNE: Tensor,
     after_BQNE: Tensor,
     elapsed_BQE: Tensor,
     grad_z_BLE: Tensor | None,
     grad_state_BNE: Tensor,
-) -> Gradients:
+) -> ScanGradients:
     """`after` and `elapsed` are used up: the partial sums for A and dt_bias are written in their place."""
     rows, length, _, states = row.sizes
     grid = row.grid(TILE, CHANNELS)
@@ -98,16 +97,16 @@ def _of_tiles(
         x, *x.stride()[:2], dt, *dt.stride()[:2], B_FBNL, C_FBNL, D_BQE, elapsed_BQE,
         states, TILE, CHANNELS, warps=WARPS,
     )  # fmt: skip
-    return Gradients(
+    return ScanGradients(
         x_BLE=x,
         dt_BLE=dt,
-        A_NE=after_BQNE.sum((0, 1)),
+        A_EN=after_BQNE.sum((0, 1)).mT,
         B_BLN=B_FBNL.sum(0).transpose(1, 2),
         C_BLN=C_FBNL.sum(0).transpose(1, 2),
         D_E=D_BQE.sum((0, 1)),
-        z_BLE=grad_z_BLE,
         dt_bias_E=elapsed_BQE.sum((0, 1)),
-        state_BNE=grad_state_BNE,
+        z_BLE=grad_z_BLE,
+        state_BEN=grad_state_BNE.mT,
     )
 
 

@@ -1,16 +1,11 @@
-"""The softmax of a loss over many logits by Triton: one kernel reads them for its sums, one writes gradients over them.
+"""The softmax of a loss by Triton: one kernel reads the logits for its sums, one writes gradients over them.
 
-    sums:       greatest = max_v l_v,   sum = sum_v exp(l_v - greatest),   picked = l_label
-    gradients:  l_v <- exp(l_v - lse) (1 + 2 z_loss lse) - [v = label],   0 in masked rows
+Each reads a logit once, and all arithmetic is fp32. Rows are independent and a row is summed in one order: the same
+call gives the same bits again. The equations are in `reference`.
 
-Between the two stands the exchange with whoever holds other parts of the vocabulary, which makes lse. Each reads a
-logit once, and all arithmetic is fp32. Rows are independent and a row is summed in one order: the same call gives the
-same bits again.
-
-Not here: the products, which are torch's (`ops/loss/chunked`), and the registration (`ops/softmax/triton`).
 Unmeasured on a GPU.
 
-Legend: C tokens, V vocabulary, or a rank's share of it.
+Legend: C tokens, V vocabulary, or a part of it.
 """
 
 from __future__ import annotations
@@ -23,25 +18,26 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridtron.ops.kernel_launch import ceil_div
-from hybridtron.ops.loss.chunked import Sums
+from hybridtron.ops.softmax.reference import SoftmaxGradientsInputs, SoftmaxSums, SoftmaxSumsInputs
 
 BLOCK = 4096  # logits that a program holds: 16 to a thread
 WARPS = 8
 
 
-def softmax_sums(logits_CV: Tensor, labels_C: Tensor) -> Sums:
-    """As the op says."""
+def softmax_sums(inputs: SoftmaxSumsInputs) -> SoftmaxSums:
+    """One program for each token."""
+    logits_CV, labels_C = inputs
     tokens, size = logits_CV.shape
-    sums = Sums(*(torch.empty(tokens, dtype=torch.float32, device=logits_CV.device) for _ in range(3)))
+    sums = SoftmaxSums(*(torch.empty(tokens, dtype=torch.float32, device=logits_CV.device) for _ in range(3)))
     launch: Any = sums_of_rows[(tokens,)]
     launch(logits_CV, labels_C, *sums, logits_CV.stride(0), size, BLOCK=BLOCK, num_warps=WARPS)
     return sums
 
 
-def softmax_gradients(logits_CV: Tensor, labels_C: Tensor, mask_C: Tensor, lse_C: Tensor, z_loss: float) -> Tensor:
-    """As the op says."""
+def softmax_gradients(inputs: SoftmaxGradientsInputs) -> Tensor:
+    """One program for each token and BLOCK logits."""
+    logits_CV, *per_token, z_loss = inputs
     tokens, size = logits_CV.shape
-    per_token = labels_C, mask_C, lse_C
     launch: Any = gradients_of_blocks[tokens, ceil_div(size, BLOCK)]
     launch(logits_CV, *per_token, logits_CV.stride(0), size, z_loss, BLOCK=BLOCK, num_warps=WARPS)
     return logits_CV

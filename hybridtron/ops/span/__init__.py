@@ -1,1 +1,13 @@
 """Span-expanded attention (SE-Attn)."""
+
+from hybridtron.ops.dispatch import Op
+from hybridtron.ops.span import blocked, flex, reference
+from hybridtron.ops.span.past import CarriedBlocks, ChoiceRule, SpanPast, choose_at_random, choose_by_relevance
+from hybridtron.ops.span.reference import SpanCut, SpanInputs, SpanSegment
+
+__all__ = [
+    "CarriedBlocks", "ChoiceRule", "SpanCut", "SpanInputs", "SpanPast", "SpanSegment", "choose_at_random",
+    "choose_by_relevance", "span_attention",
+]  # fmt: skip
+
+span_attention = Op(reference.span_attention, (blocked.BLOCKED, flex.FLEX))

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybridtron.ops.span.reference import Cut, Stretch, span_attention
+from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.span.reference import SpanCut, SpanInputs, SpanSegment
 
 AT_ONCE = 2048
 """Tokens of chunks that are taken together."""
@@ -25,7 +26,7 @@ _flash_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = (
 )
 
 
-class _Part(NamedTuple):
+class ChunkRun(NamedTuple):
     """Chunks that are taken together: where their queries and own keys stand, and where their chosen blocks.
 
     They are alike: of one size, with as many chosen blocks, and as many own keys that stand before the first query.
@@ -43,50 +44,50 @@ class _Part(NamedTuple):
         return (self.queries.stop - self.queries.start) // self.chunks
 
 
-class _Span(NamedTuple):
+class ChunkSpan(NamedTuple):
     """A chunk: its queries in the row, its own keys among all, and how many blocks are chosen for it."""
 
     queries: slice
     keys: slice
     count: int
 
-    def goes_on(self, other: _Span, size: int) -> bool:
+    def continues(self, other: ChunkSpan, size: int) -> bool:
         """Whether both are whole and read as much."""
         lengths = {s.stop - s.start for s in (self.queries, self.keys, other.queries, other.keys)}
         return lengths == {size} and self.count == other.count
 
 
-def _spans(cut: Cut, stretch: Stretch, before: int, most: int) -> Iterator[_Span]:
-    """The chunks of a stretch; the keys of token i stand at before + i."""
-    into_row = stretch.start - stretch.seen
-    for chunk, available in zip(cut.chunks(stretch), cut.available(stretch), strict=True):
+def _spans(cut: SpanCut, segment: SpanSegment, before: int, most: int) -> Iterator[ChunkSpan]:
+    """The chunks of a segment; the keys of token i stand at before + i."""
+    into_row = segment.start - segment.seen
+    for chunk, available in zip(cut.chunks(segment), cut.available(segment), strict=True):
         begin = chunk * cut.chunk - cut.shift
-        end = min(begin + cut.chunk, stretch.end_place)
-        queries = slice(max(begin, stretch.seen) + into_row, end + into_row)
-        keys = slice(max(begin, stretch.first_place) + into_row + before, end + into_row + before)
-        yield _Span(queries, keys, min(most, available))
+        end = min(begin + cut.chunk, segment.end_place)
+        queries = slice(max(begin, segment.seen) + into_row, end + into_row)
+        keys = slice(max(begin, segment.first_place) + into_row + before, end + into_row + before)
+        yield ChunkSpan(queries, keys, min(most, available))
 
 
-def _parts(cut: Cut, chosen: Sequence[Tensor | None], length: int, total: int) -> Iterator[_Part]:
+def _parts(cut: SpanCut, chosen: Sequence[Tensor | None], length: int, total: int) -> Iterator[ChunkRun]:
     """All chunks of all rows, as many together as there is room for."""
-    for stretch, chosen_RGTC in zip(cut.stretches, chosen, strict=True):
+    for segment, chosen_RGTC in zip(cut.segments, chosen, strict=True):
         most = 0 if chosen_RGTC is None else chosen_RGTC.shape[-1]
-        spans = list(_spans(cut, stretch, total - length, most))
-        together = max(1, AT_ONCE // (stretch.stop - stretch.start))
-        for row in range(stretch.rows.start, stretch.rows.stop, together):
-            rows = slice(row, min(row + together, stretch.rows.stop))
+        spans = list(_spans(cut, segment, total - length, most))
+        together = max(1, AT_ONCE // (segment.stop - segment.start))
+        for row in range(segment.rows.start, segment.rows.stop, together):
+            rows = slice(row, min(row + together, segment.rows.stop))
             room = max(1, AT_ONCE // ((rows.stop - rows.start) * cut.chunk))
             first = 0
             while first < len(spans):
                 last = first + 1
-                while last < len(spans) and last - first < room and spans[first].goes_on(spans[last], cut.chunk):
+                while last < len(spans) and last - first < room and spans[first].continues(spans[last], cut.chunk):
                     last += 1
                 one, other, count = spans[first], spans[last - 1], spans[first].count
-                of_rows = slice(rows.start - stretch.rows.start, rows.stop - stretch.rows.start)
+                of_rows = slice(rows.start - segment.rows.start, rows.stop - segment.rows.start)
                 blocks = None if not count or chosen_RGTC is None else chosen_RGTC[of_rows, :, first:last, :count]
                 queries = slice(one.queries.start, other.queries.stop)
                 keys = slice(one.keys.start, other.keys.stop)
-                yield _Part(rows, last - first, queries, keys, stretch.keys(length, total), blocks)
+                yield ChunkRun(rows, last - first, queries, keys, segment.keys(length, total), blocks)
                 first = last
 
 
@@ -95,20 +96,20 @@ def _cut_up(x_BLHK: Tensor, rows: slice, tokens: slice, chunks: int) -> Tensor:
     return x_BLHK[rows, tokens].unflatten(1, (chunks, -1)).flatten(0, 1).transpose(1, 2)
 
 
-def _index(part: _Part) -> tuple[Tensor, ...]:
+def _index(part: ChunkRun) -> tuple[Tensor, ...]:
     """Where a part's chosen blocks stand in (R, U, G, S, K)."""
     assert part.chosen_RGTC is not None
     rows, groups = part.chosen_RGTC.shape[:2]
     return torch.arange(rows)[:, None, None, None], part.chosen_RGTC, torch.arange(groups)[:, None, None]
 
 
-def _blocks(x_BSGK: Tensor, part: _Part, block: int) -> Tensor:
+def _blocks(x_BSGK: Tensor, part: ChunkRun, block: int) -> Tensor:
     """The blocks that a part can choose from, as a view (R, U, G, S, K)."""
     count = (part.blocks.stop - part.blocks.start) // block
     return x_BSGK[part.rows, part.blocks][:, : count * block].unflatten(1, (count, block)).transpose(2, 3)
 
 
-def _read(x_BSGK: Tensor, part: _Part, block: int) -> Tensor:
+def _read(x_BSGK: Tensor, part: ChunkRun, block: int) -> Tensor:
     """What a part reads: its chosen blocks, then its own tokens; (rows x chunks, G, ..., K)."""
     own = _cut_up(x_BSGK, part.rows, part.keys, part.chunks)
     if part.chosen_RGTC is None:
@@ -121,7 +122,7 @@ def _read(x_BSGK: Tensor, part: _Part, block: int) -> Tensor:
     return read
 
 
-def _add(total_BSGK: Tensor, grad: Tensor, part: _Part, block: int) -> None:
+def _add(total_BSGK: Tensor, grad: Tensor, part: ChunkRun, block: int) -> None:
     """Add the gradient of what a part reads where it was read."""
     own = part.keys.stop - part.keys.start
     rows = part.rows.stop - part.rows.start
@@ -135,7 +136,7 @@ def _add(total_BSGK: Tensor, grad: Tensor, part: _Part, block: int) -> None:
 
 
 def _steps(
-    part: _Part, q: Tensor, block: int, masks: dict[tuple[int, int, int], Tensor]
+    part: ChunkRun, q: Tensor, block: int, masks: dict[tuple[int, int, int], Tensor]
 ) -> Iterator[tuple[slice, Tensor]]:
     """Runs of a part's queries, and the mask of each over all that it reads up to its last one."""
     count = 0 if part.chosen_RGTC is None else part.chosen_RGTC.shape[-1] * block
@@ -151,11 +152,11 @@ def _steps(
         yield slice(start, stop), mask
 
 
-class _Attention(torch.autograd.Function):
+class _BlockedSpanAttention(torch.autograd.Function):
     """Attention of every chunk over what it reads."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cut: Cut, chosen: Sequence[Tensor | None]) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cut: SpanCut, chosen: Sequence[Tensor | None]) -> Tensor:
         y = torch.empty(q.shape, dtype=q.dtype)
         sums_BLH = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         masks: dict[tuple[int, int, int], Tensor] = {}
@@ -201,8 +202,10 @@ class _Attention(torch.autograd.Function):
         return of_q, of_k, of_v, None, None
 
 
-@span_attention.form("blocked", device="cpu")
 @torch.compiler.disable  # a loop of many operations, whose number the borders of documents decide
-def _blocked(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, cut: Cut, chosen: Sequence[Tensor | None]) -> Tensor:
+def blocked(inputs: SpanInputs) -> Tensor:
     """Chunks over what they read, gathered."""
-    return _Attention.apply(q_BLHK, k_BSGK, v_BSGK, cut, chosen)
+    return _BlockedSpanAttention.apply(*inputs)
+
+
+BLOCKED = Implementation("blocked", blocked, "cpu")

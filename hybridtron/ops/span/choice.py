@@ -8,9 +8,9 @@ The queries summed are those of chunk t itself, as in the paper, or those of the
 tokens of a chunk depend on later ones of the same chunk through the choice; with the second, no token does. The k
 blocks of largest R_tj are read, of equals the earlier one. The paper's softmax over R changes no order and is left out.
 Its equations have one head; with groups of heads each key/value head chooses for itself, so that ranks that share the
-heads need to tell each other nothing. A choice is an index: no gradient flows through it, and all here is without one.
+heads need no communication. A choice is an index: no gradient flows through it, and all here is without one.
 
-Legend as in `span`; N tokens, A query heads of a group.
+Legend as in `reference`; N tokens, A query heads of a group.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridtron.ops.norm.reference import at_least_fp32
+from hybridtron.ops.precision import at_least_fp32
 
 MIXED = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 """The factors of splitmix64, as int64."""

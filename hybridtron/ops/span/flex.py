@@ -8,7 +8,7 @@ products, so that nothing of L x L is ever made. FlexAttention has no backward o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,16 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from hybridtron.ops.span.reference import Cut, chosen_table, span_attention
+from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.span.reference import SpanInputs, chosen_table
 
 TILE = 128
 NOWHERE = -1
 
 
-class Places(NamedTuple):
-    """Chunks and blocks of each row, numbered over all its stretches, and which blocks are chosen for which chunks.
+class SpanPlaces(NamedTuple):
+    """Chunks and blocks of each row, numbered over all its segments, and which blocks are chosen for which chunks.
 
-    query_chunks_BL, key_chunks_BS, key_blocks_BS: -1 for keys that no stretch may read; table_BGTU.
+    query_chunks_BL, key_chunks_BS, key_blocks_BS: -1 for keys that no segment may read; table_BGTU.
     """
 
     query_chunks_BL: Tensor
@@ -34,33 +35,34 @@ class Places(NamedTuple):
     table_BGTU: Tensor
 
 
-def places_of(cut: Cut, chosen: Sequence[Tensor | None], q_BLHK: Tensor, k_BSGK: Tensor) -> Places:
+def places_of(inputs: SpanInputs) -> SpanPlaces:
     """Where every token stands, for all rows at once."""
+    q_BLHK, k_BSGK, _, cut, chosen = inputs
     (batch, length), (total, groups) = q_BLHK.shape[:2], k_BSGK.shape[1:3]
     device, counted = q_BLHK.device, [(0, 0)] * batch
     query_chunks_BL = torch.full((batch, length), NOWHERE, device=device)
     key_chunks_BS, key_blocks_BS = (torch.full((batch, total), NOWHERE, device=device) for _ in range(2))
     tables: list[tuple[slice, int, int, Tensor]] = []
-    for stretch, chosen_RGTC in zip(cut.stretches, chosen, strict=True):
-        rows, here, (chunks, blocks) = stretch.rows, stretch.keys(length, total), counted[stretch.rows.start]
-        places = torch.arange(stretch.first_place, stretch.end_place, device=device)
-        own = (places + cut.shift) // cut.chunk - cut.chunks(stretch).start
+    for segment, chosen_RGTC in zip(cut.segments, chosen, strict=True):
+        rows, here, (chunks, blocks) = segment.rows, segment.keys(length, total), counted[segment.rows.start]
+        places = torch.arange(segment.first_place, segment.end_place, device=device)
+        own = (places + cut.shift) // cut.chunk - cut.chunks(segment).start
         key_chunks_BS[rows, here] = torch.where(own < 0, NOWHERE, own + chunks)
-        query_chunks_BL[rows, stretch.start : stretch.stop] = own[stretch.kept :] + chunks
-        key_blocks_BS[rows, here] = (places - stretch.first_place) // cut.block + blocks
-        held = -(-(stretch.end_place - stretch.first_place) // cut.block)
+        query_chunks_BL[rows, segment.start : segment.stop] = own[segment.kept :] + chunks
+        key_blocks_BS[rows, here] = (places - segment.first_place) // cut.block + blocks
+        held = -(-(segment.end_place - segment.first_place) // cut.block)
         if chosen_RGTC is not None:
             tables.append((rows, chunks, blocks, chosen_table(chosen_RGTC, held)))
-        after = chunks + len(cut.chunks(stretch)), blocks + held
+        after = chunks + len(cut.chunks(segment)), blocks + held
         counted[rows] = [after] * (rows.stop - rows.start)
     sizes = (max(count) for count in zip(*counted, strict=True))
     table_BGTU = torch.zeros(batch, groups, *sizes, dtype=torch.bool, device=device)
     for rows, chunks, blocks, table in tables:
         table_BGTU[rows, :, chunks : chunks + table.shape[2], blocks : blocks + table.shape[3]] = table
-    return Places(query_chunks_BL, key_chunks_BS, key_blocks_BS, table_BGTU)
+    return SpanPlaces(query_chunks_BL, key_chunks_BS, key_blocks_BS, table_BGTU)
 
 
-def mask_of(places: Places, share: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+def mask_of(places: SpanPlaces, share: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Whether a query sees a key, by their numbers in the row and among all keys."""
     before = places.key_chunks_BS.shape[1] - places.query_chunks_BL.shape[1]
     key_blocks_BS = places.key_blocks_BS.clamp(min=0)
@@ -74,7 +76,7 @@ def mask_of(places: Places, share: int) -> Callable[[Tensor, Tensor, Tensor, Ten
     return sees
 
 
-def tiles_of(places: Places) -> Tensor:
+def tiles_of(places: SpanPlaces) -> Tensor:
     """Which tiles of queries and keys may hold a pair that sees each other, (B, G, L / 128, S / 128)."""
     chunks, blocks = places.table_BGTU.shape[2:]
     queries_BQT = _held(places.query_chunks_BL, chunks)
@@ -88,7 +90,7 @@ def tiles_of(places: Places) -> Tensor:
 
 
 def _held(numbers_BN: Tensor, count: int) -> Tensor:
-    """Which of so many numbers stand in each tile, (B, N / 128, count), as 0 and 1."""
+    """Which of the numbers below `count` are in each tile, (B, N / 128, count), as 0 and 1."""
     tiles_BNT = F.pad(numbers_BN, (0, -numbers_BN.shape[1] % TILE), value=NOWHERE).unflatten(1, (-1, TILE))
     held = torch.zeros(*tiles_BNT.shape[:2], count + 1, device=numbers_BN.device)
     return held.scatter_(-1, torch.where(tiles_BNT < 0, count, tiles_BNT), 1.0)[..., :count]
@@ -100,10 +102,10 @@ def _kernel() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=True)
 
 
-@span_attention.form("flex", device="cuda")
-def _flex(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, cut: Cut, chosen: Sequence[Tensor | None]) -> Tensor:
-    """All rows and stretches in one call."""
-    places, share = places_of(cut, chosen, q_BLHK, k_BSGK), q_BLHK.shape[2] // k_BSGK.shape[2]
+def span_attention(inputs: SpanInputs) -> Tensor:
+    """All rows and segments in one call."""
+    q_BLHK, k_BSGK, v_BSGK, _, _ = inputs
+    places, share = places_of(inputs), q_BLHK.shape[2] // k_BSGK.shape[2]
     tiles_BHQC = tiles_of(places).repeat_interleave(share, dim=1)
     lengths = q_BLHK.shape[1], k_BSGK.shape[1]
     order = tiles_BHQC.int().argsort(dim=-1, descending=True, stable=True).int()
@@ -114,3 +116,6 @@ def _flex(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, cut: Cut, chosen: Sequ
     q, k, v = (x.transpose(1, 2) for x in (q_BLHK, k_BSGK, v_BSGK))
     attend = _kernel() if q.is_cuda else flex_attention
     return attend(q, k, v, block_mask=mask, enable_gqa=share > 1).transpose(1, 2)
+
+
+FLEX = Implementation("flex", span_attention, "cuda")

@@ -5,15 +5,15 @@
     y_i = sum_j a_ij v_j,   a_i = softmax over the visible j of  q_i . k_j / sqrt(K)
 
 Token i sees the tokens j <= i of its own chunk, and all tokens of the blocks that were chosen for its chunk and its
-group of heads; those end before the chunk begins. How they are chosen stands in `span_choice`. Positions are not
-applied here: queries and keys arrive rotated. Without chosen blocks this is attention inside chunks; `shift` lets
-all chunks begin so many tokens earlier (the first one is then shorter), which shifted sparse attention is made of.
+group of heads; those end before the chunk begins. How they are chosen is in `choice`. Positions are not
+applied here: queries and keys arrive rotated. Without chosen blocks this is attention inside chunks; `shift` makes
+all chunks begin that number of tokens earlier (the first one is then shorter), for shifted sparse attention.
 
-Rows are read as stretches: consecutive tokens of one document. Chunks and blocks are counted from the start of the
+Rows are read as segments: consecutive tokens of one document. Chunks and blocks are counted from the start of the
 document, of which a carried memory may know the beginning.
 
-Legend: B rows, R those of a stretch, L tokens, H query heads, G key/value heads (query head h reads h // (H // G)),
-K head size, S keys in all, of which the row's own are the last L, T chunks that a stretch touches, U blocks, C chosen.
+Legend: B rows, R those of a segment, L tokens, H query heads, G key/value heads (query head h reads h // (H // G)),
+K head size, S keys in all, of which the row's own are the last L, T chunks that a segment touches, U blocks, C chosen.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtron.ops.dispatch import op
-from hybridtron.ops.norm.reference import at_least_fp32
+from hybridtron.ops.precision import at_least_fp32
 
 
-class Stretch(NamedTuple):
+class SpanSegment(NamedTuple):
     """Consecutive tokens of one document, in rows that are alike.
 
     `seen` tokens of the document came before the row, of which the last `kept` stand before the row's own keys and may
@@ -55,60 +54,70 @@ class Stretch(NamedTuple):
         return slice(total - own + self.start - self.kept, total - own + self.stop)
 
 
-class Cut(NamedTuple):
-    """How rows are cut: into stretches, and these into chunks and blocks."""
+class SpanCut(NamedTuple):
+    """How rows are cut: into segments, and these into chunks and blocks."""
 
     chunk: int
     block: int
-    stretches: Sequence[Stretch]
+    segments: Sequence[SpanSegment]
     shift: int = 0
 
-    def chunks(self, stretch: Stretch) -> range:
-        """The chunks of its document that a stretch touches."""
-        last = (stretch.end_place - 1 + self.shift) // self.chunk
-        return range((stretch.seen + self.shift) // self.chunk, last + 1)
+    def chunks(self, segment: SpanSegment) -> range:
+        """The chunks of its document that a segment touches."""
+        last = (segment.end_place - 1 + self.shift) // self.chunk
+        return range((segment.seen + self.shift) // self.chunk, last + 1)
 
-    def available(self, stretch: Stretch) -> list[int]:
+    def available(self, segment: SpanSegment) -> list[int]:
         """For each of its chunks, how many of the blocks at hand end before the chunk begins."""
-        begins = (chunk * self.chunk - self.shift for chunk in self.chunks(stretch))
-        return [max(0, begin - stretch.first_place) // self.block for begin in begins]
+        begins = (chunk * self.chunk - self.shift for chunk in self.chunks(segment))
+        return [max(0, begin - segment.first_place) // self.block for begin in begins]
 
 
 def chosen_table(chosen_RGTC: Tensor, blocks: int) -> Tensor:
-    """Whether each of so many blocks is chosen, (R, G, T, U); entries of -1 stand for none."""
+    """Whether each of the first `blocks` blocks is chosen, (R, G, T, U); entries of -1 stand for none."""
     table = torch.zeros(*chosen_RGTC.shape[:3], blocks + 1, dtype=torch.bool, device=chosen_RGTC.device)
     return table.scatter_(-1, torch.where(chosen_RGTC < 0, blocks, chosen_RGTC), True)[..., :blocks]
 
 
-def _visible(cut: Cut, stretch: Stretch, chosen_RGTC: Tensor | None, device: torch.device) -> Tensor:
-    """The rules: which of a stretch's keys each of its queries sees, (1, 1, L, S) or (R, G, L, S)."""
-    places_S = torch.arange(stretch.first_place, stretch.end_place, device=device)
+def _visible(cut: SpanCut, segment: SpanSegment, chosen_RGTC: Tensor | None, device: torch.device) -> Tensor:
+    """The rules: which of a segment's keys each of its queries sees, (1, 1, L, S) or (R, G, L, S)."""
+    places_S = torch.arange(segment.first_place, segment.end_place, device=device)
     chunks_S = (places_S + cut.shift) // cut.chunk
-    places_L, chunks_L = places_S[stretch.kept :], chunks_S[stretch.kept :]
+    places_L, chunks_L = places_S[segment.kept :], chunks_S[segment.kept :]
     own_LS = (chunks_L[:, None] == chunks_S) & (places_S <= places_L[:, None])
     if chosen_RGTC is None:
         return own_LS[None, None]
-    blocks_S = (places_S - stretch.first_place) // cut.block
+    blocks_S = (places_S - segment.first_place) // cut.block
     table_RGTU = chosen_table(chosen_RGTC, int(blocks_S[-1]) + 1)
-    return own_LS | table_RGTU[:, :, chunks_L - cut.chunks(stretch).start][..., blocks_S]
+    return own_LS | table_RGTU[:, :, chunks_L - cut.chunks(segment).start][..., blocks_S]
 
 
-@op
-def span_attention(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, cut: Cut, chosen: Sequence[Tensor | None]) -> Tensor:
-    """Attention by the rules, with a dense mask and an fp32 softmax.
+class SpanInputs(NamedTuple):
+    """Heads, how their rows are cut, and what chunks read of the past.
 
-    `chosen` holds for each stretch the blocks of each chunk, (R, G, T, C), counted from the first key at hand; -1 where
+    `chosen` holds for each segment the blocks of each chunk, (R, G, T, C), counted from the first key at hand; -1 where
     there are fewer than C; None where there are none.
     """
+
+    q_BLHK: Tensor
+    k_BSGK: Tensor
+    v_BSGK: Tensor
+    cut: SpanCut
+    chosen: Sequence[Tensor | None]
+
+
+def span_attention(inputs: SpanInputs) -> Tensor:
+    """Attention by the rules, with a dense mask and an fp32 softmax."""
+    q_BLHK, k_BSGK, v_BSGK, cut, chosen = inputs
     y_BLHK = torch.zeros_like(q_BLHK)
     share, groups = q_BLHK.shape[2] // k_BSGK.shape[2], k_BSGK.shape[2]
-    for stretch, chosen_RGTC in zip(cut.stretches, chosen, strict=True):
-        here = stretch.keys(q_BLHK.shape[1], k_BSGK.shape[1])
-        q_RLGAK = at_least_fp32(q_BLHK[stretch.rows, stretch.start : stretch.stop]).unflatten(2, (groups, share))
-        k_RSGK, v_RSGK = (at_least_fp32(x[stretch.rows, here]) for x in (k_BSGK, v_BSGK))
-        visible = _visible(cut, stretch, chosen_RGTC, q_BLHK.device)[:, :, None]
+    for segment, chosen_RGTC in zip(cut.segments, chosen, strict=True):
+        here = segment.keys(q_BLHK.shape[1], k_BSGK.shape[1])
+        q_RLGAK = at_least_fp32(q_BLHK[segment.rows, segment.start : segment.stop]).unflatten(2, (groups, share))
+        k_RSGK, v_RSGK = (at_least_fp32(x[segment.rows, here]) for x in (k_BSGK, v_BSGK))
+        visible = _visible(cut, segment, chosen_RGTC, q_BLHK.device)[:, :, None]
         scores_RGALS = torch.einsum("rlgak,rsgk->rgals", q_RLGAK, k_RSGK) * q_BLHK.shape[-1] ** -0.5
         weights_RGALS = scores_RGALS.masked_fill(~visible, -torch.inf).softmax(-1)
         y_RLHK = torch.einsum("rgals,rsgk->rlgak", weights_RGALS, v_RSGK).flatten(2, 3)
-        y_BLHK[stretch.rows, stretch.start : stretch.stop] = y_RLHK.to(q_BLHK.dtype)
+        y_BLHK[segment.rows, segment.start : segment.stop] = y_RLHK.to(q_BLHK.dtype)
     return y_BLHK

@@ -11,8 +11,20 @@ where j is of i's document, only the chunk's first document sees h_in, and only 
 float64: in fp32 a few strong decays would blur all that follow them in the chunk. What must not be seen is masked in
 the exponent; what h_in would add to other documents also after the product, as 0 times infinity is no zero.
 
-Heads of a group share q and k, so that most products are one per group. Not here: what makes q, k, v and g (`ssd`), and
-one decay per channel (GLA), whose exponents can't be taken out of the product of q and k.
+Backward, with E_ij = exp(S_i - S_j) where i sees j and dh the gradient of h_out:
+
+    dv_j = sum_i E_ij (q_i . k_j) dy_i + exp(S_T - S_j) dh^T k_j
+    dq_i = sum_j E_ij (dy_i . v_j) k_j + exp(S_i) h_in dy_i
+    dk_j = sum_i E_ij (dy_i . v_j) q_i + exp(S_T - S_j) dh v_j
+    dh_in = exp(S_T) dh + sum_i exp(S_i) q_i dy_i^T
+    dg_t = sum over pairs i >= t > j of E_ij (q_i . k_j) (dy_i . v_j)                       pairs across t
+           + sum_{i >= t} exp(S_i) dy_i . h_in^T q_i + sum_{j < t} exp(S_T - S_j) v_j . dh^T k_j + exp(S_T) dh . h_in
+
+as g_t is in S_i for all i >= t, and in S_T - S_j for all j < t. In code the pairs' sum is that over all i >= t less
+that over all j >= t ("gain"), where pairs that both follow t cancel.
+
+Heads of a group share q and k, so that most products are one per group. Not here: what makes q, k, v and g
+(`chunked`), and one decay per channel (GLA), whose exponents can't be taken out of the product of q and k.
 
 Legend: B rows, T tokens of the chunk, G groups, R heads of a group, H = G R heads, N key size, P value size, V = R P.
 """
@@ -49,7 +61,7 @@ class Sight:
         return Sight(before_1TT & same_BTT, document_BT == 0, document_BT == last_B1, last_B1 == 0)
 
 
-class Gradients(NamedTuple):
+class DecayGradients(NamedTuple):
     """Of a chunk's inputs, and of the state before it."""
 
     q_BGTN: Tensor
@@ -59,7 +71,7 @@ class Gradients(NamedTuple):
     state_BGNV: Tensor
 
 
-class Chunk:
+class DecayChunk:
     """T tokens, and what one computes from them and the state before them."""
 
     def __init__(self, q_BGTN: Tensor, k_BGTN: Tensor, v_BGTV: Tensor, g_BGRT: Tensor, sight: Sight) -> None:
@@ -85,7 +97,7 @@ class Chunk:
             kept_BGNV.masked_fill_(~self.sight.through_B1[:, None, None], 0)
         return kept_BGNV.add_(self.k_BGTN.mT @ self._times(self.v_BGTV, self.to_end_BGRT.mT))
 
-    def backward(self, state_BGNV: Tensor, grad_y_BGTV: Tensor, grad_state_BGNV: Tensor) -> Gradients:
+    def backward(self, state_BGNV: Tensor, grad_y_BGTV: Tensor, grad_state_BGNV: Tensor) -> DecayGradients:
         """From the gradients of y and of the state after the chunk, those of all inputs and of the state before it."""
         grad_scores_BGTT, grad_v_BGTV, gain_BGRT = self._backward_within(grad_y_BGTV)
         seen_BGTV = self._seen_state(state_BGNV)
@@ -106,7 +118,7 @@ class Chunk:
         sees_BTT = self.sight.tokens_BTT
         grad_g_BGRT = self._over_tokens(gain_BGRT.double(), sees_BTT) + through_BGR.unsqueeze(-1)
         grad_g_BGRT += self._over_tokens(loss_BGRT.double(), sees_BTT.tril(-1).mT)
-        return Gradients(grad_q_BGTN, grad_k_BGTN, grad_v_BGTV, grad_g_BGRT, grad_before_BGNV)
+        return DecayGradients(grad_q_BGTN, grad_k_BGTN, grad_v_BGTV, grad_g_BGRT, grad_before_BGNV)
 
     def _backward_within(self, grad_y_BGTV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the tokens' sight of each other sends back to scores, values and sums of g."""

@@ -1,197 +1,61 @@
-"""The SSD scan of Mamba-2 by Triton kernels: who calls those of `ssd_forward` and `ssd_backward`, and in what sizes.
+"""The launches of the Triton kernels of SSD (`kernels_forward`, `kernels_backward`).
 
 Backward keeps the inputs alone and computes decays and states between chunks again: kept, they would be twice as large
-as x. States and sums are fp32. A product's factors are rounded to the type of x, B and C where that is bf16, summed in
-fp32; fp16 goes through tf32, which holds it exactly and a state's range too; fp32 stays fp32. The same call gives the
-same bits again.
-
-Not here: what the op means (`reference`), and the registration of this form (`triton`). Unmeasured on a GPU.
+as x. The same call gives the same bits again. Unmeasured on a GPU.
 
 Legend: B rows, L tokens, H heads, P head size, G groups, N state size; K parts of a chunk, S splits of a group's heads.
 """
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from hybridtron.ops.kernel_launch import ceil_div, power_of_2
-from hybridtron.ops.scan.reference import document_starts
-from hybridtron.ops.ssd import kernels_backward as ssd_backward
-from hybridtron.ops.ssd import kernels_forward as ssd_forward
+from hybridtron.ops.kernel_launch import ceil_div
+from hybridtron.ops.ssd import kernels_backward, kernels_forward
+from hybridtron.ops.ssd.kernels_row import SSDRow
 
 # To a type checker a kernel is the Python function that it is written as, which can't be launched.
-forward_kernels: Any = ssd_forward
-backward_kernels: Any = ssd_backward
+forward_kernels: Any = kernels_forward
+backward_kernels: Any = kernels_backward
 
 HEADS = 8  # whose decays one program computes: their values lie side by side in dt
 BLOCK = 1024  # values of a state that one program carries through the row
 PROGRAMS = 264  # wanted of `group_gradients`: two for each multiprocessor of an H100; the sum's order depends on it
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """How the kernels with matrix products are cut, the warps of their programs, and stages of the loop over heads.
-
-    Tokens of a chunk and of a program; state entries that a sum of products takes at a time, and that a program's
-    result holds. Long chunks mean few states in memory.
-    """
-
-    chunk: int
-    own: int
-    inner: int
-    outer: int
-    warps: int = 8
-    stages: int = 1
+def forward(row: SSDRow) -> tuple[Tensor, Tensor]:
+    """y, and the state after the row."""
+    decays = Decays.of(row)
+    before_BCHPN, last_BHPN = _states_before(row, decays)
+    return _outputs(row, decays, before_BCHPN), last_BHPN
 
 
-def tiles(dtype: torch.dtype, head: int, state: int) -> Tiles:
-    """Chosen so that ptxas spills next to no registers for an H100; fp32's products run without tensor cores."""
-    if dtype == torch.bfloat16 and head <= 64 and state <= 128:
-        return Tiles(128, own=64, inner=64, outer=128, stages=2)
-    if dtype == torch.bfloat16:
-        return Tiles(64, own=64, inner=64, outer=64, stages=2)
-    if dtype == torch.float16 and head <= 64:
-        return Tiles(64, own=64, inner=32, outer=64)
-    return Tiles(32, own=16, inner=32, outer=64, stages=2)
+def backward(row: SSDRow, dy_BLHP: Tensor, grad_last_BHPN: Tensor) -> SSDGradients:
+    """From the gradients of y and of the state after the row."""
+    decays = Decays.of(row)
+    before_BCHPN, _ = _states_before(row, decays)
+    after_BCHPN, grad_state_BHPN, through_BCH = _gradients_after(row, decays, dy_BLHP, before_BCHPN, grad_last_BHPN)
+    grad_x_BLHP, by_token = _token_gradients(row, decays, dy_BLHP, before_BCHPN, after_BCHPN)
+    grad_C = _group_gradient(row, decays, dy_BLHP, row.x_BLHP, row.B_BLGN, before_BCHPN, reverse=False)
+    grad_B = _group_gradient(row, decays, row.x_BLHP, dy_BLHP, row.C_BLGN, after_BCHPN, reverse=True)
+    grad_dt_BLH, (grad_A, grad_D, grad_dt_bias) = _step_gradients(row, decays, by_token, through_BCH)
+    return SSDGradients(grad_x_BLHP, grad_dt_BLH, grad_A, grad_B, grad_C, grad_D, grad_dt_bias, grad_state_BHPN)
 
 
-def ssd_scan(
-    x_BLHP: Tensor,
-    dt_BLH: Tensor,
-    A_H: Tensor,
-    B_BLGN: Tensor,
-    C_BLGN: Tensor,
-    D_H: Tensor,
-    dt_bias_H: Tensor,
-    state_BHPN: Tensor | None,
-    documents_BL: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """As the op says; x, B and C in one type, the widest of theirs."""
-    shared = functools.reduce(torch.promote_types, (t.dtype for t in (x_BLHP, B_BLGN, C_BLGN)))
-    x, B, C = (t.to(shared) for t in (x_BLHP, B_BLGN, C_BLGN))
-    A, D, dt_bias = (t.float() for t in (A_H, D_H, dt_bias_H))
-    state = None if state_BHPN is None else state_BHPN.float()
-    starts_BL = document_starts(documents_BL)
-    counted_BL = None if starts_BL is None else starts_BL.cumsum(1).to(torch.int32)
-    y_BLHP, last_BHPN = _Scan.apply(x, dt_BLH, B, C, A, D, dt_bias, state, counted_BL)
-    return y_BLHP.to(x_BLHP.dtype), last_BHPN
-
-
-class _Scan(torch.autograd.Function):
-    """Keeps its inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        contiguous: list[Any] = [t if t is None else t.contiguous() for t in inputs]
-        row = Row(*contiguous)
-        ctx.save_for_backward(*row)
-        decays = Decays.of(row)
-        before_BCHPN, last_BHPN = _states_before(row, decays)
-        return _outputs(row, decays, before_BCHPN), last_BHPN
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_y_BLHP: Tensor, grad_last_BHPN: Tensor) -> tuple[Tensor | None, ...]:
-        row = Row(*ctx.saved_tensors)
-        dy_BLHP, decays = grad_y_BLHP.contiguous(), Decays.of(row)
-        before_BCHPN, _ = _states_before(row, decays)
-        after_BCHPN, grad_state_BHPN, through_BCH = _gradients_after(
-            row, decays, dy_BLHP, before_BCHPN, grad_last_BHPN.contiguous()
-        )
-        grad_x_BLHP, by_token = _token_gradients(row, decays, dy_BLHP, before_BCHPN, after_BCHPN)
-        grad_C = _group_gradient(row, decays, dy_BLHP, row.x_BLHP, row.B_BLGN, before_BCHPN, reverse=False)
-        grad_B = _group_gradient(row, decays, row.x_BLHP, dy_BLHP, row.C_BLGN, after_BCHPN, reverse=True)
-        grad_dt_BLH, of_parameters = _step_gradients(row, decays, by_token, through_BCH)
-        grad_state = None if row.state_BHPN is None else grad_state_BHPN
-        return grad_x_BLHP, grad_dt_BLH, grad_B, grad_C, *of_parameters, grad_state, None
-
-
-class Row(NamedTuple):
-    """The inputs, contiguous; documents are counted from 0."""
+class SSDGradients(NamedTuple):
+    """Of the op's inputs, in its order."""
 
     x_BLHP: Tensor
     dt_BLH: Tensor
+    A_H: Tensor
     B_BLGN: Tensor
     C_BLGN: Tensor
-    A_H: Tensor
     D_H: Tensor
     dt_bias_H: Tensor
-    state_BHPN: Tensor | None
-    documents_BL: Tensor | None
-
-    @property
-    def tiles(self) -> Tiles:
-        return tiles(self.x_BLHP.dtype, self.x_BLHP.shape[3], self.B_BLGN.shape[3])
-
-    @property
-    def chunks(self) -> int:
-        return ceil_div(self.x_BLHP.shape[1], self.tiles.chunk)
-
-    @property
-    def documents(self) -> Tensor:
-        """Something to point at; kernels are told whether it holds documents."""
-        return self.dt_BLH if self.documents_BL is None else self.documents_BL
-
-    def grid(self, per_chunk: int, programs: int) -> tuple[int, int, int]:
-        return self.chunks * per_chunk, programs, self.x_BLHP.shape[0]
-
-    def lengths(self) -> tuple[int, int, int]:
-        """L, H, G."""
-        return self.x_BLHP.shape[1], self.x_BLHP.shape[2], self.B_BLGN.shape[2]
-
-    def constants(self) -> dict[str, Any]:
-        """Sizes of tiles and the type of products, for kernels with matrix products."""
-        head, state = self.x_BLHP.shape[3], self.B_BLGN.shape[3]
-        products = {torch.bfloat16: (tl.bfloat16, "ieee"), torch.float16: (tl.float32, "tf32")}
-        product, precision = products.get(self.x_BLHP.dtype, (tl.float32, "ieee"))
-        return {
-            "P": head,
-            "N": state,
-            "CHUNK": self.tiles.chunk,
-            "BLOCK_P": _block(head),
-            "BLOCK_N": _block(state),
-            "PRODUCT": product,
-            "PRECISION": precision,
-            "num_warps": self.tiles.warps,
-        }
-
-    @property
-    def inner(self) -> int:
-        """State entries that a sum of products takes at a time."""
-        return min(self.tiles.inner, _block(self.B_BLGN.shape[3]))
-
-    @property
-    def outer(self) -> int:
-        """State entries that a program's result holds."""
-        return min(self.tiles.outer, _block(self.B_BLGN.shape[3]))
-
-    @property
-    def slices(self) -> int:
-        """Programs among which the state entries of a result are divided."""
-        return _block(self.B_BLGN.shape[3]) // self.outer
-
-    def per_token(self) -> Tensor:
-        """An empty tensor with a number for each token and head (B, H, L)."""
-        rows, length, heads, _ = self.x_BLHP.shape
-        return self.x_BLHP.new_empty(rows, heads, length, dtype=torch.float32)
-
-    def states(self) -> Tensor:
-        """An empty state for every chunk (B, chunks, H, P, N)."""
-        rows, _, heads, head = self.x_BLHP.shape
-        shape = rows, self.chunks, heads, head, self.B_BLGN.shape[3]
-        return self.x_BLHP.new_empty(shape, dtype=torch.float32)
-
-
-def _block(size: int) -> int:
-    """What a matrix product takes for a size: a power of two, from 16 on."""
-    return max(16, power_of_2(size))
+    state_BHPN: Tensor
 
 
 class Decays(NamedTuple):
@@ -205,7 +69,7 @@ class Decays(NamedTuple):
     whole_BHC: Tensor
 
     @staticmethod
-    def of(row: Row) -> Decays:
+    def of(row: SSDRow) -> Decays:
         length, heads, _ = row.lengths()
         whole_BHC = row.A_H.new_empty(row.x_BLHP.shape[0], heads, row.chunks)
         per_token = [row.per_token() for _ in Decays._fields[:5]]
@@ -217,7 +81,7 @@ class Decays(NamedTuple):
         return made
 
 
-def _states_before(row: Row, decays: Decays) -> tuple[Tensor, Tensor]:
+def _states_before(row: SSDRow, decays: Decays) -> tuple[Tensor, Tensor]:
     """The state before every chunk, and the one after the row."""
     heads = row.lengths()[1]
     states_BCHPN = row.states()
@@ -235,7 +99,7 @@ def _states_before(row: Row, decays: Decays) -> tuple[Tensor, Tensor]:
     return states_BCHPN, last_BHPN
 
 
-def _outputs(row: Row, decays: Decays, before_BCHPN: Tensor) -> Tensor:
+def _outputs(row: SSDRow, decays: Decays, before_BCHPN: Tensor) -> Tensor:
     y_BLHP = torch.empty_like(row.x_BLHP)
     own = row.tiles.own
     forward_kernels.outputs[row.grid(row.tiles.chunk // own, row.lengths()[1])](
@@ -246,7 +110,7 @@ def _outputs(row: Row, decays: Decays, before_BCHPN: Tensor) -> Tensor:
 
 
 def _gradients_after(
-    row: Row, decays: Decays, dy_BLHP: Tensor, before_BCHPN: Tensor, grad_last_BHPN: Tensor
+    row: SSDRow, decays: Decays, dy_BLHP: Tensor, before_BCHPN: Tensor, grad_last_BHPN: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the state after every chunk and before the row, and of the sum of g over a chunk through states."""
     heads = row.lengths()[1]
@@ -266,7 +130,7 @@ def _gradients_after(
 
 
 def _token_gradients(
-    row: Row, decays: Decays, dy_BLHP: Tensor, before_BCHPN: Tensor, after_BCHPN: Tensor
+    row: SSDRow, decays: Decays, dy_BLHP: Tensor, before_BCHPN: Tensor, after_BCHPN: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """dx, and by token what `step_gradients` adds up: direct, skip, gain, loss and pairs."""
     own = row.tiles.own
@@ -282,7 +146,13 @@ def _token_gradients(
 
 
 def _group_gradient(
-    row: Row, decays: Decays, own_BLHP: Tensor, other_BLHP: Tensor, shared_BLGN: Tensor, states: Tensor, reverse: bool
+    row: SSDRow,
+    decays: Decays,
+    own_BLHP: Tensor,
+    other_BLHP: Tensor,
+    shared_BLGN: Tensor,
+    states: Tensor,
+    reverse: bool,
 ) -> Tensor:
     """Of C, and reversed of B: added up over the splits of a group's heads, of which there are enough for a GPU."""
     length, heads, groups = row.lengths()
@@ -300,7 +170,7 @@ def _group_gradient(
 
 
 def _step_gradients(
-    row: Row, decays: Decays, by_token: tuple[Tensor, ...], through_BCH: Tensor
+    row: SSDRow, decays: Decays, by_token: tuple[Tensor, ...], through_BCH: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
     """Of dt, and of A, D and dt_bias."""
     length, heads, _ = row.lengths()

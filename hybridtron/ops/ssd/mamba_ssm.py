@@ -11,45 +11,26 @@ import torch
 from torch import Tensor
 
 from hybridtron.device import optional_package
-from hybridtron.ops.scan.reference import document_starts
-from hybridtron.ops.ssd.reference import ssd_scan
+from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.documents import document_starts
+from hybridtron.ops.ssd.reference import SSDInputs
 
 PACKAGE = "mamba_ssm.ops.triton.ssd_combined"
 CHUNK = 256  # tokens; what the package's own models use
 
 
-def _refuses(
-    x_BLHP: Tensor,
-    dt_BLH: Tensor,
-    A_H: Tensor,
-    B_BLGN: Tensor,
-    C_BLGN: Tensor,
-    D_H: Tensor,
-    dt_bias_H: Tensor,
-    state_BHPN: Tensor | None,
-    documents_BL: Tensor | None,
-) -> str | None:
-    return "the kernels have no float64" if x_BLHP.dtype == torch.float64 else None
+def _unsupported_reason(inputs: SSDInputs) -> str | None:
+    return "the kernels have no float64" if inputs.x_BLHP.dtype == torch.float64 else None
 
 
-def _repeats() -> bool:
-    """Versions that can add up in a fixed order have this module, and do so when torch is told to."""
+def _repeats_bits() -> bool:
+    """Versions that can add up in a fixed order have this module, and do so when torch asks for that."""
     return optional_package("mamba_ssm.utils.determinism").module is not None
 
 
-@ssd_scan.form("mamba-ssm", device="cuda", package=PACKAGE, refuses=_refuses, repeats=_repeats)
-def _mamba_ssm(
-    x_BLHP: Tensor,
-    dt_BLH: Tensor,
-    A_H: Tensor,
-    B_BLGN: Tensor,
-    C_BLGN: Tensor,
-    D_H: Tensor,
-    dt_bias_H: Tensor,
-    state_BHPN: Tensor | None,
-    documents_BL: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def mamba_ssm(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
     """The kernels count documents from 0, and give the state that comes in to document 0."""
+    x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, state_BHPN, documents_BL = inputs
     per_token = (x_BLHP, B_BLGN, C_BLGN)
     shared = functools.reduce(torch.promote_types, (t.dtype for t in per_token))  # their products want one type for all
     x, B, C = (t.to(shared) for t in per_token)
@@ -71,3 +52,6 @@ def _mamba_ssm(
         return_final_states=True,
     )
     return y_BLHP.to(x_BLHP.dtype), last_BHPN.float()
+
+
+MAMBA_SSM = Implementation("mamba-ssm", mamba_ssm, "cuda", PACKAGE, _unsupported_reason, _repeats_bits)

@@ -19,7 +19,7 @@ from hybridtron.architecture.base import Parameter
 from hybridtron.data.batch import Batch
 from hybridtron.engine import engine, schedule, stage
 from hybridtron.model.lm import LanguageModel
-from hybridtron.ops.loss.reference import Loss
+from hybridtron.ops.loss import Loss
 from hybridtron.parallel import cut as cutting
 from hybridtron.parallel.linear import TensorGroup
 

@@ -26,7 +26,7 @@ from hybridtron.data.reading import phase_seed
 from hybridtron.engine.engine import Engine
 from hybridtron.model.init import initialise, starting_value
 from hybridtron.model.lm import LanguageModel
-from hybridtron.ops.loss.reference import cross_entropy
+from hybridtron.ops.loss import CrossEntropyInputs, cross_entropy
 from hybridtron.parallel.cut import cut
 from hybridtron.parallel.linear import ALONE, TensorGroup
 from hybridtron.parallel.pool import Pool, Seat
@@ -171,7 +171,7 @@ def _add_up(model: LanguageModel, batches: Sequence[Batch], z_loss: float) -> tu
     total, tokens = 0.0, 0
     for batch in batches:
         out = model(batch.tokens_BL, None, batch.seq)
-        loss = cross_entropy(out.output, batch.labels_BL.T, batch.mask_BL.T, z_loss)
+        loss = cross_entropy(CrossEntropyInputs(out.output, batch.labels_BL.T, batch.mask_BL.T, z_loss))
         tokens_here = int(batch.mask_BL.sum())
         (loss.total + sum(out.aux.values()) * tokens_here).backward()
         total, tokens = total + float(loss.cross_entropy), tokens + tokens_here

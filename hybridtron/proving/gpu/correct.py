@@ -19,8 +19,8 @@ from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import build_mixer
 from hybridtron.model.init import starting_value
 from hybridtron.ops.dispatch import Op, force
-from hybridtron.ops.loss.chunked import linear_cross_entropy
-from hybridtron.ops.norm.reference import add_rms_norm
+from hybridtron.ops.loss import LinearCrossEntropyInputs, linear_cross_entropy
+from hybridtron.ops.norm import AddRMSNormInputs, RMSNormInputs, add_rms_norm, rms_norm
 from hybridtron.parallel.linear import ALONE
 from hybridtron.proving.measuring import Goal, Rows
 
@@ -72,26 +72,29 @@ def _all(device: torch.device, sizes: ModelSizes, length: int) -> Iterator[Found
                 yield Found(what, dtype, _mixer_error(spec, sizes, length, dtype, device, calls))
         with noted(calls), force("reference"):
             x_LBD, added_LBD = torch.randn(2, length, ROWS, sizes.width, dtype=dtype)
+            weight_D = torch.ones(sizes.width, dtype=dtype)
             for stream_LBD in (x_LBD, x_LBD.float()):
-                add_rms_norm(stream_LBD, added_LBD, torch.ones(sizes.width, dtype=dtype), 1e-5)  # which calls rms_norm
+                summed_LBD, _ = add_rms_norm(AddRMSNormInputs(stream_LBD, added_LBD, weight_D, 1e-5))
+                rms_norm(RMSNormInputs(summed_LBD, weight_D, 1e-5))
             x_TD, weight_VD = (torch.randn(rows, sizes.width, dtype=dtype) for rows in (length, VOCAB))
             labels_T, mask_T = torch.randint(VOCAB, (length,)), torch.ones(length, dtype=torch.bool)
-            linear_cross_entropy(x_TD, weight_VD / sizes.width**0.5, labels_T, mask_T, 1e-4)
-        for op, arguments in calls:
-            yield Found(op.name, dtype, _op_error(op, arguments, device))
+            weight_VD = weight_VD / sizes.width**0.5
+            linear_cross_entropy(LinearCrossEntropyInputs(x_TD, weight_VD, labels_T, mask_T, 1e-4))
+        for op, inputs in calls:
+            yield Found(op.name, dtype, _op_error(op, inputs, device))
 
 
-Call = tuple[Op, tuple[Any, ...]]
+Call = tuple[Op, Any]
 
 
 @contextmanager
 def noted(calls: list[Call]) -> Iterator[None]:
-    """The calls of ops inside the block are put down, with their arguments."""
+    """The calls of ops inside the block are recorded, with their inputs."""
     original = Op.__call__
 
-    def noting(self: Op, *arguments: Any) -> Any:
-        calls.append((self, _mapped(arguments, lambda tensor: tensor.detach().clone())))
-        return original(self, *arguments)
+    def noting(self: Op, inputs: Any) -> Any:
+        calls.append((self, _mapped(inputs, lambda tensor: tensor.detach().clone())))
+        return original(self, inputs)
 
     Op.__call__ = noting  # type: ignore[method-assign]
     try:
@@ -129,10 +132,10 @@ def _mixer_error(
     return _apart(made(device, dtype, None), made(torch.device("cpu"), torch.float32, "reference"))
 
 
-def _op_error(op: Op, arguments: tuple[Any, ...], device: torch.device) -> float:
+def _op_error(op: Op, inputs: Any, device: torch.device) -> float:
     def result(function: Callable[..., Any], prepared: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        own = _mapped(arguments, lambda tensor: _leaf(prepared(tensor)))
-        outputs = [tensor for tensor in tensors_in(function(*own)) if tensor.is_floating_point()]
+        own = _mapped(inputs, lambda tensor: _leaf(prepared(tensor)))
+        outputs = [tensor for tensor in tensors_in(function(own)) if tensor.is_floating_point()]
         wanted = [tensor for tensor in tensors_in(own) if tensor.requires_grad]
         made = [tensor for tensor in outputs if tensor.requires_grad]
         gradients = torch.autograd.grad(_some_sum(made), wanted, allow_unused=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hybridtron.ops.dispatch import choices
+from hybridtron.ops.registry import choices
 from hybridtron.proving.gpu.correct import correctness
 from hybridtron.proving.gpu.speed import attention_over_length, recipes
 from hybridtron.proving.measuring import Goal, Report, Rows, Settings, markdown, print_report
@@ -48,7 +48,7 @@ PARTS: dict[str, Part] = {
 
 def run(names: Sequence[str], device: torch.device, rehearse: bool, output: Path | None) -> bool:
     """Run these parts, print and write their table; whether all went well."""
-    tables, goals, notes, failed = [Rows("kernels", ("op", "form", "why"), choices(device.type))], [], [], []
+    tables, goals, notes, failed = [Rows("kernels", ("op", "runs", "why"), choices(device.type))], [], [], []
     for name in names:
         try:
             rows, of_part, remarks = PARTS[name](device, rehearse)

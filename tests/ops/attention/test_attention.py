@@ -19,8 +19,8 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 
 from hybridtron.device import Package, optional_package
 from hybridtron.ops import dispatch
-from hybridtron.ops.attention import reference as attention_file
-from hybridtron.ops.attention.reference import FLASH, Memory, attention, remember
+from hybridtron.ops.attention import AttentionInputs, AttentionMemory, attention, blocked, flash_attn, remember
+from hybridtron.ops.attention.flash_attn import PACKAGE
 from hybridtron.ops.dispatch import force
 
 CPU_FORMS = pytest.mark.parametrize("form", ["reference", "blocked"])
@@ -30,7 +30,7 @@ DOCUMENTS = torch.tensor([[0] * 9 + [1] * 3 + [2] * 6, [0] * 1 + [1] * 15 + [2] 
 
 @pytest.fixture(autouse=True)
 def blocks_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_file, "BLOCK", 4)
+    monkeypatch.setattr(blocked, "BLOCK", 4)
 
 
 def inputs(length: int = 18, heads: int = 4, groups: int = 2, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -40,17 +40,19 @@ def inputs(length: int = 18, heads: int = 4, groups: int = 2, dtype: torch.dtype
     return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
 
 
-def memory_of(lengths: tuple[int, int], groups: int = 2, size: int = 7) -> Memory:
+def memory_of(lengths: tuple[int, int], groups: int = 2, size: int = 7) -> AttentionMemory:
     """A memory of `size` entries whose padding holds numbers that would be noticed."""
     generator = torch.Generator().manual_seed(1)
     keys, values = (torch.randn(2, size, groups, 8, generator=generator, dtype=torch.float64) for _ in range(2))
-    return Memory(keys.requires_grad_(), values.requires_grad_(), torch.tensor(lengths))
+    return AttentionMemory(keys.requires_grad_(), values.requires_grad_(), torch.tensor(lengths))
 
 
-def run(form: str, window: int | None, documents: Tensor | None, memory: Memory | None, q: Tensor, *kv: Tensor):
+def run(
+    form: str, window: int | None, documents: Tensor | None, memory: AttentionMemory | None, q: Tensor, *kv: Tensor
+):
     """The output, and the gradients of everything that went in."""
     with force(form):
-        y = attention(q, *kv, window, documents, memory)
+        y = attention(AttentionInputs(q, *kv, window, documents, memory))
     leaves = [q, *kv, *(memory[:2] if memory is not None else ())]
     return [y.detach(), *torch.autograd.grad((y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum(), leaves)]
 
@@ -71,9 +73,9 @@ def test_who_sees_whom(
     length, size = 18, 7 if lengths else 0
     marks = torch.eye(size + length, dtype=torch.float64).expand(2, -1, -1)[:, :, None]
     q = torch.zeros(2, length, 1, size + length, dtype=torch.float64)
-    memory = Memory(0 * marks[:, :size], marks[:, :size], torch.tensor(lengths)) if lengths else None
+    memory = AttentionMemory(0 * marks[:, :size], marks[:, :size], torch.tensor(lengths)) if lengths else None
     with force(form):
-        y = attention(q, q, marks[:, size:], window, documents, memory)
+        y = attention(AttentionInputs(q, q, marks[:, size:], window, documents, memory))
     for row, i, j in itertools.product(range(2), range(length), range(-size, length)):
         document = DOCUMENTS[row].tolist() if documents is not None else [0] * length
         known = document[max(j, 0)] == document[i] and (lengths is None or j >= -lengths[row])
@@ -90,7 +92,7 @@ def test_reference_is_transformers(window: int | None) -> None:
     module = nn.Module()
     module.num_key_value_groups, module.is_causal = 2, True
     expected, _ = sdpa_attention_forward(module, *(x.transpose(1, 2) for x in (q, k, v)), mask[None, None])
-    torch.testing.assert_close(attention.reference.function(q, k, v, window, None, None), expected)
+    torch.testing.assert_close(attention.reference.function(AttentionInputs(q, k, v, window, None, None)), expected)
 
 
 @WINDOWS
@@ -131,7 +133,8 @@ def test_gradients(form: str, window: int | None, documents: Tensor | None, leng
     documents = None if documents is None else documents[:, :6]
 
     def function(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return attention(q, k, v, window, documents, Memory(keys, values, memory.length_B) if lengths else None)
+        given = AttentionMemory(keys, values, memory.length_B) if lengths else None
+        return attention(AttentionInputs(q, k, v, window, documents, given))
 
     with force(form):
         assert gradcheck(function, (q, k, v, keys, values), fast_mode=True)
@@ -151,10 +154,10 @@ def test_bf16_is_near_the_reference_in_float64(form: str) -> None:
 def test_documents_are_separate_rows(form: str, window: int | None) -> None:
     q, k, v = inputs()
     with force(form):
-        y = attention(q, k, v, window, DOCUMENTS, None)
+        y = attention(AttentionInputs(q, k, v, window, DOCUMENTS, None))
         for row, document in itertools.product(range(2), range(3)):
             own = DOCUMENTS[row] == document
-            alone = attention(*(x[row, own][None] for x in (q, k, v)), window, None, None)
+            alone = attention(AttentionInputs(*(x[row, own][None] for x in (q, k, v)), window, None, None))
             torch.testing.assert_close(y[row, own], alone[0])
 
 
@@ -173,7 +176,7 @@ def test_chunks_with_memory_are_the_whole_row(
             if memory is not None and documents is not None:  # who hands over a memory empties it at a border
                 continues = documents[:, start] == documents[:, start - 1]
                 memory = memory._replace(length_B=memory.length_B * continues)
-            parts.append(attention(q, k, v, window, chunk, memory))
+            parts.append(attention(AttentionInputs(q, k, v, window, chunk, memory)))
             memory, start = remember(memory, k, v, chunk, keep), stop
             assert keep is None or memory.keys_BMGK.shape[1] == keep
     y = torch.cat(parts, dim=1)
@@ -205,9 +208,11 @@ def test_no_bit_leaks_between_documents(form: str, window: int | None, with_memo
         weight, x = torch.randn(32, 12, requires_grad=True), torch.randn(1, 18, 12)
         x = torch.cat((others, x[:, 7:]), dim=1).requires_grad_()
         q, k, v = (x @ weight.T).view(1, 18, 4, 8).split((2, 1, 1), dim=2)
-        memory = Memory(10 * q[:, :3, :1].detach(), v[:, :3].detach(), torch.tensor([3])) if with_memory else None
+        memory = (
+            AttentionMemory(10 * q[:, :3, :1].detach(), v[:, :3].detach(), torch.tensor([3])) if with_memory else None
+        )
         with force(form):
-            y = attention(q, k, v, window, documents, memory)[:, 7:]
+            y = attention(AttentionInputs(q, k, v, window, documents, memory))[:, 7:]
         x_grad, weight_grad = torch.autograd.grad(y.square().sum(), (x, weight))
         assert not x_grad[:, :7].any()
         return [y, x_grad, weight_grad]
@@ -220,7 +225,7 @@ def test_no_bit_leaks_between_documents(form: str, window: int | None, with_memo
 def test_blocked_keeps_little(window: int | None, documents: bool) -> None:
     """What is kept for backward does not grow with the square of the length."""
     length = 1024
-    attention_file.BLOCK = 32  # set back by the fixture
+    blocked.BLOCK = 32  # set back by the fixture
     tensors = inputs(length, 2, 1, torch.float32)
     kept: dict[int, int] = {}
 
@@ -230,7 +235,7 @@ def test_blocked_keeps_little(window: int | None, documents: bool) -> None:
 
     packed = (torch.arange(length) // 900).expand(2, -1) if documents else None
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), force("blocked"):
-        y = attention(*tensors, window, packed, None)
+        y = attention(AttentionInputs(*tensors, window, packed, None))
     assert y.requires_grad
     assert 0 < sum(kept.values()) < 2 * length * 4 * 150
 
@@ -288,7 +293,7 @@ def test_flash_calls_mean_the_reference(
     window: int | None, documents: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = Package("flash_attn", flash_emulation(), "emulated")
-    monkeypatch.setattr(attention_file, "optional_package", lambda name: found)
+    monkeypatch.setattr(flash_attn, "optional_package", lambda name: found)
     tensors = inputs()
     assert_all_close(*(run(form, window, documents, None, *tensors) for form in ("flash-attn", "reference")))
 
@@ -301,7 +306,7 @@ def test_what_runs_where(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention.choice("cuda")[0] == "flash-attn"
 
 
-FLASH_2 = ["flash_attn/__init__.py", f"{FLASH.replace('.', '/')}.py"]
+FLASH_2 = ["flash_attn/__init__.py", f"{PACKAGE.replace('.', '/')}.py"]
 FLASH_4 = ["flash_attn/cute/__init__.py"]
 
 
@@ -327,13 +332,13 @@ def test_a_package_of_the_same_name_is_told_apart(
     assert attention.choice("cuda")[0] == chosen
 
 
-def test_refusals_say_why() -> None:
+def test_reasons_say_what_is_not_supported() -> None:
     q, k, v = inputs()
-    flash, sdpa = (attention.named(name).refuses for name in ("flash-attn", "sdpa"))
-    half = [x.bfloat16() for x in (q, k, v)]
-    assert flash(*half, 3, DOCUMENTS, None) is None
-    assert sdpa(q, k, v, 18, None, None) is None
-    assert "float64" in flash(q, k, v, None, None, None)
-    assert "remembered" in flash(*half, None, None, memory_of((1, 1)))
-    assert "window" in sdpa(q, k, v, 17, None, None)
-    assert "documents" in sdpa(q, k, v, None, DOCUMENTS, None)
+    flash, sdpa = (attention.named(name).unsupported_reason for name in ("flash-attn", "sdpa"))
+    half, full = AttentionInputs(*(x.bfloat16() for x in (q, k, v))), AttentionInputs(q, k, v)
+    assert flash(half._replace(window=3, documents_BL=DOCUMENTS)) is None
+    assert sdpa(full._replace(window=18)) is None
+    assert "float64" in flash(full)
+    assert "remembered" in flash(half._replace(memory=memory_of((1, 1))))
+    assert "window" in sdpa(full._replace(window=17))
+    assert "documents" in sdpa(full._replace(documents_BL=DOCUMENTS))

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridtron.ops.attention import AttentionInputs, AttentionMemory, attention
 from hybridtron.ops.attention.flex import TILE, block_mask, seen_keys
-from hybridtron.ops.attention.reference import Memory, attention
 from hybridtron.ops.dispatch import force
 
 LENGTHS = [128, 300, 517]
@@ -30,12 +30,12 @@ def documents_of(name: str, length: int) -> Tensor | None:
     return torch.stack([sum((places >= b).long() for b in row) + torch.zeros(length).long() for row in DOCUMENTS[name]])
 
 
-def memory_of(lengths: tuple[int, int] | None, groups: int = 2) -> Memory | None:
+def memory_of(lengths: tuple[int, int] | None, groups: int = 2) -> AttentionMemory | None:
     if lengths is None:
         return None
     generator = torch.Generator().manual_seed(1)
     keys, values = (torch.randn(2, 250, groups, 16, generator=generator) for _ in range(2))
-    return Memory(keys, values, torch.tensor(lengths))
+    return AttentionMemory(keys, values, torch.tensor(lengths))
 
 
 def inputs(length: int, share: int) -> list[Tensor]:
@@ -43,7 +43,7 @@ def inputs(length: int, share: int) -> list[Tensor]:
     return [torch.randn(2, length, heads, 16, generator=generator) for heads in (2 * share, 2, 2)]
 
 
-def visible(length: int, window: int | None, documents: Tensor | None, memory: Memory | None) -> Tensor:
+def visible(length: int, window: int | None, documents: Tensor | None, memory: AttentionMemory | None) -> Tensor:
     """The rules, token by token, (B, L, S): a mask that only a test may make."""
     before = 0 if memory is None else 250
     query, key = torch.arange(length)[:, None], torch.arange(-before, length)
@@ -75,7 +75,7 @@ def test_tiles_are_those_of_the_mask(length: int, documents: str) -> None:
         numbers, memory = documents_of(documents, length), memory_of(remembered)
         seen = visible(length, window, numbers, memory)
         total = seen.shape[2]
-        mask = block_mask(seen_keys(inputs(length, 1)[0], window, numbers, memory), total)
+        mask = block_mask(seen_keys(AttentionInputs(*inputs(length, 1), window, numbers, memory)), total)
         b, query, key = (torch.arange(n).view(shape) for n, shape in zip(seen.shape, PLACES, strict=True))
         assert torch.equal(mask.mask_mod(b, torch.zeros(1), query, key), seen)
         sides = (0, -total % TILE, 0, -length % TILE)
@@ -106,22 +106,21 @@ def test_forward_is_the_reference(documents: str, remembered: tuple[int, int] | 
         for form in ("flex", "reference"):
             with force(attention=form):
                 tensors, memory = inputs(length, share), memory_of(remembered)
-                found.append(attention(*tensors, window, documents_of(documents, length), memory))
+                found.append(attention(AttentionInputs(*tensors, window, documents_of(documents, length), memory)))
         torch.testing.assert_close(*found[-2:], rtol=1e-5, atol=1e-5)
 
 
 def test_what_it_leaves_to_others() -> None:
     form, (q, k, v) = attention.named("flex"), inputs(128, 1)
-    assert form.refuses is not None
-    assert form.refuses(q, k, v, 40, None, None) is None
-    assert "float64" in form.refuses(q.double(), k, v, 40, None, None)
-    assert "at least 16 channels, not 8" in form.refuses(q[..., :8], k, v, 40, None, None)
-    assert "fewer than 128 tokens" in form.refuses(q[:, :127], k, v, 40, None, None)
+    assert form.unsupported_reason(AttentionInputs(q, k, v, 40)) is None
+    assert "float64" in form.unsupported_reason(AttentionInputs(q.double(), k, v, 40))
+    assert "at least 16 channels, not 8" in form.unsupported_reason(AttentionInputs(q[..., :8], k, v, 40))
+    assert "fewer than 128 tokens" in form.unsupported_reason(AttentionInputs(q[:, :127], k, v, 40))
 
 
 def test_order_on_cuda() -> None:
     """The package, torch's own where it fits, this, and the form for any device."""
-    assert [form.name for form in attention.fast] == ["flash-attn", "sdpa", "flex", "blocked"]
+    assert [each.name for each in attention.implementations] == ["flash-attn", "sdpa", "flex", "blocked"]
 
 
 @pytest.mark.gpu
@@ -135,9 +134,9 @@ def test_gradients_are_the_reference(documents: str, remembered: tuple[int, int]
             memory, numbers = memory_of(remembered), documents_of(documents, length)
             if memory is not None:
                 leaves += [x.cuda().requires_grad_() for x in memory[:2]]
-                memory = Memory(*leaves[3:], memory.length_B.cuda())
+                memory = AttentionMemory(*leaves[3:], memory.length_B.cuda())
             with force(attention=form):
-                y = attention(*leaves[:3], window, None if numbers is None else numbers.cuda(), memory)
+                y = attention(AttentionInputs(*leaves[:3], window, None if numbers is None else numbers.cuda(), memory))
             found.append([y.detach(), *torch.autograd.grad(y.square().sum(), leaves)])
         for ours, theirs in zip(*found, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hybridtron.device import Package
-from hybridtron.ops.conv import reference as conv1d
-from hybridtron.ops.conv.reference import causal_conv
+from hybridtron.ops.conv import ConvInputs, causal_conv, causal_conv1d, fused
 from hybridtron.ops.dispatch import force
 
 OWN_FORMS = ["reference", "fused"]
@@ -23,13 +22,13 @@ DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 2, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, 
 @pytest.fixture(autouse=True)
 def _stand_in_for_causal_conv1d(monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(causal_conv1d_fn=upstream_conv)
-    monkeypatch.setattr(conv1d, "optional_package", lambda name: Package(name, module, "stand-in"))
+    monkeypatch.setattr(causal_conv1d, "optional_package", lambda name: Package(name, module, "stand-in"))
 
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 4 tokens, so that 11 tokens are two whole chunks and a ragged one."""
-    monkeypatch.setattr(conv1d, "CHUNK", 4)
+    monkeypatch.setattr(fused, "CHUNK", 4)
 
 
 def upstream_conv(x, weight, bias=None, seq_idx=None, initial_states=None, activation=None) -> Tensor:
@@ -41,7 +40,7 @@ def upstream_conv(x, weight, bias=None, seq_idx=None, initial_states=None, activ
     assert bias is None or bias.dtype == weight.dtype
     assert seq_idx is None or (seq_idx.dtype == torch.int32 and seq_idx.is_contiguous())
     tail = None if initial_states is None else initial_states.mT
-    return causal_conv.reference.function(x.mT, weight, bias, tail, seq_idx, activation == "silu")[0].mT
+    return causal_conv.reference.function(ConvInputs(x.mT, weight, bias, tail, seq_idx, activation == "silu"))[0].mT
 
 
 def random_inputs(
@@ -61,7 +60,7 @@ def run(
     form: str, inputs: dict[str, Tensor | None], documents: Tensor | None = None, activation: bool = True
 ) -> tuple[Tensor, Tensor]:
     with force(causal_conv=form):
-        return causal_conv(*inputs.values(), documents, activation)
+        return causal_conv(ConvInputs(*inputs.values(), documents, activation))
 
 
 def gradients(loss: Tensor, inputs: dict[str, Tensor | None]) -> dict[str, Tensor]:
@@ -82,7 +81,7 @@ def test_two_taps_by_hand(form: str) -> None:
     x = torch.tensor([1.0, 2.0, 3.0])[None, :, None] * channel
     weight = torch.tensor([10.0, 1.0]).expand(8, 2)
     with force(causal_conv=form):
-        y, tail = causal_conv(x, weight, torch.ones(8), -x[:, :1], None, False)
+        y, tail = causal_conv(ConvInputs(x, weight, torch.ones(8), -x[:, :1]))
     assert_close(y[0], torch.tensor([-9.0, 12.0, 23.0])[:, None] * channel + 1)
     assert_close(tail, x[:, 2:])
 
@@ -201,16 +200,16 @@ def test_bf16_inputs_are_summed_in_fp32(form: str) -> None:
     assert all(grad.dtype == torch.bfloat16 for grad in gradients(some_loss(y, tail), inputs).values())
 
 
-def test_what_causal_conv1d_refuses() -> None:
+def test_what_causal_conv1d_does_not_support() -> None:
     form = causal_conv.named("causal-conv1d")
     assert form.device == "cuda"
 
-    def refusal(documents: Tensor | None = None, absent: tuple[str, ...] = (), **sizes: int) -> str | None:
+    def reason(documents: Tensor | None = None, absent: tuple[str, ...] = (), **sizes: int) -> str | None:
         inputs = random_inputs(dtype=torch.float32, **sizes) | dict.fromkeys(absent)
-        return form.refuses(*inputs.values(), documents, True)
+        return form.unsupported_reason(ConvInputs(*inputs.values(), documents, True))
 
-    assert refusal() is None
-    assert refusal(DOCUMENTS, absent=("tail",)) is None
-    assert "not both" in refusal(DOCUMENTS)
-    assert "widths of 2 to 4, not 5" in refusal(width=5)
-    assert "multiple of 8 channels, not 12" in refusal(channels=12)
+    assert reason() is None
+    assert reason(DOCUMENTS, absent=("tail",)) is None
+    assert "not both" in reason(DOCUMENTS)
+    assert "widths of 2 to 4, not 5" in reason(width=5)
+    assert "multiple of 8 channels, not 12" in reason(channels=12)

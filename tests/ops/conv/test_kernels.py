@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from hybridtron.ops.conv.reference import causal_conv
+from hybridtron.ops.conv import ConvInputs, causal_conv
 from hybridtron.ops.dispatch import force
 from tests.ops.compiling import compile_calls
 from tests.ops.conv.test_conv import gradients, random_inputs
@@ -37,7 +37,7 @@ def documents_with_borders(rows: int, length: int, *borders: int) -> Tensor:
 def computed(form: str, inputs: dict[str, Tensor | None], documents: Tensor | None, silu: bool) -> dict[str, Tensor]:
     """Outputs and gradients by name."""
     with force(causal_conv=form):
-        y, tail = causal_conv(*inputs.values(), documents, silu)
+        y, tail = causal_conv(ConvInputs(*inputs.values(), documents, silu))
     return {"y": y, "new tail": tail} | gradients(some_loss(y, tail), inputs)
 
 
@@ -114,28 +114,23 @@ def test_rows_and_tokens_may_lie_in_any_order(everywhere: torch.device) -> None:
             assert_close(value, expected[key], rtol=1e-5, atol=1e-5, msg=lambda m, n=name, k=key: f"{n}, {k}: {m}")
 
 
-def test_what_it_refuses() -> None:
+def test_what_it_does_not_support() -> None:
     form = causal_conv.named("triton")
     assert form.device == "cuda"
-    assert form.repeats is None
+    assert form.repeats_bits()
     inputs = random_inputs(dtype=torch.float32)
-    assert form.refuses(*inputs.values(), documents_with_borders(2, 11, 5), True) is None
-    assert "float64" in form.refuses(*random_inputs().values(), None, True)
+    assert form.unsupported_reason(ConvInputs(*inputs.values(), documents_with_borders(2, 11, 5), True)) is None
+    assert "float64" in form.unsupported_reason(ConvInputs(*random_inputs().values()))
     for width in (1, 9):
-        refusal = form.refuses(*random_inputs(width=width, dtype=torch.float32).values(), None, True)
-        assert f"widths of 2 to 8, not {width}" in refusal
+        inputs = random_inputs(width=width, dtype=torch.float32)
+        assert f"widths of 2 to 8, not {width}" in form.unsupported_reason(ConvInputs(*inputs.values()))
 
 
 def test_documents_with_a_tail_go_to_it_rather_than_to_causal_conv1d() -> None:
-    names = [form.name for form in causal_conv.fast]
-    assert names == ["causal-conv1d", "triton", "fused"]
-    inputs = random_inputs(dtype=torch.float32)
-    takers = [
-        form.name
-        for form in causal_conv.fast
-        if form.refuses is None or form.refuses(*inputs.values(), documents_with_borders(2, 11, 5), True) is None
-    ]
-    assert takers[0] == "triton"
+    assert [each.name for each in causal_conv.implementations] == ["causal-conv1d", "triton", "fused"]
+    inputs = ConvInputs(*random_inputs(dtype=torch.float32).values(), documents_with_borders(2, 11, 5), True)
+    supporting = [each.name for each in causal_conv.implementations if each.unsupported_reason(inputs) is None]
+    assert supporting[0] == "triton"
 
 
 def shipped() -> None:
@@ -143,7 +138,7 @@ def shipped() -> None:
     for width, dtype, whole in ((4, torch.bfloat16, True), (4, torch.float32, False), (8, torch.bfloat16, True)):
         length, channels = 65536, 4608
         parameter = torch.empty(channels, dtype=dtype, device="meta").requires_grad_()
-        y, _ = causal_conv.named("triton").function(
+        inputs = ConvInputs(
             torch.empty(length, 1, 2 * channels, dtype=dtype, device="meta")[:, :, :channels].transpose(0, 1),
             torch.empty(channels, width, dtype=dtype, device="meta").requires_grad_(),
             parameter if whole else None,
@@ -151,6 +146,7 @@ def shipped() -> None:
             torch.empty(1, length, dtype=torch.int32, device="meta") if whole else None,
             whole,
         )
+        y, _ = causal_conv.named("triton").function(inputs)
         y.sum().backward()
 
 

@@ -8,8 +8,13 @@ from torch import Tensor
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
 from hybridtron.ops.dispatch import force
-from hybridtron.ops.gated_norm import reference as gated_norm
-from hybridtron.ops.gated_norm.reference import gated_scale, gated_squares
+from hybridtron.ops.gated_norm import (
+    GatedScaleInputs,
+    GatedSquaresInputs,
+    gated_scale,
+    gated_squares,
+    recomputed,
+)
 
 FORMS = pytest.mark.parametrize("form", ["reference", "recomputed"])
 
@@ -17,7 +22,7 @@ FORMS = pytest.mark.parametrize("form", ["reference", "recomputed"])
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 2 tokens, so that 3 are a whole chunk and a ragged one."""
-    monkeypatch.setattr(gated_norm, "CHUNK", 2)
+    monkeypatch.setattr(recomputed, "CHUNK", 2)
 
 
 def inputs(dtype: torch.dtype = torch.float64, rows: int = 2, length: int = 3) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -32,8 +37,8 @@ def inputs(dtype: torch.dtype = torch.float64, rows: int = 2, length: int = 3) -
 def test_gradients(form: str) -> None:
     y, z, scale, weight = inputs()
     with force(form):
-        assert torch.autograd.gradcheck(gated_squares, (y, z))
-        assert torch.autograd.gradcheck(gated_scale, (y, z, scale, weight))
+        assert torch.autograd.gradcheck(lambda *x: gated_squares(GatedSquaresInputs(*x)), (y, z))
+        assert torch.autograd.gradcheck(lambda *x: gated_scale(GatedScaleInputs(*x)), (y, z, scale, weight))
 
 
 @FORMS
@@ -43,9 +48,9 @@ def test_it_is_transformers_norm(form: str, groups: int) -> None:
     norm = MambaRMSNormGated(20, 20 // groups, eps=1e-5)
     norm.weight.data = weight.detach().flatten()
     with force(form):
-        mean = gated_squares(y, z).unflatten(-1, (groups, -1)).sum(-1) / (20 / groups)
+        mean = gated_squares(GatedSquaresInputs(y, z)).unflatten(-1, (groups, -1)).sum(-1) / (20 / groups)
         scale = torch.rsqrt(mean + 1e-5).repeat_interleave(4 // groups, dim=-1)
-        ours = gated_scale(y, z, scale, weight)
+        ours = gated_scale(GatedScaleInputs(y, z, scale, weight))
     torch.testing.assert_close(ours.flatten(2), norm(y.flatten(2), z.flatten(2)))
 
 
@@ -55,7 +60,10 @@ def test_recomputed_equals_the_reference(dtype: torch.dtype) -> None:
     results = []
     for form in ("reference", "recomputed"):
         with force(form):
-            squares, scaled = gated_squares(*arguments[:2]), gated_scale(*arguments)
+            squares, scaled = (
+                gated_squares(GatedSquaresInputs(*arguments[:2])),
+                gated_scale(GatedScaleInputs(*arguments)),
+            )
         loss = squares.sin().sum() + scaled.float().cos().sum()
         results.append((squares, scaled, *torch.autograd.grad(loss, arguments)))
     for expected, ours in zip(*results, strict=True):
@@ -65,15 +73,17 @@ def test_recomputed_equals_the_reference(dtype: torch.dtype) -> None:
 
 def test_bf16_is_squared_in_fp32() -> None:
     y, z, _, _ = inputs(torch.bfloat16)
-    squares = gated_squares(y, z)
+    squares = gated_squares(GatedSquaresInputs(y, z))
     assert squares.dtype == torch.float32
-    torch.testing.assert_close(squares.double(), gated_squares(y.double(), z.double()), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        squares.double(), gated_squares(GatedSquaresInputs(y.double(), z.double())), rtol=1e-6, atol=1e-6
+    )
 
 
 def test_only_inputs_are_kept() -> None:
     arguments = inputs()
     kept: set[int] = set()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.add(x.data_ptr()) or x, lambda x: x):
-        gated_squares(*arguments[:2])
-        gated_scale(*arguments)
+        gated_squares(GatedSquaresInputs(*arguments[:2]))
+        gated_scale(GatedScaleInputs(*arguments))
     assert kept == {tensor.data_ptr() for tensor in arguments}

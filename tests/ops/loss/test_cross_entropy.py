@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from hybridtron.ops.loss.reference import Loss, cross_entropy
+from hybridtron.ops.loss import CrossEntropyInputs, Loss, cross_entropy
 
 
 def case(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -21,7 +21,7 @@ def case(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
 
 def run(logits: Tensor, labels: Tensor, mask: Tensor, z_loss: float) -> tuple[Loss, Tensor]:
     """The loss and the gradient of its total at the logits."""
-    loss = cross_entropy(logits, labels, mask, z_loss)
+    loss = cross_entropy(CrossEntropyInputs(logits, labels, mask, z_loss))
     return loss, torch.autograd.grad(loss.total, logits)[0]
 
 
@@ -44,7 +44,7 @@ def test_against_torch(z_loss: float) -> None:
 
 def test_gradients() -> None:
     logits, labels, mask = case()
-    assert gradcheck(lambda x: 0.5 * cross_entropy(x, labels, mask, 0.1).total, (logits,))
+    assert gradcheck(lambda x: 0.5 * cross_entropy(CrossEntropyInputs(x, labels, mask, 0.1)).total, (logits,))
 
 
 @pytest.mark.parametrize("label", [-100, -1, 11, 10**12])

@@ -7,9 +7,16 @@ import torch
 from torch import Tensor
 
 from hybridtron.ops.dispatch import force
-from hybridtron.ops.loss import chunked as linear_loss
-from hybridtron.ops.loss.chunked import Share, Sums, chunked, linear_cross_entropy, softmax_sums
-from hybridtron.ops.loss.reference import Loss, cross_entropy
+from hybridtron.ops.loss import (
+    CrossEntropyInputs,
+    LinearCrossEntropyInputs,
+    VocabularyShare,
+    chunked,
+    cross_entropy,
+    linear_cross_entropy,
+)
+from hybridtron.ops.softmax import SoftmaxSums, SoftmaxSumsInputs, softmax_sums
+from hybridtron.ops.softmax import reference as softmax
 from hybridtron.planning import count
 from tests.live import Live
 
@@ -35,13 +42,13 @@ def case(dtype: torch.dtype, scale: float = 1.0) -> list[Tensor]:
 def room_for(tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """So many tokens' logits at a time, and two rows of them in torch's own operations."""
     monkeypatch.setattr(count, "LOGITS_BYTES", tokens * VOCABULARY * dtype.itemsize)
-    monkeypatch.setattr(linear_loss, "WORKSPACE", 2 * VOCABULARY)
+    monkeypatch.setattr(softmax, "WORKSPACE", 2 * VOCABULARY)
 
 
 def run(form: str, x: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, z_loss: float) -> list[Tensor]:
     """The loss, and the gradients of three times its total."""
     with force(linear_cross_entropy=form):
-        loss = linear_cross_entropy(x, weight, labels, mask, z_loss)
+        loss = linear_cross_entropy(LinearCrossEntropyInputs(x, weight, labels, mask, z_loss))
     return [*(value.detach() for value in loss), *torch.autograd.grad(3.0 * loss.total, (x, weight))]
 
 
@@ -69,7 +76,7 @@ def test_a_weight_s_gradient_is_added_up_in_fp32(monkeypatch: pytest.MonkeyPatch
     x = torch.ones(512, WIDTH, dtype=torch.bfloat16)
     weight = torch.zeros(VOCABULARY, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     labels, mask = torch.zeros(512, dtype=torch.int64), torch.ones(512, dtype=torch.bool)
-    total = linear_cross_entropy(x, weight, labels, mask, 0.0).total
+    total = linear_cross_entropy(LinearCrossEntropyInputs(x, weight, labels, mask, 0.0)).total
     (gradient,) = torch.autograd.grad(total, weight)
     torch.testing.assert_close(gradient[0].float(), torch.full((WIDTH,), -512 * 10 / 11), rtol=4e-3, atol=0)
     torch.testing.assert_close(gradient[1].float(), torch.full((WIDTH,), 512 / 11), rtol=4e-3, atol=0)
@@ -78,11 +85,11 @@ def test_a_weight_s_gradient_is_added_up_in_fp32(monkeypatch: pytest.MonkeyPatch
 def test_only_the_wanted_gradients_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, labels, mask = case(torch.float64)
     expected = run("reference", x, weight, labels, mask, 0.1)
-    loss = linear_cross_entropy(x, weight.detach(), labels, mask, 0.1)
+    loss = linear_cross_entropy(LinearCrossEntropyInputs(x, weight.detach(), labels, mask, 0.1))
     torch.testing.assert_close(torch.autograd.grad(3.0 * loss.total, x)[0], expected[-2])
-    monkeypatch.setattr(linear_loss, "softmax_gradients", None)
+    monkeypatch.setattr(chunked, "softmax_gradients", None)
     with torch.no_grad():
-        loss = linear_cross_entropy(x, weight, labels, mask, 0.1)
+        loss = linear_cross_entropy(LinearCrossEntropyInputs(x, weight, labels, mask, 0.1))
     torch.testing.assert_close(loss.total, expected[0])
     assert not loss.total.requires_grad
 
@@ -96,7 +103,7 @@ def test_an_all_masked_batch_is_zero() -> None:
 
 def test_a_second_backward_pass_is_refused() -> None:
     x, weight, labels, mask = case(torch.float64)
-    total = linear_cross_entropy(x, weight, labels, mask, 0.1).total
+    total = linear_cross_entropy(LinearCrossEntropyInputs(x, weight, labels, mask, 0.1)).total
     total.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         total.backward()
@@ -109,16 +116,18 @@ def test_it_gives_the_same_bits_again(tokens_at_a_time: int, monkeypatch: pytest
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_shares_of_the_vocabulary_are_joined() -> None:
+@pytest.mark.parametrize("form", ["reference", "chunked"])
+def test_shares_of_the_vocabulary_are_joined(form: str) -> None:
     """A share's sums joined with the other's, which is worked out here; its gradients are its rows, and part of x's."""
     x, weight, labels, mask = case(torch.float64)
     logits = (x.flatten(0, 1) @ weight.T).detach()
     expected = run("reference", x, weight, labels, mask, 0.1)
     of_x, of_weight = torch.zeros_like(x), []
     for first, stop, other in ((0, 4, slice(4, 11)), (4, 11, slice(0, 4))):
-        beyond = softmax_sums(logits[:, other], labels.flatten() - other.start)
-        share = Share(first, lambda own, theirs=beyond: joined(own, theirs))
-        loss: Loss = chunked(x, weight[first:stop], labels, mask, 0.1, share)
+        beyond = softmax_sums(SoftmaxSumsInputs(logits[:, other], labels.flatten() - other.start))
+        share = VocabularyShare(first, lambda own, theirs=beyond: joined(own, theirs))
+        with force(linear_cross_entropy=form):
+            loss = linear_cross_entropy(LinearCrossEntropyInputs(x, weight[first:stop], labels, mask, 0.1, share))
         torch.testing.assert_close(loss.total, expected[0])
         torch.testing.assert_close(loss.per_token, expected[3])
         parts = torch.autograd.grad(3.0 * loss.total, (x, weight))
@@ -128,11 +137,11 @@ def test_shares_of_the_vocabulary_are_joined() -> None:
     torch.testing.assert_close(torch.cat(of_weight), expected[-1])
 
 
-def joined(own: Sums, theirs: Sums) -> Sums:
+def joined(own: SoftmaxSums, theirs: SoftmaxSums) -> SoftmaxSums:
     """Of both."""
     greatest = torch.maximum(own.greatest_C, theirs.greatest_C)
     sums = (each.sum_C * (each.greatest_C - greatest).exp() for each in (own, theirs))
-    return Sums(greatest, sum(sums, torch.zeros(())), own.picked_C + theirs.picked_C)
+    return SoftmaxSums(greatest, sum(sums, torch.zeros(())), own.picked_C + theirs.picked_C)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -140,11 +149,11 @@ def test_it_holds_what_the_planner_counts(dtype: torch.dtype, monkeypatch: pytes
     """Of 600 tokens 100 at a time, and never all logits; besides what went in, a workspace and some values a token."""
     tokens, width, vocabulary = 600, 16, 500
     monkeypatch.setattr(count, "LOGITS_BYTES", 100 * vocabulary * dtype.itemsize)
-    monkeypatch.setattr(linear_loss, "WORKSPACE", 10 * vocabulary)
+    monkeypatch.setattr(softmax, "WORKSPACE", 10 * vocabulary)
     x, weight = (torch.randn(n, width).to(dtype).requires_grad_() for n in (tokens, vocabulary))
     labels, mask = torch.randint(vocabulary, (tokens,)), torch.ones(tokens, dtype=torch.bool)
     with Live() as live:
-        linear_cross_entropy(x, weight, labels, mask, 1e-4)
+        linear_cross_entropy(LinearCrossEntropyInputs(x, weight, labels, mask, 1e-4))
     planned = count.loss_bytes(tokens, width, vocabulary, dtype.itemsize)
     beside = (tokens + vocabulary) * width * dtype.itemsize + 2 * 10 * vocabulary * 4 + 50 * tokens
     assert 0.9 * planned < live.peak < planned + beside
@@ -154,6 +163,6 @@ def test_it_holds_what_the_planner_counts(dtype: torch.dtype, monkeypatch: pytes
 def test_the_reference_is_the_loss_of_the_product() -> None:
     x, weight, labels, mask = case(torch.float64)
     with force("reference"):
-        found = linear_cross_entropy(x, weight, labels, mask, 0.1)
-        expected = cross_entropy(x @ weight.T, labels, mask, 0.1)
+        found = linear_cross_entropy(LinearCrossEntropyInputs(x, weight, labels, mask, 0.1))
+        expected = cross_entropy(CrossEntropyInputs(x @ weight.T, labels, mask, 0.1))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hybridtron.device import compute_device
 from hybridtron.ops.dispatch import force
-from hybridtron.ops.norm.reference import add_rms_norm, rms_norm
+from hybridtron.ops.norm import AddRMSNormInputs, RMSNormInputs, add_rms_norm, rms_norm
 from hybridtron.ops.norm.triton import MAX_CHANNELS
 from tests.ops.compiling import compile_calls
 
@@ -28,7 +28,7 @@ def results(form: str, x: Tensor, weight: Tensor, dy: Tensor, eps: float) -> lis
     """y, and the gradients of x and of the weight."""
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
     with force(rms_norm=form):
-        y = rms_norm(x, weight, eps)
+        y = rms_norm(RMSNormInputs(x, weight, eps))
     return [y.detach(), *torch.autograd.grad(y, (x, weight), dy.to(y.dtype))]
 
 
@@ -90,10 +90,10 @@ def sum_results(
     weight = torch.randn(shape[-1], dtype=dtype if stream else torch.float32)
     dsum, dy = (torch.randn(shape[-1], dtype=kind).expand(shape) for kind in (x.dtype, dtype))
     ours = [tensor.to(device).requires_grad_() for tensor in (x, added, weight)]
-    outputs = add_rms_norm(*ours, 1e-5)
+    outputs = add_rms_norm(AddRMSNormInputs(*ours, 1e-5))
     found = [*outputs, *torch.autograd.grad(outputs, ours, (dsum.to(device), dy.to(device)))]
     summed, wide = (tensor.detach().cpu().double().requires_grad_() for tensor in (outputs[0], weight))
-    y = rms_norm.reference.function(summed, wide, 1e-5)
+    y = rms_norm.reference.function(RMSNormInputs(summed, wide, 1e-5))
     grad_sum, grad_weight = torch.autograd.grad((summed, y), (summed, wide), (dsum.double(), dy.double()))
     expected = [x.double() + added.double(), y, grad_sum, grad_sum, grad_weight]
     return [tensor.detach().cpu() for tensor in found], expected
@@ -138,40 +138,45 @@ def test_both_summands_have_one_gradient_that_no_one_writes_into() -> None:
     x, added, weight = (torch.randn(shape, requires_grad=True) for shape in ((3, 8), (3, 8), (8,)))
     with force(add_rms_norm="triton"):
         for _ in range(2):
-            summed, y = add_rms_norm(x, added, weight, 1e-5)
+            summed, y = add_rms_norm(AddRMSNormInputs(x, added, weight, 1e-5))
             (summed.sum() + y.square().sum() + x.sum()).backward()
     assert x.grad is not None
     torch.testing.assert_close(x.grad, added.grad + 2)
 
 
-def test_what_it_refuses() -> None:
-    form = rms_norm.named("triton")
-    assert form.device == "cuda"
-    assert form.refuses(torch.zeros(2, 8), torch.zeros(8), 1e-5) is None
-    assert "float64" in form.refuses(torch.zeros(2, 8).double(), torch.zeros(8), 1e-5)
-    assert "8193 channels" in form.refuses(torch.zeros(1, MAX_CHANNELS + 1), torch.zeros(MAX_CHANNELS + 1), 1e-5)
-    x, summing = torch.zeros(2, 8), add_rms_norm.named("triton")
-    assert summing.refuses(x, x, torch.zeros(8), 1e-5) is None
-    assert summing.refuses(x, x.bfloat16(), torch.zeros(8), 1e-5) is None
-    assert "not torch.float32 [2, 8] to torch.bfloat16 [2, 8]" in summing.refuses(x.bfloat16(), x, torch.zeros(8), 1e-5)
-    assert "[1, 8]" in summing.refuses(x, x[:1], torch.zeros(8), 1e-5)
-    assert "float64" in summing.refuses(x.double(), x.double(), torch.zeros(8), 1e-5)
+def test_what_it_does_not_support() -> None:
+    norm, summing = (op.named("triton") for op in (rms_norm, add_rms_norm))
+    assert norm.device == summing.device == "cuda"
+    inputs = RMSNormInputs(torch.zeros(2, 8), torch.zeros(8), 1e-5)
+    assert norm.unsupported_reason(inputs) is None
+    assert "float64" in norm.unsupported_reason(inputs._replace(x=inputs.x.double()))
+    assert "8193 channels" in norm.unsupported_reason(inputs._replace(x=torch.zeros(1, MAX_CHANNELS + 1)))
+
+    def reason(x: Tensor, added: Tensor) -> str | None:
+        return summing.unsupported_reason(AddRMSNormInputs(x, added, inputs.weight, 1e-5))
+
+    x = inputs.x
+    assert reason(x, x) is None
+    assert reason(x, x.bfloat16()) is None
+    assert "not torch.float32 [2, 8] to torch.bfloat16 [2, 8]" in reason(x.bfloat16(), x)
+    assert "[1, 8]" in reason(x, x[:1])
+    assert "float64" in reason(x.double(), x.double())
 
 
 def shipped() -> None:
     """Forward and backward of rows from those of a tiny model to the longest that are taken."""
-    from hybridtron.ops.norm.kernels import add_rms_norm as summing
-    from hybridtron.ops.norm.kernels import rms_norm as kernels
-
+    norm, summing = rms_norm.named("triton").function, add_rms_norm.named("triton").function
     for dtype in (torch.bfloat16, torch.float32):
         for channels in (64, 2304, MAX_CHANNELS):
             x = torch.empty(8192, 8, channels, dtype=dtype, device="meta", requires_grad=True)
             weight = torch.empty(channels, device="meta", requires_grad=True)
-            y = kernels(x, weight, 1e-5)
+            y = norm(RMSNormInputs(x, weight, 1e-5))
             y.backward(torch.empty_like(y))
-            torch.autograd.grad(summing(x, torch.empty_like(x), weight, 1e-5), (x, weight), (x, x))
+            torch.autograd.grad(summing(AddRMSNormInputs(x, torch.empty_like(x), weight, 1e-5)), (x, weight), (x, x))
             stream, narrow = x.float().detach().requires_grad_(), weight.to(dtype)
-            torch.autograd.grad(summing(stream, x, narrow, 1e-5), (stream, x), (stream, torch.empty_like(x)))
+            torch.autograd.grad(
+                summing(AddRMSNormInputs(stream, x, narrow, 1e-5)), (stream, x), (stream, torch.empty_like(x))
+            )
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.kernel_cost import selective_scan_cost
-from hybridtron.ops.scan.reference import selective_scan
+from hybridtron.ops.scan import ScanInputs, selective_scan
 from tests.ops.compiling import compile_calls
 from tests.ops.conv.test_kernels import documents_with_borders, some_loss
 from tests.ops.scan.test_scan import gradients, random_inputs
@@ -37,7 +37,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def computed(form: str, inputs: dict[str, Tensor | None], documents: Tensor | None) -> dict[str, Tensor]:
     """Outputs and gradients by name."""
     with force(selective_scan=form):
-        y, last = selective_scan(*inputs.values(), documents)
+        y, last = selective_scan(ScanInputs(*inputs.values(), documents))
     return {"y": y, "last": last} | gradients(some_loss(y, last), inputs)
 
 
@@ -129,7 +129,7 @@ def test_no_bit_of_a_document_leaks_into_the_next(everywhere: torch.device) -> N
             changed[name] = torch.cat([factor * inputs[name][:, :border], inputs[name][:, border:]], dim=1)
         changed = {name: t.requires_grad_() for name, t in changed.items()}
         with force(selective_scan="triton"):
-            y, last = selective_scan(*changed.values(), documents)
+            y, last = selective_scan(ScanInputs(*changed.values(), documents))
         grads = gradients(some_loss(y[:, border:], last), changed)
         assert not grads["state"].any()
         assert not any(grads[name][:, :border].any() for name in ("x", "dt", "B", "C", "z"))
@@ -153,7 +153,7 @@ def test_nothing_that_is_not_finite_crosses_a_border(border: int, value: float, 
     for inputs in (sound, broken):
         inputs = {name: tensor.clone().requires_grad_() for name, tensor in inputs.items()}
         with force(selective_scan="triton"):
-            y, last = selective_scan(*inputs.values(), documents)
+            y, last = selective_scan(ScanInputs(*inputs.values(), documents))
         grads = gradients(some_loss(y[:, border:], last), inputs)
         made.append([y[:, border:], last, *(grads[name][:, border:] for name in ("x", "dt", "B", "C", "z"))])
     assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
@@ -161,7 +161,7 @@ def test_nothing_that_is_not_finite_crosses_a_border(border: int, value: float, 
 
     inputs = {name: tensor.clone().requires_grad_() for name, tensor in sound.items()}
     with force(selective_scan="triton"):
-        y, last = selective_scan(*inputs.values(), documents)
+        y, last = selective_scan(ScanInputs(*inputs.values(), documents))
     before = [torch.autograd.grad([y, last], [inputs[n] for n in ("x", "dt", "B", "C")], [y.detach(), grad_last],
                                   retain_graph=True) for grad_last in (0 * last, last * value)]  # fmt: skip
     assert all(torch.equal(one[:, :border], other[:, :border]) for one, other in zip(*before, strict=True))
@@ -181,26 +181,23 @@ def test_rows_and_tokens_may_lie_in_any_order(everywhere: torch.device) -> None:
         assert_close(value, expected[name], rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def test_what_it_refuses() -> None:
-    form = selective_scan.named("triton")
-    assert form.device == "cuda"
-    assert form.repeats is None
-    assert form.refuses(*random_inputs(dtype=torch.float32).values(), documents_with_borders(2, 11, 5)) is None
-    assert "float64" in form.refuses(*random_inputs().values(), None)
-    assert "at most 256, not 257" in form.refuses(*random_inputs(size=257, dtype=torch.float32).values(), None)
+def test_what_it_does_not_support() -> None:
+    def reason(inputs: dict[str, Tensor | None], documents: Tensor | None = None) -> str | None:
+        return selective_scan.named("triton").unsupported_reason(ScanInputs(*inputs.values(), documents))
+
+    assert selective_scan.named("triton").device == "cuda"
+    assert selective_scan.named("triton").repeats_bits()
+    assert reason(random_inputs(dtype=torch.float32), documents_with_borders(2, 11, 5)) is None
+    assert "float64" in reason(random_inputs())
+    assert "at most 256, not 257" in reason(random_inputs(size=257, dtype=torch.float32))
 
 
-def test_on_cuda_a_state_comes_here_and_the_rest_goes_to_mamba_ssm_first() -> None:
-    assert [form.name for form in selective_scan.fast] == ["mamba-ssm", "triton", "chunked"]
-    inputs = random_inputs(dtype=torch.float32)
-
-    def taker(documents: Tensor | None, **changed: Tensor | None) -> str:
-        given = (*(inputs | changed).values(), documents)
-        return next(f.name for f in selective_scan.fast if f.refuses is None or f.refuses(*given) is None)
-
-    assert taker(None, state=None) == "mamba-ssm"
-    assert taker(None) == "triton"
-    assert taker(documents_with_borders(2, 11, 5), state=None) == "triton"
+def test_documents_go_to_it_rather_than_to_mamba_ssm() -> None:
+    inputs = ScanInputs(*(random_inputs(dtype=torch.float32) | {"state": None}).values())
+    for documents, first in ((None, "mamba-ssm"), (documents_with_borders(2, 11, 5), "triton")):
+        given = inputs._replace(documents_BL=documents)
+        supporting = [each.name for each in selective_scan.implementations if each.unsupported_reason(given) is None]
+        assert supporting[0] == first
 
 
 def shipped() -> None:
@@ -213,18 +210,19 @@ def shipped() -> None:
             x, z = torch.empty(LENGTH, 1, 2 * channels, dtype=dtype).transpose(0, 1).split(channels, dim=2)
             B, C = torch.empty(LENGTH, 1, 2 * size, dtype=dtype).transpose(0, 1).split(size, dim=2)
             per_channel = torch.empty(channels).requires_grad_()
-            y, last = selective_scan.named("triton").function(
+            inputs = ScanInputs(
                 x.detach().requires_grad_(),
                 torch.empty(1, LENGTH, channels, dtype=dtype).requires_grad_(),
                 torch.empty(channels, size).requires_grad_(),
                 B.detach().requires_grad_(),
                 C.detach().requires_grad_(),
                 per_channel,
-                z.detach().requires_grad_() if whole else None,
                 per_channel,
+                z.detach().requires_grad_() if whole else None,
                 torch.empty(1, channels, size).requires_grad_() if whole else None,
                 torch.empty(1, LENGTH, dtype=torch.int32) if whole else None,
             )
+            y, last = selective_scan.named("triton").function(inputs)
         (y.sum() + last.sum()).backward()
 
 

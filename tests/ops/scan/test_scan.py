@@ -13,10 +13,7 @@ from torch.testing import assert_close
 from hybridtron.device import Package
 from hybridtron.ops import dispatch
 from hybridtron.ops.dispatch import force
-from hybridtron.ops.scan import mamba_ssm as scan_mamba_ssm
-from hybridtron.ops.scan import recurrence
-from hybridtron.ops.scan import reference as scan
-from hybridtron.ops.scan.reference import selective_scan
+from hybridtron.ops.scan import ScanInputs, chunked, mamba_ssm, recurrence, selective_scan
 
 OWN_FORMS = ["reference", "chunked"]
 FORMS = [*OWN_FORMS, "mamba-ssm"]
@@ -31,15 +28,15 @@ PER_TOKEN = ("x", "dt", "B", "C", "z")
 @pytest.fixture(autouse=True)
 def _stand_in_for_mamba_ssm(monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(selective_scan_fn=upstream_scan)
-    monkeypatch.setattr(scan_mamba_ssm, "optional_package", lambda name: Package(name, module, "stand-in"))
+    monkeypatch.setattr(mamba_ssm, "optional_package", lambda name: Package(name, module, "stand-in"))
 
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 4 tokens, so that 11 tokens are two whole chunks of groups and a ragged one that goes one by one."""
-    monkeypatch.setattr(scan, "CHUNK", 4)
+    monkeypatch.setattr(chunked, "CHUNK", 4)
     monkeypatch.setattr(recurrence, "GROUP", 2)
-    monkeypatch.setattr(scan_mamba_ssm, "SHARE_CHUNK", 4)
+    monkeypatch.setattr(mamba_ssm, "SHARE_CHUNK", 4)
 
 
 def upstream_scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state) -> tuple[Tensor, Tensor]:
@@ -49,7 +46,7 @@ def upstream_scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_la
     assert {t.dtype for t in (delta, B, C)} == {u.dtype}
     assert z is None or z.dtype == u.dtype
     gate = None if z is None else z.mT
-    y, last = selective_scan.reference.function(u.mT, delta.mT, A, B.mT, C.mT, D, gate, delta_bias, None, None)
+    y, last = selective_scan.reference.function(ScanInputs(u.mT, delta.mT, A, B.mT, C.mT, D, delta_bias, gate))
     return y.mT, last.detach()
 
 
@@ -65,8 +62,8 @@ def random_inputs(
         "B": torch.randn(rows, length, size, dtype=dtype),
         "C": torch.randn(rows, length, size, dtype=dtype),
         "D": torch.randn(channels, dtype=wide),
-        "z": torch.randn(rows, length, channels, dtype=dtype),
         "dt_bias": torch.randn(channels, dtype=wide) - 1,
+        "z": torch.randn(rows, length, channels, dtype=dtype),
         "state": torch.randn(rows, channels, size, dtype=wide),
     }
     return {name: tensor.requires_grad_() for name, tensor in inputs.items()}
@@ -74,7 +71,7 @@ def random_inputs(
 
 def run(form: str, inputs: dict[str, Tensor | None], documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
     with force(selective_scan=form):
-        return selective_scan(*inputs.values(), documents)
+        return selective_scan(ScanInputs(*inputs.values(), documents))
 
 
 def tokens_of(inputs: dict[str, Tensor | None], tokens: slice, state: Tensor | None) -> dict[str, Tensor | None]:
@@ -107,7 +104,7 @@ def test_three_steps_by_hand(form: str) -> None:
 
 def selective_scan_of_ones(form: str, one: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
     with force(selective_scan=form):
-        return selective_scan(one, 0 * one, torch.tensor([[-1.0]]), one, one, zero, None, zero, None, None)
+        return selective_scan(ScanInputs(one, 0 * one, torch.tensor([[-1.0]]), one, one, zero, zero))
 
 
 @pytest.fixture(params=[recurrence.LARGE_STATE, 0], ids=["side_by_side", "one_by_one"])
@@ -145,7 +142,7 @@ def test_nothing_crosses_the_border_of_a_document(form: str, value: float, begin
 @pytest.mark.usefixtures("small_chunks")
 def test_without_decay_the_state_is_a_running_sum(form: str) -> None:
     inputs = random_inputs() | {"A": torch.zeros(3, 2, dtype=torch.float64)}
-    x, dt, _, B, C, D, z, dt_bias, state = inputs.values()
+    x, dt, _, B, C, D, dt_bias, z, state = inputs.values()
     gains = torch.einsum("ble,ble,bln->blen", torch.nn.functional.softplus(dt + dt_bias), x, B)
     h = state.unsqueeze(1) + gains.cumsum(1)
     y, last = run(form, inputs)
@@ -237,7 +234,7 @@ def test_no_bit_of_a_document_leaks_into_the_next(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_one_token_is_one_step(form: str) -> None:
     inputs = random_inputs(length=1)
-    x, dt, A, B, C, D, z, dt_bias, state = inputs.values()
+    x, dt, A, B, C, D, dt_bias, z, state = inputs.values()
     delta = torch.nn.functional.softplus(dt + dt_bias).mT
     h = torch.exp(delta * A) * state + delta * x.mT * B
     y, last = run(form, inputs)
@@ -273,27 +270,44 @@ def test_backward_keeps_no_state_of_every_token() -> None:
         run("chunked", inputs)
     own = {t.data_ptr() for t in inputs.values()}
     beyond_inputs = sum(t.numel() for address, t in kept.items() if address not in own)
-    assert 0 < beyond_inputs <= rows * length * channels * size / scan.CHUNK + channels * size
+    assert 0 < beyond_inputs <= rows * length * channels * size / chunked.CHUNK + channels * size
 
 
-def test_what_mamba_ssm_refuses() -> None:
-    form = selective_scan.named("mamba-ssm")
-    assert form.device == "cuda"
+def test_what_mamba_ssm_does_not_support() -> None:
+    def reason(inputs: dict[str, Tensor | None], documents: Tensor | None = None) -> str | None:
+        return completed.unsupported_reason(ScanInputs(*inputs.values(), documents))
+
+    alone, completed = selective_scan.named("mamba-ssm"), selective_scan.named("mamba-ssm+h0")
+    assert alone.device == completed.device == "cuda"
     inputs = random_inputs(dtype=torch.float32)
-    assert form.refuses(*(inputs | {"state": None}).values(), None) is None
-    assert "document borders" in form.refuses(*inputs.values(), TWO_DOCUMENTS)
-    assert "float64" in form.refuses(*random_inputs().values(), None)
-    assert "at most 256, not 257" in form.refuses(*random_inputs(size=257, dtype=torch.float32).values(), None)
+    assert reason(inputs) is None
+    assert "document borders" in reason(inputs, TWO_DOCUMENTS)
+    assert "float64" in reason(random_inputs())
+    assert "at most 256, not 257" in reason(random_inputs(size=257, dtype=torch.float32))
+    assert "no initial state" in alone.unsupported_reason(ScanInputs(*inputs.values()))
+    assert alone.unsupported_reason(ScanInputs(*(inputs | {"state": None}).values())) is None
 
 
-@pytest.mark.parametrize("installed", [True, False])
-def test_mamba_ssm_leaves_a_state_to_our_own_kernels_where_there_is_triton(
-    installed: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("packages", "with_state", "runs"),
+    [
+        ({mamba_ssm.PACKAGE, "triton"}, False, "mamba-ssm"),
+        ({mamba_ssm.PACKAGE, "triton"}, True, "triton"),
+        ({mamba_ssm.PACKAGE}, True, "mamba-ssm+h0"),
+        ({"triton"}, False, "triton"),
+        (set(), True, "chunked"),
+    ],
+)
+def test_kernels_that_take_a_state_come_before_one_that_is_completed(
+    packages: set[str], with_state: bool, runs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = SimpleNamespace() if installed else None
-    monkeypatch.setattr(dispatch, "optional_package", lambda name: Package(name, module, "as the test says"))
-    refusal = selective_scan.named("mamba-ssm").refuses(*random_inputs(dtype=torch.float32).values(), None)
-    assert refusal == ("the kernel takes no initial state, and our own does" if installed else None)
+    def found(name: str) -> Package:
+        return Package(name, SimpleNamespace() if name in packages else None, "as the test says")
+
+    monkeypatch.setattr(dispatch, "optional_package", found)
+    inputs = random_inputs(dtype=torch.float32) | ({} if with_state else {"state": None})
+    monkeypatch.setattr(dispatch, "device_of", lambda inputs: "cuda")
+    assert selective_scan.selected(ScanInputs(*inputs.values())).name == runs
 
 
 def test_types_that_differ_are_made_one_for_mamba_ssm() -> None:

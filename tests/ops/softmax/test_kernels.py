@@ -8,8 +8,8 @@ from torch import Tensor
 
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.kernel_cost import Cost, linear_cross_entropy_cost
-from hybridtron.ops.loss import chunked as linear_loss
-from hybridtron.ops.loss.chunked import linear_cross_entropy, softmax_gradients, softmax_sums
+from hybridtron.ops.loss import LinearCrossEntropyInputs, linear_cross_entropy
+from hybridtron.ops.softmax import SoftmaxGradientsInputs, SoftmaxSumsInputs, softmax_gradients, softmax_sums
 from hybridtron.planning import count
 from tests.ops.compiling import compile_calls
 
@@ -35,9 +35,9 @@ def case(size: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
 def test_sums(size: int, dtype: torch.dtype, device: torch.device) -> None:
     logits, labels, _ = case(size, dtype, device)
     with force("triton"):
-        found = softmax_sums(logits, labels)
+        found = softmax_sums(SoftmaxSumsInputs(logits, labels))
     with force("reference"):
-        expected = softmax_sums(logits.double(), labels)
+        expected = softmax_sums(SoftmaxSumsInputs(logits.double(), labels))
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours[:4].double(), theirs[:4], rtol=2e-6, atol=0)
@@ -50,9 +50,9 @@ def test_gradients(size: int, dtype: torch.dtype, z_loss: float, device: torch.d
     logits, labels, mask = case(size, dtype, device)
     lse = logits.double().logsumexp(-1)
     with force("reference"):
-        expected = softmax_gradients(logits.double(), labels, mask, lse, z_loss)
+        expected = softmax_gradients(SoftmaxGradientsInputs(logits.double(), labels, mask, lse, z_loss))
     with force("triton"):
-        found = softmax_gradients(logits, labels, mask, lse.float(), z_loss)
+        found = softmax_gradients(SoftmaxGradientsInputs(logits, labels, mask, lse.float(), z_loss))
     assert found.data_ptr() == logits.data_ptr()
     torch.testing.assert_close(found.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype] / 2)
     assert not found[4].any()
@@ -71,7 +71,7 @@ def test_the_loss_with_the_kernels(dtype: torch.dtype, device: torch.device, mon
     exact = [t.detach().double().requires_grad_() for t in (x, weight)]
     for inputs, form, softmax in (((x, weight), "chunked", "triton"), (exact, "reference", "reference")):
         with force(linear_cross_entropy=form, softmax_sums=softmax, softmax_gradients=softmax):
-            loss = linear_cross_entropy(*inputs, labels, mask, 1e-3)
+            loss = linear_cross_entropy(LinearCrossEntropyInputs(*inputs, labels, mask, 1e-3))
         found.append([loss.total.detach(), loss.per_token, *torch.autograd.grad(2 * loss.total, inputs)])
     for ours, theirs in zip(*found, strict=True):
         limit = 4 * TOLERANCES[dtype] * theirs.abs().max().item()
@@ -86,8 +86,8 @@ def shipped() -> None:
         labels = torch.empty(tokens, dtype=torch.int64, device="meta")
         mask, lse = (torch.empty(tokens, dtype=kind, device="meta") for kind in (torch.bool, torch.float32))
         with force("triton"):
-            linear_loss.softmax_sums(logits, labels)
-            linear_loss.softmax_gradients(logits, labels, mask, lse, 1e-4)
+            softmax_sums(SoftmaxSumsInputs(logits, labels))
+            softmax_gradients(SoftmaxGradientsInputs(logits, labels, mask, lse, 1e-4))
 
 
 def test_they_compile_for_hopper() -> None:

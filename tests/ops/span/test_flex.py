@@ -5,35 +5,35 @@ import torch
 from torch import Tensor
 
 from hybridtron.ops.dispatch import force
+from hybridtron.ops.span import SpanCut, SpanInputs, SpanSegment, span_attention
 from hybridtron.ops.span.choice import choose
 from hybridtron.ops.span.flex import TILE, mask_of, places_of, tiles_of
-from hybridtron.ops.span.reference import Cut, Stretch, span_attention
 
 LENGTH = 300
 CUTS = {
-    "whole": Cut(64, 16, (Stretch(slice(0, 2), 0, LENGTH),)),
-    "borders": Cut(
+    "whole": SpanCut(64, 16, (SpanSegment(slice(0, 2), 0, LENGTH),)),
+    "borders": SpanCut(
         32,
         8,
         (
-            Stretch(slice(0, 1), 0, 77, seen=45, kept=29),
-            Stretch(slice(0, 1), 77, LENGTH),
-            Stretch(slice(1, 2), 0, 200, seen=5, kept=5),
-            Stretch(slice(1, 2), 200, LENGTH),
+            SpanSegment(slice(0, 1), 0, 77, seen=45, kept=29),
+            SpanSegment(slice(0, 1), 77, LENGTH),
+            SpanSegment(slice(1, 2), 0, 200, seen=5, kept=5),
+            SpanSegment(slice(1, 2), 200, LENGTH),
         ),
     ),
-    "shifted": Cut(40, 8, (Stretch(slice(0, 2), 0, LENGTH),), shift=20),
+    "shifted": SpanCut(40, 8, (SpanSegment(slice(0, 2), 0, LENGTH),), shift=20),
 }
 
 
-def case(name: str, share: int = 2, device: str = "cpu") -> tuple[list[Tensor], Cut, list[Tensor | None]]:
+def case(name: str, share: int = 2, device: str = "cpu") -> tuple[list[Tensor], SpanCut, list[Tensor | None]]:
     """Queries, keys with a memory of 40 tokens, values, and random choices."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, LENGTH, 2 * share, 16), (2, LENGTH + 40, 2, 16), (2, LENGTH + 40, 2, 16)]
     tensors = [torch.randn(shape, generator=generator).to(device).requires_grad_() for shape in shapes]
     cut, chosen = CUTS[name], []
-    for stretch in cut.stretches:
-        available, rows = cut.available(stretch), stretch.rows.stop - stretch.rows.start
+    for segment in cut.segments:
+        available, rows = cut.available(segment), segment.rows.stop - segment.rows.start
         scores = torch.rand(rows, 2, len(available), max(available) + 1, generator=generator)
         chosen.append(None if cut.shift else choose(scores.to(device), available, 3))
     return tensors, cut, chosen
@@ -46,14 +46,14 @@ def test_forward_is_the_reference(name: str, share: int) -> None:
     found = []
     for form in ("flex", "reference"):
         with force(span_attention=form):
-            found.append(span_attention(*(x.detach() for x in tensors), cut, chosen))
+            found.append(span_attention(SpanInputs(*(x.detach() for x in tensors), cut, chosen)))
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", CUTS)
 def test_tiles_hold_all_that_is_seen_and_little_more(name: str) -> None:
     tensors, cut, chosen = case(name)
-    places = places_of(cut, chosen, *tensors[:2])
+    places = places_of(SpanInputs(*tensors, cut, chosen))
     shape = (2, 2, LENGTH, LENGTH + 40)
     b, g, i, j = (
         torch.arange(size).view([-1 if axis == n else 1 for n in range(4)]) for axis, size in enumerate(shape)
@@ -73,7 +73,7 @@ def test_gradients_are_the_reference(name: str) -> None:
     found = []
     for form in ("flex", "reference"):
         with force(span_attention=form):
-            y = span_attention(*tensors, cut, chosen)
+            y = span_attention(SpanInputs(*tensors, cut, chosen))
         found.append([y.detach(), *torch.autograd.grad(y.square().sum(), tensors)])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)

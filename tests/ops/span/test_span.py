@@ -11,29 +11,37 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from hybridtron.ops.attention.reference import attention
+from hybridtron.ops.attention import AttentionInputs, attention
 from hybridtron.ops.dispatch import force
-from hybridtron.ops.span import blocked as span_blocked
+from hybridtron.ops.span import (
+    CarriedBlocks,
+    ChoiceRule,
+    SpanCut,
+    SpanInputs,
+    SpanSegment,
+    blocked,
+    choose_at_random,
+    choose_by_relevance,
+    span_attention,
+)
 from hybridtron.ops.span.choice import choose, random_relevance, relevance, summaries
-from hybridtron.ops.span.past import Held, Rule, choose_at_random, choose_by_relevance
-from hybridtron.ops.span.reference import Cut, Stretch, span_attention
 
 FORMS = pytest.mark.parametrize("form", ["reference", "blocked"])
 LENGTH, HEADS, GROUPS, SIZE = 45, 4, 2, 8
 ALL = slice(0, 2)
-WHOLE = (Stretch(ALL, 0, LENGTH),)
+WHOLE = (SpanSegment(ALL, 0, LENGTH),)
 BORDERS = (
-    Stretch(slice(0, 1), 0, 20),
-    Stretch(slice(0, 1), 20, LENGTH),
-    Stretch(slice(1, 2), 0, 7),
-    Stretch(slice(1, 2), 7, LENGTH),
+    SpanSegment(slice(0, 1), 0, 20),
+    SpanSegment(slice(0, 1), 20, LENGTH),
+    SpanSegment(slice(1, 2), 0, 7),
+    SpanSegment(slice(1, 2), 7, LENGTH),
 )
 
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(span_blocked, "AT_ONCE", 16)
-    monkeypatch.setattr(span_blocked, "BLOCK", 3)
+    monkeypatch.setattr(blocked, "AT_ONCE", 16)
+    monkeypatch.setattr(blocked, "BLOCK", 3)
 
 
 def inputs(length: int = LENGTH, groups: int = GROUPS, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -43,8 +51,8 @@ def inputs(length: int = LENGTH, groups: int = GROUPS, dtype: torch.dtype = torc
     return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
 
 
-def chosen_for(cut: Cut, rule: Rule, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor | None]:
-    return choose_by_relevance(cut, rule, q, k, v, None, Held(0, 0))[0]
+def chosen_for(cut: SpanCut, rule: ChoiceRule, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor | None]:
+    return choose_by_relevance(cut, rule, q, k, v, None, CarriedBlocks(0, 0))[0]
 
 
 def gradients(y: Tensor, tensors: list[Tensor]) -> list[Tensor]:
@@ -68,7 +76,7 @@ def mixed(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     return sum((w * value for w, value in zip(weights, values, strict=True)), torch.zeros(SIZE, dtype=torch.float64))
 
 
-def by_loops(q: Tensor, k: Tensor, v: Tensor, chunk: int, block: int, rule: Rule) -> Tensor:
+def by_loops(q: Tensor, k: Tensor, v: Tensor, chunk: int, block: int, rule: ChoiceRule) -> Tensor:
     """One document, token by token: q is (L, H, K), k and v (L, G, K)."""
     length, heads, share = len(q), q.shape[1], q.shape[1] // k.shape[1]
     y = torch.zeros_like(q)
@@ -98,56 +106,58 @@ LANDMARKS = torch.randn(HEADS, SIZE, generator=torch.Generator().manual_seed(3),
 
 
 @FORMS
-@pytest.mark.parametrize("stretches", [WHOLE, BORDERS], ids=["whole", "borders"])
+@pytest.mark.parametrize("segments", [WHOLE, BORDERS], ids=["whole", "borders"])
 @pytest.mark.parametrize(
     ("chunk", "block", "rule"),
     [
-        (8, 4, Rule(2, False)),
-        (8, 4, Rule(2, True)),
-        (6, 3, Rule(3, False, LANDMARKS)),
-        (4, 4, Rule(1, True)),
-        (8, 2, Rule(0, False)),
+        (8, 4, ChoiceRule(2, False)),
+        (8, 4, ChoiceRule(2, True)),
+        (6, 3, ChoiceRule(3, False, LANDMARKS)),
+        (4, 4, ChoiceRule(1, True)),
+        (8, 2, ChoiceRule(0, False)),
     ],
 )
-def test_forms_are_the_equations(form: str, stretches: tuple[Stretch, ...], chunk: int, block: int, rule: Rule) -> None:
+def test_forms_are_the_equations(
+    form: str, segments: tuple[SpanSegment, ...], chunk: int, block: int, rule: ChoiceRule
+) -> None:
     q, k, v = (x.detach() for x in inputs())
-    cut = Cut(chunk, block, stretches)
+    cut = SpanCut(chunk, block, segments)
     with force(span_attention=form):
-        y = span_attention(q, k, v, cut, chosen_for(cut, rule, q, k, v))
-    for stretch in stretches:
-        for row in range(stretch.rows.start, stretch.rows.stop):
-            here = slice(stretch.start, stretch.stop)
+        y = span_attention(SpanInputs(q, k, v, cut, chosen_for(cut, rule, q, k, v)))
+    for segment in segments:
+        for row in range(segment.rows.start, segment.rows.stop):
+            here = slice(segment.start, segment.stop)
             alone = by_loops(q[row, here], k[row, here], v[row, here], chunk, block, rule)
             torch.testing.assert_close(y[row, here], alone)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("stretches", [WHOLE, BORDERS], ids=["whole", "borders"])
+@pytest.mark.parametrize("segments", [WHOLE, BORDERS], ids=["whole", "borders"])
 @pytest.mark.parametrize(
     ("chunk", "block", "most", "shift"), [(8, 4, 2, 0), (32, 2, 3, 0), (4, 4, 9, 0), (10, 2, 0, 5)]
 )
 def test_blocked_is_the_reference(
-    groups: int, stretches: tuple[Stretch, ...], chunk: int, block: int, most: int, shift: int
+    groups: int, segments: tuple[SpanSegment, ...], chunk: int, block: int, most: int, shift: int
 ) -> None:
     tensors = inputs(groups=groups)
-    cut = Cut(chunk, block, stretches, shift)
-    chosen = [None] * len(stretches) if shift else chosen_for(cut, Rule(most, False), *tensors)
+    cut = SpanCut(chunk, block, segments, shift)
+    chosen = [None] * len(segments) if shift else chosen_for(cut, ChoiceRule(most, False), *tensors)
     found = []
     for form in ("blocked", "reference"):
         with force(span_attention=form):
-            found.append(gradients(span_attention(*tensors, cut, chosen), tensors))
+            found.append(gradients(span_attention(SpanInputs(*tensors, cut, chosen)), tensors))
     assert_all_close(*found)
 
 
 def test_blocked_is_the_reference_in_fp32_over_real_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     tensors = inputs(2500, dtype=torch.float32)
-    cut = Cut(512, 32, (Stretch(ALL, 0, 2500),))
-    chosen = chosen_for(cut, Rule(8, False), *tensors)
+    cut = SpanCut(512, 32, (SpanSegment(ALL, 0, 2500),))
+    chosen = chosen_for(cut, ChoiceRule(8, False), *tensors)
     found = []
     for form in ("blocked", "reference"):
         with force(span_attention=form):
-            found.append(gradients(span_attention(*tensors, cut, chosen), tensors))
+            found.append(gradients(span_attention(SpanInputs(*tensors, cut, chosen)), tensors))
     assert_all_close(*found, 1e-5)
 
 
@@ -155,47 +165,47 @@ def test_blocked_is_the_reference_in_fp32_over_real_parts(monkeypatch: pytest.Mo
 def test_bf16_is_near_the_reference_in_float64(form: str) -> None:
     halves = inputs(dtype=torch.bfloat16)
     exact = [x.detach().double().requires_grad_() for x in halves]
-    cut = Cut(8, 4, WHOLE)
-    chosen = chosen_for(cut, Rule(2, False), *exact)
+    cut = SpanCut(8, 4, WHOLE)
+    chosen = chosen_for(cut, ChoiceRule(2, False), *exact)
     with force(span_attention=form):
-        found = gradients(span_attention(*halves, cut, chosen), halves)
+        found = gradients(span_attention(SpanInputs(*halves, cut, chosen)), halves)
     assert all(x.dtype == torch.bfloat16 for x in found)
     with force(span_attention="reference"):
-        expected = gradients(span_attention(*exact, cut, chosen), exact)
+        expected = gradients(span_attention(SpanInputs(*exact, cut, chosen)), exact)
     assert_all_close([x.double() for x in found], expected, 0.05)
 
 
 @FORMS
 def test_gradients(form: str) -> None:
     q, k, v = (x.detach()[:1, :10, :2, :2].requires_grad_() for x in inputs())
-    cut = Cut(4, 2, (Stretch(slice(0, 1), 0, 10),))
+    cut = SpanCut(4, 2, (SpanSegment(slice(0, 1), 0, 10),))
     generator = torch.Generator().manual_seed(1)
     scores = torch.rand(1, 2, 3, 5, generator=generator)
     chosen = [choose(scores, [0, 2, 4], 2)]
     with force(span_attention=form):
-        assert gradcheck(lambda *x: span_attention(*x, cut, chosen), (q, k, v), fast_mode=True)
+        assert gradcheck(lambda *x: span_attention(SpanInputs(*x, cut, chosen)), (q, k, v), fast_mode=True)
 
 
 @FORMS
 def test_with_all_blocks_it_is_full_attention(form: str) -> None:
     tensors = inputs()
-    cut = Cut(8, 4, WHOLE)
-    chosen = chosen_for(cut, Rule(100, False), *tensors)
+    cut = SpanCut(8, 4, WHOLE)
+    chosen = chosen_for(cut, ChoiceRule(100, False), *tensors)
     with force(span_attention=form):
-        found = gradients(span_attention(*tensors, cut, chosen), tensors)
-    assert_all_close(found, gradients(attention(*tensors, None, None, None), tensors))
+        found = gradients(span_attention(SpanInputs(*tensors, cut, chosen)), tensors)
+    assert_all_close(found, gradients(attention(AttentionInputs(*tensors)), tensors))
 
 
 @FORMS
 def test_with_no_block_chunks_are_rows_of_their_own(form: str) -> None:
     q, k, v = inputs()
-    cut = Cut(8, 4, WHOLE)
-    chosen = chosen_for(cut, Rule(0, False), q, k, v)
+    cut = SpanCut(8, 4, WHOLE)
+    chosen = chosen_for(cut, ChoiceRule(0, False), q, k, v)
     assert chosen == [None]
     with force(span_attention=form):
-        y = span_attention(q, k, v, cut, chosen)
+        y = span_attention(SpanInputs(q, k, v, cut, chosen))
     for start in range(0, LENGTH, 8):
-        alone = attention(*(x[:, start : start + 8] for x in (q, k, v)), None, None, None)
+        alone = attention(AttentionInputs(*(x[:, start : start + 8] for x in (q, k, v))))
         torch.testing.assert_close(y[:, start : start + 8], alone)
 
 
@@ -233,7 +243,7 @@ def test_random_relevance_is_a_function_of_where_it_stands() -> None:
 
 
 def test_random_blocks_lie_in_the_past_and_differ() -> None:
-    cut = Cut(8, 2, WHOLE)
+    cut = SpanCut(8, 2, WHOLE)
     (chosen,) = choose_at_random(cut, 3, 1, [0, 1], torch.device("cpu"))
     assert chosen is not None
     assert (chosen[:, :, 0] == -1).all()
@@ -251,13 +261,13 @@ def test_a_token_reaches_later_chunks_and_its_own_past_stays(form: str) -> None:
     all before them."""
     tensors = [x.detach() for x in inputs()]
     others = [torch.cat((x[:, :21], torch.randn_like(x[:, 21:])), dim=1) for x in tensors]
-    cut = Cut(8, 4, WHOLE)
-    for rule, safe in ((Rule(2, False), 16), (Rule(2, True), 21), (Rule(2, False, LANDMARKS), 16)):
+    cut = SpanCut(8, 4, WHOLE)
+    for rule, safe in ((ChoiceRule(2, False), 16), (ChoiceRule(2, True), 21), (ChoiceRule(2, False, LANDMARKS), 16)):
         frozen = chosen_for(cut, rule, *tensors)
         with force(span_attention=form):
-            before = span_attention(*tensors, cut, frozen)
-            chosen_anew = span_attention(*others, cut, chosen_for(cut, rule, *others))
-            chosen_then = span_attention(*others, cut, frozen)
+            before = span_attention(SpanInputs(*tensors, cut, frozen))
+            chosen_anew = span_attention(SpanInputs(*others, cut, chosen_for(cut, rule, *others)))
+            chosen_then = span_attention(SpanInputs(*others, cut, frozen))
         assert torch.equal(chosen_anew[:, :safe], before[:, :safe])
         assert torch.equal(chosen_then[:, :21], before[:, :21])
         assert not torch.equal(chosen_anew[:, 21:], before[:, 21:])
@@ -270,10 +280,10 @@ def test_rolled_groups_of_shifted_attention_would_leak() -> None:
 
     def rolled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         groups = (x.roll(-4, dims=1).unflatten(1, (4, 8)).flatten(0, 1) for x in (q, k, v))
-        return attention(*groups, None, None, None).unflatten(0, (2, 4)).flatten(1, 2).roll(4, dims=1)
+        return attention(AttentionInputs(*groups)).unflatten(0, (2, 4)).flatten(1, 2).roll(4, dims=1)
 
     def shifted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return span_attention(q, k, v, Cut(8, 8, (Stretch(ALL, 0, 32),), shift=4), [None])
+        return span_attention(SpanInputs(q, k, v, SpanCut(8, 8, (SpanSegment(ALL, 0, 32),), shift=4), [None]))
 
     assert not torch.equal(rolled(*tensors)[:, :28], rolled(*others)[:, :28])
     assert torch.equal(shifted(*tensors)[:, :28], shifted(*others)[:, :28])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridtron.device import compute_device
-from hybridtron.ops.ssd.reference import ssd_scan
+from hybridtron.ops.ssd import SSDInputs, ssd_scan
 from hybridtron.ops.ssd.triton import MAX_HEAD, MAX_STATE
 from tests.ops.compiling import compile_calls
 from tests.ops.ssd.test_ssd import PER_TOKEN, gradients, random_inputs, run, some_loss, tokens_of
@@ -30,9 +30,9 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cut(monkeypatch: pytest.MonkeyPatch, chunk: int, own: int, inner: int, outer: int) -> None:
-    from hybridtron.ops.ssd import kernels as ssd  # not above: the kernels' files are read anew for the interpreter
+    from hybridtron.ops.ssd import kernels_row  # not above: the kernels' files are imported again for the interpreter
 
-    monkeypatch.setattr(ssd, "tiles", lambda *_: ssd.Tiles(chunk, own, inner, outer))
+    monkeypatch.setattr(kernels_row, "tiles", lambda *_: kernels_row.ProductTiles(chunk, own, inner, outer))
 
 
 @pytest.fixture
@@ -103,9 +103,9 @@ def test_rows_about_a_chunk_long(length: int) -> None:
 @pytest.mark.parametrize("programs", [1, 264], ids=["one program", "one for each head"])
 @pytest.mark.usefixtures("small_tiles")
 def test_heads_of_a_group_in_one_program_or_many(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hybridtron.ops.ssd import kernels as ssd
+    from hybridtron.ops.ssd import kernels
 
-    monkeypatch.setattr(ssd, "PROGRAMS", programs)
+    monkeypatch.setattr(kernels, "PROGRAMS", programs)
     assert_right(random_inputs(1, 8, 5, 4, 1, 4, torch.float32), document_index([[3, 5]]))
 
 
@@ -202,19 +202,19 @@ def test_backward_keeps_the_inputs_alone() -> None:
     assert set(kept) <= {tensor.data_ptr() for tensor in inputs.values()}
 
 
-def test_what_it_refuses() -> None:
-    form = ssd_scan.named(FORM)
-    assert form.device == "cuda"
-    assert form.refuses(*random_inputs(dtype=torch.bfloat16).values(), None) is None
-    assert "float64" in form.refuses(*random_inputs().values(), None)
-    assert "129 channels" in form.refuses(*random_inputs(head=MAX_HEAD + 1, dtype=torch.float32).values(), None)
-    assert "257 state" in form.refuses(*random_inputs(size=MAX_STATE + 1, dtype=torch.float32).values(), None)
+def test_what_it_does_not_support() -> None:
+    def reason(inputs: Inputs) -> str | None:
+        return ssd_scan.named(FORM).unsupported_reason(SSDInputs(*inputs.values()))
+
+    assert ssd_scan.named(FORM).device == "cuda"
+    assert reason(random_inputs(dtype=torch.bfloat16)) is None
+    assert "float64" in reason(random_inputs())
+    assert "129 channels" in reason(random_inputs(head=MAX_HEAD + 1, dtype=torch.float32))
+    assert "257 state" in reason(random_inputs(size=MAX_STATE + 1, dtype=torch.float32))
 
 
 def shipped() -> None:
     """Forward and backward at the sizes of published models, and at the largest that are taken."""
-    from hybridtron.ops.ssd import kernels as ssd
-
     sizes = {
         torch.bfloat16: [(24, 64, 1, 128), (128, 64, 8, 128), (16, 128, 1, MAX_STATE)],
         torch.float16: [(24, 64, 1, 128)],
@@ -225,7 +225,7 @@ def shipped() -> None:
             with torch.device("meta"):
                 inputs = random_inputs(8, 8192, heads, head, groups, state, dtype)
                 documents = torch.zeros(8, 8192, dtype=torch.int32)
-            y, last = ssd.ssd_scan(*inputs.values(), documents)
+            y, last = ssd_scan.named(FORM).function(SSDInputs(*inputs.values(), documents))
             torch.autograd.backward((y, last), (torch.empty_like(y), torch.empty_like(last)))
 
 

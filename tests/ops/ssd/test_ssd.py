@@ -12,10 +12,8 @@ from torch.testing import assert_close
 
 from hybridtron.device import Package
 from hybridtron.ops.dispatch import force
-from hybridtron.ops.scan.reference import selective_scan
-from hybridtron.ops.ssd import mamba_ssm as ssd_mamba_ssm
-from hybridtron.ops.ssd import reference as ssd
-from hybridtron.ops.ssd.reference import ssd_scan
+from hybridtron.ops.scan import ScanInputs, selective_scan
+from hybridtron.ops.ssd import SSDInputs, chunked, mamba_ssm, ssd_scan
 
 OWN_FORMS = ["reference", "chunked"]
 FORMS = [*OWN_FORMS, "mamba-ssm"]
@@ -27,13 +25,13 @@ PER_TOKEN = ("x", "dt", "B", "C")
 @pytest.fixture(autouse=True)
 def _stand_in_for_mamba_ssm(monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(mamba_chunk_scan_combined=upstream_scan)
-    monkeypatch.setattr(ssd_mamba_ssm, "optional_package", lambda name: Package(name, module, "stand-in"))
+    monkeypatch.setattr(mamba_ssm, "optional_package", lambda name: Package(name, module, "stand-in"))
 
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 4 tokens, so that 11 tokens are two whole chunks and a ragged one."""
-    monkeypatch.setattr(ssd, "CHUNK", 4)
+    monkeypatch.setattr(chunked, "CHUNK", 4)
 
 
 def upstream_scan(
@@ -49,7 +47,7 @@ def upstream_scan(
     if seq_idx is not None:
         assert seq_idx.dtype == torch.int32
         assert not seq_idx[:, 0].any(), "the state that comes in belongs to document 0"
-    return ssd_scan.reference.function(x, dt, A, B, C, D, dt_bias, initial_states, seq_idx)
+    return ssd_scan.reference.function(SSDInputs(x, dt, A, B, C, D, dt_bias, initial_states, seq_idx))
 
 
 def random_inputs(
@@ -78,7 +76,7 @@ def random_inputs(
 
 def run(form: str, inputs: dict[str, Tensor | None], documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
     with force(ssd_scan=form):
-        return ssd_scan(*inputs.values(), documents)
+        return ssd_scan(SSDInputs(*inputs.values(), documents))
 
 
 def tokens_of(inputs: dict[str, Tensor | None], tokens: slice, state: Tensor | None) -> dict[str, Tensor | None]:
@@ -103,7 +101,7 @@ def test_three_steps_by_hand(form: str) -> None:
     one, zero = torch.ones(1, 3, 1, 1), torch.zeros(1)
     # softplus(0) = log 2, and exp(-log 2) = 1/2: the state is halved and gains log 2 at every step
     with force(ssd_scan=form):
-        y, state = ssd_scan(one, 0 * one[..., 0], torch.tensor([-1.0]), one, one, zero, zero, None, None)
+        y, state = ssd_scan(SSDInputs(one, 0 * one[..., 0], torch.tensor([-1.0]), one, one, zero, zero))
     assert_close(y.flatten(), math.log(2) * torch.tensor([1, 1.5, 1.75]))
     assert_close(state.flatten(), math.log(2) * torch.tensor([1.75]))
 
@@ -121,10 +119,11 @@ def test_it_is_mamba_1_with_one_decay_for_all_channels_of_a_head(form: str) -> N
         return per_head.repeat_interleave(head, dim=-1)
 
     A_EN = channels(A)[:, None].expand(-1, B.shape[-1])
-    expected, last_expected = selective_scan.reference.function(
-        x.flatten(2), channels(dt), A_EN, B[:, :, 0], C[:, :, 0], channels(D), None, channels(dt_bias),
+    per_channel = ScanInputs(
+        x.flatten(2), channels(dt), A_EN, B[:, :, 0], C[:, :, 0], channels(D), channels(dt_bias), None,
         state.flatten(1, 2), TWO_DOCUMENTS,
     )  # fmt: skip
+    expected, last_expected = selective_scan.reference.function(per_channel)
     assert_close(y, expected.view(rows, length, heads, head))
     assert_close(last, last_expected.view_as(last))
 
@@ -297,14 +296,14 @@ def test_backward_keeps_no_state_of_every_token() -> None:
         run("chunked", inputs)
     own = {t.data_ptr() for t in inputs.values()}
     beyond_inputs = sum(t.numel() for address, t in kept.items() if address not in own)
-    assert 0 < beyond_inputs <= rows * length * heads * head * size / ssd.CHUNK
+    assert 0 < beyond_inputs <= rows * length * heads * head * size / chunked.CHUNK
 
 
-def test_what_mamba_ssm_refuses() -> None:
+def test_what_mamba_ssm_does_not_support() -> None:
     form = ssd_scan.named("mamba-ssm")
     assert form.device == "cuda"
-    assert form.refuses(*random_inputs(dtype=torch.float32).values(), TWO_DOCUMENTS) is None
-    assert "float64" in form.refuses(*random_inputs().values(), None)
+    assert form.unsupported_reason(SSDInputs(*random_inputs(dtype=torch.float32).values(), TWO_DOCUMENTS)) is None
+    assert "float64" in form.unsupported_reason(SSDInputs(*random_inputs().values()))
 
 
 def test_types_that_differ_are_made_one_for_mamba_ssm() -> None:

@@ -1,0 +1,32 @@
+"""All ops by name, and which of their implementations a device runs. The modules that compute import single ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridtron.ops.attention import attention
+from hybridtron.ops.conv import causal_conv
+from hybridtron.ops.dispatch import Op
+from hybridtron.ops.gated_norm import gated_scale, gated_squares
+from hybridtron.ops.loss import cross_entropy, linear_cross_entropy
+from hybridtron.ops.norm import add_rms_norm, rms_norm
+from hybridtron.ops.rope import apply_rope
+from hybridtron.ops.scan import selective_scan
+from hybridtron.ops.softmax import softmax_gradients, softmax_sums
+from hybridtron.ops.span import span_attention
+from hybridtron.ops.ssd import ssd_scan
+from hybridtron.ops.swiglu import swiglu
+
+OPS: dict[str, Op[Any, Any]] = {
+    op.name: op
+    for op in (
+        add_rms_norm, apply_rope, attention, causal_conv, cross_entropy, gated_scale, gated_squares,
+        linear_cross_entropy, rms_norm, selective_scan, softmax_gradients, softmax_sums, span_attention, ssd_scan,
+        swiglu,
+    )
+}  # fmt: skip
+
+
+def choices(device: str) -> list[tuple[str, str, str]]:
+    """(op, implementation, reason) of every op, for the table at the start of a run."""
+    return [(name, *op.choice(device)) for name, op in OPS.items()]

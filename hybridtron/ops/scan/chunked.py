@@ -1,0 +1,205 @@
+"""The selective scan in torch alone, a chunk of tokens at a time, with its own backward pass.
+
+Forward keeps the inputs and the state before each chunk; backward computes the states inside a chunk again. With G_t
+the gradient of h_t, g_t that of y_t before the gate, s_t = delta_t x_t (a step) and a_t = delta_t A (an exponent):
+
+    g_t = dy_t silu(z_t),   dz_t = dy_t (C_t h_t + D x_t) silu'(z_t)
+    G_t = C_t g_t + exp(a_{t+1}) G_{t+1}               the same recurrence, from the last token to the first
+    dC_t = sum over channels of h_t g_t,   dB_t = sum over channels of G_t s_t
+    ds_t = sum over n of G_t B_t,          da_t = exp(a_t) h_{t-1} G_t
+    dA = sum over tokens of delta_t da_t,  ddelta_t = sum over n of A da_t + x_t ds_t
+    dx_t = delta_t ds_t + D g_t,           ddt_t = ddelta_t sigmoid(dt_t + dt_bias)
+
+At the last token of a chunk exp(a_{t+1}) G_{t+1} is the gradient of the state after the chunk, and the gradient of the
+state before it is exp(a_1) G_1. Where a document begins, its decay counts as 0 in both directions.
+
+Legend: as in `reference`; T tokens of one chunk. States are (B, E, N) at the boundary of the op and (B, N, E) inside,
+because long vectors of channels are what a CPU is fast at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.documents import document_starts
+from hybridtron.ops.precision import wide_type
+from hybridtron.ops.scan.recurrence import recur
+from hybridtron.ops.scan.reference import ScanInputs, initial_state, selective_scan
+
+CHUNK = 64  # tokens whose states exist at the same time; backward keeps one state per chunk
+
+
+@torch.compiler.disable  # a loop of many operations: tracing it takes minutes and gains nothing
+def chunked(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
+    """Few operations on the states of a whole chunk, which backward computes again instead of keeping them."""
+    if inputs.x_BLE.shape[1] == 1:  # decoding: one step of the loop is all there is to do
+        return selective_scan(inputs)
+    x_BLE, dt_BLE, A_EN, B_BLN, C_BLN, D_E, dt_bias_E, z_BLE, _, documents_BL = inputs
+    A_NE, starts_BL = A_EN.t().contiguous(), document_starts(documents_BL)
+    row = ChunkedRow(x_BLE, dt_BLE, B_BLN, C_BLN, z_BLE, A_NE, D_E, dt_bias_E, starts_BL)
+    with torch.autocast(x_BLE.device.type, enabled=False):  # the products with B and C stay in fp32
+        y_BLE, last_BNE = _ChunkedSelectiveScan.apply(initial_state(inputs).transpose(1, 2), *row)
+    return y_BLE, last_BNE.transpose(1, 2)
+
+
+CHUNKED = Implementation("chunked", chunked)
+
+
+class _ChunkedSelectiveScan(torch.autograd.Function):
+    """Keeps the inputs and the state before each chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        state_BNE, *fields = inputs
+        row = ChunkedRow(*fields)
+        y_BLE = torch.empty_like(row.x_BLE, memory_format=torch.contiguous_format)
+        states_before = []
+        for tokens in row.chunks():
+            chunk = row.chunk(tokens)
+            states_before.append(state_BNE)
+            h_TBNE = chunk.states(chunk.decays()[:-1], state_BNE)
+            y_TBE = chunk.outputs(h_TBNE)
+            if chunk.z_TBE is not None:
+                y_TBE *= F.silu(chunk.z_TBE)
+            y_BLE[:, tokens] = y_TBE.transpose(0, 1)
+            state_BNE = h_TBNE[-1].clone()
+        ctx.save_for_backward(*fields, torch.stack(states_before))
+        return y_BLE, state_BNE
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y_BLE: Tensor, grad_state_BNE: Tensor) -> tuple[Tensor | None, ...]:
+        *fields, states_before = ctx.saved_tensors
+        row = ChunkedRow(*fields)
+        per_token, parameters = fields[:5], fields[5:8]
+        token_grads = [None if t is None else torch.empty_like(t) for t in per_token]
+        parameter_grads = [torch.zeros_like(p, dtype=states_before.dtype) for p in parameters]
+        for tokens, state_BNE in reversed(list(zip(row.chunks(), states_before, strict=True))):
+            grad_y_TBE = grad_y_BLE[:, tokens].transpose(0, 1).to(states_before.dtype)
+            of_tokens, of_parameters, grad_state_BNE = row.chunk(tokens).backward(state_BNE, grad_y_TBE, grad_state_BNE)
+            for grad_BL, grad_TB in zip(token_grads, of_tokens, strict=True):
+                if grad_BL is not None and grad_TB is not None:
+                    grad_BL[:, tokens] = grad_TB.transpose(0, 1)
+            for total, grad in zip(parameter_grads, of_parameters, strict=True):
+                total += grad
+        parameter_grads = [grad.to(p.dtype) for grad, p in zip(parameter_grads, parameters, strict=True)]
+        return (grad_state_BNE, *token_grads, *parameter_grads, None)
+
+
+class ChunkedRow(NamedTuple):
+    """The inputs without the state, in the order in which the gradients are made; A with its channels innermost."""
+
+    x_BLE: Tensor
+    dt_BLE: Tensor
+    B_BLN: Tensor
+    C_BLN: Tensor
+    z_BLE: Tensor | None
+    A_NE: Tensor
+    D_E: Tensor
+    dt_bias_E: Tensor
+    starts_BL: Tensor | None
+
+    def chunks(self) -> list[slice]:
+        return [slice(start, start + CHUNK) for start in range(0, self.x_BLE.shape[1], CHUNK)]
+
+    def chunk(self, tokens: slice) -> ScanChunk:
+        """A few tokens, time first and in the type to compute in."""
+        wide = wide_type(self.x_BLE)
+
+        def part(tensor_BL: Tensor) -> Tensor:
+            return tensor_BL[:, tokens].transpose(0, 1).to(wide)
+
+        return ScanChunk(
+            part(self.x_BLE),
+            part(self.dt_BLE) + self.dt_bias_E.to(wide),
+            part(self.B_BLN),
+            part(self.C_BLN),
+            None if self.z_BLE is None else part(self.z_BLE),
+            self.A_NE.to(wide),
+            self.D_E.to(wide),
+            None if self.starts_BL is None else self.starts_BL[:, tokens].t(),
+        )
+
+
+@dataclass
+class ScanChunk:
+    """T tokens, and what one computes from them and the state before them."""
+
+    x_TBE: Tensor
+    shifted_TBE: Tensor  # dt + dt_bias
+    B_TBN: Tensor
+    C_TBN: Tensor
+    z_TBE: Tensor | None
+    A_NE: Tensor
+    D_E: Tensor
+    starts_TB: Tensor | None
+
+    def __post_init__(self) -> None:
+        self.delta_TBE = F.softplus(self.shifted_TBE)
+        self.step_TBE = self.delta_TBE * self.x_TBE
+        if self.starts_TB is not None:
+            self.begun = self.starts_TB.nonzero(as_tuple=True)  # few: a mask would cost a pass over all tokens
+
+    def decays(self) -> Tensor:
+        """exp(delta A) of each token, 0 where a document begins, then ones for what follows: (T + 1, B, N, E)."""
+        length, batch, _ = self.x_TBE.shape
+        decay_TBNE = self.A_NE.new_empty(length + 1, batch, *self.A_NE.shape)
+        torch.mul(self.delta_TBE.unsqueeze(2), self.A_NE, out=decay_TBNE[:-1]).exp_()
+        if self.starts_TB is not None:
+            decay_TBNE[:-1][self.begun] = 0
+        decay_TBNE[-1] = 1
+        return decay_TBNE
+
+    def states(self, decay_TBNE: Tensor, state_BNE: Tensor) -> Tensor:
+        """The state before the chunk, then after each token: (T + 1, B, N, E)."""
+        h_TBNE = decay_TBNE.new_empty(len(decay_TBNE) + 1, *state_BNE.shape)
+        h_TBNE[0] = state_BNE
+        added = self.step_TBE.unsqueeze(2), self.B_TBN.unsqueeze(3)
+        torch.mul(*added, out=h_TBNE[1:])
+        recur(decay_TBNE, *added, h_TBNE[1:], state_BNE, self.starts_TB)
+        return h_TBNE
+
+    def outputs(self, h_TBNE: Tensor) -> Tensor:
+        """C h + D x, before the gate."""
+        return (self.C_TBN.unsqueeze(2) @ h_TBNE[1:]).squeeze(2).addcmul_(self.D_E, self.x_TBE)
+
+    def backward(
+        self, state_BNE: Tensor, grad_y_TBE: Tensor, grad_state_BNE: Tensor
+    ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...], Tensor]:
+        """Gradients of (x, dt, B, C, z), of (A, D, dt_bias), and of the state before the chunk."""
+        decay_TBNE = self.decays()
+        h_TBNE = self.states(decay_TBNE[:-1], state_BNE)
+        grad_z_TBE = None
+        if self.z_TBE is not None:
+            gate_TBE = torch.sigmoid(self.z_TBE)
+            slope_TBE = gate_TBE * (1 + self.z_TBE * (1 - gate_TBE))
+            grad_z_TBE = grad_y_TBE * self.outputs(h_TBNE) * slope_TBE
+            grad_y_TBE = grad_y_TBE * self.z_TBE * gate_TBE
+
+        read = grad_y_TBE.unsqueeze(2), self.C_TBN.unsqueeze(3)
+        grad_h_TBNE = torch.mul(*read)
+        next_starts_TB = None if self.starts_TB is None else F.pad(self.starts_TB[1:], (0, 0, 0, 1))
+        recur(decay_TBNE[1:], *read, grad_h_TBNE, grad_state_BNE, next_starts_TB, back=True)
+        grad_C_TBN = (h_TBNE[1:] @ grad_y_TBE.unsqueeze(3)).squeeze(3)
+        grad_B_TBN = (grad_h_TBNE @ self.step_TBE.unsqueeze(3)).squeeze(3)
+        grad_step_TBE = (self.B_TBN.unsqueeze(2) @ grad_h_TBNE).squeeze(2)
+
+        grad_state_BNE = decay_TBNE[0] * grad_h_TBNE[0]
+        grad_exponent_TBNE = decay_TBNE[:-1].mul_(h_TBNE[:-1]).mul_(grad_h_TBNE)
+        if self.starts_TB is not None:
+            grad_state_BNE.masked_fill_(self.starts_TB[0, :, None, None], 0)
+            grad_exponent_TBNE[self.begun] = 0
+        grad_A_NE = torch.mul(grad_exponent_TBNE, self.delta_TBE.unsqueeze(2), out=grad_h_TBNE).sum((0, 1))
+        grad_delta_TBE = grad_exponent_TBNE.mul_(self.A_NE).sum(2).addcmul_(grad_step_TBE, self.x_TBE)
+        grad_dt_TBE = grad_delta_TBE * torch.sigmoid(self.shifted_TBE)
+        grad_x_TBE = (grad_step_TBE * self.delta_TBE).addcmul_(self.D_E, grad_y_TBE)
+        of_tokens = grad_x_TBE, grad_dt_TBE, grad_B_TBN, grad_C_TBN, grad_z_TBE
+        of_parameters = grad_A_NE, (grad_y_TBE * self.x_TBE).sum((0, 1)), grad_dt_TBE.sum((0, 1))
+        return of_tokens, of_parameters, grad_state_BNE

@@ -1,0 +1,157 @@
+"""SSD in torch alone: matrix products over a chunk of tokens, with its own backward pass.
+
+It is the log-decay recurrence of `decay` with q = C, k = B, v = delta x and g = delta A. From the gradients of v and g:
+
+    dx = delta dv + D dy,   ddelta = sum over a head's channels of x dv + A dg,   ddt = ddelta sigmoid(dt + dt_bias)
+    dA = sum over tokens of delta dg,   dD = sum of x dy,   ddt_bias = sum over tokens of ddt
+
+Legend: as in `reference`; T tokens of one chunk, R heads of a group, V = R P. States are (B, H, P, N) at the boundary
+of the op and (B, G, N, V) inside: a group's heads side by side, as most products are one per group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.documents import document_starts
+from hybridtron.ops.precision import wide_type
+from hybridtron.ops.ssd.decay import DecayChunk, Sight
+from hybridtron.ops.ssd.reference import SSDInputs, initial_state, ssd_scan
+
+CHUNK = 128  # tokens that see each other through a matrix; backward keeps one state per chunk
+
+
+@torch.compiler.disable  # a loop of many operations: tracing it takes minutes and gains nothing
+def chunked(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
+    """Matrix products over whole chunks, which backward computes again instead of keeping what is between them."""
+    if inputs.x_BLHP.shape[1] == 1:  # decoding: one step of the loop is all there is to do
+        return ssd_scan(inputs)
+    x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, _, documents_BL = inputs
+    state_BGRPN = initial_state(inputs).unflatten(1, (B_BLGN.shape[2], -1))
+    state_BGNV = state_BGRPN.permute(0, 1, 4, 2, 3).flatten(3)
+    row = SSDChunkedRow(x_BLHP, dt_BLH, B_BLGN, C_BLGN, A_H, D_H, dt_bias_H, document_starts(documents_BL))
+    with torch.autocast(x_BLHP.device.type, enabled=False):  # the products stay in fp32
+        y_BLHP, last_BGNV = _ChunkedSSD.apply(state_BGNV, *row)
+    last_BGNRP = last_BGNV.unflatten(3, state_BGRPN.shape[2:4])
+    return y_BLHP, last_BGNRP.permute(0, 1, 3, 4, 2).flatten(1, 2)
+
+
+CHUNKED = Implementation("chunked", chunked)
+
+
+class _ChunkedSSD(torch.autograd.Function):
+    """Keeps the inputs and the state before each chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        state_BGNV, *fields = inputs
+        row = SSDChunkedRow(*fields)
+        y_BLHP = torch.empty_like(row.x_BLHP, memory_format=torch.contiguous_format)
+        states_before = []
+        for tokens in row.chunks():
+            chunk = DiscreteChunk.of(row, tokens)
+            states_before.append(state_BGNV)
+            y_BLHP[:, tokens] = chunk.outputs(state_BGNV)
+            state_BGNV = chunk.core.next_state(state_BGNV)
+        ctx.save_for_backward(*fields, torch.stack(states_before))
+        return y_BLHP, state_BGNV
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y_BLHP: Tensor, grad_state_BGNV: Tensor) -> tuple[Tensor | None, ...]:
+        *fields, states_before = ctx.saved_tensors
+        row = SSDChunkedRow(*fields)
+        token_grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in fields[:4]]
+        parameters = fields[4:7]
+        parameter_grads = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
+        for tokens, state_BGNV in reversed(list(zip(row.chunks(), states_before, strict=True))):
+            chunk = DiscreteChunk.of(row, tokens)
+            of_tokens, of_parameters, grad_state_BGNV = chunk.backward(
+                state_BGNV, grad_y_BLHP[:, tokens].to(states_before.dtype), grad_state_BGNV
+            )
+            for grad_BL, grad_BT in zip(token_grads, of_tokens, strict=True):
+                grad_BL[:, tokens] = grad_BT
+            for total, grad in zip(parameter_grads, of_parameters, strict=True):
+                total += grad
+        parameter_grads = [grad.to(p.dtype) for grad, p in zip(parameter_grads, parameters, strict=True)]
+        return (grad_state_BGNV, *token_grads, *parameter_grads, None)
+
+
+class SSDChunkedRow(NamedTuple):
+    """The inputs without the state, in the order in which the gradients are made."""
+
+    x_BLHP: Tensor
+    dt_BLH: Tensor
+    B_BLGN: Tensor
+    C_BLGN: Tensor
+    A_H: Tensor
+    D_H: Tensor
+    dt_bias_H: Tensor
+    starts_BL: Tensor | None
+
+    def chunks(self) -> list[slice]:
+        return [slice(start, start + CHUNK) for start in range(0, self.x_BLHP.shape[1], CHUNK)]
+
+
+@dataclass
+class DiscreteChunk:
+    """T tokens in the type to compute in, and the recurrence that their steps make of them."""
+
+    x_BTHP: Tensor
+    shifted_BTH: Tensor  # dt + dt_bias
+    delta_BTH: Tensor
+    A_H: Tensor
+    D_H: Tensor
+    core: DecayChunk
+
+    @staticmethod
+    def of(row: SSDChunkedRow, tokens: slice) -> DiscreteChunk:
+        wide, groups = wide_type(row.x_BLHP), row.B_BLGN.shape[2]
+        x_BTHP, shifted_BTH = row.x_BLHP[:, tokens].to(wide), row.dt_BLH[:, tokens].to(wide) + row.dt_bias_H.to(wide)
+        delta_BTH = F.softplus(shifted_BTH)
+        A_H, D_H = row.A_H.to(wide), row.D_H.to(wide)
+        sight = Sight.of(x_BTHP.shape[1], x_BTHP.device, None if row.starts_BL is None else row.starts_BL[:, tokens])
+        core = DecayChunk(
+            row.C_BLGN[:, tokens].to(wide).transpose(1, 2),
+            row.B_BLGN[:, tokens].to(wide).transpose(1, 2),
+            _grouped(x_BTHP * delta_BTH.unsqueeze(3), groups),
+            (delta_BTH.double() * A_H.double()).transpose(1, 2).unflatten(1, (groups, -1)),
+            sight,
+        )
+        return DiscreteChunk(x_BTHP, shifted_BTH, delta_BTH, A_H, D_H, core)
+
+    def outputs(self, state_BGNV: Tensor) -> Tensor:
+        """C h + D x."""
+        y_BTHP = self.core.outputs(state_BGNV).transpose(1, 2).reshape(self.x_BTHP.shape)
+        return y_BTHP.addcmul_(self.D_H.unsqueeze(1), self.x_BTHP)
+
+    def backward(
+        self, state_BGNV: Tensor, grad_y_BTHP: Tensor, grad_state_BGNV: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+        """Gradients of (x, dt, B, C), of (A, D, dt_bias), and of the state before the chunk."""
+        grad_y_BGTV = _grouped(grad_y_BTHP, state_BGNV.shape[1])
+        of = self.core.backward(state_BGNV, grad_y_BGTV, grad_state_BGNV)
+        grad_v_BTHP = of.v_BGTV.transpose(1, 2).reshape(self.x_BTHP.shape)
+        grad_g_BTH = of.g_BGRT.flatten(1, 2).transpose(1, 2)
+        grad_delta_BTH = (grad_v_BTHP * self.x_BTHP).sum(-1) + grad_g_BTH * self.A_H
+        grad_dt_BTH = grad_delta_BTH * torch.sigmoid(self.shifted_BTH)
+        grad_x_BTHP = (grad_v_BTHP * self.delta_BTH.unsqueeze(3)).addcmul_(self.D_H.unsqueeze(1), grad_y_BTHP)
+        of_tokens = grad_x_BTHP, grad_dt_BTH, of.k_BGTN.transpose(1, 2), of.q_BGTN.transpose(1, 2)
+        of_parameters = (
+            (grad_g_BTH * self.delta_BTH).sum((0, 1)),
+            (grad_y_BTHP * self.x_BTHP).sum((0, 1, 3)),
+            grad_dt_BTH.sum((0, 1)),
+        )
+        return of_tokens, of_parameters, of.state_BGNV
+
+
+def _grouped(x_BTHP: Tensor, groups: int) -> Tensor:
+    """The heads of a group side by side: (B, G, T, V)."""
+    return x_BTHP.unflatten(2, (groups, -1)).flatten(3).transpose(1, 2)

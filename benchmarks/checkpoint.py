@@ -20,7 +20,7 @@ from megatron.core import dist_checkpointing
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import folder_of
 from hybridtron.checkpoint.save import Saver, meta_of
-from hybridtron.config.layout import Launch
+from hybridtron.config.layout import ProcessLaunch
 from hybridtron.config.load import load
 from hybridtron.config.schema import CheckpointConfig, ParallelConfig
 from hybridtron.data.batch import Batch, SeqInfo
@@ -37,7 +37,7 @@ def bench(settings: Settings) -> Report:
     width = 64 if settings.quick else 1024
     config = load(["recipe=laptop", f"model.width={width}", "checkpoint.keep=1"])
     with tempfile.TemporaryDirectory() as scratch, megatron_context():
-        engine = Engine(config, groups.start(ParallelConfig(), launch=Launch(0, 1)))
+        engine = Engine(config, groups.start(ParallelConfig(), launch=ProcessLaunch(0, 1)))
         train(engine)
         size = sum(b.data.numel() * b.data.element_size() for of_file in engine.blocks().values() for b in of_file)
         saving, goals = save_speed(engine, Path(scratch), settings)

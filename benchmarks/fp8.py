@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hybridtron.config.check import require
-from hybridtron.config.layout import Launch
+from hybridtron.config.layout import ProcessLaunch
 from hybridtron.config.load import load
 from hybridtron.config.schema import Config
 from hybridtron.data.batch import Batch
@@ -105,7 +105,7 @@ def trained(model: str, precision: str, overrides: tuple[str, ...], sizes: Sizes
     config = load(["recipe=laptop", *settings])
     require(config)
     with megatron_context():
-        engine = Engine(config, start(config.parallel, launch=Launch(0, 1)))
+        engine = Engine(config, start(config.parallel, launch=ProcessLaunch(0, 1)))
         losses = _trained(engine, config, sizes)
         stop()
     print(f"{model}, {precision}: training {losses.training:.4f}, held out {losses.held_out:.4f}", flush=True)

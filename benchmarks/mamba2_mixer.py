@@ -18,7 +18,7 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.mixers.mamba2 import Mamba2
-from hybridtron.parallel.linear import ALONE
+from hybridtron.parallel.linear import SINGLE_RANK
 from hybridtron.proving.measuring import Goal, Report, Settings, Timing
 
 from .pair import NOTE, OfPeer, Pair, against_peer, alone
@@ -72,7 +72,7 @@ def bench(settings: Settings) -> Report:
         num_hidden_layers=1,
     )
     spec = Mamba2Spec(state=sizes.state, head_dim=sizes.head_dim)
-    ours = Mamba2(spec, ModelSizes(sizes.width, num_sublayers=1), ALONE)
+    ours = Mamba2(spec, ModelSizes(sizes.width, num_sublayers=1), SINGLE_RANK)
     pair = Pair(ours, Mamba2Mixer(config, layer_idx=0), sizes.width, of_peer(inner, sizes.state))
     both, ratios, console = against_peer(pair, sizes.peer, settings)
     growth, timings, more = alone(pair, sizes.ours, settings)

@@ -15,7 +15,7 @@ from transformers.models.mamba.modeling_mamba import MambaMixer
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.mixers.mamba import Mamba
-from hybridtron.parallel.linear import ALONE
+from hybridtron.parallel.linear import SINGLE_RANK
 from hybridtron.proving.measuring import Goal, Report, Settings, Timing
 
 from .pair import NOTE, Pair, against_peer, alone
@@ -41,7 +41,7 @@ def bench(settings: Settings) -> Report:
     """Ours against the peer where the peer can go, and ours alone beyond."""
     sizes = QUICK if settings.quick else FULL
     config = MambaConfig(hidden_size=sizes.width, state_size=sizes.state, num_hidden_layers=1)
-    ours = Mamba(MambaSpec(state=sizes.state), ModelSizes(sizes.width, num_sublayers=1), ALONE)
+    ours = Mamba(MambaSpec(state=sizes.state), ModelSizes(sizes.width, num_sublayers=1), SINGLE_RANK)
     peer = MambaMixer(config, layer_idx=0)
     pair = Pair(ours, peer, sizes.width, lambda theirs, name: theirs[PEER_NAMES.get(name, name)])
     both, ratios, console = against_peer(pair, sizes.peer, settings)

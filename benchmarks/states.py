@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from hybridtron.config.check import require
-from hybridtron.config.layout import Launch
+from hybridtron.config.layout import ProcessLaunch
 from hybridtron.config.load import load
 from hybridtron.config.schema import Config
 from hybridtron.data.batch import Batch, SeqInfo
@@ -130,7 +130,7 @@ def modes(model: str, sizes: Sizes, settings: Settings) -> dict[str, Timing]:
     configs = {mode: config_of(model, sizes, f"states.mode={mode}") for mode in MODES}
     batches = rows_of(configs["zero"], sizes.rows, sizes.seq_len).split(sizes.micro_batch)
     with megatron_context():
-        groups = start(configs["zero"].parallel, launch=Launch(0, 1))
+        groups = start(configs["zero"].parallel, launch=ProcessLaunch(0, 1))
         steps = {mode: Steps(config, groups, batches) for mode, config in configs.items()}
     for step in steps.values():
         step()
@@ -164,7 +164,7 @@ def probe(form: str, length: int, sizes: Sizes) -> None:
     config = config_of("Mamba-2", lane, *tbtt, *through)
     batch = rows_of(config, 1, length)
     with megatron_context():
-        steps = Steps(config, start(config.parallel, launch=Launch(0, 1)), [])
+        steps = Steps(config, start(config.parallel, launch=ProcessLaunch(0, 1)), [])
     pieces = 1 if form == "through" else chunks
     before = 0
     for steps.batches in (rows_of(config, 1, 16 * chunks).chunks(pieces), batch.chunks(pieces)):

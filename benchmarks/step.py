@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybridtron.config.check import require
-from hybridtron.config.layout import Launch
+from hybridtron.config.layout import ProcessLaunch
 from hybridtron.config.load import load
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
@@ -40,7 +40,7 @@ class OurStep:
     def __init__(self, config: Config, batches: list[Batch]) -> None:
         self.batches = batches
         with megatron_context():
-            self.engine = Engine(config, start(config.parallel, launch=Launch(0, 1)))
+            self.engine = Engine(config, start(config.parallel, launch=ProcessLaunch(0, 1)))
         self.losses: list[Tensor] = []
 
     def __call__(self) -> None:

@@ -16,7 +16,7 @@ from hybridtron.architecture.model import ModelConfig
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.config import load
 from hybridtron.config.choices import FP8_MULTIPLES, Precision
-from hybridtron.config.layout import Launch
+from hybridtron.config.layout import ProcessLaunch
 from hybridtron.config.schema import (
     Config,
     DataConfig,
@@ -135,5 +135,5 @@ def serving(engine: Engine) -> Callable[[Checkpoint], tuple[Engine, None]]:
 def alone() -> Iterator[Groups]:
     """The groups of a single process, in the context that megatron-core needs off CUDA."""
     with megatron_context():
-        yield process_groups.start(ParallelConfig(), launch=Launch(0, 1))
+        yield process_groups.start(ParallelConfig(), launch=ProcessLaunch(0, 1))
         process_groups.stop()

@@ -194,7 +194,7 @@ def read_on(run: Path, sizes: Sizes) -> list[float]:
     from hybridtron.cli.evaluate import load, open_sources
     from hybridtron.cli.generate import find_checkpoint
     from hybridtron.data.order.stream import DocumentStream
-    from hybridtron.data.rows import Row, gather
+    from hybridtron.data.rows import RowSpans, gather
     from hybridtron.train.length_evaluation import position_losses
 
     model, config, seq_len = load(find_checkpoint(run), None)
@@ -203,7 +203,7 @@ def read_on(run: Path, sizes: Sizes) -> list[float]:
     streams = [DocumentStream.of(store) for store in stores]
     stride = sum(stream.tokens_per_epoch for stream in streams) // sizes.rows  # rows overlap: each position sees all
     rows = [
-        Row([(source, span) for span in stream.spans(start, tokens)], 0)
+        RowSpans([(source, span) for span in stream.spans(start, tokens)], 0)
         for source, stream in enumerate(streams)
         for start in range(0, stream.tokens_per_epoch - tokens, stride)
     ]

@@ -29,7 +29,7 @@ from hybridtron.architecture.base import Parameter
 from hybridtron.checkpoint import manifest
 from hybridtron.checkpoint.files import NAMES, copy, read_chunk, read_head
 from hybridtron.checkpoint.finite import KINDS, is_finite
-from hybridtron.checkpoint.manifest import BrokenCheckpoint, Chunk, Manifest, Meta
+from hybridtron.checkpoint.manifest import BrokenCheckpoint, CheckpointManifest, Meta, StoredShard
 from hybridtron.config.load import load_saved
 from hybridtron.config.schema import Config
 from hybridtron.model.lm import LanguageModel
@@ -43,7 +43,7 @@ class Checkpoint:
     """A checkpoint whose manifest is sound; everything else is verified when it is read."""
 
     folder: Path
-    manifest: Manifest
+    manifest: CheckpointManifest
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -107,7 +107,7 @@ class Checkpoint:
     def load_weights(self, model: LanguageModel) -> None:
         """Fill a whole model's weights."""
         blocks = (
-            weight_blocks(name, [whole_piece(weight.data)], model.table[name], model.place.tensor)
+            weight_blocks(name, [whole_piece(weight.data)], model.table[name], model.slice.tensor)
             for name, weight in model.named_parameters()
         )
         self.fill(list(itertools.chain.from_iterable(blocks)))
@@ -127,12 +127,12 @@ class Checkpoint:
         for chunk in [one for one in self.manifest.chunks if one.file.startswith(f"{kind}-")][share::shares]:
             self._verify(chunk)
 
-    def _verify(self, chunk: Chunk) -> None:
+    def _verify(self, chunk: StoredShard) -> None:
         stored = read_chunk(self.folder, chunk, self.manifest.files[chunk.file])
         if chunk.file.startswith(KINDS) and not is_finite(stored):
             raise BrokenCheckpoint(f"{self.folder / chunk.file} holds values of {chunk.key} that are not finite")
 
-    def _fault(self, chunk: Chunk) -> str | None:
+    def _fault(self, chunk: StoredShard) -> str | None:
         try:
             self._verify(chunk)
         except BrokenCheckpoint as error:
@@ -140,13 +140,13 @@ class Checkpoint:
         return None
 
     @cached_property
-    def _chunks(self) -> Mapping[str, list[Chunk]]:
-        by_key: dict[str, list[Chunk]] = {}
+    def _chunks(self) -> Mapping[str, list[StoredShard]]:
+        by_key: dict[str, list[StoredShard]] = {}
         for chunk in self.manifest.chunks:
             by_key.setdefault(chunk.key, []).append(chunk)
         return by_key
 
-    def _of(self, key: str) -> list[Chunk]:
+    def _of(self, key: str) -> list[StoredShard]:
         if key not in self._chunks:
             raise BrokenCheckpoint(f"{self.folder} holds no {key}")
         return self._chunks[key]
@@ -171,7 +171,7 @@ class Checkpoint:
         assert missing == 0, f"{key} has chunks that overlap or leave gaps"
 
 
-def _shared(chunk: Chunk, into: Tensor, offset: Sequence[int]) -> tuple[range, ...] | None:
+def _shared(chunk: StoredShard, into: Tensor, offset: Sequence[int]) -> tuple[range, ...] | None:
     """What a chunk and a rectangle have in common, in the whole tensor's places."""
     runs = tuple(
         range(max(a, b), min(a + m, b + n))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128
 
-from hybridtron.checkpoint.manifest import BrokenCheckpoint, Chunk, File, digest
+from hybridtron.checkpoint.manifest import BrokenCheckpoint, File, StoredShard, digest
 from hybridtron.regular_files import open_regular
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ _OF_TYPE = {dtype: name for name, dtype in NAMES.items()}
 _AT_ONCE = 2**20  # bytes that are written, and digested while they are in the cache
 
 
-def write_tensors(path: Path, blocks: Sequence[Any]) -> tuple[File, list[Chunk]]:
+def write_tensors(path: Path, blocks: Sequence[Any]) -> tuple[File, list[StoredShard]]:
     """Write blocks of tensors (`ShardedTensor`s with their data) and wait until they are on disk."""
     header: dict[str, Any] = {}
     end = 0
@@ -58,7 +58,7 @@ def write_tensors(path: Path, blocks: Sequence[Any]) -> tuple[File, list[Chunk]]
             stored = bytes_of(block.data)
             place = (block.global_shape, block.global_offset, block.local_shape)
             written = _write(file, stored)
-            chunks.append(Chunk(block.key, _OF_TYPE[block.dtype], *place, path.name, at, written))
+            chunks.append(StoredShard(block.key, _OF_TYPE[block.dtype], *place, path.name, at, written))
             at += len(stored)
         os.fsync(file.fileno())
     return File(at, len(head), digest(head)), chunks
@@ -87,28 +87,28 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def unfinished(target: Path) -> Path:
+def temporary_path(target: Path) -> Path:
     """Where a folder stands while `appearing` writes it; it stays there if the process is killed."""
-    return target.with_name(f".{target.name}.aside")
+    return target.with_name(f".{target.name}.temporary")
 
 
 @contextmanager
 def appearing(target: Path) -> Iterator[Path]:
     """A folder to write into, which gets its name when everything in it is on disk; where that fails it is removed."""
-    aside = unfinished(target)
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    temporary = temporary_path(target)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
     try:
-        yield aside
-        sync_folder(aside)
-        aside.rename(target)
+        yield temporary
+        sync_folder(temporary)
+        temporary.rename(target)
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync_folder(target.parent)
 
 
-def ahead(made: Iterator[T]) -> Iterator[T]:
+def prefetched(made: Iterator[T]) -> Iterator[T]:
     """What an iterator gives; while one is used, the next is made in a thread (reading leaves Python's lock)."""
     with ThreadPoolExecutor(1) as thread:
         end = object()
@@ -123,7 +123,7 @@ def read_head(folder: Path, name: str, file: File) -> bytes:
     return _read(folder / name, 0, file.head, file.digest, file.size).tobytes()
 
 
-def read_chunk(folder: Path, chunk: Chunk, file: File) -> Tensor:
+def read_chunk(folder: Path, chunk: StoredShard, file: File) -> Tensor:
     """A chunk's entries, verified: the bytes that were digested are those of the tensor."""
     if chunk.dtype not in NAMES:
         raise BrokenCheckpoint(f"{folder / chunk.file} has entries of type {chunk.dtype!r}, which is not known")

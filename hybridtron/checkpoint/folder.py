@@ -1,10 +1,10 @@
-"""The checkpoints of a run's folder: which is the newest that is whole, which is put aside, which are kept.
+"""The checkpoints of a run's folder: which is the newest valid one, which are archived, which are kept.
 
-checkpoints/step-00000100/            a checkpoint, whole, since it was renamed to this when everything was on disk
-checkpoints/latest                    the name of the newest and the digest of its manifest
-checkpoints/.step-00000100.aside/     one being written; what a failed or killed save leaves there, the next one removes
-checkpoints/broken-step-00000100/     one that was found to be broken, for people to look at
-checkpoints/left-step-00000100/       one of a run that was started anew, or from an older checkpoint, since
+checkpoints/step-00000100/             a complete checkpoint: it gets this name when everything is on disk
+checkpoints/latest                     the name of the newest and the digest of its manifest
+checkpoints/.step-00000100.temporary/  being written; what a failed or killed save leaves there, the next save removes
+checkpoints/broken-step-00000100/      found to be broken, for people to look at
+checkpoints/superseded-step-00000100/  of a run that restarted from scratch or from an older checkpoint (once left-...)
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def is_name(name: str) -> bool:
     return manifest.step_in(name) is not None
 
 
-def is_of(run_dir: Path, folder: Path) -> bool:
+def belongs_to(run_dir: Path, folder: Path) -> bool:
     """Whether a checkpoint is a run's own."""
     return folder.resolve().parent == (run_dir / "checkpoints").resolve()
 
@@ -52,14 +52,14 @@ def step_of(folder: Path) -> int:
 
 
 def newest(run_dir: Path) -> Checkpoint | None:
-    """The checkpoint with the highest step whose manifest is sound; warns of every one that is passed over."""
-    return next(sound(run_dir), None)
+    """The checkpoint with the highest step whose manifest is valid; warns of each other one that it skips."""
+    return next(valid_checkpoints(run_dir), None)
 
 
-def sound(run_dir: Path) -> Iterator[Checkpoint]:
-    """The checkpoints whose manifests are sound, the newest first; warns of each other one."""
+def valid_checkpoints(run_dir: Path) -> Iterator[Checkpoint]:
+    """The checkpoints whose manifests are valid, the newest first; warns of each other one."""
     if fault := pointer_fault(run_dir):
-        warnings.warn(f"{fault}; taking the newest checkpoint that is whole", stacklevel=2)
+        warnings.warn(f"{fault}; using the newest valid checkpoint", stacklevel=2)
     for folder in reversed(all_of(run_dir)):
         try:
             yield Checkpoint.open(folder)
@@ -90,27 +90,27 @@ def pointer_fault(run_dir: Path) -> str | None:
 def point_at(folder: Path) -> None:
     """Make the pointer name a checkpoint that is on disk, in one step."""
     pointer = folder.parent / POINTER
-    aside = pointer.with_name(f".{POINTER}.aside")
-    write_bytes(aside, f"{folder.name} {manifest.digest(manifest.stored_in(folder))}\n".encode())
+    temporary = pointer.with_name(f".{POINTER}.temporary")
+    write_bytes(temporary, f"{folder.name} {manifest.digest(manifest.stored_in(folder))}\n".encode())
     if pointer.is_dir() and not pointer.is_symlink():
-        _renamed(pointer, "broken")  # it is only advice: no checkpoint fails for its sake
-    aside.rename(pointer)
+        _renamed(pointer, "broken")  # only a hint: a checkpoint must not fail because of it
+    temporary.rename(pointer)
     sync_folder(folder.parent)
 
 
-def put_aside(folder: Path) -> str:
+def archive_broken(folder: Path) -> str:
     """Rename a broken checkpoint, so that it is neither used nor counted, and can be looked at; how it went."""
     try:
-        return f"put aside as {_renamed(folder, 'broken')}"
+        return f"renamed to {_renamed(folder, 'broken')}"
     except OSError as error:
         return f"it stays where it is ({error})"
 
 
-def put_newer_aside(run_dir: Path, than: int) -> Iterator[str]:
-    """Rename those of later steps that a start has passed over, as their manifests are not sound; each in words."""
+def archive_newer_broken(run_dir: Path, than: int) -> Iterator[str]:
+    """Rename those of later steps that a start has skipped, as their manifests are not valid; a message for each."""
     for folder in reversed(all_of(run_dir)):
         if step_of(folder) > than and (fault := _fault(folder)):
-            yield f"BROKEN CHECKPOINT: {fault}; {put_aside(folder)}"
+            yield f"BROKEN CHECKPOINT: {fault}; {archive_broken(folder)}"
 
 
 def _fault(folder: Path) -> str | None:
@@ -132,29 +132,29 @@ def _renamed(folder: Path, mark: str) -> Path:
     return target
 
 
-def leave(run_dir: Path, after: int) -> list[Path]:
+def archive_later(run_dir: Path, after: int) -> list[Path]:
     """Rename the checkpoints of later steps, which a run that starts before them does not continue."""
     later = [folder for folder in all_of(run_dir) if step_of(folder) > after]
-    return [_renamed(folder, "left") for folder in later]
+    return [_renamed(folder, "superseded") for folder in later]
 
 
 def retire(
     run_dir: Path,
     settings: CheckpointConfig,
     steps_for_ever: int | None,
-    borders: Collection[int] = (),
+    phase_ends: Collection[int] = (),
     in_use: Collection[Path] = (),
 ) -> list[str]:
-    """Remove what `settings` no longer keep and nobody reads; what could not be removed, in words.
+    """Remove what `settings` no longer keep and nothing reads; messages about what could not be removed.
 
-    The ends of phases stay for ever. Nothing is removed before the newest one was read back and is as it was written,
-    whole.
+    The ends of phases are kept for good. Nothing is removed before every byte of the newest checkpoint was read back
+    and has its digest: until then an older one may be the only one that can be used.
     """
     sweep(run_dir)
     newest_ones, failures = _newest_ones(run_dir, settings.keep)
     folders = all_of(run_dir)
     kept = {*(one.folder for one in newest_ones), *in_use}
-    kept |= {folder for folder in folders if step_of(folder) in borders}
+    kept |= {folder for folder in folders if step_of(folder) in phase_ends}
     if steps_for_ever is not None:
         kept |= {folder for folder in folders if step_of(folder) % steps_for_ever == 0}
     if settings.keep_best and (best := _best(folders)):
@@ -166,31 +166,31 @@ def retire(
         return [*failures, f"{fault}; nothing is removed"]
     for folder in old:
         try:
-            doomed = folder.with_name(f".{folder.name}.removed")  # half of one must not look like one
-            folder.rename(doomed)
-            shutil.rmtree(doomed)
+            removed = folder.with_name(f".{folder.name}.removed")  # a half-removed checkpoint must not look like one
+            folder.rename(removed)
+            shutil.rmtree(removed)
         except OSError as error:
             failures.append(f"{folder} can't be removed: {error}")
     return failures
 
 
 def sweep(run_dir: Path) -> None:
-    """Remove what saves that failed or were killed left behind, which takes up as much as whole checkpoints."""
+    """Remove the temporary folders of failed or killed saves: each can be as large as a checkpoint."""
     for leftover in (run_dir / "checkpoints").glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _newest_ones(run_dir: Path, count: int) -> tuple[list[Checkpoint], list[str]]:
-    """So many checkpoints, the newest first; those that a start has passed over are put aside, and that told."""
-    found, told = list[Checkpoint](), list[str]()
+    """The newest `count` valid checkpoints, and a message for each broken one, which is renamed."""
+    found, messages = list[Checkpoint](), list[str]()
     for folder in reversed(all_of(run_dir)):
         if len(found) == count:
             break
         try:
             found.append(Checkpoint.open(folder))
         except BrokenCheckpoint as error:
-            told.append(f"BROKEN CHECKPOINT: {error}; {put_aside(folder)}")
-    return found, told
+            messages.append(f"BROKEN CHECKPOINT: {error}; {archive_broken(folder)}")
+    return found, messages
 
 
 def _best(folders: list[Path]) -> Path | None:

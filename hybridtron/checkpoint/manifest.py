@@ -63,7 +63,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class StoredShard:
     """A rectangle of a whole tensor: `size` entries from `offset` on, stored from byte `start` of a file on."""
 
     key: str
@@ -77,12 +77,12 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """All of it."""
 
     meta: Meta
     files: dict[str, File]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[StoredShard, ...]
 
     def incomplete(self) -> list[str]:
         """The tensors of which something is missing, or there twice."""
@@ -112,7 +112,7 @@ def digest(*pieces: bytes | memoryview) -> str:
     return hashed.hexdigest()
 
 
-def to_bytes(manifest: Manifest) -> bytes:
+def to_bytes(manifest: CheckpointManifest) -> bytes:
     content = {
         "format": FORMAT,
         "meta": asdict(manifest.meta),
@@ -123,7 +123,7 @@ def to_bytes(manifest: Manifest) -> bytes:
     return _HEAD + digest(body).encode() + _BETWEEN + body + _END
 
 
-def read(folder: Path) -> Manifest:
+def read(folder: Path) -> CheckpointManifest:
     """The manifest of a checkpoint. Raises BrokenCheckpoint where it is not what was written, or not of this step."""
     found = of_bytes(stored_in(folder), folder / FILE)
     if step_in(folder.name) is not None and folder.name != name_of(found.meta.step):
@@ -142,7 +142,7 @@ def stored_in(folder: Path) -> bytes:
         raise BrokenCheckpoint(f"{path} can't be read: {error}") from error
 
 
-def of_bytes(stored: bytes, path: Path) -> Manifest:
+def of_bytes(stored: bytes, path: Path) -> CheckpointManifest:
     """The manifest that bytes hold, which were read from a path."""
     at = len(_HEAD) + 32
     body = stored[at + len(_BETWEEN) : -len(_END)]
@@ -152,7 +152,9 @@ def of_bytes(stored: bytes, path: Path) -> Manifest:
     try:
         content = migrated(json.loads(body), path)
         files = {name: File(**file) for name, file in content["files"].items()}
-        found = Manifest(Meta(**content["meta"]), files, tuple(chunk_of(values) for values in content["chunks"]))
+        found = CheckpointManifest(
+            Meta(**content["meta"]), files, tuple(chunk_of(values) for values in content["chunks"])
+        )
     except BrokenCheckpoint:
         raise
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
@@ -174,14 +176,14 @@ def migrated(content: dict[str, Any], path: Path) -> dict[str, Any]:
     return content
 
 
-def chunk_values(chunk: Chunk) -> list[Any]:
+def chunk_values(chunk: StoredShard) -> list[Any]:
     """A chunk as JSON holds it."""
     return list(asdict(chunk).values())
 
 
-def chunk_of(values: Sequence[Any]) -> Chunk:
+def chunk_of(values: Sequence[Any]) -> StoredShard:
     key, dtype, shape, offset, size, file, start, of_bytes = values
-    return Chunk(key, dtype, tuple(shape), tuple(offset), tuple(size), file, start, of_bytes)
+    return StoredShard(key, dtype, tuple(shape), tuple(offset), tuple(size), file, start, of_bytes)
 
 
 def _older(folder: Path) -> str:

@@ -30,7 +30,7 @@ from urllib3.exceptions import HTTPError
 from hybridtron.checkpoint import folder as folders
 from hybridtron.checkpoint import manifest
 from hybridtron.checkpoint.files import appearing, write_bytes
-from hybridtron.checkpoint.manifest import FILE, BrokenCheckpoint, Manifest
+from hybridtron.checkpoint.manifest import FILE, BrokenCheckpoint, CheckpointManifest
 from hybridtron.data.store.fetch import bounded
 
 Result = TypeVar("Result")
@@ -151,7 +151,7 @@ def upload(store: Store, folder: Path) -> None:
     store.put(f"{folder.name} {manifest.digest(stored)}\n".encode(), folders.POINTER)
 
 
-def verified(arriving: Iterator[bytes], found: Manifest, name: str, where: str) -> Iterator[memoryview]:
+def verified(arriving: Iterator[bytes], found: CheckpointManifest, name: str, where: str) -> Iterator[memoryview]:
     """The bytes of a file as they arrive, each piece after its digest was checked. Raises BrokenCheckpoint."""
     file = found.files[name]
     chunks = sorted((chunk for chunk in found.chunks if chunk.file == name), key=lambda chunk: chunk.start)

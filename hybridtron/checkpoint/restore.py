@@ -16,14 +16,14 @@ import torch
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.finite import not_finite
-from hybridtron.checkpoint.folder import is_of, put_aside, put_newer_aside
+from hybridtron.checkpoint.folder import archive_broken, archive_newer_broken, belongs_to
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.save import layout_of
 from hybridtron.device import random_states, set_random_states
 from hybridtron.engine.engine import Engine
 from hybridtron.engine.stored_states import restore_states
 from hybridtron.parallel.fp8_statistics import known_blocks
-from hybridtron.parallel.groups import Groups, barrier, everyone
+from hybridtron.parallel.groups import Groups, all_gather_object, barrier
 from hybridtron.problems import ConfigError, Problem
 
 __all__ = ["check_given", "restore_newest", "restore_states"]
@@ -39,7 +39,7 @@ class Border:
 
 
 @dataclass(frozen=True)
-class Fault:
+class RestoreFault:
     """What is wrong with a checkpoint, and the key that names it where it is not the one to go on from."""
 
     what: str
@@ -58,17 +58,17 @@ def restore_newest(
     found = []
     for checkpoint in candidates:
         engine, border = engine_for(checkpoint)
-        fault = next(filter(None, everyone(_restored(checkpoint, engine, border))), None)
+        fault = next(filter(None, all_gather_object(_restored(checkpoint, engine, border))), None)
         if fault is None:
-            _put_newer_aside(checkpoint, run_dir, engine.groups.is_first)
+            _archive_newer_broken(checkpoint, run_dir, engine.groups.is_first)
             return checkpoint
-        if fault.key is None and not is_of(run_dir, checkpoint.folder):
-            fault = Fault(fault.what, "run.resume")
+        if fault.key is None and not belongs_to(run_dir, checkpoint.folder):
+            fault = RestoreFault(fault.what, "run.resume")
         if fault.key is not None:
             raise ConfigError([Problem(fault.key, f"{fault.what}; name another checkpoint")])
         found.append(fault.what)
         if engine.groups.is_first:
-            print(f"BROKEN CHECKPOINT: {fault.what}; {put_aside(checkpoint.folder)}", file=sys.stderr)
+            print(f"BROKEN CHECKPOINT: {fault.what}; {archive_broken(checkpoint.folder)}", file=sys.stderr)
         barrier()
     raise BrokenCheckpoint("; ".join(["no checkpoint is whole", *found]))
 
@@ -80,18 +80,18 @@ def check_given(given: Checkpoint, groups: Groups, key: str) -> None:
         given.verify_chunks("model", groups.rank, groups.world_size)
     except BrokenCheckpoint as error:
         fault = str(error)
-    if told := next(filter(None, everyone(fault)), None):
+    if told := next(filter(None, all_gather_object(fault)), None):
         raise ConfigError([Problem(key, f"{told}; name another checkpoint")])
 
 
-def _put_newer_aside(checkpoint: Checkpoint, run_dir: Path, first: bool) -> None:
+def _archive_newer_broken(checkpoint: Checkpoint, run_dir: Path, first: bool) -> None:
     """Those that were passed over would be passed over at each start, and take the place of one that is kept."""
-    if first and is_of(run_dir, checkpoint.folder):
-        for told in put_newer_aside(run_dir, checkpoint.meta.step):
+    if first and belongs_to(run_dir, checkpoint.folder):
+        for told in archive_newer_broken(run_dir, checkpoint.meta.step):
             print(told, file=sys.stderr)
 
 
-def _restored(checkpoint: Checkpoint, engine: Engine, border: Border | None) -> Fault | None:
+def _restored(checkpoint: Checkpoint, engine: Engine, border: Border | None) -> RestoreFault | None:
     """Read everything but the carried states; what is wrong with it."""
     try:
         groups, blocks = engine.groups, engine.blocks()
@@ -107,7 +107,7 @@ def _restored(checkpoint: Checkpoint, engine: Engine, border: Border | None) -> 
         rank = engine.groups.rank if same_layout else 0
         set_random_states({name: checkpoint.whole(f"random.{rank}.{name}") for name in random_states()})
     except BrokenCheckpoint as error:
-        return Fault(str(error))
+        return RestoreFault(str(error))
     engine.optimizer.resume(checkpoint.meta.accepted_steps if border is None or border.moments else 0)
     engine.guard.restart(checkpoint.meta.norms, checkpoint.meta.refused)
     return None
@@ -120,7 +120,7 @@ def _fill(checkpoint: Checkpoint, blocks: Sequence[Any]) -> None:
         raise BrokenCheckpoint(f"{checkpoint.folder} holds values of {key} that are not finite")
 
 
-def _taken_over(border: Border, blocks: Mapping[str, list[Any]]) -> Fault | None:
+def _taken_over(border: Border, blocks: Mapping[str, list[Any]]) -> RestoreFault | None:
     """Read weights in full precision where they are kept so, and the moments of weights that learned before."""
     held, wanted = border.weights.shapes, []
     for one in blocks["model"]:
@@ -137,5 +137,5 @@ def _taken_over(border: Border, blocks: Mapping[str, list[Any]]) -> Fault | None
     try:
         _fill(border.weights, wanted)
     except BrokenCheckpoint as error:
-        return Fault(str(error), border.key)
+        return RestoreFault(str(error), border.key)
     return None

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.checkpoint.files import NAMES, ahead, appearing, write_bytes, write_tensors
-from hybridtron.checkpoint.manifest import FILE, Chunk, File, Manifest, Meta, to_bytes
+from hybridtron.checkpoint.files import NAMES, appearing, prefetched, write_bytes, write_tensors
+from hybridtron.checkpoint.manifest import FILE, CheckpointManifest, File, Meta, StoredShard, to_bytes
 from hybridtron.config.load import to_yaml
 from hybridtron.parallel.blocks import block
 
 
 @dataclass(frozen=True)
-class Difference:
+class CheckpointDifference:
     """How a tensor, or a setting, differs between two checkpoints."""
 
     what: str
@@ -27,20 +27,20 @@ class Difference:
     right: str
 
 
-def differences(left: Checkpoint, right: Checkpoint) -> Iterator[Difference]:
+def differences(left: Checkpoint, right: Checkpoint) -> Iterator[CheckpointDifference]:
     """Meta data, settings and tensors that are not the same; for tensors of one shape how far they are apart."""
     for name, ours, theirs in _settings(left, right):
         if ours != theirs:
-            yield Difference(name, ours, theirs)
+            yield CheckpointDifference(name, ours, theirs)
     ours, theirs = left.shapes, right.shapes
     for key in sorted(ours.keys() | theirs.keys()):
         if ours.get(key) != theirs.get(key):
-            yield Difference(key, str(ours.get(key, "none")), str(theirs.get(key, "none")))
+            yield CheckpointDifference(key, str(ours.get(key, "none")), str(theirs.get(key, "none")))
             continue
         a, b = left.whole(key), right.whole(key)
         if not torch.equal(a, b):
             apart, norm = (a.double() - b.double()).norm().item(), a.double().norm().item()
-            yield Difference(key, f"norm {norm:.6g}", f"{apart / max(norm, 1e-300):.2e} of it apart")
+            yield CheckpointDifference(key, f"norm {norm:.6g}", f"{apart / max(norm, 1e-300):.2e} of it apart")
 
 
 def _settings(left: Checkpoint, right: Checkpoint) -> Iterator[tuple[str, str, str]]:
@@ -66,8 +66,8 @@ def rewrite(source: Checkpoint, target: Path, file_size: int, progress: Callable
             yield name, {key: source.whole(key) for key in keys}
 
     small = {name: source.verified(name) for name in ("config.yaml", "tokenizer.json")}
-    with appearing(target) as aside:
-        write_whole(aside, source.meta, small, tensors())
+    with appearing(target) as temporary:
+        write_whole(temporary, source.meta, small, tensors())
     return len(planned)
 
 
@@ -76,12 +76,12 @@ def write_whole(
 ) -> None:
     """A checkpoint of whole tensors by one process, file by file, into a folder that is there."""
     files: dict[str, File] = {name: write_bytes(folder / name, stored) for name, stored in small.items()}
-    chunks: list[Chunk] = []
-    for name, of_file in ahead(iter(tensors)):
+    chunks: list[StoredShard] = []
+    for name, of_file in prefetched(iter(tensors)):
         blocks = [block(key, t.shape, (0,) * t.dim(), t, main=True) for key, t in of_file.items()]
         files[name], written = write_tensors(folder / name, blocks)
         chunks += written
-    write_bytes(folder / FILE, to_bytes(Manifest(meta, files, tuple(chunks))))
+    write_bytes(folder / FILE, to_bytes(CheckpointManifest(meta, files, tuple(chunks))))
 
 
 def _planned(source: Checkpoint, file_size: int) -> Iterator[tuple[str, list[str]]]:

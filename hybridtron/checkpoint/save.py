@@ -1,11 +1,11 @@
 """Writing a checkpoint: every process writes its blocks, the first one seals it.
 
-    every process    its tensors into files of a folder aside, each flushed and digested; then a list of them
+    every process    its tensors into files of a temporary folder, each flushed and digested; then a list of them
     the first one    waits for all lists; the manifest, flushed; the folder renamed; the pointer; the old removed
 
-A process that is killed anywhere leaves the older checkpoints as they were, and a folder aside that nothing looks at.
-The lists go through the file system, so that no process waits for another in a collective: with
-`checkpoint.asynchronous` all of this happens in a thread, from copies, while training goes on.
+A process that is killed at any point leaves the older checkpoints as they were, and a temporary folder that nothing
+reads. The lists go through the file system, so that no process waits for another in a collective: with
+`checkpoint.asynchronous` all of this happens in a thread, from copies, while training continues.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from hybridtron.checkpoint.finite import KINDS, NotFinite, not_finite
 from hybridtron.checkpoint.manifest import (
     FILE,
     BrokenCheckpoint,
-    Chunk,
+    CheckpointManifest,
     File,
-    Manifest,
     Meta,
+    StoredShard,
     chunk_of,
     chunk_values,
     to_bytes,
@@ -45,7 +45,7 @@ from hybridtron.config.units import parse_steps
 from hybridtron.device import random_states
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.blocks import block
-from hybridtron.parallel.groups import Groups, barrier, everyone
+from hybridtron.parallel.groups import Groups, all_gather_object, barrier
 
 if TYPE_CHECKING:
     from hybridtron.checkpoint.mirror import Mirror
@@ -93,10 +93,10 @@ class Saver:
         """
         self.settle()
         self._step = meta.step
-        aside = folders.folder_of(self.run_dir, meta.step)
-        aside = aside.with_name(f".{aside.name}.aside")
+        temporary = folders.folder_of(self.run_dir, meta.step)
+        temporary = temporary.with_name(f".{temporary.name}.temporary")
         content = content_of(engine, meta, tokenizer)
-        if key := next(filter(None, everyone(not_finite(content.trained()))), None):
+        if key := next(filter(None, all_gather_object(not_finite(content.trained()))), None):
             raise NotFinite(f"values of {key} are not finite")
         if self.config.checkpoint.asynchronous:
             with ThreadPoolExecutor(COPIERS) as threads:
@@ -105,31 +105,31 @@ class Saver:
                 }
             content = replace(content, blocks=copies)
         self._under_way = Future()
-        prepared = self._prepare(aside)
-        self._work = threading.Thread(target=self._run, args=(self._under_way, prepared, content, aside))
+        prepared = self._prepare(temporary)
+        self._work = threading.Thread(target=self._run, args=(self._under_way, prepared, content, temporary))
         self._work.start()
         if not self.config.checkpoint.asynchronous:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the checkpoint under way, and tell all processes alike how it went."""
+        """Wait for the checkpoint under way, and let all processes know alike whether it was written."""
         if self._under_way is None:
             return
         error = self._under_way.exception()
         self._work.join()
         self._under_way = None
-        told = everyone(None if error is None else f"{type(error).__name__}: {error}")
-        words = next(filter(None, told), None)
-        if words is None:
+        faults = all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
+        fault = next(filter(None, faults), None)
+        if fault is None:
             self.failures = 0
             self.written.add(self._step)
             return
         self.failures += 1
         limit = self.config.checkpoint.failures
         if self.groups.is_first:
-            print(f"CHECKPOINT NOT WRITTEN at step {self._step} ({self.failures} of {limit}): {words}", file=sys.stderr)
+            print(f"CHECKPOINT NOT WRITTEN at step {self._step} ({self.failures} of {limit}): {fault}", file=sys.stderr)
         if self.failures >= limit:
-            raise SaveError(f"{self.failures} checkpoints in a row could not be written; the last: {words}")
+            raise SaveError(f"{self.failures} checkpoints in a row could not be written; the last: {fault}")
 
     def finish(self) -> None:
         """Wait for the last checkpoint, without which the run has not ended well."""
@@ -138,7 +138,7 @@ class Saver:
             raise SaveError(f"the checkpoint of step {self._step}, the last one, could not be written")
 
     def _copied(self, one: Any) -> Any:
-        """A block on the CPU, not in memory that training goes on to change; that of the copy before is used again."""
+        """A block copied to the CPU, as training changes its own; the memory of the copy before is used again."""
         place = (one.key, one.global_offset)
         own = self._copies.get(place)
         if own is None or own.shape != one.data.shape or own.dtype != one.data.dtype:
@@ -146,85 +146,87 @@ class Saver:
         copy(one.data, own)
         return replace(one, data=own)
 
-    def _prepare(self, aside: Path) -> OSError | None:
+    def _prepare(self, temporary: Path) -> OSError | None:
         """An empty folder to write into."""
         failure = None
         if self.groups.is_first:
             try:
                 folders.sweep(self.run_dir)
-                aside.mkdir(parents=True)
+                temporary.mkdir(parents=True)
             except OSError as error:
                 failure = error
         barrier()
         return failure
 
-    def _run(self, result: Future[None], prepared: OSError | None, content: Content, aside: Path) -> None:
+    def _run(self, result: Future[None], prepared: OSError | None, content: Content, temporary: Path) -> None:
         began = time.monotonic()
         try:
             if prepared is not None:
                 raise prepared
-            self._write(content, aside)
+            self._write(content, temporary)
             if self.groups.is_first:
-                self._seal(content.meta, aside)
+                self._seal(content.meta, temporary)
             self.longest_s = max(self.longest_s, time.monotonic() - began)
             result.set_result(None)
-        except BaseException as error:  # told by `settle`
+        except BaseException as error:  # `settle` reports it
             result.set_exception(error)
 
-    def _write(self, content: Content, aside: Path) -> None:
+    def _write(self, content: Content, temporary: Path) -> None:
         """This process's files, and its list of them; where that fails, a list that says so."""
         files: dict[str, File] = {}
-        chunks: list[Chunk] = []
-        listed = aside / f"list-{self.groups.rank:05}.json"
+        chunks: list[StoredShard] = []
+        listed = temporary / f"list-{self.groups.rank:05}.json"
         try:
             for name, stored in content.small.items():
-                files[name] = write_bytes(aside / name, stored)
+                files[name] = write_bytes(temporary / name, stored)
             tensors = {f"{kind}-{self.groups.rank:05}.safetensors": b for kind, b in content.blocks.items() if b}
             with ThreadPoolExecutor(WRITERS) as threads:
                 for name, written in zip(
-                    tensors, threads.map(lambda name: write_tensors(aside / name, tensors[name]), tensors), strict=True
+                    tensors,
+                    threads.map(lambda name: write_tensors(temporary / name, tensors[name]), tensors),
+                    strict=True,
                 ):
                     files[name] = written[0]
                     chunks += written[1]
             values = {"files": {n: asdict(f) for n, f in files.items()}, "chunks": [chunk_values(c) for c in chunks]}
         except OSError as error:
             values = {"failure": f"process {self.groups.rank}: {type(error).__name__}: {error}"}
-            for unfinished in aside.glob(f"*-{self.groups.rank:05}.safetensors"):
-                unfinished.unlink(missing_ok=True)  # on a full disk they leave no room to say so
-        ahead = listed.with_suffix(".ahead")
-        write_bytes(ahead, json.dumps(values).encode())
-        ahead.rename(listed)
+            for unfinished in temporary.glob(f"*-{self.groups.rank:05}.safetensors"):
+                unfinished.unlink(missing_ok=True)  # on a full disk they leave no room for the list
+        temporary_list = listed.with_suffix(".temporary")
+        write_bytes(temporary_list, json.dumps(values).encode())
+        temporary_list.rename(listed)
 
-    def _seal(self, meta: Meta, aside: Path) -> None:
+    def _seal(self, meta: Meta, temporary: Path) -> None:
         """The first process's part, when all lists are there."""
-        target = aside.with_name(aside.name[1:].removesuffix(".aside"))
+        target = temporary.with_name(temporary.name[1:].removesuffix(".temporary"))
         files: dict[str, File] = {}
-        chunks: list[Chunk] = []
+        chunks: list[StoredShard] = []
         for rank in range(self.groups.world_size):
-            values = self._list_of(aside / f"list-{rank:05}.json")
+            values = self._list_of(temporary / f"list-{rank:05}.json")
             files.update({name: File(**file) for name, file in values["files"].items()})
             chunks += map(chunk_of, values["chunks"])
-        manifest = Manifest(meta, files, tuple(chunks))
+        manifest = CheckpointManifest(meta, files, tuple(chunks))
         if missing := manifest.incomplete():
             raise BrokenCheckpoint(f"no process wrote all of {missing}")
-        for listed in aside.glob("list-*"):
+        for listed in temporary.glob("list-*"):
             listed.unlink()
-        write_bytes(aside / FILE, to_bytes(manifest))
-        sync_folder(aside)
+        write_bytes(temporary / FILE, to_bytes(manifest))
+        sync_folder(temporary)
         replaced = target.with_name(f".{target.name}.removed")
         if target.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             target.rename(replaced)
-        aside.rename(target)
+        temporary.rename(target)
         sync_folder(target.parent)
         folders.point_at(target)
         shutil.rmtree(replaced, ignore_errors=True)
         if self.mirror is not None:
             self.mirror.offer(target)
         in_use = () if self.mirror is None else self.mirror.in_use()
-        borders = {stretch.last for stretch in stretches(self.config)}
-        settings, every = self.config.checkpoint, self._steps_for_ever()
-        for failure in folders.retire(self.run_dir, settings, every, borders, in_use):
+        phase_ends = {stretch.last for stretch in stretches(self.config)}
+        settings, every = self.config.checkpoint, self._kept_every()
+        for failure in folders.retire(self.run_dir, settings, every, phase_ends, in_use):
             print(failure, file=sys.stderr)
 
     def _list_of(self, path: Path) -> dict[str, Any]:
@@ -239,7 +241,7 @@ class Saver:
             raise OSError(values["failure"])
         return values
 
-    def _steps_for_ever(self) -> int | None:
+    def _kept_every(self) -> int | None:
         every = self.config.checkpoint.keep_every
         return None if every is None else parse_steps(every, self.config.phases[0].tokens_per_step)
 
@@ -254,7 +256,7 @@ def mirror_of(config: Config) -> Mirror | None:
 
 
 def content_of(engine: Engine, meta: Meta, tokenizer: Path) -> Content:
-    """What this process writes: of what several hold, one copy."""
+    """What this process writes: one copy of what several hold."""
     groups = engine.groups
     blocks: dict[str, Sequence[Any]] = {
         name: [one for one in of_file if one.replica_id == 0] for name, of_file in engine.blocks().items()
@@ -270,7 +272,7 @@ def content_of(engine: Engine, meta: Meta, tokenizer: Path) -> Content:
 
 
 def layout_of(config: Config, groups: Groups) -> str:
-    """In words, for people and for the random states, which belong to processes."""
+    """A text for people, and for the random states, which belong to processes."""
     stages = f"pipeline {groups.pipeline_size} x {config.parallel.virtual_pipeline}"
     return f"tensor {groups.tensor.size}, {stages}, data {groups.data_size}"
 

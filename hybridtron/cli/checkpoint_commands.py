@@ -99,10 +99,10 @@ def listed(chosen: argparse.Namespace) -> int:
             continue
         size, meta = sum(file.size for file in one.manifest.files.values()), one.meta
         loss = "" if meta.validation is None else f"{meta.validation:.4f}"
-        table.add_row(str(meta.step), f"{readable(size)}B", loss, meta.layout, "sound")
+        table.add_row(str(meta.step), f"{readable(size)}B", loss, meta.layout, "valid")
     show(table)
-    for path in sorted((chosen.path / "checkpoints").glob("broken-*")):
-        print(f"put aside: {path}")
+    for path in sorted((chosen.path / "checkpoints").glob("*-step-*")):  # superseded-, before that left-, and broken-
+        print(f"archived: {path}")
     if fault := folders.pointer_fault(chosen.path):
         print(fault)
         code = 1

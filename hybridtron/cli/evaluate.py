@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hybridtron.config.schema import Config, DataConfig
-    from hybridtron.data.rows import Row
+    from hybridtron.data.rows import RowSpans
     from hybridtron.data.sources import Sources
     from hybridtron.data.store.shards import Store
     from hybridtron.model.lm import LanguageModel
@@ -179,12 +179,12 @@ def open_sources(data: DataConfig, path: str | None) -> Sources:
     return Sources([Ingredient(name, folder, name, float(one.tokens)) for name, one in held_out], cache)
 
 
-def choose_rows(stores: Sequence[Store], length: int, rows: int) -> tuple[list[Row], str]:
+def choose_rows(stores: Sequence[Store], length: int, rows: int) -> tuple[list[RowSpans], str]:
     """At most so many rows of length + 1 tokens, from the sources in turn, and what they are."""
     import numpy as np
 
     from hybridtron.data.order.stream import DocumentStream, Span
-    from hybridtron.data.rows import Row
+    from hybridtron.data.rows import RowSpans
 
     long = [np.flatnonzero(store.lengths > length)[:rows].tolist() for store in stores]
     found = [[[Span(document, 0, length + 1)] for document in of_source] for of_source in long]
@@ -195,7 +195,7 @@ def choose_rows(stores: Sequence[Store], length: int, rows: int) -> tuple[list[R
         starts = range(0, rows * (length + 1), length + 1)
         found = [[one.spans(at, length + 1) for at in starts if at + length < one.tokens_per_epoch] for one in streams]
     turns = itertools.chain.from_iterable(map(enumerate, itertools.zip_longest(*found)))
-    chosen = [Row([(source, span) for span in spans], 0) for source, spans in turns if spans is not None][:rows]
+    chosen = [RowSpans([(source, span) for span in spans], 0) for source, spans in turns if spans is not None][:rows]
     if not chosen:
         most = max((int(store.shard_tokens.sum()) for store in stores), default=0)
         raise Unusable(f"a row takes {length + 1} tokens, no source holds out more than {most}: take fewer by --length")

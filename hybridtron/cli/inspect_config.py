@@ -35,11 +35,11 @@ from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
 from hybridtron.planning.count import ModelCount, count
 from hybridtron.planning.fit import TENSOR_SIZES, FittingLayout, fit, settings_of
-from hybridtron.planning.memory import Memory, Plan, RankPlan, largest_phase, plan
+from hybridtron.planning.memory import DeviceMemory, Plan, RankPlan, largest_phase, plan
 from hybridtron.problems import ConfigError
 from hybridtron.train.phase_table import phase_table, print_changes, rates_of, source_table
 
-MEMORY_PARTS = tuple(part.name for part in dataclasses.fields(Memory))
+MEMORY_PARTS = tuple(part.name for part in dataclasses.fields(DeviceMemory))
 SHOWN = 10  # layouts that --fit prints; --json has them all
 
 

@@ -119,10 +119,10 @@ def prepare_inputs(chosen: argparse.Namespace) -> TokenFolder:
         twice = [f"{name} (it is {first})" for name, first in found.repeated]
         print(f"skipped, as it is read under another name: {listed(twice)}", file=sys.stderr)
     vocabulary = open_vocabulary(chosen.tokenizer, chosen.eos, chosen.separator)
-    from hybridtron.data.prepare.parts import Settings
+    from hybridtron.data.prepare.parts import FolderSettings
     from hybridtron.data.prepare.run import prepare
 
-    settings = Settings(
+    settings = FolderSettings(
         validation=0.005 if chosen.validation is None else chosen.validation,
         shard_size=chosen.shard_size or size("64MB"),
         compression=None if chosen.compression in (None, "none") else chosen.compression,

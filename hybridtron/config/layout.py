@@ -184,19 +184,19 @@ def multiples_near(unit: int, size: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Launch:
+class ProcessLaunch:
     """How a process was started: its rank among how many."""
 
     rank: int
     world_size: int
 
 
-def launched(environment: Mapping[str, str] = os.environ) -> Launch:
+def launched(environment: Mapping[str, str] = os.environ) -> ProcessLaunch:
     """What torchrun, or srun with one task a process, say of this process; one alone where neither started it."""
     for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
         if rank in environment and environment.get(size, "").isdigit():
-            return Launch(int(environment[rank]), int(environment[size]))
-    return Launch(0, 1)
+            return ProcessLaunch(int(environment[rank]), int(environment[size]))
+    return ProcessLaunch(0, 1)
 
 
 def fp8_layers(config: Config) -> range:

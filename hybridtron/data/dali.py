@@ -19,13 +19,13 @@ import torch
 
 from hybridtron.config.schema import Documents
 from hybridtron.data.batch import Batch, SeqInfo
-from hybridtron.data.rows import Rows
+from hybridtron.data.rows import RowArrays
 from hybridtron.device import compute_device
 
 QUEUE_DEPTH = 2  # steps that DALI holds on the device
 
 
-def dali_batches(steps: Iterator[Rows], documents: Documents) -> Iterator[Batch]:
+def dali_batches(steps: Iterator[RowArrays], documents: Documents) -> Iterator[Batch]:
     """The batch of each step's rows, on the device."""
     first = next(steps, None)
     if first is None:
@@ -42,7 +42,7 @@ def dali_batches(steps: Iterator[Rows], documents: Documents) -> Iterator[Batch]
         yield Batch(tokens_BL, labels_BL, mask_BL, seq, continues_B)
 
 
-def _pipeline(steps: Iterator[Rows], rows: int, length: int) -> Any:
+def _pipeline(steps: Iterator[RowArrays], rows: int, length: int) -> Any:
     """From rows to a batch's tensors; DALI's samples are rows, so slices are along the sequence."""
     fn, types = importlib.import_module("nvidia.dali.fn"), importlib.import_module("nvidia.dali.types")
     device = compute_device()
@@ -51,7 +51,7 @@ def _pipeline(steps: Iterator[Rows], rows: int, length: int) -> Any:
         batch_size=rows, num_threads=1, device_id=device.index if on_gpu else None, prefetch_queue_depth=QUEUE_DEPTH
     )
     with pipeline:
-        given = fn.external_source(source=steps, num_outputs=len(Rows._fields), batch=True)
+        given = fn.external_source(source=steps, num_outputs=len(RowArrays._fields), batch=True)
         tokens, documents, base, continues = (one.gpu() for one in given) if on_gpu else given
         tokens = fn.cast(tokens, dtype=types.INT64)
         place = types.Constant(np.arange(length - 1, dtype=np.int64), device="gpu" if on_gpu else "cpu")

@@ -81,7 +81,7 @@ def path_inside(root: Path, relative: str) -> Path | None:
 
 
 @dataclass(frozen=True)
-class Shard:
+class DataShard:
     """One shard: its file below the source's folder, and what is in it. `packed` is its size where it is compressed."""
 
     file: str
@@ -98,7 +98,7 @@ class SourceSplit:
 
     index: str
     lengths: str
-    shards: tuple[Shard, ...]
+    shards: tuple[DataShard, ...]
 
     @cached_property
     def documents(self) -> int:
@@ -119,11 +119,11 @@ class SourceSplit:
 
     @staticmethod
     def parse(values: dict) -> SourceSplit:
-        return SourceSplit(values["index"], values["lengths"], tuple(Shard(**shard) for shard in values["shards"]))
+        return SourceSplit(values["index"], values["lengths"], tuple(DataShard(**shard) for shard in values["shards"]))
 
 
 @dataclass(frozen=True)
-class Manifest:
+class DataManifest:
     """What manifest.json says. `origin` tells where the text came from; nothing in it changes how tokens are read."""
 
     format: int
@@ -136,7 +136,7 @@ class Manifest:
     origin: dict[str, str | int | float] = field(default_factory=dict)
 
     @staticmethod
-    def parse(text: str, folder: Path | str) -> Manifest:
+    def parse(text: str, folder: Path | str) -> DataManifest:
         """The manifest from its JSON, or FolderError about the folder it is of."""
         try:
             values = json.loads(text)
@@ -149,7 +149,7 @@ class Manifest:
                 split: {name: SourceSplit.parse(of_source) for name, of_source in values["splits"][split].items()}
                 for split in SPLITS
             }
-            manifest = Manifest(**(values | {"splits": splits}))
+            manifest = DataManifest(**(values | {"splits": splits}))
         except FolderError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -192,7 +192,7 @@ class Manifest:
         """Tokens of all sources of a split."""
         return sum(of_source.tokens for of_source in self.splits[split].values())
 
-    def stored_name(self, shard: Shard) -> str:
+    def stored_name(self, shard: DataShard) -> str:
         """The name of the file that the folder holds for a shard."""
         return shard.file if self.compression is None else f"{shard.file}.{self.compression.split(':')[0]}"
 
@@ -205,7 +205,7 @@ class TokenFolder:
     """
 
     path: Path
-    manifest: Manifest
+    manifest: DataManifest
     digest: str
     remote: str | None = None
 
@@ -216,7 +216,7 @@ class TokenFolder:
             if not path.is_dir():
                 raise FolderError(path, "is not a folder" if path.exists() else "does not exist")
             text = read_regular(path / "manifest.json", LARGEST_MANIFEST).decode()
-            folder = TokenFolder(path, Manifest.parse(text, path), digest_of(text.encode()))
+            folder = TokenFolder(path, DataManifest.parse(text, path), digest_of(text.encode()))
             folder.check_tokenizer()
             for split in SPLITS:
                 for source in folder.manifest.splits[split]:

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from hybridtron.config.schema import Config, Documents, Feed, Order
 from hybridtron.data.batch import Batch
 from hybridtron.data.reading import Reading, lane_order
-from hybridtron.data.rows import Rows, batch_of, gather
+from hybridtron.data.rows import RowArrays, batch_of, gather
 from hybridtron.data.sources import Sources
 from hybridtron.device import copied_ahead
 
@@ -182,7 +182,7 @@ def _as_it_is(read: Read) -> Read:
     return read
 
 
-class _Rows(Dataset[Rows]):
+class _Rows(Dataset[RowArrays]):
     """Step -> rows of a rank's lanes; what a worker process is given a copy of."""
 
     def __init__(self, sources: Sources, reading: Reading, rank: int, ranks: int) -> None:
@@ -191,7 +191,7 @@ class _Rows(Dataset[Rows]):
         self._order, self._reading = lane_order(sources, reading), reading
         self._rank, self._ranks = rank, ranks
 
-    def __getitem__(self, step: int) -> Rows:
+    def __getitem__(self, step: int) -> RowArrays:
         lanes = share_of(self._reading.lanes_in(step), self._rank, self._ranks)
         rows = [self._order.row(lane, step) for lane in lanes]
         for number, store in enumerate(self._stores):

@@ -15,8 +15,8 @@ from hybridtron.config.units import parse_tokens
 from hybridtron.data.batch import seed_of
 from hybridtron.data.order.lanes import Lanes
 from hybridtron.data.order.mixture import Mixture
-from hybridtron.data.order.stream import DocumentStream, Windows
-from hybridtron.data.rows import Row
+from hybridtron.data.order.stream import DocumentStream, ShuffledWindows
+from hybridtron.data.rows import RowSpans
 from hybridtron.data.sources import Sources
 
 
@@ -73,7 +73,7 @@ class Reading:
 class LaneOrder(Protocol):
     """(lane, step) -> the row that the lane reads."""
 
-    def row(self, lane: int, step: int) -> Row: ...
+    def row(self, lane: int, step: int) -> RowSpans: ...
 
 
 def lane_order(sources: Sources, reading: Reading) -> LaneOrder:
@@ -94,13 +94,13 @@ class ShuffledLanes:
         self._growth = reading.growth or Growth((), reading.lanes)
         self._mixture = Mixture(sources.weights, reading.lanes, reading.seed)
         self._windows = [
-            Windows(stream, reading.seq_len, reading.shuffle_tokens, seed_of(reading.seed, name))
+            ShuffledWindows(stream, reading.seq_len, reading.shuffle_tokens, seed_of(reading.seed, name))
             for name, stream in zip(sources.names, _streams(sources, reading), strict=True)
         ]
 
-    def row(self, lane: int, step: int) -> Row:
+    def row(self, lane: int, step: int) -> RowSpans:
         source, number = self._mixture.place(self._growth.rows_before(step) + lane)
-        return Row([(source, span) for span in self._windows[source].spans(number)], position=0)
+        return RowSpans([(source, span) for span in self._windows[source].spans(number)], position=0)
 
 
 class WalkingLanes:
@@ -111,9 +111,9 @@ class WalkingLanes:
         streams, shuffle = _streams(sources, reading), reading.shuffle_tokens
         self._lanes = Lanes(streams, sources.weights, reading.lanes, reading.tokens_per_lane, shuffle, reading.seed)
 
-    def row(self, lane: int, step: int) -> Row:
+    def row(self, lane: int, step: int) -> RowSpans:
         spans = self._lanes.row(lane, step).spans
-        return Row(spans, spans[0][1].first if self._stride is None else step * self._stride)
+        return RowSpans(spans, spans[0][1].first if self._stride is None else step * self._stride)
 
 
 def phase_seed(seed: int, phase_index: int) -> int:

@@ -26,7 +26,7 @@ from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.data.order.stream import Span
 
 
-class Row(NamedTuple):
+class RowSpans(NamedTuple):
     """Where a row's tokens are found, as (source, span); and the position of its first token in what its lane reads.
 
     That is above 0 where the token follows, in the same document, what the lane read in the step before.
@@ -46,7 +46,7 @@ class Readable(Protocol):
     def check(self, document: int, first: int, count: int) -> None: ...
 
 
-class Rows(NamedTuple):
+class RowArrays(NamedTuple):
     """The rows of a step.
 
     documents_BT counts the documents of a row from 0; base_BT is a token's position in its document less its place in
@@ -59,7 +59,7 @@ class Rows(NamedTuple):
     continues_B: np.ndarray
 
 
-def gather(sources: Sequence[Readable], rows: Sequence[Row], dtype: np.dtype, joined: bool) -> Rows:
+def gather(sources: Sequence[Readable], rows: Sequence[RowSpans], dtype: np.dtype, joined: bool) -> RowArrays:
     """Read the tokens of rows that are all of one length; each is below the vocabulary's size."""
     length = sum(span.count for _, span in rows[0].spans)
     tokens_BT = np.empty((len(rows), length), dtype)
@@ -78,10 +78,10 @@ def gather(sources: Sequence[Readable], rows: Sequence[Row], dtype: np.dtype, jo
     if tokens_BT.max() >= min(source.vocab_size for source in sources):
         for source, span in itertools.chain.from_iterable(row.spans for row in rows):
             sources[source].check(*span)
-    return Rows(tokens_BT, documents_BT, base_BT, np.array([row.position > 0 for row in rows]))
+    return RowArrays(tokens_BT, documents_BT, base_BT, np.array([row.position > 0 for row in rows]))
 
 
-def batch_of(rows: Rows, documents: Documents) -> Batch:
+def batch_of(rows: RowArrays, documents: Documents) -> Batch:
     """The batch of rows, on the CPU."""
     documents_BL = rows.documents_BT[:, :-1].copy()
     tokens_BL, labels_BL = rows.tokens_BT[:, :-1].astype(np.int64), rows.tokens_BT[:, 1:].astype(np.int64)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from hybridtron.config.schema import Documents
 from hybridtron.data.batch import Batch
 from hybridtron.data.order.stream import DocumentStream
-from hybridtron.data.rows import Row, batch_of, gather
+from hybridtron.data.rows import RowSpans, batch_of, gather
 from hybridtron.data.sources import Sources
 
 
@@ -29,7 +29,7 @@ def held_out(
     for index, (store, one) in enumerate(zip(stores, ingredients, strict=True)):
         stream = DocumentStream.of(store)
         begins = _begins(one.tokens("validation") - 1, int(one.weight / whole * tokens), seq_len, piece)
-        rows = [Row([(index, span) for span in stream.spans(begin, seq_len + 1)], position=0) for begin in begins]
+        rows = [RowSpans([(index, span) for span in stream.spans(begin, seq_len + 1)], position=0) for begin in begins]
         found += len(rows)
         for first in range(0, len(rows), micro_batch):
             gathered = gather(stores, rows[first : first + micro_batch], sources.dtype, documents is Documents.join)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from hybridtron.architecture.table import parameter_table
-from hybridtron.config.layout import Launch
+from hybridtron.config.layout import ProcessLaunch
 from hybridtron.config.schema import Config
 from hybridtron.device import DTYPES, megatron_context
 from hybridtron.engine.stage import build_stages
@@ -40,7 +40,7 @@ def build_every_rank(config: Config) -> Iterator[Built]:
     world = config.parallel.tensor * config.parallel.pipeline
     for rank in range(world):
         with megatron_context():
-            place = groups.start(config.parallel, launch=Launch(rank, world), fake=True)
+            place = groups.start(config.parallel, launch=ProcessLaunch(rank, world), fake=True)
             try:
                 stages = build_stages(config, place, DTYPES[config.precision.name], torch.device("meta"))
             finally:

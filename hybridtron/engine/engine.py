@@ -61,7 +61,7 @@ class Engine:
         self.wrapped = data_parallel(self.stages, config.parallel, self.dtype)
         self.optimizer = Optimizer(self.wrapped, config, groups, self.dtype)
         modules = [(name, module) for stage in self.stages for name, module in stage.model.named_modules()]
-        self.statistics = statistics_of(modules, self.stages[0].model.place.tensor.products.fp8, self.device)
+        self.statistics = statistics_of(modules, self.stages[0].model.slice.tensor.products.fp8, self.device)
         self.guard = Guard(config.optim.spike)
         self._loss = torch.zeros(())  # of the step under way
         self.carrier: Carrier | None = None
@@ -78,7 +78,7 @@ class Engine:
         """Take the phase's settings; its rows start from states as it says, and this process reads these lanes."""
         self.config = self.run_config.in_phase(self.run_config.phases[index])
         self.optimizer.settings = self.config.optim
-        chunks, self.restarted_lanes = [stage.model.place.layers for stage in self.stages], None
+        chunks, self.restarted_lanes = [stage.model.slice.layers for stage in self.stages], None
         self._seed, self._lanes = phase_seed(self.config.run.seed, index), lanes
         self.carrier = carrier_of(self.config, index, chunks, lanes, self.groups, self.device)
 

@@ -21,7 +21,7 @@ from hybridtron.config.layout import chunks_on, fp8_layers, stages_of
 from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.data.batch import Batch
 from hybridtron.engine.through_time import Ended, ThroughTime
-from hybridtron.model.lm import LanguageModel, ModelOut, Place, stream_dtype
+from hybridtron.model.lm import LanguageModel, ModelOut, ModelSlice, stream_dtype
 from hybridtron.model.stack import States
 from hybridtron.parallel.fp8 import Fp8
 from hybridtron.parallel.groups import Groups
@@ -39,7 +39,7 @@ class Stage(nn.Module):
         self.model = model
         self.config = config
         self.vp_stage = virtual_stage
-        self.pre_process, self.post_process = model.place.first, model.place.last
+        self.pre_process, self.post_process = model.slice.first, model.slice.last
         self.share_embeddings_and_output_weights = model.tied
         self.received: Tensor | None = None
         mark_for_megatron(model)
@@ -61,7 +61,7 @@ class Stage(nn.Module):
 
 def mark_for_megatron(model: LanguageModel) -> None:
     """Say on each weight what Megatron asks: whether it is cut, a second copy, or not to be decayed."""
-    tensor = model.place.tensor
+    tensor = model.slice.tensor
     for name, weight in model.named_parameters():
         parameter = model.table[name]
         axis = parameter.cut_axis(tensor.size)
@@ -72,7 +72,7 @@ def mark_for_megatron(model: LanguageModel) -> None:
             "undecayed": not parameter.decay,
             "partial_over_tensor": axis is None and is_partial(name, parameter, tensor),
             "shared_embedding": model.tied and name == "embedding.weight",
-            "shared": model.tied and name == "embedding.weight" and not model.place.first,
+            "shared": model.tied and name == "embedding.weight" and not model.slice.first,
         }
         for mark, value in marks.items():
             setattr(weight, mark, value)
@@ -93,7 +93,7 @@ def build_stages(config: Config, groups: Groups, dtype: torch.dtype, device: tor
     tensor = replace(groups.tensor, products=replace(groups.tensor.products, fp8=fp8_of(config)))
     stages = []
     for stage, chunk in enumerate(chunks_on(config.parallel, groups.pipeline_rank)):
-        place = Place(layers[chunk], chunk == 0, chunk == len(layers) - 1, tensor)
+        place = ModelSlice(layers[chunk], chunk == 0, chunk == len(layers) - 1, tensor)
         with device:
             model = LanguageModel(config.model, place, config.parallel.recompute)
         stages.append(Stage(model.cast(dtype), megatron, stage if virtual > 1 else None))

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybridtron.checkpoint.files import ahead, bytes_of, sync_file
+from hybridtron.checkpoint.files import bytes_of, prefetched, sync_file
 from hybridtron.interop.rules import Rule
 
 INDEX = "model.safetensors.index.json"
@@ -58,7 +58,7 @@ def write_weights(
     """All tensors, and the index where there is more than one shard."""
     shards = shards_of(tensors, largest)
     total, done, where = sum(tensor.size for tensor in tensors), 0, {}
-    values = ahead(made(tensor.rule).to(tensor.dtype) for tensor in itertools.chain(*shards))
+    values = prefetched(made(tensor.rule).to(tensor.dtype) for tensor in itertools.chain(*shards))
     with ThreadPoolExecutor(1) as thread:
         flushed = []
         for number, shard in enumerate(shards, 1):

@@ -12,7 +12,7 @@ from hybridtron.mixers.base import Mixer, Out, State
 from hybridtron.ops.conv import ConvInputs, causal_conv
 from hybridtron.ops.gated_norm import GatedScaleInputs, GatedSquaresInputs, gated_scale, gated_squares
 from hybridtron.ops.ssd import SSDInputs, ssd_scan
-from hybridtron.parallel.linear import ALONE, TensorGroup, column_parallel, enter, row_parallel, sum_shares
+from hybridtron.parallel.linear import SINGLE_RANK, TensorGroup, column_parallel, enter, row_parallel, sum_shares
 
 
 class Mamba2(Mixer):
@@ -65,7 +65,7 @@ class Mamba2(Mixer):
 
     def _normed(self, y_BLHP: Tensor, z_BLHP: Tensor) -> Tensor:
         """The gated norm. Where every rank holds all groups, the heads of a group may lie on several of them."""
-        spec, shared = self.spec, self.tensor if self.whole_groups else ALONE
+        spec, shared = self.spec, self.tensor if self.whole_groups else SINGLE_RANK
         heads, groups = self.heads * shared.size, spec.groups * shared.size // self.tensor.size
         squares_BLH = gated_squares(GatedSquaresInputs(y_BLHP, z_BLHP))
         head_H = torch.arange(self.heads, device=y_BLHP.device) + shared.rank * self.heads

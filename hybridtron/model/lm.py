@@ -15,21 +15,21 @@ from hybridtron.config.schema import Recompute
 from hybridtron.data.batch import SeqInfo
 from hybridtron.model.layer import RMSNorm
 from hybridtron.model.stack import Stack, States
-from hybridtron.parallel.linear import ALONE, TensorGroup, embedding, enter
+from hybridtron.parallel.linear import SINGLE_RANK, TensorGroup, embedding, enter
 from hybridtron.parallel.loss import Head
 
 
 @dataclass(frozen=True)
-class Place:
+class ModelSlice:
     """Which part of the model is built: these sub-layers (None: all), with or without its ends, one tensor share."""
 
     layers: range | None = None
     first: bool = True
     last: bool = True
-    tensor: TensorGroup = ALONE
+    tensor: TensorGroup = SINGLE_RANK
 
 
-WHOLE = Place()
+FULL_MODEL = ModelSlice()
 
 
 def stream_dtype(computed: torch.dtype, residual_fp32: bool) -> torch.dtype:
@@ -52,18 +52,20 @@ class ModelOut(NamedTuple):
 class LanguageModel(nn.Module):
     """Weights are uninitialised until `model/init.py` or a checkpoint fills them."""
 
-    def __init__(self, config: ModelConfig, place: Place = WHOLE, recompute: Recompute = Recompute.none) -> None:
+    def __init__(
+        self, config: ModelConfig, model_slice: ModelSlice = FULL_MODEL, recompute: Recompute = Recompute.none
+    ) -> None:
         super().__init__()
-        arch, tensor = architecture(config), place.tensor
-        self.place, self.recompute = place, recompute
+        arch, tensor = architecture(config), model_slice.tensor
+        self.slice, self.recompute = model_slice, recompute
         self.tied, self.residual_fp32 = config.tie_embeddings, config.residual_fp32
-        if place.first:
+        if model_slice.first:
             self.embedding = embedding(config.vocab_size, config.width, tensor)
-        elif place.last and self.tied:
+        elif model_slice.last and self.tied:
             self.embedding = Head(config.width, config.vocab_size, tensor)
-        layers = range(len(arch.specs)) if place.layers is None else place.layers
+        layers = range(len(arch.specs)) if model_slice.layers is None else model_slice.layers
         self.layers = Stack(arch, layers, config.norm_eps, tensor, recompute)
-        if place.last:
+        if model_slice.last:
             self.norm = RMSNorm(config.width, config.norm_eps)
             if not self.tied:
                 self.head = Head(config.width, config.vocab_size, tensor)
@@ -82,20 +84,20 @@ class LanguageModel(nn.Module):
         if x_LBD is None:
             x_LBD = self.embedding(tokens_BL)
             x_LBD = x_LBD.to(stream_dtype(x_LBD.dtype, self.residual_fp32))
-            if not self.place.last and torch.is_grad_enabled():
+            if not self.slice.last and torch.is_grad_enabled():
                 # gradients come back from the next chunk, though no weight of this one may learn
                 x_LBD.requires_grad_()
         x_LBD, new_states, aux = self.layers(x_LBD, states, seq)
-        if not self.place.last:
+        if not self.slice.last:
             return ModelOut(x_LBD, new_states, aux)
         x_LBD = self.norm(x_LBD)
         if logits:
-            x_LBD = functional.linear(enter(x_LBD, self.place.tensor), self.output_weight())
+            x_LBD = functional.linear(enter(x_LBD, self.slice.tensor), self.output_weight())
         return ModelOut(x_LBD, new_states, aux)
 
     def output_weight(self) -> Tensor:
         """The head's weight, which is the embedding's where the two are tied."""
-        if self.tied and self.place.first:
+        if self.tied and self.slice.first:
             return self.get_parameter("embedding.weight")
         return self.embedding() if self.tied else self.head()
 

@@ -44,11 +44,11 @@ def weight_blocks(
     """
     axis = parameter.cut_axis(tensor.size)
     runs = [] if axis is None else held_runs(parameter, tensor)
-    pieces = [whole for piece in pieces for whole in _spread(piece, axis, runs)]
+    pieces = [whole for piece in pieces for whole in _in_full(piece, axis, runs)]
     blocks, start = [], 0
     for key, shape in parameter.stored(name).items():
-        of_part = [range(start, start + shape[0])]
-        inside = [of_whole for piece in pieces for of_whole in _spread(piece, 0, of_part, places=True)]
+        of_part = range(start, start + shape[0])
+        inside = [of_whole for piece in pieces for of_whole in _within(piece, of_part)]
         blocks += [block(key, shape, offset, data, main) for offset, data in inside]
         start += shape[0]
     return blocks
@@ -113,21 +113,38 @@ def flat_pieces(flat: Tensor, start: int, shape: Sequence[int]) -> Iterator[Piec
         at += count
 
 
-def _spread(piece: Piece, axis: int | None, runs: Sequence[range], places: bool = False) -> Iterator[Piece]:
-    """A piece of a share, placed in the whole, where these runs of an axis are laid side by side in the share.
+def _in_full(piece: Piece, axis: int | None, runs: Sequence[range]) -> Iterator[Piece]:
+    """A piece of a rank's share, at its offsets in the full tensor, of which the share holds these runs of an axis.
 
-    With `places` the other way round: the piece is one of the whole, and what of it lies in the runs is placed there.
+    The share has the runs side by side: run k begins in it where the runs before it end. So a piece of the share that
+    crosses from one run to the next is several pieces of the full tensor.
     """
     if axis is None:
         yield piece
         return
     at = 0
     for run in runs:
-        held, begin = (run, -run.start) if places else (range(at, at + len(run)), run.start - at)
-        first, stop = piece.offset[axis], piece.offset[axis] + piece.data.shape[axis]
-        low, high = max(first, held.start), min(stop, held.stop)
-        if low < high:
-            offset = list(piece.offset)
-            offset[axis] = low + begin
-            yield Piece(tuple(offset), piece.data.narrow(axis, low - first, high - low))
+        if (taken := _overlap(piece, axis, range(at, at + len(run)))) is not None:
+            yield _moved(taken, axis, run.start - at)
         at += len(run)
+
+
+def _within(piece: Piece, rows: range) -> Iterator[Piece]:
+    """What of a piece of the full tensor lies in these rows, at its offsets from the first of them."""
+    if (taken := _overlap(piece, 0, rows)) is not None:
+        yield _moved(taken, 0, -rows.start)
+
+
+def _overlap(piece: Piece, axis: int, entries: range) -> Piece | None:
+    """The part of a piece in a range of one axis."""
+    first = piece.offset[axis]
+    low, high = max(first, entries.start), min(first + piece.data.shape[axis], entries.stop)
+    if low >= high:
+        return None
+    return _moved(Piece(piece.offset, piece.data.narrow(axis, low - first, high - low)), axis, low - first)
+
+
+def _moved(piece: Piece, axis: int, by: int) -> Piece:
+    offset = list(piece.offset)
+    offset[axis] += by
+    return Piece(tuple(offset), piece.data)

@@ -28,7 +28,7 @@ from hybridtron.problems import ConfigError, Problem
 ROLES = len(FORMATS)
 
 
-class Statistics(Protocol):
+class ScalingStatistics(Protocol):
     """What an engine asks of the products' statistics."""
 
     def step(self) -> AbstractContextManager[Any]:
@@ -93,17 +93,17 @@ class Delayed(NoStatistics):
             yield Part(f"fp8_scale.{name}", tuple(scale_R.shape), (0,), scale_R)
 
 
-def statistics_of(modules: Iterable[tuple[str, Any]], fp8: Fp8 | None, device: torch.device) -> Statistics:
+def statistics_of(modules: Iterable[tuple[str, Any]], fp8: Fp8 | None, device: torch.device) -> ScalingStatistics:
     """The statistics of all projections among named modules."""
     if fp8 is None or not fp8.delayed:
         return NoStatistics()
     if not fp8.emulate:
-        return transformer_engine.Statistics(modules, fp8)
+        return transformer_engine.TransformerEngineStatistics(modules, fp8)
     projections = {f"{name}.weight": module for name, module in modules if isinstance(module, Fp8Linear)}
     return Delayed(projections, fp8, device)
 
 
-def statistics_blocks(statistics: Statistics, writes: Callable[[str], bool]) -> list[Any]:
+def statistics_blocks(statistics: ScalingStatistics, writes: Callable[[str], bool]) -> list[Any]:
     """For a checkpoint: each whole on every tensor- and data-parallel rank, of which one writes it."""
     return [block(part.key, part.shape, part.offset, part.data, writes(part.key)) for part in statistics.parts()]
 

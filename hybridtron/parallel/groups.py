@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hybridtron.config.layout import Launch, launched
+from hybridtron.config.layout import ProcessLaunch, launched
 from hybridtron.config.schema import ParallelConfig
 from hybridtron.device import compute_device, megatron_context
 from hybridtron.parallel.linear import Products, TensorGroup
@@ -46,7 +46,7 @@ class Groups:
 def start(
     parallel: ParallelConfig,
     init_method: str = "env://",
-    launch: Launch | None = None,
+    launch: ProcessLaunch | None = None,
     fake: bool = False,
     timeout_s: float = 1800,
 ) -> Groups:
@@ -80,7 +80,7 @@ def start(
     )
 
 
-def _join(launch: Launch, init_method: str, fake: bool, timeout: timedelta) -> None:
+def _join(launch: ProcessLaunch, init_method: str, fake: bool, timeout: timedelta) -> None:
     backend = "gloo" if compute_device().type == "cpu" else "cpu:gloo,cuda:nccl"
     place = {"rank": launch.rank, "world_size": launch.world_size, "timeout": timeout}
     if fake:
@@ -113,7 +113,7 @@ def barrier() -> None:
         dist.barrier()
 
 
-def greatest(values: list[float]) -> list[float]:
+def all_reduce_max(values: list[float]) -> list[float]:
     """The greatest of each value over all processes. It goes over gloo, so that no process waits for its device."""
     if dist.get_world_size() == 1:
         return values
@@ -122,14 +122,14 @@ def greatest(values: list[float]) -> list[float]:
     return found.tolist()
 
 
-def places() -> list[tuple[str, int]]:
+def host_pids() -> list[tuple[str, int]]:
     """Machine and process id of every rank."""
     found: list[tuple[str, int]] = [("", 0)] * dist.get_world_size()
     dist.all_gather_object(found, (socket.gethostname(), os.getpid()))
     return found
 
 
-def everyone(value: Any) -> list[Any]:
+def all_gather_object(value: Any) -> list[Any]:
     """What every process brings, by rank."""
     found = [value] * dist.get_world_size()
     if len(found) > 1:

@@ -78,10 +78,10 @@ class TensorGroup:
         return self if fp8 is None or index in fp8.layers else self.without_fp8()
 
 
-ALONE = TensorGroup()
+SINGLE_RANK = TensorGroup()
 
 
-class Linear(nn.Module):
+class PlainLinear(nn.Module):
     """x @ weight.T, without a bias: no projection of these models has one."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
@@ -153,7 +153,11 @@ def column_parallel(in_features: int, out_features: int, tensor: TensorGroup) ->
         return Fp8Linear(in_features, tensor.share(out_features), products.fp8)
     if products.fp8 is not None or products.transformer_engine:
         return local_linear(in_features, tensor.share(out_features), products.fp8)
-    return Linear(in_features, out_features) if tensor.size == 1 else ColumnParallel(in_features, out_features, tensor)
+    return (
+        PlainLinear(in_features, out_features)
+        if tensor.size == 1
+        else ColumnParallel(in_features, out_features, tensor)
+    )
 
 
 def row_parallel(in_features: int, out_features: int, tensor: TensorGroup) -> nn.Module:
@@ -164,7 +168,7 @@ def row_parallel(in_features: int, out_features: int, tensor: TensorGroup) -> nn
     if products.fp8 is not None or products.transformer_engine:
         return summed_linear(tensor.share(in_features), out_features, tensor.group, tensor.sequence, products.fp8)
     if tensor.size == 1:
-        return Linear(in_features, out_features)
+        return PlainLinear(in_features, out_features)
     return RowParallel(in_features, out_features, tensor, tensor.sequence)
 
 
@@ -177,7 +181,7 @@ def row_parallel_inside(in_features: int, out_features: int, tensor: TensorGroup
     if tensor.products.transformer_engine:
         return summed_linear(tensor.share(in_features), out_features, tensor.group, sequence=False)
     if tensor.size == 1:
-        return Linear(in_features, out_features)
+        return PlainLinear(in_features, out_features)
     return RowParallel(in_features, out_features, tensor, sequence=False)
 
 

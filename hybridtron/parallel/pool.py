@@ -24,10 +24,11 @@ from typing import Any, NoReturn
 
 import torch
 
+from hybridtron.config.layout import ProcessLaunch
 from hybridtron.config.schema import ParallelConfig
 from hybridtron.device import megatron_context
 from hybridtron.parallel import groups
-from hybridtron.parallel.groups import Groups, Launch
+from hybridtron.parallel.groups import Groups
 
 GRACE_S = 3.0  # what the others of a failed job get to fail too
 START_S = 120.0  # what new processes get to import what they need
@@ -52,7 +53,7 @@ class Seat:
         They end with the process, and not before.
         """
         with megatron_context():
-            yield groups.start(parallel, f"file://{self.meeting_file}", Launch(self.rank, self.world_size))
+            yield groups.start(parallel, f"file://{self.meeting_file}", ProcessLaunch(self.rank, self.world_size))
 
 
 @dataclass

@@ -96,7 +96,7 @@ def fp8_fault(recipe: Precision) -> str | None:
     return None if available else reason
 
 
-class Statistics:
+class TransformerEngineStatistics:
     """Those of delayed scaling, which the package keeps in its layers; see `fp8_statistics.py` for what is asked."""
 
     def __init__(self, modules: Iterable[tuple[str, Any]], fp8: Fp8) -> None:

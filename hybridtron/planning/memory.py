@@ -46,7 +46,7 @@ from hybridtron.planning.layer_use import LayerUse, carried_bytes, layer_uses, r
 
 
 @dataclass(frozen=True)
-class Memory:
+class DeviceMemory:
     """What one process holds while it trains, in bytes."""
 
     weights: int  # as the forward pass reads them
@@ -63,7 +63,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PlannedStage:
     """Consecutive sub-layers on one rank, and their forward cost per token as `layout.py` weighs it."""
 
     index: int
@@ -91,10 +91,10 @@ class RankPlan:
     """One pipeline rank; its tensor- and data-parallel copies are alike."""
 
     rank: int
-    chunks: tuple[Chunk, ...]  # virtual stage 0, 1, ...
+    chunks: tuple[PlannedStage, ...]  # virtual stage 0, 1, ...
     parameters: int  # on one device
     in_flight: int  # chunk passes whose activations are held at the peak
-    memory: Memory
+    memory: DeviceMemory
     traffic: Traffic
 
 
@@ -133,7 +133,9 @@ def plan(config: Config, world_size: int, phase: PhaseConfig) -> Plan:
         phase=phase,
         data=data,
         micro_batches=phase.global_batch // (phase.micro_batch * data * config.chunks_together(phase)),
-        chunks=tuple(Chunk(index, stage, sum(costs[stage.start : stage.stop])) for index, stage in enumerate(stages)),
+        chunks=tuple(
+            PlannedStage(index, stage, sum(costs[stage.start : stage.stop])) for index, stage in enumerate(stages)
+        ),
         uses=layer_uses(config, runs_again(config, phase)),
         carried=carried_bytes(config, phase),
         table=table,
@@ -195,7 +197,7 @@ class _Step:
     phase: PhaseConfig
     data: int
     micro_batches: int
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[PlannedStage, ...]
     uses: tuple[LayerUse, ...]
     carried: dict[int, int]  # bytes of one lane's state, by sub-layer
     table: dict[str, Parameter]
@@ -211,7 +213,7 @@ class _Step:
         """Chunks of a lane that a micro batch holds."""
         return self.config.chunks_together(self.phase)
 
-    def lane_bytes(self, chunk: Chunk) -> int:
+    def lane_bytes(self, chunk: PlannedStage) -> int:
         """Bytes of one lane's carried state in a chunk of the model."""
         return sum(self.carried.get(layer, 0) for layer in chunk.layers)
 
@@ -232,7 +234,7 @@ def _rank_plan(step: _Step, rank: int) -> RankPlan:
         chunks=chunks,
         parameters=sum(local_size(weight, parallel.tensor) for weight in weights),
         in_flight=max(map(sum, passes)),
-        memory=Memory(
+        memory=DeviceMemory(
             weights=stored,
             gradients=gradients,
             optimizer=optimizer,
@@ -259,7 +261,7 @@ def _weight_bytes(step: _Step, weights: Iterable[Parameter]) -> tuple[int, int, 
     return stored, gradients, shared(optimizer, step.data if parallel.distributed_optimizer else 1)
 
 
-def _activations(step: _Step, chunks: Sequence[Chunk], passes: Iterable[Sequence[int]]) -> int:
+def _activations(step: _Step, chunks: Sequence[PlannedStage], passes: Iterable[Sequence[int]]) -> int:
     """Bytes at the peak of the schedule."""
     values = [sum(step.uses[layer].kept for layer in chunk.layers) for chunk in chunks]
     is_last = chunks[-1] is step.chunks[-1]
@@ -276,7 +278,7 @@ def _activations(step: _Step, chunks: Sequence[Chunk], passes: Iterable[Sequence
     return again + max(sum(held * size for held, size in zip(live, kept, strict=True)) for live in passes)
 
 
-def _logits(step: _Step, chunks: Sequence[Chunk]) -> int:
+def _logits(step: _Step, chunks: Sequence[PlannedStage]) -> int:
     """Bytes of what the loss makes."""
     if chunks[-1] is not step.chunks[-1]:
         return 0
@@ -285,12 +287,12 @@ def _logits(step: _Step, chunks: Sequence[Chunk]) -> int:
     return loss_bytes(tokens, model.width, vocabulary, VALUE_BYTES[step.config.precision.name])
 
 
-def _states(step: _Step, chunks: Sequence[Chunk]) -> int:
+def _states(step: _Step, chunks: Sequence[PlannedStage]) -> int:
     """Bytes of the states that are carried, old and new."""
     return 2 * step.config.lanes_of(step.phase) // step.data * sum(step.lane_bytes(chunk) for chunk in chunks)
 
 
-def _traffic(step: _Step, rank: int, chunks: Sequence[Chunk], weights: int, gradients: int) -> Traffic:
+def _traffic(step: _Step, rank: int, chunks: Sequence[PlannedStage], weights: int, gradients: int) -> Traffic:
     """`weights` and `gradients` are bytes on this device."""
     parallel, model = step.config.parallel, step.config.model
     is_first, is_last = rank == 0, rank == parallel.pipeline - 1

@@ -44,7 +44,7 @@ class WayBack:
 
     def checkpoints(self, failed: GoBack, written: set[int]) -> list[Checkpoint]:
         """The newest first; a folder may hold others, of a run before this one. Raises Diverged if there is none."""
-        own = [one for one in checkpoints.sound(self.run_dir) if one.meta.step in written]
+        own = [one for one in checkpoints.valid_checkpoints(self.run_dir) if one.meta.step in written]
         before = [] if self.start is None else list(candidates(self.start, self.config))
         found = {one.folder: one for one in [*own, *before] if one.meta.step < failed.step and not one.meta.refused}
         if not found:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.checkpoint.files import unfinished
+from hybridtron.checkpoint.files import temporary_path
 from hybridtron.config.checks.export import exported_step
 from hybridtron.config.choices import Export
 from hybridtron.config.phases import Stretch, last_step, stretches
@@ -44,7 +44,7 @@ class PhaseExports:
             output = self.run_dir / "export" / name
             if exported_step(output) == stretch.last:
                 continue
-            if unfinished(output).exists() and step < last_step(self.config):
+            if temporary_path(output).exists() and step < last_step(self.config):
                 self.failed[name] = "it was killed once, and is tried again at the end of the run"
                 continue
             try:

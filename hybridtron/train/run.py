@@ -11,7 +11,7 @@ from hybridtron.config.layout import launched
 from hybridtron.config.phases import last_step
 from hybridtron.config.schema import Config
 from hybridtron.device import deterministic, megatron_context
-from hybridtron.parallel.groups import Groups, barrier, places
+from hybridtron.parallel.groups import Groups, barrier, host_pids
 from hybridtron.parallel.groups import start as start_groups
 from hybridtron.parallel.groups import stop as stop_groups
 from hybridtron.train.failures import Failures
@@ -20,11 +20,11 @@ from hybridtron.train.phase_exports import ExportPhase, PhaseExports
 from hybridtron.train.preempt import StopRequests
 from hybridtron.train.run_folder import ExportsFailed, open_run_folder, unfinished
 from hybridtron.train.start import (
+    archive_superseded,
     check_fp8,
     check_same_model,
     check_same_weights,
     given_weights,
-    leave_others,
     starting_point,
 )
 from hybridtron.train.trainer import Trainer
@@ -78,7 +78,7 @@ def meet(config: Config, failures: Failures) -> Groups:
             watched.enter_context(unfinished(failures))
         # the watchdog comes first and tells more; an operation's own time-out is there for a stuck interpreter
         groups = start_groups(config.parallel, timeout_s=max(2 * config.run.timeout, START_S))
-        failures.meet(places())
+        failures.meet(host_pids())
     return groups
 
 
@@ -88,7 +88,7 @@ def open_folder(start: Checkpoint | None, config: Config, changed: Iterable[str]
         print(f"weights of another use: {difference}")
     open_run_folder(config)
     if config.run.resume != "auto":
-        leave_others(start, config)
+        archive_superseded(start, config)
 
 
 def say_finished(start: Checkpoint, config: Config, exports: PhaseExports) -> None:

@@ -123,14 +123,14 @@ def check_same_data(start: Checkpoint, config: Config, stretch: Stretch, found: 
     return differences
 
 
-def leave_others(start: Checkpoint | None, config: Config) -> None:
-    """Put the checkpoints aside that a run does not go on from, or the next start would take them."""
+def archive_superseded(start: Checkpoint | None, config: Config) -> None:
+    """Rename the checkpoints that a run does not continue, or its next start would resume from them."""
     run_dir = Path(config.run.dir)
-    own = start is not None and checkpoints.is_of(run_dir, start.folder)
-    for path in checkpoints.leave(run_dir, start.meta.step if start is not None and own else -1):
-        print(f"run.resume={config.run.resume}: a checkpoint that this run does not go on from is now {path}")
+    own = start is not None and checkpoints.belongs_to(run_dir, start.folder)
+    for path in checkpoints.archive_later(run_dir, start.meta.step if start is not None and own else -1):
+        print(f"run.resume={config.run.resume}: a checkpoint that this run does not continue is now {path}")
 
 
 def candidates(start: Checkpoint, config: Config) -> Iterable[Checkpoint]:
     """What a run may go on from: the checkpoint that was named, or its own ones from the newest on."""
-    return checkpoints.sound(Path(config.run.dir)) if config.run.resume == "auto" else [start]
+    return checkpoints.valid_checkpoints(Path(config.run.dir)) if config.run.resume == "auto" else [start]

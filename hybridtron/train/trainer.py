@@ -23,7 +23,7 @@ from hybridtron.data.batch import Batch
 from hybridtron.data.loader import Loader, build_loader
 from hybridtron.device import most_memory_gib, synchronize
 from hybridtron.engine.engine import Engine
-from hybridtron.parallel.groups import Groups, barrier, greatest
+from hybridtron.parallel.groups import Groups, all_reduce_max, barrier
 from hybridtron.planning.count import count
 from hybridtron.train.engines import Engines
 from hybridtron.train.evaluate import evaluate
@@ -75,7 +75,11 @@ class Trainer:
         self.progress.step = self.first
         self.progress.checkpoint = None if self.start is None else str(self.start.folder)
         self.saver = Saver(config, run_dir, groups, config.run.timeout)
-        if self.saver.mirror is not None and self.start is not None and checkpoints.is_of(run_dir, self.start.folder):
+        if (
+            self.saver.mirror is not None
+            and self.start is not None
+            and checkpoints.belongs_to(run_dir, self.start.folder)
+        ):
             self.saver.mirror.offer(self.start.folder)  # a run that was stopped may not have come to it
         self.last = last_step(config)
         self.skipped = 0
@@ -169,7 +173,7 @@ class Trainer:
                 self.progress.validation = metrics.validation or self.progress.validation
                 if refused := self.engine.guard.refused:
                     self.look_at_refused(step, refused)
-                stop = self.requests.agreed(greatest)
+                stop = self.requests.agreed(all_reduce_max)
                 due |= step % save_every == 0
                 # while steps are refused nothing changes, and a checkpoint could not be gone back to
                 if (due and not refused) or step == last or stop:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from hybridtron.checkpoint import manifest
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.checkpoint.folder import newest, pointer_fault, sound
+from hybridtron.checkpoint.folder import newest, pointer_fault, valid_checkpoints
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.restore import restore_newest
 from hybridtron.checkpoint.save import SaveError, Saver, meta_of
@@ -36,7 +36,7 @@ def test_everything_comes_back(alone: Groups, write: Write, tmp_path: Path, prec
     saved = write(engine, settings=CheckpointConfig(asynchronous=asynchronous))
     drawn = torch.rand(3)
     other = Engine(engine.config, alone)
-    checkpoint = restore_newest(sound(tmp_path), serving(other), tmp_path)
+    checkpoint = restore_newest(valid_checkpoints(tmp_path), serving(other), tmp_path)
     assert checkpoint.folder == saved
     assert torch.equal(torch.rand(3), drawn)
     assert (checkpoint.meta.step, checkpoint.meta.accepted_steps, checkpoint.meta.data) == (7, 2, {"seed": "3"})
@@ -81,7 +81,7 @@ def test_an_asynchronous_checkpoint_holds_the_step_at_which_it_was_asked_for(
     trained_on.set()
     saver.settle()
     other = Engine(engine.config, alone)
-    restore_newest(sound(tmp_path), serving(other), tmp_path)
+    restore_newest(valid_checkpoints(tmp_path), serving(other), tmp_path)
     assert all(map(torch.equal, all_blocks(other), expected))
 
 
@@ -111,7 +111,7 @@ def test_nothing_is_removed_while_the_newest_is_not_whole(
     rename = Path.rename
 
     def spoiling(path: Path, target: Path) -> Path:
-        if path.name == ".step-00000003.aside":
+        if path.name == ".step-00000003.temporary":
             file = path / "model-00000.safetensors"
             file.write_bytes(file.read_bytes()[:-4] + b"oops")
         return rename(path, target)

@@ -14,7 +14,7 @@ import torch
 
 from hybridtron.checkpoint import files
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.checkpoint.folder import all_of, folder_of, newest, pointer_fault, sound
+from hybridtron.checkpoint.folder import all_of, folder_of, newest, pointer_fault, valid_checkpoints
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.restore import Border, check_given, restore_newest
 from hybridtron.config.schema import CheckpointConfig, StateMode, StatesConfig
@@ -75,7 +75,7 @@ def test_a_thousand_faults_are_found(alone: Groups, write: Write, tmp_path: Path
         kind = damaged(saved / name, draw)
         broken = folder_of(tmp_path, 2).with_name("broken-step-00000002")
         with pytest.warns(UserWarning, match=name) if name in ("manifest.json", "config.yaml") else no_matter():
-            found = restore_newest(sound(tmp_path), serving(other), tmp_path)
+            found = restore_newest(valid_checkpoints(tmp_path), serving(other), tmp_path)
         where = saved if saved.exists() else broken
         faults = faults_of(where)
         assert found.folder == older, (name, kind)
@@ -139,7 +139,7 @@ def test_what_changes_between_verification_and_loading_is_found(
         return read(path, start, count, expected, size)
 
     monkeypatch.setattr(files, "_read", changing)
-    assert restore_newest(sound(tmp_path), serving(Engine(engine.config, alone)), tmp_path).folder == older
+    assert restore_newest(valid_checkpoints(tmp_path), serving(Engine(engine.config, alone)), tmp_path).folder == older
     assert done
 
 
@@ -148,7 +148,7 @@ def test_when_none_is_whole_it_is_said(alone: Groups, write: Write, tmp_path: Pa
     file = write(engine, 1) / "model-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(BrokenCheckpoint, match=r"no checkpoint is whole; .*model-00000\.safetensors has"):
-        restore_newest(sound(tmp_path), serving(Engine(engine.config, alone)), tmp_path)
+        restore_newest(valid_checkpoints(tmp_path), serving(Engine(engine.config, alone)), tmp_path)
     assert (tmp_path / "checkpoints" / "broken-step-00000001").is_dir()
 
 
@@ -158,7 +158,7 @@ def test_a_half_copied_checkpoint_is_put_aside_beside_another(alone: Groups, wri
         saved = write(engine, 1)
         (saved / "model-00000.safetensors").unlink()
         with pytest.raises(BrokenCheckpoint):
-            restore_newest(sound(tmp_path), serving(Engine(engine.config, alone)), tmp_path)
+            restore_newest(valid_checkpoints(tmp_path), serving(Engine(engine.config, alone)), tmp_path)
         assert (tmp_path / "checkpoints" / f"broken-step-00000001{number}").is_dir()
     shutil.rmtree(tmp_path / "checkpoints")
 
@@ -179,7 +179,7 @@ def test_a_newer_checkpoint_without_a_sound_manifest_is_none_to_keep(
 
 
 def test_what_a_failed_save_left_behind_goes_with_the_next(alone: Groups, write: Write, tmp_path: Path) -> None:
-    left = tmp_path / "checkpoints" / ".step-00000001.aside"
+    left = tmp_path / "checkpoints" / ".step-00000001.temporary"
     left.mkdir(parents=True)
     (left / "model-00000.safetensors").write_bytes(b"half of it")
     saved = write(trained(alone), 2)
@@ -208,7 +208,7 @@ def test_a_link_to_what_is_no_file_is_refused_unread(
     assert any(name in fault for fault in faults_of(saved))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = restore_newest(sound(tmp_path), serving(Engine(engine.config, alone)), tmp_path)
+        found = restore_newest(valid_checkpoints(tmp_path), serving(Engine(engine.config, alone)), tmp_path)
     assert found.folder == older
 
 
@@ -235,7 +235,7 @@ def test_a_renamed_checkpoint_is_moved_out_of_the_way(
         second.rename(second.with_name("step-00000099"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = restore_newest(sound(tmp_path), serving(Engine(engine.config, alone)), tmp_path)
+        found = restore_newest(valid_checkpoints(tmp_path), serving(Engine(engine.config, alone)), tmp_path)
     assert found.folder == expected
     assert {path.name for path in expected.parent.glob("broken-*")} == {f"broken-{name}" for name in wrong}
     assert all(name in capsys.readouterr().err for name in list(wrong)[:1])

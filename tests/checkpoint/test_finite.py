@@ -10,7 +10,7 @@ import torch
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.finite import NotFinite, not_finite
-from hybridtron.checkpoint.folder import all_of, sound
+from hybridtron.checkpoint.folder import all_of, valid_checkpoints
 from hybridtron.checkpoint.restore import Border, check_given, restore_newest
 from hybridtron.checkpoint.save import Saver, meta_of
 from hybridtron.config.schema import CheckpointConfig, ParallelConfig
@@ -89,7 +89,7 @@ def test_an_older_checkpoint_is_taken(
     poisoned = poison(engine, kind, key, value)
     saved = write(engine, 2)
     assert [poisoned in fault for fault in Checkpoint.open(saved).faults()] == [True]
-    found = restore_newest(sound(tmp_path), serving(Engine(engine.config, alone)), tmp_path)
+    found = restore_newest(valid_checkpoints(tmp_path), serving(Engine(engine.config, alone)), tmp_path)
     assert found.folder == older
     assert all_of(tmp_path) == [older]
     assert saved.with_name(f"broken-{saved.name}").is_dir()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridtron.checkpoint.folder import sound
+from hybridtron.checkpoint.folder import valid_checkpoints
 from hybridtron.checkpoint.restore import restore_newest
 from hybridtron.checkpoint.save import Saver, meta_of
 from hybridtron.config.schema import CheckpointConfig
@@ -76,7 +76,7 @@ def test_a_kill_at_every_step_of_a_save_leaves_a_whole_checkpoint(
         died = killed_at(number, save)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = restore_newest(sound(tmp_path), serving(other), tmp_path)
+            found = restore_newest(valid_checkpoints(tmp_path), serving(other), tmp_path)
         survived.append(found.meta.step)
         wanted = loaded[found.meta.step]
         ours, theirs = ([b.data for of_file in e.blocks().values() for b in of_file] for e in (other, wanted))

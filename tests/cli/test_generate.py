@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from hybridtron.checkpoint.folder import folder_of
 from hybridtron.checkpoint.save import Saver, meta_of
 from hybridtron.cli.generate import find_checkpoint, main, prompt_or_start
-from hybridtron.config.layout import Launch
+from hybridtron.config.layout import ProcessLaunch
 from hybridtron.config.load import load
 from hybridtron.config.schema import Config
 from hybridtron.data.prepare.embedded import END_OF_TEXT, train_tokenizer
@@ -31,7 +31,7 @@ def write_checkpoint(run_dir: Path, step: int, config: Config) -> Path:
     train_tokenizer(["the cat sat on the mat. " * 20], 320).save(str(tokenizer))
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, seed=step))
     with megatron_context():
-        engine = Engine(config, groups.start(config.parallel, launch=Launch(0, 1)))
+        engine = Engine(config, groups.start(config.parallel, launch=ProcessLaunch(0, 1)))
         Saver(config, run_dir, engine.groups).save(engine, meta_of(engine, step, {}), tokenizer)
         groups.stop()
     return folder_of(run_dir, step)

@@ -14,7 +14,7 @@ from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, build_mixer
 from hybridtron.model.init import starting_value
 from hybridtron.ops.dispatch import force
-from hybridtron.parallel.linear import ALONE
+from hybridtron.parallel.linear import SINGLE_RANK
 from tests.conftest import seq_info as evaluated
 
 SIZES = ModelSizes(width=16, num_sublayers=4)
@@ -63,7 +63,7 @@ def seq_info(rows: int, length: int, documents: list[list[int]] | None = None) -
 
 
 def build(spec: MixerSpec, dtype: torch.dtype = torch.float64) -> Mixer:
-    mixer = build_mixer(spec, SIZES, ALONE)
+    mixer = build_mixer(spec, SIZES, SINGLE_RANK)
     for name, weight in mixer.named_parameters():
         start = starting_value(spec.parameters(SIZES)[name].init, tuple(weight.shape), 1, name)
         weight.data.copy_(start + 0.01 * torch.randn(start.shape))

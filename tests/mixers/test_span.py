@@ -14,7 +14,7 @@ from hybridtron.mixers.base import Mixer, State, build_mixer
 from hybridtron.model.init import starting_value
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.dispatch import force
-from hybridtron.parallel.linear import ALONE
+from hybridtron.parallel.linear import SINGLE_RANK
 from tests.conftest import random_batch, small_config
 
 SIZES = ModelSizes(width=16, num_sublayers=4)
@@ -26,7 +26,7 @@ MEMORIES = ("span", "none", "random", "landmark", "shifted")
 def build(kind: str = "span", sizes: ModelSizes = SIZES, **options: object) -> Mixer:
     """A mixer whose weights depend on their names and shapes alone, in float64."""
     spec = SPECS[kind](**options)
-    mixer = build_mixer(spec, sizes, ALONE)
+    mixer = build_mixer(spec, sizes, SINGLE_RANK)
     for name, weight in mixer.named_parameters():
         weight.data.copy_(3 * starting_value(spec.parameters(sizes)[name].init, tuple(weight.shape), 1, name))
     return mixer.double()

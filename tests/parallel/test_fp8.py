@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridtron.architecture.table import parameter_table
 from hybridtron.config.choices import FP8_MULTIPLES, Precision
-from hybridtron.model.lm import LanguageModel, Place
+from hybridtron.model.lm import LanguageModel, ModelSlice
 from hybridtron.parallel import fp8
 from hybridtron.parallel.fp8 import E4M3, E5M2, Fp8, Fp8Linear, Role, round_by, round_tiles, scale_of
 from hybridtron.parallel.fp8_statistics import Delayed
@@ -278,7 +278,7 @@ def test_what_the_table_marks_multiplies_in_fp8_and_nothing_else(pattern: str) -
     """Norms, convolutions, scans, small projections, embedding and head do not; nor do layers kept in bf16."""
     config = small_config(pattern, tie_embeddings=False)
     products = Products(fp8=Fp8(Precision.fp8_current, range(1, len(pattern) - 1)))
-    model = LanguageModel(config, Place(tensor=TensorGroup(products=products)))
+    model = LanguageModel(config, ModelSlice(tensor=TensorGroup(products=products)))
     found = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Fp8Linear)}
     kept = ("layers.0.", f"layers.{len(pattern) - 1}.")
     marked = {name for name, parameter in parameter_table(config).items() if parameter.fp8}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.checkpoint.folder import newest, sound
+from hybridtron.checkpoint.folder import newest, valid_checkpoints
 from hybridtron.checkpoint.restore import restore_newest
 from hybridtron.config.choices import Precision
 from hybridtron.config.schema import Config, OptimConfig, ParallelConfig, PrecisionConfig, Recompute
@@ -148,7 +148,7 @@ def test_a_checkpoint_of_bf16_is_gone_on_from_with_empty_histories(
     list(losses(before, range(2)))
     write(before)
     engine = Engine(config_of("fp8_delayed"), alone)
-    restore_newest(sound(tmp_path), serving(engine), tmp_path)
+    restore_newest(valid_checkpoints(tmp_path), serving(engine), tmp_path)
     assert all(
         (tensor == (1 if key.startswith("fp8_scale.") else 0)).all() for key, tensor in statistics(engine).items()
     )
@@ -157,7 +157,7 @@ def test_a_checkpoint_of_bf16_is_gone_on_from_with_empty_histories(
     longer = config_of("fp8_delayed")
     longer.precision.history = 8
     with pytest.raises(ConfigError, match=r"precision.history  is 8, but the checkpoint remembers 4 steps"):
-        restore_newest(sound(tmp_path), serving(Engine(longer, alone)), tmp_path)
+        restore_newest(valid_checkpoints(tmp_path), serving(Engine(longer, alone)), tmp_path)
 
 
 def run_steps(seat: Seat, config: Config, dtype: torch.dtype | None) -> tuple[list[float], dict[str, Tensor]]:
@@ -216,7 +216,7 @@ def first_steps(seat: Seat, config: Config, folder: Path) -> None:
 def read_and_write(seat: Seat, config: Config, folder: Path, again: Path) -> None:
     with seat.groups(config.parallel) as groups:
         engine = Engine(config, groups)
-        restore_newest(sound(folder), serving(engine), folder)
+        restore_newest(valid_checkpoints(folder), serving(engine), folder)
         write_checkpoint(engine, again)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hybridtron.architecture.model import ModelConfig
-from hybridtron.checkpoint.folder import newest, sound
+from hybridtron.checkpoint.folder import newest, valid_checkpoints
 from hybridtron.checkpoint.restore import restore_newest, restore_states
 from hybridtron.checkpoint.save import Saver, meta_of
 from hybridtron.config.schema import (
@@ -135,7 +135,7 @@ def further_steps(seat: Seat, config: Config, folder: Path, again: Path) -> list
     with seat.groups(config.parallel) as groups:
         engine = started(config, groups)
         assert engine.carrier is not None
-        checkpoint = restore_newest(sound(folder), serving(engine), folder)
+        checkpoint = restore_newest(valid_checkpoints(folder), serving(engine), folder)
         restore_states(engine.carrier, groups, checkpoint)
         write(engine, again)
         return list(steps_of(engine, range(STOPPED, STEPS)))

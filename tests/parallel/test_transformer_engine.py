@@ -22,7 +22,7 @@ from hybridtron.config.schema import Config, ParallelConfig, PrecisionConfig, Re
 from hybridtron.device import Package
 from hybridtron.engine.engine import Engine
 from hybridtron.model.init import initialise
-from hybridtron.model.lm import LanguageModel, Place
+from hybridtron.model.lm import LanguageModel, ModelSlice
 from hybridtron.parallel import transformer_engine
 from hybridtron.parallel.fp8 import Fp8
 from hybridtron.parallel.groups import Groups
@@ -141,7 +141,7 @@ def test_every_projection_is_its_and_computes_the_same() -> None:
 
     group = parallel_state.get_tensor_model_parallel_group()
     tensor = TensorGroup(group=group, products=Products(transformer_engine=True))
-    model = LanguageModel(small_config(), Place(tensor=tensor))
+    model = LanguageModel(small_config(), ModelSlice(tensor=tensor))
     initialise(model, seed=1)
     projections = [name for name, module in model.named_modules() if isinstance(module, StandIn)]
     assert len(projections) == 4 + 2 + 3 + 2 + 3  # Mamba, MLP, attention, MLP, attention

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridtron.checkpoint.files import unfinished
+from hybridtron.checkpoint.files import temporary_path
 from hybridtron.cli import train
 from tests.train.conftest import Train
 
@@ -68,6 +68,6 @@ def test_one_that_was_killed_waits_until_all_is_trained(
     train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempts = exporting(monkeypatch, None)
-    unfinished(tmp_path / "run/export/a").mkdir(parents=True)
+    temporary_path(tmp_path / "run/export/a").mkdir(parents=True)
     assert train_small(PHASES) == 0
     assert attempts == [2]

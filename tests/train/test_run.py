@@ -77,17 +77,17 @@ def test_metrics_are_cut_back_to_the_resumed_step(train_small: Train, tmp_path: 
     assert [line["step"] for line in metrics_of(tmp_path / "run")] == list(range(1, 10))
 
 
-def test_a_run_that_starts_anew_leaves_the_checkpoints_of_the_one_before(
+def test_a_run_that_starts_from_scratch_archives_the_checkpoints_of_the_one_before(
     train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Or the next start would go on from them, and retention would remove its own."""
     assert train_small("run.max_steps=4", "checkpoint.every=2") == 0
     old = tmp_path / "run/checkpoints/step-00000002"
     assert train_small("run.max_steps=3", "checkpoint.every=2", f"run.resume={old}") == 0
-    assert "left-step-00000004" in capsys.readouterr().out
+    assert "superseded-step-00000004" in capsys.readouterr().out
     assert train_small("run.max_steps=1", "checkpoint.every=2", "run.resume=never") == 0
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == [
-        "latest", "left-step-00000002", "left-step-00000003", "left-step-00000004", "step-00000001",
+        "latest", "step-00000001", *(f"superseded-step-0000000{step}" for step in (2, 3, 4)),
     ]  # fmt: skip
 
 

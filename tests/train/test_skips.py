@@ -16,7 +16,7 @@ from torch import Tensor
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.save import Saver
-from hybridtron.config.layout import Launch
+from hybridtron.config.layout import ProcessLaunch
 from hybridtron.config.phases import stretches
 from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.data.batch import Batch
@@ -64,7 +64,7 @@ def final(run: Path, step: int = STEPS) -> dict[str, Tensor]:
 def by_hand(config: Config, refused: Collection[int]) -> dict[str, Tensor]:
     """The same steps without trainer and guard: those refused are computed, and their gradients thrown away."""
     with megatron_context():
-        engine = Engine(config, process_groups.start(ParallelConfig(), launch=Launch(0, 1)))
+        engine = Engine(config, process_groups.start(ParallelConfig(), launch=ProcessLaunch(0, 1)))
         loader, (stretch,) = build_loader(config, 0), stretches(config)
         engine.start_phase(0, loader.lanes)
         carrier = engine.carrier

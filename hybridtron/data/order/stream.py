@@ -207,7 +207,7 @@ class DocumentStream:
             self._lengths = np.memmap(*self._lengths)
 
 
-class Windows:
+class ShuffledWindows:
     """Row r of training: a window of L + 1 tokens of the stream, shuffled within its group; unshuffled without a seed.
 
     Position r L of the stream lies in epoch floor(r L / tokens of an epoch), so row r is found directly.

@@ -25,7 +25,7 @@ class Document(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reading:
+class InputOptions:
     """How inputs are read: the key or column of the text, the source where none is named, what parts packed tokens."""
 
     text_key: str = "text"

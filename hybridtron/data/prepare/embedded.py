@@ -26,12 +26,12 @@ from hybridtron.data.folder import SMALLEST_VOCABULARY, TokenFolder
 from hybridtron.data.prepare import corpus
 from hybridtron.data.prepare.documents import in_validation
 from hybridtron.data.prepare.input_files import Input
-from hybridtron.data.prepare.parts import Settings
+from hybridtron.data.prepare.parts import FolderSettings
 from hybridtron.data.prepare.run import prepare
 from hybridtron.data.prepare.vocabulary import vocabulary_of
 
 END_OF_TEXT = "<|endoftext|>"
-SETTINGS = Settings(validation=0.05)
+SETTINGS = FolderSettings(validation=0.05)
 
 
 def prepare_embedded(path: Path, vocab_size: int) -> TokenFolder:

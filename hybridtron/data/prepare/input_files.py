@@ -78,7 +78,7 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundInputs:
     """The inputs in the order of their parts, and what was passed over in folders.
 
     That is files of no known format, and second names of files and folders, each with the first one.
@@ -89,7 +89,7 @@ class Found:
     repeated: tuple[tuple[Path, Path], ...]
 
 
-def find(patterns: Sequence[str]) -> Found:
+def find(patterns: Sequence[str]) -> FoundInputs:
     """What files, folders and patterns with * stand for; each file counts once, whatever its names are."""
     search = _Search()
     for pattern in patterns:
@@ -101,7 +101,7 @@ def find(patterns: Sequence[str]) -> Found:
     ordered = sorted(search.inputs, key=lambda one: [str(file) for file in one.files])
     if not ordered:
         raise ArgumentError(f"no input in {' '.join(map(repr, patterns))}. {known_formats()}")
-    return Found(tuple(ordered), tuple(search.left_out), tuple(dict.fromkeys(search.repeated)))
+    return FoundInputs(tuple(ordered), tuple(search.left_out), tuple(dict.fromkeys(search.repeated)))
 
 
 def known_formats() -> str:

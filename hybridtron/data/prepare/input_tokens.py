@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridtron.data.prepare.documents import Document, Reading, Tally
+from hybridtron.data.prepare.documents import Document, InputOptions, Tally
 from hybridtron.data.prepare.input_files import PACKED_MAGIC, Input, InputError, mds_shards
 from hybridtron.data.store.unpack import LARGEST_SHARD, unpacked
 from hybridtron.regular_files import Unreadable, read_regular
@@ -30,7 +30,7 @@ CUT = (
 )
 
 
-def read_megatron(one: Input, reading: Reading, tally: Tally) -> Iterator[Document]:
+def read_megatron(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
     """A document is its sequences, one after the other."""
     file, index = one.files
     lengths, pointers, borders, dtype = _megatron_index(index)
@@ -65,7 +65,7 @@ def _megatron_index(index: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np
     return lengths, pointers, borders, dtype
 
 
-def read_packed(one: Input, reading: Reading, tally: Tally) -> Iterator[Document]:
+def read_packed(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
     """What stands between two separators is a document; the separators, which also fill up a file, are not kept."""
     (file,) = one.files
     with file.open("rb") as opened:
@@ -88,7 +88,7 @@ def read_packed(one: Input, reading: Reading, tally: Tally) -> Iterator[Document
             yield Document(tokens[first + 1 : end], reading.source, f"{file}, tokens {first + 1} to {end}")
 
 
-def read_mds(one: Input, reading: Reading, tally: Tally) -> Iterator[Document]:
+def read_mds(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
     """A shard's samples: their column of text if there is one, else that of tokens."""
     from hybridtron.data.store.mosaic import MDSReader  # slow to import
 

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from hybridtron.data.prepare import corpus
-from hybridtron.data.prepare.documents import Document, Reading, Tally
+from hybridtron.data.prepare.documents import Document, InputOptions, Tally
 from hybridtron.data.prepare.input_files import Input, InputError, clean_name
 from hybridtron.data.prepare.input_tokens import read_mds, read_megatron, read_packed
 from hybridtron.regular_files import open_regular, read_regular
@@ -34,7 +34,7 @@ GZIP = b"\x1f\x8b"
 ZSTD = (b"\x28\xb5\x2f\xfd", *(bytes([0x50 + kind]) + b"\x2a\x4d\x18" for kind in range(16)))  # frames to skip may lead
 
 
-def read(one: Input, reading: Reading, tally: Tally) -> Iterator[Document]:
+def read(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
     """The documents of an input; InputError where it is damaged, or where too much of it is bad."""
     try:
         yield from _READERS[one.format](one, reading, tally)
@@ -71,7 +71,7 @@ def _decompressed(file: Path) -> Iterator[tuple[BufferedIOBase, BufferedIOBase]]
             yield raw, raw
 
 
-def _read_jsonl(one: Input, reading: Reading, tally: Tally) -> Iterator[Document]:
+def _read_jsonl(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
     (file,) = one.files
     with _decompressed(file) as (contents, raw):
         for number, line in enumerate(_lines(contents), 1):
@@ -103,7 +103,7 @@ def _lines(contents: BufferedIOBase) -> Iterator[bytes]:
         yield line
 
 
-def _of_record(record: object, reading: Reading) -> tuple[str, str]:
+def _of_record(record: object, reading: InputOptions) -> tuple[str, str]:
     """Text and source of a JSON object; ValueError where there is none."""
     if not isinstance(record, dict):
         raise ValueError(f"is a JSON {type(record).__name__}, not an object")
@@ -116,12 +116,12 @@ def _of_record(record: object, reading: Reading) -> tuple[str, str]:
     return text, _named_source(record.get("meta"), reading)
 
 
-def _named_source(meta: object, reading: Reading) -> str:
+def _named_source(meta: object, reading: InputOptions) -> str:
     name = meta.get("redpajama_set_name") if isinstance(meta, dict) else None
     return clean_name(name) if isinstance(name, str) and name else reading.source
 
 
-def _read_parquet(one: Input, reading: Reading, tally: Tally) -> Iterator[Document]:
+def _read_parquet(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
     (file,) = one.files
     arrow, parquet = _pyarrow("pyarrow"), _pyarrow("pyarrow.parquet")
     try:
@@ -148,7 +148,7 @@ def _read_parquet(one: Input, reading: Reading, tally: Tally) -> Iterator[Docume
             tally.position = one.size * (group + 1) // table.num_row_groups
 
 
-def _columns(schema: Any, file: Path, reading: Reading, arrow: ModuleType) -> list[str]:
+def _columns(schema: Any, file: Path, reading: InputOptions, arrow: ModuleType) -> list[str]:
     """The columns to read: the text, and the source's name where there is one."""
     if reading.text_key not in schema.names:
         named = ", ".join(schema.names)
@@ -173,7 +173,7 @@ def _values(batch: Any, columns: list[str]) -> tuple[Any, Any]:
     return batch.column(columns[0]), batch.column("meta") if len(columns) > 1 else [None] * batch.num_rows
 
 
-def _read_texts(one: Input, reading: Reading, tally: Tally) -> Iterator[Document]:
+def _read_texts(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
     for file in one.files:
         tally.entries += 1
         data = read_regular(file, LONGEST_TEXT)
@@ -187,14 +187,14 @@ def _read_texts(one: Input, reading: Reading, tally: Tally) -> Iterator[Document
             yield Document(text, reading.source, str(file))
 
 
-def _read_embedded(one: Input, reading: Reading, tally: Tally) -> Iterator[Document]:
+def _read_embedded(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
     """The texts of the Python installation: the one input without a file."""
     for document in corpus.documents():
         tally.entries += 1
         yield document
 
 
-_READERS: dict[str, Callable[[Input, Reading, Tally], Iterator[Document]]] = {
+_READERS: dict[str, Callable[[Input, InputOptions, Tally], Iterator[Document]]] = {
     "jsonl": _read_jsonl,
     "parquet": _read_parquet,
     "text": _read_texts,

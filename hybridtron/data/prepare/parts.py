@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from hybridtron.data.prepare.documents import NOUNS, Document, Reading, Tally, in_validation
+from hybridtron.data.prepare.documents import NOUNS, Document, InputOptions, Tally, in_validation
 from hybridtron.data.prepare.input_files import Input, InputError
 from hybridtron.data.prepare.inputs import read
 from hybridtron.data.prepare.vocabulary import Vocabulary
@@ -32,7 +32,7 @@ Advance = Callable[[int, int], None]  # bytes of the input and tokens since the 
 
 
 @dataclass(frozen=True)
-class Settings:
+class FolderSettings:
     """What beside inputs and vocabulary decides how a folder looks; the names are those of the options."""
 
     validation: float = 0.005
@@ -43,13 +43,13 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Job:
+class PrepareJob:
     """Everything that it takes to write any part of a folder."""
 
     work: Path
     inputs: tuple[Input, ...]
     vocabulary: Vocabulary
-    settings: Settings
+    settings: FolderSettings
     max_bad: float
 
     def tally(self, number: int) -> Tally:
@@ -69,11 +69,11 @@ def part_name(number: int) -> str:
     return f"part-{number:05}"
 
 
-def write_part(job: Job, number: int, tokenizer: Tokenizer, advance: Advance) -> None:
+def write_part(job: PrepareJob, number: int, tokenizer: Tokenizer, advance: Advance) -> None:
     """Write a part and its record."""
     one, settings, vocabulary = job.inputs[number], job.settings, job.vocabulary
     stamps, tally = one.stamps(), job.tally(number)
-    reading = Reading(settings.text_key, settings.source, vocabulary.separator)
+    reading = InputOptions(settings.text_key, settings.source, vocabulary.separator)
     part = PartWriter(job.work / TOKENS, part_name(number), vocabulary.size, settings.shard_size, settings.compression)
     behind = 0
     for batch in _batches(read(one, reading, tally)):
@@ -157,12 +157,12 @@ def _ended(tokens: np.ndarray, document: Document, vocabulary: Vocabulary) -> np
     return np.append(tokens, vocabulary.eos)
 
 
-def record_file(job: Job, number: int) -> Path:
+def record_file(job: PrepareJob, number: int) -> Path:
     """Where a part's record stands, if it is finished."""
     return job.work / "records" / f"{part_name(number)}.npz"
 
 
-def _write_record(job: Job, number: int, finished: Finished) -> None:
+def _write_record(job: PrepareJob, number: int, finished: Finished) -> None:
     """Shards first, then what says that they are there, each flushed to the disk."""
     root, arrays, entries = job.work / TOKENS, {}, {}
     for split, sources in finished.records.items():
@@ -174,14 +174,14 @@ def _write_record(job: Job, number: int, finished: Finished) -> None:
     tally = {key: value for key, value in vars(finished.tally).items() if key != "max_bad"}
     about = json.dumps({"stamps": finished.stamps, "tally": tally, "entries": entries})
     file = record_file(job, number)
-    aside = file.with_suffix(".aside")
-    with aside.open("wb") as opened:
+    temporary = file.with_suffix(".temporary")
+    with temporary.open("wb") as opened:
         np.savez(opened, about=np.frombuffer(about.encode(), np.uint8), **arrays)
-    _flush(aside)
-    aside.replace(file)
+    _flush(temporary)
+    temporary.replace(file)
 
 
-def read_record(job: Job, number: int) -> Finished | None:
+def read_record(job: PrepareJob, number: int) -> Finished | None:
     """A finished part; None where it is not, or where its shards are not what they were."""
     file = record_file(job, number)
     if not file.exists():

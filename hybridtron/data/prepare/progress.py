@@ -9,15 +9,15 @@ from types import TracebackType
 from rich import progress as bars
 from rich.console import Console
 
-from hybridtron.data.prepare.parts import Finished, Job, read_record
+from hybridtron.data.prepare.parts import Finished, PrepareJob, read_record
 
 EVERY = 30.0  # seconds between lines where there is no terminal
 
 
-class Progress:
+class PrepareProgress:
     """Counts bytes of the inputs and tokens, of this call and of those that it goes on with."""
 
-    def __init__(self, job: Job, finished: Mapping[int, Finished]) -> None:
+    def __init__(self, job: PrepareJob, finished: Mapping[int, Finished]) -> None:
         self.job = job
         self.size = sum(one.size for one in job.inputs)
         self.read = self.read_before = sum(job.inputs[number].size for number in finished)
@@ -39,7 +39,7 @@ class Progress:
         if finished:
             self.say(f"going on: {len(finished)} of {len(job.inputs)} inputs are finished")
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> PrepareProgress:
         self._bar.start()
         return self
 

@@ -23,13 +23,21 @@ from typing import Any
 
 from hybridtron.data.folder import TokenFolder, digest_of
 from hybridtron.data.prepare.input_files import ArgumentError, Input, InputError, PrepareError
-from hybridtron.data.prepare.parts import TOKENS, Finished, Job, Settings, part_name, read_record, record_file
-from hybridtron.data.prepare.progress import Progress
+from hybridtron.data.prepare.parts import (
+    TOKENS,
+    Finished,
+    FolderSettings,
+    PrepareJob,
+    part_name,
+    read_record,
+    record_file,
+)
+from hybridtron.data.prepare.progress import PrepareProgress
 from hybridtron.data.prepare.vocabulary import Vocabulary
 from hybridtron.data.prepare.workers import write_parts
 from hybridtron.data.prepare.writer import assemble, install
 
-DEFAULTS = Settings()
+DEFAULTS = FolderSettings()
 Origin = Mapping[str, str | int | float]
 SMALLEST_SHARD, LARGEST_SHARD = 2**10, 2**32 - 2**12
 LISTED = 5  # inputs that a message names
@@ -39,7 +47,7 @@ def prepare(
     inputs: Sequence[Input],
     output: Path,
     vocabulary: Vocabulary,
-    settings: Settings = DEFAULTS,
+    settings: FolderSettings = DEFAULTS,
     workers: int = 1,
     max_bad: float = 0.001,
     origin: Origin | None = None,
@@ -51,7 +59,7 @@ def prepare(
     """
     _check(settings, workers)
     output = output.expanduser()
-    job = Job(work or output.with_name(f"{output.name}.partial"), tuple(inputs), vocabulary, settings, max_bad)
+    job = PrepareJob(work or output.with_name(f"{output.name}.partial"), tuple(inputs), vocabulary, settings, max_bad)
     if output.exists():
         return _already_there(output, job)
     job.work.mkdir(parents=True, exist_ok=True)
@@ -59,14 +67,14 @@ def prepare(
         finished = _go_on(job)
         missing = [number for number in range(len(inputs)) if number not in finished]
         _clear(job, missing)
-        with Progress(job, finished) as progress:
+        with PrepareProgress(job, finished) as progress:
             write_parts(job, missing, workers, progress.advance, progress.finish)
         _complete(job, output, origin)
     shutil.rmtree(job.work, ignore_errors=True)
     return TokenFolder.open(output)
 
 
-def _check(settings: Settings, workers: int) -> None:
+def _check(settings: FolderSettings, workers: int) -> None:
     if not 0 <= settings.validation < 1:
         raise ArgumentError(f"--validation is {settings.validation}, must be a share from 0 to below 1, such as 0.5%")
     if not SMALLEST_SHARD <= settings.shard_size <= LARGEST_SHARD:
@@ -80,7 +88,7 @@ def _check(settings: Settings, workers: int) -> None:
         raise ArgumentError(f"--compression is {settings.compression}; none, zstd and zstd:1 to zstd:22 are known")
 
 
-def _plan(job: Job) -> dict[str, Any]:
+def _plan(job: PrepareJob) -> dict[str, Any]:
     """What a begun folder must have been begun with to be gone on with."""
     inputs = [[one.format, one.shard, *map(str, one.files)] for one in job.inputs]
     tokenizer = f"{job.vocabulary.name} ({digest_of(job.vocabulary.json.encode())[:12]})"
@@ -88,13 +96,13 @@ def _plan(job: Job) -> dict[str, Any]:
     return {"inputs": inputs, **chosen, **{key.replace("_", "-"): value for key, value in asdict(job.settings).items()}}
 
 
-def _identity(job: Job) -> str:
+def _identity(job: PrepareJob) -> str:
     """A digest of the arguments that a finished folder was made with, wherever its inputs stand."""
     inputs = [[[file.name, file.stat().st_size] for file in one.files] for one in job.inputs]
     return digest_of(json.dumps(_plan(job) | {"inputs": inputs}).encode())
 
 
-def _already_there(output: Path, job: Job) -> TokenFolder:
+def _already_there(output: Path, job: PrepareJob) -> TokenFolder:
     folder = TokenFolder.open(output)
     if folder.manifest.origin.get("arguments") != _identity(job):
         raise PrepareError(f"{output} was prepared with other arguments; delete it, or give another --output")
@@ -116,17 +124,23 @@ def _locked(work: Path) -> Iterator[None]:
         yield
 
 
-def _go_on(job: Job) -> dict[int, Finished]:
+def _go_on(job: PrepareJob) -> dict[int, Finished]:
     """The parts that an earlier call finished; PrepareError where it had other arguments."""
     file, plan = job.work / "plan.json", _plan(job)
     if not file.exists():
-        if foreign := {entry.name for entry in job.work.iterdir()} - {"lock", "records", TOKENS, "plan.aside"}:
+        if foreign := {entry.name for entry in job.work.iterdir()} - {
+            "lock",
+            "records",
+            TOKENS,
+            "plan.temporary",
+            "plan.aside",
+        }:
             raise PrepareError(f"{job.work} is needed to work in, and holds something else: {_listed(sorted(foreign))}")
         (job.work / "records").mkdir(exist_ok=True)
         (job.work / TOKENS).mkdir(exist_ok=True)
-        aside = file.with_suffix(".aside")
-        aside.write_text(json.dumps(plan), encoding="utf-8")
-        aside.replace(file)
+        temporary = file.with_suffix(".temporary")
+        temporary.write_text(json.dumps(plan), encoding="utf-8")
+        temporary.replace(file)
         return {}
     _refuse(job, _differences(json.loads(file.read_text(encoding="utf-8")), plan))
     records = {number: record for number in range(len(job.inputs)) if (record := read_record(job, number))}
@@ -138,7 +152,7 @@ def _go_on(job: Job) -> dict[int, Finished]:
     return records
 
 
-def _refuse(job: Job, differences: Sequence[str]) -> None:
+def _refuse(job: PrepareJob, differences: Sequence[str]) -> None:
     if differences:
         cure = "give the same arguments to go on, or delete it to start anew"
         raise PrepareError(f"{job.work} was begun otherwise: {'; '.join(differences)}. {cure}")
@@ -164,7 +178,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:LISTED]) + more
 
 
-def _clear(job: Job, missing: Sequence[int]) -> None:
+def _clear(job: PrepareJob, missing: Sequence[int]) -> None:
     """Remove what interrupted parts left, also of sources that their inputs have no more."""
     names = {part_name(number) for number in missing}
     for folder in (job.work / TOKENS).glob("*/*/*"):
@@ -177,7 +191,7 @@ def _clear(job: Job, missing: Sequence[int]) -> None:
             source.rmdir()
 
 
-def _complete(job: Job, output: Path, origin: Origin | None) -> None:
+def _complete(job: PrepareJob, output: Path, origin: Origin | None) -> None:
     finished = [read_record(job, number) for number in range(len(job.inputs))]
     assert all(finished)
     parts = [part for part in finished if part]

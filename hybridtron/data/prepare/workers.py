@@ -19,10 +19,10 @@ from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
 from hybridtron.data.prepare.input_files import PrepareError
-from hybridtron.data.prepare.parts import Advance, Job, write_part
+from hybridtron.data.prepare.parts import Advance, PrepareJob, write_part
 
 
-class WorkerError(PrepareError):
+class PrepareWorkerError(PrepareError):
     """A worker that ended without a word."""
 
 
@@ -36,7 +36,9 @@ class _Failed(NamedTuple):
     told: bool
 
 
-def write_parts(job: Job, numbers: Sequence[int], workers: int, advance: Advance, done: Callable[[int], None]) -> None:
+def write_parts(
+    job: PrepareJob, numbers: Sequence[int], workers: int, advance: Advance, done: Callable[[int], None]
+) -> None:
     """Write these parts; `done` is called with each as it is finished. One worker is this process itself."""
     if workers > 1 and len(numbers) > 1:
         _by_processes(job, numbers, min(workers, len(numbers)), advance, done)
@@ -48,7 +50,7 @@ def write_parts(job: Job, numbers: Sequence[int], workers: int, advance: Advance
 
 
 def _by_processes(
-    job: Job, numbers: Sequence[int], workers: int, advance: Advance, done: Callable[[int], None]
+    job: PrepareJob, numbers: Sequence[int], workers: int, advance: Advance, done: Callable[[int], None]
 ) -> None:
     context = multiprocessing.get_context("spawn")  # nothing is shared, and imports are found where they are here
     crew: dict[Connection, BaseProcess] = {}
@@ -98,13 +100,13 @@ def _heard(connection: Connection, crew: dict[Connection, BaseProcess]) -> _Adva
         worker = crew[connection]
         worker.join()
         cause = "as a rule for lack of memory: fewer --workers take less" if worker.exitcode == -signal.SIGKILL else ""
-        raise WorkerError(f"a worker ended with exit code {worker.exitcode} {cause}".rstrip()) from None
+        raise PrepareWorkerError(f"a worker ended with exit code {worker.exitcode} {cause}".rstrip()) from None
     if isinstance(message, _Failed):
-        raise PrepareError(message.message) if message.told else WorkerError(message.message)
+        raise PrepareError(message.message) if message.told else PrepareWorkerError(message.message)
     return message
 
 
-def _serve(job: Job, connection: Connection) -> None:
+def _serve(job: PrepareJob, connection: Connection) -> None:
     """What a worker does until it is ended."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridtron.data.folder import DIGEST, FORMAT, SPLITS, Manifest, Shard, SourceSplit, TokenFolder, digest_of
+from hybridtron.data.folder import DIGEST, FORMAT, SPLITS, DataManifest, DataShard, SourceSplit, TokenFolder, digest_of
 from hybridtron.data.store.mosaic import MDSWriter
 
 SHARD_SIZE = 2**26  # bytes
@@ -122,7 +122,7 @@ def assemble(
         split: {source: _write_source(folder / split / source, parts) for source, parts in sorted(sources.items())}
         for split, sources in gathered.items()
     }
-    manifest = Manifest(
+    manifest = DataManifest(
         FORMAT,
         vocab_size,
         eos,
@@ -189,9 +189,9 @@ def _write_source(folder: Path, parts: Sequence[PartRecord]) -> SourceSplit:
     return SourceSplit(digest_of(index), digest_of((folder / "lengths.npy").read_bytes()), shards)
 
 
-def _shard(entry: dict[str, Any], tokens: int) -> Shard:
+def _shard(entry: dict[str, Any], tokens: int) -> DataShard:
     raw, packed = entry["raw_data"], entry["zip_data"]
-    return Shard(
+    return DataShard(
         file=raw["basename"],
         documents=entry["samples"],
         tokens=tokens,

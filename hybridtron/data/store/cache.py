@@ -27,7 +27,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from hybridtron.data.folder import SPLITS, Shard, digest_of, path_inside
+from hybridtron.data.folder import SPLITS, DataShard, digest_of, path_inside
 
 SLOWEST = 2**20  # bytes per second; a large file may take longer than the timeout, at this rate
 PAUSE = 1.0  # seconds, at most, between one attempt and the next
@@ -92,7 +92,7 @@ class Entry:
         self.root = self.options.folder / digest_of(dataset.encode())[:_NAMES]
         self._known: dict[str, list[int | str]] = {}  # as the marks, for a cache that can't be written
 
-    def open(self, path: Path, key: str, shard: Shard) -> mmap.mmap:
+    def open(self, path: Path, key: str, shard: DataShard) -> mmap.mmap:
         """The bytes of a shard's file, mapped; Damaged if they are not the ones that the manifest tells of."""
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlparse
 
-from hybridtron.data.folder import FolderError, Manifest, Shard, digest_of, is_url
+from hybridtron.data.folder import DataManifest, DataShard, FolderError, digest_of, is_url
 from hybridtron.data.store.cache import PAUSE, CacheOptions, Damaged, DataError, Entry, disk_trouble, inside
 from hybridtron.data.store.unpack import unpacked
 from hybridtron.regular_files import Unreadable, read_regular
@@ -129,11 +129,11 @@ def fetch_file(
 class Fetcher:
     """Makes the shards of one source and split present in the cache. `remote` is a URL, or a local folder's path."""
 
-    def __init__(self, entry: Entry, remote: str, manifest: Manifest, where: str) -> None:
+    def __init__(self, entry: Entry, remote: str, manifest: DataManifest, where: str) -> None:
         self.entry, self.remote, self.manifest, self.where = entry, remote, manifest, where
         self._streams = Streams(remote, entry.options.timeout)
 
-    def obtain(self, shard: Shard, packed_digest: str | None) -> mmap:
+    def obtain(self, shard: DataShard, packed_digest: str | None) -> mmap:
         """The bytes of a shard, mapped, from the cache if they are there by now."""
         entry, key = self.entry, f"{self.where}/{shard.file}"
         size = shard.size + (shard.packed or 0)
@@ -155,7 +155,7 @@ class Fetcher:
                 ready.replace(inside(entry.root, key))
             return mapped
 
-    def _attempt(self, staging: Path, shard: Shard, packed_digest: str | None) -> tuple[Path, mmap]:
+    def _attempt(self, staging: Path, shard: DataShard, packed_digest: str | None) -> tuple[Path, mmap]:
         """Download, decompress and verify a shard once; where it then lies, and its bytes."""
         key, stored = f"{self.where}/{shard.file}", f"{self.where}/{self.manifest.stored_name(shard)}"
         aside = staging / secrets.token_hex(8)
@@ -172,7 +172,7 @@ class Fetcher:
         return ready, self.entry.open(ready, key, shard)  # the mark stays true under the file's new name
 
 
-def _unpacked(packed: Path, compression: str, shard: Shard, digest: str | None) -> bytes:
+def _unpacked(packed: Path, compression: str, shard: DataShard, digest: str | None) -> bytes:
     """A compressed shard as it is read; Damaged where a byte of it is another one."""
     try:
         data = read_regular(packed, shard.packed or 0)

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from hybridtron.data.folder import DIGEST, Manifest, Shard, SourceSplit, safe_name
+from hybridtron.data.folder import DIGEST, DataManifest, DataShard, SourceSplit, safe_name
 
 WORD = 4  # bytes of a count, an offset or a sample's size
 
 
-def index_faults(index: bytes, manifest: Manifest, of_source: SourceSplit) -> Iterator[str]:
+def index_faults(index: bytes, manifest: DataManifest, of_source: SourceSplit) -> Iterator[str]:
     """Where an index.json differs from what the manifest says of the source."""
     try:
         values = json.loads(index)
@@ -53,7 +53,7 @@ def packed_digests(index: bytes) -> list[str | None]:
     return [entry["zip_data"]["hashes"][DIGEST] if entry["zip_data"] else None for entry in entries]
 
 
-def read_offsets(data: bytes | mmap, shard: Shard) -> np.ndarray:
+def read_offsets(data: bytes | mmap, shard: DataShard) -> np.ndarray:
     """Where the samples of a raw shard begin, and where the last one ends; ValueError if it holds other samples."""
     count = int(np.frombuffer(data, np.uint32, 1)[0]) if len(data) >= WORD else 0
     if count != shard.documents:
@@ -84,7 +84,7 @@ def _told(entry: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-def _expected(manifest: Manifest, shard: Shard) -> dict[str, Any]:
+def _expected(manifest: DataManifest, shard: DataShard) -> dict[str, Any]:
     stored = None if shard.packed is None else manifest.stored_name(shard)
     return {
         "format": "mds",

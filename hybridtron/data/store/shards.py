@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybridtron.data.folder import LARGEST_INDEX, SPLITS, FolderError, Manifest, TokenFolder, digest_of, is_url
+from hybridtron.data.folder import LARGEST_INDEX, SPLITS, DataManifest, FolderError, TokenFolder, digest_of, is_url
 from hybridtron.data.store.cache import CacheOptions, Damaged, DataError, Entry, inside
 from hybridtron.data.store.fetch import Fetcher, Streams, check_scheme, fetch_file
 from hybridtron.data.store.mds import index_faults, packed_digests, read_offsets, wrong_samples
@@ -245,7 +245,7 @@ def _fetch_folder(url: str, entry: Entry) -> TokenFolder:
             raise FolderError(url, f"can't be opened: {name} {error}") from error
 
     text = fetch("manifest.json", _SMALL, _json_fault, anew=True).read_text(encoding="utf-8")
-    manifest = Manifest.parse(text, url)
+    manifest = DataManifest.parse(text, url)
     fetch("tokenizer.json", _SMALL, partial(_digest_fault, manifest.tokenizer))
     for split in SPLITS:
         for source, of_source in manifest.splits[split].items():

@@ -21,9 +21,9 @@ from hybridtron.data.folder import (
     LARGEST_MANIFEST,
     LARGEST_TOKENIZER,
     SPLITS,
+    DataManifest,
+    DataShard,
     FolderError,
-    Manifest,
-    Shard,
     TokenFolder,
     digest_of,
 )
@@ -52,7 +52,7 @@ class ShardTask:
 
     root: Path
     where: str
-    shard: Shard
+    shard: DataShard
     stored: str
     compression: str | None
     packed_digest: str | None
@@ -66,7 +66,7 @@ def verify(path: Path, workers: int = 1, watch: Callable[[int, int], None] = lam
     """Look at a folder, its shards by so many processes; `watch` is told after each how many are done, and of what."""
     try:
         text = read_regular(inside(path, "manifest.json"), LARGEST_MANIFEST).decode()
-        folder = TokenFolder(path, Manifest.parse(text, path), digest_of(text.encode()))
+        folder = TokenFolder(path, DataManifest.parse(text, path), digest_of(text.encode()))
     except (FolderError, DataError, OSError, UnicodeDecodeError) as error:
         return Report(0, 0, 0, [f"manifest.json: {error}"])
     manifest = folder.manifest

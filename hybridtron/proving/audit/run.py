@@ -28,7 +28,7 @@ from hybridtron.model.init import initialise, starting_value
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.loss import CrossEntropyInputs, cross_entropy
 from hybridtron.parallel.cut import cut
-from hybridtron.parallel.linear import ALONE, TensorGroup
+from hybridtron.parallel.linear import SINGLE_RANK, TensorGroup
 from hybridtron.parallel.pool import Pool, Seat
 from hybridtron.proving.audit.bugs import injected
 from hybridtron.proving.audit.cases import Case
@@ -69,7 +69,7 @@ class Step:
     loss_after: float
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
-    tensor: TensorGroup = ALONE
+    tensor: TensorGroup = SINGLE_RANK
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from hybridtron.model.init import starting_value
 from hybridtron.ops.dispatch import Op, force
 from hybridtron.ops.loss import LinearCrossEntropyInputs, linear_cross_entropy
 from hybridtron.ops.norm import AddRMSNormInputs, RMSNormInputs, add_rms_norm, rms_norm
-from hybridtron.parallel.linear import ALONE
+from hybridtron.parallel.linear import SINGLE_RANK
 from hybridtron.proving.measuring import Goal, Rows
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -117,7 +117,7 @@ def _mixer_error(
 
     def made(device: torch.device, dtype: torch.dtype, form: str | None) -> list[Tensor]:
         torch.manual_seed(0)
-        mixer = build_mixer(spec, sizes, ALONE)
+        mixer = build_mixer(spec, sizes, SINGLE_RANK)
         for name, weight in mixer.named_parameters():
             weight.data.copy_(starting_value(table[name].init, tuple(weight.shape), 1, name))
             weight.data = weight.data.to(device, torch.float32 if table[name].fp32 else dtype)

@@ -13,7 +13,7 @@ from hybridtron.architecture.attention import AttentionSpec
 from hybridtron.architecture.base import MixerSpec, ModelSizes
 from hybridtron.architecture.span import SpanSpec
 from hybridtron.config.check import require
-from hybridtron.config.layout import Launch
+from hybridtron.config.layout import ProcessLaunch
 from hybridtron.config.load import load
 from hybridtron.config.schema import Config
 from hybridtron.data.batch import SeqInfo
@@ -22,7 +22,7 @@ from hybridtron.engine.engine import Engine
 from hybridtron.mixers.base import build_mixer
 from hybridtron.model.init import starting_value
 from hybridtron.parallel import groups as process_groups
-from hybridtron.parallel.linear import ALONE
+from hybridtron.parallel.linear import SINGLE_RANK
 from hybridtron.planning.count import count
 from hybridtron.planning.memory import plan
 from hybridtron.problems import ConfigError
@@ -60,7 +60,7 @@ def trained(config: Config, steps: int) -> Trained:
     forget_peak_memory()
     batches, seconds, loss = random_batches(config), [], 0.0
     with megatron_context():
-        engine = Engine(config, process_groups.start(config.parallel, launch=Launch(0, 1)))
+        engine = Engine(config, process_groups.start(config.parallel, launch=ProcessLaunch(0, 1)))
         for _ in range(steps):
             synchronize()
             start = time.perf_counter()
@@ -121,7 +121,7 @@ def attention_over_length(device: torch.device, lengths: Sequence[int], tiny: bo
     for length in lengths:
         found = {}
         for name, spec in kinds.items():
-            mixer = build_mixer(spec, sizes, ALONE)
+            mixer = build_mixer(spec, sizes, SINGLE_RANK)
             for key, weight in mixer.named_parameters():
                 weight.data.copy_(starting_value(spec.parameters(sizes)[key].init, tuple(weight.shape), 1, key))
             mixer = mixer.to(device, dtype)

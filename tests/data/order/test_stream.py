@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridtron.data.order.stream import DocumentStream, Span, Windows, cut, permutation
+from hybridtron.data.order.stream import DocumentStream, ShuffledWindows, Span, cut, permutation
 
 GOLDEN_PERMUTATION = [[5, 2, 4, 1, 0, 6, 3, 7], [7, 5, 1, 3, 0, 2, 6, 4]]
 GOLDEN_STREAM = [[0, 4, 1, 6, 2, 3, 7, 5], [1, 5, 0, 7, 6, 2, 3, 4]]
@@ -63,7 +63,7 @@ def test_the_order_never_changes():
     stream = toy.stream(5, 7)
     for epoch in (0, 1):
         assert [s.document for s in stream.spans(epoch * 16, 16)] == GOLDEN_STREAM[epoch]
-    windows = Windows(stream, 2, 8, 7)
+    windows = ShuffledWindows(stream, 2, 8, 7)
     assert [windows.window(row) for row in range(16)] == GOLDEN_WINDOWS
 
 
@@ -82,7 +82,7 @@ def test_an_epoch_is_every_document_once_and_whole(toy: Source, shuffle_tokens: 
 @given(sources, st.integers(1, 60), st.integers(1, 20), st.sampled_from([None, 0, 1]))
 def test_each_token_is_an_input_once_an_epoch(toy: Source, shuffle_tokens: int, seq_len: int, seed: int | None):
     """As many epochs as make whole rows, after which the windows of the last epoch are all read too."""
-    windows = Windows(toy.stream(shuffle_tokens, seed), seq_len, shuffle_tokens, seed)
+    windows = ShuffledWindows(toy.stream(shuffle_tokens, seed), seq_len, shuffle_tokens, seed)
     total = int(toy.lengths.sum())
     seen = np.zeros(total, dtype=int)
     for row in range(total):
@@ -97,7 +97,7 @@ def test_each_token_is_an_input_once_an_epoch(toy: Source, shuffle_tokens: int, 
 @given(sources, st.integers(1, 60), st.integers(1, 9))
 def test_windows_follow_the_stream(toy: Source, shuffle_tokens: int, seq_len: int):
     stream = toy.stream(shuffle_tokens, 3)
-    windows = Windows(stream, seq_len, shuffle_tokens, 3)
+    windows = ShuffledWindows(stream, seq_len, shuffle_tokens, 3)
     endless = toy.tokens_of(stream.spans(0, 4 * int(toy.lengths.sum()) + 40))
     for row in range(2 * int(toy.lengths.sum()) // seq_len):
         first = windows.window(row) * seq_len
@@ -129,7 +129,7 @@ def test_blocks_are_made_of_whole_shards(shuffle_tokens: int):
 def test_few_shards_are_in_use_at_a_time():
     toy = random_source(shards=40)
     stream = toy.stream(1000, 5)
-    windows = Windows(stream, 16, 1000, 5)
+    windows = ShuffledWindows(stream, 16, 1000, 5)
     in_block = 1500 // int(toy.shard_tokens.min()) + 1
     for row in range(0, 3 * stream.tokens_per_epoch // 16, 10):
         used = {toy.shard_of(s.document) for r in range(row, row + 30) for s in windows.spans(r)}
@@ -148,7 +148,7 @@ def test_without_a_seed_the_order_is_that_of_the_files():
     toy = source([[3, 1], [], [2, 2], [4]])
     stream = toy.stream(5, None)
     assert toy.tokens_of(stream.spans(0, 24)) == [*range(12), *range(12)]
-    windows = Windows(stream, 5, 10, None)
+    windows = ShuffledWindows(stream, 5, 10, None)
     assert [windows.window(row) for row in range(9)] == list(range(9))
     assert toy.tokens_of(windows.spans(2)) == [10, 11, 0, 1, 2, 3]
 
@@ -160,7 +160,7 @@ def test_every_seed_and_epoch_has_its_own_order(shuffle_tokens: int):
     orders, windows = set(), set()
     for seed in range(3):
         stream = toy.stream(shuffle_tokens, seed)
-        shuffled = Windows(stream, tokens // 50, shuffle_tokens * 4, seed)
+        shuffled = ShuffledWindows(stream, tokens // 50, shuffle_tokens * 4, seed)
         for epoch in range(3):
             orders.add(tuple(s.document for s in stream.spans(epoch * tokens, tokens)))
             first = -(-epoch * tokens // (tokens // 50))
@@ -171,8 +171,8 @@ def test_every_seed_and_epoch_has_its_own_order(shuffle_tokens: int):
 @properties
 @given(sources, st.integers(1, 60), st.permutations(range(40)))
 def test_a_row_is_the_same_whenever_it_is_asked_for(toy: Source, shuffle_tokens: int, asked: list[int]):
-    def fresh() -> Windows:
-        return Windows(toy.stream(shuffle_tokens, 1), 5, shuffle_tokens, 1)
+    def fresh() -> ShuffledWindows:
+        return ShuffledWindows(toy.stream(shuffle_tokens, 1), 5, shuffle_tokens, 1)
 
     windows = fresh()
     rows = [windows.spans(row) for row in range(40)]

@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from hybridtron.data.folder import TokenFolder
-from hybridtron.data.prepare.documents import Document, Reading, Tally
+from hybridtron.data.prepare.documents import Document, InputOptions, Tally
 from hybridtron.data.prepare.embedded import END_OF_TEXT, train_tokenizer
 from hybridtron.data.prepare.input_files import find
 from hybridtron.data.prepare.inputs import read
@@ -64,10 +64,10 @@ def zstd(data: bytes) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-DEFAULT = Reading()
+DEFAULT = InputOptions()
 
 
-def read_all(*patterns: Path | str, reading: Reading = DEFAULT, max_bad: float = 0.0) -> list[Document]:
+def read_all(*patterns: Path | str, reading: InputOptions = DEFAULT, max_bad: float = 0.0) -> list[Document]:
     found = []
     for one in find([str(pattern) for pattern in patterns]).inputs:
         tally = Tally(one.name, "lines", max_bad)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridtron.data.prepare.documents import Reading, Tally
+from hybridtron.data.prepare.documents import InputOptions, Tally
 from hybridtron.data.prepare.input_files import InputError, find
 from hybridtron.data.prepare.inputs import read
 from hybridtron.data.store.mosaic import MDSWriter
@@ -47,7 +47,7 @@ def packed(tokens: list[int], code: int = 8, dtype: str = "<u2") -> bytes:
 
 
 def test_packed_tokens(tmp_path: Path) -> None:
-    file, reading = tmp_path / "train_0000.bin", Reading(separator=1)
+    file, reading = tmp_path / "train_0000.bin", InputOptions(separator=1)
     for code, dtype in ((8, "<u2"), (4, "<i4")):
         file.write_bytes(packed([7, 7, 1, *TOKENS[0], 1, 1, *TOKENS[3], 1, 1, 1], code, dtype))
         assert contents(read_all(file, reading=reading)) == [[7, 7], TOKENS[0], TOKENS[3]]
@@ -55,7 +55,7 @@ def test_packed_tokens(tmp_path: Path) -> None:
     list(read(find([str(file)]).inputs[0], reading, tally))
     assert "may be cut" in tally.remarks[0]
     with pytest.raises(InputError, match="has no token 2, which parts documents; --separator names"):
-        read_all(file, reading=Reading(separator=2))
+        read_all(file, reading=InputOptions(separator=2))
     file.write_bytes(packed([1, 2, 3])[:-2])
     with pytest.raises(InputError, match="is truncated: its header tells 3 tokens, it has 2"):
         read_all(file, reading=reading)

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hybridtron.data.prepare import documents, input_files, inputs
-from hybridtron.data.prepare.documents import Reading, Tally
+from hybridtron.data.prepare.documents import InputOptions, Tally
 from hybridtron.data.prepare.input_files import ArgumentError, InputError, clean_name, find
 from hybridtron.data.prepare.inputs import read
 from tests.data.prepare.preparing import TEXTS, contents, lines_of, read_all, write_jsonl, zstd
@@ -37,7 +37,7 @@ def test_json_lines_of_other_systems(tmp_path: Path) -> None:
     (tmp_path / "gzip in truth.jsonl").write_bytes(zstd(lines_of(TEXTS)))
     assert contents(read_all(tmp_path / "gzip in truth.jsonl")) == TEXTS
     (tmp_path / "c.jsonl").write_text('{"body": "x", "text": 3}\n')
-    assert contents(read_all(tmp_path / "c.jsonl", reading=Reading("body"))) == ["x"]
+    assert contents(read_all(tmp_path / "c.jsonl", reading=InputOptions("body"))) == ["x"]
 
 
 def test_slimpajama(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ BAD_LINES = {
 def test_a_bad_line_is_told_and_left_out(line: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines_of(TEXTS[:2]) + line + b"\n" + lines_of(TEXTS[2:]))
     tally = Tally("a.jsonl", "lines", 0.001)
-    assert contents(list(read(find([str(tmp_path / "a.jsonl")]).inputs[0], Reading(), tally))) == TEXTS
+    assert contents(list(read(find([str(tmp_path / "a.jsonl")]).inputs[0], InputOptions(), tally))) == TEXTS
     assert (tally.bad, tally.entries) == (1, 6)
     assert "a.jsonl: 1 of 6 lines are bad and left out\n  line 3: " in tally.told()
     assert BAD_LINES[line] in tally.told()
@@ -96,7 +96,7 @@ def test_a_file_without_a_good_line_is_not_read_to_its_end(tmp_path: Path, monke
 def test_empty_texts_are_counted(tmp_path: Path) -> None:
     tally = Tally("a", "lines", 0)
     (tmp_path / "a.jsonl").write_bytes(lines_of(["", " \n\t", "x"]))
-    assert contents(list(read(find([str(tmp_path / "a.jsonl")]).inputs[0], Reading(), tally))) == ["x"]
+    assert contents(list(read(find([str(tmp_path / "a.jsonl")]).inputs[0], InputOptions(), tally))) == ["x"]
     assert (tally.empty, tally.bad) == (2, 0)
     (tmp_path / "none.jsonl").touch()
     assert read_all(tmp_path / "none.jsonl") == []
@@ -115,13 +115,13 @@ def test_parquet(tmp_path: Path) -> None:
 def test_columns_of_parquet(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     pq.write_table(pa.table({"body": pa.array([*TEXTS, None, ""]).dictionary_encode(), "n": [1] * 7}), file)
-    assert contents(read_all(file, reading=Reading("body"), max_bad=0.001)) == TEXTS
+    assert contents(read_all(file, reading=InputOptions("body"), max_bad=0.001)) == TEXTS
     with pytest.raises(InputError, match="row 6: 'body' is null"):
-        read_all(file, reading=Reading("body"))
+        read_all(file, reading=InputOptions("body"))
     with pytest.raises(InputError, match="has no column 'text'; --text-key names one of its own: body, n"):
         read_all(file)
     with pytest.raises(InputError, match="a column 'n' of int64, not of strings"):
-        read_all(file, reading=Reading("n"))
+        read_all(file, reading=InputOptions("n"))
 
 
 def test_text_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from hybridtron.data.prepare import parts as parts_module
 from hybridtron.data.prepare.documents import in_validation
 from hybridtron.data.prepare.embedded import END_OF_TEXT
 from hybridtron.data.prepare.input_files import ArgumentError, InputError, find
-from hybridtron.data.prepare.parts import Settings, cut
+from hybridtron.data.prepare.parts import FolderSettings, cut
 from hybridtron.data.prepare.run import prepare
 from hybridtron.data.prepare.vocabulary import Vocabulary
 from hybridtron.data.store.mosaic import MDSWriter
@@ -27,7 +27,7 @@ from tests.data.prepare.preparing import (
     write_jsonl,
 )
 
-SETTINGS = Settings(validation=0.2, shard_size=1024)
+SETTINGS = FolderSettings(validation=0.2, shard_size=1024)
 
 
 def write_tokens(folder: Path, documents: list[list[int]]) -> Path:
@@ -85,13 +85,13 @@ def test_copies_of_a_document_are_on_one_side(vocabulary: Vocabulary, tmp_path: 
     contents = [f"document {number}" for number in range(2000)]
     write_jsonl(tmp_path / "in/a.jsonl", contents)
     write_jsonl(tmp_path / "in/b.jsonl.zst", contents[::-1])
-    folder = prepare(find([str(tmp_path / "in")]).inputs, tmp_path / "out", vocabulary, Settings(validation=0.05))
+    folder = prepare(find([str(tmp_path / "in")]).inputs, tmp_path / "out", vocabulary, FolderSettings(validation=0.05))
     held_out = stored(folder, "validation", "text")
     half = len(held_out) // 2
     assert held_out[:half] == held_out[half:][::-1]
     assert 60 < half < 140
     assert not {tuple(tokens) for tokens in held_out} & {tuple(tokens) for tokens in stored(folder, "train", "text")}
-    without = prepare(find([str(tmp_path / "in")]).inputs, tmp_path / "all", vocabulary, Settings(validation=0))
+    without = prepare(find([str(tmp_path / "in")]).inputs, tmp_path / "all", vocabulary, FolderSettings(validation=0))
     assert without.manifest.splits["validation"] == {}
     assert without.manifest.tokens("train") == folder.manifest.tokens("train") + folder.manifest.tokens("validation")
 
@@ -100,7 +100,7 @@ def test_tokens_of_others(tmp_path: Path) -> None:
     """eos is not doubled, what has nothing else is left out, and the split does not see it either."""
     vocabulary = words(300)
     write_tokens(tmp_path / "in", [[5, 6], [7, 8, 299], [299], [9]])
-    folder = prepare(find([str(tmp_path / "in")]).inputs, tmp_path / "out", vocabulary, Settings(validation=0))
+    folder = prepare(find([str(tmp_path / "in")]).inputs, tmp_path / "out", vocabulary, FolderSettings(validation=0))
     assert all_documents(folder) == [[5, 6, 299], [7, 8, 299], [9, 299]]
     assert folder.manifest.origin["empty"] == 1
     assert in_validation(np.array([5, 6], np.int64), 0.5) == in_validation(np.array([5, 6], np.uint16), 0.5)
@@ -109,7 +109,9 @@ def test_tokens_of_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("entries", "dtype"), [(2**16, "uint16"), (2**16 + 1, "uint32")])
 def test_the_smallest_dtype_is_taken(entries: int, dtype: str, tmp_path: Path) -> None:
     write_tokens(tmp_path / "in", [[1, entries - 2]])
-    folder = prepare(find([str(tmp_path / "in")]).inputs, tmp_path / "out", words(entries), Settings(validation=0))
+    folder = prepare(
+        find([str(tmp_path / "in")]).inputs, tmp_path / "out", words(entries), FolderSettings(validation=0)
+    )
     assert (folder.manifest.dtype, folder.manifest.vocab_size) == (dtype, entries)
     assert all_documents(folder) == [[1, entries - 2, entries - 1]]
 
@@ -123,7 +125,7 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
 def test_a_document_larger_than_a_shard_stands_alone(vocabulary: Vocabulary, tmp_path: Path) -> None:
     contents = ["x y z " * 2000, "short", "x y z " * 3000, "short too"]
     write_jsonl(tmp_path / "a.jsonl", contents)
-    settings = Settings(validation=0, shard_size=2000)
+    settings = FolderSettings(validation=0, shard_size=2000)
     folder = prepare(find([str(tmp_path / "a.jsonl")]).inputs, tmp_path / "out", vocabulary, settings)
     shards = folder.manifest.splits["train"]["text"].shards
     assert [shard.documents for shard in shards] == [1, 1, 1, 1]
@@ -151,7 +153,9 @@ def test_a_huge_text_is_tokenized_in_pieces(
     assert len(list(cut(lines))) == 5
     assert list(cut("short")) == ["short"]
     write_jsonl(tmp_path / "a.jsonl", ["before", lines, "after", without])
-    folder = prepare(find([str(tmp_path / "a.jsonl")]).inputs, tmp_path / "out", vocabulary, Settings(validation=0))
+    folder = prepare(
+        find([str(tmp_path / "a.jsonl")]).inputs, tmp_path / "out", vocabulary, FolderSettings(validation=0)
+    )
     tokenizer = vocabulary.tokenizer()
     before, whole, after, last = stored(folder, "train", "text")
     assert [before, whole, after] == [[*tokenizer.encode(t).ids, vocabulary.eos] for t in ("before", lines, "after")]
@@ -182,15 +186,15 @@ def test_nothing_to_prepare(vocabulary: Vocabulary, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "workers", "message"),
     [
-        (Settings(validation=1), 1, "--validation is 1, must be a share"),
-        (Settings(shard_size=100), 1, "--shard-size is 100 bytes"),
-        (Settings(shard_size=2**32), 1, "--shard-size is 4294967296 bytes"),
-        (Settings(compression="zstd:99"), 1, "--compression is zstd:99; none, zstd and zstd:1 to zstd:22"),
-        (Settings(compression="lz4"), 1, "--compression is lz4"),
-        (Settings(), 0, "--workers is 0, must be at least 1"),
+        (FolderSettings(validation=1), 1, "--validation is 1, must be a share"),
+        (FolderSettings(shard_size=100), 1, "--shard-size is 100 bytes"),
+        (FolderSettings(shard_size=2**32), 1, "--shard-size is 4294967296 bytes"),
+        (FolderSettings(compression="zstd:99"), 1, "--compression is zstd:99; none, zstd and zstd:1 to zstd:22"),
+        (FolderSettings(compression="lz4"), 1, "--compression is lz4"),
+        (FolderSettings(), 0, "--workers is 0, must be at least 1"),
     ],
 )
-def test_wrong_settings(settings: Settings, workers: int, message: str, tmp_path: Path) -> None:
+def test_wrong_settings(settings: FolderSettings, workers: int, message: str, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=message):
         prepare([], tmp_path / "out", words(300), settings, workers)
     assert not list(tmp_path.iterdir())

@@ -17,10 +17,10 @@ from hybridtron.data.folder import FolderError
 from hybridtron.data.prepare import parts as parts_module
 from hybridtron.data.prepare import run as prepare_module
 from hybridtron.data.prepare.input_files import PrepareError, find
-from hybridtron.data.prepare.parts import Settings
+from hybridtron.data.prepare.parts import FolderSettings
 from hybridtron.data.prepare.run import prepare
 from hybridtron.data.prepare.vocabulary import Vocabulary, open_vocabulary
-from hybridtron.data.prepare.workers import WorkerError
+from hybridtron.data.prepare.workers import PrepareWorkerError
 from tests.data.prepare.preparing import (
     TEXTS,
     contents_of,
@@ -30,7 +30,7 @@ from tests.data.prepare.preparing import (
 )
 
 ROOT = Path(__file__).parents[3]
-SETTINGS = Settings(validation=0.2, shard_size=1024)
+SETTINGS = FolderSettings(validation=0.2, shard_size=1024)
 
 
 def test_the_number_of_workers_changes_no_byte(inputs: Path, vocabulary: Vocabulary, tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ from pathlib import Path
 from hybridtron.data.prepare import parts as parts_module
 from hybridtron.data.prepare.input_files import find
 from hybridtron.data.prepare.run import prepare
-from hybridtron.data.prepare.parts import Settings
+from hybridtron.data.prepare.parts import FolderSettings
 from hybridtron.data.prepare.vocabulary import open_vocabulary
 
 inputs, output, tokenizer, last = sys.argv[1:]
@@ -59,7 +59,7 @@ def read_until_killed(one, reading, tally):
         yield document
 
 parts_module.read = read_until_killed
-settings = Settings(validation=0.2, shard_size=1024)
+settings = FolderSettings(validation=0.2, shard_size=1024)
 prepare(find([inputs]).inputs, Path(output), open_vocabulary(Path(tokenizer)), settings)
 """
 
@@ -206,8 +206,10 @@ def test_a_worker_that_is_killed_is_told(
         for child in multiprocessing.active_children():
             child.kill()
 
-    monkeypatch.setattr(prepare_module.Progress, "advance", kill)
-    with pytest.raises(WorkerError, match="a worker ended with exit code -9 as a rule for lack of memory: fewer"):
+    monkeypatch.setattr(prepare_module.PrepareProgress, "advance", kill)
+    with pytest.raises(
+        PrepareWorkerError, match="a worker ended with exit code -9 as a rule for lack of memory: fewer"
+    ):
         prepare(find([str(inputs)]).inputs, tmp_path / "out", vocabulary, SETTINGS, workers=2)
     assert not multiprocessing.active_children()
 

@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from hybridtron.data.prepare.embedded import END_OF_TEXT
 from hybridtron.data.prepare.input_files import ArgumentError, find
-from hybridtron.data.prepare.parts import Settings
+from hybridtron.data.prepare.parts import FolderSettings
 from hybridtron.data.prepare.run import prepare
 from hybridtron.data.prepare.vocabulary import open_vocabulary, vocabulary_of
 from tests.data.prepare.preparing import (
@@ -37,7 +37,9 @@ def test_settings_that_a_tokenizer_file_holds_do_not_cut_texts(tokenizer_folder:
     tokenizer.enable_padding(length=50)
     vocabulary = vocabulary_of(tokenizer.to_str(), "cutting", END_OF_TEXT)
     write_jsonl(tmp_path / "a.jsonl", TEXTS[:1])
-    folder = prepare(find([str(tmp_path / "a.jsonl")]).inputs, tmp_path / "out", vocabulary, Settings(validation=0))
+    folder = prepare(
+        find([str(tmp_path / "a.jsonl")]).inputs, tmp_path / "out", vocabulary, FolderSettings(validation=0)
+    )
     assert all_documents(folder) == [[*expected, vocabulary.eos]]
 
 

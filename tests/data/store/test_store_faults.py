@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hybridtron.data.folder import FolderError, Manifest, TokenFolder, digest_of
+from hybridtron.data.folder import DataManifest, FolderError, TokenFolder, digest_of
 from hybridtron.data.store import mosaic
 from hybridtron.data.store.shards import CacheOptions, DataError, Store, open_folder
 from tests.data.store import stores
@@ -188,7 +188,7 @@ def test_a_compression_can_not_lead_out_of_the_folder(tmp_path: Path):
     folder = TokenFolder.open(tmp_path / "data")
     text = folder.manifest.dumps().replace('"zstd:3"', '"/../../../zstd"')
     with pytest.raises(FolderError, match=r"compression '/../../../zstd'; zstd, zstd:3 and the like are known"):
-        Manifest.parse(text, tmp_path)
+        DataManifest.parse(text, tmp_path)
 
 
 @pytest.mark.parametrize("linked", [SHARD, "train/web/part-00000", "train/web", "train"])

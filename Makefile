@@ -2,6 +2,7 @@
 # make test    sets up what is missing and runs lint, types and tests
 # make setup-metrics   adds TensorBoard and Weights & Biases
 # make setup-dali   adds NVIDIA DALI, for data.feed=dali (400 MB)
+# make reference   writes docs/keys.md, the reference of all keys
 # make length-story   pretrains tiny models that fail beyond their context and repairs them (tens of minutes)
 # make chaos   kills and damages a tiny run again and again, which ends as one that nothing happens to (minutes)
 # make audit   compares every gradient of every parallel layout with one process (minutes)
@@ -18,7 +19,7 @@ TORCH ?= torch==2.13.0
 DALI := nvidia-dali-cuda120==2.4.0
 BIN := $(VENV)/bin
 .PHONY: train length-story setup setup-dev setup-metrics setup-dali same-python test lint types test-fast test-slow \
-  test-core test-triton test-slurm setup-slurm test-gpu audit chaos format clean
+  test-core test-triton test-slurm setup-slurm test-gpu audit chaos reference format clean
 
 train: $(VENV)/.ready
 	$(BIN)/python train.py
@@ -64,6 +65,7 @@ test: lint types test-fast
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	test ! -x $(BIN)/hadolint || $(BIN)/hadolint Dockerfile
 
 types: $(VENV)/.dev
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
@@ -102,6 +104,9 @@ audit: $(VENV)/.ready
 
 chaos: $(VENV)/.ready
 	$(BIN)/python tools/chaos.py
+
+reference: $(VENV)/.ready
+	$(BIN)/python docs/make_keys.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

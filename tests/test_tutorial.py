@@ -1,4 +1,4 @@
-"""The README's tutorial works as it stands: its two files make a mixer that holds the contract and trains."""
+"""The tutorial of docs/extending.md works as written: its two files make a mixer that holds the contract and trains."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hybridtron.parallel.groups import Groups
 from tests.conftest import random_batch, small_run
 from tests.mixers import test_contract as contract
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
 
 
 def tutorial_files() -> dict[str, str]:
-    """The README's Python blocks by the file that their first line names."""
-    blocks = re.findall(r"```python\n# (hybridtron/\S+\.py)\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    """The page's Python blocks by the file that their first line names."""
+    blocks = re.findall(r"```python\n# (hybridtron/\S+\.py)\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     return dict(blocks)
 
 

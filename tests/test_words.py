@@ -38,8 +38,8 @@ def phrases() -> list[str]:
 
 
 def pattern(words: list[str]) -> re.Pattern[str]:
-    """Finds each phrase as complete words, also across a line break of a comment."""
-    separated = (r"[\s_#]+".join(phrase.replace("_", " ").split()) for phrase in words)
+    """Finds each phrase as complete words, also in a name and across a line break of a comment."""
+    separated = (r"[\s_#]+".join(phrase.split()) for phrase in words)
     return re.compile(rf"(?<![^\W_])(?:{'|'.join(separated)})(?![^\W_])", re.IGNORECASE)
 
 

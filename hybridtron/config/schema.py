@@ -109,8 +109,8 @@ class ParallelConfig:
     sequence: bool = False  # they also divide the tokens of the residual stream
     pipeline: int = 1  # ranks that divide the layers
     virtual_pipeline: int = 1  # stages of each of them, interleaved
-    context: int = 1
-    expert: int = 1
+    context: int = 1  # reserved
+    expert: int = 1  # reserved
     distributed_optimizer: bool = True  # data-parallel ranks share the optimizer's state
     # what the backward pass computes again: nothing, the sub-layers that look along the sequence, or every layer
     recompute: Recompute = Recompute.none

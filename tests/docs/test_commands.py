@@ -1,0 +1,165 @@
+"""Every command of the docs is parsed, and most are run as they are written.
+
+Options go through the command's own parser, keys through the loader. What is run finds runs/... that are copies of one
+tiny run, and folders of a few thousand tokens; training commands get the sizes of that run. ONLY_PARSED names the
+commands that are not run, and why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pyarrow
+import pytest
+from tokenizers import Tokenizer
+
+from hybridtron.cli import main as cli
+from hybridtron.cli import train
+from hybridtron.config.load import CONFIGS, load
+from tests.docs.conftest import PAGES, ROOT, Command, commands, name_of
+from tests.train.conftest import small_run_arguments
+
+RUNS = ("laptop", "samba_421m", "samba_1.3b", "mamba2_130m", "a", "b")  # that the docs name
+SIZES = ["phases.0.tokens=256", "phases.0.seq_len=16", "phases.0.global_batch=4", "phases.0.micro_batch=2"]
+ONLY_PARSED = {  # by how a command begins
+    "audit": "starts processes: tests/proving/test_audit.py",
+    "bench": "tests/proving/test_bench.py",
+    "checkpoint fetch s3:": "a bucket: tests/checkpoint/test_mirror.py",
+    "doctor": "starts a process for each package: tests/cli/test_doctor.py",
+    "generate runs/mine": "test_the_example_of_a_recipe_trains",
+    "gpu-check": "needs a GPU",
+    "inspect recipe=mine": "test_the_example_of_a_recipe_trains",
+    "submit": "needs SLURM; with --dry-run it is run",
+    "torchrun": "starts processes: tests/train/test_launchers.py",
+    "train data.mixture=": "a bucket: tests/train/test_mixture_from_s3.py",
+    "train data=slimpajama": "the sources of SlimPajama: tests/train/test_mixture_from_s3.py trains on a mixture",
+    "train model.pattern=(M-E-)*2": "the mixer of the tutorial: tests/test_tutorial.py",
+    "train recipe=laptop_phases": "minutes: tests/train/test_phases.py; with run.plan=true it is run",
+    "train recipe=length/official": "the official checkpoints: tests/config/test_weights.py",
+    "train recipe=mine": "test_the_example_of_a_recipe_trains",
+    "train recipe=samba": "models of full size; with run.plan=true it is run",
+}
+WITH_COMMANDS = [page for page in PAGES if any(commands(page))]
+
+
+class Parsed(Exception):
+    """Carries what a parser made of a command line."""
+
+
+def only_parsed(command: Command) -> bool:
+    harmless = {"run.plan=true", "--dry-run"} & set(command.words)
+    return not harmless and any(str(command).startswith(start) for start in ONLY_PARSED)
+
+
+def split(command: Command) -> tuple[str, list[str]]:
+    """The name of a sub-command, and its arguments."""
+    count = 2 if command.words[0] in cli.FAMILIES else 1
+    return " ".join(command.words[:count]), list(command.words[count:])
+
+
+@pytest.fixture(scope="session")
+def a_run(counting_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of a tiny model."""
+    run = tmp_path_factory.mktemp("docs") / "run"
+    assert train.main(small_run_arguments(counting_folder, run)) == 0
+    return run
+
+
+@pytest.fixture
+def workplace(a_run: Path, counting_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with all that the docs name, under the names of the docs; what they have below / is below it, too."""
+    monkeypatch.chdir(tmp_path)
+    for name in RUNS:
+        shutil.copytree(a_run, tmp_path / "runs" / name)
+    for name in ("books", "slimpajama"):
+        shutil.copytree(counting_folder, tmp_path / "data" / name)
+    (tmp_path / "tokenizers" / "llama").mkdir(parents=True)
+    tokenizer = Tokenizer.from_file(str(counting_folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(tmp_path / "tokenizers/llama/tokenizer.json"))
+    texts = [" ".join(str((start + step) % 30) for step in range(40)) for start in range(400)]
+    (tmp_path / "SlimPajama/train/chunk1").mkdir(parents=True)
+    with pyarrow.output_stream(tmp_path / "SlimPajama/train/chunk1/a.jsonl.zst", compression="zstd") as file:
+        file.write("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
+    return tmp_path
+
+
+@pytest.fixture
+def configs(tmp_path: Path) -> Path:
+    """The configurations, with the recipe of examples/laptop where its README copies it."""
+    shutil.copytree(CONFIGS, tmp_path / "configs")
+    shutil.copy(ROOT / "examples/laptop/config.yaml", tmp_path / "configs/recipe/mine.yaml")
+    return tmp_path / "configs"
+
+
+@pytest.fixture
+def parse(monkeypatch: pytest.MonkeyPatch, configs: Path, workplace: Path) -> Callable[[Command], None]:
+    """Parses a command, and loads the configuration that it sets."""
+    shutil.copytree(workplace / "runs/laptop", workplace / "imported")
+    for name in ("parse_args", "parse_intermixed_args"):
+        monkeypatch.setattr(argparse.ArgumentParser, name, _raising(getattr(argparse.ArgumentParser, name)))
+
+    def parsed(command: Command) -> None:
+        name, settings = split(command)
+        if name != "train":
+            with pytest.raises(Parsed) as found:
+                cli.main([*name.split(), *settings])
+            settings = [text for text in getattr(found.value.args[0], "settings", []) if not text.startswith("nodes=")]
+        load(settings, configs)
+
+    return parsed
+
+
+def _raising(real: Callable[..., argparse.Namespace]) -> Callable[..., None]:
+    def raising(*arguments: object, **options: object) -> None:
+        raise Parsed(real(*arguments, **options))
+
+    return raising
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
+def test_the_commands_of_a_page_are_parsed(page: Path, parse: Callable[[Command], None]) -> None:
+    for command in commands(page):
+        parse(command)
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
+@pytest.mark.timeout(300)
+def test_the_commands_of_a_page_run(page: Path, workplace: Path, counting_folder: Path) -> None:
+    for number, command in enumerate(command for command in commands(page) if not only_parsed(command)):
+        name, arguments = split(command)
+        arguments = [_here(argument, workplace) for argument in arguments]
+        if name == "data prepare":
+            shutil.rmtree(workplace / "data" / "slimpajama")
+        if name == "train" and "run.plan=true" not in arguments:
+            from_weights = any(argument.startswith("run.weights=") for argument in arguments)
+            run = workplace / f"run-{number}"
+            sizes = SIZES if from_weights else small_run_arguments(counting_folder, run)
+            assert train.main([*arguments, *sizes]) == 0, str(command)
+        else:
+            assert cli.main([*name.split(), *arguments]) == 0, str(command)
+
+
+def _here(argument: str, workplace: Path) -> str:
+    """A path of the docs as one below the workplace; one worker where they take many."""
+    named = {"16": "1", "DIR": "~/tokenizers/llama"}
+    return named.get(argument, argument).replace("~/", f"{workplace}/").replace("/data/", f"{workplace}/data/")
+
+
+def test_no_reason_is_left_over() -> None:
+    every = [str(command) for page in WITH_COMMANDS for command in commands(page)]
+    assert [start for start in ONLY_PARSED if not any(text.startswith(start) for text in every)] == []
+
+
+def test_the_example_of_a_recipe_trains(
+    configs: Path, counting_folder: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "load", partial(load, configs=configs))
+    data = ["data=folder", f"data.path={counting_folder}", "data.epochs=null", "model.vocab_size=32"]
+    assert train.main(["recipe=mine", *data, *SIZES]) == 0
+    assert cli.main(["generate", "runs/mine", "--prompt", "1 2 3"]) == 0

@@ -1,0 +1,38 @@
+"""docs/keys.md is what the schema says, key by key."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from types import ModuleType
+
+import pytest
+
+from hybridtron.architecture import SPECS
+from tests.docs.conftest import ROOT
+
+
+@pytest.fixture(scope="module")
+def make_keys() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_keys", ROOT / "docs" / "make_keys.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_up_to_date(make_keys: ModuleType) -> None:
+    assert (ROOT / "docs" / "keys.md").read_text() == make_keys.page(), "make reference"
+
+
+def test_every_option_of_every_mixer_is_there(make_keys: ModuleType) -> None:
+    page = make_keys.page()
+    for kind, spec in SPECS.items():
+        section = page.split(f"### kind: {kind}\n")[1].split("\n### ")[0]
+        assert [f.name for f in dataclasses.fields(spec) if f"| `{f.name}` |" not in section] == []
+
+
+def test_a_comment_is_read_from_the_line_and_from_above(make_keys: ModuleType) -> None:
+    source = 'class Some:\n    a: int = 1  # first\n    # second\n    # third\n    b: str = "#"\n    c: int = 2\n'
+    assert make_keys.own_comments(source) == {"a": "first", "b": "second third", "c": ""}

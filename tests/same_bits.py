@@ -22,44 +22,63 @@ SMALL = [
     "model.layers.W.window=32",
     "run.max_steps=6",
 ]
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-CASES: dict[str, tuple[list[str], list[str]]] = {
-    "laptop": ([], ["run.max_steps=6", "run.eval_every=3"]),
-    "random": ([], [*SMALL, "phases.0.states.mode=random"]),
-    "fitted": ([], [*SMALL, "phases.0.states.mode=fitted"]),
-    "passing": ([], [*SMALL, "phases.0.states.mode=passing"]),
-    "tbtt": ([], [*SMALL, "phases.0.states.mode=tbtt", "data.order=lanes"]),
-    "tensor2_pipeline2": (TORCHRUN, [*SMALL, "parallel.tensor=2", "parallel.pipeline=2"]),
+CASES = {
+    "laptop": ["run.max_steps=4", "run.eval_every=2"],
+    "random": [*SMALL, "phases.0.states.mode=random"],
+    "fitted": [*SMALL, "phases.0.states.mode=fitted"],
+    "passing": [*SMALL, "phases.0.states.mode=passing"],
+    "tbtt": [*SMALL, "phases.0.states.mode=tbtt", "data.order=lanes"],
+    "tensor2_pipeline2": [*SMALL, "parallel.tensor=2", "parallel.pipeline=2"],
 }
+PARALLEL = "tensor2_pipeline2"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+TOGETHER = """
+import json, sys
+try:
+    from hybridtron.cli.train import main
+except ModuleNotFoundError:  # version 0.1.0
+    from train import main
+sys.exit(max(main(arguments) for arguments in json.loads(sys.argv[1])))
+"""
 KEYS = ("step", "loss", "grad_norm", "validation")
 
 
 def losses(code: Path, folder: Path) -> dict[str, list[object]]:
-    """What each case logs with the code of one checkout."""
+    """What each case logs with the code of one checkout. Its data are prepared once, by the code that comes first."""
+    (ROOT / "build" / "same_bits" / "data").mkdir(parents=True, exist_ok=True)
+    (folder / "data").symlink_to(ROOT / "build" / "same_bits" / "data")
+    always = ["run.resume=never", "run.sample_tokens=0", "checkpoint.every=1000"]
+    arguments = {name: [*always, f"run.dir={name}", *settings] for name, settings in CASES.items()}
+    alone = [arguments[name] for name in CASES if name != PARALLEL]
+    run(code, folder, ["-c", TOGETHER, json.dumps(alone)])
+    run(code, folder, [*TORCHRUN, str(code / "train.py"), *arguments[PARALLEL]])
+    return {name: logged(folder / name) for name in CASES}
+
+
+def run(code: Path, folder: Path, arguments: list[str]) -> None:
     environment = {**os.environ, "PYTHONPATH": str(code), "OMP_NUM_THREADS": "1"}
-    found: dict[str, list[object]] = {}
-    for name, (launcher, arguments) in CASES.items():
-        always = ["run.resume=never", f"run.dir={name}", "run.sample_tokens=0", "checkpoint.every=1000"]
-        command = [sys.executable, *launcher, str(code / "train.py"), *always, *arguments]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-        if done.returncode:
-            raise SystemExit(f"{name} failed in {code}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-        lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-        found[name] = [{key: line.get(key) for key in KEYS} for line in lines]
-    return found
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    if done.returncode:
+        raise SystemExit(f"failed in {code}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+
+
+def logged(run_folder: Path) -> list[object]:
+    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: line.get(key) for key in KEYS} for line in lines]
 
 
 def losses_of(commit: str) -> dict[str, list[object]]:
     full = subprocess.check_output(["git", "rev-parse", commit], cwd=ROOT, text=True).strip()
-    kept = ROOT / "build" / "same_bits" / f"{full}.json"
+    kept = ROOT / "build" / "same_bits" / f"{full}-4.json"
     if not kept.exists():
         with tempfile.TemporaryDirectory() as folder:
-            code, run = Path(folder, "code"), Path(folder, "run")
-            run.mkdir()
+            code, runs = Path(folder, "code"), Path(folder, "runs")
+            runs.mkdir()
             subprocess.run(["git", "clone", "--quiet", "--shared", str(ROOT), str(code)], check=True)
             subprocess.run(["git", "checkout", "--quiet", full], cwd=code, check=True)
             kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_text(json.dumps(losses(code, run)))
+            kept.write_text(json.dumps(losses(code, runs)))
     return json.loads(kept.read_text())
 
 

@@ -8,7 +8,8 @@
 # make audit   compares every gradient of every parallel layout with one process (minutes)
 # make test-triton TRITON=3.6.0   runs the kernels' tests with another Triton than torch's own (minutes)
 # make test-core   runs the part of the tests that another megatron-core could break
-# make test-slurm   installs a SLURM of two nodes where it can (as root, on Debian) and submits runs to it (minutes)
+# make setup-slurm   installs SLURM (as root, on Debian), which some slow tests need; nothing else installs it
+# make test-slurm   starts a SLURM of two nodes and submits runs to it (minutes)
 #
 # PYTHON=python3.12 VENV=.venv312 after any of them: with that interpreter, in an environment of its own
 
@@ -74,7 +75,7 @@ test-fast: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not gloo and not slow and not gpu"
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "gloo and not slow"
 
-test-slow: $(VENV)/.finetune setup-slurm
+test-slow: $(VENV)/.finetune
 	OMP_NUM_THREADS=1 $(BIN)/pytest -rs -m slow $(if $(SLICE),--slice $(SLICE))
 
 # what another megatron-core could break
@@ -88,12 +89,12 @@ test-triton: $(VENV)/.dev
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/build/triton-$(TRITON) \
 	  $(BIN)/pytest -m "not gpu" tests/ops/*/test_kernels.py tests/ops/test_whole_step.py
 
-test-slurm: $(VENV)/.dev setup-slurm
+test-slurm: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" tests/cluster
 
-# without it these tests say so and are skipped, but where HYBRIDTRON_CI is set they fail
+# without it the tests of a real SLURM are skipped and say so; where HYBRIDTRON_CI is set they fail
 setup-slurm:
-	-command -v slurmctld >/dev/null || (apt-get update --quiet --quiet && \
+	command -v slurmctld >/dev/null || (apt-get update --quiet --quiet && \
 	  apt-get install --quiet --quiet --yes --no-install-recommends slurmctld slurmd slurm-client munge)
 
 test-gpu: $(VENV)/.dev

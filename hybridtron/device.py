@@ -13,7 +13,6 @@ import itertools
 import os
 import resource
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,10 +22,6 @@ from typing import Any, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-
-# What megatron-core warns of at import (no Transformer Engine, no Apex) the start-up table tells better.
-warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
-warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16} | dict.fromkeys(
     ("fp8_delayed", "fp8_current", "fp8_block"), torch.bfloat16

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 
 from hybridtron import __version__
 from hybridtron.problems import did_you_mean
@@ -42,6 +43,15 @@ def program() -> int:
     return main(sys.argv[1:])
 
 
+def quiet() -> None:
+    """Hide what megatron-core warns of at import (no Transformer Engine, no Apex): the start-up table reports that.
+
+    Only a program does so. Importing the package leaves the filters of whoever imports it as they are.
+    """
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+
+
 def main(arguments: list[str]) -> int:
     """Run one command. Returns its exit code; 2 where there is no such command."""
     if arguments[:1] == ["--version"]:
@@ -52,6 +62,7 @@ def main(arguments: list[str]) -> int:
     name = " ".join(words)
     if name not in COMMANDS:
         return no_command(family, words[-1] if words and words != [family] else None)
+    quiet()
     if name == "train":  # the others need only a part: inspect and submit run where there is no torch
         demand()
     where, function = COMMANDS[name][0].split(":")

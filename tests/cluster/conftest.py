@@ -122,7 +122,7 @@ def attempts(run: Path) -> list[dict[str, Any]]:
 def cluster() -> Iterator[Cluster]:
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing or os.geteuid():
-        why = f"no SLURM of its own: {', '.join(missing) or 'not root'} (make test-slurm installs it, as root)"
+        why = f"no SLURM of its own: {', '.join(missing) or 'not root'} (make setup-slurm installs it, as root)"
         if os.environ.get("HYBRIDTRON_CI"):
             pytest.fail(why)
         pytest.skip(why)

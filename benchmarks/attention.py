@@ -17,7 +17,16 @@ from torch import Tensor
 from hybridtron.architecture.attention import visible_tokens
 from hybridtron.device import compute_device
 from hybridtron.ops.attention import AttentionInputs, attention
-from hybridtron.proving.measuring import Form, Goal, Report, Rows, Settings, Timing, interleaved, times
+from hybridtron.proving.measuring import (
+    BenchReport,
+    BenchSettings,
+    BenchTable,
+    Contender,
+    Goal,
+    Timing,
+    interleaved,
+    times,
+)
 
 TOLERANCE = 1e-5
 
@@ -74,7 +83,7 @@ class Row:
         return [y_BLHK.detach(), *torch.autograd.grad(y_BLHK, self.qkv, self.grad_BLHK)]
 
 
-def bench(settings: Settings) -> Report:
+def bench(settings: BenchSettings) -> BenchReport:
     """The sweep over the length."""
     sizes, device = (QUICK if settings.quick else FULL), compute_device()
     measured = {length: _measure(sizes, length, device, settings) for length in sizes.lengths}
@@ -106,10 +115,12 @@ def bench(settings: Settings) -> Report:
         ]
         ratios = [m["window"].fastest / m["mask"].fastest for m in measured.values() if "mask" in m]
         goals += [Goal.at_most("window / dense mask, at the worst length", 1.0, max(ratios))]
-    return Report("Sliding-window attention", device.type, [Rows("time", header, cells)], goals, notes, console)
+    return BenchReport(
+        "Sliding-window attention", device.type, [BenchTable("time", header, cells)], goals, notes, console
+    )
 
 
-def _measure(sizes: Sizes, length: int, device: torch.device, settings: Settings) -> dict[str, Timing]:
+def _measure(sizes: Sizes, length: int, device: torch.device, settings: BenchSettings) -> dict[str, Timing]:
     row = Row(sizes, length, device)
     ours = windowed(sizes.window)
     forms = {"window": ours, "full": full}
@@ -119,7 +130,8 @@ def _measure(sizes: Sizes, length: int, device: torch.device, settings: Settings
         difference = max((got - wanted).abs().max().item() for got, wanted in pairs)
         assert difference <= TOLERANCE, f"the window and the dense mask differ by {difference:.1e}"
     runs = {
-        name: Form(lambda form=form: row.forward_backward(form), settings.repetitions) for name, form in forms.items()
+        name: Contender(lambda form=form: row.forward_backward(form), settings.repetitions)
+        for name, form in forms.items()
     }
     return interleaved(runs)
 

@@ -27,13 +27,21 @@ from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.device import megatron_context
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel import groups
-from hybridtron.proving.measuring import Form, Goal, Report, Rows, Settings, interleaved, times
+from hybridtron.proving.measuring import (
+    BenchReport,
+    BenchSettings,
+    BenchTable,
+    Contender,
+    Goal,
+    interleaved,
+    times,
+)
 
 AFTER = 5  # steps after the start of an asynchronous save whose time is looked at
 Save = Callable[[], float]
 
 
-def bench(settings: Settings) -> Report:
+def bench(settings: BenchSettings) -> BenchReport:
     width = 64 if settings.quick else 1024
     config = load(["recipe=laptop", f"model.width={width}", "checkpoint.keep=1"])
     with tempfile.TemporaryDirectory() as scratch, megatron_context():
@@ -46,7 +54,7 @@ def bench(settings: Settings) -> Report:
         groups.stop()
     notes = ["the first asynchronous save makes the memory for its copies and is not counted"]
     notes += [f"{size / 2**20:,.0f} MiB: weights and two moments in fp32, one process; the wall's clock, local disk"]
-    return Report("Checkpoints", "cpu", [saving, blocking, loading], [*goals, *more, *last], notes)
+    return BenchReport("Checkpoints", "cpu", [saving, blocking, loading], [*goals, *more, *last], notes)
 
 
 def train(engine: Engine) -> float:
@@ -75,7 +83,7 @@ def save(engine: Engine, saver: Saver, step: int = 1) -> float:
     return time.perf_counter() - start
 
 
-def save_speed(engine: Engine, scratch: Path, settings: Settings) -> tuple[Rows, list[Goal]]:
+def save_speed(engine: Engine, scratch: Path, settings: BenchSettings) -> tuple[BenchTable, list[Goal]]:
     def ours() -> float:
         return save(engine, saver_of(engine, scratch / "ours"))
 
@@ -102,16 +110,16 @@ def save_speed(engine: Engine, scratch: Path, settings: Settings) -> tuple[Rows,
     forms = {"ours": ours, "torch.save, flushed": torch_save}
     if not settings.quick:  # it forks from a process that has threads, which can hang: not for a test
         forms["megatron-core's own, as it comes"] = megatron
-    timing = interleaved({name: Form(run, settings.repetitions) for name, run in forms.items()})
+    timing = interleaved({name: Contender(run, settings.repetitions) for name, run in forms.items()})
     fastest = timing["ours"].fastest
     cells = [(name, times(t.fastest / fastest), f"{t.spread:.0%}") for name, t in timing.items()]
-    rows = Rows("writing, digested and flushed", ("form", "time over ours", "spread"), cells)
+    rows = BenchTable("writing, digested and flushed", ("form", "time over ours", "spread"), cells)
     limits = {"GiB/s over torch.save's with fsync": 0.9, "GiB/s over megatron-core's own": 2.0}
     ratios = [timing[name].fastest / fastest for name in list(forms)[1:]]
     return rows, [Goal.at_least(*limit, ratio) for limit, ratio in zip(limits.items(), ratios, strict=False)]
 
 
-def asynchronous(engine: Engine, scratch: Path, settings: Settings) -> tuple[Rows, list[Goal]]:
+def asynchronous(engine: Engine, scratch: Path, settings: BenchSettings) -> tuple[BenchTable, list[Goal]]:
     """How long a save holds up its step, and how long the steps after it take."""
     slowed: list[float] = []
     saver = saver_of(engine, scratch / "later", asynchronous=True)
@@ -130,16 +138,16 @@ def asynchronous(engine: Engine, scratch: Path, settings: Settings) -> tuple[Row
         "asynchronous": in_the_background,
         "steps alone": lambda: sum(train(engine) for _ in range(AFTER)),
     }
-    timing = interleaved({name: Form(run, settings.repetitions) for name, run in forms.items()})
+    timing = interleaved({name: Contender(run, settings.repetitions) for name, run in forms.items()})
     share = timing["asynchronous"].fastest / timing["synchronous"].fastest
     slower = min(slowed) / timing["steps alone"].fastest
     cells = [(f"{share:.1%}", times(slower))]
     title = f"asynchronous: the step is held up, and the {AFTER} steps after it"
     header = ("held up, over a synchronous save", f"the {AFTER} steps after, over {AFTER} steps alone")
-    return Rows(title, header, cells), [Goal.at_most("a step held up, over a synchronous save", 0.1, share)]
+    return BenchTable(title, header, cells), [Goal.at_most("a step held up, over a synchronous save", 0.1, share)]
 
 
-def load_speed(engine: Engine, scratch: Path, settings: Settings) -> tuple[Rows, list[Goal]]:
+def load_speed(engine: Engine, scratch: Path, settings: BenchSettings) -> tuple[BenchTable, list[Goal]]:
     """All bytes by one process: as they were written, and written by four tensor-parallel ranks' worth of pieces."""
     same, cut = scratch / "same", scratch / "cut"
     save(engine, saver_of(engine, same))
@@ -156,12 +164,14 @@ def load_speed(engine: Engine, scratch: Path, settings: Settings) -> tuple[Rows,
             checkpoint.fill(of_file)
         return time.perf_counter() - start
 
-    forms = {"same layout": Form(lambda: read(same), settings.repetitions)}
-    forms["another layout"] = Form(lambda: read(cut), settings.repetitions)
+    forms = {"same layout": Contender(lambda: read(same), settings.repetitions)}
+    forms["another layout"] = Contender(lambda: read(cut), settings.repetitions)
     timing = interleaved(forms)
     ratio = timing["another layout"].fastest / timing["same layout"].fastest
     cells = [(times(ratio), *(f"{timing[name].spread:.0%}" for name in forms))]
-    rows = Rows("loading what another layout wrote", ("over the same layout", "spread", "spread of the same"), cells)
+    rows = BenchTable(
+        "loading what another layout wrote", ("over the same layout", "spread", "spread of the same"), cells
+    )
     return rows, [Goal.at_most("loading with a change of layout, over without", 1.5, ratio)]
 
 

@@ -21,7 +21,15 @@ from safetensors.torch import save_file
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.interop.native_pairs import Llama
 from hybridtron.interop.writer import write_json
-from hybridtron.proving.measuring import Form, Goal, Report, Rows, Settings, interleaved, times
+from hybridtron.proving.measuring import (
+    BenchReport,
+    BenchSettings,
+    BenchTable,
+    Contender,
+    Goal,
+    interleaved,
+    times,
+)
 
 SHARD = 256 * 2**20
 MEASURED = """
@@ -66,7 +74,7 @@ class Work:
         return time.perf_counter() - start
 
 
-def bench(settings: Settings) -> Report:
+def bench(settings: BenchSettings) -> BenchReport:
     width = 64 if settings.quick else 1024
     heads = {"kind": "attention", "heads": 8, "kv_heads": 4}
     layers = {"A": heads, "-": {"kind": "swiglu", "hidden": 4 * width}}
@@ -77,9 +85,9 @@ def bench(settings: Settings) -> Report:
         importing = ["--input", str(work.scratch / "theirs")]
         exporting = ["--checkpoint", str(work.scratch / "import"), "--shard-size", str(SHARD)]
         forms = {
-            "import": Form(lambda: work.convert("import", *importing), settings.repetitions),
-            "export": Form(lambda: work.convert("export", *exporting), settings.repetitions),
-            "copy": Form(work.copy, settings.repetitions),
+            "import": Contender(lambda: work.convert("import", *importing), settings.repetitions),
+            "export": Contender(lambda: work.convert("export", *exporting), settings.repetitions),
+            "copy": Contender(work.copy, settings.repetitions),
         }
         forms["import"].run()
         timing = interleaved(forms)
@@ -98,7 +106,9 @@ def bench(settings: Settings) -> Report:
         f"a Llama of {size / 2**20:,.0f} MiB in fp32, shards of {SHARD / 2**20:.0f} MiB; the wall's clock, local disk"
     ]
     header = ("direction", "rate over a flushed copy's", "spread", "peak over the interpreter")
-    return Report("Conversion", "cpu", [Rows("time and memory", header, cells)], [] if settings.quick else goals, notes)
+    return BenchReport(
+        "Conversion", "cpu", [BenchTable("time and memory", header, cells)], [] if settings.quick else goals, notes
+    )
 
 
 def written(model: ModelConfig, folder: Path) -> int:

@@ -35,7 +35,15 @@ from hybridtron.data.prepare.writer import write_folder
 from hybridtron.data.reading import Reading
 from hybridtron.data.sources import Sources
 from hybridtron.data.store.shards import CacheOptions
-from hybridtron.proving.measuring import Form, Goal, Report, Rows, Settings, interleaved, times
+from hybridtron.proving.measuring import (
+    BenchReport,
+    BenchSettings,
+    BenchTable,
+    Contender,
+    Goal,
+    interleaved,
+    times,
+)
 
 SEQ_LEN, ROWS, VOCABULARY, EOS = 2048, 16, 32_000, 0
 SHUFFLE = 2**26
@@ -125,7 +133,7 @@ def first_batch(sources: Sources, seq_len: int, rows: int, step: int) -> float:
     return time.perf_counter() - start
 
 
-def bench(settings: Settings) -> Report:
+def bench(settings: BenchSettings) -> BenchReport:
     with tempfile.TemporaryDirectory() as scratch:
         speed, goals = read_speed(Path(scratch), settings)
         resumed, resume_goal = resume_speed(Path(scratch), settings)
@@ -135,28 +143,28 @@ def bench(settings: Settings) -> Report:
         f"rows of {SEQ_LEN} tokens, {ROWS} a batch, documents of about 700 tokens, local uint16 shards, shuffled",
     ]
     tables = [speed, resumed, prepared]
-    return Report("Data", "cpu", tables, [*goals, resume_goal, prepare_goal], notes)
+    return BenchReport("Data", "cpu", tables, [*goals, resume_goal, prepare_goal], notes)
 
 
-def read_speed(scratch: Path, settings: Settings) -> tuple[Rows, list[Goal]]:
+def read_speed(scratch: Path, settings: BenchSettings) -> tuple[BenchTable, list[Goal]]:
     documents, steps = (2_000, 20) if settings.quick else (60_000, 1_000)
     sources = written(scratch / "speed", documents, 700)
     folder = sources.ingredients[0].folder.source_path("train", "text")
     cells, goals = [], []
     for workers in (0, 1):
         forms = {
-            "ours": Form(lambda w=workers: ours(sources, steps, w), settings.repetitions),
-            "theirs": Form(lambda w=workers: theirs(folder, steps, w), settings.repetitions),
+            "ours": Contender(lambda w=workers: ours(sources, steps, w), settings.repetitions),
+            "theirs": Contender(lambda w=workers: theirs(folder, steps, w), settings.repetitions),
         }
         timing = interleaved(forms)
         ratio = timing["theirs"].fastest / timing["ours"].fastest
         cells.append((str(workers), times(ratio), f"{timing['ours'].spread:.0%}", f"{timing['theirs'].spread:.0%}"))
         goals.append(Goal.at_least(f"tokens/s over StreamingDataset's, {workers} workers", 2.0, ratio))
     header = ("workers", "tokens/s, ours over theirs", "spread of ours", "spread of theirs")
-    return Rows("reading shuffled, packed rows", header, cells), goals
+    return BenchTable("reading shuffled, packed rows", header, cells), goals
 
 
-def resume_speed(scratch: Path, settings: Settings) -> tuple[Rows, Goal]:
+def resume_speed(scratch: Path, settings: BenchSettings) -> tuple[BenchTable, Goal]:
     """Rows of 128 tokens from documents of about as many: as many samples as rows."""
     samples = 10_000 if settings.quick else 1_000_000
     sources = written(scratch / "resume", samples, 128)
@@ -167,10 +175,12 @@ def resume_speed(scratch: Path, settings: Settings) -> tuple[Rows, Goal]:
     apart = max(seconds.values()) - min(seconds.values())
     cells = [(f"{share:.0%}", times(seconds[share] / seconds[0.0])) for share in places]
     title = f"from a new loader to its first batch, at a share of {samples:,} samples"
-    return Rows(title, ("at", "over the time at 0%"), cells), Goal.at_most("seconds between the three", 1.0, apart)
+    return BenchTable(title, ("at", "over the time at 0%"), cells), Goal.at_most(
+        "seconds between the three", 1.0, apart
+    )
 
 
-def prepare_speed(scratch: Path, settings: Settings) -> tuple[Rows, Goal]:
+def prepare_speed(scratch: Path, settings: BenchSettings) -> tuple[BenchTable, Goal]:
     """One worker, in this process, and the bare tokenizer on the same texts in equal batches; processor time."""
     texts = [document.content for document in corpus.documents() if isinstance(document.content, str)]
     texts = texts[:: 20 if settings.quick else 1]
@@ -181,15 +191,15 @@ def prepare_speed(scratch: Path, settings: Settings) -> tuple[Rows, Goal]:
     inputs, vocabulary = find([str(scratch / "texts.jsonl")]).inputs, open_vocabulary(scratch / "tokenizer.json")
     outputs = (scratch / f"prepared-{number}" for number in itertools.count())
     forms = {
-        "bare": Form(lambda: bare(tokenizer, texts), settings.repetitions),
-        "prepare": Form(lambda: prepare(inputs, next(outputs), vocabulary), settings.repetitions),
+        "bare": Contender(lambda: bare(tokenizer, texts), settings.repetitions),
+        "prepare": Contender(lambda: prepare(inputs, next(outputs), vocabulary), settings.repetitions),
     }
     timing = interleaved(forms)
     ratio = timing["bare"].fastest / timing["prepare"].fastest
     cells = [(f"{ratio:.2f}", f"{timing['prepare'].spread:.0%}", f"{timing['bare'].spread:.0%}")]
     header = ("prepare_data's rate over the bare tokenizer's", "spread of ours", "spread of the tokenizer's")
     goal = Goal.at_least("share of the bare tokenizer's rate, one core", 0.7, ratio)
-    return Rows("preparing jsonl, one worker, processor time", header, cells), goal
+    return BenchTable("preparing jsonl, one worker, processor time", header, cells), goal
 
 
 def bare(tokenizer: Tokenizer, texts: list[str]) -> None:

@@ -1,7 +1,7 @@
 """What FP8 costs in loss: the laptop recipe in each of FP8's precisions, emulated, against bf16.
 
 All runs of a model start from the same weights and read the same rows in the same order, at the recipe's learning rates
-of these steps. What is told is the mean training loss of the last steps, and the loss on held-out text at the training
+of these steps. Reported are the mean training loss of the last steps, and the loss on held-out text at the training
 length. fp8_block needs a width of whole tiles of 128, so it is compared at a width of 256, with a bf16 run of its own,
 and in smaller batches. No step is refused for a spike of its gradient, or runs could differ by a step. What it costs in
 time says nothing: the emulation rounds, and multiplies in fp32.
@@ -22,7 +22,7 @@ from hybridtron.data.loader import build_loader
 from hybridtron.device import compute_device, megatron_context
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import start, stop
-from hybridtron.proving.measuring import Goal, Report, Rows, Settings, random_batches
+from hybridtron.proving.measuring import BenchReport, BenchSettings, BenchTable, Goal, random_batches
 from hybridtron.train.evaluate import evaluate
 from hybridtron.train.lr import learning_rate
 
@@ -61,7 +61,7 @@ class Losses:
     held_out: float
 
 
-def bench(settings: Settings) -> Report:
+def bench(settings: BenchSettings) -> BenchReport:
     """Train every model in every precision, and compare."""
     sizes = TINY if settings.quick else FULL
     sizes = replace(sizes, overrides=(*sizes.overrides, *settings.recipe))
@@ -82,7 +82,9 @@ def bench(settings: Settings) -> Report:
         "precision.emulate=true, no sub-layer in bf16, precision.history=1024; one seed",
     ]
     device = compute_device().type
-    return Report("FP8 against bf16", device, [Rows("loss", header, cells)], [] if settings.quick else goals, notes)
+    return BenchReport(
+        "FP8 against bf16", device, [BenchTable("loss", header, cells)], [] if settings.quick else goals, notes
+    )
 
 
 def figures(found: Losses, base: Losses) -> Iterator[str]:

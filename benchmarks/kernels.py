@@ -33,7 +33,7 @@ from hybridtron.ops.loss import LinearCrossEntropyInputs, linear_cross_entropy
 from hybridtron.ops.norm import AddRMSNormInputs, RMSNormInputs, add_rms_norm, rms_norm
 from hybridtron.ops.scan import ScanInputs, selective_scan
 from hybridtron.ops.ssd import SSDInputs, ssd_scan
-from hybridtron.proving.measuring import Report, Rows, Settings
+from hybridtron.proving.measuring import BenchReport, BenchSettings, BenchTable
 
 from .other_kernels import others
 from .span import Sizes as SpanSizes
@@ -76,7 +76,7 @@ class Kernel:
     inputs: Callable[[torch.device], Any]
     forward: Cost
     backward: Cost
-    outputs: int = field(default=1, kw_only=True)  # the first so many get gradients
+    outputs: int = field(default=1, kw_only=True)  # the number of them, from the first, that get gradients
 
     def implementations(self, device: torch.device, inputs: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
         """Every implementation that can run these inputs here, by name."""
@@ -96,7 +96,7 @@ def normal(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat1
 
 
 def kernels(sizes: Sizes, length: int) -> list[Kernel]:
-    """All of them, for one row of so many tokens."""
+    """All of them, for one row of this number of tokens."""
     return [
         scan_kernel(sizes, length), conv_kernel(sizes, length), ssd_kernel(sizes, length), norm_kernel(sizes, length),
         sum_norm_kernel(sizes, length), loss_kernel(sizes, length), window_kernel(sizes, length),
@@ -233,7 +233,7 @@ def ceilings(device: torch.device, repetitions: int) -> tuple[float, float]:
 
 
 def passes(run: Callable[[Any], Any], inputs: tuple[Any, ...], outputs: int) -> dict[str, Callable[[], object]]:
-    """Forward, backward over a kept graph from the first so many outputs, and both."""
+    """Forward, backward over a kept graph from the first outputs, and both."""
     wanted = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
 
     def forward() -> tuple[Tensor, ...]:
@@ -271,7 +271,7 @@ def cells_of(
     return cells
 
 
-def bench(settings: Settings) -> Report:
+def bench(settings: BenchSettings) -> BenchReport:
     """All kernels at all lengths."""
     sizes, device = (QUICK if settings.quick else FULL), compute_device()
     notes = [
@@ -296,4 +296,4 @@ def bench(settings: Settings) -> Report:
         for kernel in kernels(sizes, length)
         for line in cells_of(kernel, length, device, most, settings.repetitions)
     ]
-    return Report("Kernels", device.type, [Rows("by kernel and length", HEADER, cells)], [], notes)
+    return BenchReport("Kernels", device.type, [BenchTable("by kernel and length", HEADER, cells)], [], notes)

@@ -19,7 +19,7 @@ from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.mixers.mamba2 import Mamba2
 from hybridtron.parallel.linear import SINGLE_RANK
-from hybridtron.proving.measuring import Goal, Report, Settings, Timing
+from hybridtron.proving.measuring import BenchReport, BenchSettings, Goal, Timing
 
 from .pair import NOTE, OfPeer, Pair, against_peer, alone
 
@@ -59,7 +59,7 @@ def of_peer(inner: int, both: int) -> OfPeer:
     return find
 
 
-def bench(settings: Settings) -> Report:
+def bench(settings: BenchSettings) -> BenchReport:
     """Ours against the peer, and ours alone over the length."""
     sizes = QUICK if settings.quick else FULL
     inner = 2 * sizes.width
@@ -82,7 +82,7 @@ def bench(settings: Settings) -> Report:
         NOTE,
     ]
     goals = [] if settings.quick else _goals(ratios, timings)
-    return Report("Mamba-2 mixer", "cpu", [both, growth], goals, notes, console + more)
+    return BenchReport("Mamba-2 mixer", "cpu", [both, growth], goals, notes, console + more)
 
 
 def _goals(ratios: dict[int, float], timings: dict[str, Timing]) -> list[Goal]:

@@ -16,7 +16,7 @@ from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.mixers.mamba import Mamba
 from hybridtron.parallel.linear import SINGLE_RANK
-from hybridtron.proving.measuring import Goal, Report, Settings, Timing
+from hybridtron.proving.measuring import BenchReport, BenchSettings, Goal, Timing
 
 from .pair import NOTE, Pair, against_peer, alone
 
@@ -37,7 +37,7 @@ FULL = Sizes(width=256, state=16, peer={256: 5, 512: 5, 1024: 2}, ours=(1024, 20
 QUICK = Sizes(width=16, state=4, peer={16: 2, 32: 2, 64: 1}, ours=(64, 128))
 
 
-def bench(settings: Settings) -> Report:
+def bench(settings: BenchSettings) -> BenchReport:
     """Ours against the peer where the peer can go, and ours alone beyond."""
     sizes = QUICK if settings.quick else FULL
     config = MambaConfig(hidden_size=sizes.width, state_size=sizes.state, num_hidden_layers=1)
@@ -51,7 +51,7 @@ def bench(settings: Settings) -> Report:
         NOTE,
     ]
     goals = [] if settings.quick else _goals(ratios, timings)
-    return Report("Mamba-1 mixer", "cpu", [both, growth], goals, notes, console + more)
+    return BenchReport("Mamba-1 mixer", "cpu", [both, growth], goals, notes, console + more)
 
 
 def _goals(ratios: dict[int, float], timings: dict[str, Timing]) -> list[Goal]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer
-from hybridtron.proving.measuring import Form, Rows, Settings, Timing, interleaved, times
+from hybridtron.proving.measuring import BenchSettings, BenchTable, Contender, Timing, interleaved, times
 
 TOLERANCE = 1e-5
 OfPeer = Callable[[Mapping[str, Tensor], str], Tensor]
@@ -67,13 +67,13 @@ def _gradient(tensor: Tensor) -> Tensor:
 
 
 def against_peer(
-    pair: Pair, rounds_of_peer: Mapping[int, int], settings: Settings
-) -> tuple[Rows, dict[int, float], list[str]]:
+    pair: Pair, rounds_of_peer: Mapping[int, int], settings: BenchSettings
+) -> tuple[BenchTable, dict[int, float], list[str]]:
     """The table of both, how many times longer the peer takes at each length, and lines for the console."""
     cells, ratios, console = [], {}, []
     for length, rounds in rounds_of_peer.items():
         x, grad = pair.row(length)
-        peer = Form(lambda x=x, grad=grad: pair.run_peer(x, grad), min(rounds, settings.repetitions))
+        peer = Contender(lambda x=x, grad=grad: pair.run_peer(x, grad), min(rounds, settings.repetitions))
         measured = interleaved({"ours": ours_at(pair, length, settings), "transformers": peer})
         of_output, of_gradients = pair.differences()
         assert max(of_output, of_gradients) <= TOLERANCE, f"the mixers differ by {max(of_output, of_gradients):.1e}"
@@ -93,10 +93,12 @@ def against_peer(
         "outputs differ",
         "gradients differ",
     )
-    return Rows(title, header, cells), ratios, console
+    return BenchTable(title, header, cells), ratios, console
 
 
-def alone(pair: Pair, lengths: Sequence[int], settings: Settings) -> tuple[Rows, dict[str, Timing], list[str]]:
+def alone(
+    pair: Pair, lengths: Sequence[int], settings: BenchSettings
+) -> tuple[BenchTable, dict[str, Timing], list[str]]:
     """Our time at each length over that at the first one, the times themselves, and lines for the console."""
     timings = interleaved({str(length): ours_at(pair, length, settings) for length in lengths})
     base = timings[str(lengths[0])].fastest
@@ -104,13 +106,13 @@ def alone(pair: Pair, lengths: Sequence[int], settings: Settings) -> tuple[Rows,
         (length, f"{int(length) / lengths[0]:g}x", times(timing.fastest / base), f"+{timing.spread:.0%}")
         for length, timing in timings.items()
     ]
-    rows = Rows("linear in the length", ("tokens", "length", "our time", "median over fastest"), cells)
+    rows = BenchTable("linear in the length", ("tokens", "length", "our time", "median over fastest"), cells)
     return rows, timings, [f"ours at {length}: {timing}" for length, timing in timings.items()]
 
 
-def ours_at(pair: Pair, length: int, settings: Settings) -> Form:
+def ours_at(pair: Pair, length: int, settings: BenchSettings) -> Contender:
     x, grad = pair.row(length)
-    return Form(lambda: pair.run_ours(x, grad), settings.repetitions)
+    return Contender(lambda: pair.run_ours(x, grad), settings.repetitions)
 
 
 NOTE = (

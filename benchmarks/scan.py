@@ -24,7 +24,16 @@ from torch import Tensor
 
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.scan import ScanInputs, selective_scan
-from hybridtron.proving.measuring import Form, Goal, Report, Rows, Settings, Timing, interleaved, times
+from hybridtron.proving.measuring import (
+    BenchReport,
+    BenchSettings,
+    BenchTable,
+    Contender,
+    Goal,
+    Timing,
+    interleaved,
+    times,
+)
 
 MIB = 2**20
 CACHED = 2**16  # values of the buffer over which the exp floor is measured
@@ -115,7 +124,7 @@ def exp_floor(sizes: Sizes, length: int) -> Callable[[], object]:
     return lambda: [torch.exp(buffer, out=out) for _ in range(pieces)]
 
 
-def bench(settings: Settings) -> Report:
+def bench(settings: BenchSettings) -> BenchReport:
     """Speed, floor, memory."""
     sizes = QUICK if settings.quick else FULL
     cells, console = [], []
@@ -139,20 +148,20 @@ def bench(settings: Settings) -> Report:
     if not settings.quick:
         share = measured[1024]["chunked"] / measured[1024]["transformers"]
         goals = [Goal.at_most("peak memory at 1024 tokens, chunked / transformers", 0.25, share)]
-    tables = [Rows("time", header, cells), memory_rows(measured)]
-    return Report("Selective scan (Mamba-1)", "cpu", tables, goals, notes, console)
+    tables = [BenchTable("time", header, cells), memory_rows(measured)]
+    return BenchReport("Selective scan (Mamba-1)", "cpu", tables, goals, notes, console)
 
 
-def _timed(sizes: Sizes, length: int, settings: Settings) -> dict[str, Timing]:
+def _timed(sizes: Sizes, length: int, settings: BenchSettings) -> dict[str, Timing]:
     tensors = inputs(length, sizes.channels, sizes.state)
     loops = min(sizes.loops.get(length, 0), settings.repetitions)
     forms = {
-        form: Form(lambda form=form: forward_backward(form, tensors), rounds)
+        form: Contender(lambda form=form: forward_backward(form, tensors), rounds)
         for form, rounds in zip(SCANS, (settings.repetitions, loops, loops), strict=True)
         if rounds
     }
-    forms["copy"] = Form(copy_floor(sizes, length), settings.repetitions)
-    forms["exp"] = Form(exp_floor(sizes, length), settings.repetitions)
+    forms["copy"] = Contender(copy_floor(sizes, length), settings.repetitions)
+    forms["exp"] = Contender(exp_floor(sizes, length), settings.repetitions)
     if length == min(sizes.loops):
         expected = forward_backward("transformers", tensors)
         for form in ("chunked", "reference"):
@@ -171,7 +180,7 @@ def _floors(timings: dict[str, Timing]) -> tuple[str, str]:
     )
 
 
-def memory_rows(measured: dict[int, dict[str, int]]) -> Rows:
+def memory_rows(measured: dict[int, dict[str, int]]) -> BenchTable:
     """Peak memory of each form, and the chunked form's share of the last one's."""
     forms = list(next(iter(measured.values())))
     cells = [
@@ -179,7 +188,7 @@ def memory_rows(measured: dict[int, dict[str, int]]) -> Rows:
         for length, peaks in measured.items()
     ]
     header = ("tokens", *(f"{form}, MiB" for form in forms), f"chunked / {forms[-1]}")
-    return Rows("peak memory of one forward and backward pass", header, cells)
+    return BenchTable("peak memory of one forward and backward pass", header, cells)
 
 
 def peak_memories(sizes: Sizes) -> dict[int, dict[str, int]]:

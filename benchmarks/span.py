@@ -29,7 +29,16 @@ from hybridtron.ops.span import (
     choose_by_relevance,
     span_attention,
 )
-from hybridtron.proving.measuring import Form, Goal, Report, Rows, Settings, Timing, interleaved, times
+from hybridtron.proving.measuring import (
+    BenchReport,
+    BenchSettings,
+    BenchTable,
+    Contender,
+    Goal,
+    Timing,
+    interleaved,
+    times,
+)
 
 from .attention import Row, full, windowed
 from .attention import Sizes as AttentionSizes
@@ -74,7 +83,7 @@ def spanned(sizes: Sizes) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return run
 
 
-def bench(settings: Settings) -> Report:
+def bench(settings: BenchSettings) -> BenchReport:
     """The sweep over the length."""
     sizes, device = (QUICK if settings.quick else FULL), compute_device()
     _compare(sizes, device)
@@ -94,7 +103,7 @@ def bench(settings: Settings) -> Report:
     ]
     console = [f"{name} at {length}: {timing}" for length, forms in measured.items() for name, timing in forms.items()]
     goals = [] if settings.quick else _goals(measured, peaks)
-    return Report("Span-expanded attention", device.type, tables, goals, notes, console)
+    return BenchReport("Span-expanded attention", device.type, tables, goals, notes, console)
 
 
 def _compare(sizes: Sizes, device: torch.device) -> None:
@@ -106,16 +115,16 @@ def _compare(sizes: Sizes, device: torch.device) -> None:
     assert difference <= TOLERANCE, f"the form and the reference differ by {difference:.1e}"
 
 
-def _measure(sizes: Sizes, device: torch.device, settings: Settings) -> dict[int, dict[str, Timing]]:
+def _measure(sizes: Sizes, device: torch.device, settings: BenchSettings) -> dict[int, dict[str, Timing]]:
     """All forms at all lengths in turns, since lengths are compared as well."""
-    forms: dict[str, Form] = {}
+    forms: dict[str, Contender] = {}
     for length in sizes.lengths:
         row = Row(sizes.rows(), length, device)
         runs = {"span": spanned(sizes), "window": windowed(sizes.chunk)}
         if length <= sizes.full:
             runs["full"] = full
         for name, run in runs.items():
-            forms[f"{name} {length}"] = Form(partial(row.forward_backward, run), settings.repetitions)
+            forms[f"{name} {length}"] = Contender(partial(row.forward_backward, run), settings.repetitions)
     measured: dict[int, dict[str, Timing]] = {length: {} for length in sizes.lengths}
     for key, timing in interleaved(forms).items():
         name, length = key.split()
@@ -123,7 +132,7 @@ def _measure(sizes: Sizes, device: torch.device, settings: Settings) -> dict[int
     return measured
 
 
-def _time_table(sizes: Sizes, measured: dict[int, dict[str, Timing]]) -> Rows:
+def _time_table(sizes: Sizes, measured: dict[int, dict[str, Timing]]) -> BenchTable:
     cells = []
     before: float | None = None
     for length, forms in measured.items():
@@ -134,15 +143,15 @@ def _time_table(sizes: Sizes, measured: dict[int, dict[str, Timing]]) -> Rows:
         cells.append((f"{length}", times(ours / forms["window"].fastest), faster, doubled, spreads))
         before = ours
     header = ("tokens", "span / window", "full / span", "per doubling", "median over fastest")
-    return Rows("time", header, cells)
+    return BenchTable("time", header, cells)
 
 
-def _memory_table(peaks: dict[int, dict[str, int]]) -> Rows:
+def _memory_table(peaks: dict[int, dict[str, int]]) -> BenchTable:
     cells = [
         (f"{length}", f"{of['span'] / MIB:.0f}", f"{of['window'] / MIB:.0f}", times(of["span"] / of["window"]))
         for length, of in peaks.items()
     ]
-    return Rows("peak memory", ("tokens", "span, MiB", "window, MiB", "span / window"), cells)
+    return BenchTable("peak memory", ("tokens", "span, MiB", "window, MiB", "span / window"), cells)
 
 
 def _goals(measured: dict[int, dict[str, Timing]], peaks: dict[int, dict[str, int]]) -> list[Goal]:

@@ -1,6 +1,6 @@
 """What carried states cost: the time of a step in each mode over one from zero, and the memory of long TBTT steps.
 
-Every mode takes the same steps of the whole engine over the same rows, which go on where the rows before them ended.
+Every mode takes the same steps of the whole engine over the same rows, which continue where the rows before them ended.
 They are joined text in all modes, as that is what passed states and noise want; so the ratio is the cost of handing
 out, taking over and checking states, of drawing noise, and of a scan that starts from a state.
 
@@ -24,7 +24,16 @@ from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.device import compute_device, megatron_context, peak_memory_gib
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups, start, stop
-from hybridtron.proving.measuring import Form, Goal, Report, Rows, Settings, Timing, interleaved, times
+from hybridtron.proving.measuring import (
+    BenchReport,
+    BenchSettings,
+    BenchTable,
+    Contender,
+    Goal,
+    Timing,
+    interleaved,
+    times,
+)
 
 from .scan import in_fresh_process, resident
 
@@ -72,7 +81,7 @@ def config_of(model: str, sizes: Sizes, *arguments: str) -> Config:
 
 
 def rows_of(config: Config, rows: int, length: int) -> Batch:
-    """Random text that goes on from row to row."""
+    """Random text that continues from row to row."""
     tokens = torch.randint(config.model.vocab_size, (rows, length + 1), generator=torch.Generator().manual_seed(0))
     mask, continues = torch.ones(rows, length, dtype=torch.bool), torch.ones(rows, dtype=torch.bool)
     return Batch(tokens[:, :-1], tokens[:, 1:], mask, SeqInfo.stream(rows, length), continues)
@@ -93,7 +102,7 @@ class Steps:
         self.taken += 1
 
 
-def bench(settings: Settings) -> Report:
+def bench(settings: BenchSettings) -> BenchReport:
     """Both tables, and the goals of the two."""
     sizes, on_cpu = QUICK if settings.quick else FULL, compute_device().type == "cpu"
     time_cells, time_goals, console = [], [], []
@@ -120,12 +129,17 @@ def bench(settings: Settings) -> Report:
         f"{settings.repetitions} rounds of every mode",
         f"memory: Mamba-2, one lane in chunks of {sizes.chunk} tokens; through time with parallel.recompute=layer",
     ]
-    tables = [Rows("time of a step", header, time_cells), Rows("peak memory of a step", memory_header, memory_cells)]
+    tables = [
+        BenchTable("time of a step", header, time_cells),
+        BenchTable("peak memory of a step", memory_header, memory_cells),
+    ]
     device = "cpu" if on_cpu else compute_device().type
-    return Report("Carried states", device, tables, [] if settings.quick else time_goals + memory_goals, notes, console)
+    return BenchReport(
+        "Carried states", device, tables, [] if settings.quick else time_goals + memory_goals, notes, console
+    )
 
 
-def modes(model: str, sizes: Sizes, settings: Settings) -> dict[str, Timing]:
+def modes(model: str, sizes: Sizes, settings: BenchSettings) -> dict[str, Timing]:
     """The rounds of every mode, after two steps each, so that there are states and noise to hand out."""
     configs = {mode: config_of(model, sizes, f"states.mode={mode}") for mode in MODES}
     batches = rows_of(configs["zero"], sizes.rows, sizes.seq_len).split(sizes.micro_batch)
@@ -137,7 +151,7 @@ def modes(model: str, sizes: Sizes, settings: Settings) -> dict[str, Timing]:
         step()
     assert len({steps[mode].losses[0] for mode in FROM_ZERO}) == 1, "the modes start from different models"
     assert len({step.losses[1] for step in steps.values()}) == len(MODES), "two modes hand out the same states"
-    measured = interleaved({mode: Form(step, settings.repetitions) for mode, step in steps.items()})
+    measured = interleaved({mode: Contender(step, settings.repetitions) for mode, step in steps.items()})
     stop()
     return measured
 

@@ -4,7 +4,7 @@ Both take the same batches and start from the same weights. The plain loop is wh
 entropy, `backward`, `clip_grad_norm_`, torch's fused AdamW. Ours adds Megatron's schedule and distributed optimizer,
 token-weighted losses, the check for gradients that are not finite, the learning rate per step and, in bf16, fp32 master
 weights, which the plain loop goes without. What the ratio shows is the cost of these. On CUDA the absolute speed is
-told too: tokens/s, TFLOP/s, MFU.
+reported too: tokens/s, TFLOP/s, MFU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,16 @@ from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel
 from hybridtron.parallel.groups import start, stop
 from hybridtron.planning.count import count
-from hybridtron.proving.measuring import Form, Goal, Report, Rows, Settings, interleaved, random_batches, times
+from hybridtron.proving.measuring import (
+    BenchReport,
+    BenchSettings,
+    BenchTable,
+    Contender,
+    Goal,
+    interleaved,
+    random_batches,
+    times,
+)
 
 QUICK = ("phases.0.seq_len=32", "phases.0.global_batch=2", "phases.0.micro_batch=1", "model.width=64")
 QUICK += ("model.vocab_size=320", "model.layers.W.window=16")
@@ -78,7 +87,7 @@ class PlainStep:
         self.losses.append(total)
 
 
-def bench(settings: Settings) -> Report:
+def bench(settings: BenchSettings) -> BenchReport:
     """Ours against the plain loop, with the speed in words."""
     config = load([*settings.recipe, *(QUICK if settings.quick else ())])
     require(config)
@@ -87,7 +96,9 @@ def bench(settings: Settings) -> Report:
     model = model.to(compute_device()).cast(DTYPES[config.precision.name])
     batches = random_batches(config)
     ours, plain = OurStep(config, batches), PlainStep(model, config, batches)
-    measured = interleaved({"ours": Form(ours, settings.repetitions), "plain": Form(plain, settings.repetitions)})
+    measured = interleaved(
+        {"ours": Contender(ours, settings.repetitions), "plain": Contender(plain, settings.repetitions)}
+    )
     stop()
     difference = _loss_difference(ours, plain)
     assert config.precision.name != "fp32" or difference <= LOSS_TOLERANCE, f"the losses differ by {difference:.1e}"
@@ -103,13 +114,13 @@ def bench(settings: Settings) -> Report:
     speed = _speed(config, measured["ours"].fastest)
     console = [f"{name}: {timing}" for name, timing in measured.items()]
     header = ("recipe", "parameters", "ours / plain loop", "median over fastest", "losses differ")
-    tables = [Rows("time", header, cells)]
+    tables = [BenchTable("time", header, cells)]
     if compute_device().type == "cpu":
         console += [f"{what}: {value}" for what, value in speed]
     else:
-        tables.append(Rows("speed of our step", ("", "value"), speed))
+        tables.append(BenchTable("speed of our step", ("", "value"), speed))
     goals = [] if settings.quick else [Goal.at_most("our step / the plain loop's", 1.05, ratio)]
-    return Report("Training step", compute_device().type, tables, goals, notes, console)
+    return BenchReport("Training step", compute_device().type, tables, goals, notes, console)
 
 
 def _loss_difference(ours: OurStep, plain: PlainStep) -> float:

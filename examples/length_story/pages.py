@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridtron.proving.measuring import Rows, grid, processor, versions
+from hybridtron.proving.measuring import BenchTable, grid, processor, versions
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,23 +94,23 @@ def read_lengths(findings: Findings) -> list[int]:
     return found if found[-1] == longest else [*found, longest]
 
 
-def base_rows(findings: Findings) -> Rows:
+def base_rows(findings: Findings) -> BenchTable:
     """Every seed's base."""
     lengths = read_lengths(findings)
     header = ("seed", "least perplexity", *(f"at {named(one, findings)}" for one in lengths))
     header += tuple(f"{named(one, findings)} / least" for one in lengths[1:])
 
-    def told(curve: Curve) -> list[float]:
+    def shown(curve: Curve) -> list[float]:
         return [curve.least, *map(curve.at, lengths), *(ratio(curve, one) for one in lengths[1:])]
 
     cells = [
-        (str(seed), *(f"{value:.2f}" for value in told(curve)))
+        (str(seed), *(f"{value:.2f}" for value in shown(curve)))
         for seed, curve in zip(findings.language["base"], curves(findings, "base"), strict=True)
     ]
-    return Rows("The base beyond its context", header, cells)
+    return BenchTable("The base beyond its context", header, cells)
 
 
-def intervention_rows(findings: Findings) -> Rows:
+def intervention_rows(findings: Findings) -> BenchTable:
     """Every run, over its seeds."""
     lengths = read_lengths(findings)
     header = ("run", *(f"at {named(one, findings)}" for one in lengths), f"{named(lengths[-1], findings)} / least")
@@ -119,10 +119,10 @@ def intervention_rows(findings: Findings) -> Rows:
         of_name = curves(findings, name)
         at = [spread([curve.at(one) for curve in of_name]) for one in lengths]
         cells.append((name, *at, spread([ratio(curve, lengths[-1]) for curve in of_name])))
-    return Rows("Perplexity after post-training", header, cells)
+    return BenchTable("Perplexity after post-training", header, cells)
 
 
-def copying_rows(findings: Findings) -> Rows:
+def copying_rows(findings: Findings) -> BenchTable:
     """Accuracy over the length of the string."""
     lengths = list(next(iter(next(iter(findings.copying.values())).values())))
     cells = [
@@ -131,7 +131,7 @@ def copying_rows(findings: Findings) -> Rows:
     ]
     trained = "{} to {}".format(*findings.trained_lengths)
     header = ("states in training", *(f"{length} letters" for length in lengths))
-    return Rows(f"Letters copied rightly, trained on strings of {trained}", header, cells)
+    return BenchTable(f"Letters copied rightly, trained on strings of {trained}", header, cells)
 
 
 def named(position: int, findings: Findings) -> str:

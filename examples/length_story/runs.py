@@ -74,7 +74,7 @@ QUICK = Sizes(
 
 @dataclass(frozen=True)
 class Task:
-    """One run: what train.py is told, and where it stands."""
+    """One run: its settings, and its folder."""
 
     part: str  # language, or copying
     seed: int
@@ -90,11 +90,11 @@ def chains(sizes: Sizes, root: Path) -> list[list[Task]]:
         folder = root / f"seed{seed}"
         shared = (f"run.seed={seed}", "run.eval_every=1000000")
         folder_of_data = (f"data.path={root / 'copying'}",) if "data=folder" in sizes.base else ()
-        told = ("recipe=mamba2_laptop", *sizes.base, *folder_of_data, *shared, f"run.dir={folder / 'base'}")
-        chain = [Task("language", seed, "base", folder / "base", told)]
+        settings = ("recipe=mamba2_laptop", *sizes.base, *folder_of_data, *shared, f"run.dir={folder / 'base'}")
+        chain = [Task("language", seed, "base", folder / "base", settings)]
         for name in sizes.interventions:
-            told = (f"recipe={INTERVENTIONS[name]}", f"run.weights={folder / 'base'}", f"run.dir={folder / name}")
-            chain.append(Task("language", seed, name, folder / name, (*told, *sizes.post, *shared)))
+            settings = (f"recipe={INTERVENTIONS[name]}", f"run.weights={folder / 'base'}", f"run.dir={folder / name}")
+            chain.append(Task("language", seed, name, folder / name, (*settings, *sizes.post, *shared)))
         found.append(chain)
     for seed in sizes.seeds:
         for name in COPYING:
@@ -171,9 +171,9 @@ def carry_out(chain: list[Task], sizes: Sizes) -> None:
             raise RuntimeError(f"{task.folder} ended with exit code {code}: see {task.folder / 'train.log'}")
         found = read_on(task.folder, sizes) if task.part == "language" else copy_accuracy(task.folder, sizes)
         text = json.dumps({"arguments": task.arguments, "found": found})
-        aside = task.folder / ".measured.json"
-        aside.write_text(text)
-        aside.rename(task.folder / "measured.json")
+        temporary = task.folder / ".measured.json"
+        temporary.write_text(text)
+        temporary.rename(task.folder / "measured.json")
 
 
 def measured(task: Task) -> Any:
@@ -181,10 +181,10 @@ def measured(task: Task) -> Any:
     path = task.folder / "measured.json"
     if not path.exists():
         return None
-    told = json.loads(path.read_text())
-    if tuple(told["arguments"]) != task.arguments:
+    written = json.loads(path.read_text())
+    if tuple(written["arguments"]) != task.arguments:
         raise ValueError(f"{task.folder} was trained by other arguments: delete it, or name another folder by --runs")
-    return told["found"]
+    return written["found"]
 
 
 def read_on(run: Path, sizes: Sizes) -> list[float]:

@@ -1,6 +1,6 @@
 """Length generalization on a laptop, from a base that fails beyond its context to what repairs it.
 
-    python -m examples.length_story.story            tens of minutes on two cores; a story that was stopped goes on
+    python -m examples.length_story.story            tens of minutes on two cores; a story that was stopped continues
     python -m examples.length_story.story --quick    tiny sizes, seconds: does it run, not what does it show
 
 Trains recipe=mamba2_laptop from three seeds, post-trains each by every recipe of configs/recipe/length, and reads
@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> int:
 
 
 def train_all(plan: list[list[Task]], sizes: Sizes, jobs: int) -> None:
-    """Carry out the chains that are not done, so many at a time, one thread each."""
+    """Carry out the chains that are not done, this number at a time, one thread each."""
     left = [chain for chain in plan if any(measured(task) is None for task in chain)]
     if jobs == 1 or not left:
         for chain in left:
@@ -101,16 +101,16 @@ def watch(futures: list[Future[None]], tasks: list[Task]) -> None:
     """Show how far the runs are until all chains have ended; the first that fails ends the story."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    told: set[Path] = set()
+    reported: set[Path] = set()
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task(f"{len(tasks)} runs", total=len(tasks))
         while True:
             ended = [future.done() for future in futures]  # before what they left is looked at
             shares = {task.folder: share_done(task) for task in tasks}
             progress.update(bar, completed=sum(shares.values()))
-            for task in (task for task in tasks if shares[task.folder] == 1 and task.folder not in told):
-                told.add(task.folder)
-                console.print(f"done: seed {task.seed}, {task.part}, {task.name} ({len(told)} of {len(tasks)})")
+            for task in (task for task in tasks if shares[task.folder] == 1 and task.folder not in reported):
+                reported.add(task.folder)
+                console.print(f"done: seed {task.seed}, {task.part}, {task.name} ({len(reported)} of {len(tasks)})")
             if failed := next((one for one in futures if one.done() and one.exception()), None):
                 for future in futures:
                     future.cancel()

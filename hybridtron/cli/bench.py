@@ -5,7 +5,7 @@
     hybridtron bench scan --quick              tiny sizes, seconds: does it run, not how fast is it
 
 All forms of a comparison take turns within each round, so that a machine that slows down slows all of them; of each
-the fastest round counts, and the spread of the rounds is told. Times on a CPU are written down only as ratios of two
+the fastest round counts, and the spread of the rounds is reported. Times on a CPU are written only as ratios of two
 things measured in one run; with one thread, as by default, they are processor time, which other work on the machine
 hardly changes. With more threads they are wall-clock time, and worth something only on a machine that is idle.
 
@@ -71,12 +71,12 @@ def main(arguments: list[str]) -> int:
 
     from hybridtron.device import compute_device
     from hybridtron.problems import ConfigError
-    from hybridtron.proving.measuring import Settings, markdown, print_report
+    from hybridtron.proving.measuring import BenchSettings, markdown, print_report
     from hybridtron.requirements import missing
 
     torch.set_num_threads(chosen.threads)
     torch.manual_seed(0)
-    settings = Settings(chosen.quick, chosen.repetitions, chosen.threads, tuple(chosen.settings))
+    settings = BenchSettings(chosen.quick, chosen.repetitions, chosen.threads, tuple(chosen.settings))
     try:
         report = importlib.import_module(f"{package()}.{chosen.name}").bench(settings)
     except ConfigError as error:

@@ -8,7 +8,7 @@
     hybridtron checkpoint fetch s3://BUCKET/PREFIX runs/samba       from checkpoint.mirror, the newest
     hybridtron checkpoint fetch s3://BUCKET/PREFIX/step-00000500 runs/samba
 
-Any layout loads any checkpoint, so that nothing has to be resharded before a run goes on; `reshard` is for readers who
+Any layout loads any checkpoint, so that nothing has to be resharded before a run resumes; `reshard` is for readers who
 want every tensor in one piece. Needs neither a GPU nor other processes. Exit codes: 0 all well (of `diff`: the same), 1
 something is broken (differs), 2 there is no such checkpoint, or a wrong argument.
 """

@@ -85,7 +85,7 @@ def imported(chosen: argparse.Namespace) -> int:
     take_over(source, chosen.source, output, prove)
     tensors = f"{len(source.rules)} tensors of {source.kind.name}"
     start = f"model=from_checkpoint run.weights={output} data=folder data.path=TOKENS"
-    print(f"{output}: {tensors}; go on from there with {start}")
+    print(f"{output}: {tensors}; start from there with {start}")
     return 0
 
 

@@ -88,7 +88,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """Measure, write and tell. Returns the exit code."""
+    """Measure, write and print. Returns the exit code."""
     chosen = parse(arguments)
     try:
         evaluate(chosen)
@@ -121,7 +121,7 @@ def evaluate(chosen: argparse.Namespace) -> None:
     for name in dict.fromkeys(chosen.instruments):
         lines, table = {"positions": positions, "remembrance": remembrance, "states": states}[name](model, text, piece)
         if not lines:
-            console.print(f"{name}: nothing to tell, the model has no layer with a recurrent state")
+            console.print(f"{name}: nothing to measure, the model has no layer with a recurrent state")
             continue
         written = (json.dumps({**line, "attention": attention}) + "\n" for line in lines)
         (output / f"{name}.jsonl").write_text("".join(written))
@@ -180,7 +180,7 @@ def open_sources(data: DataConfig, path: str | None) -> Sources:
 
 
 def choose_rows(stores: Sequence[Store], length: int, rows: int) -> tuple[list[RowSpans], str]:
-    """At most so many rows of length + 1 tokens, from the sources in turn, and what they are."""
+    """At most this number of rows of length + 1 tokens, from the sources in turn, and what they are."""
     import numpy as np
 
     from hybridtron.data.order.stream import DocumentStream, Span
@@ -222,11 +222,11 @@ def remembrance(model: LanguageModel, text: Text, piece: int) -> tuple[Lines, Ta
 
     ts = remembrance_points(text.length)
     with watched("remembrance", text.length + sum(text.length - t for t in ts if t)) as advance:
-        told = effective_remembrance(model, text.tokens_BT[:, :-1], ts, piece, advance)
+        measured = effective_remembrance(model, text.tokens_BT[:, :-1], ts, piece, advance)
     table = Table("tokens not shown", "shown", "total variation", "Jensen-Shannon", "cosine distance", box=None)
-    for t, *moved in told:
+    for t, *moved in measured:
         table.add_row(str(t), str(text.length - t), *(f"{value:.3g}" for value in moved))
-    return [{"length": text.length, **one._asdict()} for one in told], table
+    return [{"length": text.length, **one._asdict()} for one in measured], table
 
 
 def states(model: LanguageModel, text: Text, piece: int) -> tuple[Lines, Table]:
@@ -235,16 +235,16 @@ def states(model: LanguageModel, text: Text, piece: int) -> tuple[Lines, Table]:
 
     with watched("states", text.length) as advance:
         every = max(1, text.length // STATE_POSITIONS)
-        told = state_deviation(model, text.tokens_BT[:, :-1], every, piece, advance)
+        measured = state_deviation(model, text.tokens_BT[:, :-1], every, piece, advance)
     table = Table("layer", "position", "deviation", "position", "deviation", "grows by", "most in a head", box=None)
-    for layer in dict.fromkeys(one.layer for one in told):
-        of_layer = [one for one in told if one.layer == layer]
+    for layer in dict.fromkeys(one.layer for one in measured):
+        of_layer = [one for one in measured if one.layer == layer]
         before, after = min(of_layer, key=lambda one: abs(one.position - text.seq_len)), of_layer[-1]
         heads = [late / max(early, 1e-30) for early, late in zip(before.deviations, after.deviations, strict=True)]
         at = [str(value) for one in (before, after) for value in (one.position, f"{one.overall:.4g}")]
         grown = after.overall / max(before.overall, 1e-30)
         table.add_row(str(layer), *at, f"x {grown:.3g}", f"x {max(heads):.3g}" if len(heads) > 1 else "no heads")
-    return [{**one._asdict(), "overall": one.overall} for one in told], table
+    return [{**one._asdict(), "overall": one.overall} for one in measured], table
 
 
 @contextmanager

@@ -89,7 +89,7 @@ def dry_run(config: Config) -> int:
 def as_json(config: Config, gpus: int, fitting: list[FittingLayout] | None) -> dict[str, Any]:
     """Everything as plain values; FLOPs are those of the first phase's sequence length."""
     counted = count(config.model, config.phases[0].seq_len)
-    told = {
+    found = {
         "parameters": counted.parameters,
         "flops_per_token": counted.flops_per_token,
         "forward_flops_by_part": counted.flops_by_part,
@@ -99,10 +99,10 @@ def as_json(config: Config, gpus: int, fitting: list[FittingLayout] | None) -> d
         "phases": [_phase_json(config, stretch) for stretch in stretches(config)],
     }
     if fitting is not None:
-        return told | {"fit": [_fitting_json(config, layout) for layout in fitting]}
+        return found | {"fit": [_fitting_json(config, layout) for layout in fitting]}
     phase = largest_phase(config)
     made = plan(config, gpus, phase)
-    return told | {"memory": {**_memory_json(made.fullest), "phase": phase.name}, "plan": _plan_json(made)}
+    return found | {"memory": {**_memory_json(made.fullest), "phase": phase.name}, "plan": _plan_json(made)}
 
 
 def _memory_json(rank: RankPlan) -> dict[str, Any]:
@@ -265,8 +265,8 @@ def _fit_table(config: Config, gpus: int, fitting: list[FittingLayout]) -> Table
 def _left_out(config: Config, fitting: list[FittingLayout]) -> list[str]:
     """Why some layouts were not tried, or none fits."""
     reasons = {tensor: "; ".join(uncuttable(config, tensor)) for tensor in TENSOR_SIZES}
-    told = [f"not tried: parallel.tensor={tensor}, since {reason}" for tensor, reason in reasons.items() if reason]
-    return told if fitting else [*told, "nothing fits: use more devices, or a global batch that they can share evenly"]
+    found = [f"not tried: parallel.tensor={tensor}, since {reason}" for tensor, reason in reasons.items() if reason]
+    return found if fitting else [*found, "nothing fits: use more devices, or a global batch that divides evenly"]
 
 
 def _gigabytes(amount: int) -> str:

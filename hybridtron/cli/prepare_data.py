@@ -4,7 +4,7 @@
     hybridtron data prepare --input notes/ more.parquet --tokenizer DIR --output data/notes --workers 8
     hybridtron data prepare --input embedded --vocab-size 2048 --output data/embedded-2048
 
-The formats of inputs are listed by --help. Interrupted, it leaves OUTPUT.partial, and the same command goes on from
+The formats of inputs are listed by --help. Interrupted, it leaves OUTPUT.partial, and the same command continues from
 there; another number of workers may be given. Exit codes: 0 the folder is there, 1 it could not be prepared, or not
 to its end, 2 wrong arguments.
 """
@@ -64,7 +64,7 @@ def _check(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
         if chosen.vocab_size is None:
             parser.error("--input embedded needs --vocab-size, the model's: 2048 for a small one")
     elif chosen.vocab_size is not None:
-        parser.error("--vocab-size goes with --input embedded; otherwise the tokenizer tells it")
+        parser.error("--vocab-size goes with --input embedded; otherwise the tokenizer has it")
     elif chosen.tokenizer is None:
         parser.error("--tokenizer is needed: a folder on this machine with tokenizer.json")
 
@@ -89,7 +89,7 @@ def size(text: str) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Prepare the folder and tell what is in it. Returns the exit code."""
+    """Prepare the folder and print what is in it. Returns the exit code."""
     chosen = parse(arguments)
     from hybridtron.data.folder import FolderError
     from hybridtron.data.prepare.input_files import ArgumentError, PrepareError
@@ -100,7 +100,11 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2 if isinstance(error, ArgumentError) else 1
     except KeyboardInterrupt:
-        kept = "" if chosen.vocab_size is not None else f"; {chosen.output}.partial stays, and the same command goes on"
+        kept = (
+            ""
+            if chosen.vocab_size is not None
+            else f"; {chosen.output}.partial is kept, and the same command continues"
+        )
         print(f"interrupted{kept}", file=sys.stderr)
         return 1
     show(folder)
@@ -108,7 +112,7 @@ def main(arguments: list[str]) -> int:
 
 
 def prepare_inputs(chosen: argparse.Namespace) -> TokenFolder:
-    """Wrong arguments are told before anything slow is imported."""
+    """Wrong arguments are reported before anything slow is imported."""
     from hybridtron.data.prepare.input_files import clean_name, find
     from hybridtron.data.prepare.vocabulary import open_vocabulary
 

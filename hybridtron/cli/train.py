@@ -34,7 +34,7 @@ USAGE = """\
 usage: hybridtron train [recipe=NAME] [key=value ...]
 
   recipe=NAME       what to train; the default is laptop
-  run.dir=FOLDER    where the run is written; a run found there goes on from its newest checkpoint
+  run.dir=FOLDER    where the run is written; a run found there resumes from its newest checkpoint
   run.max_steps=N   stop early
   run.plan=true     print the phases, what they read and what they cost, and end
   parallel.tensor=2 cut every layer over two processes; torchrun --nproc-per-node 2 -m hybridtron train ... starts them

@@ -1,4 +1,4 @@
-"""Is a folder of prepared tokens whole? Reads all of it, and tells everything that is wrong.
+"""Is a folder of prepared tokens whole? Reads all of it, and lists everything that is wrong.
 
     hybridtron data verify DIR
     hybridtron data verify DIR --workers 8

@@ -29,7 +29,7 @@ SLOW = 2.0  # seconds from which on a form is not warmed up before it is measure
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchSettings:
     """What the command line chose. `recipe` holds the key=value arguments."""
 
     quick: bool
@@ -58,14 +58,14 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Form:
+class Contender:
     """One way to do the work, and how many rounds it is worth; fewer for a peer that takes minutes."""
 
     run: Callable[[], object]
     rounds: int
 
 
-def interleaved(forms: Mapping[str, Form]) -> dict[str, Timing]:
+def interleaved(forms: Mapping[str, Contender]) -> dict[str, Timing]:
     """Time all forms in turns, round by round; every form runs once before, unless that took long.
 
     A form that returns a number of seconds has timed itself: what it did before it began to count is left out.
@@ -115,7 +115,7 @@ class Goal:
 
 
 @dataclass(frozen=True)
-class Rows:
+class BenchTable:
     """A table of the report; cells are text."""
 
     title: str
@@ -124,12 +124,12 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Report:
+class BenchReport:
     """One benchmark's outcome."""
 
     title: str
     device: str
-    tables: list[Rows]
+    tables: list[BenchTable]
     goals: list[Goal]
     notes: list[str]
     console: list[str] = field(default_factory=list)
@@ -140,7 +140,7 @@ def times(ratio: float) -> str:
     return f"{ratio:.2f}x" if 0.1 <= ratio < 10 else f"{ratio:.3g}x" if ratio < 1000 else f"{ratio:,.0f}x"
 
 
-def print_report(report: Report) -> None:
+def print_report(report: BenchReport) -> None:
     """Tables, goals, and the absolute times."""
     console = Console()
     for rows in report.tables:
@@ -155,7 +155,7 @@ def print_report(report: Report) -> None:
         console.print(escape(line), highlight=False)
 
 
-def markdown(report: Report, settings: Settings, command: str) -> str:
+def markdown(report: BenchReport, settings: BenchSettings, command: str) -> str:
     """The report as a page of its own, with what it takes to measure it again."""
     lines = [f"# {report.title}", "", f"`{command}`", "", f"- machine: {machine(settings, report.device)}"]
     lines += [f"- versions: {versions()}"]
@@ -173,7 +173,7 @@ def grid(header: tuple[str, ...], cells: Sequence[tuple[str, ...]]) -> list[str]
     return [f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *cells)]
 
 
-def machine(settings: Settings, device: str) -> str:
+def machine(settings: BenchSettings, device: str) -> str:
     """The processor, how much of it was used, and how busy it was with other things."""
     if device != "cpu":
         return describe_device()
@@ -183,7 +183,7 @@ def machine(settings: Settings, device: str) -> str:
 
 
 def processor() -> str:
-    """The processor's name as the kernel tells it, or what Python knows where there is no /proc."""
+    """The processor's name by the kernel, or what Python knows where there is no /proc."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hybridtron.data.batch import SeqInfo
 from hybridtron.ops.dispatch import force
 from hybridtron.planning.count import count
-from hybridtron.proving.measuring import Form, Timing, interleaved
+from hybridtron.proving.measuring import Contender, Timing, interleaved
 from tests.conftest import small_config, small_model
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ def test_wrong_arguments_are_exit_code_2() -> None:
 
 def test_forms_take_turns() -> None:
     calls = []
-    forms = {"a": Form(lambda: calls.append("a"), 3), "b": Form(lambda: calls.append("b"), 1)}
+    forms = {"a": Contender(lambda: calls.append("a"), 3), "b": Contender(lambda: calls.append("b"), 1)}
     timings = interleaved(forms)
     assert "".join(calls) == "ab" + "ab" + "a" + "a"
     assert [len(timing.seconds) for timing in timings.values()] == [3, 1]

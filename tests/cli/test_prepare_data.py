@@ -147,7 +147,7 @@ def test_ctrl_c_and_kill_leave_what_is_finished(tokenizer: str, tmp_path: Path) 
         _, told = running.communicate(timeout=60)  # returns when all workers, which hold the pipe, have ended
         assert running.returncode == (1 if sent == signal.SIGINT else -signal.SIGKILL)
         if sent == signal.SIGINT:
-            assert told.splitlines()[-1] == f"interrupted; {output}.partial stays, and the same command goes on"
+            assert told.splitlines()[-1] == f"interrupted; {output}.partial is kept, and the same command continues"
         assert "Traceback" not in told
         finished = sorted(path.name for path in records.glob("*.npz"))
     done = subprocess.run([*command, str(output)], capture_output=True, text=True, check=False)

@@ -7,7 +7,7 @@ import pytest
 from hybridtron.config.schema import Recompute
 from hybridtron.proving.audit.bugs import BUGS
 from hybridtron.proving.audit.cases import ARCHITECTURES, LAYOUTS, Case, table
-from hybridtron.proving.audit.run import PRECISIONS, Audit, Precision
+from hybridtron.proving.audit.run import PRECISIONS, Audit, AuditPrecision
 from tests.distributed import pool
 
 CASES = list(table())
@@ -46,7 +46,7 @@ def params() -> list:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(("case", "precision"), params())
-def test_parallel_equals_serial(case: Case, precision: Precision) -> None:
+def test_parallel_equals_serial(case: Case, precision: AuditPrecision) -> None:
     worst = Audit(pool()).compare(case, precision)[0]
     assert worst.passes, f"{worst.what} is off by {worst.relative:.1e}, {worst.of_limit:.1f} times what it may"
 

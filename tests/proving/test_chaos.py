@@ -12,7 +12,7 @@ import pytest
 
 from hybridtron.proving.chaos import main as chaos
 from hybridtron.proving.chaos.faults import KINDS, Disk, Kinds, Scene, deleted, flipped, truncated
-from hybridtron.proving.chaos.run import Run, Started, arguments_of
+from hybridtron.proving.chaos.run import ProcessStart, Run, arguments_of
 
 COMMAND = [sys.executable, str(Path(__file__).parents[2] / "tools/chaos.py")]
 
@@ -64,7 +64,7 @@ def write(run: Run, *losses: float) -> None:
 
 
 def test_steps_since_a_start_are_told_from_those_before(tmp_path: Path) -> None:
-    started = object.__new__(Started)
+    started = object.__new__(ProcessStart)
     started.run = run_of(tmp_path, 5.0, 4.0, 3.0)
     started.before = started.run.lines()
     assert started.new_lines() == []  # not cut back yet
@@ -87,7 +87,7 @@ def test_every_kind_of_fault_comes_before_any_comes_again(tmp_path: Path, monkey
     for kind in KINDS:
         monkeypatch.setitem(KINDS, kind, lambda scene, kind=kind: None if kind == "flip a bit" else kind)
     kinds, run = Kinds(random.Random(0)), run_of(tmp_path)
-    scene = Scene(object.__new__(Started), Disk(run), random.Random(0))
+    scene = Scene(object.__new__(ProcessStart), Disk(run), random.Random(0))
     struck = [kinds.strike(scene) for _ in range(len(KINDS) - 1)]
     assert {one[0] for one in struck if one} == KINDS.keys() - {"flip a bit"}
     assert kinds.strike(scene) is not None  # only the one that is impossible was left, and all begin anew

@@ -30,7 +30,7 @@ Replaced = dict[str, Any]  # where an attribute stands -> what stands there inst
 class Bug:
     """What goes wrong, what is replaced for it, and where it shows: an architecture and a layout of the table."""
 
-    told: str
+    effect: str
     replaced: Callable[[], Replaced]
     architecture: str
     layout: str

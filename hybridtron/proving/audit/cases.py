@@ -2,7 +2,7 @@
 
 A case is a whole configuration and a number of data-parallel ranks. The table takes every architecture to every
 layout; the options that multiply with all else (tied embeddings, recomputation, few key/value heads, documents) go
-around, so that each layout and each architecture meets each of their values.
+around, so that each layout and each architecture is combined with each of their values.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Case:
     def world_size(self) -> int:
         return self.config.parallel.tensor * self.config.parallel.pipeline * self.data
 
-    def told(self) -> str:
+    def options(self) -> str:
         """The options that go around, for the table."""
         model, parallel = self.config.model, self.config.parallel
         letters = set(model.pattern)

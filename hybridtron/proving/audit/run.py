@@ -35,7 +35,7 @@ from hybridtron.proving.audit.cases import Case
 
 
 @dataclass(frozen=True)
-class Precision:
+class AuditPrecision:
     """A type to compute in, with what fits it: an optimizer, a start, and how far a tensor may be off.
 
     The limit of |difference| is `relative` times the tensor's norm plus `absolute` times the largest norm of its kind.
@@ -51,8 +51,8 @@ class Precision:
 
 
 PRECISIONS = (
-    Precision("float64", torch.float64, False, True, False, 1e-9, 0.0),
-    Precision("fp32", torch.float32, True, False, True, 1e-5, 1e-7),
+    AuditPrecision("float64", torch.float64, False, True, False, 1e-9, 0.0),
+    AuditPrecision("fp32", torch.float32, True, False, True, 1e-5, 1e-7),
 )
 
 
@@ -73,7 +73,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Deviation:
     """How far one number or tensor is from the serial one, relative to its norm, and as a multiple of what it may."""
 
     what: str
@@ -96,7 +96,7 @@ class Audit:
         self.pool, self.timeout_s = pool, timeout_s
         self.truths: dict[str, Step] = {}
 
-    def compare(self, case: Case, precision: Precision, bug: str | None = None) -> list[Difference]:
+    def compare(self, case: Case, precision: AuditPrecision, bug: str | None = None) -> list[Deviation]:
         """Every difference between the two sides, the worst first. Raises WorkerError where the parallel one fails."""
         config = as_computed(case.config, precision)
         arguments = (config, precision, bug)
@@ -108,14 +108,14 @@ class Audit:
         return sorted(found, key=lambda d: math.inf if math.isnan(d.of_limit) else d.of_limit, reverse=True)
 
 
-def as_computed(config: Config, precision: Precision) -> Config:
+def as_computed(config: Config, precision: AuditPrecision) -> Config:
     """The configuration with the optimizer that the precision needs."""
     parallel = replace(config.parallel, distributed_optimizer=precision.distributed_optimizer)
     optim = config.optim if precision.clip else replace(config.optim, clip=1e9)
     return replace(config, parallel=parallel, optim=optim)
 
 
-def parallel_step(seat: Seat, config: Config, precision: Precision, bug: str | None) -> Step:
+def parallel_step(seat: Seat, config: Config, precision: AuditPrecision, bug: str | None) -> Step:
     """The step on one process of the layout, as the trainer takes it."""
     with default_dtype(precision.dtype), injected(bug), seat.groups(config.parallel) as groups:
         start = partial(starting_weight, config) if precision.noisy_start else None
@@ -139,7 +139,7 @@ def rate_of(config: Config) -> float:
     return rate
 
 
-def serial_step(config: Config, precision: Precision) -> Step:
+def serial_step(config: Config, precision: AuditPrecision) -> Step:
     """The step by plain torch."""
     optim, batches = config.optim, micro_batches(config)
     with default_dtype(precision.dtype):
@@ -205,7 +205,7 @@ def micro_batches(config: Config) -> list[Batch]:
     return batches
 
 
-def differences(truth: Step, ranks: list[Step], config: Config, precision: Precision) -> Iterator[Difference]:
+def differences(truth: Step, ranks: list[Step], config: Config, precision: AuditPrecision) -> Iterator[Deviation]:
     """Losses and whole gradients as the first rank has them, and the weights of every rank."""
     in_fp32 = replace(precision, relative=max(precision.relative, NORM_RELATIVE))
     for name, limits in (("loss", precision), ("grad_norm", in_fp32), ("loss_after", precision)):
@@ -226,12 +226,12 @@ def _largest_norm(tensors: Mapping[str, Tensor]) -> float:
     return max(float(tensor.norm()) for tensor in tensors.values())
 
 
-def _difference(what: str, found: Tensor, expected: Tensor, largest: float, precision: Precision) -> Difference:
+def _difference(what: str, found: Tensor, expected: Tensor, largest: float, precision: AuditPrecision) -> Deviation:
     difference, norm = float((found.double() - expected.double()).norm()), float(expected.double().norm())
     limit = precision.relative * norm + precision.absolute * largest
     if difference == 0.0:
-        return Difference(what, 0.0, 0.0)
-    return Difference(what, difference / norm if norm else float("inf"), difference / limit if limit else float("inf"))
+        return Deviation(what, 0.0, 0.0)
+    return Deviation(what, difference / norm if norm else float("inf"), difference / limit if limit else float("inf"))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from hybridtron.parallel.pool import Pool, WorkerError
 from hybridtron.problems import ConfigError, Problem, did_you_mean
 from hybridtron.proving.audit.bugs import BUGS
 from hybridtron.proving.audit.cases import ARCHITECTURES, LAYOUTS, Case, shrunk, table
-from hybridtron.proving.audit.run import PRECISIONS, Audit, Precision
+from hybridtron.proving.audit.run import PRECISIONS, Audit, AuditPrecision
 
 CONSOLE = Console(width=None if sys.stdout.isatty() else 160)
 
@@ -104,9 +104,9 @@ def audit(comparison: Audit, cases: Sequence[Case], bug: str | None) -> bool:
     return not failures
 
 
-def compare(comparison: Audit, case: Case, precision: Precision, bug: str | None, rows: Table) -> list[str]:
+def compare(comparison: Audit, case: Case, precision: AuditPrecision, bug: str | None, rows: Table) -> list[str]:
     """Add one row; returns what differs, in words."""
-    described = (case.name, case.layout, case.told(), precision.name)
+    described = (case.name, case.layout, case.options(), precision.name)
     where = f"{case.name} {case.layout} {precision.name}"
     try:
         differences = comparison.compare(case, precision, bug)
@@ -118,9 +118,9 @@ def compare(comparison: Audit, case: Case, precision: Precision, bug: str | None
     off = (f"{worst.relative:.1e}", f"[{color}]{worst.of_limit:.2g}[/{color}]")
     largest = max(difference.relative for difference in differences if difference.is_tensor)
     rows.add_row(*described, str(len(differences)), f"{largest:.1e}", worst.what, *off)
-    told = ", ".join(f"{difference.what} by {difference.relative:.1e}" for difference in wrong[:5])
+    named = ", ".join(f"{difference.what} by {difference.relative:.1e}" for difference in wrong[:5])
     more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-    return [f"{where}: {len(wrong)} of {len(differences)} differ: {told}{more}"] if wrong else []
+    return [f"{where}: {len(wrong)} of {len(differences)} differ: {named}{more}"] if wrong else []
 
 
 def print_list() -> None:
@@ -133,7 +133,7 @@ def print_list() -> None:
         architectures.add_row(name, pattern)
     bugs = Table("name", "what goes wrong", "shown by default in", box=None, title="--fake-bug", title_justify="left")
     for name, bug in BUGS.items():
-        bugs.add_row(name, bug.told, f"{bug.architecture} {bug.layout}")
+        bugs.add_row(name, bug.effect, f"{bug.architecture} {bug.layout}")
     CONSOLE.print(layouts, "", architectures, "", bugs)
 
 

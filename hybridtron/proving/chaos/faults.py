@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridtron.proving.chaos.run import Run, Started
+from hybridtron.proving.chaos.run import ProcessStart, Run
 
 DISK_MIB = 32  # of the small file system that can be filled
 
@@ -32,8 +32,8 @@ class Disk:
         self.at.mkdir(parents=True)
         command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "hybridtron-chaos", str(self.at)]
         try:
-            told = subprocess.run(command, capture_output=True, text=True, check=False)
-            self.why_not = told.stderr.strip() or "mount failed" if told.returncode else None
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            self.why_not = done.stderr.strip() or "mount failed" if done.returncode else None
         except OSError as error:
             self.why_not = str(error)
         return self
@@ -43,11 +43,11 @@ class Disk:
         if self.why_not is not None:
             return
         self.free()
-        aside = self.at.with_name("checkpoints-on-disk")
-        shutil.copytree(self.at, aside)
+        copied = self.at.with_name("checkpoints-on-disk")
+        shutil.copytree(self.at, copied)
         subprocess.run(["umount", "-l", str(self.at)], check=True)
         self.at.rmdir()
-        aside.rename(self.at)
+        copied.rename(self.at)
 
     def fill(self) -> None:
         """To the last byte."""
@@ -75,7 +75,7 @@ class suppress_full_disk(suppress):
 class Scene:
     """Where faults happen, and by which chance."""
 
-    started: Started
+    started: ProcessStart
     disk: Disk
     draw: random.Random
 

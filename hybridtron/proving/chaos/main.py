@@ -4,15 +4,15 @@
     hybridtron chaos --layout tp2 --seed 7 --steps 400
 
 Trains a tiny model on two processes that read by worker processes and save every few steps: once undisturbed, and once
-while ranks and workers are killed and stopped, the run is told to stop, files of its checkpoints are
+while ranks and workers are killed and stopped, the run is signalled to stop, files of its checkpoints are
 flipped, cut short and deleted, and its disk is full. Each time it has ended it is started again, as a cluster would
 requeue it. A third time its torchrun is killed and started again at once, and last it is started twice at a time. In
 the end weights, optimizer, carried states and the losses of all steps must be equal, bit for bit, and
 no fault may have held the run for longer than twice run.timeout.
 
 Faults come after a random number of steps, every kind once before any comes again. A full disk needs the right to
-mount: root has it, and so has anybody where the kernel lets users have their own mounts; elsewhere it is left out, and
-that is told. The mount is one that only this program and its runs see, so that nothing stays when it ends.
+mount: root has it, and so has anybody where the kernel lets users have their own mounts; elsewhere it is left out,
+which the report says. Only this program and its runs see the mount, so that nothing is left behind.
 
 Exit codes: 0 all the same, 1 not, 2 a wrong argument.
 """
@@ -38,7 +38,7 @@ from rich.table import Table
 
 from hybridtron.proving.chaos import starts as chaos_starts
 from hybridtron.proving.chaos.faults import Disk
-from hybridtron.proving.chaos.ordeal import HEADER, Fault, Ordeal, Trouble
+from hybridtron.proving.chaos.ordeal import HEADER, Injected, Ordeal, OrdealFailed
 from hybridtron.proving.chaos.run import LAYOUTS, SAVE_EVERY, TIMEOUT_S, Run, arguments_of, write_data
 from hybridtron.shipped import PACKAGE
 
@@ -56,12 +56,14 @@ def unequal(clean: Run, chaos: Run) -> list[str]:
     ours, theirs = (
         [{key: json.loads(line).get(key) for key in SAME} for line in run.lines()] for run in (clean, chaos)
     )
-    found = [f"step {a['step']}: {a} in peace, {b} under faults" for a, b in zip(ours, theirs, strict=False) if a != b]
+    found = [
+        f"step {a['step']}: {a} undisturbed, {b} under faults" for a, b in zip(ours, theirs, strict=False) if a != b
+    ]
     if not len(ours) == len(theirs) == clean.steps:
-        found.append(f"{len(ours)} steps have metrics in peace, {len(theirs)} under faults, of {clean.steps}")
+        found.append(f"{len(ours)} steps have metrics undisturbed, {len(theirs)} under faults, of {clean.steps}")
     try:
         left, right = (Checkpoint.open(folders.folder_of(run.folder, run.steps)) for run in (clean, chaos))
-        found += [f"{one.what}: {one.left} in peace, {one.right} under faults" for one in differences(left, right)]
+        found += [f"{one.what}: {one.left} undisturbed, {one.right} under faults" for one in differences(left, right)]
     except BrokenCheckpoint as error:
         found.append(str(error))
     return found
@@ -85,7 +87,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """Train in peace and under faults, and compare. Returns the exit code."""
+    """Train undisturbed and under faults, and compare. Returns the exit code."""
     chosen = parse(arguments)
     if chosen.seed is None:
         chosen.seed = random.SystemRandom().randrange(10**6)
@@ -95,16 +97,16 @@ def main(arguments: list[str]) -> int:
     began = time.monotonic()
     ordeal, wrong = compared(chosen, home)
     wrong = wrong or started_again(chosen, home)
-    told = [
+    summary = [
         f"{len(ordeal.faults)} faults, {ordeal.starts} starts; then {chaos_starts.KILLS} kills of torchrun",
         f"goodput: {chosen.steps / max(ordeal.done, chosen.steps):.0%}, of {ordeal.done} steps done, lost ones too",
         *([f"a full disk was left out: {ordeal.disk.why_not}"] if ordeal.disk.why_not else []),
         "NOT THE SAME" if wrong else "weights, optimizer, states and the losses of all steps: the same, bit for bit",
     ]
-    report(ordeal.faults, told, wrong)
+    report(ordeal.faults, summary, wrong)
     print(f"{time.monotonic() - began:.0f} s, all runs")
     if chosen.page is not None:
-        chosen.page.write_text(page(chosen, ordeal.faults, [*told, *wrong]), encoding="utf-8")
+        chosen.page.write_text(page(chosen, ordeal.faults, [*summary, *wrong]), encoding="utf-8")
     if wrong or chosen.keep_folder:
         print(f"runs and logs: {home}")
     else:
@@ -117,9 +119,11 @@ def asked(chosen: argparse.Namespace) -> str:
 
 
 def compared(chosen: argparse.Namespace, home: Path) -> tuple[Ordeal, list[str]]:
-    """What befell the run under faults, and what is not the same in the end."""
-    told = [arguments_of(home / "data", chosen.steps, chosen.layout) for _ in range(2)]
-    clean, chaos = (Run(home / name, words, chosen.steps) for name, words in zip(("peace", "chaos"), told, strict=True))
+    """The faults of the disturbed run, and what is not the same in the end."""
+    settings = [arguments_of(home / "data", chosen.steps, chosen.layout) for _ in range(2)]
+    clean, chaos = (
+        Run(home / name, words, chosen.steps) for name, words in zip(("peace", "chaos"), settings, strict=True)
+    )
     for run in (clean, chaos):
         run.home.mkdir()
     with Disk(chaos) as disk, progress_bar() as progress:
@@ -128,7 +132,7 @@ def compared(chosen: argparse.Namespace, home: Path) -> tuple[Ordeal, list[str]]
             Ordeal(clean, float("inf"), random.Random(), disk).survive(progress)
             ordeal.survive(progress)
             return ordeal, unequal(clean, chaos)
-        except Trouble as error:
+        except OrdealFailed as error:
             return ordeal, [str(error)]
 
 
@@ -146,16 +150,16 @@ def progress_bar() -> Progress:
     return Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal, transient=True)
 
 
-def report(faults: list[Fault], told: list[str], wrong: list[str]) -> None:
+def report(faults: list[Injected], summary: list[str], wrong: list[str]) -> None:
     table = Table(*HEADER, box=None)
     for fault in faults:
         table.add_row(*fault.cells())
     Console(width=None if sys.stdout.isatty() else 180).print(table, markup=False)
-    print("\n".join(told))
+    print("\n".join(summary))
     print("\n".join(wrong[:20]), file=sys.stderr)
 
 
-def page(chosen: argparse.Namespace, faults: list[Fault], told: list[str]) -> str:
+def page(chosen: argparse.Namespace, faults: list[Injected], summary: list[str]) -> str:
     """The table as a page of its own, with what it takes to see it again."""
     from hybridtron.proving.measuring import grid, processor, versions
 
@@ -163,7 +167,7 @@ def page(chosen: argparse.Namespace, faults: list[Fault], told: list[str]) -> st
     lines = ["# Chaos", "", f"`hybridtron chaos {options}`", ""]
     lines += [f"- machine: {processor()}, {os.cpu_count()} cores", f"- versions: {versions()}"]
     lines += [f"- run.timeout is {TIMEOUT_S:g} s; a checkpoint every {SAVE_EVERY} steps, written asynchronously"]
-    lines += [*(f"- {one}" for one in told), "", "## faults", "", *grid(HEADER, [fault.cells() for fault in faults])]
+    lines += [*(f"- {one}" for one in summary), "", "## faults", "", *grid(HEADER, [fault.cells() for fault in faults])]
     return "\n".join(lines) + "\n"
 
 

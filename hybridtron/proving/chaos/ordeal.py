@@ -1,4 +1,4 @@
-"""A run under faults: started again each time it has ended, until it has finished, and what befell it put down."""
+"""A run under faults: restarted each time it has ended, until it has finished, with a record of every fault."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from rich.progress import Progress, TaskID
 
 from hybridtron.proving.chaos.faults import FULL_DISK, Disk, Kinds, Scene
-from hybridtron.proving.chaos.run import PROCESSES, SAVE_EVERY, START_S, TIMEOUT_S, TOGETHER_S, Run, Started
+from hybridtron.proving.chaos.run import PROCESSES, SAVE_EVERY, START_S, TIMEOUT_S, TOGETHER_S, ProcessStart, Run
 
 LOOK_S = 0.02  # between looks at the run
 MOST_WORDS = 150  # letters of a reason; run/outcome.json and rank-N.log have all of it
-HEADER = ("after step", "fault", "what was hit", "how the run ended", "after", "on from")
+HEADER = ("after step", "fault", "what was hit", "how the run ended", "after", "resumed from")
 
 
-class Trouble(Exception):
+class OrdealFailed(Exception):
     """A run did what it must not do; the message says what."""
 
 
 @dataclass
-class Fault:
+class Injected:
     """One fault, and what came of it."""
 
     step: int
@@ -45,7 +45,7 @@ class Ordeal:
 
     def __init__(self, run: Run, mean: float, draw: random.Random, disk: Disk) -> None:
         self.run, self.mean, self.draw, self.disk = run, mean, draw, disk
-        self.kinds, self.faults = Kinds(draw), list[Fault]()
+        self.kinds, self.faults = Kinds(draw), list[Injected]()
         self.done = self.starts = 0  # steps done, also those that were lost
         self.due = self._next(0)
         self.full_until, self.unwritten = float("inf"), 0  # steps done, and the saves that had failed before
@@ -54,14 +54,14 @@ class Ordeal:
         return now + self.mean * self.draw.expovariate(1.0)
 
     def survive(self, progress: Progress) -> None:
-        """Start the run until it has finished. Raises Trouble."""
+        """Start the run until it has finished. Raises OrdealFailed."""
         bar = progress.add_task(self.run.home.name, total=self.run.steps)
         most = 10 + 5 * self.run.steps / self.mean
         while True:
             self.starts += 1
             if self.starts > most:
-                raise Trouble(f"{self.run.home} has not finished in {most:.0f} starts")
-            started, struck = Started(self.run), len(self.faults)
+                raise OrdealFailed(f"{self.run.home} has not finished in {most:.0f} starts")
+            started, struck = ProcessStart(self.run), len(self.faults)
             try:
                 self._watch(started, progress, bar)
             finally:
@@ -71,27 +71,29 @@ class Ordeal:
             if codes == [0] * PROCESSES:
                 return
 
-    def _watch(self, started: Started, progress: Progress, bar: TaskID) -> None:
+    def _watch(self, started: ProcessStart, progress: Progress, bar: TaskID) -> None:
         """Until all processes have ended, or one has failed and the others had time to."""
         seen, moved, failed = 0, time.monotonic(), None
         while len(codes := started.codes) < PROCESSES:
             now, new = time.monotonic(), len(started.new_lines())
             if new != seen:
                 seen, moved = new, now
-                told = f"{self.run.home.name}, {len(self.faults)} faults"
-                progress.update(bar, completed=len(self.run.lines()), description=told)
+                shown = f"{self.run.home.name}, {len(self.faults)} faults"
+                progress.update(bar, completed=len(self.run.lines()), description=shown)
             if any(codes):
                 failed = failed or now
                 if now > failed + TOGETHER_S:
                     return
             elif now > moved + (2 * TIMEOUT_S if seen else START_S):
-                raise Trouble(f"{self.run.home} has not moved for {now - moved:.0f} s; run.timeout is {TIMEOUT_S:g} s")
+                raise OrdealFailed(
+                    f"{self.run.home} has not moved for {now - moved:.0f} s; run.timeout is {TIMEOUT_S:g} s"
+                )
             elif new:
                 self._strike(started, self.done + new)
             time.sleep(LOOK_S)
 
-    def _strike(self, started: Started, done: int) -> None:
-        """What is due after so many steps."""
+    def _strike(self, started: ProcessStart, done: int) -> None:
+        """Inject the fault that is due after this number of steps, if one is."""
         if done >= self.full_until:
             self._free()
         pending = self.faults and not self.faults[-1].ended and self.faults[-1].kind != FULL_DISK
@@ -102,7 +104,7 @@ class Ordeal:
         struck = self.kinds.strike(Scene(started, self.disk, self.draw))
         self.due = self._next(done)
         if struck is not None:
-            self.faults.append(Fault(step, *struck, at))
+            self.faults.append(Injected(step, *struck, at))
             if struck[0] == FULL_DISK:
                 self.full_until, self.unwritten = done + 2 * SAVE_EVERY, self._failed_saves()
 
@@ -111,38 +113,38 @@ class Ordeal:
         self.full_until = float("inf")
         for fault in self.faults:
             if fault.kind == FULL_DISK and not fault.ended:
-                fault.ended = f"went on; failed saves told by then: {self._failed_saves() - self.unwritten}"
+                fault.ended = f"kept training; failed saves logged by then: {self._failed_saves() - self.unwritten}"
                 fault.seconds = time.monotonic() - fault.at
 
     def _failed_saves(self) -> int:
         return (self.run.home / "rank-0.log").read_text().count("CHECKPOINT NOT WRITTEN")
 
-    def _conclude(self, started: Started, codes: list[int], struck: int) -> None:
-        """Put down how a start ended, and where it had gone on from. Raises Trouble where it ended by itself."""
+    def _conclude(self, started: ProcessStart, codes: list[int], struck: int) -> None:
+        """Record how a start ended, and where it had resumed. Raises OrdealFailed where it ended by itself."""
         new = started.new_lines()
         self.done += len(new)
         if new:
             for fault in self.faults[:struck]:
-                if fault.resumed is None and not fault.ended.startswith("went on"):
+                if fault.resumed is None and not fault.ended.startswith("kept training"):
                     fault.resumed = json.loads(new[0])["step"] - 1
-        told = described(self.run)
+        outcome = described(self.run)
         if any(codes) and len(self.faults) == struck and self.full_until == float("inf"):
-            raise Trouble(f"{self.run.home} ended though nothing had happened to it: {told}")
+            raise OrdealFailed(f"{self.run.home} ended though nothing had happened to it: {outcome}")
         if self.full_until != float("inf"):
             self._free()
         for fault in self.faults:
             if not fault.ended:
-                fault.ended, fault.seconds = told, time.monotonic() - fault.at
+                fault.ended, fault.seconds = outcome, time.monotonic() - fault.at
 
 
 def described(run: Run) -> str:
-    """How a start ended, as its outcome.json tells; a run that was killed outright has none."""
-    told = run.outcome()
-    match told.get("outcome"):
+    """How a start ended, by its outcome.json; a run that was killed outright has none."""
+    outcome = run.outcome()
+    match outcome.get("outcome"):
         case "preempted":
-            return f"saved at step {told['step']}"
+            return f"saved at step {outcome['step']}"
         case "failed":
-            return textwrap.shorten(str(told["reason"]), MOST_WORDS, placeholder=" ...")
+            return textwrap.shorten(str(outcome["reason"]), MOST_WORDS, placeholder=" ...")
         case "finished":
             return "finished"
     return "killed outright"

@@ -35,7 +35,7 @@ START_S = 180.0  # what a run may take to its first step
 
 @dataclass(frozen=True)
 class Run:
-    """A run, in a folder of its own: it stands in home/run, so that two runs can be told the very same."""
+    """A run, in a folder of its own: it stands in home/run, so that two runs can have the very same settings."""
 
     home: Path
     arguments: tuple[str, ...]
@@ -94,8 +94,8 @@ def write_data(path: Path) -> None:
     write_folder(path, splits, tokenizer, VOCAB, end, {"corpus": "counting in strides"})
 
 
-class Started:
-    """The processes of one start, with what torchrun would tell each; each leads a group of processes of its own."""
+class ProcessStart:
+    """The processes of one start, with the variables that torchrun sets; each leads a group of processes of its own."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.began = run, time.monotonic()
@@ -107,12 +107,12 @@ class Started:
         shared |= {"PYTHONPATH": PACKAGE.parent, "CUDA_VISIBLE_DEVICES": ""}
         self.ranks: list[subprocess.Popen[bytes]] = []
         for rank in range(PROCESSES):
-            told = {name: str(value) for name, value in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+            own = {name: str(value) for name, value in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()}
             with (run.home / f"rank-{rank}.log").open("ab") as log:
                 command = [sys.executable, *TRAIN, *run.arguments]
                 self.ranks.append(
                     subprocess.Popen(
-                        command, cwd=run.home, env=os.environ | told, stdout=log, stderr=log, start_new_session=True
+                        command, cwd=run.home, env=os.environ | own, stdout=log, stderr=log, start_new_session=True
                     )
                 )
 
@@ -140,7 +140,7 @@ class Started:
 
 
 def children(process: int) -> Sequence[int]:
-    """The processes that a process has started; none where the system does not tell."""
+    """The processes that a process has started; none where the system does not say."""
     with suppress(OSError):
         return [int(child) for child in (PROC / f"{process}/task/{process}/children").read_text().split()]
     return []

@@ -22,7 +22,7 @@ STEPS = 20  # at most between a start and its kill
 LOOK_S = 0.05
 
 
-class Launch:
+class TorchrunStart:
     """A run as torchrun starts it."""
 
     def __init__(self, run: Run) -> None:
@@ -34,7 +34,7 @@ class Launch:
             self.process = subprocess.Popen(command, cwd=run.home, env=os.environ | own, stdout=log, stderr=log)
 
     def wait_until(self, steps: int) -> None:
-        """Until so many steps are done since this start, or it has ended; for 0, until some start holds the folder."""
+        """Until N steps are done since this start, or it has ended; for 0, until some start holds the folder."""
         until = time.monotonic() + START_S
         while self.process.poll() is None and time.monotonic() < until:
             if (self.run.folder / ".lock").exists() and len(self.run.lines()) >= len(self.before) + steps:
@@ -42,20 +42,20 @@ class Launch:
             time.sleep(LOOK_S)
 
     def kill(self) -> None:
-        """Torchrun alone; its processes are not told."""
+        """Torchrun alone; its processes get no signal."""
         with suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
 
 def survive(run: Run, draw: random.Random) -> list[str]:
-    """Kill and start until the run is told to end twice at a time; what went wrong."""
+    """Kill and restart, and last start the run twice at once; returns what went wrong."""
     for number in range(KILLS):
-        launch = Launch(run)
+        launch = TorchrunStart(run)
         launch.wait_until(draw.randrange(1, STEPS) if number % 2 else 0)
         time.sleep(5 * draw.random() * (not number % 2))  # anywhere in the imports
         launch.kill()
-    both = [Launch(run) for _ in range(2)]
+    both = [TorchrunStart(run) for _ in range(2)]
     codes = [launch.process.wait() for launch in both]
     found = run.outcome().get("outcome")
     log = run.home / "torchrun.log"

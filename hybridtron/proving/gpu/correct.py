@@ -22,7 +22,7 @@ from hybridtron.ops.dispatch import Op, force
 from hybridtron.ops.loss import LinearCrossEntropyInputs, linear_cross_entropy
 from hybridtron.ops.norm import AddRMSNormInputs, RMSNormInputs, add_rms_norm, rms_norm
 from hybridtron.parallel.linear import SINGLE_RANK
-from hybridtron.proving.measuring import Goal, Rows
+from hybridtron.proving.measuring import BenchTable, Goal
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "mamba": [{}],
@@ -36,7 +36,7 @@ ROWS, VOCAB = 2, 1000
 
 
 @dataclass(frozen=True)
-class Found:
+class Comparison:
     """How far outputs or gradients are from their references at most, as a share of the reference's norm."""
 
     what: str
@@ -44,10 +44,10 @@ class Found:
     error: float
 
 
-def correctness(device: torch.device, width: int, length: int) -> tuple[Rows, list[Goal]]:
+def correctness(device: torch.device, width: int, length: int) -> tuple[BenchTable, list[Goal]]:
     """A line for every op and mixer, the worst of all its calls."""
     found = list(_all(device, ModelSizes(width, 4), length))
-    worst: dict[tuple[str, torch.dtype], Found] = {}
+    worst: dict[tuple[str, torch.dtype], Comparison] = {}
     for one in found:
         key = one.what, one.dtype
         if key not in worst or not one.error <= worst[key].error:
@@ -58,10 +58,10 @@ def correctness(device: torch.device, width: int, length: int) -> tuple[Rows, li
         Goal.at_most(f"largest error in {dtype}", limit, max(one.error for one in found if one.dtype == dtype))
         for dtype, limit in TOLERANCES.items()
     ]
-    return Rows("against the references on the CPU", ("op or mixer", "fp32", "bf16"), cells), goals
+    return BenchTable("against the references on the CPU", ("op or mixer", "fp32", "bf16"), cells), goals
 
 
-def _all(device: torch.device, sizes: ModelSizes, length: int) -> Iterator[Found]:
+def _all(device: torch.device, sizes: ModelSizes, length: int) -> Iterator[Comparison]:
     assert set(OPTIONS) == set(SPECS), "a new mixer stands in OPTIONS too"
     for dtype in TOLERANCES:
         calls: list[Call] = []
@@ -69,7 +69,7 @@ def _all(device: torch.device, sizes: ModelSizes, length: int) -> Iterator[Found
             for options in several:
                 spec = SPECS[kind](**options)
                 what = f"{kind} {spec.describe()}".strip()
-                yield Found(what, dtype, _mixer_error(spec, sizes, length, dtype, device, calls))
+                yield Comparison(what, dtype, _mixer_error(spec, sizes, length, dtype, device, calls))
         with noted(calls), force("reference"):
             x_LBD, added_LBD = torch.randn(2, length, ROWS, sizes.width, dtype=dtype)
             weight_D = torch.ones(sizes.width, dtype=dtype)
@@ -81,7 +81,7 @@ def _all(device: torch.device, sizes: ModelSizes, length: int) -> Iterator[Found
             weight_VD = weight_VD / sizes.width**0.5
             linear_cross_entropy(LinearCrossEntropyInputs(x_TD, weight_VD, labels_T, mask_T, 1e-4))
         for op, inputs in calls:
-            yield Found(op.name, dtype, _op_error(op, inputs, device))
+            yield Comparison(op.name, dtype, _op_error(op, inputs, device))
 
 
 Call = tuple[Op, Any]

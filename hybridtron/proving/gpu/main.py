@@ -7,7 +7,7 @@
 Parts: correctness (every op and mixer against its reference on the CPU, fp32 and bf16), recipes (samba_421m and
 samba_1.3b for a few steps: tokens/s, TFLOP/s, MFU by our count, peak memory against the estimate), attention (span
 attention against full attention and a window, 4k to 64k tokens), fp8 (the same recipe in FP8 and in bf16, where
-Transformer Engine is there). A part that fails is told and does not keep the others from running.
+Transformer Engine is there). A part that fails is reported and does not stop the others.
 
 Exit codes: 0 all well, or no CUDA device to check; 1 a part failed or a result is off by too much; 2 wrong arguments.
 """

@@ -26,7 +26,7 @@ from hybridtron.parallel.linear import SINGLE_RANK
 from hybridtron.planning.count import count
 from hybridtron.planning.memory import plan
 from hybridtron.problems import ConfigError
-from hybridtron.proving.measuring import Rows, random_batches, times
+from hybridtron.proving.measuring import BenchTable, random_batches, times
 
 LEARNING_RATE = 1e-4
 TINY = ("model.width=128", "model.vocab_size=384", "model.layers.-.hidden=128", "model.layers.W.window=64")
@@ -45,7 +45,7 @@ class Trained:
 
 
 def config_of(recipe: str, rows: int, precision: str, tiny: bool) -> Config:
-    """A recipe on one device, a step of two micro-batches of so many rows."""
+    """A recipe on one device, a step of two micro-batches of this number of rows."""
     settings = [f"recipe={recipe}", f"precision={precision}", f"phases.0.micro_batch={rows}", "cluster=h100"]
     settings.append(f"phases.0.global_batch={2 * rows}")
     if tiny:
@@ -94,7 +94,7 @@ def speed_cells(name: str, found: Trained) -> tuple[str, ...]:
 
 def recipes(
     wanted: Sequence[tuple[str, int]], precisions: Sequence[str], steps: int, tiny: bool
-) -> tuple[Rows, list[str]]:
+) -> tuple[BenchTable, list[str]]:
     """A line for each recipe and precision, and the reasons why some can't run here."""
     cells, reasons = [], []
     for name, rows in wanted:
@@ -104,10 +104,10 @@ def recipes(
             except (ConfigError, torch.OutOfMemoryError) as error:
                 process_groups.stop()
                 reasons.append(f"{name} in {precision} is not measured: {str(error).splitlines()[-1].strip()}")
-    return Rows(f"{steps} steps on random tokens, forward, backward and AdamW", SPEED, cells), reasons
+    return BenchTable(f"{steps} steps on random tokens, forward, backward and AdamW", SPEED, cells), reasons
 
 
-def attention_over_length(device: torch.device, lengths: Sequence[int], tiny: bool) -> Rows:
+def attention_over_length(device: torch.device, lengths: Sequence[int], tiny: bool) -> BenchTable:
     """Full attention, a window and span attention, forward and backward, the projections included."""
     heads, groups, window = (4, 2, 64) if tiny else (32, 4, 2048)
     kinds: dict[str, MixerSpec] = {
@@ -133,7 +133,7 @@ def attention_over_length(device: torch.device, lengths: Sequence[int], tiny: bo
         for name, (seconds, memory) in found.items():
             held = "-" if memory is None else f"{memory:.2f} GiB"
             cells.append((str(length), name, f"{seconds * 1e3:.2f} ms", times(full / seconds), held))
-    return Rows("attention over the length", ("tokens", "kind", "time", "faster than full", "peak memory"), cells)
+    return BenchTable("attention over the length", ("tokens", "kind", "time", "faster than full", "peak memory"), cells)
 
 
 def _seconds(mixer: torch.nn.Module, x_LBD: torch.Tensor, seq: SeqInfo) -> float:

@@ -1,7 +1,7 @@
 """The Hugging Face class of models that no class in transformers is. Its files are shipped with every such model.
 
-Importing this lets AutoConfig and AutoModel know the class by its `model_type`. Nothing else here imports hybridtron,
-and nothing that starts training imports this.
+Importing this lets AutoConfig and AutoModel know the class by its `model_type`. Of the other files `ops_hybridtron`
+alone imports hybridtron, and exported folders have another one. Nothing that starts training imports this.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM

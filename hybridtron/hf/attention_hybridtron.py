@@ -18,12 +18,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .mixers_hybridtron import Mixer, Options, Places, ShortConv, State
 from .ops_hybridtron import (
-    Cut,
-    Held,
-    Memory,
-    Past,
-    Rule,
-    Stretch,
+    AttentionInputs,
+    AttentionMemory,
+    CarriedBlocks,
+    ChoiceRule,
+    RopeInputs,
+    SpanCut,
+    SpanInputs,
+    SpanPast,
+    SpanSegment,
     apply_rope,
     attention,
     blocked_attention,
@@ -66,7 +69,7 @@ class Heads(Mixer):
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts.values())
         if (base := self.options["rope_base"]) is not None:
             cos, sin = places.rope(self.options["rotary_dim"] or self.head_dim, base)
-            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+            q, k = (apply_rope(RopeInputs(x, cos, sin)) for x in (q, k))
         y_BLHK, kept = self.attend(q, k, v, before, places)
         return self.o_proj(y_BLHK.flatten(2)), {**new, **kept}
 
@@ -80,13 +83,13 @@ class Heads(Mixer):
         self, window: int | None, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, before: State, places: Places
     ) -> tuple[Tensor, State]:
         """Attention in a window or without one, by what `attn_implementation` says, and what is kept for it."""
-        memory = Memory(before["keys"], before["values"], before["length"]) if "keys" in before else None
+        memory = AttentionMemory(before["keys"], before["values"], before["length"]) if "keys" in before else None
         implementation = self.config._attn_implementation or "sdpa"
         if implementation.startswith("flash") and memory is None:
             y_BLHK = self._flash(implementation, window, q_BLHK, k_BLGK, v_BLGK, places)
         else:
             attend = attention if implementation == "eager" else blocked_attention
-            y_BLHK = attend(q_BLHK, k_BLGK, v_BLGK, window, places.documents_BL, memory)
+            y_BLHK = attend(AttentionInputs(q_BLHK, k_BLGK, v_BLGK, window, places.documents_BL, memory))
         kept = remember(memory, k_BLGK, v_BLGK, places.documents_BL, None if window is None else window - 1)
         return y_BLHK, {"keys": kept.keys_BMGK, "values": kept.values_BMGK, "length": kept.length_B}
 
@@ -129,22 +132,22 @@ class SpanAttention(Heads):
             return self.within(None, q_BLHK, k_BLGK, v_BLGK, before, places)
         chunk = self.chunk
         keep = None if self.options["memory"] in ("span", "landmark", "random") else chunk
-        memory = Memory(before["keys"], before["values"], before["length"]) if "keys" in before else None
+        memory = AttentionMemory(before["keys"], before["values"], before["length"]) if "keys" in before else None
         seen = [0] * len(q_BLHK) if memory is None else memory.length_B.tolist()
-        stretches = self._stretches(places, seen)
+        segments = self._segments(places, seen)
         k_BSGK, v_BSGK = k_BLGK, v_BLGK
         if memory is not None:
             k_BSGK, v_BSGK = torch.cat((memory.keys_BMGK, k_BLGK), 1), torch.cat((memory.values_BMGK, v_BLGK), 1)
         if self.options["memory"] == "shifted":
-            y_BLHK, new = self._shifted(q_BLHK, k_BSGK, v_BSGK, stretches), State()
+            y_BLHK, new = self._shifted(q_BLHK, k_BSGK, v_BSGK, segments), State()
         else:
-            cut = Cut(chunk, self.options["block"], stretches)
+            cut = SpanCut(chunk, self.options["block"], segments)
             chosen, new = self._chosen(cut, q_BLHK, k_BSGK, v_BSGK, before)
-            y_BLHK = span_attention(q_BLHK, k_BSGK, v_BSGK, cut, chosen)
+            y_BLHK = span_attention(SpanInputs(q_BLHK, k_BSGK, v_BSGK, cut, chosen))
         kept = remember(memory, k_BLGK, v_BLGK, places.documents_BL, keep)
         ends = {
             row: s.end_place
-            for s in stretches
+            for s in segments
             if s.stop == q_BLHK.shape[1]
             for row in range(*s.rows.indices(len(q_BLHK)))
         }
@@ -157,16 +160,16 @@ class SpanAttention(Heads):
         sizes = self.options["chunk"]
         return sizes if isinstance(sizes, int) else max(sizes)
 
-    def _stretches(self, places: Places, seen: Sequence[int]) -> list[Stretch]:
+    def _segments(self, places: Places, seen: Sequence[int]) -> list[SpanSegment]:
         """The documents of all rows; rows that are cut alike are taken together."""
         rows = [
             [(start, stop, seen[row] if start == 0 else 0) for start, stop in spans]
             for row, spans in enumerate(places.spans())
         ]
         if all(row == rows[0] for row in rows):
-            return [Stretch(slice(0, len(rows)), *span, self._kept(span[2])) for span in rows[0]]
+            return [SpanSegment(slice(0, len(rows)), *span, self._kept(span[2])) for span in rows[0]]
         return [
-            Stretch(slice(number, number + 1), *span, self._kept(span[2]))
+            SpanSegment(slice(number, number + 1), *span, self._kept(span[2]))
             for number, row in enumerate(rows)
             for span in row
         ]
@@ -178,12 +181,12 @@ class SpanAttention(Heads):
         return min(seen, self.chunk) if self.options["memory"] == "shifted" else seen
 
     def _chosen(
-        self, cut: Cut, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, before: State
+        self, cut: SpanCut, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, before: State
     ) -> tuple[list[Tensor | None], State]:
         """The blocks that each chunk reads, and what is carried of the choice."""
         memory, most = self.options["memory"], self.options["blocks"]
         if memory == "none":
-            return [None] * len(cut.stretches), {}
+            return [None] * len(cut.segments), {}
         if memory == "random":
             digest = hashlib.blake2b(f"0/blocks/{self.layer_idx}".encode(), digest_size=8).digest()
             key = int.from_bytes(digest, "little")
@@ -192,19 +195,20 @@ class SpanAttention(Heads):
         if memory == "landmark":
             generator = torch.Generator().manual_seed(LANDMARK_SEED + self.layer_idx)
             landmarks_HK = torch.randn(self.options["heads"], self.head_dim, generator=generator).to(q_BLHK.device)
-        rule = Rule(most, self.options["relevance"] == "previous_chunk", landmarks_HK)
-        past = Past(before["queries"], before["summaries"], before["sums"]) if "summaries" in before else None
-        held = Held(None, 2 * self.chunk // self.options["block"])
-        chosen, after = choose_by_relevance(cut, rule, q_BLHK, k_BSGK, v_BSGK, past, held)
+        rule = ChoiceRule(most, self.options["relevance"] == "previous_chunk", landmarks_HK)
+        past = SpanPast(before["queries"], before["summaries"], before["sums"]) if "summaries" in before else None
+        carried = CarriedBlocks(None, 2 * self.chunk // self.options["block"])
+        chosen, after = choose_by_relevance(cut, rule, q_BLHK, k_BSGK, v_BSGK, past, carried)
         return chosen, {"queries": after.queries_BNHK, "summaries": after.summaries_BPHK, "sums": after.sums_BPHK}
 
-    def _shifted(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, stretches: Sequence[Stretch]) -> Tensor:
+    def _shifted(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, segments: Sequence[SpanSegment]) -> Tensor:
         """Chunks on their own, half a chunk earlier in the second half of all heads."""
         k_BSHK, v_BSHK = (x.repeat_interleave(self.num_key_value_groups, dim=2) for x in (k_BSGK, v_BSGK))
         half = self.options["heads"] // 2
-        nothing = [None] * len(stretches)
+        nothing = [None] * len(segments)
         parts = []
         for heads, shift in ((slice(0, half), 0), (slice(half, None), self.chunk // 2)):
             q, k, v = (x[:, :, heads] for x in (q_BLHK, k_BSHK, v_BSHK))
-            parts.append(span_attention(q, k, v, Cut(self.chunk, self.options["block"], stretches, shift), nothing))
+            cut = SpanCut(self.chunk, self.options["block"], segments, shift)
+            parts.append(span_attention(SpanInputs(q, k, v, cut, nothing)))
         return torch.cat(parts, dim=2)

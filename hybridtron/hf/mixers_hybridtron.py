@@ -20,6 +20,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from .ops_hybridtron import (
+    ConvInputs,
+    GatedScaleInputs,
+    GatedSquaresInputs,
+    RMSNormInputs,
+    ScanInputs,
+    SSDInputs,
+    SwiGLUInputs,
     causal_conv,
     chunked_selective_scan,
     chunked_ssd_scan,
@@ -93,7 +100,7 @@ class HybridtronRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(RMSNormInputs(x, self.weight, self.eps))
 
 
 class GatedRMSNorm(nn.Module):
@@ -107,9 +114,10 @@ class GatedRMSNorm(nn.Module):
     def forward(self, y_BLHP: Tensor, z_BLHP: Tensor) -> Tensor:
         heads, size = y_BLHP.shape[2:]
         of_group = heads // self.groups
-        sums_BLG = gated_squares(y_BLHP, z_BLHP).unflatten(-1, (self.groups, of_group)).sum(-1)
+        squares_BLH = gated_squares(GatedSquaresInputs(y_BLHP, z_BLHP))
+        sums_BLG = squares_BLH.unflatten(-1, (self.groups, of_group)).sum(-1)
         scale_BLH = torch.rsqrt(sums_BLG / (of_group * size) + self.eps).repeat_interleave(of_group, dim=-1)
-        return gated_scale(y_BLHP, z_BLHP, scale_BLH, self.weight.unflatten(0, (heads, size)))
+        return gated_scale(GatedScaleInputs(y_BLHP, z_BLHP, scale_BLH, self.weight.unflatten(0, (heads, size))))
 
 
 class ShortConv(nn.Conv1d):
@@ -121,7 +129,8 @@ class ShortConv(nn.Conv1d):
     def forward(
         self, x_BLC: Tensor, tail_BTC: Tensor | None, places: Places, activation: bool = True
     ) -> tuple[Tensor, Tensor]:
-        return causal_conv(x_BLC, self.weight.squeeze(1), self.bias, tail_BTC, places.documents_BL, activation)
+        weight_CW = self.weight.squeeze(1)
+        return causal_conv(ConvInputs(x_BLC, weight_CW, self.bias, tail_BTC, places.documents_BL, activation))
 
 
 class StepProjection(nn.Linear):
@@ -164,8 +173,8 @@ class Mamba(Mixer):
         x_BLE, tail = self.conv1d(x_BLE, before.get("conv"), places)
         dt_BLR, B_BLN, C_BLN = self.x_proj(x_BLE).split(self.sections, dim=-1)
         A_EN = -torch.exp(self.A_log)
-        rest = self.D, z_BLE, self.dt_proj.bias, before.get("ssm"), places.documents_BL
-        y_BLE, h_BEN = chunked_selective_scan(x_BLE, self.dt_proj(dt_BLR), A_EN, B_BLN, C_BLN, *rest)
+        rest = self.D, self.dt_proj.bias, z_BLE, before.get("ssm"), places.documents_BL
+        y_BLE, h_BEN = chunked_selective_scan(ScanInputs(x_BLE, self.dt_proj(dt_BLR), A_EN, B_BLN, C_BLN, *rest))
         return self.out_proj(y_BLE), {"ssm": h_BEN, "conv": tail}
 
 
@@ -195,7 +204,7 @@ class Mamba2(Mixer):
         x_BLHP, z_BLHP = (part.unflatten(-1, (self.heads, -1)) for part in (x_BLE, z_BLE))
         B_BLGN, C_BLGN = (part.unflatten(-1, (groups, states)) for part in (B_BLC, C_BLC))
         rest = self.D, self.dt_bias, before.get("ssm"), places.documents_BL
-        y_BLHP, h_BHPN = chunked_ssd_scan(x_BLHP, dt_BLH, -torch.exp(self.A_log), B_BLGN, C_BLGN, *rest)
+        y_BLHP, h_BHPN = chunked_ssd_scan(SSDInputs(x_BLHP, dt_BLH, -torch.exp(self.A_log), B_BLGN, C_BLGN, *rest))
         return self.out_proj(self.norm(y_BLHP, z_BLHP).flatten(2)), {"ssm": h_BHPN, "conv": tail}
 
 
@@ -210,4 +219,4 @@ class SwiGLU(Mixer):
         self.down_proj = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x_BLD: Tensor, state: State | None, places: Places) -> tuple[Tensor, State]:
-        return self.down_proj(swiglu(self.gate_proj(x_BLD), self.up_proj(x_BLD))), {}
+        return self.down_proj(swiglu(SwiGLUInputs(self.gate_proj(x_BLD), self.up_proj(x_BLD)))), {}

@@ -14,8 +14,8 @@ from hybridtron.architecture.table import Architecture, architecture
 from hybridtron.config.exportable import SHIPPED
 from hybridtron.interop.native import Native, Settings, token_rules
 from hybridtron.interop.rules import Rule, Rules
+from hybridtron.interop.shipped_code import foreign_file, shipped_code
 
-HOME = Path(__file__).resolve().parents[1] / "hf"
 AUTO_MAP = {
     "AutoConfig": "configuration_hybridtron.HybridtronConfig",
     "AutoModel": "modeling_hybridtron.HybridtronModel",
@@ -24,14 +24,17 @@ AUTO_MAP = {
 
 
 class ForeignCode(ValueError):
-    """A folder brings code that is not ours, or not as we have it; it is not run."""
+    """A folder brings code that is not ours, or not as we ship it; it is not run."""
 
 
 class Custom(Native):
     """Any model of mixers that the class has."""
 
     name, model_type = SHIPPED, "hybridtron"
-    code = tuple(sorted(HOME.glob("*_hybridtron.py")))
+
+    @property
+    def code(self) -> dict[str, bytes]:
+        return shipped_code()
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
         by_letter = dict(zip(arch.letters, arch.specs, strict=True))
@@ -67,9 +70,9 @@ class Custom(Native):
 
 
 def brings_our_code(folder: Path) -> bool:
-    """Whether a folder is of our class, with our files, byte for byte. Raises ForeignCode where it has other code.
+    """Whether a folder is of our class, with the files of a version of it. Raises ForeignCode where it has other code.
 
-    Told to trust a folder, transformers runs what auto_map names, a generate of the folder's own, and the code of the
+    Asked to trust a folder, transformers runs what auto_map names, a generate of the folder's own, and the code of the
     model that an adapter is for, wherever that is.
     """
     auto_map = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("auto_map")
@@ -80,7 +83,6 @@ def brings_our_code(folder: Path) -> bool:
     if (folder / "adapter_config.json").exists():
         raise ForeignCode(f"{folder / 'adapter_config.json'} names another model, whose code is not run")
     found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.py")}
-    ours = {path.name: path.read_bytes() for path in Custom.code}
-    if other := sorted(name for name in found.keys() | ours.keys() if found.get(name) != ours.get(name)):
-        raise ForeignCode(f"{folder / other[0]} is not this version's {other[0]}, and is not run")
+    if (other := foreign_file(found)) is not None:
+        raise ForeignCode(f"{folder / other} is not as any version ships {other}, and is not run")
     return True

@@ -68,8 +68,8 @@ class Export:
         types = {"dtype": written, "torch_dtype": written}
         write_json(folder / "config.json", {**self.target.config(config.model, length), **types, **tokens})
         write_json(folder / "generation_config.json", {"_from_model_config": True, **tokens})
-        for path in self.target.code:
-            (folder / path.name).write_bytes(path.read_bytes())
+        for name, content in self.target.code.items():
+            (folder / name).write_bytes(content)
         (folder / "README.md").write_text(card(config, self.target, special), encoding="utf-8")
         write_json(folder / RECORD, self._record(written))
         return special

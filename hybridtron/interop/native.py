@@ -9,7 +9,6 @@ the norm's epsilon, Granite's multipliers, the window (which counts the token it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from pathlib import Path
 from typing import Any, ClassVar
 
 from hybridtron.architecture.mamba import MambaSpec
@@ -22,15 +21,16 @@ Settings = dict[str, Any]
 
 
 class Native(ABC):
-    """One class of transformers; `code` are files that a folder must bring for it.
-
-    `together` of our sub-layers are one of its layers.
-    """
+    """One class of transformers; `together` of our sub-layers are one of its layers."""
 
     name: ClassVar[str]
     model_type: ClassVar[str]
-    code: ClassVar[tuple[Path, ...]] = ()
     together: ClassVar[int] = 1
+
+    @property
+    def code(self) -> dict[str, bytes]:
+        """Files that a folder must bring for it, by name."""
+        return {}
 
     @abstractmethod
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:

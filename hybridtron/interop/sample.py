@@ -40,8 +40,8 @@ def verify_sample(folder: Path, checkpoint: Checkpoint, target: Native) -> Proof
         tensors = {name: weights.read(in_folder).contiguous() for name, in_folder in theirs.items()}
         save_file(tensors, aside / "model.safetensors", {"format": "pt"})
         write_json(aside / "config.json", _settings(folder, whole, model, target))
-        for path in target.code:
-            (aside / path.name).write_bytes((folder / path.name).read_bytes())
+        for name in target.code:
+            (aside / name).write_bytes((folder / name).read_bytes())
         return same_model(aside, model, _ours(checkpoint, model, taken))
 
 

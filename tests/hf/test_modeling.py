@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hybridtron.hf import HybridtronConfig, HybridtronForCausalLM, attention_hybridtron
 from hybridtron.hf.mixers_hybridtron import Places
-from hybridtron.hf.ops_hybridtron import attention, span_attention
+from hybridtron.hf.ops_hybridtron import AttentionInputs, SpanInputs, attention, span_attention
 from hybridtron.interop.custom import Custom
 from tests.interop.models import VOCAB, model_config
 
@@ -77,10 +77,10 @@ def test_spans_as_they_are_shipped_read_chosen_blocks_from_the_cache(
     """Chunks of 64: one row goes on in its second one, one begins it while it is generated, both are read in pieces."""
     model, tokens_BL, read = model_of("samba-span").double(), tokens(2, 70), []
 
-    def counted(q: Tensor, k: Tensor, v: Tensor, cut: Any, chosen: list[Tensor | None]) -> Tensor:
-        if k.shape[1] > q.shape[1]:
-            read.append(sum(0 if one is None else int((one >= 0).sum()) for one in chosen))
-        return span_attention(q, k, v, cut, chosen)
+    def counted(inputs: SpanInputs) -> Tensor:
+        if inputs.k_BSGK.shape[1] > inputs.q_BLHK.shape[1]:
+            read.append(sum(0 if one is None else int((one >= 0).sum()) for one in inputs.chosen))
+        return span_attention(inputs)
 
     monkeypatch.setattr(attention_hybridtron, "span_attention", counted)
     mask_BL = torch.ones_like(tokens_BL)
@@ -191,7 +191,7 @@ def test_every_attention_implementation(name: str, monkeypatch: pytest.MonkeyPat
             documents = torch.bucketize(torch.arange(q.shape[1]), borders, right=True)[None]
         assert given["scaling"] == q.shape[-1] ** -0.5
         calls.append(borders)
-        return attention(q, k, v, given["sliding_window"], documents, None).view(shape), None
+        return attention(AttentionInputs(q, k, v, given["sliding_window"], documents)).view(shape), None
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", flash)
     tokens_BL = tokens(2, 30)

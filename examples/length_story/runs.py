@@ -192,12 +192,12 @@ def read_on(run: Path, sizes: Sizes) -> list[float]:
     import torch
 
     from hybridtron.cli.evaluate import load, open_sources
-    from hybridtron.cli.generate import find_checkpoint
+    from hybridtron.cli.given import newest_checkpoint
     from hybridtron.data.order.stream import DocumentStream
     from hybridtron.data.rows import RowSpans, gather
     from hybridtron.train.length_evaluation import position_losses
 
-    model, config, seq_len = load(find_checkpoint(run), None)
+    model, config, seq_len = load(newest_checkpoint(run), None)
     tokens, sources = seq_len * sizes.multiples + 1, open_sources(config.data, None)
     stores = sources.stores("validation")
     streams = [DocumentStream.of(store) for store in stores]
@@ -216,10 +216,10 @@ def copy_accuracy(run: Path, sizes: Sizes) -> dict[str, float]:
     import torch
 
     from hybridtron.cli.evaluate import load
-    from hybridtron.cli.generate import find_checkpoint
+    from hybridtron.cli.given import newest_checkpoint
     from hybridtron.data.batch import SeqInfo
 
-    model, _, _ = load(find_checkpoint(run), None)
+    model, _, _ = load(newest_checkpoint(run), None)
     generator, found = torch.Generator().manual_seed(1), {}
     for length in sizes.copy_test:
         letters_BL: Tensor = torch.randint(LETTERS, (128, length), generator=generator)

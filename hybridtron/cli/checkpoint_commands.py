@@ -1,4 +1,4 @@
-"""What checkpoint.py does: each command from its arguments to an exit code."""
+"""What `hybridtron checkpoint` does: each command from its arguments to an exit code."""
 
 from __future__ import annotations
 
@@ -8,22 +8,18 @@ import warnings
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from hybridtron.checkpoint import folder as folders
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.rewrite import differences, rewrite
-from hybridtron.config.units import parse_bytes, readable
+from hybridtron.cli.given import Unusable, bytes_of, checkpoints_at, not_there_yet, progress_bar
+from hybridtron.config.units import readable
 from hybridtron.problems import ConfigError
 from hybridtron.train.lock import RunLock
 
 WIDEST = 10**6  # characters
-
-
-class Unusable(Exception):
-    """There is nothing that could be looked at; the message says why."""
 
 
 def run(chosen: argparse.Namespace) -> int:
@@ -37,38 +33,12 @@ def run(chosen: argparse.Namespace) -> int:
         return 2
 
 
-def found(path: Path) -> list[Path]:
-    """The checkpoints that a path names, the oldest first."""
-    if not path.is_dir():
-        raise Unusable(f"{path} is not a folder" if path.exists() else f"{path} does not exist")
-    of_run = folders.all_of(path)
-    if not of_run and not (path / "manifest.json").exists():
-        raise Unusable(
-            f"{path} holds no checkpoint: give a run's folder, which has checkpoints/step-..., or one of these"
-        )
-    return of_run or [path]
-
-
 def opened(path: Path) -> Checkpoint:
     """The checkpoint that a path names, or the newest of a run's."""
     try:
-        return Checkpoint.open(found(path)[-1])
+        return Checkpoint.open(checkpoints_at(path)[-1])
     except BrokenCheckpoint as error:
         raise Unusable(str(error)) from error
-
-
-def size_of(option: str, text: str) -> int:
-    """The bytes that an option is set to."""
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise Unusable(f"{option} {text}: {error}") from error
-
-
-def not_there_yet(output: Path) -> Path:
-    if output.exists():
-        raise Unusable(f"{output} is there already; name a folder that is not")
-    return output
 
 
 def table_of(*columns: str) -> Table:
@@ -90,7 +60,7 @@ def show(table: Table) -> None:
 def listed(chosen: argparse.Namespace) -> int:
     table = table_of("step", "size", "held-out", "layout", "manifest")
     code = 0
-    for path in found(chosen.path):
+    for path in checkpoints_at(chosen.path):
         try:
             one = Checkpoint.open(path)
         except BrokenCheckpoint as error:
@@ -115,7 +85,7 @@ def verified(chosen: argparse.Namespace) -> int:
     if of_run and (fault := folders.pointer_fault(chosen.path)):
         print(fault)
         code = 1
-    for path in found(chosen.path):
+    for path in checkpoints_at(chosen.path):
         try:
             faults = list(Checkpoint.open(path).faults())
         except BrokenCheckpoint as error:
@@ -137,17 +107,15 @@ def compared(chosen: argparse.Namespace) -> int:
 
 
 def resharded(chosen: argparse.Namespace) -> int:
-    size = size_of("--file-size", chosen.file_size)
+    size = bytes_of("--file-size", chosen.file_size)
     not_there_yet(chosen.output)
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
-        bar = progress.add_task("files", total=None)
-        try:
-            source = opened(chosen.path)
-            files = rewrite(source, chosen.output, size, lambda n, of: progress.update(bar, completed=n, total=of))
-        except BrokenCheckpoint as error:
-            print(error, file=sys.stderr)
-            return 1
+    source = opened(chosen.path)
+    try:
+        with progress_bar("files") as moved:
+            files = rewrite(source, chosen.output, size, moved)
+    except BrokenCheckpoint as error:
+        print(error, file=sys.stderr)
+        return 1
     print(f"{chosen.output}: step {source.meta.step}, {files} file{'' if files == 1 else 's'} of whole tensors")
     return 0
 

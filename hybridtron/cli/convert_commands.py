@@ -1,4 +1,4 @@
-"""What convert.py does: each command from its arguments to an exit code."""
+"""What `hybridtron export` and `import` do: each command from its arguments to an exit code."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress
-
 from hybridtron.architecture.table import parameter_table
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
-from hybridtron.cli.checkpoint_commands import Unusable, found, not_there_yet, size_of
+from hybridtron.cli.given import Unusable, bytes_of, checkpoints_at, not_there_yet, progress_bar
 from hybridtron.config.choices import Export as Wanted
 from hybridtron.config.exportable import CannotExport
 from hybridtron.config.units import readable
@@ -38,12 +35,12 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def newest_of(path: Path) -> Checkpoint:
-    return Checkpoint.open(found(path)[-1])
+    return Checkpoint.open(checkpoints_at(path)[-1])
 
 
 def exported(chosen: argparse.Namespace) -> int:
     output = not_there_yet(chosen.output)
-    size = size_of("--shard-size", chosen.shard_size)
+    size = bytes_of("--shard-size", chosen.shard_size)
     source = newest_of(chosen.source)
     model = source.config.model
     plan = Export(source, target_of(model, Wanted(chosen.target)), DTYPES.get(chosen.dtype), size)
@@ -62,10 +59,8 @@ def exported(chosen: argparse.Namespace) -> int:
         if chosen.verify == "sample":
             proofs.append(verify_sample(folder, source, plan.target))
 
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
-        bar = progress.add_task("weights", total=None)
-        warnings = export(output, plan, prove, lambda done, of: progress.update(bar, completed=done, total=of))
+    with progress_bar("weights") as moved:
+        warnings = export(output, plan, prove, moved)
     for warning in warnings:
         print(f"warning: {chosen.output}: {warning}", file=sys.stderr)
     said = f"logits apart by {proofs[0].logits:.1e} of the largest, at most" if proofs else "not verified"

@@ -26,17 +26,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
-from hybridtron.cli.generate import Unusable, find_checkpoint, load_checkpoint
+from hybridtron.cli.evaluate_pictures import Lines, draw
+from hybridtron.cli.generate import load_checkpoint
+from hybridtron.cli.given import Unusable, newest_checkpoint, progress_bar
 from hybridtron.requirements import is_there, missing
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from torch import Tensor
 
     from hybridtron.config.schema import Config, DataConfig
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 INSTRUMENTS = ("positions", "remembrance", "states")
 STATE_POSITIONS = 64  # at which the states are looked at
-Lines = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def main(arguments: list[str]) -> int:
 
 def evaluate(chosen: argparse.Namespace) -> None:
     """All that the command line asks for; Unusable where that can't be had."""
-    checkpoint = find_checkpoint(chosen.path)
+    checkpoint = newest_checkpoint(chosen.path)
     from hybridtron.train.length_evaluation import (  # torch, which a wrong path does without
         attention_at_eval,
         fitting_chunk,
@@ -206,7 +205,7 @@ def positions(model: LanguageModel, text: Text, piece: int) -> tuple[Lines, Tabl
     """Loss and perplexity by position; in the table by doublings of the training length."""
     from hybridtron.train.length_evaluation import perplexity_bins, position_losses
 
-    with watched("positions", text.length) as advance:
+    with advancing("positions", text.length) as advance:
         losses_L = position_losses(model, text.tokens_BT, piece, advance)
     columns = enumerate(zip(losses_L.tolist(), losses_L.exp().tolist(), strict=True), start=1)
     lines = [{"position": position, "loss": loss, "perplexity": ppl} for position, (loss, ppl) in columns]
@@ -221,7 +220,7 @@ def remembrance(model: LanguageModel, text: Text, piece: int) -> tuple[Lines, Ta
     from hybridtron.train.length_evaluation import effective_remembrance, remembrance_points
 
     ts = remembrance_points(text.length)
-    with watched("remembrance", text.length + sum(text.length - t for t in ts if t)) as advance:
+    with advancing("remembrance", text.length + sum(text.length - t for t in ts if t)) as advance:
         measured = effective_remembrance(model, text.tokens_BT[:, :-1], ts, piece, advance)
     table = Table("tokens not shown", "shown", "total variation", "Jensen-Shannon", "cosine distance", box=None)
     for t, *moved in measured:
@@ -233,7 +232,7 @@ def states(model: LanguageModel, text: Text, piece: int) -> tuple[Lines, Table]:
     """Deviations of the states; in the table at the end against the training length."""
     from hybridtron.train.length_evaluation import state_deviation
 
-    with watched("states", text.length) as advance:
+    with advancing("states", text.length) as advance:
         every = max(1, text.length // STATE_POSITIONS)
         measured = state_deviation(model, text.tokens_BT[:, :-1], every, piece, advance)
     table = Table("layer", "position", "deviation", "position", "deviation", "grows by", "most in a head", box=None)
@@ -248,54 +247,14 @@ def states(model: LanguageModel, text: Text, piece: int) -> tuple[Lines, Table]:
 
 
 @contextmanager
-def watched(what: str, tokens: int) -> Iterator[Callable[[int], object]]:
-    """A bar over the tokens of a row that are read, where somebody can see it."""
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
-        bar = progress.add_task(what, total=tokens)
-        yield lambda more: progress.update(bar, advance=more)
+def advancing(what: str, tokens: int) -> Iterator[Callable[[int], None]]:
+    """A bar over the tokens of a row, moved by the number just read."""
+    with progress_bar(what) as moved:
+        read = 0
 
+        def advance(more: int) -> None:
+            nonlocal read
+            read += more
+            moved(read, tokens)
 
-def draw(name: str, lines: Lines, seq_len: int, output: Path) -> None:
-    """The picture of an instrument, with a dashed line where the training length is."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    {"positions": draw_positions, "remembrance": draw_remembrance, "states": draw_states}[name](axes, lines)
-    trained = lines[0]["length"] - seq_len if name == "remembrance" else seq_len
-    if trained >= 0:
-        axes.axvline(trained, color="black", linestyle="--", linewidth=0.8, label=f"training length {seq_len}")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize="small", ncols=1 + len(axes.lines) // 10)
-    figure.savefig(output)
-
-
-def draw_positions(axes: Axes, lines: Lines) -> None:
-    """Every position faintly, and stretches of neighbours, eight to a doubling."""
-    import torch
-
-    from hybridtron.train.length_evaluation import perplexity_bins
-
-    axes.plot([line["position"] for line in lines], [line["perplexity"] for line in lines], linewidth=0.3, alpha=0.4)
-    bins = perplexity_bins(torch.tensor([line["loss"] for line in lines]), 1, 8)
-    middles = [(one.first * one.last) ** 0.5 for one in bins]
-    axes.plot(middles, [one.perplexity for one in bins], label="mean of neighbours")
-    axes.set(xscale="log", yscale="log", xlabel="position (tokens before)", ylabel="perplexity")
-
-
-def draw_remembrance(axes: Axes, lines: Lines) -> None:
-    for key, width in (("total_variation", 1.8), ("jensen_shannon", 0.8), ("cosine", 0.8)):
-        axes.plot([line["t"] for line in lines], [line[key] for line in lines], ".-", linewidth=width, label=key)
-    axes.set(xlabel=f"t (tokens not shown, of {lines[0]['length']})", ylabel="Effective Remembrance", ylim=(0, None))
-
-
-def draw_states(axes: Axes, lines: Lines) -> None:
-    from matplotlib import colormaps
-
-    layers = list(dict.fromkeys(line["layer"] for line in lines))
-    for color, layer in zip(colormaps["viridis"].resampled(len(layers))(range(len(layers))), layers, strict=True):
-        points = [(line["position"], line["overall"]) for line in lines if line["layer"] == layer]
-        axes.plot(*zip(*points, strict=True), color=color, linewidth=0.9, label=f"layer {layer}")
-    axes.set(xscale="log", yscale="log", xlabel="position", ylabel="standard deviation of the state")
+        yield advance

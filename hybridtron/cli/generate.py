@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hybridtron.cli.given import Unusable, newest_checkpoint
 from hybridtron.problems import ConfigError
 
 if TYPE_CHECKING:
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
     from hybridtron.model.lm import LanguageModel
 
 DOCUMENT_STARTS = ("<|endoftext|>", "<|begin_of_text|>", "<s>", "<|end_of_text|>", "</s>", "<bos>", "<eos>", "[BOS]")
-
-
-class Unusable(Exception):
-    """What the user named can't be generated from; the text says why and what would work."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -55,29 +52,12 @@ def main(arguments: list[str]) -> int:
     """Print the prompt and what follows. Returns the exit code."""
     chosen = parse(arguments)
     try:
-        checkpoint = find_checkpoint(chosen.path)
+        checkpoint = newest_checkpoint(chosen.path)
         print(text(checkpoint, chosen.prompt, chosen.tokens, chosen.temperature, chosen.seed))
     except Unusable as error:
         print(error, file=sys.stderr)
         return 2
     return 0
-
-
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that a path names: itself, or the newest of a run."""
-    if not path.is_dir():
-        raise Unusable(f"{path} is not a folder" if path.exists() else f"{path} does not exist")
-    if (path / "manifest.json").exists():
-        return path
-    from hybridtron.checkpoint.folder import newest  # imports torch, which a wrong path does without
-
-    found = newest(path)
-    if found is None:
-        raise Unusable(
-            f"{path} holds no whole checkpoint: give a run's folder, which has checkpoints/step-..., or one of these. "
-            "A run writes its first one after checkpoint.every steps."
-        )
-    return found.folder
 
 
 def text(checkpoint: Path, prompt: str, tokens: int, temperature: float, seed: int) -> str:

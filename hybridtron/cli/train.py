@@ -100,8 +100,13 @@ def program(arguments: list[str]) -> int:
         return code
     except FailedElsewhere as error:
         print(error, file=sys.stderr)
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        from hybridtron.checkpoint.manifest import BrokenCheckpoint  # imports torch, which --help does without
+
+        if isinstance(error, BrokenCheckpoint):  # the data of all of a run's checkpoints is damaged
+            print(error, file=sys.stderr)
+        else:
+            traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

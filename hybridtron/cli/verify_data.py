@@ -14,9 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
+from hybridtron.cli.given import progress_bar
 from hybridtron.config.units import readable
 from hybridtron.data.store.verify import Report, verify
 
@@ -36,20 +34,12 @@ def main(arguments: list[str]) -> int:
         why = "is not a folder" if chosen.folder.exists() else "does not exist"
         print(f"{chosen.folder} {why}; a dataset with a URL is verified where it was prepared", file=sys.stderr)
         return 2
-    report = watched(chosen.folder, chosen.workers)
+    with progress_bar(f"{chosen.folder}: shards") as moved:
+        report = verify(chosen.folder, chosen.workers, moved)
     for fault in report.faults:
         print(fault)
     print(summary(chosen.folder, report))
     return 1 if report.faults else 0
-
-
-def watched(folder: Path, workers: int) -> Report:
-    """Verify, with a bar where somebody can see it."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        bar = progress.add_task(f"{folder}: shards", total=None)
-        return verify(folder, workers, lambda done, whole: progress.update(bar, completed=done, total=whole))
 
 
 def summary(folder: Path, report: Report) -> str:

@@ -190,7 +190,7 @@ def test_too_little_text_is_said(run: Path, capsys) -> None:
 def test_what_is_no_checkpoint_is_said(run: Path, tmp_path: Path, capsys) -> None:
     assert "does not exist" in refused(capsys, tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    assert "holds no whole checkpoint" in refused(capsys, tmp_path / "empty")
+    assert "holds no checkpoint" in refused(capsys, tmp_path / "empty")
     broken = tmp_path / "step-00000004"
     broken.mkdir()
     for name in ("manifest.json", "config.yaml", "tokenizer.json"):

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 
 from hybridtron.checkpoint.folder import folder_of
 from hybridtron.checkpoint.save import Saver, meta_of
-from hybridtron.cli.generate import find_checkpoint, main, prompt_or_start
+from hybridtron.cli.generate import main, prompt_or_start
+from hybridtron.cli.given import newest_checkpoint
 from hybridtron.config.layout import ProcessLaunch
 from hybridtron.config.load import load
 from hybridtron.config.schema import Config
@@ -53,7 +54,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_a_run_stands_for_its_newest_checkpoint(run_dir: Path, capsys) -> None:
     newest = folder_of(run_dir, 10)
-    assert find_checkpoint(run_dir) == newest
+    assert newest_checkpoint(run_dir) == newest
     text = told(capsys, str(run_dir), "--prompt", "the cat", "--tokens", "12")
     assert text.startswith("the cat")
     assert text == told(capsys, str(newest), "--prompt", "the cat", "--tokens", "12")
@@ -80,7 +81,7 @@ def test_without_a_prompt_a_document_starts(run_dir: Path, capsys) -> None:
 def test_what_is_no_checkpoint_is_said(run_dir: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
-    reasons = {"nowhere": "does not exist", "file": "is not a folder", "empty": "holds no whole checkpoint"}
+    reasons = {"nowhere": "does not exist", "file": "is not a folder", "empty": "holds no checkpoint"}
     for name, said in reasons.items():
         assert main([str(tmp_path / name)]) == 2
         assert said in capsys.readouterr().err

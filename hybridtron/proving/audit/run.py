@@ -73,7 +73,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Deviation:
+class Disagreement:
     """How far one number or tensor is from the serial one, relative to its norm, and as a multiple of what it may."""
 
     what: str
@@ -96,7 +96,7 @@ class Audit:
         self.pool, self.timeout_s = pool, timeout_s
         self.truths: dict[str, Step] = {}
 
-    def compare(self, case: Case, precision: AuditPrecision, bug: str | None = None) -> list[Deviation]:
+    def compare(self, case: Case, precision: AuditPrecision, bug: str | None = None) -> list[Disagreement]:
         """Every difference between the two sides, the worst first. Raises WorkerError where the parallel one fails."""
         config = as_computed(case.config, precision)
         arguments = (config, precision, bug)
@@ -205,7 +205,7 @@ def micro_batches(config: Config) -> list[Batch]:
     return batches
 
 
-def differences(truth: Step, ranks: list[Step], config: Config, precision: AuditPrecision) -> Iterator[Deviation]:
+def differences(truth: Step, ranks: list[Step], config: Config, precision: AuditPrecision) -> Iterator[Disagreement]:
     """Losses and whole gradients as the first rank has them, and the weights of every rank."""
     in_fp32 = replace(precision, relative=max(precision.relative, NORM_RELATIVE))
     for name, limits in (("loss", precision), ("grad_norm", in_fp32), ("loss_after", precision)):
@@ -226,12 +226,14 @@ def _largest_norm(tensors: Mapping[str, Tensor]) -> float:
     return max(float(tensor.norm()) for tensor in tensors.values())
 
 
-def _difference(what: str, found: Tensor, expected: Tensor, largest: float, precision: AuditPrecision) -> Deviation:
+def _difference(what: str, found: Tensor, expected: Tensor, largest: float, precision: AuditPrecision) -> Disagreement:
     difference, norm = float((found.double() - expected.double()).norm()), float(expected.double().norm())
     limit = precision.relative * norm + precision.absolute * largest
     if difference == 0.0:
-        return Deviation(what, 0.0, 0.0)
-    return Deviation(what, difference / norm if norm else float("inf"), difference / limit if limit else float("inf"))
+        return Disagreement(what, 0.0, 0.0)
+    return Disagreement(
+        what, difference / norm if norm else float("inf"), difference / limit if limit else float("inf")
+    )
 
 
 @contextmanager

@@ -1,0 +1,68 @@
+"""What a command line names: checkpoints, sizes, outputs; each is refused with what would work. And a progress bar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from hybridtron.config.units import parse_bytes
+
+
+class Unusable(Exception):
+    """What the user named can't be used; the message says why and what would work."""
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """The checkpoints that a path names: itself, or all of a run, the oldest first."""
+    if not path.is_dir():
+        raise Unusable(f"{path} is not a folder" if path.exists() else f"{path} does not exist")
+    if (path / "manifest.json").exists():
+        return [path]
+    from hybridtron.checkpoint import folder  # imports torch, which a wrong path does without
+
+    if found := folder.all_of(path):
+        return found
+    cure = "give a run's folder, which has checkpoints/step-..., or one of these"
+    raise Unusable(f"{path} holds no checkpoint: {cure}. A run writes its first one after checkpoint.every steps.")
+
+
+def newest_checkpoint(path: Path) -> Path:
+    """The checkpoint that a path names: itself, or the newest of a run that is whole."""
+    found = checkpoints_at(path)
+    if found == [path]:
+        return path
+    from hybridtron.checkpoint.folder import newest
+
+    whole = newest(path)
+    if whole is None:
+        raise Unusable(f"{path} holds no whole checkpoint; `hybridtron checkpoint verify {path}` says why")
+    return whole.folder
+
+
+def bytes_of(option: str, text: str) -> int:
+    """The bytes that an option is set to."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise Unusable(f"{option} {text}: {error}") from error
+
+
+def not_there_yet(output: Path) -> Path:
+    """A folder that a command may create."""
+    if output.exists():
+        raise Unusable(f"{output} is there already; name a folder that is not")
+    return output
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, nothing elsewhere; it is moved by the number done, and the number there are."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        bar = progress.add_task(what, total=None)
+        yield lambda done, of: progress.update(bar, completed=done, total=of)

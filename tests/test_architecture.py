@@ -114,6 +114,29 @@ def dotted(node: ast.expr) -> str | None:
 
 SOURCES = [SourceFile(path) for path in sorted(PACKAGE.rglob("*.py"))]
 SHIPPED = [source for source in SOURCES if source.shipped]
+BESIDE = [
+    SourceFile(path) for room in ("benchmarks", "examples", "slurm", "tools") for path in (ROOT / room).rglob("*.py")
+]
+EVERYTHING = [*SOURCES, *BESIDE, SourceFile(ROOT / "train.py")]
+LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 300, 40
+LONG_FILES = {"hybridtron/cli/doctor.py", "hybridtron/planning/memory.py"}  # still too long: each entry is to go
+LONG_FUNCTIONS = {
+    "hybridtron/ops/conv/kernels.py _backward",
+    "hybridtron/ops/scan/kernels.py _retrace",
+    "hybridtron/ops/scan/kernels_backward.py _gradients",
+    "hybridtron/ops/ssd/kernels_forward.py decays",
+    "hybridtron/ops/ssd/kernels_forward.py outputs",
+    "hybridtron/ops/ssd/kernels_backward.py token_gradients",
+    "hybridtron/ops/ssd/kernels_backward.py group_gradients",
+}
+DOUBLED = {
+    "Attention", "Export", "Heads", "Mamba", "Mamba2", "Mixer", "Place", "Source", "SpanAttention", "Store", "SwiGLU",
+}  # fmt: skip
+"""Names of classes that are still defined twice: each entry is to go."""
+
+
+def where(source: SourceFile) -> str:
+    return source.path.relative_to(ROOT).as_posix()
 
 
 def rooms_to_the_right(room: str, imports: list[str]) -> list[str]:
@@ -180,14 +203,36 @@ def test_configuration_needs_no_torch() -> None:
     assert [s.name for s in free if any(module.split(".")[0] == "torch" for module in s.imports)] == []
 
 
+def test_every_module_says_what_it_is() -> None:
+    assert [where(source) for source in EVERYTHING if not ast.get_docstring(source.tree)] == []
+
+
 def test_files_and_functions_are_short() -> None:
-    assert [source.name for source in SOURCES if not ast.get_docstring(source.tree)] == []
-    long = [source.name for source in SOURCES if source.path.read_text().count("\n") > 400]
-    assert long == []
-    functions = [(source, function) for source in SOURCES for function in source.functions]
-    assert [(s.name, f.name) for s, f in functions if (f.end_lineno or 0) - f.lineno >= 80] == []
-    keywords = [s.name for s, f in functions if f.args.kwarg and not s.shipped]
-    assert set(keywords) == {"ops/dispatch.py"}  # force(op="implementation")
+    long = {where(source) for source in EVERYTHING if source.path.read_text().count("\n") > LINES_OF_A_FILE}
+    assert long <= LONG_FILES
+    functions = [(where(source), one) for source in EVERYTHING for one in source.functions]
+    long = {f"{name} {one.name}" for name, one in functions if one.end_lineno - one.lineno >= LINES_OF_A_FUNCTION}
+    assert long <= LONG_FUNCTIONS
+
+
+def test_a_function_names_its_arguments() -> None:
+    keywords = {where(source) for source in EVERYTHING for one in source.functions if one.args.kwarg}
+    assert keywords <= {
+        "hybridtron/ops/dispatch.py",  # force(op="implementation")
+        "hybridtron/hf/modeling_hybridtron.py",  # the signatures of transformers
+        "hybridtron/hf/configuration_hybridtron.py",
+    }
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    """So that a search finds one thing."""
+    files: dict[str, set[str]] = {}
+    for source in SOURCES:
+        for node in source.nodes:
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name, set()).add(f"{source.name}:{node.lineno}")
+    doubled = {name: sorted(where) for name, where in files.items() if len(where) > 1}
+    assert doubled.keys() <= DOUBLED, doubled
 
 
 def test_what_is_shipped_needs_torch_and_transformers_alone() -> None:

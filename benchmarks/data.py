@@ -9,7 +9,6 @@ prepared, against the bare tokenizer on one core.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import os
@@ -34,7 +33,6 @@ from hybridtron.data.prepare.vocabulary import open_vocabulary
 from hybridtron.data.prepare.writer import write_folder
 from hybridtron.data.reading import Reading
 from hybridtron.data.sources import Sources
-from hybridtron.data.store.shards import CacheOptions
 from hybridtron.proving.measuring import (
     BenchReport,
     BenchSettings,
@@ -44,6 +42,8 @@ from hybridtron.proving.measuring import (
     interleaved,
     times,
 )
+from hybridtron.storage.cache import CacheOptions
+from hybridtron.storage.mosaic import imported
 
 SEQ_LEN, ROWS, VOCABULARY, EOS = 2048, 16, 32_000, 0
 SHUFFLE = 2**26
@@ -117,8 +117,7 @@ def batch_of(rows: list[tuple[np.ndarray, np.ndarray]]) -> tuple[torch.Tensor, .
 
 def theirs(folder: Path, steps: int, workers: int) -> float:
     """A fresh dataset each time, as at the start of a run; stopped after as many batches."""
-    streaming = importlib.import_module("streaming.base.dataset")  # below the stand-in of `data/store/mosaic.py`
-    dataset = streaming.StreamingDataset(
+    dataset = imported("streaming.base.dataset").StreamingDataset(
         local=str(folder), shuffle=True, shuffle_algo="py1e", shuffle_block_size=SHUFFLE // 512, batch_size=ROWS,
         num_canonical_nodes=1,
     )  # fmt: skip

@@ -36,6 +36,16 @@ def read_regular(path: Path, limit: int) -> bytes:
         return BufferedReader(file).read(size)
 
 
+def path_inside(root: Path, relative: str) -> Path | None:
+    """A file below a folder; None where the path leads out of it, or could: by `..`, a root of its own or any link."""
+    path = root
+    for part in relative.split("/"):
+        path = path / part
+        if part in ("", ".", "..") or "\0" in part or path.is_symlink():
+            return None
+    return path
+
+
 def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
 

@@ -1,21 +1,29 @@
-"""What pyproject.toml asks for, and what of it can't be found. Needs nothing but Python, and imports nothing.
+"""What this package asks for, and what of it can't be found. Needs nothing but Python, and imports nothing.
 
     demand()           at the head of a program: what every command needs
     demand("export")   before an extra is used
 
-Whether what is there works, and in which version, is for hybridtron doctor to say.
+In a checkout pyproject.toml is asked, which an editable installation may be older than; in an installed package, whose
+wheel has no such file, the metadata that pip wrote. Whether what is there works, and in which version, is for
+`hybridtron doctor` to say.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import sys
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+NAME = "hybridtron"
 PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
+ALONE = {"streaming": {"mosaicml-streaming": "==0.13.0"}}
+"""What an extra stands for without naming it: pip would install the versions that it pins (transformers < 5,
+numpy < 2.2, torchvision), which break what is installed and are not needed for what is used of it."""
 MODULES = {
     "hydra-core": "hydra",
     "megatron-core": "megatron.core",
@@ -30,32 +38,40 @@ class Requirements:
     """Distributions and the versions of them that were tried: `{"torch": ">=2.11,<2.14"}`.
 
     python: the versions of the interpreter
-    declared, alone: what training needs; `alone` is installed without its own dependencies
-    extras: by the extra's name, without what an extra takes from others
+    required: what training needs
+    extras: by the extra's name, without what an extra takes from others, and with what is installed alone
     """
 
     python: str
-    declared: dict[str, str]
-    alone: dict[str, str]
+    required: dict[str, str]
     extras: dict[str, dict[str, str]]
-
-    @property
-    def required(self) -> dict[str, str]:
-        return self.declared | self.alone
 
 
 def requirements() -> Requirements:
-    """What the project's file says."""
-    told = tomllib.loads(PROJECT.read_text(encoding="utf-8"))
-    project = told["project"]
-    extras = {name: _parted(texts, project["name"]) for name, texts in project["optional-dependencies"].items()}
-    alone = told["dependency-groups"]["without-dependencies"]
-    return Requirements(project["requires-python"], _parted(project["dependencies"]), _parted(alone), extras)
+    """What the project's file says, or the metadata of the installed package."""
+    if is_checkout():
+        project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
+        texts = {"": project["dependencies"], **project["optional-dependencies"]}
+        python = project["requires-python"]
+    else:
+        about = importlib.metadata.metadata(NAME)
+        texts = {extra: [] for extra in ("", *(about.get_all("Provides-Extra") or ()))}
+        for text in about.get_all("Requires-Dist") or ():
+            found = re.search(r"extra == ['\"]([\w-]+)['\"]", text)
+            texts[found[1] if found else ""].append(text)
+        python = about["Requires-Python"]
+    extras = {extra: _parted(of_extra) | ALONE.get(extra, {}) for extra, of_extra in texts.items() if extra}
+    return Requirements(python, _parted(texts[""]), extras)
 
 
-def _parted(texts: list[str], itself: str = "") -> dict[str, str]:
+def is_checkout() -> bool:
+    """Whether this package stands in a clone of its repository: other packages may leave a pyproject.toml beside it."""
+    return PROJECT.is_file() and f'name = "{NAME}"' in PROJECT.read_text(encoding="utf-8")
+
+
+def _parted(texts: list[str]) -> dict[str, str]:
     matches = [re.match(r"([\w.-]+)(?:\[[^]]*\])?\s*([^;]*)", text) for text in texts]
-    return {match[1]: match[2].strip() for match in matches if match and match[1] != itself}
+    return {match[1]: match[2].strip() for match in matches if match and match[1] != NAME}
 
 
 def is_there(distribution: str) -> bool:
@@ -70,16 +86,21 @@ def is_there(distribution: str) -> bool:
 def missing(*extras: str) -> str | None:
     """What can't be found of what training and these extras need, and the command that installs it, on one line."""
     wanted = requirements()
-    declared = dict.fromkeys([*wanted.declared, *(name for extra in extras for name in wanted.extras[extra])])
-    usual = [name for name in declared if not is_there(name)]
-    alone = [name for name in wanted.alone if not is_there(name)]
-    project = f'".[{",".join(extras)}]"' if extras else "."
-    commands = [f"pip install --editable {project}"] if usual else []
-    commands += [f'pip install --no-deps "{name}{wanted.alone[name]}"' for name in alone]
-    names = usual + alone
-    if not names:
+    names = dict.fromkeys([*wanted.required, *(name for extra in extras for name in wanted.extras[extra])])
+    absent = [name for name in names if not is_there(name)]
+    if not absent:
         return None
-    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not installed: {' && '.join(commands)}"
+    verb = "is" if len(absent) == 1 else "are"
+    return f"{', '.join(absent)} {verb} not installed: {install_command(absent, extras)}"
+
+
+def install_command(absent: Iterable[str], extras: Iterable[str]) -> str:
+    """What installs these distributions, which training or these extras need."""
+    alone = {name: version for of_extra in ALONE.values() for name, version in of_extra.items() if name in absent}
+    chosen = f"[{','.join(extras)}]" if extras else ""
+    project = f'--editable ".{chosen}"' if is_checkout() else f'"{NAME}{chosen}"'
+    commands = [f"pip install {project}"] if set(absent) - alone.keys() else []
+    return " && ".join(commands + [f'pip install --no-deps "{name}{version}"' for name, version in alone.items()])
 
 
 def demand(*extras: str) -> None:

@@ -23,6 +23,7 @@ ORDER = [
     "planning",
     "ops",
     "hf",  # shipped with models: in the package its file of ops imports them, an exported one has their text
+    "storage",
     "data",
     "parallel",
     "mixers",
@@ -44,7 +45,11 @@ OWNERS = {
     "tensorboard": "train/sinks.py",
     "transformer_engine": "parallel/transformer_engine.py",
     "nvidia": "data/dali.py",
-    "streaming": "data/store/mosaic.py",
+    "streaming": "storage/mosaic.py",
+    "boto3": "storage/s3.py",
+    "botocore": "storage/s3.py",
+    "brotli": "data/mds/compression.py",
+    "snappy": "data/mds/compression.py",
     "pyarrow": "data/prepare/inputs.py",
     "triton": "ops/kernel_launch.py ops/*/kernels*.py ops/*/triton.py",  # kernels of our own
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import email
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -41,7 +43,6 @@ def started_without(absent: str, *command: str) -> subprocess.CompletedProcess[s
 @pytest.mark.parametrize(
     ("absent", "command", "cure"),
     [
-        ("streaming", ["train.py", "run.max_steps=1"], "mosaicml-streaming=="),
         ("hydra", ["train.py", "run.max_steps=1"], "pip install"),
         ("matplotlib", ["tools/plot_metrics.py", "."], "[plot]"),
         ("transformers", ["tools/convert.py", "export", "--checkpoint", "a", "--output", "b"], "[export]"),
@@ -53,6 +54,47 @@ def test_a_program_says_on_one_line_what_it_lacks(absent: str, command: list[str
     assert not done.stdout
     (line,) = done.stderr.splitlines()
     assert cure in line
+
+
+def test_a_mirror_that_could_not_be_reached_is_a_problem_before_training() -> None:
+    done = started_without("boto3", "train.py", "run.max_steps=1", "checkpoint.mirror=s3://bucket/a")
+    assert done.returncode == 2
+    assert "checkpoint.mirror" in done.stderr
+    assert "[s3]" in done.stderr
+
+
+OF_LOCAL_FOLDERS = """
+import sys
+from pathlib import Path
+import numpy as np
+from hybridtron.data.mds.opening import open_folder
+from hybridtron.data.mds.store import DocumentStore
+from hybridtron.data.mds.verify import verify
+from hybridtron.data.prepare.input_files import find
+from hybridtron.data.prepare.parts import FolderSettings
+from hybridtron.data.prepare.run import prepare
+from hybridtron.data.prepare.vocabulary import vocabulary_of
+from hybridtron.storage.cache import CacheOptions
+from tokenizers import Tokenizer, models
+here = Path(sys.argv[1])
+(here / "a.jsonl").write_text('{"text": "w1 w2"}')
+tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(400)}, "w0"))
+tokenizer.add_special_tokens(["</s>"])
+vocabulary = vocabulary_of(tokenizer.to_str(), "words", "</s>")
+prepare(find([str(here / "a.jsonl")]).inputs, here / "out", vocabulary, FolderSettings(validation=0))
+assert not verify(here / "out").faults
+cache = CacheOptions(here / "cache")
+assert DocumentStore(open_folder(str(here / "out"), cache), "train", "text", cache).read(0, 1, 1)[0] == 400
+again = prepare(find([str(here / "out/train/text")]).inputs, here / "again", vocabulary, FolderSettings(validation=0))
+assert again.manifest.tokens("train") == 2
+"""
+ONLY_OF_STORES = "streaming,boto3,botocore,brotli,catalogue,filelock,PIL,snappy,tqdm"
+
+
+def test_local_folders_need_no_package_of_stores(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(OF_LOCAL_FOLDERS)
+    done = started_without(ONLY_OF_STORES, str(tmp_path / "program.py"), str(tmp_path))
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_benchmark_says_so_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,16 +110,50 @@ def test_help_needs_no_extra() -> None:
 
 
 def test_here_all_is_there() -> None:
-    assert missing("prepare", "plot", "export") is None
+    assert missing("prepare", "plot", "export", "s3", "streaming") is None
 
 
 def test_what_is_missing_and_how_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = {"numpy", "pyarrow", "mosaicml-streaming"}
     monkeypatch.setattr(requirements, "is_there", lambda name: name not in absent)
-    assert missing("prepare") == (
-        'numpy, pyarrow, mosaicml-streaming are not installed: pip install --editable ".[prepare]" && '
+    assert missing("prepare") == 'numpy, pyarrow are not installed: pip install --editable ".[prepare]"'
+    assert missing("prepare", "streaming") == (
+        'numpy, pyarrow, mosaicml-streaming are not installed: pip install --editable ".[prepare,streaming]" && '
         'pip install --no-deps "mosaicml-streaming==0.13.0"'
     )
+    absent.clear()
+    assert missing("streaming") is None
+
+
+def test_an_installed_package_asks_its_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    about = email.message_from_string(
+        "Requires-Python: <3.14,>=3.11\nProvides-Extra: s3\nProvides-Extra: streaming\nProvides-Extra: dev\n"
+        "Requires-Dist: numpy<3,>=2.0\nRequires-Dist: boto3<2,>=1.40; extra == 's3'\n"
+        'Requires-Dist: brotli<2,>=1.1; extra == "streaming"\nRequires-Dist: hybridtron[s3]; extra == "dev"\n'
+    )
+    monkeypatch.setattr(requirements, "PROJECT", Path("/nowhere/pyproject.toml"))
+    monkeypatch.setattr("importlib.metadata.metadata", lambda name: about)
+    found = requirements.requirements()
+    assert found.python == "<3.14,>=3.11"
+    assert found.required == {"numpy": "<3,>=2.0"}
+    streaming = {"brotli": "<2,>=1.1", "mosaicml-streaming": "==0.13.0"}
+    assert found.extras == {"s3": {"boto3": "<2,>=1.40"}, "streaming": streaming, "dev": {}}
+    monkeypatch.setattr(requirements, "is_there", lambda name: name != "boto3")
+    assert missing("s3") == 'boto3 is not installed: pip install "hybridtron[s3]"'
+
+
+def test_a_project_file_beside_it_may_be_anothers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert requirements.is_checkout()
+    monkeypatch.setattr(requirements, "PROJECT", tmp_path / "pyproject.toml")
+    assert not requirements.is_checkout()
+    requirements.PROJECT.write_text('[project]\nname = "another"\n')
+    assert not requirements.is_checkout()
+
+
+def test_make_installs_what_the_extra_stands_for() -> None:
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    alone = [f"{name}{version}" for of_extra in requirements.ALONE.values() for name, version in of_extra.items()]
+    assert groups["without-dependencies"] == alone
 
 
 def test_a_package_below_one_that_is_absent() -> None:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from hybridtron.checkpoint.manifest import (
     chunk_values,
     to_bytes,
 )
+from hybridtron.checkpoint.mirror import Mirror
 from hybridtron.config.load import to_yaml
 from hybridtron.config.phases import stretches
 from hybridtron.config.schema import Config
@@ -46,9 +47,6 @@ from hybridtron.device import random_states
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.blocks import block
 from hybridtron.parallel.groups import Groups, all_gather_object, barrier
-
-if TYPE_CHECKING:
-    from hybridtron.checkpoint.mirror import Mirror
 
 COPIERS = 4  # threads; copying leaves Python's lock
 WRITERS = 2  # threads: one flushes while another digests
@@ -248,11 +246,7 @@ class Saver:
 
 def mirror_of(config: Config) -> Mirror | None:
     """Where checkpoints are copied to, if anywhere."""
-    if config.checkpoint.mirror is None:
-        return None
-    from hybridtron.checkpoint.mirror import Mirror  # imports boto3
-
-    return Mirror(config.checkpoint.mirror)
+    return None if config.checkpoint.mirror is None else Mirror(config.checkpoint.mirror)
 
 
 def content_of(engine: Engine, meta: Meta, tokenizer: Path) -> Content:

@@ -13,10 +13,12 @@ from rich.table import Table
 from hybridtron.checkpoint import folder as folders
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
+from hybridtron.checkpoint.mirror import download
 from hybridtron.checkpoint.rewrite import differences, rewrite
 from hybridtron.cli.given import Unusable, bytes_of, checkpoints_at, not_there_yet, progress_bar
 from hybridtron.config.units import readable
 from hybridtron.problems import ConfigError
+from hybridtron.storage.attempts import StorageError
 from hybridtron.train.lock import RunLock
 
 WIDEST = 10**6  # characters
@@ -121,8 +123,6 @@ def resharded(chosen: argparse.Namespace) -> int:
 
 
 def fetched(chosen: argparse.Namespace) -> int:
-    from hybridtron.checkpoint.mirror import TROUBLE, download  # imports boto3
-
     if not chosen.url.startswith("s3://"):
         raise Unusable(f"{chosen.url} is no mirror: give s3://BUCKET/PREFIX")
     try:
@@ -130,7 +130,7 @@ def fetched(chosen: argparse.Namespace) -> int:
             print(f"{download(chosen.url, chosen.run)}: fetched, every byte as it was written")
     except (FileExistsError, ConfigError) as error:
         raise Unusable(str(error)) from error
-    except (BrokenCheckpoint, *TROUBLE) as error:
+    except (BrokenCheckpoint, OSError, StorageError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

@@ -25,11 +25,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridtron.requirements import MODULES, is_there, requirements
+from hybridtron.requirements import MODULES, install_command, is_there, requirements
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 120  # seconds that an import may take; the first one on a network file system is slow
-IMPORTED_BY = {"mosaicml-streaming": "hybridtron.data.store.mosaic"}  # `import streaming` needs what is left out
 OPTIONAL = {
     "triton": "compiled kernels on CUDA (torch.compile needs it too)",
     "mamba_ssm": "scans of Mamba-1 and Mamba-2 on CUDA",
@@ -146,11 +145,11 @@ def installed(distribution: str) -> str | None:
         return None
 
 
-def package_line(distribution: str, wanted: str, found: Probe, option: str = "") -> Line:
-    """A required package, and what else pip needs to be told."""
+def package_line(distribution: str, wanted: str, found: Probe) -> Line:
+    """A required package."""
     version = installed(distribution) or found.version
     if not found.found:
-        return Line("fail", distribution, "not installed", f'pip install {option}"{distribution}{wanted}"')
+        return Line("fail", distribution, "not installed", f'pip install "{distribution}{wanted}"')
     if found.fault:
         return Line("fail", distribution, version, f"does not import: {found.fault}")
     if not inside(version, wanted):
@@ -171,15 +170,14 @@ def optional_line(module: str, purpose: str, found: Probe) -> Line:
 def package_sections() -> list[tuple[str, list[Line]]]:
     """Python, what is required, what is optional, the extras; all imports side by side."""
     wanted = requirements()
-    modules = {name: IMPORTED_BY.get(name, MODULES.get(name, name.replace("-", "_"))) for name in wanted.required}
+    modules = {name: MODULES.get(name, name.replace("-", "_")) for name in wanted.required}
     with ThreadPoolExecutor(4) as pool:
         names = [*modules.values(), *OPTIONAL]
         found = dict(zip(names, pool.map(probe, names), strict=True))
     version = platform.python_version()
     first = Line("ok" if inside(version, wanted.python) else "fail", "Python", version, f"tried: {wanted.python}")
     seen = {name: found[module] if is_there(name) else Probe(False) for name, module in modules.items()}
-    needed = [package_line(name, versions, seen[name]) for name, versions in wanted.declared.items()]
-    needed += [package_line(name, versions, seen[name], "--no-deps ") for name, versions in wanted.alone.items()]
+    needed = [package_line(name, versions, seen[name]) for name, versions in wanted.required.items()]
     return [
         ("required", [first, *needed]),
         ("optional", [optional_line(name, purpose, found[name]) for name, purpose in OPTIONAL.items()]),
@@ -194,7 +192,7 @@ def extra_line(extra: str, wanted: dict[str, str]) -> Line:
     outside = [
         f"{name} {version}" for name, version in versions.items() if version and not inside(version, wanted[name])
     ]
-    notes = [f'pip install --editable ".[{extra}]" adds {", ".join(missing)}'] if missing else []
+    notes = [f"{install_command(missing, [extra])} adds {', '.join(missing)}"] if missing else []
     notes += [f"outside of what was tried: {', '.join(outside)}"] if outside else []
     mark = "warn" if outside else "none" if missing else "ok"
     return Line(mark, extra, f"{len(wanted) - len(missing)} of {len(wanted)}", "; ".join(notes))

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hybridtron.config.schema import Config, DataConfig
+    from hybridtron.data.mds.store import DocumentStore
     from hybridtron.data.rows import RowSpans
     from hybridtron.data.sources import Sources
-    from hybridtron.data.store.shards import Store
     from hybridtron.model.lm import LanguageModel
 
 INSTRUMENTS = ("positions", "remembrance", "states")
@@ -147,9 +147,10 @@ def read_text(checkpoint: Path, data: DataConfig, seq_len: int, path: str | None
     """Rows of held-out text: documents from their start, or the split packed end to end where none is long enough."""
     import torch
 
-    from hybridtron.data.folder import FolderError, digest_of
+    from hybridtron.data.folder import FolderError
+    from hybridtron.data.mds.store import DataError
     from hybridtron.data.rows import gather
-    from hybridtron.data.store.shards import DataError
+    from hybridtron.storage.digest import digest_of
 
     try:
         sources = open_sources(data, path)
@@ -166,9 +167,9 @@ def read_text(checkpoint: Path, data: DataConfig, seq_len: int, path: str | None
 
 def open_sources(data: DataConfig, path: str | None) -> Sources:
     """What the run read, or all that a folder holds out."""
+    from hybridtron.data.mds.opening import open_folder
     from hybridtron.data.mixture_spec import Ingredient, ingredients_of
     from hybridtron.data.sources import Sources, cache_options
-    from hybridtron.data.store.shards import open_folder
 
     cache = cache_options(data)
     if path is None:
@@ -178,7 +179,7 @@ def open_sources(data: DataConfig, path: str | None) -> Sources:
     return Sources([Ingredient(name, folder, name, float(one.tokens)) for name, one in held_out], cache)
 
 
-def choose_rows(stores: Sequence[Store], length: int, rows: int) -> tuple[list[RowSpans], str]:
+def choose_rows(stores: Sequence[DocumentStore], length: int, rows: int) -> tuple[list[RowSpans], str]:
     """At most this number of rows of length + 1 tokens, from the sources in turn, and what they are."""
     import numpy as np
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hybridtron.cli.given import progress_bar
 from hybridtron.config.units import readable
-from hybridtron.data.store.verify import Report, verify
+from hybridtron.data.mds.verify import FolderReport, verify
 
 
 def main(arguments: list[str]) -> int:
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     return 1 if report.faults else 0
 
 
-def summary(folder: Path, report: Report) -> str:
+def summary(folder: Path, report: FolderReport) -> str:
     """The last line."""
     faults = len(report.faults)
     verdict = f"{faults} fault{'s' if faults > 1 else ''}" if faults else "all well"

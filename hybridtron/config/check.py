@@ -40,6 +40,7 @@ from hybridtron.config.schema import (
 )
 from hybridtron.config.units import FORMS, parse_steps, parse_tokens
 from hybridtron.problems import ConfigError, Problem
+from hybridtron.requirements import missing
 
 
 def check(config: Config, world_size: int | None = None) -> list[Problem]:
@@ -210,6 +211,8 @@ def _checkpoint(checkpoint: CheckpointConfig) -> Iterator[Problem]:
         yield from _interval("checkpoint.keep_every", checkpoint.keep_every)
     if checkpoint.mirror is not None and not re.fullmatch(r"s3://[^/]+/.+", checkpoint.mirror):
         yield Problem("checkpoint.mirror", f"is {checkpoint.mirror!r}, must be s3://BUCKET/PREFIX, or left out")
+    elif checkpoint.mirror is not None and (fault := missing("s3")):
+        yield Problem("checkpoint.mirror", f"is {checkpoint.mirror}, and {fault}")
     yield from at_least(1, {"checkpoint.keep": checkpoint.keep, "checkpoint.failures": checkpoint.failures})
 
 

@@ -19,13 +19,12 @@ import stat
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from mmap import mmap
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
 from hybridtron.regular_files import Unreadable, read_regular
+from hybridtron.storage.digest import digest_of
 
 FORMAT = 2
 SPLITS = ("train", "validation")
@@ -34,7 +33,7 @@ LARGEST_MANIFEST = 2**30  # bytes: four million shards
 LARGEST_INDEX = 2**28  # bytes of one source's index.json: half a million shards
 LARGEST_TOKENIZER = 2**28  # bytes; a vocabulary of 256 thousand entries takes 2**25
 SMALLEST_VOCABULARY = 300  # 256 bytes, eos, and a few merges
-DIGEST = "xxh3_128"  # the name by which streaming knows it
+DIGEST = "xxh3_128"  # the name by which MDS indexes know it
 _COMPRESSION = re.compile(r"(zstd|zip|gz|bz2|br|snappy)(:\d+)?")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -44,16 +43,6 @@ class FolderError(ValueError):
 
     def __init__(self, folder: Path | str, fault: str) -> None:
         super().__init__(f"{folder} {fault}")
-
-
-def digest_of(data: bytes | mmap) -> str:
-    """The digest that manifests and shard indexes carry."""
-    return xxhash.xxh3_128_hexdigest(data)
-
-
-def is_url(path: str) -> bool:
-    """Whether a folder has to be fetched from somewhere."""
-    return "://" in path
 
 
 def safe_name(name: str) -> bool:
@@ -68,16 +57,6 @@ def _is_count(value: object) -> bool:
 def _own_digest(values: dict) -> str:
     """What a manifest carries of itself, whatever the form of its JSON."""
     return digest_of(json.dumps(values, sort_keys=True).encode())
-
-
-def path_inside(root: Path, relative: str) -> Path | None:
-    """A file below a folder; None where the path leads out of it, or could: by `..`, a root of its own or any link."""
-    path = root
-    for part in relative.split("/"):
-        path = path / part
-        if part in ("", ".", "..") or "\0" in part or path.is_symlink():
-            return None
-    return path
 
 
 @dataclass(frozen=True)

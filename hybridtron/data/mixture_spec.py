@@ -14,9 +14,10 @@ from typing import NamedTuple
 from hybridtron.config.schema import Config, DataConfig, IngredientConfig, PhaseConfig, Source
 from hybridtron.config.units import parse_tokens
 from hybridtron.data.check_vocabulary import embedded_problems, meaning_problems
-from hybridtron.data.folder import SMALLEST_VOCABULARY, FolderError, TokenFolder, is_url
+from hybridtron.data.folder import SMALLEST_VOCABULARY, FolderError, TokenFolder
 from hybridtron.data.prepare.corpus import sizes
 from hybridtron.problems import Problem
+from hybridtron.storage.remote import is_url
 
 EMBEDDED_PATH = "data/embedded-{}"  # by the vocabulary's size
 RECIPES_PATHS = ("data/tokens", "data/slimpajama", "data/phi")  # where configs/data looks for text of one's own

@@ -37,7 +37,7 @@ class RowSpans(NamedTuple):
 
 
 class Readable(Protocol):
-    """A source that hands out tokens: a `Store`."""
+    """A source that hands out tokens: a `DocumentStore`."""
 
     vocab_size: int
 

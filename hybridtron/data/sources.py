@@ -10,10 +10,13 @@ import numpy as np
 from hybridtron.config.schema import Config, DataConfig, PhaseConfig, Source
 from hybridtron.config.units import parse_bytes
 from hybridtron.data.folder import FolderError
+from hybridtron.data.mds.opening import open_folder
+from hybridtron.data.mds.store import DocumentStore
 from hybridtron.data.mixture_spec import Ingredient, content_problems, ingredients_of
 from hybridtron.data.prepare.embedded import prepare_embedded
-from hybridtron.data.store.shards import CacheOptions, Store, open_folder
 from hybridtron.problems import ConfigError, Problem
+from hybridtron.storage.attempts import Patience
+from hybridtron.storage.cache import CacheOptions
 
 
 class Sources:
@@ -22,7 +25,7 @@ class Sources:
     def __init__(self, ingredients: Sequence[Ingredient], cache: CacheOptions) -> None:
         self.ingredients = list(ingredients)
         self._cache = cache
-        self._stores: dict[str, list[Store]] = {}
+        self._stores: dict[str, list[DocumentStore]] = {}
 
     @staticmethod
     def open(config: Config, phase: PhaseConfig) -> Sources:
@@ -77,10 +80,12 @@ class Sources:
         """Those that have tokens in a split; all of them have in training's."""
         return [one for one in self.ingredients if one.tokens(split)]
 
-    def stores(self, split: str) -> list[Store]:
+    def stores(self, split: str) -> list[DocumentStore]:
         """What reads a split, one for each of `having(split)`."""
         if split not in self._stores:
-            self._stores[split] = [Store(one.folder, split, one.source, self._cache) for one in self.having(split)]
+            self._stores[split] = [
+                DocumentStore(one.folder, split, one.source, self._cache) for one in self.having(split)
+            ]
         return self._stores[split]
 
     def described(self) -> str:
@@ -92,4 +97,4 @@ class Sources:
 
 def cache_options(data: DataConfig) -> CacheOptions:
     limit = None if data.cache_limit is None else parse_bytes(data.cache_limit)
-    return CacheOptions(Path(data.cache), limit, data.timeout, data.retries)
+    return CacheOptions(Path(data.cache), limit, Patience(data.timeout, data.retries))

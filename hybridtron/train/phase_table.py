@@ -17,9 +17,10 @@ from hybridtron.config.choices import LrPiece, Moments
 from hybridtron.config.phases import Stretch, last_step, stretches
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
-from hybridtron.data.folder import FolderError, TokenFolder, is_url
+from hybridtron.data.folder import FolderError, TokenFolder
 from hybridtron.data.mixture_spec import ingredients_of, reading_plan
 from hybridtron.planning.count import count
+from hybridtron.storage.remote import is_url
 from hybridtron.train.lr import learning_rate
 
 MFU = 0.4  # that hours of devices are estimated with; large hybrids reach 0.33 to 0.47 on H100s

@@ -7,28 +7,27 @@ from pathlib import Path
 
 import pytest
 
-from hybridtron.checkpoint import mirror
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import all_of, newest
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
-from hybridtron.checkpoint.mirror import Mirror, Store, download, upload
+from hybridtron.checkpoint.mirror import PATIENCE, Mirror, download, upload
 from hybridtron.checkpoint.save import Saver, meta_of
 from hybridtron.cli.checkpoint import main
 from hybridtron.config.schema import CheckpointConfig
 from hybridtron.parallel.groups import Groups
+from hybridtron.storage import s3
+from hybridtron.storage.s3 import Bucket
 from hybridtron.train import lock
 from tests.checkpoint.conftest import Write, trained
-from tests.data.store import s3_server
+from tests.storage.s3_server import FakeS3, point_at, serve
 
 URL = "s3://bucket/runs/small"
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3_server.Store]:
-    with s3_server.serve(tmp_path / "bucket") as running:
-        monkeypatch.setenv("S3_ENDPOINT_URL", running.url)
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
+    with serve(tmp_path / "bucket") as running:
+        point_at(running.url, monkeypatch)
         yield running
 
 
@@ -43,7 +42,7 @@ def test_a_run_copies_what_it_writes_and_brings_it_back(
     alone: Groups,
     write: Write,
     tmp_path: Path,
-    store: s3_server.Store,
+    store: FakeS3,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -74,12 +73,12 @@ def test_a_run_copies_what_it_writes_and_brings_it_back(
 
 
 def test_large_files_go_in_parts(
-    alone: Groups, write: Write, tmp_path: Path, store: s3_server.Store, monkeypatch: pytest.MonkeyPatch
+    alone: Groups, write: Write, tmp_path: Path, store: FakeS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tokenizer.json").write_text("a long list of tokens" * 10**6)
     folder = write(trained(alone))
-    monkeypatch.setattr(mirror, "AT_ONCE", 1000)
-    upload(Store(URL), folder)
+    monkeypatch.setattr(s3, "AT_ONCE", 1000)
+    upload(Bucket(URL, PATIENCE), folder)
     assert same(download(URL, tmp_path / "back"), folder)
     assert store.uploads_in_parts == 1
 
@@ -92,7 +91,7 @@ def test_a_copy_that_is_not_whole_is_told_and_is_no_checkpoint(
     alone: Groups,
     write: Write,
     tmp_path: Path,
-    store: s3_server.Store,
+    store: FakeS3,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = write(trained(alone))
@@ -105,15 +104,13 @@ def test_a_copy_that_is_not_whole_is_told_and_is_no_checkpoint(
     with pytest.raises(BrokenCheckpoint, match="incomplete"):
         download(URL, tmp_path / "back")
     assert not all_of(tmp_path / "back")
-    upload(Store(URL), folder)  # the next try mends it
+    upload(Bucket(URL, PATIENCE), folder)  # the next try mends it
     assert same(download(URL, tmp_path / "back"), folder)
 
 
-def test_what_changed_in_the_store_is_not_taken(
-    alone: Groups, write: Write, tmp_path: Path, store: s3_server.Store
-) -> None:
+def test_what_changed_in_the_store_is_not_taken(alone: Groups, write: Write, tmp_path: Path, store: FakeS3) -> None:
     folder = write(trained(alone))
-    upload(Store(URL), folder)
+    upload(Bucket(URL, PATIENCE), folder)
     for kind, said in {"flip": "not as it was written", "short": "not as it was written"}.items():
         store.fail(kind, "optimizer-00000", times=1)
         with pytest.raises(BrokenCheckpoint, match=said):

@@ -82,7 +82,7 @@ def test_every_dependency_has_a_range_that_can_be_read() -> None:
     wanted = requirements()
     assert doctor.inside("3.11.0", wanted.python)
     assert not doctor.inside("3.14.0", wanted.python)
-    assert {"torch", "numpy", "rich", "mosaicml-streaming"} <= wanted.required.keys()
+    assert {"torch", "numpy", "rich", "zstd"} <= wanted.required.keys()
     for versions in (wanted.required, *wanted.extras.values()):
         for one in versions.values():
             assert not doctor.inside("9999", one)
@@ -98,17 +98,15 @@ def test_what_was_not_tried_is_pointed_at(name: str, version: str, monkeypatch: 
     assert wanted in line.note
 
 
-def test_without_streaming_training_can_not_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A package that the others stand without: doctor's own processes would still find it."""
-    monkeypatch.setattr(doctor, "is_there", lambda name: name != "mosaicml-streaming")
+def test_without_streaming_training_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is missing in an extra, with the command that installs it."""
     monkeypatch.setattr(doctor, "installed", lambda name: None if name == "mosaicml-streaming" else "1")
     monkeypatch.setattr(doctor, "probe", lambda module: doctor.Probe(True, "1"))
-    assert doctor.main([]) == 1
-    last = capsys.readouterr().out.splitlines()[-2]
-    assert "mosaicml-streaming" in last
-    assert "--no-deps" in last
+    sections = dict(doctor.package_sections())
+    assert "mosaicml-streaming" not in [line.name for line in sections["required"]]
+    (line,) = [line for line in sections["extras"] if line.name == "streaming"]
+    assert line.mark != "fail"
+    assert 'pip install --no-deps "mosaicml-streaming==0.13.0" adds mosaicml-streaming' in line.note
 
 
 def test_help_examines_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from hybridtron.data.folder import TokenFolder
 from hybridtron.data.mixture_spec import Ingredient
 from hybridtron.data.prepare.writer import write_folder
 from hybridtron.data.sources import Sources
-from hybridtron.data.store.shards import CacheOptions
+from hybridtron.storage.cache import CacheOptions
 
 EOS = 0
 LENGTHS = (7, 1, 30, 2, 13, 5, 64, 3, 3, 22, 9, 41)  # without eos; 200 tokens and 12 eos

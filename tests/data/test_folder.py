@@ -14,7 +14,7 @@ import pytest
 
 from hybridtron.data.folder import FolderError, TokenFolder
 from hybridtron.data.prepare.writer import write_folder
-from hybridtron.data.store.mosaic import MDSReader
+from tests.data.mosaic import MDSReader
 
 
 def documents_by_streaming(folder: TokenFolder, split: str, source: str) -> list[list[int]]:

@@ -19,12 +19,12 @@ from hybridtron.config.schema import Config, DataConfig, Documents, Order, Phase
 from hybridtron.data.batch import Batch
 from hybridtron.data.folder import TokenFolder
 from hybridtron.data.loader import Ahead, Loader, build_loader
+from hybridtron.data.mds.store import DataError
 from hybridtron.data.mixture_spec import reading_plan
 from hybridtron.data.prepare import corpus
 from hybridtron.data.prepare.documents import Document
 from hybridtron.data.reading import Reading, phase_seed
 from hybridtron.data.sources import Sources
-from hybridtron.data.store.shards import DataError
 from hybridtron.data.validation import held_out
 from hybridtron.problems import ConfigError
 from tests.data.conftest import EOS, sources_of, toy_documents

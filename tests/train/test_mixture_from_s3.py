@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hybridtron.data.prepare.writer import write_folder
-from tests.data.store.s3_server import serve
+from tests.storage.s3_server import serve
 from tests.train.conftest import VOCAB, counting_documents
 
 ROOT = Path(__file__).parents[2]

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.config.load import load, to_yaml
 from hybridtron.data.batch import Batch
-from hybridtron.data.folder import digest_of
 from hybridtron.engine.engine import Engine
 from hybridtron.engine.schedule import StepLoss
+from hybridtron.storage.digest import digest_of
 from tests.train.conftest import VOCAB, Train
 from tests.train.faults import ending_of, outcome_of
 

@@ -76,7 +76,7 @@ class _Blocks(NamedTuple):
 
 
 class Counted(Protocol):
-    """What a stream has to know of a source: a `Store` does."""
+    """What a stream has to know of a source: a `DocumentStore` does."""
 
     lengths: np.ndarray
     shard_documents: np.ndarray

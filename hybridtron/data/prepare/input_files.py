@@ -20,8 +20,9 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from hybridtron.data.folder import LARGEST_INDEX, digest_of, path_inside
-from hybridtron.regular_files import read_regular
+from hybridtron.data.folder import LARGEST_INDEX
+from hybridtron.regular_files import path_inside, read_regular
+from hybridtron.storage.digest import digest_of
 
 PACKED_MAGIC = b"LITPKDS"
 FORMATS = {

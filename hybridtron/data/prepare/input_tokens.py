@@ -6,6 +6,7 @@ tokens are of the given tokenizer can't be seen here; what uses them checks thei
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import struct
 from collections.abc import Iterator
@@ -13,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
+from hybridtron.data.mds.compression import LARGEST_SHARD, unpacked
+from hybridtron.data.mds.format import TOKENS, VERSION, read_column
 from hybridtron.data.prepare.documents import Document, InputOptions, Tally
 from hybridtron.data.prepare.input_files import PACKED_MAGIC, Input, InputError, mds_shards
-from hybridtron.data.store.unpack import LARGEST_SHARD, unpacked
 from hybridtron.regular_files import Unreadable, read_regular
 
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
@@ -90,36 +93,39 @@ def read_packed(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Doc
 
 def read_mds(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
     """A shard's samples: their column of text if there is one, else that of tokens."""
-    from hybridtron.data.store.mosaic import MDSReader  # slow to import
-
     index, file = one.files
     entry = mds_shards(index)[one.shard]
-    try:
-        reader = MDSReader.from_json(str(index.parent), None, entry)
-        reader.validate(allow_unsafe_types=False)  # a pickle runs whatever program it holds
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{index} names a shard that can't be read: {error}") from error
     column = _mds_column(entry, reading.text_key, index)
     data = _mds_bytes(entry, file)
-    ends = np.frombuffer(data, "<u4", reader.samples + 1, 4).tolist()
-    for number, (first, end) in enumerate(itertools.pairwise(ends)):
+    for number, (content, end) in enumerate(_mds_values(entry, column, data, file)):
         tally.entries += 1
         tally.position = end * one.size // len(data)
-        content = reader.decode_sample(data[first:end])[column]
         if tally.keeps(content) if isinstance(content, str) else tally.keeps_tokens(content):
             yield Document(content, reading.source, f"{file}, sample {number}")
 
 
 def _mds_column(entry: dict[str, Any], text_key: str, index: Path) -> str:
-    encodings = dict(zip(entry["column_names"], entry["column_encodings"], strict=True))
+    try:
+        if (entry["format"], entry["version"]) != ("mds", VERSION):
+            raise ValueError(f"{entry['format']!r} of version {entry['version']!r}; mds of version {VERSION} is known")
+        encodings = dict(zip(entry["column_names"], entry["column_encodings"], strict=True))
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{index} names a shard that can't be read: {error}") from error
     if encodings.get(text_key) == "str":
         return text_key
-    if encodings.get("tokens", "").startswith(("ndarray:uint", "ndarray:int")):
-        return "tokens"
+    if str(encodings.get(TOKENS)).startswith(("ndarray:uint", "ndarray:int")):
+        return TOKENS
     has = ", ".join(f"{name} ({encoding})" for name, encoding in encodings.items())
     raise InputError(
-        f"{index} has neither a column {text_key!r} of str, nor one 'tokens' of integer ndarray; it has: {has}"
+        f"{index} has neither a column {text_key!r} of str, nor one {TOKENS!r} of integer ndarray; it has: {has}"
     )
+
+
+def _mds_values(entry: dict[str, Any], column: str, data: bytes, file: Path) -> Iterator[tuple[str | np.ndarray, int]]:
+    try:
+        yield from read_column(entry, column, data)
+    except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
+        raise InputError(f"{file} is damaged: {error}") from error
 
 
 def _mds_bytes(entry: dict[str, Any], file: Path) -> bytes:
@@ -134,18 +140,25 @@ def _mds_bytes(entry: dict[str, Any], file: Path) -> bytes:
             fault = _mds_fault(data, raw) and f"decompressed it {_mds_fault(data, raw)}"
     except (ValueError, TypeError, KeyError, Unreadable) as error:
         data, fault = b"", str(error)
+    except ImportError as error:
+        raise InputError(f"{file} {error}") from error
     if fault:
         raise InputError(f"{file} is damaged: it {fault}")
     return data
 
 
 def _mds_fault(data: bytes, info: dict[str, Any]) -> str:
-    from hybridtron.data.store.mosaic import get_hash
-
     if len(data) != info["bytes"]:
         return f"has {len(data)} bytes, {info['bytes']} by its index.json"
-    differing = [kind for kind, digest in info["hashes"].items() if get_hash(kind, data) != digest]
+    differing = [kind for kind, digest in info["hashes"].items() if _hash(kind, data) != digest]
     return f"differs from the {differing[0]} in its index.json" if differing else ""
+
+
+def _hash(kind: str, data: bytes) -> str:
+    """By one of the names that an index may give; ValueError where there is no such algorithm."""
+    if kind in xxhash.algorithms_available:
+        return getattr(xxhash, kind)(data).hexdigest()
+    return hashlib.new(kind, data).hexdigest()
 
 
 def _dtype(known: dict[int, str], code: int, file: Path) -> np.dtype:

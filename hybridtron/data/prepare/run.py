@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hybridtron.data.folder import TokenFolder, digest_of
+from hybridtron.data.folder import TokenFolder
 from hybridtron.data.prepare.input_files import ArgumentError, Input, InputError, PrepareError
 from hybridtron.data.prepare.parts import (
     TOKENS,
@@ -36,6 +36,7 @@ from hybridtron.data.prepare.progress import PrepareProgress
 from hybridtron.data.prepare.vocabulary import Vocabulary
 from hybridtron.data.prepare.workers import write_parts
 from hybridtron.data.prepare.writer import assemble, install
+from hybridtron.storage.digest import digest_of
 
 DEFAULTS = FolderSettings()
 Origin = Mapping[str, str | int | float]

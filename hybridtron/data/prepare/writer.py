@@ -7,7 +7,6 @@ where they were written.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
@@ -18,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from hybridtron.data.folder import DIGEST, FORMAT, SPLITS, DataManifest, DataShard, SourceSplit, TokenFolder, digest_of
-from hybridtron.data.store.mosaic import MDSWriter
+from hybridtron.data.folder import DIGEST, FORMAT, SPLITS, DataManifest, DataShard, SourceSplit, TokenFolder
+from hybridtron.data.mds.writer import ShardWriter, index_text
+from hybridtron.storage.digest import digest_of
 
 SHARD_SIZE = 2**26  # bytes
 
@@ -40,20 +40,6 @@ def token_dtype(vocab_size: int) -> str:
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
-class _ShardWriter(MDSWriter):
-    """mosaic's writer of shards, without its index."""
-
-    def flush_shard(self) -> None:
-        if self.new_samples:  # there are none before a first document that is larger than a shard
-            super().flush_shard()
-
-    def finish(self) -> None:
-        """Its own writes an index, which a source gets for all parts, and may wait a second for its threads."""
-        self.flush_shard()
-        self._reset_cache()
-        self.executor.shutdown()
-
-
 class PartWriter:
     """Writes the documents of one part below `folder`; `tokens` already end in eos."""
 
@@ -63,7 +49,7 @@ class PartWriter:
         self.folder, self.part = folder, part
         self.vocab_size, self.dtype = vocab_size, token_dtype(vocab_size)
         self.shard_size, self.compression = shard_size, compression
-        self._writers: dict[tuple[str, str], _ShardWriter] = {}
+        self._writers: dict[tuple[str, str], ShardWriter] = {}
         self._lengths: dict[tuple[str, str], list[int]] = {}
 
     def write(self, split: str, source: str, tokens: Sequence[int] | np.ndarray) -> None:
@@ -75,7 +61,7 @@ class PartWriter:
                 f"document {len(lengths)} of {split}/{source} in {self.part} has a token outside of "
                 f"0..{self.vocab_size - 1}"
             )
-        self._writer(split, source).write({"tokens": wide.astype(self.dtype)})
+        self._writer(split, source).write(wide.astype(self.dtype))
         lengths.append(len(wide))
 
     def finish(self) -> Records:
@@ -84,21 +70,15 @@ class PartWriter:
         for (split, source), writer in self._writers.items():
             writer.finish()
             lengths = np.array(self._lengths[split, source], dtype=np.uint32)
-            entries = [_renamed(entry, self.part) for entry in writer.shards]
+            entries = [_renamed(entry, self.part) for entry in writer.entries]
             records.setdefault(split, {})[source] = PartRecord(entries, lengths)
         return records
 
-    def _writer(self, split: str, source: str) -> _ShardWriter:
+    def _writer(self, split: str, source: str) -> ShardWriter:
         if (split, source) not in self._writers:
             out = self.folder / split / source / self.part
             shutil.rmtree(out, ignore_errors=True)  # of a part that was not finished
-            self._writers[split, source] = _ShardWriter(
-                out=str(out),
-                columns={"tokens": f"ndarray:{self.dtype}"},
-                compression=self.compression,
-                hashes=[DIGEST],
-                size_limit=self.shard_size,
-            )
+            self._writers[split, source] = ShardWriter(out, self.dtype, self.shard_size, self.compression)
         return self._writers[split, source]
 
 
@@ -147,25 +127,25 @@ def write_folder(
 ) -> TokenFolder:
     """Write documents by split and source, without their eos, which is added; a folder already there is kept."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.parent / f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}"
-    aside.mkdir()
+    temporary = path.parent / f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}"
+    temporary.mkdir()
     try:
-        part = PartWriter(aside, "part-00000", vocab_size, shard_size, compression)
+        part = PartWriter(temporary, "part-00000", vocab_size, shard_size, compression)
         for split, sources in splits.items():
             for source, documents in sources.items():
                 for document in documents:
                     part.write(split, source, np.append(np.asarray(document, dtype=np.int64), eos))
-        assemble(aside, [part.finish()], tokenizer, vocab_size, eos, compression, origin)
-        install(aside, path)
+        assemble(temporary, [part.finish()], tokenizer, vocab_size, eos, compression, origin)
+        install(temporary, path)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return TokenFolder.open(path)
 
 
-def install(aside: Path, path: Path) -> None:
-    """Give a finished folder its name, unless somebody else's stands there by now."""
+def install(temporary: Path, path: Path) -> None:
+    """Give a finished folder its name, unless another process has made one of that name by now."""
     try:
-        aside.rename(path)
+        temporary.rename(path)
     except OSError:
         if not path.is_dir():
             raise
@@ -180,7 +160,7 @@ def _renamed(entry: dict[str, Any], part: str) -> dict[str, Any]:
 def _write_source(folder: Path, parts: Sequence[PartRecord]) -> SourceSplit:
     entries = [entry for part in parts for entry in part.entries]
     lengths = np.concatenate([part.lengths for part in parts])
-    index = json.dumps({"version": 2, "shards": entries}, sort_keys=True).encode()
+    index = index_text(entries)
     (folder / "index.json").write_bytes(index)
     np.save(folder / "lengths.npy", lengths)
     ends = np.cumsum([entry["samples"] for entry in entries])

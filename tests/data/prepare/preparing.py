@@ -19,7 +19,7 @@ from hybridtron.data.prepare.embedded import END_OF_TEXT, train_tokenizer
 from hybridtron.data.prepare.input_files import find
 from hybridtron.data.prepare.inputs import read
 from hybridtron.data.prepare.vocabulary import Vocabulary, vocabulary_of
-from hybridtron.data.store.mosaic import MDSReader, decompress
+from tests.data.mosaic import MDSReader, compression
 
 TEXTS = [
     "def main() -> None:\n\tprint('naïve café ☕')\n\n\n",
@@ -91,7 +91,7 @@ def stored(folder: TokenFolder, split: str, source: str) -> list[list[int]]:
         reader = MDSReader.from_json(str(root), None, entry)
         if entry["compression"]:
             packed = (root / entry["zip_data"]["basename"]).read_bytes()
-            data = decompress(entry["compression"], packed)
+            data = compression.decompress(entry["compression"], packed)
             ends = np.frombuffer(data, np.uint32, reader.samples + 1, 4)
             samples = [reader.decode_sample(data[ends[i] : ends[i + 1]]) for i in range(reader.samples)]
         else:

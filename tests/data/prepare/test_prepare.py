@@ -16,7 +16,7 @@ from hybridtron.data.prepare.input_files import ArgumentError, InputError, find
 from hybridtron.data.prepare.parts import FolderSettings, cut
 from hybridtron.data.prepare.run import prepare
 from hybridtron.data.prepare.vocabulary import Vocabulary
-from hybridtron.data.store.mosaic import MDSWriter
+from tests.data.mosaic import MDSWriter
 from tests.data.prepare.preparing import (
     TEXTS,
     all_documents,

@@ -13,12 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hybridtron.data.folder import FolderError, digest_of
-from hybridtron.data.store import cache as cache_module
-from hybridtron.data.store.shards import DataError, Store, open_folder
-from tests.data.store import stores
-from tests.data.store.s3_server import Store as S3
-from tests.data.store.stores import DOCUMENTS, EOS, check_whole, make_documents, opened, quick, write
+from hybridtron.data.folder import FolderError
+from hybridtron.data.mds.opening import open_folder
+from hybridtron.data.mds.store import DataError, DocumentStore
+from hybridtron.storage import cache as cache_module
+from hybridtron.storage.digest import digest_of
+from tests.data.mds import stores
+from tests.data.mds.stores import DOCUMENTS, EOS, check_whole, make_documents, opened, quick, write
+from tests.storage.s3_server import FakeS3, environment
 
 bucket, s3 = stores.bucket, stores.s3  # the fixtures
 
@@ -43,18 +45,18 @@ def counted_digests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("form", ["plain", "zstd"])
 @pytest.mark.parametrize("remote", [False, True], ids=["local", "s3"])
-def test_the_same_tokens_come_from_everywhere(s3: S3, tmp_path: Path, form: str, remote: bool):
+def test_the_same_tokens_come_from_everywhere(s3: FakeS3, tmp_path: Path, form: str, remote: bool):
     cache = quick(tmp_path)
     folder = open_folder(f"s3://bucket/{form}" if remote else str(s3.root / form), cache)
-    check_whole(Store(folder, "train", "web", cache), DOCUMENTS[:45])
-    check_whole(Store(folder, "train", "code", cache), DOCUMENTS[45:85])
-    check_whole(Store(folder, "validation", "web", cache), DOCUMENTS[85:])
+    check_whole(DocumentStore(folder, "train", "web", cache), DOCUMENTS[:45])
+    check_whole(DocumentStore(folder, "train", "code", cache), DOCUMENTS[45:85])
+    check_whole(DocumentStore(folder, "validation", "web", cache), DOCUMENTS[85:])
     assert cached_bytes(tmp_path) > 0 if remote or form == "zstd" else not cached_bytes(tmp_path)
     assert not list(tmp_path.rglob("*.zstd"))
     assert not [file for file in tmp_path.glob("*/.staging/**/*") if file.is_file()]
 
 
-def test_spans_and_shards(s3: S3, tmp_path: Path):
+def test_spans_and_shards(s3: FakeS3, tmp_path: Path):
     store = opened(s3.root / "plain", quick(tmp_path))
     draw = np.random.default_rng(1)
     for number in draw.integers(0, 45, 200).tolist():
@@ -72,24 +74,25 @@ def test_spans_and_shards(s3: S3, tmp_path: Path):
             store.read(document, first, count)
 
 
-def test_reading_in_place_needs_no_torch(s3: S3, tmp_path: Path):
+def test_reading_in_place_needs_no_torch(s3: FakeS3, tmp_path: Path):
     code = (
-        "import sys; from pathlib import Path; from hybridtron.data.store.shards import *\n"
+        "import sys; from pathlib import Path; from hybridtron.data.mds.opening import *; "
+        "from hybridtron.data.mds.store import *; from hybridtron.storage.cache import CacheOptions\n"
         f"cache = CacheOptions(Path({str(tmp_path)!r}))\n"
-        f"Store(open_folder({str(s3.root / 'plain')!r}, cache), 'train', 'web', cache).read(0, 0, 1)\n"
+        f"DocumentStore(open_folder({str(s3.root / 'plain')!r}, cache), 'train', 'web', cache).read(0, 0, 1)\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-def test_a_second_opening_fetches_the_manifest_alone(s3: S3, tmp_path: Path):
+def test_a_second_opening_fetches_the_manifest_alone(s3: FakeS3, tmp_path: Path):
     check_whole(opened("s3://bucket/plain", quick(tmp_path)), DOCUMENTS[:45])
     s3.downloads.clear()
     check_whole(opened("s3://bucket/plain/", quick(tmp_path)), DOCUMENTS[:45])
     assert +s3.downloads == {"plain/manifest.json": 1}
 
 
-def test_prepare_fetches_side_by_side(s3: S3, tmp_path: Path):
+def test_prepare_fetches_side_by_side(s3: FakeS3, tmp_path: Path):
     store = opened("s3://bucket/plain", quick(tmp_path))
     s3.downloads.clear()
     store.prepare(range(len(store.shard_documents)))
@@ -98,7 +101,7 @@ def test_prepare_fetches_side_by_side(s3: S3, tmp_path: Path):
     check_whole(store, DOCUMENTS[:45])
 
 
-def test_a_store_can_be_pickled(s3: S3, tmp_path: Path):
+def test_a_store_can_be_pickled(s3: FakeS3, tmp_path: Path):
     store = opened("s3://bucket/zstd", quick(tmp_path))
     store.read(0, 0, 1)
     dumped = pickle.dumps(store)
@@ -106,23 +109,8 @@ def test_a_store_can_be_pickled(s3: S3, tmp_path: Path):
     check_whole(pickle.loads(dumped), DOCUMENTS[:45])
 
 
-def test_a_forked_process_makes_its_own_connections(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    store = opened("s3://bucket/plain", quick(tmp_path))
-    assert store._fetcher
-    streams = store._fetcher._streams
-    store.prepare([0])
-    (parents,) = streams._idle
-    store.prepare([1])
-    assert streams._idle == [parents]
-    child = os.getpid() + 1
-    monkeypatch.setattr(os, "getpid", lambda: child)
-    store.prepare([2])
-    assert len(streams._idle) == 1
-    assert streams._idle != [parents]
-
-
 @pytest.mark.parametrize("form", ["plain", "zstd"])
-def test_digests_are_computed_once_per_file(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str):
+def test_digests_are_computed_once_per_file(s3: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str):
     hashed = counted_digests(monkeypatch)
     store = opened(s3.root / form, quick(tmp_path))
     check_whole(store, DOCUMENTS[:45])
@@ -147,7 +135,7 @@ def test_a_changed_file_is_hashed_again(tmp_path: Path, monkeypatch: pytest.Monk
         check_whole(opened(tmp_path / "data", quick(tmp_path / "cache")), DOCUMENTS[:45])
 
 
-def test_a_local_folder_needs_no_cache_that_can_be_written(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_local_folder_needs_no_cache_that_can_be_written(s3: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     hashed = counted_digests(monkeypatch)
     (tmp_path / "file").write_text("")
     store = opened(s3.root / "plain", quick(tmp_path / "file" / "cache"))
@@ -157,14 +145,14 @@ def test_a_local_folder_needs_no_cache_that_can_be_written(s3: S3, tmp_path: Pat
     assert len(hashed) == len(store.shard_documents)
 
 
-def largest_shard(store: Store) -> int:
+def largest_shard(store: DocumentStore) -> int:
     splits = store.folder.manifest.splits.values()
     shards = [shard for sources in splits for of_source in sources.values() for shard in of_source.shards]
     return max(shard.size + (shard.packed or 0) for shard in shards)
 
 
 @pytest.mark.parametrize("path", ["{root}/zstd", "s3://bucket/plain"])
-def test_the_cache_keeps_its_limit(s3: S3, tmp_path: Path, path: str):
+def test_the_cache_keeps_its_limit(s3: FakeS3, tmp_path: Path, path: str):
     path = path.format(root=s3.root)
     free = quick(tmp_path / "free")
     limit = 4 * largest_shard(opened(path, free))
@@ -206,7 +194,7 @@ def test_the_least_recently_used_goes_first(tmp_path: Path):
     assert held == second.read(0, 0, 1)  # evicted or not, it is mapped
 
 
-def test_a_limit_that_is_too_low_is_refused(s3: S3, tmp_path: Path):
+def test_a_limit_that_is_too_low_is_refused(s3: FakeS3, tmp_path: Path):
     least = 0
     for path in (str(s3.root / "zstd"), "s3://bucket/zstd"):
         with pytest.raises(FolderError, match=r"data.cache_limit=1000 holds fewer than 4 of them") as error:
@@ -218,7 +206,7 @@ def test_a_limit_that_is_too_low_is_refused(s3: S3, tmp_path: Path):
     open_folder(str(s3.root / "plain"), quick(tmp_path, 1000))  # it is read in place
 
 
-def test_threads_may_share_a_store(s3: S3, tmp_path: Path):
+def test_threads_may_share_a_store(s3: FakeS3, tmp_path: Path):
     store = opened("s3://bucket/zstd", quick(tmp_path))
     faults: list[BaseException] = []
 
@@ -241,26 +229,25 @@ def test_threads_may_share_a_store(s3: S3, tmp_path: Path):
 CHILD = """
 import sys
 from pathlib import Path
-from hybridtron.data.store import mosaic
-from hybridtron.data.store.shards import CacheOptions, Store, open_folder
+from hybridtron.data.mds.opening import open_folder
+from hybridtron.data.mds.store import DocumentStore
+from hybridtron.storage.attempts import Patience
+from hybridtron.storage.cache import CacheOptions
 for line in sys.stdin:
-    cache = CacheOptions(Path(line.strip()), None, 20, 1)
-    store = Store(open_folder("s3://bucket/plain", cache), "train", "web", cache)
+    cache = CacheOptions(Path(line.strip()), None, Patience(20, 1))
+    store = DocumentStore(open_folder("s3://bucket/plain", cache), "train", "web", cache)
     read = [store.read(number, 0, length) for number, length in enumerate(store.lengths)]
     print(sum(int(tokens.sum()) for tokens in read), flush=True)
 """
 
 
 @pytest.fixture(scope="module", autouse=True)
-def other(bucket: S3) -> Iterator[subprocess.Popen[str]]:
-    """Another process, which reads the whole folder through the cache whose path it is sent.
-
-    It imports torch while the first tests run.
-    """
+def other(bucket: FakeS3) -> Iterator[subprocess.Popen[str]]:
+    """Another process, which reads the whole folder through the cache whose path it is sent."""
     process = subprocess.Popen(
         [sys.executable, "-c", CHILD],
         cwd=ROOT,
-        env={**os.environ, **stores.environment(bucket.url), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **environment(bucket.url), "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -276,7 +263,7 @@ def read_there(process: subprocess.Popen[str], cache: Path) -> None:
     process.stdin.flush()
 
 
-def test_two_processes_share_a_cache(s3: S3, tmp_path: Path, other: subprocess.Popen[str]):
+def test_two_processes_share_a_cache(s3: FakeS3, tmp_path: Path, other: subprocess.Popen[str]):
     s3.delay = 0.02
     read_there(other, tmp_path)
     store = opened("s3://bucket/plain", quick(tmp_path))
@@ -288,7 +275,7 @@ def test_two_processes_share_a_cache(s3: S3, tmp_path: Path, other: subprocess.P
     assert set(fetched.values()) == {1}  # each file was fetched by one of them
 
 
-def test_a_killed_download_stops_nobody(s3: S3, tmp_path: Path, other: subprocess.Popen[str]):
+def test_a_killed_download_stops_nobody(s3: FakeS3, tmp_path: Path, other: subprocess.Popen[str]):
     s3.fail("dribble", r"train/web/.*shard.00002")
     read_there(other, tmp_path)
     staging = ".staging/train/web/part-00000/shard.00002.mds"
@@ -306,7 +293,7 @@ def test_a_killed_download_stops_nobody(s3: S3, tmp_path: Path, other: subproces
     assert not list(tmp_path.glob(f"*/{staging}"))
 
 
-def test_room_that_a_killed_process_had_taken_is_free(s3: S3, tmp_path: Path):
+def test_room_that_a_killed_process_had_taken_is_free(s3: FakeS3, tmp_path: Path):
     path = s3.root / "zstd"
     cache = quick(tmp_path / "cache", 4 * largest_shard(opened(path, quick(tmp_path / "free"))))
     store = opened(path, cache)

@@ -1,14 +1,17 @@
 """An MDS shard as it lies on disk, and an index held against the manifest. Neither torch nor streaming is needed.
 
     uint32 count, uint32 offsets[count + 1], the writer's settings as JSON, then the samples, end to end
-    a sample: uint32 bytes that follow the shape, uint8 dimensions and width of the shape, the shape, the tokens
+    a sample: uint32 size of each column that has no fixed one, then the columns, by their names in order
+    a column of tokens: uint8 dimensions * 4 + log2(bytes of each), the dimensions, the tokens
 
-What a sample takes follows from its length, so every offset can be held against lengths.npy, and the tokens of a
-sample are its last bytes. The functions here tell faults in words; what follows from one is for the caller.
+Folders of our own have one column, `tokens`, of one dimension. What a sample takes then follows from its length, so
+that every offset can be held against lengths.npy, and the tokens of a sample are its last bytes. The functions here
+describe faults in words; what follows from one is for the caller.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from mmap import mmap
@@ -19,6 +22,48 @@ import numpy as np
 from hybridtron.data.folder import DIGEST, DataManifest, DataShard, SourceSplit, safe_name
 
 WORD = 4  # bytes of a count, an offset or a sample's size
+VERSION = 2
+TOKENS = "tokens"  # the column of our own folders
+
+
+def encoded(tokens: np.ndarray) -> bytes:
+    """A sample of one column of tokens, at least one."""
+    width = 0 if len(tokens) < 2**8 else 1 if len(tokens) < 2**16 else 2
+    shape = bytes([1 << 2 | width]) + len(tokens).to_bytes(1 << width, "little")
+    return (len(shape) + tokens.nbytes).to_bytes(WORD, "little") + shape + tokens.tobytes()
+
+
+def assembled(samples: list[bytes], settings: bytes) -> bytes:
+    """A shard of encoded samples."""
+    first = WORD * (len(samples) + 2) + len(settings)
+    ends = first + np.cumsum([0, *map(len, samples)])
+    return b"".join([np.uint32(len(samples)).tobytes(), ends.astype(np.uint32).tobytes(), settings, *samples])
+
+
+def read_column(entry: dict[str, Any], name: str, data: bytes) -> Iterator[tuple[str | np.ndarray, int]]:
+    """The values of one column of a raw shard, and where each one's sample ends; ValueError where it is damaged.
+
+    The column is a `str` or an `ndarray:DTYPE`, flattened. No other is decoded: among them may be pickles, which run
+    whatever program they hold.
+    """
+    place, sizes = entry["column_names"].index(name), entry["column_sizes"]
+    encoding = entry["column_encodings"][place]
+    unsized = sum(not size for size in sizes)
+    offsets = np.frombuffer(data, "<u4", entry["samples"] + 1, WORD).tolist()
+    for first, end in itertools.pairwise(offsets):
+        found = iter(np.frombuffer(data, "<u4", unsized, first).tolist())
+        widths = [size or next(found) for size in sizes]
+        begin = first + WORD * unsized + sum(widths[:place])
+        value = data[begin : begin + widths[place]]
+        if not first <= begin <= begin + widths[place] <= end <= len(data):
+            raise ValueError(f"its sample at {first} does not lie in the shard")
+        yield (value.decode() if encoding == "str" else _flat_array(encoding, value)), end
+
+
+def _flat_array(encoding: str, value: bytes) -> np.ndarray:
+    _, dtype, *fixed_shape = encoding.split(":")
+    # A fixed shape stands in the index, another one before the entries.
+    return np.frombuffer(value, dtype, offset=0 if fixed_shape else 1 + (value[0] >> 2) * (1 << (value[0] & 3)))
 
 
 def index_faults(index: bytes, manifest: DataManifest, of_source: SourceSplit) -> Iterator[str]:
@@ -29,15 +74,15 @@ def index_faults(index: bytes, manifest: DataManifest, of_source: SourceSplit) -
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         yield f"does not parse: {error!r}"
         return
-    if version != 2:
-        yield f"has version {version!r}; 2 is known"
+    if version != VERSION:
+        yield f"has version {version!r}; {VERSION} is known"
     if len(entries) != len(of_source.shards):
         yield f"has {len(entries)} shards, and the manifest {len(of_source.shards)}"
     for number, (entry, shard) in enumerate(zip(entries, of_source.shards, strict=False)):
         if not isinstance(entry, dict):
             yield f"has no settings for shard {number}"
             continue
-        found = _told(entry)
+        found = _stated(entry)
         for key, value in _expected(manifest, shard).items():
             if found.get(key) != value:
                 yield f"says of shard {number} that its {key} is {found.get(key)!r}, and the manifest {value!r}"
@@ -64,7 +109,7 @@ def read_offsets(data: bytes | mmap, shard: DataShard) -> np.ndarray:
 
 
 def wrong_samples(offsets: np.ndarray, lengths: np.ndarray, itemsize: int, size: int) -> np.ndarray:
-    """The samples whose bytes do not have the size that so many tokens take, or do not lie in the shard."""
+    """The samples whose bytes do not have the size that tokens of these lengths take, or do not lie in the shard."""
     begins, ends = offsets[:-1].astype(np.int64), offsets[1:].astype(np.int64)
     tokens = lengths.astype(np.int64)
     shape = np.select([tokens < 2**8, tokens < 2**16], [1, 2], 4)
@@ -72,26 +117,30 @@ def wrong_samples(offsets: np.ndarray, lengths: np.ndarray, itemsize: int, size:
     return np.flatnonzero(~fits | (begins < WORD * (len(tokens) + 2)))
 
 
-def _told(entry: dict[str, Any]) -> dict[str, Any]:
+def _stated(entry: dict[str, Any]) -> dict[str, Any]:
     """What an index entry says, in the words of `_expected`."""
     keys = ("format", "version", "compression", "samples", "column_names", "column_encodings", "column_sizes")
-    told = {key: entry.get(key) for key in keys}
+    stated = {key: entry.get(key) for key in keys}
     for kind, info in (("raw", entry.get("raw_data")), ("packed", entry.get("zip_data"))):
         if isinstance(info, dict):
             hashes = info.get("hashes")
             digest = hashes.get(DIGEST) if isinstance(hashes, dict) else None
-            told |= {f"{kind} file": info.get("basename"), f"{kind} size": info.get("bytes"), f"{kind} digest": digest}
-    return told
+            stated |= {
+                f"{kind} file": info.get("basename"),
+                f"{kind} size": info.get("bytes"),
+                f"{kind} digest": digest,
+            }
+    return stated
 
 
 def _expected(manifest: DataManifest, shard: DataShard) -> dict[str, Any]:
     stored = None if shard.packed is None else manifest.stored_name(shard)
     return {
         "format": "mds",
-        "version": 2,
+        "version": VERSION,
         "compression": manifest.compression,
         "samples": shard.documents,
-        "column_names": ["tokens"],
+        "column_names": [TOKENS],
         "column_encodings": [f"ndarray:{manifest.dtype}"],
         "column_sizes": [None],
         "raw file": shard.file,

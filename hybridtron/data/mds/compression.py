@@ -1,20 +1,31 @@
-"""Compressed shards, unpacked to the size that is stated for them and never to more.
+"""Compressed shards: packed for folders that ask for it, and unpacked to the size that is stated, never to more.
 
 A hundred kilobytes can unpack to gigabytes, so no algorithm is run before it is certain that it stops: by a limit of
 its own where it has one, else because the data itself says how much it makes, which the algorithm then holds it to.
+Folders of our own know zstd alone; the others occur in MDS folders that other programs wrote.
 """
 
 from __future__ import annotations
 
 import bz2
 import gzip
-import importlib
 import io
+from importlib import import_module
 from typing import Any
 
-LARGEST_SHARD = 2**32  # bytes: an MDS shard tells its places in 32 bits
+LARGEST_SHARD = 2**32  # bytes: an MDS shard gives its offsets in 32 bits
+USUAL_LEVEL = 3  # of zstd, where none is named: what mosaicml-streaming takes too
+_PACKAGES = {"zstd": "zstd", "br": "brotli", "snappy": "python-snappy"}  # what pip installs
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _RLE = 1  # a zstd block that holds one byte, for any number of it
+
+
+def packed(compression: str, data: bytes) -> bytes:
+    """Data compressed by `zstd` or `zstd:LEVEL`."""
+    kind, _, level = compression.partition(":")
+    if kind != "zstd":
+        raise ValueError(f"shards are written as zstd or zstd:LEVEL, not as {compression}")
+    return _package(kind).compress(data, int(level or USUAL_LEVEL))
 
 
 def unpacked(compression: str, data: bytes, size: int) -> bytes:
@@ -23,7 +34,7 @@ def unpacked(compression: str, data: bytes, size: int) -> bytes:
         raise ValueError(f"is said to have {size} bytes; a shard has at most {LARGEST_SHARD}")
     try:
         made = _made(compression.split(":")[0], data, size)
-    except ValueError:
+    except (ValueError, ImportError):
         raise
     except Exception as error:  # every algorithm has its own
         raise ValueError(f"can't be decompressed: {error}") from error
@@ -34,23 +45,32 @@ def unpacked(compression: str, data: bytes, size: int) -> bytes:
 
 
 def _made(kind: str, data: bytes, size: int) -> bytes:
-    """At least so much that a wrong size is seen, and at most a byte more than stated."""
+    """At least enough that a wrong size is seen, and at most a byte more than stated."""
     if kind == "gz":
         return gzip.GzipFile(fileobj=io.BytesIO(data)).read(size + 1)
     if kind == "bz2":
         return bz2.BZ2File(io.BytesIO(data)).read(size + 1)
+    if kind not in _PACKAGES:
+        raise ValueError(f"is compressed by {kind!r}; gz, bz2, {', '.join(_PACKAGES)} are known")
+    package = _package(kind)
     if kind == "br":
-        decompressor: Any = importlib.import_module("brotli").Decompressor()
+        decompressor = package.Decompressor()
         made = decompressor.process(data, output_buffer_limit=size + 1)
         if len(made) <= size and not decompressor.is_finished():
             raise ValueError("is truncated")
         return made[: size + 1]
-    stated = {"zstd": _stated_by_zstd, "snappy": _stated_by_snappy}
-    if kind in stated and (found := stated[kind](data)) != size:
-        raise ValueError(f"says that it has {found} bytes when decompressed, and its manifest {size}")
-    from hybridtron.data.store.mosaic import decompress  # imports torch
+    stated = {"zstd": _stated_by_zstd, "snappy": _stated_by_snappy}[kind](data)
+    if stated != size:
+        raise ValueError(f"says that it has {stated} bytes when decompressed, and its manifest {size}")
+    return package.decompress(data)
 
-    return decompress(kind, data)
+
+def _package(kind: str) -> Any:
+    name = _PACKAGES[kind]
+    try:
+        return import_module(name.removeprefix("python-"))
+    except ImportError as error:
+        raise ImportError(f"needs a package that is not installed: pip install {name}") from error
 
 
 def _stated_by_zstd(data: bytes) -> int:
@@ -75,7 +95,7 @@ def _stated_by_zstd(data: bytes) -> int:
 
 
 def _stated_by_snappy(data: bytes) -> int:
-    """The number that leads: seven bits a byte, the last without its eighth."""
+    """The number at the start: seven bits a byte, the last without its eighth."""
     stated = 0
     for place, byte in enumerate(data[:5]):
         stated |= (byte & 127) << 7 * place

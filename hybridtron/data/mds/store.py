@@ -1,19 +1,18 @@
 """The store of documents: any span of any document, from a folder on this machine, or from a URL through the cache.
 
 A local folder without compression is read in place. Other shards are fetched into the cache when they are first used
-(`fetch.py`), or ahead of that by `prepare`. Either way the digest of a shard's bytes is right before a token of it is
-returned, and is computed once per file (`cache.py`). mosaicml-streaming brings the shards here; its StreamingDataset,
-which shares memory between processes and owns an order of samples, has no part in it.
+(`storage/fetch.py`), or ahead of that by `prepare`. Either way the digest of a shard's bytes is right before a token of
+it is returned, and is computed once per file (`storage/cache.py`). The order in which documents are read, and by which
+process, is not decided here.
 
 A fault ends in DataError, or FolderError while a dataset is opened; it never ends the data.
 """
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate
@@ -23,17 +22,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybridtron.data.folder import LARGEST_INDEX, SPLITS, DataManifest, FolderError, TokenFolder, digest_of, is_url
-from hybridtron.data.store.cache import CacheOptions, Damaged, DataError, Entry, inside
-from hybridtron.data.store.fetch import Fetcher, Streams, check_scheme, fetch_file
-from hybridtron.data.store.mds import index_faults, packed_digests, read_offsets, wrong_samples
-from hybridtron.regular_files import read_regular
-
-__all__ = ["CacheOptions", "DataError", "Store", "open_folder"]
+from hybridtron.data.folder import LARGEST_INDEX, DataShard, TokenFolder
+from hybridtron.data.mds.compression import unpacked
+from hybridtron.data.mds.format import index_faults, packed_digests, read_offsets, wrong_samples
+from hybridtron.data.mds.opening import check_limit
+from hybridtron.regular_files import Unreadable, read_regular
+from hybridtron.storage.attempts import Damaged, StorageError
+from hybridtron.storage.cache import CacheEntry, CacheOptions
+from hybridtron.storage.digest import digest_of
+from hybridtron.storage.fetch import Wanted, fetched
+from hybridtron.storage.remote import inside, remote_of
 
 MAPPED = 64  # shards that a store keeps mapped
 THREADS = 4  # shards that `prepare` fetches at a time
-_SMALL = 2**20  # bytes that a manifest or a tokenizer may take before it gets more time than the timeout
+
+
+class DataError(StorageError):
+    """Reading failed. Names the dataset, the shard, and the sample where one is concerned."""
 
 
 class _Mapped(NamedTuple):
@@ -47,19 +52,7 @@ class _Mapped(NamedTuple):
     inode: int | None
 
 
-def open_folder(path: str, cache: CacheOptions) -> TokenFolder:
-    """A folder of prepared tokens by its path or its URL; FolderError if it can't be used."""
-    if not is_url(path):
-        folder = TokenFolder.open(Path(path))
-    else:
-        url = path.rstrip("/")
-        check_scheme(url)
-        folder = _fetch_folder(url, Entry(cache, url))
-    _check_limit(folder, cache)
-    return folder
-
-
-class Store:
+class DocumentStore:
     """The documents of one source and split."""
 
     def __init__(self, folder: TokenFolder, split: str, source: str, cache: CacheOptions) -> None:
@@ -67,14 +60,14 @@ class Store:
         self.folder, self.split, self.source = folder, split, source
         self._shards = manifest.splits[split][source].shards
         self._where = f"{split}/{source}"
-        self._entry = Entry(cache, folder.remote or str(folder.path.resolve()))
-        self._fetcher = None
+        place = folder.remote or str(folder.path.resolve())
+        self._entry = CacheEntry(cache, place)
+        self._remote = None  # where shards are fetched from, unless they are read in place
         if folder.remote is not None or manifest.compression is not None:
-            _check_limit(folder, cache)
-            remote = folder.remote or str(folder.path.resolve())
-            self._fetcher = Fetcher(self._entry, remote, manifest, self._where)
+            check_limit(folder, cache)
+            self._remote = remote_of(place, cache.patience)
         for file in ("index.json", "lengths.npy"):
-            inside(folder.path, f"{self._where}/{file}")
+            self._inside(folder.path, f"{self._where}/{file}")
         self._packed = self._checked_index()
         self.lengths = folder.lengths(split, source)
         self.shard_documents = np.array([shard.documents for shard in self._shards], dtype=np.int64)
@@ -101,7 +94,7 @@ class Store:
     def read(self, document: int, first: int, count: int) -> np.ndarray:
         """`count` tokens of a document from its token `first` on: a view, to be copied by who keeps it.
 
-        That they are tokens of the vocabulary is cheaper to see of many spans at once; `check` tells of one.
+        That they are tokens of the vocabulary is cheaper to see of many spans at once; `check` looks at one.
         """
         shard = bisect_right(self._ends, document)
         try:
@@ -132,7 +125,7 @@ class Store:
     @property
     def fetches(self) -> bool:
         """Whether shards come from elsewhere, and so are worth asking for side by side."""
-        return self._fetcher is not None
+        return self._remote is not None
 
     def prepare(self, shards: Iterable[int]) -> None:
         """Make shards present and verified; those that are missing are fetched side by side."""
@@ -193,22 +186,34 @@ class Store:
         """A shard's file and its bytes, fetched if need be, and verified."""
         of_shard = self._shards[shard]
         key = f"{self._where}/{of_shard.file}"
+        opened = partial(self._entry.open, key=key, size=of_shard.size, digest=of_shard.digest)
         try:
-            path = inside(self.folder.path if self._fetcher is None else self._entry.root, key)
+            path = inside(self.folder.path if self._remote is None else self._entry.root, key)
             try:
-                return path, self._entry.open(path, key, of_shard)
+                return path, opened(path)
             except (FileNotFoundError, NotADirectoryError, Damaged) as fault:
-                if self._fetcher is None:
-                    told = fault if isinstance(fault, Damaged) else "is missing"
-                    raise DataError(f"{told}; `hybridtron data verify {self.folder.path}` looks at all") from fault
-            return path, self._fetcher.obtain(of_shard, self._packed[shard])
-        except (DataError, OSError) as error:
+                if self._remote is None:
+                    what = fault if isinstance(fault, Damaged) else "is missing"
+                    check = f"`hybridtron data verify {self.folder.path}` verifies every shard"
+                    raise DataError(f"{what}; {check}") from fault
+            manifest = self.folder.manifest
+            stored, size = f"{self._where}/{manifest.stored_name(of_shard)}", of_shard.size + (of_shard.packed or 0)
+            packed = manifest.compression is not None
+            unpack = partial(_unpacked, manifest.compression, of_shard, self._packed[shard]) if packed else None
+            return path, fetched(self._entry, self._remote, Wanted(key, stored, size, opened, unpack))
+        except (StorageError, OSError) as error:
             raise DataError(f"{self._shard_name(shard)} {error}") from error
+
+    def _inside(self, root: Path, relative: str) -> Path:
+        try:
+            return inside(root, relative)
+        except StorageError as error:
+            raise DataError(f"{self.folder.name}: {error}") from error
 
     def _drop_maps(self) -> None:
         """Room for one more map. What was evicted takes its disk until it is unmapped, so it goes first."""
         for shard, mapped in list(self._mapped.items()):
-            if len(self._mapped) >= MAPPED or (self._fetcher is not None and _inode(mapped.file) != mapped.inode):
+            if len(self._mapped) >= MAPPED or (self._remote is not None and _inode(mapped.file) != mapped.inode):
                 self._mapped.pop(shard, None)
 
 
@@ -219,49 +224,14 @@ def _inode(file: Path) -> int | None:
         return None
 
 
-def _check_limit(folder: TokenFolder, cache: CacheOptions) -> None:
-    """FolderError if so little may be kept that shards would be evicted before they are read."""
-    manifest = folder.manifest
-    if cache.limit is None or (folder.remote is None and manifest.compression is None):
-        return
-    sources = [of_source for split in SPLITS for of_source in manifest.splits[split].values()]
-    largest = max((shard.size + (shard.packed or 0) for one in sources for shard in one.shards), default=0)
-    if cache.limit < 4 * largest:
-        raise FolderError(
-            folder.name,
-            f"has shards that take up to {largest} bytes; data.cache_limit={cache.limit} holds fewer than 4 of them: "
-            f"{4 * largest} or more works",
-        )
-
-
-def _fetch_folder(url: str, entry: Entry) -> TokenFolder:
-    """Bring all but the shards of a remote folder into the cache: the manifest always, the rest where it differs."""
-    streams = Streams(url, entry.options.timeout)
-
-    def fetch(name: str, size: int, fault: Callable[[bytes], str | None], anew: bool = False) -> Path:
-        try:
-            return fetch_file(entry, streams, name, size, fault, anew)
-        except DataError as error:
-            raise FolderError(url, f"can't be opened: {name} {error}") from error
-
-    text = fetch("manifest.json", _SMALL, _json_fault, anew=True).read_text(encoding="utf-8")
-    manifest = DataManifest.parse(text, url)
-    fetch("tokenizer.json", _SMALL, partial(_digest_fault, manifest.tokenizer))
-    for split in SPLITS:
-        for source, of_source in manifest.splits[split].items():
-            fetch(f"{split}/{source}/index.json", _SMALL, partial(_digest_fault, of_source.index))
-            lengths_size = 128 + 4 * of_source.documents
-            fetch(f"{split}/{source}/lengths.npy", lengths_size, partial(_digest_fault, of_source.lengths))
-    return TokenFolder(entry.root, manifest, digest_of(text.encode()), remote=url)
-
-
-def _json_fault(data: bytes) -> str | None:
+def _unpacked(compression: str, shard: DataShard, digest: str | None, stored: Path) -> bytes:
+    """A compressed shard as it is read; Damaged where a byte of it is another one."""
     try:
-        json.loads(data)
-    except ValueError as error:
-        return f"is not JSON: {error}"
-    return None
-
-
-def _digest_fault(digest: str, data: bytes) -> str | None:
-    return None if digest_of(data) == digest else "differs from its digest in the manifest"
+        data = read_regular(stored, shard.packed or 0)
+        if len(data) != shard.packed:
+            raise Damaged("is empty" if not data else f"has {len(data)} of {shard.packed} bytes")
+        if digest_of(data) != digest:
+            raise Damaged("differs from its digest in the index")
+        return unpacked(compression, data, shard.size)
+    except (ValueError, Unreadable) as error:
+        raise Damaged(str(error)) from error

@@ -14,10 +14,11 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from hybridtron.data.folder import TokenFolder, digest_of
+from hybridtron.data.folder import TokenFolder
+from hybridtron.data.mds.verify import REPORTED, verify
 from hybridtron.data.prepare.writer import write_folder
-from hybridtron.data.store.mosaic import MDSWriter
-from hybridtron.data.store.verify import TOLD, verify
+from hybridtron.storage.digest import digest_of
+from tests.data.mosaic import MDSWriter
 
 EOS, VOCAB = 0, 50
 SHARD = "train/web/part-00000/shard.00001.mds"
@@ -148,8 +149,8 @@ def test_what_a_faulty_writer_writes(plain: TokenFolder):
         f"{name}: sample 1 has the token 50, and the vocabulary 50 entries",
         f"{name}: sample 2 ends in token 4, not in eos, 0",
     ]
-    rewrite(plain, [np.array([3, 4])] * (TOLD + 5))
-    assert len(faults(plain)) == TOLD + 1
+    rewrite(plain, [np.array([3, 4])] * (REPORTED + 5))
+    assert len(faults(plain)) == REPORTED + 1
     assert faults(plain)[-1] == f"{name}: 5 more samples are wrong"
 
 
@@ -189,7 +190,7 @@ def test_a_manifest_that_says_nothing(plain: TokenFolder, change: dict | None, t
 
 def test_it_needs_no_torch_where_nothing_is_compressed(plain: TokenFolder):
     code = (
-        "import sys; from pathlib import Path; from hybridtron.data.store.verify import verify\n"
+        "import sys; from pathlib import Path; from hybridtron.data.mds.verify import verify\n"
         f"assert not verify(Path({str(plain.path)!r})).faults; sys.exit('torch' in sys.modules)"
     )
     root = Path(__file__).parents[3]

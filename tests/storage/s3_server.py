@@ -1,13 +1,14 @@
-"""A store that speaks S3 on the loopback interface, serves a folder, and fails as it is told to.
+"""A store that speaks S3 on the loopback interface, serves a folder, and fails on request.
 
 GET with and without Range, HEAD, PUT, uploads in parts, ETag, and errors as XML: what boto3 asks of a bucket when it
-downloads and uploads. The bucket's
-name is the first part of the path, and is not looked at. It is no model of S3's consistency, rights or signatures.
+downloads and uploads. The bucket's name is the first part of the path, and is not looked at. It is no model of S3's
+consistency, rights or signatures.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import socket
 import struct
@@ -20,6 +21,12 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import boto3
+import pytest
+from botocore.config import Config
+
+from hybridtron.storage import attempts
 
 FOREVER = 10**9
 
@@ -39,7 +46,7 @@ class Fault:
 
 
 @dataclass
-class Store:
+class FakeS3:
     """The server's folder, its faults, and what was asked of it."""
 
     root: Path
@@ -51,11 +58,17 @@ class Store:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     closing: threading.Event = field(default_factory=threading.Event)
 
+    def reset(self) -> None:
+        """As at the start."""
+        self.faults.clear()
+        self.downloads.clear()
+        self.delay = 0.0
+
     def fail(self, kind: str, pattern: str, times: int = FOREVER) -> None:
         self.faults.append(Fault(kind, pattern, times))
 
     def fault_of(self, key: str, download: bool) -> str:
-        """The fault that a request meets; only a download uses one up."""
+        """The fault of a request; only a download uses one up."""
         with self._lock:
             self.downloads[key] += download
             for fault in self.faults:
@@ -66,9 +79,9 @@ class Store:
 
 
 @contextmanager
-def serve(root: Path) -> Iterator[Store]:
+def serve(root: Path) -> Iterator[FakeS3]:
     """A running store; its address is `url`."""
-    store = Store(root)
+    store = FakeS3(root)
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("OfStore", (_Handler,), {"store": store}))
     server.daemon_threads = True
     store.url = f"http://127.0.0.1:{server.server_address[1]}"
@@ -82,8 +95,40 @@ def serve(root: Path) -> Iterator[Store]:
         server.server_close()
 
 
+class OneSession:
+    """boto3's Session, made once: a new one parses megabytes of JSON, which is most of what these tests would do."""
+
+    shared = boto3.session.Session()
+    lock = threading.Lock()
+
+    def client(self, name: str, config: Config, endpoint_url: str | None) -> object:
+        with self.lock:
+            return self.shared.client(name, config=config, endpoint_url=endpoint_url)
+
+
+def point_at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let clients of this process and of its children use a store, and pause only for a moment before they retry."""
+    monkeypatch.setattr(boto3.session, "Session", OneSession)
+    monkeypatch.setattr(attempts, "PAUSE", 0.05)
+    for name, value in environment(url).items():
+        monkeypatch.setenv(name, value)
+
+
+def environment(url: str) -> dict[str, str]:
+    """What points a process at a store."""
+    return {
+        "S3_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_MAX_ATTEMPTS": "1",  # the retries that are tested are ours
+        "AWS_CONFIG_FILE": os.devnull,
+        "NO_PROXY": "127.0.0.1",
+    }
+
+
 class _Handler(BaseHTTPRequestHandler):
-    store: Store
+    store: FakeS3
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # headers and body are two writes, and the second would wait 40 ms
 

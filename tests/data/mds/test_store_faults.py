@@ -9,32 +9,35 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hybridtron.data.folder import DataManifest, FolderError, TokenFolder, digest_of
-from hybridtron.data.store import mosaic
-from hybridtron.data.store.shards import CacheOptions, DataError, Store, open_folder
-from tests.data.store import stores
-from tests.data.store.s3_server import Store as S3
-from tests.data.store.stores import DOCUMENTS, check_whole, make_documents, opened, quick, write
+from hybridtron.data.folder import DataManifest, FolderError, TokenFolder
+from hybridtron.data.mds.opening import open_folder
+from hybridtron.data.mds.store import DataError, DocumentStore
+from hybridtron.storage.attempts import Patience
+from hybridtron.storage.cache import CacheOptions
+from hybridtron.storage.digest import digest_of
+from hybridtron.storage.s3 import Bucket
+from tests.data.mds import stores
+from tests.data.mds.stores import DOCUMENTS, check_whole, make_documents, opened, quick, write
+from tests.storage.s3_server import FakeS3
 
 bucket, s3 = stores.bucket, stores.s3  # the fixtures
 SHARD = "train/web/part-00000/shard.00001.mds"
 
 
 def impatient(folder: Path) -> CacheOptions:
-    return CacheOptions(folder, timeout=0.5, retries=1)
+    return CacheOptions(folder, patience=Patience(timeout=0.5, retries=1))
 
 
 @pytest.mark.parametrize("kind", ["refuse", "reset", "cut", "short", "flip", "dribble"])
-def test_a_fault_that_passes_is_survived(s3: S3, tmp_path: Path, kind: str):
+def test_a_fault_that_passes_is_survived(s3: FakeS3, tmp_path: Path, kind: str):
     form = "zstd" if kind in ("flip", "short") else "plain"
     s3.fail(kind, "shard.00001", times=1)
-    cache = replace(quick(tmp_path), timeout=3 if kind == "dribble" else 60)
+    cache = CacheOptions(tmp_path, patience=Patience(timeout=3 if kind == "dribble" else 60, retries=1))
     check_whole(opened(f"s3://bucket/{form}", cache), DOCUMENTS[:45])
     assert max(s3.downloads.values()) >= 2
 
@@ -52,9 +55,12 @@ def test_a_fault_that_passes_is_survived(s3: S3, tmp_path: Path, kind: str):
         ("silent", "not finished after 1 s|Read timeout"),
     ],
 )
-def test_a_fault_that_stays_is_an_error(s3: S3, tmp_path: Path, kind: str, told: str):
-    patient = CacheOptions(tmp_path, timeout=60, retries=1)
-    store = opened("s3://bucket/plain", replace(patient, timeout=1) if "after 1 s" in told else patient)
+def test_a_fault_that_stays_is_an_error(s3: FakeS3, tmp_path: Path, kind: str, told: str):
+    patient = CacheOptions(tmp_path, patience=Patience(timeout=60, retries=1))
+    store = opened(
+        "s3://bucket/plain",
+        CacheOptions(tmp_path, patience=Patience(timeout=1, retries=1)) if "after 1 s" in told else patient,
+    )
     document = int(store.shard_documents[0])
     s3.fail(kind, "web/.*shard.00001")
     begin = time.monotonic()
@@ -70,7 +76,7 @@ def test_a_fault_that_stays_is_an_error(s3: S3, tmp_path: Path, kind: str, told:
 
 
 @pytest.mark.parametrize("form", ["plain", "zstd"])
-def test_a_damaged_file_of_the_cache_is_fetched_again(s3: S3, tmp_path: Path, form: str):
+def test_a_damaged_file_of_the_cache_is_fetched_again(s3: FakeS3, tmp_path: Path, form: str):
     check_whole(opened(f"s3://bucket/{form}", quick(tmp_path)), DOCUMENTS[:45])
     file = next(tmp_path.glob(f"*/{SHARD}"))
     whole = file.read_bytes()
@@ -170,8 +176,8 @@ def test_an_index_that_says_anything_else_is_refused(local: Path, tmp_path: Path
 
     folder = tamper(local, change)
     with pytest.raises(DataError, match=r"train/web/index.json says of shard 1"):
-        Store(folder, "train", "web", quick(tmp_path / "cache"))
-    Store(folder, "train", "code", quick(tmp_path / "cache"))
+        DocumentStore(folder, "train", "web", quick(tmp_path / "cache"))
+    DocumentStore(folder, "train", "code", quick(tmp_path / "cache"))
 
 
 def test_a_changed_or_broken_index_is_refused(local: Path, tmp_path: Path):
@@ -180,7 +186,7 @@ def test_a_changed_or_broken_index_is_refused(local: Path, tmp_path: Path):
     for text, told in [(index.read_text() + " ", "digest"), ("{", "parse"), ('{"version": 2, "shards": []}', "shards")]:
         index.write_text(text)
         with pytest.raises(DataError, match=told):
-            Store(folder, "train", "web", quick(tmp_path / "cache"))
+            DocumentStore(folder, "train", "web", quick(tmp_path / "cache"))
 
 
 def test_a_compression_can_not_lead_out_of_the_folder(tmp_path: Path):
@@ -203,7 +209,7 @@ def test_symbolic_links_are_not_followed(tmp_path: Path, linked: str, form: str)
         check_whole(opened(tmp_path / "data", cache), DOCUMENTS[:45])
 
 
-def test_a_link_in_the_cache_is_not_followed(s3: S3, tmp_path: Path):
+def test_a_link_in_the_cache_is_not_followed(s3: FakeS3, tmp_path: Path):
     store = opened("s3://bucket/plain", impatient(tmp_path / "cache"))
     (tmp_path / "outside").mkdir()
     (store.folder.path / "train/web/part-00000").symlink_to(tmp_path / "outside")
@@ -236,7 +242,7 @@ def test_lengths_that_do_not_fit_the_samples(local: Path, tmp_path: Path):
         opened(local, quick(tmp_path / "cache")).read(0, 0, 1)
 
 
-def test_a_dataset_that_was_replaced_is_noticed(s3: S3, tmp_path: Path):
+def test_a_dataset_that_was_replaced_is_noticed(s3: FakeS3, tmp_path: Path):
     shutil.copytree(s3.root / "plain", s3.root / "changing")
     old = opened("s3://bucket/changing", impatient(tmp_path))
     old.read(0, 0, 1)
@@ -252,7 +258,7 @@ def test_a_dataset_that_was_replaced_is_noticed(s3: S3, tmp_path: Path):
     shutil.rmtree(s3.root / "changing")
 
 
-def test_a_cache_that_can_not_be_written(s3: S3, tmp_path: Path):
+def test_a_cache_that_can_not_be_written(s3: FakeS3, tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FolderError, match=rf"the cache {tmp_path}/file/cache can't be written .*data.cache"):
         open_folder("s3://bucket/plain", impatient(tmp_path / "file" / "cache"))
@@ -262,20 +268,20 @@ def test_a_cache_that_can_not_be_written(s3: S3, tmp_path: Path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int):
+def test_a_full_disk(s3: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int):
     store = opened("s3://bucket/plain", quick(tmp_path))
 
     def full(self: object, *arguments: object) -> str:
         raise OSError(number, "No space left on device")
 
-    monkeypatch.setattr(mosaic.Stream, "_download_file", full)
+    monkeypatch.setattr(Bucket, "bring", full)
     begin = time.monotonic()
     with pytest.raises(DataError, match=r"no room for \d+ bytes .*data.cache.*data.cache_limit"):
         store.read(0, 0, 1)
     assert time.monotonic() - begin < 0.5  # it does not pass, so it is not tried again
 
 
-def test_a_closed_port_and_one_that_never_answers(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_closed_port_and_one_that_never_answers(s3: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with socket.socket() as hole:
         hole.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{hole.getsockname()[1]}"
@@ -290,14 +296,14 @@ def test_a_closed_port_and_one_that_never_answers(s3: S3, tmp_path: Path, monkey
             assert time.monotonic() - begin < 5
 
 
-def test_a_store_that_went_away_after_opening(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_store_that_went_away_after_opening(s3: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     store = opened("s3://bucket/plain", impatient(tmp_path))
     s3.fail("silent", ".")
     with pytest.raises(DataError, match=r"s3://bucket/plain: shard .*(not finished after|Read timeout)"):
         store.read(0, 0, 1)
 
 
-def test_what_is_not_a_dataset(s3: S3, tmp_path: Path):
+def test_what_is_not_a_dataset(s3: FakeS3, tmp_path: Path):
     cache = impatient(tmp_path)
     with pytest.raises(FolderError, match=r"starts with ftp://, for which there is no client; .*s3://"):
         open_folder("ftp://host/data", cache)
@@ -308,7 +314,7 @@ def test_what_is_not_a_dataset(s3: S3, tmp_path: Path):
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "train/web/index.json", "validation/web/lengths.npy"])
-def test_files_beside_the_shards_are_held_against_the_manifest(s3: S3, tmp_path: Path, file: str):
+def test_files_beside_the_shards_are_held_against_the_manifest(s3: FakeS3, tmp_path: Path, file: str):
     s3.fail("flip", file, times=1)
     cache = quick(tmp_path)
     open_folder("s3://bucket/plain", cache)
@@ -320,14 +326,14 @@ def test_files_beside_the_shards_are_held_against_the_manifest(s3: S3, tmp_path:
         open_folder("s3://bucket/plain", cache)
 
 
-def test_a_missing_client_is_named(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "boto3.s3.transfer", None)
-    with pytest.raises(FolderError, match="`pip install boto3` brings its client"):
+def test_a_missing_client_is_named(s3: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(FolderError, match=r"boto3 is not installed: pip install .*\[s3\]"):
         open_folder("s3://bucket/plain", quick(tmp_path))
 
 
-def test_a_lock_that_is_never_given_back(s3: S3, tmp_path: Path):
-    cache = CacheOptions(tmp_path, timeout=0.2, retries=0)
+def test_a_lock_that_is_never_given_back(s3: FakeS3, tmp_path: Path):
+    cache = CacheOptions(tmp_path, patience=Patience(timeout=0.2, retries=0))
     store = opened(s3.root / "zstd", cache)
     with (
         store._entry.lock(f"train/web/{store._shards[0].file}", 1),

@@ -1,4 +1,4 @@
-"""Every byte of a prepared folder held against its manifest, and every fault told, not only the first.
+"""Every byte of a prepared folder held against its manifest: every fault is reported, not only the first.
 
 Opening a folder looks at sizes, and reading looks at the shards that are read; this looks at all of it: indexes,
 digests of shards as they are stored and as they are read, offsets, lengths, token ids, the eos of each document, sums,
@@ -25,19 +25,20 @@ from hybridtron.data.folder import (
     DataShard,
     FolderError,
     TokenFolder,
-    digest_of,
 )
-from hybridtron.data.store.cache import DataError, inside
-from hybridtron.data.store.mds import index_faults, packed_digests, read_offsets, wrong_samples
-from hybridtron.data.store.unpack import unpacked
+from hybridtron.data.mds.compression import unpacked
+from hybridtron.data.mds.format import index_faults, packed_digests, read_offsets, wrong_samples
 from hybridtron.regular_files import read_regular
+from hybridtron.storage.attempts import StorageError
+from hybridtron.storage.digest import digest_of
+from hybridtron.storage.remote import inside
 
-TOLD = 20  # samples that are told of one shard
+REPORTED = 20  # wrong samples of one shard that are reported one by one
 MORE = 2**20  # bytes beyond its size that a file is still read with, and looked at
 
 
 @dataclass(frozen=True)
-class Report:
+class FolderReport:
     """What was looked at, and what was wrong with it: each fault begins with the name of its file."""
 
     sources: int
@@ -62,13 +63,13 @@ class ShardTask:
     eos: int
 
 
-def verify(path: Path, workers: int = 1, watch: Callable[[int, int], None] = lambda done, whole: None) -> Report:
-    """Look at a folder, its shards by so many processes; `watch` is told after each how many are done, and of what."""
+def verify(path: Path, workers: int = 1, watch: Callable[[int, int], None] = lambda done, whole: None) -> FolderReport:
+    """Look at a folder, its shards by N processes; after each, `watch` is called with the number done and the whole."""
     try:
         text = read_regular(inside(path, "manifest.json"), LARGEST_MANIFEST).decode()
         folder = TokenFolder(path, DataManifest.parse(text, path), digest_of(text.encode()))
-    except (FolderError, DataError, OSError, UnicodeDecodeError) as error:
-        return Report(0, 0, 0, [f"manifest.json: {error}"])
+    except (FolderError, StorageError, OSError, UnicodeDecodeError) as error:
+        return FolderReport(0, 0, 0, [f"manifest.json: {error}"])
     manifest = folder.manifest
     faults = [f"tokenizer.json: {fault}" for fault in tokenizer_faults(folder)]
     tasks: list[ShardTask] = []
@@ -79,7 +80,7 @@ def verify(path: Path, workers: int = 1, watch: Callable[[int, int], None] = lam
             tasks += of_source
     faults += shard_faults(tasks, workers, watch)
     names = {source for split in SPLITS for source in manifest.splits[split]}
-    return Report(len(names), len(tasks), sum(task.shard.tokens for task in tasks), faults)
+    return FolderReport(len(names), len(tasks), sum(task.shard.tokens for task in tasks), faults)
 
 
 def tokenizer_faults(folder: TokenFolder) -> Iterator[str]:
@@ -89,7 +90,7 @@ def tokenizer_faults(folder: TokenFolder) -> Iterator[str]:
     manifest = folder.manifest
     try:
         data = read_regular(inside(folder.path, "tokenizer.json"), LARGEST_TOKENIZER)
-    except (DataError, OSError) as error:
+    except (StorageError, OSError) as error:
         yield str(error)
         return
     if digest_of(data) != manifest.tokenizer:
@@ -119,13 +120,13 @@ def source_faults(folder: TokenFolder, split: str, source: str) -> tuple[list[st
             found.append("differs from its digest in the manifest")
         digests = digests if found else packed_digests(index)
         faults += [f"{where}/index.json: {fault}" for fault in found]
-    except (DataError, OSError) as error:
+    except (StorageError, OSError) as error:
         faults.append(f"{where}/index.json: {error}")
     lengths = None
     try:
         inside(folder.path, f"{where}/lengths.npy")
         lengths = folder.lengths(split, source)
-    except (FolderError, DataError) as error:
+    except (FolderError, StorageError) as error:
         faults.append(f"{where}/lengths.npy: {error}")
     ends = np.cumsum([0, *(shard.documents for shard in of_source.shards)])
     tasks = [
@@ -162,7 +163,9 @@ def shard_faults(tasks: list[ShardTask], workers: int, watch: Callable[[int, int
                     found[number] = future.result()
                 except BrokenProcessPool:
                     name = f"{tasks[number].where}/{tasks[number].stored}"
-                    found[number] = [f"{name}: not looked at: a process ended, for want of memory? Fewer --workers"]
+                    found[number] = [
+                        f"{name}: not verified: a process ended, perhaps for lack of memory; use fewer --workers"
+                    ]
                 watch(done + 1, len(tasks))
     return [fault for number in range(len(tasks)) for fault in found[number]]
 
@@ -175,7 +178,7 @@ def faults_of(task: ShardTask) -> list[str]:
         data = read_regular(inside(task.root, stored), expected + MORE)
     except FileNotFoundError:
         return [f"{stored}: is missing"]
-    except (DataError, OSError) as error:
+    except (StorageError, OSError) as error:
         return [f"{stored}: {error}"]
     return [f"{stored}: {fault}" for fault in _content_faults(task, data)]
 
@@ -188,7 +191,7 @@ def _content_faults(task: ShardTask, data: bytes) -> Iterator[str]:
             yield "differs from its digest in the index"
         try:
             data = unpacked(task.compression, data, task.shard.size)
-        except ValueError as error:
+        except (ValueError, ImportError) as error:
             yield str(error)
             return
     if len(data) != task.shard.size:
@@ -210,17 +213,17 @@ def _sample_faults(task: ShardTask, data: bytes, offsets: np.ndarray, lengths: n
         yield f"has {total} tokens by lengths.npy, and {task.shard.tokens} by the manifest"
     dtype = np.dtype(task.dtype)
     wrong = set(wrong_samples(offsets, lengths, dtype.itemsize, len(data)).tolist())
-    told = 0
+    found = 0
     for sample, (end, length) in enumerate(zip(offsets[1:].tolist(), lengths.tolist(), strict=True)):
         fault = f"does not have the size of {length} tokens, its length in lengths.npy"
         if sample not in wrong:
             tokens = np.frombuffer(data, dtype, length, end - length * dtype.itemsize)
             fault = _token_fault(tokens, task)
-        told += bool(fault)
-        if fault and told <= TOLD:
+        found += bool(fault)
+        if fault and found <= REPORTED:
             yield f"sample {sample} {fault}"
-    if told > TOLD:
-        yield f"{told - TOLD} more samples are wrong"
+    if found > REPORTED:
+        yield f"{found - REPORTED} more samples are wrong"
 
 
 def _token_fault(tokens: np.ndarray, task: ShardTask) -> str:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import struct
+import sys
 import tracemalloc
 
 import pytest
 
-from hybridtron.data.store import mosaic  # noqa: F401  which makes its modules importable
-from hybridtron.data.store.unpack import unpacked
+from hybridtron.data.mds import compression
+from hybridtron.data.mds.compression import unpacked
+from tests.data.mosaic import compression as mosaics
 
 DATA = b"some text, some more text " * 1000
 KINDS = ["zstd", "zstd:19", "gz", "bz2", "br", "snappy"]
 
 
 def packed(kind: str, data: bytes) -> bytes:
-    from streaming.base.compression import compress
-
-    return compress(kind, data)
+    return mosaics.compress(kind, data)
 
 
 def frame(stated: int | None, blocks: int) -> bytes:
@@ -65,3 +65,23 @@ def test_a_size_that_no_shard_has() -> None:
     for size in (-1, 2**62):
         with pytest.raises(ValueError, match=r"."):
             unpacked("zstd", packed("zstd", DATA), size)
+
+
+def test_ours_is_what_theirs_makes() -> None:
+    for kind in ("zstd", "zstd:1", "zstd:19"):
+        assert compression.packed(kind, DATA) == packed(kind, DATA)
+    with pytest.raises(ValueError, match="zstd"):
+        compression.packed("gz", DATA)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("zstd", "zstd"), ("br", "brotli"), ("snappy", "snappy")])
+def test_an_absent_package_is_named(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = packed(kind, DATA)
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=f"pip install .*{name}"):
+        unpacked(kind, data, len(DATA))
+
+
+def test_an_algorithm_that_nobody_knows() -> None:
+    with pytest.raises(ValueError, match="'lz77'"):
+        unpacked("lz77", DATA, 5)

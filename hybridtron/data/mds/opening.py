@@ -1,0 +1,83 @@
+"""Opening a folder of prepared tokens, here or in a store: everything but its shards is there and right afterwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from hybridtron.data.folder import SPLITS, DataManifest, FolderError, TokenFolder
+from hybridtron.storage.attempts import Damaged, StorageError
+from hybridtron.storage.cache import CacheEntry, CacheOptions
+from hybridtron.storage.digest import digest_of
+from hybridtron.storage.fetch import Wanted, fetched
+from hybridtron.storage.remote import is_url, remote_of
+
+Opened = TypeVar("Opened")
+_SMALL = 2**20  # bytes that a manifest or a tokenizer may take before it gets more time than the timeout
+
+
+def open_folder(path: str, cache: CacheOptions) -> TokenFolder:
+    """A folder of prepared tokens by its path or its URL; FolderError if it can't be used."""
+    if not is_url(path):
+        folder = TokenFolder.open(Path(path))
+    else:
+        folder = _fetch_folder(path.rstrip("/"), cache)
+    check_limit(folder, cache)
+    return folder
+
+
+def check_limit(folder: TokenFolder, cache: CacheOptions) -> None:
+    """FolderError if so little may be kept that shards would be evicted before they are read."""
+    manifest = folder.manifest
+    if cache.limit is None or (folder.remote is None and manifest.compression is None):
+        return
+    sources = [of_source for split in SPLITS for of_source in manifest.splits[split].values()]
+    largest = max((shard.size + (shard.packed or 0) for of_source in sources for shard in of_source.shards), default=0)
+    if cache.limit < 4 * largest:
+        raise FolderError(
+            folder.name,
+            f"has shards that take up to {largest} bytes; data.cache_limit={cache.limit} holds fewer than 4 of them: "
+            f"{4 * largest} or more works",
+        )
+
+
+def _fetch_folder(url: str, cache: CacheOptions) -> TokenFolder:
+    """Bring all but the shards of a remote folder into the cache: the manifest always, the rest where it differs."""
+    entry = CacheEntry(cache, url)
+    try:
+        remote = remote_of(url, cache.patience)
+    except StorageError as error:
+        raise FolderError(url, str(error)) from error
+
+    def fetch(name: str, size: int, opened: Callable[[Path], Opened], anew: bool = False) -> Opened:
+        try:
+            return fetched(entry, remote, Wanted(name, name, size, opened), evictable=False, anew=anew)
+        except StorageError as error:
+            raise FolderError(url, f"can't be opened: {name} {error}") from error
+
+    text = fetch("manifest.json", _SMALL, _json_text, anew=True)
+    manifest = DataManifest.parse(text, url)
+    fetch("tokenizer.json", _SMALL, partial(_check_digest, manifest.tokenizer))
+    for split in SPLITS:
+        for source, of_source in manifest.splits[split].items():
+            fetch(f"{split}/{source}/index.json", _SMALL, partial(_check_digest, of_source.index))
+            lengths_size = 128 + 4 * of_source.documents
+            fetch(f"{split}/{source}/lengths.npy", lengths_size, partial(_check_digest, of_source.lengths))
+    return TokenFolder(entry.root, manifest, digest_of(text.encode()), remote=url)
+
+
+def _json_text(path: Path) -> str:
+    text = path.read_bytes()
+    try:
+        json.loads(text)
+        return text.decode()
+    except ValueError as error:
+        raise Damaged(f"is not JSON: {error}") from error
+
+
+def _check_digest(digest: str, path: Path) -> None:
+    if digest_of(path.read_bytes()) != digest:
+        raise Damaged("differs from its digest in the manifest")

@@ -1,0 +1,73 @@
+"""Documents of tokens -> MDS shards of a folder, and the entries that its index.json has of them.
+
+Files and entries are, byte by byte, those of mosaicml-streaming's MDSWriter with the same settings, so that its own
+tools read them; a test compares. One thing differs: where the very first document is larger than a shard, it writes an
+empty shard before it, and this does not.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybridtron.data.folder import DIGEST
+from hybridtron.data.mds.compression import packed
+from hybridtron.data.mds.format import TOKENS, VERSION, WORD, assembled, encoded
+from hybridtron.storage.digest import digest_of
+
+
+class ShardWriter:
+    """Writes a shard whenever the next document would make it larger than `size_limit` bytes, before compression."""
+
+    def __init__(self, folder: Path, dtype: str, size_limit: int, compression: str | None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.compression = folder, compression
+        self.entries: list[dict[str, Any]] = []
+        self._settings = {
+            "version": VERSION,
+            "format": "mds",
+            "compression": compression,
+            "hashes": [DIGEST],
+            "size_limit": size_limit,
+            "column_names": [TOKENS],
+            "column_encodings": [f"ndarray:{dtype}"],
+            "column_sizes": [None],
+        }
+        self._settings_text = json.dumps(self._settings, sort_keys=True).encode()
+        self._room = size_limit - 2 * WORD - len(self._settings_text)  # for samples, each with its offset
+        self._samples: list[bytes] = []
+        self._taken = 0
+
+    def write(self, tokens: np.ndarray) -> None:
+        """Add a document, of the writer's dtype."""
+        sample = encoded(tokens)
+        if self._taken + len(sample) + WORD > self._room:
+            self.finish()
+        self._samples.append(sample)
+        self._taken += len(sample) + WORD
+
+    def finish(self) -> None:
+        """Write the shard that is begun, if one is."""
+        if not self._samples:
+            return
+        name, stored = f"shard.{len(self.entries):05}.mds", assembled(self._samples, self._settings_text)
+        entry = {**self._settings, "samples": len(self._samples), "raw_data": _described(name, stored)}
+        if self.compression is not None:
+            name = f"{name}.{self.compression.partition(':')[0]}"
+            stored = packed(self.compression, stored)
+        entry["zip_data"] = _described(name, stored) if self.compression is not None else None
+        (self.folder / name).write_bytes(stored)
+        self.entries.append(entry)
+        self._samples, self._taken = [], 0
+
+
+def index_text(entries: list[dict[str, Any]]) -> bytes:
+    """The index.json of a folder with these shards."""
+    return json.dumps({"version": VERSION, "shards": entries}, sort_keys=True).encode()
+
+
+def _described(name: str, data: bytes) -> dict[str, Any]:
+    return {"basename": name, "bytes": len(data), "hashes": {DIGEST: digest_of(data)}}

@@ -1,0 +1,226 @@
+"""The cache on this machine: which files are there and known to be right, who fetches one, and which one has to go.
+
+    FOLDER/.lock                               held while room is made
+    FOLDER/<digest of the dataset's name>/     an entry: one dataset, laid out as itself
+        KEY                                    a file as it is read; nothing else ever has this name
+        .verified/KEY                          the state of a file whose digest was right; its mtime: last use
+        .locks/KEY                             held while a file is made present
+        .staging/KEY/                          where that happens; left by a killed process, it is removed by the next
+
+Keys are paths below the dataset's root. Files with a mark in .verified are what may be evicted: shards, but not the few
+small files beside them. A dataset that is read in place has an entry of marks alone. Locks are the kernel's (flock):
+they end with their process. Nothing here downloads (`fetch.py`) or knows what a shard holds.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import mmap
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from hybridtron.storage.attempts import Damaged, Patience, StorageError
+from hybridtron.storage.digest import digest_of
+
+_NAMES = 16  # characters of a digest that name an entry
+_LOOK_S = 0.05  # between one look at a lock that another process holds and the next
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """Where files are kept, how many bytes of them, and how patient to be with the stores that they come from."""
+
+    folder: Path
+    limit: int | None = None
+    patience: Patience = field(default_factory=Patience)
+
+
+@contextmanager
+def disk_advice(options: CacheOptions, size: int) -> Iterator[None]:
+    """Turn an error of the cache's disk into one that says what to do; others pass."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageError(
+                f"the cache {options.folder} has no room for {size} bytes ({error.strerror}): free some, move it with "
+                "data.cache, or let it drop shards with a smaller data.cache_limit"
+            ) from error
+        of_cache = error.filename is None or str(error.filename).startswith(str(options.folder))
+        if of_cache and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+            raise StorageError(
+                f"the cache {options.folder} can't be written ({error.strerror}), and {size} bytes have to be: name a "
+                "folder of yours with data.cache"
+            ) from error
+        raise
+
+
+class CacheEntry:
+    """What the cache holds of one dataset."""
+
+    def __init__(self, options: CacheOptions, dataset: str) -> None:
+        self.options = replace(options, folder=options.folder.absolute())
+        self.root = self.options.folder / digest_of(dataset.encode())[:_NAMES]
+        self._known: dict[str, list[int | str]] = {}  # as the marks, for a cache that can't be written
+
+    def open(self, path: Path, key: str, size: int, digest: str) -> mmap.mmap:
+        """The bytes of a file, mapped; Damaged if they are not of this size and digest.
+
+        The digest is computed once per file: the mark that is left then holds for as long as the file's size, time and
+        inode stay what they were.
+        """
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_size != size:
+                raise Damaged("is empty" if not status.st_size else f"has {status.st_size} of {size} bytes")
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        state = [status.st_size, status.st_mtime_ns, status.st_ino, digest]
+        if self._known.get(key) != state and self._marked(key) != state:
+            if digest_of(mapped) != digest:
+                raise Damaged("differs from its digest in the manifest")
+            self._mark(key, state)
+        self._known[key] = state
+        with suppress(OSError):
+            os.utime(self._mark_file(key))
+        return mapped
+
+    def forget(self, path: Path, key: str) -> None:
+        """Throw a file of the cache away."""
+        path.unlink(missing_ok=True)
+        self._mark_file(key).unlink(missing_ok=True)
+
+    @contextmanager
+    def lock(self, key: str, seconds: float) -> Iterator[None]:
+        """Be the only one that makes a file of the cache present; StorageError after so long a wait."""
+        with _locked(self.root / ".locks" / key, seconds):
+            yield
+
+    @contextmanager
+    def staging(self, key: str, size: int | None = None) -> Iterator[Path]:
+        """A folder in which a file is made ready, with room for `size` bytes of it; its lock must be held."""
+        folder = self.root / ".staging" / key
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if self.options.limit is not None and size is not None:
+                self._reserve(folder, size)
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _reserve(self, folder: Path, size: int) -> None:
+        """Evict until there is room, and write down that it is taken."""
+        patience = self.options.patience.total(size)
+        end = time.monotonic() + patience
+        while True:
+            with _locked(self.options.folder / ".lock", patience):
+                if make_room(self.options, size):
+                    (folder / ".reserved").write_text(str(size))
+                    return
+            if time.monotonic() > end:
+                raise StorageError(
+                    f"the cache {self.options.folder} of {self.options.limit} bytes is full of shards that other "
+                    f"processes are fetching, and {size} bytes have to fit: raise data.cache_limit"
+                )
+            time.sleep(_LOOK_S)
+
+    def _mark_file(self, key: str) -> Path:
+        return self.root / ".verified" / key
+
+    def _marked(self, key: str) -> object:
+        try:
+            return json.loads(self._mark_file(key).read_bytes())
+        except (OSError, ValueError):
+            return None
+
+    def _mark(self, key: str, state: list[int | str]) -> None:
+        mark = self._mark_file(key)
+        temporary = mark.with_name(f".{mark.name}.{secrets.token_hex(4)}")
+        with suppress(OSError):  # then the file is verified once per process
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(state))
+            temporary.replace(mark)
+
+
+def make_room(options: CacheOptions, size: int) -> bool:
+    """Evict the least recently used files until `size` bytes fit under the limit; the cache's lock must be held.
+
+    False if what others are fetching leaves too little. A file that is mapped somewhere stays readable there.
+    """
+    assert options.limit is not None
+    reserved = _reserved(options.folder)  # first: what is put in its place meanwhile counts twice, not never
+    files = sorted(_evictable(options.folder))
+    free = options.limit - size - reserved - sum(bytes_ for _, bytes_, _, _ in files)
+    for _, bytes_, file, mark in files:
+        if free >= 0:
+            break
+        file.unlink(missing_ok=True)
+        mark.unlink(missing_ok=True)
+        free += bytes_
+    return free >= 0
+
+
+def _evictable(folder: Path) -> Iterator[tuple[int, int, Path, Path]]:
+    """Every file that has a mark: when it was used, its bytes, itself and the mark."""
+    for entry in _entries(folder):
+        for mark in _files(entry / ".verified"):
+            file = entry / mark.relative_to(entry / ".verified")
+            with suppress(FileNotFoundError):  # of a dataset that is read in place, or evicted meanwhile
+                yield mark.stat().st_mtime_ns, file.lstat().st_size, file, mark
+
+
+def _reserved(folder: Path) -> int:
+    """Bytes that processes are fetching now. What a killed one left is removed: nobody holds its lock."""
+    total = 0
+    for entry in _entries(folder):
+        for reserved in [file for file in _files(entry / ".staging") if file.name == ".reserved"]:
+            lock = entry / ".locks" / reserved.parent.relative_to(entry / ".staging")
+            try:
+                with _locked(lock, 0):
+                    shutil.rmtree(reserved.parent, ignore_errors=True)
+            except StorageError:
+                with suppress(OSError, ValueError):
+                    total += int(reserved.read_text())
+    return total
+
+
+def _entries(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if len(path.name) == _NAMES]
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """The files below a folder; os.walk passes over folders that others remove meanwhile, Path.rglob raises."""
+    for parent, _, names in os.walk(folder):
+        yield from (Path(parent, name) for name in names)
+
+
+@contextmanager
+def _locked(file: Path, seconds: float) -> Iterator[None]:
+    """Hold a lock file. The file stays: removing it would let two processes hold locks of one name."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    end = time.monotonic() + seconds
+    try:
+        while not _taken(descriptor):
+            if time.monotonic() >= end:
+                raise StorageError(f"another process has held {file} for {seconds:.0f} seconds: is it stopped?")
+            time.sleep(_LOOK_S)
+        yield
+    finally:
+        os.close(descriptor)  # and with it the lock
+
+
+def _taken(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

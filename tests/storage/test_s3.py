@@ -1,0 +1,206 @@
+"""The client of buckets when a store fails, is slow, is none, or sends elsewhere: it ends, in StorageError.
+
+What wrong bytes lead to is for those who know the right ones: tests/data/mds for shards, tests/checkpoint for copies.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from hybridtron.storage import s3
+from hybridtron.storage.attempts import ObjectMissingError, Patience, StorageError, attempted
+from hybridtron.storage.s3 import Bucket
+from tests.storage.s3_server import FakeS3, point_at, serve
+
+URL = "s3://bucket/runs/small"
+CONTENT = bytes(range(256)) * 40
+BOUND_S = 20.0  # far above what one attempt takes, and below what a fault that is waited for would
+HASTY = Patience(timeout=1.0, retries=0, slowest=2**40)
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
+    """A store that holds one object, `there`."""
+    file = tmp_path / "bucket/runs/small/there"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(CONTENT)
+    with serve(tmp_path / "bucket") as running:
+        point_at(running.url, monkeypatch)
+        yield running
+
+
+def bring(bucket: Bucket, into: Path, patience: Patience) -> bytes:
+    return attempted(patience, len(CONTENT), "fetched", lambda: bucket.bring("there", into)).read_bytes()
+
+
+def test_what_is_written_is_read(store: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = Bucket(f"{URL}/", HASTY)
+    large = os.urandom(9 * 2**20)
+    (tmp_path / "large").write_bytes(large)
+    bucket.put("a/small", b"some bytes")
+    bucket.put_file("large", tmp_path / "large")
+    assert store.uploads_in_parts == 1
+    assert bucket.small("a/small", 10) == b"some bytes"
+    assert bucket.small("nothing", 10) is None
+    assert b"".join(bucket.pieces("large")) == large
+    assert bucket.bring("large", tmp_path / "new/folder/copy").read_bytes() == large
+    monkeypatch.setattr(s3, "AT_ONCE", 1000)
+    assert [len(piece) for piece in bucket.pieces("there")] == [1000] * 10 + [240]
+    assert (store.root / "runs/small/a/small").read_bytes() == b"some bytes"
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("refuse", "SlowDown"),
+        ("reset", "Connection"),
+        ("cut", "IncompleteRead"),
+        ("lost", "is not found: NoSuchKey"),
+        ("dribble", "not finished after 1 s"),
+        ("silent", "not finished after 1 s|Read timeout"),
+    ],
+)
+def test_a_fault_that_stays_ends_in_an_error(store: FakeS3, tmp_path: Path, fault: str, message: str) -> None:
+    store.fail(fault, "there")
+    bucket, began = Bucket(URL, HASTY), time.monotonic()
+    with pytest.raises(StorageError, match=message) as found:
+        list(bucket.pieces("there"))
+    assert isinstance(found.value, ObjectMissingError) == (fault == "lost")
+    patient = Patience(timeout=1.0 if "after 1 s" in message else 60.0, retries=1, slowest=2**40)
+    with pytest.raises(StorageError, match=message):
+        bring(Bucket(URL, patient), tmp_path / "copy", patient)
+    assert time.monotonic() - began < BOUND_S
+
+
+@pytest.mark.parametrize("fault", ["refuse", "reset", "cut", "dribble"])
+def test_a_fault_that_passes_is_survived(store: FakeS3, tmp_path: Path, fault: str) -> None:
+    store.fail(fault, "there", times=1)
+    patience = Patience(timeout=2.0, retries=1)
+    assert bring(Bucket(URL, patience), tmp_path / "copy", patience) == CONTENT
+    assert store.downloads["runs/small/there"] == 2
+
+
+def test_uploads_are_repeated_as_often_as_was_said(store: FakeS3, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(CONTENT)
+    store.fail("refuse", "new", times=2)
+    with pytest.raises(StorageError, match=r"can't be written \(2 attempts, .*SlowDown"):
+        Bucket(URL, Patience(retries=1)).put("new", b"x")
+    store.fail("refuse", "new", times=2)
+    Bucket(URL, Patience(retries=2)).put_file("new", tmp_path / "file")
+    assert Bucket(URL, HASTY).small("new", 2**20) == CONTENT
+
+
+def test_an_absent_object_is_asked_for_once(store: FakeS3, tmp_path: Path) -> None:
+    bucket = Bucket(URL, Patience(retries=5))
+    with pytest.raises(ObjectMissingError, match="1 attempt"):
+        attempted(bucket.patience, 0, "fetched", lambda: bucket.bring("nothing", tmp_path / "copy"))
+    assert store.downloads["runs/small/nothing"] == 1
+
+
+def test_more_than_the_limit_is_not_read(store: FakeS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3, "AT_ONCE", 100)
+    bucket = Bucket(URL, HASTY)
+    assert bucket.small("there", len(CONTENT)) == CONTENT
+    with pytest.raises(StorageError, match="has more than 1,000 bytes"):
+        bucket.small("there", 1000)
+
+
+def test_a_forked_or_pickled_bucket_makes_its_own_connections(store: FakeS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = Bucket(URL, HASTY)
+    bucket.small("there", 2**20)
+    parents = bucket._client
+    assert bucket._client is parents
+    copy = pickle.loads(pickle.dumps(bucket))
+    assert copy._connected is None
+    assert copy.small("there", 2**20) == CONTENT
+    child = os.getpid() + 1
+    monkeypatch.setattr(os, "getpid", lambda: child)
+    assert bucket._client is not parents
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(StorageError, match=r"boto3 is not installed: pip install .*\[s3\]"):
+        Bucket(URL, HASTY)
+
+
+def test_a_closed_port_and_one_that_never_answers(store: FakeS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as hole:
+        hole.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("S3_ENDPOINT_URL", f"http://127.0.0.1:{hole.getsockname()[1]}")
+        for listening, message in [(False, "Could not connect"), (True, "not finished after 1 s|Read timeout")]:
+            if listening:
+                hole.listen(10)
+            begin = time.monotonic()
+            with pytest.raises(StorageError, match=message):
+                Bucket(URL, HASTY).small("there", 10)
+            assert time.monotonic() - begin < BOUND_S
+
+
+@contextmanager
+def answering(status: int, headers: Mapping[str, str], body: bytes) -> Iterator[tuple[str, list[str]]]:
+    """A server with one answer to everything; its address, and what it was asked."""
+    asked: list[str] = []
+
+    class Answer(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            asked.append(f"{self.command} {self.path}")
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            self.send_response(status)
+            for name, value in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        do_GET = do_PUT = do_POST = do_HEAD = answer
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+ANSWERS = {
+    "an internal error": (500, b"<html>sorry</html>"),
+    "a full bucket": (507, b"<Error><Code>QuotaExceeded</Code><Message>full</Message></Error>"),
+    "no right": (403, b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"),
+    "moved": (301, b"<Error><Code>PermanentRedirect</Code><Endpoint>ELSEWHERE</Endpoint></Error>"),
+    "moved for now": (307, b"<Error><Code>TemporaryRedirect</Code><Endpoint>ELSEWHERE</Endpoint></Error>"),
+}
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_a_server_that_is_no_store_is_an_error_and_sends_nobody_elsewhere(
+    kind: str, store: FakeS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, body = ANSWERS[kind]
+    with answering(200, {}, b"") as (elsewhere, asked_elsewhere):
+        body = body.replace(b"ELSEWHERE", elsewhere.removeprefix("http://").encode())
+        headers = {"Location": f"{elsewhere}/bucket", "x-amz-bucket-region": "eu-west-1"} if status < 400 else {}
+        with answering(status, headers, body) as (address, asked):
+            monkeypatch.setenv("S3_ENDPOINT_URL", address)
+            bucket = Bucket(URL, HASTY)
+            for request in (lambda: list(bucket.pieces("there")), lambda: bucket.put("new", b"x")):
+                with pytest.raises(StorageError):
+                    request()
+    assert asked
+    assert not asked_elsewhere

@@ -198,8 +198,9 @@ class DocumentStore:
                     raise DataError(f"{what}; {check}") from fault
             manifest = self.folder.manifest
             stored, size = f"{self._where}/{manifest.stored_name(of_shard)}", of_shard.size + (of_shard.packed or 0)
-            packed = manifest.compression is not None
-            unpack = partial(_unpacked, manifest.compression, of_shard, self._packed[shard]) if packed else None
+            unpack = None
+            if (kind := manifest.compression) is not None:
+                unpack = partial(_unpacked, kind, of_shard, self._packed[shard])
             return path, fetched(self._entry, self._remote, Wanted(key, stored, size, opened, unpack))
         except (StorageError, OSError) as error:
             raise DataError(f"{self._shard_name(shard)} {error}") from error

@@ -5,7 +5,7 @@ Every sub-layer is x + mixer(norm(x)). Weights are named by sub-layer: `model.la
 
 Documents. Where `position_ids` start again from 0 inside a row, a document begins: nothing of what stands before is
 seen, by attention, convolution or state. Padding (zeros in `attention_mask`) may stand before or behind a row's tokens,
-and counts as a document of its own. A cache goes on from a row's last token, which must not be padding.
+and counts as a document of its own. A cache continues at a row's last token, which must not be padding.
 
 Legend: B rows, L tokens, S tokens with those that the cache has seen, D width, V vocabulary.
 """
@@ -80,7 +80,7 @@ class HybridtronCache(Cache):
         self.map(lambda part: part.repeat_interleave(repeats, dim=0))
 
     def forget(self, rows_B: Tensor) -> None:
-        """Let these rows start anew. A state of zeros is the start."""
+        """Let these rows start from scratch. A state of zeros is the start."""
         self.map(lambda part: part.masked_fill(rows_B.to(part.device).view(-1, *[1] * (part.ndim - 1)), 0))
 
     def reset(self) -> None:
@@ -176,7 +176,7 @@ def _real_tokens(attention_mask: Tensor | None, seen: int, length: int) -> Tenso
         return None
     runs_B = real_BS[:, 0].long() + (real_BS[:, 1:] & ~real_BS[:, :-1]).sum(1)
     if (runs_B > 1).any():
-        raise ValueError("attention_mask has padding between a row's tokens; to go on from a cache, pad on the left")
+        raise ValueError("attention_mask has padding between a row's tokens; to continue from a cache, pad on the left")
     return real_BS
 
 

@@ -28,7 +28,7 @@ SCAN_CHANNELS = 128  # that leave one partial sum of the gradients of B and C
 def selective_scan_cost(
     rows: int, length: int, channels: int, states: int, value_bytes: int, gate: bool, backward: bool
 ) -> Cost:
-    """One pass of Mamba-1's scan, whose x, dt, B, C, z and y have values of so many bytes; what is summed is fp32.
+    """One pass of Mamba-1's scan, whose x, dt, B, C, z and y have `value_bytes` bytes a value; sums are fp32.
 
     Forward: `walk` reads x, dt and B, `chain` reads and writes a state a chunk, `retrace` reads all and writes y.
     Backward: `retrace` reads all, the gradient of y and a state a chunk, writes z's gradient and a state a tile;
@@ -52,7 +52,7 @@ def selective_scan_cost(
 
 
 def linear_cross_entropy_cost(tokens: int, width: int, vocabulary: int, value_bytes: int, parts: int) -> Cost:
-    """The head's loss with its gradients, whose logits are made in so many parts; values of 2 bytes, or of 4.
+    """The head's loss with its gradients, whose logits are made in `parts` parts; values of 2 bytes, or of 4.
 
     Logits are written by a product, read for their sums, read and written as gradients, and read by two products. The
     weight is read twice a part; its gradient is written once, or with several parts added up in fp32, of which the
@@ -78,7 +78,7 @@ def ssd_cost(
     chunk: int,
     backward: bool,
 ) -> Cost:
-    """One pass of the SSD scan in chunks of so many tokens, of which a program has two parts; states and sums are fp32.
+    """One pass of the SSD scan in chunks of `chunk` tokens, of which a program has two parts; states and sums are fp32.
 
     Forward: `decays` reads dt and writes five numbers a token and head; `chunk_states` reads x and B, and writes a
     state a chunk; `pass_states` reads and writes it; `outputs` reads x, B, C and a state for each part, and writes y.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int) -> None:
-    """Run as many programs as the grid has places, each by so many warps of 32 threads."""
+    """Run as many programs as the grid has places, each by `warps` warps of 32 threads."""
     kernel[grid](*arguments, num_warps=warps)
 
 
@@ -22,7 +22,7 @@ def last_side_by_side(tensor: Tensor) -> Tensor:
 
 
 def ceil_div(size: int, block: int) -> int:
-    """How many blocks hold so many places; since version 3.7 Triton types its `cdiv` for kernels alone."""
+    """The number of blocks that hold `size` places; since version 3.7 Triton types its `cdiv` for kernels alone."""
     return -(-size // block)
 
 

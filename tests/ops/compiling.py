@@ -73,8 +73,8 @@ def compile_calls(module: str, function: str) -> tuple[list[Launch], list[int]]:
         command = [sys.executable, "-m", "tests.ops.compiling", module, function, str(answer)]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-        told = json.loads(answer.read_text())
-    return [Launch(**{**launch, "grid": tuple(launch["grid"])}) for launch in told["launches"]], told["buffers"]
+        answered = json.loads(answer.read_text())
+    return [Launch(**{**launch, "grid": tuple(launch["grid"])}) for launch in answered["launches"]], answered["buffers"]
 
 
 def record(module: str, function: str) -> dict[str, Any]:

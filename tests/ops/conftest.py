@@ -47,7 +47,7 @@ _AGAIN: dict[Callable[..., object], object] = {}
 
 
 def _interpreted(function: Any) -> object:
-    """One for each function, as the interpreter tells `tl.sum`'s combination from others by identity."""
+    """One for each function, as the interpreter recognizes `tl.sum`'s combination by identity."""
     from triton.runtime.interpreter import InterpretedFunction
 
     return _AGAIN.setdefault(function.fn, InterpretedFunction(function.fn))

@@ -40,7 +40,7 @@ def step(pattern: str, dtype: torch.dtype, device: torch.device, forms: dict[str
     "pattern", [pytest.param("M-W-", marks=pytest.mark.slow, id="Samba"), pytest.param("S-W-", id="Mamba-2 hybrid")]
 )
 def test_a_step_is_the_reference(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hybridtron.ops.scan import kernels as selective_scan  # read anew for the interpreter
+    from hybridtron.ops.scan import kernels as selective_scan  # imported again for the interpreter
     from hybridtron.ops.scan import kernels_backward as selective_scan_backward
     from hybridtron.ops.ssd import kernels_row
 

@@ -31,7 +31,7 @@ SMALLEST_HEAD = 16
 
 
 class SeenKeys(NamedTuple):
-    """Where among all keys the first one stands that a query sees, and the last, which is its own; neither goes back.
+    """Where among all keys the first is that a query sees, and the last, which is its own; both only grow along a row.
 
     Tensors, as a mask may capture no number that changes from call to call.
     """

@@ -2,8 +2,8 @@
 
     loss = sum over unmasked tokens of  lse - logits[label] + z_loss * lse^2,   lse = log sum_v exp(logits[v])
 
-Sums, not means: whoever adds up micro-batches and ranks divides by the number of tokens at the end. Here the logits
-are given, or their factors are; what training computes, without ever having them all, is in `chunked`.
+Sums, not means: the caller adds up micro-batches and ranks and divides by the number of tokens at the end. Here the
+logits are given, or their factors are; what training computes, without ever having them all, is in `chunked`.
 
 Legend: T any leading axes of tokens, D width, V vocabulary, or the share of it that is here.
 """

@@ -145,7 +145,7 @@ class ScanChunk:
         self.delta_TBE = F.softplus(self.shifted_TBE)
         self.step_TBE = self.delta_TBE * self.x_TBE
         if self.starts_TB is not None:
-            self.begun = self.starts_TB.nonzero(as_tuple=True)  # few: a mask would cost a pass over all tokens
+            self.begun = self.starts_TB.nonzero(as_tuple=True)  # few: a mask would read all tokens
 
     def decays(self) -> Tensor:
         """exp(delta A) of each token, 0 where a document begins, then ones for what follows: (T + 1, B, N, E)."""

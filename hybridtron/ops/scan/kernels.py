@@ -76,7 +76,7 @@ class ScanRow:
         return rows, length, channels, self.B_BLN.shape[2]
 
     def per_part(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Buffers for one state of every so many tokens, and for the sum of their delta."""
+        """Buffers for a state of every `tokens` tokens, and for the sum of their delta."""
         rows, length, channels, states = self.sizes
         parts = ceil_div(length, tokens)
         return self.D_E.new_empty(rows, parts, states, channels), self.D_E.new_empty(rows, parts, channels)
@@ -122,7 +122,7 @@ def retrace(
 ) -> None:
     """Walk every chunk from its state, and write what is wanted on the way.
 
-    That is y, or what the backward pass needs: the gradient of z, and the state before every tile of so many tokens.
+    That is y, or what the backward pass needs: the gradient of z, and the state before every tile of tokens.
     """
     tile = row.tile()
     tiles_BQNE, tokens = tiles or (None, CHUNK)
@@ -214,6 +214,7 @@ def _walk(
     tl.store(elapsed_ptr + slot * channels + e, elapsed, of_e)
 
 
+# One long loop: its outputs share the state in the registers, and what is not wanted is compiled away.
 @triton.jit
 def _retrace(
     x_ptr: tl.tensor, dt_ptr: tl.tensor, B_ptr: tl.tensor, C_ptr: tl.tensor, z_ptr: tl.tensor, A_ptr: tl.tensor,

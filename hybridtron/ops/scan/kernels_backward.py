@@ -15,7 +15,7 @@ Everything that is summed over rows, tokens or channels of several programs is w
 up in a fixed order: no atomic addition, the same bits every time. Nothing has a value for every token, channel and n.
 
 Nothing that is not finite crosses the border of a document. Within a tile it adds nothing at all where documents are
-told apart, which costs fewer registers than keeping it on its side: the loss of its own document has shown it.
+distinguished, which costs fewer registers than keeping it on its side: the loss of its own document has shown it.
 Unmeasured on a GPU.
 
 Legend: as in `selective_scan`; Q tiles, F blocks of channels.
@@ -166,6 +166,7 @@ def _walk_back(
         tl.store(elapsed_ptr + slot * channels + e, elapsed, of_e)
 
 
+# One long loop over n: what it adds up over n stays in the registers, which are nearly all in use.
 @triton.jit
 def _gradients(
     x_ptr: tl.tensor, dt_ptr: tl.tensor, B_ptr: tl.tensor, C_ptr: tl.tensor, z_ptr: tl.tensor, A_ptr: tl.tensor,

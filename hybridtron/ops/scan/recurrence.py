@@ -1,6 +1,6 @@
 """A linear recurrence over the tokens of a chunk, with a factor for every entry of the state:
 
-    h_t = a_t h_{t-1} + u_t v_t        or, going back,        h_t = a_t h_{t+1} + u_t v_t
+    h_t = a_t h_{t-1} + u_t v_t        or, backwards,        h_t = a_t h_{t+1} + u_t v_t
 
 Nothing comes over a cut, finite or not: a_t is 0 there, which is enough for what is finite, and where the state at the
 end is not, h is made again without adding across cuts.

@@ -54,7 +54,7 @@ def sums_of_rows(
     size: int,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Of one token: a sum that is scaled anew whenever a greater logit comes."""
+    """Of one token: a sum that is scaled again whenever a larger logit comes."""
     token = tl.program_id(0).to(tl.int64)
     row_V = logits_CV + token * stride
     places = tl.arange(0, BLOCK)

@@ -89,7 +89,7 @@ def _shifted(x: Tensor, places: int) -> Tensor:
 
 @torch.no_grad()
 def choose(relevance_RGTU: Tensor, available: Sequence[int], most: int) -> Tensor | None:
-    """The blocks of largest relevance among each chunk's first `available` ones, at most so many.
+    """The blocks of largest relevance among each chunk's first `available` ones, at most `most` of them.
 
     (R, G, T, C) in rising order, -1 behind the last where there are fewer than C; None where there are none at all.
     """

@@ -129,7 +129,7 @@ class DecayChunk:
         grad_scores_BGTT = grad_mix_BGRTT.sum(2)
         grad_exponent_BGRTT = grad_mix_BGRTT.mul_(scores_BG1TT)
         grad_exponent_BGRTT.diagonal(dim1=-2, dim2=-1).zero_()  # S_i - S_i is no function of g
-        # in float64, since what goes back from a pair of tokens that both follow t cancels in the gradient of g_t
+        # in float64, since the gradient of a pair of tokens that both follow t cancels in the gradient of g_t
         gain_BGRT = grad_exponent_BGRTT.sum(-1, dtype=torch.float64) - grad_exponent_BGRTT.sum(-2, dtype=torch.float64)
         return grad_scores_BGTT, grad_v_BGRTP.transpose(2, 3).flatten(3), gain_BGRT
 

@@ -26,6 +26,7 @@ import triton.language as tl
 from hybridtron.ops.ssd.kernels_forward import decay_between, product, state_entries, tokens_by_channel
 
 
+# One long function, as all of it reads the same products: kernels of its parts would compute or store these again.
 @triton.jit
 def token_gradients(
     x_BLHP: tl.tensor, dy_BLHP: tl.tensor, B_BLGN: tl.tensor, C_BLGN: tl.tensor, D_H: tl.tensor, delta_BHL: tl.tensor,
@@ -62,15 +63,9 @@ def token_gradients(
     tl.store(skip_BHL + at + token_O, tl.sum(dy_OP * x_OP.to(tl.float32), axis=1), mask=inside_O)
 
     mix_OT *= decay_between(
-        high_BHL + at,
-        low_BHL + at,
-        documents_BL + row * length,
-        token_O,
-        token_T,
-        length,
-        DOCUMENTS,
+        high_BHL + at, low_BHL + at, documents_BL + row * length, token_O, token_T, length, DOCUMENTS,
         tl.constexpr(True),
-    )
+    )  # fmt: skip
     dy_TP = tokens_by_channel(dy_BLHP, row, token_T, head, p_P, length, heads, P)
     dv_OP = product(mix_OT, dy_TP, PRODUCT, PRECISION)
     delta_O = tl.load(delta_BHL + at + token_O, mask=inside_O, other=0.0)
@@ -126,14 +121,12 @@ def group_gradients(
     """A split's share of dC at OWN tokens (own dy, other x, shared B, h); reversed, of dB (own x, other dy, C, dh)."""
     slices: tl.constexpr = BLOCK_N // SLICE
     group, split = tl.program_id(1) // slices // splits, tl.program_id(1) // slices % splits
-    row = tl.program_id(2).to(tl.int64)
-    chunk, of_group = tl.program_id(0) // (CHUNK // OWN), heads // groups
+    row, chunk = tl.program_id(2).to(tl.int64), tl.program_id(0) // (CHUNK // OWN)
     token_O = tl.program_id(0) * OWN + tl.arange(0, OWN)
     token_T = chunk * CHUNK + tl.arange(0, CHUNK)
-    each = tl.cdiv(of_group, splits)
+    of_group, each = heads // groups, tl.cdiv(heads // groups, splits)
     p_P, n_N = tl.arange(0, BLOCK_P), tl.program_id(1) % slices * SLICE + tl.arange(0, SLICE)
-    worth_OT = tl.zeros([OWN, CHUNK], tl.float32)
-    grad_ON = tl.zeros([OWN, SLICE], tl.float32)
+    worth_OT, grad_ON = tl.zeros([OWN, CHUNK], tl.float32), tl.zeros([OWN, SLICE], tl.float32)
     for within in range(split * each, tl.minimum((split + 1) * each, of_group)):
         head = group * of_group + within
         at = (row * heads + head) * length

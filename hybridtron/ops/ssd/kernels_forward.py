@@ -25,6 +25,13 @@ import triton.language as tl
 
 
 @triton.jit
+def _softplus(x: tl.tensor) -> tl.tensor:
+    """In float64: in fp32 the logarithm of 1 + exp of a very negative number keeps few digits."""
+    exp = tl.exp(tl.minimum(x, 20.0))
+    return tl.where(x > 20.0, x, tl.where(x < -20.0, exp, tl.log(1.0 + exp)))
+
+
+@triton.jit
 def decays(
     dt_BLH: tl.tensor, dt_bias_H: tl.tensor, A_H: tl.tensor, documents_BL: tl.tensor, delta_BHL: tl.tensor,
     high_BHL: tl.tensor, low_BHL: tl.tensor, enter_BHL: tl.tensor, leave_BHL: tl.tensor, whole_BHC: tl.tensor,
@@ -41,11 +48,7 @@ def decays(
     there_TH = inside_T[:, None] & heads_there[None, :]
     dt_TH = tl.load(dt_BLH + (row * length + token_T)[:, None] * heads + head_H[None, :], mask=there_TH, other=0.0)
     shifted_TH = dt_TH.to(tl.float32) + tl.load(dt_bias_H + head_H, mask=heads_there, other=0.0)[None, :]
-    # softplus in float64: in fp32 the logarithm of 1 + exp of a very negative number keeps few digits
-    wide_TH = shifted_TH.to(tl.float64)
-    exp_TH = tl.exp(tl.minimum(wide_TH, 20.0))
-    soft_TH = tl.where(wide_TH > 20.0, wide_TH, tl.where(wide_TH < -20.0, exp_TH, tl.log(1.0 + exp_TH)))
-    delta_TH = tl.where(there_TH, soft_TH, 0.0).to(tl.float32)
+    delta_TH = tl.where(there_TH, _softplus(shifted_TH.to(tl.float64)), 0.0).to(tl.float32)
     g_TH = delta_TH.to(tl.float64) * tl.load(A_H + head_H, mask=heads_there, other=0.0).to(tl.float64)[None, :]
     sum_TH, total_H = tl.cumsum(g_TH, axis=0), tl.sum(g_TH, axis=0)
     high_TH = sum_TH.to(tl.float32)
@@ -214,15 +217,9 @@ def outputs(
         before_PN = state_entries(before_BCHPN, index, p_P, n_N, P, N)
         seen_OP += product(C_ON, tl.trans(before_PN), PRODUCT, PRECISION)
     mix_OT *= decay_between(
-        high_BHL + at,
-        low_BHL + at,
-        documents_BL + row * length,
-        token_O,
-        token_T,
-        length,
-        DOCUMENTS,
+        high_BHL + at, low_BHL + at, documents_BL + row * length, token_O, token_T, length, DOCUMENTS,
         tl.constexpr(False),
-    )
+    )  # fmt: skip
     mix_OT *= tl.load(delta_BHL + at + token_T, mask=token_T < length, other=0.0)[None, :]
     x_TP = tokens_by_channel(x_BLHP, row, token_T, head, p_P, length, heads, P)
     y_OP = product(mix_OT, x_TP, PRODUCT, PRECISION)

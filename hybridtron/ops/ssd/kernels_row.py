@@ -68,7 +68,7 @@ class SSDRow(NamedTuple):
 
     @property
     def documents(self) -> Tensor:
-        """Something to point at; kernels are told whether it holds documents."""
+        """Something to point at; DOCUMENTS says whether it holds documents."""
         return self.dt_BLH if self.documents_BL is None else self.documents_BL
 
     def grid(self, per_chunk: int, programs: int) -> tuple[int, int, int]:

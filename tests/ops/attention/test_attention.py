@@ -320,7 +320,7 @@ def _imports_are_forgotten() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_imports_are_forgotten")
 @pytest.mark.parametrize(("files", "chosen"), [(FLASH_2, "flash-attn"), (FLASH_4, "sdpa")])
-def test_a_package_of_the_same_name_is_told_apart(
+def test_a_package_of_the_same_name_is_distinguished(
     files: list[str], chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """flash-attn-4 makes `flash_attn` a namespace, in which none of the functions lie."""

@@ -40,7 +40,7 @@ def case(dtype: torch.dtype, scale: float = 1.0) -> list[Tensor]:
 
 
 def room_for(tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many tokens' logits at a time, and two rows of them in torch's own operations."""
+    """Logits of `tokens` tokens at a time, and two rows of them in torch's own operations."""
     monkeypatch.setattr(count, "LOGITS_BYTES", tokens * VOCABULARY * dtype.itemsize)
     monkeypatch.setattr(softmax, "WORKSPACE", 2 * VOCABULARY)
 

@@ -19,7 +19,7 @@ FP32 = 5e-7  # of a tensor's norm
 
 @pytest.fixture
 def four_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hybridtron.ops.norm import kernels  # not above: read anew for the interpreter
+    from hybridtron.ops.norm import kernels  # not above: imported again for the interpreter
 
     monkeypatch.setattr(kernels, "PROGRAMS", 4)
 

@@ -141,7 +141,7 @@ def test_no_bit_of_a_document_leaks_into_the_next(everywhere: torch.device) -> N
 @pytest.mark.parametrize("border", [1, 6, 8])  # inside a tile, and where a chunk begins
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_nothing_that_is_not_finite_crosses_a_border(border: int, value: float, everywhere: torch.device) -> None:
-    """Neither a state, going forward, nor a gradient, going back."""
+    """Neither a state, forward, nor a gradient, backward."""
     length = 11
     documents = (torch.arange(length) >= border).int().expand(1, -1).to(everywhere)
     sound = {n: t.detach().to(everywhere) for n, t in random_inputs(1, length, 3, 2, torch.float32).items()}

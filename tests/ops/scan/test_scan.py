@@ -117,7 +117,7 @@ def one_by_one(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("begins", [1, 2, 4, 7, 9])  # chunks begin at 4 and 8
 def test_nothing_crosses_the_border_of_a_document(form: str, value: float, begins: int) -> None:
-    """Neither a state that is not finite, going forward, nor such a gradient, going back."""
+    """Neither a state that is not finite, forward, nor such a gradient, backward."""
     documents = (torch.arange(11) >= begins).int().expand(2, -1)
     sound = random_inputs()
     broken = {name: tensor.detach().clone().requires_grad_() for name, tensor in sound.items()}

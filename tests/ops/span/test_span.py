@@ -266,11 +266,11 @@ def test_a_token_reaches_later_chunks_and_its_own_past_stays(form: str) -> None:
         frozen = chosen_for(cut, rule, *tensors)
         with force(span_attention=form):
             before = span_attention(SpanInputs(*tensors, cut, frozen))
-            chosen_anew = span_attention(SpanInputs(*others, cut, chosen_for(cut, rule, *others)))
+            chosen_again = span_attention(SpanInputs(*others, cut, chosen_for(cut, rule, *others)))
             chosen_then = span_attention(SpanInputs(*others, cut, frozen))
-        assert torch.equal(chosen_anew[:, :safe], before[:, :safe])
+        assert torch.equal(chosen_again[:, :safe], before[:, :safe])
         assert torch.equal(chosen_then[:, :21], before[:, :21])
-        assert not torch.equal(chosen_anew[:, 21:], before[:, 21:])
+        assert not torch.equal(chosen_again[:, 21:], before[:, 21:])
 
 
 def test_rolled_groups_of_shifted_attention_would_leak() -> None:

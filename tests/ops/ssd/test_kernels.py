@@ -53,7 +53,7 @@ def bf16_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def document_index(lengths: list[list[int]]) -> Tensor:
-    """Indices as a packed batch has them: they go on from row to row."""
+    """Indices as a packed batch has them: they continue from row to row."""
     rows = [torch.arange(3, 3 + len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
     return torch.stack(rows).to(torch.int32)
 

@@ -14,8 +14,8 @@ from hybridtron.config.choices import Export as Wanted
 from hybridtron.config.exportable import CannotExport
 from hybridtron.config.units import readable
 from hybridtron.interop.config_json import CannotImport
-from hybridtron.interop.export import Export, export, target_of
-from hybridtron.interop.import_folder import Source, same_tensors, take_over
+from hybridtron.interop.export import ExportPlan, export, target_of
+from hybridtron.interop.import_folder import ImportFolder, same_tensors, take_over
 from hybridtron.interop.native import Native
 from hybridtron.interop.sample import sample_size, verify_sample
 from hybridtron.interop.verify import DTYPES, NotTheSame, Proof, verify
@@ -43,7 +43,7 @@ def exported(chosen: argparse.Namespace) -> int:
     size = bytes_of("--shard-size", chosen.shard_size)
     source = newest_of(chosen.source)
     model = source.config.model
-    plan = Export(source, target_of(model, Wanted(chosen.target)), DTYPES.get(chosen.dtype), size)
+    plan = ExportPlan(source, target_of(model, Wanted(chosen.target)), DTYPES.get(chosen.dtype), size)
     sizes = {
         "full": sum(parameter.size for parameter in parameter_table(model).values()),
         "sample": sample_size(model, plan.target),
@@ -69,7 +69,7 @@ def exported(chosen: argparse.Namespace) -> int:
 
 
 def imported(chosen: argparse.Namespace) -> int:
-    output, source = not_there_yet(chosen.output), Source.open(chosen.source)
+    output, source = not_there_yet(chosen.output), ImportFolder.open(chosen.source)
 
     def prove(checkpoint: Checkpoint) -> None:
         if chosen.verify == "full":

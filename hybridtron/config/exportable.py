@@ -1,7 +1,7 @@
 """Which class of transformers a model is, exactly, and what else an export needs; without torch and transformers.
 
-A model is one of these classes or it is none: nothing is rounded to the nearest. What is none of them can be shipped
-with the class in `hf/`, if that has a form of each of its mixers. How a class is written stands in `export/`.
+A model is one of these classes or it is none: nothing is rounded to the nearest. What is none of them is shipped with
+the class in `hf/`, which has every registered mixer. How a class is written stands in `interop/`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from hybridtron.config.choices import Export
 from hybridtron.requirements import missing
 
 SHIPPED = "HybridtronForCausalLM"
-SHIPPED_KINDS = ("mamba", "mamba2", "attention", "span", "swiglu")  # the mixers that it has a form of
 RECORD = "hybridtron_export.json"  # in each exported folder: which checkpoint it was
 TRANSFORMERS = (5, 17)  # the first version that what is written was tried with
 
@@ -37,14 +36,8 @@ def export_class(model: ModelConfig, wanted: Export) -> str:
     if fitting and wanted is not Export.custom:
         return fitting[0]
     listed = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
-    unknown = sorted({spec.kind for spec in arch.specs} - set(SHIPPED_KINDS))
     if wanted is Export.native:
-        cure = "" if unknown else "; auto and custom ship a class for it"
-        raise CannotExport(f"{model.pattern} is no class of transformers{cure}{listed}")
-    if unknown:
-        what = f"the class that is shipped with a model has no form of the mixer {', '.join(unknown)}"
-        has = f"it has {', '.join(SHIPPED_KINDS)}"
-        raise CannotExport(f"{what} ({has}), and {model.pattern} is no class of transformers{listed}")
+        raise CannotExport(f"{model.pattern} is no class of transformers; auto and custom ship a class for it{listed}")
     return SHIPPED
 
 

@@ -18,37 +18,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from .attention_hybridtron import Attention, SpanAttention
 from .configuration_hybridtron import HybridtronConfig
-from .mixers_hybridtron import (
-    GatedRMSNorm,
-    HybridtronRMSNorm,
-    Mamba,
-    Mamba2,
-    Mixer,
-    Places,
-    ShortConv,
-    State,
-    SwiGLU,
-    starting_steps,
-)
-from .ops_hybridtron import at_least_fp32
+from .layers_hybridtron import HybridtronLayer, HybridtronRMSNorm, SeqOnDevices, start_weights
+from .mixers_hybridtron import SeqInfo, State, at_least_fp32
 
 Names = list[str] | set[str] | None
-MIXERS: dict[str, type[Mixer]] = {
-    "mamba": Mamba,
-    "mamba2": Mamba2,
-    "attention": Attention,
-    "span": SpanAttention,
-    "swiglu": SwiGLU,
-}
 
 
 class HybridtronCache(Cache):
@@ -93,24 +72,6 @@ class HybridtronCache(Cache):
         return len(self.states)
 
 
-class HybridtronLayer(GradientCheckpointingLayer):
-    """A pre-norm residual sub-layer."""
-
-    def __init__(self, config: HybridtronConfig, layer_idx: int) -> None:
-        super().__init__()
-        options = config.layers[config.pattern[layer_idx]]
-        self.layer_idx = layer_idx
-        self.norm = HybridtronRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mixer = MIXERS[options["kind"]](config, options, layer_idx)
-
-    def forward(self, x_BLD: Tensor, places: Places, past_key_values: HybridtronCache | None = None) -> Tensor:
-        state = None if past_key_values is None else past_key_values.states[self.layer_idx]
-        y_BLD, state = self.mixer(self.norm(x_BLD), state, places.on(x_BLD.device))
-        if past_key_values is not None:
-            past_key_values.states[self.layer_idx] = state
-        return x_BLD + y_BLD
-
-
 class HybridtronPreTrainedModel(PreTrainedModel):
     config_class = HybridtronConfig
     config: HybridtronConfig
@@ -118,7 +79,6 @@ class HybridtronPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[Names] = ["HybridtronLayer"]
     _skip_keys_device_placement: ClassVar[Names] = ["past_key_values"]
-    _keep_in_fp32_modules_strict: ClassVar[Names] = ["A_log", "mixer.D", "dt_bias", "dt_proj.bias"]
     _supports_sdpa = True
     _supports_flash_attn = True
     _is_stateful = True
@@ -126,40 +86,26 @@ class HybridtronPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, ShortConv):
-            bound = module.kernel_size[0] ** -0.5
-            init.uniform_(module.weight, -bound, bound)
-        elif isinstance(module, HybridtronRMSNorm | GatedRMSNorm):
-            init.ones_(module.weight)
-        elif isinstance(module, Mamba | Mamba2):
-            init.ones_(module.D)
-            if isinstance(module, Mamba):
-                states = torch.arange(1.0, module.A_log.shape[1] + 1, device=module.A_log.device)
-                init.copy_(module.A_log, states.log().expand_as(module.A_log))
-                init.copy_(module.dt_proj.bias, starting_steps(module.dt_proj.bias, module.options))
-            else:
-                low, high = module.options["a_min"], module.options["a_max"]
-                init.copy_(module.A_log, torch.empty_like(module.A_log).uniform_(low, high).log())
-                init.copy_(module.dt_bias, starting_steps(module.dt_bias, module.options))
+        start_weights(module)
 
 
 def places_of(
     batch: int, length: int, seen: int, device: torch.device, attention_mask: Tensor | None, position_ids: Tensor | None
-) -> tuple[Places, Tensor | None]:
+) -> tuple[SeqInfo, Tensor | None]:
     """Where the tokens stand; and where there is padding, which rows have seen nothing but padding before them."""
     if position_ids is not None:
         position_ids = position_ids.expand(batch, length)
     real_BS = _real_tokens(attention_mask, seen, length)
     if real_BS is None:
         if position_ids is None:
-            return Places(torch.arange(seen, seen + length, device=device).expand(batch, length)), None
-        return Places(position_ids, _documents(position_ids == 0)), None
+            return SeqInfo.stream(batch, length, seen, device), None
+        return SeqInfo(position_ids, _documents(position_ids == 0)), None
     if position_ids is None:
         position_ids = (real_BS.cumsum(1) - 1).clamp(min=0)[:, -length:]
     now_BL, before_BS = real_BS[:, -length:], real_BS[:, :-length]
     starts_BL = (position_ids == 0) & now_BL
     starts_BL[:, 1:] |= now_BL[:, 1:] != now_BL[:, :-1]
-    return Places(position_ids, _documents(starts_BL)), ~before_BS.any(1)
+    return SeqInfo(position_ids, _documents(starts_BL)), ~before_BS.any(1)
 
 
 def _real_tokens(attention_mask: Tensor | None, seen: int, length: int) -> Tensor | None:
@@ -193,9 +139,12 @@ class HybridtronModel(HybridtronPreTrainedModel):
     def __init__(self, config: HybridtronConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(HybridtronLayer(config, index) for index in range(config.num_hidden_layers))
+        layers = [HybridtronLayer(config, index) for index in range(config.num_hidden_layers)]
+        self.layers = nn.ModuleList(layers)
         self.norm = HybridtronRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
+        in_fp32 = (f"layers.{index}.mixer.{name}" for index, layer in enumerate(layers) for name in layer.mixer.in_fp32)
+        self._keep_in_fp32_modules_strict = set(in_fp32)
         self.post_init()
 
     @can_return_tuple
@@ -218,10 +167,10 @@ class HybridtronModel(HybridtronPreTrainedModel):
         cache = self._cache(past_key_values, use_cache)
         batch, length = x_BLD.shape[:2]
         seen = 0 if cache is None else cache.seen
-        places, fresh_B = places_of(batch, length, seen, x_BLD.device, attention_mask, position_ids)
+        seq, fresh_B = places_of(batch, length, seen, x_BLD.device, attention_mask, position_ids)
         if cache is not None and seen and fresh_B is not None:
             cache.forget(fresh_B)
-        hidden = [x_BLD]
+        hidden, places = [x_BLD], SeqOnDevices(seq)
         for layer in self.layers:
             x_BLD = layer(x_BLD, places, past_key_values=cache)
             hidden.append(x_BLD)

@@ -20,7 +20,7 @@ def card(config: Config, target: Native, special: SpecialTokens) -> str:
     tags = "\n".join(f"- {tag}" for tag in dict.fromkeys(("hybridtron", target.model_type)))
     parameters = sum(weight.size for weight in parameter_table(config.model).values())
     layers = "\n".join(f"- `{letter}`: {entry}" for letter, entry in config.model.layers.items())
-    trust = ", trust_remote_code=True" if target.code else ""
+    trust = ", trust_remote_code=True" if target.files() else ""
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation

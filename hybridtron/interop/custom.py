@@ -1,7 +1,7 @@
 """Every other model: a class of our own, whose files are shipped with the weights (`hybridtron/hf`).
 
-It has one sub-layer for each of ours, in any order, of the kinds that `config/exportable` names. Options of a letter
-are written out, those that stand for a default too: the class knows none of our defaults.
+It has one sub-layer for each of ours, in any order, of any kind that is registered. All options of a letter are
+written, those that are left to a default too, so that a folder means the same when a default changes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import Architecture, architecture
 from hybridtron.config.exportable import SHIPPED
 from hybridtron.interop.native import Native, Settings, token_rules
-from hybridtron.interop.rules import Rule, Rules
-from hybridtron.interop.shipped_code import foreign_file, shipped_code
+from hybridtron.interop.rules import Rules, TensorRule
+from hybridtron.interop.shipped_code import is_shipped, shipped_code
 
 AUTO_MAP = {
     "AutoConfig": "configuration_hybridtron.HybridtronConfig",
@@ -32,8 +32,7 @@ class Custom(Native):
 
     name, model_type = SHIPPED, "hybridtron"
 
-    @property
-    def code(self) -> dict[str, bytes]:
+    def files(self) -> dict[str, bytes]:
         return shipped_code()
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
@@ -48,7 +47,7 @@ class Custom(Native):
             "max_position_embeddings": length,
         }
 
-    def rules(self, model: ModelConfig) -> list[Rule]:
+    def rules(self, model: ModelConfig) -> list[TensorRule]:
         rules = Rules(model)
         token_rules(rules, model, "model.embed_tokens.weight", "model.norm.weight")
         for index in range(len(architecture(model).specs)):
@@ -70,10 +69,10 @@ class Custom(Native):
 
 
 def brings_our_code(folder: Path) -> bool:
-    """Whether a folder is of our class, with the files of a version of it. Raises ForeignCode where it has other code.
+    """Whether a folder is of our class, with files that a version of hybridtron shipped, byte for byte.
 
-    Asked to trust a folder, transformers runs what auto_map names, a generate of the folder's own, and the code of the
-    model that an adapter is for, wherever that is.
+    Raises ForeignCode where it has other code: of a trusted folder transformers runs what auto_map names, a `generate`
+    of the folder's own, and the code of the model that an adapter is for, wherever that is.
     """
     auto_map = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("auto_map")
     if auto_map is None:
@@ -82,7 +81,9 @@ def brings_our_code(folder: Path) -> bool:
         raise ForeignCode(f"{folder / 'config.json'} names code that is not ours in auto_map: {auto_map}")
     if (folder / "adapter_config.json").exists():
         raise ForeignCode(f"{folder / 'adapter_config.json'} names another model, whose code is not run")
-    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.py")}
-    if (other := foreign_file(found)) is not None:
-        raise ForeignCode(f"{folder / other} is not as any version ships {other}, and is not run")
+    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*.py"))}
+    if not is_shipped(found):
+        ours = shipped_code()
+        other = [name for name in found.keys() | ours.keys() if found.get(name) != ours.get(name)]
+        raise ForeignCode(f"{folder / min(other)} is not this version's or an earlier one's, and is not run")
     return True

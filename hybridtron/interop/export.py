@@ -24,13 +24,13 @@ from hybridtron.config.choices import Export as Wanted
 from hybridtron.config.exportable import RECORD, CannotExport, export_class
 from hybridtron.interop.card import SHARED_PAD, card
 from hybridtron.interop.custom import Custom
-from hybridtron.interop.native import Mamba, Mamba2, Native
+from hybridtron.interop.native import Native, NativeMamba, NativeMamba2
 from hybridtron.interop.native_pairs import Granite, Llama, Mistral
 from hybridtron.interop.tokenizer import SpecialTokens, write_tokenizer
 from hybridtron.interop.writer import Planned, write_json, write_weights
 from hybridtron.requirements import is_there
 
-NATIVES: tuple[Native, ...] = (Mamba(), Mamba2(), Llama(), Mistral(), Granite())
+NATIVES: tuple[Native, ...] = (NativeMamba(), NativeMamba2(), Llama(), Mistral(), Granite())
 CUSTOM = Custom()
 TARGETS = (*NATIVES, CUSTOM)
 LONGEST = "max_position_embeddings"
@@ -39,7 +39,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Export:
+class ExportPlan:
     """What is to be written of a checkpoint; everything is known before a tensor is read."""
 
     source: Checkpoint
@@ -68,8 +68,8 @@ class Export:
         types = {"dtype": written, "torch_dtype": written}
         write_json(folder / "config.json", {**self.target.config(config.model, length), **types, **tokens})
         write_json(folder / "generation_config.json", {"_from_model_config": True, **tokens})
-        for name, content in self.target.code.items():
-            (folder / name).write_bytes(content)
+        for name, code in self.target.files().items():
+            (folder / name).write_bytes(code)
         (folder / "README.md").write_text(card(config, self.target, special), encoding="utf-8")
         write_json(folder / RECORD, self._record(written))
         return special
@@ -101,7 +101,7 @@ def target_of(model: ModelConfig, wanted: Wanted) -> Native:
     return next(target for target in TARGETS if target.name == name)
 
 
-def export(output: Path, plan: Export, prove: Callable[[Path], None], progress: Progress) -> list[str]:
+def export(output: Path, plan: ExportPlan, prove: Callable[[Path], None], progress: Progress) -> list[str]:
     """Write the folder aside, prove it, and only then give it its name. What its users should know is returned."""
     with appearing(output) as aside:
         special = plan.write(aside, progress)

@@ -32,7 +32,7 @@ from hybridtron.interop.export import LONGEST, TARGETS
 from hybridtron.interop.native import Native
 from hybridtron.interop.original import Original
 from hybridtron.interop.reader import Weights
-from hybridtron.interop.rules import Rule
+from hybridtron.interop.rules import TensorRule
 from hybridtron.problems import ConfigError
 
 SHOWN = 40  # faults that are listed
@@ -40,17 +40,17 @@ PART_BYTES = 2**26  # of tensors that are in memory at once, twice: one part is 
 
 
 @dataclass(frozen=True)
-class Source:
+class ImportFolder:
     """A folder that was looked at: what it is, our configuration of it, and its tensors."""
 
     kind: Native | Original
     settings: dict[str, Any]
     model: ModelConfig
-    rules: list[Rule]
+    rules: list[TensorRule]
     weights: Weights
 
     @classmethod
-    def open(cls, folder: Path) -> Source:
+    def open(cls, folder: Path) -> ImportFolder:
         """Raises CannotImport, saying all that does not fit."""
         settings = settings_of(folder)
         kind = _kind(folder, settings)
@@ -107,7 +107,7 @@ def _kind(folder: Path, settings: dict[str, Any]) -> Native | Original:
     return found[names[0]]
 
 
-def take_over(source: Source, folder: Path, output: Path, prove: Callable[[Checkpoint], None]) -> None:
+def take_over(source: ImportFolder, folder: Path, output: Path, prove: Callable[[Checkpoint], None]) -> None:
     """Write the checkpoint aside, prove it, and only then give it its name."""
     small = {
         "config.yaml": to_yaml(source.config(output.name)).encode(),
@@ -121,7 +121,7 @@ def take_over(source: Source, folder: Path, output: Path, prove: Callable[[Check
         prove(Checkpoint.open(aside))
 
 
-def same_tensors(source: Source, checkpoint: Checkpoint) -> None:
+def same_tensors(source: ImportFolder, checkpoint: Checkpoint) -> None:
     """Each of their tensors, made again from the checkpoint, must be what it was, bit for bit."""
     for rule in source.rules:
         theirs = source.weights.read(rule.theirs)
@@ -129,16 +129,16 @@ def same_tensors(source: Source, checkpoint: Checkpoint) -> None:
             raise CannotImport(f"{rule.theirs} does not come back from the checkpoint as it was")
 
 
-def _tensors(source: Source) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def _tensors(source: ImportFolder) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Our tensors by the file that they go to."""
     for number, rules in enumerate(_parts(source)):
         made = (rule.to_ours(source.weights.read(rule.theirs)) for rule in rules)
         yield f"model-{number:05}.safetensors", {key: t.contiguous() for ours in made for key, t in ours.items()}
 
 
-def _parts(source: Source) -> Iterator[list[Rule]]:
+def _parts(source: ImportFolder) -> Iterator[list[TensorRule]]:
     """As many tensors as are written at once."""
-    rules: list[Rule] = []
+    rules: list[TensorRule] = []
     held = 0
     for rule in source.rules:
         size = 4 * torch.Size(rule.shape).numel()

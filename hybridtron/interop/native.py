@@ -15,13 +15,13 @@ from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import Architecture, architecture
-from hybridtron.interop.rules import Rule, Rules
+from hybridtron.interop.rules import Rules, TensorRule
 
 Settings = dict[str, Any]
 
 
 class Native(ABC):
-    """One class of transformers; `together` of our sub-layers are one of its layers."""
+    """One class of transformers. `together` of our sub-layers are one of its layers."""
 
     name: ClassVar[str]
     model_type: ClassVar[str]
@@ -37,11 +37,15 @@ class Native(ABC):
         """What config.json says beyond what all say."""
 
     @abstractmethod
-    def rules(self, model: ModelConfig) -> list[Rule]: ...
+    def rules(self, model: ModelConfig) -> list[TensorRule]: ...
 
     @abstractmethod
     def model(self, theirs: Settings) -> ModelConfig:
         """Our configuration of one of theirs. Raises ValueError where it has something that we do not."""
+
+    def files(self) -> dict[str, bytes]:
+        """Code that a folder brings for it, by the files' names; none where transformers has the class itself."""
+        return {}
 
     def config(self, model: ModelConfig, length: int) -> Settings:
         """The whole of config.json but what concerns the tokenizer and the type of numbers."""
@@ -71,7 +75,7 @@ def token_rules(rules: Rules, model: ModelConfig, embedding: str, norm: str) -> 
         rules.add("lm_head.weight", "head.weight")
 
 
-class Mamba(Native):
+class NativeMamba(Native):
     """Mamba-1 alone."""
 
     name, model_type = "MambaForCausalLM", "mamba"
@@ -93,7 +97,7 @@ class Mamba(Native):
             "residual_in_fp32": model.residual_fp32,
         }
 
-    def rules(self, model: ModelConfig) -> list[Rule]:
+    def rules(self, model: ModelConfig) -> list[TensorRule]:
         return backbone_rules(model)
 
     def model(self, theirs: Settings) -> ModelConfig:
@@ -116,7 +120,7 @@ class Mamba(Native):
         )
 
 
-class Mamba2(Native):
+class NativeMamba2(Native):
     """Mamba-2 alone."""
 
     name, model_type = "Mamba2ForCausalLM", "mamba2"
@@ -141,7 +145,7 @@ class Mamba2(Native):
             "residual_in_fp32": model.residual_fp32,
         }
 
-    def rules(self, model: ModelConfig) -> list[Rule]:
+    def rules(self, model: ModelConfig) -> list[TensorRule]:
         return backbone_rules(model)
 
     def model(self, theirs: Settings) -> ModelConfig:
@@ -168,7 +172,7 @@ class Mamba2(Native):
         )
 
 
-def backbone_rules(model: ModelConfig) -> list[Rule]:
+def backbone_rules(model: ModelConfig) -> list[TensorRule]:
     """One mixer after another, each behind its norm, as both Mambas have them."""
     rules = Rules(model)
     token_rules(rules, model, "backbone.embeddings.weight", "backbone.norm_f.weight")

@@ -12,7 +12,7 @@ from hybridtron.architecture.swiglu import SwiGLUSpec
 from hybridtron.architecture.table import Architecture, architecture
 from hybridtron.config.exportable import halves
 from hybridtron.interop.native import Native, Settings, checked, token_rules
-from hybridtron.interop.rules import Rule, Rules
+from hybridtron.interop.rules import Rules, TensorRule
 
 FUSED_MLP: Names = {
     "input_linear.weight": ("gate_up.weight.gate", "gate_up.weight.up"),
@@ -72,7 +72,7 @@ class Llama(Native):
             **window,
         }
 
-    def rules(self, model: ModelConfig) -> list[Rule]:
+    def rules(self, model: ModelConfig) -> list[TensorRule]:
         rules = Rules(model)
         token_rules(rules, model, "model.embed_tokens.weight", "model.norm.weight")
         for layer in range(len(architecture(model).specs) // 2):
@@ -144,7 +144,7 @@ class Granite(Native):
             "mamba_proj_bias": False,
         }
 
-    def rules(self, model: ModelConfig) -> list[Rule]:
+    def rules(self, model: ModelConfig) -> list[TensorRule]:
         rules, arch = Rules(model), architecture(model)
         token_rules(rules, model, "model.embed_tokens.weight", "model.norm.weight")
         for layer, spec in enumerate(halves(arch)[0]):

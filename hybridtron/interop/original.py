@@ -18,7 +18,7 @@ from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import architecture
 from hybridtron.interop.native import Settings
-from hybridtron.interop.rules import Rule, Rules
+from hybridtron.interop.rules import Rules, TensorRule
 
 NORM_EPS = 1e-5  # which config.json does not say
 ATTENTION: Names = {
@@ -89,7 +89,7 @@ class Original:
             raise ValueError(f"has attn_cfg.{next(iter(theirs))}, which we do not know")
         return spec
 
-    def rules(self, model: ModelConfig) -> list[Rule]:
+    def rules(self, model: ModelConfig) -> list[TensorRule]:
         rules = Rules(model)
         rules.add("backbone.embedding.weight", "embedding.weight")
         rules.add("backbone.norm_f.weight", "norm.weight")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.config.choices import Export as Wanted
-from hybridtron.interop.export import Export, export, target_of
+from hybridtron.interop.export import ExportPlan, export, target_of
 from hybridtron.interop.sample import verify_sample
 
 SHARD_BYTES = 5 * 10**9
@@ -20,5 +20,5 @@ def export_phase(source: Checkpoint, output: Path, wanted: Wanted) -> None:
     def prove(folder: Path) -> None:
         verify_sample(folder, source, target)
 
-    for warning in export(output, Export(source, target, None, SHARD_BYTES), prove, lambda done, of: None):
+    for warning in export(output, ExportPlan(source, target, None, SHARD_BYTES), prove, lambda done, of: None):
         print(f"warning: {output}: {warning}", file=sys.stderr)

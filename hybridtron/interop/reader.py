@@ -19,7 +19,7 @@ from hybridtron.interop.writer import INDEX
 FLOATS = ("F64", "F32", "BF16", "F16")
 
 
-class Place(NamedTuple):
+class StoredTensor(NamedTuple):
     """Where a tensor's values lie in a file."""
 
     start: int
@@ -27,7 +27,7 @@ class Place(NamedTuple):
     shape: tuple[int, ...]
 
 
-def placed(file: Path) -> dict[str, Place]:
+def placed(file: Path) -> dict[str, StoredTensor]:
     """The head of a file of safetensors."""
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
@@ -36,12 +36,12 @@ def placed(file: Path) -> dict[str, Place]:
     if strange := [f"{name} is of type {one['dtype']}" for name, one in head.items() if one["dtype"] not in FLOATS]:
         raise CannotImport(f"{file}: {strange[0]}; only weights of {', '.join(FLOATS)} are taken over")
     return {
-        name: Place(8 + size + one["data_offsets"][0], NAMES[one["dtype"]], tuple(one["shape"]))
+        name: StoredTensor(8 + size + one["data_offsets"][0], NAMES[one["dtype"]], tuple(one["shape"]))
         for name, one in head.items()
     }
 
 
-def read_values(file: Path, place: Place) -> Tensor:
+def read_values(file: Path, place: StoredTensor) -> Tensor:
     """Values of a tensor, read; pages of a mapped file would stay and count as memory."""
     into = torch.empty(place.shape, dtype=place.dtype)
     with file.open("rb", buffering=0) as opened:

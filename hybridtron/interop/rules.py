@@ -21,7 +21,7 @@ CONVOLUTION = "conv1d.weight"
 
 
 @dataclass(frozen=True)
-class Rule:
+class TensorRule:
     """One of their tensors: its name and shape, our keys one below the other, and whether it stays in fp32."""
 
     theirs: str
@@ -51,7 +51,7 @@ class Rules:
         self._arch = architecture(model)
         self.shapes = {k: shape for name, weight in table.items() for k, shape in weight.stored(name).items()}
         self._fp32 = {name for name, weight in table.items() if weight.fp32}
-        self._rules: list[Rule] = []
+        self._rules: list[TensorRule] = []
 
     def add(self, theirs: str, *ours: str) -> None:
         """One of their tensors. What we keep as (channels, taps) is a convolution's (channels, 1, taps) there."""
@@ -59,7 +59,7 @@ class Rules:
         shape = (sum(rows), *self.shapes[ours[0]][1:])
         if theirs.endswith(CONVOLUTION):
             shape = (shape[0], 1, *shape[1:])
-        self._rules.append(Rule(theirs, shape, ours, rows, ours[0] in self._fp32))
+        self._rules.append(TensorRule(theirs, shape, ours, rows, ours[0] in self._fp32))
 
     def add_mixer(self, theirs: str, index: int, names: Names | None = None) -> None:
         """Those of a sub-layer's mixer, whose names there start with `theirs`: the spec's, unless others are given."""
@@ -68,7 +68,7 @@ class Rules:
         for name, keys in names.items():
             self.add(f"{theirs}.{name}", *(f"layers.{index}.mixer.{key}" for key in keys))
 
-    def complete(self) -> list[Rule]:
+    def complete(self) -> list[TensorRule]:
         used = [key for rule in self._rules for key in rule.ours]
         assert sorted(used) == sorted(self.shapes), f"{set(used) ^ set(self.shapes)} have no rule, or two"
         return self._rules

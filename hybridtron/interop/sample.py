@@ -21,7 +21,7 @@ from hybridtron.architecture.table import Architecture, architecture, parameter_
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.interop.native import Native
 from hybridtron.interop.reader import Weights
-from hybridtron.interop.rules import Rule
+from hybridtron.interop.rules import TensorRule
 from hybridtron.interop.verify import NotTheSame, Proof, same_model
 from hybridtron.interop.writer import write_json
 from hybridtron.model.lm import LanguageModel
@@ -40,7 +40,7 @@ def verify_sample(folder: Path, checkpoint: Checkpoint, target: Native) -> Proof
         tensors = {name: weights.read(in_folder).contiguous() for name, in_folder in theirs.items()}
         save_file(tensors, aside / "model.safetensors", {"format": "pt"})
         write_json(aside / "config.json", _settings(folder, whole, model, target))
-        for name in target.code:
+        for name in target.files():
             (aside / name).write_bytes((folder / name).read_bytes())
         return same_model(aside, model, _ours(checkpoint, model, taken))
 
@@ -70,7 +70,7 @@ def _names_in_the_folder(whole: ModelConfig, part: ModelConfig, taken: list[int]
     """Their name in the part -> their name in the whole model, of the same tensor of ours."""
     in_whole = {rule.ours: rule.theirs for rule in target.rules(whole)}
 
-    def moved(rule: Rule) -> tuple[str, ...]:
+    def moved(rule: TensorRule) -> tuple[str, ...]:
         return tuple(_of_whole(key, taken) for key in rule.ours)
 
     return {rule.theirs: in_whole[moved(rule)] for rule in target.rules(part)}

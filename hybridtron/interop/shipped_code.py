@@ -1,11 +1,12 @@
-"""The code that is shipped with a model: the files of `hybridtron/hf`, and what earlier versions shipped instead.
+"""The files of the class that is shipped with a model: those in `hybridtron/hf`, and one that is made here.
 
-The shipped class knows nothing of hybridtron. In the package its file of ops imports implementations of
-`hybridtron/ops`; the shipped file of that name has their text: the definitions that are imported there and all that
-they use, in their own words. A name that two files define gets its file's name behind it.
+`mixers_hybridtron.py` holds every mixer of the registry: its spec, its module and the ops that it computes with, in the
+words of the package. It is put together definition by definition: what a mixer uses, and what that uses, as each stands
+in its file. So a mixer is written once, and is shipped without another line.
 
-The bytes have a version, which a test holds with their digest. A folder whose files are those of any version, byte for
-byte, is trusted: its code can be run (`interop/custom`).
+Three things differ from the package. Instead of `parallel/linear` stands `linear_hybridtron.py`, which knows a single
+process. An op becomes a plain function, its reference or what IMPLEMENTATIONS says: what chooses among them looks for
+packages and devices, of which the folder knows nothing. A name that two files define gets its file's name behind it.
 """
 
 from __future__ import annotations
@@ -14,171 +15,236 @@ import ast
 import hashlib
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from functools import cache
-from pathlib import Path
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
+from types import ModuleType
 
+from hybridtron.architecture import SPECS
+from hybridtron.interop.definitions import HOME, PACKAGE, DefinedName, SourceFile, Use, is_module
+
+WRITTEN = tuple(sorted((PACKAGE / "hf").glob("*_hybridtron.py")))
+GENERATED = "mixers_hybridtron"
+STAND_INS = {"parallel.linear": "linear_hybridtron"}
+IMPLEMENTATIONS = {"selective_scan": "chunked", "ssd_scan": "chunked", "attention": "blocked"}
+"""Of ops whose reference, token by token or with a mask over all pairs, is too slow to be shipped alone."""
+NEEDED_BESIDE = (
+    DefinedName("architecture.base", "ModelSizes"),
+    DefinedName("data.batch", "SeqInfo"),
+    DefinedName("mixers.base", "State"),
+    DefinedName("model.init", "starting_value"),
+    DefinedName("ops.attention", "attention"),
+    DefinedName("ops.attention.reference", "attention"),  # attn_implementation=eager
+    DefinedName("ops.documents", "document_starts"),
+    DefinedName("ops.norm", "RMSNormInputs"),
+    DefinedName("ops.norm", "rms_norm"),
+    DefinedName("ops.precision", "at_least_fp32"),
+)
+"""What the written files use of it."""
+FOREIGN = {"torch", *sys.stdlib_module_names}
 VERSION = 2
-EARLIER: dict[int, dict[str, str]] = {
-    1: {  # hybridtron 0.1.0
-        "attention_hybridtron.py": "6840cd09fa25b7ee1dcff185f7bafd6527a82a538ee966cda6b27965029c3a0b",
-        "configuration_hybridtron.py": "eaac85d2f7741832699eef364a01c6c9ea8bbe5b1b872674bb53b725bc8bd10e",
-        "mixers_hybridtron.py": "441133eb1eef5395fbcf3b54d8ce0f7b27b65241fe34ca9d26ae15cde39b2fe3",
-        "modeling_hybridtron.py": "6b6200a23b06f5c51f528e1e515afc3efd026e900846fc30c59c893da0ce20df",
-        "ops_hybridtron.py": "dccc7f8919da321ecf93e0d5e5fad2689506876716e35410e6ead632b2fd6e6a",
-    },
-}
-"""SHA-256 of the files that released versions shipped."""
+RELEASED = {"0.1.0": "893afca9a78c4ace42de9a048856fa4aa96e782037ae94a5caefb4ed08561fc4"}
+"""Digests of what earlier versions shipped. A folder with one of them is run as it stands, like one of this version."""
+HEAD = f'''"""Every mixer with what it computes with, on torch alone: specs, modules and ops.
 
-PACKAGE = Path(__file__).resolve().parents[1]
-OPS_FILE = "ops_hybridtron.py"
-HOME = "hybridtron.ops."
-HEAD = f'''"""What the layers of `modeling_hybridtron.py` compute with, on torch alone.
-
-Made from hybridtron/ops when the model was exported; version {VERSION} of the shipped code.
+Made from the sources of hybridtron, definition by definition, when a model was exported. Version {VERSION} of the
+shipped code.
 """
 
 from __future__ import annotations
-
 '''
-Place = tuple[str, str]
-"""A module of `ops` (`scan.chunked`), and a name in it."""
 
 
+class NotShippable(ValueError):
+    """A mixer uses what can't be shipped; the message says what, and where."""
+
+
+@cache
 def shipped_code() -> dict[str, bytes]:
-    """The files that are written beside a model's weights, by name."""
-    files = {path.name: path.read_bytes() for path in sorted((PACKAGE / "hf").glob("*_hybridtron.py"))}
-    return files | {OPS_FILE: ops_text(PACKAGE / "ops").encode()}
+    """The files that an exported folder brings, by name. Raises NotShippable."""
+    return {path.name: path.read_bytes() for path in WRITTEN} | {f"{GENERATED}.py": mixers_file().encode()}
 
 
-def foreign_file(files: dict[str, bytes]) -> str | None:
-    """The name of a file that is not as we ship it; None where all files are those of one version."""
-    found = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    current = {name: hashlib.sha256(content).hexdigest() for name, content in shipped_code().items()}
-    if found in (current, *EARLIER.values()):
+def digest_of(files: Mapping[str, bytes]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        digest.update(f"{name} {len(files[name])}\n".encode() + files[name])
+    return digest.hexdigest()
+
+
+def is_shipped(files: Mapping[str, bytes]) -> bool:
+    """Whether these are the files of this version or of an earlier one, byte for byte."""
+    return digest_of(files) in {digest_of(shipped_code()), *RELEASED.values()}
+
+
+class MemoryLoader(Loader):
+    """Runs the generated file from memory; tracebacks find its text here."""
+
+    def create_module(self, spec: ModuleSpec) -> None:
         return None
-    return min(name for name in found.keys() | current.keys() if found.get(name) != current.get(name))
+
+    def exec_module(self, module: ModuleType) -> None:
+        exec(compile(mixers_file(), f"<{module.__name__}>", "exec"), module.__dict__)
+
+    def get_source(self, name: str) -> str:
+        return mixers_file()
 
 
-@dataclass(frozen=True)
-class OpsModule:
-    """A module of `ops`: its text, its definitions by name, the modules that others come from, and its imports."""
-
-    lines: list[str]
-    title: str
-    definitions: dict[str, ast.stmt]
-    elsewhere: dict[str, str]
-    imports: dict[str, tuple[str, str]]
-
-    @staticmethod
-    @cache
-    def of(ops: Path, module: str) -> OpsModule:
-        text = (ops / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
-        tree = ast.parse(text)
-        definitions: dict[str, ast.stmt] = {}
-        elsewhere: dict[str, str] = {}
-        imports: dict[str, tuple[str, str]] = {}
-        for node in tree.body:
-            match node:
-                case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Assign(targets=[ast.Name(id=name)]):
-                    definitions[name] = node
-                case ast.ImportFrom(module=str(origin)) if origin.startswith(HOME):
-                    elsewhere |= {alias.name: origin.removeprefix(HOME) for alias in node.names}
-                case ast.Import() | ast.ImportFrom():
-                    origin = f"from {node.module} " if isinstance(node, ast.ImportFrom) else ""
-                    imports |= {alias.asname or alias.name: (origin, ast.unparse(alias)) for alias in node.names}
-        title = (ast.get_docstring(tree) or "").partition("\n")[0]
-        return OpsModule(text.splitlines(), title, definitions, elsewhere, imports)
-
-    def names(self, name: str) -> Iterator[ast.Name]:
-        """Every use of a name in a definition."""
-        yield from (part for part in ast.walk(self.definitions[name]) if isinstance(part, ast.Name))
+def provide(package: str) -> None:
+    """Let the generated file be imported from a package, as if it lay there."""
+    name = f"{package}.{GENERATED}"
+    spec = ModuleSpec(name, MemoryLoader())
+    sys.modules[name] = module = module_from_spec(spec)
+    MemoryLoader().exec_module(module)
 
 
-def ops_text(ops: Path) -> str:
-    """The shipped file of ops, from the folder of the package's."""
-    wanted = _wanted()
-    places = _needed(ops, wanted)
-    common = Counter(wanted.get(place, place[1]) for place in places)
-    names: dict[Place, str] = {}
-    for module, name in places:
-        distinct = f"{name}_of_{module.replace('.', '_')}" if common[name] > 1 else name
-        names[module, name] = wanted.get((module, name)) or distinct
-    parts = [HEAD, _imports(ops, places)]
-    heading = ""
-    for module, name in places:
-        if module != heading:
-            parts.append(f"\n# ---- {module}\n# {OpsModule.of(ops, module).title}\n")
-            heading = module
-        spaced = not isinstance(OpsModule.of(ops, module).definitions[name], ast.Assign)
-        parts.append("\n\n" * spaced + _definition(ops, module, name, names) + "\n")
-    return "".join(parts)
+@cache
+def mixers_file() -> str:
+    """The text of the generated file. Raises NotShippable."""
+    mixers = {kind: (_place_of(spec), _place_of_module(spec.module)) for kind, spec in SPECS.items()}
+    places = _closure([*(place for pair in mixers.values() for place in pair), *NEEDED_BESIDE])
+    names = _names(places)
+    parts = [HEAD, *_imports(places)]
+    module = ""
+    for place in places:
+        if place.module != module:
+            module = place.module
+            parts.append(f"\n\n# ---- hybridtron/{module.replace('.', '/')}.py")
+        parts.append("\n" + _text(place, names))
+    entries = [f'    "{kind}": ({names[spec]}, {names[mixer]}),' for kind, (spec, mixer) in mixers.items()]
+    return "\n".join([*parts, "\nMIXERS = {", *entries, "}", ""])
 
 
-def _wanted() -> dict[Place, str]:
-    """What the layers use, and what they call it: the imports of their file of ops."""
-    tree = ast.parse((PACKAGE / "hf" / OPS_FILE).read_text(encoding="utf-8"))
-    return {
-        (node.module.removeprefix(HOME), alias.name): alias.asname or alias.name
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(HOME)
-        for alias in node.names
-    }
+def _place_of(spec: type) -> DefinedName:
+    return DefinedName(spec.__module__.removeprefix(HOME), spec.__name__)
 
 
-def _needed(ops: Path, wanted: dict[Place, str]) -> list[Place]:
-    """What is wanted and all that it uses, module by module and in the modules' own order, used modules first."""
-    found: set[Place] = set()
+def _place_of_module(named: str) -> DefinedName:
+    file, _, name = named.partition(":")
+    return DefinedName(file.removeprefix(HOME), name)
+
+
+def _resolved(module: str, name: str) -> DefinedName | None:
+    """Where a name of a file is defined; None where that is not in what is put together."""
+    source = SourceFile.of(module)
+    if name in source.own_imports:
+        place = source.own_imports[name]
+        in_itself = place == (module, name)  # `from hybridtron.ops import scan`, a file
+        return None if in_itself or place.module in STAND_INS else _resolved(*place)
+    if (op := source.call(name, "Op")) is not None:
+        return _implementation(module, name, op)
+    return DefinedName(module, name) if name in source.definitions else None
+
+
+def _implementation(module: str, name: str, op: ast.Call) -> DefinedName | None:
+    """The function that an op becomes: `name = Op(file.function, (file.IMPLEMENTATION, ...))`."""
+    reference, *others = [node for node in ast.walk(op) if isinstance(node, ast.Attribute)]
+    if name not in IMPLEMENTATIONS:
+        return _resolved(f"{module}.{ast.unparse(reference.value)}", reference.attr)
+    for each in others:
+        file = f"{module}.{ast.unparse(each.value)}"
+        made = SourceFile.of(file).call(each.attr, "Implementation")
+        if made is not None and ast.literal_eval(made.args[0]) == IMPLEMENTATIONS[name]:
+            return _resolved(file, ast.unparse(made.args[1]))
+    raise NotShippable(f"{name} has no implementation {IMPLEMENTATIONS[name]}")
+
+
+def _closure(wanted: Iterable[DefinedName]) -> list[DefinedName]:
+    """What is wanted and all that it uses, file by file, each file behind those that it imports."""
+    found: set[DefinedName] = set()
+    waiting = [place for each in wanted if (place := _resolved(*each)) is not None]
+    while waiting:
+        place = waiting.pop()
+        if place in found:
+            continue
+        found.add(place)
+        for use in SourceFile.of(place.module).uses(place.name):
+            if (used := _resolved(place.module, use.name)) is not None:
+                waiting.append(used)
+            else:
+                _check_foreign(place, use)
     order: list[str] = []
-
-    def visit(module: str, name: str) -> None:
-        source = OpsModule.of(ops, module)
-        if name in source.elsewhere:
-            visit(source.elsewhere[name], name)
-        elif name in source.definitions and (module, name) not in found:
-            found.add((module, name))
-            for used in source.names(name):
-                visit(module, used.id)
-            if module not in order:
-                order.append(module)
-
-    for place in wanted:
-        visit(*place)
-    return [(m, name) for m in order for name in OpsModule.of(ops, m).definitions if (m, name) in found]
+    entered: set[str] = set()
+    for module in sorted({place.module for place in found}):
+        _after_imports(module, order, entered)
+    return [DefinedName(m, n) for m in order for n in SourceFile.of(m).definitions if (m, n) in found]
 
 
-def _imports(ops: Path, places: list[Place]) -> str:
-    """Those of the standard library, then the others; of each `import` comes before `from`."""
-    found: dict[str, set[str]] = {}
+def _after_imports(module: str, order: list[str], entered: set[str]) -> None:
+    if module in entered or module in STAND_INS:
+        return
+    entered.add(module)
+    for place in SourceFile.of(module).own_imports.values():
+        inside = f"{place.module}.{place.name}"
+        _after_imports(inside if is_module(inside) else place.module, order, entered)
+    order.append(module)
+
+
+def _check_foreign(place: DefinedName, use: Use) -> None:
+    source, where = SourceFile.of(place.module), f"hybridtron/{place.module.replace('.', '/')}.py: {place.name}"
+    if use.name in source.own_imports:
+        module, name = source.own_imports[use.name]
+        if module in STAND_INS:
+            if name not in SourceFile.of(f"hf.{STAND_INS[module]}").definitions:
+                raise NotShippable(
+                    f"{where} uses {name}, which hybridtron/hf/{STAND_INS[module]}.py has no stand-in for"
+                )
+            return
+        raise NotShippable(f"{where} uses {use.name}, a file of the package: import the names that are used of it")
+    statement = source.foreign_imports.get(use.name)
+    if statement is None:
+        raise NotShippable(f"{where} uses {use.name}, which is neither defined nor imported by a line of its own")
+    if (package := statement.split()[1].split(".")[0]) not in FOREIGN:
+        raise NotShippable(f"{where} uses {package}; what is shipped with a model uses torch and Python's library only")
+
+
+def _names(places: list[DefinedName]) -> dict[DefinedName, str]:
+    """What each is called in the file: by its own name, which an op's implementation takes from the op."""
+    folders = {place.module.rpartition(".")[0] for place in places if place.module.count(".") > 1}
+    chosen = {_resolved(folder, op): op for folder in folders for op in IMPLEMENTATIONS}
+    wanted = {place: chosen.get(place, place.name) for place in places}
+    references = [place for place in places if place.name in IMPLEMENTATIONS]
+    wanted |= {place: f"{place.name}_reference" for place in references}
+    taken = Counter([*wanted.values(), *_imported(places)])
+    return {p: f"{name}_of_{p.module.replace('.', '_')}" if taken[name] > 1 else name for p, name in wanted.items()}
+
+
+def _imported(places: list[DefinedName]) -> dict[str, str]:
+    """The names that the file imports, each with its statement."""
+    found: dict[str, str] = {}
     for module, name in places:
-        source = OpsModule.of(ops, module)
-        for used in source.names(name):
-            if used.id in source.imports:
-                origin, imported = source.imports[used.id]
-                found.setdefault(origin, set()).add(imported)
-    plain = [f"import {name}" for name in sorted(found.pop("", set()))]
-    lines = [*plain, *(f"{origin}import {', '.join(sorted(found[origin]))}" for origin in sorted(found))]
-    standard = [line for line in lines if line.split()[1].partition(".")[0] in sys.stdlib_module_names]
-    others = [line for line in lines if line not in standard]
-    return "\n".join("".join(f"{line}\n" for line in section) for section in (standard, others) if section)
+        source = SourceFile.of(module)
+        for use in source.uses(name):
+            if (own := source.own_imports.get(use.name)) is not None and own.module in STAND_INS:
+                found[use.name] = f"from .{STAND_INS[own.module]} import {own.name}"
+            elif use.name in source.foreign_imports:
+                found[use.name] = source.foreign_imports[use.name]
+    return found
 
 
-def _definition(ops: Path, module: str, name: str, names: dict[Place, str]) -> str:
-    """A definition as it is written in its module, with the names that it and others have in the shipped file."""
-    source = OpsModule.of(ops, module)
-    node = source.definitions[name]
+def _imports(places: list[DefinedName]) -> list[str]:
+    """Import statements, one for each module."""
+    together: dict[str, list[str]] = {}
+    for statement in sorted(set(_imported(places).values())):
+        module, _, name = statement.partition(" import ")
+        together.setdefault(module, []).extend([name] * bool(name))
+    return [f"{module} import {', '.join(names)}" if names else module for module, names in together.items()]
+
+
+def _text(place: DefinedName, names: dict[DefinedName, str]) -> str:
+    """A definition as it stands in its file, with the names that it and others have here."""
+    source = SourceFile.of(place.module)
+    node = source.definitions[place.name]
     lines = list(source.lines)
-    edits: list[tuple[int, int, str, str]] = []
-    for used in source.names(name):
-        new = names.get((source.elsewhere.get(used.id, module), used.id))
-        if new is not None and new != used.id:
-            edits.append((used.lineno, used.col_offset, used.id, new))
-    for line, start, old, new in sorted(edits, reverse=True):
-        lines[line - 1] = lines[line - 1][:start] + new + lines[line - 1][start + len(old) :]
-    first = node.lineno
-    if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        word = "def" if isinstance(node, ast.FunctionDef) else "class"
-        lines[first - 1] = lines[first - 1].replace(f"{word} {name}", f"{word} {names[module, name]}", 1)
-        first = min([first, *(decorator.lineno for decorator in node.decorator_list)])
-    return "\n".join(lines[first - 1 : node.end_lineno])
+    for use in sorted(source.uses(place.name), key=lambda use: (use.line, use.start), reverse=True):
+        if (used := _resolved(place.module, use.name)) is not None:
+            line = lines[use.line - 1].encode()  # ast counts columns in bytes
+            lines[use.line - 1] = (line[: use.start] + names[used].encode() + line[use.end :]).decode()
+    for word in ("def", "class"):
+        defined = f"{word} {place.name}"
+        if lines[node.lineno - 1].startswith(defined):
+            lines[node.lineno - 1] = f"{word} {names[place]}" + lines[node.lineno - 1][len(defined) :]
+    first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
+    return "\n".join(lines[first - 1 : node.end_lineno]) + "\n"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hybridtron.checkpoint.files import bytes_of, prefetched, sync_file
-from hybridtron.interop.rules import Rule
+from hybridtron.interop.rules import TensorRule
 
 INDEX = "model.safetensors.index.json"
 TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -27,7 +27,7 @@ TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 class Planned:
     """A tensor that is to be written, and its type."""
 
-    rule: Rule
+    rule: TensorRule
     dtype: torch.dtype
 
     @property
@@ -52,7 +52,7 @@ def write_weights(
     folder: Path,
     tensors: Sequence[Planned],
     largest: int,
-    made: Callable[[Rule], Tensor],
+    made: Callable[[TensorRule], Tensor],
     progress: Callable[[int, int], None],
 ) -> None:
     """All tensors, and the index where there is more than one shard."""

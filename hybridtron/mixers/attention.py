@@ -23,6 +23,8 @@ class Heads(Mixer):
     State: `q_conv`, `kv_conv` (B, W - 1, channels) where a short convolution is used, and what the subclass carries.
     """
 
+    attention = staticmethod(attention)  # an exported model puts the kernel here that transformers was asked for
+
     def __init__(self, spec: HeadsSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()
         self.heads, self.tensor = spec, tensor
@@ -64,6 +66,16 @@ class Heads(Mixer):
     ) -> tuple[Tensor, State]:
         """The heads' outputs, and what is carried; queries and keys are rotated, and of this rank's heads."""
 
+    def attend_within(
+        self, window: int | None, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, before: State, seq: SeqInfo
+    ) -> tuple[Tensor, State]:
+        """Attention in a window or without one, and the keys and values that are kept for it."""
+        memory = AttentionMemory(before["keys"], before["values"], before["length"]) if "keys" in before else None
+        y_BLHK = self.attention(AttentionInputs(q_BLHK, k_BLGK, v_BLGK, window, seq.documents_BL, memory))
+        keep = None if window is None else window - 1
+        kept = remember(memory, k_BLGK, v_BLGK, seq.documents_BL, keep)
+        return y_BLHK, {"keys": kept.keys_BMGK, "values": kept.values_BMGK, "length": kept.length_B}
+
 
 class Attention(Heads):
     """State: rotated `keys` and `values` of the tokens that later ones may see (B, M, G, K), of which the last
@@ -76,15 +88,4 @@ class Attention(Heads):
     def attend(
         self, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, before: State, seq: SeqInfo
     ) -> tuple[Tensor, State]:
-        return attend_within(self.window, q_BLHK, k_BLGK, v_BLGK, before, seq)
-
-
-def attend_within(
-    window: int | None, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, before: State, seq: SeqInfo
-) -> tuple[Tensor, State]:
-    """Attention in a window or without one, and the keys and values that are kept for it."""
-    memory = AttentionMemory(before["keys"], before["values"], before["length"]) if "keys" in before else None
-    y_BLHK = attention(AttentionInputs(q_BLHK, k_BLGK, v_BLGK, window, seq.documents_BL, memory))
-    keep = None if window is None else window - 1
-    kept = remember(memory, k_BLGK, v_BLGK, seq.documents_BL, keep)
-    return y_BLHK, {"keys": kept.keys_BMGK, "values": kept.values_BMGK, "length": kept.length_B}
+        return self.attend_within(self.window, q_BLHK, k_BLGK, v_BLGK, before, seq)

@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.span import SpanSpec
 from hybridtron.data.batch import SeqInfo
-from hybridtron.mixers.attention import Heads, attend_within
+from hybridtron.mixers.attention import Heads
 from hybridtron.mixers.base import State
 from hybridtron.ops.attention import AttentionMemory, remember
 from hybridtron.ops.span import (
@@ -52,7 +52,7 @@ class SpanAttention(Heads):
         self, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, before: State, seq: SeqInfo
     ) -> tuple[Tensor, State]:
         if seq.key is None and self.spec.eval == "full":
-            return attend_within(None, q_BLHK, k_BLGK, v_BLGK, before, seq)
+            return self.attend_within(None, q_BLHK, k_BLGK, v_BLGK, before, seq)
         chunk, remembered = self._chunk(seq), self.spec.remembered(training=seq.key is not None)
         memory = AttentionMemory(before["keys"], before["values"], before["length"]) if "keys" in before else None
         seen = [0] * len(q_BLHK) if memory is None else memory.length_B.tolist()

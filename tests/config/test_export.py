@@ -17,7 +17,6 @@ from hybridtron.config.checks.export import export_folder_problems
 from hybridtron.config.exportable import RECORD, TRANSFORMERS
 from hybridtron.config.load import load
 from hybridtron.config.phases import last_step
-from hybridtron.hf.configuration_hybridtron import KINDS
 from hybridtron.interop.export import TARGETS
 from hybridtron.requirements import requirements
 
@@ -46,12 +45,11 @@ def test_it_is_looked_at_as_it_is_in_that_phase() -> None:
     assert keys("model=llama2_438m", phases) == ["phases.1.export"]
 
 
-@pytest.mark.parametrize("wanted", ["auto", "native", "custom"])
-def test_a_registered_mixer_without_an_exported_form_is_refused(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_mixer_is_exported_by_the_shipped_class(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SPECS, "other", OtherSpec)
     changed = ["model.pattern=O", "model.layers.O={kind: other, hidden: 64}"]
-    assert keys(*changed) == []
-    assert keys(*changed, f"phases.0.export={wanted}") == ["phases.0.export"]
+    assert keys(*changed, "phases.0.export=auto") == keys(*changed, "phases.0.export=custom") == []
+    assert keys(*changed, "phases.0.export=native") == ["phases.0.export"]
 
 
 def test_transformers_is_there_and_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +91,5 @@ def test_what_is_in_its_place_is_of_that_step_and_run(tmp_path: Path) -> None:
 
 def test_what_is_written_down_twice_is_the_same() -> None:
     assert [target.name for target in TARGETS] == [*exportable.NATIVE, exportable.SHIPPED]
-    assert set(KINDS) == set(exportable.SHIPPED_KINDS)
     pin = requirements().extras["export"]["transformers"]
     assert pin.startswith(f">={TRANSFORMERS[0]}.{TRANSFORMERS[1]},")

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hybridtron.hf import HybridtronConfig, HybridtronForCausalLM, attention_hybridtron
-from hybridtron.hf.mixers_hybridtron import Places
-from hybridtron.hf.ops_hybridtron import AttentionInputs, SpanInputs, attention, span_attention
+from hybridtron.hf import HybridtronConfig, HybridtronForCausalLM, mixers_hybridtron
+from hybridtron.hf.layers_hybridtron import SeqOnDevices
+from hybridtron.hf.mixers_hybridtron import AttentionInputs, SeqInfo, attention_reference, span_attention
 from hybridtron.interop.custom import Custom
 from tests.interop.models import VOCAB, model_config
 
@@ -77,12 +77,13 @@ def test_spans_as_they_are_shipped_read_chosen_blocks_from_the_cache(
     """Chunks of 64: one row goes on in its second one, one begins it while it is generated, both are read in pieces."""
     model, tokens_BL, read = model_of("samba-span").double(), tokens(2, 70), []
 
-    def counted(inputs: SpanInputs) -> Tensor:
-        if inputs.k_BSGK.shape[1] > inputs.q_BLHK.shape[1]:
-            read.append(sum(0 if one is None else int((one >= 0).sum()) for one in inputs.chosen))
+    def counted(inputs: Any) -> Tensor:
+        q, k, _, _, chosen = inputs
+        if k.shape[1] > q.shape[1]:
+            read.append(sum(0 if one is None else int((one >= 0).sum()) for one in chosen))
         return span_attention(inputs)
 
-    monkeypatch.setattr(attention_hybridtron, "span_attention", counted)
+    monkeypatch.setattr(mixers_hybridtron, "span_attention", counted)
     mask_BL = torch.ones_like(tokens_BL)
     mask_BL[1, :12] = 0
     settings = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, **how}
@@ -191,7 +192,7 @@ def test_every_attention_implementation(name: str, monkeypatch: pytest.MonkeyPat
             documents = torch.bucketize(torch.arange(q.shape[1]), borders, right=True)[None]
         assert given["scaling"] == q.shape[-1] ** -0.5
         calls.append(borders)
-        return attention(AttentionInputs(q, k, v, given["sliding_window"], documents)).view(shape), None
+        return attention_reference(AttentionInputs(q, k, v, given["sliding_window"], documents)).view(shape), None
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", flash)
     tokens_BL = tokens(2, 30)
@@ -226,8 +227,9 @@ def test_what_is_returned() -> None:
 
 
 def test_places_follow_the_layers_to_other_devices() -> None:
-    places = Places(torch.arange(6)[None], torch.tensor([[0, 0, 0, 1, 1, 1]]))
-    assert places.on(torch.device("cpu")) is places
+    seq = SeqInfo(torch.arange(6)[None], torch.tensor([[0, 0, 0, 1, 1, 1]]))
+    places = SeqOnDevices(seq)
+    assert places.on(torch.device("cpu")) is seq
     there = places.on(torch.device("meta"))
     assert there is places.on(torch.device("meta"))
     assert there.positions_BL.is_meta
@@ -270,7 +272,7 @@ def test_what_has_no_meaning_is_refused() -> None:
     with pytest.raises(ValueError, match="either"):
         model()
     with pytest.raises(ValueError, match="kind 'retention'"):
-        HybridtronConfig(pattern="R", layers={"R": {"kind": "retention"}})
+        HybridtronForCausalLM(HybridtronConfig(pattern="R", layers={"R": {"kind": "retention"}}))
     with pytest.raises(NotImplementedError, match="taken back"):
         cache.crop(1)
 

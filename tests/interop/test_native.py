@@ -21,9 +21,9 @@ from hybridtron.cli.convert import main
 from hybridtron.config.choices import Export
 from hybridtron.interop import verify as verify_module
 from hybridtron.interop.export import NATIVES, target_of
-from hybridtron.interop.native import Mamba
+from hybridtron.interop.native import NativeMamba
 from hybridtron.interop.native_pairs import Llama
-from hybridtron.interop.rules import Rule
+from hybridtron.interop.rules import TensorRule
 from hybridtron.interop.verify import verify
 from hybridtron.parallel.groups import Groups
 from tests.interop.models import CLASSES, MODELS, checkpoint_of, model_config
@@ -106,13 +106,13 @@ def test_a_sample_of_the_layers_is_a_model_of_its_own(
     assert main([*arguments, str(tmp_path / "out")]) == 0
     assert "as --verify sample" in capsys.readouterr().out
     last = len(architecture(model).specs) - 1
-    to_theirs = Rule.to_theirs
+    to_theirs = TensorRule.to_theirs
 
-    def planted(rule: Rule, read) -> torch.Tensor:
+    def planted(rule: TensorRule, read) -> torch.Tensor:
         made = to_theirs(rule, read)
         return made * 1.01 if f"layers.{last}.norm.weight" in rule.ours else made
 
-    monkeypatch.setattr(Rule, "to_theirs", planted)
+    monkeypatch.setattr(TensorRule, "to_theirs", planted)
     assert main([*arguments, str(tmp_path / "wrong")]) == 1
     assert "logits of" in capsys.readouterr().err
 
@@ -164,13 +164,13 @@ def test_rows_in_the_order_of_ranks_are_found(
 ) -> None:
     """What two ranks hold of a fused projection, one below the other: x and z of the first, x and z of the second."""
     checkpoint_of(model_config("mamba"), alone, tmp_path / "run")
-    to_theirs = Rule.to_theirs
+    to_theirs = TensorRule.to_theirs
 
-    def by_ranks(rule: Rule, read) -> torch.Tensor:
+    def by_ranks(rule: TensorRule, read) -> torch.Tensor:
         made = to_theirs(rule, read)
         return torch.cat(made.chunk(4)[::2] + made.chunk(4)[1::2]) if "in_proj" in rule.theirs else made
 
-    monkeypatch.setattr(Rule, "to_theirs", by_ranks)
+    monkeypatch.setattr(TensorRule, "to_theirs", by_ranks)
     assert main(["export", "--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out")]) == 1
     assert "the streams part in layer 0" in capsys.readouterr().err
 
@@ -179,9 +179,9 @@ def test_decays_in_bf16_are_found(
     alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint_of(model_config("mamba"), alone, tmp_path / "run")
-    rules = Mamba.rules
+    rules = NativeMamba.rules
     monkeypatch.setattr(
-        Mamba, "rules", lambda *a: [replace(r, fp32=r.fp32 and "A_log" not in r.theirs) for r in rules(*a)]
+        NativeMamba, "rules", lambda *a: [replace(r, fp32=r.fp32 and "A_log" not in r.theirs) for r in rules(*a)]
     )
     arguments = ["--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out"), "--dtype", "bfloat16"]
     assert main(["export", *arguments]) == 1

@@ -1,56 +1,148 @@
-"""The code that is shipped with a model: its bytes have a version, and what it computes with are the package's ops."""
+"""What is shipped is the package's own code: taken whole, renamed where it must be, refused where it can't be."""
 
 from __future__ import annotations
 
 import ast
-import hashlib
 import shutil
 import sys
+import tarfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-import hybridtron.ops
-from hybridtron.interop.shipped_code import EARLIER, OPS_FILE, VERSION, foreign_file, ops_text, shipped_code
+import pytest
+import torch
 
-OPS = Path(hybridtron.ops.__file__).parent
-DIGEST = (2, "79ca959ad8c3034495ffb1b3a99f8399586edb8e25754547d07937b900e5e475")
-"""Of the version under development. When it is released, its files' digests are added to EARLIER, and a change of a
-byte after that needs the next VERSION."""
+from hybridtron.architecture import SPECS
+from hybridtron.architecture.swiglu import SwiGLUSpec
+from hybridtron.interop import definitions
+from hybridtron.interop.definitions import SourceFile
+from hybridtron.interop.shipped_code import NotShippable, is_shipped, mixers_file, shipped_code
 
-
-def test_the_bytes_are_those_of_their_version() -> None:
-    digest = hashlib.sha256(b"".join(shipped_code().values())).hexdigest()
-    assert (VERSION, digest) == DIGEST, "what is shipped has changed: see the remark at DIGEST"
-    assert max(EARLIER) + 1 == VERSION
-
-
-def test_a_change_of_an_op_is_a_change_of_what_is_shipped(tmp_path: Path) -> None:
-    shutil.copytree(OPS, tmp_path / "ops")
-    assert ops_text(tmp_path / "ops") == ops_text(OPS)
-    shutil.copytree(OPS, tmp_path / "changed")
-    file = tmp_path / "changed/swiglu/reference.py"
-    file.write_text(file.read_text().replace("F.silu(inputs.gate)", "F.gelu(inputs.gate)"))
-    assert "F.gelu(inputs.gate)" in ops_text(tmp_path / "changed")
-    assert "F.gelu(inputs.gate)" not in ops_text(OPS)
+ARCHIVE = Path(__file__).parents[1] / "compatibility/written_by_0.1.0.tar.xz"
+Edit = Callable[[str, str, str], None]
 
 
-def test_the_shipped_ops_need_torch_alone_and_define_each_name_once() -> None:
-    tree = ast.parse(shipped_code()[OPS_FILE])
+@pytest.fixture
+def edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Edit]:
+    """Changes a file of the package in a copy that everything is taken from; the old text "" adds to its end."""
+    copy = tmp_path / "hybridtron"
+    shutil.copytree(definitions.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(definitions, "PACKAGE", copy)
+
+    def change(file: str, old: str, new: str) -> None:
+        text = (copy / file).read_text()
+        assert old in text
+        (copy / file).write_text(text.replace(old, new, 1) if old else text + new)
+        forget()
+
+    def forget() -> None:
+        SourceFile.of.cache_clear()
+        mixers_file.cache_clear()
+
+    forget()
+    yield change
+    forget()
+
+
+def made() -> dict[str, Any]:
+    """The generated file, run with what stands beside it."""
+    import hybridtron.hf
+
+    module = ModuleType(f"{hybridtron.hf.__name__}.made")
+    sys.modules[module.__name__] = module  # where dataclasses look for it
+    try:
+        exec(compile(mixers_file(), "made", "exec"), module.__dict__)
+    finally:
+        del sys.modules[module.__name__]
+    return vars(module)
+
+
+def test_every_mixer_is_in_it_and_nothing_chooses_among_forms() -> None:
+    text = mixers_file()
+    assert set(made()["MIXERS"]) == set(SPECS)
+    tree = ast.parse(text)
+    assert not [
+        node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in ("form", "reference")
+    ]
     roots = {
-        name.split(".")[0]
+        (name.name if isinstance(node, ast.Import) else node.module or "").split(".")[0]
         for node in ast.walk(tree)
         if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+        for name in node.names
     }
-    assert roots - set(sys.stdlib_module_names) == {"torch"}
-    defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    defined += [node.targets[0].id for node in tree.body if isinstance(node, ast.Assign)]
-    assert len(defined) == len(set(defined))
-    compile(tree, OPS_FILE, "exec")
+    assert "hybridtron" not in roots
 
 
-def test_only_files_of_one_version_are_ours() -> None:
-    ours = shipped_code()
-    assert foreign_file(ours) is None
-    assert foreign_file(ours | {"more.py": b""}) == "more.py"
-    assert foreign_file(ours | {OPS_FILE: b"pass"}) == OPS_FILE
-    assert foreign_file({name: content for name, content in ours.items() if name != OPS_FILE}) == OPS_FILE
+def test_a_change_of_an_op_is_a_change_of_what_is_shipped(edit: Edit) -> None:
+    before, old, new = mixers_file(), "F.silu(inputs.gate) * inputs.up", "F.gelu(inputs.gate) * inputs.up"
+    edit("ops/swiglu/reference.py", old, new)
+    assert mixers_file() == before.replace(old, new) != before
+
+
+def test_a_name_of_two_files_stays_two_things(edit: Edit) -> None:
+    """Also where an argument or a local variable has the same name."""
+    edit("ops/swiglu/reference.py", "", "\n\ndef twice(x: Tensor) -> Tensor:\n    return x + x\n")
+    edit("ops/conv/reference.py", "", "\n\ndef twice(x: Tensor, by: int = 3) -> Tensor:\n    return by * x\n")
+    edit(
+        "mixers/swiglu.py",
+        "    def forward(",
+        "    def probe(self, x: Tensor) -> list[Tensor]:\n"
+        "        return [twice(x), apart(x, x), *(twice for twice in (x,))]\n\n"
+        "    def forward(",
+    )
+    edit(
+        "mixers/swiglu.py",
+        "from hybridtron.parallel",
+        "from hybridtron.ops.conv.reference import twice\n"
+        "from hybridtron.ops.swiglu.reference import twice as other\nfrom hybridtron.parallel",
+    )
+    edit(
+        "mixers/swiglu.py",
+        "",
+        "\n\ndef apart(x: Tensor, twice: Tensor) -> Tensor:\n    y = other(twice)\n    return other(x) - y + x\n",
+    )
+    x = torch.ones(1)
+    names = made()
+    assert [part.item() for part in names["SwiGLU"].probe(None, x)] == [3, 1, 1]
+    assert names["twice_of_ops_conv_reference"](x) == 3
+    assert names["twice_of_ops_swiglu_reference"](x) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("import numpy\nnumpy.ones", "numpy"),
+        ("from hybridtron.ops import scan\nscan.reference", "scan"),
+        ("lost", "lost"),
+    ],
+)
+def test_what_cannot_be_shipped_is_named(line: str, named: str, edit: Edit) -> None:
+    statement, _, expression = line.rpartition("\n")
+    edit("mixers/swiglu.py", "import annotations\n", f"import annotations\n{statement}\n")
+    edit("mixers/swiglu.py", "        return Out(", f"        {expression}\n        return Out(")
+    with pytest.raises(NotShippable, match=rf"mixers/swiglu.py: SwiGLU uses {named}"):
+        mixers_file()
+
+
+def test_files_of_an_earlier_version_are_known_and_changed_ones_are_not() -> None:
+    with tarfile.open(ARCHIVE) as archive:
+        code = [member for member in archive if member.name.startswith("hf/") and member.name.endswith(".py")]
+        before = {Path(m.name).name: file.read() for m in code if (file := archive.extractfile(m)) is not None}
+    now = shipped_code()
+    assert is_shipped(before)
+    assert is_shipped(now)
+    for files in (before, now):
+        name = min(files)
+        assert not is_shipped({**files, name: files[name] + b" "})
+        assert not is_shipped({key: code for key, code in files.items() if key != name})
+    assert not is_shipped({**before, **now})
+
+
+def test_what_no_mixer_uses_is_not_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridtron.interop.shipped_code.SPECS", {"swiglu": SwiGLUSpec})
+    mixers_file.cache_clear()
+    assert list(made()["MIXERS"]) == ["swiglu"]
+    assert "class Mamba" not in mixers_file()
+    mixers_file.cache_clear()

@@ -14,13 +14,13 @@ from tokenizers import Tokenizer
 from hybridtron.config.exportable import TRANSFORMERS
 from hybridtron.config.load import load
 from hybridtron.data.same_vocabulary import difference
-from hybridtron.hf import configuration_hybridtron
 from hybridtron.interop.card import SHARED_PAD, card
 from hybridtron.interop.custom import Custom
 from hybridtron.interop.native_pairs import Llama
+from hybridtron.interop.shipped_code import WRITTEN
 from hybridtron.interop.tokenizer import PAD, SpecialTokens, write_tokenizer
 
-CONFIGURATION = Path(configuration_hybridtron.__file__)
+CONFIGURATION = next(path for path in WRITTEN if path.name == "configuration_hybridtron.py")
 
 
 def tokenizer(*more: str) -> bytes:

@@ -1,0 +1,228 @@
+"""A residual sub-layer: the norm, and a mixer of `mixers_hybridtron.py` over weights with the names of this model.
+
+A mixer computes with the weights that its spec lists. Here they lie as other models of its kind have them, under the
+names and in the order that the spec's `exported_names` says: rows of one of ours may be rows of several layers here, or
+the other way round. Its projections are calls of layers here, so that adapters reach them; all other weights are handed
+to it for the time of a call.
+
+Legend: B rows, L tokens, D width, H query heads, G key/value heads, K head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import PreTrainedConfig
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .linear_hybridtron import SINGLE_RANK, Declared
+from .mixers_hybridtron import (
+    MIXERS,
+    AttentionInputs,
+    ModelSizes,
+    RMSNormInputs,
+    SeqInfo,
+    State,
+    attention,
+    attention_reference,
+    document_starts,
+    rms_norm,
+    starting_value,
+)
+
+ATTENTION = "attention"  # on a mixer: the function that computes its attention
+STARTS = "starts"  # on a module: how those of its weights start that are no projections
+
+
+class WeightRows(NamedTuple):
+    """WeightRows of a weight of this model, which has `total` of them."""
+
+    theirs: str
+    start: int
+    stop: int
+    total: int
+
+
+class SeqOnDevices:
+    """Where each token stands: the same on every device that the model lies on."""
+
+    def __init__(self, seq: SeqInfo) -> None:
+        self._on = {seq.positions_BL.device: seq}
+
+    def on(self, device: torch.device) -> SeqInfo:
+        if device not in self._on:
+            self._on[device] = next(iter(self._on.values())).map(lambda tensor: tensor.to(device))
+        return self._on[device]
+
+
+class HybridtronRMSNorm(nn.Module):
+    """Root-mean-square norm with a learned scale."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(RMSNormInputs(x, self.weight, self.eps))
+
+
+class HybridtronLinear(nn.Linear):
+    """A projection. The mixer adds the bias, if there is one."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class HybridtronMixer(nn.Module):
+    """A mixer's weights, and the mixer that computes with them."""
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
+        super().__init__()
+        letter = config.pattern[layer_idx]
+        options = dict(config.layers.get(letter, {}))
+        if (kind := options.pop("kind", None)) not in MIXERS:
+            raise ValueError(f"config.json: letter {letter!r} is of kind {kind!r}; have: {', '.join(MIXERS)}")
+        make_spec, make_mixer = MIXERS[kind]
+        spec, sizes = make_spec(**options), ModelSizes(config.hidden_size, len(config.pattern), layer_idx)
+        self.config, self.layer_idx, self.is_causal = config, layer_idx, True  # what attention functions look for
+        self.in_fp32: list[str] = []
+        self._once: dict[str, tuple[Tensor, Tensor]] = {}
+        with torch.device("meta"):
+            mixer = make_mixer(spec, sizes, SINGLE_RANK)
+        self._mixer = (mixer,)  # in a tuple, so that its weights are not counted as the model's
+        self._add_weights(spec.parameters(sizes), spec.exported_names(sizes))
+        self._rows = dict(_rows_of(spec.parameters(sizes), spec.exported_names(sizes)))
+        for name in self._projections():
+            setattr(mixer, name, partial(self._project, name))
+        if hasattr(mixer, ATTENTION):
+            setattr(mixer, ATTENTION, partial(configured_attention, self))
+
+    def forward(self, x_BLD: Tensor, state: State | None, seq: SeqInfo) -> tuple[Tensor, State]:
+        (mixer,) = self._mixer
+        weights = {name: self._weight(self._rows[name]) for name, _ in mixer.named_parameters()}
+        try:
+            out = functional_call(mixer, weights, (x_BLD.transpose(0, 1), state or None, seq))
+        finally:
+            self._once.clear()
+        return out.y_LBD.transpose(0, 1), out.state
+
+    def _add_weights(self, table: dict[str, Any], names: dict[str, tuple[str, ...]]) -> None:
+        of_key = {key: name for name, weight in table.items() for key in weight.stored(name)}
+        shapes = {key: shape for name, weight in table.items() for key, shape in weight.stored(name).items()}
+        for theirs, ours in names.items():
+            layer, _, leaf = theirs.rpartition(".")
+            weight, shape = table[of_key[ours[0]]], shapes[ours[0]]
+            shape = (sum(shapes[key][0] for key in ours), *shape[1:])
+            if self._is_projection(of_key[ours[0]]):
+                setattr(self, layer, HybridtronLinear(shape[1], shape[0]))
+                continue
+            if layer and not hasattr(self, layer):
+                setattr(self, layer, nn.Module())
+            shape = (shape[0], 1, *shape[1:]) if theirs.endswith("conv1d.weight") else shape
+            holder = getattr(self, layer) if layer else self
+            setattr(holder, leaf, nn.Parameter(torch.empty(shape)))
+            starts = {**getattr(holder, STARTS, {}), leaf: [(table[of_key[key]].init, shapes[key]) for key in ours]}
+            setattr(holder, STARTS, starts)
+            self.in_fp32 += [theirs] * weight.fp32
+
+    def _is_projection(self, ours: str) -> bool:
+        return ours.endswith(".weight") and isinstance(getattr(self._mixer[0], ours[:-7], None), Declared)
+
+    def _projections(self) -> list[str]:
+        return [name for name, value in vars(self._mixer[0]).items() if isinstance(value, Declared)]
+
+    def _weight(self, rows: list[WeightRows]) -> Tensor:
+        """A weight as the mixer knows it."""
+        parts = []
+        for each in rows:
+            layer, _, leaf = each.theirs.rpartition(".")
+            weight = getattr(getattr(self, layer) if layer else self, leaf)
+            weight = weight.squeeze(1) if each.theirs.endswith("conv1d.weight") else weight
+            parts.append(weight if each.stop - each.start == each.total else weight[each.start : each.stop])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _project(self, name: str, x: Tensor) -> Tensor:
+        """What a projection of the mixer makes of x: outputs of this model's layers, in the mixer's order."""
+        parts = []
+        for each in self._rows[f"{name}.weight"]:
+            made = self._once.get(each.theirs)
+            if made is None or made[0] is not x:
+                made = self._once[each.theirs] = x, getattr(self, each.theirs.removesuffix(".weight"))(x)
+            parts.append(made[1] if each.stop - each.start == each.total else made[1][..., each.start : each.stop])
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def _rows_of(table: dict[str, Any], names: dict[str, tuple[str, ...]]) -> Iterator[tuple[str, list[WeightRows]]]:
+    """For each weight of a mixer where its rows lie here; rows that follow each other in both are taken together."""
+    sizes = {key: shape[0] for name, weight in table.items() for key, shape in weight.stored(name).items()}
+    lies: dict[str, WeightRows] = {}
+    for theirs, ours in names.items():
+        start, total = 0, sum(sizes[key] for key in ours)
+        for key in ours:
+            lies[key] = WeightRows(theirs, start, start := start + sizes[key], total)
+    for name, weight in table.items():
+        rows: list[WeightRows] = []
+        for key in weight.stored(name):
+            last, here = rows[-1] if rows else None, lies[key]
+            if last is not None and last.theirs == here.theirs and last.stop == here.start:
+                rows[-1] = last._replace(stop=here.stop)
+            else:
+                rows.append(here)
+        yield name, rows
+
+
+def start_weights(module: nn.Module) -> None:
+    """Fill what is no projection as the specs say. What transformers has loaded, `init` leaves as it is."""
+    for leaf, starts in getattr(module, STARTS, {}).items():
+        weight = getattr(module, leaf)
+        values = [starting_value(each, shape, int(torch.randint(2**62, ())), leaf) for each, shape in starts]
+        init.copy_(weight, torch.cat(values).reshape(weight.shape).to(weight.device))
+
+
+def configured_attention(layer: HybridtronMixer, inputs: AttentionInputs) -> Tensor:
+    """Attention by what `attn_implementation` says.
+
+    Kernels that transformers knows are used where no keys are remembered: they could skip no padding among those.
+    """
+    chosen = layer.config._attn_implementation or "sdpa"
+    if not chosen.startswith("flash") or inputs.memory is not None:
+        return (attention_reference if chosen == "eager" else attention)(inputs)
+    borders = {}
+    if (starts_BL := document_starts(inputs.documents_BL)) is not None:
+        # where documents begin when all rows stand one after another, and where the last ends
+        starts_BL = torch.cat((torch.ones_like(starts_BL[:, :1]), starts_BL[:, 1:]), dim=1)
+        starts = F.pad(starts_BL.flatten().nonzero().flatten(), (0, 1), value=starts_BL.numel()).int()
+        length = starts_BL.shape[1]
+        borders = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": length, "max_length_k": length}
+    q, k, v = (x.transpose(1, 2) for x in (inputs.q_BLHK, inputs.k_BLGK, inputs.v_BLGK))
+    given = {"scaling": q.shape[-1] ** -0.5, "sliding_window": inputs.window, **borders}
+    return ALL_ATTENTION_FUNCTIONS[chosen](layer, q, k, v, None, **given)[0]
+
+
+class HybridtronLayer(GradientCheckpointingLayer):
+    """A pre-norm residual sub-layer."""
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.norm = HybridtronRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mixer = HybridtronMixer(config, layer_idx)
+
+    def forward(self, x_BLD: Tensor, places: SeqOnDevices, past_key_values: Any = None) -> Tensor:
+        state = None if past_key_values is None else past_key_values.states[self.layer_idx]
+        y_BLD, state = self.mixer(self.norm(x_BLD), state, places.on(x_BLD.device))
+        if past_key_values is not None:
+            past_key_values.states[self.layer_idx] = state
+        return x_BLD + y_BLD

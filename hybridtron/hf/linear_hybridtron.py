@@ -1,0 +1,59 @@
+"""What `mixers_hybridtron.py` finds where hybridtron has its parallel layers: one process, which holds everything.
+
+A projection is only declared here. `layers_hybridtron.py` puts the model's own layers in its place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class OneProcess:
+    """A single process, with all channels and heads."""
+
+    size: int = 1
+    rank: int = 0
+
+    def share(self, total: int) -> int:
+        return total
+
+    def groups_used(self, heads: int, groups: int) -> slice:
+        return slice(0, groups)
+
+    def whole(self) -> OneProcess:
+        return self
+
+    def without_fp8(self) -> OneProcess:
+        return self
+
+
+TensorGroup = OneProcess
+SINGLE_RANK = OneProcess()
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A projection without weights."""
+
+    in_features: int
+    out_features: int
+
+
+def column_parallel(in_features: int, out_features: int, tensor: OneProcess) -> Declared:
+    return Declared(in_features, out_features)
+
+
+row_parallel = column_parallel
+row_parallel_inside = column_parallel
+
+
+def enter(x: Tensor, tensor: OneProcess) -> Tensor:
+    """Nothing is on other processes."""
+    return x
+
+
+sum_gradients = enter
+sum_shares = enter

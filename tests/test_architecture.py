@@ -124,7 +124,7 @@ BESIDE = [
 ]
 EVERYTHING = [*SOURCES, *BESIDE, SourceFile(ROOT / "train.py")]
 LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 300, 40
-LONG_FILES = {"hybridtron/cli/doctor.py", "hybridtron/planning/memory.py"}  # still too long: each entry is to go
+LONG_FILES = {"hybridtron/planning/memory.py"}  # still too long: each entry is to go
 LONG_FUNCTIONS = {
     "hybridtron/ops/conv/kernels.py _backward",
     "hybridtron/ops/scan/kernels.py _retrace",

@@ -12,19 +12,17 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import operator
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybridtron.cli.machine import Line, machine_section
 from hybridtron.requirements import MODULES, install_command, is_there, requirements
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,30 +37,18 @@ OPTIONAL = {
     "wandb": "metrics to wandb (run.wandb=PROJECT)",
     "tensorboard": "metrics to TensorBoard, in the run's logs/",
 }
-COMPARE = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">": operator.gt,
-    "<": operator.lt,
-}
-GIB = 2**30
-LEAST_DISK, LEAST_SHARED, LEAST_MEMORY, LEAST_FILES = 10 * GIB, GIB, 4 * GIB, 4096
+IMPORTED = {"flash_attn": "flash_attn.flash_attn_interface"}  # other packages have a `flash_attn` without its functions
 
 IMPORT = """
 import importlib, importlib.util, json, sys
 name = sys.argv[1]
-try:
-    found = importlib.util.find_spec(name) is not None
-except ModuleNotFoundError:
-    found = False
+found = importlib.util.find_spec(name.partition(".")[0]) is not None
 try:
     module = importlib.import_module(name) if found else None
-    told = {"found": found, "version": str(getattr(module, "__version__", "")), "fault": None}
+    seen = {"found": found, "version": str(getattr(module, "__version__", "")), "fault": None}
 except BaseException as error:
-    told = {"found": True, "version": "", "fault": (type(error).__name__ + ": " + str(error)).splitlines()[0]}
-print("\\n" + json.dumps(told))
+    seen = {"found": True, "version": "", "fault": (type(error).__name__ + ": " + str(error)).splitlines()[0]}
+print("\\n" + json.dumps(seen))
 """
 KERNELS = """
 import json
@@ -71,20 +57,10 @@ from hybridtron.device import compute_device, cuda_report, describe_device
 from hybridtron.config.choices import Precision
 from hybridtron.ops.registry import choices
 from hybridtron.parallel.transformer_engine import fp8_fault
-told = {"device": describe_device(), "cuda": cuda_report(), "threads": torch.get_num_threads()}
-told["fp8"] = fp8_fault(Precision.fp8_delayed)
-print("\\n" + json.dumps({**told, "choices": choices(compute_device().type)}))
+about = {"device": describe_device(), "cuda": cuda_report(), "threads": torch.get_num_threads()}
+about["fp8"] = fp8_fault(Precision.fp8_delayed)
+print("\\n" + json.dumps({**about, "choices": choices(compute_device().type)}))
 """
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of the report. `mark` is ok, warn (training runs, but look here), fail (it does not) or none."""
-
-    mark: str
-    name: str
-    found: str
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,24 +93,19 @@ def run_python(code: str, *arguments: str) -> tuple[dict, str | None]:
 
 def probe(module: str) -> Probe:
     """Import a module elsewhere and see."""
-    told, fault = run_python(IMPORT, module)
-    return Probe(True, "", fault) if fault else Probe(**told)
+    seen, fault = run_python(IMPORT, module)
+    return Probe(True, "", fault) if fault else Probe(**seen)
 
 
 def inside(version: str, wanted: str) -> bool:
-    """Whether `2.13.0+cpu` lies in `>=2.11,<2.14`; only the numbers count, and a range that can't be read is passed."""
-    have = _numbers(version)
-    for clause in filter(None, wanted.split(",")):
-        match = re.match(r"\s*(>=|<=|==|!=|>|<)\s*([\d.]+)", clause)
-        if match and have and not COMPARE[match[1]](have, _numbers(match[2])):
-            return False
-    return True
+    """Whether `2.13.0+cpu` lies in `>=2.11,<2.14`; only the numbers count, and what can't be read is passed."""
+    try:
+        from packaging.specifiers import SpecifierSet
+        from packaging.version import Version
 
-
-def _numbers(version: str) -> tuple[int, ...]:
-    match = re.match(r"\d+(\.\d+)*", version)
-    numbers = [int(part) for part in match[0].split(".")] if match else []
-    return tuple(numbers + [0] * (4 - len(numbers))) if numbers else ()
+        return Version(Version(version).base_version) in SpecifierSet(wanted)
+    except (ModuleNotFoundError, ValueError):  # without packaging, which is a requirement and so reported itself
+        return True
 
 
 def installed(distribution: str) -> str | None:
@@ -173,7 +144,7 @@ def package_sections() -> list[tuple[str, list[Line]]]:
     modules = {name: MODULES.get(name, name.replace("-", "_")) for name in wanted.required}
     with ThreadPoolExecutor(4) as pool:
         names = [*modules.values(), *OPTIONAL]
-        found = dict(zip(names, pool.map(probe, names), strict=True))
+        found = dict(zip(names, pool.map(probe, [IMPORTED.get(name, name) for name in names]), strict=True))
     version = platform.python_version()
     first = Line("ok" if inside(version, wanted.python) else "fail", "Python", version, f"tried: {wanted.python}")
     seen = {name: found[module] if is_there(name) else Probe(False) for name, module in modules.items()}
@@ -200,16 +171,16 @@ def extra_line(extra: str, wanted: dict[str, str]) -> Line:
 
 def kernel_section() -> tuple[str, list[Line]]:
     """What computes, and which form of every op runs there."""
-    told, fault = run_python(KERNELS)
+    about, fault = run_python(KERNELS)
     if fault:
         return "device", [Line("fail", "hybridtron", "does not start", fault)]
-    lines = [Line("ok", "device", told["device"])]
-    lines += [Line("none", name, value) for name, value in told["cuda"].items()]
+    lines = [Line("ok", "device", about["device"])]
+    lines += [Line("none", name, value) for name, value in about["cuda"].items()]
     if driver := _driver():
         lines.append(Line("none", "driver", driver))
-    lines.append(Line("none", "threads", f"{told['threads']} (OMP_NUM_THREADS changes it)"))
-    lines += [Line("ok", op, form, why) for op, form, why in told["choices"]]
-    return "device and kernels", [*lines, fp8_line(told["fp8"])]
+    lines.append(Line("none", "threads", f"{about['threads']} (OMP_NUM_THREADS changes it)"))
+    lines += [Line("ok", op, form, why) for op, form, why in about["choices"]]
+    return "device and kernels", [*lines, fp8_line(about["fp8"])]
 
 
 def fp8_line(fault: str | None) -> Line:
@@ -220,66 +191,16 @@ def fp8_line(fault: str | None) -> Line:
 
 
 def _driver() -> str:
-    """NVIDIA's driver as its own tool tells it, whether torch can use it or not."""
+    """NVIDIA's driver by its own tool, whether torch can use it or not."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ""
     query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip().splitlines()
+        about = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip().splitlines()
     except (OSError, subprocess.TimeoutExpired):
         return "nvidia-smi does not answer"
-    return told[0] if told else "nvidia-smi finds no device"
-
-
-def machine_section() -> tuple[str, list[Line]]:
-    """Cores, memory, disks, limits."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    lines = [Line("ok", "cores", f"{usable} of {os.cpu_count()}"), _memory_line()]
-    lines.append(_disk_line(Path.cwd(), LEAST_DISK, "runs and checkpoints of the present folder"))
-    if Path("/dev/shm").exists():
-        lines.append(_disk_line(Path("/dev/shm"), LEAST_SHARED, "shared memory of processes and of NCCL"))
-    return "machine", [*lines, _temp_line(), _files_line()]
-
-
-def _memory_line() -> Line:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and (text := limit.read_text().strip()).isdigit():
-        total = min(total, int(text))
-    return _judged(total, LEAST_MEMORY, "memory", f"{total / GIB:.1f} GiB", "what this process may use")
-
-
-def _disk_line(path: Path, least: int, purpose: str) -> Line:
-    free = shutil.disk_usage(path).free
-    name = "disk" if path == Path.cwd() else str(path)
-    if not os.access(path, os.W_OK):
-        return Line("warn", name, "not writable", purpose)
-    return _judged(free, least, name, f"{free / GIB:.1f} GiB free", purpose)
-
-
-def _temp_line() -> Line:
-    try:
-        with tempfile.TemporaryFile():
-            return Line("ok", "temporary files", tempfile.gettempdir())
-    except OSError as error:
-        return Line("warn", "temporary files", "not writable", f"set TMPDIR to a folder that is: {error}")
-
-
-def _files_line() -> Line:
-    import resource
-
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files == resource.RLIM_INFINITY:
-        return Line("ok", "open files", "unlimited")
-    return _judged(files, LEAST_FILES, "open files", str(files), f"`ulimit -n {min(most, 65536)}` raises it")
-
-
-def _judged(value: int, least: int, name: str, text: str, note: str) -> Line:
-    if value >= least:
-        return Line("ok", name, text, "" if name == "open files" else note)
-    wanted = least if least < GIB else f"{least / GIB:.0f} GiB"
-    return Line("warn", name, text, f"less than {wanted}; {note}")
+    return about[0] if about else "nvidia-smi finds no device"
 
 
 def attempt(section: Callable[[], tuple[str, list[Line]]]) -> tuple[str, list[Line]]:

@@ -125,6 +125,19 @@ def test_an_extra_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert '".[plot]"' in absent.note
 
 
+def test_a_flash_attn_without_the_functions_of_flash_attn_2_is_not_ok(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flash-attn-4 brings `flash_attn.cute` alone."""
+    package(tmp_path, "flash_attn", "")
+    package(tmp_path / "flash_attn", "cute", "")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = doctor.probe(doctor.IMPORTED["flash_attn"])
+    line = doctor.optional_line("flash_attn", doctor.OPTIONAL["flash_attn"], found)
+    assert line.mark == "warn"
+    assert "flash_attn_interface" in line.note
+
+
 def test_a_package_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package(tmp_path, "hangs", "import time; time.sleep(60)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

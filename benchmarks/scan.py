@@ -232,7 +232,7 @@ def probe(form: str, length: int, channels: int, state: int) -> None:
 
 
 def resident(reset: bool) -> int:
-    """The highest resident set so far, in bytes; with `reset` the present one, from which Linux then counts anew."""
+    """The highest resident set so far, in bytes; with `reset` the present one, from which Linux then counts again."""
     status = Path("/proc/self/status")
     if not status.exists():  # macOS counts bytes, and can't be reset
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

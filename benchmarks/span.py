@@ -3,7 +3,7 @@
 Chunks of 256 tokens that read 256 tokens of the past see as many keys at most as a window of 256 tokens taken by blocks
 of 256 queries; what is measured is what summaries, the choice and the gathering cost beyond that. Queries, keys and
 values are random, so that the chosen blocks lie anywhere, which is the worst case for a cache. Before, the blocked form
-is held against the reference, outputs and gradients.
+is compared with the reference, outputs and gradients.
 
 Peak memory is that of a fresh process: see `probe`.
 """

@@ -38,7 +38,7 @@ from hybridtron.proving.measuring import (
 from .scan import in_fresh_process, resident
 
 MIB = 2**20
-CACHED_BELOW = 2**16  # bytes; larger blocks go back to the system when they are freed
+CACHED_BELOW = 2**16  # bytes; larger blocks are returned to the system when they are freed
 MODES = ("zero", "passing", "tbtt", "fitted", "random")
 FROM_ZERO = ("zero", "passing", "tbtt", "fitted")  # in their first step
 MODELS = {

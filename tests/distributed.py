@@ -21,7 +21,7 @@ def pool() -> Pool:
 def run_distributed(
     function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 60.0
 ) -> list[Any]:
-    """`function(seat, *arguments)` on so many processes; the results by rank, or the child's traceback raised here.
+    """`function(seat, *arguments)` on `count` processes; the results by rank, or the child's traceback raised here.
 
     The function stands at the top of its module, so that the processes find it there.
     """

@@ -1,4 +1,4 @@
-"""What needs a CUDA device: `make test-gpu`. Every mixer and a whole run there, held against the CPU."""
+"""What needs a CUDA device: `make test-gpu`. Every mixer and a whole run there, compared with the CPU."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ def pip(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def wanted() -> list[str]:
     """The dependencies, those of every extra, and the torch and the Triton that `make` installs."""
-    told = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    project, groups = told["project"], told["dependency-groups"]
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project, groups = declared["project"], declared["dependency-groups"]
     extras = [text for texts in project["optional-dependencies"].values() for text in texts]
     torch = re.search(r"^TORCH \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert torch is not None
@@ -91,8 +91,8 @@ def program(file: Path, body: str) -> None:
 def test_make_takes_the_first_interpreter_that_runs(tmp_path: Path) -> None:
     program(tmp_path / "python3.11", "echo not of this folder >&2; exit 127")
     program(tmp_path / "python3.12", f'exec {sys.executable} "$@"')
-    told = make("--dry-run", "setup", f"VENV={tmp_path / 'new'}", path=tmp_path).stdout
-    assert told.startswith(f"{sys.executable} -m venv")
+    reported = make("--dry-run", "setup", f"VENV={tmp_path / 'new'}", path=tmp_path).stdout
+    assert reported.startswith(f"{sys.executable} -m venv")
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make")

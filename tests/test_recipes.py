@@ -18,7 +18,7 @@ from hybridtron.model.lm import LanguageModel
 from hybridtron.parallel.groups import Groups
 from tests.conftest import random_batch
 
-RECIPES = [name for name in choices_of("recipe") if not name.startswith("length/")]  # those go on from a checkpoint
+RECIPES = [name for name in choices_of("recipe") if not name.startswith("length/")]  # those start from a checkpoint
 
 
 @pytest.fixture(params=RECIPES)

@@ -12,6 +12,9 @@ ROOT = Path(__file__).parents[1]
 GLOSSARY = ROOT / "docs" / "glossary.md"
 FOLDERS = (".ci", ".github", "benchmarks", "configs", "docs", "examples", "hybridtron", "slurm", "tests", "tools")
 SUFFIXES = (".py", ".md", ".yaml", ".yml", ".toml", ".sh", "")  # without a suffix: Makefile, Dockerfile, .ci/run
+KEPT = {  # a former name that still works, and what says so
+    "of_weights": ("CHANGELOG.md", "hybridtron/config/load.py", "tests/config/test_load.py"),
+}
 NOT_YET = (  # folders and files whose wording is still to be revised
     "README.md",
     "CHANGELOG.md",
@@ -67,7 +70,8 @@ def test_no_file_uses_the_words() -> None:
         if where.startswith(NOT_YET):
             continue
         found += [f"{where}: {phrase}" for _, phrase in found_in(where)]
-        found += [f"{where}:{line}: {phrase}" for line, phrase in found_in(path.read_text())]
+        used = (use for use in found_in(path.read_text()) if where not in KEPT.get(use[1], ()))
+        found += [f"{where}:{line}: {phrase}" for line, phrase in used]
     assert found == []
 
 

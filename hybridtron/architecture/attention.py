@@ -119,7 +119,7 @@ class HeadsSpec(MixerSpec):
         return (queries + 2 * keys) * (2 if self.conv else 1) + queries + self.heads
 
     def carried_heads(self, model: ModelSizes, tokens: int | None) -> dict[str, StatePart]:
-        """Keys and values of so many tokens, how many tokens there are, and the tails of the convolutions."""
+        """Keys and values of a number of tokens, how many tokens there are, and the tails of the convolutions."""
         queries, keys = self.channels(model)
         heads = (tokens, self.groups(), self.head(model))
         parts = {

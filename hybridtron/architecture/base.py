@@ -91,7 +91,7 @@ class Cut(ABC):
         """The sizes of what is fused along the axis, each of which is cut for itself."""
 
     def cut_axis(self, ranks: int) -> int | None:
-        """The axis that is cut over so many ranks, None where each holds the whole."""
+        """The axis that is cut over `ranks` ranks, None where each holds the whole."""
         if self.split is None or ranks == 1:
             return None
         if all(size % (self.unit * ranks) == 0 for size in self.pieces):
@@ -135,7 +135,7 @@ class Parameter(Cut):
         return {f"{name}.{part}": (rows, *self.shape[1:]) for part, rows in self.parts}
 
     def share_shape(self, ranks: int) -> tuple[int, ...]:
-        """What each of so many tensor-parallel ranks holds."""
+        """What each of `ranks` tensor-parallel ranks holds."""
         axis = self.cut_axis(ranks)
         return tuple(size // ranks if i == axis else size for i, size in enumerate(self.shape))
 
@@ -250,7 +250,7 @@ class MixerSpec(ABC):
         return 1
 
     def carry_problems(self, seq_len: int) -> list[Problem]:
-        """What keeps rows of this length from going on where the row before them ended; keys are option names."""
+        """What keeps rows of this length from continuing where the row before them ended; keys are option names."""
         return []
 
     def surprises(self, carried: bool) -> list[Problem]:
@@ -258,7 +258,7 @@ class MixerSpec(ABC):
         return []
 
     def layout_problems(self, model: ModelSizes, tensor: int) -> list[Problem]:
-        """What keeps this mixer from being cut over so many tensor-parallel ranks; keys are option names."""
+        """What keeps this mixer from being cut over this number of tensor-parallel ranks; keys are option names."""
         return []
 
     def describe(self) -> str:

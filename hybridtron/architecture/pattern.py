@@ -101,7 +101,7 @@ def _expanded(text: str, known: Collection[str]) -> list[_Symbol]:
 
 
 def _repeats(text: str, here: int, repeated: list[_Symbol]) -> tuple[int, int]:
-    """How often the star at `here` repeats what stands before it, and where the text goes on."""
+    """How often the star at `here` repeats what stands before it, and where the text continues."""
     match = _REPEAT.match(text, here)
     if match is None:
         raise PatternError("'*' needs a number after it, as in M*3; it can't be a letter", text, here)

@@ -1,4 +1,4 @@
-"""Look at the checkpoints of a run: which there are, whether they are whole, how two differ; or write one anew.
+"""Look at the checkpoints of a run: which there are, whether they are whole, how two differ; or rewrite one.
 
     hybridtron checkpoint list runs/samba
     hybridtron checkpoint verify runs/samba                         every byte of every checkpoint
@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
     command = commands.add_parser("diff", help="what is not the same in two checkpoints")
     command.add_argument("left", type=Path)
     command.add_argument("right", type=Path)
-    command = commands.add_parser("reshard", help="write a checkpoint anew, tensors whole")
+    command = commands.add_parser("reshard", help="rewrite a checkpoint with full tensors")
     command.add_argument("path", type=Path, metavar="CHECKPOINT", help="or a run's folder, for its newest")
     command.add_argument("output", type=Path)
     command.add_argument("--file-size", default="4GB", help="bytes of a file; default: 4GB")

@@ -44,7 +44,7 @@ def opened(path: Path) -> Checkpoint:
 
 
 def table_of(*columns: str) -> Table:
-    """A table whose long entries go on in the next line, as names that are cut can't be told apart."""
+    """A table whose long entries continue in the next line, as names that are cut can't be distinguished."""
     table = Table(box=None)
     for column in columns:
         table.add_column(column, overflow="fold")

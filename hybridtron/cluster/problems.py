@@ -54,10 +54,8 @@ def cluster_problems(cluster: ClusterConfig) -> Iterator[Problem]:
 def resume_problems(resume: str) -> Iterator[Problem]:
     """The setting would hold for every start of the job."""
     if resume != "auto":
-        does = "begin anew" if resume == "never" else "resume there"
-        cure = (
-            "use auto, with another run.dir to start anew; a checkpoint that lies in its checkpoints/ is resumed from"
-        )
+        does = "begin from scratch" if resume == "never" else "resume there"
+        cure = "use auto; another run.dir starts from scratch, and a checkpoint in its checkpoints/ is resumed from"
         yield Problem("run.resume", f"is {resume!r}, but each start of the job would {does}: {cure}")
 
 

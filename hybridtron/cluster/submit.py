@@ -145,7 +145,7 @@ def write_run_folder(config: Config, job: SlurmJob) -> None:
     (job.run_dir / "config.yaml").write_text(to_yaml(config))
     job.script_path.write_text(script(job))
     readable = stat.S_IMODE(job.script_path.stat().st_mode)  # as the umask left it
-    job.script_path.chmod(readable | (readable & 0o444) >> 2)  # whoever may read it may run it
+    job.script_path.chmod(readable | (readable & 0o444) >> 2)  # users who may read it may run it
 
 
 def copy_code(target: Path) -> None:

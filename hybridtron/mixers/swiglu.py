@@ -13,7 +13,7 @@ from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_
 
 
 class SwiGLU(Mixer):
-    """Gate and up projection in one product, their gated product, and the way back down."""
+    """Gate and up projection in one product, their gated product, and the projection down."""
 
     def __init__(self, spec: SwiGLUSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()

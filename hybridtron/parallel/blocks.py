@@ -57,7 +57,7 @@ def weight_blocks(
 def lane_blocks(
     key: str, held: Tensor, part: StatePart, lanes: range, total: int, groups: Groups
 ) -> list[ShardedTensor]:
-    """The blocks of this rank's share of one part of the states of its lanes, of so many in all."""
+    """The blocks of this rank's share of one part of the states of its lanes, out of `all_lanes`."""
     tensor, axis = groups.tensor, part.cut_axis(groups.tensor.size)
     shape, whole = [total, *held.shape[1:]], Piece((lanes.start, *[0] * (held.dim() - 1)), held)
     if axis is None:

@@ -94,10 +94,10 @@ def _join(launch: ProcessLaunch, init_method: str, fake: bool, timeout: timedelt
 
 
 def _check_meeting_place(environment: Mapping[str, str]) -> None:
-    """torchrun says by itself where ranks meet; srun does not."""
+    """torchrun sets by itself where ranks rendezvous; srun does not."""
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]:
         cure = "export the first node's address and a free port, or submit with hybridtron submit, whose script does"
-        raise ConfigError([Problem(name, f"is not set, so that ranks can't meet: {cure}") for name in missing])
+        raise ConfigError([Problem(name, f"is not set, so that ranks can't connect: {cure}") for name in missing])
 
 
 def stop() -> None:

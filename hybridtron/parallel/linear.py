@@ -49,7 +49,7 @@ class TensorGroup:
     products: Products = Products()
 
     def share(self, total: int) -> int:
-        """This rank's part of so many channels or heads."""
+        """This rank's part of a number of channels or heads."""
         assert total % self.size == 0, f"{total} can't be shared by {self.size} ranks; config/check.py refuses it"
         return total // self.size
 
@@ -161,7 +161,7 @@ def column_parallel(in_features: int, out_features: int, tensor: TensorGroup) ->
 
 
 def row_parallel(in_features: int, out_features: int, tensor: TensorGroup) -> nn.Module:
-    """Each rank holds its own share of the inputs; the outputs are summed and go back into the stream."""
+    """Each rank holds its own share of the inputs; the outputs are summed and return to the stream."""
     products = tensor.products
     if products.fp8 is not None and products.fp8.emulate:
         return SummedFp8(in_features, out_features, products.fp8, tensor)
@@ -173,7 +173,7 @@ def row_parallel(in_features: int, out_features: int, tensor: TensorGroup) -> nn
 
 
 def row_parallel_inside(in_features: int, out_features: int, tensor: TensorGroup) -> nn.Module:
-    """As `row_parallel`, for use between `enter` and the way back: every rank gets all outputs of all tokens.
+    """As `row_parallel`, for use between `enter` and the row-parallel layer: every rank gets all outputs of all tokens.
 
     What follows uses them for its own channels only, so their gradients are partial until `sum_gradients`. It is never
     one of the large projections, which multiply in FP8.

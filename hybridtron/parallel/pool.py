@@ -89,7 +89,7 @@ class Pool:
         self._stop(len(self._workers))
 
     def _start(self, count: int) -> None:
-        """Add so many workers, and wait until they have imported what they need."""
+        """Add `count` workers, and wait until they have imported what they need."""
         new = []
         for _ in range(count):
             ours, theirs = mp.Pipe()

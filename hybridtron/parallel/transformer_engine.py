@@ -179,7 +179,7 @@ def _package() -> Any:
 
 @functools.cache
 def _recipe(fp8: Fp8) -> Any:
-    """One object for a run: the package tells recipes apart."""
+    """One object for a run: the package distinguishes recipes by identity."""
     recipes = optional_package(RECIPE_PACKAGE)
     if recipes.module is None:
         raise RuntimeError(f"{RECIPE_PACKAGE} is asked for, but it is {recipes.reason}")

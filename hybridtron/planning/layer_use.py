@@ -74,7 +74,7 @@ def carried_bytes(config: Config, phase: PhaseConfig) -> dict[int, int]:
 
 
 def state_values(part: StatePart, tensor: int) -> int:
-    """Values that the fullest of so many tensor-parallel ranks holds of one lane's state."""
+    """Values that the fullest of `ranks` tensor-parallel ranks holds of one lane's state."""
     size = math.prod(length or 0 for length in part.shape)
     if part.cut_axis(tensor) is None:
         return size
@@ -111,5 +111,5 @@ def stream_values(config: Config) -> int:
 
 
 def shared(amount: int, ranks: int) -> int:
-    """What the fullest of so many ranks gets."""
+    """What the fullest of `ranks` ranks gets."""
     return -(-amount // ranks)

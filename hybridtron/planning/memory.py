@@ -18,7 +18,7 @@ With t tensor-parallel, p pipeline and d data-parallel ranks, v virtual stages, 
     through time         a micro batch holds all k chunks of its lanes. What is kept counts k times. If anything is
                          recomputed, only the streams and states between the chunks do, and the stream that the loss
                          reads; of the activations one chunk's exist, while it runs again.
-    tensor traffic       a sub-layer sums its output going forward and its input's gradient going back, and what it sums
+    tensor traffic       a sub-layer sums its output (forward) and its input's gradient (backward), and what it sums
                          inside (Mamba's dt, B and C) in both; once more where it is recomputed. Summing n bytes sends
                          2 (t - 1) / t n; gathering and scattering under sequence parallelism send the same together.
     pipeline traffic     the stream (by t under sequence parallelism) forward and its gradient back, for every border;
@@ -100,7 +100,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout on so many devices, in one phase."""
+    """A layout on a number of devices, in one phase."""
 
     world_size: int
     data: int  # data-parallel ranks
@@ -168,7 +168,7 @@ def held_names(table: Iterable[str], stages: Sequence[range], pipeline: int) -> 
 
 
 def local_size(parameter: Parameter, tensor: int) -> int:
-    """Values that one of so many tensor-parallel ranks holds of a weight."""
+    """Values that one of `ranks` tensor-parallel ranks holds of a weight."""
     return parameter.size if parameter.cut_axis(tensor) is None else parameter.size // tensor
 
 

@@ -66,11 +66,11 @@ def test_an_asynchronous_checkpoint_holds_the_step_at_which_it_was_asked_for(
     engine = trained(alone)
     engine.config.checkpoint = CheckpointConfig(asynchronous=True)
     expected = [tensor.clone() for tensor in all_blocks(engine)]
-    trained_on, going_on = threading.Event(), Saver._write
+    trained_on, real_write = threading.Event(), Saver._write
 
     def late(saver: Saver, *arguments: object) -> None:
         trained_on.wait(30)
-        going_on(saver, *arguments)  # type: ignore[arg-type]
+        real_write(saver, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Saver, "_write", late)
     saver = Saver(engine.config, tmp_path, alone)
@@ -122,7 +122,7 @@ def test_nothing_is_removed_while_the_newest_is_not_whole(
     assert "nothing is removed" in capsys.readouterr().err
 
 
-def test_a_removal_that_fails_is_told_and_training_goes_on(
+def test_a_removal_that_fails_is_reported_and_training_continues(
     alone: Groups, write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = trained(alone)
@@ -140,7 +140,7 @@ def test_a_removal_that_fails_is_told_and_training_goes_on(
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_training_ends_after_so_many_saves_that_fail(
+def test_training_ends_after_a_number_of_failed_saves(
     alone: Groups,
     tmp_path: Path,
     write: Write,
@@ -177,7 +177,7 @@ def saved(saver: Saver, engine: Engine, step: int, tokenizer: Path) -> None:
 
 
 def sealed(folder: Path, change: dict[str, object]) -> None:
-    """Change the content of a manifest and digest it anew."""
+    """Change the content of a manifest and digest it again."""
     file = folder / manifest.FILE
     content = json.loads(file.read_bytes())["content"] | change
     body = json.dumps(content).encode()
@@ -198,7 +198,7 @@ def test_another_format_is_refused_and_an_older_one_migrated(
     assert Checkpoint.open(saved).meta.step == 7
 
 
-def test_the_guard_goes_on_as_it_was_and_without_what_older_versions_did_not_write(
+def test_the_guard_continues_as_it_was_and_without_what_older_versions_did_not_write(
     alone: Groups, write: Write, tmp_path: Path
 ) -> None:
     engine = trained(alone)

@@ -100,7 +100,7 @@ def faults_of(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["bit", "cut", "empty", "missing"])
-def test_a_pointer_that_is_wrong_is_told_and_not_followed(
+def test_a_pointer_that_is_wrong_is_reported_and_not_followed(
     alone: Groups, write: Write, tmp_path: Path, kind: str
 ) -> None:
     engine = trained(alone)
@@ -152,7 +152,7 @@ def test_when_none_is_whole_it_is_said(alone: Groups, write: Write, tmp_path: Pa
     assert (tmp_path / "checkpoints" / "broken-step-00000001").is_dir()
 
 
-def test_a_half_copied_checkpoint_is_put_aside_beside_another(alone: Groups, write: Write, tmp_path: Path) -> None:
+def test_a_half_copied_checkpoint_is_archived_beside_another(alone: Groups, write: Write, tmp_path: Path) -> None:
     engine = trained(alone)
     for number in ("", "-2"):
         saved = write(engine, 1)
@@ -166,7 +166,7 @@ def test_a_half_copied_checkpoint_is_put_aside_beside_another(alone: Groups, wri
 def test_a_newer_checkpoint_without_a_sound_manifest_is_none_to_keep(
     alone: Groups, write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A start has passed over it; the next checkpoint, of an earlier step, is written all the same."""
+    """A start has skipped it; the next checkpoint, of an earlier step, is written all the same."""
     engine = trained(alone)
     for step in (1, 9):
         write(engine, step)
@@ -222,7 +222,7 @@ def test_a_manifest_without_end_is_not_read(alone: Groups, write: Write) -> None
 def test_a_renamed_checkpoint_is_moved_out_of_the_way(
     alone: Groups, write: Write, tmp_path: Path, swapped: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Under another step's name it would be gone on from at each start, for ever."""
+    """Under another step's name it would be resumed from at each start, for ever."""
     engine = trained(alone)
     first, second, third = (write(engine, step, settings=CheckpointConfig(keep=3)) for step in (1, 2, 3))
     if swapped:

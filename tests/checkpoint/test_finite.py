@@ -1,4 +1,4 @@
-"""A weight or a moment that is no number is neither saved nor gone on from."""
+"""A weight or a moment that is no number is neither saved nor resumed from."""
 
 from __future__ import annotations
 

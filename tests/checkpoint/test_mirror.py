@@ -1,4 +1,4 @@
-"""Copies of checkpoints in a store that speaks S3: whole or told, and brought back as they were."""
+"""Copies of checkpoints in a store that speaks S3: whole or reported, and brought back as they were."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_large_files_go_in_parts(
 
 @pytest.mark.parametrize("fault", ["spoil", "refuse"])
 @pytest.mark.parametrize("name", ["model-00000", "config.yaml", "manifest.json"])
-def test_a_copy_that_is_not_whole_is_told_and_is_no_checkpoint(
+def test_a_copy_that_is_not_whole_is_reported_and_is_no_checkpoint(
     fault: str,
     name: str,
     alone: Groups,

@@ -1,4 +1,4 @@
-"""tools/checkpoint.py: what there is, whether it is whole, how two differ, and one written anew."""
+"""tools/checkpoint.py: what there is, whether it is whole, how two differ, and one written again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(alone: Groups, tmp_path: Path) -> Path:
     return folder
 
 
-def told(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -> str:
+def reported(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -> str:
     capsys.readouterr()
     assert main([str(one) for one in arguments]) == code
     said = capsys.readouterr()
@@ -40,12 +40,12 @@ def told(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -> s
 
 
 def test_lists_and_verifies(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = told(capsys, 0, "list", run)
+    said = reported(capsys, 0, "list", run)
     assert "3.5000" in said
     assert "2.5000" in said
     assert "tensor 1, pipeline 1 x 1, data 1" in said
-    assert told(capsys, 0, "verify", run).count("all well") == 2
-    assert told(capsys, 0, "verify", folder_of(run, 1)).count("all well") == 1
+    assert reported(capsys, 0, "verify", run).count("all well") == 2
+    assert reported(capsys, 0, "verify", folder_of(run, 1)).count("all well") == 1
 
 
 @pytest.mark.parametrize("command", ["list", "verify"])
@@ -61,14 +61,14 @@ def test_a_wrong_pointer_is_reported(run: Path, command: str, kind: str, capsys:
         pointer.mkdir()
     elif kind == "device":
         pointer.symlink_to("/dev/zero")
-    assert "latest" in told(capsys, 1, command, run)
+    assert "latest" in reported(capsys, 1, command, run)
 
 
 @pytest.mark.parametrize("command", ["list", "verify"])
 def test_a_renamed_checkpoint_is_reported(run: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder_of(run, 1).rename(folder_of(run, 9))
-    assert "step-00000009" in told(capsys, 1, command, run)
-    assert told(capsys, 1, "verify", folder_of(run, 9))
+    assert "step-00000009" in reported(capsys, 1, command, run)
+    assert reported(capsys, 1, "verify", folder_of(run, 9))
 
 
 def test_what_is_broken_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,49 +76,49 @@ def test_what_is_broken_is_named(run: Path, capsys: pytest.CaptureFixture[str]) 
     stored = bytearray(file.read_bytes())
     stored[-1] ^= 1
     file.write_bytes(stored)
-    said = told(capsys, 1, "verify", run)
+    said = reported(capsys, 1, "verify", run)
     assert "optimizer-00000.safetensors is not as it was written" in said
     assert "step-00000002: all well" in said
     (folder_of(run, 2) / "manifest.json").unlink()
-    said = told(capsys, 1, "list", run)
+    said = reported(capsys, 1, "list", run)
     assert "broken" in said
     assert "latest" in said
 
 
 def test_differences(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = folder_of(run, 1)
-    assert told(capsys, 0, "diff", first, first) == "the same\n"
-    said = told(capsys, 1, "diff", first, run)
+    assert reported(capsys, 0, "diff", first, first) == "the same\n"
+    said = reported(capsys, 1, "diff", first, run)
     assert "exp_avg.norm.weight" in said
     assert "accepted_steps" in said
 
 
-def test_a_checkpoint_written_anew_holds_the_same(
+def test_a_checkpoint_written_again_holds_the_same(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = told(capsys, 0, "reshard", run, tmp_path / "anew", "--file-size", "20KB")
+    said = reported(capsys, 0, "reshard", run, tmp_path / "again", "--file-size", "20KB")
     assert "step 2" in said
-    left, right = Checkpoint.open(folder_of(run, 2)), Checkpoint.open(tmp_path / "anew")
+    left, right = Checkpoint.open(folder_of(run, 2)), Checkpoint.open(tmp_path / "again")
     assert left.shapes == right.shapes
     assert all(torch.equal(left.whole(key), right.whole(key)) for key in left.shapes)
-    assert len(list((tmp_path / "anew").glob("optimizer-*"))) > 3
-    assert told(capsys, 0, "diff", run, tmp_path / "anew") == "the same\n"
-    assert "is there already" in told(capsys, 2, "reshard", run, tmp_path / "anew")
+    assert len(list((tmp_path / "again").glob("optimizer-*"))) > 3
+    assert reported(capsys, 0, "diff", run, tmp_path / "again") == "the same\n"
+    assert "is there already" in reported(capsys, 2, "reshard", run, tmp_path / "again")
 
 
 def test_what_is_no_checkpoint_is_said(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "does not exist" in told(capsys, 2, "list", tmp_path / "nowhere")
-    assert "holds no checkpoint" in told(capsys, 2, "verify", tmp_path)
-    assert "--file-size lots" in told(capsys, 2, "reshard", run, tmp_path / "anew", "--file-size", "lots")
+    assert "does not exist" in reported(capsys, 2, "list", tmp_path / "nowhere")
+    assert "holds no checkpoint" in reported(capsys, 2, "verify", tmp_path)
+    assert "--file-size lots" in reported(capsys, 2, "reshard", run, tmp_path / "again", "--file-size", "lots")
 
 
 def test_names_are_shown_whole(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """On a line each where no terminal reads them, and folded where a narrow one does."""
     first, last = folder_of(run, 1), folder_of(run, 2)
     keys = [key for key in Checkpoint.open(first).shapes if key.startswith("exp_avg_sq.")]
-    lines = told(capsys, 1, "diff", first, last).splitlines()
+    lines = reported(capsys, 1, "diff", first, last).splitlines()
     assert set(keys) <= {line.split()[0] for line in lines if line.split()}
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "40")
-    narrow = told(capsys, 1, "diff", first, last)
+    narrow = reported(capsys, 1, "diff", first, last)
     assert "…" not in narrow

@@ -66,7 +66,7 @@ def test_a_broken_required_package_is_exit_code_1(tmp_path: Path) -> None:
     assert "Traceback" not in done.stdout
 
 
-def test_versions_are_held_against_what_was_tried() -> None:
+def test_versions_are_compared_with_what_was_tried() -> None:
     assert doctor.inside("2.13.0+cpu", ">=2.11,<2.14")
     assert not doctor.inside("2.14", ">=2.11,<2.14")
     assert not doctor.inside("2.9.1", ">=2.11,<2.14")
@@ -110,7 +110,7 @@ def test_without_streaming_training_runs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_help_examines_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "package_sections", lambda: pytest.fail("it went on"))
+    monkeypatch.setattr(doctor, "package_sections", lambda: pytest.fail("it continued"))
     with pytest.raises(SystemExit) as end:
         doctor.main(["--help"])
     assert end.value.code == 0

@@ -68,7 +68,7 @@ def lines_of(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def reported(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     capsys.readouterr()
     assert main([str(one) for one in arguments]) == 0
     return capsys.readouterr().out
@@ -95,7 +95,7 @@ def losses_by_hand(checkpoint: Path, rows: list[np.ndarray]) -> list[float]:
 
 
 def test_long_documents_are_read_where_there_are_any(run: Path, capsys) -> None:
-    said = told(capsys, run, "--length", "80", "--rows", "3")
+    said = reported(capsys, run, "--length", "80", "--rows", "3")
     assert "3 long documents" in said
     assert "trained on rows of 16 tokens" in said
     assert "\x1b" not in said
@@ -114,7 +114,7 @@ def test_long_documents_are_read_where_there_are_any(run: Path, capsys) -> None:
 
 
 def test_the_other_files_hold_what_the_instruments_say(run: Path, tmp_path: Path, capsys) -> None:
-    said = told(capsys, folder_of(run, 4), "--length", "4x", "--output", tmp_path / "a/b")
+    said = reported(capsys, folder_of(run, 4), "--length", "4x", "--output", tmp_path / "a/b")
     assert "(8 were asked for)" in said
     moved = lines_of(tmp_path / "a/b/remembrance.jsonl")
     assert {line["length"] for line in moved} == {64}
@@ -130,7 +130,7 @@ def test_the_other_files_hold_what_the_instruments_say(run: Path, tmp_path: Path
 
 
 def test_without_a_long_document_the_split_is_packed(run: Path, data: Path, tmp_path: Path, capsys) -> None:
-    said = told(capsys, run, "--length", "150", "--instruments", "positions", "--output", tmp_path)
+    said = reported(capsys, run, "--length", "150", "--instruments", "positions", "--output", tmp_path)
     assert "2 rows of 150 tokens" in said
     assert "packed end to end" in said
     assert [file.name for file in sorted(tmp_path.iterdir())] == ["positions.jsonl", "positions.png"]
@@ -143,7 +143,7 @@ def test_without_a_long_document_the_split_is_packed(run: Path, data: Path, tmp_
 def test_other_data_of_the_same_tokenizer(run: Path, tmp_path: Path, capsys) -> None:
     other = write_data(tmp_path / "long", [500, 500], tokenizer().to_str())
     options = ["--length", "500", "--instruments", "positions,states", "--output", tmp_path / "out"]
-    assert "2 long documents" in told(capsys, run, "--data", other, *options)
+    assert "2 long documents" in reported(capsys, run, "--data", other, *options)
     strange = write_data(tmp_path / "strange", [500], train_tokenizer(["other words"], VOCAB).to_str())
     assert "another tokenizer" in refused(capsys, run, "--data", strange)
     assert "does not exist" in refused(capsys, run, "--data", tmp_path / "nowhere")
@@ -168,7 +168,7 @@ def test_spans_are_read_alike_whatever_is_fed_at_a_time(
     expected = losses_by_hand(folder_of(run, 4), documents)
     for tokens in (128, 32, 2):
         monkeypatch.setattr(instruments, "CHUNK_VALUES", tokens * 3 * VOCAB)
-        told(capsys, *arguments)
+        reported(capsys, *arguments)
         lines = lines_of(tmp_path / "positions.jsonl")
         assert [line["loss"] for line in lines] == pytest.approx(expected, rel=1e-4)
         assert all(line["attention"] == {"X": used} for line in lines)
@@ -176,7 +176,7 @@ def test_spans_are_read_alike_whatever_is_fed_at_a_time(
 
 def test_a_model_without_a_recurrent_state(data: Path, tmp_path: Path, capsys) -> None:
     run = trained(tmp_path / "run", data, "W-")
-    said = told(capsys, run, "--length", "32", "--instruments", "states", "--rows", "1")
+    said = reported(capsys, run, "--length", "32", "--instruments", "states", "--rows", "1")
     assert "no layer with a recurrent state" in said
     assert not list((run / "evaluation").rglob("states*"))
 

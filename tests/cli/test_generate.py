@@ -47,7 +47,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def reported(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert main([*arguments]) == 0
     return capsys.readouterr().out
 
@@ -55,16 +55,16 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_a_run_stands_for_its_newest_checkpoint(run_dir: Path, capsys) -> None:
     newest = folder_of(run_dir, 10)
     assert newest_checkpoint(run_dir) == newest
-    text = told(capsys, str(run_dir), "--prompt", "the cat", "--tokens", "12")
+    text = reported(capsys, str(run_dir), "--prompt", "the cat", "--tokens", "12")
     assert text.startswith("the cat")
-    assert text == told(capsys, str(newest), "--prompt", "the cat", "--tokens", "12")
+    assert text == reported(capsys, str(newest), "--prompt", "the cat", "--tokens", "12")
 
 
 def test_seed_and_temperature_count(run_dir: Path, capsys) -> None:
     options = [str(run_dir), "--prompt", "the", "--tokens", "20"]
-    texts = [told(capsys, *options, "--seed", seed) for seed in "001"]
+    texts = [reported(capsys, *options, "--seed", seed) for seed in "001"]
     assert texts[0] == texts[1] != texts[2]
-    likeliest = [told(capsys, *options, "--temperature", "0", "--seed", seed) for seed in "01"]
+    likeliest = [reported(capsys, *options, "--temperature", "0", "--seed", seed) for seed in "01"]
     assert likeliest[0] == likeliest[1]
 
 
@@ -73,7 +73,7 @@ def test_without_a_prompt_a_document_starts(run_dir: Path, capsys) -> None:
     assert prompt_or_start(checkpoint, "") == END_OF_TEXT
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     assert tokenizer.encode(END_OF_TEXT).ids == [tokenizer.token_to_id(END_OF_TEXT)]
-    text = told(capsys, str(checkpoint), "--tokens", "12", "--temperature", "0")
+    text = reported(capsys, str(checkpoint), "--tokens", "12", "--temperature", "0")
     assert text.strip()
     assert END_OF_TEXT not in text
 

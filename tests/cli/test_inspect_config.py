@@ -34,15 +34,15 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_json():
     result = run("recipe=samba_1.7b", "--json", "phases.0.micro_batch=4")
     assert result.returncode == 0, result.stderr
-    told = json.loads(result.stdout)
-    assert told["parameters"] == 1_742_194_688
-    assert told["stages"] == [48]
-    assert [layer["letter"] for layer in told["layers"]] == list("M-W-" * 12)
+    reported = json.loads(result.stdout)
+    assert reported["parameters"] == 1_742_194_688
+    assert reported["stages"] == [48]
+    assert [layer["letter"] for layer in reported["layers"]] == list("M-W-" * 12)
     around = 2048 * 50304 + 2048  # the tied embedding and the last norm
-    assert sum(layer["parameters"] for layer in told["layers"]) + around == told["parameters"]
-    assert told["flops_per_token"] == 3 * sum(told["forward_flops_by_part"].values())
-    assert told["memory"]["gradients"] == 4 * told["parameters"]
-    assert told["phases"][0]["steps"] == 27_419  # 230e9 / (2048 * 4096), rounded up
+    assert sum(layer["parameters"] for layer in reported["layers"]) + around == reported["parameters"]
+    assert reported["flops_per_token"] == 3 * sum(reported["forward_flops_by_part"].values())
+    assert reported["memory"]["gradients"] == 4 * reported["parameters"]
+    assert reported["phases"][0]["steps"] == 27_419  # 230e9 / (2048 * 4096), rounded up
 
 
 def test_carried_states_are_counted():
@@ -79,19 +79,19 @@ def test_what_has_no_effect_is_noted():
     assert "note: model.layers.W" in result.stderr
 
 
-def test_a_layout_is_told_rank_by_rank():
+def test_a_layout_is_reported_rank_by_rank():
     layout = ("parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2", "parallel.virtual_pipeline=2")
     result = run("recipe=samba_1.7b", *layout, "--gpus", "16", "--json")
     assert result.returncode == 0, result.stderr
-    told = json.loads(result.stdout)
-    assert len(told["stages"]) == 4
-    assert sum(told["stages"]) == 48
-    plan = told["plan"]
+    reported = json.loads(result.stdout)
+    assert len(reported["stages"]) == 4
+    assert sum(reported["stages"]) == 48
+    plan = reported["plan"]
     assert (plan["world_size"], plan["data"], plan["micro_batches"]) == (16, 4, 256)
     chunks = [chunk for rank in plan["ranks"] for chunk in rank["chunks"]]
     assert [chunk["index"] for chunk in chunks] == [0, 2, 1, 3]
     assert sorted(layer for chunk in chunks for layer in chunk["layers"]) == list(range(48))
-    assert told["memory"]["total"] == max(rank["memory"]["total"] for rank in plan["ranks"])
+    assert reported["memory"]["total"] == max(rank["memory"]["total"] for rank in plan["ranks"])
 
 
 def test_layouts_are_proposed():

@@ -40,23 +40,23 @@ class Cluster:
             command, env=self.environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False
         )
 
-    def told(self, *command: str) -> str:
+    def reported(self, *command: str) -> str:
         done = self.run(*command)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
     def submit(self, *arguments: str) -> list[str]:
         """The jobs that slurm/submit.py has submitted, to two nodes that have nothing to do."""
-        self.wait_until(lambda: self.told("sinfo", "-h", "-p", "main", "-t", "idle", "-o", "%D").strip() == "2")
-        told = self.told(sys.executable, "slurm/submit.py", *arguments)
-        matched = re.search(r"submitted as job ([\d, ]+);", told)
-        assert matched, told
+        self.wait_until(lambda: self.reported("sinfo", "-h", "-p", "main", "-t", "idle", "-o", "%D").strip() == "2")
+        reported = self.reported(sys.executable, "slurm/submit.py", *arguments)
+        matched = re.search(r"submitted as job ([\d, ]+);", reported)
+        assert matched, reported
         return matched[1].split(", ")
 
     def job(self, job: str) -> dict[str, str]:
-        """What scontrol tells of a job."""
-        told = self.told("scontrol", "show", "job", "--oneliner", job)
-        return dict(re.findall(r"(\w+(?::\w+)?)=(\S*)", told))
+        """What scontrol reports of a job."""
+        reported = self.reported("scontrol", "show", "job", "--oneliner", job)
+        return dict(re.findall(r"(\w+(?::\w+)?)=(\S*)", reported))
 
     def wait_until(self, what: Callable[[], Any], *runs: Path) -> Any:
         """What becomes true; the logs of these runs if it does not."""
@@ -69,7 +69,7 @@ class Cluster:
     def controller(self) -> str:
         """How the jobs stand, and the last that SLURM's controller has said."""
         log = Path(self.environment["SLURM_CONF"]).with_name("slurmctld.log").read_text()
-        return f"{self.told('scontrol', 'show', 'job')}\n{log[-6000:]}"
+        return f"{self.reported('scontrol', 'show', 'job')}\n{log[-6000:]}"
 
     def minutes(self, job: str) -> int:
         """Whole minutes for which a job has been running."""
@@ -80,9 +80,9 @@ class Cluster:
         """Wait until a job was requeued so often and waits, and let it start at once: SLURM waits two minutes."""
 
         def waits() -> bool:
-            told = self.job(job)
-            assert told["JobState"] not in FINAL, f"{told}\n{logs_of(run)}"
-            return told["JobState"] == "PENDING" and int(told["Restarts"]) == restarts
+            reported = self.job(job)
+            assert reported["JobState"] not in FINAL, f"{reported}\n{logs_of(run)}"
+            return reported["JobState"] == "PENDING" and int(reported["Restarts"]) == restarts
 
         self.wait_until(waits, run)
         # what is left of a start gets SIGKILL after KillWait, by the number that the next start has too; on a node
@@ -90,7 +90,7 @@ class Cluster:
         until = time.monotonic() + KILL_WAIT
         self.wait_until(lambda: not steps_of(job) or time.monotonic() > until, run)
         time.sleep(2)  # the nodes refuse a start in the second in which the last one ended, which ends the job
-        self.told("scontrol", "update", f"JobId={job}", "TimeLimit=20", "StartTime=now")
+        self.reported("scontrol", "update", f"JobId={job}", "TimeLimit=20", "StartTime=now")
 
     def ended(self, job: str, run: Path) -> str:
         """The state that a job has ended in."""
@@ -139,7 +139,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def free_ports(count: int) -> int:
-    """The first of so many ports in a row on which nobody listens."""
+    """The first of `count` ports in a row on which nobody listens."""
     for first in range(21000 + os.getpid() % 1000, 30000, count):
         try:
             for port in range(first, first + count):

@@ -55,8 +55,8 @@ def run(tmp_path: Path) -> Path:
 def ask(run: Path, capsys: pytest.CaptureFixture[str], *arguments: object, job: str = "7") -> tuple[str, str]:
     """The answer, and what went to the log."""
     attempt.main([*map(str, arguments), "--run", str(run), "--job", job])
-    told = capsys.readouterr()
-    return told.out.strip(), told.err
+    reported = capsys.readouterr()
+    return reported.out.strip(), reported.err
 
 
 def checkpoint(run: Path, step: int) -> None:
@@ -76,9 +76,9 @@ def test_a_preempted_run_is_started_again_and_then_done(run: Path, capsys: pytes
     assert ask(run, capsys, "begin", "--nodes", "n1,n2")[0] == "go - -"
     checkpoint(run, 100)
     outcome(run, outcome="preempted", step=100, reason="SIGUSR1")
-    answer, told = ask(run, capsys, "end", "--code", 75)
+    answer, reported = ask(run, capsys, "end", "--code", 75)
     assert answer == "again - -"
-    assert "AGAIN: preempted: SIGUSR1; it resumes from step 100" in told
+    assert "AGAIN: preempted: SIGUSR1; it resumes from step 100" in reported
     assert ask(run, capsys, "begin", "--nodes", "n1,n2", "--restart", 1)[0] == "go - -"
     assert ask(run, capsys, "end", "--code", 0, "--restart", 1)[0] == "done - -"
     assert ask(run, capsys, "begin", "--nodes", "n1", "--restart", 2)[0] == "done - -"
@@ -93,23 +93,23 @@ def test_an_earlier_start_s_last_word_is_not_this_one_s(run: Path, capsys: pytes
     outcome(run, outcome="preempted", step=0, reason="SIGUSR1")
     ask(run, capsys, "end", "--code", 75)
     ask(run, capsys, "begin", "--nodes", "n1", "--restart", 1)
-    answer, told = ask(run, capsys, "end", "--code", 137, "--restart", 1)
+    answer, reported = ask(run, capsys, "end", "--code", 137, "--restart", 1)
     assert answer == "stop - -"
-    assert "failed: exit code 137 and no outcome.json" in told
+    assert "failed: exit code 137 and no outcome.json" in reported
 
 
 def test_what_slurm_has_ended_is_found_at_the_next_start(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ask(run, capsys, "begin", "--nodes", "n1,n2")
     checkpoint(run, 5)
     (run / "checkpoints" / "step-00000009").mkdir()  # never sealed
-    answer, told = ask(run, capsys, "begin", "--nodes", "n1,n3", "--restart", 1)
+    answer, reported = ask(run, capsys, "begin", "--nodes", "n1,n3", "--restart", 1)
     assert answer == "go - -"
-    assert "AGAIN: lost: SLURM ended it: a node failed, or the job was requeued; it resumes from step 5" in told
+    assert "AGAIN: lost: SLURM ended it: a node failed, or the job was requeued; it resumes from step 5" in reported
     ask(run, capsys, "begin", "--nodes", "n1,n3", "--restart", 2)
     assert ask(run, capsys, "begin", "--nodes", "n1,n3", "--restart", 3)[0] == "stop - -"
 
 
-def test_a_chain_ends_where_one_of_it_has_but_a_script_submitted_by_hand_starts_anew(
+def test_a_chain_ends_where_one_of_it_has_but_a_script_submitted_by_hand_starts_again(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "slurm" / "submission.json").write_text(json.dumps({"jobs": ["7", "8"]}))
@@ -120,8 +120,8 @@ def test_a_chain_ends_where_one_of_it_has_but_a_script_submitted_by_hand_starts_
 
 
 def report(run: Path, node: str, *faults: str, together: str = "") -> None:
-    told = {"node": node, "faults": faults, "together": together, "found": ["clock +0.01 s"]}
-    (run / "reports" / f"{node}.json").write_text(json.dumps(told))
+    reported = {"node": node, "faults": faults, "together": together, "found": ["clock +0.01 s"]}
+    (run / "reports" / f"{node}.json").write_text(json.dumps(reported))
 
 
 @pytest.mark.parametrize(
@@ -136,10 +136,10 @@ def test_a_bad_node_is_left_out_or_done_without(
     report(run, "n2")
     report(run, "n3", "GPU 4: remapped_rows.failure is Yes")
     asked = ("check", "--nodes", "n1,n2,n3", "--reports", run / "reports", "--fitting", fitting)
-    got, told = ask(run, capsys, *asked)
+    got, reported = ask(run, capsys, *asked)
     assert got == answer
-    assert "n1: clock +0.01 s" in told
-    assert "BAD NODE n3: GPU 4: remapped_rows.failure is Yes" in told
+    assert "n1: clock +0.01 s" in reported
+    assert "BAD NODE n3: GPU 4: remapped_rows.failure is Yes" in reported
 
 
 def test_nodes_that_were_left_out_stay_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,8 +148,8 @@ def test_nodes_that_were_left_out_stay_so(run: Path, capsys: pytest.CaptureFixtu
         ask(run, capsys, "begin", "--nodes", nodes, "--restart", restart)
         report(run, good)
         asked = ("check", "--nodes", nodes, "--reports", run / "reports", "--fitting", 2, "--restart", restart)
-        answer, told = ask(run, capsys, *asked)
-        assert f"BAD NODE {bad}: wrote no report" in told
+        answer, reported = ask(run, capsys, *asked)
+        assert f"BAD NODE {bad}: wrote no report" in reported
     assert answer == "again n2,n3 n3"
 
 
@@ -161,6 +161,6 @@ def test_a_fault_of_no_single_node_excludes_none(together: str, run: Path, capsy
     for restart, word in enumerate(("again", "stop")):
         ask(run, capsys, "begin", "--nodes", "n1,n2", "--restart", restart)
         asked = ("check", "--nodes", "n1,n2", "--reports", run / "reports", "--fitting", 2, "--code", 1)
-        answer, told = ask(run, capsys, *asked, "--restart", restart)
+        answer, reported = ask(run, capsys, *asked, "--restart", restart)
         assert answer == f"{word} - -"
-        assert (together or "the check ended with exit code 1") in told
+        assert (together or "the check ended with exit code 1") in reported

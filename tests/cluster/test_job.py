@@ -121,9 +121,9 @@ def test_values_reach_the_program_as_they_are(tmp_path: Path) -> None:
         ["bash", "-c", script(one)], cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    told = (tmp_path / "given").read_text().split("\0")
-    assert told.count(NASTY) == 3  # the fabric of the check, and the variable in both of its processes
-    assert f"run.sample_prompt={NASTY}" in told
+    reported = (tmp_path / "given").read_text().split("\0")
+    assert reported.count(NASTY) == 3  # the fabric of the check, and the variable in both of its processes
+    assert f"run.sample_prompt={NASTY}" in reported
     assert not (tmp_path / "nasty").exists()
 
 
@@ -133,7 +133,7 @@ def test_an_sbatch_line_holds_plain_characters_only(key: str, value: str) -> Non
     assert list(unusable(job(ClusterConfig(**{key: value})))) == [f"cluster.{key}"]
 
 
-def test_a_folder_that_no_sbatch_line_can_name_is_told() -> None:
+def test_a_folder_that_no_sbatch_line_can_name_is_reported() -> None:
     spaced = replace(job(ClusterConfig()), run_dir=Path("/shared/my runs/a"), working_dir=Path("/home/a b"))
     assert list(unusable(spaced)) == ["run.dir", "the working folder"]
 
@@ -144,7 +144,7 @@ def test_nothing_of_the_environment_is_written(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_every_signal_goes_on_as_sigusr1_and_the_job_is_waited_for(number: signal.Signals, tmp_path: Path) -> None:
+def test_every_signal_is_forwarded_as_sigusr1_and_the_job_is_waited_for(number: signal.Signals, tmp_path: Path) -> None:
     script_path, ready = tmp_path / "batch.sh", tmp_path / "ready"
     command = f"""trap 'sleep 0.3; exit 75' USR1; trap 'exit 1' TERM INT; touch {ready}; while :; do sleep 0.05; done"""
     script_path.write_text(f"set -u\n{FORWARD_SIGNALS}\nforwarding bash -c {shlex.quote(command)}\nexit $?\n")

@@ -24,7 +24,7 @@ def test_a_process_uses_the_device_of_its_place(environment: dict[str, str], vis
     assert device_index(environment, visible) == index
 
 
-def test_ranks_without_a_meeting_place_are_told_what_is_missing() -> None:
+def test_ranks_without_an_address_get_what_is_missing_reported() -> None:
     _check_meeting_place({"MASTER_ADDR": "n1", "MASTER_PORT": "20001"})
-    with pytest.raises(ConfigError, match=r"MASTER_PORT  is not set, so that ranks can't meet: .*hybridtron submit"):
+    with pytest.raises(ConfigError, match=r"MASTER_PORT  is not set, so that ranks can't connect: .*hybridtron submit"):
         _check_meeting_place({"MASTER_ADDR": "n1"})

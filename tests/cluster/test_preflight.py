@@ -20,8 +20,8 @@ SOUND = {
 }  # fmt: skip
 
 
-def nvidia_smi(folder: Path, told: dict[str, str]) -> None:
-    cases = "\n".join(f"  --query-{query}) printf '{answer}\\n' ;;" for query, answer in told.items())
+def nvidia_smi(folder: Path, answers: dict[str, str]) -> None:
+    cases = "\n".join(f"  --query-{query}) printf '{answer}\\n' ;;" for query, answer in answers.items())
     (folder / "nvidia-smi").write_text(f"#!/bin/bash\ncase $1 in\n{cases}\n  *) exit 2 ;;\nesac\n")
     (folder / "nvidia-smi").chmod(0o755)
 
@@ -35,7 +35,7 @@ def nvidia_smi(folder: Path, told: dict[str, str]) -> None:
         ({"remapped-rows=remapped_rows.failure": "Yes\nNo"}, ["GPU 0: remapped_rows.failure is Yes"]),
     ],
 )
-def test_gpus_tell_what_is_wrong_with_them(
+def test_gpus_report_what_is_wrong_with_them(
     change: dict[str, str], faults: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvidia_smi(tmp_path, SOUND | change)
@@ -90,7 +90,7 @@ def links(seat: Seat, nodes: list[str], broken: int | None, least: float) -> pre
 
 
 @pytest.mark.gloo
-def test_links_are_measured_and_held_against_what_is_asked_for() -> None:
+def test_links_are_measured_and_compared_with_what_is_asked_for() -> None:
     one_node = run_distributed(links, 2, ["a", "a"], None, 0.0)
     assert [(report.faults, report.together) for report in one_node] == [([], ""), ([], "")]
     assert [report.found[0].split()[0] for report in one_node] == ["all-reduce", "all-reduce"]
@@ -101,6 +101,6 @@ def test_links_are_measured_and_held_against_what_is_asked_for() -> None:
 
 
 @pytest.mark.gloo
-def test_a_rank_that_adds_up_wrongly_is_told_by_the_one_that_speaks_for_its_node() -> None:
+def test_a_rank_that_adds_up_wrongly_is_reported_by_the_one_that_speaks_for_its_node() -> None:
     speaks, _ = run_distributed(links, 2, ["a", "a"], 1, 0.0)
     assert speaks.faults == ["rank 1 there gets another sum of 2 ones than 2: memory or links are broken"]

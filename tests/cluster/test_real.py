@@ -82,7 +82,7 @@ def held(run: Path) -> Iterator[list[int]]:
             os.kill(process, signal.SIGCONT)
 
 
-def is_told(process: int, number: signal.Signals) -> bool:
+def handles_signal(process: int, number: signal.Signals) -> bool:
     """Whether a signal waits for a process that stands still."""
     status = Path(f"/proc/{process}/status").read_text()
     pending = int(status.partition("ShdPnd:")[2].split()[0], 16)
@@ -91,7 +91,7 @@ def is_told(process: int, number: signal.Signals) -> bool:
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster, counting_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in peace, as a chain of two jobs, with the whole check."""
+    """An undisturbed run, as a chain of two jobs, with the whole check."""
     run = tmp_path_factory.mktemp("peace") / "run"
     whole = [*arguments(counting_folder, run), "cluster.checks.all_reduce=true"]
     first, second = cluster.submit(*whole, "--chain", "2")
@@ -126,18 +126,18 @@ def test_preempted_in_every_phase_and_way_it_ends_the_same(
     run = run_dir / "run"
     (job,) = cluster.submit(*arguments(counting_folder, run))
     cluster.wait_until(lambda: phase_of(run) == PHASES[0], run)
-    cluster.told("scancel", "--batch", "--signal=USR1", job)
+    cluster.reported("scancel", "--batch", "--signal=USR1", job)
     cluster.requeued(job, run, restarts=1)
     cluster.wait_until(lambda: phase_of(run) == PHASES[1], run)
-    cluster.told("scontrol", "requeue", job)
+    cluster.reported("scontrol", "requeue", job)
     cluster.requeued(job, run, restarts=2)
     cluster.wait_until(lambda: phase_of(run) == PHASES[2], run)
     with held(run) as ranks:  # SLURM looks at time limits twice a minute
-        cluster.told("scontrol", "update", f"JobId={job}", f"TimeLimit={cluster.minutes(job) + 2}")
-        cluster.wait_until(lambda: all(is_told(rank, signal.SIGUSR1) for rank in ranks), run)
+        cluster.reported("scontrol", "update", f"JobId={job}", f"TimeLimit={cluster.minutes(job) + 2}")
+        cluster.wait_until(lambda: all(handles_signal(rank, signal.SIGUSR1) for rank in ranks), run)
     cluster.requeued(job, run, restarts=3)
     cluster.wait_until(lambda: phase_of(run) == PHASES[3], run)
-    cluster.told("scancel", "--signal=TERM", job)
+    cluster.reported("scancel", "--signal=TERM", job)
     cluster.requeued(job, run, restarts=4)
     assert cluster.ended(job, run) == "COMPLETED", logs_of(run)
     found = attempts(run)
@@ -153,13 +153,13 @@ def test_a_node_that_goes_down_is_waited_for(
     run = run_dir / "run"
     (job,) = cluster.submit(*arguments(counting_folder, run))
     cluster.wait_until(lambda: phase_of(run) == PHASES[1], run)
-    cluster.told("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
+    cluster.reported("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
     try:
         cluster.requeued(job, run, restarts=1)
         cluster.wait_until(lambda: cluster.job(job)["Reason"] not in ("BeginTime", "None"), run)
         assert cluster.job(job)["JobState"] == "PENDING"
     finally:
-        cluster.told("scontrol", "update", "NodeName=n2", "State=RESUME")
+        cluster.reported("scontrol", "update", "NodeName=n2", "State=RESUME")
     assert cluster.ended(job, run) == "COMPLETED", logs_of(run)
     first, second = attempts(run)
     assert first["decision"] == "again"
@@ -173,12 +173,12 @@ def test_a_node_that_goes_down_is_done_without(
     run = run_dir / "run"
     (job,) = cluster.submit(*arguments(counting_folder, run), "cluster.on_lost_node=smaller")
     cluster.wait_until(lambda: phase_of(run) == PHASES[1], run)
-    cluster.told("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
+    cluster.reported("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
     try:
         cluster.requeued(job, run, restarts=1)
         assert cluster.ended(job, run) == "COMPLETED", logs_of(run)
     finally:
-        cluster.told("scontrol", "update", "NodeName=n2", "State=RESUME")
+        cluster.reported("scontrol", "update", "NodeName=n2", "State=RESUME")
     first, second = attempts(run)
     assert (first["nodes"], second["nodes"]) == (["n1", "n2"], ["n1"])
     assert second["step_before"] >= 10
@@ -187,7 +187,7 @@ def test_a_node_that_goes_down_is_done_without(
     assert all(torch.allclose(ours[name].float(), theirs[name].float(), rtol=0.02, atol=2e-3) for name in names)
 
 
-def test_a_bad_node_is_left_out_and_the_run_goes_on_with_the_other(
+def test_a_bad_node_is_left_out_and_the_run_continues_with_the_other(
     cluster: Cluster, counting_folder: Path, run_dir: Path
 ) -> None:
     run, python = run_dir / "run", run_dir / "python"
@@ -203,7 +203,7 @@ def test_a_bad_node_is_left_out_and_the_run_goes_on_with_the_other(
     (job,) = cluster.submit(*bad, "cluster.on_lost_node=wait")
     cluster.requeued(job, run, restarts=1)
     assert cluster.job(job)["ExcNodeList"] == "n2"
-    cluster.told("scancel", job)
+    cluster.reported("scancel", job)
     (first,) = attempts(run)
     assert (first["outcome"], first["excluded"]) == ("bad nodes", ["n2"])
 

@@ -57,7 +57,7 @@ def test_step_speed_loss_and_the_time_that_is_left(run: Path) -> None:
 
 
 def test_a_job_that_runs_and_one_that_waits(run: Path) -> None:
-    history.record(run, replace(STARTED, outcome="preempted", decision="again", why="told to"))
+    history.record(run, replace(STARTED, outcome="preempted", decision="again", why="asked to"))
     history.record(run, replace(STARTED, restart=1))
     submitted(run, "7|RUNNING|None|n[1-2]|2026-01-01T00:00:00\\n9|RUNNING|None|n3|x\\n")
     found = status.status(run)
@@ -100,8 +100,8 @@ def test_the_table_and_folders_that_hold_no_run(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert status.main([str(run)]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "running pretrain 30/100 128 4.0000 35 s" in told
+    reported = " ".join(capsys.readouterr().out.split())
+    assert "running pretrain 30/100 128 4.0000 35 s" in reported
     for folder, fault in ((run / "none", "does not exist"), (run / "config.yaml", "is not a folder")):
         assert status.main([str(run), str(folder)]) == 2
         assert fault in capsys.readouterr().err

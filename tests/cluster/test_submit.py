@@ -84,18 +84,18 @@ def test_a_chain_is_jobs_each_after_the_one_before(programs: Path, counting_fold
     ]
 
 
-def test_everything_that_is_wrong_is_told_at_once(
+def test_everything_that_is_wrong_is_reported_at_once(
     programs: Path, counting_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = ["nodes=5", "cluster.time=13:00:00", "cluster.stop_before=90000", "parallel.tensor=2", "--chain", "0"]
-    told = refused(capsys, *arguments(counting_folder, tmp_path / "run", *wrong, "optim.clip=-1"))
-    assert told.startswith("6 problems in the configuration")
-    assert "nodes                is 5, but partition gpu has 4: use at most 4" in told
-    assert "above the limit of partition gpu: use at most 0-12:00:00" in told
-    assert "cluster.stop_before  is 90000 s, but cluster.time=13:00:00 is 46800 s in all: use less" in told
-    assert "parallel.tensor" in told
-    assert "--chain              is 0" in told
-    assert "optim.clip" in told
+    reported = refused(capsys, *arguments(counting_folder, tmp_path / "run", *wrong, "optim.clip=-1"))
+    assert reported.startswith("6 problems in the configuration")
+    assert "nodes                is 5, but partition gpu has 4: use at most 4" in reported
+    assert "above the limit of partition gpu: use at most 0-12:00:00" in reported
+    assert "cluster.stop_before  is 90000 s, but cluster.time=13:00:00 is 46800 s in all: use less" in reported
+    assert "parallel.tensor" in reported
+    assert "--chain              is 0" in reported
+    assert "optim.clip" in reported
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "asked").exists()  # sbatch is asked last
 
@@ -119,7 +119,7 @@ def test_everything_that_is_wrong_is_told_at_once(
             "cluster.cpus_per_process=0": "is 0, must be at least 1",
             "cluster.gpus_per_node=3": "must share out to 6 data-parallel ranks",
             "phases.0.data.path=/nowhere": "/nowhere",
-            "run.resume=never": "each start of the job would begin anew",
+            "run.resume=never": "each start of the job would begin from scratch",
         },
         {"cluster.partition=old": "old is not up"},
         {"cluster.account=my account": "can only hold"},  # sbatch is not asked about a script that can't be written
@@ -129,31 +129,31 @@ def test_everything_that_is_wrong_is_told_at_once(
 def test_what_is_refused(
     wrong: dict[str, str], programs: Path, counting_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = refused(capsys, *arguments(counting_folder, tmp_path / "run", *wrong))
+    reported = refused(capsys, *arguments(counting_folder, tmp_path / "run", *wrong))
     for setting, message in wrong.items():
-        assert message in told, setting
-    assert f"{len(wrong)} problem" in told
+        assert message in reported, setting
+    assert f"{len(wrong)} problem" in reported
 
 
-def test_what_sbatch_itself_refuses_is_told_before_anything_is_written(
+def test_what_sbatch_itself_refuses_is_reported_before_anything_is_written(
     programs: Path, counting_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     never = 'echo "allocation failure: Invalid feature" >&2; exit 1;'
     stand_in(programs, "sbatch", SBATCH.format(folder=tmp_path, test_only=never, submitting=""))
-    told = refused(capsys, *arguments(counting_folder, tmp_path / "run"))
-    assert "cluster  would not start this job: sbatch failed: allocation failure: Invalid feature" in told
+    reported = refused(capsys, *arguments(counting_folder, tmp_path / "run"))
+    assert "cluster  would not start this job: sbatch failed: allocation failure: Invalid feature" in reported
     assert not (tmp_path / "run").exists()
 
 
-def test_an_sbatch_that_fails_is_told_and_the_run_s_folder_says_so(
+def test_an_sbatch_that_fails_is_reported_and_the_run_s_folder_says_so(
     programs: Path, counting_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     full = '[ "$number" -lt 2 ] || { echo "QOSMaxSubmitJobPerUserLimit" >&2; exit 1; }'
     stand_in(programs, "sbatch", SBATCH.format(folder=tmp_path, test_only="", submitting=full))
     assert submit.main(arguments(counting_folder, tmp_path / "run", "--chain", "2")) == 1
-    told = capsys.readouterr().err
-    assert "sbatch failed: QOSMaxSubmitJobPerUserLimit" in told
-    assert "submitted before that, and still queued: 41" in told
+    reported = capsys.readouterr().err
+    assert "sbatch failed: QOSMaxSubmitJobPerUserLimit" in reported
+    assert "submitted before that, and still queued: 41" in reported
     notes = json.loads((tmp_path / "run" / "slurm" / "submission.json").read_text())
     assert (notes["jobs"], notes["error"]) == (["41"], "sbatch failed: QOSMaxSubmitJobPerUserLimit")
 
@@ -210,9 +210,9 @@ def test_fewer_nodes_do_where_the_layout_can_be_shared_out(
 ) -> None:
     asked = [*arguments(counting_folder, tmp_path / "run"), "nodes=4", "phases.0.micro_batch=1"]
     assert submit.main([*asked, "cluster.on_lost_node=smaller", "--dry-run"]) == 0
-    told = capsys.readouterr().out
-    assert "#SBATCH --nodes=1-4\n" in told
-    assert "--fitting 1,2,4\n" in told  # three data-parallel ranks can't share four rows
+    reported = capsys.readouterr().out
+    assert "#SBATCH --nodes=1-4\n" in reported
+    assert "--fitting 1,2,4\n" in reported  # three data-parallel ranks can't share four rows
 
 
 def test_neither_torch_nor_megatron_is_imported() -> None:

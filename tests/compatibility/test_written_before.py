@@ -45,7 +45,7 @@ SHAPE = [
 ]  # fmt: skip
 
 
-def test_a_run_goes_on(before: Path) -> None:
+def test_a_run_resumes(before: Path) -> None:
     assert train.main([*SHAPE, "run.dir=run"]) == 0
     assert losses(before / "run")[10:] == expected("resumed")
 

@@ -24,7 +24,7 @@ def test_rows_before_a_step_are_the_sum_of_those_of_all_before(step: int) -> Non
 
 
 @pytest.mark.parametrize("rows", range(1, 120, 7))
-def test_the_fewest_steps_for_so_many_rows(rows: int) -> None:
+def test_the_fewest_steps_for_a_number_of_rows(rows: int) -> None:
     growth = Growth.of(PHASE)
     steps = growth.steps_for(rows)
     assert growth.rows_before(steps - 1) < rows <= growth.rows_before(steps)

@@ -11,7 +11,7 @@ from hybridtron.config.schema import Documents, Precision, Source
 from hybridtron.problems import ConfigError
 
 
-def told(arguments, configs=CONFIGS) -> dict[str, str]:
+def reported(arguments, configs=CONFIGS) -> dict[str, str]:
     """The problems by key."""
     with pytest.raises(ConfigError) as caught:
         load(arguments, configs)
@@ -95,13 +95,13 @@ def test_letters_and_options_can_be_added():
     ],
 )
 def test_mistakes_name_the_key_and_what_was_meant(argument, key, says):
-    assert says in told([argument])[key]
+    assert says in reported([argument])[key]
 
 
 def test_an_option_as_other_programs_take_it():
-    assert set(told(["--recipe", "samba_421m"])) == {"--recipe"}
-    assert "recipe=samba_421m" in told(["--recipe", "samba_421m"])["--recipe"]
-    assert set(told(["--deterministic", "run.seed=1", "samba"])) == {"--deterministic", "samba"}
+    assert set(reported(["--recipe", "samba_421m"])) == {"--recipe"}
+    assert "recipe=samba_421m" in reported(["--recipe", "samba_421m"])["--recipe"]
+    assert set(reported(["--deterministic", "run.seed=1", "samba"])) == {"--deterministic", "samba"}
 
 
 def test_letters_in_one_argument():
@@ -114,8 +114,8 @@ def test_letters_in_one_argument():
 def test_a_secret_is_not_resolved_into_the_configuration(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_API_KEY", "s3cret")
     monkeypatch.setenv("SCRATCH", "/scratch")
-    assert "s3cret" not in told(["run.wandb=${oc.env:MY_API_KEY}"])["run.wandb"]
-    assert set(told(["cluster.environment.A=x-${oc.env:MY_API_KEY,none}"])) == {"cluster.environment.A"}
+    assert "s3cret" not in reported(["run.wandb=${oc.env:MY_API_KEY}"])["run.wandb"]
+    assert set(reported(["cluster.environment.A=x-${oc.env:MY_API_KEY,none}"])) == {"cluster.environment.A"}
     assert load(["data.path=${oc.env:SCRATCH}/text"]).data.path == "/scratch/text"
 
 
@@ -125,7 +125,7 @@ def test_a_saved_configuration_that_no_run_wrote(tmp_path, text):
     with pytest.raises(ConfigError) as caught:
         load_saved(tmp_path / "config.yaml")
     assert all(str(tmp_path) in problem.key for problem in caught.value.problems)
-    assert set(told([f"run.weights={tmp_path}"])) == {"run.weights"}
+    assert set(reported([f"run.weights={tmp_path}"])) == {"run.weights"}
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])
@@ -142,11 +142,11 @@ def test_numbers_are_finite(value):
         "data.mixture.web.weight",
         "run.timeout",
     }
-    assert set(told([f"{key}={value}" for key in keys])) == keys
+    assert set(reported([f"{key}={value}" for key in keys])) == keys
 
 
 def test_all_mistakes_at_once():
-    assert set(told(["model.widht=3", "optim.clip=x", "phases.0.rows=1", "run.seed=2"])) == {
+    assert set(reported(["model.widht=3", "optim.clip=x", "phases.0.rows=1", "run.seed=2"])) == {
         "model.widht",
         "optim.clip",
         "phases.0.rows",
@@ -164,7 +164,7 @@ def test_all_mistakes_at_once():
 def test_mistakes_in_a_recipe(tmp_path, recipe, says):
     shutil.copytree(CONFIGS, tmp_path / "configs")
     (tmp_path / "configs/recipe/mine.yaml").write_text(f"# @package _global_\n{recipe}\n")
-    assert says in told(["recipe=mine"], tmp_path / "configs")["recipe"]
+    assert says in reported(["recipe=mine"], tmp_path / "configs")["recipe"]
 
 
 def test_saved_configuration_is_the_same(tmp_path):
@@ -207,7 +207,7 @@ def test_a_mixture_from_the_command_line() -> None:
     assert config.data_of(config.phases[0]).mixture["a"].weight == 3
 
 
-def test_a_wrong_mixture_is_told() -> None:
+def test_a_wrong_mixture_is_reported() -> None:
     with pytest.raises(ConfigError, match=r"data\.mixture\.a\.weight  must be set"):
         load(["data.mixture={a: {path: b}}"])
     with pytest.raises(ConfigError, match="wieght"):

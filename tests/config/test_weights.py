@@ -1,4 +1,4 @@
-"""Recipes that go on from a checkpoint: what they take from it, what wins over that, and what is said of mistakes."""
+"""Recipes that start from a checkpoint: what they take from it, what wins over that, and what is said of mistakes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def imported(tmp_path: Path) -> Path:
     return tmp_path / "imported"
 
 
-def told(*arguments: str) -> dict[str, str]:
+def reported(*arguments: str) -> dict[str, str]:
     """The problems by key."""
     with pytest.raises(ConfigError) as caught:
         load(arguments)
@@ -108,13 +108,13 @@ def test_the_groups_take_every_key(base: Path) -> None:
         assert [key for key in keys if f"${{weights:{group}.{key}}}" not in text[group]] == []
 
 
-def test_missing_weights_are_told_by_their_key(tmp_path: Path) -> None:
-    assert "must be set" in told("recipe=length/tbtt")["run.weights"]
-    assert "is not there: name a run's folder" in told("recipe=length/tbtt", "run.weights=/nowhere")["run.weights"]
-    assert "has no config.yaml" in told("recipe=length/tbtt", f"run.weights={tmp_path}")["run.weights"]
-    assert "is not there" in told("run.weights=/nowhere")["run.weights"]
+def test_missing_weights_are_reported_by_their_key(tmp_path: Path) -> None:
+    assert "must be set" in reported("recipe=length/tbtt")["run.weights"]
+    assert "is not there: name a run's folder" in reported("recipe=length/tbtt", "run.weights=/nowhere")["run.weights"]
+    assert "has no config.yaml" in reported("recipe=length/tbtt", f"run.weights={tmp_path}")["run.weights"]
+    assert "is not there" in reported("run.weights=/nowhere")["run.weights"]
     (tmp_path / "config.yaml").write_text("model: {depth: 3}")
-    assert "depth" in told("recipe=length/tbtt", f"run.weights={tmp_path}")["run.weights"]
+    assert "depth" in reported("recipe=length/tbtt", f"run.weights={tmp_path}")["run.weights"]
 
 
 def test_a_run_may_start_from_weights_under_a_recipe_of_its_own(base: Path) -> None:
@@ -136,8 +136,8 @@ def test_what_an_import_does_not_know_is_asked_for_at_once(recipe: str, imported
     arguments = [f"recipe={recipe}", f"run.weights={imported}"]
     missing = {f"phases.0.{name}": value for name, value in (("seq_len", 2048), ("global_batch", 256))}
     missing |= {"phases.0.micro_batch": 4, "phases.0.lr": 6e-5, "data.path": "/data/pile"}
-    assert told(*arguments).keys() == missing.keys()
-    assert told(*arguments, "phases.0.lr=6e-5").keys() == missing.keys() - {"phases.0.lr"}
+    assert reported(*arguments).keys() == missing.keys()
+    assert reported(*arguments, "phases.0.lr=6e-5").keys() == missing.keys() - {"phases.0.lr"}
     config = load([*arguments, *(f"{key}={value}" for key, value in missing.items())])
     assert check(config) == []
     assert config.model == load(BASE).model

@@ -27,7 +27,7 @@ def test_shards_add_up_to_the_model_and_to_the_plan(layout: list[str]) -> None:
     assert [built.parameters for built in ranks if built.tensor_rank == 0] == [rank.parameters for rank in planned]
 
 
-def test_a_missing_or_wrong_shard_is_told() -> None:
+def test_a_missing_or_wrong_shard_is_reported() -> None:
     config = load(["recipe=samba_421m", "parallel.tensor=2"])
     first, second = build_every_rank(config)
     shapes = dict(second.shapes)

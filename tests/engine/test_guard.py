@@ -1,4 +1,4 @@
-"""The guard: which norms are refused, held against numbers worked out by hand."""
+"""The guard: which norms are refused, compared with numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_what_is_not_finite_is_refused_from_the_first_step_on() -> None:
     assert (guard.refused, guard.why, list(guard.norms)) == (0, None, [1.0])
 
 
-def test_the_limit_is_so_many_deviations_above_the_mean_of_the_logarithms() -> None:
+def test_the_limit_is_a_number_of_deviations_above_the_mean_of_the_logarithms() -> None:
     """Norms of 1 and e: the mean of the logarithms is 1/2, and so is their deviation."""
     guard = used_to([1.0, math.e] * (ENOUGH // 2), spike=3.0)
     assert guard.limit == pytest.approx(math.exp(2.0))
@@ -74,11 +74,11 @@ def test_a_norm_of_zero_is_accepted_and_says_nothing() -> None:
     assert guard.limit is not None
 
 
-def test_limits_of_any_size_can_be_told() -> None:
+def test_limits_of_any_size_can_be_printed() -> None:
     assert math.isfinite(used_to([1e-30, 1e30] * ENOUGH, spike=1000.0).limit or math.nan)
 
 
-def test_goes_on_as_left() -> None:
+def test_resumes_as_it_was_saved() -> None:
     guard = used_to([1.0 + 0.01 * step for step in range(ENOUGH)])
     guard.accepts(math.nan, 1.0)
     other = Guard(6.0)

@@ -52,7 +52,7 @@ def lanes_of(length: int, steps: int) -> Batch:
 
 
 def chunk_of(stream: Batch, step: int, length: int) -> list[Batch]:
-    """What each lane reads in a step, two lanes a micro-batch; every token but the lane's very first goes on."""
+    """What each lane reads in a step, two lanes a micro-batch; every token but the lane's first continues a document."""
     here = slice(step * length, (step + 1) * length)
     tokens_BL, labels_BL, mask_BL = (t[:, here] for t in (stream.tokens_BL, stream.labels_BL, stream.mask_BL))
     seq = SeqInfo.stream(LANES, length, start=step * length)
@@ -210,7 +210,7 @@ def test_a_refused_step_leaves_states_as_they_were(alone: Groups, mode: str) -> 
     assert all(carrier.moments[layer] is moments for layer, moments in before[1].items())
 
 
-def test_a_lane_whose_state_is_not_finite_starts_anew_alone(alone: Groups) -> None:
+def test_a_lane_whose_state_is_not_finite_starts_again_alone(alone: Groups) -> None:
     engine, stream = engine_of(alone, mode="tbtt"), lanes_of(LENGTH, 2)
     engine.forward_backward(chunk_of(stream, 0, LENGTH), 0)
     carrier = carrier_of(engine)
@@ -262,7 +262,7 @@ def test_chosen_layers_and_kinds(alone: Groups) -> None:
 
 
 @pytest.mark.parametrize(
-    ("states", "told"),
+    ("states", "reported"),
     [
         ({"mode": "passing", "carry": ["ssm", "kv"]}, "the keys of one text mean nothing to another"),
         ({"mode": "random", "carry": ["ssm", "conv"]}, "draws recurrent states"),
@@ -276,8 +276,8 @@ def test_chosen_layers_and_kinds(alone: Groups) -> None:
         ({"mode": "passing", "layers": [9]}, "the model has sub-layers 0 to 3"),
     ],
 )
-def test_what_can_not_be_carried_is_told(states: dict[str, object], told: str) -> None:
-    assert any(told in str(problem) for problem in check(run_of(**states)))
+def test_what_can_not_be_carried_is_reported(states: dict[str, object], reported: str) -> None:
+    assert any(reported in str(problem) for problem in check(run_of(**states)))
 
 
 def test_full_attention_has_no_end(alone: Groups) -> None:

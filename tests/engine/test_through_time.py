@@ -101,7 +101,7 @@ def test_detached_chunks_lose_gradients_and_no_loss(alone: Groups) -> None:
             torch.testing.assert_close(joined.carrier.held[layer][name], tensor)
 
 
-def test_the_next_step_goes_on_without_a_gradient(alone: Groups) -> None:
+def test_the_next_step_continues_without_a_gradient(alone: Groups) -> None:
     """Two steps of one chunk each after the other give the loss of one step of two, and gradients that end between."""
     batch = rows_of(None, chunks=4)
     whole, _ = gradients(engine_of(tbtt(chunks=4), alone), batch.split(ROWS))
@@ -146,7 +146,7 @@ def test_recompute_keeps_memory_flat_but_for_borders(alone: Groups) -> None:
 
 
 @pytest.mark.parametrize(
-    ("states", "told"),
+    ("states", "reported"),
     [
         (
             {"mode": StateMode.passing, "through_time": True},
@@ -156,5 +156,5 @@ def test_recompute_keeps_memory_flat_but_for_borders(alone: Groups) -> None:
         ({"mode": StateMode.zero, "chunks": 2, "through_time": True}, "is true with mode=zero"),
     ],
 )
-def test_it_is_refused_where_no_chunks_are_joined(states: dict[str, object], told: str) -> None:
-    assert any(told in str(problem) for problem in check(run_of(**states)))
+def test_it_is_refused_where_no_chunks_are_joined(states: dict[str, object], reported: str) -> None:
+    assert any(reported in str(problem) for problem in check(run_of(**states)))

@@ -1,4 +1,4 @@
-"""The length story at a size of seconds, stopped and gone on with; and what its page says of numbers made up here."""
+"""The length story at a size of seconds, stopped and resumed; and what its page says of numbers made up here."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from examples.length_story.runs import QUICK, STORY, chains
 from examples.length_story.story import main
 
 
-def test_a_quick_story_is_written_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quick_story_is_written_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--quick", "--jobs", "1", "--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "out")]
     assert main(arguments) == 0
-    told = (tmp_path / "out/length_story.md").read_text()
+    reported = (tmp_path / "out/length_story.md").read_text()
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "length_story.md",
         "length_story.png",
         "length_story_copying.png",
     }
-    assert "| passing |" in told
+    assert "| passing |" in reported
     measured = sorted((tmp_path / "runs").rglob("measured.json"))
     assert len(measured) == 2 + 2  # base and an intervention; copying with and without passed states
     written = [path.stat().st_mtime_ns for path in measured]
@@ -39,7 +39,7 @@ def test_quick_leaves_the_real_story_alone(capsys: pytest.CaptureFixture[str]) -
     assert "--quick needs --runs and --output" in capsys.readouterr().err
 
 
-def test_every_run_stands_in_its_own_folder_and_goes_on_from_its_seeds_base() -> None:
+def test_every_run_has_its_own_folder_and_starts_from_its_seeds_base() -> None:
     for sizes in (STORY, QUICK):
         tasks = [task for chain in chains(sizes, Path("runs")) for task in chain]
         assert len({task.folder for task in tasks}) == len(tasks)
@@ -53,15 +53,15 @@ def curve(context: int, growth: float) -> list[float]:
     return [math.log(10 * max(1.0, position / context) ** growth) for position in range(1, 16 * context + 1)]
 
 
-@pytest.mark.parametrize(("growth", "met"), [(0.5, "yes"), (0.05, "**no**")])
-def test_the_page_says_whether_the_base_fails(growth: float, met: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("growth", "reached"), [(0.5, "yes"), (0.05, "**no**")])
+def test_the_page_says_whether_the_base_fails(growth: float, reached: str, tmp_path: Path) -> None:
     language = {"base": {1: curve(24, growth), 2: curve(24, growth)}, "passing": {1: curve(24, 0), 2: curve(24, 0)}}
     copying = {"zero": {1: {"9": 0.25}, 2: {"9": 0.75}}}
     findings = Findings(24, language, copying, (5, 10), ["made up"])
-    told = page(findings, "make length-story")
-    assert told.splitlines()[-1].endswith(f"| {met} |")
-    assert "| passing | 10.00 ± 0.00 | 10.00 ± 0.00 | 10.00 ± 0.00 | 1.00 ± 0.00 |" in told
-    assert "| zero | 0.50 ± 0.35 |" in told
+    reported = page(findings, "make length-story")
+    assert reported.splitlines()[-1].endswith(f"| {reached} |")
+    assert "| passing | 10.00 ± 0.00 | 10.00 ± 0.00 | 10.00 ± 0.00 | 1.00 ± 0.00 |" in reported
+    assert "| zero | 0.50 ± 0.35 |" in reported
     draw(findings, tmp_path)
     assert (tmp_path / "length_story.png").stat().st_size > 1000
 

@@ -74,7 +74,7 @@ def test_generation_with_a_cache_is_generation_without(name: str, how: dict[str,
 def test_spans_as_they_are_shipped_read_chosen_blocks_from_the_cache(
     how: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks of 64: one row goes on in its second one, one begins it while it is generated, both are read in pieces."""
+    """Chunks of 64: one row ends in its second one, one reaches it while it is generated, both are read in pieces."""
     model, tokens_BL, read = model_of("samba-span").double(), tokens(2, 70), []
 
     def counted(inputs: Any) -> Tensor:

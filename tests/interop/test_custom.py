@@ -139,7 +139,7 @@ def test_blocks_that_only_one_of_both_reads_in_generation_are_found(
     output = tmp_path / "out"
     assert main(["export", "--checkpoint", str(tmp_path / "run"), "--output", str(output), "--verify", "none"]) == 0
     monkeypatch.setattr(SpanSpec, "remembered", lambda spec, training: spec.remember)
-    with pytest.raises(NotTheSame, match="goes on with"):
+    with pytest.raises(NotTheSame, match="continues with"):
         verify(output, source)
 
 

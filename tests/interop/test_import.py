@@ -130,7 +130,9 @@ def refused(folder: Path, output: Path, capsys: pytest.CaptureFixture[str]) -> s
     return capsys.readouterr().err
 
 
-def test_what_does_not_fit_is_told_together(alone: Groups, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_is_reported_together(
+    alone: Groups, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, folder = exported("llama", alone, tmp_path)
     output, file = tmp_path / "back", folder / "model.safetensors"
     stored = load_file(file)

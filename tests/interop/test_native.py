@@ -1,4 +1,4 @@
-"""Checkpoints as models that transformers knows by itself: loaded by it, held against ours, and planted mistakes."""
+"""Checkpoints as models that transformers knows by itself: loaded by it, compared with ours, and planted mistakes."""
 
 from __future__ import annotations
 

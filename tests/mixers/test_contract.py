@@ -145,12 +145,12 @@ def part_of(seq: SeqInfo, first: int, last: int) -> SeqInfo:
 
 
 def carried(state: dict[str, Tensor], seq: SeqInfo, cut: int) -> dict[str, Tensor]:
-    """The state as whoever carries it hands it on: zero for rows that start a new document at the cut."""
+    """The state as the code that carries it hands it on: zero for rows that start a new document at the cut."""
     if seq.documents_BL is None:
         return state
-    goes_on = seq.documents_BL[:, cut] == seq.documents_BL[:, cut - 1]
+    continues = seq.documents_BL[:, cut] == seq.documents_BL[:, cut - 1]
     return {
-        name: tensor * goes_on.view(-1, *[1] * (tensor.dim() - 1)).to(tensor.dtype) for name, tensor in state.items()
+        name: tensor * continues.view(-1, *[1] * (tensor.dim() - 1)).to(tensor.dtype) for name, tensor in state.items()
     }
 
 
@@ -209,9 +209,9 @@ def test_no_document_sees_another(spec: MixerSpec, form: str | None) -> None:
     def document_b(x: Tensor) -> list[Tensor]:
         x = x.clone().requires_grad_()
         y = mixer(x, None, seq).y_LBD[8:]
-        of_x, *of_weights = gradients(mixer, [y], [x], [weight])
+        of_x, *weight_gradients = gradients(mixer, [y], [x], [weight])
         assert not of_x[:8].any()
-        return [y, of_x[8:], *of_weights]
+        return [y, of_x[8:], *weight_gradients]
 
     with force(form):
         for ours, theirs in zip(document_b(x), document_b(other), strict=True):

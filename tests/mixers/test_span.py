@@ -175,7 +175,7 @@ def test_random_blocks_follow_the_key() -> None:
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
-def test_evaluation_is_full_attention_unless_told_otherwise(memory: str) -> None:
+def test_evaluation_is_full_attention_unless_asked_otherwise(memory: str) -> None:
     x = x_of()
     attention = build("attention", heads=4, kv_heads=2)(x, None, rows(key=None))
     full = build(**SMALL, memory=memory)(x, None, rows(key=None))
@@ -205,7 +205,7 @@ def test_generation_step_by_step_is_the_whole(eval_form: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "key", "told"),
+    ("options", "key", "reported"),
     [
         ({"block": 3}, "block", "must divide"),
         ({"chunk": 64}, "chunk", "at most that"),
@@ -219,10 +219,10 @@ def test_generation_step_by_step_is_the_whole(eval_form: str) -> None:
         ({"chunk": 9, "block": 3, "memory": "shifted"}, "chunk", "even"),
     ],
 )
-def test_wrong_options_are_told(options: dict, key: str, told: str) -> None:
+def test_wrong_options_are_reported(options: dict, key: str, reported: str) -> None:
     (problem,) = SPECS["span"](**{**SMALL, **options}).problems(SIZES, LENGTH)
     assert problem.key == key
-    assert told in problem.message
+    assert reported in problem.message
 
 
 def test_ranks_that_share_a_group_are_refused_where_it_chooses() -> None:

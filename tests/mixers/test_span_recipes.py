@@ -51,7 +51,7 @@ def largest_chunk(recipe: str) -> int:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many chosen blocks each call reads that goes on from a state."""
+    """How many chosen blocks each call reads that continues from a state."""
     counts, attend = [], span.span_attention
 
     def counted(inputs: SpanInputs) -> Tensor:
@@ -87,7 +87,7 @@ def test_pieces_of_any_size_are_the_whole_row(recipe: str, read: list[int]) -> N
     assert (min(read[-6:], default=0) > 0) == (recipe not in FULL)
 
 
-def test_generation_goes_on_as_the_whole_row_would(read: list[int]) -> None:
+def test_generation_continues_as_the_whole_row_would(read: list[int]) -> None:
     model, new = model_of("samba_span_laptop"), 32  # over a border between chunks
     prompt_BL = torch.randint(2048, (2, 100))
     made = generate(model, prompt_BL, new, temperature=0, seed=0)

@@ -60,13 +60,13 @@ def test_every_bug_is_found(bug: str) -> None:
     assert not worst.passes
 
 
-def test_the_fast_selection_meets_every_architecture_and_layout() -> None:
+def test_the_fast_selection_covers_every_architecture_and_layout() -> None:
     assert {name for name, _ in FAST_CASES} == set(ARCHITECTURES)
     assert {layout for _, layout in FAST_CASES} == set(LAYOUTS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_meets_every_option(layout: str) -> None:
+def test_every_layout_has_every_option(layout: str) -> None:
     configs = [case.config for case in CASES if case.layout == layout]
     attention = [options for c in configs for letter, options in c.model.layers.items() if letter in c.model.pattern]
     assert {c.model.tie_embeddings for c in configs} == {True, False}

@@ -22,7 +22,7 @@ ONE = torch.tensor(1.0)
 
 
 def nearest(value: float, mantissa: int, lowest: int, largest: float) -> float:
-    """The nearest value of a format with so many bits of mantissa, ties to the even one, as the standard has it."""
+    """The nearest value of a format with `mantissa` bits of mantissa, ties to the even one, as the standard has it."""
     if value == 0:
         return 0.0
     exponent = max(math.frexp(value)[1] - 1, lowest)

@@ -139,7 +139,7 @@ def test_differs_from_bf16_by_a_little(alone: Groups, precision: str) -> None:
     assert list(losses(Engine(config, alone))) == base
 
 
-def test_a_checkpoint_of_bf16_is_gone_on_from_with_empty_histories(
+def test_a_checkpoint_of_bf16_is_resumed_with_empty_histories(
     alone: Groups,
     write,  # noqa: F811
     tmp_path: Path,

@@ -58,7 +58,7 @@ def test_layouts_of_several_sizes_follow_each_other() -> None:
     assert run_distributed(places, 1, ParallelConfig()) == [(0, 0, 0, 0.0)]
 
 
-def test_a_failure_raises_the_traceback_and_the_pool_goes_on() -> None:
+def test_a_failure_raises_the_traceback_and_the_pool_continues() -> None:
     with pytest.raises(WorkerError, match=r"(?s)rank 1: Traceback.*fail_on_rank_1.*no luck on this rank"):
         run_distributed(fail_on_rank_1, 2)
     with pytest.raises(WorkerError, match="rank 1: the process died"):

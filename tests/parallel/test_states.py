@@ -202,7 +202,7 @@ RESUMED = [
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(("before", "after", "mode"), RESUMED)
-def test_a_run_goes_on_as_if_it_had_not_stopped(before: str, after: str, mode: StateMode, tmp_path: Path) -> None:
+def test_a_run_resumes_as_if_it_had_not_stopped(before: str, after: str, mode: StateMode, tmp_path: Path) -> None:
     (first, ranks), (second, other_ranks) = LAYOUTS[before], LAYOUTS[after]
     run_distributed(first_steps, ranks, config_of(mode, first), tmp_path / "a")
     found = run_distributed(further_steps, other_ranks, config_of(mode, second), tmp_path / "a", tmp_path / "b")

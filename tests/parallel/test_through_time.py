@@ -1,4 +1,4 @@
-"""TBTT through the chunks of a step in layouts: losses and gradients of one process. And lanes that start anew."""
+"""TBTT through the chunks of a step in layouts: losses and gradients of one process. And lanes that start again."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def restarted(seat: Seat, config: Config, lane: int) -> tuple[list[int | None], 
     ("layout", "lane"),
     [("pp2", 2), pytest.param("dp2", 5, marks=pytest.mark.slow), pytest.param("tp2", 7, marks=pytest.mark.slow)],
 )
-def test_a_lane_starts_anew_on_every_stage_and_all_ranks_know(layout: str, lane: int) -> None:
+def test_a_lane_starts_again_on_every_stage_and_all_ranks_know(layout: str, lane: int) -> None:
     parallel, ranks = LAYOUTS[layout]
     found = run_distributed(restarted, ranks, config_of(StateMode.tbtt, parallel), lane)
     assert [counts for counts, _ in found] == [[1, 1]] * ranks

@@ -1,6 +1,6 @@
 """Transformer Engine's layers, by a stand-in for the package: they take the place of ours under the same names.
 
-Its FP8 too, as far as a stand-in can tell: which recipe and group a region is entered with, by which of the package's
+Its FP8 too, as far as a stand-in can show: which recipe and group a region is entered with, by which of the package's
 names for it, around which products; and that its statistics are put back, kept in checkpoints and read from them.
 """
 
@@ -265,7 +265,7 @@ def test_statistics_are_in_checkpoints_under_the_emulations_names(alone: Groups)
     assert whole[2].tolist() == [9.0] * HISTORY
 
 
-def test_the_reason_why_fp8_cannot_run_is_told_before_processes_meet(
+def test_the_reason_why_fp8_cannot_run_is_reported_before_processes_connect(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(Precision.fp8_block)

@@ -220,9 +220,9 @@ def test_what_is_proposed_keeps_every_rule_and_fits(recipe, gpus, gigabytes):
 def test_settings_undo_what_the_configuration_sets():
     config = load(["recipe=samba_1.3b", "parallel.tensor=2", "parallel.recompute=layer"])
     best = fit(config, 64, 80e9)[0]
-    told = settings_of(best, config)
-    assert "parallel.tensor=1" in told
-    assert "parallel.recompute=none" in told
+    reported = settings_of(best, config)
+    assert "parallel.tensor=1" in reported
+    assert "parallel.recompute=none" in reported
 
 
 def test_too_little_memory_fits_nothing():

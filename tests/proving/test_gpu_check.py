@@ -40,7 +40,7 @@ def test_a_wrong_form_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         "add_rms_norm",
         "linear_cross_entropy",
     }
-    assert not any(goal.met for goal in goals)
+    assert not any(goal.reached for goal in goals)
     assert Op.__call__ is called
 
 

@@ -176,7 +176,7 @@ class Kinds:
 
     def strike(self, scene: Scene) -> tuple[str, str] | None:
         """Do the first that is left and possible; its kind, and what was hit."""
-        for _ in range(2):  # where nothing that is left is possible, all begin anew
+        for _ in range(2):  # where nothing that is left is possible, all begin again
             self.left = self.left or self.draw.sample(list(KINDS), len(KINDS))
             for kind in self.left:
                 hit = KINDS[kind](scene)

@@ -1,4 +1,4 @@
-"""Every op and mixer on the device, held against its reference on the CPU in fp32: outputs, states, all gradients.
+"""Every op and mixer on the device, compared with its reference on the CPU in fp32: outputs, states, all gradients.
 
 The calls of the ops are those that the mixers and the loss make: they are noted while these run on the CPU.
 """

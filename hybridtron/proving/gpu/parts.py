@@ -66,4 +66,4 @@ def run(names: Sequence[str], device: torch.device, rehearse: bool, output: Path
         settings = BenchSettings(rehearse, STEPS, torch.get_num_threads())
         output.write_text(markdown(report, settings, "hybridtron gpu-check"), encoding="utf-8")
         print(f"\nwritten to {output}")
-    return not failed and all(goal.met for goal in goals)
+    return not failed and all(goal.reached for goal in goals)

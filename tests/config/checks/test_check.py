@@ -1,4 +1,4 @@
-"""Every rule of `config/check.py`: broken alone, it is told alone, with the value that would work."""
+"""Every rule of `config/check.py`: broken alone, it is reported alone, with the value that would work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hybridtron.config.load import choices_of, load
 from hybridtron.problems import ConfigError
 
 
-def told(*arguments: str, world_size: int | None = None) -> dict[str, str]:
+def reported(*arguments: str, world_size: int | None = None) -> dict[str, str]:
     return {problem.key: problem.message for problem in check(load(arguments), world_size)}
 
 
@@ -119,13 +119,13 @@ def test_recipes_keep_every_rule_and_are_named_after_their_files(recipe):
     ],
 )
 def test_each_rule_alone(argument, key, says):
-    problems = told(argument)
+    problems = reported(argument)
     assert list(problems) == [key] or argument.startswith("model.layers.M.kind")
     assert says in problems[key]
 
 
 def test_good_edges_are_accepted(tmp_path):
-    assert not told(
+    assert not reported(
         "optim.schedule=wsd",
         "optim.warmup=80%",
         "optim.decay=20%",
@@ -138,22 +138,23 @@ def test_good_edges_are_accepted(tmp_path):
 
 
 def test_decay_counts_only_where_it_is_used():
-    assert not told("optim.decay=never", "optim.schedule=cosine")
-    assert set(told("optim.decay=never", "optim.schedule=wsd")) == {"optim.decay"}
+    assert not reported("optim.decay=never", "optim.schedule=cosine")
+    assert set(reported("optim.decay=never", "optim.schedule=wsd")) == {"optim.decay"}
     assert (
-        "together with optim.decay" in told("optim.schedule=wsd", "optim.warmup=50%", "optim.decay=51%")["optim.warmup"]
+        "together with optim.decay"
+        in reported("optim.schedule=wsd", "optim.warmup=50%", "optim.decay=51%")["optim.warmup"]
     )
 
 
 def test_phases_need_different_names():
     phase = "{name: a, tokens: 1M, seq_len: 256, global_batch: 16, lr: 1e-3}"
-    assert "give it another" in told(f"phases=[{phase},{phase}]")["phases.1.name"]
+    assert "give it another" in reported(f"phases=[{phase},{phase}]")["phases.1.name"]
 
 
 def test_window_may_be_as_long_as_the_longest_phase():
     phases = "phases=[{name: a, tokens: 1M, seq_len: 64, global_batch: 16, lr: 1e-3}"
-    assert "model.layers.W.window" in told(phases + "]")
-    assert not told(phases + ", {name: b, tokens: 1M, seq_len: 128, global_batch: 16, lr: 1e-3}]")
+    assert "model.layers.W.window" in reported(phases + "]")
+    assert not reported(phases + ", {name: b, tokens: 1M, seq_len: 128, global_batch: 16, lr: 1e-3}]")
 
 
 def test_all_problems_at_once_in_one_text():
@@ -175,57 +176,57 @@ def test_warnings_name_what_has_no_effect():
 
 
 def test_tensor_sizes_that_work_are_those_of_the_whole_model():
-    assert told("recipe=samba_3.8b", "parallel.tensor=4") == {
+    assert reported("recipe=samba_3.8b", "parallel.tensor=4") == {
         "parallel.tensor": "is 4, but model.layers.W.heads is 11, which 4 ranks can't share evenly: use 1"
     }
     heads = "model.layers.W={kind: attention, heads: 12, kv_heads: 12}"
-    message = told(heads, "model.pattern=MW", "model.vocab_size=2055", "parallel.tensor=4")["parallel.tensor"]
+    message = reported(heads, "model.pattern=MW", "model.vocab_size=2055", "parallel.tensor=4")["parallel.tensor"]
     assert message.endswith("model.vocab_size is 2055, which 4 ranks can't share evenly: use 1 or 3")
-    message = told("recipe=samba_1.7b", "parallel.tensor=8")["parallel.tensor"]
+    message = reported("recipe=samba_1.7b", "parallel.tensor=8")["parallel.tensor"]
     assert message == "is 8, but model.layers.-.hidden is 8196, which 8 ranks can't share evenly: use 1, 2 or 4"
 
 
 def test_letters_that_are_not_used_need_not_be_cut():
-    assert not told("model.pattern=(M-)*2", "parallel.tensor=8")
+    assert not reported("model.pattern=(M-)*2", "parallel.tensor=8")
 
 
 def test_sequence_parallel_rows_must_be_shared_evenly():
     arguments = ("parallel.tensor=4", "parallel.sequence=true", "phases.0.seq_len=250")
-    assert told(*arguments) == {
+    assert reported(*arguments) == {
         "phases.0.seq_len": "is 250, which parallel.sequence can't share over parallel.tensor=4 ranks: use 248 or 252"
     }
 
 
 def test_processes_must_fill_the_layout():
     layout = ("parallel.tensor=2", "parallel.pipeline=2", "phases.0.micro_batch=1")
-    assert not told(*layout, world_size=8)
+    assert not reported(*layout, world_size=8)
     for processes, fitting in ((6, "start 4 or 8"), (2, "start 4")):
-        message = told(*layout, world_size=processes)["parallel.tensor"]
+        message = reported(*layout, world_size=processes)["parallel.tensor"]
         assert message.startswith("is 2, times parallel.pipeline=2 makes 4 ranks a model")
         assert message.endswith(fitting)
 
 
 def test_the_batch_must_be_shared_evenly():
     rows = ("phases.0.global_batch=12", "phases.0.micro_batch=4")
-    assert not told(*rows, world_size=3)
-    message = told(*rows, world_size=2)["phases.0.global_batch"]
+    assert not reported(*rows, world_size=3)
+    message = reported(*rows, world_size=2)["phases.0.global_batch"]
     assert message.endswith("2 data-parallel ranks in micro batches of 4: use 8 or 16, or another micro_batch")
 
 
 def test_interleaved_stages_need_a_multiple_of_the_pipeline():
     layout = ("parallel.pipeline=2", "parallel.virtual_pipeline=2", "phases.0.micro_batch=2")
-    assert not told(*layout, "phases.0.global_batch=8", world_size=4)
-    message = told(*layout, "phases.0.global_batch=12", world_size=4)["phases.0.global_batch"]
+    assert not reported(*layout, "phases.0.global_batch=8", world_size=4)
+    message = reported(*layout, "phases.0.global_batch=12", world_size=4)["phases.0.global_batch"]
     assert "makes 3 micro batches a data-parallel rank" in message
     assert message.endswith("a multiple of 2: use 8 or 16, or another micro_batch")
-    assert not told("parallel.pipeline=2", "phases.0.micro_batch=2", "phases.0.global_batch=12", world_size=4)
+    assert not reported("parallel.pipeline=2", "phases.0.micro_batch=2", "phases.0.global_batch=12", world_size=4)
 
 
 def test_bars_must_make_as_many_stages_as_the_layout():
     pattern = "model.pattern=M-|W-|M-|W-"
-    assert not told(pattern, "parallel.pipeline=4", "phases.0.micro_batch=1")
-    assert not told(pattern, "parallel.pipeline=2", "parallel.virtual_pipeline=2", "phases.0.micro_batch=1")
-    message = told(pattern, "parallel.pipeline=2")["model.pattern"]
+    assert not reported(pattern, "parallel.pipeline=4", "phases.0.micro_batch=1")
+    assert not reported(pattern, "parallel.pipeline=2", "parallel.virtual_pipeline=2", "phases.0.micro_batch=1")
+    message = reported(pattern, "parallel.pipeline=2")["model.pattern"]
     assert message.startswith("has 3 bars, which make 4 stages, but pipeline=2 times virtual_pipeline=1 are 2")
     assert "pipeline=4 virtual_pipeline=1 or pipeline=2 virtual_pipeline=2, or no bars" in message
 
@@ -237,13 +238,13 @@ def test_what_a_layout_does_not_use_is_noted():
     assert "stage borders" in found[1]
 
 
-def test_rows_that_go_on_end_where_chunks_do() -> None:
+def test_rows_that_continue_end_where_chunks_do() -> None:
     span = ("recipe=samba_span_laptop", "model.layers.X.chunk=[32,96]", "states.mode=tbtt")
-    assert not told(*span)
-    problems = told(*span, "model.layers.X.relevance=chunk")
+    assert not reported(*span)
+    problems = reported(*span, "model.layers.X.relevance=chunk")
     assert "previous_chunk" in problems["model.layers.X.chunk"]
-    assert not told(*span, "model.layers.X.relevance=chunk", "states.carry=[ssm]")
-    assert "list[int]" in told("recipe=samba_span_laptop", "model.layers.X.chunk=[a]")["model.layers.X.chunk"]
+    assert not reported(*span, "model.layers.X.relevance=chunk", "states.carry=[ssm]")
+    assert "list[int]" in reported("recipe=samba_span_laptop", "model.layers.X.chunk=[a]")["model.layers.X.chunk"]
 
 
 @pytest.mark.parametrize(

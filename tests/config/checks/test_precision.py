@@ -18,7 +18,7 @@ BLOCK = ("precision=fp8_block", "precision.emulate=true", "model.width=256")
 MAMBA2 = ("model.pattern=SS", "model.layers.S={kind: mamba2, state: 16}")
 
 
-def told(*arguments: str) -> dict[str, str]:
+def reported(*arguments: str) -> dict[str, str]:
     return {problem.key: problem.message for problem in check(load(arguments))}
 
 
@@ -28,7 +28,7 @@ def test_is_refused_without_the_package_unless_it_is_emulated(name: str, monkeyp
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda wanted: None if wanted == "transformer_engine" else found(wanted)
     )
-    (key, message), *others = told(f"precision={name}", "model.width=256").items()
+    (key, message), *others = reported(f"precision={name}", "model.width=256").items()
     assert (key, others) == ("precision.name", [])
     assert message.startswith(f"is {name}, which needs transformer_engine (not installed: pip install")
     assert "Hopper" in message
@@ -55,48 +55,48 @@ def test_is_refused_without_the_package_unless_it_is_emulated(name: str, monkeyp
         (("run.compile=true",), "run.compile", "use false"),
     ],
 )
-def test_is_told_with_what_would_work(arguments: tuple[str, ...], key: str, says: str) -> None:
+def test_is_reported_with_what_would_work(arguments: tuple[str, ...], key: str, says: str) -> None:
     if key == "phases.0.seq_len":
         arguments = (*arguments, "phases.0.micro_batch=1", "model.layers.W.window=64")
-    found = told(*EMULATED, *arguments)
+    found = reported(*EMULATED, *arguments)
     assert list(found) == [key]
     assert says in found[key]
 
 
 def test_sides_count_on_each_rank() -> None:
     """512 / 4 fits 128, and 512 / 8 does not; a fused projection is one matrix."""
-    assert told(*BLOCK) == {}
-    found = told(
+    assert reported(*BLOCK) == {}
+    found = reported(
         *BLOCK, "parallel.tensor=4", "model.layers.-.hidden=1024", "model.layers.M.expand=4", "model.width=512"
     )
     assert found == {}
-    found = told(*BLOCK, "parallel.tensor=4")
+    found = reported(*BLOCK, "parallel.tensor=4")
     assert "is 512" not in found["model.layers.W.heads"]
     assert "kv.weight 128 x 256" not in found["model.layers.W.heads"]
     assert "q.weight 64 x 256 on each of 4 tensor-parallel ranks" in found["model.layers.W.heads"]
-    hidden = told(*BLOCK, "parallel.tensor=2", "model.pattern=(M-)*2", "model.layers.-.hidden=640")
+    hidden = reported(*BLOCK, "parallel.tensor=2", "model.pattern=(M-)*2", "model.layers.-.hidden=640")
     assert "down.weight 256 x 320" in hidden["model.layers.-.hidden"]
     assert "use 512 or 768" in hidden["model.layers.-.hidden"]
 
 
-def test_a_mixer_that_names_no_option_is_told_of_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixer_that_names_no_option_is_reported_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SwiGLUSpec, "width_option", None)
-    found = told(*EMULATED, "model.layers.-.hidden=516", "parallel.tensor=2")
+    found = reported(*EMULATED, "model.layers.-.hidden=516", "parallel.tensor=2")
     assert found["model.layers.-"].startswith("makes gate_up.weight 516 x 192 on each of 2 tensor-parallel ranks")
 
 
 def test_layers_in_bf16_need_not_fit() -> None:
     odd = ("model.pattern=-MWMM", "model.layers.-.hidden=516")
-    assert told(*EMULATED, *odd) != {}
-    assert told(*EMULATED, *odd, "precision.bf16_first=1") == {}
+    assert reported(*EMULATED, *odd) != {}
+    assert reported(*EMULATED, *odd, "precision.bf16_first=1") == {}
     assert fp8_layers(load([*EMULATED, *odd, "precision.bf16_first=1", "precision.bf16_last=2"])) == range(1, 3)
 
 
 def test_evaluations_at_other_lengths_fit_too() -> None:
     short = ("phases.0.seq_len=24", "phases.0.micro_batch=2", "model.layers.W.window=16")
-    found = told(*EMULATED, *short)
+    found = reported(*EMULATED, *short)
     assert "72 tokens of 1 rows at 3 times the length" in found["phases.0.seq_len"]
-    assert told(*EMULATED, *short, "run.eval_lengths=[1,2,4]") == {}
+    assert reported(*EMULATED, *short, "run.eval_lengths=[1,2,4]") == {}
 
 
 @pytest.mark.parametrize("setting", ["emulate=true", "bf16_first=2", "bf16_last=1", "history=16"])
@@ -112,12 +112,12 @@ def test_phi2_sizes_need_their_padded_variant(recipe: str, tmp_path: Path) -> No
     data = f"data.path={tmp_path}"
     for name in ("fp8_delayed", "fp8_block"):
         settings = (f"precision={name}", "precision.emulate=true", data)
-        found = told(f"recipe={recipe}", *settings)
+        found = reported(f"recipe={recipe}", *settings)
         assert list(found) == ["model.layers.-.hidden"]
         assert "is 8196" in found["model.layers.-.hidden"]
         assert "use 8192 or" in found["model.layers.-.hidden"]
         for tensor in (1, 2, 4):
-            assert told(f"recipe={recipe}_padded", *settings, f"parallel.tensor={tensor}") == {}
+            assert reported(f"recipe={recipe}_padded", *settings, f"parallel.tensor={tensor}") == {}
 
 
 def test_proposed_layouts_fit_fp8() -> None:

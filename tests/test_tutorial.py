@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -69,3 +72,24 @@ def test_trains(alone: Groups) -> None:
         losses.append(engine.forward_backward([batch]).mean.item())
         engine.optimizer.step(1e-2)
     assert losses[-1] < losses[0] - 1
+
+
+def test_is_exported_loaded_and_imported_with_the_stated_files_only(tmp_path: Path) -> None:
+    """In a copy of the package: the page's two files and the line in the registry, nothing else."""
+    root = PAGE.parents[1]
+    shutil.copytree(root / "hybridtron", tmp_path / "hybridtron", ignore=shutil.ignore_patterns("__pycache__"))
+    for path, code in tutorial_files().items():
+        (tmp_path / path).write_text(code)
+    registry = tmp_path / "hybridtron/architecture/__init__.py"
+    text = registry.read_text().replace("\nSPECS", "from hybridtron.architecture.ema import EMASpec\n\nSPECS", 1)
+    registry.write_text(text.replace("] = {\n", '] = {\n    "ema": EMASpec,\n', 1))
+    check = (
+        "from hybridtron.architecture import SPECS\n"
+        "from tests.mixers import test_contract as contract\n"
+        "contract.test_it_is_exported_by_the_shipped_class_and_imported_again(SPECS['ema'](expand=2))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", check], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

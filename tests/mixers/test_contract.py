@@ -60,7 +60,9 @@ OPTIONS = {
     "swiglu": [{"hidden": 24}],
 }
 CASES = [
-    pytest.param(SPECS[kind](**options), id=f"{kind}-{i}") for kind in SPECS for i, options in enumerate(OPTIONS[kind])
+    pytest.param(SPECS[kind](**options), id=f"{kind}-{i}")
+    for kind in OPTIONS
+    for i, options in enumerate(OPTIONS[kind])
 ]
 
 

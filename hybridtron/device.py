@@ -72,7 +72,7 @@ def cuda_report() -> dict[str, str]:
         return {"torch": "built without CUDA"}
     report = {"torch": f"built for CUDA {torch.version.cuda}"}
     if not torch.cuda.is_available():
-        return {**report, "CUDA": "no device that this build can use (nvidia-smi tells of devices and driver)"}
+        return {**report, "CUDA": "no device that this build can use (nvidia-smi lists devices and driver)"}
     if torch.distributed.is_nccl_available():
         report["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     for index in range(torch.cuda.device_count()):
@@ -82,7 +82,7 @@ def cuda_report() -> dict[str, str]:
     return report
 
 
-# Kernels of other packages that add up in no fixed order unless they are told, and cuBLAS's and NCCL's choices. What
+# Kernels of other packages that add up in no fixed order by default, and cuBLAS's and NCCL's choices. What
 # the user has set stays.
 FIXED_ORDER = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",

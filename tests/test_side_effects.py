@@ -1,4 +1,4 @@
-"""Importing the package changes nothing for whoever imports it: filters, handlers, variables, names of modules."""
+"""Importing the package changes nothing for its importer: filters, handlers, variables, names of modules."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def carry_out(chain: list[Task], sizes: Sizes) -> None:
             code = train.main(list(task.arguments))
         if code:
             raise RuntimeError(f"{task.folder} ended with exit code {code}: see {task.folder / 'train.log'}")
-        found = read_on(task.folder, sizes) if task.part == "language" else copy_accuracy(task.folder, sizes)
+        found = long_text_losses(task.folder, sizes) if task.part == "language" else copy_accuracy(task.folder, sizes)
         text = json.dumps({"arguments": task.arguments, "found": found})
         temporary = task.folder / ".measured.json"
         temporary.write_text(text)
@@ -187,7 +187,7 @@ def measured(task: Task) -> Any:
     return written["found"]
 
 
-def read_on(run: Path, sizes: Sizes) -> list[float]:
+def long_text_losses(run: Path, sizes: Sizes) -> list[float]:
     """Mean loss by position over rows of held-out text, packed end to end and cut anywhere, as training rows are."""
     import torch
 

@@ -1,4 +1,4 @@
-"""Whether weights and moments are numbers. No checkpoint with one that is not is written, and none is gone on from.
+"""Whether weights and moments are numbers. No checkpoint with one that is not is written, and none is resumed from.
 
 A step does not show it at once, and need not ever: with an infinite second moment every update of a weight is zero.
 
@@ -21,7 +21,7 @@ class NotFinite(ArithmeticError):
 
 
 def not_finite(blocks: Iterable[Any]) -> str | None:
-    """The key of the first block that holds NaN or an infinity: one pass over memory, one wait for a device."""
+    """The key of the first block that holds NaN or an infinity: memory is read once, one wait for a device."""
     asked = [one for one in blocks if one.data.numel() and one.data.is_floating_point()]
     if not asked:
         return None

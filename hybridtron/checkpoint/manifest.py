@@ -48,7 +48,7 @@ class Meta:
     layout: str
     torch_version: str
     validation: float | None = None  # loss at the training length, where it was measured at this step
-    norms: list[float] = field(default_factory=list)  # of the last accepted gradients, which the next are held against
+    norms: list[float] = field(default_factory=list)  # of the last accepted gradients, which the next are compared with
     refused: int = 0  # steps in a row up to this one
     windows: list[list[int]] = field(default_factory=list)  # of data that was left out: phase, first step, step after
 

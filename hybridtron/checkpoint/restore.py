@@ -1,7 +1,7 @@
-"""Going on from a checkpoint, on any layout: all processes from the same one, or from an older one if it is broken.
+"""Resuming from a checkpoint, on any layout: all processes from the same one, or from an older one if it is broken.
 
 Within a phase everything is as it was. Where a phase begins, the model may be used in another way, in another
-precision, with other weights learning: what fits is taken over, what was not there before starts anew.
+precision, with other weights learning: what fits is loaded, what was not there before starts from scratch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Border:
 
 @dataclass(frozen=True)
 class RestoreFault:
-    """What is wrong with a checkpoint, and the key that names it where it is not the one to go on from."""
+    """What is wrong with a checkpoint, and the key that names it where it is not the one to resume from."""
 
     what: str
     key: str | None = None
@@ -51,8 +51,8 @@ def restore_newest(
 ) -> Checkpoint:
     """Weights, optimizer and random states of the first candidate that is whole; a run's own broken ones are renamed.
 
-    They are read into the engine that goes on from this candidate, which may be of an earlier phase than a broken one.
-    Every byte is verified as it is read, by the process that reads it, and no process goes on before all have read.
+    They are read into the engine that resumes from this candidate, which may be of an earlier phase than a broken one.
+    Every byte is verified as it is read, by the process that reads it, and no process continues before all have read.
     A broken one that belongs to another run is left as it is, and ends this one: a key of the configuration names it.
     """
     found = []
@@ -80,15 +80,15 @@ def check_given(given: Checkpoint, groups: Groups, key: str) -> None:
         given.verify_chunks("model", groups.rank, groups.world_size)
     except BrokenCheckpoint as error:
         fault = str(error)
-    if told := next(filter(None, all_gather_object(fault)), None):
-        raise ConfigError([Problem(key, f"{told}; name another checkpoint")])
+    if found := next(filter(None, all_gather_object(fault)), None):
+        raise ConfigError([Problem(key, f"{found}; name another checkpoint")])
 
 
 def _archive_newer_broken(checkpoint: Checkpoint, run_dir: Path, first: bool) -> None:
-    """Those that were passed over would be passed over at each start, and take the place of one that is kept."""
+    """Those that were skipped would be skipped at each start, and take the place of one that is kept."""
     if first and belongs_to(run_dir, checkpoint.folder):
-        for told in archive_newer_broken(run_dir, checkpoint.meta.step):
-            print(told, file=sys.stderr)
+        for line in archive_newer_broken(run_dir, checkpoint.meta.step):
+            print(line, file=sys.stderr)
 
 
 def _restored(checkpoint: Checkpoint, engine: Engine, border: Border | None) -> RestoreFault | None:

@@ -1,4 +1,4 @@
-"""Comparing checkpoints, and writing one anew with every tensor whole, in files of a chosen size; without processes."""
+"""Comparing checkpoints, and rewriting one with full tensors, in files of a chosen size; without processes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _settings(left: Checkpoint, right: Checkpoint) -> Iterator[tuple[str, str, s
 
 
 def rewrite(source: Checkpoint, target: Path, file_size: int, progress: Callable[[int, int], None]) -> int:
-    """Write the checkpoint anew, tensors whole, about so many bytes to a file; how many files that takes.
+    """Rewrite the checkpoint with full tensors, about `file_size` bytes to a file; how many files that takes.
 
     One file's tensors are in memory at a time. The folder appears whole or not at all.
     """

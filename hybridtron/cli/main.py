@@ -46,7 +46,7 @@ def program() -> int:
 def quiet() -> None:
     """Hide what megatron-core warns of at import (no Transformer Engine, no Apex): the start-up table reports that.
 
-    Only a program does so. Importing the package leaves the filters of whoever imports it as they are.
+    Only a program does so. Importing the package leaves the importer's filters as they are.
     """
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

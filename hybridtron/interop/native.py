@@ -1,4 +1,4 @@
-"""Models that transformers knows by itself: which of ours they are, exactly, and how both are told.
+"""Models that transformers knows by itself: which of ours they are, exactly, and how both are recognized.
 
 Here Mamba-1 and Mamba-2 alone (MambaForCausalLM, Mamba2ForCausalLM); those with MLPs stand in `native_pairs`.
 

@@ -171,12 +171,12 @@ def _same_continuation(folder: Path, theirs: Any, ours: LanguageModel, model: Mo
     )  # fmt: skip
     found: Sequence[int] = made[0, prompt_BL.shape[1] :].tolist()
     if found != expected[0].tolist():
-        raise NotTheSame(f"{folder} goes on with {found}, not {expected[0].tolist()}")
+        raise NotTheSame(f"{folder} continues with {found}, not {expected[0].tolist()}")
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers tells of slow paths and missing kernels, which concern nobody here."""
+    """transformers warns of slow paths and missing kernels, which concern nobody here."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -74,7 +74,7 @@ def carried_bytes(config: Config, phase: PhaseConfig) -> dict[int, int]:
 
 
 def state_values(part: StatePart, tensor: int) -> int:
-    """Values that the fullest of `ranks` tensor-parallel ranks holds of one lane's state."""
+    """Values that the fullest of `tensor` tensor-parallel ranks holds of one lane's state."""
     size = math.prod(length or 0 for length in part.shape)
     if part.cut_axis(tensor) is None:
         return size

@@ -168,7 +168,7 @@ def held_names(table: Iterable[str], stages: Sequence[range], pipeline: int) -> 
 
 
 def local_size(parameter: Parameter, tensor: int) -> int:
-    """Values that one of `ranks` tensor-parallel ranks holds of a weight."""
+    """Values that one of `tensor` tensor-parallel ranks holds of a weight."""
     return parameter.size if parameter.cut_axis(tensor) is None else parameter.size // tensor
 
 

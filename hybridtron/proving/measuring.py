@@ -103,7 +103,7 @@ class Goal:
     text: str
     wanted: str
     value: float
-    met: bool
+    reached: bool
 
     @staticmethod
     def at_least(text: str, limit: float, value: float) -> Goal:
@@ -149,7 +149,7 @@ def print_report(report: BenchReport) -> None:
             table.add_row(*map(escape, cells))
         console.print(table)
     for goal in report.goals:
-        mark = "[green]met[/]" if goal.met else "[red]missed[/]"
+        mark = "[green]reached[/]" if goal.reached else "[red]missed[/]"
         console.print(f"{mark}  {escape(goal.text)}: {goal.value:.3g} (wanted {goal.wanted})", highlight=False)
     for line in (*report.notes, *report.console):
         console.print(escape(line), highlight=False)
@@ -163,8 +163,8 @@ def markdown(report: BenchReport, settings: BenchSettings, command: str) -> str:
     for rows in report.tables:
         lines += ["", f"## {rows.title}", "", *grid(rows.header, rows.cells)]
     if report.goals:
-        cells = [(g.text, g.wanted, f"{g.value:.3g}", "yes" if g.met else "**no**") for g in report.goals]
-        lines += ["", "## Goals", "", *grid(("goal", "wanted", "measured", "met"), cells)]
+        cells = [(g.text, g.wanted, f"{g.value:.3g}", "yes" if g.reached else "**no**") for g in report.goals]
+        lines += ["", "## Goals", "", *grid(("goal", "wanted", "measured", "reached"), cells)]
     return "\n".join(lines) + "\n"
 
 

@@ -47,10 +47,10 @@ def test_a_folder_is_prepared(tokenizer: str, tmp_path: Path, capsys: pytest.Cap
     command = ["--input", str(inputs), "--output", str(output), "--tokenizer", tokenizer, "--source", "my texts"]
     command += ["--validation", "10%", "--shard-size", "5KB", "--compression", "zstd:5"]
     assert prepare_data.main(command) == 0
-    told = capsys.readouterr()
-    assert "left out of folders, as no part of a data set: " in told.err
-    assert "b.jsonl: 1 of 1001 lines are bad and left out\n  line 1001: Expecting value" in told.err
-    rows = [line.split() for line in told.out.splitlines()]
+    reported = capsys.readouterr()
+    assert "left out of folders, as no part of a data set: " in reported.err
+    assert "b.jsonl: 1 of 1001 lines are bad and left out\n  line 1001: Expecting value" in reported.err
+    rows = [line.split() for line in reported.out.splitlines()]
     splits = TokenFolder.open(output).manifest.splits
     assert [row[:2] for row in rows[1:7]] == [
         [source, split] for split in splits for source in ("Git-hub", "my-texts", "all")
@@ -58,13 +58,13 @@ def test_a_folder_is_prepared(tokenizer: str, tmp_path: Path, capsys: pytest.Cap
     assert rows[2][2:] == [f"{getattr(splits['train']['my-texts'], key):,}" for key in ("tokens", "documents")] + [
         str(len(splits["train"]["my-texts"].shards))
     ]
-    assert "left out: 1 bad entries" in told.out
+    assert "left out: 1 bad entries" in reported.out
     assert prepare_data.main(command) == 0
     assert prepare_data.main([*command, "--text-key", "body"]) == 1
     assert "was prepared with other arguments" in capsys.readouterr().err
 
 
-def test_an_empty_split_is_told(tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_split_is_reported(tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_jsonl(tmp_path / "a.jsonl", TEXTS[:2])
     command = ["--input", str(tmp_path / "a.jsonl"), "--tokenizer", tokenizer]
     for share, split in (("0.001%", "validation"), ("0.99999", "train")):
@@ -144,15 +144,15 @@ def test_ctrl_c_and_kill_leave_what_is_finished(tokenizer: str, tmp_path: Path) 
             assert running.poll() is None
             time.sleep(0.01)
         (os.killpg if sent == signal.SIGINT else os.kill)(running.pid, sent)
-        _, told = running.communicate(timeout=60)  # returns when all workers, which hold the pipe, have ended
+        _, reported = running.communicate(timeout=60)  # returns when all workers, which hold the pipe, have ended
         assert running.returncode == (1 if sent == signal.SIGINT else -signal.SIGKILL)
         if sent == signal.SIGINT:
-            assert told.splitlines()[-1] == f"interrupted; {output}.partial is kept, and the same command continues"
-        assert "Traceback" not in told
+            assert reported.splitlines()[-1] == f"interrupted; {output}.partial is kept, and the same command continues"
+        assert "Traceback" not in reported
         finished = sorted(path.name for path in records.glob("*.npz"))
     done = subprocess.run([*command, str(output)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert f"going on: {len(finished)} of 16 inputs are finished" in done.stderr
+    assert f"resuming: {len(finished)} of 16 inputs are finished" in done.stderr
     command[-2] = "1"
     assert subprocess.run([*command, str(tmp_path / "whole")], capture_output=True, check=False).returncode == 0
     assert contents_of(output) == contents_of(tmp_path / "whole")

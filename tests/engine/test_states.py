@@ -52,7 +52,7 @@ def lanes_of(length: int, steps: int) -> Batch:
 
 
 def chunk_of(stream: Batch, step: int, length: int) -> list[Batch]:
-    """What each lane reads in a step, two lanes a micro-batch; every token but the lane's first continues a document."""
+    """What each lane reads in a step, two lanes a micro-batch; every token but the lane's first continues."""
     here = slice(step * length, (step + 1) * length)
     tokens_BL, labels_BL, mask_BL = (t[:, here] for t in (stream.tokens_BL, stream.labels_BL, stream.mask_BL))
     seq = SeqInfo.stream(LANES, length, start=step * length)

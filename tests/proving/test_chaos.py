@@ -20,7 +20,7 @@ COMMAND = [sys.executable, str(Path(__file__).parents[2] / "tools/chaos.py")]
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_short_chaos_ends_as_a_run_in_peace(tmp_path: Path) -> None:
+def test_a_short_chaos_ends_as_an_undisturbed_run(tmp_path: Path) -> None:
     page = tmp_path / "chaos.md"
     options = ["--steps", "60", "--mean", "8", "--seed", "3", "--page", str(page)]
     done = subprocess.run([*COMMAND, *options], cwd=tmp_path, capture_output=True, text=True, timeout=880, check=False)
@@ -32,7 +32,7 @@ def test_a_short_chaos_ends_as_a_run_in_peace(tmp_path: Path) -> None:
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_run_that_ends_elsewhere_is_told(
+def test_a_run_that_ends_elsewhere_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Compared with a run from other random weights."""
@@ -44,10 +44,10 @@ def test_a_run_that_ends_elsewhere_is_told(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(chaos, "arguments_of", with_other_seeds)
     assert chaos.main(["--steps", "8", "--mean", "1000", "--seed", "3"]) == 1
-    told = capsys.readouterr()
-    assert "NOT THE SAME" in told.out
-    assert "step 1: " in told.err
-    assert "config.yaml" in told.err
+    reported = capsys.readouterr()
+    assert "NOT THE SAME" in reported.out
+    assert "step 1: " in reported.err
+    assert "config.yaml" in reported.err
     assert list((tmp_path / "runs/chaos").iterdir())  # stays, to be looked at
 
 
@@ -63,7 +63,7 @@ def write(run: Run, *losses: float) -> None:
     (run.folder / "metrics.jsonl").write_text("".join(lines))
 
 
-def test_steps_since_a_start_are_told_from_those_before(tmp_path: Path) -> None:
+def test_steps_since_a_start_are_distinguished_from_those_before(tmp_path: Path) -> None:
     started = object.__new__(ProcessStart)
     started.run = run_of(tmp_path, 5.0, 4.0, 3.0)
     started.before = started.run.lines()
@@ -90,7 +90,7 @@ def test_every_kind_of_fault_comes_before_any_comes_again(tmp_path: Path, monkey
     scene = Scene(object.__new__(ProcessStart), Disk(run), random.Random(0))
     struck = [kinds.strike(scene) for _ in range(len(KINDS) - 1)]
     assert {one[0] for one in struck if one} == KINDS.keys() - {"flip a bit"}
-    assert kinds.strike(scene) is not None  # only the one that is impossible was left, and all begin anew
+    assert kinds.strike(scene) is not None  # only the one that is impossible was left, and all begin again
 
 
 def test_a_wrong_argument_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

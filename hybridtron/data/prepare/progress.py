@@ -37,7 +37,7 @@ class PrepareProgress:
         )
         self._task = self._bar.add_task("preparing", total=self.size, completed=self.read, rate="")
         if finished:
-            self.say(f"going on: {len(finished)} of {len(job.inputs)} inputs are finished")
+            self.say(f"resuming: {len(finished)} of {len(job.inputs)} inputs are finished")
 
     def __enter__(self) -> PrepareProgress:
         self._bar.start()

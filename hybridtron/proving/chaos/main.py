@@ -172,7 +172,7 @@ def page(chosen: argparse.Namespace, faults: list[Injected], summary: list[str])
 
 
 def apart(arguments: list[str]) -> None:
-    """Start anew where mounts are this program's own and end with it, if the system lets us."""
+    """Start again where mounts are this program's own and end with it, if the system lets us."""
     ways = (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"])
     for way in ways if APART not in os.environ and shutil.which("unshare") else ():
         if subprocess.run([*way, "true"], capture_output=True, check=False).returncode == 0:

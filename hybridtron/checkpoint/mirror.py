@@ -1,9 +1,9 @@
-"""Copies of finished checkpoints in an S3-compatible store, and the way back.
+"""Copies of finished checkpoints in an S3-compatible store, and fetching them.
 
     s3://BUCKET/PREFIX/step-00000100/...    a checkpoint; its manifest is uploaded last, without which it is none
     s3://BUCKET/PREFIX/latest               the name of the newest, and the digest of its manifest
 
-What was uploaded is read back and held against the manifest before the manifest follows. Uploading happens in a thread
+What was uploaded is read back and compared with the manifest before the manifest follows. Uploading happens in a thread
 of the first process; while it is busy the newest checkpoint waits, and one that is overtaken is left out. A copy that
 fails is reported, and tried again with the next checkpoint, which is why its requests are not repeated here. Nothing is
 removed from the store: its own rules can do that.
@@ -63,7 +63,7 @@ class Mirror:
         while self.busy is not None:
             try:
                 upload(self.bucket, self.busy)
-            except Exception as error:  # whatever it is: the next checkpoint is tried, and training goes on
+            except Exception as error:  # whatever it is: the next checkpoint is tried, and training continues
                 said = f"{type(error).__name__}: {error}"
                 print(f"NOT MIRRORED: {self.busy} to {self.bucket.url}: {said}", file=sys.stderr)
             with self._lock:

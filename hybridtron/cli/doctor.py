@@ -3,7 +3,7 @@
     hybridtron doctor
 
 It needs nothing but Python: every package is imported in a process of its own, so that one that is missing, raises,
-ends the interpreter or hangs is a line of the report. Packages named in pyproject.toml are held against the versions
+ends the interpreter or hangs is a line of the report. Packages named in pyproject.toml are compared with the versions
 that were tried. Exit codes: 0 training can run, 1 something required is missing (the last lines say what to install).
 """
 

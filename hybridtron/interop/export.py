@@ -102,8 +102,8 @@ def target_of(model: ModelConfig, wanted: Wanted) -> Native:
 
 
 def export(output: Path, plan: ExportPlan, prove: Callable[[Path], None], progress: Progress) -> list[str]:
-    """Write the folder aside, prove it, and only then give it its name. What its users should know is returned."""
-    with appearing(output) as aside:
-        special = plan.write(aside, progress)
-        prove(aside)
+    """Write a temporary folder, prove it, and only then give it its name. What its users should know is returned."""
+    with appearing(output) as temporary:
+        special = plan.write(temporary, progress)
+        prove(temporary)
     return [SHARED_PAD] if special.shared else []

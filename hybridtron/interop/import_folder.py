@@ -2,8 +2,8 @@
 
     hybridtron train model=from_checkpoint run.weights=OUTPUT ...
 
-What comes is held against what the configuration says before any of it is read: a tensor that no rule uses, one that is
-missing, and one of another shape are told together. Written is a checkpoint as a run writes it, of step 0, without an
+The list of tensors is compared with the configuration before any of them is read: tensors that no rule uses, that are
+missing or have another shape are reported together. Written is a checkpoint as a run writes it, of step 0, without an
 optimizer; any layout loads it.
 """
 
@@ -85,7 +85,7 @@ class ImportFolder:
                 yield f"{name} has shape {held[name]}, not {wanted[name]}"
 
     def config(self, name: str) -> Config:
-        """What is known of it, for runs that go on from there: neither its data nor how it was trained."""
+        """What is known of it, for runs that start from it: neither its data nor how it was trained."""
         narrow = self.weights.read(self.rules[0].theirs).dtype == torch.bfloat16
         return Config(
             model=self.model,
@@ -108,7 +108,7 @@ def _kind(folder: Path, settings: dict[str, Any]) -> Native | Original:
 
 
 def take_over(source: ImportFolder, folder: Path, output: Path, prove: Callable[[Checkpoint], None]) -> None:
-    """Write the checkpoint aside, prove it, and only then give it its name."""
+    """Write a temporary checkpoint, prove it, and only then give it its name."""
     small = {
         "config.yaml": to_yaml(source.config(output.name)).encode(),
         "tokenizer.json": (folder / "tokenizer.json").read_bytes(),
@@ -116,9 +116,9 @@ def take_over(source: ImportFolder, folder: Path, output: Path, prove: Callable[
     known = {"eos": "eos_token_id", LONGEST: LONGEST}
     data = {ours: str(value) for ours, key in known.items() if isinstance(value := source.settings.get(key), int)}
     meta = Meta(0, 0, data, f"imported from {source.kind.name}", torch.__version__)
-    with appearing(output) as aside:
-        write_whole(aside, meta, small, _tensors(source))
-        prove(Checkpoint.open(aside))
+    with appearing(output) as temporary:
+        write_whole(temporary, meta, small, _tensors(source))
+        prove(Checkpoint.open(temporary))
 
 
 def same_tensors(source: ImportFolder, checkpoint: Checkpoint) -> None:

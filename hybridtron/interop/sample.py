@@ -36,13 +36,13 @@ def verify_sample(folder: Path, checkpoint: Checkpoint, target: Native) -> Proof
     if missing := sorted(set(theirs.values()) - weights.shapes.keys()):
         raise NotTheSame(f"{folder} has no {missing[0]}")
     with tempfile.TemporaryDirectory() as place:
-        aside = Path(place)
+        temporary = Path(place)
         tensors = {name: weights.read(in_folder).contiguous() for name, in_folder in theirs.items()}
-        save_file(tensors, aside / "model.safetensors", {"format": "pt"})
-        write_json(aside / "config.json", _settings(folder, whole, model, target))
+        save_file(tensors, temporary / "model.safetensors", {"format": "pt"})
+        write_json(temporary / "config.json", _settings(folder, whole, model, target))
         for name in target.files():
-            (aside / name).write_bytes((folder / name).read_bytes())
-        return same_model(aside, model, _ours(checkpoint, model, taken))
+            (temporary / name).write_bytes((folder / name).read_bytes())
+        return same_model(temporary, model, _ours(checkpoint, model, taken))
 
 
 def sampled(arch: Architecture, together: int) -> list[int]:

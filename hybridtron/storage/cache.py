@@ -197,7 +197,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """The files below a folder; os.walk passes over folders that others remove meanwhile, Path.rglob raises."""
+    """The files below a folder; os.walk skips folders that others remove meanwhile, Path.rglob raises."""
     for parent, _, names in os.walk(folder):
         yield from (Path(parent, name) for name in names)
 

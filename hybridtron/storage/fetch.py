@@ -43,9 +43,9 @@ class Wanted(Generic[Opened]):
 
 
 def fetched(
-    entry: CacheEntry, remote: Remote, wanted: Wanted[Opened], evictable: bool = True, anew: bool = False
+    entry: CacheEntry, remote: Remote, wanted: Wanted[Opened], evictable: bool = True, again: bool = False
 ) -> Opened:
-    """What `wanted.opened` makes of a file of the cache, which is fetched where it is absent or damaged, or anew.
+    """What `wanted.opened` makes of a file of the cache, which is fetched where it is absent or damaged, or again.
 
     `evictable` files count for the cache's limit. A fault leaves the cache without the file, never with a wrong one.
     """
@@ -59,7 +59,7 @@ def fetched(
         # Who holds the lock may first wait for room, then fetch.
         with disk_advice(options, size), entry.lock(wanted.key, 2 * options.patience.total(size)):
             path = inside(entry.root, wanted.key)
-            if not anew:
+            if not again:
                 try:
                     return wanted.opened(path)
                 except (FileNotFoundError, Damaged):

@@ -52,13 +52,13 @@ def _fetch_folder(url: str, cache: CacheOptions) -> TokenFolder:
     except StorageError as error:
         raise FolderError(url, str(error)) from error
 
-    def fetch(name: str, size: int, opened: Callable[[Path], Opened], anew: bool = False) -> Opened:
+    def fetch(name: str, size: int, opened: Callable[[Path], Opened], again: bool = False) -> Opened:
         try:
-            return fetched(entry, remote, Wanted(name, name, size, opened), evictable=False, anew=anew)
+            return fetched(entry, remote, Wanted(name, name, size, opened), evictable=False, again=again)
         except StorageError as error:
             raise FolderError(url, f"can't be opened: {name} {error}") from error
 
-    text = fetch("manifest.json", _SMALL, _json_text, anew=True)
+    text = fetch("manifest.json", _SMALL, _json_text, again=True)
     manifest = DataManifest.parse(text, url)
     fetch("tokenizer.json", _SMALL, partial(_check_digest, manifest.tokenizer))
     for split in SPLITS:

@@ -25,7 +25,7 @@ import hybridtron
 ROOT = Path(__file__).parents[1]
 NOBODY = 65534
 PR_CAPBSET_DROP = 24
-SETTINGS = ("run.dir=run", "run.max_steps=3", "run.eval_tokens=256", "run.sample_tokens=4", "model.width=64")
+SETTINGS = ("run.dir=run", "run.max_steps=3", "run.eval_tokens=2048", "run.sample_tokens=4", "model.width=64")
 
 
 @pytest.fixture(scope="module")

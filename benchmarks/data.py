@@ -26,12 +26,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from hybridtron.config.schema import Documents, Order
 from hybridtron.data.loader import Ahead, Loader
 from hybridtron.data.mixture_spec import Ingredient
+from hybridtron.data.order.phase_order import PhaseOrder
 from hybridtron.data.prepare import corpus, embedded
 from hybridtron.data.prepare.input_files import find
 from hybridtron.data.prepare.run import prepare
 from hybridtron.data.prepare.vocabulary import open_vocabulary
 from hybridtron.data.prepare.writer import write_folder
-from hybridtron.data.reading import Reading
 from hybridtron.data.sources import Sources
 from hybridtron.proving.measuring import (
     BenchReport,
@@ -64,7 +64,7 @@ def written(path: Path, documents: int, mean: int) -> Sources:
 
 
 def loader_of(sources: Sources, seq_len: int, rows: int, workers: int) -> Loader:
-    reading = Reading(Order.windows, Documents.isolate, seq_len, rows, rows, 0, SHUFFLE)
+    reading = PhaseOrder(Order.windows, Documents.isolate, seq_len, rows, rows, 0, SHUFFLE)
     return Loader(sources, reading, Ahead(workers))
 
 

@@ -193,8 +193,8 @@ def long_text_losses(run: Path, sizes: Sizes) -> list[float]:
 
     from hybridtron.cli.evaluate import load, open_sources
     from hybridtron.cli.given import newest_checkpoint
-    from hybridtron.data.order.stream import DocumentStream
-    from hybridtron.data.rows import RowSpans, gather
+    from hybridtron.data.order.stream import DocumentStream, RowSpans
+    from hybridtron.data.rows import gather
     from hybridtron.train.length_evaluation import position_losses
 
     model, config, seq_len = load(newest_checkpoint(run), None)

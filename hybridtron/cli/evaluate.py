@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from hybridtron.config.schema import Config, DataConfig
     from hybridtron.data.mds.store import DocumentStore
-    from hybridtron.data.rows import RowSpans
+    from hybridtron.data.order.stream import RowSpans
     from hybridtron.data.sources import Sources
     from hybridtron.model.lm import LanguageModel
 
@@ -183,8 +183,7 @@ def choose_rows(stores: Sequence[DocumentStore], length: int, rows: int) -> tupl
     """At most this number of rows of length + 1 tokens, from the sources in turn, and what they are."""
     import numpy as np
 
-    from hybridtron.data.order.stream import DocumentStream, Span
-    from hybridtron.data.rows import RowSpans
+    from hybridtron.data.order.stream import DocumentStream, RowSpans, Span
 
     long = [np.flatnonzero(store.lengths > length)[:rows].tolist() for store in stores]
     found = [[[Span(document, 0, length + 1)] for document in of_source] for of_source in long]

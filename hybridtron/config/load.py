@@ -53,13 +53,16 @@ def load(arguments: Sequence[str], configs: Path = CONFIGS) -> Config:
     for group, name in choices:
         if group == "model":
             composed.model = _model(configs, name)
-    first = [one for one in values if one[0] == weights.KEY]  # the others may change what comes from there
-    found = [p for key, value in first if (p := _set(composed, key, value))]
+    # run.weights comes first, wherever it stands on the command line: the recipe takes values from that checkpoint, and
+    # the other arguments may override what came from there.
+    of_checkpoint = [value for key, value in values if key == weights.KEY]
+    others = [(key, value) for key, value in values if key != weights.KEY]
+    found = [p for value in of_checkpoint if (p := _set(composed, weights.KEY, value))]
     try:
         weights.settle(composed)
     except OmegaConfBaseException as error:
         raise ConfigError([*found, unresolved(error)]) from error
-    found += [p for key, value in values if key != weights.KEY and (p := _set(composed, key, value))]
+    found += [p for key, value in others if (p := _set(composed, key, value))]
     if missing := weights.unknown(composed):  # nothing that hangs on them can be looked up
         raise ConfigError([*found, *missing])
     return _typed(composed, [*found, *secrets_from_environment(composed)])

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hybridtron.config.schema import Config, Documents, Feed, Order
 from hybridtron.data.batch import Batch
-from hybridtron.data.reading import Reading, lane_order
+from hybridtron.data.order.phase_order import PhaseOrder, rows_in_order
 from hybridtron.data.rows import RowArrays, batch_of, gather
 from hybridtron.data.sources import Sources
 from hybridtron.device import copied_ahead
@@ -54,52 +54,52 @@ class Loader:
     def __init__(
         self,
         sources: Sources,
-        reading: Reading,
+        order: PhaseOrder,
         ahead: Ahead = Ahead(),
         feed: Feed = Feed.torch,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        if reading.lanes % (reading.micro_batch * ranks):
-            wanted = f"micro_batch={reading.micro_batch} on {ranks} ranks"
-            raise ValueError(f"{reading.lanes} lanes are not a multiple of {wanted}")
-        self.sources, self.reading, self.ahead, self.feed = sources, reading, ahead, feed
-        self.lanes = share_of(reading.lanes, rank, ranks)
-        self._rows = _Rows(sources, reading, rank, ranks)
+        if order.lanes % (order.micro_batch * ranks):
+            wanted = f"micro_batch={order.micro_batch} on {ranks} ranks"
+            raise ValueError(f"{order.lanes} lanes are not a multiple of {wanted}")
+        self.sources, self.order, self.ahead, self.feed = sources, order, ahead, feed
+        self.lanes = share_of(order.lanes, rank, ranks)
+        self._rows = _Rows(sources, order, rank, ranks)
 
     @property
     def fingerprint(self) -> Fingerprint:
         """All that determines which tokens a step reads, in words; a resumed run must find the same."""
-        reading = self.reading
+        order = self.order
         return {
             "tokens": self.sources.described(),
             "tokenizer": self.sources.tokenizer_digest[:12],
             "eos": str(self.sources.eos),
-            "data.order": reading.order.value,
-            "data.documents": reading.documents.value,
-            "data.shuffle": str(reading.shuffle_tokens),
-            "seq_len": str(reading.seq_len),
-            "global_batch": str(reading.global_batch),
-            "states.chunks": str(reading.chunks),
-            "seed": str(reading.seed),
-            **({} if reading.growth is None else {"ramp": str(reading.growth.stairs)}),
+            "data.order": order.kind.value,
+            "data.documents": order.documents.value,
+            "data.shuffle": str(order.shuffle_tokens),
+            "seq_len": str(order.seq_len),
+            "global_batch": str(order.global_batch),
+            "states.chunks": str(order.chunks),
+            "seed": str(order.seed),
+            **({} if order.growth is None else {"ramp": str(order.growth.stairs)}),
         }
 
     @property
     def mean_stretch(self) -> float:
         """Tokens over which text runs on without a border, on average: how long a state can live."""
-        per_token = self.sources.documents_per_token if self.reading.documents is Documents.isolate else 0.0
-        per_token += 1 / self.reading.seq_len if self.reading.order is Order.windows else 0.0
+        per_token = self.sources.documents_per_token if self.order.documents is Documents.isolate else 0.0
+        per_token += 1 / self.order.seq_len if self.order.kind is Order.windows else 0.0
         return 1 / per_token if per_token else math.inf
 
     def micro_batches(self, step: int) -> list[Batch]:
         """The batches of this rank's lanes in a step, which counts from 0 at the start of the phase; on the CPU."""
-        return self._cut(_Batches(self._rows, self.reading.documents)[step])
+        return self._cut(_Batches(self._rows, self.order.documents)[step])
 
     def _cut(self, batch: Batch) -> list[Batch]:
         """A step's micro-batches: chunk 0 of every group of lanes, then chunk 1 of every group, and so on."""
-        turns = self.reading.chunks // self.reading.together
-        groups = [group.chunks(turns) for group in batch.split(self.reading.micro_batch)]
+        turns = self.order.chunks // self.order.together
+        groups = [group.chunks(turns) for group in batch.split(self.order.micro_batch)]
         return [group[turn] for turn in range(turns) for group in groups]
 
     def iterate(self, first_step: int, end_step: int) -> Generator[list[Batch], None, None]:
@@ -108,10 +108,10 @@ class Loader:
         if self.feed is Feed.dali:
             from hybridtron.data.dali import dali_batches  # slow to import, and only there where it is asked for
 
-            batches = dali_batches(self._read_ahead(self._rows, steps), self.reading.documents)
+            batches = dali_batches(self._read_ahead(self._rows, steps), self.order.documents)
             yield from map(self._cut, batches)
         else:
-            batches = self._read_ahead(_Batches(self._rows, self.reading.documents), steps)
+            batches = self._read_ahead(_Batches(self._rows, self.order.documents), steps)
             yield from copied_ahead(map(self._cut, batches))
 
     def _read_ahead(self, read: Dataset[Read], steps: range) -> Iterator[Read]:
@@ -185,15 +185,15 @@ def _as_it_is(read: Read) -> Read:
 class _Rows(Dataset[RowArrays]):
     """Step -> rows of a rank's lanes; what a worker process is given a copy of."""
 
-    def __init__(self, sources: Sources, reading: Reading, rank: int, ranks: int) -> None:
+    def __init__(self, sources: Sources, order: PhaseOrder, rank: int, ranks: int) -> None:
         self._stores = sources.stores("train")
-        self._dtype, self._joined = sources.dtype, reading.documents is Documents.join
-        self._order, self._reading = lane_order(sources, reading), reading
+        self._dtype, self._joined = sources.dtype, order.documents is Documents.join
+        self._in_order, self._order = rows_in_order(sources, order), order
         self._rank, self._ranks = rank, ranks
 
     def __getitem__(self, step: int) -> RowArrays:
-        lanes = share_of(self._reading.lanes_in(step), self._rank, self._ranks)
-        rows = [self._order.row(lane, step) for lane in lanes]
+        lanes = share_of(self._order.lanes_in(step), self._rank, self._ranks)
+        rows = [self._in_order.row(lane, step) for lane in lanes]
         for number, store in enumerate(self._stores):
             if store.fetches:
                 spans = [span for row in rows for source, span in row.spans if source == number]
@@ -221,4 +221,4 @@ def build_loader(config: Config, phase_index: int, rank: int = 0, ranks: int = 1
     phase = config.phases[phase_index]
     data = config.data_of(phase)
     ahead = Ahead(data.workers, data.prefetch, data.timeout * (data.retries + 1) * 2)
-    return Loader(Sources.open(config, phase), Reading.of(config, phase_index), ahead, data.feed, rank, ranks)
+    return Loader(Sources.open(config, phase), PhaseOrder.of(config, phase_index), ahead, data.feed, rank, ranks)

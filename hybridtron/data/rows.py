@@ -23,17 +23,7 @@ import torch
 
 from hybridtron.config.schema import Documents
 from hybridtron.data.batch import Batch, SeqInfo
-from hybridtron.data.order.stream import Span
-
-
-class RowSpans(NamedTuple):
-    """Where a row's tokens are found, as (source, span); and the position of its first token in what its lane reads.
-
-    That is above 0 where the token follows, in the same document, what the lane read in the step before.
-    """
-
-    spans: list[tuple[int, Span]]
-    position: int
+from hybridtron.data.order.stream import RowSpans
 
 
 class Readable(Protocol):

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from hybridtron.config.schema import Documents
 from hybridtron.data.batch import Batch
-from hybridtron.data.order.stream import DocumentStream
-from hybridtron.data.rows import RowSpans, batch_of, gather
+from hybridtron.data.order.stream import DocumentStream, RowSpans
+from hybridtron.data.rows import batch_of, gather
 from hybridtron.data.sources import Sources
 
 

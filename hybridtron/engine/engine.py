@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hybridtron.architecture.table import parameter_table
 from hybridtron.config.schema import Config
 from hybridtron.data.batch import Batch, step_key
-from hybridtron.data.reading import phase_seed
+from hybridtron.data.order.phase_order import phase_seed
 from hybridtron.device import DTYPES, compute_device
 from hybridtron.engine.guard import Guard
 from hybridtron.engine.optim import Optimizer

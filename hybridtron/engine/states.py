@@ -29,7 +29,7 @@ from hybridtron.architecture.base import StatePart
 from hybridtron.config.checks.states import NOISE
 from hybridtron.config.schema import Config, StateMode, StatesConfig
 from hybridtron.data.batch import Batch
-from hybridtron.data.reading import phase_seed
+from hybridtron.data.order.phase_order import phase_seed
 from hybridtron.model.stack import States
 from hybridtron.parallel.cut import share_of_lanes
 from hybridtron.parallel.groups import Groups

@@ -24,8 +24,8 @@ from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.data.batch import SeqInfo
 from hybridtron.interop.custom import ForeignCode, brings_our_code
 from hybridtron.model.generate import generate
-from hybridtron.model.layer import ResidualOut
 from hybridtron.model.lm import LanguageModel
+from hybridtron.model.stack import ResidualOut
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCE = 1e-5
@@ -93,7 +93,7 @@ def _parting(theirs: Any, ours: LanguageModel, tokens_BL: Tensor) -> str:
     streams: list[Tensor] = []
 
     def note(layer: torch.nn.Module, given: tuple[Any, ...], out: ResidualOut) -> None:
-        streams.append(out.x_LBD + out.added_LBD)
+        streams.append(out.stream.added())
 
     hooks = [layer.register_forward_hook(note) for layer in ours.layers.values()]
     batch, length = tokens_BL.shape

@@ -13,8 +13,7 @@ from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import architecture, parameter_table
 from hybridtron.config.schema import Recompute
 from hybridtron.data.batch import SeqInfo
-from hybridtron.model.layer import RMSNorm
-from hybridtron.model.stack import Stack, States
+from hybridtron.model.stack import RMSNorm, Stack, States
 from hybridtron.parallel.linear import SINGLE_RANK, TensorGroup, embedding, enter
 from hybridtron.parallel.loss import Head
 

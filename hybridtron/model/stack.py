@@ -1,4 +1,12 @@
-"""Residual sub-layers in order. States go in and come out as values, keyed by the layer's index in the model."""
+"""Residual sub-layers in order: x + mixer(norm(x)), one for each letter of the pattern.
+
+The addition is deferred: a sub-layer returns the stream as it read it, and beside it what its mixer adds. The next
+sub-layer makes the sum in the same op as its own norm, so that the stream is read and written once and not twice. Only
+this file knows of it (`ResidualStream`): what goes in and comes out of the stack is one tensor.
+
+The stream may be wider (fp32) than what a sub-layer computes in and adds: a norm's output has the norm's weight's type.
+States go in and come out as values, keyed by the layer's index in the model.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hybridtron.architecture.base import MixerSpec, ModelSizes
 from hybridtron.architecture.table import Architecture
 from hybridtron.config.schema import Recompute
 from hybridtron.data.batch import SeqInfo
-from hybridtron.mixers.base import State
-from hybridtron.model.layer import Residual
+from hybridtron.mixers.base import State, build_mixer
+from hybridtron.ops.norm import AddRMSNormInputs, RMSNormInputs, add_rms_norm, rms_norm
 from hybridtron.parallel.linear import TensorGroup
 
 States = dict[int, State]
@@ -21,6 +30,61 @@ States = dict[int, State]
 
 Where states come in, a layer that is missing starts from zero.
 """
+
+
+class ResidualStream(NamedTuple):
+    """The stream before the last addition, and what is to be added; None where `x_LBD` is all of it."""
+
+    x_LBD: Tensor
+    pending_LBD: Tensor | None = None
+
+    def added(self) -> Tensor:
+        """The stream as one tensor."""
+        return self.x_LBD if self.pending_LBD is None else self.x_LBD + self.pending_LBD
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a learned scale."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(RMSNormInputs(x, self.weight, self.eps))
+
+
+class StreamNorm(RMSNorm):
+    """The norm of a residual stream, which makes the pending addition in the same op: the sum, and its norm."""
+
+    def forward(self, x_LBD: Tensor, pending_LBD: Tensor | None) -> tuple[Tensor, Tensor]:
+        if pending_LBD is None:
+            return x_LBD, super().forward(x_LBD)
+        return add_rms_norm(AddRMSNormInputs(x_LBD, pending_LBD, self.weight, self.eps))
+
+
+class ResidualOut(NamedTuple):
+    """The stream with the mixer's output pending, the mixer's new state, and its auxiliary losses."""
+
+    stream: ResidualStream
+    state: State
+    aux: dict[str, Tensor]
+
+
+class Residual(nn.Module):
+    """A pre-norm residual sub-layer around any mixer."""
+
+    def __init__(self, spec: MixerSpec, sizes: ModelSizes, norm_eps: float, tensor: TensorGroup) -> None:
+        super().__init__()
+        self.norm = StreamNorm(sizes.width, norm_eps)
+        self.mixer = build_mixer(spec, sizes, tensor)
+
+    def forward(self, x_LBD: Tensor, pending_LBD: Tensor | None, state: State | None, seq: SeqInfo) -> ResidualOut:
+        """The first two are a `ResidualStream`; apart, since checkpointing sees only tensors that are arguments."""
+        x_LBD, normed_LBD = self.norm(x_LBD, pending_LBD)
+        mixed = self.mixer(normed_LBD, state, seq)
+        return ResidualOut(ResidualStream(x_LBD, mixed.y_LBD), mixed.state, mixed.aux)
 
 
 class StackOut(NamedTuple):
@@ -32,7 +96,7 @@ class StackOut(NamedTuple):
 
 
 class Stack(nn.ModuleDict):
-    """The sub-layers of one chunk of the model, by their index in the whole model.
+    """The sub-layers of one stage, by their index in the whole model.
 
     With `recompute=layer` a sub-layer keeps its input alone and runs again in backward, from the same initial state;
     with `selective` those do that look along the sequence, and MLPs keep what they made.
@@ -48,23 +112,19 @@ class Stack(nn.ModuleDict):
         self.recomputed: set[str] = choices[recompute]
 
     def forward(self, x_LBD: Tensor, states: States | None, seq: SeqInfo) -> StackOut:
+        stream = ResidualStream(x_LBD)
         new_states: States = {}
         total_aux: dict[str, Tensor] = {}
-        added_LBD: Tensor | None = None
         for name, layer in self.items():
-            state = None if states is None else states.get(int(name))
+            index = int(name)
+            state = None if states is None else states.get(index)
             if name in self.recomputed and torch.is_grad_enabled():
-                # added up outside of it, so that it keeps one tensor to run again from, and not two
-                x_LBD = _whole(x_LBD, added_LBD)
+                # The sum is made outside of what runs again, which then keeps one tensor as its input and not two.
+                x_LBD = stream.added()
                 out = checkpoint(layer, x_LBD, None, state, seq, use_reentrant=False, preserve_rng_state=False)
             else:
-                out = layer(x_LBD, added_LBD, state, seq)
-            x_LBD, added_LBD, new_states[int(name)], aux = out
-            for key, loss in aux.items():
+                out = layer(*stream, state, seq)
+            stream, new_states[index] = out.stream, out.state
+            for key, loss in out.aux.items():
                 total_aux[key] = total_aux[key] + loss if key in total_aux else loss
-        return StackOut(_whole(x_LBD, added_LBD), new_states, total_aux)
-
-
-def _whole(x_LBD: Tensor, added_LBD: Tensor | None) -> Tensor:
-    """The stream with what the sub-layer before adds to it."""
-    return x_LBD if added_LBD is None else x_LBD + added_LBD
+        return StackOut(stream.added(), new_states, total_aux)

@@ -19,7 +19,7 @@ from hybridtron.data.mixture_spec import reading_plan
 from hybridtron.device import describe_device
 from hybridtron.engine.engine import Engine
 from hybridtron.mixers.base import mixer_class
-from hybridtron.model.layer import Residual
+from hybridtron.model.stack import Residual
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.loss import linear_cross_entropy
 from hybridtron.ops.registry import choices
@@ -60,9 +60,9 @@ def ops_of(model: ModelConfig) -> set[str]:
 
 def announce_reading(loader: Loader, stretch: Stretch) -> None:
     """What a phase reads: tokens and epochs of each source, and how long an unbroken stretch of text is."""
-    phase, reading = stretch.phase, loader.reading
+    phase, order = stretch.phase, loader.order
     table = Table("source", "share", "tokens", "epochs", box=None, title_justify="left")
-    kind = f"{reading.order.value} of {phase.seq_len} tokens, documents {reading.documents.value}"
+    kind = f"{order.kind.value} of {phase.seq_len} tokens, documents {order.documents.value}"
     table.title = f"{phase.name} reads {kind}"
     for line in reading_plan(loader.sources.ingredients, stretch.tokens):
         table.add_row(line.source, f"{line.share:.1%}", readable(line.tokens), f"{line.epochs:.3g}")

@@ -10,7 +10,7 @@ import torch
 from hybridtron.config.schema import Documents, Feed, Order
 from hybridtron.data.folder import TokenFolder
 from hybridtron.data.loader import Ahead, Loader
-from hybridtron.data.reading import Reading
+from hybridtron.data.order.phase_order import PhaseOrder
 from tests.data.conftest import sources_of
 from tests.data.test_loader import joined
 
@@ -20,7 +20,7 @@ pytest.importorskip("nvidia.dali", reason="make setup-dali")
 @pytest.mark.parametrize(("order", "documents"), [*itertools.product(Order, Documents)])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_same_batches_as_torch(toy: TokenFolder, order: Order, documents: Documents, workers: int):
-    reading = Reading(order, documents, 16, 8, 2, 7, 100)
+    reading = PhaseOrder(order, documents, 16, 8, 2, 7, 100)
     dali, plain = (
         Loader(sources_of((toy, "text", 1)), reading, Ahead(workers), feed, rank=1, ranks=2)
         for feed in (Feed.dali, Feed.torch)
@@ -37,5 +37,5 @@ def test_same_batches_as_torch(toy: TokenFolder, order: Order, documents: Docume
 
 
 def test_no_steps(toy: TokenFolder):
-    reading = Reading(Order.windows, Documents.isolate, 16, 8, 2, 7, 100)
+    reading = PhaseOrder(Order.windows, Documents.isolate, 16, 8, 2, 7, 100)
     assert not list(Loader(sources_of((toy, "text", 1)), reading, feed=Feed.dali).iterate(3, 3))

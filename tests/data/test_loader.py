@@ -21,9 +21,9 @@ from hybridtron.data.folder import TokenFolder
 from hybridtron.data.loader import Ahead, Loader, build_loader
 from hybridtron.data.mds.store import DataError
 from hybridtron.data.mixture_spec import reading_plan
+from hybridtron.data.order.phase_order import PhaseOrder, phase_seed
 from hybridtron.data.prepare import corpus
 from hybridtron.data.prepare.documents import Document
-from hybridtron.data.reading import Reading, phase_seed
 from hybridtron.data.sources import Sources
 from hybridtron.data.validation import held_out
 from hybridtron.problems import ConfigError
@@ -33,15 +33,15 @@ MODES = list(itertools.product(Order, Documents))
 FIELDS = ("tokens_BL", "labels_BL", "mask_BL", "continues_B")
 
 
-def reading_of(
+def order_of(
     order: Order = Order.windows,
     documents: Documents = Documents.isolate,
     micro_batch: int = 2,
     seed: int = 7,
     seq_len: int = 16,
     shuffle: int = 100,
-) -> Reading:
-    return Reading(order, documents, seq_len, 8, micro_batch, seed, shuffle)
+) -> PhaseOrder:
+    return PhaseOrder(order, documents, seq_len, 8, micro_batch, seed, shuffle)
 
 
 def joined(batches: Sequence[Batch]) -> dict[str, torch.Tensor]:
@@ -61,7 +61,7 @@ def same(a: Sequence[Batch], b: Sequence[Batch]) -> bool:
 @pytest.mark.parametrize("documents", Documents)
 def test_chunks_of_a_step_apart_and_together(toy: TokenFolder, documents: Documents) -> None:
     """Through time a group of lanes is one micro-batch; detached it is as many as there are chunks, turn by turn."""
-    reading = replace(reading_of(Order.lanes, documents), chunks=2)
+    reading = replace(order_of(Order.lanes, documents), chunks=2)
     apart, together = (Loader(sources_of((toy, "text", 1)), replace(reading, together=chunks)) for chunks in (1, 2))
     assert apart.fingerprint == together.fingerprint
     for step in range(3):
@@ -73,7 +73,7 @@ def test_chunks_of_a_step_apart_and_together(toy: TokenFolder, documents: Docume
 
 def test_windows_of_isolated_documents(toy: TokenFolder):
     """A toy token tells its document: they count up, and eos ends each."""
-    whole = joined(Loader(sources_of((toy, "text", 1)), reading_of()).micro_batches(4))
+    whole = joined(Loader(sources_of((toy, "text", 1)), order_of()).micro_batches(4))
     ends = {int(document[-1]) for document in toy_documents((7, 1, 30, 2, 13, 5, 64, 3, 3, 22, 9, 41))}
     assert whole["tokens_BL"].shape == (8, 16)
     for tokens, labels, mask, positions, documents in zip(
@@ -98,9 +98,7 @@ def test_windows_of_isolated_documents(toy: TokenFolder):
 
 @pytest.mark.parametrize("order", Order)
 def test_join_reads_the_same_tokens_as_one_stream(toy: TokenFolder, order: Order):
-    apart, one = (
-        joined(Loader(sources_of((toy, "text", 1)), reading_of(order, d)).micro_batches(4)) for d in Documents
-    )
+    apart, one = (joined(Loader(sources_of((toy, "text", 1)), order_of(order, d)).micro_batches(4)) for d in Documents)
     assert torch.equal(one["tokens_BL"], apart["tokens_BL"])
     assert torch.equal(one["labels_BL"], apart["labels_BL"])
     assert one["mask_BL"].all()
@@ -128,7 +126,7 @@ def test_rows_are_the_same_for_every_number_of_ranks_and_from_every_step(
     """Global order, masks and lanes, over epoch borders: these toys have a few hundred tokens, a step reads 128."""
     name = tmp_path_factory.mktemp("toys").name
     a, b = make_folder(first, name=f"{name}a", vocab=9999), make_folder(second, name=f"{name}b", vocab=9999)
-    reading = reading_of(*mode, seed=seed, shuffle=shuffle)
+    reading = order_of(*mode, seed=seed, shuffle=shuffle)
 
     def loaders(ranks: int) -> list[Loader]:
         sources = sources_of((a, "text", 0.7), (b, "text", 0.3))
@@ -146,7 +144,7 @@ def test_rows_are_the_same_for_every_number_of_ranks_and_from_every_step(
 @pytest.mark.parametrize("micro_batch", [1, 4, 8])
 def test_micro_batch_does_not_change_the_order(toy: TokenFolder, micro_batch: int):
     sources = sources_of((toy, "text", 1))
-    usual, other = Loader(sources, reading_of()), Loader(sources, reading_of(micro_batch=micro_batch))
+    usual, other = Loader(sources, order_of()), Loader(sources, order_of(micro_batch=micro_batch))
     for step in (9, 0, 5):
         assert same(other.micro_batches(step), usual.micro_batches(step))
 
@@ -154,7 +152,7 @@ def test_micro_batch_does_not_change_the_order(toy: TokenFolder, micro_batch: in
 def test_worker_processes_read_what_a_thread_reads(toy: TokenFolder):
     sources = sources_of((toy, "text", 1))
     for order, documents in ((Order.windows, Documents.isolate), (Order.lanes, Documents.join)):
-        loader = Loader(sources, reading_of(order, documents), Ahead(workers=2, timeout=60.0), rank=1, ranks=2)
+        loader = Loader(sources, order_of(order, documents), Ahead(workers=2, timeout=60.0), rank=1, ranks=2)
         random = torch.get_rng_state()
         steps = list(loader.iterate(3, 8))
         assert torch.equal(torch.get_rng_state(), random)  # or training would depend on how often it was started
@@ -180,7 +178,7 @@ def test_lanes_reproduce_the_recurrence_over_whole_documents(
         for token in [*document.tolist(), EOS]:
             h = advance(h, token)
             whole[int(document[0]), h] = token
-    loader = Loader(sources_of((folder, "text", 1)), reading_of(Order.lanes, seed=seed, shuffle=shuffle))
+    loader = Loader(sources_of((folder, "text", 1)), order_of(Order.lanes, seed=seed, shuffle=shuffle))
     carried, begun = [0] * 8, [0] * 8
     for step in range(12):
         batch = joined(loader.micro_batches(step))
@@ -203,7 +201,7 @@ def advance(h: int, token: int) -> int:
 
 def test_every_token_is_read_once_an_epoch(toy: TokenFolder):
     """Windows: 212 tokens are 13.25 rows of 16, 53 rows in 4 epochs; the rows of each are shuffled among themselves."""
-    loader = Loader(sources_of((toy, "text", 1)), reading_of())
+    loader = Loader(sources_of((toy, "text", 1)), order_of())
     tokens = torch.cat([joined(loader.micro_batches(step))["tokens_BL"].flatten() for step in range(7)])[: 53 * 16]
     assert np.bincount(tokens.numpy())[1:].tolist() == [4] * 200
 
@@ -219,7 +217,7 @@ def test_a_mixture_is_exact(make_folder: Callable[..., TokenFolder]):
 
 
 def test_left_behind_nothing(toy: TokenFolder):
-    steps = Loader(sources_of((toy, "text", 1)), reading_of()).iterate(0, 10**9)
+    steps = Loader(sources_of((toy, "text", 1)), order_of()).iterate(0, 10**9)
     next(steps)
     assert reading_threads()
     steps.close()
@@ -233,7 +231,7 @@ def reading_threads() -> list[str]:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_a_reader_met_is_raised_where_it_is_waited_for(toy: TokenFolder, workers: int):
     (toy.source_path("train", "text") / "part-00000" / "shard.00000.mds").write_bytes(bytes(500))
-    loader = Loader(sources_of((toy, "text", 1)), reading_of(), Ahead(workers=workers))
+    loader = Loader(sources_of((toy, "text", 1)), order_of(), Ahead(workers=workers))
     with pytest.raises(RuntimeError, match=r"shard\.00000\.mds"):
         list(loader.iterate(0, 9))
     assert not reading_threads()
@@ -241,7 +239,7 @@ def test_what_a_reader_met_is_raised_where_it_is_waited_for(toy: TokenFolder, wo
 
 def test_fingerprint_tells_in_words_what_differs(toy: TokenFolder, make_folder: Callable[..., TokenFolder]):
     def fingerprint(folder: TokenFolder = toy, weight: float = 1, **changes: object) -> dict[str, str]:
-        return Loader(sources_of((folder, "text", weight)), reading_of(**changes)).fingerprint  # type: ignore[arg-type]
+        return Loader(sources_of((folder, "text", weight)), order_of(**changes)).fingerprint  # type: ignore[arg-type]
 
     def changed(other: dict[str, str]) -> set[str]:
         return {key for key, value in fingerprint().items() if other[key] != value}
@@ -256,14 +254,14 @@ def test_fingerprint_tells_in_words_what_differs(toy: TokenFolder, make_folder: 
 
 def test_lanes_must_be_shared_evenly(toy: TokenFolder):
     with pytest.raises(ValueError, match="8 lanes are not a multiple of micro_batch=3"):
-        Loader(sources_of((toy, "text", 1)), reading_of(micro_batch=3))
+        Loader(sources_of((toy, "text", 1)), order_of(micro_batch=3))
 
 
 def test_mean_stretch(toy: TokenFolder):
     """12 documents of 212 tokens."""
 
     def stretch(order: Order, documents: Documents) -> float:
-        return Loader(sources_of((toy, "text", 1)), reading_of(order, documents)).mean_stretch
+        return Loader(sources_of((toy, "text", 1)), order_of(order, documents)).mean_stretch
 
     assert stretch(Order.windows, Documents.join) == 16
     assert stretch(Order.lanes, Documents.isolate) == pytest.approx(212 / 12)
@@ -354,6 +352,6 @@ def test_build_loader_prepares_the_embedded_corpus(tmp_path: Path, monkeypatch: 
 def test_a_token_beyond_the_vocabulary_is_named(toy: TokenFolder):
     """A manifest that claims a smaller vocabulary than the shards were made with."""
     small = replace(toy, manifest=replace(toy.manifest, vocab_size=150))
-    loader = Loader(sources_of((small, "text", 1)), reading_of())
+    loader = Loader(sources_of((small, "text", 1)), order_of())
     with pytest.raises(DataError, match=r"shard train/text/part-00000/shard\.\d+\.mds: document \d+ \(sample \d+"):
         [loader.micro_batches(step) for step in range(2)]

@@ -67,7 +67,7 @@ def test_sub_layers_read_and_add_what_they_compute_in(precision: str, alone: Gro
         model = engine.stages[0].model
         for layer in model.layers.values():
             layer.mixer.register_forward_pre_hook(lambda _, given: seen.append((given[0].dtype,)))
-            layer.register_forward_hook(lambda _, __, out: seen.append((out.x_LBD.dtype, out.added_LBD.dtype)))
+            layer.register_forward_hook(lambda _, __, out: seen.append(tuple(t.dtype for t in out.stream)))
         batch = random_batch(2, 16)
         out = model(batch.tokens_BL, None, batch.seq)
         kinds.append([{name: part.dtype for name, part in state.items()} for state in out.states.values()])

@@ -28,14 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hybridtron.data.order.mixture import GRID_BITS, cumulated
-from hybridtron.data.order.stream import DocumentStream, Recent, Span, cut, permutation
-
-
-class LaneRow(NamedTuple):
-    """Where a row's tokens are, as (source, span); and whether its first token is not the first of its document."""
-
-    spans: list[tuple[int, Span]]
-    continues: bool
+from hybridtron.data.order.stream import DocumentStream, Recent, RowSpans, cut, permutation
 
 
 class _Documents(NamedTuple):
@@ -49,7 +42,8 @@ class _Documents(NamedTuple):
 class Lanes:
     """Lane i, step t -> the next L + 1 tokens of the lane's own endless stream of whole documents (stride L).
 
-    Finding a far position walks over the rounds before it, once per process.
+    Finding a far position walks over the rounds before it, once per process. With `joined` all that a lane reads counts
+    as one document: positions count on.
     """
 
     def __init__(
@@ -60,6 +54,7 @@ class Lanes:
         seq_len: int,
         shuffle_tokens: int,
         seed: int,
+        joined: bool = False,
     ) -> None:
         if len(streams) != len(weights):
             raise ValueError(f"{len(streams)} streams but {len(weights)} weights")
@@ -71,14 +66,13 @@ class Lanes:
         self._round_tokens = int(min(shuffle_tokens, sum(stream.tokens_per_epoch for stream in streams)))
         if self._round_tokens < 1:
             raise ValueError(f"shuffle_tokens={shuffle_tokens}: a round of documents needs at least 1")
-        self._seed = seed
+        self._seed, self._joined = seed, joined
         self._ends = [np.zeros(lanes, dtype=np.int64)]  # of each lane before round m
         self._round = Recent(self._interleaved, 2)
         self._dealt = Recent(self._cut, 2)
         self._piece = Recent(self._taken, 2 * lanes)  # apart from the rounds: a lane may stay long behind the others
 
-    def row(self, lane: int, step: int) -> LaneRow:
-        """The documents of a lane's row."""
+    def row(self, lane: int, step: int) -> RowSpans:
         position, count = step * self._seq_len, self._seq_len + 1
         spans = []
         while count:
@@ -90,7 +84,7 @@ class Lanes:
             first = int(borders.searchsorted(offset, side="right")) - 1
             spans += zip(sources[first : first + len(found)].tolist(), found, strict=True)
             position, count = position + taken, count - taken
-        return LaneRow(spans, spans[0][1].first > 0)
+        return RowSpans(spans, step * self._seq_len if self._joined else spans[0][1].first)
 
     def _round_at(self, lane: int, position: int) -> int:
         """The round in which a position of a lane's stream lies."""

@@ -1,16 +1,12 @@
-"""The order of a source's documents and of its training rows, as pure functions of (seed, position).
+"""The order of a source's documents, as a pure function of (seed, position), and where tokens are found.
 
 A source's documents, epoch after epoch without a gap, are one endless stream of tokens. In each epoch the shards are
 shuffled and gathered to blocks of at least `shuffle_tokens` tokens, and the documents of a block are shuffled among
-each other; so only the shards of a block or two are in use at a time, and only their documents are in memory. Window w
-is the L + 1 tokens from position w L on, so that each token is an input exactly once an epoch and no tail is dropped.
-The windows that begin in an epoch are cut into groups of about `shuffle_tokens` inputs, each shuffled among themselves.
+each other; so only the shards of a block or two are in use at a time, and only their documents are in memory.
 
 A shard is never divided: one with more than `shuffle_tokens` tokens is a block of its own, whatever its size.
 
 All shuffles sort random words of Philox, whose output is fixed for all versions of numpy; `Generator`'s is not.
-
-Letters: L input tokens of a row.
 """
 
 from __future__ import annotations
@@ -30,6 +26,16 @@ class Span(NamedTuple):
     document: int
     first: int
     count: int
+
+
+class RowSpans(NamedTuple):
+    """Where the tokens of a row are, as (source, span), and the position of the first in what its lane reads.
+
+    That is above 0 where the token follows, in the same document, what the lane read in the step before.
+    """
+
+    spans: list[tuple[int, Span]]
+    position: int
 
 
 def permutation(count: int, seed: int, purpose: str, *numbers: int) -> np.ndarray:
@@ -205,48 +211,3 @@ class DocumentStream:
         self.__dict__.update(state)
         if isinstance(self._lengths, tuple):
             self._lengths = np.memmap(*self._lengths)
-
-
-class ShuffledWindows:
-    """Row r of training: a window of L + 1 tokens of the stream, shuffled within its group; unshuffled without a seed.
-
-    Position r L of the stream lies in epoch floor(r L / tokens of an epoch), so row r is found directly.
-    """
-
-    def __init__(self, stream: DocumentStream, seq_len: int, shuffle_tokens: int, seed: int | None) -> None:
-        self._stream = stream
-        self._seq_len = seq_len
-        self._windows_per_group = max(1, shuffle_tokens // seq_len)
-        self._seed = seed
-        self._order = Recent(self._shuffled, 4)
-
-    def spans(self, row: int) -> list[Span]:
-        """Where the L + 1 tokens of a row are found."""
-        return self._stream.spans(self.window(row) * self._seq_len, self._seq_len + 1)
-
-    def window(self, row: int) -> int:
-        """Which window of the stream a row is."""
-        if self._seed is None:
-            return row
-        epoch = row * self._seq_len // self._stream.tokens_per_epoch
-        first = self._first(epoch)
-        windows = self._first(epoch + 1) - first
-        groups = self._groups(windows)
-        group = ((row - first + 1) * groups - 1) // windows  # the last one that begins at this row or before
-        begin = first + group * windows // groups
-        return begin + int(self._order(epoch, group)[row - begin])
-
-    def _first(self, epoch: int) -> int:
-        """The first window that begins in an epoch."""
-        return -(-epoch * self._stream.tokens_per_epoch // self._seq_len)
-
-    def _groups(self, windows: int) -> int:
-        """Into how many groups of nearly equal size the windows of an epoch are cut."""
-        return max(1, (windows + self._windows_per_group // 2) // self._windows_per_group)
-
-    def _shuffled(self, epoch: int, group: int) -> np.ndarray:
-        windows = self._first(epoch + 1) - self._first(epoch)
-        groups = self._groups(windows)
-        count = (group + 1) * windows // groups - group * windows // groups
-        assert self._seed is not None
-        return permutation(count, self._seed, "windows", epoch, group)

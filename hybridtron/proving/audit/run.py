@@ -22,7 +22,7 @@ from hybridtron.architecture.base import Normal
 from hybridtron.architecture.table import parameter_table
 from hybridtron.config.schema import Config, Documents, ParallelConfig
 from hybridtron.data.batch import Batch, SeqInfo, step_key
-from hybridtron.data.reading import phase_seed
+from hybridtron.data.order.phase_order import phase_seed
 from hybridtron.engine.engine import Engine
 from hybridtron.model.init import initialise, starting_value
 from hybridtron.model.lm import LanguageModel

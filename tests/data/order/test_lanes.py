@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hybridtron.data.order.lanes import LaneRow, Lanes
-from hybridtron.data.order.stream import DocumentStream
+from hybridtron.data.order.lanes import Lanes
+from hybridtron.data.order.stream import DocumentStream, RowSpans
 
 MODULUS = 1_000_003
 GOLDEN = [[0, 4, 0, 1, 1, 6], [5, 3, 4, 1], [2, 6, 3, 1, 5]]
@@ -53,7 +53,7 @@ def whole(source: int, document: int, length: int) -> list[int]:
     return states
 
 
-def places(row: LaneRow) -> list[tuple[int, int, int]]:
+def places(row: RowSpans) -> list[tuple[int, int, int]]:
     """(source, document, place in it) of each token."""
     return [(source, s.document, place) for source, s in row.spans for place in range(s.first, s.first + s.count)]
 
@@ -64,7 +64,7 @@ def walk(lanes: Lanes, lane: int, steps: int) -> list[tuple[int, int, int]]:
     for step in range(steps):
         row = lanes.row(lane, step)
         found = places(row)
-        assert row.continues == (found[0][2] > 0)
+        assert (row.position > 0) == (found[0][2] > 0)
         assert not tokens or tokens[-1] == found[0]
         tokens += found[1:] if tokens else found
     return tokens
@@ -151,7 +151,7 @@ def test_a_carried_state_is_that_of_the_whole_document(lengths: list[list[int]],
         state = 0
         for step in range(sum(map(sum, lengths)) // 16 + 1):
             row = dealt.row(lane, step)
-            if not row.continues:
+            if not (row.position > 0):
                 state = 0
             inputs = places(row)[:-1]
             assert len(inputs) == 16

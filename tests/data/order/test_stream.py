@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridtron.data.order.stream import DocumentStream, ShuffledWindows, Span, cut, permutation
+from hybridtron.data.order.stream import DocumentStream, Span, cut, permutation
+from hybridtron.data.order.windows import ShuffledWindows
 
 GOLDEN_PERMUTATION = [[5, 2, 4, 1, 0, 6, 3, 7], [7, 5, 1, 3, 0, 2, 6, 4]]
 GOLDEN_STREAM = [[0, 4, 1, 6, 2, 3, 7, 5], [1, 5, 0, 7, 6, 2, 3, 4]]

@@ -1,0 +1,91 @@
+"""The order of a phase: which tokens each lane reads in each step, by the seed, the sources and the phase's sizes.
+
+`windows.py`: shuffled windows of the packed text, of a mixture of sources. `lanes.py`: each lane walks one document
+after another, so that a state can be carried along (truncated backpropagation through time).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybridtron.config.growth import Growth
+from hybridtron.config.schema import Config, Documents, Order
+from hybridtron.config.units import parse_tokens
+from hybridtron.data.batch import seed_of
+from hybridtron.data.order.lanes import Lanes
+from hybridtron.data.order.mixture import Mixture
+from hybridtron.data.order.stream import DocumentStream
+from hybridtron.data.order.windows import MixedWindows, ShuffledWindows
+from hybridtron.data.sources import Sources
+
+
+@dataclass(frozen=True)
+class PhaseOrder:
+    """How the rows of a phase are put together; with the sources it determines every token of every step.
+
+    Each of the `lanes` reads `chunks` times seq_len tokens in a step, which make as many rows of the global batch. A
+    micro-batch holds one chunk of some lanes, or all of them where they are run `together`.
+    """
+
+    kind: Order
+    documents: Documents
+    seq_len: int
+    global_batch: int
+    micro_batch: int
+    seed: int
+    shuffle_tokens: int
+    chunks: int = 1
+    together: int = 1
+    growth: Growth | None = None  # of the batch, where it does not have all its rows from the start
+
+    @staticmethod
+    def of(config: Config, phase_index: int) -> PhaseOrder:
+        phase = config.phases[phase_index]
+        seed, shuffle = phase_seed(config.run.seed, phase_index), parse_tokens(config.data.shuffle)
+        return PhaseOrder(
+            config.order_of(phase),
+            config.documents_of(phase),
+            phase.seq_len,
+            phase.global_batch,
+            phase.micro_batch,
+            seed,
+            shuffle,
+            config.states_of(phase).chunks,
+            config.chunks_together(phase),
+            None if phase.ramp is None else Growth.of(phase),
+        )
+
+    @property
+    def lanes(self) -> int:
+        return self.global_batch // self.chunks
+
+    def lanes_in(self, step: int) -> int:
+        """That a step reads; fewer than there will be while the batch grows."""
+        return self.lanes if self.growth is None else self.growth.rows(step)
+
+    @property
+    def tokens_per_lane(self) -> int:
+        """That one step reads."""
+        return self.seq_len * self.chunks
+
+
+def rows_in_order(sources: Sources, order: PhaseOrder) -> MixedWindows | Lanes:
+    """What answers (lane, step) with the row that the lane reads."""
+    shuffle, seed = order.shuffle_tokens, order.seed
+    own_seeds = [seed_of(seed, name) for name in sources.names]  # sources must not be shuffled alike
+    streams = [
+        DocumentStream.of(store, shuffle, own) for store, own in zip(sources.stores("train"), own_seeds, strict=True)
+    ]
+    if order.kind is Order.lanes:
+        joined = order.documents is Documents.join
+        return Lanes(streams, sources.weights, order.lanes, order.tokens_per_lane, shuffle, seed, joined)
+    windows = [
+        ShuffledWindows(stream, order.seq_len, shuffle, own) for stream, own in zip(streams, own_seeds, strict=True)
+    ]
+    growth = order.growth or Growth((), order.lanes)
+    return MixedWindows(windows, Mixture(sources.weights, order.lanes, seed), growth)
+
+
+def phase_seed(seed: int, phase_index: int) -> int:
+    """64 bits from the run's seed and the phase, so that two phases on the same data read it in different orders."""
+    return seed_of(seed, str(phase_index))

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hybridtron.config.schema import Documents, Order
 from hybridtron.data.loader import Ahead, Loader
-from hybridtron.data.mixture_spec import Ingredient
+from hybridtron.data.mixture_spec import MixtureSource
 from hybridtron.data.order.phase_order import PhaseOrder
 from hybridtron.data.prepare import corpus, embedded
 from hybridtron.data.prepare.input_files import find
@@ -60,7 +60,7 @@ def random_documents(count: int, mean: int) -> Iterator[np.ndarray]:
 def written(path: Path, documents: int, mean: int) -> Sources:
     splits = {"train": {"text": random_documents(documents, mean)}, "validation": {}}
     folder = write_folder(path, splits, "{}", VOCABULARY, EOS, {})
-    return Sources([Ingredient("text", folder, "text", 1.0)], CacheOptions(path.parent / "cache"))
+    return Sources([MixtureSource("text", folder, "text", 1.0)], CacheOptions(path.parent / "cache"))
 
 
 def loader_of(sources: Sources, seq_len: int, rows: int, workers: int) -> Loader:
@@ -148,7 +148,7 @@ def bench(settings: BenchSettings) -> BenchReport:
 def read_speed(scratch: Path, settings: BenchSettings) -> tuple[BenchTable, list[Goal]]:
     documents, steps = (2_000, 20) if settings.quick else (60_000, 1_000)
     sources = written(scratch / "speed", documents, 700)
-    folder = sources.ingredients[0].folder.source_path("train", "text")
+    folder = sources.mixture[0].folder.source_path("train", "text")
     cells, goals = [], []
     for workers in (0, 1):
         forms = {

@@ -155,7 +155,7 @@ def read_text(checkpoint: Path, data: DataConfig, seq_len: int, path: str | None
     try:
         sources = open_sources(data, path)
         tokenizer = digest_of((checkpoint / "tokenizer.json").read_bytes())
-        if other := [one.folder for one in sources.ingredients if one.folder.manifest.tokenizer != tokenizer]:
+        if other := [one.folder for one in sources.mixture if one.folder.manifest.tokenizer != tokenizer]:
             raise FolderError(other[0].name, f"was made with another tokenizer than {checkpoint} holds")
         stores = sources.stores("validation")
         chosen, described = choose_rows(stores, length, rows)
@@ -168,15 +168,15 @@ def read_text(checkpoint: Path, data: DataConfig, seq_len: int, path: str | None
 def open_sources(data: DataConfig, path: str | None) -> Sources:
     """What the run read, or all that a folder holds out."""
     from hybridtron.data.mds.opening import open_folder
-    from hybridtron.data.mixture_spec import Ingredient, ingredients_of
+    from hybridtron.data.mixture_spec import MixtureSource, mixture_of
     from hybridtron.data.sources import Sources, cache_options
 
     cache = cache_options(data)
     if path is None:
-        return Sources(ingredients_of(data, lambda name: open_folder(name, cache)), cache)
+        return Sources(mixture_of(data, lambda name: open_folder(name, cache)), cache)
     folder = open_folder(path, cache)
     held_out = folder.manifest.splits["validation"].items()
-    return Sources([Ingredient(name, folder, name, float(one.tokens)) for name, one in held_out], cache)
+    return Sources([MixtureSource(name, folder, name, float(one.tokens)) for name, one in held_out], cache)
 
 
 def choose_rows(stores: Sequence[DocumentStore], length: int, rows: int) -> tuple[list[RowSpans], str]:

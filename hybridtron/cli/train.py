@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from hybridtron.config.check import check, require, warnings
 from hybridtron.config.layout import launched
 from hybridtron.config.load import choices_of, load
-from hybridtron.data import mixture_spec as ingredients
+from hybridtron.data import mixture_spec
 from hybridtron.data.check_vocabulary import vocabulary_warnings
 from hybridtron.problems import ConfigError
 from hybridtron.train.failures import FailedElsewhere
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
             require(config)
             print_timetable(config)
             return 0
-        if problems := check(config, launched().world_size) + ingredients.problems(config):
+        if problems := check(config, launched().world_size) + mixture_spec.problems(config):
             raise ConfigError(problems)
         for warning in [*warnings(config), *vocabulary_warnings(config)] if launched().rank == 0 else ():
             print(f"warning: {warning}", file=sys.stderr)

@@ -34,7 +34,7 @@ from hybridtron.config.checks.parallel import parallel_problems
 from hybridtron.config.cluster import LostNode
 from hybridtron.config.load import choices_of, load, to_yaml
 from hybridtron.config.schema import Config
-from hybridtron.data import mixture_spec as ingredients
+from hybridtron.data import mixture_spec
 from hybridtron.problems import ConfigError, Problem
 from hybridtron.requirements import PROJECT
 from hybridtron.shipped import PACKAGE, shipped
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    data = [f"{problem.key}  {problem.message}" for problem in ingredients.problems(config)]
+    data = [f"{problem.key}  {problem.message}" for problem in mixture_spec.problems(config)]
     for warning in [*warnings(config), *data]:  # only a dry run gets here with problems of the data
         print(f"warning: {warning}", file=sys.stderr)
     if asked.dry_run:
@@ -85,7 +85,7 @@ def planned(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> t
     config.run.dir = str(Path(config.run.dir).absolute())
     job = job_of(config, kept, nodes)
     found += check(config, nodes * config.cluster.processes)
-    found += [] if dry_run else ingredients.problems(config)  # a dry run may happen where the data is not
+    found += [] if dry_run else mixture_spec.problems(config)  # a dry run may happen where the data is not
     found += [*cluster_problems(config.cluster), *resume_problems(config.run.resume), *job_problems(job)]
     if (silence := scheduler.silence()) is None:
         found += queue_problems(job, nodes, ask_sbatch=not found)

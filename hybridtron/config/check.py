@@ -4,7 +4,7 @@ Each function looks at one section and lists what is wrong there, with the value
 of it at once, before torch is imported or a process group exists. What a phase may change is looked at as it is in each
 phase. The rules of `parallel`, which reach into all other sections, stand in `check_parallel.py`, those of `phases`,
 `data`, `states` and `precision` in files of their names. What can be said of the data itself (that it can be read, that
-its vocabulary fits, that there is enough of it) stands in `data/ingredients.py`.
+its vocabulary fits, that there is enough of it) is checked by `data/mixture_spec.py`.
 """
 
 from __future__ import annotations

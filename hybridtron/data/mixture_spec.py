@@ -24,7 +24,7 @@ RECIPES_PATHS = ("data/tokens", "data/slimpajama", "data/phi")  # where configs/
 Opened = Callable[[str], TokenFolder]
 
 
-class Ingredient(NamedTuple):
+class MixtureSource(NamedTuple):
     """A source in a mixture: its name there, the folder and the name under which that holds it, and its weight."""
 
     name: str
@@ -37,22 +37,22 @@ class Ingredient(NamedTuple):
         return 0 if of_source is None else of_source.tokens
 
 
-def ingredients_of(data: DataConfig, opened: Opened) -> list[Ingredient]:
+def mixture_of(data: DataConfig, opened: Opened) -> list[MixtureSource]:
     """The sources that are read, from folders as `opened` gives them; FolderError where they don't fit together."""
     if data.mixture:
-        found = [_ingredient(name, entry, data.path, opened) for name, entry in data.mixture.items()]
+        found = [_mixture_source(name, entry, data.path, opened) for name, entry in data.mixture.items()]
     else:
         folder = opened(data.path)
         sources = folder.manifest.splits["train"].items()
-        found = [Ingredient(name, folder, name, float(of_source.tokens)) for name, of_source in sources]
+        found = [MixtureSource(name, folder, name, float(of_source.tokens)) for name, of_source in sources]
     if not found:
         raise FolderError(data.path, "has no tokens to train on")
-    for ingredient in found:
-        _check_same_tokenizer(found[0], ingredient)
+    for source in found:
+        _check_same_tokenizer(found[0], source)
     return found
 
 
-def _ingredient(name: str, entry: IngredientConfig, default_path: str, opened: Opened) -> Ingredient:
+def _mixture_source(name: str, entry: IngredientConfig, default_path: str, opened: Opened) -> MixtureSource:
     """A source by the name it has in its folder: as the entry says, or the entry's own, or the only one there."""
     folder = opened(entry.path or default_path)
     there = folder.manifest.splits["train"]
@@ -63,10 +63,10 @@ def _ingredient(name: str, entry: IngredientConfig, default_path: str, opened: O
             folder.name,
             f"has no source {source!r} for mixture.{name}; its sources: {has}. Name one as mixture.{name}.source",
         )
-    return Ingredient(name, folder, source, entry.weight)
+    return MixtureSource(name, folder, source, entry.weight)
 
 
-def _check_same_tokenizer(first: Ingredient, other: Ingredient) -> None:
+def _check_same_tokenizer(first: MixtureSource, other: MixtureSource) -> None:
     if other.folder.manifest.tokenizer != first.folder.manifest.tokenizer:
         raise FolderError(
             other.folder.name,
@@ -84,7 +84,7 @@ class Epochs(NamedTuple):
     epochs: float
 
 
-def reading_plan(found: Sequence[Ingredient], tokens: int) -> list[Epochs]:
+def reading_plan(found: Sequence[MixtureSource], tokens: int) -> list[Epochs]:
     """Of so many training tokens, how many come from each source, and how often that reads it."""
     whole = sum(one.weight for one in found)
     return [
@@ -124,7 +124,7 @@ def _phase_problems(config: Config, index: int, phase: PhaseConfig, opened: Open
     if any(is_url(path) for path in paths):
         return []
     try:
-        found = ingredients_of(data, opened)
+        found = mixture_of(data, opened)
     except FolderError as error:
         cure = (
             f"delete {data.path}, and it is prepared anew; or set another path"
@@ -175,9 +175,9 @@ def _unmade_problems(config: Config, phase: PhaseConfig) -> list[Problem]:
     )
 
 
-def content_problems(key: str, config: Config, phase: PhaseConfig, found: Sequence[Ingredient]) -> list[Problem]:
+def content_problems(key: str, config: Config, phase: PhaseConfig, found: Sequence[MixtureSource]) -> list[Problem]:
     """What opened sources hold against the model and the lengths of a phase."""
-    folders = {ingredient.folder.name: ingredient.folder for ingredient in found}
+    folders = {source.folder.name: source.folder for source in found}
     vocabulary = [p for folder in folders.values() for p in _vocabulary_problems(key, config, phase, folder)]
     vocabulary += meaning_problems(config, config.phases.index(phase), found[0].folder)
     return vocabulary + _size_problems(key, config, phase, found) + _amount_problems(config, phase, found)
@@ -198,7 +198,7 @@ def _vocabulary_problems(key: str, config: Config, phase: PhaseConfig, folder: T
     return [Problem(key, f"{folder.name} has a vocabulary of {has}, model.vocab_size is {vocab_size}; {cure}")]
 
 
-def _amount_problems(config: Config, phase: PhaseConfig, found: Sequence[Ingredient]) -> list[Problem]:
+def _amount_problems(config: Config, phase: PhaseConfig, found: Sequence[MixtureSource]) -> list[Problem]:
     """A phase reads no source more often than data.epochs allows."""
     try:
         tokens = parse_tokens(phase.tokens)
@@ -221,7 +221,7 @@ def _epochs_problems(config: Config, phase: PhaseConfig, reads: Mapping[str, flo
     return [Problem(key, f"allows {most:g}, and {times}: {cure}")]
 
 
-def _size_problems(key: str, config: Config, phase: PhaseConfig, found: Sequence[Ingredient]) -> list[Problem]:
+def _size_problems(key: str, config: Config, phase: PhaseConfig, found: Sequence[MixtureSource]) -> list[Problem]:
     longest = phase.seq_len * max((1, *config.run.eval_lengths))
     told = []
     for one in found:

@@ -12,7 +12,7 @@ from hybridtron.config.units import parse_bytes
 from hybridtron.data.folder import FolderError
 from hybridtron.data.mds.opening import open_folder
 from hybridtron.data.mds.store import DocumentStore
-from hybridtron.data.mixture_spec import Ingredient, content_problems, ingredients_of
+from hybridtron.data.mixture_spec import MixtureSource, content_problems, mixture_of
 from hybridtron.data.prepare.embedded import prepare_embedded
 from hybridtron.problems import ConfigError, Problem
 from hybridtron.storage.attempts import Patience
@@ -22,8 +22,8 @@ from hybridtron.storage.cache import CacheOptions
 class Sources:
     """Sources by their place in the mixture."""
 
-    def __init__(self, ingredients: Sequence[Ingredient], cache: CacheOptions) -> None:
-        self.ingredients = list(ingredients)
+    def __init__(self, mixture: Sequence[MixtureSource], cache: CacheOptions) -> None:
+        self.mixture = list(mixture)
         self._cache = cache
         self._stores: dict[str, list[DocumentStore]] = {}
 
@@ -35,7 +35,7 @@ class Sources:
             prepare_embedded(Path(data.path), config.model.vocab_size)
         cache = cache_options(data)
         try:
-            found = ingredients_of(data, lambda path: open_folder(path, cache))
+            found = mixture_of(data, lambda path: open_folder(path, cache))
         except FolderError as error:
             raise ConfigError([Problem("data.path", str(error))]) from error
         if problems := content_problems("data.path", config, phase, found):
@@ -44,41 +44,41 @@ class Sources:
 
     @property
     def names(self) -> list[str]:
-        return [one.name for one in self.ingredients]
+        return [one.name for one in self.mixture]
 
     @property
     def weights(self) -> list[float]:
-        return [one.weight for one in self.ingredients]
+        return [one.weight for one in self.mixture]
 
     @property
     def tokenizer_file(self) -> Path:
         """The tokenizer that all of them share."""
-        return self.ingredients[0].folder.tokenizer_file
+        return self.mixture[0].folder.tokenizer_file
 
     @property
     def tokenizer_digest(self) -> str:
-        return self.ingredients[0].folder.manifest.tokenizer
+        return self.mixture[0].folder.manifest.tokenizer
 
     @property
     def eos(self) -> int:
         """The token that ends each document."""
-        return self.ingredients[0].folder.manifest.eos
+        return self.mixture[0].folder.manifest.eos
 
     @property
     def dtype(self) -> np.dtype:
         """One that holds the tokens of all."""
-        return np.result_type(*(np.dtype(one.folder.manifest.dtype) for one in self.ingredients))
+        return np.result_type(*(np.dtype(one.folder.manifest.dtype) for one in self.mixture))
 
     @property
     def documents_per_token(self) -> float:
         """Of training, over all sources by their weights."""
-        splits = [one.folder.manifest.splits["train"][one.source] for one in self.ingredients]
+        splits = [one.folder.manifest.splits["train"][one.source] for one in self.mixture]
         weighted = zip(self.weights, splits, strict=True)
         return sum(weight * split.documents / split.tokens for weight, split in weighted) / sum(self.weights)
 
-    def having(self, split: str) -> list[Ingredient]:
+    def having(self, split: str) -> list[MixtureSource]:
         """Those that have tokens in a split; all of them have in training's."""
-        return [one for one in self.ingredients if one.tokens(split)]
+        return [one for one in self.mixture if one.tokens(split)]
 
     def stores(self, split: str) -> list[DocumentStore]:
         """What reads a split, one for each of `having(split)`."""
@@ -90,9 +90,7 @@ class Sources:
 
     def described(self) -> str:
         """The sources, their digests and weights, in one line."""
-        return ", ".join(
-            f"{one.name} {one.folder.digest[:12]}/{one.source} x {one.weight:g}" for one in self.ingredients
-        )
+        return ", ".join(f"{one.name} {one.folder.digest[:12]}/{one.source} x {one.weight:g}" for one in self.mixture)
 
 
 def cache_options(data: DataConfig) -> CacheOptions:

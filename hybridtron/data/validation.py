@@ -23,10 +23,10 @@ def held_out(
     Pieces are of so many tokens, the longest rows of this evaluation. Every seq_len reads rows of the same pieces, so
     that losses at several lengths can be compared; one that does not divide a piece leaves its rest out.
     """
-    stores, ingredients = sources.stores("validation"), sources.having("validation")
-    whole = sum(one.weight for one in ingredients)
+    stores, mixture = sources.stores("validation"), sources.having("validation")
+    whole = sum(one.weight for one in mixture)
     found = 0
-    for index, (store, one) in enumerate(zip(stores, ingredients, strict=True)):
+    for index, (store, one) in enumerate(zip(stores, mixture, strict=True)):
         stream = DocumentStream.of(store)
         begins = _begins(one.tokens("validation") - 1, int(one.weight / whole * tokens), seq_len, piece)
         rows = [RowSpans([(index, span) for span in stream.spans(begin, seq_len + 1)], position=0) for begin in begins]

@@ -18,7 +18,7 @@ from hybridtron.config.phases import Stretch, last_step, stretches
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
 from hybridtron.data.folder import FolderError, TokenFolder
-from hybridtron.data.mixture_spec import ingredients_of, reading_plan
+from hybridtron.data.mixture_spec import mixture_of, reading_plan
 from hybridtron.planning.count import count
 from hybridtron.storage.remote import is_url
 from hybridtron.train.lr import learning_rate
@@ -112,7 +112,7 @@ def _reading(config: Config, stretch: Stretch) -> Iterator[tuple[str, float, str
     try:
         if any(is_url(path) for path in paths):
             raise FolderError(data.path, "is a URL")
-        found = ingredients_of(data, lambda path: TokenFolder.open(Path(path)))
+        found = mixture_of(data, lambda path: TokenFolder.open(Path(path)))
     except FolderError:
         whole = sum(entry.weight for entry in data.mixture.values())
         for name, entry in data.mixture.items():

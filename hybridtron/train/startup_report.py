@@ -64,7 +64,7 @@ def announce_reading(loader: Loader, stretch: Stretch) -> None:
     table = Table("source", "share", "tokens", "epochs", box=None, title_justify="left")
     kind = f"{order.kind.value} of {phase.seq_len} tokens, documents {order.documents.value}"
     table.title = f"{phase.name} reads {kind}"
-    for line in reading_plan(loader.sources.ingredients, stretch.tokens):
+    for line in reading_plan(loader.sources.mixture, stretch.tokens):
         table.add_row(line.source, f"{line.share:.1%}", readable(line.tokens), f"{line.epochs:.3g}")
     Console().print(table)
     print(f"text runs on for {readable(loader.mean_stretch)} tokens on average; every row is full")

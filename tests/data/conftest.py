@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hybridtron.data.folder import TokenFolder
-from hybridtron.data.mixture_spec import Ingredient
+from hybridtron.data.mixture_spec import MixtureSource
 from hybridtron.data.prepare.writer import write_folder
 from hybridtron.data.sources import Sources
 from hybridtron.storage.cache import CacheOptions
@@ -48,5 +48,5 @@ def toy(make_folder: Callable[..., TokenFolder]) -> TokenFolder:
 def sources_of(*ingredients: tuple[TokenFolder, str, float]) -> Sources:
     """Sources named a, b, c...; each a folder, a source in it, and a weight."""
     folder = ingredients[0][0]
-    named = [Ingredient(chr(97 + i), *ingredient) for i, ingredient in enumerate(ingredients)]
+    named = [MixtureSource(chr(97 + i), *ingredient) for i, ingredient in enumerate(ingredients)]
     return Sources(named, CacheOptions(folder.path.parent / "cache"))

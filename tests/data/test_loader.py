@@ -209,11 +209,11 @@ def test_every_token_is_read_once_an_epoch(toy: TokenFolder):
 def test_a_mixture_is_exact(make_folder: Callable[..., TokenFolder]):
     first, second = make_folder(), make_folder(validation=(50,), name="other")
     sources = sources_of((first, "text", 3), (second, "text", 1))
-    assert [(line.share, line.tokens) for line in reading_plan(sources.ingredients, 1600)] == [
+    assert [(line.share, line.tokens) for line in reading_plan(sources.mixture, 1600)] == [
         (0.75, 1200),
         (0.25, 400),
     ]
-    assert reading_plan(sources.ingredients, 1600)[1].epochs == pytest.approx(400 / 212)
+    assert reading_plan(sources.mixture, 1600)[1].epochs == pytest.approx(400 / 212)
 
 
 def test_left_behind_nothing(toy: TokenFolder):
@@ -344,7 +344,7 @@ def test_build_loader_prepares_the_embedded_corpus(tmp_path: Path, monkeypatch: 
     texts = [Document(f"text {name} " * 99, "text", name) for name in (f"topics/{i}" for i in range(60))]
     monkeypatch.setattr(corpus, "documents", lambda: texts)
     sources: Sources = build_loader(config_of(tmp_path / "embedded", Source.embedded, vocab_size=400), 0).sources
-    assert sources.ingredients[0].folder.manifest.origin["asked_vocab_size"] == 400
+    assert sources.mixture[0].folder.manifest.origin["asked_vocab_size"] == 400
     with pytest.raises(ConfigError, match=r"validation tokens in a source, and one row takes 10001"):
         build_loader(config_of(tmp_path / "embedded", Source.embedded, seq_len=10_000, vocab_size=400), 0)
 

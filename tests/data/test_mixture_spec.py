@@ -21,7 +21,7 @@ from hybridtron.config.schema import (
     Source,
 )
 from hybridtron.data.folder import FolderError, TokenFolder
-from hybridtron.data.mixture_spec import RECIPES_PATHS, ingredients_of, problems
+from hybridtron.data.mixture_spec import RECIPES_PATHS, mixture_of, problems
 from hybridtron.data.prepare.writer import write_folder
 
 
@@ -53,7 +53,7 @@ def two_sources(tmp_path: Path) -> TokenFolder:
 
 
 def mixed(data: DataConfig) -> list[tuple[str, str, str, float]]:
-    found = ingredients_of(data, lambda path: TokenFolder.open(Path(path)))
+    found = mixture_of(data, lambda path: TokenFolder.open(Path(path)))
     return [(one.name, one.folder.path.name, one.source, one.weight) for one in found]
 
 

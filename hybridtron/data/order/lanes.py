@@ -111,6 +111,8 @@ class Lanes:
         order = permutation(self._lanes, self._seed, "lanes", number)
         lacking = np.maximum(0, _level(self._ends[number], total) - self._ends[number])
         targets = np.minimum(np.cumsum(lacking[order]), total)  # the level is rounded up
+        # A piece ends at the document border nearest to its target. The error stays in the lane's end, from which the
+        # next round's level starts, so errors do not add up.
         after = borders.searchsorted(targets)
         before = np.maximum(after - 1, 0)
         cuts = np.where(targets - borders[before] < borders[after] - targets, before, after)
@@ -137,6 +139,9 @@ class Lanes:
 
 def _level(filled: np.ndarray, volume: int) -> int:
     """The lowest level at which `volume` has room over vessels of width 1 that are filled so far."""
+    # Water over the k lowest vessels rises to the level h at which the sum of (h - filled_i) over them is the volume:
+    # h = (volume + their sum) / k. It reaches vessel k where the room below that vessel's top, over the lower ones, is
+    # at most the volume. The level is rounded up to whole tokens.
     filled = np.sort(filled)
     before = np.cumsum(filled) - filled
     room = filled * np.arange(len(filled)) - before  # below the top of vessel k, over the lower ones

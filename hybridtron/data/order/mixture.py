@@ -56,6 +56,8 @@ class Mixture:
         self._borders = cumulated(weights)
         smallest = min(end - begin for begin, end in pairwise(self._borders))
         self._rows_per_step = rows_per_step
+        # In K rows a source of weight w has at least w K - 1 rows, as two roundings are off by less than 1/2 each. With
+        # K >= 2 / w that is 1 or more: every block has rows of every source.
         self._rows_per_block = -(-(2 << GRID_BITS) // (smallest * rows_per_step)) * rows_per_step
         self._seed = seed
         self._block = Recent(self._laid_out, 2)

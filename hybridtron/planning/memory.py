@@ -180,8 +180,8 @@ def live_passes(parallel: ParallelConfig, rank: int, micro_batches: int) -> Iter
     total = micro_batches * stages
     # 1F1B: a rank runs forward until the first micro batch has come back from the last rank, pipeline - rank - 1
     # passes, and then one forward for each backward. Interleaved, micro batches pass each virtual stage in groups of
-    # `pipeline`: the first comes back after all stages but the last have run forward for a group, and the way to the last rank and
-    # back takes two passes for each rank in between.
+    # `pipeline`: the first comes back after all stages but the last have run forward for a group, and the way to the
+    # last rank and back takes two passes for each rank in between.
     warm_up = pipeline - rank - 1
     if stages > 1:
         warm_up = 2 * warm_up + (stages - 1) * pipeline

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from hybridtron.config.check import require
 from hybridtron.config.layout import ProcessLaunch
 from hybridtron.config.load import load
+from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config
 from hybridtron.data.batch import Batch
 from hybridtron.data.loader import build_loader
@@ -115,19 +116,19 @@ def trained(model: str, precision: str, overrides: tuple[str, ...], sizes: Sizes
 
 
 def _trained(engine: Engine, config: Config, sizes: Sizes) -> Losses:
-    phase, training = config.phases[0], []
-    loader = build_loader(config, 0, 0, 1) if sizes.own_text else None
+    phases, training = resolve(config), []
+    loader = build_loader(phases[0]) if sizes.own_text else None
     read: Iterator[list[Batch]] = (
         itertools.repeat(random_batches(config)) if loader is None else loader.iterate(0, sizes.steps)
     )
-    engine.start_phase(0, range(config.lanes_of(phase)))
+    engine.start_phase(0, range(phases[0].lanes))
     for step, batches in enumerate(itertools.islice(read, sizes.steps)):
         loss = engine.forward_backward(batches, step)
-        _, accepted = engine.step(learning_rate(config, 0, (step + 1) * phase.tokens_per_step))
+        _, accepted = engine.step(learning_rate(phases, 0, (step + 1) * config.phases[0].tokens_per_step))
         assert accepted, f"step {step} was refused: {engine.guard.why}"
         training.append(loss.mean.item())
     if loader is None:
         held_out = engine.loss(random_batches(config)).mean.item()
     else:
-        (held_out,) = evaluate(engine, loader.sources, config, phase).by_length.values()
+        (held_out,) = evaluate(engine, loader.sources, phases[0]).by_length.values()
     return Losses(sum(training[-sizes.last :]) / sizes.last, held_out)

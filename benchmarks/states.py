@@ -19,6 +19,7 @@ import torch
 from hybridtron.config.check import require
 from hybridtron.config.layout import ProcessLaunch
 from hybridtron.config.load import load
+from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config
 from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.device import compute_device, megatron_context, peak_memory_gib
@@ -92,7 +93,7 @@ class Steps:
 
     def __init__(self, config: Config, groups: Groups, batches: list[Batch]) -> None:
         self.batches, self.engine, self.taken = batches, Engine(config, groups), 0
-        self.engine.start_phase(0, range(config.lanes_of(config.phases[0])))
+        self.engine.start_phase(0, range(resolve(config)[0].lanes))
         self.losses: list[float] = []
 
     def __call__(self) -> None:

@@ -144,7 +144,7 @@ def write_copying_data(sizes: Sizes, root: Path) -> None:
 def share_done(task: Task) -> float:
     """How far a run is, from 0 to 1; what is left after its last step is measuring."""
     from hybridtron.config.load import load_saved
-    from hybridtron.config.phases import last_step
+    from hybridtron.config.resolve import last_step
 
     config, metrics = task.folder / "config.yaml", task.folder / "metrics.jsonl"
     if measured(task) is not None:

@@ -140,7 +140,7 @@ def write(plan: list[list[Task]], sizes: Sizes, output: Path) -> None:
 def described(base: Task, sizes: Sizes) -> tuple[int, list[str]]:
     """The base's context, and what was done in words."""
     from hybridtron.config.load import load_saved
-    from hybridtron.config.phases import last_step
+    from hybridtron.config.resolve import last_step
     from hybridtron.config.units import readable
     from hybridtron.planning.count import count
 

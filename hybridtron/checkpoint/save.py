@@ -40,7 +40,7 @@ from hybridtron.checkpoint.manifest import (
 )
 from hybridtron.checkpoint.mirror import Mirror
 from hybridtron.config.load import to_yaml
-from hybridtron.config.phases import stretches
+from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config
 from hybridtron.config.units import parse_steps
 from hybridtron.device import random_states
@@ -222,7 +222,7 @@ class Saver:
         if self.mirror is not None:
             self.mirror.offer(target)
         in_use = () if self.mirror is None else self.mirror.in_use()
-        phase_ends = {stretch.last for stretch in stretches(self.config)}
+        phase_ends = {phase.end_step for phase in resolve(self.config)}
         settings, every = self.config.checkpoint, self._kept_every()
         for failure in folders.retire(self.run_dir, settings, every, phase_ends, in_use):
             print(failure, file=sys.stderr)

@@ -132,12 +132,12 @@ def evaluate(chosen: argparse.Namespace) -> None:
 
 def load(checkpoint: Path, seq_len: int | None) -> tuple[LanguageModel, Config, int]:
     """The whole model; the configuration, with the data of the phase that it was written in; the length of its rows."""
-    from hybridtron.config.phases import stretches
+    from hybridtron.config.resolve import resolve
 
     model, config, step = load_checkpoint(checkpoint)
-    if plan := stretches(config):
-        phase = next((one.phase for one in plan if step <= one.last), plan[-1].phase)
-        return model, replace(config, data=config.data_of(phase)), seq_len or phase.seq_len
+    if phases := resolve(config):
+        phase = next((one for one in phases if step <= one.end_step), phases[-1])
+        return model, replace(config, data=phase.data), seq_len or phase.settings.seq_len
     if seq_len is None:
         raise Unusable(f"{checkpoint} was imported and does not say how it was trained: give --seq-len, and --data")
     return model, config, seq_len

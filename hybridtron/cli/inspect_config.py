@@ -19,6 +19,7 @@ import dataclasses
 import json
 import re
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -30,7 +31,7 @@ from hybridtron.config.check import require, warnings
 from hybridtron.config.checks.parallel import uncuttable
 from hybridtron.config.layout import stages_of
 from hybridtron.config.load import load
-from hybridtron.config.phases import Stretch, stretches
+from hybridtron.config.resolve import ResolvedPhase, resolve
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
 from hybridtron.planning.count import ModelCount, count
@@ -88,7 +89,7 @@ def dry_run(config: Config) -> int:
 
 def as_json(config: Config, gpus: int, fitting: list[FittingLayout] | None) -> dict[str, Any]:
     """Everything as plain values; FLOPs are those of the first phase's sequence length."""
-    counted = count(config.model, config.phases[0].seq_len)
+    counted, phases = count(config.model, config.phases[0].seq_len), resolve(config)
     found = {
         "parameters": counted.parameters,
         "flops_per_token": counted.flops_per_token,
@@ -96,13 +97,13 @@ def as_json(config: Config, gpus: int, fitting: list[FittingLayout] | None) -> d
         "seq_len": counted.seq_len,
         "stages": [len(stage) for stage in stages_of(config)],
         "layers": [{"index": index, **dataclasses.asdict(layer)} for index, layer in enumerate(counted.layers)],
-        "phases": [_phase_json(config, stretch) for stretch in stretches(config)],
+        "phases": [_phase_json(phases, phase) for phase in phases],
     }
     if fitting is not None:
         return found | {"fit": [_fitting_json(config, layout) for layout in fitting]}
     phase = largest_phase(config)
-    made = plan(config, gpus, phase)
-    return found | {"memory": {**_memory_json(made.fullest), "phase": phase.name}, "plan": _plan_json(made)}
+    made = plan(phase, gpus)
+    return found | {"memory": {**_memory_json(made.fullest), "phase": phase.settings.name}, "plan": _plan_json(made)}
 
 
 def _memory_json(rank: RankPlan) -> dict[str, Any]:
@@ -138,19 +139,19 @@ def _fitting_json(config: Config, layout: FittingLayout) -> dict[str, Any]:
     }
 
 
-def _phase_json(config: Config, stretch: Stretch) -> dict[str, Any]:
-    phase = stretch.phase
+def _phase_json(phases: Sequence[ResolvedPhase], phase: ResolvedPhase) -> dict[str, Any]:
+    settings = phase.settings
     return {
-        "name": phase.name,
-        "steps": stretch.last - stretch.first,
-        "first_step": stretch.first + 1,
-        "tokens": stretch.tokens,
-        "seq_len": phase.seq_len,
-        "global_batch": phase.global_batch,
-        "micro_batch": phase.micro_batch,
-        "lr": phase.lr,
-        "rates": rates_of(config, stretch),
-        "flops_per_token": count(config.in_phase(phase).model, phase.seq_len).flops_per_token,
+        "name": settings.name,
+        "steps": phase.end_step - phase.start_step,
+        "first_step": phase.start_step + 1,
+        "tokens": phase.tokens,
+        "seq_len": settings.seq_len,
+        "global_batch": settings.global_batch,
+        "micro_batch": settings.micro_batch,
+        "lr": settings.lr,
+        "rates": rates_of(phases, phase),
+        "flops_per_token": count(phase.model, settings.seq_len).flops_per_token,
     }
 
 
@@ -166,7 +167,7 @@ def print_tables(config: Config, gpus: int, fitting: list[FittingLayout] | None)
     console.print(title, highlight=False, markup=False)
     tables = [_letter_table(counted), _flops_table(counted), phase_table(config), source_table(config)]
     if fitting is None:
-        made = plan(config, gpus, largest_phase(config))
+        made = plan(largest_phase(config), gpus)
         tables += [_memory_table(config, made), *([_traffic_table(config, made)] if gpus > 1 else [])]
     else:
         tables.append(_fit_table(config, gpus, fitting))
@@ -220,7 +221,7 @@ def _flops_table(counted: ModelCount) -> Table:
 
 def _memory_table(config: Config, made: Plan) -> Table:
     """One row a pipeline rank: what it holds, in GB."""
-    phase = largest_phase(config)
+    phase = largest_phase(config).settings
     table = _table("rank", "layers", "parameters", *MEMORY_PARTS, "total", "in flight", numbers_from=2)
     table.title = (
         f"GB a device (estimate): {config.precision.name.value}, {phase.micro_batch} x {phase.seq_len} tokens, "
@@ -264,7 +265,7 @@ def _fit_table(config: Config, gpus: int, fitting: list[FittingLayout]) -> Table
 
 def _left_out(config: Config, fitting: list[FittingLayout]) -> list[str]:
     """Why some layouts were not tried, or none fits."""
-    reasons = {tensor: "; ".join(uncuttable(config, tensor)) for tensor in TENSOR_SIZES}
+    reasons = {tensor: "; ".join(uncuttable(config.model, tensor)) for tensor in TENSOR_SIZES}
     found = [f"not tried: parallel.tensor={tensor}, since {reason}" for tensor, reason in reasons.items() if reason]
     return found if fitting else [*found, "nothing fits: use more devices, or a global batch that divides evenly"]
 

@@ -25,7 +25,7 @@ from hybridtron.cluster import history, scheduler
 from hybridtron.cluster.history import Attempt
 from hybridtron.cluster.scheduler import Queued, SlurmError
 from hybridtron.config.load import load_saved
-from hybridtron.config.phases import last_step, stretches
+from hybridtron.config.resolve import last_step, resolve
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
 from hybridtron.problems import ConfigError
@@ -192,18 +192,18 @@ def _speed(lines: list[dict[str, Any]]) -> float | None:
 
 
 def _phase(config: Config, step: int) -> str:
-    plan = stretches(config)
-    index, now = next(((i, one) for i, one in enumerate(plan) if step < one.last), (len(plan) - 1, plan[-1]))
-    return now.phase.name if len(plan) == 1 else f"{now.phase.name} ({index + 1} of {len(plan)})"
+    phases = resolve(config)
+    now = next((phase for phase in phases if step < phase.end_step), phases[-1])
+    return now.settings.name + (f" ({now.index + 1} of {len(phases)})" if len(phases) > 1 else "")
 
 
 def _tokens_left(config: Config, step: int) -> int:
     """Tokens of the steps that are still to be done."""
     end = last_step(config)
     return sum(
-        one.phase_tokens_at(min(one.last, end)) - one.phase_tokens_at(max(one.first, step))
-        for one in stretches(config)
-        if one.last > step and one.first < end
+        phase.phase_tokens_at(min(phase.end_step, end)) - phase.phase_tokens_at(max(phase.start_step, step))
+        for phase in resolve(config)
+        if phase.end_step > step and phase.start_step < end
     )
 
 

@@ -33,6 +33,7 @@ from hybridtron.config.check import check, warnings
 from hybridtron.config.checks.parallel import parallel_problems
 from hybridtron.config.cluster import LostNode
 from hybridtron.config.load import choices_of, load, to_yaml
+from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config
 from hybridtron.data import mixture_spec
 from hybridtron.problems import ConfigError, Problem
@@ -100,7 +101,8 @@ def job_of(config: Config, settings: Sequence[str], nodes: int) -> SlurmJob:
     """The job for this number of nodes; with on_lost_node=smaller also for fewer, where the layout divides evenly."""
     cluster = config.cluster
     fewer = range(1, nodes) if cluster.on_lost_node is LostNode.smaller and cluster.processes >= 1 else ()
-    fitting = [count for count in fewer if not list(parallel_problems(config, count * cluster.processes))]
+    phases = resolve(config)
+    fitting = [n for n in fewer if not any(any(parallel_problems(one, n * cluster.processes)) for one in phases)]
     return SlurmJob(
         run_dir=Path(config.run.dir),
         working_dir=Path.cwd(),

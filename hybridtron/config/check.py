@@ -1,15 +1,15 @@
 """Every rule that a configuration must keep and its types can't say.
 
-Each function looks at one section and lists what is wrong there, with the value that would work; `check` tells all
-of it at once, before torch is imported or a process group exists. What a phase may change is looked at as it is in each
-phase. The rules of `parallel`, which reach into all other sections, stand in `check_parallel.py`, those of `phases`,
-`data`, `states` and `precision` in files of their names. What can be said of the data itself (that it can be read, that
-its vocabulary fits, that there is enough of it) is checked by `data/mixture_spec.py`.
+Each function looks at one section and lists what is wrong there, with the value that would work; `check` reports all
+of it at once, before torch is imported or a process group exists. What a phase may change is checked as it is in each
+phase: the rules name the key of the run's section, and `ResolvedPhase.key` finds the one that a person has set. The
+rules of `phases`, `data`, `states`, `precision`, and of `parallel`, which reach into all other sections, stand in
+`checks/`. What can be said of the data itself (that it can be read, that
+its vocabulary fits, that there is enough of it) stands in `data/mixture_spec.py`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import math
 import re
@@ -27,7 +27,7 @@ from hybridtron.config.checks.phases import phase_problems
 from hybridtron.config.checks.precision import precision_problems, precision_warnings
 from hybridtron.config.checks.states import states_problems, states_warnings
 from hybridtron.config.layout import chunk_count
-from hybridtron.config.phases import last_step
+from hybridtron.config.resolve import ResolvedPhase, last_step, resolve
 from hybridtron.config.rules import LARGEST, above_zero, at_least, is_folder, shortened
 from hybridtron.config.schema import (
     CheckpointConfig,
@@ -44,46 +44,32 @@ from hybridtron.requirements import missing
 
 
 def check(config: Config, world_size: int | None = None) -> list[Problem]:
-    """All that is wrong with the configuration; empty where it can run on so many processes (None: on the fewest)."""
-    of_phases = list(phase_problems(config))
+    """All that is wrong with the configuration; empty where it can run on N processes (None: on the fewest)."""
+    phases = resolve(config)
+    of_phases = list(phase_problems(config, phases))
     found = [
         *of_phases,
-        *export_problems(config),
-        *([] if of_phases else [*export_folder_problems(config), *_profile(config)]),
+        *export_problems(phases),
+        *([] if of_phases else [*export_folder_problems(config, phases), *_profile(config)]),
         *data_problems(config),
         *_run(config.run),
         *_validation(config.run, config.phases),
         *_checkpoint(config.checkpoint),
         *_cluster(config.cluster),
     ]
-    for index in range(len(config.phases)):
-        found += [_in_phase(problem, config, index) for problem in _as_trained(config, index, world_size)]
+    for phase in phases:
+        found += [Problem(phase.key(one.key), one.message) for one in _as_trained(phase, world_size)]
     return list(dict.fromkeys(found))
 
 
-def _as_trained(config: Config, index: int, world_size: int | None) -> Iterator[Problem]:
-    """What is wrong with all that a phase may change, as it is in this phase."""
-    phase = config.phases[index]
-    now = config.in_phase(phase)
-    alone = dataclasses.replace(now, phases=[phase])
-    yield from model_problems(now.model, max((p.seq_len for p in now.phases if p.seq_len > 0), default=sys.maxsize))
-    yield from states_problems(alone)
-    yield from _optim(alone.optim)
-    yield from parallel_problems(alone, world_size)
-    yield from precision_problems(alone)
-
-
-def _in_phase(problem: Problem, config: Config, index: int) -> Problem:
-    """A problem of a phase that was looked at alone, by the keys that the user set."""
-    phase, where = config.phases[index], f"phases.{index}"
-    key, message = (text.replace("phases.0", where) for text in (problem.key, problem.message))
-    section, _, name = key.partition(".")
-    letter, _, option = name.removeprefix("layers.").partition(".")
-    if section in ("optim", "precision") and getattr(getattr(phase, section), name, None) is not None:
-        key = f"{where}.{key}"
-    if key.startswith("model.layers.") and (not option or option in phase.layers.get(letter, {})) and phase.layers:
-        key = f"{where}.layers.{letter}.{option}".rstrip(".") if letter in phase.layers else key
-    return Problem(key, message)
+def _as_trained(phase: ResolvedPhase, world_size: int | None) -> Iterator[Problem]:
+    """What is wrong with all that a phase may change, as it is in this phase; keys are those of the run's sections."""
+    longest = max((one.seq_len for one in phase.config.phases if one.seq_len > 0), default=sys.maxsize)
+    yield from model_problems(phase.model, longest)
+    yield from states_problems(phase)
+    yield from _optim(phase.optim)
+    yield from parallel_problems(phase, world_size)
+    yield from precision_problems(phase)
 
 
 def require(config: Config, world_size: int | None = None) -> None:
@@ -111,7 +97,7 @@ def warnings(config: Config) -> list[str]:
         found.append(f"optim.decay={config.optim.decay} has no effect: it belongs to optim.schedule=wsd")
     if config.model.init is not Start.mamba and config.model.embedding_std != ModelConfig.embedding_std:
         found.append(f"model.embedding_std={config.model.embedding_std} has no effect: it belongs to model.init=mamba")
-    return [*found, *states_warnings(config), *precision_warnings(config.precision)]
+    return [*found, *states_warnings(resolve(config)), *precision_warnings(config.precision)]
 
 
 def model_problems(model: ModelConfig, longest: int = sys.maxsize) -> Iterator[Problem]:

@@ -1,6 +1,6 @@
 """A phase of a run as types: what it trains on, for how long, and what it overrides in the rest of the configuration.
 
-`Config.in_phase` lays the changes over it. A key that is left out stays as the run's own section says.
+`resolve.py` lays the changes over it. A key that is left out stays as the run's own section says.
 """
 
 from __future__ import annotations

@@ -22,13 +22,14 @@ from hybridtron.regular_files import read_regular
 
 GREATEST = 2**24  # bytes
 SECRET = re.compile(r"secret|password|token|credential|api_?key|access_?key", re.IGNORECASE)
+DROPPED = {"parallel": ("context", "expert")}  # sizes that had to be 1
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([^,}\s]*)")
 
 
 def read_saved(path: Path) -> DictConfig:
     """The file's values over the defaults of the schema. ConfigError names the file and what is wrong with it."""
     try:
-        values = OmegaConf.load(StringIO(read_regular(path, GREATEST).decode()))
+        values = _without_dropped(OmegaConf.load(StringIO(read_regular(path, GREATEST).decode())))
         found = [Problem(f"{path}: {key}", f"holds {text!r}, which no run writes") for key, text in references(values)]
         merged = OmegaConf.merge(OmegaConf.structured(Config), values)
     except OmegaConfBaseException as error:
@@ -51,6 +52,16 @@ def secrets_from_environment(config: DictConfig) -> list[Problem]:
         for name in _ENVIRONMENT.findall(text)
         if SECRET.search(name)
     ]
+
+
+def _without_dropped(values: Any) -> Any:
+    """What an older version wrote, without the keys that could only ever have one value and are gone."""
+    for section, names in DROPPED.items():
+        node = values.get(section) if isinstance(values, DictConfig) else None
+        for name in names:
+            if isinstance(node, DictConfig) and node.get(name) == 1:
+                del node[name]
+    return values
 
 
 def references(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

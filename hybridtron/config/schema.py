@@ -7,9 +7,7 @@ in tokens with a unit (`20B`, `4M`); where a key also takes steps, a plain numbe
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 from omegaconf import MISSING
 
@@ -27,14 +25,7 @@ from hybridtron.config.choices import (
     StateMode,
 )
 from hybridtron.config.cluster import ClusterConfig
-from hybridtron.config.phase_schema import (
-    IngredientConfig,
-    PhaseConfig,
-    PhaseDataConfig,
-    PhaseOptimConfig,
-    PhasePrecisionConfig,
-    PhaseStatesConfig,
-)
+from hybridtron.config.phase_schema import IngredientConfig, PhaseConfig
 
 
 @dataclass
@@ -109,8 +100,6 @@ class ParallelConfig:
     sequence: bool = False  # they also divide the tokens of the residual stream
     pipeline: int = 1  # ranks that divide the layers
     virtual_pipeline: int = 1  # stages of each of them, interleaved
-    context: int = 1  # reserved
-    expert: int = 1  # reserved
     distributed_optimizer: bool = True  # data-parallel ranks share the optimizer's state
     # what the backward pass computes again: nothing, the sub-layers that look along the sequence, or every layer
     recompute: Recompute = Recompute.none
@@ -187,55 +176,3 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     run: RunConfig = field(default_factory=RunConfig)
     phases: list[PhaseConfig] = MISSING  # the phases of the run, in order
-
-    def in_phase(self, phase: PhaseConfig) -> Config:
-        """With the model, the optimizer's settings and the precision as they are in a phase."""
-        letters = self.model.layers | {
-            letter: _with(self.model.layers.get(letter, {}), changes) for letter, changes in phase.layers.items()
-        }
-        return dataclasses.replace(
-            self,
-            model=dataclasses.replace(self.model, layers=letters),
-            optim=_overlaid(self.optim, phase.optim),
-            precision=_overlaid(self.precision, phase.precision),
-        )
-
-    def data_of(self, phase: PhaseConfig) -> DataConfig:
-        return _overlaid(self.data, phase.data)
-
-    def states_of(self, phase: PhaseConfig) -> StatesConfig:
-        return _overlaid(self.states, phase.states)
-
-    def documents_of(self, phase: PhaseConfig) -> Documents:
-        """As set, or as the phase's states need it."""
-        joined = self.states_of(phase).mode in (StateMode.random, StateMode.fitted, StateMode.passing)
-        return self.data_of(phase).documents or (Documents.join if joined else Documents.isolate)
-
-    def order_of(self, phase: PhaseConfig) -> Order:
-        """As set, or as the phase's states need it."""
-        walking = self.states_of(phase).mode is StateMode.tbtt
-        return self.data_of(phase).order or (Order.lanes if walking else Order.windows)
-
-    def lanes_of(self, phase: PhaseConfig) -> int:
-        """Rows that are read side by side; each reads one chunk of seq_len after another in a step."""
-        return phase.global_batch // self.states_of(phase).chunks
-
-    def chunks_together(self, phase: PhaseConfig) -> int:
-        """Chunks of a lane that one forward pass runs, one after another: all of a step through time, else one."""
-        states = self.states_of(phase)
-        return states.chunks if states.through_time else 1
-
-
-Base = TypeVar("Base", DataConfig, StatesConfig, OptimConfig, PrecisionConfig)
-Changes = PhaseDataConfig | PhaseStatesConfig | PhaseOptimConfig | PhasePrecisionConfig
-
-
-def _with(options: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """A letter's options with the changed ones; null takes one out, as another kind of layer may not know it."""
-    return {name: value for name, value in (options | changes).items() if changes.get(name, value) is not None}
-
-
-def _overlaid(base: Base, changes: Changes) -> Base:
-    """`base` with the fields that `changes` sets."""
-    chosen = {f.name: value for f in dataclasses.fields(changes) if (value := getattr(changes, f.name)) is not None}
-    return dataclasses.replace(base, **chosen)

@@ -20,6 +20,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from hybridtron.config.resolve import resolve
 from hybridtron.config.rules import is_folder, shortened
 from hybridtron.config.saved import read_saved, references
 from hybridtron.config.schema import Config
@@ -94,11 +95,10 @@ def _parsed(path: Path, _modified: int) -> dict[str, Any]:
         sections = {name: dataclasses.asdict(section) for name, section in known.items()}
         del sections["data"]["path"]
         return sections
-    last = config.phases[-1]
-    now = config.in_phase(last)
+    last = resolve(config)[-1]
     peak = next(phase.lr for phase in reversed(config.phases) if phase.lr is not None)  # of the course that it ends
-    sections = {"model": now.model, "precision": now.precision, "run": config.run}
-    sections |= {"phase": dataclasses.replace(last, lr=peak), "data": config.data_of(last)}
+    sections = {"model": last.model, "precision": last.precision, "run": config.run}
+    sections |= {"phase": dataclasses.replace(last.settings, lr=peak), "data": last.data}
     return {name: dataclasses.asdict(section) for name, section in sections.items()}
 
 

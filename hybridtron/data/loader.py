@@ -24,7 +24,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from hybridtron.config.schema import Config, Documents, Feed, Order
+from hybridtron.config.choices import Documents, Feed, Order
+from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.data.batch import Batch
 from hybridtron.data.order.phase_order import PhaseOrder, rows_in_order
 from hybridtron.data.rows import RowArrays, batch_of, gather
@@ -216,9 +217,8 @@ def share_of(lanes: int, rank: int, ranks: int) -> range:
     return range(rank * lanes // ranks, (rank + 1) * lanes // ranks)
 
 
-def build_loader(config: Config, phase_index: int, rank: int = 0, ranks: int = 1) -> Loader:
+def build_loader(phase: ResolvedPhase, rank: int = 0, ranks: int = 1) -> Loader:
     """The loader of a phase. An embedded corpus that is not there yet is prepared first."""
-    phase = config.phases[phase_index]
-    data = config.data_of(phase)
+    data = phase.data
     ahead = Ahead(data.workers, data.prefetch, data.timeout * (data.retries + 1) * 2)
-    return Loader(Sources.open(config, phase), PhaseOrder.of(config, phase_index), ahead, data.feed, rank, ranks)
+    return Loader(Sources.open(phase), PhaseOrder.of(phase), ahead, data.feed, rank, ranks)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridtron.config.schema import Config, DataConfig, IngredientConfig, PhaseConfig, Source
+from hybridtron.config.resolve import ResolvedPhase, resolve
+from hybridtron.config.schema import Config, DataConfig, IngredientConfig, Source
 from hybridtron.config.units import parse_tokens
 from hybridtron.data.check_vocabulary import embedded_problems, meaning_problems
 from hybridtron.data.folder import SMALLEST_VOCABULARY, FolderError, TokenFolder
@@ -105,14 +106,12 @@ def problems(config: Config) -> list[Problem]:
             opened[path] = TokenFolder.open(Path(path))
         return opened[path]
 
-    found = [p for index, phase in enumerate(config.phases) for p in _phase_problems(config, index, phase, opened_once)]
+    found = [p for phase in resolve(config) for p in _phase_problems(phase, opened_once)]
     return list(dict.fromkeys(found))
 
 
-def _phase_problems(config: Config, index: int, phase: PhaseConfig, opened: Opened) -> list[Problem]:
-    data = config.data_of(phase)
-    key = "data.path" if phase.data.path is None else f"phases.{index}.data.path"
-    vocab_size = config.model.vocab_size
+def _phase_problems(phase: ResolvedPhase, opened: Opened) -> list[Problem]:
+    data, key, vocab_size = phase.data, phase.key("data.path"), phase.model.vocab_size
     if data.source == Source.embedded and vocab_size < SMALLEST_VOCABULARY:
         needs = f"data.source=embedded makes a byte-level vocabulary, which needs at least {SMALLEST_VOCABULARY}"
         return [Problem("model.vocab_size", f"is {vocab_size}; {needs}")]
@@ -120,7 +119,7 @@ def _phase_problems(config: Config, index: int, phase: PhaseConfig, opened: Open
     here = os.path.exists(data.path)  # noqa: PTH110 (a path too long for the system is none)
     if data.source == Source.embedded and not here:
         place = _place_problems(key, data.path, vocab_size)
-        return embedded_problems(config, index, data.path) + place + _unmade_problems(config, phase)
+        return embedded_problems(phase.config, phase.index, data.path) + place + _unmade_problems(phase)
     if any(is_url(path) for path in paths):
         return []
     try:
@@ -137,7 +136,7 @@ def _phase_problems(config: Config, index: int, phase: PhaseConfig, opened: Open
         where = misplaced[0].folder.path
         cure = f"move it to {EMBEDDED_PATH.format(vocab_size)}, and prepare the text that this recipe is for"
         return [Problem(key, f"is {where}, which an earlier version filled with Python's own texts; {cure}")]
-    return content_problems(key, config, phase, found)
+    return content_problems(key, phase, found)
 
 
 def _place_problems(key: str, path: str, vocab_size: int) -> list[Problem]:
@@ -156,11 +155,11 @@ def _is_recipes_path(path: str) -> bool:
     return f"{os.path.normpath(path)}/".startswith(tuple(f"{known}/" for known in RECIPES_PATHS))
 
 
-def _unmade_problems(config: Config, phase: PhaseConfig) -> list[Problem]:
+def _unmade_problems(phase: ResolvedPhase) -> list[Problem]:
     """What an embedded corpus will lack whatever its vocabulary is: a token is a byte of the text at least."""
-    data = config.data_of(phase)
+    data = phase.data
     try:
-        tokens = parse_tokens(phase.tokens)
+        tokens = parse_tokens(phase.settings.tokens)
     except ValueError:
         return []  # reported by the phase's own rules
     if data.epochs is None:
@@ -170,23 +169,21 @@ def _unmade_problems(config: Config, phase: PhaseConfig) -> list[Problem]:
     if not set(weights) <= set(most):
         return []  # names of the mixture's own, which the folder resolves
     whole = sum(weights.values())
-    return _epochs_problems(
-        config, phase, {name: weights[name] / whole * tokens / most[name] for name in weights}, "null"
-    )
+    return _epochs_problems(phase, {name: weights[name] / whole * tokens / most[name] for name in weights}, "null")
 
 
-def content_problems(key: str, config: Config, phase: PhaseConfig, found: Sequence[MixtureSource]) -> list[Problem]:
+def content_problems(key: str, phase: ResolvedPhase, found: Sequence[MixtureSource]) -> list[Problem]:
     """What opened sources hold against the model and the lengths of a phase."""
     folders = {source.folder.name: source.folder for source in found}
-    vocabulary = [p for folder in folders.values() for p in _vocabulary_problems(key, config, phase, folder)]
-    vocabulary += meaning_problems(config, config.phases.index(phase), found[0].folder)
-    return vocabulary + _size_problems(key, config, phase, found) + _amount_problems(config, phase, found)
+    vocabulary = [p for folder in folders.values() for p in _vocabulary_problems(key, phase, folder)]
+    vocabulary += meaning_problems(phase.config, phase.index, found[0].folder)
+    return vocabulary + _size_problems(key, phase, found) + _amount_problems(phase, found)
 
 
-def _vocabulary_problems(key: str, config: Config, phase: PhaseConfig, folder: TokenFolder) -> list[Problem]:
+def _vocabulary_problems(key: str, phase: ResolvedPhase, folder: TokenFolder) -> list[Problem]:
     """An embedded folder must have been made for this vocabulary size; any other may be smaller than the model's."""
-    has, vocab_size = folder.manifest.vocab_size, config.model.vocab_size
-    if config.data_of(phase).source == Source.embedded:
+    has, vocab_size = folder.manifest.vocab_size, phase.model.vocab_size
+    if phase.data.source == Source.embedded:
         made_for = folder.manifest.origin.get("asked_vocab_size", has)
         if vocab_size in (has, made_for):
             return []
@@ -198,35 +195,35 @@ def _vocabulary_problems(key: str, config: Config, phase: PhaseConfig, folder: T
     return [Problem(key, f"{folder.name} has a vocabulary of {has}, model.vocab_size is {vocab_size}; {cure}")]
 
 
-def _amount_problems(config: Config, phase: PhaseConfig, found: Sequence[MixtureSource]) -> list[Problem]:
+def _amount_problems(phase: ResolvedPhase, found: Sequence[MixtureSource]) -> list[Problem]:
     """A phase reads no source more often than data.epochs allows."""
     try:
-        tokens = parse_tokens(phase.tokens)
+        tokens = parse_tokens(phase.settings.tokens)
     except ValueError:
         return []  # reported by the phase's own rules
     reads = {one.source: one.epochs for one in reading_plan(found, tokens)}
-    return _epochs_problems(config, phase, reads, str(math.ceil(max(reads.values()))))
+    return _epochs_problems(phase, reads, str(math.ceil(max(reads.values()))))
 
 
-def _epochs_problems(config: Config, phase: PhaseConfig, reads: Mapping[str, float], enough: str) -> list[Problem]:
+def _epochs_problems(phase: ResolvedPhase, reads: Mapping[str, float], enough: str) -> list[Problem]:
     """Of the sources that a phase reads too often, the one that it reads most often."""
-    most = config.data_of(phase).epochs
+    most = phase.data.epochs
     source = max(reads, key=lambda name: reads[name])
     if most is None or reads[source] <= most:
         return []
-    index = config.phases.index(phase)
-    key = "data.epochs" if phase.data.epochs is None else f"phases.{index}.data.epochs"
-    cure = f"{key}={enough} allows it, phases.{index}.tokens or more text makes it fewer"
-    times = f"{phase.name} reads the source {source} {reads[source]:,.1f} times"
+    key = phase.key("data.epochs")
+    cure = f"{key}={enough} allows it, {phase.own_key('tokens')} or more text makes it fewer"
+    times = f"{phase.settings.name} reads the source {source} {reads[source]:,.1f} times"
     return [Problem(key, f"allows {most:g}, and {times}: {cure}")]
 
 
-def _size_problems(key: str, config: Config, phase: PhaseConfig, found: Sequence[MixtureSource]) -> list[Problem]:
-    longest = phase.seq_len * max((1, *config.run.eval_lengths))
+def _size_problems(key: str, phase: ResolvedPhase, found: Sequence[MixtureSource]) -> list[Problem]:
+    seq_len = phase.settings.seq_len
+    longest = seq_len * max((1, *phase.config.run.eval_lengths))
     told = []
     for one in found:
-        if one.tokens("train") <= phase.seq_len:
-            message = f"has {one.tokens('train')} train tokens, and one row takes {phase.seq_len + 1}"
+        if one.tokens("train") <= seq_len:
+            message = f"has {one.tokens('train')} train tokens, and one row takes {seq_len + 1}"
             told.append(Problem(key, f"{one.folder.name} ({one.name}) {message}; a smaller seq_len or more text works"))
     most = max(one.tokens("validation") for one in found)
     if most <= longest:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hybridtron.config.schema import Config, DataConfig, PhaseConfig, Source
+from hybridtron.config.resolve import ResolvedPhase
+from hybridtron.config.schema import DataConfig, Source
 from hybridtron.config.units import parse_bytes
 from hybridtron.data.folder import FolderError
 from hybridtron.data.mds.opening import open_folder
@@ -28,17 +29,17 @@ class Sources:
         self._stores: dict[str, list[DocumentStore]] = {}
 
     @staticmethod
-    def open(config: Config, phase: PhaseConfig) -> Sources:
+    def open(phase: ResolvedPhase) -> Sources:
         """What a phase reads; ConfigError where it does not fit, now that it can be looked at."""
-        data = config.data_of(phase)
+        data = phase.data
         if data.source == Source.embedded:
-            prepare_embedded(Path(data.path), config.model.vocab_size)
+            prepare_embedded(Path(data.path), phase.model.vocab_size)
         cache = cache_options(data)
         try:
             found = mixture_of(data, lambda path: open_folder(path, cache))
         except FolderError as error:
             raise ConfigError([Problem("data.path", str(error))]) from error
-        if problems := content_problems("data.path", config, phase, found):
+        if problems := content_problems("data.path", phase, found):
             raise ConfigError(problems)
         return Sources(found, cache)
 

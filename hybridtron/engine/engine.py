@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridtron.architecture.table import parameter_table
+from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config
 from hybridtron.data.batch import Batch, step_key
 from hybridtron.data.order.phase_order import phase_seed
@@ -44,9 +45,9 @@ class Engine:
         dtype: torch.dtype | None = None,
         phase: int = 0,
     ) -> None:
-        self.run_config, self.groups = config, groups
-        self.config = config = config.in_phase(config.phases[phase])
-        self.trained = self.run_config.phases[phase].train
+        self.phases, self.groups = resolve(config), groups
+        self.config = config = self.phases[phase].config
+        self.trained = self.phases[phase].settings.train
         self.device = compute_device()
         self.dtype = dtype or DTYPES[config.precision.name]
         self.stages = build_stages(config, groups, self.dtype, self.device)
@@ -70,17 +71,18 @@ class Engine:
 
     def serves(self, phase: int) -> bool:
         """Whether a phase can be trained without building another one."""
-        wanted = self.run_config.in_phase(self.run_config.phases[phase])
+        wanted = self.phases[phase]
         same = wanted.model == self.config.model and wanted.precision == self.config.precision
-        return same and self.run_config.phases[phase].train == self.trained
+        return same and wanted.settings.train == self.trained
 
     def start_phase(self, index: int, lanes: range) -> None:
         """Take the phase's settings; its rows start from states as it says, and this process reads these lanes."""
-        self.config = self.run_config.in_phase(self.run_config.phases[index])
+        phase = self.phases[index]
+        self.config = phase.config
         self.optimizer.settings = self.config.optim
         chunks, self.restarted_lanes = [stage.model.slice.layers for stage in self.stages], None
         self._seed, self._lanes = phase_seed(self.config.run.seed, index), lanes
-        self.carrier = carrier_of(self.config, index, chunks, lanes, self.groups, self.device)
+        self.carrier = carrier_of(phase, chunks, lanes, self.groups, self.device)
 
     def forward_backward(self, batches: Sequence[Batch], step: int = 0) -> StepLoss:
         """The loss of a step of the phase and its gradients; each rank brings its own lanes' micro-batches."""

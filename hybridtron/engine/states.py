@@ -26,8 +26,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from hybridtron.architecture.base import StatePart
-from hybridtron.config.checks.states import NOISE
-from hybridtron.config.schema import Config, StateMode, StatesConfig
+from hybridtron.config.resolve import NOISE, ResolvedPhase
+from hybridtron.config.schema import StateMode, StatesConfig
 from hybridtron.data.batch import Batch
 from hybridtron.data.order.phase_order import phase_seed
 from hybridtron.model.stack import States
@@ -50,24 +50,21 @@ class Carried:
 
 
 def carrier_of(
-    config: Config,
-    phase_index: int,
+    phase: ResolvedPhase,
     layers: Sequence[range | None],
     lanes: range,
     groups: Groups,
     device: torch.device,
 ) -> Carrier | None:
     """The carrier of a phase, for chunks that hold these layers; None where every row starts from zero."""
-    phase = config.phases[phase_index]
-    states = config.states_of(phase)
-    if states.mode is StateMode.zero:
+    if phase.states.mode is StateMode.zero:
         return None
-    parts = carried_parts(config, phase)
+    parts = carried_parts(phase)
     chunks = [
         {layer: of_layer for layer, of_layer in parts.items() if held is None or layer in held} for held in layers
     ]
-    seed = phase_seed(config.run.seed, phase_index)
-    carried = Carried(states, tuple(chunks), lanes, config.lanes_of(phase), phase.micro_batch, seed)
+    seed = phase_seed(phase.config.run.seed, phase.index)
+    carried = Carried(phase.states, tuple(chunks), lanes, phase.lanes, phase.settings.micro_batch, seed)
     return Carrier(carried, groups.tensor, device)
 
 

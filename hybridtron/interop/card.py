@@ -7,7 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from hybridtron.architecture.table import parameter_table
 from hybridtron.config.choices import Source
 from hybridtron.config.exportable import TRANSFORMERS
-from hybridtron.config.schema import Config, PhaseConfig
+from hybridtron.config.resolve import ResolvedPhase, resolve
+from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
 from hybridtron.interop.native import Native
 from hybridtron.interop.tokenizer import SpecialTokens
@@ -51,15 +52,15 @@ tokenizer = AutoTokenizer.from_pretrained("."{trust})
 def _training(config: Config) -> str:
     if not config.phases:
         return "- taken over from elsewhere: data and training are not known here"
-    return "\n".join(f"- trained with hybridtron: {_phase(config, phase)}" for phase in config.phases)
+    return "\n".join(f"- trained with hybridtron: {_phase(phase)}" for phase in resolve(config))
 
 
-def _phase(config: Config, phase: PhaseConfig) -> str:
-    data = config.data_of(phase)
+def _phase(phase: ResolvedPhase) -> str:
+    data, settings = phase.data, phase.settings
     named = ", ".join(f"{name} x {entry.weight:g}" for name, entry in data.mixture.items())
     folder = data.path.rstrip("/").rpartition("/")[2]
     own = "the texts that Python itself brings" if data.source is Source.embedded else folder
-    return f"`{phase.name}`, {phase.tokens} tokens in rows of {phase.seq_len}, of {named or own}"
+    return f"`{settings.name}`, {settings.tokens} tokens in rows of {settings.seq_len}, of {named or own}"
 
 
 def _versions() -> str:

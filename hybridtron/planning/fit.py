@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from hybridtron.architecture.table import architecture
 from hybridtron.config.checks.parallel import parallel_problems, uncuttable
 from hybridtron.config.checks.precision import precision_problems
+from hybridtron.config.resolve import ResolvedPhase, resolve
 from hybridtron.config.schema import Config, ParallelConfig, Recompute
 from hybridtron.planning.memory import Plan, largest_phase, plan
 
@@ -74,7 +75,7 @@ def _layouts(config: Config, gpus: int) -> Iterator[ParallelConfig]:
     """The layouts that these devices can be arranged into."""
     layers = len(architecture(config.model).specs)
     for tensor in TENSOR_SIZES:
-        if uncuttable(config, tensor):
+        if uncuttable(config.model, tensor):
             continue
         for pipeline in range(1, min(layers, gpus // tensor, _MAX_PIPELINE) + 1):
             if gpus % (tensor * pipeline):
@@ -98,9 +99,7 @@ def _fitting(config: Config, parallel: ParallelConfig, gpus: int, memory_bytes: 
     for micro_batch in _MICRO_BATCHES:
         phases = [dataclasses.replace(phase, micro_batch=micro_batch) for phase in config.phases]
         tried = dataclasses.replace(config, parallel=parallel, phases=phases)
-        if any(tried.lanes_of(phase) % micro_batch for phase in phases) or any(parallel_problems(tried, gpus)):
-            continue
-        if any(precision_problems(tried)):
+        if any(_is_refused(phase, gpus) for phase in resolve(tried)):
             continue
         fitting = next((found for found in _recomputing(tried, gpus) if _needs(found) <= memory_bytes), None)
         if fitting is None:
@@ -108,13 +107,18 @@ def _fitting(config: Config, parallel: ParallelConfig, gpus: int, memory_bytes: 
         yield fitting
 
 
+def _is_refused(phase: ResolvedPhase, gpus: int) -> bool:
+    if phase.lanes % phase.settings.micro_batch:
+        return True
+    return any(parallel_problems(phase, gpus)) or any(precision_problems(phase))
+
+
 def _recomputing(config: Config, gpus: int) -> Iterator[FittingLayout]:
     """The layout with ever more recomputation, so ever less memory."""
-    phase = largest_phase(config)
     for recompute in Recompute:
         parallel = dataclasses.replace(config.parallel, recompute=recompute)
-        made = plan(dataclasses.replace(config, parallel=parallel), gpus, phase)
-        yield FittingLayout(parallel, phase.micro_batch, made)
+        phase = largest_phase(dataclasses.replace(config, parallel=parallel))
+        yield FittingLayout(parallel, phase.settings.micro_batch, plan(phase, gpus))
 
 
 def _needs(layout: FittingLayout) -> int:

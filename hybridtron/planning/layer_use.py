@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from hybridtron.architecture.base import MixerSpec, ModelSizes, StatePart
 from hybridtron.architecture.table import architecture
-from hybridtron.config.checks.states import NOISE, carried_kinds
-from hybridtron.config.schema import Config, ParallelConfig, PhaseConfig, Recompute, StateMode
+from hybridtron.config.resolve import NOISE, ResolvedPhase
+from hybridtron.config.schema import Config, ParallelConfig, Recompute, StateMode
 from hybridtron.planning.count import FP32_BYTES, VALUE_BYTES, stream_bytes
 
 INT64_BYTES = 8
@@ -42,17 +42,17 @@ def is_recomputed(spec: MixerSpec, sizes: ModelSizes, recompute: Recompute) -> b
     return recompute == Recompute.layer or (recompute == Recompute.selective and bool(spec.state_parts(sizes)))
 
 
-def runs_again(config: Config, phase: PhaseConfig) -> bool:
+def runs_again(phase: ResolvedPhase) -> bool:
     """Whether the chunks of a lane, run through time, run again in the backward pass, one at a time."""
-    return config.chunks_together(phase) > 1 and config.parallel.recompute != Recompute.none
+    return phase.chunks_together > 1 and phase.config.parallel.recompute != Recompute.none
 
 
-def carried_parts(config: Config, phase: PhaseConfig) -> dict[int, dict[str, StatePart]]:
+def carried_parts(phase: ResolvedPhase) -> dict[int, dict[str, StatePart]]:
     """What is carried of each sub-layer's state, or drawn for it; sub-layers of which nothing is are left out."""
-    states = config.states_of(phase)
+    states = phase.states
     if states.mode is StateMode.zero:
         return {}
-    arch, kinds = architecture(config.model), carried_kinds(states)
+    arch, kinds = architecture(phase.model), phase.carried_kinds
     layers = range(len(arch.specs)) if states.layers is None else sorted(set(states.layers))
     parts = {
         layer: {name: part for name, part in arch.specs[layer].state_parts(arch.sizes).items() if part.kind in kinds}
@@ -61,15 +61,15 @@ def carried_parts(config: Config, phase: PhaseConfig) -> dict[int, dict[str, Sta
     return {layer: of_layer for layer, of_layer in parts.items() if of_layer}
 
 
-def carried_bytes(config: Config, phase: PhaseConfig) -> dict[int, int]:
+def carried_bytes(phase: ResolvedPhase) -> dict[int, int]:
     """Bytes of one lane's carried state on the fullest tensor-parallel rank, by sub-layer; noise is not carried."""
-    if config.states_of(phase).mode in NOISE:
+    if phase.states.mode in NOISE:
         return {}
-    widths = {None: VALUE_BYTES[config.precision.name], "float32": FP32_BYTES, "int64": INT64_BYTES}
-    tensor = config.parallel.tensor
+    widths = {None: VALUE_BYTES[phase.precision.name], "float32": FP32_BYTES, "int64": INT64_BYTES}
+    tensor = phase.config.parallel.tensor
     return {
         layer: sum(widths[part.dtype] * state_values(part, tensor) for part in parts.values())
-        for layer, parts in carried_parts(config, phase).items()
+        for layer, parts in carried_parts(phase).items()
     }
 
 

@@ -40,7 +40,8 @@ from dataclasses import dataclass
 from hybridtron.architecture.base import Parameter
 from hybridtron.architecture.table import parameter_table
 from hybridtron.config.layout import chunks_on, data_parallel, layer_costs, stage_layers
-from hybridtron.config.schema import Config, ParallelConfig, PhaseConfig
+from hybridtron.config.resolve import ResolvedPhase, resolve
+from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.planning.count import FP32_BYTES, VALUE_BYTES, loss_bytes
 from hybridtron.planning.layer_use import LayerUse, carried_bytes, layer_uses, runs_again, shared, stream_values
 
@@ -114,17 +115,17 @@ class Plan:
         return max(self.ranks, key=lambda rank: rank.memory.total)
 
 
-def largest_phase(config: Config) -> PhaseConfig:
+def largest_phase(config: Config) -> ResolvedPhase:
     """The phase with the most tokens in one forward pass."""
-    return max(config.phases, key=lambda phase: phase.micro_batch * phase.seq_len * config.chunks_together(phase))
+    return max(resolve(config), key=lambda p: p.settings.micro_batch * p.settings.seq_len * p.chunks_together)
 
 
-def plan(config: Config, world_size: int, phase: PhaseConfig) -> Plan:
+def plan(phase: ResolvedPhase, world_size: int) -> Plan:
     """What every pipeline rank holds and sends in a phase; the configuration is checked for this world size."""
-    config = config.in_phase(phase)
+    config, settings = phase.config, phase.settings
     parallel, model = config.parallel, config.model
     data = data_parallel(parallel, world_size)
-    seq_len = max(phase.seq_len for phase in config.phases)
+    seq_len = max(one.seq_len for one in config.phases)
     costs = layer_costs(model, seq_len)
     stages = stage_layers(model, parallel, seq_len)
     table = parameter_table(model)
@@ -132,12 +133,12 @@ def plan(config: Config, world_size: int, phase: PhaseConfig) -> Plan:
         config=config,
         phase=phase,
         data=data,
-        micro_batches=phase.global_batch // (phase.micro_batch * data * config.chunks_together(phase)),
+        micro_batches=settings.global_batch // (settings.micro_batch * data * phase.chunks_together),
         chunks=tuple(
             PlannedStage(index, stage, sum(costs[stage.start : stage.stop])) for index, stage in enumerate(stages)
         ),
-        uses=layer_uses(config, runs_again(config, phase)),
-        carried=carried_bytes(config, phase),
+        uses=layer_uses(config, runs_again(phase)),
+        carried=carried_bytes(phase),
         table=table,
         held=held_names(table, stages, parallel.pipeline),
     )
@@ -198,7 +199,7 @@ class _Step:
     """What all ranks have in common in an optimizer step."""
 
     config: Config
-    phase: PhaseConfig
+    phase: ResolvedPhase
     data: int
     micro_batches: int
     chunks: tuple[PlannedStage, ...]
@@ -210,12 +211,12 @@ class _Step:
     @property
     def value_bytes(self) -> int:
         """Bytes of one activation for every token of a micro batch's chunk."""
-        return VALUE_BYTES[self.config.precision.name] * self.phase.seq_len * self.phase.micro_batch
+        return VALUE_BYTES[self.config.precision.name] * self.phase.settings.seq_len * self.phase.settings.micro_batch
 
     @property
     def together(self) -> int:
         """Chunks of a lane that a micro batch holds."""
-        return self.config.chunks_together(self.phase)
+        return self.phase.chunks_together
 
     def lane_bytes(self, chunk: PlannedStage) -> int:
         """Bytes of one lane's carried state in a chunk of the model."""
@@ -273,10 +274,10 @@ def _activations(step: _Step, chunks: Sequence[PlannedStage], passes: Iterable[S
         values[-1] += step.stream_values + step.config.model.width
     again = max(step.uses[layer].again for chunk in chunks for layer in chunk.layers) * step.value_bytes
     kept = [size * step.value_bytes * step.together for size in values]
-    if runs_again(step.config, step.phase):
+    if runs_again(step.phase):
         again += max(values) * step.value_bytes
         border = step.stream_values * step.value_bytes
-        kept = [(border + step.phase.micro_batch * step.lane_bytes(chunk)) * step.together for chunk in chunks]
+        kept = [(border + step.phase.settings.micro_batch * step.lane_bytes(chunk)) * step.together for chunk in chunks]
         if is_last:
             kept[-1] += step.config.model.width * step.value_bytes * step.together
     return again + max(sum(held * size for held, size in zip(live, kept, strict=True)) for live in passes)
@@ -286,14 +287,15 @@ def _logits(step: _Step, chunks: Sequence[PlannedStage]) -> int:
     """Bytes of what the loss makes."""
     if chunks[-1] is not step.chunks[-1]:
         return 0
-    model, tokens = step.config.model, step.phase.seq_len * step.phase.micro_batch * step.together
+    model, settings = step.config.model, step.phase.settings
+    tokens = settings.seq_len * settings.micro_batch * step.together
     vocabulary = shared(model.vocab_size, step.config.parallel.tensor)
     return loss_bytes(tokens, model.width, vocabulary, VALUE_BYTES[step.config.precision.name])
 
 
 def _states(step: _Step, chunks: Sequence[PlannedStage]) -> int:
     """Bytes of the states that are carried, old and new."""
-    return 2 * step.config.lanes_of(step.phase) // step.data * sum(step.lane_bytes(chunk) for chunk in chunks)
+    return 2 * step.phase.lanes // step.data * sum(step.lane_bytes(chunk) for chunk in chunks)
 
 
 def _traffic(step: _Step, rank: int, chunks: Sequence[PlannedStage], weights: int, gradients: int) -> Traffic:

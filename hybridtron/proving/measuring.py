@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config, Documents
 from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.device import compute_device, describe_device, synchronize
@@ -214,7 +215,7 @@ def random_batches(config: Config) -> list[Batch]:
 
 
 def _seq_info(config: Config, rows: int, length: int) -> SeqInfo:
-    if config.documents_of(config.phases[0]) is Documents.join:
+    if resolve(config)[0].documents is Documents.join:
         return SeqInfo.stream(rows, length)
     places = torch.arange(length)
     size = -(-length // DOCUMENTS)

@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.restore import Border
 from hybridtron.config.choices import Moments
-from hybridtron.config.phases import Stretch, phase_after
+from hybridtron.config.resolve import ResolvedPhase, phase_continuing_at, resolve
 from hybridtron.config.schema import Config
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups
@@ -45,17 +45,17 @@ class Engines:
 
     def after(self, checkpoint: Checkpoint) -> tuple[Engine, Border | None]:
         """The engine that goes on from a checkpoint, and from whose weights, where a phase begins there."""
-        stretch = phase_after(self.config, checkpoint.meta.step)
-        if self._now is None or not self._now.serves(stretch.index):
-            self.build(stretch.index)
-        if stretch.index == 0 or checkpoint.meta.step > stretch.first:
+        phase = phase_continuing_at(resolve(self.config), checkpoint.meta.step)
+        if self._now is None or not self._now.serves(phase.index):
+            self.build(phase.index)
+        if phase.index == 0 or checkpoint.meta.step > phase.start_step:
             return self.now, None
-        given = weights_for(stretch.phase, self.config)
+        given = weights_for(phase)
         if given is not None:
-            return self.now, Border(given, moments=False, key=f"phases.{stretch.index}.init_from")
-        return self.now, Border(checkpoint, stretch.phase.moments is Moments.keep)
+            return self.now, Border(given, moments=False, key=phase.own_key("init_from"))
+        return self.now, Border(checkpoint, phase.settings.moments is Moments.keep)
 
-    def must_change(self, stretch: Stretch) -> bool:
+    def must_change(self, phase: ResolvedPhase) -> bool:
         """Whether a phase begins with anything but what the one before leaves."""
-        phase = stretch.phase
-        return not self.now.serves(stretch.index) or phase.init_from is not None or phase.moments is Moments.reset
+        anew = phase.settings.init_from is not None or phase.settings.moments is Moments.reset
+        return anew or not self.now.serves(phase.index)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from hybridtron.config.schema import Config, PhaseConfig
+from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.config.units import parse_tokens
 from hybridtron.data.batch import Batch
 from hybridtron.data.sources import Sources
@@ -24,16 +24,17 @@ class HeldOutLosses(NamedTuple):
     by_source: dict[str, float]
 
 
-def evaluate(engine: Engine, sources: Sources, config: Config, phase: PhaseConfig) -> HeldOutLosses:
+def evaluate(engine: Engine, sources: Sources, phase: ResolvedPhase) -> HeldOutLosses:
     """Read the held-out rows once at every length."""
-    documents, tokens = config.documents_of(phase), parse_tokens(config.run.eval_tokens)
-    piece = phase.seq_len * max(config.run.eval_lengths)
+    run, settings = phase.config.run, phase.settings
+    documents, tokens = phase.documents, parse_tokens(run.eval_tokens)
+    piece = settings.seq_len * max(run.eval_lengths)
     names = [one.name for one in sources.having("validation")]
     by_length: dict[str, float] = {}
     by_source: dict[str, float] = {}
-    for multiple in config.run.eval_lengths:
-        rows = max(1, phase.micro_batch // multiple)
-        read = held_out(sources, documents, phase.seq_len * multiple, tokens, rows, piece)
+    for multiple in run.eval_lengths:
+        rows = max(1, settings.micro_batch // multiple)
+        read = held_out(sources, documents, settings.seq_len * multiple, tokens, rows, piece)
         batches = [(names.index(name), batch) for name, batch in read]
         losses = engine.losses(shared_out(batches, rows, engine), len(names))
         by_length[f"{multiple}x"] = StepLoss(losses.total.sum(), losses.tokens.sum()).mean.item()

@@ -3,54 +3,55 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hybridtron.config.choices import DecaySchedule, LrPiece, Moments, Schedule
-from hybridtron.config.schema import Config, OptimConfig
+from hybridtron.config.resolve import ResolvedPhase
+from hybridtron.config.schema import OptimConfig
 from hybridtron.config.units import parse_share, parse_tokens
 
 
-def learning_rate(config: Config, index: int, tokens: int) -> float:
+def learning_rate(phases: Sequence[ResolvedPhase], index: int, tokens: int) -> float:
     """The rate for the step that brings a phase to `tokens`, as its piece says."""
-    phase = config.phases[index]
-    optim = config.in_phase(phase).optim
-    if phase.lr_piece is LrPiece.decay:
-        assert phase.lr_to is not None
-        begun, whole = _end_of(config, index - 1), parse_tokens(phase.tokens)
-        return phase.lr_to + (begun - phase.lr_to) * _shape(optim)(min(tokens / whole, 1.0))
+    settings = phases[index].settings
+    if settings.lr_piece is LrPiece.decay:
+        assert settings.lr_to is not None
+        begun, whole = _end_of(phases, index - 1), parse_tokens(settings.tokens)
+        return settings.lr_to + (begun - settings.lr_to) * _shape(phases[index].optim)(min(tokens / whole, 1.0))
     leader = index
-    while config.phases[leader].lr_piece is LrPiece.carry_on:
+    while phases[leader].settings.lr_piece is LrPiece.carry_on:
         leader -= 1
-        tokens += parse_tokens(config.phases[leader].tokens)
-    return _course(config, leader, tokens)
+        tokens += parse_tokens(phases[leader].settings.tokens)
+    return _course(phases, leader, tokens)
 
 
-def weight_decay(config: Config, index: int, lr: float) -> float:
+def weight_decay(phases: Sequence[ResolvedPhase], index: int, lr: float) -> float:
     """The weight decay for a step at this learning rate: that of the phase, or its share that the rate is of its peak.
 
     A phase without a peak of its own goes by that of the course that it carries on or ends.
     """
-    optim = config.in_phase(config.phases[index]).optim
+    optim = phases[index].optim
     if optim.weight_decay_schedule is DecaySchedule.constant:
         return optim.weight_decay
-    peak = next(phase.lr for phase in reversed(config.phases[: index + 1]) if phase.lr is not None)
+    rates = (phase.settings.lr for phase in reversed(phases[: index + 1]))
+    peak = next(rate for rate in rates if rate is not None)
     return optim.weight_decay * lr / peak
 
 
-def _course(config: Config, leader: int, tokens: int) -> float:
+def _course(phases: Sequence[ResolvedPhase], leader: int, tokens: int) -> float:
     """Linear warm-up, then cosine or WSD to final_lr, over a phase and those that continue it."""
-    phase = config.phases[leader]
-    optim, peak = config.in_phase(phase).optim, phase.lr
+    phase, optim = phases[leader].settings, phases[leader].optim
+    peak = phase.lr
     assert peak is not None
     whole = parse_tokens(phase.tokens)
-    for follower in config.phases[leader + 1 :]:
-        if follower.lr_piece is not LrPiece.carry_on:
+    for follower in phases[leader + 1 :]:
+        if follower.settings.lr_piece is not LrPiece.carry_on:
             break
-        whole += parse_tokens(follower.tokens)
+        whole += parse_tokens(follower.settings.tokens)
     warmup = parse_share(optim.warmup, whole)
     if tokens < warmup:
         anew = leader == 0 or phase.moments is Moments.reset or phase.init_from is not None
-        begun = 0.0 if anew else min(_end_of(config, leader - 1), peak)
+        begun = 0.0 if anew else min(_end_of(phases, leader - 1), peak)
         return begun + (peak - begun) * tokens / warmup
     start = warmup if optim.schedule is Schedule.cosine else whole - parse_share(optim.decay, whole)
     lowest = peak * optim.final_lr
@@ -58,9 +59,9 @@ def _course(config: Config, leader: int, tokens: int) -> float:
     return lowest + (peak - lowest) * _shape(optim)(progress)
 
 
-def _end_of(config: Config, index: int) -> float:
+def _end_of(phases: Sequence[ResolvedPhase], index: int) -> float:
     """The rate at which a phase ends."""
-    return learning_rate(config, index, parse_tokens(config.phases[index].tokens))
+    return learning_rate(phases, index, parse_tokens(phases[index].settings.tokens))
 
 
 def _shape(optim: OptimConfig) -> Callable[[float], float]:

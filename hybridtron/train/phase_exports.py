@@ -17,7 +17,7 @@ from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.files import temporary_path
 from hybridtron.config.checks.export import exported_step
 from hybridtron.config.choices import Export
-from hybridtron.config.phases import Stretch, last_step, stretches
+from hybridtron.config.resolve import ResolvedPhase, last_step, resolve
 from hybridtron.config.schema import Config
 from hybridtron.train.failures import Failures
 
@@ -33,33 +33,33 @@ class PhaseExports:
         self.run_dir = Path(config.run.dir)
         self.failed: dict[str, str] = {}
 
-    def ended(self, step: int) -> list[Stretch]:
+    def ended(self, step: int) -> list[ResolvedPhase]:
         """Phases with an export that have ended at a step."""
-        return [one for one in stretches(self.config) if one.phase.export is not None and one.last <= step]
+        return [one for one in resolve(self.config) if one.settings.export is not None and one.end_step <= step]
 
     def write(self, step: int) -> None:
         """Export what has ended at a step and is not there yet."""
-        for stretch in self.ended(step):
-            name = stretch.phase.name
+        for phase in self.ended(step):
+            name = phase.settings.name
             output = self.run_dir / "export" / name
-            if exported_step(output) == stretch.last:
+            if exported_step(output) == phase.end_step:
                 continue
             if temporary_path(output).exists() and step < last_step(self.config):
                 self.failed[name] = "it was killed once, and is tried again at the end of the run"
                 continue
             try:
-                self._write(stretch, output)
+                self._write(phase, output)
             except Exception as error:
                 self._report(name, error)
             else:
                 self.failed.pop(name, None)
                 print(f"{name} is exported: {output}")
 
-    def _write(self, stretch: Stretch, output: Path) -> None:
+    def _write(self, phase: ResolvedPhase, output: Path) -> None:
         if output.exists():
             raise FileExistsError(f"{output} is something else: move it away")
-        assert stretch.phase.export is not None
-        self.export(Checkpoint.open(checkpoints.folder_of(self.run_dir, stretch.last)), output, stretch.phase.export)
+        assert phase.settings.export is not None
+        self.export(Checkpoint.open(checkpoints.folder_of(self.run_dir, phase.end_step)), output, phase.settings.export)
 
     def _report(self, name: str, error: Exception) -> None:
         self.failed[name] = f"{type(error).__name__}: {error}"

@@ -6,7 +6,7 @@ From the configuration alone, and from the folders of tokens that are on this ma
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridtron.config.choices import LrPiece, Moments
-from hybridtron.config.phases import Stretch, last_step, stretches
+from hybridtron.config.resolve import ResolvedPhase, last_step, resolve
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
 from hybridtron.data.folder import FolderError, TokenFolder
@@ -42,22 +42,22 @@ def print_timetable(config: Config) -> None:
 
 def print_changes(config: Config, console: Console) -> None:
     """What each phase begins with, and what it changes."""
-    for stretch in stretches(config):
-        changes = list(changes_of(config, stretch))
-        console.print(f"\n{stretch.phase.name}" + ("" if changes else ": as the phase before"))
+    for phase in resolve(config):
+        changes = list(changes_of(phase))
+        console.print(f"\n{phase.settings.name}" + ("" if changes else ": as the phase before"))
         for change in changes:
             console.print(f"  {change}", highlight=False, markup=False)
 
 
-def flops(config: Config, stretch: Stretch) -> float:
+def flops(phase: ResolvedPhase) -> float:
     """Of a phase, forward and backward."""
-    return count(config.in_phase(stretch.phase).model, stretch.phase.seq_len).flops_per_token * stretch.tokens
+    return count(phase.model, phase.settings.seq_len).flops_per_token * phase.tokens
 
 
 def cost(config: Config) -> Iterator[str]:
     """Hours of devices, where the peak of one is known."""
     peak = config.cluster.peak_tflops
-    total = sum(flops(config, stretch) for stretch in stretches(config))
+    total = sum(flops(phase) for phase in resolve(config))
     yield f"{total:.3g} FLOPs over all phases"
     if peak is not None:
         hours = total / (MFU * peak * 1e12) / 3600
@@ -69,30 +69,32 @@ def phase_table(config: Config) -> Table:
     peak = config.cluster.peak_tflops
     hours = () if peak is None else ("GPU-hours",)
     table = _table("phase", "steps", "tokens", "rows", "micro", "seq_len", "rate", "FLOPs/token", "FLOPs", *hours)
-    for stretch in stretches(config):
-        phase = stretch.phase
-        rows = f"{phase.ramp.start} to {phase.global_batch}" if phase.ramp else str(phase.global_batch)
-        amount = flops(config, stretch)
+    phases = resolve(config)
+    for phase in phases:
+        settings = phase.settings
+        ramp, batch = settings.ramp, settings.global_batch
+        rows = f"{ramp.start} to {batch}" if ramp else str(batch)
+        amount = flops(phase)
         table.add_row(
-            phase.name,
-            f"{stretch.first + 1:,} to {stretch.last:,}",
-            readable(stretch.tokens),
+            settings.name,
+            f"{phase.start_step + 1:,} to {phase.end_step:,}",
+            readable(phase.tokens),
             rows,
-            str(phase.micro_batch),
-            str(phase.seq_len),
-            " to ".join(f"{rate:.3g}" for rate in rates_of(config, stretch)),
-            readable(amount / stretch.tokens),
+            str(settings.micro_batch),
+            str(settings.seq_len),
+            " to ".join(f"{rate:.3g}" for rate in rates_of(phases, phase)),
+            readable(amount / phase.tokens),
             f"{amount:.3g}",
             *(() if peak is None else (readable(amount / (MFU * peak * 1e12) / 3600),)),
         )
     return table
 
 
-def rates_of(config: Config, stretch: Stretch) -> list[float]:
+def rates_of(phases: Sequence[ResolvedPhase], phase: ResolvedPhase) -> list[float]:
     """The learning rate at the first step, its peak where that is higher, and at the last."""
-    after = [stretch.phase_tokens_at(stretch.first + 1), stretch.tokens]
-    first, last = (learning_rate(config, stretch.index, tokens) for tokens in after)
-    peak = stretch.phase.lr or 0.0
+    after = [phase.phase_tokens_at(phase.start_step + 1), phase.tokens]
+    first, last = (learning_rate(phases, phase.index, tokens) for tokens in after)
+    peak = phase.settings.lr or 0.0
     return [first, peak, last] if peak > max(first, last) else [first, last]
 
 
@@ -100,14 +102,14 @@ def source_table(config: Config) -> Table:
     """What each phase reads of each source; epochs where its folder is on this machine."""
     table = _table("phase", "source", "share", "tokens", "epochs")
     table.columns[1].justify = "left"
-    for stretch in stretches(config):
-        for name, share, epochs in _reading(config, stretch):
-            table.add_row(stretch.phase.name, name, f"{share:.1%}", readable(share * stretch.tokens), epochs)
+    for phase in resolve(config):
+        for name, share, epochs in _reading(phase):
+            table.add_row(phase.settings.name, name, f"{share:.1%}", readable(share * phase.tokens), epochs)
     return table
 
 
-def _reading(config: Config, stretch: Stretch) -> Iterator[tuple[str, float, str]]:
-    data = config.data_of(stretch.phase)
+def _reading(phase: ResolvedPhase) -> Iterator[tuple[str, float, str]]:
+    data = phase.data
     paths = [entry.path or data.path for entry in data.mixture.values()] or [data.path]
     try:
         if any(is_url(path) for path in paths):
@@ -120,41 +122,40 @@ def _reading(config: Config, stretch: Stretch) -> Iterator[tuple[str, float, str
         if not data.mixture:
             yield data.path, 1.0, "not here"
         return
-    for line in reading_plan(found, stretch.tokens):
+    for line in reading_plan(found, phase.tokens):
         yield line.source, line.share, f"{line.epochs:.3g}"
 
 
-def changes_of(config: Config, stretch: Stretch) -> Iterator[str]:
+def changes_of(phase: ResolvedPhase) -> Iterator[str]:
     """In words, what a phase begins with and what is other than in the phase before."""
-    phase = stretch.phase
-    if stretch.index == 0:
-        yield f"starts from {f'the weights of {config.run.weights}' if config.run.weights else 'new weights'}"
-    elif phase.init_from is not None:
-        yield f"starts from the weights of {phase.init_from}, without moments"
-    elif phase.moments is Moments.reset:
+    settings, run = phase.settings, phase.config.run
+    if phase.before is None:
+        yield f"starts from {f'the weights of {run.weights}' if run.weights else 'new weights'}"
+    elif settings.init_from is not None:
+        yield f"starts from the weights of {settings.init_from}, without moments"
+    elif settings.moments is Moments.reset:
         yield "starts without the optimizer's moments"
-    if phase.lr_piece is not LrPiece.rewarm:
-        towards = f" to {phase.lr_to:g}" if phase.lr_to is not None else ""
-        yield f"learning rate: {phase.lr_piece}{towards}"
-    if phase.train is not None:
-        yield f"trains {', '.join(phase.train)}"
-    if stretch.index > 0:
-        yield from _differences(_settings(config, stretch.index - 1), _settings(config, stretch.index))
-    if phase.export is not None:
-        yield f"is exported at its end: {config.run.dir}/export/{phase.name} ({phase.export})"
+    if settings.lr_piece is not LrPiece.rewarm:
+        towards = f" to {settings.lr_to:g}" if settings.lr_to is not None else ""
+        yield f"learning rate: {settings.lr_piece}{towards}"
+    if settings.train is not None:
+        yield f"trains {', '.join(settings.train)}"
+    if phase.before is not None:
+        yield from _differences(_settings(phase.before), _settings(phase))
+    if settings.export is not None:
+        yield f"is exported at its end: {run.dir}/export/{settings.name} ({settings.export})"
 
 
-def _settings(config: Config, index: int) -> dict[str, Any]:
+def _settings(phase: ResolvedPhase) -> dict[str, Any]:
     """All that a phase may set, by its keys."""
-    phase = config.phases[index]
-    now = config.in_phase(phase)
-    sections = {"optim": now.optim, "precision": now.precision, "states": config.states_of(phase)}
+    sections = {"optim": phase.optim, "precision": phase.precision, "states": phase.states}
     found = {f"{name}.{key}": value for name, one in sections.items() for key, value in dataclasses.asdict(one).items()}
-    layers = {f"layers.{letter}": options for letter, options in now.model.layers.items()}
-    data = config.data_of(phase)
-    mixture = {name: f"{entry.weight:g}" for name, entry in data.mixture.items()}
-    reading = {"documents": config.documents_of(phase), "order": config.order_of(phase), "seq_len": phase.seq_len}
-    return found | layers | {"data.path": data.path, "mixture": mixture} | reading | {"trains": phase.train}
+    layers = {f"layers.{letter}": options for letter, options in phase.model.layers.items()}
+    mixture = {name: f"{entry.weight:g}" for name, entry in phase.data.mixture.items()}
+    reading = {"documents": phase.documents, "order": phase.order, "seq_len": phase.settings.seq_len}
+    return (
+        found | layers | {"data.path": phase.data.path, "mixture": mixture} | reading | {"trains": phase.settings.train}
+    )
 
 
 def _differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.config.layout import launched
-from hybridtron.config.phases import last_step
+from hybridtron.config.resolve import last_step, resolve
 from hybridtron.config.schema import Config
 from hybridtron.device import deterministic, megatron_context
 from hybridtron.parallel.groups import Groups, barrier, host_pids
@@ -53,9 +53,7 @@ def run(config: Config, requests: StopRequests, export: ExportPhase) -> None:
                     say_finished(start, config, exports)
                 return
             given = given_weights(config) if start is None else None
-            changed = (
-                [] if given is None else check_same_weights(given, config.in_phase(config.phases[0]), "run.weights")
-            )
+            changed = [] if given is None else check_same_weights(given, resolve(config)[0].model, "run.weights")
             if groups.is_first:
                 open_folder(start, config, changed)
             barrier()

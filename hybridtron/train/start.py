@@ -6,14 +6,15 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
+from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import parameter_table
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.config.checks.precision import needs
 from hybridtron.config.choices import FP8_MULTIPLES
-from hybridtron.config.phases import Stretch, phase_of
-from hybridtron.config.schema import Config, PhaseConfig
+from hybridtron.config.resolve import ResolvedPhase, phase_ending_at, resolve
+from hybridtron.config.schema import Config
 from hybridtron.data.loader import Fingerprint
 from hybridtron.parallel.transformer_engine import fp8_fault
 from hybridtron.problems import ConfigError, Problem
@@ -57,29 +58,29 @@ def opened(path: Path, key: str, cure: str) -> Checkpoint:
         raise ConfigError([Problem(key, f"{error}; {cure}")]) from error
 
 
-def weights_for(phase: PhaseConfig, config: Config) -> Checkpoint | None:
+def weights_for(phase: ResolvedPhase) -> Checkpoint | None:
     """The checkpoint that a phase's init_from names, which has weights for its model."""
-    if phase.init_from is None:
+    if phase.settings.init_from is None:
         return None
-    key = f"phases.{config.phases.index(phase)}.init_from"
-    found = _newest_at(phase.init_from, key)
-    check_same_weights(found, config.in_phase(phase), key)
+    key = phase.own_key("init_from")
+    found = _newest_at(phase.settings.init_from, key)
+    check_same_weights(found, phase.model, key)
     return found
 
 
 def check_same_model(start: Checkpoint, config: Config) -> None:
     """A run goes on with the model that it was in the phase of its step."""
-    if differences := _differences(start, config.in_phase(phase_of(config, start.meta.step).phase)):
+    if differences := _differences(start, phase_ending_at(resolve(config), start.meta.step).model):
         raise ConfigError([Problem(key, f"{what}: set it so, or run.resume=never") for key, what in differences])
 
 
-def check_same_weights(given: Checkpoint, config: Config, key: str) -> list[str]:
+def check_same_weights(given: Checkpoint, model: ModelConfig, key: str) -> list[str]:
     """A model that starts from a checkpoint's weights has weights of these names and shapes.
 
     How it uses them may differ: attention may get another window, or become span attention. What differs is returned.
     """
-    differences = _differences(given, config)
-    held, wanted = (parameter_table(model) for model in (given.config.model, config.model))
+    differences = _differences(given, model)
+    held, wanted = (parameter_table(one) for one in (given.config.model, model))
     shapes = [{name: (weight.shape, weight.parts) for name, weight in table.items()} for table in (held, wanted)]
     if shapes[0] != shapes[1]:
         cure = f"set it so, or name another {key}"
@@ -87,8 +88,8 @@ def check_same_weights(given: Checkpoint, config: Config, key: str) -> list[str]
     return [f"{key} {what}" for key, what in differences]
 
 
-def _differences(held: Checkpoint, config: Config) -> list[tuple[str, str]]:
-    ours, theirs = asdict(config.model), asdict(held.config.model)
+def _differences(held: Checkpoint, model: ModelConfig) -> list[tuple[str, str]]:
+    ours, theirs = asdict(model), asdict(held.config.model)
     return [
         (f"model.{key}", f"is {ours[key]!r}, but {held.folder} holds {theirs[key]!r}")
         for key in ours
@@ -98,23 +99,23 @@ def _differences(held: Checkpoint, config: Config) -> list[tuple[str, str]]:
 
 def check_fp8(config: Config) -> None:
     """FP8 that is not emulated can run on this process's device, in whichever phase."""
-    for phase in config.phases:
-        precision = config.in_phase(phase).precision
+    for phase in resolve(config):
+        precision = phase.precision
         if precision.name in FP8_MULTIPLES and not precision.emulate and (fault := fp8_fault(precision.name)):
             raise ConfigError([needs(precision, f"transformer_engine and a Hopper or newer GPU ({fault})")])
 
 
-def check_same_data(start: Checkpoint, config: Config, stretch: Stretch, found: Fingerprint) -> list[Problem]:
+def check_same_data(start: Checkpoint, config: Config, phase: ResolvedPhase, found: Fingerprint) -> list[Problem]:
     """A phase resumed in its middle must find the data in the order that it left, and any phase the same tokenizer.
 
     With run.accept_data_changes the differences are returned instead.
     """
     held, step = start.meta.data, start.meta.step
-    keys = found if stretch.first < step < stretch.last else ["tokenizer"]
+    keys = found if phase.start_step < step < phase.end_step else ["tokenizer"]
     accepted = config.run.accept_data_changes
     cure = "set it back, start anew with run.resume=never, or go on all the same with run.accept_data_changes=true"
     differences = [
-        Problem(key, f"is {found[key]}, was {held[key]} at step {step} of {stretch.phase.name}")
+        Problem(key, f"is {found[key]}, was {held[key]} at step {step} of {phase.settings.name}")
         for key in keys
         if held.get(key, found[key]) != found[key]
     ]

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import architecture
-from hybridtron.config.phases import Stretch
+from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
 from hybridtron.data.loader import Loader
@@ -58,13 +58,13 @@ def ops_of(model: ModelConfig) -> set[str]:
     return named | {op.name for op in LOSS}
 
 
-def announce_reading(loader: Loader, stretch: Stretch) -> None:
+def announce_reading(loader: Loader, phase: ResolvedPhase) -> None:
     """What a phase reads: tokens and epochs of each source, and how long an unbroken stretch of text is."""
-    phase, order = stretch.phase, loader.order
+    settings, order = phase.settings, loader.order
     table = Table("source", "share", "tokens", "epochs", box=None, title_justify="left")
-    kind = f"{order.kind.value} of {phase.seq_len} tokens, documents {order.documents.value}"
-    table.title = f"{phase.name} reads {kind}"
-    for line in reading_plan(loader.sources.mixture, stretch.tokens):
+    kind = f"{order.kind.value} of {settings.seq_len} tokens, documents {order.documents.value}"
+    table.title = f"{settings.name} reads {kind}"
+    for line in reading_plan(loader.sources.mixture, phase.tokens):
         table.add_row(line.source, f"{line.share:.1%}", readable(line.tokens), f"{line.epochs:.3g}")
     Console().print(table)
     print(f"text runs on for {readable(loader.mean_stretch)} tokens on average; every row is full")

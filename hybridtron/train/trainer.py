@@ -16,7 +16,7 @@ from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.finite import NotFinite
 from hybridtron.checkpoint.restore import check_given, restore_newest, restore_states
 from hybridtron.checkpoint.save import Saver, meta_of
-from hybridtron.config.phases import Stretch, last_step, stretches
+from hybridtron.config.resolve import ResolvedPhase, last_step, resolve
 from hybridtron.config.schema import Config
 from hybridtron.config.units import parse_steps
 from hybridtron.data.batch import Batch
@@ -59,6 +59,7 @@ class Trainer:
         exports: PhaseExports,
     ) -> None:
         self.config, self.run_dir, self.groups = config, run_dir, groups
+        self.phases = resolve(config)
         self.requests, self.watchdog, self.exports = requests, watchdog, exports
         watchdog.beat("building the model")
         torch.manual_seed(config.run.seed)
@@ -114,25 +115,25 @@ class Trainer:
     def trained(self) -> bool:
         """Train to the end, unless the run must go back; then the same again, from where it has gone back to."""
         try:
-            for stretch in stretches(self.config):
-                if stretch.last > self.first and stretch.first < self.last:
-                    self.begin(stretch)
-                    self.train_phase(stretch)
-                self.export_ended(min(stretch.last, self.last))
+            for phase in self.phases:
+                if phase.end_step > self.first and phase.start_step < self.last:
+                    self.begin(phase)
+                    self.train_phase(phase)
+                self.export_ended(min(phase.end_step, self.last))
         except GoBack as failed:
             self.go_back(failed)
             return False
         return True
 
-    def begin(self, stretch: Stretch) -> None:
+    def begin(self, phase: ResolvedPhase) -> None:
         """Where a phase that was just reached needs another engine or other weights, read the border's checkpoint."""
-        if stretch.first <= self.first or not self.engines.must_change(stretch):
+        if phase.start_step <= self.first or not self.engines.must_change(phase):
             return
-        self.watchdog.beat(f"the start of phase {stretch.phase.name}")
+        self.watchdog.beat(f"the start of phase {phase.settings.name}")
         self.saver.finish()
-        border = Checkpoint.open(checkpoints.folder_of(self.run_dir, stretch.first))
+        border = Checkpoint.open(checkpoints.folder_of(self.run_dir, phase.start_step))
         self.start = self.restored([border])
-        self.first = stretch.first
+        self.first = phase.start_step
 
     def export_ended(self, step: int) -> None:
         """Export what has ended; the other processes wait."""
@@ -144,27 +145,27 @@ class Trainer:
             self.exports.write(step)
         barrier()
 
-    def train_phase(self, stretch: Stretch) -> None:
+    def train_phase(self, phase: ResolvedPhase) -> None:
         """Train the steps of one phase that are still to be done; a phase ends with an evaluation and a checkpoint."""
-        loader = self.loader_of(stretch)
-        first, last = max(self.first, stretch.first), min(self.last, stretch.last)
-        self.take_up(stretch, loader)
+        loader = self.loader_of(phase)
+        first, last = max(self.first, phase.start_step), min(self.last, phase.end_step)
+        self.take_up(phase, loader)
         if self.groups.is_first:
-            announce_reading(loader, stretch)
-        self.flops_per_token = count(self.engine.config.model, stretch.phase.seq_len).flops_per_token
-        eval_every = parse_steps(self.config.run.eval_every, stretch.phase.tokens_per_step)
-        save_every = parse_steps(self.config.checkpoint.every, stretch.phase.tokens_per_step)
+            announce_reading(loader, phase)
+        self.flops_per_token = count(self.engine.config.model, phase.settings.seq_len).flops_per_token
+        eval_every = parse_steps(self.config.run.eval_every, phase.settings.tokens_per_step)
+        save_every = parse_steps(self.config.checkpoint.every, phase.settings.tokens_per_step)
         due = False
-        with closing(self.read(loader, stretch, first, last)) as steps:
+        with closing(self.read(loader, phase, first, last)) as steps:
             for step in range(first + 1, last + 1):
                 self.watchdog.beat(f"step {step}")
                 asked = time.perf_counter()
                 batches = next(steps)
                 with profiled(step, self.config.run.profile, self.run_dir / "logs", self.groups.rank):
-                    metrics = self.train_step(step, stretch, batches, asked)
+                    metrics = self.train_step(step, phase, batches, asked)
                 if step % eval_every == 0 or step == last:
                     self.watchdog.beat(f"the evaluation at step {step}")
-                    losses = evaluate(self.engine, loader.sources, self.config, stretch.phase)
+                    losses = evaluate(self.engine, loader.sources, phase)
                     several = losses.by_source if len(losses.by_source) > 1 else None
                     metrics = replace(metrics, validation=losses.by_length, validation_by_source=several)
                 if self.metrics is not None:
@@ -183,40 +184,40 @@ class Trainer:
                     self.finish_saving()
                     raise Preempted(step, stop)
 
-    def take_up(self, stretch: Stretch, loader: Loader) -> None:
+    def take_up(self, phase: ResolvedPhase, loader: Loader) -> None:
         """Bring the engine to where the phase stands: at its start, or in its middle as a checkpoint holds it."""
-        if self.start is not None and stretch.first <= self.first:
-            for one in check_same_data(self.start, self.config, stretch, loader.fingerprint):
+        if self.start is not None and phase.start_step <= self.first:
+            for one in check_same_data(self.start, self.config, phase, loader.fingerprint):
                 if self.metrics is not None:
                     self.metrics.console.say(f"run.accept_data_changes=true: {one.key} {one.message}")
-        self.engine.start_phase(stretch.index, loader.lanes)
-        if stretch.first >= self.first:
+        self.engine.start_phase(phase.index, loader.lanes)
+        if phase.start_step >= self.first:
             self.engine.guard.restart()
-        if self.engine.carrier is not None and self.start is not None and stretch.first < self.first:
+        if self.engine.carrier is not None and self.start is not None and phase.start_step < self.first:
             restore_states(self.engine.carrier, self.groups, self.start)
 
-    def train_step(self, step: int, stretch: Stretch, batches: list[Batch], asked: float) -> StepMetrics:
+    def train_step(self, step: int, phase: ResolvedPhase, batches: list[Batch], asked: float) -> StepMetrics:
         """One optimizer step; `asked` is when its data was asked for."""
         arrived = time.perf_counter()
-        lr = learning_rate(self.config, stretch.index, stretch.phase_tokens_at(step))
-        number, guard = step - stretch.first - 1, self.engine.guard
-        if guard.refused or self.windows.jumps(stretch.index, number):
+        lr = learning_rate(self.phases, phase.index, phase.phase_tokens_at(step))
+        number, guard = step - phase.start_step - 1, self.engine.guard
+        if guard.refused or self.windows.jumps(phase.index, number):
             self.engine.break_off()
         loss = self.engine.forward_backward(batches, number)
         layers = self.engine.optimizer.norms() if self.config.run.layer_norms else None
-        grad_norm, accepted = self.engine.step(lr, weight_decay(self.config, stretch.index, lr))
+        grad_norm, accepted = self.engine.step(lr, weight_decay(self.phases, phase.index, lr))
         synchronize()
         self.skipped += not accepted
         if self.metrics is not None and guard.why is not None:
             self.metrics.decide(refusal_of(step, guard, loss.mean.item(), grad_norm))
         step_time = time.perf_counter() - asked
-        speed = stretch.tokens_of(step) / step_time
+        speed = phase.tokens_of(step) / step_time
         tflops = speed * self.flops_per_token / 1e12 / self.groups.world_size
         peak = self.config.cluster.peak_tflops
         return StepMetrics(
             step=step,
-            phase=stretch.phase.name,
-            tokens=stretch.tokens_at(step),
+            phase=phase.settings.name,
+            tokens=phase.tokens_at(step),
             loss=loss.mean.item(),
             grad_norm=grad_norm,
             lr=lr,
@@ -271,19 +272,19 @@ class Trainer:
         self.start = self.restored(self.way_back.checkpoints(failed, self.saver.written))
         self.first = self.start.meta.step
         times = self.way_back.count(failed, self.first)
-        self.windows = self.windows.without(stretches(self.config), self.first, failed.step)
+        self.windows = self.windows.without(self.phases, self.first, failed.step)
         if self.metrics is not None:
             self.metrics.decide(return_of(failed, self.first, times, self.windows))
             self.metrics.go_back(self.first)
 
-    def read(self, loader: Loader, stretch: Stretch, first: int, last: int) -> Generator[list[Batch]]:
+    def read(self, loader: Loader, phase: ResolvedPhase, first: int, last: int) -> Generator[list[Batch]]:
         """The micro-batches of the steps after `first`, up to `last`, without the data that is left out."""
-        for run in self.windows.runs(stretch.index, first - stretch.first, last - stretch.first):
+        for run in self.windows.runs(phase.index, first - phase.start_step, last - phase.start_step):
             yield from loader.iterate(run.start, run.stop)
 
-    def loader_of(self, stretch: Stretch) -> Loader:
+    def loader_of(self, phase: ResolvedPhase) -> Loader:
         """This rank's loader; a corpus that must be prepared first is prepared once."""
-        mine = (self.config, stretch.index, self.groups.data_rank, self.groups.data_size)
+        mine = (phase, self.groups.data_rank, self.groups.data_size)
         loader = build_loader(*mine) if self.groups.is_first else None
         barrier()
         return loader or build_loader(*mine)

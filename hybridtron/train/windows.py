@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from hybridtron.config.phases import Stretch
+from hybridtron.config.resolve import ResolvedPhase
 
 
 class Window(NamedTuple):
@@ -58,14 +58,16 @@ class Windows:
             if a < b
         ]
 
-    def without(self, stretches: Iterable[Stretch], done: int, failed: int) -> Windows:
+    def without(self, phases: Iterable[ResolvedPhase], done: int, failed: int) -> Windows:
         """The windows after the steps of the run beyond `done`, up to `failed` itself, are left out as well."""
         added = []
-        for stretch in stretches:
-            first, end = (min(max(step, stretch.first), stretch.last) - stretch.first for step in (done, failed))
+        for phase in phases:
+            first, end = (
+                min(max(step, phase.start_step), phase.end_step) - phase.start_step for step in (done, failed)
+            )
             if first < end:
-                data = self.data_step(stretch.index, first), self.data_step(stretch.index, end - 1) + 1
-                added.append(Window(stretch.index, *data))
+                data = self.data_step(phase.index, first), self.data_step(phase.index, end - 1) + 1
+                added.append(Window(phase.index, *data))
         return Windows([*self.all, *added])
 
     def as_lists(self) -> list[list[int]]:

@@ -16,7 +16,7 @@ from hybridtron.config.check import check
 from hybridtron.config.checks.export import export_folder_problems
 from hybridtron.config.exportable import RECORD, TRANSFORMERS
 from hybridtron.config.load import load
-from hybridtron.config.phases import last_step
+from hybridtron.config.resolve import last_step, resolve
 from hybridtron.interop.export import TARGETS
 from hybridtron.requirements import requirements
 
@@ -73,7 +73,8 @@ def test_what_is_in_its_place_is_of_that_step_and_run(tmp_path: Path) -> None:
     config, output = load(arguments), run / "export" / "pretrain"
 
     def found(*more: str) -> list[str]:
-        return [problem.key for problem in export_folder_problems(load([*arguments, *more]))]
+        config = load([*arguments, *more])
+        return [problem.key for problem in export_folder_problems(config, resolve(config))]
 
     assert found() == []
     output.mkdir(parents=True)

@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from hybridtron.config.load import CONFIGS, load, load_saved, to_yaml
+from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Documents, Precision, Source
 from hybridtron.problems import ConfigError
 
@@ -194,6 +195,16 @@ def test_a_configuration_of_before_trains_as_it_did(tmp_path):
     assert (found.optim.weight_decay_schedule, found.optim.decay_all) == ("constant", False)
 
 
+def test_sizes_that_an_older_version_wrote_are_dropped(tmp_path):
+    config = load(["parallel.tensor=2"])
+    written = to_yaml(config).replace("parallel:\n", "parallel:\n  context: 1\n  expert: 1\n")
+    (tmp_path / "config.yaml").write_text(written)
+    assert load_saved(tmp_path / "config.yaml") == config
+    (tmp_path / "config.yaml").write_text(written.replace("context: 1", "context: 2"))
+    with pytest.raises(ConfigError, match=r"parallel\.context"):
+        load_saved(tmp_path / "config.yaml")
+
+
 def test_a_mixture_from_the_command_line() -> None:
     config = load(["data=slimpajama", "data.mixture={a: {weight: 3}, b: {weight: 1, path: c}}"])
     assert {name: (one.weight, one.path) for name, one in config.data.mixture.items()} == {
@@ -204,7 +215,7 @@ def test_a_mixture_from_the_command_line() -> None:
     assert len(config.data.mixture) == 8
     assert config.data.mixture["RedPajamaC4"].weight == 9
     config = load(["phases.0.data.mixture={a: {weight: 3}}"])
-    assert config.data_of(config.phases[0]).mixture["a"].weight == 3
+    assert resolve(config)[0].data.mixture["a"].weight == 3
 
 
 def test_a_wrong_mixture_is_reported() -> None:

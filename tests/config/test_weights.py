@@ -9,6 +9,7 @@ import pytest
 
 from hybridtron.config.check import check
 from hybridtron.config.load import CONFIGS, choices_of, load, to_yaml
+from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config, Documents, Order, StateMode
 from hybridtron.problems import ConfigError
 
@@ -52,7 +53,8 @@ def test_a_recipe_is_appendix_b_on_the_checkpoints_model_and_data(recipe: str, b
     assert (config.model, config.precision) == (held.model, held.precision)
     walking = config.states.mode is StateMode.tbtt
     expected = (Documents.isolate, Order.lanes) if walking else (Documents.join, Order.windows)
-    assert (config.documents_of(config.phases[0]), config.order_of(config.phases[0])) == expected
+    (phase,) = resolve(config)
+    assert (phase.documents, phase.order) == expected
     assert dataclasses.replace(config.data, documents=None, order=None) == dataclasses.replace(
         held.data, documents=None, order=None
     )

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybridtron.architecture.model import ModelConfig
+from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config, DataConfig, Documents, Order, PhaseConfig, RunConfig, Source
 from hybridtron.data.batch import Batch
 from hybridtron.data.folder import TokenFolder
@@ -329,7 +330,7 @@ def config_of(path: Path, source: Source, seq_len: int = 16, vocab_size: int = 9
 
 def test_build_loader_of_a_folder(toy: TokenFolder):
     config = config_of(toy.path, Source.folder)
-    first, second = build_loader(config, 0), build_loader(config, 1)
+    first, second = map(build_loader, resolve(config))
     assert first.fingerprint["seed"] == str(phase_seed(config.run.seed, 0))
     assert first.fingerprint != second.fingerprint
     assert first.sources.names == ["text"]
@@ -337,16 +338,18 @@ def test_build_loader_of_a_folder(toy: TokenFolder):
 
 def test_build_loader_refuses_what_can_be_seen_only_then(toy: TokenFolder):
     with pytest.raises(ConfigError, match="has a vocabulary of 999"):
-        build_loader(config_of(toy.path, Source.folder, vocab_size=400), 0)
+        build_loader(resolve(config_of(toy.path, Source.folder, vocab_size=400))[0])
 
 
 def test_build_loader_prepares_the_embedded_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     texts = [Document(f"text {name} " * 99, "text", name) for name in (f"topics/{i}" for i in range(60))]
     monkeypatch.setattr(corpus, "documents", lambda: texts)
-    sources: Sources = build_loader(config_of(tmp_path / "embedded", Source.embedded, vocab_size=400), 0).sources
+    sources: Sources = build_loader(
+        resolve(config_of(tmp_path / "embedded", Source.embedded, vocab_size=400))[0]
+    ).sources
     assert sources.mixture[0].folder.manifest.origin["asked_vocab_size"] == 400
     with pytest.raises(ConfigError, match=r"validation tokens in a source, and one row takes 10001"):
-        build_loader(config_of(tmp_path / "embedded", Source.embedded, seq_len=10_000, vocab_size=400), 0)
+        build_loader(resolve(config_of(tmp_path / "embedded", Source.embedded, seq_len=10_000, vocab_size=400))[0])
 
 
 def test_a_token_beyond_the_vocabulary_is_named(toy: TokenFolder):

@@ -11,12 +11,12 @@ import pytest
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.config.check import check
 from hybridtron.config.load import CONFIGS, load
+from hybridtron.config.phase_schema import PhaseDataConfig
 from hybridtron.config.schema import (
     Config,
     DataConfig,
     IngredientConfig,
     PhaseConfig,
-    PhaseDataConfig,
     RunConfig,
     Source,
 )

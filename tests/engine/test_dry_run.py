@@ -23,7 +23,7 @@ def test_shards_add_up_to_the_model_and_to_the_plan(layout: list[str]) -> None:
     config = load(layout)
     ranks = list(build_every_rank(config))
     assert faults(config, ranks) == []
-    planned = plan(config, len(ranks), largest_phase(config)).ranks
+    planned = plan(largest_phase(config), len(ranks)).ranks
     assert [built.parameters for built in ranks if built.tensor_rank == 0] == [rank.parameters for rank in planned]
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hybridtron.config.check import check
+from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config, PhaseConfig, Precision, PrecisionConfig, StateKind, StateMode, StatesConfig
 from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.engine.engine import Engine
@@ -251,7 +252,7 @@ def test_what_is_kept_and_planned_are_the_same_bytes(alone: Groups, precision: P
     carrier = carrier_of(engine)
     parts = [part for states in (carrier.held, *carrier._ended.values()) for part in states.values()]
     kept = sum(tensor.untyped_storage().nbytes() for part in parts for tensor in part.values())
-    (rank,) = plan(config, 1, config.phases[0]).ranks
+    (rank,) = plan(resolve(config)[0], 1).ranks
     assert kept == rank.memory.states > 0
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.config.load import load
+from hybridtron.config.resolve import resolve
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers import span
 from hybridtron.model.generate import generate
@@ -35,7 +36,7 @@ FULL = {"mamba2_span_laptop"}
 
 def shipped(recipe: str) -> ModelConfig:
     config = load([f"recipe={recipe}", *RECIPES[recipe]])
-    return config.in_phase(config.phases[-1]).model
+    return resolve(config)[-1].model
 
 
 def model_of(recipe: str) -> LanguageModel:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config, Documents, ParallelConfig
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.pool import Seat
@@ -36,7 +37,7 @@ def stepped(seat: Seat, config: Config) -> tuple[float, dict[str, Tensor], tuple
         batches = micro_batches(config)
         loss = engine.forward_backward(batches).mean.item()
         gradients = {name: gradient.clone() for name, gradient in engine.optimizer.gradients()}
-        planned = plan(config, groups.world_size, config.phases[0]).ranks[groups.pipeline_rank].traffic.pipeline
+        planned = plan(resolve(config)[0], groups.world_size).ranks[groups.pipeline_rank].traffic.pipeline
         return loss, gradients, (sum(sent), planned)
 
 

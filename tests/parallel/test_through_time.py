@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config, ParallelConfig, Recompute, StateMode, StatesConfig
 from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.engine.engine import Engine
@@ -76,7 +77,7 @@ def trained(seat: Seat, config: Config) -> tuple[list[float], dict[str, Tensor],
             engine.step(LR)
         assert engine.carrier is not None
         held = 2 * sum(tensor.nbytes for parts in engine.carrier.held.values() for tensor in parts.values())
-        planned = plan(config, groups.world_size, config.phases[0]).ranks[groups.pipeline_rank].memory.states
+        planned = plan(resolve(config)[0], groups.world_size).ranks[groups.pipeline_rank].memory.states
         return losses, gradients, (held, planned)
 
 

@@ -21,7 +21,7 @@ RECIPES = [name for name in choices_of("recipe") if not name.startswith(("ablati
 def planned(world_size: int, *arguments: str) -> tuple[Config, Plan]:
     config = load(arguments)
     assert not check(config, world_size)
-    return config, plan(config, world_size, largest_phase(config))
+    return config, plan(largest_phase(config), world_size)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -49,7 +49,7 @@ def test_one_process_holds_the_whole_model():
         phase = largest_phase(config)
         (rank,) = made.ranks
         held, model, value = rank.memory, config.model, 4 if config.precision.name == "fp32" else 2
-        assert (held.states > 0) == (config.states_of(phase).mode is not StateMode.zero)
+        assert (held.states > 0) == (phase.states.mode is not StateMode.zero)
         weights = parameter_table(model).values()
         in_fp32 = sum(weight.size for weight in weights if weight.fp32)
         narrow = sum(weight.size for weight in weights) - in_fp32
@@ -212,7 +212,7 @@ def test_what_is_proposed_keeps_every_rule_and_fits(recipe, gpus, gigabytes):
         proposed = load([f"recipe={recipe}", *settings_of(layout, config)])
         assert proposed.parallel == layout.parallel
         assert not check(proposed, gpus)
-        made = plan(proposed, gpus, largest_phase(proposed))
+        made = plan(largest_phase(proposed), gpus)
         assert made == layout.plan
         assert made.fullest.memory.total <= (1 - HEAD_ROOM) * gigabytes * 1e9
 

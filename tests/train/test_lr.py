@@ -9,14 +9,15 @@ import pytest
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.config.choices import DecaySchedule, LrPiece, Moments
 from hybridtron.config.phase_schema import PhaseConfig, PhaseOptimConfig
+from hybridtron.config.resolve import ResolvedPhase, resolve
 from hybridtron.config.schema import Config, OptimConfig, Schedule
 from hybridtron.train.lr import learning_rate, weight_decay
 
 PHASE = PhaseConfig(tokens="1000", seq_len=1, global_batch=1, lr=2.0)
 
 
-def configured(optim: OptimConfig, *phases: PhaseConfig) -> Config:
-    return Config(model=ModelConfig(layers={}), optim=optim, phases=list(phases))
+def configured(optim: OptimConfig, *phases: PhaseConfig) -> tuple[ResolvedPhase, ...]:
+    return resolve(Config(model=ModelConfig(layers={}), optim=optim, phases=list(phases)))
 
 
 @pytest.mark.parametrize(
@@ -42,26 +43,26 @@ def test_no_warmup_starts_at_the_peak() -> None:
 def test_a_phase_that_carries_on_is_the_rest_of_one_course(index: int, tokens: int, expected: float) -> None:
     """200 tokens of warm-up, then a cosine over 1800; the first phase ends at (1000 - 200) / 1800 of it."""
     rest = replace(PHASE, lr=None, lr_piece=LrPiece.carry_on)
-    config = configured(OptimConfig(warmup="10%"), PHASE, rest)
-    assert learning_rate(config, index, tokens) == pytest.approx(expected, rel=1e-5)
+    phases = configured(OptimConfig(warmup="10%"), PHASE, rest)
+    assert learning_rate(phases, index, tokens) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(0, 0.2), (50, 0.6), (100, 1.0), (1000, 0.1)])
 def test_a_new_course_warms_up_from_where_the_last_one_ended(tokens: int, expected: float) -> None:
-    config = configured(OptimConfig(warmup="10%"), PHASE, replace(PHASE, lr=1.0))
-    assert learning_rate(config, 1, tokens) == pytest.approx(expected)
+    phases = configured(OptimConfig(warmup="10%"), PHASE, replace(PHASE, lr=1.0))
+    assert learning_rate(phases, 1, tokens) == pytest.approx(expected)
 
 
 def test_without_the_moments_it_warms_up_from_nothing() -> None:
-    config = configured(OptimConfig(warmup="10%"), PHASE, replace(PHASE, lr=1.0, moments=Moments.reset))
-    assert learning_rate(config, 1, 50) == pytest.approx(0.5)
+    phases = configured(OptimConfig(warmup="10%"), PHASE, replace(PHASE, lr=1.0, moments=Moments.reset))
+    assert learning_rate(phases, 1, 50) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(("schedule", "middle"), [(Schedule.cosine, 0.11), (Schedule.wsd, 0.11)])
 def test_a_decay_goes_from_there_to_a_given_rate(schedule: Schedule, middle: float) -> None:
     last = replace(PHASE, lr=None, lr_piece=LrPiece.decay, lr_to=0.02, optim=PhaseOptimConfig(schedule=schedule))
-    config = configured(OptimConfig(warmup="10%"), PHASE, last)
-    rates = [learning_rate(config, 1, tokens) for tokens in (0, 500, 1000)]
+    phases = configured(OptimConfig(warmup="10%"), PHASE, last)
+    rates = [learning_rate(phases, 1, tokens) for tokens in (0, 500, 1000)]
     assert rates == pytest.approx([0.2, middle, 0.02])
 
 
@@ -74,11 +75,11 @@ def test_a_weight_decay_that_follows_the_learning_rate(index: int, tokens: int, 
     own = replace(PHASE, lr=1.0, optim=PhaseOptimConfig(weight_decay=0.4))
     last = replace(PHASE, lr=None, lr_piece=LrPiece.decay, lr_to=0.1)
     optim = OptimConfig(warmup="10%", weight_decay_schedule=DecaySchedule.lr)
-    config = configured(optim, PHASE, own, last)
-    assert weight_decay(config, index, learning_rate(config, index, tokens)) == pytest.approx(expected)
+    phases = configured(optim, PHASE, own, last)
+    assert weight_decay(phases, index, learning_rate(phases, index, tokens)) == pytest.approx(expected)
 
 
 def test_a_constant_weight_decay_does_not_look_at_the_rate() -> None:
     constant = PhaseOptimConfig(weight_decay_schedule=DecaySchedule.constant)
-    config = configured(OptimConfig(weight_decay_schedule=DecaySchedule.lr), PHASE, replace(PHASE, optim=constant))
-    assert [weight_decay(config, 1, rate) for rate in (0.0, 1.0, 2.0)] == [0.1] * 3
+    phases = configured(OptimConfig(weight_decay_schedule=DecaySchedule.lr), PHASE, replace(PHASE, optim=constant))
+    assert [weight_decay(phases, 1, rate) for rate in (0.0, 1.0, 2.0)] == [0.1] * 3

@@ -17,7 +17,7 @@ from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.save import Saver
 from hybridtron.config.layout import ProcessLaunch
-from hybridtron.config.phases import stretches
+from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.data.batch import Batch
 from hybridtron.data.loader import Loader, build_loader
@@ -65,7 +65,8 @@ def by_hand(config: Config, refused: Collection[int]) -> dict[str, Tensor]:
     """The same steps without trainer and guard: those refused are computed, and their gradients thrown away."""
     with megatron_context():
         engine = Engine(config, process_groups.start(ParallelConfig(), launch=ProcessLaunch(0, 1)))
-        loader, (stretch,) = build_loader(config, 0), stretches(config)
+        phases = resolve(config)
+        loader, (stretch,) = build_loader(phases[0]), phases
         engine.start_phase(0, loader.lanes)
         carrier = engine.carrier
         for step in range(1, STEPS + 1):
@@ -77,7 +78,7 @@ def by_hand(config: Config, refused: Collection[int]) -> dict[str, Tensor]:
                 continue
             if carrier is not None:
                 carrier.inspect()
-            engine.optimizer.step(learning_rate(config, stretch.index, stretch.phase_tokens_at(step)))
+            engine.optimizer.step(learning_rate(phases, stretch.index, stretch.phase_tokens_at(step)))
             if carrier is not None:
                 carrier.read()
                 carrier.commit()

@@ -7,12 +7,11 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridtron.config.growth import Growth
-from hybridtron.config.phases import Stretch
-from hybridtron.config.schema import PhaseConfig
+from hybridtron.config.resolve import resolve
+from hybridtron.config.schema import Config, PhaseConfig
 from hybridtron.train.windows import Windows
 
-PHASE = PhaseConfig(tokens="1K", seq_len=1, global_batch=1, lr=1.0)
+PHASE = PhaseConfig(tokens="10", seq_len=1, global_batch=1, lr=1.0)
 WINDOW = st.tuples(st.integers(0, 1), st.integers(0, 30), st.integers(1, 9)).map(lambda w: (w[0], w[1], w[1] + w[2]))
 WINDOWS = st.lists(WINDOW, max_size=5)
 
@@ -50,16 +49,15 @@ def test_a_checkpoint_holds_them(windows: list[tuple[int, int, int]]) -> None:
 def test_what_is_left_out_is_what_was_read(windows: list[tuple[int, int, int]], done: int, count: int) -> None:
     """Two phases of ten steps: nothing that the steps after `done` up to the failed one read is read again."""
     failed = min(done + count, 20)
-    growth = Growth.of(PHASE)
-    stretches = [Stretch(0, PHASE, 0, 10, 0, growth), Stretch(1, PHASE, 10, 20, 0, growth)]
+    phases = resolve(Config(phases=[PHASE, PHASE]))
     found = Windows(windows)
-    after = found.without(stretches, done, failed)
-    for stretch in stretches:
-        phase = stretch.index
-        read = [found.data_step(phase, step - stretch.first) for step in range(stretch.first, stretch.last)]
+    after = found.without(phases, done, failed)
+    for resolved in phases:
+        phase, start = resolved.index, resolved.start_step
+        read = [found.data_step(phase, step - start) for step in range(start, resolved.end_step)]
         again = [after.data_step(phase, step) for step in range(20)]
-        before = min(max(done - stretch.first, 0), len(read))
-        tried = read[before : max(failed - stretch.first, 0)]
+        before = min(max(done - start, 0), len(read))
+        tried = read[before : max(failed - start, 0)]
         assert again[:before] == read[:before]
         assert not set(tried) & set(again)
         remaining = [step for step in left(windows, phase) if not (tried and tried[0] <= step <= tried[-1])]

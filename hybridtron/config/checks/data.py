@@ -6,8 +6,9 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterator
 
+from hybridtron.config.phase_schema import PhaseDataConfig
 from hybridtron.config.rules import path_problems
-from hybridtron.config.schema import Config, DataConfig, Feed, PhaseDataConfig
+from hybridtron.config.schema import Config, DataConfig, Feed
 from hybridtron.config.units import parse_bytes, parse_tokens
 from hybridtron.problems import Problem
 

@@ -12,21 +12,20 @@ import math
 from collections.abc import Iterator
 
 from hybridtron.architecture.base import ModelSizes
+from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.pattern import PatternError, parse
 from hybridtron.architecture.table import letter_specs
 from hybridtron.config.layout import multiples_near, stage_problems, world_problems
-from hybridtron.config.schema import Config, ParallelConfig, PhaseConfig
+from hybridtron.config.resolve import ResolvedPhase
+from hybridtron.config.schema import ParallelConfig
 from hybridtron.problems import ConfigError, Problem, choice
 
 MAX_TENSOR = 64  # the largest size that a message may propose
 
 
-def parallel_problems(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """All that keeps this model and these phases from being laid out over so many processes (None: the fewest)."""
-    parallel = config.parallel
-    for name in ("context", "expert"):
-        if (size := getattr(parallel, name)) != 1:
-            yield Problem(f"parallel.{name}", f"is {size}, but this version can't share that out: use 1")
+def parallel_problems(phase: ResolvedPhase, world_size: int | None) -> Iterator[Problem]:
+    """All that keeps a phase and its model from being laid out over N processes (None: the fewest)."""
+    parallel = phase.config.parallel
     unusable = [name for name in ("tensor", "pipeline", "virtual_pipeline") if getattr(parallel, name) < 1]
     for name in unusable:
         yield Problem(f"parallel.{name}", f"is {getattr(parallel, name)}, must be at least 1")
@@ -34,14 +33,14 @@ def parallel_problems(config: Config, world_size: int | None) -> Iterator[Proble
         return
     yield from _overlap(parallel)
     yield from _transformer_engine(parallel)
-    yield from _tensor(config)
-    yield from _pipeline(config)
+    yield from _tensor(phase)
+    yield from _pipeline(phase)
     model_ranks = parallel.tensor * parallel.pipeline
     world_size = model_ranks if world_size is None else world_size
     uneven = world_problems(parallel, world_size)
     yield from uneven
     if not uneven:
-        yield from _batches(config, world_size // model_ranks)
+        yield from _batches(phase, world_size // model_ranks)
 
 
 def _overlap(parallel: ParallelConfig) -> Iterator[Problem]:
@@ -58,26 +57,25 @@ def _transformer_engine(parallel: ParallelConfig) -> Iterator[Problem]:
         yield Problem("parallel.transformer_engine", f"is true, but transformer_engine is not installed: {cure}")
 
 
-def _tensor(config: Config) -> Iterator[Problem]:
+def _tensor(phase: ResolvedPhase) -> Iterator[Problem]:
     """Every layer, the vocabulary and, with sequence parallelism, the tokens can be shared out evenly."""
-    tensor = config.parallel.tensor
-    if tensor == 1 or config.model.width < 1 or config.model.vocab_size < 1:
+    model, parallel, seq_len = phase.model, phase.config.parallel, phase.settings.seq_len
+    tensor = parallel.tensor
+    if tensor == 1 or model.width < 1 or model.vocab_size < 1:
         return
-    if reasons := uncuttable(config, tensor):
-        fitting = [size for size in range(1, MAX_TENSOR + 1) if not uncuttable(config, size)]
+    if reasons := uncuttable(model, tensor):
+        fitting = [size for size in range(1, MAX_TENSOR + 1) if not uncuttable(model, size)]
         yield Problem("parallel.tensor", f"is {tensor}, but {'; '.join(reasons)}: use {choice(fitting)}")
-    for index, phase in enumerate(config.phases):
-        if config.parallel.sequence and phase.seq_len > 0 and phase.seq_len % tensor:
-            yield Problem(
-                f"phases.{index}.seq_len",
-                f"is {phase.seq_len}, which parallel.sequence can't share over parallel.tensor={tensor} ranks: "
-                f"use {choice(multiples_near(tensor, phase.seq_len))}",
-            )
+    if parallel.sequence and seq_len > 0 and seq_len % tensor:
+        yield Problem(
+            phase.own_key("seq_len"),
+            f"is {seq_len}, which parallel.sequence can't share over parallel.tensor={tensor} ranks: "
+            f"use {choice(multiples_near(tensor, seq_len))}",
+        )
 
 
-def uncuttable(config: Config, tensor: int) -> list[str]:
-    """What of the model can't be cut over so many ranks, one clause each; unused letters don't matter."""
-    model = config.model
+def uncuttable(model: ModelConfig, tensor: int) -> list[str]:
+    """What of the model can't be cut over N ranks, one clause each; unused letters don't matter."""
     letters = set(model.layers)
     with contextlib.suppress(PatternError):
         letters = set(parse(model.pattern, model.layers).letters)
@@ -93,8 +91,8 @@ def uncuttable(config: Config, tensor: int) -> list[str]:
     return found
 
 
-def _pipeline(config: Config) -> Iterator[Problem]:
-    parallel = config.parallel
+def _pipeline(phase: ResolvedPhase) -> Iterator[Problem]:
+    parallel = phase.config.parallel
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         yield Problem(
             "parallel.virtual_pipeline",
@@ -102,26 +100,25 @@ def _pipeline(config: Config) -> Iterator[Problem]:
             "use 1, or parallel.pipeline of at least 2",
         )
         return
-    with contextlib.suppress(ConfigError):  # told by the model's own rules
-        yield from stage_problems(config.model, parallel)
+    with contextlib.suppress(ConfigError):  # reported by the model's own rules
+        yield from stage_problems(phase.model, parallel)
 
 
-def _batches(config: Config, data_ranks: int) -> Iterator[Problem]:
+def _batches(phase: ResolvedPhase, data_ranks: int) -> Iterator[Problem]:
     """Every step's rows can be shared out, also while a batch grows."""
-    for index, phase in enumerate(config.phases):
-        sizes = {"global_batch": phase.global_batch}
-        if phase.ramp is not None:
-            sizes |= {"ramp.start": phase.ramp.start, "ramp.step": phase.ramp.step}
-        for name, rows in sizes.items():
-            yield from _shared_out(f"phases.{index}.{name}", rows, phase, config, data_ranks)
+    sizes = {"global_batch": phase.settings.global_batch}
+    if (ramp := phase.settings.ramp) is not None:
+        sizes |= {"ramp.start": ramp.start, "ramp.step": ramp.step}
+    for name, rows in sizes.items():
+        yield from _shared_out(phase.own_key(name), rows, phase, data_ranks)
 
 
-def _shared_out(key: str, rows: int, phase: PhaseConfig, config: Config, data_ranks: int) -> Iterator[Problem]:
+def _shared_out(key: str, rows: int, phase: ResolvedPhase, data_ranks: int) -> Iterator[Problem]:
     """Every data-parallel rank gets as many micro batches, and the interleaved schedule as many as it can run."""
-    parallel, micro = config.parallel, phase.micro_batch
-    chunks = config.states_of(phase).chunks  # of a lane, in the place of more lanes
+    parallel, micro = phase.config.parallel, phase.settings.micro_batch
+    chunks = phase.states.chunks  # of a lane, in the place of more lanes
     if min(rows, micro, chunks) < 1 or rows % (micro * chunks):
-        return  # told by the phase's own rules
+        return  # reported by the phase's own rules
     shared = micro * data_ranks * chunks
     if rows % shared:
         fitting = choice(multiples_near(shared, rows))
@@ -131,7 +128,7 @@ def _shared_out(key: str, rows: int, phase: PhaseConfig, config: Config, data_ra
             f"{micro}: use {fitting}, or another micro_batch",
         )
         return
-    together = micro * data_ranks * config.chunks_together(phase)  # rows that make one micro batch of every rank
+    together = micro * data_ranks * phase.chunks_together  # rows that make one micro batch of every rank
     if parallel.virtual_pipeline > 1 and (count := rows // together) % parallel.pipeline:
         fitting = choice(multiples_near(math.lcm(shared, together * parallel.pipeline), rows))
         yield Problem(

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import parameter_table
 from hybridtron.config.choices import LrPiece, Moments, Order, Schedule, StateMode
+from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.config.rules import above_zero, at_least, divisors_near, is_folder, shortened
 from hybridtron.config.schema import Config, PhaseConfig
 from hybridtron.config.units import parse_share, parse_tokens, readable
 from hybridtron.problems import ConfigError, Problem, choice, did_you_mean
 
 
-def phase_problems(config: Config) -> Iterator[Problem]:
+def phase_problems(config: Config, phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
     """All that is wrong with the phases and their order."""
-    if not config.phases:
+    if not phases:
         yield Problem("phases", "is empty: a run needs at least one phase with tokens, seq_len, global_batch and lr")
     first_named: dict[str, int] = {}
     for index, phase in enumerate(config.phases):
         where = f"phases.{index}"
         yield from _sizes(where, phase)
         yield from _rate(where, phase, index)
-        yield from _ramp(where, phase, config)
+        yield from _ramp(where, phases[index])
         yield from _start(where, phase, index)
-        yield from _layers(where, config, index)
-        yield from _trained(where, config, phase)
+        yield from _layers(where, config, phases[index])
+        yield from _trained(where, phases[index])
         earlier = first_named.setdefault(phase.name, index)
         if earlier != index:
             yield Problem(f"{where}.name", f"is {phase.name!r}, as is that of phases.{earlier}: give it another")
-    yield from _durations(config)
+    yield from _durations(phases)
 
 
 def _sizes(where: str, phase: PhaseConfig) -> Iterator[Problem]:
@@ -81,13 +83,13 @@ def _rate(where: str, phase: PhaseConfig, index: int) -> Iterator[Problem]:
     if piece is LrPiece.carry_on:
         for name in ("schedule", "warmup", "decay", "final_lr"):
             if getattr(phase.optim, name) is not None:
-                told = f"but lr_piece=carry_on follows the course of {before}"
-                yield Problem(f"{where}.optim.{name}", f"is {getattr(phase.optim, name)}, {told}: leave it out")
+                why = f"but lr_piece=carry_on follows the course of {before}"
+                yield Problem(f"{where}.optim.{name}", f"is {getattr(phase.optim, name)}, {why}: leave it out")
 
 
-def _ramp(where: str, phase: PhaseConfig, config: Config) -> Iterator[Problem]:
+def _ramp(where: str, resolved: ResolvedPhase) -> Iterator[Problem]:
     """The batch grows in equal steps to the whole one, and no lane is there later that was not before."""
-    ramp = phase.ramp
+    phase, ramp = resolved.settings, resolved.settings.ramp
     if ramp is None:
         return
     unusable = list(at_least(1, {f"{where}.ramp.start": ramp.start, f"{where}.ramp.step": ramp.step}))
@@ -107,7 +109,7 @@ def _ramp(where: str, phase: PhaseConfig, config: Config) -> Iterator[Problem]:
             yield Problem(f"{where}.ramp.tokens", f"is {ramp.tokens}, must be less than the phase's {phase.tokens}")
     except ValueError as error:
         yield Problem(f"{where}.ramp.tokens", str(error))
-    if config.states_of(phase).mode is not StateMode.zero or config.order_of(phase) is not Order.windows:
+    if resolved.states.mode is not StateMode.zero or resolved.order is not Order.windows:
         cure = "leave it out, or use states.mode=zero and data.order=windows"
         yield Problem(f"{where}.ramp", f"is set, but a batch can grow only where no lane is carried on: {cure}")
 
@@ -123,56 +125,55 @@ def _start(where: str, phase: PhaseConfig, index: int) -> Iterator[Problem]:
         yield Problem(f"{where}.moments", "is reset, but the first phase has none yet: leave it out")
 
 
-def _layers(where: str, config: Config, index: int) -> Iterator[Problem]:
+def _layers(where: str, config: Config, phase: ResolvedPhase) -> Iterator[Problem]:
     """A phase uses the weights of the phase before in another way; it does not ask for others."""
-    phase = config.phases[index]
-    unknown = [letter for letter in phase.layers if letter not in config.model.layers]
+    unknown = [letter for letter in phase.settings.layers if letter not in config.model.layers]
     for letter in unknown:
         known = list(config.model.layers)
         told = f"changes a letter that model.layers does not define{did_you_mean(letter, known)}"
         yield Problem(f"{where}.layers.{letter}", f"{told}; it has {', '.join(known)}")
-    if index == 0 or unknown:
+    if phase.before is None or unknown:
         return
     try:
-        before, after = (_weights(config.in_phase(p).model) for p in config.phases[index - 1 : index + 1])
+        before, after = _weights(phase.before.model), _weights(phase.model)
     except ConfigError:
-        return  # told by the model's own rules
+        return  # reported by the model's own rules
     if changed := [name for name in {**before, **after} if before.get(name) != after.get(name)]:
         cure = "a phase may change windows, RoPE bases and what else leaves the weights as they are"
-        yield Problem(f"{where}.layers", f"changes the weight {changed[0]} of phases.{index - 1}: {cure}")
+        yield Problem(f"{where}.layers", f"changes the weight {changed[0]} of phases.{phase.before.index}: {cure}")
 
 
 def _weights(model: ModelConfig) -> dict[str, tuple[object, object]]:
     return {name: (weight.shape, weight.parts) for name, weight in parameter_table(model).items()}
 
 
-def _trained(where: str, config: Config, phase: PhaseConfig) -> Iterator[Problem]:
+def _trained(where: str, phase: ResolvedPhase) -> Iterator[Problem]:
     """Every pattern of weights that learn names some."""
-    if phase.train is None:
+    if (patterns := phase.settings.train) is None:
         return
-    if not phase.train:
+    if not patterns:
         yield Problem(f"{where}.train", "is empty: name weights such as layers.*.mixer.*, or leave it out for all")
     try:
-        names = list(parameter_table(config.in_phase(phase).model))
+        names = list(parameter_table(phase.model))
     except ConfigError:
-        return  # told by the model's own rules
-    for pattern in phase.train:
+        return  # reported by the model's own rules
+    for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             cure = f"{did_you_mean(pattern, names)}; weights are called {names[0]}, {names[1]} and so on"
             yield Problem(f"{where}.train", f"has {pattern!r}, which is the name of no weight{cure}")
 
 
-def _durations(config: Config) -> Iterator[Problem]:
+def _durations(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
     """Warm-up and decay can be read, and there is room for both in every course of the learning rate."""
-    for index, phase in enumerate(config.phases):
-        if phase.lr_piece is not LrPiece.rewarm:
+    for phase in phases:
+        if phase.settings.lr_piece is not LrPiece.rewarm:
             continue
-        optim = config.in_phase(phase).optim
+        optim = phase.optim
         lengths = {"warmup": optim.warmup} | ({"decay": optim.decay} if optim.schedule is Schedule.wsd else {})
-        keys = {name: _key_of(name, phase, index) for name in lengths}
+        keys = {name: phase.key(f"optim.{name}") for name in lengths}
         unreadable = [p for name, text in lengths.items() if (p := _unreadable_share(keys[name], text))]
         yield from unreadable
-        whole = _tokens_of_course(config, index)
+        whole = _tokens_of_course(phases[phase.index :])
         if unreadable or whole is None:
             continue
         needed = sum(parse_share(text, whole) for text in lengths.values())
@@ -180,26 +181,19 @@ def _durations(config: Config) -> Iterator[Problem]:
             both = f" together with {keys['decay']}" if "decay" in lengths else ""
             yield Problem(
                 keys["warmup"],
-                f"takes {readable(needed)} tokens{both}, more than phases.{index} has: "
+                f"takes {readable(needed)} tokens{both}, more than phases.{phase.index} has: "
                 f"use at most {readable(whole)}, or a share such as 1%",
             )
 
 
-def _key_of(name: str, phase: PhaseConfig, index: int) -> str:
-    return f"optim.{name}" if getattr(phase.optim, name) is None else f"phases.{index}.optim.{name}"
-
-
-def _tokens_of_course(config: Config, leader: int) -> int | None:
-    """Of a phase and those that carry on its learning rate; None where that can't be read."""
+def _tokens_of_course(phases: Sequence[ResolvedPhase]) -> int | None:
+    """Of the first of these phases and those that carry on its learning rate; None where that can't be read."""
+    leader, *others = (phase.settings for phase in phases)
+    followers = itertools.takewhile(lambda one: one.lr_piece is LrPiece.carry_on, others)
     try:
-        whole = parse_tokens(config.phases[leader].tokens)
-        for phase in config.phases[leader + 1 :]:
-            if phase.lr_piece is not LrPiece.carry_on:
-                break
-            whole += parse_tokens(phase.tokens)
+        return sum(parse_tokens(phase.tokens) for phase in (leader, *followers))
     except ValueError:
-        return None  # told by the phase's own rules
-    return whole
+        return None  # reported by the phase's own rules
 
 
 def _unreadable_share(key: str, text: str) -> Problem | None:

@@ -15,6 +15,7 @@ from hybridtron.architecture.base import MixerSpec, ModelSizes
 from hybridtron.architecture.table import architecture, letter_specs
 from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.layout import fp8_layers, multiples_near
+from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.config.schema import Config, PrecisionConfig
 from hybridtron.problems import ConfigError, Problem, choice
 
@@ -22,9 +23,9 @@ EMULATION = "set precision.emulate=true to try its numerics here"
 _REACH = 1024  # how far from an option's value another one is looked for
 
 
-def precision_problems(config: Config) -> Iterator[Problem]:
-    """What keeps this configuration from running in its precision."""
-    precision = config.precision
+def precision_problems(phase: ResolvedPhase) -> Iterator[Problem]:
+    """What keeps a phase from running in its precision."""
+    config, precision = phase.config, phase.precision
     for name, least in (("bf16_first", 0), ("bf16_last", 0), ("history", 1)):
         if (value := getattr(precision, name)) < least:
             yield Problem(f"precision.{name}", f"is {value}, must be at least {least}")
@@ -37,7 +38,7 @@ def precision_problems(config: Config) -> Iterator[Problem]:
     if config.run.compile:
         yield Problem("run.compile", f"is true, but precision.name={precision.name} can't be compiled: use false")
     yield from _layers(config)
-    yield from _tokens(config)
+    yield from _tokens(phase)
     if config.model.width >= 1 and config.parallel.tensor >= 1:
         yield from _sides(config)
 
@@ -62,7 +63,7 @@ def _layers(config: Config) -> Iterator[Problem]:
     try:
         count = len(architecture(config.model).specs)
     except ConfigError:
-        return  # told by the model's own rules
+        return  # reported by the model's own rules
     precision = config.precision
     if not fp8_layers(config):
         kept = f"precision.bf16_first={precision.bf16_first} and bf16_last={precision.bf16_last}"
@@ -70,23 +71,22 @@ def _layers(config: Config) -> Iterator[Problem]:
         yield Problem("precision.name", f"is {precision.name}, but {kept} leave none of {count} layers to it: {cure}")
 
 
-def _tokens(config: Config) -> Iterator[Problem]:
+def _tokens(phase: ResolvedPhase) -> Iterator[Problem]:
     """Each forward pass, also of an evaluation at another length, has tokens that fit."""
-    precision, multiple = config.precision, FP8_MULTIPLES[config.precision.name]
-    for index, phase in enumerate(config.phases):
-        if min(phase.seq_len, phase.micro_batch) < 1:
-            continue  # told by the phase's own rules
-        for times in (1, *(times for times in config.run.eval_lengths if times > 0)):
-            rows = max(1, phase.micro_batch // times)
-            if (tokens := rows * phase.seq_len * times) % multiple:
-                at = f" at {times} times the length" if times > 1 else ""
-                fitting = choice(multiples_near(multiple, phase.seq_len))
-                message = (
-                    f"is {phase.seq_len}, which makes {tokens} tokens of {rows} rows{at}; {precision.name} needs "
-                    f"multiples of {multiple}: use {fitting}"
-                )
-                yield Problem(f"phases.{index}.seq_len", message)
-                break
+    name, multiple, settings = phase.precision.name, FP8_MULTIPLES[phase.precision.name], phase.settings
+    if min(settings.seq_len, settings.micro_batch) < 1:
+        return  # reported by the phase's own rules
+    for times in (1, *(times for times in phase.config.run.eval_lengths if times > 0)):
+        rows = max(1, settings.micro_batch // times)
+        if (tokens := rows * settings.seq_len * times) % multiple:
+            at = f" at {times} times the length" if times > 1 else ""
+            fitting = choice(multiples_near(multiple, settings.seq_len))
+            message = (
+                f"is {settings.seq_len}, which makes {tokens} tokens of {rows} rows{at}; {name} needs "
+                f"multiples of {multiple}: use {fitting}"
+            )
+            yield Problem(phase.own_key("seq_len"), message)
+            return
 
 
 def _sides(config: Config) -> Iterator[Problem]:
@@ -100,16 +100,16 @@ def _sides(config: Config) -> Iterator[Problem]:
     try:
         arch = architecture(config.model)
     except ConfigError:
-        return  # told by the model's own rules
+        return  # reported by the model's own rules
     letters = {arch.letters[index] for index in fp8_layers(config)}
     for letter, spec in letter_specs(config.model)[0].items():
         if letter not in letters or spec.problems(arch.sizes, 1 << 62) or spec.layout_problems(arch.sizes, tensor):
             continue
         if found := misfit(spec, arch.sizes, tensor, multiple):
-            yield _told(f"model.layers.{letter}", spec, arch.sizes, config, found)
+            yield _unfit(f"model.layers.{letter}", spec, arch.sizes, config, found)
 
 
-def _told(where: str, spec: MixerSpec, sizes: ModelSizes, config: Config, weight: str) -> Problem:
+def _unfit(where: str, spec: MixerSpec, sizes: ModelSizes, config: Config, weight: str) -> Problem:
     """That this weight has a side that does not fit, and the values of the option behind it that would."""
     name, multiple, tensor = config.precision.name, FP8_MULTIPLES[config.precision.name], config.parallel.tensor
     needed = f"{name} needs multiples of {multiple} on each rank"

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hybridtron.config.choices import Documents, Order
 from hybridtron.config.growth import Growth
-from hybridtron.config.schema import Config, Documents, Order
+from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.config.units import parse_tokens
 from hybridtron.data.batch import seed_of
 from hybridtron.data.order.lanes import Lanes
@@ -39,20 +40,19 @@ class PhaseOrder:
     growth: Growth | None = None  # of the batch, where it does not have all its rows from the start
 
     @staticmethod
-    def of(config: Config, phase_index: int) -> PhaseOrder:
-        phase = config.phases[phase_index]
-        seed, shuffle = phase_seed(config.run.seed, phase_index), parse_tokens(config.data.shuffle)
+    def of(phase: ResolvedPhase) -> PhaseOrder:
+        settings = phase.settings
         return PhaseOrder(
-            config.order_of(phase),
-            config.documents_of(phase),
-            phase.seq_len,
-            phase.global_batch,
-            phase.micro_batch,
-            seed,
-            shuffle,
-            config.states_of(phase).chunks,
-            config.chunks_together(phase),
-            None if phase.ramp is None else Growth.of(phase),
+            phase.order,
+            phase.documents,
+            settings.seq_len,
+            settings.global_batch,
+            settings.micro_batch,
+            phase_seed(phase.config.run.seed, phase.index),
+            parse_tokens(phase.data.shuffle),
+            phase.states.chunks,
+            phase.chunks_together,
+            None if settings.ramp is None else phase.growth,
         )
 
     @property

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridtron.architecture.model import ModelConfig
+from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import (
     Config,
     DataConfig,
@@ -101,7 +102,7 @@ class Case:
         attention = [o for letter, o in model.layers.items() if o["kind"] == "attention" and letter in letters]
         words = [
             "tied" if model.tie_embeddings else "untied",
-            str(self.config.documents_of(self.config.phases[0])),
+            str(resolve(self.config)[0].documents),
             "" if parallel.recompute == Recompute.none else f"recompute={parallel.recompute}",
             *(f"kv_heads={o.get('kv_heads')}{' conv' if o.get('conv') else ''}" for o in attention),
         ]
@@ -174,4 +175,4 @@ def shrunk(config: Config, data: int) -> Config:
     heads = [options["heads"] for options in letters.values() if "heads" in options]
     width = 2 * math.lcm(1, *heads)  # two channels a head at least, and as rotary positions want an even number
     model = replace(config.model, width=width * math.ceil(32 / width), vocab_size=VOCABULARY, layers=letters)
-    return small(model, config.parallel, config.documents_of(config.phases[0]), data)
+    return small(model, config.parallel, resolve(config)[0].documents, data)

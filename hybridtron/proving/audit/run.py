@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hybridtron.architecture.base import Normal
 from hybridtron.architecture.table import parameter_table
+from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config, Documents, ParallelConfig
 from hybridtron.data.batch import Batch, SeqInfo, step_key
 from hybridtron.data.order.phase_order import phase_seed
@@ -197,7 +198,7 @@ def micro_batches(config: Config) -> list[Batch]:
             mask[-1] = False
         starts = torch.rand(rows, length, generator=generator, dtype=torch.float32) < 3 / length
         seq = SeqInfo.stream(rows, length)
-        if config.documents_of(config.phases[0]) is Documents.isolate:
+        if resolve(config)[0].documents is Documents.isolate:
             documents = starts.cumsum(1) - starts[:, :1].long()
             first = (documents[:, None, :] < documents[:, :, None]).sum(-1)  # where a token's document begins
             seq = SeqInfo(seq.positions_BL - first, documents.int())

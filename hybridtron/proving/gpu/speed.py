@@ -15,6 +15,7 @@ from hybridtron.architecture.span import SpanSpec
 from hybridtron.config.check import require
 from hybridtron.config.layout import ProcessLaunch
 from hybridtron.config.load import load
+from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config
 from hybridtron.data.batch import SeqInfo
 from hybridtron.device import forget_peak_memory, megatron_context, peak_memory_gib, synchronize
@@ -82,7 +83,7 @@ def speed_cells(name: str, found: Trained) -> tuple[str, ...]:
     tokens = phase.tokens_per_step / found.seconds
     tflops = tokens * count(config.model, phase.seq_len).flops_per_token / 1e12
     peak = config.cluster.peak_tflops
-    estimate = plan(config, 1, phase).fullest.memory.total / 2**30
+    estimate = plan(resolve(config)[0], 1).fullest.memory.total / 2**30
     memory = "-" if found.memory_gib is None else f"{found.memory_gib:.1f} GiB"
     mfu = "-" if peak is None else f"{tflops / peak:.1%}"
     rows = f"{phase.micro_batch} x {phase.seq_len}"

@@ -111,8 +111,6 @@ def test_recipes_keep_every_rule_and_are_named_after_their_files(recipe):
         ("parallel.tensor=3", "parallel.tensor", "model.layers.W.heads is 4, which 3 ranks can't share evenly"),
         ("parallel.pipeline=9", "parallel.pipeline", "are 9 stages for 8 layers: use at most 8"),
         ("parallel.virtual_pipeline=2", "parallel.virtual_pipeline", "use 1, or parallel.pipeline of at least 2"),
-        ("parallel.context=2", "parallel.context", "use 1"),
-        ("parallel.expert=2", "parallel.expert", "use 1"),
         ("parallel.overlap_param_gather=true", "parallel.overlap_param_gather", "set both, or use false"),
         ("cluster.peak_tflops=0", "cluster.peak_tflops", "above 0"),
         ("cluster.memory_gb=-80", "cluster.memory_gb", "above 0"),

@@ -19,6 +19,7 @@ ORDER = [
     "problems",
     "device",
     "architecture",
+    "optimizers",
     "config",
     "planning",
     "ops",
@@ -53,7 +54,7 @@ OWNERS = {
     "pyarrow": "data/prepare/inputs.py",
     "triton": "ops/kernel_launch.py ops/*/kernels*.py ops/*/triton.py",  # kernels of our own
 }
-TORCH_FREE = ("regular_files", "problems", "architecture", "config", "planning")
+TORCH_FREE = ("regular_files", "problems", "architecture", "optimizers", "config", "planning")
 GENERATED = "mixers_hybridtron"  # made by interop/shipped_code
 
 

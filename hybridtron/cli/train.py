@@ -12,7 +12,6 @@ import textwrap
 import traceback
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hybridtron.config.check import check, require, warnings
 from hybridtron.config.layout import launched
@@ -25,10 +24,6 @@ from hybridtron.train.lock import RunLock
 from hybridtron.train.phase_table import print_timetable
 from hybridtron.train.preempt import StopRequests
 from hybridtron.train.run_folder import EXIT_PREEMPTED, ExportsFailed, Preempted
-
-if TYPE_CHECKING:
-    from hybridtron.checkpoint.checkpoint import Checkpoint
-    from hybridtron.config.choices import Export
 
 USAGE = """\
 usage: hybridtron train [recipe=NAME] [key=value ...]
@@ -65,12 +60,13 @@ def main(arguments: list[str]) -> int:
         for warning in [*warnings(config), *vocabulary_warnings(config)] if launched().rank == 0 else ():
             print(f"warning: {warning}", file=sys.stderr)
         first = launched().rank == 0
-        requests = StopRequests(config.run, speaks=first)
+        requests = StopRequests(config.run, is_main=first)
         lock = RunLock(Path(config.run.dir), lambda: bool(requests.received)) if first else nullcontext()
         with requests, lock:
-            from hybridtron.train.run import run  # imports torch, which the checks do without
+            from hybridtron.interop.phase_exports import PhaseExports  # imports torch, which the checks do without
+            from hybridtron.train.run import run
 
-            run(config, requests, export_phase)
+            run(config, requests, [PhaseExports(config)])
     except ConfigError as error:
         if launched().rank == 0:
             print(error, file=sys.stderr)
@@ -83,13 +79,6 @@ def main(arguments: list[str]) -> int:
             print(end, file=sys.stderr)
         return EXIT_PREEMPTED
     return 0
-
-
-def export_phase(checkpoint: Checkpoint, output: Path, wanted: Export) -> None:
-    """For runs that write the ends of phases for transformers."""
-    from hybridtron.interop import phase_end  # imports transformers, for those alone
-
-    phase_end.export_phase(checkpoint, output, wanted)
 
 
 def program(arguments: list[str]) -> int:

@@ -27,6 +27,7 @@ from hybridtron.config.checks.phases import phase_problems
 from hybridtron.config.checks.precision import precision_problems, precision_warnings
 from hybridtron.config.checks.states import states_problems, states_warnings
 from hybridtron.config.layout import chunk_count
+from hybridtron.config.lr_shapes import SHAPES
 from hybridtron.config.resolve import ResolvedPhase, last_step, resolve
 from hybridtron.config.rules import LARGEST, above_zero, at_least, is_folder, shortened
 from hybridtron.config.schema import (
@@ -36,10 +37,10 @@ from hybridtron.config.schema import (
     OptimConfig,
     PhaseConfig,
     RunConfig,
-    Schedule,
 )
 from hybridtron.config.units import FORMS, parse_steps, parse_tokens
-from hybridtron.problems import ConfigError, Problem
+from hybridtron.optimizers import OPTIMIZERS
+from hybridtron.problems import ConfigError, Problem, did_you_mean
 from hybridtron.requirements import missing
 
 
@@ -93,8 +94,9 @@ def warnings(config: Config) -> list[str]:
         found.append("parallel.sequence=true has no effect: it belongs to parallel.tensor of at least 2")
     if len(pattern.stages) > 1 and chunk_count(config.parallel) == 1:
         found.append("model.pattern has stage borders, which parallel.pipeline=1 does not use")
-    if config.optim.schedule != Schedule.wsd and config.optim.decay != OptimConfig.decay:
-        found.append(f"optim.decay={config.optim.decay} has no effect: it belongs to optim.schedule=wsd")
+    if not SHAPES[config.optim.schedule].uses_decay and config.optim.decay != OptimConfig.decay:
+        users = " or ".join(name for name, shape in SHAPES.items() if shape.uses_decay)
+        found.append(f"optim.decay={config.optim.decay} has no effect: it belongs to optim.schedule={users}")
     if config.model.init is not Start.mamba and config.model.embedding_std != ModelConfig.embedding_std:
         found.append(f"model.embedding_std={config.model.embedding_std} has no effect: it belongs to model.init=mamba")
     return [*found, *states_warnings(resolve(config)), *precision_warnings(config.precision)]
@@ -124,6 +126,12 @@ def model_problems(model: ModelConfig, longest: int = sys.maxsize) -> Iterator[P
 
 
 def _optim(optim: OptimConfig) -> Iterator[Problem]:
+    if optim.name not in OPTIMIZERS:
+        near = did_you_mean(optim.name, OPTIMIZERS)
+        yield Problem("optim.name", f"is {optim.name!r}{near}, must be one of {', '.join(OPTIMIZERS)}")
+    if optim.schedule not in SHAPES:
+        near = did_you_mean(optim.schedule, SHAPES)
+        yield Problem("optim.schedule", f"is {optim.schedule!r}{near}, must be one of {', '.join(SHAPES)}")
     if len(optim.betas) != 2:
         yield Problem("optim.betas", f"has {len(optim.betas)} values, must have two, such as [0.9, 0.95]")
     for index, beta in enumerate(optim.betas):

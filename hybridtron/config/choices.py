@@ -33,13 +33,6 @@ class Feed(StrEnum):
     dali = "dali"
 
 
-class Schedule(StrEnum):
-    """The learning rate after warm-up: cosine to the end, or stable and then a linear decay (WSD)."""
-
-    cosine = "cosine"
-    wsd = "wsd"
-
-
 class DecaySchedule(StrEnum):
     """The weight decay over a run: always the same, or a peak that falls and rises with the learning rate."""
 

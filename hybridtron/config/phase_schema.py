@@ -18,7 +18,6 @@ from hybridtron.config.choices import (
     Moments,
     Order,
     Precision,
-    Schedule,
     Source,
     StateKind,
     StateMode,
@@ -64,7 +63,7 @@ class PhaseStatesConfig:
 class PhaseOptimConfig:
     """What a phase overrides in `optim`; null: no override."""
 
-    schedule: Schedule | None = None
+    schedule: str | None = None
     warmup: str | None = None
     decay: str | None = None
     final_lr: float | None = None

@@ -19,7 +19,6 @@ from hybridtron.config.choices import (
     Order,
     Precision,
     Recompute,
-    Schedule,
     Source,
     StateKind,
     StateMode,
@@ -74,6 +73,7 @@ class StatesConfig:
 class OptimConfig:
     """AdamW, the learning rate's shape over a phase, and gradient clipping."""
 
+    name: str = "adamw"  # the optimizer, a name in hybridtron/optimizers
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # AdamW's decay rates of the two moments
     eps: float = 1e-8  # AdamW's epsilon
     weight_decay: float = 0.1  # decoupled weight decay of matrices, convolutions, embedding and head
@@ -82,7 +82,7 @@ class OptimConfig:
     decay_all: bool = False  # also decay norms, biases, A_log, D and dt_bias, as a plain AdamW would
     clip: float = 1.0  # the largest norm of all gradients together
     # the learning rate after warm-up: cosine, or wsd (constant, then a linear decay)
-    schedule: Schedule = Schedule.cosine
+    schedule: str = "cosine"
     warmup: str = "1%"  # tokens, or a share of the phase
     decay: str = "20%"  # length of the decay of schedule=wsd: tokens, or a share of the phase
     final_lr: float = 0.1  # the learning rate at the end of the phase, as a fraction of the peak

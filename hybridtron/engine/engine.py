@@ -20,7 +20,7 @@ from hybridtron.engine.guard import Guard
 from hybridtron.engine.optim import Optimizer
 from hybridtron.engine.schedule import Parted, StepLoss, run_schedule
 from hybridtron.engine.stage import build_stages, data_parallel
-from hybridtron.engine.states import Carrier, carrier_of
+from hybridtron.engine.states import Carrier, Restarts, carrier_of
 from hybridtron.engine.stored_states import state_blocks
 from hybridtron.model.init import initialise
 from hybridtron.parallel.blocks import weight_blocks, whole_piece, writes
@@ -97,37 +97,40 @@ class Engine:
     def _keyed(self, batches: Sequence[Batch], step: int) -> list[Batch]:
         """The micro-batches with their keys: functions of the seed, the phase, the step and the rows of all ranks.
 
-        A rank that was not told its lanes reads the run of rows that its place among the data-parallel ranks gives it.
+        Micro-batch n holds the rows from n * rows on of this rank's: `turn` chunks of its lanes come before, and it
+        begins at lane `row` of them. Without `start_phase` a rank reads each of its rows once, by its data rank.
         """
         rows = len(batches[0].tokens_BL)
-        own = min(len(self._lanes) or rows * len(batches), rows * len(batches))  # fewer while a batch grows
-        first = self.groups.data_rank * own
-        places = (divmod(number * rows, own) for number in range(len(batches)))
-        keys = [step_key(self._seed, step, turn, first + row) for turn, row in places]
+        rows_of_rank = rows * len(batches)
+        # one chunk of each lane at a time; while a batch grows, a step reads fewer lanes than the phase has
+        lanes = min(len(self._lanes), rows_of_rank) if self._lanes else rows_of_rank
+        first = self.groups.data_rank * lanes
+        positions = (divmod(number * rows, lanes) for number in range(len(batches)))
+        keys = [step_key(self._seed, step, turn, first + row) for turn, row in positions]
         return [batch.keyed(key) for batch, key in zip(batches, keys, strict=True)]
 
-    def break_off(self) -> None:
-        """What is read next does not go on where the last accepted step ended."""
+    def invalidate_states(self) -> None:
+        """What is read next does not continue where the last accepted step ended."""
         if self.carrier is not None:
-            self.carrier.break_off()
+            self.carrier.invalidate()
 
     def step(self, lr: float, weight_decay: float | None = None) -> tuple[float, bool]:
         """Update the weights, and take over the states that the rows ended in, and FP8's greatest values.
 
         A refused step changes nothing of these. Without a weight decay of its own the step takes the phase's.
         """
-        if self.carrier is not None:
-            self.carrier.inspect()
+        carrier = self.carrier
+        finite_A = None if carrier is None else carrier.find_nonfinite()
         grad_norm = self.optimizer.grad_norm()
-        # now, when the device has been waited for and has nothing else to do
-        restarts = (0, 0) if self.carrier is None else self.carrier.read()
+        # grad_norm() has just waited for the device, so this read is free
+        restarts = Restarts(0, 0) if carrier is None else carrier.count_restarts(finite_A)
         wanted = self.guard.accepts(grad_norm, self._loss.item())
         accepted = self.optimizer.take(lr, grad_norm, wanted, weight_decay)
         self.statistics.settle(accepted)
-        if self.carrier is not None:
+        if carrier is not None:
             if accepted:
-                self.carrier.commit()
-            self.restarted_lanes = restarts[accepted] if self.carrier.holds else None
+                carrier.commit(finite_A, restarts)
+            self.restarted_lanes = restarts[accepted] if carrier.holds else None
         return grad_norm, accepted
 
     @torch.no_grad()

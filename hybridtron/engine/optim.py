@@ -1,6 +1,6 @@
-"""AdamW by Megatron's optimizers, with the treatment of each weight taken from the parameter table.
+"""The optimizer: AdamW by Megatron's optimizers, or another rule inside of them; weights are treated as the table says.
 
-With the distributed optimizer each data-parallel rank keeps the fp32 masters and moments of its share of the weights.
+With the distributed optimizer each data-parallel rank keeps the fp32 masters and state of its share of the weights.
 Only weights that the table marks for it are decayed, unless all are asked for: Megatron's own rule goes by shape and
 would decay A_log.
 """
@@ -25,8 +25,10 @@ from torch import Tensor, nn
 
 from hybridtron.architecture.base import Parameter
 from hybridtron.architecture.table import parameter_table
-from hybridtron.config.schema import Config
-from hybridtron.parallel.blocks import flat_pieces, weight_blocks, writes
+from hybridtron.config.schema import Config, OptimConfig
+from hybridtron.engine.update_rules import RuleOptimizer
+from hybridtron.optimizers import OPTIMIZERS
+from hybridtron.parallel.blocks import flat_pieces, weight_blocks, whole_piece, writes
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.mcore import optimizer_config
 from hybridtron.parallel.whole import gathered
@@ -54,7 +56,22 @@ class Optimizer:
                 for group in optimizer.optimizer.param_groups:
                     group["fused"], group["foreach"] = True, False
         self.shards = shards_of(stages, self.megatron)
+        self.rule = OPTIMIZERS[config.optim.name]()
+        if not self.rule.in_megatron:
+            self._install_rule(config.optim)
         self.accepted_steps = 0
+
+    def _install_rule(self, optim: OptimConfig) -> None:
+        """Let the rule take the steps of Megatron's optimizer, which keeps masters and gradients as before."""
+        for optimizer in self.megatron.chained_optimizers:
+            if optimizer.optimizer is None:  # all weights of this stage are frozen
+                continue
+            settings = (optim.betas[0], optim.betas[1]), optim.eps
+            groups = optimizer.optimizer.param_groups
+            inner = RuleOptimizer(groups, self.rule, self.shards, self.table, self.groups.tensor, settings)
+            optimizer.optimizer = inner
+            for name, shard in self.shards.items():
+                shard.inner, shard.parts = inner, inner.state_parts.get(name, {})
 
     def step(self, lr: float) -> tuple[float, bool]:
         """Update with this learning rate; returns the gradient norm before clipping and whether the step was taken."""
@@ -107,20 +124,27 @@ class Optimizer:
         self.megatron.zero_grad()
 
     def blocks(self) -> list[Any]:
-        """Masters and moments of this process, as `exp_avg.NAME`, with their places in the whole tensors.
+        """Masters and state parts of this process, as `exp_avg.NAME`, with their places in the whole tensors.
 
         Masters are there for bf16 weights only, since an fp32 weight is its own.
         """
+        parts = {name: self.rule.parts(name, self.table[name]) for name in self.shards}
+        kinds = dict.fromkeys(["master", *itertools.chain.from_iterable(parts.values())])
         blocks = []
-        for kind, (name, shard) in itertools.product(KINDS, self.shards.items()):
-            parameter, own = self.table[name], shard.tensor(kind)
-            if own is None or (kind == "master" and self._own_master(parameter)):
+        for kind, (name, shard) in itertools.product(kinds, self.shards.items()):
+            parameter = self.table[name]
+            declared = parameter if kind == "master" else parts[name].get(kind)
+            own = None if declared is None else shard.tensor(kind)
+            if declared is None or own is None or (kind == "master" and self._own_master(parameter)):
                 continue
-            whole = parameter.cut_axis(self.groups.tensor.size) is None
-            main = writes(name, self.groups, copied_over_tensor=whole, copied_over_data=shard.everywhere)
+            follows = declared.shape == parameter.shape  # cut over data-parallel ranks as the weight is
+            whole = declared.cut_axis(self.groups.tensor.size) is None
+            main = writes(name, self.groups, whole, copied_over_data=shard.everywhere or not follows)
             main = main and not getattr(shard.weight, "shared", False)
-            pieces = list(flat_pieces(own.detach().view(-1), shard.start, shard.weight.shape))
-            blocks += weight_blocks(f"{kind}.{name}", pieces, parameter, self.groups.tensor, main)
+            flat = (
+                flat_pieces(own.detach().view(-1), shard.start, shard.weight.shape) if follows else [whole_piece(own)]
+            )
+            blocks += weight_blocks(f"{kind}.{name}", list(flat), declared, self.groups.tensor, main)
         return blocks
 
     def resume(self, steps: int) -> None:
@@ -138,20 +162,19 @@ class Optimizer:
         return parameter.fp32 or self.dtype != torch.bfloat16
 
 
-KINDS = ("master", "exp_avg", "exp_avg_sq")
-
-
-def set_steps(adam: torch.optim.Optimizer | None, steps: int) -> None:
+def set_steps(inner: torch.optim.Optimizer | None, steps: int) -> None:
     """Correct the moments' bias as after so many steps.
 
     Megatron takes Transformer Engine's or apex's AdamW where one is installed. Those count steps for a group of
     weights, and torch's for each weight.
     """
-    if isinstance(adam, torch.optim.AdamW):
-        for state in adam.state.values():
+    if isinstance(inner, RuleOptimizer):
+        inner.steps = steps
+    elif isinstance(inner, torch.optim.AdamW):
+        for state in inner.state.values():
             state["step"].fill_(steps)
-    elif adam is not None:  # a rank whose weights are all frozen has none
-        for group in adam.param_groups:
+    elif inner is not None:  # a rank whose weights are all frozen has none
+        for group in inner.param_groups:
             group["step"] = steps
 
 
@@ -159,26 +182,29 @@ def set_steps(adam: torch.optim.Optimizer | None, steps: int) -> None:
 class Shard:
     """What this rank's optimizer keeps of one weight: the entries `start` to `stop` of it, flattened.
 
-    Without a master other data-parallel ranks keep it, or no rank, as it is not trained; `everywhere` says that all of
-    them keep the same.
+    `master is None`: these entries are held by other data-parallel ranks, or the weight is frozen. `everywhere`: all
+    data-parallel ranks hold the same entries. `parts` are the state of a rule that is not Megatron's.
     """
 
     weight: Any  # an nn.Parameter with the attributes that Megatron sets
     master: Tensor | None
     start: int
     stop: int
-    adam: torch.optim.Optimizer
+    inner: torch.optim.Optimizer
     everywhere: bool = False
+    parts: dict[str, Tensor] | None = None
 
     def tensor(self, kind: str) -> Tensor | None:
-        """The master, the gradient of a step not yet taken, or a moment, made here where no step has made it yet."""
+        """The master, the gradient of a step not yet taken, or a part, made here where no step has made it yet."""
+        if self.parts is not None and kind not in ("master", "gradient"):
+            return self.parts.get(kind)
         if self.master is None or kind == "master":
             return self.master
         if kind == "gradient":
             return self.weight.main_grad.flatten()[self.start : self.stop]
-        state = self.adam.state[self.master]
+        state = self.inner.state[self.master]
         if not state:
-            if isinstance(self.adam, torch.optim.AdamW):  # others count steps elsewhere, see `set_steps`
+            if isinstance(self.inner, torch.optim.AdamW):  # others count steps elsewhere, see `set_steps`
                 state["step"] = torch.zeros((), device=self.master.device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(self.master), torch.zeros_like(self.master)
         return state[kind]

@@ -107,7 +107,7 @@ def _forward_step(
         out: ModelOut = stage(batch, states)
         ended = Ended(_finished(out, batch), out.states)
     if carrier is not None:
-        carrier.keep(chunk, number, ended.states)
+        carrier.record_final(chunk, number, ended.states)
     wrapped: Any = stage.module
     loss_of = partial(_loss_of, model=wrapped.model, batch=batch, chunks=chunks, z_loss=z_loss, tensor=tensor)
     return ended.output, loss_of

@@ -6,10 +6,10 @@
     tbtt      the same, where the row reads on in the same document, else zero
 
 A state belongs to (layer, lane). It stays on the stage that owns the layer, is never changed in place, and carries no
-gradient from step to step. What rows end in is kept aside and taken over when the step is accepted, so that a refused
-step leaves everything as it was. A lane in whose state one value is not finite starts anew, on every layer. All random
-numbers are functions of (seed, step, layer, lane), whatever the layout; a rank that holds a share of a state draws the
-whole and takes its share. Nothing here knows a mixer.
+gradient from step to step. What rows end in is recorded and taken over when the step is accepted, so that a refused
+step leaves everything as it was. A lane in whose state one value is not finite restarts from zero, on every layer. All
+random numbers are functions of (seed, step, layer, lane), whatever the layout; a rank that holds a share of a state
+draws the whole and takes its share. Nothing here knows a mixer.
 
 Letters: B rows of a micro-batch, K lanes of this process, A those of all, H heads.
 """
@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -68,23 +69,36 @@ def carrier_of(
     return Carrier(carried, groups.tensor, device)
 
 
+class Restarts(NamedTuple):
+    """Lanes that restarted from zero in a phase so far: before a step, and after it if it is accepted."""
+
+    before: int
+    after: int
+
+    @property
+    def none(self) -> bool:
+        """Whether the step adds none."""
+        return self.before == self.after
+
+
 class Carrier:
     """Hands each micro-batch of each chunk its initial states, and keeps what it ends in.
 
     The micro-batches of a step are chunk 0 of every group of lanes, then chunk 1 of every group, and so on; or one for
-    every group, whose chunks run together.
+    every group, whose chunks run together. A step calls, in this order, and passes on what each returns:
+
+        begin, then for every micro-batch of every chunk: initial, record_final
+        find_nonfinite, count_restarts, and if the step is accepted, commit
     """
 
     def __init__(self, carried: Carried, tensor: TensorGroup, device: torch.device) -> None:
         self.carried, self.tensor, self.device = carried, tensor, device
-        self.groups = len(carried.lanes) // carried.rows
+        self.lane_groups = len(carried.lanes) // carried.rows
         self.held: States = {}  # of every chosen layer, lanes on the first axis
         self.moments: dict[int, Tensor] = {}  # mean and variance of each head of this rank's share, (2, H) by layer
         self.restarts = torch.zeros((), dtype=torch.int64, device=device)  # of all lanes, those that started anew
         self._ended: dict[tuple[int, int], States] = {}
         self._sums: dict[int, Tensor] = {}  # of fitted: count, sum and sum of squares of what this step's rows end in
-        self._finite_A: Tensor | None = None
-        self._all_finite = False
         self._step = 0
 
     @property
@@ -101,23 +115,23 @@ class Carrier:
         """Forget what a refused step left."""
         self._ended, self._sums, self._step = {}, {}, step
 
-    def break_off(self) -> None:
-        """The rows of the next step don't read on where the held states ended: those of tbtt start from zero.
+    def invalidate(self) -> None:
+        """The rows of the next step don't continue where the held states ended: those of tbtt start from zero.
 
-        A row that goes on in a document, but not where its lane's state was left, can't be told from one that does;
-        and in the tokens between, the document may have become another.
+        A row that continues a document, but not where its lane's state was left, looks like any other that continues
+        it; and in the skipped tokens the document may have become another.
         """
         if self.carried.states.mode is StateMode.tbtt:
             self.held = {}
 
     def initial(self, chunk: int, number: int, batch: Batch) -> States | None:
         """The states that the rows of a micro-batch start from; None for zero."""
-        turn, group = divmod(number, self.groups)
+        turn, group = divmod(number, self.lane_groups)
         lanes = self.carried.lanes[group * self.carried.rows :][: self.carried.rows]
         if not self.holds:
             return self._noise(self.carried.chunks[chunk], lanes)
         if turn:
-            before = self._ended.pop((chunk, number - self.groups))
+            before = self._ended.pop((chunk, number - self.lane_groups))
         elif self.held:
             here = slice(group * self.carried.rows, (group + 1) * self.carried.rows)
             before = {
@@ -134,7 +148,7 @@ class Carrier:
         return _where(batch.continues_B, self._chosen(chunk, states))
 
     @torch.no_grad()
-    def keep(self, chunk: int, number: int, states: States) -> None:
+    def record_final(self, chunk: int, number: int, states: States) -> None:
         """Remember what a micro-batch ended in: the carried parts, and of fitted noise the sums alone."""
         if self.holds:
             chosen = self._chosen(chunk, states).items()
@@ -148,31 +162,34 @@ class Carrier:
                 self._sums[layer] = self._sums[layer] + sums_3H if layer in self._sums else sums_3H
 
     @torch.no_grad()
-    def inspect(self) -> None:
-        """Find the lanes in which a state is not finite, on the device; every rank learns of all of them."""
+    def find_nonfinite(self) -> Tensor | None:
+        """Of all lanes, 1 where every state is finite and 0 elsewhere, the same on every rank; None for drawn states.
+
+        It stays on the device, so that nothing waits for it yet.
+        """
         if not self.holds:
-            return
-        self._finite_A = torch.ones(self.carried.all_lanes, dtype=torch.int32, device=self.device)
+            return None
+        finite_A = torch.ones(self.carried.all_lanes, dtype=torch.int32, device=self.device)
         for (_, number), layers in self._ended.items():
-            first = self.carried.lanes.start + number % self.groups * self.carried.rows
-            finite_B = self._finite_A[first : first + self.carried.rows]
+            first = self.carried.lanes.start + number % self.lane_groups * self.carried.rows
+            finite_B = finite_A[first : first + self.carried.rows]
             for tensor in (tensor for parts in layers.values() for tensor in parts.values()):
                 if tensor.is_floating_point():
                     finite_B *= tensor.flatten(1).sum(1).isfinite()  # far quicker than to look at each value
-        dist.all_reduce(self._finite_A, dist.ReduceOp.MIN)
+        dist.all_reduce(finite_A, dist.ReduceOp.MIN)
+        return finite_A
 
-    def read(self) -> tuple[int, int]:
-        """Restarts before the step, and with those that it will add; to be asked where the device is waited for."""
-        added = 0 if self._finite_A is None else (1 - self._finite_A).sum()
+    def count_restarts(self, finite_A: Tensor | None) -> Restarts:
+        """Waits for the device."""
+        added = 0 if finite_A is None else (1 - finite_A).sum()
         before, after = torch.stack([self.restarts, self.restarts + added]).tolist()
-        self._all_finite = before == after
-        return before, after
+        return Restarts(before, after)
 
     @torch.no_grad()
-    def commit(self) -> None:
-        """Take over what the rows of an accepted step ended in."""
-        if self.holds:
-            self._take_over()
+    def commit(self, finite_A: Tensor | None, restarts: Restarts) -> None:
+        """Take over what the rows of an accepted step ended in; lanes that are not finite restart from zero."""
+        if finite_A is not None:
+            self._take_over(finite_A, restarts)
         elif self._sums:
             self._measure()
         self._ended, self._sums = {}, {}
@@ -190,18 +207,17 @@ class Carrier:
             layer: {name: states[layer][name] for name in parts} for layer, parts in self.carried.chunks[chunk].items()
         }
 
-    def _take_over(self) -> None:
-        """The last states of all lanes, in their order; zeros on every layer of a lane that starts anew."""
-        assert self._finite_A is not None
-        finite_K = self._finite_A[self.carried.lanes.start : self.carried.lanes.stop].bool()
-        self.restarts = self.restarts + (1 - self._finite_A).sum()
+    def _take_over(self, finite_A: Tensor, restarts: Restarts) -> None:
+        """The last states of all lanes, in their order; zeros on every layer of a lane that restarts."""
+        finite_K = finite_A[self.carried.lanes.start : self.carried.lanes.stop].bool()
+        self.restarts = self.restarts + (1 - finite_A).sum()
         for chunk, layers in enumerate(self.carried.chunks):
             ended = [self._ended.pop(key) for key in sorted(key for key in self._ended if key[0] == chunk)]
-            assert len(ended) == self.groups
+            assert len(ended) == self.lane_groups
             for layer, parts in layers.items():  # layer by layer, so that one more copy of one layer is made at a time
                 of_groups = [of_group.pop(layer) for of_group in ended]
                 joined = {name: torch.cat([of_group[name] for of_group in of_groups]) for name in parts}
-                self.held[layer] = joined if self._all_finite else _where(finite_K, {layer: joined})[layer]
+                self.held[layer] = joined if restarts.none else _where(finite_K, {layer: joined})[layer]
 
     def _noise(self, layers: dict[int, dict[str, StatePart]], lanes: Sequence[int]) -> States | None:
         states = self.carried.states

@@ -34,7 +34,7 @@ and token; the loss's scalars. FP8 counts as bf16: what its products keep in one
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridtron.architecture.base import Parameter
@@ -42,6 +42,7 @@ from hybridtron.architecture.table import parameter_table
 from hybridtron.config.layout import chunks_on, data_parallel, layer_costs, stage_layers
 from hybridtron.config.resolve import ResolvedPhase, resolve
 from hybridtron.config.schema import Config, ParallelConfig
+from hybridtron.optimizers import OPTIMIZERS
 from hybridtron.planning.count import FP32_BYTES, VALUE_BYTES, loss_bytes
 from hybridtron.planning.layer_use import LayerUse, carried_bytes, layer_uses, runs_again, shared, stream_values
 
@@ -231,13 +232,13 @@ class _Step:
 def _rank_plan(step: _Step, rank: int) -> RankPlan:
     parallel = step.config.parallel
     chunks = tuple(step.chunks[index] for index in chunks_on(parallel, rank))
-    weights = [step.table[name] for name in step.held[rank]]
+    weights = {name: step.table[name] for name in step.held[rank]}
     passes = list(live_passes(parallel, rank, step.micro_batches))
     stored, gradients, optimizer = _weight_bytes(step, weights)
     return RankPlan(
         rank=rank,
         chunks=chunks,
-        parameters=sum(local_size(weight, parallel.tensor) for weight in weights),
+        parameters=sum(local_size(weight, parallel.tensor) for weight in weights.values()),
         in_flight=max(map(sum, passes)),
         memory=DeviceMemory(
             weights=stored,
@@ -251,19 +252,23 @@ def _rank_plan(step: _Step, rank: int) -> RankPlan:
     )
 
 
-def _weight_bytes(step: _Step, weights: Iterable[Parameter]) -> tuple[int, int, int]:
+def _weight_bytes(step: _Step, weights: Mapping[str, Parameter]) -> tuple[int, int, int]:
     """Bytes of weights, gradients and optimizer."""
     parallel = step.config.parallel
     narrow = VALUE_BYTES[step.config.precision.name]
-    stored = gradients = optimizer = 0
-    for weight in weights:
+    rule = OPTIMIZERS[step.config.optim.name]()
+    stored = gradients = follows = others = 0  # state parts of the weight's shape are cut over data ranks as it is
+    for name, weight in weights.items():
         size = local_size(weight, parallel.tensor)
         width = FP32_BYTES if weight.fp32 else narrow
         master = 0 if width == FP32_BYTES else FP32_BYTES
         stored += width * size
         gradients += FP32_BYTES * size
-        optimizer += (2 * FP32_BYTES + master) * size
-    return stored, gradients, shared(optimizer, step.data if parallel.distributed_optimizer else 1)
+        follows += master * size
+        for part in rule.parts(name, weight).values():
+            held = FP32_BYTES * local_size(part, parallel.tensor)
+            follows, others = (follows + held, others) if part.shape == weight.shape else (follows, others + held)
+    return stored, gradients, shared(follows, step.data if parallel.distributed_optimizer else 1) + others
 
 
 def _activations(step: _Step, chunks: Sequence[PlannedStage], passes: Iterable[Sequence[int]]) -> int:

@@ -43,8 +43,8 @@ class Engines:
             self._now.compile()
         return self._now
 
-    def after(self, checkpoint: Checkpoint) -> tuple[Engine, Border | None]:
-        """The engine that goes on from a checkpoint, and from whose weights, where a phase begins there."""
+    def engine_for(self, checkpoint: Checkpoint) -> tuple[Engine, Border | None]:
+        """The engine that continues from a checkpoint; where a phase begins there, also from which weights."""
         phase = phase_continuing_at(resolve(self.config), checkpoint.meta.step)
         if self._now is None or not self._now.serves(phase.index):
             self.build(phase.index)
@@ -55,7 +55,7 @@ class Engines:
             return self.now, Border(given, moments=False, key=phase.own_key("init_from"))
         return self.now, Border(checkpoint, phase.settings.moments is Moments.keep)
 
-    def must_change(self, phase: ResolvedPhase) -> bool:
+    def needs_rebuild(self, phase: ResolvedPhase) -> bool:
         """Whether a phase begins with anything but what the one before leaves."""
         anew = phase.settings.init_from is not None or phase.settings.moments is Moments.reset
         return anew or not self.now.serves(phase.index)

@@ -15,6 +15,7 @@ from hybridtron.data.sources import Sources
 from hybridtron.data.validation import held_out
 from hybridtron.engine.engine import Engine
 from hybridtron.engine.schedule import StepLoss
+from hybridtron.train.metrics import StepMetrics
 
 
 class HeldOutLosses(NamedTuple):
@@ -42,6 +43,12 @@ def evaluate(engine: Engine, sources: Sources, phase: ResolvedPhase) -> HeldOutL
             means = zip(names, losses.mean.tolist(), losses.tokens.tolist(), strict=True)
             by_source = {name: mean for name, mean, counted in means if counted}
     return HeldOutLosses(by_length, by_source)
+
+
+def with_held_out_losses(metrics: StepMetrics, losses: HeldOutLosses) -> StepMetrics:
+    """The metrics of a step that ends with an evaluation; losses by source only where there are several."""
+    by_source = losses.by_source if len(losses.by_source) > 1 else None
+    return replace(metrics, validation=losses.by_length, validation_by_source=by_source)
 
 
 def shared_out(batches: list[tuple[int, Batch]], rows: int, engine: Engine) -> list[tuple[int, Batch]]:

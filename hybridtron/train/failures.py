@@ -1,8 +1,9 @@
 """Which rank failed first, and why: the line in outcome.json, and each rank's traceback in logs/error-RANK.txt.
 
 The first process to make the file wins. A rank that fails while it waits for others (its peer went away, or never came)
-is seldom the cause: it looks for a rank of its own machine that is gone or stopped, and leaves the word to others for a
-moment. Of a rank that can't speak (killed on another machine, or its interpreter stuck) its peers tell what they saw.
+is seldom the cause: it looks for a rank of its own machine that is gone or stopped, and waits briefly, so that
+the rank at fault can report first. Of a rank that can't report (killed on another machine, or its interpreter stuck)
+its peers report what they saw.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from types import FrameType
 
 from hybridtron.train.outcome import FILE, End, Progress, record
 
-GRACE_S = 2.0  # what a rank that waited for others leaves them to speak first
+GRACE_S = 2.0  # that a rank which waited for others waits for their reports
 WAITING = ("/torch/distributed/", "/megatron/core/")  # where a rank's innermost calls are while it waits for others
 PROC = Path("/proc")
 
 
 @dataclass(frozen=True)
-class Place:
+class RankProcess:
     """Where a rank runs."""
 
     host: str
     process: int
 
-    def trouble(self) -> str | None:
-        """What is wrong with this process, seen from its own machine; None also where the system does not tell."""
+    def status(self) -> str | None:
+        """What is wrong with this process, seen from its own machine; None also where the system can't show it."""
         if not PROC.is_dir():
             return None
         try:
@@ -47,18 +48,18 @@ class FailedElsewhere(RuntimeError):
 
 
 class Failures:
-    """Puts down a failure of this rank."""
+    """Records a failure of this rank."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         self.run_dir, self.rank = run_dir, rank
-        self.places: list[Place] = []
+        self.places: list[RankProcess] = []
         self.progress = Progress()
 
-    def meet(self, places: Iterable[tuple[str, int]]) -> None:
+    def register_ranks(self, places: Iterable[tuple[str, int]]) -> None:
         """Learn the machine and process id of every rank."""
-        self.places = [Place(host, process) for host, process in places]
+        self.places = [RankProcess(host, process) for host, process in places]
 
-    def put_down(self, error: BaseException) -> FailedElsewhere | None:
+    def record_error(self, error: BaseException) -> FailedElsewhere | None:
         """Log an error's traceback and report it; what to raise in its place if another rank had failed first."""
         text = "".join(traceback.format_exception(error))
         self.log("error", text)
@@ -72,14 +73,14 @@ class Failures:
         """Make outcome.json, unless another rank did; the rank that failed first, and why."""
         rank = self.rank
         if waiting and (found := self._look_around()) is not None:
-            rank, trouble = found
-            reason = f"rank {rank} {trouble}; rank {self.rank} noticed by {reason}"
+            rank, status = found
+            reason = f"rank {rank} {status}; rank {self.rank} noticed by {reason}"
         if not self.record(End("failed", reason, rank)):
-            return self._told() or (rank, reason)
+            return self._reported() or (rank, reason)
         return rank, reason
 
     def record(self, end: End) -> bool:
-        """Make outcome.json, if there is none; before the ranks have met, one that is there is of an earlier start."""
+        """Make outcome.json, if there is none; before the ranks have joined, it is of an earlier start."""
         return record(self.run_dir, end, self.progress, replace=not self.places)
 
     def log(self, kind: str, text: str) -> None:
@@ -88,25 +89,25 @@ class Failures:
         with suppress(OSError), path.open("a") as file:  # a full disk must not hide what failed
             file.write(f"{datetime.now().isoformat(' ', 'seconds')} rank {self.rank}\n{text}\n")
 
-    def _told(self) -> tuple[int, str] | None:
+    def _reported(self) -> tuple[int, str] | None:
         """What outcome.json says of a failure; it may be there a moment before its words are."""
         until = time.monotonic() + GRACE_S
         while time.monotonic() < until:
             with suppress(json.JSONDecodeError):
-                told = json.loads((self.run_dir / FILE).read_text())
-                return (told["rank"], told["reason"]) if told["outcome"] == "failed" else None
+                found = json.loads((self.run_dir / FILE).read_text())
+                return (found["rank"], found["reason"]) if found["outcome"] == "failed" else None
             time.sleep(0.05)
         return None
 
     def _look_around(self) -> tuple[int, str] | None:
-        """A rank of this machine that is gone or stopped, unless another rank tells its own failure meanwhile."""
+        """A rank of this machine that is gone or stopped, unless another rank reports its own failure meanwhile."""
         own = self.places[self.rank] if self.places else None
         neighbours = [(r, place) for r, place in enumerate(self.places) if own and place.host == own.host]
         until = time.monotonic() + GRACE_S
         while time.monotonic() < until and not (self.run_dir / FILE).exists():
             for rank, place in neighbours:
-                if (trouble := place.trouble()) is not None:
-                    return rank, trouble
+                if (status := place.status()) is not None:
+                    return rank, status
             time.sleep(0.05)
         return None
 

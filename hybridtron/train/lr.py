@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from hybridtron.config.choices import DecaySchedule, LrPiece, Moments, Schedule
+from hybridtron.config.choices import DecaySchedule, LrPiece, Moments
+from hybridtron.config.lr_shapes import SHAPES, LrPosition
 from hybridtron.config.resolve import ResolvedPhase
-from hybridtron.config.schema import OptimConfig
 from hybridtron.config.units import parse_share, parse_tokens
 
 
@@ -17,7 +16,8 @@ def learning_rate(phases: Sequence[ResolvedPhase], index: int, tokens: int) -> f
     if settings.lr_piece is LrPiece.decay:
         assert settings.lr_to is not None
         begun, whole = _end_of(phases, index - 1), parse_tokens(settings.tokens)
-        return settings.lr_to + (begun - settings.lr_to) * _shape(phases[index].optim)(min(tokens / whole, 1.0))
+        at = LrPosition(tokens, warmup=0, whole=whole, decay=whole)
+        return settings.lr_to + (begun - settings.lr_to) * SHAPES[phases[index].optim.schedule].height(at)
     leader = index
     while phases[leader].settings.lr_piece is LrPiece.carry_on:
         leader -= 1
@@ -39,7 +39,7 @@ def weight_decay(phases: Sequence[ResolvedPhase], index: int, lr: float) -> floa
 
 
 def _course(phases: Sequence[ResolvedPhase], leader: int, tokens: int) -> float:
-    """Linear warm-up, then cosine or WSD to final_lr, over a phase and those that continue it."""
+    """Linear warm-up, then the phase's shape to final_lr, over a phase and those that continue it."""
     phase, optim = phases[leader].settings, phases[leader].optim
     peak = phase.lr
     assert peak is not None
@@ -53,24 +53,11 @@ def _course(phases: Sequence[ResolvedPhase], leader: int, tokens: int) -> float:
         anew = leader == 0 or phase.moments is Moments.reset or phase.init_from is not None
         begun = 0.0 if anew else min(_end_of(phases, leader - 1), peak)
         return begun + (peak - begun) * tokens / warmup
-    start = warmup if optim.schedule is Schedule.cosine else whole - parse_share(optim.decay, whole)
-    lowest = peak * optim.final_lr
-    progress = min(max((tokens - start) / max(whole - start, 1), 0.0), 1.0)
-    return lowest + (peak - lowest) * _shape(optim)(progress)
+    shape, lowest = SHAPES[optim.schedule], peak * optim.final_lr
+    decay = parse_share(optim.decay, whole) if shape.uses_decay else 0
+    return lowest + (peak - lowest) * shape.height(LrPosition(tokens, warmup, whole, decay))
 
 
 def _end_of(phases: Sequence[ResolvedPhase], index: int) -> float:
     """The rate at which a phase ends."""
     return learning_rate(phases, index, parse_tokens(phases[index].settings.tokens))
-
-
-def _shape(optim: OptimConfig) -> Callable[[float], float]:
-    return _cosine if optim.schedule is Schedule.cosine else _linear
-
-
-def _cosine(progress: float) -> float:
-    return (1 + math.cos(math.pi * progress)) / 2
-
-
-def _linear(progress: float) -> float:
-    return 1 - progress

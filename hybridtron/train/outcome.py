@@ -1,6 +1,6 @@
 """outcome.json: how a run ended, and how far it had come.
 
-It is what requeue logic reads, since launchers don't hand on exit codes. It says `outcome` (finished, preempted or
+It is what requeue logic reads, since launchers don't pass on exit codes. It says `outcome` (finished, preempted or
 failed), the last `step` and its `loss`, the last `validation` losses, the newest `checkpoint`, how many `seconds` this
 start took and when it `ended`; if it did not finish, the `reason`, and of a failure the `rank` that failed first. What
 is not known is left out. A finished run whose exports failed lists them under `failed_exports`, by the names of their
@@ -10,8 +10,8 @@ phases. A run that was killed before it could write has none.
 from __future__ import annotations
 
 import json
+import logging
 import math
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = "outcome.json"
+LOG = logging.getLogger(__name__)
 
 
 @dataclass
@@ -56,7 +57,7 @@ def record(run_dir: Path, end: End, progress: Progress, replace: bool = False) -
     except FileExistsError:
         return False
     except OSError as error:
-        print(f"{FILE} can't be written ({error}): {words}", file=sys.stderr)
+        LOG.error("%s can't be written (%s): %s", FILE, error, words)
     return True
 
 

@@ -37,8 +37,8 @@ SLURM_RESERVE_S = 60.0
 class StopRequests:
     """Listens for reasons to stop from its start as a context on; installed before the slow imports."""
 
-    def __init__(self, run: RunConfig, speaks: bool, environment: Mapping[str, str] = os.environ) -> None:
-        self.speaks = speaks
+    def __init__(self, run: RunConfig, is_main: bool, environment: Mapping[str, str] = os.environ) -> None:
+        self.is_main = is_main
         self.received = 0
         self.deadline = _deadline(run.max_minutes, environment)
         self.least_reserve = SLURM_RESERVE_S if "SLURM_JOB_END_TIME" in environment else 0.0
@@ -59,7 +59,7 @@ class StopRequests:
         name = signal.Signals(number).name
         again = "again, the run stops already" if self.received else "the run saves and stops after this step"
         self.received = self.received or number
-        if self.speaks:  # not print, which must not be interrupted by itself
+        if self.is_main:  # not print, which must not be interrupted by itself
             os.write(2, f"{name}: {again}\n".encode())
 
     def agreed(self, greatest: Callable[[list[float]], list[float]]) -> str | None:

@@ -1,8 +1,9 @@
-"""A run from its start to its end: what it goes on from, who takes part, and how it ends."""
+"""A run from its start to its end: what it continues from, who takes part, and how it ends."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,9 +15,10 @@ from hybridtron.device import deterministic, megatron_context
 from hybridtron.parallel.groups import Groups, barrier, host_pids
 from hybridtron.parallel.groups import start as start_groups
 from hybridtron.parallel.groups import stop as stop_groups
+from hybridtron.train.after_phase import AfterPhase
 from hybridtron.train.failures import Failures
+from hybridtron.train.logs import RunLog
 from hybridtron.train.outcome import End, record_exports
-from hybridtron.train.phase_exports import ExportPhase, PhaseExports
 from hybridtron.train.preempt import StopRequests
 from hybridtron.train.run_folder import ExportsFailed, open_run_folder, unfinished
 from hybridtron.train.start import (
@@ -30,74 +32,82 @@ from hybridtron.train.start import (
 from hybridtron.train.trainer import Trainer
 from hybridtron.train.watchdog import Watchdog
 
+LOG = logging.getLogger(__name__)
 START_S = 300.0  # that ranks may take to find each other, however short run.timeout is
 
 
-def run(config: Config, requests: StopRequests, export: ExportPhase) -> None:
+def run(config: Config, requests: StopRequests, after_phase: Sequence[AfterPhase] = ()) -> None:
     """Train what the configuration asks for, from the newest checkpoint of its run folder if there is one.
 
-    The first process holds the folder's lock. No other looks into the folder, or writes there, before they have met:
+    The first process holds the folder's lock. No other looks into the folder, or writes there, before all have joined:
     until then the folder may be another run's.
     """
     check_fp8(config)
-    exports = PhaseExports(config, export)
     failures = Failures(Path(config.run.dir), launched().rank)
-    with deterministic(config.run.deterministic), megatron_context():
+    with deterministic(config.run.deterministic), megatron_context(), RunLog(failures.rank) as log:
         try:
-            groups = meet(config, failures)
+            groups = join_ranks(config, failures)
             start = starting_point(config)
             if start is not None:
                 check_same_model(start, config)
             if start is not None and start.meta.step >= last_step(config):
                 if groups.is_first:
-                    say_finished(start, config, exports)
+                    report_finished(start, config, after_phase)
                 return
             given = given_weights(config) if start is None else None
             changed = [] if given is None else check_same_weights(given, resolve(config)[0].model, "run.weights")
             if groups.is_first:
                 open_folder(start, config, changed)
             barrier()
+            log.write_to(failures.run_dir)
             with Watchdog(failures, config.run.timeout) as watchdog, unfinished(failures):
-                Trainer(config, failures.run_dir, start, given, groups, requests, watchdog, exports).fit()
-                if exports.failed:
-                    raise ExportsFailed(exports.failed)
+                Trainer(config, failures.run_dir, start, given, groups, requests, watchdog, after_phase).fit()
+                if failed := failed_after(after_phase):
+                    raise ExportsFailed(failed)
                 if groups.is_first:
                     failures.record(End("finished"))
         finally:
             stop_groups()
 
 
-def meet(config: Config, failures: Failures) -> Groups:
+def join_ranks(config: Config, failures: Failures) -> Groups:
     """Join the other processes. If that fails, the first one alone says so in the run's folder."""
     with ExitStack() as watched:
         if failures.rank == 0:
             watchdog = watched.enter_context(Watchdog(failures, config.run.timeout))
-            watchdog.beat("the meeting of all ranks", START_S)
+            watchdog.beat("all ranks joining", START_S)
             watched.enter_context(unfinished(failures))
-        # the watchdog comes first and tells more; an operation's own time-out is there for a stuck interpreter
+        # the watchdog comes first and reports more; an operation's own time-out is there for a stuck interpreter
         groups = start_groups(config.parallel, timeout_s=max(2 * config.run.timeout, START_S))
-        failures.meet(host_pids())
+        failures.register_ranks(host_pids())
     return groups
 
 
 def open_folder(start: Checkpoint | None, config: Config, changed: Iterable[str]) -> None:
     """Prepare the run's folder for this start; `changed` is what is not as where the weights come from."""
     for difference in changed:
-        print(f"weights of another use: {difference}")
+        LOG.info("weights of another use: %s", difference)
     open_run_folder(config)
     if config.run.resume != "auto":
         archive_superseded(start, config)
 
 
-def say_finished(start: Checkpoint, config: Config, exports: PhaseExports) -> None:
-    """That there is nothing left to train, after what is left to export."""
-    exports.write(start.meta.step)
-    print(
+def report_finished(start: Checkpoint, config: Config, after_phase: Sequence[AfterPhase]) -> None:
+    """Nothing is left to train; what is left to export is exported first."""
+    for work in after_phase:
+        work.run(start.meta.step)
+    LOG.info(
         f"{config.run.dir} has finished: {start.folder} is at step {start.meta.step} of {last_step(config)}, "
         "nothing left to do.\n"
         f"To train further raise phases or run.max_steps; to start anew set run.dir=FOLDER, "
         f"or run.name=NAME for {Path(config.run.dir).parent}/NAME."
     )
-    record_exports(Path(config.run.dir), exports.failed)
-    if exports.failed:
-        raise ExportsFailed(exports.failed)
+    failed = failed_after(after_phase)
+    record_exports(Path(config.run.dir), failed)
+    if failed:
+        raise ExportsFailed(failed)
+
+
+def failed_after(after_phase: Sequence[AfterPhase]) -> dict[str, str]:
+    """What of the work after the phases failed last, and why."""
+    return {name: why for work in after_phase for name, why in work.failed.items()}

@@ -22,16 +22,16 @@ class Preempted(Exception):
     """The run was asked to stop and did so on all ranks after the same step, of which there is a checkpoint."""
 
     def __init__(self, step: int, reason: str) -> None:
-        super().__init__(f"preempted at step {step} ({reason}); its checkpoint is written, the same command goes on")
+        super().__init__(f"preempted at step {step} ({reason}); its checkpoint is written, the same command continues")
         self.step, self.reason = step, reason
 
 
 class ExportsFailed(Exception):
-    """All is trained, but the ends of some phases could not be exported."""
+    """All is trained, but work after some phases failed, such as their exports."""
 
     def __init__(self, failed: Mapping[str, str]) -> None:
         why = "".join(f"\n  {name}: {reason}" for name, reason in failed.items())
-        super().__init__(f"not exported, the same command tries again:{why}")
+        super().__init__(f"not exported, the same command retries:{why}")
         self.failed = dict(failed)
 
 
@@ -60,10 +60,10 @@ def unfinished(failures: Failures) -> Iterator[None]:
     except ExportsFailed as end:
         failures.record(End("finished", failed_exports=end.failed))
         raise
-    except ConfigError as error:  # all ranks find the same, and each tells its user
+    except ConfigError as error:  # all ranks find the same, and each reports it
         failures.report(f"ConfigError: {error}", waiting=False)
         raise
     except BaseException as error:
-        if (elsewhere := failures.put_down(error)) is not None:
+        if (elsewhere := failures.record_error(error)) is not None:
             raise elsewhere from None
         raise

@@ -1,43 +1,79 @@
-"""Where the numbers of a step go besides metrics.jsonl and the console: TensorBoard and wandb.
+"""Where the metrics of each step are written: the sinks of a run, found by name in `SINKS`.
 
-A run may be resumed or rolled back, after which it takes some steps again. TensorBoard drops what was written of them
-(`purge_step`). wandb keeps its history; there the steps are an axis of their own, so that they may go back, and the
-run that is resumed is the one that was begun, as its id stands in the run's folder.
+A sink is made where a run starts or resumes, and is asked to roll back where the run does; after either, some steps
+may be taken again. metrics.jsonl is cut back to the resumed step. TensorBoard drops what was written of later steps
+(`purge_step`). wandb keeps its history; there the steps are an axis of their own, so that they may decrease, and the
+run that is resumed is the same one there, as its id is kept in the run's folder.
+
+Another sink: a class with these three methods, and one line in `SINKS` (docs/extending.md).
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from hybridtron.config.load import to_plain
 from hybridtron.config.schema import Config
 from hybridtron.device import optional_package
+from hybridtron.train.console import ConsoleSink
+from hybridtron.train.metrics import Decision, StepMetrics
+from hybridtron.train.outcome import finite
+
+LOG = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Takes every number of every step, by names such as `validation/1x`."""
+    """Takes the metrics of every step, on the first process."""
 
-    def write(self, step: int, numbers: Mapping[str, float]) -> None: ...
+    def write(self, metrics: StepMetrics) -> None: ...
 
     def roll_back(self, step: int) -> None:
-        """The steps after this one are taken again."""
+        """The run continues from this step: those after it are taken again."""
 
     def close(self) -> None: ...
 
 
-def open_sinks(config: Config, run_dir: Path, resumed_step: int) -> list[Sink]:
-    """TensorBoard where the package is installed, wandb where the configuration names a project."""
-    sinks: list[Sink] = []
-    if optional_package("tensorboard").module is not None:
-        writer = optional_package("torch.utils.tensorboard").module
-        if writer is not None:
-            sinks.append(TensorBoard(writer, run_dir / "logs", resumed_step))
-    if config.run.wandb is not None:
-        sinks.append(Wandb(config, run_dir))
-    return sinks
+@dataclass(frozen=True)
+class SinkStart:
+    """What a sink is made from: the run, and how far it is when it starts; steps after `resumed_step` follow."""
+
+    config: Config
+    run_dir: Path
+    resumed_step: int
+    last_step: int
+
+
+class JsonLines:
+    """metrics.jsonl: one line a step."""
+
+    def __init__(self, start: SinkStart) -> None:
+        self.path = start.run_dir / "metrics.jsonl"
+        self.file = self._cut_back(start.resumed_step)
+
+    def write(self, metrics: StepMetrics) -> None:
+        written = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self.file.write(json.dumps(finite({**metrics.line(), "time": written}), allow_nan=False) + "\n")
+
+    def roll_back(self, step: int) -> None:
+        self.file.close()
+        self.file = self._cut_back(step)
+
+    def close(self) -> None:
+        self.file.close()
+
+    def _cut_back(self, step: int) -> TextIO:
+        kept = [line for line in _complete_lines(self.path) if json.loads(line)["step"] <= step]
+        temporary = self.path.with_name(f".{self.path.name}.temporary")  # a kill must not cost the lines that stay
+        temporary.write_text("".join(f"{line}\n" for line in kept))
+        temporary.rename(self.path)
+        return self.path.open("a", buffering=1)
 
 
 class TensorBoard:
@@ -47,9 +83,9 @@ class TensorBoard:
         self._module, self._folder = module, folder
         self._writer = self._opened(step)
 
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
+    def write(self, metrics: StepMetrics) -> None:
+        for name, value in metrics.numbers().items():
+            self._writer.add_scalar(name, value, metrics.step)
 
     def roll_back(self, step: int) -> None:
         self._writer.close()
@@ -65,28 +101,85 @@ class TensorBoard:
 class Wandb:
     """One wandb run for all starts of a run; `config/check.py` has seen that the package is there."""
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
+    def __init__(self, start: SinkStart) -> None:
         package = optional_package("wandb")
         if package.module is None:
             raise RuntimeError(f"wandb {package.reason}")
         self._run = package.module.init(
-            project=config.run.wandb,
-            name=config.run.name,
-            dir=str(run_dir),
-            id=_run_id(run_dir / "logs" / "wandb_id.txt"),
+            project=start.config.run.wandb,
+            name=start.config.run.name,
+            dir=str(start.run_dir),
+            id=_run_id(start.run_dir / "logs" / "wandb_id.txt"),
             resume="allow",
-            config=to_plain(config),
+            config=to_plain(start.config),
         )
         self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")  # wandb's own counter can't go back, and drops what does
+        self._run.define_metric("*", step_metric="step")  # wandb's own counter can't decrease, and drops what does
 
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._run.log({**numbers, "step": step})
+    def write(self, metrics: StepMetrics) -> None:
+        self._run.log({**metrics.numbers(), "step": metrics.step})
 
     def roll_back(self, step: int) -> None: ...
 
     def close(self) -> None:
         self._run.finish()
+
+
+def tensorboard_if_installed(start: SinkStart) -> Sink | None:
+    if optional_package("tensorboard").module is None:
+        return None
+    module = optional_package("torch.utils.tensorboard").module
+    return None if module is None else TensorBoard(module, start.run_dir / "logs", start.resumed_step)
+
+
+def wandb_if_wanted(start: SinkStart) -> Sink | None:
+    return None if start.config.run.wandb is None else Wandb(start)
+
+
+def console(start: SinkStart) -> Sink:
+    return ConsoleSink(start.config.run.log_every, start.resumed_step, start.last_step)
+
+
+SINKS: dict[str, Callable[[SinkStart], Sink | None]] = {
+    "jsonl": JsonLines,
+    "console": console,
+    "tensorboard": tensorboard_if_installed,
+    "wandb": wandb_if_wanted,
+}
+"""By name, what makes each sink at the start of a run; None where the run does not ask for it."""
+
+
+class Metrics:
+    """The sinks of a run, and logs/decisions.jsonl, to which each start of a run adds."""
+
+    def __init__(self, run_dir: Path, config: Config, resumed_step: int, last_step: int) -> None:
+        self.decisions = run_dir / "logs" / "decisions.jsonl"
+        start = SinkStart(config, run_dir, resumed_step, last_step)
+        self.sinks = [sink for make in SINKS.values() if (sink := make(start)) is not None]
+
+    def write(self, metrics: StepMetrics) -> None:
+        for sink in self.sinks:
+            sink.write(metrics)
+
+    def decide(self, decision: Decision) -> None:
+        """Record a decision, in the log too."""
+        with self.decisions.open("a") as file:
+            file.write(json.dumps(finite(decision.line()), allow_nan=False) + "\n")
+        LOG.warning("step %d %s: %s", decision.step, decision.what.upper(), decision.why)
+
+    def roll_back(self, step: int) -> None:
+        """The run continues from an earlier step; what was written of later ones no longer holds."""
+        for sink in self.sinks:
+            sink.roll_back(step)
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
+
+
+def _complete_lines(path: Path) -> list[str]:
+    """The complete lines of a metrics file; a last line cut short by a kill is dropped."""
+    return [line[:-1] for line in path.open() if line.endswith("\n")] if path.exists() else []
 
 
 def _run_id(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +19,8 @@ from hybridtron.config.schema import Config
 from hybridtron.data.loader import Fingerprint
 from hybridtron.parallel.transformer_engine import fp8_fault
 from hybridtron.problems import ConfigError, Problem
+
+LOG = logging.getLogger(__name__)
 
 
 def starting_point(config: Config) -> Checkpoint | None:
@@ -69,8 +72,11 @@ def weights_for(phase: ResolvedPhase) -> Checkpoint | None:
 
 
 def check_same_model(start: Checkpoint, config: Config) -> None:
-    """A run goes on with the model that it was in the phase of its step."""
-    if differences := _differences(start, phase_ending_at(resolve(config), start.meta.step).model):
+    """A run continues with the model that it was in the phase of its step."""
+    differences = _differences(start, phase_ending_at(resolve(config), start.meta.step).model)
+    if (held := start.config.optim.name) != config.optim.name:
+        differences.append(("optim.name", f"is {config.optim.name}, but {start.folder} holds the state of {held}"))
+    if differences:
         raise ConfigError([Problem(key, f"{what}: set it so, or run.resume=never") for key, what in differences])
 
 
@@ -113,7 +119,7 @@ def check_same_data(start: Checkpoint, config: Config, phase: ResolvedPhase, fou
     held, step = start.meta.data, start.meta.step
     keys = found if phase.start_step < step < phase.end_step else ["tokenizer"]
     accepted = config.run.accept_data_changes
-    cure = "set it back, start anew with run.resume=never, or go on all the same with run.accept_data_changes=true"
+    cure = "set it back, start anew with run.resume=never, or continue all the same with run.accept_data_changes=true"
     differences = [
         Problem(key, f"is {found[key]}, was {held[key]} at step {step} of {phase.settings.name}")
         for key in keys
@@ -125,13 +131,13 @@ def check_same_data(start: Checkpoint, config: Config, phase: ResolvedPhase, fou
 
 
 def archive_superseded(start: Checkpoint | None, config: Config) -> None:
-    """Rename the checkpoints that a run does not continue, or its next start would resume from them."""
+    """Rename the checkpoints that a run does not continue from, or the next start would take them."""
     run_dir = Path(config.run.dir)
     own = start is not None and checkpoints.belongs_to(run_dir, start.folder)
     for path in checkpoints.archive_later(run_dir, start.meta.step if start is not None and own else -1):
-        print(f"run.resume={config.run.resume}: a checkpoint that this run does not continue is now {path}")
+        LOG.info("run.resume=%s: a checkpoint that this run does not continue from is now %s", config.run.resume, path)
 
 
 def candidates(start: Checkpoint, config: Config) -> Iterable[Checkpoint]:
-    """What a run may go on from: the checkpoint that was named, or its own ones from the newest on."""
+    """What a run may continue from: the checkpoint that was named, or its own ones from the newest on."""
     return checkpoints.valid_checkpoints(Path(config.run.dir)) if config.run.resume == "auto" else [start]

@@ -1,7 +1,9 @@
-"""What the first rank says before a run, and each of its phases, begins, and at the end."""
+"""What the first rank logs before a run, and each of its phases, begins, and at the end."""
 
 from __future__ import annotations
 
+import io
+import logging
 import sys
 import time
 from pathlib import Path
@@ -29,16 +31,19 @@ from hybridtron.train.outcome import Progress, clock
 LOSS = (linear_cross_entropy, softmax_sums, softmax_gradients)
 
 
+LOG = logging.getLogger(__name__)
+
+
 def announce_run(config: Config, engine: Engine, first: int, last: int) -> None:
     """What runs, after step `first` up to `last`, on what, with which kernels and why."""
     parameters = sum(parameter.size for parameter in engine.optimizer.table.values())
-    print(
+    LOG.info(
         f"{config.run.name}: {readable(parameters)} parameters, {engine.config.precision.name}, "
         f"{describe_device()}, steps {first + 1} to {last}, folder {config.run.dir}"
     )
     parallel, groups = config.parallel, engine.groups
     if groups.world_size > 1:
-        print(
+        LOG.info(
             f"{groups.world_size} processes: tensor {parallel.tensor}{' with sequence' * parallel.sequence}, "
             f"pipeline {parallel.pipeline} x {parallel.virtual_pipeline}, data {groups.data_size}"
         )
@@ -47,7 +52,15 @@ def announce_run(config: Config, engine: Engine, first: int, last: int) -> None:
     for name, implementation, reason in choices(engine.device.type):
         if name in used:
             table.add_row(name, implementation, reason)
-    Console().print(table)
+    LOG.info(as_text(table))
+
+
+def as_text(table: Table) -> str:
+    """A table as the console shows it, for the log."""
+    console = Console(file=io.StringIO(), width=Console().width)
+    with console.capture() as shown:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in shown.get().splitlines())
 
 
 def ops_of(model: ModelConfig) -> set[str]:
@@ -66,14 +79,14 @@ def announce_reading(loader: Loader, phase: ResolvedPhase) -> None:
     table.title = f"{settings.name} reads {kind}"
     for line in reading_plan(loader.sources.mixture, phase.tokens):
         table.add_row(line.source, f"{line.share:.1%}", readable(line.tokens), f"{line.epochs:.3g}")
-    Console().print(table)
-    print(f"text runs on for {readable(loader.mean_stretch)} tokens on average; every row is full")
+    LOG.info(as_text(table))
+    LOG.info(f"text runs on for {readable(loader.mean_stretch)} tokens on average; every row is full")
 
 
 def announce_end(progress: Progress, run_dir: Path, checkpoint: Path) -> None:
     """How long it took, how far it came, and the commands that are usually next."""
     losses = "".join(f", held-out loss {loss:.4f} at {length}" for length, loss in (progress.validation or {}).items())
-    print(
+    LOG.info(
         f"finished at step {progress.step} after {clock(time.monotonic() - progress.began)}{losses}\n"
         f"checkpoint: {checkpoint}\n\nnext:\n"
         f'  hybridtron generate {run_dir} --prompt "def main("\n'

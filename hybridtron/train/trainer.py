@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,27 +25,28 @@ from hybridtron.device import most_memory_gib, synchronize
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups, all_reduce_max, barrier
 from hybridtron.planning.count import count
+from hybridtron.train import rollback
+from hybridtron.train.after_phase import AfterPhase
 from hybridtron.train.engines import Engines
-from hybridtron.train.evaluate import evaluate
-from hybridtron.train.go_back import GoBack, WayBack, not_saved, refusal_of, return_of, too_many_refused
+from hybridtron.train.evaluate import evaluate, with_held_out_losses
 from hybridtron.train.lr import learning_rate, weight_decay
-from hybridtron.train.metrics import Metrics, StepMetrics
-from hybridtron.train.phase_exports import PhaseExports
+from hybridtron.train.metrics import StepMetrics
 from hybridtron.train.preempt import StopRequests
 from hybridtron.train.profile import profiled
+from hybridtron.train.rollback import Rollback, RollbackRequested
 from hybridtron.train.run_folder import Preempted
 from hybridtron.train.sample import sample_text
-from hybridtron.train.start import (
-    candidates,
-    check_same_data,
-)
+from hybridtron.train.sinks import Metrics
+from hybridtron.train.skipped_data import SkippedData
+from hybridtron.train.start import candidates, check_same_data
 from hybridtron.train.startup_report import announce_end, announce_reading, announce_run
 from hybridtron.train.watchdog import Watchdog
-from hybridtron.train.windows import Windows
+
+LOG = logging.getLogger(__name__)
 
 
 class Trainer:
-    """One run, on one process or as one rank of many. Only the first rank speaks and writes metrics."""
+    """One run, on one process or as one rank of many. Only the first rank logs and writes metrics."""
 
     def __init__(
         self,
@@ -56,11 +57,11 @@ class Trainer:
         groups: Groups,
         requests: StopRequests,
         watchdog: Watchdog,
-        exports: PhaseExports,
+        after_phase: Sequence[AfterPhase] = (),
     ) -> None:
         self.config, self.run_dir, self.groups = config, run_dir, groups
-        self.phases = resolve(config)
-        self.requests, self.watchdog, self.exports = requests, watchdog, exports
+        self.phases, self.last = resolve(config), last_step(config)
+        self.requests, self.watchdog, self.after_phase = requests, watchdog, after_phase
         watchdog.beat("building the model")
         torch.manual_seed(config.run.seed)
         self.engines = Engines(config, groups)
@@ -69,11 +70,11 @@ class Trainer:
         if start is None:
             self.engines.build(0, None if given is None else given.weights(parameter_table(config.model)))
         self.start = None if start is None else self.restored(candidates(start, config))
-        self.way_back = WayBack(config, run_dir, self.start)
-        self.first = 0 if self.start is None else self.start.meta.step
-        self.windows = Windows() if self.start is None else Windows(self.start.meta.windows)
+        self.resume_step = 0 if self.start is None else self.start.meta.step  # done when this start, or rollback, began
+        self.rollback = Rollback(config, run_dir, self.start)
+        self.skipped_data = SkippedData() if self.start is None else SkippedData(self.start.meta.windows)
         self.progress = watchdog.failures.progress
-        self.progress.step = self.first
+        self.progress.step = self.resume_step
         self.progress.checkpoint = None if self.start is None else str(self.start.folder)
         self.saver = Saver(config, run_dir, groups, config.run.timeout)
         if (
@@ -81,8 +82,7 @@ class Trainer:
             and self.start is not None
             and checkpoints.belongs_to(run_dir, self.start.folder)
         ):
-            self.saver.mirror.offer(self.start.folder)  # a run that was stopped may not have come to it
-        self.last = last_step(config)
+            self.saver.mirror.offer(self.start.folder)  # a run that was stopped may not have copied it
         self.skipped = 0
 
     @property
@@ -91,17 +91,23 @@ class Trainer:
         return self.engines.now
 
     def restored(self, checkpoints: Iterable[Checkpoint]) -> Checkpoint:
-        """The first that is whole, read into the engine that goes on from it."""
-        return restore_newest(checkpoints, self.engines.after, self.run_dir)
+        """The first that is whole, read into the engine that continues from it."""
+        return restore_newest(checkpoints, self.engines.engine_for, self.run_dir)
 
     def fit(self) -> None:
-        """Walk through the phases from where the run stands to its end."""
+        """Train the phases from where the run stands to its end, rolling back where training has failed."""
         if self.groups.is_first:
-            announce_run(self.config, self.engine, self.first, self.last)
-        self.metrics = Metrics(self.run_dir, self.config, self.first, self.last) if self.groups.is_first else None
+            announce_run(self.config, self.engine, self.resume_step, self.last)
+        is_first = self.groups.is_first
+        self.metrics = Metrics(self.run_dir, self.config, self.resume_step, self.last) if is_first else None
         try:
-            while not self.trained():
-                pass
+            trained = False
+            while not trained:
+                try:
+                    self.train_phases()
+                    trained = True
+                except RollbackRequested as request:
+                    self.roll_back(request)
         finally:
             if self.metrics is not None:
                 self.metrics.close()
@@ -109,50 +115,51 @@ class Trainer:
         if self.saver.mirror is not None:
             self.watchdog.beat("the last copy of a checkpoint to checkpoint.mirror")
             self.saver.mirror.finish()
-        if self.groups.is_first:
-            self.conclude(checkpoints.folder_of(self.run_dir, self.last))
+        if is_first:
+            self.report_end(checkpoints.folder_of(self.run_dir, self.last))
 
-    def trained(self) -> bool:
-        """Train to the end, unless the run must go back; then the same again, from where it has gone back to."""
-        try:
-            for phase in self.phases:
-                if phase.end_step > self.first and phase.start_step < self.last:
-                    self.begin(phase)
-                    self.train_phase(phase)
-                self.export_ended(min(phase.end_step, self.last))
-        except GoBack as failed:
-            self.go_back(failed)
-            return False
-        return True
+    def train_phases(self) -> None:
+        """What is left of each phase, in order."""
+        for phase in self.phases:
+            if phase.end_step > self.resume_step and phase.start_step < self.last:
+                self.load_phase_start(phase)
+                self.train_phase(phase)
+            self.run_after_phase(min(phase.end_step, self.last))
 
-    def begin(self, phase: ResolvedPhase) -> None:
+    def resumes_within(self, phase: ResolvedPhase) -> bool:
+        """Whether some of the phase's steps were done before this start, or rollback."""
+        return phase.start_step < self.resume_step
+
+    def reached_by_training(self, phase: ResolvedPhase) -> bool:
+        """Whether this start has itself trained the phase before; else the phase begins or continues a checkpoint."""
+        return phase.start_step > self.resume_step
+
+    def load_phase_start(self, phase: ResolvedPhase) -> None:
         """Where a phase that was just reached needs another engine or other weights, read the border's checkpoint."""
-        if phase.start_step <= self.first or not self.engines.must_change(phase):
+        if not self.reached_by_training(phase) or not self.engines.needs_rebuild(phase):
             return
         self.watchdog.beat(f"the start of phase {phase.settings.name}")
         self.saver.finish()
         border = Checkpoint.open(checkpoints.folder_of(self.run_dir, phase.start_step))
         self.start = self.restored([border])
-        self.first = phase.start_step
+        self.resume_step = phase.start_step
 
-    def export_ended(self, step: int) -> None:
-        """Export what has ended; the other processes wait."""
-        if not self.exports.ended(step):
-            return
-        self.watchdog.beat("the export of a phase")
-        self.saver.finish()
-        if self.groups.is_first:
-            self.exports.write(step)
-        barrier()
+    def run_after_phase(self, step: int) -> None:
+        """The first process works; the others wait."""
+        for work in self.after_phase:
+            if not work.due(step):
+                continue
+            self.watchdog.beat("work after a phase")
+            self.saver.finish()
+            if self.groups.is_first:
+                work.run(step)
+            barrier()
 
     def train_phase(self, phase: ResolvedPhase) -> None:
         """Train the steps of one phase that are still to be done; a phase ends with an evaluation and a checkpoint."""
         loader = self.loader_of(phase)
-        first, last = max(self.first, phase.start_step), min(self.last, phase.end_step)
-        self.take_up(phase, loader)
-        if self.groups.is_first:
-            announce_reading(loader, phase)
-        self.flops_per_token = count(self.engine.config.model, phase.settings.seq_len).flops_per_token
+        self.enter_phase(phase, loader)
+        first, last = max(self.resume_step, phase.start_step), min(self.last, phase.end_step)
         eval_every = parse_steps(self.config.run.eval_every, phase.settings.tokens_per_step)
         save_every = parse_steps(self.config.checkpoint.every, phase.settings.tokens_per_step)
         due = False
@@ -165,18 +172,13 @@ class Trainer:
                     metrics = self.train_step(step, phase, batches, asked)
                 if step % eval_every == 0 or step == last:
                     self.watchdog.beat(f"the evaluation at step {step}")
-                    losses = evaluate(self.engine, loader.sources, phase)
-                    several = losses.by_source if len(losses.by_source) > 1 else None
-                    metrics = replace(metrics, validation=losses.by_length, validation_by_source=several)
-                if self.metrics is not None:
-                    self.metrics.write(metrics)
-                self.progress.step, self.progress.loss = step, metrics.loss
-                self.progress.validation = metrics.validation or self.progress.validation
+                    metrics = with_held_out_losses(metrics, evaluate(self.engine, loader.sources, phase))
+                self.report(metrics)
                 if refused := self.engine.guard.refused:
-                    self.look_at_refused(step, refused)
+                    self.check_refused(step, refused)
                 stop = self.requests.agreed(all_reduce_max)
                 due |= step % save_every == 0
-                # while steps are refused nothing changes, and a checkpoint could not be gone back to
+                # while steps are refused nothing changes, and a run never rolls back to a checkpoint of such a step
                 if (due and not refused) or step == last or stop:
                     self.save(step, loader, metrics)
                     due = False
@@ -184,32 +186,41 @@ class Trainer:
                     self.finish_saving()
                     raise Preempted(step, stop)
 
-    def take_up(self, phase: ResolvedPhase, loader: Loader) -> None:
+    def enter_phase(self, phase: ResolvedPhase, loader: Loader) -> None:
         """Bring the engine to where the phase stands: at its start, or in its middle as a checkpoint holds it."""
-        if self.start is not None and phase.start_step <= self.first:
+        if self.start is not None and not self.reached_by_training(phase):
             for one in check_same_data(self.start, self.config, phase, loader.fingerprint):
-                if self.metrics is not None:
-                    self.metrics.console.say(f"run.accept_data_changes=true: {one.key} {one.message}")
+                if self.groups.is_first:
+                    LOG.info("run.accept_data_changes=true: %s %s", one.key, one.message)
         self.engine.start_phase(phase.index, loader.lanes)
-        if phase.start_step >= self.first:
+        if not self.resumes_within(phase):
             self.engine.guard.restart()
-        if self.engine.carrier is not None and self.start is not None and phase.start_step < self.first:
+        elif self.engine.carrier is not None and self.start is not None:
             restore_states(self.engine.carrier, self.groups, self.start)
+        if self.groups.is_first:
+            announce_reading(loader, phase)
+        self.flops_per_token = count(self.engine.config.model, phase.settings.seq_len).flops_per_token
+
+    def report(self, metrics: StepMetrics) -> None:
+        if self.metrics is not None:
+            self.metrics.write(metrics)
+        self.progress.step, self.progress.loss = metrics.step, metrics.loss
+        self.progress.validation = metrics.validation or self.progress.validation
 
     def train_step(self, step: int, phase: ResolvedPhase, batches: list[Batch], asked: float) -> StepMetrics:
         """One optimizer step; `asked` is when its data was asked for."""
         arrived = time.perf_counter()
         lr = learning_rate(self.phases, phase.index, phase.phase_tokens_at(step))
         number, guard = step - phase.start_step - 1, self.engine.guard
-        if guard.refused or self.windows.jumps(phase.index, number):
-            self.engine.break_off()
+        if guard.refused or self.skipped_data.jumps(phase.index, number):
+            self.engine.invalidate_states()
         loss = self.engine.forward_backward(batches, number)
         layers = self.engine.optimizer.norms() if self.config.run.layer_norms else None
         grad_norm, accepted = self.engine.step(lr, weight_decay(self.phases, phase.index, lr))
         synchronize()
         self.skipped += not accepted
         if self.metrics is not None and guard.why is not None:
-            self.metrics.decide(refusal_of(step, guard, loss.mean.item(), grad_norm))
+            self.metrics.decide(rollback.refusal_event(step, guard, loss.mean.item(), grad_norm))
         step_time = time.perf_counter() - asked
         speed = phase.tokens_of(step) / step_time
         tflops = speed * self.flops_per_token / 1e12 / self.groups.world_size
@@ -237,11 +248,11 @@ class Trainer:
         self.watchdog.beat(f"the checkpoint of step {step}")
         with self.requests.saving():
             validation = None if metrics.validation is None else next(iter(metrics.validation.values()))
-            meta = meta_of(self.engine, step, loader.fingerprint, validation, self.windows.all)
+            meta = meta_of(self.engine, step, loader.fingerprint, validation, self.skipped_data.all)
             try:
                 self.saver.save(self.engine, meta, loader.sources.tokenizer_file)
             except NotFinite as fault:
-                raise not_saved(step, fault) from fault
+                raise rollback.not_saved(step, fault) from fault
         self.requests.longest_save = max(self.requests.longest_save, self.saver.longest_s)
         self.name_checkpoint()
 
@@ -251,35 +262,35 @@ class Trainer:
         self.name_checkpoint()
 
     def name_checkpoint(self) -> None:
-        """Note the newest checkpoint that is on disk, for the word about the run's end."""
+        """Note the newest checkpoint that is on disk, for the report of the run's end."""
         if self.saver.written:
             self.progress.checkpoint = str(checkpoints.folder_of(self.run_dir, max(self.saver.written)))
 
-    def look_at_refused(self, step: int, refused: int) -> None:
-        """Go back after too many steps in a row that were refused.
+    def check_refused(self, step: int, refused: int) -> None:
+        """Request a rollback after too many steps in a row that were refused.
 
         At the end of a run two are too many, as nothing follows that could show whether it recovers, and one is where
         no step of the phase was accepted.
         """
         at_end = step == self.last and (refused > 1 or not self.engine.guard.norms)
         if at_end or refused >= self.config.optim.skips:
-            raise too_many_refused(step, refused, self.config.optim)
+            raise rollback.too_many_refused(step, refused, self.config.optim)
 
-    def go_back(self, failed: GoBack) -> None:
-        """Take up the newest checkpoint again, and leave out the data from there to the step that failed."""
-        self.watchdog.beat(f"going back from step {failed.step}")
+    def roll_back(self, request: RollbackRequested) -> None:
+        """Load the newest checkpoint that may be used, and skip the data from there to the step that failed."""
+        self.watchdog.beat(f"rolling back from step {request.step}")
         self.saver.settle()
-        self.start = self.restored(self.way_back.checkpoints(failed, self.saver.written))
-        self.first = self.start.meta.step
-        times = self.way_back.count(failed, self.first)
-        self.windows = self.windows.without(self.phases, self.first, failed.step)
+        self.start = self.restored(self.rollback.checkpoints(request, self.saver.written))
+        self.resume_step = self.start.meta.step
+        times = self.rollback.count(request, self.resume_step)
+        self.skipped_data = self.skipped_data.and_failed(self.phases, self.resume_step, request.step)
         if self.metrics is not None:
-            self.metrics.decide(return_of(failed, self.first, times, self.windows))
-            self.metrics.go_back(self.first)
+            self.metrics.decide(rollback.rollback_event(request, self.resume_step, times, self.skipped_data))
+            self.metrics.roll_back(self.resume_step)
 
     def read(self, loader: Loader, phase: ResolvedPhase, first: int, last: int) -> Generator[list[Batch]]:
         """The micro-batches of the steps after `first`, up to `last`, without the data that is left out."""
-        for run in self.windows.runs(phase.index, first - phase.start_step, last - phase.start_step):
+        for run in self.skipped_data.runs(phase.index, first - phase.start_step, last - phase.start_step):
             yield from loader.iterate(run.start, run.stop)
 
     def loader_of(self, phase: ResolvedPhase) -> Loader:
@@ -289,10 +300,10 @@ class Trainer:
         barrier()
         return loader or build_loader(*mine)
 
-    def conclude(self, checkpoint: Path) -> None:
+    def report_end(self, checkpoint: Path) -> None:
         """How it went and what can be done with it, and a sample of text where one process holds the whole model."""
         announce_end(self.progress, self.run_dir, checkpoint)
         run = self.config.run
         if run.sample_tokens and self.groups.world_size == 1:
             text = sample_text(self.engine.stages[0].model, checkpoint, run.sample_prompt, run.sample_tokens)
-            print(f"\na sample of {run.sample_tokens} tokens after {run.sample_prompt!r}:\n{text}")
+            LOG.info("\na sample of %d tokens after %r:\n%s", run.sample_tokens, run.sample_prompt, text)

@@ -25,7 +25,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from hybridtron.data.loader import STACKS
-from hybridtron.train.failures import Failures, Place, waits_for_others
+from hybridtron.train.failures import Failures, RankProcess, waits_for_others
 
 BACKSTOP = 1.4  # of run.timeout: when faulthandler ends a process whose interpreter is stuck
 LAST_WORDS_S = 10.0  # what it may take to put a failure down
@@ -80,20 +80,20 @@ class Watchdog:
         faulthandler.dump_traceback_later(LAST_WORDS_S, exit=True, file=self._file)
         try:
             workers = multiprocessing.active_children()
-            self._put_down(reason, workers)
+            self._record(reason, workers)
             _end_all(workers)  # one that hangs would stay behind
         finally:
             os._exit(1)
 
-    def _put_down(self, reason: str, workers: Sequence[BaseProcess]) -> None:
+    def _record(self, reason: str, workers: Sequence[BaseProcess]) -> None:
         frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames().get(self._main))]
         waiting = waits_for_others(frames)
-        reason = "; ".join([f"{reason}; the main thread is {_where(frames)}", *_troubles(workers)])
+        reason = "; ".join([f"{reason}; the main thread is {_where(frames)}", *_faults(workers)])
         self.failures.log("stacks", reason)
         faulthandler.dump_traceback(self._file)
         first, first_reason = self.failures.report(reason, waiting)
-        told = reason if first == self.failures.rank else f"{reason}; rank {first} failed first: {first_reason}"
-        os.write(2, f"rank {self.failures.rank}: {told}\nstacks: {self.path}\n".encode())
+        reported = reason if first == self.failures.rank else f"{reason}; rank {first} failed first: {first_reason}"
+        os.write(2, f"rank {self.failures.rank}: {reported}\nstacks: {self.path}\n".encode())
 
 
 def _where(frames: Sequence[FrameType]) -> str:
@@ -105,14 +105,14 @@ def _where(frames: Sequence[FrameType]) -> str:
     return f"in {frames[0].f_code.co_name}" if frames else "ended"
 
 
-def _troubles(workers: Sequence[BaseProcess]) -> list[str]:
+def _faults(workers: Sequence[BaseProcess]) -> list[str]:
     """Which worker processes are gone or stopped."""
-    places = [Place(socket.gethostname(), worker.pid) for worker in workers if worker.pid is not None]
-    return [f"worker process {place.process} {fault}" for place in places if (fault := place.trouble()) is not None]
+    places = [RankProcess(socket.gethostname(), worker.pid) for worker in workers if worker.pid is not None]
+    return [f"worker process {place.process} {fault}" for place in places if (fault := place.status()) is not None]
 
 
 def _end_all(workers: Sequence[BaseProcess]) -> None:
-    """Let worker processes tell where they are, and end them."""
+    """Let worker processes dump their stacks, and end them."""
     for worker in workers:
         if worker.pid is not None:
             with suppress(OSError):

@@ -10,7 +10,7 @@ from hybridtron.architecture.model import ModelConfig
 from hybridtron.config.choices import DecaySchedule, LrPiece, Moments
 from hybridtron.config.phase_schema import PhaseConfig, PhaseOptimConfig
 from hybridtron.config.resolve import ResolvedPhase, resolve
-from hybridtron.config.schema import Config, OptimConfig, Schedule
+from hybridtron.config.schema import Config, OptimConfig
 from hybridtron.train.lr import learning_rate, weight_decay
 
 PHASE = PhaseConfig(tokens="1000", seq_len=1, global_batch=1, lr=2.0)
@@ -29,8 +29,20 @@ def test_cosine(tokens: int, expected: float) -> None:
 
 @pytest.mark.parametrize(("tokens", "expected"), [(50, 1.0), (100, 2.0), (800, 2.0), (900, 1.0), (1000, 0.0)])
 def test_wsd(tokens: int, expected: float) -> None:
-    optim = OptimConfig(schedule=Schedule.wsd, warmup="100", decay="20%", final_lr=0.0)
+    optim = OptimConfig(schedule="wsd", warmup="100", decay="20%", final_lr=0.0)
     assert learning_rate(configured(optim, PHASE), 0, tokens) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(50, 1.0), (100, 2.0), (550, 1.1), (1000, 0.2)])
+def test_linear(tokens: int, expected: float) -> None:
+    phases = configured(OptimConfig(schedule="linear", warmup="100"), PHASE)
+    assert learning_rate(phases, 0, tokens) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(50, 1.0), (100, 2.0), (1000, 2.0)])
+def test_constant(tokens: int, expected: float) -> None:
+    phases = configured(OptimConfig(schedule="constant", warmup="100"), PHASE)
+    assert learning_rate(phases, 0, tokens) == pytest.approx(expected)
 
 
 def test_no_warmup_starts_at_the_peak() -> None:
@@ -58,8 +70,8 @@ def test_without_the_moments_it_warms_up_from_nothing() -> None:
     assert learning_rate(phases, 1, 50) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(("schedule", "middle"), [(Schedule.cosine, 0.11), (Schedule.wsd, 0.11)])
-def test_a_decay_goes_from_there_to_a_given_rate(schedule: Schedule, middle: float) -> None:
+@pytest.mark.parametrize(("schedule", "middle"), [("cosine", 0.11), ("wsd", 0.11), ("linear", 0.11)])
+def test_a_decay_goes_from_there_to_a_given_rate(schedule: str, middle: float) -> None:
     last = replace(PHASE, lr=None, lr_piece=LrPiece.decay, lr_to=0.02, optim=PhaseOptimConfig(schedule=schedule))
     phases = configured(OptimConfig(warmup="10%"), PHASE, last)
     rates = [learning_rate(phases, 1, tokens) for tokens in (0, 500, 1000)]

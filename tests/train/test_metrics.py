@@ -17,10 +17,13 @@ from rich.console import Console
 
 from hybridtron.config.load import load
 from hybridtron.device import Package
-from hybridtron.train import metrics as reporting
+from hybridtron.train import console as reporting
 from hybridtron.train import sinks
-from hybridtron.train.metrics import ConsoleReport, Metrics, StepMetrics
+from hybridtron.train.console import ConsoleSink
+from hybridtron.train.logs import RunLog
+from hybridtron.train.metrics import StepMetrics
 from hybridtron.train.outcome import Progress
+from hybridtron.train.sinks import Metrics
 from hybridtron.train.startup_report import announce_end
 
 STEP = StepMetrics(
@@ -114,7 +117,7 @@ def test_tensorboard_gets_every_number(events: Events, tmp_path: Path) -> None:
 
 def test_tensorboard_drops_the_steps_that_are_taken_again(events: Events, tmp_path: Path) -> None:
     metrics = reported(tmp_path, 1, 2, 3, 4)
-    metrics.go_back(2)
+    metrics.roll_back(2)
     metrics.write(replace(STEP, step=3))
     metrics.close()
     reported(tmp_path, 3, resumed=2).close()
@@ -145,7 +148,7 @@ def test_wandb_resumes_the_same_run_with_its_configuration(runs: Runs, tmp_path:
 def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = text_io.StringIO()
     monkeypatch.setattr(reporting, "Console", lambda: Console(file=screen, force_terminal=True, width=160))
-    report = ConsoleReport(log_every=10, first_step=0, last_step=20)
+    report = ConsoleSink(log_every=10, first_step=0, last_step=20)
     report.write(STEP)
     report.close()
     assert "step 10/20" in screen.getvalue()
@@ -156,7 +159,7 @@ def test_elsewhere_there_is_a_plain_line_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("time.monotonic", lambda: 0.0)
-    report = ConsoleReport(log_every=5, first_step=4, last_step=3010)
+    report = ConsoleSink(log_every=5, first_step=4, last_step=3010)
     monkeypatch.setattr("time.monotonic", lambda: 12.0)
     for step in (9, 10):
         report.write(replace(STEP, step=step, validation=None))
@@ -185,7 +188,8 @@ def test_the_end_names_duration_checkpoint_and_what_can_be_done_next(
 ) -> None:
     monkeypatch.setattr("time.monotonic", lambda: 3723.0)
     progress = Progress(step=20, validation={"1x": 3.5}, began=0.0)
-    announce_end(progress, Path("runs/mine"), Path("runs/mine/checkpoints/step-00000020"))
+    with RunLog(0):
+        announce_end(progress, Path("runs/mine"), Path("runs/mine/checkpoints/step-00000020"))
     said = capsys.readouterr().out
     assert all(word in said for word in ("20", "1:02:03", "3.5000", "step-00000020"))
     for command in ("generate", "plot", "evaluate", "export"):

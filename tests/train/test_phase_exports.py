@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hybridtron.checkpoint.files import temporary_path
-from hybridtron.cli import train
+from hybridtron.interop import phase_exports
 from tests.train.conftest import Train
 
 SIZES = "seq_len: 16, global_batch: 4, micro_batch: 2"
@@ -28,7 +28,7 @@ def exporting(monkeypatch: pytest.MonkeyPatch, *answers: Exception | None) -> li
         output.mkdir(parents=True)
         (output / "hybridtron_export.json").write_text('{"step": 1}')
 
-    monkeypatch.setattr(train, "export_phase", export)
+    monkeypatch.setattr(phase_exports, "export_phase", export)
     return attempts
 
 

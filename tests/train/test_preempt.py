@@ -90,7 +90,7 @@ def test_a_time_budget_ends_the_run_by_itself(train_small: Train, tmp_path: Path
 
 def test_a_second_signal_is_told_and_changes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with StopRequests(RunConfig(name="test"), speaks=True, environment={}) as asked:
+    with StopRequests(RunConfig(name="test"), is_main=True, environment={}) as asked:
         assert asked.agreed(alone) is None
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), number)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 def test_tensorboard_reads_every_step_once(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     metrics = reported(tmp_path, 1, 2, 3, 4)
-    metrics.go_back(2)
+    metrics.roll_back(2)
     metrics.close()
     reported(tmp_path, 3, 4, 5, resumed=2).close()
     read = accumulator.EventAccumulator(str(tmp_path / "logs"))

@@ -24,8 +24,8 @@ from hybridtron.data.loader import Loader, build_loader
 from hybridtron.device import megatron_context
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel import groups as process_groups
-from hybridtron.train.go_back import Diverged
 from hybridtron.train.lr import learning_rate
+from hybridtron.train.rollback import Diverged
 from tests.train.conftest import Train, small_run_arguments
 from tests.train.faults import happening, outcome_of, spoiled, train_ranks, trained
 
@@ -77,11 +77,10 @@ def by_hand(config: Config, refused: Collection[int]) -> dict[str, Tensor]:
                 engine.optimizer.zero_grad()
                 continue
             if carrier is not None:
-                carrier.inspect()
+                finite_A = carrier.find_nonfinite()
             engine.optimizer.step(learning_rate(phases, stretch.index, stretch.phase_tokens_at(step)))
             if carrier is not None:
-                carrier.read()
-                carrier.commit()
+                carrier.commit(finite_A, carrier.count_restarts(finite_A))
         found = {block.key: block.data.clone() for of_file in engine.blocks().values() for block in of_file}
         process_groups.stop()
     return found
@@ -153,7 +152,7 @@ def test_a_run_that_goes_back_is_as_if_the_data_had_never_been(
     assert newest is not None
     assert newest.meta.windows == [[0, 5, 9]]
     line = decisions(run)[-1]
-    assert (line["step"], line["what"], line["to"], line["windows"]) == (9, "gone back", 5, [[0, 5, 9]])
+    assert (line["step"], line["what"], line["to"], line["windows"]) == (9, "rolled back", 5, [[0, 5, 9]])
     assert [line["step"] for line in trained(run)] == list(range(1, STEPS + 1))
     went_back, losses = final(run), [line["loss"] for line in trained(run)]
     leaving_out(5, 9, monkeypatch)
@@ -191,7 +190,7 @@ def test_a_run_that_has_gone_back_twice_resumes_as_if_it_had_not_stopped(train_s
     with spoiled(math.nan, faults):
         assert train_small(*BACK, "states.mode=tbtt") == 0
     run, whole = tmp_path / "run", tmp_path / "whole"
-    assert [line["windows"] for line in decisions(run) if line["what"] == "gone back"] == [[[0, 5, 9]], [[0, 5, 13]]]
+    assert [line["windows"] for line in decisions(run) if line["what"] == "rolled back"] == [[[0, 5, 9]], [[0, 5, 13]]]
     run.rename(whole)
     with spoiled(math.nan, faults), happening("SIGTERM", Engine, "forward_backward", 17):  # which is step 9
         assert train_small(*BACK, "states.mode=tbtt") == 75
@@ -239,7 +238,7 @@ def test_a_run_does_not_finish_on_refused_steps(train_small: Train, tmp_path: Pa
     few = ("run.max_steps=6", "checkpoint.every=2", "run.eval_lengths=[1]")
     with spoiled(math.nan, micro_batches(5, 6)):
         assert train_small(*few) == 0
-    assert [line["what"] for line in decisions(tmp_path / "run")] == ["refused", "refused", "gone back"]
+    assert [line["what"] for line in decisions(tmp_path / "run")] == ["refused", "refused", "rolled back"]
     newest = checkpoints.newest(tmp_path / "run")
     assert newest is not None
     assert (newest.meta.step, newest.meta.windows) == (6, [[0, 4, 6]])
@@ -263,7 +262,7 @@ def test_a_run_that_goes_back_again_and_again_ends(train_small: Train, tmp_path:
     with spoiled(math.nan, range(13, 1000)), pytest.raises(Diverged, match="checkpoint of step 5 3 times already"):
         train_small(*BACK)
     run = tmp_path / "run"
-    assert [line.get("times") for line in decisions(run) if line["what"] == "gone back"] == [1, 2, 3]
+    assert [line.get("times") for line in decisions(run) if line["what"] == "rolled back"] == [1, 2, 3]
     assert torch.isfinite(final(run, 5)["embedding.weight"]).all()
 
 
@@ -274,7 +273,7 @@ def test_all_ranks_decide_alike_when_one_has_the_fault(counting_folder: Path, tm
     arguments = [*small_run_arguments(counting_folder, tmp_path / "run"), "run.max_steps=10", "optim.skips=2"]
     assert train_ranks(arguments, value, "loss") == [0, 0]
     found = decisions(tmp_path / "run")
-    assert [(line["step"], line["what"]) for line in found] == [(8, "refused"), (9, "refused"), (9, "gone back")]
+    assert [(line["step"], line["what"]) for line in found] == [(8, "refused"), (9, "refused"), (9, "rolled back")]
     newest = checkpoints.newest(tmp_path / "run")
     assert newest is not None
     assert (newest.meta.step, newest.meta.windows, newest.meta.accepted_steps) == (10, [[0, 5, 9]], 10)
@@ -294,7 +293,7 @@ def test_what_two_ranks_left_out_one_process_leaves_out_too(
         assert train_small(*settings, SHORT, f"run.dir={alone}") == 0
     on_ranks = [*small_run_arguments(counting_folder, ranks), *settings, *layout, "run.max_steps=10"]
     assert train_ranks(on_ranks, "nan", "loss", step=16 if layout else 8) == [0, 0]
-    assert [(line["step"], line["what"]) for line in decisions(ranks)][-1] == (9, "gone back")
+    assert [(line["step"], line["what"]) for line in decisions(ranks)][-1] == (9, "rolled back")
     assert train_small(*settings, SHORT) == 0
     losses, expected = ([line["loss"] for line in trained(run)] for run in (ranks, alone))
     assert losses == pytest.approx(expected, rel=1e-4)
@@ -317,7 +316,7 @@ def test_a_run_whose_moments_are_no_numbers_goes_back_instead_of_saving_them(
     assert train_small(*BACK) == 0
     run = tmp_path / "run"
     assert [(line["step"], line["what"], line["to"], line["windows"]) for line in decisions(run)] == [
-        (10, "gone back", 5, [[0, 5, 10]])
+        (10, "rolled back", 5, [[0, 5, 10]])
     ]
     assert [line["step"] for line in trained(run)] == list(range(1, STEPS + 1))
     assert all(tensor.isfinite().all() for tensor in final(run).values())

@@ -17,7 +17,7 @@ import pytest
 
 from hybridtron.problems import ConfigError, Problem
 from hybridtron.train import failures, watchdog
-from hybridtron.train.failures import FailedElsewhere, Failures, Place
+from hybridtron.train.failures import FailedElsewhere, Failures, RankProcess
 from hybridtron.train.outcome import End
 from hybridtron.train.run_folder import Preempted, unfinished
 from hybridtron.train.watchdog import Watchdog
@@ -67,7 +67,7 @@ def test_progress_keeps_the_watchdog_quiet(tmp_path: Path, clock: Clock) -> None
     assert not (tmp_path / "outcome.json").exists()
 
 
-def test_what_does_not_end_is_dumped_put_down_and_ended(
+def test_what_does_not_end_is_dumped_recorded_and_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     ended: list[int] = []
@@ -97,7 +97,7 @@ def test_what_does_not_end_is_dumped_put_down_and_ended(
 def met(run: Path, rank: int) -> Failures:
     """One of four ranks that have met."""
     found = Failures(run, rank)
-    found.meet([(f"machine {other}", 1) for other in range(4)])
+    found.register_ranks([(f"machine {other}", 1) for other in range(4)])
     return found
 
 
@@ -133,25 +133,25 @@ def test_the_first_word_stands(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     assert met(tmp_path, 2).record(End("failed", "a bad disk", 2))
     assert not met(tmp_path, 0).record(End("finished"))
-    elsewhere = met(tmp_path, 0).put_down(RuntimeError("connection closed by peer"))
+    elsewhere = met(tmp_path, 0).record_error(RuntimeError("connection closed by peer"))
     assert isinstance(elsewhere, FailedElsewhere)
     assert str(elsewhere) == "rank 0 ends, as rank 2 failed first: a bad disk"
     assert "connection closed by peer" in (tmp_path / "logs" / "error-0.txt").read_text()
 
 
 def test_a_neighbour_that_is_stopped_or_gone_is_named(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    place = Place(HERE, sleeper.pid)
-    assert place.trouble() is None
+    place = RankProcess(HERE, sleeper.pid)
+    assert place.status() is None
     sleeper.send_signal(signal.SIGSTOP)
     until = time.monotonic() + 120
-    while place.trouble() is None and time.monotonic() < until:
+    while place.status() is None and time.monotonic() < until:
         time.sleep(0.01)
-    assert place.trouble() == "is stopped (SIGSTOP)"
+    assert place.status() == "is stopped (SIGSTOP)"
     sleeper.kill()
     sleeper.wait()
-    assert "is gone" in str(place.trouble())
+    assert "is gone" in str(place.status())
     told = Failures(tmp_path, 0)
-    told.meet([(HERE, os.getpid()), ("another", sleeper.pid), (HERE, sleeper.pid)])
+    told.register_ranks([(HERE, os.getpid()), ("another", sleeper.pid), (HERE, sleeper.pid)])
     rank, reason = told.report("RuntimeError: connection closed by peer", waiting=True)
     assert rank == outcome_of(tmp_path)["rank"] == 2
     assert reason.startswith("rank 2 is gone: it was killed or crashed; rank 0 noticed by RuntimeError")
@@ -161,7 +161,7 @@ def test_who_waited_lets_others_speak_first(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(failures, "GRACE_S", 120.0)
     told, other = Failures(tmp_path, 0), Failures(tmp_path, 1)
     for one in (told, other):
-        one.meet([(HERE, os.getpid())] * 2)
+        one.register_ranks([(HERE, os.getpid())] * 2)
     threading.Timer(0.2, other.report, ("a bad disk", False)).start()
     assert told.report("connection closed by peer", waiting=True) == (1, "a bad disk")
 

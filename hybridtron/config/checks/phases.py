@@ -8,7 +8,8 @@ from fnmatch import fnmatchcase
 
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import parameter_table
-from hybridtron.config.choices import LrPiece, Moments, Order, Schedule, StateMode
+from hybridtron.config.choices import LrPiece, Moments, Order, StateMode
+from hybridtron.config.lr_shapes import SHAPES
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.config.rules import above_zero, at_least, divisors_near, is_folder, shortened
 from hybridtron.config.schema import Config, PhaseConfig
@@ -166,10 +167,16 @@ def _trained(where: str, phase: ResolvedPhase) -> Iterator[Problem]:
 def _durations(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
     """Warm-up and decay can be read, and there is room for both in every course of the learning rate."""
     for phase in phases:
+        optim, shape = phase.optim, SHAPES.get(phase.optim.schedule)
+        if shape is None:
+            continue  # reported by the rules of `optim`
+        if phase.settings.lr_piece is LrPiece.decay and not shape.falls:
+            fitting = ", ".join(name for name, one in SHAPES.items() if one.falls)
+            key = phase.key("optim.schedule")
+            yield Problem(key, f"is {optim.schedule}, which lr_piece=decay can't follow to lr_to: use {fitting}")
         if phase.settings.lr_piece is not LrPiece.rewarm:
             continue
-        optim = phase.optim
-        lengths = {"warmup": optim.warmup} | ({"decay": optim.decay} if optim.schedule is Schedule.wsd else {})
+        lengths = {"warmup": optim.warmup} | ({"decay": optim.decay} if shape.uses_decay else {})
         keys = {name: phase.key(f"optim.{name}") for name in lengths}
         unreadable = [p for name, text in lengths.items() if (p := _unreadable_share(keys[name], text))]
         yield from unreadable

@@ -105,6 +105,8 @@ def test_recipes_keep_every_rule_and_are_named_after_their_files(recipe):
         ("checkpoint.keep=0", "checkpoint.keep", "at least 1"),
         ("checkpoint.keep_every=x", "checkpoint.keep_every", "number of steps"),
         ("checkpoint.failures=0", "checkpoint.failures", "at least 1"),
+        ("optim.name=adam", "optim.name", "did you mean adamw?"),
+        ("optim.schedule=cosin", "optim.schedule", "must be one of cosine, linear, wsd, constant"),
         ("parallel.tensor=0", "parallel.tensor", "is 0, must be at least 1"),
         ("parallel.pipeline=0", "parallel.pipeline", "is 0, must be at least 1"),
         ("parallel.virtual_pipeline=-1", "parallel.virtual_pipeline", "is -1, must be at least 1"),

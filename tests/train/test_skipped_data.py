@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config, PhaseConfig
-from hybridtron.train.windows import Windows
+from hybridtron.train.skipped_data import SkippedData
 
 PHASE = PhaseConfig(tokens="10", seq_len=1, global_batch=1, lr=1.0)
 WINDOW = st.tuples(st.integers(0, 1), st.integers(0, 30), st.integers(1, 9)).map(lambda w: (w[0], w[1], w[1] + w[2]))
@@ -24,7 +24,7 @@ def left(windows: list[tuple[int, int, int]], phase: int) -> list[int]:
 
 @given(WINDOWS, st.integers(0, 1))
 def test_a_step_reads_the_data_that_is_left(windows: list[tuple[int, int, int]], phase: int) -> None:
-    found = Windows(windows)
+    found = SkippedData(windows)
     expected = left(windows, phase)
     assert [found.data_step(phase, step) for step in range(40)] == expected[:40]
     jumps = [step for step in range(1, 40) if expected[step] != expected[step - 1] + 1]
@@ -33,7 +33,7 @@ def test_a_step_reads_the_data_that_is_left(windows: list[tuple[int, int, int]],
 
 @given(WINDOWS, st.integers(0, 40), st.integers(0, 20))
 def test_runs_are_unbroken_and_read_the_same(windows: list[tuple[int, int, int]], first: int, count: int) -> None:
-    found = Windows(windows)
+    found = SkippedData(windows)
     runs = found.runs(0, first, first + count)
     assert [step for run in runs for step in run] == left(windows, 0)[first : first + count]
     assert all(after.start > before.stop for before, after in pairwise(runs))
@@ -41,8 +41,8 @@ def test_runs_are_unbroken_and_read_the_same(windows: list[tuple[int, int, int]]
 
 @given(WINDOWS)
 def test_a_checkpoint_holds_them(windows: list[tuple[int, int, int]]) -> None:
-    found = Windows(windows)
-    assert Windows(found.as_lists()).all == found.all
+    found = SkippedData(windows)
+    assert SkippedData(found.as_lists()).all == found.all
 
 
 @given(WINDOWS, st.integers(0, 19), st.integers(1, 20))
@@ -50,8 +50,8 @@ def test_what_is_left_out_is_what_was_read(windows: list[tuple[int, int, int]], 
     """Two phases of ten steps: nothing that the steps after `done` up to the failed one read is read again."""
     failed = min(done + count, 20)
     phases = resolve(Config(phases=[PHASE, PHASE]))
-    found = Windows(windows)
-    after = found.without(phases, done, failed)
+    found = SkippedData(windows)
+    after = found.and_failed(phases, done, failed)
     for resolved in phases:
         phase, start = resolved.index, resolved.start_step
         read = [found.data_step(phase, step - start) for step in range(start, resolved.end_step)]

@@ -1,0 +1,129 @@
+"""Update rules of `optimizers/` inside Megatron's optimizers, in the place of AdamW.
+
+Megatron keeps fp32 masters, finishes gradients, clips them, and gathers the weights after a step; its distributed
+optimizer cuts the flattened masters over data-parallel ranks, wherever a row may end. A rule that needs whole matrices
+can't run on such shards: for it the gradient and the state are gathered over data- and tensor-parallel ranks, every
+rank computes the same direction, and takes its own entries of it. That costs 4 bytes for each entry of the gradient and
+of each gathered part, for each such weight and step, and the memory of one whole matrix at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from hybridtron.architecture.base import Parameter
+from hybridtron.optimizers.base import UpdateRule, UpdateSettings
+from hybridtron.parallel.cut import cut, join
+from hybridtron.parallel.linear import TensorGroup
+
+if TYPE_CHECKING:
+    from hybridtron.engine.optim import Shard
+
+
+class RuleOptimizer(torch.optim.Optimizer):
+    """Steps the masters of Megatron's parameter groups; each group has its learning rate and weight decay.
+
+    `state_parts` are the parts of each trained weight: those of the weight's shape as the entries of this rank's shard,
+    flattened (none where other ranks hold all of them), others as this tensor-parallel rank's share.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        rule: UpdateRule,
+        shards: Mapping[str, Shard],
+        table: Mapping[str, Parameter],
+        tensor: TensorGroup,
+        settings: tuple[tuple[float, float], float],
+    ) -> None:
+        super().__init__(groups, {})
+        self.rule, self.table, self.tensor, self.settings = rule, table, tensor, settings
+        self.shards = {name: shard for name, shard in shards.items() if shard.weight.requires_grad}
+        self.steps = 0  # accepted so far
+        self.state_parts = {name: self._zeros(name, shard) for name, shard in self.shards.items()}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """All ranks walk through the weights of their stage in the same order, as some are gathered."""
+        assert closure is None
+        self.steps += 1
+        group_of = {master: group for group in self.param_groups for master in group["params"]}
+        for name, shard in self.shards.items():
+            whole = self.rule.needs_whole(name, self.table[name])
+            direction = self._of_whole(name, shard) if whole else self._of_shard(name, shard)
+            if shard.master is not None and direction is not None:
+                group = group_of[shard.master]
+                shard.master.mul_(1 - group["lr"] * group["weight_decay"])
+                shard.master.sub_(direction.view_as(shard.master), alpha=group["lr"])
+
+    def _zeros(self, name: str, shard: Shard) -> dict[str, Tensor]:
+        weight, dtype = self.table[name], torch.promote_types(shard.weight.dtype, torch.float32)
+        found: dict[str, Tensor] = {}
+        for part, declared in self.rule.parts(name, weight).items():
+            if declared.shape != weight.shape:
+                shape = declared.share_shape(self.tensor.size)
+                found[part] = torch.zeros(shape, dtype=dtype, device=shard.weight.device)
+            elif shard.master is not None:
+                found[part] = torch.zeros_like(shard.master).view(-1)
+        return found
+
+    def _now(self) -> UpdateSettings:
+        betas, eps = self.settings
+        return UpdateSettings(betas, eps, self.steps)
+
+    def _of_shard(self, name: str, shard: Shard) -> Tensor | None:
+        if shard.master is None:
+            return None
+        assert shard.master.grad is not None
+        gradient = shard.master.grad.view(-1)
+        return self.rule.direction(name, self.table[name], gradient, self.state_parts[name], self._now())
+
+    def _of_whole(self, name: str, shard: Shard) -> Tensor:
+        """This rank's entries of the direction of a whole weight, whose parts are updated on the way."""
+        weight, held = self.table[name], self.state_parts[name]
+        declared = self.rule.parts(name, weight)
+        gradient = None if shard.master is None or shard.master.grad is None else shard.master.grad.view(-1)
+        whole = {
+            part: self._over_tensor(held[part], spec)
+            if spec.shape != weight.shape
+            else self._over_tensor(self._over_data(held.get(part), shard), spec)
+            for part, spec in declared.items()
+        }
+        gathered = self._over_tensor(self._over_data(gradient, shard), weight)
+        direction = self.rule.direction(name, weight, gathered, whole, self._now())
+        for part, spec in declared.items():
+            if part in held:
+                share = cut(whole[part], spec, self.tensor)
+                held[part].copy_(_entries(share, shard) if spec.shape == weight.shape else share)
+        return _entries(cut(direction, weight, self.tensor), shard)
+
+    def _over_data(self, entries: Tensor | None, shard: Shard) -> Tensor:
+        """This tensor-parallel rank's share, from the entries that data-parallel ranks hold of it."""
+        shape = shard.weight.shape
+        if shard.everywhere:
+            assert entries is not None
+            return entries.view(shape).clone()
+        dtype = torch.promote_types(shard.weight.dtype, torch.float32)
+        share = torch.zeros(shape.numel(), dtype=dtype, device=shard.weight.device)
+        if entries is not None:
+            share[shard.start : shard.stop] = entries
+        dist.all_reduce(share, group=parallel_state.get_data_parallel_group())
+        return share.view(shape)
+
+    def _over_tensor(self, share: Tensor, parameter: Parameter) -> Tensor:
+        if parameter.cut_axis(self.tensor.size) is None:
+            return share.clone()
+        shares = [torch.empty_like(share) for _ in range(self.tensor.size)]
+        dist.all_gather(shares, share.contiguous(), group=self.tensor.group)
+        return join(shares, parameter)
+
+
+def _entries(share: Tensor, shard: Shard) -> Tensor:
+    """Those of a share that this data-parallel rank holds, flattened."""
+    return share.reshape(-1)[shard.start : shard.stop]

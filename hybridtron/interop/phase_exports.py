@@ -1,0 +1,76 @@
+"""The ends of phases as folders for transformers, as `phases.N.export` asks, written while a run goes through them.
+
+An export that fails is reported and retried later: where the next phase ends, at the end of the run, and at the next
+start. It never ends training. One whose process was killed (it may need more memory than there is) is retried only when
+nothing is left to train.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from pathlib import Path
+
+from hybridtron.checkpoint import folder as checkpoints
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.files import temporary_path
+from hybridtron.config.checks.export import exported_step
+from hybridtron.config.resolve import ResolvedPhase, last_step, resolve
+from hybridtron.config.schema import Config
+from hybridtron.train.failures import Failures
+
+SHARD_BYTES = 5 * 10**9
+LOG = logging.getLogger(__name__)
+
+
+class PhaseExports:
+    """A run's work after its phases; `failed` says of each export that failed last why it did, by the phase's name."""
+
+    def __init__(self, config: Config) -> None:
+        self.run_dir, self.last_step = Path(config.run.dir), last_step(config)
+        self.wanted = [phase for phase in resolve(config) if phase.settings.export is not None]
+        self.failed: dict[str, str] = {}
+
+    def due(self, step: int) -> bool:
+        return any(phase.end_step <= step for phase in self.wanted)
+
+    def run(self, step: int) -> None:
+        """Export what has ended at a step and is not there yet."""
+        for phase in self.wanted:
+            name = phase.settings.name
+            output = self.run_dir / "export" / name
+            if phase.end_step > step or exported_step(output) == phase.end_step:
+                continue
+            if temporary_path(output).exists() and step < self.last_step:
+                self.failed[name] = "it was killed once, and is retried at the end of the run"
+                continue
+            try:
+                export_phase(Checkpoint.open(checkpoints.folder_of(self.run_dir, phase.end_step)), output, phase)
+            except Exception as error:
+                self._report(name, error)
+            else:
+                self.failed.pop(name, None)
+                LOG.info("%s is exported: %s", name, output)
+
+    def _report(self, name: str, error: Exception) -> None:
+        self.failed[name] = f"{type(error).__name__}: {error}"
+        Failures(self.run_dir, 0).log("export", "".join(traceback.format_exception(error)))
+        again = "training continues, and the export is retried later; logs/export-0.txt has the traceback"
+        LOG.error("ERROR: the export of %s failed: %s\n%s", name, self.failed[name], again)
+
+
+def export_phase(source: Checkpoint, output: Path, phase: ResolvedPhase) -> None:
+    """Write it and prove it on the first and the last layer of every kind; what is there already stays."""
+    from hybridtron.interop.export import Export, export, target_of  # imports transformers, for those who export
+    from hybridtron.interop.sample import verify_sample
+
+    if output.exists():
+        raise FileExistsError(f"{output} is something else: move it away")
+    assert phase.settings.export is not None
+    target = target_of(source.config.model, phase.settings.export)
+
+    def prove(folder: Path) -> None:
+        verify_sample(folder, source, target)
+
+    for warning in export(output, Export(source, target, None, SHARD_BYTES), prove, lambda done, of: None):
+        LOG.warning("warning: %s: %s", output, warning)

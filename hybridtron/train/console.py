@@ -1,0 +1,60 @@
+"""Progress of a run on the console: a live bar on a terminal, plain lines elsewhere, both with the time left."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from hybridtron.train.metrics import StepMetrics
+from hybridtron.train.outcome import clock
+
+
+class ConsoleSink:
+    """A live bar on a terminal; elsewhere one plain line every `log_every` steps and at every evaluation.
+
+    The time left is that of the steps that are left at the pace of this start so far, evaluations and saves included.
+    """
+
+    def __init__(self, log_every: int, first_step: int, last_step: int) -> None:
+        self.console = Console()
+        self.first_step, self.began = first_step, time.monotonic()
+        self.log_every, self.last_step = log_every, last_step
+        self.bar: Progress | None = None
+        if self.console.is_terminal:
+            columns = [
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+            ]
+            self.bar = Progress(*columns, console=self.console)
+            self.task = self.bar.add_task("", total=last_step, completed=first_step)
+            self.bar.start()
+
+    def write(self, metrics: StepMetrics) -> None:
+        summary = (
+            f"loss {metrics.loss:.4f}  lr {metrics.lr:.2e}  grad norm {metrics.grad_norm:.3f}  "
+            f"{metrics.tokens_per_second:,.0f} tokens/s"
+        )
+        if self.bar is not None:
+            self.bar.update(self.task, completed=metrics.step, description=summary)
+        elif metrics.step % self.log_every == 0 or metrics.step == self.last_step:
+            print(f"step {metrics.step}/{self.last_step}  {summary}  {self._left(metrics.step)}", flush=True)
+        if metrics.validation:
+            losses = "  ".join(f"{length} {loss:.4f}" for length, loss in metrics.validation.items())
+            text = f"step {metrics.step}  validation loss at multiples of the training length: {losses}"
+            self.console.print(text, highlight=False, soft_wrap=True)  # above the bar where there is one
+
+    def roll_back(self, step: int) -> None:
+        """The pace is measured anew from here."""
+        self.first_step, self.began = step, time.monotonic()
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def _left(self, step: int) -> str:
+        pace = (time.monotonic() - self.began) / (step - self.first_step)
+        return f"{clock(pace * (self.last_step - step))} left"

@@ -42,7 +42,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         tensor: TensorGroup,
         settings: tuple[tuple[float, float], float],
     ) -> None:
-        super().__init__(groups, {})
+        super().__init__([{"params": []}], {})
+        self.param_groups = groups  # not handed over: torch refuses masters that are views of Megatron's buffers
         self.rule, self.table, self.tensor, self.settings = rule, table, tensor, settings
         self.shards = {name: shard for name, shard in shards.items() if shard.weight.requires_grad}
         self.steps = 0  # accepted so far

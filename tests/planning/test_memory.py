@@ -60,7 +60,7 @@ def test_one_process_holds_the_whole_model():
         stream = 4 if model.residual_fp32 else value
         norms = (stream + value) * model.width * (len(arch.specs) + 1)  # input and output of each, and of the last
         inside = value * sum(spec.activation_values(arch.sizes) for spec in arch.specs)
-        assert held.activations == (norms + inside) * phase.seq_len * phase.micro_batch
+        assert held.activations == (norms + inside) * phase.settings.seq_len * phase.settings.micro_batch
         assert rank.traffic.total == made.bubble == 0
         assert (rank.in_flight, rank.parameters) == (1, count(config.model, 4096).parameters)
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridtron.architecture.model import ModelConfig
 from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config, PhaseConfig
 from hybridtron.train.skipped_data import SkippedData
@@ -49,7 +50,7 @@ def test_a_checkpoint_holds_them(windows: list[tuple[int, int, int]]) -> None:
 def test_what_is_left_out_is_what_was_read(windows: list[tuple[int, int, int]], done: int, count: int) -> None:
     """Two phases of ten steps: nothing that the steps after `done` up to the failed one read is read again."""
     failed = min(done + count, 20)
-    phases = resolve(Config(phases=[PHASE, PHASE]))
+    phases = resolve(Config(model=ModelConfig(layers={}), phases=[PHASE, PHASE]))
     found = SkippedData(windows)
     after = found.and_failed(phases, done, failed)
     for resolved in phases:

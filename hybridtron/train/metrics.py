@@ -16,8 +16,7 @@ class StepMetrics:
     device where it counts, else of the host. A line also gets the `time` at which it was written, in UTC. A number that
     is not finite is null. `skipped` counts the steps that were refused since the run was started or resumed, also those
     of which no line is left since the run rolled back to a checkpoint before them; `restarted_lanes`, where states are
-    carried, the lanes of the phase whose state was not finite and that restarted from zero. `aux` holds the auxiliary
-    losses that mixers added, by name.
+    carried, the lanes of the phase whose state was not finite and that restarted from zero.
     """
 
     step: int
@@ -37,7 +36,6 @@ class StepMetrics:
     validation: Mapping[str, float] | None = None
     validation_by_source: Mapping[str, float] | None = None
     layers: Mapping[str, float] | None = None
-    aux: Mapping[str, float] | None = None
 
     def line(self) -> dict[str, Any]:
         """Every value that there is; those that every step has are there even if null."""
@@ -48,7 +46,7 @@ class StepMetrics:
         return _flat(self.line())
 
 
-OPTIONAL = ("restarted_lanes", "validation", "validation_by_source", "layers", "aux")
+OPTIONAL = ("restarted_lanes", "validation", "validation_by_source", "layers")
 REQUIRED = [name for name in StepMetrics.__dataclass_fields__ if name not in OPTIONAL]
 
 

@@ -60,10 +60,17 @@ class Rollback:
         return self._times[to]
 
 
-def too_many_refused(step: int, refused: int, optim: OptimConfig) -> RollbackRequested:
-    """The last `refused` steps, up to this one, were refused."""
-    last = "" if refused >= optim.skips else ", the run's last"
-    return RollbackRequested(step, f"{refused} steps in a row were refused up to step {step}{last}", _advice(optim))
+def check_refused(step: int, is_last: bool, guard: Guard, optim: OptimConfig) -> None:
+    """Request a rollback after too many steps in a row, up to this one, that were refused.
+
+    At the end of a run two are too many, as nothing follows that could show whether it recovers, and one is where
+    no step of the phase was accepted.
+    """
+    refused = guard.refused
+    at_end = is_last and refused > 0 and (refused > 1 or not guard.norms)
+    if at_end or refused >= optim.skips:
+        last = "" if refused >= optim.skips else ", the run's last"
+        raise RollbackRequested(step, f"{refused} steps in a row were refused up to step {step}{last}", _advice(optim))
 
 
 def not_saved(step: int, fault: NotFinite) -> RollbackRequested:

@@ -174,8 +174,8 @@ class Trainer:
                     self.watchdog.beat(f"the evaluation at step {step}")
                     metrics = with_held_out_losses(metrics, evaluate(self.engine, loader.sources, phase))
                 self.report(metrics)
-                if refused := self.engine.guard.refused:
-                    self.check_refused(step, refused)
+                refused = self.engine.guard.refused
+                rollback.check_refused(step, step == self.last, self.engine.guard, self.config.optim)
                 stop = self.requests.agreed(all_reduce_max)
                 due |= step % save_every == 0
                 # while steps are refused nothing changes, and a run never rolls back to a checkpoint of such a step
@@ -265,16 +265,6 @@ class Trainer:
         """Note the newest checkpoint that is on disk, for the report of the run's end."""
         if self.saver.written:
             self.progress.checkpoint = str(checkpoints.folder_of(self.run_dir, max(self.saver.written)))
-
-    def check_refused(self, step: int, refused: int) -> None:
-        """Request a rollback after too many steps in a row that were refused.
-
-        At the end of a run two are too many, as nothing follows that could show whether it recovers, and one is where
-        no step of the phase was accepted.
-        """
-        at_end = step == self.last and (refused > 1 or not self.engine.guard.norms)
-        if at_end or refused >= self.config.optim.skips:
-            raise rollback.too_many_refused(step, refused, self.config.optim)
 
     def roll_back(self, request: RollbackRequested) -> None:
         """Load the newest checkpoint that may be used, and skip the data from there to the step that failed."""

@@ -227,7 +227,10 @@ def test_windows_reach_over_phases(train_small: Train, tmp_path: Path, monkeypat
 def test_a_run_without_a_checkpoint_ends_and_says_why(train_small: Train, tmp_path: Path) -> None:
     """Also where the folder holds one of an earlier run."""
     assert train_small("run.max_steps=5") == 0
-    with spoiled(math.nan, micro_batches(2, 3)), pytest.raises(Diverged, match="there is no checkpoint to go back to"):
+    with (
+        spoiled(math.nan, micro_batches(2, 3)),
+        pytest.raises(Diverged, match="there is no checkpoint to roll back to"),
+    ):
         train_small("optim.skips=2", "run.resume=never")
     reason = outcome_of(tmp_path / "run")["reason"]
     assert "2 steps in a row were refused up to step 3" in reason

@@ -61,7 +61,7 @@ class PhaseExports:
 
 def export_phase(source: Checkpoint, output: Path, phase: ResolvedPhase) -> None:
     """Write it and prove it on the first and the last layer of every kind; what is there already stays."""
-    from hybridtron.interop.export import Export, export, target_of  # imports transformers, for those who export
+    from hybridtron.interop.export import ExportPlan, export, target_of  # imports transformers, for those who export
     from hybridtron.interop.sample import verify_sample
 
     if output.exists():
@@ -72,5 +72,5 @@ def export_phase(source: Checkpoint, output: Path, phase: ResolvedPhase) -> None
     def prove(folder: Path) -> None:
         verify_sample(folder, source, target)
 
-    for warning in export(output, Export(source, target, None, SHARD_BYTES), prove, lambda done, of: None):
+    for warning in export(output, ExportPlan(source, target, None, SHARD_BYTES), prove, lambda done, of: None):
         LOG.warning("warning: %s: %s", output, warning)

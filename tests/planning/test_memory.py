@@ -13,7 +13,8 @@ from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.planning.count import count
 from hybridtron.planning.fit import HEAD_ROOM, TENSOR_SIZES, fit, settings_of
 from hybridtron.planning.layer_use import layer_uses
-from hybridtron.planning.memory import Plan, held_names, largest_phase, live_passes, local_size, plan
+from hybridtron.planning.memory import Plan, largest_phase, plan
+from hybridtron.planning.pipeline import held_names, live_passes, local_size
 
 RECIPES = [name for name in choices_of("recipe") if not name.startswith(("ablations/", "length/"))]
 

@@ -1,0 +1,50 @@
+"""Which weights a pipeline rank holds, and how many micro-batches are in flight on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from hybridtron.architecture.base import Parameter
+from hybridtron.config.schema import ParallelConfig
+
+
+def held_names(table: Iterable[str], stages: Sequence[range], pipeline: int) -> list[list[str]]:
+    """The weights of every pipeline rank, as `parameter_table` names them; a tied embedding has two homes."""
+    names = list(table)
+    last = pipeline - 1
+    rank_of = {layer: chunk % pipeline for chunk, stage in enumerate(stages) for layer in stage}
+    held: list[list[str]] = [[] for _ in range(pipeline)]
+    for name in names:
+        if name == "embedding.weight":
+            held[0].append(name)
+            if last and "head.weight" not in names:
+                held[last].append(name)
+        else:
+            held[rank_of[int(name.split(".")[1])] if name.startswith("layers.") else last].append(name)
+    return held
+
+
+def local_size(parameter: Parameter, tensor: int) -> int:
+    """Values that one of `tensor` tensor-parallel ranks holds of a weight."""
+    return parameter.size if parameter.cut_axis(tensor) is None else parameter.size // tensor
+
+
+def live_passes(parallel: ParallelConfig, rank: int, micro_batches: int) -> Iterator[tuple[int, ...]]:
+    """How many micro batches each virtual stage of a rank holds, after every forward pass of Megatron's schedule."""
+    pipeline, stages = parallel.pipeline, parallel.virtual_pipeline
+    # the schedule repeats itself after a round of all stages: a few rounds show the peak
+    micro_batches = min(micro_batches, 4 * pipeline)
+    total = micro_batches * stages
+    # 1F1B: a rank runs forward until the first micro batch has come back from the last rank, pipeline - rank - 1
+    # passes, and then one forward for each backward. Interleaved, micro batches pass each virtual stage in groups of
+    # `pipeline`: the first comes back after all stages but the last have run forward for a group, and the way to the
+    # last rank and back takes two passes for each rank in between.
+    warm_up = pipeline - rank - 1
+    if stages > 1:
+        warm_up = 2 * warm_up + (stages - 1) * pipeline
+    live = [0] * stages
+    for step in range(total):
+        live[step // pipeline % stages] += 1
+        yield tuple(live)
+        if step >= warm_up:
+            live[-1 - (step - warm_up) // pipeline % stages] -= 1

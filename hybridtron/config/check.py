@@ -103,7 +103,7 @@ def warnings(config: Config) -> list[str]:
 
 
 def model_problems(model: ModelConfig, longest: int = sys.maxsize) -> Iterator[Problem]:
-    """What is wrong with a model that reads rows of up to so many tokens."""
+    """What is wrong with a model that reads rows of up to `longest` tokens."""
     yield from at_least(1, {"model.width": model.width, "model.vocab_size": model.vocab_size})
     yield from above_zero({"model.norm_eps": model.norm_eps, "model.embedding_std": model.embedding_std})
     for letter in model.layers:

@@ -89,7 +89,7 @@ class StateMode(StrEnum):
     """What a training row's recurrent state starts from.
 
     zero; noise, of a given size or fitted to the states that rows end in; the state in which the row before it in its
-    lane ended, though that is another text (passing), or the same text read on (tbtt).
+    lane ended, though that is another text (passing), or the same text continued (tbtt).
     """
 
     zero = "zero"

@@ -48,7 +48,7 @@ def transformers_fault() -> str | None:
     try:
         found = version("transformers")
     except PackageNotFoundError:
-        return None  # a checkout on the path: whoever put it there knows its version
+        return None  # a checkout on the path: the user who put it there knows its version
     numbers = tuple(int(part) if part.isdigit() else 0 for part in found.split(".")[:2])
     if numbers >= TRANSFORMERS:
         return None

@@ -16,7 +16,7 @@ from hybridtron.config.units import parse_tokens
 
 @dataclass(frozen=True)
 class Growth:
-    """So many steps of so many rows, one after another, and then steps of `rows_at_last` to the end."""
+    """Stairs of (steps, rows), one after another, and then steps of `rows_at_last` to the end."""
 
     stairs: tuple[tuple[int, int], ...]
     rows_at_last: int
@@ -46,7 +46,7 @@ class Growth:
         return total + step * self.rows_at_last
 
     def steps_for(self, rows: int) -> int:
-        """The fewest steps that read so many."""
+        """The fewest steps that read that number of rows."""
         done = 0
         for steps, size in self.stairs:
             if rows <= steps * size:

@@ -59,7 +59,7 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> 
 
 
 def stage_problems(model: ModelConfig, parallel: ParallelConfig) -> list[Problem]:
-    """What keeps the sub-layers from being cut into so many chunks; one chunk needs no cut and ignores bars."""
+    """What keeps the sub-layers from being cut into this layout's stages; a single stage ignores bars."""
     arch = architecture(model)
     chunks, bars, layers = chunk_count(parallel), len(arch.stages), len(arch.specs)
     if chunks == 1:
@@ -165,7 +165,7 @@ def data_parallel(parallel: ParallelConfig, world_size: int) -> int:
 
 
 def world_problems(parallel: ParallelConfig, world_size: int) -> list[Problem]:
-    """What keeps so many processes from being arranged into this layout."""
+    """What keeps `world_size` processes from being arranged into this layout."""
     model_ranks = parallel.tensor * parallel.pipeline
     if world_size >= 1 and world_size % model_ranks == 0:
         return []

@@ -121,12 +121,12 @@ def _composed(configs: Path, choices: list[str]) -> DictConfig:
     except MissingConfigException as error:
         raise ConfigError([Problem("recipe", str(error).splitlines()[0])]) from error
     except (HydraException, YAMLError) as error:
-        told = [line for line in str(error).splitlines() if "_type=" not in line]
-        raise ConfigError([Problem("recipe", "does not compose: " + "\n".join(told))]) from error
+        messages = [line for line in str(error).splitlines() if "_type=" not in line]
+        raise ConfigError([Problem("recipe", "does not compose: " + "\n".join(messages))]) from error
 
 
 def _set(config: DictConfig, key: str, text: str) -> Problem | None:
-    """Lay one `key=value` over the configuration; tell what is wrong with it, if anything is."""
+    """Apply one `key=value` to the configuration; return what is wrong with it, if anything is."""
     open_ended = any(part in key for part in (".layers.", ".mixture", "cluster.environment."))
     if not open_ended and (problem := unknown_key(config, key)):
         return problem
@@ -149,7 +149,7 @@ def _set(config: DictConfig, key: str, text: str) -> Problem | None:
 
 
 def _mix(config: DictConfig, mixture: str, entry: str, value: Any) -> None:
-    """Lay over one entry of a mixture, which may be new, or take another mixture in its place."""
+    """Override one entry of a mixture, which may be new, or replace the mixture."""
     if not entry:
         OmegaConf.update(config, mixture, {}, merge=False)
     for name in reversed(entry.split(".") if entry else []):

@@ -1,8 +1,8 @@
 """What holds in each phase of a run: Config -> a tuple of `ResolvedPhase`, made once after loading.
 
 A phase may change the model's letters, the data, the states, the optimizer's settings and the precision. Here its
-changes are laid over the run's own sections, so that whoever trains, counts or checks a phase reads one value and never
-asks which of the two places a setting came from. Only error messages ask that: `ResolvedPhase.key`.
+changes are applied to the run's own sections, so that the code that trains, counts or checks a phase reads one value
+and never asks which of the two places a setting came from. Only error messages ask that: `ResolvedPhase.key`.
 
 Steps count over the whole run. A phase covers the half-open range [start_step, end_step): `start_step` steps are done
 when it begins, `end_step` when it ends, so its first step is the run's step number start_step + 1.

@@ -1,7 +1,7 @@
 """A configuration that a run wrote beside its checkpoints, and what must not be written there.
 
 Such a file is complete: nothing in it is left to look up. One that holds a `${...}` was not written by a run, and to
-resolve it could read the environment of whoever opens a downloaded checkpoint.
+resolve it could read the environment of the user who opens a downloaded checkpoint.
 """
 
 from __future__ import annotations

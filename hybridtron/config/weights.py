@@ -1,11 +1,11 @@
 """What a recipe takes from the checkpoint that `run.weights` names, as interpolations in its YAML.
 
     ${weights:KEY}   model.*, precision.* and run.name of that checkpoint; phase.* and data.*: its last phase's
-    ${steps:100}     the tokens of so many steps of the phase that it stands in
+    ${steps:100}     the tokens of that number of steps of the phase that contains it
     ${times:A,B}     their product
     ${ratio:A,B}     A / B
 
-So a recipe that goes on from any checkpoint writes down only what it changes. What an imported checkpoint was trained
+So a recipe that starts from any checkpoint lists only what it changes. What an imported checkpoint was trained
 on, and how, is not known: its configuration has no phases, and keys that would come from there must be set. Nothing
 here opens the weights.
 """
@@ -39,13 +39,13 @@ def register() -> None:
 
 
 def settle(config: DictConfig) -> None:
-    """Hold `run.weights` against what is on disk, and put dictionaries that come from there in their places.
+    """Compare `run.weights` with what is on disk, and put dictionaries that come from there in their places.
 
     ConfigError where there is nothing to take values from.
     """
     if config.run.weights is None:
         if "${weights:" in OmegaConf.to_yaml(config):
-            raise ConfigError([Problem(KEY, f"must be set, as the recipe goes on from a checkpoint: to {WHAT}")])
+            raise ConfigError([Problem(KEY, f"must be set, as the recipe starts from a checkpoint: to {WHAT}")])
         return
     saved = _saved(config.run.weights)
     for section, name in FREE_FORM:

@@ -1,4 +1,4 @@
-"""The rules of `data` that can be told without looking at the data itself."""
+"""The rules of `data` that can be checked without looking at the data itself."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def _rate(where: str, phase: PhaseConfig, index: int) -> Iterator[Problem]:
     if piece is LrPiece.rewarm and phase.lr is None:
         yield Problem(f"{where}.lr", "must be set: the peak of the learning rate, such as 4e-4")
     if piece is not LrPiece.rewarm and phase.lr is not None:
-        cure = f"leave lr out, as it goes on from {before}, or use lr_piece=rewarm"
+        cure = f"leave lr out, as it continues from {before}, or use lr_piece=rewarm"
         yield Problem(f"{where}.lr", f"is {phase.lr}, but lr_piece={piece} has no peak of its own: {cure}")
     if (piece is LrPiece.decay) != (phase.lr_to is not None):
         if phase.lr_to is None:
@@ -98,10 +98,10 @@ def _ramp(where: str, resolved: ResolvedPhase) -> Iterator[Problem]:
     if unusable:
         return
     if ramp.start >= phase.global_batch or (phase.global_batch - ramp.start) % ramp.step:
-        told = f"must reach global_batch={phase.global_batch} from {ramp.start} in whole steps"
+        needed = f"must reach global_batch={phase.global_batch} from {ramp.start} in whole steps"
         fitting = divisors_near(max(phase.global_batch - ramp.start, 1), ramp.step)
         cure = f"use step={choice(fitting)}" if ramp.start < phase.global_batch and fitting else "use a smaller start"
-        yield Problem(f"{where}.ramp.step", f"is {ramp.step}, {told}: {cure}")
+        yield Problem(f"{where}.ramp.step", f"is {ramp.step}, {needed}: {cure}")
     for name in ("start", "step"):
         if phase.micro_batch > 0 and (size := getattr(ramp, name)) % phase.micro_batch:
             yield Problem(f"{where}.ramp.{name}", f"is {size}, must be a multiple of micro_batch={phase.micro_batch}")
@@ -131,8 +131,8 @@ def _layers(where: str, config: Config, phase: ResolvedPhase) -> Iterator[Proble
     unknown = [letter for letter in phase.settings.layers if letter not in config.model.layers]
     for letter in unknown:
         known = list(config.model.layers)
-        told = f"changes a letter that model.layers does not define{did_you_mean(letter, known)}"
-        yield Problem(f"{where}.layers.{letter}", f"{told}; it has {', '.join(known)}")
+        message = f"changes a letter that model.layers does not define{did_you_mean(letter, known)}"
+        yield Problem(f"{where}.layers.{letter}", f"{message}; it has {', '.join(known)}")
     if phase.before is None or unknown:
         return
     try:

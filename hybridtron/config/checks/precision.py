@@ -2,7 +2,8 @@
 
 A product in FP8 is made of tiles: the rows and columns of each weight that takes part, as one rank holds it, must be
 multiples of `FP8_MULTIPLES`, and so must the tokens of one forward pass. A fused projection is one matrix. Whether the
-device can multiply in FP8 is known with torch only: a run asks `parallel/transformer_engine.py` before processes meet.
+device can multiply in FP8 is known with torch only: a run asks `parallel/transformer_engine.py` before
+processes connect.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def _unfit(where: str, spec: MixerSpec, sizes: ModelSizes, config: Config, weigh
 
 
 def misfit(spec: MixerSpec, sizes: ModelSizes, tensor: int, multiple: int) -> str | None:
-    """The first weight of this mixer that FP8 can't multiply by on so many ranks, with its sides there."""
+    """The first weight of this mixer that FP8 can't multiply by on `tensor` ranks, with its sides there."""
     for name, parameter in spec.parameters(sizes).items():
         shape = parameter.share_shape(tensor) if parameter.fp8 else ()
         if any(side % multiple for side in shape):

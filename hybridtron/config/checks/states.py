@@ -56,7 +56,7 @@ def _order(phase: ResolvedPhase) -> Iterator[Problem]:
     states, settings, mode_key = phase.states, phase.settings, phase.key("states.mode")
     order, walking = phase.order, states.mode is StateMode.tbtt
     if walking and order is not Order.lanes:
-        yield Problem("data.order", f"is {order}, but {mode_key}=tbtt reads on: use lanes, or leave it out")
+        yield Problem("data.order", f"is {order}, but {mode_key}=tbtt continues documents: use lanes, or leave it out")
     if states.mode is StateMode.passing and order is Order.lanes:
         yield Problem("data.order", f"is lanes, which is what {mode_key}=tbtt is for; passing uses windows")
     if states.chunks < 1 or settings.global_batch % states.chunks:

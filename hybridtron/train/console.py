@@ -48,7 +48,7 @@ class ConsoleSink:
             self.console.print(text, highlight=False, soft_wrap=True)  # above the bar where there is one
 
     def roll_back(self, step: int) -> None:
-        """The pace is measured anew from here."""
+        """The pace is measured again from here."""
         self.first_step, self.began = step, time.monotonic()
 
     def close(self) -> None:

@@ -57,5 +57,5 @@ class Engines:
 
     def needs_rebuild(self, phase: ResolvedPhase) -> bool:
         """Whether a phase begins with anything but what the one before leaves."""
-        anew = phase.settings.init_from is not None or phase.settings.moments is Moments.reset
-        return anew or not self.now.serves(phase.index)
+        replaced = phase.settings.init_from is not None or phase.settings.moments is Moments.reset
+        return replaced or not self.now.serves(phase.index)

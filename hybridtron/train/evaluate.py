@@ -66,7 +66,7 @@ def shared_out(batches: list[tuple[int, Batch]], rows: int, engine: Engine) -> l
 
 
 def padded(batch: Batch, rows: int) -> Batch:
-    """The batch with so many rows; those beyond its own repeat its first one under a mask."""
+    """The batch with `rows` rows; those beyond its own repeat its first row under a mask."""
     missing = rows - len(batch.tokens_BL)
     if missing == 0:
         return batch

@@ -1,4 +1,4 @@
-"""The torchrun that started this process, without which it must not go on for long: another start may come.
+"""The torchrun that started this process, without which it must not continue for long: another start may come.
 
 A process that has made no step yet ends at once when its launcher dies, wherever it is; later it has GRACE_S to save
 and end by itself (see `preempt.py`).
@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 PARENT = os.getppid()  # now, since a launcher may die during the slow imports
-GRACE_S = 30.0  # as long as torchrun itself leaves processes that it has told to stop
+GRACE_S = 30.0  # as long as torchrun itself leaves processes that it has asked to stop
 LOOK_S = 0.5
 
 
 class Launcher:
-    """Tells whether a torchrun is gone; of others nothing is known, as a shell may end before what it started."""
+    """Shows whether a torchrun is gone; of others nothing is known, as a shell may end before what it started."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.process = PARENT if "TORCHELASTIC_RUN_ID" in environment else None

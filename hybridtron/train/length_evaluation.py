@@ -38,7 +38,7 @@ CHUNK_VALUES = 2**27  # logits of a chunk, over all rows
 LONGEST_CHUNK = 2048  # tokens
 
 Advance = Callable[[int], object]
-"""Is told after each chunk how many more tokens of every row have been read."""
+"""Called after each chunk with how many more tokens of every row have been read."""
 
 
 class Bin(NamedTuple):
@@ -124,7 +124,7 @@ def fitting_chunk(model: ModelConfig, rows: int) -> int:
 
 
 def attention_at_eval(model: ModelConfig) -> dict[str, str]:
-    """Which attention each letter of the pattern runs outside training: full, or a window or span of so many tokens."""
+    """Which attention each letter of the pattern runs outside training: full, or a window or span with its tokens."""
     arch = architecture(model)
     kinds = {letter: spec.attention_at_eval for letter, spec in zip(arch.letters, arch.specs, strict=True)}
     return {letter: kind for letter, kind in kinds.items() if kind is not None}
@@ -142,11 +142,11 @@ def effective_remembrance(
     if wrong := [t for t in ts if not 0 <= t < length]:
         raise ValueError(f"t must be in 0..{length - 1}, and {wrong} are not")
     whole_BV = _next_token(model, tokens_BT, chunk, advance)
-    told = []
+    measured = []
     for t in ts:
         recent_BV = _next_token(model, tokens_BT[:, t:], chunk, advance) if t else whole_BV
-        told.append(Remembrance(t, *(d_B.mean().item() for d_B in distances(whole_BV, recent_BV))))
-    return told
+        measured.append(Remembrance(t, *(d_B.mean().item() for d_B in distances(whole_BV, recent_BV))))
+    return measured
 
 
 def distances(p_BV: Tensor, q_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,16 +168,16 @@ def state_deviation(
     """
     length = tokens_BT.shape[1]
     positions = range(every, length + 1, every)
-    told = []
+    measured = []
 
     def see(start: int, out: ModelOut) -> None:
         if (position := start + len(out.output)) in positions:
             states = ((layer, state["ssm"]) for layer, state in out.states.items() if "ssm" in state)
-            told.extend(Deviation(position, layer, _deviations(h_BX)) for layer, h_BX in states)
+            measured.extend(Deviation(position, layer, _deviations(h_BX)) for layer, h_BX in states)
 
     ends = sorted({*range(chunk, length, chunk), *positions, length})
     _read(model, tokens_BT, ends, see, advance)
-    return told
+    return measured
 
 
 def _deviations(h_BX: Tensor) -> tuple[float, ...]:

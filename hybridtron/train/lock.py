@@ -42,7 +42,7 @@ NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock; the token tells two holders apart that are the same process."""
+    """Who holds a lock; the token distinguishes two holders that are the same process."""
 
     host: str
     process: int
@@ -102,16 +102,16 @@ class RunLock:
 
     def _wait(self) -> None:
         """Take the lock when its holder lets go of it."""
-        until, told = time.monotonic() + self.patience_s, False
+        until, reported = time.monotonic() + self.patience_s, False
         while not self._taken():
             holder = self._holder or "another process"
             if time.monotonic() > until or self.given_up():
                 cure = "stop it, or name another folder"
                 raise ConfigError([Problem("run.dir", f"{self.run_dir} is in use by {holder}: {cure}")])
-            if not told:
+            if not reported:
                 waits = f"waiting up to {self.patience_s:.0f} s"
                 print(f"{self.run_dir} is in use by {holder}; {waits}", file=sys.stderr, flush=True)
-                told = True
+                reported = True
             time.sleep(LOOK_S)
 
     def _taken(self) -> bool:
@@ -199,7 +199,7 @@ def _read(file: int) -> Holder | None:
 
 
 def _holder_at(path: Path) -> Holder | None:
-    """Who holds a lock; the file is opened anew, or a network file system may show what it was."""
+    """Who holds a lock; the file is opened again, or a network file system may show what it was."""
     file = os.open(path, os.O_RDONLY)
     try:
         return _read(file)

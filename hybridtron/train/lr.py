@@ -50,8 +50,8 @@ def _course(phases: Sequence[ResolvedPhase], leader: int, tokens: int) -> float:
         whole += parse_tokens(follower.settings.tokens)
     warmup = parse_share(optim.warmup, whole)
     if tokens < warmup:
-        anew = leader == 0 or phase.moments is Moments.reset or phase.init_from is not None
-        begun = 0.0 if anew else min(_end_of(phases, leader - 1), peak)
+        from_zero = leader == 0 or phase.moments is Moments.reset or phase.init_from is not None
+        begun = 0.0 if from_zero else min(_end_of(phases, leader - 1), peak)
         return begun + (peak - begun) * tokens / warmup
     shape, lowest = SHAPES[optim.schedule], peak * optim.final_lr
     decay = parse_share(optim.decay, whole) if shape.uses_decay else 0

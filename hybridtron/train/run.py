@@ -99,7 +99,7 @@ def report_finished(start: Checkpoint, config: Config, after_phase: Sequence[Aft
     LOG.info(
         f"{config.run.dir} has finished: {start.folder} is at step {start.meta.step} of {last_step(config)}, "
         "nothing left to do.\n"
-        f"To train further raise phases or run.max_steps; to start anew set run.dir=FOLDER, "
+        f"To train further raise phases or run.max_steps; to start from scratch set run.dir=FOLDER, "
         f"or run.name=NAME for {Path(config.run.dir).parent}/NAME."
     )
     failed = failed_after(after_phase)

@@ -42,7 +42,7 @@ class SkippedData:
         return step
 
     def jumps(self, phase: int, step: int) -> bool:
-        """Whether a step of training does not read on where the step before it stopped."""
+        """Whether a step of training does not continue reading where the step before it stopped."""
         return step > 0 and self.data_step(phase, step) != self.data_step(phase, step - 1) + 1
 
     def runs(self, phase: int, first: int, end: int) -> list[range]:

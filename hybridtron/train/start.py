@@ -24,7 +24,7 @@ LOG = logging.getLogger(__name__)
 
 
 def starting_point(config: Config) -> Checkpoint | None:
-    """The checkpoint that run.resume names; of a run's own, the newest that is whole as far as its manifest tells."""
+    """The checkpoint that run.resume names; of a run's own, the newest that is complete by its manifest."""
     if config.run.resume == "never":
         return None
     if config.run.resume != "auto":
@@ -32,7 +32,7 @@ def starting_point(config: Config) -> Checkpoint | None:
     run_dir = Path(config.run.dir)
     found = checkpoints.newest(run_dir)
     if found is None and (broken := checkpoints.all_of(run_dir)):
-        cure = "start anew with run.resume=never, or name another checkpoint"
+        cure = "start from scratch with run.resume=never, or name another checkpoint"
         raise ConfigError([Problem("run.resume", f"finds {len(broken)} checkpoints, none of them whole; {cure}")])
     return found
 
@@ -119,7 +119,7 @@ def check_same_data(start: Checkpoint, config: Config, phase: ResolvedPhase, fou
     held, step = start.meta.data, start.meta.step
     keys = found if phase.start_step < step < phase.end_step else ["tokenizer"]
     accepted = config.run.accept_data_changes
-    cure = "set it back, start anew with run.resume=never, or continue all the same with run.accept_data_changes=true"
+    cure = "set it back, start from scratch with run.resume=never, or continue anyway with run.accept_data_changes=true"
     differences = [
         Problem(key, f"is {found[key]}, was {held[key]} at step {step} of {phase.settings.name}")
         for key in keys

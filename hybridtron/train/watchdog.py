@@ -2,7 +2,7 @@
 
 Training says what it is about to do (`beat`), and each of these must end within `run.timeout`. If one does not, the
 stacks of all Python threads go to logs/stacks-RANK.txt, those of the loader's worker processes to stderr, the failure
-is put down, and the process ends with exit code 1 at once, so that nothing it is stuck in can hold it. A launcher then
+is recorded, and the process ends with exit code 1 at once, so that nothing it is stuck in can hold it. A launcher then
 ends the other ranks, and the next start resumes.
 Where the interpreter itself is stuck, faulthandler's own thread does the same a little later, without a word in
 outcome.json.

@@ -141,7 +141,7 @@ class Engine:
 
     @torch.no_grad()
     def losses(self, batches: Sequence[tuple[int, Batch]], parts: int) -> StepLoss:
-        """The loss alone of each of so many parts, on all ranks the same ones; a batch is of the part named with it."""
+        """The loss alone of each of `parts` parts, the same on all ranks; a batch is of the part named with it."""
         parted = Parted([part for part, _ in batches], parts)
         alone = [batch for _, batch in batches]
         with self.statistics.evaluation():
@@ -178,7 +178,7 @@ class Engine:
         """What this process holds of the weights, as the last step left them; all processes call this together.
 
         With `parallel.overlap_param_gather` a step leaves other data-parallel ranks' shares as they were, until the
-        next forward pass asks for them. Whoever reads or writes weights outside of one must not be ahead of that.
+        next forward pass asks for them. Code that reads or writes weights outside of one must not be ahead of that.
         """
         if self.config.parallel.overlap_param_gather:
             for stage in self.wrapped:

@@ -51,7 +51,7 @@ class Guard:
         return True
 
     def restart(self, norms: Sequence[float] = (), refused: int = 0) -> None:
-        """Go on from what a checkpoint holds, or anew: in another phase other norms are usual."""
+        """Continue from what a checkpoint holds, or from scratch: in another phase other norms are usual."""
         self.norms = deque(norms, maxlen=WINDOW)
         self.refused, self.why = refused, None
 

@@ -148,7 +148,7 @@ class Optimizer:
         return blocks
 
     def resume(self, steps: int) -> None:
-        """Go on as after so many accepted steps, when masters and moments are in place."""
+        """Continue as after `steps` accepted steps, when masters and moments are in place."""
         self.accepted_steps = steps
         for optimizer in self.megatron.chained_optimizers:
             set_steps(optimizer.optimizer, steps)
@@ -163,7 +163,7 @@ class Optimizer:
 
 
 def set_steps(inner: torch.optim.Optimizer | None, steps: int) -> None:
-    """Correct the moments' bias as after so many steps.
+    """Correct the moments' bias as after `steps` steps.
 
     Megatron takes Transformer Engine's or apex's AdamW where one is installed. Those count steps for a group of
     weights, and torch's for each weight.
@@ -258,8 +258,8 @@ def _masters(optimizer: DistributedOptimizer) -> dict[nn.Parameter, Tensor]:
     )
     return {
         weight: master
-        for of_weights, of_masters in pairs
-        for weights, masters in zip(of_weights, of_masters, strict=True)
+        for weight_groups, master_groups in pairs
+        for weights, masters in zip(weight_groups, master_groups, strict=True)
         for weight, master in zip(weights, masters, strict=True)
     }
 

@@ -57,9 +57,9 @@ def run_schedule(
 ) -> StepLoss:
     """Run the micro-batches of this data-parallel rank through the pipeline; adds up gradients unless forward_only.
 
-    Every rank brings the batches itself, since each needs the borders of documents, and the ends need the tokens. The
-    carrier hands each row its state; without one all start from zero. Core tells a forward pass nothing of its
-    micro-batch, so each chunk's iterator does.
+    Every rank brings the batches itself, since each needs the boundaries of documents, and the ends need the tokens.
+    The carrier hands each row its state; without one all start from zero. Core passes a forward pass nothing about
+    its micro-batch, so each chunk's iterator does.
     """
     rows, length = batches[0].tokens_BL.shape
     schedule: Any = get_forward_backward_func()

@@ -3,7 +3,7 @@
     random    N(0, sigma^2) for every value
     fitted    N(mu, var) per layer and head, mu <- (1 - beta) mean(h_T) + beta mu, the same for var; both start at 0
     passing   the state in which the lane's last row ended, another text; zero with probability p
-    tbtt      the same, where the row reads on in the same document, else zero
+    tbtt      the same, where the row continues the same document, else zero
 
 A state belongs to (layer, lane). It stays on the stage that owns the layer, is never changed in place, and carries no
 gradient from step to step. What rows end in is recorded and taken over when the step is accepted, so that a refused
@@ -96,7 +96,7 @@ class Carrier:
         self.lane_groups = len(carried.lanes) // carried.rows
         self.held: States = {}  # of every chosen layer, lanes on the first axis
         self.moments: dict[int, Tensor] = {}  # mean and variance of each head of this rank's share, (2, H) by layer
-        self.restarts = torch.zeros((), dtype=torch.int64, device=device)  # of all lanes, those that started anew
+        self.restarts = torch.zeros((), dtype=torch.int64, device=device)  # of all lanes, those restarted from zero
         self._ended: dict[tuple[int, int], States] = {}
         self._sums: dict[int, Tensor] = {}  # of fitted: count, sum and sum of squares of what this step's rows end in
         self._step = 0
@@ -140,7 +140,7 @@ class Carrier:
             }
         else:
             return None
-        return _where(self._goes_on(batch, lanes), before)
+        return _where(self._keeps_state(batch, lanes), before)
 
     def handed_over(self, chunk: int, states: States, batch: Batch) -> States:
         """What the next rows of the same lanes start from within a forward pass; gradients flow back through it."""
@@ -194,7 +194,7 @@ class Carrier:
             self._measure()
         self._ended, self._sums = {}, {}
 
-    def _goes_on(self, batch: Batch, lanes: Sequence[int]) -> Tensor:
+    def _keeps_state(self, batch: Batch, lanes: Sequence[int]) -> Tensor:
         if self.carried.states.mode is StateMode.tbtt:
             assert batch.continues_B is not None
             return batch.continues_B

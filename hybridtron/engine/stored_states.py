@@ -1,4 +1,4 @@
-"""Carried states as blocks of whole tensors, over all lanes and heads, so that any layout can go on from them.
+"""Carried states as blocks of whole tensors, over all lanes and heads, so that any layout can resume from them.
 
 held.LAYER.PART     (lanes, ...)     the states that lanes were left in
 moments.LAYER       (2, heads)       mean and variance that noise is fitted to
@@ -47,7 +47,7 @@ def state_blocks(carrier: Carrier, groups: Groups) -> list[Any]:
 
 
 def restore_states(carrier: Carrier, groups: Groups, stored: Stored) -> None:
-    """Go on from what was kept, by whatever layout."""
+    """Resume from what was kept, by whatever layout."""
     carried, shapes = carrier.carried, stored.shapes
     if "restarts" not in shapes:
         raise ConfigError([_unlike("carries states, but the checkpoint was written without them")])
@@ -83,4 +83,4 @@ def _parts(carrier: Carrier) -> list[tuple[int, str, StatePart]]:
 
 
 def _unlike(what: str) -> Problem:
-    return Problem("states.mode", f"{what}; set it back for this phase, or start anew with run.resume=never")
+    return Problem("states.mode", f"{what}; set it back for this phase, or start from scratch with run.resume=never")

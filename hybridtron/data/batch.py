@@ -64,7 +64,7 @@ class SeqInfo:
         return self._spans
 
     def map(self, change: Change) -> SeqInfo:
-        """The same places, every tensor changed; what is computed from them is computed anew."""
+        """The same places, every tensor changed; what is computed from them is computed again."""
         documents_BL = None if self.documents_BL is None else change(self.documents_BL)
         return SeqInfo(change(self.positions_BL), documents_BL, self.key)
 
@@ -103,11 +103,11 @@ class Batch:
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def split(self, rows: int) -> list[Batch]:
-        """So many rows each, in order."""
+        """Batches of `rows` rows each, in order."""
         return [self.map(lambda t, i=first: t[i : i + rows]) for first in range(0, len(self.tokens_BL), rows)]
 
     def chunks(self, count: int) -> list[Batch]:
-        """So many chunks of equal length along the rows; each but the first goes on where the one before it ends."""
+        """`count` chunks of equal length along the rows; each but the first continues where the one before it ends."""
         length = self.tokens_BL.shape[1] // count
         return [self] if count == 1 else [self._chunk(first, length) for first in range(0, count * length, length)]
 

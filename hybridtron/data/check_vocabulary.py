@@ -37,8 +37,8 @@ def meaning_problems(config: Config, index: int, folder: TokenFolder) -> list[Pr
 def vocabulary_warnings(config: Config) -> list[str]:
     """Weights whose vocabulary is not known."""
     named = dict(found for index in range(len(config.phases)) if (found := _named(config, index)) is not None)
-    told = "has no tokenizer that can be read: that the data is of its vocabulary is taken on trust"
-    return [f"{key}={folder} {told}" for key, folder in named.items() if _readable(folder) is None]
+    message = "has no tokenizer that can be read: that the data is of its vocabulary is taken on trust"
+    return [f"{key}={folder} {message}" for key, folder in named.items() if _readable(folder) is None]
 
 
 def _named(config: Config, index: int) -> tuple[str, str] | None:

@@ -8,7 +8,7 @@
     validation/SOURCE/...
 
 The length of a row is not part of it: one folder serves every phase. Nothing here needs torch, and opening a folder
-reads no tokens: sizes are held against the manifest here, contents where a shard is used (`store/shards.py`).
+reads no tokens: sizes are compared with the manifest here, contents where a shard is used (`mds/store.py`).
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class SourceSplit:
 
 @dataclass(frozen=True)
 class DataManifest:
-    """What manifest.json says. `origin` tells where the text came from; nothing in it changes how tokens are read."""
+    """What manifest.json says. `origin` says where the text came from; nothing in it changes how tokens are read."""
 
     format: int
     vocab_size: int
@@ -122,7 +122,7 @@ class DataManifest:
             own = values.pop("digest", None)  # folders of earlier versions have none
             if values["format"] != FORMAT:
                 raise FolderError(
-                    folder, f"has format {values['format']}; this version reads format {FORMAT}: prepare it anew"
+                    folder, f"has format {values['format']}; this version reads format {FORMAT}: prepare it again"
                 )
             splits = {
                 split: {name: SourceSplit.parse(of_source) for name, of_source in values["splits"][split].items()}
@@ -190,7 +190,7 @@ class TokenFolder:
 
     @staticmethod
     def open(path: Path) -> TokenFolder:
-        """A folder on this machine, its sizes and its tokenizer held against the manifest; FolderError otherwise."""
+        """A folder on this machine, its sizes and its tokenizer checked against the manifest; FolderError otherwise."""
         try:
             if not path.is_dir():
                 raise FolderError(path, "is not a folder" if path.exists() else "does not exist")
@@ -230,7 +230,7 @@ class TokenFolder:
             raise FolderError(self.name, "has a tokenizer.json that is not the one its tokens were made with")
 
     def lengths(self, split: str, source: str) -> np.ndarray:
-        """Tokens of each document of a source, memory-mapped uint32; held against the manifest."""
+        """Tokens of each document of a source, memory-mapped uint32; checked against the manifest."""
         of_source, file = self.manifest.splits[split][source], self.source_path(split, source) / "lengths.npy"
         fault = f"has a {split}/{source}/lengths.npy that"
         try:

@@ -49,7 +49,7 @@ class Ahead:
 class Loader:
     """The batches of one phase: step -> micro-batches, in which every row is full.
 
-    Of so many data-parallel `ranks` each reads its own run of lanes.
+    Each of the data-parallel `ranks` reads its own run of lanes.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class _Batches(Dataset[Batch]):
 
 
 def share_of(lanes: int, rank: int, ranks: int) -> range:
-    """The run of lanes that one of so many data-parallel ranks reads."""
+    """The run of lanes that one of `ranks` data-parallel ranks reads."""
     return range(rank * lanes // ranks, (rank + 1) * lanes // ranks)
 
 

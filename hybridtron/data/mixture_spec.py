@@ -86,7 +86,7 @@ class Epochs(NamedTuple):
 
 
 def reading_plan(found: Sequence[MixtureSource], tokens: int) -> list[Epochs]:
-    """Of so many training tokens, how many come from each source, and how often that reads it."""
+    """Of `tokens` training tokens, how many come from each source, and how often that reads it."""
     whole = sum(one.weight for one in found)
     return [
         Epochs(one.name, one.weight / whole, round(one.weight / whole * tokens), one.weight / whole * tokens / has)
@@ -126,7 +126,7 @@ def _phase_problems(phase: ResolvedPhase, opened: Opened) -> list[Problem]:
         found = mixture_of(data, opened)
     except FolderError as error:
         cure = (
-            f"delete {data.path}, and it is prepared anew; or set another path"
+            f"delete {data.path}, and it is prepared again; or set another path"
             if data.source == Source.embedded
             else "prepare it with hybridtron data prepare; or, to try some steps on text that Python brings along, "
             "use data=embedded data.epochs=null run.max_steps=10"
@@ -173,7 +173,7 @@ def _unmade_problems(phase: ResolvedPhase) -> list[Problem]:
 
 
 def content_problems(key: str, phase: ResolvedPhase, found: Sequence[MixtureSource]) -> list[Problem]:
-    """What opened sources hold against the model and the lengths of a phase."""
+    """What makes opened sources unfit for the model and the lengths of a phase."""
     folders = {source.folder.name: source.folder for source in found}
     vocabulary = [p for folder in folders.values() for p in _vocabulary_problems(key, phase, folder)]
     vocabulary += meaning_problems(phase.config, phase.index, found[0].folder)
@@ -220,13 +220,15 @@ def _epochs_problems(phase: ResolvedPhase, reads: Mapping[str, float], enough: s
 def _size_problems(key: str, phase: ResolvedPhase, found: Sequence[MixtureSource]) -> list[Problem]:
     seq_len = phase.settings.seq_len
     longest = seq_len * max((1, *phase.config.run.eval_lengths))
-    told = []
+    problems = []
     for one in found:
         if one.tokens("train") <= seq_len:
             message = f"has {one.tokens('train')} train tokens, and one row takes {seq_len + 1}"
-            told.append(Problem(key, f"{one.folder.name} ({one.name}) {message}; a smaller seq_len or more text works"))
+            problems.append(
+                Problem(key, f"{one.folder.name} ({one.name}) {message}; a smaller seq_len or more text works")
+            )
     most = max(one.tokens("validation") for one in found)
     if most <= longest:
         message = f"at most {most} validation tokens in a source, and one row takes {longest + 1}"
-        told.append(Problem(key, f"{message}; smaller run.eval_lengths or seq_len or more text works"))
-    return told
+        problems.append(Problem(key, f"{message}; smaller run.eval_lengths or seq_len or more text works"))
+    return problems

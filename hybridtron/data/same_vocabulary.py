@@ -51,7 +51,7 @@ def is_readable(stored: bytes) -> bool:
 
 def _opened(stored: bytes) -> Tokenizer:
     tokenizer = Tokenizer.from_str(stored.decode())
-    tokenizer.no_truncation()  # the file may hold the settings of whoever used it last
+    tokenizer.no_truncation()  # the file may hold the settings of its last use
     tokenizer.no_padding()
     return tokenizer
 

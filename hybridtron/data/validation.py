@@ -20,7 +20,7 @@ def held_out(
 ) -> Iterator[tuple[str, Batch]]:
     """About `tokens` of the sources' validation splits, by weight, in batches of one source each, with its name.
 
-    Pieces are of so many tokens, the longest rows of this evaluation. Every seq_len reads rows of the same pieces, so
+    Pieces are of `piece` tokens, the longest rows of this evaluation. Every seq_len reads rows of the same pieces, so
     that losses at several lengths can be compared; one that does not divide a piece leaves its rest out.
     """
     stores, mixture = sources.stores("validation"), sources.having("validation")
@@ -39,7 +39,7 @@ def held_out(
 
 
 def _begins(available: int, tokens: int, seq_len: int, piece: int) -> list[int]:
-    """Where the rows begin in a split of so many tokens: in the middle of each of as many equal stretches as pieces."""
+    """Where the rows begin in a split of `available` tokens: in the middle of each of as many equal parts as pieces."""
     piece = piece if piece <= available else seq_len
     pieces = available // piece
     wanted = min(max(1, tokens // piece), pieces)

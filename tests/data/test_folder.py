@@ -108,7 +108,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "has no manifest.json: not a folder of prepared tokens": lambda p: (p / "manifest.json").unlink(),
     "tokenizer.json that is not the one": lambda p: (p / "tokenizer.json").write_text("{ }"),
     "manifest.json that does not parse": lambda p: cut(p / "manifest.json"),
-    "has format 1; this version reads format 2: prepare it anew": lambda p: edit_manifest(p, "format", 1),
+    "has format 1; this version reads format 2: prepare it again": lambda p: edit_manifest(p, "format", 1),
     "dtype 'int8'": lambda p: edit_manifest(p, "dtype", "int8"),
     "does not parse: ": lambda p: edit_manifest(p, "splits", {"train": {}}),
     "names '../../x', which is not a name inside": lambda p: edit_first_shard(p, file="../../x"),

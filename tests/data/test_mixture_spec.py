@@ -99,7 +99,7 @@ def test_damage_is_told_with_a_cure(toy: TokenFolder):
     assert line.startswith(f"data.path  {toy.path} has no train/text/index.json")
     assert "hybridtron data prepare" in line
     (line,) = told(config_of(toy.path, Source.embedded))
-    assert f"delete {toy.path}, and it is prepared anew" in line
+    assert f"delete {toy.path}, and it is prepared again" in line
 
 
 def test_missing_paths(tmp_path: Path):

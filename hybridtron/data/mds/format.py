@@ -1,11 +1,11 @@
-"""An MDS shard as it lies on disk, and an index held against the manifest. Neither torch nor streaming is needed.
+"""An MDS shard as it lies on disk, and an index checked against the manifest. Neither torch nor streaming is needed.
 
     uint32 count, uint32 offsets[count + 1], the writer's settings as JSON, then the samples, end to end
     a sample: uint32 size of each column that has no fixed one, then the columns, by their names in order
     a column of tokens: uint8 dimensions * 4 + log2(bytes of each), the dimensions, the tokens
 
 Folders of our own have one column, `tokens`, of one dimension. What a sample takes then follows from its length, so
-that every offset can be held against lengths.npy, and the tokens of a sample are its last bytes. The functions here
+that every offset can be checked against lengths.npy, and the tokens of a sample are its last bytes. The functions here
 describe faults in words; what follows from one is for the caller.
 """
 

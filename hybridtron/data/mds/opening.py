@@ -39,7 +39,7 @@ def check_limit(folder: TokenFolder, cache: CacheOptions) -> None:
     if cache.limit < 4 * largest:
         raise FolderError(
             folder.name,
-            f"has shards that take up to {largest} bytes; data.cache_limit={cache.limit} holds fewer than 4 of them: "
+            f"has shards that occupy up to {largest} bytes; data.cache_limit={cache.limit} holds fewer than 4 of them: "
             f"{4 * largest} or more works",
         )
 

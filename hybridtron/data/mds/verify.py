@@ -1,4 +1,4 @@
-"""Every byte of a prepared folder held against its manifest: every fault is reported, not only the first.
+"""Every byte of a prepared folder checked against its manifest: every fault is reported, not only the first.
 
 Opening a folder looks at sizes, and reading looks at the shards that are read; this looks at all of it: indexes,
 digests of shards as they are stored and as they are read, offsets, lengths, token ids, the eos of each document, sums,

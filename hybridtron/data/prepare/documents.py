@@ -11,7 +11,7 @@ import xxhash
 
 from hybridtron.data.prepare.input_files import InputError
 
-SHOWN = 5  # bad entries of an input that are told one by one
+SHOWN = 5  # bad entries of an input that are listed one by one
 HOPELESS = 1000  # entries without a good one among them, after which no more are read
 NOUNS = {"jsonl": "lines", "parquet": "rows", "text": "files"}
 
@@ -64,15 +64,15 @@ class Tally:
         if len(self.examples) < SHOWN:
             self.examples.append(f"{where}: {why[:200]}")
         if self.bad == self.entries == HOPELESS and self.max_bad < 1:
-            raise InputError(f"{self.told()}\nnot one of the first {HOPELESS} is good; correct the input")
+            raise InputError(f"{self.bad_entries()}\nnot one of the first {HOPELESS} is good; correct the input")
 
     def judge(self, max_bad: float) -> None:
         """InputError where more than this share is bad. It is rounded up: above 0, one bad entry is always allowed."""
         if self.bad > math.ceil(max_bad * self.entries - 1e-9):
             cure = f"--max-bad {max_bad:.6g} allows less; correct the input, or allow more"
-            raise InputError(f"{self.told()}\n{cure}")
+            raise InputError(f"{self.bad_entries()}\n{cure}")
 
-    def told(self) -> str:
+    def bad_entries(self) -> str:
         """The bad entries, in words."""
         listed = "".join(f"\n  {example}" for example in self.examples)
         more = f"\n  and {self.bad - len(self.examples)} more" if self.bad > len(self.examples) else ""
@@ -82,7 +82,7 @@ class Tally:
 def in_validation(content: str | np.ndarray, share: float) -> bool:
     """Whether a document is held out: by its content, so that copies of it are on the same side, wherever they are.
 
-    Tokens are told from one another by themselves, so that a text and its tokens may be on different sides.
+    Tokens are placed by their own values, so that a text and its tokens may be on different sides.
     """
     data = content.encode() if isinstance(content, str) else content.astype("<u4").tobytes()
     return xxhash.xxh3_64_intdigest(data) < share * 2**64

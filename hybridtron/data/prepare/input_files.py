@@ -1,8 +1,9 @@
 """The files to be prepared: what a name, a pattern or a folder stands for, and the format of each.
 
-A format is told by a file's name, and where two share a name by the first bytes. A file that is named must be of a
-known one; in a folder others are left out, and told. Text files count only in a folder that holds nothing else, since
-a data set's README.md is not a part of it. Nothing is read here but first bytes and the indexes of MDS folders.
+A format is recognized by a file's name, and where two share a name by the first bytes. A file that is named must be of
+a known format; in a folder others are left out, and reported. Text files count only in a folder that holds nothing
+else, since a data set's README.md is not a part of it. Nothing is read here but first bytes and the indexes of MDS
+folders.
 
 Links are followed, but no folder and no file is read twice, whatever names lead to it: a link to a folder above it
 would multiply the corpus. Only regular files are read, and of an MDS folder only what lies inside it.
@@ -74,13 +75,13 @@ class Input:
         return sum(file.stat().st_size for file in self.files)
 
     def stamps(self) -> list[list[int]]:
-        """Size and time of each file: what tells whether one was changed."""
+        """Size and time of each file: what shows whether one was changed."""
         return [[status.st_size, status.st_mtime_ns] for status in (file.stat() for file in self.files)]
 
 
 @dataclass(frozen=True)
 class FoundInputs:
-    """The inputs in the order of their parts, and what was passed over in folders.
+    """The inputs in the order of their parts, and what was skipped in folders.
 
     That is files of no known format, and second names of files and folders, each with the first one.
     """
@@ -141,7 +142,7 @@ class _Seen:
         self._repeated = repeated
 
     def first(self, path: Path) -> bool:
-        """Whether it is met for the first time."""
+        """Whether it is found for the first time."""
         status = path.stat()
         known = self._names.get((status.st_dev, status.st_ino))
         self._names.setdefault((status.st_dev, status.st_ino), path)
@@ -174,7 +175,7 @@ class _Search:
         """As glob finds them, but `**` enters no folder twice: two links to a folder above make endlessly many ways."""
         before, deep, after = f"{pattern}/*".partition("/**/") if pattern.endswith("/**") else pattern.partition("/**/")
         if not deep:
-            yield from glob.glob(pattern)  # noqa: PTH207  it passes over hidden files
+            yield from glob.glob(pattern)  # noqa: PTH207  it skips hidden files
             return
         while after.startswith("**/"):
             after = after.removeprefix("**/")

@@ -78,11 +78,11 @@ def read_packed(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Doc
     _, code, count = PACKED_HEADER.unpack_from(header, len(PACKED_MAGIC))
     tokens = _mapped(file, _dtype(PACKED_DTYPES, code, file), len(header))
     if len(tokens) < count:
-        raise InputError(f"{file} is truncated: its header tells {count} tokens, it has {len(tokens)}")
+        raise InputError(f"{file} is truncated: its header says {count} tokens, it has {len(tokens)}")
     borders = np.flatnonzero(tokens[:count] == reading.separator)
     if not len(borders):
-        told = f"{file} has no token {reading.separator}, which parts documents"
-        raise InputError(f"{told}; --separator names the one that it was packed with")
+        message = f"{file} has no token {reading.separator}, which parts documents"
+        raise InputError(f"{message}; --separator names the one that it was packed with")
     tally.remarks.append(CUT)
     for first, end in zip([-1, *borders], [*borders, count], strict=True):
         if end > first + 1:
@@ -129,7 +129,7 @@ def _mds_values(entry: dict[str, Any], column: str, data: bytes, file: Path) -> 
 
 
 def _mds_bytes(entry: dict[str, Any], file: Path) -> bytes:
-    """A shard as it was before compression, held against its index."""
+    """A shard as it was before compression, checked against its index."""
     raw = entry["raw_data"]
     compressed = file.name != Path(raw["basename"]).name
     info = entry["zip_data"] if compressed else raw

@@ -55,7 +55,7 @@ def _pyarrow(module: str) -> ModuleType:
 
 @contextmanager
 def _decompressed(file: Path) -> Iterator[tuple[BufferedIOBase, BufferedIOBase]]:
-    """A file's contents, and the file itself, whose position tells how far the reading is."""
+    """A file's contents, and the file itself, whose position shows how far the reading is."""
     with io.BufferedReader(open_regular(file), BLOCK) as raw:
         head = raw.read(4)
         raw.seek(0)
@@ -95,7 +95,7 @@ def _read_jsonl(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Doc
 
 
 def _lines(contents: BufferedIOBase) -> Iterator[bytes]:
-    """Lines, of one that is too long a byte more than it may have: the rest of it is passed over."""
+    """Lines, of one that is too long a byte more than it may have: the rest of it is skipped."""
     while line := contents.readline(LONGEST_LINE + 1):
         rest = line if len(line) > LONGEST_LINE else b""
         while rest and not rest.endswith(b"\n"):

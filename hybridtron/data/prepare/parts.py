@@ -26,7 +26,7 @@ BATCH = 2**20  # characters tokenized at once; it takes about a hundred bytes fo
 MOST = 2**12  # documents tokenized at once
 PIECE = 2**23  # characters of a document beyond which it is tokenized in pieces
 NEAR = 2**16  # characters before a piece's end in which a good place to cut is looked for
-LARGEST = 2**32 - 2**12  # bytes of a document; an MDS shard tells its places in 32 bits
+LARGEST = 2**32 - 2**12  # bytes of a document; an MDS shard stores its offsets in 32 bits
 TOKENS = "tokens"  # the folder within the work folder that becomes the output
 Advance = Callable[[int, int], None]  # bytes of the input and tokens since the last call
 
@@ -58,7 +58,7 @@ class PrepareJob:
 
 
 class Finished(NamedTuple):
-    """What a record tells: the input as it was, what reading it came to, and what the part holds."""
+    """What a record holds: the input as it was, what reading it came to, and what the part holds."""
 
     stamps: list[list[int]]
     tally: Tally
@@ -94,7 +94,7 @@ def write_part(job: PrepareJob, number: int, tokenizer: Tokenizer, advance: Adva
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """So many documents as are tokenized at once, whatever their length is."""
+    """As many documents as are tokenized at once, whatever their length is."""
     batch, size = [], 0
     for document in documents:
         batch.append(document)

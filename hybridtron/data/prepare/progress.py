@@ -15,7 +15,7 @@ EVERY = 30.0  # seconds between lines where there is no terminal
 
 
 class PrepareProgress:
-    """Counts bytes of the inputs and tokens, of this call and of those that it goes on with."""
+    """Counts bytes of the inputs and tokens, of this call and of the earlier calls that it resumes."""
 
     def __init__(self, job: PrepareJob, finished: Mapping[int, Finished]) -> None:
         self.job = job
@@ -23,7 +23,7 @@ class PrepareProgress:
         self.read = self.read_before = sum(job.inputs[number].size for number in finished)
         self.tokens, self.parts = 0, len(finished)
         self.remarks: set[str] = set()
-        self.started = self.told = time.monotonic()
+        self.started = self.reported = time.monotonic()
         self.console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
         self._bar = bars.Progress(
             bars.TextColumn("{task.description}"),
@@ -49,14 +49,14 @@ class PrepareProgress:
         self._bar.stop()
 
     def advance(self, size: int, tokens: int) -> None:
-        """So many more bytes are read, and so many more tokens written."""
+        """`size` more bytes are read, and `tokens` more tokens written."""
         self.read += size
         self.tokens += tokens
         now = time.monotonic()
         rate = self.tokens / max(now - self.started, 1e-9)
         self._bar.update(self._task, completed=self.read, rate=f"{self.tokens:,} tokens, {rate:,.0f}/s")
-        if not self.console.is_terminal and now - self.told > EVERY:
-            self.told = now
+        if not self.console.is_terminal and now - self.reported > EVERY:
+            self.reported = now
             self.say(f"{self._share()}, {self.tokens:,} tokens, {rate:,.0f} tokens/s, {self._left(now)} left")
 
     def finish(self, number: int) -> None:
@@ -65,7 +65,7 @@ class PrepareProgress:
         finished = read_record(self.job, number)
         assert finished is not None
         if finished.tally.bad:
-            self.say(finished.tally.told())
+            self.say(finished.tally.bad_entries())
         for remark in finished.tally.remarks:
             if remark not in self.remarks:
                 self.say(f"note: {remark}")

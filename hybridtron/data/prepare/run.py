@@ -1,11 +1,11 @@
-"""Inputs -> a folder of prepared tokens, by any number of processes, and to be gone on with after an interruption.
+"""Inputs -> a folder of prepared tokens, by any number of processes, and resumed after an interruption.
 
     OUTPUT.partial/plan.json             what is prepared, and how
     OUTPUT.partial/records/part-*.npz    one for each finished part
     OUTPUT.partial/tokens/               the folder, which gets its name when it is complete
 
 The same inputs and settings give the same folder byte by byte, whatever the number of workers and interruptions. A
-folder's manifest tells the inputs by their names and sizes, so that it does not depend on where they stood. This is
+folder's manifest identifies the inputs by their names and sizes, so that it does not depend on where they were. This is
 not a cleaner of data: nothing is filtered, deduplicated or mixed.
 """
 
@@ -54,7 +54,7 @@ def prepare(
     origin: Origin | None = None,
     work: Path | None = None,
 ) -> TokenFolder:
-    """The folder at `output`, made now, or gone on with, unless the very same is there.
+    """The folder at `output`, made now, or resumed, unless the very same is there.
 
     `max_bad` is the share of an input's entries that may be bad. `work` is where it is made until it is complete.
     """
@@ -65,7 +65,7 @@ def prepare(
         return _already_there(output, job)
     job.work.mkdir(parents=True, exist_ok=True)
     with _locked(job.work):
-        finished = _go_on(job)
+        finished = _resumed(job)
         missing = [number for number in range(len(inputs)) if number not in finished]
         _clear(job, missing)
         with PrepareProgress(job, finished) as progress:
@@ -90,7 +90,7 @@ def _check(settings: FolderSettings, workers: int) -> None:
 
 
 def _plan(job: PrepareJob) -> dict[str, Any]:
-    """What a begun folder must have been begun with to be gone on with."""
+    """What a begun folder must have been begun with to be resumed."""
     inputs = [[one.format, one.shard, *map(str, one.files)] for one in job.inputs]
     tokenizer = f"{job.vocabulary.name} ({digest_of(job.vocabulary.json.encode())[:12]})"
     chosen = {"tokenizer": tokenizer, "eos": job.vocabulary.eos_token, "separator": job.vocabulary.separator}
@@ -125,7 +125,7 @@ def _locked(work: Path) -> Iterator[None]:
         yield
 
 
-def _go_on(job: PrepareJob) -> dict[int, Finished]:
+def _resumed(job: PrepareJob) -> dict[int, Finished]:
     """The parts that an earlier call finished; PrepareError where it had other arguments."""
     file, plan = job.work / "plan.json", _plan(job)
     if not file.exists():
@@ -155,7 +155,7 @@ def _go_on(job: PrepareJob) -> dict[int, Finished]:
 
 def _refuse(job: PrepareJob, differences: Sequence[str]) -> None:
     if differences:
-        cure = "give the same arguments to go on, or delete it to start anew"
+        cure = "give the same arguments to resume, or delete it to start from scratch"
         raise PrepareError(f"{job.work} was begun otherwise: {'; '.join(differences)}. {cure}")
 
 
@@ -199,7 +199,7 @@ def _complete(job: PrepareJob, output: Path, origin: Origin | None) -> None:
     if not any(record for part in parts for record in part.records.values()):
         raise InputError(f"there is no document in {_listed([one.name for one in job.inputs])}")
     vocabulary = job.vocabulary
-    told = {
+    described = {
         "tool": "hybridtron",
         "version": _version(),
         "tokenizer": vocabulary.name,
@@ -218,7 +218,7 @@ def _complete(job: PrepareJob, output: Path, origin: Origin | None) -> None:
         vocabulary.size,
         vocabulary.eos,
         job.settings.compression,
-        told,
+        described,
     )
     install(job.work / TOKENS, output)
 

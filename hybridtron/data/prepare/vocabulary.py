@@ -34,7 +34,7 @@ class Vocabulary:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer as documents need it: whole texts, in which special tokens are spelled like any other word."""
         tokenizer = Tokenizer.from_str(self.json)
-        tokenizer.no_truncation()  # the file may hold the settings of whoever used it last
+        tokenizer.no_truncation()  # the file may hold the settings of its last use
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True
         return tokenizer

@@ -33,7 +33,7 @@ class _Advanced(NamedTuple):
 
 class _Failed(NamedTuple):
     message: str
-    told: bool
+    expected: bool
 
 
 def write_parts(
@@ -102,7 +102,7 @@ def _heard(connection: Connection, crew: dict[Connection, BaseProcess]) -> _Adva
         cause = "as a rule for lack of memory: fewer --workers take less" if worker.exitcode == -signal.SIGKILL else ""
         raise PrepareWorkerError(f"a worker ended with exit code {worker.exitcode} {cause}".rstrip()) from None
     if isinstance(message, _Failed):
-        raise PrepareError(message.message) if message.told else PrepareWorkerError(message.message)
+        raise PrepareError(message.message) if message.expected else PrepareWorkerError(message.message)
     return message
 
 

@@ -57,7 +57,7 @@ def test_packed_tokens(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has no token 2, which parts documents; --separator names"):
         read_all(file, reading=InputOptions(separator=2))
     file.write_bytes(packed([1, 2, 3])[:-2])
-    with pytest.raises(InputError, match="is truncated: its header tells 3 tokens, it has 2"):
+    with pytest.raises(InputError, match="is truncated: its header says 3 tokens, it has 2"):
         read_all(file, reading=reading)
     file.write_bytes(packed([1, 2, 3], 6, "<f4"))
     with pytest.raises(InputError, match="holds no integers"):

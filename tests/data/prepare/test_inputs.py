@@ -72,8 +72,8 @@ def test_a_bad_line_is_told_and_left_out(line: bytes, tmp_path: Path) -> None:
     tally = Tally("a.jsonl", "lines", 0.001)
     assert contents(list(read(find([str(tmp_path / "a.jsonl")]).inputs[0], InputOptions(), tally))) == TEXTS
     assert (tally.bad, tally.entries) == (1, 6)
-    assert "a.jsonl: 1 of 6 lines are bad and left out\n  line 3: " in tally.told()
-    assert BAD_LINES[line] in tally.told()
+    assert "a.jsonl: 1 of 6 lines are bad and left out\n  line 3: " in tally.bad_entries()
+    assert BAD_LINES[line] in tally.bad_entries()
     tally.judge(0.001)
     with pytest.raises(InputError, match="--max-bad 0 allows less"):
         tally.judge(0.0)

@@ -171,7 +171,7 @@ def test_bad_lines(vocabulary: Vocabulary, tmp_path: Path, capsys: pytest.Captur
     assert (tmp_path / "out.partial/records/part-00000.npz").exists()
     folder = prepare(found, tmp_path / "out", vocabulary, max_bad=0.2)
     told = capsys.readouterr().err
-    assert "going on: 1 of 2 inputs are finished" in told
+    assert "resuming: 1 of 2 inputs are finished" in told
     assert "b.jsonl: 2 of 7 lines are bad and left out\n  line 6: has no key 'text'\n  line 7: is a JSON list" in told
     assert folder.manifest.origin["bad"] == 2
     assert len(all_documents(folder)) == 10

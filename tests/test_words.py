@@ -19,7 +19,6 @@ KEPT = {  # former names that still work, a method of Python's files, and the fi
 }
 NOT_YET = (  # folders and files whose wording is still to be revised
     "hybridtron/hf/ops_hybridtron.py",
-    "hybridtron/README.md",
     "tests/data",
     "tests/train",
 )

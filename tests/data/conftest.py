@@ -1,4 +1,4 @@
-"""Toy sources in which every token but eos is its own, so that a token tells its document and its place."""
+"""Toy sources in which every token but eos is its own, so that a token identifies its document and its place."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_a_shard_that_can_not_be_is_refused(toy: TokenFolder, change: dict):
 
 
 def test_a_manifest_knows_its_own_digest(toy: TokenFolder):
-    """It tells of a change that nothing else would contradict; folders of earlier versions have none."""
+    """It detects a change that nothing else would contradict; folders of earlier versions have none."""
     for key, value in (("vocab_size", 998), ("eos", 5), ("origin", {})):
         before = (toy.path / "manifest.json").read_text()
         edit_manifest(toy.path, key, value)
@@ -191,9 +191,9 @@ def test_a_manifest_knows_its_own_digest(toy: TokenFolder):
 @pytest.mark.parametrize("name", ["manifest.json", "tokenizer.json", "train/text/index.json", "train/text/lengths.npy"])
 def test_what_is_no_regular_file_is_not_read(toy: TokenFolder, name: str):
     for make in (Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
-        (toy.path / name).rename(toy.path / "aside")
+        (toy.path / name).rename(toy.path / "elsewhere")
         make(toy.path / name)
         with pytest.raises(FolderError):
             TokenFolder.open(toy.path)
         (toy.path / name).rmdir() if (toy.path / name).is_dir() else (toy.path / name).unlink()
-        (toy.path / "aside").rename(toy.path / name)
+        (toy.path / "elsewhere").rename(toy.path / name)

@@ -73,7 +73,7 @@ def test_chunks_of_a_step_apart_and_together(toy: TokenFolder, documents: Docume
 
 
 def test_windows_of_isolated_documents(toy: TokenFolder):
-    """A toy token tells its document: they count up, and eos ends each."""
+    """A toy token identifies its document: they count up, and eos ends each."""
     whole = joined(Loader(sources_of((toy, "text", 1)), order_of()).micro_batches(4))
     ends = {int(document[-1]) for document in toy_documents((7, 1, 30, 2, 13, 5, 64, 3, 3, 22, 9, 41))}
     assert whole["tokens_BL"].shape == (8, 16)
@@ -230,7 +230,7 @@ def reading_threads() -> list[str]:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_a_reader_met_is_raised_where_it_is_waited_for(toy: TokenFolder, workers: int):
+def test_what_a_reader_ran_into_is_raised_where_it_is_waited_for(toy: TokenFolder, workers: int):
     (toy.source_path("train", "text") / "part-00000" / "shard.00000.mds").write_bytes(bytes(500))
     loader = Loader(sources_of((toy, "text", 1)), order_of(), Ahead(workers=workers))
     with pytest.raises(RuntimeError, match=r"shard\.00000\.mds"):
@@ -238,7 +238,7 @@ def test_what_a_reader_met_is_raised_where_it_is_waited_for(toy: TokenFolder, wo
     assert not reading_threads()
 
 
-def test_fingerprint_tells_in_words_what_differs(toy: TokenFolder, make_folder: Callable[..., TokenFolder]):
+def test_fingerprint_says_in_words_what_differs(toy: TokenFolder, make_folder: Callable[..., TokenFolder]):
     def fingerprint(folder: TokenFolder = toy, weight: float = 1, **changes: object) -> dict[str, str]:
         return Loader(sources_of((folder, "text", weight)), order_of(**changes)).fingerprint  # type: ignore[arg-type]
 

@@ -42,7 +42,7 @@ def config_of(
     return Config(model=model, data=data, phases=[first, second], run=run)
 
 
-def told(config: Config) -> list[str]:
+def problems_of(config: Config) -> list[str]:
     return [str(p) for p in problems(config)]
 
 
@@ -84,28 +84,28 @@ def test_two_tokenizers_are_refused(tmp_path: Path, two_sources: TokenFolder):
     splits = {"train": {"text": [[5] * 99]}, "validation": {}}
     other = write_folder(tmp_path / "other", splits, '{"another": 1}', 999, 0, {})
     mixture = {"web": IngredientConfig(1), "text": IngredientConfig(1, path=str(other.path))}
-    (line,) = told(config_of(two_sources.path, mixture=mixture))
+    (line,) = problems_of(config_of(two_sources.path, mixture=mixture))
     assert f"{other.path} (text) was made with another tokenizer than {two_sources.path} (web)" in line
 
 
 def test_a_good_folder_has_no_problems(toy: TokenFolder):
-    assert not told(config_of(toy.path))
-    assert not told(config_of(toy.path, vocab_size=2000))
+    assert not problems_of(config_of(toy.path))
+    assert not problems_of(config_of(toy.path, vocab_size=2000))
 
 
-def test_damage_is_told_with_a_cure(toy: TokenFolder):
+def test_damage_is_reported_with_a_cure(toy: TokenFolder):
     (toy.path / "train" / "text" / "index.json").unlink()
-    (line,) = told(config_of(toy.path))
+    (line,) = problems_of(config_of(toy.path))
     assert line.startswith(f"data.path  {toy.path} has no train/text/index.json")
     assert "hybridtron data prepare" in line
-    (line,) = told(config_of(toy.path, Source.embedded))
+    (line,) = problems_of(config_of(toy.path, Source.embedded))
     assert f"delete {toy.path}, and it is prepared again" in line
 
 
 def test_missing_paths(tmp_path: Path):
-    (line,) = told(config_of(tmp_path / "none"))
+    (line,) = problems_of(config_of(tmp_path / "none"))
     assert "data=embedded data.epochs=null run.max_steps=10" in line
-    assert not told(config_of(tmp_path / "none", Source.embedded))
+    assert not problems_of(config_of(tmp_path / "none", Source.embedded))
 
 
 def test_tokens_that_do_not_parse_are_left_to_the_phase_s_rules(toy: TokenFolder):
@@ -115,7 +115,7 @@ def test_tokens_that_do_not_parse_are_left_to_the_phase_s_rules(toy: TokenFolder
 
 
 def test_a_url_is_looked_at_later():
-    assert not told(config_of("s3://bucket/tokens"))
+    assert not problems_of(config_of("s3://bucket/tokens"))
 
 
 def test_the_key_is_the_one_that_was_set(toy: TokenFolder, tmp_path: Path):
@@ -127,11 +127,11 @@ def test_the_key_is_the_one_that_was_set(toy: TokenFolder, tmp_path: Path):
 
 
 def test_vocabulary(toy: TokenFolder):
-    (line,) = told(config_of(toy.path, vocab_size=998))
+    (line,) = problems_of(config_of(toy.path, vocab_size=998))
     assert "has a vocabulary of 999, model.vocab_size is 998; set model.vocab_size=999 or more" in line
-    (line,) = told(config_of(toy.path, Source.embedded, vocab_size=1000))
+    (line,) = problems_of(config_of(toy.path, Source.embedded, vocab_size=1000))
     assert "set model.vocab_size=999, or a path where a vocabulary of 1000 can be prepared" in line
-    (line,) = told(config_of(toy.path, Source.embedded, vocab_size=299))
+    (line,) = problems_of(config_of(toy.path, Source.embedded, vocab_size=299))
     assert line.startswith("model.vocab_size  is 299;")
     assert "at least 300" in line
 
@@ -139,18 +139,18 @@ def test_vocabulary(toy: TokenFolder):
 def test_an_embedded_folder_may_have_fewer_entries_than_it_was_asked_for(tmp_path: Path):
     splits = {"train": {"text": [[5] * 40]}, "validation": {"text": [[5] * 40]}}
     write_folder(tmp_path / "data", splits, "{}", 400, 0, {"asked_vocab_size": 500})
-    assert not told(config_of(tmp_path / "data", Source.embedded, vocab_size=500))
-    assert not told(config_of(tmp_path / "data", Source.embedded, vocab_size=400))
-    assert "set model.vocab_size=500" in told(config_of(tmp_path / "data", Source.embedded, vocab_size=600))[0]
+    assert not problems_of(config_of(tmp_path / "data", Source.embedded, vocab_size=500))
+    assert not problems_of(config_of(tmp_path / "data", Source.embedded, vocab_size=400))
+    assert "set model.vocab_size=500" in problems_of(config_of(tmp_path / "data", Source.embedded, vocab_size=600))[0]
 
 
 def test_too_few_tokens(make_folder: Callable[..., TokenFolder]):
     toy = make_folder()  # 212 tokens of training and 43 of validation
-    assert not told(config_of(toy.path, seq_len=21))
-    (line,) = told(config_of(toy.path, seq_len=22))
+    assert not problems_of(config_of(toy.path, seq_len=21))
+    (line,) = problems_of(config_of(toy.path, seq_len=22))
     assert "at most 43 validation tokens in a source, and one row takes 45; smaller run.eval_lengths" in line
-    assert not told(config_of(toy.path, seq_len=22, lengths=(1,)))
-    assert "has 212 train tokens, and one row takes 213" in told(config_of(toy.path, seq_len=212))[0]
+    assert not problems_of(config_of(toy.path, seq_len=22, lengths=(1,)))
+    assert "has 212 train tokens, and one row takes 213" in problems_of(config_of(toy.path, seq_len=212))[0]
 
 
 def test_a_source_is_read_as_often_as_is_said(toy: TokenFolder) -> None:
@@ -170,7 +170,7 @@ def keys(*arguments: str) -> list[str]:
     return [problem.key for problem in problems(load([*arguments, "run.dir=run"]))]
 
 
-def test_what_an_embedded_corpus_lacks_is_told_before_it_is_made(
+def test_what_an_embedded_corpus_lacks_is_reported_before_it_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -191,7 +191,9 @@ def test_embedded_text_is_not_written_where_recipes_look(tmp_path: Path, monkeyp
     assert check(advised, 1) + problems(advised) == []
 
 
-def test_embedded_text_that_lies_where_recipes_look_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedded_text_that_lies_where_recipes_look_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An earlier version wrote it there."""
     monkeypatch.chdir(tmp_path)
     splits = {split: {"code": [[5] * 99999]} for split in ("train", "validation")}

@@ -1,4 +1,4 @@
-"""One of two ranks fails, dies, stops or hangs: the run ends, says why, and goes on at the next start."""
+"""One of two ranks fails, dies, stops or hangs: the run ends, says why, and resumes at the next start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.train.faults import ending_of, outcome_of, train_ranks, trained
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(240)]
 TIMEOUT_S = 20  # of a fault that only the watchdog sees
-PATIENT_S = 100  # of one that tells by itself
+PATIENT_S = 100  # of a run that reports by itself
 
 
 def arguments_of(data: Path, run: Path) -> list[str]:

@@ -74,7 +74,7 @@ def resumed(train: Train, *arguments: str) -> None:
     assert train(*arguments, "run.max_steps=8") == 0
 
 
-def gone_back(train: Train, *arguments: str) -> None:
+def rolled_back(train: Train, *arguments: str) -> None:
     with spoiled(math.nan, (14, 16)):  # a micro-batch of step 7, and one of step 8
         assert train(*arguments, "run.max_steps=8", "optim.skips=2") == 0
 
@@ -83,7 +83,7 @@ def in_two_phases(train: Train, *arguments: str) -> None:
     assert train(*arguments, TWO_PHASES) == 0
 
 
-@pytest.mark.parametrize("scenario", [resumed, gone_back, in_two_phases])
+@pytest.mark.parametrize("scenario", [resumed, rolled_back, in_two_phases])
 def test_its_runs_are_those_of_torchs_adamw(
     scenario: Callable[..., None], train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Real processes: train.py and torchrun, of which one alone is told to stop or killed."""
+"""Real processes: train.py and torchrun, of which a single process is asked to stop or killed."""
 
 from __future__ import annotations
 

@@ -85,23 +85,23 @@ def test_remembrance_compares_the_whole_with_its_end(pattern: str) -> None:
         return read_whole(model, tokens_BT[:, t:]).output[-1].softmax(-1)
 
     for chunk in CHUNKS:
-        for told, t in zip(effective_remembrance(model, tokens_BT, ts, chunk), ts, strict=True):
-            assert told.t == t
+        for measured, t in zip(effective_remembrance(model, tokens_BT, ts, chunk), ts, strict=True):
+            assert measured.t == t
             variation = (after(0) - after(t)).abs().sum(-1).mean() / 2
-            assert told.total_variation == pytest.approx(variation.item(), abs=1e-10)
-            assert (told.total_variation > ANGLES) == (t > 0 and not (pattern == "W" and t < LENGTH - 8))
+            assert measured.total_variation == pytest.approx(variation.item(), abs=1e-10)
+            assert (measured.total_variation > ANGLES) == (t > 0 and not (pattern == "W" and t < LENGTH - 8))
 
 
 def test_one_window_remembers_no_more_than_itself() -> None:
-    told = effective_remembrance(wide("W"), tokens(), [LENGTH - 9, LENGTH - 8, LENGTH - 7], 5)
-    assert told[0].total_variation < ANGLES
-    assert told[1].total_variation < ANGLES
-    assert told[2].total_variation > ANGLES
+    measured = effective_remembrance(wide("W"), tokens(), [LENGTH - 9, LENGTH - 8, LENGTH - 7], 5)
+    assert measured[0].total_variation < ANGLES
+    assert measured[1].total_variation < ANGLES
+    assert measured[2].total_variation > ANGLES
 
 
 def test_a_model_without_a_past_remembers_nothing() -> None:
-    for told in effective_remembrance(wide("--"), tokens(), [0, 1, 18, LENGTH - 1], 5):
-        assert told[1:] == pytest.approx((0, 0, 0), abs=1e-7)
+    for measured in effective_remembrance(wide("--"), tokens(), [0, 1, 18, LENGTH - 1], 5):
+        assert measured[1:] == pytest.approx((0, 0, 0), abs=1e-7)
 
 
 def test_no_tokens_at_all_predict_nothing() -> None:
@@ -119,10 +119,10 @@ def by_hand(p: list[float], q: list[float]) -> tuple[float, float, float]:
 
 def test_distances_are_those_of_the_formulas() -> None:
     p, q = [[0.5, 0.25, 0.25, 0.0], [1.0, 0.0, 0.0, 0.0]], [[0.1, 0.2, 0.3, 0.4], [0.0, 1.0, 0.0, 0.0]]
-    told = torch.stack(distances(torch.tensor(p).double(), torch.tensor(q).double()), dim=1)
-    for row, expected in zip(told.tolist(), map(by_hand, p, q), strict=True):
+    measured = torch.stack(distances(torch.tensor(p).double(), torch.tensor(q).double()), dim=1)
+    for row, expected in zip(measured.tolist(), map(by_hand, p, q), strict=True):
         assert row == pytest.approx(expected, abs=1e-7)
-    assert told[1].tolist() == pytest.approx([1, 1, 1])  # nothing in common: as far as it goes
+    assert measured[1].tolist() == pytest.approx([1, 1, 1])  # nothing in common: as far as it goes
 
 
 def test_the_mean_is_over_rows() -> None:
@@ -135,10 +135,10 @@ def test_the_mean_is_over_rows() -> None:
 @pytest.mark.parametrize(("every", "chunk"), [(8, 5), (5, 8), (6, 64), (37, 10), (1, 4)])
 def test_deviations_are_those_of_the_states(every: int, chunk: int) -> None:
     model, tokens_BT = wide("M-W-S-F-"), tokens()
-    told = state_deviation(model, tokens_BT, every, chunk)
+    measured = state_deviation(model, tokens_BT, every, chunk)
     positions = range(every, LENGTH + 1, every)
-    assert [(one.position, one.layer) for one in told] == [(p, layer) for p in positions for layer in (0, 4)]
-    for position, layer, deviations in told:
+    assert [(one.position, one.layer) for one in measured] == [(p, layer) for p in positions for layer in (0, 4)]
+    for position, layer, deviations in measured:
         h = read_whole(model, tokens_BT[:, :position]).states[layer]["ssm"]
         heads = [h] if layer == 0 else h.unbind(1)
         assert (h.dim(), len(deviations)) == ((3, 1) if layer == 0 else (4, 8))
@@ -146,7 +146,7 @@ def test_deviations_are_those_of_the_states(every: int, chunk: int) -> None:
         assert list(deviations) == pytest.approx(expected, rel=1e-9)
 
 
-def test_without_a_recurrent_state_there_is_nothing_to_tell() -> None:
+def test_without_a_recurrent_state_there_is_nothing_to_measure() -> None:
     assert state_deviation(wide("W-F-"), tokens(), 8, 8) == []
 
 

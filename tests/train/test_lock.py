@@ -115,7 +115,7 @@ def left_behind(run: Path, host: str) -> None:
 def test_a_holder_on_another_machine_is_gone_when_its_heartbeat_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: int
 ) -> None:
-    """Whatever the clock of either machine says; the lock alone does not tell, as some systems keep it to a machine."""
+    """Whatever the clock of either machine says; the lock alone is not enough, as some systems keep it to a machine."""
     left_behind(tmp_path, "elsewhere")
     now = time.time() + jump
     os.utime(tmp_path / lock.FILE, (now, now))

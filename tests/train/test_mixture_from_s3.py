@@ -1,4 +1,4 @@
-"""Four processes train on a mixture that a store on the loopback hands out, and two go on with it elsewhere."""
+"""Four processes train on a mixture that a store on the loopback hands out, and two continue with it elsewhere."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def test_four_processes_then_two(tmp_path: Path) -> None:
         write_folder(tmp_path / "store" / name, splits, tokenizer, VOCAB, VOCAB - 1, {}, shard_size=2000)
     with serve(tmp_path / "store") as store:
         store.fail("refuse", "shard", times=3)
-        told = train(tmp_path / "four", 4, store.url)
+        output = train(tmp_path / "four", 4, store.url)
         train(tmp_path / "moved", 4, store.url, "run.max_steps=10")
         train(tmp_path / "moved", 2, store.url)
-    assert "up" in told
-    assert "75.0%" in told
+    assert "up" in output
+    assert "75.0%" in output
     whole, moved = losses(tmp_path / "four"), losses(tmp_path / "moved")
     assert len(whole) == len(moved) == 20
     assert whole[-1] < 0.8 * whole[0]

@@ -28,7 +28,7 @@ LAYOUTS = {"dp2": (2, ()), "tp2-dp2": (4, ("parallel.tensor=2",)), "pp2-dp2": (4
 
 
 def runs_of(seat: Seat, ports: list[int], data: Path, folder: Path, settings: tuple[str, ...]) -> None:
-    """Three runs as one rank: one that saves with and without an evaluation before, and two that go on from the latter.
+    """Three runs as one rank: one that saves with and without an evaluation before, and two that start from the latter.
 
     One of these resumes it, one takes its weights twice.
     """

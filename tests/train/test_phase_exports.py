@@ -36,7 +36,7 @@ def outcome(run: Path) -> dict:
     return json.loads((run / "outcome.json").read_text())
 
 
-def test_training_goes_on_after_an_export_that_fails(
+def test_training_continues_after_an_export_that_fails(
     train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, full = tmp_path / "run", OSError(28, "No space left on device")

@@ -1,4 +1,4 @@
-"""Runs of several phases: each with its own settings, stopped anywhere and gone on with, whole at its borders."""
+"""Runs of several phases: each with its own settings, stopped anywhere and resumed, whole at its borders."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_each_phase_does_what_it_says(whole: Path) -> None:
     assert {key for key in at[12] if key.startswith("exp_avg.")} == {f"exp_avg.{key}" for key in learning}
 
 
-def test_where_the_newest_checkpoint_is_broken_the_phase_before_is_gone_on_with(
+def test_where_the_newest_checkpoint_is_broken_the_phase_before_is_resumed(
     train_small: Train, tmp_path: Path, whole: Path
 ) -> None:
     assert train_small(CHAIN, "run.max_steps=9", "checkpoint.every=1", "checkpoint.keep=1") == 0
@@ -104,7 +104,7 @@ def test_weights_of_another_run_and_an_export_at_the_end(train_small: Train, tmp
     assert (run / "export" / "other" / "config.json").exists()
 
 
-def test_what_can_only_fail_later_is_told_before_the_start(
+def test_what_can_only_fail_later_is_reported_before_the_start(
     train_small: Train, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     first = f"{{name: a, tokens: 256, {SIZES}, lr: 1e-3}}"
@@ -117,24 +117,24 @@ def test_what_can_only_fail_later_is_told_before_the_start(
         f"{{name: e, tokens: 1M, {SIZES}, lr: 1e-3, precision: {{name: fp8_block}}}}",
     )
     assert train_small(f"phases=[{first},{','.join(wrong)}]", "data.epochs=1") == 2
-    told = capsys.readouterr().err
+    output = capsys.readouterr().err
     for words in (
         "phases.1.lr ", "phases.1.lr_to ", "phases.2.layers.W.heads", "phases.2.train", "phases.2.init_from",
         "phases.3.ramp.step", "phases.3.ramp.start", "phases.3.ramp ", "phases.4.precision.name",
         "phases.1.data.path", "data.epochs",
     ):  # fmt: skip
-        assert words in told, words
+        assert words in output, words
 
 
 def test_the_plan_says_what_each_phase_does(
     train_small: Train, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert train_small(CHAIN, "run.plan=true", "cluster=h100", "parallel.tensor=2", "parallel.pipeline=2") == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for words in (
         "1 to 4", "5 to 8", "9 to 12", "2 to 4", "0.0185", "GPU-hours on h100", "grow", "narrow", "mixers",
         "precision.name: fp32 -> bf16", "window=8 -> kind=attention heads=4 window=4", "trains layers.*.mixer.*",
         "starts without the optimizer's moments", "states.mode: zero -> passing", "learning rate: decay to 0.0001",
     ):  # fmt: skip
-        assert words in told, words
+        assert words in output, words
     assert not (tmp_path / "run").exists()

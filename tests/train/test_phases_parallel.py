@@ -38,7 +38,7 @@ def test_the_phases_of_a_layout_are_those_of_one_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [("pp2", "serial"), ("serial", "tp2-pp2"), ("dp2", "tp2")])
-def test_a_phase_that_trains_a_part_goes_on_on_another_layout(
+def test_a_phase_that_trains_a_part_continues_on_another_layout(
     first: str, then: str, serial: list[float], counting_folder: Path, tmp_path: Path
 ) -> None:
     arguments = [*small_run_arguments(counting_folder, tmp_path / "run"), CHAIN]

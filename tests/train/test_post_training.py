@@ -78,7 +78,7 @@ def test_the_run_starts_from_the_weights_alone(of_run: bool, base: Path, tmp_pat
     assert not any(torch.equal(moments[0][key], moments[1][key]) for key in moments[0])
 
 
-def test_a_run_that_has_a_checkpoint_goes_on_from_it(base: Path, tmp_path: Path) -> None:
+def test_a_run_that_has_a_checkpoint_resumes_from_it(base: Path, tmp_path: Path) -> None:
     """Stopped in between and started again, it ends as the one that ran through."""
     for run, stops in ((tmp_path / "through", [4]), (tmp_path / "again", [2, 4])):
         for stop in stops:
@@ -89,16 +89,16 @@ def test_a_run_that_has_a_checkpoint_goes_on_from_it(base: Path, tmp_path: Path)
 
 def test_another_model_is_refused(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert post_train(base, tmp_path / "run", "recipe=length/zero", "model.width=64") == 2
-    told = capsys.readouterr().err
-    assert "model.width  is 64, but" in told
-    assert "holds 32: set it so, or name another run.weights" in told
+    output = capsys.readouterr().err
+    assert "model.width  is 64, but" in output
+    assert "holds 32: set it so, or name another run.weights" in output
     assert not (tmp_path / "run").exists()
 
 
 def test_attention_becomes_span_attention(
     train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every weight is taken over, and what uses them otherwise is told."""
+    """Every weight is loaded, and what uses them otherwise is reported."""
     assert train_small("run.max_steps=2") == 0
     span = ["model.pattern=(M-X-)*2", "model.layers.X={kind: span, heads: 4, chunk: 8, block: 4, blocks: 1}"]
     arguments = [f"run.weights={tmp_path / 'run'}", f"run.dir={tmp_path / 'span'}", "run.max_steps=1", *span]

@@ -30,7 +30,7 @@ def requests(environment: dict[str, str] | None = None, max_minutes: float | Non
     return StopRequests(RunConfig(name="test", max_minutes=max_minutes), False, environment or {})
 
 
-def test_a_signal_ends_the_run_with_a_checkpoint_from_which_it_goes_on(
+def test_a_signal_ends_the_run_with_a_checkpoint_from_which_it_resumes(
     train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, ten = tmp_path / "run", "run.max_steps=10"
@@ -88,7 +88,7 @@ def test_a_time_budget_ends_the_run_by_itself(train_small: Train, tmp_path: Path
     assert ending_of(tmp_path / "run") == {"outcome": "preempted", "step": 1, "reason": "the time is up"}
 
 
-def test_a_second_signal_is_told_and_changes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_second_signal_is_reported_and_changes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with StopRequests(RunConfig(name="test"), is_main=True, environment={}) as asked:
         assert asked.agreed(alone) is None

@@ -80,7 +80,7 @@ def test_metrics_are_cut_back_to_the_resumed_step(train_small: Train, tmp_path: 
 def test_a_run_that_starts_from_scratch_archives_the_checkpoints_of_the_one_before(
     train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Or the next start would go on from them, and retention would remove its own."""
+    """Or the next start would resume from them, and retention would remove its own."""
     assert train_small("run.max_steps=4", "checkpoint.every=2") == 0
     old = tmp_path / "run/checkpoints/step-00000002"
     assert train_small("run.max_steps=3", "checkpoint.every=2", f"run.resume={old}") == 0
@@ -113,7 +113,7 @@ def test_a_clock_that_goes_backwards_does_no_harm(
     assert 0 < outcome_of(tmp_path / "run")["seconds"] < 600
 
 
-def test_never_resume_starts_anew(train_small: Train, tmp_path: Path) -> None:
+def test_never_resume_starts_from_scratch(train_small: Train, tmp_path: Path) -> None:
     assert train_small("run.max_steps=3") == 0
     assert train_small("run.max_steps=3", "run.resume=never", "run.seed=5") == 0
     assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2, 3]

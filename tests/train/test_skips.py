@@ -1,4 +1,4 @@
-"""Steps that are refused, and runs that go back: held against runs that were put together by hand."""
+"""Steps that are refused, and runs that roll back: compared with runs that were put together by hand."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def leaving_out(first: int, end: int, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("states.mode=fitted", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_that_goes_back_is_as_if_the_data_had_never_been(
+def test_a_run_that_rolls_back_is_as_if_the_data_had_never_been(
     train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
     run = tmp_path / "run"
@@ -154,38 +154,38 @@ def test_a_run_that_goes_back_is_as_if_the_data_had_never_been(
     line = decisions(run)[-1]
     assert (line["step"], line["what"], line["to"], line["windows"]) == (9, "rolled back", 5, [[0, 5, 9]])
     assert [line["step"] for line in trained(run)] == list(range(1, STEPS + 1))
-    went_back, losses = final(run), [line["loss"] for line in trained(run)]
+    rolled_back, losses = final(run), [line["loss"] for line in trained(run)]
     leaving_out(5, 9, monkeypatch)
     assert train_small(*BACK, setting, "run.resume=never") == 0
-    assert same(went_back, final(run))
+    assert same(rolled_back, final(run))
     assert [line["loss"] for line in trained(run)] == losses
 
 
-@pytest.mark.parametrize("anew", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_lanes_start_anew_after_the_text_that_was_left_out(
-    train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anew: bool
+@pytest.mark.parametrize("restarted", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_lanes_start_from_zero_after_the_text_that_was_left_out(
+    train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarted: bool
 ) -> None:
     run = tmp_path / "run"
     with spoiled(math.nan, micro_batches(7, 8, 9)):
         assert train_small(*BACK, "states.mode=tbtt") == 0
-    went_back = final(run)
+    rolled_back = final(run)
     leaving_out(5, 9, monkeypatch)
     forward_backward = Engine.forward_backward
 
     def cut(engine: Engine, batches: list[Batch], step: int) -> Any:
         assert engine.carrier is not None
-        if anew and step == 5:
+        if restarted and step == 5:
             engine.carrier.held = {}
         return forward_backward(engine, batches, step)
 
     monkeypatch.setattr(Engine, "forward_backward", cut)
     assert train_small(*BACK, "states.mode=tbtt", "run.resume=never") == 0
-    assert same(went_back, final(run)) is anew
+    assert same(rolled_back, final(run)) is restarted
 
 
 @pytest.mark.slow
-def test_a_run_that_has_gone_back_twice_resumes_as_if_it_had_not_stopped(train_small: Train, tmp_path: Path) -> None:
-    """It goes back to the same checkpoint twice, and is stopped while a step is refused."""
+def test_a_run_that_has_rolled_back_twice_resumes_as_if_it_had_not_stopped(train_small: Train, tmp_path: Path) -> None:
+    """It rolls back to the same checkpoint twice, and is stopped while a step is refused."""
     faults = micro_batches(7, 8, 9, 11, 12, 13, 17)
     with spoiled(math.nan, faults):
         assert train_small(*BACK, "states.mode=tbtt") == 0
@@ -210,10 +210,10 @@ def test_windows_reach_over_phases(train_small: Train, tmp_path: Path, monkeypat
     phases = f"phases=[{phase.replace('NAME', 'a')},{phase.replace('NAME', 'b')}]"
     original = Saver._seal
 
-    def failing(saver: Saver, meta: Any, aside: Path) -> None:
+    def failing(saver: Saver, meta: Any, temporary: Path) -> None:
         if meta.step == 5 and not list((tmp_path / "run/logs").glob("decisions.jsonl")):
             raise OSError("no space left")
-        original(saver, meta, aside)
+        original(saver, meta, temporary)
 
     monkeypatch.setattr(Saver, "_seal", failing)
     with spoiled(math.nan, micro_batches(6, 7)):
@@ -237,7 +237,7 @@ def test_a_run_without_a_checkpoint_ends_and_says_why(train_small: Train, tmp_pa
 
 
 def test_a_run_does_not_finish_on_refused_steps(train_small: Train, tmp_path: Path) -> None:
-    """It goes back to its newest checkpoint, and ends without their data."""
+    """It rolls back to its newest checkpoint, and ends without their data."""
     few = ("run.max_steps=6", "checkpoint.every=2", "run.eval_lengths=[1]")
     with spoiled(math.nan, micro_batches(5, 6)):
         assert train_small(*few) == 0
@@ -261,7 +261,7 @@ def test_a_single_refused_step_at_the_end_is_like_any_other(train_small: Train, 
     assert outcome_of(tmp_path / "run")["outcome"] == "finished"
 
 
-def test_a_run_that_goes_back_again_and_again_ends(train_small: Train, tmp_path: Path) -> None:
+def test_a_run_that_rolls_back_again_and_again_ends(train_small: Train, tmp_path: Path) -> None:
     with spoiled(math.nan, range(13, 1000)), pytest.raises(Diverged, match="checkpoint of step 5 3 times already"):
         train_small(*BACK)
     run = tmp_path / "run"
@@ -272,7 +272,7 @@ def test_a_run_that_goes_back_again_and_again_ends(train_small: Train, tmp_path:
 @pytest.mark.gloo
 @pytest.mark.parametrize("value", ["nan", "-inf"])
 def test_all_ranks_decide_alike_when_one_has_the_fault(counting_folder: Path, tmp_path: Path, value: str) -> None:
-    """The second of two ranks brings a loss that is not finite at steps 8 and 9, and both go back."""
+    """The second of two ranks brings a loss that is not finite at steps 8 and 9, and both roll back."""
     arguments = [*small_run_arguments(counting_folder, tmp_path / "run"), "run.max_steps=10", "optim.skips=2"]
     assert train_ranks(arguments, value, "loss") == [0, 0]
     found = decisions(tmp_path / "run")
@@ -289,7 +289,7 @@ def test_all_ranks_decide_alike_when_one_has_the_fault(counting_folder: Path, tm
 def test_what_two_ranks_left_out_one_process_leaves_out_too(
     layout: list[str], mode: str, train_small: Train, counting_folder: Path, tmp_path: Path
 ) -> None:
-    """Also where the run goes back on two ranks and is resumed on one."""
+    """Also where the run rolls back on two ranks and is resumed on one."""
     alone, ranks = tmp_path / "alone", tmp_path / "run"
     settings = ["optim.skips=2", "optim.eps=1e-4", f"states.mode={mode}"]
     with spoiled(math.nan, micro_batches(8, 9)):
@@ -302,7 +302,7 @@ def test_what_two_ranks_left_out_one_process_leaves_out_too(
     assert losses == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_run_whose_moments_are_no_numbers_goes_back_instead_of_saving_them(
+def test_a_run_whose_moments_are_no_numbers_rolls_back_instead_of_saving_them(
     train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With an infinite second moment every later step looks sound, and its weight stands still."""

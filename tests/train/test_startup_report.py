@@ -20,6 +20,6 @@ NORMS = {"rms_norm", "add_rms_norm"}
         ("S", {"causal_conv", "ssd_scan", "gated_squares", "gated_scale"}),
     ],
 )
-def test_a_model_is_told_its_own_ops(pattern: str, own: set[str]) -> None:
+def test_a_model_gets_its_own_ops_reported(pattern: str, own: set[str]) -> None:
     assert ops_of(small_config(pattern)) == LOSS | NORMS | own
     assert all(len(OPS[name].choice("cpu")[1]) < 44 for name in own)  # beside name and form on 80 columns

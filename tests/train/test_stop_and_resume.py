@@ -1,4 +1,4 @@
-"""Runs of train.py that are stopped at a random step and go on: bit for bit on the same layout, alike on another."""
+"""Runs of train.py that are stopped at a random step and resume: bit for bit on the same layout, alike on another."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("before", "after", "mode"), cases(PAIRS, set()))
-def test_on_another_layout_it_goes_on_alike(
+def test_on_another_layout_it_continues_alike(
     before: str, after: str, mode: str, clean: Clean, counting_folder: Path, tmp_path: Path
 ) -> None:
     """The order of the data exactly, and the losses of the 20 steps that follow."""

@@ -94,22 +94,22 @@ def test_what_does_not_end_is_dumped_recorded_and_ended(
     assert "the first step did not end" in stacks
 
 
-def met(run: Path, rank: int) -> Failures:
-    """One of four ranks that have met."""
+def connected(run: Path, rank: int) -> Failures:
+    """One of four ranks that are connected."""
     found = Failures(run, rank)
     found.register_ranks([(f"machine {other}", 1) for other in range(4)])
     return found
 
 
-def test_before_the_ranks_have_met_the_word_of_an_earlier_start_is_replaced(tmp_path: Path) -> None:
-    met(tmp_path, 0).record(End("finished"))
+def test_before_the_ranks_are_connected_the_record_of_an_earlier_start_is_replaced(tmp_path: Path) -> None:
+    connected(tmp_path, 0).record(End("finished"))
     assert Failures(tmp_path, 0).report("no other rank came", waiting=False) == (0, "no other rank came")
     assert outcome_of(tmp_path)["outcome"] == "failed"
 
 
-def test_how_far_it_had_come_is_told_in_plain_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_far_it_had_come_is_written_in_plain_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a duration that no jump of the clock spoils."""
-    failures = met(tmp_path, 0)
+    failures = connected(tmp_path, 0)
     failures.progress.step, failures.progress.loss = 5, math.nan
     failures.progress.validation, failures.progress.checkpoint = {"1x": 2.5, "2x": math.inf}, "run/checkpoints/step"
     monkeypatch.setattr(time, "time", lambda: 0.0)
@@ -131,9 +131,9 @@ def test_a_watchdog_misses_no_file_that_is_gone(tmp_path: Path) -> None:
 
 def test_the_first_word_stands(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    assert met(tmp_path, 2).record(End("failed", "a bad disk", 2))
-    assert not met(tmp_path, 0).record(End("finished"))
-    elsewhere = met(tmp_path, 0).record_error(RuntimeError("connection closed by peer"))
+    assert connected(tmp_path, 2).record(End("failed", "a bad disk", 2))
+    assert not connected(tmp_path, 0).record(End("finished"))
+    elsewhere = connected(tmp_path, 0).record_error(RuntimeError("connection closed by peer"))
     assert isinstance(elsewhere, FailedElsewhere)
     assert str(elsewhere) == "rank 0 ends, as rank 2 failed first: a bad disk"
     assert "connection closed by peer" in (tmp_path / "logs" / "error-0.txt").read_text()
@@ -150,32 +150,32 @@ def test_a_neighbour_that_is_stopped_or_gone_is_named(tmp_path: Path, sleeper: s
     sleeper.kill()
     sleeper.wait()
     assert "is gone" in str(place.status())
-    told = Failures(tmp_path, 0)
-    told.register_ranks([(HERE, os.getpid()), ("another", sleeper.pid), (HERE, sleeper.pid)])
-    rank, reason = told.report("RuntimeError: connection closed by peer", waiting=True)
+    informed = Failures(tmp_path, 0)
+    informed.register_ranks([(HERE, os.getpid()), ("another", sleeper.pid), (HERE, sleeper.pid)])
+    rank, reason = informed.report("RuntimeError: connection closed by peer", waiting=True)
     assert rank == outcome_of(tmp_path)["rank"] == 2
     assert reason.startswith("rank 2 is gone: it was killed or crashed; rank 0 noticed by RuntimeError")
 
 
 def test_who_waited_lets_others_speak_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "GRACE_S", 120.0)
-    told, other = Failures(tmp_path, 0), Failures(tmp_path, 1)
-    for one in (told, other):
+    informed, other = Failures(tmp_path, 0), Failures(tmp_path, 1)
+    for one in (informed, other):
         one.register_ranks([(HERE, os.getpid())] * 2)
     threading.Timer(0.2, other.report, ("a bad disk", False)).start()
-    assert told.report("connection closed by peer", waiting=True) == (1, "a bad disk")
+    assert informed.report("connection closed by peer", waiting=True) == (1, "a bad disk")
 
 
 def test_the_outcome_of_each_end(tmp_path: Path) -> None:
     for rank, name in ((0, "a"), (1, "b")):
         (tmp_path / name).mkdir()
-        failures = met(tmp_path / name, rank)
+        failures = connected(tmp_path / name, rank)
         failures.progress.step = 7
         with pytest.raises(Preempted, match="preempted at step 7"), unfinished(failures):
             raise Preempted(7, "SIGTERM")
     assert ending_of(tmp_path / "a") == {"outcome": "preempted", "step": 7, "reason": "SIGTERM"}
     assert not (tmp_path / "b" / "outcome.json").exists()
     for rank in (1, 0):
-        with pytest.raises(ConfigError, match="is wrong"), unfinished(met(tmp_path / "b", rank)):
+        with pytest.raises(ConfigError, match="is wrong"), unfinished(connected(tmp_path / "b", rank)):
             raise ConfigError([Problem("seq_len", "is wrong")])
     assert outcome_of(tmp_path / "b")["rank"] == 1

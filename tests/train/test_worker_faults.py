@@ -12,7 +12,7 @@ from tests.train.faults import outcome_of, train_ranks, trained
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(240)]
 TIMEOUT_S = 20  # of a fault that only the watchdog sees
-PATIENT_S = 100  # of one that tells by itself: starting two worker processes is part of the first step
+PATIENT_S = 100  # of a run that reports by itself: starting two worker processes is part of the first step
 
 
 def arguments_of(data: Path, run: Path) -> list[str]:

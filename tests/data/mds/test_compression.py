@@ -21,7 +21,7 @@ def packed(kind: str, data: bytes) -> bytes:
 
 
 def frame(stated: int | None, blocks: int) -> bytes:
-    """zstd that makes so many times 128 KiB from four bytes each, whatever it states."""
+    """zstd that makes `blocks` times 128 KiB from four bytes each, whatever it states."""
     head = b"\x00\x88" if stated is None else b"\x80\x58" + struct.pack("<I", stated)
     body = b"".join(
         struct.pack("<I", 2**17 << 3 | 1 << 1 | (block == blocks - 1))[:3] + b"\0" for block in range(blocks)

@@ -43,7 +43,7 @@ def test_a_fault_that_passes_is_survived(s3: FakeS3, tmp_path: Path, kind: str):
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "message"),
     [
         ("refuse", "SlowDown"),
         ("reset", "Connection"),
@@ -55,16 +55,16 @@ def test_a_fault_that_passes_is_survived(s3: FakeS3, tmp_path: Path, kind: str):
         ("silent", "not finished after 1 s|Read timeout"),
     ],
 )
-def test_a_fault_that_stays_is_an_error(s3: FakeS3, tmp_path: Path, kind: str, told: str):
+def test_a_fault_that_stays_is_an_error(s3: FakeS3, tmp_path: Path, kind: str, message: str):
     patient = CacheOptions(tmp_path, patience=Patience(timeout=60, retries=1))
     store = opened(
         "s3://bucket/plain",
-        CacheOptions(tmp_path, patience=Patience(timeout=1, retries=1)) if "after 1 s" in told else patient,
+        CacheOptions(tmp_path, patience=Patience(timeout=1, retries=1)) if "after 1 s" in message else patient,
     )
     document = int(store.shard_documents[0])
     s3.fail(kind, "web/.*shard.00001")
     begin = time.monotonic()
-    with pytest.raises(DataError, match=told) as error:
+    with pytest.raises(DataError, match=message) as error:
         store.read(document, 0, 1)
     assert time.monotonic() - begin < 60
     assert f"s3://bucket/plain: shard {SHARD} " in str(error.value)
@@ -98,7 +98,7 @@ def flip(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (None, "is missing"),
         (lambda data: b"", "is empty"),
@@ -107,7 +107,7 @@ def flip(data: bytes) -> bytes:
         (flip, "differs from its digest in the manifest"),
     ],
 )
-def test_a_damaged_local_shard(local: Path, tmp_path: Path, damage: Callable[[bytes], bytes] | None, told: str):
+def test_a_damaged_local_shard(local: Path, tmp_path: Path, damage: Callable[[bytes], bytes] | None, message: str):
     store = opened(local, quick(tmp_path / "cache"))
     file = local / SHARD
     whole = file.read_bytes()
@@ -116,7 +116,7 @@ def test_a_damaged_local_shard(local: Path, tmp_path: Path, damage: Callable[[by
     else:
         file.unlink()
     document = int(store.shard_documents[0])
-    with pytest.raises(DataError, match=told) as error:
+    with pytest.raises(DataError, match=message) as error:
         store.read(document, 0, 1)
     assert f"{local}: shard {SHARD} " in str(error.value)
     assert f"document {document}" in str(error.value)
@@ -183,9 +183,13 @@ def test_an_index_that_says_anything_else_is_refused(local: Path, tmp_path: Path
 def test_a_changed_or_broken_index_is_refused(local: Path, tmp_path: Path):
     folder = TokenFolder.open(local)
     index = local / "train/web/index.json"
-    for text, told in [(index.read_text() + " ", "digest"), ("{", "parse"), ('{"version": 2, "shards": []}', "shards")]:
+    for text, message in [
+        (index.read_text() + " ", "digest"),
+        ("{", "parse"),
+        ('{"version": 2, "shards": []}', "shards"),
+    ]:
         index.write_text(text)
-        with pytest.raises(DataError, match=told):
+        with pytest.raises(DataError, match=message):
             DocumentStore(folder, "train", "web", quick(tmp_path / "cache"))
 
 
@@ -285,12 +289,12 @@ def test_a_closed_port_and_one_that_never_answers(s3: FakeS3, tmp_path: Path, mo
     with socket.socket() as hole:
         hole.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{hole.getsockname()[1]}"
-        for listening, told in [(False, "Could not connect"), (True, "not finished after 0.5 s|Read timeout")]:
+        for listening, message in [(False, "Could not connect"), (True, "not finished after 0.5 s|Read timeout")]:
             if listening:
                 hole.listen(10)
             monkeypatch.setenv("S3_ENDPOINT_URL", url)
             begin = time.monotonic()
-            with pytest.raises(FolderError, match=told) as error:
+            with pytest.raises(FolderError, match=message) as error:
                 open_folder("s3://bucket/plain", impatient(tmp_path))
             assert str(error.value).startswith("s3://bucket/plain can't be opened: manifest.json can't be fetched")
             assert time.monotonic() - begin < 5
@@ -314,7 +318,7 @@ def test_what_is_not_a_dataset(s3: FakeS3, tmp_path: Path):
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "train/web/index.json", "validation/web/lengths.npy"])
-def test_files_beside_the_shards_are_held_against_the_manifest(s3: FakeS3, tmp_path: Path, file: str):
+def test_files_beside_the_shards_are_compared_with_the_manifest(s3: FakeS3, tmp_path: Path, file: str):
     s3.fail("flip", file, times=1)
     cache = quick(tmp_path)
     open_folder("s3://bucket/plain", cache)

@@ -51,12 +51,12 @@ def faults(folder: TokenFolder) -> list[str]:
 
 
 def test_a_whole_folder_has_none(folder: TokenFolder):
-    told: list[tuple[int, int]] = []
-    report = verify(folder.path, 1, lambda done, whole: told.append((done, whole)))
+    progress: list[tuple[int, int]] = []
+    report = verify(folder.path, 1, lambda done, whole: progress.append((done, whole)))
     assert report.faults == []
     assert report.sources == 2
     assert report.tokens == folder.manifest.tokens("train") + folder.manifest.tokens("validation")
-    assert told == [(number + 1, report.shards) for number in range(report.shards)]
+    assert progress == [(number + 1, report.shards) for number in range(report.shards)]
 
 
 def test_processes_find_the_same(plain: TokenFolder):
@@ -66,7 +66,7 @@ def test_processes_find_the_same(plain: TokenFolder):
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (lambda data: b"", "has 0 of"),
         (lambda data: data[: len(data) // 2], "bytes"),
@@ -74,16 +74,16 @@ def test_processes_find_the_same(plain: TokenFolder):
         (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "differs from its digest"),
     ],
 )
-def test_a_damaged_shard(folder: TokenFolder, damage: Callable[[bytes], bytes], told: str):
+def test_a_damaged_shard(folder: TokenFolder, damage: Callable[[bytes], bytes], message: str):
     file = stored(folder)
     file.write_bytes(damage(file.read_bytes()))
     found = faults(folder)
     assert found
-    assert told in found[0]
+    assert message in found[0]
     assert all(fault.startswith(f"{file.relative_to(folder.path)}: ") for fault in found)
 
 
-def test_every_fault_is_told(folder: TokenFolder, tmp_path: Path):
+def test_every_fault_is_reported(folder: TokenFolder, tmp_path: Path):
     stored(folder).unlink()
     other = stored(folder, "train/code/part-00000/shard.00000.mds")
     other.write_bytes(other.read_bytes()[:-5])
@@ -175,9 +175,9 @@ def test_a_tokenizer_with_more_tokens_than_the_vocabulary(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"), [({"format": 1}, "format 1"), ({"dtype": "int8"}, "int8"), (None, "No such")]
+    ("change", "message"), [({"format": 1}, "format 1"), ({"dtype": "int8"}, "int8"), (None, "No such")]
 )
-def test_a_manifest_that_says_nothing(plain: TokenFolder, change: dict | None, told: str):
+def test_a_manifest_that_says_nothing(plain: TokenFolder, change: dict | None, message: str):
     file = plain.path / "manifest.json"
     if change is None:
         file.unlink()
@@ -185,7 +185,7 @@ def test_a_manifest_that_says_nothing(plain: TokenFolder, change: dict | None, t
         file.write_text(json.dumps(json.loads(file.read_text()) | change))
     (fault,) = faults(plain)
     assert fault.startswith("manifest.json: ")
-    assert told in fault
+    assert message in fault
 
 
 def test_it_needs_no_torch_where_nothing_is_compressed(plain: TokenFolder):

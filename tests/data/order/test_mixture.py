@@ -125,7 +125,7 @@ def test_one_source():
     assert mixture.place(10**15) == (0, 10**15)
 
 
-def test_whole_shares_are_met_exactly():
+def test_whole_shares_are_reached_exactly():
     """A tenth is no multiple of 2**-60, and ten of them are still one."""
     mixture = Mixture([0.1] * 10, 10, seed=1)
     for steps in (2, 10, 1000, 10**6):

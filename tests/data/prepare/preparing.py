@@ -23,7 +23,7 @@ from tests.data.mosaic import MDSReader, compression
 
 TEXTS = [
     "def main() -> None:\n\tprint('naïve café ☕')\n\n\n",
-    f"A text that spells {END_OF_TEXT} goes on behind it.\r\n  Two  spaces.",
+    f"A text that spells {END_OF_TEXT} continues behind it.\r\n  Two  spaces.",
     "日本語のテキスト " * 5,
     " leading and trailing space ",
     'quotes " and \\ and a line\u2028separator, \x00 too',
@@ -121,7 +121,7 @@ def all_documents(folder: TokenFolder) -> list[list[int]]:
 
 
 def words(count: int, eos: str = "</s>") -> Vocabulary:
-    """A tokenizer of so many entries, eos the last."""
+    """A tokenizer of `count` entries, eos the last."""
     entries = {f"w{number}": number for number in range(count - 1)} | {eos: count - 1}
     tokenizer = Tokenizer(WordLevel(entries, "w0"))
     tokenizer.pre_tokenizer = Whitespace()

@@ -18,7 +18,7 @@ from tests.data.prepare.preparing import stored
 TEXTS = [
     "def main() -> None:\n\tprint('naïve café ☕')\n\n\n",
     "Eight bits: " + "".join(map(chr, range(256))) * 3,
-    f"A text that spells {END_OF_TEXT} goes on behind it.\r\n  Two  spaces.",
+    f"A text that spells {END_OF_TEXT} continues behind it.\r\n  Two  spaces.",
     "日本語のテキスト " * 5,
     " leading and trailing space ",
 ]
@@ -58,7 +58,7 @@ def test_the_vocabulary_is_made_of_training_texts(documents: list[Document], tmp
     assert folder.tokenizer_file.read_text() == train_tokenizer(training, 400).to_str()
 
 
-def test_manifest_tells_the_real_vocabulary(documents: list[Document], tmp_path: Path):
+def test_manifest_describes_the_real_vocabulary(documents: list[Document], tmp_path: Path):
     folder = prepare_embedded(tmp_path / "data", 30_000)
     assert 300 < folder.manifest.vocab_size < 30_000
     assert folder.manifest.vocab_size == Tokenizer.from_file(str(folder.tokenizer_file)).get_vocab_size()

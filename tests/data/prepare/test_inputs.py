@@ -67,7 +67,7 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("line", BAD_LINES)
-def test_a_bad_line_is_told_and_left_out(line: bytes, tmp_path: Path) -> None:
+def test_a_bad_line_is_reported_and_left_out(line: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines_of(TEXTS[:2]) + line + b"\n" + lines_of(TEXTS[2:]))
     tally = Tally("a.jsonl", "lines", 0.001)
     assert contents(list(read(find([str(tmp_path / "a.jsonl")]).inputs[0], InputOptions(), tally))) == TEXTS
@@ -166,7 +166,7 @@ def test_truncated_files_are_named(name: str, tmp_path: Path) -> None:
         read_all(file)
 
 
-def test_what_is_unknown_or_missing_is_told(tmp_path: Path) -> None:
+def test_what_is_unknown_or_missing_is_reported(tmp_path: Path) -> None:
     for name in ("a.csv", "b.bin", "plan.json", ".hidden"):
         (tmp_path / name).touch()
     for name in ("a.csv", "b.bin"):
@@ -243,7 +243,7 @@ def test_a_line_that_never_ends_takes_no_memory(name: str, tmp_path: Path, monke
 
 
 def test_a_zstd_window_that_asks_for_gigabytes_is_refused(tmp_path: Path) -> None:
-    """A window of 2 GiB in the header of a frame, which is what a decoder would set aside."""
+    """A window of 2 GiB in the header of a frame, which is what a decoder would reserve."""
     (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\x00\xa8" + b"\x0b\x00\x00x")
     with pytest.raises(InputError):
         read_all(tmp_path / "a.jsonl.zst")

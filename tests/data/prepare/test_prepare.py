@@ -170,9 +170,9 @@ def test_bad_lines(vocabulary: Vocabulary, tmp_path: Path, capsys: pytest.Captur
         prepare(found, tmp_path / "out", vocabulary)
     assert (tmp_path / "out.partial/records/part-00000.npz").exists()
     folder = prepare(found, tmp_path / "out", vocabulary, max_bad=0.2)
-    told = capsys.readouterr().err
-    assert "resuming: 1 of 2 inputs are finished" in told
-    assert "b.jsonl: 2 of 7 lines are bad and left out\n  line 6: has no key 'text'\n  line 7: is a JSON list" in told
+    output = capsys.readouterr().err
+    assert "resuming: 1 of 2 inputs are finished" in output
+    assert "b.jsonl: 2 of 7 lines are bad and left out\n  line 6: has no key 'text'\n  line 7: is a JSON list" in output
     assert folder.manifest.origin["bad"] == 2
     assert len(all_documents(folder)) == 10
 

@@ -1,4 +1,4 @@
-"""What an interruption of a preparation costs, what may change before it goes on, and its worker processes."""
+"""What an interruption of a preparation costs, what may change before it resumes, and its worker processes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ prepare(find([inputs]).inputs, Path(output), open_vocabulary(Path(tokenizer)), s
 """
 
 
-def test_a_killed_preparation_goes_on(inputs: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_a_killed_preparation_resumes(inputs: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
     vocabulary, found = open_vocabulary(tokenizer_folder), find([str(inputs)]).inputs
     output = tmp_path / "out"
     command = [sys.executable, "-c", KILLED, str(inputs), str(output), str(tokenizer_folder), "2.jsonl.zst"]
@@ -89,7 +89,7 @@ class Stopped(Exception):
 
 
 def interrupted(patch: pytest.MonkeyPatch, inputs: Path, output: Path, vocabulary: Vocabulary, parts: int = 2) -> None:
-    """Leaves so many finished parts, and one that is not."""
+    """Leaves `parts` finished parts, and an unfinished one."""
     read = parts_module.read
 
     def read_some(one, reading, tally):
@@ -105,7 +105,7 @@ def interrupted(patch: pytest.MonkeyPatch, inputs: Path, output: Path, vocabular
             prepare(find([str(inputs)]).inputs, output, vocabulary, SETTINGS)
 
 
-def test_other_arguments_do_not_go_on(
+def test_other_arguments_do_not_resume(
     inputs: Path, vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "out"
@@ -189,7 +189,7 @@ def test_what_stands_in_the_way_is_left_alone(inputs: Path, vocabulary: Vocabula
 
 
 @pytest.mark.slow
-def test_what_fails_in_a_worker_is_told(inputs: Path, vocabulary: Vocabulary, tmp_path: Path) -> None:
+def test_what_fails_in_a_worker_is_reported(inputs: Path, vocabulary: Vocabulary, tmp_path: Path) -> None:
     """Its fault, or its end, reaches the first process, and no worker stays."""
     file = inputs / "1.jsonl.gz"
     file.write_bytes(file.read_bytes()[:-5])
@@ -199,7 +199,7 @@ def test_what_fails_in_a_worker_is_told(inputs: Path, vocabulary: Vocabulary, tm
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_is_told(
+def test_a_worker_that_is_killed_is_reported(
     inputs: Path, vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def kill(*_: int) -> None:
@@ -214,7 +214,7 @@ def test_a_worker_that_is_killed_is_told(
     assert not multiprocessing.active_children()
 
 
-def test_a_full_disk_ends_plainly_and_is_gone_on_from(
+def test_a_full_disk_ends_plainly_and_is_resumed_from(
     inputs: Path, vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = find([str(inputs)]).inputs

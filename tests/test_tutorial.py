@@ -1,27 +1,38 @@
-"""The tutorial of docs/extending.md works as written: its two files make a mixer that holds the contract and trains."""
+"""The tutorial on a mixer in docs/extending.md works as written: its files, its lines, its commands, its Python.
+
+All of it happens in a copy of the package, with nothing else added. Training gets small sizes, by further settings.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-import types
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from hybridtron.architecture import SPECS
-from hybridtron.architecture.base import MixerSpec
-from hybridtron.architecture.model import ModelConfig
-from hybridtron.engine.engine import Engine
-from hybridtron.parallel.groups import Groups
-from tests.conftest import random_batch, small_run
-from tests.mixers import test_contract as contract
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from tests.docs.conftest import blocks
+from tests.train.conftest import counting_folder as counting_folder  # the fixture
 
-PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "extending.md"
+REGISTRY = "hybridtron/architecture/__init__.py"
+OPTIONS = '"ema": [{"expand": 2}]'
+STEPS = 20
+CONTRACT = "python -m pytest"
+ALONE = (
+    "cp", "hybridtron inspect", "hybridtron train recipe=ema", "hybridtron generate", "hybridtron export",
+    "hybridtron import",
+)  # fmt: skip
+PARALLEL = ("cp", "hybridtron train recipe=ema states", "hybridtron audit", "torchrun")
+"""How the page's commands begin, by the test that runs them."""
 
 
 def tutorial_files() -> dict[str, str]:
@@ -30,66 +41,118 @@ def tutorial_files() -> dict[str, str]:
     return dict(blocks)
 
 
+def block_with(text: str) -> str:
+    """The page's one block of Python that has this in it, and is no file."""
+    (found,) = (block for block in blocks(PAGE, "python") if text in block and not block.startswith("# hybridtron/"))
+    return found
+
+
+def commands_of(*starts: str) -> list[str]:
+    """The commands of the page's section that begin so, each as written."""
+    section = PAGE.read_text().split("\n## A mixer\n")[1].split("\n## ")[0]
+    shells = re.findall(r"^```sh\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    lines = "".join(shells).splitlines()
+    return [next(line for line in lines if line.startswith(start)) for start in starts] or lines
+
+
+class Workplace:
+    """A copy of the package with the tutorial's files and lines, in which the page's commands run."""
+
+    def __init__(self, folder: Path, data: Path) -> None:
+        self.folder = folder
+        for name in ("hybridtron", "configs", "examples"):
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for path, code in tutorial_files().items():
+            (folder / path).write_text(code)
+        with (folder / REGISTRY).open("a") as registry:
+            registry.write(block_with('SPECS["ema"]'))
+        self.small = [
+            "data=folder", f"data.path={data}", "data.epochs=null", "model.width=32", "model.vocab_size=32",
+            "model.layers.-.hidden=64", "phases.0.seq_len=16", "phases.0.global_batch=4", "phases.0.micro_batch=2",
+            f"phases.0.tokens={STEPS * 4 * 16}", "run.eval_tokens=256", "run.sample_tokens=0",
+            "optim.eps=1e-4",  # or AdamW's first steps make whole updates of tiny gradients, whose rounding differs
+        ]  # fmt: skip
+
+    def run(self, *words: str) -> str:
+        """Run Python with these arguments in the copy; what it prints."""
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(self.folder),
+            "OMP_NUM_THREADS": "1",
+            "HF_HOME": str(self.folder / "home"),
+        }
+        command = [sys.executable, "-P", *words]
+        done = subprocess.run(command, env=environment, cwd=self.folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def execute(self, *commands: str) -> None:
+        """Run commands of the page, those of `hybridtron` in one process; one that trains gets the small sizes."""
+        own = []
+        for program, *words in map(shlex.split, commands):
+            words += self.small * ("train" in words)
+            if program == "cp":
+                shutil.copy(self.folder / words[0], self.folder / words[1])
+            elif program == "hybridtron":
+                own.append(words)
+            else:
+                assert program == "torchrun"
+                self.run("-m", "torch.distributed.run", *words)
+        self.run("-c", f"from hybridtron.cli.main import main\nfor words in {own}: assert main(words) == 0, words")
+
+    def losses(self, run: str) -> list[float]:
+        lines = (self.folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+
 @pytest.fixture
-def ema(monkeypatch: pytest.MonkeyPatch) -> Iterator[MixerSpec]:
-    """The tutorial's mixer, registered as the tutorial says."""
-    for path, code in tutorial_files().items():
-        module = types.ModuleType(path.removesuffix(".py").replace("/", "."))
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        exec(compile(code, path, "exec"), module.__dict__)
-    monkeypatch.setitem(SPECS, "ema", sys.modules["hybridtron.architecture.ema"].EMASpec)
-    return SPECS["ema"](expand=2)
+def workplace(tmp_path: Path, counting_folder: Path) -> Workplace:
+    return Workplace(tmp_path / "copy", counting_folder)
 
 
 def test_the_tutorial_is_short() -> None:
     files = tutorial_files()
     assert set(files) == {"hybridtron/architecture/ema.py", "hybridtron/mixers/ema.py"}
-    assert sum(code.count("\n") for code in files.values()) < 80
+    assert sum(code.count("\n") for code in files.values()) < 110
 
 
-def test_holds_the_contract(ema: MixerSpec) -> None:
-    contract.test_module_has_the_parameters_that_its_spec_lists(ema)
-    contract.test_state_has_the_parts_that_its_spec_lists(ema)
-    contract.test_none_equals_a_state_of_zeros(ema)
-    contract.test_document_in_mid_row_is_a_fresh_start(ema)
-    contract.test_a_later_token_changes_nothing_before_it(ema)
-    contract.test_no_document_sees_another(ema, None)
-    contract.test_gradcheck(ema)
-    contract.test_computes_in_bf16_with_fp32_weights_where_the_spec_says_so(ema)
-    contract.test_flops_grow_with_nothing_but_what_is_seen(ema)
-    for documents in (None, [[5, 16], [13, 8]]):
-        for cut in (1, 13):
-            contract.test_chunks_with_carried_state_equal_the_whole(ema, documents, cut)
+def test_every_command_is_run_here() -> None:
+    assert set(commands_of()) == set(commands_of(CONTRACT, *ALONE, *PARALLEL))
 
 
-@pytest.mark.usefixtures("ema")
-def test_trains(alone: Groups) -> None:
-    layers = {"E": {"kind": "ema"}, "-": {"kind": "swiglu", "hidden": 48}}
-    config = ModelConfig(width=32, vocab_size=61, pattern="E-E-", layers=layers)
-    engine, batch = Engine(small_run(config), alone), random_batch()
-    losses = []
-    for _ in range(20):
-        losses.append(engine.forward_backward([batch]).mean.item())
-        engine.optimizer.step(1e-2)
-    assert losses[-1] < losses[0] - 1
+@pytest.mark.timeout(300)
+def test_it_holds_the_contract(workplace: Workplace) -> None:
+    """The contract's tests, with the one line that the page adds to them."""
+    assert OPTIONS in PAGE.read_text()
+    for name in ("tests/conftest.py", "tests/mixers/test_contract.py", "pyproject.toml"):
+        (workplace.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, workplace.folder / name)
+    contract = workplace.folder / "tests/mixers/test_contract.py"
+    contract.write_text(contract.read_text().replace("\nOPTIONS = {\n", f"\nOPTIONS = {{\n    {OPTIONS},\n", 1))
+    (command,) = commands_of(CONTRACT)
+    reported = workplace.run(*shlex.split(command)[1:])
+    assert "skipped" not in reported
+    assert int(re.findall(r"(\d+) passed", reported)[0]) > 20
 
 
-def test_is_exported_loaded_and_imported_with_the_stated_files_only(tmp_path: Path) -> None:
-    """In a copy of the package: the page's two files and the line in the registry, nothing else."""
-    root = PAGE.parents[1]
-    shutil.copytree(root / "hybridtron", tmp_path / "hybridtron", ignore=shutil.ignore_patterns("__pycache__"))
-    for path, code in tutorial_files().items():
-        (tmp_path / path).write_text(code)
-    registry = tmp_path / "hybridtron/architecture/__init__.py"
-    text = registry.read_text().replace("\nSPECS", "from hybridtron.architecture.ema import EMASpec\n\nSPECS", 1)
-    registry.write_text(text.replace("] = {\n", '] = {\n    "ema": EMASpec,\n', 1))
-    check = (
-        "from hybridtron.architecture import SPECS\n"
-        "from tests.mixers import test_contract as contract\n"
-        "contract.test_it_is_exported_by_the_shipped_class_and_imported_again(SPECS['ema'](expand=2))\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", check], env=environment, cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+@pytest.mark.timeout(300)
+def test_it_trains_and_is_exported_loaded_and_imported(workplace: Workplace) -> None:
+    workplace.execute(*commands_of(*ALONE))
+    losses = workplace.losses("ema")
+    assert len(losses) == STEPS
+    assert losses[-1] < losses[0] - 0.5
+    workplace.run("-c", block_with("AutoModelForCausalLM") + "import sys\nassert 'hybridtron' not in sys.modules\n")
+    trained = Checkpoint.open(max((workplace.folder / "runs/ema/checkpoints").glob("step-*")))
+    back = Checkpoint.open(workplace.folder / "ema-back")
+    assert "layers.0.mixer.in_proj.weight.gate" in back.shapes
+    assert all(torch.equal(trained.whole(key), back.whole(key)) for key in back.shapes)
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(300)
+def test_two_tensor_parallel_ranks_train_as_one_process(workplace: Workplace) -> None:
+    """The gradients of the audit, and the losses with states that are passed on."""
+    workplace.execute(*commands_of(*PARALLEL))
+    one, two = workplace.losses("ema_passing"), workplace.losses("ema_tp2")
+    assert len(one) == STEPS
+    assert two == pytest.approx(one, rel=1e-4)

@@ -26,19 +26,24 @@ from tests.train.conftest import small_run_arguments
 
 RUNS = ("laptop", "samba_421m", "samba_1.3b", "mamba2_130m", "a", "b")  # that the docs name
 SIZES = ["phases.0.tokens=256", "phases.0.seq_len=16", "phases.0.global_batch=4", "phases.0.micro_batch=2"]
+TUTORIAL = "a mixer that the package does not have: tests/test_tutorial.py"
 ONLY_PARSED = {  # by how a command begins
     "audit": "starts processes: tests/proving/test_audit.py",
     "bench": "tests/proving/test_bench.py",
     "checkpoint fetch s3:": "a bucket: tests/checkpoint/test_mirror.py",
     "doctor": "starts a process for each package: tests/cli/test_doctor.py",
+    "export runs/ema": TUTORIAL,
+    "generate runs/ema": TUTORIAL,
     "generate runs/mine": "test_the_example_of_a_recipe_trains",
     "gpu-check": "needs a GPU",
+    "import ema-hf": TUTORIAL,
+    "inspect recipe=ema": TUTORIAL,
     "inspect recipe=mine": "test_the_example_of_a_recipe_trains",
     "submit": "needs SLURM; with --dry-run it is run",
     "torchrun": "starts processes: tests/train/test_launchers.py",
     "train data.mixture=": "a bucket: tests/train/test_mixture_from_s3.py",
     "train data=slimpajama": "the sources of SlimPajama: tests/train/test_mixture_from_s3.py trains on a mixture",
-    "train model.pattern=(M-E-)*2": "the mixer of the tutorial: tests/test_tutorial.py",
+    "train recipe=ema": TUTORIAL,
     "train recipe=laptop_phases": "minutes: tests/train/test_phases.py; with run.plan=true it is run",
     "train recipe=length/official": "the official checkpoints: tests/config/test_weights.py",
     "train recipe=mine": "test_the_example_of_a_recipe_trains",
@@ -91,9 +96,10 @@ def workplace(a_run: Path, counting_folder: Path, tmp_path: Path, monkeypatch: p
 
 @pytest.fixture
 def configs(tmp_path: Path) -> Path:
-    """The configurations, with the recipe of examples/laptop where its README copies it."""
+    """The configurations, with the recipes of examples where their READMEs copy them."""
     shutil.copytree(CONFIGS, tmp_path / "configs")
-    shutil.copy(ROOT / "examples/laptop/config.yaml", tmp_path / "configs/recipe/mine.yaml")
+    for example, recipe in (("laptop", "mine"), ("ema_mixer", "ema")):
+        shutil.copy(ROOT / "examples" / example / "config.yaml", tmp_path / "configs/recipe" / f"{recipe}.yaml")
     return tmp_path / "configs"
 
 

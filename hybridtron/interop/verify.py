@@ -47,7 +47,7 @@ class Proof:
 
 def verify(folder: Path, checkpoint: Checkpoint) -> Proof:
     """Raises NotTheSame, saying what differs."""
-    return same_model(folder, checkpoint.config.model, _whole(checkpoint))
+    return same_model(folder, checkpoint.config.model, whole_model(checkpoint))
 
 
 def same_model(folder: Path, model: ModelConfig, ours: LanguageModel) -> Proof:
@@ -136,12 +136,8 @@ def in_fp32(model: LanguageModel, dtype: torch.dtype) -> LanguageModel:
     return model.cast(dtype).cast(torch.float32).eval()
 
 
-def own_model(checkpoint: Checkpoint, dtype: torch.dtype) -> LanguageModel:
-    """What a checkpoint holds, so."""
-    return in_fp32(_whole(checkpoint), dtype)
-
-
-def _whole(checkpoint: Checkpoint) -> LanguageModel:
+def whole_model(checkpoint: Checkpoint) -> LanguageModel:
+    """What a checkpoint holds, with the weights as they are stored."""
     model = LanguageModel(checkpoint.config.model)
     checkpoint.load_weights(model)
     return model

@@ -16,6 +16,8 @@ from hybridtron.checkpoint.folder import folder_of
 from hybridtron.checkpoint.save import Saver, meta_of
 from hybridtron.config.schema import ParallelConfig
 from hybridtron.engine.engine import Engine
+from hybridtron.interop.verify import in_fp32, whole_model
+from hybridtron.model.lm import LanguageModel
 from hybridtron.parallel.groups import Groups
 from tests.conftest import small_run
 
@@ -129,3 +131,8 @@ def checkpoint_of(
     )
     Saver(engine.config, run, groups).save(engine, meta_of(engine, 1, {"eos": "3"}), tokenizer)
     return Checkpoint.open(folder_of(run, 1))
+
+
+def own_model(checkpoint: Checkpoint, dtype: torch.dtype) -> LanguageModel:
+    """What a checkpoint holds, with weights of this type, computing in fp32 otherwise."""
+    return in_fp32(whole_model(checkpoint), dtype)

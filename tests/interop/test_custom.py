@@ -24,10 +24,10 @@ from hybridtron.interop import verify as verify_module
 from hybridtron.interop.custom import Custom
 from hybridtron.interop.export import CUSTOM as TARGET
 from hybridtron.interop.export import target_of
-from hybridtron.interop.verify import NotTheSame, lengths_of, own_model, verify
+from hybridtron.interop.verify import NotTheSame, lengths_of, verify
 from hybridtron.model.lm import LanguageModel
 from hybridtron.parallel.groups import Groups
-from tests.interop.models import CUSTOM, MODELS, VOCAB, checkpoint_of, model_config
+from tests.interop.models import CUSTOM, MODELS, VOCAB, checkpoint_of, model_config, own_model
 
 OUTSIDE = Path(__file__).with_name("outside.py")
 

@@ -14,9 +14,8 @@ from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.cli.convert import main
 from hybridtron.data.batch import SeqInfo
 from hybridtron.interop.original import Original
-from hybridtron.interop.verify import own_model
 from hybridtron.parallel.groups import Groups
-from tests.interop.models import MODELS, checkpoint_of, model_config
+from tests.interop.models import MODELS, checkpoint_of, model_config, own_model
 
 
 def exported(name: str, groups: Groups, folder: Path) -> tuple[Checkpoint, Path]:

@@ -145,7 +145,7 @@ class Loader:
         iterator = _started(loader)
         try:
             yield from iterator
-        except ConnectionError as error:
+        except (ConnectionError, EOFError) as error:
             raise RuntimeError("a worker process of the loader exited unexpectedly, with rows on their way") from error
         finally:
             for worker in set(multiprocessing.active_children()) - others:

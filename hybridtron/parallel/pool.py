@@ -164,6 +164,9 @@ def _serve(connection: Connection) -> None:
 
 def _do(connection: Connection, function: Callable[..., Any], seat: Seat, arguments: tuple[Any, ...]) -> NoReturn:
     """A job's process: it answers, and ends without tearing anything down."""
+    # The fork has left torch's thread pool without its threads, and the next call replaces it. Several threads that
+    # call at once, as those that write a checkpoint do, may find none ("Invalid thread pool!"): call from here first.
+    torch.set_num_threads(1)
     try:
         answer = pickle.dumps((True, function(seat, *arguments)))
     except BaseException:

@@ -27,7 +27,7 @@ from typing import Self
 from hybridtron.data.loader import STACKS
 from hybridtron.train.failures import Failures, RankProcess, waits_for_others
 
-BACKSTOP = 1.4  # of run.timeout: when faulthandler ends a process whose interpreter is stuck
+BACKSTOP_S = 4.0  # past run.timeout: faulthandler ends a stuck interpreter, before a launcher that lost another rank
 LAST_WORDS_S = 10.0  # what it may take to put a failure down
 WORKERS_S = 0.5  # what its worker processes get to write their stacks
 LOADING = "/torch/utils/data/dataloader.py"  # on the stack of what waits for them
@@ -61,7 +61,7 @@ class Watchdog:
         """What comes now must end before `run.timeout`, or `at_least_s` if that is more."""
         patience = max(self.timeout_s, at_least_s)
         self._doing = (doing, patience, time.monotonic() + patience)
-        faulthandler.dump_traceback_later(BACKSTOP * patience, exit=True, file=self._file)
+        faulthandler.dump_traceback_later(patience + BACKSTOP_S, exit=True, file=self._file)
 
     def overdue(self) -> str | None:
         """That what was to end by now has not."""

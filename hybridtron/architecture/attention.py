@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from hybridtron.architecture.base import (
+    Cut,
     MixerSpec,
     ModelSizes,
     Names,
@@ -68,9 +69,9 @@ class HeadsSpec(MixerSpec):
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         queries, keys = self.channels(model)
         # Queries and keys/values are two weights, because few key/value heads are held whole by every rank.
-        head = replace(linear(queries, model.width), unit=self.head(model))
-        pair = (("k", keys), ("v", keys))
-        heads_kv = replace(head, shape=(2 * keys, model.width), parts=pair, copies=True, partial=True)
+        head = linear(queries, model.width, cut=Cut(0, unit=self.head(model)))
+        pair, shared = (("k", keys), ("v", keys)), Cut(0, unit=self.head(model), replicate=True)
+        heads_kv = replace(head, shape=(2 * keys, model.width), parts=pair, cuts=(shared,), partial_gradient=True)
         table = {
             "q.weight": head,
             "kv.weight": heads_kv,
@@ -123,14 +124,17 @@ class HeadsSpec(MixerSpec):
         queries, keys = self.channels(model)
         heads = (tokens, self.groups(), self.head(model))
         parts = {
-            "keys": StatePart("kv", heads, users=self.heads, split=1),
-            "values": StatePart("kv", heads, users=self.heads, split=1),
+            "keys": StatePart("kv", heads, cuts=(Cut(1, readers=self.heads),)),
+            "values": StatePart("kv", heads, cuts=(Cut(1, readers=self.heads),)),
             "length": StatePart("kv", (), "int64"),
         }
         if self.conv:
-            parts["q_conv"] = StatePart("conv", (self.conv - 1, queries), split=1)
+            parts["q_conv"] = StatePart("conv", (self.conv - 1, queries), cuts=(Cut(1),))
             parts["kv_conv"] = StatePart(
-                "conv", (self.conv - 1, 2 * keys), parts=(keys, keys), split=1, unit=self.head(model), copies=True
+                "conv",
+                (self.conv - 1, 2 * keys),
+                parts=(keys, keys),
+                cuts=(Cut(1, unit=self.head(model), replicate=True),),
             )
         return parts
 

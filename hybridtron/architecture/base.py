@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -73,41 +74,59 @@ Init = Constant | Normal | Uniform | LogRange | LogUniform | InverseSoftplus
 
 
 @dataclass(frozen=True)
-class Cut(ABC):
-    """How tensor-parallel ranks share a tensor; a base for weights and states.
+class Cut:
+    """How one axis of a tensor is shared out over the ranks of one dimension of the layout.
 
-    `split` is the axis that is cut, None for a tensor that every rank holds whole. `unit` is how many entries along it
-    must stay together (a head), and a tensor whose units can't be shared out evenly is held whole where `copies` allows
-    that.
+    `unit` is how many entries along the axis must stay together (a head). Where the ranks can't share the units evenly,
+    each holds the whole, if `replicate` allows that. Where `readers` (the heads of the queries) read the entries
+    (the heads of the keys), a rank holds those that its own readers need, so that some entries lie on several ranks.
     """
 
-    split: int | None = field(default=None, kw_only=True)
-    unit: int = field(default=1, kw_only=True)
-    copies: bool = field(default=False, kw_only=True)
-
-    @property
-    @abstractmethod
-    def pieces(self) -> tuple[int, ...]:
-        """The sizes of what is fused along the axis, each of which is cut for itself."""
-
-    def cut_axis(self, ranks: int) -> int | None:
-        """The axis that is cut over `ranks` ranks, None where each holds the whole."""
-        if self.split is None or ranks == 1:
-            return None
-        if all(size % (self.unit * ranks) == 0 for size in self.pieces):
-            return self.split
-        assert self.copies, f"pieces of {self.pieces} can't be cut over {ranks} ranks"
-        return None
+    axis: int
+    over: str = "tensor"
+    unit: int = 1
+    replicate: bool = False
+    readers: int | None = None
 
 
 @dataclass(frozen=True)
-class Parameter(Cut):
+class Sharded(ABC):
+    """A tensor that ranks share: at most one cut for each dimension of the layout, each along an axis of its own.
+
+    What a rank holds is the product of its entries along the axes. Ranks of a dimension without a cut hold the same.
+    """
+
+    cuts: tuple[Cut, ...] = field(default=(), kw_only=True)
+
+    @abstractmethod
+    def fused_sizes(self, axis: int) -> tuple[int, ...]:
+        """The sizes of what is fused along an axis, each of which is cut for itself."""
+
+    def cut_over(self, dimension: str, ranks: int) -> Cut | None:
+        """The cut over this number of ranks of a dimension; None where each holds the whole."""
+        cut = next((cut for cut in self.cuts if cut.over == dimension), None)
+        if cut is None or ranks == 1:
+            return None
+        sizes = self.fused_sizes(cut.axis)
+        if cut.readers is not None or all(size % (cut.unit * ranks) == 0 for size in sizes):
+            return cut
+        assert cut.replicate, f"{sizes} can't be cut over {ranks} ranks"
+        return None
+
+    def active_cuts(self, layout: Mapping[str, int]) -> list[Cut]:
+        """The cuts of a layout, given as the number of ranks in each dimension."""
+        found = (self.cut_over(dimension, ranks) for dimension, ranks in layout.items())
+        return [cut for cut in found if cut is not None]
+
+
+@dataclass(frozen=True)
+class Parameter(Sharded):
     """One weight: its shape, how it starts, and how optimizer, precision, layout and checkpoint must treat it.
 
-    `parts` names the pieces of a fused projection along axis 0, as (name, rows); a checkpoint stores each piece
-    under its own name, and a layout cuts each piece for itself. `partial` says that a whole weight gets only a part of
-    its gradient on each rank, because it works on a rank's share of the channels: the parts are summed. `fp8` marks
-    the large projections, which multiply in FP8 where the run's precision is one of FP8's.
+    `parts` names what is fused in a projection along axis 0, as (name, rows); a checkpoint stores each part
+    under its own name, and a layout cuts each part for itself. `partial_gradient` says that a weight held whole gets
+    only a part of its gradient on each rank, because it works on a rank's share of the channels: the parts are summed.
+    `fp8` marks the large projections, which multiply in FP8 where the run's precision is one of FP8's.
     """
 
     shape: tuple[int, ...]
@@ -115,14 +134,11 @@ class Parameter(Cut):
     decay: bool = True
     fp32: bool = False
     parts: tuple[tuple[str, int], ...] = ()
-    partial: bool = False
+    partial_gradient: bool = False
     fp8: bool = False
 
-    @property
-    def pieces(self) -> tuple[int, ...]:
-        assert self.split is not None
-        fused = self.split == 0 and self.parts
-        return tuple(rows for _, rows in self.parts) if fused else (self.shape[self.split],)
+    def fused_sizes(self, axis: int) -> tuple[int, ...]:
+        return tuple(rows for _, rows in self.parts) if self.parts and axis == 0 else (self.shape[axis],)
 
     @property
     def size(self) -> int:
@@ -134,36 +150,37 @@ class Parameter(Cut):
             return {name: self.shape}
         return {f"{name}.{part}": (rows, *self.shape[1:]) for part, rows in self.parts}
 
-    def share_shape(self, ranks: int) -> tuple[int, ...]:
-        """What each of `ranks` tensor-parallel ranks holds."""
-        axis = self.cut_axis(ranks)
-        return tuple(size // ranks if i == axis else size for i, size in enumerate(self.shape))
+    def share_shape(self, layout: Mapping[str, int]) -> tuple[int, ...]:
+        """What each rank holds, by the number of ranks in each dimension of the layout."""
+        shape = list(self.shape)
+        for cut in self.active_cuts(layout):
+            shape[cut.axis] //= layout[cut.over]
+        return tuple(shape)
 
 
 def linear(
-    out_features: int, in_features: int, parts: tuple[tuple[str, int], ...] = (), split: int = 0, fp8: bool = True
+    out_features: int, in_features: int, parts: tuple[tuple[str, int], ...] = (), cut: Cut = Cut(0), fp8: bool = True
 ) -> Parameter:
     """Weight of a linear layer, Kaiming-uniform with a = sqrt 5, which is U(+-1/sqrt(in_features)).
 
-    It is cut by its outputs (column-parallel) unless `split` says by its inputs (row-parallel).
+    It is cut by its outputs (column-parallel) unless `cut` says by its inputs (row-parallel).
     """
-    return Parameter((out_features, in_features), Projection(in_features**-0.5), parts=parts, split=split, fp8=fp8)
+    return Parameter((out_features, in_features), Projection(in_features**-0.5), parts=parts, cuts=(cut,), fp8=fp8)
 
 
 def output_linear(out_features: int, in_features: int, num_sublayers: int) -> Parameter:
     """The last projection of a residual sub-layer, divided by sqrt(number of sub-layers in the model)."""
     start = OutputProjection((in_features * num_sublayers) ** -0.5)
-    return Parameter((out_features, in_features), start, split=1, fp8=True)
+    return Parameter((out_features, in_features), start, cuts=(Cut(1),), fp8=True)
 
 
 @dataclass(frozen=True)
-class StatePart(Cut):
+class StatePart(Sharded):
     """One tensor of a carried state, per lane. `kind` is what recipes choose by; `dtype` None means the stream's.
 
-    The first axis of the real tensor is the lane; `shape` holds the rest, and `split` counts without the lane. None in
-    a shape is an axis that grows with the tokens seen (the keys of full attention). `parts` are the sizes of what is
-    fused along the cut axis. Where `users` heads use those along it, a rank holds the ones that its own heads use,
-    so that some of them lie on several ranks.
+    The first axis of the real tensor is the lane; `shape` and the cuts' axes count without it. None in a shape is an
+    axis that grows with the tokens seen (the keys of full attention). `parts` are the sizes of what is fused along the
+    last axis.
     """
 
     kind: Literal["ssm", "conv", "kv"]
@@ -171,17 +188,11 @@ class StatePart(Cut):
     dtype: Literal["float32", "int64"] | None = None
     heads: int = 1  # runs of the first axis whose values have statistics of their own
     parts: tuple[int, ...] = ()
-    users: int | None = None
 
-    @property
-    def pieces(self) -> tuple[int, ...]:
-        assert self.split is not None
-        size = self.shape[self.split]
+    def fused_sizes(self, axis: int) -> tuple[int, ...]:
+        size = self.shape[axis]
         assert size is not None
-        return self.parts or (size,)
-
-    def cut_axis(self, ranks: int) -> int | None:
-        return self.split if self.users is not None and ranks > 1 else super().cut_axis(ranks)
+        return self.parts if self.parts and axis == len(self.shape) - 1 else (size,)
 
 
 Names = dict[str, tuple[str, ...]]

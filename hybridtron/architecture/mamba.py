@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from hybridtron.architecture.base import (
     Constant,
+    Cut,
     InverseSoftplus,
     LogRange,
     MixerSpec,
@@ -51,15 +52,17 @@ class MambaSpec(MixerSpec):
         width, inner, rank, state = model.width, self.inner(model), self.rank(model), self.state
         return {
             "in_proj.weight": linear(2 * inner, width, parts=(("x", inner), ("z", inner))),
-            "conv_weight": Parameter((inner, self.conv), Uniform(self.conv**-0.5), split=0),
-            "conv_bias": Parameter((inner,), Uniform(self.conv**-0.5), decay=False, split=0),
+            "conv_weight": Parameter((inner, self.conv), Uniform(self.conv**-0.5), cuts=(Cut(0),)),
+            "conv_bias": Parameter((inner,), Uniform(self.conv**-0.5), decay=False, cuts=(Cut(0),)),
             "x_proj.weight": linear(
-                rank + 2 * state, inner, parts=(("dt", rank), ("B", state), ("C", state)), split=1, fp8=False
+                rank + 2 * state, inner, parts=(("dt", rank), ("B", state), ("C", state)), cut=Cut(1), fp8=False
             ),
             "dt_proj.weight": linear(inner, rank, fp8=False),
-            "dt_bias": Parameter((inner,), InverseSoftplus(self.dt_min, self.dt_max), decay=False, fp32=True, split=0),
-            "A_log": Parameter((inner, state), LogRange(), decay=False, fp32=True, split=0),
-            "D": Parameter((inner,), Constant(1.0), decay=False, fp32=True, split=0),
+            "dt_bias": Parameter(
+                (inner,), InverseSoftplus(self.dt_min, self.dt_max), decay=False, fp32=True, cuts=(Cut(0),)
+            ),
+            "A_log": Parameter((inner, state), LogRange(), decay=False, fp32=True, cuts=(Cut(0),)),
+            "D": Parameter((inner,), Constant(1.0), decay=False, fp32=True, cuts=(Cut(0),)),
             "out_proj.weight": output_linear(width, inner, model.num_sublayers),
         }
 
@@ -88,8 +91,8 @@ class MambaSpec(MixerSpec):
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         inner = self.inner(model)
         return {
-            "ssm": StatePart("ssm", (inner, self.state), "float32", split=0),
-            "conv": StatePart("conv", (self.conv - 1, inner), split=1),
+            "ssm": StatePart("ssm", (inner, self.state), "float32", cuts=(Cut(0),)),
+            "conv": StatePart("conv", (self.conv - 1, inner), cuts=(Cut(1),)),
         }
 
     def layout_problems(self, model: ModelSizes, tensor: int) -> list[Problem]:

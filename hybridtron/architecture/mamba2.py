@@ -16,6 +16,7 @@ from typing import ClassVar
 
 from hybridtron.architecture.base import (
     Constant,
+    Cut,
     InverseSoftplus,
     LogUniform,
     MixerSpec,
@@ -64,21 +65,21 @@ class Mamba2Spec(MixerSpec):
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         width, inner, heads, both = model.width, self.inner(model), self.num_heads(model), self.groups * self.state
         # B and C of few groups are held whole by every rank, which uses them for its own heads
-        pair = (("B", both), ("C", both))
-        bc = replace(linear(2 * both, width, parts=pair), unit=self.state, copies=True, partial=True)
+        pair, shared = (("B", both), ("C", both)), Cut(0, unit=self.state, replicate=True)
+        bc = replace(linear(2 * both, width, parts=pair), cuts=(shared,), partial_gradient=True)
         taps = Uniform(self.conv**-0.5)
-        per_head = Parameter((heads,), Constant(1.0), decay=False, fp32=True, split=0)
+        per_head = Parameter((heads,), Constant(1.0), decay=False, fp32=True, cuts=(Cut(0),))
         return {
             "in_proj.weight": linear(2 * inner + heads, width, parts=(("z", inner), ("x", inner), ("dt", heads))),
             "bc_proj.weight": bc,
-            "x_conv_weight": Parameter((inner, self.conv), taps, split=0),
-            "x_conv_bias": Parameter((inner,), taps, decay=False, split=0),
+            "x_conv_weight": Parameter((inner, self.conv), taps, cuts=(Cut(0),)),
+            "x_conv_bias": Parameter((inner,), taps, decay=False, cuts=(Cut(0),)),
             "bc_conv_weight": replace(bc, shape=(2 * both, self.conv), init=taps, fp8=False),
             "bc_conv_bias": replace(bc, shape=(2 * both,), init=taps, decay=False, fp8=False),
             "dt_bias": replace(per_head, init=InverseSoftplus(self.dt_min, self.dt_max)),
             "A_log": replace(per_head, init=LogUniform(self.a_min, self.a_max)),
             "D": per_head,
-            "norm_weight": Parameter((inner,), Constant(1.0), decay=False, split=0),
+            "norm_weight": Parameter((inner,), Constant(1.0), decay=False, cuts=(Cut(0),)),
             "out_proj.weight": output_linear(width, inner, model.num_sublayers),
         }
 
@@ -113,10 +114,10 @@ class Mamba2Spec(MixerSpec):
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         heads, both = self.num_heads(model), self.groups * self.state
         return {
-            "ssm": StatePart("ssm", (heads, self.head_dim, self.state), "float32", heads, split=0),
-            "x_conv": StatePart("conv", (self.conv - 1, self.inner(model)), split=1),
+            "ssm": StatePart("ssm", (heads, self.head_dim, self.state), "float32", heads, cuts=(Cut(0),)),
+            "x_conv": StatePart("conv", (self.conv - 1, self.inner(model)), cuts=(Cut(1),)),
             "bc_conv": StatePart(
-                "conv", (self.conv - 1, 2 * both), parts=(both, both), split=1, unit=self.state, copies=True
+                "conv", (self.conv - 1, 2 * both), parts=(both, both), cuts=(Cut(1, unit=self.state, replicate=True),)
             ),
         }
 

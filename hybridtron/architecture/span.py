@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hybridtron.architecture.attention import HeadsSpec, visible_tokens
-from hybridtron.architecture.base import ModelSizes, StatePart
+from hybridtron.architecture.base import Cut, ModelSizes, StatePart
 from hybridtron.problems import Problem
 
 CHOICES = {
@@ -125,9 +125,9 @@ class SpanSpec(HeadsSpec):
         if self.asks:
             blocks, asked = self.carried_blocks(self.remember)
             assert blocks is not None
-            parts["queries"] = StatePart("kv", (self.block - 1, self.heads, head), split=1)
-            parts["summaries"] = StatePart("kv", (blocks, self.heads, head), "float32", split=1)
-            parts["sums"] = StatePart("kv", (asked, self.heads, head), "float32", split=1)
+            parts["queries"] = StatePart("kv", (self.block - 1, self.heads, head), cuts=(Cut(1),))
+            parts["summaries"] = StatePart("kv", (blocks, self.heads, head), "float32", cuts=(Cut(1),))
+            parts["sums"] = StatePart("kv", (asked, self.heads, head), "float32", cuts=(Cut(1),))
         return parts
 
     def carry_problems(self, seq_len: int) -> list[Problem]:

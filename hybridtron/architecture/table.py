@@ -16,6 +16,7 @@ from typing import Any
 from hybridtron.architecture import SPECS
 from hybridtron.architecture.base import (
     Constant,
+    Cut,
     MixerSpec,
     ModelSizes,
     Normal,
@@ -77,7 +78,7 @@ def parameter_table(model: ModelConfig) -> dict[str, Parameter]:
     width, vocab = model.width, model.vocab_size
     norm = Parameter((width,), Constant(1.0), decay=False)
     embedded = Normal(model.embedding_std) if model.init is Start.mamba else Projection(width**-0.5)
-    table = {"embedding.weight": Parameter((vocab, width), embedded, split=0)}
+    table = {"embedding.weight": Parameter((vocab, width), embedded, cuts=(Cut(0),))}
     for index, spec in enumerate(arch.specs):
         table[f"layers.{index}.norm.weight"] = norm
         for name, parameter in spec.parameters(arch.sizes).items():

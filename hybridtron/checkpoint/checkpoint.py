@@ -33,7 +33,7 @@ from hybridtron.checkpoint.manifest import BrokenCheckpoint, CheckpointManifest,
 from hybridtron.config.load import load_saved
 from hybridtron.config.schema import Config
 from hybridtron.model.lm import LanguageModel
-from hybridtron.parallel.blocks import weight_blocks, whole_piece
+from hybridtron.parallel.blocks import full_rectangle, weight_blocks
 
 READERS = 4  # threads: reading and digesting leave Python's lock
 
@@ -107,7 +107,7 @@ class Checkpoint:
     def load_weights(self, model: LanguageModel) -> None:
         """Fill a whole model's weights."""
         blocks = (
-            weight_blocks(name, [whole_piece(weight.data)], model.table[name], model.slice.tensor)
+            weight_blocks(name, [full_rectangle(weight.data)], model.table[name], model.slice.mesh)
             for name, weight in model.named_parameters()
         )
         self.fill(list(itertools.chain.from_iterable(blocks)))

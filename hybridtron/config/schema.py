@@ -107,6 +107,11 @@ class ParallelConfig:
     overlap_grad_reduce: bool = False  # reduce gradients during the backward pass
     overlap_param_gather: bool = False  # gather weights during the forward pass; needs overlap_grad_reduce
 
+    @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """The number of ranks in each dimension over which weights and states are cut."""
+        return {"tensor": self.tensor}
+
 
 @dataclass
 class PrecisionConfig:

@@ -61,7 +61,7 @@ def faults(config: Config, ranks: list[Built]) -> list[str]:
         twice = config.model.tie_embeddings and name == "embedding.weight" and config.parallel.pipeline > 1
         if len(by_stage) != 1 + twice:
             found.append(f"{name} stands on {len(by_stage)} stages, not {1 + twice}")
-        share = parameter.share_shape(tensor)
+        share = parameter.share_shape(config.parallel.mesh_sizes)
         for stage, shapes in by_stage.items():
             if shapes != [share] * tensor:
                 found.append(f"{name} on stage {stage} has the shares {shapes}, not {tensor} of {share}")

@@ -23,8 +23,8 @@ from hybridtron.engine.stage import build_stages, data_parallel
 from hybridtron.engine.states import Carrier, Restarts, carrier_of
 from hybridtron.engine.stored_states import state_blocks
 from hybridtron.model.init import initialise
-from hybridtron.parallel.blocks import weight_blocks, whole_piece, writes
-from hybridtron.parallel.cut import cut
+from hybridtron.parallel.blocks import full_rectangle, weight_blocks, writes
+from hybridtron.parallel.cut import cut, mesh_sizes
 from hybridtron.parallel.fp8_statistics import statistics_blocks, statistics_of
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.whole import gathered
@@ -56,7 +56,7 @@ class Engine:
                 initialise(stage.model, config.run.seed)
             else:
                 for name, weight in stage.model.named_parameters():
-                    weight.data.copy_(cut(whole(name), stage.model.table[name], groups.tensor))
+                    weight.data.copy_(cut(whole(name), stage.model.table[name], groups.mesh))
             for name, weight in stage.model.named_parameters():
                 weight.requires_grad_(learns(name, self.trained))
         self.wrapped = data_parallel(self.stages, config.parallel, self.dtype)
@@ -161,11 +161,11 @@ class Engine:
         groups, weights = self.groups, []
         for name, weight in self._current_weights():
             parameter, marked = self.optimizer.table[name], cast(Any, weight)
-            whole = parameter.cut_axis(groups.tensor.size) is None
-            main = not marked.shared and writes(name, groups, copied_over_tensor=whole, copied_over_data=True)
-            weights += weight_blocks(name, [whole_piece(weight.data)], parameter, groups.tensor, main)
+            cuts = parameter.active_cuts(mesh_sizes(groups.mesh))
+            main = not marked.shared and writes(name, groups, cuts, copied_over_data=True)
+            weights += weight_blocks(name, [full_rectangle(weight.data)], parameter, groups.mesh, main)
         states = [] if self.carrier is None else state_blocks(self.carrier, groups)
-        everywhere = partial(writes, groups=groups, copied_over_tensor=True, copied_over_data=True)
+        everywhere = partial(writes, groups=groups, cuts=(), copied_over_data=True)
         fp8 = statistics_blocks(self.statistics, everywhere)
         return {"model": weights, "optimizer": self.optimizer.blocks(), "fp8": fp8, "states": states}
 

@@ -28,7 +28,8 @@ from hybridtron.architecture.table import parameter_table
 from hybridtron.config.schema import Config, OptimConfig
 from hybridtron.engine.update_rules import RuleOptimizer
 from hybridtron.optimizers import OPTIMIZERS
-from hybridtron.parallel.blocks import flat_pieces, weight_blocks, whole_piece, writes
+from hybridtron.parallel.blocks import flat_rectangles, full_rectangle, weight_blocks, writes
+from hybridtron.parallel.cut import mesh_sizes
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.mcore import optimizer_config
 from hybridtron.parallel.whole import gathered
@@ -68,7 +69,7 @@ class Optimizer:
                 continue
             settings = (optim.betas[0], optim.betas[1]), optim.eps
             groups = optimizer.optimizer.param_groups
-            inner = RuleOptimizer(groups, self.rule, self.shards, self.table, self.groups.tensor, settings)
+            inner = RuleOptimizer(groups, self.rule, self.shards, self.table, self.groups.mesh, settings)
             optimizer.optimizer = inner
             for name, shard in self.shards.items():
                 shard.inner, shard.parts = inner, inner.state_parts.get(name, {})
@@ -138,13 +139,15 @@ class Optimizer:
             if declared is None or own is None or (kind == "master" and self._own_master(parameter)):
                 continue
             follows = declared.shape == parameter.shape  # cut over data-parallel ranks as the weight is
-            whole = declared.cut_axis(self.groups.tensor.size) is None
-            main = writes(name, self.groups, whole, copied_over_data=shard.everywhere or not follows)
+            cuts = declared.active_cuts(mesh_sizes(self.groups.mesh))
+            main = writes(name, self.groups, cuts, copied_over_data=shard.everywhere or not follows)
             main = main and not getattr(shard.weight, "shared", False)
             flat = (
-                flat_pieces(own.detach().view(-1), shard.start, shard.weight.shape) if follows else [whole_piece(own)]
+                flat_rectangles(own.detach().view(-1), shard.start, shard.weight.shape)
+                if follows
+                else [full_rectangle(own)]
             )
-            blocks += weight_blocks(f"{kind}.{name}", list(flat), declared, self.groups.tensor, main)
+            blocks += weight_blocks(f"{kind}.{name}", list(flat), declared, self.groups.mesh, main)
         return blocks
 
     def resume(self, steps: int) -> None:

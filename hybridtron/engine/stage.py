@@ -64,13 +64,13 @@ def mark_for_megatron(model: LanguageModel) -> None:
     tensor = model.slice.tensor
     for name, weight in model.named_parameters():
         parameter = model.table[name]
-        axis = parameter.cut_axis(tensor.size)
+        cut = parameter.cut_over("tensor", tensor.size)
         marks: dict[str, Any] = {
-            "tensor_model_parallel": axis is not None,
-            "partition_dim": -1 if axis is None else axis,
+            "tensor_model_parallel": cut is not None,
+            "partition_dim": -1 if cut is None else cut.axis,
             "partition_stride": 1,
             "undecayed": not parameter.decay,
-            "partial_over_tensor": axis is None and is_partial(name, parameter, tensor),
+            "partial_over_tensor": cut is None and is_partial(name, parameter, tensor),
             "shared_embedding": model.tied and name == "embedding.weight",
             "shared": model.tied and name == "embedding.weight" and not model.slice.first,
         }
@@ -81,7 +81,7 @@ def mark_for_megatron(model: LanguageModel) -> None:
 def is_partial(name: str, parameter: Parameter, tensor: TensorGroup) -> bool:
     """Whether a weight that every tensor rank holds whole gets only the gradient of this rank's heads or tokens."""
     seen_by_share_of_tokens = tensor.sequence and name.endswith("norm.weight")
-    return tensor.size > 1 and (parameter.partial or seen_by_share_of_tokens)
+    return tensor.size > 1 and (parameter.partial_gradient or seen_by_share_of_tokens)
 
 
 def build_stages(config: Config, groups: Groups, dtype: torch.dtype, device: torch.device) -> list[Stage]:

@@ -32,9 +32,8 @@ from hybridtron.config.schema import StateMode, StatesConfig
 from hybridtron.data.batch import Batch
 from hybridtron.data.order.phase_order import phase_seed
 from hybridtron.model.stack import States
-from hybridtron.parallel.cut import share_of_lanes
+from hybridtron.parallel.cut import Mesh, cut
 from hybridtron.parallel.groups import Groups
-from hybridtron.parallel.linear import TensorGroup
 from hybridtron.planning.layer_use import carried_parts
 
 
@@ -66,7 +65,7 @@ def carrier_of(
     ]
     seed = phase_seed(phase.config.run.seed, phase.index)
     carried = Carried(phase.states, tuple(chunks), lanes, phase.lanes, phase.settings.micro_batch, seed)
-    return Carrier(carried, groups.tensor, device)
+    return Carrier(carried, groups.mesh, device)
 
 
 class Restarts(NamedTuple):
@@ -91,8 +90,8 @@ class Carrier:
         find_nonfinite, count_restarts, and if the step is accepted, commit
     """
 
-    def __init__(self, carried: Carried, tensor: TensorGroup, device: torch.device) -> None:
-        self.carried, self.tensor, self.device = carried, tensor, device
+    def __init__(self, carried: Carried, mesh: Mesh, device: torch.device) -> None:
+        self.carried, self.mesh, self.device = carried, mesh, device
         self.lane_groups = len(carried.lanes) // carried.rows
         self.held: States = {}  # of every chosen layer, lanes on the first axis
         self.moments: dict[int, Tensor] = {}  # mean and variance of each head of this rank's share, (2, H) by layer
@@ -242,7 +241,7 @@ class Carrier:
         generator = torch.Generator(self.device).manual_seed(self._key("noise", lane, layer) >> 1)
         shape = [1, *(size for size in part.shape if size is not None)]
         whole = torch.randn(shape, generator=generator, device=self.device)
-        return share_of_lanes(whole, part, self.tensor)
+        return cut(whole, part, self.mesh, leading=1)
 
     def _measure(self) -> None:
         """Move mean and variance towards those of the states that all lanes of all ranks ended in."""

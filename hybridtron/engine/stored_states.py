@@ -15,7 +15,7 @@ import torch
 from hybridtron.architecture.base import StatePart
 from hybridtron.engine.states import Carrier
 from hybridtron.parallel.blocks import block, lane_blocks
-from hybridtron.parallel.cut import held_runs
+from hybridtron.parallel.cut import held_runs, mesh_sizes
 from hybridtron.parallel.groups import Groups
 from hybridtron.problems import ConfigError, Problem
 
@@ -35,7 +35,7 @@ def state_blocks(carrier: Carrier, groups: Groups) -> list[Any]:
     for layer, name, part in _parts(carrier):
         if layer in carrier.held:
             held = carrier.held[layer][name]
-            blocks += lane_blocks(f"held.{layer}.{name}", held, part, carried.lanes, carried.all_lanes, groups)
+            blocks += lane_blocks(f"held.{layer}.{name}", held, part, carried.lanes, carried.all_lanes, groups.mesh)
         if layer in carrier.moments:
             moments, first = carrier.moments[layer], groups.data_rank == 0
             tensor = groups.tensor.rank
@@ -61,8 +61,8 @@ def restore_states(carrier: Carrier, groups: Groups, stored: Stored) -> None:
                 lanes = f"has {carried.all_lanes} lanes, but the checkpoint holds the states of {shapes[key][0]}"
                 raise ConfigError([_unlike(lanes)])
             shape = [len(carried.lanes), *shapes[key][1:]]
-            if (axis := part.cut_axis(groups.tensor.size)) is not None:
-                shape[axis + 1] = sum(map(len, held_runs(part, groups.tensor)))
+            for each in part.active_cuts(mesh_sizes(groups.mesh)):
+                shape[1 + each.axis] = sum(map(len, held_runs(part, each, groups.mesh[each.over])))
             held = torch.empty(shape, dtype=stored.dtype(key), device=carrier.device)
             carrier.held.setdefault(layer, {})[name] = held
         elif f"moments.{layer}" in shapes:

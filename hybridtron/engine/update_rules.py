@@ -19,8 +19,7 @@ from torch import Tensor
 
 from hybridtron.architecture.base import Parameter
 from hybridtron.optimizers.base import UpdateRule, UpdateSettings
-from hybridtron.parallel.cut import cut, join
-from hybridtron.parallel.linear import TensorGroup
+from hybridtron.parallel.cut import Mesh, cut, gather, mesh_sizes
 
 if TYPE_CHECKING:
     from hybridtron.engine.optim import Shard
@@ -39,12 +38,12 @@ class RuleOptimizer(torch.optim.Optimizer):
         rule: UpdateRule,
         shards: Mapping[str, Shard],
         table: Mapping[str, Parameter],
-        tensor: TensorGroup,
+        mesh: Mesh,
         settings: tuple[tuple[float, float], float],
     ) -> None:
         super().__init__([{"params": []}], {})
         self.param_groups = groups  # not handed over: torch refuses masters that are views of Megatron's buffers
-        self.rule, self.table, self.tensor, self.settings = rule, table, tensor, settings
+        self.rule, self.table, self.mesh, self.settings = rule, table, mesh, settings
         self.shards = {name: shard for name, shard in shards.items() if shard.weight.requires_grad}
         self.steps = 0  # accepted so far
         self.state_parts = {name: self._zeros(name, shard) for name, shard in self.shards.items()}
@@ -68,7 +67,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         found: dict[str, Tensor] = {}
         for part, declared in self.rule.parts(name, weight).items():
             if declared.shape != weight.shape:
-                shape = declared.share_shape(self.tensor.size)
+                shape = declared.share_shape(mesh_sizes(self.mesh))
                 found[part] = torch.zeros(shape, dtype=dtype, device=shard.weight.device)
             elif shard.master is not None:
                 found[part] = torch.zeros_like(shard.master).view(-1)
@@ -91,18 +90,18 @@ class RuleOptimizer(torch.optim.Optimizer):
         declared = self.rule.parts(name, weight)
         gradient = None if shard.master is None or shard.master.grad is None else shard.master.grad.view(-1)
         whole = {
-            part: self._over_tensor(held[part], spec)
+            part: gather(held[part], spec, self.mesh)
             if spec.shape != weight.shape
-            else self._over_tensor(self._over_data(held.get(part), shard), spec)
+            else gather(self._over_data(held.get(part), shard), spec, self.mesh)
             for part, spec in declared.items()
         }
-        gathered = self._over_tensor(self._over_data(gradient, shard), weight)
+        gathered = gather(self._over_data(gradient, shard), weight, self.mesh)
         direction = self.rule.direction(name, weight, gathered, whole, self._now())
         for part, spec in declared.items():
             if part in held:
-                share = cut(whole[part], spec, self.tensor)
+                share = cut(whole[part], spec, self.mesh)
                 held[part].copy_(_entries(share, shard) if spec.shape == weight.shape else share)
-        return _entries(cut(direction, weight, self.tensor), shard)
+        return _entries(cut(direction, weight, self.mesh), shard)
 
     def _over_data(self, entries: Tensor | None, shard: Shard) -> Tensor:
         """This tensor-parallel rank's share, from the entries that data-parallel ranks hold of it."""
@@ -116,13 +115,6 @@ class RuleOptimizer(torch.optim.Optimizer):
             share[shard.start : shard.stop] = entries
         dist.all_reduce(share, group=parallel_state.get_data_parallel_group())
         return share.view(shape)
-
-    def _over_tensor(self, share: Tensor, parameter: Parameter) -> Tensor:
-        if parameter.cut_axis(self.tensor.size) is None:
-            return share.clone()
-        shares = [torch.empty_like(share) for _ in range(self.tensor.size)]
-        dist.all_gather(shares, share.contiguous(), group=self.tensor.group)
-        return join(shares, parameter)
 
 
 def _entries(share: Tensor, shard: Shard) -> Tensor:

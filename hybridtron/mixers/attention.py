@@ -30,7 +30,7 @@ class Heads(Mixer):
         self.heads, self.tensor = spec, tensor
         self.head_dim, self.rotary_dim = spec.head(sizes), spec.rotary(sizes)
         queries, keys = spec.channels(sizes)
-        whole_kv = spec.parameters(sizes)["kv.weight"].cut_axis(tensor.size) is None
+        whole_kv = spec.parameters(sizes)["kv.weight"].cut_over("tensor", tensor.size) is None
         self.kv_heads = tensor.groups_used(spec.heads, spec.groups()) if whole_kv and tensor.size > 1 else None
         self.q = column_parallel(sizes.width, queries, tensor)
         self.kv = column_parallel(sizes.width, 2 * keys, tensor.whole() if whole_kv else tensor)

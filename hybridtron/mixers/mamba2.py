@@ -23,7 +23,7 @@ class Mamba2(Mixer):
         self.spec, self.tensor = spec, tensor
         inner, heads = spec.inner(sizes), spec.num_heads(sizes)
         self.inner, self.heads = tensor.share(inner), tensor.share(heads)
-        self.whole_groups = spec.parameters(sizes)["bc_proj.weight"].cut_axis(tensor.size) is None
+        self.whole_groups = spec.parameters(sizes)["bc_proj.weight"].cut_over("tensor", tensor.size) is None
         self.groups_used = tensor.groups_used(heads, spec.groups) if self.whole_groups else slice(None)
         both = 2 * spec.groups * spec.state
         own_both = both if self.whole_groups else tensor.share(both)

@@ -14,6 +14,7 @@ from hybridtron.architecture.table import architecture, parameter_table
 from hybridtron.config.schema import Recompute
 from hybridtron.data.batch import SeqInfo
 from hybridtron.model.stack import RMSNorm, Stack, States
+from hybridtron.parallel.cut import Mesh
 from hybridtron.parallel.linear import SINGLE_RANK, TensorGroup, embedding, enter
 from hybridtron.parallel.loss import Head
 
@@ -26,6 +27,11 @@ class ModelSlice:
     first: bool = True
     last: bool = True
     tensor: TensorGroup = SINGLE_RANK
+
+    @property
+    def mesh(self) -> Mesh:
+        """The dimensions over which its weights are cut."""
+        return {"tensor": self.tensor}
 
 
 FULL_MODEL = ModelSlice()

@@ -64,4 +64,4 @@ def like(weight: Parameter) -> Parameter:
 
 def per_row(weight: Parameter) -> Parameter:
     """A part with a value for each row of a matrix: cut where the rows are, whole on every rank where columns are."""
-    return replace(like(weight), shape=weight.shape[:1], split=0 if weight.split == 0 else None)
+    return replace(like(weight), shape=weight.shape[:1], cuts=tuple(cut for cut in weight.cuts if cut.axis == 0))

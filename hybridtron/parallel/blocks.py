@@ -11,19 +11,17 @@ import itertools
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor
 
-from hybridtron.architecture.base import Parameter, StatePart
-from hybridtron.parallel.cut import held_runs
+from hybridtron.architecture.base import Cut, Parameter, StatePart
+from hybridtron.parallel.cut import Mesh, RankGroup, held_runs, mesh_sizes
 from hybridtron.parallel.groups import Groups
-from hybridtron.parallel.linear import TensorGroup
 
 
-class Piece(NamedTuple):
+class Rectangle(NamedTuple):
     """A rectangle of a tensor: where its first entry lies, and the entries."""
 
     offset: tuple[int, ...]
@@ -36,115 +34,120 @@ def block(key: str, shape: tuple[int, ...], offset: tuple[int, ...], data: Tenso
 
 
 def weight_blocks(
-    name: str, pieces: Iterable[Piece], parameter: Parameter, tensor: TensorGroup, main: bool = True
+    name: str, rectangles: Iterable[Rectangle], parameter: Parameter, mesh: Mesh, main: bool = True
 ) -> list[ShardedTensor]:
-    """The blocks of what this rank has of a weight, or of something as large, given as pieces of its share.
+    """The blocks of what this rank has of a weight, or of something as large, given as rectangles of its share.
 
     `main` says that this rank is the one of all which hold them that writes them.
     """
-    axis = parameter.cut_axis(tensor.size)
-    runs = [] if axis is None else held_runs(parameter, tensor)
-    pieces = [whole for piece in pieces for whole in _in_full(piece, axis, runs)]
+    for each in parameter.active_cuts(mesh_sizes(mesh)):
+        runs = held_runs(parameter, each, mesh[each.over])
+        rectangles = [full for rectangle in rectangles for full in _in_full(rectangle, each.axis, runs)]
+    rectangles = list(rectangles)
     blocks, start = [], 0
     for key, shape in parameter.stored(name).items():
         of_part = range(start, start + shape[0])
-        inside = [of_whole for piece in pieces for of_whole in _within(piece, of_part)]
+        inside = [of_whole for rectangle in rectangles for of_whole in _within(rectangle, of_part)]
         blocks += [block(key, shape, offset, data, main) for offset, data in inside]
         start += shape[0]
     return blocks
 
 
-def lane_blocks(
-    key: str, held: Tensor, part: StatePart, lanes: range, total: int, groups: Groups
-) -> list[ShardedTensor]:
-    """The blocks of this rank's share of one part of the states of its lanes, out of `all_lanes`."""
-    tensor, axis = groups.tensor, part.cut_axis(groups.tensor.size)
-    shape, whole = [total, *held.shape[1:]], Piece((lanes.start, *[0] * (held.dim() - 1)), held)
-    if axis is None:
-        return [block(key, tuple(shape), *whole, main=tensor.rank == 0)]
-    shape[axis + 1] = sum(part.pieces)
-    before = (held_runs(part, replace(tensor, rank=rank)) for rank in range(tensor.rank))
-    written = {entry for runs in before for run in runs for entry in run}  # by other ranks
-    blocks, at = [], 0
-    for run in held_runs(part, tensor):
+def lane_blocks(key: str, held: Tensor, part: StatePart, lanes: range, total: int, mesh: Mesh) -> list[ShardedTensor]:
+    """The blocks of this rank's share of one part of the states of its lanes, out of `total`."""
+    shape, cuts = [total, *held.shape[1:]], part.active_cuts(mesh_sizes(mesh))
+    first = all(ranks.rank == 0 for ranks in _copied(mesh, cuts))
+    rectangles = [(Rectangle((lanes.start, *[0] * (held.dim() - 1)), held), first)]
+    for each in cuts:
+        axis = 1 + each.axis  # behind the lane
+        shape[axis] = sum(part.fused_sizes(each.axis))
+        runs = list(_written_runs(part, each, mesh[each.over]))
+        rectangles = [
+            (full, main and new)
+            for rectangle, main in rectangles
+            for full, (_, new) in zip(_in_full(rectangle, axis, [run for run, _ in runs]), runs, strict=True)
+        ]
+    return [block(key, tuple(shape), *rectangle, main) for rectangle, main in rectangles]
+
+
+def _written_runs(part: StatePart, over: Cut, ranks: RankGroup) -> Iterator[tuple[range, bool]]:
+    """The runs that a rank holds, in its own order, and whether it writes them: entries of several ranks the first."""
+    before = (held_runs(part, over, RankGroup(ranks.size, rank)) for rank in range(ranks.rank))
+    written = {entry for runs in before for run in runs for entry in run}
+    for run in held_runs(part, over, ranks):
         for again, entries in itertools.groupby(run, written.__contains__):
             first, *others = entries
-            count = 1 + len(others)
-            offset = (lanes.start, *[0] * axis, first, *[0] * (held.dim() - axis - 2))
-            blocks.append(block(key, tuple(shape), offset, held.narrow(axis + 1, at, count), not again))
-            at += count
+            yield range(first, first + 1 + len(others)), not again
         written.update(run)
-    return blocks
 
 
-def writes(name: str, groups: Groups, copied_over_tensor: bool, copied_over_data: bool) -> bool:
+def writes(name: str, groups: Groups, cuts: Sequence[Cut], copied_over_data: bool) -> bool:
     """Whether this rank is the one, of all that hold a copy, that writes it; names are dealt out over them."""
+    data = [RankGroup(groups.data_size, groups.data_rank)] if copied_over_data else []
     copies, own = 1, 0
-    for copied, size, rank in (
-        (copied_over_tensor, groups.tensor.size, groups.tensor.rank),
-        (copied_over_data, groups.data_size, groups.data_rank),
-    ):
-        if copied:
-            own += copies * rank
-            copies *= size
+    for ranks in [*_copied(groups.mesh, cuts), *data]:
+        own += copies * ranks.rank
+        copies *= ranks.size
     return zlib.crc32(name.encode()) % copies == own
 
 
-def whole_piece(tensor: Tensor) -> Piece:
+def _copied(mesh: Mesh, cuts: Sequence[Cut]) -> list[RankGroup]:
+    """The dimensions of the mesh whose ranks all hold the same of a tensor with these cuts."""
+    return [ranks for dimension, ranks in mesh.items() if all(cut.over != dimension for cut in cuts)]
+
+
+def full_rectangle(tensor: Tensor) -> Rectangle:
     """All of a tensor."""
-    return Piece((0,) * tensor.dim(), tensor)
+    return Rectangle((0,) * tensor.dim(), tensor)
 
 
-def flat_pieces(flat: Tensor, start: int, shape: Sequence[int]) -> Iterator[Piece]:
+def flat_rectangles(flat: Tensor, start: int, shape: Sequence[int]) -> Iterator[Rectangle]:
     """The entries from `start` on of a tensor that was flattened, as rectangles of it."""
     if len(shape) == 1:
-        yield Piece((start,), flat)
+        yield Rectangle((start,), flat)
         return
     row, at = math.prod(shape[1:]), 0
     while at < len(flat):
         index, inside = divmod(start + at, row)
         if inside or len(flat) - at < row:
             count = min(row - inside, len(flat) - at)
-            for offset, data in flat_pieces(flat[at : at + count], inside, shape[1:]):
-                yield Piece((index, *offset), data.unsqueeze(0))
+            for offset, data in flat_rectangles(flat[at : at + count], inside, shape[1:]):
+                yield Rectangle((index, *offset), data.unsqueeze(0))
         else:
             count = (len(flat) - at) // row * row
-            yield Piece((index, *[0] * (len(shape) - 1)), flat[at : at + count].view(-1, *shape[1:]))
+            yield Rectangle((index, *[0] * (len(shape) - 1)), flat[at : at + count].view(-1, *shape[1:]))
         at += count
 
 
-def _in_full(piece: Piece, axis: int | None, runs: Sequence[range]) -> Iterator[Piece]:
-    """A piece of a rank's share, at its offsets in the full tensor, of which the share holds these runs of an axis.
+def _in_full(rectangle: Rectangle, axis: int, runs: Sequence[range]) -> Iterator[Rectangle]:
+    """A rectangle of a rank's share, at its offsets in the full tensor, of which the share holds these runs of an axis.
 
-    The share has the runs side by side: run k begins in it where the runs before it end. So a piece of the share that
-    crosses from one run to the next is several pieces of the full tensor.
+    The share has the runs side by side: run k begins in it where the runs before it end. So a rectangle of it that
+    crosses from one run to the next is several rectangles of the full tensor.
     """
-    if axis is None:
-        yield piece
-        return
     at = 0
     for run in runs:
-        if (taken := _overlap(piece, axis, range(at, at + len(run)))) is not None:
+        if (taken := _overlap(rectangle, axis, range(at, at + len(run)))) is not None:
             yield _moved(taken, axis, run.start - at)
         at += len(run)
 
 
-def _within(piece: Piece, rows: range) -> Iterator[Piece]:
-    """What of a piece of the full tensor lies in these rows, at its offsets from the first of them."""
-    if (taken := _overlap(piece, 0, rows)) is not None:
+def _within(rectangle: Rectangle, rows: range) -> Iterator[Rectangle]:
+    """What of a rectangle of the full tensor lies in these rows, at its offsets from the first of them."""
+    if (taken := _overlap(rectangle, 0, rows)) is not None:
         yield _moved(taken, 0, -rows.start)
 
 
-def _overlap(piece: Piece, axis: int, entries: range) -> Piece | None:
-    """The part of a piece in a range of one axis."""
-    first = piece.offset[axis]
-    low, high = max(first, entries.start), min(first + piece.data.shape[axis], entries.stop)
+def _overlap(rectangle: Rectangle, axis: int, entries: range) -> Rectangle | None:
+    """The part of a rectangle in a range of one axis."""
+    first = rectangle.offset[axis]
+    low, high = max(first, entries.start), min(first + rectangle.data.shape[axis], entries.stop)
     if low >= high:
         return None
-    return _moved(Piece(piece.offset, piece.data.narrow(axis, low - first, high - low)), axis, low - first)
+    return _moved(Rectangle(rectangle.offset, rectangle.data.narrow(axis, low - first, high - low)), axis, low - first)
 
 
-def _moved(piece: Piece, axis: int, by: int) -> Piece:
-    offset = list(piece.offset)
+def _moved(rectangle: Rectangle, axis: int, by: int) -> Rectangle:
+    offset = list(rectangle.offset)
     offset[axis] += by
-    return Piece(tuple(offset), piece.data)
+    return Rectangle(tuple(offset), rectangle.data)

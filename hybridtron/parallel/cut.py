@@ -1,57 +1,95 @@
-"""How weights and states are cut over tensor-parallel ranks, and put together again; fused parts each for itself.
+"""How weights and states are cut over the mesh of ranks, and put together again; fused parts each for itself.
 
-What a rank holds of a tensor are runs of entries along one axis; laid side by side they are its share.
+What a rank holds along an axis are runs of entries; laid side by side they are its share. A tensor that is cut along
+several axes is cut along one after the other, and gathered in the opposite order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from hybridtron.architecture.base import Parameter, StatePart
-from hybridtron.parallel.linear import TensorGroup
+from hybridtron.architecture.base import Cut, Parameter, Sharded
 
 
-def cut(whole: Tensor, parameter: Parameter, tensor: TensorGroup) -> Tensor:
-    """This rank's share of a whole weight."""
-    axis = parameter.cut_axis(tensor.size)
-    return whole if axis is None else _taken(whole, axis, held_runs(parameter, tensor))
+@dataclass(frozen=True)
+class RankGroup:
+    """The ranks of one dimension of the mesh, and this one's place among them."""
+
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+
+    def share(self, total: int) -> int:
+        """This rank's part of a number of channels or heads."""
+        assert total % self.size == 0, f"{total} can't be shared by {self.size} ranks; config/check.py refuses it"
+        return total // self.size
+
+    def groups_used(self, heads: int, groups: int) -> slice | list[int]:
+        """Of groups of heads that every rank holds, those of this rank's heads: one per equal share of them, or each's.
+
+        The first is a slice, for which nothing is copied.
+        """
+        own = self.share(heads)
+        used = [head * groups // heads for head in range(self.rank * own, (self.rank + 1) * own)]
+        distinct = range(used[0], used[-1] + 1)
+        evenly = all(used.count(group) * len(distinct) == own for group in distinct)
+        return slice(distinct.start, distinct.stop) if evenly else used
 
 
-def join(shares: Sequence[Tensor], parameter: Parameter) -> Tensor:
-    """The whole weight from every rank's share, in the order of ranks."""
-    axis = parameter.cut_axis(len(shares))
-    if axis is None:
-        return shares[0]
-    whole = shares[0].new_empty(parameter.shape)
-    for rank, share in enumerate(shares):
-        at = 0
-        for run in held_runs(parameter, TensorGroup(len(shares), rank)):
-            whole.narrow(axis, run.start, len(run)).copy_(share.narrow(axis, at, len(run)))
-            at += len(run)
+Mesh = Mapping[str, RankGroup]
+"""The dimensions of the layout over which tensors are cut, by the names that a `Cut` uses."""
+
+
+def mesh_sizes(mesh: Mesh) -> dict[str, int]:
+    """The number of ranks in each dimension."""
+    return {dimension: ranks.size for dimension, ranks in mesh.items()}
+
+
+def cut(whole: Tensor, sharded: Sharded, mesh: Mesh, leading: int = 0) -> Tensor:
+    """This rank's share of a whole tensor, which has `leading` axes before those that the cuts count."""
+    for each in sharded.active_cuts(mesh_sizes(mesh)):
+        runs = held_runs(sharded, each, mesh[each.over])
+        whole = torch.cat([whole.narrow(leading + each.axis, run.start, len(run)) for run in runs], leading + each.axis)
     return whole
 
 
-def share_of_lanes(whole: Tensor, part: StatePart, tensor: TensorGroup) -> Tensor:
-    """This rank's share of one part of the states of some lanes, which stand along the first axis."""
-    axis = part.cut_axis(tensor.size)
-    return whole if axis is None else _taken(whole, axis + 1, held_runs(part, tensor))
+def gather(share: Tensor, parameter: Parameter, mesh: Mesh) -> Tensor:
+    """The whole weight on every rank, from the shares of all; they call this together."""
+    for each in reversed(parameter.active_cuts(mesh_sizes(mesh))):
+        ranks, own = mesh[each.over], share.contiguous()
+        shares = [torch.empty_like(own) for _ in range(ranks.size)]
+        dist.all_gather(shares, own, group=ranks.group)
+        share = join(shares, parameter, each)
+    return share
 
 
-def held_runs(cuttable: Parameter | StatePart, tensor: TensorGroup) -> list[range]:
-    """The runs along the cut axis that a rank holds, in its own order."""
-    if isinstance(cuttable, StatePart) and cuttable.users is not None:
-        used = tensor.groups_used(cuttable.users, *cuttable.pieces)
+def join(shares: Sequence[Tensor], parameter: Parameter, over: Cut) -> Tensor:
+    """What the ranks of one dimension hold together, from their shares in the order of ranks."""
+    shape = list(shares[0].shape)
+    shape[over.axis] = parameter.shape[over.axis]
+    joined = shares[0].new_empty(shape)
+    for rank, share in enumerate(shares):
+        at = 0
+        for run in held_runs(parameter, over, RankGroup(len(shares), rank)):
+            joined.narrow(over.axis, run.start, len(run)).copy_(share.narrow(over.axis, at, len(run)))
+            at += len(run)
+    return joined
+
+
+def held_runs(sharded: Sharded, over: Cut, ranks: RankGroup) -> list[range]:
+    """The runs along a cut's axis that a rank holds, in its own order."""
+    sizes = sharded.fused_sizes(over.axis)
+    if over.readers is not None:
+        used = ranks.groups_used(over.readers, *sizes)
         return [range(used.start, used.stop)] if isinstance(used, slice) else [range(h, h + 1) for h in used]
     runs, start = [], 0
-    for size in cuttable.pieces:
-        share = size // tensor.size
-        runs.append(range(start + tensor.rank * share, start + (tensor.rank + 1) * share))
+    for size in sizes:
+        share = size // ranks.size
+        runs.append(range(start + ranks.rank * share, start + (ranks.rank + 1) * share))
         start += size
     return runs
-
-
-def _taken(whole: Tensor, axis: int, runs: Sequence[range]) -> Tensor:
-    return torch.cat([whole.narrow(axis, run.start, len(run)) for run in runs], axis)

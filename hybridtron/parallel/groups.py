@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hybridtron.config.layout import ProcessLaunch, launched
 from hybridtron.config.schema import ParallelConfig
 from hybridtron.device import compute_device, megatron_context
+from hybridtron.parallel.cut import Mesh
 from hybridtron.parallel.linear import Products, TensorGroup
 from hybridtron.problems import ConfigError, Problem
 
@@ -36,6 +37,11 @@ class Groups:
     data_size: int
     rank: int
     world_size: int
+
+    @property
+    def mesh(self) -> Mesh:
+        """The dimensions over which weights and states are cut."""
+        return {"tensor": self.tensor}
 
     @property
     def is_first(self) -> bool:
@@ -68,7 +74,7 @@ def start(
     group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()  # type: ignore[assignment]
     sequence = parallel.sequence and parallel.tensor > 1
     products = Products(parallel.transformer_engine)
-    tensor = TensorGroup(parallel.tensor, group.rank(), sequence, group, products)
+    tensor = TensorGroup(parallel.tensor, group.rank(), group, sequence, products)
     return Groups(
         tensor=tensor,
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),

@@ -25,6 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hybridtron.parallel.cut import RankGroup
 from hybridtron.parallel.fp8 import Fp8, Fp8Linear
 from hybridtron.parallel.mcore import layer_config
 from hybridtron.parallel.transformer_engine import local_linear, summed_linear
@@ -39,30 +40,11 @@ class Products:
 
 
 @dataclass(frozen=True)
-class TensorGroup:
+class TensorGroup(RankGroup):
     """The ranks that share every layer between them, and this one's place among them; whose layers they use."""
 
-    size: int = 1
-    rank: int = 0
     sequence: bool = False
-    group: torch.distributed.ProcessGroup | None = None
     products: Products = Products()
-
-    def share(self, total: int) -> int:
-        """This rank's part of a number of channels or heads."""
-        assert total % self.size == 0, f"{total} can't be shared by {self.size} ranks; config/check.py refuses it"
-        return total // self.size
-
-    def groups_used(self, heads: int, groups: int) -> slice | list[int]:
-        """Of groups of heads that every rank holds, those of this rank's heads: one per equal share of them, or each's.
-
-        The first is a slice, for which nothing is copied.
-        """
-        own = self.share(heads)
-        used = [head * groups // heads for head in range(self.rank * own, (self.rank + 1) * own)]
-        distinct = range(used[0], used[-1] + 1)
-        evenly = all(used.count(group) * len(distinct) == own for group in distinct)
-        return slice(distinct.start, distinct.stop) if evenly else used
 
     def whole(self) -> TensorGroup:
         """For a weight that each of these ranks holds whole."""

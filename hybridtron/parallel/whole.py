@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybridtron.architecture.base import Parameter
 from hybridtron.device import compute_device
-from hybridtron.parallel.cut import join
+from hybridtron.parallel.cut import gather, mesh_sizes
 from hybridtron.parallel.groups import Groups
 
 
@@ -48,9 +48,6 @@ def gathered(
 
 def _joined(share: Tensor, parameter: Parameter, groups: Groups) -> Tensor:
     """The whole tensor, on the CPU of every rank of this stage."""
-    if parameter.cut_axis(groups.tensor.size) is None:
+    if not parameter.active_cuts(mesh_sizes(groups.mesh)):
         return share.contiguous()
-    own = share.to(compute_device()).contiguous()  # the tensor group talks from device to device
-    pieces = [torch.empty_like(own) for _ in range(groups.tensor.size)]
-    dist.all_gather(pieces, own, group=groups.tensor.group)
-    return join(pieces, parameter).cpu()
+    return gather(share.to(compute_device()), parameter, groups.mesh).cpu()  # ranks talk from device to device

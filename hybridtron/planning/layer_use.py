@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hybridtron.architecture.base import MixerSpec, ModelSizes, StatePart
+from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, StatePart
 from hybridtron.architecture.table import architecture
 from hybridtron.config.resolve import NOISE, ResolvedPhase
 from hybridtron.config.schema import Config, ParallelConfig, Recompute, StateMode
@@ -66,35 +66,43 @@ def carried_bytes(phase: ResolvedPhase) -> dict[int, int]:
     if phase.states.mode in NOISE:
         return {}
     widths = {None: VALUE_BYTES[phase.precision.name], "float32": FP32_BYTES, "int64": INT64_BYTES}
-    tensor = phase.config.parallel.tensor
+    parallel = phase.config.parallel
     return {
-        layer: sum(widths[part.dtype] * state_values(part, tensor) for part in parts.values())
+        layer: sum(widths[part.dtype] * state_values(part, parallel) for part in parts.values())
         for layer, parts in carried_parts(phase).items()
     }
 
 
-def state_values(part: StatePart, tensor: int) -> int:
-    """Values that the fullest of `tensor` tensor-parallel ranks holds of one lane's state."""
-    size = math.prod(length or 0 for length in part.shape)
-    if part.cut_axis(tensor) is None:
-        return size
-    if part.users is None:
-        return size // tensor
-    (heads,), own = part.pieces, part.users // tensor
-    held = 0
-    for first in range(0, part.users, own):
-        used = [head * heads // part.users for head in range(first, first + own)]
+def state_values(part: StatePart, parallel: ParallelConfig) -> int:
+    """Values that the fullest rank holds of one lane's state."""
+    values = math.prod(length or 0 for length in part.shape)
+    for cut in part.active_cuts(parallel.mesh_sizes):
+        whole = sum(part.fused_sizes(cut.axis))
+        values = values // whole * _most_held(cut, whole, parallel.mesh_sizes[cut.over])
+    return values
+
+
+def _most_held(cut: Cut, whole: int, ranks: int) -> int:
+    """Of entries along an axis, how many the fullest rank holds."""
+    if cut.readers is None:
+        return whole // ranks
+    own, held = cut.readers // ranks, 0
+    for first in range(0, cut.readers, own):
+        used = [head * whole // cut.readers for head in range(first, first + own)]
         distinct = sorted(set(used))
         evenly = all(used.count(head) * len(distinct) == own for head in distinct)
         held = max(held, len(distinct) if evenly else own)
-    return size // heads * held
+    return held
 
 
 def _layer_use(spec: MixerSpec, sizes: ModelSizes, parallel: ParallelConfig, stream: int, runs_again: bool) -> LayerUse:
     inside = sizes.width + shared(spec.activation_values(sizes), parallel.tensor)
     again = is_recomputed(spec, sizes, parallel.recompute)
     # of the row-parallel projections one writes to the stream; the others are summed inside the mixer
-    rows = sum(weight.shape[0] for weight in spec.parameters(sizes).values() if weight.split == 1) - sizes.width
+    rows = (
+        sum(weight.shape[0] for weight in spec.parameters(sizes).values() if any(cut.axis == 1 for cut in weight.cuts))
+        - sizes.width
+    )
     passes = (3 if again else 2) + runs_again
     return LayerUse(
         kept=stream + (0 if again else inside),

@@ -2,7 +2,7 @@
 
 With t tensor-parallel, p pipeline and d data-parallel ranks, v virtual stages, and m micro batches a step:
 
-    weights, gradients   of the rank's chunks, cut by t where `Parameter.cut_axis` says so; gradients are fp32. A tied
+    weights, gradients   of the rank's chunks, cut by t where `Parameter.cuts` says so; gradients are fp32. A tied
                          embedding is held by the first rank and by the last.
     optimizer            AdamW's two fp32 moments, and fp32 masters of narrower weights; by d if it is distributed
     activations          per sub-layer and token: the norm's input (by t under sequence parallelism), its output as the
@@ -197,7 +197,7 @@ def _rank_plan(step: _Step, rank: int) -> RankPlan:
     return RankPlan(
         rank=rank,
         chunks=chunks,
-        parameters=sum(local_size(weight, parallel.tensor) for weight in weights.values()),
+        parameters=sum(local_size(weight, parallel) for weight in weights.values()),
         in_flight=max(map(sum, passes)),
         memory=DeviceMemory(
             weights=stored,
@@ -218,14 +218,14 @@ def _weight_bytes(step: _Step, weights: Mapping[str, Parameter]) -> tuple[int, i
     rule = OPTIMIZERS[step.config.optim.name]()
     stored = gradients = follows = others = 0  # state parts of the weight's shape are cut over data ranks as it is
     for name, weight in weights.items():
-        size = local_size(weight, parallel.tensor)
+        size = local_size(weight, parallel)
         width = FP32_BYTES if weight.fp32 else narrow
         master = 0 if width == FP32_BYTES else FP32_BYTES
         stored += width * size
         gradients += FP32_BYTES * size
         follows += master * size
         for part in rule.parts(name, weight).values():
-            held = FP32_BYTES * local_size(part, parallel.tensor)
+            held = FP32_BYTES * local_size(part, parallel)
             follows, others = (follows + held, others) if part.shape == weight.shape else (follows, others + held)
     return stored, gradients, shared(follows, step.data if parallel.distributed_optimizer else 1) + others
 

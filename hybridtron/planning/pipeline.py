@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from hybridtron.architecture.base import Parameter
@@ -24,9 +25,9 @@ def held_names(table: Iterable[str], stages: Sequence[range], pipeline: int) -> 
     return held
 
 
-def local_size(parameter: Parameter, tensor: int) -> int:
-    """Values that one of `tensor` tensor-parallel ranks holds of a weight."""
-    return parameter.size if parameter.cut_axis(tensor) is None else parameter.size // tensor
+def local_size(parameter: Parameter, parallel: ParallelConfig) -> int:
+    """Values that one rank holds of a weight."""
+    return math.prod(parameter.share_shape(parallel.mesh_sizes))
 
 
 def live_passes(parallel: ParallelConfig, rank: int, micro_batches: int) -> Iterator[tuple[int, ...]]:

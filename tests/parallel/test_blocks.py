@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridtron.architecture.base import Parameter
+from hybridtron.architecture.base import Cut, Normal, Parameter, StatePart
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import architecture, parameter_table
-from hybridtron.parallel.blocks import flat_pieces, lane_blocks, weight_blocks, whole_piece
-from hybridtron.parallel.cut import cut, share_of_lanes
-from hybridtron.parallel.groups import Groups
-from hybridtron.parallel.linear import TensorGroup
+from hybridtron.parallel.blocks import flat_rectangles, full_rectangle, lane_blocks, weight_blocks
+from hybridtron.parallel.cut import RankGroup, cut
 
 LAYERS = {
     "M": {"kind": "mamba", "state": 4},
@@ -31,8 +29,8 @@ def numbered(*shape: int) -> Tensor:
     return torch.arange(torch.Size(shape).numel()).view(shape)
 
 
-def groups_of(size: int, rank: int) -> Groups:
-    return Groups(TensorGroup(size, rank), 0, 1, 0, 1, rank, size)
+def mesh_of(size: int, rank: int) -> dict[str, RankGroup]:
+    return {"tensor": RankGroup(size, rank)}
 
 
 def parts_of(whole: Tensor, parameter: Parameter, name: str) -> dict[str, Tensor]:
@@ -47,14 +45,14 @@ def test_flat_shards_of_all_ranks_tile_each_part_of_a_weight(name: str, ranks: i
     parameter = TABLE[name]
     expected = parts_of(numbered(*parameter.shape), parameter, name)
     written = {key: torch.full_like(part, -1) for key, part in expected.items()}
-    whole = parameter.cut_axis(ranks) is None
+    whole = parameter.cut_over("tensor", ranks) is None
     for rank in range(1 if whole else ranks):
-        tensor = TensorGroup(ranks, rank)
-        flat = cut(numbered(*parameter.shape), parameter, tensor)
+        mesh = mesh_of(ranks, rank)
+        flat = cut(numbered(*parameter.shape), parameter, mesh)
         shape, flat = flat.shape, flat.flatten()
         borders = sorted({0, len(flat) // 7, len(flat) // 2, len(flat) * 5 // 6 + 1, len(flat)})
         for start, stop in itertools.pairwise(borders):
-            for block in weight_blocks(name, flat_pieces(flat[start:stop], start, shape), parameter, tensor):
+            for block in weight_blocks(name, flat_rectangles(flat[start:stop], start, shape), parameter, mesh):
                 into = written[block.key][tuple(map(slice, block.global_offset, ends(block)))]
                 assert block.global_shape == expected[block.key].shape
                 assert bool((into == -1).all()), "no entry twice"
@@ -69,7 +67,7 @@ def ends(block) -> list[int]:
 def test_a_block_is_a_view() -> None:
     parameter = TABLE["layers.1.mixer.kv.weight"]
     weight = torch.zeros(parameter.shape[0] // 2, parameter.shape[1])
-    for block in weight_blocks("w", [whole_piece(weight)], parameter, TensorGroup(2, 1)):
+    for block in weight_blocks("w", [full_rectangle(weight)], parameter, mesh_of(2, 1)):
         block.data.fill_(1)
     assert bool((weight == 1).all())
 
@@ -85,8 +83,8 @@ def test_states_of_all_ranks_and_lanes_tile_the_whole(layer: int, ranks: int) ->
         whole = numbered(lanes, *[size or 5 for size in part.shape])
         written, read = torch.full_like(whole, -1), []
         for rank, own in itertools.product(range(ranks), halves):
-            share = share_of_lanes(whole[own.start : own.stop], part, TensorGroup(ranks, rank))
-            for block in lane_blocks("key", share, part, own, lanes, groups_of(ranks, rank)):
+            share = cut(whole[own.start : own.stop], part, mesh_of(ranks, rank), leading=1)
+            for block in lane_blocks("key", share, part, own, lanes, mesh_of(ranks, rank)):
                 assert block.global_shape == whole.shape
                 place = tuple(map(slice, block.global_offset, ends(block)))
                 assert torch.equal(whole[place], block.data)
@@ -95,3 +93,37 @@ def test_states_of_all_ranks_and_lanes_tile_the_whole(layer: int, ranks: int) ->
                     written[place] = block.data
             read.append(share)
         assert torch.equal(written, whole), name
+
+
+def test_flat_shards_over_two_dimensions_of_the_mesh_tile_each_part() -> None:
+    parts = (("first", 2), ("second", 2))
+    parameter = Parameter((4, 6, 5), Normal(1.0), cuts=(Cut(0, "expert"), Cut(1)), parts=parts)
+    expected = parts_of(numbered(*parameter.shape), parameter, "w")
+    written = {key: torch.full_like(part, -1) for key, part in expected.items()}
+    for expert, rank in itertools.product(range(2), range(3)):
+        mesh = {"expert": RankGroup(2, expert), "tensor": RankGroup(3, rank)}
+        flat = cut(numbered(*parameter.shape), parameter, mesh)
+        shape, flat = flat.shape, flat.flatten()
+        for start, stop in itertools.pairwise((0, 3, 11, len(flat))):
+            for block in weight_blocks("w", flat_rectangles(flat[start:stop], start, shape), parameter, mesh):
+                into = written[block.key][tuple(map(slice, block.global_offset, ends(block)))]
+                assert bool((into == -1).all()), "no entry twice"
+                into.copy_(block.data)
+    assert all(torch.equal(written[key], expected[key]) for key in expected)
+
+
+def test_states_over_two_dimensions_of_the_mesh_tile_the_whole() -> None:
+    """Keys that two query heads each read are on several ranks, and one of them writes; the tokens are cut too."""
+    part = StatePart("kv", (8, 3, 2), cuts=(Cut(0, "context"), Cut(1, readers=6)))
+    whole = numbered(2, *part.shape)
+    written = torch.full_like(whole, -1)
+    for context, rank in itertools.product(range(4), range(2)):
+        mesh = {"context": RankGroup(4, context), "tensor": RankGroup(2, rank)}
+        share = cut(whole, part, mesh, leading=1)
+        for block in lane_blocks("key", share, part, range(2), 2, mesh):
+            place = tuple(map(slice, block.global_offset, ends(block)))
+            assert torch.equal(whole[place], block.data)
+            if block.replica_id == 0:
+                assert bool((written[place] == -1).all()), "no entry twice"
+                written[place] = block.data
+    assert torch.equal(written, whole)

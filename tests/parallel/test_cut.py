@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridtron.architecture.base import Normal, Parameter
+from hybridtron.architecture.base import Cut, Normal, Parameter
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import parameter_table
-from hybridtron.parallel.cut import cut, join
-from hybridtron.parallel.linear import TensorGroup
+from hybridtron.parallel.cut import RankGroup, cut, gather, join
+from hybridtron.parallel.pool import Seat
+from tests.distributed import run_distributed
 
 LAYERS = {
     "M": {"kind": "mamba", "state": 4},
@@ -19,6 +20,10 @@ LAYERS = {
     "-": {"kind": "swiglu", "hidden": 36},
 }
 TABLE = parameter_table(ModelConfig(24, 60, "MGQ-S", LAYERS, tie_embeddings=False))
+
+
+def mesh(ranks: int, rank: int) -> dict[str, RankGroup]:
+    return {"tensor": RankGroup(ranks, rank)}
 
 
 def numbered(parameter: Parameter) -> torch.Tensor:
@@ -31,31 +36,73 @@ def numbered(parameter: Parameter) -> torch.Tensor:
 def test_shares_of_all_ranks_make_the_whole(name: str, ranks: int) -> None:
     parameter = TABLE[name]
     whole = numbered(parameter)
-    shares = [cut(whole, parameter, TensorGroup(ranks, rank)) for rank in range(ranks)]
-    assert torch.equal(join(shares, parameter), whole)
-    if parameter.cut_axis(ranks) is None:
+    shares = [cut(whole, parameter, mesh(ranks, rank)) for rank in range(ranks)]
+    if (over := parameter.cut_over("tensor", ranks)) is None:
         assert all(torch.equal(share, whole) for share in shares)
     else:
         entries = torch.cat([share.flatten() for share in shares])
         assert torch.equal(entries.sort().values, whole.flatten()), "every entry on one rank"
-        assert len({share.shape for share in shares}) == 1
+        assert {tuple(share.shape) for share in shares} == {parameter.share_shape({"tensor": ranks})}
+        assert torch.equal(join(shares, parameter, over), whole)
 
 
 def test_each_part_of_a_fused_weight_is_cut_for_itself() -> None:
-    parameter = Parameter((8, 1), Normal(1.0), parts=(("x", 4), ("z", 4)), split=0)
+    parameter = Parameter((8, 1), Normal(1.0), parts=(("x", 4), ("z", 4)), cuts=(Cut(0),))
     whole = numbered(parameter)
-    assert cut(whole, parameter, TensorGroup(2, 0)).flatten().tolist() == [0, 1, 4, 5]
-    assert cut(whole, parameter, TensorGroup(2, 1)).flatten().tolist() == [2, 3, 6, 7]
+    assert cut(whole, parameter, mesh(2, 0)).flatten().tolist() == [0, 1, 4, 5]
+    assert cut(whole, parameter, mesh(2, 1)).flatten().tolist() == [2, 3, 6, 7]
 
 
 def test_parts_are_no_matter_where_the_other_axis_is_cut() -> None:
-    parameter = Parameter((3, 4), Normal(1.0), parts=(("dt", 1), ("B", 2)), split=1)
-    assert cut(numbered(parameter), parameter, TensorGroup(2, 1)).tolist() == [[2, 3], [6, 7], [10, 11]]
+    parameter = Parameter((3, 4), Normal(1.0), parts=(("dt", 1), ("B", 2)), cuts=(Cut(1),))
+    assert cut(numbered(parameter), parameter, mesh(2, 1)).tolist() == [[2, 3], [6, 7], [10, 11]]
 
 
 def test_heads_stay_together_or_the_weight_stays_whole() -> None:
     kv = {letter: TABLE[f"layers.{index}.mixer.kv.weight"] for index, letter in ((1, "G"), (2, "Q"))}
-    assert [kv["G"].cut_axis(ranks) for ranks in (1, 2, 3, 4)] == [None, 0, None, 0]
-    assert [kv["Q"].cut_axis(ranks) for ranks in (1, 2, 3, 4)] == [None] * 4
-    second = cut(numbered(kv["G"]), kv["G"], TensorGroup(4, 1))[:, 0] // 24
+    assert [kv["G"].cut_over("tensor", ranks) is not None for ranks in (1, 2, 3, 4)] == [False, True, False, True]
+    assert [kv["Q"].cut_over("tensor", ranks) for ranks in (1, 2, 3, 4)] == [None] * 4
+    second = cut(numbered(kv["G"]), kv["G"], mesh(4, 1))[:, 0] // 24
     assert second.tolist() == [2, 3, 10, 11], "the second key head of two rows, the second value head"
+
+
+EXPERTS = Parameter(
+    (4, 12, 6), Normal(1.0), cuts=(Cut(0, "expert"), Cut(1, "tensor", unit=3)), parts=(("first", 2), ("second", 2))
+)
+"""The weights of four experts, fused two and two, each column-parallel."""
+
+
+def test_a_tensor_is_cut_over_several_dimensions_of_the_mesh() -> None:
+    whole = numbered(EXPERTS)
+    place = {"expert": RankGroup(2, 1), "tensor": RankGroup(4, 2)}
+    share = cut(whole, EXPERTS, place)
+    assert share.shape == EXPERTS.share_shape({"expert": 2, "tensor": 4}) == (2, 3, 6)
+    assert torch.equal(share, torch.stack([whole[1, 6:9], whole[3, 6:9]])), "the second expert of each part, unit 2"
+    assert torch.equal(cut(whole[None], EXPERTS, place, leading=1), share[None])
+
+
+def test_shares_over_several_dimensions_join_in_the_opposite_order() -> None:
+    whole, (over_experts, over_tensor) = numbered(EXPERTS), EXPERTS.cuts
+    by_expert = []
+    for expert in range(2):
+        meshes = [{"expert": RankGroup(2, expert), "tensor": RankGroup(4, rank)} for rank in range(4)]
+        by_expert.append(join([cut(whole, EXPERTS, mesh) for mesh in meshes], EXPERTS, over_tensor))
+    assert torch.equal(join(by_expert, EXPERTS, over_experts), whole)
+
+
+def _gathered(seat: Seat) -> tuple[bool, bool]:
+    """Four ranks as a mesh of two by two."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{seat.meeting_file}", rank=seat.rank, world_size=seat.world_size
+    )
+    new, expert, tensor = torch.distributed.new_group, *divmod(seat.rank, 2)
+    rows, columns = [new([0, 1]), new([2, 3])], [new([0, 2]), new([1, 3])]
+    mesh = {"expert": RankGroup(2, expert, columns[tensor]), "tensor": RankGroup(2, tensor, rows[expert])}
+    whole = numbered(EXPERTS)
+    share = cut(whole, EXPERTS, mesh)
+    return torch.equal(gather(share, EXPERTS, mesh), whole), torch.equal(share, whole)
+
+
+@pytest.mark.gloo
+def test_ranks_of_a_mesh_gather_what_they_share() -> None:
+    assert run_distributed(_gathered, 4) == [(True, False)] * 4

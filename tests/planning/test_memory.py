@@ -37,9 +37,8 @@ def test_ranks_together_hold_every_parameter(recipe, tensor, pipeline, virtual):
     tied = config.model.tie_embeddings and pipeline > 1
     assert sorted(name for names in homes for name in names) == sorted([*table, *["embedding.weight"] * tied])
     once = {name: table[name] for names in homes for name in names}
-    shares = sum(
-        local_size(weight, tensor) * (1 if weight.cut_axis(tensor) is None else tensor) for weight in once.values()
-    )
+    holders = {name: 1 if weight.cut_over("tensor", tensor) is None else tensor for name, weight in once.items()}
+    shares = sum(local_size(weight, config.parallel) * holders[name] for name, weight in once.items())
     assert shares == count(config.model, 4096).parameters
 
 

@@ -126,7 +126,7 @@ def _unfit(where: str, spec: MixerSpec, sizes: ModelSizes, config: Config, weigh
 def misfit(spec: MixerSpec, sizes: ModelSizes, tensor: int, multiple: int) -> str | None:
     """The first weight of this mixer that FP8 can't multiply by on `tensor` ranks, with its sides there."""
     for name, parameter in spec.parameters(sizes).items():
-        shape = parameter.share_shape(tensor) if parameter.fp8 else ()
+        shape = parameter.share_shape({"tensor": tensor}) if parameter.fp8 else ()
         if any(side % multiple for side in shape):
             return f"{name} {' x '.join(map(str, shape))}"
     return None

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybridtron.architecture.base import Parameter
+from hybridtron.architecture.base import Cut, Parameter
 from hybridtron.data.batch import Batch
 from hybridtron.engine import engine, schedule, stage
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.loss import Loss
 from hybridtron.parallel import cut as cutting
+from hybridtron.parallel.cut import Mesh
 from hybridtron.parallel.linear import TensorGroup
 
 Replaced = dict[str, Any]  # where an attribute stands -> what stands there instead
@@ -154,31 +155,35 @@ def _swapped_virtual_chunks() -> Replaced:
     return {"hybridtron.engine.stage.stages_of": swapped}
 
 
-def _cut_otherwise(wrong: Callable[[Tensor, Parameter, TensorGroup], Tensor]) -> Replaced:
+def _cut_otherwise(wrong: Callable[[Tensor, Parameter, Mesh], Tensor]) -> Replaced:
     """Another way to cut, wherever weights are filled."""
     return {"hybridtron.model.init.cut": wrong, "hybridtron.engine.engine.cut": wrong}
 
 
+def _at_rank(mesh: Mesh, rank: int) -> Mesh:
+    return {**mesh, "tensor": replace(mesh["tensor"], rank=rank)}
+
+
 def _vocabulary_order() -> Replaced:
-    def wrong(whole: Tensor, parameter: Parameter, tensor: TensorGroup) -> Tensor:
-        is_vocabulary = len(whole) > 64 and parameter.split == 0 and not parameter.parts
-        other_rank = replace(tensor, rank=tensor.size - 1 - tensor.rank)
-        return cutting.cut(whole, parameter, other_rank if is_vocabulary else tensor)
+    def wrong(whole: Tensor, parameter: Parameter, mesh: Mesh) -> Tensor:
+        is_vocabulary = len(whole) > 64 and parameter.cuts == (Cut(0),) and not parameter.parts
+        other_rank = _at_rank(mesh, mesh["tensor"].size - 1 - mesh["tensor"].rank)
+        return cutting.cut(whole, parameter, other_rank if is_vocabulary else mesh)
 
     return _cut_otherwise(wrong)
 
 
 def _conv_cut() -> Replaced:
-    def wrong(whole: Tensor, parameter: Parameter, tensor: TensorGroup) -> Tensor:
+    def wrong(whole: Tensor, parameter: Parameter, mesh: Mesh) -> Tensor:
         is_convolution = whole.dim() == 2 and whole.shape[1] == 4 and not parameter.fp32
-        return cutting.cut(whole, parameter, replace(tensor, rank=0) if is_convolution else tensor)
+        return cutting.cut(whole, parameter, _at_rank(mesh, 0) if is_convolution else mesh)
 
     return _cut_otherwise(wrong)
 
 
 def _fused_cut() -> Replaced:
-    def wrong(whole: Tensor, parameter: Parameter, tensor: TensorGroup) -> Tensor:
-        return cutting.cut(whole, replace(parameter, parts=()), tensor)
+    def wrong(whole: Tensor, parameter: Parameter, mesh: Mesh) -> Tensor:
+        return cutting.cut(whole, replace(parameter, parts=()), mesh)
 
     return _cut_otherwise(wrong)
 

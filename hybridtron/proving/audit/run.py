@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -28,8 +28,7 @@ from hybridtron.engine.engine import Engine
 from hybridtron.model.init import initialise, starting_value
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.loss import CrossEntropyInputs, cross_entropy
-from hybridtron.parallel.cut import cut
-from hybridtron.parallel.linear import SINGLE_RANK, TensorGroup
+from hybridtron.parallel.cut import Mesh, RankGroup, cut
 from hybridtron.parallel.pool import Pool, Seat
 from hybridtron.proving.audit.bugs import injected
 from hybridtron.proving.audit.cases import Case
@@ -70,7 +69,7 @@ class Step:
     loss_after: float
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
-    tensor: TensorGroup = SINGLE_RANK
+    mesh: Mesh = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -129,8 +128,8 @@ def parallel_step(seat: Seat, config: Config, precision: AuditPrecision, bug: st
         grad_norm, _ = engine.optimizer.step(rate_of(config))
         loss_after = engine.loss(batches).mean.item()
         weights = {name: shard.weight.detach() for name, shard in engine.optimizer.shards.items()}
-        tensor = replace(groups.tensor, group=None)
-        return Step(loss, grad_norm, loss_after, gradients, weights, tensor)
+        mesh = {dimension: RankGroup(ranks.size, ranks.rank) for dimension, ranks in groups.mesh.items()}
+        return Step(loss, grad_norm, loss_after, gradients, weights, mesh)
 
 
 def rate_of(config: Config) -> float:
@@ -219,7 +218,7 @@ def differences(truth: Step, ranks: list[Step], config: Config, precision: Audit
     table, largest = parameter_table(config.model), _largest_norm(truth.weights)
     for rank, step in enumerate(ranks):
         for name, found in step.weights.items():
-            expected = cut(truth.weights[name], table[name], step.tensor)
+            expected = cut(truth.weights[name], table[name], step.mesh)
             yield _difference(f"weight {name} on rank {rank}", found, expected, largest, precision)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import shutil
 import time
 from pathlib import Path
@@ -12,11 +13,13 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from examples.muon_like.muon_like import MuonLike
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.config.load import load, to_yaml
 from hybridtron.data.batch import Batch
 from hybridtron.engine.engine import Engine
 from hybridtron.engine.schedule import StepLoss
+from hybridtron.optimizers import OPTIMIZERS
 from hybridtron.storage.digest import digest_of
 from tests.train.conftest import VOCAB, Train
 from tests.train.faults import ending_of, outcome_of
@@ -131,6 +134,15 @@ def test_another_model_is_refused_with_the_difference(
     assert "model.width" in capsys.readouterr().err
     assert (tmp_path / "run" / "config.yaml").read_text() == saved
     assert outcome_of(tmp_path / "run")["outcome"] == "finished"
+
+
+def test_another_optimizer_is_refused_with_the_difference(
+    train_small: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "muon_like", MuonLike)
+    assert train_small("run.max_steps=2") == 0
+    assert train_small("run.max_steps=4", "optim.name=muon_like") == 2
+    assert re.search(r"optim\.name +is muon_like, but .* adamw", capsys.readouterr().err)
 
 
 def test_other_data_is_refused_in_the_middle_of_a_phase(train_small: Train, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,12 +28,12 @@ LISTED = 5  # files that a message names
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line; wrong ones end the process with exit code 2."""
-    from hybridtron.data.prepare.input_files import known_formats
+    from hybridtron.data.prepare.formats import known_formats
 
     parser = argparse.ArgumentParser(
         prog="hybridtron data prepare",
         description="Text or tokens -> a folder of prepared tokens.",
-        epilog=f"{known_formats()}\n  embedded: the texts of this Python installation, with a vocabulary made for them",
+        epilog=known_formats(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
@@ -92,11 +92,12 @@ def main(arguments: list[str]) -> int:
     """Prepare the folder and print what is in it. Returns the exit code."""
     chosen = parse(arguments)
     from hybridtron.data.folder import FolderError
-    from hybridtron.data.prepare.input_files import ArgumentError, PrepareError
+    from hybridtron.data.prepare.documents import ArgumentError, PrepareError
+    from hybridtron.data.workers import WorkerEnded
 
     try:
         folder = prepare_embedded(chosen) if chosen.vocab_size is not None else prepare_inputs(chosen)
-    except (FolderError, PrepareError, OSError) as error:  # a full disk is one
+    except (FolderError, PrepareError, WorkerEnded, OSError) as error:  # a full disk is one
         print(error, file=sys.stderr)
         return 2 if isinstance(error, ArgumentError) else 1
     except KeyboardInterrupt:
@@ -113,7 +114,8 @@ def main(arguments: list[str]) -> int:
 
 def prepare_inputs(chosen: argparse.Namespace) -> TokenFolder:
     """Wrong arguments are reported before anything slow is imported."""
-    from hybridtron.data.prepare.input_files import clean_name, find
+    from hybridtron.data.prepare.documents import clean_name
+    from hybridtron.data.prepare.input_files import find
     from hybridtron.data.prepare.vocabulary import open_vocabulary
 
     found = find(chosen.input)
@@ -148,7 +150,7 @@ def listed(names: Sequence[object]) -> str:
 def prepare_embedded(chosen: argparse.Namespace) -> TokenFolder:
     """The folder that data.source=embedded makes by itself where it is missing."""
     from hybridtron.data.prepare import embedded
-    from hybridtron.data.prepare.input_files import ArgumentError
+    from hybridtron.data.prepare.documents import ArgumentError
 
     try:
         folder = embedded.prepare_embedded(chosen.output, chosen.vocab_size)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hybridtron.regular_files import Unreadable, read_regular
+from hybridtron.regular_files import Unreadable, path_inside, read_regular
 from hybridtron.storage.digest import digest_of
 
 FORMAT = 2
@@ -32,6 +32,7 @@ DTYPES = ("uint16", "uint32")
 LARGEST_MANIFEST = 2**30  # bytes: four million shards
 LARGEST_INDEX = 2**28  # bytes of one source's index.json: half a million shards
 LARGEST_TOKENIZER = 2**28  # bytes; a vocabulary of 256 thousand entries takes 2**25
+USUAL = 2**20  # bytes of a manifest, an index or a tokenizer: what fetching one may take longer for
 SMALLEST_VOCABULARY = 300  # 256 bytes, eos, and a few merges
 DIGEST = "xxh3_128"  # the name by which MDS indexes know it
 _COMPRESSION = re.compile(r"(zstd|zip|gz|bz2|br|snappy)(:\d+)?")
@@ -43,11 +44,7 @@ class FolderError(ValueError):
 
     def __init__(self, folder: Path | str, fault: str) -> None:
         super().__init__(f"{folder} {fault}")
-
-
-def safe_name(name: str) -> bool:
-    """Whether a name can be a part of a path below the folder, and nothing else."""
-    return bool(_SAFE_NAME.fullmatch(name))
+        self.fault = fault
 
 
 def _is_count(value: object) -> bool:
@@ -153,19 +150,29 @@ class DataManifest:
             for name, of_source in sources.items():
                 if fault := next(of_source.faults(), None):
                     yield f"has a manifest.json with a fault in {split}/{name}: {fault}"
-        for name in self.unsafe_names():
-            yield f"has a manifest.json that names {name!r}, which is not a name inside the folder"
+        for name in [*self.beside, *(f"{where}/{shard.file}" for where, shard in self.shards())]:
+            if not all(_SAFE_NAME.fullmatch(part) for part in name.split("/")):
+                yield f"has a manifest.json that names {name!r}, which is not a name inside the folder"
 
     def dumps(self) -> str:
         values = json.loads(json.dumps(asdict(self)))
         return json.dumps({"digest": _own_digest(values), **values}, indent=1) + "\n"
 
-    def unsafe_names(self) -> list[str]:
-        """Names of sources and shards that could lead out of the folder."""
-        sources = [(name, of_source) for split in self.splits.values() for name, of_source in split.items()]
-        shards = [shard.file for _, of_source in sources for shard in of_source.shards]
-        named = [name for name, _ in sources if not safe_name(name)]
-        return named + [file for file in shards if not all(safe_name(part) for part in file.split("/"))]
+    @cached_property
+    def beside(self) -> dict[str, tuple[str, int]]:
+        """The files beside the shards: the digest of each, and the bytes that it takes, or usually takes."""
+        found = {"tokenizer.json": (self.tokenizer, USUAL)}
+        for split, sources in self.splits.items():
+            for source, has in sources.items():
+                found[f"{split}/{source}/index.json"] = has.index, USUAL
+                found[f"{split}/{source}/lengths.npy"] = has.lengths, 128 + 4 * has.documents
+        return found
+
+    def shards(self) -> Iterator[tuple[str, DataShard]]:
+        """Every shard, and the place of its source."""
+        for split, sources in self.splits.items():
+            for source, of_source in sources.items():
+                yield from ((f"{split}/{source}", shard) for shard in of_source.shards)
 
     def tokens(self, split: str) -> int:
         """Tokens of all sources of a split."""
@@ -189,17 +196,20 @@ class TokenFolder:
     remote: str | None = None
 
     @staticmethod
+    def unchecked(path: Path) -> TokenFolder:
+        """What a folder's manifest says, whatever is beside it."""
+        text = read_regular(path / "manifest.json", LARGEST_MANIFEST).decode()
+        return TokenFolder(path, DataManifest.parse(text, path), digest_of(text.encode()))
+
+    @staticmethod
     def open(path: Path) -> TokenFolder:
         """A folder on this machine, its sizes and its tokenizer checked against the manifest; FolderError otherwise."""
         try:
             if not path.is_dir():
                 raise FolderError(path, "is not a folder" if path.exists() else "does not exist")
-            text = read_regular(path / "manifest.json", LARGEST_MANIFEST).decode()
-            folder = TokenFolder(path, DataManifest.parse(text, path), digest_of(text.encode()))
-            folder.check_tokenizer()
-            for split in SPLITS:
-                for source in folder.manifest.splits[split]:
-                    folder._check_sizes(split, source)
+            folder = TokenFolder.unchecked(path)
+            folder._check_sizes()
+            folder.verified("tokenizer.json")
         except FileNotFoundError as error:
             missing = Path(error.filename).relative_to(path)
             why = (
@@ -224,41 +234,56 @@ class TokenFolder:
         """The folder of a source's shards."""
         return self.path / split / source
 
-    def check_tokenizer(self) -> None:
-        """FolderError where the tokenizer is not the one that the manifest names."""
-        if digest_of(read_regular(self.tokenizer_file, LARGEST_TOKENIZER)) != self.manifest.tokenizer:
-            raise FolderError(self.name, "has a tokenizer.json that is not the one its tokens were made with")
+    def verified(self, name: str) -> bytes:
+        """A file beside the shards; FolderError where it is not the one that was written with the manifest."""
+        digest, size = self.manifest.beside[name]
+        try:
+            if (file := path_inside(self.path, name)) is None:
+                raise Unreadable("leads, or could lead, out of the folder: not opened")
+            data = read_regular(file, size + LARGEST_INDEX)
+        except OSError as error:
+            raise FolderError(f"{self.name}/{name}", f"can't be read: {error}") from error
+        if digest_of(data) != digest:
+            raise FolderError(f"{self.name}/{name}", "differs from its digest in the manifest")
+        return data
+
+    def packed_digests(self, split: str, source: str) -> list[str | None]:
+        """Of each shard as it is stored compressed. Nothing else is taken from index.json, which is for other readers.
+
+        What it says need not be compared with the manifest: with the digest there, it is what was written beside it.
+        """
+        stored = self.verified(name := f"{split}/{source}/index.json")
+        try:
+            packed = [entry["zip_data"] for entry in json.loads(stored)["shards"]]
+            digests = [None if info is None else info["hashes"][DIGEST] for info in packed]
+            return [digest for digest, _ in zip(digests, self.manifest.splits[split][source].shards, strict=True)]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise FolderError(f"{self.name}/{name}", f"does not parse: {error!r}") from error
 
     def lengths(self, split: str, source: str) -> np.ndarray:
         """Tokens of each document of a source, memory-mapped uint32; checked against the manifest."""
-        of_source, file = self.manifest.splits[split][source], self.source_path(split, source) / "lengths.npy"
-        fault = f"has a {split}/{source}/lengths.npy that"
+        of_source, name = self.manifest.splits[split][source], f"{split}/{source}/lengths.npy"
+        self.verified(name)
         try:
-            if digest_of(read_regular(file, 2**10 + 4 * of_source.documents)) != of_source.lengths:
-                raise FolderError(self.name, f"{fault} differs from the digest in its manifest")
-            lengths = np.load(file, mmap_mode="r" if of_source.documents else None)
+            lengths = np.load(self.path / name, mmap_mode="r" if of_source.documents else None)
         except (ValueError, EOFError, OSError) as error:
-            if isinstance(error, FolderError):
-                raise
-            raise FolderError(self.name, f"{fault} can't be read: {error}") from error
+            raise FolderError(f"{self.name}/{name}", f"can't be read: {error}") from error
         if lengths.shape != (of_source.documents,) or lengths.dtype != np.uint32:
-            raise FolderError(self.name, f"{fault} is {lengths.dtype}{lengths.shape}, not what its manifest says")
+            fault = f"is {lengths.dtype}{lengths.shape}, not what the manifest says"
+            raise FolderError(f"{self.name}/{name}", fault)
         if int(lengths.sum(dtype=np.int64)) != of_source.tokens or (len(lengths) and lengths.min() < 1):
-            raise FolderError(self.name, f"{fault} does not add up to {of_source.tokens} tokens")
+            raise FolderError(f"{self.name}/{name}", f"does not add up to {of_source.tokens} tokens")
         return lengths
 
-    def _check_sizes(self, split: str, source: str) -> None:
-        folder = self.source_path(split, source)
-        for file in ("index.json", "lengths.npy"):
-            _size(folder / file)
-        for shard in self.manifest.splits[split][source].shards:
-            name = self.manifest.stored_name(shard)
+    def _check_sizes(self) -> None:
+        for name in self.manifest.beside:
+            _size(self.path / name)
+        for where, shard in self.manifest.shards():
+            name = f"{where}/{self.manifest.stored_name(shard)}"
             expected = shard.size if shard.packed is None else shard.packed
-            if (found := _size(folder / name)) != expected:
+            if (found := _size(self.path / name)) != expected:
                 kind = "empty" if not found else "truncated" if found < expected else "too long"
-                raise FolderError(
-                    self.path, f"has a shard that is {kind}: {split}/{source}/{name} has {found} of {expected} bytes"
-                )
+                raise FolderError(self.path, f"has a shard that is {kind}: {name} has {found} of {expected} bytes")
 
 
 def _size(file: Path) -> int:

@@ -10,14 +10,11 @@ from __future__ import annotations
 import faulthandler
 import math
 import multiprocessing
-import os
 import signal
-import threading
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
 from typing import Any, TypeVar
 
@@ -30,6 +27,7 @@ from hybridtron.data.batch import Batch
 from hybridtron.data.order.phase_order import PhaseOrder, rows_in_order
 from hybridtron.data.rows import RowArrays, batch_of, gather
 from hybridtron.data.sources import Sources
+from hybridtron.data.workers import end_with_parent, unheard
 from hybridtron.device import copied_ahead
 
 Fingerprint = dict[str, str]
@@ -142,7 +140,8 @@ class Loader:
             generator=torch.Generator(),  # or each start takes a number from those of training
         )
         others = set(multiprocessing.active_children())
-        iterator = _started(loader)
+        with unheard({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}):  # asked to stop, it needs rows until then
+            iterator = iter(loader)
         try:
             yield from iterator
         except (ConnectionError, EOFError) as error:
@@ -160,23 +159,8 @@ def _worker_context() -> BaseContext:
 
 
 def _begin(_: int) -> None:
-    """A worker must not outlive the process that it works for, which may be killed; torch looks only at the server."""
     faulthandler.register(STACKS)
-    reader = multiprocessing.parent_process()
-    assert reader is not None
-    threading.Thread(target=lambda: (reader.join(), os._exit(1)), daemon=True).start()
-
-
-def _started(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Start the workers, which do not hear the signals that ask this process to stop: it needs rows until then."""
-    asking = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, asking)  # what is started now, server and workers, inherits it
-    try:
-        resource_tracker.ensure_running()  # this unblocks two of them
-        signal.pthread_sigmask(signal.SIG_BLOCK, asking)
-        return iter(loader)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    end_with_parent()  # torch looks only at the server that workers are forked from
 
 
 def _as_it_is(read: Read) -> Read:

@@ -11,7 +11,13 @@ import bz2
 import gzip
 import io
 from importlib import import_module
+from pathlib import Path
 from typing import Any
+
+from hybridtron.data.folder import DataShard
+from hybridtron.regular_files import Unreadable, read_regular
+from hybridtron.storage.attempts import Damaged
+from hybridtron.storage.digest import digest_of
 
 LARGEST_SHARD = 2**32  # bytes: an MDS shard gives its offsets in 32 bits
 USUAL_LEVEL = 3  # of zstd, where none is named: what mosaicml-streaming takes too
@@ -26,6 +32,19 @@ def packed(compression: str, data: bytes) -> bytes:
     if kind != "zstd":
         raise ValueError(f"shards are written as zstd or zstd:LEVEL, not as {compression}")
     return _package(kind).compress(data, int(level or USUAL_LEVEL))
+
+
+def unpacked_shard(compression: str, shard: DataShard, digest: str | None, stored: Path) -> bytes:
+    """A compressed shard as it is read, of which the digest may be unknown; Damaged where a byte of it is another."""
+    try:
+        data = read_regular(stored, shard.packed or 0)
+        if len(data) != shard.packed:
+            raise Damaged(f"has {len(data)} of {shard.packed} bytes")
+        if digest not in (None, digest_of(data)):
+            raise Damaged("differs from its digest in the index")
+        return unpacked(compression, data, shard.size)
+    except (ValueError, Unreadable) as error:
+        raise Damaged(str(error)) from error
 
 
 def unpacked(compression: str, data: bytes, size: int) -> bytes:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from hybridtron.data.folder import SPLITS, DataManifest, FolderError, TokenFolder
+from hybridtron.data.folder import USUAL, DataManifest, FolderError, TokenFolder
 from hybridtron.storage.attempts import Damaged, StorageError
 from hybridtron.storage.cache import CacheEntry, CacheOptions
 from hybridtron.storage.digest import digest_of
@@ -16,7 +16,6 @@ from hybridtron.storage.fetch import Wanted, fetched
 from hybridtron.storage.remote import is_url, remote_of
 
 Opened = TypeVar("Opened")
-_SMALL = 2**20  # bytes that a manifest or a tokenizer may take before it gets more time than the timeout
 
 
 def open_folder(path: str, cache: CacheOptions) -> TokenFolder:
@@ -34,8 +33,7 @@ def check_limit(folder: TokenFolder, cache: CacheOptions) -> None:
     manifest = folder.manifest
     if cache.limit is None or (folder.remote is None and manifest.compression is None):
         return
-    sources = [of_source for split in SPLITS for of_source in manifest.splits[split].values()]
-    largest = max((shard.size + (shard.packed or 0) for of_source in sources for shard in of_source.shards), default=0)
+    largest = max((shard.size + (shard.packed or 0) for _, shard in manifest.shards()), default=0)
     if cache.limit < 4 * largest:
         raise FolderError(
             folder.name,
@@ -58,14 +56,10 @@ def _fetch_folder(url: str, cache: CacheOptions) -> TokenFolder:
         except StorageError as error:
             raise FolderError(url, f"can't be opened: {name} {error}") from error
 
-    text = fetch("manifest.json", _SMALL, _json_text, again=True)
+    text = fetch("manifest.json", USUAL, _json_text, again=True)
     manifest = DataManifest.parse(text, url)
-    fetch("tokenizer.json", _SMALL, partial(_check_digest, manifest.tokenizer))
-    for split in SPLITS:
-        for source, of_source in manifest.splits[split].items():
-            fetch(f"{split}/{source}/index.json", _SMALL, partial(_check_digest, of_source.index))
-            lengths_size = 128 + 4 * of_source.documents
-            fetch(f"{split}/{source}/lengths.npy", lengths_size, partial(_check_digest, of_source.lengths))
+    for name, (digest, size) in manifest.beside.items():
+        fetch(name, size, partial(_check_digest, digest))
     return TokenFolder(entry.root, manifest, digest_of(text.encode()), remote=url)
 
 

@@ -22,14 +22,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybridtron.data.folder import LARGEST_INDEX, DataShard, TokenFolder
-from hybridtron.data.mds.compression import unpacked
-from hybridtron.data.mds.format import index_faults, packed_digests, read_offsets, wrong_samples
+from hybridtron.data.folder import TokenFolder
+from hybridtron.data.mds.compression import unpacked_shard
+from hybridtron.data.mds.format import read_offsets, wrong_samples
 from hybridtron.data.mds.opening import check_limit
-from hybridtron.regular_files import Unreadable, read_regular
 from hybridtron.storage.attempts import Damaged, StorageError
 from hybridtron.storage.cache import CacheEntry, CacheOptions
-from hybridtron.storage.digest import digest_of
 from hybridtron.storage.fetch import Wanted, fetched
 from hybridtron.storage.remote import inside, remote_of
 
@@ -66,9 +64,7 @@ class DocumentStore:
         if folder.remote is not None or manifest.compression is not None:
             check_limit(folder, cache)
             self._remote = remote_of(place, cache.patience)
-        for file in ("index.json", "lengths.npy"):
-            self._inside(folder.path, f"{self._where}/{file}")
-        self._packed = self._checked_index()
+        self._packed = folder.packed_digests(split, source)
         self.lengths = folder.lengths(split, source)
         self.shard_documents = np.array([shard.documents for shard in self._shards], dtype=np.int64)
         self.shard_tokens = np.array([shard.tokens for shard in self._shards], dtype=np.int64)
@@ -146,19 +142,6 @@ class DocumentStore:
     def _shard_name(self, shard: int) -> str:
         return f"{self.folder.name}: shard {self._where}/{self._shards[shard].file}"
 
-    def _checked_index(self) -> list[str | None]:
-        """The digests of the compressed shards, from an index that agrees with the manifest."""
-        of_source = self.folder.manifest.splits[self.split][self.source]
-        try:
-            index = read_regular(self.folder.source_path(self.split, self.source) / "index.json", LARGEST_INDEX)
-        except OSError as error:
-            raise DataError(f"{self.folder.name}: {self._where}/index.json can't be read: {error}") from error
-        for fault in index_faults(index, self.folder.manifest, of_source):
-            raise DataError(f"{self.folder.name}: {self._where}/index.json {fault}")
-        if digest_of(index) != of_source.index:
-            raise DataError(f"{self.folder.name}: {self._where}/index.json differs from its digest in the manifest")
-        return packed_digests(index)
-
     def _map(self, shard: int, document: int) -> _Mapped:
         """Open a shard for reading, and drop those that are too many or no longer in the cache."""
         self.shard_of(document)
@@ -200,16 +183,10 @@ class DocumentStore:
             stored, size = f"{self._where}/{manifest.stored_name(of_shard)}", of_shard.size + (of_shard.packed or 0)
             unpack = None
             if (kind := manifest.compression) is not None:
-                unpack = partial(_unpacked, kind, of_shard, self._packed[shard])
+                unpack = partial(unpacked_shard, kind, of_shard, self._packed[shard])
             return path, fetched(self._entry, self._remote, Wanted(key, stored, size, opened, unpack))
         except (StorageError, OSError) as error:
             raise DataError(f"{self._shard_name(shard)} {error}") from error
-
-    def _inside(self, root: Path, relative: str) -> Path:
-        try:
-            return inside(root, relative)
-        except StorageError as error:
-            raise DataError(f"{self.folder.name}: {error}") from error
 
     def _drop_maps(self) -> None:
         """Room for one more map. What was evicted takes its disk until it is unmapped, so it goes first."""
@@ -223,16 +200,3 @@ def _inode(file: Path) -> int | None:
         return file.stat().st_ino
     except FileNotFoundError:
         return None
-
-
-def _unpacked(compression: str, shard: DataShard, digest: str | None, stored: Path) -> bytes:
-    """A compressed shard as it is read; Damaged where a byte of it is another one."""
-    try:
-        data = read_regular(stored, shard.packed or 0)
-        if len(data) != shard.packed:
-            raise Damaged("is empty" if not data else f"has {len(data)} of {shard.packed} bytes")
-        if digest_of(data) != digest:
-            raise Damaged("differs from its digest in the index")
-        return unpacked(compression, data, shard.size)
-    except (ValueError, Unreadable) as error:
-        raise Damaged(str(error)) from error

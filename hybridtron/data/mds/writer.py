@@ -20,12 +20,16 @@ from hybridtron.storage.digest import digest_of
 
 
 class ShardWriter:
-    """Writes a shard whenever the next document would make it larger than `size_limit` bytes, before compression."""
+    """Writes a shard whenever the next document would make it larger than `size_limit` bytes, before compression.
 
-    def __init__(self, folder: Path, dtype: str, size_limit: int, compression: str | None) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.compression = folder, compression
+    `part` is what the names of its shards begin with.
+    """
+
+    def __init__(self, folder: Path, dtype: str, size_limit: int, compression: str | None, part: str = "") -> None:
+        (folder / part).mkdir(parents=True, exist_ok=True)
+        self.folder, self.compression, self.part = folder, compression, part
         self.entries: list[dict[str, Any]] = []
+        self.lengths: list[int] = []
         self._settings = {
             "version": VERSION,
             "format": "mds",
@@ -47,13 +51,14 @@ class ShardWriter:
         if self._taken + len(sample) + WORD > self._room:
             self.finish()
         self._samples.append(sample)
+        self.lengths.append(len(tokens))
         self._taken += len(sample) + WORD
 
     def finish(self) -> None:
         """Write the shard that is begun, if one is."""
         if not self._samples:
             return
-        name, stored = f"shard.{len(self.entries):05}.mds", assembled(self._samples, self._settings_text)
+        name, stored = f"{self.part}shard.{len(self.entries):05}.mds", assembled(self._samples, self._settings_text)
         entry = {**self._settings, "samples": len(self._samples), "raw_data": _described(name, stored)}
         if self.compression is not None:
             name = f"{name}.{self.compression.partition(':')[0]}"

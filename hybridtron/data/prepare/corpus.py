@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from hybridtron.data.prepare.documents import Document
+from hybridtron.data.prepare.documents import Document, Format, Input, InputOptions, Tally
 
 # Tests, packages that are not Python's own, tables of numbers, and the topics, which are documents of their own.
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings"}
@@ -55,3 +55,12 @@ def _sources(root: Path) -> Iterator[Document]:
                 continue
             if text:
                 yield Document(text, "code", f"lib/{relative}")
+
+
+def _read(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
+    for document in documents():
+        tally.entries += 1
+        yield document
+
+
+EMBEDDED = Format("embedded: the texts of this Python installation, with a vocabulary made for them", _read)

@@ -1,19 +1,63 @@
-"""Documents on their way from an input to a part, and the count of those that are left out on it."""
+"""Inputs, the documents that they hold, and the count of those that are left out on the way to a part."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
-from hybridtron.data.prepare.input_files import InputError
+from hybridtron.storage.digest import digest_of
 
 SHOWN = 5  # bad entries of an input that are listed one by one
 HOPELESS = 1000  # entries without a good one among them, after which no more are read
-NOUNS = {"jsonl": "lines", "parquet": "rows", "text": "files"}
+LONGEST_NAME = 100
+
+
+class PrepareError(ValueError):
+    """Tokens that can't be prepared; the text says why, and what would work."""
+
+
+class InputError(PrepareError):
+    """An input that can't be used."""
+
+
+class ArgumentError(PrepareError):
+    """What was asked for can't be done, whatever is in the inputs."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """What one part is made from: a file; a shard of an MDS folder, after its index; or a run of text files."""
+
+    format: str
+    files: tuple[Path, ...]
+    shard: int = 0
+
+    @property
+    def file(self) -> Path:
+        """The one that holds the documents, or the first that does."""
+        return self.files[-1 if self.format == "mds" else 0]
+
+    @property
+    def name(self) -> str:
+        more = f" and {len(self.files) - 1} more" if self.format == "text" and len(self.files) > 1 else ""
+        return f"{self.file}{more}" if self.files else self.format
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(file.stat().st_size for file in self.files)
+
+    def stamps(self) -> list[list[int]]:
+        """Size and time of each file: what shows whether one was changed."""
+        return [[status.st_size, status.st_mtime_ns] for status in (file.stat() for file in self.files)]
 
 
 class Document(NamedTuple):
@@ -66,10 +110,10 @@ class Tally:
         if self.bad == self.entries == HOPELESS and self.max_bad < 1:
             raise InputError(f"{self.bad_entries()}\nnot one of the first {HOPELESS} is good; correct the input")
 
-    def judge(self, max_bad: float) -> None:
+    def judge(self) -> None:
         """InputError where more than this share is bad. It is rounded up: above 0, one bad entry is always allowed."""
-        if self.bad > math.ceil(max_bad * self.entries - 1e-9):
-            cure = f"--max-bad {max_bad:.6g} allows less; correct the input, or allow more"
+        if self.bad > math.ceil(self.max_bad * self.entries - 1e-9):
+            cure = f"--max-bad {self.max_bad:.6g} allows less; correct the input, or allow more"
             raise InputError(f"{self.bad_entries()}\n{cure}")
 
     def bad_entries(self) -> str:
@@ -77,6 +121,44 @@ class Tally:
         listed = "".join(f"\n  {example}" for example in self.examples)
         more = f"\n  and {self.bad - len(self.examples)} more" if self.bad > len(self.examples) else ""
         return f"{self.name}: {self.bad} of {self.entries} {self.noun} are bad and left out{listed}{more}"
+
+
+Files = tuple[Path, ...]
+
+
+def _alone(file: Path) -> list[Files]:
+    return [(file,)]
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format of inputs.
+
+    described: what its files are, a line of --help
+    read: the documents of an input, in its order. What can't be read as one is counted and left out (`Tally`);
+        InputError, OSError or EOFError where the input is damaged
+    suffixes: how the names of its files end, in small letters
+    noun: what it has entries of
+    files: the files of each input that a file of such a name stands for; none where it is of another format
+    """
+
+    described: str
+    read: Callable[[Input, InputOptions, Tally], Iterator[Document]]
+    suffixes: tuple[str, ...] = ()
+    noun: str = "documents"
+    files: Callable[[Path], list[Files]] = _alone
+
+
+@lru_cache(maxsize=1000)
+def clean_name(name: str) -> str:
+    """A source's name as a part of paths: `Github (v2)` -> `Github-v2`. Names that become the same are one source."""
+    cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:LONGEST_NAME].strip("-._")
+    return cleaned or f"source-{digest_of(name.encode(errors='replace'))[:8]}"
+
+
+def check_regular(file: Path) -> None:
+    if file.exists() and not file.is_file():
+        raise ArgumentError(f"{file} is not a regular file; a device, a pipe or a folder can't be read as one")
 
 
 def in_validation(content: str | np.ndarray, share: float) -> bool:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import platform
-import secrets
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -24,11 +22,11 @@ from tokenizers.trainers import BpeTrainer
 
 from hybridtron.data.folder import SMALLEST_VOCABULARY, TokenFolder
 from hybridtron.data.prepare import corpus
-from hybridtron.data.prepare.documents import in_validation
-from hybridtron.data.prepare.input_files import Input
+from hybridtron.data.prepare.documents import Input, in_validation
 from hybridtron.data.prepare.parts import FolderSettings
 from hybridtron.data.prepare.run import prepare
 from hybridtron.data.prepare.vocabulary import vocabulary_of
+from hybridtron.data.prepare.writer import beside
 
 END_OF_TEXT = "<|endoftext|>"
 SETTINGS = FolderSettings(validation=0.05)
@@ -49,11 +47,8 @@ def prepare_embedded(path: Path, vocab_size: int) -> TokenFolder:
         )
     vocabulary = vocabulary_of(tokenizer.to_str(), "embedded", END_OF_TEXT)
     origin = {"corpus": "embedded", "python": platform.python_version(), "asked_vocab_size": vocab_size}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        return prepare([Input("embedded", ())], path, vocabulary, SETTINGS, origin=origin, work=temporary)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with beside(path) as work:
+        return prepare([Input("embedded", ())], path, vocabulary, SETTINGS, origin=origin, work=work)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:

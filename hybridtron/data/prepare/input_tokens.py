@@ -8,29 +8,47 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import struct
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
+from hybridtron.data.folder import LARGEST_INDEX
 from hybridtron.data.mds.compression import LARGEST_SHARD, unpacked
 from hybridtron.data.mds.format import TOKENS, VERSION, read_column
-from hybridtron.data.prepare.documents import Document, InputOptions, Tally
-from hybridtron.data.prepare.input_files import PACKED_MAGIC, Input, InputError, mds_shards
-from hybridtron.regular_files import Unreadable, read_regular
+from hybridtron.data.prepare.documents import (
+    Document,
+    Files,
+    Format,
+    Input,
+    InputError,
+    InputOptions,
+    Tally,
+    check_regular,
+)
+from hybridtron.regular_files import Unreadable, path_inside, read_regular
 
+MDS_INDEX = "index.json"
+PACKED_MAGIC = b"LITPKDS"
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_HEADER = struct.Struct("<QBQQ")  # version, dtype, sequences, borders of documents
-INDEX_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 PACKED_HEADER = struct.Struct("<QBQ")  # version, dtype, tokens
-PACKED_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # of both
 CUT = (
     "packed tokens hold no borders but their separator: the first and the last document of a file may be cut, "
     "and count as documents of their own"
 )
+
+
+def megatron_files(file: Path) -> list[Files]:
+    index = file.with_suffix(".idx")
+    check_regular(index)
+    return [(file, index)] if index.exists() else []
 
 
 def read_megatron(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
@@ -56,7 +74,7 @@ def _megatron_index(index: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np
     if not data.startswith(INDEX_MAGIC) or len(data) < start + INDEX_HEADER.size:
         raise InputError(f"{index} is not the index of a Megatron data set")
     version, code, sequences, documents = INDEX_HEADER.unpack_from(data, start)
-    dtype = _dtype(INDEX_DTYPES, code, index)
+    dtype = _dtype(code, index)
     start += INDEX_HEADER.size
     if version != 1 or len(data) < start + 12 * sequences + 8 * documents:
         raise InputError(f"{index} is truncated, or of version {version}; version 1 is known")
@@ -68,6 +86,11 @@ def _megatron_index(index: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np
     return lengths, pointers, borders, dtype
 
 
+def packed_files(file: Path) -> list[Files]:
+    with file.open("rb") as opened:
+        return [(file,)] if opened.read(len(PACKED_MAGIC)) == PACKED_MAGIC else []
+
+
 def read_packed(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
     """What stands between two separators is a document; the separators, which also fill up a file, are not kept."""
     (file,) = one.files
@@ -76,7 +99,7 @@ def read_packed(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Doc
     if len(header) < len(PACKED_MAGIC) + PACKED_HEADER.size:
         raise InputError(f"{file} is truncated: it has no whole header")
     _, code, count = PACKED_HEADER.unpack_from(header, len(PACKED_MAGIC))
-    tokens = _mapped(file, _dtype(PACKED_DTYPES, code, file), len(header))
+    tokens = _mapped(file, _dtype(code, file), len(header))
     if len(tokens) < count:
         raise InputError(f"{file} is truncated: its header says {count} tokens, it has {len(tokens)}")
     borders = np.flatnonzero(tokens[:count] == reading.separator)
@@ -89,6 +112,42 @@ def read_packed(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Doc
             tally.entries += 1
             tally.position = int(first) * tokens.itemsize
             yield Document(tokens[first + 1 : end], reading.source, f"{file}, tokens {first + 1} to {end}")
+
+
+def mds_files(index: Path) -> list[Files]:
+    """One input a shard, which stands there as it is or compressed."""
+    found: list[Files] = []
+    for shard in mds_shards(index) if index.name == MDS_INDEX else ():
+        names = [info["basename"] for info in (shard["raw_data"], shard["zip_data"]) if info]
+        file = next((file for file in (_in_mds(index, name) for name in names) if file.exists()), None)
+        if file is None:
+            raise InputError(f"{index.parent} has no {' and no '.join(names)}, which its index.json names")
+        found.append((index, file))
+    return found
+
+
+def mds_shards(index: Path) -> list[dict[str, Any]]:
+    """The entries of an MDS folder's index.json."""
+    try:
+        return _parsed_index(index, index.stat().st_mtime_ns)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InputError(f"{index} is not the index of an MDS folder: {error!r}") from error
+
+
+@lru_cache(maxsize=2)  # every shard's part asks for it
+def _parsed_index(index: Path, _: int) -> list[dict[str, Any]]:
+    shards = json.loads(read_regular(index, LARGEST_INDEX))["shards"]
+    if not all(isinstance(info, dict | None) for shard in shards for info in (shard["raw_data"], shard["zip_data"])):
+        raise TypeError("raw_data and zip_data describe files")
+    return shards
+
+
+def _in_mds(index: Path, name: object) -> Path:
+    file = path_inside(index.parent, name) if isinstance(name, str) else None
+    if file is None:
+        raise InputError(f"{index} names {name!r}, which leads, or could lead, out of its folder: not read")
+    check_regular(file)
+    return file
 
 
 def read_mds(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
@@ -161,10 +220,10 @@ def _hash(kind: str, data: bytes) -> str:
     return hashlib.new(kind, data).hexdigest()
 
 
-def _dtype(known: dict[int, str], code: int, file: Path) -> np.dtype:
-    if code not in known:
+def _dtype(code: int, file: Path) -> np.dtype:
+    if code not in DTYPES:
         raise InputError(f"{file} holds no integers: its dtype is number {code}")
-    return np.dtype(known[code])
+    return np.dtype(DTYPES[code])
 
 
 def _mapped(file: Path, dtype: np.dtype, offset: int) -> np.ndarray:
@@ -172,3 +231,12 @@ def _mapped(file: Path, dtype: np.dtype, offset: int) -> np.ndarray:
     if not count:
         return np.empty(0, dtype)  # nothing can be mapped
     return np.memmap(file, dtype, mode="r", offset=offset, shape=(count,))
+
+
+PACKED = Format(
+    "*.bin that starts with LITPKDS: packed tokens of lit-gpt and TinyLlama", read_packed, (".bin",), files=packed_files
+)
+MEGATRON = Format("*.bin beside its *.idx: Megatron's indexed data set", read_megatron, (".bin",), files=megatron_files)
+MDS = Format(
+    "a folder with index.json: MDS shards with a column of text or of tokens", read_mds, (MDS_INDEX,), files=mds_files
+)

@@ -1,8 +1,4 @@
-"""Documents out of files: text from JSON lines, parquet and plain files here, tokens in `input_tokens.py`.
-
-Each reader takes an `Input` and gives its documents one by one, in the file's order. What can't be read as a document
-is counted and left out; a file that is damaged ends the reading. What is done with documents is not decided here.
-"""
+"""Documents out of files of text: JSON lines, parquet, and plain files. Those of tokens are in `input_tokens.py`."""
 
 from __future__ import annotations
 
@@ -11,18 +7,14 @@ import gzip
 import importlib
 import io
 import json
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedIOBase
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from hybridtron.data.prepare import corpus
-from hybridtron.data.prepare.documents import Document, InputOptions, Tally
-from hybridtron.data.prepare.input_files import Input, InputError, clean_name
-from hybridtron.data.prepare.input_tokens import read_mds, read_megatron, read_packed
+from hybridtron.data.prepare.documents import Document, Format, Input, InputError, InputOptions, Tally, clean_name
 from hybridtron.regular_files import open_regular, read_regular
 from hybridtron.requirements import missing
 
@@ -32,18 +24,6 @@ LONGEST_TEXT = 2**32  # bytes of a text file, which is one document
 ROWS = 256  # of a parquet file, decoded at once
 GZIP = b"\x1f\x8b"
 ZSTD = (b"\x28\xb5\x2f\xfd", *(bytes([0x50 + kind]) + b"\x2a\x4d\x18" for kind in range(16)))  # frames to skip may lead
-
-
-def read(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
-    """The documents of an input; InputError where it is damaged, or where too much of it is bad."""
-    try:
-        yield from _READERS[one.format](one, reading, tally)
-    except (OSError, EOFError, zlib.error, _Damaged) as error:
-        raise InputError(f"{one.name} can't be read to its end, damaged or truncated: {error}") from error
-
-
-class _Damaged(Exception):
-    """A file that a library of its own can't read."""
 
 
 def _pyarrow(module: str) -> ModuleType:
@@ -66,12 +46,12 @@ def _decompressed(file: Path) -> Iterator[tuple[BufferedIOBase, BufferedIOBase]]
             stream = arrow.CompressedInputStream(arrow.PythonFile(raw, mode="r"), "zstd")
             yield io.BufferedReader(stream, BLOCK), raw
         elif file.suffix.lower() in (".gz", ".zst"):
-            raise _Damaged("it does not start as compressed data does" if head else "it is empty")
+            raise OSError("it does not start as compressed data does" if head else "it is empty")
         else:
             yield raw, raw
 
 
-def _read_jsonl(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
+def read_jsonl(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
     (file,) = one.files
     with _decompressed(file) as (contents, raw):
         for number, line in enumerate(_lines(contents), 1):
@@ -121,13 +101,13 @@ def _named_source(meta: object, reading: InputOptions) -> str:
     return clean_name(name) if isinstance(name, str) and name else reading.source
 
 
-def _read_parquet(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
+def read_parquet(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
     (file,) = one.files
     arrow, parquet = _pyarrow("pyarrow"), _pyarrow("pyarrow.parquet")
     try:
         table = parquet.ParquetFile(file, page_checksum_verification=True)
     except arrow.ArrowException as error:
-        raise _Damaged(str(error)) from error
+        raise OSError(str(error)) from error
     with table:
         columns, number = _columns(table.schema_arrow, file, reading, arrow), 0
         for group in range(table.num_row_groups):
@@ -166,14 +146,14 @@ def _batches(table: Any, group: int, columns: list[str], arrow: ModuleType) -> I
     try:
         yield from table.iter_batches(batch_size=ROWS, row_groups=[group], columns=columns)
     except arrow.ArrowException as error:
-        raise _Damaged(str(error)) from error
+        raise OSError(str(error)) from error
 
 
 def _values(batch: Any, columns: list[str]) -> tuple[Any, Any]:
     return batch.column(columns[0]), batch.column("meta") if len(columns) > 1 else [None] * batch.num_rows
 
 
-def _read_texts(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
+def read_texts(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
     for file in one.files:
         tally.entries += 1
         data = read_regular(file, LONGEST_TEXT)
@@ -187,19 +167,11 @@ def _read_texts(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Doc
             yield Document(text, reading.source, str(file))
 
 
-def _read_embedded(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
-    """The texts of the Python installation: the one input without a file."""
-    for document in corpus.documents():
-        tally.entries += 1
-        yield document
-
-
-_READERS: dict[str, Callable[[Input, InputOptions, Tally], Iterator[Document]]] = {
-    "jsonl": _read_jsonl,
-    "parquet": _read_parquet,
-    "text": _read_texts,
-    "megatron": read_megatron,
-    "packed": read_packed,
-    "mds": read_mds,
-    "embedded": _read_embedded,
-}
+JSONL = Format(
+    "*.jsonl, also .jsonl.gz, .jsonl.zst, .json.gz, .json.zst: one JSON object a line",
+    read_jsonl,
+    (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst"),
+    "lines",
+)
+PARQUET = Format("*.parquet: a column of text", read_parquet, (".parquet",), "rows")
+TEXT = Format("*.txt, *.md: one document a file", read_texts, (".txt", ".md"), "files")

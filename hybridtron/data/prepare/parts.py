@@ -6,21 +6,20 @@ it. Its record is written last, and whole or not at all: what has no record coun
 
 from __future__ import annotations
 
+import io
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
 
-from hybridtron.data.prepare.documents import NOUNS, Document, InputOptions, Tally, in_validation
-from hybridtron.data.prepare.input_files import Input, InputError
-from hybridtron.data.prepare.inputs import read
+from hybridtron.data.prepare.documents import Document, Input, InputError, InputOptions, Tally, in_validation
+from hybridtron.data.prepare.formats import FORMATS, read
 from hybridtron.data.prepare.vocabulary import Vocabulary
 from hybridtron.data.prepare.writer import SHARD_SIZE, PartRecord, PartWriter, Records, token_dtype
+from hybridtron.storage.durable import put, sync
 
 BATCH = 2**20  # characters tokenized at once; it takes about a hundred bytes for each
 MOST = 2**12  # documents tokenized at once
@@ -28,7 +27,6 @@ PIECE = 2**23  # characters of a document beyond which it is tokenized in pieces
 NEAR = 2**16  # characters before a piece's end in which a good place to cut is looked for
 LARGEST = 2**32 - 2**12  # bytes of a document; an MDS shard stores its offsets in 32 bits
 TOKENS = "tokens"  # the folder within the work folder that becomes the output
-Advance = Callable[[int, int], None]  # bytes of the input and tokens since the last call
 
 
 @dataclass(frozen=True)
@@ -52,10 +50,6 @@ class PrepareJob:
     settings: FolderSettings
     max_bad: float
 
-    def tally(self, number: int) -> Tally:
-        one = self.inputs[number]
-        return Tally(one.name, NOUNS.get(one.format, "documents"), self.max_bad)
-
 
 class Finished(NamedTuple):
     """What a record holds: the input as it was, what reading it came to, and what the part holds."""
@@ -69,28 +63,28 @@ def part_name(number: int) -> str:
     return f"part-{number:05}"
 
 
-def write_part(job: PrepareJob, number: int, tokenizer: Tokenizer, advance: Advance) -> None:
-    """Write a part and its record."""
+def write_part(job: PrepareJob, number: int) -> Iterator[tuple[int, int]]:
+    """Write a part and its record; gives the bytes of the input that were read, and the tokens, since the last time."""
     one, settings, vocabulary = job.inputs[number], job.settings, job.vocabulary
-    stamps, tally = one.stamps(), job.tally(number)
+    stamps, tally = one.stamps(), Tally(one.name, FORMATS[one.format].noun, job.max_bad)
     reading = InputOptions(settings.text_key, settings.source, vocabulary.separator)
     part = PartWriter(job.work / TOKENS, part_name(number), vocabulary.size, settings.shard_size, settings.compression)
     behind = 0
     for batch in _batches(read(one, reading, tally)):
         count = 0
-        for document, tokens in zip(batch, _tokens_of(batch, tokenizer, vocabulary), strict=True):
+        for document, tokens in zip(batch, _tokens_of(batch, vocabulary), strict=True):
             if not len(tokens):
                 tally.empty += 1
                 continue
             content = document.content if isinstance(document.content, str) else tokens
             split = "validation" if in_validation(content, settings.validation) else "train"
-            part.write(split, document.source, _ended(tokens, document, vocabulary))
+            part.write(f"{split}/{document.source}", _ended(tokens, document, vocabulary))
             count += len(tokens) + 1
-        advance(tally.position - behind, count)
+        yield tally.position - behind, count
         behind = tally.position
-    tally.judge(job.max_bad)
+    tally.judge()
     _write_record(job, number, Finished(stamps, tally, part.finish()))
-    advance(one.size - behind, 0)
+    yield one.size - behind, 0
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
@@ -105,8 +99,9 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
     yield batch
 
 
-def _tokens_of(batch: list[Document], tokenizer: Tokenizer, vocabulary: Vocabulary) -> Iterator[np.ndarray]:
+def _tokens_of(batch: list[Document], vocabulary: Vocabulary) -> Iterator[np.ndarray]:
     """Tokens of each document, without eos."""
+    tokenizer = vocabulary.tokenizer()
     texts = [document.content for document in batch if isinstance(document.content, str)]
     short = [text for text in texts if len(text) <= PIECE]
     encoded = iter(tokenizer.encode_batch_fast(short, add_special_tokens=False))
@@ -165,20 +160,15 @@ def record_file(job: PrepareJob, number: int) -> Path:
 def _write_record(job: PrepareJob, number: int, finished: Finished) -> None:
     """Shards first, then what says that they are there, each flushed to the disk."""
     root, arrays, entries = job.work / TOKENS, {}, {}
-    for split, sources in finished.records.items():
-        for source, record in sources.items():
-            arrays[f"{split}/{source}"] = record.lengths
-            entries[f"{split}/{source}"] = record.entries
-            for file in (root / split / source / part_name(number)).iterdir():
-                _flush(file)
+    for where, record in finished.records.items():
+        entries[where], arrays[where] = record
+        for file in (root / where / part_name(number)).iterdir():
+            sync(file)
     tally = {key: value for key, value in vars(finished.tally).items() if key != "max_bad"}
     about = json.dumps({"stamps": finished.stamps, "tally": tally, "entries": entries})
-    file = record_file(job, number)
-    temporary = file.with_suffix(".temporary")
-    with temporary.open("wb") as opened:
-        np.savez(opened, about=np.frombuffer(about.encode(), np.uint8), **arrays)
-    _flush(temporary)
-    temporary.replace(file)
+    stored = io.BytesIO()
+    np.savez(stored, about=np.frombuffer(about.encode(), np.uint8), **arrays)
+    put(record_file(job, number), stored.getvalue())
 
 
 def read_record(job: PrepareJob, number: int) -> Finished | None:
@@ -188,20 +178,10 @@ def read_record(job: PrepareJob, number: int) -> Finished | None:
         return None
     with np.load(file, allow_pickle=False) as arrays:
         about = json.loads(arrays["about"].tobytes())
-        records: Records = {}
-        for place, entries in about["entries"].items():
-            split, source = place.split("/")
-            records.setdefault(split, {})[source] = PartRecord(entries, arrays[place])
-            for info in (entry["zip_data"] or entry["raw_data"] for entry in entries):
-                shard = job.work / TOKENS / place / info["basename"]
-                if not shard.exists() or shard.stat().st_size != info["bytes"]:
-                    return None
+        records = {where: PartRecord(entries, arrays[where]) for where, entries in about["entries"].items()}
+    for where, record in records.items():
+        for info in (entry["zip_data"] or entry["raw_data"] for entry in record.entries):
+            shard = job.work / TOKENS / where / info["basename"]
+            if not shard.exists() or shard.stat().st_size != info["bytes"]:
+                return None
     return Finished(about["stamps"], Tally(**about["tally"], max_bad=job.max_bad), records)
-
-
-def _flush(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -18,11 +18,12 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hybridtron.data.folder import TokenFolder
-from hybridtron.data.prepare.input_files import ArgumentError, Input, InputError, PrepareError
+from hybridtron.data.prepare.documents import ArgumentError, Input, InputError, PrepareError
 from hybridtron.data.prepare.parts import (
     TOKENS,
     Finished,
@@ -31,12 +32,14 @@ from hybridtron.data.prepare.parts import (
     part_name,
     read_record,
     record_file,
+    write_part,
 )
 from hybridtron.data.prepare.progress import PrepareProgress
 from hybridtron.data.prepare.vocabulary import Vocabulary
-from hybridtron.data.prepare.workers import write_parts
 from hybridtron.data.prepare.writer import assemble, install
+from hybridtron.data.workers import side_by_side
 from hybridtron.storage.digest import digest_of
+from hybridtron.storage.durable import put, temporary_of
 
 DEFAULTS = FolderSettings()
 Origin = Mapping[str, str | int | float]
@@ -68,8 +71,13 @@ def prepare(
         finished = _resumed(job)
         missing = [number for number in range(len(inputs)) if number not in finished]
         _clear(job, missing)
-        with PrepareProgress(job, finished) as progress:
-            write_parts(job, missing, workers, progress.advance, progress.finish)
+        progress = PrepareProgress(job, finished)
+        with progress.bar:
+            for place, moved in side_by_side(partial(write_part, job), missing, workers):
+                if moved is None:
+                    progress.finish(missing[place])
+                else:
+                    progress.advance(*moved)
         _complete(job, output, origin)
     shutil.rmtree(job.work, ignore_errors=True)
     return TokenFolder.open(output)
@@ -129,19 +137,12 @@ def _resumed(job: PrepareJob) -> dict[int, Finished]:
     """The parts that an earlier call finished; PrepareError where it had other arguments."""
     file, plan = job.work / "plan.json", _plan(job)
     if not file.exists():
-        if foreign := {entry.name for entry in job.work.iterdir()} - {
-            "lock",
-            "records",
-            TOKENS,
-            "plan.temporary",
-            "plan.aside",
-        }:
+        ours = {"lock", "records", TOKENS, temporary_of(file).name}
+        if foreign := {entry.name for entry in job.work.iterdir()} - ours:
             raise PrepareError(f"{job.work} is needed to work in, and holds something else: {_listed(sorted(foreign))}")
         (job.work / "records").mkdir(exist_ok=True)
         (job.work / TOKENS).mkdir(exist_ok=True)
-        temporary = file.with_suffix(".temporary")
-        temporary.write_text(json.dumps(plan), encoding="utf-8")
-        temporary.replace(file)
+        put(file, json.dumps(plan).encode())
         return {}
     _refuse(job, _differences(json.loads(file.read_text(encoding="utf-8")), plan))
     records = {number: record for number in range(len(job.inputs)) if (record := read_record(job, number))}
@@ -149,7 +150,7 @@ def _resumed(job: PrepareJob) -> dict[int, Finished]:
     if changed := [one.name for one, record in finished if record.stamps != one.stamps()]:
         _refuse(job, [f"inputs changed since they were prepared: {_listed(changed)}"])
     for _, record in finished:
-        record.tally.judge(job.max_bad)
+        record.tally.judge()
     return records
 
 
@@ -196,7 +197,7 @@ def _complete(job: PrepareJob, output: Path, origin: Origin | None) -> None:
     finished = [read_record(job, number) for number in range(len(job.inputs))]
     assert all(finished)
     parts = [part for part in finished if part]
-    if not any(record for part in parts for record in part.records.values()):
+    if not any(part.records for part in parts):
         raise InputError(f"there is no document in {_listed([one.name for one in job.inputs])}")
     vocabulary = job.vocabulary
     described = {

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from hybridtron.data.folder import LARGEST_TOKENIZER
-from hybridtron.data.prepare.input_files import ArgumentError
+from hybridtron.data.prepare.documents import ArgumentError
 from hybridtron.regular_files import Unreadable, read_regular
 
 KNOWN_EOS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
@@ -33,11 +34,7 @@ class Vocabulary:
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer as documents need it: whole texts, in which special tokens are spelled like any other word."""
-        tokenizer = Tokenizer.from_str(self.json)
-        tokenizer.no_truncation()  # the file may hold the settings of its last use
-        tokenizer.no_padding()
-        tokenizer.encode_special_tokens = True
-        return tokenizer
+        return _tokenizer(self.json)
 
 
 def open_vocabulary(path: Path, eos_token: str | None = None, separator: str | None = None) -> Vocabulary:
@@ -86,6 +83,15 @@ def vocabulary_of(
         cure = 'mark it as "special": true among its added_tokens'
         raise ArgumentError(f"--eos: a text that spells {eos_token!r} would end there by the tokenizer {name}; {cure}")
     return found
+
+
+@lru_cache(maxsize=1)  # every batch of documents asks for it
+def _tokenizer(text: str) -> Tokenizer:
+    tokenizer = Tokenizer.from_str(text)
+    tokenizer.no_truncation()  # the file may hold the settings of its last use
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 def _config(file: Path) -> dict:

@@ -7,13 +7,14 @@ where they were written.
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,15 +25,14 @@ from hybridtron.storage.digest import digest_of
 SHARD_SIZE = 2**26  # bytes
 
 
-@dataclass
-class PartRecord:
+class PartRecord(NamedTuple):
     """What a part holds of one source and split: MDS index entries of its shards, and its documents' lengths."""
 
-    entries: list[dict[str, Any]] = field(default_factory=list)
-    lengths: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint32))
+    entries: list[dict[str, Any]]
+    lengths: np.ndarray
 
 
-Records = dict[str, dict[str, PartRecord]]  # split -> source -> record
+Records = dict[str, PartRecord]  # by split and source: `train/web`
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -49,37 +49,28 @@ class PartWriter:
         self.folder, self.part = folder, part
         self.vocab_size, self.dtype = vocab_size, token_dtype(vocab_size)
         self.shard_size, self.compression = shard_size, compression
-        self._writers: dict[tuple[str, str], ShardWriter] = {}
-        self._lengths: dict[tuple[str, str], list[int]] = {}
+        self._writers: dict[str, ShardWriter] = {}
 
-    def write(self, split: str, source: str, tokens: Sequence[int] | np.ndarray) -> None:
-        """Add one document."""
-        wide = np.asarray(tokens, dtype=np.int64)
-        lengths = self._lengths.setdefault((split, source), [])
-        if wide.min() < 0 or wide.max() >= self.vocab_size:
-            raise ValueError(
-                f"document {len(lengths)} of {split}/{source} in {self.part} has a token outside of "
-                f"0..{self.vocab_size - 1}"
+    def write(self, where: str, tokens: Sequence[int] | np.ndarray) -> None:
+        """Add one document to a split and source."""
+        if where not in self._writers:
+            self._writers[where] = ShardWriter(
+                self.folder / where, self.dtype, self.shard_size, self.compression, f"{self.part}/"
             )
-        self._writer(split, source).write(wide.astype(self.dtype))
-        lengths.append(len(wide))
+        writer, wide = self._writers[where], np.asarray(tokens, dtype=np.int64)
+        if wide.min() < 0 or wide.max() >= self.vocab_size:
+            document = f"document {len(writer.lengths)} of {where} in {self.part}"
+            raise ValueError(f"{document} has a token outside of 0..{self.vocab_size - 1}")
+        writer.write(wide.astype(self.dtype))
 
     def finish(self) -> Records:
         """Write what is left; the record of each split and source that got a document."""
-        records: Records = {}
-        for (split, source), writer in self._writers.items():
+        for writer in self._writers.values():
             writer.finish()
-            lengths = np.array(self._lengths[split, source], dtype=np.uint32)
-            entries = [_renamed(entry, self.part) for entry in writer.entries]
-            records.setdefault(split, {})[source] = PartRecord(entries, lengths)
-        return records
-
-    def _writer(self, split: str, source: str) -> ShardWriter:
-        if (split, source) not in self._writers:
-            out = self.folder / split / source / self.part
-            shutil.rmtree(out, ignore_errors=True)  # of a part that was not finished
-            self._writers[split, source] = ShardWriter(out, self.dtype, self.shard_size, self.compression)
-        return self._writers[split, source]
+        return {
+            where: PartRecord(writer.entries, np.array(writer.lengths, dtype=np.uint32))
+            for where, writer in self._writers.items()
+        }
 
 
 def assemble(
@@ -92,16 +83,14 @@ def assemble(
     origin: Mapping[str, str | int | float],
 ) -> None:
     """Write tokenizer, indexes, lengths and manifest of a folder whose parts are all there."""
-    gathered: dict[str, dict[str, list[PartRecord]]] = {split: {} for split in SPLITS}
-    for record in records:
-        for split, sources in record.items():
-            for source, of_source in sources.items():
-                gathered[split].setdefault(source, []).append(of_source)
+    gathered: dict[str, list[PartRecord]] = {}
+    for where, record in itertools.chain.from_iterable(of_part.items() for of_part in records):
+        gathered.setdefault(where, []).append(record)
     (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-    splits = {
-        split: {source: _write_source(folder / split / source, parts) for source, parts in sorted(sources.items())}
-        for split, sources in gathered.items()
-    }
+    splits: dict[str, dict[str, SourceSplit]] = {split: {} for split in SPLITS}
+    for where, parts in sorted(gathered.items()):
+        split, source = where.split("/")
+        splits[split][source] = _write_source(folder / where, parts)
     manifest = DataManifest(
         FORMAT,
         vocab_size,
@@ -126,20 +115,26 @@ def write_folder(
     compression: str | None = None,
 ) -> TokenFolder:
     """Write documents by split and source, without their eos, which is added; a folder already there is kept."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}"
-    temporary.mkdir()
-    try:
+    with beside(path) as temporary:
+        temporary.mkdir(parents=True)
         part = PartWriter(temporary, "part-00000", vocab_size, shard_size, compression)
         for split, sources in splits.items():
             for source, documents in sources.items():
                 for document in documents:
-                    part.write(split, source, np.append(np.asarray(document, dtype=np.int64), eos))
+                    part.write(f"{split}/{source}", np.append(np.asarray(document, dtype=np.int64), eos))
         assemble(temporary, [part.finish()], tokenizer, vocab_size, eos, compression, origin)
         install(temporary, path)
+    return TokenFolder.open(path)
+
+
+@contextmanager
+def beside(path: Path) -> Iterator[Path]:
+    """A place of this process alone in which to make a folder; what is there at the end is removed."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return TokenFolder.open(path)
 
 
 def install(temporary: Path, path: Path) -> None:
@@ -149,12 +144,6 @@ def install(temporary: Path, path: Path) -> None:
     except OSError:
         if not path.is_dir():
             raise
-
-
-def _renamed(entry: dict[str, Any], part: str) -> dict[str, Any]:
-    """An index entry whose files are named from the source's folder."""
-    files = {key: entry[key] for key in ("raw_data", "zip_data") if entry[key]}
-    return entry | {key: info | {"basename": f"{part}/{info['basename']}"} for key, info in files.items()}
 
 
 def _write_source(folder: Path, parts: Sequence[PartRecord]) -> SourceSplit:

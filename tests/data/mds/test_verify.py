@@ -62,7 +62,7 @@ def test_a_whole_folder_has_none(folder: TokenFolder):
 def test_processes_find_the_same(plain: TokenFolder):
     stored(plain).write_bytes(stored(plain).read_bytes()[:-1])
     assert verify(plain.path, 2) == verify(plain.path, 1)
-    assert len(faults(plain)) == 2
+    assert len(faults(plain)) == 1
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,6 @@ def test_every_fault_is_reported(folder: TokenFolder, tmp_path: Path):
     found = faults(folder)
     for expected in (
         "tokenizer.json: differs from its digest",
-        "tokenizer.json: does not parse",
-        "train/code/index.json: says of shard 0 that its column_names is ['texts'], and the manifest ['tokens']",
         "train/code/index.json: differs from its digest",
         "validation/web/lengths.npy: ",
         f"{stored(folder).relative_to(folder.path)}: is missing",

@@ -16,8 +16,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from hybridtron.data.folder import TokenFolder
 from hybridtron.data.prepare.documents import Document, InputOptions, Tally
 from hybridtron.data.prepare.embedded import END_OF_TEXT, train_tokenizer
+from hybridtron.data.prepare.formats import read
 from hybridtron.data.prepare.input_files import find
-from hybridtron.data.prepare.inputs import read
 from hybridtron.data.prepare.vocabulary import Vocabulary, vocabulary_of
 from tests.data.mosaic import MDSReader, compression
 
@@ -74,7 +74,7 @@ def read_all(*patterns: Path | str, reading: InputOptions = DEFAULT, max_bad: fl
         of_one = list(read(one, reading, tally))
         assert tally.entries == len(of_one) + tally.bad + tally.empty
         assert 0 <= tally.position <= one.size
-        tally.judge(max_bad)
+        tally.judge()
         found += of_one
     return found
 

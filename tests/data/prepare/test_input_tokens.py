@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from hybridtron.data.prepare.documents import InputOptions, Tally
-from hybridtron.data.prepare.input_files import InputError, find
-from hybridtron.data.prepare.inputs import read
+from hybridtron.data.prepare.documents import InputError, InputOptions, Tally
+from hybridtron.data.prepare.formats import read
+from hybridtron.data.prepare.input_files import find
 from tests.data.mosaic import MDSWriter
 from tests.data.prepare.preparing import TEXTS, contents, read_all
 

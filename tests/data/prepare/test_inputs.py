@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import os
@@ -14,9 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from hybridtron.data.prepare import documents, input_files, inputs
-from hybridtron.data.prepare.documents import InputOptions, Tally
-from hybridtron.data.prepare.input_files import ArgumentError, InputError, clean_name, find
-from hybridtron.data.prepare.inputs import read
+from hybridtron.data.prepare.documents import ArgumentError, InputError, InputOptions, Tally, clean_name
+from hybridtron.data.prepare.formats import read
+from hybridtron.data.prepare.input_files import find
 from tests.data.prepare.preparing import TEXTS, contents, lines_of, read_all, write_jsonl, zstd
 
 
@@ -74,16 +75,16 @@ def test_a_bad_line_is_reported_and_left_out(line: bytes, tmp_path: Path) -> Non
     assert (tally.bad, tally.entries) == (1, 6)
     assert "a.jsonl: 1 of 6 lines are bad and left out\n  line 3: " in tally.bad_entries()
     assert BAD_LINES[line] in tally.bad_entries()
-    tally.judge(0.001)
+    tally.judge()
     with pytest.raises(InputError, match="--max-bad 0 allows less"):
-        tally.judge(0.0)
+        dataclasses.replace(tally, max_bad=0.0).judge()
 
 
 def test_the_share_of_bad_lines_is_rounded_up() -> None:
     for entries, share, allowed in ((10, 0.001, 1), (1000, 0.001, 1), (1001, 0.001, 2), (100, 0.07, 7), (10, 0, 0)):
-        Tally("a", "lines", share, entries, allowed).judge(share)
+        Tally("a", "lines", share, entries, allowed).judge()
         with pytest.raises(InputError):
-            Tally("a", "lines", share, entries, allowed + 1).judge(share)
+            Tally("a", "lines", share, entries, allowed + 1).judge()
 
 
 def test_a_file_without_a_good_line_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

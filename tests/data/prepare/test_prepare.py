@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from hybridtron.data.prepare import parts as parts_module
-from hybridtron.data.prepare.documents import in_validation
+from hybridtron.data.prepare.documents import ArgumentError, InputError, in_validation
 from hybridtron.data.prepare.embedded import END_OF_TEXT
-from hybridtron.data.prepare.input_files import ArgumentError, InputError, find
+from hybridtron.data.prepare.input_files import find
 from hybridtron.data.prepare.parts import FolderSettings, cut
 from hybridtron.data.prepare.run import prepare
 from hybridtron.data.prepare.vocabulary import Vocabulary

@@ -16,11 +16,12 @@ import pytest
 from hybridtron.data.folder import FolderError
 from hybridtron.data.prepare import parts as parts_module
 from hybridtron.data.prepare import run as prepare_module
-from hybridtron.data.prepare.input_files import PrepareError, find
+from hybridtron.data.prepare.documents import PrepareError
+from hybridtron.data.prepare.input_files import find
 from hybridtron.data.prepare.parts import FolderSettings
 from hybridtron.data.prepare.run import prepare
 from hybridtron.data.prepare.vocabulary import Vocabulary, open_vocabulary
-from hybridtron.data.prepare.workers import PrepareWorkerError
+from hybridtron.data.workers import WorkerEnded
 from tests.data.prepare.preparing import (
     TEXTS,
     contents_of,
@@ -158,7 +159,7 @@ def test_what_is_there_is_kept(
 ) -> None:
     found, output = find([str(inputs)]).inputs, tmp_path / "out"
     folder = prepare(found, output, vocabulary, SETTINGS)
-    monkeypatch.setattr(prepare_module, "write_parts", lambda *_: pytest.fail("written again"))
+    monkeypatch.setattr(prepare_module, "write_part", lambda *_: pytest.fail("written again"))
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial/plan.json").touch()  # of a call that was killed when all was done
     assert prepare(found, output, vocabulary, SETTINGS, workers=3) == folder
@@ -207,9 +208,7 @@ def test_a_worker_that_is_killed_is_reported(
             child.kill()
 
     monkeypatch.setattr(prepare_module.PrepareProgress, "advance", kill)
-    with pytest.raises(
-        PrepareWorkerError, match="a worker ended with exit code -9 as a rule for lack of memory: fewer"
-    ):
+    with pytest.raises(WorkerEnded, match="a worker ended with exit code -9 as a rule for lack of memory: fewer"):
         prepare(find([str(inputs)]).inputs, tmp_path / "out", vocabulary, SETTINGS, workers=2)
     assert not multiprocessing.active_children()
 
@@ -221,7 +220,7 @@ def test_a_full_disk_ends_plainly_and_is_resumed_from(
     whole = prepare(found, tmp_path / "whole", vocabulary)
     full = OSError(errno.ENOSPC, "No space left on device")
     with monkeypatch.context() as patched:
-        patched.setattr("hybridtron.data.prepare.parts._flush", lambda _: (_ for _ in ()).throw(full))
+        patched.setattr("hybridtron.data.prepare.parts.sync", lambda _: (_ for _ in ()).throw(full))
         with pytest.raises(OSError, match="No space left"):
             prepare(found, tmp_path / "out", vocabulary)
     assert not (tmp_path / "out").exists()

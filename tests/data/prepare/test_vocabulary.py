@@ -11,8 +11,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+from hybridtron.data.prepare.documents import ArgumentError
 from hybridtron.data.prepare.embedded import END_OF_TEXT
-from hybridtron.data.prepare.input_files import ArgumentError, find
+from hybridtron.data.prepare.input_files import find
 from hybridtron.data.prepare.parts import FolderSettings
 from hybridtron.data.prepare.run import prepare
 from hybridtron.data.prepare.vocabulary import open_vocabulary, vocabulary_of

@@ -1,0 +1,45 @@
+"""The formats of inputs, by name, in the order in which they are tried. docs/extending.md adds one."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from hybridtron.data.prepare.corpus import EMBEDDED
+from hybridtron.data.prepare.documents import Document, Input, InputError, InputOptions, Tally, check_regular
+from hybridtron.data.prepare.input_tokens import MDS, MEGATRON, PACKED
+from hybridtron.data.prepare.inputs import JSONL, PARQUET, TEXT
+
+FORMATS = {
+    "jsonl": JSONL,
+    "parquet": PARQUET,
+    "text": TEXT,
+    "packed": PACKED,
+    "megatron": MEGATRON,
+    "mds": MDS,
+    "embedded": EMBEDDED,
+}
+
+
+def known_formats() -> str:
+    """The formats, as a part of a message."""
+    return "Known formats:" + "".join(f"\n  {known.described}" for known in FORMATS.values())
+
+
+def inputs_of(file: Path) -> list[Input]:
+    """The inputs that a file stands for: none where it is of no known format."""
+    for name, known in FORMATS.items():
+        if known.suffixes and file.name.lower().endswith(known.suffixes):
+            check_regular(file)
+            if found := known.files(file):
+                return [Input(name, files, place) for place, files in enumerate(found)]
+    return []
+
+
+def read(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
+    """The documents of an input; InputError where it is damaged, or where too much of it is bad."""
+    try:
+        yield from FORMATS[one.format].read(one, reading, tally)
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{one.name} can't be read to its end, damaged or truncated: {error}") from error

@@ -161,7 +161,7 @@ def test_training_ends_after_a_number_of_failed_saves(
         patch.setattr("hybridtron.checkpoint.save.write_tensors", full)
         saver.save(engine, meta_of(engine, 2, {}), tokenizer)
         saver.settle()
-    assert "NOT WRITTEN at step 2 (1 of 2): OSError: process 0: OSError: [Errno 28] No space" in capsys.readouterr().err
+    assert "at step 2 (1 of 2): OSError: process 0: OSError: [Errno 28]" in capsys.readouterr().err
     saver.save(engine, meta_of(engine, 3, {}), tokenizer)
     saver.settle()
     monkeypatch.setattr("hybridtron.checkpoint.save.write_tensors", full)

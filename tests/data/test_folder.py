@@ -77,7 +77,7 @@ def test_nothing_stays_of_a_failed_write(tmp_path: Path):
 
     with pytest.raises(RuntimeError, match="interrupted"):
         write_folder(tmp_path / "data", {"train": {"text": documents()}, "validation": {}}, "{}", 10, 0, {})
-    with pytest.raises(ValueError, match=r"document 1 of train/text in part-00000 has a token outside of 0\.\.9"):
+    with pytest.raises(ValueError, match=r"document 1 of train/text in part-00000 .*0\.\.9"):
         write_folder(tmp_path / "data", {"train": {"text": [[1], [10]]}, "validation": {}}, "{}", 10, 0, {})
     assert not list(tmp_path.iterdir())
 

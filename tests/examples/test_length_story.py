@@ -29,7 +29,7 @@ def test_a_quick_story_is_written_and_resumes(tmp_path: Path, capsys: pytest.Cap
     assert [path.stat().st_mtime_ns for path in measured] == written
     measured[0].write_text(measured[0].read_text().replace("run.seed=1", "run.seed=9"))
     assert main(arguments) == 2
-    assert "was trained by other arguments: delete it" in capsys.readouterr().err
+    assert "other arguments" in capsys.readouterr().err
 
 
 def test_quick_leaves_the_real_story_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -156,7 +156,7 @@ def test_a_checkpoint_of_bf16_is_resumed_with_empty_histories(
     write(engine, step=9)
     longer = config_of("fp8_delayed")
     longer.precision.history = 8
-    with pytest.raises(ConfigError, match=r"precision.history  is 8, but the checkpoint remembers 4 steps"):
+    with pytest.raises(ConfigError, match=r"precision.history  is 8"):
         restore_newest(valid_checkpoints(tmp_path), serving(Engine(longer, alone)), tmp_path)
 
 

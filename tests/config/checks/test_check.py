@@ -13,6 +13,10 @@ def reported(*arguments: str, world_size: int | None = None) -> dict[str, str]:
     return {problem.key: problem.message for problem in check(load(arguments), world_size)}
 
 
+def mentions(message: str, *values: str) -> bool:
+    return all(value in message for value in values)
+
+
 @pytest.mark.parametrize("recipe", [name for name in choices_of("recipe") if not name.startswith("length/")])
 def test_recipes_keep_every_rule_and_are_named_after_their_files(recipe):
     config = load([f"recipe={recipe}"])
@@ -176,14 +180,14 @@ def test_warnings_name_what_has_no_effect():
 
 
 def test_tensor_sizes_that_work_are_those_of_the_whole_model():
-    assert reported("recipe=samba_3.8b", "parallel.tensor=4") == {
-        "parallel.tensor": "is 4, but model.layers.W.heads is 11, which 4 ranks can't share evenly: use 1"
-    }
+    found = reported("recipe=samba_3.8b", "parallel.tensor=4")
+    assert found.keys() == {"parallel.tensor"}
+    assert mentions(found["parallel.tensor"], "is 4", "model.layers.W.heads is 11", "use 1")
     heads = "model.layers.W={kind: attention, heads: 12, kv_heads: 12}"
     message = reported(heads, "model.pattern=MW", "model.vocab_size=2055", "parallel.tensor=4")["parallel.tensor"]
-    assert message.endswith("model.vocab_size is 2055, which 4 ranks can't share evenly: use 1 or 3")
+    assert mentions(message, "model.vocab_size is 2055", "use 1 or 3")
     message = reported("recipe=samba_1.7b", "parallel.tensor=8")["parallel.tensor"]
-    assert message == "is 8, but model.layers.-.hidden is 8196, which 8 ranks can't share evenly: use 1, 2 or 4"
+    assert mentions(message, "is 8", "model.layers.-.hidden is 8196", "use 1, 2 or 4")
 
 
 def test_letters_that_are_not_used_need_not_be_cut():
@@ -192,9 +196,9 @@ def test_letters_that_are_not_used_need_not_be_cut():
 
 def test_sequence_parallel_rows_must_be_shared_evenly():
     arguments = ("parallel.tensor=4", "parallel.sequence=true", "phases.0.seq_len=250")
-    assert reported(*arguments) == {
-        "phases.0.seq_len": "is 250, which parallel.sequence can't share over parallel.tensor=4 ranks: use 248 or 252"
-    }
+    found = reported(*arguments)
+    assert found.keys() == {"phases.0.seq_len"}
+    assert mentions(found["phases.0.seq_len"], "is 250", "parallel.sequence", "parallel.tensor=4", "use 248 or 252")
 
 
 def test_processes_must_fill_the_layout():
@@ -202,23 +206,21 @@ def test_processes_must_fill_the_layout():
     assert not reported(*layout, world_size=8)
     for processes, fitting in ((6, "start 4 or 8"), (2, "start 4")):
         message = reported(*layout, world_size=processes)["parallel.tensor"]
-        assert message.startswith("is 2, times parallel.pipeline=2 makes 4 ranks a model")
-        assert message.endswith(fitting)
+        assert mentions(message, "is 2", "parallel.pipeline=2", "4 ranks", fitting)
 
 
 def test_the_batch_must_be_shared_evenly():
     rows = ("phases.0.global_batch=12", "phases.0.micro_batch=4")
     assert not reported(*rows, world_size=3)
     message = reported(*rows, world_size=2)["phases.0.global_batch"]
-    assert message.endswith("2 data-parallel ranks in micro batches of 4: use 8 or 16, or another micro_batch")
+    assert mentions(message, "2 data-parallel ranks", "micro batches of 4", "use 8 or 16", "micro_batch")
 
 
 def test_interleaved_stages_need_a_multiple_of_the_pipeline():
     layout = ("parallel.pipeline=2", "parallel.virtual_pipeline=2", "phases.0.micro_batch=2")
     assert not reported(*layout, "phases.0.global_batch=8", world_size=4)
     message = reported(*layout, "phases.0.global_batch=12", world_size=4)["phases.0.global_batch"]
-    assert "makes 3 micro batches a data-parallel rank" in message
-    assert message.endswith("a multiple of 2: use 8 or 16, or another micro_batch")
+    assert mentions(message, "3 micro batches", "a multiple of 2", "use 8 or 16")
     assert not reported("parallel.pipeline=2", "phases.0.micro_batch=2", "phases.0.global_batch=12", world_size=4)
 
 
@@ -227,8 +229,8 @@ def test_bars_must_make_as_many_stages_as_the_layout():
     assert not reported(pattern, "parallel.pipeline=4", "phases.0.micro_batch=1")
     assert not reported(pattern, "parallel.pipeline=2", "parallel.virtual_pipeline=2", "phases.0.micro_batch=1")
     message = reported(pattern, "parallel.pipeline=2")["model.pattern"]
-    assert message.startswith("has 3 bars, which make 4 stages, but pipeline=2 times virtual_pipeline=1 are 2")
-    assert "pipeline=4 virtual_pipeline=1 or pipeline=2 virtual_pipeline=2, or no bars" in message
+    assert mentions(message, "3 bars", "4 stages", "pipeline=2 times virtual_pipeline=1 are 2")
+    assert mentions(message, "pipeline=4 virtual_pipeline=1", "pipeline=2 virtual_pipeline=2", "no bars")
 
 
 def test_what_a_layout_does_not_use_is_noted():

@@ -139,7 +139,7 @@ def test_cumulated_is_exact():
 
 @pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf")])
 def test_weights_must_be_positive(weight: float):
-    with pytest.raises(ValueError, match=r"weights\[1\] = .* must be a positive number"):
+    with pytest.raises(ValueError, match=r"weights\[1\] = "):
         Mixture([1, weight], 8, seed=1)
 
 

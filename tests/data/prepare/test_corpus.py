@@ -89,7 +89,7 @@ def test_a_folder_that_is_something_else_is_left_alone(documents: list[Document]
 
 
 def test_too_small_a_vocabulary(tmp_path: Path):
-    with pytest.raises(ValueError, match="vocab_size=299; a byte-level vocabulary needs at least 300"):
+    with pytest.raises(ValueError, match=r"vocab_size=299.* 300"):
         prepare_embedded(tmp_path / "data", 299)
 
 

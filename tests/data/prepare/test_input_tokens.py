@@ -54,10 +54,10 @@ def test_packed_tokens(tmp_path: Path) -> None:
     tally = Tally("a", "documents", 0)
     list(read(find([str(file)]).inputs[0], reading, tally))
     assert "may be cut" in tally.remarks[0]
-    with pytest.raises(InputError, match="has no token 2, which parts documents; --separator names"):
+    with pytest.raises(InputError, match=r"no token 2.* --separator"):
         read_all(file, reading=InputOptions(separator=2))
     file.write_bytes(packed([1, 2, 3])[:-2])
-    with pytest.raises(InputError, match="is truncated: its header says 3 tokens, it has 2"):
+    with pytest.raises(InputError, match=r"truncated: .*3 tokens.* 2"):
         read_all(file, reading=reading)
     file.write_bytes(packed([1, 2, 3], 6, "<f4"))
     with pytest.raises(InputError, match="holds no integers"):
@@ -86,7 +86,7 @@ def test_mds(compression: str | None, tmp_path: Path) -> None:
     assert contents(read_all(tmp_path)) == TOKENS + TOKENS + TEXTS
     shard = found.inputs[0].files[1]
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
-    with pytest.raises(InputError, match=r"differs from the sha1 in its index\.json"):
+    with pytest.raises(InputError, match=r"sha1 .*index\.json"):
         read_all(tmp_path)
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(InputError, match=r"has \d+ bytes, \d+ by its index.json"):

@@ -119,7 +119,7 @@ def test_columns_of_parquet(tmp_path: Path) -> None:
     assert contents(read_all(file, reading=InputOptions("body"), max_bad=0.001)) == TEXTS
     with pytest.raises(InputError, match="row 6: 'body' is null"):
         read_all(file, reading=InputOptions("body"))
-    with pytest.raises(InputError, match="has no column 'text'; --text-key names one of its own: body, n"):
+    with pytest.raises(InputError, match=r"'text'.* --text-key .*body, n"):
         read_all(file)
     with pytest.raises(InputError, match="a column 'n' of int64, not of strings"):
         read_all(file, reading=InputOptions("n"))
@@ -160,7 +160,7 @@ def test_truncated_files_are_named(name: str, tmp_path: Path) -> None:
     data = file.read_bytes()
     for length in (len(data) - 3, len(data) // 2, 2, 0):
         file.write_bytes(data[:length])
-        with pytest.raises(InputError, match=rf"{name} can't be read to its end, damaged or truncated: "):
+        with pytest.raises(InputError, match=rf"{name} .*damaged or truncated: "):
             read_all(file)
     file.write_bytes(data[:40] + bytes(20) + data[60:])
     with pytest.raises(InputError):

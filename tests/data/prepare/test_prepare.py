@@ -118,7 +118,7 @@ def test_the_smallest_dtype_is_taken(entries: int, dtype: str, tmp_path: Path) -
 
 def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     write_tokens(tmp_path / "in", [[1], [2, 300]])
-    with pytest.raises(InputError, match=r"sample 1: has token 300, and the tokenizer words ends at 299"):
+    with pytest.raises(InputError, match=r"sample 1: has token 300.* 299"):
         prepare(find([str(tmp_path / "in")]).inputs, tmp_path / "out", words(300))
 
 

@@ -113,20 +113,18 @@ def test_other_arguments_do_not_resume(
     interrupted(monkeypatch, inputs, output, vocabulary)
     found = find([str(inputs)]).inputs
     other = dataclasses.replace(SETTINGS, validation=0.3, compression="zstd:3")
-    with pytest.raises(
-        PrepareError, match=r"validation was 0.2 and is 0.3; compression was None and is 'zstd:3'. give"
-    ):
+    with pytest.raises(PrepareError, match=r"validation was 0.2 and is 0.3; compression was None and is 'zstd:3'"):
         prepare(found, output, vocabulary, other)
     with pytest.raises(PrepareError, match=r"tokenizer was 'tokenizer\d+ \(.*' and is 'words .*; eos was"):
         prepare(found, output, words(300), SETTINGS)
     added = write_jsonl(inputs / "new.jsonl", TEXTS)
-    with pytest.raises(PrepareError, match=r"out.partial was begun otherwise: new inputs: .*new.jsonl. give the same"):
+    with pytest.raises(PrepareError, match=r"out.partial .*new inputs: .*new.jsonl"):
         prepare(find([str(inputs)]).inputs, output, vocabulary, SETTINGS)
     added.unlink()
-    with pytest.raises(PrepareError, match=r"inputs that are gone: .*3.jsonl. give the same"):
+    with pytest.raises(PrepareError, match=r"gone: .*3.jsonl"):
         prepare(found[:-1], output, vocabulary, SETTINGS)
     os.utime(found[0].files[0], (1, 1))
-    with pytest.raises(PrepareError, match=r"inputs changed since they were prepared: .*0.jsonl"):
+    with pytest.raises(PrepareError, match=r"changed .*0.jsonl"):
         prepare(found, output, vocabulary, SETTINGS)
 
 
@@ -164,9 +162,9 @@ def test_what_is_there_is_kept(
     (tmp_path / "out.partial/plan.json").touch()  # of a call that was killed when all was done
     assert prepare(found, output, vocabulary, SETTINGS, workers=3) == folder
     assert not (tmp_path / "out.partial").exists()
-    with pytest.raises(PrepareError, match="out was prepared with other arguments; delete it"):
+    with pytest.raises(PrepareError, match=r"out .*other arguments"):
         prepare(found[1:], output, vocabulary, SETTINGS)
-    with pytest.raises(FolderError, match=r"has no manifest\.json: not a folder of prepared tokens"):
+    with pytest.raises(FolderError, match=r"no manifest\.json"):
         prepare(found, inputs, vocabulary, SETTINGS)
 
 
@@ -176,7 +174,7 @@ def test_one_call_at_a_time(
     interrupted(monkeypatch, inputs, tmp_path / "out", vocabulary)
     with (
         prepare_module._locked(tmp_path / "out.partial"),
-        pytest.raises(PrepareError, match=r"out\.partial is being written by another process"),
+        pytest.raises(PrepareError, match=r"out\.partial .*another process"),
     ):
         prepare(find([str(inputs)]).inputs, tmp_path / "out", vocabulary, SETTINGS)
 
@@ -184,7 +182,7 @@ def test_one_call_at_a_time(
 def test_what_stands_in_the_way_is_left_alone(inputs: Path, vocabulary: Vocabulary, tmp_path: Path) -> None:
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial/mine.txt").write_text("my text")
-    with pytest.raises(PrepareError, match=r"out\.partial is needed to work in, and holds something else: mine\.txt"):
+    with pytest.raises(PrepareError, match=r"out\.partial .*mine\.txt"):
         prepare(find([str(inputs)]).inputs, tmp_path / "out", vocabulary, SETTINGS)
     assert (tmp_path / "out.partial/mine.txt").exists()
 
@@ -194,7 +192,7 @@ def test_what_fails_in_a_worker_is_reported(inputs: Path, vocabulary: Vocabulary
     """Its fault, or its end, reaches the first process, and no worker stays."""
     file = inputs / "1.jsonl.gz"
     file.write_bytes(file.read_bytes()[:-5])
-    with pytest.raises(PrepareError, match=r"1.jsonl.gz can't be read to its end, damaged or truncated"):
+    with pytest.raises(PrepareError, match=r"1.jsonl.gz .*damaged or truncated"):
         prepare(find([str(inputs)]).inputs, tmp_path / "out", vocabulary, SETTINGS, workers=2)
     assert not multiprocessing.active_children()
 
@@ -208,7 +206,7 @@ def test_a_worker_that_is_killed_is_reported(
             child.kill()
 
     monkeypatch.setattr(prepare_module.PrepareProgress, "advance", kill)
-    with pytest.raises(WorkerEnded, match="a worker ended with exit code -9 as a rule for lack of memory: fewer"):
+    with pytest.raises(WorkerEnded, match="exit code -9"):
         prepare(find([str(inputs)]).inputs, tmp_path / "out", vocabulary, SETTINGS, workers=2)
     assert not multiprocessing.active_children()
 

@@ -78,7 +78,7 @@ def test_tokenizers_that_are_of_no_use(tmp_path: Path) -> None:
     tokenizer = Tokenizer(WordLevel({"a": 0, "</s>": 1}, "a"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.add_tokens(["</s>"])
-    with pytest.raises(ArgumentError, match="a text that spells '</s>' would end there"):
+    with pytest.raises(ArgumentError, match="'</s>'"):
         vocabulary_of(tokenizer.to_str(), "plain", None)
 
 

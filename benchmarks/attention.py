@@ -1,14 +1,20 @@
-"""Sliding-window attention against full attention, and against torch's attention with a dense mask, over the length.
+"""Attention over the length: a sliding window, and span-expanded attention, each against full attention.
 
-Full attention is the work that a window saves; the dense mask is the window as one gets it from torch alone on a CPU,
-and computes every pair in order to throw most of them away. The pairs that a window needs, as a share of those of full
-attention, are the floor of the ratio. On CUDA our form is what dispatch takes there, and the same peers are torch's.
+Full attention is the work that both save. `attention` also measures torch's attention with a dense mask, which is the
+window as one gets it from torch alone on a CPU, and computes every pair in order to throw most of them away. The pairs
+that a window needs, as a share of those of full attention, are the floor of the ratio. On CUDA our form is what
+dispatch takes there, and the same peers are torch's.
+
+In `span`, chunks of 256 tokens that read 256 tokens of the past see as many keys at most as a window of 256 tokens
+taken by blocks of 256 queries; what is measured is what summaries, the choice and the gathering cost beyond that.
+Queries, keys and values are random, so that the chosen blocks lie anywhere, which is the worst case for a cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,53 +22,69 @@ from torch import Tensor
 
 from hybridtron.architecture.attention import visible_tokens
 from hybridtron.device import compute_device
-from hybridtron.ops.attention import AttentionInputs, attention
-from hybridtron.proving.measuring import (
-    BenchReport,
-    BenchSettings,
-    BenchTable,
-    Contender,
-    Goal,
-    Timing,
-    interleaved,
-    times,
+from hybridtron.ops.attention import AttentionInputs
+from hybridtron.ops.attention import attention as windowed_attention
+from hybridtron.ops.dispatch import force
+from hybridtron.ops.span import (
+    CarriedBlocks,
+    ChoiceRule,
+    SpanCut,
+    SpanInputs,
+    SpanSegment,
+    choose_by_relevance,
+    span_attention,
 )
+from hybridtron.proving.measuring import BenchReport, difference, per_token
+from hybridtron.proving.peak_memory import measure_memory
 
-TOLERANCE = 1e-5
+Form = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured. Dense masks are tried up to `masked` tokens: beyond, they take minutes and gigabytes."""
+    """What is measured; a chunk is as long as a window. The slowest form is measured up to `most` tokens."""
 
     heads: int
     head_dim: int
     window: int
     lengths: tuple[int, ...]
-    masked: int
+    most: int
+    block: int = 0
+    blocks: int = 0
+    memory: tuple[int, ...] = ()
 
 
-FULL = Sizes(heads=4, head_dim=64, window=1024, lengths=(2048, 4096, 8192, 16384), masked=8192)
-QUICK = Sizes(heads=2, head_dim=8, window=32, lengths=(64, 512), masked=64)
+WINDOW = Sizes(heads=4, head_dim=64, window=1024, lengths=(2048, 4096, 8192, 16384), most=8192)
+SPAN = Sizes(4, 64, 256, (4096, 8192, 16384, 32768), 16384, 32, 8, memory=(16384, 32768))
+TINY_WINDOW = Sizes(heads=2, head_dim=8, window=32, lengths=(64, 512), most=64)
+TINY_SPAN = Sizes(2, 8, 32, (64, 256), 256, 8, 4, memory=(256,))
 
 
-def windowed(window: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    return lambda q, k, v: attention(AttentionInputs(q, k, v, window))
+def windowed(window: int) -> Form:
+    return lambda q, k, v: windowed_attention(AttentionInputs(q, k, v, window))
 
 
-def full(q_BLHK: Tensor, k_BLHK: Tensor, v_BLHK: Tensor) -> Tensor:
+def full(q_BLHK: Tensor, k_BLHK: Tensor, v_BLHK: Tensor, mask: Tensor | None = None) -> Tensor:
     q, k, v = (tensor.transpose(1, 2) for tensor in (q_BLHK, k_BLHK, v_BLHK))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None).transpose(1, 2)
 
 
-def masked(length: int, window: int, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    places = torch.arange(length, device=device)
+def masked(length: int, window: int) -> Form:
+    places = torch.arange(length, device=compute_device())
     distance = places[:, None] - places
-    mask = (distance >= 0) & (distance < window)
+    return partial(full, mask=(distance >= 0) & (distance < window))
+
+
+def spanned(chunk: int, block: int, blocks: int) -> Form:
+    """Span-expanded attention with all that it takes: summaries, relevance, choice, attention."""
+    rule = ChoiceRule(blocks, previous=False)
 
     def run(q_BLHK: Tensor, k_BLHK: Tensor, v_BLHK: Tensor) -> Tensor:
-        q, k, v = (tensor.transpose(1, 2) for tensor in (q_BLHK, k_BLHK, v_BLHK))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+        batch, length = q_BLHK.shape[:2]
+        cut = SpanCut(chunk, block, (SpanSegment(slice(0, batch), 0, length),))
+        carried = CarriedBlocks(chunk // block, 2 * chunk // block)
+        chosen, _ = choose_by_relevance(cut, rule, q_BLHK, k_BLHK, v_BLHK, None, carried)
+        return span_attention(SpanInputs(q_BLHK, k_BLHK, v_BLHK, cut, chosen))
 
     return run
 
@@ -70,75 +92,86 @@ def masked(length: int, window: int, device: torch.device) -> Callable[[Tensor, 
 class Row:
     """Queries, keys and values of one row, and a pass of any form over them."""
 
-    def __init__(self, sizes: Sizes, length: int, device: torch.device) -> None:
+    def __init__(self, sizes: Sizes, length: int) -> None:
         generator = torch.Generator().manual_seed(length)
         shape = (1, length, sizes.heads, sizes.head_dim)
-        numbers = [torch.randn(shape, generator=generator).to(device) for _ in range(4)]
+        numbers = [torch.randn(shape, generator=generator).to(compute_device()) for _ in range(4)]
         self.grad_BLHK = numbers.pop()
         self.qkv = [tensor.requires_grad_() for tensor in numbers]
 
-    def forward_backward(self, form: Callable[[Tensor, Tensor, Tensor], Tensor]) -> list[Tensor]:
+    def forward_backward(self, form: Form) -> list[Tensor]:
         """The output and the three gradients."""
         y_BLHK = form(*self.qkv)
         return [y_BLHK.detach(), *torch.autograd.grad(y_BLHK, self.qkv, self.grad_BLHK)]
 
+    def passes(self, forms: Mapping[str, Form]) -> dict[str, Callable[[], object]]:
+        return {name: partial(self.forward_backward, form) for name, form in forms.items()}
 
-def bench(settings: BenchSettings) -> BenchReport:
-    """The sweep over the length."""
-    sizes, device = (QUICK if settings.quick else FULL), compute_device()
-    measured = {length: _measure(sizes, length, device, settings) for length in sizes.lengths}
-    cells = [_cells(sizes, length, timings) for length, timings in measured.items()]
-    header = (
-        "tokens",
-        "window / full",
-        "pairs needed / full",
-        "window / dense mask",
-        "window per token",
-        "median over fastest",
-    )
-    first = measured[sizes.lengths[0]]["window"].fastest / sizes.lengths[0]
-    cells = [(*row[:4], times(measured[int(row[0])]["window"].fastest / int(row[0]) / first), row[4]) for row in cells]
-    notes = [
+
+def attention(report: BenchReport) -> None:
+    """A window over the length."""
+    sizes = TINY_WINDOW if report.quick else WINDOW
+    report.device = compute_device().type
+    ours, passes = windowed(sizes.window), {}
+    for length in sizes.lengths:
+        row, forms = Row(sizes, length), {"window": ours, "full": full}
+        if length <= sizes.most:
+            forms["dense mask"] = masked(length, sizes.window)
+            difference(row.forward_backward(ours), row.forward_backward(forms["dense mask"]))
+        passes[length] = row.passes(forms)
+    measured = report.sweep(passes)
+    needed = [visible_tokens(length, sizes.window) / visible_tokens(length, None) for length in measured]
+    more = {"pairs needed / full": [f"{share:.3f}" for share in needed]}
+    more["window per token"] = per_token(measured, "window")
+    report.ratios("time", "tokens", measured, [("window", "full"), ("window", "dense mask")], more)
+    report.notes += [
         f"batch 1, {sizes.heads} heads of {sizes.head_dim}, window {sizes.window}, fp32, forward and backward; full is "
         "torch's causal scaled_dot_product_attention, dense mask the same with a boolean L x L mask",
-        f"{settings.repetitions} rounds of every form; window per token: our time per token over that of the first row",
+        f"{report.repetitions} rounds of every form; window per token: our time per token over that of the first row",
         "outputs and gradients agree with those of the dense mask wherever that is measured",
     ]
-    console = [f"{name} at {length}: {timing}" for length, forms in measured.items() for name, timing in forms.items()]
-    goals = []
-    if not settings.quick:
-        largest = measured[16384]
-        goals = [
-            Goal.at_most(
-                "window of 1024 / full at 16384 tokens", 0.25, largest["window"].fastest / largest["full"].fastest
-            )
-        ]
-        ratios = [m["window"].fastest / m["mask"].fastest for m in measured.values() if "mask" in m]
-        goals += [Goal.at_most("window / dense mask, at the worst length", 1.0, max(ratios))]
-    return BenchReport(
-        "Sliding-window attention", device.type, [BenchTable("time", header, cells)], goals, notes, console
-    )
+    last, dense = sizes.lengths[-1], [found for length, found in measured.items() if length <= sizes.most]
+    report.at_most(f"window of {sizes.window} / full at {last} tokens", 0.25, measured[last].ratio("window", "full"))
+    worst = max(found.ratio("window", "dense mask") for found in dense)
+    report.at_most("window / dense mask, at the worst length", 1.0, worst)
 
 
-def _measure(sizes: Sizes, length: int, device: torch.device, settings: BenchSettings) -> dict[str, Timing]:
-    row = Row(sizes, length, device)
-    ours = windowed(sizes.window)
-    forms = {"window": ours, "full": full}
-    if length <= sizes.masked:
-        forms["mask"] = masked(length, sizes.window, device)
-        pairs = zip(row.forward_backward(ours), row.forward_backward(forms["mask"]), strict=True)
-        difference = max((got - wanted).abs().max().item() for got, wanted in pairs)
-        assert difference <= TOLERANCE, f"the window and the dense mask differ by {difference:.1e}"
-    runs = {
-        name: Contender(lambda form=form: row.forward_backward(form), settings.repetitions)
-        for name, form in forms.items()
-    }
-    return interleaved(runs)
+def span(report: BenchReport) -> None:
+    """Spans over the length, and their peak memory."""
+    sizes = TINY_SPAN if report.quick else SPAN
+    report.device = compute_device().type
+    forms, row = span_forms(sizes), Row(sizes, 4 * sizes.window)
+    ours = row.forward_backward(forms["span"])
+    with force(span_attention="reference"):
+        difference(ours, row.forward_backward(forms["span"]))
+    passes = {}
+    for length in sizes.lengths:
+        peers: dict[str, Form] = {"full": full} if length <= sizes.most else {}
+        passes[length] = Row(sizes, length).passes({**forms, **peers})
+    measured = report.sweep(passes)
+    more = {"span per token": per_token(measured, "span")}
+    report.ratios("time", "tokens", measured, [("span", "window"), ("full", "span")], more)
+    peaks = measure_memory(report, prepared, sizes.memory, ("span", "window"), sizes)
+    report.notes += [
+        f"batch 1, {sizes.heads} heads of {sizes.head_dim}, fp32, forward and backward; chunks and window of "
+        f"{sizes.window} tokens, {sizes.blocks} blocks of {sizes.block} tokens retrieved; full is torch's causal "
+        "scaled_dot_product_attention",
+        f"{report.repetitions} rounds of all forms and lengths; span per token: our time per token over that of the "
+        "first row; outputs and gradients of the blocked form agree with the reference's",
+    ]
+    times = {length: found["span"].fastest for length, found in measured.items()}
+    doublings = [times[2 * length] / times[length] for length in times if 2 * length in times]
+    report.at_least(f"full / span at {sizes.most} tokens", 4, measured[sizes.most].ratio("full", "span"))
+    report.at_most(f"span / window at {sizes.most} tokens", 1.15, measured[sizes.most].ratio("span", "window"))
+    report.at_most("time ratio per doubling, the worst", 2.2, max(doublings, default=0.0))
+    report.at_most("peak memory / window's, the worst", 1.2, max(of["span"] / of["window"] for of in peaks.values()))
 
 
-def _cells(sizes: Sizes, length: int, timings: dict[str, Timing]) -> tuple[str, ...]:
-    ours = timings["window"].fastest
-    needed = visible_tokens(length, sizes.window) / visible_tokens(length, None)
-    mask = f"{ours / timings['mask'].fastest:.2f}" if "mask" in timings else ""
-    spreads = " / ".join(f"+{timing.spread:.0%}" for timing in timings.values())
-    return f"{length}", f"{ours / timings['full'].fastest:.3f}", f"{needed:.3f}", mask, spreads
+def span_forms(sizes: Sizes) -> dict[str, Form]:
+    return {"span": spanned(sizes.window, sizes.block, sizes.blocks), "window": windowed(sizes.window)}
+
+
+def prepared(form: str, length: int, sizes: Sizes) -> Callable[[], object]:
+    run = span_forms(sizes)[form]
+    Row(sizes, 4 * sizes.window).forward_backward(run)
+    return partial(Row(sizes, length).forward_backward, run)

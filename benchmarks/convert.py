@@ -6,108 +6,85 @@ has imported; its time begins after the imports. A copy is flushed, as what we w
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 from hybridtron.architecture.model import ModelConfig
+from hybridtron.cli import convert_commands
+from hybridtron.cli.convert import parsed
 from hybridtron.interop.native_pairs import Llama
 from hybridtron.interop.writer import write_json
-from hybridtron.proving.measuring import (
-    BenchReport,
-    BenchSettings,
-    BenchTable,
-    Contender,
-    Goal,
-    interleaved,
-    times,
-)
+from hybridtron.proving.measuring import MIB, BenchReport, times
+from hybridtron.proving.peak_memory import fresh_processes, resident
 
-SHARD = 256 * 2**20
-MEASURED = """
-import resource, sys, time
-from hybridtron.cli.convert import main
-import hybridtron.interop.verify
-before = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() // 1024
-start = time.perf_counter()
-assert main(sys.argv[1:]) == 0
-took = time.perf_counter() - start
-print(took, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""
+SHARD = 256 * MIB
 
 
-@dataclass
-class Work:
-    """Folders of one model in both formats, and what conversions added to memory at most, in bytes."""
-
-    scratch: Path
-    peaks: dict[str, int]
-
-    def convert(self, name: str, *arguments: str) -> float:
-        """Seconds of a conversion into a new folder."""
-        output = self.scratch / name
-        shutil.rmtree(output, ignore_errors=True)
-        words = [name.partition("-")[0], *arguments, "--output", str(output), "--verify", "none"]
-        path = {"PYTHONPATH": os.pathsep.join(sys.path)}  # this process may have found the package by a door's own path
-        command = [sys.executable, "-c", MEASURED, *words]
-        done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, check=True)
-        seconds, added = done.stdout.splitlines()[-1].split()
-        self.peaks[name] = max(self.peaks.get(name, 0), int(added) * 1024)
-        return float(seconds)
-
-    def copy(self) -> float:
-        target = self.scratch / "copy"
-        shutil.rmtree(target, ignore_errors=True)
-        start = time.perf_counter()
-        shutil.copytree(self.scratch / "theirs", target)
-        for path in target.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        return time.perf_counter() - start
+def converted(arguments: list[str]) -> tuple[float, int]:
+    """Seconds of a conversion, and the bytes that it adds to this process."""
+    before, start = resident(reset=True), time.perf_counter()
+    with redirect_stdout(io.StringIO()):
+        assert convert_commands.run(parsed(arguments)) == 0
+    return time.perf_counter() - start, resident(reset=False) - before
 
 
-def bench(settings: BenchSettings) -> BenchReport:
-    width = 64 if settings.quick else 1024
+def copy(source: Path, target: Path) -> float:
+    """Seconds of a copy that is flushed."""
+    shutil.rmtree(target, ignore_errors=True)
+    start = time.perf_counter()
+    shutil.copytree(source, target)
+    for path in target.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    return time.perf_counter() - start
+
+
+def convert(report: BenchReport) -> None:
+    width = 64 if report.quick else 1024
     heads = {"kind": "attention", "heads": 8, "kv_heads": 4}
     layers = {"A": heads, "-": {"kind": "swiglu", "hidden": 4 * width}}
     model = ModelConfig(width=width, vocab_size=32 * width, pattern="(A-)*12", layers=layers, tie_embeddings=False)
+    peaks = {"import": 0, "export": 0}
+
+    def conversion(*words: str | Path) -> float:
+        """Seconds of one into a new folder."""
+        shutil.rmtree(words[-1], ignore_errors=True)
+        with fresh_processes() as pool:
+            seconds, added = pool.submit(converted, [*map(str, words), "--verify", "none"]).result()
+        peaks[str(words[0])] = max(peaks[str(words[0])], added)
+        return seconds
+
     with tempfile.TemporaryDirectory() as place:
-        work = Work(Path(place), {})
-        size = written(model, work.scratch / "theirs")
-        importing = ["--input", str(work.scratch / "theirs")]
-        exporting = ["--checkpoint", str(work.scratch / "import"), "--shard-size", str(SHARD)]
+        theirs, ours, back = (Path(place) / name for name in ("theirs", "ours", "back"))
+        size = written(model, theirs)
+        exporting = ("export", "--checkpoint", ours, "--shard-size", str(SHARD), "--output", back)
         forms = {
-            "import": Contender(lambda: work.convert("import", *importing), settings.repetitions),
-            "export": Contender(lambda: work.convert("export", *exporting), settings.repetitions),
-            "copy": Contender(work.copy, settings.repetitions),
+            "import": partial(conversion, "import", "--input", theirs, "--output", ours),
+            "export": partial(conversion, *exporting),
+            "copy": partial(copy, theirs, Path(place) / "copy"),
         }
-        forms["import"].run()
-        timing = interleaved(forms)
-    copied = timing["copy"].fastest
-    limit = 1.2 * min(SHARD, size) + 300e6
-    cells, goals = [], []
+        timings = report.timed(forms)
+    limit, cells = 1.2 * min(SHARD, size) + 300e6, []
     for name in ("export", "import"):
-        rate, peak = size / 2**30 / timing[name].fastest, work.peaks[name]
-        share = copied / timing[name].fastest
-        cells.append((name, times(share), f"{timing[name].spread:.0%}", f"{peak / 2**20:,.0f} MiB"))
-        goals.append(
-            Goal.at_least(f"{name}: GiB/s over 0.3, or the copy's rate over 0.7", 1, max(rate / 0.3, share / 0.7))
-        )
-        goals.append(Goal.at_most(f"{name}: peak over 1.2 x the largest shard + 300 MB", 1, peak / limit))
-    notes = [
-        f"a Llama of {size / 2**20:,.0f} MiB in fp32, shards of {SHARD / 2**20:.0f} MiB; the wall's clock, local disk"
-    ]
+        rate, peak = size / 2**30 / timings[name].fastest, peaks[name]
+        share = timings.ratio("copy", name)
+        cells.append((name, times(share), f"{timings[name].spread:.0%}", f"{peak / MIB:,.0f} MiB"))
+        reached = max(rate / 0.3, share / 0.7)
+        report.at_least(f"{name}: GiB/s over 0.3, or the copy's rate over 0.7", 1, reached)
+        report.at_most(f"{name}: peak over 1.2 x the largest shard + 300 MB", 1, peak / limit)
     header = ("direction", "rate over a flushed copy's", "spread", "peak over the interpreter")
-    return BenchReport(
-        "Conversion", "cpu", [BenchTable("time and memory", header, cells)], [] if settings.quick else goals, notes
+    report.table("time and memory", header, cells)
+    report.notes.append(
+        f"a Llama of {size / MIB:,.0f} MiB in fp32, shards of {SHARD / MIB:.0f} MiB; the wall's clock, local disk"
     )
 
 

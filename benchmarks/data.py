@@ -15,6 +15,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,7 @@ from hybridtron.data.prepare.run import prepare
 from hybridtron.data.prepare.vocabulary import open_vocabulary
 from hybridtron.data.prepare.writer import write_folder
 from hybridtron.data.sources import Sources
-from hybridtron.proving.measuring import (
-    BenchReport,
-    BenchSettings,
-    BenchTable,
-    Contender,
-    Goal,
-    interleaved,
-    times,
-)
+from hybridtron.proving.measuring import BenchReport, times
 from hybridtron.storage.cache import CacheOptions
 from hybridtron.storage.mosaic import imported
 
@@ -88,27 +81,23 @@ class Packed(IterableDataset[Any]):
         self.dataset = dataset
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
-        rows, row, documents, filled = [], [], [], 0
-        for sample in self.dataset:
-            tokens = sample["tokens"]
-            while len(tokens):
-                taken = tokens[: SEQ_LEN + 1 - filled]
-                row.append(taken)
-                documents.append(len(taken))
-                filled, tokens = filled + len(taken), tokens[len(taken) :]
-                if filled == SEQ_LEN + 1:
-                    rows.append((np.concatenate(row), np.repeat(np.arange(len(documents)), documents)))
-                    row, documents, filled = [], [], 0
-                if len(rows) == ROWS:
-                    yield batch_of(rows)
-                    rows = []
+        tokens, documents, held, wanted = [], [], 0, ROWS * (SEQ_LEN + 1)
+        for number, sample in enumerate(self.dataset):
+            tokens.append(sample["tokens"])
+            documents.append(np.full(len(tokens[-1]), number))
+            held += len(tokens[-1])
+            if held >= wanted:
+                both = [np.concatenate(parts) for parts in (tokens, documents)]
+                yield batch_of(*(of_batch[:wanted].reshape(ROWS, -1) for of_batch in both))
+                tokens, documents = ([of_batch[wanted:]] for of_batch in both)
+                held -= wanted
 
 
-def batch_of(rows: list[tuple[np.ndarray, np.ndarray]]) -> tuple[torch.Tensor, ...]:
-    tokens, documents = (np.stack(of_rows) for of_rows in zip(*rows, strict=True))
+def batch_of(tokens: np.ndarray, documents: np.ndarray) -> tuple[torch.Tensor, ...]:
+    documents -= documents[:, :1]
     places = np.arange(SEQ_LEN)
     starts = np.where(documents[:, 1:-1] != documents[:, :-2], places[1:], 0)
-    starts = np.concatenate([np.zeros((len(rows), 1), starts.dtype), starts], axis=1)
+    starts = np.concatenate([np.zeros((len(tokens), 1), starts.dtype), starts], axis=1)
     positions = places - np.maximum.accumulate(starts, axis=1)
     wide = torch.from_numpy(tokens.astype(np.int64))
     mask = torch.from_numpy(documents[:, :-1] == documents[:, 1:])
@@ -132,73 +121,67 @@ def first_batch(sources: Sources, seq_len: int, rows: int, step: int) -> float:
     return time.perf_counter() - start
 
 
-def bench(settings: BenchSettings) -> BenchReport:
+def data(report: BenchReport) -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        speed, goals = read_speed(Path(scratch), settings)
-        resumed, resume_goal = resume_speed(Path(scratch), settings)
-        prepared, prepare_goal = prepare_speed(Path(scratch), settings)
-    notes = [
+        read_speed(Path(scratch), report)
+        resume_speed(Path(scratch), report)
+        prepare_speed(Path(scratch), report)
+    report.notes += [
         "reading is timed by the wall's clock, from the first batch on; what else ran on the machine counts",
         f"rows of {SEQ_LEN} tokens, {ROWS} a batch, documents of about 700 tokens, local uint16 shards, shuffled",
     ]
-    tables = [speed, resumed, prepared]
-    return BenchReport("Data", "cpu", tables, [*goals, resume_goal, prepare_goal], notes)
 
 
-def read_speed(scratch: Path, settings: BenchSettings) -> tuple[BenchTable, list[Goal]]:
-    documents, steps = (2_000, 20) if settings.quick else (60_000, 1_000)
+def read_speed(scratch: Path, report: BenchReport) -> None:
+    documents, steps = (2_000, 20) if report.quick else (60_000, 1_000)
     sources = written(scratch / "speed", documents, 700)
     folder = sources.mixture[0].folder.source_path("train", "text")
-    cells, goals = [], []
-    for workers in (0, 1):
-        forms = {
-            "ours": Contender(lambda w=workers: ours(sources, steps, w), settings.repetitions),
-            "theirs": Contender(lambda w=workers: theirs(folder, steps, w), settings.repetitions),
+    forms = {
+        workers: {
+            "ours": partial(ours, sources, steps, workers),
+            "StreamingDataset": partial(theirs, folder, steps, workers),
         }
-        timing = interleaved(forms)
-        ratio = timing["theirs"].fastest / timing["ours"].fastest
-        cells.append((str(workers), times(ratio), f"{timing['ours'].spread:.0%}", f"{timing['theirs'].spread:.0%}"))
-        goals.append(Goal.at_least(f"tokens/s over StreamingDataset's, {workers} workers", 2.0, ratio))
-    header = ("workers", "tokens/s, ours over theirs", "spread of ours", "spread of theirs")
-    return BenchTable("reading shuffled, packed rows", header, cells), goals
+        for workers in (0, 1)
+    }
+    measured = report.sweep(forms)
+    report.ratios("reading shuffled, packed rows", "workers", measured, [("StreamingDataset", "ours")], {})
+    for workers, timings in measured.items():
+        ratio = timings.ratio("StreamingDataset", "ours")
+        report.at_least(f"tokens/s over StreamingDataset's, {workers} workers", 2.0, ratio)
 
 
-def resume_speed(scratch: Path, settings: BenchSettings) -> tuple[BenchTable, Goal]:
+def resume_speed(scratch: Path, report: BenchReport) -> None:
     """Rows of 128 tokens from documents of about as many: as many samples as rows."""
-    samples = 10_000 if settings.quick else 1_000_000
+    samples = 10_000 if report.quick else 1_000_000
     sources = written(scratch / "resume", samples, 128)
     steps = samples // 64
-    places = {share: int(steps * share) for share in (0.0, 0.5, 0.95)}
     first_batch(sources, 128, 64, 1)
-    seconds = {share: first_batch(sources, 128, 64, step) for share, step in places.items()}
-    apart = max(seconds.values()) - min(seconds.values())
-    cells = [(f"{share:.0%}", times(seconds[share] / seconds[0.0])) for share in places]
+    seconds = {share: first_batch(sources, 128, 64, int(steps * share)) for share in (0.0, 0.5, 0.95)}
+    cells = [(f"{share:.0%}", times(one / seconds[0.0])) for share, one in seconds.items()]
     title = f"from a new loader to its first batch, at a share of {samples:,} samples"
-    return BenchTable(title, ("at", "over the time at 0%"), cells), Goal.at_most(
-        "seconds between the three", 1.0, apart
-    )
+    report.table(title, ("at", "over the time at 0%"), cells)
+    report.at_most("seconds between the three", 1.0, max(seconds.values()) - min(seconds.values()))
 
 
-def prepare_speed(scratch: Path, settings: BenchSettings) -> tuple[BenchTable, Goal]:
+def prepare_speed(scratch: Path, report: BenchReport) -> None:
     """One worker, in this process, and the bare tokenizer on the same texts in equal batches; processor time."""
     texts = [document.content for document in corpus.documents() if isinstance(document.content, str)]
-    texts = texts[:: 20 if settings.quick else 1]
+    texts = texts[:: 20 if report.quick else 1]
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = embedded.train_tokenizer(texts, 2_000 if settings.quick else 32_000)
+    tokenizer = embedded.train_tokenizer(texts, 2_000 if report.quick else 32_000)
     tokenizer.save(str(scratch / "tokenizer.json"))
     (scratch / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     inputs, vocabulary = find([str(scratch / "texts.jsonl")]).inputs, open_vocabulary(scratch / "tokenizer.json")
     outputs = (scratch / f"prepared-{number}" for number in itertools.count())
     forms = {
-        "bare": Contender(lambda: bare(tokenizer, texts), settings.repetitions),
-        "prepare": Contender(lambda: prepare(inputs, next(outputs), vocabulary), settings.repetitions),
+        "bare tokenizer": lambda: bare(tokenizer, texts),
+        "prepare": lambda: prepare(inputs, next(outputs), vocabulary),
     }
-    timing = interleaved(forms)
-    ratio = timing["bare"].fastest / timing["prepare"].fastest
-    cells = [(f"{ratio:.2f}", f"{timing['prepare'].spread:.0%}", f"{timing['bare'].spread:.0%}")]
-    header = ("prepare_data's rate over the bare tokenizer's", "spread of ours", "spread of the tokenizer's")
-    goal = Goal.at_least("share of the bare tokenizer's rate, one core", 0.7, ratio)
-    return BenchTable("preparing jsonl, one worker, processor time", header, cells), goal
+    timings = report.timed(forms)
+    measured, title = {"jsonl": timings}, "preparing, one worker, processor time"
+    report.ratios(title, "format", measured, [("bare tokenizer", "prepare")], {})
+    share = timings.ratio("bare tokenizer", "prepare")
+    report.at_least("share of the bare tokenizer's rate, one core", 0.7, share)
 
 
 def bare(tokenizer: Tokenizer, texts: list[str]) -> None:

@@ -13,22 +13,20 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hybridtron.config.check import require
-from hybridtron.config.layout import ProcessLaunch
-from hybridtron.config.load import load
 from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config
 from hybridtron.data.batch import Batch
 from hybridtron.data.loader import build_loader
 from hybridtron.device import compute_device, megatron_context
 from hybridtron.engine.engine import Engine
-from hybridtron.parallel.groups import start, stop
-from hybridtron.proving.measuring import BenchReport, BenchSettings, BenchTable, Goal, random_batches
+from hybridtron.proving.measuring import BenchReport
+from hybridtron.proving.steps import checked, one_process, random_batches
 from hybridtron.train.evaluate import evaluate
 from hybridtron.train.lr import learning_rate
 
 WITHIN = 0.01  # of the bf16 loss
 BF16 = "bf16"
+LOSSES = ("training loss", "held-out loss")
 MODELS = {
     "laptop": ((), ("fp8_delayed", "fp8_current")),
     "laptop, model.width=256, 2 rows a step": (
@@ -54,68 +52,40 @@ FULL = Sizes(200, 10, (), True)
 TINY = Sizes(3, 2, QUICK, False)
 
 
-@dataclass(frozen=True)
-class Losses:
-    """Of one run: the mean of the last training losses, and the held-out one."""
-
-    training: float
-    held_out: float
-
-
-def bench(settings: BenchSettings) -> BenchReport:
+def fp8(report: BenchReport) -> None:
     """Train every model in every precision, and compare."""
-    sizes = TINY if settings.quick else FULL
-    sizes = replace(sizes, overrides=(*sizes.overrides, *settings.recipe))
-    cells, goals = [], []
+    sizes = TINY if report.quick else FULL
+    sizes = replace(sizes, overrides=(*sizes.overrides, *report.recipe))
+    report.device, cells = compute_device().type, []
     for model, (overrides, precisions) in MODELS.items():
-        base = trained(model, BF16, overrides, sizes)
-        cells.append((model, BF16, *figures(base, base)))
-        for name in precisions:
-            found = trained(model, name, overrides, sizes)
-            cells.append((model, name, *figures(found, base)))
-            for what in ("training", "held_out"):
-                away = abs(getattr(found, what) / getattr(base, what) - 1)
-                text = f"{what.replace('_', '-')} loss of {name} away from that of bf16, {model}"
-                goals.append(Goal.at_most(text, WITHIN, away))
-    header = ("model", "precision", f"training loss, last {sizes.last} steps", "/ bf16", "held-out loss", "/ bf16")
-    notes = [
-        f"{sizes.steps} steps of recipe=laptop, {' '.join(sizes.overrides) or 'at its own batch and length'}",
+        losses = {name: trained(model, name, overrides, sizes) for name in (BF16, *precisions)}
+        for name, found in losses.items():
+            for what, loss in found.items():
+                share = loss / losses[BF16][what]
+                cells.append((model, name, what, f"{loss:.4f}", f"{share:.4f}x"))
+                if name != BF16:
+                    report.at_most(f"{what} of {name} away from that of bf16, {model}", WITHIN, abs(share - 1))
+    report.table("loss", ("model", "precision", "of", "loss", "/ bf16"), cells)
+    report.notes += [
+        f"{sizes.steps} steps of recipe=laptop, {' '.join(sizes.overrides) or 'at its own batch and length'}; the "
+        f"training loss is that of the last {sizes.last} steps",
         "precision.emulate=true, no sub-layer in bf16, precision.history=1024; one seed",
     ]
-    device = compute_device().type
-    return BenchReport(
-        "FP8 against bf16", device, [BenchTable("loss", header, cells)], [] if settings.quick else goals, notes
-    )
 
 
-def figures(found: Losses, base: Losses) -> Iterator[str]:
-    for own, other in ((found.training, base.training), (found.held_out, base.held_out)):
-        yield f"{own:.4f}"
-        yield f"{own / other:.4f}x"
-
-
-def trained(model: str, precision: str, overrides: tuple[str, ...], sizes: Sizes) -> Losses:
+def trained(model: str, precision: str, overrides: tuple[str, ...], sizes: Sizes) -> dict[str, float]:
     """The losses of one run, which are printed when it has ended."""
     emulation = [] if precision == BF16 else ["precision.emulate=true"]
-    settings = [
-        f"precision={precision}",
-        *emulation,
-        *overrides,
-        *sizes.overrides,
-        "run.eval_lengths=[1]",
-        "optim.spike=null",
-    ]
-    config = load(["recipe=laptop", *settings])
-    require(config)
-    with megatron_context():
-        engine = Engine(config, start(config.parallel, launch=ProcessLaunch(0, 1)))
-        losses = _trained(engine, config, sizes)
-        stop()
-    print(f"{model}, {precision}: training {losses.training:.4f}, held out {losses.held_out:.4f}", flush=True)
+    settings = [*emulation, *overrides, *sizes.overrides, "run.eval_lengths=[1]", "optim.spike=null"]
+    config = checked(["recipe=laptop", f"precision={precision}", *settings])
+    with megatron_context(), one_process(config) as groups:
+        losses = dict(zip(LOSSES, _trained(Engine(config, groups), config, sizes), strict=True))
+    said = ", ".join(f"{what} {loss:.4f}" for what, loss in losses.items())
+    print(f"{model}, {precision}: {said}", flush=True)
     return losses
 
 
-def _trained(engine: Engine, config: Config, sizes: Sizes) -> Losses:
+def _trained(engine: Engine, config: Config, sizes: Sizes) -> tuple[float, float]:
     phases, training = resolve(config), []
     loader = build_loader(phases[0]) if sizes.own_text else None
     read: Iterator[list[Batch]] = (
@@ -131,4 +101,4 @@ def _trained(engine: Engine, config: Config, sizes: Sizes) -> Losses:
         held_out = engine.loss(random_batches(config)).mean.item()
     else:
         (held_out,) = evaluate(engine, loader.sources, phases[0]).by_length.values()
-    return Losses(sum(training[-sizes.last :]) / sizes.last, held_out)
+    return sum(training[-sizes.last :]) / sizes.last, held_out

@@ -1,62 +1,163 @@
-"""The Mamba-1 mixer against transformers' MambaMixer (its plain PyTorch path), forward and backward, same weights.
+"""The Mamba mixers against transformers' (their plain PyTorch paths), forward and backward, with the same weights.
 
-The peer's loop over the tokens indexes the whole row, and the gradient of every index is as long as the row: its time
-grows with the square of the length. Ours is linear, which the second table shows. Every timed pass of both is also
-compared: outputs, and gradients of the input and of every weight.
+Mamba-1: the peer's loop over the tokens indexes the whole row, and the gradient of every index is as long as the row:
+its time grows with the square of the length. Ours is linear. Mamba-2: both are chunked and linear in the length; the
+peer repeats B and C for every head, keeps what is between the products for backward, and makes its decays by sums over
+chunk x chunk matrices. Outputs, and gradients of the input and of every weight, are compared before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
-from transformers import MambaConfig
+import torch
+from torch import Tensor, nn
+from transformers import Mamba2Config, MambaConfig
 from transformers.models.mamba.modeling_mamba import MambaMixer
+from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.mamba import MambaSpec
-from hybridtron.mixers.mamba import Mamba
+from hybridtron.architecture.mamba2 import Mamba2Spec
+from hybridtron.data.batch import SeqInfo
+from hybridtron.mixers.base import Mixer, build_mixer
 from hybridtron.parallel.linear import SINGLE_RANK
-from hybridtron.proving.measuring import BenchReport, BenchSettings, Goal, Timing
-
-from .pair import NOTE, Pair, against_peer, alone
+from hybridtron.proving.measuring import BenchReport, Timings, difference, per_token
 
 PEER_NAMES = {"conv_weight": "conv1d.weight", "conv_bias": "conv1d.bias", "dt_bias": "dt_proj.bias"}
+OfPeer = Callable[[Mapping[str, Tensor], str], Tensor]
+"""The peer's tensor, of those by its names, that stands for one of ours."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured. `peer` maps a length to how many rounds the peer gets there."""
+    """What is measured. The peer goes up to `most` tokens."""
 
     width: int
     state: int
-    peer: dict[int, int]
-    ours: tuple[int, ...]
+    lengths: tuple[int, ...]
+    most: int
 
 
-FULL = Sizes(width=256, state=16, peer={256: 5, 512: 5, 1024: 2}, ours=(1024, 2048, 4096, 8192))
-QUICK = Sizes(width=16, state=4, peer={16: 2, 32: 2, 64: 1}, ours=(64, 128))
+MAMBA = Sizes(width=256, state=16, lengths=(256, 512, 1024, 2048, 4096, 8192), most=1024)
+MAMBA2 = Sizes(width=256, state=128, lengths=(512, 1024, 2048, 4096, 8192, 16384), most=8192)
+QUICK = Sizes(width=16, state=4, lengths=(16, 32, 64, 128), most=32)
 
 
-def bench(settings: BenchSettings) -> BenchReport:
-    """Ours against the peer where the peer can go, and ours alone beyond."""
-    sizes = QUICK if settings.quick else FULL
-    config = MambaConfig(hidden_size=sizes.width, state_size=sizes.state, num_hidden_layers=1)
-    ours = Mamba(MambaSpec(state=sizes.state), ModelSizes(sizes.width, num_sublayers=1), SINGLE_RANK)
-    peer = MambaMixer(config, layer_idx=0)
-    pair = Pair(ours, peer, sizes.width, lambda theirs, name: theirs[PEER_NAMES.get(name, name)])
-    both, ratios, console = against_peer(pair, sizes.peer, settings)
-    growth, timings, more = alone(pair, sizes.ours, settings)
-    notes = [
-        f"batch 1, width {sizes.width}, inner width {2 * sizes.width}, state {sizes.state}, fp32, forward and backward",
-        NOTE,
+def mixer(report: BenchReport) -> None:
+    """Mamba-1."""
+    sizes = QUICK if report.quick else MAMBA
+    peer = MambaMixer(MambaConfig(hidden_size=sizes.width, state_size=sizes.state, num_hidden_layers=1), layer_idx=0)
+    ours = build_mixer(MambaSpec(state=sizes.state), ModelSizes(sizes.width, num_sublayers=1), SINGLE_RANK)
+    pair = Pair(ours, peer, lambda theirs, name: theirs[PEER_NAMES.get(name, name)])
+    measured = compare(report, pair, sizes)
+    report.notes.append(
+        f"batch 1, width {sizes.width}, inner width {2 * sizes.width}, state {sizes.state}, fp32, forward and backward"
+    )
+    if report.quick:
+        return
+    for length, limit in ((512, 10), (1024, 100)):
+        ratio = measured[length].ratio("transformers", "ours")
+        report.at_least(f"times faster than transformers at {length} tokens", limit, ratio)
+    growth = measured[4096]["ours"].fastest / measured[1024]["ours"].fastest
+    report.at_most("our time at 4096 / our time at 1024", 4.4, growth)
+
+
+def mamba2_mixer(report: BenchReport) -> None:
+    """Mamba-2."""
+    sizes = QUICK if report.quick else MAMBA2
+    inner, head_dim = 2 * sizes.width, sizes.width // 4
+    config = Mamba2Config(
+        hidden_size=sizes.width,
+        state_size=sizes.state,
+        head_dim=head_dim,
+        num_heads=inner // head_dim,
+        n_groups=1,
+        num_hidden_layers=1,
+    )
+    spec = Mamba2Spec(state=sizes.state, head_dim=head_dim)
+    ours = build_mixer(spec, ModelSizes(sizes.width, num_sublayers=1), SINGLE_RANK)
+    pair = Pair(ours, Mamba2Mixer(config, layer_idx=0), of_mamba2(inner, sizes.state))
+    measured = compare(report, pair, sizes)
+    report.notes.append(
+        f"batch 1, width {sizes.width}, {inner // head_dim} heads of {head_dim}, state {sizes.state}, 1 group, fp32, "
+        f"forward and backward; the peer's chunks are {config.chunk_size} tokens, its default"
+    )
+    if report.quick:
+        return
+    for length in (512, 2048, 8192):
+        ratio = measured[length].ratio("transformers", "ours")
+        report.at_least(f"times faster than transformers at {length} tokens", 1.5, ratio)
+    growth = measured[16384]["ours"].fastest / measured[1024]["ours"].fastest
+    report.at_most("our time at 16384 / our time at 1024", 17.6, growth)
+
+
+def of_mamba2(inner: int, both: int) -> OfPeer:
+    """`inner` channels, and `both` for each of B and C; the peer has one in_proj (z, x, B, C, dt) and one conv1d."""
+    z_x, b_c, dt = slice(2 * inner), slice(2 * inner, 2 * inner + 2 * both), slice(2 * inner + 2 * both, None)
+
+    def find(theirs: Mapping[str, Tensor], name: str) -> Tensor:
+        projection = theirs["in_proj.weight"]
+        match name.split("_conv_"):
+            case ["x", kind]:
+                return theirs[f"conv1d.{kind}"][:inner]
+            case ["bc", kind]:
+                return theirs[f"conv1d.{kind}"][inner:]
+        if name == "in_proj.weight":
+            return torch.cat([projection[z_x], projection[dt]])
+        if name == "bc_proj.weight":
+            return projection[b_c]
+        return theirs["norm.weight" if name == "norm_weight" else name]
+
+    return find
+
+
+class Pair:
+    """Both mixers, and one forward and backward pass of either on a row: the output, and all gradients of ours."""
+
+    def __init__(self, ours: Mixer, peer: nn.Module, of_peer: OfPeer) -> None:
+        self.ours, self.peer, self.of_peer = ours, peer, of_peer
+        theirs = dict(peer.named_parameters())
+        with torch.no_grad():
+            for name, weight in ours.named_parameters():
+                weight.copy_(of_peer(theirs, name).reshape(weight.shape))
+
+    def run_ours(self, x_LBD: Tensor, grad_LBD: Tensor) -> list[Tensor]:
+        weights = dict(self.ours.named_parameters())
+        y_LBD = self.ours(x_LBD, None, SeqInfo.stream(1, len(x_LBD))).y_LBD
+        return [y_LBD.detach(), *torch.autograd.grad(y_LBD, [x_LBD, *weights.values()], grad_LBD)]
+
+    def run_peer(self, x_LBD: Tensor, grad_LBD: Tensor) -> list[Tensor]:
+        weights = dict(self.peer.named_parameters())
+        y_LBD = self.peer(x_LBD.transpose(0, 1)).transpose(0, 1)
+        of_x, *gradients = torch.autograd.grad(y_LBD, [x_LBD, *weights.values()], grad_LBD)
+        theirs = dict(zip(weights, gradients, strict=True))
+        ours = self.ours.named_parameters()
+        return [y_LBD.detach(), of_x, *(self.of_peer(theirs, name).reshape(w.shape) for name, w in ours)]
+
+
+def compare(report: BenchReport, pair: Pair, sizes: Sizes) -> dict[int, Timings]:
+    """Both over the length, as far as the peer can go, and ours alone beyond."""
+    forms, outputs, gradients = {}, [], []
+    for length in sizes.lengths:
+        generator = torch.Generator().manual_seed(length)
+        x_LBD, grad_LBD = torch.randn(2, length, 1, sizes.width, generator=generator)
+        row = x_LBD.requires_grad_(), grad_LBD / length  # as a loss averaged over the tokens would send back
+        forms[length] = {"ours": partial(pair.run_ours, *row)}
+        if length <= sizes.most:
+            forms[length]["transformers"] = partial(pair.run_peer, *row)
+            ours, peer = pair.run_ours(*row), pair.run_peer(*row)
+            outputs.append(f"{difference(ours[:1], peer[:1]):.0e}")
+            gradients.append(f"{difference(ours[1:], peer[1:]):.0e}")
+    measured = report.sweep(forms)
+    alone = [""] * (len(measured) - len(outputs))
+    more = {"ours per token": per_token(measured, "ours")}
+    more |= {"outputs differ": outputs + alone, "gradients differ": gradients + alone}
+    report.ratios(f"against {type(pair.peer).__name__}", "tokens", measured, [("transformers", "ours")], more)
+    report.notes += [
+        f"{report.repetitions} rounds of all forms and lengths; ours per token: over that of the first row",
+        "differences are the largest of any entry, as a share of the largest entry",
     ]
-    goals = [] if settings.quick else _goals(ratios, timings)
-    return BenchReport("Mamba-1 mixer", "cpu", [both, growth], goals, notes, console + more)
-
-
-def _goals(ratios: dict[int, float], timings: dict[str, Timing]) -> list[Goal]:
-    return [
-        Goal.at_least("times faster than transformers at 512 tokens", 10, ratios[512]),
-        Goal.at_least("times faster than transformers at 1024 tokens", 100, ratios[1024]),
-        Goal.at_most("our time at 4096 / our time at 1024", 4.4, timings["4096"].fastest / timings["1024"].fastest),
-    ]
+    return measured

@@ -9,67 +9,32 @@ reported too: tokens/s, TFLOP/s, MFU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybridtron.config.check import require
-from hybridtron.config.layout import ProcessLaunch
-from hybridtron.config.load import load
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
 from hybridtron.data.batch import Batch
-from hybridtron.device import DTYPES, compute_device, megatron_context, peak_memory_gib
-from hybridtron.engine.engine import Engine
+from hybridtron.device import DTYPES, compute_device, peak_memory_gib
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel
-from hybridtron.parallel.groups import start, stop
-from hybridtron.planning.count import count
-from hybridtron.proving.measuring import (
-    BenchReport,
-    BenchSettings,
-    BenchTable,
-    Contender,
-    Goal,
-    interleaved,
-    random_batches,
-    times,
-)
+from hybridtron.proving.measuring import BenchReport
+from hybridtron.proving.steps import LEARNING_RATE, Steps, checked, one_process, plain_adamw, random_batches, speed
 
 QUICK = ("phases.0.seq_len=32", "phases.0.global_batch=2", "phases.0.micro_batch=1", "model.width=64")
 QUICK += ("model.vocab_size=320", "model.layers.W.window=16")
-LEARNING_RATE = 1e-4
 LOSS_TOLERANCE = 1e-4
 
 
-class OurStep:
-    """What the trainer does between asking for data and writing metrics: Megatron's schedule and optimizer, on one
-    process, in the context that they need on a CPU."""
-
-    def __init__(self, config: Config, batches: list[Batch]) -> None:
-        self.batches = batches
-        with megatron_context():
-            self.engine = Engine(config, start(config.parallel, launch=ProcessLaunch(0, 1)))
-        self.losses: list[Tensor] = []
-
-    def __call__(self) -> None:
-        with megatron_context():
-            self.losses.append(self.engine.forward_backward(self.batches).mean)
-            self.engine.optimizer.step(LEARNING_RATE)
-
-
 class PlainStep:
-    """The same by hand."""
+    """A step by hand."""
 
-    def __init__(self, model: LanguageModel, config: Config, batches: list[Batch]) -> None:
+    def __init__(self, model: LanguageModel, config: Config, batches: Sequence[Batch]) -> None:
         self.model, self.clip, self.batches = model, config.optim.clip, batches
-        weights, optim = dict(model.named_parameters()), config.optim
-        groups = [
-            {"params": [w for n, w in weights.items() if model.table[n].decay is decay], "weight_decay": amount}
-            for decay, amount in ((True, optim.weight_decay), (False, optim.weight_decay * optim.decay_all))
-        ]
-        betas = (optim.betas[0], optim.betas[1])
-        self.adam = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=betas, eps=optim.eps, fused=True)
+        self.adam = plain_adamw(model, config, LEARNING_RATE, fused=True)
         self.losses: list[Tensor] = []
 
     def __call__(self) -> None:
@@ -87,54 +52,41 @@ class PlainStep:
         self.losses.append(total)
 
 
-def bench(settings: BenchSettings) -> BenchReport:
+def step(report: BenchReport) -> None:
     """Ours against the plain loop, with the speed in words."""
-    config = load([*settings.recipe, *(QUICK if settings.quick else ())])
-    require(config)
+    config = checked([*report.recipe, *(QUICK if report.quick else ())])
+    report.device = compute_device().type
     model = LanguageModel(config.model)
     initialise(model, config.run.seed)
     model = model.to(compute_device()).cast(DTYPES[config.precision.name])
     batches = random_batches(config)
-    ours, plain = OurStep(config, batches), PlainStep(model, config, batches)
-    measured = interleaved(
-        {"ours": Contender(ours, settings.repetitions), "plain": Contender(plain, settings.repetitions)}
-    )
-    stop()
-    difference = _loss_difference(ours, plain)
+    with one_process(config) as groups:
+        ours, plain = Steps(config, groups, batches), PlainStep(model, config, batches)
+        timings = report.timed({"ours": ours, "plain loop": plain})
+    pairs = zip(ours.losses, plain.losses, strict=False)  # as far as both loops have come
+    difference = max((mine - theirs).abs().item() for mine, theirs in pairs)
     assert config.precision.name != "fp32" or difference <= LOSS_TOLERANCE, f"the losses differ by {difference:.1e}"
-    ratio = measured["ours"].fastest / measured["plain"].fastest
-    spreads = " / ".join(f"+{timing.spread:.0%}" for timing in measured.values())
-    phase, parameters = config.phases[0], sum(weight.numel() for weight in model.parameters())
-    cells = [(config.run.name, readable(parameters), times(ratio), spreads, f"{difference:.0e}")]
-    notes = [
+    parameters = readable(sum(weight.numel() for weight in model.parameters()))
+    more = {"parameters": [parameters], "losses differ": [f"{difference:.0e}"]}
+    report.ratios("time", "recipe", {config.run.name: timings}, [("ours", "plain loop")], more)
+    phase = config.phases[0]
+    report.notes += [
         f"pattern {config.model.pattern}, width {config.model.width}, {config.precision.name}",
         f"{phase.global_batch} rows of {phase.seq_len} tokens in micro-batches of {phase.micro_batch}",
-        f"{settings.repetitions} rounds of each",
+        f"{report.repetitions} rounds of each",
     ]
-    speed = _speed(config, measured["ours"].fastest)
-    console = [f"{name}: {timing}" for name, timing in measured.items()]
-    header = ("recipe", "parameters", "ours / plain loop", "median over fastest", "losses differ")
-    tables = [BenchTable("time", header, cells)]
-    if compute_device().type == "cpu":
-        console += [f"{what}: {value}" for what, value in speed]
+    reached = speed_cells(config, timings["ours"].fastest)
+    if report.device == "cpu":
+        report.console += [f"{what}: {value}" for what, value in reached]
     else:
-        tables.append(BenchTable("speed of our step", ("", "value"), speed))
-    goals = [] if settings.quick else [Goal.at_most("our step / the plain loop's", 1.05, ratio)]
-    return BenchReport("Training step", compute_device().type, tables, goals, notes, console)
+        report.table("speed of our step", ("", "value"), reached)
+    report.at_most("our step / the plain loop's", 1.05, timings.ratio("ours", "plain loop"))
 
 
-def _loss_difference(ours: OurStep, plain: PlainStep) -> float:
-    """The largest difference between the losses of the same step, as far as both loops have come."""
-    pairs = zip(ours.losses, plain.losses, strict=False)
-    return max((mine - theirs).abs().item() for mine, theirs in pairs)
-
-
-def _speed(config: Config, seconds: float) -> list[tuple[str, ...]]:
-    phase = config.phases[0]
-    tokens = phase.tokens_per_step / seconds
-    tflops = tokens * count(config.model, phase.seq_len).flops_per_token / 1e12
+def speed_cells(config: Config, seconds: float) -> list[tuple[str, str]]:
+    tokens, tflops = speed(config, seconds)
     peak, memory = config.cluster.peak_tflops, peak_memory_gib()
-    lines: list[tuple[str, ...]] = [("tokens/s", f"{tokens:,.0f}"), ("TFLOP/s", f"{tflops:.3g}")]
+    lines = [("tokens/s", f"{tokens:,.0f}"), ("TFLOP/s", f"{tflops:.3g}")]
     lines += [("MFU", f"{tflops / peak:.1%} of {peak:g} TFLOP/s")] if peak else []
     lines += [("peak memory, both loops", f"{memory:.1f} GiB")] if memory is not None else []
     return lines

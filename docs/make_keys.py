@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import inspect
 import io
+import json
 import sys
 import textwrap
 import tokenize
@@ -114,12 +115,8 @@ def default(f: dataclasses.Field[typing.Any]) -> str:
         return "*required*"
     if isinstance(value, enum.Enum):
         value = value.value
-    words = {None: "null", True: "true", False: "false"}
-    return (
-        f"`{words[value]}`"
-        if value is None or isinstance(value, bool)
-        else f"`{value or '{}' if value == {} else value}`"
-    )
+    plain = value is None or isinstance(value, bool | dict)
+    return f"`{json.dumps(value) if plain else value}`"
 
 
 def comments(schema: type) -> dict[str, str]:

@@ -7,12 +7,13 @@ seed to the highest.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridtron.proving.measuring import BenchTable, grid, processor, versions
+from hybridtron.proving.measuring import BenchReport, markdown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,21 +67,16 @@ def curves(findings: Findings, name: str) -> list[Curve]:
 
 def page(findings: Findings, command: str) -> str:
     """The whole page in Markdown."""
-    lines = ["# Length generalization on a laptop", "", f"`{command}`", ""]
-    lines += [
-        f"- machine: {processor()}, one thread a run",
-        f"- versions: {versions()}",
-        *(f"- {note}" for note in findings.notes),
-    ]
-    lines += ["", "![perplexity over the position](length_story.png)"]
-    for rows in (base_rows(findings), intervention_rows(findings), copying_rows(findings)):
-        lines += ["", f"## {rows.title}", "", *grid(rows.header, rows.cells)]
-    lines += ["", "![accuracy of copying](length_story_copying.png)", "", "## Goals", ""]
+    report = BenchReport("Length generalization on a laptop", notes=["one thread a run", *findings.notes])
+    seeds = zip(findings.language["base"], curves(findings, "base"), strict=True)
+    bases = {f"seed {seed}": [curve] for seed, curve in seeds}
+    perplexity_rows(findings, report, "The base beyond its context", bases)
+    posted = {name: curves(findings, name) for name in findings.language}
+    perplexity_rows(findings, report, "Perplexity after post-training", posted, "length_story.png")
+    copying_rows(findings, report)
     reached = min(ratio(curve, findings.context * FAILS_AT) for curve in curves(findings, "base"))
-    verdict = "yes" if reached >= FAILS else "**no**"
-    goal = f"perplexity of every seed's base at {FAILS_AT}x its context / its least"
-    lines += grid(("goal", "wanted", "measured", "reached"), [(goal, f">= {FAILS}", f"{reached:.2f}", verdict)])
-    return "\n".join(lines) + "\n"
+    report.at_least(f"perplexity of every seed's base at {FAILS_AT}x its context / its least", FAILS, reached)
+    return markdown(report, command)
 
 
 def ratio(curve: Curve, position: int) -> float:
@@ -94,35 +90,21 @@ def read_lengths(findings: Findings) -> list[int]:
     return found if found[-1] == longest else [*found, longest]
 
 
-def base_rows(findings: Findings) -> BenchTable:
-    """Every seed's base."""
+def perplexity_rows(
+    findings: Findings, report: BenchReport, title: str, rows: Mapping[str, Sequence[Curve]], picture: str = ""
+) -> None:
+    """The curves of each row: their least perplexity, those at some positions, and these over the least."""
     lengths = read_lengths(findings)
-    header = ("seed", "least perplexity", *(f"at {named(one, findings)}" for one in lengths))
-    header += tuple(f"{named(one, findings)} / least" for one in lengths[1:])
-
-    def shown(curve: Curve) -> list[float]:
-        return [curve.least, *map(curve.at, lengths), *(ratio(curve, one) for one in lengths[1:])]
-
-    cells = [
-        (str(seed), *(f"{value:.2f}" for value in shown(curve)))
-        for seed, curve in zip(findings.language["base"], curves(findings, "base"), strict=True)
-    ]
-    return BenchTable("The base beyond its context", header, cells)
-
-
-def intervention_rows(findings: Findings) -> BenchTable:
-    """Every run, over its seeds."""
-    lengths = read_lengths(findings)
-    header = ("run", *(f"at {named(one, findings)}" for one in lengths), f"{named(lengths[-1], findings)} / least")
+    names = [f"{length // findings.context}x" for length in lengths]
+    header = ("run", "least", *(f"at {name}" for name in names), *(f"{name} / least" for name in names[1:]))
     cells = []
-    for name in findings.language:
-        of_name = curves(findings, name)
-        at = [spread([curve.at(one) for curve in of_name]) for one in lengths]
-        cells.append((name, *at, spread([ratio(curve, lengths[-1]) for curve in of_name])))
-    return BenchTable("Perplexity after post-training", header, cells)
+    for name, of_row in rows.items():
+        values = [[c.least, *map(c.at, lengths), *(ratio(c, one) for one in lengths[1:])] for c in of_row]
+        cells.append((name, *map(spread, zip(*values, strict=True))))
+    report.table(title, header, cells, picture)
 
 
-def copying_rows(findings: Findings) -> BenchTable:
+def copying_rows(findings: Findings, report: BenchReport) -> None:
     """Accuracy over the length of the string."""
     lengths = list(next(iter(next(iter(findings.copying.values())).values())))
     cells = [
@@ -131,11 +113,8 @@ def copying_rows(findings: Findings) -> BenchTable:
     ]
     trained = "{} to {}".format(*findings.trained_lengths)
     header = ("states in training", *(f"{length} letters" for length in lengths))
-    return BenchTable(f"Letters copied rightly, trained on strings of {trained}", header, cells)
-
-
-def named(position: int, findings: Findings) -> str:
-    return f"{position // findings.context}x"
+    title = f"Letters copied rightly, trained on strings of {trained}"
+    report.table(title, header, cells, "length_story_copying.png")
 
 
 def spread(values: Sequence[float]) -> str:
@@ -152,48 +131,50 @@ def draw(findings: Findings, folder: Path) -> None:
 
 
 def draw_perplexity(findings: Findings, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    for name in findings.language:
-        of_name = curves(findings, name)
-        ends = of_name[0].ends
-        values = list(zip(*(curve.perplexities for curve in of_name), strict=True))
-        style = "-" if name == "base" else "--"
-        axes.plot(ends, [statistics.mean(one) for one in values], style, color=COLORS[name], label=name)
-        axes.fill_between(ends, list(map(min, values)), list(map(max, values)), color=COLORS[name], alpha=0.15, lw=0)
-    axes.axvline(findings.context, color="black", linestyle=":", linewidth=0.8, label=f"context {findings.context}")
-    shown = [curve.perplexities[-1] for name in findings.language for curve in curves(findings, name)]
-    least = min(curve.least for name in findings.language for curve in curves(findings, name))
-    axes.set(xscale="log", yscale="log", xlabel="position (tokens before)", ylabel="perplexity")
-    axes.set(xlim=(max(2, findings.context // 4), None), ylim=(least / 1.1, min(max(shown) * 1.1, 20 * least)))
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter("{x:g}" if axis is axes.yaxis else "")
-    finish(axes)
-    figure.savefig(path)
-
-
-def finish(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize="small")
+    with figure_at(path, 4.5) as axes:
+        for name in findings.language:
+            of_name = curves(findings, name)
+            style = "-" if name == "base" else "--"
+            draw_seeds(axes, of_name[0].ends, [curve.perplexities for curve in of_name], name, name, style)
+        axes.axvline(findings.context, color="black", linestyle=":", linewidth=0.8, label=f"context {findings.context}")
+        every = [curve for name in findings.language for curve in curves(findings, name)]
+        least, last = min(curve.least for curve in every), max(curve.perplexities[-1] for curve in every)
+        axes.set(xscale="log", yscale="log", xlabel="position (tokens before)", ylabel="perplexity")
+        axes.set(xlim=(max(2, findings.context // 4), None), ylim=(least / 1.1, min(last * 1.1, 20 * least)))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter("{x:g}" if axis is axes.yaxis else "")
 
 
 def draw_copying(findings: Findings, path: Path) -> None:
+    with figure_at(path, 3.5) as axes:
+        for name, seeds in findings.copying.items():
+            lengths = [int(length) for length in next(iter(seeds.values()))]
+            accuracies = [list(of_seed.values()) for of_seed in seeds.values()]
+            draw_seeds(axes, lengths, accuracies, name, f"from {name}", "o-")
+        for length, label in zip(findings.trained_lengths, ("lengths trained on", None), strict=True):
+            axes.axvline(length, color="black", linestyle=":", linewidth=0.8, label=label)
+        axes.set(xticks=lengths, xlabel="letters to copy", ylabel="copied rightly", ylim=(0, 1.02))
+
+
+@contextmanager
+def figure_at(path: Path, height: float) -> Iterator[Axes]:
+    """Axes to draw on, in a picture that is written when the block ends."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 3.5), dpi=120, layout="constrained")
+    figure = Figure(figsize=(8, height), dpi=120, layout="constrained")
     axes = figure.subplots()
-    lengths: list[int] = []
-    for name, seeds in findings.copying.items():
-        lengths = [int(length) for length in next(iter(seeds.values()))]
-        values = list(zip(*(of_seed.values() for of_seed in seeds.values()), strict=True))
-        axes.plot(lengths, [statistics.mean(one) for one in values], "o-", color=COLORS[name], label=f"from {name}")
-        axes.fill_between(lengths, list(map(min, values)), list(map(max, values)), color=COLORS[name], alpha=0.15, lw=0)
-    for length, label in zip(findings.trained_lengths, ("lengths trained on", None), strict=True):
-        axes.axvline(length, color="black", linestyle=":", linewidth=0.8, label=label)
-    axes.set(xticks=lengths, xlabel="letters to copy", ylabel="copied rightly", ylim=(0, 1.02))
-    finish(axes)
+    yield axes
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize="small")
     figure.savefig(path)
+
+
+def draw_seeds(
+    axes: Axes, places: Sequence[int], seeds: Sequence[Sequence[float]], name: str, label: str, style: str
+) -> None:
+    """The mean over seeds, in a band from the lowest to the highest."""
+    values = list(zip(*seeds, strict=True))
+    axes.plot(places, [statistics.mean(one) for one in values], style, color=COLORS[name], label=label)
+    axes.fill_between(places, list(map(min, values)), list(map(max, values)), color=COLORS[name], alpha=0.15, lw=0)

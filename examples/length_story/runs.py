@@ -7,6 +7,7 @@ Everything is trained by train.py's own `main`. Language: a base, and from its w
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -34,30 +35,24 @@ START, SEPARATOR, FILLING, END = range(LETTERS, LETTERS + 4)
 class Sizes:
     """How much is done: the real story, or one of seconds."""
 
-    seeds: tuple[int, ...]
-    interventions: tuple[str, ...]
-    base: tuple[str, ...]  # key=value arguments on top of the base's recipe
-    post: tuple[str, ...]  # and on top of every intervention's
-    multiples: int  # of the training context, that are read
-    rows: int  # of held-out text that are read, evenly over all of it
-    copy_lengths: tuple[int, int]  # of the strings trained on
-    copy_test: tuple[int, ...]  # lengths that are tested
-    copy_examples: int
-    copying: tuple[str, ...]  # key=value arguments of the runs that copy
+    seeds: tuple[int, ...] = (1, 2, 3)
+    interventions: tuple[str, ...] = tuple(INTERVENTIONS)
+    base: tuple[str, ...] = ()  # key=value arguments on top of the base's recipe
+    post: tuple[str, ...] = ("run.eval_tokens=16K",)  # and on top of every intervention's
+    multiples: int = 16  # of the training context, that are read
+    rows: int = 1024  # of held-out text that are read, evenly over all of it
+    copy_lengths: tuple[int, int] = (4, 8)  # of the strings trained on
+    copy_test: tuple[int, ...] = (4, 6, 8, 12, 16, 24)  # lengths that are tested
+    copy_examples: int = 60_000
+    copying: tuple[str, ...] = (  # key=value arguments of the runs that copy
+        "phases.0.tokens=1M",
+        "phases.0.global_batch=64",
+        "phases.0.micro_batch=64",
+        "run.eval_tokens=16K",
+    )
 
 
-STORY = Sizes(
-    seeds=(1, 2, 3),
-    interventions=tuple(INTERVENTIONS),
-    base=(),
-    post=("run.eval_tokens=16K",),
-    multiples=16,
-    rows=1024,
-    copy_lengths=(4, 8),
-    copy_test=(4, 6, 8, 12, 16, 24),
-    copy_examples=60_000,
-    copying=("phases.0.tokens=1M", "phases.0.global_batch=64", "phases.0.micro_batch=64", "run.eval_tokens=16K"),
-)
+STORY = Sizes()
 QUICK = Sizes(
     seeds=(1,),
     interventions=("passing",),
@@ -174,6 +169,7 @@ def carry_out(chain: list[Task], sizes: Sizes) -> None:
         temporary = task.folder / ".measured.json"
         temporary.write_text(text)
         temporary.rename(task.folder / "measured.json")
+        print(f"done: seed {task.seed}, {task.part}, {task.name}", file=sys.stderr, flush=True)
 
 
 def measured(task: Task) -> Any:

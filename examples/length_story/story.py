@@ -16,19 +16,11 @@ import argparse
 import multiprocessing
 import os
 import sys
-import time
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress, TimeElapsedColumn
 
 from examples.length_story.runs import (
     LETTERS,
@@ -99,25 +91,16 @@ def train_all(plan: list[list[Task]], sizes: Sizes, jobs: int) -> None:
 
 def watch(futures: list[Future[None]], tasks: list[Task]) -> None:
     """Show how far the runs are until all chains have ended; the first that fails ends the story."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    reported: set[Path] = set()
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task(f"{len(tasks)} runs", total=len(tasks))
-        while True:
-            ended = [future.done() for future in futures]  # before what they left is looked at
-            shares = {task.folder: share_done(task) for task in tasks}
-            progress.update(bar, completed=sum(shares.values()))
-            for task in (task for task in tasks if shares[task.folder] == 1 and task.folder not in reported):
-                reported.add(task.folder)
-                console.print(f"done: seed {task.seed}, {task.part}, {task.name} ({len(reported)} of {len(tasks)})")
-            if failed := next((one for one in futures if one.done() and one.exception()), None):
-                for future in futures:
+    columns, console = (*Progress.get_default_columns(), TimeElapsedColumn()), Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar, waiting = progress.add_task(f"{len(tasks)} runs", total=len(tasks)), set(futures)
+        while waiting:
+            ended, waiting = wait(waiting, timeout=1, return_when=FIRST_EXCEPTION)
+            progress.update(bar, completed=sum(map(share_done, tasks)))
+            if failed := next((one for one in ended if one.exception()), None):
+                for future in waiting:
                     future.cancel()
                 failed.result()
-            if all(ended):
-                return
-            time.sleep(1)
 
 
 def write(plan: list[list[Task]], sizes: Sizes, output: Path) -> None:

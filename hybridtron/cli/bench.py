@@ -22,25 +22,26 @@ from pathlib import Path
 from hybridtron.shipped import PACKAGE, pages, shipped
 
 WHAT = {
-    "mixer": "Mamba-1 mixer, forward and backward, against transformers' MambaMixer with the same weights",
-    "mamba2_mixer": "Mamba-2 mixer, forward and backward, against transformers' Mamba2Mixer with the same weights",
-    "scan": "selective scan: speed, distance from its floor, and peak memory, against transformers' loop",
-    "attention": "sliding-window attention against full attention and against a dense mask, over the length",
-    "span": "span-expanded attention against a window and full attention: time and peak memory, over the length",
-    "kernels": "every kernel alone: bytes and FLOPs on paper, and on a GPU rates beside other packages' kernels",
-    "data": "the loader against mosaicml-streaming's own dataset, finding a far step, and preparing tokens",
-    "states": "a step with carried states against one from zero, and the peak memory of long TBTT steps",
-    "checkpoint": "writing, asynchronous writing and loading, against torch.save and megatron-core's own",
-    "convert": "to the format of Hugging Face and back, against a plain copy: rate and memory",
-    "fp8": "the loss of the laptop recipe in each of FP8's precisions, emulated, against bf16",
-    "step": "a training step through our schedule and optimizer against a plain PyTorch loop",
+    "mixer": ("mixer", "Mamba-1 mixer", "forward and backward, against transformers' MambaMixer with the same weights"),
+    "mamba2_mixer": ("mixer", "Mamba-2 mixer", "in the same way, against transformers' Mamba2Mixer"),
+    "scan": ("scan", "Selective scan (Mamba-1)", "speed, distance from its floor, and memory, against transformers'"),
+    "attention": ("attention", "Sliding-window attention", "against full attention and a dense mask, by length"),
+    "span": ("attention", "Span-expanded attention", "against a window and full attention: time and peak memory"),
+    "kernels": ("kernels", "Kernels", "bytes and FLOPs on paper, and on a GPU rates beside other packages' kernels"),
+    "data": ("data", "Data", "the loader against mosaicml-streaming's dataset, finding a far step, preparing tokens"),
+    "states": ("states", "Carried states", "a step with them against one from zero; peak memory of long TBTT steps"),
+    "checkpoint": ("checkpoint", "Checkpoints", "writing and loading, against torch.save and megatron-core's own"),
+    "convert": ("convert", "Conversion", "to the format of Hugging Face and back, against a plain copy: rate, memory"),
+    "fp8": ("fp8", "FP8 against bf16", "the loss of the laptop recipe in each of FP8's precisions, emulated"),
+    "step": ("step", "Training step", "through our schedule and optimizer, against a plain PyTorch loop"),
 }
+"""Name -> its file in benchmarks/, whose function of that name fills a report; the report's title; what it compares."""
 TAKES_SETTINGS = ("step", "fp8")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line; wrong ones end the process with exit code 2."""
-    listed = "\n".join(f"  {name:<13} {text}" for name, text in WHAT.items())
+    listed = "\n".join(f"  {name:<13} {title}: {text}" for name, (_, title, text) in WHAT.items())
     parser = argparse.ArgumentParser(
         prog="hybridtron bench",
         description=f"Our forms against their peers, in one run.\n\n{listed}",
@@ -69,28 +70,28 @@ def main(arguments: list[str]) -> int:
     chosen = parse(arguments)
     import torch
 
-    from hybridtron.device import compute_device
     from hybridtron.problems import ConfigError
-    from hybridtron.proving.measuring import BenchSettings, markdown, print_report
+    from hybridtron.proving.measuring import BenchReport, publish
     from hybridtron.requirements import missing
 
     torch.set_num_threads(chosen.threads)
     torch.manual_seed(0)
-    settings = BenchSettings(chosen.quick, chosen.repetitions, chosen.threads, tuple(chosen.settings))
+    file, title, _ = WHAT[chosen.name]
+    report = BenchReport(title, chosen.quick, chosen.repetitions, tuple(chosen.settings))
     try:
-        report = importlib.import_module(f"{package()}.{chosen.name}").bench(settings)
+        module = importlib.import_module(f"{package()}.{file}")
+        getattr(module, chosen.name)(report)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         print(missing("export") or error, file=sys.stderr)
         return 2
-    print_report(report)
-    suffix = "" if report.device == "cpu" else f"_{compute_device().type}"
+    if chosen.quick:
+        report.goals.clear()  # tiny sizes say nothing of speed
+    suffix = "" if report.device == "cpu" else f"_{report.device}"
     folder = None if chosen.quick else pages()
-    if output := chosen.output or (folder and folder / f"{chosen.name}{suffix}.md"):
-        output.write_text(markdown(report, settings, command(chosen)), encoding="utf-8")
-        print(f"\nwritten to {output}")
+    publish(report, command(chosen), chosen.output or (folder and folder / f"{chosen.name}{suffix}.md"))
     return 0
 
 

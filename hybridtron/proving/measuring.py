@@ -1,4 +1,4 @@
-"""What every benchmark shares: rounds in which all forms take turns, and the report made of them.
+"""What every benchmark shares: rounds in which all forms take turns, and the report that it fills as it goes.
 
 A report has tables of ratios, goals with what was reached, and lines that only the console shows: absolute times,
 which mean nothing on another machine and are therefore never written down for a CPU.
@@ -9,34 +9,25 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from rich.markdown import Markdown
+from torch import Tensor
 
-from hybridtron.config.resolve import resolve
-from hybridtron.config.schema import Config, Documents
-from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.device import compute_device, describe_device, synchronize
 
 VERSIONS = ("torch", "transformers", "numpy")
-DOCUMENTS = 3  # per row of random tokens, where the recipe keeps documents apart
 SLOW = 2.0  # seconds from which on a form is not warmed up before it is measured
-
-
-@dataclass(frozen=True)
-class BenchSettings:
-    """What the command line chose. `recipe` holds the key=value arguments."""
-
-    quick: bool
-    repetitions: int
-    threads: int
-    recipe: tuple[str, ...] = ()
+TOLERANCE = 1e-5  # of forms that compute the same, as a share of each tensor's largest entry
+MIB = 2**20
+Place = TypeVar("Place")
 
 
 @dataclass(frozen=True)
@@ -58,29 +49,33 @@ class Timing:
         return f"{self.fastest * 1e3:.1f} ms (median +{self.spread:.0%}, {len(self.seconds)} rounds)"
 
 
-@dataclass(frozen=True)
-class Contender:
-    """One way to do the work, and how many rounds it is worth; fewer for a peer that takes minutes."""
+class Timings(dict[str, Timing]):
+    """The rounds of several forms, by name."""
 
-    run: Callable[[], object]
-    rounds: int
+    def ratio(self, form: str, other: str) -> float:
+        """How many times as long a form took as another."""
+        return self[form].fastest / self[other].fastest
+
+    @property
+    def spreads(self) -> str:
+        return " / ".join(f"+{timing.spread:.0%}" for timing in self.values())
 
 
-def interleaved(forms: Mapping[str, Contender]) -> dict[str, Timing]:
+def interleaved(forms: Mapping[Place, Callable[[], object]], rounds: int) -> dict[Place, Timing]:
     """Time all forms in turns, round by round; every form runs once before, unless that took long.
 
     A form that returns a number of seconds has timed itself: what it did before it began to count is left out.
     """
-    times: dict[str, list[float]] = {name: [] for name in forms}
-    for name, form in forms.items():
-        first = _seconds(form.run)
+    found: dict[Place, list[float]] = {name: [] for name in forms}
+    for name, run in forms.items():
+        first = _seconds(run)
         if first > SLOW:
-            times[name].append(first)
-    for round_ in range(max(form.rounds for form in forms.values())):
-        for name, form in forms.items():
-            if round_ < form.rounds and len(times[name]) < form.rounds:
-                times[name].append(_seconds(form.run))
-    return {name: Timing(tuple(seconds)) for name, seconds in times.items()}
+            found[name].append(first)
+    for _ in range(rounds):
+        for name, run in forms.items():
+            if len(found[name]) < rounds:
+                found[name].append(_seconds(run))
+    return {name: Timing(tuple(seconds)) for name, seconds in found.items()}
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -106,34 +101,67 @@ class Goal:
     value: float
     reached: bool
 
-    @staticmethod
-    def at_least(text: str, limit: float, value: float) -> Goal:
-        return Goal(text, f">= {limit:g}", value, value >= limit)
-
-    @staticmethod
-    def at_most(text: str, limit: float, value: float) -> Goal:
-        return Goal(text, f"<= {limit:g}", value, value <= limit)
-
 
 @dataclass(frozen=True)
 class BenchTable:
-    """A table of the report; cells are text."""
+    """A table of the report; cells are text. `picture` is a file beside the page that is shown below it."""
 
     title: str
     header: tuple[str, ...]
-    cells: Sequence[tuple[str, ...]]
+    cells: Sequence[Sequence[str]]
+    picture: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class BenchReport:
-    """One benchmark's outcome."""
+    """What the command line chose (`recipe` holds its key=value arguments), and what a benchmark adds to the page."""
 
     title: str
-    device: str
-    tables: list[BenchTable]
-    goals: list[Goal]
-    notes: list[str]
+    quick: bool = False
+    repetitions: int = 0
+    recipe: tuple[str, ...] = ()
+    device: str = "cpu"
+    tables: list[BenchTable] = field(default_factory=list)
+    goals: list[Goal] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     console: list[str] = field(default_factory=list)
+
+    def sweep(self, forms: Mapping[Place, Mapping[str, Callable[[], object]]]) -> dict[Place, Timings]:
+        """Time all forms at all places (lengths, models) in turns, since places are compared as well."""
+        every = {(place, name): run for place, runs in forms.items() for name, run in runs.items()}
+        found = interleaved(every, self.repetitions)
+        self.console += [f"{place}, {name}: {timing}" for (place, name), timing in found.items()]
+        return {place: Timings({name: found[place, name] for name in runs}) for place, runs in forms.items()}
+
+    def timed(self, forms: Mapping[str, Callable[[], object]]) -> Timings:
+        """The same at one place."""
+        return self.sweep({self.title: forms})[self.title]
+
+    def table(self, title: str, header: tuple[str, ...], cells: Iterable[Sequence[str]], picture: str = "") -> None:
+        self.tables.append(BenchTable(title, header, list(cells), picture))
+
+    def ratios(
+        self,
+        title: str,
+        place: str,
+        measured: Mapping[Place, Timings],
+        pairs: Sequence[tuple[str, str]],
+        more: Mapping[str, Sequence[str]],
+    ) -> None:
+        """A row for each place: one form's time over another's, where both were measured, and further columns."""
+        forms = " / ".join(max(measured.values(), key=len))
+        header = (place, *(f"{form} / {other}" for form, other in pairs), *more, f"median over fastest, {forms}")
+        cells = []
+        for index, (where, timings) in enumerate(measured.items()):
+            found = [times(timings.ratio(*pair)) if timings.keys() >= set(pair) else "" for pair in pairs]
+            cells.append((str(where), *found, *(column[index] for column in more.values()), timings.spreads))
+        self.table(title, header, cells)
+
+    def at_least(self, text: str, limit: float, value: float) -> None:
+        self.goals.append(Goal(text, f">= {limit:g}", value, value >= limit))
+
+    def at_most(self, text: str, limit: float, value: float) -> None:
+        self.goals.append(Goal(text, f"<= {limit:g}", value, value <= limit))
 
 
 def times(ratio: float) -> str:
@@ -141,46 +169,60 @@ def times(ratio: float) -> str:
     return f"{ratio:.2f}x" if 0.1 <= ratio < 10 else f"{ratio:.3g}x" if ratio < 1000 else f"{ratio:,.0f}x"
 
 
-def print_report(report: BenchReport) -> None:
-    """Tables, goals, and the absolute times."""
-    console = Console()
-    for rows in report.tables:
-        table = Table(*rows.header, title=f"{report.title}: {rows.title}", title_justify="left")
-        for cells in rows.cells:
-            table.add_row(*map(escape, cells))
-        console.print(table)
-    for goal in report.goals:
-        mark = "[green]reached[/]" if goal.reached else "[red]missed[/]"
-        console.print(f"{mark}  {escape(goal.text)}: {goal.value:.3g} (wanted {goal.wanted})", highlight=False)
-    for line in (*report.notes, *report.console):
-        console.print(escape(line), highlight=False)
+def per_token(measured: Mapping[int, Timings], form: str) -> list[str]:
+    """A form's time per token at each length, over that at the first one."""
+    found = [timings[form].fastest / length for length, timings in measured.items()]
+    return [times(one / found[0]) for one in found]
 
 
-def markdown(report: BenchReport, settings: BenchSettings, command: str) -> str:
+def difference(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
+    """The largest of any entry, as a share of its tensor's largest entry. Forms that differ are not compared."""
+    pairs = zip(found, expected, strict=True)
+    largest = max(((ours - theirs).abs().max() / theirs.abs().max()).item() for ours, theirs in pairs)
+    assert largest <= TOLERANCE, f"the forms differ by {largest:.1e}"
+    return largest
+
+
+def publish(report: BenchReport, command: str, output: Path | None) -> None:
+    """Print the page and the absolute times, and write the page where it is wanted."""
+    page = markdown(report, command)
+    console = Console(width=None if sys.stdout.isatty() else 180)
+    console.print(Markdown(page))
+    for line in report.console:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if output is not None:
+        output.write_text(page, encoding="utf-8")
+        print(f"\nwritten to {output}")
+
+
+def markdown(report: BenchReport, command: str) -> str:
     """The report as a page of its own, with what it takes to measure it again."""
-    lines = [f"# {report.title}", "", f"`{command}`", "", f"- machine: {machine(settings, report.device)}"]
-    lines += [f"- versions: {versions()}"]
-    lines += [f"- {note}" for note in report.notes]
+    lines = [f"# {report.title}", "", f"`{command}`", ""]
+    lines += [f"- {note}" for note in (f"machine: {machine(report)}", f"versions: {versions()}", *report.notes)]
     for rows in report.tables:
         lines += ["", f"## {rows.title}", "", *grid(rows.header, rows.cells)]
+        lines += ["", f"![{rows.title}]({rows.picture})"] if rows.picture else []
     if report.goals:
         cells = [(g.text, g.wanted, f"{g.value:.3g}", "yes" if g.reached else "**no**") for g in report.goals]
         lines += ["", "## Goals", "", *grid(("goal", "wanted", "measured", "reached"), cells)]
     return "\n".join(lines) + "\n"
 
 
-def grid(header: tuple[str, ...], cells: Sequence[tuple[str, ...]]) -> list[str]:
+def grid(header: tuple[str, ...], cells: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a table in Markdown."""
     return [f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *cells)]
 
 
-def machine(settings: BenchSettings, device: str) -> str:
-    """The processor, how much of it was used, and how busy it was with other things."""
-    if device != "cpu":
+def machine(report: BenchReport) -> str:
+    """The processor, and where times were taken how much of it was used, and how busy it was with other things."""
+    if report.device != "cpu":
         return describe_device()
-    load = f", load average {os.getloadavg()[0]:.1f} when measured" if hasattr(os, "getloadavg") else ""
-    threads = "1 thread, processor time" if processor_time() else f"{settings.threads} threads, wall-clock time"
-    return f"{processor()}, {os.cpu_count()} cores, {threads}{load}"
+    words = [processor(), f"{os.cpu_count()} cores"]
+    if report.repetitions:
+        threads = torch.get_num_threads()
+        words.append("1 thread, processor time" if processor_time() else f"{threads} threads, wall-clock time")
+        words.append(f"load average {os.getloadavg()[0]:.1f} when measured")
+    return ", ".join(words)
 
 
 def processor() -> str:
@@ -200,23 +242,3 @@ def versions() -> str:
         except importlib.metadata.PackageNotFoundError:
             found.append(f"{name} not installed")
     return ", ".join(found)
-
-
-def random_batches(config: Config) -> list[Batch]:
-    """The micro-batches of one step of the first phase, of random tokens that all count."""
-    phase, generator = config.phases[0], torch.Generator().manual_seed(0)
-    rows, length = phase.micro_batch, phase.seq_len
-    batches = []
-    for _ in range(phase.global_batch // rows):
-        tokens = torch.randint(config.model.vocab_size, (rows, length + 1), generator=generator)
-        mask = torch.ones(rows, length, dtype=torch.bool)
-        batches.append(Batch(tokens[:, :-1], tokens[:, 1:], mask, _seq_info(config, rows, length)))
-    return batches
-
-
-def _seq_info(config: Config, rows: int, length: int) -> SeqInfo:
-    if resolve(config)[0].documents is Documents.join:
-        return SeqInfo.stream(rows, length)
-    places = torch.arange(length)
-    size = -(-length // DOCUMENTS)
-    return SeqInfo((places % size).expand(rows, length), (places // size).to(torch.int32).expand(rows, length))

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,20 +16,20 @@ from torch.utils.flop_counter import FlopCounterMode
 from hybridtron.data.batch import SeqInfo
 from hybridtron.ops.dispatch import force
 from hybridtron.planning.count import count
-from hybridtron.proving.measuring import Contender, Timing, interleaved
+from hybridtron.proving.measuring import BenchReport, Timing, Timings, difference, interleaved, per_token
 from tests.conftest import small_config, small_model
 
 ROOT = Path(__file__).parents[2]
 TABLES = {
-    "mixer": 2,
-    "mamba2_mixer": 2,
+    "mixer": 1,
+    "mamba2_mixer": 1,
     "scan": 2,
     "attention": 1,
     "span": 2,
     "states": 2,
     "step": 1,
-    "data": 4,
-    "checkpoint": 4,
+    "data": 3,
+    "checkpoint": 3,
     "fp8": 1,
 }
 
@@ -73,10 +74,33 @@ def test_wrong_arguments_are_exit_code_2() -> None:
 
 def test_forms_take_turns() -> None:
     calls = []
-    forms = {"a": Contender(lambda: calls.append("a"), 3), "b": Contender(lambda: calls.append("b"), 1)}
-    timings = interleaved(forms)
-    assert "".join(calls) == "ab" + "ab" + "a" + "a"
-    assert [len(timing.seconds) for timing in timings.values()] == [3, 1]
+    timings = interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 3)
+    assert "".join(calls) == "ab" + "ab" * 3
+    assert [len(timing.seconds) for timing in timings.values()] == [3, 3]
+
+
+def test_a_sweep_takes_turns_over_all_places() -> None:
+    calls = []
+    report = BenchReport("sweep", repetitions=1)
+    forms = {length: {"a": partial(calls.append, length), "b": lambda: 2.0} for length in (1, 2)}
+    measured = report.sweep(forms)
+    assert calls == [1, 2, 1, 2]
+    assert measured[2]["b"].seconds == (2.0,)
+    report.ratios("time", "tokens", {**measured, 3: Timings(b=measured[2]["b"])}, [("b", "b"), ("b", "a")], {})
+    assert [row[:2] for row in report.tables[0].cells] == [("1", "1.00x"), ("2", "1.00x"), ("3", "1.00x")]
+    assert report.tables[0].cells[2][2] == ""
+
+
+def test_time_per_token_is_over_that_of_the_first_length() -> None:
+    measured = {4: Timings(a=Timing((1.0,))), 8: Timings(a=Timing((3.0,)))}
+    assert per_token(measured, "a") == ["1.00x", "1.50x"]
+
+
+def test_forms_that_differ_are_not_compared() -> None:
+    whole = [torch.tensor([2.0, 100.0])]
+    assert difference(whole, whole) == 0
+    with pytest.raises(AssertionError, match="differ by 1"):
+        difference([torch.tensor([3.0, 100.0])], whole)
 
 
 def test_of_the_rounds_the_fastest_counts() -> None:

@@ -60,7 +60,10 @@ def test_the_page_says_whether_the_base_fails(growth: float, reached: str, tmp_p
     findings = Findings(24, language, copying, (5, 10), ["made up"])
     reported = page(findings, "make length-story")
     assert reported.splitlines()[-1].endswith(f"| {reached} |")
-    assert "| passing | 10.00 ± 0.00 | 10.00 ± 0.00 | 10.00 ± 0.00 | 1.00 ± 0.00 |" in reported
+    assert (
+        "| passing | 10.00 ± 0.00 | 10.00 ± 0.00 | 10.00 ± 0.00 | 10.00 ± 0.00 | 1.00 ± 0.00 | 1.00 ± 0.00 |"
+        in reported
+    )
     assert "| zero | 0.50 ± 0.35 |" in reported
     draw(findings, tmp_path)
     assert (tmp_path / "length_story.png").stat().st_size > 1000

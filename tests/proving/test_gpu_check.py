@@ -13,6 +13,7 @@ from hybridtron.ops.dispatch import Implementation, Op
 from hybridtron.ops.swiglu import SwiGLUInputs, swiglu
 from hybridtron.proving.gpu import correct as gpu_correct
 from hybridtron.proving.gpu.main import PARTS, main
+from hybridtron.proving.measuring import BenchReport
 
 pytestmark = pytest.mark.skipif(compute_device().type != "cpu", reason="runs for real where there is a CUDA device")
 
@@ -32,15 +33,16 @@ def test_a_wrong_form_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     only = {kind: options if kind == "swiglu" else [] for kind, options in gpu_correct.OPTIONS.items()}
     monkeypatch.setattr(gpu_correct, "OPTIONS", only)
     called = Op.__call__
-    rows, goals = gpu_correct.correctness(torch.device("cpu"), 16, 12)
-    assert {cells[0] for cells in rows.cells} == {
+    report = BenchReport("wrong", quick=True)
+    gpu_correct.correctness(report)
+    assert {cells[0] for cells in report.tables[-1].cells} == {
         "swiglu hidden=512",
         "swiglu",
         "rms_norm",
         "add_rms_norm",
         "linear_cross_entropy",
     }
-    assert not any(goal.reached for goal in goals)
+    assert not any(goal.reached for goal in report.goals)
     assert Op.__call__ is called
 
 

@@ -32,6 +32,7 @@ from hybridtron.parallel.cut import Mesh, RankGroup, cut
 from hybridtron.parallel.pool import Pool, Seat
 from hybridtron.proving.audit.bugs import injected
 from hybridtron.proving.audit.cases import Case
+from hybridtron.proving.steps import plain_adamw
 
 
 @dataclass(frozen=True)
@@ -156,12 +157,7 @@ def serial_step(config: Config, precision: AuditPrecision) -> Step:
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
         for name, weight in weights.items():
             weight.grad = gradients[name] * min(1.0, optim.clip / norm)
-        groups = [
-            {"params": [w for name, w in weights.items() if model.table[name].decay is decayed], "weight_decay": decay}
-            for decayed, decay in ((True, optim.weight_decay), (False, optim.weight_decay * optim.decay_all))
-        ]
-        betas = (optim.betas[0], optim.betas[1])
-        torch.optim.AdamW(groups, lr=rate_of(config), betas=betas, eps=optim.eps).step()
+        plain_adamw(model, config, rate_of(config)).step()
         loss_after, _ = _add_up(model, batches, 0.0)
     return Step(loss, norm, loss_after, gradients, {name: weight.detach() for name, weight in weights.items()})
 

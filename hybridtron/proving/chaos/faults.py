@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,22 +52,15 @@ class Disk:
         """To the last byte."""
         with self.ballast.open("wb", buffering=0) as file:
             for size in (2**20, 2**12, 1):
-                with suppress_full_disk():
+                try:
                     while True:
                         file.write(b"\0" * size)
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
 
     def free(self) -> None:
         self.ballast.unlink(missing_ok=True)
-
-
-class suppress_full_disk(suppress):
-    """Lets only an error pass that is not the one of a full disk."""
-
-    def __init__(self) -> None:
-        super().__init__(OSError)
-
-    def __exit__(self, kind: object, error: object, trace: object) -> bool:
-        return isinstance(error, OSError) and error.errno == errno.ENOSPC
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hybridtron.proving.chaos import starts as chaos_starts
 from hybridtron.proving.chaos.faults import Disk
@@ -92,21 +91,19 @@ def main(arguments: list[str]) -> int:
     if chosen.seed is None:
         chosen.seed = random.SystemRandom().randrange(10**6)
     home = Path("runs/chaos").absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{chosen.seed}"
-    print(f"{asked(chosen)}, a fault every {chosen.mean:g} steps or so; runs: {home}", flush=True)
+    asked = f"{chosen.steps} steps on {chosen.layout}, --seed {chosen.seed}"
+    print(f"{asked}, a fault every {chosen.mean:g} steps or so; runs: {home}", flush=True)
     write_data(home / "data")
     began = time.monotonic()
     ordeal, wrong = compared(chosen, home)
-    wrong = wrong or started_again(chosen, home)
     summary = [
         f"{len(ordeal.faults)} faults, {ordeal.starts} starts; then {chaos_starts.KILLS} kills of torchrun",
         f"goodput: {chosen.steps / max(ordeal.done, chosen.steps):.0%}, of {ordeal.done} steps done, lost ones too",
         *([f"a full disk was left out: {ordeal.disk.why_not}"] if ordeal.disk.why_not else []),
         "NOT THE SAME" if wrong else "weights, optimizer, states and the losses of all steps: the same, bit for bit",
     ]
-    report(ordeal.faults, summary, wrong)
+    report(chosen, ordeal.faults, [*summary, *wrong])
     print(f"{time.monotonic() - began:.0f} s, all runs")
-    if chosen.page is not None:
-        chosen.page.write_text(page(chosen, ordeal.faults, [*summary, *wrong]), encoding="utf-8")
     if wrong or chosen.keep_folder:
         print(f"runs and logs: {home}")
     else:
@@ -114,61 +111,36 @@ def main(arguments: list[str]) -> int:
     return 1 if wrong else 0
 
 
-def asked(chosen: argparse.Namespace) -> str:
-    return f"{chosen.steps} steps on {chosen.layout}, --seed {chosen.seed}"
-
-
 def compared(chosen: argparse.Namespace, home: Path) -> tuple[Ordeal, list[str]]:
-    """The faults of the disturbed run, and what is not the same in the end."""
-    settings = [arguments_of(home / "data", chosen.steps, chosen.layout) for _ in range(2)]
-    clean, chaos = (
-        Run(home / name, words, chosen.steps) for name, words in zip(("peace", "chaos"), settings, strict=True)
-    )
-    for run in (clean, chaos):
-        run.home.mkdir()
-    with Disk(chaos) as disk, progress_bar() as progress:
+    """The faults of the disturbed run, and what is not the same in its end, or that of one started again and again."""
+    runs = []
+    for name in ("peace", "chaos", "starts"):
+        runs.append(Run(home / name, arguments_of(home / "data", chosen.steps, chosen.layout), chosen.steps))
+        runs[-1].home.mkdir()
+    clean, chaos, starts = runs
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+    with Disk(chaos) as disk, bar as progress:
         ordeal = Ordeal(chaos, chosen.mean, random.Random(chosen.seed), disk)
         try:
             Ordeal(clean, float("inf"), random.Random(), disk).survive(progress)
             ordeal.survive(progress)
-            return ordeal, unequal(clean, chaos)
         except OrdealFailed as error:
             return ordeal, [str(error)]
+        wrong = unequal(clean, chaos)
+    return ordeal, wrong or chaos_starts.survive(starts, random.Random(chosen.seed)) or unequal(clean, starts)
 
 
-def started_again(chosen: argparse.Namespace, home: Path) -> list[str]:
-    """What is wrong or not the same where a launcher is killed and where two starts come at a time."""
-    words = arguments_of(home / "data", chosen.steps, chosen.layout)
-    clean, starts = (Run(home / name, words, chosen.steps) for name in ("peace", "starts"))
-    starts.home.mkdir()
-    return chaos_starts.survive(starts, random.Random(chosen.seed)) or unequal(clean, starts)
-
-
-def progress_bar() -> Progress:
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    return Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal, transient=True)
-
-
-def report(faults: list[Injected], summary: list[str], wrong: list[str]) -> None:
-    table = Table(*HEADER, box=None)
-    for fault in faults:
-        table.add_row(*fault.cells())
-    Console(width=None if sys.stdout.isatty() else 180).print(table, markup=False)
-    print("\n".join(summary))
-    print("\n".join(wrong[:20]), file=sys.stderr)
-
-
-def page(chosen: argparse.Namespace, faults: list[Injected], summary: list[str]) -> str:
-    """The table as a page of its own, with what it takes to see it again."""
-    from hybridtron.proving.measuring import grid, processor, versions
+def report(chosen: argparse.Namespace, faults: list[Injected], summary: list[str]) -> None:
+    """Print all faults and what came of them, and write the page where it is wanted."""
+    from hybridtron.proving.measuring import BenchReport, publish
 
     options = f"--layout {chosen.layout} --steps {chosen.steps} --mean {chosen.mean:g} --seed {chosen.seed}"
-    lines = ["# Chaos", "", f"`hybridtron chaos {options}`", ""]
-    lines += [f"- machine: {processor()}, {os.cpu_count()} cores", f"- versions: {versions()}"]
-    lines += [f"- run.timeout is {TIMEOUT_S:g} s; a checkpoint every {SAVE_EVERY} steps, written asynchronously"]
-    lines += [*(f"- {one}" for one in summary), "", "## faults", "", *grid(HEADER, [fault.cells() for fault in faults])]
-    return "\n".join(lines) + "\n"
+    timeout = f"run.timeout is {TIMEOUT_S:g} s; a checkpoint every {SAVE_EVERY} steps, written asynchronously"
+    found = BenchReport("Chaos", notes=[timeout, *summary])
+    found.table("faults", HEADER, [fault.cells() for fault in faults])
+    publish(found, f"hybridtron chaos {options}", chosen.page)
 
 
 def apart(arguments: list[str]) -> None:

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +53,18 @@ class Run:
         """The whole lines of its metrics."""
         path = self.folder / "metrics.jsonl"
         return path.read_text().split("\n")[:-1] if path.exists() else []
+
+    def start(
+        self, log: str, command: Sequence[str], variables: Mapping[str, object], own_group: bool
+    ) -> subprocess.Popen[bytes]:
+        """A process that trains it; in a group of processes of its own it can be ended with all its workers."""
+        shared = {"OMP_NUM_THREADS": 1, "PYTHONPATH": PACKAGE.parent, "CUDA_VISIBLE_DEVICES": "", **variables}
+        environment = os.environ | {name: str(value) for name, value in shared.items()}
+        words = [sys.executable, *command, *self.arguments]
+        with (self.home / log).open("ab") as file:
+            return subprocess.Popen(
+                words, cwd=self.home, env=environment, stdout=file, stderr=file, start_new_session=own_group
+            )
 
     def outcome(self) -> dict[str, Any]:
         """What it says of its end; nothing where it could not speak."""
@@ -95,7 +107,7 @@ def write_data(path: Path) -> None:
 
 
 class ProcessStart:
-    """The processes of one start, with the variables that torchrun sets; each leads a group of processes of its own."""
+    """The processes of one start, with the variables that torchrun sets."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.began = run, time.monotonic()
@@ -103,18 +115,11 @@ class ProcessStart:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        shared = {"WORLD_SIZE": PROCESSES, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-        shared |= {"PYTHONPATH": PACKAGE.parent, "CUDA_VISIBLE_DEVICES": ""}
-        self.ranks: list[subprocess.Popen[bytes]] = []
-        for rank in range(PROCESSES):
-            own = {name: str(value) for name, value in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-            with (run.home / f"rank-{rank}.log").open("ab") as log:
-                command = [sys.executable, *TRAIN, *run.arguments]
-                self.ranks.append(
-                    subprocess.Popen(
-                        command, cwd=run.home, env=os.environ | own, stdout=log, stderr=log, start_new_session=True
-                    )
-                )
+        shared = {"WORLD_SIZE": PROCESSES, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        own = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(PROCESSES)]
+        self.ranks = [
+            run.start(f"rank-{rank}.log", TRAIN, variables, own_group=True) for rank, variables in enumerate(own)
+        ]
 
     @property
     def codes(self) -> list[int]:

@@ -6,20 +6,18 @@ at a time one trains, and the other is refused, or finds later that there is not
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
 
 from hybridtron.proving.chaos.run import PROCESSES, START_S, Run
-from hybridtron.shipped import PACKAGE
 
 KILLS = 4  # of torchrun: every other one during start-up
 STEPS = 20  # at most between a start and its kill
 LOOK_S = 0.05
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES))
+TORCHRUN += ("-m", "hybridtron", "train")
 
 
 class TorchrunStart:
@@ -27,11 +25,7 @@ class TorchrunStart:
 
     def __init__(self, run: Run) -> None:
         self.run, self.before = run, run.lines()
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES)]
-        own = {"PYTHONPATH": str(PACKAGE.parent), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        with (run.home / "torchrun.log").open("ab") as log:
-            command = [*torchrun, "-m", "hybridtron", "train", *run.arguments]
-            self.process = subprocess.Popen(command, cwd=run.home, env=os.environ | own, stdout=log, stderr=log)
+        self.process = run.start("torchrun.log", TORCHRUN, {}, own_group=False)
 
     def wait_until(self, steps: int) -> None:
         """Until N steps are done since this start, or it has ended; for 0, until some start holds the folder."""

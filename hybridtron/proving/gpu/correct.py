@@ -5,24 +5,26 @@ The calls of the ops are those that the mixers and the loss make: they are noted
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hybridtron.architecture import SPECS
 from hybridtron.architecture.base import MixerSpec, ModelSizes
 from hybridtron.data.batch import SeqInfo
-from hybridtron.mixers.base import build_mixer
+from hybridtron.device import compute_device
+from hybridtron.mixers.base import Mixer, build_mixer
 from hybridtron.model.init import starting_value
 from hybridtron.ops.dispatch import Op, force
 from hybridtron.ops.loss import LinearCrossEntropyInputs, linear_cross_entropy
 from hybridtron.ops.norm import AddRMSNormInputs, RMSNormInputs, add_rms_norm, rms_norm
 from hybridtron.parallel.linear import SINGLE_RANK
-from hybridtron.proving.measuring import BenchTable, Goal
+from hybridtron.proving.measuring import BenchReport
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "mamba": [{}],
@@ -35,33 +37,22 @@ TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
 ROWS, VOCAB = 2, 1000
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """How far outputs or gradients are from their references at most, as a share of the reference's norm."""
-
-    what: str
-    dtype: torch.dtype
-    error: float
-
-
-def correctness(device: torch.device, width: int, length: int) -> tuple[BenchTable, list[Goal]]:
+def correctness(report: BenchReport) -> None:
     """A line for every op and mixer, the worst of all its calls."""
-    found = list(_all(device, ModelSizes(width, 4), length))
-    worst: dict[tuple[str, torch.dtype], Comparison] = {}
-    for one in found:
-        key = one.what, one.dtype
-        if key not in worst or not one.error <= worst[key].error:
-            worst[key] = one
-    names = dict.fromkeys(what for what, _ in worst)
-    cells = [(name, *(f"{worst[name, dtype].error:.1e}" for dtype in TOLERANCES)) for name in names]
-    goals = [
-        Goal.at_most(f"largest error in {dtype}", limit, max(one.error for one in found if one.dtype == dtype))
-        for dtype, limit in TOLERANCES.items()
-    ]
-    return BenchTable("against the references on the CPU", ("op or mixer", "fp32", "bf16"), cells), goals
+    sizes, length = (ModelSizes(64, 4), 128) if report.quick else (ModelSizes(256, 4), 512)
+    worst: dict[str, dict[torch.dtype, float]] = {}
+    for what, dtype, error in _all(compute_device(), sizes, length):
+        of_name = worst.setdefault(what, {})
+        of_name[dtype] = max(error, of_name.get(dtype, 0.0))
+    cells = [(name, *(f"{errors[dtype]:.1e}" for dtype in TOLERANCES)) for name, errors in worst.items()]
+    report.table("against the references on the CPU", ("op or mixer", "fp32", "bf16"), cells)
+    for dtype, limit in TOLERANCES.items():
+        largest = max(errors[dtype] for errors in worst.values())
+        report.at_most(f"largest error in {dtype}", limit, largest)
 
 
-def _all(device: torch.device, sizes: ModelSizes, length: int) -> Iterator[Comparison]:
+def _all(device: torch.device, sizes: ModelSizes, length: int) -> Iterator[tuple[str, torch.dtype, float]]:
+    """How far outputs or gradients are from their references at most, as a share of the reference's norm."""
     assert set(OPTIONS) == set(SPECS), "a new mixer stands in OPTIONS too"
     for dtype in TOLERANCES:
         calls: list[Call] = []
@@ -69,7 +60,7 @@ def _all(device: torch.device, sizes: ModelSizes, length: int) -> Iterator[Compa
             for options in several:
                 spec = SPECS[kind](**options)
                 what = f"{kind} {spec.describe()}".strip()
-                yield Comparison(what, dtype, _mixer_error(spec, sizes, length, dtype, device, calls))
+                yield what, dtype, _mixer_error(spec, sizes, length, dtype, device, calls)
         with noted(calls), force("reference"):
             x_LBD, added_LBD = torch.randn(2, length, ROWS, sizes.width, dtype=dtype)
             weight_D = torch.ones(sizes.width, dtype=dtype)
@@ -81,7 +72,7 @@ def _all(device: torch.device, sizes: ModelSizes, length: int) -> Iterator[Compa
             weight_VD = weight_VD / sizes.width**0.5
             linear_cross_entropy(LinearCrossEntropyInputs(x_TD, weight_VD, labels_T, mask_T, 1e-4))
         for op, inputs in calls:
-            yield Comparison(op.name, dtype, _op_error(op, inputs, device))
+            yield op.name, dtype, _op_error(op, inputs, device)
 
 
 Call = tuple[Op, Any]
@@ -93,7 +84,7 @@ def noted(calls: list[Call]) -> Iterator[None]:
     original = Op.__call__
 
     def noting(self: Op, inputs: Any) -> Any:
-        calls.append((self, _mapped(inputs, lambda tensor: tensor.detach().clone())))
+        calls.append((self, tree_map_only(Tensor, _copied, inputs)))
         return original(self, inputs)
 
     Op.__call__ = noting  # type: ignore[method-assign]
@@ -113,14 +104,10 @@ def _mixer_error(
     documents_BL = torch.stack([(torch.arange(length) >= length // 3).int(), torch.zeros(length, dtype=torch.int32)])
     first_L, second_L = torch.arange(length) % (length - length // 3), torch.arange(length)
     seq = SeqInfo(torch.stack([first_L, second_L]), documents_BL, key=0)
-    table = spec.parameters(sizes)
 
     def made(device: torch.device, dtype: torch.dtype, form: str | None) -> list[Tensor]:
         torch.manual_seed(0)
-        mixer = build_mixer(spec, sizes, SINGLE_RANK)
-        for name, weight in mixer.named_parameters():
-            weight.data.copy_(starting_value(table[name].init, tuple(weight.shape), 1, name))
-            weight.data = weight.data.to(device, torch.float32 if table[name].fp32 else dtype)
+        mixer = filled_mixer(spec, sizes, device, dtype)
         x_LBD = torch.randn(length, ROWS, sizes.width).to(device, dtype).requires_grad_()
         with force(form):
             y_LBD, state, _ = mixer(x_LBD, None, seq.map(lambda tensor: tensor.to(device)))
@@ -132,11 +119,20 @@ def _mixer_error(
     return _apart(made(device, dtype, None), made(torch.device("cpu"), torch.float32, "reference"))
 
 
+def filled_mixer(spec: MixerSpec, sizes: ModelSizes, device: torch.device, dtype: torch.dtype) -> Mixer:
+    """A mixer with the weights that training would start from."""
+    mixer, table = build_mixer(spec, sizes, SINGLE_RANK), spec.parameters(sizes)
+    for name, weight in mixer.named_parameters():
+        weight.data.copy_(starting_value(table[name].init, tuple(weight.shape), 1, name))
+        weight.data = weight.data.to(device, torch.float32 if table[name].fp32 else dtype)
+    return mixer
+
+
 def _op_error(op: Op, inputs: Any, device: torch.device) -> float:
     def result(function: Callable[..., Any], prepared: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        own = _mapped(inputs, lambda tensor: _leaf(prepared(tensor)))
-        outputs = [tensor for tensor in tensors_in(function(own)) if tensor.is_floating_point()]
-        wanted = [tensor for tensor in tensors_in(own) if tensor.requires_grad]
+        own = tree_map_only(Tensor, lambda tensor: _leaf(prepared(tensor)), inputs)
+        outputs = [tensor for tensor in _tensors(function(own)) if tensor.is_floating_point()]
+        wanted = [tensor for tensor in _tensors(own) if tensor.requires_grad]
         made = [tensor for tensor in outputs if tensor.requires_grad]
         gradients = torch.autograd.grad(_some_sum(made), wanted, allow_unused=True)
         return [*outputs, *(gradient for gradient in gradients if gradient is not None)]
@@ -159,23 +155,17 @@ def _apart(ours: list[Tensor], exact: list[Tensor]) -> float:
         for a, b in zip(ours, exact, strict=True)
         if b.is_floating_point()
     ]
-    return max(((a - b).norm() / b.norm().clamp_min(1e-6)).item() for a, b in pairs)
+    errors = [((a - b).norm() / b.norm().clamp_min(1e-6)).item() for a, b in pairs]
+    return max(math.inf if math.isnan(error) else error for error in errors)
 
 
 def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
+    return _copied(tensor).requires_grad_(tensor.is_floating_point())
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors of an op's arguments or results, named tuples included."""
-    if isinstance(value, Tensor):
-        return [value]
-    return [tensor for one in value for tensor in tensors_in(one)] if isinstance(value, tuple | list) else []
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(one, change) for one in value))
-    return type(value)(_mapped(one, change) for one in value) if isinstance(value, tuple | list) else value
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

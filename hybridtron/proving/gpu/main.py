@@ -15,11 +15,19 @@ Exit codes: 0 all well, or no CUDA device to check; 1 a part failed or a result 
 from __future__ import annotations
 
 import argparse
+import importlib
+import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hybridtron.shipped import pages
 
-PARTS = ("correctness", "recipes", "attention", "fp8")
+if TYPE_CHECKING:
+    from hybridtron.proving.measuring import BenchReport
+
+PARTS = {"correctness": "correct", "recipes": "speed", "attention": "speed", "fp8": "speed"}
+"""By name: its file, whose function of that name fills the report."""
+ROUNDS = 7  # of every measurement
 
 
 def main(arguments: list[str]) -> int:
@@ -32,12 +40,27 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--output", type=Path, metavar="FILE", help="the table (default: benchmarks/gpu_check.md)")
     chosen = parser.parse_args(arguments)
     from hybridtron.device import compute_device  # imports torch, which --help does without
-    from hybridtron.proving.gpu import parts as gpu_parts
+    from hybridtron.ops.registry import choices
+    from hybridtron.proving.measuring import BenchReport, publish
 
-    parts, device = chosen.only or list(PARTS), compute_device()
-    if device.type == "cpu" and not chosen.rehearse:
+    parts, device = chosen.only or list(PARTS), compute_device().type
+    if device == "cpu" and not chosen.rehearse:
         print(f"no CUDA device here. On a machine with one this would run {', '.join(parts)}:\n\n{__doc__}")
         return 0
+    report = BenchReport("GPU check", chosen.rehearse, 1 if chosen.rehearse else ROUNDS, device=device)
+    report.table("kernels", ("op", "runs", "why"), choices(device))
+    failed = [name for name in parts if not ran(name, report)]
+    report.notes += [f"{name} FAILED" for name in failed]
     folder = None if chosen.rehearse else pages()
-    output = chosen.output or (folder and folder / "gpu_check.md")  # without a checkout it is only printed
-    return 0 if gpu_parts.run(parts, device, chosen.rehearse, output) else 1
+    publish(report, "hybridtron gpu-check", chosen.output or (folder and folder / "gpu_check.md"))
+    return 1 if failed or not all(goal.reached for goal in report.goals) else 0
+
+
+def ran(part: str, report: BenchReport) -> bool:
+    """Fill the report with a part; whether it did not fail."""
+    try:
+        getattr(importlib.import_module(f"hybridtron.proving.gpu.{PARTS[part]}"), part)(report)
+    except Exception:
+        traceback.print_exc()
+        return False
+    return True

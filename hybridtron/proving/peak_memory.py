@@ -1,0 +1,72 @@
+"""Peak memory of a call: the highest resident set during it, in a process of its own, less what was resident before."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from hybridtron.device import peak_memory_gib
+from hybridtron.proving.measuring import MIB, BenchReport, times
+
+CACHED_BELOW = 2**16  # bytes; larger blocks are returned to the system when they are freed
+Prepared = Callable[..., Callable[[], object]]
+"""A module's function of a form, a length and sizes, that returns the call. It has made a smaller one before, so that
+what every first call loads is not counted, and its inputs exist."""
+
+
+def fresh_processes() -> ProcessPoolExecutor:
+    """Two at a time, each for one call."""
+    return ProcessPoolExecutor(2, get_context("spawn"), max_tasks_per_child=1)
+
+
+def measure_memory(
+    report: BenchReport, prepared: Prepared, lengths: Sequence[int], forms: Sequence[str], sizes: object
+) -> dict[int, dict[str, int]]:
+    """Bytes by length and form, and the table of them with the first form's share of each other one."""
+    # Else the C library keeps freed blocks between those in use, and these would count.
+    environment = patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_=str(CACHED_BELOW))
+    with environment, fresh_processes() as pool:
+        waiting = {
+            length: {form: pool.submit(added_by, prepared, form, length, sizes) for form in forms} for length in lengths
+        }
+        peaks = {length: {form: one.result() for form, one in of_forms.items()} for length, of_forms in waiting.items()}
+    cells = [
+        (
+            f"{length}",
+            *(f"{peak / MIB:,.1f}" for peak in of_forms.values()),
+            *(times(of_forms[forms[0]] / of_forms[other]) for other in forms[1:]),
+        )
+        for length, of_forms in peaks.items()
+    ]
+    header = ("tokens", *(f"{form}, MiB" for form in forms), *(f"{forms[0]} / {other}" for other in forms[1:]))
+    report.table("peak memory", header, cells)
+    report.notes.append("peak memory is what a call adds to a fresh process that holds its inputs")
+    return peaks
+
+
+def added_by(prepared: Prepared, form: str, length: int, sizes: object) -> int:
+    """The body of that process: bytes on the device, or where that holds none on the host."""
+    torch.set_num_threads(1)
+    call = prepared(form, length, sizes)
+    before = resident(reset=True)
+    call()
+    on_device = peak_memory_gib()
+    return round(on_device * 2**30) if on_device else max(resource.getpagesize(), resident(reset=False) - before)
+
+
+def resident(reset: bool) -> int:
+    """The highest resident set so far, in bytes; with `reset` the present one, from which Linux then counts again."""
+    status = Path("/proc/self/status")
+    if not status.exists():  # macOS counts bytes, and can't be reset
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+    return int(lines["VmHWM"].split()[0]) * 1024

@@ -7,9 +7,10 @@ a smaller one is named `KEY@0,128`, by where it starts.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,16 +42,7 @@ _AT_ONCE = 2**20  # bytes that are written, and digested while they are in the c
 
 def write_tensors(path: Path, blocks: Sequence[Any]) -> tuple[File, list[StoredShard]]:
     """Write blocks of tensors (`ShardedTensor`s with their data) and wait until they are on disk."""
-    header: dict[str, Any] = {}
-    end = 0
-    for block in blocks:
-        start, end = end, end + block.data.numel() * block.data.element_size()
-        whole = block.local_shape == block.global_shape
-        name = block.key if whole else f"{block.key}@{','.join(map(str, block.global_offset))}"
-        header[name] = {"dtype": _OF_TYPE[block.dtype], "shape": block.local_shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
+    head = head_of((_name(block), block.dtype, block.local_shape) for block in blocks)
     chunks, at = [], len(head)
     with path.open("wb", buffering=0) as file:
         _write(file, memoryview(head))
@@ -62,6 +54,23 @@ def write_tensors(path: Path, blocks: Sequence[Any]) -> tuple[File, list[StoredS
             at += len(stored)
         os.fsync(file.fileno())
     return File(at, len(head), digest(head)), chunks
+
+
+def head_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: dict[str, str] | None = None) -> bytes:
+    """The head of a safetensors file that holds tensors of these names, types and shapes one after another."""
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    end = 0
+    for name, dtype, shape in tensors:
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _OF_TYPE[dtype], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _name(block: Any) -> str:
+    whole = block.local_shape == block.global_shape
+    return block.key if whole else f"{block.key}@{','.join(map(str, block.global_offset))}"
 
 
 def write_bytes(path: Path, stored: bytes) -> File:

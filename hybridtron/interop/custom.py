@@ -7,13 +7,13 @@ written, those that are left to a default too, so that a folder means the same w
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from hybridtron.architecture.model import ModelConfig
-from hybridtron.architecture.table import Architecture, architecture
+from hybridtron.architecture.table import Architecture
 from hybridtron.config.exportable import SHIPPED
-from hybridtron.interop.native import Native, Settings, token_rules
-from hybridtron.interop.rules import Rules, TensorRule
+from hybridtron.interop.native import Native, Settings
 from hybridtron.interop.shipped_code import is_shipped, shipped_code
 
 AUTO_MAP = {
@@ -42,30 +42,16 @@ class Custom(Native):
             "pattern": "".join(arch.letters),
             "layers": {k: {"kind": spec.kind, **spec.exported_options(arch.sizes)} for k, spec in by_letter.items()},
             "num_hidden_layers": len(arch.specs),
-            "rms_norm_eps": model.norm_eps,
             "residual_in_fp32": model.residual_fp32,
             "max_position_embeddings": length,
         }
 
-    def rules(self, model: ModelConfig) -> list[TensorRule]:
-        rules = Rules(model)
-        token_rules(rules, model, "model.embed_tokens.weight", "model.norm.weight")
-        for index in range(len(architecture(model).specs)):
-            rules.add(f"model.layers.{index}.norm.weight", f"layers.{index}.norm.weight")
-            rules.add_mixer(f"model.layers.{index}.mixer", index)
-        return rules.complete()
+    def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
+        return theirs["pattern"], theirs["layers"]
 
     def model(self, theirs: Settings) -> ModelConfig:
-        return ModelConfig(
-            width=theirs["hidden_size"],
-            vocab_size=theirs["vocab_size"],
-            pattern=theirs["pattern"],
-            layers=theirs["layers"],
-            tie_embeddings=theirs["tie_word_embeddings"],
-            norm_eps=theirs["rms_norm_eps"],
-            residual_fp32=theirs.get("residual_in_fp32", False),
-            embedding_std=theirs["initializer_range"],
-        )
+        wide = theirs.get("residual_in_fp32", False)
+        return replace(super().model(theirs), residual_fp32=wide, embedding_std=theirs["initializer_range"])
 
 
 def brings_our_code(folder: Path) -> bool:

@@ -9,6 +9,7 @@ optimizer; any layout loads it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +30,11 @@ from hybridtron.config.load import to_yaml
 from hybridtron.config.schema import Config, DataConfig, PrecisionConfig, RunConfig
 from hybridtron.interop.config_json import CannotImport, settings_of
 from hybridtron.interop.export import LONGEST, TARGETS
-from hybridtron.interop.native import Native
+from hybridtron.interop.native import Format
 from hybridtron.interop.original import Original
 from hybridtron.interop.reader import Weights
 from hybridtron.interop.rules import TensorRule
+from hybridtron.interop.writer import in_parts
 from hybridtron.problems import ConfigError
 
 SHOWN = 40  # faults that are listed
@@ -43,7 +45,7 @@ PART_BYTES = 2**26  # of tensors that are in memory at once, twice: one part is 
 class ImportFolder:
     """A folder that was looked at: what it is, our configuration of it, and its tensors."""
 
-    kind: Native | Original
+    kind: Format
     settings: dict[str, Any]
     model: ModelConfig
     rules: list[TensorRule]
@@ -96,7 +98,7 @@ class ImportFolder:
         )
 
 
-def _kind(folder: Path, settings: dict[str, Any]) -> Native | Original:
+def _kind(folder: Path, settings: dict[str, Any]) -> Format:
     if "d_model" in settings and "n_layer" in settings:
         return Original()
     found = {target.name: target for target in TARGETS}
@@ -131,20 +133,6 @@ def same_tensors(source: ImportFolder, checkpoint: Checkpoint) -> None:
 
 def _tensors(source: ImportFolder) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Our tensors by the file that they go to."""
-    for number, rules in enumerate(_parts(source)):
+    for number, rules in enumerate(in_parts(source.rules, lambda rule: 4 * math.prod(rule.shape), PART_BYTES)):
         made = (rule.to_ours(source.weights.read(rule.theirs)) for rule in rules)
         yield f"model-{number:05}.safetensors", {key: t.contiguous() for ours in made for key, t in ours.items()}
-
-
-def _parts(source: ImportFolder) -> Iterator[list[TensorRule]]:
-    """As many tensors as are written at once."""
-    rules: list[TensorRule] = []
-    held = 0
-    for rule in source.rules:
-        size = 4 * torch.Size(rule.shape).numel()
-        if rules and held + size > PART_BYTES:
-            yield rules
-            rules, held = [], 0
-        rules.append(rule)
-        held += size
-    yield rules

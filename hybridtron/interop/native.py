@@ -1,6 +1,7 @@
 """Models that transformers knows by itself: which of ours they are, exactly, and how both are recognized.
 
-Here Mamba-1 and Mamba-2 alone (MambaForCausalLM, Mamba2ForCausalLM); those with MLPs stand in `native_pairs`.
+Here what all classes share, with Mamba-1 and Mamba-2 alone (MambaForCausalLM, Mamba2ForCausalLM); those with MLPs stand
+in `native_pairs`.
 
 Which model is one of them stands in `config/exportable`. What a class computes otherwise than we do by default is set:
 the norm's epsilon, Granite's multipliers, the window (which counts the token itself, as ours).
@@ -9,8 +10,11 @@ the norm's epsilon, Granite's multipliers, the window (which counts the token it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple
 
+from hybridtron.architecture.base import Names
 from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.architecture.model import ModelConfig
@@ -20,28 +24,61 @@ from hybridtron.interop.rules import Rules, TensorRule
 Settings = dict[str, Any]
 
 
-class Native(ABC):
-    """One class of transformers. `together` of our sub-layers are one of its layers."""
+class SubLayerNames(NamedTuple):
+    """What a layer of theirs calls our norm, our mixer, and its weights where these are not named as by the spec."""
+
+    norm: str = "norm"
+    mixer: str = "mixer"
+    weights: Names | None = None
+
+
+class Format(ABC):
+    """How others name a model's weights, and what their config.json means in ours."""
 
     name: ClassVar[str]
-    model_type: ClassVar[str]
-    together: ClassVar[int] = 1
+    embedding: ClassVar[str] = "model.embed_tokens.weight"
+    final_norm: ClassVar[str] = "model.norm.weight"
+    layers: ClassVar[str] = "model.layers"
+    in_pairs: ClassVar[bool] = False  # a mixer and the MLP after it, if there is one, are one layer
+    sub_layers: ClassVar[Mapping[str, SubLayerNames]] = {}  # by kind, of those that are not named as ours
 
-    @property
-    def code(self) -> dict[str, bytes]:
-        """Files that a folder must bring for it, by name."""
-        return {}
+    @abstractmethod
+    def model(self, theirs: Settings) -> ModelConfig:
+        """Our configuration of one of theirs. Raises ValueError where it has something that we do not."""
+
+    def together(self, arch: Architecture) -> int:
+        """How many of our sub-layers are one of its layers."""
+        return 2 if self.in_pairs and arch.specs[-1].kind == "swiglu" else 1
+
+    def rules(self, model: ModelConfig) -> list[TensorRule]:
+        rules, arch = Rules(model), architecture(model)
+        rules.add(self.embedding, "embedding.weight")
+        rules.add(self.final_norm, "norm.weight")
+        if not model.tie_embeddings:
+            rules.add("lm_head.weight", "head.weight")
+        for index, spec in enumerate(arch.specs):
+            layer = f"{self.layers}.{index // self.together(arch)}"
+            norm, mixer, weights = self.sub_layers.get(spec.kind, SubLayerNames())
+            rules.add(f"{layer}.{norm}.weight", f"layers.{index}.norm.weight")
+            rules.add_mixer(f"{layer}.{mixer}", index, weights)
+        return rules.complete()
+
+
+class Native(Format):
+    """One class of transformers."""
+
+    model_type: ClassVar[str]
+    norm_eps: ClassVar[str] = "rms_norm_eps"
+    tied: ClassVar[bool] = False  # where config.json does not say
+    fixed: ClassVar[Settings] = {}  # what changes what is computed: it is written, and nothing else is taken over
 
     @abstractmethod
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
         """What config.json says beyond what all say."""
 
     @abstractmethod
-    def rules(self, model: ModelConfig) -> list[TensorRule]: ...
-
-    @abstractmethod
-    def model(self, theirs: Settings) -> ModelConfig:
-        """Our configuration of one of theirs. Raises ValueError where it has something that we do not."""
+    def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
+        """Our pattern and what its letters mean. Raises ValueError where it has something that we do not."""
 
     def files(self) -> dict[str, bytes]:
         """Code that a folder brings for it, by the files' names; none where transformers has the class itself."""
@@ -57,126 +94,88 @@ class Native(ABC):
             "tie_word_embeddings": model.tie_embeddings,
             "initializer_range": model.embedding_std,
             "use_cache": True,
+            self.norm_eps: model.norm_eps,
         }
-        return common | self.settings(model, architecture(model), length)
+        return common | self.fixed | self.settings(model, architecture(model), length)
+
+    def model(self, theirs: Settings) -> ModelConfig:
+        for key, value in self.fixed.items():
+            if (found := theirs.get(key, value)) != value:
+                raise ValueError(f"has {key}={found!r}; only {value!r} can be taken over")
+        pattern, layers = self.pattern(theirs)
+        return ModelConfig(
+            width=theirs["hidden_size"],
+            vocab_size=theirs["vocab_size"],
+            pattern=pattern,
+            layers=layers,
+            tie_embeddings=theirs.get("tie_word_embeddings", self.tied),
+            norm_eps=theirs[self.norm_eps],
+        )
 
 
-def checked(theirs: Settings, expected: Settings) -> None:
-    """Settings that change what is computed must be what we compute."""
-    for key, value in expected.items():
-        if (found := theirs.get(key, value)) != value:
-            raise ValueError(f"has {key}={found!r}; only {value!r} can be taken over")
+def to_theirs(names: Mapping[str, str], options: Settings) -> Settings:
+    """A spec's options under their names."""
+    return {theirs: options[ours] for theirs, ours in names.items()}
 
 
-def token_rules(rules: Rules, model: ModelConfig, embedding: str, norm: str) -> None:
-    rules.add(embedding, "embedding.weight")
-    rules.add(norm, "norm.weight")
-    if not model.tie_embeddings:
-        rules.add("lm_head.weight", "head.weight")
+def to_ours(names: Mapping[str, str], theirs: Settings) -> Settings:
+    """The same options read from their settings."""
+    return {ours: theirs[key] for key, ours in names.items()}
 
 
 class NativeMamba(Native):
     """Mamba-1 alone."""
 
     name, model_type = "MambaForCausalLM", "mamba"
+    embedding, final_norm, layers = "backbone.embeddings.weight", "backbone.norm_f.weight", "backbone.layers"
+    norm_eps, tied = "layer_norm_epsilon", True
+    fixed: ClassVar = {"use_bias": False, "use_conv_bias": True, "hidden_act": "silu"}
+    kind: ClassVar[str] = "mamba"
+    options: ClassVar = {"state_size": "state", "expand": "expand", "conv_kernel": "conv", "time_step_rank": "dt_rank"}
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
         spec = arch.specs[0]
-        assert isinstance(spec, MambaSpec)
+        assert isinstance(spec, MambaSpec | Mamba2Spec)
         return {
-            "state_size": spec.state,
+            **to_theirs(self.options, spec.exported_options(arch.sizes)),
+            **self.derived(spec, arch),
             "num_hidden_layers": len(arch.specs),
-            "expand": spec.expand,
-            "intermediate_size": spec.inner(arch.sizes),
-            "conv_kernel": spec.conv,
-            "time_step_rank": spec.rank(arch.sizes),
-            "use_bias": False,
-            "use_conv_bias": True,
-            "hidden_act": "silu",
-            "layer_norm_epsilon": model.norm_eps,
             "residual_in_fp32": model.residual_fp32,
         }
 
-    def rules(self, model: ModelConfig) -> list[TensorRule]:
-        return backbone_rules(model)
+    def derived(self, spec: MambaSpec | Mamba2Spec, arch: Architecture) -> Settings:
+        """What follows from the options."""
+        return {"intermediate_size": spec.inner(arch.sizes)}
+
+    def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
+        return f"M*{theirs['num_hidden_layers']}", {"M": {"kind": self.kind, **to_ours(self.options, theirs)}}
 
     def model(self, theirs: Settings) -> ModelConfig:
-        checked(theirs, {"use_bias": False, "use_conv_bias": True, "hidden_act": "silu"})
-        spec = {
-            "kind": "mamba",
-            "state": theirs["state_size"],
-            "expand": theirs["expand"],
-            "conv": theirs["conv_kernel"],
-            "dt_rank": theirs["time_step_rank"],
-        }
-        return ModelConfig(
-            width=theirs["hidden_size"],
-            vocab_size=theirs["vocab_size"],
-            pattern=f"M*{theirs['num_hidden_layers']}",
-            layers={"M": spec},
-            tie_embeddings=theirs.get("tie_word_embeddings", True),
-            norm_eps=theirs["layer_norm_epsilon"],
-            residual_fp32=theirs.get("residual_in_fp32", True),  # as transformers takes it
-        )
+        wide = theirs.get("residual_in_fp32", True)  # as transformers takes it
+        return replace(super().model(theirs), residual_fp32=wide)
 
 
-class NativeMamba2(Native):
+class NativeMamba2(NativeMamba):
     """Mamba-2 alone."""
 
     name, model_type = "Mamba2ForCausalLM", "mamba2"
+    tied = False
+    fixed: ClassVar = {**NativeMamba.fixed, "rms_norm": True}
+    kind = "mamba2"
+    options: ClassVar = {
+        "state_size": "state",
+        "expand": "expand",
+        "head_dim": "head_dim",
+        "n_groups": "groups",
+        "conv_kernel": "conv",
+        "layer_norm_epsilon": "norm_eps",
+    }
 
-    def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
-        spec = arch.specs[0]
+    def derived(self, spec: MambaSpec | Mamba2Spec, arch: Architecture) -> Settings:
         assert isinstance(spec, Mamba2Spec)
-        return {
-            "state_size": spec.state,
-            "num_hidden_layers": len(arch.specs),
-            "expand": spec.expand,
-            "num_heads": spec.num_heads(arch.sizes),
-            "head_dim": spec.head_dim,
-            "n_groups": spec.groups,
-            "conv_kernel": spec.conv,
-            "chunk_size": 256,
-            "use_bias": False,
-            "use_conv_bias": True,
-            "rms_norm": True,
-            "hidden_act": "silu",
-            "layer_norm_epsilon": model.norm_eps,
-            "residual_in_fp32": model.residual_fp32,
-        }
+        return {"num_heads": spec.num_heads(arch.sizes), "chunk_size": 256}
 
-    def rules(self, model: ModelConfig) -> list[TensorRule]:
-        return backbone_rules(model)
-
-    def model(self, theirs: Settings) -> ModelConfig:
-        checked(theirs, {"use_bias": False, "use_conv_bias": True, "hidden_act": "silu", "rms_norm": True})
+    def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
         if theirs["expand"] * theirs["hidden_size"] != theirs["num_heads"] * theirs["head_dim"]:
             raise ValueError("has num_heads x head_dim other than expand x hidden_size")
-        spec = {
-            "kind": "mamba2",
-            "state": theirs["state_size"],
-            "expand": theirs["expand"],
-            "head_dim": theirs["head_dim"],
-            "groups": theirs["n_groups"],
-            "conv": theirs["conv_kernel"],
-            "norm_eps": theirs["layer_norm_epsilon"],
-        }
-        return ModelConfig(
-            width=theirs["hidden_size"],
-            vocab_size=theirs["vocab_size"],
-            pattern=f"M*{theirs['num_hidden_layers']}",
-            layers={"M": spec},
-            tie_embeddings=theirs.get("tie_word_embeddings", False),
-            norm_eps=theirs["layer_norm_epsilon"],
-            residual_fp32=theirs.get("residual_in_fp32", True),  # as transformers takes it
-        )
-
-
-def backbone_rules(model: ModelConfig) -> list[TensorRule]:
-    """One mixer after another, each behind its norm, as both Mambas have them."""
-    rules = Rules(model)
-    token_rules(rules, model, "backbone.embeddings.weight", "backbone.norm_f.weight")
-    for index in range(len(architecture(model).specs)):
-        rules.add(f"backbone.layers.{index}.norm.weight", f"layers.{index}.norm.weight")
-        rules.add_mixer(f"backbone.layers.{index}.mixer", index)
-    return rules.complete()
+        return super().pattern(theirs)

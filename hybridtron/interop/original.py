@@ -9,35 +9,37 @@ An MLP (d_intermediate) is fused as up, gate: the other way round than elsewhere
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-from hybridtron.architecture.attention import AttentionSpec
 from hybridtron.architecture.base import Names
-from hybridtron.architecture.mamba import MambaSpec
-from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.architecture.model import ModelConfig
-from hybridtron.architecture.table import architecture
-from hybridtron.interop.native import Settings
-from hybridtron.interop.rules import Rules, TensorRule
+from hybridtron.interop.native import Format, Settings, SubLayerNames
 
 NORM_EPS = 1e-5  # which config.json does not say
 ATTENTION: Names = {
     "in_proj.weight": ("q.weight", "kv.weight.k", "kv.weight.v"),
     "out_proj.weight": ("out.weight",),
-}
-CONVOLUTION: Names = {
     "conv1d.weight": ("q_conv", "kv_conv.k", "kv_conv.v"),
     "conv1d.bias": ("q_conv_bias", "kv_conv_bias.k", "kv_conv_bias.v"),
 }
+MLP: Names = {
+    "fc1.weight": ("gate_up.weight.up", "gate_up.weight.gate"),
+    "fc2.weight": ("down.weight",),
+}
 
 
-class Original:
+class Original(Format):
     """What the reference implementation of Mamba writes."""
 
     name = "state-spaces/mamba"
+    embedding, final_norm, layers = "backbone.embedding.weight", "backbone.norm_f.weight", "backbone.layers"
+    in_pairs = True
+    sub_layers: ClassVar = {
+        "attention": SubLayerNames(weights=ATTENTION),
+        "swiglu": SubLayerNames("norm2", "mlp", MLP),
+    }
 
     def model(self, theirs: Settings) -> ModelConfig:
-        """Raises ValueError where it has something that we do not."""
         if not theirs.get("rms_norm", True):
             raise ValueError("has rms_norm=false: its LayerNorms have biases, which our norms have not")
         attended = set(theirs.get("attn_layer_idx") or [])
@@ -88,26 +90,3 @@ class Original:
         if theirs:
             raise ValueError(f"has attn_cfg.{next(iter(theirs))}, which we do not know")
         return spec
-
-    def rules(self, model: ModelConfig) -> list[TensorRule]:
-        rules = Rules(model)
-        rules.add("backbone.embedding.weight", "embedding.weight")
-        rules.add("backbone.norm_f.weight", "norm.weight")
-        if not model.tie_embeddings:
-            rules.add("lm_head.weight", "head.weight")
-        layer = -1
-        for index, spec in enumerate(architecture(model).specs):
-            here, norm = f"layers.{index}.norm.weight", "norm"
-            if isinstance(spec, MambaSpec | Mamba2Spec | AttentionSpec):
-                layer += 1
-                theirs = f"backbone.layers.{layer}.mixer"
-                attention = isinstance(spec, AttentionSpec)
-                rules.add_mixer(theirs, index, ATTENTION if attention else None)
-                if attention and spec.conv:
-                    rules.add_mixer(theirs, index, CONVOLUTION)
-            else:
-                norm, gate_up = "norm2", f"layers.{index}.mixer.gate_up.weight"
-                rules.add(f"backbone.layers.{layer}.mlp.fc1.weight", f"{gate_up}.up", f"{gate_up}.gate")
-                rules.add(f"backbone.layers.{layer}.mlp.fc2.weight", f"layers.{index}.mixer.down.weight")
-            rules.add(f"backbone.layers.{layer}.{norm}.weight", here)
-        return rules.complete()

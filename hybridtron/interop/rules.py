@@ -62,11 +62,16 @@ class Rules:
         self._rules.append(TensorRule(theirs, shape, ours, rows, ours[0] in self._fp32))
 
     def add_mixer(self, theirs: str, index: int, names: Names | None = None) -> None:
-        """Those of a sub-layer's mixer, whose names there start with `theirs`: the spec's, unless others are given."""
+        """Those of a sub-layer's mixer, whose names there start with `theirs`: the spec's, unless others are given.
+
+        Others may name more than this mixer has.
+        """
         if names is None:
             names = self._arch.specs[index].exported_names(self._arch.sizes)
         for name, keys in names.items():
-            self.add(f"{theirs}.{name}", *(f"layers.{index}.mixer.{key}" for key in keys))
+            ours = [f"layers.{index}.mixer.{key}" for key in keys]
+            if ours[0] in self.shapes:
+                self.add(f"{theirs}.{name}", *ours)
 
     def complete(self) -> list[TensorRule]:
         used = [key for rule in self._rules for key in rule.ours]

@@ -30,7 +30,7 @@ from hybridtron.model.lm import LanguageModel
 def verify_sample(folder: Path, checkpoint: Checkpoint, target: Native) -> Proof:
     """Raises NotTheSame, saying what differs."""
     whole = checkpoint.config.model
-    taken = sampled(architecture(whole), target.together)
+    taken = sampled(architecture(whole), target)
     model = part_of(whole, taken)
     theirs, weights = _names_in_the_folder(whole, model, taken, target), Weights(folder)
     if missing := sorted(set(theirs.values()) - weights.shapes.keys()):
@@ -45,8 +45,9 @@ def verify_sample(folder: Path, checkpoint: Checkpoint, target: Native) -> Proof
         return same_model(temporary, model, _ours(checkpoint, model, taken))
 
 
-def sampled(arch: Architecture, together: int) -> list[int]:
+def sampled(arch: Architecture, target: Native) -> list[int]:
     """The sub-layers of the first and the last layer of every kind; some layers are two of them."""
+    together = target.together(arch)
     groups = [range(first, first + together) for first in range(0, len(arch.specs), together)]
     kinds = ["".join(arch.letters[index] for index in group) for group in groups]
     chosen = {kinds.index(kind) for kind in kinds} | {len(kinds) - 1 - kinds[::-1].index(kind) for kind in kinds}
@@ -62,7 +63,7 @@ def part_of(model: ModelConfig, taken: list[int]) -> ModelConfig:
 
 def sample_size(model: ModelConfig, target: Native) -> int:
     """Parameters of the part that is compared."""
-    part = part_of(model, sampled(architecture(model), target.together))
+    part = part_of(model, sampled(architecture(model), target))
     return sum(parameter.size for parameter in parameter_table(part).values())
 
 

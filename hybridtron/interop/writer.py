@@ -8,19 +8,20 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from hybridtron.checkpoint.files import bytes_of, prefetched, sync_file
+from hybridtron.checkpoint.files import bytes_of, head_of, prefetched, sync_file
 from hybridtron.interop.rules import TensorRule
 
 INDEX = "model.safetensors.index.json"
-TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -35,17 +36,17 @@ class Planned:
         return math.prod(self.rule.shape) * self.dtype.itemsize
 
 
-def shards_of(tensors: Sequence[Planned], largest: int) -> list[list[Planned]]:
-    """In order, as many into each shard as fit, at least one."""
-    shards: list[list[Planned]] = []
+def in_parts(items: Iterable[T], size: Callable[[T], int], largest: int) -> list[list[T]]:
+    """In order, as many into each part as fit, at least one."""
+    parts: list[list[T]] = []
     room = 0
-    for tensor in tensors:
-        if not shards or tensor.size > room:
-            shards.append([])
+    for item in items:
+        if not parts or size(item) > room:
+            parts.append([])
             room = largest
-        shards[-1].append(tensor)
-        room -= tensor.size
-    return shards
+        parts[-1].append(item)
+        room -= size(item)
+    return parts
 
 
 def write_weights(
@@ -56,7 +57,7 @@ def write_weights(
     progress: Callable[[int, int], None],
 ) -> None:
     """All tensors, and the index where there is more than one shard."""
-    shards = shards_of(tensors, largest)
+    shards = in_parts(tensors, lambda tensor: tensor.size, largest)
     total, done, where = sum(tensor.size for tensor in tensors), 0, {}
     values = prefetched(made(tensor.rule).to(tensor.dtype) for tensor in itertools.chain(*shards))
     with ThreadPoolExecutor(1) as thread:
@@ -64,7 +65,7 @@ def write_weights(
         for number, shard in enumerate(shards, 1):
             name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
             with (folder / name).open("wb") as file:
-                file.write(_head(shard))
+                file.write(head_of(((t.rule.theirs, t.dtype, t.rule.shape) for t in shard), {"format": "pt"}))
                 for tensor, value in zip(shard, values, strict=False):
                     file.write(bytes_of(value))
                     where[tensor.rule.theirs] = name
@@ -86,16 +87,3 @@ def write_weights(
 
 def write_json(path: Path, values: Mapping[str, object]) -> None:
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _head(shard: Sequence[Planned]) -> bytes:
-    """The head of a safetensors file."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for tensor in shard:
-        start, end = end, end + tensor.size
-        shape = list(tensor.rule.shape)
-        entries[tensor.rule.theirs] = {"dtype": TYPES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text

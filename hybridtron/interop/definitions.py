@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dis
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from types import CodeType
+from typing import Any, NamedTuple
 
 PACKAGE = Path(__file__).resolve().parents[1]
 HOME = "hybridtron."
@@ -39,14 +41,19 @@ class SourceFile:
     definitions: dict[str, ast.stmt]
     own_imports: dict[str, DefinedName]  # from the package, by the name here
     foreign_imports: dict[str, str]  # all others, as a statement
+    globals: list[Use]  # of all definitions, annotations among them
 
     @staticmethod
     @cache
     def of(module: str) -> SourceFile:
         path = PACKAGE / module.replace(".", "/")
         text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
-        found = SourceFile(module, text.splitlines(), {}, {}, {})
-        for node in ast.parse(text).body:
+        tree = ast.parse(text)
+        # without "from __future__ import annotations" the compiler looks up what annotations name, too
+        evaluated = [n for n in tree.body if not (isinstance(n, ast.ImportFrom) and n.module == "__future__")]
+        code = compile(ast.Module(evaluated, []), str(path), "exec", dont_inherit=True)
+        found = SourceFile(module, text.splitlines(), {}, {}, {}, sorted(set(_globals(code))))
+        for node in tree.body:
             match node:
                 case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                     found.definitions[name] = node
@@ -59,12 +66,16 @@ class SourceFile:
                     found.foreign_imports.update({a.asname or a.name: _statement(node, a) for a in node.names})
         return found
 
-    def uses(self, name: str) -> Iterator[Use]:
+    def lines_of(self, name: str) -> range:
+        """The numbers of a definition's lines, its decorators' among them."""
+        node = self.definitions[name]
+        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
+        return range(first, (node.end_lineno or first) + 1)
+
+    def uses(self, name: str) -> list[Use]:
         """The global names that a definition uses."""
-        for used in _globals(self.definitions[name], frozenset()):
-            if not hasattr(builtins, used.id):
-                assert used.end_col_offset is not None
-                yield Use(used.id, used.lineno, used.col_offset, used.end_col_offset)
+        lines = self.lines_of(name)
+        return [use for use in self.globals if use.line in lines]
 
     def call(self, name: str, function: str) -> ast.Call | None:
         """The call that a name is defined by, if it is one of this function: `NAME = function(...)`."""
@@ -84,60 +95,15 @@ def _statement(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> str:
     return f"from {node.module} import {name}" if isinstance(node, ast.ImportFrom) else f"import {name}"
 
 
-def _globals(node: ast.AST, bound: frozenset[str]) -> Iterator[ast.Name]:
-    """Names that are looked up in the module: neither arguments, nor assigned in a function around them."""
-    match node:
-        case ast.Name():
-            if node.id not in bound:
-                yield node
-        case ast.FunctionDef() | ast.Lambda():
-            arguments = node.args
-            outside = [*arguments.defaults, *(d for d in arguments.kw_defaults if d is not None)]
-            outside += [a.annotation for a in _arguments(arguments) if a.annotation is not None]
-            if isinstance(node, ast.FunctionDef):
-                outside += [*node.decorator_list, *([node.returns] if node.returns is not None else [])]
-            for part in outside:
-                yield from _globals(part, bound)
-            inside = bound | {a.arg for a in _arguments(arguments)} | set(_stored(node))
-            for part in node.body if isinstance(node, ast.FunctionDef) else [node.body]:
-                yield from _globals(part, inside)
-        case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
-            inside = bound | {n.id for g in node.generators for n in ast.walk(g.target) if isinstance(n, ast.Name)}
-            for part in ast.iter_child_nodes(node):
-                yield from _globals(part, inside)
-        case ast.comprehension():
-            for part in (node.target, node.iter, *node.ifs):
-                yield from _globals(part, bound)
-        case ast.ClassDef():
-            fields = bound | set(_stored(node))  # of the class body; its methods do not see them
-            for part in [*node.bases, *node.decorator_list, *(k.value for k in node.keywords)]:
-                yield from _globals(part, bound)
-            for part in node.body:
-                yield from _globals(part, bound if isinstance(part, ast.FunctionDef) else fields)
-        case _:
-            for part in ast.iter_child_nodes(node):
-                yield from _globals(part, bound)
-
-
-def _arguments(arguments: ast.arguments) -> list[ast.arg]:
-    single = [each for each in (arguments.vararg, arguments.kwarg) if each is not None]
-    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *single]
-
-
-def _stored(scope: ast.AST) -> Iterator[str]:
-    """Names that are assigned in a function or class, not in those inside of it."""
-    for node in ast.iter_child_nodes(scope):
-        match node:
-            case ast.Name(ctx=ast.Store(), id=name):
-                yield name
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                yield name
-            case ast.Lambda():
-                pass
-            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():  # has targets of its own
-                yield from (n.target.id for n in ast.walk(node) if isinstance(n, ast.NamedExpr))
-            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)) | ast.ExceptHandler(name=str(name)):
-                yield name
-                yield from _stored(node)
-            case _:
-                yield from _stored(node)
+def _globals(code: CodeType) -> Iterator[Use]:
+    """Names that code looks up in the module, as the compiler found them; the fields of a class are none."""
+    instructions = list(dis.get_instructions(code))
+    fields = {each.argval for each in instructions if each.opname == "STORE_NAME" and code.co_name != "<module>"}
+    others = {*dir(builtins), "__annotations__", *fields}
+    for each in instructions:
+        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME") and each.argval not in others:
+            position: Any = each.positions
+            yield Use(each.argval, position.lineno, position.col_offset, position.end_col_offset)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _globals(inner)

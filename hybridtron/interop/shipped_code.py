@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import linecache
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cache
-from importlib.abc import Loader
-from importlib.machinery import ModuleSpec
-from importlib.util import module_from_spec
 from types import ModuleType
 
 from hybridtron.architecture import SPECS
@@ -79,25 +78,13 @@ def is_shipped(files: Mapping[str, bytes]) -> bool:
     return digest_of(files) in {digest_of(shipped_code()), *RELEASED.values()}
 
 
-class MemoryLoader(Loader):
-    """Runs the generated file from memory; tracebacks find its text here."""
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        return None
-
-    def exec_module(self, module: ModuleType) -> None:
-        exec(compile(mixers_file(), f"<{module.__name__}>", "exec"), module.__dict__)
-
-    def get_source(self, name: str) -> str:
-        return mixers_file()
-
-
 def provide(package: str) -> None:
     """Let the generated file be imported from a package, as if it lay there."""
-    name = f"{package}.{GENERATED}"
-    spec = ModuleSpec(name, MemoryLoader())
-    sys.modules[name] = module = module_from_spec(spec)
-    MemoryLoader().exec_module(module)
+    name, text = f"{package}.{GENERATED}", mixers_file()
+    sys.modules[name] = module = ModuleType(name)
+    module.__package__, file = package, f"<{name}>"
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file  # where tracebacks find it
+    exec(compile(text, file, "exec"), module.__dict__)
 
 
 @cache
@@ -236,15 +223,11 @@ def _imports(places: list[DefinedName]) -> list[str]:
 def _text(place: DefinedName, names: dict[DefinedName, str]) -> str:
     """A definition as it stands in its file, with the names that it and others have here."""
     source = SourceFile.of(place.module)
-    node = source.definitions[place.name]
-    lines = list(source.lines)
+    lines, own = list(source.lines), source.lines_of(place.name)
     for use in sorted(source.uses(place.name), key=lambda use: (use.line, use.start), reverse=True):
         if (used := _resolved(place.module, use.name)) is not None:
             line = lines[use.line - 1].encode()  # ast counts columns in bytes
             lines[use.line - 1] = (line[: use.start] + names[used].encode() + line[use.end :]).decode()
-    for word in ("def", "class"):
-        defined = f"{word} {place.name}"
-        if lines[node.lineno - 1].startswith(defined):
-            lines[node.lineno - 1] = f"{word} {names[place]}" + lines[node.lineno - 1][len(defined) :]
-    first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
-    return "\n".join(lines[first - 1 : node.end_lineno]) + "\n"
+    at = source.definitions[place.name].lineno - 1
+    lines[at] = re.sub(rf"^(def |class |){place.name}\b", rf"\g<1>{names[place]}", lines[at])
+    return "\n".join(lines[own.start - 1 : own.stop - 1]) + "\n"

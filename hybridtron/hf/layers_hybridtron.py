@@ -28,13 +28,12 @@ from .mixers_hybridtron import (
     MIXERS,
     AttentionInputs,
     ModelSizes,
-    RMSNormInputs,
+    RMSNorm,
     SeqInfo,
     State,
     attention,
     attention_reference,
     document_starts,
-    rms_norm,
     starting_value,
 )
 
@@ -61,18 +60,6 @@ class SeqOnDevices:
         if device not in self._on:
             self._on[device] = next(iter(self._on.values())).map(lambda tensor: tensor.to(device))
         return self._on[device]
-
-
-class HybridtronRMSNorm(nn.Module):
-    """Root-mean-square norm with a learned scale."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(RMSNormInputs(x, self.weight, self.eps))
 
 
 class HybridtronLinear(nn.Linear):
@@ -217,7 +204,7 @@ class HybridtronLayer(GradientCheckpointingLayer):
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx = layer_idx
-        self.norm = HybridtronRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mixer = HybridtronMixer(config, layer_idx)
 
     def forward(self, x_BLD: Tensor, places: SeqOnDevices, past_key_values: Any = None) -> Tensor:

@@ -6,11 +6,10 @@ from hybridtron.data.batch import SeqInfo as SeqInfo
 from hybridtron.mixers.base import Mixer as Mixer
 from hybridtron.mixers.base import State as State
 from hybridtron.model.init import starting_value as starting_value
+from hybridtron.model.stack import RMSNorm as RMSNorm
 from hybridtron.ops.attention import AttentionInputs as AttentionInputs
 from hybridtron.ops.attention import attention as attention
 from hybridtron.ops.documents import document_starts as document_starts
-from hybridtron.ops.norm import RMSNormInputs as RMSNormInputs
-from hybridtron.ops.norm import rms_norm as rms_norm
 from hybridtron.ops.precision import at_least_fp32 as at_least_fp32
 from hybridtron.ops.span import span_attention as span_attention
 

@@ -24,8 +24,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_hybridtron import HybridtronConfig
-from .layers_hybridtron import HybridtronLayer, HybridtronRMSNorm, SeqOnDevices, start_weights
-from .mixers_hybridtron import SeqInfo, State, at_least_fp32
+from .layers_hybridtron import HybridtronLayer, SeqOnDevices, start_weights
+from .mixers_hybridtron import RMSNorm, SeqInfo, State, at_least_fp32
 
 Names = list[str] | set[str] | None
 
@@ -141,7 +141,7 @@ class HybridtronModel(HybridtronPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         layers = [HybridtronLayer(config, index) for index in range(config.num_hidden_layers)]
         self.layers = nn.ModuleList(layers)
-        self.norm = HybridtronRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
         in_fp32 = (f"layers.{index}.mixer.{name}" for index, layer in enumerate(layers) for name in layer.mixer.in_fp32)
         self._keep_in_fp32_modules_strict = set(in_fp32)

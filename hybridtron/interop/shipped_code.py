@@ -34,11 +34,10 @@ NEEDED_BESIDE = (
     DefinedName("data.batch", "SeqInfo"),
     DefinedName("mixers.base", "State"),
     DefinedName("model.init", "starting_value"),
+    DefinedName("model.stack", "RMSNorm"),
     DefinedName("ops.attention", "attention"),
     DefinedName("ops.attention.reference", "attention"),  # attn_implementation=eager
     DefinedName("ops.documents", "document_starts"),
-    DefinedName("ops.norm", "RMSNormInputs"),
-    DefinedName("ops.norm", "rms_norm"),
     DefinedName("ops.precision", "at_least_fp32"),
 )
 """What the written files use of it."""

@@ -15,7 +15,7 @@ from hybridtron.architecture.span import SpanSpec
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.attention import Heads
 from hybridtron.mixers.base import State
-from hybridtron.ops.attention import AttentionMemory, remember
+from hybridtron.ops.attention import AttentionMemory, joined, remember
 from hybridtron.ops.span import (
     CarriedBlocks,
     ChoiceRule,
@@ -57,9 +57,7 @@ class SpanAttention(Heads):
         memory = AttentionMemory(before["keys"], before["values"], before["length"]) if "keys" in before else None
         seen = [0] * len(q_BLHK) if memory is None else memory.length_B.tolist()
         segments = self._segments(seq, [(each, self._kept(each, chunk, remembered)) for each in seen])
-        k_BSGK, v_BSGK = k_BLGK, v_BLGK
-        if memory is not None:
-            k_BSGK, v_BSGK = torch.cat((memory.keys_BMGK, k_BLGK), 1), torch.cat((memory.values_BMGK, v_BLGK), 1)
+        k_BSGK, v_BSGK = joined(memory, k_BLGK, v_BLGK)
         if self.spec.memory == "shifted":
             y_BLHK, new = self._shifted(q_BLHK, k_BSGK, v_BSGK, chunk, segments), State()
         else:

@@ -21,6 +21,8 @@ T tokens of all rows, I input features, O output features.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -90,6 +92,25 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     data: Tensor
+
+
+class ScalingStatistics:
+    """What an engine asks of the products' statistics; those that are kept nowhere, unless a subclass keeps some."""
+
+    def step(self) -> AbstractContextManager[Any]:
+        """Around the forward and backward passes of a step."""
+        return nullcontext()
+
+    def evaluation(self) -> AbstractContextManager[Any]:
+        """Around forward passes that leave no trace."""
+        return nullcontext()
+
+    def settle(self, accepted: bool) -> None:
+        """After the step was accepted or refused."""
+
+    def parts(self) -> Iterable[Part]:
+        """All that the next step depends on, as views: `fp8_history.NAME` (3, H) and `fp8_scale.NAME` (3,)."""
+        return ()
 
 
 def scale_of(greatest: Tensor, largest: float) -> Tensor:

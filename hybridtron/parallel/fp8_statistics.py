@@ -14,56 +14,20 @@ trace, nor does an evaluation. A greatest value of zero, or one that is not fini
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hybridtron.parallel import transformer_engine
 from hybridtron.parallel.blocks import block
-from hybridtron.parallel.fp8 import FORMATS, Fp8, Fp8Linear, Part, Slots
+from hybridtron.parallel.fp8 import FORMATS, Fp8, Fp8Linear, Part, ScalingStatistics, Slots
 from hybridtron.problems import ConfigError, Problem
 
 ROLES = len(FORMATS)
 
 
-class ScalingStatistics(Protocol):
-    """What an engine asks of the products' statistics."""
-
-    def step(self) -> AbstractContextManager[Any]:
-        """Around the forward and backward passes of a step."""
-        ...
-
-    def evaluation(self) -> AbstractContextManager[Any]:
-        """Around forward passes that leave no trace."""
-        ...
-
-    def settle(self, accepted: bool) -> None:
-        """After the step was accepted or refused."""
-        ...
-
-    def parts(self) -> Iterable[Part]:
-        """All that the next step depends on, as views: `fp8_history.NAME` (3, H) and `fp8_scale.NAME` (3,)."""
-        ...
-
-
-class NoStatistics:
-    """Of products that remember nothing."""
-
-    def step(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    evaluation = step
-
-    def settle(self, accepted: bool) -> None:
-        pass
-
-    def parts(self) -> Iterable[Part]:
-        return ()
-
-
-class Delayed(NoStatistics):
+class Delayed(ScalingStatistics):
     """The statistics of emulated projections, by the names of their weights; all in two tensors, for one collective."""
 
     def __init__(self, projections: Mapping[str, Fp8Linear], fp8: Fp8, device: torch.device) -> None:
@@ -96,7 +60,7 @@ class Delayed(NoStatistics):
 def statistics_of(modules: Iterable[tuple[str, Any]], fp8: Fp8 | None, device: torch.device) -> ScalingStatistics:
     """The statistics of all projections among named modules."""
     if fp8 is None or not fp8.delayed:
-        return NoStatistics()
+        return ScalingStatistics()
     if not fp8.emulate:
         return transformer_engine.TransformerEngineStatistics(modules, fp8)
     projections = {f"{name}.weight": module for name, module in modules if isinstance(module, Fp8Linear)}

@@ -28,7 +28,7 @@ from torch.nn import functional
 from hybridtron.parallel.cut import RankGroup
 from hybridtron.parallel.fp8 import Fp8, Fp8Linear
 from hybridtron.parallel.mcore import layer_config
-from hybridtron.parallel.transformer_engine import local_linear, summed_linear
+from hybridtron.parallel.transformer_engine import local_linear
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,15 @@ class Products:
     fp8: Fp8 | None = None
 
 
+MEGATRON = Products()
+
+
 @dataclass(frozen=True)
 class TensorGroup(RankGroup):
     """The ranks that share every layer between them, and this one's place among them; whose layers they use."""
 
     sequence: bool = False
-    products: Products = Products()
+    products: Products = MEGATRON
 
     def whole(self) -> TensorGroup:
         """For a weight that each of these ranks holds whole."""
@@ -112,46 +115,16 @@ class RowParallel(RowParallelLinear):
         return super().forward(x)[0]
 
 
-class SummedFp8(Fp8Linear):
-    """One rank's share of the inputs in emulated FP8; the ranks' outputs are summed as in `RowParallel`."""
-
-    def __init__(self, in_features: int, out_features: int, fp8: Fp8, tensor: TensorGroup) -> None:
-        super().__init__(tensor.share(in_features), out_features, fp8)
-        self.tensor = tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        if self.tensor.size == 1:
-            return y
-        if self.tensor.sequence:
-            return reduce_scatter_to_sequence_parallel_region(y, group=self.tensor.group)
-        return reduce_from_tensor_model_parallel_region(y, group=self.tensor.group)
-
-
 def column_parallel(in_features: int, out_features: int, tensor: TensorGroup) -> nn.Module:
     """Each rank makes its own share of the outputs."""
-    products = tensor.products
-    if products.fp8 is not None and products.fp8.emulate:
-        return Fp8Linear(in_features, tensor.share(out_features), products.fp8)
-    if products.fp8 is not None or products.transformer_engine:
-        return local_linear(in_features, tensor.share(out_features), products.fp8)
-    return (
-        PlainLinear(in_features, out_features)
-        if tensor.size == 1
-        else ColumnParallel(in_features, out_features, tensor)
-    )
+    if tensor.size > 1 and tensor.products == MEGATRON:
+        return ColumnParallel(in_features, out_features, tensor)
+    return _product(in_features, tensor.share(out_features), tensor.products)
 
 
 def row_parallel(in_features: int, out_features: int, tensor: TensorGroup) -> nn.Module:
     """Each rank holds its own share of the inputs; the outputs are summed and return to the stream."""
-    products = tensor.products
-    if products.fp8 is not None and products.fp8.emulate:
-        return SummedFp8(in_features, out_features, products.fp8, tensor)
-    if products.fp8 is not None or products.transformer_engine:
-        return summed_linear(tensor.share(in_features), out_features, tensor.group, tensor.sequence, products.fp8)
-    if tensor.size == 1:
-        return PlainLinear(in_features, out_features)
-    return RowParallel(in_features, out_features, tensor, tensor.sequence)
+    return _summed(in_features, out_features, tensor, tensor.sequence)
 
 
 def row_parallel_inside(in_features: int, out_features: int, tensor: TensorGroup) -> nn.Module:
@@ -160,11 +133,26 @@ def row_parallel_inside(in_features: int, out_features: int, tensor: TensorGroup
     What follows uses them for its own channels only, so their gradients are partial until `sum_gradients`. It is never
     one of the large projections, which multiply in FP8.
     """
-    if tensor.products.transformer_engine:
-        return summed_linear(tensor.share(in_features), out_features, tensor.group, sequence=False)
-    if tensor.size == 1:
-        return PlainLinear(in_features, out_features)
-    return RowParallel(in_features, out_features, tensor, sequence=False)
+    return _summed(in_features, out_features, tensor.without_fp8(), sequence=False)
+
+
+def _summed(in_features: int, out_features: int, tensor: TensorGroup, sequence: bool) -> nn.Module:
+    if tensor.size > 1 and tensor.products == MEGATRON:
+        return RowParallel(in_features, out_features, tensor, sequence)
+    product = _product(tensor.share(in_features), out_features, tensor.products)
+    if tensor.size > 1:
+        summed = reduce_scatter_to_sequence_parallel_region if sequence else reduce_from_tensor_model_parallel_region
+        product.register_forward_hook(lambda _, given, y: summed(y, group=tensor.group))
+    return product
+
+
+def _product(in_features: int, out_features: int, products: Products) -> nn.Module:
+    """One rank's product, without a bias."""
+    if products.fp8 is not None and products.fp8.emulate:
+        return Fp8Linear(in_features, out_features, products.fp8)
+    if products != MEGATRON:
+        return local_linear(in_features, out_features, products.fp8)
+    return PlainLinear(in_features, out_features)
 
 
 def enter(x_LBD: Tensor, tensor: TensorGroup) -> Tensor:

@@ -25,15 +25,11 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.mappings import (
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
 from torch import Tensor, nn
 
 from hybridtron.config.choices import FP8_MULTIPLES, Precision
 from hybridtron.device import fp8_device_fault, optional_package
-from hybridtron.parallel.fp8 import Fp8, Part, Role
+from hybridtron.parallel.fp8 import Fp8, Part, Role, ScalingStatistics
 
 RECIPE_PACKAGE = "transformer_engine.common.recipe"
 RECIPES = {
@@ -52,21 +48,6 @@ class InFp8:
 def local_linear(in_features: int, out_features: int, fp8: Fp8 | None = None) -> nn.Module:
     """One rank's product, without a bias, uninitialised as all our layers."""
     return _class(fp8)(in_features, out_features, bias=False, params_dtype=torch.get_default_dtype())
-
-
-def summed_linear(in_features: int, out_features: int, group: Any, sequence: bool, fp8: Fp8 | None = None) -> nn.Module:
-    """One rank's product, summed over the ranks of a group, and scattered by tokens if `sequence`."""
-
-    base: Any = _class(fp8)
-
-    class Summed(base):
-        def forward(self, x: Tensor) -> Tensor:
-            y = super().forward(x)
-            if sequence:
-                return reduce_scatter_to_sequence_parallel_region(y, group=group)
-            return reduce_from_tensor_model_parallel_region(y, group=group)
-
-    return Summed(in_features, out_features, bias=False, params_dtype=torch.get_default_dtype())
 
 
 def region(fp8: Fp8) -> AbstractContextManager[Any]:
@@ -96,7 +77,7 @@ def fp8_fault(recipe: Precision) -> str | None:
     return None if available else reason
 
 
-class TransformerEngineStatistics:
+class TransformerEngineStatistics(ScalingStatistics):
     """Those of delayed scaling, which the package keeps in its layers; see `fp8_statistics.py` for what is asked."""
 
     def __init__(self, modules: Iterable[tuple[str, Any]], fp8: Fp8) -> None:

@@ -6,7 +6,7 @@ that any query of a tile sees are a run too, from where its first query begins t
 that all its queries see whole, which need no mask, are the run from where its last query begins to where its first one
 ends. Nothing of L x L is ever made, only a list of tiles, (B, L / 128, S / 128).
 
-Without documents and memory these lists are functions of sizes, made once; else in every call, by some eighty small
+Without documents and memory these lists are functions of sizes, made once; else in every call, by some dozens of small
 operations. FlexAttention has no backward on a CPU; there its forward is tested, and the tiles. Unmeasured on a GPU.
 
 Legend as in `attention`; T tiles of queries, U tiles of keys.
@@ -21,12 +21,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 
-from hybridtron.ops.attention.reference import AttentionInputs
+from hybridtron.ops.attention.reference import AttentionInputs, joined
 from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.flex_tiles import TILE, attend_to_tiles, mask_of_tiles
 
-TILE = 128
 SMALLEST_HEAD = 16
 
 
@@ -38,15 +38,6 @@ class SeenKeys(NamedTuple):
 
     first_BL: Tensor
     last_L: Tensor
-
-
-class SeenTiles(NamedTuple):
-    """Runs of key tiles: what some query of a tile sees, and what all see whole, which may stop before it starts."""
-
-    start_BT: Tensor
-    stop_BT: Tensor
-    whole_start_BT: Tensor
-    whole_stop_BT: Tensor
 
 
 def seen_keys(inputs: AttentionInputs) -> SeenKeys:
@@ -66,19 +57,6 @@ def seen_keys(inputs: AttentionInputs) -> SeenKeys:
     return SeenKeys(first_BL, last_L)
 
 
-def tiles_of(seen: SeenKeys) -> SeenTiles:
-    """Of each tile of queries."""
-    length = len(seen.last_L)
-    begins_T = torch.arange(0, length, TILE, device=seen.last_L.device)
-    ends_T = (begins_T + TILE - 1).clamp(max=length - 1)
-    return SeenTiles(
-        seen.first_BL[:, begins_T] // TILE,
-        (seen.last_L[ends_T] // TILE + 1).expand(len(seen.first_BL), -1),
-        -(-seen.first_BL[:, ends_T] // TILE),
-        ((seen.last_L[begins_T] + 1) // TILE).expand(len(seen.first_BL), -1),
-    )
-
-
 def mask_of(seen: SeenKeys) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Whether a query sees a key, by their numbers in the row and among all keys."""
 
@@ -89,24 +67,16 @@ def mask_of(seen: SeenKeys) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor
 
 
 def block_mask(seen: SeenKeys, total: int) -> BlockMask:
-    """The tiles as FlexAttention wants them listed: those with a mask first to last, and those without one."""
-    tiles = SeenTiles(*(x[:, None] for x in tiles_of(seen)))
-    whole_BT = (tiles.whole_stop_BT - tiles.whole_start_BT).clamp(min=0)
-    head_BT = tiles.whole_start_BT - tiles.start_BT
-    masked_BT = tiles.stop_BT - tiles.start_BT - whole_BT
-    turn_U = torch.arange(-(-total // TILE), device=seen.last_L.device)
-    skipped_BTU = torch.where(turn_U < head_BT[..., None], 0, whole_BT[..., None])
-    masked_BTU = tiles.start_BT[..., None] + turn_U + skipped_BTU
-    whole_BTU = tiles.whole_start_BT[..., None] + turn_U
-    return BlockMask.from_kv_blocks(
-        masked_BT.int(),
-        masked_BTU.clamp(max=len(turn_U) - 1).int(),
-        whole_BT.int(),
-        whole_BTU.clamp(max=len(turn_U) - 1).int(),
-        BLOCK_SIZE=TILE,
-        mask_mod=mask_of(seen),
-        seq_lengths=(len(seen.last_L), total),
-    )
+    """The tiles that some of their queries see; those that all of them see whole need no mask."""
+    length, device = len(seen.last_L), seen.last_L.device
+    begins_T = torch.arange(0, length, TILE, device=device)
+    ends_T = (begins_T + TILE - 1).clamp(max=length - 1)
+    tile_U = torch.arange(-(-total // TILE), device=device)
+    some_BTU = (tile_U >= seen.first_BL[:, begins_T, None] // TILE) & (tile_U <= seen.last_L[ends_T, None] // TILE)
+    whole_BTU = tile_U >= -(-seen.first_BL[:, ends_T, None] // TILE)
+    whole_BTU &= tile_U < (seen.last_L[begins_T, None] + 1) // TILE
+    masked_BHTU, whole_BHTU = (some_BTU & ~whole_BTU)[:, None], whole_BTU[:, None]
+    return mask_of_tiles(mask_of(seen), (length, total), masked_BHTU, whole_BHTU)
 
 
 @functools.lru_cache(maxsize=8)
@@ -114,12 +84,6 @@ def _mask_of_sizes(batch: int, length: int, window: int | None, device: torch.de
     """Without documents and memory."""
     queries = torch.empty(batch, length, 0, 0, device=device)
     return block_mask(seen_keys(AttentionInputs(queries, queries, queries, window)), length)
-
-
-@functools.cache
-def _kernel() -> Callable[..., Tensor]:
-    """FlexAttention as one kernel; uncompiled it would make all scores."""
-    return torch.compile(flex_attention, dynamic=True)
 
 
 def _unsupported_reason(inputs: AttentionInputs) -> str | None:
@@ -133,17 +97,13 @@ def _unsupported_reason(inputs: AttentionInputs) -> str | None:
 
 def attention(inputs: AttentionInputs) -> Tensor:
     """All rows in one call."""
-    q_BLHK, keys, values, window, documents_BL, memory = inputs
-    if memory is not None:
-        keys = torch.cat((memory.keys_BMGK, keys), dim=1)
-        values = torch.cat((memory.values_BMGK, values), dim=1)
+    q_BLHK, k_BLGK, v_BLGK, window, documents_BL, memory = inputs
+    k_BSGK, v_BSGK = joined(memory, k_BLGK, v_BLGK)
     if documents_BL is None and memory is None:
         mask = _mask_of_sizes(*q_BLHK.shape[:2], window, q_BLHK.device)
     else:
-        mask = block_mask(seen_keys(inputs), keys.shape[1])
-    q, k, v = (x.transpose(1, 2) for x in (q_BLHK, keys, values))
-    attend = _kernel() if q.is_cuda else flex_attention
-    return attend(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+        mask = block_mask(seen_keys(inputs), k_BSGK.shape[1])
+    return attend_to_tiles(q_BLHK, k_BSGK, v_BSGK, mask)
 
 
 FLEX = Implementation("flex", attention, "cuda", unsupported_reason=_unsupported_reason)

@@ -30,6 +30,13 @@ class AttentionMemory(NamedTuple):
     length_B: Tensor
 
 
+def joined(memory: AttentionMemory | None, k_BLGK: Tensor, v_BLGK: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values with what is remembered before them."""
+    if memory is None:
+        return k_BLGK, v_BLGK
+    return torch.cat((memory.keys_BMGK, k_BLGK), dim=1), torch.cat((memory.values_BMGK, v_BLGK), dim=1)
+
+
 def remember(
     memory: AttentionMemory | None, k_BLGK: Tensor, v_BLGK: Tensor, documents_BL: Tensor | None, keep: int | None
 ) -> AttentionMemory:
@@ -44,11 +51,8 @@ def remember(
     else:
         own_B = (documents_BL == documents_BL[:, -1:]).sum(1)
         whole_B = own_B == length
-    keys, values, length_B = k_BLGK, v_BLGK, own_B
-    if memory is not None:
-        keys = torch.cat((memory.keys_BMGK, keys), dim=1)
-        values = torch.cat((memory.values_BMGK, values), dim=1)
-        length_B = own_B + torch.where(whole_B, memory.length_B, 0)
+    keys, values = joined(memory, k_BLGK, v_BLGK)
+    length_B = own_B if memory is None else own_B + torch.where(whole_B, memory.length_B, 0)
     if keep is None:
         return AttentionMemory(keys, values, length_B)
     missing = max(0, keep - keys.shape[1])
@@ -96,11 +100,7 @@ def with_memory(inputs: AttentionInputs) -> AttentionKeys:
         documents_BL = torch.zeros(k_BLGK.shape[:2], dtype=torch.int64, device=k_BLGK.device)
     back_M = torch.arange(memory.keys_BMGK.shape[1], 0, -1, device=k_BLGK.device)
     memory_documents_BM = torch.where(back_M <= memory.length_B[:, None], documents_BL[:, :1], -1)
-    return AttentionKeys(
-        torch.cat((memory.keys_BMGK, k_BLGK), dim=1),
-        torch.cat((memory.values_BMGK, v_BLGK), dim=1),
-        torch.cat((memory_documents_BM, documents_BL), dim=1),
-    )
+    return AttentionKeys(*joined(memory, k_BLGK, v_BLGK), torch.cat((memory_documents_BM, documents_BL), dim=1))
 
 
 def visible_keys(keys: AttentionKeys, start: int, stop: int, queries: int, window: int | None) -> Tensor:

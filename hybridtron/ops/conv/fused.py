@@ -48,16 +48,9 @@ class _FusedConv(torch.autograd.Function):
     """Keeps its inputs only."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_BLC: Tensor,
-        weight_CW: Tensor,
-        bias_C: Tensor | None,
-        tail_BTC: Tensor | None,
-        documents_BS: Tensor | None,
-        activation: bool,
-    ) -> Tensor:
-        ctx.save_for_backward(x_BLC, weight_CW, bias_C, tail_BTC, documents_BS)
+    def forward(ctx: Any, *fields: Any) -> Tensor:
+        x_BLC, weight_CW, bias_C, tail_BTC, documents_BS, activation = fields
+        ctx.save_for_backward(*fields[:-1])
         ctx.activation = activation
         weight_WC = weight_CW.t().to(wide_type(x_BLC)).contiguous()
         y_BLC = torch.empty_like(x_BLC, memory_format=torch.contiguous_format)

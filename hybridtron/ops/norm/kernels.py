@@ -102,75 +102,48 @@ def _backward(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Over the last axis, in fp32, and returned in the narrower type of x and the weight."""
-    return _RMSNorm.apply(x, weight, eps)
+    return _RMSNorm.apply(x, None, weight, eps)
 
 
 def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + added, and its norm; both are alike in shape, and `added` is no wider."""
-    return _AddRMSNorm.apply(x, added, weight, eps)
+    return _RMSNorm.apply(x, added, weight, eps)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Keeps x, the weight, and each row's scale."""
+    """The norm, or where something is added the sum and its norm; keeps what was normed, weight, each row's scale."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, added: Tensor | None, weight_D: Tensor, eps: float
+    ) -> Tensor | tuple[Tensor, Tensor]:
         x, weight_D = x.contiguous(), weight_D.contiguous()
-        y, scale_R = _normed(x, None, weight_D, None, eps)
-        ctx.save_for_backward(x, weight_D, scale_R)
-        return y
+        summed = None if added is None else torch.empty_like(x)
+        channels, y = x.shape[-1], torch.empty_like(x, dtype=narrower(x.dtype, weight_D.dtype))
+        rows = x.numel() // channels
+        scale_R = x.new_empty(rows, dtype=torch.float32)
+        block, warps = _row(channels)
+        tensors = (x, None if added is None else added.contiguous(), weight_D, summed, y, scale_R)
+        launch(_forward, (rows,), *tensors, eps, channels, block, warps=warps)
+        ctx.save_for_backward(x if summed is None else summed, weight_D, scale_R)
+        ctx.added_dtype = None if added is None else added.dtype
+        return y if summed is None else (summed, y)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:
-        grad_x, _, grad_weight = _gradients(ctx.saved_tensors, grad_y, None, None)
-        return grad_x, grad_weight, None
-
-
-class _AddRMSNorm(torch.autograd.Function):
-    """Keeps the sum, the weight, and each row's scale."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, added: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        x, added, weight_D = x.contiguous(), added.contiguous(), weight_D.contiguous()
-        summed = torch.empty_like(x)
-        y, scale_R = _normed(x, added, weight_D, summed, eps)
-        ctx.save_for_backward(summed, weight_D, scale_R)
-        ctx.added_dtype = added.dtype
-        return summed, y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_sum: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        return *_gradients(ctx.saved_tensors, grad_y, grad_sum, ctx.added_dtype), None
-
-
-def _normed(
-    x: Tensor, added: Tensor | None, weight_D: Tensor, summed: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    """y and each row's scale; the sum goes into `summed`."""
-    channels, y = x.shape[-1], torch.empty_like(x, dtype=narrower(x.dtype, weight_D.dtype))
-    rows = x.numel() // channels
-    scale_R = x.new_empty(rows, dtype=torch.float32)
-    block, warps = _row(channels)
-    launch(_forward, (rows,), x, added, weight_D, summed, y, scale_R, eps, channels, block, warps=warps)
-    return y, scale_R
-
-
-def _gradients(
-    kept: tuple[Tensor, Tensor, Tensor], grad_y: Tensor, grad_sum: Tensor | None, added: torch.dtype | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of what was normed, with what reaches it past the norm; the same as what was added has it; and of the weight."""
-    x, weight_D, scale_R = kept
-    dy, dsum = grad_y.contiguous(), None if grad_sum is None else grad_sum.contiguous()
-    dx, channels, rows = torch.empty_like(x), x.shape[-1], len(scale_R)
-    dadded = None if added in (None, x.dtype) else torch.empty_like(x, dtype=added)
-    shares = min(rows, PROGRAMS)
-    shares_SD = scale_R.new_empty(shares, channels)
-    block, warps = _row(channels)
-    tensors = (x, weight_D, dy, dsum, scale_R, dx, dadded, shares_SD)
-    launch(_backward, (shares,), *tensors, rows, channels, block, warps=warps)
-    return dx, dx if dadded is None else dadded, shares_SD.sum(0).to(weight_D.dtype)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of what was normed is also that of what was added."""
+        x, weight_D, scale_R = ctx.saved_tensors
+        *of_sum, dy = (grad.contiguous() for grad in grads)  # of the sum: what reaches it past the norm
+        dx, channels, rows = torch.empty_like(x), x.shape[-1], len(scale_R)
+        dadded = None if ctx.added_dtype in (None, x.dtype) else torch.empty_like(x, dtype=ctx.added_dtype)
+        shares = min(rows, PROGRAMS)
+        shares_SD = scale_R.new_empty(shares, channels)
+        block, warps = _row(channels)
+        given = (x, weight_D, dy, of_sum[0] if of_sum else None, scale_R)
+        launch(_backward, (shares,), *given, dx, dadded, shares_SD, rows, channels, block, warps=warps)
+        of_added = None if ctx.added_dtype is None else dx if dadded is None else dadded
+        return dx, of_added, shares_SD.sum(0).to(weight_D.dtype), None
 
 
 def _row(channels: int) -> tuple[int, int]:

@@ -20,13 +20,13 @@ because long vectors of channels are what a CPU is fast at.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from hybridtron.ops.chunks import ScanOfChunks
 from hybridtron.ops.dispatch import Implementation
 from hybridtron.ops.documents import document_starts
 from hybridtron.ops.precision import wide_type
@@ -45,52 +45,11 @@ def chunked(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
     A_NE, starts_BL = A_EN.t().contiguous(), document_starts(documents_BL)
     row = ChunkedRow(x_BLE, dt_BLE, B_BLN, C_BLN, z_BLE, A_NE, D_E, dt_bias_E, starts_BL)
     with torch.autocast(x_BLE.device.type, enabled=False):  # the products with B and C stay in fp32
-        y_BLE, last_BNE = _ChunkedSelectiveScan.apply(initial_state(inputs).transpose(1, 2), *row)
+        y_BLE, last_BNE = ScanOfChunks.apply(ChunkedRow, initial_state(inputs).transpose(1, 2), *row)
     return y_BLE, last_BNE.transpose(1, 2)
 
 
 CHUNKED = Implementation("chunked", chunked)
-
-
-class _ChunkedSelectiveScan(torch.autograd.Function):
-    """Keeps the inputs and the state before each chunk."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        state_BNE, *fields = inputs
-        row = ChunkedRow(*fields)
-        y_BLE = torch.empty_like(row.x_BLE, memory_format=torch.contiguous_format)
-        states_before = []
-        for tokens in row.chunks():
-            chunk = row.chunk(tokens)
-            states_before.append(state_BNE)
-            h_TBNE = chunk.states(chunk.decays()[:-1], state_BNE)
-            y_TBE = chunk.outputs(h_TBNE)
-            if chunk.z_TBE is not None:
-                y_TBE *= F.silu(chunk.z_TBE)
-            y_BLE[:, tokens] = y_TBE.transpose(0, 1)
-            state_BNE = h_TBNE[-1].clone()
-        ctx.save_for_backward(*fields, torch.stack(states_before))
-        return y_BLE, state_BNE
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_y_BLE: Tensor, grad_state_BNE: Tensor) -> tuple[Tensor | None, ...]:
-        *fields, states_before = ctx.saved_tensors
-        row = ChunkedRow(*fields)
-        per_token, parameters = fields[:5], fields[5:8]
-        token_grads = [None if t is None else torch.empty_like(t) for t in per_token]
-        parameter_grads = [torch.zeros_like(p, dtype=states_before.dtype) for p in parameters]
-        for tokens, state_BNE in reversed(list(zip(row.chunks(), states_before, strict=True))):
-            grad_y_TBE = grad_y_BLE[:, tokens].transpose(0, 1).to(states_before.dtype)
-            of_tokens, of_parameters, grad_state_BNE = row.chunk(tokens).backward(state_BNE, grad_y_TBE, grad_state_BNE)
-            for grad_BL, grad_TB in zip(token_grads, of_tokens, strict=True):
-                if grad_BL is not None and grad_TB is not None:
-                    grad_BL[:, tokens] = grad_TB.transpose(0, 1)
-            for total, grad in zip(parameter_grads, of_parameters, strict=True):
-                total += grad
-        parameter_grads = [grad.to(p.dtype) for grad, p in zip(parameter_grads, parameters, strict=True)]
-        return (grad_state_BNE, *token_grads, *parameter_grads, None)
 
 
 class ChunkedRow(NamedTuple):
@@ -147,6 +106,14 @@ class ScanChunk:
         if self.starts_TB is not None:
             self.begun = self.starts_TB.nonzero(as_tuple=True)  # few: a mask would read all tokens
 
+    def forward(self, state_BNE: Tensor) -> tuple[Tensor, Tensor]:
+        """y, with the gate, and the state after the chunk."""
+        h_TBNE = self.states(self.decays()[:-1], state_BNE)
+        y_TBE = self.outputs(h_TBNE)
+        if self.z_TBE is not None:
+            y_TBE *= F.silu(self.z_TBE)
+        return y_TBE.transpose(0, 1), h_TBNE[-1].clone()
+
     def decays(self) -> Tensor:
         """exp(delta A) of each token, 0 where a document begins, then ones for what follows: (T + 1, B, N, E)."""
         length, batch, _ = self.x_TBE.shape
@@ -171,10 +138,10 @@ class ScanChunk:
         return (self.C_TBN.unsqueeze(2) @ h_TBNE[1:]).squeeze(2).addcmul_(self.D_E, self.x_TBE)
 
     def backward(
-        self, state_BNE: Tensor, grad_y_TBE: Tensor, grad_state_BNE: Tensor
+        self, state_BNE: Tensor, grad_y_BTE: Tensor, grad_state_BNE: Tensor
     ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...], Tensor]:
         """Gradients of (x, dt, B, C, z), of (A, D, dt_bias), and of the state before the chunk."""
-        decay_TBNE = self.decays()
+        grad_y_TBE, decay_TBNE = grad_y_BTE.transpose(0, 1), self.decays()
         h_TBNE = self.states(decay_TBNE[:-1], state_BNE)
         grad_z_TBE = None
         if self.z_TBE is not None:
@@ -200,6 +167,7 @@ class ScanChunk:
         grad_delta_TBE = grad_exponent_TBNE.mul_(self.A_NE).sum(2).addcmul_(grad_step_TBE, self.x_TBE)
         grad_dt_TBE = grad_delta_TBE * torch.sigmoid(self.shifted_TBE)
         grad_x_TBE = (grad_step_TBE * self.delta_TBE).addcmul_(self.D_E, grad_y_TBE)
-        of_tokens = grad_x_TBE, grad_dt_TBE, grad_B_TBN, grad_C_TBN, grad_z_TBE
+        by_token = grad_x_TBE, grad_dt_TBE, grad_B_TBN, grad_C_TBN, grad_z_TBE
+        of_tokens = tuple(None if grad is None else grad.transpose(0, 1) for grad in by_token)
         of_parameters = grad_A_NE, (grad_y_TBE * self.x_TBE).sum((0, 1)), grad_dt_TBE.sum((0, 1))
         return of_tokens, of_parameters, grad_state_BNE

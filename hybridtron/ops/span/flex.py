@@ -7,19 +7,17 @@ products, so that nothing of L x L is ever made. FlexAttention has no backward o
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.flex_tiles import TILE, attend_to_tiles, mask_of_tiles
 from hybridtron.ops.span.reference import SpanInputs, chosen_table
 
-TILE = 128
 NOWHERE = -1
 
 
@@ -96,26 +94,13 @@ def _held(numbers_BN: Tensor, count: int) -> Tensor:
     return held.scatter_(-1, torch.where(tiles_BNT < 0, count, tiles_BNT), 1.0)[..., :count]
 
 
-@functools.cache
-def _kernel() -> Callable[..., Tensor]:
-    """FlexAttention as one kernel; uncompiled it would make all scores."""
-    return torch.compile(flex_attention, dynamic=True)
-
-
 def span_attention(inputs: SpanInputs) -> Tensor:
     """All rows and segments in one call."""
     q_BLHK, k_BSGK, v_BSGK, _, _ = inputs
     places, share = places_of(inputs), q_BLHK.shape[2] // k_BSGK.shape[2]
     tiles_BHQC = tiles_of(places).repeat_interleave(share, dim=1)
     lengths = q_BLHK.shape[1], k_BSGK.shape[1]
-    order = tiles_BHQC.int().argsort(dim=-1, descending=True, stable=True).int()
-    counts = tiles_BHQC.sum(-1, dtype=torch.int32)
-    mask = BlockMask.from_kv_blocks(
-        counts, order, BLOCK_SIZE=TILE, mask_mod=mask_of(places, share), seq_lengths=lengths
-    )
-    q, k, v = (x.transpose(1, 2) for x in (q_BLHK, k_BSGK, v_BSGK))
-    attend = _kernel() if q.is_cuda else flex_attention
-    return attend(q, k, v, block_mask=mask, enable_gqa=share > 1).transpose(1, 2)
+    return attend_to_tiles(q_BLHK, k_BSGK, v_BSGK, mask_of_tiles(mask_of(places, share), lengths, tiles_BHQC))
 
 
 FLEX = Implementation("flex", span_attention, "cuda")

@@ -23,9 +23,10 @@ from hybridtron.ops.span.reference import SpanCut, SpanSegment
 
 
 class SpanPast(NamedTuple):
-    """Carried of each row: the queries of its block under way, summaries and query sums of the last whole blocks.
+    """Of each row: the queries of its block under way, summaries and query sums of the last whole blocks.
 
-    All stand at the end of their axis, with zeros before them: (B, S - 1, H, K), (B, P, H, K), (B, P', H, K).
+    As they are carried all stand at the end of their axis, with zeros before them: (B, S - 1, H, K), (B, P, H, K),
+    (B, P', H, K). Of a segment under way there are more: its own queries, and summaries and sums of its own blocks.
     """
 
     queries_BNHK: Tensor
@@ -48,14 +49,6 @@ class CarriedBlocks(NamedTuple):
     sums: int
 
 
-class KnownSegment(NamedTuple):
-    """Of one segment: its last queries; summaries and sums of its blocks, of those before the row as far as carried."""
-
-    queries_RNHK: Tensor
-    summaries_RUHK: Tensor
-    sums_RUHK: Tensor
-
-
 @torch.no_grad()
 def choose_by_relevance(
     cut: SpanCut,
@@ -71,7 +64,7 @@ def choose_by_relevance(
     Without a past all rows begin their documents.
     """
     chosen: list[Tensor | None] = []
-    ended: list[tuple[SpanSegment, KnownSegment]] = []
+    ended: list[tuple[SpanSegment, SpanPast]] = []
     for segment in cut.segments:
         needed = max(cut.available(segment)) > 0
         ends = segment.stop == q_BLHK.shape[1]
@@ -107,7 +100,7 @@ def _known(
     k_BSGK: Tensor,
     v_BSGK: Tensor,
     past: SpanPast | None,
-) -> KnownSegment:
+) -> SpanPast:
     under_way = segment.seen % cut.block
     own = segment.keys(q_BLHK.shape[1], k_BSGK.shape[1])
     here = slice(own.start + segment.kept - under_way, own.stop)
@@ -118,9 +111,9 @@ def _known(
         row = torch.cat((before[:, before.shape[1] - under_way :].to(row.dtype), row), dim=1)
     new = summaries(row, k_RNGK, v_RNGK, cut.block, rule.landmarks_HK), query_sums(row, cut.block)
     if past is None or not segment.seen:
-        return KnownSegment(row, *new)
+        return SpanPast(row, *new)
     carried = past.summaries_BPHK[segment.rows], past.sums_BPHK[segment.rows]
-    return KnownSegment(row, *(torch.cat(pair, dim=1) for pair in zip(carried, new, strict=True)))
+    return SpanPast(row, *(torch.cat(pair, dim=1) for pair in zip(carried, new, strict=True)))
 
 
 def _last(x: Tensor, count: int) -> Tensor:
@@ -129,20 +122,20 @@ def _last(x: Tensor, count: int) -> Tensor:
     return F.pad(x[:, x.shape[1] + missing - count :], (0, 0, 0, 0, missing, 0))
 
 
-def _choice(cut: SpanCut, rule: ChoiceRule, segment: SpanSegment, known: KnownSegment, groups: int) -> Tensor | None:
+def _choice(cut: SpanCut, rule: ChoiceRule, segment: SpanSegment, known: SpanPast, groups: int) -> Tensor | None:
     chunks, per_chunk = cut.chunks(segment), cut.chunk // cut.block
     unfinished = -(-segment.end_place // cut.block)
     # the sums of all blocks from the chunk before the first one on, as those of chunks
-    sums = _last(known.sums_RUHK, unfinished - (chunks.start - 1) * per_chunk)
+    sums = _last(known.sums_BPHK, unfinished - (chunks.start - 1) * per_chunk)
     missing = -sums.shape[1] % per_chunk
     sums_RTHK = F.pad(sums, (0, 0, 0, 0, 0, missing)).unflatten(1, (-1, per_chunk)).sum(2)
     asking = sums_RTHK[:, : len(chunks)] if rule.previous else sums_RTHK[:, 1 : 1 + len(chunks)]
     whole = segment.end_place // cut.block - segment.first_place // cut.block
-    of_blocks = _last(known.summaries_RUHK, whole)
+    of_blocks = _last(known.summaries_BPHK, whole)
     return choose(relevance(asking, of_blocks, groups), cut.available(segment), rule.most)
 
 
-def _after(ended: Sequence[tuple[SpanSegment, KnownSegment]], block: int, carried: CarriedBlocks) -> SpanPast:
+def _after(ended: Sequence[tuple[SpanSegment, SpanPast]], block: int, carried: CarriedBlocks) -> SpanPast:
     """What comes after the rows needs, of the segments that they end with."""
     count = carried.summaries
     if count is None:
@@ -150,7 +143,7 @@ def _after(ended: Sequence[tuple[SpanSegment, KnownSegment]], block: int, carrie
     parts = []
     for segment, known in sorted(ended, key=lambda pair: pair[0].rows.start):
         under_way = segment.end_place % block
-        queries = known.queries_RNHK[:, known.queries_RNHK.shape[1] - under_way :]
-        sums = known.sums_RUHK[:, :-1] if under_way else known.sums_RUHK
-        parts.append((_last(queries, block - 1), _last(known.summaries_RUHK, count), _last(sums, carried.sums)))
+        queries = known.queries_BNHK[:, known.queries_BNHK.shape[1] - under_way :]
+        sums = known.sums_BPHK[:, :-1] if under_way else known.sums_BPHK
+        parts.append((_last(queries, block - 1), _last(known.summaries_BPHK, count), _last(sums, carried.sums)))
     return SpanPast(*(torch.cat(part) for part in zip(*parts, strict=True)))

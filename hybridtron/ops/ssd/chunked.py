@@ -12,13 +12,13 @@ of the op and (B, G, N, V) inside: a group's heads side by side, as most product
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from hybridtron.ops.chunks import ScanOfChunks
 from hybridtron.ops.dispatch import Implementation
 from hybridtron.ops.documents import document_starts
 from hybridtron.ops.precision import wide_type
@@ -38,50 +38,12 @@ def chunked(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
     state_BGNV = state_BGRPN.permute(0, 1, 4, 2, 3).flatten(3)
     row = SSDChunkedRow(x_BLHP, dt_BLH, B_BLGN, C_BLGN, A_H, D_H, dt_bias_H, document_starts(documents_BL))
     with torch.autocast(x_BLHP.device.type, enabled=False):  # the products stay in fp32
-        y_BLHP, last_BGNV = _ChunkedSSD.apply(state_BGNV, *row)
+        y_BLHP, last_BGNV = ScanOfChunks.apply(SSDChunkedRow, state_BGNV, *row)
     last_BGNRP = last_BGNV.unflatten(3, state_BGRPN.shape[2:4])
     return y_BLHP, last_BGNRP.permute(0, 1, 3, 4, 2).flatten(1, 2)
 
 
 CHUNKED = Implementation("chunked", chunked)
-
-
-class _ChunkedSSD(torch.autograd.Function):
-    """Keeps the inputs and the state before each chunk."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        state_BGNV, *fields = inputs
-        row = SSDChunkedRow(*fields)
-        y_BLHP = torch.empty_like(row.x_BLHP, memory_format=torch.contiguous_format)
-        states_before = []
-        for tokens in row.chunks():
-            chunk = DiscreteChunk.of(row, tokens)
-            states_before.append(state_BGNV)
-            y_BLHP[:, tokens] = chunk.outputs(state_BGNV)
-            state_BGNV = chunk.core.next_state(state_BGNV)
-        ctx.save_for_backward(*fields, torch.stack(states_before))
-        return y_BLHP, state_BGNV
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_y_BLHP: Tensor, grad_state_BGNV: Tensor) -> tuple[Tensor | None, ...]:
-        *fields, states_before = ctx.saved_tensors
-        row = SSDChunkedRow(*fields)
-        token_grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in fields[:4]]
-        parameters = fields[4:7]
-        parameter_grads = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
-        for tokens, state_BGNV in reversed(list(zip(row.chunks(), states_before, strict=True))):
-            chunk = DiscreteChunk.of(row, tokens)
-            of_tokens, of_parameters, grad_state_BGNV = chunk.backward(
-                state_BGNV, grad_y_BLHP[:, tokens].to(states_before.dtype), grad_state_BGNV
-            )
-            for grad_BL, grad_BT in zip(token_grads, of_tokens, strict=True):
-                grad_BL[:, tokens] = grad_BT
-            for total, grad in zip(parameter_grads, of_parameters, strict=True):
-                total += grad
-        parameter_grads = [grad.to(p.dtype) for grad, p in zip(parameter_grads, parameters, strict=True)]
-        return (grad_state_BGNV, *token_grads, *parameter_grads, None)
 
 
 class SSDChunkedRow(NamedTuple):
@@ -99,6 +61,22 @@ class SSDChunkedRow(NamedTuple):
     def chunks(self) -> list[slice]:
         return [slice(start, start + CHUNK) for start in range(0, self.x_BLHP.shape[1], CHUNK)]
 
+    def chunk(self, tokens: slice) -> DiscreteChunk:
+        """A few tokens in the type to compute in."""
+        wide, groups = wide_type(self.x_BLHP), self.B_BLGN.shape[2]
+        x_BTHP, shifted_BTH = self.x_BLHP[:, tokens].to(wide), self.dt_BLH[:, tokens].to(wide) + self.dt_bias_H.to(wide)
+        delta_BTH = F.softplus(shifted_BTH)
+        A_H, D_H = self.A_H.to(wide), self.D_H.to(wide)
+        starts_BT = None if self.starts_BL is None else self.starts_BL[:, tokens]
+        core = DecayChunk(
+            self.C_BLGN[:, tokens].to(wide).transpose(1, 2),
+            self.B_BLGN[:, tokens].to(wide).transpose(1, 2),
+            _grouped(x_BTHP * delta_BTH.unsqueeze(3), groups),
+            (delta_BTH.double() * A_H.double()).transpose(1, 2).unflatten(1, (groups, -1)),
+            Sight.of(x_BTHP.shape[1], x_BTHP.device, starts_BT),
+        )
+        return DiscreteChunk(x_BTHP, shifted_BTH, delta_BTH, A_H, D_H, core)
+
 
 @dataclass
 class DiscreteChunk:
@@ -111,26 +89,10 @@ class DiscreteChunk:
     D_H: Tensor
     core: DecayChunk
 
-    @staticmethod
-    def of(row: SSDChunkedRow, tokens: slice) -> DiscreteChunk:
-        wide, groups = wide_type(row.x_BLHP), row.B_BLGN.shape[2]
-        x_BTHP, shifted_BTH = row.x_BLHP[:, tokens].to(wide), row.dt_BLH[:, tokens].to(wide) + row.dt_bias_H.to(wide)
-        delta_BTH = F.softplus(shifted_BTH)
-        A_H, D_H = row.A_H.to(wide), row.D_H.to(wide)
-        sight = Sight.of(x_BTHP.shape[1], x_BTHP.device, None if row.starts_BL is None else row.starts_BL[:, tokens])
-        core = DecayChunk(
-            row.C_BLGN[:, tokens].to(wide).transpose(1, 2),
-            row.B_BLGN[:, tokens].to(wide).transpose(1, 2),
-            _grouped(x_BTHP * delta_BTH.unsqueeze(3), groups),
-            (delta_BTH.double() * A_H.double()).transpose(1, 2).unflatten(1, (groups, -1)),
-            sight,
-        )
-        return DiscreteChunk(x_BTHP, shifted_BTH, delta_BTH, A_H, D_H, core)
-
-    def outputs(self, state_BGNV: Tensor) -> Tensor:
-        """C h + D x."""
+    def forward(self, state_BGNV: Tensor) -> tuple[Tensor, Tensor]:
+        """C h + D x, and the state after the chunk."""
         y_BTHP = self.core.outputs(state_BGNV).transpose(1, 2).reshape(self.x_BTHP.shape)
-        return y_BTHP.addcmul_(self.D_H.unsqueeze(1), self.x_BTHP)
+        return y_BTHP.addcmul_(self.D_H.unsqueeze(1), self.x_BTHP), self.core.next_state(state_BGNV)
 
     def backward(
         self, state_BGNV: Tensor, grad_y_BTHP: Tensor, grad_state_BGNV: Tensor
@@ -149,7 +111,7 @@ class DiscreteChunk:
             (grad_y_BTHP * self.x_BTHP).sum((0, 1, 3)),
             grad_dt_BTH.sum((0, 1)),
         )
-        return of_tokens, of_parameters, of.state_BGNV
+        return of_tokens, tuple(grad.double() for grad in of_parameters), of.state_BGNV
 
 
 def _grouped(x_BTHP: Tensor, groups: int) -> Tensor:

@@ -19,8 +19,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from hybridtron.ops.conv.reference import ConvInputs
+from hybridtron.ops.conv.reference import ConvInputs, new_tail
 from hybridtron.ops.kernel_launch import ceil_div, last_side_by_side, launch
 
 TOKENS = 32  # of one program
@@ -73,6 +74,30 @@ class ConvGradients(NamedTuple):
     weight_CW: Tensor
     bias_C: Tensor
     tail_BTC: Tensor | None
+
+
+def causal_conv(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
+    return _TritonConv.apply(*inputs), new_tail(inputs)
+
+
+class _TritonConv(torch.autograd.Function):
+    """Keeps its inputs only."""
+
+    @staticmethod
+    def forward(ctx: Any, *fields: Any) -> Tensor:
+        inputs = ConvInputs(*fields)
+        ctx.save_for_backward(*inputs[:-1])
+        ctx.activation = inputs.activation
+        return forward(ConvRow.of(inputs))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y_BLC: Tensor) -> tuple[Tensor | None, ...]:
+        tensors: tuple[Any, ...] = ctx.saved_tensors
+        inputs = ConvInputs(*tensors, activation=ctx.activation)
+        found = backward(ConvRow.of(inputs), grad_y_BLC)
+        given = (None if t is None or g is None else g.to(t.dtype) for g, t in zip(found, inputs[:4], strict=True))
+        return *given, None, None
 
 
 def forward(row: ConvRow) -> Tensor:

@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.kernel_launch import launch, power_of_2
-from hybridtron.ops.norm.reference import narrower
+from hybridtron.ops.norm.reference import AddRMSNormInputs, RMSNormInputs
+from hybridtron.ops.precision import narrower
 
 PROGRAMS = 264  # of the backward pass: two for each multiprocessor of an H100; the order of dw's sum depends on it
 WARP_VALUES = 512  # channels of a row for each warp
@@ -100,14 +101,14 @@ def _backward(
     tl.store(grad_weight_SD + share * channels + channel_D, grad_weight_D, mask=there_D)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(inputs: RMSNormInputs) -> Tensor:
     """Over the last axis, in fp32, and returned in the narrower type of x and the weight."""
-    return _RMSNorm.apply(x, None, weight, eps)
+    return _RMSNorm.apply(inputs.x, None, inputs.weight, inputs.eps)
 
 
-def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(inputs: AddRMSNormInputs) -> tuple[Tensor, Tensor]:
     """x + added, and its norm; both are alike in shape, and `added` is no wider."""
-    return _RMSNorm.apply(x, added, weight, eps)
+    return _RMSNorm.apply(*inputs)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -6,9 +6,8 @@ Unmeasured on a GPU.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.dispatch import own_kernels
 from hybridtron.ops.norm.reference import AddRMSNormInputs, RMSNormInputs
 
 MAX_CHANNELS = 8192  # of a row, which the registers of one program hold
@@ -32,17 +31,5 @@ def _unsupported_sum_reason(inputs: AddRMSNormInputs) -> str | None:
     return _unsupported_reason(inputs)
 
 
-def rms_norm(inputs: RMSNormInputs) -> Tensor:
-    from hybridtron.ops.norm import kernels
-
-    return kernels.rms_norm(*inputs)
-
-
-def add_rms_norm(inputs: AddRMSNormInputs) -> tuple[Tensor, Tensor]:
-    from hybridtron.ops.norm import kernels
-
-    return kernels.add_rms_norm(*inputs)
-
-
-NORM = Implementation("triton", rms_norm, "cuda", "triton", _unsupported_reason)
-ADD_NORM = Implementation("triton", add_rms_norm, "cuda", "triton", _unsupported_sum_reason)
+NORM = own_kernels("hybridtron.ops.norm.kernels:rms_norm", _unsupported_reason)
+ADD_NORM = own_kernels("hybridtron.ops.norm.kernels:add_rms_norm", _unsupported_sum_reason)

@@ -1,4 +1,4 @@
-"""The selective scan of Mamba-1 in Triton, backward.
+"""The selective scan of Mamba-1 in Triton: the op, and its backward pass.
 
 With R_t the gradient of the state after token t that comes from later tokens, and g_t that of y_t before the gate:
 
@@ -23,12 +23,13 @@ Legend: as in `selective_scan`; Q tiles, F blocks of channels.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.kernel_cost import SCAN_CHANNELS as CHANNELS
 from hybridtron.ops.kernel_cost import SCAN_TILE as TILE
@@ -37,10 +38,12 @@ from hybridtron.ops.scan.kernels import (
     CHUNK,
     ScanRow,
     chain,
+    forward,
     retrace,
     sigmoid,
     softplus,
 )
+from hybridtron.ops.scan.reference import ScanInputs
 
 WARPS = 4  # of 32 channels each: a thread has one channel, and TILE tokens of it in nearly all of its registers
 
@@ -57,6 +60,32 @@ class ScanGradients(NamedTuple):
     dt_bias_E: Tensor
     z_BLE: Tensor | None
     state_BEN: Tensor
+
+
+def selective_scan(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
+    """States are (B, N, E) for the kernels: channels side by side in memory."""
+    y_BLE, last_BNE = _TritonScan.apply(*inputs)
+    return y_BLE, last_BNE.mT
+
+
+class _TritonScan(torch.autograd.Function):
+    """Keeps the inputs and the state before each chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, *fields: Any) -> tuple[Tensor, Tensor]:
+        inputs = ScanInputs(*fields)
+        y_BLE, last_BNE, states_BKNE = forward(ScanRow.of(inputs), inputs.state_BEN)
+        ctx.save_for_backward(*inputs, states_BKNE)
+        return y_BLE, last_BNE
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y_BLE: Tensor, grad_last_BNE: Tensor) -> tuple[Tensor | None, ...]:
+        saved: tuple[Any, ...] = ctx.saved_tensors
+        inputs, states_BKNE = ScanInputs(*saved[:-1]), saved[-1]
+        found = backward(ScanRow.of(inputs), states_BKNE, grad_y_BLE, grad_last_BNE)
+        pairs = zip(found, inputs[:-1], strict=True)
+        return *(None if t is None or g is None else g.to(t.dtype) for g, t in pairs), None
 
 
 def backward(row: ScanRow, states_BKNE: Tensor, grad_y_BLE: Tensor, grad_last_BNE: Tensor) -> ScanGradients:

@@ -8,14 +8,18 @@ Legend: B rows, L tokens, H heads, P head size, G groups, N state size; K parts 
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from hybridtron.ops.documents import document_starts
 from hybridtron.ops.kernel_launch import ceil_div
 from hybridtron.ops.ssd import kernels_backward, kernels_forward
 from hybridtron.ops.ssd.kernels_row import SSDRow
+from hybridtron.ops.ssd.reference import SSDInputs
 
 # To a type checker a kernel is the Python function that it is written as, which can't be launched.
 forward_kernels: Any = kernels_forward
@@ -24,6 +28,36 @@ backward_kernels: Any = kernels_backward
 HEADS = 8  # whose decays one program computes: their values lie side by side in dt
 BLOCK = 1024  # values of a state that one program carries through the row
 PROGRAMS = 264  # wanted of `group_gradients`: two for each multiprocessor of an H100; the sum's order depends on it
+
+
+def ssd_scan(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
+    """x, B and C in one type, the widest of theirs; parameters and states in fp32; documents counted from 0."""
+    x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, state_BHPN, documents_BL = inputs
+    shared = functools.reduce(torch.promote_types, (t.dtype for t in (x_BLHP, B_BLGN, C_BLGN)))
+    x, B, C = (t.to(shared) for t in (x_BLHP, B_BLGN, C_BLGN))
+    A, D, dt_bias = (t.float() for t in (A_H, D_H, dt_bias_H))
+    state = None if state_BHPN is None else state_BHPN.float()
+    starts_BL = document_starts(documents_BL)
+    counted_BL = None if starts_BL is None else starts_BL.cumsum(1).to(torch.int32)
+    y_BLHP, last_BHPN = _TritonSSD.apply(x, dt_BLH, A, B, C, D, dt_bias, state, counted_BL)
+    return y_BLHP.to(x_BLHP.dtype), last_BHPN
+
+
+class _TritonSSD(torch.autograd.Function):
+    """Keeps its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, *fields: Any) -> tuple[Tensor, Tensor]:
+        contiguous: list[Any] = [t if t is None else t.contiguous() for t in fields]
+        ctx.save_for_backward(*contiguous)
+        return forward(SSDRow(*contiguous))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y_BLHP: Tensor, grad_last_BHPN: Tensor) -> tuple[Tensor | None, ...]:
+        row = SSDRow(*ctx.saved_tensors)
+        *grads, grad_state_BHPN = backward(row, grad_y_BLHP.contiguous(), grad_last_BHPN.contiguous())
+        return *grads, None if row.state_BHPN is None else grad_state_BHPN, None
 
 
 def forward(row: SSDRow) -> tuple[Tensor, Tensor]:

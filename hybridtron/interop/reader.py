@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,33 +19,11 @@ from hybridtron.interop.writer import INDEX
 FLOATS = ("F64", "F32", "BF16", "F16")
 
 
-class StoredTensor(NamedTuple):
-    """Where a tensor's values lie in a file."""
-
-    start: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-def placed(file: Path) -> dict[str, StoredTensor]:
-    """The head of a file of safetensors."""
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        head = json.loads(opened.read(size))
-    head.pop("__metadata__", None)
-    if strange := [f"{name} is of type {one['dtype']}" for name, one in head.items() if one["dtype"] not in FLOATS]:
-        raise CannotImport(f"{file}: {strange[0]}; only weights of {', '.join(FLOATS)} are taken over")
-    return {
-        name: StoredTensor(8 + size + one["data_offsets"][0], NAMES[one["dtype"]], tuple(one["shape"]))
-        for name, one in head.items()
-    }
-
-
-def read_values(file: Path, place: StoredTensor) -> Tensor:
+def read_values(file: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Values of a tensor, read; pages of a mapped file would stay and count as memory."""
-    into = torch.empty(place.shape, dtype=place.dtype)
+    into = torch.empty(shape, dtype=dtype)
     with file.open("rb", buffering=0) as opened:
-        opened.seek(place.start)
+        opened.seek(start)
         rest = bytes_of(into)
         while rest and (got := opened.readinto(rest)):
             rest = rest[got:]
@@ -92,9 +70,17 @@ class Weights:
                 pass
         except (OSError, SafetensorError) as error:
             raise CannotImport(f"{file} can't be read: {error}") from error
-        for name, place in placed(file).items():
-            self.shapes[name] = place.shape
-            self._of_name[name] = partial(read_values, file, place)
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            head = json.loads(opened.read(size))
+        head.pop("__metadata__", None)
+        for name, one in head.items():
+            if one["dtype"] not in FLOATS:
+                wanted = f"only weights of {', '.join(FLOATS)} are taken over"
+                raise CannotImport(f"{file}: {name} is of type {one['dtype']}; {wanted}")
+            start, shape = 8 + size + one["data_offsets"][0], tuple(one["shape"])
+            self.shapes[name] = shape
+            self._of_name[name] = partial(read_values, file, start, NAMES[one["dtype"]], shape)
 
     def _add_pickled(self, file: Path) -> None:
         """Nothing but tensors is unpickled."""

@@ -13,7 +13,7 @@ Legend: B rows, L tokens, C channels, W width, T = W - 1 tokens of tail, Q tiles
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -67,15 +67,6 @@ class ConvRow:
         return ceil_div(positions, TOKENS), ceil_div(channels, CHANNELS), rows
 
 
-class ConvGradients(NamedTuple):
-    """Of the op's tensors, in its order; those of weight and bias in fp32."""
-
-    x_BLC: Tensor
-    weight_CW: Tensor
-    bias_C: Tensor
-    tail_BTC: Tensor | None
-
-
 def causal_conv(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
     return _TritonConv.apply(*inputs), new_tail(inputs)
 
@@ -96,7 +87,7 @@ class _TritonConv(torch.autograd.Function):
         tensors: tuple[Any, ...] = ctx.saved_tensors
         inputs = ConvInputs(*tensors, activation=ctx.activation)
         found = backward(ConvRow.of(inputs), grad_y_BLC)
-        given = (None if t is None or g is None else g.to(t.dtype) for g, t in zip(found, inputs[:4], strict=True))
+        given = (None if t is None or g is None else g.to(t.dtype) for g, t in zip(found[:4], inputs[:4], strict=True))
         return *given, None, None
 
 
@@ -107,7 +98,8 @@ def forward(row: ConvRow) -> Tensor:
     return y_BLC
 
 
-def backward(row: ConvRow, grad_y_BLC: Tensor) -> ConvGradients:
+def backward(row: ConvRow, grad_y_BLC: Tensor) -> ConvInputs:
+    """The gradients of the op's tensors, in their places; those of weight and bias in fp32."""
     grad_y_BLC = last_side_by_side(grad_y_BLC)
     width, channels = row.weight_WC.shape
     grid = row.grid(row.x_BLC.shape[1] + width - 1)
@@ -119,7 +111,7 @@ def backward(row: ConvRow, grad_y_BLC: Tensor) -> ConvGradients:
         grad_tail_BTC, sums_BQWC, *row.options(), warps=WARPS,
     )  # fmt: skip
     *of_taps, of_bias_C = sums_BQWC.sum((0, 1))
-    return ConvGradients(grad_x_BLC, torch.stack(of_taps, dim=1), of_bias_C, grad_tail_BTC)
+    return ConvInputs(grad_x_BLC, torch.stack(of_taps, dim=1), of_bias_C, grad_tail_BTC)
 
 
 @triton.jit

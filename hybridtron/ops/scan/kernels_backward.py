@@ -23,7 +23,7 @@ Legend: as in `selective_scan`; Q tiles, F blocks of channels.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -48,20 +48,6 @@ from hybridtron.ops.scan.reference import ScanInputs
 WARPS = 4  # of 32 channels each: a thread has one channel, and TILE tokens of it in nearly all of its registers
 
 
-class ScanGradients(NamedTuple):
-    """Of the op's inputs, in its order and in the types that the kernels compute in: fp32 where they are sums."""
-
-    x_BLE: Tensor
-    dt_BLE: Tensor
-    A_EN: Tensor
-    B_BLN: Tensor
-    C_BLN: Tensor
-    D_E: Tensor
-    dt_bias_E: Tensor
-    z_BLE: Tensor | None
-    state_BEN: Tensor
-
-
 def selective_scan(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
     """States are (B, N, E) for the kernels: channels side by side in memory."""
     y_BLE, last_BNE = _TritonScan.apply(*inputs)
@@ -84,12 +70,15 @@ class _TritonScan(torch.autograd.Function):
         saved: tuple[Any, ...] = ctx.saved_tensors
         inputs, states_BKNE = ScanInputs(*saved[:-1]), saved[-1]
         found = backward(ScanRow.of(inputs), states_BKNE, grad_y_BLE, grad_last_BNE)
-        pairs = zip(found, inputs[:-1], strict=True)
+        pairs = zip(found[:-1], inputs[:-1], strict=True)
         return *(None if t is None or g is None else g.to(t.dtype) for g, t in pairs), None
 
 
-def backward(row: ScanRow, states_BKNE: Tensor, grad_y_BLE: Tensor, grad_last_BNE: Tensor) -> ScanGradients:
-    """From the gradients of y and of the state after the last token."""
+def backward(row: ScanRow, states_BKNE: Tensor, grad_y_BLE: Tensor, grad_last_BNE: Tensor) -> ScanInputs:
+    """From the gradients of y and of the state after the last token those of the op's inputs, in their places.
+
+    They are of the types that the kernels compute in: fp32 where they are sums.
+    """
     grad_y_BLE, grad_last_BNE = last_side_by_side(grad_y_BLE), grad_last_BNE.float().contiguous()
     before_BQNE, elapsed_BQE = row.per_part(TILE)
     grad_z_BLE = None if row.z_BLE is None else torch.empty_like(row.z_BLE)
@@ -113,7 +102,7 @@ def _of_tiles(
     elapsed_BQE: Tensor,
     grad_z_BLE: Tensor | None,
     grad_state_BNE: Tensor,
-) -> ScanGradients:
+) -> ScanInputs:
     """`after` and `elapsed` are used up: the partial sums for A and dt_bias are written in their place."""
     rows, length, _, states = row.sizes
     grid = row.grid(TILE, CHANNELS)
@@ -126,7 +115,7 @@ def _of_tiles(
         x, *x.stride()[:2], dt, *dt.stride()[:2], B_FBNL, C_FBNL, D_BQE, elapsed_BQE,
         states, TILE, CHANNELS, warps=WARPS,
     )  # fmt: skip
-    return ScanGradients(
+    return ScanInputs(
         x_BLE=x,
         dt_BLE=dt,
         A_EN=after_BQNE.sum((0, 1)).mT,

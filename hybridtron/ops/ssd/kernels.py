@@ -56,7 +56,7 @@ class _TritonSSD(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_y_BLHP: Tensor, grad_last_BHPN: Tensor) -> tuple[Tensor | None, ...]:
         row = SSDRow(*ctx.saved_tensors)
-        *grads, grad_state_BHPN = backward(row, grad_y_BLHP.contiguous(), grad_last_BHPN.contiguous())
+        *grads, grad_state_BHPN, _ = backward(row, grad_y_BLHP.contiguous(), grad_last_BHPN.contiguous())
         return *grads, None if row.state_BHPN is None else grad_state_BHPN, None
 
 
@@ -67,8 +67,8 @@ def forward(row: SSDRow) -> tuple[Tensor, Tensor]:
     return _outputs(row, decays, before_BCHPN), last_BHPN
 
 
-def backward(row: SSDRow, dy_BLHP: Tensor, grad_last_BHPN: Tensor) -> SSDGradients:
-    """From the gradients of y and of the state after the row."""
+def backward(row: SSDRow, dy_BLHP: Tensor, grad_last_BHPN: Tensor) -> SSDInputs:
+    """From the gradients of y and of the state after the row those of the op's inputs, in their places."""
     decays = Decays.of(row)
     before_BCHPN, _ = _states_before(row, decays)
     after_BCHPN, grad_state_BHPN, through_BCH = _gradients_after(row, decays, dy_BLHP, before_BCHPN, grad_last_BHPN)
@@ -76,20 +76,7 @@ def backward(row: SSDRow, dy_BLHP: Tensor, grad_last_BHPN: Tensor) -> SSDGradien
     grad_C = _group_gradient(row, decays, dy_BLHP, row.x_BLHP, row.B_BLGN, before_BCHPN, reverse=False)
     grad_B = _group_gradient(row, decays, row.x_BLHP, dy_BLHP, row.C_BLGN, after_BCHPN, reverse=True)
     grad_dt_BLH, (grad_A, grad_D, grad_dt_bias) = _step_gradients(row, decays, by_token, through_BCH)
-    return SSDGradients(grad_x_BLHP, grad_dt_BLH, grad_A, grad_B, grad_C, grad_D, grad_dt_bias, grad_state_BHPN)
-
-
-class SSDGradients(NamedTuple):
-    """Of the op's inputs, in its order."""
-
-    x_BLHP: Tensor
-    dt_BLH: Tensor
-    A_H: Tensor
-    B_BLGN: Tensor
-    C_BLGN: Tensor
-    D_H: Tensor
-    dt_bias_H: Tensor
-    state_BHPN: Tensor
+    return SSDInputs(grad_x_BLHP, grad_dt_BLH, grad_A, grad_B, grad_C, grad_D, grad_dt_bias, grad_state_BHPN)
 
 
 class Decays(NamedTuple):

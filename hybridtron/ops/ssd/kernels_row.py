@@ -9,13 +9,14 @@ Legend: as in `reference`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from hybridtron.ops.kernel_launch import ceil_div, power_of_2
+from hybridtron.ops.ssd.reference import SSDInputs
 
 
 @dataclass(frozen=True)
@@ -45,18 +46,8 @@ def tiles(dtype: torch.dtype, head: int, state: int) -> ProductTiles:
     return ProductTiles(32, own=16, inner=32, outer=64, stages=2)
 
 
-class SSDRow(NamedTuple):
+class SSDRow(SSDInputs):
     """The op's inputs, contiguous; documents are counted from 0."""
-
-    x_BLHP: Tensor
-    dt_BLH: Tensor
-    A_H: Tensor
-    B_BLGN: Tensor
-    C_BLGN: Tensor
-    D_H: Tensor
-    dt_bias_H: Tensor
-    state_BHPN: Tensor | None
-    documents_BL: Tensor | None
 
     @property
     def tiles(self) -> ProductTiles:

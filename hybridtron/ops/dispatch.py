@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
@@ -62,17 +61,6 @@ class Implementation(Generic[Inputs, Outputs]):
         if is_deterministic() and not self.repeats_bits():
             return "adds up in no fixed order, which run.deterministic=true rules out"
         return None
-
-
-def own_kernels(place: str, unsupported_reason: Callable[[Any], str | None]) -> Implementation[Any, Any]:
-    """Triton kernels of our own: the function that `file:function` names, whose file is imported when it is called."""
-    file, _, name = place.partition(":")
-
-    @torch.compiler.disable  # the kernels are compiled already, and what is around them is little
-    def call(inputs: tuple[Any, ...]) -> Any:
-        return getattr(importlib.import_module(file), name)(inputs)
-
-    return Implementation("triton", call, "cuda", "triton", unsupported_reason)
 
 
 class Op(Generic[Inputs, Outputs]):

@@ -6,9 +6,25 @@ written as, and not what takes torch's tensors, plain numbers for constants, and
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from hybridtron.ops.dispatch import Implementation
+
+
+def own_kernels(place: str, unsupported_reason: Callable[[Any], str | None]) -> Implementation[Any, Any]:
+    """Triton kernels of our own: the function that `file:function` names, whose file is imported when it is called."""
+    file, _, name = place.partition(":")
+
+    @torch.compiler.disable  # the kernels are compiled already, and what is around them is little
+    def call(inputs: tuple[Any, ...]) -> Any:
+        return getattr(importlib.import_module(file), name)(inputs)
+
+    return Implementation("triton", call, "cuda", "triton", unsupported_reason)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from hybridtron.ops.conv.reference import ConvInputs
-from hybridtron.ops.dispatch import own_kernels
+from hybridtron.ops.kernel_launch import own_kernels
 
 WIDTHS = range(2, 9)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from hybridtron.ops.dispatch import own_kernels
+from hybridtron.ops.kernel_launch import own_kernels
 from hybridtron.ops.norm.reference import AddRMSNormInputs, RMSNormInputs
 
 MAX_CHANNELS = 8192  # of a row, which the registers of one program hold

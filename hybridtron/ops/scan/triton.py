@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from hybridtron.ops.dispatch import own_kernels
+from hybridtron.ops.kernel_launch import own_kernels
 from hybridtron.ops.scan.reference import ScanInputs
 
 LARGEST_STATE = 256  # a power of two of which 8 fit into the registers of one warp

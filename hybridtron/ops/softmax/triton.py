@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hybridtron.ops.dispatch import own_kernels
+from hybridtron.ops.kernel_launch import own_kernels
 from hybridtron.ops.softmax.reference import SoftmaxGradientsInputs, SoftmaxSumsInputs
 
 

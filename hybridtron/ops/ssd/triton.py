@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from hybridtron.ops.dispatch import own_kernels
+from hybridtron.ops.kernel_launch import own_kernels
 from hybridtron.ops.ssd.reference import SSDInputs
 
 MAX_HEAD, MAX_STATE = 128, 256  # channels and state entries of a head that fit beside a chunk's tokens

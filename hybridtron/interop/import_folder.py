@@ -30,7 +30,7 @@ from hybridtron.config.load import to_yaml
 from hybridtron.config.schema import Config, DataConfig, PrecisionConfig, RunConfig
 from hybridtron.interop.config_json import CannotImport, settings_of
 from hybridtron.interop.export import LONGEST, TARGETS
-from hybridtron.interop.native import Format
+from hybridtron.interop.native import ModelFormat
 from hybridtron.interop.original import Original
 from hybridtron.interop.reader import Weights
 from hybridtron.interop.rules import TensorRule
@@ -45,7 +45,7 @@ PART_BYTES = 2**26  # of tensors that are in memory at once, twice: one part is 
 class ImportFolder:
     """A folder that was looked at: what it is, our configuration of it, and its tensors."""
 
-    kind: Format
+    kind: ModelFormat
     settings: dict[str, Any]
     model: ModelConfig
     rules: list[TensorRule]
@@ -98,7 +98,7 @@ class ImportFolder:
         )
 
 
-def _kind(folder: Path, settings: dict[str, Any]) -> Format:
+def _kind(folder: Path, settings: dict[str, Any]) -> ModelFormat:
     if "d_model" in settings and "n_layer" in settings:
         return Original()
     found = {target.name: target for target in TARGETS}

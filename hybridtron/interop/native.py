@@ -32,7 +32,7 @@ class SubLayerNames(NamedTuple):
     weights: Names | None = None
 
 
-class Format(ABC):
+class ModelFormat(ABC):
     """How others name a model's weights, and what their config.json means in ours."""
 
     name: ClassVar[str]
@@ -64,7 +64,7 @@ class Format(ABC):
         return rules.complete()
 
 
-class Native(Format):
+class Native(ModelFormat):
     """One class of transformers."""
 
     model_type: ClassVar[str]

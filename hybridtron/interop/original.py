@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from hybridtron.architecture.base import Names
 from hybridtron.architecture.model import ModelConfig
-from hybridtron.interop.native import Format, Settings, SubLayerNames
+from hybridtron.interop.native import ModelFormat, Settings, SubLayerNames
 
 NORM_EPS = 1e-5  # which config.json does not say
 ATTENTION: Names = {
@@ -28,7 +28,7 @@ MLP: Names = {
 }
 
 
-class Original(Format):
+class Original(ModelFormat):
     """What the reference implementation of Mamba writes."""
 
     name = "state-spaces/mamba"

@@ -3,8 +3,8 @@
 The first process of a node looks at its GPUs, its disk, /dev/shm, its network adapters. Then all processes connect as
 the run's will, and sum a small tensor inside each node and over all nodes: that shows that ranks find each other, how
 fast the links are, and which clocks are off. Each node's report is a line in the log and NODE.json in the reports'
-folder; `attempt.py` decides what to do about it. It is short: it replaces no burn-in, and a GPU that is only a little
-slow passes.
+folder; `attempt.py` decides what to do about it. What is required says `cluster` of the run's own settings. It is
+short: it replaces no burn-in, and a GPU that is only a little slow passes.
 
 Bus bandwidth is 2 (n - 1) / n times the bytes over the time of the best of some rounds, as NCCL's tests have it.
 """
@@ -24,6 +24,9 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from hybridtron.config.cluster import ChecksConfig, ClusterConfig
+from hybridtron.config.load import load
 
 ADAPTERS = Path("/sys/class/infiniband")
 ROUNDS = 5
@@ -51,49 +54,38 @@ def main(arguments: list[str]) -> int:
     """Check this node, and all of them together."""
     parser = argparse.ArgumentParser(description="Is every node fit to train on?")
     parser.add_argument("--reports", type=Path, required=True)
-    parser.add_argument("--gpus", type=int, default=0)
-    parser.add_argument("--disk-gb", type=float, default=0)
-    parser.add_argument("--shared-gb", type=float, default=0)
-    parser.add_argument("--clock-s", type=float, default=5)
-    parser.add_argument("--timeout", type=int, default=300)
-    parser.add_argument("--node-gb-per-s", type=float)
-    parser.add_argument("--network-gb-per-s", type=float)
-    parser.add_argument("--fabric", default="")
-    parser.add_argument("--no-all-reduce", action="store_true")
-    wanted = parser.parse_args(arguments)
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="as `hybridtron train` takes them")
+    asked = parser.parse_intermixed_args(arguments)
+    cluster = load(asked.settings).cluster
     report = NodeReport(os.environ.get("SLURMD_NODENAME", socket.gethostname()))
     is_first = os.environ.get("SLURM_LOCALID", "0") == "0"
     if is_first:
-        look_at_node(report, wanted)
-        report.write(wanted.reports)
-    if not wanted.no_all_reduce:
+        look_at_node(report, cluster, asked.reports)
+        report.write(asked.reports)
+    if cluster.checks.all_reduce:
         try:
-            compare_nodes(report, wanted)
+            compare_nodes(report, cluster.checks)
         except Exception as error:
             report.together = f"all-reduce of all nodes: {type(error).__name__}: {error}".splitlines()[0]
     if is_first:
-        report.write(wanted.reports)
+        report.write(asked.reports)
         state = "; ".join([*report.faults, *filter(None, [report.together])]) or "ok"
         print(f"{report.node}: {state} ({', '.join(report.found)})", flush=True)
     return 0
 
 
-def look_at_node(report: NodeReport, wanted: argparse.Namespace) -> None:
-    """What one process can see of its node."""
-    for what, path, least in (
-        ("free disk", wanted.reports, wanted.disk_gb),
-        ("/dev/shm", "/dev/shm", wanted.shared_gb),
-    ):
+def look_at_node(report: NodeReport, cluster: ClusterConfig, folder: Path) -> None:
+    """What one process can see of its node; the run is written where this folder is."""
+    checks = cluster.checks
+    for what, path, least in (("free disk", folder, checks.disk_gb), ("/dev/shm", "/dev/shm", checks.shared_gb)):
         free = shutil.disk_usage(path).free / 1e9
         report.found.append(f"{what} {free:.0f} GB")
         if free < least:
             report.faults.append(f"has {free:.1f} GB of {what} ({path}), {least:g} are required")
-    if wanted.gpus:
-        report.faults += gpu_faults(wanted.gpus)
-        report.found.append(f"{wanted.gpus} GPUs")
-    for device in filter(None, wanted.fabric.split(",")):
-        if fault := adapter_fault(ADAPTERS / device):
-            report.faults.append(fault)
+    if cluster.gpus_per_node:
+        report.faults += gpu_faults(cluster.gpus_per_node)
+        report.found.append(f"{cluster.gpus_per_node} GPUs")
+    report.faults += filter(None, [adapter_fault(ADAPTERS / device) for device in checks.fabric])
 
 
 def gpu_faults(count: int) -> list[str]:
@@ -128,7 +120,7 @@ def adapter_fault(device: Path) -> str | None:
     return f"{device.name} has no active port ({', '.join(states) or f'{device} is not there'})"
 
 
-def compare_nodes(report: NodeReport, wanted: argparse.Namespace) -> None:
+def compare_nodes(report: NodeReport, checks: ChecksConfig) -> None:
     """All processes connect and compare clocks; then `look_at_links`."""
     import torch.distributed as dist
 
@@ -139,20 +131,20 @@ def compare_nodes(report: NodeReport, wanted: argparse.Namespace) -> None:
     if launch.world_size == 1:
         return
     backend = "gloo" if compute_device().type == "cpu" else "cpu:gloo,cuda:nccl"
-    place = {"rank": launch.rank, "world_size": launch.world_size, "timeout": timedelta(seconds=wanted.timeout)}
+    place = {"rank": launch.rank, "world_size": launch.world_size, "timeout": timedelta(seconds=checks.timeout)}
     dist.init_process_group(backend, init_method="env://", **place)
     clocks: list[tuple[str, float]] = [("", 0.0)] * launch.world_size
     dist.barrier()
     dist.all_gather_object(clocks, (report.node, time.time()))
     off = dict(clocks)[report.node] - statistics.median(clock for _, clock in clocks)
     report.found.append(f"clock {off:+.2f} s")
-    if abs(off) > wanted.clock_s:
-        report.faults.append(f"has a clock that is {off:+.1f} s off, {wanted.clock_s:g} s are allowed")
-    look_at_links(report, wanted, [node for node, _ in clocks])
+    if abs(off) > checks.clock_s:
+        report.faults.append(f"has a clock that is {off:+.1f} s off, {checks.clock_s:g} s are allowed")
+    look_at_links(report, checks, [node for node, _ in clocks])
     dist.destroy_process_group()
 
 
-def look_at_links(report: NodeReport, wanted: argparse.Namespace, node_of: list[str]) -> None:
+def look_at_links(report: NodeReport, checks: ChecksConfig, node_of: list[str]) -> None:
     """How fast, and whether rightly, sums go through each node and through all; `node_of` gives each rank's node."""
     import torch
     import torch.distributed as dist
@@ -170,13 +162,13 @@ def look_at_links(report: NodeReport, wanted: argparse.Namespace, node_of: list[
     ]
     if inside is not None:
         report.found.append(f"all-reduce {inside:.3g} GB/s inside")
-        if wanted.node_gb_per_s is not None and inside < wanted.node_gb_per_s:
-            report.faults.append(f"sums at {inside:.3g} GB/s inside, {wanted.node_gb_per_s:g} are required")
+        if checks.node_gb_per_s is not None and inside < checks.node_gb_per_s:
+            report.faults.append(f"sums at {inside:.3g} GB/s inside, {checks.node_gb_per_s:g} are required")
     over_all, wrong = bandwidth(tensor, dist.group.WORLD)
     if len(nodes) > 1 and over_all is not None:
         report.found.append(f"{over_all:.3g} GB/s over {len(nodes)} nodes")
-        if wanted.network_gb_per_s is not None and over_all < wanted.network_gb_per_s:
-            wrong = wrong or f"reaches {over_all:.3g} GB/s, {wanted.network_gb_per_s:g} are required"
+        if checks.network_gb_per_s is not None and over_all < checks.network_gb_per_s:
+            wrong = wrong or f"reaches {over_all:.3g} GB/s, {checks.network_gb_per_s:g} are required"
     if wrong:
         report.together = f"all-reduce of all nodes: {wrong}"
 

@@ -16,19 +16,35 @@
 #SBATCH --exclusive
 # samba_421m: 4 nodes of 8 processes
 # Written by hybridtron submit. It may be edited, and submitted again with: sbatch /shared/runs/samba_421m/slurm/job.sh
-# shellcheck disable=SC2016  # settings are quoted, so that the shell leaves them as they are
+# shellcheck disable=SC2016,SC2054  # settings are quoted: the shell leaves $ and commas in them as they are
 run=/shared/runs/samba_421m
-export PYTHONPATH=$run/code${PYTHONPATH:+:$PYTHONPATH}
-python=python
 per_node=8
-logs=$run/logs/slurm-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
-mkdir -p "$logs"
+fitting=4  # numbers of nodes that will do
+requeue=true
+drain=false
+alone=(srun --overlap --nodes=1 --ntasks=1 --container-image=/shared/images/hybridtron.sqsh --container-mounts=/shared/runs/samba_421m:/shared/runs/samba_421m,/home/someone/hybridtron:/home/someone/hybridtron,/data:/data --container-workdir=/home/someone/hybridtron python -P -m)
+task=(python -P -m)
+step=(--wait=1860 --cpus-per-task=12 --container-image=/shared/images/hybridtron.sqsh --container-mounts=/shared/runs/samba_421m:/shared/runs/samba_421m,/home/someone/hybridtron:/home/someone/hybridtron,/data:/data --container-workdir=/home/someone/hybridtron)
+settings=(
+  recipe=samba_421m
+  cluster=h100_infiniband
+  data.path=/data/slimpajama
+  phases.0.micro_batch=4
+  run.dir=/shared/runs/samba_421m
+)
 export NCCL_SOCKET_IFNAME='eth0'
 export NCCL_IB_HCA='=mlx5_0,mlx5_1,mlx5_2,mlx5_3,mlx5_4,mlx5_5,mlx5_6,mlx5_7'
 export NCCL_IB_TIMEOUT='22'
 export GLOO_SOCKET_IFNAME='eth0'
 export OMP_NUM_THREADS='12'
+
+# The steps of every job; the lines above are this one's own.
 set -uo pipefail  # after the software, whose scripts may not bear it
+export PYTHONPATH=$run/code${PYTHONPATH:+:$PYTHONPATH}
+export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+logs=$run/logs/slurm-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
+mkdir -p "$logs"
 
 # Runs a command and exits as it does. Every signal is forwarded as SIGUSR1, which srun passes to all tasks; at SIGTERM
 # it would kill them. `wait` ends early when a signal comes, so it is called again while there is a job.
@@ -44,44 +60,34 @@ forwarding() {
   return "$code"
 }
 
-nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
-export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
-
 use_nodes() {  # NODE,NODE,...: rank 0 runs on the first of them, where the others connect to it
   nodes=$1
   MASTER_ADDR=$(scontrol show node "${nodes%%,*}" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)
   export MASTER_ADDR
 }
 
-inside() { srun --overlap --nodes=1 --ntasks=1 --container-image=/shared/images/hybridtron.sqsh --container-mounts=/shared/runs/samba_421m:/shared/runs/samba_421m,/home/someone/hybridtron:/home/someone/hybridtron,/data:/data --container-workdir=/home/someone/hybridtron "$@"; }  # one process on this node
-
 # shellcheck disable=SC2329  # `forwarding` calls it
 everywhere() {  # LOG MODULE ...: one process for each GPU (or CPU process) of the chosen nodes
   local output=$1 count; shift
   count=$(tr ',' '\n' <<<"$nodes" | wc -l)
-  exec srun "--nodelist=$nodes" \
-    "--nodes=$count" \
-    "--ntasks=$((count * per_node))" \
-    "--ntasks-per-node=$per_node" \
-    --distribution=block \
-    --kill-on-bad-exit=0 \
-    --wait=1860 \
-    "--output=$output" \
-    --cpus-per-task=12 \
-    --container-image=/shared/images/hybridtron.sqsh --container-mounts=/shared/runs/samba_421m:/shared/runs/samba_421m,/home/someone/hybridtron:/home/someone/hybridtron,/data:/data --container-workdir=/home/someone/hybridtron \
-    "$python" -P -m "$@"
+  exec srun --nodelist="$nodes" --nodes="$count" --ntasks=$((count * per_node)) --ntasks-per-node="$per_node" \
+    --distribution=block --kill-on-bad-exit=0 --output="$output" "${step[@]}" "${task[@]}" "$@"
 }
 
 # What the run's history says: a word, the nodes that it is about, and nodes that were found to be bad just now; a dash
 # stands for none. The reasons go to this job's log.
 ask() {
-  read -r word named bad < <(inside "$python" -P -m hybridtron.cluster.attempt "$@" --run "$run" \
+  read -r word named bad < <("${alone[@]}" hybridtron.cluster.attempt "$@" --run "$run" \
     --job "$SLURM_JOB_ID" --restart "${SLURM_RESTART_COUNT:-0}" | tail -n 1)
   [ "${named:--}" != - ] || named=''
   [ "${bad:--}" != - ] || bad=''
 }
 
 again() {  # [NODE,...]: requeue this job, without these nodes
+  if [ "$requeue" != true ]; then
+    echo "the run is not at its end, and cluster.requeue=false: the chain's next job resumes it, or submit it again" >&2
+    exit 1
+  fi
   # what SLURM has ended already (cancelled, or requeued by somebody else) is left to it
   [ "$(squeue --noheader --job "$SLURM_JOB_ID" --format %T)" = RUNNING ] || exit 1
   trap '' TERM  # requeueing ends this script too, and nodes can be excluded only after it
@@ -100,11 +106,13 @@ esac
 
 # Is every node fit to train on?
 use_nodes "$nodes"
-forwarding everywhere "$logs/check-%t.txt" hybridtron.cluster.preflight --reports "$logs" \
-  --gpus 8 --disk-gb 500 --shared-gb 16 --clock-s 5 --timeout 300 --node-gb-per-s 250.0 --network-gb-per-s 100.0 --fabric mlx5_0,mlx5_1,mlx5_2,mlx5_3,mlx5_4,mlx5_5,mlx5_6,mlx5_7
+forwarding everywhere "$logs/check-%t.txt" hybridtron.cluster.preflight --reports "$logs" "${settings[@]}"
 code_of_check=$?
 if [ -z "$stopped" ]; then
-  ask check --nodes "$nodes" --reports "$logs" --code "$code_of_check" --fitting 4
+  ask check --nodes "$nodes" --reports "$logs" --code "$code_of_check" --fitting "$fitting"
+  if [ "$drain" = true ] && [ -n "$bad" ]; then
+    scontrol update NodeName="$bad" State=DRAIN Reason="failed the check of job $SLURM_JOB_ID"
+  fi
   case $word in
     go) use_nodes "$named" ;;
     again) again "$named" ;;
@@ -115,12 +123,7 @@ fi
 # The run itself, and what comes after it
 code_of_run=75  # stopped before it began
 if [ -z "$stopped" ]; then
-  forwarding everywhere "$logs/rank-%t.txt" hybridtron train \
-    recipe=samba_421m \
-    cluster=h100_infiniband \
-    data.path=/data/slimpajama \
-    phases.0.micro_batch=4 \
-    run.dir=/shared/runs/samba_421m
+  forwarding everywhere "$logs/rank-%t.txt" hybridtron train "${settings[@]}"
   code_of_run=$?
 fi
 

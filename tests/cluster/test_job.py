@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridtron.cluster.job import FORWARD_SIGNALS, SlurmJob, directives, script, unusable
+from hybridtron.cluster.job import STEPS, SlurmJob, directives, script, unusable
 from hybridtron.config.cluster import ChecksConfig, ClusterConfig, ContainerConfig, Runtime
 from hybridtron.config.load import load
 
@@ -78,23 +78,21 @@ def test_a_job_for_any_of_several_numbers_of_nodes_takes_whole_nodes() -> None:
     assert {"--nodes=1-4", "--exclusive"} <= elastic
     assert {"--nodes=4", "--ntasks-per-node=8"} <= fixed
     assert not any(one.startswith(("--ntasks-per-node", "--cpus-per-task")) for one in elastic)
-    assert "--fitting 1,2,4\n" in script(JOBS["h100_roce"])
+    assert "fitting=1,2,4 " in script(JOBS["h100_roce"])
 
 
 def test_a_cluster_that_must_not_requeue_drains_bad_nodes_inside_a_container() -> None:
     one = JOBS["apptainer_draining_without_requeue"]
     written = script(one)
     assert {"--no-requeue", "--gpus-per-node=4", "--ntasks-per-node=4"} <= set(directives(one).values())
-    assert "scontrol requeue" not in written
-    assert "State=DRAIN" in written
-    assert "State=DRAIN" not in script(JOBS["h100_infiniband"])
+    assert "\nrequeue=false\ndrain=true\n" in written
+    assert "\nrequeue=true\ndrain=false\n" in script(JOBS["h100_infiniband"])
     inside = (
         "apptainer exec --nv --bind /shared/runs/samba_421m:/shared/runs/samba_421m,"
         "/home/someone/hybridtron:/home/someone/hybridtron,/data:/data:ro "
-        "--pwd /home/someone/hybridtron /shared/hybridtron.sif "
+        "--pwd /home/someone/hybridtron /shared/hybridtron.sif python -P -m"
     )
-    assert f'inside() {{ {inside}"$@"; }}' in written
-    assert f'{inside}"$python" -P -m "$@"' in written
+    assert f"\nalone=({inside})\ntask=({inside})\n" in written
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -114,7 +112,7 @@ def test_values_reach_the_program_as_they_are(tmp_path: Path) -> None:
     for name in ("srun", "scontrol", "squeue"):
         (tmp_path / name).write_text(f"#!/bin/bash\n{STAND_INS[name]}")
         (tmp_path / name).chmod(0o755)
-    bare = ClusterConfig(python=str(python), environment={"GIVEN": NASTY}, checks=ChecksConfig(fabric=[NASTY]))
+    bare = ClusterConfig(python=str(python), environment={"GIVEN": NASTY})
     one = replace(job(bare, f"run.sample_prompt={NASTY}", fitting=(1,)), run_dir=tmp_path / "run", working_dir=tmp_path)
     slurm = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
     done = subprocess.run(
@@ -122,8 +120,8 @@ def test_values_reach_the_program_as_they_are(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     reported = (tmp_path / "given").read_text().split("\0")
-    assert reported.count(NASTY) == 3  # the fabric of the check, and the variable in both of its processes
-    assert f"run.sample_prompt={NASTY}" in reported
+    assert reported.count(NASTY) == 2  # the variable, in the check and in the run
+    assert reported.count(f"run.sample_prompt={NASTY}") == 2
     assert not (tmp_path / "nasty").exists()
 
 
@@ -147,7 +145,9 @@ def test_nothing_of_the_environment_is_written(monkeypatch: pytest.MonkeyPatch) 
 def test_every_signal_is_forwarded_as_sigusr1_and_the_job_is_waited_for(number: signal.Signals, tmp_path: Path) -> None:
     script_path, ready = tmp_path / "batch.sh", tmp_path / "ready"
     command = f"""trap 'sleep 0.3; exit 75' USR1; trap 'exit 1' TERM INT; touch {ready}; while :; do sleep 0.05; done"""
-    script_path.write_text(f"set -u\n{FORWARD_SIGNALS}\nforwarding bash -c {shlex.quote(command)}\nexit $?\n")
+    text = STEPS.read_text()
+    forwarding = text[text.index("stopped=''") : text.index("use_nodes()")]
+    script_path.write_text(f"set -u\n{forwarding}\nforwarding bash -c {shlex.quote(command)}\nexit $?\n")
     batch = subprocess.Popen(["bash", script_path], start_new_session=True)
     until = time.monotonic() + 120
     while not ready.exists():

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from hybridtron.cluster import preflight
+from hybridtron.config.cluster import ChecksConfig
 from hybridtron.parallel.pool import Seat
 from tests.distributed import run_distributed
 
@@ -63,7 +64,8 @@ def test_a_node_reports_what_it_has_and_what_it_lacks(
 ) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "n7")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2.5e9))
-    asked = ["--reports", str(tmp_path), "--disk-gb", "10", "--shared-gb", "1", "--no-all-reduce"]
+    checks = ["cluster.checks.disk_gb=10", "cluster.checks.shared_gb=1", "cluster.checks.all_reduce=false"]
+    asked = ["--reports", str(tmp_path), *checks]
     assert preflight.main(asked) == 0
     assert json.loads((tmp_path / "n7.json").read_text()) == {
         "node": "n7",
@@ -83,7 +85,7 @@ def links(seat: Seat, nodes: list[str], broken: int | None, least: float) -> pre
         dist.all_reduce = lambda tensor, group: right(tensor, group=group) or tensor[-1:].add_(1)
     try:
         report = preflight.NodeReport(nodes[seat.rank])
-        preflight.look_at_links(report, SimpleNamespace(node_gb_per_s=least, network_gb_per_s=least), nodes)
+        preflight.look_at_links(report, ChecksConfig(node_gb_per_s=least, network_gb_per_s=least), nodes)
     finally:
         dist.all_reduce = right
     return report

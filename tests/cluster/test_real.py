@@ -191,7 +191,7 @@ def test_a_bad_node_is_left_out_and_the_run_continues_with_the_other(
     cluster: Cluster, counting_folder: Path, run_dir: Path
 ) -> None:
     run, python = run_dir / "run", run_dir / "python"
-    spoilt = '*cluster.preflight*) [ "$SLURMD_NODENAME" = n1 ] || set -- "$@" --disk-gb 1e9'
+    spoilt = '*cluster.preflight*) [ "$SLURMD_NODENAME" = n1 ] || set -- "$@" cluster.checks.disk_gb=1e9'
     python.write_text(f'#!/bin/bash\ncase "$*" in {spoilt} ;; esac\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     bad = [*arguments(counting_folder, run), f"cluster.python={python}"]

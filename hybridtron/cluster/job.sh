@@ -1,0 +1,96 @@
+
+# The steps of every job; the lines above are this one's own.
+set -uo pipefail  # after the software, whose scripts may not bear it
+export PYTHONPATH=$run/code${PYTHONPATH:+:$PYTHONPATH}
+export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+logs=$run/logs/slurm-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
+mkdir -p "$logs"
+
+# Runs a command and exits as it does. Every signal is forwarded as SIGUSR1, which srun passes to all tasks; at SIGTERM
+# it would kill them. `wait` ends early when a signal comes, so it is called again while there is a job.
+stopped='' job=''
+trap 'stopped=yes; [ -z "$job" ] || kill -USR1 "$job" 2>/dev/null' TERM INT USR1
+forwarding() {
+  local code
+  "$@" & job=$!
+  [ -z "$stopped" ] || kill -USR1 "$job"
+  while kill -0 "$job" 2>/dev/null; do wait "$job"; done
+  wait "$job"; code=$?
+  job=''
+  return "$code"
+}
+
+use_nodes() {  # NODE,NODE,...: rank 0 runs on the first of them, where the others connect to it
+  nodes=$1
+  MASTER_ADDR=$(scontrol show node "${nodes%%,*}" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)
+  export MASTER_ADDR
+}
+
+# shellcheck disable=SC2329  # `forwarding` calls it
+everywhere() {  # LOG MODULE ...: one process for each GPU (or CPU process) of the chosen nodes
+  local output=$1 count; shift
+  count=$(tr ',' '\n' <<<"$nodes" | wc -l)
+  exec srun --nodelist="$nodes" --nodes="$count" --ntasks=$((count * per_node)) --ntasks-per-node="$per_node" \
+    --distribution=block --kill-on-bad-exit=0 --output="$output" "${step[@]}" "${task[@]}" "$@"
+}
+
+# What the run's history says: a word, the nodes that it is about, and nodes that were found to be bad just now; a dash
+# stands for none. The reasons go to this job's log.
+ask() {
+  read -r word named bad < <("${alone[@]}" hybridtron.cluster.attempt "$@" --run "$run" \
+    --job "$SLURM_JOB_ID" --restart "${SLURM_RESTART_COUNT:-0}" | tail -n 1)
+  [ "${named:--}" != - ] || named=''
+  [ "${bad:--}" != - ] || bad=''
+}
+
+again() {  # [NODE,...]: requeue this job, without these nodes
+  if [ "$requeue" != true ]; then
+    echo "the run is not at its end, and cluster.requeue=false: the chain's next job resumes it, or submit it again" >&2
+    exit 1
+  fi
+  # what SLURM has ended already (cancelled, or requeued by somebody else) is left to it
+  [ "$(squeue --noheader --job "$SLURM_JOB_ID" --format %T)" = RUNNING ] || exit 1
+  trap '' TERM  # requeueing ends this script too, and nodes can be excluded only after it
+  scontrol requeue "$SLURM_JOB_ID" || exit 1
+  [ -z "$1" ] || scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$1"
+  exit 1
+}
+
+# Is there anything to do?
+ask begin --nodes "$nodes"
+case $word in
+  go) ;;
+  done) exit 0 ;;
+  *) exit 1 ;;
+esac
+
+# Is every node fit to train on?
+use_nodes "$nodes"
+forwarding everywhere "$logs/check-%t.txt" hybridtron.cluster.preflight --reports "$logs" "${settings[@]}"
+code_of_check=$?
+if [ -z "$stopped" ]; then
+  ask check --nodes "$nodes" --reports "$logs" --code "$code_of_check" --fitting "$fitting"
+  if [ "$drain" = true ] && [ -n "$bad" ]; then
+    scontrol update NodeName="$bad" State=DRAIN Reason="failed the check of job $SLURM_JOB_ID"
+  fi
+  case $word in
+    go) use_nodes "$named" ;;
+    again) again "$named" ;;
+    *) exit 1 ;;
+  esac
+fi
+
+# The run itself, and what comes after it
+code_of_run=75  # stopped before it began
+if [ -z "$stopped" ]; then
+  forwarding everywhere "$logs/rank-%t.txt" hybridtron train "${settings[@]}"
+  code_of_run=$?
+fi
+
+ask end --code "$code_of_run" ${stopped:+--stopped}
+case $word in
+  done) exit 0 ;;
+  again) again "$named" ;;
+  *) exit 1 ;;
+esac

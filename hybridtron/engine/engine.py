@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hybridtron.architecture.table import parameter_table
 from hybridtron.config.resolve import resolve
-from hybridtron.config.schema import Config
+from hybridtron.config.schema import Config, StateMode
 from hybridtron.data.batch import Batch, step_key
 from hybridtron.data.order.phase_order import phase_seed
 from hybridtron.device import DTYPES, compute_device
@@ -20,7 +20,7 @@ from hybridtron.engine.guard import Guard
 from hybridtron.engine.optim import Optimizer
 from hybridtron.engine.schedule import Parted, StepLoss, run_schedule
 from hybridtron.engine.stage import build_stages, data_parallel
-from hybridtron.engine.states import Carrier, Restarts, carrier_of
+from hybridtron.engine.states import Carrier
 from hybridtron.engine.stored_states import state_blocks
 from hybridtron.model.init import initialise
 from hybridtron.parallel.blocks import full_rectangle, weight_blocks, writes
@@ -67,7 +67,6 @@ class Engine:
         self._loss = torch.zeros(())  # of the step under way
         self.carrier: Carrier | None = None
         self._seed, self._lanes = phase_seed(config.run.seed, 0), range(0)
-        self.restarted_lanes: int | None = None  # in this phase so far; None where no state is carried
 
     def serves(self, phase: int) -> bool:
         """Whether a phase can be trained without building another one."""
@@ -80,9 +79,11 @@ class Engine:
         phase = self.phases[index]
         self.config = phase.config
         self.optimizer.settings = self.config.optim
-        chunks, self.restarted_lanes = [stage.model.slice.layers for stage in self.stages], None
         self._seed, self._lanes = phase_seed(self.config.run.seed, index), lanes
-        self.carrier = carrier_of(phase, chunks, lanes, self.groups, self.device)
+        self.carrier = None
+        if phase.states.mode is not StateMode.zero:
+            chunks = [stage.model.slice.layers for stage in self.stages]
+            self.carrier = Carrier(phase, chunks, lanes, self.groups.mesh, self.device)
 
     def forward_backward(self, batches: Sequence[Batch], step: int = 0) -> StepLoss:
         """The loss of a step of the phase and its gradients; each rank brings its own lanes' micro-batches."""
@@ -119,19 +120,18 @@ class Engine:
 
         A refused step changes nothing of these. Without a weight decay of its own the step takes the phase's.
         """
-        carrier = self.carrier
-        finite_A = None if carrier is None else carrier.find_nonfinite()
         grad_norm = self.optimizer.grad_norm()
-        # grad_norm() has just waited for the device, so this read is free
-        restarts = Restarts(0, 0) if carrier is None else carrier.count_restarts(finite_A)
         wanted = self.guard.accepts(grad_norm, self._loss.item())
         accepted = self.optimizer.take(lr, grad_norm, wanted, weight_decay)
         self.statistics.settle(accepted)
-        if carrier is not None:
-            if accepted:
-                carrier.commit(finite_A, restarts)
-            self.restarted_lanes = restarts[accepted] if carrier.holds else None
+        if accepted and self.carrier is not None:
+            self.carrier.commit()
         return grad_norm, accepted
+
+    @property
+    def restarted_lanes(self) -> int | None:
+        """Lanes that restarted from zero in this phase so far; None where no state is carried. Waits for the device."""
+        return int(self.carrier.restarts) if self.carrier is not None and self.carrier.holds else None
 
     @torch.no_grad()
     def loss(self, batches: Sequence[Batch]) -> StepLoss:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor, nn
 
 from hybridtron.data.batch import Batch
@@ -135,19 +136,5 @@ def with_auxiliary_losses(output: Tensor, losses: Sequence[Tensor], tokens: Tens
     the number of tokens of the step.
     """
     for loss in losses:
-        output = _Attached.apply(output, loss * tokens)
+        output = MoEAuxLossAutoScaler.apply(output, loss * tokens)
     return output
-
-
-class _Attached(torch.autograd.Function):
-    """Passes a tensor on; in backward the attached scalar gets the gradient 1."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:
-        ctx.save_for_backward(loss)
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        (loss,) = ctx.saved_tensors
-        return grad, torch.ones_like(loss)

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,71 +26,42 @@ from torch import Tensor
 
 from hybridtron.architecture.base import StatePart
 from hybridtron.config.resolve import NOISE, ResolvedPhase
-from hybridtron.config.schema import StateMode, StatesConfig
+from hybridtron.config.schema import StateMode
 from hybridtron.data.batch import Batch
 from hybridtron.data.order.phase_order import phase_seed
 from hybridtron.model.stack import States
 from hybridtron.parallel.cut import Mesh, cut
-from hybridtron.parallel.groups import Groups
 from hybridtron.planning.layer_use import carried_parts
-
-
-@dataclass(frozen=True)
-class Carried:
-    """What of the model's state is carried, and how: the chosen parts of each chunk's layers."""
-
-    states: StatesConfig
-    chunks: tuple[dict[int, dict[str, StatePart]], ...]
-    lanes: range
-    all_lanes: int
-    rows: int
-    seed: int
-
-
-def carrier_of(
-    phase: ResolvedPhase,
-    layers: Sequence[range | None],
-    lanes: range,
-    groups: Groups,
-    device: torch.device,
-) -> Carrier | None:
-    """The carrier of a phase, for chunks that hold these layers; None where every row starts from zero."""
-    if phase.states.mode is StateMode.zero:
-        return None
-    parts = carried_parts(phase)
-    chunks = [
-        {layer: of_layer for layer, of_layer in parts.items() if held is None or layer in held} for held in layers
-    ]
-    seed = phase_seed(phase.config.run.seed, phase.index)
-    carried = Carried(phase.states, tuple(chunks), lanes, phase.lanes, phase.settings.micro_batch, seed)
-    return Carrier(carried, groups.mesh, device)
-
-
-class Restarts(NamedTuple):
-    """Lanes that restarted from zero in a phase so far: before a step, and after it if it is accepted."""
-
-    before: int
-    after: int
-
-    @property
-    def none(self) -> bool:
-        """Whether the step adds none."""
-        return self.before == self.after
 
 
 class Carrier:
     """Hands each micro-batch of each chunk its initial states, and keeps what it ends in.
 
     The micro-batches of a step are chunk 0 of every group of lanes, then chunk 1 of every group, and so on; or one for
-    every group, whose chunks run together. A step calls, in this order, and passes on what each returns:
+    every group, whose chunks run together. A step calls, in this order:
 
         begin, then for every micro-batch of every chunk: initial, record_final
-        find_nonfinite, count_restarts, and if the step is accepted, commit
+        commit, if the step is accepted
     """
 
-    def __init__(self, carried: Carried, mesh: Mesh, device: torch.device) -> None:
-        self.carried, self.mesh, self.device = carried, mesh, device
-        self.lane_groups = len(carried.lanes) // carried.rows
+    def __init__(
+        self,
+        phase: ResolvedPhase,
+        layers: Sequence[range | None],
+        lanes: range,
+        mesh: Mesh,
+        device: torch.device,
+    ) -> None:
+        """For chunks that hold these layers, on a process that reads these lanes."""
+        self.settings, self.mesh, self.device = phase.states, mesh, device
+        self.lanes, self.all_lanes, self.rows = lanes, phase.lanes, phase.settings.micro_batch
+        self.together = phase.chunks_together  # chunks of a lane that one forward pass runs
+        self.seed = phase_seed(phase.config.run.seed, phase.index)
+        parts = carried_parts(phase)
+        self.chunks = [  # the chosen parts of each chunk's layers
+            {layer: of_layer for layer, of_layer in parts.items() if held is None or layer in held} for held in layers
+        ]
+        self.lane_groups = len(lanes) // self.rows
         self.held: States = {}  # of every chosen layer, lanes on the first axis
         self.moments: dict[int, Tensor] = {}  # mean and variance of each head of this rank's share, (2, H) by layer
         self.restarts = torch.zeros((), dtype=torch.int64, device=device)  # of all lanes, those restarted from zero
@@ -101,14 +70,9 @@ class Carrier:
         self._step = 0
 
     @property
-    def together(self) -> int:
-        """Chunks of a lane that one forward pass runs."""
-        return self.carried.states.chunks if self.carried.states.through_time else 1
-
-    @property
     def holds(self) -> bool:
         """Whether states are carried from row to row, and not drawn."""
-        return self.carried.states.mode not in NOISE
+        return self.settings.mode not in NOISE
 
     def begin(self, step: int) -> None:
         """Forget what a refused step left."""
@@ -120,22 +84,21 @@ class Carrier:
         A row that continues a document, but not where its lane's state was left, looks like any other that continues
         it; and in the skipped tokens the document may have become another.
         """
-        if self.carried.states.mode is StateMode.tbtt:
+        if self.settings.mode is StateMode.tbtt:
             self.held = {}
 
     def initial(self, chunk: int, number: int, batch: Batch) -> States | None:
         """The states that the rows of a micro-batch start from; None for zero."""
         turn, group = divmod(number, self.lane_groups)
-        lanes = self.carried.lanes[group * self.carried.rows :][: self.carried.rows]
+        lanes = self.lanes[group * self.rows :][: self.rows]
         if not self.holds:
-            return self._noise(self.carried.chunks[chunk], lanes)
+            return self._noise(self.chunks[chunk], lanes)
         if turn:
             before = self._ended.pop((chunk, number - self.lane_groups))
         elif self.held:
-            here = slice(group * self.carried.rows, (group + 1) * self.carried.rows)
+            here = slice(group * self.rows, (group + 1) * self.rows)
             before = {
-                layer: {name: tensor[here] for name, tensor in self.held[layer].items()}
-                for layer in self.carried.chunks[chunk]
+                layer: {name: tensor[here] for name, tensor in self.held[layer].items()} for layer in self.chunks[chunk]
             }
         else:
             return None
@@ -154,72 +117,58 @@ class Carrier:
             self._ended[chunk, number] = {
                 layer: {name: _alone(tensor) for name, tensor in parts.items()} for layer, parts in chosen
             }
-        elif self.carried.states.mode is StateMode.fitted:
-            for layer, parts in self.carried.chunks[chunk].items():
+        elif self.settings.mode is StateMode.fitted:
+            for layer, parts in self.chunks[chunk].items():
                 ((name, part),) = parts.items()
                 sums_3H = _sums(states[layer][name], part)
                 self._sums[layer] = self._sums[layer] + sums_3H if layer in self._sums else sums_3H
 
     @torch.no_grad()
-    def find_nonfinite(self) -> Tensor | None:
-        """Of all lanes, 1 where every state is finite and 0 elsewhere, the same on every rank; None for drawn states.
+    def commit(self) -> None:
+        """Take over what the rows of an accepted step ended in; lanes that are not finite restart from zero."""
+        if self.holds:
+            self._take_over(self._find_nonfinite())
+        elif self._sums:
+            self._measure()
+        self._ended, self._sums = {}, {}
 
-        It stays on the device, so that nothing waits for it yet.
-        """
-        if not self.holds:
-            return None
-        finite_A = torch.ones(self.carried.all_lanes, dtype=torch.int32, device=self.device)
+    def _find_nonfinite(self) -> Tensor:
+        """Of all lanes, 1 where every state is finite and 0 elsewhere, the same on every rank."""
+        finite_A = torch.ones(self.all_lanes, dtype=torch.int32, device=self.device)
         for (_, number), layers in self._ended.items():
-            first = self.carried.lanes.start + number % self.lane_groups * self.carried.rows
-            finite_B = finite_A[first : first + self.carried.rows]
+            first = self.lanes.start + number % self.lane_groups * self.rows
+            finite_B = finite_A[first : first + self.rows]
             for tensor in (tensor for parts in layers.values() for tensor in parts.values()):
                 if tensor.is_floating_point():
                     finite_B *= tensor.flatten(1).sum(1).isfinite()  # far quicker than to look at each value
         dist.all_reduce(finite_A, dist.ReduceOp.MIN)
         return finite_A
 
-    def count_restarts(self, finite_A: Tensor | None) -> Restarts:
-        """Waits for the device."""
-        added = 0 if finite_A is None else (1 - finite_A).sum()
-        before, after = torch.stack([self.restarts, self.restarts + added]).tolist()
-        return Restarts(before, after)
-
-    @torch.no_grad()
-    def commit(self, finite_A: Tensor | None, restarts: Restarts) -> None:
-        """Take over what the rows of an accepted step ended in; lanes that are not finite restart from zero."""
-        if finite_A is not None:
-            self._take_over(finite_A, restarts)
-        elif self._sums:
-            self._measure()
-        self._ended, self._sums = {}, {}
-
     def _keeps_state(self, batch: Batch, lanes: Sequence[int]) -> Tensor:
-        if self.carried.states.mode is StateMode.tbtt:
+        if self.settings.mode is StateMode.tbtt:
             assert batch.continues_B is not None
             return batch.continues_B
-        share = self.carried.states.dropout
+        share = self.settings.dropout
         drawn = [self._key("dropout", lane) / 2**64 >= share for lane in lanes]
         return torch.tensor(drawn, device=self.device)
 
     def _chosen(self, chunk: int, states: States) -> States:
-        return {
-            layer: {name: states[layer][name] for name in parts} for layer, parts in self.carried.chunks[chunk].items()
-        }
+        return {layer: {name: states[layer][name] for name in parts} for layer, parts in self.chunks[chunk].items()}
 
-    def _take_over(self, finite_A: Tensor, restarts: Restarts) -> None:
+    def _take_over(self, finite_A: Tensor) -> None:
         """The last states of all lanes, in their order; zeros on every layer of a lane that restarts."""
-        finite_K = finite_A[self.carried.lanes.start : self.carried.lanes.stop].bool()
+        finite_K = finite_A[self.lanes.start : self.lanes.stop].bool()
         self.restarts = self.restarts + (1 - finite_A).sum()
-        for chunk, layers in enumerate(self.carried.chunks):
+        for chunk, layers in enumerate(self.chunks):
             ended = [self._ended.pop(key) for key in sorted(key for key in self._ended if key[0] == chunk)]
             assert len(ended) == self.lane_groups
-            for layer, parts in layers.items():  # layer by layer, so that one more copy of one layer is made at a time
+            for layer, parts in layers.items():  # layer by layer, so that copies of one layer are made at a time
                 of_groups = [of_group.pop(layer) for of_group in ended]
                 joined = {name: torch.cat([of_group[name] for of_group in of_groups]) for name in parts}
-                self.held[layer] = joined if restarts.none else _where(finite_K, {layer: joined})[layer]
+                self.held[layer] = _where(finite_K, {layer: joined})[layer]
 
     def _noise(self, layers: dict[int, dict[str, StatePart]], lanes: Sequence[int]) -> States | None:
-        states = self.carried.states
+        states = self.settings
         if states.mode is StateMode.fitted and not self.moments:
             return None
         drawn: States = {}
@@ -249,20 +198,20 @@ class Carrier:
         sums_3S = torch.cat([self._sums[layer] for layer in layers], 1)
         dist.all_reduce(sums_3S, group=parallel_state.get_data_parallel_group())
         sums = dict(zip(layers, sums_3S.split([self._sums[layer].shape[1] for layer in layers], 1), strict=True))
-        parts = {layer: next(iter(p.values())) for chunk in self.carried.chunks for layer, p in chunk.items()}
+        parts = {layer: next(iter(p.values())) for chunk in self.chunks for layer, p in chunk.items()}
         # of a state without heads each tensor rank holds some channels
         if whole := [layer for layer in layers if parts[layer].heads == 1]:
             sums_3W = torch.cat([sums[layer] for layer in whole], 1)
             dist.all_reduce(sums_3W, group=parallel_state.get_tensor_model_parallel_group())
             sums.update(zip(whole, sums_3W.split(1, 1), strict=True))
-        beta = self.carried.states.beta
+        beta = self.settings.beta
         for layer, (count_H, total_H, square_H) in sums.items():
             mean_H = total_H / count_H
             moments = torch.stack([mean_H, (square_H / count_H - mean_H**2).clamp(min=0)])  # rounding may go below 0
             self.moments[layer] = (1 - beta) * moments + beta * self.moments.get(layer, torch.zeros_like(moments))
 
     def _key(self, purpose: str, *numbers: int) -> int:
-        text = f"{self.carried.seed}/{self._step}/{purpose}/{'/'.join(map(str, numbers))}"
+        text = f"{self.seed}/{self._step}/{purpose}/{'/'.join(map(str, numbers))}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 

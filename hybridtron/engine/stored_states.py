@@ -31,11 +31,11 @@ class Stored(Protocol):
 
 def state_blocks(carrier: Carrier, groups: Groups) -> list[Any]:
     """What this rank has of all that the next step depends on."""
-    carried, blocks = carrier.carried, []
+    blocks = []
     for layer, name, part in _parts(carrier):
         if layer in carrier.held:
             held = carrier.held[layer][name]
-            blocks += lane_blocks(f"held.{layer}.{name}", held, part, carried.lanes, carried.all_lanes, groups.mesh)
+            blocks += lane_blocks(f"held.{layer}.{name}", held, part, carrier.lanes, carrier.all_lanes, groups.mesh)
         if layer in carrier.moments:
             moments, first = carrier.moments[layer], groups.data_rank == 0
             tensor = groups.tensor.rank
@@ -48,7 +48,7 @@ def state_blocks(carrier: Carrier, groups: Groups) -> list[Any]:
 
 def restore_states(carrier: Carrier, groups: Groups, stored: Stored) -> None:
     """Resume from what was kept, by whatever layout."""
-    carried, shapes = carrier.carried, stored.shapes
+    shapes = stored.shapes
     if "restarts" not in shapes:
         raise ConfigError([_unlike("carries states, but the checkpoint was written without them")])
     begun = any(key.startswith("held.") for key in shapes)  # unless no step was accepted before it
@@ -57,10 +57,10 @@ def restore_states(carrier: Carrier, groups: Groups, stored: Stored) -> None:
         if carrier.holds and begun:
             if key not in shapes:
                 raise ConfigError([_unlike(f"carries {name} of sub-layer {layer}, of which the checkpoint has none")])
-            if shapes[key][0] != carried.all_lanes:
-                lanes = f"has {carried.all_lanes} lanes, but the checkpoint holds the states of {shapes[key][0]}"
+            if shapes[key][0] != carrier.all_lanes:
+                lanes = f"has {carrier.all_lanes} lanes, but the checkpoint holds the states of {shapes[key][0]}"
                 raise ConfigError([_unlike(lanes)])
-            shape = [len(carried.lanes), *shapes[key][1:]]
+            shape = [len(carrier.lanes), *shapes[key][1:]]
             for each in part.active_cuts(mesh_sizes(groups.mesh)):
                 shape[1 + each.axis] = sum(map(len, held_runs(part, each, groups.mesh[each.over])))
             held = torch.empty(shape, dtype=stored.dtype(key), device=carrier.device)
@@ -76,7 +76,7 @@ def _parts(carrier: Carrier) -> list[tuple[int, str, StatePart]]:
     """What of which layers is carried on this rank."""
     return [
         (layer, name, part)
-        for layers in carrier.carried.chunks
+        for layers in carrier.chunks
         for layer, parts in layers.items()
         for name, part in parts.items()
     ]

@@ -191,7 +191,7 @@ def test_rounding_makes_no_variance_of_fitted_noise_negative(alone: Groups) -> N
     assert carrier is not None
     sums_31 = torch.tensor([[3.0], [0.1 + 0.1 + 0.1], [3 * 0.1**2]], dtype=torch.float64)
     assert sums_31[2] / 3 < (sums_31[1] / 3) ** 2
-    carrier._sums = {layer: sums_31 for layers in carrier.carried.chunks for layer in layers}
+    carrier._sums = {layer: sums_31 for layers in carrier.chunks for layer in layers}
     carrier._measure()
     assert carrier.moments
     assert all((variance_H >= 0).all() for _, variance_H in carrier.moments.values())

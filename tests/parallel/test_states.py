@@ -111,7 +111,7 @@ def started(config: Config, groups: Groups) -> Engine:
 def steps_of(engine: Engine, steps: range, swapped: bool = False) -> Iterator[float]:
     """The loss of each of these steps."""
     assert engine.carrier is not None
-    lanes = engine.carrier.carried.lanes
+    lanes = engine.carrier.lanes
     for step in steps:
         batch = step_of(step).map(lambda tensor: tensor[lanes.start : lanes.stop])
         yield engine.forward_backward(batch.split(ROWS), step).mean.item()

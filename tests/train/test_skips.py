@@ -76,11 +76,9 @@ def by_hand(config: Config, refused: Collection[int]) -> dict[str, Tensor]:
             if step in refused:
                 engine.optimizer.zero_grad()
                 continue
-            if carrier is not None:
-                finite_A = carrier.find_nonfinite()
             engine.optimizer.step(learning_rate(phases, stretch.index, stretch.phase_tokens_at(step)))
             if carrier is not None:
-                carrier.commit(finite_A, carrier.count_restarts(finite_A))
+                carrier.commit()
         found = {block.key: block.data.clone() for of_file in engine.blocks().values() for block in of_file}
         process_groups.stop()
     return found

@@ -6,11 +6,11 @@ hybridtron plot runs/laptop --output loss.png
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 from hybridtron.requirements import demand
+from hybridtron.train.records import read_lines
 
 
 def main(arguments: list[str]) -> int:
@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
     if not metrics.is_file():
         print(f"{chosen.run} is not the folder of a run: it has no metrics.jsonl", file=sys.stderr)
         return 2
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines = read_lines(metrics)
     if not lines:
         print(f"{metrics} holds no step yet", file=sys.stderr)
         return 2

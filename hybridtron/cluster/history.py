@@ -11,16 +11,17 @@ checkpoint is stopped; any other run is requeued, however often.
 from __future__ import annotations
 
 import json
-import re
+import time
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from hybridtron.config.checks.export import newest_step
+from hybridtron.train.records import read_lines, read_record
+
 FUTILE = 2  # attempts in a row without a newer checkpoint, after which there is no other
 Outcome = Literal["running", "finished", "preempted", "failed", "refused", "lost", "bad nodes"]
-_STEP = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Attempt:
 
     job: str
     restart: int
-    nodes: tuple[str, ...]
+    nodes: Sequence[str]
     began: float
     step_before: int
     outcome_file: int | None = None  # when outcome.json was last written, in ns: of an earlier attempt
@@ -37,8 +38,8 @@ class Attempt:
     step: int = 0
     outcome: Outcome = "running"
     reason: str = ""
-    excluded: tuple[str, ...] = ()  # nodes that this attempt found to be bad
-    decision: str = ""
+    excluded: Sequence[str] = ()  # nodes that this attempt found to be bad
+    decision: Literal["", "done", "again", "stop"] = ""  # what comes after it
     why: str = ""
 
     @property
@@ -47,29 +48,21 @@ class Attempt:
         return self.step <= self.step_before and not self.excluded
 
 
-@dataclass(frozen=True)
-class NextStart:
-    """What comes after an attempt: `done`, `again`, or `stop`."""
-
-    word: Literal["done", "again", "stop"]
-    why: str
-
-
-def decide(history: Sequence[Attempt]) -> NextStart:
-    """What comes after the last of these attempts, all of one chain of jobs."""
+def decide(history: Sequence[Attempt]) -> Attempt:
+    """The last of these attempts, all of one chain of jobs, with what comes after it: `done`, `again` or `stop`."""
     last = history[-1]
     how = f"{last.outcome}: {last.reason}" if last.reason else last.outcome
-    if last.outcome == "finished":
-        return NextStart("done", "the run has finished")
-    if last.outcome == "refused":
-        return NextStart("stop", f"no restart can fix this ({how})")
     futile = [attempt for attempt in history if not attempt.excluded][-FUTILE:]
-    if not last.excluded and len(futile) == FUTILE and all(attempt.is_futile for attempt in futile):
-        where = f"both of the last {FUTILE} attempts ended without a newer checkpoint than step {last.step}"
-        return NextStart("stop", f"{where} ({how}); fix that and submit the run again")
+    if last.outcome == "finished":
+        return replace(last, decision="done", why="the run has finished")
+    if last.outcome == "refused":
+        return replace(last, decision="stop", why=f"no restart can fix this ({how})")
     if last.excluded:
-        return NextStart("again", f"without {', '.join(last.excluded)}: {last.reason}")
-    return NextStart("again", f"{how}; it resumes from step {last.step}")
+        return replace(last, decision="again", why=f"without {', '.join(last.excluded)}: {last.reason}")
+    if len(futile) == FUTILE and all(attempt.is_futile for attempt in futile):
+        where = f"both of the last {FUTILE} attempts ended without a newer checkpoint than step {last.step}"
+        return replace(last, decision="stop", why=f"{where} ({how}); fix that and submit the run again")
+    return replace(last, decision="again", why=f"{how}; it resumes from step {last.step}")
 
 
 def path_of(run_dir: Path) -> Path:
@@ -78,12 +71,7 @@ def path_of(run_dir: Path) -> Path:
 
 def read(run_dir: Path, jobs: Collection[str] | None = None) -> list[Attempt]:
     """The attempts of these jobs, or of all, in the order in which they began."""
-    found: dict[tuple[str, int], Attempt] = {}
-    if path_of(run_dir).exists():
-        for line in path_of(run_dir).read_text().splitlines():
-            with suppress(json.JSONDecodeError):  # cut short by a kill
-                attempt = _attempt(json.loads(line))
-                found[attempt.job, attempt.restart] = attempt
+    found = {(line["job"], line["restart"]): Attempt(**line) for line in read_lines(path_of(run_dir))}
     return [attempt for attempt in found.values() if jobs is None or attempt.job in jobs]
 
 
@@ -93,15 +81,14 @@ def record(run_dir: Path, attempt: Attempt) -> None:
         file.write(json.dumps(asdict(attempt)) + "\n")
 
 
-def ended(run_dir: Path, attempt: Attempt, now: float, code: int | None, stopped: bool) -> Attempt:
+def ended(run_dir: Path, attempt: Attempt, code: int | None, stopped: bool) -> Attempt:
     """An attempt with how it ended, by the exit code of training (None: it is not known) and outcome.json."""
     written = outcome_written(run_dir)
     found: dict[str, Any] = {}
     if written is not None and written != attempt.outcome_file:
-        with suppress(json.JSONDecodeError):
-            found = json.loads((run_dir / "outcome.json").read_text())
+        found = read_record(run_dir / "outcome.json")
     outcome, reason = _outcome(found, code, stopped)
-    return replace(attempt, ended=now, step=newest_step(run_dir), outcome=outcome, reason=reason)
+    return replace(attempt, ended=time.time(), step=newest_step(run_dir), outcome=outcome, reason=reason)
 
 
 def _outcome(found: dict[str, Any], code: int | None, stopped: bool) -> tuple[Outcome, str]:
@@ -123,14 +110,3 @@ def outcome_written(run_dir: Path) -> int | None:
     """When outcome.json was written, by its file system."""
     path = run_dir / "outcome.json"
     return path.stat().st_mtime_ns if path.exists() else None
-
-
-def newest_step(run_dir: Path) -> int:
-    """The step of the newest checkpoint that was sealed; 0 without one. Whether it is sound, the run finds out."""
-    sealed = (path.parent.name for path in (run_dir / "checkpoints").glob("step-*/manifest.json"))
-    return max((int(matched[1]) for name in sealed if (matched := _STEP.fullmatch(name))), default=0)
-
-
-def _attempt(line: dict[str, Any]) -> Attempt:
-    fields: dict[str, Any] = {**line, "nodes": tuple(line["nodes"]), "excluded": tuple(line["excluded"])}
-    return Attempt(**fields)

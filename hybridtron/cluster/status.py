@@ -9,11 +9,9 @@ Exit codes: 0 shown, 2 a folder is missing or holds no run.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,8 @@ from hybridtron.config.resolve import last_step, resolve
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
 from hybridtron.problems import ConfigError
+from hybridtron.train.outcome import clock
+from hybridtron.train.records import read_lines, read_record
 
 RECENT = 20  # steps whose speed is averaged
 TAIL = 2**20  # bytes of metrics.jsonl that are read; a step with many numbers takes some hundred
@@ -78,9 +78,9 @@ def main(arguments: list[str]) -> int:
 def status(folder: Path) -> Status:
     """How a run stands. Raises NoRun for a folder that holds none."""
     config = _config(folder)
-    lines = recent_lines(folder / "metrics.jsonl")
-    attempts = history.read(folder) if (folder / "slurm").is_dir() else []
-    submission = _json(folder / "slurm" / "submission.json")
+    lines = read_lines(folder / "metrics.jsonl", TAIL)[-RECENT:]
+    attempts = history.read(folder)
+    submission = read_record(folder / "slurm" / "submission.json")
     jobs, fault = _queued(submission.get("jobs", []))
     step = lines[-1]["step"] if lines else 0
     last = last_step(config)
@@ -102,20 +102,6 @@ def status(folder: Path) -> Status:
     )
 
 
-def recent_lines(path: Path) -> list[dict[str, Any]]:
-    """The last whole lines of a metrics file."""
-    if not path.exists():
-        return []
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL))
-        pieces = file.read().split(b"\n")[:-1]
-    found = []
-    for piece in pieces[-RECENT:]:
-        with suppress(json.JSONDecodeError):  # the first may begin in the middle
-            found.append(json.loads(piece))
-    return found
-
-
 def show(found: Sequence[Status], console: Console) -> None:
     table = Table("run", "state", "job", "phase", "step", "tokens/s", "loss", "starts", "left", "done at", box=None)
     for one in found:
@@ -129,7 +115,7 @@ def show(found: Sequence[Status], console: Console) -> None:
             "" if one.tokens_per_second is None else readable(one.tokens_per_second),
             "" if one.loss is None else f"{one.loss:.4f}",
             str(one.starts or ""),
-            "" if one.left_s is None else _duration(one.left_s),
+            "" if one.left_s is None else clock(one.left_s),
             done_at if one.state == "running" else "",
         )
     console.print(table)
@@ -151,14 +137,14 @@ def _state(
         return "not submitted", str(submission["error"])
     if attempts and attempts[-1].decision == "stop":
         return "stopped", attempts[-1].why
-    outcome = _json(folder / "outcome.json")
+    outcome = read_record(folder / "outcome.json")
     if outcome:
         where = f"rank {outcome['rank']}: " if "rank" in outcome else ""
         return str(outcome["outcome"]), f"{where}{outcome['reason']}" if "reason" in outcome else ""
     if not lines:
         return "begun", "no step yet, and no word of an end"
     silent = time.time() - (folder / "metrics.jsonl").stat().st_mtime
-    return ("running", "") if silent < SILENT_S else ("silent", f"the last step was {_duration(silent)} ago")
+    return ("running", "") if silent < SILENT_S else ("silent", f"the last step was {clock(silent)} ago")
 
 
 def _config(folder: Path) -> Config:
@@ -205,20 +191,3 @@ def _tokens_left(config: Config, step: int) -> int:
         for phase in resolve(config)
         if phase.end_step > step and phase.start_step < end
     )
-
-
-def _json(path: Path) -> dict[str, Any]:
-    with suppress(OSError, json.JSONDecodeError):
-        return json.loads(path.read_text())
-    return {}
-
-
-def _duration(seconds: float) -> str:
-    """`3 d 4 h`, `4 h 12 min`, `12 min`, `40 s`."""
-    whole = round(seconds)
-    days, hours, minutes = whole // 86400, whole % 86400 // 3600, whole % 3600 // 60
-    if days:
-        return f"{days} d {hours} h"
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min" if minutes else f"{whole} s"

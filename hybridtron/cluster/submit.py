@@ -39,6 +39,7 @@ from hybridtron.data import mixture_spec
 from hybridtron.problems import ConfigError, Problem
 from hybridtron.requirements import PROJECT
 from hybridtron.shipped import PACKAGE, shipped
+from hybridtron.train.records import read_record
 
 
 def main(arguments: list[str]) -> int:
@@ -117,7 +118,7 @@ def job_of(config: Config, settings: Sequence[str], nodes: int) -> SlurmJob:
 def submit(config: Config, job: SlurmJob, chain: int) -> int:
     """Write the run's folder and queue its jobs. Returns the exit code."""
     notes = job.run_dir / "slurm" / "submission.json"
-    earlier = json.loads(notes.read_text())["jobs"] if notes.exists() else []
+    earlier = read_record(notes).get("jobs", [])
     jobs: list[str] = []
     try:
         if under_way := [one.job for one in scheduler.queued(earlier)]:

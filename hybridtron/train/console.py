@@ -47,10 +47,6 @@ class ConsoleSink:
             text = f"step {metrics.step}  validation loss at multiples of the training length: {losses}"
             self.console.print(text, highlight=False, soft_wrap=True)  # above the bar where there is one
 
-    def roll_back(self, step: int) -> None:
-        """The pace is measured again from here."""
-        self.first_step, self.began = step, time.monotonic()
-
     def close(self) -> None:
         if self.bar is not None:
             self.bar.stop()

@@ -8,7 +8,6 @@ its peers report what they saw.
 
 from __future__ import annotations
 
-import json
 import time
 import traceback
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from hybridtron.train.outcome import FILE, End, Progress, record
+from hybridtron.train.records import read_record
 
 GRACE_S = 2.0  # that a rank which waited for others waits for their reports
 WAITING = ("/torch/distributed/", "/megatron/core/")  # where a rank's innermost calls are while it waits for others
@@ -93,8 +93,7 @@ class Failures:
         """What outcome.json says of a failure; it may be there a moment before its words are."""
         until = time.monotonic() + GRACE_S
         while time.monotonic() < until:
-            with suppress(json.JSONDecodeError):
-                found = json.loads((self.run_dir / FILE).read_text())
+            if found := read_record(self.run_dir / FILE):
                 return (found["rank"], found["reason"]) if found["outcome"] == "failed" else None
             time.sleep(0.05)
         return None

@@ -19,6 +19,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from hybridtron.train.records import read_record
+
 FILE = "outcome.json"
 LOG = logging.getLogger(__name__)
 
@@ -64,7 +66,7 @@ def record(run_dir: Path, end: End, progress: Progress, replace: bool = False) -
 def record_exports(run_dir: Path, failed: Mapping[str, str]) -> None:
     """Update the outcome of a run that had finished before, whose exports were tried again."""
     path = run_dir / FILE
-    found = json.loads(path.read_text()) if path.exists() else {"outcome": "finished"}
+    found = read_record(path) or {"outcome": "finished"}
     if failed or "failed_exports" in found:
         found.pop("failed_exports", None)
         path.write_text(json.dumps(found | ({"failed_exports": dict(failed)} if failed else {})))

@@ -1,11 +1,11 @@
 """Where the metrics of each step are written: the sinks of a run, found by name in `SINKS`.
 
-A sink is made where a run starts or resumes, and is asked to roll back where the run does; after either, some steps
-may be taken again. metrics.jsonl is cut back to the resumed step. TensorBoard drops what was written of later steps
-(`purge_step`). wandb keeps its history; there the steps are an axis of their own, so that they may decrease, and the
-run that is resumed is the same one there, as its id is kept in the run's folder.
+A sink is made where a run starts, resumes or rolls back; some steps may then be taken again. metrics.jsonl is cut back
+to the resumed step. TensorBoard drops what was written of later steps (`purge_step`). wandb keeps its history; there
+the steps are an axis of their own, so that they may decrease, and the run that is resumed is the same one there, as
+its id is kept in the run's folder.
 
-Another sink: a class with these three methods, and one line in `SINKS` (docs/extending.md).
+Another sink: a class with these two methods, and one line in `SINKS` (docs/extending.md).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import json
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from hybridtron.config.load import to_plain
 from hybridtron.config.schema import Config
@@ -25,6 +25,7 @@ from hybridtron.device import optional_package
 from hybridtron.train.console import ConsoleSink
 from hybridtron.train.metrics import Decision, StepMetrics
 from hybridtron.train.outcome import finite
+from hybridtron.train.records import read_lines
 
 LOG = logging.getLogger(__name__)
 
@@ -33,9 +34,6 @@ class Sink(Protocol):
     """Takes the metrics of every step, on the first process."""
 
     def write(self, metrics: StepMetrics) -> None: ...
-
-    def roll_back(self, step: int) -> None:
-        """The run continues from this step: those after it are taken again."""
 
     def close(self) -> None: ...
 
@@ -54,48 +52,33 @@ class JsonLines:
     """metrics.jsonl: one line a step."""
 
     def __init__(self, start: SinkStart) -> None:
-        self.path = start.run_dir / "metrics.jsonl"
-        self.file = self._cut_back(start.resumed_step)
+        path = start.run_dir / "metrics.jsonl"
+        kept = [json.dumps(line) for line in read_lines(path) if line["step"] <= start.resumed_step]
+        temporary = path.with_name(f".{path.name}.temporary")  # a kill must not cost the lines that stay
+        temporary.write_text("".join(f"{line}\n" for line in kept))
+        temporary.rename(path)
+        self.file = path.open("a", buffering=1)
 
     def write(self, metrics: StepMetrics) -> None:
         written = datetime.now(UTC).isoformat(timespec="milliseconds")
         self.file.write(json.dumps(finite({**metrics.line(), "time": written}), allow_nan=False) + "\n")
 
-    def roll_back(self, step: int) -> None:
-        self.file.close()
-        self.file = self._cut_back(step)
-
     def close(self) -> None:
         self.file.close()
-
-    def _cut_back(self, step: int) -> TextIO:
-        kept = [line for line in _complete_lines(self.path) if json.loads(line)["step"] <= step]
-        temporary = self.path.with_name(f".{self.path.name}.temporary")  # a kill must not cost the lines that stay
-        temporary.write_text("".join(f"{line}\n" for line in kept))
-        temporary.rename(self.path)
-        return self.path.open("a", buffering=1)
 
 
 class TensorBoard:
     """Event files in logs/; those of steps that are taken again are marked as purged."""
 
-    def __init__(self, module: Any, folder: Path, step: int) -> None:
-        self._module, self._folder = module, folder
-        self._writer = self._opened(step)
+    def __init__(self, module: Any, start: SinkStart) -> None:
+        self._writer = module.SummaryWriter(str(start.run_dir / "logs"), purge_step=start.resumed_step + 1)
 
     def write(self, metrics: StepMetrics) -> None:
         for name, value in metrics.numbers().items():
             self._writer.add_scalar(name, value, metrics.step)
 
-    def roll_back(self, step: int) -> None:
-        self._writer.close()
-        self._writer = self._opened(step)
-
     def close(self) -> None:
         self._writer.close()
-
-    def _opened(self, step: int) -> Any:
-        return self._module.SummaryWriter(str(self._folder), purge_step=step + 1)
 
 
 class Wandb:
@@ -119,8 +102,6 @@ class Wandb:
     def write(self, metrics: StepMetrics) -> None:
         self._run.log({**metrics.numbers(), "step": metrics.step})
 
-    def roll_back(self, step: int) -> None: ...
-
     def close(self) -> None:
         self._run.finish()
 
@@ -129,7 +110,7 @@ def tensorboard_if_installed(start: SinkStart) -> Sink | None:
     if optional_package("tensorboard").module is None:
         return None
     module = optional_package("torch.utils.tensorboard").module
-    return None if module is None else TensorBoard(module, start.run_dir / "logs", start.resumed_step)
+    return None if module is None else TensorBoard(module, start)
 
 
 def wandb_if_wanted(start: SinkStart) -> Sink | None:
@@ -154,8 +135,14 @@ class Metrics:
 
     def __init__(self, run_dir: Path, config: Config, resumed_step: int, last_step: int) -> None:
         self.decisions = run_dir / "logs" / "decisions.jsonl"
-        start = SinkStart(config, run_dir, resumed_step, last_step)
-        self.sinks = [sink for make in SINKS.values() if (sink := make(start)) is not None]
+        self.sinks: list[Sink] = []
+        self.start(SinkStart(config, run_dir, resumed_step, last_step))
+
+    def start(self, start: SinkStart) -> None:
+        """From here on metrics go to sinks of this start; what was written of later steps no longer holds."""
+        self.close()
+        self.started = start
+        self.sinks += [sink for make in SINKS.values() if (sink := make(start)) is not None]
 
     def write(self, metrics: StepMetrics) -> None:
         for sink in self.sinks:
@@ -168,18 +155,12 @@ class Metrics:
         LOG.warning("step %d %s: %s", decision.step, decision.what.upper(), decision.why)
 
     def roll_back(self, step: int) -> None:
-        """The run continues from an earlier step; what was written of later ones no longer holds."""
-        for sink in self.sinks:
-            sink.roll_back(step)
+        """The run continues from an earlier step."""
+        self.start(replace(self.started, resumed_step=step))
 
     def close(self) -> None:
-        for sink in self.sinks:
-            sink.close()
-
-
-def _complete_lines(path: Path) -> list[str]:
-    """The complete lines of a metrics file; a last line cut short by a kill is dropped."""
-    return [line[:-1] for line in path.open() if line.endswith("\n")] if path.exists() else []
+        while self.sinks:
+            self.sinks.pop().close()
 
 
 def _run_id(path: Path) -> str:

@@ -41,7 +41,7 @@ def ended(outcome: str, before: int, step: int, excluded: tuple[str, ...] = ()) 
 )
 def test_what_comes_next(attempts: list[tuple], word: str) -> None:
     decision = decide([ended(*one) for one in attempts])
-    assert decision.word == word
+    assert decision.decision == word
     assert "why" in decision.why or attempts[-1][0] == "finished"
 
 

@@ -91,7 +91,7 @@ def test_what_sbatch_refused_and_what_has_gone_silent(run: Path) -> None:
     long_ago = time.time() - 3 * 3600
     os.utime(run / "metrics.jsonl", (long_ago, long_ago))
     found = status.status(run)
-    assert (found.state, found.why) == ("silent", "the last step was 3 h 0 min ago")
+    assert (found.state, found.why) == ("silent", "the last step was 3:00:00 ago")
     submitted(run, "", error="sbatch failed: no")
     assert (status.status(run).state, status.status(run).why) == ("not submitted", "sbatch failed: no")
 
@@ -101,7 +101,7 @@ def test_the_table_and_folders_that_hold_no_run(
 ) -> None:
     assert status.main([str(run)]) == 0
     reported = " ".join(capsys.readouterr().out.split())
-    assert "running pretrain 30/100 128 4.0000 35 s" in reported
+    assert "running pretrain 30/100 128 4.0000 0:00:35" in reported
     for folder, fault in ((run / "none", "does not exist"), (run / "config.yaml", "is not a folder")):
         assert status.main([str(run), str(folder)]) == 2
         assert fault in capsys.readouterr().err

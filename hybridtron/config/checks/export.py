@@ -42,7 +42,7 @@ def export_folder_problems(config: Config, phases: Sequence[ResolvedPhase]) -> I
     For phases that nothing else is wrong with, since it must be known where they end.
     """
     run_dir = Path(config.run.dir)
-    reached = -1 if config.run.resume == "never" else _newest_step(run_dir)
+    reached = -1 if config.run.resume == "never" else newest_step(run_dir)
     for phase in phases:
         output, step = run_dir / "export" / phase.settings.name, phase.end_step
         if phase.settings.export is None or not output.exists() or reached >= step == exported_step(output):
@@ -61,6 +61,7 @@ def exported_step(folder: Path) -> int | None:
     return None
 
 
-def _newest_step(run_dir: Path) -> int:
+def newest_step(run_dir: Path) -> int:
+    """The step of the newest checkpoint that was sealed; 0 without one. Whether it is sound, the run finds out."""
     names = (path.parent.name.removeprefix("step-") for path in run_dir.glob("checkpoints/step-*/manifest.json"))
-    return max((int(name) for name in names if name.isdigit()), default=-1)
+    return max((int(name) for name in names if name.isdigit()), default=0)

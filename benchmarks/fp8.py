@@ -100,5 +100,5 @@ def _trained(engine: Engine, config: Config, sizes: Sizes) -> tuple[float, float
     if loader is None:
         held_out = engine.loss(random_batches(config)).mean.item()
     else:
-        (held_out,) = evaluate(engine, loader.sources, phases[0]).by_length.values()
+        (held_out,) = evaluate(engine, loader.sources, phases[0])[0].values()
     return sum(training[-sizes.last :]) / sizes.last, held_out

@@ -25,6 +25,7 @@ from hybridtron.train.phase_table import print_timetable
 from hybridtron.train.preempt import StopRequests
 from hybridtron.train.run_folder import EXIT_PREEMPTED, ExportsFailed, Preempted
 
+EXIT_CODES: dict[type[Exception], int] = {ConfigError: 2, ExportsFailed: 1, Preempted: EXIT_PREEMPTED}
 USAGE = """\
 usage: hybridtron train [recipe=NAME] [key=value ...]
 
@@ -57,9 +58,9 @@ def main(arguments: list[str]) -> int:
             return 0
         if problems := check(config, launched().world_size) + mixture_spec.problems(config):
             raise ConfigError(problems)
-        for warning in [*warnings(config), *vocabulary_warnings(config)] if launched().rank == 0 else ():
-            print(f"warning: {warning}", file=sys.stderr)
         first = launched().rank == 0
+        for warning in [*warnings(config), *vocabulary_warnings(config)] if first else ():
+            print(f"warning: {warning}", file=sys.stderr)
         requests = StopRequests(config.run, is_main=first)
         lock = RunLock(Path(config.run.dir), lambda: bool(requests.received)) if first else nullcontext()
         with requests, lock:
@@ -67,17 +68,10 @@ def main(arguments: list[str]) -> int:
             from hybridtron.train.run import run
 
             run(config, requests, [PhaseExports(config)])
-    except ConfigError as error:
-        if launched().rank == 0:
-            print(error, file=sys.stderr)
-        return 2
-    except ExportsFailed as end:  # of the first process alone
-        print(end, file=sys.stderr)
-        return 1
-    except Preempted as end:
+    except (ConfigError, ExportsFailed, Preempted) as end:
         if launched().rank == 0:
             print(end, file=sys.stderr)
-        return EXIT_PREEMPTED
+        return EXIT_CODES[type(end)]
     return 0
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from hybridtron.architecture.base import Parameter
 from hybridtron.architecture.table import parameter_table
-from hybridtron.config.schema import Config, OptimConfig
+from hybridtron.config.schema import Config
 from hybridtron.engine.update_rules import RuleOptimizer
 from hybridtron.optimizers import OPTIMIZERS
 from hybridtron.parallel.blocks import flat_rectangles, full_rectangle, weight_blocks, writes
@@ -52,27 +52,17 @@ class Optimizer:
         undecayed: Any = {ParamKey(attr="undecayed"): {"wd_mult": 0.0}}
         settings = optimizer_config(config.optim, config.parallel, dtype)
         self.megatron = cast(Any, get_megatron_optimizer(settings, list(stages), config_overrides=undecayed))
-        for optimizer in self.megatron.chained_optimizers:
-            if isinstance(optimizer.optimizer, torch.optim.AdamW):  # Megatron leaves torch's at its slow form
-                for group in optimizer.optimizer.param_groups:
-                    group["fused"], group["foreach"] = True, False
-        self.shards = shards_of(stages, self.megatron)
+        (self.only,) = self.megatron.chained_optimizers
+        self.shards = shards_of(stages, self.only)
         self.rule = OPTIMIZERS[config.optim.name]()
-        if not self.rule.in_megatron:
-            self._install_rule(config.optim)
+        inner = self.only.optimizer
+        if inner is not None and not self.rule.in_megatron:
+            settings = (config.optim.betas[0], config.optim.betas[1]), config.optim.eps
+            inner = RuleOptimizer(inner.param_groups, self.rule, self.shards, self.table, groups.mesh, settings)
+            self.only.optimizer = inner
+        elif inner is not None:  # None where all weights of this stage are frozen
+            make_moments(inner, self.shards.values())
         self.accepted_steps = 0
-
-    def _install_rule(self, optim: OptimConfig) -> None:
-        """Let the rule take the steps of Megatron's optimizer, which keeps masters and gradients as before."""
-        for optimizer in self.megatron.chained_optimizers:
-            if optimizer.optimizer is None:  # all weights of this stage are frozen
-                continue
-            settings = (optim.betas[0], optim.betas[1]), optim.eps
-            groups = optimizer.optimizer.param_groups
-            inner = RuleOptimizer(groups, self.rule, self.shards, self.table, self.groups.mesh, settings)
-            optimizer.optimizer = inner
-            for name, shard in self.shards.items():
-                shard.inner, shard.parts = inner, inner.state_parts.get(name, {})
 
     def step(self, lr: float) -> tuple[float, bool]:
         """Update with this learning rate; returns the gradient norm before clipping and whether the step was taken."""
@@ -95,10 +85,9 @@ class Optimizer:
             for group in self.megatron.param_groups:
                 group["lr"] = lr
                 group["weight_decay"] = decay if self.settings.decay_all else decay * group["wd_mult"]
-            for optimizer in self.megatron.chained_optimizers:
-                # Megatron clips gradients in fp32 only; without need for it, float64 can be audited.
-                if grad_norm > self.settings.clip and (weights := optimizer.get_parameters()):
-                    clip_grad_by_total_norm_fp32(weights, self.settings.clip, grad_norm)
+            # Megatron clips gradients in fp32 only; without need for it, float64 can be audited.
+            if grad_norm > self.settings.clip and (weights := self.only.get_parameters()):
+                clip_grad_by_total_norm_fp32(weights, self.settings.clip, grad_norm)
             self.megatron.step_with_ready_grads()
             self.accepted_steps += 1
         self.zero_grad()
@@ -153,12 +142,11 @@ class Optimizer:
     def resume(self, steps: int) -> None:
         """Continue as after `steps` accepted steps, when masters and moments are in place."""
         self.accepted_steps = steps
-        for optimizer in self.megatron.chained_optimizers:
-            set_steps(optimizer.optimizer, steps)
+        set_steps(self.only.optimizer, steps)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """The whole gradient of every weight, summed over all ranks, before a step is taken; as `state`."""
-        shares = {name: partial(shard.over_data, "gradient") for name, shard in self.shards.items()}
+        """The whole gradient of every weight, summed over all ranks, before a step is taken."""
+        shares = {name: partial(_whole_gradient, shard) for name, shard in self.shards.items()}
         return gathered(shares, self.table, self.groups, self.state_dtype)
 
     def _own_master(self, parameter: Parameter) -> bool:
@@ -181,46 +169,53 @@ def set_steps(inner: torch.optim.Optimizer | None, steps: int) -> None:
             group["step"] = steps
 
 
+def make_moments(inner: torch.optim.Optimizer, shards: Iterable[Shard]) -> None:
+    """Make the state of the AdamW that Megatron chose as its first step would, and let the shards know it."""
+    if isinstance(inner, torch.optim.AdamW):  # Megatron leaves torch's at its slow form
+        for group in inner.param_groups:
+            group["fused"], group["foreach"] = True, False
+    for shard in shards:
+        if shard.master is not None:
+            state = inner.state[shard.master]
+            if isinstance(inner, torch.optim.AdamW):  # others count steps elsewhere, see `set_steps`
+                state["step"] = torch.zeros((), device=shard.master.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(shard.master), torch.zeros_like(shard.master)
+            shard.parts = state
+
+
 @dataclass
 class Shard:
     """What this rank's optimizer keeps of one weight: the entries `start` to `stop` of it, flattened.
 
     `master is None`: these entries are held by other data-parallel ranks, or the weight is frozen. `everywhere`: all
-    data-parallel ranks hold the same entries. `parts` are the state of a rule that is not Megatron's.
+    data-parallel ranks hold the same entries. `parts` are the state that the optimizer keeps of them.
     """
 
     weight: Any  # an nn.Parameter with the attributes that Megatron sets
     master: Tensor | None
     start: int
     stop: int
-    inner: torch.optim.Optimizer
     everywhere: bool = False
-    parts: dict[str, Tensor] | None = None
+    parts: dict[str, Tensor] = field(default_factory=dict)
 
     def tensor(self, kind: str) -> Tensor | None:
-        """The master, the gradient of a step not yet taken, or a part, made here where no step has made it yet."""
-        if self.parts is not None and kind not in ("master", "gradient"):
-            return self.parts.get(kind)
-        if self.master is None or kind == "master":
-            return self.master
-        if kind == "gradient":
+        """The master, the gradient of a step not yet taken, or a part; None where this rank has none."""
+        if kind == "gradient" and self.master is not None:
             return self.weight.main_grad.flatten()[self.start : self.stop]
-        state = self.inner.state[self.master]
-        if not state:
-            if isinstance(self.inner, torch.optim.AdamW):  # others count steps elsewhere, see `set_steps`
-                state["step"] = torch.zeros((), device=self.master.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(self.master), torch.zeros_like(self.master)
-        return state[kind]
+        return self.master if kind == "master" else self.parts.get(kind)
 
-    def over_data(self, kind: str) -> Tensor:
-        """The whole of a kind for this weight, from the shards of all data-parallel ranks, on the CPU."""
-        own = self.tensor(kind)
-        dtype = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
-        whole = torch.zeros(self.weight.shape, dtype=dtype)
-        if own is not None and not (self.everywhere and parallel_state.get_data_parallel_rank() > 0):
-            whole.view(-1)[self.start : self.stop] = own.detach().flatten().cpu()
-        dist.all_reduce(whole, group=parallel_state.get_data_parallel_group_gloo())
-        return whole
+    def over_data(self, entries: Tensor | None) -> Tensor:
+        """This tensor-parallel rank's share, from the entries that data-parallel ranks hold of it."""
+        shape = self.weight.shape
+        if self.everywhere:
+            assert entries is not None
+            return entries.view(shape).clone()
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        share = torch.zeros(shape.numel(), dtype=dtype, device=self.weight.device)
+        if entries is not None:
+            share[self.start : self.stop] = entries
+        dist.all_reduce(share, group=parallel_state.get_data_parallel_group())
+        return share.view(shape)
 
     def squares(self) -> Tensor:
         """Sums of squares of these entries, and of their gradients."""
@@ -230,27 +225,31 @@ class Shard:
         return torch.stack([t.detach().double().square().sum().cpu() for t in kept if t is not None])
 
 
-def shards_of(stages: Sequence[DistributedDataParallel], megatron: Any) -> dict[str, Shard]:
+def shards_of(stages: Sequence[DistributedDataParallel], optimizer: Any) -> dict[str, Shard]:
     """The shard of every weight of these stages, by the weight's name in the model."""
-    (optimizer,) = megatron.chained_optimizers
     models: list[Any] = [stage.module for stage in stages]
     weights = {name: weight for module in models for name, weight in module.model.named_parameters()}
     if not isinstance(optimizer, DistributedOptimizer):
         return {
-            name: Shard(w, getattr(w, "main_param", w), 0, w.numel(), optimizer.optimizer, everywhere=True)
+            name: Shard(w, getattr(w, "main_param", w), 0, w.numel(), everywhere=True)
             if w.requires_grad
-            else Shard(w, None, 0, 0, optimizer.optimizer)
+            else Shard(w, None, 0, 0)
             for name, w in weights.items()
         }
     masters = _masters(optimizer)
     return {name: _shard(weight, masters.get(weight), optimizer) for name, weight in weights.items()}
 
 
+def _whole_gradient(shard: Shard) -> Tensor:
+    """This tensor-parallel rank's share of a gradient."""
+    return shard.over_data(shard.tensor("gradient")).cpu()
+
+
 def _shard(weight: nn.Parameter, master: Tensor | None, optimizer: DistributedOptimizer) -> Shard:
     if master is None:
-        return Shard(weight, None, 0, 0, optimizer.optimizer)
+        return Shard(weight, None, 0, 0)
     entries = optimizer._get_model_param_range_map(weight)["param"]
-    return Shard(weight, master, entries.start, entries.end, optimizer.optimizer)
+    return Shard(weight, master, entries.start, entries.end)
 
 
 def _masters(optimizer: DistributedOptimizer) -> dict[nn.Parameter, Tensor]:

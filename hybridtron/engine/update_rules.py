@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from hybridtron.architecture.base import Parameter
@@ -28,8 +26,8 @@ if TYPE_CHECKING:
 class RuleOptimizer(torch.optim.Optimizer):
     """Steps the masters of Megatron's parameter groups; each group has its learning rate and weight decay.
 
-    `state_parts` are the parts of each trained weight: those of the weight's shape as the entries of this rank's shard,
-    flattened (none where other ranks hold all of them), others as this tensor-parallel rank's share.
+    It makes the parts of each trained weight's shard: those of the weight's shape as this rank's entries, flattened
+    (none where other ranks hold all of them), others as this tensor-parallel rank's share.
     """
 
     def __init__(
@@ -46,7 +44,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         self.rule, self.table, self.mesh, self.settings = rule, table, mesh, settings
         self.shards = {name: shard for name, shard in shards.items() if shard.weight.requires_grad}
         self.steps = 0  # accepted so far
-        self.state_parts = {name: self._zeros(name, shard) for name, shard in self.shards.items()}
+        for name, shard in self.shards.items():
+            shard.parts = self._zeros(name, shard)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -82,39 +81,26 @@ class RuleOptimizer(torch.optim.Optimizer):
             return None
         assert shard.master.grad is not None
         gradient = shard.master.grad.view(-1)
-        return self.rule.direction(name, self.table[name], gradient, self.state_parts[name], self._now())
+        return self.rule.direction(name, self.table[name], gradient, shard.parts, self._now())
 
     def _of_whole(self, name: str, shard: Shard) -> Tensor:
         """This rank's entries of the direction of a whole weight, whose parts are updated on the way."""
-        weight, held = self.table[name], self.state_parts[name]
+        weight, held = self.table[name], shard.parts
         declared = self.rule.parts(name, weight)
         gradient = None if shard.master is None or shard.master.grad is None else shard.master.grad.view(-1)
         whole = {
             part: gather(held[part], spec, self.mesh)
             if spec.shape != weight.shape
-            else gather(self._over_data(held.get(part), shard), spec, self.mesh)
+            else gather(shard.over_data(held.get(part)), spec, self.mesh)
             for part, spec in declared.items()
         }
-        gathered = gather(self._over_data(gradient, shard), weight, self.mesh)
+        gathered = gather(shard.over_data(gradient), weight, self.mesh)
         direction = self.rule.direction(name, weight, gathered, whole, self._now())
         for part, spec in declared.items():
             if part in held:
                 share = cut(whole[part], spec, self.mesh)
                 held[part].copy_(_entries(share, shard) if spec.shape == weight.shape else share)
         return _entries(cut(direction, weight, self.mesh), shard)
-
-    def _over_data(self, entries: Tensor | None, shard: Shard) -> Tensor:
-        """This tensor-parallel rank's share, from the entries that data-parallel ranks hold of it."""
-        shape = shard.weight.shape
-        if shard.everywhere:
-            assert entries is not None
-            return entries.view(shape).clone()
-        dtype = torch.promote_types(shard.weight.dtype, torch.float32)
-        share = torch.zeros(shape.numel(), dtype=dtype, device=shard.weight.device)
-        if entries is not None:
-            share[shard.start : shard.stop] = entries
-        dist.all_reduce(share, group=parallel_state.get_data_parallel_group())
-        return share.view(shape)
 
 
 def _entries(share: Tensor, shard: Shard) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
@@ -15,18 +14,10 @@ from hybridtron.data.sources import Sources
 from hybridtron.data.validation import held_out
 from hybridtron.engine.engine import Engine
 from hybridtron.engine.schedule import StepLoss
-from hybridtron.train.metrics import StepMetrics
 
 
-class HeldOutLosses(NamedTuple):
-    """Mean cross entropy per token: by length, {"1x": 3.21, "2x": 3.18}, and at the first of them by source."""
-
-    by_length: dict[str, float]
-    by_source: dict[str, float]
-
-
-def evaluate(engine: Engine, sources: Sources, phase: ResolvedPhase) -> HeldOutLosses:
-    """Read the held-out rows once at every length."""
+def evaluate(engine: Engine, sources: Sources, phase: ResolvedPhase) -> tuple[dict[str, float], dict[str, float]]:
+    """Mean cross entropy per token by length, {"1x": 3.21, "2x": 3.18}, and at the first length by source."""
     run, settings = phase.config.run, phase.settings
     documents, tokens = phase.documents, parse_tokens(run.eval_tokens)
     piece = settings.seq_len * max(run.eval_lengths)
@@ -42,13 +33,7 @@ def evaluate(engine: Engine, sources: Sources, phase: ResolvedPhase) -> HeldOutL
         if not by_source:
             means = zip(names, losses.mean.tolist(), losses.tokens.tolist(), strict=True)
             by_source = {name: mean for name, mean, counted in means if counted}
-    return HeldOutLosses(by_length, by_source)
-
-
-def with_held_out_losses(metrics: StepMetrics, losses: HeldOutLosses) -> StepMetrics:
-    """The metrics of a step that ends with an evaluation; losses by source only where there are several."""
-    by_source = losses.by_source if len(losses.by_source) > 1 else None
-    return replace(metrics, validation=losses.by_length, validation_by_source=by_source)
+    return by_length, by_source
 
 
 def shared_out(batches: list[tuple[int, Batch]], rows: int, engine: Engine) -> list[tuple[int, Batch]]:

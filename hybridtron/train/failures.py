@@ -8,21 +8,26 @@ its peers report what they saw.
 
 from __future__ import annotations
 
+import json
+import logging
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from hybridtron.train.outcome import FILE, End, Progress, record
+from hybridtron.config.checks.export import sealed_checkpoints
+from hybridtron.train.outcome import FILE, Progress, finite
 from hybridtron.train.records import read_record
 
 GRACE_S = 2.0  # that a rank which waited for others waits for their reports
 WAITING = ("/torch/distributed/", "/megatron/core/")  # where a rank's innermost calls are while it waits for others
 PROC = Path("/proc")
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,13 +80,33 @@ class Failures:
         if waiting and (found := self._look_around()) is not None:
             rank, status = found
             reason = f"rank {rank} {status}; rank {self.rank} noticed by {reason}"
-        if not self.record(End("failed", reason, rank)):
+        if not self.record("failed", reason, rank):
             return self._reported() or (rank, reason)
         return rank, reason
 
-    def record(self, end: End) -> bool:
+    def record(
+        self,
+        outcome: str,
+        reason: str | None = None,
+        rank: int | None = None,
+        failed_exports: Mapping[str, str] | None = None,
+    ) -> bool:
         """Make outcome.json, if there is none; before the ranks have joined, it is of an earlier start."""
-        return record(self.run_dir, end, self.progress, replace=not self.places)
+        words: dict[str, Any] = {"outcome": outcome, "reason": reason, "rank": rank, "failed_exports": failed_exports}
+        words |= asdict(self.progress)
+        words["seconds"] = round(time.monotonic() - words.pop("began"), 3)
+        words["ended"] = datetime.now(UTC).isoformat(timespec="seconds")
+        if sealed := sealed_checkpoints(self.run_dir):
+            words["checkpoint"] = str(sealed[max(sealed)])
+        text = json.dumps(finite({name: value for name, value in words.items() if value is not None}), allow_nan=False)
+        try:
+            with (self.run_dir / FILE).open("x" if self.places else "w") as file:
+                file.write(text)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            LOG.error("%s can't be written (%s): %s", FILE, error, text)
+        return True
 
     def log(self, kind: str, text: str) -> None:
         """Add to logs/KIND-RANK.txt, with the time."""

@@ -10,19 +10,17 @@ phases. A run that was killed before it could write has none.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime, timedelta
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from hybridtron.train.records import read_record
 
 FILE = "outcome.json"
-LOG = logging.getLogger(__name__)
 
 
 @dataclass
@@ -32,35 +30,7 @@ class Progress:
     step: int | None = None
     loss: float | None = None
     validation: Mapping[str, float] | None = None
-    checkpoint: str | None = None
     began: float = field(default_factory=time.monotonic)
-
-
-@dataclass(frozen=True)
-class End:
-    """How a run ended: finished, preempted or failed; of a failure the rank that failed first."""
-
-    outcome: str
-    reason: str | None = None
-    rank: int | None = None
-    failed_exports: Mapping[str, str] | None = None
-
-
-def record(run_dir: Path, end: End, progress: Progress, replace: bool = False) -> bool:
-    """Write outcome.json; unless `replace`, only if there is none yet. Whether it was written."""
-    words: dict[str, Any] = {
-        name: value for name, value in (asdict(end) | asdict(progress)).items() if value is not None
-    }
-    words["seconds"] = round(time.monotonic() - words.pop("began"), 3)
-    words["ended"] = datetime.now(UTC).isoformat(timespec="seconds")
-    try:
-        with (run_dir / FILE).open("w" if replace else "x") as file:
-            file.write(json.dumps(finite(words), allow_nan=False))
-    except FileExistsError:
-        return False
-    except OSError as error:
-        LOG.error("%s can't be written (%s): %s", FILE, error, words)
-    return True
 
 
 def record_exports(run_dir: Path, failed: Mapping[str, str]) -> None:

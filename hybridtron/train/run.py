@@ -18,7 +18,7 @@ from hybridtron.parallel.groups import stop as stop_groups
 from hybridtron.train.after_phase import AfterPhase
 from hybridtron.train.failures import Failures
 from hybridtron.train.logs import RunLog
-from hybridtron.train.outcome import End, record_exports
+from hybridtron.train.outcome import record_exports
 from hybridtron.train.preempt import StopRequests
 from hybridtron.train.run_folder import ExportsFailed, open_run_folder, unfinished
 from hybridtron.train.start import (
@@ -65,7 +65,7 @@ def run(config: Config, requests: StopRequests, after_phase: Sequence[AfterPhase
                 if failed := failed_after(after_phase):
                     raise ExportsFailed(failed)
                 if groups.is_first:
-                    failures.record(End("finished"))
+                    failures.record("finished")
         finally:
             stop_groups()
 

@@ -13,7 +13,7 @@ from hybridtron.config.load import to_yaml
 from hybridtron.config.schema import Config
 from hybridtron.problems import ConfigError, Problem
 from hybridtron.train.failures import Failures
-from hybridtron.train.outcome import FILE, End
+from hybridtron.train.outcome import FILE
 
 EXIT_PREEMPTED = 75  # train.py's exit code after a checkpoint on demand: EX_TEMPFAIL, try again
 
@@ -55,10 +55,10 @@ def unfinished(failures: Failures) -> Iterator[None]:
         yield
     except Preempted as end:
         if failures.rank == 0:
-            failures.record(End("preempted", end.reason))
+            failures.record("preempted", end.reason)
         raise
     except ExportsFailed as end:
-        failures.record(End("finished", failed_exports=end.failed))
+        failures.record("finished", failed_exports=end.failed)
         raise
     except ConfigError as error:  # all ranks find the same, and each reports it
         failures.report(f"ConfigError: {error}", waiting=False)

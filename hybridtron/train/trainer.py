@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from hybridtron.planning.count import count
 from hybridtron.train import rollback
 from hybridtron.train.after_phase import AfterPhase
 from hybridtron.train.engines import Engines
-from hybridtron.train.evaluate import evaluate, with_held_out_losses
+from hybridtron.train.evaluate import evaluate
 from hybridtron.train.lr import learning_rate, weight_decay
 from hybridtron.train.metrics import StepMetrics
 from hybridtron.train.preempt import StopRequests
@@ -75,7 +76,6 @@ class Trainer:
         self.skipped_data = SkippedData() if self.start is None else SkippedData(self.start.meta.windows)
         self.progress = watchdog.failures.progress
         self.progress.step = self.resume_step
-        self.progress.checkpoint = None if self.start is None else str(self.start.folder)
         self.saver = Saver(config, run_dir, groups, config.run.timeout)
         if (
             self.saver.mirror is not None
@@ -111,7 +111,7 @@ class Trainer:
         finally:
             if self.metrics is not None:
                 self.metrics.close()
-        self.finish_saving()
+        self.saver.finish()
         if self.saver.mirror is not None:
             self.watchdog.beat("the last copy of a checkpoint to checkpoint.mirror")
             self.saver.mirror.finish()
@@ -172,7 +172,9 @@ class Trainer:
                     metrics = self.train_step(step, phase, batches, asked)
                 if step % eval_every == 0 or step == last:
                     self.watchdog.beat(f"the evaluation at step {step}")
-                    metrics = with_held_out_losses(metrics, evaluate(self.engine, loader.sources, phase))
+                    losses, by_source = evaluate(self.engine, loader.sources, phase)
+                    several = by_source if len(by_source) > 1 else None
+                    metrics = replace(metrics, validation=losses, validation_by_source=several)
                 self.report(metrics)
                 refused = self.engine.guard.refused
                 rollback.check_refused(step, step == self.last, self.engine.guard, self.config.optim)
@@ -183,7 +185,7 @@ class Trainer:
                     self.save(step, loader, metrics)
                     due = False
                 if stop and step < self.last:
-                    self.finish_saving()
+                    self.saver.finish()
                     raise Preempted(step, stop)
 
     def enter_phase(self, phase: ResolvedPhase, loader: Loader) -> None:
@@ -254,17 +256,6 @@ class Trainer:
             except NotFinite as fault:
                 raise rollback.not_saved(step, fault) from fault
         self.requests.longest_save = max(self.requests.longest_save, self.saver.longest_s)
-        self.name_checkpoint()
-
-    def finish_saving(self) -> None:
-        """Wait for the checkpoint under way."""
-        self.saver.finish()
-        self.name_checkpoint()
-
-    def name_checkpoint(self) -> None:
-        """Note the newest checkpoint that is on disk, for the report of the run's end."""
-        if self.saver.written:
-            self.progress.checkpoint = str(checkpoints.folder_of(self.run_dir, max(self.saver.written)))
 
     def roll_back(self, request: RollbackRequested) -> None:
         """Load the newest checkpoint that may be used, and skip the data from there to the step that failed."""

@@ -164,7 +164,7 @@ def test_the_planner_counts_what_is_kept(alone: Groups) -> None:
     with registered():
         config = config_of(ParallelConfig())
         engine = Engine(config, alone)
-        kept = sum(part.nbytes for shard in engine.optimizer.shards.values() for part in (shard.parts or {}).values())
+        kept = sum(part.nbytes for shard in engine.optimizer.shards.values() for part in shard.parts.values())
         planned = plan(resolve(config)[0], 1).ranks[0].memory.optimizer
         table = parameter_table(config.model)
     assert planned == kept

@@ -18,7 +18,6 @@ import pytest
 from hybridtron.problems import ConfigError, Problem
 from hybridtron.train import failures, watchdog
 from hybridtron.train.failures import FailedElsewhere, Failures, RankProcess
-from hybridtron.train.outcome import End
 from hybridtron.train.run_folder import Preempted, unfinished
 from hybridtron.train.watchdog import Watchdog
 from tests.train.faults import ending_of, outcome_of
@@ -102,7 +101,7 @@ def connected(run: Path, rank: int) -> Failures:
 
 
 def test_before_the_ranks_are_connected_the_record_of_an_earlier_start_is_replaced(tmp_path: Path) -> None:
-    connected(tmp_path, 0).record(End("finished"))
+    connected(tmp_path, 0).record("finished")
     assert Failures(tmp_path, 0).report("no other rank came", waiting=False) == (0, "no other rank came")
     assert outcome_of(tmp_path)["outcome"] == "failed"
 
@@ -111,16 +110,20 @@ def test_how_far_it_had_come_is_written_in_plain_json(tmp_path: Path, monkeypatc
     """With a duration that no jump of the clock spoils."""
     failures = connected(tmp_path, 0)
     failures.progress.step, failures.progress.loss = 5, math.nan
-    failures.progress.validation, failures.progress.checkpoint = {"1x": 2.5, "2x": math.inf}, "run/checkpoints/step"
+    failures.progress.validation = {"1x": 2.5, "2x": math.inf}
+    for step, files in ((10, ["manifest.json"]), (20, ["manifest.json"]), (30, [])):  # the last was never sealed
+        (tmp_path / f"checkpoints/step-{step:08}").mkdir(parents=True)
+        for name in files:
+            (tmp_path / f"checkpoints/step-{step:08}" / name).touch()
     monkeypatch.setattr(time, "time", lambda: 0.0)
-    assert failures.record(End("finished"))
+    assert failures.record("finished")
     found = outcome_of(tmp_path)
     assert "NaN" not in (tmp_path / "outcome.json").read_text()
     assert 0 <= found.pop("seconds") < 3600
     assert datetime.fromisoformat(found.pop("ended")).tzinfo is not None
     assert found == {
         "outcome": "finished", "step": 5, "loss": None, "validation": {"1x": 2.5, "2x": None},
-        "checkpoint": "run/checkpoints/step",
+        "checkpoint": str(tmp_path / "checkpoints/step-00000020"),
     }  # fmt: skip
 
 
@@ -131,8 +134,8 @@ def test_a_watchdog_misses_no_file_that_is_gone(tmp_path: Path) -> None:
 
 def test_the_first_word_stands(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    assert connected(tmp_path, 2).record(End("failed", "a bad disk", 2))
-    assert not connected(tmp_path, 0).record(End("finished"))
+    assert connected(tmp_path, 2).record("failed", "a bad disk", 2)
+    assert not connected(tmp_path, 0).record("finished")
     elsewhere = connected(tmp_path, 0).record_error(RuntimeError("connection closed by peer"))
     assert isinstance(elsewhere, FailedElsewhere)
     assert str(elsewhere) == "rank 0 ends, as rank 2 failed first: a bad disk"

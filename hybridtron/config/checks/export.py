@@ -62,6 +62,11 @@ def exported_step(folder: Path) -> int | None:
 
 
 def newest_step(run_dir: Path) -> int:
-    """The step of the newest checkpoint that was sealed; 0 without one. Whether it is sound, the run finds out."""
-    names = (path.parent.name.removeprefix("step-") for path in run_dir.glob("checkpoints/step-*/manifest.json"))
-    return max((int(name) for name in names if name.isdigit()), default=0)
+    """The step of the newest checkpoint that was sealed; 0 without one."""
+    return max(sealed_checkpoints(run_dir), default=0)
+
+
+def sealed_checkpoints(run_dir: Path) -> dict[int, Path]:
+    """By their steps. Whether they are sound, the run finds out."""
+    folders = [path.parent for path in run_dir.glob("checkpoints/step-*/manifest.json")]
+    return {int(path.name[5:]): path for path in folders if path.name[5:].isdigit()}

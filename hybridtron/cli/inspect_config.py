@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -38,7 +37,7 @@ from hybridtron.planning.count import ModelCount, count
 from hybridtron.planning.fit import TENSOR_SIZES, FittingLayout, fit, settings_of
 from hybridtron.planning.memory import DeviceMemory, Plan, RankPlan, largest_phase, plan
 from hybridtron.problems import ConfigError
-from hybridtron.train.phase_table import phase_table, print_changes, rates_of, source_table
+from hybridtron.train.phase_table import phase_table, print_changes, rates_of, source_table, table_of, wide_console
 
 MEMORY_PARTS = tuple(part.name for part in dataclasses.fields(DeviceMemory))
 SHOWN = 10  # layouts that --fit prints; --json has them all
@@ -157,9 +156,7 @@ def _phase_json(phases: Sequence[ResolvedPhase], phase: ResolvedPhase) -> dict[s
 
 def print_tables(config: Config, gpus: int, fitting: list[FittingLayout] | None) -> None:
     """For people: coloured in a terminal, plain text anywhere else."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160, no_color=True)
+    console = wide_console()
     counted = count(config.model, config.phases[0].seq_len)
     stages = [len(stage) for stage in stages_of(config)]
     cut = f" in stages of {', '.join(map(str, stages))}" if len(stages) > 1 else ""
@@ -183,16 +180,9 @@ def print_tables(config: Config, gpus: int, fitting: list[FittingLayout] | None)
             console.print(line, highlight=False, markup=False)
 
 
-def _table(*headers: str, numbers_from: int) -> Table:
-    table = Table()
-    for index, header in enumerate(headers):
-        table.add_column(header, justify="right" if index >= numbers_from else "left")
-    return table
-
-
 def _letter_table(counted: ModelCount) -> Table:
     """One row a letter, since all layers of a letter are alike, and what stands around the layers."""
-    table = _table("", "kind", "options", "layers", "parameters", "FLOPs/token", "share", numbers_from=3)
+    table = table_of("", "kind", "options", "layers", "parameters", "FLOPs/token", "share", numbers_from=3)
 
     def add(letter: str, kind: str, options: str, layers: int | str, parameters: int, flops: float) -> None:
         share = f"{flops / counted.forward_flops:.1%}"
@@ -212,7 +202,7 @@ def _letter_table(counted: ModelCount) -> Table:
 
 
 def _flops_table(counted: ModelCount) -> Table:
-    table = _table(f"forward FLOPs per token at {counted.seq_len}", "", "share", numbers_from=1)
+    table = table_of(f"forward FLOPs per token at {counted.seq_len}", "", "share", numbers_from=1)
     for part, flops in counted.flops_by_part.items():
         table.add_row(part, readable(flops), f"{flops / counted.forward_flops:.1%}")
     table.add_row("training (3 x forward)", readable(counted.flops_per_token), "")
@@ -222,7 +212,7 @@ def _flops_table(counted: ModelCount) -> Table:
 def _memory_table(config: Config, made: Plan) -> Table:
     """One row a pipeline rank: what it holds, in GB."""
     phase = largest_phase(config).settings
-    table = _table("rank", "layers", "parameters", *MEMORY_PARTS, "total", "in flight", numbers_from=2)
+    table = table_of("rank", "layers", "parameters", *MEMORY_PARTS, "total", "in flight", numbers_from=2)
     table.title = (
         f"GB a device (estimate): {config.precision.name.value}, {phase.micro_batch} x {phase.seq_len} tokens, "
         f"on {made.world_size}: tensor {config.parallel.tensor} x pipeline {config.parallel.pipeline} x "
@@ -239,7 +229,7 @@ def _memory_table(config: Config, made: Plan) -> Table:
 
 def _traffic_table(config: Config, made: Plan) -> Table:
     """One row a pipeline rank: what it sends in a step, in GB, and how its work compares with the dearest rank's."""
-    table = _table("rank", "tensor", "pipeline", "gradients", "parameters", "total", "work", numbers_from=1)
+    table = table_of("rank", "tensor", "pipeline", "gradients", "parameters", "total", "work", numbers_from=1)
     table.title = f"GB that a device sends in a step (estimate); the pipeline waits {made.bubble:.1%} of its time"
     costs = [sum(chunk.cost for chunk in rank.chunks) for rank in made.ranks]
     for rank, cost in zip(made.ranks, costs, strict=True):
@@ -250,7 +240,7 @@ def _traffic_table(config: Config, made: Plan) -> Table:
 
 
 def _fit_table(config: Config, gpus: int, fitting: list[FittingLayout]) -> Table:
-    table = _table("GB", "GB sent a step", "bubble", "settings", numbers_from=0)
+    table = table_of("GB", "GB sent a step", "bubble", "settings", numbers_from=0)
     table.columns[3].justify, table.columns[3].overflow = "left", "fold"
     table.title = f"the least cut of {len(fitting)} layouts that fit on {gpus} devices"
     for layout in fitting[:SHOWN]:

@@ -17,7 +17,7 @@ Letters: B rows of a micro-batch, K lanes of this process, A those of all, H hea
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -97,9 +97,7 @@ class Carrier:
             before = self._ended.pop((chunk, number - self.lane_groups))
         elif self.held:
             here = slice(group * self.rows, (group + 1) * self.rows)
-            before = {
-                layer: {name: tensor[here] for name, tensor in self.held[layer].items()} for layer in self.chunks[chunk]
-            }
+            before = _each(self._chosen(chunk, self.held), lambda held: held[here])
         else:
             return None
         return _where(self._keeps_state(batch, lanes), before)
@@ -113,10 +111,7 @@ class Carrier:
     def record_final(self, chunk: int, number: int, states: States) -> None:
         """Remember what a micro-batch ended in: the carried parts, and of fitted noise the sums alone."""
         if self.holds:
-            chosen = self._chosen(chunk, states).items()
-            self._ended[chunk, number] = {
-                layer: {name: _alone(tensor) for name, tensor in parts.items()} for layer, parts in chosen
-            }
+            self._ended[chunk, number] = _each(self._chosen(chunk, states), _alone)
         elif self.settings.mode is StateMode.fitted:
             for layer, parts in self.chunks[chunk].items():
                 ((name, part),) = parts.items()
@@ -231,9 +226,8 @@ def _sums(state: Tensor, part: StatePart) -> Tensor:
 
 def _where(kept: Tensor, states: States) -> States:
     """The states of the rows that keep theirs, zeros for the others."""
-    return {
-        layer: {
-            name: torch.where(kept.view(-1, *[1] * (tensor.dim() - 1)), tensor, 0) for name, tensor in parts.items()
-        }
-        for layer, parts in states.items()
-    }
+    return _each(states, lambda tensor: torch.where(kept.view(-1, *[1] * (tensor.dim() - 1)), tensor, 0))
+
+
+def _each(states: States, change: Callable[[Tensor], Tensor]) -> States:
+    return {layer: {name: change(tensor) for name, tensor in parts.items()} for layer, parts in states.items()}

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -30,22 +30,15 @@ PROC = Path("/proc")
 LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class RankProcess:
-    """Where a rank runs."""
-
-    host: str
-    process: int
-
-    def status(self) -> str | None:
-        """What is wrong with this process, seen from its own machine; None also where the system can't show it."""
-        if not PROC.is_dir():
-            return None
-        try:
-            state = (PROC / str(self.process) / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return "is gone: it was killed or crashed"
-        return {"Z": "is gone: it was killed or crashed", "T": "is stopped (SIGSTOP)"}.get(state)
+def process_fault(process: int) -> str | None:
+    """What is wrong with a process of this machine; None also where the system can't show it."""
+    if not PROC.is_dir():
+        return None
+    try:
+        state = (PROC / str(process) / "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "is gone: it was killed or crashed"
+    return {"Z": "is gone: it was killed or crashed", "T": "is stopped (SIGSTOP)"}.get(state)
 
 
 class FailedElsewhere(RuntimeError):
@@ -57,12 +50,8 @@ class Failures:
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         self.run_dir, self.rank = run_dir, rank
-        self.places: list[RankProcess] = []
+        self.places: list[tuple[str, int]] = []  # machine and process of every rank, when they have joined
         self.progress = Progress()
-
-    def register_ranks(self, places: Iterable[tuple[str, int]]) -> None:
-        """Learn the machine and process id of every rank."""
-        self.places = [RankProcess(host, process) for host, process in places]
 
     def record_error(self, error: BaseException) -> FailedElsewhere | None:
         """Log an error's traceback and report it; what to raise in its place if another rank had failed first."""
@@ -125,12 +114,12 @@ class Failures:
 
     def _look_around(self) -> tuple[int, str] | None:
         """A rank of this machine that is gone or stopped, unless another rank reports its own failure meanwhile."""
-        own = self.places[self.rank] if self.places else None
-        neighbours = [(r, place) for r, place in enumerate(self.places) if own and place.host == own.host]
+        here = self.places[self.rank][0] if self.places else None
+        neighbours = [(rank, process) for rank, (host, process) in enumerate(self.places) if host == here]
         until = time.monotonic() + GRACE_S
         while time.monotonic() < until and not (self.run_dir / FILE).exists():
-            for rank, place in neighbours:
-                if (status := place.status()) is not None:
+            for rank, process in neighbours:
+                if (status := process_fault(process)) is not None:
                     return rank, status
             time.sleep(0.05)
         return None

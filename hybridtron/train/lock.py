@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import socket
 import sys
@@ -20,12 +19,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Self
-from uuid import uuid4
 
 from hybridtron.problems import ConfigError, Problem
 from hybridtron.train.launcher import GRACE_S
@@ -40,19 +37,6 @@ SIZE = 512  # of the file, so that a record replaces another in one write
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
-@dataclass(frozen=True)
-class Holder:
-    """Who holds a lock; the token distinguishes two holders that are the same process."""
-
-    host: str
-    process: int
-    since: str
-    token: str
-
-    def __str__(self) -> str:
-        return f"process {self.process} on {self.host} since {self.since}"
-
-
 class RunLock:
     """Holds a run's folder from its start as a context to its end; makes the folder where there is none.
 
@@ -62,9 +46,9 @@ class RunLock:
     def __init__(self, run_dir: Path, given_up: Callable[[], bool] = lambda: False) -> None:
         self.run_dir, self.path, self.given_up = run_dir, run_dir / FILE, given_up
         self.patience_s = SLURM_PATIENCE_S if "SLURM_JOB_ID" in os.environ else PATIENCE_S
-        since = datetime.now(UTC).isoformat(" ", "seconds")
-        self.own = Holder(socket.gethostname(), os.getpid(), since, uuid4().hex)
-        self._holder: Holder | None = None
+        self.here = f" on {socket.gethostname()} since "
+        self.own = f"process {os.getpid()}{self.here}{datetime.now(UTC).isoformat(' ', 'microseconds')}"
+        self._holder = ""
         self._beat_of: tuple[str, int] | None = None  # the holder that was seen last, and its time stamp
         self._changed = 0.0
         self._released = threading.Event()
@@ -123,8 +107,8 @@ class RunLock:
             self._holder = _read(self._file)
             if locked is False or not _is_at(self.path, self._file):  # the latter: it was just let go of
                 return False
-            by_heartbeat = locked is None or (self._holder is not None and self._holder.host != self.own.host)
-            if by_heartbeat and self._beats():
+            by_heartbeat = locked is None or self.here not in self._holder
+            if self._holder and by_heartbeat and self._beats():
                 return False
             self._write_own()
             taken = locked is not None or self._settled()
@@ -135,7 +119,7 @@ class RunLock:
 
     def _write_own(self) -> None:
         try:
-            os.pwrite(self._file, json.dumps(asdict(self.own)).ljust(SIZE - 1).encode() + b"\n", 0)
+            os.pwrite(self._file, f"{self.own:<{SIZE - 1}}\n".encode(), 0)
             os.fsync(self._file)
         except OSError:  # a full disk
             self.path.unlink()
@@ -153,9 +137,7 @@ class RunLock:
 
     def _beats(self) -> bool:
         """Whether the holder has renewed its time stamp in the last STALE_S, or was not watched for as long."""
-        if self._holder is None:
-            return False
-        beat, now = (self._holder.token, os.fstat(self._file).st_mtime_ns), time.monotonic()
+        beat, now = (self._holder, os.fstat(self._file).st_mtime_ns), time.monotonic()
         if beat != self._beat_of:
             self._beat_of, self._changed = beat, now
         return now < self._changed + STALE_S
@@ -165,7 +147,7 @@ class RunLock:
         while not self._released.wait(BEAT_S):
             with suppress(OSError):
                 holder = _holder_at(self.path)
-                if holder not in (None, self.own) and not self._released.is_set():
+                if holder not in ("", self.own) and not self._released.is_set():
                     os.write(2, f"{self.run_dir} was taken over by {holder}; this process ends\n".encode())
                     os._exit(1)
                 os.utime(self._file)
@@ -191,14 +173,12 @@ def _is_at(path: Path, file: int) -> bool:
     return False
 
 
-def _read(file: int) -> Holder | None:
-    """Who wrote an open file, as far as it can be read."""
-    with suppress(ValueError, TypeError):
-        return Holder(**json.loads(os.pread(file, SIZE, 0)))
-    return None
+def _read(file: int) -> str:
+    """Who wrote an open file; nothing where nobody has."""
+    return os.pread(file, SIZE, 0).decode(errors="replace").strip()
 
 
-def _holder_at(path: Path) -> Holder | None:
+def _holder_at(path: Path) -> str:
     """Who holds a lock; the file is opened again, or a network file system may show what it was."""
     file = os.open(path, os.O_RDONLY)
     try:

@@ -28,9 +28,7 @@ MFU = 0.4  # that hours of devices are estimated with; large hybrids reach 0.33 
 
 def print_timetable(config: Config) -> None:
     """All tables, one below the other."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160, no_color=True)
+    console = wide_console()
     for line in (f"{config.run.name}: {last_step(config):,} steps", *cost(config)):
         console.print(line, highlight=False)
     for table in (phase_table(config), source_table(config)):
@@ -68,7 +66,7 @@ def phase_table(config: Config) -> Table:
     """One row a phase."""
     peak = config.cluster.peak_tflops
     hours = () if peak is None else ("GPU-hours",)
-    table = _table("phase", "steps", "tokens", "rows", "micro", "seq_len", "rate", "FLOPs/token", "FLOPs", *hours)
+    table = table_of("phase", "steps", "tokens", "rows", "micro", "seq_len", "rate", "FLOPs/token", "FLOPs", *hours)
     phases = resolve(config)
     for phase in phases:
         settings = phase.settings
@@ -100,8 +98,7 @@ def rates_of(phases: Sequence[ResolvedPhase], phase: ResolvedPhase) -> list[floa
 
 def source_table(config: Config) -> Table:
     """What each phase reads of each source; epochs where its folder is on this machine."""
-    table = _table("phase", "source", "share", "tokens", "epochs")
-    table.columns[1].justify = "left"
+    table = table_of("phase", "source", "share", "tokens", "epochs", numbers_from=2)
     for phase in resolve(config):
         for name, share, epochs in _reading(phase):
             table.add_row(phase.settings.name, name, f"{share:.1%}", readable(share * phase.tokens), epochs)
@@ -170,8 +167,15 @@ def _shown(value: Any) -> str:
     return " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
 
 
-def _table(*headers: str) -> Table:
+def table_of(*headers: str, numbers_from: int = 1) -> Table:
+    """An empty table, whose columns from this one on hold numbers."""
     table = Table()
     for index, header in enumerate(headers):
-        table.add_column(header, justify="right" if index else "left")
+        table.add_column(header, justify="right" if index >= numbers_from else "left")
     return table
+
+
+def wide_console() -> Console:
+    """The terminal; where there is none, plain text of 160 columns."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160, no_color=True)

@@ -96,4 +96,4 @@ def rollback_event(request: RollbackRequested, to: int, times: int, skipped: Ski
     """The run has rolled back."""
     named = ", ".join(f"steps {one.first} to {one.end - 1} of phases.{one.phase}" for one in skipped.all)
     why = f"{request.what}; on from step {to}, skipping the data of {named}, counted from 0"
-    return Decision(request.step, "rolled back", why, to=to, times=times, windows=skipped.as_lists())
+    return Decision(request.step, "rolled back", why, to=to, times=times, windows=skipped.all)

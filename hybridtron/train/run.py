@@ -79,7 +79,7 @@ def join_ranks(config: Config, failures: Failures) -> Groups:
             watched.enter_context(unfinished(failures))
         # the watchdog comes first and reports more; an operation's own time-out is there for a stuck interpreter
         groups = start_groups(config.parallel, timeout_s=max(2 * config.run.timeout, START_S))
-        failures.register_ranks(host_pids())
+        failures.places = host_pids()
     return groups
 
 

@@ -85,10 +85,8 @@ class Wandb:
     """One wandb run for all starts of a run; `config/check.py` has seen that the package is there."""
 
     def __init__(self, start: SinkStart) -> None:
-        package = optional_package("wandb")
-        if package.module is None:
-            raise RuntimeError(f"wandb {package.reason}")
-        self._run = package.module.init(
+        module: Any = optional_package("wandb").module
+        self._run = module.init(
             project=start.config.run.wandb,
             name=start.config.run.name,
             dir=str(start.run_dir),

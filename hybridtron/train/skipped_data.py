@@ -8,6 +8,7 @@ read again.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -47,16 +48,10 @@ class SkippedData:
 
     def runs(self, phase: int, first: int, end: int) -> list[range]:
         """The steps of the data that the steps of training from `first` to before `end` read, in unbroken runs."""
-        borders, behind = [], 0
-        for skipped in self.all:
-            if skipped.phase == phase:
-                if first < skipped.first - behind < end:
-                    borders.append(skipped.first - behind)
-                behind += skipped.end - skipped.first
+        begins = [first, *(step for step in range(first + 1, end) if self.jumps(phase, step))] if first < end else []
         return [
             range(self.data_step(phase, a), self.data_step(phase, b - 1) + 1)
-            for a, b in zip([first, *borders], [*borders, end], strict=True)
-            if a < b
+            for a, b in itertools.pairwise([*begins, end])
         ]
 
     def and_failed(self, phases: Iterable[ResolvedPhase], done: int, failed: int) -> SkippedData:
@@ -69,7 +64,3 @@ class SkippedData:
                 data = self.data_step(phase.index, first), self.data_step(phase.index, end - 1) + 1
                 added.append(SkippedRange(phase.index, *data))
         return SkippedData([*self.all, *added])
-
-    def as_lists(self) -> list[list[int]]:
-        """As a checkpoint holds them."""
-        return [list(skipped) for skipped in self.all]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
-import socket
 import sys
 import threading
 import time
@@ -25,7 +24,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from hybridtron.data.loader import STACKS
-from hybridtron.train.failures import Failures, RankProcess, waits_for_others
+from hybridtron.train.failures import Failures, process_fault, waits_for_others
 
 BACKSTOP_S = 4.0  # past run.timeout: faulthandler ends a stuck interpreter, before a launcher that lost another rank
 LAST_WORDS_S = 10.0  # what it may take to put a failure down
@@ -107,8 +106,8 @@ def _where(frames: Sequence[FrameType]) -> str:
 
 def _faults(workers: Sequence[BaseProcess]) -> list[str]:
     """Which worker processes are gone or stopped."""
-    places = [RankProcess(socket.gethostname(), worker.pid) for worker in workers if worker.pid is not None]
-    return [f"worker process {place.process} {fault}" for place in places if (fault := place.status()) is not None]
+    pids = [worker.pid for worker in workers if worker.pid is not None]
+    return [f"worker process {pid} {fault}" for pid in pids if (fault := process_fault(pid)) is not None]
 
 
 def _end_all(workers: Sequence[BaseProcess]) -> None:

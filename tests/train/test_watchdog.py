@@ -17,7 +17,7 @@ import pytest
 
 from hybridtron.problems import ConfigError, Problem
 from hybridtron.train import failures, watchdog
-from hybridtron.train.failures import FailedElsewhere, Failures, RankProcess
+from hybridtron.train.failures import FailedElsewhere, Failures, process_fault
 from hybridtron.train.run_folder import Preempted, unfinished
 from hybridtron.train.watchdog import Watchdog
 from tests.train.faults import ending_of, outcome_of
@@ -96,7 +96,7 @@ def test_what_does_not_end_is_dumped_recorded_and_ended(
 def connected(run: Path, rank: int) -> Failures:
     """One of four ranks that are connected."""
     found = Failures(run, rank)
-    found.register_ranks([(f"machine {other}", 1) for other in range(4)])
+    found.places = [(f"machine {other}", 1) for other in range(4)]
     return found
 
 
@@ -143,18 +143,17 @@ def test_the_first_word_stands(tmp_path: Path) -> None:
 
 
 def test_a_neighbour_that_is_stopped_or_gone_is_named(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    place = RankProcess(HERE, sleeper.pid)
-    assert place.status() is None
+    assert process_fault(sleeper.pid) is None
     sleeper.send_signal(signal.SIGSTOP)
     until = time.monotonic() + 120
-    while place.status() is None and time.monotonic() < until:
+    while process_fault(sleeper.pid) is None and time.monotonic() < until:
         time.sleep(0.01)
-    assert place.status() == "is stopped (SIGSTOP)"
+    assert process_fault(sleeper.pid) == "is stopped (SIGSTOP)"
     sleeper.kill()
     sleeper.wait()
-    assert "is gone" in str(place.status())
+    assert "is gone" in str(process_fault(sleeper.pid))
     informed = Failures(tmp_path, 0)
-    informed.register_ranks([(HERE, os.getpid()), ("another", sleeper.pid), (HERE, sleeper.pid)])
+    informed.places = [(HERE, os.getpid()), ("another", sleeper.pid), (HERE, sleeper.pid)]
     rank, reason = informed.report("RuntimeError: connection closed by peer", waiting=True)
     assert rank == outcome_of(tmp_path)["rank"] == 2
     assert reason.startswith("rank 2 is gone: it was killed or crashed; rank 0 noticed by RuntimeError")
@@ -164,7 +163,7 @@ def test_who_waited_lets_others_speak_first(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(failures, "GRACE_S", 120.0)
     informed, other = Failures(tmp_path, 0), Failures(tmp_path, 1)
     for one in (informed, other):
-        one.register_ranks([(HERE, os.getpid())] * 2)
+        one.places = [(HERE, os.getpid())] * 2
     threading.Timer(0.2, other.report, ("a bad disk", False)).start()
     assert informed.report("connection closed by peer", waiting=True) == (1, "a bad disk")
 

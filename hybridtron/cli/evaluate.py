@@ -33,7 +33,7 @@ from rich.table import Table
 
 from hybridtron.cli.evaluate_pictures import Lines, draw
 from hybridtron.cli.generate import load_checkpoint
-from hybridtron.cli.given import Unusable, newest_checkpoint, progress_bar
+from hybridtron.cli.given import Unusable, newest_checkpoint, positive, progress_bar
 from hybridtron.requirements import is_there, missing
 
 if TYPE_CHECKING:
@@ -69,8 +69,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--length", default="16x", metavar="N", help="tokens, or training lengths (default: %(default)s)"
     )
-    parser.add_argument("--seq-len", type=int, metavar="N", help="training length (default: as the checkpoint says)")
-    parser.add_argument("--rows", type=int, default=8, metavar="B", help="rows, at most (default: %(default)s)")
+    parser.add_argument(
+        "--seq-len", type=positive, metavar="N", help="training length (default: as the checkpoint says)"
+    )
+    parser.add_argument("--rows", type=positive, default=8, metavar="B", help="rows, at most (default: %(default)s)")
     parser.add_argument("--instruments", default=",".join(INSTRUMENTS), metavar="A,B", help="default: %(default)s")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation/STEP)")
     chosen = parser.parse_args(arguments)
@@ -79,10 +81,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--instruments: there is no {wrong[0]!r}; there are {', '.join(INSTRUMENTS)}")
     if not re.fullmatch(r"0*[1-9]\d*x?", chosen.length, re.ASCII):
         parser.error(f"--length is {chosen.length}, must be a number of tokens such as 8192, or of lengths such as 16x")
-    if chosen.seq_len is not None and chosen.seq_len < 1:
-        parser.error(f"--seq-len is {chosen.seq_len}, must be at least 1")
-    if chosen.rows < 1:
-        parser.error(f"--rows is {chosen.rows}, must be at least 1")
     return chosen
 
 

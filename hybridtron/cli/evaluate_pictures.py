@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +15,21 @@ Lines = list[dict[str, Any]]
 
 def draw(name: str, lines: Lines, seq_len: int, output: Path) -> None:
     """The picture of an instrument, with a dashed line where the training length is."""
+    with picture(output) as axes:
+        {"positions": draw_positions, "remembrance": draw_remembrance, "states": draw_states}[name](axes, lines)
+        trained = lines[0]["length"] - seq_len if name == "remembrance" else seq_len
+        if trained >= 0:
+            axes.axvline(trained, color="black", linestyle="--", linewidth=0.8, label=f"training length {seq_len}")
+
+
+@contextmanager
+def picture(output: Path) -> Iterator[Axes]:
+    """What is drawn inside, as a file."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
-    {"positions": draw_positions, "remembrance": draw_remembrance, "states": draw_states}[name](axes, lines)
-    trained = lines[0]["length"] - seq_len if name == "remembrance" else seq_len
-    if trained >= 0:
-        axes.axvline(trained, color="black", linestyle="--", linewidth=0.8, label=f"training length {seq_len}")
+    yield axes
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize="small", ncols=1 + len(axes.lines) // 10)

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridtron.cli.given import Unusable, newest_checkpoint
+from hybridtron.cli.given import Unusable, newest_checkpoint, positive
 from hybridtron.problems import ConfigError
 
 if TYPE_CHECKING:
@@ -33,14 +33,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("path", type=Path, help="runs/NAME, or runs/NAME/checkpoints/step-00000100")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="what to continue (default: a document's start)")
-    parser.add_argument("--tokens", type=int, default=100, metavar="N", help="new tokens (default: %(default)s)")
+    parser.add_argument("--tokens", type=positive, default=100, metavar="N", help="new tokens (default: %(default)s)")
     parser.add_argument(
         "--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest token (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="another seed, another text")
     chosen = parser.parse_args(arguments)
-    if chosen.tokens < 1:
-        parser.error(f"--tokens is {chosen.tokens}, must be at least 1")
     if not (math.isfinite(chosen.temperature) and chosen.temperature >= 0):
         parser.error(f"--temperature is {chosen.temperature}, must be 0 (always the likeliest token) or above")
     if not 0 <= chosen.seed < 2**63:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,13 @@ def newest_checkpoint(path: Path) -> Path:
     if whole is None:
         raise Unusable(f"{path} holds no whole checkpoint; `hybridtron checkpoint verify {path}` says why")
     return whole.folder
+
+
+def positive(text: str) -> int:
+    """A number of an option, for argparse."""
+    if not text.isdecimal() or not int(text):
+        raise ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
 
 
 def bytes_of(option: str, text: str) -> int:

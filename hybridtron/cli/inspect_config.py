@@ -26,6 +26,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from hybridtron.cli.given import positive
 from hybridtron.config.check import require, warnings
 from hybridtron.config.checks.parallel import uncuttable
 from hybridtron.config.layout import stages_of
@@ -51,7 +52,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "settings", nargs="*", metavar="key=value", help="as `hybridtron train` takes them: recipe=samba_421m"
     )
-    parser.add_argument("--gpus", type=_positive, metavar="N", help="processes of the whole run")
+    parser.add_argument("--gpus", type=positive, metavar="N", help="processes of the whole run")
     parser.add_argument("--fit", type=_gigabytes_given, metavar="80GB", help="layouts that fit this device memory")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--dry-run", action="store_true", help="build every rank's model on the meta device")
@@ -270,9 +271,3 @@ def _gigabytes_given(text: str) -> float:
     if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory such as 80GB")
     return float(match[1]) * 1e9
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of devices: use 1 or more")
-    return int(text)

@@ -9,6 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from hybridtron.cli.evaluate_pictures import picture
 from hybridtron.requirements import demand
 from hybridtron.train.records import read_lines
 
@@ -36,21 +37,12 @@ def main(arguments: list[str]) -> int:
 
 def draw(lines: list[dict], output: Path) -> None:
     """Write the picture: tokens to the right, loss in nats per token upwards."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=120)
-    axes = figure.subplots()
-    axes.plot([line["tokens"] for line in lines], [line["loss"] for line in lines], linewidth=0.8, label="training")
-    evaluated = [line for line in lines if "validation" in line]
-    for length in evaluated[-1]["validation"] if evaluated else ():
-        points = [(line["tokens"], line["validation"][length]) for line in evaluated if length in line["validation"]]
-        axes.plot(
-            *zip(*points, strict=True), marker="o", markersize=3, linewidth=0.8, label=f"held out, {length} length"
-        )
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("cross entropy (nats per token)")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(output)
+    with picture(output) as axes:
+        axes.plot([line["tokens"] for line in lines], [line["loss"] for line in lines], linewidth=0.8, label="training")
+        evaluated = [line for line in lines if "validation" in line]
+        for length in evaluated[-1]["validation"] if evaluated else ():
+            with_length = [line for line in evaluated if length in line["validation"]]
+            points = [(line["tokens"], line["validation"][length]) for line in with_length]
+            label = f"held out, {length} length"
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=0.8, label=label)
+        axes.set(xlabel="tokens", ylabel="cross entropy (nats per token)")

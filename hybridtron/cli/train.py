@@ -1,4 +1,17 @@
-"""Train a model: `hybridtron train recipe=samba_421m run.dir=runs/a phases.0.micro_batch=2`.
+"""usage: hybridtron train [recipe=NAME] [key=value ...]
+
+  recipe=NAME       what to train; the default is laptop
+  run.dir=FOLDER    where the run is written; a run found there resumes from its newest checkpoint
+  run.max_steps=N   stop early
+  run.plan=true     print the phases, what they read and what they cost, and end
+  parallel.tensor=2 cut every layer over two processes; torchrun --nproc-per-node 2 -m hybridtron train ... starts them
+  phases.0.lr=1e-3  or any other key of the configuration (see configs/README.md)
+
+recipes: {recipes},
+         and those in configs/recipe/ablations: recipe=ablations/samba_421m_full_0,
+         in configs/recipe/length, from a checkpoint: recipe=length/state_passing run.weights=runs/NAME
+
+Layers, parameters, FLOPs and memory of a configuration: hybridtron inspect recipe=NAME
 
 Exit codes: 0 finished, 2 bad configuration or folder, 75 stopped on demand after a checkpoint, 1 anything else; also
 when all is trained but an export that phases.N.export asks for could not be written.
@@ -26,29 +39,13 @@ from hybridtron.train.preempt import StopRequests
 from hybridtron.train.run_folder import EXIT_PREEMPTED, ExportsFailed, Preempted
 
 EXIT_CODES: dict[type[Exception], int] = {ConfigError: 2, ExportsFailed: 1, Preempted: EXIT_PREEMPTED}
-USAGE = """\
-usage: hybridtron train [recipe=NAME] [key=value ...]
-
-  recipe=NAME       what to train; the default is laptop
-  run.dir=FOLDER    where the run is written; a run found there resumes from its newest checkpoint
-  run.max_steps=N   stop early
-  run.plan=true     print the phases, what they read and what they cost, and end
-  parallel.tensor=2 cut every layer over two processes; torchrun --nproc-per-node 2 -m hybridtron train ... starts them
-  phases.0.lr=1e-3  or any other key of the configuration (see configs/README.md)
-
-recipes: {recipes},
-         and those in configs/recipe/ablations: recipe=ablations/samba_421m_full_0,
-         in configs/recipe/length, from a checkpoint: recipe=length/state_passing run.weights=runs/NAME
-
-Layers, parameters, FLOPs and memory of a configuration: hybridtron inspect recipe=NAME
-"""
 
 
 def main(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         names = choices_of("recipe")
         recipes = ", ".join(name for name in names if "/" not in name)
-        print(USAGE.format(recipes=textwrap.fill(recipes, 110, subsequent_indent=" " * 9)))
+        print((__doc__ or "").format(recipes=textwrap.fill(recipes, 110, subsequent_indent=" " * 9)))
         return 0
     try:
         config = load(arguments)
@@ -67,7 +64,7 @@ def main(arguments: list[str]) -> int:
             from hybridtron.interop.phase_exports import PhaseExports  # imports torch, which the checks do without
             from hybridtron.train.run import run
 
-            run(config, requests, [PhaseExports(config)])
+            run(config, requests, PhaseExports(config))
     except (ConfigError, ExportsFailed, Preempted) as end:
         if launched().rank == 0:
             print(end, file=sys.stderr)

@@ -27,6 +27,7 @@ from typing import Any
 
 from hybridtron.config.cluster import ChecksConfig, ClusterConfig
 from hybridtron.config.load import load
+from hybridtron.train.records import write_whole
 
 ADAPTERS = Path("/sys/class/infiniband")
 ROUNDS = 5
@@ -45,9 +46,7 @@ class NodeReport:
     found: list[str] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
-        temporary = folder / f".{self.node}.json"
-        temporary.write_text(json.dumps(asdict(self)))
-        temporary.rename(folder / f"{self.node}.json")
+        write_whole(folder / f"{self.node}.json", json.dumps(asdict(self)))
 
 
 def main(arguments: list[str]) -> int:

@@ -74,13 +74,10 @@ def seconds(time: str) -> int | None:
     matched = _TIME.fullmatch(time)
     if matched is None:
         return None
-    first, second, third = (None if matched[name] is None else int(matched[name]) for name in "abc")
-    assert first is not None
-    if matched["days"] is not None:  # days-hours:minutes:seconds
-        return (int(matched["days"]) * 24 + first) * 3600 + (second or 0) * 60 + (third or 0)
-    if third is not None:
-        return first * 3600 + (second or 0) * 60 + third
-    return first * 60 + (second or 0)
+    days, first, second, third = (int(text or 0) for text in matched.groups())
+    from_hours = matched["days"] is not None or matched["c"] is not None  # else minutes:seconds
+    hours, minutes, rest = (first, second, third) if from_hours else (0, first, second)
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
 
 
 def _partition(name: str, state: str, limit: str, nodes: str) -> Partition:

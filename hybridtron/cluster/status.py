@@ -23,7 +23,7 @@ from hybridtron.cluster import history, scheduler
 from hybridtron.cluster.history import Attempt
 from hybridtron.cluster.scheduler import Queued, SlurmError
 from hybridtron.config.load import load_saved
-from hybridtron.config.resolve import last_step, resolve
+from hybridtron.config.resolve import last_step, phase_continuing_at, phase_ending_at, resolve
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
 from hybridtron.problems import ConfigError
@@ -42,19 +42,45 @@ class NoRun(Exception):
 
 @dataclass(frozen=True)
 class Status:
-    """What is known of a run; None where it can't be."""
+    """What a run's folder and the queue say of it."""
 
     folder: Path
+    config: Config
+    lines: list[dict[str, Any]]  # of its last steps
+    attempts: list[Attempt]
+    jobs: list[Queued]
     state: str
     why: str
-    phase: str | None
-    step: int
-    last: int
-    tokens_per_second: float | None
-    loss: float | None
-    starts: int
-    jobs: tuple[Queued, ...]
-    left_s: float | None
+
+    @property
+    def step(self) -> int:
+        return self.lines[-1]["step"] if self.lines else 0
+
+    @property
+    def phase(self) -> str:
+        """That of the next step."""
+        phases = resolve(self.config)
+        now = phase_continuing_at(phases, self.step) if self.step < phases[-1].end_step else phases[-1]
+        return now.settings.name + (f" ({now.index + 1} of {len(phases)})" if len(phases) > 1 else "")
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Over the last steps of one phase, without the first step, which starts everything; None before any."""
+        same = [line for line in self.lines if line["phase"] == self.lines[-1]["phase"]]
+        counted = same[1:] or same
+        taken = sum(line["step_time"] for line in counted)
+        tokens = sum(line["tokens_per_second"] * line["step_time"] for line in counted)
+        return tokens / taken if taken > 0 else None
+
+    @property
+    def left_s(self) -> float | None:
+        """Until the run is done, at this speed; None where that can't be known, or it is."""
+        if (speed := self.tokens_per_second) is None or self.state == "finished":
+            return None
+        phases = resolve(self.config)
+        last = last_step(self.config)
+        done, in_all = (phase_ending_at(phases, step).tokens_at(step) for step in (min(self.step, last), last))
+        return (in_all - done) / speed
 
 
 def main(arguments: list[str]) -> int:
@@ -82,40 +108,25 @@ def status(folder: Path) -> Status:
     attempts = history.read(folder)
     submission = read_record(folder / "slurm" / "submission.json")
     jobs, fault = _queued(submission.get("jobs", []))
-    step = lines[-1]["step"] if lines else 0
-    last = last_step(config)
-    speed = _speed(lines)
     state, why = _state(folder, attempts, jobs, submission, lines)
-    left = None if speed is None or state == "finished" else _tokens_left(config, step) / speed
-    return Status(
-        folder=folder,
-        state=state,
-        why="; ".join(filter(None, [why, fault])),
-        phase=_phase(config, step) if lines else None,
-        step=step,
-        last=last,
-        tokens_per_second=speed,
-        loss=lines[-1]["loss"] if lines else None,
-        starts=len(attempts),
-        jobs=tuple(jobs),
-        left_s=left,
-    )
+    return Status(folder, config, lines, attempts, jobs, state, "; ".join(filter(None, [why, fault])))
 
 
 def show(found: Sequence[Status], console: Console) -> None:
     table = Table("run", "state", "job", "phase", "step", "tokens/s", "loss", "starts", "left", "done at", box=None)
     for one in found:
-        done_at = "" if one.left_s is None else time.strftime("%F %H:%M", time.localtime(time.time() + one.left_s))
+        speed, left, loss = one.tokens_per_second, one.left_s, one.lines[-1]["loss"] if one.lines else None
+        done_at = "" if left is None else time.strftime("%F %H:%M", time.localtime(time.time() + left))
         table.add_row(
             str(one.folder),
             one.state,
             ", ".join(f"{job.job} {job.state.lower()}" for job in one.jobs),
-            one.phase or "",
-            f"{one.step}/{one.last}",
-            "" if one.tokens_per_second is None else readable(one.tokens_per_second),
-            "" if one.loss is None else f"{one.loss:.4f}",
-            str(one.starts or ""),
-            "" if one.left_s is None else clock(one.left_s),
+            one.phase if one.lines else "",
+            f"{one.step}/{last_step(one.config)}",
+            "" if speed is None else readable(speed),
+            "" if loss is None else f"{loss:.4f}",
+            str(len(one.attempts) or ""),
+            "" if left is None else clock(left),
             done_at if one.state == "running" else "",
         )
     console.print(table)
@@ -160,34 +171,7 @@ def _config(folder: Path) -> Config:
 
 def _queued(jobs: list[str]) -> tuple[list[Queued], str]:
     """Those of a run's jobs that are in the queue, and why that can't be known."""
-    if not jobs or not scheduler.is_here():
-        return [], "squeue is not here, so that its jobs can't be looked up" if jobs else ""
     try:
         return scheduler.queued(jobs), ""
     except SlurmError as error:
         return [], str(error)
-
-
-def _speed(lines: list[dict[str, Any]]) -> float | None:
-    """Tokens a second over the last steps of one phase, without the first step, which starts everything."""
-    same = [line for line in lines if line["phase"] == lines[-1]["phase"]]
-    counted = same[1:] or same
-    taken = sum(line["step_time"] for line in counted)
-    tokens = sum(line["tokens_per_second"] * line["step_time"] for line in counted)
-    return tokens / taken if taken > 0 else None
-
-
-def _phase(config: Config, step: int) -> str:
-    phases = resolve(config)
-    now = next((phase for phase in phases if step < phase.end_step), phases[-1])
-    return now.settings.name + (f" ({now.index + 1} of {len(phases)})" if len(phases) > 1 else "")
-
-
-def _tokens_left(config: Config, step: int) -> int:
-    """Tokens of the steps that are still to be done."""
-    end = last_step(config)
-    return sum(
-        phase.phase_tokens_at(min(phase.end_step, end)) - phase.phase_tokens_at(max(phase.start_step, step))
-        for phase in resolve(config)
-        if phase.end_step > step and phase.start_step < end
-    )

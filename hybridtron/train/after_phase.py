@@ -1,4 +1,4 @@
-"""Work where a phase has ended and its checkpoint is written, such as an export: a run is given a list of it."""
+"""Work where a phase has ended and its checkpoint is written, such as an export, which a run is given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading the JSON that a run leaves in its folder, whose writer may have been killed in the middle. No torch."""
+"""Reading what a run leaves in its folder, whose writer may have been killed in the middle, and writing. No torch."""
 
 from __future__ import annotations
 
@@ -26,3 +26,10 @@ def read_lines(path: Path, tail: int | None = None) -> list[dict[str, Any]]:
                     with suppress(ValueError):  # the first of the last bytes may begin in the middle
                         found.append(json.loads(line))
     return found
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A kill, or a reader, finds what was there before or all of this."""
+    temporary = path.with_name(f".{path.name}.temporary")
+    temporary.write_text(text)
+    temporary.rename(path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -36,7 +36,7 @@ LOG = logging.getLogger(__name__)
 START_S = 300.0  # that ranks may take to find each other, however short run.timeout is
 
 
-def run(config: Config, requests: StopRequests, after_phase: Sequence[AfterPhase] = ()) -> None:
+def run(config: Config, requests: StopRequests, after_phase: AfterPhase) -> None:
     """Train what the configuration asks for, from the newest checkpoint of its run folder if there is one.
 
     The first process holds the folder's lock. No other looks into the folder, or writes there, before all have joined:
@@ -62,8 +62,8 @@ def run(config: Config, requests: StopRequests, after_phase: Sequence[AfterPhase
             log.write_to(failures.run_dir)
             with Watchdog(failures, config.run.timeout) as watchdog, unfinished(failures):
                 Trainer(config, failures.run_dir, start, given, groups, requests, watchdog, after_phase).fit()
-                if failed := failed_after(after_phase):
-                    raise ExportsFailed(failed)
+                if after_phase.failed:
+                    raise ExportsFailed(after_phase.failed)
                 if groups.is_first:
                     failures.record("finished")
         finally:
@@ -92,22 +92,15 @@ def open_folder(start: Checkpoint | None, config: Config, changed: Iterable[str]
         archive_superseded(start, config)
 
 
-def report_finished(start: Checkpoint, config: Config, after_phase: Sequence[AfterPhase]) -> None:
+def report_finished(start: Checkpoint, config: Config, after_phase: AfterPhase) -> None:
     """Nothing is left to train; what is left to export is exported first."""
-    for work in after_phase:
-        work.run(start.meta.step)
+    after_phase.run(start.meta.step)
     LOG.info(
         f"{config.run.dir} has finished: {start.folder} is at step {start.meta.step} of {last_step(config)}, "
         "nothing left to do.\n"
         f"To train further raise phases or run.max_steps; to start from scratch set run.dir=FOLDER, "
         f"or run.name=NAME for {Path(config.run.dir).parent}/NAME."
     )
-    failed = failed_after(after_phase)
-    record_exports(Path(config.run.dir), failed)
-    if failed:
-        raise ExportsFailed(failed)
-
-
-def failed_after(after_phase: Sequence[AfterPhase]) -> dict[str, str]:
-    """What of the work after the phases failed last, and why."""
-    return {name: why for work in after_phase for name, why in work.failed.items()}
+    record_exports(Path(config.run.dir), after_phase.failed)
+    if after_phase.failed:
+        raise ExportsFailed(after_phase.failed)

@@ -25,7 +25,7 @@ from hybridtron.device import optional_package
 from hybridtron.train.console import ConsoleSink
 from hybridtron.train.metrics import Decision, StepMetrics
 from hybridtron.train.outcome import finite
-from hybridtron.train.records import read_lines
+from hybridtron.train.records import read_lines, write_whole
 
 LOG = logging.getLogger(__name__)
 
@@ -54,9 +54,7 @@ class JsonLines:
     def __init__(self, start: SinkStart) -> None:
         path = start.run_dir / "metrics.jsonl"
         kept = [json.dumps(line) for line in read_lines(path) if line["step"] <= start.resumed_step]
-        temporary = path.with_name(f".{path.name}.temporary")  # a kill must not cost the lines that stay
-        temporary.write_text("".join(f"{line}\n" for line in kept))
-        temporary.rename(path)
+        write_whole(path, "".join(f"{line}\n" for line in kept))
         self.file = path.open("a", buffering=1)
 
     def write(self, metrics: StepMetrics) -> None:

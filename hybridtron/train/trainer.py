@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -58,7 +58,7 @@ class Trainer:
         groups: Groups,
         requests: StopRequests,
         watchdog: Watchdog,
-        after_phase: Sequence[AfterPhase] = (),
+        after_phase: AfterPhase,
     ) -> None:
         self.config, self.run_dir, self.groups = config, run_dir, groups
         self.phases, self.last = resolve(config), last_step(config)
@@ -146,13 +146,11 @@ class Trainer:
 
     def run_after_phase(self, step: int) -> None:
         """The first process works; the others wait."""
-        for work in self.after_phase:
-            if not work.due(step):
-                continue
+        if self.after_phase.due(step):
             self.watchdog.beat("work after a phase")
             self.saver.finish()
             if self.groups.is_first:
-                work.run(step)
+                self.after_phase.run(step)
             barrier()
 
     def train_phase(self, phase: ResolvedPhase) -> None:

@@ -85,8 +85,9 @@ class Failures:
         words |= asdict(self.progress)
         words["seconds"] = round(time.monotonic() - words.pop("began"), 3)
         words["ended"] = datetime.now(UTC).isoformat(timespec="seconds")
-        if sealed := sealed_checkpoints(self.run_dir):
-            words["checkpoint"] = str(sealed[max(sealed)])
+        with suppress(OSError):
+            if sealed := sealed_checkpoints(self.run_dir):
+                words["checkpoint"] = str(sealed[max(sealed)])
         text = json.dumps(finite({name: value for name, value in words.items() if value is not None}), allow_nan=False)
         try:
             with (self.run_dir / FILE).open("x" if self.places else "w") as file:

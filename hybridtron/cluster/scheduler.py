@@ -43,6 +43,17 @@ def is_here() -> bool:
     return shutil.which("sbatch") is not None
 
 
+def silence() -> str | None:
+    """Why SLURM can't be asked here, or None."""
+    if not is_here():
+        return "sbatch is not on the PATH here; submit where it is"
+    try:
+        partitions()
+    except SlurmError as error:
+        return str(error)
+    return None
+
+
 def partitions() -> list[Partition]:
     lines = _output(["sinfo", "--noheader", "--format=%P|%a|%l|%D"]).splitlines()
     return [_partition(*line.split("|")) for line in lines if line.count("|") == 3]

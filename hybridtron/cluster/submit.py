@@ -89,8 +89,10 @@ def planned(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> t
     found += check(config, nodes * config.cluster.processes)
     found += [] if dry_run else mixture_spec.problems(config)  # a dry run may happen where the data is not
     found += [*cluster_problems(config.cluster), *resume_problems(config.run.resume), *job_problems(job)]
-    if scheduler.is_here() or not dry_run:
+    if (silence := scheduler.silence()) is None:
         found += queue_problems(job, nodes, ask_sbatch=not found)
+    elif not dry_run:
+        found.append(Problem("cluster", f"can't be asked: {silence}"))
     if found:
         raise ConfigError(list(dict.fromkeys(found)))
     return config, job

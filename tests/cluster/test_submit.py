@@ -177,7 +177,7 @@ def test_without_slurm_there_is_a_dry_run_and_nothing_else(
     asked = arguments(counting_folder, tmp_path / "run")
     assert submit.main([*asked, "--dry-run"]) == 0
     assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH --job-name=laptop\n#SBATCH --nodes=2\n")
-    assert "sinfo is not on this machine's PATH" in refused(capsys, *asked)
+    assert "sbatch is not on the PATH here" in refused(capsys, *asked)
     assert not (tmp_path / "run").exists()
 
 

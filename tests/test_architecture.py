@@ -17,6 +17,7 @@ ORDER = [
     "requirements",  # which commands check before all else is imported
     "regular_files",
     "problems",
+    "limits",
     "device",
     "architecture",
     "optimizers",
@@ -54,7 +55,7 @@ OWNERS = {
     "pyarrow": "data/prepare/inputs.py",
     "triton": "ops/kernel_launch.py ops/*/kernels*.py ops/*/triton.py",  # kernels of our own
 }
-TORCH_FREE = ("regular_files", "problems", "architecture", "optimizers", "config", "planning")
+TORCH_FREE = ("regular_files", "problems", "limits", "architecture", "optimizers", "config", "planning")
 GENERATED = "mixers_hybridtron"  # made by interop/shipped_code
 
 

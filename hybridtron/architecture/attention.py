@@ -10,8 +10,9 @@ mamba2attn-2.7b has a bias and no SiLU, and its rotary positions turn `rotary_di
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from hybridtron.architecture.base import (
     Cut,
@@ -24,7 +25,8 @@ from hybridtron.architecture.base import (
     linear,
     output_linear,
 )
-from hybridtron.problems import Problem
+from hybridtron.limits import above, at_least, divisors_near
+from hybridtron.problems import Problem, choice
 
 
 def visible_tokens(seq_len: int, window: int | None) -> float:
@@ -43,12 +45,15 @@ class HeadsSpec(MixerSpec):
 
     width_option: ClassVar[str] = "heads"
 
-    heads: int = 1  # query heads
-    kv_heads: int | None = None  # key/value heads; null: heads
-    head_dim: int | None = None  # channels of a head; null: width / heads
-    rope_base: float | None = 10000.0  # base of the rotary positions; null: no positions
+    heads: Annotated[int, at_least(1)] = 1  # query heads
+    kv_heads: Annotated[int | None, at_least(1)] = None  # key/value heads; null: heads
+    # channels of a head; null: width / heads
+    head_dim: Annotated[int | None, at_least(1, "leave it out for width / heads")] = None
+    # base of the rotary positions; null: no positions
+    rope_base: Annotated[float | None, above(1, "null for no positions")] = 10000.0
     rotary_dim: int | None = None  # channels of a head that rotary positions turn; null: all
-    conv: int | None = None  # taps of a short convolution on queries, keys and values; null: none
+    # taps of a short convolution on queries, keys and values; null: none
+    conv: Annotated[int | None, at_least(2, "leave it out for none")] = None
     conv_bias: bool = False  # that convolution has a bias
     conv_silu: bool = True  # it is followed by SiLU
 
@@ -138,50 +143,28 @@ class HeadsSpec(MixerSpec):
             )
         return parts
 
-    def layout_problems(self, model: ModelSizes, tensor: int) -> list[Problem]:
-        if self.heads % tensor == 0:
-            return []
-        return [Problem("heads", f"is {self.heads}, which {tensor} ranks can't share evenly")]
-
-    def problems(self, model: ModelSizes, max_seq_len: int) -> list[Problem]:
-        if self.heads < 1:
-            return [Problem("heads", f"is {self.heads}, must be at least 1")]
-        found = []
-        if self.head_dim is not None and self.head_dim < 1:
-            found.append(
-                Problem("head_dim", f"is {self.head_dim}, must be at least 1 (leave it out for width / heads)")
-            )
-        elif self.head_dim is None and model.width % self.heads:
-            fitting = [h for h in range(1, 2 * self.heads) if model.width % h == 0]
-            nearest = sorted(sorted(fitting, key=lambda h: abs(h - self.heads))[:3])
-            found.append(
-                Problem(
-                    "heads",
-                    f"is {self.heads}, must divide model.width={model.width} (near it: {nearest}), or set head_dim",
-                )
-            )
+    def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
+        if self.head_dim is None and model.width % self.heads:
+            fitting = f"{choice(divisors_near(model.width, self.heads))}, or set head_dim"
+            yield Problem("heads", f"is {self.heads}, must divide model.width={model.width}: {fitting}")
         elif self.rope_base is not None:
-            found += self._rotary_problems(model)
-        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
-            divisors = [g for g in range(1, self.heads + 1) if self.heads % g == 0]
-            found.append(Problem("kv_heads", f"is {self.kv_heads}, must divide heads={self.heads}: one of {divisors}"))
-        if self.rope_base is not None and self.rope_base <= 1:
-            found.append(Problem("rope_base", f"is {self.rope_base}, must be above 1 (null for no positions)"))
-        if self.conv is not None and self.conv < 2:
-            found.append(Problem("conv", f"is {self.conv}, must be at least 2 (leave it out for none)"))
+            yield from self._rotary_problems(model)
+        if self.heads % self.groups():
+            fitting = choice(divisors_near(self.heads, self.groups()))
+            yield Problem("kv_heads", f"is {self.kv_heads}, must divide heads={self.heads}: {fitting}")
         if self.conv is None and (self.conv_bias or not self.conv_silu):
             name = "conv_bias" if self.conv_bias else "conv_silu"
-            found.append(Problem(name, f"is {getattr(self, name)}, but there is no convolution: set conv, or leave it"))
-        return found
+            yield Problem(name, f"is {getattr(self, name)}, but there is no convolution: set conv, or leave it")
 
-    def _rotary_problems(self, model: ModelSizes) -> list[Problem]:
+    def _rotary_problems(self, model: ModelSizes) -> Iterator[Problem]:
         """Rotary positions turn pairs of a head's channels."""
         head = self.head(model)
         if self.rotary_dim is None:
-            return [Problem("head_dim", f"is {head}, must be even for rotary positions")] if head % 2 else []
-        if self.rotary_dim % 2 == 0 and 2 <= self.rotary_dim <= head:
-            return []
-        return [Problem("rotary_dim", f"is {self.rotary_dim}, must be even, and from 2 to the head's {head} channels")]
+            if head % 2:
+                yield Problem("head_dim", f"is {head}, must be even for rotary positions")
+        elif self.rotary_dim % 2 or not 2 <= self.rotary_dim <= head:
+            limits = f"must be even, and from 2 to the head's {head} channels"
+            yield Problem("rotary_dim", f"is {self.rotary_dim}, {limits}")
 
 
 @dataclass(frozen=True)
@@ -191,7 +174,8 @@ class AttentionSpec(HeadsSpec):
     kind: ClassVar[str] = "attention"
     module: ClassVar[str] = "hybridtron.mixers.attention:Attention"
 
-    window: int | None = None  # tokens that a token sees, itself included; null: full attention
+    # tokens that a token sees, itself included; null: full attention
+    window: Annotated[int | None, at_least(2, "leave it out for full attention")] = None
 
     @property
     def attention_at_eval(self) -> str:
@@ -204,16 +188,9 @@ class AttentionSpec(HeadsSpec):
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         return self.carried_heads(model, None if self.window is None else self.window - 1)
 
-    def problems(self, model: ModelSizes, max_seq_len: int) -> list[Problem]:
-        found = super().problems(model, max_seq_len)
-        if self.window is not None and self.window < 2:
-            found.append(Problem("window", f"is {self.window}, must be at least 2 (leave it out for full attention)"))
-        elif self.window is not None and self.window > max_seq_len:
-            found.append(
-                Problem(
-                    "window",
-                    f"is {self.window}, larger than the longest sequence of any phase ({max_seq_len}): "
-                    f"leave it out for full attention, or use at most {max_seq_len}",
-                )
-            )
-        return found
+    def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
+        yield from super().problems(model, max_seq_len)
+        if self.window is not None and self.window > max_seq_len:
+            longest = f"larger than the longest sequence of any phase ({max_seq_len})"
+            cure = f"leave it out for full attention, or use at most {max_seq_len}"
+            yield Problem("window", f"is {self.window}, {longest}: {cure}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -246,9 +246,15 @@ class MixerSpec(ABC):
         """All options as an exported model states them, also those that are left to a default."""
         return dataclasses.asdict(self)
 
-    def problems(self, model: ModelSizes, max_seq_len: int) -> list[Problem]:
-        """What is wrong with these options; keys are option names."""
-        return []
+    def problems(self, model: ModelSizes, max_seq_len: int) -> Iterable[Problem]:
+        """What is wrong with options that keep their limits; keys are option names."""
+        return ()
+
+    def disordered(self, low: str, high: str) -> Iterator[Problem]:
+        """Two options that are the ends of a range above 0, where they are none."""
+        least, most = getattr(self, low), getattr(self, high)
+        if not 0 < least < most:
+            yield Problem(low, f"is {least}, must be above 0 and below {high}={most}")
 
     @property
     def attention_at_eval(self) -> str | None:
@@ -260,17 +266,27 @@ class MixerSpec(ABC):
         """Outside training, pieces of a text give what its whole would where they begin at multiples of this."""
         return 1
 
-    def carry_problems(self, seq_len: int) -> list[Problem]:
+    def carry_problems(self, seq_len: int) -> Iterable[Problem]:
         """What keeps rows of this length from continuing where the row before them ended; keys are option names."""
-        return []
+        return ()
 
-    def surprises(self, carried: bool) -> list[Problem]:
+    def surprises(self, carried: bool) -> Iterable[Problem]:
         """What works otherwise than it looks; `carried` is whether a phase carries keys and values in training."""
-        return []
+        return ()
 
-    def layout_problems(self, model: ModelSizes, tensor: int) -> list[Problem]:
+    def layout_problems(self, model: ModelSizes, tensor: int) -> Iterable[Problem]:
         """What keeps this mixer from being cut over this number of tensor-parallel ranks; keys are option names."""
-        return []
+        uneven = [
+            f"{size // cut.unit} in {name}"
+            for name, weight in self.parameters(model).items()
+            for cut in weight.cuts
+            if cut.over == "tensor" and not cut.replicate
+            for size in weight.fused_sizes(cut.axis)
+            if size % (cut.unit * tensor)
+        ]
+        option = self.width_option or "kind"
+        for units in uneven[:1]:  # those of the other weights follow from the same option
+            yield Problem(option, f"is {getattr(self, option)} ({units}), which {tensor} ranks can't share evenly")
 
     def describe(self) -> str:
         """The options that differ from their defaults, for tables: `window=2048 kv_heads=4`."""

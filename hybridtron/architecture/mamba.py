@@ -7,8 +7,9 @@ h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t;  y_t = C_t h_t + D x_t;  out_proj(y * 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from hybridtron.architecture.base import (
     Constant,
@@ -24,6 +25,7 @@ from hybridtron.architecture.base import (
     linear,
     output_linear,
 )
+from hybridtron.limits import at_least
 from hybridtron.problems import Problem
 
 
@@ -35,10 +37,11 @@ class MambaSpec(MixerSpec):
     module: ClassVar[str] = "hybridtron.mixers.mamba:Mamba"
     width_option: ClassVar[str] = "expand"
 
-    state: int = 16  # size n of the state of each channel
-    expand: int = 2  # inner channels, in multiples of the model's width
-    conv: int = 4  # taps of the causal convolution
-    dt_rank: int | None = None  # inner size of the projection to dt; null: width / 16, rounded up
+    state: Annotated[int, at_least(1)] = 16  # size n of the state of each channel
+    expand: Annotated[int, at_least(1)] = 2  # inner channels, in multiples of the model's width
+    conv: Annotated[int, at_least(2)] = 4  # taps of the causal convolution
+    # inner size of the projection to dt; null: width / 16, rounded up
+    dt_rank: Annotated[int | None, at_least(1, "leave it out for width / 16")] = None
     dt_min: float = 0.001  # smallest initial step size
     dt_max: float = 0.1  # largest initial step size
 
@@ -95,20 +98,5 @@ class MambaSpec(MixerSpec):
             "conv": StatePart("conv", (self.conv - 1, inner), cuts=(Cut(1),)),
         }
 
-    def layout_problems(self, model: ModelSizes, tensor: int) -> list[Problem]:
-        inner = self.inner(model)
-        if inner % tensor == 0:
-            return []
-        return [Problem("expand", f"makes {inner} inner channels, which {tensor} ranks can't share evenly")]
-
-    def problems(self, model: ModelSizes, max_seq_len: int) -> list[Problem]:
-        found = [
-            Problem(name, f"is {getattr(self, name)}, must be at least {least}")
-            for name, least in (("state", 1), ("expand", 1), ("conv", 2))
-            if getattr(self, name) < least
-        ]
-        if self.dt_rank is not None and self.dt_rank < 1:
-            found.append(Problem("dt_rank", f"is {self.dt_rank}, must be at least 1 (leave it out for width / 16)"))
-        if not 0 < self.dt_min < self.dt_max:
-            found.append(Problem("dt_min", f"is {self.dt_min}, must be above 0 and below dt_max={self.dt_max}"))
-        return found
+    def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
+        yield from self.disordered("dt_min", "dt_max")

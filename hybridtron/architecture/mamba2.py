@@ -11,8 +11,9 @@ and one conv1d, with the rows of `exported_names`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from hybridtron.architecture.base import (
     Constant,
@@ -28,7 +29,8 @@ from hybridtron.architecture.base import (
     linear,
     output_linear,
 )
-from hybridtron.problems import Problem
+from hybridtron.limits import above, at_least, divisors_near
+from hybridtron.problems import Problem, choice
 
 CHUNK = 128
 """Tokens that see each other through a matrix, for the FLOP count."""
@@ -45,16 +47,16 @@ class Mamba2Spec(MixerSpec):
     module: ClassVar[str] = "hybridtron.mixers.mamba2:Mamba2"
     width_option: ClassVar[str] = "head_dim"
 
-    state: int = 128  # size n of the state of each channel
-    head_dim: int = 64  # channels of a head
-    expand: int = 2  # inner channels, in multiples of the model's width
-    groups: int = 1  # head groups that share B and C
-    conv: int = 4  # taps of the causal convolution
+    state: Annotated[int, at_least(1)] = 128  # size n of the state of each channel
+    head_dim: Annotated[int, at_least(1)] = 64  # channels of a head
+    expand: Annotated[int, at_least(1)] = 2  # inner channels, in multiples of the model's width
+    groups: Annotated[int, at_least(1)] = 1  # head groups that share B and C
+    conv: Annotated[int, at_least(2)] = 4  # taps of the causal convolution
     dt_min: float = 0.001  # smallest initial step size
     dt_max: float = 0.1  # largest initial step size
     a_min: float = 1.0  # smallest initial -A
     a_max: float = 16.0  # largest initial -A
-    norm_eps: float = 1e-5  # added to the mean square in the gated norm
+    norm_eps: Annotated[float, above(0)] = 1e-5  # added to the mean square in the gated norm
 
     def inner(self, model: ModelSizes) -> int:
         return self.expand * model.width
@@ -121,38 +123,14 @@ class Mamba2Spec(MixerSpec):
             ),
         }
 
-    def layout_problems(self, model: ModelSizes, tensor: int) -> list[Problem]:
-        heads = self.num_heads(model)
-        if heads % tensor == 0:
-            return []
-        return [Problem("head_dim", f"makes {heads} heads, which {tensor} ranks can't share evenly")]
-
-    def problems(self, model: ModelSizes, max_seq_len: int) -> list[Problem]:
-        least = (("state", 1), ("head_dim", 1), ("expand", 1), ("groups", 1), ("conv", 2))
-        found = [
-            Problem(name, f"is {getattr(self, name)}, must be at least {limit}")
-            for name, limit in least
-            if getattr(self, name) < limit
-        ]
-        if not found:
-            found = self._uneven(model)
-        for low, high in (("dt_min", "dt_max"), ("a_min", "a_max")):
-            if not 0 < getattr(self, low) < getattr(self, high):
-                limits = f"above 0 and below {high}={getattr(self, high)}"
-                found.append(Problem(low, f"is {getattr(self, low)}, must be {limits}"))
-        if self.norm_eps <= 0:
-            found.append(Problem("norm_eps", f"is {self.norm_eps}, must be above 0"))
-        return found
-
-    def _uneven(self, model: ModelSizes) -> list[Problem]:
-        """Heads that don't share out the inner channels, or groups that don't share out the heads."""
+    def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
         inner, heads = self.inner(model), self.num_heads(model)
         if inner % self.head_dim:
-            fitting = [size for size in range(1, 2 * self.head_dim) if inner % size == 0]
-            nearest = sorted(sorted(fitting, key=lambda size: abs(size - self.head_dim))[:3])
             channels = f"the {inner} inner channels (expand={self.expand} times model.width={model.width})"
-            return [Problem("head_dim", f"is {self.head_dim}, must divide {channels}; near it: {nearest}")]
-        if heads % self.groups:
-            divisors = [groups for groups in range(1, heads + 1) if heads % groups == 0]
-            return [Problem("groups", f"is {self.groups}, must divide the {heads} heads: one of {divisors}")]
-        return []
+            fitting = choice(divisors_near(inner, self.head_dim))
+            yield Problem("head_dim", f"is {self.head_dim}, must divide {channels}: {fitting}")
+        elif heads % self.groups:
+            fitting = choice(divisors_near(heads, self.groups))
+            yield Problem("groups", f"is {self.groups}, must divide the {heads} heads: {fitting}")
+        yield from self.disordered("dt_min", "dt_max")
+        yield from self.disordered("a_min", "a_max")

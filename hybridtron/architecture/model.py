@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 from omegaconf import MISSING
+
+from hybridtron.limits import above, at_least
 
 
 class Start(StrEnum):
@@ -24,12 +26,12 @@ class Start(StrEnum):
 class ModelConfig:
     """The architecture: a pattern of letters, and what each letter means (`kind` and its options)."""
 
-    width: int = MISSING  # channels of the residual stream
-    vocab_size: int = MISSING  # tokens of the vocabulary; must be at least the tokenizer's
+    width: Annotated[int, at_least(1)] = MISSING  # channels of the residual stream
+    vocab_size: Annotated[int, at_least(1)] = MISSING  # tokens of the vocabulary; must be at least the tokenizer's
     pattern: str = MISSING  # the order of the sub-layers, one letter each: "(M-W-)*6"
     layers: dict[str, dict[str, Any]] = MISSING  # what each letter means: {M: {kind: mamba}}; options below
     tie_embeddings: bool = True  # the head uses the embedding's weights
-    norm_eps: float = 1e-5  # added to the mean square in RMSNorm
+    norm_eps: Annotated[float, above(0)] = 1e-5  # added to the mean square in RMSNorm
     residual_fp32: bool = False  # the residual stream is kept and summed in fp32, also where weights are bf16
     init: Start = Start.mamba  # how weights are initialized: as in Mamba's public code, or as in lit_gpt
-    embedding_std: float = 0.02  # standard deviation of the embedding under init=mamba
+    embedding_std: Annotated[float, above(0)] = 0.02  # standard deviation of the embedding under init=mamba

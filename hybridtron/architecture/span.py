@@ -33,19 +33,15 @@ begins in mid-row may end its row in mid-chunk, and then the same holds.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from hybridtron.architecture.attention import HeadsSpec, visible_tokens
 from hybridtron.architecture.base import Cut, ModelSizes, StatePart
-from hybridtron.problems import Problem
-
-CHOICES = {
-    "draw": ("batch", "layer"),
-    "relevance": ("chunk", "previous_chunk"),
-    "memory": ("span", "none", "random", "landmark", "shifted"),
-    "eval": ("full", "span"),
-}
+from hybridtron.limits import at_least, divisors_near, one_of
+from hybridtron.problems import Problem, choice
 
 
 @dataclass(frozen=True)
@@ -55,17 +51,21 @@ class SpanSpec(HeadsSpec):
     kind: ClassVar[str] = "span"
     module: ClassVar[str] = "hybridtron.mixers.span:SpanAttention"
 
-    chunk: int | list[int] = 2048  # tokens that select blocks together, or a list of sizes to draw from
-    draw: str = "batch"  # a list is drawn from for each micro-batch, or for each layer too
-    block: int = 32  # tokens of a block
-    blocks: int = 8  # blocks of the past that a chunk reads
+    # tokens that select blocks together, or a list of sizes to draw from
+    chunk: Annotated[int | list[int], at_least(2)] = 2048
+    # a list is drawn from for each micro-batch, or for each layer too
+    draw: Annotated[str, one_of(("batch", "layer"))] = "batch"
+    block: Annotated[int, at_least(2)] = 32  # tokens of a block
+    blocks: Annotated[int, at_least(1, "memory: none reads none")] = 8  # blocks of the past that a chunk reads
     # whose queries choose: those of the chunk (the paper's), or of the chunk before (strictly causal)
-    relevance: str = "chunk"
+    relevance: Annotated[str, one_of(("chunk", "previous_chunk"))] = "chunk"
     # what is read of the past: chosen blocks (span), nothing (none), random blocks, blocks chosen by a landmark, or
     # shifted groups
-    memory: str = "span"
-    eval: str = "full"  # outside training: full attention, or span as in training
-    remember: int = 0  # where states are carried: tokens before the current chunk that can still be read
+    memory: Annotated[str, one_of(("span", "none", "random", "landmark", "shifted"))] = "span"
+    # outside training: full attention, or span as in training
+    eval: Annotated[str, one_of(("full", "span"))] = "full"
+    # where states are carried: tokens before the current chunk that can still be read
+    remember: Annotated[int, at_least(0)] = 0
 
     def chunks(self) -> tuple[int, ...]:
         """The sizes that a chunk can have."""
@@ -130,69 +130,45 @@ class SpanSpec(HeadsSpec):
             parts["sums"] = StatePart("kv", (asked, self.heads, head), "float32", cuts=(Cut(1),))
         return parts
 
-    def carry_problems(self, seq_len: int) -> list[Problem]:
-        if not self.asks or self.relevance == "previous_chunk":
-            return []
+    def carry_problems(self, seq_len: int) -> Iterator[Problem]:
         uneven = [chunk for chunk in self.chunks() if seq_len % chunk]
-        if not uneven:
-            return []
-        cure = "use relevance=previous_chunk, for which rows may end anywhere, or chunks that divide the rows"
-        return [
-            Problem("chunk", f"is {self.chunk}, but rows of {seq_len} tokens end inside chunks of {uneven}: {cure}")
-        ]
+        if uneven and self.asks and self.relevance == "chunk":
+            cure = "use relevance=previous_chunk, for which rows may end anywhere, or chunks that divide the rows"
+            ends = f"but rows of {seq_len} tokens end inside chunks of {uneven}"
+            yield Problem("chunk", f"is {self.chunk}, {ends}: {cure}")
 
-    def surprises(self, carried: bool) -> list[Problem]:
-        found = []
+    def surprises(self, carried: bool) -> Iterator[Problem]:
         if self.reads_in > 1:
             leak = "is span, but under relevance=chunk held-out losses depend on later tokens through the chosen blocks"
             cure = "which generation can't choose by: use relevance=previous_chunk, or eval=full"
-            found.append(Problem("eval", f"{leak}, {cure}"))
+            yield Problem("eval", f"{leak}, {cure}")
         if self.remember and not carried:
             why = "no phase carries keys and values (states.mode=tbtt), and outside training all of a document is kept"
-            found.append(Problem("remember", f"is {self.remember} and has no effect: {why}"))
-        return found
+            yield Problem("remember", f"is {self.remember} and has no effect: {why}")
 
-    def layout_problems(self, model: ModelSizes, tensor: int) -> list[Problem]:
-        found = super().layout_problems(model, tensor)
-        if not found and self.asks and self.groups() % tensor:
+    def layout_problems(self, model: ModelSizes, tensor: int) -> Iterator[Problem]:
+        yield from super().layout_problems(model, tensor)
+        if self.asks and self.groups() % tensor and self.heads % tensor == 0:
             why = f"which {tensor} ranks can't share evenly, though the heads of each choose blocks together"
-            found.append(Problem("kv_heads", f"is {self.groups()}, {why}"))
-        return found
+            yield Problem("kv_heads", f"is {self.groups()}, {why}")
 
-    def problems(self, model: ModelSizes, max_seq_len: int) -> list[Problem]:
-        found = super().problems(model, max_seq_len)
-        for name, known in CHOICES.items():
-            if (value := getattr(self, name)) not in known:
-                found.append(Problem(name, f"is {value!r}, must be one of {', '.join(known)}"))
-        return found + self._chunk_problems(max_seq_len) + self._memory_problems()
-
-    def _chunk_problems(self, max_seq_len: int) -> list[Problem]:
+    def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
+        yield from super().problems(model, max_seq_len)
         sizes = self.chunks()
-        if not sizes or min(sizes) < 2:
-            return [Problem("chunk", f"is {self.chunk}, must be at least 2, or a list of such numbers")]
-        if max(sizes) > max_seq_len:
+        if not sizes:
+            yield Problem("chunk", "is empty, must be at least 2, or a list of such numbers")
+        elif max(sizes) > max_seq_len:
             cure = f"longer than the longest sequence of any phase ({max_seq_len}): use at most that"
-            return [Problem("chunk", f"is {self.chunk}, {cure}")]
-        if self.block < 2 or any(size % self.block for size in sizes):
-            fitting = [b for b in range(2, min(sizes) + 1) if all(size % b == 0 for size in sizes)]
-            return [Problem("block", f"is {self.block}, must divide chunk={self.chunk}: one of {fitting[:8]}")]
-        return []
-
-    def _memory_problems(self) -> list[Problem]:
-        found = []
-        if self.blocks < 1:
-            found.append(Problem("blocks", f"is {self.blocks}, must be at least 1 (memory: none reads none)"))
+            yield Problem("chunk", f"is {self.chunk}, {cure}")
+        elif math.gcd(*sizes) % self.block:
+            fitting = choice(divisors_near(math.gcd(*sizes), self.block))
+            yield Problem("block", f"is {self.block}, must divide chunk={self.chunk}: {fitting}")
         if self.remember and self.memory in ("none", "shifted"):
-            found.append(Problem("remember", f"is {self.remember}, but memory={self.memory} reads no blocks: use 0"))
-        elif self.remember < 0 or (self.block > 0 and self.remember % self.block):
+            yield Problem("remember", f"is {self.remember}, but memory={self.memory} reads no blocks: use 0")
+        elif self.remember % self.block:
             cure = f"must be a multiple of block={self.block} (0: nothing before the chunk under way)"
-            found.append(Problem("remember", f"is {self.remember}, {cure}"))
+            yield Problem("remember", f"is {self.remember}, {cure}")
         if self.memory == "shifted" and self.heads % 2:
-            found.append(
-                Problem("heads", f"is {self.heads}, must be even for memory=shifted, which shifts half of them")
-            )
-        if self.memory == "shifted" and any(size % 2 for size in self.chunks()):
-            found.append(
-                Problem("chunk", f"is {self.chunk}, must be even for memory=shifted, which shifts by half of it")
-            )
-        return found
+            yield Problem("heads", f"is {self.heads}, must be even for memory=shifted, which shifts half of them")
+        if self.memory == "shifted" and any(size % 2 for size in sizes):
+            yield Problem("chunk", f"is {self.chunk}, must be even for memory=shifted, which shifts by half of it")

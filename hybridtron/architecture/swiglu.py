@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from hybridtron.architecture.base import MixerSpec, ModelSizes, Names, Parameter, linear, output_linear
-from hybridtron.problems import Problem
+from hybridtron.limits import at_least
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,8 @@ class SwiGLUSpec(MixerSpec):
     module: ClassVar[str] = "hybridtron.mixers.swiglu:SwiGLU"
     width_option: ClassVar[str] = "hidden"
 
-    hidden: int = 0  # inner channels; must be set
+    # inner channels; must be set
+    hidden: Annotated[int, at_least(1, "8/3 of model.width is usual")] = 0
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         return {
@@ -37,14 +38,3 @@ class SwiGLUSpec(MixerSpec):
 
     def activation_values(self, model: ModelSizes) -> int:
         return 3 * self.hidden
-
-    def layout_problems(self, model: ModelSizes, tensor: int) -> list[Problem]:
-        if self.hidden % tensor == 0:
-            return []
-        return [Problem("hidden", f"is {self.hidden}, which {tensor} ranks can't share evenly")]
-
-    def problems(self, model: ModelSizes, max_seq_len: int) -> list[Problem]:
-        if self.hidden < 1:
-            usual = 8 * model.width // 3
-            return [Problem("hidden", f"is {self.hidden}, must be set to the MLP's inner width, e.g. {usual}")]
-        return []

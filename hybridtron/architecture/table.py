@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import types
 import typing
 from dataclasses import dataclass, replace
@@ -26,7 +27,8 @@ from hybridtron.architecture.base import (
     linear,
 )
 from hybridtron.architecture.model import ModelConfig, Start
-from hybridtron.architecture.pattern import PatternError, parse
+from hybridtron.architecture.pattern import RESERVED, Pattern, PatternError, parse
+from hybridtron.limits import limit_problems
 from hybridtron.problems import ConfigError, Problem, did_you_mean
 
 
@@ -39,37 +41,49 @@ class Architecture:
     sizes: ModelSizes
     stages: tuple[int, ...]
 
+    @property
+    def by_letter(self) -> dict[str, MixerSpec]:
+        """The spec of each letter of the pattern, in the order in which they first appear."""
+        return dict(zip(self.letters, self.specs, strict=True))
 
-def architecture(model: ModelConfig) -> Architecture:
-    """Read the pattern. Raises ConfigError where it, or a letter's options, can't be read."""
-    specs, found = letter_specs(model)
+
+def architecture(model: ModelConfig, longest: int = sys.maxsize) -> Architecture:
+    """What the model is made of. ConfigError with all that is wrong with it, if it reads rows of up to `longest`."""
+    found = list(limit_problems(model, "model"))
+    specs: dict[str, MixerSpec] = {}
+    for letter, options in model.layers.items():
+        where = f"model.layers.{letter}"
+        if len(letter) != 1 or letter.isspace() or letter in RESERVED:
+            found.append(Problem(where, f"is no letter: use one character, not a space or one of {RESERVED}"))
+        try:
+            specs[letter] = _spec(where, dict(options))
+        except ConfigError as error:
+            found += error.problems
+    pattern = Pattern((), ())
     try:
         pattern = parse(model.pattern, model.layers)
     except PatternError as error:
-        raise ConfigError([*found, Problem("model.pattern", str(error))]) from None
+        found.append(Problem("model.pattern", str(error)))
+    sizes = ModelSizes(model.width, len(pattern.letters) or 1)
+    for letter, spec in specs.items() if model.width >= 1 else ():
+        found += [Problem(f"model.layers.{letter}.{p.key}", p.message) for p in spec.problems(sizes, longest)]
     if found:
         raise ConfigError(found)
-    sizes = ModelSizes(model.width, len(pattern.letters))
     return Architecture(pattern.letters, tuple(specs[letter] for letter in pattern.letters), sizes, pattern.stages)
 
 
-def letter_specs(model: ModelConfig) -> tuple[dict[str, MixerSpec], list[Problem]]:
-    """The spec of each letter, and what is wrong with letters that have none."""
-    specs: dict[str, MixerSpec] = {}
-    found: list[Problem] = []
-    for letter, entry in model.layers.items():
-        where = f"model.layers.{letter}"
-        options = dict(entry)
-        kind = options.pop("kind", None)
-        if kind is None:
-            found.append(Problem(f"{where}.kind", f"must be set; {_known(SPECS)}"))
-        elif kind not in SPECS:
-            found.append(Problem(f"{where}.kind", f"is {kind!r}{did_you_mean(str(kind), SPECS)}; {_known(SPECS)}"))
-        elif problems := _option_problems(SPECS[kind], options):
-            found += [Problem(f"{where}.{p.key}", p.message) for p in problems]
-        else:
-            specs[letter] = SPECS[kind](**options)
-    return specs, found
+def _spec(where: str, options: dict[str, Any]) -> MixerSpec:
+    """What a letter means. ConfigError where it means nothing."""
+    kind = options.pop("kind", None)
+    if kind not in SPECS:
+        what = "must be set" if kind is None else f"is {kind!r}{did_you_mean(str(kind), SPECS)}"
+        raise ConfigError([Problem(f"{where}.kind", f"{what}; {_known(SPECS)}")])
+    if found := _option_problems(SPECS[kind], options, where):
+        raise ConfigError(found)
+    spec = SPECS[kind](**options)
+    if found := list(limit_problems(spec, where)):
+        raise ConfigError(found)
+    return spec
 
 
 def parameter_table(model: ModelConfig) -> dict[str, Parameter]:
@@ -100,15 +114,16 @@ def _as_lit_gpt(table: dict[str, Parameter], arch: Architecture) -> dict[str, Pa
     return {name: replace(weight, init=starts.get(type(weight.init), weight.init)) for name, weight in table.items()}
 
 
-def _option_problems(spec: type[MixerSpec], options: dict[str, Any]) -> list[Problem]:
+def _option_problems(spec: type[MixerSpec], options: dict[str, Any], where: str) -> list[Problem]:
     hints = _hints(spec)
     names = [f.name for f in dataclasses.fields(spec)]
     found = []
     for name, value in options.items():
         if name not in names:
-            found.append(Problem(name, f"is no option of {spec.kind}{did_you_mean(name, names)}; {_known(names)}"))
+            near = did_you_mean(name, names)
+            found.append(Problem(f"{where}.{name}", f"is no option of {spec.kind}{near}; {_known(names)}"))
         elif not _fits(value, hints[name]):
-            found.append(Problem(name, f"is {value!r}, must be {_type_name(hints[name])}"))
+            found.append(Problem(f"{where}.{name}", f"is {value!r}, must be {_type_name(hints[name])}"))
     return found
 
 

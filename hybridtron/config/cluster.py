@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated
+
+from hybridtron.limits import above
 
 
 class Runtime(StrEnum):
@@ -56,8 +59,9 @@ class ClusterConfig:
     """A cluster as jobs see it; null where SLURM's own default applies, or where a number is unknown."""
 
     name: str = "local"  # appears in tables
-    peak_tflops: float | None = None  # dense bf16 peak of one device; MFU is relative to it in FP8 too
-    memory_gb: float | None = None  # memory of one device
+    # dense bf16 peak of one device; MFU is relative to it in FP8 too
+    peak_tflops: Annotated[float | None, above(0)] = None
+    memory_gb: Annotated[float | None, above(0)] = None  # memory of one device
     partition: str | None = None  # as sbatch takes it; null: SLURM's default
     account: str | None = None  # as sbatch takes it
     qos: str | None = None  # as sbatch takes it

@@ -79,8 +79,7 @@ def stage_problems(model: ModelConfig, parallel: ParallelConfig) -> list[Problem
 def layer_costs(model: ModelConfig, seq_len: int) -> tuple[int, ...]:
     """Weighted forward FLOPs per token of every sub-layer; the ends of the model count with the ends of the list."""
     arch = architecture(model)
-    specs = dict(zip(arch.letters, arch.specs, strict=True))
-    by_letter = {letter: mixer_cost(spec, arch.sizes, seq_len) for letter, spec in specs.items()}
+    by_letter = {letter: mixer_cost(spec, arch.sizes, seq_len) for letter, spec in arch.by_letter.items()}
     costs = [by_letter[letter] for letter in arch.letters]
     costs[0] += embedding_cost(model)
     costs[-1] += head_cost(model)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from omegaconf import MISSING
 
@@ -22,14 +22,19 @@ from hybridtron.config.choices import (
     StateKind,
     StateMode,
 )
+from hybridtron.config.units import parse_tokens
+from hybridtron.limits import above, at_least, not_empty, possible_path, readable_by
+
+TOKENS = readable_by(parse_tokens)
 
 
 @dataclass
 class IngredientConfig:
     """One source of a mixture: its weight, and where it is, if not under its own name in `data.path`."""
 
-    weight: float = MISSING  # share of the rows, relative to the other weights
-    path: str | None = None  # another prepared folder; null: data.path
+    # share of the rows, relative to the other weights
+    weight: Annotated[float, above(0, "weights need not add up to anything")] = MISSING
+    path: Annotated[str | None, possible_path] = None  # another prepared folder; null: data.path
     source: str | None = None  # its name there; null: the name in the mixture
 
 
@@ -88,25 +93,27 @@ class PhasePrecisionConfig:
 class RampConfig:
     """The batch of a phase's first tokens: from `start` rows on, `step` rows larger in equal shares of `tokens`."""
 
-    start: int = MISSING  # rows of the first batches
-    step: int = MISSING  # rows by which the batch grows
-    tokens: str = MISSING  # length of the ramp: the batch sizes share these tokens evenly
+    start: Annotated[int, at_least(1)] = MISSING  # rows of the first batches
+    step: Annotated[int, at_least(1)] = MISSING  # rows by which the batch grows
+    # length of the ramp: the batch sizes share these tokens evenly
+    tokens: Annotated[str, TOKENS] = MISSING
 
 
 @dataclass
 class PhaseConfig:
     """One part of training: a number of tokens, in rows of seq_len, at a learning rate, with overrides of its own."""
 
-    name: str = "pretrain"  # appears in metrics and in the names of exports
-    tokens: str = MISSING  # length of the phase: 20B, 4M
-    seq_len: int = MISSING  # tokens of a row
-    global_batch: int = MISSING  # rows of an optimizer step
-    micro_batch: int = 1  # rows of one forward pass on one data-parallel rank
+    # appears in metrics and in the names of exports
+    name: Annotated[str, not_empty("give the phase a name")] = "pretrain"
+    tokens: Annotated[str, TOKENS] = MISSING  # length of the phase: 20B, 4M
+    seq_len: Annotated[int, at_least(1)] = MISSING  # tokens of a row
+    global_batch: Annotated[int, at_least(1)] = MISSING  # rows of an optimizer step
+    micro_batch: Annotated[int, at_least(1)] = 1  # rows of one forward pass on one data-parallel rank
     ramp: RampConfig | None = None  # smaller batches at the start
-    lr: float | None = None  # the peak learning rate, of lr_piece=rewarm
+    lr: Annotated[float | None, above(0)] = None  # the peak learning rate, of lr_piece=rewarm
     # rewarm: a schedule of its own; carry_on: the rest of the previous phase's schedule; decay: from its end to lr_to
     lr_piece: LrPiece = LrPiece.rewarm
-    lr_to: float | None = None  # the final learning rate of lr_piece=decay
+    lr_to: Annotated[float | None, above(0)] = None  # the final learning rate of lr_piece=decay
     data: PhaseDataConfig = field(default_factory=PhaseDataConfig)
     states: PhaseStatesConfig = field(default_factory=PhaseStatesConfig)
     optim: PhaseOptimConfig = field(default_factory=PhaseOptimConfig)

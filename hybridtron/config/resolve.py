@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.table import Architecture, architecture
 from hybridtron.config.choices import Documents, Order, StateKind, StateMode
 from hybridtron.config.growth import Growth
 from hybridtron.config.phase_schema import (
@@ -28,6 +29,7 @@ from hybridtron.config.phase_schema import (
 )
 from hybridtron.config.schema import Config, DataConfig, OptimConfig, PrecisionConfig, StatesConfig
 from hybridtron.config.units import parse_tokens
+from hybridtron.problems import ConfigError
 
 NOISE = (StateMode.random, StateMode.fitted)
 _SECTIONS = ("data", "states", "optim", "precision")  # of which a phase may change keys; letters of the model besides
@@ -60,6 +62,14 @@ class ResolvedPhase:
     @property
     def precision(self) -> PrecisionConfig:
         return self.config.precision
+
+    @cached_property
+    def arch(self) -> Architecture | None:
+        """What the model is made of; None where something is wrong with it, which its own rules report."""
+        try:
+            return architecture(self.model)
+        except ConfigError:
+            return None
 
     @property
     def documents(self) -> Documents:
@@ -137,7 +147,7 @@ class ResolvedPhase:
         that changes any option of W, and `model.layers.W.window` in one that changes that option.
         """
         section, _, name = key.partition(".")
-        if section in _SECTIONS and getattr(getattr(self.settings, section), name, None) is not None:
+        if section in _SECTIONS and getattr(getattr(self.settings, section), name.partition(".")[0], None) is not None:
             return self.own_key(key)
         if key.startswith("model.layers."):
             letter, _, option = name.removeprefix("layers.").partition(".")

@@ -41,7 +41,10 @@ def parse_share(text: str, whole: int) -> int:
 
 def parse_steps(text: str, tokens_per_step: int) -> int:
     """Steps from a plain number, or from tokens where a unit is given (rounded up, at least 1)."""
-    amount = parse_tokens(text)
+    try:
+        amount = parse_tokens(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is neither a number of steps such as 1000 nor {FORMS}") from None
     if text.strip()[-1].isdigit():
         return amount
     return max(1, math.ceil(amount / tokens_per_step))

@@ -21,9 +21,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from hybridtron.config.resolve import resolve
-from hybridtron.config.rules import is_folder, shortened
 from hybridtron.config.saved import read_saved, references
 from hybridtron.config.schema import Config
+from hybridtron.limits import is_folder, shortened
 from hybridtron.problems import ConfigError, Problem
 
 KEY = "run.weights"

@@ -36,7 +36,7 @@ class Custom(Native):
         return shipped_code()
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
-        by_letter = dict(zip(arch.letters, arch.specs, strict=True))
+        by_letter = arch.by_letter
         return {
             "auto_map": AUTO_MAP,
             "pattern": "".join(arch.letters),

@@ -30,9 +30,9 @@ class LayerUse:
 def layer_uses(config: Config, runs_again: bool = False) -> tuple[LayerUse, ...]:
     """What each sub-layer keeps and sends, also where whole chunks of a lane run again in the backward pass."""
     arch, stream = architecture(config.model), stream_values(config)
-    specs = dict(zip(arch.letters, arch.specs, strict=True))
     by_letter = {
-        letter: _layer_use(spec, arch.sizes, config.parallel, stream, runs_again) for letter, spec in specs.items()
+        letter: _layer_use(spec, arch.sizes, config.parallel, stream, runs_again)
+        for letter, spec in arch.by_letter.items()
     }
     return tuple(by_letter[letter] for letter in arch.letters)
 

@@ -138,7 +138,7 @@ def test_chunks_with_carried_state_equal_the_whole(
 
 def may_end(spec: MixerSpec, seq: SeqInfo, cut: int) -> bool:
     """Whether a mixer's rows may end before this token, wherever in its document it stands."""
-    return not any(spec.carry_problems(place) for place in seq.positions_BL[:, cut].tolist())
+    return not any(problem for place in seq.positions_BL[:, cut].tolist() for problem in spec.carry_problems(place))
 
 
 def part_of(seq: SeqInfo, first: int, last: int) -> SeqInfo:

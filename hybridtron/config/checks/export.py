@@ -11,7 +11,7 @@ from pathlib import Path
 from hybridtron.config.exportable import RECORD, CannotExport, export_class, transformers_fault
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.config.schema import Config
-from hybridtron.problems import ConfigError, Problem
+from hybridtron.problems import Problem
 
 _NAME = re.compile(r"\w[\w.-]*")
 
@@ -28,12 +28,12 @@ def export_problems(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
             yield Problem(phase.own_key("name"), f"is {name!r}, and {rule}")
         if fault is not None:
             yield Problem(phase.own_key("export"), f"is {wanted}, but {fault}")
+        if phase.arch is None:
+            continue
         try:
             export_class(phase.model, wanted)
         except CannotExport as error:
             yield Problem(phase.own_key("export"), f"is {wanted}, but {error}")
-        except ConfigError:
-            continue  # reported by the model's own rules
 
 
 def export_folder_problems(config: Config, phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:

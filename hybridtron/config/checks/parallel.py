@@ -6,19 +6,16 @@ data-parallel rank must get as many micro batches as the others, and as many as 
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import math
 from collections.abc import Iterator
 
-from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.model import ModelConfig
-from hybridtron.architecture.pattern import PatternError, parse
-from hybridtron.architecture.table import letter_specs
+from hybridtron.architecture.table import architecture
 from hybridtron.config.layout import multiples_near, stage_problems, world_problems
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.config.schema import ParallelConfig
-from hybridtron.problems import ConfigError, Problem, choice
+from hybridtron.problems import Problem, choice
 
 MAX_TENSOR = 64  # the largest size that a message may propose
 
@@ -26,11 +23,8 @@ MAX_TENSOR = 64  # the largest size that a message may propose
 def parallel_problems(phase: ResolvedPhase, world_size: int | None) -> Iterator[Problem]:
     """All that keeps a phase and its model from being laid out over N processes (None: the fewest)."""
     parallel = phase.config.parallel
-    unusable = [name for name in ("tensor", "pipeline", "virtual_pipeline") if getattr(parallel, name) < 1]
-    for name in unusable:
-        yield Problem(f"parallel.{name}", f"is {getattr(parallel, name)}, must be at least 1")
-    if unusable:
-        return
+    if min(parallel.tensor, parallel.pipeline, parallel.virtual_pipeline) < 1:
+        return  # reported by their limits
     yield from _overlap(parallel)
     yield from _transformer_engine(parallel)
     yield from _tensor(phase)
@@ -61,7 +55,7 @@ def _tensor(phase: ResolvedPhase) -> Iterator[Problem]:
     """Every layer, the vocabulary and, with sequence parallelism, the tokens can be shared out evenly."""
     model, parallel, seq_len = phase.model, phase.config.parallel, phase.settings.seq_len
     tensor = parallel.tensor
-    if tensor == 1 or model.width < 1 or model.vocab_size < 1:
+    if tensor == 1 or phase.arch is None:
         return
     if reasons := uncuttable(model, tensor):
         fitting = [size for size in range(1, MAX_TENSOR + 1) if not uncuttable(model, size)]
@@ -76,15 +70,11 @@ def _tensor(phase: ResolvedPhase) -> Iterator[Problem]:
 
 def uncuttable(model: ModelConfig, tensor: int) -> list[str]:
     """What of the model can't be cut over N ranks, one clause each; unused letters don't matter."""
-    letters = set(model.layers)
-    with contextlib.suppress(PatternError):
-        letters = set(parse(model.pattern, model.layers).letters)
-    sizes = ModelSizes(model.width, 1)
+    arch = architecture(model)
     found = [
         f"model.layers.{letter}.{problem.key} {problem.message}"
-        for letter, spec in letter_specs(model)[0].items()
-        if letter in letters
-        for problem in spec.layout_problems(sizes, tensor)
+        for letter, spec in arch.by_letter.items()
+        for problem in spec.layout_problems(arch.sizes, tensor)
     ]
     if model.vocab_size % tensor:
         found.append(f"model.vocab_size is {model.vocab_size}, which {tensor} ranks can't share evenly")
@@ -99,8 +89,7 @@ def _pipeline(phase: ResolvedPhase) -> Iterator[Problem]:
             f"is {parallel.virtual_pipeline}, but one pipeline rank has nothing to interleave: "
             "use 1, or parallel.pipeline of at least 2",
         )
-        return
-    with contextlib.suppress(ConfigError):  # reported by the model's own rules
+    elif phase.arch is not None:
         yield from stage_problems(phase.model, parallel)
 
 

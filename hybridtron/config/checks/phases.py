@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 
 from hybridtron.architecture.model import ModelConfig
@@ -11,10 +12,10 @@ from hybridtron.architecture.table import parameter_table
 from hybridtron.config.choices import LrPiece, Moments, Order, StateMode
 from hybridtron.config.lr_shapes import SHAPES
 from hybridtron.config.resolve import ResolvedPhase
-from hybridtron.config.rules import above_zero, at_least, divisors_near, is_folder, shortened
 from hybridtron.config.schema import Config, PhaseConfig
 from hybridtron.config.units import parse_share, parse_tokens, readable
-from hybridtron.problems import ConfigError, Problem, choice, did_you_mean
+from hybridtron.limits import divisors_near, is_folder, shortened
+from hybridtron.problems import Problem, choice, did_you_mean
 
 
 def phase_problems(config: Config, phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
@@ -37,30 +38,17 @@ def phase_problems(config: Config, phases: Sequence[ResolvedPhase]) -> Iterator[
 
 
 def _sizes(where: str, phase: PhaseConfig) -> Iterator[Problem]:
-    if not phase.name.strip():
-        yield Problem(f"{where}.name", "is empty: give the phase a name")
-    sizes = {name: getattr(phase, name) for name in ("seq_len", "global_batch", "micro_batch")}
-    unusable = list(at_least(1, {f"{where}.{name}": size for name, size in sizes.items()}))
-    yield from unusable
-    if unusable:
-        return
+    if min(phase.seq_len, phase.global_batch, phase.micro_batch) < 1:
+        return  # reported by their limits
     if phase.global_batch % phase.micro_batch:
         fitting = divisors_near(phase.global_batch, phase.micro_batch)
-        yield Problem(
-            f"{where}.micro_batch",
-            f"is {phase.micro_batch}, must divide global_batch={phase.global_batch}: {choice(fitting)}",
-        )
-    try:
-        tokens = parse_tokens(phase.tokens)
-    except ValueError as error:
-        yield Problem(f"{where}.tokens", str(error))
-        return
-    if tokens < phase.tokens_per_step:
-        yield Problem(
-            f"{where}.tokens",
-            f"is {phase.tokens}, less than one step of seq_len={phase.seq_len} x global_batch={phase.global_batch}: "
-            f"use at least {phase.tokens_per_step}",
-        )
+        rule = f"must divide global_batch={phase.global_batch}: {choice(fitting)}"
+        yield Problem(f"{where}.micro_batch", f"is {phase.micro_batch}, {rule}")
+    with suppress(ValueError):  # reported by its limit
+        if 0 < parse_tokens(phase.tokens) < phase.tokens_per_step:
+            step = f"one step of seq_len={phase.seq_len} x global_batch={phase.global_batch}"
+            cure = f"use at least {phase.tokens_per_step}"
+            yield Problem(f"{where}.tokens", f"is {phase.tokens}, less than {step}: {cure}")
 
 
 def _rate(where: str, phase: PhaseConfig, index: int) -> Iterator[Problem]:
@@ -79,8 +67,6 @@ def _rate(where: str, phase: PhaseConfig, index: int) -> Iterator[Problem]:
             yield Problem(f"{where}.lr_to", "must be set for lr_piece=decay: the rate at the phase's end, such as 1e-5")
         else:
             yield Problem(f"{where}.lr_to", f"is {phase.lr_to}, which belongs to lr_piece=decay, not {piece}")
-    rates = {f"{where}.lr": phase.lr, f"{where}.lr_to": phase.lr_to}
-    yield from above_zero({key: rate for key, rate in rates.items() if rate is not None})
     if piece is LrPiece.carry_on:
         for name in ("schedule", "warmup", "decay", "final_lr"):
             if getattr(phase.optim, name) is not None:
@@ -91,11 +77,7 @@ def _rate(where: str, phase: PhaseConfig, index: int) -> Iterator[Problem]:
 def _ramp(where: str, resolved: ResolvedPhase) -> Iterator[Problem]:
     """The batch grows in equal steps to the whole one, and no lane is there later that was not before."""
     phase, ramp = resolved.settings, resolved.settings.ramp
-    if ramp is None:
-        return
-    unusable = list(at_least(1, {f"{where}.ramp.start": ramp.start, f"{where}.ramp.step": ramp.step}))
-    yield from unusable
-    if unusable:
+    if ramp is None or min(ramp.start, ramp.step) < 1:
         return
     if ramp.start >= phase.global_batch or (phase.global_batch - ramp.start) % ramp.step:
         needed = f"must reach global_batch={phase.global_batch} from {ramp.start} in whole steps"
@@ -105,11 +87,9 @@ def _ramp(where: str, resolved: ResolvedPhase) -> Iterator[Problem]:
     for name in ("start", "step"):
         if phase.micro_batch > 0 and (size := getattr(ramp, name)) % phase.micro_batch:
             yield Problem(f"{where}.ramp.{name}", f"is {size}, must be a multiple of micro_batch={phase.micro_batch}")
-    try:
+    with suppress(ValueError):  # reported by their limits
         if parse_tokens(ramp.tokens) >= parse_tokens(phase.tokens):
             yield Problem(f"{where}.ramp.tokens", f"is {ramp.tokens}, must be less than the phase's {phase.tokens}")
-    except ValueError as error:
-        yield Problem(f"{where}.ramp.tokens", str(error))
     if resolved.states.mode is not StateMode.zero or resolved.order is not Order.windows:
         cure = "leave it out, or use states.mode=zero and data.order=windows"
         yield Problem(f"{where}.ramp", f"is set, but a batch can grow only where no lane is carried on: {cure}")
@@ -133,12 +113,9 @@ def _layers(where: str, config: Config, phase: ResolvedPhase) -> Iterator[Proble
         known = list(config.model.layers)
         message = f"changes a letter that model.layers does not define{did_you_mean(letter, known)}"
         yield Problem(f"{where}.layers.{letter}", f"{message}; it has {', '.join(known)}")
-    if phase.before is None or unknown:
+    if unknown or phase.before is None or phase.before.arch is None or phase.arch is None:
         return
-    try:
-        before, after = _weights(phase.before.model), _weights(phase.model)
-    except ConfigError:
-        return  # reported by the model's own rules
+    before, after = _weights(phase.before.model), _weights(phase.model)
     if changed := [name for name in {**before, **after} if before.get(name) != after.get(name)]:
         cure = "a phase may change windows, RoPE bases and what else leaves the weights as they are"
         yield Problem(f"{where}.layers", f"changes the weight {changed[0]} of phases.{phase.before.index}: {cure}")
@@ -154,10 +131,9 @@ def _trained(where: str, phase: ResolvedPhase) -> Iterator[Problem]:
         return
     if not patterns:
         yield Problem(f"{where}.train", "is empty: name weights such as layers.*.mixer.*, or leave it out for all")
-    try:
-        names = list(parameter_table(phase.model))
-    except ConfigError:
-        return  # reported by the model's own rules
+    if phase.arch is None:
+        return
+    names = list(parameter_table(phase.model))
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             cure = f"{did_you_mean(pattern, names)}; weights are called {names[0]}, {names[1]} and so on"

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import sys
 from collections.abc import Iterator
 
 from hybridtron.architecture.base import MixerSpec, ModelSizes
-from hybridtron.architecture.table import architecture, letter_specs
+from hybridtron.architecture.table import Architecture
 from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.layout import fp8_layers, multiples_near
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.config.schema import Config, PrecisionConfig
-from hybridtron.problems import ConfigError, Problem, choice
+from hybridtron.problems import Problem, choice
 
 EMULATION = "set precision.emulate=true to try its numerics here"
 _REACH = 1024  # how far from an option's value another one is looked for
@@ -27,21 +28,17 @@ _REACH = 1024  # how far from an option's value another one is looked for
 def precision_problems(phase: ResolvedPhase) -> Iterator[Problem]:
     """What keeps a phase from running in its precision."""
     config, precision = phase.config, phase.precision
-    for name, least in (("bf16_first", 0), ("bf16_last", 0), ("history", 1)):
-        if (value := getattr(precision, name)) < least:
-            yield Problem(f"precision.{name}", f"is {value}, must be at least {least}")
-            return
-    if precision.name not in FP8_MULTIPLES:
+    if precision.name not in FP8_MULTIPLES or min(precision.bf16_first, precision.bf16_last) < 0:
         return
     if not precision.emulate and importlib.util.find_spec("transformer_engine") is None:
         missing = "transformer_engine (not installed: pip install transformer-engine[pytorch])"
         yield needs(precision, f"{missing} and a Hopper or newer GPU")
     if config.run.compile:
         yield Problem("run.compile", f"is true, but precision.name={precision.name} can't be compiled: use false")
-    yield from _layers(config)
     yield from _tokens(phase)
-    if config.model.width >= 1 and config.parallel.tensor >= 1:
-        yield from _sides(config)
+    if phase.arch is not None and config.parallel.tensor >= 1:
+        yield from _layers(config, phase.arch)
+        yield from _sides(config, phase.arch)
 
 
 def precision_warnings(precision: PrecisionConfig) -> Iterator[str]:
@@ -59,13 +56,9 @@ def needs(precision: PrecisionConfig, what: str) -> Problem:
     return Problem("precision.name", f"is {precision.name}, which needs {what}; {EMULATION}, or use bf16")
 
 
-def _layers(config: Config) -> Iterator[Problem]:
+def _layers(config: Config, arch: Architecture) -> Iterator[Problem]:
     """At least one sub-layer is left to FP8."""
-    try:
-        count = len(architecture(config.model).specs)
-    except ConfigError:
-        return  # reported by the model's own rules
-    precision = config.precision
+    precision, count = config.precision, len(arch.specs)
     if not fp8_layers(config):
         kept = f"precision.bf16_first={precision.bf16_first} and bf16_last={precision.bf16_last}"
         cure = f"use less than {count} together, or precision=bf16"
@@ -90,7 +83,7 @@ def _tokens(phase: ResolvedPhase) -> Iterator[Problem]:
             return
 
 
-def _sides(config: Config) -> Iterator[Problem]:
+def _sides(config: Config, arch: Architecture) -> Iterator[Problem]:
     """Every weight of a product in FP8 has sides that fit, on each rank."""
     name, multiple = config.precision.name, FP8_MULTIPLES[config.precision.name]
     width, tensor = config.model.width, config.parallel.tensor
@@ -98,13 +91,9 @@ def _sides(config: Config) -> Iterator[Problem]:
         fitting = choice(multiples_near(multiple, width))
         yield Problem("model.width", f"is {width}, but {name} needs a multiple of {multiple}: use {fitting}")
         return
-    try:
-        arch = architecture(config.model)
-    except ConfigError:
-        return  # reported by the model's own rules
     letters = {arch.letters[index] for index in fp8_layers(config)}
-    for letter, spec in letter_specs(config.model)[0].items():
-        if letter not in letters or spec.problems(arch.sizes, 1 << 62) or spec.layout_problems(arch.sizes, tensor):
+    for letter, spec in arch.by_letter.items():
+        if letter not in letters or any(spec.layout_problems(arch.sizes, tensor)):
             continue
         if found := misfit(spec, arch.sizes, tensor, multiple):
             yield _unfit(f"model.layers.{letter}", spec, arch.sizes, config, found)
@@ -137,7 +126,7 @@ def _fitting(spec: MixerSpec, option: str, sizes: ModelSizes, tensor: int, multi
 
     def fits(value: int) -> bool:
         changed = dataclasses.replace(spec, **{option: value})
-        if changed.problems(sizes, 1 << 62) or changed.layout_problems(sizes, tensor):
+        if any(changed.problems(sizes, sys.maxsize)) or any(changed.layout_problems(sizes, tensor)):
             return False
         return misfit(changed, sizes, tensor, multiple) is None
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from hybridtron.architecture.table import architecture
 from hybridtron.config.choices import Order, StateKind, StateMode
 from hybridtron.config.resolve import NOISE, ResolvedPhase
-from hybridtron.config.schema import StatesConfig
-from hybridtron.problems import ConfigError, Problem
+from hybridtron.problems import Problem
 
 
 def states_problems(phase: ResolvedPhase) -> Iterator[Problem]:
@@ -21,7 +19,6 @@ def states_problems(phase: ResolvedPhase) -> Iterator[Problem]:
         yield Problem("states.through_time", f"{found}; {cure}")
     if states.mode is StateMode.zero:
         return
-    yield from _numbers(states)
     yield from _order(phase)
     yield from _carried(phase)
 
@@ -29,8 +26,7 @@ def states_problems(phase: ResolvedPhase) -> Iterator[Problem]:
 def states_warnings(phases: Sequence[ResolvedPhase]) -> list[str]:
     """What options of mixers do otherwise than it looks, with the states that are carried."""
     carried = {letter for phase in phases for letter in _letters_of_keys(phase)}
-    archs = [architecture(phase.model) for phase in phases]
-    specs = [pair for arch in archs for pair in dict(zip(arch.letters, arch.specs, strict=True)).items()]
+    specs = [pair for phase in phases for pair in architecture(phase.model).by_letter.items()]
     found = [(letter, problem) for letter, spec in specs for problem in spec.surprises(letter in carried)]
     return list(dict.fromkeys(f"model.layers.{letter}.{one.key} {one.message}" for letter, one in found))
 
@@ -42,14 +38,6 @@ def _letters_of_keys(phase: ResolvedPhase) -> set[str]:
         return set()
     letters = architecture(phase.model).letters
     return set(letters) if states.layers is None else {letters[layer] for layer in states.layers}
-
-
-def _numbers(states: StatesConfig) -> Iterator[Problem]:
-    if not 0 <= states.sigma < math.inf:
-        yield Problem("states.sigma", f"is {states.sigma}, must be at least 0")
-    for name in ("beta", "dropout"):
-        if not 0 <= (value := getattr(states, name)) < 1:
-            yield Problem(f"states.{name}", f"is {value}, must be at least 0 and below 1, such as 0.1")
 
 
 def _order(phase: ResolvedPhase) -> Iterator[Problem]:
@@ -74,10 +62,8 @@ def _carried(phase: ResolvedPhase) -> Iterator[Problem]:
         yield Problem("states.carry", f"is {kinds}, but mode={states.mode} draws recurrent states: use [ssm]")
     if states.mode is StateMode.passing and StateKind.kv in kinds:
         yield Problem("states.carry", "has kv, but the keys of one text mean nothing to another: leave kv out")
-    try:
-        arch = architecture(phase.model)
-    except (ConfigError, ValueError):
-        return  # reported by the model's own rules
+    if (arch := phase.arch) is None:
+        return
     chosen = range(len(arch.specs)) if states.layers is None else states.layers
     if wrong := [layer for layer in chosen if not 0 <= layer < len(arch.specs)]:
         yield Problem("states.layers", f"names {wrong}; the model has sub-layers 0 to {len(arch.specs) - 1}")

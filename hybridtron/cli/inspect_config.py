@@ -111,22 +111,13 @@ def _memory_json(rank: RankPlan) -> dict[str, Any]:
 
 
 def _plan_json(made: Plan) -> dict[str, Any]:
-    ranks = [
-        {
-            "rank": rank.rank,
-            "chunks": [
-                {"index": chunk.index, "layers": list(chunk.layers), "forward_cost": chunk.cost}
-                for chunk in rank.chunks
-            ],
-            "parameters": rank.parameters,
-            "in_flight": rank.in_flight,
-            "memory": _memory_json(rank),
-            "sent_bytes": {**dataclasses.asdict(rank.traffic), "total": rank.traffic.total},
-        }
-        for rank in made.ranks
-    ]
-    kept = ("world_size", "data", "micro_batches", "bubble")
-    return {**{name: getattr(made, name) for name in kept}, "ranks": ranks}
+    plain = dataclasses.asdict(made)
+    for rank, fields in zip(made.ranks, plain["ranks"], strict=True):
+        for chunk in fields["chunks"]:
+            chunk["layers"] = list(chunk["layers"])
+        fields["memory"] = _memory_json(rank)
+        fields["sent_bytes"] = {**fields.pop("traffic"), "total": rank.traffic.total}
+    return plain
 
 
 def _fitting_json(config: Config, layout: FittingLayout) -> dict[str, Any]:
@@ -232,11 +223,10 @@ def _traffic_table(config: Config, made: Plan) -> Table:
     """One row a pipeline rank: what it sends in a step, in GB, and how its work compares with the dearest rank's."""
     table = table_of("rank", "tensor", "pipeline", "gradients", "parameters", "total", "work", numbers_from=1)
     table.title = f"GB that a device sends in a step (estimate); the pipeline waits {made.bubble:.1%} of its time"
-    costs = [sum(chunk.cost for chunk in rank.chunks) for rank in made.ranks]
+    costs = [sum(chunk.forward_cost for chunk in rank.chunks) for rank in made.ranks]
     for rank, cost in zip(made.ranks, costs, strict=True):
-        sent = rank.traffic
-        parts = (sent.tensor, sent.pipeline, sent.gradients, sent.parameters, sent.total)
-        table.add_row(str(rank.rank), *map(_gigabytes, parts), f"{cost / max(costs):.0%}")
+        parts = dataclasses.astuple(rank.traffic)
+        table.add_row(str(rank.rank), *map(_gigabytes, (*parts, rank.traffic.total)), f"{cost / max(costs):.0%}")
     return table
 
 

@@ -7,6 +7,7 @@ the class in `hf/`, which has every registered mixer. How a class is written sta
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 from hybridtron.architecture.attention import AttentionSpec
@@ -67,14 +68,6 @@ def _only(specs: Sequence[MixerSpec], kind: type[MixerSpec]) -> str | None:
     return None if len(set(specs)) == 1 else f"its {kind.kind} sub-layers differ"
 
 
-def _mamba(arch: Architecture) -> str | None:
-    return _only(arch.specs, MambaSpec)
-
-
-def _mamba2(arch: Architecture) -> str | None:
-    return _only(arch.specs, Mamba2Spec)
-
-
 def _pairs(arch: Architecture) -> str | None:
     mixers, mlps = halves(arch)
     if len(mixers) != len(mlps):
@@ -92,7 +85,7 @@ def _attention(spec: MixerSpec) -> str | None:
     return None
 
 
-def _llama(arch: Architecture, windowed: bool = False) -> str | None:
+def _llama(arch: Architecture, windowed: bool) -> str | None:
     mixers = halves(arch)[0]
     found = _pairs(arch) or _only(mixers, AttentionSpec) or _attention(mixers[0])
     if found is not None:
@@ -104,10 +97,6 @@ def _llama(arch: Architecture, windowed: bool = False) -> str | None:
     if (spec.window is not None) is not windowed:
         return "its attention has a window" if spec.window else "its attention has no window"
     return None
-
-
-def _mistral(arch: Architecture) -> str | None:
-    return _llama(arch, windowed=True)
 
 
 def _granite(arch: Architecture) -> str | None:
@@ -134,10 +123,10 @@ def _granite(arch: Architecture) -> str | None:
 
 Misfit = Callable[[Architecture], str | None]
 NATIVE: dict[str, Misfit] = {
-    "MambaForCausalLM": _mamba,
-    "Mamba2ForCausalLM": _mamba2,
-    "LlamaForCausalLM": _llama,
-    "MistralForCausalLM": _mistral,
+    "MambaForCausalLM": lambda arch: _only(arch.specs, MambaSpec),
+    "Mamba2ForCausalLM": lambda arch: _only(arch.specs, Mamba2Spec),
+    "LlamaForCausalLM": partial(_llama, windowed=False),
+    "MistralForCausalLM": partial(_llama, windowed=True),
     "GraniteMoeHybridForCausalLM": _granite,
 }
 """Why a model is not of a class that transformers has by itself; None where it is, exactly."""

@@ -17,24 +17,19 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, ListConfig, OmegaConf, StringNode
+from omegaconf import DictConfig, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from hybridtron.config import weights
-from hybridtron.config.mistakes import not_a_value, not_settings, unknown_key, unresolved, wrong_value
-from hybridtron.config.saved import read_saved, secrets_from_environment
-from hybridtron.config.schema import Config, ModelConfig, Precision
+from hybridtron.config.mistakes import node_of, not_a_value, not_settings, unknown_key, unresolved, wrong_value
+from hybridtron.config.saved import leaves, read_saved, secrets_from_environment
+from hybridtron.config.schema import Config, ModelConfig
 from hybridtron.problems import ConfigError, Problem, did_you_mean
 from hybridtron.shipped import shipped
 
 ALIASES = {"checkpoint.async": "checkpoint.asynchronous"}  # a keyword of Python's can't name a field
 CONFIGS = shipped("configs")
-FILELESS: dict[str, dict[str, dict[str, str]]] = {  # choices of a group that need no file
-    "precision": {p.value: {"name": p.value} for p in Precision},
-    "parallel": {"single": {}},
-    "cluster": {"local": {}},
-}
 RENAMED = {"of_weights": "from_checkpoint"}  # former names of choices
 
 
@@ -89,7 +84,7 @@ def choices_of(group: str, configs: Path = CONFIGS) -> list[str]:
     """The names that a group can be set to: `choices_of("recipe")`."""
     files = (str(p.relative_to(configs / group).with_suffix("")) for p in (configs / group).rglob("*.yaml"))
     recipes = (p.name.removesuffix(".yaml") for p in (configs / "recipe").glob("*.yaml"))
-    return sorted({*files, *FILELESS.get(group, ()), *(recipes if group == "model" else ())})
+    return sorted({*files, *(recipes if group == "model" else ())})
 
 
 def _model(configs: Path, name: str) -> DictConfig:
@@ -109,11 +104,7 @@ def _unknown_choice(configs: Path, group: str, name: str) -> Problem | None:
 
 
 def _composed(configs: Path, choices: list[str]) -> DictConfig:
-    store = ConfigStore.instance()
-    store.store("schema", Config)
-    for group, made in FILELESS.items():
-        for name, values in made.items():
-            store.store(name, values, group)
+    ConfigStore.instance().store("schema", Config)
     weights.register()
     try:
         with initialize_config_dir(str(configs.absolute()), version_base=None):
@@ -131,7 +122,7 @@ def _set(config: DictConfig, key: str, text: str) -> Problem | None:
     if not open_ended and (problem := unknown_key(config, key)):
         return problem
     try:
-        value = _value(text, is_text=not open_ended and _is_text(config, key))
+        value = _value(text, is_text=not open_ended and isinstance(node_of(config, key), StringNode))
     except HydraException:
         return not_a_value(key, text)
     try:
@@ -168,16 +159,10 @@ def _value(text: str, is_text: bool) -> Any:
     return value if not is_text or value is None or isinstance(value, str) else text
 
 
-def _is_text(config: DictConfig, key: str) -> bool:
-    parent, _, name = key.rpartition(".")
-    node = OmegaConf.select(config, parent) if parent else config
-    return isinstance(node, DictConfig) and isinstance(node._get_node(name), StringNode)
-
-
 def _typed(config: Any, found: list[Problem]) -> Config:
     typed = None
     try:
-        found += list(_unusable(config, ""))
+        found += list(_unusable(config))
         if not found:
             typed = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:  # an interpolation that leads nowhere
@@ -188,13 +173,10 @@ def _typed(config: Any, found: list[Problem]) -> Config:
     return typed
 
 
-def _unusable(node: Any, prefix: str) -> Iterator[Problem]:
+def _unusable(config: Any) -> Iterator[Problem]:
     """Keys without a value, and numbers that are not finite: nan slips through every rule of the form `x <= 0`."""
-    keys = range(len(node)) if isinstance(node, ListConfig) else node.keys()
-    for key in keys:
-        if OmegaConf.is_missing(node, key):
-            yield Problem(f"{prefix}{key}", "must be set")
-        elif OmegaConf.is_config(child := node[key]) and child is not None:
-            yield from _unusable(child, f"{prefix}{key}.")
-        elif isinstance(child, float) and not math.isfinite(child):
-            yield Problem(f"{prefix}{key}", f"is {child}, must be a finite number")
+    for key, parent, name in leaves(config):
+        if OmegaConf.is_missing(parent, name):
+            yield Problem(key, "must be set")
+        elif isinstance(value := parent[name], float) and not math.isfinite(value):
+            yield Problem(key, f"is {value}, must be a finite number")

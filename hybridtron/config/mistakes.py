@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import BooleanNode, DictConfig, EnumNode, FloatNode, IntegerNode, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hybridtron.config.saved import leaves
 from hybridtron.problems import Problem, did_you_mean
 
 # What other trainers call a key of ours; did_you_mean does not find these.
@@ -61,7 +62,7 @@ def unknown_key(config: DictConfig, key: str) -> Problem | None:
 
 def wrong_value(config: DictConfig, key: str, text: str, error: OmegaConfBaseException) -> Problem:
     """A value that the key can't hold."""
-    node = _node(config, key)
+    node = node_of(config, key)
     if isinstance(node, EnumNode):
         return Problem(key, f"is {text!r}, must be one of {', '.join(node.enum_type.__members__)}")
     for kind, holds in (
@@ -98,23 +99,15 @@ def _meant(config: DictConfig, leaf: str, name: str, names: Sequence[str]) -> st
     """A name below the same parent, or else a key of that name anywhere."""
     if near := did_you_mean(name, names):
         return near
-    keys = dict(reversed([(key.rpartition(".")[2], key) for key in _keys(config, "")]))
+    # phases first, as most that newcomers set stands there
+    known = sorted((key for key, _, _ in leaves(config)), key=lambda one: not one.startswith("phases."))
+    keys = dict(reversed([(key.rpartition(".")[2], key) for key in known]))
     close = [NAMES_ELSEWHERE.get(leaf, leaf), *difflib.get_close_matches(leaf, keys, 1, cutoff=0.8)]
     return next((f" (did you mean {keys[one]}?)" for one in close if one in keys), "")
 
 
-def _keys(node: DictConfig | ListConfig, prefix: str) -> Iterator[str]:
-    """Every key that holds a value, in the order of the schema, phases first: most that newcomers set stand there."""
-    names: list[Any] = list(range(len(node))) if isinstance(node, ListConfig) else list(node.keys())
-    for name in sorted(names, key=lambda one: one != "phases"):
-        child = node._get_node(name)
-        if isinstance(child, DictConfig | ListConfig) and not child._is_none() and not child._is_missing():
-            yield from _keys(child, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
-
-
-def _node(config: DictConfig, key: str) -> Any:
+def node_of(config: DictConfig, key: str) -> Any:
+    """What a key holds, as OmegaConf has it; None where there is no such key."""
     parent, _, name = key.rpartition(".")
     node = OmegaConf.select(config, parent) if parent else config
     if isinstance(node, ListConfig):

@@ -64,13 +64,21 @@ def _without_dropped(values: Any) -> Any:
     return values
 
 
-def references(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+def references(config: Any) -> Iterator[tuple[str, str]]:
     """Every key that holds a `${...}`, with its text."""
+    for key, parent, name in leaves(config):
+        if OmegaConf.is_interpolation(parent, name):
+            yield key, str(parent._get_node(name)._value())
+
+
+def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Every key that holds no further keys, with the section that it stands in and its name there."""
     if node._is_none() or node._is_missing():
         return
     for name in range(len(node)) if isinstance(node, ListConfig) else node.keys():
         child = node._get_node(name)
-        if child is not None and OmegaConf.is_interpolation(node, name):
-            yield f"{prefix}{name}", str(child._value())
-        elif isinstance(child, DictConfig | ListConfig):
-            yield from references(child, f"{prefix}{name}.")
+        is_section = isinstance(child, DictConfig | ListConfig) and not child._is_none() and not child._is_missing()
+        if is_section and not child._is_interpolation():
+            yield from leaves(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", node, name

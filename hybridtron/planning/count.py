@@ -50,7 +50,6 @@ class ModelCount:
     """The whole model at one sequence length: its sub-layers and what stands around them."""
 
     layers: tuple[LayerCount, ...]
-    stages: tuple[int, ...]
     seq_len: int
     embedding: int  # parameters of the embedding
     head: int  # parameters of the head, 0 when it is tied to the embedding
@@ -97,7 +96,6 @@ def count(model: ModelConfig, seq_len: int) -> ModelCount:
     matrix = model.vocab_size * model.width
     return ModelCount(
         layers=layers,
-        stages=arch.stages,
         seq_len=seq_len,
         embedding=matrix,
         head=0 if model.tie_embeddings else matrix,

@@ -71,7 +71,7 @@ class PlannedStage:
 
     index: int
     layers: range
-    cost: int
+    forward_cost: int
 
 
 @dataclass(frozen=True)
@@ -173,19 +173,9 @@ class _Step:
         """Bytes of one activation for every token of a micro batch's chunk."""
         return VALUE_BYTES[self.config.precision.name] * self.phase.settings.seq_len * self.phase.settings.micro_batch
 
-    @property
-    def together(self) -> int:
-        """Chunks of a lane that a micro batch holds."""
-        return self.phase.chunks_together
-
     def lane_bytes(self, chunk: PlannedStage) -> int:
         """Bytes of one lane's carried state in a chunk of the model."""
         return sum(self.carried.get(layer, 0) for layer in chunk.layers)
-
-    @property
-    def stream_values(self) -> int:
-        """As many of these as the residual stream on one device has per token."""
-        return stream_values(self.config)
 
 
 def _rank_plan(step: _Step, rank: int) -> RankPlan:
@@ -235,16 +225,17 @@ def _activations(step: _Step, chunks: Sequence[PlannedStage], passes: Iterable[S
     values = [sum(step.uses[layer].kept for layer in chunk.layers) for chunk in chunks]
     is_last = chunks[-1] is step.chunks[-1]
     if is_last:  # the last norm's input and output
-        values[-1] += step.stream_values + step.config.model.width
+        values[-1] += stream_values(step.config) + step.config.model.width
     again = max(step.uses[layer].again for chunk in chunks for layer in chunk.layers) * step.value_bytes
-    kept = [size * step.value_bytes * step.together for size in values]
+    kept = [size * step.value_bytes for size in values]  # of one chunk of each lane
     if runs_again(step.phase):
         again += max(values) * step.value_bytes
-        border = step.stream_values * step.value_bytes
-        kept = [(border + step.phase.settings.micro_batch * step.lane_bytes(chunk)) * step.together for chunk in chunks]
+        border = stream_values(step.config) * step.value_bytes
+        kept = [border + step.phase.settings.micro_batch * step.lane_bytes(chunk) for chunk in chunks]
         if is_last:
-            kept[-1] += step.config.model.width * step.value_bytes * step.together
-    return again + max(sum(held * size for held, size in zip(live, kept, strict=True)) for live in passes)
+            kept[-1] += step.config.model.width * step.value_bytes
+    most = max(sum(held * size for held, size in zip(live, kept, strict=True)) for live in passes)
+    return again + most * step.phase.chunks_together
 
 
 def _logits(step: _Step, chunks: Sequence[PlannedStage]) -> int:
@@ -252,7 +243,7 @@ def _logits(step: _Step, chunks: Sequence[PlannedStage]) -> int:
     if chunks[-1] is not step.chunks[-1]:
         return 0
     model, settings = step.config.model, step.phase.settings
-    tokens = settings.seq_len * settings.micro_batch * step.together
+    tokens = settings.seq_len * settings.micro_batch * step.phase.chunks_together
     vocabulary = shared(model.vocab_size, step.config.parallel.tensor)
     return loss_bytes(tokens, model.width, vocabulary, VALUE_BYTES[step.config.precision.name])
 
@@ -266,7 +257,7 @@ def _traffic(step: _Step, rank: int, chunks: Sequence[PlannedStage], weights: in
     """`weights` and `gradients` are bytes on this device."""
     parallel, model = step.config.parallel, step.config.model
     is_first, is_last = rank == 0, rank == parallel.pipeline - 1
-    values = step.value_bytes * step.together * step.micro_batches
+    values = step.value_bytes * step.phase.chunks_together * step.micro_batches
     summed = sum(step.uses[layer].summed for chunk in chunks for layer in chunk.layers)
     if parallel.tensor > 1:  # the embedding's output, and the gradient of the head's input
         summed += (is_first + is_last) * model.width
@@ -276,7 +267,7 @@ def _traffic(step: _Step, rank: int, chunks: Sequence[PlannedStage], weights: in
     sharded = parallel.distributed_optimizer
     return Traffic(
         tensor=2 * (parallel.tensor - 1) * summed * values // parallel.tensor,
-        pipeline=borders * step.stream_values * values,
+        pipeline=borders * stream_values(step.config) * values,
         gradients=(1 if sharded else 2) * gradients * (step.data - 1) // step.data + tied,
         parameters=weights * (step.data - 1) // step.data if sharded else 0,
     )

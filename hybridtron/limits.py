@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 import os
+import re
 import typing
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -21,7 +22,7 @@ Limit = Callable[[Any], str | None]  # what is wrong with a value, None where it
 
 def must_be(fits: Callable[[Any], bool], rule: str, note: str = "") -> Limit:
     """`is 0, must be at least 1 (leave it out for all)`."""
-    return lambda value: None if fits(value) else f"is {value}, must be {rule}{f' ({note})' if note else ''}"
+    return lambda value: None if fits(value) else f"is {value!r}, must be {rule}{f' ({note})' if note else ''}"
 
 
 def at_least(least: float, note: str = "") -> Limit:
@@ -42,6 +43,10 @@ def below_one(note: str) -> Limit:
 
 def from_zero_to_one(note: str) -> Limit:
     return must_be(lambda value: 0 <= value <= 1, "between 0 and 1", note)
+
+
+def matching(pattern: str, form: str) -> Limit:
+    return must_be(lambda text: re.fullmatch(pattern, text) is not None, form)
 
 
 def one_of(names: Collection[str]) -> Limit:

@@ -16,7 +16,6 @@ from hybridtron.config.saved import SECRET
 from hybridtron.problems import Problem, did_you_mean
 
 URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]*@")
-LEAST = {"gpus_per_node": 0, "processes_per_node": 1, "stop_before": 1, "cpus_per_process": 1}
 
 
 def secret_problems(settings: Sequence[str]) -> list[Problem]:
@@ -34,21 +33,12 @@ def cluster_problems(cluster: ClusterConfig) -> Iterator[Problem]:
     elif cluster.stop_before >= limit:
         whole = f"cluster.time={cluster.time} is {limit} s in all"
         yield Problem("cluster.stop_before", f"is {cluster.stop_before} s, but {whole}: use less")
-    for name, least in LEAST.items():
-        if (value := getattr(cluster, name)) is not None and value < least:
-            yield Problem(f"cluster.{name}", f"is {value}, must be at least {least}")
     for name, value in cluster.environment.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             yield Problem("cluster.environment", f"has {name!r}, which can't be the name of a variable")
         if SECRET.search(name) or _has_password(value):
             cure = "leave it out; sbatch hands on the environment that you submit from"
             yield Problem(f"cluster.environment.{name}", f"looks like a secret, which would be written down: {cure}")
-    for index, mount in enumerate(cluster.container.mounts):
-        if not re.fullmatch(r"/[^:,]*:/[^:,]*(:\w+)?", mount):
-            yield Problem(f"cluster.container.mounts.{index}", f"is {mount!r}, must be /OUTSIDE:/INSIDE")
-    for index, option in enumerate(cluster.sbatch):
-        if not option.startswith("-"):
-            yield Problem(f"cluster.sbatch.{index}", f"is {option!r}, must be an option such as --constraint=h100")
 
 
 def resume_problems(resume: str) -> Iterator[Problem]:

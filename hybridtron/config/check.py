@@ -1,17 +1,17 @@
 """Every rule that a configuration must keep and its types can't say.
 
-Each function looks at one section and lists what is wrong there, with the value that would work; `check` reports all
-of it at once, before torch is imported or a process group exists. What a phase may change is checked as it is in each
-phase: the rules name the key of the run's section, and `ResolvedPhase.key` finds the one that a person has set. The
-rules of `phases`, `data`, `states`, `precision`, and of `parallel`, which reach into all other sections, stand in
-`checks/`. What can be said of the data itself (that it can be read, that
-its vocabulary fits, that there is enough of it) stands in `data/mixture_spec.py`.
+What a single key can be set to is declared at its field (`limits.py`). Here are the rules between keys: each function
+looks at one section and lists what is wrong there, with the value that would work; `check` reports all of it at once,
+before torch is imported or a process group exists. What a phase may change is checked as it is in each phase: the rules
+name the key of the run's section, and `ResolvedPhase.key` finds the one that a person has set. The rules of `phases`,
+`states`, `precision`, and of `parallel`, which reach into all other sections, stand in `checks/`. What can be said of
+the data itself (that it can be read, that its vocabulary fits, that there is enough of it) stands in
+`data/mixture_spec.py`.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -139,7 +139,5 @@ def _validation(run: RunConfig, phases: list[PhaseConfig]) -> Iterator[Problem]:
 
 
 def _mirror(mirror: str | None) -> Iterator[Problem]:
-    if mirror is not None and not re.fullmatch(r"s3://[^/]+/.+", mirror):
-        yield Problem("checkpoint.mirror", f"is {mirror!r}, must be s3://BUCKET/PREFIX, or left out")
-    elif mirror is not None and (fault := missing("s3")):
+    if mirror is not None and (fault := missing("s3")):
         yield Problem("checkpoint.mirror", f"is {mirror}, and {fault}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated
 
-from hybridtron.limits import above
+from hybridtron.limits import above, at_least, matching
 
 
 class Runtime(StrEnum):
@@ -35,7 +35,7 @@ class ContainerConfig:
     image: str | None = None  # path or URL of the image; null: no container
     runtime: Runtime = Runtime.pyxis  # what starts it: pyxis (srun with Enroot) or apptainer
     # OUTSIDE:INSIDE; the run's folder and the working folder are always mounted
-    mounts: list[str] = field(default_factory=list)
+    mounts: Annotated[list[str], matching(r"/[^:,]*:/[^:,]*(:\w+)?", "/OUTSIDE:/INSIDE")] = field(default_factory=list)
 
 
 @dataclass
@@ -66,12 +66,15 @@ class ClusterConfig:
     account: str | None = None  # as sbatch takes it
     qos: str | None = None  # as sbatch takes it
     time: str = "24:00:00"  # limit of one job; a run that needs more is requeued
-    stop_before: int = 300  # seconds before that limit at which a run is asked to save and stop
-    gpus_per_node: int = 0  # one process each; 0: no GPUs
-    processes_per_node: int = 1  # processes of a node without GPUs
-    cpus_per_process: int | None = None  # cores of each process, its loader's workers included
+    # seconds before that limit at which a run is asked to save and stop
+    stop_before: Annotated[int, at_least(1)] = 300
+    gpus_per_node: Annotated[int, at_least(0)] = 0  # one process each; 0: no GPUs
+    processes_per_node: Annotated[int, at_least(1)] = 1  # processes of a node without GPUs
+    # cores of each process, its loader's workers included
+    cpus_per_process: Annotated[int | None, at_least(1)] = None
     memory: str | None = None  # of a node, as sbatch's --mem takes it; "0": all of it
-    sbatch: list[str] = field(default_factory=list)  # further options: --constraint=h100
+    # further options: --constraint=h100
+    sbatch: Annotated[list[str], matching("-.*", "an option such as --constraint=h100")] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)  # for `module load`
     venv: str | None = None  # activated before anything runs
     python: str = "python"  # the interpreter that is started

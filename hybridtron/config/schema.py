@@ -35,6 +35,7 @@ from hybridtron.limits import (
     at_most,
     below_one,
     from_zero_to_one,
+    matching,
     not_empty,
     one_of,
     possible_path,
@@ -166,7 +167,8 @@ class CheckpointConfig:
     # checkpoints at multiples of this are kept forever: steps, or tokens with a unit
     keep_every: Annotated[str | None, INTERVAL] = None
     keep_best: bool = False  # also keep the checkpoint with the lowest held-out loss
-    mirror: str | None = None  # s3://BUCKET/PREFIX, where finished checkpoints are copied to
+    # s3://BUCKET/PREFIX, where finished checkpoints are copied to
+    mirror: Annotated[str | None, matching("s3://[^/]+/.+", "s3://BUCKET/PREFIX, or left out")] = None
     failures: Annotated[int, at_least(1)] = 3  # failed writes in a row after which training ends
 
 

@@ -104,11 +104,6 @@ def count(model: ModelConfig, seq_len: int) -> ModelCount:
     )
 
 
-def stream_bytes(model: ModelConfig, precision: Precision) -> int:
-    """Of one value of the residual stream."""
-    return FP32_BYTES if model.residual_fp32 else VALUE_BYTES[precision]
-
-
 def logits_at_a_time(tokens: int, vocabulary: int, value_bytes: int) -> int:
     """Tokens whose logits the loss makes together: as many each time, and the last time at most as many."""
     most = max(1, LOGITS_BYTES // (vocabulary * value_bytes))

@@ -13,7 +13,7 @@ from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, StatePart
 from hybridtron.architecture.table import architecture
 from hybridtron.config.resolve import NOISE, ResolvedPhase
 from hybridtron.config.schema import Config, ParallelConfig, Recompute, StateMode
-from hybridtron.planning.count import FP32_BYTES, VALUE_BYTES, stream_bytes
+from hybridtron.planning.count import FP32_BYTES, VALUE_BYTES
 
 INT64_BYTES = 8
 
@@ -113,9 +113,8 @@ def _layer_use(spec: MixerSpec, sizes: ModelSizes, parallel: ParallelConfig, str
 
 def stream_values(config: Config) -> int:
     """Values per token of the residual stream on one device; one in fp32 beside bf16 takes the place of two."""
-    model, parallel, precision = config.model, config.parallel, config.precision.name
-    width = shared(model.width, parallel.tensor if parallel.sequence else 1)
-    return width * stream_bytes(model, precision) // VALUE_BYTES[precision]
+    width = shared(config.model.width, config.parallel.tensor if config.parallel.sequence else 1)
+    return width * FP32_BYTES // VALUE_BYTES[config.precision.name] if config.model.residual_fp32 else width
 
 
 def shared(amount: int, ranks: int) -> int:

@@ -110,14 +110,6 @@ class HeadsSpec(MixerSpec):
     def exported_options(self, model: ModelSizes) -> dict[str, Any]:
         return super().exported_options(model) | {"kv_heads": self.groups(), "head_dim": self.head(model)}
 
-    def projection_flops(self, model: ModelSizes) -> dict[str, float]:
-        """FLOPs per token around the attention itself."""
-        queries, keys = self.channels(model)
-        return {
-            "projections": 2 * model.width * (2 * queries + 2 * keys),
-            "conv": 2 * (self.conv or 0) * (queries + 2 * keys),
-        }
-
     def activation_values(self, model: ModelSizes) -> int:
         queries, keys = self.channels(model)
         # q, k, v (once more where a convolution stands between), the attention's output, one log-sum-exp a head;
@@ -183,7 +175,7 @@ class AttentionSpec(HeadsSpec):
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
         seen = visible_tokens(seq_len, self.window)
-        return {**self.projection_flops(model), "attention": 4 * self.channels(model)[0] * seen}
+        return super().flops(model, seq_len) | {"attention": 4 * self.channels(model)[0] * seen}
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         return self.carried_heads(model, None if self.window is None else self.window - 1)

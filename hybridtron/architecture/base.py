@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -223,9 +224,17 @@ class MixerSpec(ABC):
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         """Every parameter of the module, by its name inside the module."""
 
-    @abstractmethod
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
-        """Forward FLOPs per token at this sequence length, by part; a multiply-add counts 2."""
+        """Forward FLOPs per token at this sequence length, by part; a multiply-add counts 2.
+
+        Those of the weights are known: each value of a projection or a convolution is multiplied and added once.
+        """
+        parts: Counter[str] = Counter()
+        for weight in self.parameters(model).values():
+            is_projection = isinstance(weight.init, Projection | OutputProjection)
+            if is_projection or (len(weight.shape) == 2 and weight.decay):  # the taps; A_log is not decayed
+                parts["projections" if is_projection else "conv"] += 2 * weight.size
+        return {**parts}
 
     @abstractmethod
     def activation_values(self, model: ModelSizes) -> int:

@@ -79,13 +79,8 @@ class MambaSpec(MixerSpec):
         return super().exported_options(model) | {"dt_rank": self.rank(model)}
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
-        width, inner, rank, state = model.width, self.inner(model), self.rank(model), self.state
-        return {
-            "projections": 2 * inner * (2 * width + (rank + 2 * state) + rank + width),
-            "conv": 2 * self.conv * inner,
-            # exp(dt A): 1, times dt B x: 2, the recurrence: 2, times C and sum: 2
-            "scan": 7 * inner * state,
-        }
+        # exp(dt A): 1, times dt B x: 2, the recurrence: 2, times C and sum: 2
+        return super().flops(model, seq_len) | {"scan": 7 * self.inner(model) * self.state}
 
     def activation_values(self, model: ModelSizes) -> int:
         # x and z, conv output, dt, scan output, gated output, and the small dt, B, C

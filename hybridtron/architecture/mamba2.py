@@ -101,13 +101,10 @@ class Mamba2Spec(MixerSpec):
         }
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
-        width, inner, both, seen = model.width, self.inner(model), self.groups * self.state, min(CHUNK, seq_len)
-        return {
-            "projections": 2 * width * (3 * inner + 2 * both + self.num_heads(model)),
-            "conv": 2 * self.conv * (inner + 2 * both),
-            # C B^T once a group and its product with x inside a chunk; B x^T into the state, and C out of it
-            "ssd": 2 * seen * (both + inner) + 4 * self.state * inner,
-        }
+        inner, seen = self.inner(model), min(CHUNK, seq_len)
+        # C B^T once a group and its product with x inside a chunk; B x^T into the state, and C out of it
+        ssd = 2 * seen * (self.groups * self.state + inner) + 4 * self.state * inner
+        return super().flops(model, seq_len) | {"ssd": ssd}
 
     def activation_values(self, model: ModelSizes) -> int:
         # z, x, the convolved x, y and the normed y; B and C before and after the convolution; dt

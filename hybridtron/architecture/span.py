@@ -103,7 +103,7 @@ class SpanSpec(HeadsSpec):
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
         queries, sizes = self.channels(model)[0], self.chunks()
         seen = sum(self._visible(seq_len, chunk) for chunk in sizes) / len(sizes)
-        table = {**self.projection_flops(model), "attention": 4 * queries * seen}
+        table = super().flops(model, seq_len) | {"attention": 4 * queries * seen}
         if self.asks:
             # each block's tokens, or its landmark alone, read the block; every chunk asks the blocks before it
             table["summaries"] = queries * (2 * self.block + 2 if self.memory == "span" else 4)

@@ -33,8 +33,5 @@ class SwiGLUSpec(MixerSpec):
             "down_proj.weight": ("down.weight",),
         }
 
-    def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
-        return {"projections": 6 * model.width * self.hidden}
-
     def activation_values(self, model: ModelSizes) -> int:
         return 3 * self.hidden

@@ -10,7 +10,7 @@ import pytest
 from hybridtron.architecture.attention import AttentionSpec
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.model import ModelConfig
-from hybridtron.architecture.table import parameter_table
+from hybridtron.architecture.table import architecture, parameter_table
 from hybridtron.config.choices import LrPiece
 from hybridtron.config.load import load
 from hybridtron.config.schema import Config
@@ -209,4 +209,4 @@ def test_logits_are_made_for_some_tokens_at_a_time(monkeypatch):
 
 def test_stages_come_from_the_bars():
     model = load(["recipe=samba_421m", "model.pattern=(M-W-)*3|(M-W-)*3"]).model
-    assert count(model, 4096).stages == (12, 12)
+    assert architecture(model).stages == (12, 12)

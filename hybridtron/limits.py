@@ -108,6 +108,13 @@ def _limits(schema: type) -> dict[str, tuple[Limit, ...]]:
     return {field.name: getattr(hints[field.name], "__metadata__", ()) for field in dataclasses.fields(schema)}
 
 
+def disordered(options: object, low: str, high: str) -> Iterator[Problem]:
+    """Two options that are the ends of a range above 0, where they are none."""
+    least, most = getattr(options, low), getattr(options, high)
+    if not 0 < least < most:
+        yield Problem(low, f"is {least}, must be above 0 and below {high}={most}")
+
+
 def divisors_near(whole: int, size: int) -> list[int]:
     """The largest divisor of a whole below a size, and the smallest above."""
     divisors = [d for d in range(1, min(whole, 2 * size) + 1) if whole % d == 0]

@@ -12,7 +12,7 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -225,10 +225,7 @@ class MixerSpec(ABC):
         """Every parameter of the module, by its name inside the module."""
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
-        """Forward FLOPs per token at this sequence length, by part; a multiply-add counts 2.
-
-        Those of the weights are known: each value of a projection or a convolution is multiplied and added once.
-        """
+        """Forward FLOPs per token at this sequence length, by part (here, of weights); a multiply-add counts 2."""
         parts: Counter[str] = Counter()
         for weight in self.parameters(model).values():
             is_projection = isinstance(weight.init, Projection | OutputProjection)
@@ -258,12 +255,6 @@ class MixerSpec(ABC):
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterable[Problem]:
         """What is wrong with options that keep their limits; keys are option names."""
         return ()
-
-    def disordered(self, low: str, high: str) -> Iterator[Problem]:
-        """Two options that are the ends of a range above 0, where they are none."""
-        least, most = getattr(self, low), getattr(self, high)
-        if not 0 < least < most:
-            yield Problem(low, f"is {least}, must be above 0 and below {high}={most}")
 
     @property
     def attention_at_eval(self) -> str | None:

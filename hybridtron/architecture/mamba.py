@@ -25,7 +25,7 @@ from hybridtron.architecture.base import (
     linear,
     output_linear,
 )
-from hybridtron.limits import at_least
+from hybridtron.limits import at_least, disordered
 from hybridtron.problems import Problem
 
 
@@ -94,4 +94,4 @@ class MambaSpec(MixerSpec):
         }
 
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
-        yield from self.disordered("dt_min", "dt_max")
+        yield from disordered(self, "dt_min", "dt_max")

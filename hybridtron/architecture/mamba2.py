@@ -29,7 +29,7 @@ from hybridtron.architecture.base import (
     linear,
     output_linear,
 )
-from hybridtron.limits import above, at_least, divisors_near
+from hybridtron.limits import above, at_least, disordered, divisors_near
 from hybridtron.problems import Problem, choice
 
 CHUNK = 128
@@ -129,5 +129,5 @@ class Mamba2Spec(MixerSpec):
         elif heads % self.groups:
             fitting = choice(divisors_near(heads, self.groups))
             yield Problem("groups", f"is {self.groups}, must divide the {heads} heads: {fitting}")
-        yield from self.disordered("dt_min", "dt_max")
-        yield from self.disordered("a_min", "a_max")
+        yield from disordered(self, "dt_min", "dt_max")
+        yield from disordered(self, "a_min", "a_max")

@@ -196,7 +196,7 @@ def long_text_losses(run: Path, sizes: Sizes) -> list[float]:
     model, config, seq_len = load(newest_checkpoint(run), None)
     tokens, sources = seq_len * sizes.multiples + 1, open_sources(config.data, None)
     stores = sources.stores("validation")
-    streams = [DocumentStream.of(store) for store in stores]
+    streams = [DocumentStream(store) for store in stores]
     stride = sum(stream.tokens_per_epoch for stream in streams) // sizes.rows  # rows overlap: each position sees all
     rows = [
         RowSpans([(source, span) for span in stream.spans(start, tokens)], 0)

@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128
 
-from hybridtron.checkpoint.manifest import BrokenCheckpoint, File, StoredShard, digest
+from hybridtron.checkpoint.manifest import BrokenCheckpoint, File, StoredShard
 from hybridtron.regular_files import open_regular
+from hybridtron.storage.digest import digest_of
+from hybridtron.storage.durable import sync, temporary_of
 
 T = TypeVar("T")
 NAMES = {
@@ -53,7 +55,7 @@ def write_tensors(path: Path, blocks: Sequence[Any]) -> tuple[File, list[StoredS
             chunks.append(StoredShard(block.key, _OF_TYPE[block.dtype], *place, path.name, at, written))
             at += len(stored)
         os.fsync(file.fileno())
-    return File(at, len(head), digest(head)), chunks
+    return File(at, len(head), digest_of(head)), chunks
 
 
 def head_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: dict[str, str] | None = None) -> bytes:
@@ -81,40 +83,20 @@ def write_bytes(path: Path, stored: bytes) -> File:
     return File(len(stored), len(stored), written)
 
 
-def sync_file(path: Path) -> None:
-    """Wait until a file that was closed is on disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until a folder's list of names is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def temporary_path(target: Path) -> Path:
-    """Where a folder stands while `appearing` writes it; it stays there if the process is killed."""
-    return target.with_name(f".{target.name}.temporary")
-
-
 @contextmanager
 def appearing(target: Path) -> Iterator[Path]:
     """A folder to write into, which gets its name when everything in it is on disk; where that fails it is removed."""
-    temporary = temporary_path(target)
+    temporary = temporary_of(target)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        sync_folder(temporary)
+        sync(temporary)
         temporary.rename(target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    sync_folder(target.parent)
+    sync(target.parent)
 
 
 def prefetched(made: Iterator[T]) -> Iterator[T]:
@@ -185,6 +167,6 @@ def _read(path: Path, start: int, count: int, expected: str, size: int) -> np.nd
         raise BrokenCheckpoint(f"{path} is missing") from error
     except OSError as error:
         raise BrokenCheckpoint(f"{path} can't be read: {error}") from error
-    if digest(stored.data) != expected:
+    if digest_of(stored.data) != expected:
         raise BrokenCheckpoint(f"{path} is not as it was written: bytes {start:,} to {start + count:,} differ")
     return stored

@@ -16,10 +16,11 @@ from pathlib import Path
 
 from hybridtron.checkpoint import manifest
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.checkpoint.files import sync_folder, write_bytes
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.config.schema import CheckpointConfig
 from hybridtron.regular_files import read_regular
+from hybridtron.storage.digest import digest_of
+from hybridtron.storage.durable import put
 
 POINTER = "latest"
 POINTER_BYTES = 1000  # at most
@@ -81,7 +82,7 @@ def pointer_fault(run_dir: Path) -> str | None:
     if not is_name(name) or not target.is_dir():
         return f"{path} names {name!r}, which is not there"
     try:
-        fits = manifest.digest(manifest.stored_in(target)) == digested
+        fits = digest_of(manifest.stored_in(target)) == digested
     except BrokenCheckpoint:
         fits = False
     return None if fits else f"{path} does not fit the manifest of {name}"
@@ -90,12 +91,9 @@ def pointer_fault(run_dir: Path) -> str | None:
 def point_at(folder: Path) -> None:
     """Make the pointer name a checkpoint that is on disk, in one step."""
     pointer = folder.parent / POINTER
-    temporary = pointer.with_name(f".{POINTER}.temporary")
-    write_bytes(temporary, f"{folder.name} {manifest.digest(manifest.stored_in(folder))}\n".encode())
     if pointer.is_dir() and not pointer.is_symlink():
         _renamed(pointer, "broken")  # only a hint: a checkpoint must not fail because of it
-    temporary.rename(pointer)
-    sync_folder(folder.parent)
+    put(pointer, f"{folder.name} {digest_of(manifest.stored_in(folder))}\n".encode())
 
 
 def archive_broken(folder: Path) -> str:

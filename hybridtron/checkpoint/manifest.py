@@ -15,12 +15,11 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
-
-from xxhash import xxh3_128
+from typing import Any, NamedTuple
 
 from hybridtron.data.loader import Fingerprint
 from hybridtron.regular_files import read_regular
+from hybridtron.storage.digest import digest_of
 
 FORMAT = 3
 FILE = "manifest.json"
@@ -62,8 +61,7 @@ class File:
     digest: str
 
 
-@dataclass(frozen=True)
-class StoredShard:
+class StoredShard(NamedTuple):
     """A rectangle of a whole tensor: `size` entries from `offset` on, stored from byte `start` of a file on."""
 
     key: str
@@ -105,22 +103,15 @@ def step_in(name: str) -> int | None:
     return None if matched is None else int(matched[1])
 
 
-def digest(*pieces: bytes | memoryview) -> str:
-    hashed = xxh3_128()
-    for piece in pieces:
-        hashed.update(piece)
-    return hashed.hexdigest()
-
-
 def to_bytes(manifest: CheckpointManifest) -> bytes:
     content = {
         "format": FORMAT,
         "meta": asdict(manifest.meta),
         "files": {name: asdict(file) for name, file in manifest.files.items()},
-        "chunks": [chunk_values(chunk) for chunk in manifest.chunks],
+        "chunks": manifest.chunks,
     }
     body = json.dumps(content).encode()
-    return _HEAD + digest(body).encode() + _BETWEEN + body + _END
+    return _HEAD + digest_of(body).encode() + _BETWEEN + body + _END
 
 
 def read(folder: Path) -> CheckpointManifest:
@@ -146,7 +137,7 @@ def of_bytes(stored: bytes, path: Path) -> CheckpointManifest:
     """The manifest that bytes hold, which were read from a path."""
     at = len(_HEAD) + 32
     body = stored[at + len(_BETWEEN) : -len(_END)]
-    whole = _HEAD + digest(body).encode() + _BETWEEN + body + _END
+    whole = _HEAD + digest_of(body).encode() + _BETWEEN + body + _END
     if stored != whole:
         raise BrokenCheckpoint(f"{path} is not as it was written: its digest differs")
     try:
@@ -174,11 +165,6 @@ def migrated(content: dict[str, Any], path: Path) -> dict[str, Any]:
     if content["format"] != FORMAT:
         raise BrokenCheckpoint(f"{path} has checkpoint format {written}; this version reads up to {FORMAT}")
     return content
-
-
-def chunk_values(chunk: StoredShard) -> list[Any]:
-    """A chunk as JSON holds it."""
-    return list(asdict(chunk).values())
 
 
 def chunk_of(values: Sequence[Any]) -> StoredShard:

@@ -12,7 +12,6 @@ removed from the store: its own rules can do that.
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -23,6 +22,8 @@ from hybridtron.checkpoint import manifest
 from hybridtron.checkpoint.files import appearing, write_bytes
 from hybridtron.checkpoint.manifest import FILE, BrokenCheckpoint, CheckpointManifest
 from hybridtron.storage.attempts import Patience
+from hybridtron.storage.digest import digest_of
+from hybridtron.storage.durable import sync
 from hybridtron.storage.s3 import Bucket
 
 PATIENCE = Patience(timeout=300.0, retries=0, slowest=2**17)
@@ -85,7 +86,7 @@ def upload(bucket: Bucket, folder: Path) -> None:
         bucket.put(f"{folder.name}/{FILE}", stored)
         if bucket.small(f"{folder.name}/{FILE}", manifest.GREATEST) != stored:
             raise BrokenCheckpoint(f"{bucket.url}/{folder.name}/{FILE} is not as it was written")
-    bucket.put(folders.POINTER, f"{folder.name} {manifest.digest(stored)}\n".encode())
+    bucket.put(folders.POINTER, f"{folder.name} {digest_of(stored)}\n".encode())
 
 
 def verified(arriving: Iterator[bytes], found: CheckpointManifest, name: str, where: str) -> Iterator[memoryview]:
@@ -101,7 +102,7 @@ def verified(arriving: Iterator[bytes], found: CheckpointManifest, name: str, wh
         while len(rest) < size and (more := next(arriving, b"")):
             rest += more
         piece, rest = memoryview(bytes(rest[:size])), rest[size:]
-        if manifest.digest(piece) != expected:
+        if digest_of(piece) != expected:
             raise BrokenCheckpoint(f"{where} is not as it was written")
         yield piece
     if rest or next(arriving, b""):
@@ -131,8 +132,7 @@ def download(url: str, run_dir: Path) -> Path:
             with (temporary / file).open("wb") as into:
                 for piece in verified(bucket.pieces(file), found, file, f"{bucket.url}/{file}"):
                     into.write(piece)
-                into.flush()
-                os.fsync(into.fileno())
+            sync(temporary / file)
         write_bytes(temporary / FILE, stored)
     if (newest := folders.newest(run_dir)) is not None:
         folders.point_at(newest.folder)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hybridtron.checkpoint import folder as folders
-from hybridtron.checkpoint.files import copy, sync_folder, write_bytes, write_tensors
+from hybridtron.checkpoint.files import copy, write_bytes, write_tensors
 from hybridtron.checkpoint.finite import KINDS, NotFinite, not_finite
 from hybridtron.checkpoint.manifest import (
     FILE,
@@ -35,7 +34,6 @@ from hybridtron.checkpoint.manifest import (
     Meta,
     StoredShard,
     chunk_of,
-    chunk_values,
     to_bytes,
 )
 from hybridtron.checkpoint.mirror import Mirror
@@ -47,6 +45,7 @@ from hybridtron.device import random_states
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.blocks import block
 from hybridtron.parallel.groups import Groups, all_gather_object, barrier
+from hybridtron.storage.durable import put, sync, temporary_of
 
 COPIERS = 4  # threads; copying leaves Python's lock
 WRITERS = 2  # threads: one flushes while another digests
@@ -77,7 +76,7 @@ class Saver:
         self.config, self.run_dir, self.groups, self.patience_s = config, run_dir, groups, patience_s
         self.failures = 0
         self._under_way: Future[None] | None = None
-        self._work = threading.Thread()
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._step = 0
         self.written: set[int] = set()  # steps whose checkpoints are on disk
         self._copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}  # of an asynchronous checkpoint
@@ -91,8 +90,7 @@ class Saver:
         """
         self.settle()
         self._step = meta.step
-        temporary = folders.folder_of(self.run_dir, meta.step)
-        temporary = temporary.with_name(f".{temporary.name}.temporary")
+        temporary = temporary_of(folders.folder_of(self.run_dir, meta.step))
         content = content_of(engine, meta, tokenizer)
         if key := next(filter(None, all_gather_object(not_finite(content.trained()))), None):
             raise NotFinite(f"values of {key} are not finite")
@@ -102,10 +100,7 @@ class Saver:
                     name: list(threads.map(self._copied, of_file)) for name, of_file in content.blocks.items()
                 }
             content = replace(content, blocks=copies)
-        self._under_way = Future()
-        prepared = self._prepare(temporary)
-        self._work = threading.Thread(target=self._run, args=(self._under_way, prepared, content, temporary))
-        self._work.start()
+        self._under_way = self._thread.submit(self._run, self._prepare(temporary), content, temporary)
         if not self.config.checkpoint.asynchronous:
             self.settle()
 
@@ -114,7 +109,6 @@ class Saver:
         if self._under_way is None:
             return
         error = self._under_way.exception()
-        self._work.join()
         self._under_way = None
         faults = all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
         fault = next(filter(None, faults), None)
@@ -156,18 +150,15 @@ class Saver:
         barrier()
         return failure
 
-    def _run(self, result: Future[None], prepared: OSError | None, content: Content, temporary: Path) -> None:
+    def _run(self, prepared: OSError | None, content: Content, temporary: Path) -> None:
+        """What a checkpoint takes after training may continue; `settle` reports how it went."""
         began = time.monotonic()
-        try:
-            if prepared is not None:
-                raise prepared
-            self._write(content, temporary)
-            if self.groups.is_first:
-                self._seal(content.meta, temporary)
-            self.longest_s = max(self.longest_s, time.monotonic() - began)
-            result.set_result(None)
-        except BaseException as error:  # `settle` reports it
-            result.set_exception(error)
+        if prepared is not None:
+            raise prepared
+        self._write(content, temporary)
+        if self.groups.is_first:
+            self._seal(content.meta, temporary)
+        self.longest_s = max(self.longest_s, time.monotonic() - began)
 
     def _write(self, content: Content, temporary: Path) -> None:
         """This process's files, and its list of them; where that fails, a list that says so."""
@@ -186,14 +177,12 @@ class Saver:
                 ):
                     files[name] = written[0]
                     chunks += written[1]
-            values = {"files": {n: asdict(f) for n, f in files.items()}, "chunks": [chunk_values(c) for c in chunks]}
+            values = {"files": {name: asdict(file) for name, file in files.items()}, "chunks": chunks}
         except OSError as error:
             values = {"failure": f"process {self.groups.rank}: {type(error).__name__}: {error}"}
             for unfinished in temporary.glob(f"*-{self.groups.rank:05}.safetensors"):
                 unfinished.unlink(missing_ok=True)  # on a full disk they leave no room for the list
-        temporary_list = listed.with_suffix(".temporary")
-        write_bytes(temporary_list, json.dumps(values).encode())
-        temporary_list.rename(listed)
+        put(listed, json.dumps(values).encode())
 
     def _seal(self, meta: Meta, temporary: Path) -> None:
         """The first process's part, when all lists are there."""
@@ -210,13 +199,13 @@ class Saver:
         for listed in temporary.glob("list-*"):
             listed.unlink()
         write_bytes(temporary / FILE, to_bytes(manifest))
-        sync_folder(temporary)
+        sync(temporary)
         replaced = target.with_name(f".{target.name}.removed")
         if target.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             target.rename(replaced)
         temporary.rename(target)
-        sync_folder(target.parent)
+        sync(target.parent)
         folders.point_at(target)
         shutil.rmtree(replaced, ignore_errors=True)
         if self.mirror is not None:

@@ -188,7 +188,7 @@ def choose_rows(stores: Sequence[DocumentStore], length: int, rows: int) -> tupl
     kind = f"long documents of the validation split, the first {length} tokens of each"
     if not any(found):
         kind = f"rows of {length} tokens, from the validation split packed end to end: none of its documents is as long"
-        streams = [DocumentStream.of(store) for store in stores]
+        streams = [DocumentStream(store) for store in stores]
         starts = range(0, rows * (length + 1), length + 1)
         found = [[one.spans(at, length + 1) for at in starts if at + length < one.tokens_per_epoch] for one in streams]
     turns = itertools.chain.from_iterable(map(enumerate, itertools.zip_longest(*found)))

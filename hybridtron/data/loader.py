@@ -168,13 +168,17 @@ def _as_it_is(read: Read) -> Read:
 
 
 class _Rows(Dataset[RowArrays]):
-    """Step -> rows of a rank's lanes; what a worker process is given a copy of."""
+    """Step -> rows of a rank's lanes; what a worker process makes for itself."""
 
     def __init__(self, sources: Sources, order: PhaseOrder, rank: int, ranks: int) -> None:
+        self._arguments = sources, order, rank, ranks
         self._stores = sources.stores("train")
         self._dtype, self._joined = sources.dtype, order.documents is Documents.join
         self._in_order, self._order = rows_in_order(sources, order), order
         self._rank, self._ranks = rank, ranks
+
+    def __reduce__(self) -> tuple[type[_Rows], tuple[Sources, PhaseOrder, int, int]]:
+        return _Rows, self._arguments
 
     def __getitem__(self, step: int) -> RowArrays:
         lanes = share_of(self._order.lanes_in(step), self._rank, self._ranks)

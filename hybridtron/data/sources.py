@@ -28,6 +28,9 @@ class Sources:
         self._cache = cache
         self._stores: dict[str, list[DocumentStore]] = {}
 
+    def __reduce__(self) -> tuple[type[Sources], tuple[list[MixtureSource], CacheOptions]]:
+        return Sources, (self.mixture, self._cache)  # another process opens stores of its own
+
     @staticmethod
     def open(phase: ResolvedPhase) -> Sources:
         """What a phase reads; ConfigError where it does not fit, now that it can be looked at."""

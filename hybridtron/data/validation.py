@@ -27,7 +27,7 @@ def held_out(
     whole = sum(one.weight for one in mixture)
     found = 0
     for index, (store, one) in enumerate(zip(stores, mixture, strict=True)):
-        stream = DocumentStream.of(store)
+        stream = DocumentStream(store)
         begins = _begins(one.tokens("validation") - 1, int(one.weight / whole * tokens), seq_len, piece)
         rows = [RowSpans([(index, span) for span in stream.spans(begin, seq_len + 1)], position=0) for begin in begins]
         found += len(rows)

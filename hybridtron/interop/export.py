@@ -19,7 +19,7 @@ import torch
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.files import appearing
-from hybridtron.checkpoint.manifest import FILE, digest
+from hybridtron.checkpoint.manifest import FILE
 from hybridtron.config.choices import Export as Wanted
 from hybridtron.config.exportable import RECORD, CannotExport, export_class
 from hybridtron.interop.card import SHARED_PAD, card
@@ -29,6 +29,7 @@ from hybridtron.interop.native_pairs import Granite, Llama, Mistral
 from hybridtron.interop.tokenizer import SpecialTokens, write_tokenizer
 from hybridtron.interop.writer import Planned, write_json, write_weights
 from hybridtron.requirements import is_there
+from hybridtron.storage.digest import digest_of
 
 NATIVES: tuple[Native, ...] = (NativeMamba(), NativeMamba2(), Llama(), Mistral(), Granite())
 CUSTOM = Custom()
@@ -87,7 +88,7 @@ class ExportPlan:
         names = [name for name in ("torch", "transformers", "safetensors") if is_there(name)]
         return {
             "checkpoint": str(self.source.folder.resolve()),
-            "manifest": digest((self.source.folder / FILE).read_bytes()),
+            "manifest": digest_of((self.source.folder / FILE).read_bytes()),
             "step": self.source.meta.step,
             "target": self.target.name,
             "dtype": dtype,

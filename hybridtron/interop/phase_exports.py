@@ -13,10 +13,10 @@ from pathlib import Path
 
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.checkpoint.files import temporary_path
 from hybridtron.config.checks.export import exported_step
 from hybridtron.config.resolve import ResolvedPhase, last_step, resolve
 from hybridtron.config.schema import Config
+from hybridtron.storage.durable import temporary_of
 from hybridtron.train.failures import Failures
 
 SHARD_BYTES = 5 * 10**9
@@ -41,7 +41,7 @@ class PhaseExports:
             output = self.run_dir / "export" / name
             if phase.end_step > step or exported_step(output) == phase.end_step:
                 continue
-            if temporary_path(output).exists() and step < self.last_step:
+            if temporary_of(output).exists() and step < self.last_step:
                 self.failed[name] = "it was killed once, and is retried at the end of the run"
                 continue
             try:

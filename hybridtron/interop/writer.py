@@ -17,8 +17,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hybridtron.checkpoint.files import bytes_of, head_of, prefetched, sync_file
+from hybridtron.checkpoint.files import bytes_of, head_of, prefetched
 from hybridtron.interop.rules import TensorRule
+from hybridtron.storage.durable import sync
 
 INDEX = "model.safetensors.index.json"
 T = TypeVar("T")
@@ -71,7 +72,7 @@ def write_weights(
                     where[tensor.rule.theirs] = name
                     done += tensor.size
                     progress(done, total)
-            flushed.append(thread.submit(sync_file, folder / name))
+            flushed.append(thread.submit(sync, folder / name))
         for one in flushed:
             one.result()
     if len(shards) > 1:

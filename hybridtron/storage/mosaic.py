@@ -46,9 +46,6 @@ class MosaicStore:
         self._idle: list[Any] = []
         self._owner = os.getpid()
 
-    def __getstate__(self) -> dict:
-        return self.__dict__ | {"_idle": []}
-
     def bring(self, name: str, into: Path) -> Path:
         """Write an object into a file of this machine: one attempt, neither bounded nor repeated.
 

@@ -36,9 +36,6 @@ class Bucket:
         self.patience = patience
         self._connected: tuple[int, Any] | None = None  # the process that made a client, and the client
 
-    def __getstate__(self) -> dict:
-        return self.__dict__ | {"_connected": None}
-
     def bring(self, name: str, into: Path) -> Path:
         """Write an object into a file of this machine: one attempt, neither bounded nor repeated."""
         into.parent.mkdir(parents=True, exist_ok=True)

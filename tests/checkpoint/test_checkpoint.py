@@ -21,6 +21,7 @@ from hybridtron.checkpoint.save import SaveError, Saver, meta_of
 from hybridtron.config.schema import CheckpointConfig
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups
+from hybridtron.storage.digest import digest_of
 from tests.checkpoint.conftest import Write, trained
 from tests.conftest import random_batch, serving
 
@@ -181,7 +182,7 @@ def sealed(folder: Path, change: dict[str, object]) -> None:
     file = folder / manifest.FILE
     content = json.loads(file.read_bytes())["content"] | change
     body = json.dumps(content).encode()
-    file.write_bytes(b'{"digest": "' + manifest.digest(body).encode() + b'", "content": ' + body + b"}\n")
+    file.write_bytes(b'{"digest": "' + digest_of(body).encode() + b'", "content": ' + body + b"}\n")
 
 
 def test_another_format_is_refused_and_an_older_one_migrated(

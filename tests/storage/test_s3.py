@@ -6,7 +6,6 @@ What wrong bytes lead to is for those who know the right ones: tests/data/mds fo
 from __future__ import annotations
 
 import os
-import pickle
 import socket
 import sys
 import threading
@@ -117,14 +116,11 @@ def test_more_than_the_limit_is_not_read(store: FakeS3, monkeypatch: pytest.Monk
         bucket.small("there", 1000)
 
 
-def test_a_forked_or_pickled_bucket_makes_its_own_connections(store: FakeS3, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_bucket_makes_its_own_connections(store: FakeS3, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = Bucket(URL, PATIENT)
     bucket.small("there", 2**20)
     parents = bucket._client
     assert bucket._client is parents
-    copy = pickle.loads(pickle.dumps(bucket))
-    assert copy._connected is None
-    assert copy.small("there", 2**20) == CONTENT
     child = os.getpid() + 1
     monkeypatch.setattr(os, "getpid", lambda: child)
     assert bucket._client is not parents

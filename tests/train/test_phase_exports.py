@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridtron.checkpoint.files import temporary_path
 from hybridtron.interop import phase_exports
+from hybridtron.storage.durable import temporary_of
 from tests.train.conftest import Train
 
 SIZES = "seq_len: 16, global_batch: 4, micro_batch: 2"
@@ -68,6 +68,6 @@ def test_one_that_was_killed_waits_until_all_is_trained(
     train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempts = exporting(monkeypatch, None)
-    temporary_path(tmp_path / "run/export/a").mkdir(parents=True)
+    temporary_of(tmp_path / "run/export/a").mkdir(parents=True)
     assert train_small(PHASES) == 0
     assert attempts == [2]

@@ -74,13 +74,6 @@ class DocumentStore:
         self.vocab_size = manifest.vocab_size
         self._mapped: OrderedDict[int, _Mapped] = OrderedDict()
 
-    def __getstate__(self) -> dict:
-        return self.__dict__ | {"_mapped": OrderedDict(), "lengths": None}
-
-    def __setstate__(self, state: dict) -> None:
-        self.__dict__ |= state
-        self.lengths = self.folder.lengths(self.split, self.source)
-
     def shard_of(self, document: int) -> int:
         """The shard that holds a document."""
         if not 0 <= document < len(self.lengths):

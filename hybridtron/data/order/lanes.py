@@ -22,13 +22,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from hybridtron.data.order.mixture import GRID_BITS, cumulated
-from hybridtron.data.order.stream import DocumentStream, Recent, RowSpans, cut, permutation
+from hybridtron.data.order.stream import DocumentStream, RowSpans, cut, permutation
 
 
 class _Documents(NamedTuple):
@@ -68,9 +69,9 @@ class Lanes:
             raise ValueError(f"shuffle_tokens={shuffle_tokens}: a round of documents needs at least 1")
         self._seed, self._joined = seed, joined
         self._ends = [np.zeros(lanes, dtype=np.int64)]  # of each lane before round m
-        self._round = Recent(self._interleaved, 2)
-        self._dealt = Recent(self._cut, 2)
-        self._piece = Recent(self._taken, 2 * lanes)  # apart from the rounds: a lane may stay long behind the others
+        self._round = lru_cache(maxsize=2)(self._interleaved)
+        self._dealt = lru_cache(maxsize=2)(self._cut)
+        self._piece = lru_cache(maxsize=2 * lanes)(self._taken)  # apart from the rounds: a lane may stay long behind
 
     def row(self, lane: int, step: int) -> RowSpans:
         position, count = step * self._seq_len, self._seq_len + 1

@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from hybridtron.data.order.stream import Recent, permutation
+from hybridtron.data.order.stream import permutation
 
 GRID_BITS = 60
 SMALLEST_SHARE = 1e-7  # a block of 2 / 1e-7 rows takes 100 MB and seconds to lay out
@@ -60,7 +61,7 @@ class Mixture:
         # K >= 2 / w that is 1 or more: every block has rows of every source.
         self._rows_per_block = -(-(2 << GRID_BITS) // (smallest * rows_per_step)) * rows_per_step
         self._seed = seed
-        self._block = Recent(self._laid_out, 2)
+        self._block = lru_cache(maxsize=2)(self._laid_out)
 
     def place(self, row: int) -> tuple[int, int]:
         """A row's source, and the row's number among the source's rows."""

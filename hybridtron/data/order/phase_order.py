@@ -74,7 +74,7 @@ def rows_in_order(sources: Sources, order: PhaseOrder) -> MixedWindows | Lanes:
     shuffle, seed = order.shuffle_tokens, order.seed
     own_seeds = [seed_of(seed, name) for name in sources.names]  # sources must not be shuffled alike
     streams = [
-        DocumentStream.of(store, shuffle, own) for store, own in zip(sources.stores("train"), own_seeds, strict=True)
+        DocumentStream(store, shuffle, own) for store, own in zip(sources.stores("train"), own_seeds, strict=True)
     ]
     if order.kind is Order.lanes:
         joined = order.documents is Documents.join

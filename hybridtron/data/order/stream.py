@@ -11,11 +11,9 @@ All shuffles sort random words of Philox, whose output is fixed for all versions
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import mmap
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -45,20 +43,6 @@ def permutation(count: int, seed: int, purpose: str, *numbers: int) -> np.ndarra
     return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
 
 
-class Recent:
-    """A pure function with its last `size` results; a pickle carries the function alone."""
-
-    def __init__(self, function: Callable[..., Any], size: int) -> None:
-        self._arguments = function, size
-        self._cached = functools.lru_cache(maxsize=size)(function)
-
-    def __call__(self, *arguments: int) -> Any:
-        return self._cached(*arguments)
-
-    def __reduce__(self) -> tuple[type[Recent], tuple[Callable[..., Any], int]]:
-        return Recent, self._arguments
-
-
 def cut(documents: np.ndarray, ends: np.ndarray, start: int, count: int) -> list[Span]:
     """At most `count` tokens from `start` on, of documents that lie end to end and end at `ends`."""
     stop = min(start + count, int(ends[-1]))
@@ -82,7 +66,7 @@ class _Blocks(NamedTuple):
 
 
 class Counted(Protocol):
-    """What a stream has to know of a source: a `DocumentStore` does."""
+    """What a stream has to know of a source: a `DocumentStore` does. Of documents' lengths only slices are read."""
 
     lengths: np.ndarray
     shard_documents: np.ndarray
@@ -92,40 +76,19 @@ class Counted(Protocol):
 class DocumentStream:
     """Every document of one source, epoch after epoch, shuffled in blocks: an endless stream of tokens.
 
-    `lengths` are the tokens of each document, at least 1, and may be memory-mapped: only slices are read. Without a
-    seed the order is that of the files. Two sources that should not be shuffled alike need seeds of their own.
+    Without a seed the order is that of the files. Two sources that must not be shuffled alike need seeds of their own.
     """
 
-    def __init__(
-        self,
-        lengths: np.ndarray,
-        shard_documents: Sequence[int] | np.ndarray,
-        shard_tokens: Sequence[int] | np.ndarray,
-        shuffle_tokens: int,
-        seed: int | None,
-    ) -> None:
-        self._shard_documents = np.asarray(shard_documents, dtype=np.int64)
-        self._shard_tokens = np.asarray(shard_tokens, dtype=np.int64)
-        if len(self._shard_documents) != len(self._shard_tokens):
-            raise ValueError(
-                f"{len(self._shard_documents)} shards by shard_documents, {len(self._shard_tokens)} by shard_tokens"
-            )
-        self._first_documents = np.cumsum(self._shard_documents) - self._shard_documents
-        if len(lengths) != self._shard_documents.sum():
-            raise ValueError(f"{len(lengths)} lengths for {self._shard_documents.sum()} documents in the shards")
-        if len(lengths) == 0:
+    def __init__(self, source: Counted, shuffle_tokens: int = 1, seed: int | None = None) -> None:
+        self._lengths, self._shard_tokens = source.lengths, np.asarray(source.shard_tokens, dtype=np.int64)
+        self._borders = np.append(0, np.cumsum(source.shard_documents, dtype=np.int64))  # between shards, in documents
+        if len(source.lengths) == 0:
             raise ValueError("the source has no documents")
         self.tokens_per_epoch = int(self._shard_tokens.sum())
-        self._lengths = lengths
         self._shuffle_tokens = 1 if seed is None else shuffle_tokens  # unshuffled, a block is a shard
         self._seed = seed
-        self._blocks = Recent(self._gathered, 2)
-        self._block = Recent(self._arranged, 4)
-
-    @staticmethod
-    def of(source: Counted, shuffle_tokens: int = 1, seed: int | None = None) -> DocumentStream:
-        """The stream of a source; without a seed as its files stand."""
-        return DocumentStream(source.lengths, source.shard_documents, source.shard_tokens, shuffle_tokens, seed)
+        self._blocks = lru_cache(maxsize=2)(self._gathered)
+        self._block = lru_cache(maxsize=4)(self._arranged)
 
     def spans(self, start: int, count: int) -> list[Span]:
         """Where the `count` tokens from position `start` of the stream on are found, document by document."""
@@ -167,7 +130,7 @@ class DocumentStream:
         return documents, ends, offset - int(starts[number])
 
     def _gathered(self, epoch: int) -> _Blocks:
-        shards = np.flatnonzero(self._shard_documents)
+        shards = np.flatnonzero(np.diff(self._borders))
         if self._seed is not None:
             shards = shards[permutation(len(shards), self._seed, "shards", epoch)]
         ends = np.cumsum(self._shard_tokens[shards])
@@ -183,10 +146,7 @@ class DocumentStream:
     def _arranged(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray]:
         """The documents of a block in their order, and the end of each within the block; both int64."""
         shards, cuts, starts = self._blocks(epoch)
-        runs = []
-        for shard in shards[cuts[number] : cuts[number + 1]].tolist():
-            first = int(self._first_documents[shard])
-            runs.append((first, first + int(self._shard_documents[shard])))
+        runs = [self._borders[shard : shard + 2].tolist() for shard in shards[cuts[number] : cuts[number + 1]]]
         documents = np.concatenate([np.arange(first, end) for first, end in runs])
         lengths = np.concatenate([self._lengths[first:end] for first, end in runs])
         if self._seed is not None:
@@ -199,15 +159,3 @@ class DocumentStream:
                 f"the lengths of a block's documents add up to {ends[-1]} tokens, its shards have {tokens}"
             )
         return documents, ends
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A whole memory-mapped file goes by its name: a pickle would copy what is in it."""
-        lengths = self._lengths
-        if isinstance(lengths, np.memmap) and isinstance(lengths.base, mmap.mmap) and lengths.filename is not None:
-            lengths = (lengths.filename, lengths.dtype, "r", lengths.offset, lengths.shape)
-        return self.__dict__ | {"_lengths": lengths}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if isinstance(self._lengths, tuple):
-            self._lengths = np.memmap(*self._lengths)

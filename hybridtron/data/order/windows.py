@@ -15,12 +15,13 @@ Letters: L input tokens of a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
 from hybridtron.config.growth import Growth
 from hybridtron.data.order.mixture import Mixture
-from hybridtron.data.order.stream import DocumentStream, Recent, RowSpans, Span, permutation
+from hybridtron.data.order.stream import DocumentStream, RowSpans, Span, permutation
 
 
 class ShuffledWindows:
@@ -31,7 +32,7 @@ class ShuffledWindows:
         self._seq_len = seq_len
         self._windows_per_group = max(1, shuffle_tokens // seq_len)
         self._seed = seed
-        self._order = Recent(self._shuffled, 4)
+        self._order = lru_cache(maxsize=4)(self._shuffled)
 
     def spans(self, row: int) -> list[Span]:
         """Where the L + 1 tokens of a row are found."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 import threading
@@ -99,14 +98,6 @@ def test_prepare_fetches_side_by_side(s3: FakeS3, tmp_path: Path):
     assert len(+s3.downloads) == len(store.shard_documents)
     s3.fail("lost", ".")
     check_whole(store, DOCUMENTS[:45])
-
-
-def test_a_store_can_be_pickled(s3: FakeS3, tmp_path: Path):
-    store = opened("s3://bucket/zstd", quick(tmp_path))
-    store.read(0, 0, 1)
-    dumped = pickle.dumps(store)
-    assert len(dumped) < 30_000
-    check_whole(pickle.loads(dumped), DOCUMENTS[:45])
 
 
 @pytest.mark.parametrize("form", ["plain", "zstd"])

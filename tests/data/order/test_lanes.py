@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import pickle
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,14 +21,13 @@ GOLDEN = [[0, 4, 0, 1, 1, 6], [5, 3, 4, 1], [2, 6, 3, 1, 5]]
 
 
 def stream(lengths: Sequence[int], shuffle_tokens: int = 40, seed: int | None = 3) -> DocumentStream:
-    shards = np.array_split(np.array(lengths), -(-len(lengths) // 5))
-    return DocumentStream(
-        np.array(lengths, dtype=np.uint32),
-        [len(s) for s in shards],
-        [int(s.sum()) for s in shards],
-        shuffle_tokens,
-        seed,
+    shards = np.array_split(np.array(lengths), max(1, -(-len(lengths) // 5)))
+    source = SimpleNamespace(
+        lengths=np.array(lengths, dtype=np.uint32),
+        shard_documents=np.array([len(s) for s in shards]),
+        shard_tokens=np.array([int(s.sum()) for s in shards]),
     )
+    return DocumentStream(source, shuffle_tokens, seed)
 
 
 def toy_lengths(documents: int, longest: int = 60, seed: int = 0) -> list[int]:
@@ -234,7 +233,6 @@ def test_a_row_is_the_same_whenever_it_is_asked_for():
     again = fresh()
     assert all(again.row(lane, step) == rows[lane, step] for lane, step in asked)
     assert fresh().row(3, 99) == rows[3, 99]
-    assert pickle.loads(pickle.dumps(again)).row(2, 77) == rows[2, 77]
 
 
 def test_the_seed_changes_which_lane_gets_what():
@@ -251,4 +249,4 @@ def test_what_cannot_be_dealt():
     with pytest.raises(ValueError, match=r"weights\[1\] = 0"):
         Lanes([stream([5]), stream([6])], [1, 0], 2, 16, 500, seed=1)
     with pytest.raises(ValueError, match="no documents"):
-        Lanes([DocumentStream(np.zeros(0, dtype=np.uint32), [0], [0], 5, 1)], [1], 2, 16, 500, seed=1)
+        Lanes([stream([])], [1], 2, 16, 500, seed=1)

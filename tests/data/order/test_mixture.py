@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 
 import numpy as np
@@ -106,7 +105,6 @@ def test_a_row_is_the_same_whenever_it_is_asked_for():
     asked = list(range(0, 2000, 7))
     random.Random(0).shuffle(asked)
     assert all(mixture.place(row) == places[row // 7] for row in asked)
-    assert pickle.loads(pickle.dumps(mixture)).place(700) == places[100]
 
 
 def test_far_rows_and_seeds():

@@ -19,7 +19,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cache
-from types import ModuleType
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 
 from hybridtron.architecture import SPECS
 from hybridtron.interop.definitions import HOME, PACKAGE, DefinedName, SourceFile, Use, is_module
@@ -80,8 +81,8 @@ def is_shipped(files: Mapping[str, bytes]) -> bool:
 def provide(package: str) -> None:
     """Let the generated file be imported from a package, as if it lay there."""
     name, text = f"{package}.{GENERATED}", mixers_file()
-    sys.modules[name] = module = ModuleType(name)
-    module.__package__, file = package, f"<{name}>"
+    sys.modules[name] = module = module_from_spec(ModuleSpec(name, None))
+    file = f"<{name}>"
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file  # where tracebacks find it
     exec(compile(text, file, "exec"), module.__dict__)
 

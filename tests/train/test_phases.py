@@ -110,17 +110,16 @@ def test_what_can_only_fail_later_is_reported_before_the_start(
     first = f"{{name: a, tokens: 256, {SIZES}, lr: 1e-3}}"
     wrong = (
         f"{{name: b, tokens: 256, {SIZES}, lr: 1e-3, lr_piece: decay, data: {{path: {tmp_path}/none}}}}",
-        f"{{name: c, tokens: 256, {SIZES}, lr: 1e-3, layers: {{W: {{heads: 3}}}},"
-        "train: ['mixer'], init_from: nowhere}",
+        f"{{name: c, tokens: 256, {SIZES}, lr: 1e-3, layers: {{W: {{heads: 3}}}}, init_from: nowhere}}",
         f"{{name: d, tokens: 256, {SIZES}, lr: 1e-3, ramp: {{start: 3, step: 2, tokens: 64}},"
         "states: {mode: passing}}",
-        f"{{name: e, tokens: 1M, {SIZES}, lr: 1e-3, precision: {{name: fp8_block}}}}",
+        f"{{name: e, tokens: 1M, {SIZES}, lr: 1e-3, precision: {{name: fp8_block}},train: ['mixer']}}",
     )
     assert train_small(f"phases=[{first},{','.join(wrong)}]", "data.epochs=1") == 2
     output = capsys.readouterr().err
     for words in (
-        "phases.1.lr ", "phases.1.lr_to ", "phases.2.layers.W.heads", "phases.2.train", "phases.2.init_from",
-        "phases.3.ramp.step", "phases.3.ramp.start", "phases.3.ramp ", "phases.4.precision.name",
+        "phases.1.lr ", "phases.1.lr_to ", "phases.2.layers.W.heads", "phases.2.init_from",
+        "phases.3.ramp.step", "phases.3.ramp.start", "phases.3.ramp ", "phases.4.precision.name", "phases.4.train",
         "phases.1.data.path", "data.epochs",
     ):  # fmt: skip
         assert words in output, words

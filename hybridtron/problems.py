@@ -1,4 +1,4 @@
-"""What a person sees when a configuration is wrong: every problem at once, each with what would work."""
+"""What a person sees when what they named is wrong: of a configuration every problem at once, with what would work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ class Problem:
         return f"{self.key}  {self.message}"
 
 
-class ConfigError(ValueError):
+class Unusable(ValueError):
+    """What the user named can't be used; the message says why and what would work. A command's exit code 2."""
+
+
+class ConfigError(Unusable):
     """A configuration that cannot run. Its text lists all problems, one a line."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:

@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 
 from hybridtron import requirements
-from hybridtron.cli import bench
+from hybridtron.cli.main import main
 from hybridtron.requirements import is_there, missing
 
 ROOT = Path(__file__).parents[1]
 WITHOUT = """
-import runpy, sys
+import os, runpy, sys
 absent, sys.argv = set(sys.argv[1].split(",")), sys.argv[2:]
 class Absent:
     def find_spec(self, name, path=None, target=None):
         if name in absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Absent())
-sys.path.insert(0, "")
+sys.path[:0] = [os.path.dirname(sys.argv[0]), ""]  # the former as Python itself does
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -100,7 +100,7 @@ def test_local_folders_need_no_package_of_stores(tmp_path: Path) -> None:
 def test_a_benchmark_says_so_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "benchmarks.mixer", raising=False)
-    assert bench.main(["mixer", "--quick"]) == 2
+    assert main(["bench", "mixer", "--quick"]) == 2
     assert "[export]" in capsys.readouterr().err
 
 

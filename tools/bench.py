@@ -1,11 +1,6 @@
 """Measure this package against its peers: see `python tools/bench.py --help`."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout's package, also where none is installed
-
-from hybridtron.cli.main import main
+import door
 
 if __name__ == "__main__":
-    sys.exit(main(["bench", *sys.argv[1:]]))
+    door.enter("bench")

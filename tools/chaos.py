@@ -1,11 +1,6 @@
 """Kill and damage a run, and compare its end with that of an undisturbed one: see `python tools/chaos.py --help`."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout's package, also where none is installed
-
-from hybridtron.cli.main import main
+import door
 
 if __name__ == "__main__":
-    sys.exit(main(["chaos", *sys.argv[1:]]))
+    door.enter("chaos")

@@ -1,11 +1,6 @@
 """List, verify, compare, rewrite and fetch checkpoints: see `python tools/checkpoint.py --help`."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout's package, also where none is installed
-
-from hybridtron.cli.main import main
+import door
 
 if __name__ == "__main__":
-    sys.exit(main(["checkpoint", *sys.argv[1:]]))
+    door.enter("checkpoint")

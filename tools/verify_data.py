@@ -1,11 +1,6 @@
 """Check every byte of a folder of prepared tokens: see `python tools/verify_data.py --help`."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout's package, also where none is installed
-
-from hybridtron.cli.main import main
+import door
 
 if __name__ == "__main__":
-    sys.exit(main(["data", "verify", *sys.argv[1:]]))
+    door.enter("data", "verify")

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
 from pathlib import Path
 
+from hybridtron.cli.given import positive
 from hybridtron.shipped import PACKAGE, pages, shipped
 
 WHAT = {
@@ -53,11 +53,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="tiny sizes; writes no table unless --output says where")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the table (default: benchmarks/NAME.md)")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of torch (default: %(default)s)")
-    parser.add_argument("--repetitions", type=int, default=5, metavar="N", help="rounds (default: %(default)s)")
+    parser.add_argument(
+        "--threads", type=positive, default=1, metavar="N", help="threads of torch (default: %(default)s)"
+    )
+    parser.add_argument("--repetitions", type=positive, default=5, metavar="N", help="rounds (default: %(default)s)")
     chosen = parser.parse_intermixed_args(arguments)
-    if chosen.threads < 1 or chosen.repetitions < 1:
-        parser.error("--threads and --repetitions must be at least 1")
     if chosen.output is None and not chosen.quick and pages() is None:
         parser.error("--output FILE is needed where there is no checkout, whose benchmarks/ the table would go to")
     if chosen.settings and chosen.name not in TAKES_SETTINGS:
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
     chosen = parse(arguments)
     import torch
 
-    from hybridtron.problems import ConfigError
+    from hybridtron.problems import Unusable
     from hybridtron.proving.measuring import BenchReport, publish
     from hybridtron.requirements import missing
 
@@ -81,12 +81,8 @@ def main(arguments: list[str]) -> int:
     try:
         module = importlib.import_module(f"{package()}.{file}")
         getattr(module, chosen.name)(report)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
     except ModuleNotFoundError as error:
-        print(missing("export") or error, file=sys.stderr)
-        return 2
+        raise Unusable(missing("export") or str(error)) from error
     if chosen.quick:
         report.goals.clear()  # tiny sizes say nothing of speed
     suffix = "" if report.device == "cpu" else f"_{report.device}"

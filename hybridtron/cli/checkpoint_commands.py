@@ -15,9 +15,9 @@ from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.mirror import download
 from hybridtron.checkpoint.rewrite import differences, rewrite
-from hybridtron.cli.given import Unusable, bytes_of, checkpoints_at, not_there_yet, progress_bar
+from hybridtron.cli.given import bytes_of, checkpoints_at, not_there_yet, progress_bar
 from hybridtron.config.units import readable
-from hybridtron.problems import ConfigError
+from hybridtron.problems import Unusable
 from hybridtron.storage.attempts import StorageError
 from hybridtron.train.lock import RunLock
 
@@ -27,12 +27,8 @@ WIDEST = 10**6  # characters
 def run(chosen: argparse.Namespace) -> int:
     """Do what is asked. Returns the exit code."""
     does = {"list": listed, "verify": verified, "diff": compared, "reshard": resharded, "fetch": fetched}
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            return does[chosen.command](chosen)
-    except Unusable as error:
-        print(error, file=sys.stderr)
-        return 2
+    with warnings.catch_warnings(action="ignore"):
+        return does[chosen.command](chosen)
 
 
 def opened(path: Path) -> Checkpoint:
@@ -128,7 +124,7 @@ def fetched(chosen: argparse.Namespace) -> int:
     try:
         with RunLock(chosen.run):  # or a run that is under way could take what is half there for one of its own
             print(f"{download(chosen.url, chosen.run)}: fetched, every byte as it was written")
-    except (FileExistsError, ConfigError) as error:
+    except FileExistsError as error:
         raise Unusable(str(error)) from error
     except (BrokenCheckpoint, OSError, StorageError) as error:
         print(error, file=sys.stderr)

@@ -9,7 +9,7 @@ from pathlib import Path
 from hybridtron.architecture.table import parameter_table
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
-from hybridtron.cli.given import Unusable, bytes_of, checkpoints_at, not_there_yet, progress_bar
+from hybridtron.cli.given import bytes_of, checkpoints_at, not_there_yet, progress_bar
 from hybridtron.config.choices import Export as Wanted
 from hybridtron.config.exportable import CannotExport
 from hybridtron.config.units import readable
@@ -19,14 +19,14 @@ from hybridtron.interop.import_folder import ImportFolder, same_tensors, take_ov
 from hybridtron.interop.native import Native
 from hybridtron.interop.sample import sample_size, verify_sample
 from hybridtron.interop.verify import DTYPES, NotTheSame, Proof, verify
-from hybridtron.problems import ConfigError
+from hybridtron.problems import Unusable
 
 
 def run(chosen: argparse.Namespace) -> int:
     """Do what is asked. Returns the exit code."""
     try:
         return {"export": exported, "import": imported, "verify": verified}[chosen.command](chosen)
-    except (Unusable, CannotExport, CannotImport, ConfigError) as error:
+    except (Unusable, CannotExport, CannotImport) as error:
         print(error, file=sys.stderr)
         return 2
     except (BrokenCheckpoint, NotTheSame, OSError) as error:

@@ -21,7 +21,6 @@ import argparse
 import itertools
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -33,7 +32,8 @@ from rich.table import Table
 
 from hybridtron.cli.evaluate_pictures import Lines, draw
 from hybridtron.cli.generate import load_checkpoint
-from hybridtron.cli.given import Unusable, newest_checkpoint, positive, progress_bar
+from hybridtron.cli.given import newest_checkpoint, positive, progress_bar
+from hybridtron.problems import Unusable
 from hybridtron.requirements import is_there, missing
 
 if TYPE_CHECKING:
@@ -89,9 +89,8 @@ def main(arguments: list[str]) -> int:
     chosen = parse(arguments)
     try:
         evaluate(chosen)
-    except (Unusable, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    except OSError as error:
+        raise Unusable(str(error)) from error
     return 0
 
 

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridtron.cli.given import Unusable, newest_checkpoint, positive
-from hybridtron.problems import ConfigError
+from hybridtron.cli.given import newest_checkpoint, positive
+from hybridtron.problems import ConfigError, Unusable
 
 if TYPE_CHECKING:
     from hybridtron.config.schema import Config
@@ -49,12 +48,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     """Print the prompt and what follows. Returns the exit code."""
     chosen = parse(arguments)
-    try:
-        checkpoint = newest_checkpoint(chosen.path)
-        print(text(checkpoint, chosen.prompt, chosen.tokens, chosen.temperature, chosen.seed))
-    except Unusable as error:
-        print(error, file=sys.stderr)
-        return 2
+    checkpoint = newest_checkpoint(chosen.path)
+    print(text(checkpoint, chosen.prompt, chosen.tokens, chosen.temperature, chosen.seed))
     return 0
 
 

@@ -11,10 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hybridtron.config.units import parse_bytes
-
-
-class Unusable(Exception):
-    """What the user named can't be used; the message says why and what would work."""
+from hybridtron.problems import Unusable
 
 
 def checkpoints_at(path: Path) -> list[Path]:

@@ -37,7 +37,6 @@ from hybridtron.config.units import readable
 from hybridtron.planning.count import ModelCount, count
 from hybridtron.planning.fit import TENSOR_SIZES, FittingLayout, fit, settings_of
 from hybridtron.planning.memory import DeviceMemory, Plan, RankPlan, largest_phase, plan
-from hybridtron.problems import ConfigError
 from hybridtron.train.phase_table import phase_table, print_changes, rates_of, source_table, table_of, wide_console
 
 MEMORY_PARTS = tuple(part.name for part in dataclasses.fields(DeviceMemory))
@@ -57,12 +56,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--dry-run", action="store_true", help="build every rank's model on the meta device")
     chosen = parser.parse_intermixed_args(arguments)
-    try:
-        config = load(chosen.settings)
-        require(config, chosen.gpus if chosen.fit is None else None)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    config = load(chosen.settings)
+    require(config, chosen.gpus if chosen.fit is None else None)
     for warning in warnings(config):
         print(f"note: {warning}", file=sys.stderr)
     gpus = chosen.gpus or config.parallel.tensor * config.parallel.pipeline

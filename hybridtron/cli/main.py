@@ -1,7 +1,8 @@
 """The command `hybridtron`: one sub-command for everything that a user runs.
 
 The table names a function that takes the remaining arguments and returns the exit code. Its module is imported only
-when it is asked for, so that no command waits for the packages of another.
+when it is asked for, so that no command waits for the packages of another. What a command refuses it raises as Unusable
+(a wrong configuration, a folder that is not there), which is printed here: exit code 2.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 import warnings
 
 from hybridtron import __version__
-from hybridtron.problems import did_you_mean
+from hybridtron.problems import Unusable, did_you_mean
 from hybridtron.requirements import demand
 
 COMMANDS = {
@@ -72,6 +73,9 @@ def main(arguments: list[str]) -> int:
     except ModuleNotFoundError:
         demand()  # says so on one line where it is a requirement
         raise
+    except Unusable as error:
+        print(error, file=sys.stderr)
+        return 2
     return code
 
 

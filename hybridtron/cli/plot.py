@@ -6,10 +6,10 @@ hybridtron plot runs/laptop --output loss.png
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from hybridtron.cli.evaluate_pictures import picture
+from hybridtron.problems import Unusable
 from hybridtron.requirements import demand
 from hybridtron.train.records import read_lines
 
@@ -23,12 +23,10 @@ def main(arguments: list[str]) -> int:
     demand("plot")
     metrics = chosen.run / "metrics.jsonl"
     if not metrics.is_file():
-        print(f"{chosen.run} is not the folder of a run: it has no metrics.jsonl", file=sys.stderr)
-        return 2
+        raise Unusable(f"{chosen.run} is not the folder of a run: it has no metrics.jsonl")
     lines = read_lines(metrics)
     if not lines:
-        print(f"{metrics} holds no step yet", file=sys.stderr)
-        return 2
+        raise Unusable(f"{metrics} holds no step yet")
     output = chosen.output or chosen.run / "loss.png"
     draw(lines, output)
     print(output)

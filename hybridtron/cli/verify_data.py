@@ -10,13 +10,12 @@ least one fault, 2 there is no such folder.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from pathlib import Path
 
-from hybridtron.cli.given import progress_bar
+from hybridtron.cli.given import positive, progress_bar
 from hybridtron.config.units import readable
 from hybridtron.data.mds.verify import FolderReport, verify
+from hybridtron.problems import Unusable
 
 
 def main(arguments: list[str]) -> int:
@@ -26,14 +25,13 @@ def main(arguments: list[str]) -> int:
         description="Hold every byte of a folder of prepared tokens against its manifest.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="what hybridtron data prepare wrote")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes that read shards; default: 1")
+    parser.add_argument(
+        "--workers", type=positive, default=1, metavar="N", help="processes that read shards; default: 1"
+    )
     chosen = parser.parse_args(arguments)
-    if chosen.workers < 1:
-        parser.error(f"--workers {chosen.workers}: at least one process reads; this machine has {os.cpu_count()}")
     if not chosen.folder.is_dir():
         why = "is not a folder" if chosen.folder.exists() else "does not exist"
-        print(f"{chosen.folder} {why}; a dataset with a URL is verified where it was prepared", file=sys.stderr)
-        return 2
+        raise Unusable(f"{chosen.folder} {why}; a dataset with a URL is verified where it was prepared")
     with progress_bar(f"{chosen.folder}: shards") as moved:
         report = verify(chosen.folder, chosen.workers, moved)
     for fault in report.faults:

@@ -9,7 +9,6 @@ Exit codes: 0 shown, 2 a folder is missing or holds no run.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from hybridtron.config.load import load_saved
 from hybridtron.config.resolve import last_step, phase_continuing_at, phase_ending_at, resolve
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
-from hybridtron.problems import ConfigError
+from hybridtron.problems import ConfigError, Unusable
 from hybridtron.train.outcome import clock
 from hybridtron.train.records import read_lines, read_record
 
@@ -34,10 +33,6 @@ RECENT = 20  # steps whose speed is averaged
 TAIL = 2**20  # bytes of metrics.jsonl that are read; a step with many numbers takes some hundred
 WIDTH = 200  # characters of a line where there is no terminal
 SILENT_S = 1800.0  # without a step or a word of its end, a run without SLURM is said to be silent
-
-
-class NoRun(Exception):
-    """A folder without a run; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -89,20 +84,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("folders", nargs="*", type=Path, metavar="RUN_FOLDER", help="default: all below runs/")
     folders: list[Path] = parser.parse_args(arguments).folders
     folders = folders or sorted(path.parent for path in Path("runs").glob("*/config.yaml"))
-    try:
-        if not folders:
-            raise NoRun("there is no run below runs/ here: name a run's folder")
-        found = [status(folder) for folder in folders]
-    except NoRun as error:
-        print(error, file=sys.stderr)
-        return 2
+    if not folders:
+        raise Unusable("there is no run below runs/ here: name a run's folder")
+    found = [status(folder) for folder in folders]
     console = Console()
     show(found, console if console.is_terminal else Console(width=WIDTH))
     return 0
 
 
 def status(folder: Path) -> Status:
-    """How a run stands. Raises NoRun for a folder that holds none."""
+    """How a run stands. Raises Unusable for a folder that holds none."""
     config = _config(folder)
     lines = read_lines(folder / "metrics.jsonl", TAIL)[-RECENT:]
     attempts = history.read(folder)
@@ -160,13 +151,13 @@ def _state(
 
 def _config(folder: Path) -> Config:
     if not folder.is_dir():
-        raise NoRun(f"{folder} is not a folder" if folder.exists() else f"{folder} does not exist")
+        raise Unusable(f"{folder} is not a folder" if folder.exists() else f"{folder} does not exist")
     if not (folder / "config.yaml").exists():
-        raise NoRun(f"{folder} holds no run: a run's folder has config.yaml, which train and submit write")
+        raise Unusable(f"{folder} holds no run: a run's folder has config.yaml, which train and submit write")
     try:
         return load_saved(folder / "config.yaml")
     except ConfigError as error:
-        raise NoRun(f"{folder}/config.yaml is not of this version of hybridtron: {error}") from error
+        raise Unusable(f"{folder}/config.yaml is not of this version of hybridtron: {error}") from error
 
 
 def _queued(jobs: list[str]) -> tuple[list[Queued], str]:

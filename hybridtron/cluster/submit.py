@@ -53,11 +53,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the script, write and submit nothing")
     parser.add_argument("--chain", type=int, default=1, metavar="K", help="submit K jobs, each after the one before")
     asked = parser.parse_intermixed_args(arguments)
-    try:
-        config, job = planned(asked.settings, asked.chain, asked.dry_run)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    config, job = planned(asked.settings, asked.chain, asked.dry_run)
     data = [f"{problem.key}  {problem.message}" for problem in mixture_spec.problems(config)]
     for warning in [*warnings(config), *data]:  # only a dry run gets here with problems of the data
         print(f"warning: {warning}", file=sys.stderr)

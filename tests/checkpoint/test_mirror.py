@@ -12,7 +12,7 @@ from hybridtron.checkpoint.folder import all_of, newest
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
 from hybridtron.checkpoint.mirror import PATIENCE, Mirror, download, upload
 from hybridtron.checkpoint.save import Saver, meta_of
-from hybridtron.cli.checkpoint import main
+from hybridtron.cli.main import main
 from hybridtron.config.schema import CheckpointConfig
 from hybridtron.parallel.groups import Groups
 from hybridtron.storage import s3
@@ -57,19 +57,19 @@ def test_a_run_copies_what_it_writes_and_brings_it_back(
     assert [path.name for path in all_of(tmp_path)] == ["step-00000003"]
     assert "NOT MIRRORED" not in capsys.readouterr().err
     assert not folder.exists()
-    assert main(["fetch", URL, str(tmp_path / "back")]) == 0
+    assert main(["checkpoint", "fetch", URL, str(tmp_path / "back")]) == 0
     found = newest(tmp_path / "back")
     assert found is not None
     assert found.meta.step == 3
     assert not list(found.faults())
     assert same(found.folder, all_of(tmp_path)[0])
-    assert main(["fetch", f"{URL}/step-00000002", str(tmp_path / "back")]) == 0
+    assert main(["checkpoint", "fetch", f"{URL}/step-00000002", str(tmp_path / "back")]) == 0
     assert newest(tmp_path / "back") == found
-    assert main(["fetch", URL, str(tmp_path / "back")]) == 2
-    assert main(["fetch", "s3://bucket/nothing", str(tmp_path / "back")]) == 1
+    assert main(["checkpoint", "fetch", URL, str(tmp_path / "back")]) == 2
+    assert main(["checkpoint", "fetch", "s3://bucket/nothing", str(tmp_path / "back")]) == 1
     monkeypatch.setattr(lock, "PATIENCE_S", 0.0)
     with lock.RunLock(tmp_path / "back"):  # as a run that is under way
-        assert main(["fetch", URL, str(tmp_path / "back")]) == 2
+        assert main(["checkpoint", "fetch", URL, str(tmp_path / "back")]) == 2
 
 
 def test_large_files_go_in_parts(

@@ -10,7 +10,7 @@ import torch
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import folder_of
 from hybridtron.checkpoint.save import Saver, meta_of
-from hybridtron.cli.checkpoint import main
+from hybridtron.cli.main import main
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups
 from tests.conftest import random_batch, small_run
@@ -34,7 +34,7 @@ def run(alone: Groups, tmp_path: Path) -> Path:
 
 def reported(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -> str:
     capsys.readouterr()
-    assert main([str(one) for one in arguments]) == code
+    assert main(["checkpoint", *map(str, arguments)]) == code
     said = capsys.readouterr()
     return said.err if code == 2 else said.out
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import folder_of
 from hybridtron.cli import train
-from hybridtron.cli.evaluate import main
+from hybridtron.cli.main import main
 from hybridtron.data.batch import SeqInfo
 from hybridtron.data.prepare.embedded import train_tokenizer
 from hybridtron.data.prepare.writer import write_folder
@@ -70,14 +70,14 @@ def lines_of(file: Path) -> list[dict]:
 
 def reported(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     capsys.readouterr()
-    assert main([str(one) for one in arguments]) == 0
+    assert main(["evaluate", *map(str, arguments)]) == 0
     return capsys.readouterr().out
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     capsys.readouterr()
     try:
-        code = main([str(one) for one in arguments])
+        code = main(["evaluate", *map(str, arguments)])
     except SystemExit as ended:
         code = ended.code
     assert code == 2
@@ -217,7 +217,8 @@ def test_wrong_arguments_are_said(run: Path, wrong: list[str], capsys) -> None:
 
 
 def test_help_comes_without_torch() -> None:
-    code = "import runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; "
+    code = "import os, runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; "
+    code += "sys.path.insert(0, os.path.dirname(sys.argv[0])); "
     code += "runpy.run_path(sys.argv[0], run_name='__main__')"
     command = [sys.executable, "-c", code, str(ROOT / "tools/evaluate.py"), "--help"]
     alone = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}

@@ -12,8 +12,9 @@ from tokenizers import Tokenizer
 
 from hybridtron.checkpoint.folder import folder_of
 from hybridtron.checkpoint.save import Saver, meta_of
-from hybridtron.cli.generate import main, prompt_or_start
+from hybridtron.cli.generate import prompt_or_start
 from hybridtron.cli.given import newest_checkpoint
+from hybridtron.cli.main import main
 from hybridtron.config.layout import ProcessLaunch
 from hybridtron.config.load import load
 from hybridtron.config.schema import Config
@@ -48,7 +49,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reported(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main([*arguments]) == 0
+    assert main(["generate", *arguments]) == 0
     return capsys.readouterr().out
 
 
@@ -83,7 +84,7 @@ def test_what_is_no_checkpoint_is_said(run_dir: Path, tmp_path: Path, capsys) ->
     (tmp_path / "file").touch()
     reasons = {"nowhere": "does not exist", "file": "is not a folder", "empty": "holds no checkpoint"}
     for name, said in reasons.items():
-        assert main([str(tmp_path / name)]) == 2
+        assert main(["generate", str(tmp_path / name)]) == 2
         assert said in capsys.readouterr().err
 
 
@@ -95,7 +96,7 @@ def test_an_incomplete_checkpoint_is_said(run_dir: Path, missing: str, tmp_path:
         if file.name != missing:
             (broken / file.name).write_bytes(file.read_bytes())
     for prompt in ([], ["--prompt", "the"]):
-        assert main([str(broken), *prompt]) == 2
+        assert main(["generate", str(broken), *prompt]) == 2
         assert missing in capsys.readouterr().err
 
 
@@ -104,21 +105,22 @@ def test_a_damaged_checkpoint_is_said(run_dir: Path, tmp_path: Path, capsys) -> 
     broken.mkdir()
     for file in folder_of(run_dir, 10).iterdir():
         (broken / file.name).write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    assert main([str(broken)]) == 2
+    assert main(["generate", str(broken)]) == 2
     assert "is not as it was written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", [["--tokens", "-1"], ["--tokens", "0"], ["--temperature", "-1"], ["--seed", "-5"]])
 def test_wrong_numbers_are_said(run_dir: Path, wrong: list[str], capsys) -> None:
     with pytest.raises(SystemExit) as ended:
-        main([str(run_dir), *wrong])
+        main(["generate", str(run_dir), *wrong])
     assert ended.value.code == 2
     assert wrong[0] in capsys.readouterr().err
 
 
 def test_as_a_person_runs_it(tmp_path: Path) -> None:
     """A wrong path is answered at once: neither torch nor anything else slow is imported for it."""
-    code = "import runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; "
+    code = "import os, runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; "
+    code += "sys.path.insert(0, os.path.dirname(sys.argv[0])); "
     code += "runpy.run_path(sys.argv[0], run_name='__main__')"
     command = [sys.executable, "-c", code, str(ROOT / "tools/generate.py"), str(tmp_path / "nowhere")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)

@@ -23,7 +23,7 @@ LINES_OF_A_DOOR = 25
 HEAVY = ("torch", "megatron.core", "transformers", "matplotlib", "streaming", "pyarrow")
 Answer = tuple[int | str | None, int, list[str]]
 ALL = '''
-import contextlib, importlib.abc, importlib.machinery, io, json, runpy, sys
+import contextlib, importlib.abc, importlib.machinery, io, json, os, runpy, sys
 
 class Refused(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds the heavy packages, as a program may ask whether they are there, and does not load them."""
@@ -42,6 +42,7 @@ sys.meta_path.insert(0, Refused())
 found = {}
 for asked in json.loads(sys.argv[1]):
     program, *words = asked.split()
+    sys.path[0] = os.path.dirname(program)  # as Python itself does
     sys.argv, text, code = [program, *words, "--help"], io.StringIO(), None
     Refused.asked = []
     try:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 WITHOUT_TORCH = (
-    "import runpy, sys; sys.modules.update(torch=None, megatron=None); "
-    "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    "import os, runpy, sys; sys.modules.update(torch=None, megatron=None); "
+    "sys.argv = sys.argv[1:]; sys.path.insert(0, os.path.dirname(sys.argv[0])); "
+    "runpy.run_path(sys.argv[0], run_name='__main__')"
 )
 
 

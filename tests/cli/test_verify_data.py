@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from hybridtron.cli import verify_data
+from hybridtron.cli.main import main
 from hybridtron.data.prepare.writer import write_folder
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +47,7 @@ def test_faults_are_lines(folder: Path, capsys: pytest.CaptureFixture[str]):
     shards = sorted((folder / "train/web").rglob("*.mds"))
     shards[1].unlink()
     shards[2].write_bytes(b"")
-    assert verify_data.main([str(folder)]) == 1
+    assert main(["data", "verify", str(folder)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "train/web/part-00000/shard.00001.mds: is missing"
     assert lines[1].startswith("train/web/part-00000/shard.00002.mds: has 0 of ")
@@ -55,8 +55,8 @@ def test_faults_are_lines(folder: Path, capsys: pytest.CaptureFixture[str]):
 
 
 def test_usage(folder: Path, capsys: pytest.CaptureFixture[str]):
-    assert verify_data.main([str(folder / "nothing")]) == 2
+    assert main(["data", "verify", str(folder / "nothing")]) == 2
     assert "does not exist" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
-        verify_data.main([str(folder), "--workers", "0"])
+        main(["data", "verify", str(folder), "--workers", "0"])
     assert ended.value.code == 2

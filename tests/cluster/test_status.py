@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridtron.cli.main import main
 from hybridtron.cluster import history, status
 from hybridtron.cluster.history import Attempt
 from hybridtron.config.load import load, to_yaml
@@ -97,17 +98,17 @@ def test_what_sbatch_refused_and_what_has_gone_silent(run: Path) -> None:
 def test_the_table_and_folders_that_hold_no_run(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert status.main([str(run)]) == 0
+    assert main(["status", str(run)]) == 0
     reported = " ".join(capsys.readouterr().out.split())
     assert "running pretrain 30/100 128 4.0000 0:00:35" in reported
     for folder, fault in ((run / "none", "does not exist"), (run / "config.yaml", "is not a folder")):
-        assert status.main([str(run), str(folder)]) == 2
+        assert main(["status", str(run), str(folder)]) == 2
         assert fault in capsys.readouterr().err
-    assert status.main([str(run.parent)]) == 2
+    assert main(["status", str(run.parent)]) == 2
     assert "holds no run: a run's folder has config.yaml" in capsys.readouterr().err
     monkeypatch.chdir(run)
-    assert status.main([]) == 2
+    assert main(["status"]) == 2
     assert "no run below runs/" in capsys.readouterr().err
     (run / "config.yaml").write_text("other: 1\n")
-    assert status.main([str(run)]) == 2
+    assert main(["status", str(run)]) == 2
     assert "version" in capsys.readouterr().err

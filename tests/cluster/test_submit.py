@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridtron.cluster import scheduler, submit
+from hybridtron.cli.main import main
+from hybridtron.cluster import scheduler
 from hybridtron.config.load import load_saved
 from tests.cluster.conftest import ROOT
 from tests.train.conftest import small_run_arguments
@@ -48,7 +49,7 @@ def arguments(data: Path, run: Path, *more: str) -> list[str]:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *asked: str) -> str:
-    assert submit.main(list(asked)) == 2
+    assert main(["submit", *asked]) == 2
     return capsys.readouterr().err
 
 
@@ -56,7 +57,7 @@ def test_a_run_s_folder_holds_code_configuration_script_and_the_job_s_number(
     programs: Path, counting_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    assert submit.main(arguments(counting_folder, run)) == 0
+    assert main(["submit", *arguments(counting_folder, run)]) == 0
     assert "submitted as job 41; its log:" in capsys.readouterr().out
     assert load_saved(run / "config.yaml").phases[0].seq_len == 16
     attempt = Path("hybridtron/cluster/attempt.py")
@@ -74,7 +75,7 @@ def test_a_run_s_folder_holds_code_configuration_script_and_the_job_s_number(
 
 def test_a_chain_is_jobs_each_after_the_one_before(programs: Path, counting_folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert submit.main(arguments(counting_folder, run, "--chain", "3")) == 0
+    assert main(["submit", *arguments(counting_folder, run, "--chain", "3")]) == 0
     script = f"{run}/slurm/job.sh"
     asked = (tmp_path / "asked").read_text().splitlines()[1:]
     assert asked == [
@@ -150,7 +151,7 @@ def test_an_sbatch_that_fails_is_reported_and_the_run_s_folder_says_so(
 ) -> None:
     full = '[ "$number" -lt 2 ] || { echo "QOSMaxSubmitJobPerUserLimit" >&2; exit 1; }'
     stand_in(programs, "sbatch", SBATCH.format(folder=tmp_path, test_only="", submitting=full))
-    assert submit.main(arguments(counting_folder, tmp_path / "run", "--chain", "2")) == 1
+    assert main(["submit", *arguments(counting_folder, tmp_path / "run", "--chain", "2")]) == 1
     reported = capsys.readouterr().err
     assert "sbatch failed: QOSMaxSubmitJobPerUserLimit" in reported
     assert "submitted before that, and still queued: 41" in reported
@@ -162,10 +163,10 @@ def test_a_run_that_is_queued_is_not_submitted_again(
     programs: Path, counting_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    assert submit.main(arguments(counting_folder, run)) == 0
+    assert main(["submit", *arguments(counting_folder, run)]) == 0
     (run / "code" / "hybridtron" / "__init__.py").write_text("as it was")
     stand_in(programs, "squeue", "echo '41|PENDING|Resources||N/A'")
-    assert submit.main(arguments(counting_folder, run)) == 1
+    assert main(["submit", *arguments(counting_folder, run)]) == 1
     assert f"{run} is the run of job 41, which has not ended: wait, or scancel 41" in capsys.readouterr().err
     assert (run / "code" / "hybridtron" / "__init__.py").read_text() == "as it was"
 
@@ -175,7 +176,7 @@ def test_without_slurm_there_is_a_dry_run_and_nothing_else(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     asked = arguments(counting_folder, tmp_path / "run")
-    assert submit.main([*asked, "--dry-run"]) == 0
+    assert main(["submit", *asked, "--dry-run"]) == 0
     assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH --job-name=laptop\n#SBATCH --nodes=2\n")
     assert "sbatch is not on the PATH here" in refused(capsys, *asked)
     assert not (tmp_path / "run").exists()
@@ -185,7 +186,7 @@ def test_a_dry_run_warns_of_absent_data(
     programs: Path, counting_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = arguments(counting_folder, tmp_path / "run", "data.path=/nowhere")
-    assert submit.main([*asked, "--dry-run"]) == 0
+    assert main(["submit", *asked, "--dry-run"]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("#!/bin/bash")
     assert "data.path" in printed.err
@@ -199,7 +200,7 @@ def test_the_script_follows_the_umask(
     stand_in(programs, "sbatch", "echo 41")
     before = os.umask(umask)
     try:
-        assert submit.main(arguments(counting_folder, tmp_path / "run")) == 0
+        assert main(["submit", *arguments(counting_folder, tmp_path / "run")]) == 0
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "run/slurm/job.sh").stat().st_mode) == mode
@@ -209,7 +210,7 @@ def test_fewer_nodes_do_where_the_layout_can_be_shared_out(
     programs: Path, counting_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = [*arguments(counting_folder, tmp_path / "run"), "nodes=4", "phases.0.micro_batch=1"]
-    assert submit.main([*asked, "cluster.on_lost_node=smaller", "--dry-run"]) == 0
+    assert main(["submit", *asked, "cluster.on_lost_node=smaller", "--dry-run"]) == 0
     reported = capsys.readouterr().out
     assert "#SBATCH --nodes=1-4\n" in reported
     assert "fitting=1,2,4 " in reported  # three data-parallel ranks can't share four rows

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hybridtron.architecture.table import architecture
-from hybridtron.cli import audit as audit_parallel
+from hybridtron.cli.main import main
 from hybridtron.config.check import check
 from hybridtron.config.checks.parallel import uncuttable
 from hybridtron.config.load import choices_of, load
@@ -36,7 +36,7 @@ def audit(monkeypatch: pytest.MonkeyPatch) -> object:
     monkeypatch.setattr(audit_table, "Pool", KeptPool)
 
     def run(*arguments: str) -> int:
-        return audit_parallel.main(list(arguments))
+        return main(["audit", *arguments])
 
     return run
 

@@ -27,11 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         print_list()
         return 0
-    try:
-        cases = cases_of(arguments)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    cases = cases_of(arguments)
     pool = Pool()
     try:
         return 0 if audit(Audit(pool, arguments.timeout), cases, arguments.fake_bug) else 1

@@ -15,7 +15,6 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from hybridtron.data.folder import TokenFolder
 
 EMBEDDED = "embedded"
-LISTED = 5  # files that a message names
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -114,7 +112,7 @@ def main(arguments: list[str]) -> int:
 
 def prepare_inputs(chosen: argparse.Namespace) -> TokenFolder:
     """Wrong arguments are reported before anything slow is imported."""
-    from hybridtron.data.prepare.documents import clean_name
+    from hybridtron.data.prepare.documents import clean_name, listed
     from hybridtron.data.prepare.input_files import find
     from hybridtron.data.prepare.vocabulary import open_vocabulary
 
@@ -139,12 +137,6 @@ def prepare_inputs(chosen: argparse.Namespace) -> TokenFolder:
     workers = 1 if chosen.workers is None else chosen.workers
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a worker is one thread, also where it is this process
     return prepare(found.inputs, chosen.output, vocabulary, settings, workers, max_bad)
-
-
-def listed(names: Sequence[object]) -> str:
-    """The first few of them."""
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(map(str, names[:LISTED])) + more
 
 
 def prepare_embedded(chosen: argparse.Namespace) -> TokenFolder:

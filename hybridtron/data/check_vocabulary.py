@@ -10,28 +10,22 @@ from hybridtron.data.folder import TokenFolder
 from hybridtron.problems import Problem
 
 
-def embedded_problems(config: Config, index: int, path: str) -> list[Problem]:
-    """A corpus that is prepared now would get a vocabulary of its own."""
-    if (given := _given(config, index)) is None or config.run.accept_data_changes:
-        return []
-    key, folder, tokenizer = given
-    why = f"{path} would be made now, with a tokenizer of its own"
-    return [Problem(key, f"is {folder}, which has a vocabulary, and {why}; {_cure(tokenizer)}")]
-
-
-def meaning_problems(config: Config, index: int, folder: TokenFolder) -> list[Problem]:
-    """The ids in a folder must mean what they mean to a phase's weights."""
-    if (given := _given(config, index)) is None or config.run.accept_data_changes:
+def meaning_problems(config: Config, index: int, data: TokenFolder | str) -> list[Problem]:
+    """The ids in a folder must mean what they mean to a phase's weights; one that is made now gets ids of its own."""
+    named = _named(config, index)
+    if named is None or (tokenizer := _readable(named[1])) is None or config.run.accept_data_changes:
         return []
     from hybridtron.data.same_vocabulary import difference  # it imports tokenizers
 
-    key, weights, tokenizer = given
-    why = difference(tokenizer.read_bytes(), folder.tokenizer_file.read_bytes())
-    if why is None:
+    key, weights = named
+    if isinstance(data, str):
+        why = f"which has a vocabulary, and {data} would be made now, with a tokenizer of its own"
+    elif differs := difference(tokenizer.read_bytes(), data.tokenizer_file.read_bytes()):
+        why = f"but {data.name} has tokens of another vocabulary: {differs}"
+    else:
         return []
-    return [
-        Problem(key, f"is {weights}, but {folder.name} has tokens of another vocabulary: {why}; {_cure(tokenizer)}")
-    ]
+    made = f"use tokens made with its own (hybridtron data prepare --tokenizer {tokenizer}; data.source=folder)"
+    return [Problem(key, f"is {weights}, {why}; {made}, or run.accept_data_changes=true")]
 
 
 def vocabulary_warnings(config: Config) -> list[str]:
@@ -49,20 +43,9 @@ def _named(config: Config, index: int) -> tuple[str, str] | None:
     return None if config.run.weights is None else ("run.weights", config.run.weights)
 
 
-def _given(config: Config, index: int) -> tuple[str, str, Path] | None:
-    """The same with their tokenizer, where there is one."""
-    if (named := _named(config, index)) is None or (tokenizer := _readable(named[1])) is None:
-        return None
-    return *named, tokenizer
-
-
 def _readable(folder: str) -> Path | None:
+    """The tokenizer of weights, where there is one that can be read."""
     from hybridtron.data.same_vocabulary import is_readable  # it imports tokenizers
 
     tokenizer = tokenizer_of(folder)
     return tokenizer if tokenizer is not None and is_readable(tokenizer.read_bytes()) else None
-
-
-def _cure(tokenizer: Path) -> str:
-    made = f"use tokens made with its own (hybridtron data prepare --tokenizer {tokenizer}; data.source=folder)"
-    return f"{made}, or run.accept_data_changes=true"

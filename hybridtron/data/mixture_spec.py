@@ -14,7 +14,7 @@ from typing import NamedTuple
 from hybridtron.config.resolve import ResolvedPhase, resolve
 from hybridtron.config.schema import Config, DataConfig, IngredientConfig, Source
 from hybridtron.config.units import parse_tokens
-from hybridtron.data.check_vocabulary import embedded_problems, meaning_problems
+from hybridtron.data.check_vocabulary import meaning_problems
 from hybridtron.data.folder import SMALLEST_VOCABULARY, FolderError, TokenFolder
 from hybridtron.data.prepare.corpus import sizes
 from hybridtron.problems import Problem
@@ -119,7 +119,7 @@ def _phase_problems(phase: ResolvedPhase, opened: Opened) -> list[Problem]:
     here = os.path.exists(data.path)  # noqa: PTH110 (a path too long for the system is none)
     if data.source == Source.embedded and not here:
         place = _place_problems(key, data.path, vocab_size)
-        return embedded_problems(phase.config, phase.index, data.path) + place + _unmade_problems(phase)
+        return meaning_problems(phase.config, phase.index, data.path) + place + _unmade_problems(phase)
     if any(is_url(path) for path in paths):
         return []
     try:

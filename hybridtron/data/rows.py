@@ -16,24 +16,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from hybridtron.config.schema import Documents
 from hybridtron.data.batch import Batch, SeqInfo
+from hybridtron.data.mds.store import DocumentStore
 from hybridtron.data.order.stream import RowSpans
-
-
-class Readable(Protocol):
-    """A source that hands out tokens: a `DocumentStore`."""
-
-    vocab_size: int
-
-    def read(self, document: int, first: int, count: int) -> np.ndarray: ...
-
-    def check(self, document: int, first: int, count: int) -> None: ...
 
 
 class RowArrays(NamedTuple):
@@ -49,7 +40,7 @@ class RowArrays(NamedTuple):
     continues_B: np.ndarray
 
 
-def gather(sources: Sequence[Readable], rows: Sequence[RowSpans], dtype: np.dtype, joined: bool) -> RowArrays:
+def gather(sources: Sequence[DocumentStore], rows: Sequence[RowSpans], dtype: np.dtype, joined: bool) -> RowArrays:
     """Read the tokens of rows that are all of one length; each is below the vocabulary's size."""
     length = sum(span.count for _, span in rows[0].spans)
     tokens_BT = np.empty((len(rows), length), dtype)

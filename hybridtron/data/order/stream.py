@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import hashlib
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
+
+from hybridtron.data.mds.store import DocumentStore
 
 
 class Span(NamedTuple):
@@ -65,21 +67,14 @@ class _Blocks(NamedTuple):
     starts: np.ndarray
 
 
-class Counted(Protocol):
-    """What a stream has to know of a source: a `DocumentStore` does. Of documents' lengths only slices are read."""
-
-    lengths: np.ndarray
-    shard_documents: np.ndarray
-    shard_tokens: np.ndarray
-
-
 class DocumentStream:
     """Every document of one source, epoch after epoch, shuffled in blocks: an endless stream of tokens.
 
     Without a seed the order is that of the files. Two sources that must not be shuffled alike need seeds of their own.
+    Of the documents' lengths only slices are read.
     """
 
-    def __init__(self, source: Counted, shuffle_tokens: int = 1, seed: int | None = None) -> None:
+    def __init__(self, source: DocumentStore, shuffle_tokens: int = 1, seed: int | None = None) -> None:
         self._lengths, self._shard_tokens = source.lengths, np.asarray(source.shard_tokens, dtype=np.int64)
         self._borders = np.append(0, np.cumsum(source.shard_documents, dtype=np.int64))  # between shards, in documents
         if len(source.lengths) == 0:

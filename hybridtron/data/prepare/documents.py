@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
 
 from hybridtron.storage.digest import digest_of
 
-SHOWN = 5  # bad entries of an input that are listed one by one
+Item = TypeVar("Item")
+SHOWN = 5  # bad entries of an input, and names of a list, that a message shows one by one
 HOPELESS = 1000  # entries without a good one among them, after which no more are read
 LONGEST_NAME = 100
 
@@ -91,16 +92,11 @@ class Tally:
     examples: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
-    def keeps(self, text: str) -> bool:
-        """Whether a text has something in it; counts those that have not."""
-        empty = not text or text.isspace()
+    def keeps(self, content: str | np.ndarray) -> bool:
+        """Whether a text, or tokens, have something in them; counts those that have not."""
+        empty = not len(content) or (isinstance(content, str) and content.isspace())
         self.empty += empty
         return not empty
-
-    def keeps_tokens(self, tokens: np.ndarray) -> bool:
-        """Whether there are any; counts where there are none."""
-        self.empty += not tokens.size
-        return bool(tokens.size)
 
     def reject(self, where: str, why: str) -> None:
         """Count a bad entry; InputError where there was never a good one."""
@@ -159,6 +155,25 @@ def clean_name(name: str) -> str:
 def check_regular(file: Path) -> None:
     if file.exists() and not file.is_file():
         raise ArgumentError(f"{file} is not a regular file; a device, a pipe or a folder can't be read as one")
+
+
+def listed(names: Sequence[object]) -> str:
+    """The first few of them, for a message."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(map(str, names[:SHOWN])) + more
+
+
+def in_runs(items: Iterable[Item], size_of: Callable[[Item], int], enough: int, most: int) -> Iterator[list[Item]]:
+    """Items in their order, as many together as reach a size that is enough, or the most there may be."""
+    run, size = list[Item](), 0
+    for item in items:
+        run.append(item)
+        size += size_of(item)
+        if size >= enough or len(run) == most:
+            yield run
+            run, size = [], 0
+    if run:
+        yield run
 
 
 def in_validation(content: str | np.ndarray, share: float) -> bool:

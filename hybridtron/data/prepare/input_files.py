@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridtron.data.prepare.documents import ArgumentError, Input
+from hybridtron.data.prepare.documents import ArgumentError, Input, in_runs
 from hybridtron.data.prepare.formats import inputs_of, known_formats
 from hybridtron.data.prepare.input_tokens import MDS_INDEX
 
@@ -124,7 +124,9 @@ class _Search:
                     others.append(file)
         self.left_out += others + (texts if has_data else [])
         if not has_data:
-            self.inputs += _of_texts([file for file in texts if self._files.first(file)])
+            found_first = [file for file in texts if self._files.first(file)]
+            runs = in_runs(found_first, lambda file: file.stat().st_size, TEXT_BYTES, TEXT_FILES)
+            self.inputs += [Input("text", tuple(run)) for run in runs]
 
     def _add(self, found: Sequence[Input]) -> None:
         self.inputs += [one for one in found if self._files.first(one.file)]
@@ -143,16 +145,3 @@ def _walked(root: Path, repeated: list[tuple[Path, Path]]) -> Iterator[tuple[Pat
         visible.sort(key=lambda one: (one.is_symlink(), one.name))
         names[:] = [one.name for one in visible if seen.first(one)]
         yield folder, names, sorted(name for name in files if not name.startswith("."))
-
-
-def _of_texts(files: Sequence[Path]) -> Iterator[Input]:
-    run: list[Path] = []
-    size = 0
-    for file in files:
-        if run and (len(run) == TEXT_FILES or size >= TEXT_BYTES):
-            yield Input("text", tuple(run))
-            run, size = [], 0
-        run.append(file)
-        size += file.stat().st_size
-    if run:
-        yield Input("text", tuple(run))

@@ -63,7 +63,7 @@ def read_megatron(one: Input, reading: InputOptions, tally: Tally) -> Iterator[D
         tally.entries += 1
         sequences = [tokens[firsts[place] : ends[place]] for place in range(first, end)]
         content = np.concatenate(sequences) if sequences else np.empty(0, dtype)
-        if tally.keeps_tokens(content):
+        if tally.keeps(content):
             tally.position = int(pointers[end - 1])
             yield Document(content, reading.source, f"{file}, document {number}")
 
@@ -159,7 +159,7 @@ def read_mds(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Docume
     for number, (content, end) in enumerate(_mds_values(entry, column, data, file)):
         tally.entries += 1
         tally.position = end * one.size // len(data)
-        if tally.keeps(content) if isinstance(content, str) else tally.keeps_tokens(content):
+        if tally.keeps(content):
             yield Document(content, reading.source, f"{file}, sample {number}")
 
 

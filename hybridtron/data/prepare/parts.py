@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybridtron.data.prepare.documents import Document, Input, InputError, InputOptions, Tally, in_validation
+from hybridtron.data.prepare.documents import Document, Input, InputError, InputOptions, Tally, in_runs, in_validation
 from hybridtron.data.prepare.formats import FORMATS, read
 from hybridtron.data.prepare.vocabulary import Vocabulary
 from hybridtron.data.prepare.writer import SHARD_SIZE, PartRecord, PartWriter, Records, token_dtype
@@ -70,7 +70,7 @@ def write_part(job: PrepareJob, number: int) -> Iterator[tuple[int, int]]:
     reading = InputOptions(settings.text_key, settings.source, vocabulary.separator)
     part = PartWriter(job.work / TOKENS, part_name(number), vocabulary.size, settings.shard_size, settings.compression)
     behind = 0
-    for batch in _batches(read(one, reading, tally)):
+    for batch in in_runs(read(one, reading, tally), lambda document: len(document.content), BATCH, MOST):
         count = 0
         for document, tokens in zip(batch, _tokens_of(batch, vocabulary), strict=True):
             if not len(tokens):
@@ -85,18 +85,6 @@ def write_part(job: PrepareJob, number: int) -> Iterator[tuple[int, int]]:
     tally.judge()
     _write_record(job, number, Finished(stamps, tally, part.finish()))
     yield one.size - behind, 0
-
-
-def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """As many documents as are tokenized at once, whatever their length is."""
-    batch, size = [], 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.content)
-        if size >= BATCH or len(batch) == MOST:
-            yield batch
-            batch, size = [], 0
-    yield batch
 
 
 def _tokens_of(batch: list[Document], vocabulary: Vocabulary) -> Iterator[np.ndarray]:

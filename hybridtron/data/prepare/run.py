@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridtron.data.folder import TokenFolder
-from hybridtron.data.prepare.documents import ArgumentError, Input, InputError, PrepareError
+from hybridtron.data.prepare.documents import ArgumentError, Input, InputError, PrepareError, listed
 from hybridtron.data.prepare.parts import (
     TOKENS,
     Finished,
@@ -44,7 +44,6 @@ from hybridtron.storage.durable import put, temporary_of
 DEFAULTS = FolderSettings()
 Origin = Mapping[str, str | int | float]
 SMALLEST_SHARD, LARGEST_SHARD = 2**10, 2**32 - 2**12
-LISTED = 5  # inputs that a message names
 
 
 def prepare(
@@ -139,7 +138,7 @@ def _resumed(job: PrepareJob) -> dict[int, Finished]:
     if not file.exists():
         ours = {"lock", "records", TOKENS, temporary_of(file).name}
         if foreign := {entry.name for entry in job.work.iterdir()} - ours:
-            raise PrepareError(f"{job.work} is needed to work in, and holds something else: {_listed(sorted(foreign))}")
+            raise PrepareError(f"{job.work} is needed to work in, and holds something else: {listed(sorted(foreign))}")
         (job.work / "records").mkdir(exist_ok=True)
         (job.work / TOKENS).mkdir(exist_ok=True)
         put(file, json.dumps(plan).encode())
@@ -148,7 +147,7 @@ def _resumed(job: PrepareJob) -> dict[int, Finished]:
     records = {number: record for number in range(len(job.inputs)) if (record := read_record(job, number))}
     finished = [(job.inputs[number], record) for number, record in records.items()]
     if changed := [one.name for one, record in finished if record.stamps != one.stamps()]:
-        _refuse(job, [f"inputs changed since they were prepared: {_listed(changed)}"])
+        _refuse(job, [f"inputs changed since they were prepared: {listed(changed)}"])
     for _, record in finished:
         record.tally.judge()
     return records
@@ -171,13 +170,8 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         ("new inputs", [name for one, name in given.items() if one not in then]),
         ("inputs that are gone", [name for one, name in then.items() if one not in given]),
     ):
-        found += [f"{what}: {_listed(names)}"] if names else []
+        found += [f"{what}: {listed(names)}"] if names else []
     return found
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
 
 
 def _clear(job: PrepareJob, missing: Sequence[int]) -> None:
@@ -198,7 +192,7 @@ def _complete(job: PrepareJob, output: Path, origin: Origin | None) -> None:
     assert all(finished)
     parts = [part for part in finished if part]
     if not any(part.records for part in parts):
-        raise InputError(f"there is no document in {_listed([one.name for one in job.inputs])}")
+        raise InputError(f"there is no document in {listed([one.name for one in job.inputs])}")
     vocabulary = job.vocabulary
     described = {
         "tool": "hybridtron",

@@ -68,7 +68,8 @@ def needle_prompt(entry: dict, context: str) -> Derived:
     query = asked[0] if len(asked) == 1 else f"{asked[0]}, {asked[1]}, {asked[2]}, and {asked[3]}"
     return (
         (
-            f"Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you "
+            f"Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz "
+            "you "
             f"about the {kind} afterwards.\n{context}\nWhat are all the special magic {kind} for {query} mentioned in "
             f"the provided text? The special magic {kind} for {query} mentioned in the provided text are"
         ),
@@ -115,7 +116,8 @@ def variables(drawn: dict) -> Derived:
     return (
         (
             f"Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
-            f"Question: Find all variables that are assigned the value {value} in the text above. Answer: According to the "
+            f"Question: Find all variables that are assigned the value {value} in the text above. Answer: According to "
+            "the "
             f"chain(s) of variable assignment in the text above, 5 variables are assigned the value {value}, they are: "
         ),
         " ".join(names),
@@ -142,7 +144,8 @@ def common_words(words: list[str], often: int, seldom: int) -> tuple[str, set[st
     context = " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
     return (
         "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
-        f"appear most often.\n{context}\nQuestion: What are the 10 most common words in the above list? Answer: The top "
+        f"appear most often.\n{context}\nQuestion: What are the 10 most common words in the above list? Answer: The "
+        "top "
         "10 words that appear most often in the list are:"
     ), common
 
@@ -177,7 +180,8 @@ def fwe(entry: dict) -> Derived:
         (
             "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
             f"appeared coded words. {' '.join(text)}\nQuestion: Do not provide any explanation. Please ignore the dots "
-            "'....'. What are the three most frequently appeared words in the above coded text? Answer: According to the "
+            "'....'. What are the three most frequently appeared words in the above coded text? Answer: According to "
+            "the "
             "coded text above, the three most frequently appeared words are:"
         ),
         f" {wanted[0]}, {wanted[1]}, and {wanted[2]}.",
@@ -190,7 +194,8 @@ def documents_prompt(texts: list[str], question: str, answers: list[str]) -> Der
     context = "\n\n".join(f"Document {number}:\n{text}" for number, text in enumerate(texts, 1))
     return (
         (
-            "Answer the question based on the given documents. Only give me the answer and do not output any other words."
+            "Answer the question based on the given documents. Only give me the answer and do not output any other "
+            "words."
             f"\n\nThe following are given documents.\n\n{context}\n\nAnswer the question based on the given documents. "
             f"Only give me the answer and do not output any other words.\n\nQuestion: {question} Answer:"
         ),

@@ -29,9 +29,9 @@ def list_main(arguments: list[str]) -> int:
     parser.parse_args(arguments)
     for name, task in TASKS.items():
         options = " ".join(f"{option}={value}" for option, value in options_of(task).items())
-        print(f"{name:<18}{task.about}\n{'':<18}{options}".rstrip())
+        print(f"{name:<25}{task.about}\n{'':<25}{options}".rstrip())
     for group, names in GROUPS.items():
-        print(f"{group:<18}{' '.join(names)}")
+        print(f"{group:<25}{' '.join(names)}")
     return 0
 
 

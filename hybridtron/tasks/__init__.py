@@ -1,5 +1,7 @@
 """The registry of tasks, and groups of them. A task is a file in this folder and a line here (docs/extending.md)."""
 
+from hybridtron.tasks.babilong.stories import STORIES
+from hybridtron.tasks.babilong.task import Babilong
 from hybridtron.tasks.base import Task
 from hybridtron.tasks.copying import Copying
 from hybridtron.tasks.mqar import MultiQueryRecall
@@ -37,6 +39,7 @@ TASKS: dict[str, Task] = {
         QuestionAnswering("qa_2", "hotpotqa"),
         SyntheticQuestions("qa_synth_1", 1),
         SyntheticQuestions("qa_synth_2", 2),
+        *(Babilong(f"babilong_{story}", story) for story in STORIES),
     )
 }
 
@@ -49,6 +52,7 @@ RULER_SE_GROUPS: dict[str, tuple[str, ...]] = {  # of Expansion Span's tables; t
 }
 RULER_SE = tuple(name for names in RULER_SE_GROUPS.values() for name in names)
 GROUPS: dict[str, tuple[str, ...]] = {
+    "babilong": tuple(f"babilong_{story}" for story in STORIES),
     "ruler": (*RULER_SE, "qa_1", "qa_2"),
     "ruler_se": RULER_SE,
     "ruler_hax": (*RULER_SE, "qa_1"),

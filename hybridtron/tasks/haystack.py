@@ -27,6 +27,7 @@ from hybridtron.tasks.words import sentences
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 SYNTHETIC = "synthetic"
+SYNTHETIC_SENTENCES = 20000
 LARGEST_FILE = 2**28  # bytes of one text
 LARGEST_CORPUS = 2**28  # characters that are read of a corpus; 16M tokens or so
 CACHE = Path("data/cache")  # for shards that are compressed, as `data.cache` has it
@@ -45,6 +46,13 @@ def essay(provider: str, count: int) -> list[str]:
 def essay_sentences(provider: str, count: int) -> list[str]:
     """The sentences of the first `count` words."""
     return split_sentences(" ".join(essay(provider, count)))
+
+
+def corpus_sentences(provider: str) -> list[str]:
+    """The sentences of the corpus, or SYNTHETIC_SENTENCES that are made up."""
+    if provider == SYNTHETIC:
+        return list(islice(sentences(), SYNTHETIC_SENTENCES))
+    return split_sentences(" ".join(_words(provider, 0)))
 
 
 def split_sentences(text: str) -> list[str]:

@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.tasks.rules_babilong import babilong_sample
+
 Derived = tuple[str, str, list[str]]  # prompt, answer, outputs
 GOLDEN = Path(__file__).with_name("golden")
 GRASS = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -346,7 +348,8 @@ def derived(task: str, entry: dict) -> dict:
         tokens, mask = TOKEN_RULES[task](entry)
         after = [token if one else -100 for token, one in zip(tokens[1:], mask[1:], strict=True)]
         return entry | {"tokens": tokens, "mask": mask, "targets": [*after, -100]}
-    prompt, answer, outputs = RULES[task](entry)
+    is_story = task.startswith("babilong_")
+    prompt, answer, outputs = babilong_sample(task, entry) if is_story else RULES[task](entry)
     mask = [len(prompt.encode()), len(answer.encode())]
     return entry | {"prompt": prompt, "answer": answer, "outputs": outputs, "mask": mask}
 

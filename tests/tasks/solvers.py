@@ -75,6 +75,101 @@ def synthetic_question(prompt: str) -> str:
     return re.findall(form.format(who) + r"(\w+)\.", prompt)[0]
 
 
+PERSON = r"(?P<person>John|Mary|Sandra|Daniel|Fred|Jeff|Bill|Julie)"
+FACT = re.compile(
+    rf"{PERSON} (?:"
+    r"(?:moved|went|journeyed|travelled|went back) to the (?P<place>\w+)"
+    r"|(?:got|took|grabbed|picked up) the (?P<got>\w+)(?: there)?"
+    r"|(?:dropped|put down|left|discarded) the (?P<dropped>\w+)(?: there)?"
+    r"|(?:gave|passed|handed) the (?P<given>\w+) to (?P<receiver>\w+)"
+    r"|is (?P<negation>not |no longer )?in the (?P<at>\w+)"
+    r"|is either in the (?P<one>\w+) or the (?P<other>\w+)"
+    r")\."
+)
+
+
+class Reader:
+    """What a reader knows after the facts of a story."""
+
+    def __init__(self, text: str) -> None:
+        self.place: dict[str, str] = {}
+        self.holder: dict[str, str] = {}
+        self.trail: dict[str, list[str]] = {}
+        self.gifts: list[tuple[str, str, str]] = []
+        self.last: dict[str, tuple[bool, set[str]]] = {}  # whether positive, and the places of the last statement
+        for fact in FACT.finditer(text):
+            self._read({name: value for name, value in fact.groupdict().items() if value})
+
+    def _read(self, fact: dict[str, str]) -> None:
+        person = fact["person"]
+        if "place" in fact:
+            self.place[person], self.last[person] = fact["place"], (True, {fact["place"]})
+        elif "at" in fact:
+            self.last[person] = ("negation" not in fact, {fact["at"]})
+        elif "one" in fact:
+            self.last[person] = (True, {fact["one"], fact["other"]})
+        elif "got" in fact:
+            self.holder[fact["got"]] = person
+            self.trail[fact["got"]] = self.trail.get(fact["got"], []) if person in self.place else []
+        elif "given" in fact:
+            self.holder[fact["given"]] = fact["receiver"]
+            self.gifts.append((person, fact["given"], fact["receiver"]))
+        else:
+            self.holder.pop(fact["dropped"], None)
+        for thing, holder in self.holder.items():
+            trail = self.trail.setdefault(thing, [])
+            if holder in self.place and trail[-1:] != [self.place[holder]]:
+                trail.append(self.place[holder])
+
+
+def babilong(prompt: str) -> str:
+    """The bare answer to the question after the context."""
+    text, question = prompt.split("<context>\n")[1].split("\n</context>\n\nQuestion: ")
+    reader, words = Reader(text), re.findall(r"\w+", question)
+    if words[0] == "Where" and words[1] == "was":
+        trail = reader.trail[words[3]]
+        assert trail[-1] == words[-1]
+        return trail[-2]
+    if words[0] == "Where":
+        return reader.place.get(words[-1]) or reader.place[reader.holder[words[-1]]]
+    if "of" in words:
+        return beside(text, words)
+    if "carrying" in words:
+        held = [thing for thing, holder in reader.holder.items() if holder == words[-2]]
+        return ["none", "one", "two", "three"][len(held)] if words[0] == "How" else ",".join(held) or "nothing"
+    if words[0] == "Is":
+        positive, places = reader.last[words[1]]
+        known = words[-1] in places
+        return "no" if known is not positive or not known else "yes" if len(places) == 1 else "maybe"
+    return gift(reader, question)
+
+
+def beside(text: str, words: list[str]) -> str:
+    """`What is north of the hall?` and `What is the hall north of?`, by facts in either direction."""
+    opposite = {"north": "south", "south": "north", "east": "west", "west": "east"}
+    facts = re.findall(r"The (\w+) is (\w+) of the (\w+)\.", text)
+    facts += [(y, opposite[side], x) for x, side, y in facts]
+    if words[2] == "the":
+        return next(y for x, side, y in facts if (x, side) == (words[3], words[4]))
+    return next(x for x, side, y in facts if (side, y) == (words[2], words[5]))
+
+
+def gift(reader: Reader, question: str) -> str:
+    """The last gift that fits the question."""
+    forms = (
+        (r"What did (?P<giver>\w+) give to (?P<receiver>\w+)\?", "thing"),
+        (r"Who gave the (?P<thing>\w+)\?", "giver"),
+        (r"Who did (?P<giver>\w+) give the (?P<thing>\w+) to\?", "receiver"),
+        (r"Who gave the (?P<thing>\w+) to (?P<receiver>\w+)\?", "giver"),
+        (r"Who received the (?P<thing>\w+)\?", "receiver"),
+    )
+    for form, wanted in forms:
+        if asked := re.fullmatch(form, question):
+            gifts = [dict(zip(("giver", "thing", "receiver"), one, strict=True)) for one in reader.gifts]
+            return [one for one in gifts if asked.groupdict().items() <= one.items()][-1][wanted]
+    raise AssertionError(question)
+
+
 SOLVERS: dict[str, Solver] = {
     "passkey": passkey,
     "needle": needle,
@@ -98,3 +193,4 @@ SOLVERS: dict[str, Solver] = {
         "multiquery",
     )
 }
+SOLVERS |= {f"babilong_qa{number}": babilong for number in range(1, 11)}

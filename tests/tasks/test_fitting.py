@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridtron.tasks.base import Task, TaskError
+from hybridtron.tasks.fitted import fitted
 from hybridtron.tasks.fitting import TooShort, most_units, shrink
 from hybridtron.tasks.options import named
-from hybridtron.tasks.ruler.base import fitted
 from hybridtron.tasks.tokens import ByteTokens
 
 

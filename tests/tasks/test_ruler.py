@@ -12,9 +12,9 @@ import pytest
 
 from hybridtron.tasks import GROUPS, RULER_SE_GROUPS, TASKS
 from hybridtron.tasks.base import TaskError
+from hybridtron.tasks.fitted import fitted
 from hybridtron.tasks.haystack import essay, split_sentences
 from hybridtron.tasks.options import members, named
-from hybridtron.tasks.ruler.base import fitted
 from hybridtron.tasks.ruler.niah import DEPTHS
 from hybridtron.tasks.tokens import ByteTokens
 from hybridtron.tasks.words import LONGEST, SHORTEST, lists, sentences, single_words

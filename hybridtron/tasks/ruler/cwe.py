@@ -7,6 +7,7 @@ taken where the large one doesn't fit, and the sample names its setting.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import ClassVar
 
 from hybridtron.regular_files import Unreadable, read_regular
 from hybridtron.tasks.base import Sample, TaskError, TextTokens
-from hybridtron.tasks.fitting import TooShort
-from hybridtron.tasks.ruler.base import SHORT, RulerTask, RulerText, fitted
+from hybridtron.tasks.fitted import TaskText
+from hybridtron.tasks.fitting import TooShort, most_units
+from hybridtron.tasks.ruler.base import SHORT, RulerTask
 from hybridtron.tasks.words import single_words
 
 QUESTION = (
@@ -57,6 +59,10 @@ class CommonWords(RulerTask):
         if self.setting not in ("auto", *REPEATS):
             raise TaskError(f"{self.name}: setting={self.setting}: is auto, {' or '.join(REPEATS)}")
 
+    def most(self, size: Callable[[int], int], tokenizer: TextTokens, length: int) -> int:
+        """A word is there up to 30 times, so that lists of the same number of words differ by hundreds of letters."""
+        return super().most(size, tokenizer, length) if self.faithful else most_units(size, length, *self.steps(length))
+
     def sample(self, seed: int, index: int, tokenizer: TextTokens, length: int) -> Sample:
         self.check(length)
         if self.setting == "auto" and self.faithful:
@@ -66,19 +72,20 @@ class CommonWords(RulerTask):
                 return replace(self, setting="large").sample(seed, index, tokenizer, length)
             except TooShort:
                 return replace(self, setting="small").sample(seed, index, tokenizer, length)
-        if fitted(self, tokenizer, length) >= len(known := word_list(self.words)):
+        sample = super().sample(seed, index, tokenizer, length)
+        if sample.meta["units"] >= len(known := word_list(self.words)):
             cure = "words=FILE names a longer list"
             raise TaskError(f"{self.name}: a length of {length} has room for more than the {len(known)} words; {cure}")
-        return super().sample(seed, index, tokenizer, length)
+        return sample
 
-    def text_of(self, random: Random, units: int, index: int, length: int) -> RulerText:
+    def text_of(self, random: Random, units: int, index: int, length: int) -> TaskText:
         repeats, example_repeats, example_words = REPEATS[self.setting]
         known = word_list(self.words)
         common, context = self.drawn(known, random, min(units, len(known)), repeats)
         example, example_context = self.drawn(known, random, example_words, example_repeats)
         shown = f"{QUESTION.format(context=example_context)}{PREFIX}{numbered(example)}\n"
         meta = {"setting": self.setting, "common": common, "example": example}
-        return RulerText(shown + QUESTION.format(context=context), PREFIX, numbered(common), tuple(common), meta)
+        return TaskText(shown + QUESTION.format(context=context), PREFIX, numbered(common), tuple(common), meta)
 
     def drawn(
         self, known: tuple[str, ...], random: Random, count: int, repeats: tuple[int, int]

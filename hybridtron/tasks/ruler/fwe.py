@@ -12,7 +12,8 @@ from random import Random
 from string import ascii_lowercase
 from typing import ClassVar
 
-from hybridtron.tasks.ruler.base import RulerTask, RulerText, listed
+from hybridtron.tasks.fitted import TaskText
+from hybridtron.tasks.ruler.base import RulerTask, listed
 
 QUESTION = (
     "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
@@ -42,7 +43,7 @@ class FrequentWords(RulerTask):
     def steps(self, length: int) -> tuple[int, int]:
         return (max(FEWEST, length // 6), max(length // 32, 1)) if self.faithful else (FEWEST, 1)
 
-    def text_of(self, random: Random, units: int, index: int, length: int) -> RulerText:
+    def text_of(self, random: Random, units: int, index: int, length: int) -> TaskText:
         words: list[str] = []
         while len(words) < max((length - self.generate) // 50, 4):
             word = "".join(random.choices(ascii_lowercase, k=LETTERS))
@@ -52,4 +53,4 @@ class FrequentWords(RulerTask):
         context = " ".join(self.shuffled(text, random))
         outputs = tuple(words[1:4])
         meta = {"counts": [count for count in counts if count]}
-        return RulerText(QUESTION.format(context=context), PREFIX, f" {listed(outputs)}.", outputs, meta)
+        return TaskText(QUESTION.format(context=context), PREFIX, f" {listed(outputs)}.", outputs, meta)

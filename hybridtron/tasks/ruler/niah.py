@@ -13,9 +13,10 @@ from random import Random
 from typing import ClassVar
 
 from hybridtron.tasks.base import TaskError
+from hybridtron.tasks.fitted import TaskText
 from hybridtron.tasks.haystack import NOISE, SYNTHETIC, essay, split_sentences
 from hybridtron.tasks.passkey import depth_of
-from hybridtron.tasks.ruler.base import SHORT, RulerTask, RulerText, listed
+from hybridtron.tasks.ruler.base import SHORT, RulerTask, listed
 from hybridtron.tasks.words import word_pair
 
 INTRODUCTION = (
@@ -79,7 +80,7 @@ class Needles(RulerTask):
         if min(self.num_keys, self.num_values, self.num_queries) < 1:
             raise TaskError(f"{self.name}: num_keys, num_values and num_queries are at least 1")
 
-    def text_of(self, random: Random, units: int, index: int, length: int) -> RulerText:
+    def text_of(self, random: Random, units: int, index: int, length: int) -> TaskText:
         keys: list[str] = []
         while len(keys) < max(self.num_keys, self.num_queries):
             key = drawn(self.keys, random)
@@ -94,7 +95,7 @@ class Needles(RulerTask):
         outputs = tuple(value for key in asked for one, value in hidden if one == key)
         return self.asked_about(context, asked, outputs, {"hidden": hidden, "places": places})
 
-    def asked_about(self, context: str, asked: Sequence[str], outputs: tuple[str, ...], meta: dict) -> RulerText:
+    def asked_about(self, context: str, asked: Sequence[str], outputs: tuple[str, ...], meta: dict) -> TaskText:
         """The template, in the singular where one value is wanted."""
         kind, parts = self.values, [INTRODUCTION, QUESTION, PREFIX]
         if len(outputs) == 1:
@@ -105,7 +106,7 @@ class Needles(RulerTask):
         meta = {"asked": list(asked), "haystack": self.haystack, **meta}
         if self.haystack == "essay":
             meta["essay"] = self.essay
-        return RulerText(f"{before}{context}{after}", prefix, f" {listed(outputs)}.", outputs, meta)
+        return TaskText(f"{before}{context}{after}", prefix, f" {listed(outputs)}.", outputs, meta)
 
     def lines(self, keys: list[str], units: int, random: Random) -> tuple[list[str], str]:
         """The haystack, and what joins its lines or sentences."""

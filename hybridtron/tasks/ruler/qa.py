@@ -17,8 +17,9 @@ from typing import ClassVar
 
 from hybridtron.regular_files import Unreadable, read_regular
 from hybridtron.tasks.base import Sample, TaskError, TextTokens
+from hybridtron.tasks.fitted import TaskText, fitted
 from hybridtron.tasks.metrics import exact_match, f1, string_match_part
-from hybridtron.tasks.ruler.base import RulerTask, RulerText, fitted
+from hybridtron.tasks.ruler.base import RulerTask
 
 ASK = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
 QUESTION = ASK + "\n\nThe following are given documents.\n\n{context}\n\n" + ASK + "\n\nQuestion: {question}"
@@ -85,7 +86,7 @@ class QuestionAnswering(RulerTask):
             raise TaskError(f"{self.name}: a length of {length} has room for more than the {count} documents")
         return super().sample(seed, index, tokenizer, length)
 
-    def text_of(self, random: Random, units: int, index: int, length: int) -> RulerText:
+    def text_of(self, random: Random, units: int, index: int, length: int) -> TaskText:
         asked, documents = self.asked(random, index), self.known().documents
         near = random.sample(asked.near, min(len(asked.near), max(units - len(asked.gold), 0)))
         chosen = [*asked.gold, *near]
@@ -95,7 +96,7 @@ class QuestionAnswering(RulerTask):
         context = "\n\n".join(f"Document {place}:\n{documents[one]}" for place, one in enumerate(chosen, 1))
         question = QUESTION.format(context=context, question=asked.question)
         meta = {"documents": chosen, "gold": list(asked.gold), "question": asked.question, "source": self.source}
-        return RulerText(question, PREFIX, f" {asked.answers[0]}", asked.answers, meta)
+        return TaskText(question, PREFIX, f" {asked.answers[0]}", asked.answers, meta)
 
     def score(self, sample: Sample, answer: str) -> dict[str, float]:
         return question_scores(sample, answer)

@@ -12,7 +12,8 @@ from random import Random
 from typing import ClassVar
 
 from hybridtron.tasks.base import Sample
-from hybridtron.tasks.ruler.base import RulerTask, RulerText
+from hybridtron.tasks.fitted import TaskText
+from hybridtron.tasks.ruler.base import RulerTask
 from hybridtron.tasks.ruler.qa import PREFIX, QUESTION, question_scores
 
 VALUES = 12
@@ -60,7 +61,7 @@ class SyntheticQuestions(RulerTask):
     def steps(self, length: int) -> tuple[int, int]:
         return (10, 10) if self.faithful else (2, 1)
 
-    def text_of(self, random: Random, units: int, index: int, length: int) -> RulerText:
+    def text_of(self, random: Random, units: int, index: int, length: int) -> TaskText:
         names = people(random, units)
         partners = names[1:] + names[:1]
         values = [{kind: random.choice(words.split()) for kind, words in ATTRIBUTES.items()} for _ in names]
@@ -72,7 +73,7 @@ class SyntheticQuestions(RulerTask):
         who = names[0] if self.hops == 1 else f"the partner of {names[0]}"
         question = QUESTION.format(context=context, question=QUESTIONS[kind].format(who=who))
         meta = {"documents": shuffled, "kind": kind, "who": names[0], "source": "made-up people"}
-        return RulerText(question, PREFIX, f" {answer}", (answer,), meta)
+        return TaskText(question, PREFIX, f" {answer}", (answer,), meta)
 
     def score(self, sample: Sample, answer: str) -> dict[str, float]:
         return question_scores(sample, answer)

@@ -16,8 +16,9 @@ from string import ascii_uppercase
 from typing import ClassVar
 
 from hybridtron.tasks.base import TaskError
+from hybridtron.tasks.fitted import TaskText
 from hybridtron.tasks.haystack import NOISE
-from hybridtron.tasks.ruler.base import SHORT, RulerTask, RulerText
+from hybridtron.tasks.ruler.base import SHORT, RulerTask
 from hybridtron.tasks.ruler.niah import inserted
 
 QUESTION = (
@@ -82,13 +83,13 @@ class VariableTracking(RulerTask):
             message = f"num_chains={self.num_chains} num_hops={self.num_hops} example_lines={self.example_lines}"
             raise TaskError(f"{self.name}: {message}: at least 1, 1, and a line for each link of the example")
 
-    def text_of(self, random: Random, units: int, index: int, length: int) -> RulerText:
+    def text_of(self, random: Random, units: int, index: int, length: int) -> TaskText:
         main = self.drawn(random, self.num_chains, LETTERS, units, ())
         lines = FAITHFUL_LINES if self.faithful else self.example_lines
         example = self.drawn(random, 1, EXAMPLE_LETTERS, max(lines, self.num_hops + 1), main.values)
         question, prefix, answer = main.texts()
         outputs = tuple(main.names[0])
-        return RulerText(
+        return TaskText(
             "".join(example.texts()) + "\n" + question,
             prefix,
             answer,

@@ -105,7 +105,9 @@ def _shards(path: Path) -> Iterator[str]:
         for source in sorted(folder.manifest.splits["validation"]):
             store = DocumentStore(folder, "validation", source, CacheOptions(CACHE))
             for document in range(len(store.lengths)):
-                text = tokenizer.decode(store.read(document, 0, int(store.lengths[document])).tolist())
+                text = tokenizer.decode(
+                    store.read(document, 0, int(store.lengths[document]) - 1).tolist()
+                )  # without eos
                 if len(text.split()) >= SHORTEST_DOCUMENT:
                     yield text
     except (FolderError, DataError, OSError) as error:

@@ -10,6 +10,8 @@ from random import Random
 
 import pytest
 
+from hybridtron.data.prepare.embedded import train_tokenizer
+from hybridtron.data.prepare.writer import write_folder
 from hybridtron.tasks import GROUPS, RULER_SE_GROUPS, TASKS
 from hybridtron.tasks.base import TaskError
 from hybridtron.tasks.fitted import fitted
@@ -139,6 +141,18 @@ def test_essays_start_again_where_the_corpus_ends() -> None:
     assert words[again] == "A"
     assert essay(provider, 7) == ["A", "garden", "is", "a", "slow", "machine.", "You"]
     assert "5550123," not in words  # a sentence that could be taken for a needle
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_essays_of_held_out_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None) -> None:
+    """Those of at least 20 words, and none of the training documents."""
+    monkeypatch.chdir(tmp_path)  # where unpacked shards are cached
+    tokenizer = train_tokenizer(["The sea is wide. A ship is small."] * 9, 300)
+    long, short, training = "The sea is wide. " * 6, "A ship is small.", "Never read this. " * 10
+    ids = [[tokenizer.encode(text).ids] for text in (training, short, long)]
+    splits = {"train": {"text": ids[0]}, "validation": {"text": [*ids[1], *ids[2]]}}
+    write_folder(tmp_path / "data", splits, tokenizer.to_str(), 300, 0, {}, compression=compression)
+    assert essay(f"shards:{tmp_path / 'data'}", 26) == ["The", "sea", "is", "wide."] * 6 + ["The", "sea"]
 
 
 def test_sentences_end_before_a_capital_or_a_digit() -> None:

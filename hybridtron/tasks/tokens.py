@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -36,7 +36,7 @@ class ByteTokens:
 class FileTokens:
     """A tokenizer.json; special tokens that a text spells are spelled out."""
 
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer = field(compare=False)
     digest: str
 
     def encode(self, text: str) -> list[int]:

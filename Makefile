@@ -36,7 +36,7 @@ $(VENV)/.ready: pyproject.toml | same-python
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet --editable ".[prepare,plot,export,s3,streaming]"
+	$(BIN)/pip install --quiet --editable ".[prepare,plot,export,tasks,s3,streaming]"
 	$(BIN)/pip install --quiet --no-deps --group without-dependencies
 	touch $@
 

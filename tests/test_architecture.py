@@ -34,6 +34,7 @@ ORDER = [
     "train",
     "interop",
     "hf",  # shipped with models
+    "tasks",
     "proving",
     "cluster",
     "cli",
@@ -52,10 +53,11 @@ OWNERS = {
     "botocore": "storage/s3.py",
     "brotli": "data/mds/compression.py",
     "snappy": "data/mds/compression.py",
+    "wonderwords": "tasks/words.py",
     "pyarrow": "data/prepare/inputs.py",
     "triton": "ops/kernel_launch.py ops/*/kernels*.py ops/*/triton.py",  # kernels of our own
 }
-TORCH_FREE = ("regular_files", "problems", "limits", "architecture", "optimizers", "config", "planning")
+TORCH_FREE = ("regular_files", "problems", "limits", "architecture", "optimizers", "config", "planning", "tasks")
 GENERATED = "mixers_hybridtron"  # made by interop/shipped_code
 
 

@@ -12,7 +12,13 @@ ROOT = Path(__file__).parents[1]
 GLOSSARY = ROOT / "docs" / "glossary.md"
 FOLDERS = (".ci", ".github", "benchmarks", "configs", "docs", "examples", "hybridtron", "slurm", "tests", "tools")
 SUFFIXES = (".py", ".md", ".yaml", ".yml", ".toml", ".sh", "")  # without a suffix: Makefile, Dockerfile, .ci/run
-KEPT = {  # former names that still work, a method of Python's files, and the files that use them
+KEPT = {  # former names that still work, a method of Python's files, words of bAbI, and the files that use them
+    "went back": (
+        "hybridtron/tasks/babilong/prompts.py",
+        "hybridtron/tasks/babilong/world.py",
+        "tests/tasks/solvers.py",
+    ),
+    "put down": ("hybridtron/tasks/babilong/world.py", "tests/tasks/solvers.py"),
     "aside": ("hybridtron/data/prepare/run.py",),
     "tell": ("hybridtron/data/prepare/inputs.py",),
     "of_weights": ("CHANGELOG.md", "hybridtron/config/load.py", "tests/config/test_load.py"),

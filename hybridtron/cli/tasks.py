@@ -1,0 +1,99 @@
+"""Retrieval, recall and reasoning tasks of any length: what there is, a sample of one, files of samples.
+
+    hybridtron tasks list
+    hybridtron tasks show passkey --length 512 digits=3
+    hybridtron tasks write ruler_se --length 4096 8192 --evaluation 500 --tokenizer DIR --output sets/ruler
+
+`show` prints the prompt, the answer after `>>>`, and on stderr what was drawn. Without --tokenizer every byte is a
+token. Exit codes: 0 done, 2 unknown task, wrong option, a length that can't fit a sample, or a missing corpus.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from hybridtron.cli.given import Unusable, not_there_yet, progress_bar
+from hybridtron.tasks import GROUPS, TASKS
+from hybridtron.tasks.base import TaskError
+from hybridtron.tasks.options import members, named, options_of
+from hybridtron.tasks.tokens import BYTES, open_tokens
+from hybridtron.tasks.write import WrittenSet, write
+
+
+def list_main(arguments: list[str]) -> int:
+    """Print the tasks with their options, and the groups."""
+    parser = argparse.ArgumentParser(prog="hybridtron tasks list", description="Tasks, their options, and groups.")
+    parser.parse_args(arguments)
+    for name, task in TASKS.items():
+        options = " ".join(f"{option}={value}" for option, value in options_of(task).items())
+        print(f"{name:<25}{task.about}\n{'':<25}{options}".rstrip())
+    for group, names in GROUPS.items():
+        print(f"{group:<25}{' '.join(names)}")
+    return 0
+
+
+def show_main(arguments: list[str]) -> int:
+    """Print one sample."""
+    parser = argparse.ArgumentParser(prog="hybridtron tasks show", description="Print a sample of a task.")
+    add = parser.add_argument
+    add("task", metavar="NAME", help="one that `hybridtron tasks list` names")
+    add("options", nargs="*", metavar="OPTION=VALUE", help="options of the task")
+    add("--length", type=int, required=True, metavar="N", help="tokens, those of the answer included")
+    add("--seed", type=int, default=0, metavar="S", help="default: 0")
+    add("--index", type=int, default=0, metavar="I", help="which sample of the seed; default: 0")
+    add("--tokenizer", default=BYTES, metavar="DIR", help="a folder with tokenizer.json, or that file; default: bytes")
+    chosen = parser.parse_intermixed_args(arguments)
+    try:
+        task = named(chosen.task, chosen.options)
+        sample = task.sample(chosen.seed, chosen.index, open_tokens(chosen.tokenizer), chosen.length)
+    except TaskError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{sample.prompt}>>>{sample.answer}")
+    about = {"prompt_tokens": len(sample.prompt_tokens), "learned": sum(sample.mask), "generate": sample.generate}
+    print(json.dumps(about | sample.meta), file=sys.stderr)
+    return 0
+
+
+def write_main(arguments: list[str]) -> int:
+    """Write files of samples."""
+    parser = argparse.ArgumentParser(
+        prog="hybridtron tasks write", description="Write samples of tasks as jsonl, for evaluation and for training."
+    )
+    add = parser.add_argument
+    add("tasks", nargs="+", metavar="NAME", help="tasks and groups; options of a single task as OPTION=VALUE")
+    add("--output", type=Path, required=True, metavar="DIR", help="a folder that does not exist yet")
+    add("--length", type=int, nargs="+", required=True, metavar="N", help="lengths in tokens")
+    add("--evaluation", type=int, default=100, metavar="N", help="samples of a task and length; default: 100")
+    add("--training", type=int, default=0, metavar="N", help="samples of a task and length, by other seeds; default: 0")
+    add("--seed", type=int, default=0, metavar="S", help="default: 0")
+    add("--tokenizer", default=BYTES, metavar="DIR", help="a folder with tokenizer.json, or that file; default: bytes")
+    chosen = parser.parse_intermixed_args(arguments)
+    if min(chosen.evaluation, chosen.training) < 0 or not chosen.evaluation + chosen.training:
+        parser.error(f"--evaluation {chosen.evaluation} --training {chosen.training}: at least one sample is written")
+    try:
+        files = _write(chosen)
+    except (TaskError, Unusable, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    for file in files:
+        print(file)
+    return 0
+
+
+def _write(chosen: argparse.Namespace) -> list[Path]:
+    settings = [word for word in chosen.tasks if "=" in word]
+    names = members([word for word in chosen.tasks if "=" not in word])
+    if settings and len(names) != 1:
+        raise TaskError(f"{settings[0]}: options belong to one task, and {len(names)} are named")
+    tasks = tuple(named(name, settings) for name in names)
+    if not tasks:
+        raise TaskError("no task is named; `hybridtron tasks list` names all")
+    tokenizer = open_tokens(chosen.tokenizer)
+    output = not_there_yet(chosen.output)
+    wanted = WrittenSet(tasks, tuple(chosen.length), chosen.evaluation, chosen.training, chosen.seed, tokenizer)
+    with progress_bar(str(output)) as moved:
+        return write(wanted, output, moved)

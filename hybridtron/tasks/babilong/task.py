@@ -1,0 +1,165 @@
+"""BABILong's tasks: the facts of a story, in order, at random gaps between the sentences of a text, and a question.
+
+The text is as many words as fit, from a random sentence of an essay on (the paper: a book of PG-19); its sentences
+have at least 10 words, and none has both a person and a place of the stories. Gaps are drawn with replacement. A story
+of more than length / 8 facts, or that doesn't fit the length, is drawn again.
+
+Metrics, each of the answer up to its first period:
+    accuracy            the labels in it that are not in the question are the right one alone; labels are words
+    accuracy_reference  the same with labels as parts of words, as the public code counts: "one" is in "none"
+    contains            the right label is a part of the whole answer (lm-evaluation-harness, more lenient)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+from typing import ClassVar
+
+from hybridtron.tasks.babilong.prompts import PROMPTS
+from hybridtron.tasks.babilong.stories import STORIES, Asked, Story, story_of
+from hybridtron.tasks.babilong.world import OBJECTS, PEOPLE, PLACES
+from hybridtron.tasks.base import Sample, TaskError, TextTokens
+from hybridtron.tasks.fitted import FittedTask, TaskText
+from hybridtron.tasks.fitting import most_units
+from hybridtron.tasks.haystack import SYNTHETIC, corpus_sentences
+
+STYLES = ("few_shot", "tuned")
+STORIES_TRIED = 200  # stories that are drawn for one that is short enough
+SHORTEST_SENTENCE = 10  # words
+NAMED = {*PEOPLE, "Fred", "Jeff", "Bill", "Julie"}
+NAMED_PLACES = {*PLACES, "school", "park", "cinema"}
+LABELS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("qa1", "qa2", "qa3", "qa4"), PLACES),
+    "qa5": ("Bill", "Fred", "Jeff", "Mary", *OBJECTS),
+    "qa6": ("no", "yes"),
+    "qa7": ("none", "one", "three", "two"),
+    "qa8": (*OBJECTS, "nothing"),
+    "qa9": ("no", "yes"),
+    "qa10": ("maybe", "no", "yes"),
+}
+
+
+@dataclass(frozen=True)
+class Babilong(FittedTask):
+    """A story of bAbI in a text.
+
+    style  few_shot: with instruction and examples; tuned: text and question alone, for models that are trained on it
+    essay  provider of the text (haystack.py); "none": the facts alone (the suite's 0k)
+    """
+
+    generate: ClassVar[int] = 20
+    tries: ClassVar[int] = 20
+
+    name: str
+    story: str
+    style: str = "few_shot"
+    essay: str = SYNTHETIC
+
+    @property
+    def about(self) -> str:
+        summary = (STORIES[self.story].__doc__ or "").split(".")[0].split("\n")[0]
+        return f"BABILong: {summary[0].lower()}{summary[1:]}"
+
+    def check(self, length: int) -> None:
+        super().check(length)
+        if self.style not in STYLES:
+            raise TaskError(f"{self.name}: style={self.style}: is {' or '.join(STYLES)}")
+
+    def steps(self, length: int) -> tuple[int, int]:
+        return 0, max(length // 512, 1)
+
+    def most(self, size: Callable[[int], int], tokenizer: TextTokens, length: int) -> int:
+        """Stories differ too much in length for all samples to start from the same number of words."""
+        return 0 if self.essay == "none" else most_units(size, length, *self.steps(length))
+
+    def text_of(self, random: Random, units: int, index: int, length: int) -> TaskText:
+        story, asked = self.drawn(random, index, length)
+        facts = story.facts[: asked.facts]
+        sentences = self.background(random, units)
+        gaps = sorted(random.choices(range(len(sentences) + 1), k=len(facts)))
+        lines = list(sentences)
+        for gap, fact in reversed(list(zip(gaps, facts, strict=True))):
+            lines.insert(gap, fact)
+        context = " ".join(lines)
+        prompt = PROMPTS[self.story]
+        answer = prompt.answer.format(*asked.about, answer=asked.answer)
+        if self.style == "few_shot":
+            question = f"{prompt.head()}\n\n<context>\n{context}\n</context>\n\nQuestion: {asked.question}"
+            completion = f"\nAnswer: {answer}"
+        else:
+            question = f"{context}\nQuestion: {asked.question}\nAnswer:"
+            completion = f" {asked.answer}"
+        meta = {"facts": facts, "gaps": gaps, "question": asked.question, "essay": self.essay}
+        return TaskText(question, "", completion, (asked.answer,), meta)
+
+    def drawn(self, random: Random, index: int, length: int) -> tuple[Story, Asked]:
+        """A story and one of its questions, by the index."""
+        for _ in range(STORIES_TRIED):
+            story = story_of(STORIES[self.story](random))
+            asked = story.asked[index % len(story.asked)]
+            if asked.facts <= length // 8:
+                return story, asked
+        few = f"none of {STORIES_TRIED} stories has at most {length // 8} facts"
+        raise TaskError(f"{self.name}: a length of {length} is too short: {few}")
+
+    def background(self, random: Random, words: int) -> list[str]:
+        """Consecutive sentences from a random one on, the last one cut."""
+        if self.essay == "none" or words == 0:
+            return []
+        known = _sentences(self.essay)
+        place = random.randrange(len(known))
+        found: list[str] = []
+        while words > 0:
+            sentence = known[place % len(known)].split()[:words]
+            found.append(" ".join(sentence))
+            words -= len(sentence)
+            place += 1
+        return found
+
+    def score(self, sample: Sample, answer: str) -> dict[str, float]:
+        (wanted,), labels = sample.outputs, LABELS[self.story]
+        question = sample.meta["question"]
+        return {
+            "accuracy": judged(answer, wanted, question, labels, in_words),
+            "accuracy_reference": judged(answer, wanted, question, labels, in_letters),
+            "contains": float(wanted.lower() in answer.lower()),
+        }
+
+    def chance(self) -> float:
+        return 1 / len(LABELS[self.story])
+
+
+def in_words(label: str, text: str) -> bool:
+    return re.search(rf"\b{re.escape(label)}\b", text) is not None
+
+
+def in_letters(label: str, text: str) -> bool:
+    return label in text
+
+
+def judged(
+    answer: str, wanted: str, question: str, labels: tuple[str, ...], occurs: Callable[[str, str], bool]
+) -> float:
+    """Whether the labels of the answer, without those of the question, are the wanted ones."""
+    written = re.split(r"\.|<context>|<example>", answer.lower())[0]
+    lowered = [label.lower() for label in labels]
+    found = {label for label in lowered if occurs(label, written)}
+    found -= {label for label in lowered if occurs(label, question.lower())}
+    return float(found == set(wanted.lower().split(",")))
+
+
+@cache
+def _sentences(provider: str) -> list[str]:
+    """Those that can be a background."""
+    kept = []
+    for sentence in corpus_sentences(provider):
+        words = set(re.findall(r"\w+", sentence))
+        if len(sentence.split()) >= SHORTEST_SENTENCE and not (words & NAMED and words & NAMED_PLACES):
+            kept.append(sentence)
+    if not kept:
+        raise TaskError(f"essay={provider}: has no sentence of {SHORTEST_SENTENCE} words")
+    return kept

@@ -1,0 +1,114 @@
+"""Text in which facts are hidden: one repeated line, or essays by a provider.
+
+synthetic    sentences made of word lists; needs no corpus
+files:DIR    all .txt and .md files below a folder, in the order of their names
+shards:DIR   held-out documents of a prepared folder, of at least 20 words
+
+Scores with different providers are not comparable, so samples name theirs. Sentences that could be taken for a needle
+("special magic", a number of 7 digits) are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from hybridtron.data.folder import FolderError, TokenFolder
+from hybridtron.data.mds.store import DataError, DocumentStore
+from hybridtron.regular_files import Unreadable, read_regular
+from hybridtron.storage.cache import CacheOptions
+from hybridtron.tasks.base import TaskError
+from hybridtron.tasks.words import sentences
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+SYNTHETIC = "synthetic"
+SYNTHETIC_SENTENCES = 20000
+LARGEST_FILE = 2**28  # bytes of one text
+LARGEST_CORPUS = 2**28  # characters that are read of a corpus; 16M tokens or so
+CACHE = Path("data/cache")  # for shards that are compressed, as `data.cache` has it
+SHORTEST_DOCUMENT = 20  # words
+SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(]?[A-Z0-9])")
+LIKE_A_NEEDLE = re.compile(r"special magic|\d{7}", re.IGNORECASE)
+
+
+def essay(provider: str, count: int) -> list[str]:
+    """The first `count` words; from the start again where the corpus has fewer."""
+    words = _words(provider, 0) if provider != SYNTHETIC else _words(provider, 1 << max(count, 1).bit_length())
+    repeats = -(-count // len(words))
+    return (words * repeats)[:count]
+
+
+def essay_sentences(provider: str, count: int) -> list[str]:
+    """The sentences of the first `count` words."""
+    return split_sentences(" ".join(essay(provider, count)))
+
+
+def corpus_sentences(provider: str) -> list[str]:
+    """The sentences of the corpus, or SYNTHETIC_SENTENCES that are made up."""
+    if provider == SYNTHETIC:
+        return list(islice(sentences(), SYNTHETIC_SENTENCES))
+    return split_sentences(" ".join(_words(provider, 0)))
+
+
+def split_sentences(text: str) -> list[str]:
+    """At white space after a sentence's end and before a capital or a digit."""
+    return [part for part in SENTENCE_END.split(text) if part]
+
+
+@cache
+def _words(provider: str, enough: int) -> list[str]:
+    if provider == SYNTHETIC:
+        made = (word for sentence in sentences() for word in sentence.split())
+        return list(islice(made, enough))
+    kind, _, place = provider.partition(":")
+    readers = {"files": _files, "shards": _shards}
+    if kind not in readers or not place:
+        raise TaskError(f"essay={provider}: is {SYNTHETIC}, files:DIR or shards:DIR")
+    words: list[str] = []
+    read = 0
+    for text in readers[kind](Path(place)):
+        words += [word for part in split_sentences(" ".join(text.split())) if usable(part) for word in part.split()]
+        read += len(text)
+        if read > LARGEST_CORPUS:
+            break
+    if not words:
+        raise TaskError(f"essay={provider}: has no text")
+    return words
+
+
+def usable(sentence: str) -> bool:
+    """Whether a sentence can't be taken for a needle."""
+    return not LIKE_A_NEEDLE.search(sentence)
+
+
+def _files(folder: Path) -> Iterator[str]:
+    files = sorted(path for path in folder.rglob("*") if path.suffix in (".txt", ".md"))
+    if not files:
+        why = "has no .txt or .md file" if folder.is_dir() else "is not a folder"
+        raise TaskError(f"essay=files:{folder}: {folder} {why}; without a corpus, essay={SYNTHETIC} works")
+    for file in files:
+        try:
+            yield read_regular(file, LARGEST_FILE).decode()
+        except (Unreadable, OSError, UnicodeDecodeError) as error:
+            raise TaskError(f"essay=files:{folder}: {file} can't be read as UTF-8: {error}") from error
+
+
+def _shards(path: Path) -> Iterator[str]:
+    try:
+        folder = TokenFolder.open(path)
+        tokenizer = Tokenizer.from_str(folder.tokenizer_file.read_text())
+        for source in sorted(folder.manifest.splits["validation"]):
+            store = DocumentStore(folder, "validation", source, CacheOptions(CACHE))
+            for document in range(len(store.lengths)):
+                text = tokenizer.decode(
+                    store.read(document, 0, int(store.lengths[document]) - 1).tolist()
+                )  # without eos
+                if len(text.split()) >= SHORTEST_DOCUMENT:
+                    yield text
+    except (FolderError, DataError, OSError) as error:
+        raise TaskError(f"essay=shards:{path}: {error}; without a corpus, essay={SYNTHETIC} works") from error

@@ -1,0 +1,98 @@
+"""Multi-query associative recall (MQAR; Arora et al. 2023), as token ids.
+
+A row of L tokens starts with k pairs of key and value. The rest is slots of two tokens. Each key comes again once, as
+the first token of a slot; slot i is chosen with a probability in proportion to a * i^(a - 1), without replacement, so
+short gaps are likely. What is wanted at that key is its value: the target is not the next token, so a sample has
+labels. All other places hold random ids (or 0).
+
+Keys are from 1 to V/2 - 1, values from V/2 to V - 1, both without replacement. The paper's sizes (L, k): (64, 4),
+(128, 8), (256, 16), (512, 64). A state-space layer needs a convolution or a second layer to bind value to key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log
+from random import Random
+
+from hybridtron.tasks.base import IGNORED, Sample, TaskError, TextTokens, TokenTask
+
+
+@dataclass(frozen=True)
+class MultiQueryRecall(TokenTask):
+    """Pairs, then queries.
+
+    pairs        k
+    vocabulary   V
+    power        a
+    random_rest  whether the other places hold random ids; 0 else
+    """
+
+    name: str = "mqar"
+    pairs: int = 4
+    vocabulary: int = 8192
+    power: float = 0.01
+    random_rest: bool = True
+
+    @property
+    def about(self) -> str:
+        return f"multi-query associative recall of {self.pairs} pairs (token ids)"
+
+    @property
+    def num_tokens(self) -> int:
+        return self.vocabulary
+
+    def sample(self, seed: int, index: int, tokenizer: TextTokens, length: int) -> Sample:
+        self._check(length)
+        random, half = self.random(seed, index), self.vocabulary // 2
+        keys = random.sample(range(1, half), self.pairs)
+        values = random.sample(range(half, self.vocabulary), self.pairs)
+        slots = self._slots(random, length)
+        places = [2 * self.pairs + 2 * slot for slot in slots]
+        asked = dict(zip(places, zip(keys, values, strict=True), strict=True))
+        tokens = [token for pair in zip(keys, values, strict=True) for token in pair]
+        labels = [IGNORED] * length
+        for place in range(len(tokens), length):
+            rest = random.randrange(self.vocabulary) if self.random_rest else 0
+            key, labels[place] = asked.get(place, (rest, IGNORED))
+            tokens.append(key)
+        answer = [labels[place] for place in sorted(places)]
+        return Sample(
+            self.name,
+            seed,
+            index,
+            " ".join(map(str, tokens)),
+            " ".join(map(str, answer)),
+            tuple(tokens),
+            tuple(int(label != IGNORED) for label in labels),
+            tuple(map(str, answer)),
+            generate=0,
+            max_length=length,
+            meta={"keys": keys, "values": values, "places": places},
+            labels=tuple(labels),
+        )
+
+    def _slots(self, random: Random, length: int) -> list[int]:
+        """A slot for each key, from 0.
+
+        The k smallest of -log(u) / weight are distributed as k draws without replacement are: the minimum of
+        exponential variables is the i-th with a probability in proportion to its rate, and they have no memory.
+        """
+        count = (length - 2 * self.pairs) // 2
+        waits = [-log(1 - random.random()) / (self.power * i ** (self.power - 1)) for i in range(1, count + 1)]
+        return sorted(range(count), key=waits.__getitem__)[: self.pairs]
+
+    def _check(self, length: int) -> None:
+        wrong = [
+            (length % 2, f"a length of {length} is odd, and slots have two tokens"),
+            (self.pairs < 1, f"pairs={self.pairs}: at least 1"),
+            (self.power <= 0, f"power={self.power}: more than 0"),
+            (4 * self.pairs > length, f"a length of {length} can't fit pairs={self.pairs}; it needs {4 * self.pairs}"),
+            (self.vocabulary <= length, f"vocabulary={self.vocabulary}: must be more than the length {length}"),
+        ]
+        for is_wrong, message in wrong:
+            if is_wrong:
+                raise TaskError(f"{self.name}: {message}")
+
+    def chance(self) -> float:
+        return 1 / (self.vocabulary - self.vocabulary // 2)

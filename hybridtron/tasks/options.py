@@ -1,0 +1,49 @@
+"""A task by its name, with options: `named("passkey", ["digits=3"])`. Groups are names of several tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+from hybridtron.problems import did_you_mean
+from hybridtron.tasks import GROUPS, TASKS
+from hybridtron.tasks.base import Task, TaskError
+
+TRUTH = {"true": True, "false": False}
+
+
+def options_of(task: Task) -> dict[str, object]:
+    """The options of a task and what they are set to."""
+    return {one.name: getattr(task, one.name) for one in fields(task) if one.name != "name"}  # pyrefly: ignore
+
+
+def named(name: str, settings: Sequence[str] = ()) -> Task:
+    """A task of the registry; TaskError where there is none, or an option can't be set so."""
+    if name not in TASKS:
+        raise TaskError(f"there is no task {name}{did_you_mean(name, TASKS)}; `hybridtron tasks list` names all")
+    task = TASKS[name]
+    known = options_of(task)
+    changed = {}
+    for setting in settings:
+        option, _, text = setting.partition("=")
+        if option not in known or not text:
+            names = ", ".join(known) or "none"
+            raise TaskError(
+                f"{name}: {setting}: an option is set by NAME=VALUE{did_you_mean(option, known)}; it has {names}"
+            )
+        changed[option] = _read(name, option, text, known[option])
+    return replace(task, **changed)  # pyrefly: ignore
+
+
+def members(names: Sequence[str]) -> list[str]:
+    """Names of tasks and groups -> names of tasks, each once."""
+    return list(dict.fromkeys(member for name in names for member in GROUPS.get(name, (name,))))
+
+
+def _read(name: str, option: str, text: str, default: object) -> object:
+    try:
+        if isinstance(default, bool):
+            return TRUTH[text.lower()]
+        return type(default)(text)  # pyrefly: ignore
+    except (ValueError, KeyError) as error:
+        raise TaskError(f"{name}: {option}={text}: is of type {type(default).__name__}, such as {default}") from error

@@ -1,0 +1,120 @@
+"""Passkey retrieval with the prompt of Landmark Attention, in samples of exactly `length` tokens.
+
+Five parts, each encoded separately with its leading newline: what will be asked, filler, the key, filler, the question.
+The filler is tokens of one repeated text, cut to what the length leaves; depth says how much of it is before the key.
+
+Samba (section 3.3): `digits=5`, `depth_steps=11`, five keys for each depth: 55 samples a length; training draws depths
+(`depth_steps=0`) and keys of documents of 4096 tokens. The length paper (section 5.2): `trim=left`, as its Figure 8
+begins in mid-sentence, and `end=.`, since models otherwise repeat the key; its Figure 8 has `digits=4`.
+Landmark Attention itself cuts the filler by characters and draws keys from 1 to 50000, so its lengths vary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from hybridtron.tasks.base import Sample, Task, TaskError, TextTokens
+from hybridtron.tasks.metrics import first_integer
+
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+WARNING = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+    "I will quiz you about the important information there."
+)
+KEY = "\nThe pass key is {key}. Remember it. {key} is the pass key."
+QUESTION = "\nWhat is the pass key? The pass key is"
+TRIMS = ("left", "right")
+MORE = 2  # tokens that an evaluation generates beyond the answer's
+
+
+@dataclass(frozen=True)
+class Passkey(Task):
+    """A number in filler text.
+
+    digits       of the key; the first is not 0
+    depth_steps  sample i has depth (i mod depth_steps) / (depth_steps - 1); 0: drawn uniformly from 0 to 1
+    trim         the side on which the filler before the key is cut
+    end          what ends the answer
+    """
+
+    name: str = "passkey"
+    digits: int = 5
+    depth_steps: int = 11
+    trim: str = "left"
+    end: str = "."
+
+    @property
+    def about(self) -> str:
+        return f"a key of {self.digits} digits in filler, by depth and length (Landmark Attention, Samba)"
+
+    def sample(self, seed: int, index: int, tokenizer: TextTokens, length: int) -> Sample:
+        self._check()
+        random = self.random(seed, index)
+        key = random.randrange(10 ** (self.digits - 1), 10**self.digits)
+        depth = depth_of(index, self.depth_steps, random)
+        answer = f" {key}{self.end}"
+        encode = tokenizer.encode
+        parts = [encode(text) for text in (WARNING, "\n", KEY.format(key=key), "\n", QUESTION, answer)]
+        warning, before, middle, after, question, answer_ids = parts
+        rest = length - sum(map(len, parts))
+        if rest < 0:
+            message = f"{self.name}: a length of {length} can't fit the sample without filler"
+            raise TaskError(f"{message}; it needs {length - rest} tokens")
+        first = round(depth * rest)
+        filler = prefix_filler(tokenizer, first, self.trim)
+        prompt = [*warning, *before, *filler, *middle, *after, *tiled(tokenizer, rest - first), *question]
+        return Sample(
+            self.name,
+            seed,
+            index,
+            tokenizer.decode(prompt),
+            answer,
+            (*prompt, *answer_ids),
+            (0,) * len(prompt) + (1,) * len(answer_ids),
+            (str(key),),
+            generate=len(answer_ids) + MORE,
+            max_length=length,
+            meta={"key": key, "depth": depth, "filler": [first, rest - first]},
+        )
+
+    def score(self, sample: Sample, answer: str) -> dict[str, float]:
+        """`exact`: the first integer is the key. `token_exact`: the answer, letter by letter."""
+        written = answer.startswith(sample.answer)
+        return {"exact": first_integer(answer, int(sample.outputs[0])), "token_exact": float(written)}
+
+    def chance(self) -> float:
+        return 1 / (9 * 10 ** (self.digits - 1))
+
+    def _check(self) -> None:
+        if self.digits < 1:
+            raise TaskError(f"{self.name}: digits={self.digits}: a key has at least 1")
+        if self.trim not in TRIMS:
+            raise TaskError(f"{self.name}: trim={self.trim}: is {' or '.join(TRIMS)}")
+
+
+def depth_of(index: int, steps: int, random: Random) -> float:
+    """From 0 (the start of the filler) to 1: on a grid by the index, or drawn."""
+    if steps == 0:
+        return random.random()
+    if steps < 2:
+        raise TaskError(f"depth_steps={steps}: at least 2 depths make a grid, and 0 draws them")
+    return index % steps / (steps - 1)
+
+
+def tiled(tokenizer: TextTokens, count: int) -> list[int]:
+    """The first tokens of the filler, repeated with spaces."""
+    tokens = tokenizer.encode(FILLER)
+    again = tokenizer.encode(f" {FILLER}")
+    while len(tokens) < count:
+        tokens += again
+    return tokens[:count]
+
+
+def prefix_filler(tokenizer: TextTokens, count: int, trim: str) -> list[int]:
+    """As many tokens of filler: its first ones, or its last ones, which end with a sentence."""
+    if trim == "right" or count == 0:
+        return tiled(tokenizer, count)
+    first, again = tokenizer.encode(FILLER), tokenizer.encode(f" {FILLER}")
+    units = max(0, -(-(count - len(first)) // len(again)))
+    return [*first, *(again * units)][-count:]

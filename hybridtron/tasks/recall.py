@@ -1,0 +1,109 @@
+"""Joint recall, with any number of levels of context (HAX, section 3.2 and appendices C.1 and D), as token ids.
+
+A table has a value for every combination of tokens, one of each level. It is written as nested blocks: a token of a
+level, then the blocks of the next level; the last level's token is the key, and its value follows. A row:
+
+    BOS, the table with every level in random order, SEP, the table with every level in another random order
+
+In the second part the value is wanted at each key; it is fed back, so that the rest can be read. One level is
+associative recall of many queries, two are joint recall: values of keys that depend on a context.
+
+    vocabulary   BOS 1, EOS 2, PAD 3, SEP 4; values 10-25, keys 26-41, contexts 42-57, their contexts 58-73, ...
+
+The paper has 5 to 16 contexts of 5 to 16 keys; a row is 2 * contexts * (2 * keys + 1) + 2 tokens long, 1058 at most.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from random import Random
+
+from hybridtron.tasks.base import Sample, TaskError, TextTokens, TokenTask
+
+BOS, EOS, PADDING, SEPARATOR = 1, 2, 3, 4
+VOCABULARY = 100
+SYMBOLS = 16  # of each level, and of values
+FIRST_VALUE, FIRST_KEY = 10, 26
+MOST_LEVELS = 4  # what a vocabulary of 100 has room for
+Table = dict[tuple[int, ...], int]
+
+
+@dataclass(frozen=True)
+class JointRecall(TokenTask):
+    """Values of keys that depend on contexts.
+
+    sizes  tokens of each level, the outermost first: `5-16,5-16` draws two numbers from 5 to 16
+    """
+
+    name: str = "joint_recall"
+    sizes: str = "5-16,5-16"
+
+    @property
+    def about(self) -> str:
+        return f"values by {len(self.sizes.split(','))} levels of keys (token ids)"
+
+    @property
+    def num_tokens(self) -> int:
+        return VOCABULARY
+
+    def sample(self, seed: int, index: int, tokenizer: TextTokens, length: int) -> Sample:
+        ranges = self.ranges()
+        if (needed := row_length([largest for _, largest in ranges])) > length:
+            raise TaskError(f"{self.name}: sizes={self.sizes}: a length of {length} can't fit it; it needs {needed}")
+        random = self.random(seed, index)
+        counts = [random.randint(fewest, most) for fewest, most in ranges]
+        firsts = [FIRST_KEY + SYMBOLS * above for above in reversed(range(len(counts)))]
+        levels = [random.sample(range(first, first + SYMBOLS), n) for first, n in zip(firsts, counts, strict=True)]
+        table = {path: random.randrange(FIRST_VALUE, FIRST_VALUE + SYMBOLS) for path in product(*levels)}
+        shown, asked = (blocks(table, levels, (), random) for _ in range(2))
+        tokens = (BOS, *shown, SEPARATOR, *asked)
+        before = len(shown) + 2
+        mask = (*(0,) * before, *(int(token < FIRST_KEY) for token in asked))
+        first = mask.index(1)
+        answer = " ".join(str(token) for token in asked if token < FIRST_KEY)
+        return Sample(
+            self.name,
+            seed,
+            index,
+            " ".join(map(str, tokens[:first])),
+            answer,
+            tokens,
+            mask,
+            tuple(answer.split()),
+            generate=len(tokens) - first,
+            max_length=length,
+            meta={"levels": levels},
+        )
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Fewest and most tokens of each level."""
+        found = [re.fullmatch(r"(\d+)(?:-(\d+))?", part) for part in self.sizes.split(",")]
+        ranges = [(int(one[1]), int(one[2] or one[1])) for one in found if one]
+        usable = all(1 <= fewest <= most <= SYMBOLS for fewest, most in ranges)
+        if not usable or not 1 <= len(ranges) == len(found) <= MOST_LEVELS:
+            cure = f"1 to {MOST_LEVELS} ranges from 1 to {SYMBOLS}, such as 5-16,5-16"
+            raise TaskError(f"{self.name}: sizes={self.sizes}: is {cure}")
+        return ranges
+
+    def chance(self) -> float:
+        return 1 / SYMBOLS
+
+
+def blocks(table: Table, levels: Sequence[Sequence[int]], path: tuple[int, ...], random: Random) -> list[int]:
+    """The blocks of a level in random order; after the last one the value."""
+    if len(path) == len(levels):
+        return [table[path]]
+    tokens: list[int] = []
+    for token in random.sample(levels[len(path)], len(levels[len(path)])):
+        tokens += [token, *blocks(table, levels, (*path, token), random)]
+    return tokens
+
+
+def row_length(counts: Sequence[int]) -> int:
+    """BOS, SEP and twice the blocks: a token for each path of each level, and the values."""
+    paths = [prod(counts[: depth + 1]) for depth in range(len(counts))]
+    return 2 + 2 * (sum(paths) + paths[-1])

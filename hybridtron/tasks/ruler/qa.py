@@ -1,0 +1,157 @@
+"""RULER's question answering among documents: qa_1 (SQuAD) and qa_2 (HotpotQA), and substitutes that need no download.
+
+The documents are those that answer, others of the same article, and random ones, shuffled. Sample i asks question i.
+`data` names the file: dev-v2.0.json of SQuAD, or hotpot_dev_distractor_v1.json. The substitutes qa_synth_1 and
+qa_synth_2 describe made-up people, and ask for an attribute of a person, or of a person's partner; their scores are
+not comparable with those of RULER, so they never bear its names.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import ClassVar
+
+from hybridtron.regular_files import Unreadable, read_regular
+from hybridtron.tasks.base import Sample, TaskError, TextTokens
+from hybridtron.tasks.fitted import TaskText, fitted
+from hybridtron.tasks.metrics import exact_match, f1, string_match_part
+from hybridtron.tasks.ruler.base import RulerTask
+
+ASK = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
+QUESTION = ASK + "\n\nThe following are given documents.\n\n{context}\n\n" + ASK + "\n\nQuestion: {question}"
+PREFIX = " Answer:"
+LARGEST_DATA = 2**30  # bytes
+SOURCES = {
+    "squad": "dev-v2.0.json of SQuAD 2.0",
+    "hotpotqa": "hotpot_dev_distractor_v1.json of HotpotQA",
+}
+
+
+@dataclass(frozen=True)
+class AskedQuestion:
+    """A question, its answers, and the numbers of the documents that answer it and of those near to them."""
+
+    question: str
+    answers: tuple[str, ...]
+    gold: tuple[int, ...]
+    near: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class DocumentSet:
+    """Documents, and questions about them."""
+
+    documents: list[str] = field(default_factory=list)
+    questions: list[AskedQuestion] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class QuestionAnswering(RulerTask):
+    """A question about one of many documents. `data`: the file of the data set."""
+
+    generate: ClassVar[int] = 32
+
+    name: str
+    source: str
+    data: str = ""
+    faithful: bool = False
+
+    @property
+    def about(self) -> str:
+        return f"RULER: a question about documents ({SOURCES.get(self.source, self.source)})"
+
+    def steps(self, length: int) -> tuple[int, int]:
+        fewest = max(len(one.gold) for one in self.known().questions)
+        step = 10 if self.faithful else 1
+        return max(fewest, step), step
+
+    def known(self) -> DocumentSet:
+        """All documents and questions."""
+        return _data_set(self.name, self.source, self.data)
+
+    def asked(self, random: Random, index: int) -> AskedQuestion:
+        """Question `index`."""
+        questions = self.known().questions
+        if index >= len(questions):
+            raise TaskError(f"{self.name}: there is no question {index}: {self.data} has {len(questions)}")
+        return questions[index]
+
+    def sample(self, seed: int, index: int, tokenizer: TextTokens, length: int) -> Sample:
+        self.check(length)
+        if fitted(self, tokenizer, length) > (count := len(self.known().documents)):
+            raise TaskError(f"{self.name}: a length of {length} has room for more than the {count} documents")
+        return super().sample(seed, index, tokenizer, length)
+
+    def text_of(self, random: Random, units: int, index: int, length: int) -> TaskText:
+        asked, documents = self.asked(random, index), self.known().documents
+        near = random.sample(asked.near, min(len(asked.near), max(units - len(asked.gold), 0)))
+        chosen = [*asked.gold, *near]
+        others = sorted(set(range(len(documents))) - set(chosen))
+        chosen += random.sample(others, min(max(units - len(chosen), 0), len(others)))
+        chosen = self.shuffled(chosen, random)
+        context = "\n\n".join(f"Document {place}:\n{documents[one]}" for place, one in enumerate(chosen, 1))
+        question = QUESTION.format(context=context, question=asked.question)
+        meta = {"documents": chosen, "gold": list(asked.gold), "question": asked.question, "source": self.source}
+        return TaskText(question, PREFIX, f" {asked.answers[0]}", asked.answers, meta)
+
+    def score(self, sample: Sample, answer: str) -> dict[str, float]:
+        return question_scores(sample, answer)
+
+
+def question_scores(sample: Sample, answer: str) -> dict[str, float]:
+    """RULER's metric first; then the stricter ones."""
+    return {
+        "string_match_part": string_match_part(answer, sample.outputs),
+        "exact": exact_match(answer, sample.outputs),
+        "f1": f1(answer, sample.outputs),
+    }
+
+
+@cache
+def _data_set(name: str, source: str, data: str) -> DocumentSet:
+    if not data:
+        message = f"{name}: needs {SOURCES[source]}, which is not part of this package; data=FILE names it"
+        raise TaskError(f"{message}, and qa_synth_{name[-1]} is a task of its kind without a download")
+    try:
+        content = json.loads(read_regular(Path(data), LARGEST_DATA))
+        found = {"squad": _squad, "hotpotqa": _hotpotqa}[source](content)
+    except (Unreadable, OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise TaskError(f"{name}: data={data} can't be read as {SOURCES[source]}: {error!r}") from error
+    if not found.questions:
+        raise TaskError(f"{name}: data={data} has no question that can be answered")
+    return found
+
+
+def _squad(content: dict) -> DocumentSet:
+    """Each paragraph is a document; impossible questions are left out."""
+    found = DocumentSet()
+    for article in content["data"]:
+        first = len(found.documents)
+        here = range(first, first + len(article["paragraphs"]))
+        for number, paragraph in enumerate(article["paragraphs"], first):
+            found.documents.append(paragraph["context"])
+            near = tuple(other for other in here if other != number)
+            for asked in paragraph["qas"]:
+                answers = tuple(dict.fromkeys(answer["text"] for answer in asked["answers"]))
+                if answers and not asked.get("is_impossible"):
+                    found.questions.append(AskedQuestion(asked["question"], answers, (number,), near))
+    return found
+
+
+def _hotpotqa(content: list) -> DocumentSet:
+    """Title and sentences of each of a question's ten paragraphs; the same paragraph is one document."""
+    found = DocumentSet()
+    numbers: dict[str, int] = {}
+    for asked in content:
+        texts = [f"{title}\n{''.join(sentences)}" for title, sentences in asked["context"]]
+        for text in texts:
+            if text not in numbers:
+                numbers[text] = len(found.documents)
+                found.documents.append(text)
+        gold = tuple(dict.fromkeys(numbers[text] for text in texts))
+        found.questions.append(AskedQuestion(asked["question"], (asked["answer"],), gold))
+    return found

@@ -1,0 +1,103 @@
+"""Substitutes for RULER's question answering, which need no download: made-up people and their attributes.
+
+A document describes one person: six attributes, and a partner who has a document, too. qa_synth_1 asks for an
+attribute of a person, qa_synth_2 for one of a person's partner, which takes two documents. Values are from closed
+lists of 12; a guess is right in one case of 12.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import ClassVar
+
+from hybridtron.tasks.base import Sample
+from hybridtron.tasks.fitted import TaskText
+from hybridtron.tasks.ruler.base import RulerTask
+from hybridtron.tasks.ruler.qa import PREFIX, QUESTION, question_scores
+
+VALUES = 12
+ATTRIBUTES = {
+    "profession": "baker carpenter dentist farmer gardener lawyer mechanic painter pilot sailor tailor surgeon",
+    "city": "Athens Berlin Cairo Dublin Havana Jakarta Lisbon Madrid Nairobi Oslo Prague Warsaw",
+    "instrument": "accordion banjo cello drum flute guitar harp oboe piano trumpet tuba violin",
+    "animal": "badger camel dolphin eagle ferret gecko hamster iguana lobster otter parrot walrus",
+    "dish": "burrito curry dumpling falafel goulash lasagne omelette paella ramen risotto sushi waffle",
+    "colour": "amber beige crimson emerald indigo lavender magenta olive purple scarlet turquoise yellow",
+}
+SENTENCES = {
+    "profession": "{name} works as a {value}.",
+    "city": "{name} lives in {value}.",
+    "instrument": "{name} plays the {value}.",
+    "animal": "The favourite animal of {name} is the {value}.",
+    "dish": "The favourite dish of {name} is {value}.",
+    "colour": "The favourite colour of {name} is {value}.",
+}
+QUESTIONS = {
+    "profession": "What does {who} work as?",
+    "city": "Which city does {who} live in?",
+    "instrument": "Which instrument does {who} play?",
+    "animal": "What is the favourite animal of {who}?",
+    "dish": "What is the favourite dish of {who}?",
+    "colour": "What is the favourite colour of {who}?",
+}
+ONSETS, VOWELS, ENDS = "bdfghklmnprstvz", "aeiou", "lnrs"
+
+
+@dataclass(frozen=True)
+class SyntheticQuestions(RulerTask):
+    """An attribute of a person (hops=1), or of the person's partner (hops=2)."""
+
+    generate: ClassVar[int] = 32
+
+    name: str
+    hops: int
+    faithful: bool = False
+
+    @property
+    def about(self) -> str:
+        return f"a substitute for RULER's qa_{self.hops}: {self.hops} of many made-up documents"
+
+    def steps(self, length: int) -> tuple[int, int]:
+        return (10, 10) if self.faithful else (2, 1)
+
+    def text_of(self, random: Random, units: int, index: int, length: int) -> TaskText:
+        names = people(random, units)
+        partners = names[1:] + names[:1]
+        values = [{kind: random.choice(words.split()) for kind, words in ATTRIBUTES.items()} for _ in names]
+        kind = random.choice(list(ATTRIBUTES))
+        answer = values[self.hops - 1][kind]
+        documents = [described(*one, random) for one in zip(names, values, partners, strict=True)]
+        shuffled = self.shuffled(documents, random)
+        context = "\n\n".join(f"Document {place}:\n{text}" for place, text in enumerate(shuffled, 1))
+        who = names[0] if self.hops == 1 else f"the partner of {names[0]}"
+        question = QUESTION.format(context=context, question=QUESTIONS[kind].format(who=who))
+        meta = {"documents": shuffled, "kind": kind, "who": names[0], "source": "made-up people"}
+        return TaskText(question, PREFIX, f" {answer}", (answer,), meta)
+
+    def score(self, sample: Sample, answer: str) -> dict[str, float]:
+        return question_scores(sample, answer)
+
+    def chance(self) -> float:
+        return 1 / VALUES
+
+
+def described(name: str, values: dict[str, str], partner: str, random: Random) -> str:
+    """The document of one person, its sentences in random order."""
+    sentences = [SENTENCES[kind].format(name=name, value=value) for kind, value in values.items()]
+    sentences.append(f"The partner of {name} is {partner}.")
+    random.shuffle(sentences)
+    return " ".join(sentences)
+
+
+def people(random: Random, count: int) -> list[str]:
+    """Distinct names, first and last."""
+    names: dict[str, None] = {}
+    while len(names) < count:
+        parts = [_syllables(random) for _ in range(2)]
+        names[" ".join(part.capitalize() for part in parts)] = None
+    return list(names)
+
+
+def _syllables(random: Random) -> str:
+    return "".join(random.choice(ONSETS) + random.choice(VOWELS) for _ in range(2)) + random.choice(ENDS)

@@ -1,0 +1,112 @@
+"""RULER's variable tracking: which variables have a value, through a chain of assignments among noise.
+
+    VAR AAAAA = 12345
+    VAR BBBBB = VAR AAAAA
+
+The links of a chain are in order, at random lines. An example with shorter names comes first. It has a fixed number of
+lines: the public generator's limit of 500 tokens holds about 10 with common vocabularies, and none at all with bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from random import Random
+from string import ascii_uppercase
+from typing import ClassVar
+
+from hybridtron.tasks.base import TaskError
+from hybridtron.tasks.fitted import TaskText
+from hybridtron.tasks.haystack import NOISE
+from hybridtron.tasks.ruler.base import SHORT, RulerTask
+from hybridtron.tasks.ruler.niah import inserted
+
+QUESTION = (
+    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
+    "Question: Find all variables that are assigned the value {value} in the text above."
+)
+PREFIX = (
+    " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned "
+    "the value {value}, they are: "
+)
+FAITHFUL_LINES = 10
+LETTERS, EXAMPLE_LETTERS = 5, 3
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What one text hides: names of each chain, its values, and the line before which each link is."""
+
+    names: list[list[str]]
+    values: list[int]
+    places: list[list[int]]
+    lines: int
+
+    def texts(self) -> tuple[str, str, str]:
+        """Question, prefix of the answer, answer: of the first chain."""
+        lines = [NOISE] * self.lines
+        for names, value, places in zip(self.names, self.values, self.places, strict=True):
+            links = [
+                f"VAR {names[0]} = {value}",
+                *(f"VAR {b} = VAR {a} " for a, b in pairwise(names)),
+            ]
+            lines = inserted(lines, places, links)
+        value = str(self.values[0])
+        question = QUESTION.format(context="\n".join(lines), value=value)
+        return question, PREFIX.format(count=len(self.names[0]), value=value), " ".join(self.names[0])
+
+
+@dataclass(frozen=True)
+class VariableTracking(RulerTask):
+    """Chains of assignments; the first is asked for. `example_lines`: noise of the example (faithful: 10)."""
+
+    generate: ClassVar[int] = 30
+
+    name: str = "vt"
+    num_chains: int = 1
+    num_hops: int = 4
+    example_lines: int = 5
+    faithful: bool = False
+
+    @property
+    def about(self) -> str:
+        return f"RULER: {self.num_hops + 1} variables of one value, by {self.num_chains} chain of assignments"
+
+    def steps(self, length: int) -> tuple[int, int]:
+        links = self.num_hops + 1
+        step = 1 if not self.faithful else 5 if length < SHORT else 10
+        return max(step, links), step
+
+    def check(self, length: int) -> None:
+        super().check(length)
+        if min(self.num_chains, self.num_hops) < 1 or self.example_lines < self.num_hops + 1:
+            message = f"num_chains={self.num_chains} num_hops={self.num_hops} example_lines={self.example_lines}"
+            raise TaskError(f"{self.name}: {message}: at least 1, 1, and a line for each link of the example")
+
+    def text_of(self, random: Random, units: int, index: int, length: int) -> TaskText:
+        main = self.drawn(random, self.num_chains, LETTERS, units, ())
+        lines = FAITHFUL_LINES if self.faithful else self.example_lines
+        example = self.drawn(random, 1, EXAMPLE_LETTERS, max(lines, self.num_hops + 1), main.values)
+        question, prefix, answer = main.texts()
+        outputs = tuple(main.names[0])
+        return TaskText(
+            "".join(example.texts()) + "\n" + question,
+            prefix,
+            answer,
+            outputs,
+            {"main": vars(main), "example": vars(example)},
+        )
+
+    def drawn(self, random: Random, chains: int, letters: int, lines: int, taken: list[int] | tuple[()]) -> Drawn:
+        """Names and values that differ from each other, and from values that are taken."""
+        links = self.num_hops + 1
+        names: list[str] = []
+        while len(names) < chains * links:
+            name = "".join(random.choices(ascii_uppercase, k=letters))
+            names += [name] if name not in names else []
+        values: list[int] = []
+        while len(values) < chains:
+            value = random.randrange(10000, 99999)
+            values += [value] if value not in (*values, *taken) else []
+        places = [sorted(random.sample(range(lines + chain * links), links)) for chain in range(chains)]
+        return Drawn([names[i * links : (i + 1) * links] for i in range(chains)], values, places, lines)

@@ -1,0 +1,68 @@
+"""The tokenizers of tasks: a tokenizer.json on this machine, or bytes. No special tokens: a sample begins without bos.
+
+A length in tokens means another text with each tokenizer, so every written set names the tokenizer's digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from hybridtron.data.folder import LARGEST_TOKENIZER
+from hybridtron.regular_files import Unreadable, read_regular
+from hybridtron.tasks.base import TaskError, TextTokens
+
+BYTES = "bytes"
+
+
+@dataclass(frozen=True)
+class ByteTokens:
+    """Every byte of UTF-8 is a token."""
+
+    digest: str = BYTES
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class FileTokens:
+    """A tokenizer.json; special tokens that a text spells are spelled out."""
+
+    tokenizer: Tokenizer = field(compare=False)
+    digest: str
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+
+def open_tokens(name: str) -> TextTokens:
+    """`bytes`, or the tokenizer.json that a path is or holds."""
+    if name == BYTES:
+        return ByteTokens()
+    path = Path(name)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        content = read_regular(file, LARGEST_TOKENIZER)
+        tokenizer = Tokenizer.from_str(content.decode())
+    except FileNotFoundError as error:
+        cure = f"name a folder with tokenizer.json, that file, or {BYTES}"
+        raise TaskError(f"--tokenizer {name}: there is no {file}; {cure}") from error
+    except (Unreadable, OSError, UnicodeDecodeError) as error:
+        raise TaskError(f"--tokenizer {name}: {file} can't be read: {error}") from error
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise TaskError(f"--tokenizer {name}: {file} is no tokenizer.json: {error}") from error
+    tokenizer.no_truncation()  # the file may hold the settings of its last use
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return FileTokens(tokenizer, hashlib.sha256(content).hexdigest())

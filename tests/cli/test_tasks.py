@@ -1,0 +1,97 @@
+"""`hybridtron tasks`: the list, a sample, files; what can't be made is one message and exit code 2."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from hybridtron.cli.main import main
+from hybridtron.data.prepare.embedded import train_tokenizer
+from hybridtron.tasks import GROUPS, TASKS
+from hybridtron.tasks.passkey import FILLER, WARNING
+
+
+def test_the_list_has_every_task_and_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tasks", "list"]) == 0
+    names = {line.split()[0] for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")}
+    assert names == {*TASKS, *GROUPS}
+
+
+def test_a_sample_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["tasks", "show", "passkey", "--length", "300", "--seed", "3", "--index", "10", "digits=2"]
+    assert main(command) == 0
+    said = capsys.readouterr()
+    about = json.loads(said.err)
+    assert (about["depth"], about["learned"], about["prompt_tokens"]) == (1.0, 4, 296)
+    prompt, answer = said.out.rstrip("\n").split(">>>")
+    assert answer == f" {about['key']}."
+    assert len((prompt + answer).encode()) == 300
+    assert main(command) == 0
+    assert capsys.readouterr().out == said.out
+
+
+def test_a_tokenizer_counts_the_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Vocabularies of one's own, where bytes would not fit; truncation that the file asks for is not applied."""
+    tokenizer = train_tokenizer([f"{WARNING} {FILLER}"] * 20, 500)
+    tokenizer.enable_truncation(5)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert main(["tasks", "show", "passkey", "--length", "200", "--tokenizer", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    prompt, _ = said.out.rstrip("\n").split(">>>")
+    about = json.loads(said.err)
+    assert about["prompt_tokens"] + about["learned"] == 200
+    plain = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    plain.no_truncation()
+    assert len(plain.encode(prompt).ids) <= about["prompt_tokens"]  # joints between parts may merge
+
+
+def test_sets_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["tasks", "write", "vt", "fwe", "--length", "2000", "2500", "--evaluation", "3", "--training", "2"]
+    assert main([*command, "--output", str(tmp_path / "set")]) == 0
+    files = capsys.readouterr().out.split()
+    names = [
+        f"{split}/{task}-{n}" for task in ("vt", "fwe") for n in (2000, 2500) for split in ("evaluation", "training")
+    ]
+    assert files == [str(tmp_path / "set" / f"{name}.jsonl") for name in names]
+    assert [len(Path(file).read_text().splitlines()) for file in files] == [3, 2] * 4
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["show", "paskey", "--length", "300"], "did you mean passkey?"),
+        (["show", "passkey", "--length", "100"], "100"),
+        (["show", "passkey", "--length", "300", "digit=3"], "did you mean digits?"),
+        (["show", "passkey", "--length", "300", "digits=many"], "digits=many"),
+        (["show", "passkey", "--length", "300", "--tokenizer", "/nowhere"], "/nowhere"),
+        (["show", "vt", "--length", "3000", "faithful=maybe"], "faithful=maybe"),
+        (["show", "qa_1", "--length", "3000"], "qa_synth_1"),
+        (["write", "vt", "fwe", "num_hops=3", "--length", "3000", "--output", "OUT"], "num_hops=3"),
+        (["write", "vt", "--length", "300", "--output", "OUT"], "300"),
+        (["write", "vt", "--length", "3000", "--output", "/"], "/"),
+        (["write", "num_hops=3", "--length", "3000", "--output", "OUT"], "num_hops=3"),
+    ],
+)
+def test_what_can_t_be_made_is_one_message(
+    words: list[str], wanted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tasks", *(word.replace("OUT", str(tmp_path / "set")) for word in words)]) == 2
+    said = capsys.readouterr()
+    assert wanted in said.err
+    assert said.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert main(["tasks", "show", "passkey", "--length", "300", "--tokenizer", str(tmp_path)]) == 2
+    assert "tokenizer.json" in capsys.readouterr().err
+
+
+def test_nothing_to_write_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["tasks", "write", "vt", "--length", "3000", "--evaluation", "0", "--output", str(tmp_path / "set")])
+    assert "--evaluation 0" in capsys.readouterr().err

@@ -1,0 +1,230 @@
+"""RULER's tasks beyond their golden files: draws, faithful shuffles, haystacks, groups, data that is missing."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from hybridtron.data.prepare.embedded import train_tokenizer
+from hybridtron.data.prepare.writer import write_folder
+from hybridtron.tasks import GROUPS, RULER_SE_GROUPS, TASKS
+from hybridtron.tasks.base import TaskError
+from hybridtron.tasks.fitted import fitted
+from hybridtron.tasks.haystack import essay, split_sentences
+from hybridtron.tasks.options import members, named
+from hybridtron.tasks.ruler.niah import DEPTHS
+from hybridtron.tasks.tokens import ByteTokens
+from hybridtron.tasks.words import LONGEST, SHORTEST, lists, sentences, single_words
+from tests.tasks.rules import GOLDEN
+
+BYTES = ByteTokens()
+LINE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+
+
+def test_the_groups_are_those_of_the_papers() -> None:
+    assert [len(GROUPS[name]) for name in ("ruler", "ruler_se", "ruler_hax")] == [13, 11, 12]
+    assert set(GROUPS["ruler_hax"]) - set(GROUPS["ruler_se"]) == {"qa_1"}
+    assert [len(names) for names in RULER_SE_GROUPS.values()] == [3, 3, 2, 1, 2]
+    assert all(name in TASKS for names in GROUPS.values() for name in names)
+    assert members(["ruler_se", "vt", "passkey"]) == [*GROUPS["ruler_se"], "passkey"]
+
+
+def test_the_word_lists_are_those_of_the_rules() -> None:
+    assert len(lists()["noun"]) * len(lists()["adjective"]) == 6_171_620
+    assert len(single_words()) == 8166
+
+
+def test_values_are_drawn_as_the_rules_say() -> None:
+    for index in range(20):
+        for name in ("niah_single_1", "niah_single_3"):
+            ((key, value),) = named(name).sample(0, index, BYTES, 1000).meta["hidden"]
+            adjective, _, noun = key.partition("-")
+            assert adjective
+            assert noun
+            if name == "niah_single_1":
+                assert 10**6 <= int(value) < 10**7
+            else:
+                assert uuid.UUID(value).version == 4
+
+
+def test_depths_are_40_of_100_percent() -> None:
+    assert (len(set(DEPTHS)), DEPTHS[:3], DEPTHS[-2:]) == (40, (0, 3, 5), (97, 100))
+
+
+def test_a_haystack_of_needles_has_no_second_value_of_the_key() -> None:
+    for index in range(5):
+        sample = named("niah_multikey_2").sample(0, index, BYTES, 20000)
+        (key,) = sample.meta["asked"]
+        assert len(re.findall(rf" for {re.escape(key)} is: ", sample.prompt)) == 1
+
+
+def test_needles_by_depth_stand_where_the_index_says() -> None:
+    """11 depths of the lines, from the first to after the last."""
+    for index in range(11):
+        sample = named("needle", ["haystack=noise"]).sample(0, index, BYTES, 2000)
+        lines = sample.prompt.split("\n")[1:-1]
+        number = len(lines) - 1
+        (place,) = [place for place, line in enumerate(lines) if line != LINE]
+        assert place == round(index / 10 * number)
+    drawn = [named("needle", ["haystack=noise", "depth_steps=0"]).sample(0, i, BYTES, 3000) for i in range(30)]
+    assert len({sample.meta["places"][0] for sample in drawn}) > 8
+
+
+@pytest.mark.parametrize("name", ["cwe", "fwe"])
+def test_faithful_shuffles_put_the_answer_at_the_same_places(name: str) -> None:
+    """And those of each sample don't."""
+
+    def places(faithful: str, index: int) -> list[int]:
+        task = named(name, [f"faithful={faithful}", *(["setting=large"] if name == "cwe" else [])])
+        text = task.text_of(task.random(0, index), 100, index, 12000)  # type: ignore[attr-defined]
+        words = text.question.split("?")[-2].split()
+        return [place for place, word in enumerate(words) if word == text.outputs[0]]
+
+    same = [places("true", index)[:3] for index in range(3)]
+    own = [places("false", index)[:3] for index in range(3)]
+    assert same[0] == same[1] == same[2]
+    assert own[0] != own[1] != own[2]
+
+
+def test_faithful_steps() -> None:
+    """500 words of essay, 25 lines (5 below a length of 4096), 10 words; one step more does not fit."""
+    for name, length, step in (
+        ("niah_single_2", 9000, 500),
+        ("niah_single_1", 9000, 25),
+        ("niah_single_1", 2000, 5),
+        ("cwe", 12000, 10),
+    ):
+        task = named(name, ["faithful=true", *(["setting=large"] if name == "cwe" else [])])
+        units = fitted(task, BYTES, length)  # type: ignore[arg-type]
+        assert task.sample(0, 0, BYTES, length).meta["units"] in range(units, 0, -step)
+        longer = task.text_of(Random(f"{name} fitting"), units + step, 0, length)  # type: ignore[attr-defined]
+        more = len(longer.question + longer.answer_prefix) + task.generate  # type: ignore[attr-defined]
+        assert more > length
+
+
+@pytest.mark.parametrize(
+    ("number", "counts"),
+    [(200, [121, 30, 13, 7, 4, 3]), (1000, [607, 151, 67, 37, 24, 16]), (4000, [2431, 607, 270, 151, 97, 67])],
+)
+def test_frequencies_of_coded_words(number: int, counts: list[int]) -> None:
+    """The check values of the rules."""
+    text = TASKS["fwe"].text_of(TASKS["fwe"].random(0, 0), number, 0, 4096)  # type: ignore[attr-defined]
+    assert text.meta["counts"][:6] == counts
+
+
+def test_common_words_take_the_setting_that_fits() -> None:
+    assert named("cwe").sample(0, 0, BYTES, 4096).meta["setting"] == "small"
+    assert named("cwe").sample(0, 0, BYTES, 9000).meta["setting"] == "large"
+    with pytest.raises(TaskError, match="4096"):
+        named("cwe", ["faithful=true"]).sample(0, 0, BYTES, 4096)
+
+
+def test_common_words_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "words"
+    file.write_text("\n".join(f"word{number}x" for number in range(100)))
+    sample = named("cwe", [f"words={file}"]).sample(0, 0, BYTES, 2400)
+    assert all(output.startswith("word") for output in sample.outputs)
+    with pytest.raises(TaskError, match="100 words"):
+        named("cwe", [f"words={file}", "setting=small"]).sample(0, 0, BYTES, 20000)
+
+
+def test_essays_start_again_where_the_corpus_ends() -> None:
+    provider = f"files:{GOLDEN / 'essay'}"
+    words = essay(provider, 1000)
+    assert len(words) == 1000
+    again = min(place for place in range(1, 200) if words[place : place + 200] == words[:200])
+    assert words[again] == "A"
+    assert essay(provider, 7) == ["A", "garden", "is", "a", "slow", "machine.", "You"]
+    assert "5550123," not in words  # a sentence that could be taken for a needle
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_essays_of_held_out_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None) -> None:
+    """Those of at least 20 words, and none of the training documents."""
+    monkeypatch.chdir(tmp_path)  # where unpacked shards are cached
+    tokenizer = train_tokenizer(["The sea is wide. A ship is small."] * 9, 300)
+    long, short, training = "The sea is wide. " * 6, "A ship is small.", "Never read this. " * 10
+    ids = [[tokenizer.encode(text).ids] for text in (training, short, long)]
+    splits = {"train": {"text": ids[0]}, "validation": {"text": [*ids[1], *ids[2]]}}
+    write_folder(tmp_path / "data", splits, tokenizer.to_str(), 300, 0, {}, compression=compression)
+    assert essay(f"shards:{tmp_path / 'data'}", 26) == ["The", "sea", "is", "wide."] * 6 + ["The", "sea"]
+
+
+def test_sentences_end_before_a_capital_or_a_digit() -> None:
+    text = 'He came. "Why?" she asked. 3 of them left! "No." It cost 3.5 dollars, e.g. here.'
+    assert split_sentences(text) == [
+        "He came.",
+        '"Why?" she asked.',
+        "3 of them left!",
+        '"No.',
+        "It cost 3.5 dollars, e.g. here.",
+    ]
+
+
+def test_synthetic_sentences_can_t_be_taken_for_needles() -> None:
+    made = sentences()
+    for _ in range(2000):
+        sentence = next(made)
+        assert SHORTEST <= len(sentence.split()) <= LONGEST
+        assert sentence[0].isupper()
+        assert sentence.endswith(".")
+        assert not re.search(r"\d|magic", sentence)
+    assert essay("synthetic", 50) == essay("synthetic", 5000)[:50]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "wanted"),
+    [
+        ("qa_1", [], "dev-v2.0.json"),
+        ("qa_2", [], "hotpot_dev"),
+        ("qa_1", ["data=/nowhere.json"], "/nowhere.json"),
+        ("niah_single_2", ["essay=files:/nowhere"], "/nowhere"),
+        ("niah_single_2", ["essay=shards:/nowhere"], "/nowhere"),
+        ("niah_single_2", ["essay=books"], "essay=books"),
+        ("cwe", ["words=/nowhere"], "/nowhere"),
+        ("vt", ["example_lines=3"], "example_lines=3"),
+        ("needle", ["haystack=needle"], "haystack=noise"),
+        ("needle", ["depth_steps=1"], "depth_steps=1"),
+        ("niah_single_1", ["keys=names"], "keys=names"),
+        ("passkey", ["digits=0"], "digits=0"),
+        ("passkey", ["trim=middle"], "trim=middle"),
+    ],
+)
+def test_a_missing_corpus_or_a_wrong_option_is_named(name: str, options: list[str], wanted: str) -> None:
+    with pytest.raises(TaskError) as error:
+        named(name, options).sample(0, 0, BYTES, 4000)
+    assert wanted in str(error.value)
+
+
+def test_data_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"data": [{"paragraphs": [{"text": "no context"}]}]}))
+    (tmp_path / "b.json").write_text("[")
+    for file in ("a.json", "b.json"):
+        with pytest.raises(TaskError, match=file):
+            named("qa_1", [f"data={tmp_path / file}"]).sample(0, 0, BYTES, 4000)
+
+
+def test_there_is_no_question_beyond_the_last() -> None:
+    with pytest.raises(TaskError, match="4"):
+        named("qa_1", [f"data={GOLDEN / 'squad.json'}"]).sample(0, 4, BYTES, 850)
+    with pytest.raises(TaskError, match="7 documents"):
+        named("qa_1", [f"data={GOLDEN / 'squad.json'}"]).sample(0, 0, BYTES, 8500)
+
+
+def test_without_the_word_lists_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    lists.cache_clear()
+    monkeypatch.setitem(sys.modules, "wonderwords", None)
+    try:
+        with pytest.raises(TaskError, match=r"hybridtron\[tasks\]"):
+            named("niah_single_1").sample(9, 9, BYTES, 1000)
+        for name in ("passkey", "niah_multikey_3", "vt", "fwe", "copying", "qa_synth_2"):
+            assert named(name).sample(9, 9, BYTES, 2000).tokens
+    finally:
+        lists.cache_clear()

@@ -1,0 +1,146 @@
+"""Tasks on token ids: a reader that sees earlier tokens alone predicts all targets, and a random guess gives chance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from random import Random
+
+import pytest
+
+from hybridtron.tasks import TASKS
+from hybridtron.tasks.base import IGNORED, Sample, TaskError, TokenTask
+from hybridtron.tasks.options import named
+from hybridtron.tasks.tokens import ByteTokens
+
+BYTES = ByteTokens()
+
+
+def copied(seen: Sequence[int]) -> int:
+    """The letter after those that are copied already, of the last string."""
+    start = max(place for place, token in enumerate(seen) if token == 26)
+    row = list(seen[start:])
+    if 27 not in row:
+        return -1
+    letters, copy = row[1 : row.index(27)], row[row.index(27) + 1 :]
+    return [*letters, 28][len(copy)] if len(copy) <= len(letters) else -1
+
+
+def looked_up(seen: Sequence[int]) -> int:
+    """The value of the last key under the current contexts, as the table had it."""
+    if 4 not in seen:
+        return -1
+    table: dict[tuple[int, ...], int] = {}
+    path: list[int] = []
+    for token in seen[1 : list(seen).index(4)]:
+        if token >= 26:
+            path = [*(above for above in path if (above - 26) // 16 > (token - 26) // 16), token]
+        else:
+            table[tuple(path)] = token
+    path = []
+    for token in seen[list(seen).index(4) + 1 :]:
+        if token >= 26:
+            path = [*(above for above in path if (above - 26) // 16 > (token - 26) // 16), token]
+    return table.get(tuple(path), -1)
+
+
+def paired(seen: Sequence[int]) -> int:
+    """What followed the last token at the start of the row, where 4 pairs are."""
+    return dict(zip(seen[:8:2], seen[1:8:2], strict=False)).get(seen[-1], -1)
+
+
+READERS: dict[str, tuple[Callable[[Sequence[int]], int], list[str], int, range]] = {
+    "copying": (copied, [], 43, range(26)),
+    "mqar": (paired, [], 64, range(4096, 8192)),
+    "joint_recall": (looked_up, ["sizes=2-4,2-4"], 80, range(10, 26)),
+    "multilevel_joint_recall": (looked_up, ["sizes=2-3,2,2-3"], 130, range(10, 26)),
+    "associative_recall": (looked_up, ["sizes=4-16"], 80, range(10, 26)),
+}
+
+
+def made(name: str, count: int) -> tuple[TokenTask, list[Sample]]:
+    _, options, length, _ = READERS[name]
+    task = named(name, options)
+    assert isinstance(task, TokenTask)
+    return task, [task.sample(3, index, BYTES, length) for index in range(count)]
+
+
+def test_every_task_on_token_ids_has_a_reader() -> None:
+    assert READERS.keys() == {name for name, task in TASKS.items() if not task.text}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_reader_predicts_every_target(name: str) -> None:
+    task, samples = made(name, 10)
+    for sample in samples:
+        predicted = [READERS[name][0](sample.tokens[: place + 1]) for place in range(len(sample.tokens))]
+        assert task.score_tokens(sample, predicted) == {"accuracy": 1.0, "exact": 1.0}
+        assert set(task.score(sample, sample.answer).values()) == {1.0}
+        assert max(sample.tokens) < task.num_tokens
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_nothing_scores_0_and_a_guess_scores_chance(name: str) -> None:
+    task, samples = made(name, 200)
+    random, right, asked = Random(1), 0.0, 0
+    for sample in samples:
+        assert set(task.score_tokens(sample, [-1] * len(sample.tokens)).values()) == {0.0}
+        assert set(task.score(sample, "").values()) == {0.0}
+        targets = sum(task.is_scored(target) for target in sample.targets())
+        guess = random.choices(READERS[name][3], k=len(sample.tokens))
+        right += task.score_tokens(sample, guess)["accuracy"] * targets
+        asked += targets
+    deviation = math.sqrt(asked * task.chance() * (1 - task.chance()))
+    assert abs(right - asked * task.chance()) < 4 * deviation + 0.5
+
+
+def test_one_wrong_letter_of_four() -> None:
+    sample = named("copying").sample(0, 0, BYTES, 11)
+    targets = [target if target != IGNORED else 0 for target in sample.targets()]
+    targets[5] = (targets[5] + 1) % 26  # $ a b c d | a ...: the first letter of the copy is predicted at place 5
+    assert TASKS["copying"].score_tokens(sample, targets) == {"accuracy": 0.75, "exact": 0.0}
+    assert TASKS["copying"].score(sample, sample.outputs[0][:3]) == {"accuracy": 0.75, "exact": 0.0}
+
+
+def test_the_length_of_joint_recall_is_the_paper_s() -> None:
+    """2 n_c (2 n_k + 1) + 2, 1058 for 16 by 16."""
+    for contexts, keys in ((16, 16), (5, 9), (1, 1)):
+        sample = named("joint_recall", [f"sizes={contexts},{keys}"]).sample(0, 0, BYTES, 1058)
+        assert len(sample.tokens) == 2 * contexts * (2 * keys + 1) + 2
+        assert sum(sample.mask) == contexts * keys
+
+
+def test_short_gaps_of_mqar_are_likely() -> None:
+    """With one pair, slot i of n is chosen with i^-0.99 / sum of all: the first of 31 with 0.2451."""
+    task, count = named("mqar", ["pairs=1"]), 1500
+    expected = 1 / sum(i**-0.99 for i in range(1, 32))
+    first = sum(task.sample(0, index, BYTES, 64).mask[2] for index in range(count))
+    assert abs(first / count - expected) < 4 * math.sqrt(expected * (1 - expected) / count)
+
+
+def test_copies_are_packed_to_the_length() -> None:
+    """The last one is cut and not learned; all before it are."""
+    sample = named("copying", ["shortest=10", "longest=20", "packed=true"]).sample(0, 0, BYTES, 220)
+    assert len(sample.tokens) == len(sample.mask) == 220
+    wholes = [len(string) + 1 for string in sample.meta["strings"][:-1]]
+    assert sum(sample.mask) == sum(wholes)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "length", "wanted"),
+    [
+        ("copying", ["longest=30"], 62, "63"),
+        ("copying", ["shortest=5", "longest=4"], 62, "shortest=5"),
+        ("mqar", [], 65, "odd"),
+        ("mqar", ["pairs=5"], 18, "20"),
+        ("mqar", ["vocabulary=64"], 64, "vocabulary=64"),
+        ("mqar", ["power=0.0"], 64, "power=0.0"),
+        ("joint_recall", [], 1057, "1058"),
+        ("joint_recall", ["sizes=5-17,5"], 2000, "5-17"),
+        ("joint_recall", ["sizes=2,2,2,2,2"], 2000, "2,2,2,2,2"),
+        ("joint_recall", ["sizes=2,x"], 2000, "2,x"),
+    ],
+)
+def test_what_can_t_be_made_is_refused(name: str, options: list[str], length: int, wanted: str) -> None:
+    with pytest.raises(TaskError, match=wanted):
+        named(name, options).sample(0, 0, BYTES, length)

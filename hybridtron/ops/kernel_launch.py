@@ -7,7 +7,8 @@ written as, and not what takes torch's tensors, plain numbers for constants, and
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +31,21 @@ def own_kernels(place: str, unsupported_reason: Callable[[Any], str | None]) -> 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int) -> None:
     """Run as many programs as the grid has places, each by `warps` warps of 32 threads."""
     kernel[grid](*arguments, num_warps=warps)
+
+
+@contextmanager
+def recorded_launches(note: Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
+    """Inside, on every thread, no kernel runs: `note` gets each kernel, its grid, its arguments and its options."""
+    from triton.runtime.jit import JITFunction
+
+    def run(kernel: Any, *arguments: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
+        note(kernel, grid, arguments, options)
+
+    launched, JITFunction.run = JITFunction.run, run
+    try:
+        yield
+    finally:
+        JITFunction.run = launched
 
 
 def last_side_by_side(tensor: Tensor) -> Tensor:

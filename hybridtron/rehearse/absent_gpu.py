@@ -9,12 +9,13 @@ Waits of the host and of streams are reported to the rehearsal under way (`heard
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from hybridtron.rehearse.heard import waits
@@ -69,6 +70,8 @@ def pretend(library: ctypes.CDLL, gpu: GPU) -> None:
     cuda.get_rng_state = lambda *_: torch.get_rng_state()
     for name in ("_lazy_init", "empty_cache", "manual_seed", "reset_peak_memory_stats", "set_device", "set_rng_state"):
         setattr(cuda, name, lambda *_: None)
+    fake: Any = FakeTensor
+    fake.tolist = _values
     cuda.Stream = cuda.Event = AbsentStream
     cuda.stream = cuda.current_stream = cuda.default_stream = lambda *_: AbsentStream()
     _register_kernels()
@@ -97,9 +100,6 @@ class ValuesOfNobody(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.tolist and args[0].is_cuda:
-            waits("tolist")
-            return _ones(args[0].shape)
         if func is torch.tensor:
             args = (_plain(args[0]),)  # tensors among the values are read one by one
             if torch.device(kwargs.get("device") or "cpu").type == "cuda":
@@ -122,9 +122,16 @@ TYPE_NAMES = {
 }
 
 
-def _ones(shape: Any) -> Any:
+def _values(tensor: Tensor) -> Any:
+    """Of `tolist`: one copy to the host."""
+    if tensor.is_cuda:
+        waits("tolist")
+    return _ones(tensor.shape)
+
+
+def _ones(shape: Sequence[int]) -> Any:
     """A list of ones in lists."""
-    return [_ones(shape[1:]) for _ in range(shape[0])] if len(shape) else 1
+    return [_ones(shape[1:]) for _ in range(shape[0])] if len(shape) else 1.0
 
 
 def _copied_in(values: Any, dtype: torch.dtype | None) -> Tensor:

@@ -62,7 +62,7 @@ def test_an_operation_that_a_gpu_has_a_kernel_for_is_one_operation(seen: dict[st
 
 def test_waits_of_the_host(seen: dict[str, Seen]) -> None:
     assert seen["asked"]["waits"] == [
-        "item", "item", "item", "nonzero", "copy to the host", "copy to the device", "device", "stream",
+        "item", "item", "item", "tolist", "nonzero", "copy to the host", "copy to the device", "device", "stream",
     ]  # fmt: skip
 
 

@@ -109,7 +109,8 @@ class Engine:
         first = self.groups.data_rank * lanes
         positions = (divmod(number * rows, lanes) for number in range(len(batches)))
         keys = [step_key(self._seed, step, turn, first + row) for turn, row in positions]
-        return [batch.keyed(key) for batch, key in zip(batches, keys, strict=True)]
+        carried = self.carrier is not None
+        return [batch.keyed(key, carried) for batch, key in zip(batches, keys, strict=True)]
 
     def invalidate_states(self) -> None:
         """What is read next does not continue where the last accepted step ended."""

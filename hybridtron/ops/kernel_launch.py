@@ -53,6 +53,16 @@ def last_side_by_side(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def empty_in_order(tensor: Tensor) -> Tensor:
+    """An empty tensor of this shape; rows and tokens, its first axes, lie in memory in the order that they have there.
+
+    So what projections make, tokens first, is not copied into the order of rows and back.
+    """
+    if tensor.stride(0) >= tensor.stride(1):
+        return tensor.new_empty(tensor.shape)
+    return tensor.new_empty(tensor.transpose(0, 1).shape).transpose(0, 1)
+
+
 def ceil_div(size: int, block: int) -> int:
     """The number of blocks that hold `size` places; since version 3.7 Triton types its `cdiv` for kernels alone."""
     return -(-size // block)

@@ -8,12 +8,11 @@ Legend: as in `apply_rope`; k half of the channels that turn, T those that do no
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridtron.ops.kernel_launch import last_side_by_side, launch, power_of_2
+from hybridtron.ops.kernel_launch import empty_in_order, last_side_by_side, launch, power_of_2
 
 WARPS = 4
 
@@ -23,7 +22,7 @@ def rotated(x_BLHK: Tensor, cos_BLk: Tensor, sin_BLk: Tensor, back: bool) -> Ten
     x_BLHK = last_side_by_side(x_BLHK)
     rows, length, heads, size = x_BLHK.shape
     half = cos_BLk.shape[-1]
-    y_BLHK = torch.empty_like(x_BLHK)
+    y_BLHK = empty_in_order(x_BLHK)
     launch(
         _rotate, (length, rows), x_BLHK, *x_BLHK.stride()[:3], y_BLHK, *y_BLHK.stride()[:3],
         *(t.contiguous() for t in (cos_BLk, sin_BLk)), length, heads, back, half, power_of_2(half),

@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.kernel_cost import SCAN_CHANNELS as CHANNELS
 from hybridtron.ops.kernel_cost import SCAN_TILE as TILE
-from hybridtron.ops.kernel_launch import last_side_by_side, launch
+from hybridtron.ops.kernel_launch import empty_in_order, last_side_by_side, launch
 from hybridtron.ops.scan.kernels import (
     CHUNK,
     ScanRow,
@@ -81,7 +81,7 @@ def backward(row: ScanRow, states_BKNE: Tensor, grad_y_BLE: Tensor, grad_last_BN
     """
     grad_y_BLE, grad_last_BNE = last_side_by_side(grad_y_BLE), grad_last_BNE.float().contiguous()
     before_BQNE, elapsed_BQE = row.per_part(TILE)
-    grad_z_BLE = None if row.z_BLE is None else torch.empty_like(row.z_BLE)
+    grad_z_BLE = None if row.z_BLE is None else empty_in_order(row.z_BLE)
     retrace(row, states_BKNE, None, grad_y_BLE, grad_z_BLE, (before_BQNE, TILE))
     after_BQNE = torch.empty_like(before_BQNE)
     tile = row.tile()
@@ -106,7 +106,7 @@ def _of_tiles(
     """`after` and `elapsed` are used up: the partial sums for A and dt_bias are written in their place."""
     rows, length, _, states = row.sizes
     grid = row.grid(TILE, CHANNELS)
-    x, dt = torch.empty_like(row.x_BLE), torch.empty_like(row.dt_BLE)
+    x, dt = empty_in_order(row.x_BLE), empty_in_order(row.dt_BLE)
     B_FBNL, C_FBNL = (row.D_E.new_empty(grid[1], rows, states, length) for _ in range(2))
     D_BQE = torch.empty_like(elapsed_BQE)
     along = [tensor.mT.float().contiguous() for tensor in (row.B_BLN, row.C_BLN)]  # a tile's tokens side by side

@@ -5,7 +5,8 @@
     hybridtron rehearse recipe=samba_1.3b --gpu h200 --json
 
 It runs the code that trains, on tensors without values, so it takes seconds and little memory; no GPU and no driver is
-needed. Exit codes: 0 rehearsed, 1 it can't be here (no compiler, no Triton), 2 bad configuration.
+needed. Exit codes: 0 rehearsed, 1 a budget is exceeded or nothing can be rehearsed here (no compiler, no Triton), 2 bad
+configuration.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from typing import Any
 
 from hybridtron.config.check import require, warnings
 from hybridtron.config.load import load
@@ -36,6 +38,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--gpu", default="h100", choices=sorted(GPUS), help="its kind (default h100)")
     parser.add_argument("--without-packages", action="store_true", help="no flash-attn where it is not installed here")
+    parser.add_argument(
+        "--budget", choices=("check", "write"), help="of rank 0: hold the recipe to its file, or write it"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON list with one object a rank")
     return parser.parse_intermixed_args(arguments)
 
@@ -67,8 +72,26 @@ def main(arguments: list[str]) -> int:
         return 1
     from hybridtron.rehearse import report  # imports torch, which has to wait for the guard
 
+    if chosen.budget:
+        return budget(config.run.name, report.as_json(found[0]), chosen.budget == "write")
     if chosen.json:
         print(json.dumps([report.as_json(each) for each in found], indent=1))
     else:
         report.print_tables(found)
     return 0
+
+
+def budget(name: str, found: dict[str, Any], writes: bool) -> int:
+    """Write what a recipe may cost, or say what costs more. Returns the exit code."""
+    from hybridtron.rehearse import budget as budgets
+
+    own, path = budgets.budget_of(found), budgets.path_of(name)
+    if writes:
+        print(budgets.write(name, own))
+        return 0
+    if not path.exists():
+        print(f"{path} does not exist: write it with --budget write", file=sys.stderr)
+        return 1
+    lines = budgets.exceeded(own, json.loads(path.read_text()))
+    print("\n".join(lines) or f"{name} is within {path}")
+    return 1 if lines else 0

@@ -1,7 +1,7 @@
 """What a recipe's step may cost, as it was when its budget was last written; what costs more is a regression.
 
-A budget is a small file, so that a change of one shows as a readable difference. Numbers that fall are no fault; to hold
-the better ones, the file is written again.
+A budget is a small file, so that a change of one shows as a readable difference. Numbers that fall are no fault; to
+hold the better ones, the file is written again.
 """
 
 from __future__ import annotations

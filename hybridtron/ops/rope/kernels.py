@@ -8,13 +8,37 @@ Legend: as in `apply_rope`; k half of the channels that turn, T those that do no
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.kernel_launch import empty_in_order, last_side_by_side, launch, power_of_2
+from hybridtron.ops.rope.reference import RopeInputs
 
 WARPS = 4
+
+
+def apply_rope(inputs: RopeInputs) -> Tensor:
+    """Heads rotated, with a backward pass."""
+    return _Rope.apply(*inputs)
+
+
+class _Rope(torch.autograd.Function):
+    """Keeps the angles."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BLHK: Tensor, cos_BLk: Tensor, sin_BLk: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_BLk, sin_BLk)
+        return rotated(x_BLHK, cos_BLk, sin_BLk, back=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return rotated(grads[0], *ctx.saved_tensors, back=True), None, None
 
 
 def rotated(x_BLHK: Tensor, cos_BLk: Tensor, sin_BLk: Tensor, back: bool) -> Tensor:

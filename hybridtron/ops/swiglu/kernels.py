@@ -10,15 +10,40 @@ Legend: R rows (of any leading axes), F channels of the gate.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.kernel_launch import ceil_div, launch
+from hybridtron.ops.swiglu.reference import SwiGLUInputs
 
 BLOCK = 1024  # channels that a program has: 8 to a thread
 WARPS = 4
+
+
+def swiglu(inputs: SwiGLUInputs) -> Tensor:
+    """y, with a backward pass."""
+    return _Gate.apply(inputs.gate_up)
+
+
+class _Gate(torch.autograd.Function):
+    """Keeps the input."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        gate_up = gate_up.contiguous()
+        ctx.save_for_backward(gate_up)
+        return gated(gate_up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        return gradients(gate_up, grads[0].contiguous())
 
 
 def gated(gate_up: Tensor) -> Tensor:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.kernel_launch import own_kernels
 from hybridtron.ops.swiglu.reference import SwiGLUInputs
 
 
@@ -18,26 +14,4 @@ def _unsupported_reason(inputs: SwiGLUInputs) -> str | None:
     return "the kernels have no float64" if inputs.gate_up.dtype == torch.float64 else None
 
 
-class _TritonGate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        from hybridtron.ops.swiglu import kernels
-
-        gate_up = gate_up.contiguous()
-        ctx.save_for_backward(gate_up)
-        return kernels.gated(gate_up)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        from hybridtron.ops.swiglu import kernels
-
-        (gate_up,) = ctx.saved_tensors
-        return kernels.gradients(gate_up, grads[0].contiguous())
-
-
-def swiglu(inputs: SwiGLUInputs) -> Tensor:
-    return _TritonGate.apply(inputs.gate_up)
-
-
-TRITON = Implementation("triton", swiglu, "cuda", "triton", _unsupported_reason)
+TRITON = own_kernels("hybridtron.ops.swiglu.kernels:swiglu", _unsupported_reason)

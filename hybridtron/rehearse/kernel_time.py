@@ -45,6 +45,7 @@ LOOPS: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], list[int]]] = {
     "scan.gradients": lambda named, _: [named["N"]],
     "conv.backward": lambda named, _: [named["WIDTH"]],
     "norm.backward": lambda named, grid: [named["rows"] // grid[0]],
+    "gated_norm.scale_backward": lambda named, grid: [-(-named["rows"] * named["length"] // grid[0])],
     "softmax.sums_of_rows": lambda named, _: [-(-named["size"] // named["BLOCK"])],
     "ssd.pass_states": lambda named, _: [named["chunks"]],
     "ssd.outputs": lambda named, _: [max(1, named["BLOCK_N"] // named["SLICE"])],

@@ -1,8 +1,8 @@
 """The gated norm's two steps by Triton: each pass reads what it needs once, and makes v = y silu(z) again where needed.
 
 The equations are those of `recomputed`. fp32 inside. A program has some heads of a token; that of the output's
-gradients has a share of the tokens, and adds up the weight's gradient on the way. The shares' sums are added up in their
-order, so that the same call gives the same bits again. Unmeasured on a GPU.
+gradients has a share of the tokens, and adds up the weight's gradient on the way. The shares' sums are added up in
+their order, so that the same call gives the same bits again. Unmeasured on a GPU.
 
 Legend as in `reference`; S shares of the tokens.
 """

@@ -41,6 +41,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--budget", choices=("check", "write"), help="of rank 0: hold the recipe to its file, or write it"
     )
+    parser.add_argument("--no-kernels", action="store_true", help="compile no kernels: each takes as long as its bytes")
     parser.add_argument("--json", action="store_true", help="print a JSON list with one object a rank")
     return parser.parse_intermixed_args(arguments)
 
@@ -66,7 +67,7 @@ def main(arguments: list[str]) -> int:
     ranks = rehearsal.different_ranks(phase, world) if chosen.rank == "all" else [int(chosen.rank)]
     try:
         process = rehearsal.RehearsalProcess(GPUS[chosen.gpu], stand_ins=not chosen.without_packages)
-        found = [process.rehearse(phase, world, rank) for rank in ranks]
+        found = [process.rehearse(phase, world, rank, not chosen.no_kernels) for rank in ranks]
     except GuardProblem as problem:
         print(f"nothing can be rehearsed here: {problem}", file=sys.stderr)
         return 1

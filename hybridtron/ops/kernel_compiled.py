@@ -6,6 +6,7 @@ not in the code; who asks for instructions says so.
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -69,6 +70,7 @@ def compile_for(capability: tuple[int, int], kernel: Any, arguments: Sequence[An
     return read(compiled.asm["cubin"], compiled.metadata.num_warps, compiled.metadata.shared)
 
 
+@functools.lru_cache(maxsize=256)
 def read(cubin: bytes, warps: int, shared: int) -> CompiledKernel:
     """What the machine code says."""
     from triton import knobs

@@ -91,13 +91,13 @@ class RehearsalProcess:
         if stand_ins:
             sys.path.append(str(STAND_INS))  # at the end: what is installed is found first
 
-    def rehearse(self, phase: ResolvedPhase, world: int, rank: int) -> Rehearsed:
-        """One rank's step."""
+    def rehearse(self, phase: ResolvedPhase, world: int, rank: int, compiles: bool = True) -> Rehearsed:
+        """One rank's step. Kernels that are not compiled take as long as their bytes."""
         from hybridtron.rehearse.step import rehearse_rank
         from hybridtron.rehearse.step_time import step_time
 
         step = rehearse_rank(phase, world, rank, self.collectives)
-        kernels = list(self._kernels(step))
+        kernels = list(self._kernels(step)) if compiles else []
         times = {number: kernel.time for number, kernel in enumerate(kernels)}
         time = step_time(step, times, self.gpu, phase.config.parallel.virtual_pipeline)
         planned = plan(phase, world).ranks[step.place.pipeline_rank].memory.total

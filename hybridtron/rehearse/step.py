@@ -22,11 +22,14 @@ from hybridtron.config.layout import ProcessLaunch, data_parallel
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.engine.engine import Engine
+from hybridtron.ops import flex_tiles
+from hybridtron.ops.attention import flex
 from hybridtron.ops.kernel_launch import recorded_launches
 from hybridtron.ops.registry import choices
 from hybridtron.parallel import groups
 from hybridtron.rehearse import heard
 from hybridtron.rehearse.absent_gpu import ValuesOfNobody, fake_tensors
+from hybridtron.rehearse.attention_work import flex_kernel
 from hybridtron.rehearse.census import Census, Operation, Wait
 from hybridtron.rehearse.collectives import Collectives, Sent
 from hybridtron.rehearse.launches import Launches
@@ -95,6 +98,9 @@ def rehearse_rank(phase: ResolvedPhase, world: int, rank: int, collectives: Coll
 def _rehearsing(census: Census, launches: Launches) -> Iterator[None]:
     """Nothing is computed inside, and all is counted. Groups over gloo, which checkpoints use, are not formed."""
     core: Any = parallel_state
+    kernels: Any = flex_tiles
+    kernels._kernel = flex_kernel  # torch.compile has nothing to compile for
+    flex._mask_of_sizes.cache_clear()  # tensors of one rehearsal are not another's
     for name in ("get_data_parallel_group_gloo", "get_expert_data_parallel_group_gloo"):
         setattr(core, name, lambda *_, **__: parallel_state.get_data_parallel_group())
 

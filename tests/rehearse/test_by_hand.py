@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from hybridtron.rehearse.attention_work import seen_pairs
+
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -85,3 +87,12 @@ def test_bytes_that_are_sent(seen: dict[str, Seen]) -> None:
         ["all_gather_into_tensor", whole * 15 // 16, 16, True, 0],
         ["reduce_scatter_tensor", whole * 15 // 16, 16, True, 1],  # one operation runs before it is waited for
     ]
+
+
+@pytest.mark.parametrize("before", [-1, 0, 3, 100])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (7, 7), (5, 9)])
+def test_pairs_of_queries_and_keys(queries: int, keys: int, before: int) -> None:
+    places = [(q + keys - queries, k) for q in range(queries) for k in range(keys)]
+    seen = [k <= q and (before < 0 or q - k <= before) for q, k in places]
+    assert seen_pairs(queries, keys, True, before) == sum(seen)
+    assert seen_pairs(queries, keys, False, before) == queries * keys

@@ -15,6 +15,7 @@ from hybridtron.planning.count import count
 from hybridtron.planning.memory import RankPlan, largest_phase, plan
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.timeout(400)  # of the fixture, which rehearses in a process of its own
 ROOT = Path(__file__).parents[2]
 RECIPE = "recipe=samba_421m"
 CUT = [RECIPE, "parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2"]

@@ -1,38 +1,10 @@
-"""The functions of flash-attn 2 that are called here, with the parameters of version 2.8.3, for tensors without values.
-
-Like the real ones they keep q, k, v, the output and a number per query and head (fp32) for the backward pass, which
-also makes a sum of that shape and, in fp32, a gradient of q. What the kernels do is reported to the rehearsal.
-"""
+"""The functions of flash-attn 2 that are called here, with the parameters of version 2.8.3; nothing is computed."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from hybridtron.rehearse.attention_work import attention_work
-
-
-class _FlashAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: tuple[int, int]) -> Tensor:
-        y, sums = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(q, k, v, y, sums)
-        ctx.seen = causal, window
-        attention_work("flash_fwd", (q, k, v), (y, sums), *ctx.seen, products=2)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, y, sums = ctx.saved_tensors
-        grad = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
-        wide, dots = q.new_empty(q.shape, dtype=torch.float32), torch.empty_like(sums)
-        found = [torch.empty_like(x) for x in (q, k, v)]
-        attention_work("flash_bwd", (q, k, v, y, sums, grad), (*found, wide, wide, dots), *ctx.seen, products=5)
-        return *found, None, None
+from hybridtron.rehearse.attention_work import attend
 
 
 def flash_attn_func(
@@ -41,7 +13,7 @@ def flash_attn_func(
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Tensor:  # fmt: skip
     """Rows as one batch: (B, L, H, K)."""
-    return _FlashAttention.apply(q, k, v, causal, window_size)
+    return attend("flash", q, k, v, causal, window_size[0])
 
 
 def flash_attn_varlen_func(
@@ -51,6 +23,6 @@ def flash_attn_varlen_func(
     deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Documents side by side: (tokens, H, K). How long they are is not known here: each counts as the longest."""
-    return _FlashAttention.apply(
-        q.unflatten(0, (-1, max_seqlen_q)), *(x.unflatten(0, (-1, max_seqlen_k)) for x in (k, v)), causal, window_size
-    ).flatten(0, 1)
+    q_BLHK = q.unflatten(0, (-1, max_seqlen_q))
+    k_BLGK, v_BLGK = (x.unflatten(0, (-1, max_seqlen_k)) for x in (k, v))
+    return attend("flash", q_BLHK, k_BLGK, v_BLGK, causal, window_size[0]).flatten(0, 1)

@@ -23,7 +23,8 @@ from hybridtron.ops.swiglu.recomputed import RECOMPUTED  # noqa: E402
 from hybridtron.rehearse.budget import budget_of  # noqa: E402
 from hybridtron.rehearse.report import as_json  # noqa: E402
 
-ALONE, TWO = ["recipe=laptop", "precision=bf16"], ["recipe=laptop", "precision=bf16", "parallel=data"]
+ALONE = ["recipe=laptop", "precision=bf16", "phases.0.micro_batch=2"]
+TWO = [*ALONE, "parallel=data"]
 forward: Callable[..., Any] = SwiGLU.forward
 held: list[Any] = []
 

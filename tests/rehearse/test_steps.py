@@ -93,9 +93,11 @@ def test_flops_are_those_that_are_counted_on_paper(reports: dict[str, Report]) -
 
 @pytest.mark.slow
 def test_memory_is_what_is_planned(reports: dict[str, Report]) -> None:
+    """In stages the most is held in the backward pass, whose own tensors (the scan's tiles, messages) no plan has."""
     for job, report in reports.items():
-        assert report["memory"]["planned"] == planned(job).memory.total
-        assert report["memory"]["peak"] == pytest.approx(planned(job).memory.total, rel=0.05), job
+        peak, total = report["memory"]["peak"], planned(job).memory.total
+        assert report["memory"]["planned"] == total
+        assert 0 <= peak - total < (0.002 if job == "alone" else 0.07) * peak, job
 
 
 @pytest.mark.slow

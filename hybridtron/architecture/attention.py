@@ -112,9 +112,10 @@ class HeadsSpec(MixerSpec):
 
     def activation_values(self, model: ModelSizes) -> int:
         queries, keys = self.channels(model)
-        # q, k, v (once more where a convolution stands between), the attention's output, one log-sum-exp a head;
-        # what a form gathers of the keys it gathers again
-        return (queries + 2 * keys) * (2 if self.conv else 1) + queries + self.heads
+        # q, k, v (once more where a convolution stands between), the output, an fp32 number a head; what a form gathers
+        # of the keys it gathers again. Keys that are not yet rotated lie beside the values, and live as long.
+        unrotated = keys if self.rope_base is not None else 0
+        return (queries + 2 * keys) * (2 if self.conv else 1) + unrotated + queries + 2 * self.heads
 
     def carried_heads(self, model: ModelSizes, tokens: int | None) -> dict[str, StatePart]:
         """Keys and values of a number of tokens, how many tokens there are, and the tails of the convolutions."""

@@ -83,8 +83,9 @@ class MambaSpec(MixerSpec):
         return super().flops(model, seq_len) | {"scan": 7 * self.inner(model) * self.state}
 
     def activation_values(self, model: ModelSizes) -> int:
-        # x and z, conv output, dt, scan output, gated output, and the small dt, B, C
-        return 6 * self.inner(model) + self.rank(model) + 2 * self.state
+        # x and z, conv output, dt, the scan's gated output, the small dt, B, C; an fp32 state every 128 tokens
+        states = -(-2 * self.inner(model) * self.state // 128)
+        return 5 * self.inner(model) + self.rank(model) + 2 * self.state + states
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         inner = self.inner(model)

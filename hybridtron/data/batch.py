@@ -28,11 +28,13 @@ class SeqInfo:
     state that comes back belongs to its last.
     key: what the random choices of a training step are functions of, the same under every layout; None outside
     training, where nothing is random.
+    carried: whether the states after the rows are used; where they are not, keys and values need not be copied for it.
     """
 
     positions_BL: Tensor
     documents_BL: Tensor | None = None
     key: int | None = None
+    carried: bool = True
     _spans: list[list[tuple[int, int]]] = field(default_factory=list, repr=False, compare=False)
     _rope: dict[tuple[int, float], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -66,7 +68,7 @@ class SeqInfo:
     def map(self, change: Change) -> SeqInfo:
         """The same places, every tensor changed; what is computed from them is computed again."""
         documents_BL = None if self.documents_BL is None else change(self.documents_BL)
-        return SeqInfo(change(self.positions_BL), documents_BL, self.key)
+        return SeqInfo(change(self.positions_BL), documents_BL, self.key, self.carried)
 
     @staticmethod
     def stream(batch: int, length: int, start: int = 0, device: torch.device | str = "cpu") -> SeqInfo:
@@ -95,9 +97,9 @@ class Batch:
         tokens_BL, labels_BL, mask_BL = change(self.tokens_BL), change(self.labels_BL), change(self.mask_BL)
         return Batch(tokens_BL, labels_BL, mask_BL, self.seq.map(change), continues_B)
 
-    def keyed(self, key: int) -> Batch:
-        """The same batch in training, with what its random choices are functions of."""
-        return replace(self, seq=replace(self.seq, key=key))
+    def keyed(self, key: int, carried: bool = True) -> Batch:
+        """The same batch in training: what its random choices are functions of, whether its states are carried."""
+        return replace(self, seq=replace(self.seq, key=key, carried=carried))
 
     def to(self, device: torch.device) -> Batch:
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))

@@ -64,7 +64,8 @@ class Engine:
         modules = [(name, module) for stage in self.stages for name, module in stage.model.named_modules()]
         self.statistics = statistics_of(modules, self.stages[0].model.slice.tensor.products.fp8, self.device)
         self.guard = Guard(config.optim.spike)
-        self._loss = torch.zeros(())  # of the step under way
+        self._loss = StepLoss(torch.zeros(()), torch.zeros(()))  # of the step under way
+        self.mean_loss = 0.0  # of the last step that was taken or refused
         self.carrier: Carrier | None = None
         self._seed, self._lanes = phase_seed(config.run.seed, 0), range(0)
 
@@ -92,7 +93,7 @@ class Engine:
         z_loss, batches = self.config.optim.z_loss, self._keyed(batches, step)
         with self.statistics.step():
             loss = run_schedule(self.wrapped, batches, z_loss, self.groups.tensor, self.device, self.carrier)
-        self._loss = loss.total
+        self._loss = loss
         return loss
 
     def _keyed(self, batches: Sequence[Batch], step: int) -> list[Batch]:
@@ -108,7 +109,8 @@ class Engine:
         first = self.groups.data_rank * lanes
         positions = (divmod(number * rows, lanes) for number in range(len(batches)))
         keys = [step_key(self._seed, step, turn, first + row) for turn, row in positions]
-        return [batch.keyed(key) for batch, key in zip(batches, keys, strict=True)]
+        carried = self.carrier is not None
+        return [batch.keyed(key, carried) for batch, key in zip(batches, keys, strict=True)]
 
     def invalidate_states(self) -> None:
         """What is read next does not continue where the last accepted step ended."""
@@ -120,8 +122,11 @@ class Engine:
 
         A refused step changes nothing of these. Without a weight decay of its own the step takes the phase's.
         """
-        grad_norm = self.optimizer.grad_norm()
-        wanted = self.guard.accepts(grad_norm, self._loss.item())
+        read = (self.optimizer.squared_norm(), self._loss.total, self._loss.tokens)
+        # the one place of a step at which the host waits for the device
+        squares, total, tokens = torch.stack([value.reshape(()).double() for value in read]).tolist()
+        grad_norm, self.mean_loss = squares**0.5, total / max(tokens, 1.0)
+        wanted = self.guard.accepts(grad_norm, total)
         accepted = self.optimizer.take(lr, grad_norm, wanted, weight_decay)
         self.statistics.settle(accepted)
         if accepted and self.carrier is not None:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from hybridtron.architecture.base import Parameter
 from hybridtron.architecture.table import parameter_table
 from hybridtron.config.schema import Config
+from hybridtron.device import compute_device
 from hybridtron.engine.update_rules import RuleOptimizer
 from hybridtron.optimizers import OPTIMIZERS
 from hybridtron.parallel.blocks import flat_rectangles, full_rectangle, weight_blocks, writes
@@ -70,9 +71,22 @@ class Optimizer:
         return grad_norm, self.take(lr, grad_norm)
 
     def grad_norm(self) -> float:
-        """The norm of the accumulated gradients over all ranks; the one place of a step that waits for the device."""
+        """The norm of the accumulated gradients over all ranks; waits for the device."""
+        return self.squared_norm().item() ** 0.5
+
+    @torch.no_grad()
+    def squared_norm(self) -> Tensor:
+        """The square of that norm, on the device: Megatron's own would wait for it once for each weight."""
         self.megatron.prepare_grads()
-        return float(self.megatron.get_grad_norm())
+        (optimizer,) = self.megatron.chained_optimizers
+        gradients = optimizer.get_main_grads_for_grad_norm()
+        if gradients:
+            norms = torch.stack(torch._foreach_norm(gradients)).to(torch.get_default_dtype())
+            squares = torch.linalg.vector_norm(norms).float() ** 2.0
+        else:
+            squares = torch.zeros((), device=compute_device())
+        dist.all_reduce(squares, group=optimizer.get_grad_stats_parallel_group())
+        return squares
 
     def take(self, lr: float, grad_norm: float, wanted: bool = True, weight_decay: float | None = None) -> bool:
         """Update with this learning rate, if that is wanted; returns whether the step was taken.

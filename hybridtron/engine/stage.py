@@ -133,11 +133,13 @@ def finalize_gradients(
     pg_collection: Any = None,
     force_all_reduce: bool = False,
 ) -> None:
-    """Megatron's own finish (data-parallel sums, tied embeddings, division by tokens), then our sums over tensor ranks.
+    """Megatron's own finish (data-parallel sums, tied embeddings), division by tokens, our sums over tensor ranks.
 
     Weights that every tensor rank holds whole, but that got only the gradient of its own heads or tokens, are summed.
     """
-    finalize_model_grads(stages, tokens, pg_collection, force_all_reduce)
+    finalize_model_grads(stages, None, pg_collection, force_all_reduce)
+    if tokens is not None:
+        _divide(stages, tokens)
     trained = (w for stage in stages for w in stage.parameters() if w.requires_grad)
     partial = [w.main_grad for w in trained if w.partial_over_tensor]
     if partial:
@@ -145,3 +147,13 @@ def finalize_gradients(
         dist.all_reduce(flat, group=parallel_state.get_tensor_model_parallel_group())
         for gradient, summed in zip(partial, _unflatten_dense_tensors(flat, partial), strict=True):
             gradient.copy_(summed)
+
+
+def _divide(stages: Sequence[Any], tokens: Tensor) -> None:
+    """By the tokens of all ranks, which the last stage counts. Megatron would have the host wait for their number."""
+    last = parallel_state.get_pipeline_model_parallel_last_rank()
+    dist.broadcast(tokens, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+    dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    share = torch.where(tokens > 0, 1.0 / tokens, 1.0)
+    for stage in stages:
+        stage.scale_gradients(share)

@@ -51,7 +51,9 @@ class Heads(Mixer):
             of_q = ConvInputs(q_BLC, self.q_conv, self.q_conv_bias, tails[0], documents, silu)
             of_kv = ConvInputs(kv_BLC, self.kv_conv, self.kv_conv_bias, tails[1], documents, silu)
             (q_BLC, new["q_conv"]), (kv_BLC, new["kv_conv"]) = causal_conv(of_q), causal_conv(of_kv)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q_BLC, *kv_BLC.chunk(2, dim=-1)))
+        # cut tokens first, or the two gradients would be joined in another order than the product reads
+        k_BLC, v_BLC = (part.transpose(0, 1) for part in kv_BLC.transpose(0, 1).chunk(2, dim=-1))
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q_BLC, k_BLC, v_BLC))
         if self.kv_heads is not None:
             k, v = k[:, :, self.kv_heads], v[:, :, self.kv_heads]
         if self.heads.rope_base is not None:
@@ -72,6 +74,8 @@ class Heads(Mixer):
         """Attention in a window or without one, and the keys and values that are kept for it."""
         memory = AttentionMemory(before["keys"], before["values"], before["length"]) if "keys" in before else None
         y_BLHK = self.attention(AttentionInputs(q_BLHK, k_BLGK, v_BLGK, window, seq.documents_BL, memory))
+        if not seq.carried:
+            return y_BLHK, {}
         keep = None if window is None else window - 1
         kept = remember(memory, k_BLGK, v_BLGK, seq.documents_BL, keep)
         return y_BLHK, {"keys": kept.keys_BMGK, "values": kept.values_BMGK, "length": kept.length_B}

@@ -43,6 +43,13 @@ class Mixer(nn.Module, ABC):
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out: ...
 
 
+def as_stored(projection: nn.Module, x_BLC: Tensor) -> Tensor:
+    """The projection of every token, with rows and tokens in the order that they have in memory: nothing is copied."""
+    if x_BLC.stride(0) >= x_BLC.stride(1):
+        return projection(x_BLC)
+    return projection(x_BLC.transpose(0, 1)).transpose(0, 1)
+
+
 def mixer_class(spec: MixerSpec | type[MixerSpec]) -> type[Mixer]:
     """The module that a spec names."""
     file, _, name = spec.module.partition(":")

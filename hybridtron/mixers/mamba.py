@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.data.batch import SeqInfo
-from hybridtron.mixers.base import Mixer, Out, State
+from hybridtron.mixers.base import Mixer, Out, State, as_stored
 from hybridtron.ops.conv import ConvInputs, causal_conv
 from hybridtron.ops.scan import ScanInputs, selective_scan
 from hybridtron.parallel.linear import (
@@ -40,15 +40,16 @@ class Mamba(Mixer):
         self.out_proj = row_parallel(inner, sizes.width, tensor)
 
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
-        x_BLE, z_BLE = self.in_proj(enter(x_LBD, self.tensor)).transpose(0, 1).chunk(2, dim=-1)
+        # cut before rows come first, or the two gradients would be joined in another order than the product reads
+        x_BLE, z_BLE = (part.transpose(0, 1) for part in self.in_proj(enter(x_LBD, self.tensor)).chunk(2, dim=-1))
         before = state or {}
         x_BLE, tail = causal_conv(
             ConvInputs(x_BLE, self.conv_weight, self.conv_bias, before.get("conv"), seq.documents_BL, activation=True)
         )
         # dt, B and C are whole on every rank, and each rank uses them for its own channels
-        dt_B_C = sum_gradients(self.x_proj(x_BLE), self.tensor)
+        dt_B_C = sum_gradients(as_stored(self.x_proj, x_BLE), self.tensor)
         dt_BLR, B_BLN, C_BLN = dt_B_C.split((self.rank, self.state, self.state), dim=-1)
-        dt_BLE = self.dt_proj(dt_BLR)
+        dt_BLE = as_stored(self.dt_proj, dt_BLR)
         A_EN = -torch.exp(self.A_log)
         h_BEN, documents_BL = before.get("ssm"), seq.documents_BL
         y_BLE, h_BEN = selective_scan(

@@ -42,7 +42,8 @@ class Mamba2(Mixer):
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
         new: State = {}
         x_LBD = enter(x_LBD, self.tensor)
-        z_BLE, x_BLE, dt_BLH = self.in_proj(x_LBD).transpose(0, 1).split((self.inner, self.inner, self.heads), dim=-1)
+        parts = self.in_proj(x_LBD).split((self.inner, self.inner, self.heads), dim=-1)
+        z_BLE, x_BLE, dt_BLH = (part.transpose(0, 1) for part in parts)
         bc_BLC = self.bc_proj(x_LBD).transpose(0, 1)
         before = state or {}
         tails, documents_BL = (before.get("x_conv"), before.get("bc_conv")), seq.documents_BL

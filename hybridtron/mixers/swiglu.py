@@ -22,5 +22,5 @@ class SwiGLU(Mixer):
         self.down = row_parallel(spec.hidden, sizes.width, tensor)
 
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
-        gate, up = self.gate_up(enter(x_LBD, self.tensor)).chunk(2, dim=-1)
-        return Out(self.down(swiglu(SwiGLUInputs(gate, up))), {}, {})
+        gate_up = self.gate_up(enter(x_LBD, self.tensor))
+        return Out(self.down(swiglu(SwiGLUInputs(gate_up))), {}, {})

@@ -22,7 +22,7 @@ class Cost:
 
 SCAN_CHUNK = 128  # tokens that one program of the selective scan walks over
 SCAN_TILE = 16  # tokens of which its backward pass has all states at a time; they divide a chunk
-SCAN_CHANNELS = 128  # that leave one partial sum of the gradients of B and C
+SCAN_CHANNELS = 32  # of one warp: they leave one partial sum of the gradients of B and C
 
 
 def selective_scan_cost(

@@ -7,7 +7,8 @@ written as, and not what takes torch's tensors, plain numbers for constants, and
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,9 +33,34 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int) -> N
     kernel[grid](*arguments, num_warps=warps)
 
 
+@contextmanager
+def recorded_launches(note: Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
+    """Inside, on every thread, no kernel runs: `note` gets each kernel, its grid, its arguments and its options."""
+    from triton.runtime.jit import JITFunction
+
+    def run(kernel: Any, *arguments: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
+        note(kernel, grid, arguments, options)
+
+    launched, JITFunction.run = JITFunction.run, run
+    try:
+        yield
+    finally:
+        JITFunction.run = launched
+
+
 def last_side_by_side(tensor: Tensor) -> Tensor:
     """The same, copied if the last axis is not contiguous: the others may have any strides."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def empty_in_order(tensor: Tensor) -> Tensor:
+    """An empty tensor of this shape; rows and tokens, its first axes, lie in memory in the order that they have there.
+
+    So what projections make, tokens first, is not copied into the order of rows and back.
+    """
+    if tensor.stride(0) >= tensor.stride(1):
+        return tensor.new_empty(tensor.shape)
+    return tensor.new_empty(tensor.transpose(0, 1).shape).transpose(0, 1)
 
 
 def ceil_div(size: int, block: int) -> int:

@@ -58,6 +58,7 @@ def schedule_config(width: int, dtype: torch.dtype, sent: torch.dtype, parallel:
         overlap_p2p_comm=interleaved and on_cuda,
         # Over gloo, batched sends and receives of interleaved stages get each other's messages.
         batch_p2p_comm=on_cuda and not interleaved,
+        batch_p2p_sync=False,  # streams are in order: the host need not wait for each exchange
     )
 
 

@@ -22,7 +22,7 @@ from hybridtron.config.schema import Config
 from hybridtron.config.units import parse_steps
 from hybridtron.data.batch import Batch
 from hybridtron.data.loader import Loader, build_loader
-from hybridtron.device import most_memory_gib, synchronize
+from hybridtron.device import most_memory_gib
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups, all_reduce_max, barrier
 from hybridtron.planning.count import count
@@ -214,13 +214,12 @@ class Trainer:
         number, guard = step - phase.start_step - 1, self.engine.guard
         if guard.refused or self.skipped_data.jumps(phase.index, number):
             self.engine.invalidate_states()
-        loss = self.engine.forward_backward(batches, number)
+        self.engine.forward_backward(batches, number)
         layers = self.engine.optimizer.norms() if self.config.run.layer_norms else None
         grad_norm, accepted = self.engine.step(lr, weight_decay(self.phases, phase.index, lr))
-        synchronize()
         self.skipped += not accepted
         if self.metrics is not None and guard.why is not None:
-            self.metrics.decide(rollback.refusal_event(step, guard, loss.mean.item(), grad_norm))
+            self.metrics.decide(rollback.refusal_event(step, guard, self.engine.mean_loss, grad_norm))
         step_time = time.perf_counter() - asked
         speed = phase.tokens_of(step) / step_time
         tflops = speed * self.flops_per_token / 1e12 / self.groups.world_size
@@ -229,7 +228,7 @@ class Trainer:
             step=step,
             phase=phase.settings.name,
             tokens=phase.tokens_at(step),
-            loss=loss.mean.item(),
+            loss=self.engine.mean_loss,
             grad_norm=grad_norm,
             lr=lr,
             step_time=step_time,

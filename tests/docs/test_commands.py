@@ -39,6 +39,7 @@ ONLY_PARSED = {  # by how a command begins
     "import ema-hf": TUTORIAL,
     "inspect recipe=ema": TUTORIAL,
     "inspect recipe=mine": "test_the_example_of_a_recipe_trains",
+    "rehearse": "a process of its own: tests/rehearse",
     "submit": "needs SLURM; with --dry-run it is run",
     "torchrun": "starts processes: tests/train/test_launchers.py",
     "train data.mixture=": "a bucket: tests/train/test_mixture_from_s3.py",

@@ -27,7 +27,8 @@ def test_without_a_gpu_it_says_what_it_would_do(capsys: pytest.CaptureFixture[st
 
 def test_a_wrong_form_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def gate_and_up_swapped(inputs: SwiGLUInputs) -> Tensor:
-        return torch.nn.functional.silu(inputs.up) * inputs.gate
+        gate, up = inputs.gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(up) * gate
 
     monkeypatch.setattr(swiglu, "implementations", (Implementation("swapped", gate_and_up_swapped),))
     only = {kind: options if kind == "swiglu" else [] for kind, options in gpu_correct.OPTIONS.items()}

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.conv.reference import ConvInputs, new_tail
-from hybridtron.ops.kernel_launch import ceil_div, last_side_by_side, launch
+from hybridtron.ops.kernel_launch import ceil_div, empty_in_order, last_side_by_side, launch
 
 TOKENS = 32  # of one program
 CHANNELS = 64
@@ -92,7 +92,7 @@ class _TritonConv(torch.autograd.Function):
 
 
 def forward(row: ConvRow) -> Tensor:
-    y_BLC = torch.empty_like(row.x_BLC)
+    y_BLC = empty_in_order(row.x_BLC)
     grid = row.grid(row.x_BLC.shape[1])
     launch(_forward, grid, *row.arguments(), y_BLC, *y_BLC.stride()[:2], *row.options(), warps=WARPS)
     return y_BLC
@@ -103,7 +103,7 @@ def backward(row: ConvRow, grad_y_BLC: Tensor) -> ConvInputs:
     grad_y_BLC = last_side_by_side(grad_y_BLC)
     width, channels = row.weight_WC.shape
     grid = row.grid(row.x_BLC.shape[1] + width - 1)
-    grad_x_BLC = torch.empty_like(row.x_BLC)
+    grad_x_BLC = empty_in_order(row.x_BLC)
     grad_tail_BTC = None if row.tail_BTC is None else torch.empty_like(row.tail_BTC)
     sums_BQWC = row.weight_WC.new_empty(grid[2], grid[0], width + 1, channels)  # bias last
     launch(

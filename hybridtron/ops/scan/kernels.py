@@ -31,7 +31,7 @@ from torch import Tensor
 
 from hybridtron.ops.documents import document_starts
 from hybridtron.ops.kernel_cost import SCAN_CHUNK as CHUNK
-from hybridtron.ops.kernel_launch import ceil_div, last_side_by_side, launch, power_of_2
+from hybridtron.ops.kernel_launch import ceil_div, empty_in_order, last_side_by_side, launch, power_of_2
 from hybridtron.ops.scan.reference import ScanInputs
 
 WARP_STATES = 2048  # in the registers of one warp: 64 a thread
@@ -107,7 +107,7 @@ def forward(row: ScanRow, state_BEN: Tensor | None) -> tuple[Tensor, Tensor, Ten
     tile = row.tile()
     launch(_walk, row.grid(CHUNK, tile[2]), *row.arguments(), states_BKNE, elapsed_BKE, CHUNK, *tile, warps=1)
     last_BNE = chain(row, states_BKNE, elapsed_BKE, state_BNE, backwards=False)
-    y_BLE = torch.empty_like(row.x_BLE)
+    y_BLE = empty_in_order(row.x_BLE)
     retrace(row, states_BKNE, y_BLE, None, None, None)
     return y_BLE, last_BNE, states_BKNE
 

@@ -14,18 +14,22 @@ states do, last tile first. Then each tile goes through one kernel with both, on
 Everything that is summed over rows, tokens or channels of several programs is written as partial sums, which torch adds
 up in a fixed order: no atomic addition, the same bits every time. Nothing has a value for every token, channel and n.
 
-Nothing that is not finite crosses the border of a document. Within a tile it adds nothing at all where documents are
-distinguished, which costs fewer registers than keeping it on its side: the loss of its own document has shown it.
-Unmeasured on a GPU.
+Nothing that is not finite crosses the border of a document. Unmeasured on a GPU.
+
+A thread of the last kernel has one channel of a tile's tokens, in tuples with a value for each. In a tensor of tokens
+and channels, the compiler would share the tokens out to the warps of a program, and each sum over time would go through
+shared memory.
 
 Legend: as in `selective_scan`; Q tiles, F blocks of channels.
 """
 
+# ruff: noqa: RUF005 (Triton joins tuples, and unpacks none)
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -33,7 +37,7 @@ from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.kernel_cost import SCAN_CHANNELS as CHANNELS
 from hybridtron.ops.kernel_cost import SCAN_TILE as TILE
-from hybridtron.ops.kernel_launch import last_side_by_side, launch
+from hybridtron.ops.kernel_launch import empty_in_order, last_side_by_side, launch
 from hybridtron.ops.scan.kernels import (
     CHUNK,
     ScanRow,
@@ -44,8 +48,6 @@ from hybridtron.ops.scan.kernels import (
     softplus,
 )
 from hybridtron.ops.scan.reference import ScanInputs
-
-WARPS = 4  # of 32 channels each: a thread has one channel, and TILE tokens of it in nearly all of its registers
 
 
 def selective_scan(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
@@ -81,7 +83,7 @@ def backward(row: ScanRow, states_BKNE: Tensor, grad_y_BLE: Tensor, grad_last_BN
     """
     grad_y_BLE, grad_last_BNE = last_side_by_side(grad_y_BLE), grad_last_BNE.float().contiguous()
     before_BQNE, elapsed_BQE = row.per_part(TILE)
-    grad_z_BLE = None if row.z_BLE is None else torch.empty_like(row.z_BLE)
+    grad_z_BLE = None if row.z_BLE is None else empty_in_order(row.z_BLE)
     retrace(row, states_BKNE, None, grad_y_BLE, grad_z_BLE, (before_BQNE, TILE))
     after_BQNE = torch.empty_like(before_BQNE)
     tile = row.tile()
@@ -106,14 +108,15 @@ def _of_tiles(
     """`after` and `elapsed` are used up: the partial sums for A and dt_bias are written in their place."""
     rows, length, _, states = row.sizes
     grid = row.grid(TILE, CHANNELS)
-    x, dt = torch.empty_like(row.x_BLE), torch.empty_like(row.dt_BLE)
+    x, dt = empty_in_order(row.x_BLE), empty_in_order(row.dt_BLE)
     B_FBNL, C_FBNL = (row.D_E.new_empty(grid[1], rows, states, length) for _ in range(2))
     D_BQE = torch.empty_like(elapsed_BQE)
-    along = [tensor.mT.float().contiguous() for tensor in (row.B_BLN, row.C_BLN)]  # a tile's tokens side by side
+    # a tile's tokens side by side, and zeros where the last tile goes past the row's end
+    along = [F.pad(tensor.mT.float(), (0, -length % TILE)).contiguous() for tensor in (row.B_BLN, row.C_BLN)]
     launch(
         _gradients, grid, *row.arguments(), grad_y_BLE, *grad_y_BLE.stride()[:2], *along, before_BQNE, after_BQNE,
         x, *x.stride()[:2], dt, *dt.stride()[:2], B_FBNL, C_FBNL, D_BQE, elapsed_BQE,
-        states, TILE, CHANNELS, warps=WARPS,
+        states, TILE, CHANNELS, warps=1,
     )  # fmt: skip
     return ScanInputs(
         x_BLE=x,
@@ -125,20 +128,6 @@ def _of_tiles(
         dt_bias_E=elapsed_BQE.sum((0, 1)),
         z_BLE=grad_z_BLE,
         state_BEN=grad_state_BNE.mT,
-    )
-
-
-@triton.jit
-def affine(
-    decay: tl.tensor, added: tl.tensor, decay_before: tl.tensor, before: tl.tensor, next_decay: tl.tensor,
-    next_added: tl.tensor, next_decay_before: tl.tensor, next_before: tl.tensor,
-) -> tuple[tl.tensor, ...]:  # fmt: skip
-    """`barred` for what is finite, which needs fewer registers."""
-    return (
-        decay * next_decay,
-        next_decay * added + next_added,
-        decay * next_decay_before,
-        next_decay_before * added + next_before,
     )
 
 
@@ -184,7 +173,7 @@ def _walk_back(
         tl.store(elapsed_ptr + slot * channels + e, elapsed, of_e)
 
 
-# One long loop over n: what it adds up over n stays in the registers, which are nearly all in use.
+# One long function: what it adds up over n stays in the registers of the thread that has the channel.
 @triton.jit
 def _gradients(
     x_ptr: tl.tensor, dt_ptr: tl.tensor, B_ptr: tl.tensor, C_ptr: tl.tensor, z_ptr: tl.tensor, A_ptr: tl.tensor,
@@ -197,72 +186,77 @@ def _gradients(
 ) -> None:  # fmt: skip
     part, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     slot, at = row * tl.num_programs(0) + part, part.to(tl.int64) * TOKENS
-    # One channel a thread: with more, the compiler would spread a channel's tokens over threads to have wider loads.
-    e = tl.max_contiguous(tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS), 1)
-    step = tl.arange(0, TOKENS)
-    of_e, of_t = e < channels, part * TOKENS + step < length
-    of_tile = of_t[:, None] & of_e[None, :]
-    x_place = x_ptr + row * x_row + at * x_token + (step * x_token)[:, None] + e[None, :]
-    dt_place = dt_ptr + row * dt_row + at * dt_token + (step * dt_token)[:, None] + e[None, :]
-    place = grad_y_ptr + row * grad_y_row + at * grad_y_token + (step * grad_y_token)[:, None] + e[None, :]
-    bias = tl.load(bias_ptr + e, of_e, 0.0)[None, :]
-    D = tl.load(D_ptr + e, of_e, 0.0)[None, :]
-    dt = tl.load(dt_place, of_tile, 0.0).to(tl.float32)
-    delta = tl.where(of_t[:, None], softplus(dt + bias), 0.0)  # past the row's end: nothing decays
-    gain = delta * tl.load(x_place, of_tile, 0.0).to(tl.float32)
-    grad_y = tl.load(place, of_tile, 0.0).to(tl.float32)
-    if z_ptr is not None:
-        place = z_ptr + row * z_row + at * z_token + (step * z_token)[:, None] + e[None, :]
-        z = tl.load(place, of_tile, 0.0).to(tl.float32)
-        grad_y *= z * sigmoid(z)
-    grad_gain = tl.zeros((TOKENS, CHANNELS), tl.float32)
-    grad_log2 = tl.zeros((TOKENS, CHANNELS), tl.float32)  # of delta, by way of exp2(delta A)
-    is_first, is_last = (step == 0)[:, None], (step == TOKENS - 1)[:, None]
-    one = tl.full((TOKENS, CHANNELS), 1.0, tl.float32)
+    e, step = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, TOKENS)
+    of_e, left = e < channels, length - part * TOKENS  # tokens of the row from here on
+    bias = tl.load(bias_ptr + e, of_e, 0.0)
+    x_place = x_ptr + row * x_row + at * x_token + e
+    dt_place = dt_ptr + row * dt_row + at * dt_token + e
+    z_place = x_place if z_ptr is None else z_ptr + row * z_row + at * z_token + e
+    grad_y_place = grad_y_ptr + row * grad_y_row + at * grad_y_token + e
+    zero = tl.zeros((CHANNELS,), tl.float32)
+    # of each token; `grad_log2`: of delta, by way of exp2(delta A)
+    delta, gain, grad_y, begins, grad_gain, grad_log2 = (), (), (), (), (), ()
+    for t in tl.static_range(TOKENS):
+        there = of_e & (t < left)
+        dt = tl.load(dt_place + t * dt_token, there, 0.0).to(tl.float32)
+        x = tl.load(x_place + t * x_token, there, 0.0).to(tl.float32)
+        grad = tl.load(grad_y_place + t * grad_y_token, there, 0.0).to(tl.float32)
+        if z_ptr is not None:
+            z = tl.load(z_place + t * z_token, there, 0.0).to(tl.float32)
+            grad *= z * sigmoid(z)
+        if starts_ptr is not None:
+            begins = begins + (tl.load(starts_ptr + row * length + at + t, t < left, 0) != 0,)
+        waited = tl.where(t < left, softplus(dt + bias), 0.0)  # past the row's end: nothing decays
+        delta, gain, grad_y = delta + (waited,), gain + (waited * x,), grad_y + (grad,)
+        grad_gain, grad_log2 = grad_gain + (zero,), grad_log2 + (zero,)
     for n in range(0, N):
-        along = (row * N + n) * length + at + step
+        along = (row * N + n) * tl.num_programs(0) * TOKENS + at
         state = (slot * N + n) * channels + e
         sums = ((tl.program_id(1).to(tl.int64) * tl.num_programs(2) + row) * N + n) * length + at + step
-        A = tl.load(A_ptr + n * channels + e, of_e, 0.0)[None, :]
-        decay = tl.exp2(delta * A)
-        if starts_ptr is not None:
-            begins = tl.load(starts_ptr + row * length + at + step, of_t, 0) != 0
-            decay = tl.where(begins[:, None], 0.0, decay)
+        A = tl.load(A_ptr + n * channels + e, of_e, 0.0)
+        h = tl.load(before_ptr + state, of_e, 0.0)
+        decay, kept, by_token = (), (), tl.zeros((TOKENS,), tl.float32)
+        for t in tl.static_range(TOKENS):
+            factor = tl.exp2(delta[t] * A)
+            of_past = factor * h
+            if starts_ptr is not None:
+                of_past = tl.where(begins[t], 0.0, of_past)
+            h = of_past + gain[t] * tl.load(B_along_ptr + along + t)
+            decay, kept = decay + (factor,), kept + (of_past,)
+            by_token = tl.where(step == t, tl.sum(h * grad_y[t], 0), by_token)
+        tl.store(grad_C_ptr + sums, by_token, step < left)
 
-        h_in = tl.load(before_ptr + state, of_e, 0.0)[None, :]
-        if starts_ptr is not None:
-            h_in = tl.where(tl.abs(h_in) < float("inf"), h_in, 0.0)
-        B = tl.load(B_along_ptr + along, of_t, 0.0)[:, None]
-        added = gain * B + tl.where(is_first, decay * h_in, 0.0)
-        if starts_ptr is not None:
-            added = tl.where(tl.abs(added) < float("inf"), added, 0.0)
-        before = tl.where(is_first, h_in, 0.0)
-        _, h, _, before = tl.associative_scan((decay, added, one, before), 0, affine)
-        tl.store(grad_C_ptr + sums, tl.sum(h * grad_y, 1), of_t)
-
-        grad_in = tl.load(after_ptr + state, of_e, 0.0)[None, :]
-        read = tl.load(C_along_ptr + along, of_t, 0.0)[:, None] * grad_y
-        added = decay * (read + tl.where(is_last, grad_in, 0.0))
-        if starts_ptr is not None:
-            added = tl.where(tl.abs(added) < float("inf"), added, 0.0)
-        later = tl.where(is_last, grad_in, 0.0)
-        _, _, _, later = tl.associative_scan((decay, added, one, later), 0, affine, reverse=True)
-        grad_h = read + later
-        grad_gain += B * grad_h
-        tl.store(grad_B_ptr + sums, tl.sum(gain * grad_h, 1), of_t)
-
-        grad_exponent = decay * before * grad_h
-        grad_log2 += A * grad_exponent
-        tl.debug_barrier()  # every thread has read what is written over now
-        tl.store(after_ptr + state, tl.sum(delta * grad_exponent, 0), of_e)
+        later = tl.load(after_ptr + state, of_e, 0.0)
+        of_A = zero
+        new_gain, new_log2 = (), ()
+        for t in tl.static_range(TOKENS - 1, -1, -1):
+            grad_h = tl.load(C_along_ptr + along + t) * grad_y[t] + later
+            grad_exponent = kept[t] * grad_h
+            of_A += delta[t] * grad_exponent
+            B = tl.load(B_along_ptr + along + t)
+            new_gain = (grad_gain[t] + B * grad_h,) + new_gain
+            new_log2 = (grad_log2[t] + A * grad_exponent,) + new_log2
+            by_token = tl.where(step == t, tl.sum(gain[t] * grad_h, 0), by_token)
+            later = decay[t] * grad_h
+            if starts_ptr is not None:
+                later = tl.where(begins[t], 0.0, later)
+        grad_gain, grad_log2 = new_gain, new_log2
+        tl.store(grad_B_ptr + sums, by_token, step < left)
+        tl.store(after_ptr + state, of_A, of_e)
 
     # Read again, since registers are scarcer than the cache.
-    x = tl.load(x_place, of_tile, 0.0).to(tl.float32)
-    dt = tl.load(dt_place, of_tile, 0.0).to(tl.float32)
-    grad_dt = (grad_gain * x + 0.6931471805599453 * grad_log2) * sigmoid(dt + bias)
-    place = grad_dt_ptr + row * grad_dt_row + at * grad_dt_token + (step * grad_dt_token)[:, None] + e[None, :]
-    tl.store(place, grad_dt, of_tile)
-    place = grad_x_ptr + row * grad_x_row + at * grad_x_token + (step * grad_x_token)[:, None] + e[None, :]
-    tl.store(place, grad_gain * delta + D * grad_y, of_tile)
-    tl.store(grad_D_ptr + slot * channels + e, tl.sum(grad_y * x, 0), of_e)
-    tl.store(grad_bias_ptr + slot * channels + e, tl.sum(tl.where(of_t[:, None], grad_dt, 0.0), 0), of_e)
+    D = tl.load(D_ptr + e, of_e, 0.0)
+    of_D, of_bias = zero, zero
+    grad_x_place = grad_x_ptr + row * grad_x_row + at * grad_x_token + e
+    grad_dt_place = grad_dt_ptr + row * grad_dt_row + at * grad_dt_token + e
+    for t in tl.static_range(TOKENS):
+        there = of_e & (t < left)
+        x = tl.load(x_place + t * x_token, there, 0.0).to(tl.float32)
+        dt = tl.load(dt_place + t * dt_token, there, 0.0).to(tl.float32)
+        grad_dt = (grad_gain[t] * x + 0.6931471805599453 * grad_log2[t]) * sigmoid(dt + bias)
+        tl.store(grad_dt_place + t * grad_dt_token, grad_dt, there)
+        tl.store(grad_x_place + t * grad_x_token, grad_gain[t] * delta[t] + D * grad_y[t], there)
+        of_D += grad_y[t] * x
+        of_bias += tl.where(t < left, grad_dt, 0.0)
+    tl.store(grad_D_ptr + slot * channels + e, of_D, of_e)
+    tl.store(grad_bias_ptr + slot * channels + e, of_bias, of_e)

@@ -10,14 +10,12 @@ Legend: C tokens, V vocabulary, or a part of it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridtron.ops.kernel_launch import ceil_div
+from hybridtron.ops.kernel_launch import ceil_div, launch
 from hybridtron.ops.softmax.reference import SoftmaxGradientsInputs, SoftmaxSums, SoftmaxSumsInputs
 
 BLOCK = 4096  # logits that a program holds: 16 to a thread
@@ -29,8 +27,7 @@ def softmax_sums(inputs: SoftmaxSumsInputs) -> SoftmaxSums:
     logits_CV, labels_C = inputs
     tokens, size = logits_CV.shape
     sums = SoftmaxSums(*(torch.empty(tokens, dtype=torch.float32, device=logits_CV.device) for _ in range(3)))
-    launch: Any = sums_of_rows[(tokens,)]
-    launch(logits_CV, labels_C, *sums, logits_CV.stride(0), size, BLOCK=BLOCK, num_warps=WARPS)
+    launch(sums_of_rows, (tokens,), logits_CV, labels_C, *sums, logits_CV.stride(0), size, BLOCK, warps=WARPS)
     return sums
 
 
@@ -38,8 +35,8 @@ def softmax_gradients(inputs: SoftmaxGradientsInputs) -> Tensor:
     """One program for each token and BLOCK logits."""
     logits_CV, *per_token, z_loss = inputs
     tokens, size = logits_CV.shape
-    launch: Any = gradients_of_blocks[tokens, ceil_div(size, BLOCK)]
-    launch(logits_CV, *per_token, logits_CV.stride(0), size, z_loss, BLOCK=BLOCK, num_warps=WARPS)
+    grid = tokens, ceil_div(size, BLOCK)
+    launch(gradients_of_blocks, grid, logits_CV, *per_token, logits_CV.stride(0), size, z_loss, BLOCK, warps=WARPS)
     return logits_CV
 
 

@@ -28,7 +28,7 @@ class _RecomputedGate(torch.autograd.Function):
 
 
 def swiglu(inputs: SwiGLUInputs) -> Tensor:
-    return _RecomputedGate.apply(*inputs)
+    return _RecomputedGate.apply(*inputs.gate_up.chunk(2, dim=-1))
 
 
 RECOMPUTED = Implementation("recomputed", swiglu)

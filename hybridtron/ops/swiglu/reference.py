@@ -14,12 +14,12 @@ from torch import Tensor
 
 
 class SwiGLUInputs(NamedTuple):
-    """Two tensors of one shape."""
+    """Gate and up side by side on the last axis, as one projection makes them."""
 
-    gate: Tensor
-    up: Tensor
+    gate_up: Tensor
 
 
 def swiglu(inputs: SwiGLUInputs) -> Tensor:
-    """silu(gate) * up, in the dtype of the inputs."""
-    return F.silu(inputs.gate) * inputs.up
+    """silu(gate) * up, in the dtype of the input."""
+    gate, up = inputs.gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up

@@ -1,0 +1,98 @@
+"""A training step on a GPU that is not there: launches, bytes, memory, waits and collectives, and a model of the time.
+
+    hybridtron rehearse recipe=samba_421m
+    hybridtron rehearse recipe=samba_3.8b parallel.tensor=2 parallel.pipeline=2 --gpus 16 --rank all
+    hybridtron rehearse recipe=samba_1.3b --gpu h200 --json
+
+It runs the code that trains, on tensors without values, so it takes seconds and little memory; no GPU and no driver is
+needed. Exit codes: 0 rehearsed, 1 a budget is exceeded or nothing can be rehearsed here (no compiler, no Triton), 2 bad
+configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from hybridtron.config.check import require, warnings
+from hybridtron.config.load import load
+from hybridtron.planning.memory import largest_phase
+from hybridtron.problems import ConfigError
+from hybridtron.rehearse.guard import GuardProblem
+from hybridtron.rehearse.rates import GPUS
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="hybridtron rehearse", description="A training step on a GPU that is not there."
+    )
+    parser.add_argument(
+        "settings", nargs="*", metavar="key=value", help="as `hybridtron train` takes them: recipe=samba_421m"
+    )
+    parser.add_argument("--gpus", type=int, metavar="N", help="processes of the whole run (default: one model's)")
+    parser.add_argument(
+        "--rank", default="0", metavar="N", help="the rank to play, or `all`: one of each pipeline rank"
+    )
+    parser.add_argument("--gpu", default="h100", choices=sorted(GPUS), help="its kind (default h100)")
+    parser.add_argument("--without-packages", action="store_true", help="no flash-attn where it is not installed here")
+    parser.add_argument(
+        "--budget", choices=("check", "write"), help="of rank 0: hold the recipe to its file, or write it"
+    )
+    parser.add_argument("--no-kernels", action="store_true", help="compile no kernels: each takes as long as its bytes")
+    parser.add_argument("--json", action="store_true", help="print a JSON list with one object a rank")
+    return parser.parse_intermixed_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Print the tables, or the problems. Returns the exit code."""
+    chosen = parse(arguments)
+    try:
+        config = load(chosen.settings)
+        world = chosen.gpus or config.parallel.tensor * config.parallel.pipeline
+        require(config, world)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if chosen.rank != "all" and not (chosen.rank.isdigit() and int(chosen.rank) < world):
+        print(f"--rank {chosen.rank}: give a number from 0 to {world - 1}, or `all`", file=sys.stderr)
+        return 2
+    for warning in warnings(config):
+        print(f"note: {warning}", file=sys.stderr)
+    from hybridtron.rehearse import rehearsal
+
+    phase = largest_phase(config)
+    ranks = rehearsal.different_ranks(phase, world) if chosen.rank == "all" else [int(chosen.rank)]
+    try:
+        process = rehearsal.RehearsalProcess(GPUS[chosen.gpu], stand_ins=not chosen.without_packages)
+        found = [process.rehearse(phase, world, rank, not chosen.no_kernels) for rank in ranks]
+    except GuardProblem as problem:
+        print(f"nothing can be rehearsed here: {problem}", file=sys.stderr)
+        return 1
+    from hybridtron.rehearse import report  # imports torch, which has to wait for the guard
+
+    if chosen.budget:
+        return budget(config.run.name, report.as_json(found[0]), chosen.budget == "write")
+    if chosen.json:
+        print(json.dumps([report.as_json(each) for each in found], indent=1))
+    else:
+        report.print_tables(found)
+    return 0
+
+
+def budget(name: str, found: dict[str, Any], writes: bool) -> int:
+    """Write what a recipe may cost, or say what costs more. Returns the exit code."""
+    from hybridtron.rehearse import budget as budgets
+
+    own, path = budgets.budget_of(found), budgets.path_of(name)
+    if writes:
+        print(budgets.write(name, own))
+        return 0
+    if not path.exists():
+        print(f"{path} does not exist: write it with --budget write", file=sys.stderr)
+        return 1
+    lines = budgets.exceeded(own, json.loads(path.read_text()))
+    print("\n".join(lines) or f"{name} is within {path}")
+    return 1 if lines else 0

@@ -1,0 +1,22 @@
+"""Rotary positions by a Triton kernel of our own (`kernels`). Unmeasured on a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from hybridtron.ops.kernel_launch import own_kernels
+from hybridtron.ops.rope.reference import RopeInputs
+
+MOST_CHANNELS = 16384  # of all heads of a token, which one program holds
+
+
+def _unsupported_reason(inputs: RopeInputs) -> str | None:
+    if torch.compiler.is_compiling():
+        return "torch.compile joins the reference to what stands around it"
+    if inputs.x_BLHK.dtype == torch.float64:
+        return "the kernel has no float64"
+    channels = inputs.x_BLHK.shape[2] * inputs.x_BLHK.shape[3]
+    return None if channels <= MOST_CHANNELS else f"takes {MOST_CHANNELS} channels of a token, not {channels}"
+
+
+TRITON = own_kernels("hybridtron.ops.rope.kernels:apply_rope", _unsupported_reason)

@@ -1,0 +1,73 @@
+"""Attention kernels of other packages in a rehearsal: what they keep, what they make, their bytes and their FLOPs.
+
+Like the real ones they keep q, k, v, the output and a number per query and head (fp32) for the backward pass. That also
+makes a sum of that shape and, in fp32, a gradient of q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hybridtron.rehearse import heard
+
+FORWARD, BACKWARD = 2, 5  # products of queries and keys, or of weights and values
+
+
+def attend(name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, before: int) -> Tensor:
+    """Heads are (B, L, H, K); a query sees `before` keys besides its own, all where that is negative."""
+    return _AttentionWork.apply(name, q, k, v, causal, before)
+
+
+class _AttentionWork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, before: int) -> Tensor:
+        y, sums = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, y, sums)
+        ctx.name, ctx.seen = name, (causal, before)
+        _report(f"{name} forward", (q, k, v), (y, sums), *ctx.seen, products=FORWARD)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, y, sums = ctx.saved_tensors
+        grad = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
+        wide, dots = q.new_empty(q.shape, dtype=torch.float32), torch.empty_like(sums)
+        found = [torch.empty_like(x) for x in (q, k, v)]
+        written = (*found, wide, wide, dots)
+        _report(f"{ctx.name} backward", (q, k, v, y, sums, grad), written, *ctx.seen, products=BACKWARD)
+        return None, *found, None, None
+
+
+def flex_kernel() -> Callable[..., Tensor]:
+    """In place of FlexAttention compiled. Which tiles it reads is known on the device alone: all causal ones count."""
+
+    def attend_to_all(q_BHLK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, block_mask: Any, enable_gqa: bool) -> Tensor:
+        q_BLHK, k_BSGK, v_BSGK = (x.transpose(1, 2) for x in (q_BHLK, k_BGSK, v_BGSK))
+        return attend("flex", q_BLHK, k_BSGK, v_BSGK, causal=True, before=-1).transpose(1, 2)
+
+    return attend_to_all
+
+
+def _report(
+    name: str, read: Sequence[Tensor], written: Sequence[Tensor], causal: bool, before: int, products: int
+) -> None:
+    moved = sum(x.numel() * x.element_size() for x in (*read, *written))
+    batch, queries, heads, size = read[0].shape
+    pairs = seen_pairs(queries, read[1].shape[1], causal, before)
+    heard.runs(name, moved, 2 * products * batch * heads * size * pairs)
+
+
+def seen_pairs(queries: int, keys: int, causal: bool, before: int) -> int:
+    """Pairs of a query and a key that it sees; the last query stands at the last key."""
+    if not causal:
+        return queries * keys
+    most = keys if before < 0 else min(before + 1, keys)
+    first = keys - queries + 1  # keys that the first query may see
+    growing = max(0, most - first)  # queries that see one more than the query before
+    return growing * first + growing * (growing - 1) // 2 + (queries - growing) * most

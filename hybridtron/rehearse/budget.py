@@ -1,0 +1,57 @@
+"""What a recipe's step may cost, as it was when its budget was last written; what costs more is a regression.
+
+A budget is a small file, so that a change of one shows as a readable difference. Numbers that fall are no fault; to
+hold the better ones, the file is written again.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hybridtron.shipped import shipped
+
+FOLDER = shipped("benchmarks") / "rehearsed"
+SLACK = 1.001  # of bytes: torch's versions differ in a few small operations
+
+
+def path_of(recipe: str) -> Path:
+    """The file of a recipe: `ablations/a` lies in `ablations-a.json`."""
+    return FOLDER / f"{recipe.replace('/', '-')}.json"
+
+
+def budget_of(report: dict[str, Any]) -> dict[str, Any]:
+    """The part of a report (`report.as_json`) that must not grow."""
+    costs = report["per_micro_batch"]["costs"]
+    return {
+        "implementations": report["implementations"],
+        "launches per micro-batch": round(sum(cost["launches"] for cost in costs)),
+        "launches once": round(sum(cost["launches"] for cost in report["once"]["costs"])),
+        "waits per micro-batch": round(report["per_micro_batch"]["waits"]),
+        "waits once": round(report["once"]["waits"]),
+        "other bytes per token": round(report["other_bytes_per_token"]),
+        "peak bytes": report["memory"]["peak"],
+    }
+
+
+def exceeded(found: dict[str, Any], budget: dict[str, Any]) -> list[str]:
+    """What costs more than the budget, or runs by another implementation."""
+    lines = [
+        f"{op} runs by {name}, not by {budget['implementations'].get(op)}"
+        for op, name in found["implementations"].items()
+        if budget["implementations"].get(op) != name
+    ]
+    for key, most in budget.items():
+        allowed = most * SLACK if key.endswith(("bytes", "per token")) else most
+        if key != "implementations" and found[key] > allowed:
+            lines.append(f"{key}: {found[key]:,}, of {most:,}")
+    return lines
+
+
+def write(recipe: str, budget: dict[str, Any]) -> Path:
+    """Hold a recipe to this from now on."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    path = path_of(recipe)
+    path.write_text(json.dumps(budget, indent=2) + "\n")
+    return path

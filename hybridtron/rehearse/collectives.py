@@ -1,0 +1,138 @@
+"""Collectives and messages between ranks, counted where they are called: bytes, ranks, and whether anything hides them.
+
+A rank that plays all alone sends nothing. Each call is counted with the bytes that this rank sends, over a ring: of n
+bytes gathered, or scattered, (r - 1) / r of the whole; of n bytes summed, twice that. What waits at once is exposed.
+What returns a handle runs beside what is computed until the handle is waited for.
+
+Installed before megatron-core is imported, which binds some of these functions to names of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from hybridtron.rehearse.census import Census
+
+
+@dataclass
+class Sent:
+    """One call. `asked` and `waited`: how many operations were counted before the call, and before it is waited for."""
+
+    part: str
+    place: str
+    kind: str
+    bytes: int  # that this rank sends
+    ranks: int
+    between_nodes: bool
+    asked: int
+    waited: int
+
+
+class SentHandle:
+    """What an asynchronous call returns, or several calls that are started together."""
+
+    def __init__(self, calls: list[Sent], census: Census | None) -> None:
+        self.calls, self.census = calls, census
+
+    def wait(self, *_: Any) -> bool:
+        for call in self.calls:
+            call.waited = max(call.waited, 0 if self.census is None else len(self.census.operations))
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+MESSAGE = 0  # in place of a share
+COUNTED: dict[str, tuple[str, int]] = {
+    "all_reduce": ("tensor", 2),
+    "all_gather_into_tensor": ("output_tensor", 1),
+    "reduce_scatter_tensor": ("input", 1),
+    "broadcast": ("tensor", 1),
+    "isend": ("tensor", MESSAGE),
+    "send": ("tensor", MESSAGE),
+}
+"""Name -> the argument whose bytes count, and how many times (r - 1) / r of them a rank sends."""
+RECEIVED = ("irecv", "recv")
+OLD_NAMES = {"all_gather_into_tensor": "_all_gather_base", "reduce_scatter_tensor": "_reduce_scatter_base"}
+
+
+class Collectives:
+    """Stands for torch.distributed's functions, and counts for the census that is set."""
+
+    def __init__(self, node: int) -> None:
+        self.node = node
+        self.census: Census | None = None
+        self.calls: list[Sent] = []
+        self._together: list[Sent] | None = None
+
+    def begin(self, census: Census) -> list[Sent]:
+        """Count from here on into the list that is returned."""
+        self.census, self.calls = census, []
+        return self.calls
+
+    def install(self) -> None:
+        """Replace the functions, until the process ends."""
+        for name in (*COUNTED, *RECEIVED):
+            function = self._counted(name, getattr(distributed_c10d, name))
+            _replace(function, name, *filter(None, [OLD_NAMES.get(name)]))
+        _replace(self._started_together, "_coalescing_manager")
+        _replace(_gathered_objects, "all_gather_object")
+        _replace(lambda *_, **__: None, "barrier")
+
+    def _counted(self, name: str, function: Any) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+        at_once = not name.startswith("i")
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            calls = [] if name in RECEIVED else self._note(name, given.arguments)
+            waited = not given.arguments.get("async_op", not at_once)
+            return None if waited else SentHandle(calls, self.census)
+
+        return call
+
+    def _note(self, name: str, given: dict[str, Any]) -> list[Sent]:
+        argument, times = COUNTED[name]
+        tensor, census = given[argument], self.census
+        ranks = dist.get_process_group_ranks(given["group"] or dist.group.WORLD)
+        if census is None or not tensor.is_cuda or len(ranks) == 1:
+            return []
+        moved, size = tensor.numel() * tensor.element_size(), len(ranks)
+        sent = moved if times == MESSAGE else times * moved * (size - 1) // size
+        nodes = {rank // self.node for rank in ranks}
+        now = len(census.operations)
+        call = Sent(census.part, census.place(), name, sent, size, len(nodes) > 1, now, now)
+        self.calls.append(call)
+        if self._together is not None:
+            self._together.append(call)
+        return [call]
+
+    @contextlib.contextmanager
+    def _started_together(self, *_: Any, **__: Any) -> Iterator[SentHandle]:
+        outer, self._together = self._together, []
+        try:
+            yield SentHandle(self._together, self.census)
+        finally:
+            self._together = outer
+
+
+def _replace(function: Any, *names: str) -> None:
+    for module in (distributed_c10d, dist):
+        for name in names:
+            setattr(module, name, function)
+
+
+def _gathered_objects(found: list[Any], value: Any, group: Any = None) -> None:
+    """Every rank brings what this one does."""
+    found[:] = [value] * len(found)

@@ -1,0 +1,45 @@
+"""The one rehearsal under way in this process, which hears of what torch's operations do not show.
+
+It is kept in the module, as torch runs the backward pass on threads of its own, where no context variable is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+
+class Listener(Protocol):
+    """What counts a step."""
+
+    def wait(self, kind: str) -> None:
+        """The line that runs makes the host wait for the device, or a stream for another."""
+
+    def add(self, name: str, moved: int, flops: int = 0, is_attention: bool = False) -> None:
+        """A kernel runs: its bytes and FLOPs."""
+
+
+_listening: list[Listener] = []
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Inside, this one hears."""
+    _listening.append(listener)
+    try:
+        yield
+    finally:
+        _listening.remove(listener)
+
+
+def waits(kind: str) -> None:
+    """Report a wait."""
+    for listener in _listening:
+        listener.wait(kind)
+
+
+def runs(name: str, moved: int, flops: int) -> None:
+    """Report a kernel of another package that computes attention."""
+    for listener in _listening:
+        listener.add(name, moved, flops, is_attention=True)

@@ -1,0 +1,117 @@
+"""How long a kernel of our own takes, as a model: the longest of four things that a GPU does at the same time.
+
+    bytes       those of its tensors, each read or written once
+    products    those of its tensor-core instructions
+    issue       each scheduler begins one instruction of a warp a cycle, and a warp one every second cycle
+    units       shuffles and shared memory take an instruction of a warp a cycle, on each multiprocessor, and the unit
+                for exp2, logarithms and square roots one every second cycle
+
+(CUDA C++ programming guide, throughput of native arithmetic instructions, compute capability 9.0.) The instructions
+are those of the compiled code, times how often its loops run. What the model leaves out is latency that the warps
+which fit on a multiprocessor can't hide: times are floors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from hybridtron.ops.kernel_compiled import CompiledKernel
+from hybridtron.rehearse.launches import KernelLaunch
+from hybridtron.rehearse.rates import GPU
+
+REGISTERS, SHARED, WARPS, PROGRAMS = 65536, 227 * 1024, 64, 32  # of one multiprocessor: Hopper and Blackwell
+RESERVED = 1024  # bytes of shared memory that each program takes besides
+SLOW_UNIT = ("MUFU",)
+SHARED_UNIT = ("SHFL", "LDS", "STS", "LDSM", "STSM", "ATOMS")
+PRODUCT = re.compile(r"[A-Z]+MMA\.(\d+)x(\d+)x(\d+)")
+WIDTHS = {"64": 2, "128": 4, "2": 2, "4": 4}  # of LDS.128, LDSM.16.M88.4
+WARPS_OF_PRODUCT = {"HGMMA": 4}  # that make one together
+
+
+def _tiles(named: Mapping[str, Any]) -> list[int]:
+    return [named["CHUNK"] // named["TOKENS"], named["TOKENS"]]
+
+
+LOOPS: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], list[int]]] = {
+    "scan.walk": lambda named, _: [named["CHUNK"]],
+    "scan.retrace": lambda named, _: _tiles(named) if named["CHUNK"] > named["TOKENS"] else [named["CHUNK"]],
+    "scan.walk_back": lambda named, _: _tiles(named),
+    "scan.chain": lambda named, _: [-(-named["parts"] // named["STEPS"])],
+    "scan.gradients": lambda named, _: [named["N"]],
+    "conv.backward": lambda named, _: [named["WIDTH"]],
+    "norm.backward": lambda named, grid: [named["rows"] // grid[0]],
+    "gated_norm.scale_backward": lambda named, grid: [-(-named["rows"] * named["length"] // grid[0])],
+    "softmax.sums_of_rows": lambda named, _: [-(-named["size"] // named["BLOCK"])],
+    "ssd.pass_states": lambda named, _: [named["chunks"]],
+    "ssd.outputs": lambda named, _: [max(1, named["BLOCK_N"] // named["SLICE"])],
+    "ssd.token_gradients": lambda named, _: [max(1, named["BLOCK_N"] // named["SLICE"])],
+    "ssd.group_gradients": lambda named, _: [named["heads"] // named["groups"] // named["splits"]],
+    "ssd.step_gradients": lambda named, _: [named["PARTS"]],
+}
+"""How often the loops of a kernel run, from the outermost one in; a kernel that is not here has none."""
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """Seconds of each thing, and the warps that fit on a multiprocessor."""
+
+    bytes: float
+    products: float
+    issue: float
+    units: float
+    warps: int
+
+    @property
+    def seconds(self) -> float:
+        """The longest."""
+        return max(self.bytes, self.products, self.issue, self.units)
+
+    @property
+    def bound(self) -> str:
+        """By which of them."""
+        return max(("bytes", "products", "issue", "units"), key=lambda name: getattr(self, name))
+
+
+def kernel_time(launch: KernelLaunch, compiled: CompiledKernel, moved: int, gpu: GPU) -> KernelTime:
+    """Of one launch."""
+    trips = LOOPS[launch.name](launch.named, launch.grid) if launch.name in LOOPS else []
+    executed = compiled.executed(trips)
+    warps, programs = warps_that_fit(compiled), prod(launch.grid)
+    of_processor = programs * compiled.warps / gpu.processors  # warps
+    cycles = of_processor * sum(executed.values()) / min(4.0, warps / 2)
+    unit_cycles = of_processor * max(_count(executed, SHARED_UNIT), 2 * _count(executed, SLOW_UNIT))
+    flops = programs * product_flops(executed, compiled.warps)
+    return KernelTime(moved / gpu.bandwidth, flops / gpu.products, cycles / gpu.clock, unit_cycles / gpu.clock, warps)
+
+
+def warps_that_fit(compiled: CompiledKernel) -> int:
+    """On one multiprocessor at a time."""
+    registers = -(-compiled.registers // 8) * 8 * 32 * compiled.warps
+    programs = min(REGISTERS // registers, WARPS // compiled.warps, PROGRAMS, SHARED // (compiled.shared + RESERVED))
+    return programs * compiled.warps
+
+
+def product_flops(executed: Counter[str], warps: int) -> int:
+    """Of one program."""
+    total = 0
+    for name, times in executed.items():
+        if found := PRODUCT.match(name):
+            rows, columns, depth = map(int, found.groups())
+            together = WARPS_OF_PRODUCT.get(name.split(".")[0], 1)
+            total += 2 * rows * columns * depth * times * warps // together
+    return total
+
+
+def _count(executed: Counter[str], names: tuple[str, ...]) -> int:
+    return sum(_words(name) * times for name, times in executed.items() if name.split(".")[0] in names)
+
+
+def _words(name: str) -> int:
+    """Of four bytes that a thread moves: shared memory gives a warp 128 bytes a cycle."""
+    _, _, suffix = name.partition(".")
+    return max([1, *(words for mark, words in WIDTHS.items() if mark in suffix.split("."))])

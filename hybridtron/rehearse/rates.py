@@ -1,0 +1,62 @@
+"""What GPUs of a kind can do, and which share of it real kernels reach: the one place of these numbers.
+
+Peaks are from the vendor's data sheets (dense, without sparsity). What kernels reach is taken from published
+measurements and rounded; none was measured with this package, so every time made from them is a model's. A number
+changes only with a source for the new one.
+
+    products        600 of 989 TFLOP/s: bf16 products of a training step's shapes in cuBLAS on an H100 SXM (550 to 700
+                    in public tables of training frameworks, by shape)
+    attention       300 TFLOP/s: FlashAttention 2 on an H100, forward and backward (arXiv:2407.08608, Figures 5 and 6:
+                    about 350 forward)
+    bandwidth       85% of the data sheet's: copies and elementwise kernels of large tensors
+    LAUNCH_S        what the host needs for one operation of torch, with autograd; kernels run meanwhile
+    WAIT_S          what a wait of the host costs: its device stands still until the next kernel is launched
+    links           what a ring reaches of NVLink inside a node, and of one adapter of 400 Gbit/s a GPU between nodes
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GB, TFLOP = 1e9, 1e12
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One kind of GPU. Bytes, FLOPs and seconds."""
+
+    name: str
+    capability: tuple[int, int]
+    memory: float
+    peak: float  # dense bf16
+    products: float  # bf16, reached
+    attention: float  # bf16, reached by FlashAttention 2
+    bandwidth: float  # reached
+    processors: int  # streaming multiprocessors
+    clock: float  # cycles a second under load
+    inside_node: float  # bytes a second that a ring sends, inside a node
+    between_nodes: float
+    node: int = 8  # GPUs of a node
+
+    @property
+    def issue_slots(self) -> float:
+        """Instructions of a warp that all processors begin in a second: four schedulers each."""
+        return 4 * self.processors * self.clock
+
+
+HOPPER = {"capability": (9, 0), "peak": 989 * TFLOP, "products": 600 * TFLOP, "attention": 300 * TFLOP}
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        GPU("h100", **HOPPER, memory=80 * GB, bandwidth=0.85 * 3350 * GB, processors=132, clock=1.7e9,
+            inside_node=360 * GB, between_nodes=45 * GB),
+        GPU("h200", **HOPPER, memory=141 * GB, bandwidth=0.85 * 4800 * GB, processors=132, clock=1.7e9,
+            inside_node=360 * GB, between_nodes=45 * GB),
+        # FlashAttention 2 is not written for Blackwell; the same share of the peak is assumed as on Hopper
+        GPU("b200", (10, 0), 180 * GB, 2250 * TFLOP, 1365 * TFLOP, 680 * TFLOP, 0.85 * 8000 * GB, 148, 1.8e9,
+            720 * GB, 45 * GB),
+    )
+}  # fmt: skip
+
+LAUNCH_S = 6e-6
+WAIT_S = 25e-6

@@ -1,0 +1,123 @@
+"""A rehearsal from start to end: this process gets a GPU that is not there, takes the steps, and returns the results.
+
+A process can rehearse one kind of GPU, any number of times, and can compute on no real GPU afterwards.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybridtron.config.layout import data_parallel
+from hybridtron.config.resolve import ResolvedPhase
+from hybridtron.planning.count import count
+from hybridtron.planning.memory import plan
+from hybridtron.rehearse import guard
+from hybridtron.rehearse.rates import GPU
+
+if TYPE_CHECKING:  # they import torch, which must wait for the guard
+    from hybridtron.ops.kernel_compiled import CompiledKernel
+    from hybridtron.rehearse.collectives import Collectives
+    from hybridtron.rehearse.kernel_time import KernelTime
+    from hybridtron.rehearse.step import RankStep
+    from hybridtron.rehearse.step_time import StepTime
+
+STAND_INS = Path(__file__).with_name("stand_ins")
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """One different launch of a kernel of ours: the kernel as compiled, its time, and how often it runs."""
+
+    name: str
+    grid: tuple[int, ...]
+    launches: int  # of the larger step
+    compiled: CompiledKernel
+    time: KernelTime
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What one rank was seen to do, what that takes, and what was planned for it."""
+
+    gpu: GPU
+    phase: ResolvedPhase
+    world: int
+    step: RankStep
+    time: StepTime
+    kernels: list[KernelReport]
+    planned: int  # bytes
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, over all ranks."""
+        return self.phase.settings.global_batch * self.phase.settings.seq_len
+
+    @property
+    def tokens_of_micro_batch(self) -> int:
+        """Of one micro-batch of this rank."""
+        return self.phase.settings.micro_batch * self.phase.settings.seq_len * self.phase.chunks_together
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one GPU, if all ranks take as long as this one."""
+        return self.tokens / self.time.seconds / self.world
+
+    @property
+    def mfu(self) -> float:
+        """Share of the GPU's dense bf16 peak that the model's FLOPs take, by the count of `planning/count`."""
+        flops = count(self.phase.model, self.phase.settings.seq_len).flops_per_token
+        return flops * self.tokens_per_second / self.gpu.peak
+
+
+class RehearsalProcess:
+    """This process, once it is one with a GPU that is not there."""
+
+    def __init__(self, gpu: GPU, stand_ins: bool = True) -> None:
+        """With `stand_ins`, packages that a GPU machine would have count as installed where they are not here."""
+        library = guard.load()
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+        from hybridtron.rehearse.absent_gpu import pretend
+        from hybridtron.rehearse.collectives import Collectives
+
+        pretend(library, gpu)
+        self.gpu = gpu
+        self.collectives: Collectives = Collectives(gpu.node)
+        self.collectives.install()
+        if stand_ins:
+            sys.path.append(str(STAND_INS))  # at the end: what is installed is found first
+
+    def rehearse(self, phase: ResolvedPhase, world: int, rank: int, compiles: bool = True) -> Rehearsed:
+        """One rank's step. Kernels that are not compiled take as long as their bytes."""
+        from hybridtron.rehearse.step import rehearse_rank
+        from hybridtron.rehearse.step_time import step_time
+
+        step = rehearse_rank(phase, world, rank, self.collectives)
+        kernels = list(self._kernels(step)) if compiles else []
+        times = {number: kernel.time for number, kernel in enumerate(kernels)}
+        time = step_time(step, times, self.gpu, phase.config.parallel.virtual_pipeline)
+        planned = plan(phase, world).ranks[step.place.pipeline_rank].memory.total
+        return Rehearsed(self.gpu, phase, world, step, time, kernels, planned)
+
+    def _kernels(self, step: RankStep) -> Iterator[KernelReport]:
+        from hybridtron.rehearse.kernel_time import kernel_time
+
+        operations = [*step.passes_of_many.operations, *step.update.operations]
+        for number, launch in enumerate(step.launches.different):
+            own = [each for each in operations if each.kind == "kernel" and each.variant == number]
+            compiled = launch.compiled(self.gpu)
+            moved = own[0].bytes if own else 0
+            yield KernelReport(
+                launch.name, launch.grid, len(own), compiled, kernel_time(launch, compiled, moved, self.gpu)
+            )
+
+
+def different_ranks(phase: ResolvedPhase, world: int) -> Sequence[int]:
+    """One of each pipeline rank: Megatron counts tensor ranks first, then data ranks, then pipeline ranks."""
+    parallel = phase.config.parallel
+    data = data_parallel(parallel, world)
+    return range(0, world, parallel.tensor * data)

@@ -1,0 +1,211 @@
+"""What a rehearsal found, as tables and as plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from hybridtron.rehearse.rehearsal import Rehearsed
+from hybridtron.rehearse.step_time import PartTime, Work
+
+PARTS = ("forward", "backward", "update")
+SHOWN = 12  # places that memory is held by
+NOT_SEEN = (
+    "Not seen: CUDA's context and libraries (0.5 to 1 GB), NCCL's buffers, cuBLAS's workspaces, fragmentation of the "
+    "allocator; caches; how well kernels of other packages use a GPU."
+)
+
+
+def as_json(rehearsed: Rehearsed) -> dict[str, Any]:
+    """Everything as plain values; times are a model's."""
+    step, time = rehearsed.step, rehearsed.time
+    whole = time.whole
+    return {
+        "rank": step.rank,
+        "gpu": rehearsed.gpu.name,
+        "micro_batches": step.micro_batches,
+        "implementations": {op: name for op, name, _ in step.implementations},
+        "memory": {
+            "peak": step.peak,
+            "planned": rehearsed.planned,
+            "held": [[part, place, size] for (part, place), size in step.at_peak.most_common()],
+        },
+        "per_micro_batch": _part_json(time.micro_batch),
+        "once": _part_json(time.once),
+        "other_bytes_per_token": other_bytes(time.micro_batch) / rehearsed.tokens_of_micro_batch,
+        "waits": [[part, place, kind, times] for (part, place, kind), times in waits_of(rehearsed).items()],
+        "sent": [[*call, *amounts] for call, amounts in sent_of(rehearsed).items()],
+        "kernels": [
+            {
+                "name": kernel.name, "grid": list(kernel.grid), "launches": kernel.launches,
+                "registers": kernel.compiled.registers, "shared": kernel.compiled.shared,
+                "spilled": kernel.compiled.spilled, "warps": kernel.time.warps, "bound": kernel.time.bound,
+                "seconds": kernel.time.seconds,
+            }
+            for kernel in rehearsed.kernels
+        ],
+        "model": {
+            "step_seconds": time.seconds, "tokens_per_second": rehearsed.tokens_per_second, "mfu": rehearsed.mfu,
+            "exposed_seconds": whole.exposed,
+        },
+    }  # fmt: skip
+
+
+def _part_json(part: PartTime) -> dict[str, Any]:
+    costs = [{"part": key[0], "kind": key[1], **dataclasses.asdict(cost)} for key, cost in part.costs.items()]
+    return {"costs": costs, "waits": part.waits, "sent_bytes": part.sent, "seconds": part.seconds}
+
+
+def other_bytes(part: PartTime) -> float:
+    """Of all that is neither a matrix product nor attention."""
+    return sum(cost.bytes for (_, kind), cost in part.costs.items() if kind not in ("products", "attention"))
+
+
+def waits_of(rehearsed: Rehearsed) -> Counter[tuple[str, str, str]]:
+    """How often each line waits, in the larger rehearsed step."""
+    step = rehearsed.step
+    return Counter((wait.part, wait.place, wait.kind) for wait in (*step.passes_of_many.waits, *step.update.waits))
+
+
+def sent_of(rehearsed: Rehearsed) -> dict[tuple[str, str, int, bool, bool], tuple[int, int]]:
+    """(line, kind, ranks, between nodes, hidden) -> calls and bytes, in the larger rehearsed step."""
+    step = rehearsed.step
+    found: dict[tuple[str, str, int, bool, bool], tuple[int, int]] = {}
+    for call in (*step.passes_of_many.sent, *step.update.sent):
+        key = (call.place, call.kind, call.ranks, call.between_nodes, call.waited > call.asked)
+        calls, size = found.get(key, (0, 0))
+        found[key] = calls + 1, size + call.bytes
+    return found
+
+
+def print_tables(found: Sequence[Rehearsed]) -> None:
+    """For people."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=140, no_color=True)
+    for rehearsed in found:
+        for table in tables(rehearsed):
+            table.box = box.SIMPLE_HEAD if console.is_terminal else None
+            table.pad_edge = False
+            title, table.title = table.title, None
+            console.print(f"\n{title}", highlight=False, markup=False)
+            console.print(table)
+    console.print(f"\n{NOT_SEEN}", highlight=False)
+    slowest = max(found, key=lambda one: one.time.seconds)
+    console.print(
+        f"Model, not measured: {slowest.time.seconds:.3f} s a step, {slowest.tokens_per_second:,.0f} tokens/s a GPU, "
+        f"MFU {slowest.mfu:.1%} on {slowest.world} x {slowest.gpu.name}",
+        highlight=False,
+    )
+
+
+def tables(rehearsed: Rehearsed) -> Iterable[Table]:
+    """Of one rank."""
+    yield _implementations(rehearsed)
+    yield _costs(rehearsed)
+    if rehearsed.kernels:
+        yield _kernels(rehearsed)
+    if waits := waits_of(rehearsed):
+        yield _waits(waits)
+    if rehearsed.world > 1:
+        yield _sent(rehearsed)
+    yield _memory(rehearsed)
+
+
+def _table(title: str, *headers: str, left: int = 1) -> Table:
+    table = Table(title=title)
+    for index, header in enumerate(headers):
+        table.add_column(header, justify="left" if index < left else "right")
+    return table
+
+
+def _implementations(rehearsed: Rehearsed) -> Table:
+    step = rehearsed.step
+    place = (
+        f"rank {step.rank} of {rehearsed.world} (pipeline {step.place.pipeline_rank}, tensor {step.place.tensor.rank})"
+    )
+    table = _table(
+        f"{rehearsed.phase.config.run.name}, {place}, {rehearsed.gpu.name}", "op", "implementation", "why", left=3
+    )
+    for row in step.implementations:
+        table.add_row(*row)
+    return table
+
+
+def _costs(rehearsed: Rehearsed) -> Table:
+    """One row a kind of work: a micro-batch's forward and backward pass, and what a step does once."""
+    time = rehearsed.time
+    passes = time.micro_batch.costs
+    once: dict[str, Work] = {}
+    for (_, kind), cost in time.once.costs.items():
+        once.setdefault(kind, Work()).add(cost)
+    kinds = sorted({kind for _, kind in (*passes, *time.once.costs)}, key=lambda kind: -_seconds(passes, kind))
+    per_token = other_bytes(time.micro_batch) / rehearsed.tokens_of_micro_batch
+    title = (
+        f"A micro-batch of {rehearsed.tokens_of_micro_batch:,} tokens ({time.micro_batches} a step): "
+        f"{per_token / 1e6:.2f} MB a token beside products and attention; times are a model's"
+    )
+    table = _table(title, "", "launches", "", "GB", "", "TFLOP", "", "ms", "", "once a step: GB", "ms")
+    table.add_row("", *("forward", "backward") * 4, "", "")
+    for kind in kinds:
+        forward, backward = (passes.get((part, kind), Work()) for part in PARTS[:2])
+        fixed = once.get(kind, Work())
+        numbers = [
+            text
+            for name, scale, form in (("launches", 1, ".0f"), ("bytes", 1e-9, ".2f"), ("flops", 1e-12, ".2f"))
+            for cost in (forward, backward)
+            for text in [format(getattr(cost, name) * scale, form)]
+        ]
+        times = [f"{1e3 * cost.seconds:.2f}" for cost in (forward, backward)]
+        table.add_row(kind, *numbers, *times, f"{fixed.bytes * 1e-9:.2f}", f"{1e3 * fixed.seconds:.2f}")
+    return table
+
+
+def _seconds(costs: dict[tuple[str, str], Work], kind: str) -> float:
+    return sum(cost.seconds for (_, other), cost in costs.items() if other == kind)
+
+
+def _kernels(rehearsed: Rehearsed) -> Table:
+    title = f"Triton kernels, of {rehearsed.step.many} micro-batches"
+    table = _table(
+        title, "kernel", "grid", "launches", "registers", "spilled", "shared", "warps", "bound by", "ms each"
+    )
+    for kernel in rehearsed.kernels:
+        compiled, grid = kernel.compiled, " x ".join(map(str, kernel.grid))
+        numbers = (kernel.launches, compiled.registers, compiled.spilled, compiled.shared, kernel.time.warps)
+        table.add_row(kernel.name, grid, *map(str, numbers), kernel.time.bound, f"{1e3 * kernel.time.seconds:.3f}")
+    return table
+
+
+def _waits(waits: Counter[tuple[str, str, str]]) -> Table:
+    table = _table("The host, or a stream, waits", "in", "line", "for", "times", left=3)
+    for row, times in waits.most_common():
+        table.add_row(*row, str(times))
+    return table
+
+
+def _sent(rehearsed: Rehearsed) -> Table:
+    step = rehearsed.step
+    title = f"Sent by this rank in a step of {step.many} micro-batches"
+    table = _table(title, "line", "what", "ranks", "between nodes", "hidden", "calls", "GB", left=2)
+    for (place, kind, ranks, between, hidden), (calls, size) in sent_of(rehearsed).items():
+        marks = ("yes" if mark else "" for mark in (between, hidden))
+        table.add_row(place, kind, str(ranks), *marks, str(calls), f"{size / 1e9:.3f}")
+    return table
+
+
+def _memory(rehearsed: Rehearsed) -> Table:
+    step = rehearsed.step
+    title = f"Tensors at their most: {step.peak / 1e9:.2f} GB; planned {rehearsed.planned / 1e9:.2f} GB"
+    table = _table(title, "made in", "line", "GB", left=2)
+    for (part, place), size in step.at_peak.most_common(SHOWN):
+        table.add_row(part, place, f"{size / 1e9:.3f}")
+    rest = step.peak - sum(size for _, size in step.at_peak.most_common(SHOWN))
+    table.add_row("", "all others", f"{rest / 1e9:.3f}")
+    return table

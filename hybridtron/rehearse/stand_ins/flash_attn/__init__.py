@@ -1,0 +1,1 @@
+"""Stands for flash-attn 2 where it is not installed."""

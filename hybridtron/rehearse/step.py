@@ -1,0 +1,153 @@
+"""One training step of one rank, by the code that trains, on a GPU that is not there.
+
+The engine is built as for a run, with weights that have no values. Two steps are counted: one of as many micro-batches
+as fill the pipeline, one of twice as many. What the second has more is what these micro-batches cost; the first
+without them is what a step costs once. So the whole step is known, however many micro-batches it has.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from hybridtron.architecture.table import parameter_table
+from hybridtron.config.choices import Documents, StateMode
+from hybridtron.config.layout import ProcessLaunch, data_parallel
+from hybridtron.config.resolve import ResolvedPhase
+from hybridtron.data.batch import Batch, SeqInfo
+from hybridtron.engine.engine import Engine
+from hybridtron.ops import flex_tiles
+from hybridtron.ops.attention import flex
+from hybridtron.ops.kernel_launch import recorded_launches
+from hybridtron.ops.registry import choices
+from hybridtron.parallel import groups
+from hybridtron.rehearse import heard
+from hybridtron.rehearse.absent_gpu import ValuesOfNobody, fake_tensors
+from hybridtron.rehearse.attention_work import flex_kernel
+from hybridtron.rehearse.census import Census, Operation, Wait
+from hybridtron.rehearse.collectives import Collectives, Sent
+from hybridtron.rehearse.launches import Launches
+
+
+@dataclass(frozen=True)
+class CountedPart:
+    """What a part of a step asked for, in order. Of all operations that were counted, `first` is the first one here."""
+
+    first: int
+    operations: list[Operation]
+    waits: list[Wait]
+    sent: list[Sent]
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """A step of one rank: its passes with `few` micro-batches and with `many`, and its update."""
+
+    rank: int
+    place: groups.Groups
+    implementations: list[tuple[str, str, str]]  # of every op: what runs, and why
+    micro_batches: int  # that the step of a run has
+    few: int
+    many: int
+    passes_of_few: CountedPart
+    passes_of_many: CountedPart
+    update: CountedPart
+    course: list[int]  # bytes of tensors over the larger step
+    at_peak: Counter[tuple[str, str]]  # the most of these, by part and line
+    launches: Launches
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that tensors have."""
+        return max(self.course)
+
+
+def rehearse_rank(phase: ResolvedPhase, world: int, rank: int, collectives: Collectives) -> RankStep:
+    """Build the rank's engine and take its steps."""
+    parallel = phase.config.parallel
+    data = data_parallel(parallel, world)
+    micro_batches = phase.settings.global_batch // (phase.settings.micro_batch * data * phase.chunks_together)
+    unit = parallel.pipeline * (phase.states.chunks // phase.chunks_together)
+    few, many = min(unit, micro_batches), min(2 * unit, micro_batches)
+    census, launches = Census(), Launches()
+    sent = collectives.begin(census)
+    with _rehearsing(census, launches):
+        place = groups.start(parallel, launch=ProcessLaunch(rank, world), fake=True)
+        try:
+            engine = build_engine(phase, place)
+            steps = _Steps(phase, engine, census, sent)
+            first, _ = steps.take(few)
+            start = len(census.memory.events)
+            second, update = steps.take(many)
+        finally:
+            groups.stop()
+    memory = census.memory
+    return RankStep(
+        rank, place, choices("cuda"), micro_batches, few, many, first, second, update,
+        memory.course(start), memory.at_peak(start), launches,
+    )  # fmt: skip
+
+
+@contextmanager
+def _rehearsing(census: Census, launches: Launches) -> Iterator[None]:
+    """Nothing is computed inside, and all is counted. Groups over gloo, which checkpoints use, are not formed."""
+    core: Any = parallel_state
+    kernels: Any = flex_tiles
+    kernels._kernel = flex_kernel  # torch.compile has nothing to compile for
+    flex._mask_of_sizes.cache_clear()  # tensors of one rehearsal are not another's
+    for name in ("get_data_parallel_group_gloo", "get_expert_data_parallel_group_gloo"):
+        setattr(core, name, lambda *_, **__: parallel_state.get_data_parallel_group())
+
+    def note(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        census.add_kernel(*launches.note(kernel, grid, arguments, options))
+
+    with fake_tensors(), ValuesOfNobody(), census, recorded_launches(note), heard.listening(census):
+        yield
+
+
+def build_engine(phase: ResolvedPhase, place: groups.Groups) -> Engine:
+    """As for a run; every weight comes from a checkpoint that has no values."""
+    table = parameter_table(phase.config.model)
+    return Engine(phase.config, place, lambda name: torch.empty(table[name].shape), phase=phase.index)
+
+
+class _Steps:
+    """Steps of the phase, each counted."""
+
+    def __init__(self, phase: ResolvedPhase, engine: Engine, census: Census, sent: list[Sent]) -> None:
+        self.phase, self.engine, self.census, self.sent = phase, engine, census, sent
+
+    def take(self, micro_batches: int) -> tuple[CountedPart, CountedPart]:
+        """The passes and the update of a step; where states are carried, of one that starts from states."""
+        rows = self.phase.settings.micro_batch * micro_batches * self.phase.chunks_together // self.phase.states.chunks
+        self.engine.start_phase(self.phase.index, range(rows))
+        batches = [self._batch() for _ in range(micro_batches)]
+        if self.phase.states.mode is not StateMode.zero:
+            self._counted("unseen", lambda: self.engine.forward_backward(batches, 0))
+            self._counted("unseen", lambda: self.engine.step(1e-4))
+        passes = self._counted("passes", lambda: self.engine.forward_backward(batches, 1))
+        return passes, self._counted("update", lambda: self.engine.step(1e-4))
+
+    def _counted(self, part: str, run: Callable[[], object]) -> CountedPart:
+        census, sent = self.census, self.sent
+        first, waits, calls = len(census.operations), len(census.waits), len(sent)
+        census.part = part
+        run()
+        return CountedPart(first, census.operations[first:], census.waits[waits:], sent[calls:])
+
+    def _batch(self) -> Batch:
+        rows, length = self.phase.settings.micro_batch, self.phase.settings.seq_len * self.phase.chunks_together
+        tokens_BL = torch.zeros(rows, length, dtype=torch.int64, device="cuda")
+        isolated = self.phase.documents is Documents.isolate
+        documents_BL = torch.zeros(rows, length, dtype=torch.int32, device="cuda") if isolated else None
+        continues_B = torch.ones(rows, dtype=torch.bool, device="cuda")
+        mask_BL = torch.ones(rows, length, dtype=torch.bool, device="cuda")
+        seq = SeqInfo(torch.zeros_like(tokens_BL), documents_BL)
+        carried = self.phase.states.mode is StateMode.tbtt
+        return Batch(tokens_BL, torch.zeros_like(tokens_BL), mask_BL, seq, continues_B if carried else None)

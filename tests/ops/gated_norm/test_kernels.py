@@ -1,0 +1,86 @@
+"""The Triton kernels of the gated norm against the reference in float64, and as compiled for a Hopper GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.device import compute_device
+from hybridtron.ops.dispatch import force
+from hybridtron.ops.gated_norm import GatedScaleInputs, GatedSquaresInputs, gated_scale, gated_squares
+from tests.ops.compiling import compile_calls
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+FP32 = 1e-6  # of a tensor's norm
+
+
+@pytest.fixture
+def four_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hybridtron.ops.gated_norm import kernels  # not above: imported again for the interpreter
+
+    monkeypatch.setattr(kernels, "SHARES", 4)
+
+
+def results(implementation: str, tensors: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    """The sums, their gradients of y and z, the output, and its gradients of all four."""
+    y, z, scale, weight = (tensor.detach().requires_grad_() for tensor in tensors)
+    with force(implementation):
+        squares = gated_squares(GatedSquaresInputs(y, z))
+        out = gated_scale(GatedScaleInputs(y, z, scale, weight))
+    of_squares = torch.autograd.grad(squares, (y, z), grads[0].to(squares.dtype))
+    of_out = torch.autograd.grad(out, (y, z, scale, weight), grads[1].to(out.dtype))
+    return [squares.detach(), *of_squares, out.detach(), *of_out]
+
+
+def assert_right(tensors: list[Tensor], tolerance: float) -> None:
+    grads = [torch.randn(tensors[2].shape), torch.randn(tensors[0].shape).to(tensors[0].dtype)]
+    device = compute_device()
+    expected = results("reference", [t.double() for t in tensors], [t.double() for t in grads])
+    found = results("triton", [t.to(device) for t in tensors], [t.to(device) for t in grads])
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.shape == theirs.shape
+        assert (ours.cpu().double() - theirs).norm() <= tolerance * theirs.norm()
+
+
+def inputs(rows: int, length: int, heads: int, size: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    y, z = (torch.randn(rows, length, heads, size).to(dtype) for _ in range(2))
+    return [y, z, torch.rand(rows, length, heads) + 0.5, torch.randn(heads, size).to(dtype)]
+
+
+@pytest.mark.parametrize(("heads", "size"), [(1, 1), (3, 5), (4, 8), (5, 64), (3, 600)])
+def test_any_heads_and_channels(heads: int, size: int) -> None:
+    assert_right(inputs(2, 3, heads, size), FP32)
+
+
+def test_bf16() -> None:
+    """The interpreter cuts off what does not fit: an error of up to 2^-7 of each value."""
+    assert_right(inputs(2, 3, 4, 8, torch.bfloat16), 2**-7)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.usefixtures("four_shares")
+def test_more_tokens_than_shares_and_fewer(length: int) -> None:
+    assert_right(inputs(2, length, 3, 4), FP32)
+
+
+def test_tokens_first_and_a_gate_that_lies_beside_others() -> None:
+    y = torch.randn(5, 2, 3, 4).transpose(0, 1)
+    z = torch.randn(5, 2, 3 * 4 + 7)[..., : 3 * 4].transpose(0, 1).unflatten(-1, (3, 4))
+    assert_right([y, z, torch.rand(2, 5, 3) + 0.5, torch.randn(3, 4)], FP32)
+
+
+def shipped() -> None:
+    """What is launched at the sizes of recipes."""
+    with torch.device("meta"):
+        for heads, dtype in ((24, torch.bfloat16), (64, torch.bfloat16), (24, torch.float32)):
+            y, z = (torch.empty(2048, 16, heads, 64, dtype=dtype).transpose(0, 1).requires_grad_() for _ in range(2))
+            scale, weight = torch.empty(16, 2048, heads).requires_grad_(), torch.empty(heads, 64, requires_grad=True)
+            gated_squares.named("triton").function(GatedSquaresInputs(y, z)).sum().backward()
+            gated_scale.named("triton").function(GatedScaleInputs(y, z, scale, weight)).sum().backward()
+
+
+def test_they_compile_for_a_hopper_gpu_without_spills() -> None:
+    launches, _ = compile_calls("tests.ops.gated_norm.test_kernels", "shipped")
+    assert {launch.kernel for launch in launches} == {"_squares", "_squares_backward", "_scale", "_scale_backward"}
+    assert [fault for launch in launches for fault in launch.faults()] == []

@@ -1,0 +1,137 @@
+"""Small programs on a GPU that is not there, in a process of their own: what each was counted to do, as JSON.
+
+`python -m tests.rehearse.by_hand` prints a dictionary with one entry for each function below.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from hybridtron.rehearse.rates import GPUS
+from hybridtron.rehearse.rehearsal import RehearsalProcess
+
+process = RehearsalProcess(GPUS["h100"])
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.nn import functional  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from hybridtron.rehearse import heard  # noqa: E402
+from hybridtron.rehearse.absent_gpu import COMPOSITE, ValuesOfNobody, fake_tensors  # noqa: E402
+from hybridtron.rehearse.census import Census  # noqa: E402
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda", requires_grad=grad)
+
+
+def elementwise() -> None:
+    x, y = tensor(1000), tensor(1000)
+    _ = x * y  # 2 read, 1 written
+    x.mul_(y)  # 2 read, 1 written
+    x.zero_()  # 1 written
+    x.copy_(y)  # 1 read, 1 written
+    _ = x.view(10, 100).t()  # nothing
+    _ = x + y[:1].expand(1000)  # 1000 and 1 read, 1000 written
+
+
+def cast_and_pick() -> None:
+    x, table = tensor(1000), tensor(5000, 8)
+    _ = x.bfloat16()  # 4 bytes read and 2 written of each
+    _ = functional.embedding(torch.zeros(3, dtype=torch.int64, device="cuda"), table)
+
+
+def product() -> None:
+    a, b = tensor(30, 40, dtype=torch.bfloat16, grad=True), tensor(40, 50, dtype=torch.bfloat16, grad=True)
+    (a @ b).sum().backward()  # 2 x 30 x 40 x 50, three times
+
+
+def gate() -> None:
+    x = tensor(1000, grad=True)
+    functional.silu(x).backward(tensor(1000))  # forward 1 read 1 written, backward 2 read 1 written
+
+
+def asked() -> None:
+    x = tensor(4)
+    x[0].item()
+    float(x.sum())
+    if x.sum() > 0:
+        raise AssertionError("no value is a reason to do anything")
+    x.tolist()
+    x.nonzero()
+    x.cpu()
+    x.to("cpu", non_blocking=True)
+    torch.tensor([1.0, 2.0], device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
+
+
+def held() -> None:
+    x = tensor(1 << 20, grad=True)  # 4 MiB
+    y = x.sin()  # 4 more, and x is kept
+    z = y.cos()  # 4 more: 12
+    del y  # kept for the backward pass all the same
+    z.sum().backward()  # z, and in turn gradients of z's, y's and x's size; y goes with its use
+
+
+def run_again() -> None:
+    def many(x: Tensor) -> Tensor:
+        return x.sin().cos().sin().cos()
+
+    x = tensor(1 << 20, grad=True)
+    checkpoint(many, x, use_reentrant=False).sum().backward()
+
+
+def sent() -> dict[str, Any]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=16)
+    calls, census = process.collectives.begin(current[0]), current[0]
+    x, whole = tensor(1600), tensor(1600 * 16)
+    dist.all_reduce(x)
+    dist.all_gather_into_tensor(whole, x)
+    handle = dist.reduce_scatter_tensor(x, whole, async_op=True)
+    _ = x * x
+    handle.wait()
+    dist.all_reduce(torch.ones(3))  # on the host: no traffic of the device
+    dist.destroy_process_group()
+    assert census is current[0]
+    return {"sent": [[c.kind, c.bytes, c.ranks, c.between_nodes, c.waited - c.asked] for c in calls]}
+
+
+def taken_apart() -> list[str]:
+    """Operations with a kernel of their own on CPUs, which are taken apart where a device has none."""
+
+    def has(name: str, key: str) -> bool:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    mixed = [name for name in names if has(name, "CompositeImplicitAutograd") and has(name, "CPU")]
+    return sorted(name.removeprefix("aten::") for name in mixed)
+
+
+current: list[Census] = []
+
+
+def counted(run: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
+    census = Census()
+    census.part = "passes"
+    current[:] = [census]
+    with fake_tensors(), ValuesOfNobody(), census, heard.listening(census):
+        more = run() or {}
+    return {
+        "operations": [[op.part, op.name, op.bytes, op.flops] for op in census.operations],
+        "waits": [wait.kind for wait in census.waits],
+        "most": max(census.memory.course(), default=0),
+        "left": census.memory.current,
+        **more,
+    }
+
+
+if __name__ == "__main__":
+    programs = (elementwise, cast_and_pick, product, gate, asked, held, run_again, sent)
+    found = {program.__name__: counted(program) for program in programs}
+    print(json.dumps({**found, "composite": {"listed": sorted(COMPOSITE), "found": taken_apart()}}))

@@ -1,0 +1,24 @@
+"""Rehearses what its argument lists, in one process: JSON of [settings, gpus, rank] in, a list of reports out."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from hybridtron.config.check import require
+from hybridtron.config.load import load
+from hybridtron.planning.memory import largest_phase
+from hybridtron.rehearse.rates import GPUS
+from hybridtron.rehearse.rehearsal import RehearsalProcess
+
+if __name__ == "__main__":
+    process = RehearsalProcess(GPUS["h200"])
+    found = []
+    for settings, gpus, rank in json.loads(sys.argv[1]):
+        config = load(settings)
+        require(config, gpus)
+        rehearsed = process.rehearse(largest_phase(config), gpus, rank)
+        from hybridtron.rehearse.report import as_json
+
+        found.append(as_json(rehearsed))
+    print(json.dumps(found))

@@ -1,0 +1,98 @@
+"""Small programs on a GPU that is not there: every number is one that was counted by hand.
+
+They run in one process of their own, which can compute on nothing real afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridtron.rehearse.attention_work import seen_pairs
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[2]
+MIB = 1 << 20
+Seen = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, Seen]:
+    """What each program of `by_hand` was counted to do."""
+    command = [sys.executable, "-m", "tests.rehearse.by_hand"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Seen] = json.loads(done.stdout)
+    return found
+
+
+def test_bytes_that_are_read_and_written(seen: dict[str, Seen]) -> None:
+    values = 4 * 1000
+    assert seen["elementwise"]["operations"] == [
+        ["forward", "mul", 3 * values, 0],
+        ["forward", "mul_", 3 * values, 0],
+        ["forward", "zero_", values, 0],
+        ["forward", "copy_", 2 * values, 0],
+        ["forward", "add", 2 * values + 4, 0],
+    ]
+    cast, zeros, embedding = seen["cast_and_pick"]["operations"]
+    assert cast == ["forward", "_to_copy", 1000 * (4 + 2), 0]
+    assert zeros == ["forward", "zeros", 3 * 8, 0]
+    assert embedding == ["forward", "embedding", 3 * 8 + 2 * 3 * 8 * 4, 0]  # not the table of 5000
+
+
+def test_products_and_their_backward_pass(seen: dict[str, Seen]) -> None:
+    products = [op for op in seen["product"]["operations"] if op[1] == "mm"]
+    assert [(part, flops) for part, _, _, flops in products] == [
+        ("forward", 2 * 30 * 40 * 50),
+        ("backward", 2 * 30 * 40 * 50),
+        ("backward", 2 * 30 * 40 * 50),
+    ]
+    assert products[0][2] == 2 * (30 * 40 + 40 * 50 + 30 * 50)
+
+
+def test_an_operation_that_a_gpu_has_a_kernel_for_is_one_operation(seen: dict[str, Seen]) -> None:
+    """A build without CUDA would take silu's gradient apart into some twelve."""
+    assert seen["gate"]["operations"] == [["forward", "silu", 8000, 0], ["backward", "silu_backward", 12000, 0]]
+    assert seen["composite"] == {"listed": seen["composite"]["found"], "found": seen["composite"]["listed"]}
+
+
+def test_waits_of_the_host(seen: dict[str, Seen]) -> None:
+    assert seen["asked"]["waits"] == [
+        "item", "item", "item", "tolist", "nonzero", "copy to the host", "copy to the device", "device", "stream",
+    ]  # fmt: skip
+
+
+def test_tensors_that_exist_at_a_time(seen: dict[str, Seen]) -> None:
+    # x, y and z of 4 MiB, and in the backward pass of the cosine sin(y), -sin(y) and its product with the gradient;
+    # besides the sum and its gradient, a number each
+    assert seen["held"]["most"] == 6 * 4 * MIB + 2 * 4
+    assert seen["held"]["left"] == 0
+
+
+def test_what_runs_again_is_counted_in_the_backward_pass(seen: dict[str, Seen]) -> None:
+    names = [name for part, name, _, _ in seen["run_again"]["operations"] if part == "backward"]
+    assert names[:3] == ["sin", "cos", "sin"]  # the last of the four is not needed for any gradient
+
+
+def test_bytes_that_are_sent(seen: dict[str, Seen]) -> None:
+    shard, whole = 4 * 1600, 4 * 1600 * 16
+    assert seen["sent"]["sent"] == [
+        ["all_reduce", 2 * shard * 15 // 16, 16, True, 0],
+        ["all_gather_into_tensor", whole * 15 // 16, 16, True, 0],
+        ["reduce_scatter_tensor", whole * 15 // 16, 16, True, 1],  # one operation runs before it is waited for
+    ]
+
+
+@pytest.mark.parametrize("before", [-1, 0, 3, 100])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (7, 7), (5, 9)])
+def test_pairs_of_queries_and_keys(queries: int, keys: int, before: int) -> None:
+    places = [(q + keys - queries, k) for q in range(queries) for k in range(keys)]
+    seen = [k <= q and (before < 0 or q - k <= before) for q, k in places]
+    assert seen_pairs(queries, keys, True, before) == sum(seen)
+    assert seen_pairs(queries, keys, False, before) == queries * keys

@@ -1,0 +1,115 @@
+"""Steps of a real recipe, rehearsed: FLOPs, traffic and memory against what is known without running anything."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridtron.config.load import load
+from hybridtron.planning.count import count
+from hybridtron.planning.memory import RankPlan, largest_phase, plan
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.timeout(400)  # of the fixture, which rehearses in a process of its own
+ROOT = Path(__file__).parents[2]
+RECIPE = "recipe=samba_421m"
+CUT = [RECIPE, "parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2"]
+JOBS = {
+    "laptop": (["recipe=laptop", "precision=bf16"], 1, 0),
+    "alone": ([RECIPE], 1, 0),
+    "first of four, twice": (CUT, 8, 0),
+    "last of four, twice": (CUT, 8, 4),
+}
+LARGE = list(JOBS)[1:]
+Report = dict[str, Any]
+
+
+def rehearsed(jobs: list[str]) -> dict[str, Report]:
+    command = [sys.executable, "-m", "tests.rehearse.steps", json.dumps([JOBS[job] for job in jobs])]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(jobs, json.loads(done.stdout), strict=True))
+
+
+@pytest.fixture(scope="module")
+def laptop() -> Report:
+    return rehearsed(["laptop"])["laptop"]
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, Report]:
+    return rehearsed(LARGE)
+
+
+def planned(job: str) -> RankPlan:
+    settings, gpus, rank = JOBS[job]
+    made = plan(largest_phase(load(settings)), gpus)
+    return made.ranks[0 if rank == 0 else -1]
+
+
+def summed(report: Report, value: str, kind: str, part: str | None = None) -> float:
+    costs = report["per_micro_batch"]["costs"]
+    return sum(cost[value] for cost in costs if cost["kind"] == kind and part in (None, cost["part"]))
+
+
+def sent(report: Report, *kinds: str, ranks: int, once: bool) -> float:
+    """Bytes of calls that happen once a step, or for each micro-batch, in the rehearsed step."""
+    return sum(row[6] for row in report["sent"] if row[1] in kinds and row[2] == ranks and is_once(row) == once)
+
+
+def is_once(row: list[Any]) -> bool:
+    return row[0].startswith(("engine/", "megatron"))
+
+
+def assert_flops(report: Report, job: str) -> None:
+    """Products three times, and attention's two products twice and a half again in the backward pass."""
+    phase = largest_phase(load(JOBS[job][0]))
+    parts = count(phase.model, phase.settings.seq_len).flops_by_part
+    tokens = phase.settings.micro_batch * phase.settings.seq_len
+    assert summed(report, "flops", "products") == 3 * (parts["projections"] + parts["head"]) * tokens
+    assert summed(report, "flops", "attention", "forward") == parts["attention"] * tokens
+    assert summed(report, "flops", "attention", "backward") == 2.5 * parts["attention"] * tokens
+
+
+def test_a_small_step(laptop: Report) -> None:
+    assert_flops(laptop, "laptop")
+    chosen = laptop["implementations"]
+    assert (chosen["attention"], chosen["selective_scan"], chosen["rms_norm"]) == ("flash-attn", "triton", "triton")
+    assert laptop["memory"]["planned"] == planned("laptop").memory.total
+    kernels = {kernel["name"]: kernel for kernel in laptop["kernels"]}
+    assert {"scan.walk", "scan.gradients", "conv.backward", "norm.forward"} <= kernels.keys()
+    assert all(kernel["seconds"] > 0 for kernel in kernels.values())
+
+
+@pytest.mark.slow
+def test_flops_are_those_that_are_counted_on_paper(reports: dict[str, Report]) -> None:
+    assert_flops(reports["alone"], "alone")
+
+
+@pytest.mark.slow
+def test_memory_is_what_is_planned(reports: dict[str, Report]) -> None:
+    """In stages the most is held in the backward pass, whose own tensors (the scan's tiles, messages) no plan has."""
+    for job, report in reports.items():
+        peak, total = report["memory"]["peak"], planned(job).memory.total
+        assert report["memory"]["planned"] == total
+        assert 0 <= peak - total < (0.002 if job == "alone" else 0.07) * peak, job
+
+
+@pytest.mark.slow
+def test_kernels_are_compiled_and_none_spills(reports: dict[str, Report]) -> None:
+    assert all(kernel["spilled"] == 0 for kernel in reports["alone"]["kernels"])
+
+
+@pytest.mark.slow
+def test_the_tensor_ranks_send_what_is_planned(reports: dict[str, Report]) -> None:
+    """In the four micro-batches of the rehearsed step; the plan leaves out the loss's scalars and uncut weights."""
+    for job in ("first of four, twice", "last of four, twice"):
+        report, made = reports[job], planned(job)
+        kinds = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+        per_micro_batch = sent(report, *kinds, ranks=2, once=False) / 4
+        assert per_micro_batch * report["micro_batches"] == pytest.approx(made.traffic.tensor, rel=0.03), job

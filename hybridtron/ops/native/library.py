@@ -4,8 +4,8 @@
     call("f", task, n)   one of them, on a structure and n threads
 
 A build is named by all that it depends on: sources, compiler, flags and the CPU. So a changed compiler, or another kind
-of node on the same home directory, finds no file of its name and makes one. It is written aside and renamed when it is
-whole, by each of several processes that begin at once; the last one stays, and all are the same.
+of node on the same home directory, finds no file of its name and makes one. It is written to a temporary folder and
+renamed when it is complete, by each of several processes that begin at once; the last one stays, and all are the same.
 
 Not here: what the functions compute (the sources), and which op uses them (`native.py` in the ops' folders).
 """
@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +33,7 @@ COMPILERS = ("c++", "g++", "clang++")
 BUILD_S = 300.0  # longer than any compiler needs on a busy machine; one that hangs ends the attempt
 FLAGS = (
     "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions", "-fno-rtti",
-    "-shared", "-fPIC", "-pthread", "-w",
+    "-fPIC", "-pthread", "-w",
 )  # fmt: skip
 """Not -ffast-math: it folds the sums that round an exponent, and assumes that nothing is infinite."""
 
@@ -72,6 +73,13 @@ def call(name: str, task: ctypes.Structure, threads: int) -> None:
         raise MemoryError(f"{name} found no memory for its scratch space")
 
 
+def token_blocks(tokens: int) -> int:
+    """How many sums over blocks of tokens are made before they are added up."""
+    functions = library().functions
+    assert functions is not None, "missing() says whether there is a library"
+    return -(-tokens // functions.token_block())
+
+
 @dataclass(frozen=True)
 class Build:
     """What a library is made by, and the name that this gives it."""
@@ -102,11 +110,17 @@ class Build:
 
     def compile(self, target: Path) -> None:
         """Raises NotBuilt with what the compiler said last."""
-        command = [str(self.compiler), *self.flags, f'-DDIGEST="{self.digest}"', *map(str, self.sources)]
+        objects = [target.with_name(f"{source.stem}.o") for source in self.sources]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for _ in pool.map(self._run, [["-c", str(source)] for source in self.sources], objects):
+                pass
+        self._run([*map(str, objects), "-shared"], target)
+
+    def _run(self, arguments: list[str], target: Path) -> None:
+        command = [str(self.compiler), *self.flags, f'-DDIGEST="{self.digest}"', *arguments, "-o", str(target)]
         try:
             done = subprocess.run(
-                [*command, "-o", str(target)],
-                capture_output=True, text=True, errors="replace", timeout=BUILD_S, stdin=subprocess.DEVNULL,
+                command, capture_output=True, text=True, errors="replace", timeout=BUILD_S, stdin=subprocess.DEVNULL,
                 env={**os.environ, "LC_ALL": "C", "TMPDIR": str(target.parent)},
             )  # fmt: skip
         except subprocess.TimeoutExpired:
@@ -129,7 +143,7 @@ def _compiler() -> Path:
 def cpu_features() -> str:
     """What this CPU can compute, in the words of the system: programs built for one kind may end another's process."""
     try:
-        with open("/proc/cpuinfo") as file:
+        with Path("/proc/cpuinfo").open() as file:
             first = "".join(iter(file.readline, "\n"))  # of one core: a node can have hundreds
         wanted = ("flags", "features", "model", "cpu part", "isa")
         return "".join(line for line in first.splitlines(True) if line.lower().startswith(wanted))
@@ -154,7 +168,7 @@ def cache_folder() -> Path:
 
 
 def _opened(build: Build) -> ctypes.CDLL:
-    """The library in the cache; a file that can't be used is made anew. Raises NotBuilt."""
+    """The library in the cache; a file that can't be used is made again. Raises NotBuilt."""
     path = cache_folder() / f"{build.digest}.so"
     if path.is_file():
         try:
@@ -162,8 +176,8 @@ def _opened(build: Build) -> ctypes.CDLL:
         except NotBuilt:
             pass  # cut short by a full disk or a lost node
     try:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as aside:
-            made = Path(aside) / path.name
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as temporary:
+            made = Path(temporary) / path.name
             build.compile(made)
             with made.open("rb") as file:
                 os.fsync(file.fileno())
@@ -186,9 +200,9 @@ def _loaded(path: Path, build: Build) -> ctypes.CDLL:
     return functions
 
 
-def threads() -> int:
-    """As many as torch uses (OMP_NUM_THREADS), and no more than the cgroup lets run at once."""
-    return max(1, min(torch.get_num_threads(), _allowed()))
+def threads(worth: float) -> int:
+    """As many as torch uses (OMP_NUM_THREADS), as the cgroup lets run at once, and as the work is worth."""
+    return max(1, min(torch.get_num_threads(), _allowed(), 1 + int(worth)))
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.native.library import call, library, threads
-from hybridtron.ops.native.tensors import Tokens, address, like, readable
+from hybridtron.ops.native.tensors import Tokens, address, like, readable, scalar, starts_of
 
 LOG2E = 1.4426950408889634
 UNIT = 128  # channels that share a pass over b and c: their decays and states of a chunk stay in the second cache
@@ -49,9 +49,9 @@ class RecurrenceTask(ctypes.Structure):
     )
 
 
-def recurrence(inputs: RecurrenceInputs, starts_BL: Tensor | None, groups: int) -> tuple[Tensor, Tensor]:
+def recurrence(inputs: RecurrenceInputs, documents_BL: Tensor | None, groups: int) -> tuple[Tensor, Tensor]:
     """y in the type of x, and the state after the last token (B, N, E). Parameters come in the type of the state."""
-    return _NativeRecurrence.apply(groups, torch.is_grad_enabled(), starts_BL, *inputs)
+    return _NativeRecurrence.apply(groups, torch.is_grad_enabled(), starts_of(documents_BL), *inputs)
 
 
 class _NativeRecurrence(torch.autograd.Function):
@@ -61,7 +61,6 @@ class _NativeRecurrence(torch.autograd.Function):
     def forward(ctx: Any, groups: int, recorded: bool, starts_BL: Tensor | None, *fields: Any) -> tuple[Tensor, ...]:
         given = RecurrenceInputs(*fields)
         inputs = _prepared(given)
-        starts_BL = None if starts_BL is None else starts_BL.contiguous()
         task = _task(inputs, starts_BL, groups)
         last_BNE, y_BLE = inputs.state_BNE.clone(memory_format=torch.contiguous_format), like(inputs.x_BLE)
         task.state, task.y = last_BNE.data_ptr(), Tokens.of(y_BLE)
@@ -71,7 +70,7 @@ class _NativeRecurrence(torch.autograd.Function):
             task.kept = kept_BKNE.data_ptr()
             ctx.save_for_backward(starts_BL, kept_BKNE, *inputs)
             ctx.groups, ctx.kinds = groups, [None if t is None else t.dtype for t in given]
-        call(f"recurrence_forward_{_type(last_BNE)}", task, _threads(task))
+        call(f"recurrence_forward_{scalar(last_BNE.dtype)}", task, _threads(task))
         return y_BLE.to(given.x_BLE.dtype), last_BNE
 
     @staticmethod
@@ -79,7 +78,7 @@ class _NativeRecurrence(torch.autograd.Function):
     def backward(ctx: Any, grad_y_BLE: Tensor, grad_last_BNE: Tensor) -> tuple[Tensor | None, ...]:
         starts_BL, kept_BKNE, *fields = ctx.saved_tensors
         inputs = RecurrenceInputs(*fields)
-        task, crew = _task(inputs, starts_BL, ctx.groups), 0
+        task = _task(inputs, starts_BL, ctx.groups)
         grad_y_BLE = readable(grad_y_BLE)
         grad_state_BNE = grad_last_BNE.clone(memory_format=torch.contiguous_format)
         of_tokens = {
@@ -98,7 +97,7 @@ class _NativeRecurrence(torch.autograd.Function):
         units = -(-task.channels // task.unit)
         shares = None if task.whole_rows else kept_BKNE.new_empty(task.rows * units, task.length, 2, task.states)
         task.shares = address(shares)
-        call(f"recurrence_backward_{_type(kept_BKNE)}", task, crew)
+        call(f"recurrence_backward_{scalar(kept_BKNE.dtype)}", task, crew)
         heads = len(inputs.D_H)
         of_A = grad_A[0] if task.per_state else grad_A[0, :heads]
         x, dt, b, c, z = of_tokens.values()
@@ -109,8 +108,9 @@ class _NativeRecurrence(torch.autograd.Function):
 
 def _prepared(given: RecurrenceInputs) -> RecurrenceInputs:
     """As the sources want it: tokens readable, parameters dense, A in powers of two."""
-    tokens = {f"{name}": readable(t) for name, t in given._asdict().items() if name.find("_BL") > 0 and t is not None}
-    parameters = {"A": (given.A * LOG2E).contiguous(), "D_H": given.D_H.contiguous(), "bias_H": given.bias_H.contiguous()}
+    tokens = {name: readable(t) for name, t in given._asdict().items() if name.find("_BL") > 0 and t is not None}
+    A = (given.A * LOG2E).clamp(-1e30, 1e30)  # the compiled exponential takes finite numbers
+    parameters = {"A": A.contiguous(), "D_H": given.D_H.contiguous(), "bias_H": given.bias_H.contiguous()}
     return given._replace(**tokens, **parameters)
 
 
@@ -123,7 +123,8 @@ def _task(inputs: RecurrenceInputs, starts_BL: Tensor | None, groups: int) -> Re
     rows, length, channels = inputs.x_BLE.shape
     heads = len(inputs.D_H)
     head, of_group = channels // heads, heads // groups
-    together = max(k for k in range(1, of_group + 1) if k == 1 or (k * head <= UNIT and (groups == 1 or of_group % k == 0)))
+    fitting = [k for k in range(2, of_group + 1) if k * head <= UNIT and (groups == 1 or of_group % k == 0)]
+    together = max(fitting, default=1)  # heads of a unit; groups are made of whole units
     x, dt, b, c, z = map(Tokens.of, _tokens_of(inputs))
     return RecurrenceTask(
         rows=rows, length=length, channels=channels, states=inputs.state_BNE.shape[1], groups=groups, head=head,
@@ -133,7 +134,7 @@ def _task(inputs: RecurrenceInputs, starts_BL: Tensor | None, groups: int) -> Re
 
 
 def _threads(task: RecurrenceTask) -> int:
-    return min(threads(), 1 + task.rows * task.length * task.channels * task.states // WORTH)
+    return threads(task.rows * task.length * task.channels * task.states / WORTH)
 
 
 def _library_chunk() -> int:
@@ -141,7 +142,3 @@ def _library_chunk() -> int:
     functions = library().functions
     assert functions is not None
     return functions.recurrence_chunk()
-
-
-def _type(tensor: Tensor) -> str:
-    return "double" if tensor.dtype == torch.float64 else "float"

@@ -7,6 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
+from hybridtron.ops.documents import document_starts
+
 KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 
 
@@ -44,6 +46,24 @@ def like(tensor: Tensor) -> Tensor:
     if tensor.stride(0) >= tensor.stride(1):
         return torch.empty(tensor.shape, dtype=tensor.dtype)
     return torch.empty_like(tensor.transpose(0, 1), memory_format=torch.contiguous_format).transpose(0, 1)
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """(rows, tokens, channels) of a tensor of any axes, the last one channels; a view where there is one."""
+    if tensor.dim() < 3:
+        tensor = tensor.reshape(1, -1, tensor.shape[-1])
+    return readable(tensor if tensor.dim() == 3 else tensor.flatten(0, -3))
+
+
+def starts_of(documents_BL: Tensor | None) -> Tensor | None:
+    """Which tokens begin a document, as bytes in a row."""
+    starts_BL = document_starts(documents_BL)
+    return None if starts_BL is None else starts_BL.contiguous()
+
+
+def scalar(dtype: torch.dtype) -> str:
+    """The ending of a function's name, by the type that it computes in."""
+    return "double" if dtype == torch.float64 else "float"
 
 
 def address(tensor: Tensor | None) -> int | None:

@@ -66,7 +66,7 @@ template <class S> static inline V<S> scaled(V<S> n_shifted, V<S> f) {
   return (V<S>)((typename L::I)p + ((typename L::I)n_shifted << L::MANTISSA));
 }
 
-// 2^(a b)
+// 2^(a b) of finite factors
 template <class S> static inline V<S> power(V<S> a, V<S> b) {
   V<S> n_shifted = a * b + Lanes<S>::ROUND, n = n_shifted - Lanes<S>::ROUND;
   return scaled<S>(n_shifted, a * b - n);
@@ -81,9 +81,12 @@ template <> inline __m512 power<float>(__m512 a, __m512 b) {  // the same, by in
 }
 #endif
 
-// e^x
+// e^x, also of what is infinite
 template <class S> static inline V<S> exponential(V<S> x) {
   const S log2e = (S)LOG2E;
+  const V<S> far = same<S>(4096);
+  x = x < -far ? -far : x;
+  x = x > far ? far : x;
   V<S> n_shifted = x * log2e + Lanes<S>::ROUND, n = n_shifted - Lanes<S>::ROUND;
   V<S> f = x * log2e - n;
   return scaled<S>(n_shifted, x * Lanes<S>::LOG2E_LOW + f);

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from hybridtron.ops.dispatch import Implementation
-from hybridtron.ops.documents import document_starts
 from hybridtron.ops.native.library import missing
 from hybridtron.ops.native.recurrence import RecurrenceInputs, recurrence
 from hybridtron.ops.precision import wide_type
@@ -28,7 +27,7 @@ def selective_scan(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
         inputs.dt_bias_E.to(wide),
         inputs.z_BLE,
     )
-    y_BLE, last_BNE = recurrence(given, document_starts(inputs.documents_BL), groups=1)
+    y_BLE, last_BNE = recurrence(given, inputs.documents_BL, groups=1)
     return y_BLE, last_BNE.mT
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from hybridtron.ops.dispatch import Implementation
-from hybridtron.ops.documents import document_starts
 from hybridtron.ops.native.library import missing
 from hybridtron.ops.native.recurrence import RecurrenceInputs, recurrence
 from hybridtron.ops.precision import wide_type
@@ -33,7 +32,7 @@ def ssd_scan(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
         inputs.dt_bias_H.to(wide),
         None,
     )
-    y_BLE, last_BNE = recurrence(given, document_starts(inputs.documents_BL), inputs.B_BLGN.shape[2])
+    y_BLE, last_BNE = recurrence(given, inputs.documents_BL, inputs.B_BLGN.shape[2])
     return y_BLE.unflatten(2, x_BLHP.shape[2:]), last_BNE.mT.unflatten(1, x_BLHP.shape[2:])
 
 

@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.swiglu import SwiGLUInputs, swiglu
 
-FORMS = pytest.mark.parametrize("form", ["reference", "recomputed"])
+FORMS = pytest.mark.parametrize("form", ["reference", "recomputed", "native"])
 
 
 @FORMS

@@ -1,4 +1,4 @@
-"""Root-mean-square norm, and the same of a sum, compiled for this CPU (`native/norm.cpp`): one pass over a token."""
+"""Root-mean-square norm, and the same of a sum, compiled for this CPU (`native/norm.cpp`): a token at a time."""
 
 from __future__ import annotations
 

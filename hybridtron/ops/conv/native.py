@@ -15,6 +15,7 @@ from hybridtron.ops.native.library import call, missing, threads, token_blocks
 from hybridtron.ops.native.tensors import Tokens, address, like, readable, scalar, starts_of
 from hybridtron.ops.precision import wide_type
 
+MOST_TAPS = 32  # as in convolution.cpp
 WORTH = 2**16  # inputs that are worth a thread
 
 
@@ -35,7 +36,11 @@ def causal_conv(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
     return _NativeConv.apply(*given, starts_of(inputs.documents_BL), inputs.activation), new_tail(inputs)
 
 
-NATIVE = Implementation("native", causal_conv, "cpu", missing=missing)
+def _unsupported_reason(inputs: ConvInputs) -> str | None:
+    return None if inputs.width <= MOST_TAPS else f"takes widths up to {MOST_TAPS}, not {inputs.width}"
+
+
+NATIVE = Implementation("native", causal_conv, "cpu", unsupported_reason=_unsupported_reason, missing=missing)
 
 
 class _NativeConv(torch.autograd.Function):

@@ -92,6 +92,19 @@ template <class S> static inline V<S> exponential(V<S> x) {
   return scaled<S>(n_shifted, x * Lanes<S>::LOG2E_LOW + f);
 }
 
+#if defined(__AVX512F__)
+template <> inline __m512 exponential<float>(__m512 x) {  // the limits are for infinities, and let pass what is no number
+  const float *c = Lanes<float>::EXP;
+  x = _mm512_min_ps(_mm512_set1_ps(4096), _mm512_max_ps(_mm512_set1_ps(-4096), x));
+  const __m512 log2e = _mm512_set1_ps((float)LOG2E);
+  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, log2e), 8), f = _mm512_fmsub_ps(x, log2e, n), p = _mm512_set1_ps(c[6]);
+  f = _mm512_fmadd_ps(x, _mm512_set1_ps(Lanes<float>::LOG2E_LOW), f);
+#pragma GCC unroll 8
+  for (int k = 5; k >= 0; k--) p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(c[k]));
+  return _mm512_scalef_ps(p, n);
+}
+#endif
+
 // e^-|x| and 1 / (1 + e^-|x|): what a sigmoid, a SiLU and a softplus are made of
 template <class S> struct Logistic {
   V<S> below, large;

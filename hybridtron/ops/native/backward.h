@@ -4,7 +4,8 @@
 
 // What comes back through the states of TILE n and one vector of channels, over a chunk.
 template <class S, bool PER_STATE>
-static void retreat(Workspace<S> &w, int64_t tile, int64_t i, const V<S> *a, V<S> *grad_state, V<S> *grad_a, bool added) {
+static void retreat(Workspace<S> &w, int64_t tile, int64_t i, const V<S> *a, V<S> *grad_state, V<S> *grad_a,
+                    bool added) {
   const int64_t lanes = w.lanes, padded = w.padded;
   V<S> g[TILE], of_a[TILE];
   for (int n = 0; n < TILE; n++) g[n] = grad_state[n], of_a[n] = V<S>{};
@@ -62,7 +63,8 @@ template <class S> static void write_gradients(Workspace<S> &w) {
     }
     for (int64_t t = 0; t < w.tokens; t++) {
       const int64_t at = t * w.lanes + i;
-      const V<S> x = load(w.x + at), delta = load(w.delta + at), of_step = load(w.grad_step + at), grad = load(w.grad + at);
+      const V<S> x = load(w.x + at), delta = load(w.delta + at), grad = load(w.grad + at);
+      const V<S> of_step = load(w.grad_step + at);
       V<S> of_delta = load(w.grad_delta + at);
       of_D += grad * x;
       if (!of.per_state) of_A += of_delta * delta, of_delta *= A;
@@ -77,7 +79,8 @@ template <class S> static void write_gradients(Workspace<S> &w) {
   }
   const int64_t heads = w.width / of.head;
   for (int64_t t = 0; t < w.tokens; t++) {
-    S *of_dt = w.grad_delta + t * w.lanes, *z = w.x + t * w.lanes, *grad = w.delta + t * w.lanes, *sum = w.sum + t * w.lanes;
+    S *of_dt = w.grad_delta + t * w.lanes, *z = w.x + t * w.lanes, *grad = w.delta + t * w.lanes;
+    const S *sum = w.sum + t * w.lanes;
     write(w.grad_step + t * w.lanes, of.grad_x, w.row, w.start + t, w.first, w.width);
     if (of.head > 1)
       for (int64_t h = 0; h < heads; h++) {

@@ -11,7 +11,8 @@ static inline int64_t parts(int64_t whole, int64_t part) { return (whole + part 
 template <class S> static inline int64_t lanes(int64_t channels) { return parts(channels, Lanes<S>::W) * Lanes<S>::W; }
 
 // A row of channels with zeros behind it, up to a whole vector
-template <class S> static inline void read_padded(S *to, const Tokens &from, int64_t r, int64_t t, int64_t first, int count) {
+template <class S>
+static inline void read_padded(S *to, const Tokens &from, int64_t r, int64_t t, int64_t first, int count) {
   for (int64_t i = count; i < lanes<S>(count); i++) to[i] = 0;
   read(to, from, r, t, first, count);
 }

@@ -1,7 +1,8 @@
 // The short causal convolution with SiLU:
 //
 //     p_t = bias + sum over k < width of weight_{width-1-k} x_{t-k},   y_t = silu(p_t), or p_t without activation
-//     g_t = dy_t silu'(p_t),   dx_s = sum over k of weight_{width-1-k} g_{s+k},   dweight_{width-1-k} = sum over t of g_t x_{t-k}
+//     g_t = dy_t silu'(p_t),   dx_s = sum over k of weight_{width-1-k} g_{s+k}
+//     dweight_{width-1-k} = sum over t of g_t x_{t-k}
 //
 // k reaches no further back than the token's document does. What is before the row is its tail, of the first document.
 #include "blocks.h"
@@ -96,7 +97,8 @@ template <class S, int WIDTH> static void forward_block(void *task, int unit, ch
 }
 
 // g of the block and of the tokens behind it whose taps reach into it; the weight's gradient of the block alone
-template <class S, int WIDTH> static void make_g(ConvolutionBlock<S, WIDTH> &c, const V<S> *weight, int64_t i, int64_t end) {
+template <class S, int WIDTH>
+static void make_g(ConvolutionBlock<S, WIDTH> &c, const V<S> *weight, int64_t i, int64_t end) {
   const Convolution<S> &of = c.of;
   const V<S> bias = c.parameter(of.bias, i);
   typename ConvolutionBlock<S, WIDTH>::Taps of_weight;

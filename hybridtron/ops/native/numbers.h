@@ -40,7 +40,8 @@ template <class S> static inline void read(S *to, const Tokens &from, int64_t r,
     for (int i = 0; i < count; i++) to[i] = (S)widened(((const uint16_t *)at)[i]);
 }
 
-template <class S> static inline void write(const S *from, const Tokens &to, int64_t r, int64_t t, int64_t first, int count) {
+template <class S>
+static inline void write(const S *from, const Tokens &to, int64_t r, int64_t t, int64_t first, int count) {
   char *at = to.at(r, t, first);
   if (to.kind == FLOAT)
     for (int i = 0; i < count; i++) ((float *)at)[i] = (float)from[i];

@@ -10,7 +10,8 @@
 //
 //     G_t = c_t g_t + a_{t+1} G_{t+1},   dc_t = sum over channels of g_t h_t,   db_t = sum over channels of G_t s_t
 //     ds_t = sum over n of G_t b_t,   e_t = a_t G_t h_{t-1},   dA = sum over t of delta_t e_t
-//     ddelta_t = sum over n of A e_t + x_t ds_t,   dx_t = delta_t ds_t + D g_t,   dz_t = dy_t y_t silu'(z_t) / silu(z_t)
+//     ddelta_t = sum over n of A e_t + x_t ds_t,   dx_t = delta_t ds_t + D g_t,   
+//     dz_t = dy_t y_t silu'(z_t), with y_t before the gate
 //
 // Backward reads the states that forward kept, one of every CHUNK tokens, and makes those between them again. Where a
 // document begins, h_{t-1} is 0 and nothing returns to it.
@@ -110,7 +111,8 @@ template <class S> struct Workspace {
         }
     clear_behind(delta_t), clear_behind(slope_t);
     if (!of.per_state) clear_behind(decay_t);
-    for (int64_t i = 0; i < lanes; i += Lanes<S>::W) store(step + t * lanes + i, load(delta_t + i) * load(x + t * lanes + i));
+    for (int64_t i = 0; i < lanes; i += Lanes<S>::W)
+      store(step + t * lanes + i, load(delta_t + i) * load(x + t * lanes + i));
   }
 
   // A vector of an array that ends after `count` numbers, zeros behind them

@@ -43,7 +43,9 @@ template <class S> static void gradients_of_few(void *task, int unit, char *scra
     if (of.mask[t]) {
       const S lse = of.lse[t], factor = 1 + 2 * (S)of.z_loss * lse;
       read(part, of.logits, 0, t, 0, of.size);
-      for (int64_t i = 0; i < of.size; i += Lanes<S>::W) store(part + i, exponential<S>(load(part + i) - lse) * factor);
+      for (int64_t i = 0; i < of.size; i += Lanes<S>::W) {
+        store(part + i, exponential<S>(load(part + i) - lse) * factor);
+      }
       const int64_t label = of.labels[t];
       if (label >= 0 && label < of.size) part[label] -= 1;
     } else {

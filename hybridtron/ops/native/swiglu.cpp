@@ -14,7 +14,8 @@ template <class S, bool BACK> static void block(void *task, int unit, char *scra
   S *gate = (S *)scratch, *up = gate + GROUP, *grad = up + GROUP;
   for (int64_t k = unit * BLOCK; k < (unit + 1) * BLOCK && k < of.rows * of.length; k++)
     for (int64_t first = 0; first < of.channels; first += GROUP) {
-      const int64_t r = k / of.length, t = k % of.length, left = of.channels - first, count = left < GROUP ? left : GROUP;
+      const int64_t r = k / of.length, t = k % of.length;
+      const int64_t left = of.channels - first, count = left < GROUP ? left : GROUP;
       read_padded(gate, of.gate, r, t, first, count), read_padded(up, of.up, r, t, first, count);
       if (BACK) read_padded(grad, of.grad_y, r, t, first, count);
       for (int64_t i = 0; i < count; i += Lanes<S>::W) {

@@ -58,7 +58,8 @@ static inline bool share(void (*function)(void *, int, char *), void *task, int 
   Worker workers[MOST_THREADS];
   int started = 1;
   for (int i = 0; i < threads; i++) workers[i] = Worker{&crew, memory + scratch * i, {}};
-  while (started < threads && pthread_create(&workers[started].thread, nullptr, work, &workers[started]) == 0) started++;
+  while (started < threads && pthread_create(&workers[started].thread, nullptr, work, &workers[started]) == 0)
+    started++;
   work(&workers[0]);
   for (int i = 1; i < started; i++) pthread_join(workers[i].thread, nullptr);
   free(memory);

@@ -93,11 +93,13 @@ template <class S> static inline V<S> exponential(V<S> x) {
 }
 
 #if defined(__AVX512F__)
-template <> inline __m512 exponential<float>(__m512 x) {  // the limits are for infinities, and let pass what is no number
+// The limits are for infinities; what is no number stays so.
+template <> inline __m512 exponential<float>(__m512 x) {
   const float *c = Lanes<float>::EXP;
   x = _mm512_min_ps(_mm512_set1_ps(4096), _mm512_max_ps(_mm512_set1_ps(-4096), x));
   const __m512 log2e = _mm512_set1_ps((float)LOG2E);
-  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, log2e), 8), f = _mm512_fmsub_ps(x, log2e, n), p = _mm512_set1_ps(c[6]);
+  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, log2e), 8), f = _mm512_fmsub_ps(x, log2e, n);
+  __m512 p = _mm512_set1_ps(c[6]);
   f = _mm512_fmadd_ps(x, _mm512_set1_ps(Lanes<float>::LOG2E_LOW), f);
 #pragma GCC unroll 8
   for (int k = 5; k >= 0; k--) p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(c[k]));

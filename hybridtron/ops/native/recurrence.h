@@ -3,14 +3,14 @@
 //     h_t = a_t h_{t-1} + s_t b_t,   y_t = sum over n of c_t h_t + D x_t,   y_t silu(z_t) where there is a gate
 //     a_t = exp(delta_t A),   s_t = delta_t x_t,   delta_t = softplus(dt_t + bias)
 //
-// h has an entry for each channel and each n. A has either as many (the selective scan of Mamba-1), or one for each head
-// of channels, which then share dt, D and bias too (SSD of Mamba-2). Channels of a group share b and c.
+// h has an entry for each channel and each n. A has as many (the selective scan of Mamba-1), or one for each head of
+// channels, which then share dt, D and bias too (SSD of Mamba-2). Channels of a group share b and c.
 //
 // Gradients, with G_t that of h_t and g_t that of y_t before the gate:
 //
 //     G_t = c_t g_t + a_{t+1} G_{t+1},   dc_t = sum over channels of g_t h_t,   db_t = sum over channels of G_t s_t
 //     ds_t = sum over n of G_t b_t,   e_t = a_t G_t h_{t-1},   dA = sum over t of delta_t e_t
-//     ddelta_t = sum over n of A e_t + x_t ds_t,   dx_t = delta_t ds_t + D g_t,   
+//     ddelta_t = sum over n of A e_t + x_t ds_t,   dx_t = delta_t ds_t + D g_t
 //     dz_t = dy_t y_t silu'(z_t), with y_t before the gate
 //
 // Backward reads the states that forward kept, one of every CHUNK tokens, and makes those between them again. Where a

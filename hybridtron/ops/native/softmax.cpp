@@ -60,7 +60,9 @@ template <class S> static int softmax(void (*work)(void *, int, char *), Softmax
 }
 
 extern "C" int softmax_sums_float(Softmax<float> *of, int threads) { return softmax(sums_of_few<float>, of, threads); }
-extern "C" int softmax_sums_double(Softmax<double> *of, int threads) { return softmax(sums_of_few<double>, of, threads); }
+extern "C" int softmax_sums_double(Softmax<double> *of, int threads) {
+  return softmax(sums_of_few<double>, of, threads);
+}
 extern "C" int softmax_gradients_float(Softmax<float> *of, int threads) {
   return softmax(gradients_of_few<float>, of, threads);
 }

@@ -53,8 +53,12 @@ def add_rms_norm(inputs: AddRMSNormInputs) -> tuple[Tensor, Tensor]:
     return _NativeAddNorm.apply(*inputs)
 
 
-NORM = Implementation("native", rms_norm, "cpu", unsupported_reason=_unsupported_reason, missing=missing)
-ADD_NORM = Implementation("native", add_rms_norm, "cpu", unsupported_reason=_unsupported_reason, missing=missing)
+NORM: Implementation[RMSNormInputs, Tensor] = Implementation(
+    "native", rms_norm, "cpu", unsupported_reason=_unsupported_reason, missing=missing
+)
+ADD_NORM: Implementation[AddRMSNormInputs, tuple[Tensor, Tensor]] = Implementation(
+    "native", add_rms_norm, "cpu", unsupported_reason=_unsupported_reason, missing=missing
+)
 
 
 class _NativeNorm(torch.autograd.Function):
@@ -69,7 +73,8 @@ class _NativeNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *_backward(*ctx.saved_tensors, ctx.eps, grads[0], None), None
+        x, weight = ctx.saved_tensors
+        return *_backward(x, weight, ctx.eps, grads[0], None), None
 
 
 class _NativeAddNorm(torch.autograd.Function):
@@ -85,7 +90,8 @@ class _NativeAddNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_sum: Tensor, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, grad_weight = _backward(*ctx.saved_tensors, ctx.eps, grad_y, grad_sum)
+        summed, weight = ctx.saved_tensors
+        grad_x, grad_weight = _backward(summed, weight, ctx.eps, grad_y, grad_sum)
         return grad_x, grad_x.to(ctx.added), grad_weight, None
 
 

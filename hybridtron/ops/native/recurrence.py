@@ -18,7 +18,7 @@ from hybridtron.ops.native.library import call, library, threads
 from hybridtron.ops.native.tensors import Tokens, address, like, readable, scalar, starts_of
 
 LOG2E = 1.4426950408889634
-UNIT = 128  # channels that share a pass over b and c: their decays and states of a chunk stay in the second cache
+UNIT = 128  # channels of one unit of work: their decays and states of a chunk stay in the second cache
 WORTH = 2**18  # states times tokens that are worth a thread: it takes some 20 us to come and go
 
 

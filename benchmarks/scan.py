@@ -1,8 +1,9 @@
-"""The selective scan alone: our chunked form against our reference loop and transformers' loop, and against a floor.
+"""The selective scan alone: compiled, against our forms in torch and transformers' loop, and against a floor.
 
 The floor is what any form has to do: read the inputs and write the outputs once forward, read them and the output's
 gradient and write the inputs' gradients once backward, and form the L x E x N decays exp(delta A). Both are timed in
-the same rounds: a copy of that many bytes, and exp over that many values in a buffer that stays in the cache.
+the same rounds: a copy of that many bytes, and torch's exp over that many values in a buffer that stays in the cache.
+The compiled form makes every decay twice, forward and backward.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hybridtron.proving.measuring import BenchReport, difference
 from hybridtron.proving.peak_memory import measure_memory
 
 CACHED = 2**16  # values of the buffer over which the exp floor is measured
-FORMS = ("chunked", "reference", "transformers")
+FORMS = ("native", "chunked", "reference", "transformers")
 
 
 @dataclass(frozen=True)
@@ -94,16 +95,19 @@ def scan(report: BenchReport) -> None:
     """Speed, floor, memory."""
     sizes = QUICK if report.quick else FULL
     shortest = inputs(sizes.lengths[0], sizes)
-    for form in FORMS[:2]:
+    for form in FORMS[:3]:
         difference(forward_backward(form, shortest), forward_backward("transformers", shortest))
     passes: dict[int, dict[str, Callable[[], object]]] = {}
     for length in sizes.lengths:
         tensors = inputs(length, sizes)
-        forms = FORMS if length <= sizes.most else FORMS[:1]
+        forms = FORMS if length <= sizes.most else FORMS[:2]
         passes[length] = {form: partial(forward_backward, form, tensors) for form in forms}
         passes[length] |= {"copy floor": copy_floor(sizes, length), "exp floor": exp_floor(sizes, length)}
-    pairs = [(form, "chunked") for form in FORMS[1:]] + [("chunked", floor) for floor in ("copy floor", "exp floor")]
-    report.ratios("time", "tokens", report.sweep(passes), pairs, {})
+    pairs = [(form, "native") for form in FORMS[1:]] + [("native", floor) for floor in ("copy floor", "exp floor")]
+    timings = report.sweep(passes)
+    report.ratios("time", "tokens", timings, pairs, {})
+    report.at_most("native / exp floor at the first length", 10, timings[sizes.lengths[0]].ratio("native", "exp floor"))
+    report.at_most("native / exp floor at the last length", 12, timings[sizes.lengths[-1]].ratio("native", "exp floor"))
     per_token = 3 * 7 * sizes.channels * sizes.state
     report.notes += [
         f"batch 1, {sizes.channels} channels, state {sizes.state}, fp32, forward and backward, gradients of all inputs",
@@ -115,6 +119,7 @@ def scan(report: BenchReport) -> None:
     last = sizes.memory[-1]
     share = peaks[last]["chunked"] / peaks[last]["transformers"]
     report.at_most(f"peak memory at {last} tokens, chunked / transformers", 0.25, share)
+    report.at_most(f"peak memory at {last} tokens, native / chunked", 1, peaks[last]["native"] / peaks[last]["chunked"])
 
 
 def prepared(form: str, length: int, sizes: Sizes) -> Callable[[], object]:

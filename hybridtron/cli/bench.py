@@ -33,10 +33,11 @@ WHAT = {
     "checkpoint": ("checkpoint", "Checkpoints", "writing and loading, against torch.save and megatron-core's own"),
     "convert": ("convert", "Conversion", "to the format of Hugging Face and back, against a plain copy: rate, memory"),
     "fp8": ("fp8", "FP8 against bf16", "the loss of the laptop recipe in each of FP8's precisions, emulated"),
+    "llama": ("llama", "A recipe and a plain Llama", "tokens/s of both in training, with as many parameters"),
     "step": ("step", "Training step", "through our schedule and optimizer, against a plain PyTorch loop"),
 }
 """Name -> its file in benchmarks/, whose function of that name fills a report; the report's title; what it compares."""
-TAKES_SETTINGS = ("step", "fp8")
+TAKES_SETTINGS = ("step", "fp8", "llama")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -49,7 +50,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("name", choices=list(WHAT), metavar="NAME", help=", ".join(WHAT))
     parser.add_argument(
-        "settings", nargs="*", metavar="key=value", help="for step and fp8: as `hybridtron train` takes them"
+        "settings", nargs="*", metavar="key=value", help="for step, fp8 and llama: as `hybridtron train` takes them"
     )
     parser.add_argument("--quick", action="store_true", help="tiny sizes; writes no table unless --output says where")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the table (default: benchmarks/NAME.md)")

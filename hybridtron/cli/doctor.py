@@ -39,6 +39,8 @@ OPTIONAL = {
 }
 IMPORTED = {"flash_attn": "flash_attn.flash_attn_interface"}  # other packages have a `flash_attn` without its functions
 
+NO_COMPILER = "ops run in torch alone, several times slower on a CPU; a C++ compiler (g++ or clang++) changes it"
+
 IMPORT = """
 import importlib, importlib.util, json, sys
 name = sys.argv[1]
@@ -55,10 +57,12 @@ import json
 import torch
 from hybridtron.device import compute_device, cuda_report, describe_device
 from hybridtron.config.choices import Precision
+from hybridtron.ops.native.library import library
 from hybridtron.ops.registry import choices
 from hybridtron.parallel.transformer_engine import fp8_fault
 about = {"device": describe_device(), "cuda": cuda_report(), "threads": torch.get_num_threads()}
 about["fp8"] = fp8_fault(Precision.fp8_delayed)
+about["native"] = library().reason, library().functions is not None
 print("\\n" + json.dumps({**about, "choices": choices(compute_device().type)}))
 """
 
@@ -179,6 +183,8 @@ def kernel_section() -> tuple[str, list[Line]]:
     if driver := _driver():
         lines.append(Line("none", "driver", driver))
     lines.append(Line("none", "threads", f"{about['threads']} (OMP_NUM_THREADS changes it)"))
+    reason, built = about["native"]
+    lines.append(Line("ok" if built else "none", "compiled CPU forms", reason, "" if built else NO_COMPILER))
     lines += [Line("ok", op, form, why) for op, form, why in about["choices"]]
     return "device and kernels", [*lines, fp8_line(about["fp8"])]
 

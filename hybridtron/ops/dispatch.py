@@ -33,6 +33,10 @@ def _supports_all(inputs: tuple[Any, ...]) -> str | None:
     return None
 
 
+def _nothing() -> str | None:
+    return None
+
+
 def _yes() -> bool:
     return True
 
@@ -41,8 +45,9 @@ def _yes() -> bool:
 class Implementation(Generic[Inputs, Outputs]):
     """One way to compute an op.
 
-    `unsupported_reason` says why it can't compute some inputs, or None. `repeats_bits` says whether it gives the same
-    bits again, its backward pass included, once `device.deterministic` asks for that.
+    `unsupported_reason` says why it can't compute some inputs, and `missing` what is not there that it needs beside its
+    package; None if nothing is in the way. `repeats_bits` says whether it gives the same bits again, its backward pass
+    included, once `device.deterministic` asks for that.
     """
 
     name: str
@@ -51,6 +56,7 @@ class Implementation(Generic[Inputs, Outputs]):
     package: str | None = None
     unsupported_reason: Callable[[Inputs], str | None] = _supports_all
     repeats_bits: Callable[[], bool] = _yes
+    missing: Callable[[], str | None] = _nothing
 
     def unavailable_reason(self, device: str) -> str | None:
         """Why this implementation can't run on a device at all, or None."""
@@ -58,6 +64,8 @@ class Implementation(Generic[Inputs, Outputs]):
             return f"for {self.device}"
         if self.package is not None and (found := optional_package(self.package)).module is None:
             return found.reason
+        if (reason := self.missing()) is not None:
+            return reason
         if is_deterministic() and not self.repeats_bits():
             return "adds up in no fixed order, which run.deterministic=true rules out"
         return None

@@ -28,6 +28,7 @@ TABLES = {
     "span": 2,
     "states": 2,
     "step": 1,
+    "llama": 1,
     "data": 3,
     "checkpoint": 3,
     "fp8": 1,

@@ -1,10 +1,10 @@
 """The gated norm of Mamba-2, in two steps."""
 
 from hybridtron.ops.dispatch import Op
-from hybridtron.ops.gated_norm import recomputed, reference, triton
+from hybridtron.ops.gated_norm import native, recomputed, reference, triton
 from hybridtron.ops.gated_norm.reference import GatedScaleInputs, GatedSquaresInputs
 
 __all__ = ["GatedScaleInputs", "GatedSquaresInputs", "gated_scale", "gated_squares"]
 
-gated_squares = Op(reference.gated_squares, (triton.SQUARES, recomputed.SQUARES))
-gated_scale = Op(reference.gated_scale, (triton.SCALE, recomputed.SCALE))
+gated_squares = Op(reference.gated_squares, (triton.SQUARES, native.SQUARES, recomputed.SQUARES))
+gated_scale = Op(reference.gated_scale, (triton.SCALE, native.SCALE, recomputed.SCALE))

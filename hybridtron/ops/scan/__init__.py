@@ -1,9 +1,12 @@
 """The selective scan of Mamba-1."""
 
 from hybridtron.ops.dispatch import Op
-from hybridtron.ops.scan import chunked, mamba_ssm, reference, triton
+from hybridtron.ops.scan import chunked, mamba_ssm, native, reference, triton
 from hybridtron.ops.scan.reference import ScanInputs
 
 __all__ = ["ScanInputs", "selective_scan"]
 
-selective_scan = Op(reference.selective_scan, (mamba_ssm.MAMBA_SSM, triton.TRITON, chunked.CHUNKED))
+selective_scan = Op(
+    reference.selective_scan,
+    (mamba_ssm.MAMBA_SSM, triton.TRITON, native.NATIVE, chunked.CHUNKED),
+)

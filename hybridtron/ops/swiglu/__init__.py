@@ -1,9 +1,9 @@
 """The gate of a SwiGLU block."""
 
 from hybridtron.ops.dispatch import Op
-from hybridtron.ops.swiglu import recomputed, reference, triton
+from hybridtron.ops.swiglu import native, recomputed, reference, triton
 from hybridtron.ops.swiglu.reference import SwiGLUInputs
 
 __all__ = ["SwiGLUInputs", "swiglu"]
 
-swiglu = Op(reference.swiglu, (triton.TRITON, recomputed.RECOMPUTED))
+swiglu = Op(reference.swiglu, (triton.TRITON, native.NATIVE, recomputed.RECOMPUTED))

@@ -14,7 +14,7 @@ from hybridtron.device import Package
 from hybridtron.ops.conv import ConvInputs, causal_conv, causal_conv1d, fused
 from hybridtron.ops.dispatch import force
 
-OWN_FORMS = ["reference", "fused"]
+OWN_FORMS = ["reference", "fused", "native"]
 FORMS = [*OWN_FORMS, "causal-conv1d"]
 DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 2, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1]])
 

@@ -15,7 +15,7 @@ from hybridtron.ops import dispatch
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.scan import ScanInputs, chunked, mamba_ssm, recurrence, selective_scan
 
-OWN_FORMS = ["reference", "chunked"]
+OWN_FORMS = ["reference", "chunked", "native"]
 FORMS = [*OWN_FORMS, "mamba-ssm"]
 TWO_DOCUMENTS = torch.tensor([[0] * 4 + [1] * 7, [0] * 9 + [1] * 2])
 FORMS_AND_DOCUMENTS = [  # mamba-ssm refuses documents, and a state before the row
@@ -169,7 +169,9 @@ def test_gradients_are_the_slopes(form: str, absent: tuple[str, ...], documents:
 
 
 @pytest.mark.parametrize(
-    ("form", "documents"), [("chunked", None), ("chunked", [60, 4, 86]), ("mamba-ssm", None)], ids=str
+    ("form", "documents"),
+    [*((form, lengths) for form in ("chunked", "native") for lengths in (None, [60, 4, 86])), ("mamba-ssm", None)],
+    ids=str,
 )
 def test_fast_forms_equal_the_reference(form: str, documents: list[int] | None) -> None:
     index = None if documents is None else torch.arange(3).repeat_interleave(torch.tensor(documents)).expand(2, -1)

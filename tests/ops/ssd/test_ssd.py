@@ -15,7 +15,7 @@ from hybridtron.ops.dispatch import force
 from hybridtron.ops.scan import ScanInputs, selective_scan
 from hybridtron.ops.ssd import SSDInputs, chunked, mamba_ssm, ssd_scan
 
-OWN_FORMS = ["reference", "chunked"]
+OWN_FORMS = ["reference", "chunked", "native"]
 FORMS = [*OWN_FORMS, "mamba-ssm"]
 TWO_DOCUMENTS = torch.tensor([[0] * 4 + [1] * 7, [0] * 9 + [1] * 2])
 DOCUMENTS = [pytest.param(None, id="stream"), pytest.param(TWO_DOCUMENTS, id="documents")]

@@ -1,0 +1,88 @@
+"""The causal convolution compiled for this CPU (`native/convolution.cpp`): taps, bias and SiLU in one pass."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hybridtron.ops.conv.reference import ConvInputs, new_tail
+from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.native.library import call, missing, threads, token_blocks
+from hybridtron.ops.native.tensors import Tokens, address, like, readable, scalar, starts_of
+from hybridtron.ops.precision import wide_type
+
+MOST_TAPS = 32  # as in convolution.cpp
+WORTH = 2**16  # inputs that are worth a thread
+
+
+class ConvolutionTask(ctypes.Structure):
+    """`Convolution` in convolution.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "length", "channels", "width", "activation")),
+        *((name, Tokens) for name in ("x", "tail", "y", "grad_y", "grad_x", "grad_tail")),
+        *((name, ctypes.c_void_p) for name in ("starts", "weight", "bias", "grad_weight")),
+    )
+
+
+@torch.compiler.disable  # what is called is no operation of torch
+def causal_conv(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
+    """The new tail is made as everywhere."""
+    given = (inputs.x_BLC, inputs.weight_CW, inputs.bias_C, inputs.tail_BTC)
+    return _NativeConv.apply(*given, starts_of(inputs.documents_BL), inputs.activation), new_tail(inputs)
+
+
+def _unsupported_reason(inputs: ConvInputs) -> str | None:
+    return None if inputs.width <= MOST_TAPS else f"takes widths up to {MOST_TAPS}, not {inputs.width}"
+
+
+NATIVE = Implementation("native", causal_conv, "cpu", unsupported_reason=_unsupported_reason, missing=missing)
+
+
+class _NativeConv(torch.autograd.Function):
+    """Keeps its inputs only."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        x_BLC, weight_CW, bias_C, tail_BTC, starts_BL, activation = given
+        ctx.kinds = [None if t is None else t.dtype for t in given[:4]]
+        wide = wide_type(x_BLC)
+        weight_WC = weight_CW.t().to(wide).contiguous()
+        bias = weight_WC.new_zeros(len(weight_CW)) if bias_C is None else bias_C.to(wide).contiguous()
+        tail_BTC = None if tail_BTC is None else readable(tail_BTC.to(x_BLC.dtype))
+        saved = (readable(x_BLC), weight_WC, bias, tail_BTC, starts_BL)
+        ctx.save_for_backward(*saved)
+        ctx.activation = activation
+        y_BLC, task = like(x_BLC), _task(activation, *saved)
+        computed = y_BLC if y_BLC.dtype in (wide, torch.bfloat16) else y_BLC.to(wide)
+        task.y = Tokens.of(computed)
+        call(f"convolution_forward_{scalar(wide)}", task, threads(x_BLC.numel() / WORTH))
+        return computed.to(y_BLC.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved: tuple[Any, ...] = ctx.saved_tensors
+        x_BLC, weight_WC, _, tail_BTC, _ = saved
+        task, grad_y_BLC = _task(ctx.activation, *saved), readable(grads[0])
+        grad_x_BLC, grad_tail_BTC = like(x_BLC), None if tail_BTC is None else like(tail_BTC)
+        task.grad_y, task.grad_x, task.grad_tail = map(Tokens.of, (grad_y_BLC, grad_x_BLC, grad_tail_BTC))
+        parts = task.rows * token_blocks(task.length)
+        of_weight = weight_WC.new_empty(parts, task.width + 1, task.channels)
+        task.grad_weight = of_weight.data_ptr()
+        call(f"convolution_backward_{scalar(weight_WC.dtype)}", task, threads(x_BLC.numel() / WORTH))
+        found = (grad_x_BLC, of_weight[0, :-1].t(), of_weight[0, -1], grad_tail_BTC)
+        return *(None if k is None or g is None else g.to(k) for g, k in zip(found, ctx.kinds, strict=True)), None, None
+
+
+def _task(activation: bool, *saved: Any) -> ConvolutionTask:
+    x_BLC, weight_WC, bias_C, tail_BTC, starts_BL = saved
+    rows, length, channels = x_BLC.shape
+    return ConvolutionTask(
+        rows=rows, length=length, channels=channels, width=len(weight_WC), activation=activation, x=Tokens.of(x_BLC),
+        tail=Tokens.of(tail_BTC), starts=address(starts_BL), weight=address(weight_WC), bias=address(bias_C),
+    )  # fmt: skip

@@ -1,0 +1,110 @@
+"""The gated norm compiled for this CPU (`native/gated_norm.cpp`), each step in one pass; backward keeps the inputs."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.gated_norm.reference import GatedScaleInputs, GatedSquaresInputs
+from hybridtron.ops.native.library import call, missing, threads, token_blocks
+from hybridtron.ops.native.tensors import Tokens, address, like, readable, scalar
+from hybridtron.ops.precision import wide_type
+
+WORTH = 2**16  # inputs that are worth a thread
+
+
+class GatedNormTask(ctypes.Structure):
+    """`GatedNorm` in gated_norm.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "length", "channels", "head", "scaled")),
+        *((name, Tokens) for name in ("y", "z", "heads", "out", "grad_out", "grad_y", "grad_z", "grad_heads")),
+        *((name, ctypes.c_void_p) for name in ("weight", "grad_weight")),
+    )
+
+
+@torch.compiler.disable  # what is called is no operation of torch
+def gated_squares(inputs: GatedSquaresInputs) -> Tensor:
+    return _NativeSquares.apply(*inputs)
+
+
+@torch.compiler.disable
+def gated_scale(inputs: GatedScaleInputs) -> Tensor:
+    return _NativeScale.apply(*inputs)
+
+
+SQUARES = Implementation("native", gated_squares, "cpu", missing=missing)
+SCALE = Implementation("native", gated_scale, "cpu", missing=missing)
+
+
+class _NativeSquares(torch.autograd.Function):
+    """Keeps y and z."""
+
+    @staticmethod
+    def forward(ctx: Any, y_BLHP: Tensor, z_BLHP: Tensor) -> Tensor:
+        ctx.save_for_backward(y_BLHP, z_BLHP)
+        y, z = readable(y_BLHP), readable(z_BLHP)
+        squares_BLH = torch.empty(y.shape[:3], dtype=wide_type(y))
+        _run("forward", _task(y, z, heads=squares_BLH), y)
+        return squares_BLH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        y_BLHP, z_BLHP = ctx.saved_tensors
+        y, z, grad = readable(y_BLHP), readable(z_BLHP), readable(grads[0])
+        grad_y, grad_z = like(y), like(z)
+        _run("backward", _task(y, z, grad_heads=grad, grad_y=grad_y, grad_z=grad_z), y)
+        return grad_y.to(y_BLHP.dtype), grad_z.to(z_BLHP.dtype)
+
+
+class _NativeScale(torch.autograd.Function):
+    """Keeps its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, y_BLHP: Tensor, z_BLHP: Tensor, scale_BLH: Tensor, weight_HP: Tensor) -> Tensor:
+        ctx.save_for_backward(y_BLHP, z_BLHP, scale_BLH, weight_HP)
+        y, z, scale = readable(y_BLHP), readable(z_BLHP), readable(scale_BLH)
+        out, weight = like(y), weight_HP.to(wide_type(y)).contiguous()
+        task = _task(y, z, heads=scale, out=out)
+        task.scaled, task.weight = 1, address(weight)
+        _run("forward", task, y)
+        return out.to(y_BLHP.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        y_BLHP, z_BLHP, scale_BLH, weight_HP = ctx.saved_tensors
+        y, z, scale, grad = (readable(t) for t in (y_BLHP, z_BLHP, scale_BLH, grads[0]))
+        grad_y, grad_z, grad_scale = like(y), like(z), torch.empty(scale.shape, dtype=scale.dtype)
+        weight = weight_HP.to(wide_type(y)).contiguous()
+        task = _task(y, z, heads=scale, grad_out=grad, grad_y=grad_y, grad_z=grad_z, grad_heads=grad_scale)
+        of_weight = weight.new_empty(token_blocks(task.rows * task.length), *weight.shape)
+        task.scaled, task.weight, task.grad_weight = 1, address(weight), address(of_weight)
+        _run("backward", task, y)
+        found = (grad_y, grad_z, grad_scale, of_weight[0])
+        return tuple(g.to(t.dtype) for g, t in zip(found, ctx.saved_tensors, strict=True))
+
+
+def _task(
+    y: Tensor,
+    z: Tensor,
+    heads: Tensor | None = None,
+    out: Tensor | None = None,
+    grad_out: Tensor | None = None,
+    grad_y: Tensor | None = None,
+    grad_z: Tensor | None = None,
+    grad_heads: Tensor | None = None,
+) -> GatedNormTask:
+    tensors = map(Tokens.of, (y, z, heads, out, grad_out, grad_y, grad_z, grad_heads))
+    rows, length, count, head = y.shape
+    return GatedNormTask(rows, length, count * head, head, 0, *tensors)
+
+
+def _run(direction: str, task: GatedNormTask, y: Tensor) -> None:
+    call(f"gated_norm_{direction}_{scalar(wide_type(y))}", task, threads(y.numel() / WORTH))

@@ -1,0 +1,1 @@
+"""Compiled CPU forms of the ops: C++ sources, and what builds them at first use."""

@@ -1,0 +1,126 @@
+"""Root-mean-square norm, and the same of a sum, compiled for this CPU (`native/norm.cpp`): a token at a time."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.native.library import call, missing, threads, token_blocks
+from hybridtron.ops.native.tensors import KINDS, Tokens, address, as_rows, like, scalar
+from hybridtron.ops.norm.reference import AddRMSNormInputs, RMSNormInputs
+from hybridtron.ops.precision import narrower, wide_type
+
+WORTH = 2**16  # inputs that are worth a thread
+
+
+class NormTask(ctypes.Structure):
+    """`Norm` in norm.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "length", "channels")),
+        *((name, Tokens) for name in ("x", "added", "sum", "y", "grad_y", "grad_sum", "grad_x")),
+        *((name, ctypes.c_void_p) for name in ("weight", "grad_weight")),
+        ("eps", ctypes.c_double),
+    )
+
+
+def _unsupported_reason(inputs: RMSNormInputs | AddRMSNormInputs) -> str | None:
+    tensors = [value for value in inputs if isinstance(value, Tensor)]
+    if any(tensor.dtype not in KINDS for tensor in tensors):
+        return "takes fp32, float64 and bf16"
+    if torch.compiler.is_compiling():
+        return "torch.compile joins the reference to what stands around it"
+    if isinstance(inputs, AddRMSNormInputs):
+        x, added = inputs.x, inputs.added
+        if x.shape != added.shape or torch.promote_types(x.dtype, added.dtype) != x.dtype:
+            given = f"not {added.dtype} {[*added.shape]} to {x.dtype} {[*x.shape]}"
+            return f"adds tensors of one shape, the second no wider than the first, {given}"
+    return None
+
+
+@torch.compiler.disable  # what is called is no operation of torch
+def rms_norm(inputs: RMSNormInputs) -> Tensor:
+    return _NativeNorm.apply(inputs.x, inputs.weight, inputs.eps)
+
+
+@torch.compiler.disable
+def add_rms_norm(inputs: AddRMSNormInputs) -> tuple[Tensor, Tensor]:
+    return _NativeAddNorm.apply(*inputs)
+
+
+NORM: Implementation[RMSNormInputs, Tensor] = Implementation(
+    "native", rms_norm, "cpu", unsupported_reason=_unsupported_reason, missing=missing
+)
+ADD_NORM: Implementation[AddRMSNormInputs, tuple[Tensor, Tensor]] = Implementation(
+    "native", add_rms_norm, "cpu", unsupported_reason=_unsupported_reason, missing=missing
+)
+
+
+class _NativeNorm(torch.autograd.Function):
+    """Keeps its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return _forward(x, None, weight, eps)[1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        return *_backward(x, weight, ctx.eps, grads[0], None), None
+
+
+class _NativeAddNorm(torch.autograd.Function):
+    """Keeps the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        summed, y = _forward(x, added, weight, eps)
+        ctx.save_for_backward(summed, weight)
+        ctx.eps, ctx.added = eps, added.dtype
+        return summed, y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_sum: Tensor, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        summed, weight = ctx.saved_tensors
+        grad_x, grad_weight = _backward(summed, weight, ctx.eps, grad_y, grad_sum)
+        return grad_x, grad_x.to(ctx.added), grad_weight, None
+
+
+def _forward(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum, or x, and its norm."""
+    rows, wide = as_rows(x), weight.to(wide_type(x)).contiguous()
+    y = like(rows) if (kind := narrower(x.dtype, weight.dtype)) == x.dtype else like(rows).to(kind)
+    task = _task(rows, wide, eps)
+    task.y, summed = Tokens.of(y), x
+    if added is not None:
+        added, summed = as_rows(added), like(rows)
+        task.added, task.sum = Tokens.of(added), Tokens.of(summed)
+    call(f"norm_forward_{scalar(wide.dtype)}", task, threads(x.numel() / WORTH))
+    return summed.reshape(x.shape), y.reshape(x.shape)
+
+
+def _backward(x: Tensor, weight: Tensor, eps: float, grad_y: Tensor, grad_sum: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gradients of x, which is the sum where there is one, and of the weight."""
+    rows, wide = as_rows(x), weight.to(wide_type(x)).contiguous()
+    task, grad_x, grad_y = _task(rows, wide, eps), like(rows), as_rows(grad_y)
+    grad_sum = None if grad_sum is None else as_rows(grad_sum)
+    task.grad_x, task.grad_y, task.grad_sum = map(Tokens.of, (grad_x, grad_y, grad_sum))
+    of_weight = wide.new_empty(token_blocks(task.rows * task.length), task.channels)
+    task.grad_weight = of_weight.data_ptr()
+    call(f"norm_backward_{scalar(wide.dtype)}", task, threads(x.numel() / WORTH))
+    return grad_x.reshape(x.shape), of_weight[0].to(weight.dtype)
+
+
+def _task(x: Tensor, weight: Tensor, eps: float) -> NormTask:
+    rows, length, channels = x.shape
+    sizes = {"rows": rows, "length": length, "channels": channels}
+    return NormTask(**sizes, x=Tokens.of(x), weight=address(weight), eps=eps)

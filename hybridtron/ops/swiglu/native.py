@@ -1,0 +1,72 @@
+"""The gate of SwiGLU compiled for this CPU (`native/swiglu.cpp`): one pass, which keeps its input for backward."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.native.library import call, missing, threads
+from hybridtron.ops.native.tensors import KINDS, Tokens, as_rows, like, scalar
+from hybridtron.ops.precision import wide_type
+from hybridtron.ops.swiglu.reference import SwiGLUInputs
+
+WORTH = 2**16  # inputs that are worth a thread
+
+
+class SwiGLUTask(ctypes.Structure):
+    """`SwiGLU` in swiglu.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "length", "channels")),
+        *((name, Tokens) for name in ("gate", "up", "y", "grad_y", "grad_gate", "grad_up")),
+    )
+
+
+def _unsupported_reason(inputs: SwiGLUInputs) -> str | None:
+    if torch.compiler.is_compiling():
+        return "torch.compile joins the reference to what stands around it"
+    return None if inputs.gate_up.dtype in KINDS else "takes fp32, float64 or bf16"
+
+
+@torch.compiler.disable  # what is called is no operation of torch
+def swiglu(inputs: SwiGLUInputs) -> Tensor:
+    return _NativeGate.apply(*inputs)
+
+
+NATIVE = Implementation("native", swiglu, "cpu", unsupported_reason=_unsupported_reason, missing=missing)
+
+
+class _NativeGate(torch.autograd.Function):
+    """Keeps its input, of whose rows gate and up are the halves."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = as_rows(gate_up).chunk(2, -1)
+        y = like(gate)
+        task = _task(gate, up)
+        task.y = Tokens.of(y)
+        call(f"swiglu_forward_{scalar(wide_type(gate))}", task, threads(gate.numel() / WORTH))
+        return y.reshape(*gate_up.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        rows, grad_y = as_rows(gate_up), as_rows(grads[0])
+        found, (gate, up) = like(rows), rows.chunk(2, -1)
+        grad_gate, grad_up = found.chunk(2, -1)
+        task = _task(gate, up)
+        task.grad_y, task.grad_gate, task.grad_up = map(Tokens.of, (grad_y, grad_gate, grad_up))
+        call(f"swiglu_backward_{scalar(wide_type(gate))}", task, threads(gate.numel() / WORTH))
+        return found.reshape(gate_up.shape)
+
+
+def _task(gate: Tensor, up: Tensor) -> SwiGLUTask:
+    rows, length, channels = gate.shape
+    return SwiGLUTask(rows=rows, length=length, channels=channels, gate=Tokens.of(gate), up=Tokens.of(up))

@@ -1,0 +1,234 @@
+"""The compiled forms against the references in float64: sizes that fill no vector, types, layouts, threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.ops.conv import ConvInputs, causal_conv
+from hybridtron.ops.dispatch import Op, force
+from hybridtron.ops.gated_norm import GatedScaleInputs, GatedSquaresInputs, gated_scale, gated_squares
+from hybridtron.ops.norm import AddRMSNormInputs, RMSNormInputs, add_rms_norm, rms_norm
+from hybridtron.ops.registry import OPS
+from hybridtron.ops.scan import ScanInputs, selective_scan
+from hybridtron.ops.softmax import SoftmaxGradientsInputs, SoftmaxSumsInputs, softmax_gradients, softmax_sums
+from hybridtron.ops.ssd import SSDInputs, ssd_scan
+from hybridtron.ops.swiglu import SwiGLUInputs, swiglu
+
+MODULES = ("conv.native", "gated_norm.native", "native.recurrence", "norm.native", "softmax.native", "swiglu.native")
+PER_TOKEN = {"x_BLE", "dt_BLE", "B_BLN", "C_BLN", "z_BLE", "x_BLHP", "dt_BLH", "B_BLGN", "C_BLGN", "x_BLC", "tail_BTC"}
+PER_TOKEN |= {"y_BLHP", "z_BLHP"}
+Case = Callable[[int, int, int], tuple[Op, Any]]
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def borders(rows: int, length: int) -> Tensor:
+    """Documents that begin at the first tokens, in the middle, and at the last token, in each row at another place."""
+    begins = torch.zeros(rows, length, dtype=torch.int64)
+    for row in range(rows):
+        for place in (1 + row, length // 2, 64, length - 1):
+            if 0 < place < length:
+                begins[row, place] = 1
+    return begins.cumsum(1)
+
+
+def scan(rows: int, length: int, channels: int) -> tuple[Op, Any]:
+    x, dt, z = normal(3, rows, length, channels)
+    B, C = normal(2, rows, length, 9)
+    A, D, bias, state = -normal(channels, 9).exp(), normal(channels), normal(channels) - 2, normal(rows, channels, 9)
+    return selective_scan, ScanInputs(x, dt, A, B, C, D, bias, z, state, borders(rows, length))
+
+
+def bare_scan(rows: int, length: int, channels: int) -> tuple[Op, Any]:
+    return selective_scan, scan(rows, length, channels)[1]._replace(z_BLE=None, state_BEN=None, documents_BL=None)
+
+
+def ssd(rows: int, length: int, channels: int) -> tuple[Op, Any]:
+    heads, groups = 6, 2
+    head = -(-channels // heads)
+    x, dt = normal(rows, length, heads, head), normal(rows, length, heads)
+    B, C = normal(2, rows, length, groups, 11)
+    A, D, bias, state = -normal(heads).exp(), normal(heads), normal(heads) - 2, normal(rows, heads, head, 11)
+    return ssd_scan, SSDInputs(x, dt, A, B, C, D, bias, state, borders(rows, length))
+
+
+def conv(rows: int, length: int, channels: int) -> tuple[Op, Any]:
+    x, tail = normal(rows, length, channels), normal(rows, 3, channels)
+    return causal_conv, ConvInputs(x, normal(channels, 4), normal(channels), tail, borders(rows, length), True)
+
+
+def wide_conv(rows: int, length: int, channels: int) -> tuple[Op, Any]:
+    return causal_conv, ConvInputs(normal(rows, length, channels), normal(channels, 9), None, None, None, False)
+
+
+def norm(rows: int, length: int, channels: int) -> tuple[Op, Any]:
+    x = normal(rows, length, channels + 1)  # of one channel alone the gradient is a difference that fp32 has lost
+    return rms_norm, RMSNormInputs(x, normal(channels + 1), 1e-5)
+
+
+def add_norm(rows: int, length: int, channels: int) -> tuple[Op, Any]:
+    x, added = normal(2, rows, length, channels + 1)
+    return add_rms_norm, AddRMSNormInputs(x, added, normal(channels + 1), 1e-5)
+
+
+def gate(rows: int, length: int, channels: int) -> tuple[Op, Any]:
+    return swiglu, SwiGLUInputs(normal(rows, length, 2 * channels))
+
+
+def squares(rows: int, length: int, channels: int) -> tuple[Op, Any]:
+    return gated_squares, GatedSquaresInputs(*normal(2, rows, length, 3, channels))
+
+
+def scale(rows: int, length: int, channels: int) -> tuple[Op, Any]:
+    y, z = normal(2, rows, length, 3, channels)
+    return gated_scale, GatedScaleInputs(y, z, normal(rows, length, 3).exp(), normal(3, channels))
+
+
+CASES = pytest.mark.parametrize("case", [scan, bare_scan, ssd, conv, wide_conv, norm, add_norm, gate, squares, scale])
+
+
+def typed(inputs: Any, dtype: torch.dtype) -> Any:
+    """Tokens in a type, parameters and states in at least fp32; all want gradients."""
+    wide = torch.promote_types(dtype, torch.float32)
+    tokens = PER_TOKEN | {"x", "added", "gate_up"}
+    kinds = {name: dtype if name in tokens else wide for name in inputs._fields}
+    made = {
+        name: value.detach().to(kinds[name]).requires_grad_()
+        for name, value in inputs._asdict().items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+    return inputs._replace(**made)
+
+
+def computed(op: Op, form: str, inputs: Any) -> dict[str, Tensor]:
+    """Outputs and gradients by name, each output with weights of its own."""
+    with force(form):
+        outputs = op(inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    wanted = {name: value for name, value in inputs._asdict().items() if getattr(value, "requires_grad", False)}
+    weights = [torch.linspace(-1, 2, y.numel(), dtype=torch.float64).view(y.shape).to(y.dtype) for y in outputs]
+    grads = torch.autograd.grad(outputs, [*wanted.values()], weights)
+    return {f"output {i}": y.detach() for i, y in enumerate(outputs)} | dict(zip(wanted, grads, strict=True))
+
+
+def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+    """The largest of each, over the largest value."""
+    return {
+        name: ((found[name].double() - value).abs().max() / value.abs().max().clamp(min=1e-30)).item()
+        for name, value in exact.items()
+    }
+
+
+@CASES
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 64, 17), (3, 65, 130), (2, 131, 33)], ids=str)
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-12), (torch.float32, 3e-6), (torch.bfloat16, 1e-2)])
+def test_they_equal_the_references(case: Case, sizes: tuple[int, int, int], dtype: torch.dtype, close: float) -> None:
+    op, inputs = case(*sizes)
+    inputs = typed(inputs, dtype)
+    exact = computed(op, "reference", typed(inputs, torch.float64))
+    found = computed(op, "native", inputs)
+    assert {name: value for name, value in errors(found, exact).items() if value > close} == {}
+    assert all(found[name].dtype == getattr(inputs, name).dtype for name in found if not name.startswith("output"))
+
+
+@CASES
+def test_in_fp32_they_are_no_less_exact_than_the_forms_of_torch(case: Case) -> None:
+    op, inputs = case(2, 200, 40)
+    inputs = typed(inputs, torch.float32)
+    exact = computed(op, "reference", typed(inputs, torch.float64))
+    fallback = next(each.name for each in (*op.implementations, op.reference) if each.name != "native" and not
+                    each.unavailable_reason("cpu"))  # fmt: skip
+    ours, theirs = (errors(computed(op, form, inputs), exact) for form in ("native", fallback))
+    assert {name: (value, theirs[name]) for name, value in ours.items() if value > 2 * theirs[name] + 3e-7} == {}
+
+
+@CASES
+@pytest.mark.parametrize("rows", [1, 4])
+def test_the_bits_do_not_depend_on_the_threads(case: Case, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    op, inputs = case(rows, 150, 300)
+    inputs, made = typed(inputs, torch.float32), []
+    for count in (1, 2, 3, 7, 1):
+        for module in MODULES:
+            monkeypatch.setattr(f"hybridtron.ops.{module}.threads", lambda worth, count=count: count)
+        made.append(computed(op, "native", inputs))
+    assert all(torch.equal(made[0][name], other[name]) for other in made[1:] for name in made[0])
+
+
+@CASES
+def test_rows_and_tokens_may_lie_in_any_order(case: Case) -> None:
+    """As in a mixer: sequence first in memory, and parts of wider projections."""
+    op, inputs = case(3, 20, 24)
+    inputs = typed(inputs, torch.float32)
+
+    def moved(value: Any, name: str) -> Any:
+        if not isinstance(value, Tensor) or value.dim() < 3 or name in ("A_EN", "state_BEN", "state_BHPN"):
+            return value
+        wide = torch.cat((value, value), dim=-1) if value.dim() == 3 else value
+        return wide.detach().transpose(0, 1).contiguous().transpose(0, 1)[..., : value.shape[-1]].requires_grad_()
+
+    other = inputs._replace(**{name: moved(value, name) for name, value in inputs._asdict().items()})
+    found, expected = computed(op, "native", other), computed(op, "native", inputs)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("size", [1, 15, 16, 100])
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+def test_the_softmax_of_a_loss(size: int, z_loss: float, dtype: torch.dtype, close: float) -> None:
+    logits = (5 * normal(9, size)).to(dtype)
+    logits[0, 0] = -torch.inf if size > 1 else 0.0
+    labels = torch.randint(size, (9,))
+    labels[1], labels[2] = -100, size + 3  # not here
+    mask = torch.arange(9) != 5
+    logits[5] = torch.nan
+    sums, exact = (
+        op.function(SoftmaxSumsInputs(given, labels))
+        for op, given in ((softmax_sums.named("native"), logits), (softmax_sums.reference, logits.double()))
+    )
+    real = mask.nonzero().squeeze()
+    for one, other in zip(sums, exact, strict=True):
+        torch.testing.assert_close(one[real].double(), other[real], rtol=close, atol=close)
+    lse = exact.greatest_C + exact.sum_C.log()
+    found, expected = (
+        op.function(SoftmaxGradientsInputs(given.clone(), labels, mask, lse.to(kind), z_loss))
+        for op, given, kind in (
+            (softmax_gradients.named("native"), logits, sums.sum_C.dtype),
+            (softmax_gradients.reference, logits.double(), torch.float64),
+        )
+    )
+    torch.testing.assert_close(found.double(), expected, rtol=close, atol=close)
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    """A number that is none reaches the loss, so that the step is refused."""
+    for value in (torch.nan, torch.inf):
+        op, inputs = scan(1, 5, 3)
+        x = inputs.x_BLE.float()
+        x[0, 2, 1] = value
+        with force(selective_scan="native"):
+            y, last = op(typed(inputs, torch.float32)._replace(x_BLE=x, documents_BL=None))
+        assert not y[0, 2:, 1].isfinite().any()
+        assert not last[0, 1].isfinite().any()
+        assert y[0, :, [0, 2]].isfinite().all()
+    y = rms_norm.named("native").function(RMSNormInputs(torch.tensor([[[1.0, torch.nan]]]), torch.ones(2), 1e-5))
+    assert y.isnan().all()
+    sums = softmax_sums.named("native").function(
+        SoftmaxSumsInputs(torch.tensor([[1.0, torch.nan], [torch.nan, 0.0], [torch.inf, 0.0]]), torch.zeros(3).long())
+    )
+    assert not sums.sum_C.isfinite().any()
+
+
+def test_every_op_of_the_laptop_recipes_runs_compiled() -> None:
+    """No fallback in the table that a run on a CPU begins with; attention and RoPE have no compiled form."""
+    compiled = {name for name, op in OPS.items() if op.choice("cpu")[0] == "native"}
+    assert compiled == {
+        "selective_scan", "ssd_scan", "causal_conv", "rms_norm", "add_rms_norm", "gated_squares", "gated_scale",
+        "swiglu", "softmax_sums", "softmax_gradients",
+    }  # fmt: skip

@@ -1,0 +1,285 @@
+"""The compiled library on machines that are short of something: compiler, disk, rights, time; and after a fork."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridtron.ops.dispatch import force
+from hybridtron.ops.native import library as owner
+from hybridtron.ops.native.library import Build, NativeLibrary, NotBuilt, library, quota
+from hybridtron.ops.native.tensors import Tokens
+from hybridtron.ops.scan import ScanInputs, selective_scan
+
+ROOT = Path(__file__).parents[3]
+NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, a library that is built in no time, and no memory of the one that this process has."""
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    shutil.copy(owner.SOURCES / "library.cpp", sources)
+    monkeypatch.setattr(owner, "SOURCES", sources)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    library.cache_clear()
+    yield tmp_path / "cache" / "hybridtron" / "native"
+    library.cache_clear()
+
+
+def in_children(count: int, task: Callable[[], bool], seconds: int = 60) -> list[int]:
+    """Exit codes of forked processes that run a task at once: 0 where it is true. One that hangs ends by a signal."""
+    children = []
+    for _ in range(count):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(seconds)
+            try:
+                os._exit(0 if task() else 1)
+            except BaseException as error:
+                os.write(2, f"{type(error).__name__}: {error}\n".encode())
+                os._exit(2)
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_eight_processes_at_once_end_in_one_library(cache: Path) -> None:
+    assert in_children(8, lambda: library().functions is not None) == [0] * 8
+    assert [path.suffix for path in cache.iterdir()] == [".so"], "nothing is left beside it"
+    assert stat_mode(cache) == 0o700
+
+
+def stat_mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def test_a_second_process_compiles_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert library().functions is not None
+    library.cache_clear()
+    monkeypatch.setattr(Build, "compile", lambda *_: pytest.fail("compiled again"))
+    assert library().functions is not None
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x7fELF half a file"])
+def test_a_file_that_was_cut_short_is_made_again(cache: Path, damage: bytes) -> None:
+    cache.mkdir(parents=True)
+    path = cache / f"{Build.here().digest}.so"
+    path.write_bytes(damage)
+    assert library().functions is not None
+    assert path.stat().st_size > 1000
+
+
+def test_a_file_of_another_build_is_made_again(cache: Path) -> None:
+    assert library().functions is not None
+    (made,) = cache.iterdir()
+    other = Build(Build.here().compiler, ("-std=c++17", "-fPIC", "-O1"), "another CPU")
+    other.compile(made)
+    library.cache_clear()
+    found = library().functions
+    assert found is not None
+    assert made.stat().st_mtime > 0
+    other.compile(cache / "other.so")
+    with pytest.raises(NotBuilt, match="holds the build"):
+        owner._loaded(cache / "other.so", Build.here())
+
+
+def test_two_kinds_of_node_share_a_home(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for cpu in ("flags : avx2", "flags : avx2 avx512f", "flags : avx2"):
+        monkeypatch.setattr(owner, "cpu_features", lambda cpu=cpu: cpu)
+        library.cache_clear()
+        assert library().functions is not None
+    assert len([*cache.iterdir()]) == 2
+
+
+def test_a_build_is_named_by_all_that_it_depends_on(cache: Path, tmp_path: Path) -> None:
+    one = Build.here()
+    compiler = script(tmp_path / "compiler", f'exec {one.compiler} "$@"')
+    others = [Build(compiler, one.flags, one.cpu), Build(one.compiler, (*one.flags, "-g"), one.cpu)]
+    others.append(Build(one.compiler, one.flags, one.cpu + " more"))
+    digests = [one.digest, *(other.digest for other in others)]
+    script(compiler, f'exec {one.compiler} "$@" # a new version')
+    digests.append(Build(compiler, one.flags, one.cpu).digest)
+    for name in ("library.cpp", "more.h"):
+        with (owner.SOURCES / name).open("a") as file:
+            file.write("// changed\n")
+        digests.append(Build(one.compiler, one.flags, one.cpu).digest)
+    assert len({*digests}) == len(digests)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [("no-such-compiler", "CXX=no-such-compiler is no program"), ("false", "ends with 1: no message"),
+     ("true", "ends with 0: no message")],
+)  # fmt: skip
+def test_without_a_compiler_the_table_says_so(
+    compiler: str, reason: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    chosen, why = selective_scan.choice("cpu")
+    assert chosen == "chunked"
+    assert "native: not built: " in why
+    assert reason in why
+    assert not [*cache.glob("*")]
+
+
+def test_no_compiler_on_the_path(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert library().reason == "not built: no C++ compiler (c++, g++, clang++; CXX=...)"
+    y, _ = selective_scan(some_row(4))
+    assert y.isfinite().all(), "the fallback runs"
+
+
+def test_a_compiler_that_hangs_is_given_up(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", str(script(tmp_path / "slow", "exec sleep 60")))
+    monkeypatch.setattr(owner, "BUILD_S", 0.2)
+    assert "does not end within" in library().reason
+
+
+def test_what_the_compiler_refuses_is_said(cache: Path) -> None:
+    (owner.SOURCES / "wrong.cpp").write_text("int wrong() { return nothing; }\n")
+    assert "nothing" in library().reason
+    assert "error" in library().reason
+
+
+def test_a_home_that_is_no_folder(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert "Not a directory" in library().reason
+    assert "XDG_CACHE_HOME" in library().reason
+
+
+def test_a_home_without_rights_to_write(cache: Path) -> None:
+    cache.mkdir(parents=True)
+    cache.chmod(0o555)
+
+    def refused() -> bool:
+        if os.getuid() == 0:
+            os.setuid(65534)
+        found = library()
+        return found.functions is None and "XDG_CACHE_HOME" in found.reason
+
+    assert in_children(1, refused) == [0]
+
+
+def test_the_cache_of_another_user_is_not_trusted(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert "belongs to another user" in library().reason
+
+
+def test_a_full_disk(cache: Path) -> None:
+    """No file may grow beyond a page, for this process and the compiler."""
+
+    def refused() -> bool:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        found = library()
+        return found.functions is None and not [*cache.iterdir()]
+
+    assert in_children(1, refused) == [0]
+    assert library().functions is not None, "with room again, the next process builds"
+
+
+def mounts_are_possible() -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    return subprocess.run([*NAMESPACE, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not mounts_are_possible(), reason="no mounts in a user namespace here")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [("noexec", "failed to map segment"), ("size=8k", "No space left"), ("ro", "Read-only file system")],
+)
+def test_homes_on_unusual_file_systems(options: str, reason: str, tmp_path: Path) -> None:
+    program = "from hybridtron.ops.native.library import library; print(library().functions, library().reason)"
+    command = f'mount -t tmpfs -o {options} none {tmp_path} && exec {sys.executable} -c "{program}"'
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*NAMESPACE, "sh", "-c", command], capture_output=True, text=True, env=environment)
+    assert done.stdout.startswith("None not built: "), done.stderr
+    assert reason in done.stdout
+
+
+def some_row(length: int, rows: int = 1, channels: int = 160) -> ScanInputs:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).requires_grad_()
+
+    x, dt = normal(rows, length, channels), normal(rows, length, channels)
+    B, C = normal(rows, length, 16), normal(rows, length, 16)
+    return ScanInputs(x, dt, -normal(channels, 16).exp(), B, C, normal(channels), normal(channels))
+
+
+def test_it_runs_in_forked_children_with_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the parent before, and then in two children: a pool of threads would not survive the fork."""
+    monkeypatch.setattr("hybridtron.ops.native.recurrence.threads", lambda worth: 2)
+    row = some_row(300)
+
+    def scanned() -> torch.Tensor:
+        with force(selective_scan="native"):
+            y, _ = selective_scan(row)
+        return torch.autograd.grad(y, row.dt_BLE, torch.ones_like(y))[0]
+
+    before = scanned()
+    assert in_children(2, lambda: child_scans(row, before)) == [0, 0]
+
+
+def child_scans(row: ScanInputs, expected: torch.Tensor) -> bool:
+    torch.set_num_threads(1)  # torch's own pool did not survive
+    with force(selective_scan="native"):
+        y, _ = selective_scan(row)
+    return torch.equal(torch.autograd.grad(y, row.dt_BLE, torch.ones_like(y))[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("files", "processors"),
+    [
+        ({}, sys.maxsize),
+        ({"cpu.max": "max 100000\n"}, sys.maxsize),
+        ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, sys.maxsize),
+    ],
+    ids=str,
+)
+def test_a_cgroup_limits_the_threads(files: dict[str, str], processors: int, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert quota(tmp_path) == processors
+
+
+def test_as_many_threads_as_torch_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "_allowed", lambda: sys.maxsize)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert [owner.threads(worth) for worth in (0.5, 1.5, 100)] == [1, 2, 3]
+    monkeypatch.setattr(owner, "_allowed", lambda: 2)
+    assert owner.threads(100) == 2
+
+
+def test_without_memory_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Functions:
+        def short(self, task: object, threads: int) -> int:
+            return 1
+
+    monkeypatch.setattr(owner, "library", lambda: NativeLibrary(Functions(), ""))  # type: ignore[arg-type]
+    with pytest.raises(MemoryError, match="short"):
+        owner.call("short", Tokens(), 1)

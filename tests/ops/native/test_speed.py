@@ -1,0 +1,61 @@
+"""The compiled forms are worth their compiler: ratios to torch's forms in small, in one run, by processor time."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.ops.conv import ConvInputs, causal_conv
+from hybridtron.ops.dispatch import Op, force
+from hybridtron.ops.scan import ScanInputs, selective_scan
+from hybridtron.ops.ssd import SSDInputs, ssd_scan
+
+ROUNDS = 7
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape).requires_grad_()
+
+
+def scan() -> tuple[Op, Any]:
+    x, dt, z, B, C = (normal(1, 256, size) for size in (384, 384, 384, 16, 16))
+    A = -torch.rand(384, 16).add(0.5).requires_grad_()
+    return selective_scan, ScanInputs(x, dt, A, B, C, normal(384), normal(384), z)
+
+
+def ssd() -> tuple[Op, Any]:
+    x, dt, B, C = normal(1, 512, 8, 64), normal(1, 512, 8), normal(1, 512, 1, 64), normal(1, 512, 1, 64)
+    return ssd_scan, SSDInputs(x, dt, -torch.rand(8).add(0.5).requires_grad_(), B, C, normal(8), normal(8))
+
+
+def conv() -> tuple[Op, Any]:
+    return causal_conv, ConvInputs(normal(4, 256, 384), normal(384, 4), normal(384), activation=True)
+
+
+def seconds(op: Op, form: str, inputs: Any) -> float:
+    started = time.process_time()
+    with force(form):
+        y, _ = op(inputs)
+    wanted = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
+    torch.autograd.grad(y.sum(), wanted)
+    return time.process_time() - started
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "other", "wanted"), [(scan, "chunked", 4.0), (ssd, "chunked", 1.4), (conv, "fused", 2.0)]
+)
+def test_they_are_faster_than_torch(case: Any, other: str, wanted: float) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        op, inputs = case()
+        rounds = [(seconds(op, other, inputs), seconds(op, "native", inputs)) for _ in range(ROUNDS)]
+    finally:
+        torch.set_num_threads(before)
+    theirs, ours = (min(column) for column in zip(*rounds, strict=True))
+    assert theirs / ours >= wanted

@@ -64,6 +64,14 @@ def requirements() -> Requirements:
     return Requirements(python, _parted(texts[""]), extras)
 
 
+def installed(distribution: str) -> str | None:
+    """The version of an installed distribution, without importing it."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def is_checkout() -> bool:
     """Whether this package stands in a clone of its repository: other packages may leave a pyproject.toml beside it."""
     return PROJECT.is_file() and f'name = "{NAME}"' in PROJECT.read_text(encoding="utf-8")

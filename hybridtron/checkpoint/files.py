@@ -10,11 +10,10 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -99,14 +98,17 @@ def appearing(target: Path) -> Iterator[Path]:
     sync(target.parent)
 
 
-def prefetched(made: Iterator[T]) -> Iterator[T]:
-    """What an iterator gives; while one is used, the next is made in a thread (reading leaves Python's lock)."""
-    with ThreadPoolExecutor(1) as thread:
-        end = object()
-        coming = thread.submit(next, made, end)
-        while (one := coming.result()) is not end:
-            coming = thread.submit(next, made, end)
-            yield cast(T, one)
+def in_parts(items: Iterable[T], size: Callable[[T], int], largest: int) -> list[list[T]]:
+    """In order, as many into each part as fit, at least one."""
+    parts: list[list[T]] = []
+    room = 0
+    for item in items:
+        if not parts or size(item) > room:
+            parts.append([])
+            room = largest
+        parts[-1].append(item)
+        room -= size(item)
+    return parts
 
 
 def read_head(folder: Path, name: str, file: File) -> bytes:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.checkpoint.files import NAMES, appearing, prefetched, write_bytes, write_tensors
+from hybridtron.checkpoint.files import NAMES, appearing, in_parts, write_bytes, write_tensors
 from hybridtron.checkpoint.manifest import FILE, CheckpointManifest, File, Meta, StoredShard, to_bytes
 from hybridtron.config.load import to_yaml
+from hybridtron.data.workers import prefetched
 from hybridtron.parallel.blocks import block
 
 
@@ -91,11 +92,5 @@ def _planned(source: Checkpoint, file_size: int) -> Iterator[tuple[str, list[str
         size = math.prod(chunk.shape) * NAMES[chunk.dtype].itemsize
         kinds.setdefault(chunk.file.partition("-")[0], {})[chunk.key] = size
     for kind, sizes in kinds.items():
-        number, keys, held = 0, [], 0
-        for key, size in sizes.items():
-            if keys and held + size > file_size:
-                yield f"{kind}-{number:05}.safetensors", keys
-                number, keys, held = number + 1, [], 0
-            keys.append(key)
-            held += size
-        yield f"{kind}-{number:05}.safetensors", keys
+        for number, keys in enumerate(in_parts(sizes, sizes.__getitem__, file_size)):
+            yield f"{kind}-{number:05}.safetensors", keys

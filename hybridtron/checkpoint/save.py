@@ -64,10 +64,6 @@ class Content:
     blocks: dict[str, Sequence[Any]]
     small: dict[str, bytes]
 
-    def trained(self) -> list[Any]:
-        """The blocks of weights and moments."""
-        return [one for kind in KINDS for one in self.blocks.get(kind, ())]
-
 
 class Saver:
     """Writes the checkpoints of a run; one at a time, failures counted."""
@@ -92,7 +88,8 @@ class Saver:
         self._step = meta.step
         temporary = temporary_of(folders.folder_of(self.run_dir, meta.step))
         content = content_of(engine, meta, tokenizer)
-        if key := next(filter(None, all_gather_object(not_finite(content.trained()))), None):
+        trained = [one for kind in KINDS for one in content.blocks.get(kind, ())]
+        if key := next(filter(None, all_gather_object(not_finite(trained))), None):
             raise NotFinite(f"values of {key} are not finite")
         if self.config.checkpoint.asynchronous:
             with ThreadPoolExecutor(COPIERS) as threads:

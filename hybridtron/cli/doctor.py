@@ -10,7 +10,6 @@ that were tried. Exit codes: 0 training can run, 1 something required is missing
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridtron.cli.machine import Line, machine_section
-from hybridtron.requirements import MODULES, install_command, is_there, requirements
+from hybridtron.requirements import MODULES, install_command, installed, is_there, requirements
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 120  # seconds that an import may take; the first one on a network file system is slow
@@ -110,14 +109,6 @@ def inside(version: str, wanted: str) -> bool:
         return Version(Version(version).base_version) in SpecifierSet(wanted)
     except (ModuleNotFoundError, ValueError):  # without packaging, which is a requirement and so reported itself
         return True
-
-
-def installed(distribution: str) -> str | None:
-    """The version of an installed distribution, without importing it."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def package_line(distribution: str, wanted: str, found: Probe) -> Line:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 
 from hybridtron.architecture.attention import AttentionSpec
 from hybridtron.architecture.base import MixerSpec
@@ -18,7 +17,7 @@ from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.swiglu import SwiGLUSpec
 from hybridtron.architecture.table import Architecture, architecture
 from hybridtron.config.choices import Export
-from hybridtron.requirements import missing
+from hybridtron.requirements import installed, missing
 
 SHIPPED = "HybridtronForCausalLM"
 RECORD = "hybridtron_export.json"  # in each exported folder: which checkpoint it was
@@ -46,9 +45,7 @@ def transformers_fault() -> str | None:
     """Why what transformers must do to prove an export can't be done; None where it can."""
     if (fault := missing("export")) is not None:
         return fault
-    try:
-        found = version("transformers")
-    except PackageNotFoundError:
+    if (found := installed("transformers")) is None:
         return None  # a checkout on the path: the user who put it there knows its version
     numbers = tuple(int(part) if part.isdigit() else 0 for part in found.split(".")[:2])
     if numbers >= TRANSFORMERS:

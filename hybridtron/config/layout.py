@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -105,8 +105,8 @@ def head_cost(model: ModelConfig) -> int:
 def balanced(costs: Sequence[int], chunks: int) -> tuple[int, ...]:
     """How many of these stand in each chunk: the smallest largest sum, then the smallest sum of squares.
 
-    The smallest possible largest sum is found by bisection. It bounds each border from the left and from the right,
-    and between the bounds, dynamic programming finds the most even cut.
+    The smallest possible largest sum is found by bisection. Of the cuts that keep to it, dynamic programming finds the
+    most even one.
     """
     assert 1 <= chunks <= len(costs)
     sums = [0, *itertools.accumulate(costs)]
@@ -114,13 +114,12 @@ def balanced(costs: Sequence[int], chunks: int) -> tuple[int, ...]:
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if _chunks_needed(sums, middle) <= chunks else (middle + 1, high)
-    first, last = _border_bounds(sums, chunks, low)
     squares = {0: 0}  # sum of squares of the chunks so far, by where the last of them ends
     came_from: list[dict[int, int]] = []
     for chunk in range(1, chunks + 1):
         reached: dict[int, int] = {}
         back: dict[int, int] = {}
-        for end in range(first[chunk], last[chunk] + 1):
+        for end in range(chunk, len(sums)):
             starts = [start for start in squares if start < end and sums[end] - sums[start] <= low]
             if starts:
                 total, back[end] = min((squares[start] + (sums[end] - sums[start]) ** 2, start) for start in starts)
@@ -140,20 +139,6 @@ def _chunks_needed(sums: Sequence[int], limit: int) -> int:
         at = bisect_right(sums, sums[at] + limit) - 1
         needed += 1
     return needed
-
-
-def _border_bounds(sums: Sequence[int], chunks: int, limit: int) -> tuple[list[int], list[int]]:
-    """The first and the last place where each chunk can end, if none is empty and none exceeds the limit."""
-    count = len(sums) - 1
-    last = [0]
-    for chunk in range(1, chunks + 1):
-        furthest = bisect_right(sums, sums[last[-1]] + limit) - 1
-        last.append(min(furthest, count - (chunks - chunk)))
-    first = [count]
-    for chunk in range(chunks - 1, -1, -1):
-        nearest = bisect_left(sums, sums[first[-1]] - limit)
-        first.append(max(nearest, chunk))
-    return first[::-1], last
 
 
 def data_parallel(parallel: ParallelConfig, world_size: int) -> int:

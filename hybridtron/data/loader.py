@@ -11,9 +11,7 @@ import faulthandler
 import math
 import multiprocessing
 import signal
-from collections import deque
 from collections.abc import Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from typing import Any, TypeVar
@@ -27,7 +25,7 @@ from hybridtron.data.batch import Batch
 from hybridtron.data.order.phase_order import PhaseOrder, rows_in_order
 from hybridtron.data.rows import RowArrays, batch_of, gather
 from hybridtron.data.sources import Sources
-from hybridtron.data.workers import end_with_parent, unheard
+from hybridtron.data.workers import end_with_parent, prefetched, unheard
 from hybridtron.device import copied_ahead
 
 Fingerprint = dict[str, str]
@@ -114,16 +112,9 @@ class Loader:
             yield from copied_ahead(map(self._cut, batches))
 
     def _read_ahead(self, read: Dataset[Read], steps: range) -> Iterator[Read]:
-        return self._by_workers(read, steps) if self.ahead.workers else self._by_thread(read, steps)
-
-    def _by_thread(self, read: Dataset[Read], steps: range) -> Iterator[Read]:
-        with ThreadPoolExecutor(1, "loader") as pool:
-            waiting = deque(pool.submit(read.__getitem__, step) for step in steps[: self.ahead.steps])
-            for step in steps:
-                arrived = waiting.popleft().result()
-                if step + self.ahead.steps in steps:
-                    waiting.append(pool.submit(read.__getitem__, step + self.ahead.steps))
-                yield arrived
+        if self.ahead.workers:
+            return self._by_workers(read, steps)
+        return prefetched(map(read.__getitem__, steps), self.ahead.steps)
 
     def _by_workers(self, read: Dataset[Read], steps: range) -> Iterator[Read]:
         """Worker processes hold no position either: each is handed the steps that it reads."""

@@ -1,4 +1,4 @@
-"""Tasks side by side, each worker a process; and what all processes have in common that work for another one.
+"""Work beside that of a process: tasks side by side in others, what is needed next in a thread of its own.
 
 Workers are handed tasks one at a time over a pipe of their own and answer on it. A worker that dies or fails ends the
 call, with what it said; all workers end with the call, or with the process that made it, however that ends.
@@ -11,15 +11,27 @@ import os
 import signal
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 Task = TypeVar("Task")
 Message = TypeVar("Message")
+
+
+def prefetched(made: Iterator[Message], ahead: int = 1) -> Iterator[Message]:
+    """What an iterator gives; while one is used, the next are made in a thread (reading leaves Python's lock)."""
+    with ThreadPoolExecutor(1, "prefetched") as thread:
+        end = object()
+        coming = deque(thread.submit(next, made, end) for _ in range(ahead))
+        while (one := coming.popleft().result()) is not end:
+            coming.append(thread.submit(next, made, end))
+            yield cast(Message, one)
 
 
 class WorkerEnded(RuntimeError):

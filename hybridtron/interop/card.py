@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 from hybridtron.architecture.table import parameter_table
 from hybridtron.config.choices import Source
 from hybridtron.config.exportable import TRANSFORMERS
@@ -12,6 +10,7 @@ from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
 from hybridtron.interop.native import Native
 from hybridtron.interop.tokenizer import SpecialTokens
+from hybridtron.requirements import installed
 
 SHARED_PAD = "padding has no token of its own but is eos; mask padding by attention_mask, not by its id"
 
@@ -65,7 +64,5 @@ def _phase(phase: ResolvedPhase) -> str:
 
 def _versions() -> str:
     needed = ".".join(map(str, TRANSFORMERS))
-    try:
-        return f"needs transformers {needed} or newer; written with {version('transformers')}"
-    except PackageNotFoundError:
-        return f"needs transformers {needed} or newer"
+    found = installed("transformers")
+    return f"needs transformers {needed} or newer" + (f"; written with {found}" if found else "")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.checkpoint.files import appearing
+from hybridtron.checkpoint.files import appearing, in_parts
 from hybridtron.checkpoint.manifest import Meta
 from hybridtron.checkpoint.rewrite import write_whole
 from hybridtron.config.check import model_problems
@@ -34,7 +34,6 @@ from hybridtron.interop.native import ModelFormat
 from hybridtron.interop.original import Original
 from hybridtron.interop.reader import Weights
 from hybridtron.interop.rules import TensorRule
-from hybridtron.interop.writer import in_parts
 from hybridtron.problems import ConfigError
 
 SHOWN = 40  # faults that are listed

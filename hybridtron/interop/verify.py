@@ -22,7 +22,8 @@ from hybridtron.architecture.span import SpanSpec
 from hybridtron.architecture.table import architecture
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.data.batch import SeqInfo
-from hybridtron.interop.custom import ForeignCode, brings_our_code
+from hybridtron.interop.custom import AUTO_MAP
+from hybridtron.interop.shipped_code import is_shipped, shipped_code
 from hybridtron.model.generate import generate
 from hybridtron.model.lm import LanguageModel
 from hybridtron.model.stack import ResidualOut
@@ -118,17 +119,34 @@ def loaded(folder: Path) -> Any:
     """The folder's model in fp32, if transformers finds in it exactly what it looks for."""
     import transformers
 
-    try:
-        trust = brings_our_code(folder)
-    except ForeignCode as error:
-        raise NotTheSame(str(error)) from error
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=trust
+        folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=brings_our_code(folder)
     )
     faults = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
     if faults:
         raise NotTheSame(f"{folder} does not load as it stands: {faults}")
     return model.eval()
+
+
+def brings_our_code(folder: Path) -> bool:
+    """Whether a folder is of our class, with files that a version of hybridtron shipped, byte for byte.
+
+    Raises NotTheSame where it has other code: of a trusted folder transformers runs what auto_map names, a `generate`
+    of the folder's own, and the code of the model that an adapter is for, wherever that is.
+    """
+    auto_map = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("auto_map")
+    if auto_map is None:
+        return False
+    if auto_map != AUTO_MAP:
+        raise NotTheSame(f"{folder / 'config.json'} names code that is not ours in auto_map: {auto_map}")
+    if (folder / "adapter_config.json").exists():
+        raise NotTheSame(f"{folder / 'adapter_config.json'} names another model, whose code is not run")
+    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*.py"))}
+    if not is_shipped(found):
+        ours = shipped_code()
+        other = [name for name in found.keys() | ours.keys() if found.get(name) != ours.get(name)]
+        raise NotTheSame(f"{folder / min(other)} is not this version's or an earlier one's, and is not run")
+    return True
 
 
 def in_fp32(model: LanguageModel, dtype: torch.dtype) -> LanguageModel:

@@ -8,21 +8,20 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from hybridtron.checkpoint.files import bytes_of, head_of, prefetched
+from hybridtron.checkpoint.files import bytes_of, head_of, in_parts
+from hybridtron.data.workers import prefetched
 from hybridtron.interop.rules import TensorRule
 from hybridtron.storage.durable import sync
 
 INDEX = "model.safetensors.index.json"
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -35,19 +34,6 @@ class Planned:
     @property
     def size(self) -> int:
         return math.prod(self.rule.shape) * self.dtype.itemsize
-
-
-def in_parts(items: Iterable[T], size: Callable[[T], int], largest: int) -> list[list[T]]:
-    """In order, as many into each part as fit, at least one."""
-    parts: list[list[T]] = []
-    room = 0
-    for item in items:
-        if not parts or size(item) > room:
-            parts.append([])
-            room = largest
-        parts[-1].append(item)
-        room -= size(item)
-    return parts
 
 
 def write_weights(

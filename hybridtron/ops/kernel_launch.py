@@ -17,15 +17,25 @@ from torch import Tensor
 from hybridtron.ops.dispatch import Implementation
 
 
-def own_kernels(place: str, unsupported_reason: Callable[[Any], str | None]) -> Implementation[Any, Any]:
-    """Triton kernels of our own: the function that `file:function` names, whose file is imported when it is called."""
+def own_kernels(
+    place: str, unsupported_reason: Callable[[Any], str | None] = lambda inputs: None
+) -> Implementation[Any, Any]:
+    """Triton kernels of our own: the function that `file:function` names, whose file is imported when it is called.
+
+    None of them has float64.
+    """
     file, _, name = place.partition(":")
 
     @torch.compiler.disable  # the kernels are compiled already, and what is around them is little
     def call(inputs: tuple[Any, ...]) -> Any:
         return getattr(importlib.import_module(file), name)(inputs)
 
-    return Implementation("triton", call, "cuda", "triton", unsupported_reason)
+    def reason(inputs: tuple[Any, ...]) -> str | None:
+        if any(isinstance(value, Tensor) and value.dtype == torch.float64 for value in inputs):
+            return "the kernels have no float64"
+        return unsupported_reason(inputs)
+
+    return Implementation("triton", call, "cuda", "triton", reason)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int) -> None:

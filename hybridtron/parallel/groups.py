@@ -130,9 +130,7 @@ def all_reduce_max(values: list[float]) -> list[float]:
 
 def host_pids() -> list[tuple[str, int]]:
     """Machine and process id of every rank."""
-    found: list[tuple[str, int]] = [("", 0)] * dist.get_world_size()
-    dist.all_gather_object(found, (socket.gethostname(), os.getpid()))
-    return found
+    return all_gather_object((socket.gethostname(), os.getpid()))
 
 
 def all_gather_object(value: Any) -> list[Any]:

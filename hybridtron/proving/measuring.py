@@ -6,7 +6,6 @@ which mean nothing on another machine and are therefore never written down for a
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import sys
@@ -22,6 +21,7 @@ from rich.markdown import Markdown
 from torch import Tensor
 
 from hybridtron.device import compute_device, describe_device, synchronize
+from hybridtron.requirements import installed
 
 VERSIONS = ("torch", "transformers", "numpy")
 SLOW = 2.0  # seconds from which on a form is not warmed up before it is measured
@@ -235,10 +235,5 @@ def processor() -> str:
 
 def versions() -> str:
     """Python's version and those of what is compared."""
-    found = [f"Python {platform.python_version()}"]
-    for name in VERSIONS:
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            found.append(f"{name} not installed")
-    return ", ".join(found)
+    found = (f"{name} {installed(name) or 'not installed'}" for name in VERSIONS)
+    return ", ".join([f"Python {platform.python_version()}", *found])

@@ -53,10 +53,10 @@ def test_a_registered_mixer_is_exported_by_the_shipped_class(monkeypatch: pytest
 
 
 def test_transformers_is_there_and_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exportable, "version", lambda _: "4.57.6")
+    monkeypatch.setattr(exportable, "installed", lambda _: "4.57.6")
     assert keys() == []
     assert keys("phases.0.export=auto") == ["phases.0.export"]
-    monkeypatch.setattr(exportable, "version", lambda _: "6.0.0.dev0")
+    monkeypatch.setattr(exportable, "installed", lambda _: "6.0.0.dev0")
     assert keys("phases.0.export=auto") == []
     monkeypatch.setattr(exportable, "missing", lambda *extras: f"{extras} is not installed")
     assert keys("phases.0.export=auto") == ["phases.0.export"]

@@ -226,7 +226,7 @@ def test_left_behind_nothing(toy: TokenFolder):
 
 
 def reading_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("loader")]
+    return [t.name for t in threading.enumerate() if t.name.startswith("prefetched")]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

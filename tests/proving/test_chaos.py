@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hybridtron.proving.chaos import main as chaos
-from hybridtron.proving.chaos.faults import KINDS, Disk, Kinds, Scene, deleted, flipped, truncated
+from hybridtron.proving.chaos.faults import KINDS, Disk, Scene, deleted, flipped, strike, truncated
 from hybridtron.proving.chaos.run import ProcessStart, Run, arguments_of
 
 COMMAND = [sys.executable, str(Path(__file__).parents[2] / "tools/chaos.py")]
@@ -86,11 +86,11 @@ def test_damage_changes_what_it_is_given() -> None:
 def test_every_kind_of_fault_comes_before_any_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in KINDS:
         monkeypatch.setitem(KINDS, kind, lambda scene, kind=kind: None if kind == "flip a bit" else kind)
-    kinds, run = Kinds(random.Random(0)), run_of(tmp_path)
-    scene = Scene(object.__new__(ProcessStart), Disk(run), random.Random(0))
-    struck = [kinds.strike(scene) for _ in range(len(KINDS) - 1)]
+    left: list[str] = []
+    scene = Scene(object.__new__(ProcessStart), Disk(run_of(tmp_path)), random.Random(0))
+    struck = [strike(scene, left) for _ in range(len(KINDS) - 1)]
     assert {one[0] for one in struck if one} == KINDS.keys() - {"flip a bit"}
-    assert kinds.strike(scene) is not None  # only the one that is impossible was left, and all begin again
+    assert strike(scene, left) is not None  # only the one that is impossible was left, and all begin again
 
 
 def test_a_wrong_argument_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

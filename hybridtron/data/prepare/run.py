@@ -12,7 +12,6 @@ not a cleaner of data: nothing is filtered, deduplicated or mixed.
 from __future__ import annotations
 
 import fcntl
-import importlib.metadata
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +37,7 @@ from hybridtron.data.prepare.progress import PrepareProgress
 from hybridtron.data.prepare.vocabulary import Vocabulary
 from hybridtron.data.prepare.writer import assemble, install
 from hybridtron.data.workers import side_by_side
+from hybridtron.requirements import installed
 from hybridtron.storage.digest import digest_of
 from hybridtron.storage.durable import put, temporary_of
 
@@ -196,7 +196,7 @@ def _complete(job: PrepareJob, output: Path, origin: Origin | None) -> None:
     vocabulary = job.vocabulary
     described = {
         "tool": "hybridtron",
-        "version": _version(),
+        "version": installed("hybridtron") or "not installed",
         "tokenizer": vocabulary.name,
         "eos_token": vocabulary.eos_token,
         "inputs": len(job.inputs),
@@ -216,10 +216,3 @@ def _complete(job: PrepareJob, output: Path, origin: Origin | None) -> None:
         described,
     )
     install(job.work / TOKENS, output)
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("hybridtron")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

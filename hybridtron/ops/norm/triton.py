@@ -16,8 +16,6 @@ MAX_CHANNELS = 8192  # of a row, which the registers of one program hold
 def _unsupported_reason(inputs: RMSNormInputs | AddRMSNormInputs) -> str | None:
     if torch.compiler.is_compiling():
         return "torch.compile joins the reference to what stands around it"
-    if torch.float64 in (inputs.x.dtype, inputs.weight.dtype):
-        return "the kernels have no float64"
     if inputs.x.shape[-1] > MAX_CHANNELS:
         return f"rows of {inputs.x.shape[-1]} channels; the kernels take {MAX_CHANNELS}"
     return None

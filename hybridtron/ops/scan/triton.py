@@ -6,8 +6,6 @@ Compared with the reference in Triton's interpreter, and compiled for sm_90; unm
 
 from __future__ import annotations
 
-import torch
-
 from hybridtron.ops.kernel_launch import own_kernels
 from hybridtron.ops.scan.reference import ScanInputs
 
@@ -17,7 +15,7 @@ LARGEST_STATE = 256  # a power of two of which 8 fit into the registers of one w
 def _unsupported_reason(inputs: ScanInputs) -> str | None:
     if inputs.A_EN.shape[1] > LARGEST_STATE:
         return f"the kernels take a state size of at most {LARGEST_STATE}, not {inputs.A_EN.shape[1]}"
-    return "the kernels have no float64" if inputs.x_BLE.dtype == torch.float64 else None
+    return None
 
 
 TRITON = own_kernels("hybridtron.ops.scan.kernels_backward:selective_scan", _unsupported_reason)

@@ -6,8 +6,6 @@ In the op's list it follows the mamba-ssm package, and takes what that leaves: m
 
 from __future__ import annotations
 
-import torch
-
 from hybridtron.ops.kernel_launch import own_kernels
 from hybridtron.ops.ssd.reference import SSDInputs
 
@@ -15,8 +13,6 @@ MAX_HEAD, MAX_STATE = 128, 256  # channels and state entries of a head that fit 
 
 
 def _unsupported_reason(inputs: SSDInputs) -> str | None:
-    if torch.float64 in (inputs.x_BLHP.dtype, inputs.dt_BLH.dtype, inputs.B_BLGN.dtype, inputs.C_BLGN.dtype):
-        return "the kernels have no float64"
     head, state = inputs.x_BLHP.shape[3], inputs.B_BLGN.shape[3]
     if head > MAX_HEAD or state > MAX_STATE:
         return f"heads of {head} channels and {state} state entries; the kernels take {MAX_HEAD} and {MAX_STATE}"

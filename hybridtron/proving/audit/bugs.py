@@ -16,13 +16,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybridtron.architecture.base import Cut, Parameter
+from hybridtron.config.layout import stages_of
+from hybridtron.config.schema import Config
 from hybridtron.data.batch import Batch
-from hybridtron.engine import engine, schedule, stage
+from hybridtron.engine.schedule import StepLoss, _loss_of, run_schedule
+from hybridtron.engine.stage import Stage, build_stages, mark_for_megatron
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.loss import Loss
-from hybridtron.parallel import cut as cutting
-from hybridtron.parallel.cut import Mesh
+from hybridtron.parallel.cut import Mesh, cut
 from hybridtron.parallel.linear import TensorGroup
+from hybridtron.parallel.loss import linear_cross_entropy
 
 Replaced = dict[str, Any]  # where an attribute stands -> what stands there instead
 
@@ -32,7 +35,7 @@ class Bug:
     """What goes wrong, what is replaced for it, and where it shows: an architecture and a layout of the table."""
 
     effect: str
-    replaced: Callable[[], Replaced]
+    replaced: Replaced
     architecture: str
     layout: str
 
@@ -41,118 +44,82 @@ class Bug:
 def injected(name: str | None) -> Iterator[None]:
     """The product with this bug in it; without one, the product."""
     with ExitStack() as stack:
-        for where, instead in ({} if name is None else BUGS[name].replaced()).items():
+        for where, instead in ({} if name is None else BUGS[name].replaced).items():
             stack.enter_context(patch(where, instead))
         yield
 
 
-def _x_proj_backward() -> Replaced:
-    return {"hybridtron.mixers.mamba.sum_gradients": lambda x, tensor: x}
-
-
-def _group_norm() -> Replaced:
-    return {"hybridtron.mixers.mamba2.sum_shares": lambda x, tensor: x * tensor.size}
-
-
-def _group_norm_backward() -> Replaced:
-    """A sum whose gradient stays on its rank."""
-    return {"hybridtron.parallel.linear.sum_gradients": lambda x, tensor: x}
-
-
-def _marked(change: Callable[[LanguageModel, str, Tensor], None]) -> Replaced:
-    """Another mark on some weights, after all have theirs."""
-    mark = stage.mark_for_megatron
+def _marked(names: str, mark: str, value: bool) -> Replaced:
+    """Another mark on the weights that have this in their names, after all have theirs."""
 
     def marked(model: LanguageModel) -> None:
-        mark(model)
+        mark_for_megatron(model)
         for name, weight in model.named_parameters():
-            change(model, name, weight)
+            if names in name:
+                setattr(weight, mark, value)
 
     return {"hybridtron.engine.stage.mark_for_megatron": marked}
 
 
-def _kv_gradient() -> Replaced:
-    return _marked(lambda _, name, weight: _unsum(weight) if "kv" in name else None)
+KV_GRADIENT = _marked("kv", "partial_over_tensor", False)
+BC_GRADIENT = _marked(".bc_", "partial_over_tensor", False)
+NORM_GRADIENT = _marked("norm.weight", "partial_over_tensor", False)
+DOUBLE_NORM_GRADIENT = _marked("norm.weight", "partial_over_tensor", True)
+DECAY = _marked("", "undecayed", False)
+NORM_COUNTS_COPIES = _marked("", "tensor_model_parallel", True)
+X_PROJ_BACKWARD: Replaced = {"hybridtron.mixers.mamba.sum_gradients": lambda x, tensor: x}
+GROUP_NORM: Replaced = {"hybridtron.mixers.mamba2.sum_shares": lambda x, tensor: x * tensor.size}
+GROUP_NORM_BACKWARD: Replaced = {"hybridtron.parallel.linear.sum_gradients": lambda x, tensor: x}  # stays on its rank
+MISSING_REDUCTION: Replaced = {
+    "hybridtron.parallel.linear.RowParallel.forward": lambda self, x: functional.linear(x, self.weight)
+}
 
 
-def _bc_gradient() -> Replaced:
-    return _marked(lambda _, name, weight: _unsum(weight) if ".bc_" in name else None)
+def _untied(*arguments: Any) -> list[Stage]:
+    stages = build_stages(*arguments)
+    for chunk in stages:
+        chunk.share_embeddings_and_output_weights = False
+    return stages
 
 
-def _norm_gradient() -> Replaced:
-    return _marked(lambda _, name, weight: _unsum(weight) if name.endswith("norm.weight") else None)
+TIED_GRADIENT = {"hybridtron.engine.engine.build_stages": _untied}
 
 
-def _unsum(weight: Any) -> None:
-    weight.partial_over_tensor = False
+def _scaled(stages: Any, batches: Sequence[Batch], *rest: Any, forward_only: bool = False) -> StepLoss:
+    loss = run_schedule(stages, batches, *rest, forward_only=forward_only)
+    for chunk in stages:
+        chunk.scale_gradients(1 / len(batches))
+    return loss
 
 
-def _double_norm_gradient() -> Replaced:
-    def sum_again(_: LanguageModel, name: str, weight: Any) -> None:
-        weight.partial_over_tensor |= name.endswith("norm.weight")
-
-    return _marked(sum_again)
+MICRO_BATCH_SCALE = {"hybridtron.engine.engine.run_schedule": _scaled}
 
 
-def _decay() -> Replaced:
-    def undecide(_: LanguageModel, __: str, weight: Any) -> None:
-        if hasattr(weight, "undecayed"):
-            del weight.undecayed
-
-    return _marked(undecide)
-
-
-def _norm_counts_copies() -> Replaced:
-    def claim(_: LanguageModel, __: str, weight: Any) -> None:
-        weight.tensor_model_parallel = True
-
-    return _marked(claim)
+def _mean(
+    x_LBD: Tensor, model: LanguageModel, batch: Batch, chunks: int, z_loss: float, tensor: TensorGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    total, tokens, report = _loss_of(x_LBD, model, batch, chunks, z_loss, tensor)
+    return total / tokens.clamp(min=1), torch.ones_like(tokens), report
 
 
-def _tied_gradient() -> Replaced:
-    build = stage.build_stages
-
-    def built(*arguments: Any) -> list[stage.Stage]:
-        stages = build(*arguments)
-        for chunk in stages:
-            chunk.share_embeddings_and_output_weights = False
-        return stages
-
-    return {"hybridtron.engine.engine.build_stages": built}
+MASKED_TOKENS = {"hybridtron.engine.schedule._loss_of": _mean}
 
 
-def _micro_batch_scale() -> Replaced:
-    run = engine.run_schedule
-
-    def scaled(stages: Any, batches: Sequence[Batch], *rest: Any, forward_only: bool = False) -> schedule.StepLoss:
-        loss = run(stages, batches, *rest, forward_only=forward_only)
-        for chunk in stages:
-            chunk.scale_gradients(1 / len(batches))
-        return loss
-
-    return {"hybridtron.engine.engine.run_schedule": scaled}
+def _swapped(config: Config) -> tuple[range, ...]:
+    first, *inner, last = stages_of(config)
+    return (first, *reversed(inner), last)
 
 
-def _masked_tokens() -> Replaced:
-    loss_of = schedule._loss_of
-
-    def mean_of(
-        x_LBD: Tensor, model: LanguageModel, batch: Batch, chunks: int, z_loss: float, tensor: TensorGroup
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        total, tokens, report = loss_of(x_LBD, model, batch, chunks, z_loss, tensor)
-        return total / tokens.clamp(min=1), torch.ones_like(tokens), report
-
-    return {"hybridtron.engine.schedule._loss_of": mean_of}
+SWAPPED_VIRTUAL_CHUNKS = {"hybridtron.engine.stage.stages_of": _swapped}
 
 
-def _swapped_virtual_chunks() -> Replaced:
-    stages_of = stage.stages_of
+def _without_z_loss(
+    x_LBD: Tensor, weight_VD: Tensor, labels: Tensor, mask: Tensor, _: float, tensor: TensorGroup
+) -> Loss:
+    return linear_cross_entropy(x_LBD, weight_VD, labels, mask, 0.0, tensor)
 
-    def swapped(config: Any) -> tuple[range, ...]:
-        first, *inner, last = stages_of(config)
-        return (first, *reversed(inner), last)
 
-    return {"hybridtron.engine.stage.stages_of": swapped}
+MISSING_Z_LOSS = {"hybridtron.engine.schedule.linear_cross_entropy": _without_z_loss}
 
 
 def _cut_otherwise(wrong: Callable[[Tensor, Parameter, Mesh], Tensor]) -> Replaced:
@@ -164,64 +131,51 @@ def _at_rank(mesh: Mesh, rank: int) -> Mesh:
     return {**mesh, "tensor": replace(mesh["tensor"], rank=rank)}
 
 
-def _vocabulary_order() -> Replaced:
-    def wrong(whole: Tensor, parameter: Parameter, mesh: Mesh) -> Tensor:
-        is_vocabulary = len(whole) > 64 and parameter.cuts == (Cut(0),) and not parameter.parts
-        other_rank = _at_rank(mesh, mesh["tensor"].size - 1 - mesh["tensor"].rank)
-        return cutting.cut(whole, parameter, other_rank if is_vocabulary else mesh)
-
-    return _cut_otherwise(wrong)
+def _vocabulary_of_other_rank(whole: Tensor, parameter: Parameter, mesh: Mesh) -> Tensor:
+    is_vocabulary = len(whole) > 64 and parameter.cuts == (Cut(0),) and not parameter.parts
+    other_rank = _at_rank(mesh, mesh["tensor"].size - 1 - mesh["tensor"].rank)
+    return cut(whole, parameter, other_rank if is_vocabulary else mesh)
 
 
-def _conv_cut() -> Replaced:
-    def wrong(whole: Tensor, parameter: Parameter, mesh: Mesh) -> Tensor:
-        is_convolution = whole.dim() == 2 and whole.shape[1] == 4 and not parameter.fp32
-        return cutting.cut(whole, parameter, _at_rank(mesh, 0) if is_convolution else mesh)
-
-    return _cut_otherwise(wrong)
+VOCABULARY_ORDER = _cut_otherwise(_vocabulary_of_other_rank)
 
 
-def _fused_cut() -> Replaced:
-    def wrong(whole: Tensor, parameter: Parameter, mesh: Mesh) -> Tensor:
-        return cutting.cut(whole, replace(parameter, parts=()), mesh)
-
-    return _cut_otherwise(wrong)
+def _convolution_of_first_rank(whole: Tensor, parameter: Parameter, mesh: Mesh) -> Tensor:
+    is_convolution = whole.dim() == 2 and whole.shape[1] == 4 and not parameter.fp32
+    return cut(whole, parameter, _at_rank(mesh, 0) if is_convolution else mesh)
 
 
-def _missing_reduction() -> Replaced:
-    return {"hybridtron.parallel.linear.RowParallel.forward": lambda self, x: functional.linear(x, self.weight)}
+CONV_CUT = _cut_otherwise(_convolution_of_first_rank)
 
 
-def _missing_z_loss() -> Replaced:
-    loss = schedule.linear_cross_entropy
+def _as_one_block(whole: Tensor, parameter: Parameter, mesh: Mesh) -> Tensor:
+    return cut(whole, replace(parameter, parts=()), mesh)
 
-    def without(x_LBD: Tensor, weight_VD: Tensor, labels: Tensor, mask: Tensor, _: float, tensor: TensorGroup) -> Loss:
-        return loss(x_LBD, weight_VD, labels, mask, 0.0, tensor)
 
-    return {"hybridtron.engine.schedule.linear_cross_entropy": without}
+FUSED_CUT = _cut_otherwise(_as_one_block)
 
 
 BUGS = {
-    "x_proj_backward": Bug("gradients of dt, B and C are not summed over ranks", _x_proj_backward, "samba", "tp2"),
-    "kv_gradient": Bug("replicated key/value heads keep their rank's part", _kv_gradient, "mamba-swa-mlp", "tp2"),
-    "bc_gradient": Bug("replicated B and C keep their rank's part", _bc_gradient, "mamba2", "tp2"),
-    "group_norm": Bug("the gated norm's mean is that of its rank's heads", _group_norm, "mamba2", "tp2-sp"),
-    "group_norm_backward": Bug("its gradient stays on its rank", _group_norm_backward, "mamba2", "tp2"),
-    "norm_gradient": Bug("norms keep the gradient of their rank's tokens", _norm_gradient, "mamba-mlp", "tp2-sp"),
-    "double_norm_gradient": Bug("norms' whole gradients are summed", _double_norm_gradient, "mamba-mlp", "tp2"),
-    "tied_gradient": Bug("first and last stage keep their own embedding's gradient", _tied_gradient, "samba", "pp2"),
-    "micro_batch_scale": Bug("gradients are divided by micro-batches too", _micro_batch_scale, "llama", "dp2"),
-    "masked_tokens": Bug("a mean over micro-batches, not over tokens", _masked_tokens, "llama", "dp2"),
+    "x_proj_backward": Bug("gradients of dt, B and C are not summed over ranks", X_PROJ_BACKWARD, "samba", "tp2"),
+    "kv_gradient": Bug("replicated key/value heads keep their rank's part", KV_GRADIENT, "mamba-swa-mlp", "tp2"),
+    "bc_gradient": Bug("replicated B and C keep their rank's part", BC_GRADIENT, "mamba2", "tp2"),
+    "group_norm": Bug("the gated norm's mean is that of its rank's heads", GROUP_NORM, "mamba2", "tp2-sp"),
+    "group_norm_backward": Bug("its gradient stays on its rank", GROUP_NORM_BACKWARD, "mamba2", "tp2"),
+    "norm_gradient": Bug("norms keep the gradient of their rank's tokens", NORM_GRADIENT, "mamba-mlp", "tp2-sp"),
+    "double_norm_gradient": Bug("norms' whole gradients are summed", DOUBLE_NORM_GRADIENT, "mamba-mlp", "tp2"),
+    "tied_gradient": Bug("first and last stage keep their own embedding's gradient", TIED_GRADIENT, "samba", "pp2"),
+    "micro_batch_scale": Bug("gradients are divided by micro-batches too", MICRO_BATCH_SCALE, "llama", "dp2"),
+    "masked_tokens": Bug("a mean over micro-batches, not over tokens", MASKED_TOKENS, "llama", "dp2"),
     "swapped_virtual_chunks": Bug(
-        "inner chunks are in the wrong order", _swapped_virtual_chunks, "mamba", "pp2-virtual2"
+        "inner chunks are in the wrong order", SWAPPED_VIRTUAL_CHUNKS, "mamba", "pp2-virtual2"
     ),
-    "vocabulary_order": Bug("ranks hold each other's tokens", _vocabulary_order, "mamba", "tp2"),
-    "conv_cut": Bug("every rank holds the first rank's convolution", _conv_cut, "mamba-swa-mlp", "tp2"),
-    "fused_cut": Bug("fused projections are cut as one block", _fused_cut, "mamba-mlp", "tp2"),
-    "missing_reduction": Bug("outputs of row-parallel layers are not summed", _missing_reduction, "llama", "tp2"),
-    "missing_z_loss": Bug("the z-loss is left out", _missing_z_loss, "llama", "pp2"),
-    "decay": Bug("A_log is decayed, as megatron-core does by shape", _decay, "mamba", "pp2"),
+    "vocabulary_order": Bug("ranks hold each other's tokens", VOCABULARY_ORDER, "mamba", "tp2"),
+    "conv_cut": Bug("every rank holds the first rank's convolution", CONV_CUT, "mamba-swa-mlp", "tp2"),
+    "fused_cut": Bug("fused projections are cut as one block", FUSED_CUT, "mamba-mlp", "tp2"),
+    "missing_reduction": Bug("outputs of row-parallel layers are not summed", MISSING_REDUCTION, "llama", "tp2"),
+    "missing_z_loss": Bug("the z-loss is left out", MISSING_Z_LOSS, "llama", "pp2"),
+    "decay": Bug("A_log is decayed, as megatron-core does by shape", DECAY, "mamba", "pp2"),
     "norm_counts_copies": Bug(
-        "what both ranks hold counts twice in the gradient norm", _norm_counts_copies, "samba", "tp2"
+        "what both ranks hold counts twice in the gradient norm", NORM_COUNTS_COPIES, "samba", "tp2"
     ),
 }

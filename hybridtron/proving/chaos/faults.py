@@ -159,21 +159,17 @@ KINDS: dict[str, Callable[[Scene], str | None]] = {
 }
 
 
-class Kinds:
-    """Draws kinds of faults: all of them, shuffled, then all of them again."""
+def strike(scene: Scene, left: list[str]) -> tuple[str, str] | None:
+    """Do the first kind that is left and possible; its kind, and what was hit.
 
-    def __init__(self, draw: random.Random) -> None:
-        self.draw = draw
-        self.left: list[str] = []
-
-    def strike(self, scene: Scene) -> tuple[str, str] | None:
-        """Do the first that is left and possible; its kind, and what was hit."""
-        for _ in range(2):  # where nothing that is left is possible, all begin again
-            self.left = self.left or self.draw.sample(list(KINDS), len(KINDS))
-            for kind in self.left:
-                hit = KINDS[kind](scene)
-                if hit is not None:
-                    self.left.remove(kind)
-                    return kind, hit
-            self.left = []
-        return None
+    All kinds are left, in random order, when none of those before is: so each comes before any comes again.
+    """
+    for _ in range(2):  # where nothing that is left is possible, all begin again
+        left[:] = left or scene.draw.sample(list(KINDS), len(KINDS))
+        for kind in left:
+            hit = KINDS[kind](scene)
+            if hit is not None:
+                left.remove(kind)
+                return kind, hit
+        left.clear()
+    return None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rich.progress import Progress, TaskID
 
-from hybridtron.proving.chaos.faults import FULL_DISK, Disk, Kinds, Scene
+from hybridtron.proving.chaos.faults import FULL_DISK, Disk, Scene, strike
 from hybridtron.proving.chaos.run import PROCESSES, SAVE_EVERY, START_S, TIMEOUT_S, TOGETHER_S, ProcessStart, Run
 
 LOOK_S = 0.02  # between looks at the run
@@ -45,7 +45,7 @@ class Ordeal:
 
     def __init__(self, run: Run, mean: float, draw: random.Random, disk: Disk) -> None:
         self.run, self.mean, self.draw, self.disk = run, mean, draw, disk
-        self.kinds, self.faults = Kinds(draw), list[Injected]()
+        self.kinds_left, self.faults = list[str](), list[Injected]()
         self.done = self.starts = 0  # steps done, also those that were lost
         self.due = self._next(0)
         self.full_until, self.unwritten = float("inf"), 0  # steps done, and the saves that had failed before
@@ -101,7 +101,7 @@ class Ordeal:
             return
         time.sleep(self.draw.random() * 5 * LOOK_S)  # anywhere in a step
         step, at = len(self.run.lines()), time.monotonic()
-        struck = self.kinds.strike(Scene(started, self.disk, self.draw))
+        struck = strike(Scene(started, self.disk, self.draw), self.kinds_left)
         self.due = self._next(done)
         if struck is not None:
             self.faults.append(Injected(step, *struck, at))

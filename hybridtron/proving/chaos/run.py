@@ -6,7 +6,6 @@ takes a fraction of a second; everything else is as in a real run.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridtron.shipped import PACKAGE
+from hybridtron.train.records import read_record
 
 TRAIN = ("-P", "-m", "hybridtron", "train")  # this package, whatever lies in the present folder
 PROC = Path("/proc")
@@ -68,9 +68,7 @@ class Run:
 
     def outcome(self) -> dict[str, Any]:
         """What it says of its end; nothing where it could not speak."""
-        with suppress(FileNotFoundError, json.JSONDecodeError):
-            return json.loads((self.folder / "outcome.json").read_text())
-        return {}
+        return read_record(self.folder / "outcome.json")
 
 
 def arguments_of(data: Path, steps: int, layout: str) -> tuple[str, ...]:

@@ -7,9 +7,8 @@ at a time one trains, and the other is refused, or finds later that there is not
 from __future__ import annotations
 
 import random
-import signal
+import subprocess
 import time
-from contextlib import suppress
 
 from hybridtron.proving.chaos.run import PROCESSES, START_S, Run
 
@@ -20,37 +19,29 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", s
 TORCHRUN += ("-m", "hybridtron", "train")
 
 
-class TorchrunStart:
-    """A run as torchrun starts it."""
+def started(run: Run) -> subprocess.Popen[bytes]:
+    """The run as torchrun starts it."""
+    return run.start("torchrun.log", TORCHRUN, {}, own_group=False)
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.before = run, run.lines()
-        self.process = run.start("torchrun.log", TORCHRUN, {}, own_group=False)
 
-    def wait_until(self, steps: int) -> None:
-        """Until N steps are done since this start, or it has ended; for 0, until some start holds the folder."""
-        until = time.monotonic() + START_S
-        while self.process.poll() is None and time.monotonic() < until:
-            if (self.run.folder / ".lock").exists() and len(self.run.lines()) >= len(self.before) + steps:
-                return
-            time.sleep(LOOK_S)
-
-    def kill(self) -> None:
-        """Torchrun alone; its processes get no signal."""
-        with suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
+def wait_until(run: Run, torchrun: subprocess.Popen[bytes], steps: int) -> None:
+    """Until N steps more are done, or the start has ended; for 0, until some start holds the folder."""
+    until, wanted = time.monotonic() + START_S, len(run.lines()) + steps
+    while torchrun.poll() is None and time.monotonic() < until:
+        if (run.folder / ".lock").exists() and len(run.lines()) >= wanted:
+            return
+        time.sleep(LOOK_S)
 
 
 def survive(run: Run, draw: random.Random) -> list[str]:
     """Kill and restart, and last start the run twice at once; returns what went wrong."""
     for number in range(KILLS):
-        launch = TorchrunStart(run)
-        launch.wait_until(draw.randrange(1, STEPS) if number % 2 else 0)
+        torchrun = started(run)
+        wait_until(run, torchrun, draw.randrange(1, STEPS) if number % 2 else 0)
         time.sleep(5 * draw.random() * (not number % 2))  # anywhere in the imports
-        launch.kill()
-    both = [TorchrunStart(run) for _ in range(2)]
-    codes = [launch.process.wait() for launch in both]
+        torchrun.kill()  # it alone; its processes get no signal
+        torchrun.wait()
+    codes = [torchrun.wait() for torchrun in [started(run), started(run)]]
     found = run.outcome().get("outcome")
     log = run.home / "torchrun.log"
     wrong = [] if 0 in codes and found == "finished" else [f"two starts at a time ended with {codes}, {found}: {log}"]

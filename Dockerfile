@@ -22,7 +22,7 @@ WORKDIR /opt/hybridtron
 COPY . .
 # Ranges of versions are in pyproject.toml. mosaicml-streaming pins packages that are not needed here.
 # hadolint ignore=DL3013
-RUN pip install --no-cache-dir ".[prepare,plot,export,metrics,s3,streaming]" \
+RUN pip install --no-cache-dir ".[prepare,plot,export,metrics,tasks,s3,streaming]" \
     && pip install --no-cache-dir --no-deps --group without-dependencies
 
 # Packages with kernels, which are compiled here against torch: slow, and all of them optional.

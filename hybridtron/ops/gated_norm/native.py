@@ -79,7 +79,8 @@ class _NativeScale(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        y_BLHP, z_BLHP, scale_BLH, weight_HP = ctx.saved_tensors
+        saved = ctx.saved_tensors  # read once, as torch.utils.checkpoint asks
+        y_BLHP, z_BLHP, scale_BLH, weight_HP = saved
         y, z, scale, grad = (readable(t) for t in (y_BLHP, z_BLHP, scale_BLH, grads[0]))
         grad_y, grad_z, grad_scale = like(y), like(z), torch.empty(scale.shape, dtype=scale.dtype)
         weight = weight_HP.to(wide_type(y)).contiguous()
@@ -88,7 +89,7 @@ class _NativeScale(torch.autograd.Function):
         task.scaled, task.weight, task.grad_weight = 1, address(weight), address(of_weight)
         _run("backward", task, y)
         found = (grad_y, grad_z, grad_scale, of_weight[0])
-        return tuple(g.to(t.dtype) for g, t in zip(found, ctx.saved_tensors, strict=True))
+        return tuple(g.to(t.dtype) for g, t in zip(found, saved, strict=True))
 
 
 def _task(

@@ -127,7 +127,7 @@ def test_what_it_does_not_support() -> None:
 
 
 def test_documents_with_a_tail_go_to_it_rather_than_to_causal_conv1d() -> None:
-    assert [each.name for each in causal_conv.implementations] == ["causal-conv1d", "triton", "fused"]
+    assert [each.name for each in causal_conv.implementations] == ["causal-conv1d", "triton", "native", "fused"]
     inputs = ConvInputs(*random_inputs(dtype=torch.float32).values(), documents_with_borders(2, 11, 5), True)
     supporting = [each.name for each in causal_conv.implementations if each.unsupported_reason(inputs) is None]
     assert supporting[0] == "triton"

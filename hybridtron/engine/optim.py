@@ -32,7 +32,7 @@ from hybridtron.optimizers import OPTIMIZERS
 from hybridtron.parallel.blocks import flat_rectangles, full_rectangle, weight_blocks, writes
 from hybridtron.parallel.cut import mesh_sizes
 from hybridtron.parallel.groups import Groups
-from hybridtron.parallel.mcore import optimizer_config
+from hybridtron.parallel.mcore import gradients_for_norm, optimizer_config
 from hybridtron.parallel.whole import gathered
 
 
@@ -79,7 +79,7 @@ class Optimizer:
         """The square of that norm, on the device: Megatron's own would wait for it once for each weight."""
         self.megatron.prepare_grads()
         (optimizer,) = self.megatron.chained_optimizers
-        gradients = optimizer.get_main_grads_for_grad_norm()
+        gradients = gradients_for_norm(optimizer)
         if gradients:
             norms = torch.stack(torch._foreach_norm(gradients)).to(torch.get_default_dtype())
             squares = torch.linalg.vector_norm(norms).float() ** 2.0

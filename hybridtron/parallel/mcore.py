@@ -1,12 +1,15 @@
-"""Our configuration in Megatron-core's terms. No other file builds one of its configs."""
+"""Our configuration in Megatron-core's terms, and its names that changed. No other file builds one of its configs."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from hybridtron.config.schema import OptimConfig, ParallelConfig
 from hybridtron.device import compute_device
@@ -87,3 +90,9 @@ def optimizer_config(optim: OptimConfig, parallel: ParallelConfig, dtype: torch.
         use_distributed_optimizer=parallel.distributed_optimizer,
         overlap_param_gather=parallel.overlap_param_gather,
     )
+
+
+def gradients_for_norm(optimizer: Any) -> list[Tensor]:
+    """What counts in the norm on this rank: none twice. The method has another name since megatron-core 0.19."""
+    newer = getattr(optimizer, "get_grads_for_grad_norm", None)
+    return optimizer.get_main_grads_for_grad_norm() if newer is None else newer()

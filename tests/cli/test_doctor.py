@@ -52,7 +52,7 @@ def test_broken_optional_packages_are_lines_of_the_report(tmp_path: Path) -> Non
     assert "exit code 3" in line_of(done.stdout, "causal_conv1d")
     assert "signal 11" in line_of(done.stdout, "mamba_ssm")
     assert line_of(done.stdout, "wandb").split()[:3] == ["ok", "wandb", "9.9"]
-    assert "chunked" in line_of(done.stdout, "selective_scan")
+    assert line_of(done.stdout, "selective_scan").split()[2] in ("native", "chunked"), "compiled, where a compiler is"
     assert done.stdout.endswith("training can run\n")
 
 

@@ -18,6 +18,7 @@ ORDER = [
     "regular_files",
     "problems",
     "limits",
+    "compiled",
     "device",
     "architecture",
     "optimizers",
@@ -58,7 +59,10 @@ OWNERS = {
     "pyarrow": "data/prepare/inputs.py",
     "triton": "ops/kernel_launch.py ops/kernel_compiled.py ops/*/kernels*.py ops/*/triton.py",  # kernels of our own
 }
-TORCH_FREE = ("regular_files", "problems", "limits", "architecture", "optimizers", "config", "planning", "tasks")
+TORCH_FREE = (
+    *("regular_files", "problems", "limits", "compiled"),
+    *("architecture", "optimizers", "config", "planning", "tasks"),
+)
 GENERATED = "mixers_hybridtron"  # made by interop/shipped_code
 
 

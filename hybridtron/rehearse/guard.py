@@ -11,15 +11,13 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
-import shutil
-import subprocess
 import sys
-import tempfile
 from functools import cache
 from pathlib import Path
 
+from hybridtron import compiled
+
 SOURCE = Path(__file__).with_name("guard.cpp")
-COMPILERS = ("c++", "g++", "clang++")
 
 
 class GuardProblem(Exception):
@@ -39,11 +37,13 @@ def _library() -> Path:
     torch_folder = _torch_folder()
     text = SOURCE.read_text() + importlib.metadata.version("torch") + str(torch_folder)
     name = f"guard-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.so"
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybridtron"
-    if not (folder / name).exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        _compile(torch_folder, folder / name)
-    return folder / name
+    try:
+        path = compiled.cache_folder("rehearse") / name
+        if not path.exists():
+            compiled.build(path, lambda made: _compile(torch_folder, made))
+    except (compiled.NotBuilt, OSError) as error:
+        raise GuardProblem(str(error)) from error
+    return path
 
 
 def _torch_folder() -> Path:
@@ -54,19 +54,11 @@ def _torch_folder() -> Path:
     return Path(found.origin).parent
 
 
-def _compile(torch_folder: Path, library: Path) -> None:
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        raise GuardProblem(f"no C++ compiler was found ({', '.join(COMPILERS)}): install one, or set CXX to its path")
+def _compile(torch_folder: Path, target: Path) -> None:
     include, linked = torch_folder / "include", torch_folder / "lib"
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made = Path(folder) / library.name
-        command = [
-            *(compiler, "-O1", "-shared", "-fPIC", "-std=c++20", str(SOURCE), "-o", str(made)),
-            *(f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"),
-            *(f"-L{linked}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{linked}"),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise GuardProblem(f"{compiler} could not compile {SOURCE}: {done.stderr.strip().splitlines()[:1]}")
-        made.replace(library)
+    options = [
+        *("-O1", "-shared", "-fPIC", "-std=c++20", str(SOURCE)),
+        *(f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"),
+        *(f"-L{linked}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{linked}"),
+    ]
+    compiled.run_compiler(compiled.compiler(), options, target)

@@ -4,8 +4,7 @@
     call("f", task, n)   one of them, on a structure and n threads
 
 A build is named by all that it depends on: sources, compiler, flags and the CPU. So a changed compiler, or another kind
-of node on the same home directory, finds no file of its name and makes one. It is written to a temporary folder and
-renamed when it is complete, by each of several processes that begin at once; the last one stays, and all are the same.
+of node on the same home directory, finds no file of its name and makes one (`hybridtron/compiled.py`).
 
 Not here: what the functions compute (the sources), and which op uses them (`native.py` in the ops' folders).
 """
@@ -18,28 +17,22 @@ import hashlib
 import math
 import os
 import platform
-import shutil
-import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from hybridtron import compiled
+from hybridtron.compiled import ELSEWHERE, NotBuilt, cache_folder, compiler, run_compiler
+
 SOURCES = Path(__file__).parent
-COMPILERS = ("c++", "g++", "clang++")
-BUILD_S = 300.0  # longer than any compiler needs on a busy machine; one that hangs ends the attempt
 FLAGS = (
     "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions", "-fno-rtti",
     "-fPIC", "-pthread", "-w",
 )  # fmt: skip
 """Not -ffast-math: it folds the sums that round an exponent, and assumes that nothing is infinite."""
-
-
-class NotBuilt(Exception):
-    """There is no library; the message is the reason that the kernels' table shows."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +86,7 @@ class Build:
         """For this machine. Raises NotBuilt."""
         native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
         linked = () if sys.platform == "darwin" else ("-Wl,--as-needed",)
-        return Build(_compiler(), (*FLAGS, native, *linked), cpu_features())
+        return Build(compiler(), (*FLAGS, native, *linked), cpu_features())
 
     @functools.cached_property
     def digest(self) -> str:
@@ -109,7 +102,7 @@ class Build:
         return sorted(SOURCES.glob("*.cpp"))
 
     def compile(self, target: Path) -> None:
-        """Raises NotBuilt with what the compiler said last."""
+        """All sources side by side, into one library. Raises NotBuilt."""
         objects = [target.with_name(f"{source.stem}.o") for source in self.sources]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for _ in pool.map(self._run, [["-c", str(source)] for source in self.sources], objects):
@@ -117,27 +110,7 @@ class Build:
         self._run([*map(str, objects), "-shared"], target)
 
     def _run(self, arguments: list[str], target: Path) -> None:
-        command = [str(self.compiler), *self.flags, f'-DDIGEST="{self.digest}"', *arguments, "-o", str(target)]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=BUILD_S, stdin=subprocess.DEVNULL,
-                env={**os.environ, "LC_ALL": "C", "TMPDIR": str(target.parent)},
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise NotBuilt(f"{self.compiler} does not end within {BUILD_S:.0f} s") from None
-        if done.returncode != 0 or not target.is_file():
-            lines = [line for line in done.stderr.splitlines() if "error" in line.lower() or "No space" in line]
-            said = (lines or done.stderr.splitlines() or ["no message"])[0].strip()
-            raise NotBuilt(f"{self.compiler} ends with {done.returncode}: {said}")
-
-
-def _compiler() -> Path:
-    """The user's choice, which alone is tried then, or one on the path."""
-    chosen = os.environ.get("CXX")
-    for name in (chosen,) if chosen else COMPILERS:
-        if found := shutil.which(name):
-            return Path(found).resolve()
-    raise NotBuilt(f"CXX={chosen} is no program" if chosen else f"no C++ compiler ({', '.join(COMPILERS)}; CXX=...)")
+        run_compiler(self.compiler, [*self.flags, f'-DDIGEST="{self.digest}"', *arguments], target)
 
 
 def cpu_features() -> str:
@@ -151,39 +124,15 @@ def cpu_features() -> str:
         return f"{platform.processor()} {platform.release()}"
 
 
-def cache_folder() -> Path:
-    """The user's own, made if need be. Raises NotBuilt or OSError."""
-    try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:
-        raise NotBuilt("no home directory for the cache (XDG_CACHE_HOME=FOLDER names another place)") from None
-    folder = base / "hybridtron" / "native"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise NotBuilt(f"{error} (XDG_CACHE_HOME=FOLDER names another place)") from None
-    if folder.stat().st_uid != os.getuid():
-        raise NotBuilt(f"{folder} belongs to another user (XDG_CACHE_HOME=FOLDER names another place)")
-    return folder
-
-
 def _opened(build: Build) -> ctypes.CDLL:
     """The library in the cache; a file that can't be used is made again. Raises NotBuilt."""
-    path = cache_folder() / f"{build.digest}.so"
+    path = cache_folder("native") / f"{build.digest}.so"
     if path.is_file():
         try:
             return _loaded(path, build)
         except NotBuilt:
             pass  # cut short by a full disk or a lost node
-    try:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as temporary:
-            made = Path(temporary) / path.name
-            build.compile(made)
-            with made.open("rb") as file:
-                os.fsync(file.fileno())
-            made.replace(path)
-    except OSError as error:
-        raise NotBuilt(f"{error} (XDG_CACHE_HOME=FOLDER names another place)") from None
+    compiled.build(path, build.compile)
     return _loaded(path, build)
 
 
@@ -194,7 +143,7 @@ def _loaded(path: Path, build: Build) -> ctypes.CDLL:
         functions.digest.restype = ctypes.c_char_p
         found = functions.digest().decode()
     except (OSError, AttributeError) as error:
-        raise NotBuilt(f"{error} (XDG_CACHE_HOME=FOLDER names another place)") from None
+        raise NotBuilt(f"{error} {ELSEWHERE}") from None
     if found != build.digest:
         raise NotBuilt(f"{path} holds the build {found}")
     return functions

@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridtron import compiled
+from hybridtron.compiled import NotBuilt
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.native import library as owner
-from hybridtron.ops.native.library import Build, NativeLibrary, NotBuilt, library, quota
+from hybridtron.ops.native.library import Build, NativeLibrary, library, quota
 from hybridtron.ops.native.tensors import Tokens
 from hybridtron.ops.scan import ScanInputs, selective_scan
 
@@ -148,7 +150,7 @@ def test_no_compiler_on_the_path(cache: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_compiler_that_hangs_is_given_up(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", str(script(tmp_path / "slow", "exec sleep 60")))
-    monkeypatch.setattr(owner, "BUILD_S", 0.2)
+    monkeypatch.setattr(compiled, "BUILD_S", 0.2)
     assert "does not end within" in library().reason
 
 

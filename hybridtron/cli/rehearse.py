@@ -19,7 +19,7 @@ from typing import Any
 from hybridtron.config.check import require, warnings
 from hybridtron.config.load import load
 from hybridtron.planning.memory import largest_phase
-from hybridtron.problems import ConfigError
+from hybridtron.problems import Unusable
 from hybridtron.rehearse.guard import GuardProblem
 from hybridtron.rehearse.rates import GPUS
 
@@ -49,16 +49,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     """Print the tables, or the problems. Returns the exit code."""
     chosen = parse(arguments)
-    try:
-        config = load(chosen.settings)
-        world = chosen.gpus or config.parallel.tensor * config.parallel.pipeline
-        require(config, world)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    config = load(chosen.settings)
+    world = chosen.gpus or config.parallel.tensor * config.parallel.pipeline
+    require(config, world)
     if chosen.rank != "all" and not (chosen.rank.isdigit() and int(chosen.rank) < world):
-        print(f"--rank {chosen.rank}: give a number from 0 to {world - 1}, or `all`", file=sys.stderr)
-        return 2
+        raise Unusable(f"--rank {chosen.rank}: give a number from 0 to {world - 1}, or `all`")
     for warning in warnings(config):
         print(f"note: {warning}", file=sys.stderr)
     from hybridtron.rehearse import rehearsal

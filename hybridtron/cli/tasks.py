@@ -15,7 +15,8 @@ import json
 import sys
 from pathlib import Path
 
-from hybridtron.cli.given import Unusable, not_there_yet, progress_bar
+from hybridtron.cli.given import not_there_yet, progress_bar
+from hybridtron.problems import Unusable
 from hybridtron.tasks import GROUPS, TASKS
 from hybridtron.tasks.base import TaskError
 from hybridtron.tasks.options import members, named, options_of
@@ -46,12 +47,8 @@ def show_main(arguments: list[str]) -> int:
     add("--index", type=int, default=0, metavar="I", help="which sample of the seed; default: 0")
     add("--tokenizer", default=BYTES, metavar="DIR", help="a folder with tokenizer.json, or that file; default: bytes")
     chosen = parser.parse_intermixed_args(arguments)
-    try:
-        task = named(chosen.task, chosen.options)
-        sample = task.sample(chosen.seed, chosen.index, open_tokens(chosen.tokenizer), chosen.length)
-    except TaskError as error:
-        print(error, file=sys.stderr)
-        return 2
+    task = named(chosen.task, chosen.options)
+    sample = task.sample(chosen.seed, chosen.index, open_tokens(chosen.tokenizer), chosen.length)
     print(f"{sample.prompt}>>>{sample.answer}")
     about = {"prompt_tokens": len(sample.prompt_tokens), "learned": sum(sample.mask), "generate": sample.generate}
     print(json.dumps(about | sample.meta), file=sys.stderr)
@@ -76,9 +73,8 @@ def write_main(arguments: list[str]) -> int:
         parser.error(f"--evaluation {chosen.evaluation} --training {chosen.training}: at least one sample is written")
     try:
         files = _write(chosen)
-    except (TaskError, Unusable, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    except OSError as error:
+        raise Unusable(str(error)) from error
     for file in files:
         print(file)
     return 0

@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, ClassVar, Protocol
 
+from hybridtron.problems import Unusable
+
 TRAINING_SEEDS = 2**32
 IGNORED = -100  # the label of a position that predicts nothing
 
 
-class TaskError(ValueError):
+class TaskError(Unusable):
     """A task that can't give the sample that is asked for: why, and what would work."""
 
 

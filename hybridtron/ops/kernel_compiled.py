@@ -58,6 +58,13 @@ class CompiledKernel:
 
 def compile_for(capability: tuple[int, int], kernel: Any, arguments: Sequence[Any], options: Any) -> CompiledKernel:
     """Compile as a launch with these arguments would, tensors standing for aligned pointers; nothing is launched."""
+    target_absent_gpu(capability)
+    compiled = kernel.run(*arguments, grid=(1,), warmup=True, **options)
+    return read(compiled.asm["cubin"], compiled.metadata.num_warps, compiled.metadata.shared)
+
+
+def target_absent_gpu(capability: tuple[int, int]) -> None:
+    """From here on Triton compiles for this GPU, which need not be there."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -66,8 +73,6 @@ def compile_for(capability: tuple[int, int], kernel: Any, arguments: Sequence[An
         get_current_device=lambda: 0, get_current_stream=lambda _: 0, get_current_target=lambda: target
     )
     driver.set_active(absent)
-    compiled = kernel.run(*arguments, grid=(1,), warmup=True, **options)
-    return read(compiled.asm["cubin"], compiled.metadata.num_warps, compiled.metadata.shared)
 
 
 @functools.lru_cache(maxsize=256)
@@ -75,14 +80,18 @@ def read(cubin: bytes, warps: int, shared: int) -> CompiledKernel:
     """What the machine code says."""
     from triton import knobs
 
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = _answer(knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name)
-        text = _answer(knobs.nvidia.nvdisasm.path, "-c", file.name)
-    used = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", usage)}
-    names, loops = disassembled(text)
-    return CompiledKernel(used["REG"], used["STACK"], shared, warps, tuple(names), tuple(loops))
+    registers, stack = resource_usage(cubin)
+    names, loops = disassembled(_answer(cubin, knobs.nvidia.nvdisasm.path, "-c"))
+    return CompiledKernel(registers, stack, shared, warps, tuple(names), tuple(loops))
+
+
+def resource_usage(cubin: bytes) -> tuple[int, int]:
+    """Of one thread: registers, and bytes of the stack, where registers are spilled to."""
+    from triton import knobs
+
+    text = _answer(cubin, knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
+    used = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", text)}
+    return used["REG"], used["STACK"]
 
 
 def disassembled(text: str) -> tuple[list[str], list[Loop]]:
@@ -106,5 +115,9 @@ def disassembled(text: str) -> tuple[list[str], list[Loop]]:
     ]
 
 
-def _answer(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def _answer(cubin: bytes, *command: str) -> str:
+    """What a program prints of the machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stdout

@@ -20,11 +20,12 @@ import tempfile
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+from hybridtron.ops.kernel_compiled import resource_usage, target_absent_gpu
+
 ROOT = Path(__file__).parents[2]
-CAPABILITY = 90
+CAPABILITY = (9, 0)
 SHARED_MEMORY = 227 * 1024  # bytes that one block of an H100 may use
 REGISTERS = 255  # of one thread
 SPILLED = {
@@ -81,17 +82,9 @@ def record(module: str, function: str) -> dict[str, Any]:
     """The subprocess's side."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    driver.set_active(
-        SimpleNamespace(
-            get_current_device=lambda: 0,
-            get_current_stream=lambda device: 0,
-            get_current_target=lambda: GPUTarget("cuda", CAPABILITY, 32),
-        )
-    )
+    target_absent_gpu(CAPABILITY)
     launches: dict[tuple[Any, ...], Launch] = {}
     compile_only = JITFunction.run
 
@@ -121,14 +114,7 @@ def record(module: str, function: str) -> dict[str, Any]:
 
 
 def described(compiled: Any, name: str, grid: tuple[int, ...]) -> Launch:
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        used = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", used)}
+    registers, stack = resource_usage(compiled.asm["cubin"])
     ptx = re.findall(r"^\s*(?:@%p\d+ )?([a-z]\w*)\.", compiled.asm["ptx"], re.MULTILINE)
     metadata = compiled.metadata
     return Launch(
@@ -137,8 +123,8 @@ def described(compiled: Any, name: str, grid: tuple[int, ...]) -> Launch:
         metadata.num_warps,
         metadata.num_stages,
         metadata.shared,
-        found["REG"],
-        found["STACK"],
+        registers,
+        stack,
         {kind: ptx.count(kind) for kind in ("ex2", "shfl", "bar", "ld", "st", "fma", "atom", "red")},
     )
 

@@ -5,18 +5,14 @@ They run in one process of their own, which can compute on nothing real afterwar
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hybridtron.rehearse.attention_work import seen_pairs
+from tests.rehearse.programs import printed_by
 
 pytest.importorskip("triton")
-ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 Seen = dict[str, Any]
 
@@ -24,11 +20,7 @@ Seen = dict[str, Any]
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Seen]:
     """What each program of `by_hand` was counted to do."""
-    command = [sys.executable, "-m", "tests.rehearse.by_hand"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Seen] = json.loads(done.stdout)
-    return found
+    return printed_by("by_hand", timeout_s=100)
 
 
 def test_bytes_that_are_read_and_written(seen: dict[str, Seen]) -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +10,10 @@ from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.config.load import load
 from hybridtron.planning.memory import largest_phase, plan
 from hybridtron.rehearse.budget import exceeded
+from tests.rehearse.programs import printed_by
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.timeout(400)  # of the fixture, which rehearses in a process of its own
-ROOT = Path(__file__).parents[2]
 SEEN = {
     "a host wait": "waits per micro-batch",
     "a copy": "other bytes per token",
@@ -29,11 +25,7 @@ SEEN = {
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.rehearse.plants"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    budgets: dict[str, Any] = json.loads(done.stdout)
-    return budgets
+    return printed_by("plants", timeout_s=200)
 
 
 @pytest.mark.slow

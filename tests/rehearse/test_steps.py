@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +10,10 @@ import pytest
 from hybridtron.config.load import load
 from hybridtron.planning.count import count
 from hybridtron.planning.memory import RankPlan, largest_phase, plan
+from tests.rehearse.programs import printed_by
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.timeout(400)  # of the fixture, which rehearses in a process of its own
-ROOT = Path(__file__).parents[2]
 RECIPE = "recipe=samba_421m"
 CUT = [RECIPE, "parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2"]
 JOBS = {
@@ -30,10 +27,8 @@ Report = dict[str, Any]
 
 
 def rehearsed(jobs: list[str]) -> dict[str, Report]:
-    command = [sys.executable, "-m", "tests.rehearse.steps", json.dumps([JOBS[job] for job in jobs])]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip(jobs, json.loads(done.stdout), strict=True))
+    found = printed_by("steps", json.dumps([JOBS[job] for job in jobs]), timeout_s=300)
+    return dict(zip(jobs, found, strict=True))
 
 
 @pytest.fixture(scope="module")

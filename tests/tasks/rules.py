@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.tasks.names import NEEDLES
 from tests.tasks.rules_babilong import babilong_sample
 
 Derived = tuple[str, str, list[str]]  # prompt, answer, outputs
@@ -260,19 +261,7 @@ RULES = {
     "qa_2": hotpotqa,
     "qa_synth_1": qa_synth,
     "qa_synth_2": qa_synth,
-} | {
-    f"niah_{name}": needles
-    for name in (
-        "single_1",
-        "single_2",
-        "single_3",
-        "multikey_1",
-        "multikey_2",
-        "multikey_3",
-        "multivalue",
-        "multiquery",
-    )
-}
+} | {f"niah_{name}": needles for name in NEEDLES}
 
 
 TokenRow = tuple[list[int], list[int]]  # tokens, and 1 for each that is learned

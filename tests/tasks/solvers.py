@@ -6,6 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Callable
 
+from tests.tasks.names import NEEDLES
+
 Solver = Callable[[str], str]
 
 
@@ -180,17 +182,5 @@ SOLVERS: dict[str, Solver] = {
     "qa_2": question,
     "qa_synth_1": synthetic_question,
     "qa_synth_2": synthetic_question,
-} | {
-    f"niah_{name}": needle
-    for name in (
-        "single_1",
-        "single_2",
-        "single_3",
-        "multikey_1",
-        "multikey_2",
-        "multikey_3",
-        "multivalue",
-        "multiquery",
-    )
-}
+} | {f"niah_{name}": needle for name in NEEDLES}
 SOLVERS |= {f"babilong_qa{number}": babilong for number in range(1, 11)}

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybridtron.storage.durable import temporary_of
 from hybridtron.tasks.base import Sample, Task, TaskError, TextTokens, training_seed
 from hybridtron.tasks.options import options_of
 
@@ -86,7 +87,7 @@ def row(sample: Sample, text: bool) -> dict[str, Any]:
 
 def write(wanted: WrittenSet, folder: Path, moved: Callable[[int, int], None]) -> list[Path]:
     """The files, in a folder that appears when all of them are complete."""
-    temporary = folder.with_name(f".{folder.name}.temporary")
+    temporary = temporary_of(folder)
     shutil.rmtree(temporary, ignore_errors=True)
     splits = {"evaluation": (wanted.seed, wanted.evaluation), "training": (training_seed(wanted.seed), wanted.training)}
     files = [(task, length) for task in wanted.tasks for length in wanted.lengths]

@@ -7,6 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hybridtron.storage.durable import temporary_of
+
 
 def read_record(path: Path) -> dict[str, Any]:
     """What a file holds; nothing where there is none, or none that is whole."""
@@ -30,6 +32,6 @@ def read_lines(path: Path, tail: int | None = None) -> list[dict[str, Any]]:
 
 def write_whole(path: Path, text: str) -> None:
     """A kill, or a reader, finds what was there before or all of this."""
-    temporary = path.with_name(f".{path.name}.temporary")
+    temporary = temporary_of(path)
     temporary.write_text(text)
     temporary.rename(path)

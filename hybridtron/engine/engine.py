@@ -118,7 +118,7 @@ class Engine:
             self.carrier.invalidate()
 
     def step(self, lr: float, weight_decay: float | None = None) -> tuple[float, bool]:
-        """Update the weights, and take over the states that the rows ended in, and FP8's greatest values.
+        """Update the weights, and commit the states that the rows ended in and FP8's largest values.
 
         A refused step changes nothing of these. Without a weight decay of its own the step takes the phase's.
         """

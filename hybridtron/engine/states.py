@@ -6,7 +6,7 @@
     tbtt      the same, where the row continues the same document, else zero
 
 A state belongs to (layer, lane). It stays on the stage that owns the layer, is never changed in place, and carries no
-gradient from step to step. What rows end in is recorded and taken over when the step is accepted, so that a refused
+gradient from step to step. What rows end in is recorded, and committed when the step is accepted, so that a refused
 step leaves everything as it was. A lane in whose state one value is not finite restarts from zero, on every layer. All
 random numbers are functions of (seed, step, layer, lane), whatever the layout; a rank that holds a share of a state
 draws the whole and takes its share. Nothing here knows a mixer.
@@ -120,7 +120,7 @@ class Carrier:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Take over what the rows of an accepted step ended in; lanes that are not finite restart from zero."""
+        """Commit what the rows of an accepted step ended in; lanes that are not finite restart from zero."""
         if self.holds:
             self._take_over(self._find_nonfinite())
         elif self._sums:

@@ -50,7 +50,7 @@ tokenizer = AutoTokenizer.from_pretrained("."{trust})
 
 def _training(config: Config) -> str:
     if not config.phases:
-        return "- taken over from elsewhere: data and training are not known here"
+        return "- imported from elsewhere: data and training are not known here"
     return "\n".join(f"- trained with hybridtron: {_phase(phase)}" for phase in resolve(config))
 
 

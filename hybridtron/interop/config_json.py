@@ -17,7 +17,7 @@ MOST_LAYERS, MOST = 10_000, 2**28
 
 
 class CannotImport(ValueError):
-    """A folder that is no model that we can take over; the message says why."""
+    """A folder that is no model that can be imported; the message says why."""
 
 
 class Kind(NamedTuple):
@@ -86,7 +86,7 @@ def settings_of(folder: Path) -> dict[str, Any]:
         raise CannotImport(f"{adapter} is of an adapter, not of a model: {cure}")
     settings = read_object(path)
     if settings.get("quantization_config"):
-        raise CannotImport(f"{path} has a quantization_config; only weights that are not quantized are taken over")
+        raise CannotImport(f"{path} has a quantization_config; only weights that are not quantized can be imported")
     if faults := list(_faults(settings)):
         raise CannotImport("\n".join(f"{path} {fault}" for fault in faults))
     return settings

@@ -70,7 +70,7 @@ class Native(ModelFormat):
     model_type: ClassVar[str]
     norm_eps: ClassVar[str] = "rms_norm_eps"
     tied: ClassVar[bool] = False  # where config.json does not say
-    fixed: ClassVar[Settings] = {}  # what changes what is computed: it is written, and nothing else is taken over
+    fixed: ClassVar[Settings] = {}  # what changes what is computed: exports state it, and imports accept no other value
 
     @abstractmethod
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
@@ -101,7 +101,7 @@ class Native(ModelFormat):
     def model(self, theirs: Settings) -> ModelConfig:
         for key, value in self.fixed.items():
             if (found := theirs.get(key, value)) != value:
-                raise ValueError(f"has {key}={found!r}; only {value!r} can be taken over")
+                raise ValueError(f"has {key}={found!r}; only {value!r} can be imported")
         pattern, layers = self.pattern(theirs)
         return ModelConfig(
             width=theirs["hidden_size"],

@@ -123,7 +123,7 @@ class Granite(Llama):
     def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
         of_type = {"mamba": "M-", "linear_attention": "M-", "attention": "A-", "full_attention": "A-"}
         if unknown := sorted(set(theirs["layer_types"]) - set(of_type)):
-            raise ValueError(f"has layer_types with {unknown[0]!r}; only {', '.join(of_type)} can be taken over")
+            raise ValueError(f"has layer_types with {unknown[0]!r}; only {', '.join(of_type)} can be imported")
         pattern = "".join(of_type[name] for name in theirs["layer_types"])
         mamba = {"kind": "mamba2", **to_ours(self.mamba, theirs), "norm_eps": theirs[self.norm_eps]}
         layers = {"M": mamba, **super().pattern(theirs)[1]}

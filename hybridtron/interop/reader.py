@@ -76,7 +76,7 @@ class Weights:
         head.pop("__metadata__", None)
         for name, one in head.items():
             if one["dtype"] not in FLOATS:
-                wanted = f"only weights of {', '.join(FLOATS)} are taken over"
+                wanted = f"only weights of {', '.join(FLOATS)} can be imported"
                 raise CannotImport(f"{file}: {name} is of type {one['dtype']}; {wanted}")
             start, shape = 8 + size + one["data_offsets"][0], tuple(one["shape"])
             self.shapes[name] = shape

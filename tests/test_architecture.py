@@ -36,6 +36,7 @@ ORDER = [
     "interop",
     "hf",  # shipped with models
     "tasks",
+    "evaluate",
     "proving",
     "rehearse",
     "cluster",

@@ -2,6 +2,7 @@
 
     hybridtron bench mixer                     writes benchmarks/mixer.md
     hybridtron bench step recipe=samba_421m    the step of another recipe (any setting of a run)
+    hybridtron bench decode runs/laptop llama3_1.6b    runs and recipes side by side
     hybridtron bench scan --quick              tiny sizes, seconds: does it run, not how fast is it
 
 All forms of a comparison take turns within each round, so that a machine that slows down slows all of them; of each
@@ -34,10 +35,13 @@ WHAT = {
     "convert": ("convert", "Conversion", "to the format of Hugging Face and back, against a plain copy: rate, memory"),
     "fp8": ("fp8", "FP8 against bf16", "the loss of the laptop recipe in each of FP8's precisions, emulated"),
     "llama": ("llama", "A recipe and a plain Llama", "tokens/s of both in training, with as many parameters"),
+    "decode": ("decode", "Decoding", "time per token and bytes of states by length, several models; and transformers'"),
+    "prefill": ("decode", "Reading prompts", "the same number of tokens in rows of every length, several models"),
     "step": ("step", "Training step", "through our schedule and optimizer, against a plain PyTorch loop"),
 }
 """Name -> its file in benchmarks/, whose function of that name fills a report; the report's title; what it compares."""
 TAKES_SETTINGS = ("step", "fp8", "llama")
+TAKES_MODELS = ("decode", "prefill")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -50,7 +54,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("name", choices=list(WHAT), metavar="NAME", help=", ".join(WHAT))
     parser.add_argument(
-        "settings", nargs="*", metavar="key=value", help="for step, fp8 and llama: as `hybridtron train` takes them"
+        "settings",
+        nargs="*",
+        metavar="key=value|MODEL",
+        help="for step, fp8 and llama: as `hybridtron train` takes them; for decode and prefill: recipes or runs",
     )
     parser.add_argument("--quick", action="store_true", help="tiny sizes; writes no table unless --output says where")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the table (default: benchmarks/NAME.md)")
@@ -61,8 +68,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     chosen = parser.parse_intermixed_args(arguments)
     if chosen.output is None and not chosen.quick and pages() is None:
         parser.error("--output FILE is needed where there is no checkout, whose benchmarks/ the table would go to")
-    if chosen.settings and chosen.name not in TAKES_SETTINGS:
-        parser.error(f"{chosen.name} takes no settings; {' and '.join(TAKES_SETTINGS)} do")
+    if chosen.settings and chosen.name not in (*TAKES_SETTINGS, *TAKES_MODELS):
+        taking = f"{', '.join(TAKES_SETTINGS)} do, and {' and '.join(TAKES_MODELS)} take models"
+        parser.error(f"{chosen.name} takes no settings; {taking}")
     return chosen
 
 

@@ -31,8 +31,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridtron.cli.evaluate_pictures import Lines, draw
-from hybridtron.cli.generate import load_checkpoint
 from hybridtron.cli.given import newest_checkpoint, positive, progress_bar
+from hybridtron.evaluate.served import opened, whole_model
 from hybridtron.problems import Unusable
 from hybridtron.requirements import is_there, missing
 
@@ -131,7 +131,8 @@ def load(checkpoint: Path, seq_len: int | None) -> tuple[LanguageModel, Config, 
     """The whole model; the configuration, with the data of the phase that it was written in; the length of its rows."""
     from hybridtron.config.resolve import resolve
 
-    model, config, step = load_checkpoint(checkpoint)
+    found, config = opened(checkpoint)
+    model, step = whole_model(found, config), found.meta.step
     if phases := resolve(config):
         phase = next((one for one in phases if step <= one.end_step), phases[-1])
         return model, replace(config, data=phase.data), seq_len or phase.settings.seq_len

@@ -1,28 +1,35 @@
 """Text from a checkpoint, with the tokenizer that it holds.
 
     hybridtron generate runs/laptop --prompt "def main(" --tokens 200
-    hybridtron generate runs/laptop/checkpoints/step-00000245 --temperature 0
+    hybridtron generate runs/laptop --prompt "import " --prompt "class " --temperature 0 --stop "\\n\\n"
+    hybridtron generate runs/laptop/checkpoints/step-00000245 --prompt-file book.txt --top-k 40 --top-p 0.9
+    torchrun --nproc-per-node 2 -m hybridtron generate runs/samba parallel.tensor=2 --prompt "The"
 
-A run's folder stands for its newest checkpoint. Without a prompt the text begins where a document does. The prompt is
-read once; every further token costs the same from then on where the model has no full attention. Exit codes: 0 text
-was made, 2 there is no usable checkpoint or an argument is wrong.
+A run's folder is for its newest checkpoint. Without a prompt the text begins where a document does. It ends with the
+document, before a stop string, or after --tokens. A single text is printed as it comes, several one after another once
+all have ended. The prompt is read in chunks, and every further token costs the same from then on where the model has no
+full attention. Exit codes: 0 text was made, 2 there is no usable checkpoint or an argument is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridtron.cli.given import newest_checkpoint, positive
-from hybridtron.problems import ConfigError, Unusable
+from hybridtron.evaluate.served import layout, served
+from hybridtron.problems import Unusable
 
 if TYPE_CHECKING:
-    from hybridtron.config.schema import Config
-    from hybridtron.model.lm import LanguageModel
+    from tokenizers import Tokenizer
+
+    from hybridtron.evaluate.served import Served
 
 DOCUMENT_STARTS = ("<|endoftext|>", "<|begin_of_text|>", "<s>", "<|end_of_text|>", "</s>", "<bos>", "<eos>", "[BOS]")
+LARGEST_PROMPT = 2**30  # bytes of a file
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -30,75 +37,97 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="hybridtron generate", description="Text from a checkpoint, or from the newest one of a run's folder."
     )
-    parser.add_argument("path", type=Path, help="runs/NAME, or runs/NAME/checkpoints/step-00000100")
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="what to continue (default: a document's start)")
-    parser.add_argument("--tokens", type=positive, default=100, metavar="N", help="new tokens (default: %(default)s)")
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest token (default: %(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="another seed, another text")
-    chosen = parser.parse_args(arguments)
-    if not (math.isfinite(chosen.temperature) and chosen.temperature >= 0):
-        parser.error(f"--temperature is {chosen.temperature}, must be 0 (always the likeliest token) or above")
-    if not 0 <= chosen.seed < 2**63:
-        parser.error(f"--seed is {chosen.seed}, must be 0 or above, and below 2^63")
+    add = parser.add_argument
+    add("path", type=Path, help="runs/NAME, or runs/NAME/checkpoints/step-00000100")
+    add("layout", nargs="*", metavar="parallel.KEY=N", help="tensor, pipeline: over the processes of torchrun")
+    add("--prompt", action="append", metavar="TEXT", help="what to continue; several are read as one batch")
+    add("--prompt-file", action="append", type=Path, metavar="FILE", help="a prompt that is a file's text")
+    add("--tokens", type=positive, default=100, metavar="N", help="new tokens, at most (default: %(default)s)")
+    add("--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest token (default: %(default)s)")
+    add("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens; 0: from all (default)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest with mass P (default: 1)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    add("--past-end", action="store_true", help="continue where a document ends")
+    add("--seed", type=int, default=0, metavar="S", help="another seed, another text")
+    add("--chunk", type=positive, metavar="N", help="tokens of a prompt that are read at a time")
+    chosen = parser.parse_intermixed_args(arguments)
+    wrong = [
+        (not (math.isfinite(chosen.temperature) and chosen.temperature >= 0), "temperature", "0 (greedy) or above"),
+        (not 0 <= chosen.seed < 2**63, "seed", "0 or above, and below 2^63"),
+        (chosen.top_k < 0, "top_k", "0 (all tokens) or above"),
+        (not 0 < chosen.top_p <= 1, "top_p", "above 0, and at most 1 (all tokens)"),
+        ("" in chosen.stop, "stop", "a text"),
+    ]
+    for is_wrong, name, cure in wrong:
+        if is_wrong:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(chosen, name)!r}, must be {cure}")
     return chosen
 
 
 def main(arguments: list[str]) -> int:
-    """Print the prompt and what follows. Returns the exit code."""
+    """Print each prompt and what follows. Returns the exit code."""
     chosen = parse(arguments)
+    parallel = layout(chosen.layout)
     checkpoint = newest_checkpoint(chosen.path)
-    print(text(checkpoint, chosen.prompt, chosen.tokens, chosen.temperature, chosen.seed))
+    texts = [*(chosen.prompt or []), *map(prompt_file, chosen.prompt_file or [])] or [""]
+    with served(checkpoint, parallel) as model:
+        print_texts(model, texts, chosen)
     return 0
 
 
-def text(checkpoint: Path, prompt: str, tokens: int, temperature: float, seed: int) -> str:
-    """Load the model of a checkpoint, and let it write."""
-    from hybridtron.train.sample import sample_text
+def print_texts(model: Served, texts: list[str], chosen: argparse.Namespace) -> None:
+    """Continue all prompts as one batch."""
+    from hybridtron.device import compute_device
+    from hybridtron.model.generate import Prompts, continued
+    from hybridtron.model.sampling import Sampling
+    from hybridtron.model.text import TextOfRow, write
 
-    model, _, _ = load_checkpoint(checkpoint)
-    prompt = prompt_or_start(checkpoint, prompt)
-    return sample_text(model, checkpoint, prompt, tokens, temperature, seed)
-
-
-def load_checkpoint(checkpoint: Path) -> tuple[LanguageModel, Config, int]:
-    """The whole model, as the checkpoint's configuration describes it, that configuration, and the step."""
-    from hybridtron.checkpoint.checkpoint import Checkpoint
-    from hybridtron.checkpoint.manifest import BrokenCheckpoint
-    from hybridtron.device import DTYPES, compute_device
-    from hybridtron.model.lm import LanguageModel
-
-    try:
-        found = Checkpoint.open(checkpoint)
-        config = found.config
-        model = LanguageModel(config.model).to(compute_device()).cast(DTYPES[config.precision.name])
-        found.load_weights(model)
-    except BrokenCheckpoint as error:
-        raise Unusable(str(error)) from error
-    except ConfigError as error:
-        raise Unusable(f"{checkpoint} has a config.yaml that this version can't read.\n{error}") from error
-    return model, config, found.meta.step
+    decode = model.tokenizer.decode
+    prompts = [prompt_tokens(model, text) for text in texts]
+    end = None if chosen.past_end else model.end
+    rows = [TextOfRow(decode, chosen.tokens, ids, chosen.stop, end) for ids in prompts]
+    sampling = Sampling(chosen.temperature, chosen.top_k, chosen.top_p, chosen.seed)
+    steps = continued(model.read, Prompts.of(prompts, compute_device()), sampling, chunk=chosen.chunk)
+    shown = sys.stdout if model.first and len(rows) == 1 else None
+    print(decode(prompts[0]), end="", flush=True, file=shown) if shown else None
+    write(rows, steps, lambda _, new: print(new, end="", flush=True, file=shown) if shown else None)
+    if shown:
+        print()
+    elif model.first:
+        for number, (ids, row) in enumerate(zip(prompts, rows, strict=True), start=1):
+            print(f"--- {number} of {len(rows)}\n{decode(ids)}{row.text}")
 
 
-def prompt_or_start(checkpoint: Path, prompt: str) -> str:
+def prompt_tokens(model: Served, prompt: str) -> list[int]:
+    """The prompt's tokens, or the one that starts a document; each has an embedding."""
+    ids = model.tokenizer.encode(prompt_or_start(model.folder, model.tokenizer, prompt)).ids
+    if (largest := max(ids)) >= (size := model.config.model.vocab_size):
+        fault = f"token {largest} of its tokenizer.json is beyond model.vocab_size={size}"
+        raise Unusable(f"{model.folder}: {fault}: this tokenizer is not the model's")
+    return ids
+
+
+def prompt_or_start(checkpoint: Path, tokenizer: Tokenizer, prompt: str) -> str:
     """The prompt, or the token of the checkpoint's vocabulary that stands between documents."""
-    from tokenizers import Tokenizer
-
-    path = checkpoint / "tokenizer.json"
-    if not path.exists():
-        raise Unusable(f"{checkpoint} has no tokenizer.json: it is incomplete")
-    try:
-        vocabulary = path.read_text(encoding="utf-8")
-        tokenizer = Tokenizer.from_str(vocabulary)
-    except Exception as error:  # the package raises nothing more specific
-        raise Unusable(f"{path} can't be read: {error}") from error
     if prompt:
         if not tokenizer.encode(prompt).ids:
-            raise Unusable(f"--prompt {prompt!r} has no token in the vocabulary of {path}")
+            raise Unusable(f"--prompt {prompt!r} has no token in the vocabulary of {checkpoint / 'tokenizer.json'}")
         return prompt
     for name in DOCUMENT_STARTS:
         if tokenizer.token_to_id(name) is not None:
             return name
-    looked_for = ", ".join(DOCUMENT_STARTS)
-    raise Unusable(f"{path} names no token that starts a document (looked for {looked_for}): use --prompt")
+    looked_for = f"(looked for {', '.join(DOCUMENT_STARTS)})"
+    raise Unusable(f"{checkpoint / 'tokenizer.json'} names no token that starts a document {looked_for}: use --prompt")
+
+
+def prompt_file(path: Path) -> str:
+    """The text of a file."""
+    from hybridtron.regular_files import Unreadable, read_regular
+
+    try:
+        text = read_regular(path, LARGEST_PROMPT).decode("utf-8")
+    except (OSError, Unreadable, UnicodeDecodeError) as error:
+        raise Unusable(f"--prompt-file {path} can't be read: {error}") from error
+    if not text:
+        raise Unusable(f"--prompt-file {path} is empty")
+    return text

@@ -1,31 +1,132 @@
-"""Text from a model: read the prompt once, then one token at a time from the carried states."""
+"""Tokens from a model: prompts are read in chunks, then each row is continued token by token from its states.
+
+Prompts of unequal length are padded on the left. Padding is a document of its own, and rows that have read nothing else
+when a chunk ends start from zero states: it leaves no trace in states, convolutions or attention. A row's logits are
+those that it has alone, to rounding: a product of more rows adds up in another order.
+
+Memory is that of one chunk, and of the states: they have a fixed size, but for the keys of full and span attention.
+
+Legend: B rows, L tokens of the padded prompts, C tokens of a chunk, V vocabulary.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from hybridtron.data.batch import SeqInfo
 from hybridtron.model.lm import LanguageModel
+from hybridtron.model.sampling import GREEDY, Sampling, choose
+from hybridtron.model.stack import States
+
+CHUNK = 2048
+"""Tokens of a prompt that are read at a time, over all rows: the activations of a chunk are all that exists."""
+
+Reader = Callable[[Tensor, States | None, SeqInfo], tuple[Tensor, States]]
+"""Reads tokens (B, L) from states: logits of the next token (B, V) over the whole vocabulary, and the states after.
+
+A model on one process (`reader`), or its share on every rank of a layout (`engine/serving.py`)."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Rows padded on the left; the tokens of row b begin at starts_B[b]."""
+
+    tokens_BL: Tensor
+    starts_B: Tensor
+
+    @staticmethod
+    def of(prompts: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Prompts:
+        """Every prompt has a token at least."""
+        if not prompts or not all(len(one) for one in prompts):
+            raise ValueError("a prompt without tokens can't be continued")
+        longest = max(map(len, prompts))
+        padded = [[0] * (longest - len(one)) + list(one) for one in prompts]
+        starts_B = torch.tensor([longest - len(one) for one in prompts], device=device)
+        return Prompts(torch.tensor(padded, device=device), starts_B)
+
+    def seq(self, first: int, last: int) -> SeqInfo:
+        """Where these tokens are in their documents; in a row that begins among them, padding is a document before."""
+        places_C = torch.arange(first, last, device=self.starts_B.device)
+        starts_B1 = self.starts_B[:, None]
+        positions_BC = (places_C - starts_B1).clamp(min=0)
+        begun_BC = (places_C >= starts_B1) & (starts_B1 > first)
+        return SeqInfo(positions_BC, begun_BC.long() if begun_BC.any() else None)
+
+    def read(self, read: Reader, chunk: int) -> tuple[Tensor, States]:
+        """The logits after the prompts, and the states."""
+        length, states, logits_BV = self.tokens_BL.shape[1], None, None
+        for first in range(0, length, chunk):
+            last = min(first + chunk, length)
+            logits_BV, states = read(self.tokens_BL[:, first:last], states, self.seq(first, last))
+            if (waiting_B := self.starts_B >= last).any():
+                states = from_zero(states, waiting_B)
+        assert logits_BV is not None
+        assert states is not None
+        return logits_BV, states
+
+
+def from_zero(states: States, rows_B: Tensor) -> States:
+    """These rows' states at zero, which is a document's start."""
+    return {
+        layer: {name: part.masked_fill(rows_B.view(-1, *[1] * (part.dim() - 1)), 0) for name, part in state.items()}
+        for layer, state in states.items()
+    }
+
+
+def state_bytes(states: States) -> int:
+    """What the states of all layers take."""
+    return sum(part.numel() * part.element_size() for state in states.values() for part in state.values())
+
+
+def reader(model: LanguageModel) -> Reader:
+    """A whole model on this process."""
+
+    def read(tokens_BL: Tensor, states: States | None, seq: SeqInfo) -> tuple[Tensor, States]:
+        x_LBD, states, _ = model(tokens_BL, states, seq, logits=False)
+        return model.next_logits(x_LBD), states
+
+    return read
 
 
 @torch.no_grad()
-def generate(model: LanguageModel, prompt_BL: Tensor, new_tokens: int, temperature: float, seed: int) -> Tensor:
+def continued(
+    read: Reader,
+    prompts: Prompts,
+    sampling: Sampling = GREEDY,
+    rows: Sequence[int] | None = None,
+    chunk: int | None = None,
+) -> Iterator[list[int]]:
+    """Token after token, without an end, of every row; `rows` are their numbers, which draws are functions of.
+
+    A chunk's tokens are of one row, where none is given as many as are CHUNK over all rows.
+    """
+    batch, length = prompts.tokens_BL.shape
+    rows = range(batch) if rows is None else rows
+    logits_BV, states = prompts.read(read, chunk or max(1, CHUNK // batch))
+    positions_B1 = length - prompts.starts_B[:, None]
+    made = 0
+    while True:
+        tokens_B = choose(logits_BV.float(), sampling, rows, made)
+        yield tokens_B.tolist()
+        logits_BV, states = read(tokens_B[:, None], states, SeqInfo(positions_B1 + made))
+        made += 1
+
+
+def generate(
+    model: LanguageModel,
+    prompt_BL: Tensor,
+    new_tokens: int,
+    temperature: float,
+    seed: int,
+    chunk: int | None = None,
+) -> Tensor:
     """Continue each row by `new_tokens` tokens; temperature 0 takes the likeliest one. Returns the new tokens."""
-    generator = torch.Generator(prompt_BL.device).manual_seed(seed)
-    tokens_BL, states, position = prompt_BL, None, 0
-    made = []
-    for _ in range(new_tokens):
-        batch, length = tokens_BL.shape
-        seq = SeqInfo.stream(batch, length, start=position, device=tokens_BL.device)
-        logits_LBV, states, _ = model(tokens_BL, states, seq)
-        position += length
-        tokens_BL = _choose(logits_LBV[-1].float(), temperature, generator)
-        made.append(tokens_BL)
-    return torch.cat(made, dim=1)
-
-
-def _choose(logits_BV: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    if temperature == 0:
-        return logits_BV.argmax(dim=-1, keepdim=True)
-    return torch.multinomial(torch.softmax(logits_BV / temperature, dim=-1), 1, generator=generator)
+    prompts = Prompts(prompt_BL, torch.zeros(len(prompt_BL), dtype=torch.int64, device=prompt_BL.device))
+    sampling = Sampling(temperature=temperature, seed=seed)
+    steps = list(islice(continued(reader(model), prompts, sampling, chunk=chunk), new_tokens))
+    return torch.tensor(steps, device=prompt_BL.device).T

@@ -16,7 +16,7 @@ from hybridtron.data.batch import SeqInfo
 from hybridtron.model.stack import RMSNorm, Stack, States
 from hybridtron.parallel.cut import Mesh
 from hybridtron.parallel.linear import SINGLE_RANK, TensorGroup, embedding, enter
-from hybridtron.parallel.loss import Head
+from hybridtron.parallel.loss import Head, whole_vocabulary
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,11 @@ class LanguageModel(nn.Module):
         if logits:
             x_LBD = functional.linear(enter(x_LBD, self.slice.tensor), self.output_weight())
         return ModelOut(x_LBD, new_states, aux)
+
+    def next_logits(self, x_LBD: Tensor) -> Tensor:
+        """Of the token after the last one of `x_LBD`, the last stage's output without logits: (B, V), the whole V."""
+        x_BD = enter(x_LBD, self.slice.tensor)[-1]
+        return whole_vocabulary(functional.linear(x_BD, self.output_weight()), self.slice.tensor)
 
     def output_weight(self) -> Tensor:
         """The head's weight, which is the embedding's where the two are tied."""

@@ -48,6 +48,15 @@ def linear_cross_entropy(
     return ops.linear_cross_entropy(LinearCrossEntropyInputs(x_LBD, weight_VD, labels_LB, mask_LB, z_loss, share))
 
 
+def whole_vocabulary(logits_BV: Tensor, tensor: TensorGroup) -> Tensor:
+    """The logits of all ranks' shares of the vocabulary, on every rank; without gradients."""
+    if tensor.size == 1:
+        return logits_BV
+    shares = [torch.empty_like(logits_BV) for _ in range(tensor.size)]
+    dist.all_gather(shares, logits_BV.contiguous(), group=tensor.group)
+    return torch.cat(shares, dim=-1)
+
+
 def _joined(own: SoftmaxSums, group: dist.ProcessGroup | None) -> SoftmaxSums:
     """The sums over all shares of the vocabulary."""
     greatest_C = own.greatest_C.clone()

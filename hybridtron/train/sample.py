@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer
 
-from hybridtron.model.generate import generate
+from hybridtron.model.generate import Prompts, continued, reader
 from hybridtron.model.lm import LanguageModel
+from hybridtron.model.sampling import Sampling
+from hybridtron.model.text import TextOfRow, write
 
 
 def sample_text(
@@ -16,7 +17,8 @@ def sample_text(
 ) -> str:
     """The prompt and what the model makes of it, with the tokenizer that the checkpoint holds."""
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    device = next(model.parameters()).device
-    prompt_BL = torch.tensor([tokenizer.encode(prompt).ids], device=device)
-    made_BL = generate(model, prompt_BL, new_tokens, temperature, seed)
-    return tokenizer.decode(prompt_BL[0].tolist() + made_BL[0].tolist())
+    ids = tokenizer.encode(prompt).ids
+    text = TextOfRow(tokenizer.decode, new_tokens, before=ids)
+    prompts = Prompts.of([ids], next(model.parameters()).device)
+    write([text], continued(reader(model), prompts, Sampling(temperature, seed=seed)), lambda row, new: None)
+    return tokenizer.decode(ids) + text.text

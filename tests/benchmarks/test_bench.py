@@ -32,6 +32,8 @@ TABLES = {
     "data": 3,
     "checkpoint": 3,
     "fp8": 1,
+    "decode": 2,
+    "prefill": 1,
 }
 
 

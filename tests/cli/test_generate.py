@@ -71,12 +71,50 @@ def test_seed_and_temperature_count(run_dir: Path, capsys) -> None:
 
 def test_without_a_prompt_a_document_starts(run_dir: Path, capsys) -> None:
     checkpoint = folder_of(run_dir, 10)
-    assert prompt_or_start(checkpoint, "") == END_OF_TEXT
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    assert prompt_or_start(checkpoint, tokenizer, "") == END_OF_TEXT
     assert tokenizer.encode(END_OF_TEXT).ids == [tokenizer.token_to_id(END_OF_TEXT)]
     text = reported(capsys, str(checkpoint), "--tokens", "12", "--temperature", "0")
     assert text.strip()
     assert END_OF_TEXT not in text
+
+
+def test_several_prompts_are_a_batch_of_which_each_is_as_alone(run_dir: Path, tmp_path: Path, capsys) -> None:
+    """A row draws by its number: the first is what it is alone."""
+    (tmp_path / "long.txt").write_text("the mat. " * 30)
+    long = ("--prompt-file", str(tmp_path / "long.txt"))
+    options = [str(run_dir), "--tokens", "15", "--top-k", "30", "--top-p", "0.9", "--past-end"]
+    both = reported(capsys, *options, "--prompt", "the cat", *long, "--chunk", "7")
+    alone = reported(capsys, *options, "--prompt", "the cat")
+    assert both.startswith(f"--- 1 of 2\n{alone}--- 2 of 2\n{'the mat. ' * 30}")
+
+
+def test_text_ends_before_a_stop_string_and_after_a_document(run_dir: Path, capsys, monkeypatch) -> None:
+    options = [str(run_dir), "--prompt", "the", "--tokens", "30", "--temperature", "0"]
+    whole = reported(capsys, *options, "--past-end")
+    stop = whole[10:14]
+    assert reported(capsys, *options, "--past-end", "--stop", stop) == whole[: whole.index(stop, 3)] + "\n"
+    second = Tokenizer.from_file(str(folder_of(run_dir, 10) / "tokenizer.json")).encode(whole[3:]).ids[0]
+    monkeypatch.setattr("hybridtron.evaluate.served.end_of", lambda checkpoint: second)
+    assert reported(capsys, *options) == "the\n"
+
+
+def test_bad_input_is_refused_before_anything_is_computed(run_dir: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("hybridtron.model.lm.LanguageModel.forward", None)
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "latin.txt").write_bytes(b"\xe9")
+    small = write_checkpoint(tmp_path / "small", 3, load([*SMALL, "model.vocab_size=64"]))
+    refused = {
+        "empty.txt": [run_dir, "--prompt-file", tmp_path / "empty.txt"],
+        "latin.txt": [run_dir, "--prompt-file", tmp_path / "latin.txt"],
+        "nowhere.txt": [run_dir, "--prompt-file", tmp_path / "nowhere.txt"],
+        "model.vocab_size=64": [small, "--prompt", "the cat"],
+        "parallel.data=2": [run_dir, "parallel.data=2"],
+        "2 ranks a model": [run_dir, "parallel.tensor=2"],
+    }
+    for said, arguments in refused.items():
+        assert main(["generate", *map(str, arguments)]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_what_is_no_checkpoint_is_said(run_dir: Path, tmp_path: Path, capsys) -> None:
@@ -109,7 +147,13 @@ def test_a_damaged_checkpoint_is_said(run_dir: Path, tmp_path: Path, capsys) -> 
     assert "is not as it was written" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", [["--tokens", "-1"], ["--tokens", "0"], ["--temperature", "-1"], ["--seed", "-5"]])
+WRONG = [
+    *(["--tokens", "-1"], ["--tokens", "0"], ["--temperature", "-1"], ["--seed", "-5"], ["--top-k", "-1"]),
+    *(["--top-p", "0"], ["--top-p", "1.5"], ["--top-p", "nan"], ["--stop", ""], ["--chunk", "0"]),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_numbers_are_said(run_dir: Path, wrong: list[str], capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["generate", str(run_dir), *wrong])

@@ -1,0 +1,189 @@
+"""Generation: tokens one by one from states (`decode`), and prompts (`prefill`), of several models side by side.
+
+decode    a prompt of 128 random tokens is read as often as a length needs, then tokens follow greedily at batch 1, the
+          end of text ignored. Each length is a place of its own: time per token there, and the bytes of all states
+prefill   the same number of tokens at every length, as rows of that length: the logits of the last position alone
+
+A model is a run's folder or a recipe; without names they are a Samba, its window, Mamba and full-attention siblings of
+the laptop recipe's size. The first Samba is also exported to transformers' class, in memory, and both generate whole
+texts with the same weights. Random weights cost what trained ones do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.cli.given import newest_checkpoint
+from hybridtron.config.load import load
+from hybridtron.config.schema import Config
+from hybridtron.device import DTYPES, compute_device
+from hybridtron.evaluate.served import opened, whole_model
+from hybridtron.hf import HybridtronConfig, HybridtronForCausalLM
+from hybridtron.interop.custom import Custom
+from hybridtron.model.generate import CHUNK, Prompts, continued, generate, reader, state_bytes
+from hybridtron.model.init import initialise
+from hybridtron.model.lm import LanguageModel
+from hybridtron.model.sampling import GREEDY
+from hybridtron.proving.measuring import BenchReport, Timings, times
+
+PATTERNS = {"Samba": "(M-W-)*2", "SWA": "(W-W-)*2", "Mamba": "M*8", "Llama": "(F-F-)*2"}
+FULL = "model.layers.F={kind: attention, heads: 4}"
+PROMPT = 128
+
+
+def decode(report: BenchReport) -> None:
+    """Time per token by length, beside transformers at batch 1."""
+    lengths, tokens = ((32, 64), 2) if report.quick else ((1024, 4096, 16384), 64)
+    models = named(report)
+    forms, cached = {}, {}
+    for length in lengths:
+        forms[length] = {}
+        for name, (model, config) in models.items():
+            forms[length][name], cached[name, length] = decoding(model, config, length, tokens)
+    measured = report.sweep(forms)
+    first, *others = models
+    more = {f"{name} per token": over_the_first(measured, name) for name in models}
+    more |= {f"{name} states": [readable(cached[name, length]) for length in lengths] for name in models}
+    report.ratios("Time per token", "tokens before", measured, [(other, first) for other in others], more)
+    report.notes += [
+        f"batch 1, greedy, {tokens} tokens at each length, {report.repetitions} rounds of all forms and lengths",
+        "per token: over that at the first length",
+    ]
+    report.at_most(f"{first}, per token at {lengths[-1]} / at {lengths[0]}", 1.15, growth(measured, first))
+    if first == "Samba":
+        against_transformers(report, *models[first], tokens)
+
+
+def against_transformers(report: BenchReport, model: LanguageModel, config: ModelConfig, tokens: int) -> None:
+    """The same text by both, after the same prompt."""
+    theirs, prompt_BL = as_transformers(model, config), random_tokens(config, PROMPT)
+    settings: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    settings |= {"attention_mask": torch.ones_like(prompt_BL), "max_new_tokens": tokens}
+    assert torch.equal(theirs.generate(prompt_BL, **settings)[:, PROMPT:], generate(model, prompt_BL, tokens, 0.0, 0))
+    forms: dict[str, Callable[[], object]] = {
+        "ours": partial(generate, model, prompt_BL, tokens, 0.0, 0),
+        "transformers": partial(theirs.generate, prompt_BL, **settings),
+    }
+    measured = report.sweep({PROMPT: forms})
+    report.ratios("Against transformers' generate", "prompt", measured, [("transformers", "ours")], {})
+    ratio = measured[PROMPT].ratio("transformers", "ours")
+    report.at_least("times faster than transformers' generate of the exported Samba", 3, ratio)
+
+
+def prefill(report: BenchReport) -> None:
+    """Time of as many tokens in rows of each length."""
+    on_gpu = compute_device().type == "cuda"
+    longest = 128 if report.quick else 2**17 if on_gpu else 2**13
+    lengths = [longest >> power for power in reversed(range(2 if report.quick else 8 if on_gpu else 5))]
+    models = named(report)
+    forms = {
+        length: {name: partial(reading, *pair, longest // length, length) for name, pair in models.items()}
+        for length in lengths
+    }
+    measured = report.sweep(forms)
+    first, *others = models
+    more = {f"{name} by length": over_the_first(measured, name) for name in models}
+    report.ratios("Time to read", "tokens of a row", measured, [(other, first) for other in others], more)
+    report.notes.append(f"{longest} tokens at every length, {report.repetitions} rounds; by length: over the first row")
+    if not on_gpu:
+        report.notes.append("comparable: false; on a CPU only the growth with the length means something")
+
+
+def named(report: BenchReport) -> dict[str, tuple[LanguageModel, ModelConfig]]:
+    """The models by name."""
+    small = ("model.width=32", "model.vocab_size=64", "model.layers.-.hidden=32") if report.quick else ()
+    if report.recipe:
+        return {name: of_name(name) for name in report.recipe}
+    configs = {
+        name: load(["recipe=laptop", FULL, f"model.pattern={pattern}", *small]) for name, pattern in PATTERNS.items()
+    }
+    return {name: (started(config), config.model) for name, config in configs.items()}
+
+
+def of_name(name: str) -> tuple[LanguageModel, ModelConfig]:
+    """A run's newest checkpoint, or a recipe with weights as they start."""
+    if Path(name).is_dir():
+        checkpoint, config = opened(newest_checkpoint(Path(name)))
+        return whole_model(checkpoint, config), config.model
+    config = load([f"recipe={name}"])
+    return started(config), config.model
+
+
+def started(config: Config) -> LanguageModel:
+    model = LanguageModel(config.model)
+    initialise(model, seed=0)
+    return model.to(compute_device()).cast(DTYPES[config.precision.name]).eval()
+
+
+def random_tokens(config: ModelConfig, length: int, batch: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(config.vocab_size, (batch, length), generator=generator).to(compute_device())
+
+
+def decoding(model: LanguageModel, config: ModelConfig, length: int, tokens: int) -> tuple[Callable[[], object], int]:
+    """What makes tokens after a text of this length, which is read now; the bytes of its states."""
+    read, prompts = reader(model), prompts_of(random_tokens(config, length))
+    with torch.no_grad():
+        known = prompts.read(read, CHUNK)
+
+    class Known(Prompts):
+        """The text, already read."""
+
+        def read(self, *_: object) -> Any:
+            return known
+
+    return partial(made, read, Known(*vars(prompts).values()), tokens), state_bytes(known[1])
+
+
+def made(read: Any, prompts: Prompts, tokens: int) -> None:
+    """One more than asked for, since the first one is chosen by what is known."""
+    for _ in islice(continued(read, prompts, GREEDY), tokens + 1):
+        pass
+
+
+@torch.no_grad()
+def reading(model: LanguageModel, config: ModelConfig, batch: int, length: int) -> None:
+    prompts_of(random_tokens(config, length, batch)).read(reader(model), max(1, CHUNK // batch))
+
+
+def prompts_of(tokens_BL: Tensor) -> Prompts:
+    return Prompts(tokens_BL, torch.zeros(len(tokens_BL), dtype=torch.int64, device=tokens_BL.device))
+
+
+def over_the_first(measured: dict[int, Timings], form: str) -> list[str]:
+    """The time of each place over that of the first one."""
+    first, *_ = found = [one[form].fastest for one in measured.values()]
+    return [times(one / first) for one in found]
+
+
+def growth(measured: dict[int, Timings], form: str) -> float:
+    places: Sequence[Timings] = list(measured.values())
+    return places[-1][form].fastest / places[0][form].fastest
+
+
+def readable(size: int) -> str:
+    return f"{size / 2**10:,.0f} KiB"
+
+
+def as_transformers(model: LanguageModel, config: ModelConfig) -> Any:
+    """The class that is shipped with an export, with this model's weights, in memory."""
+    keys: dict[str, Tensor] = {}
+    for name, weight in model.named_parameters():
+        stored = model.table[name].stored(name)
+        parts = weight.detach().split([shape[0] for shape in stored.values()])
+        keys |= dict(zip(stored, parts, strict=True))
+    theirs: Any = HybridtronForCausalLM(HybridtronConfig(**Custom().config(config, CHUNK)))
+    theirs.to(weight.device, weight.dtype)
+    weights = {rule.theirs: rule.to_theirs(keys.__getitem__) for rule in Custom().rules(config)}
+    missing = theirs.load_state_dict(weights, strict=False)
+    assert not missing.unexpected_keys
+    theirs.tie_weights()
+    return theirs.eval()

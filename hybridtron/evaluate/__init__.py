@@ -1,0 +1,1 @@
+"""What a trained model does: tasks, perplexity and the instruments of length, with results that say how they came."""

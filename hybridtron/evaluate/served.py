@@ -1,0 +1,160 @@
+"""A checkpoint's model, ready to read, on one process or on all that torchrun started; with its tokenizer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybridtron.config.checks.parallel import uncuttable
+from hybridtron.config.layout import launched, stage_problems, world_problems
+from hybridtron.config.schema import Config, ParallelConfig
+from hybridtron.problems import ConfigError, Problem, Unusable
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from hybridtron.checkpoint.checkpoint import Checkpoint
+    from hybridtron.model.generate import Reader
+    from hybridtron.model.lm import LanguageModel
+
+LAYOUT_KEYS = r"parallel\.(tensor|pipeline)=([1-9]\d*)"
+
+
+@dataclass(frozen=True)
+class Served:
+    """`model` is the whole model where one process holds it; all of `replicas` are given the rows in turn."""
+
+    folder: Path
+    config: Config
+    step: int
+    tokenizer: Tokenizer
+    end: int | None  # the token that ends a text
+    read: Reader
+    model: LanguageModel | None
+    replica: int = 0
+    replicas: int = 1
+    first: bool = True  # of all processes: the one that prints and writes
+
+
+def layout(settings: Sequence[str]) -> ParallelConfig:
+    """`parallel.tensor=2 parallel.pipeline=2`."""
+    sizes: dict[str, int] = {}
+    for setting in settings:
+        found = re.fullmatch(LAYOUT_KEYS, setting, re.ASCII)
+        if found is None:
+            raise Unusable(f"{setting}: is parallel.tensor=N or parallel.pipeline=N, nothing else is set here")
+        sizes[found[1]] = int(found[2])
+    return ParallelConfig(tensor=sizes.get("tensor", 1), pipeline=sizes.get("pipeline", 1))
+
+
+@contextmanager
+def served(folder: Path, parallel: ParallelConfig | None = None) -> Iterator[Served]:
+    """The model, until the block ends. Unusable where checkpoint, tokenizer or layout can't be used."""
+    parallel = parallel or ParallelConfig()
+    checkpoint, config = opened(folder)
+    tokenizer = tokenizer_of(checkpoint)
+    require_layout(config, parallel)
+    if launched().world_size == 1:
+        model = whole_model(checkpoint, config)
+        from hybridtron.model.generate import reader
+
+        yield Served(folder, config, checkpoint.meta.step, tokenizer, end_of(checkpoint), reader(model), model)
+    else:
+        with _among_ranks(checkpoint, config, tokenizer, parallel) as one:
+            yield one
+
+
+def opened(folder: Path) -> tuple[Checkpoint, Config]:
+    """A checkpoint and its configuration."""
+    from hybridtron.checkpoint.checkpoint import Checkpoint
+    from hybridtron.checkpoint.manifest import BrokenCheckpoint
+
+    try:
+        checkpoint = Checkpoint.open(folder)
+        return checkpoint, checkpoint.config
+    except BrokenCheckpoint as error:
+        raise Unusable(str(error)) from error
+    except ConfigError as error:
+        raise Unusable(f"{folder} has a config.yaml that this version can't read.\n{error}") from error
+
+
+def whole_model(checkpoint: Checkpoint, config: Config) -> LanguageModel:
+    """The model that it holds, on this process, in the type that it was trained in."""
+    from hybridtron.device import DTYPES, compute_device
+    from hybridtron.model.lm import LanguageModel
+
+    model = LanguageModel(config.model).to(compute_device()).cast(DTYPES[config.precision.name]).eval()
+    fill(checkpoint, model)
+    return model
+
+
+def fill(checkpoint: Checkpoint, model: LanguageModel) -> None:
+    """Read the weights of a model, or of a part of it."""
+    from hybridtron.checkpoint.manifest import BrokenCheckpoint
+
+    try:
+        checkpoint.load_weights(model)
+    except BrokenCheckpoint as error:
+        raise Unusable(str(error)) from error
+
+
+def end_of(checkpoint: Checkpoint) -> int | None:
+    """The token that ended each document that it was trained on."""
+    stored = checkpoint.meta.data.get("eos")
+    return None if stored is None else int(stored)
+
+
+def require_layout(config: Config, parallel: ParallelConfig) -> None:
+    """ConfigError where the processes or the model can't be cut so."""
+    found = world_problems(parallel, launched().world_size) or stage_problems(config.model, parallel)
+    if parallel.tensor > 1 and (reasons := uncuttable(config.model, parallel.tensor)):
+        found.append(Problem("parallel.tensor", f"is {parallel.tensor}, but {'; '.join(reasons)}"))
+    if found:
+        raise ConfigError(found)
+
+
+@contextmanager
+def _among_ranks(
+    checkpoint: Checkpoint, config: Config, tokenizer: Tokenizer, parallel: ParallelConfig
+) -> Iterator[Served]:
+    from hybridtron.device import DTYPES, megatron_context
+    from hybridtron.engine.serving import slices, staged_reader
+    from hybridtron.parallel import groups as process_groups
+
+    dtype = DTYPES[config.precision.name]
+    with megatron_context():
+        groups = process_groups.start(parallel)
+        parts = slices(config.model, parallel, groups, dtype)
+        for part in parts:
+            fill(checkpoint, part)
+        yield Served(
+            checkpoint.folder,
+            config,
+            checkpoint.meta.step,
+            tokenizer,
+            end_of(checkpoint),
+            staged_reader(parts, config.model, groups, dtype),
+            parts[0] if parallel.tensor == parallel.pipeline == 1 else None,
+            groups.data_rank,
+            groups.data_size,
+            groups.is_first,
+        )
+        process_groups.stop()
+
+
+def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer that a checkpoint holds."""
+    from tokenizers import Tokenizer
+
+    from hybridtron.checkpoint.manifest import BrokenCheckpoint
+
+    try:
+        return Tokenizer.from_str(checkpoint.verified("tokenizer.json").decode("utf-8"))
+    except BrokenCheckpoint as error:
+        raise Unusable(str(error)) from error
+    except Exception as error:  # the package raises nothing more specific
+        raise Unusable(f"{checkpoint.folder / 'tokenizer.json'} can't be read: {error}") from error

@@ -52,10 +52,10 @@ def _pipeline(steps: Iterator[RowArrays], rows: int, length: int) -> Any:
     )
     with pipeline:
         given = fn.external_source(source=steps, num_outputs=len(RowArrays._fields), batch=True)
-        tokens, documents, base, continues = (one.gpu() for one in given) if on_gpu else given
+        tokens, documents, base, learned, continues = (one.gpu() for one in given) if on_gpu else given
         tokens = fn.cast(tokens, dtype=types.INT64)
         place = types.Constant(np.arange(length - 1, dtype=np.int64), device="gpu" if on_gpu else "cpu")
         positions = fn.cast(base[:-1], dtype=types.INT64) + place
-        mask = documents[:-1] == documents[1:]
+        mask = (documents[:-1] == documents[1:]) & learned[1:]
         pipeline.set_outputs(tokens[:-1], tokens[1:], mask, positions, documents[:-1], continues)
     return pipeline

@@ -2,7 +2,8 @@
 
     manifest.json                       vocabulary, eos, dtype, and of every shard its size, counts and digest
     tokenizer.json                      the tokenizer that made the tokens, in the form of the `tokenizers` package
-    train/SOURCE/index.json             an MDS dataset as mosaicml-streaming writes it, one sample a document
+    train/SOURCE/index.json             an MDS dataset as mosaicml-streaming writes it, one sample a document: its
+                                        tokens, and a mask where not every token is learned
     train/SOURCE/PART/shard.00000.mds   its shards; with compression .mds.zstd
     train/SOURCE/lengths.npy            uint32, tokens of each document; the last token of each is eos
     validation/SOURCE/...
@@ -14,173 +15,20 @@ reads no tokens: sizes are compared with the manifest here, contents where a sha
 from __future__ import annotations
 
 import json
-import re
 import stat
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from hybridtron.data.manifest import DIGEST, DataManifest, FolderError
 from hybridtron.regular_files import Unreadable, path_inside, read_regular
 from hybridtron.storage.digest import digest_of
 
-FORMAT = 2
-SPLITS = ("train", "validation")
-DTYPES = ("uint16", "uint32")
 LARGEST_MANIFEST = 2**30  # bytes: four million shards
 LARGEST_INDEX = 2**28  # bytes of one source's index.json: half a million shards
 LARGEST_TOKENIZER = 2**28  # bytes; a vocabulary of 256 thousand entries takes 2**25
-USUAL = 2**20  # bytes of a manifest, an index or a tokenizer: what fetching one may take longer for
 SMALLEST_VOCABULARY = 300  # 256 bytes, eos, and a few merges
-DIGEST = "xxh3_128"  # the name by which MDS indexes know it
-_COMPRESSION = re.compile(r"(zstd|zip|gz|bz2|br|snappy)(:\d+)?")
-_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-class FolderError(ValueError):
-    """A folder that can't be used, and why."""
-
-    def __init__(self, folder: Path | str, fault: str) -> None:
-        super().__init__(f"{folder} {fault}")
-        self.fault = fault
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**63
-
-
-def _own_digest(values: dict) -> str:
-    """What a manifest carries of itself, whatever the form of its JSON."""
-    return digest_of(json.dumps(values, sort_keys=True).encode())
-
-
-@dataclass(frozen=True)
-class DataShard:
-    """One shard: its file below the source's folder, and what is in it. `packed` is its size where it is compressed."""
-
-    file: str
-    documents: int
-    tokens: int
-    size: int
-    digest: str
-    packed: int | None = None
-
-
-@dataclass(frozen=True)
-class SourceSplit:
-    """One source's part of a split: its shards, and the digests of its index and its document lengths."""
-
-    index: str
-    lengths: str
-    shards: tuple[DataShard, ...]
-
-    @cached_property
-    def documents(self) -> int:
-        return sum(shard.documents for shard in self.shards)
-
-    @cached_property
-    def tokens(self) -> int:
-        return sum(shard.tokens for shard in self.shards)
-
-    def faults(self) -> Iterator[str]:
-        """What is of no use in the description of its files."""
-        if not (isinstance(self.index, str) and isinstance(self.lengths, str)):
-            yield "its index or its lengths have no digest"
-        for number, shard in enumerate(self.shards):
-            counts = (shard.documents, shard.tokens, shard.size, 0 if shard.packed is None else shard.packed)
-            if not (all(map(_is_count, counts)) and isinstance(shard.file, str) and isinstance(shard.digest, str)):
-                yield f"shard {number} has no name, counts or digest that could be right"
-
-    @staticmethod
-    def parse(values: dict) -> SourceSplit:
-        return SourceSplit(values["index"], values["lengths"], tuple(DataShard(**shard) for shard in values["shards"]))
-
-
-@dataclass(frozen=True)
-class DataManifest:
-    """What manifest.json says. `origin` says where the text came from; nothing in it changes how tokens are read."""
-
-    format: int
-    vocab_size: int
-    eos: int
-    dtype: str
-    compression: str | None
-    tokenizer: str
-    splits: dict[str, dict[str, SourceSplit]]
-    origin: dict[str, str | int | float] = field(default_factory=dict)
-
-    @staticmethod
-    def parse(text: str, folder: Path | str) -> DataManifest:
-        """The manifest from its JSON, or FolderError about the folder it is of."""
-        try:
-            values = json.loads(text)
-            own = values.pop("digest", None)  # folders of earlier versions have none
-            if values["format"] != FORMAT:
-                raise FolderError(
-                    folder, f"has format {values['format']}; this version reads format {FORMAT}: prepare it again"
-                )
-            splits = {
-                split: {name: SourceSplit.parse(of_source) for name, of_source in values["splits"][split].items()}
-                for split in SPLITS
-            }
-            manifest = DataManifest(**(values | {"splits": splits}))
-        except FolderError:
-            raise
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise FolderError(folder, f"has a manifest.json that does not parse: {error!r}") from error
-        for fault in manifest.faults():
-            raise FolderError(folder, fault)
-        if own not in (None, _own_digest(values)):
-            raise FolderError(folder, "has a manifest.json that differs from its own digest: it was changed")
-        return manifest
-
-    def faults(self) -> Iterator[str]:
-        """What no manifest can say."""
-        if not (_is_count(self.vocab_size) and _is_count(self.eos) and self.eos < self.vocab_size):
-            yield f"has a manifest.json with a vocabulary of {self.vocab_size!r} entries and eos {self.eos!r}"
-        if self.dtype not in DTYPES:
-            yield f"has tokens of dtype {self.dtype!r}; {' and '.join(DTYPES)} are known"
-        if self.compression is not None and not _COMPRESSION.fullmatch(str(self.compression)):
-            yield f"has compression {self.compression!r}; zstd, zstd:3 and the like are known"
-        if not isinstance(self.origin, dict) or not isinstance(self.tokenizer, str):
-            yield "has a manifest.json that does not say where its tokens come from"
-        for split, sources in self.splits.items():
-            for name, of_source in sources.items():
-                if fault := next(of_source.faults(), None):
-                    yield f"has a manifest.json with a fault in {split}/{name}: {fault}"
-        for name in [*self.beside, *(f"{where}/{shard.file}" for where, shard in self.shards())]:
-            if not all(_SAFE_NAME.fullmatch(part) for part in name.split("/")):
-                yield f"has a manifest.json that names {name!r}, which is not a name inside the folder"
-
-    def dumps(self) -> str:
-        values = json.loads(json.dumps(asdict(self)))
-        return json.dumps({"digest": _own_digest(values), **values}, indent=1) + "\n"
-
-    @cached_property
-    def beside(self) -> dict[str, tuple[str, int]]:
-        """The files beside the shards: the digest of each, and the bytes that it takes, or usually takes."""
-        found = {"tokenizer.json": (self.tokenizer, USUAL)}
-        for split, sources in self.splits.items():
-            for source, has in sources.items():
-                found[f"{split}/{source}/index.json"] = has.index, USUAL
-                found[f"{split}/{source}/lengths.npy"] = has.lengths, 128 + 4 * has.documents
-        return found
-
-    def shards(self) -> Iterator[tuple[str, DataShard]]:
-        """Every shard, and the place of its source."""
-        for split, sources in self.splits.items():
-            for source, of_source in sources.items():
-                yield from ((f"{split}/{source}", shard) for shard in of_source.shards)
-
-    def tokens(self, split: str) -> int:
-        """Tokens of all sources of a split."""
-        return sum(of_source.tokens for of_source in self.splits[split].values())
-
-    def stored_name(self, shard: DataShard) -> str:
-        """The name of the file that the folder holds for a shard."""
-        return shard.file if self.compression is None else f"{shard.file}.{self.compression.split(':')[0]}"
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,11 @@ class MixtureSource(NamedTuple):
         of_source = self.folder.manifest.splits[split].get(self.source)
         return 0 if of_source is None else of_source.tokens
 
+    def learned(self, split: str) -> int | None:
+        """Tokens of a split that are learned; None where it has no masks, and all of them are."""
+        of_source = self.folder.manifest.splits[split].get(self.source)
+        return None if of_source is None else of_source.learned
+
 
 def mixture_of(data: DataConfig, opened: Opened) -> list[MixtureSource]:
     """The sources that are read, from folders as `opened` gives them; FolderError where they don't fit together."""
@@ -77,21 +82,29 @@ def _check_same_tokenizer(first: MixtureSource, other: MixtureSource) -> None:
 
 
 class Epochs(NamedTuple):
-    """One line of the plan: what a phase reads of a source."""
+    """One line of the plan: what a phase reads of a source, and which share of its tokens is learned."""
 
     source: str
     share: float
     tokens: int
     epochs: float
+    learned: float | None = None  # where the source has masks
+
+    @property
+    def shown_learned(self) -> str:
+        """The learned share, in tables."""
+        return "all" if self.learned is None else f"{self.learned:.1%}"
 
 
 def reading_plan(found: Sequence[MixtureSource], tokens: int) -> list[Epochs]:
     """Of `tokens` training tokens, how many come from each source, and how often that reads it."""
     whole = sum(one.weight for one in found)
-    return [
-        Epochs(one.name, one.weight / whole, round(one.weight / whole * tokens), one.weight / whole * tokens / has)
-        for one, has in ((one, one.tokens("train")) for one in found)
-    ]
+    lines = []
+    for one in found:
+        share, has, learned = one.weight / whole, one.tokens("train"), one.learned("train")
+        of_all = None if learned is None else learned / has
+        lines.append(Epochs(one.name, share, round(share * tokens), share * tokens / has, of_all))
+    return lines
 
 
 def problems(config: Config) -> list[Problem]:

@@ -1,13 +1,14 @@
 """Spans of documents -> the rows of a step, as arrays; and what a batch derives from them.
 
-A row holds T = L + 1 tokens: L inputs, and the label of the last. Everything else of a batch is arithmetic on three
+A row holds T = L + 1 tokens: L inputs, and the label of the last. Everything else of a batch is arithmetic on four
 arrays, so that torch (here) and DALI (`dali.py`) make the same batches from the same rows:
 
     tokens    = tokens[:, :-1]                            labels = tokens[:, 1:]
-    mask      = documents[:, :-1] == documents[:, 1:]
+    mask      = (documents[:, :-1] == documents[:, 1:]) & learned[:, 1:]
     positions = base[:, :-1] + the place in the row
 
-Under `join` a row is one document: documents are all 0, and the base is the same throughout.
+The mask of a token says whether it is learned as a label, so that it counts at the position before it. Under `join` a
+row is one document: documents are all 0, and the base is the same throughout.
 
 Letters: B rows, L input tokens a row, T = L + 1.
 """
@@ -31,12 +32,14 @@ class RowArrays(NamedTuple):
     """The rows of a step.
 
     documents_BT counts the documents of a row from 0; base_BT is a token's position in its document less its place in
-    the row. continues_B: whether a row's first token follows the last one that its lane read.
+    the row. learned_BT: whether a token is learned; all are where the sources have no masks. continues_B: whether a
+    row's first token follows the last one that its lane read.
     """
 
     tokens_BT: np.ndarray
     documents_BT: np.ndarray
     base_BT: np.ndarray
+    learned_BT: np.ndarray
     continues_B: np.ndarray
 
 
@@ -45,11 +48,14 @@ def gather(sources: Sequence[DocumentStore], rows: Sequence[RowSpans], dtype: np
     length = sum(span.count for _, span in rows[0].spans)
     tokens_BT = np.empty((len(rows), length), dtype)
     documents_BT, base_BT = np.zeros((2, len(rows), length), np.int32)
+    learned_BT, masked = np.ones((len(rows), length), np.bool_), any(source.masked for source in sources)
     for b, row in enumerate(rows):
         counts = [span.count for _, span in row.spans]
         np.concatenate(
             [sources[source].read(*span) for source, span in row.spans], out=tokens_BT[b], casting="same_kind"
         )
+        if masked:
+            np.concatenate([sources[source].read_mask(*span) for source, span in row.spans], out=learned_BT[b])
         if joined:
             base_BT[b] = row.position
         else:
@@ -59,7 +65,7 @@ def gather(sources: Sequence[DocumentStore], rows: Sequence[RowSpans], dtype: np
     if tokens_BT.max() >= min(source.vocab_size for source in sources):
         for source, span in itertools.chain.from_iterable(row.spans for row in rows):
             sources[source].check(*span)
-    return RowArrays(tokens_BT, documents_BT, base_BT, np.array([row.position > 0 for row in rows]))
+    return RowArrays(tokens_BT, documents_BT, base_BT, learned_BT, np.array([row.position > 0 for row in rows]))
 
 
 def batch_of(rows: RowArrays, documents: Documents) -> Batch:
@@ -67,7 +73,7 @@ def batch_of(rows: RowArrays, documents: Documents) -> Batch:
     documents_BL = rows.documents_BT[:, :-1].copy()
     tokens_BL, labels_BL = rows.tokens_BT[:, :-1].astype(np.int64), rows.tokens_BT[:, 1:].astype(np.int64)
     positions_BL = rows.base_BT[:, :-1] + np.arange(documents_BL.shape[1])
-    mask_BL = documents_BL == rows.documents_BT[:, 1:]
+    mask_BL = (documents_BL == rows.documents_BT[:, 1:]) & rows.learned_BT[:, 1:]
     seq = SeqInfo(
         torch.from_numpy(positions_BL), torch.from_numpy(documents_BL) if documents is Documents.isolate else None
     )

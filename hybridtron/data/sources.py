@@ -74,6 +74,11 @@ class Sources:
         return np.result_type(*(np.dtype(one.folder.manifest.dtype) for one in self.mixture))
 
     @property
+    def masked(self) -> bool:
+        """Whether some of the training text has masks."""
+        return any(one.learned("train") is not None for one in self.mixture)
+
+    @property
     def documents_per_token(self) -> float:
         """Of training, over all sources by their weights."""
         splits = [one.folder.manifest.splits["train"][one.source] for one in self.mixture]

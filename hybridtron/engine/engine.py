@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -65,7 +66,8 @@ class Engine:
         self.statistics = statistics_of(modules, self.stages[0].model.slice.tensor.products.fp8, self.device)
         self.guard = Guard(config.optim.spike)
         self._loss = StepLoss(torch.zeros(()), torch.zeros(()))  # of the step under way
-        self.mean_loss = 0.0  # of the last step that was taken or refused
+        self.mean_loss = 0.0  # of the last step that was taken or refused; nan where nothing was learned
+        self.learned = 0  # tokens that counted in it
         self.carrier: Carrier | None = None
         self._seed, self._lanes = phase_seed(config.run.seed, 0), range(0)
 
@@ -125,7 +127,8 @@ class Engine:
         read = (self.optimizer.squared_norm(), self._loss.total, self._loss.tokens)
         # the one place of a step at which the host waits for the device
         squares, total, tokens = torch.stack([value.reshape(()).double() for value in read]).tolist()
-        grad_norm, self.mean_loss = squares**0.5, total / max(tokens, 1.0)
+        grad_norm, self.learned = squares**0.5, int(tokens)
+        self.mean_loss = total / tokens if tokens else math.nan
         wanted = self.guard.accepts(grad_norm, total)
         accepted = self.optimizer.take(lr, grad_norm, wanted, weight_decay)
         self.statistics.settle(accepted)

@@ -14,9 +14,11 @@ class StepMetrics:
     After an evaluation `validation` holds losses by length, and where there are several sources `validation_by_source`
     those at the first of the lengths. `memory_gib` is the most memory that the first process has held so far: of the
     device where it counts, else of the host. A line also gets the `time` at which it was written, in UTC. A number that
-    is not finite is null. `skipped` counts the steps that were refused since the run was started or resumed, also those
-    of which no line is left since the run rolled back to a checkpoint before them; `restarted_lanes`, where states are
-    carried, the lanes of the phase whose state was not finite and that restarted from zero.
+    is not finite is null, and so is the loss of a step in which nothing is learned. `learned`, where sources have
+    masks, are the tokens that count in the loss. `skipped` counts the steps that were refused since the run was started
+    or resumed, also those of which no line is left since the run rolled back to a checkpoint before them;
+    `restarted_lanes`, where states are carried, the lanes of the phase whose state was not finite and that restarted
+    from zero.
     """
 
     step: int
@@ -32,6 +34,7 @@ class StepMetrics:
     mfu: float | None
     memory_gib: float
     skipped: int
+    learned: int | None = None
     restarted_lanes: int | None = None
     validation: Mapping[str, float] | None = None
     validation_by_source: Mapping[str, float] | None = None
@@ -46,7 +49,7 @@ class StepMetrics:
         return _flat(self.line())
 
 
-OPTIONAL = ("restarted_lanes", "validation", "validation_by_source", "layers")
+OPTIONAL = ("learned", "restarted_lanes", "validation", "validation_by_source", "layers")
 REQUIRED = [name for name in StepMetrics.__dataclass_fields__ if name not in OPTIONAL]
 
 

@@ -97,15 +97,15 @@ def rates_of(phases: Sequence[ResolvedPhase], phase: ResolvedPhase) -> list[floa
 
 
 def source_table(config: Config) -> Table:
-    """What each phase reads of each source; epochs where its folder is on this machine."""
-    table = table_of("phase", "source", "share", "tokens", "epochs", numbers_from=2)
+    """What each phase reads of each source; epochs and what is learned where its folder is on this machine."""
+    table = table_of("phase", "source", "share", "tokens", "epochs", "learned", numbers_from=2)
     for phase in resolve(config):
-        for name, share, epochs in _reading(phase):
-            table.add_row(phase.settings.name, name, f"{share:.1%}", readable(share * phase.tokens), epochs)
+        for name, share, epochs, learned in _reading(phase):
+            table.add_row(phase.settings.name, name, f"{share:.1%}", readable(share * phase.tokens), epochs, learned)
     return table
 
 
-def _reading(phase: ResolvedPhase) -> Iterator[tuple[str, float, str]]:
+def _reading(phase: ResolvedPhase) -> Iterator[tuple[str, float, str, str]]:
     data = phase.data
     paths = [entry.path or data.path for entry in data.mixture.values()] or [data.path]
     try:
@@ -115,12 +115,12 @@ def _reading(phase: ResolvedPhase) -> Iterator[tuple[str, float, str]]:
     except FolderError:
         whole = sum(entry.weight for entry in data.mixture.values())
         for name, entry in data.mixture.items():
-            yield name, entry.weight / whole, "not here"
+            yield name, entry.weight / whole, "not here", ""
         if not data.mixture:
-            yield data.path, 1.0, "not here"
+            yield data.path, 1.0, "not here", ""
         return
     for line in reading_plan(found, phase.tokens):
-        yield line.source, line.share, f"{line.epochs:.3g}"
+        yield line.source, line.share, f"{line.epochs:.3g}", line.shown_learned
 
 
 def changes_of(phase: ResolvedPhase) -> Iterator[str]:

@@ -74,11 +74,12 @@ def ops_of(model: ModelConfig) -> set[str]:
 def announce_reading(loader: Loader, phase: ResolvedPhase) -> None:
     """What a phase reads: tokens and epochs of each source, and how long an unbroken stretch of text is."""
     settings, order = phase.settings, loader.order
-    table = Table("source", "share", "tokens", "epochs", box=None, title_justify="left")
+    table = Table("source", "share", "tokens", "epochs", "learned", box=None, title_justify="left")
     kind = f"{order.kind.value} of {settings.seq_len} tokens, documents {order.documents.value}"
     table.title = f"{settings.name} reads {kind}"
     for line in reading_plan(loader.sources.mixture, phase.tokens):
-        table.add_row(line.source, f"{line.share:.1%}", readable(line.tokens), f"{line.epochs:.3g}")
+        read = readable(line.tokens), f"{line.epochs:.3g}", line.shown_learned
+        table.add_row(line.source, f"{line.share:.1%}", *read)
     LOG.info(as_text(table))
     LOG.info(f"text runs on for {readable(loader.mean_stretch)} tokens on average; every row is full")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Generator, Iterable
 from contextlib import closing
@@ -199,6 +200,7 @@ class Trainer:
             restore_states(self.engine.carrier, self.groups, self.start)
         if self.groups.is_first:
             announce_reading(loader, phase)
+        self.masked = loader.sources.masked
         self.flops_per_token = count(self.engine.config.model, phase.settings.seq_len).flops_per_token
 
     def report(self, metrics: StepMetrics) -> None:
@@ -238,6 +240,7 @@ class Trainer:
             mfu=None if peak is None else tflops / peak,
             memory_gib=most_memory_gib(),
             skipped=self.skipped,
+            learned=self.engine.learned if self.masked else None,
             restarted_lanes=self.engine.restarted_lanes,
             layers=layers,
         )
@@ -246,7 +249,8 @@ class Trainer:
         """Write the checkpoint of a step."""
         self.watchdog.beat(f"the checkpoint of step {step}")
         with self.requests.saving():
-            validation = None if metrics.validation is None else next(iter(metrics.validation.values()))
+            measured = math.nan if metrics.validation is None else next(iter(metrics.validation.values()))
+            validation = measured if math.isfinite(measured) else None
             meta = meta_of(self.engine, step, loader.fingerprint, validation, self.skipped_data.all)
             try:
                 self.saver.save(self.engine, meta, loader.sources.tokenizer_file)

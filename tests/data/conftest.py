@@ -23,6 +23,11 @@ def toy_documents(lengths: Sequence[int], first: int = 1) -> list[np.ndarray]:
     return [np.arange(end - length, end) + first for end, length in zip(ends, lengths, strict=True)]
 
 
+def learned(tokens: np.ndarray) -> np.ndarray:
+    """Which tokens of a masked toy are learned: every third and eos. So a label shows what its mask must be."""
+    return tokens % 3 == 0
+
+
 @pytest.fixture
 def make_folder(tmp_path: Path) -> Callable[..., TokenFolder]:
     def make(
@@ -32,10 +37,15 @@ def make_folder(tmp_path: Path) -> Callable[..., TokenFolder]:
         vocab: int = 999,
         shard_size: int = 400,
         compression: str | None = None,
+        masked: bool = False,
+        first: int = 1,
     ) -> TokenFolder:
-        splits = {"train": {"text": toy_documents(train)}, "validation": {"text": toy_documents(validation)}}
+        found = {"train": toy_documents(train, first), "validation": toy_documents(validation, first)}
+        splits = {split: {"text": documents} for split, documents in found.items()}
+        masks = {split: {"text": [learned(np.append(one, EOS)) for one in of["text"]]} for split, of in splits.items()}
         path = tmp_path / name
-        return write_folder(path, splits, "{}", vocab, EOS, {"corpus": "toy"}, shard_size, compression)
+        given = masks if masked else None
+        return write_folder(path, splits, "{}", vocab, EOS, {"corpus": "toy"}, shard_size, compression, given)
 
     return make
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,12 +20,13 @@ pytest.importorskip("nvidia.dali", reason="make setup-dali")
 
 @pytest.mark.parametrize(("order", "documents"), [*itertools.product(Order, Documents)])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_same_batches_as_torch(toy: TokenFolder, order: Order, documents: Documents, workers: int):
+def test_same_batches_as_torch(
+    make_folder: Callable[..., TokenFolder], order: Order, documents: Documents, workers: int
+):
+    """Of a folder with masks beside one without."""
+    sources = sources_of((make_folder(masked=True), "text", 1), (make_folder(name="plain"), "text", 1))
     reading = PhaseOrder(order, documents, 16, 8, 2, 7, 100)
-    dali, plain = (
-        Loader(sources_of((toy, "text", 1)), reading, Ahead(workers), feed, rank=1, ranks=2)
-        for feed in (Feed.dali, Feed.torch)
-    )
+    dali, plain = (Loader(sources, reading, Ahead(workers), feed, rank=1, ranks=2) for feed in (Feed.dali, Feed.torch))
     steps = list(dali.iterate(3, 9))  # all kept, so that memory which DALI uses again would show
     assert len(steps) == 6
     for step, batches in enumerate(steps, start=3):

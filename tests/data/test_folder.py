@@ -17,12 +17,12 @@ from hybridtron.data.prepare.writer import write_folder
 from tests.data.mosaic import MDSReader
 
 
-def documents_by_streaming(folder: TokenFolder, split: str, source: str) -> list[list[int]]:
+def documents_by_streaming(folder: TokenFolder, split: str, source: str, column: str = "tokens") -> list[list[int]]:
     """What mosaicml-streaming itself finds there."""
     path = folder.source_path(split, source)
     entries = json.loads((path / "index.json").read_text())["shards"]
     readers = [MDSReader.from_json(str(path), None, entry) for entry in entries]
-    return [sample["tokens"].tolist() for reader in readers for sample in reader]
+    return [sample[column].tolist() for reader in readers for sample in reader]
 
 
 def test_round_trip(tmp_path: Path):
@@ -40,6 +40,25 @@ def test_round_trip(tmp_path: Path):
         "validation": ["web"],
     }
     assert folder.tokenizer_file.read_text(encoding="utf-8") == '{"a": "é"}'
+
+
+def test_a_folder_without_masks_has_the_bytes_that_it_always_had(tmp_path: Path):
+    """The digest of the manifest, which has those of all files, is of the version before there were masks."""
+    splits = {"train": {"text": [[5, 6, 7], [8]]}, "validation": {"text": [[9]]}}
+    folder = write_folder(tmp_path / "data", splits, "{}", 10, 0, {"corpus": "toy"})
+    assert folder.digest == "acde165049b3304ed2cc6d495fd40f27"
+    assert folder.manifest.splits["train"]["text"].learned is None
+
+
+def test_masks_are_a_column_beside_the_tokens(tmp_path: Path):
+    splits = {"train": {"web": [[5, 6], [7], []]}, "validation": {"web": [[8]]}}
+    masks = {"train": {"web": [[0, 1, 1], [1, 0], [0]]}, "validation": {"web": [[1, 1]]}}
+    arrays = {split: {"web": [np.array(mask) for mask in of["web"]]} for split, of in masks.items()}
+    folder = write_folder(tmp_path / "data", splits, "{}", 10, 0, {}, masks=arrays)
+    assert folder == TokenFolder.open(tmp_path / "data")
+    assert documents_by_streaming(folder, "train", "web") == [[5, 6, 0], [7, 0], [0]]
+    assert documents_by_streaming(folder, "train", "web", "mask") == masks["train"]["web"]
+    assert [folder.manifest.splits[split]["web"].learned for split in splits] == [3, 2]
 
 
 def test_shards_hold_what_the_manifest_says(make_folder: Callable[..., TokenFolder]):

@@ -150,8 +150,8 @@ def test_micro_batch_does_not_change_the_order(toy: TokenFolder, micro_batch: in
         assert same(other.micro_batches(step), usual.micro_batches(step))
 
 
-def test_worker_processes_read_what_a_thread_reads(toy: TokenFolder):
-    sources = sources_of((toy, "text", 1))
+def test_worker_processes_read_what_a_thread_reads(make_folder: Callable[..., TokenFolder]):
+    sources = sources_of((make_folder(masked=True), "text", 1))
     for order, documents in ((Order.windows, Documents.isolate), (Order.lanes, Documents.join)):
         loader = Loader(sources, order_of(order, documents), Ahead(workers=2, timeout=60.0), rank=1, ranks=2)
         random = torch.get_rng_state()

@@ -62,6 +62,41 @@ def test_a_step_whose_tokens_are_all_masked_has_no_gradient(alone: Groups) -> No
     assert not any(gradient.any() for _, gradient in engine.optimizer.gradients())
 
 
+def of_step(engine: Engine, batch: Batch) -> dict[str, torch.Tensor]:
+    """Loss, counted tokens and every gradient of a step of two micro-batches."""
+    loss = engine.forward_backward(batch.split(2))
+    return {"loss": loss.total, "tokens": loss.tokens, **{k: v.clone() for k, v in engine.optimizer.gradients()}}
+
+
+def test_masked_labels_change_no_bit(alone: Groups) -> None:
+    batch, config = random_batch(rows=4), small_run(small_config("M-S-W-F"))
+    batch.mask_BL[:2] = False  # of the first micro-batch nothing is learned
+    labels_BL = torch.where(batch.mask_BL, batch.labels_BL, (batch.labels_BL + 7) % 61)
+    one, other = (of_step(Engine(config, alone), b) for b in (batch, dataclasses.replace(batch, labels_BL=labels_BL)))
+    assert not torch.equal(labels_BL, batch.labels_BL)
+    assert 0 < one["tokens"] == batch.mask_BL.sum()
+    assert all(torch.equal(one[name], other[name]) for name in other)
+    labels_BL[3] = batch.labels_BL[3].flip(0)
+    assert not torch.equal(
+        of_step(Engine(config, alone), dataclasses.replace(batch, labels_BL=labels_BL))["loss"], one["loss"]
+    )
+
+
+def test_a_document_of_which_nothing_is_learned_changes_no_bit(alone: Groups) -> None:
+    """It stands between others in packed rows, which do not see it, and has other tokens, so other labels too."""
+    batch = random_batch(rows=4, documents=[[10, 6, 8], [3, 13, 8], [8, 8, 8], [1, 20, 3]])
+    documents_BL, config = batch.seq.documents_BL, small_run(small_config("M-S-W-F"))
+    assert documents_BL is not None
+    batch.mask_BL[:, :-1] &= documents_BL[:, :-1] == documents_BL[:, 1:]
+    batch.mask_BL[documents_BL == 1] = False
+    inside = documents_BL == 1
+    tokens_BT = torch.cat([batch.tokens_BL, batch.labels_BL[:, -1:]], 1)
+    tokens_BT[:, :-1] = torch.where(inside, (tokens_BT[:, :-1] + 7) % 61, tokens_BT[:, :-1])
+    changed = Batch(tokens_BT[:, :-1], tokens_BT[:, 1:], batch.mask_BL, batch.seq)
+    one, other = (of_step(Engine(config, alone), b) for b in (batch, changed))
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
 def test_auxiliary_losses_count_by_tokens() -> None:
     weight = torch.tensor(2.0, requires_grad=True)
     stream = torch.ones(3, requires_grad=True)

@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hybridtron.data.folder import DataShard
+from hybridtron.data.manifest import DataShard
 from hybridtron.regular_files import Unreadable, read_regular
 from hybridtron.storage.attempts import Damaged
 from hybridtron.storage.digest import digest_of

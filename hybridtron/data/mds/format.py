@@ -4,9 +4,12 @@
     a sample: uint32 size of each column that has no fixed one, then the columns, by their names in order
     a column of tokens: uint8 dimensions * 4 + log2(bytes of each), the dimensions, the tokens
 
-Folders of our own have one column, `tokens`, of one dimension. What a sample takes then follows from its length, so
-that every offset can be checked against lengths.npy, and the tokens of a sample are its last bytes. The functions here
-describe faults in words; what follows from one is for the caller.
+Folders of our own have the column `tokens`, of one dimension, and where not every token is learned a column `mask`, a
+byte for each token: 1 where it is learned, as a label. A column is what every reader of MDS understands, and whatever
+moves or checks a shard carries the mask with its tokens; bits instead of bytes would need a decoder of our own, and
+compression packs them as well. What a sample takes then follows from its length, so that every offset can be checked
+against lengths.npy; the tokens of a sample are its last bytes, the mask stands before them. The functions here describe
+faults in words; what follows from one is for the caller.
 """
 
 from __future__ import annotations
@@ -18,18 +21,30 @@ from typing import Any
 
 import numpy as np
 
-from hybridtron.data.folder import DataShard
+from hybridtron.data.manifest import DataShard
 
 WORD = 4  # bytes of a count, an offset or a sample's size
 VERSION = 2
-TOKENS = "tokens"  # the column of our own folders
+TOKENS, MASK = "tokens", "mask"  # the columns of our own folders
 
 
-def encoded(tokens: np.ndarray) -> bytes:
-    """A sample of one column of tokens, at least one."""
-    width = 0 if len(tokens) < 2**8 else 1 if len(tokens) < 2**16 else 2
-    shape = bytes([1 << 2 | width]) + len(tokens).to_bytes(1 << width, "little")
-    return (len(shape) + tokens.nbytes).to_bytes(WORD, "little") + shape + tokens.tobytes()
+def encoded(*columns: np.ndarray) -> bytes:
+    """A sample of columns of one dimension, each of at least one entry."""
+    shapes = [_shape(len(column)) for column in columns]
+    sizes = [len(shape) + column.nbytes for shape, column in zip(shapes, columns, strict=True)]
+    values = [shape + column.tobytes() for shape, column in zip(shapes, columns, strict=True)]
+    return b"".join([*(size.to_bytes(WORD, "little") for size in sizes), *values])
+
+
+def _shape(count: int) -> bytes:
+    """What stands before the entries of a column of one dimension."""
+    width = 0 if count < 2**8 else 1 if count < 2**16 else 2
+    return bytes([1 << 2 | width]) + count.to_bytes(1 << width, "little")
+
+
+def mask_start(end: int, tokens: int, itemsize: int) -> int:
+    """Where the mask of a sample begins that ends there and has so long a document."""
+    return end - tokens * itemsize - len(_shape(tokens)) - tokens
 
 
 def assembled(samples: list[bytes], settings: bytes) -> bytes:
@@ -75,10 +90,11 @@ def read_offsets(data: bytes | mmap, shard: DataShard) -> np.ndarray:
     return np.frombuffer(data, np.uint32, count + 1, WORD)
 
 
-def wrong_samples(offsets: np.ndarray, lengths: np.ndarray, itemsize: int, size: int) -> np.ndarray:
-    """The samples whose bytes do not have the size that tokens of these lengths take, or do not lie in the shard."""
+def wrong_samples(offsets: np.ndarray, lengths: np.ndarray, itemsize: int, size: int, masked: bool) -> np.ndarray:
+    """The samples whose bytes do not have the size that documents of these lengths take, or do not lie in the shard."""
     begins, ends = offsets[:-1].astype(np.int64), offsets[1:].astype(np.int64)
     tokens = lengths.astype(np.int64)
-    shape = np.select([tokens < 2**8, tokens < 2**16], [1, 2], 4)
-    fits = (ends - begins == WORD + 1 + shape + tokens * itemsize) & (ends <= size)
+    around = WORD + 1 + np.select([tokens < 2**8, tokens < 2**16], [1, 2], 4)  # of each column
+    needed = around + tokens * itemsize + masked * (around + tokens)
+    fits = (ends - begins == needed) & (ends <= size)
     return np.flatnonzero(~fits | (begins < WORD * (len(tokens) + 2)))

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from hybridtron.data.folder import USUAL, DataManifest, FolderError, TokenFolder
+from hybridtron.data.folder import FolderError, TokenFolder
+from hybridtron.data.manifest import USUAL, DataManifest
 from hybridtron.storage.attempts import Damaged, StorageError
 from hybridtron.storage.cache import CacheEntry, CacheOptions
 from hybridtron.storage.digest import digest_of

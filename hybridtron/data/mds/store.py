@@ -24,7 +24,7 @@ import numpy as np
 
 from hybridtron.data.folder import TokenFolder
 from hybridtron.data.mds.compression import unpacked_shard
-from hybridtron.data.mds.format import read_offsets, wrong_samples
+from hybridtron.data.mds.format import mask_start, read_offsets, wrong_samples
 from hybridtron.data.mds.opening import check_limit
 from hybridtron.storage.attempts import Damaged, StorageError
 from hybridtron.storage.cache import CacheEntry, CacheOptions
@@ -72,6 +72,7 @@ class DocumentStore:
         self._dtype = np.dtype(manifest.dtype)
         self._itemsize = self._dtype.itemsize
         self.vocab_size = manifest.vocab_size
+        self.masked = any(shard.learned is not None for shard in self._shards)
         self._mapped: OrderedDict[int, _Mapped] = OrderedDict()
 
     def shard_of(self, document: int) -> int:
@@ -85,6 +86,19 @@ class DocumentStore:
 
         That they are tokens of the vocabulary is cheaper to see of many spans at once; `check` looks at one.
         """
+        mapped, end, left = self._place(document, first, count)
+        return np.frombuffer(mapped.data, self._dtype, count, end - left * self._itemsize)
+
+    def read_mask(self, document: int, first: int, count: int) -> np.ndarray:
+        """Which of these tokens are learned, as labels: all of them where the document's shard has no masks."""
+        if self._shards[bisect_right(self._ends, document)].learned is None:
+            return np.ones(count, np.bool_)
+        mapped, end, left = self._place(document, first, count)
+        start = mask_start(end, first + left, self._itemsize) + first
+        return np.frombuffer(mapped.data, np.uint8, count, start) != 0
+
+    def _place(self, document: int, first: int, count: int) -> tuple[_Mapped, int, int]:
+        """The open shard with a document's tokens, where its sample ends there, and how many there are from `first`."""
         shard = bisect_right(self._ends, document)
         try:
             mapped = self._mapped[shard]
@@ -97,8 +111,7 @@ class DocumentStore:
             raise IndexError(
                 f"{self._name}: document {document} has {left + first} tokens; {first}..{first + count} are not there"
             )
-        start = mapped.offsets.item(sample + 1) - left * self._itemsize
-        return np.frombuffer(mapped.data, self._dtype, count, start)
+        return mapped, mapped.offsets.item(sample + 1), left
 
     def check(self, document: int, first: int, count: int) -> None:
         """DataError, with the names of shard and sample, where a span has a token beyond the vocabulary."""
@@ -148,7 +161,8 @@ class DocumentStore:
             offsets = read_offsets(data, self._shards[shard])
         except ValueError as error:
             raise DataError(f"{self._shard_name(shard)} {error}") from error
-        if len(wrong := wrong_samples(offsets, lengths, self._itemsize, len(data))):
+        masked = self._shards[shard].learned is not None
+        if len(wrong := wrong_samples(offsets, lengths, self._itemsize, len(data), masked)):
             raise DataError(
                 f"{self._shard_name(shard)}: {len(wrong)} samples do not have the size of their documents in "
                 f"lengths.npy, the first is {wrong[0]} (document {end - documents + int(wrong[0])})"

@@ -1,8 +1,8 @@
 """Every byte of a prepared folder checked against its manifest: every fault is reported, not only the first.
 
 Opening a folder looks at sizes, and reading looks at the shards that are read; this looks at all of it: indexes,
-digests of shards as they are stored and as they are read, offsets, lengths, token ids, the eos of each document, sums,
-and the tokenizer. It changes nothing. What the text says, or how well it was tokenized, it can't judge.
+digests of shards as they are stored and as they are read, offsets, lengths, token ids, masks, the eos of each document,
+sums, and the tokenizer. It changes nothing. What the text says, or how well it was tokenized, it can't judge.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybridtron.data.folder import SPLITS, DataManifest, DataShard, FolderError, TokenFolder
+from hybridtron.data.folder import FolderError, TokenFolder
+from hybridtron.data.manifest import SPLITS, DataManifest, DataShard
 from hybridtron.data.mds.compression import unpacked_shard
-from hybridtron.data.mds.format import read_offsets, wrong_samples
+from hybridtron.data.mds.format import mask_start, read_offsets, wrong_samples
 from hybridtron.data.workers import WorkerEnded, side_by_side
 from hybridtron.regular_files import read_regular
 from hybridtron.storage.attempts import Damaged, StorageError
@@ -151,19 +152,29 @@ def _sample_faults(task: ShardTask, data: bytes, offsets: np.ndarray, lengths: n
     """Sizes, sums and tokens of the samples; the first few of each shard are named."""
     if (total := int(lengths.sum(dtype=np.int64))) != task.shard.tokens:
         yield f"has {total} tokens by lengths.npy, and {task.shard.tokens} by the manifest"
-    dtype = np.dtype(task.manifest.dtype)
-    wrong = set(wrong_samples(offsets, lengths, dtype.itemsize, len(data)).tolist())
-    found = 0
+    dtype, masked = np.dtype(task.manifest.dtype), task.shard.learned is not None
+    wrong = set(wrong_samples(offsets, lengths, dtype.itemsize, len(data), masked).tolist())
+    found = learned = 0
     for sample, (end, length) in enumerate(zip(offsets[1:].tolist(), lengths.tolist(), strict=True)):
         fault = f"does not have the size of {length} tokens, its length in lengths.npy"
         if sample not in wrong:
             tokens = np.frombuffer(data, dtype, length, end - length * dtype.itemsize)
             fault = _token_fault(tokens, task.manifest)
+            if masked:
+                mask = np.frombuffer(data, np.uint8, length, mask_start(end, length, dtype.itemsize))
+                learned += int(mask.sum())
+                fault = fault or _mask_fault(mask)
         found += bool(fault)
         if fault and found <= REPORTED:
             yield f"sample {sample} {fault}"
     if found > REPORTED:
         yield f"{found - REPORTED} more samples are wrong"
+    if masked and not found and learned != task.shard.learned:
+        yield f"has {learned} learned tokens, and {task.shard.learned} by the manifest"
+
+
+def _mask_fault(mask: np.ndarray) -> str:
+    return f"has a mask with the entry {largest}, not 0 or 1" if (largest := int(mask.max())) > 1 else ""
 
 
 def _token_fault(tokens: np.ndarray, manifest: DataManifest) -> str:

@@ -13,41 +13,56 @@ from typing import Any
 
 import numpy as np
 
-from hybridtron.data.folder import DIGEST
+from hybridtron.data.manifest import DIGEST
 from hybridtron.data.mds.compression import packed
-from hybridtron.data.mds.format import TOKENS, VERSION, WORD, assembled, encoded
+from hybridtron.data.mds.format import MASK, TOKENS, VERSION, WORD, assembled, encoded
 from hybridtron.storage.digest import digest_of
 
 
 class ShardWriter:
     """Writes a shard whenever the next document would make it larger than `size_limit` bytes, before compression.
 
-    `part` is what the names of its shards begin with.
+    `part` is what the names of its shards begin with. With `masked` a document has a mask beside its tokens.
     """
 
-    def __init__(self, folder: Path, dtype: str, size_limit: int, compression: str | None, part: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: str,
+        size_limit: int,
+        compression: str | None,
+        part: str = "",
+        masked: bool = False,
+    ) -> None:
         (folder / part).mkdir(parents=True, exist_ok=True)
         self.folder, self.compression, self.part = folder, compression, part
         self.entries: list[dict[str, Any]] = []
         self.lengths: list[int] = []
+        self.learned: list[int] | None = [] if masked else None  # tokens of each document
+        encodings = {**({MASK: "ndarray:uint8"} if masked else {}), TOKENS: f"ndarray:{dtype}"}
         self._settings = {
             "version": VERSION,
             "format": "mds",
             "compression": compression,
             "hashes": [DIGEST],
             "size_limit": size_limit,
-            "column_names": [TOKENS],
-            "column_encodings": [f"ndarray:{dtype}"],
-            "column_sizes": [None],
+            "column_names": list(encodings),
+            "column_encodings": list(encodings.values()),
+            "column_sizes": [None] * len(encodings),
         }
         self._settings_text = json.dumps(self._settings, sort_keys=True).encode()
         self._room = size_limit - 2 * WORD - len(self._settings_text)  # for samples, each with its offset
         self._samples: list[bytes] = []
         self._taken = 0
 
-    def write(self, tokens: np.ndarray) -> None:
-        """Add a document, of the writer's dtype."""
-        sample = encoded(tokens)
+    def write(self, tokens: np.ndarray, mask: np.ndarray | None = None) -> None:
+        """Add a document, of the writer's dtype, and where documents have one its mask: 1 for each learned token."""
+        assert (mask is None) == (self.learned is None)
+        columns = [tokens]
+        if mask is not None and self.learned is not None:
+            columns = [mask.astype(np.uint8), tokens]
+            self.learned.append(int(mask.sum()))
+        sample = encoded(*columns)
         if self._taken + len(sample) + WORD > self._room:
             self.finish()
         self._samples.append(sample)

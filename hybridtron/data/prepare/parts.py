@@ -149,7 +149,9 @@ def _write_record(job: PrepareJob, number: int, finished: Finished) -> None:
     """Shards first, then what says that they are there, each flushed to the disk."""
     root, arrays, entries = job.work / TOKENS, {}, {}
     for where, record in finished.records.items():
-        entries[where], arrays[where] = record
+        entries[where], arrays[where] = record.entries, record.lengths
+        if record.learned is not None:
+            arrays[f"learned/{where}"] = record.learned
         for file in (root / where / part_name(number)).iterdir():
             sync(file)
     tally = {key: value for key, value in vars(finished.tally).items() if key != "max_bad"}
@@ -166,7 +168,10 @@ def read_record(job: PrepareJob, number: int) -> Finished | None:
         return None
     with np.load(file, allow_pickle=False) as arrays:
         about = json.loads(arrays["about"].tobytes())
-        records = {where: PartRecord(entries, arrays[where]) for where, entries in about["entries"].items()}
+        records = {
+            where: PartRecord(entries, arrays[where], arrays.get(f"learned/{where}"))
+            for where, entries in about["entries"].items()
+        }
     for where, record in records.items():
         for info in (entry["zip_data"] or entry["raw_data"] for entry in record.entries):
             shard = job.work / TOKENS / where / info["basename"]

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hybridtron.data.folder import DIGEST, FORMAT, SPLITS, DataManifest, DataShard, SourceSplit, TokenFolder
+from hybridtron.data.folder import TokenFolder
+from hybridtron.data.manifest import DIGEST, FORMAT, SPLITS, DataManifest, DataShard, SourceSplit
 from hybridtron.data.mds.writer import ShardWriter, index_text
 from hybridtron.storage.digest import digest_of
 
@@ -26,10 +27,14 @@ SHARD_SIZE = 2**26  # bytes
 
 
 class PartRecord(NamedTuple):
-    """What a part holds of one source and split: MDS index entries of its shards, and its documents' lengths."""
+    """What a part holds of one source and split: MDS index entries of its shards, and of each document its length.
+
+    learned: how many tokens of each document are learned, where documents have masks.
+    """
 
     entries: list[dict[str, Any]]
     lengths: np.ndarray
+    learned: np.ndarray | None = None
 
 
 Records = dict[str, PartRecord]  # by split and source: `train/web`
@@ -41,34 +46,44 @@ def token_dtype(vocab_size: int) -> str:
 
 
 class PartWriter:
-    """Writes the documents of one part below `folder`; `tokens` already end in eos."""
+    """Writes the documents of one part below `folder`; `tokens` already end in eos. With `masked` each has a mask."""
 
     def __init__(
-        self, folder: Path, part: str, vocab_size: int, shard_size: int = SHARD_SIZE, compression: str | None = None
+        self,
+        folder: Path,
+        part: str,
+        vocab_size: int,
+        shard_size: int = SHARD_SIZE,
+        compression: str | None = None,
+        masked: bool = False,
     ) -> None:
-        self.folder, self.part = folder, part
+        self.folder, self.part, self.masked = folder, part, masked
         self.vocab_size, self.dtype = vocab_size, token_dtype(vocab_size)
         self.shard_size, self.compression = shard_size, compression
         self._writers: dict[str, ShardWriter] = {}
 
-    def write(self, where: str, tokens: Sequence[int] | np.ndarray) -> None:
-        """Add one document to a split and source."""
+    def write(self, where: str, tokens: Sequence[int] | np.ndarray, mask: np.ndarray | None = None) -> None:
+        """Add one document to a split and source; its mask is 1 for each token that is learned."""
         if where not in self._writers:
             self._writers[where] = ShardWriter(
-                self.folder / where, self.dtype, self.shard_size, self.compression, f"{self.part}/"
+                self.folder / where, self.dtype, self.shard_size, self.compression, f"{self.part}/", self.masked
             )
         writer, wide = self._writers[where], np.asarray(tokens, dtype=np.int64)
         if wide.min() < 0 or wide.max() >= self.vocab_size:
             document = f"document {len(writer.lengths)} of {where} in {self.part}"
             raise ValueError(f"{document} has a token outside of 0..{self.vocab_size - 1}")
-        writer.write(wide.astype(self.dtype))
+        writer.write(wide.astype(self.dtype), mask)
 
     def finish(self) -> Records:
         """Write what is left; the record of each split and source that got a document."""
         for writer in self._writers.values():
             writer.finish()
         return {
-            where: PartRecord(writer.entries, np.array(writer.lengths, dtype=np.uint32))
+            where: PartRecord(
+                writer.entries,
+                np.array(writer.lengths, dtype=np.uint32),
+                None if writer.learned is None else np.array(writer.learned, dtype=np.uint32),
+            )
             for where, writer in self._writers.items()
         }
 
@@ -113,15 +128,21 @@ def write_folder(
     origin: Mapping[str, str | int | float],
     shard_size: int = SHARD_SIZE,
     compression: str | None = None,
+    masks: Mapping[str, Mapping[str, Iterable[np.ndarray]]] | None = None,
 ) -> TokenFolder:
-    """Write documents by split and source, without their eos, which is added; a folder already there is kept."""
+    """Write documents by split and source, without their eos, which is added; a folder already there is kept.
+
+    The masks of the same documents, where they are given, have an entry for eos too.
+    """
     with beside(path) as temporary:
         temporary.mkdir(parents=True)
-        part = PartWriter(temporary, "part-00000", vocab_size, shard_size, compression)
+        part = PartWriter(temporary, "part-00000", vocab_size, shard_size, compression, masks is not None)
         for split, sources in splits.items():
             for source, documents in sources.items():
+                of_source = None if masks is None else iter(masks[split][source])
                 for document in documents:
-                    part.write(f"{split}/{source}", np.append(np.asarray(document, dtype=np.int64), eos))
+                    mask = None if of_source is None else next(of_source)
+                    part.write(f"{split}/{source}", np.append(np.asarray(document, dtype=np.int64), eos), mask)
         assemble(temporary, [part.finish()], tokenizer, vocab_size, eos, compression, origin)
         install(temporary, path)
     return TokenFolder.open(path)
@@ -154,11 +175,14 @@ def _write_source(folder: Path, parts: Sequence[PartRecord]) -> SourceSplit:
     np.save(folder / "lengths.npy", lengths)
     ends = np.cumsum([entry["samples"] for entry in entries])
     tokens = [int(of_shard.sum(dtype=np.int64)) for of_shard in np.split(lengths, ends[:-1])]
-    shards = tuple(_shard(entry, count) for entry, count in zip(entries, tokens, strict=True))
+    learned: list[int | None] = [None] * len(tokens)
+    if counted := [part.learned for part in parts if part.learned is not None]:
+        learned = [int(of_shard.sum(dtype=np.int64)) for of_shard in np.split(np.concatenate(counted), ends[:-1])]
+    shards = tuple(map(_shard, entries, tokens, learned))
     return SourceSplit(digest_of(index), digest_of((folder / "lengths.npy").read_bytes()), shards)
 
 
-def _shard(entry: dict[str, Any], tokens: int) -> DataShard:
+def _shard(entry: dict[str, Any], tokens: int, learned: int | None) -> DataShard:
     raw, packed = entry["raw_data"], entry["zip_data"]
     return DataShard(
         file=raw["basename"],
@@ -167,4 +191,5 @@ def _shard(entry: dict[str, Any], tokens: int) -> DataShard:
         size=raw["bytes"],
         digest=raw["hashes"][DIGEST],
         packed=packed["bytes"] if packed else None,
+        learned=learned,
     )

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hybridtron.data.folder import DataManifest, FolderError, TokenFolder
+from hybridtron.data.folder import FolderError, TokenFolder
+from hybridtron.data.manifest import DataManifest
 from hybridtron.data.mds.opening import open_folder
 from hybridtron.data.mds.store import DataError, DocumentStore
 from hybridtron.storage.attempts import Patience

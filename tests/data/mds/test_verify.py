@@ -15,13 +15,16 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from hybridtron.data.folder import TokenFolder
+from hybridtron.data.mds.format import mask_start
+from hybridtron.data.mds.store import DataError, DocumentStore
 from hybridtron.data.mds.verify import REPORTED, verify
 from hybridtron.data.prepare.writer import write_folder
+from hybridtron.storage.cache import CacheOptions
 from hybridtron.storage.digest import digest_of
 from tests.data.mosaic import MDSWriter
 
 EOS, VOCAB = 0, 50
-SHARD = "train/web/part-00000/shard.00001.mds"
+FIRST, SHARD = (f"train/web/part-00000/shard.{number:05}.mds" for number in range(2))
 TOKENIZER = Tokenizer(WordLevel({f"word{number}": number for number in range(VOCAB)}, unk_token="word1")).to_str()
 
 
@@ -35,11 +38,19 @@ def plain(tmp_path: Path) -> TokenFolder:
     return make(tmp_path / "data", None)
 
 
-def make(path: Path, compression: str | None, tokenizer: str = TOKENIZER) -> TokenFolder:
+def make(
+    path: Path, compression: str | None, tokenizer: str = TOKENIZER, masked: bool = False, entry: int = 1
+) -> TokenFolder:
+    """With masks every token but the first of each document is learned, by an entry of them."""
     draw = np.random.default_rng(0)
     documents = [draw.integers(1, VOCAB, draw.integers(1, 300)) for _ in range(60)]
     splits = {"train": {"web": documents[:40], "code": documents[40:55]}, "validation": {"web": documents[55:]}}
-    return write_folder(path, splits, tokenizer, VOCAB, EOS, {}, shard_size=3000, compression=compression)
+    masks = {
+        split: {source: [np.arange(len(one) + 1).clip(0, 1) * entry for one in found] for source, found in of.items()}
+        for split, of in splits.items()
+    }
+    given = masks if masked else None
+    return write_folder(path, splits, tokenizer, VOCAB, EOS, {}, shard_size=3000, compression=compression, masks=given)
 
 
 def stored(folder: TokenFolder, shard: str = SHARD) -> Path:
@@ -137,6 +148,35 @@ def rewrite(folder: TokenFolder, documents: list[np.ndarray]) -> None:
         ],
     }
     (folder.path / "manifest.json").write_text(json.dumps(manifest | {"digest": None}))
+
+
+@pytest.mark.parametrize("compression", [None, "zstd:3"])
+def test_masks(tmp_path: Path, compression: str | None):
+    whole = make(tmp_path / "whole", compression, masked=True)
+    assert verify(whole.path).faults == []
+    shard, name = whole.manifest.splits["train"]["web"].shards[1], stored(whole).relative_to(whole.path)
+    half = make(tmp_path / "half", compression, masked=True, entry=2)
+    expected = f"{stored(half, FIRST).relative_to(half.path)}: sample 0 has a mask with the entry 2, not 0 or 1"
+    assert expected in faults(half)
+    manifest = (whole.path / "manifest.json").read_text().replace(f'"learned": {shard.learned}\n', '"learned": 7\n')
+    (whole.path / "manifest.json").write_text(json.dumps(json.loads(manifest) | {"digest": None}))
+    assert faults(whole) == [f"{name}: has {shard.learned} learned tokens, and 7 by the manifest"]
+
+
+def test_a_damaged_mask_is_found(tmp_path: Path):
+    """One entry of one mask, the 20th of the shard's first document; its tokens are as they were."""
+    folder = make(tmp_path / "data", None, masked=True)
+    document = int(folder.manifest.splits["train"]["web"].shards[0].documents)
+    length = int(folder.lengths("train", "web")[document])
+    data = bytearray(stored(folder).read_bytes())
+    place = mask_start(int(np.frombuffer(data, np.uint32, 2, 4)[1]), length, 2) + 20
+    assert data[place] in (0, 1)
+    data[place] ^= 1
+    stored(folder).write_bytes(data)
+    assert faults(folder) == [f"{SHARD}: differs from its digest in the manifest"]
+    store = DocumentStore(TokenFolder.open(folder.path), "train", "web", CacheOptions(tmp_path / "cache"))
+    with pytest.raises(DataError, match=r"shard\.00001\.mds differs from its digest"):
+        store.read_mask(document, 0, length)
 
 
 def test_what_a_faulty_writer_writes(plain: TokenFolder):

@@ -21,10 +21,10 @@ def documents(dtype: str) -> list[np.ndarray]:
     return [draw.integers(0, np.iinfo(dtype).max, length, dtype, endpoint=True) for length in LENGTHS]
 
 
-def written(folder: Path, dtype: str, size_limit: int, compression: str | None) -> list[dict]:
-    writer = ShardWriter(folder, dtype, size_limit, compression)
+def written(folder: Path, dtype: str, size_limit: int, compression: str | None, masked: bool = False) -> list[dict]:
+    writer = ShardWriter(folder, dtype, size_limit, compression, masked=masked)
     for document in documents(dtype):
-        writer.write(document)
+        writer.write(document, document % 2 if masked else None)
     writer.finish()
     writer.finish()  # nothing is left by then
     (folder / "index.json").write_bytes(index_text(writer.entries))
@@ -33,13 +33,14 @@ def written(folder: Path, dtype: str, size_limit: int, compression: str | None) 
 
 @pytest.mark.parametrize("compression", [None, "zstd", "zstd:7"])
 @pytest.mark.parametrize(("dtype", "size_limit"), [("uint16", 2000), ("uint16", 2**26), ("uint32", 2**16)])
-def test_the_same_bytes(tmp_path: Path, dtype: str, size_limit: int, compression: str | None) -> None:
-    entries = written(tmp_path / "ours", dtype, size_limit, compression)
-    columns = {"tokens": f"ndarray:{dtype}"}
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_same_bytes(tmp_path: Path, dtype: str, size_limit: int, compression: str | None, masked: bool) -> None:
+    entries = written(tmp_path / "ours", dtype, size_limit, compression, masked)
+    columns = {"tokens": f"ndarray:{dtype}"} | ({"mask": "ndarray:uint8"} if masked else {})
     settings = {"compression": compression, "hashes": ["xxh3_128"], "size_limit": size_limit}
     with MDSWriter(out=str(tmp_path / "theirs"), columns=columns, **settings) as writer:
         for document in documents(dtype):
-            writer.write({"tokens": document})
+            writer.write({"tokens": document} | ({"mask": (document % 2).astype(np.uint8)} if masked else {}))
     assert (len(entries) > 1) == (size_limit < 2**26)
     ours, theirs = contents_of(tmp_path / "ours"), contents_of(tmp_path / "theirs")
     assert ours.keys() == theirs.keys()

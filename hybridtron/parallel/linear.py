@@ -25,6 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hybridtron.ops.product import LinearInputs, linear
 from hybridtron.parallel.cut import RankGroup
 from hybridtron.parallel.fp8 import Fp8, Fp8Linear
 from hybridtron.parallel.mcore import layer_config
@@ -74,7 +75,7 @@ class PlainLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight)
+        return linear(LinearInputs(x, self.weight))
 
 
 class ColumnParallel(ColumnParallelLinear):

@@ -16,45 +16,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from hybridtron.ops.attention.reference import AttentionInputs, joined
+from hybridtron.ops.attention.reference import AttentionInputs, SeenKeys, joined, seen_keys
 from hybridtron.ops.dispatch import Implementation
 from hybridtron.ops.flex_tiles import TILE, attend_to_tiles, mask_of_tiles
 
 SMALLEST_HEAD = 16
-
-
-class SeenKeys(NamedTuple):
-    """Where among all keys the first is that a query sees, and the last, which is its own; both only grow along a row.
-
-    Tensors, as a mask may capture no number that changes from call to call.
-    """
-
-    first_BL: Tensor
-    last_L: Tensor
-
-
-def seen_keys(inputs: AttentionInputs) -> SeenKeys:
-    """By the rules of the op."""
-    q_BLHK, _, _, window, documents_BL, memory = inputs
-    batch, length = q_BLHK.shape[:2]
-    before = 0 if memory is None else memory.keys_BMGK.shape[1]
-    last_L = torch.arange(before, before + length, device=q_BLHK.device)
-    first_BL = torch.full((batch, length), before, device=q_BLHK.device)
-    if documents_BL is not None:
-        is_start_BL = F.pad(documents_BL[:, 1:] != documents_BL[:, :-1], (1, 0))
-        first_BL = torch.where(is_start_BL, last_L, before).cummax(1).values
-    if memory is not None:
-        first_BL = torch.where(first_BL > before, first_BL, before - memory.length_B[:, None])
-    if window is not None:
-        first_BL = torch.maximum(first_BL, last_L - window + 1)
-    return SeenKeys(first_BL, last_L)
 
 
 def mask_of(seen: SeenKeys) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

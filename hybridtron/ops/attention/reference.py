@@ -72,6 +72,33 @@ class AttentionInputs(NamedTuple):
     memory: AttentionMemory | None = None
 
 
+class SeenKeys(NamedTuple):
+    """Where among all keys the first is that a query sees, and the last, which is its own; both only grow along a row.
+
+    Tensors, as a mask may capture no number that changes from call to call.
+    """
+
+    first_BL: Tensor
+    last_L: Tensor
+
+
+def seen_keys(inputs: AttentionInputs) -> SeenKeys:
+    """By the rules of the op."""
+    q_BLHK, _, _, window, documents_BL, memory = inputs
+    batch, length = q_BLHK.shape[:2]
+    before = 0 if memory is None else memory.keys_BMGK.shape[1]
+    last_L = torch.arange(before, before + length, device=q_BLHK.device)
+    first_BL = torch.full((batch, length), before, device=q_BLHK.device)
+    if documents_BL is not None:
+        is_start_BL = F.pad(documents_BL[:, 1:] != documents_BL[:, :-1], (1, 0))
+        first_BL = torch.where(is_start_BL, last_L, before).cummax(1).values
+    if memory is not None:
+        first_BL = torch.where(first_BL > before, first_BL, before - memory.length_B[:, None])
+    if window is not None:
+        first_BL = torch.maximum(first_BL, last_L - window + 1)
+    return SeenKeys(first_BL, last_L)
+
+
 def attention(inputs: AttentionInputs) -> Tensor:
     """Attention by the rules, with a dense mask and an fp32 softmax."""
     q_BLHK, keys = inputs.q_BLHK, with_memory(inputs)

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from hybridtron.ops.dispatch import Implementation
 from hybridtron.ops.loss.reference import LinearCrossEntropyInputs, Loss
 from hybridtron.ops.precision import at_least_fp32
+from hybridtron.ops.product import ProductInputs, matrix_product
 from hybridtron.ops.softmax import SoftmaxGradientsInputs, SoftmaxSumsInputs, softmax_gradients, softmax_sums
 from hybridtron.planning.count import logits_at_a_time
 
@@ -62,16 +63,20 @@ class SummedGradients:
         """What some tokens bring."""
         x_CD = self.x_ND[part]
         if self.of_x_ND is not None:
-            torch.mm(of_logits_CV, self.weight_VD, out=self.of_x_ND[part])
+            room_CD = self.of_x_ND[part]
+            made_CD = matrix_product(ProductInputs(of_logits_CV, self.weight_VD, room_CD))
+            if made_CD is not room_CD:
+                room_CD.copy_(made_CD)
         if not self.wanted.of_weight:
             return
-        if self.of_weight_VD is None:
-            of_weight_VD = of_logits_CV.mT @ x_CD
-            self.of_weight_VD = at_least_fp32(of_weight_VD) if self.several else of_weight_VD
-        elif self.of_weight_VD.dtype == x_CD.dtype:
+        if self.of_weight_VD is not None and self.of_weight_VD.dtype == x_CD.dtype and x_CD.is_cuda:
             self.of_weight_VD.addmm_(of_logits_CV.mT, x_CD)
+            return
+        of_weight_VD = matrix_product(ProductInputs(of_logits_CV.mT, x_CD))
+        if self.of_weight_VD is None:
+            self.of_weight_VD = at_least_fp32(of_weight_VD) if self.several else of_weight_VD
         else:
-            self.of_weight_VD += of_logits_CV.mT @ x_CD
+            self.of_weight_VD += of_weight_VD
 
     def made(self) -> tuple[Tensor | None, Tensor | None]:
         """Both, in the types of what they are gradients of."""
@@ -79,29 +84,33 @@ class SummedGradients:
         return self.of_x_ND, None if of_weight_VD is None else of_weight_VD.to(self.weight_VD.dtype)
 
 
+def _sums_of(part: slice, inputs: LinearCrossEntropyInputs, gradients: SummedGradients) -> tuple[Tensor, Tensor]:
+    """lse and the label's logit of some tokens, whose logits end with it; what they bring is added to the gradients."""
+    x_ND, weight_VD, labels_N, mask_N, z_loss, share = inputs
+    logits_CV = matrix_product(ProductInputs(x_ND[part], weight_VD.T))
+    labels_C = labels_N[part] if share is None else labels_N[part] - share.first
+    sums = softmax_sums(SoftmaxSumsInputs(logits_CV, labels_C))
+    if share is not None:
+        sums = share.join(sums)
+    lse_C = sums.greatest_C + sums.sum_C.log()
+    if any(gradients.wanted):
+        given = SoftmaxGradientsInputs(logits_CV, labels_C, mask_N[part], lse_C, z_loss)
+        gradients.add(part, softmax_gradients(given))
+    return lse_C, sums.picked_C
+
+
 class _MadeInForward(torch.autograd.Function):
     """Keeps the gradients alone."""
 
     @staticmethod
     def forward(ctx: Any, wanted: WantedGradients, *fields: Any) -> tuple[Tensor, Tensor]:
-        x_ND, weight_VD, labels_N, mask_N, z_loss, share = inputs = LinearCrossEntropyInputs(*fields)
-        tokens, size = len(x_ND), len(weight_VD)
-        at_a_time = logits_at_a_time(tokens, size, x_ND.element_size())
+        inputs = LinearCrossEntropyInputs(*fields)
+        x_ND, mask_N, z_loss = inputs.x_TD, inputs.mask_T, inputs.z_loss
+        tokens = len(x_ND)
+        at_a_time = logits_at_a_time(tokens, len(inputs.weight_VD), x_ND.element_size())
         gradients = SummedGradients(inputs, wanted, at_a_time < tokens)
-        all_logits_CV = x_ND.new_empty(at_a_time, size)
-        lse, picked = [], []
-        for start in range(0, tokens, at_a_time):
-            part = slice(start, min(start + at_a_time, tokens))
-            logits_CV = torch.mm(x_ND[part], weight_VD.T, out=all_logits_CV[: part.stop - start])
-            labels_C = labels_N[part] if share is None else labels_N[part] - share.first
-            sums = softmax_sums(SoftmaxSumsInputs(logits_CV, labels_C))
-            if share is not None:
-                sums = share.join(sums)
-            lse.append(sums.greatest_C + sums.sum_C.log())
-            picked.append(sums.picked_C)
-            if any(wanted):
-                given = SoftmaxGradientsInputs(logits_CV, labels_C, mask_N[part], lse[-1], z_loss)
-                gradients.add(part, softmax_gradients(given))
+        parts = [slice(start, min(start + at_a_time, tokens)) for start in range(0, tokens, at_a_time)]
+        lse, picked = zip(*(_sums_of(part, inputs, gradients) for part in parts), strict=True)
         lse_N = torch.cat(lse)
         per_token_N = torch.where(mask_N, lse_N - torch.cat(picked), 0.0)
         total = (per_token_N + torch.where(mask_N, z_loss * lse_N.square(), 0.0)).sum()

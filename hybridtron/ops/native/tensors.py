@@ -41,11 +41,12 @@ def readable(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def like(tensor: Tensor) -> Tensor:
+def like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Room for as many numbers, rows and tokens in the same order in memory."""
+    kind = dtype or tensor.dtype
     if tensor.stride(0) >= tensor.stride(1):
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
-    return torch.empty_like(tensor.transpose(0, 1), memory_format=torch.contiguous_format).transpose(0, 1)
+        return torch.empty(tensor.shape, dtype=kind)
+    return torch.empty_like(tensor.transpose(0, 1), dtype=kind, memory_format=torch.contiguous_format).transpose(0, 1)
 
 
 def as_rows(tensor: Tensor) -> Tensor:

@@ -23,7 +23,8 @@ from hybridtron.ops.attention import AttentionInputs, AttentionMemory, attention
 from hybridtron.ops.attention.flash_attn import PACKAGE
 from hybridtron.ops.dispatch import force
 
-CPU_FORMS = pytest.mark.parametrize("form", ["reference", "blocked"])
+CPU_FORMS = pytest.mark.parametrize("form", ["reference", "blocked", "native"])
+FAST_FORMS = pytest.mark.parametrize("form", ["blocked", "native"])
 WINDOWS = pytest.mark.parametrize("window", [None, 1, 3, 6, 100])
 DOCUMENTS = torch.tensor([[0] * 9 + [1] * 3 + [2] * 6, [0] * 1 + [1] * 15 + [2] * 2])
 
@@ -95,12 +96,14 @@ def test_reference_is_transformers(window: int | None) -> None:
     torch.testing.assert_close(attention.reference.function(AttentionInputs(q, k, v, window, None, None)), expected)
 
 
+@FAST_FORMS
 @WINDOWS
 @pytest.mark.parametrize("length", [4, 18])
 @pytest.mark.parametrize(("heads", "groups"), [(4, 2), (3, 3), (2, 1)])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
 @pytest.mark.parametrize("lengths", [None, (0, 5)])
-def test_blocked_is_the_reference(
+def test_the_fast_forms_are_the_reference(
+    form: str,
     window: int | None,
     length: int,
     heads: int,
@@ -111,15 +114,16 @@ def test_blocked_is_the_reference(
     tensors = inputs(length, heads, groups)
     documents = None if documents is None else documents[:, :length]
     memory = memory_of(lengths, groups) if lengths else None
-    assert_all_close(*(run(form, window, documents, memory, *tensors) for form in ("blocked", "reference")))
+    assert_all_close(*(run(each, window, documents, memory, *tensors) for each in (form, "reference")))
 
 
-def test_blocked_is_the_reference_over_real_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+@FAST_FORMS
+def test_they_are_the_reference_over_real_blocks(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     tensors = inputs(700)
     documents = (torch.arange(700) // torch.tensor([[330], [1000]])).long()
     for window, packed in ((300, None), (300, documents), (None, documents)):
-        assert_all_close(*(run(form, window, packed, None, *tensors) for form in ("blocked", "reference")), 1e-10)
+        assert_all_close(*(run(each, window, packed, None, *tensors) for each in (form, "reference")), 1e-10)
 
 
 @CPU_FORMS
@@ -300,7 +304,7 @@ def test_flash_calls_mean_the_reference(
 
 def test_what_runs_where(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "optional_package", lambda name: Package(name, None, "not installed"))
-    assert attention.choice("cpu")[0] == "blocked"
+    assert attention.choice("cpu")[0] == "native"
     assert attention.choice("cuda")[0] == "sdpa"
     monkeypatch.setattr(dispatch, "optional_package", lambda name: Package(name, flash_emulation(), "emulated"))
     assert attention.choice("cuda")[0] == "flash-attn"

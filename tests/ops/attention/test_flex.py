@@ -120,7 +120,7 @@ def test_what_it_leaves_to_others() -> None:
 
 def test_order_on_cuda() -> None:
     """The package, torch's own where it fits, this, and the form for any device."""
-    assert [each.name for each in attention.implementations] == ["flash-attn", "sdpa", "flex", "blocked"]
+    assert [each.name for each in attention.implementations] == ["flash-attn", "sdpa", "flex", "native", "blocked"]
 
 
 @pytest.mark.gpu

@@ -9,19 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridtron.ops.attention import AttentionInputs, attention
 from hybridtron.ops.conv import ConvInputs, causal_conv
 from hybridtron.ops.dispatch import Op, force
 from hybridtron.ops.gated_norm import GatedScaleInputs, GatedSquaresInputs, gated_scale, gated_squares
 from hybridtron.ops.norm import AddRMSNormInputs, RMSNormInputs, add_rms_norm, rms_norm
 from hybridtron.ops.registry import OPS
+from hybridtron.ops.rope import RopeInputs, apply_rope
 from hybridtron.ops.scan import ScanInputs, selective_scan
 from hybridtron.ops.softmax import SoftmaxGradientsInputs, SoftmaxSumsInputs, softmax_gradients, softmax_sums
 from hybridtron.ops.ssd import SSDInputs, ssd_scan
 from hybridtron.ops.swiglu import SwiGLUInputs, swiglu
 
-MODULES = ("conv.native", "gated_norm.native", "native.recurrence", "norm.native", "softmax.native", "swiglu.native")
+MODULES = ("conv.native", "gated_norm.native", "native.attention", "native.recurrence", "norm.native", "rope.native")
+MODULES += ("softmax.native", "swiglu.native")
 PER_TOKEN = {"x_BLE", "dt_BLE", "B_BLN", "C_BLN", "z_BLE", "x_BLHP", "dt_BLH", "B_BLGN", "C_BLGN", "x_BLC", "tail_BTC"}
-PER_TOKEN |= {"y_BLHP", "z_BLHP"}
+PER_TOKEN |= {"y_BLHP", "z_BLHP", "x_BLHK", "q_BLHK", "k_BLGK", "v_BLGK"}
 Case = Callable[[int, int, int], tuple[Op, Any]]
 
 
@@ -91,7 +94,24 @@ def scale(rows: int, length: int, channels: int) -> tuple[Op, Any]:
     return gated_scale, GatedScaleInputs(y, z, normal(rows, length, 3).exp(), normal(3, channels))
 
 
-CASES = pytest.mark.parametrize("case", [scan, bare_scan, ssd, conv, wide_conv, norm, add_norm, gate, squares, scale])
+def window(rows: int, length: int, channels: int) -> tuple[Op, Any]:
+    q, k, v = normal(rows, length, 6, channels), normal(rows, length, 2, channels), normal(rows, length, 2, channels)
+    return attention, AttentionInputs(q, k, v, 50, borders(rows, length))
+
+
+def full(rows: int, length: int, channels: int) -> tuple[Op, Any]:
+    return attention, AttentionInputs(*normal(3, rows, length, 2, channels))
+
+
+def rotation(rows: int, length: int, channels: int) -> tuple[Op, Any]:
+    """Two channels of a head stay as they are."""
+    angles = normal(rows, length, channels).float()
+    return apply_rope, RopeInputs(normal(rows, length, 3, 2 * channels + 2), angles.cos(), angles.sin())
+
+
+CASES = pytest.mark.parametrize(
+    "case", [scan, bare_scan, ssd, conv, wide_conv, norm, add_norm, gate, squares, scale, window, full, rotation]
+)
 
 
 def typed(inputs: Any, dtype: torch.dtype) -> Any:
@@ -100,7 +120,7 @@ def typed(inputs: Any, dtype: torch.dtype) -> Any:
     tokens = PER_TOKEN | {"x", "added", "gate_up"}
     kinds = {name: dtype if name in tokens else wide for name in inputs._fields}
     made = {
-        name: value.detach().to(kinds[name]).requires_grad_()
+        name: value.detach().to(kinds[name]).requires_grad_(not name.endswith("_BLk"))  # angles have none
         for name, value in inputs._asdict().items()
         if isinstance(value, Tensor) and value.is_floating_point()
     }
@@ -171,7 +191,8 @@ def test_rows_and_tokens_may_lie_in_any_order(case: Case) -> None:
         if not isinstance(value, Tensor) or value.dim() < 3 or name in ("A_EN", "state_BEN", "state_BHPN"):
             return value
         wide = torch.cat((value, value), dim=-1) if value.dim() == 3 else value
-        return wide.detach().transpose(0, 1).contiguous().transpose(0, 1)[..., : value.shape[-1]].requires_grad_()
+        turned = wide.detach().transpose(0, 1).contiguous().transpose(0, 1)[..., : value.shape[-1]]
+        return turned.requires_grad_(value.requires_grad)
 
     other = inputs._replace(**{name: moved(value, name) for name, value in inputs._asdict().items()})
     found, expected = computed(op, "native", other), computed(op, "native", inputs)
@@ -226,9 +247,9 @@ def test_what_is_not_finite_stays_so() -> None:
 
 
 def test_every_op_of_the_laptop_recipes_runs_compiled() -> None:
-    """No fallback in the table that a run on a CPU begins with; attention and RoPE have no compiled form."""
+    """No fallback in the table that a run on a CPU begins with."""
     compiled = {name for name, op in OPS.items() if op.choice("cpu")[0] == "native"}
     assert compiled == {
         "selective_scan", "ssd_scan", "causal_conv", "rms_norm", "add_rms_norm", "gated_squares", "gated_scale",
-        "swiglu", "softmax_sums", "softmax_gradients",
+        "swiglu", "softmax_sums", "softmax_gradients", "attention", "apply_rope",
     }  # fmt: skip

@@ -1,0 +1,71 @@
+"""Rotary positions compiled for this CPU (`native/rope.cpp`): heads are read once and written once.
+
+The gradient of a rotation is the rotation back, so the backward pass is the same function, and keeps no heads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.native.library import call, missing, threads
+from hybridtron.ops.native.tensors import KINDS, Tokens, like, readable, scalar
+from hybridtron.ops.precision import wide_type
+from hybridtron.ops.rope.reference import RopeInputs
+
+WORTH = 2**17  # numbers that are worth a thread
+
+
+class RopeTask(ctypes.Structure):
+    """`Rope` in rope.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "length", "heads", "size", "half", "back")),
+        *((name, Tokens) for name in ("x", "cos", "sin", "y")),
+    )
+
+
+def _unsupported_reason(inputs: RopeInputs) -> str | None:
+    if torch.compiler.is_compiling():
+        return "torch.compile joins the reference to what stands around it"
+    return None if inputs.x_BLHK.dtype in KINDS else "takes fp32, float64 and bf16"
+
+
+@torch.compiler.disable  # what is called is no operation of torch
+def apply_rope(inputs: RopeInputs) -> Tensor:
+    return _NativeRope.apply(*inputs)
+
+
+NATIVE = Implementation("native", apply_rope, "cpu", unsupported_reason=_unsupported_reason, missing=missing)
+
+
+class _NativeRope(torch.autograd.Function):
+    """Keeps the angles."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BLHK: Tensor, cos_BLk: Tensor, sin_BLk: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_BLk, sin_BLk)
+        return _rotated(x_BLHK, cos_BLk, sin_BLk, back=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos_BLk, sin_BLk = ctx.saved_tensors
+        return _rotated(grads[0], cos_BLk, sin_BLk, back=True), None, None
+
+
+def _rotated(x_BLHK: Tensor, cos_BLk: Tensor, sin_BLk: Tensor, back: bool) -> Tensor:
+    x_BLHK, cos_BLk, sin_BLk = readable(x_BLHK), readable(cos_BLk), readable(sin_BLk)
+    rows, length, heads, size = x_BLHK.shape
+    y_BLHK = like(x_BLHK)
+    task = RopeTask(
+        rows=rows, length=length, heads=heads, size=size, half=cos_BLk.shape[-1], back=back, x=Tokens.of(x_BLHK),
+        cos=Tokens.of(cos_BLk), sin=Tokens.of(sin_BLk), y=Tokens.of(y_BLHK),
+    )  # fmt: skip
+    call(f"rope_{scalar(wide_type(x_BLHK))}", task, threads(x_BLHK.numel() / WORTH))
+    return y_BLHK

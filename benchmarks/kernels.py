@@ -1,9 +1,9 @@
-"""Kernels one by one: bytes and operations on paper, and on a GPU the time, side by side with other packages' kernels.
+"""Kernels one by one: bytes and modelled time of a rehearsal, and on a GPU the time, beside other packages' kernels.
 
-What bounds a kernel is either the memory or the multipliers, so beside its rates stand their shares of what the same
-device reached in the same run with a large copy and a large bf16 product. Times are medians of blocks of calls by
-torch.utils.benchmark, after a warm-up; backward is timed alone, over a graph that is kept. Every form of an op that the
-device and its packages allow is measured, fla's kernel for SSD too. Without CUDA the paper counts are all there is.
+Beside a measured rate stands its share of what the same device reached in the same run with a large copy, and beside
+the time that of the model (`hybridtron/rehearse`). Times are medians of blocks of calls by torch.utils.benchmark, after
+a warm-up; backward is timed alone, over a graph that is kept. Every form of an op that the device and its packages
+allow is measured, fla's kernel for SSD too. Without CUDA the model is all there is.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,32 +19,27 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.benchmark import Timer
 
-from hybridtron.device import compute_device
+from hybridtron.device import compute_device, describe_device
 from hybridtron.ops.attention import AttentionInputs, attention
 from hybridtron.ops.conv import ConvInputs, causal_conv
 from hybridtron.ops.dispatch import Op
-from hybridtron.ops.kernel_cost import (
-    Cost,
-    add_rms_norm_cost,
-    causal_conv_cost,
-    linear_cross_entropy_cost,
-    rms_norm_cost,
-    selective_scan_cost,
-    ssd_cost,
-)
 from hybridtron.ops.loss import LinearCrossEntropyInputs, linear_cross_entropy
 from hybridtron.ops.norm import AddRMSNormInputs, RMSNormInputs, add_rms_norm, rms_norm
 from hybridtron.ops.scan import ScanInputs, selective_scan
 from hybridtron.ops.scan.reference import step_sizes
 from hybridtron.ops.ssd import SSDInputs, ssd_scan
 from hybridtron.proving.measuring import BenchReport
+from hybridtron.proving.peak_memory import fresh_processes
+from hybridtron.rehearse.rates import GPUS
+from hybridtron.rehearse.rehearsal import rehearse_calls
+from hybridtron.rehearse.step_time import Work
 
 from .attention import spanned
 
-VALUE_BYTES = 2  # bf16
-COPY_BYTES, PRODUCT_SIZE = 2**30, 8192
-NOT_MEASURED = "not measured"
-HEADER = ("kernel", "tokens", "pass", "GB", "TFLOP", "form", "ms", "GB/s", "of copy", "TFLOP/s", "of matmul")
+COPY_BYTES = 2**30
+HEADER = ("kernel", "tokens", "form", "pass", "launches", "GB", "ms by the model")
+Call = tuple[str, int, str, str]  # kernel, tokens, form, pass
+MEASURED = ("ms", "model / measured", "GB/s", "of copy")
 
 
 @dataclass(frozen=True)
@@ -71,16 +65,15 @@ QUICK = Sizes(8, 16, 4, 4, (2, 4, 4), (2, 8), 16, 4, 2, 32, (48,))
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel at one length: an op, or what is made of several, its inputs, and its cost forward and backward."""
+    """A kernel at one length: an op, or what is made of several, and its inputs."""
 
     name: str
     run: Op[Any, Any] | Callable[[Any], Tensor]
     inputs: Any
-    cost: Callable[[bool], Cost]
     outputs: int = 1  # the number of them, from the first, that get gradients
 
     def implementations(self, device: str) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-        """Every implementation that can run these inputs here, by name; and other packages' kernels."""
+        """Every implementation that can run these inputs on a device, by name; and other ways to compute them."""
         if not isinstance(self.run, Op):
             yield "ours", self.run
             return
@@ -92,7 +85,7 @@ class Kernel:
         if self.run is add_rms_norm:
             yield "one by one", add_rms_norm.reference.function
             yield "torch", torch_add_norm
-        if self.run is ssd_scan and importlib.util.find_spec("fla") is not None:
+        if self.run is ssd_scan and torch.cuda.is_available() and importlib.util.find_spec("fla") is not None:
             yield "fla", fla_ssd
 
 
@@ -128,15 +121,13 @@ def scan_kernel(sizes: Sizes, length: int) -> Kernel:
     A = -torch.rand(inner, state).requires_grad_()
     B, C = (normal(1, length, state) for _ in range(2))
     D, bias = (normal(inner, dtype=torch.float32) for _ in range(2))
-    cost = partial(selective_scan_cost, 1, length, inner, state, VALUE_BYTES, True)
-    return Kernel("selective scan", selective_scan, ScanInputs(x, dt, A, B, C, D, bias, z), cost)
+    return Kernel("selective scan", selective_scan, ScanInputs(x, dt, A, B, C, D, bias, z))
 
 
 def conv_kernel(sizes: Sizes, length: int) -> Kernel:
     weights = normal(sizes.inner, sizes.conv), normal(sizes.inner)
     inputs = ConvInputs(normal(1, length, sizes.inner), *weights, activation=True)
-    cost = partial(causal_conv_cost, 1, length, sizes.inner, sizes.conv, VALUE_BYTES)
-    return Kernel("causal conv", causal_conv, inputs, cost)
+    return Kernel("causal conv", causal_conv, inputs)
 
 
 def ssd_kernel(sizes: Sizes, length: int) -> Kernel:
@@ -145,60 +136,45 @@ def ssd_kernel(sizes: Sizes, length: int) -> Kernel:
     A = -torch.rand(heads).requires_grad_()
     B, C = (normal(1, length, 1, state) for _ in range(2))
     D, bias = (normal(heads, dtype=torch.float32) for _ in range(2))
-    cost = partial(ssd_cost, 1, length, heads, head, 1, state, VALUE_BYTES, 128)
-    return Kernel("SSD", ssd_scan, SSDInputs(x, dt, A, B, C, D, bias), cost)
+    return Kernel("SSD", ssd_scan, SSDInputs(x, dt, A, B, C, D, bias))
 
 
 def norm_kernel(sizes: Sizes, length: int) -> Kernel:
     inputs = RMSNormInputs(normal(length, 1, sizes.width), normal(sizes.width, dtype=torch.float32), 1e-5)
-    return Kernel("RMSNorm", rms_norm, inputs, partial(rms_norm_cost, length, sizes.width, VALUE_BYTES))
+    return Kernel("RMSNorm", rms_norm, inputs)
 
 
 def sum_norm_kernel(sizes: Sizes, length: int) -> Kernel:
     """The same with the sum before it that makes the residual stream."""
     x, added = (normal(length, 1, sizes.width) for _ in range(2))
     inputs = AddRMSNormInputs(x, added, normal(sizes.width, dtype=torch.float32), 1e-5)
-    cost = partial(add_rms_norm_cost, length, sizes.width, VALUE_BYTES)
-    return Kernel("sum + RMSNorm", add_rms_norm, inputs, cost, outputs=2)
+    return Kernel("sum + RMSNorm", add_rms_norm, inputs, outputs=2)
 
 
 def loss_kernel(sizes: Sizes, length: int) -> Kernel:
     """Forward makes the gradients too; backward scales them."""
     labels, mask = torch.randint(sizes.vocabulary, (length,)), torch.ones(length, dtype=torch.bool)
     x, weight = normal(length, sizes.width), normal(sizes.vocabulary, sizes.width)
-    scaled = (length + sizes.vocabulary) * sizes.width
-
-    def cost(backward: bool) -> Cost:
-        if backward:
-            return Cost(2 * VALUE_BYTES * scaled, scaled)
-        return linear_cross_entropy_cost(length, sizes.width, sizes.vocabulary, VALUE_BYTES, 1)
-
     inputs = LinearCrossEntropyInputs(x, weight, labels, mask, 0.0)
-    return Kernel("linear + cross entropy", linear_cross_entropy, inputs, cost)
-
-
-def attention_cost(sizes: Sizes, length: int, pairs: int, backward: bool) -> Cost:
-    """Two products of every visible pair forward and five backward; q, k, v, y and their gradients once."""
-    heads, head = sizes.attention
-    values, products = (8, 10) if backward else (4, 4)
-    return Cost(values * VALUE_BYTES * length * heads * head, products * pairs * heads * head)
+    return Kernel("linear + cross entropy", linear_cross_entropy, inputs)
 
 
 def window_kernel(sizes: Sizes, length: int) -> Kernel:
     q, k, v = (normal(1, length, *sizes.attention) for _ in range(3))
-    reach = min(sizes.window, length)
-    cost = partial(attention_cost, sizes, length, reach * (reach + 1) // 2 + (length - reach) * reach)
-    return Kernel(f"attention, window {sizes.window}", attention, AttentionInputs(q, k, v, sizes.window), cost)
+    return Kernel(f"attention, window {sizes.window}", attention, AttentionInputs(q, k, v, sizes.window))
+
+
+def full_kernel(sizes: Sizes, length: int) -> Kernel:
+    q, k, v = (normal(1, length, *sizes.attention) for _ in range(3))
+    return Kernel("attention, full", attention, AttentionInputs(q, k, v))
 
 
 def span_kernel(sizes: Sizes, length: int) -> Kernel:
-    """With summaries, relevance and choice, which the paper count leaves out: they are small beside the rest."""
+    """With summaries, relevance and choice."""
     q, k, v = (normal(1, length, *sizes.attention) for _ in range(3))
-    chunk, run = sizes.window, spanned(sizes.window, sizes.block, sizes.blocks)
-    chosen = sum(min(sizes.blocks, start // sizes.block) * sizes.block * chunk for start in range(0, length, chunk))
-    cost = partial(attention_cost, sizes, length, length * (chunk + 1) // 2 + chosen)
-    name = f"SE-Attn, chunk {chunk}, {sizes.blocks} x {sizes.block}"
-    return Kernel(name, lambda inputs: run(*inputs), (q, k, v), cost)
+    run = spanned(sizes.window, sizes.block, sizes.blocks)
+    name = f"SE-Attn, chunk {sizes.window}, {sizes.blocks} x {sizes.block}"
+    return Kernel(name, lambda inputs: run(*inputs), (q, k, v))
 
 
 KERNELS = (
@@ -209,6 +185,7 @@ KERNELS = (
     sum_norm_kernel,
     loss_kernel,
     window_kernel,
+    full_kernel,
     span_kernel,
 )
 """Each for one row of a number of tokens, its inputs on torch's default device."""
@@ -219,13 +196,11 @@ def seconds(run: Callable[[], object]) -> float:
     return Timer("run()", globals={"run": run}).blocked_autorange().median
 
 
-def ceilings(device: torch.device) -> tuple[float, float]:
-    """Bytes a second of a large copy, and operations a second of a large bf16 product."""
+def copy_rate(device: torch.device) -> float:
+    """Bytes a second of a large copy."""
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    left, right = (torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
-    copied, multiplied = seconds(lambda: target.copy_(source)), seconds(lambda: left @ right)
-    return 2 * COPY_BYTES / copied, 2 * PRODUCT_SIZE**3 / multiplied
+    return 2 * COPY_BYTES / seconds(lambda: target.copy_(source))
 
 
 def passes(run: Callable[[Any], Any], inputs: tuple[Any, ...], outputs: int) -> dict[str, Callable[[], object]]:
@@ -245,52 +220,58 @@ def passes(run: Callable[[Any], Any], inputs: tuple[Any, ...], outputs: int) -> 
     return {"forward": forward, "backward": lambda: backward(kept), "both": lambda: backward(forward())}
 
 
-def cells_of(kernel: Kernel, length: int, most: tuple[float, float] | None) -> Iterator[tuple[str, ...]]:
-    """A line for each pass, and on a GPU for each form."""
-    forward, backward = kernel.cost(False), kernel.cost(True)
-    costs = {"forward": forward, "backward": backward, "both": forward + backward}
-    paper = {
-        name: (kernel.name, f"{length}", name, f"{cost.bytes / 1e9:.3g}", f"{cost.flops / 1e12:.3g}")
-        for name, cost in costs.items()
-    }
-    if most is None:
-        yield from ((*counted, *([NOT_MEASURED] * 6)) for counted in paper.values())
-        return
-    for form, run in kernel.implementations("cuda"):
-        for name, one_pass in passes(run, kernel.inputs, kernel.outputs).items():
-            taken = seconds(one_pass)
-            rates = costs[name].bytes / taken, costs[name].flops / taken
-            shares = [f"{rate / limit:.0%}" for rate, limit in zip(rates, most, strict=True)]
-            measured = (f"{taken * 1e3:.3f}", f"{rates[0] / 1e9:,.0f}", shares[0], f"{rates[1] / 1e12:.3g}", shares[1])
-            yield *paper[name], form, *measured
+def calls(sizes: Sizes, device: torch.device) -> Iterator[tuple[Call, Callable[[], object]]]:
+    """Every pass of every form of every kernel."""
+    for length in sizes.lengths:
+        for make in KERNELS:
+            with device:
+                kernel = make(sizes, length)
+            for form, run in kernel.implementations(device.type):
+                for name, one_pass in passes(run, kernel.inputs, kernel.outputs).items():
+                    yield (kernel.name, length, form, name), one_pass
+
+
+def rehearsed(quick: bool) -> Iterator[tuple[Call, Callable[[], object]]]:
+    """The calls of a GPU that is not there."""
+    return calls(QUICK if quick else FULL, torch.device("cuda"))
+
+
+def model_cells(model: Work | None) -> tuple[str, ...]:
+    """Launches, bytes and time by a rehearsal, where there is one."""
+    if model is None:
+        return "", "", ""
+    return f"{model.launches:.0f}", f"{model.bytes / 1e9:.3g}", f"{model.seconds * 1e3:.3f}"
+
+
+def measured_cells(model: Work | None, measured: float, copied: float) -> tuple[str, ...]:
+    """The time, and beside the rehearsal's bytes and a copy's bytes a second the rates."""
+    milliseconds = f"{measured * 1e3:.3f}"
+    if model is None:
+        return milliseconds, "", "", ""
+    rate = model.bytes / measured
+    return milliseconds, f"{model.seconds / measured:.0%}", f"{rate / 1e9:,.0f}", f"{rate / copied:.0%}"
 
 
 def kernels(report: BenchReport) -> None:
     """All kernels at all lengths."""
     sizes, device = QUICK if report.quick else FULL, compute_device()
-    report.device, most = device.type, None
+    report.device = device.type
+    gpu = next((name for name in GPUS if name in describe_device().lower()), "h100")
+    with fresh_processes() as pool:  # this process may have a real GPU
+        models = pool.submit(rehearse_calls, gpu, f"{__name__}:{rehearsed.__name__}", report.quick).result()
     report.notes += [
         f"one row, bf16 with fp32 parameters; width {sizes.width}, {sizes.inner} inner channels with states of "
         f"{sizes.state}, SSD heads, head size and state {sizes.ssd}, attention heads and head size {sizes.attention}, "
         f"vocabulary {sizes.vocabulary}",
-        "GB and TFLOP are counted on paper (`hybridtron/ops/kernel_cost.py`), each tensor once for every time that "
-        "our algorithm reads or writes it; rates of other forms are of the same count",
+        f"launches, GB and ms by the model are those of a rehearsal on {gpu.upper()}, not measured; times are floors",
     ]
     if device.type == "cpu":
-        device = torch.device("meta")  # what is only counted holds no memory
-        report.notes.append(
-            "nothing here was measured on a GPU: run this command on a machine with one, and it writes the same table "
-            "with times, as `benchmarks/kernels_cuda.md`"
-        )
+        report.notes.append("on a machine with a GPU this command writes the same table with times: `kernels_cuda.md`")
+        header, cells = HEADER, [(*map(str, call), *model_cells(model)) for call, model in models.items()]
     else:
-        most = ceilings(device)
-        report.notes.append(
-            f"a copy of 1 GiB reached {most[0] / 1e9:,.0f} GB/s, a bf16 product {most[1] / 1e12:.0f} TFLOP/s"
-        )
-    cells: list[tuple[str, ...]] = []
-    for length in sizes.lengths:
-        for make in KERNELS:
-            with device:
-                kernel = make(sizes, length)
-            cells += cells_of(kernel, length, most)
-    report.table("by kernel and length", HEADER, cells)
+        copied, header, cells = copy_rate(device), (*HEADER, *MEASURED), []
+        report.notes.append(f"a copy of 1 GiB reached {copied / 1e9:,.0f} GB/s")
+        for call, one_pass in calls(sizes, device):
+            model = models.get(call)
+            cells.append((*map(str, call), *model_cells(model), *measured_cells(model, seconds(one_pass), copied)))
+    report.table("by kernel and length", header, cells)

@@ -20,3 +20,7 @@ def pages() -> Path | None:
     """Where measured pages are written: the checkout's benchmarks/, or None where this is no checkout."""
     folder = shipped("benchmarks")
     return folder if folder.parent != PACKAGE and folder.is_dir() else None
+
+
+BENCHMARKS = "benchmarks" if shipped("benchmarks").parent != PACKAGE else "hybridtron.benchmarks"
+"""The package of what measures."""

@@ -20,7 +20,7 @@ import importlib
 from pathlib import Path
 
 from hybridtron.cli.given import positive
-from hybridtron.shipped import PACKAGE, pages, shipped
+from hybridtron.shipped import BENCHMARKS, pages
 
 WHAT = {
     "mixer": ("mixer", "Mamba-1 mixer", "forward and backward, against transformers' MambaMixer with the same weights"),
@@ -28,7 +28,7 @@ WHAT = {
     "scan": ("scan", "Selective scan (Mamba-1)", "speed, distance from its floor, and memory, against transformers'"),
     "attention": ("attention", "Sliding-window attention", "against full attention and a dense mask, by length"),
     "span": ("attention", "Span-expanded attention", "against a window and full attention: time and peak memory"),
-    "kernels": ("kernels", "Kernels", "bytes and FLOPs on paper, and on a GPU rates beside other packages' kernels"),
+    "kernels": ("kernels", "Kernels", "bytes and time by a rehearsal, and on a GPU measured, beside other packages"),
     "data": ("data", "Data", "the loader against mosaicml-streaming's dataset, finding a far step, preparing tokens"),
     "states": ("states", "Carried states", "a step with them against one from zero; peak memory of long TBTT steps"),
     "checkpoint": ("checkpoint", "Checkpoints", "writing and loading, against torch.save and megatron-core's own"),
@@ -88,7 +88,7 @@ def main(arguments: list[str]) -> int:
     file, title, _ = WHAT[chosen.name]
     report = BenchReport(title, chosen.quick, chosen.repetitions, tuple(chosen.settings))
     try:
-        module = importlib.import_module(f"{package()}.{file}")
+        module = importlib.import_module(f"{BENCHMARKS}.{file}")
         getattr(module, chosen.name)(report)
     except ModuleNotFoundError as error:
         raise Unusable(missing("export") or str(error)) from error
@@ -98,11 +98,6 @@ def main(arguments: list[str]) -> int:
     folder = None if chosen.quick else pages()
     publish(report, command(chosen), chosen.output or (folder and folder / f"{chosen.name}{suffix}.md"))
     return 0
-
-
-def package() -> str:
-    """The modules of benchmarks/: a package beside this one in a checkout, inside it in a wheel."""
-    return "benchmarks" if shipped("benchmarks").parent != PACKAGE else "hybridtron.benchmarks"
 
 
 def command(chosen: argparse.Namespace) -> str:

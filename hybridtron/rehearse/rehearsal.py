@@ -5,28 +5,32 @@ A process can rehearse one kind of GPU, any number of times, and can compute on 
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hybridtron.config.layout import data_parallel
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.planning.count import count
 from hybridtron.planning.memory import plan
 from hybridtron.rehearse import guard
-from hybridtron.rehearse.rates import GPU
+from hybridtron.rehearse.rates import GPU, GPUS
 
 if TYPE_CHECKING:  # they import torch, which must wait for the guard
     from hybridtron.ops.kernel_compiled import CompiledKernel
+    from hybridtron.rehearse.census import Operation
     from hybridtron.rehearse.collectives import Collectives
     from hybridtron.rehearse.kernel_time import KernelTime
+    from hybridtron.rehearse.launches import Launches
     from hybridtron.rehearse.step import RankStep
-    from hybridtron.rehearse.step_time import StepTime
+    from hybridtron.rehearse.step_time import StepTime, Work
 
 STAND_INS = Path(__file__).with_name("stand_ins")
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -97,23 +101,46 @@ class RehearsalProcess:
         from hybridtron.rehearse.step_time import step_time
 
         step = rehearse_rank(phase, world, rank, self.collectives)
-        kernels = list(self._kernels(step)) if compiles else []
+        operations = [*step.passes_of_many.operations, *step.update.operations]
+        kernels = list(self._kernels(operations, step.launches)) if compiles else []
         times = {number: kernel.time for number, kernel in enumerate(kernels)}
         time = step_time(step, times, self.gpu, phase.config.parallel.virtual_pipeline)
         planned = plan(phase, world).ranks[step.place.pipeline_rank].memory.total
         return Rehearsed(self.gpu, phase, world, step, time, kernels, planned)
 
-    def _kernels(self, step: RankStep) -> Iterator[KernelReport]:
+    def calls(self, named: Callable[[], Iterable[tuple[Key, Callable[[], object]]]]) -> dict[Key, Work]:
+        """What each of these calls takes by itself. They are made on the GPU that is not there."""
+        from hybridtron.rehearse.census import Census
+        from hybridtron.rehearse.launches import Launches
+        from hybridtron.rehearse.step import counting
+        from hybridtron.rehearse.step_time import work
+
+        census, launches, ends = Census(), Launches(), dict[Key, tuple[int, int]]()
+        with counting(census, launches):
+            for key, call in named():
+                start = len(census.operations)
+                call()
+                ends[key] = start, len(census.operations)
+        kernels = {number: kernel.time for number, kernel in enumerate(self._kernels(census.operations, launches))}
+        return {key: work(census.operations[start:end], kernels, self.gpu) for key, (start, end) in ends.items()}
+
+    def _kernels(self, operations: Sequence[Operation], launches: Launches) -> Iterator[KernelReport]:
         from hybridtron.rehearse.kernel_time import kernel_time
 
-        operations = [*step.passes_of_many.operations, *step.update.operations]
-        for number, launch in enumerate(step.launches.different):
+        for number, launch in enumerate(launches.different):
             own = [each for each in operations if each.kind == "kernel" and each.variant == number]
             compiled = launch.compiled(self.gpu)
             moved = own[0].bytes if own else 0
             yield KernelReport(
                 launch.name, launch.grid, len(own), compiled, kernel_time(launch, compiled, moved, self.gpu)
             )
+
+
+def rehearse_calls(gpu: str, calls: str, *given: Any) -> dict[Any, Work]:
+    """For a process of its own: the calls that the function `calls` (`module:name`) makes of what is given."""
+    process = RehearsalProcess(GPUS[gpu])
+    module, _, name = calls.partition(":")
+    return process.calls(lambda: getattr(importlib.import_module(module), name)(*given))
 
 
 def different_ranks(phase: ResolvedPhase, world: int) -> Sequence[int]:

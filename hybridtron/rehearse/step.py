@@ -77,7 +77,7 @@ def rehearse_rank(phase: ResolvedPhase, world: int, rank: int, collectives: Coll
     few, many = min(unit, micro_batches), min(2 * unit, micro_batches)
     census, launches = Census(), Launches()
     sent = collectives.begin(census)
-    with _rehearsing(census, launches):
+    with counting(census, launches):
         place = groups.start(parallel, launch=ProcessLaunch(rank, world), fake=True)
         try:
             engine = build_engine(phase, place)
@@ -95,7 +95,7 @@ def rehearse_rank(phase: ResolvedPhase, world: int, rank: int, collectives: Coll
 
 
 @contextmanager
-def _rehearsing(census: Census, launches: Launches) -> Iterator[None]:
+def counting(census: Census, launches: Launches) -> Iterator[None]:
     """Nothing is computed inside, and all is counted. Groups over gloo, which checkpoints use, are not formed."""
     core: Any = parallel_state
     kernels: Any = flex_tiles

@@ -14,7 +14,7 @@ micro-batches' time is waited for besides.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -104,6 +104,14 @@ def step_time(step: RankStep, kernels: dict[int, KernelTime], gpu: GPU, virtual:
     micro_batch = PartTime().plus(many, share).plus(few, -share) if more else PartTime().plus(few, 1 / step.few)
     once = PartTime().plus(few).plus(micro_batch, -step.few).plus(update)
     return StepTime(once, micro_batch, step.micro_batches, (step.place.pipeline_size - 1) / virtual)
+
+
+def work(operations: Iterable[Operation], kernels: dict[int, KernelTime], gpu: GPU) -> Work:
+    """All of them together."""
+    total = Work()
+    for each in operations:
+        total.add(Work(1, each.bytes, each.flops, operation_seconds(each, kernels, gpu)))
+    return total
 
 
 def part_time(part: CountedPart, kernels: dict[int, KernelTime], gpu: GPU) -> PartTime:

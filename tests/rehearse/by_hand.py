@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hybridtron.rehearse.rates import GPUS
@@ -21,6 +21,7 @@ from torch.nn import functional  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from hybridtron.ops.norm import RMSNormInputs, rms_norm  # noqa: E402
 from hybridtron.rehearse import heard  # noqa: E402
 from hybridtron.rehearse.absent_gpu import COMPOSITE, ValuesOfNobody, fake_tensors  # noqa: E402
 from hybridtron.rehearse.census import Census  # noqa: E402
@@ -102,6 +103,21 @@ def sent() -> dict[str, Any]:
     return {"sent": [[c.kind, c.bytes, c.ranks, c.between_nodes, c.waited - c.asked] for c in calls]}
 
 
+def calls() -> list[list[float]]:
+    """A sum, a product, and the norm of ten rows by a kernel of ours: launches, bytes, FLOPs, seconds by the model."""
+
+    def made() -> Iterator[tuple[str, Callable[[], object]]]:
+        x, y = tensor(30, 40), tensor(40, 50)
+        yield "sum", lambda: x + x
+        yield "product", lambda: x @ y
+        inputs = RMSNormInputs(tensor(10, 6, dtype=torch.bfloat16), tensor(6), 1e-5)
+        yield "norm", lambda: rms_norm(inputs)
+
+    found = process.calls(made)
+    assert list(found) == ["sum", "product", "norm"]
+    return [[work.launches, work.bytes, work.flops, work.seconds] for work in found.values()]
+
+
 def taken_apart() -> list[str]:
     """Operations with a kernel of their own on CPUs, which are taken apart where a device has none."""
 
@@ -134,4 +150,5 @@ def counted(run: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
 if __name__ == "__main__":
     programs = (elementwise, cast_and_pick, product, gate, asked, held, run_again, sent)
     found = {program.__name__: counted(program) for program in programs}
+    found["calls"] = {"works": calls()}
     print(json.dumps({**found, "composite": {"listed": sorted(COMPOSITE), "found": taken_apart()}}))

@@ -54,6 +54,15 @@ def test_an_operation_that_a_gpu_has_a_kernel_for_is_one_operation(seen: dict[st
     assert seen["composite"] == {"listed": seen["composite"]["found"], "found": seen["composite"]["listed"]}
 
 
+def test_calls_by_themselves(seen: dict[str, Seen]) -> None:
+    added, product, norm = seen["calls"]["works"]
+    assert added[:3] == [1, 4 * 3 * 30 * 40, 0]
+    assert product[:3] == [1, 4 * (30 * 40 + 40 * 50 + 30 * 50), 2 * 30 * 40 * 50]
+    # x and y of ten rows of six channels in bf16; in fp32 the weight, and a number a row that backward needs
+    assert norm[:3] == [1, 2 * (2 * 10 * 6) + 4 * 6 + 4 * 10, 0]
+    assert all(0 < seconds < 1e-6 for *_, seconds in (added, product, norm))
+
+
 def test_waits_of_the_host(seen: dict[str, Seen]) -> None:
     assert seen["asked"]["waits"] == [
         "item", "item", "item", "tolist", "nonzero", "copy to the host", "copy to the device", "device", "stream",

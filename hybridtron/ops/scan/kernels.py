@@ -30,10 +30,10 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridtron.ops.documents import document_starts
-from hybridtron.ops.kernel_cost import SCAN_CHUNK as CHUNK
 from hybridtron.ops.kernel_launch import ceil_div, empty_in_order, last_side_by_side, launch, power_of_2
 from hybridtron.ops.scan.reference import ScanInputs
 
+CHUNK = 128  # tokens that one program walks over
 WARP_STATES = 2048  # in the registers of one warp: 64 a thread
 WARP_CHANNELS = 128
 CHAIN_PARTS = 16  # whose states are on their way from memory at the same time

@@ -35,8 +35,6 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybridtron.ops.kernel_cost import SCAN_CHANNELS as CHANNELS
-from hybridtron.ops.kernel_cost import SCAN_TILE as TILE
 from hybridtron.ops.kernel_launch import empty_in_order, last_side_by_side, launch
 from hybridtron.ops.scan.kernels import (
     CHUNK,
@@ -48,6 +46,9 @@ from hybridtron.ops.scan.kernels import (
     softplus,
 )
 from hybridtron.ops.scan.reference import ScanInputs
+
+TILE = 16  # tokens of which all states exist at a time; they divide a chunk
+CHANNELS = 32  # of one warp: they leave one partial sum of the gradients of B and C
 
 
 def selective_scan(inputs: ScanInputs) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,13 @@
 """Does all of it run on this machine's GPU, is it right, and how fast is it: one command, one table.
 
     hybridtron gpu-check               writes benchmarks/gpu_check.md
-    hybridtron gpu-check --only correctness --only attention
+    hybridtron gpu-check --only correctness --only kernels
     hybridtron gpu-check --rehearse    the same on any machine with tiny sizes; its numbers say nothing
 
 Parts: correctness (every op and mixer against its reference on the CPU, fp32 and bf16), recipes (samba_421m and
-samba_1.3b for a few steps: tokens/s, TFLOP/s, MFU by our count, peak memory against the estimate), attention (span
-attention against full attention and a window, 4k to 64k tokens), fp8 (the same recipe in FP8 and in bf16, where
-Transformer Engine is there). A part that fails is reported and does not stop the others.
+samba_1.3b for a few steps: tokens/s, TFLOP/s, MFU by our count, peak memory against the estimate), kernels (as
+`hybridtron bench kernels`: each alone, 2k to 64k tokens, beside other packages' and a rehearsal), fp8 (the same recipe
+in FP8 and in bf16, where Transformer Engine is there). A part that fails is reported and does not stop the others.
 
 Exit codes: 0 all well, or no CUDA device to check; 1 a part failed or a result is off by too much; 2 wrong arguments.
 """
@@ -20,13 +20,18 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridtron.shipped import pages
+from hybridtron.shipped import BENCHMARKS, pages
 
 if TYPE_CHECKING:
     from hybridtron.proving.measuring import BenchReport
 
-PARTS = {"correctness": "correct", "recipes": "speed", "attention": "speed", "fp8": "speed"}
-"""By name: its file, whose function of that name fills the report."""
+PARTS = {
+    "correctness": f"{__package__}.correct",
+    "recipes": f"{__package__}.speed",
+    "kernels": f"{BENCHMARKS}.kernels",
+    "fp8": f"{__package__}.speed",
+}
+"""By name: its module, whose function of that name fills the report."""
 ROUNDS = 7  # of every measurement
 
 
@@ -59,7 +64,7 @@ def main(arguments: list[str]) -> int:
 def ran(part: str, report: BenchReport) -> bool:
     """Fill the report with a part; whether it did not fail."""
     try:
-        getattr(importlib.import_module(f"hybridtron.proving.gpu.{PARTS[part]}"), part)(report)
+        getattr(importlib.import_module(PARTS[part]), part)(report)
     except Exception:
         traceback.print_exc()
         return False

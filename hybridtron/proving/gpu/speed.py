@@ -1,33 +1,23 @@
-"""Speed and memory on the device: recipes for a few steps, span attention over the length, FP8 beside bf16."""
+"""Speed and memory on the device: recipes for a few steps, and FP8 beside bf16."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 
 import torch
-from torch import Tensor
 
-from hybridtron.architecture.attention import AttentionSpec
-from hybridtron.architecture.base import MixerSpec, ModelSizes
-from hybridtron.architecture.span import SpanSpec
 from hybridtron.config.resolve import resolve
-from hybridtron.data.batch import SeqInfo
-from hybridtron.device import compute_device, forget_peak_memory, peak_memory_gib
-from hybridtron.mixers.base import Mixer
+from hybridtron.device import forget_peak_memory, peak_memory_gib
 from hybridtron.planning.memory import plan
 from hybridtron.problems import ConfigError
-from hybridtron.proving.gpu.correct import filled_mixer
-from hybridtron.proving.measuring import BenchReport, times
+from hybridtron.proving.measuring import BenchReport
 from hybridtron.proving.steps import Steps, checked, one_process, random_batches, speed
 
 TINY = ("model.width=128", "model.vocab_size=384", "model.layers.-.hidden=128", "model.layers.W.window=64")
 TINY += ("model.layers.W.heads=2", "model.layers.W.kv_heads=2", "phases.0.seq_len=128", "phases.0.global_batch=2")
 TINY += ("phases.0.micro_batch=1",)
 SPEED = ("recipe", "precision", "rows x tokens", "tokens/s", "TFLOP/s", "MFU", "peak memory", "estimate", "loss")
-LENGTHS = (4096, 8192, 16384, 32768, 65536)
 
 
 def recipes(report: BenchReport) -> None:
@@ -83,38 +73,3 @@ def trained(report: BenchReport, name: str, rows: int, precision: str) -> tuple[
 
 def in_gib(memory: float | None) -> str:
     return "-" if memory is None else f"{memory:.2f} GiB"
-
-
-def attention(report: BenchReport) -> None:
-    """Full attention, a window and span attention, forward and backward, the projections included."""
-    device, tiny = compute_device(), report.quick
-    heads, groups, window = (4, 2, 64) if tiny else (32, 4, 2048)
-    kinds: dict[str, MixerSpec] = {
-        "full": AttentionSpec(heads, groups),
-        f"window {window}": AttentionSpec(heads, groups, window=window),
-        f"span, chunk {window}, 8 x 32": SpanSpec(heads, groups, chunk=window),
-    }
-    sizes, dtype = ModelSizes(64 if tiny else 2048, 48), torch.float32 if device.type == "cpu" else torch.bfloat16
-    mixers = {name: filled_mixer(spec, sizes, device, dtype) for name, spec in kinds.items()}
-    cells = []
-    for length in (128, 256) if tiny else LENGTHS:
-        x_LBD = torch.randn(length, 1, sizes.width, device=device, dtype=dtype, requires_grad=True)
-        seq = replace(SeqInfo.stream(1, length, device=device), key=0)
-        forms = {name: partial(forward_backward, mixer, x_LBD, seq) for name, mixer in mixers.items()}
-        memory = {name: peak_of(run) for name, run in forms.items()}
-        timings = report.timed(forms)
-        for name, timing in timings.items():
-            faster = times(timings.ratio("full", name))
-            cells.append((f"{length}", name, f"{timing.fastest * 1e3:.2f} ms", faster, in_gib(memory[name])))
-    header = ("tokens", "kind", "time", "faster than full", "peak memory")
-    report.table("attention over the length", header, cells)
-
-
-def forward_backward(mixer: Mixer, x_LBD: Tensor, seq: SeqInfo) -> None:
-    mixer(x_LBD, None, seq).y_LBD.float().square().mean().backward()
-
-
-def peak_of(run: partial[None]) -> float | None:
-    forget_peak_memory()
-    run()
-    return peak_memory_gib()

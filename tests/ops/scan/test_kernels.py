@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hybridtron.ops.dispatch import force
-from hybridtron.ops.kernel_cost import selective_scan_cost
 from hybridtron.ops.scan import ScanInputs, selective_scan
 from tests.ops.compiling import compile_calls
 from tests.ops.conv.test_kernels import documents_with_borders, some_loss
@@ -233,16 +232,3 @@ def test_what_is_shipped_fits_an_h100() -> None:
     assert [fault for launch in launches for fault in launch.faults()] == []
     assert all(launch.instructions["atom"] == launch.instructions["red"] == 0 for launch in launches)
     assert max(buffers) == 2 * LENGTH * CHANNELS  # the projection that x and z are parts of: nothing has 16 values more
-
-
-def test_what_it_costs_on_paper() -> None:
-    """By hand, for 2 tokens: one row, chunks and tiles of one part each, 1 channel, 1 state, values of 2 bytes."""
-    forward = selective_scan_cost(1, 2, 1, 1, 2, gate=True, backward=False)
-    # walk x dt B, retrace x dt z y B C; of the state: written, read, written, read, and delta's sum twice
-    assert forward.bytes == 2 * 2 * (3 + 6) + 4 * (4 + 2)
-    assert forward.flops == 2 * 12
-    samba = selective_scan_cost(8, 4096, CHANNELS, 16, 2, gate=True, backward=False)
-    floor = 2 * 8 * 4096 * (4 * CHANNELS + 2 * 16)  # x, dt, z, B and C read once, y written once
-    assert 1.5 < samba.bytes / floor < 1.8
-    backward = selective_scan_cost(8, 4096, CHANNELS, 16, 2, gate=True, backward=True)
-    assert 4 < backward.bytes / samba.bytes < 6

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from hybridtron.ops.dispatch import force
-from hybridtron.ops.kernel_cost import Cost, linear_cross_entropy_cost
 from hybridtron.ops.loss import LinearCrossEntropyInputs, linear_cross_entropy
 from hybridtron.ops.softmax import SoftmaxGradientsInputs, SoftmaxSumsInputs, softmax_gradients, softmax_sums
 from hybridtron.planning import count
@@ -97,12 +96,6 @@ def test_they_compile_for_hopper() -> None:
     for launch in launches:
         assert launch.instructions["ex2"] >= 16  # one for each of a thread's logits
         assert launch.instructions["atom"] == launch.instructions["red"] == 0
-
-
-def test_costs_by_hand() -> None:
-    assert linear_cross_entropy_cost(2, 3, 5, 4, 1) == Cost(4 * (60 + 30 + 18) + 4 * 15, 6 * 30 + 60)
-    assert linear_cross_entropy_cost(2, 3, 5, 2, 2).bytes == 2 * (60 + 60 + 18) + 15 * (8 + 4 + 4 + 4 + 6)
-    assert linear_cross_entropy_cost(2, 3, 5, 4, 2).bytes == 4 * (60 + 60 + 18) + 15 * (8 + 4)
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -220,20 +221,20 @@ def passes(run: Callable[[Any], Any], inputs: tuple[Any, ...], outputs: int) -> 
     return {"forward": forward, "backward": lambda: backward(kept), "both": lambda: backward(forward())}
 
 
-def calls(sizes: Sizes, device: torch.device) -> Iterator[tuple[Call, Callable[[], object]]]:
-    """Every pass of every form of every kernel."""
+def calls(sizes: Sizes, device: torch.device, forms: int | None = None) -> Iterator[tuple[Call, Callable[[], object]]]:
+    """Every pass of every form of every kernel, or of the first `forms` of them."""
     for length in sizes.lengths:
         for make in KERNELS:
             with device:
                 kernel = make(sizes, length)
-            for form, run in kernel.implementations(device.type):
+            for form, run in islice(kernel.implementations(device.type), forms):
                 for name, one_pass in passes(run, kernel.inputs, kernel.outputs).items():
                     yield (kernel.name, length, form, name), one_pass
 
 
 def rehearsed(quick: bool) -> Iterator[tuple[Call, Callable[[], object]]]:
-    """The calls of a GPU that is not there."""
-    return calls(QUICK if quick else FULL, torch.device("cuda"))
+    """The calls of a GPU that is not there, of the forms that it would run."""
+    return calls(QUICK if quick else FULL, torch.device("cuda"), forms=1)
 
 
 def model_cells(model: Work | None) -> tuple[str, ...]:

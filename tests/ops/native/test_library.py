@@ -210,9 +210,16 @@ def mounts_are_possible() -> bool:
     [("noexec", "failed to map segment"), ("size=8k", "No space left"), ("ro", "Read-only file system")],
 )
 def test_homes_on_unusual_file_systems(options: str, reason: str, tmp_path: Path) -> None:
-    program = "from hybridtron.ops.native.library import library; print(library().functions, library().reason)"
-    command = f'mount -t tmpfs -o {options} none {tmp_path} && exec {sys.executable} -c "{program}"'
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    home, sources = tmp_path / "home", tmp_path / "sources"
+    for folder in (home, sources):
+        folder.mkdir()
+    shutil.copy(owner.SOURCES / "library.cpp", sources)  # built in no time
+    program = (
+        "import pathlib; from hybridtron.ops.native import library as owner; "
+        f"owner.SOURCES = pathlib.Path('{sources}'); print(owner.library().functions, owner.library().reason)"
+    )
+    command = f'mount -t tmpfs -o {options} none {home} && exec {sys.executable} -c "{program}"'
+    environment = {**os.environ, "XDG_CACHE_HOME": str(home), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([*NAMESPACE, "sh", "-c", command], capture_output=True, text=True, env=environment)
     assert done.stdout.startswith("None not built: "), done.stderr
     assert reason in done.stdout

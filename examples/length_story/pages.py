@@ -46,7 +46,7 @@ class Curve:
     def of(losses: Sequence[float], context: int) -> Curve:
         import torch
 
-        from hybridtron.train.length_evaluation import perplexity_bins
+        from hybridtron.evaluate.length import perplexity_bins
 
         odd = context // (context & -context)  # whose doublings come by the context, so that it ends a bin
         bins = perplexity_bins(torch.tensor(losses, dtype=torch.float64), odd, PER_DOUBLING)

@@ -187,13 +187,13 @@ def long_text_losses(run: Path, sizes: Sizes) -> list[float]:
     """Mean loss by position over rows of held-out text, packed end to end and cut anywhere, as training rows are."""
     import torch
 
-    from hybridtron.cli.evaluate import load, open_sources
     from hybridtron.cli.given import newest_checkpoint
     from hybridtron.data.order.stream import DocumentStream, RowSpans
     from hybridtron.data.rows import gather
-    from hybridtron.train.length_evaluation import position_losses
+    from hybridtron.evaluate.held_out import open_sources, trained_model
+    from hybridtron.evaluate.length import position_losses
 
-    model, config, seq_len = load(newest_checkpoint(run), None)
+    model, config, seq_len = trained_model(newest_checkpoint(run), None)
     tokens, sources = seq_len * sizes.multiples + 1, open_sources(config.data, None)
     stores = sources.stores("validation")
     streams = [DocumentStream(store) for store in stores]
@@ -211,11 +211,11 @@ def copy_accuracy(run: Path, sizes: Sizes) -> dict[str, float]:
     """By length of the string: the share of its copy's letters that are the likeliest, given the right ones before."""
     import torch
 
-    from hybridtron.cli.evaluate import load
     from hybridtron.cli.given import newest_checkpoint
     from hybridtron.data.batch import SeqInfo
+    from hybridtron.evaluate.held_out import trained_model
 
-    model, _, _ = load(newest_checkpoint(run), None)
+    model, _, _ = trained_model(newest_checkpoint(run), None)
     generator, found = torch.Generator().manual_seed(1), {}
     for length in sizes.copy_test:
         letters_BL: Tensor = torch.randint(LETTERS, (128, length), generator=generator)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hybridtron.cli.evaluate_pictures import picture
+from hybridtron.evaluate.pictures import picture
 from hybridtron.problems import Unusable
 from hybridtron.requirements import demand
 from hybridtron.train.records import read_lines

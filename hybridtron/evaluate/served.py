@@ -38,6 +38,7 @@ class Served:
     replica: int = 0
     replicas: int = 1
     first: bool = True  # of all processes: the one that prints and writes
+    alone: bool = True  # whether it is the only one
 
 
 def layout(settings: Sequence[str]) -> ParallelConfig:
@@ -142,6 +143,7 @@ def _among_ranks(
             groups.data_rank,
             groups.data_size,
             groups.is_first,
+            alone=False,
         )
         process_groups.stop()
 

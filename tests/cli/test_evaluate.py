@@ -22,8 +22,8 @@ from hybridtron.cli.main import main
 from hybridtron.data.batch import SeqInfo
 from hybridtron.data.prepare.embedded import train_tokenizer
 from hybridtron.data.prepare.writer import write_folder
+from hybridtron.evaluate import length as instruments
 from hybridtron.model.lm import LanguageModel
-from hybridtron.train import length_evaluation as instruments
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 300

@@ -16,12 +16,12 @@ from hybridtron.architecture.model import ModelConfig
 from hybridtron.config.load import load
 from hybridtron.config.resolve import resolve
 from hybridtron.data.batch import SeqInfo
+from hybridtron.evaluate.length import position_losses
 from hybridtron.mixers import span
 from hybridtron.model.generate import generate
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.span import SpanInputs
-from hybridtron.train.length_evaluation import position_losses
 
 NARROW = ("model.width=48", "model.vocab_size=64", "model.layers.-.hidden=32", "data.path=/data")
 RECIPES = {

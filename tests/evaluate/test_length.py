@@ -10,8 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from hybridtron.data.batch import SeqInfo
-from hybridtron.model.lm import LanguageModel
-from hybridtron.train.length_evaluation import (
+from hybridtron.evaluate.length import (
     Remembrance,
     distances,
     effective_remembrance,
@@ -19,6 +18,7 @@ from hybridtron.train.length_evaluation import (
     position_losses,
     state_deviation,
 )
+from hybridtron.model.lm import LanguageModel
 from tests.conftest import small_model
 
 PATTERNS = ["M", "S", "W", "F", "M-W-S-F-"]

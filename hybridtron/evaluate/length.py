@@ -75,21 +75,26 @@ def _unheard(_: int) -> None:
     pass
 
 
-@torch.no_grad()
 def position_losses(model: LanguageModel, tokens_BT: Tensor, chunk: int, advance: Advance = _unheard) -> Tensor:
     """Mean over rows of -log q, in nats: (L,) in float64 on the CPU, entry i for the prediction after i + 1 tokens."""
+    return token_losses(model, tokens_BT, chunk, advance).mean(1)
+
+
+@torch.no_grad()
+def token_losses(model: LanguageModel, tokens_BT: Tensor, chunk: int, advance: Advance = _unheard) -> Tensor:
+    """-log q of every prediction, in nats: (L, B) in float64 on the CPU."""
     labels_LB = tokens_BT[:, 1:].T
-    means = []
+    found = []
 
     def see(start: int, out: ModelOut) -> None:
         labels_CB = labels_LB[start : start + len(out.output)].to(out.output.device)
         counted_CB = torch.ones_like(labels_CB, dtype=torch.bool)
         loss = cross_entropy(CrossEntropyInputs(out.output, labels_CB, counted_CB, 0.0))
-        means.append(loss.per_token.double().mean(1).cpu())
+        found.append(loss.per_token.double().cpu())
 
     length = len(labels_LB)
     _read(model, tokens_BT[:, :-1], [*range(chunk, length, chunk), length], see, advance)
-    return torch.cat(means)
+    return torch.cat(found)
 
 
 def perplexity_bins(losses_L: Tensor, seq_len: int, per_doubling: int = 1) -> list[Bin]:

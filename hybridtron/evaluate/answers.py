@@ -1,0 +1,103 @@
+"""Samples of tasks, asked of a model: a text task's answer is generated greedily and scored by the task's metrics.
+
+Only the continuation is scored. It has as many tokens as the sample says, unless the text ends before; there are no
+stop strings and no BOS. Tasks on token ids are scored teacher-forced: the likeliest token at each position that counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from hybridtron.data.batch import SeqInfo
+from hybridtron.device import compute_device
+from hybridtron.evaluate.records import Line, Records
+from hybridtron.evaluate.served import Served
+from hybridtron.evaluate.suites import Cell
+from hybridtron.model.generate import Prompts, continued
+from hybridtron.model.text import TextOfRow, write
+from hybridtron.parallel.groups import all_gather_object
+from hybridtron.problems import Unusable
+from hybridtron.tasks.base import Sample, TextTokens, TokenTask
+
+SHOWN = 240  # characters of a prompt's end that are stored
+
+
+def ask(
+    model: Served,
+    cells: Sequence[Cell],
+    tokens: TextTokens,
+    records: Records,
+    batch: int,
+    moved: Callable[[int, int], object],
+) -> None:
+    """Every sample that is not recorded yet. Replicas of the model are given its batches in turn."""
+    missing = {cell: [i for i in range(cell.samples) if cell.key(i) not in records] for cell in cells}
+    total = sum(cell.length * len(indices) for cell, indices in missing.items())
+    done = 0
+    for cell, indices in missing.items():
+        for first in range(0, len(indices), batch * model.replicas):
+            together = indices[first : first + batch * model.replicas]
+            own = together[model.replica * batch :][:batch]
+            records.add(everyone(model, answered(model, cell, own, tokens) if own else []))
+            done += cell.length * len(together)
+            moved(done, total)
+
+
+def everyone(model: Served, own: list[Line]) -> list[Line]:
+    """The lines of all replicas, in order; the ranks of one replica have the same."""
+    if model.alone:
+        return own
+    lines = {line["key"]: line for lines in all_gather_object(own) for line in lines}
+    return sorted(lines.values(), key=lambda line: line["index"])
+
+
+def answered(model: Served, cell: Cell, indices: Sequence[int], tokens: TextTokens) -> list[Line]:
+    """The lines of a batch."""
+    samples = [cell.task.sample(cell.seed, index, tokens, cell.length) for index in indices]
+    if isinstance(cell.task, TokenTask):
+        return [forced(model, cell, cell.task, sample) for sample in samples]
+    return [line_of(cell, *pair) for pair in zip(samples, generated(model, samples, tokens), strict=True)]
+
+
+def generated(model: Served, samples: Sequence[Sample], tokens: TextTokens) -> list[TextOfRow]:
+    """What the model writes after each prompt."""
+    prompts = [list(sample.prompt_tokens) for sample in samples]
+    texts = [
+        TextOfRow(tokens.decode, sample.generate, prompt, end=model.end)
+        for sample, prompt in zip(samples, prompts, strict=True)
+    ]
+    steps = continued(model.read, Prompts.of(prompts, compute_device()), rows=[sample.index for sample in samples])
+    write(texts, steps, lambda row, new: None)
+    return texts
+
+
+def line_of(cell: Cell, sample: Sample, text: TextOfRow) -> Line:
+    """What is recorded of a generated answer."""
+    scored = cell.task.score(sample, text.text)
+    line = _line(cell, sample, scored)
+    return line | {"asked": sample.prompt[-SHOWN:], "wanted": sample.answer, "written": text.text, "ended": text.ended}
+
+
+@torch.no_grad()
+def forced(model: Served, cell: Cell, task: TokenTask, sample: Sample) -> Line:
+    """The likeliest token at each position, given all right ones before."""
+    if model.model is None:
+        raise Unusable(f"{cell.label}: is scored at every position, which needs the model whole on each process")
+    tokens_BL = torch.tensor([sample.tokens], device=compute_device())
+    x_LBD = model.model(tokens_BL, None, SeqInfo.stream(*tokens_BL.shape, device=tokens_BL.device), logits=False).output
+    predicted = functional.linear(x_LBD[:, 0], model.model.output_weight()).argmax(-1).tolist()
+    line = _line(cell, sample, task.score_tokens(sample, predicted))
+    scored = [place for place, target in enumerate(sample.targets()) if task.is_scored(target)]
+    wanted = " ".join(str(sample.targets()[place]) for place in scored)
+    written = " ".join(str(predicted[place]) for place in scored)
+    return line | {"asked": sample.prompt[-SHOWN:], "wanted": wanted, "written": written, "ended": "forced"}
+
+
+def _line(cell: Cell, sample: Sample, metrics: dict[str, float]) -> Line:
+    about: dict[str, Any] = {"key": cell.key(sample.index), "task": cell.label, "length": cell.length}
+    about |= {"seed": cell.seed, "index": sample.index, "prompt_tokens": len(sample.prompt_tokens), "metrics": metrics}
+    return about | ({"depth": sample.meta["depth"]} if "depth" in sample.meta else {})

@@ -1,0 +1,110 @@
+"""Held-out text for a checkpoint: long documents from their start; where none is as long, the split packed end to end.
+
+It must have been prepared with the tokenizer that the checkpoint holds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybridtron.config.resolve import resolve
+from hybridtron.evaluate.served import opened, whole_model
+from hybridtron.problems import Unusable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hybridtron.config.schema import Config, DataConfig
+    from hybridtron.data.mds.store import DocumentStore
+    from hybridtron.data.order.stream import RowSpans
+    from hybridtron.data.sources import Sources
+    from hybridtron.model.lm import LanguageModel
+
+
+@dataclass(frozen=True)
+class Text:
+    """What is read: rows of length + 1 tokens (B, T), what they are in words, and the model's training length."""
+
+    tokens_BT: Tensor
+    described: str
+    length: int
+    seq_len: int
+
+
+def trained_model(checkpoint: Path, seq_len: int | None) -> tuple[LanguageModel, Config, int]:
+    """The whole model; the configuration, with the data of the phase that it was written in; the length of its rows."""
+    found, config = opened(checkpoint)
+    config, seq_len = as_trained(checkpoint, config, found.meta.step, seq_len)
+    return whole_model(found, config), config, seq_len
+
+
+def as_trained(checkpoint: Path, config: Config, step: int, seq_len: int | None) -> tuple[Config, int]:
+    """The configuration with the data of the phase that a step is of, and the length of that phase's rows."""
+    if phases := resolve(config):
+        phase = next((one for one in phases if step <= one.end_step), phases[-1])
+        return replace(config, data=phase.data), seq_len or phase.settings.seq_len
+    if seq_len is None:
+        raise Unusable(f"{checkpoint} was imported and does not say how it was trained: give --seq-len, and --data")
+    return config, seq_len
+
+
+def read_text(checkpoint: Path, data: DataConfig, seq_len: int, path: str | None, length: int, rows: int) -> Text:
+    """Rows of held-out text: documents from their start, or the split packed end to end where none is long enough."""
+    import torch
+
+    from hybridtron.data.folder import FolderError
+    from hybridtron.data.mds.store import DataError
+    from hybridtron.data.rows import gather
+    from hybridtron.storage.digest import digest_of
+
+    try:
+        sources = open_sources(data, path)
+        tokenizer = digest_of((checkpoint / "tokenizer.json").read_bytes())
+        if other := [one.folder for one in sources.mixture if one.folder.manifest.tokenizer != tokenizer]:
+            raise FolderError(other[0].name, f"was made with another tokenizer than {checkpoint} holds")
+        stores = sources.stores("validation")
+        chosen, described = choose_rows(stores, length, rows)
+        tokens_BT = gather(stores, chosen, sources.dtype, joined=True).tokens_BT
+    except (FolderError, DataError) as error:
+        raise Unusable(f"{error}; --data names other prepared tokens") from error
+    return Text(torch.from_numpy(tokens_BT.astype("int64")), described, length, seq_len)
+
+
+def open_sources(data: DataConfig, path: str | None) -> Sources:
+    """What the run read, or all that a folder holds out."""
+    from hybridtron.data.mds.opening import open_folder
+    from hybridtron.data.mixture_spec import MixtureSource, mixture_of
+    from hybridtron.data.sources import Sources, cache_options
+
+    cache = cache_options(data)
+    if path is None:
+        return Sources(mixture_of(data, lambda name: open_folder(name, cache)), cache)
+    folder = open_folder(path, cache)
+    held_out = folder.manifest.splits["validation"].items()
+    return Sources([MixtureSource(name, folder, name, float(one.tokens)) for name, one in held_out], cache)
+
+
+def choose_rows(stores: Sequence[DocumentStore], length: int, rows: int) -> tuple[list[RowSpans], str]:
+    """At most this number of rows of length + 1 tokens, from the sources in turn, and what they are."""
+    import numpy as np
+
+    from hybridtron.data.order.stream import DocumentStream, RowSpans, Span
+
+    long = [np.flatnonzero(store.lengths > length)[:rows].tolist() for store in stores]
+    found = [[[Span(document, 0, length + 1)] for document in of_source] for of_source in long]
+    kind = f"long documents of the validation split, the first {length} tokens of each"
+    if not any(found):
+        kind = f"rows of {length} tokens, from the validation split packed end to end: none of its documents is as long"
+        streams = [DocumentStream(store) for store in stores]
+        starts = range(0, rows * (length + 1), length + 1)
+        found = [[one.spans(at, length + 1) for at in starts if at + length < one.tokens_per_epoch] for one in streams]
+    turns = itertools.chain.from_iterable(map(enumerate, itertools.zip_longest(*found)))
+    chosen = [RowSpans([(source, span) for span in spans], 0) for source, spans in turns if spans is not None][:rows]
+    if not chosen:
+        most = max((int(store.shard_tokens.sum()) for store in stores), default=0)
+        raise Unusable(f"a row takes {length + 1} tokens, no source holds out more than {most}: take fewer by --length")
+    return chosen, f"{len(chosen)} {kind}" + (f" ({rows} were asked for)" if len(chosen) < rows else "")

@@ -1,0 +1,94 @@
+"""One HTML page of an evaluation, or of several side by side: tables, pictures, samples of right and wrong answers.
+
+It holds all that it shows: pictures are data URIs, there is no script, and nothing is loaded from anywhere.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from hybridtron.evaluate.records import Line
+from hybridtron.evaluate.results import Evaluated, main_rows, shown
+
+SAMPLES = 2  # of right answers of a task, and of wrong ones
+STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
+table { border-collapse: collapse; margin: .8rem 0 1.6rem; } caption { text-align: left; font-weight: 600; }
+th, td { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right; } th:first-child, td:first-child
+{ text-align: left; } img { max-width: 100%; display: block; margin: .8rem 0; } h2 { margin-top: 2.2rem; }
+pre { background: #f6f6f6; padding: .5rem .7rem; white-space: pre-wrap; overflow-wrap: anywhere; margin: .3rem 0; }
+.right { border-left: 4px solid #2a7f62; } .wrong { border-left: 4px solid #b3432b; } .about { color: #555; }
+"""
+
+
+def page(title: str, evaluations: Sequence[Evaluated], pictures: Iterable[tuple[str, bytes]] = ()) -> str:
+    """The page. `pictures` are those of all evaluations together, as PNG."""
+    parts = [f"<h1>{escape(title)}</h1>", *(image(*one) for one in pictures)]
+    if len(evaluations) > 1:
+        parts.append(side_by_side(evaluations))
+    for one in evaluations:
+        parts += of_one(one)
+    body = "\n".join(parts)
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
+    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
+
+
+def of_one(one: Evaluated) -> list[str]:
+    """The section of a checkpoint."""
+    about = "; ".join(f"{key}: {_worded(value)}" for key, value in one.about.items())
+    parts = [f"<h2>{escape(one.name)}</h2>", f'<p class="about">{escape(about)}</p>']
+    if one.rows:
+        cells = [(r["task"], str(r["length"]), r["metric"], shown(r), str(r["n"])) for r in one.rows]
+        parts.append(table("Results", ("task", "length", "metric", "value ± standard error", "n"), cells))
+    if one.left_out:
+        parts.append(f"<p>Left out:</p><ul>{''.join(f'<li>{escape(text)}</li>' for text in one.left_out)}</ul>")
+    parts += [image(name, file.read_bytes()) for name, file in one.pictures.items()]
+    return [*parts, *samples(one.lines)]
+
+
+def _worded(value: object) -> str:
+    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+
+
+def side_by_side(evaluations: Sequence[Evaluated]) -> str:
+    """The first metric of each task, a column for each run."""
+    of_runs = [main_rows(one.rows) for one in evaluations]
+    places = dict.fromkeys((task, row["length"]) for tasks in of_runs for task, rows in tasks.items() for row in rows)
+    cells = []
+    for task, length in places:
+        found = [next((shown(r) for r in tasks.get(task, []) if r["length"] == length), "") for tasks in of_runs]
+        cells.append((task, str(length), *found))
+    return table("Side by side", ("task", "length", *(one.name for one in evaluations)), cells)
+
+
+def samples(lines: Sequence[Line]) -> list[str]:
+    """Of each task a few answers that are right by its first metric, and a few that are not."""
+    by_task: dict[str, list[Line]] = {}
+    for line in lines:
+        if "metrics" in line:
+            by_task.setdefault(line["task"], []).append(line)
+    parts = ["<h3>Samples</h3>"] if by_task else []
+    for task, of_task in by_task.items():
+        right = [line for line in of_task if next(iter(line["metrics"].values())) == 1]
+        wrong = [line for line in of_task if next(iter(line["metrics"].values())) != 1]
+        parts.append(f"<h4>{escape(task)}: {len(right)} right, {len(wrong)} not</h4>")
+        for kind, chosen in (("right", right), ("wrong", wrong)):
+            for line in chosen[:SAMPLES]:
+                text = f"[{line['length']}] ... {line['asked']}\nwanted:  {line['wanted']}\nwritten: {line['written']}"
+                parts.append(f'<pre class="{kind}">{escape(text)}</pre>')
+    return parts
+
+
+def table(caption: str, header: Sequence[str], cells: Iterable[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in header)
+    rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in cells)
+    body = "\n".join(f"<tr>{row}</tr>" for row in rows)
+    return f"<table><caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def image(title: str, png: bytes) -> str:
+    source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    title = escape(title)
+    return f'<figure><figcaption>{title}</figcaption><img alt="{title}" src="{source}"></figure>'

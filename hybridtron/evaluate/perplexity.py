@@ -1,0 +1,68 @@
+"""Perplexity of held-out text, by length, and in windows that slide; nats per token and bits per byte.
+
+    perplexity = exp(sum of -log q / tokens),   bits per byte = sum of -log2 q / bytes
+
+Each row or window starts from zero states and has no BOS; its first token is not predicted. The end of a document is
+predicted and counted as a token; it has no bytes. Bits per byte compare models of different tokenizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from hybridtron.evaluate.answers import everyone
+from hybridtron.evaluate.held_out import read_text
+from hybridtron.evaluate.length import fitting_chunk, token_losses
+from hybridtron.evaluate.records import Line, Records
+from hybridtron.evaluate.served import Served
+from hybridtron.evaluate.suites import PerplexityOf
+from hybridtron.problems import Unusable
+
+
+def rows_of(model: Served, wanted: PerplexityOf, seq_len: int, path: str | None) -> tuple[Tensor, str]:
+    """The rows or windows, (B, length + 1), and what they are; windows are cut from the split packed end to end."""
+    data = model.config.data
+    if not wanted.stride:
+        text = read_text(model.folder, data, seq_len, path, wanted.length, wanted.count)
+        return text.tokens_BT, text.described
+    tokens = wanted.length + 1 + (wanted.count - 1) * wanted.stride
+    text = read_text(model.folder, data, seq_len, path, tokens - 1, 1)
+    return text.tokens_BT[0].unfold(0, wanted.length + 1, wanted.stride), f"windows of: {text.described}"
+
+
+def measure(
+    model: Served, wanted: PerplexityOf, rows_BT: Tensor, described: str, records: Records, batch: int, moved: Callable
+) -> None:
+    """Every row that is not recorded yet."""
+    missing = [index for index in range(len(rows_BT)) if wanted.key(index) not in records]
+    for first in range(0, len(missing), batch * model.replicas):
+        together = missing[first : first + batch * model.replicas]
+        own = together[model.replica * batch :][:batch]
+        lines = scored(model, wanted, rows_BT, own, described) if own else []
+        records.add(everyone(model, lines))
+        moved(first + len(together), len(missing))
+
+
+def scored(model: Served, wanted: PerplexityOf, rows_BT: Tensor, indices: Sequence[int], described: str) -> list[Line]:
+    """The lines of a batch."""
+    assert model.model is not None
+    tokens_BT = rows_BT[list(indices)]
+    chunk = fitting_chunk(model.config.model, len(indices))
+    losses_LB = token_losses(model.model, tokens_BT, chunk)
+    lines = []
+    for row, index in enumerate(indices):
+        first = wanted.length - wanted.stride if wanted.stride and wanted.score == "new" and index else 0
+        losses, tokens = losses_LB[first:, row], tokens_BT[row, first:].tolist()
+        bytes_scored = len(model.tokenizer.decode(tokens).encode()) - len(model.tokenizer.decode(tokens[:1]).encode())
+        about = {"key": wanted.key(index), "task": wanted.label, "length": wanted.length, "index": index}
+        sums = {"nats": losses.sum().item(), "tokens": len(losses), "bytes": bytes_scored}
+        lines.append({**about, **sums, "text": described})
+    return lines
+
+
+def require_whole(model: Served, what: str) -> None:
+    """Losses need all logits."""
+    if model.model is None:
+        raise Unusable(f"{what} needs the model whole on each process: leave parallel.tensor and parallel.pipeline")

@@ -1,0 +1,116 @@
+"""The pictures of `hybridtron evaluate`: one for each instrument, from the lines that it wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Lines = list[dict[str, Any]]
+
+
+def draw(name: str, lines: Lines, seq_len: int, output: Path) -> None:
+    """The picture of an instrument, with a dashed line where the training length is."""
+    with picture(output) as axes:
+        {"positions": draw_positions, "remembrance": draw_remembrance, "states": draw_states}[name](axes, lines)
+        trained = lines[0]["length"] - seq_len if name == "remembrance" else seq_len
+        if trained >= 0:
+            axes.axvline(trained, color="black", linestyle="--", linewidth=0.8, label=f"training length {seq_len}")
+
+
+@contextmanager
+def picture(output: Path) -> Iterator[Axes]:
+    """What is drawn inside, as a file."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    yield axes
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize="small", ncols=1 + len(axes.lines) // 10)
+    figure.savefig(output)
+
+
+def draw_positions(axes: Axes, lines: Lines) -> None:
+    """Every position faintly, and stretches of neighbours, eight to a doubling."""
+    import torch
+
+    from hybridtron.evaluate.length import perplexity_bins
+
+    axes.plot([line["position"] for line in lines], [line["perplexity"] for line in lines], linewidth=0.3, alpha=0.4)
+    bins = perplexity_bins(torch.tensor([line["loss"] for line in lines]), 1, 8)
+    middles = [(one.first * one.last) ** 0.5 for one in bins]
+    axes.plot(middles, [one.perplexity for one in bins], label="mean of neighbours")
+    axes.set(xscale="log", yscale="log", xlabel="position (tokens before)", ylabel="perplexity")
+
+
+def draw_remembrance(axes: Axes, lines: Lines) -> None:
+    for key, width in (("total_variation", 1.8), ("jensen_shannon", 0.8), ("cosine", 0.8)):
+        axes.plot([line["t"] for line in lines], [line[key] for line in lines], ".-", linewidth=width, label=key)
+    axes.set(xlabel=f"t (tokens not shown, of {lines[0]['length']})", ylabel="Effective Remembrance", ylim=(0, None))
+
+
+def draw_states(axes: Axes, lines: Lines) -> None:
+    from matplotlib import colormaps
+
+    layers = list(dict.fromkeys(line["layer"] for line in lines))
+    for color, layer in zip(colormaps["viridis"].resampled(len(layers))(range(len(layers))), layers, strict=True):
+        points = [(line["position"], line["overall"]) for line in lines if line["layer"] == layer]
+        axes.plot(*zip(*points, strict=True), color=color, linewidth=0.9, label=f"layer {layer}")
+    axes.set(xscale="log", yscale="log", xlabel="position", ylabel="standard deviation of the state")
+
+
+def heat_map(title: str, rows: Lines, seq_len: int, output: Path) -> None:
+    """Depth down, length to the right: the mean of a task's metric, from 0 to 1; grey where nothing was asked."""
+    import numpy as np
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    depths = sorted({depth for row in rows for depth, _, _ in row["by_depth"]})
+    values = np.full((len(depths), len(rows)), np.nan)
+    for column, row in enumerate(rows):
+        for depth, value, _ in row["by_depth"]:
+            values[depths.index(depth), column] = value
+    figure = Figure(figsize=(7, 3.5), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(values, vmin=0, vmax=1, aspect="auto", cmap=colormaps["viridis"].with_extremes(bad="lightgrey"))
+    axes.set_xticks(range(len(rows)), [str(row["length"]) for row in rows], rotation=45)
+    axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+    if trained := [column for column, row in enumerate(rows) if row["length"] <= seq_len]:
+        axes.axvline(trained[-1] + 0.5, color="black", linestyle="--", linewidth=0.8)
+    axes.set(xlabel="length in tokens (dashed: training length)", ylabel="depth", title=title)
+    figure.colorbar(image, ax=axes, label=rows[0]["metric"])
+    figure.savefig(output)
+
+
+def by_length(of_runs: dict[str, dict[str, Lines]], seq_lens: list[int], output: Path) -> None:
+    """A panel for each task, a line for each run, with standard errors; training lengths dashed."""
+    from matplotlib.figure import Figure
+
+    tasks = list(dict.fromkeys(task for of_run in of_runs.values() for task in of_run))
+    columns = min(4, len(tasks))
+    lines = -(-len(tasks) // columns)
+    figure = Figure(figsize=(3.2 * columns + 0.6, 2.4 * lines + 0.4), dpi=120, layout="constrained")
+    panels = figure.subplots(lines, columns, squeeze=False).flatten()
+    for axes, task in zip(panels, tasks, strict=False):
+        for name, of_run in of_runs.items():
+            rows = of_run.get(task, [])
+            errors = [row["standard_error"] or 0 for row in rows]
+            lengths, values = [row["length"] for row in rows], [row["value"] for row in rows]
+            axes.errorbar(lengths, values, errors, marker="o", markersize=3, linewidth=1, label=name)
+        for seq_len in set(seq_lens):
+            axes.axvline(seq_len, color="black", linestyle="--", linewidth=0.6)
+        metric = next(row["metric"] for of_run in of_runs.values() for row in of_run.get(task, []))
+        axes.set_xscale("log", base=2)
+        axes.set(title=task, xlabel="length in tokens", ylabel=metric, ylim=None if "perp" in metric else (-0.03, 1.03))
+        axes.grid(alpha=0.3)
+    for axes in panels[len(tasks) :]:
+        axes.set_visible(False)
+    if len(of_runs) > 1:
+        panels[0].legend(frameon=False, fontsize="small")
+    figure.savefig(output)

@@ -1,0 +1,129 @@
+"""Lines of samples -> a row for each task, length and metric: mean, standard error, number of samples, and all else
+that such a number means something with: tokenizer, data type, kernels, attention outside training, seed.
+
+The standard error of a mean of n values is their standard deviation (n - 1) over the root of n; of a perplexity it is
+that of the rows' mean losses, times the perplexity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from hybridtron.evaluate.records import Line
+from hybridtron.tasks import RULER_SE_GROUPS
+
+Row = dict[str, Any]
+AVERAGES = {**RULER_SE_GROUPS, "ruler_se": tuple(name for names in RULER_SE_GROUPS.values() for name in names)}
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What was found out about a checkpoint, and the files of its pictures by their titles."""
+
+    name: str
+    folder: Path
+    about: Mapping[str, Any]
+    rows: Sequence[Row]
+    lines: Sequence[Line]
+    left_out: Sequence[str] = ()
+    pictures: dict[str, Path] = field(default_factory=dict)
+
+
+def rows_of(lines: Iterable[Line], about: Mapping[str, Any]) -> list[Row]:
+    """Of every task and length, in the order of the lines; the first metric of a task first."""
+    cells: dict[tuple[str, int], list[Line]] = {}
+    for line in lines:
+        cells.setdefault((line["task"], line["length"]), []).append(line)
+    found = []
+    for (task, length), of_cell in cells.items():
+        place = {"task": task, "length": length}
+        if "metrics" in of_cell[0]:
+            found += [place | row for row in _scored(of_cell)]
+        elif "nats" in of_cell[0]:
+            found += [place | row for row in _perplexity(of_cell)]
+    return [row | {"about": dict(about)} for row in [*found, *averages(found)]]
+
+
+def _scored(lines: Sequence[Line]) -> Iterable[Row]:
+    empty = sum(not line["written"].strip() for line in lines)
+    for metric in lines[0]["metrics"]:
+        values = [line["metrics"][metric] for line in lines]
+        row: Row = {"metric": metric, **mean_of(values), "seed": lines[0]["seed"], "empty": empty}
+        if "depth" in lines[0]:
+            depths: dict[float, list[float]] = {}
+            for line, value in zip(lines, values, strict=True):
+                depths.setdefault(line["depth"], []).append(value)
+            row["by_depth"] = [[depth, fmean(depths[depth]), len(depths[depth])] for depth in sorted(depths)]
+        yield row
+
+
+def _perplexity(lines: Sequence[Line]) -> Iterable[Row]:
+    nats, tokens, size = (sum(line[key] for line in lines) for key in ("nats", "tokens", "bytes"))
+    error = mean_of([line["nats"] / line["tokens"] for line in lines])["standard_error"]
+    count: Row = {"n": len(lines), "tokens": tokens, "text": lines[0]["text"]}
+    loss = nats / tokens
+    yield {"metric": "perplexity", "value": math.exp(loss), "standard_error": scaled(error, math.exp(loss)), **count}
+    yield {"metric": "loss", "value": loss, "standard_error": error, **count}
+    if size:
+        per_byte = tokens / size / math.log(2)
+        yield {
+            "metric": "bits_per_byte",
+            "value": loss * per_byte,
+            "standard_error": scaled(error, per_byte),
+            **count,
+            "bytes": size,
+        }
+
+
+def mean_of(values: Sequence[float]) -> Row:
+    error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return {"value": fmean(values), "standard_error": error, "n": len(values)}
+
+
+def scaled(error: float | None, factor: float) -> float | None:
+    return None if error is None else error * factor
+
+
+def averages(rows: Sequence[Row]) -> list[Row]:
+    """RULER's groups, and all eleven tasks, where every task of a group was asked: plain means of tasks."""
+    found = []
+    by_place = {(row["task"], row["length"]): row for row in rows if row["metric"] == "string_match_all"}
+    for length in dict.fromkeys(row["length"] for row in rows):
+        for group, names in AVERAGES.items():
+            parts = [by_place.get((name, length)) for name in names]
+            if len(names) > 1 and all(parts):
+                errors = [row["standard_error"] or 0.0 for row in parts if row]
+                value = fmean(row["value"] for row in parts if row)
+                error = math.hypot(*errors) / len(names)
+                found.append(
+                    {
+                        "task": f"average of {group}",
+                        "length": length,
+                        "metric": "string_match_all",
+                        "value": value,
+                        "standard_error": error,
+                        "n": sum(row["n"] for row in parts if row),
+                    }
+                )
+    return found
+
+
+def main_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The first metric of each task, by length."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        of_task = found.setdefault(row["task"], [])
+        if not of_task or of_task[0]["metric"] == row["metric"]:
+            of_task.append(row)
+    return {task: sorted(of_task, key=lambda row: row["length"]) for task, of_task in found.items()}
+
+
+def shown(row: Row) -> str:
+    """`0.850 ± 0.036`."""
+    error = "" if row["standard_error"] is None else f" \N{PLUS-MINUS SIGN} {row['standard_error']:.3f}"
+    return f"{row['value']:.3f}{error}"

@@ -1,0 +1,166 @@
+"""An evaluation of one checkpoint from start to end: what is asked is checked, then measured, then written.
+
+    samples.jsonl       a line a sample; a killed evaluation continues after the last one
+    results.json        a row for each task, length and metric, with all that it was measured with
+    *.jsonl, *.png      of the instruments; heat maps of tasks with a depth, and lines by length
+    index.html          all of it on one page
+
+Every process of the launch comes here; the first one writes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hybridtron import __version__
+from hybridtron.device import compute_device
+from hybridtron.evaluate import perplexity
+from hybridtron.evaluate.answers import ask
+from hybridtron.evaluate.held_out import as_trained, read_text
+from hybridtron.evaluate.instruments import written
+from hybridtron.evaluate.length import attention_at_eval
+from hybridtron.evaluate.page import page
+from hybridtron.evaluate.pictures import by_length, heat_map
+from hybridtron.evaluate.records import Records
+from hybridtron.evaluate.results import Evaluated, Row, main_rows, rows_of
+from hybridtron.evaluate.served import Served
+from hybridtron.evaluate.suites import Suite, fitting, suite_of
+from hybridtron.ops.registry import choices
+from hybridtron.parallel.groups import barrier
+from hybridtron.problems import Unusable
+from hybridtron.requirements import is_there
+from hybridtron.storage.digest import digest_of
+from hybridtron.tasks.base import TextTokens
+from hybridtron.tasks.tokens import open_tokens
+from hybridtron.train.records import write_whole
+
+Bar = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the command line says: a suite's keys, whether it is a named one, and what replaces parts of it."""
+
+    asked: Mapping[str, Any]
+    named: bool
+    lengths: list[str] | None = None
+    samples: int | None = None
+    batch: int = 16
+    rows: int = 8
+    data: str | None = None
+    seq_len: int | None = None
+
+
+def evaluate(model: Served, name: str, wishes: Wishes, output: Path, bar: Bar) -> Evaluated:
+    """Measure what is not recorded yet, and write."""
+    config, seq_len = as_trained(model.folder, model.config, model.step, wishes.seq_len)
+    model = replace(model, config=config)
+    tokens = open_tokens(str(model.folder))
+    if (largest := model.tokenizer.get_vocab_size()) > (size := config.model.vocab_size):
+        fault = f"its tokenizer.json has {largest} tokens, model.vocab_size is {size}"
+        raise Unusable(f"{model.folder}: {fault}: this tokenizer is not the model's")
+    suite = suite_of(wishes.asked, seq_len, wishes.lengths, wishes.samples)
+    suite = fitting(suite, tokens, size, lenient=wishes.named)
+    if suite.perplexities or suite.instruments:
+        perplexity.require_whole(model, "perplexity" if suite.perplexities else suite.instruments[0])
+    texts = [(one, *perplexity.rows_of(model, one, seq_len, wishes.data)) for one in suite.perplexities]
+    records = opened(model, output, about(model, tokens, seq_len))
+    with bar("tasks") as moved:
+        ask(model, suite.cells, tokens, records, wishes.batch, moved)
+    for one, rows_BT, described in texts:
+        with bar(f"{one.label} {one.length}") as moved:
+            perplexity.measure(model, one, rows_BT, described, records, wishes.batch, moved)
+    if model.first and suite.instruments:
+        _instruments(model, suite, seq_len, wishes, output, records, bar)
+    return finished(name, suite, records, output, seq_len) if model.first else Evaluated(name, output, {}, [], [])
+
+
+def opened(model: Served, output: Path, header: Mapping[str, Any]) -> Records:
+    """What was recorded; the first process makes the file whole before the others read it."""
+    file = output / "samples.jsonl"
+    output.mkdir(parents=True, exist_ok=True)
+    if model.alone:
+        return Records(file, header)
+    own = Records(file, header) if model.first else None
+    barrier()
+    return own or Records(file, header, writes=False)
+
+
+def about(model: Served, tokens: TextTokens, seq_len: int) -> dict[str, Any]:
+    """What every number is measured with."""
+    device = compute_device().type
+    return {
+        "checkpoint": digest_of((model.folder / "manifest.json").read_bytes()),
+        "step": model.step,
+        "seq_len": seq_len,
+        "tokenizer": tokens.digest,
+        "dtype": str(model.config.precision.name),
+        "attention": attention_at_eval(model.config.model),
+        "kernels": {op: form for op, form, _ in choices(device)},
+        "device": device,
+        "hybridtron": __version__,
+    }
+
+
+def _instruments(
+    model: Served, suite: Suite, seq_len: int, wishes: Wishes, output: Path, records: Records, bar: Bar
+) -> None:
+    """Each one's files; a line in the records says that they are there."""
+    assert model.model is not None
+    length = suite.instrument_length
+    for name in suite.instruments:
+        key = f"{name}/{length}/{wishes.rows}"
+        if key in records and (output / f"{name}.jsonl").exists():
+            continue
+        text = read_text(model.folder, model.config.data, seq_len, wishes.data, length, wishes.rows)
+        with bar(name) as moved:
+            table = written(name, model.model, model.config, text, output, is_there("matplotlib"), moved)
+        if table is not None:
+            records.add([{"key": key, "task": name, "length": length, "text": text.described}])
+
+
+def finished(name: str, suite: Suite, records: Records, output: Path, seq_len: int) -> Evaluated:
+    """Results, pictures and page, of all that is recorded."""
+    lines = list(records.lines.values())
+    rows = rows_of(lines, records.about)
+    write_whole(output / "results.json", json.dumps({"rows": rows, "left_out": suite.left_out}, indent=1) + "\n")
+    one = Evaluated(name, output, records.about, rows, lines, suite.left_out)
+    if is_there("matplotlib"):
+        draw_all(one, seq_len)
+    write_whole(output / "index.html", page(name, [one]))
+    return one
+
+
+def draw_all(one: Evaluated, seq_len: int) -> None:
+    """The pictures of an evaluation, by their titles."""
+    tasks = main_rows(one.rows)
+    for task, rows in tasks.items():
+        if "by_depth" in rows[0]:
+            file = one.folder / f"{task.partition('[')[0]}_depth.png"
+            heat_map(task, rows, seq_len, file)
+            one.pictures[f"{task} by depth and length"] = file
+    if tasks:
+        by_length({one.name: tasks}, [seq_len], one.folder / "by_length.png")
+        one.pictures["by length"] = one.folder / "by_length.png"
+    for name in ("positions", "remembrance", "states"):
+        if (file := one.folder / f"{name}.png").exists():
+            one.pictures[name] = file
+
+
+def compared(title: str, evaluations: list[Evaluated], output: Path) -> None:
+    """Results and page of several checkpoints."""
+    rows: list[Row] = [{"run": one.name, **row} for one in evaluations for row in one.rows]
+    write_whole(output / "results.json", json.dumps({"rows": rows}, indent=1) + "\n")
+    pictures = []
+    if is_there("matplotlib") and rows:
+        file = output / "by_length.png"
+        by_length(
+            {one.name: main_rows(one.rows) for one in evaluations}, [one.about["seq_len"] for one in evaluations], file
+        )
+        pictures.append(("by length", file.read_bytes()))
+    write_whole(output / "index.html", page(title, evaluations, pictures))

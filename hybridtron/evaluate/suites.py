@@ -1,0 +1,217 @@
+"""What is measured: a suite of a paper by name, or a file of one's own.
+
+    samples: 100                  # of each task and length
+    seed: 0
+    tasks:
+      - {task: passkey, lengths: [1x, 4x, 4096], samples: 55, options: {digits: 3}}
+      - {task: ruler_se, lengths: [4096]}
+    perplexity:
+      - {lengths: [1x, 2x, 4x], rows: 16}
+      - {context: 1x, stride: 64, score: new, windows: 100}
+    instruments: [positions, remembrance, states]
+    instrument_length: 16x
+
+`4x` is four training lengths. Everything is checked before a model reads anything, also that a sample fits: in a file
+of one's own a task that can't be asked is an error, of a suite it is left out with the reason, as the lengths of a
+paper need not fit a small model. Tasks on token ids need a model of their vocabulary, and are in no suite.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hybridtron.problems import Unusable, did_you_mean
+from hybridtron.tasks.base import Task, TaskError, TextTokens
+from hybridtron.tasks.options import members, named, options_of
+
+TRIED = 4  # samples of each task and length that are made before a model reads anything
+DOUBLED = ["1x", "2x", "4x"]
+PASSKEY = {"task": "passkey", "lengths": ["1x", "2x", "4x", "8x", "16x", "32x", "64x"], "samples": 55}
+INSTRUMENTS = ("positions", "remembrance", "states")
+SUITES: dict[str, dict[str, Any]] = {
+    "samba": {"tasks": [PASSKEY], "perplexity": [{"lengths": DOUBLED}], "instruments": ["positions"]},
+    "span": {"tasks": [{"task": "ruler_se", "lengths": DOUBLED}], "perplexity": [{"lengths": DOUBLED}]},
+    "length": {
+        "tasks": [PASSKEY, {"task": "babilong", "lengths": [*DOUBLED, "8x", "16x"]}],
+        "perplexity": [{"lengths": DOUBLED}, {"context": "1x", "stride": "1/4x", "score": "new"}],
+        "instruments": list(INSTRUMENTS),
+    },
+    "hax": {"tasks": [{"task": name, "lengths": ["1x"]} for name in ("ruler_se", "qa_synth_1")]},
+}
+SUITES["all"] = {
+    "tasks": [PASSKEY, *({"task": n, "lengths": DOUBLED} for n in ("needle", "ruler_synth", "babilong"))],
+    "perplexity": SUITES["length"]["perplexity"],
+    "instruments": list(INSTRUMENTS),
+}
+KEYS = {
+    "": {"samples", "seed", "tasks", "perplexity", "instruments", "instrument_length"},
+    "tasks": {"task", "lengths", "samples", "options"},
+    "perplexity": {"lengths", "rows", "context", "stride", "score", "windows"},
+}
+SCORES = ("new", "all")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A task at a length: its samples are of indices 0, 1, ... of the seed."""
+
+    task: Task
+    length: int
+    samples: int
+    seed: int
+
+    @property
+    def label(self) -> str:
+        """The task's name, with options that are not as registered."""
+        usual = options_of(named(self.task.name))
+        changed = [f"{key}={value}" for key, value in options_of(self.task).items() if value != usual[key]]
+        return self.task.name + (f"[{','.join(changed)}]" if changed else "")
+
+    def key(self, index: int) -> str:
+        return f"{self.label}/{self.length}/{self.seed}/{index}"
+
+
+@dataclass(frozen=True)
+class PerplexityOf:
+    """Rows of a length, each from zero states; or windows of `length` tokens that begin every `stride` tokens.
+
+    Of a window the predictions of its new tokens are scored, or all; of the first one always all.
+    """
+
+    length: int
+    count: int
+    stride: int = 0
+    score: str = "all"
+
+    @property
+    def label(self) -> str:
+        return f"perplexity[stride={self.stride},score={self.score}]" if self.stride else "perplexity"
+
+    def key(self, index: int) -> str:
+        return f"{self.label}/{self.length}/{index}"
+
+
+@dataclass
+class Suite:
+    """All that is measured, and what of a named suite is left out, with the reason."""
+
+    cells: list[Cell] = field(default_factory=list)
+    perplexities: list[PerplexityOf] = field(default_factory=list)
+    instruments: list[str] = field(default_factory=list)
+    instrument_length: int = 0
+    left_out: list[str] = field(default_factory=list)
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """What a file asks for."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise Unusable(f"--tasks {path} can't be read: {error}") from error
+    if not isinstance(content, dict):
+        raise Unusable(f"--tasks {path}: has no keys; it may have {', '.join(sorted(KEYS['']))}")
+    return content
+
+
+def suite_of(
+    asked: Mapping[str, Any], seq_len: int, lengths: Sequence[str] | None = None, samples: int | None = None
+) -> Suite:
+    """What a suite or a file asks for at a training length; `lengths` and `samples` replace those of all tasks."""
+    unknown("", asked)
+    count = samples or number(asked, "samples", 100)
+    suite = Suite(instruments=list(asked.get("instruments", [])))
+    for name in suite.instruments:
+        if name not in INSTRUMENTS:
+            raise Unusable(f"instruments: there is no {name!r}{did_you_mean(name, INSTRUMENTS)}; has {INSTRUMENTS}")
+    suite.instrument_length = tokens_of(asked.get("instrument_length", "16x"), seq_len)
+    for entry in asked.get("tasks", []):
+        unknown("tasks", entry)
+        settings = [f"{key}={value}" for key, value in entry.get("options", {}).items()]
+        tasks = [named(name, settings) for name in members([str(entry.get("task", ""))])]
+        each = samples or number(entry, "samples", count)
+        for task in tasks:
+            for length in lengths or _lengths(entry):
+                suite.cells.append(Cell(task, tokens_of(length, seq_len), each, number(asked, "seed", 0, least=0)))
+    for entry in asked.get("perplexity", []):
+        unknown("perplexity", entry)
+        suite.perplexities += _perplexities(entry, seq_len, lengths)
+    if not (suite.cells or suite.perplexities or suite.instruments):
+        raise Unusable("nothing is asked for: tasks, perplexity and instruments are empty")
+    return suite
+
+
+def _perplexities(entry: Mapping[str, Any], seq_len: int, lengths: Sequence[str] | None) -> Iterable[PerplexityOf]:
+    if "context" not in entry:
+        rows = number(entry, "rows", 16)
+        return [PerplexityOf(tokens_of(length, seq_len), rows) for length in lengths or _lengths(entry)]
+    context, score = tokens_of(entry["context"], seq_len), entry.get("score", "new")
+    stride = tokens_of(entry.get("stride", context), seq_len)
+    if score not in SCORES:
+        raise Unusable(f"perplexity.score is {score!r}, must be new or all")
+    if stride > context:
+        raise Unusable(f"perplexity.stride is {stride}, must be at most context={context}, or tokens are skipped")
+    return [PerplexityOf(context, number(entry, "windows", 64), stride, score)]
+
+
+def unknown(section: str, entry: Any) -> None:
+    if not isinstance(entry, Mapping):
+        raise Unusable(f"{section}: {entry!r} has no keys; it may have {', '.join(sorted(KEYS[section]))}")
+    for key in entry:
+        if key not in KEYS[section]:
+            known = KEYS[section]
+            raise Unusable(f"{section or 'the file'}: no key {key}{did_you_mean(str(key), known)}; has {sorted(known)}")
+
+
+def number(entry: Mapping[str, Any], key: str, usual: int, least: int = 1) -> int:
+    value = entry.get(key, usual)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise Unusable(f"{key} is {value!r}, must be a whole number of at least {least}")
+    return value
+
+
+def _lengths(entry: Mapping[str, Any]) -> list[Any]:
+    found = entry.get("lengths")
+    if not isinstance(found, list) or not found:
+        raise Unusable(f"{entry.get('task', 'perplexity')}: lengths is {found!r}, must be a list such as [1x, 4096]")
+    return found
+
+
+def tokens_of(text: str | int, seq_len: int) -> int:
+    """`4096`, `4x`, `1/4x` -> tokens."""
+    found = re.fullmatch(r"(?:(\d+)/)?0*([1-9]\d*)(x?)", str(text), re.ASCII)
+    if found is None or (found[1] and not found[3]):
+        raise Unusable(f"a length is {text}, must be tokens such as 8192, or training lengths such as 16x")
+    if found[1]:
+        return max(1, int(found[1]) * seq_len // int(found[2]))
+    return int(found[2]) * (seq_len if found[3] else 1)
+
+
+def fitting(suite: Suite, tokenizer: TextTokens, vocab_size: int, lenient: bool) -> Suite:
+    """The suite with what can be asked. Unusable for what can't, unless `lenient`, or where nothing remains."""
+    kept, left_out = [], []
+    for cell in suite.cells:
+        if (reason := misfit(cell, tokenizer, vocab_size)) is None:
+            kept.append(cell)
+        else:
+            left_out.append(f"{cell.label} at {cell.length}: {reason}")
+    if left_out and (not lenient or not (kept or suite.perplexities or suite.instruments)):
+        raise Unusable("\n".join([*left_out, "--lengths names other lengths, a file of tasks other tasks"]))
+    return Suite(kept, suite.perplexities, suite.instruments, suite.instrument_length, left_out)
+
+
+def misfit(cell: Cell, tokenizer: TextTokens, vocab_size: int) -> str | None:
+    """Why a model of this vocabulary can't be asked."""
+    if (size := getattr(cell.task, "num_tokens", 0)) > vocab_size:
+        return f"has a vocabulary of {size} token ids, the model has {vocab_size}"
+    try:
+        for index in range(min(cell.samples, TRIED)):
+            cell.task.sample(cell.seed, index, tokenizer, cell.length)
+    except TaskError as error:
+        return str(error)
+    return None

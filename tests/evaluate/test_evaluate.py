@@ -1,0 +1,262 @@
+"""An evaluation as a person starts it, on a run of a few steps: what is written, by hand; killed and continued."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.folder import folder_of
+from hybridtron.cli.main import main
+from hybridtron.data.batch import SeqInfo
+from hybridtron.evaluate import answers
+from hybridtron.model.generate import generate
+from hybridtron.model.lm import LanguageModel
+from hybridtron.tasks.options import named
+from hybridtron.tasks.tokens import open_tokens
+from tests.cli.test_evaluate import LENGTHS, VOCAB, lines_of, losses_by_hand, tokenizer, trained, write_data
+
+ROOT = Path(__file__).parents[2]
+ASKED = {
+    "samples": 3,
+    "tasks": [
+        {"task": "passkey", "lengths": [400], "samples": 5, "options": {"digits": 1, "depth_steps": 2}},
+        {"task": "copying", "lengths": [23]},
+    ],
+    "perplexity": [{"lengths": ["2x"], "rows": 3}, {"context": 32, "stride": 8, "windows": 4}],
+    "instruments": ["positions"],
+    "instrument_length": "2x",
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluated")
+    data = write_data(folder / "toy", LENGTHS, tokenizer().to_str())
+    return trained(folder / "run", data, "M-W-")
+
+
+@pytest.fixture(scope="module")
+def model(run: Path) -> LanguageModel:
+    opened = Checkpoint.open(folder_of(run, 4))
+    whole = LanguageModel(opened.config.model)
+    opened.load_weights(whole)
+    return whole
+
+
+def asked(folder: Path, content: dict) -> Path:
+    path = folder / "asked.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def evaluated(run: Path, output: Path, content: dict = ASKED, *more: str) -> Path:
+    file = asked(run.parent, content)
+    assert main(["evaluate", str(run), "--tasks", str(file), "--output", str(output), "--rows", "2", *more]) == 0
+    return output
+
+
+@pytest.fixture(scope="module")
+def output(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return evaluated(run, tmp_path_factory.mktemp("out") / "once")
+
+
+def test_answers_are_what_the_model_writes_greedily(run: Path, output: Path, model: LanguageModel) -> None:
+    checkpoint = folder_of(run, 4)
+    tokens, task = open_tokens(str(checkpoint)), named("passkey", ["digits=1", "depth_steps=2"])
+    lines = [one for one in lines_of(output / "samples.jsonl") if one.get("task", "").startswith("passkey")]
+    assert [one["key"] for one in lines] == [f"passkey[digits=1,depth_steps=2]/400/0/{i}" for i in range(5)]
+    for index, line in enumerate(lines):
+        sample = task.sample(0, index, tokens, 400)
+        made = generate(model, torch.tensor([sample.prompt_tokens]), sample.generate, 0, 0)[0].tolist()
+        end = made.index(0) if 0 in made else len(made)
+        assert line["written"] == tokens.decode(made[:end])
+        assert line["metrics"] == task.score(sample, line["written"])
+        assert line["depth"] == index % 2
+
+
+@torch.no_grad()
+def test_tasks_on_token_ids_are_scored_at_every_position(output: Path, model: LanguageModel) -> None:
+    task = named("copying")
+    lines = [one for one in lines_of(output / "samples.jsonl") if one.get("task") == "copying"]
+    assert len(lines) == 3
+    for index, line in enumerate(lines):
+        sample = task.sample(0, index, open_tokens("bytes"), 23)
+        logits_LBV = model(torch.tensor([sample.tokens]), None, SeqInfo.stream(1, len(sample.tokens))).output
+        assert line["metrics"] == task.score_tokens(sample, logits_LBV[:, 0].argmax(-1).tolist())  # type: ignore[attr-defined]
+
+
+def test_perplexity_is_that_of_losses_by_hand(run: Path, output: Path) -> None:
+    results = json.loads((output / "results.json").read_text())["rows"]
+    found = {(row["task"], row["metric"]): row for row in results if row["task"].startswith("perplexity")}
+    documents = [(np.arange(33) + 50 * i) % (VOCAB - 1) + 1 for i in (0, 1, 3)]
+    expected = np.mean(losses_by_hand(folder_of(run, 4), documents))
+    assert found["perplexity", "loss"]["value"] == pytest.approx(expected, rel=1e-4)
+    assert found["perplexity", "perplexity"]["value"] == pytest.approx(math.exp(expected), rel=1e-4)
+    assert found["perplexity", "loss"]["n"] == 3
+
+    text = (np.arange(33 + 3 * 8) + 50) % (VOCAB - 1) + 1  # of the first document that is as long
+    sums = []
+    for window in range(4):
+        losses = losses_by_hand(folder_of(run, 4), [text[8 * window :][:33]])
+        sums += losses if window == 0 else losses[-8:]
+    sliding = found["perplexity[stride=8,score=new]", "loss"]
+    assert sliding["tokens"] == 32 + 3 * 8
+    assert sliding["value"] == pytest.approx(np.mean(sums), rel=1e-4)
+
+
+def test_every_row_says_how_it_was_measured(output: Path) -> None:
+    results = json.loads((output / "results.json").read_text())["rows"]
+    assert {row["metric"] for row in results} >= {"exact", "token_exact", "accuracy", "perplexity", "bits_per_byte"}
+    for row in results:
+        assert row["about"].keys() >= {"checkpoint", "tokenizer", "dtype", "kernels", "attention", "seq_len", "step"}
+        assert row["about"]["attention"] == {"W": "window 8"}
+        assert row["n"] >= 3
+        assert "standard_error" in row
+    names = {"samples.jsonl", "results.json", "index.html", "by_length.png", "passkey_depth.png"}
+    assert {file.name for file in output.iterdir()} == names | {"positions.jsonl", "positions.png"}
+    assert "data:image/png;base64," in (output / "index.html").read_text()
+
+
+@pytest.mark.parametrize("kept", [3, 12])
+def test_an_evaluation_that_was_killed_continues(
+    run: Path, output: Path, kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After some lines, and in the middle of the next; nothing is asked again, and the file is the same."""
+    whole = (output / "samples.jsonl").read_bytes()
+    lines = whole.splitlines(keepends=True)
+    (tmp_path / "samples.jsonl").write_bytes(b"".join(lines[:kept]) + lines[kept][:20])
+    scored, counted = answers.answered, []
+    monkeypatch.setattr(answers, "answered", lambda *given: counted.extend(given[2]) or scored(*given))
+    evaluated(run, tmp_path)
+    assert (tmp_path / "samples.jsonl").read_bytes() == whole
+    assert len(counted) == max(0, 5 + 3 - (kept - 1))
+    assert (tmp_path / "results.json").read_bytes() == (output / "results.json").read_bytes()
+
+
+def test_one_sample_at_a_time_gives_the_same_answers(run: Path, output: Path, tmp_path: Path) -> None:
+    alone = evaluated(run, tmp_path, ASKED, "--batch", "1")
+    once, again = (lines_of(folder / "samples.jsonl") for folder in (output, alone))
+    assert [line for line in again if "metrics" in line] == [line for line in once if "metrics" in line]
+
+
+def test_what_was_measured_otherwise_is_not_continued(run: Path, output: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "samples.jsonl").write_text((output / "samples.jsonl").read_text().replace('"step": 4', '"step": 5'))
+    file = asked(tmp_path, ASKED)
+    assert main(["evaluate", str(run), "--tasks", str(file), "--output", str(tmp_path)]) == 2
+    assert "'step': 5" in capsys.readouterr().err
+
+
+def test_a_suite_leaves_out_what_does_not_fit(run: Path, tmp_path: Path, capsys) -> None:
+    options = ["--suite", "samba", "--samples", "2", "--lengths", "1x", "30x", "--length", "2x"]
+    assert main(["evaluate", str(run), *options, "--output", str(tmp_path), "--instruments", "states"]) == 2
+    assert "takes 481 tokens" in capsys.readouterr().err  # too little text for perplexity at that length
+    options = ["--suite", "samba", "--samples", "2", "--lengths", "1x", "2x", "--length", "2x"]
+    assert main(["evaluate", str(run), *options, "--output", str(tmp_path), "--instruments", "states"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("left out: passkey at") == 2
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert {(row["task"], row["length"]) for row in results["rows"]} == {("perplexity", 16), ("perplexity", 32)}
+    assert len(results["left_out"]) == 2
+    assert "passkey at 16" in (tmp_path / "index.html").read_text()
+
+
+def test_several_runs_are_compared(run: Path, tmp_path: Path, capsys) -> None:
+    content = {"perplexity": [{"lengths": ["1x"], "rows": 2}]}
+    file = asked(tmp_path, content)
+    runs = [str(folder_of(run, step)) for step in (2, 4)]
+    assert main(["evaluate", *runs, "--tasks", str(file), "--output", str(tmp_path / "out")]) == 0
+    rows = json.loads((tmp_path / "out/results.json").read_text())["rows"]
+    assert len({row["run"] for row in rows}) == 2
+    assert "Side by side" in (tmp_path / "out/index.html").read_text()
+    with pytest.raises(SystemExit):
+        main(["evaluate", *runs, "--tasks", str(file)])
+    assert "--output" in capsys.readouterr().err
+
+
+ESSAY = {"essay": "files:nowhere", "haystack": "essay"}
+REFUSED = {
+    "there is no task passkye": {"tasks": [{"task": "passkye", "lengths": [400]}]},
+    "can't fit the sample": {"tasks": [{"task": "passkey", "lengths": [400, 20]}]},
+    "qa_1": {"tasks": [{"task": "qa_1", "lengths": [4000], "samples": 1}]},
+    "nowhere": {
+        "tasks": [{"task": "needle", "lengths": [4000], "options": {"essay": "files:nowhere", "haystack": "essay"}}]
+    },
+    "vocabulary of 8192": {"tasks": [{"task": "mqar", "lengths": [64]}]},
+    "takes 4001 tokens": {"perplexity": [{"lengths": [4000]}]},
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_bad_input_is_refused_before_a_model_reads(
+    said: str, run: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybridtron.model.lm.LanguageModel.forward", None)
+    file = asked(tmp_path, REFUSED[said])
+    assert main(["evaluate", str(run), "--tasks", str(file), "--output", str(tmp_path / "out")]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_wrong_arguments_are_said(run: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "list.yaml").write_text("- passkey")
+    (tmp_path / "torn.yaml").write_text("tasks: [")
+    for name in ("list.yaml", "torn.yaml", "nowhere.yaml"):
+        assert main(["evaluate", str(run), "--tasks", str(tmp_path / name)]) == 2
+        assert name in capsys.readouterr().err
+    for wrong in (["--suite", "sambo"], ["--suite", "samba", "--tasks", "x.yaml"], ["--samples", "0"]):
+        with pytest.raises(SystemExit):
+            main(["evaluate", str(run), *wrong])
+        assert wrong[0] in capsys.readouterr().err
+
+
+def under_torchrun(*arguments: object) -> str:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "hybridtron"]
+    command = [sys.executable, *launcher, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("layout", ["", "parallel.tensor=2", "parallel.pipeline=2"])
+def test_two_processes_find_what_one_does(layout: str, run: Path, output: Path, tmp_path: Path) -> None:
+    """Samples are shared out, or the model is; perplexity needs it whole."""
+    content = {"tasks": ASKED["tasks"][:1]} if layout else ASKED
+    file, words = asked(tmp_path, content), layout.split()
+    options = ["--tasks", file, "--output", tmp_path / "two", "--rows", "2", "--batch", "2"]
+    under_torchrun("evaluate", run, *words, *options)
+    found = [line for line in lines_of(tmp_path / "two/samples.jsonl") if "about" not in line]
+    expected = [line for line in lines_of(output / "samples.jsonl") if line.get("key") in {one["key"] for one in found}]
+    assert len(found) == (5 if layout else 5 + 3 + 3 + 4 + 1)
+    for one, other in zip(found, expected, strict=True):
+        assert one.pop("nats", 0.0) == pytest.approx(other.pop("nats", 0.0), rel=1e-5)
+        assert one == other
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("layout", ["parallel.tensor=2", "parallel.pipeline=2"])
+def test_two_processes_write_the_text_of_one(layout: str, run: Path, capsys) -> None:
+    options = [run, "--prompt", "the cat", "--prompt", "on", "--tokens", "12", "--seed", "3", "--past-end"]
+    assert main(["generate", *map(str, options)]) == 0
+    assert under_torchrun("generate", *options, layout) == capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.timeout(400)
+def test_losses_of_a_model_that_is_cut_are_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="needs the model whole"):
+        under_torchrun("evaluate", run, "parallel.tensor=2", "--suite", "samba", "--output", tmp_path / "two")

@@ -1,0 +1,141 @@
+"""Rows of results by hand: means, standard errors, perplexities, averages; and what a suite or a file asks."""
+
+from __future__ import annotations
+
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from hybridtron.cli.evaluate import SUITES as NAMED
+from hybridtron.evaluate.page import page
+from hybridtron.evaluate.records import Records
+from hybridtron.evaluate.results import AVERAGES, Evaluated, main_rows, rows_of
+from hybridtron.evaluate.suites import SUITES, suite_of, tokens_of
+from hybridtron.problems import Unusable
+
+ABOUT = {"tokenizer": "t", "dtype": "fp32"}
+
+
+def scored(task: str, value: float, index: int, depth: float | None = None) -> dict:
+    line = {"key": f"{task}/8/0/{index}", "task": task, "length": 8, "index": index, "seed": 0, "written": "x" * index}
+    line |= {"metrics": {"string_match_all": value, "other": 0.0}, "asked": "<a?>", "wanted": "y"}
+    return line if depth is None else line | {"depth": depth}
+
+
+def test_means_and_their_errors() -> None:
+    values = [1.0, 0.0, 1.0, 1.0]
+    lines = [scored("needle", value, i, depth=i % 2) for i, value in enumerate(values)]
+    first, second = rows_of(lines, ABOUT)
+    assert (first["metric"], first["value"], first["n"], first["empty"]) == ("string_match_all", 0.75, 4, 1)
+    assert first["standard_error"] == pytest.approx(0.25)  # sqrt(3/4 * 1/4 * 4/3 / 4)
+    assert first["by_depth"] == [[0, 1.0, 2], [1, 0.5, 2]]
+    assert first["about"] == ABOUT
+    assert second["metric"] == "other"
+    assert rows_of(lines[:1], ABOUT)[0]["standard_error"] is None
+    assert main_rows([first, second]) == {"needle": [first]}
+
+
+def test_perplexity_and_bits_per_byte() -> None:
+    sums = [(2.0, 4, 8), (6.0, 4, 8)]
+    lines = [
+        {"key": f"perplexity/4/{i}", "task": "perplexity", "length": 4, "index": i, "nats": nats, "tokens": tokens}
+        | {"bytes": size, "text": "rows"}
+        for i, (nats, tokens, size) in enumerate(sums)
+    ]
+    perplexity, loss, bits = rows_of(lines, ABOUT)
+    assert (loss["value"], loss["standard_error"]) == (1.0, pytest.approx(0.5))  # row means 0.5 and 1.5
+    assert perplexity["value"] == pytest.approx(math.e)
+    assert perplexity["standard_error"] == pytest.approx(0.5 * math.e)
+    assert bits["value"] == pytest.approx(8 / math.log(2) / 16)
+
+
+def test_an_average_is_over_tasks_and_needs_them_all() -> None:
+    names = AVERAGES["ruler_se"]
+    assert len(names) == 11
+    lines = [scored(name, float(i == 0), 0) for i, name in enumerate(names)]
+    found = {row["task"]: row for row in rows_of(lines, ABOUT) if row["task"].startswith("average")}
+    assert found["average of ruler_se"]["value"] == pytest.approx(1 / 11)
+    assert found["average of NIAH-S"]["value"] == pytest.approx(1 / 3)
+    assert "average of VT" not in found
+    assert "average of ruler_se" not in {row["task"] for row in rows_of(lines[1:], ABOUT)}
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("4x", 1024), ("1/4x", 64), (4096, 4096), ("16", 16), ("1/3x", 85)])
+def test_lengths(text: str | int, tokens: int) -> None:
+    assert tokens_of(text, 256) == tokens
+
+
+def test_named_suites_can_be_asked() -> None:
+    assert tuple(SUITES) == NAMED
+    sizes = {name: len(suite_of(asked, 256).cells) for name, asked in SUITES.items()}
+    assert sizes == {"samba": 7, "span": 33, "length": 57, "hax": 12, "all": 7 + 3 * (1 + 13 + 10)}
+    (cell, *_) = suite_of(SUITES["samba"], 4096, lengths=["2x"], samples=3).cells
+    assert (cell.length, cell.samples, cell.key(2)) == (8192, 3, "passkey/8192/0/2")
+
+
+WRONG = {
+    "passkye": {"tasks": [{"task": "passkye", "lengths": [8]}]},
+    "did you mean lengths": {"tasks": [{"task": "passkey", "lenghts": [8]}]},
+    "digit": {"tasks": [{"task": "passkey", "lengths": [8], "options": {"digit": 3}}]},
+    "a length is 4y": {"tasks": [{"task": "passkey", "lengths": ["4y"]}]},
+    "lengths is None": {"tasks": [{"task": "passkey"}]},
+    "samples is 0": {"samples": 0, "tasks": [{"task": "passkey", "lengths": [8]}]},
+    "there is no 'tuba'": {"instruments": ["tuba"]},
+    "score is 'old'": {"perplexity": [{"context": 8, "score": "old"}]},
+    "stride is 9": {"perplexity": [{"context": 8, "stride": 9}]},
+    "nothing is asked": {},
+    "has no keys": {"tasks": ["passkey"]},
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_what_is_wrong_is_said(said: str) -> None:
+    with pytest.raises(Unusable, match=said):
+        suite_of(WRONG[said], 256)
+
+
+def test_records_continue_where_a_line_was_cut(tmp_path: Path) -> None:
+    file = tmp_path / "samples.jsonl"
+    records = Records(file, ABOUT)
+    records.add([scored("needle", 1.0, 0), scored("needle", 0.0, 1)])
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-7])
+    again = Records(file, ABOUT)
+    assert list(again.lines) == ["needle/8/0/0"]
+    again.add([scored("needle", 0.0, 1)])
+    assert file.read_bytes() == whole
+    with pytest.raises(Unusable, match=r"dtype.*bf16"):
+        Records(file, ABOUT | {"dtype": "bf16"})
+
+
+class Outside(HTMLParser):
+    """What a page loads or runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found, self.open, self.text = [], [], ""
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.found += [value for key, value in attrs if key in ("src", "href") and not value.startswith("data:")]
+        self.found += [tag] if tag in ("script", "link", "iframe") else []
+        self.open += [tag] if tag not in ("meta", "img") else []
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_holds_all_that_it_shows(tmp_path: Path) -> None:
+    lines = [scored("needle", 1.0, 0), scored("needle", 0.0, 1)]
+    one = Evaluated("a <b>", tmp_path, ABOUT, rows_of(lines, ABOUT), lines, ["cwe at 8: too short"])
+    two = Evaluated("other", tmp_path, ABOUT, rows_of(lines[:1], ABOUT), lines[:1])
+    read = Outside()
+    read.feed(page("Side & side", [one, two], [("picture", b"\x89PNG")]))
+    assert read.found == []
+    assert read.open == []
+    for text in ("a <b>", "Side & side", "<a?>", "wanted:  y", "0.500 ± 0.500", "cwe at 8: too short", "1.000"):
+        assert text in read.text

@@ -12,6 +12,7 @@ import sys
 import warnings
 
 from hybridtron import __version__
+from hybridtron.cli import lean_imports
 from hybridtron.problems import Unusable, did_you_mean
 from hybridtron.requirements import demand
 
@@ -68,6 +69,7 @@ def main(arguments: list[str]) -> int:
     if name not in COMMANDS:
         return no_command(family, words[-1] if words and words != [family] else None)
     quiet()
+    lean_imports.install()
     if name == "train":  # the others need only a part: inspect and submit run where there is no torch
         demand()
     where, function = COMMANDS[name][0].split(":")

@@ -1,0 +1,78 @@
+"""megatron-core imported without what is not used of it here: torch.compile's compiler, wandb, TensorBoard; 1.9 s.
+
+megatron-core compiles its fused functions when they are defined, which imports all of Inductor, and looks for loggers.
+None of these functions is called here, so while megatron-core is imported `torch.compile` hands functions back as they
+are, and the loggers are not found. After that all of this is as before. Only programs ask for it, not the package.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+LOOKED_FOR = "megatron.core"
+HIDDEN = ("wandb", "torch.utils.tensorboard")
+
+
+def install() -> None:
+    """From now on, for the first import of megatron-core."""
+    if LOOKED_FOR not in sys.modules and not any(isinstance(each, LeanFinder) for each in sys.meta_path):
+        sys.meta_path.insert(0, LeanFinder())
+
+
+class LeanFinder(MetaPathFinder):
+    """Finds megatron-core as Python would, and has its import watched over."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != LOOKED_FOR:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = LeanLoader(spec.loader)
+        return spec
+
+
+class LeanLoader(Loader):
+    """Runs another loader while what is not used is out of sight."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        spec = module.__spec__
+        if spec is not None:
+            spec.loader = module.__loader__ = self.loader  # as though this had not been here
+        with out_of_sight():
+            self.loader.exec_module(module)
+
+
+@contextmanager
+def out_of_sight() -> Iterator[None]:
+    """Neither the hidden packages nor a compiler."""
+    import torch
+
+    compiler = torch.compile
+    absent = [name for name in HIDDEN if name not in sys.modules]
+    for name in absent:
+        sys.modules[name] = None  # pyrefly: ignore  # what importlib takes for "there is none"
+    torch.compile = _as_it_is  # pyrefly: ignore
+    try:
+        yield
+    finally:
+        torch.compile = compiler
+        for name in absent:
+            sys.modules.pop(name, None)
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function

@@ -58,6 +58,7 @@ OWNERS = {
     "snappy": "data/mds/compression.py",
     "wonderwords": "tasks/words.py",
     "pyarrow": "data/prepare/inputs.py",
+    "jinja2": "data/prepare/chat.py",
     "triton": "ops/kernel_launch.py ops/kernel_compiled.py ops/*/kernels*.py ops/*/triton.py",  # kernels of our own
 }
 TORCH_FREE = (

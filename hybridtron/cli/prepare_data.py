@@ -2,6 +2,7 @@
 
     hybridtron data prepare --input 'SlimPajama/train/chunk*/*.jsonl.zst' --tokenizer DIR --output data/slimpajama
     hybridtron data prepare --input notes/ more.parquet --tokenizer DIR --output data/notes --workers 8
+    hybridtron data prepare --input chats.jsonl --learn messages --tokenizer DIR --output data/chats
     hybridtron data prepare --input embedded --vocab-size 2048 --output data/embedded-2048
 
 The formats of inputs are listed by --help. Interrupted, it leaves OUTPUT.partial, and the same command continues from
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from hybridtron.data.folder import TokenFolder
 
 EMBEDDED = "embedded"
+LEARN = ("spans", "completion", "messages", "mask")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -43,6 +45,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--validation", type=share, metavar="SHARE", help="held out by content (default: 0.5%%)")
     add("--shard-size", type=size, metavar="BYTES", help="of a shard before compression (default: 64MB)")
     add("--compression", metavar="KIND", help="zstd:LEVEL or none (default: none, which is read in place)")
+    add("--learn", metavar="FORM", choices=LEARN, help="learn spans, completion, messages or mask (default: all)")
+    add("--min-tokens", type=int, metavar="N", help="leave out documents of fewer tokens, eos included")
+    add("--max-tokens", type=int, metavar="N", help="leave out documents of more tokens")
     add("--text-key", metavar="KEY", help="the key or column that holds the text (default: text)")
     add("--eos", metavar="TOKEN", help="what ends a document (default: what the tokenizer names, or one known)")
     add("--separator", metavar="TOKEN", help="what parts packed tokens (default: the tokenizer's bos, else eos)")
@@ -132,6 +137,9 @@ def prepare_inputs(chosen: argparse.Namespace) -> TokenFolder:
         compression=None if chosen.compression in (None, "none") else chosen.compression,
         text_key=chosen.text_key or "text",
         source=clean_name(chosen.source or "text"),
+        learn=chosen.learn,
+        min_tokens=chosen.min_tokens,
+        max_tokens=chosen.max_tokens,
     )
     max_bad = 0.001 if chosen.max_bad is None else chosen.max_bad
     workers = 1 if chosen.workers is None else chosen.workers
@@ -161,19 +169,24 @@ def show(folder: TokenFolder) -> None:
 
     manifest, console = folder.manifest, Console(highlight=False, soft_wrap=True)
     table = Table("source", "split", box=None)
-    for title in ("tokens", "documents", "shards"):
+    masked = any(source.learned is not None for sources in manifest.splits.values() for source in sources.values())
+    for title in ("tokens", "documents", "shards", *(["learned"] if masked else [])):
         table.add_column(title, justify="right")
     for split, sources in manifest.splits.items():
         for name, source in sources.items():
-            table.add_row(name, split, f"{source.tokens:,}", f"{source.documents:,}", f"{len(source.shards):,}")
+            counts = f"{source.tokens:,}", f"{source.documents:,}", f"{len(source.shards):,}"
+            learned = [] if source.learned is None else [f"{source.learned / source.tokens:.1%}"]
+            table.add_row(name, split, *counts, *learned)
         shards = sum(len(source.shards) for source in sources.values())
         documents = sum(source.documents for source in sources.values())
         table.add_row("all", split, f"{manifest.tokens(split):,}", f"{documents:,}", f"{shards:,}", style="bold")
     console.print(table)
     console.print(f"{folder.path}: {manifest.dtype}, a vocabulary of {manifest.vocab_size}, eos {manifest.eos}")
-    for count, kind in ((manifest.origin.get("bad"), "bad"), (manifest.origin.get("empty"), "empty")):
-        if count:
-            console.print(f"left out: {count} {kind} entries")
+    left_out = {"bad": "bad entries", "empty": "empty entries"}
+    left_out |= {"too_short": "documents below --min-tokens", "too_long": "documents above --max-tokens"}
+    for key, kind in left_out.items():
+        if count := manifest.origin.get(key):
+            console.print(f"left out: {count} {kind}")
     for split, cure in (("train", "a smaller"), ("validation", "a larger")):
         if not manifest.tokens(split) and (split == "train" or manifest.origin.get("validation")):
             console.print(f"warning: no document is in {split}; more documents or {cure} --validation change that")

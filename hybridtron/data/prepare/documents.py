@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
 
 from hybridtron.storage.digest import digest_of
+
+if TYPE_CHECKING:
+    from hybridtron.data.prepare.chat import ChatTemplate
 
 Item = TypeVar("Item")
 SHOWN = 5  # bad entries of an input, and names of a list, that a message shows one by one
@@ -61,26 +64,51 @@ class Input:
         return [[status.st_size, status.st_mtime_ns] for status in (file.stat() for file in self.files)]
 
 
+class Learned(NamedTuple):
+    """Which characters of a text are learned: from the first of each span to before its second.
+
+    apart: the text is cut at the boundaries of the spans before it is tokenized
+    special: special tokens that the text spells are these tokens, not words like any other
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    apart: bool = False
+    special: bool = False
+
+
 class Document(NamedTuple):
-    """A text, or tokens that another program made; `where` is its place, for messages."""
+    """A text, or tokens that another program made; `where` is its place, for messages.
+
+    learned: which of its characters, or of its tokens (1 or 0 for each), are learned; None where all are
+    """
 
     content: str | np.ndarray
     source: str
     where: str
+    learned: Learned | np.ndarray | None = None
 
 
 @dataclass(frozen=True)
 class InputOptions:
-    """How inputs are read: the key or column of the text, the source where none is named, what parts packed tokens."""
+    """How inputs are read: the key or column of the text, the source where none is named, what parts packed tokens.
+
+    learn: the form in which inputs say what is learned (`learned.py`); None where all of it is
+    chat: the tokenizer's template of conversations
+    """
 
     text_key: str = "text"
     source: str = "text"
     separator: int | None = None
+    learn: str | None = None
+    chat: ChatTemplate | None = None
 
 
 @dataclass
 class Tally:
-    """What reading an input has come to. `entries` are lines, rows, files or samples, `position` bytes of its files."""
+    """What reading an input has come to. `entries` are lines, rows, files or samples, `position` bytes of its files.
+
+    `short` and `long` are documents that a limit of their tokens left out.
+    """
 
     name: str
     noun: str
@@ -88,6 +116,8 @@ class Tally:
     entries: int = 0
     bad: int = 0
     empty: int = 0
+    short: int = 0
+    long: int = 0
     position: int = 0
     examples: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -136,6 +166,7 @@ class Format:
     suffixes: how the names of its files end, in small letters
     noun: what it has entries of
     files: the files of each input that a file of such a name stands for; none where it is of another format
+    learn: the forms in which its files can say what is learned
     """
 
     described: str
@@ -143,6 +174,7 @@ class Format:
     suffixes: tuple[str, ...] = ()
     noun: str = "documents"
     files: Callable[[Path], list[Files]] = _alone
+    learn: tuple[str, ...] = ()
 
 
 @lru_cache(maxsize=1000)

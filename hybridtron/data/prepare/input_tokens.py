@@ -20,7 +20,7 @@ import xxhash
 
 from hybridtron.data.folder import LARGEST_INDEX
 from hybridtron.data.mds.compression import LARGEST_SHARD, unpacked
-from hybridtron.data.mds.format import TOKENS, VERSION, read_column
+from hybridtron.data.mds.format import MASK, TOKENS, VERSION, read_column
 from hybridtron.data.prepare.documents import (
     Document,
     Files,
@@ -43,6 +43,8 @@ CUT = (
     "packed tokens hold no borders but their separator: the first and the last document of a file may be cut, "
     "and count as documents of their own"
 )
+
+IGNORED_MASK = "an MDS folder has a column of masks: all of its tokens are learned here; --learn mask keeps its masks"
 
 
 def megatron_files(file: Path) -> list[Files]:
@@ -155,12 +157,26 @@ def read_mds(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Docume
     index, file = one.files
     entry = mds_shards(index)[one.shard]
     column = _mds_column(entry, reading.text_key, index)
+    masked = MASK in entry["column_names"] and column == TOKENS
+    if reading.learn is not None and not masked:
+        raise InputError(f"{index} has no column {MASK!r} beside its tokens, which --learn {reading.learn} reads")
+    if masked and reading.learn is None:
+        tally.remarks.append(IGNORED_MASK)
     data = _mds_bytes(entry, file)
-    for number, (content, end) in enumerate(_mds_values(entry, column, data, file)):
+    masks = (mask for mask, _ in _mds_values(entry, MASK, data, file)) if reading.learn else itertools.repeat(None)
+    for number, ((content, end), mask) in enumerate(zip(_mds_values(entry, column, data, file), masks, strict=False)):
         tally.entries += 1
         tally.position = end * one.size // len(data)
         if tally.keeps(content):
-            yield Document(content, reading.source, f"{file}, sample {number}")
+            yield Document(content, reading.source, f"{file}, sample {number}", _mds_mask(content, mask, file, number))
+
+
+def _mds_mask(content: str | np.ndarray, mask: str | np.ndarray | None, file: Path, number: int) -> np.ndarray | None:
+    if mask is None:
+        return None
+    if isinstance(mask, str) or len(mask) != len(content) or not np.isin(mask, (0, 1)).all():
+        raise InputError(f"{file}, sample {number}: its {MASK!r} is not 0 or 1 for each of {len(content)} tokens")
+    return mask != 0
 
 
 def _mds_column(entry: dict[str, Any], text_key: str, index: Path) -> str:
@@ -238,5 +254,9 @@ PACKED = Format(
 )
 MEGATRON = Format("*.bin beside its *.idx: Megatron's indexed data set", read_megatron, (".bin",), files=megatron_files)
 MDS = Format(
-    "a folder with index.json: MDS shards with a column of text or of tokens", read_mds, (MDS_INDEX,), files=mds_files
+    "a folder with index.json: MDS shards with a column of text or of tokens",
+    read_mds,
+    (MDS_INDEX,),
+    files=mds_files,
+    learn=(MASK,),
 )

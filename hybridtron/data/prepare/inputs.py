@@ -14,7 +14,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from hybridtron.data.prepare.documents import Document, Format, Input, InputError, InputOptions, Tally, clean_name
+from hybridtron.data.prepare.documents import (
+    Document,
+    Format,
+    Input,
+    InputError,
+    InputOptions,
+    Learned,
+    Tally,
+    clean_name,
+)
+from hybridtron.data.prepare.learned import FORMS, text_of
 from hybridtron.regular_files import open_regular, read_regular
 from hybridtron.requirements import missing
 
@@ -66,12 +76,12 @@ def read_jsonl(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Docu
                 tally.reject(f"line {number}", f"has more than {LONGEST_LINE} bytes")
                 continue
             try:
-                text, source = _of_record(json.loads(line.decode("utf-8")), reading)
+                text, learned, source = _of_record(json.loads(line.decode("utf-8")), reading)
             except (ValueError, RecursionError) as error:
                 tally.reject(f"line {number}", str(error))
                 continue
             if tally.keeps(text):
-                yield Document(text, source, f"{file}, line {number}")
+                yield Document(text, source, f"{file}, line {number}", learned)
 
 
 def _lines(contents: BufferedIOBase) -> Iterator[bytes]:
@@ -83,17 +93,20 @@ def _lines(contents: BufferedIOBase) -> Iterator[bytes]:
         yield line
 
 
-def _of_record(record: object, reading: InputOptions) -> tuple[str, str]:
-    """Text and source of a JSON object; ValueError where there is none."""
+def _of_record(record: object, reading: InputOptions) -> tuple[str, Learned | None, str]:
+    """Text of a JSON object, what is learned of it, and its source; ValueError where there is none."""
     if not isinstance(record, dict):
         raise ValueError(f"is a JSON {type(record).__name__}, not an object")
-    if reading.text_key not in record:
-        raise ValueError(f"has no key {reading.text_key!r}")
-    text = record[reading.text_key]
-    if not isinstance(text, str):
-        raise ValueError(f"{reading.text_key!r} is a {type(text).__name__}, not a string")
+    learned = None
+    if reading.learn is not None:
+        text, learned = FORMS[reading.learn](record, reading)
+    else:
+        other = next((form for form in FORMS if form in record and reading.text_key not in record), None)
+        if other is not None:
+            raise ValueError(f"has no key {reading.text_key!r} but {other!r}, which --learn {other} reads")
+        text = text_of(record, reading.text_key)
     text.encode()  # JSON can spell halves of characters, which no tokenizer takes
-    return text, _named_source(record.get("meta"), reading)
+    return text, learned, _named_source(record.get("meta"), reading)
 
 
 def _named_source(meta: object, reading: InputOptions) -> str:
@@ -172,6 +185,7 @@ JSONL = Format(
     read_jsonl,
     (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst"),
     "lines",
+    learn=tuple(FORMS),
 )
 PARQUET = Format("*.parquet: a column of text", read_parquet, (".parquet",), "rows")
 TEXT = Format("*.txt, *.md: one document a file", read_texts, (".txt", ".md"), "files")

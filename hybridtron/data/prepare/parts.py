@@ -15,29 +15,34 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybridtron.data.prepare.documents import Document, Input, InputError, InputOptions, Tally, in_runs, in_validation
+from hybridtron.data.prepare.documents import Document, Input, InputOptions, Tally, in_runs, in_validation
 from hybridtron.data.prepare.formats import FORMATS, read
+from hybridtron.data.prepare.learned import NOTHING
+from hybridtron.data.prepare.tokenized import ended, tokenized
 from hybridtron.data.prepare.vocabulary import Vocabulary
-from hybridtron.data.prepare.writer import SHARD_SIZE, PartRecord, PartWriter, Records, token_dtype
+from hybridtron.data.prepare.writer import SHARD_SIZE, PartRecord, PartWriter, Records
 from hybridtron.storage.durable import put, sync
 
 BATCH = 2**20  # characters tokenized at once; it takes about a hundred bytes for each
 MOST = 2**12  # documents tokenized at once
-PIECE = 2**23  # characters of a document beyond which it is tokenized in pieces
-NEAR = 2**16  # characters before a piece's end in which a good place to cut is looked for
-LARGEST = 2**32 - 2**12  # bytes of a document; an MDS shard stores its offsets in 32 bits
 TOKENS = "tokens"  # the folder within the work folder that becomes the output
 
 
 @dataclass(frozen=True)
 class FolderSettings:
-    """What beside inputs and vocabulary decides how a folder looks; the names are those of the options."""
+    """What beside inputs and vocabulary decides how a folder looks; the names are those of the options.
+
+    Tokens of a document that are limited are counted with its eos.
+    """
 
     validation: float = 0.005
     shard_size: int = SHARD_SIZE
     compression: str | None = None
     text_key: str = "text"
     source: str = "text"
+    learn: str | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -67,18 +72,18 @@ def write_part(job: PrepareJob, number: int) -> Iterator[tuple[int, int]]:
     """Write a part and its record; gives the bytes of the input that were read, and the tokens, since the last time."""
     one, settings, vocabulary = job.inputs[number], job.settings, job.vocabulary
     stamps, tally = one.stamps(), Tally(one.name, FORMATS[one.format].noun, job.max_bad)
-    reading = InputOptions(settings.text_key, settings.source, vocabulary.separator)
-    part = PartWriter(job.work / TOKENS, part_name(number), vocabulary.size, settings.shard_size, settings.compression)
+    reading = InputOptions(settings.text_key, settings.source, vocabulary.separator, settings.learn, vocabulary.chat)
+    written = vocabulary.size, settings.shard_size, settings.compression, settings.learn is not None
+    part = PartWriter(job.work / TOKENS, part_name(number), *written)
     behind = 0
     for batch in in_runs(read(one, reading, tally), lambda document: len(document.content), BATCH, MOST):
         count = 0
-        for document, tokens in zip(batch, _tokens_of(batch, vocabulary), strict=True):
-            if not len(tokens):
-                tally.empty += 1
+        for document, (tokens, mask) in zip(batch, tokenized(batch, vocabulary), strict=True):
+            if not _is_kept(document, tokens, mask, settings, tally):
                 continue
             content = document.content if isinstance(document.content, str) else tokens
             split = "validation" if in_validation(content, settings.validation) else "train"
-            part.write(f"{split}/{document.source}", _ended(tokens, document, vocabulary))
+            part.write(f"{split}/{document.source}", ended(tokens, document, vocabulary), mask)
             count += len(tokens) + 1
         yield tally.position - behind, count
         behind = tally.position
@@ -87,57 +92,20 @@ def write_part(job: PrepareJob, number: int) -> Iterator[tuple[int, int]]:
     yield one.size - behind, 0
 
 
-def _tokens_of(batch: list[Document], vocabulary: Vocabulary) -> Iterator[np.ndarray]:
-    """Tokens of each document, without eos."""
-    tokenizer = vocabulary.tokenizer()
-    texts = [document.content for document in batch if isinstance(document.content, str)]
-    short = [text for text in texts if len(text) <= PIECE]
-    encoded = iter(tokenizer.encode_batch_fast(short, add_special_tokens=False))
-    for content, _, where in batch:
-        if not isinstance(content, str):
-            yield _checked(content, where, vocabulary)
-        elif len(content) <= PIECE:
-            yield np.array(next(encoded).ids, np.int64)
-        else:
-            pieces = (tokenizer.encode_batch_fast([piece], add_special_tokens=False) for piece in cut(content))
-            yield np.concatenate([np.array(encoding.ids, np.int64) for (encoding,) in pieces])
-
-
-def cut(text: str) -> Iterator[str]:
-    """Pieces of a text too long for one tokenization, each ending with a line.
-
-    They end behind a single line break, which common tokenizers part words at, so that the tokens are those of the
-    whole; where there is none near, or with a tokenizer that marks the start of a text, some at the cut differ.
-    """
-    first = 0
-    while len(text) - first > PIECE:
-        end = place = first + PIECE
-        while (place := text.rfind("\n", first + PIECE - NEAR, place)) > 0:
-            if not (text[place - 1].isspace() or text[place + 1].isspace()):
-                end = place + 1
-                break
-        yield text[first:end]
-        first = end
-    yield text[first:]
-
-
-def _checked(content: np.ndarray, where: str, vocabulary: Vocabulary) -> np.ndarray:
-    """Tokens that another program made, without the eos that it may have put there."""
-    tokens = content.astype(np.int64).reshape(-1)
-    wrong = tokens[(tokens < 0) | (tokens >= vocabulary.size)]
-    if len(wrong):
-        raise InputError(
-            f"{where}: has token {wrong[0]}, and the tokenizer {vocabulary.name} ends at {vocabulary.size - 1}; "
-            "the tokens were made with another one: give that as --tokenizer"
-        )
-    return tokens[:-1] if len(tokens) and tokens[-1] == vocabulary.eos else tokens
-
-
-def _ended(tokens: np.ndarray, document: Document, vocabulary: Vocabulary) -> np.ndarray:
-    size = (len(tokens) + 1) * np.dtype(token_dtype(vocabulary.size)).itemsize
-    if size > LARGEST:
-        raise InputError(f"{document.where}: makes {size} bytes of tokens; a document can have {LARGEST}: split it")
-    return np.append(tokens, vocabulary.eos)
+def _is_kept(
+    document: Document, tokens: np.ndarray, mask: np.ndarray | None, settings: FolderSettings, tally: Tally
+) -> bool:
+    """Whether a document is written; counts those that are not."""
+    if not len(tokens):
+        tally.empty += 1
+        return False
+    if mask is not None and not mask.any():
+        tally.reject(document.where, f"{NOTHING}: what is learned has the last character of no token")
+        return False
+    short = settings.min_tokens is not None and len(tokens) + 1 < settings.min_tokens
+    long = settings.max_tokens is not None and len(tokens) + 1 > settings.max_tokens
+    tally.short, tally.long = tally.short + short, tally.long + long
+    return not (short or long)
 
 
 def record_file(job: PrepareJob, number: int) -> Path:

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridtron.data.folder import TokenFolder
-from hybridtron.data.prepare.documents import ArgumentError, Input, InputError, PrepareError, listed
+from hybridtron.data.prepare.documents import ArgumentError, Input, InputError, PrepareError, Tally, listed
+from hybridtron.data.prepare.formats import FORMATS
 from hybridtron.data.prepare.parts import (
     TOKENS,
     Finished,
@@ -42,6 +43,7 @@ from hybridtron.storage.digest import digest_of
 from hybridtron.storage.durable import put, temporary_of
 
 DEFAULTS = FolderSettings()
+LATER = ("learn", "min_tokens", "max_tokens")
 Origin = Mapping[str, str | int | float]
 SMALLEST_SHARD, LARGEST_SHARD = 2**10, 2**32 - 2**12
 
@@ -61,6 +63,7 @@ def prepare(
     `max_bad` is the share of an input's entries that may be bad. `work` is where it is made until it is complete.
     """
     _check(settings, workers)
+    _check_learn(inputs, vocabulary, settings.learn)
     output = output.expanduser()
     job = PrepareJob(work or output.with_name(f"{output.name}.partial"), tuple(inputs), vocabulary, settings, max_bad)
     if output.exists():
@@ -95,13 +98,39 @@ def _check(settings: FolderSettings, workers: int) -> None:
     if settings.compression is not None and settings.compression not in known:
         raise ArgumentError(f"--compression is {settings.compression}; none, zstd and zstd:1 to zstd:22 are known")
 
+    least, most = settings.min_tokens, settings.max_tokens
+    for option, limit in (("--min-tokens", least), ("--max-tokens", most)):
+        if limit is not None and limit < 1:
+            raise ArgumentError(f"{option} is {limit}, must be at least 1")
+    if least is not None and most is not None and most < least:
+        raise ArgumentError(f"--max-tokens is {most}, below --min-tokens {least}: no document would be left")
+
+
+def _check_learn(inputs: Sequence[Input], vocabulary: Vocabulary, learn: str | None) -> None:
+    """Whether all inputs can say what is learned in this form."""
+    if learn is None:
+        return
+    if other := [one.name for one in inputs if learn not in FORMATS[one.format].learn]:
+        reads = "; ".join(known.described for known in FORMATS.values() if learn in known.learn)
+        raise ArgumentError(f"--learn {learn} is for {reads or 'no format'}; these are not: {listed(other)}")
+    if learn == "messages":
+        if vocabulary.chat is None:
+            where = "neither chat_template.jinja nor a chat_template in tokenizer_config.json"
+            raise ArgumentError(f"--learn messages: the tokenizer {vocabulary.name} has no chat template: {where}")
+        if fault := vocabulary.chat.fault():
+            raise ArgumentError(f"--learn messages: the chat template of {vocabulary.name} does not parse: {fault}")
+
 
 def _plan(job: PrepareJob) -> dict[str, Any]:
     """What a begun folder must have been begun with to be resumed."""
     inputs = [[one.format, one.shard, *map(str, one.files)] for one in job.inputs]
     tokenizer = f"{job.vocabulary.name} ({digest_of(job.vocabulary.json.encode())[:12]})"
     chosen = {"tokenizer": tokenizer, "eos": job.vocabulary.eos_token, "separator": job.vocabulary.separator}
-    return {"inputs": inputs, **chosen, **{key.replace("_", "-"): value for key, value in asdict(job.settings).items()}}
+    # What came later is only there where it was given: what is made without it is as it was before.
+    settings = {key: value for key, value in asdict(job.settings).items() if key not in LATER or value is not None}
+    if job.settings.learn == "messages" and (chat := job.vocabulary.chat) is not None:
+        chosen["chat-template"] = digest_of(repr((chat.text, chat.tokens)).encode())[:12]
+    return {"inputs": inputs, **chosen, **{key.replace("_", "-"): value for key, value in settings.items()}}
 
 
 def _identity(job: PrepareJob) -> str:
@@ -161,9 +190,9 @@ def _refuse(job: PrepareJob, differences: Sequence[str]) -> None:
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     found = [
-        f"{key} was {before.get(key)!r} and is {value!r}"
-        for key, value in now.items()
-        if key != "inputs" and before.get(key) != value
+        f"{key} was {before.get(key)!r} and is {now.get(key)!r}"
+        for key in {**now, **before}
+        if key != "inputs" and before.get(key) != now.get(key)
     ]
     then, given = ({tuple(one): one[-1] for one in plan["inputs"]} for plan in (before, now))
     for what, names in (
@@ -192,20 +221,10 @@ def _complete(job: PrepareJob, output: Path, origin: Origin | None) -> None:
     assert all(finished)
     parts = [part for part in finished if part]
     if not any(part.records for part in parts):
-        raise InputError(f"there is no document in {listed([one.name for one in job.inputs])}")
+        left_out = sum(part.tally.short + part.tally.long for part in parts)
+        why = f" but {left_out} that --min-tokens or --max-tokens left out" if left_out else ""
+        raise InputError(f"there is no document in {listed([one.name for one in job.inputs])}{why}")
     vocabulary = job.vocabulary
-    described = {
-        "tool": "hybridtron",
-        "version": installed("hybridtron") or "not installed",
-        "tokenizer": vocabulary.name,
-        "eos_token": vocabulary.eos_token,
-        "inputs": len(job.inputs),
-        "validation": job.settings.validation,
-        "bad": sum(part.tally.bad for part in parts),
-        "empty": sum(part.tally.empty for part in parts),
-        "arguments": _identity(job),
-        **(origin or {}),
-    }
     assemble(
         job.work / TOKENS,
         (part.records for part in parts),
@@ -213,6 +232,28 @@ def _complete(job: PrepareJob, output: Path, origin: Origin | None) -> None:
         vocabulary.size,
         vocabulary.eos,
         job.settings.compression,
-        described,
+        {**_described(job, [part.tally for part in parts]), **(origin or {})},
     )
     install(job.work / TOKENS, output)
+
+
+def _described(job: PrepareJob, tallies: Sequence[Tally]) -> Origin:
+    """What a folder comes from, and what was left out."""
+    described: dict[str, str | int | float] = {
+        "tool": "hybridtron",
+        "version": installed("hybridtron") or "not installed",
+        "tokenizer": job.vocabulary.name,
+        "eos_token": job.vocabulary.eos_token,
+        "inputs": len(job.inputs),
+        "validation": job.settings.validation,
+        "bad": sum(tally.bad for tally in tallies),
+        "empty": sum(tally.empty for tally in tallies),
+        "arguments": _identity(job),
+    }
+    if job.settings.learn is not None:
+        described["learn"] = job.settings.learn
+    if job.settings.min_tokens is not None:
+        described["too_short"] = sum(tally.short for tally in tallies)
+    if job.settings.max_tokens is not None:
+        described["too_long"] = sum(tally.long for tally in tallies)
+    return described

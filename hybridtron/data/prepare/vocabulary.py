@@ -7,23 +7,27 @@ bounded here; what the `tokenizers` package makes of it is not, such as the time
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 from tokenizers import Tokenizer
+from tokenizers.processors import ByteLevel
 
 from hybridtron.data.folder import LARGEST_TOKENIZER
+from hybridtron.data.prepare.chat import ChatTemplate
 from hybridtron.data.prepare.documents import ArgumentError
 from hybridtron.regular_files import Unreadable, read_regular
 
 KNOWN_EOS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
 _CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
+_TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+LARGEST_TEMPLATE = 2**24  # bytes
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer in the form of its file, and its ids of eos and of what parts documents in packed tokens."""
+    """A tokenizer in the form of its file, its ids of eos and of what parts packed tokens, and its chat template."""
 
     json: str
     name: str
@@ -31,10 +35,15 @@ class Vocabulary:
     eos: int
     size: int
     separator: int
+    chat: ChatTemplate | None = None
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer as documents need it: whole texts, in which special tokens are spelled like any other word."""
         return _tokenizer(self.json)
+
+    def with_offsets(self, special: bool) -> Tokenizer:
+        """The same, whose offsets are all characters that a token covers; with `special`, special tokens are found."""
+        return _tokenizer_with_offsets(self.json, special)
 
 
 def open_vocabulary(path: Path, eos_token: str | None = None, separator: str | None = None) -> Vocabulary:
@@ -54,7 +63,10 @@ def open_vocabulary(path: Path, eos_token: str | None = None, separator: str | N
     except (Unreadable, UnicodeDecodeError) as error:
         raise ArgumentError(f"--tokenizer: {file} can't be read: {error}") from error
     configs = [_config(file.parent / config) for config in _CONFIGS]
-    return vocabulary_of(text, name, eos_token or _named(configs, "eos_token"), separator, _named(configs, "bos_token"))
+    found = vocabulary_of(
+        text, name, eos_token or _named(configs, "eos_token"), separator, _named(configs, "bos_token")
+    )
+    return replace(found, chat=_chat_template(file.parent, configs, found))
 
 
 def vocabulary_of(
@@ -83,6 +95,34 @@ def vocabulary_of(
         cure = 'mark it as "special": true among its added_tokens'
         raise ArgumentError(f"--eos: a text that spells {eos_token!r} would end there by the tokenizer {name}; {cure}")
     return found
+
+
+def _chat_template(folder: Path, configs: list[dict], found: Vocabulary) -> ChatTemplate | None:
+    """The one of chat_template.jinja, or the default one of tokenizer_config.json."""
+    try:
+        text = read_regular(folder / "chat_template.jinja", LARGEST_TEMPLATE).decode()
+    except FileNotFoundError:
+        text = configs[0].get("chat_template")
+        if isinstance(text, list):
+            named = {one.get("name"): one.get("template") for one in text if isinstance(one, dict)}
+            text = named.get("default")
+    except (Unreadable, UnicodeDecodeError) as error:
+        raise ArgumentError(f"--tokenizer: {folder / 'chat_template.jinja'} can't be read: {error}") from error
+    if not isinstance(text, str) or not text:
+        return None
+    tokens = {key: token for key in _TEMPLATE_TOKENS if (token := _named(configs, key))}
+    added = found.tokenizer().get_added_tokens_decoder().values()
+    special = frozenset(token.content for token in added if token.special)
+    return ChatTemplate(text, tuple((tokens | {"eos_token": found.eos_token}).items()), special)
+
+
+@lru_cache(maxsize=1)
+def _tokenizer_with_offsets(text: str, special: bool) -> Tokenizer:
+    tokenizer = _tokenizer.__wrapped__(text)
+    tokenizer.encode_special_tokens = not special
+    # Byte-level tokenizers commonly trim spaces off the offsets here; without special tokens it does nothing else.
+    tokenizer.post_processor = ByteLevel(trim_offsets=False)
+    return tokenizer
 
 
 @lru_cache(maxsize=1)  # every batch of documents asks for it

@@ -83,7 +83,7 @@ def contents(found: list[Document]) -> list:
     return [one.content if isinstance(one.content, str) else one.content.tolist() for one in found]
 
 
-def stored(folder: TokenFolder, split: str, source: str) -> list[list[int]]:
+def stored(folder: TokenFolder, split: str, source: str, column: str = "tokens") -> list[list[int]]:
     """Every document of a source, by its index alone, as mosaicml-streaming reads it."""
     root = folder.source_path(split, source)
     documents = []
@@ -96,7 +96,7 @@ def stored(folder: TokenFolder, split: str, source: str) -> list[list[int]]:
             samples = [reader.decode_sample(data[ends[i] : ends[i + 1]]) for i in range(reader.samples)]
         else:
             samples = [reader[i] for i in range(reader.samples)]
-        documents += [sample["tokens"].tolist() for sample in samples]
+        documents += [sample[column].tolist() for sample in samples]
     assert [len(document) for document in documents] == folder.lengths(split, source).tolist()
     return documents
 

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from hybridtron.data.prepare import parts as parts_module
+from hybridtron.data.prepare import tokenized as tokenized_module
 from hybridtron.data.prepare.documents import ArgumentError, InputError, in_validation
 from hybridtron.data.prepare.embedded import END_OF_TEXT
 from hybridtron.data.prepare.input_files import find
-from hybridtron.data.prepare.parts import FolderSettings, cut
+from hybridtron.data.prepare.parts import FolderSettings
 from hybridtron.data.prepare.run import prepare
+from hybridtron.data.prepare.tokenized import cut
 from hybridtron.data.prepare.vocabulary import Vocabulary
 from tests.data.mosaic import MDSWriter
 from tests.data.prepare.preparing import (
@@ -135,7 +136,7 @@ def test_a_document_larger_than_a_shard_stands_alone(vocabulary: Vocabulary, tmp
 def test_a_document_too_large_for_the_format_is_named(
     vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts_module, "LARGEST", 100)
+    monkeypatch.setattr(tokenized_module, "LARGEST", 100)
     write_jsonl(tmp_path / "a.jsonl", ["short", "long " * 100])
     with pytest.raises(InputError, match=r"a.jsonl, line 2: makes \d+ bytes of tokens; a document can have 100"):
         prepare(find([str(tmp_path / "a.jsonl")]).inputs, tmp_path / "out", vocabulary)
@@ -144,8 +145,8 @@ def test_a_document_too_large_for_the_format_is_named(
 def test_a_huge_text_is_tokenized_in_pieces(
     vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts_module, "PIECE", 500)
-    monkeypatch.setattr(parts_module, "NEAR", 200)
+    monkeypatch.setattr(tokenized_module, "PIECE", 500)
+    monkeypatch.setattr(tokenized_module, "NEAR", 200)
     lines = "".join(f"a line  {number}\n" + "\n  " * (number % 5 == 0) for number in range(200))
     without = "x" * 1700
     assert "".join(cut(lines)) == lines

@@ -1,0 +1,72 @@
+"""Which characters of a JSON line are learned, by the forms that `--learn` names:
+
+    spans        {"text": "2 + 2 = 4.", "spans": [[8, 9]]}        characters 8 to before 9 of the text
+    completion   {"prompt": "2 + 2 =", "completion": " 4"}        the completion
+    messages     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+                                                                  what the chat template writes for the assistant
+
+All of it is read, and only what is learned counts in the loss. A prompt and its completion are tokenized apart, as they
+are where a model is asked: the prompt alone. ValueError says what is wrong with a line.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from hybridtron.data.prepare.documents import InputOptions, Learned
+
+NOTHING = "has nothing to learn"
+
+
+def text_of(record: dict[str, Any], key: str) -> str:
+    """A text by its key."""
+    if key not in record:
+        raise ValueError(f"has no key {key!r}")
+    if not isinstance(text := record[key], str):
+        raise ValueError(f"{key!r} is a {type(text).__name__}, not a string")
+    return text
+
+
+def by_spans(record: dict[str, Any], reading: InputOptions) -> tuple[str, Learned]:
+    """A text, and spans of its characters (code points) in any order."""
+    text, given = text_of(record, reading.text_key), record.get("spans")
+    if not isinstance(given, list):
+        raise ValueError("has no 'spans', a list of [first, end]")
+    for span in given:
+        if not (isinstance(span, list) and [type(place) for place in span] == [int, int]):
+            raise ValueError(f"'spans' has {span!r}, which is not [first, end], two whole numbers")
+        if not 0 <= span[0] < span[1] <= len(text):
+            raise ValueError(f"'spans' has {span}, which is no part of a text of {len(text)} characters")
+    spans = sorted((first, end) for first, end in given)
+    for one, after in itertools.pairwise(spans):
+        if after[0] < one[1]:
+            raise ValueError(f"'spans' has {list(one)} and {list(after)}, which overlap")
+    if text and not spans:
+        raise ValueError(f"{NOTHING}: 'spans' is empty")
+    return text, Learned(tuple(spans))
+
+
+def by_completion(record: dict[str, Any], reading: InputOptions) -> tuple[str, Learned]:
+    """A prompt, which may be empty, and its completion."""
+    prompt, completion = text_of(record, "prompt"), text_of(record, "completion")
+    if not completion:
+        raise ValueError(f"{NOTHING}: 'completion' is empty")
+    return prompt + completion, Learned(((len(prompt), len(prompt) + len(completion)),), apart=True)
+
+
+def by_messages(record: dict[str, Any], reading: InputOptions) -> tuple[str, Learned]:
+    """A conversation."""
+    assert reading.chat is not None
+    text, spans = reading.chat.conversation(record.get("messages"), record.get("tools"))
+    if not spans:
+        raise ValueError(f"{NOTHING}: the assistant says nothing in 'messages'")
+    return text, Learned(spans, special=True)
+
+
+FORMS: dict[str, Callable[[dict[str, Any], InputOptions], tuple[str, Learned]]] = {
+    "spans": by_spans,
+    "completion": by_completion,
+    "messages": by_messages,
+}

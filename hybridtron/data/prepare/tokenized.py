@@ -1,0 +1,104 @@
+"""Documents -> tokens, and where documents say what is learned a mask of them.
+
+A token is learned where the last of its characters is. So a token that begins before a learned part and ends in it (a
+space and the word behind it) is learned; one that begins in it and ends beyond is not, as it would teach what follows.
+Bytes of one character that are several tokens are learned together. eos is learned where the token before it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
+
+import numpy as np
+
+from hybridtron.data.prepare.documents import Document, InputError, Learned
+from hybridtron.data.prepare.vocabulary import Vocabulary
+from hybridtron.data.prepare.writer import token_dtype
+
+PIECE = 2**23  # characters of a document beyond which it is tokenized in pieces
+NEAR = 2**16  # characters before a piece's end in which a good place to cut is looked for
+LARGEST = 2**32 - 2**12  # bytes of a document; an MDS shard stores its offsets in 32 bits
+Tokenized = tuple[np.ndarray, np.ndarray | None]
+
+
+def tokenized(batch: Sequence[Document], vocabulary: Vocabulary) -> Iterator[Tokenized]:
+    """Tokens of each document, without eos, and its mask, with an entry for eos."""
+    plain = [document.content for document in batch if document.learned is None]
+    short = [text for text in plain if isinstance(text, str) and len(text) <= PIECE]
+    tokenizer = vocabulary.tokenizer()
+    encoded = iter(tokenizer.encode_batch_fast(short, add_special_tokens=False))
+    for content, _, where, learned in batch:
+        if isinstance(learned, Learned):
+            assert isinstance(content, str)
+            yield _until_eos(*masked(content, learned, vocabulary), vocabulary)
+        elif not isinstance(content, str):
+            yield _until_eos(_checked(content, where, vocabulary), learned, vocabulary)
+        elif len(content) <= PIECE:
+            yield np.array(next(encoded).ids, np.int64), None
+        else:
+            pieces = (tokenizer.encode_batch_fast([piece], add_special_tokens=False) for piece in cut(content))
+            yield np.concatenate([np.array(encoding.ids, np.int64) for (encoding,) in pieces]), None
+
+
+def masked(text: str, learned: Learned, vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of a text, and whether each is learned."""
+    tokenizer, characters = vocabulary.with_offsets(learned.special), np.zeros(len(text), np.bool_)
+    for first, end in learned.spans:
+        characters[first:end] = True
+    borders = sorted({0, len(text), *(chain(*learned.spans) if learned.apart else ())})
+    tokens, mask = [np.empty(0, np.int64)], [np.empty(0, np.bool_)]
+    for first, end in pairwise(borders):
+        for piece in cut(text[first:end]):
+            encoding = tokenizer.encode(piece, add_special_tokens=False)
+            begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+            last = np.where(ends > begins, ends - 1, begins).clip(max=len(piece) - 1)  # some cover no character
+            tokens.append(np.array(encoding.ids, np.int64))
+            mask.append(characters[first + last])
+            first += len(piece)
+    return np.concatenate(tokens), np.concatenate(mask)
+
+
+def cut(text: str) -> Iterator[str]:
+    """Pieces of a text too long for one tokenization, each ending with a line.
+
+    They end behind a single line break, which common tokenizers part words at, so that the tokens are those of the
+    whole; where there is none near, or with a tokenizer that marks the start of a text, some at the cut differ.
+    """
+    first = 0
+    while len(text) - first > PIECE:
+        end = place = first + PIECE
+        while (place := text.rfind("\n", first + PIECE - NEAR, place)) > 0:
+            if not (text[place - 1].isspace() or text[place + 1].isspace()):
+                end = place + 1
+                break
+        yield text[first:end]
+        first = end
+    yield text[first:]
+
+
+def _until_eos(tokens: np.ndarray, mask: np.ndarray | None, vocabulary: Vocabulary) -> Tokenized:
+    """Tokens without the eos that may be there already; it has its entry in the mask, or else gets one."""
+    if len(tokens) and tokens[-1] == vocabulary.eos:
+        return tokens[:-1], mask
+    return tokens, None if mask is None else np.append(mask, mask[-1:])
+
+
+def _checked(content: np.ndarray, where: str, vocabulary: Vocabulary) -> np.ndarray:
+    """Tokens that another program made."""
+    tokens = content.astype(np.int64).reshape(-1)
+    wrong = tokens[(tokens < 0) | (tokens >= vocabulary.size)]
+    if len(wrong):
+        raise InputError(
+            f"{where}: has token {wrong[0]}, and the tokenizer {vocabulary.name} ends at {vocabulary.size - 1}; "
+            "the tokens were made with another one: give that as --tokenizer"
+        )
+    return tokens
+
+
+def ended(tokens: np.ndarray, document: Document, vocabulary: Vocabulary) -> np.ndarray:
+    """Tokens with their eos; InputError where they are too many."""
+    size = (len(tokens) + 1) * np.dtype(token_dtype(vocabulary.size)).itemsize
+    if size > LARGEST:
+        raise InputError(f"{document.where}: makes {size} bytes of tokens; a document can have {LARGEST}: split it")
+    return np.append(tokens, vocabulary.eos)

@@ -39,6 +39,7 @@ ORDER = [
     "evaluate",
     "proving",
     "rehearse",
+    "sweep",
     "cluster",
     "cli",
     "__main__",

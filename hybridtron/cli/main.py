@@ -28,6 +28,7 @@ COMMANDS = {
     "tasks show": ("tasks:show_main", "print a sample of a task"),
     "tasks write": ("tasks:write_main", "samples of tasks as jsonl, for evaluation and for training"),
     "evaluate": ("evaluate:main", "length generalization of a checkpoint"),
+    "sweep": ("sweep:main", "a grid of training runs, and one table of them"),
     "plot": ("plot:main", "a picture of a run's losses"),
     "checkpoint": ("checkpoint:main", "list, verify, diff, reshard or fetch checkpoints"),
     "export": ("convert:export_main", "a checkpoint to the format of Hugging Face"),

@@ -46,7 +46,7 @@ class StepMetrics:
 
     def numbers(self) -> dict[str, float]:
         """Every number by names such as `validation/1x`."""
-        return _flat(self.line())
+        return flat(self.line())
 
 
 OPTIONAL = ("learned", "restarted_lanes", "validation", "validation_by_source", "layers")
@@ -77,11 +77,11 @@ class Decision:
         return {key: value for key, value in asdict(self).items() if key in ("norm", "limit") or value is not None}
 
 
-def _flat(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+def flat(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     numbers: dict[str, float] = {}
     for key, value in line.items():
         if isinstance(value, Mapping):
-            numbers.update(_flat(value, f"{prefix}{key}/"))
+            numbers.update(flat(value, f"{prefix}{key}/"))
         elif isinstance(value, int | float):
             numbers[prefix + key] = value
     return numbers

@@ -41,6 +41,7 @@ ONLY_PARSED = {  # by how a command begins
     "inspect recipe=mine": "test_the_example_of_a_recipe_trains",
     "rehearse": "a process of its own: tests/rehearse",
     "submit": "needs SLURM; with --dry-run it is run",
+    "sweep": "minutes, and starts processes: tests/sweep",
     "torchrun": "starts processes: tests/train/test_launchers.py",
     "train data.mixture=": "a bucket: tests/train/test_mixture_from_s3.py",
     "train data=slimpajama": "the sources of SlimPajama: tests/train/test_mixture_from_s3.py trains on a mixture",

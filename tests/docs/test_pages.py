@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hybridtron.config.load import CONFIGS, load
+from hybridtron.sweep.grid import read as read_sweep
 from tests.docs.conftest import PAGES, ROOT, blocks, command_lines, name_of
 
 NOT_RUN = "# not run here: "
@@ -62,6 +63,9 @@ def test_other_programs_are_known() -> None:
                 assert program in ("hybridtron", "torchrun"), f"{name_of(page)}: {program}"
 
 
+SWEEP = ("# examples/sweep/", "settings:")  # how the file of a sweep begins
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "yaml")], ids=name_of)
 def test_yaml_is_a_configuration(page: Path, tmp_path: Path) -> None:
     recipes = tmp_path / "recipe"
@@ -72,6 +76,10 @@ def test_yaml_is_a_configuration(page: Path, tmp_path: Path) -> None:
     for recipe in CONFIGS.glob("recipe/*"):
         (recipes / recipe.name).symlink_to(recipe)
     for number, block in enumerate(blocks(page, "yaml")):
+        if block.lstrip().startswith(SWEEP):
+            (tmp_path / "sweep.yaml").write_text(block)
+            assert read_sweep(tmp_path / "sweep.yaml").runs
+            continue
         package = "" if "@package" in block else "# @package _global_\n"
         (recipes / f"page_{number}.yaml").write_text(package + block)
         phases = (

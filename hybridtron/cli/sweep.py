@@ -1,0 +1,159 @@
+"""A grid of training runs on this machine, two at a time, and one table and picture of what they came to.
+
+    hybridtron sweep examples/sweep/window.yaml
+    hybridtron sweep examples/sweep/window.yaml --plan     the runs, without starting any
+
+The file's form is described in docs/sweeps.md. Each run is a folder of its own in runs/sweeps/NAME, where NAME is the
+file's; beside them are table.md, runs.jsonl and picture.png. Started again, a sweep continues where it was: what has
+finished stays, what was interrupted resumes, and what was added to the file is new. Exit codes: 0 all runs finished,
+1 some failed, 2 a wrong file or configuration, 75 interrupted after the runs were asked to save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from hybridtron.cli.evaluate_pictures import picture
+from hybridtron.cli.given import positive, progress_bar
+from hybridtron.config.check import require
+from hybridtron.config.load import load
+from hybridtron.config.resolve import last_step
+from hybridtron.problems import Unusable
+from hybridtron.requirements import is_there
+from hybridtron.sweep import results
+from hybridtron.sweep.carry_out import EndedRun, Folder, carry_out, share_cores
+from hybridtron.sweep.grid import SEED, Sweep, read
+from hybridtron.train.outcome import clock
+from hybridtron.train.records import write_whole
+
+INTERRUPTED = 75
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="hybridtron sweep", description="A grid of training runs on this machine.")
+    parser.add_argument("file", type=Path, help="what the runs share, and in what they differ (docs/sweeps.md)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="the sweep's folder (default: runs/sweeps/FILE)")
+    parser.add_argument("--jobs", type=positive, default=2, metavar="N", help="runs at a time (default: %(default)s)")
+    parser.add_argument("--plan", action="store_true", help="list the runs, and start none")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Carry out what is left of the sweep, and report it. Returns the exit code."""
+    chosen = parse(arguments)
+    sweep = read(chosen.file)
+    folder = Folder(chosen.output or Path("runs/sweeps") / chosen.file.stem)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    steps = steps_of(sweep, folder)
+    if chosen.plan:
+        for run in sweep.runs:
+            about = "finished" if folder.is_finished(run.name) else f"at step {folder.step(run.name)}"
+            console.print(f"{run.name}: {about} of {steps[run.name] or 'as many as its phases say'}")
+        return 0
+    folder.record(sweep)
+    share_cores(chosen.jobs)
+    failed = []
+    try:
+        for number, ended in enumerate(_watched(sweep, folder, chosen.jobs, steps), 1):
+            took = f"{number} ended, {ended.run.name} after {clock(ended.seconds)}"
+            console.print(f"FAILED {took}: {ended.fault}" if ended.fault else took)
+            failed += [ended] if ended.fault else []
+    except KeyboardInterrupt:
+        console.print("interrupted: the runs have saved; the same command continues")
+        return INTERRUPTED
+    report(sweep, folder, console)
+    return 1 if failed else 0
+
+
+def steps_of(sweep: Sweep, folder: Folder) -> dict[str, int]:
+    """The last step of each run; 0 where that is known only when the run it starts from has ended. Raises Unusable."""
+    found = {}
+    for run in sweep.runs:
+        found[run.name] = 0
+        if run.start is not None and not folder.is_finished(run.start):
+            continue
+        try:
+            config = load(folder.settings(run))
+            require(config)
+        except Unusable as error:
+            raise Unusable(f"{run.name}: {error}") from error
+        found[run.name] = last_step(config)
+    return found
+
+
+def _watched(sweep: Sweep, folder: Folder, jobs: int, steps: dict[str, int]) -> Iterator[EndedRun]:
+    """With a bar over the steps of all runs."""
+    most = max(steps.values())
+    whole = sum(steps[run.name] or most for run in sweep.runs)
+    with progress_bar("steps") as moved:
+
+        def watch() -> None:
+            moved(sum(folder.step(run.name) for run in sweep.runs), whole)
+
+        yield from carry_out(sweep, folder, jobs, watch)
+
+
+def report(sweep: Sweep, folder: Folder, console: Console) -> None:
+    """Print the table, and write it, every run's numbers, and the picture."""
+    found = results.points(sweep, folder)
+    rows = [results.cells(sweep, point) for point in found]
+    header = results.header(sweep)
+    table = Table(*header, box=None)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    page = [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
+    note = f"Mean ± standard error over `{SEED}`, where there are several." if SEED in sweep.axes else ""
+    write_whole(folder.path / "table.md", "\n".join([f"# {folder.path.name}", "", *page, "", note]).strip() + "\n")
+    write_whole(folder.path / "runs.jsonl", "".join(json.dumps(x) + "\n" for x in results.lines(sweep, folder)))
+    made = ["table.md", "runs.jsonl"]
+    shown = [point for point in found if sweep.metrics[0] in point.found]
+    if shown and is_there("matplotlib"):
+        draw(sweep, shown, folder.path / "picture.png")
+        made.append("picture.png")
+    console.print(f"{folder.path}: {', '.join(made)}")
+
+
+def draw(sweep: Sweep, shown: Sequence[results.Point], output: Path) -> None:
+    """The first metric over the first key whose values are numbers, a line for what is the same but for it."""
+    metric = sweep.metrics[0]
+    along = next((key for key in sweep.axes if key != SEED and all(_is_number(p.values[key]) for p in shown)), None)
+    with picture(output) as axes:
+        for label, points in _curves(shown, along).items():
+            values = [point.found[metric] for point in points]
+            places = list(range(len(points))) if along is None else [float(point.values[along]) for point in points]
+            errors = [value.error or 0.0 for value in values]
+            axes.errorbar(
+                places, [value.mean for value in values], errors, marker="o", capsize=3, label=label or metric
+            )
+        axes.set(xlabel=along or "", ylabel=metric)
+        if along is None:
+            names = [" ".join([point.variant, *point.values.values()]).strip() for point in shown]
+            axes.set_xticks(range(len(shown)), names, rotation=30, ha="right")
+
+
+def _curves(shown: Sequence[results.Point], along: str | None) -> dict[str, list[results.Point]]:
+    curves: dict[str, list[results.Point]] = {}
+    for point in shown:
+        rest = [f"{key}={value}" for key, value in point.values.items() if key != along]
+        label = "" if along is None else " ".join([point.variant] * bool(point.variant) + rest)
+        curves.setdefault(label, []).append(point)
+    if along is not None:
+        sort: Callable[[results.Point], float] = lambda point: float(point.values[along])  # noqa: E731
+        curves = {label: sorted(points, key=sort) for label, points in curves.items()}
+    return curves
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,167 @@
+"""A sweep's file: what all runs share, in what they differ, and what they are compared by.
+
+    settings: [recipe=laptop, phases.0.tokens=1M]     as `hybridtron train` takes them
+    variants:                                         optional: sets of settings by name
+      samba: []
+      swa: [model.pattern=(W-W-)*2]
+      longer: {from: samba, settings: [recipe=...]}   starts from the weights of `samba`, at the same values
+    grid:                                             every combination is a run
+      optim.decay_all: [0, 1]
+      run.seed: [0, 1, 2]
+    metrics: [loss, validation/1x]                    of metrics.jsonl, the last of each run
+
+Runs that differ in `run.seed` alone are one point, of which a mean and its standard error are reported.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hybridtron.problems import Unusable, did_you_mean
+from hybridtron.regular_files import Unreadable, read_regular
+
+SEED = "run.seed"
+GREATEST = 2**20  # bytes of a sweep's file
+MOST_RUNS = 10_000
+KEYS = ("settings", "variants", "grid", "metrics")
+DEFAULT_METRICS = ("loss", "validation/1x")
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One run of a sweep: its name, where it stands in the grid, and what is set. `start` is the run it starts from."""
+
+    name: str
+    variant: str
+    values: Mapping[str, str]
+    settings: tuple[str, ...]
+    start: str | None = None
+
+    @property
+    def point(self) -> tuple[str, ...]:
+        """What it shares with the runs of other seeds."""
+        return self.variant, *(value for key, value in self.values.items() if key != SEED)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All runs, the keys in which they differ, and the metrics."""
+
+    runs: tuple[SweepRun, ...]
+    axes: tuple[str, ...]
+    metrics: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Settings by name, and the variant whose weights they start from."""
+
+    name: str
+    settings: tuple[str, ...]
+    start: str | None = None
+
+
+@dataclass
+class _File:
+    """Reads the parts of a file; every message names the part."""
+
+    path: Path
+    parts: dict[str, Any] = field(default_factory=dict)
+
+    def wrong(self, part: str, message: str) -> Unusable:
+        return Unusable(f"{self.path}: {part}: {message}")
+
+    def settings(self, part: str, given: Any) -> tuple[str, ...]:
+        if not isinstance(given, list) or not all(isinstance(text, str) and "=" in text for text in given):
+            raise self.wrong(part, f"is {given!r}, must be a list of key=value, such as [recipe=laptop]")
+        for text in given:
+            if text.startswith("run.dir="):
+                raise self.wrong(part, "sets run.dir, which is each run's own: --output names the sweep's folder")
+        return tuple(given)
+
+    def variants(self) -> list[Variant]:
+        found = []
+        given = self.parts.get("variants") or {"": []}
+        if not isinstance(given, dict):
+            raise self.wrong("variants", "must be settings by name, such as `samba: [recipe=laptop]`")
+        for name, value in given.items():
+            part, start = f"variants.{name}", None
+            if isinstance(value, dict):
+                if unknown := sorted(set(value) - {"from", "settings"}):
+                    raise self.wrong(part, f"has {unknown[0]!r}; it can have `from` and `settings`")
+                value, start = value.get("settings", []), value.get("from")
+            if start is not None and start not in [one.name for one in found]:
+                raise self.wrong(part, f"starts from {start!r}, which is no variant before it")
+            found.append(Variant(str(name), self.settings(part, value), start))
+        return found
+
+    def grid(self) -> dict[str, list[str]]:
+        given = self.parts.get("grid") or {}
+        if not isinstance(given, dict):
+            raise self.wrong("grid", f"must be values by key, such as `{SEED}: [0, 1]`")
+        for key, values in given.items():
+            if not isinstance(values, list) or not values:
+                raise self.wrong(f"grid.{key}", f"is {values!r}, must be a list of values")
+            texts = [_text(value) for value in values]
+            if len(set(texts)) < len(texts):
+                raise self.wrong(f"grid.{key}", "has a value twice")
+        return {key: [_text(value) for value in values] for key, values in given.items()}
+
+    def metrics(self) -> tuple[str, ...]:
+        given = self.parts.get("metrics", list(DEFAULT_METRICS))
+        if not isinstance(given, list) or not given or not all(isinstance(name, str) for name in given):
+            raise self.wrong("metrics", f"is {given!r}, must be a list of names such as [loss, validation/1x]")
+        return tuple(given)
+
+
+def read(path: Path) -> Sweep:
+    """The sweep of a file. Unusable names what is wrong with it."""
+    try:
+        parts = yaml.safe_load(read_regular(path, GREATEST))
+    except (Unreadable, OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise Unusable(f"{path} can't be read: {error}") from error
+    if not isinstance(parts, dict):
+        raise Unusable(f"{path} must hold {', '.join(KEYS)}")
+    if unknown := [name for name in parts if name not in KEYS]:
+        raise Unusable(f"{path} has {unknown[0]!r}{did_you_mean(str(unknown[0]), KEYS)}; it can have {', '.join(KEYS)}")
+    file = _File(path, parts)
+    shared, grid = file.settings("settings", parts.get("settings") or []), file.grid()
+    short = _short_names(list(grid))
+    runs: dict[str, SweepRun] = {}
+    for variant, values in itertools.product(file.variants(), itertools.product(*grid.values())):
+        of_keys = dict(zip(grid, values, strict=True))
+        parts_of_name = [f"{short[key]}={value}" for key, value in of_keys.items()]
+        name = _name(variant.name, parts_of_name)
+        start = None if variant.start is None else _name(variant.start, parts_of_name)
+        settings = (*shared, *variant.settings, *(f"{key}={value}" for key, value in of_keys.items()))
+        if name in runs:
+            raise Unusable(f"{path}: two runs would have the name {name}")
+        runs[name] = SweepRun(name, variant.name, of_keys, settings, start)
+        if len(runs) > MOST_RUNS:
+            raise Unusable(f"{path} has more than {MOST_RUNS:,} runs")
+    return Sweep(tuple(runs.values()), tuple(grid), file.metrics())
+
+
+def _text(value: Any) -> str:
+    """As a command line says it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value).replace(" ", "")
+
+
+def _short_names(keys: list[str]) -> dict[str, str]:
+    """The last word of each key, or the whole key where two have the same."""
+    last = [key.rpartition(".")[2] for key in keys]
+    return {key: key if last.count(word) > 1 else word for key, word in zip(keys, last, strict=True)}
+
+
+def _name(variant: str, parts: list[str]) -> str:
+    """A folder's name."""
+    return re.sub(r"[^\w.=,+-]+", "_", "-".join([variant] * bool(variant) + parts)) or "run"

@@ -1,0 +1,92 @@
+"""What a sweep found: the last metrics of every run, and over the seeds of each point a mean and its standard error."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybridtron.sweep.carry_out import Folder
+from hybridtron.sweep.grid import SEED, Sweep, SweepRun
+from hybridtron.train.metrics import flat
+from hybridtron.train.records import read_lines
+
+
+@dataclass(frozen=True)
+class Value:
+    """A metric of a point: mean and standard error over the seeds (None with one), and how many there are."""
+
+    mean: float
+    error: float | None
+    n: int
+
+    @classmethod
+    def of(cls, found: Sequence[float]) -> Value:
+        error = statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else None
+        return cls(statistics.fmean(found), error, len(found))
+
+    def __str__(self) -> str:
+        return f"{self.mean:.5g}" if self.error is None else f"{self.mean:.5g} ± {self.error:.2g}"
+
+
+@dataclass(frozen=True)
+class Point:
+    """What runs of several seeds share, and what they came to."""
+
+    variant: str
+    values: dict[str, str]  # by key, without the seed
+    found: dict[str, Value]  # by metric; one that no run has is left out
+
+
+def points(sweep: Sweep, folder: Folder) -> list[Point]:
+    """In the order of the runs; runs that have not finished do not count."""
+    of_points: dict[tuple[str, ...], list[SweepRun]] = {}
+    for run in sweep.runs:
+        if folder.is_finished(run.name):
+            of_points.setdefault(run.point, []).append(run)
+    found = []
+    for runs in of_points.values():
+        measured = [last_metrics(folder, run, sweep.metrics) for run in runs]
+        values = {
+            metric: Value.of(numbers)
+            for metric in sweep.metrics
+            if (numbers := [one[metric] for one in measured if metric in one])
+        }
+        named = {key: value for key, value in runs[0].values.items() if key != SEED}
+        found.append(Point(runs[0].variant, named, values))
+    return found
+
+
+def last_metrics(folder: Folder, run: SweepRun, metrics: Sequence[str]) -> dict[str, float]:
+    """The last value of each metric that a run has."""
+    found: dict[str, float] = {}
+    for line in read_lines(folder.of(run.name) / "metrics.jsonl"):
+        numbers = flat(line)
+        found |= {name: numbers[name] for name in metrics if name in numbers}
+    return found
+
+
+def lines(sweep: Sweep, folder: Folder) -> list[dict[str, Any]]:
+    """One of every run, as plain values."""
+    return [
+        {
+            "run": run.name, "variant": run.variant, **run.values, "finished": folder.is_finished(run.name),
+            **last_metrics(folder, run, sweep.metrics),
+        }
+        for run in sweep.runs
+    ]  # fmt: skip
+
+
+def header(sweep: Sweep) -> list[str]:
+    """Of the table."""
+    variants = ["variant"] if any(run.variant for run in sweep.runs) else []
+    return [*variants, *(key for key in sweep.axes if key != SEED), "n", *sweep.metrics]
+
+
+def cells(sweep: Sweep, point: Point) -> list[str]:
+    """A row of the table."""
+    variant = [point.variant] if any(run.variant for run in sweep.runs) else []
+    n = max((value.n for value in point.found.values()), default=0)
+    return [*variant, *point.values.values(), str(n), *(str(point.found.get(metric, "")) for metric in sweep.metrics)]

@@ -1,0 +1,88 @@
+"""The file of a sweep: which runs it stands for, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybridtron.problems import Unusable
+from hybridtron.sweep.carry_out import Folder
+from hybridtron.sweep.grid import Sweep, read
+
+
+def sweep_of(tmp_path: Path, text: str) -> Sweep:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text)
+    return read(path)
+
+
+def test_every_combination_is_a_run(tmp_path: Path) -> None:
+    sweep = sweep_of(
+        tmp_path,
+        "settings: [recipe=laptop]\n"
+        "variants: {samba: [], swa: ['model.pattern=(W-)*2']}\n"
+        "grid: {model.layers.W.window: [32, 64], optim.spike: [null, 2.0], run.seed: [0, 1]}\n"
+        "metrics: [loss]\n",
+    )
+    assert len(sweep.runs) == 16
+    assert sweep.axes == ("model.layers.W.window", "optim.spike", "run.seed")
+    first, last = sweep.runs[0], sweep.runs[-1]
+    assert first.name == "samba-window=32-spike=null-seed=0"
+    assert first.settings == ("recipe=laptop", "model.layers.W.window=32", "optim.spike=null", "run.seed=0")
+    assert last.name == "swa-window=64-spike=2.0-seed=1"
+    assert last.settings[:2] == ("recipe=laptop", "model.pattern=(W-)*2")
+    assert len({run.point for run in sweep.runs}) == 8
+    assert first.point == sweep.runs[1].point
+
+
+def test_a_variant_starts_from_another_at_the_same_values(tmp_path: Path) -> None:
+    text = "variants: {base: [recipe=laptop], longer: {from: base, settings: [recipe=a]}}\ngrid: {run.seed: [3]}\n"
+    sweep = sweep_of(tmp_path, text)
+    base, longer = sweep.runs
+    assert (base.start, longer.start) == (None, base.name)
+    folder = Folder(tmp_path / "out")
+    assert folder.settings(longer) == [
+        f"run.weights={folder.of('base-seed=3')}", "recipe=a", "run.seed=3",
+        f"run.dir={folder.of('longer-seed=3')}", "run.name=longer-seed=3",
+    ]  # fmt: skip
+
+
+def test_keys_that_end_alike_keep_their_whole_names(tmp_path: Path) -> None:
+    sweep = sweep_of(tmp_path, "grid: {phases.0.lr: [1e-3], phases.1.lr: [1e-4]}\n")
+    assert sweep.runs[0].name == "phases.0.lr=1e-3-phases.1.lr=1e-4"
+
+
+def test_what_a_command_line_could_not_say_is_said_as_there(tmp_path: Path) -> None:
+    sweep = sweep_of(tmp_path, "grid: {optim.betas: [[0.9, 0.95]], parallel.sequence: [true]}\n")
+    assert sweep.runs[0].settings == ("optim.betas=[0.9,0.95]", "parallel.sequence=true")
+    assert sweep.runs[0].name == "betas=_0.9,0.95_-sequence=true"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[1, 2]", "must hold settings"),
+        ("sttings: [a=1]", "did you mean settings"),
+        ("settings: recipe=laptop", "settings"),
+        ("settings: [laptop]", "key=value"),
+        ("settings: [run.dir=x]", "--output"),
+        ("variants: {b: {from: a}}", "variants.b"),
+        ("variants: {a: {form: b}}", "'form'"),
+        ("grid: {run.seed: 3}", "grid.run.seed"),
+        ("grid: {run.seed: []}", "grid.run.seed"),
+        ("grid: {run.seed: [1, 1]}", "twice"),
+        ("metrics: loss", "metrics"),
+        ("settings: [a=1", "can't be read"),
+        ("variants: {'a b': [], 'a/b': []}", "a_b"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, named: str, tmp_path: Path) -> None:
+    with pytest.raises(Unusable, match=r"sweep\.yaml") as refused:
+        sweep_of(tmp_path, text)
+    assert named in str(refused.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(Unusable, match=r"none\.yaml"):
+        read(tmp_path / "none.yaml")

@@ -19,11 +19,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from hybridtron.cli.evaluate_pictures import picture
 from hybridtron.cli.given import positive, progress_bar
 from hybridtron.config.check import require
 from hybridtron.config.load import load
 from hybridtron.config.resolve import last_step
+from hybridtron.evaluate.pictures import picture
 from hybridtron.problems import Unusable
 from hybridtron.requirements import is_there
 from hybridtron.sweep import results

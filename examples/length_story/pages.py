@@ -7,12 +7,12 @@ seed to the highest.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hybridtron.evaluate.pictures import picture
 from hybridtron.proving.measuring import BenchReport, markdown
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def draw(findings: Findings, folder: Path) -> None:
 
 
 def draw_perplexity(findings: Findings, path: Path) -> None:
-    with figure_at(path, 4.5) as axes:
+    with picture(path) as axes:
         for name in findings.language:
             of_name = curves(findings, name)
             style = "-" if name == "base" else "--"
@@ -147,7 +147,7 @@ def draw_perplexity(findings: Findings, path: Path) -> None:
 
 
 def draw_copying(findings: Findings, path: Path) -> None:
-    with figure_at(path, 3.5) as axes:
+    with picture(path, 3.5) as axes:
         for name, seeds in findings.copying.items():
             lengths = [int(length) for length in next(iter(seeds.values()))]
             accuracies = [list(of_seed.values()) for of_seed in seeds.values()]
@@ -155,20 +155,6 @@ def draw_copying(findings: Findings, path: Path) -> None:
         for length, label in zip(findings.trained_lengths, ("lengths trained on", None), strict=True):
             axes.axvline(length, color="black", linestyle=":", linewidth=0.8, label=label)
         axes.set(xticks=lengths, xlabel="letters to copy", ylabel="copied rightly", ylim=(0, 1.02))
-
-
-@contextmanager
-def figure_at(path: Path, height: float) -> Iterator[Axes]:
-    """Axes to draw on, in a picture that is written when the block ends."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, height), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    yield axes
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize="small")
-    figure.savefig(path)
 
 
 def draw_seeds(

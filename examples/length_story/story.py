@@ -3,40 +3,45 @@
     python -m examples.length_story.story            tens of minutes on two cores; a story that was stopped continues
     python -m examples.length_story.story --quick    tiny sizes, seconds: does it run, not what does it show
 
-Trains recipe=mamba2_laptop from three seeds, post-trains each by every recipe of configs/recipe/length, and reads
-held-out text at many times the context (Figure 5 of the length-generalization paper); trains copying with and without
-passed states (its Table 1). Runs stand in runs/length_story; pictures and a table go to benchmarks/, whatever they say.
+The sweep language.yaml trains recipe=mamba2_laptop from three seeds and post-trains each by every recipe of
+configs/recipe/length; held-out text is read at many times the context (Figure 5 of the length-generalization paper).
+The sweep copying.yaml trains copying with and without passed states (its Table 1). Runs stand in runs/length_story;
+pictures and a table go to benchmarks/, whatever they say.
 
-Exit codes: 0 written, 1 a run failed, 2 a wrong argument, or runs of other settings stand in the folder.
+Exit codes: 0 written, 1 a run failed, 2 a wrong argument, or runs of other settings stand in the folder, 75 stopped.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import sys
-from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, TimeElapsedColumn
 
 from examples.length_story.runs import (
     LETTERS,
     QUICK,
     STORY,
     Sizes,
-    Task,
-    carry_out,
-    chains,
+    copy_accuracy,
+    long_text_losses,
     measured,
-    share_done,
+    sweep_of,
     write_copying_data,
 )
+from hybridtron.cli.given import positive, progress_bar
+from hybridtron.cli.sweep import INTERRUPTED, carried, steps_of
+from hybridtron.problems import Unusable
 from hybridtron.requirements import demand
+from hybridtron.sweep.grid import SEED
 
 ROOT = Path(__file__).resolve().parents[2]
+PARTS = {"language": long_text_losses, "copying": copy_accuracy}
+"""By the name of the sweep: what is measured on each of its runs."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -45,10 +50,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny sizes; writes only where --output says")
     parser.add_argument("--runs", type=Path, metavar="DIR", help="where the runs stand (default: runs/length_story)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="of page and pictures (default: benchmarks)")
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="runs at a time (default: %(default)s)")
+    parser.add_argument("--jobs", type=positive, default=2, metavar="N", help="runs at a time (default: %(default)s)")
     chosen = parser.parse_args(arguments)
-    if chosen.jobs < 1:
-        parser.error(f"--jobs is {chosen.jobs}, must be at least 1")
     if chosen.quick and (chosen.runs is None or chosen.output is None):
         parser.error("--quick needs --runs and --output, so that it leaves the real story's alone")
     return chosen
@@ -63,71 +66,52 @@ def main(arguments: list[str]) -> int:
     output: Path = chosen.output or ROOT / "benchmarks"
     runs.mkdir(parents=True, exist_ok=True)
     write_copying_data(sizes, runs)
-    plan = chains(sizes, runs)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
-        train_all(plan, sizes, chosen.jobs)
-        write(plan, sizes, output)
-    except ValueError as error:
+        for part in PARTS:
+            sweep, folder = sweep_of(part, sizes, runs)
+            if not carried(sweep, folder, chosen.jobs, steps_of(sweep, folder), console):
+                return 1
+        write(sizes, runs, output)
+    except Unusable as error:
         print(error, file=sys.stderr)
         return 2
-    except RuntimeError as error:
-        print(error, file=sys.stderr)
-        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
     print(f"written to {output}")
     return 0
 
 
-def train_all(plan: list[list[Task]], sizes: Sizes, jobs: int) -> None:
-    """Carry out the chains that are not done, this number at a time, one thread each."""
-    left = [chain for chain in plan if any(measured(task) is None for task in chain)]
-    if jobs == 1 or not left:
-        for chain in left:
-            carry_out(chain, sizes)
-        return
-    os.environ["OMP_NUM_THREADS"] = "1"  # which the processes inherit
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        watch([pool.submit(carry_out, chain, sizes) for chain in left], [task for chain in left for task in chain])
-
-
-def watch(futures: list[Future[None]], tasks: list[Task]) -> None:
-    """Show how far the runs are until all chains have ended; the first that fails ends the story."""
-    columns, console = (*Progress.get_default_columns(), TimeElapsedColumn()), Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        bar, waiting = progress.add_task(f"{len(tasks)} runs", total=len(tasks)), set(futures)
-        while waiting:
-            ended, waiting = wait(waiting, timeout=1, return_when=FIRST_EXCEPTION)
-            progress.update(bar, completed=sum(map(share_done, tasks)))
-            if failed := next((one for one in ended if one.exception()), None):
-                for future in waiting:
-                    future.cancel()
-                failed.result()
-
-
-def write(plan: list[list[Task]], sizes: Sizes, output: Path) -> None:
-    """Page and pictures of all that was measured."""
+def write(sizes: Sizes, root: Path, output: Path) -> None:
+    """Measure what has not been, and write page and pictures."""
     from examples.length_story.pages import Findings, draw, page
 
-    language: dict[str, dict] = {}
-    copying: dict[str, dict] = {}
-    for task in (task for chain in plan for task in chain):
-        part = language if task.part == "language" else copying
-        part.setdefault(task.name, {})[task.seed] = measured(task)
-    base = plan[0][0]
-    context, notes = described(base, sizes)
-    findings = Findings(context, language, copying, sizes.copy_lengths, notes)
+    found: dict[str, dict[str, dict[int, Any]]] = {part: {} for part in PARTS}
+    plan = [(part, *sweep_of(part, sizes, root)) for part in PARTS]
+    whole = sum(len(sweep.runs) for _, sweep, _ in plan)
+    with progress_bar("measured") as moved:
+        for part, sweep, folder in plan:
+            for run in sweep.runs:
+                of_run = measured(folder, run, partial(PARTS[part], sizes=sizes))
+                found[part].setdefault(run.variant, {})[int(run.values[SEED])] = of_run
+                moved(sum(len(of) for one in found.values() for of in one.values()), whole)
+    _, language, folder = plan[0]
+    context, notes = described(folder.of(language.runs[0].name), folder.of(language.runs[-1].name), sizes)
+    findings = Findings(context, found["language"], found["copying"], sizes.copy_lengths, notes)
     output.mkdir(parents=True, exist_ok=True)
     draw(findings, output)
     (output / "length_story.md").write_text(page(findings, "make length-story"), encoding="utf-8")
 
 
-def described(base: Task, sizes: Sizes) -> tuple[int, list[str]]:
+def described(base: Path, post_trained: Path, sizes: Sizes) -> tuple[int, list[str]]:
     """The base's context, and what was done in words."""
     from hybridtron.config.load import load_saved
     from hybridtron.config.resolve import last_step
     from hybridtron.config.units import readable
     from hybridtron.planning.count import count
 
-    config, posted = (load_saved(base.folder.parent / name / "config.yaml") for name in ("base", "passing"))
+    config, posted = (load_saved(run / "config.yaml") for run in (base, post_trained))
     phase, post = config.phases[0], posted.phases[0]
     parameters = readable(count(config.model, phase.seq_len).parameters)
     letter = next(iter(config.model.layers.values()))

@@ -57,19 +57,25 @@ def main(arguments: list[str]) -> int:
             about = "finished" if folder.is_finished(run.name) else f"at step {folder.step(run.name)}"
             console.print(f"{run.name}: {about} of {steps[run.name] or 'as many as its phases say'}")
         return 0
-    folder.record(sweep)
-    share_cores(chosen.jobs)
-    failed = []
     try:
-        for number, ended in enumerate(_watched(sweep, folder, chosen.jobs, steps), 1):
-            took = f"{number} ended, {ended.run.name} after {clock(ended.seconds)}"
-            console.print(f"FAILED {took}: {ended.fault}" if ended.fault else took)
-            failed += [ended] if ended.fault else []
+        finished = carried(sweep, folder, chosen.jobs, steps, console)
     except KeyboardInterrupt:
         console.print("interrupted: the runs have saved; the same command continues")
         return INTERRUPTED
     report(sweep, folder, console)
-    return 1 if failed else 0
+    return 0 if finished else 1
+
+
+def carried(sweep: Sweep, folder: Folder, jobs: int, steps: dict[str, int], console: Console) -> bool:
+    """Carry out what is left, with a line for each run that ends; whether all have finished."""
+    folder.record(sweep)
+    share_cores(jobs)
+    finished = True
+    for number, ended in enumerate(_watched(sweep, folder, jobs, steps), 1):
+        took = f"{number} ended, {ended.run.name} after {clock(ended.seconds)}"
+        console.print(f"FAILED {took}: {ended.fault}" if ended.fault else took)
+        finished &= not ended.fault
+    return finished
 
 
 def steps_of(sweep: Sweep, folder: Folder) -> dict[str, int]:

@@ -23,11 +23,11 @@ def draw(name: str, lines: Lines, seq_len: int, output: Path) -> None:
 
 
 @contextmanager
-def picture(output: Path) -> Iterator[Axes]:
+def picture(output: Path, height: float = 4.5) -> Iterator[Axes]:
     """What is drawn inside, as a file."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    figure = Figure(figsize=(8, height), dpi=120, layout="constrained")
     axes = figure.subplots()
     yield axes
     axes.spines[["top", "right"]].set_visible(False)

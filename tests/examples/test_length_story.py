@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from examples.length_story.pages import Curve, Findings, draw, page
-from examples.length_story.runs import QUICK, STORY, chains
+from examples.length_story.runs import QUICK, STORY, sweep_of
 from examples.length_story.story import main
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_quick_story_is_written_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--quick", "--jobs", "1", "--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "out")]
+    arguments = ["--quick", "--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "out")]
     assert main(arguments) == 0
     reported = (tmp_path / "out/length_story.md").read_text()
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
@@ -27,9 +29,10 @@ def test_a_quick_story_is_written_and_resumes(tmp_path: Path, capsys: pytest.Cap
     written = [path.stat().st_mtime_ns for path in measured]
     assert main(arguments) == 0  # has nothing left to train
     assert [path.stat().st_mtime_ns for path in measured] == written
-    measured[0].write_text(measured[0].read_text().replace("run.seed=1", "run.seed=9"))
+    started = tmp_path / "runs/language/sweep.json"
+    started.write_text(started.read_text().replace("model.width=32", "model.width=33"))
     assert main(arguments) == 2
-    assert "other arguments" in capsys.readouterr().err
+    assert "model.width=33" in capsys.readouterr().err
 
 
 def test_quick_leaves_the_real_story_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,13 +42,13 @@ def test_quick_leaves_the_real_story_alone(capsys: pytest.CaptureFixture[str]) -
     assert "--quick needs --runs and --output" in capsys.readouterr().err
 
 
-def test_every_run_has_its_own_folder_and_starts_from_its_seeds_base() -> None:
-    for sizes in (STORY, QUICK):
-        tasks = [task for chain in chains(sizes, Path("runs")) for task in chain]
-        assert len({task.folder for task in tasks}) == len(tasks)
-        assert all(f"run.dir={task.folder}" in task.arguments for task in tasks)
-        posted = [task for task in tasks if task.part == "language" and task.name != "base"]
-        assert all(f"run.weights=runs/seed{task.seed}/base" in task.arguments for task in posted)
+def test_a_run_of_every_intervention_starts_from_its_seeds_base() -> None:
+    for sizes, runs in ((STORY, (18, 6)), (QUICK, (2, 2))):
+        sweeps = [sweep_of(part, sizes, Path("runs"))[0] for part in ("language", "copying")]
+        assert tuple(len(sweep.runs) for sweep in sweeps) == runs
+        for run in sweeps[0].runs:
+            assert run.start == (None if run.variant == "base" else f"base-seed={run.values['run.seed']}")
+        assert all("data.path=runs/strings" in run.settings for run in sweeps[1].runs)
 
 
 def curve(context: int, growth: float) -> list[float]:

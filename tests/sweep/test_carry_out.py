@@ -96,7 +96,7 @@ def test_what_has_finished_is_not_started_again_and_the_file_may_grow(
 ) -> None:
     assert sweep("settings: [recipe=laptop]\ngrid: {run.seed: [0, 1]}") == 0
     assert sweep("settings: [recipe=laptop]\ngrid: {run.seed: [0, 1, 2]}") == 0
-    assert order(tmp_path) == ["seed=0", "seed=1", "seed=2"]
+    assert sorted(order(tmp_path)) == ["seed=0", "seed=1", "seed=2"]
     with pytest.raises(Unusable, match=r"optim\.clip=3"):
         sweep("settings: [recipe=laptop, optim.clip=3]\ngrid: {run.seed: [0, 1]}")
 

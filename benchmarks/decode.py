@@ -132,7 +132,7 @@ def decoding(model: LanguageModel, config: ModelConfig, length: int, tokens: int
     """What makes tokens after a text of this length, which is read now; the bytes of its states."""
     read, prompts = reader(model), prompts_of(random_tokens(config, length))
     with torch.no_grad():
-        known = prompts.read(read, CHUNK)
+        known = prompts.read(read.read, CHUNK)
 
     class Known(Prompts):
         """The text, already read."""
@@ -151,7 +151,7 @@ def made(read: Any, prompts: Prompts, tokens: int) -> None:
 
 @torch.no_grad()
 def reading(model: LanguageModel, config: ModelConfig, batch: int, length: int) -> None:
-    prompts_of(random_tokens(config, length, batch)).read(reader(model), max(1, CHUNK // batch))
+    prompts_of(random_tokens(config, length, batch)).read(reader(model).read, max(1, CHUNK // batch))
 
 
 def prompts_of(tokens_BL: Tensor) -> Prompts:

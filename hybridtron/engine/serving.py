@@ -63,4 +63,4 @@ def staged_reader(parts: Sequence[LanguageModel], model: ModelConfig, groups: Gr
         dist.broadcast(logits_BV, ranks[-1], group=pipeline)
         return logits_BV, new
 
-    return read
+    return Reader(read)

@@ -30,6 +30,7 @@ from hybridtron.evaluate.records import Records
 from hybridtron.evaluate.results import Evaluated, Row, main_rows, rows_of
 from hybridtron.evaluate.served import Served
 from hybridtron.evaluate.suites import Suite, fitting, suite_of
+from hybridtron.model.steps import unsupported_reason
 from hybridtron.ops.registry import choices
 from hybridtron.parallel.groups import barrier
 from hybridtron.problems import Unusable
@@ -102,6 +103,7 @@ def about(model: Served, tokens: TextTokens, seq_len: int) -> dict[str, Any]:
         "dtype": str(model.config.precision.name),
         "attention": attention_at_eval(model.config.model),
         "kernels": {op: form for op, form, _ in choices(device)},
+        "decoding": "model" if model.model is None or unsupported_reason(model.model) else "compiled",
         "device": device,
         "hybridtron": __version__,
     }

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 
 import torch
 from torch import Tensor
@@ -22,14 +22,35 @@ from hybridtron.data.batch import SeqInfo
 from hybridtron.model.lm import LanguageModel
 from hybridtron.model.sampling import GREEDY, Sampling, choose
 from hybridtron.model.stack import States
+from hybridtron.model.steps import CompiledSteps, NextLogits, unsupported_reason
 
 CHUNK = 2048
 """Tokens of a prompt that are read at a time, over all rows: the activations of a chunk are all that exists."""
 
-Reader = Callable[[Tensor, States | None, SeqInfo], tuple[Tensor, States]]
-"""Reads tokens (B, L) from states: logits of the next token (B, V) over the whole vocabulary, and the states after.
+Read = Callable[[Tensor, States | None, SeqInfo], tuple[Tensor, States]]
+"""Reads tokens (B, L) from states: logits of the next token (B, V) over the whole vocabulary, and the states after."""
 
-A model on one process (`reader`), or its share on every rank of a layout (`engine/serving.py`)."""
+
+@dataclass(frozen=True)
+class Reader:
+    """A model on one process (`reader`), or its share on every rank of a layout (`engine/serving.py`)."""
+
+    read: Read
+    model: LanguageModel | None = None  # where it is whole
+
+    def steps(self, states: States, positions_B: Tensor) -> NextLogits:
+        """What continues rows from states, a token each at a time; `positions_B` tokens came before."""
+        if self.model is not None and unsupported_reason(self.model) is None:
+            return CompiledSteps(self.model, states, positions_B)
+        made = 0
+
+        def following(tokens_B: Tensor) -> Tensor:
+            nonlocal states, made
+            logits_BV, states = self.read(tokens_B[:, None], states, SeqInfo((positions_B + made)[:, None]))
+            made += 1
+            return logits_BV
+
+        return following
 
 
 @dataclass(frozen=True)
@@ -57,7 +78,7 @@ class Prompts:
         begun_BC = (places_C >= starts_B1) & (starts_B1 > first)
         return SeqInfo(positions_BC, begun_BC.long() if begun_BC.any() else None)
 
-    def read(self, read: Reader, chunk: int) -> tuple[Tensor, States]:
+    def read(self, read: Read, chunk: int) -> tuple[Tensor, States]:
         """The logits after the prompts, and the states."""
         length, states, logits_BV = self.tokens_BL.shape[1], None, None
         for first in range(0, length, chunk):
@@ -90,12 +111,12 @@ def reader(model: LanguageModel) -> Reader:
         x_LBD, states, _ = model(tokens_BL, states, seq, logits=False)
         return model.next_logits(x_LBD), states
 
-    return read
+    return Reader(read, model)
 
 
 @torch.no_grad()
 def continued(
-    read: Reader,
+    model: Reader,
     prompts: Prompts,
     sampling: Sampling = GREEDY,
     rows: Sequence[int] | None = None,
@@ -107,14 +128,12 @@ def continued(
     """
     batch, length = prompts.tokens_BL.shape
     rows = range(batch) if rows is None else rows
-    logits_BV, states = prompts.read(read, chunk or max(1, CHUNK // batch))
-    positions_B1 = length - prompts.starts_B[:, None]
-    made = 0
-    while True:
-        tokens_B = choose(logits_BV.float(), sampling, rows, made)
+    logits_BV, states = prompts.read(model.read, chunk or max(1, CHUNK // batch))
+    following = model.steps(states, length - prompts.starts_B)
+    for made in count():
+        tokens_B = choose(logits_BV, sampling, rows, made)
         yield tokens_B.tolist()
-        logits_BV, states = read(tokens_B[:, None], states, SeqInfo(positions_B1 + made))
-        made += 1
+        logits_BV = following(tokens_B)
 
 
 def generate(

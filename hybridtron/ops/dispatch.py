@@ -126,6 +126,11 @@ def _reasons(skipped: dict[str, list[str]]) -> str:
     return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in skipped.items())
 
 
+def anything_forced() -> bool:
+    """Whether this is inside of `force`: then nothing that stands for several ops may run instead of them."""
+    return bool(_forced.get())
+
+
 @contextlib.contextmanager
 def force(everything: str | None = None, /, **implementations: str) -> Iterator[None]:
     """Run named implementations inside the block: `force("reference")`, or `force(selective_scan="chunked")`."""

@@ -27,7 +27,7 @@ def prompts_of(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
 
 @torch.no_grad()
 def read_all(model, prompts: list[list[int]], chunk: int = 1000) -> tuple[Tensor, dict]:
-    return Prompts.of(prompts).read(reader(model), chunk)
+    return Prompts.of(prompts).read(reader(model).read, chunk)
 
 
 def real_part(state: dict[str, Tensor], row: int) -> dict[str, Tensor]:
@@ -58,7 +58,7 @@ def test_tokens_of_padding_change_no_bit() -> None:
     other = Prompts(prompts.tokens_BL.clone(), prompts.starts_B)
     other.tokens_BL[torch.arange(21) < other.starts_B[:, None]] = 7
     with torch.no_grad():
-        first, again = (one.read(reader(model), 8)[0] for one in (prompts, other))
+        first, again = (one.read(reader(model).read, 8)[0] for one in (prompts, other))
     assert torch.equal(first, again)
 
 

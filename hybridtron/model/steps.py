@@ -1,0 +1,166 @@
+"""Token after token by one compiled call each (`ops/native/steps.cpp`): for small models on a CPU.
+
+There every operation takes as long to call as to compute. A model of Mamba, windowed attention and gated MLPs is laid
+out once as structures of addresses, with states of its own: those of the prompt, each window's keys and values as a
+ring, so that nothing is copied from token to token. `generate.py` calls any other model itself.
+
+Legend: B rows, D width, E inner channels, N state entries, W taps, G key/value heads, K head size, R rank of dt.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from hybridtron.mixers.attention import Attention
+from hybridtron.mixers.base import Mixer, State
+from hybridtron.mixers.mamba import Mamba
+from hybridtron.mixers.swiglu import SwiGLU
+from hybridtron.model.lm import LanguageModel
+from hybridtron.model.stack import Residual, States
+from hybridtron.ops.dispatch import anything_forced
+from hybridtron.ops.native.library import call, missing
+from hybridtron.ops.native.recurrence import LOG2E
+from hybridtron.ops.native.tensors import scalar
+from hybridtron.parallel.linear import SINGLE_RANK
+
+MOST_BYTES = 2**26  # of weights: beyond, products take the time, and torch has threads for them
+VECTOR = 16  # numbers that a vector may hold: sizes of vectors are multiples of it
+SCAN, WINDOW, GATED = range(3)
+
+NextLogits = Callable[[Tensor], Tensor]
+"""From the token that each row was given, (B,), to the logits of the next one."""
+
+
+class SubLayerTask(ctypes.Structure):
+    """`SubLayer` in steps.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("kind", "inner", "states", "taps", "rank", "heads", "groups", "size")),
+        *((name, ctypes.c_int64) for name in ("window", "rotary")),
+        *((name, ctypes.c_void_p) for name in ("norm", "in_", "of_x", "of_dt", "out", "taps_WE", "conv_bias", "bias")),
+        *((name, ctypes.c_void_p) for name in ("A", "D", "h", "tail", "keys", "values", "frequencies")),
+    )
+
+
+class StepsTask(ctypes.Structure):
+    """`Steps` in steps.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "width", "vocabulary", "count")),
+        ("eps", ctypes.c_double),
+        ("layers", ctypes.POINTER(SubLayerTask)),
+        *((name, ctypes.c_void_p) for name in ("tokens", "seen", "embedding", "norm", "head", "logits", "scratch")),
+    )
+
+
+def unsupported_reason(model: LanguageModel) -> str | None:
+    """Why a model's tokens can't be made by the compiled call, or None."""
+    weights = list(model.parameters())
+    kinds = {(weight.device.type, weight.dtype) for weight in weights}
+    if kinds not in ({("cpu", torch.float32)}, {("cpu", torch.float64)}):
+        return f"takes fp32 and float64 on a CPU, not {kinds}"
+    if sum(weight.numel() * weight.element_size() for weight in weights) > MOST_BYTES:
+        return f"takes models of at most {MOST_BYTES >> 20} MiB"
+    if anything_forced() or model.slice.tensor != SINGLE_RANK or not (model.slice.first and model.slice.last):
+        return "takes no forced implementations, and whole models"
+    sizes = [len(model.norm.weight), *(_inner(layer.mixer) for layer in model.layers.values())]
+    if any(size % VECTOR for size in sizes):
+        return f"takes sizes that are multiples of {VECTOR}, and Mamba, windowed attention and gated MLPs"
+    return missing()
+
+
+def _inner(mixer: nn.Module) -> int:
+    """The size of a mixer's vectors; 1 where it is none that is known."""
+    if isinstance(mixer, Mamba):
+        return mixer.in_proj.weight.shape[0] // 2
+    if isinstance(mixer, SwiGLU):
+        return mixer.gate_up.weight.shape[0] // 2
+    return VECTOR if isinstance(mixer, Attention) and mixer.window and not mixer.heads.conv else 1
+
+
+class CompiledSteps:
+    """The rows of a prompt that has been read, and what continues them. States and positions are its own copies."""
+
+    def __init__(self, model: LanguageModel, states: States, positions_B: Tensor) -> None:
+        self._kept: list[Tensor] = []  # addresses don't keep what they point to
+        self.dtype, rows, width = model.norm.weight.dtype, len(positions_B), len(model.norm.weight)
+        self._seen_B = positions_B.clone()
+        layers = [_task(self, layer, states[int(name)]) for name, layer in model.layers.items()]
+        self._logits = torch.empty(rows, len(model.output_weight()), dtype=self.dtype)
+        room = max((_room(layer, width) for layer in layers), default=0)
+        self._task = StepsTask(
+            rows=rows, width=width, vocabulary=self._logits.shape[1], count=len(layers), eps=model.norm.eps,
+            layers=(SubLayerTask * len(layers))(*layers), seen=self._seen_B.data_ptr(),
+            embedding=self.at(model.embedding.weight), norm=self.at(model.norm.weight),
+            head=self.at(model.output_weight()), logits=self._logits.data_ptr(),
+            scratch=self.at(torch.empty(rows * (2 * width + room) + VECTOR, dtype=self.dtype)),
+        )  # fmt: skip
+
+    def __call__(self, tokens_B: Tensor) -> Tensor:
+        """Logits that the next call writes over."""
+        self._task.tokens = tokens_B.data_ptr()
+        call(f"steps_{scalar(self.dtype)}", self._task, 1)
+        return self._logits
+
+    def at(self, tensor: Tensor) -> int:
+        """The address of the same numbers, dense, for as long as this lives."""
+        self._kept.append(tensor.detach().contiguous())
+        return self._kept[-1].data_ptr()
+
+
+def _task(steps: CompiledSteps, layer: Residual, state: State) -> SubLayerTask:
+    """A sub-layer as the compiled code knows it."""
+    mixer: Mixer = layer.mixer
+    made = {Mamba: _scan, Attention: _window, SwiGLU: _gated}[type(mixer)](steps, mixer, state)
+    made.norm = steps.at(layer.norm.weight)
+    return made
+
+
+def _scan(steps: CompiledSteps, mixer: Mamba, state: State) -> SubLayerTask:
+    A_NE = (-torch.exp(mixer.A_log) * LOG2E).clamp(-1e30, 1e30).T
+    inner, taps = mixer.conv_weight.shape
+    return SubLayerTask(
+        kind=SCAN, inner=inner, states=mixer.state, taps=taps, rank=mixer.rank, in_=steps.at(mixer.in_proj.weight),
+        of_x=steps.at(mixer.x_proj.weight), of_dt=steps.at(mixer.dt_proj.weight),
+        out=steps.at(mixer.out_proj.weight), taps_WE=steps.at(mixer.conv_weight.T),
+        conv_bias=steps.at(mixer.conv_bias), bias=steps.at(mixer.dt_bias), A=steps.at(A_NE), D=steps.at(mixer.D),
+        h=steps.at(state["ssm"].mT.clone(memory_format=torch.contiguous_format)),
+        tail=steps.at(state["conv"].clone()),
+    )  # fmt: skip
+
+
+def _window(steps: CompiledSteps, mixer: Attention, state: State) -> SubLayerTask:
+    heads = mixer.heads
+    rotary = 0 if heads.rope_base is None else mixer.rotary_dim
+    pairs = torch.arange(rotary // 2, dtype=torch.float64)
+    return SubLayerTask(
+        kind=WINDOW, heads=heads.heads, groups=heads.groups(), size=mixer.head_dim, window=mixer.window, rotary=rotary,
+        in_=steps.at(mixer.q.weight), of_x=steps.at(mixer.kv.weight), out=steps.at(mixer.out.weight),
+        keys=steps.at(as_ring(state["keys"], steps._seen_B)), values=steps.at(as_ring(state["values"], steps._seen_B)),
+        frequencies=steps.at((heads.rope_base or 1.0) ** (-2.0 * pairs / max(rotary, 1))),
+    )  # fmt: skip
+
+
+def as_ring(past_BMGK: Tensor, seen_B: Tensor) -> Tensor:
+    """What is remembered, each token at its position modulo the window, which is one more than is remembered."""
+    window = past_BMGK.shape[1] + 1
+    slots_W = torch.arange(window)
+    back_BW = (seen_B[:, None] - 1 - slots_W) % window  # how many tokens ago a slot was written, the last one 0
+    ordered_BW = (window - 2 - back_BW).clamp(min=0)  # the slot that is written next holds nothing
+    index = ordered_BW[..., None, None].expand(-1, -1, *past_BMGK.shape[2:])
+    return past_BMGK.gather(1, index)
+
+
+def _gated(steps: CompiledSteps, mixer: SwiGLU, state: State) -> SubLayerTask:
+    inner = mixer.gate_up.weight.shape[0] // 2
+    return SubLayerTask(kind=GATED, inner=inner, in_=steps.at(mixer.gate_up.weight), out=steps.at(mixer.down.weight))
+
+
+def _room(task: SubLayerTask, width: int) -> int:
+    """Numbers for each row that a sub-layer works in."""
+    heads = 2 * task.heads * task.size + 2 * task.groups * task.size + task.window + VECTOR
+    return width + (heads if task.kind == WINDOW else 3 * task.inner + task.rank + 2 * task.states)

@@ -1,0 +1,114 @@
+"""Tokens by the compiled call against the model itself, which reads them one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+import pytest
+import torch
+
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.model.generate import Prompts, Reader, continued, reader
+from hybridtron.model.init import initialise
+from hybridtron.model.lm import LanguageModel
+from hybridtron.model.steps import CompiledSteps, as_ring, unsupported_reason
+from hybridtron.ops.dispatch import force
+from hybridtron.ops.native.library import missing
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=f"compiled forms: {missing()}")
+LAYERS = {
+    "M": {"kind": "mamba", "state": 5, "conv": 3, "dt_rank": 3},
+    "N": {"kind": "mamba", "state": 4},
+    "W": {"kind": "attention", "heads": 4, "kv_heads": 2, "window": 8},
+    "V": {"kind": "attention", "heads": 2, "window": 2, "head_dim": 10, "rotary_dim": 6},
+    "U": {"kind": "attention", "heads": 4, "kv_heads": 1, "window": 30, "rope_base": None},
+    "F": {"kind": "attention", "heads": 4},
+    "-": {"kind": "swiglu", "hidden": 48},
+}
+
+
+def model_of(pattern: str, dtype: torch.dtype = torch.float64, tied: bool = True, width: int = 32) -> LanguageModel:
+    model = LanguageModel(ModelConfig(width=width, vocab_size=61, pattern=pattern, layers=LAYERS, tie_embeddings=tied))
+    initialise(model, seed=1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.1 * torch.randn(weight.shape)
+    return model.to(dtype)
+
+
+def prompts() -> Prompts:
+    """Shorter than a window, as long, and longer; of unequal length, so that rows are padded."""
+    return Prompts.of([torch.randint(61, (length,)).tolist() for length in (1, 3, 8, 9, 40)])
+
+
+@torch.no_grad()
+def logits_of(read: Reader, given: Prompts, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
+    _, states = given.read(read.read, 7)
+    following = read.steps(states, given.tokens_BL.shape[1] - given.starts_B)
+    assert isinstance(following, CompiledSteps) == (read.model is not None)
+    for step in tokens:
+        yield following(step).clone()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("pattern", ["M", "N", "W", "V", "U", "-", "M-W-N-V-U-"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 2e-4)])
+def test_logits_are_the_models(pattern: str, dtype: torch.dtype, tolerance: float, tied: bool) -> None:
+    """Past the end of every window. Angles of positions are of fp32, whatever the model is of."""
+    model, given, tokens = model_of(pattern, dtype, tied), prompts(), torch.randint(61, (35, 5))
+    compiled, plain = reader(model), Reader(reader(model).read)
+    for found, expected in zip(logits_of(compiled, given, tokens), logits_of(plain, given, tokens), strict=True):
+        assert (found - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def test_the_text_is_the_same() -> None:
+    model, given = model_of("M-W-N-V-"), prompts()
+    compiled = list(islice(continued(reader(model), given), 40))
+    assert compiled == list(islice(continued(Reader(reader(model).read), given), 40))
+
+
+def test_states_that_it_is_given_stay_as_they_are() -> None:
+    model, given = model_of("M-W-"), prompts()
+    with torch.no_grad():
+        _, states = given.read(reader(model).read, 100)
+        before = {layer: {name: part.clone() for name, part in state.items()} for layer, state in states.items()}
+        positions_B = given.tokens_BL.shape[1] - given.starts_B
+        following = reader(model).steps(states, positions_B)
+        first = following(torch.arange(5)).clone()
+        again = reader(model).steps(states, positions_B)(torch.arange(5))
+    assert torch.equal(first, again)
+    for layer, state in before.items():
+        assert all(torch.equal(states[layer][name], part) for name, part in state.items())
+
+
+def test_a_ring_holds_each_token_at_its_place() -> None:
+    past_BMGK = torch.arange(3.0).view(1, 3, 1, 1) + torch.tensor([4, 7]).view(2, 1, 1, 1)  # of tokens 4-6 and 7-9
+    ring = as_ring(past_BMGK, torch.tensor([7, 10])).squeeze()
+    assert [ring[0, place % 4].item() for place in (4, 5, 6)] == [4, 5, 6]
+    assert [ring[1, place % 4].item() for place in (7, 8, 9)] == [7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: model_of("M-F-"), "windowed"),
+        (lambda: model_of("M-", width=40), "multiples"),
+        (lambda: model_of("M-", torch.bfloat16), "bfloat16"),
+    ],
+)
+def test_other_models_are_called(model, reason: str) -> None:
+    read, given = reader(model()), prompts()
+    assert reason in (unsupported_reason(read.model) or "")
+    assert len(list(islice(continued(read, given), 3))) == 3
+
+
+def test_a_large_model_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridtron.model.steps.MOST_BYTES", 1000)
+    assert "at most" in (unsupported_reason(model_of("M-")) or "")
+
+
+def test_forced_implementations_are_called() -> None:
+    assert unsupported_reason(model_of("M-")) is None
+    with force(selective_scan="reference"):
+        assert unsupported_reason(model_of("M-")) is not None

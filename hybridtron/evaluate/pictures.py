@@ -49,6 +49,21 @@ def draw_positions(axes: Axes, lines: Lines) -> None:
     axes.set(xscale="log", yscale="log", xlabel="position (tokens before)", ylabel="perplexity")
 
 
+def position_curves(of_runs: dict[str, Lines], seq_lens: list[int], output: Path) -> None:
+    """Perplexity by position of several runs, means of neighbours; dashed where the training lengths are."""
+    import torch
+
+    from hybridtron.evaluate.length import perplexity_bins
+
+    with picture(output) as axes:
+        for name, lines in of_runs.items():
+            bins = perplexity_bins(torch.tensor([line["loss"] for line in lines]), 1, 8)
+            axes.plot([(one.first * one.last) ** 0.5 for one in bins], [one.perplexity for one in bins], label=name)
+        for seq_len in set(seq_lens):
+            axes.axvline(seq_len, color="black", linestyle="--", linewidth=0.8, label=f"training length {seq_len}")
+        axes.set(xscale="log", yscale="log", xlabel="position (tokens before)", ylabel="perplexity")
+
+
 def draw_remembrance(axes: Axes, lines: Lines) -> None:
     for key, width in (("total_variation", 1.8), ("jensen_shannon", 0.8), ("cosine", 0.8)):
         axes.plot([line["t"] for line in lines], [line[key] for line in lines], ".-", linewidth=width, label=key)

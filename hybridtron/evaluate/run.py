@@ -25,7 +25,7 @@ from hybridtron.evaluate.held_out import as_trained, read_text
 from hybridtron.evaluate.instruments import written
 from hybridtron.evaluate.length import attention_at_eval
 from hybridtron.evaluate.page import page
-from hybridtron.evaluate.pictures import by_length, heat_map
+from hybridtron.evaluate.pictures import by_length, heat_map, position_curves
 from hybridtron.evaluate.records import Records
 from hybridtron.evaluate.results import Evaluated, Row, main_rows, rows_of
 from hybridtron.evaluate.served import Served
@@ -38,7 +38,7 @@ from hybridtron.requirements import is_there
 from hybridtron.storage.digest import digest_of
 from hybridtron.tasks.base import TextTokens
 from hybridtron.tasks.tokens import open_tokens
-from hybridtron.train.records import write_whole
+from hybridtron.train.records import read_lines, write_whole
 
 Bar = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 
@@ -158,11 +158,16 @@ def compared(title: str, evaluations: list[Evaluated], output: Path) -> None:
     """Results and page of several checkpoints."""
     rows: list[Row] = [{"run": one.name, **row} for one in evaluations for row in one.rows]
     write_whole(output / "results.json", json.dumps({"rows": rows}, indent=1) + "\n")
-    pictures = []
-    if is_there("matplotlib") and rows:
+    pictures: list[tuple[str, bytes]] = []
+    if is_there("matplotlib"):
+        seq_lens = [one.about["seq_len"] for one in evaluations]
         file = output / "by_length.png"
-        by_length(
-            {one.name: main_rows(one.rows) for one in evaluations}, [one.about["seq_len"] for one in evaluations], file
-        )
-        pictures.append(("by length", file.read_bytes()))
+        if rows:
+            by_length({one.name: main_rows(one.rows) for one in evaluations}, seq_lens, file)
+            pictures.append(("by length", file.read_bytes()))
+        curves = {one.name: read_lines(one.folder / "positions.jsonl") for one in evaluations}
+        if all(curves.values()):
+            file = output / "positions.png"
+            position_curves(curves, seq_lens, file)
+            pictures.append(("perplexity by position", file.read_bytes()))
     write_whole(output / "index.html", page(title, evaluations, pictures))

@@ -67,18 +67,23 @@ def unsupported_reason(model: LanguageModel) -> str | None:
         return f"takes models of at most {MOST_BYTES >> 20} MiB"
     if anything_forced() or model.slice.tensor != SINGLE_RANK or not (model.slice.first and model.slice.last):
         return "takes no forced implementations, and whole models"
-    sizes = [len(model.norm.weight), *(_inner(layer.mixer) for layer in model.layers.values())]
+    sizes = [len(model.norm.weight), *(_inner(layer.mixer) for layer in residuals(model).values())]
     if any(size % VECTOR for size in sizes):
         return f"takes sizes that are multiples of {VECTOR}, and Mamba, windowed attention and gated MLPs"
     return missing()
 
 
-def _inner(mixer: nn.Module) -> int:
+def residuals(model: LanguageModel) -> dict[int, Residual]:
+    """The sub-layers by their index."""
+    return {int(name): layer for name, layer in model.layers.items() if isinstance(layer, Residual)}
+
+
+def _inner(mixer: Mixer) -> int:
     """The size of a mixer's vectors; 1 where it is none that is known."""
     if isinstance(mixer, Mamba):
-        return mixer.in_proj.weight.shape[0] // 2
+        return len(mixer.get_parameter("in_proj.weight")) // 2
     if isinstance(mixer, SwiGLU):
-        return mixer.gate_up.weight.shape[0] // 2
+        return len(mixer.get_parameter("gate_up.weight")) // 2
     return VECTOR if isinstance(mixer, Attention) and mixer.window and not mixer.heads.conv else 1
 
 
@@ -89,13 +94,13 @@ class CompiledSteps:
         self._kept: list[Tensor] = []  # addresses don't keep what they point to
         self.dtype, rows, width = model.norm.weight.dtype, len(positions_B), len(model.norm.weight)
         self._seen_B = positions_B.clone()
-        layers = [_task(self, layer, states[int(name)]) for name, layer in model.layers.items()]
+        layers = [_task(self, layer, states[index]) for index, layer in residuals(model).items()]
         self._logits = torch.empty(rows, len(model.output_weight()), dtype=self.dtype)
         room = max((_room(layer, width) for layer in layers), default=0)
         self._task = StepsTask(
             rows=rows, width=width, vocabulary=self._logits.shape[1], count=len(layers), eps=model.norm.eps,
             layers=(SubLayerTask * len(layers))(*layers), seen=self._seen_B.data_ptr(),
-            embedding=self.at(model.embedding.weight), norm=self.at(model.norm.weight),
+            embedding=self.of(model, "embedding.weight"), norm=self.at(model.norm.weight),
             head=self.at(model.output_weight()), logits=self._logits.data_ptr(),
             scratch=self.at(torch.empty(rows * (2 * width + room) + VECTOR, dtype=self.dtype)),
         )  # fmt: skip
@@ -106,6 +111,10 @@ class CompiledSteps:
         call(f"steps_{scalar(self.dtype)}", self._task, 1)
         return self._logits
 
+    def of(self, module: nn.Module, name: str) -> int:
+        """The address of a weight."""
+        return self.at(module.get_parameter(name))
+
     def at(self, tensor: Tensor) -> int:
         """The address of the same numbers, dense, for as long as this lives."""
         self._kept.append(tensor.detach().contiguous())
@@ -114,8 +123,15 @@ class CompiledSteps:
 
 def _task(steps: CompiledSteps, layer: Residual, state: State) -> SubLayerTask:
     """A sub-layer as the compiled code knows it."""
-    mixer: Mixer = layer.mixer
-    made = {Mamba: _scan, Attention: _window, SwiGLU: _gated}[type(mixer)](steps, mixer, state)
+    match layer.mixer:
+        case Mamba() as mixer:
+            made = _scan(steps, mixer, state)
+        case Attention() as mixer:
+            made = _window(steps, mixer, state)
+        case SwiGLU() as mixer:
+            made = _gated(steps, mixer)
+        case other:
+            raise AssertionError(type(other))
     made.norm = steps.at(layer.norm.weight)
     return made
 
@@ -124,9 +140,9 @@ def _scan(steps: CompiledSteps, mixer: Mamba, state: State) -> SubLayerTask:
     A_NE = (-torch.exp(mixer.A_log) * LOG2E).clamp(-1e30, 1e30).T
     inner, taps = mixer.conv_weight.shape
     return SubLayerTask(
-        kind=SCAN, inner=inner, states=mixer.state, taps=taps, rank=mixer.rank, in_=steps.at(mixer.in_proj.weight),
-        of_x=steps.at(mixer.x_proj.weight), of_dt=steps.at(mixer.dt_proj.weight),
-        out=steps.at(mixer.out_proj.weight), taps_WE=steps.at(mixer.conv_weight.T),
+        kind=SCAN, inner=inner, states=mixer.state, taps=taps, rank=mixer.rank, in_=steps.of(mixer, "in_proj.weight"),
+        of_x=steps.of(mixer, "x_proj.weight"), of_dt=steps.of(mixer, "dt_proj.weight"),
+        out=steps.of(mixer, "out_proj.weight"), taps_WE=steps.at(mixer.conv_weight.T),
         conv_bias=steps.at(mixer.conv_bias), bias=steps.at(mixer.dt_bias), A=steps.at(A_NE), D=steps.at(mixer.D),
         h=steps.at(state["ssm"].mT.clone(memory_format=torch.contiguous_format)),
         tail=steps.at(state["conv"].clone()),
@@ -139,7 +155,7 @@ def _window(steps: CompiledSteps, mixer: Attention, state: State) -> SubLayerTas
     pairs = torch.arange(rotary // 2, dtype=torch.float64)
     return SubLayerTask(
         kind=WINDOW, heads=heads.heads, groups=heads.groups(), size=mixer.head_dim, window=mixer.window, rotary=rotary,
-        in_=steps.at(mixer.q.weight), of_x=steps.at(mixer.kv.weight), out=steps.at(mixer.out.weight),
+        in_=steps.of(mixer, "q.weight"), of_x=steps.of(mixer, "kv.weight"), out=steps.of(mixer, "out.weight"),
         keys=steps.at(as_ring(state["keys"], steps._seen_B)), values=steps.at(as_ring(state["values"], steps._seen_B)),
         frequencies=steps.at((heads.rope_base or 1.0) ** (-2.0 * pairs / max(rotary, 1))),
     )  # fmt: skip
@@ -155,9 +171,10 @@ def as_ring(past_BMGK: Tensor, seen_B: Tensor) -> Tensor:
     return past_BMGK.gather(1, index)
 
 
-def _gated(steps: CompiledSteps, mixer: SwiGLU, state: State) -> SubLayerTask:
-    inner = mixer.gate_up.weight.shape[0] // 2
-    return SubLayerTask(kind=GATED, inner=inner, in_=steps.at(mixer.gate_up.weight), out=steps.at(mixer.down.weight))
+def _gated(steps: CompiledSteps, mixer: SwiGLU) -> SubLayerTask:
+    return SubLayerTask(
+        kind=GATED, inner=_inner(mixer), in_=steps.of(mixer, "gate_up.weight"), out=steps.of(mixer, "down.weight")
+    )
 
 
 def _room(task: SubLayerTask, width: int) -> int:

@@ -170,13 +170,14 @@ def test_a_suite_leaves_out_what_does_not_fit(run: Path, tmp_path: Path, capsys)
 
 
 def test_several_runs_are_compared(run: Path, tmp_path: Path, capsys) -> None:
-    content = {"perplexity": [{"lengths": ["1x"], "rows": 2}]}
-    file = asked(tmp_path, content)
+    instruments = {"instruments": ["positions"], "instrument_length": "1x"}
+    file = asked(tmp_path, {"perplexity": [{"lengths": ["1x"], "rows": 2}], **instruments})
     runs = [str(folder_of(run, step)) for step in (2, 4)]
     assert main(["evaluate", *runs, "--tasks", str(file), "--output", str(tmp_path / "out")]) == 0
     rows = json.loads((tmp_path / "out/results.json").read_text())["rows"]
     assert len({row["run"] for row in rows}) == 2
     assert "Side by side" in (tmp_path / "out/index.html").read_text()
+    assert {file.name for file in (tmp_path / "out").glob("*.png")} == {"by_length.png", "positions.png"}
     with pytest.raises(SystemExit):
         main(["evaluate", *runs, "--tasks", str(file)])
     assert "--output" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from hybridtron.data.prepare.embedded import train_tokenizer
 from hybridtron.model.generate import Prompts, continued, generate, reader, state_bytes
 from hybridtron.model.sampling import Sampling, choose, kept, uniform
 from hybridtron.model.text import TextOfRow, write
+from hybridtron.proving.peak_memory import fresh_processes, resident
 from tests.conftest import SMALL_LAYERS, small_config, small_model
 from tests.mixers.test_span_recipes import model_of
 
@@ -197,3 +198,25 @@ def test_random_tokens_are_decoded_as_at_once(tokenizer: Tokenizer) -> None:
         letters = ["a", *(rng.choice("abc ß猫☃é\n") for _ in range(30))]
         parts, _ = written(tokenizer, [token for letter in letters for token in tokenizer.encode(letter).ids])
         assert "a" + "".join(parts) == "".join(letters)
+
+
+def peak_of_reading(length: int) -> int:
+    """Bytes that a prompt of this length adds to a process, its tokens included."""
+    torch.set_num_threads(1)
+    model = small_model("M-W-")
+    read_all(model, [[1] * 2048], 1024)  # what is loaded and built once
+    tokens_BL = torch.randint(61, (1, length))
+    before = resident(reset=True)
+    with torch.no_grad():
+        Prompts(tokens_BL, torch.zeros(1, dtype=torch.int64)).read(reader(model).read, 1024)
+    return resident(reset=False) - before
+
+
+@pytest.mark.slow
+def test_a_long_prompt_takes_the_memory_of_a_chunk() -> None:
+    """A passkey's row of 256k tokens as one of 4k, to a few MiB; all activations of it at once would take 200 MiB."""
+    with fresh_processes() as pool:
+        short = pool.submit(peak_of_reading, 2**12).result()
+    with fresh_processes() as pool:
+        long = pool.submit(peak_of_reading, 2**18).result()
+    assert long <= short + 2**23

@@ -11,6 +11,7 @@ Every process of the launch comes here; the first one writes.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -143,7 +144,7 @@ def draw_all(one: Evaluated, seq_len: int) -> None:
     tasks = main_rows(one.rows)
     for task, rows in tasks.items():
         if "by_depth" in rows[0]:
-            file = one.folder / f"{task.partition('[')[0]}_depth.png"
+            file = one.folder / f"{re.sub(r'[^a-z0-9_]+', '-', task).strip('-')}_depth.png"
             heat_map(task, rows, seq_len, file)
             one.pictures[f"{task} by depth and length"] = file
     if tasks:

@@ -30,7 +30,7 @@ from hybridtron.problems import Unusable, did_you_mean
 from hybridtron.tasks.base import Task, TaskError, TextTokens
 from hybridtron.tasks.options import members, named, options_of
 
-TRIED = 4  # samples of each task and length that are made before a model reads anything
+TRIED_TOKENS = 2**19  # of samples of each task and length that are made before a model reads anything
 DOUBLED = ["1x", "2x", "4x"]
 PASSKEY = {"task": "passkey", "lengths": ["1x", "2x", "4x", "8x", "16x", "32x", "64x"], "samples": 55}
 INSTRUMENTS = ("positions", "remembrance", "states")
@@ -210,7 +210,7 @@ def misfit(cell: Cell, tokenizer: TextTokens, vocab_size: int) -> str | None:
     if (size := getattr(cell.task, "num_tokens", 0)) > vocab_size:
         return f"has a vocabulary of {size} token ids, the model has {vocab_size}"
     try:
-        for index in range(min(cell.samples, TRIED)):
+        for index in range(min(cell.samples, 1 + TRIED_TOKENS // cell.length)):
             cell.task.sample(cell.seed, index, tokenizer, cell.length)
     except TaskError as error:
         return str(error)

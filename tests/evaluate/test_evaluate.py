@@ -121,7 +121,8 @@ def test_every_row_says_how_it_was_measured(output: Path) -> None:
         assert row["about"]["attention"] == {"W": "window 8"}
         assert row["n"] >= 3
         assert "standard_error" in row
-    names = {"samples.jsonl", "results.json", "index.html", "by_length.png", "passkey_depth.png"}
+    names = {"samples.jsonl", "results.json", "index.html", "by_length.png"}
+    names.add("passkey-digits-1-depth_steps-2_depth.png")
     assert {file.name for file in output.iterdir()} == names | {"positions.jsonl", "positions.png"}
     assert "data:image/png;base64," in (output / "index.html").read_text()
 

@@ -9,7 +9,8 @@ reported too: tokens/s, TFLOP/s, MFU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,12 +22,15 @@ from hybridtron.data.batch import Batch
 from hybridtron.device import DTYPES, compute_device, peak_memory_gib
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel
+from hybridtron.ops.dispatch import force
+from hybridtron.ops.registry import torch_alone
 from hybridtron.proving.measuring import BenchReport
 from hybridtron.proving.steps import LEARNING_RATE, Steps, checked, one_process, plain_adamw, random_batches, speed
 
 QUICK = ("phases.0.seq_len=32", "phases.0.global_batch=2", "phases.0.micro_batch=1", "model.width=64")
 QUICK += ("model.vocab_size=320", "model.layers.W.window=16")
 LOSS_TOLERANCE = 1e-4
+TORCH = "ours by torch alone"
 
 
 class PlainStep:
@@ -62,13 +66,14 @@ def step(report: BenchReport) -> None:
     batches = random_batches(config)
     with one_process(config) as groups:
         ours, plain = Steps(config, groups, batches), PlainStep(model, config, batches)
-        timings = report.timed({"ours": ours, "plain loop": plain})
+        uncompiled = Steps(config, groups, batches)
+        timings = report.timed({"ours": ours, "plain loop": plain, TORCH: partial(by_torch, uncompiled)})
     pairs = zip(ours.losses, plain.losses, strict=False)  # as far as both loops have come
     difference = max((mine - theirs).abs().item() for mine, theirs in pairs)
     assert config.precision.name != "fp32" or difference <= LOSS_TOLERANCE, f"the losses differ by {difference:.1e}"
     parameters = readable(sum(weight.numel() for weight in model.parameters()))
     more = {"parameters": [parameters], "losses differ": [f"{difference:.0e}"]}
-    report.ratios("time", "recipe", {config.run.name: timings}, [("ours", "plain loop")], more)
+    report.ratios("time", "recipe", {config.run.name: timings}, [("ours", "plain loop"), (TORCH, "ours")], more)
     phase = config.phases[0]
     report.notes += [
         f"pattern {config.model.pattern}, width {config.model.width}, {config.precision.name}",
@@ -81,6 +86,14 @@ def step(report: BenchReport) -> None:
     else:
         report.table("speed of our step", ("", "value"), reached)
     report.at_most("our step / the plain loop's", 1.05, timings.ratio("ours", "plain loop"))
+    if report.device == "cpu":
+        report.at_least("times faster than by torch alone", 2.5, timings.ratio(TORCH, "ours"))
+
+
+def by_torch(step: Callable[[], None]) -> None:
+    """Where nothing is compiled."""
+    with force(**torch_alone()):
+        step()
 
 
 def speed_cells(config: Config, seconds: float) -> list[tuple[str, str]]:

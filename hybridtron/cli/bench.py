@@ -34,13 +34,18 @@ WHAT = {
     "checkpoint": ("checkpoint", "Checkpoints", "writing and loading, against torch.save and megatron-core's own"),
     "convert": ("convert", "Conversion", "to the format of Hugging Face and back, against a plain copy: rate, memory"),
     "fp8": ("fp8", "FP8 against bf16", "the loss of the laptop recipe in each of FP8's precisions, emulated"),
+    "rounding": (
+        "rounding",
+        "Losses and rounding",
+        "training by torch alone, by compiled forms, and from weights moved by a rounding",
+    ),
     "llama": ("llama", "A recipe and a plain Llama", "tokens/s of both in training, with as many parameters"),
     "decode": ("decode", "Decoding", "time per token and bytes of states by length, several models; and transformers'"),
     "prefill": ("decode", "Reading prompts", "the same number of tokens in rows of every length, several models"),
     "step": ("step", "Training step", "through our schedule and optimizer, against a plain PyTorch loop"),
 }
 """Name -> its file in benchmarks/, whose function of that name fills a report; the report's title; what it compares."""
-TAKES_SETTINGS = ("step", "fp8", "llama")
+TAKES_SETTINGS = ("step", "fp8", "llama", "rounding")
 TAKES_MODELS = ("decode", "prefill")
 
 
@@ -57,7 +62,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "settings",
         nargs="*",
         metavar="key=value|MODEL",
-        help="for step, fp8 and llama: as `hybridtron train` takes them; for decode and prefill: recipes or runs",
+        help="for step, fp8, llama, rounding: as `hybridtron train` takes them; for decode, prefill: recipes or runs",
     )
     parser.add_argument("--quick", action="store_true", help="tiny sizes; writes no table unless --output says where")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the table (default: benchmarks/NAME.md)")

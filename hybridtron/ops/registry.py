@@ -31,3 +31,15 @@ OPS: dict[str, Op[Any, Any]] = {
 def choices(device: str) -> list[tuple[str, str, str]]:
     """(op, implementation, reason) of every op, for the table at the start of a run."""
     return [(name, *op.choice(device)) for name, op in OPS.items()]
+
+
+def torch_alone() -> dict[str, str]:
+    """What runs on a CPU where nothing is compiled and products are torch's own, for `force`: ops that have another."""
+    faster, found = {"native", "onednn"}, {}
+    for name, op in OPS.items():
+        each = next(
+            e for e in (*op.implementations, op.reference) if e.name not in faster and not e.unavailable_reason("cpu")
+        )
+        if op.choice("cpu")[0] in faster:
+            found[name] = each.name
+    return found

@@ -33,6 +33,7 @@ TABLES = {
     "data": 3,
     "checkpoint": 3,
     "fp8": 1,
+    "rounding": 1,
     "decode": 2,
     "prefill": 1,
 }

@@ -22,7 +22,7 @@ from hybridtron.ops.dispatch import Implementation
 from hybridtron.ops.product.reference import LinearInputs, ProductInputs
 
 DEPTH = 512  # terms that are summed up before their sum is added to the others'
-FEWEST = 16  # rows from which on it gains
+LEAST = 2**22  # multiplications: it takes some 70 us to begin
 
 
 @functools.cache
@@ -43,7 +43,8 @@ def _unsupported_reason(inputs: LinearInputs | ProductInputs) -> str | None:
         return "torch.compile chooses products itself"
     if left.dtype != torch.float32 or right.dtype != torch.float32:
         return "for fp32: torch uses it for bf16 by itself"
-    return None if left.numel() >= FEWEST * left.shape[-1] else f"gains nothing on fewer than {FEWEST} rows"
+    outside = len(right) if isinstance(inputs, LinearInputs) else right.shape[1]
+    return None if left.numel() * outside >= LEAST else f"gains nothing on products of fewer than {LEAST:,} factors"
 
 
 def matrix_product(inputs: ProductInputs) -> Tensor:

@@ -1,7 +1,7 @@
 """Span-expanded attention (SE-Attn)."""
 
 from hybridtron.ops.dispatch import Op
-from hybridtron.ops.span import blocked, flex, reference
+from hybridtron.ops.span import blocked, flex, native, reference
 from hybridtron.ops.span.past import CarriedBlocks, ChoiceRule, SpanPast, choose_at_random, choose_by_relevance
 from hybridtron.ops.span.reference import SpanCut, SpanInputs, SpanSegment
 
@@ -10,4 +10,4 @@ __all__ = [
     "choose_by_relevance", "span_attention",
 ]  # fmt: skip
 
-span_attention = Op(reference.span_attention, (blocked.BLOCKED, flex.FLEX))
+span_attention = Op(reference.span_attention, (native.NATIVE, blocked.BLOCKED, flex.FLEX))

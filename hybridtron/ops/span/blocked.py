@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.dispatch import Implementation
-from hybridtron.ops.span.reference import SpanCut, SpanInputs, SpanSegment
+from hybridtron.ops.span.reference import SpanCut, SpanInputs, chunk_spans
 
 AT_ONCE = 2048
 """Tokens of chunks that are taken together."""
@@ -44,35 +44,11 @@ class ChunkRun(NamedTuple):
         return (self.queries.stop - self.queries.start) // self.chunks
 
 
-class ChunkSpan(NamedTuple):
-    """A chunk: its queries in the row, its own keys among all, and how many blocks are chosen for it."""
-
-    queries: slice
-    keys: slice
-    count: int
-
-    def continues(self, other: ChunkSpan, size: int) -> bool:
-        """Whether both are whole and read as much."""
-        lengths = {s.stop - s.start for s in (self.queries, self.keys, other.queries, other.keys)}
-        return lengths == {size} and self.count == other.count
-
-
-def _spans(cut: SpanCut, segment: SpanSegment, before: int, most: int) -> Iterator[ChunkSpan]:
-    """The chunks of a segment; the keys of token i stand at before + i."""
-    into_row = segment.start - segment.seen
-    for chunk, available in zip(cut.chunks(segment), cut.available(segment), strict=True):
-        begin = chunk * cut.chunk - cut.shift
-        end = min(begin + cut.chunk, segment.end_place)
-        queries = slice(max(begin, segment.seen) + into_row, end + into_row)
-        keys = slice(max(begin, segment.first_place) + into_row + before, end + into_row + before)
-        yield ChunkSpan(queries, keys, min(most, available))
-
-
 def _parts(cut: SpanCut, chosen: Sequence[Tensor | None], length: int, total: int) -> Iterator[ChunkRun]:
     """All chunks of all rows, as many together as there is room for."""
     for segment, chosen_RGTC in zip(cut.segments, chosen, strict=True):
         most = 0 if chosen_RGTC is None else chosen_RGTC.shape[-1]
-        spans = list(_spans(cut, segment, total - length, most))
+        spans = list(chunk_spans(cut, segment, total - length, most))
         together = max(1, AT_ONCE // (segment.stop - segment.start))
         for row in range(segment.rows.start, segment.rows.stop, together):
             rows = slice(row, min(row + together, segment.rows.stop))

@@ -18,7 +18,7 @@ K head size, S keys in all, of which the row's own are the last L, T chunks that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -71,6 +71,30 @@ class SpanCut(NamedTuple):
         """For each of its chunks, how many of the blocks at hand end before the chunk begins."""
         begins = (chunk * self.chunk - self.shift for chunk in self.chunks(segment))
         return [max(0, begin - segment.first_place) // self.block for begin in begins]
+
+
+class ChunkSpan(NamedTuple):
+    """A chunk: its queries in the row, its own keys among all, and how many blocks are chosen for it."""
+
+    queries: slice
+    keys: slice
+    count: int
+
+    def continues(self, other: ChunkSpan, size: int) -> bool:
+        """Whether both are whole and read as much."""
+        lengths = {s.stop - s.start for s in (self.queries, self.keys, other.queries, other.keys)}
+        return lengths == {size} and self.count == other.count
+
+
+def chunk_spans(cut: SpanCut, segment: SpanSegment, before: int, most: int) -> Iterator[ChunkSpan]:
+    """The chunks of a segment; the keys of token i stand at before + i."""
+    into_row = segment.start - segment.seen
+    for chunk, available in zip(cut.chunks(segment), cut.available(segment), strict=True):
+        begin = chunk * cut.chunk - cut.shift
+        end = min(begin + cut.chunk, segment.end_place)
+        queries = slice(max(begin, segment.seen) + into_row, end + into_row)
+        keys = slice(max(begin, segment.first_place) + into_row + before, end + into_row + before)
+        yield ChunkSpan(queries, keys, min(most, available))
 
 
 def chosen_table(chosen_RGTC: Tensor, blocks: int) -> Tensor:

@@ -78,6 +78,10 @@ def test_it_runs_where_it_is_faster(about: str, runs: bool, monkeypatch: pytest.
 
 def test_reasons_say_what_is_not_supported() -> None:
     asked, weight = linear.named("onednn").unsupported_reason, torch.randn(4, 8)
-    assert asked(LinearInputs(torch.randn(2, 8, 8), weight)) is None
-    assert "bf16" in asked(LinearInputs(torch.randn(2, 8, 8).bfloat16(), weight.bfloat16()))
-    assert "16 rows" in asked(LinearInputs(torch.randn(2, 4, 8), weight))
+    many = torch.randn(2, onednn.LEAST // 64, 8)
+    assert asked(LinearInputs(many, weight)) is None
+    assert "bf16" in asked(LinearInputs(many.bfloat16(), weight.bfloat16()))
+    assert f"{onednn.LEAST:,} factors" in asked(LinearInputs(many[:, 2:], weight))
+    product = matrix_product.named("onednn").unsupported_reason
+    assert product(ProductInputs(many[0], torch.randn(8, 8))) is None
+    assert product(ProductInputs(many[0], torch.randn(8, 7))) is not None

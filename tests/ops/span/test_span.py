@@ -26,7 +26,8 @@ from hybridtron.ops.span import (
 )
 from hybridtron.ops.span.choice import choose, random_relevance, relevance, summaries
 
-FORMS = pytest.mark.parametrize("form", ["reference", "blocked"])
+FORMS = pytest.mark.parametrize("form", ["reference", "blocked", "native"])
+FAST_FORMS = pytest.mark.parametrize("fast", ["blocked", "native"])
 LENGTH, HEADS, GROUPS, SIZE = 45, 4, 2, 8
 ALL = slice(0, 2)
 WHOLE = (SpanSegment(ALL, 0, LENGTH),)
@@ -131,31 +132,33 @@ def test_forms_are_the_equations(
             torch.testing.assert_close(y[row, here], alone)
 
 
+@FAST_FORMS
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("segments", [WHOLE, BORDERS], ids=["whole", "borders"])
 @pytest.mark.parametrize(
     ("chunk", "block", "most", "shift"), [(8, 4, 2, 0), (32, 2, 3, 0), (4, 4, 9, 0), (10, 2, 0, 5)]
 )
-def test_blocked_is_the_reference(
-    groups: int, segments: tuple[SpanSegment, ...], chunk: int, block: int, most: int, shift: int
+def test_the_fast_forms_are_the_reference(
+    fast: str, groups: int, segments: tuple[SpanSegment, ...], chunk: int, block: int, most: int, shift: int
 ) -> None:
     tensors = inputs(groups=groups)
     cut = SpanCut(chunk, block, segments, shift)
     chosen = [None] * len(segments) if shift else chosen_for(cut, ChoiceRule(most, False), *tensors)
     found = []
-    for form in ("blocked", "reference"):
+    for form in (fast, "reference"):
         with force(span_attention=form):
             found.append(gradients(span_attention(SpanInputs(*tensors, cut, chosen)), tensors))
     assert_all_close(*found)
 
 
-def test_blocked_is_the_reference_in_fp32_over_real_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+@FAST_FORMS
+def test_they_are_the_reference_in_fp32_over_real_parts(fast: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     tensors = inputs(2500, dtype=torch.float32)
     cut = SpanCut(512, 32, (SpanSegment(ALL, 0, 2500),))
     chosen = chosen_for(cut, ChoiceRule(8, False), *tensors)
     found = []
-    for form in ("blocked", "reference"):
+    for form in (fast, "reference"):
         with force(span_attention=form):
             found.append(gradients(span_attention(SpanInputs(*tensors, cut, chosen)), tensors))
     assert_all_close(*found, 1e-5)

@@ -208,6 +208,16 @@ def test_bad_input_is_refused_before_a_model_reads(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_tokenizer_that_is_not_the_models_is_refused(
+    run: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    larger = tokenizer()
+    larger.add_tokens(["another"])
+    monkeypatch.setattr("hybridtron.evaluate.served.tokenizer_of", lambda checkpoint: larger)
+    assert main(["evaluate", str(run), "--tasks", str(asked(tmp_path, ASKED)), "--output", str(tmp_path / "out")]) == 2
+    assert f"{VOCAB + 1} tokens, model.vocab_size is {VOCAB}" in capsys.readouterr().err
+
+
 def test_other_wrong_arguments_are_said(run: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "list.yaml").write_text("- passkey")
     (tmp_path / "torn.yaml").write_text("tasks: [")

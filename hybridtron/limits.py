@@ -61,12 +61,12 @@ def not_empty(cure: str) -> Limit:
     return lambda value: None if value.strip() else f"is empty: {cure}"
 
 
-def readable_by(parse: Callable[[str], int]) -> Limit:
-    """Text that a function reads as a number of at least 1."""
+def readable_by(parse: Callable[[str], int], least: int = 1) -> Limit:
+    """Text that a function reads as a number of at least `least`."""
 
     def wrong(text: str) -> str | None:
         try:
-            return None if parse(text) >= 1 else f"is {text}, must be at least 1"
+            return None if parse(text) >= least else f"is {text}, must be at least {least}"
         except ValueError as error:
             return str(error)
 

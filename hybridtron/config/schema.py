@@ -28,7 +28,7 @@ from hybridtron.config.choices import (
 from hybridtron.config.cluster import ClusterConfig
 from hybridtron.config.lr_shapes import SHAPES
 from hybridtron.config.phase_schema import TOKENS, IngredientConfig, PhaseConfig
-from hybridtron.config.units import parse_bytes, parse_steps
+from hybridtron.config.units import parse_bytes, parse_share, parse_steps
 from hybridtron.limits import (
     above,
     at_least,
@@ -45,6 +45,7 @@ from hybridtron.optimizers import OPTIMIZERS
 
 LARGEST = 2**63 - 1  # that a signed integer of 64 bits holds, as random generators and numpy take it
 INTERVAL = readable_by(partial(parse_steps, tokens_per_step=1))
+A_SHARE = readable_by(partial(parse_share, whole=1), least=0)
 
 
 @dataclass
@@ -111,8 +112,8 @@ class OptimConfig:
     clip: Annotated[float, above(0)] = 1.0  # the largest norm of all gradients together
     # the learning rate after warm-up: cosine, or wsd (constant, then a linear decay)
     schedule: Annotated[str, one_of(SHAPES)] = "cosine"
-    warmup: str = "1%"  # tokens, or a share of the phase
-    decay: str = "20%"  # length of the decay of schedule=wsd: tokens, or a share of the phase
+    warmup: Annotated[str, A_SHARE] = "1%"  # tokens, or a share of the phase
+    decay: Annotated[str, A_SHARE] = "20%"  # length of the decay of schedule=wsd: tokens, or a share of the phase
     # the learning rate at the end of the phase, as a fraction of the peak
     final_lr: Annotated[float, from_zero_to_one("a fraction of each phase's lr")] = 0.1
     z_loss: Annotated[float, at_least(0)] = 0.0  # weight of the squared log-normalizer in the loss

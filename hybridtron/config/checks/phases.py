@@ -141,7 +141,7 @@ def _trained(where: str, phase: ResolvedPhase) -> Iterator[Problem]:
 
 
 def _durations(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
-    """Warm-up and decay can be read, and there is room for both in every course of the learning rate."""
+    """There is room for warm-up and decay in every course of the learning rate."""
     for phase in phases:
         optim, shape = phase.optim, SHAPES.get(phase.optim.schedule)
         if shape is None:
@@ -153,35 +153,22 @@ def _durations(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
         if phase.settings.lr_piece is not LrPiece.rewarm:
             continue
         lengths = {"warmup": optim.warmup} | ({"decay": optim.decay} if shape.uses_decay else {})
-        keys = {name: phase.key(f"optim.{name}") for name in lengths}
-        unreadable = [p for name, text in lengths.items() if (p := _unreadable_share(keys[name], text))]
-        yield from unreadable
-        whole = _tokens_of_course(phases[phase.index :])
-        if unreadable or whole is None:
-            continue
-        needed = sum(parse_share(text, whole) for text in lengths.values())
+        try:
+            whole = _tokens_of_course(phases[phase.index :])
+            needed = sum(parse_share(text, whole) for text in lengths.values())
+        except ValueError:
+            continue  # reported by their limits
         if needed > whole:
-            both = f" together with {keys['decay']}" if "decay" in lengths else ""
+            both = f" together with {phase.key('optim.decay')}" if "decay" in lengths else ""
             yield Problem(
-                keys["warmup"],
+                phase.key("optim.warmup"),
                 f"takes {readable(needed)} tokens{both}, more than phases.{phase.index} has: "
                 f"use at most {readable(whole)}, or a share such as 1%",
             )
 
 
-def _tokens_of_course(phases: Sequence[ResolvedPhase]) -> int | None:
-    """Of the first of these phases and those that carry on its learning rate; None where that can't be read."""
+def _tokens_of_course(phases: Sequence[ResolvedPhase]) -> int:
+    """Of the first of these phases and those that carry on its learning rate. ValueError where that can't be read."""
     leader, *others = (phase.settings for phase in phases)
     followers = itertools.takewhile(lambda one: one.lr_piece is LrPiece.carry_on, others)
-    try:
-        return sum(parse_tokens(phase.tokens) for phase in (leader, *followers))
-    except ValueError:
-        return None  # reported by the phase's own rules
-
-
-def _unreadable_share(key: str, text: str) -> Problem | None:
-    try:
-        parse_share(text, 1)
-    except ValueError as error:
-        return Problem(key, str(error))
-    return None
+    return sum(parse_tokens(phase.tokens) for phase in (leader, *followers))

@@ -142,7 +142,7 @@ def test_good_edges_are_accepted(tmp_path):
 
 
 def test_decay_counts_only_where_it_is_used():
-    assert not reported("optim.decay=never", "optim.schedule=cosine")
+    assert not reported("optim.decay=90%", "optim.warmup=50%", "optim.schedule=cosine")
     assert set(reported("optim.decay=never", "optim.schedule=wsd")) == {"optim.decay"}
     assert (
         "together with optim.decay"

@@ -6,6 +6,7 @@
 # make length-story   pretrains tiny models that fail beyond their context and repairs them (tens of minutes)
 # make chaos   kills and damages a tiny run again and again, which ends as one that nothing happens to (minutes)
 # make audit   compares every gradient of every parallel layout with one process (minutes)
+# make rehearse   rehearses a step of every recipe under five layouts without a GPU, and writes its page (tens of minutes)
 # make test-triton TRITON=3.6.0   runs the kernels' tests with another Triton than torch's own (minutes)
 # make test-core   runs the part of the tests that another megatron-core could break
 # make setup-slurm   installs SLURM (as root, on Debian), which some slow tests need; nothing else installs it
@@ -20,7 +21,7 @@ TORCH ?= torch==2.13.0
 DALI := nvidia-dali-cuda120==2.4.0
 BIN := $(VENV)/bin
 .PHONY: train length-story setup setup-dev setup-metrics setup-dali same-python test lint types test-fast test-slow \
-  test-core test-triton test-slurm setup-slurm test-gpu audit chaos reference format clean
+  test-core test-triton test-slurm setup-slurm test-gpu audit chaos rehearse reference format clean
 
 train: $(VENV)/.ready
 	$(BIN)/python train.py
@@ -105,6 +106,9 @@ audit: $(VENV)/.ready
 
 chaos: $(VENV)/.ready
 	$(BIN)/python tools/chaos.py
+
+rehearse: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m hybridtron rehearse --suite
 
 reference: $(VENV)/.ready
 	$(BIN)/python docs/make_keys.py

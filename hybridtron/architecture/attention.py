@@ -117,6 +117,11 @@ class HeadsSpec(MixerSpec):
         unrotated = keys if self.rope_base is not None else 0
         return (queries + 2 * keys) * (2 if self.conv else 1) + unrotated + queries + 2 * self.heads
 
+    def backward_values(self, model: ModelSizes) -> int:
+        # gradients of the output and of q, k, v; q's once more in fp32, and an fp32 number a head
+        queries, keys = self.channels(model)
+        return 4 * queries + 2 * keys + 2 * self.heads
+
     def carried_heads(self, model: ModelSizes, tokens: int | None) -> dict[str, StatePart]:
         """Keys and values of a number of tokens, how many tokens there are, and the tails of the convolutions."""
         queries, keys = self.channels(model)

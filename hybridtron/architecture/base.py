@@ -162,10 +162,7 @@ class Parameter(Sharded):
 def linear(
     out_features: int, in_features: int, parts: tuple[tuple[str, int], ...] = (), cut: Cut = Cut(0), fp8: bool = True
 ) -> Parameter:
-    """Weight of a linear layer, Kaiming-uniform with a = sqrt 5, which is U(+-1/sqrt(in_features)).
-
-    It is cut by its outputs (column-parallel) unless `cut` says by its inputs (row-parallel).
-    """
+    """Kaiming-uniform, a = sqrt 5: U(+-1/sqrt(in_features)); cut by its outputs, unless `cut` says by its inputs."""
     return Parameter((out_features, in_features), Projection(in_features**-0.5), parts=parts, cuts=(cut,), fp8=fp8)
 
 
@@ -237,6 +234,14 @@ class MixerSpec(ABC):
     def activation_values(self, model: ModelSizes) -> int:
         """Values per token that the forward pass keeps for the backward pass (estimate; window-free)."""
 
+    def whole_values(self, model: ModelSizes, tensor: int) -> int:
+        """Of these, how many each of several tensor-parallel ranks keeps whole."""
+        return 0
+
+    def backward_values(self, model: ModelSizes) -> int:
+        """Values per token that the backward pass has made, at its most, less what it needs no more (estimate)."""
+        return 0
+
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         """The parts of the state that this mixer carries from chunk to chunk; none by default."""
         return {}
@@ -290,9 +295,5 @@ class MixerSpec(ABC):
 
     def describe(self) -> str:
         """The options that differ from their defaults, for tables: `window=2048 kv_heads=4`."""
-        chosen = (
-            f"{f.name}={value}"
-            for f in dataclasses.fields(self)
-            if (value := getattr(self, f.name)) != f.default and value is not None
-        )
-        return " ".join(chosen)
+        chosen = ((f.name, f.default, getattr(self, f.name)) for f in dataclasses.fields(self))
+        return " ".join(f"{name}={value}" for name, default, value in chosen if value not in (default, None))

@@ -87,6 +87,15 @@ class MambaSpec(MixerSpec):
         states = -(-2 * self.inner(model) * self.state // 128)
         return 5 * self.inner(model) + self.rank(model) + 2 * self.state + states
 
+    def whole_values(self, model: ModelSizes, tensor: int) -> int:
+        return self.rank(model) + 2 * self.state  # the small dt, B and C
+
+    def backward_values(self, model: ModelSizes) -> int:
+        # at the scan, whose output is gone: gradients of the output, x, dt and z; in fp32 the state before every 16
+        # tokens and its gradient, their two sums over 16 tokens, and B's and C's gradients for every 32 channels
+        inner = self.inner(model)
+        return (4 - 1) * inner + 2 * (2 * inner * self.state + 2 * inner) // 16 + 2 * 2 * inner * self.state // 32
+
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         inner = self.inner(model)
         return {

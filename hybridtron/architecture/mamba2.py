@@ -107,8 +107,19 @@ class Mamba2Spec(MixerSpec):
         return super().flops(model, seq_len) | {"ssd": ssd}
 
     def activation_values(self, model: ModelSizes) -> int:
-        # z, x, the convolved x, y and the normed y; B and C before and after the convolution; dt
-        return 5 * self.inner(model) + 4 * self.groups * self.state + self.num_heads(model)
+        # z, x, the convolved x, y and the normed y; B and C before and after the convolution; dt, beside z and x and
+        # alone; the norm's scale in fp32
+        return 5 * self.inner(model) + 4 * self.groups * self.state + (2 + 2) * self.num_heads(model)
+
+    def whole_values(self, model: ModelSizes, tensor: int) -> int:
+        return 4 * self.groups * self.state if self.groups % tensor else 0  # B and C, where groups can't be shared out
+
+    def backward_values(self, model: ModelSizes) -> int:
+        # at the scan, whose output is gone, also as normed: gradients of the output, z and x; in fp32 the state before
+        # every chunk and its gradient, B's and C's in two parts, and some ten numbers a head
+        chunk = 128 if self.head_dim <= 64 and self.state <= 128 else 64
+        inner, both = self.inner(model), 2 * self.groups * self.state
+        return (3 - 2) * inner + 2 * 2 * inner * self.state // chunk + 3 * both + 2 * 10 * self.num_heads(model)
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         heads, both = self.num_heads(model), self.groups * self.state

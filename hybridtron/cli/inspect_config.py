@@ -8,7 +8,7 @@
 
 It takes the arguments of `hybridtron train`, reads no tokens and imports no torch. What is counted, and what is not,
 is described in `hybridtron/planning/count.py`, `memory.py` and `fit.py`. `--gpus` is the number of processes (without
-it, as few as the layout needs); `--fit` lists layouts that fit this memory, those that cut the model least first.
+it, as few as the layout needs); `--fit` lists layouts that fit this memory, fastest first by a model of their time.
 `--dry-run` alone imports torch: it builds every rank's model on the meta device.
 """
 
@@ -37,6 +37,7 @@ from hybridtron.config.units import readable
 from hybridtron.planning.count import ModelCount, count
 from hybridtron.planning.fit import TENSOR_SIZES, FittingLayout, fit, settings_of
 from hybridtron.planning.memory import DeviceMemory, Plan, RankPlan, largest_phase, plan
+from hybridtron.planning.rates import GPUS, UNSEEN
 from hybridtron.train.phase_table import phase_table, print_changes, rates_of, source_table, table_of, wide_console
 
 MEMORY_PARTS = tuple(part.name for part in dataclasses.fields(DeviceMemory))
@@ -53,6 +54,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--gpus", type=positive, metavar="N", help="processes of the whole run")
     parser.add_argument("--fit", type=_gigabytes_given, metavar="80GB", help="layouts that fit this device memory")
+    parser.add_argument("--gpu", default="h100", choices=sorted(GPUS), help="whose rates --fit takes (default h100)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--dry-run", action="store_true", help="build every rank's model on the meta device")
     chosen = parser.parse_intermixed_args(arguments)
@@ -61,7 +63,7 @@ def main(arguments: list[str]) -> int:
     for warning in warnings(config):
         print(f"note: {warning}", file=sys.stderr)
     gpus = chosen.gpus or config.parallel.tensor * config.parallel.pipeline
-    fitting = None if chosen.fit is None else fit(config, gpus, chosen.fit)
+    fitting = None if chosen.fit is None else fit(config, gpus, chosen.fit, GPUS[chosen.gpu])
     if chosen.json:
         print(json.dumps(as_json(config, gpus, fitting), indent=2))
     else:
@@ -120,6 +122,7 @@ def _fitting_json(config: Config, layout: FittingLayout) -> dict[str, Any]:
         "settings": settings_of(layout, config),
         "data": layout.plan.data,
         "memory": _memory_json(layout.plan.fullest),
+        "model_seconds": layout.seconds,
         "sent_bytes": layout.sent_bytes,
         "bubble": layout.plan.bubble,
     }
@@ -162,6 +165,7 @@ def print_tables(config: Config, gpus: int, fitting: list[FittingLayout] | None)
         console.print(f"\n{title}" if title else "", highlight=False)
         console.print(table)
     print_changes(config, console)
+    console.print(f"Not counted: {UNSEEN}.", highlight=False)
     if fitting is not None:
         for line in _left_out(config, fitting):
             console.print(line, highlight=False, markup=False)
@@ -226,11 +230,12 @@ def _traffic_table(config: Config, made: Plan) -> Table:
 
 
 def _fit_table(config: Config, gpus: int, fitting: list[FittingLayout]) -> Table:
-    table = table_of("GB", "GB sent a step", "bubble", "settings", numbers_from=0)
-    table.columns[3].justify, table.columns[3].overflow = "left", "fold"
-    table.title = f"the least cut of {len(fitting)} layouts that fit on {gpus} devices"
+    table = table_of("s a step (model)", "GB", "GB sent a step", "bubble", "settings", numbers_from=0)
+    table.columns[4].justify, table.columns[4].overflow = "left", "fold"
+    table.title = f"the fastest of {len(fitting)} layouts that fit on {gpus} devices, by a model that leaves out scans"
     for layout in fitting[:SHOWN]:
         table.add_row(
+            f"{layout.seconds:.3g}",
             f"{layout.plan.fullest.memory.total / 1e9:.0f}",
             _gigabytes(layout.sent_bytes),
             f"{layout.plan.bubble:.1%}",

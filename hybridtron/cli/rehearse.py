@@ -3,6 +3,7 @@
     hybridtron rehearse recipe=samba_421m
     hybridtron rehearse recipe=samba_3.8b parallel.tensor=2 parallel.pipeline=2 --gpus 16 --rank all
     hybridtron rehearse recipe=samba_1.3b --gpu h200 --json
+    hybridtron rehearse --suite
 
 It runs the code that trains, on tensors without values, so it takes seconds and little memory; no GPU and no driver is
 needed. Exit codes: 0 rehearsed, 1 a budget is exceeded or nothing can be rehearsed here (no compiler, no Triton), 2 bad
@@ -19,9 +20,9 @@ from typing import Any
 from hybridtron.config.check import require, warnings
 from hybridtron.config.load import load
 from hybridtron.planning.memory import largest_phase
+from hybridtron.planning.rates import GPUS
 from hybridtron.problems import Unusable
 from hybridtron.rehearse.guard import GuardProblem
-from hybridtron.rehearse.rates import GPUS
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -43,11 +44,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--no-kernels", action="store_true", help="compile no kernels: each takes as long as its bytes")
     parser.add_argument("--json", action="store_true", help="print a JSON list with one object a rank")
+    parser.add_argument(
+        "--suite", action="store_true", help="every recipe under five layouts: `hybridtron rehearse --suite --help`"
+    )
     return parser.parse_intermixed_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
     """Print the tables, or the problems. Returns the exit code."""
+    if "--suite" in arguments:
+        from hybridtron.cli import rehearse_suite
+
+        return rehearse_suite.main(arguments)
     chosen = parse(arguments)
     config = load(chosen.settings)
     world = chosen.gpus or config.parallel.tensor * config.parallel.pipeline

@@ -145,7 +145,7 @@ class Carrier:
             return batch.continues_B
         share = self.settings.dropout
         drawn = [self._key("dropout", lane) / 2**64 >= share for lane in lanes]
-        return torch.tensor(drawn, device=self.device)
+        return torch.tensor(drawn).to(self.device, non_blocking=True)  # the host need not wait for the copy
 
     def _chosen(self, chunk: int, states: States) -> States:
         return {layer: {name: states[layer][name] for name in parts} for layer, parts in self.chunks[chunk].items()}

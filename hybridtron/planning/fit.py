@@ -1,12 +1,11 @@
-"""Layouts that fit a number of devices, by what they hold and send. Which of them is fastest, only a run can say.
+"""Layouts that fit a number of devices, fastest first by a model of their time. Which is fastest, only a run can say.
 
 Tried are tensor 1, 2, 4, 8, pipelines of up to 16 ranks that the world and the layers allow, 1, 2 or 4 virtual stages,
 micro-batches of 1 to 16 rows, and the least recomputation that fits into the memory, less a tenth of it for the
 allocator, the network's buffers and the kernels' workspaces.
 
-Those that cut the model over the fewest ranks come first, then those that recompute least, then those whose busiest
-device sends the fewest bytes in a step: all of it is arithmetic (`memory.py`). There is no model of time here: how well
-kernels use a device, and how much of the traffic they hide, differs from cluster to cluster.
+The time is that of `step_seconds.py`, by the rates of `rates.py`, which nobody has measured. Layouts that are
+alike in it, to three digits, are in order of how many ranks they cut the model over, of how much runs again, and of memory.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ from hybridtron.config.checks.precision import precision_problems
 from hybridtron.config.resolve import ResolvedPhase, resolve
 from hybridtron.config.schema import Config, ParallelConfig, Recompute
 from hybridtron.planning.memory import Plan, largest_phase, plan
+from hybridtron.planning.rates import GPU, GPUS, HEAD_ROOM
+from hybridtron.planning.step_seconds import step_seconds
 
-HEAD_ROOM = 0.1  # of the memory, left for what the plan does not count
 TENSOR_SIZES = (1, 2, 4, 8)
 _MAX_PIPELINE = 16
 _VIRTUAL = (1, 2, 4)
@@ -36,6 +36,7 @@ class FittingLayout:
     parallel: ParallelConfig
     micro_batch: int
     plan: Plan
+    seconds: float  # of a step, as a model
 
     @property
     def sent_bytes(self) -> int:
@@ -43,18 +44,18 @@ class FittingLayout:
         return max(rank.traffic.total for rank in self.plan.ranks)
 
     @property
-    def order(self) -> tuple[int, int, int, int]:
+    def order(self) -> tuple[float, int, int, int]:
         """What layouts are sorted by."""
         cuts, recompute = self.parallel.tensor * self.parallel.pipeline, list(Recompute).index(self.parallel.recompute)
-        return cuts, recompute, self.sent_bytes, self.plan.fullest.memory.total
+        return float(f"{self.seconds:.3g}"), cuts, recompute, self.plan.fullest.memory.total
 
 
-def fit(config: Config, gpus: int, memory_bytes: float) -> list[FittingLayout]:
-    """The layouts that keep every rule and fit into each device's memory; those that cut the model least come first."""
+def fit(config: Config, gpus: int, memory_bytes: float, gpu: GPU = GPUS["h100"]) -> list[FittingLayout]:
+    """The layouts that keep every rule and fit into each device's memory; those that the model finds fastest first."""
     found = [
         layout
         for parallel in _layouts(config, gpus)
-        for layout in _fitting(config, parallel, gpus, (1 - HEAD_ROOM) * memory_bytes)
+        for layout in _fitting(config, parallel, gpus, (1 - HEAD_ROOM) * memory_bytes, gpu)
     ]
     return sorted(found, key=lambda layout: layout.order)
 
@@ -94,17 +95,23 @@ def _layouts(config: Config, gpus: int) -> Iterator[ParallelConfig]:
                 )
 
 
-def _fitting(config: Config, parallel: ParallelConfig, gpus: int, memory_bytes: float) -> Iterator[FittingLayout]:
+def _fitting(
+    config: Config, parallel: ParallelConfig, gpus: int, memory_bytes: float, gpu: GPU
+) -> Iterator[FittingLayout]:
     """This layout with every micro batch that fits, and the least recomputation that makes it fit."""
     for micro_batch in _MICRO_BATCHES:
         phases = [dataclasses.replace(phase, micro_batch=micro_batch) for phase in config.phases]
         tried = dataclasses.replace(config, parallel=parallel, phases=phases)
         if any(_is_refused(phase, gpus) for phase in resolve(tried)):
             continue
-        fitting = next((found for found in _recomputing(tried, gpus) if _needs(found) <= memory_bytes), None)
+        fitting = next(
+            (found for found in _recomputing(tried, gpus) if found[1].fullest.memory.total <= memory_bytes), None
+        )
         if fitting is None:
             return  # larger ones need more
-        yield fitting
+        phase, made = fitting
+        seconds = step_seconds(made, phase, gpu)
+        yield FittingLayout(phase.config.parallel, phase.settings.micro_batch, made, seconds)
 
 
 def _is_refused(phase: ResolvedPhase, gpus: int) -> bool:
@@ -113,16 +120,12 @@ def _is_refused(phase: ResolvedPhase, gpus: int) -> bool:
     return any(parallel_problems(phase, gpus)) or any(precision_problems(phase))
 
 
-def _recomputing(config: Config, gpus: int) -> Iterator[FittingLayout]:
+def _recomputing(config: Config, gpus: int) -> Iterator[tuple[ResolvedPhase, Plan]]:
     """The layout with ever more recomputation, so ever less memory."""
     for recompute in Recompute:
         parallel = dataclasses.replace(config.parallel, recompute=recompute)
         phase = largest_phase(dataclasses.replace(config, parallel=parallel))
-        yield FittingLayout(parallel, phase.settings.micro_batch, plan(phase, gpus))
-
-
-def _needs(layout: FittingLayout) -> int:
-    return layout.plan.fullest.memory.total
+        yield phase, plan(phase, gpus)
 
 
 def _text(value: object) -> str:

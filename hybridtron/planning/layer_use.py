@@ -24,6 +24,7 @@ class LayerUse:
 
     kept: int  # from the forward to the backward pass
     again: int  # while it is recomputed
+    back: int  # that its backward pass has made at its most, with the stream's gradient, less what is gone by then
     summed: int  # over the tensor-parallel ranks, in forward and backward
 
 
@@ -96,7 +97,8 @@ def _most_held(cut: Cut, whole: int, ranks: int) -> int:
 
 
 def _layer_use(spec: MixerSpec, sizes: ModelSizes, parallel: ParallelConfig, stream: int, runs_again: bool) -> LayerUse:
-    inside = sizes.width + shared(spec.activation_values(sizes), parallel.tensor)
+    whole = spec.whole_values(sizes, parallel.tensor) if parallel.tensor > 1 else 0
+    inside = sizes.width + whole + shared(spec.activation_values(sizes) - whole, parallel.tensor)
     again = is_recomputed(spec, sizes, parallel.recompute)
     # of the row-parallel projections one writes to the stream; the others are summed inside the mixer
     rows = (
@@ -107,6 +109,7 @@ def _layer_use(spec: MixerSpec, sizes: ModelSizes, parallel: ParallelConfig, str
     return LayerUse(
         kept=stream + (0 if again else inside),
         again=inside if again else 0,
+        back=stream + shared(spec.backward_values(sizes), parallel.tensor),
         summed=passes * (sizes.width + rows) if parallel.tensor > 1 else 0,
     )
 

@@ -7,10 +7,13 @@ With t tensor-parallel, p pipeline and d data-parallel ranks, v virtual stages, 
     optimizer            AdamW's two fp32 moments, and fp32 masters of narrower weights; by d if it is distributed
     activations          per sub-layer and token: the norm's input (by t under sequence parallelism), its output as the
                          projections read it (whole: it is gathered once and kept), and the mixer's inside (by t).
-                         A recomputed sub-layer keeps the norm's input alone; the rest of the largest one exists while
-                         it runs again. Every micro batch between its forward and its backward pass holds a chunk's.
+                         What of the mixer's inside every rank has (Mamba's small dt, B, C) counts whole. A recomputed
+                         sub-layer keeps the norm's input alone. Every micro batch between its forward and its backward
+                         pass holds a chunk's.
     in flight            1F1B: min(p - r, m) on pipeline rank r. Interleaved: Megatron's warm-up, 2 (p - r - 1) +
                          (v - 1) p chunk passes, and one more; which chunks these are is played through.
+    backward             what the backward pass makes, at the sub-layer at which it holds most, and the streams that the
+                         schedule sends and receives, as far as all this is more than the logits (`activations.py`)
     logits               on the last rank, by t: as many as the loss makes at a time, however many tokens there are;
                          besides, the gradients of the head and of its input, which the loss makes with them
     states               carried ones, of the rank's lanes and layers and by t: those that a step starts from, and those
@@ -34,7 +37,7 @@ and token; the loss's scalars. FP8 counts as bf16: what its products keep in one
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridtron.architecture.base import Parameter
@@ -43,9 +46,10 @@ from hybridtron.config.layout import chunks_on, data_parallel, layer_costs, stag
 from hybridtron.config.resolve import ResolvedPhase, resolve
 from hybridtron.config.schema import Config
 from hybridtron.optimizers import OPTIMIZERS
+from hybridtron.planning.activations import ChunkUse, RankUse
 from hybridtron.planning.count import FP32_BYTES, VALUE_BYTES, loss_bytes
 from hybridtron.planning.layer_use import LayerUse, carried_bytes, layer_uses, runs_again, shared, stream_values
-from hybridtron.planning.pipeline import held_names, live_passes, local_size
+from hybridtron.planning.pipeline import held_names, local_size, turns
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,13 @@ class DeviceMemory:
     activations: int  # kept for the backward pass by the sub-layers of one micro batch
     logits: int  # as many as the loss makes at a time, and the gradients that it makes of its input and the head
     states: int = 0  # carried ones: what a step starts from, and what it ends in
+    backward: int = 0  # what the backward pass makes and the schedule holds, as far as it is more than the logits
 
     @property
     def total(self) -> int:
         """All of it together."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.states
+        kept = self.activations + self.logits + self.states
+        return self.weights + self.gradients + self.optimizer + kept + self.backward
 
 
 @dataclass(frozen=True)
@@ -182,20 +188,23 @@ def _rank_plan(step: _Step, rank: int) -> RankPlan:
     parallel = step.config.parallel
     chunks = tuple(step.chunks[index] for index in chunks_on(parallel, rank))
     weights = {name: step.table[name] for name in step.held[rank]}
-    passes = list(live_passes(parallel, rank, step.micro_batches))
+    played = list(turns(parallel, rank, step.micro_batches))
+    use = _use(step, rank, chunks)
+    activations, backward = use.peak(played)
     stored, gradients, optimizer = _weight_bytes(step, weights)
     return RankPlan(
         rank=rank,
         chunks=chunks,
         parameters=sum(local_size(weight, parallel) for weight in weights.values()),
-        in_flight=max(map(sum, passes)),
+        in_flight=max(sum(turn.live) for turn in played),
         memory=DeviceMemory(
             weights=stored,
             gradients=gradients,
             optimizer=optimizer,
-            activations=_activations(step, chunks, passes),
-            logits=_logits(step, chunks),
+            activations=activations,
+            logits=use.logits,
             states=_states(step, chunks),
+            backward=backward,
         ),
         traffic=_traffic(step, rank, chunks, stored, gradients),
     )
@@ -220,22 +229,31 @@ def _weight_bytes(step: _Step, weights: Mapping[str, Parameter]) -> tuple[int, i
     return stored, gradients, shared(follows, step.data if parallel.distributed_optimizer else 1) + others
 
 
-def _activations(step: _Step, chunks: Sequence[PlannedStage], passes: Iterable[Sequence[int]]) -> int:
-    """Bytes at the peak of the schedule."""
-    values = [sum(step.uses[layer].kept for layer in chunk.layers) for chunk in chunks]
-    is_last = chunks[-1] is step.chunks[-1]
-    if is_last:  # the last norm's input and output
-        values[-1] += stream_values(step.config) + step.config.model.width
-    again = max(step.uses[layer].again for chunk in chunks for layer in chunk.layers) * step.value_bytes
-    kept = [size * step.value_bytes for size in values]  # of one chunk of each lane
-    if runs_again(step.phase):
-        again += max(values) * step.value_bytes
-        border = stream_values(step.config) * step.value_bytes
-        kept = [border + step.phase.settings.micro_batch * step.lane_bytes(chunk) for chunk in chunks]
-        if is_last:
-            kept[-1] += step.config.model.width * step.value_bytes
-    most = max(sum(held * size for held, size in zip(live, kept, strict=True)) for live in passes)
-    return again + most * step.phase.chunks_together
+def _use(step: _Step, rank: int, chunks: Sequence[PlannedStage]) -> RankUse:
+    """What the rank's micro-batches hold."""
+    model, parallel, value = step.config.model, step.config.parallel, VALUE_BYTES[step.config.precision.name]
+    stream, is_last = stream_values(step.config), chunks[-1] is step.chunks[-1]
+    norms = [0] * (len(chunks) - 1) + [(stream + model.width) * is_last]
+    tied = model.tie_embeddings and is_last and parallel.pipeline == 1
+    return RankUse(
+        chunks=tuple(
+            ChunkUse(
+                tuple(step.uses[layer] for layer in chunk.layers),
+                norm,
+                step.phase.settings.micro_batch * step.lane_bytes(chunk),
+            )
+            for chunk, norm in zip(chunks, norms, strict=True)
+        ),
+        value_bytes=step.value_bytes,
+        together=step.phase.chunks_together,
+        runs_again=runs_again(step.phase),
+        stream=stream,
+        width=model.width,
+        logits=_logits(step, chunks),
+        head_gradient=value * shared(model.vocab_size, parallel.tensor) * model.width if tied else 0,
+        rank=rank,
+        ranks=parallel.pipeline,
+    )
 
 
 def _logits(step: _Step, chunks: Sequence[PlannedStage]) -> int:

@@ -1,9 +1,10 @@
-"""Which weights a pipeline rank holds, and how many micro-batches are in flight on it."""
+"""Which weights a pipeline rank holds, and its passes in Megatron's order, with what is in flight at each."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from hybridtron.architecture.base import Parameter
 from hybridtron.config.schema import ParallelConfig
@@ -30,8 +31,16 @@ def local_size(parameter: Parameter, parallel: ParallelConfig) -> int:
     return math.prod(parameter.share_shape(parallel.mesh_sizes))
 
 
-def live_passes(parallel: ParallelConfig, rank: int, micro_batches: int) -> Iterator[tuple[int, ...]]:
-    """How many micro batches each virtual stage of a rank holds, after every forward pass of Megatron's schedule."""
+class Turn(NamedTuple):
+    """A forward pass of a virtual stage, then a backward pass of one, or only one of the two."""
+
+    live: tuple[int, ...]  # micro-batches that each virtual stage holds in between
+    forward: int | None
+    backward: int | None
+
+
+def turns(parallel: ParallelConfig, rank: int, micro_batches: int) -> Iterator[Turn]:
+    """The passes of a rank in Megatron's schedule."""
     pipeline, stages = parallel.pipeline, parallel.virtual_pipeline
     # the schedule repeats itself after a round of all stages: a few rounds show the peak
     micro_batches = min(micro_batches, 4 * pipeline)
@@ -43,9 +52,13 @@ def live_passes(parallel: ParallelConfig, rank: int, micro_batches: int) -> Iter
     warm_up = pipeline - rank - 1
     if stages > 1:
         warm_up = 2 * warm_up + (stages - 1) * pipeline
+    warm_up = min(warm_up, total - 1)
     live = [0] * stages
-    for step in range(total):
-        live[step // pipeline % stages] += 1
-        yield tuple(live)
-        if step >= warm_up:
-            live[-1 - (step - warm_up) // pipeline % stages] -= 1
+    for step in range(total + warm_up):
+        forward = step // pipeline % stages if step < total else None
+        backward = stages - 1 - (step - warm_up) // pipeline % stages if step >= warm_up else None
+        if forward is not None:
+            live[forward] += 1
+        yield Turn(tuple(live), forward, backward)
+        if backward is not None:
+            live[backward] -= 1

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from hybridtron.planning.rates import GPU
 from hybridtron.rehearse.heard import waits
-from hybridtron.rehearse.rates import GPU
 
 
 class AbsentStream:
@@ -70,6 +70,8 @@ def pretend(library: ctypes.CDLL, gpu: GPU) -> None:
     cuda.get_rng_state = lambda *_: torch.get_rng_state()
     for name in ("_lazy_init", "empty_cache", "manual_seed", "reset_peak_memory_stats", "set_device", "set_rng_state"):
         setattr(cuda, name, lambda *_: None)
+    names: Any = torch
+    names.Generator = AbsentGenerator
     fake: Any = FakeTensor
     fake.tolist = _values
     cuda.Stream = cuda.Event = AbsentStream
@@ -95,6 +97,13 @@ def _never_called(*_: Any) -> Tensor:
     raise AssertionError("a kernel ran in a rehearsal")
 
 
+class AbsentGenerator(torch.Generator):
+    """Of random numbers on any device."""
+
+    def __new__(cls, device: Any = "cpu") -> AbsentGenerator:
+        return super().__new__(cls)
+
+
 class ValuesOfNobody(TorchFunctionMode):
     """Answers questions for values, which fake tensors do not have; each is a wait of the host for its device."""
 
@@ -104,6 +113,8 @@ class ValuesOfNobody(TorchFunctionMode):
             args = (_plain(args[0]),)  # tensors among the values are read one by one
             if torch.device(kwargs.get("device") or "cpu").type == "cuda":
                 return _copied_in(args[0], kwargs.get("dtype"))
+        if kwargs.get("generator") is not None:
+            kwargs = {**kwargs, "generator": None}  # it is one of the CPU, and nothing is drawn
         if func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs and args[0].is_cuda:

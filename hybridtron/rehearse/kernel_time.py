@@ -21,8 +21,8 @@ from math import prod
 from typing import Any
 
 from hybridtron.ops.kernel_compiled import CompiledKernel
+from hybridtron.planning.rates import GPU
 from hybridtron.rehearse.launches import KernelLaunch
-from hybridtron.rehearse.rates import GPU
 
 REGISTERS, SHARED, WARPS, PROGRAMS = 65536, 227 * 1024, 64, 32  # of one multiprocessor: Hopper and Blackwell
 RESERVED = 1024  # bytes of shared memory that each program takes besides

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hybridtron.ops.kernel_compiled import CompiledKernel, compile_for
+from hybridtron.planning.rates import GPU
 from hybridtron.rehearse.census import size_of
-from hybridtron.rehearse.rates import GPU
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from hybridtron.config.layout import data_parallel
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.planning.count import count
 from hybridtron.planning.memory import plan
+from hybridtron.planning.rates import GPU, GPUS
 from hybridtron.rehearse import guard
-from hybridtron.rehearse.rates import GPU, GPUS
 
 if TYPE_CHECKING:  # they import torch, which must wait for the guard
     from hybridtron.ops.kernel_compiled import CompiledKernel

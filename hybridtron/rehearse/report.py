@@ -11,15 +11,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from hybridtron.planning.rates import UNSEEN
 from hybridtron.rehearse.rehearsal import Rehearsed
 from hybridtron.rehearse.step_time import PartTime, Work
 
 PARTS = ("forward", "backward", "update")
 SHOWN = 12  # places that memory is held by
-NOT_SEEN = (
-    "Not seen: CUDA's context and libraries (0.5 to 1 GB), NCCL's buffers, cuBLAS's workspaces, fragmentation of the "
-    "allocator; caches; how well kernels of other packages use a GPU."
-)
+NOT_SEEN = f"Not seen: {UNSEEN}; caches; how well kernels of other packages use a GPU."
 
 
 def as_json(rehearsed: Rehearsed) -> dict[str, Any]:
@@ -82,6 +80,31 @@ def sent_of(rehearsed: Rehearsed) -> dict[tuple[str, str, int, bool, bool], tupl
         calls, size = found.get(key, (0, 0))
         found[key] = calls + 1, size + call.bytes
     return found
+
+
+def forms_of(rehearsed: Rehearsed) -> dict[str, list[str]]:
+    """What computed the ops: kernels of our own by op, and attention by other packages' kernels."""
+    operations = rehearsed.step.passes_of_many.operations
+    own = {each.name.partition(".")[0] for each in operations if each.kind == "kernel"}
+    attention = {each.name.partition(" ")[0] for each in operations if each.kind == "attention"}
+    return {"kernels": sorted(own), "attention": sorted(attention)}
+
+
+def shown_parts(rehearsed: Rehearsed) -> dict[str, Any]:
+    """What a suite keeps of a rank: without places and kernels."""
+    whole = as_json(rehearsed)
+    once = whole["once"]["waits"]
+    return {
+        "peak": whole["memory"]["peak"],
+        "planned": whole["memory"]["planned"],
+        "tokens_per_second": whole["model"]["tokens_per_second"],
+        "step_seconds": whole["model"]["step_seconds"],
+        "exposed_seconds": whole["model"]["exposed_seconds"],
+        "mfu": whole["model"]["mfu"],
+        "other_bytes_per_token": whole["other_bytes_per_token"],
+        "waits": once + whole["per_micro_batch"]["waits"] * whole["micro_batches"],
+        "sent": rehearsed.time.whole.sent,
+    }
 
 
 def print_tables(found: Sequence[Rehearsed]) -> None:
@@ -206,6 +229,8 @@ def _memory(rehearsed: Rehearsed) -> Table:
     table = _table(title, "made in", "line", "GB", left=2)
     for (part, place), size in step.at_peak.most_common(SHOWN):
         table.add_row(part, place, f"{size / 1e9:.3f}")
-    rest = step.peak - sum(size for _, size in step.at_peak.most_common(SHOWN))
+    if step.other_lanes:
+        table.add_row("", "states of lanes that are not played", f"{step.other_lanes / 1e9:.3f}")
+    rest = step.peak - step.other_lanes - sum(size for _, size in step.at_peak.most_common(SHOWN))
     table.add_row("", "all others", f"{rest / 1e9:.3f}")
     return table

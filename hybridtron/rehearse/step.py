@@ -61,11 +61,12 @@ class RankStep:
     course: list[int]  # bytes of tensors over the larger step
     at_peak: Counter[tuple[str, str]]  # the most of these, by part and line
     launches: Launches
+    other_lanes: int = 0  # bytes of carried states, old and new, of lanes that take part in a run's step alone
 
     @property
     def peak(self) -> int:
         """The most bytes that tensors have."""
-        return max(self.course)
+        return max(self.course) + self.other_lanes
 
 
 def rehearse_rank(phase: ResolvedPhase, world: int, rank: int, collectives: Collectives) -> RankStep:
@@ -85,12 +86,13 @@ def rehearse_rank(phase: ResolvedPhase, world: int, rank: int, collectives: Coll
             first, _ = steps.take(few)
             start = len(census.memory.events)
             second, update = steps.take(many)
+            others = steps.other_lanes(phase.lanes // data)
         finally:
             groups.stop()
     memory = census.memory
     return RankStep(
         rank, place, choices("cuda"), micro_batches, few, many, first, second, update,
-        memory.course(start), memory.at_peak(start), launches,
+        memory.course(start), memory.at_peak(start), launches, others,
     )  # fmt: skip
 
 
@@ -133,6 +135,14 @@ class _Steps:
             self._counted("unseen", lambda: self.engine.step(1e-4))
         passes = self._counted("passes", lambda: self.engine.forward_backward(batches, 1))
         return passes, self._counted("update", lambda: self.engine.step(1e-4))
+
+    def other_lanes(self, lanes: int) -> int:
+        """Bytes of what is carried, old and new, of those of all lanes that the last step did not have."""
+        carrier = self.engine.carrier
+        if carrier is None or not carrier.held:
+            return 0
+        held = sum(tensor.nbytes for parts in carrier.held.values() for tensor in parts.values())
+        return 2 * held * (lanes - len(carrier.lanes)) // len(carrier.lanes)
 
     def _counted(self, part: str, run: Callable[[], object]) -> CountedPart:
         census, sent = self.census, self.sent

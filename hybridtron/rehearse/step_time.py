@@ -18,10 +18,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from hybridtron.planning.rates import GPU, LAUNCH_S, WAIT_S
 from hybridtron.rehearse.census import Operation
 from hybridtron.rehearse.collectives import Sent
 from hybridtron.rehearse.kernel_time import KernelTime
-from hybridtron.rehearse.rates import GPU, LAUNCH_S, WAIT_S
 from hybridtron.rehearse.step import CountedPart, RankStep
 
 

@@ -11,10 +11,12 @@ from hybridtron.config.layout import stages_of
 from hybridtron.config.load import choices_of, load
 from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.planning.count import count
-from hybridtron.planning.fit import HEAD_ROOM, TENSOR_SIZES, fit, settings_of
+from hybridtron.planning.fit import TENSOR_SIZES, fit, settings_of
 from hybridtron.planning.layer_use import layer_uses
 from hybridtron.planning.memory import Plan, largest_phase, plan
-from hybridtron.planning.pipeline import held_names, live_passes, local_size
+from hybridtron.planning.pipeline import held_names, local_size, turns
+from hybridtron.planning.rates import GPUS, HEAD_ROOM
+from hybridtron.planning.step_seconds import step_seconds
 
 RECIPES = [name for name in choices_of("recipe") if not name.startswith(("ablations/", "length/"))]
 
@@ -80,15 +82,25 @@ def test_one_process_holds_the_whole_model():
 )
 def test_micro_batches_in_flight(pipeline, virtual, micro_batches, in_flight):
     parallel = ParallelConfig(pipeline=pipeline, virtual_pipeline=virtual)
-    played = [list(live_passes(parallel, rank, micro_batches)) for rank in range(pipeline)]
+    played = [[turn.live for turn in turns(parallel, rank, micro_batches)] for rank in range(pipeline)]
     assert [max(map(sum, passes)) for passes in played] == in_flight
     assert all(live >= 0 for passes in played for stage in passes for live in stage)
 
 
 def test_interleaved_stages_by_hand():
     """The last of two ranks runs its stages forward as 0 0 1 1 0 0 1 1, and one back after each from the third on."""
-    passes = list(live_passes(ParallelConfig(pipeline=2, virtual_pipeline=2), rank=1, micro_batches=4))
-    assert passes == [(1, 0), (2, 0), (2, 1), (2, 1), (3, 0), (3, 0), (2, 1), (2, 1)]
+    played = turns(ParallelConfig(pipeline=2, virtual_pipeline=2), rank=1, micro_batches=4)
+    live = [turn.live for turn in played if turn.forward is not None]
+    assert live == [
+        (1, 0),
+        (2, 0),
+        (2, 1),
+        (2, 1),
+        (3, 0),
+        (3, 0),
+        (2, 1),
+        (2, 1),
+    ]
 
 
 TINY = (
@@ -117,7 +129,8 @@ def test_one_process_by_hand(precision, value, master):
     inside = (5 * 16 + 2 + 6 + 1) + (3 * 12) + (8 + 3 * 2 + 8 + 8) + (3 * 12)
     assert held.activations >= value * (inside + 2 * 8 * 5) * 16 * 2  # input and output of five norms
     assert held.logits == value * (16 * 2 * (16 + 8) + 16 * 8)  # logits, gradients of their input and of the head
-    assert held.total == held.weights + held.gradients + held.optimizer + held.activations + held.logits
+    parts = held.weights + held.gradients + held.optimizer + held.activations + held.logits
+    assert held.total == parts + held.backward
 
 
 def test_what_tensor_parallel_ranks_hold_by_hand():
@@ -143,13 +156,14 @@ def test_b_and_c_of_few_groups_stand_on_both_ranks_by_hand():
 @pytest.mark.parametrize(
     ("arguments", "kept"),
     [
-        # per layer: the norm's input, its output, half of the inside: 5 x 16 + 2 + 6 + 1, 3 x 12, 8 + 3 x 2 + 8 + 8
-        ((), [8 + 8 + 45, 8 + 8 + 18, 8 + 8 + 15, 8 + 8 + 18]),
-        (("parallel.sequence=true",), [4 + 8 + 45, 4 + 8 + 18, 4 + 8 + 15, 4 + 8 + 18]),
+        # per layer: the norm's input, its output, half of the inside, 5 x 16 + 1, 3 x 12, 8 + 3 x 2 + 8 + 8, and whole
+        # dt, B and C, 2 + 6
+        ((), [8 + 8 + 49, 8 + 8 + 18, 8 + 8 + 15, 8 + 8 + 18]),
+        (("parallel.sequence=true",), [4 + 8 + 49, 4 + 8 + 18, 4 + 8 + 15, 4 + 8 + 18]),
         (("parallel.recompute=selective",), [8, 8 + 8 + 18, 8, 8 + 8 + 18]),
         (("parallel.recompute=layer", "parallel.sequence=true"), [4, 4, 4, 4]),
         # the norm's input is of fp32, twice as wide
-        (("model.residual_fp32=true",), [16 + 8 + 45, 16 + 8 + 18, 16 + 8 + 15, 16 + 8 + 18]),
+        (("model.residual_fp32=true",), [16 + 8 + 49, 16 + 8 + 18, 16 + 8 + 15, 16 + 8 + 18]),
         (("model.residual_fp32=true", "parallel.recompute=layer", "parallel.sequence=true"), [8, 8, 8, 8]),
     ],
 )
@@ -157,10 +171,22 @@ def test_what_is_kept_by_hand(arguments, kept):
     config, made = planned(2, *TINY, "parallel.tensor=2", *arguments)
     uses = layer_uses(config)
     assert [use.kept for use in uses] == kept
-    again = 8 + 45 if config.parallel.recompute != "none" else 0
     last_norm = 8 + (4 if config.parallel.sequence else 8) * (2 if config.model.residual_fp32 else 1)
-    assert made.ranks[0].memory.activations == 2 * (sum(kept) + last_norm + again) * 16 * 2
+    assert made.ranks[0].memory.activations == 2 * (sum(kept) + last_norm) * 16 * 2
     assert made.ranks[0].memory.logits == 2 * (16 * 2 * (8 + 8) + 8 * 8)  # logits, of the input, of the head
+
+
+def test_what_the_backward_pass_holds_by_hand():
+    """The first stage ends in Mamba, whose scan has the gradients of y, x, dt and z, and y no more."""
+    _, made = planned(2, *TINY, "parallel.pipeline=2")
+    token = 2 * 16 * 2  # bytes of one value for every token
+    tiles = 2 * (2 * 16 * 3 + 2 * 16) // 16 + 2 * 2 * 16 * 3 // 32  # in fp32: states every 16 tokens; B's and C's sums
+    assert made.ranks[0].memory.backward == (8 + 3 * 16 + tiles) * token
+    # at the loss: the input of the micro-batch before and its gradient; later the logits are gone, and it is less
+    assert made.ranks[1].memory.backward == 2 * 8 * token
+    again = planned(2, *TINY, "parallel.pipeline=2", "parallel.recompute=layer")[1].ranks[0].memory
+    inside = 8 + 5 * 16 + 2 + 2 * 3 + 1
+    assert again.backward - made.ranks[0].memory.backward == inside * token
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -207,8 +233,8 @@ def test_what_is_proposed_keeps_every_rule_and_fits(recipe, gpus, gigabytes):
     config = load([f"recipe={recipe}"])
     found = fit(config, gpus, gigabytes * 1e9)
     assert found
-    cuts = [layout.parallel.tensor * layout.parallel.pipeline for layout in found]
-    assert cuts == sorted(cuts)
+    seconds = [float(f"{layout.seconds:.3g}") for layout in found]
+    assert seconds == sorted(seconds)
     for layout in found[::5]:
         proposed = load([f"recipe={recipe}", *settings_of(layout, config)])
         assert proposed.parallel == layout.parallel
@@ -279,3 +305,37 @@ def test_virtual_stages_count_what_runs_together():
     assert "makes 1 micro batches" in problem.message
     assert "use 16" in problem.message
     assert not check(load([*settings, "phases.0.micro_batch=1", "states.through_time=true"]), 2)
+
+
+def test_seconds_of_a_step_by_hand():
+    config, made = planned(2, *TINY, "parallel.pipeline=2")
+    gpu, counted = GPUS["h100"], count(config.model, 16)
+    of_layers = [
+        3 * layer.flops["projections"] / 600e12 + 3.5 * layer.flops.get("attention", 0) / 300e12
+        for layer in counted.layers
+    ]
+    tokens, border = 2 * 16, 8 * 2 * 16 * 2 / 360e9  # of one micro-batch: a stream of bf16, sent once by each rank
+    passes = [tokens * of_layers[0] + border, tokens * (sum(of_layers[1:]) + 3 * 2 * 8 * 16 / 600e12) + border]
+    once = [  # the tied embedding's gradient; the optimizer's state read and written, gradients and weights read
+        4 * 16 * 8 / 360e9 + (2 * rank.memory.optimizer + rank.memory.gradients + rank.memory.weights) / (0.85 * 3350e9)
+        for rank in made.ranks
+    ]
+    assert made.micro_batches == 4
+    assert step_seconds(made, largest_phase(config), gpu) == pytest.approx((4 + 1) * max(passes) + max(once))
+
+
+@pytest.mark.parametrize(
+    ("slower", "faster"),
+    [
+        (["parallel.recompute=layer"], []),
+        (["parallel.tensor=2"], ["parallel.pipeline=2"]),  # sums in every sub-layer, against one border
+        (["parallel.pipeline=4"], ["parallel.pipeline=4", "parallel.virtual_pipeline=2"]),  # the pipeline waits less
+        ([], ["parallel=data"]),  # gradients and weights are sent while it computes
+    ],
+)
+def test_what_makes_a_step_slower_makes_the_model_slower(slower, faster):
+    times = []
+    for settings in (slower, faster):
+        config, made = planned(32, "recipe=samba_421m", "phases.0.micro_batch=2", *settings)
+        times.append(step_seconds(made, largest_phase(config), GPUS["h100"]))
+    assert times[0] > times[1]

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hybridtron.rehearse.rates import GPUS
+from hybridtron.planning.rates import GPUS
 from hybridtron.rehearse.rehearsal import RehearsalProcess
 
 process = RehearsalProcess(GPUS["h100"])
@@ -70,6 +70,10 @@ def asked() -> None:
     torch.tensor([1.0, 2.0], device="cuda")
     torch.cuda.synchronize()
     torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
+
+
+def drawn() -> None:
+    torch.randn(1000, generator=torch.Generator("cuda").manual_seed(1), device="cuda")  # 1 written
 
 
 def held() -> None:
@@ -148,7 +152,7 @@ def counted(run: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    programs = (elementwise, cast_and_pick, product, gate, asked, held, run_again, sent)
+    programs = (elementwise, cast_and_pick, product, gate, asked, drawn, held, run_again, sent)
     found = {program.__name__: counted(program) for program in programs}
     found["calls"] = {"works": calls()}
     print(json.dumps({**found, "composite": {"listed": sorted(COMPOSITE), "found": taken_apart()}}))

@@ -12,7 +12,7 @@ from typing import Any
 
 from hybridtron.config.load import load
 from hybridtron.planning.memory import largest_phase
-from hybridtron.rehearse.rates import GPUS
+from hybridtron.planning.rates import GPUS
 from hybridtron.rehearse.rehearsal import RehearsalProcess
 
 process = RehearsalProcess(GPUS["h100"])

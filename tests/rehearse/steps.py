@@ -8,7 +8,7 @@ import sys
 from hybridtron.config.check import require
 from hybridtron.config.load import load
 from hybridtron.planning.memory import largest_phase
-from hybridtron.rehearse.rates import GPUS
+from hybridtron.planning.rates import GPUS
 from hybridtron.rehearse.rehearsal import RehearsalProcess
 
 if __name__ == "__main__":

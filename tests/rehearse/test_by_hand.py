@@ -69,6 +69,10 @@ def test_waits_of_the_host(seen: dict[str, Seen]) -> None:
     ]  # fmt: skip
 
 
+def test_random_numbers_of_the_device(seen: dict[str, Seen]) -> None:
+    assert seen["drawn"]["operations"] == [["forward", "randn", 4000, 0]]
+
+
 def test_tensors_that_exist_at_a_time(seen: dict[str, Seen]) -> None:
     # x, y and z of 4 MiB, and in the backward pass of the cosine sin(y), -sin(y) and its product with the gradient;
     # besides the sum and its gradient, a number each

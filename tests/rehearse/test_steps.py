@@ -18,11 +18,12 @@ RECIPE = "recipe=samba_421m"
 CUT = [RECIPE, "parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2"]
 JOBS = {
     "laptop": (["recipe=laptop", "precision=bf16"], 1, 0),
+    "mamba2 laptop": (["recipe=mamba2_laptop", "precision=bf16"], 1, 0),
     "alone": ([RECIPE], 1, 0),
     "first of four, twice": (CUT, 8, 0),
     "last of four, twice": (CUT, 8, 4),
 }
-LARGE = list(JOBS)[1:]
+SMALL, LARGE = list(JOBS)[:2], list(JOBS)[2:]
 Report = dict[str, Any]
 
 
@@ -32,8 +33,8 @@ def rehearsed(jobs: list[str]) -> dict[str, Report]:
 
 
 @pytest.fixture(scope="module")
-def laptop() -> Report:
-    return rehearsed(["laptop"])["laptop"]
+def small() -> dict[str, Report]:
+    return rehearsed(SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -61,17 +62,27 @@ def is_once(row: list[Any]) -> bool:
     return row[0].startswith(("engine/", "megatron"))
 
 
-def assert_flops(report: Report, job: str) -> None:
+def assert_flops(report: Report, job: str, beside: float = 0) -> None:
     """Products three times, and attention's two products twice and a half again in the backward pass."""
     phase = largest_phase(load(JOBS[job][0]))
     parts = count(phase.model, phase.settings.seq_len).flops_by_part
     tokens = phase.settings.micro_batch * phase.settings.seq_len
-    assert summed(report, "flops", "products") == 3 * (parts["projections"] + parts["head"]) * tokens
-    assert summed(report, "flops", "attention", "forward") == parts["attention"] * tokens
-    assert summed(report, "flops", "attention", "backward") == 2.5 * parts["attention"] * tokens
+    products, attention = 3 * (parts["projections"] + parts["head"]) * tokens, parts.get("attention", 0) * tokens
+    assert products <= summed(report, "flops", "products") <= (1 + beside) * products
+    assert summed(report, "flops", "attention", "forward") == attention
+    assert summed(report, "flops", "attention", "backward") == 2.5 * attention
 
 
-def test_a_small_step(laptop: Report) -> None:
+def test_a_small_step_of_mamba2(small: dict[str, Report]) -> None:
+    report = small["mamba2 laptop"]
+    assert_flops(report, "mamba2 laptop", beside=2e-4)  # the norm's sums over groups are products too
+    assert report["memory"]["planned"] == planned("mamba2 laptop").memory.total
+    assert {"ssd.outputs", "conv.forward", "gated_norm.scale"} <= {kernel["name"] for kernel in report["kernels"]}
+    assert report["once"]["waits"] == 1
+
+
+def test_a_small_step(small: dict[str, Report]) -> None:
+    laptop = small["laptop"]
     assert_flops(laptop, "laptop")
     chosen = laptop["implementations"]
     assert (chosen["attention"], chosen["selective_scan"], chosen["rms_norm"]) == ("flash-attn", "triton", "triton")
@@ -88,11 +99,11 @@ def test_flops_are_those_that_are_counted_on_paper(reports: dict[str, Report]) -
 
 @pytest.mark.slow
 def test_memory_is_what_is_planned(reports: dict[str, Report]) -> None:
-    """In stages the most is held in the backward pass, whose own tensors (the scan's tiles, messages) no plan has."""
+    """Alone the most is held at the loss, in stages in a backward pass; small tensors are left out of the plan."""
     for job, report in reports.items():
         peak, total = report["memory"]["peak"], planned(job).memory.total
         assert report["memory"]["planned"] == total
-        assert 0 <= peak - total < (0.002 if job == "alone" else 0.07) * peak, job
+        assert abs(peak - total) < (0.002 if job == "alone" else 0.01) * peak, job
 
 
 @pytest.mark.slow

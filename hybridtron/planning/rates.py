@@ -10,6 +10,7 @@ changes only with a source for the new one.
                     about 350 forward)
     bandwidth       85% of the data sheet's: copies and elementwise kernels of large tensors
     LAUNCH_S        what the host needs for one operation of torch, with autograd; kernels run meanwhile
+    HEAD_ROOM       a guess: context, NCCL's buffers and workspaces take 2 to 4 GB of 80, fragmentation the rest
     WAIT_S          what a wait of the host costs: its device stands still until the next kernel is launched
     links           what a ring reaches of NVLink inside a node, and of one adapter of 400 Gbit/s a GPU between nodes
 """
@@ -38,10 +39,9 @@ class GPU:
     between_nodes: float
     node: int = 8  # GPUs of a node
 
-    @property
-    def issue_slots(self) -> float:
-        """Instructions of a warp that all processors begin in a second: four schedulers each."""
-        return 4 * self.processors * self.clock
+    def link(self, ranks: int) -> float:
+        """Bytes a second that each of this number of neighbouring ranks sends."""
+        return self.inside_node if ranks <= self.node else self.between_nodes
 
 
 HOPPER = {"capability": (9, 0), "peak": 989 * TFLOP, "products": 600 * TFLOP, "attention": 300 * TFLOP}
@@ -58,5 +58,10 @@ GPUS = {
     )
 }  # fmt: skip
 
+HEAD_ROOM = 0.1
+"""Of a GPU's memory, what `inspect --fit` leaves for what no tensor shows."""
+UNSEEN = (
+    "CUDA's context and libraries (0.5 to 1 GB), NCCL's buffers, cuBLAS's workspaces, fragmentation of the allocator"
+)
 LAUNCH_S = 6e-6
 WAIT_S = 25e-6

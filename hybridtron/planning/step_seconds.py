@@ -1,0 +1,64 @@
+"""How long a step of a layout takes, from its plan and the rates: a model that compares layouts, never a measurement.
+
+    a micro-batch     products three times, attention's two products and the five of its backward pass, at their rates;
+                      once more what is recomputed. Then what tensor-parallel ranks send, which nothing hides, and
+                      streams between stages, which interleaved stages hide.
+    the step          all micro-batches of the slowest pipeline rank, and (p - 1) / v more that the pipeline waits for
+    once              gradients and weights over the data-parallel ranks, as far as the last backward pass and the first
+                      forward pass don't hide them; the optimizer's bytes
+
+Left out is what all layouts do alike: scans, convolutions, norms and gates, and launches. So it is shorter than what
+`hybridtron rehearse` finds, which counts them.
+"""
+
+from __future__ import annotations
+
+from hybridtron.architecture.table import architecture
+from hybridtron.config.resolve import ResolvedPhase
+from hybridtron.planning.count import LayerCount, count
+from hybridtron.planning.layer_use import is_recomputed
+from hybridtron.planning.memory import Plan
+from hybridtron.planning.rates import GPU
+
+PRODUCTS, ATTENTION = 3, 3.5  # of the forward pass's, both passes together
+
+
+def step_seconds(made: Plan, phase: ResolvedPhase, gpu: GPU) -> float:
+    """Of an optimizer step."""
+    parallel, rest = phase.config.parallel, 0.0
+    passes = micro_batch_seconds(made, phase, gpu)
+    slowest = max(passes)
+    link = gpu.link(parallel.tensor * made.data)
+    for rank, seconds in zip(made.ranks, passes, strict=True):
+        behind = 2 / 3 * seconds * parallel.overlap_grad_reduce, 1 / 3 * seconds * parallel.overlap_param_gather
+        sent = rank.traffic.gradients / link, rank.traffic.parameters / link
+        exposed = sum(max(0.0, needed - hidden) for needed, hidden in zip(sent, behind, strict=True))
+        moved = 2 * rank.memory.optimizer + rank.memory.gradients + rank.memory.weights  # state is read and written
+        rest = max(rest, exposed + moved / gpu.bandwidth)
+    return (made.micro_batches + (parallel.pipeline - 1) / parallel.virtual_pipeline) * slowest + rest
+
+
+def micro_batch_seconds(made: Plan, phase: ResolvedPhase, gpu: GPU) -> list[float]:
+    """Of both passes of a micro-batch on every pipeline rank."""
+    config, settings = phase.config, phase.settings
+    parallel, counted = config.parallel, count(phase.model, settings.seq_len)
+    arch = architecture(phase.model)
+    of_layers = [
+        layer_seconds(layer, is_recomputed(spec, arch.sizes, parallel.recompute), gpu)
+        for layer, spec in zip(counted.layers, arch.specs, strict=True)
+    ]
+    tokens = settings.micro_batch * settings.seq_len * phase.chunks_together / parallel.tensor
+    found = []
+    for rank in made.ranks:
+        head = PRODUCTS * counted.head_flops / gpu.products if rank is made.ranks[-1] else 0.0
+        token = head + sum(of_layers[layer] for chunk in rank.chunks for layer in chunk.layers)
+        inside = rank.traffic.tensor / gpu.link(parallel.tensor)
+        between = rank.traffic.pipeline / gpu.link(made.world_size) if parallel.virtual_pipeline == 1 else 0.0
+        found.append(tokens * token + (inside + between) / made.micro_batches)
+    return found
+
+
+def layer_seconds(layer: LayerCount, is_again: bool, gpu: GPU) -> float:
+    """Of a token in a sub-layer."""
+    products, attention = layer.flops.get("projections", 0), layer.flops.get("attention", 0)
+    return (PRODUCTS + is_again) * products / gpu.products + (ATTENTION + is_again) * attention / gpu.attention

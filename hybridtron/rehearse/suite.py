@@ -1,0 +1,205 @@
+"""Every recipe under every layout, on each rank that differs: which cases there are, and what each one showed.
+
+What a case showed is kept in a file of its own, in a folder named after the code that was rehearsed: a suite that was
+stopped continues where it was, and a change of the code starts a new one. Recipes that start from other weights are
+rehearsed on the model that they are for (`ORIGINS`), whose configuration stands in for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridtron.config.check import check
+from hybridtron.config.load import CONFIGS, choices_of, load, to_yaml
+from hybridtron.config.schema import Config
+from hybridtron.planning.memory import largest_phase, plan
+from hybridtron.problems import ConfigError
+from hybridtron.shipped import PACKAGE
+
+if TYPE_CHECKING:  # it imports torch's guard when it is made
+    from hybridtron.rehearse.rehearsal import RehearsalProcess
+
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "TP2 + SP": (2, ("parallel.tensor=2", "parallel.sequence=true")),
+    "PP2": (2, ("parallel.pipeline=2",)),
+    "PP2 x VPP2": (2, ("parallel.pipeline=2", "parallel.virtual_pipeline=2")),
+    "DP8": (8, ("parallel=data",)),
+    "TP2 x PP2 x DP2": (8, ("parallel=tensor2_pipeline2",)),
+}
+"""Name -> processes and settings."""
+ORIGINS = {
+    "length/official_130m": "mamba2_130m",
+    "length/official_370m": "mamba2_350m",
+    "length/official_780m": "mamba2_780m",
+    "length/official_1.3b": "mamba2_1.3b",
+}
+ORIGIN = "samba_421m"  # of recipes that continue any checkpoint: it has both kinds of states
+EVERY_RANK = (ORIGIN, "TP2 x PP2 x DP2")  # the case of which all ranks are played, to see which are equal
+REHEARSED = (
+    *("architecture", "config", "data", "device.py", "engine", "mixers", "model", "ops", "optimizers", "parallel"),
+    *("planning", "rehearse"),
+)
+"""What the digest of the code is taken over, with the recipes."""
+
+
+@dataclass(frozen=True)
+class RecipeCase:
+    """A recipe under a layout."""
+
+    recipe: str
+    layout: str
+
+    @property
+    def world(self) -> int:
+        """Processes."""
+        return LAYOUTS[self.layout][0]
+
+    def config(self) -> Config:
+        """As it would be trained. ConfigError with what the recipe refuses about the layout."""
+        settings = [f"recipe={self.recipe}", *LAYOUTS[self.layout][1], *(["data.path=/data"] if self.origin else [])]
+        if self.origin:
+            settings.append(f"run.weights={_checkpoint_of(self.origin, 'official' in self.recipe)}")
+        config = load(settings)
+        if problems := check(config, self.world):
+            raise ConfigError(problems)
+        return config
+
+    @property
+    def origin(self) -> str | None:
+        """The recipe whose weights this one starts from."""
+        return ORIGINS.get(self.recipe, ORIGIN) if self.recipe.startswith("length/") else None
+
+
+@cache
+def _checkpoint_of(recipe: str, imported: bool) -> str:
+    """A folder that looks like a checkpoint of the recipe, as far as a configuration asks."""
+    held = load([f"recipe={recipe}", "data.path=/data"])
+    folder = Path(tempfile.mkdtemp(prefix="rehearsed-weights-"))
+    (folder / "config.yaml").write_text(to_yaml(dataclasses.replace(held, phases=[]) if imported else held))
+    return str(folder)
+
+
+def all_cases(recipes: Sequence[str] = ()) -> list[RecipeCase]:
+    """Of these recipes, or of all: those of the ablations come last."""
+    names = recipes or sorted(choices_of("recipe"), key=lambda name: (name.startswith("ablations/"), name))
+    return [RecipeCase(name, layout) for name in names for layout in LAYOUTS]
+
+
+def slice_of(cases: Sequence[RecipeCase], index: int, count: int, seed: str) -> list[RecipeCase]:
+    """One of `count` slices, which are others with another seed."""
+    return [case for case in cases if zlib.crc32(f"{seed} {case}".encode()) % count == index]
+
+
+def code_digest() -> str:
+    """Of all that a rehearsal's numbers depend on."""
+    found = hashlib.blake2b(digest_size=6)
+    files = [path for name in REHEARSED for path in (PACKAGE / name, *(PACKAGE / name).rglob("*"))]
+    for path in sorted([*files, *CONFIGS.rglob("*.yaml")]):
+        if path.suffix in (".py", ".cpp", ".yaml", ".json"):
+            found.update(f"{path.name}\n".encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+class Records:
+    """What was shown, in a folder: a file for each case and rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def path(self, case: RecipeCase, rank: int | None) -> Path:
+        """Without a rank: of a case that is refused."""
+        name = f"{case.recipe} {case.layout}".replace("/", "-").replace(" ", "_")
+        return self.folder / f"{name}{'' if rank is None else f'_rank{rank}'}.json"
+
+    def write(self, case: RecipeCase, rank: int | None, found: dict[str, Any]) -> None:
+        """Keep it."""
+        path = self.path(case, rank)
+        made = path.with_suffix(".part")
+        made.write_text(json.dumps({**dataclasses.asdict(case), "rank": rank, **found}, indent=1) + "\n")
+        made.replace(path)
+
+    def read(self) -> list[dict[str, Any]]:
+        """All."""
+        return [json.loads(path.read_text()) for path in sorted(self.folder.glob("*.json"))]
+
+
+def ranks_of(case: RecipeCase, config: Config) -> Sequence[int]:
+    """One of each pipeline rank; of one case all."""
+    each = case.world // config.parallel.pipeline
+    return range(0, case.world, 1 if (case.recipe, case.layout) == EVERY_RANK else each)
+
+
+def missing(cases: Sequence[RecipeCase], records: Records) -> Iterator[tuple[RecipeCase, Config, int]]:
+    """What is not recorded yet; cases that are refused are recorded here."""
+    for case in cases:
+        if records.path(case, None).exists():
+            continue
+        try:
+            config = case.config()
+        except ConfigError as error:
+            records.write(case, None, {"refused": [str(problem) for problem in error.problems]})
+            continue
+        yield from ((case, config, rank) for rank in ranks_of(case, config) if not records.path(case, rank).exists())
+
+
+def rehearse_all(
+    process: RehearsalProcess,
+    todo: Sequence[tuple[RecipeCase, Config, int]],
+    records: Records,
+    limit_s: float,
+    say: Callable[[str], None],
+    compiles: bool = True,
+) -> bool:
+    """Rehearse and record, until all is done or the time is over; returns whether all is done."""
+    start = time.monotonic()
+    for number, (case, config, rank) in enumerate(todo):
+        spent = time.monotonic() - start
+        if spent > limit_s:
+            say(f"stopped after {spent:.0f} s: {len(todo) - number} of {len(todo)} are left")
+            return False
+        before = time.monotonic()
+        try:
+            found = rehearse_case(process, case, config, rank, compiles)
+        except Exception as error:
+            # what one recipe can't do must not hide the others; the page says it, and the exit code
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            found = {"failed": f"{type(error).__name__}: {(lines or [''])[0]}"}
+            say(f"{case.recipe}, {case.layout}, rank {rank} failed: {found['failed']}")
+        records.write(case, rank, found)
+        now = time.monotonic()
+        left = (now - start) / (number + 1) * (len(todo) - number - 1)
+        say(
+            f"{number + 1} of {len(todo)}: {case.recipe}, {case.layout}, rank {rank}: {now - before:.0f} s, "
+            f"{left / 60:.0f} min left"
+        )
+    return True
+
+
+def rehearse_case(
+    process: RehearsalProcess, case: RecipeCase, config: Config, rank: int, compiles: bool
+) -> dict[str, Any]:
+    """What is recorded of a rank."""
+    phase = largest_phase(config)
+    rehearsed = process.rehearse(phase, case.world, rank, compiles)
+    from hybridtron.rehearse.report import forms_of, shown_parts
+
+    traffic = plan(phase, case.world).ranks[rehearsed.step.place.pipeline_rank].traffic
+    return {
+        "gpu": process.gpu.name,
+        "phase": phase.settings.name,
+        "pipeline_rank": rehearsed.step.place.pipeline_rank,
+        "forms": forms_of(rehearsed),
+        "planned_traffic": dataclasses.asdict(traffic),
+        **shown_parts(rehearsed),
+    }

@@ -1,0 +1,134 @@
+"""The page of a suite: what every recipe was modelled to do under every layout, and how far the plan is from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hybridtron.rehearse.suite import EVERY_RANK, LAYOUTS, ORIGIN, ORIGINS, all_cases
+
+Record = dict[str, Any]
+NEAR = 0.03  # how far the plan's peak may be from the rehearsed one
+INTRODUCTION = """# Rehearsed steps
+
+One training step of every recipe under five layouts, run on {gpu} that is not there: made by `make rehearse` from the
+code with digest `{digest}`. **No time here was measured**: tokens/s and MFU are those of the model that
+[docs/rehearse.md](../docs/rehearse.md) describes, of the slowest rank. Memory is what tensors hold at the most, beside
+what `hybridtron inspect` plans, rank by rank: one of each pipeline rank.
+"""
+HEADERS = (
+    "recipe", "layout", "tokens/s a GPU (model)", "MFU (model)", "GB of tensors", "GB planned", "planned / rehearsed",
+    "host waits a step",
+)  # fmt: skip
+
+
+def page(records: Sequence[Record], digest: str) -> str:
+    """Markdown."""
+    shown = [record for record in records if "peak" in record]
+    gpu = shown[0]["gpu"].upper() if shown else "a GPU"
+    gpus = f"an {gpu}" if gpu.startswith("H") else gpu
+    parts = [INTRODUCTION.format(gpu=gpus, digest=digest), "\n".join(_summary(records)), "\n".join(_table(records))]
+    parts += ["## What computed the ops", "\n".join(_forms(shown))]
+    if missing := _missing(records):
+        parts += ["## Not rehearsed", "\n".join(missing)]
+    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def _summary(records: Sequence[Record]) -> Iterator[str]:
+    shown = [record for record in records if "peak" in record]
+    ratios = [record["planned"] / record["peak"] for record in shown]
+    far = sum(abs(ratio - 1) > NEAR for ratio in ratios)
+    recipes = {record["recipe"] for record in shown}
+    if ratios:
+        yield f"- {len(shown)} ranks of {len(recipes)} recipes."
+        yield (
+            f"- The plan's peak is {min(ratios):.3f} to {max(ratios):.3f} of the rehearsed one; "
+            f"{far} of {len(ratios)} are further from it than {NEAR:.0%}."
+        )
+    yield f"- {_equal_ranks(shown)}"
+    yield (
+        f"- Recipes of `length/` start from other weights: the official ones are rehearsed on "
+        f"{', '.join(f'`{name}`' for name in sorted(set(ORIGINS.values())))}, the others on `{ORIGIN}`."
+    )
+
+
+def _equal_ranks(shown: Sequence[Record]) -> str:
+    """Whether the ranks of which all were played hold and do the same as the others of their pipeline rank."""
+    case = f"`{EVERY_RANK[0]}` under {EVERY_RANK[1]}"
+    ranks = [record for record in shown if (record["recipe"], record["layout"]) == EVERY_RANK]
+    world = LAYOUTS[EVERY_RANK[1]][0]
+    if len(ranks) < world:
+        return f"Of {case} not all {world} ranks were played."
+    amounts = {
+        (
+            record["pipeline_rank"],
+            record["peak"] >> 10,
+            record["sent"],
+            round(record["step_seconds"], 6),
+            record["waits"],
+        )
+        for record in ranks
+    }
+    stages = {record["pipeline_rank"] for record in ranks}
+    found = "no others than" if len(amounts) == len(stages) else "others than"
+    return (
+        f"All {world} ranks of {case} were played: those of a pipeline rank hold (to a KiB), send and take (to a "
+        f"microsecond) {found} each other."
+    )
+
+
+def _table(records: Sequence[Record]) -> Iterator[str]:
+    yield f"| {' | '.join(HEADERS)} |"
+    yield f"|---|---|{'---|' * (len(HEADERS) - 2)}"
+    for case in all_cases():
+        own = [record for record in records if (record["recipe"], record["layout"]) == (case.recipe, case.layout)]
+        if not own:
+            continue
+        cells = [f"`{case.recipe}`", case.layout]
+        if failed := [one["failed"] for one in own if "failed" in one]:
+            yield f"| {' | '.join(cells)} | failed: {failed[0]} | | | | | |"
+        elif "refused" in own[0]:
+            refused = own[0]["refused"][0].partition("  ")
+            yield f"| {' | '.join(cells)} | refused: `{refused[0]}` {refused[2].partition(': ')[0]} | | | | | |"
+        else:
+            yield f"| {' | '.join([*cells, *_numbers(_different(own))])} |"
+
+
+def _different(records: Sequence[Record]) -> list[Record]:
+    """One of each pipeline rank."""
+    ordered = sorted(records, key=lambda record: record["rank"])
+    return list({record["pipeline_rank"]: record for record in reversed(ordered)}.values())[::-1]
+
+
+def _numbers(ranks: Sequence[Record]) -> list[str]:
+    slowest = max(ranks, key=lambda record: record["step_seconds"])
+    return [
+        f"{slowest['tokens_per_second']:,.0f}",
+        f"{slowest['mfu']:.1%}",
+        ", ".join(f"{record['peak'] / 1e9:.1f}" for record in ranks),
+        ", ".join(f"{record['planned'] / 1e9:.1f}" for record in ranks),
+        ", ".join(f"{record['planned'] / record['peak']:.3f}" for record in ranks),
+        ", ".join(f"{record['waits']:.0f}" for record in ranks),
+    ]
+
+
+def _forms(shown: Sequence[Record]) -> Iterator[str]:
+    """Recipes by what computed their ops, under all layouts together."""
+    recipes: dict[tuple[str, str], dict[str, None]] = {}
+    for record in shown:
+        found = tuple(", ".join(record["forms"][key]) for key in ("kernels", "attention"))
+        recipes.setdefault((found[0], found[1]), {})[record["recipe"]] = None
+    yield "| Triton kernels of our own, by op | attention | recipes |"
+    yield "|---|---|---|"
+    for (kernels, attention), names in sorted(recipes.items()):
+        yield f"| {kernels} | {attention} | {', '.join(f'`{name}`' for name in sorted(names))} |"
+
+
+def _missing(records: Sequence[Record]) -> list[str]:
+    """Cases of which nothing is recorded."""
+    there = {(record["recipe"], record["layout"]) for record in records}
+    lacking: dict[str, list[str]] = {}
+    for case in all_cases():
+        if (case.recipe, case.layout) not in there:
+            lacking.setdefault(case.recipe, []).append(case.layout)
+    return [f"- `{recipe}`: {', '.join(layouts)}" for recipe, layouts in lacking.items()]

@@ -1,0 +1,131 @@
+"""The suite: its cases, what is recorded and what is left, its page; and a slice of it, rehearsed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hybridtron.config.check import check
+from hybridtron.config.load import choices_of
+from hybridtron.rehearse import suite
+from hybridtron.rehearse.suite import EVERY_RANK, LAYOUTS, RecipeCase, Records
+from hybridtron.rehearse.suite_page import NEAR, page
+from tests.rehearse.programs import printed_by
+
+LARGEST_DIFFERENCE = 0.05  # most are within 0.01
+SMALL = RecipeCase("mamba2_laptop", "PP2")
+
+
+def record(case: RecipeCase, rank: int, pipeline_rank: int = 0, **changed: Any) -> dict[str, Any]:
+    found = {
+        "rank": rank, "pipeline_rank": pipeline_rank, "gpu": "h200", "peak": 10**10, "planned": 9.9e9, "waits": 1.0,
+        "tokens_per_second": 1e5, "step_seconds": 2.0, "mfu": 0.4, "sent": 5e9,
+        "forms": {"kernels": ["scan"], "attention": []},
+    }  # fmt: skip
+    return {**dataclasses.asdict(case), **found, **changed}
+
+
+def test_every_recipe_is_there_under_every_layout() -> None:
+    cases = suite.all_cases()
+    assert {case.recipe for case in cases} == set(choices_of("recipe"))
+    assert len(cases) == len(choices_of("recipe")) * len(LAYOUTS)
+    assert suite.all_cases(["laptop"]) == [RecipeCase("laptop", layout) for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize("recipe", [name for name in choices_of("recipe") if name.startswith("length/")])
+def test_recipes_that_start_from_other_weights_have_the_model_that_they_name(recipe: str) -> None:
+    case = RecipeCase(recipe, "PP2")
+    config = case.config()
+    assert check(config, case.world) == []
+    assert case.origin is not None
+    assert config.model == RecipeCase(case.origin, "PP2").config().model
+
+
+def test_slices_share_the_cases_out_and_differ_by_seed() -> None:
+    cases = suite.all_cases()
+    slices = [suite.slice_of(cases, index, 7, "a") for index in range(7)]
+    assert sorted(str(case) for part in slices for case in part) == sorted(map(str, cases))
+    assert slices[0] != suite.slice_of(cases, 0, 7, "b")
+
+
+def test_what_is_recorded_is_not_played_again(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    cases = [SMALL, RecipeCase("samba_3.8b", "TP2 + SP")]
+    left = [(case, rank) for case, _, rank in suite.missing(cases, records)]
+    assert left == [(SMALL, 0), (SMALL, 1)]
+    (refused,) = records.read()
+    assert refused["recipe"] == "samba_3.8b"
+    assert refused["refused"][0].startswith("parallel.tensor")
+    records.write(SMALL, 0, {"peak": 1})
+    assert [rank for *_, rank in suite.missing(cases, records)] == [1]
+
+
+def test_it_stops_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records, said = Records(tmp_path), []
+    monkeypatch.setattr(suite, "rehearse_case", lambda *_: {"peak": 1})
+    todo = list(suite.missing([SMALL], records))
+    nobody: Any = SimpleNamespace()
+    assert not suite.rehearse_all(nobody, todo, records, -1, said.append)
+    assert said == ["stopped after 0 s: 2 of 2 are left"]
+    assert suite.rehearse_all(nobody, todo, records, 60, said.append)
+    assert [one["rank"] for one in records.read()] == [0, 1]
+    assert said[1].startswith("1 of 2: mamba2_laptop, PP2, rank 0: 0 s, ")
+
+
+def test_what_fails_is_recorded_and_the_rest_is_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rehearse(process: Any, case: RecipeCase, config: Any, rank: int, compiles: bool) -> dict[str, Any]:
+        if rank == 0:
+            raise RuntimeError("no kernel for this\nand more")
+        return record(case, rank, 1)
+
+    monkeypatch.setattr(suite, "rehearse_case", rehearse)
+    records, said = Records(tmp_path), []
+    nobody: Any = SimpleNamespace()
+    assert suite.rehearse_all(nobody, list(suite.missing([SMALL], records)), records, 60, said.append)
+    assert [one.get("failed") for one in records.read()] == ["RuntimeError: no kernel for this", None]
+    assert "| `mamba2_laptop` | PP2 | failed: RuntimeError: no kernel for this |" in page(records.read(), "abc")
+
+
+def test_all_ranks_of_one_case_are_played_and_of_others_one_a_stage() -> None:
+    case = RecipeCase(*EVERY_RANK)
+    assert list(suite.ranks_of(case, case.config())) == list(range(8))
+    other = RecipeCase("mamba2_130m", "TP2 x PP2 x DP2")
+    assert list(suite.ranks_of(other, other.config())) == [0, 4]
+
+
+def test_the_page_says_what_was_rehearsed_and_what_not() -> None:
+    case = RecipeCase(*EVERY_RANK)
+    ranks = [record(case, rank, rank // 4, peak=int(10e9) + rank // 4) for rank in range(8)]
+    other = RecipeCase("mamba2_130m", "DP8")
+    refused = {
+        **dataclasses.asdict(RecipeCase("samba_3.8b", "TP2 + SP")),
+        "refused": ["parallel.tensor  is 2, but ..."],
+    }
+    text = page([*ranks, record(other, 0, planned=9e9), refused], "abc")
+    assert "`abc`" in text
+    assert "0.900 to 0.990" in text
+    assert f"1 of 9 are further from it than {NEAR:.0%}" in text
+    assert "take (to a microsecond) no others than each other" in text
+    assert "| `mamba2_130m` | DP8 | 100,000 | 40.0% | 10.0 | 9.0 | 0.900 | 1 |" in text
+    assert "10.0, 10.0 | 9.9, 9.9 |" in text
+    assert "| `samba_3.8b` | TP2 + SP | refused: `parallel.tensor`" in text
+    assert "- `laptop`: TP2 + SP, PP2, PP2 x VPP2, DP8, TP2 x PP2 x DP2" in text
+    changed = [{**one, "sent": one["rank"]} for one in ranks]
+    assert "(to a microsecond) others than each other" in page(changed, "abc")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+def test_a_slice_of_the_suite(tmp_path: Path) -> None:
+    """Other cases with every change of the code."""
+    pytest.importorskip("triton")
+    found = printed_by("suite_slice", str(tmp_path), "40", "420", timeout_s=600)
+    shown = [one for one in found if "peak" in one]
+    assert shown
+    for one in shown:
+        assert one["planned"] == pytest.approx(one["peak"], rel=LARGEST_DIFFERENCE), (one["recipe"], one["layout"])
+        assert one["tokens_per_second"] > 0

@@ -4,8 +4,8 @@ Tried are tensor 1, 2, 4, 8, pipelines of up to 16 ranks that the world and the 
 micro-batches of 1 to 16 rows, and the least recomputation that fits into the memory, less a tenth of it for the
 allocator, the network's buffers and the kernels' workspaces.
 
-The time is that of `step_seconds.py`, by the rates of `rates.py`, which nobody has measured. Layouts that are
-alike in it, to three digits, are in order of how many ranks they cut the model over, of how much runs again, and of memory.
+The time is that of `step_seconds.py`, by the rates of `rates.py`, which nobody has measured. Layouts that are alike in
+it, to three digits, are in order of how many ranks they cut the model over, of how much runs again, and of memory.
 """
 
 from __future__ import annotations

@@ -328,7 +328,7 @@ def test_seconds_of_a_step_by_hand():
     ("slower", "faster"),
     [
         (["parallel.recompute=layer"], []),
-        (["parallel.tensor=2"], ["parallel.pipeline=2"]),  # sums in every sub-layer, against one border
+        (["parallel=data", "parallel.tensor=2"], ["parallel=data"]),  # sums in every sub-layer, which nothing hides
         (["parallel.pipeline=4"], ["parallel.pipeline=4", "parallel.virtual_pipeline=2"]),  # the pipeline waits less
         ([], ["parallel=data"]),  # gradients and weights are sent while it computes
     ],

@@ -29,9 +29,9 @@ from hybridtron.ops.norm import AddRMSNormInputs, RMSNormInputs, add_rms_norm, r
 from hybridtron.ops.scan import ScanInputs, selective_scan
 from hybridtron.ops.scan.reference import step_sizes
 from hybridtron.ops.ssd import SSDInputs, ssd_scan
+from hybridtron.planning.rates import GPUS
 from hybridtron.proving.measuring import BenchReport
 from hybridtron.proving.peak_memory import fresh_processes
-from hybridtron.rehearse.rates import GPUS
 from hybridtron.rehearse.rehearsal import rehearse_calls
 from hybridtron.rehearse.step_time import Work
 

@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
     if output is None:
         raise Unusable("--output FILE is needed where there is no checkout, whose benchmarks/ the page would go to")
     digest = suite.code_digest()
-    records = suite.Records(chosen.folder or Path("build/rehearsed") / f"{digest}-{chosen.gpu}")
+    records = suite.SuiteRecords(chosen.folder or Path("build/rehearsed") / f"{digest}-{chosen.gpu}")
     cases = suite.slice_of(suite.all_cases(chosen.only), int(index) - 1, int(count), "")
     todo = list(suite.missing(cases, records))
     print(f"{len(todo)} ranks of {len(cases)} cases are to be rehearsed; records in {records.folder}", file=sys.stderr)

@@ -110,7 +110,7 @@ def code_digest() -> str:
     return found.hexdigest()
 
 
-class Records:
+class SuiteRecords:
     """What was shown, in a folder: a file for each case and rank."""
 
     def __init__(self, folder: Path) -> None:
@@ -140,7 +140,7 @@ def ranks_of(case: RecipeCase, config: Config) -> Sequence[int]:
     return range(0, case.world, 1 if (case.recipe, case.layout) == EVERY_RANK else each)
 
 
-def missing(cases: Sequence[RecipeCase], records: Records) -> Iterator[tuple[RecipeCase, Config, int]]:
+def missing(cases: Sequence[RecipeCase], records: SuiteRecords) -> Iterator[tuple[RecipeCase, Config, int]]:
     """What is not recorded yet; cases that are refused are recorded here."""
     for case in cases:
         if records.path(case, None).exists():
@@ -156,7 +156,7 @@ def missing(cases: Sequence[RecipeCase], records: Records) -> Iterator[tuple[Rec
 def rehearse_all(
     process: RehearsalProcess,
     todo: Sequence[tuple[RecipeCase, Config, int]],
-    records: Records,
+    records: SuiteRecords,
     limit_s: float,
     say: Callable[[str], None],
     compiles: bool = True,

@@ -15,7 +15,7 @@ from hybridtron.rehearse.rehearsal import RehearsalProcess
 
 if __name__ == "__main__":
     folder, slices, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    records = suite.Records(folder)
+    records = suite.SuiteRecords(folder)
     cases = suite.slice_of(suite.all_cases(), 0, slices, suite.code_digest())
     todo = list(suite.missing(cases, records))
     process = RehearsalProcess(GPUS["h200"])

@@ -12,7 +12,7 @@ import pytest
 from hybridtron.config.check import check
 from hybridtron.config.load import choices_of
 from hybridtron.rehearse import suite
-from hybridtron.rehearse.suite import EVERY_RANK, LAYOUTS, RecipeCase, Records
+from hybridtron.rehearse.suite import EVERY_RANK, LAYOUTS, RecipeCase, SuiteRecords
 from hybridtron.rehearse.suite_page import NEAR, page
 from tests.rehearse.programs import printed_by
 
@@ -53,7 +53,7 @@ def test_slices_share_the_cases_out_and_differ_by_seed() -> None:
 
 
 def test_what_is_recorded_is_not_played_again(tmp_path: Path) -> None:
-    records = Records(tmp_path)
+    records = SuiteRecords(tmp_path)
     cases = [SMALL, RecipeCase("samba_3.8b", "TP2 + SP")]
     left = [(case, rank) for case, _, rank in suite.missing(cases, records)]
     assert left == [(SMALL, 0), (SMALL, 1)]
@@ -65,7 +65,7 @@ def test_what_is_recorded_is_not_played_again(tmp_path: Path) -> None:
 
 
 def test_it_stops_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    records, said = Records(tmp_path), []
+    records, said = SuiteRecords(tmp_path), []
     monkeypatch.setattr(suite, "rehearse_case", lambda *_: {"peak": 1})
     todo = list(suite.missing([SMALL], records))
     nobody: Any = SimpleNamespace()
@@ -83,7 +83,7 @@ def test_what_fails_is_recorded_and_the_rest_is_rehearsed(tmp_path: Path, monkey
         return record(case, rank, 1)
 
     monkeypatch.setattr(suite, "rehearse_case", rehearse)
-    records, said = Records(tmp_path), []
+    records, said = SuiteRecords(tmp_path), []
     nobody: Any = SimpleNamespace()
     assert suite.rehearse_all(nobody, list(suite.missing([SMALL], records)), records, 60, said.append)
     assert [one.get("failed") for one in records.read()] == ["RuntimeError: no kernel for this", None]

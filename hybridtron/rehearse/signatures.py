@@ -1,0 +1,102 @@
+"""Signatures of other packages' functions, read from their sources and kept as data, with the version they are of.
+
+    python -m hybridtron.rehearse.signatures flash-attn 2.8.3 FOLDER
+
+reads the functions of a package from a checkout, shows what differs from those that are kept, and keeps the new ones.
+Parameters and their defaults are taken, as text; no code of the package is imported or run.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+DATA = Path(__file__).with_name("stand_ins") / "signatures.json"
+SOURCES = {
+    "flash-attn": {"flash_attn/flash_attn_interface.py": ("flash_attn_func", "flash_attn_varlen_func")},
+    "flash-attn-3": {"hopper/flash_attn_interface.py": ("flash_attn_func", "flash_attn_varlen_func")},
+    "flash-attn-4": {"flash_attn/cute/interface.py": ("flash_attn_func", "flash_attn_varlen_func")},
+    "causal-conv1d": {"causal_conv1d/causal_conv1d_interface.py": ("causal_conv1d_fn",)},
+    "mamba-ssm": {
+        "mamba_ssm/ops/selective_scan_interface.py": ("selective_scan_fn",),
+        "mamba_ssm/ops/triton/ssd_combined.py": ("mamba_chunk_scan_combined",),
+    },
+    "transformer-engine": {
+        "transformer_engine/pytorch/module/linear.py": ("Linear",),
+        "transformer_engine/pytorch/quantization.py": ("autocast", "fp8_autocast"),
+        "transformer_engine/common/recipe/__init__.py": ("DelayedScaling",),
+    },
+}
+Parameters = list[list[str | None]]  # name, kind, default as text
+
+
+def read(package: str, folder: Path) -> dict[str, Parameters]:
+    """The package's functions and classes that are called here."""
+    found = {}
+    for file, names in SOURCES[package].items():
+        tree = ast.parse((folder / file).read_text())
+        named = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        found |= {name: parameters(named[name]) for name in names}
+    return found
+
+
+def parameters(node: ast.FunctionDef | ast.ClassDef) -> Parameters:
+    """Of a function; of a class those of its `__init__`, or the fields of a dataclass."""
+    if isinstance(node, ast.ClassDef):
+        made = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+        if made:
+            return parameters(made[0])[1:]
+        return [
+            [each.target.id, "plain", ast.unparse(each.value) if each.value else None]
+            for each in node.body
+            if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+        ]
+    given = node.args
+    plain = [*given.posonlyargs, *given.args]
+    defaults = [None] * (len(plain) - len(given.defaults)) + [ast.unparse(each) for each in given.defaults]
+    found: Parameters = [[each.arg, "plain", default] for each, default in zip(plain, defaults, strict=True)]
+    for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        found.append([each.arg, "keyword", None if default is None else ast.unparse(default)])
+    return found
+
+
+def kept() -> dict[str, dict[str, Any]]:
+    """Package -> its version and its functions."""
+    return json.loads(DATA.read_text())
+
+
+def signature(given: Parameters) -> inspect.Signature:
+    """To bind a call to."""
+    kinds = {"plain": inspect.Parameter.POSITIONAL_OR_KEYWORD, "keyword": inspect.Parameter.KEYWORD_ONLY}
+    empty = inspect.Parameter.empty
+    return inspect.Signature(
+        [
+            inspect.Parameter(str(name), kinds[str(kind)], default=empty if text is None else text)
+            for name, kind, text in given
+        ]
+    )
+
+
+def differences(old: dict[str, Parameters], new: dict[str, Parameters]) -> list[str]:
+    """Lines of a diff, a parameter a line."""
+    before, after = (
+        [f"{name}: {parameter[0]} = {parameter[2]}" for name, given in functions.items() for parameter in given]
+        for functions in (old, new)
+    )
+    return [
+        line for line in difflib.unified_diff(before, after, lineterm="", n=0) if line[:2] not in ("--", "++", "@@")
+    ]
+
+
+if __name__ == "__main__":
+    name, version, source = sys.argv[1:]
+    held = kept() if DATA.exists() else {}
+    functions = read(name, Path(source))
+    print("\n".join(differences(held.get(name, {"functions": {}})["functions"], functions)) or "as before")
+    held[name] = {"version": version, "functions": functions}
+    DATA.write_text(json.dumps(held, indent=1) + "\n")

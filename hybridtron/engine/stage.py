@@ -20,6 +20,7 @@ from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.layout import chunks_on, fp8_layers, stages_of
 from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.data.batch import Batch
+from hybridtron.device import plain_torch
 from hybridtron.engine.through_time import Ended, ThroughTime
 from hybridtron.model.lm import LanguageModel, ModelOut, ModelSlice, stream_dtype
 from hybridtron.model.stack import States
@@ -54,9 +55,10 @@ class Stage(nn.Module):
         return None if weight is None or not weight.requires_grad else weight
 
     def forward(self, batch: Batch, states: States | None, through: ThroughTime | None = None) -> ModelOut | Ended:
-        if through is not None:
-            return through.run(self.model, batch, states, self.received)
-        return self.model(batch.tokens_BL, states, batch.seq, self.received, logits=False)
+        with plain_torch():
+            if through is not None:
+                return through.run(self.model, batch, states, self.received)
+            return self.model(batch.tokens_BL, states, batch.seq, self.received, logits=False)
 
 
 def mark_for_megatron(model: LanguageModel) -> None:

@@ -252,20 +252,14 @@ def megatron_context() -> AbstractContextManager[Any]:
     return _OnCPU()
 
 
-def plain_torch() -> AbstractContextManager[Any]:
+@contextmanager
+def plain_torch() -> Iterator[None]:
     """Inside, calls of torch skip Megatron's context: for our own forward and backward passes, which name no CUDA.
 
     On a CPU that context costs each call a few microseconds, which was a third of a small model's step.
     """
-    return nullcontext() if compute_device().type == "cuda" else torch._C.DisableTorchFunction()
-
-
-def _in_plain_torch(function: Callable[..., Any]) -> Callable[..., Any]:
-    def called(*args: Any, **kwargs: Any) -> Any:
-        with plain_torch():
-            return function(*args, **kwargs)
-
-    return called
+    with nullcontext() if compute_device().type == "cuda" else torch._C.DisableTorchFunction():
+        yield
 
 
 @functools.cache
@@ -281,6 +275,6 @@ def _stand_in_for_cuda() -> None:
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
 
-    schedules.backward_step = _in_plain_torch(schedules.backward_step)
+    schedules.backward_step = plain_torch()(schedules.backward_step)
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)

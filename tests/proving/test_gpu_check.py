@@ -39,6 +39,7 @@ def test_a_wrong_form_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {cells[0] for cells in report.tables[-1].cells} == {
         "swiglu hidden=512",
         "swiglu",
+        "linear",
         "rms_norm",
         "add_rms_norm",
         "linear_cross_entropy",

@@ -17,6 +17,7 @@ from hybridtron.rehearse.suite_page import NEAR, page
 from tests.rehearse.programs import printed_by
 
 LARGEST_DIFFERENCE = 0.05  # most are within 0.01
+LAPTOP = 10**9  # bytes of a model that is so small that buffers of a fixed size show
 SMALL = RecipeCase("mamba2_laptop", "PP2")
 
 
@@ -124,8 +125,10 @@ def test_a_slice_of_the_suite(tmp_path: Path) -> None:
     """Other cases with every change of the code."""
     pytest.importorskip("triton")
     found = printed_by("suite_slice", str(tmp_path), "40", "420", timeout_s=600)
+    assert not [one for one in found if "failed" in one]
     shown = [one for one in found if "peak" in one]
     assert shown
     for one in shown:
-        assert one["planned"] == pytest.approx(one["peak"], rel=LARGEST_DIFFERENCE), (one["recipe"], one["layout"])
+        if one["peak"] > LAPTOP:
+            assert one["planned"] == pytest.approx(one["peak"], rel=LARGEST_DIFFERENCE), (one["recipe"], one["layout"])
         assert one["tokens_per_second"] > 0

@@ -62,12 +62,12 @@ def _all(device: torch.device, sizes: ModelSizes, length: int) -> Iterator[tuple
                 what = f"{kind} {spec.describe()}".strip()
                 yield what, dtype, _mixer_error(spec, sizes, length, dtype, device, calls)
         with noted(calls), force("reference"):
-            x_LBD, added_LBD = torch.randn(2, length, ROWS, sizes.width, dtype=dtype)
-            weight_D = torch.ones(sizes.width, dtype=dtype)
+            x_LBD, added_LBD = torch.randn(2, length, ROWS, sizes.width, dtype=dtype).requires_grad_()
+            weight_D = torch.ones(sizes.width, dtype=dtype, requires_grad=True)
             for stream_LBD in (x_LBD, x_LBD.float()):
                 summed_LBD, _ = add_rms_norm(AddRMSNormInputs(stream_LBD, added_LBD, weight_D, 1e-5))
                 rms_norm(RMSNormInputs(summed_LBD, weight_D, 1e-5))
-            x_TD, weight_VD = (torch.randn(rows, sizes.width, dtype=dtype) for rows in (length, VOCAB))
+            x_TD, weight_VD = (torch.randn(n, sizes.width, dtype=dtype).requires_grad_() for n in (length, VOCAB))
             labels_T, mask_T = torch.randint(VOCAB, (length,)), torch.ones(length, dtype=torch.bool)
             weight_VD = weight_VD / sizes.width**0.5
             linear_cross_entropy(LinearCrossEntropyInputs(x_TD, weight_VD, labels_T, mask_T, 1e-4))
@@ -130,10 +130,12 @@ def filled_mixer(spec: MixerSpec, sizes: ModelSizes, device: torch.device, dtype
 
 def _op_error(op: Op, inputs: Any, device: torch.device) -> float:
     def result(function: Callable[..., Any], prepared: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        own = tree_map_only(Tensor, lambda tensor: _leaf(prepared(tensor)), inputs)
+        own = tree_map_only(Tensor, lambda x: prepared(x).detach().clone().requires_grad_(x.requires_grad), inputs)
         outputs = [tensor for tensor in _tensors(function(own)) if tensor.is_floating_point()]
         wanted = [tensor for tensor in _tensors(own) if tensor.requires_grad]
         made = [tensor for tensor in outputs if tensor.requires_grad]
+        if not wanted:
+            return outputs
         gradients = torch.autograd.grad(_some_sum(made), wanted, allow_unused=True)
         return [*outputs, *(gradient for gradient in gradients if gradient is not None)]
 
@@ -159,12 +161,9 @@ def _apart(ours: list[Tensor], exact: list[Tensor]) -> float:
     return max(math.inf if math.isnan(error) else error for error in errors)
 
 
-def _leaf(tensor: Tensor) -> Tensor:
-    return _copied(tensor).requires_grad_(tensor.is_floating_point())
-
-
 def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
+    """With its wish for a gradient: angles of RoPE have none."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ from hybridtron.cli.given import positive, progress_bar
 from hybridtron.cli.sweep import INTERRUPTED, carried, steps_of
 from hybridtron.problems import Unusable
 from hybridtron.requirements import demand
-from hybridtron.sweep.grid import SEED
+from hybridtron.sweep.carry_out import Folder
+from hybridtron.sweep.grid import SEED, Sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = {"language": long_text_losses, "copying": copy_accuracy}
@@ -69,11 +71,11 @@ def main(arguments: list[str]) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
-        for part in PARTS:
-            sweep, folder = sweep_of(part, sizes, runs)
+        plan = {part: sweep_of(part, sizes, runs) for part in PARTS}
+        for sweep, folder in plan.values():
             if not carried(sweep, folder, chosen.jobs, steps_of(sweep, folder), console):
                 return 1
-        write(sizes, runs, output)
+        write(plan, sizes, output)
     except Unusable as error:
         print(error, file=sys.stderr)
         return 2
@@ -83,20 +85,19 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def write(sizes: Sizes, root: Path, output: Path) -> None:
+def write(plan: Mapping[str, tuple[Sweep, Folder]], sizes: Sizes, output: Path) -> None:
     """Measure what has not been, and write page and pictures."""
     from examples.length_story.pages import Findings, draw, page
 
     found: dict[str, dict[str, dict[int, Any]]] = {part: {} for part in PARTS}
-    plan = [(part, *sweep_of(part, sizes, root)) for part in PARTS]
-    whole = sum(len(sweep.runs) for _, sweep, _ in plan)
+    whole = sum(len(sweep.runs) for sweep, _ in plan.values())
     with progress_bar("measured") as moved:
-        for part, sweep, folder in plan:
+        for part, (sweep, folder) in plan.items():
             for run in sweep.runs:
                 of_run = measured(folder, run, partial(PARTS[part], sizes=sizes))
                 found[part].setdefault(run.variant, {})[int(run.values[SEED])] = of_run
                 moved(sum(len(of) for one in found.values() for of in one.values()), whole)
-    _, language, folder = plan[0]
+    language, folder = plan["language"]
     context, notes = described(folder.of(language.runs[0].name), folder.of(language.runs[-1].name), sizes)
     findings = Findings(context, found["language"], found["copying"], sizes.copy_lengths, notes)
     output.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -99,9 +99,11 @@ def _watched(sweep: Sweep, folder: Folder, jobs: int, steps: dict[str, int]) -> 
     most = max(steps.values())
     whole = sum(steps[run.name] or most for run in sweep.runs)
     with progress_bar("steps") as moved:
+        reached = {run.name: folder.step(run.name) for run in sweep.runs}
 
-        def watch() -> None:
-            moved(sum(folder.step(run.name) for run in sweep.runs), whole)
+        def watch(running: Collection[str]) -> None:
+            reached.update((name, folder.step(name)) for name in running)
+            moved(sum(reached.values()), whole)
 
         yield from carry_out(sweep, folder, jobs, watch)
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import yaml
 
+from hybridtron.evaluate.instruments import INSTRUMENTS
 from hybridtron.problems import Unusable, did_you_mean
 from hybridtron.tasks.base import Task, TaskError, TextTokens
 from hybridtron.tasks.options import members, named, options_of
@@ -33,7 +34,6 @@ from hybridtron.tasks.options import members, named, options_of
 TRIED_TOKENS = 2**19  # of samples of each task and length that are made before a model reads anything
 DOUBLED = ["1x", "2x", "4x"]
 PASSKEY = {"task": "passkey", "lengths": ["1x", "2x", "4x", "8x", "16x", "32x", "64x"], "samples": 55}
-INSTRUMENTS = ("positions", "remembrance", "states")
 SUITES: dict[str, dict[str, Any]] = {
     "samba": {"tasks": [PASSKEY], "perplexity": [{"lengths": DOUBLED}], "instruments": ["positions"]},
     "span": {"tasks": [{"task": "ruler_se", "lengths": DOUBLED}], "perplexity": [{"lengths": DOUBLED}]},
@@ -128,7 +128,9 @@ def suite_of(
     suite = Suite(instruments=list(asked.get("instruments", [])))
     for name in suite.instruments:
         if name not in INSTRUMENTS:
-            raise Unusable(f"instruments: there is no {name!r}{did_you_mean(name, INSTRUMENTS)}; has {INSTRUMENTS}")
+            raise Unusable(
+                f"instruments: there is no {name!r}{did_you_mean(name, INSTRUMENTS)}; has {tuple(INSTRUMENTS)}"
+            )
     suite.instrument_length = tokens_of(asked.get("instrument_length", "16x"), seq_len)
     for entry in asked.get("tasks", []):
         unknown("tasks", entry)

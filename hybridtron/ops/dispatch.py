@@ -41,6 +41,11 @@ def _yes() -> bool:
     return True
 
 
+def left_to_torch_compile() -> str | None:
+    """Why, inside torch.compile, what it can't look into does not run where the reference can be fused; else None."""
+    return "torch.compile joins the reference to what stands around it" if torch.compiler.is_compiling() else None
+
+
 @dataclass(frozen=True)
 class Implementation(Generic[Inputs, Outputs]):
     """One way to compute an op.

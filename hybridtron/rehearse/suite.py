@@ -25,6 +25,7 @@ from hybridtron.config.schema import Config
 from hybridtron.planning.memory import largest_phase, plan
 from hybridtron.problems import ConfigError
 from hybridtron.shipped import PACKAGE
+from hybridtron.train.records import write_whole
 
 if TYPE_CHECKING:  # it imports torch's guard when it is made
     from hybridtron.rehearse.rehearsal import RehearsalProcess
@@ -49,7 +50,7 @@ REHEARSED = (
     *("architecture", "config", "data", "device.py", "engine", "mixers", "model", "ops", "optimizers", "parallel"),
     *("planning", "rehearse"),
 )
-"""What the digest of the code is taken over, with the recipes."""
+"""The code that a rehearsal depends on: its digest covers these files and the recipes."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +125,8 @@ class SuiteRecords:
 
     def write(self, case: RecipeCase, rank: int | None, found: dict[str, Any]) -> None:
         """Keep it."""
-        path = self.path(case, rank)
-        made = path.with_suffix(".part")
-        made.write_text(json.dumps({**dataclasses.asdict(case), "rank": rank, **found}, indent=1) + "\n")
-        made.replace(path)
+        record = {**dataclasses.asdict(case), "rank": rank, **found}
+        write_whole(self.path(case, rank), json.dumps(record, indent=1) + "\n")
 
     def read(self) -> list[dict[str, Any]]:
         """All."""

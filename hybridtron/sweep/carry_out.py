@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,8 +77,8 @@ class Folder:
         write_whole(self.path / STARTED, json.dumps(known, indent=1))
 
 
-def carry_out(sweep: Sweep, folder: Folder, jobs: int, watch: Callable[[], None]) -> Iterator[EndedRun]:
-    """Every run that has not finished, `jobs` at a time, as it ends; `watch` is called again and again meanwhile.
+def carry_out(sweep: Sweep, folder: Folder, jobs: int, watch: Callable[[Collection[str]], None]) -> Iterator[EndedRun]:
+    """Every run that has not finished, `jobs` at a time, as it ends; meanwhile `watch` gets those that run.
 
     Where this process is interrupted or asked to end, the runs are asked to save and end.
     """
@@ -94,13 +94,13 @@ def carry_out(sweep: Sweep, folder: Folder, jobs: int, watch: Callable[[], None]
                     yield EndedRun(run, 0.0, f"{run.start} failed, whose weights it starts from")
                 else:
                     running[run.name] = run, _started(run, folder), time.monotonic()
-            for run, process, began in [*running.values()]:
-                if (code := process.poll()) is not None:
-                    del running[run.name]
-                    fault = "" if code == 0 else _fault(run, folder, code)
-                    failed |= {run.name} if fault else set()
-                    yield EndedRun(run, time.monotonic() - began, fault)
-            watch()
+            ended = [one for one in running.values() if one[1].poll() is not None]
+            watch(running)
+            for run, process, began in ended:
+                del running[run.name]
+                fault = "" if process.returncode == 0 else _fault(run, folder, process.returncode)
+                failed |= {run.name} if fault else set()
+                yield EndedRun(run, time.monotonic() - began, fault)
             time.sleep(LOOK_S)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hybridtron.evaluate.results import mean_of
 from hybridtron.sweep.carry_out import Folder
 from hybridtron.sweep.grid import SEED, Sweep, SweepRun
 from hybridtron.train.metrics import flat
@@ -24,8 +23,8 @@ class Value:
 
     @classmethod
     def of(cls, found: Sequence[float]) -> Value:
-        error = statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else None
-        return cls(statistics.fmean(found), error, len(found))
+        measured = mean_of(found)
+        return cls(measured["value"], measured["standard_error"], measured["n"])
 
     def __str__(self) -> str:
         return f"{self.mean:.5g}" if self.error is None else f"{self.mean:.5g} ± {self.error:.2g}"

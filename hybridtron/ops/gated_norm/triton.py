@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from hybridtron.ops.dispatch import left_to_torch_compile
 from hybridtron.ops.gated_norm.reference import GatedScaleInputs, GatedSquaresInputs
 from hybridtron.ops.kernel_launch import own_kernels
 
@@ -11,8 +12,8 @@ MOST_CHANNELS = 1024  # of a head
 
 
 def _unsupported_reason(inputs: GatedSquaresInputs | GatedScaleInputs) -> str | None:
-    if torch.compiler.is_compiling():
-        return "torch.compile joins the reference to what stands around it"
+    if (reason := left_to_torch_compile()) is not None:
+        return reason
     if any(tensor.dtype == torch.float64 for tensor in inputs):
         return "the kernels have no float64"
     size = inputs.y_BLHP.shape[3]

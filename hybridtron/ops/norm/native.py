@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.dispatch import Implementation, left_to_torch_compile
 from hybridtron.ops.native.library import call, missing, threads, token_blocks
 from hybridtron.ops.native.tensors import KINDS, Tokens, address, as_rows, like, scalar
 from hybridtron.ops.norm.reference import AddRMSNormInputs, RMSNormInputs
@@ -33,8 +33,8 @@ def _unsupported_reason(inputs: RMSNormInputs | AddRMSNormInputs) -> str | None:
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     if any(tensor.dtype not in KINDS for tensor in tensors):
         return "takes fp32, float64 and bf16"
-    if torch.compiler.is_compiling():
-        return "torch.compile joins the reference to what stands around it"
+    if (reason := left_to_torch_compile()) is not None:
+        return reason
     if isinstance(inputs, AddRMSNormInputs):
         x, added = inputs.x, inputs.added
         if x.shape != added.shape or torch.promote_types(x.dtype, added.dtype) != x.dtype:

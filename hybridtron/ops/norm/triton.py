@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from hybridtron.ops.dispatch import left_to_torch_compile
 from hybridtron.ops.kernel_launch import own_kernels
 from hybridtron.ops.norm.reference import AddRMSNormInputs, RMSNormInputs
 
@@ -14,8 +15,8 @@ MAX_CHANNELS = 8192  # of a row, which the registers of one program hold
 
 
 def _unsupported_reason(inputs: RMSNormInputs | AddRMSNormInputs) -> str | None:
-    if torch.compiler.is_compiling():
-        return "torch.compile joins the reference to what stands around it"
+    if (reason := left_to_torch_compile()) is not None:
+        return reason
     if inputs.x.shape[-1] > MAX_CHANNELS:
         return f"rows of {inputs.x.shape[-1]} channels; the kernels take {MAX_CHANNELS}"
     return None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.dispatch import Implementation, left_to_torch_compile
 from hybridtron.ops.native.library import call, missing, threads
 from hybridtron.ops.native.tensors import KINDS, Tokens, like, readable, scalar
 from hybridtron.ops.precision import wide_type
@@ -31,8 +31,8 @@ class RopeTask(ctypes.Structure):
 
 
 def _unsupported_reason(inputs: RopeInputs) -> str | None:
-    if torch.compiler.is_compiling():
-        return "torch.compile joins the reference to what stands around it"
+    if (reason := left_to_torch_compile()) is not None:
+        return reason
     return None if inputs.x_BLHK.dtype in KINDS else "takes fp32, float64 and bf16"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from hybridtron.ops.dispatch import left_to_torch_compile
 from hybridtron.ops.kernel_launch import own_kernels
 from hybridtron.ops.rope.reference import RopeInputs
 
@@ -11,8 +12,8 @@ MOST_CHANNELS = 16384  # of all heads of a token, which one program holds
 
 
 def _unsupported_reason(inputs: RopeInputs) -> str | None:
-    if torch.compiler.is_compiling():
-        return "torch.compile joins the reference to what stands around it"
+    if (reason := left_to_torch_compile()) is not None:
+        return reason
     if inputs.x_BLHK.dtype == torch.float64:
         return "the kernel has no float64"
     channels = inputs.x_BLHK.shape[2] * inputs.x_BLHK.shape[3]

@@ -46,8 +46,11 @@ class Cluster:
         return done.stdout
 
     def submit(self, *arguments: str) -> list[str]:
-        """The jobs that slurm/submit.py has submitted, to two nodes that have nothing to do."""
-        self.wait_until(lambda: self.reported("sinfo", "-h", "-p", "main", "-t", "idle", "-o", "%D").strip() == "2")
+        """The jobs that slurm/submit.py has submitted, to two nodes that have nothing to do and answer.
+
+        A node that was down is `idle*` until it has answered, and a job that may be smaller starts without it.
+        """
+        self.wait_until(lambda: self.reported("sinfo", "-h", "-N", "-p", "main", "-o", "%T").split() == ["idle"] * 2)
         reported = self.reported(sys.executable, "slurm/submit.py", *arguments)
         matched = re.search(r"submitted as job ([\d, ]+);", reported)
         assert matched, reported

@@ -38,6 +38,7 @@ def small_run_arguments(data: Path, run: Path) -> list[str]:
         f"model.vocab_size={VOCAB}", "model.layers.M.state=4", "model.layers.W.window=8", "model.layers.-.hidden=64",
         "phases.0.seq_len=16", "phases.0.global_batch=4", "phases.0.micro_batch=2", "phases.0.tokens=1280",
         "run.eval_tokens=256", "run.eval_every=10", "checkpoint.every=5", "optim.warmup=5%",
+        "run.sample_tokens=0",
     ]  # fmt: skip
 
 

@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """A run collects garbage between its phases, which takes half a second where it looks through all that is imported."""
+    """A run collects garbage between its phases: half a second, where it looks through all that is imported."""
     gc.collect()
     gc.freeze()
 

@@ -58,7 +58,7 @@ class Checkpoint:
     def meta(self) -> Meta:
         return self.manifest.meta
 
-    @property
+    @cached_property
     def config(self) -> Config:
         return load_saved(self.folder / "config.yaml")
 

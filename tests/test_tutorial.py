@@ -61,7 +61,7 @@ class Workplace:
     def __init__(self, folder: Path, data: Path) -> None:
         self.folder = folder
         for name in ("hybridtron", "configs", "examples"):
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, folder / name)
         for path, code in tutorial_files().items():
             (folder / path).write_text(code)
         with (folder / REGISTRY).open("a") as registry:

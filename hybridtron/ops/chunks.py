@@ -30,7 +30,9 @@ class Chunk(Protocol):
 
 
 class Row(Protocol):
-    """An op's inputs: those by token (B, L, ...), of which the first is y's shape, three parameters, and borders."""
+    """An op's inputs: those by token (B, L, ...), of which the first is y's shape, its parameters, and borders."""
+
+    PARAMETERS: int
 
     def chunks(self) -> list[slice]: ...
 
@@ -57,7 +59,7 @@ class ScanOfChunks(torch.autograd.Function):
     def backward(ctx: Any, grad_y_BL: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
         *fields, states_before = ctx.saved_tensors
         row: Row = ctx.row_type(*fields)
-        token_grads = [None if t is None else torch.empty_like(t) for t in fields[:-4]]
+        token_grads = [None if t is None else torch.empty_like(t) for t in fields[: -1 - ctx.row_type.PARAMETERS]]
         totals: list[Tensor] = []
         for tokens, state in reversed(list(zip(row.chunks(), states_before, strict=True))):
             grad_y_BT = grad_y_BL[:, tokens].to(states_before.dtype)
@@ -66,5 +68,6 @@ class ScanOfChunks(torch.autograd.Function):
                 if grad_BL is not None and grad_BT is not None:
                     grad_BL[:, tokens] = grad_BT
             totals = [a + b for a, b in zip(totals, of_parameters, strict=True)] if totals else list(of_parameters)
-        parameter_grads = (total.to(p.dtype) for total, p in zip(totals, fields[-4:-1], strict=True))
+        parameters = fields[len(token_grads) : -1]
+        parameter_grads = (total.to(p.dtype) for total, p in zip(totals, parameters, strict=True))
         return None, grad_state, *token_grads, *parameter_grads, None

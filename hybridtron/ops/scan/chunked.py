@@ -65,6 +65,8 @@ class ChunkedRow(NamedTuple):
     dt_bias_E: Tensor
     starts_BL: Tensor | None
 
+    PARAMETERS = 3
+
     def chunks(self) -> list[slice]:
         return [slice(start, start + CHUNK) for start in range(0, self.x_BLE.shape[1], CHUNK)]
 

@@ -58,6 +58,8 @@ class SSDChunkedRow(NamedTuple):
     dt_bias_H: Tensor
     starts_BL: Tensor | None
 
+    PARAMETERS = 3
+
     def chunks(self) -> list[slice]:
         return [slice(start, start + CHUNK) for start in range(0, self.x_BLHP.shape[1], CHUNK)]
 

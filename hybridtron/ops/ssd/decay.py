@@ -24,7 +24,7 @@ as g_t is in S_i for all i >= t, and in S_T - S_j for all j < t. In code the pai
 that over all j >= t ("gain"), where pairs that both follow t cancel.
 
 Heads of a group share q and k, so that most products are one per group. Not here: what makes q, k, v and g
-(`chunked`), and one decay per channel (GLA), whose exponents can't be taken out of the product of q and k.
+(`chunked`), and one decay per channel (`gla`), whose exponents can't be taken out of the product of q and k.
 
 Legend: B rows, T tokens of the chunk, G groups, R heads of a group, H = G R heads, N key size, P value size, V = R P.
 """
@@ -61,6 +61,21 @@ class Sight:
         return Sight(before_1TT & same_BTT, document_BT == 0, document_BT == last_B1, last_B1 == 0)
 
 
+def decays(exponent: Tensor, seen: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """exp where something is seen, else 0.
+
+    Exponents end where exp would be too small to matter, and become 0 there: exp of -inf, and products with the
+    denormal numbers before it, cost a CPU many times what others do.
+    """
+    exponent = exponent.to(dtype, copy=True)
+    if seen is not None:
+        exponent += torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
+    limits = torch.finfo(dtype)
+    smallest = limits.tiny / limits.eps
+    exponent.clamp_(min=math.log(smallest) - 1).exp_()
+    return F.threshold(exponent, smallest, 0.0, inplace=True)
+
+
 class DecayGradients(NamedTuple):
     """Of a chunk's inputs, and of the state before it."""
 
@@ -79,9 +94,9 @@ class DecayChunk:
         self.heads = g_BGRT.shape[2]
         self.sum_BGRT = self._over_tokens(g_BGRT.double(), sight.tokens_BTT.mT)
         last_BGR1 = self.sum_BGRT[..., -1:]
-        self.since_start_BGRT = self._decays(self.sum_BGRT, _whole(sight.first_BT))
-        self.to_end_BGRT = self._decays(last_BGR1 - self.sum_BGRT, _whole(sight.last_BT))
-        self.whole_BGR = self._decays(last_BGR1, _whole(sight.through_B1))[..., 0]
+        self.since_start_BGRT = decays(self.sum_BGRT, _whole(sight.first_BT), v_BGTV.dtype)
+        self.to_end_BGRT = decays(last_BGR1 - self.sum_BGRT, _whole(sight.last_BT), v_BGTV.dtype)
+        self.whole_BGR = decays(last_BGR1, _whole(sight.through_B1), v_BGTV.dtype)[..., 0]
 
     def outputs(self, state_BGNV: Tensor) -> Tensor:
         """y of every token (B, G, T, V)."""
@@ -140,21 +155,7 @@ class DecayChunk:
     def between(self) -> Tensor:
         """exp(S_i - S_j) where i sees j (B, G, R, T, T)."""
         exponent_BGRTT = self.sum_BGRT.unsqueeze(-1) - self.sum_BGRT.unsqueeze(-2)
-        return self._decays(exponent_BGRTT, self.sight.tokens_BTT[:, None, None])
-
-    def _decays(self, exponent: Tensor, seen: Tensor | None) -> Tensor:
-        """exp where something is seen, else 0.
-
-        Exponents end where exp would be too small to matter, and become 0 there: exp of -inf, and products with the
-        denormal numbers before it, cost a CPU many times what others do.
-        """
-        exponent = exponent.to(self.v_BGTV.dtype, copy=True)
-        if seen is not None:
-            exponent += torch.zeros_like(seen, dtype=exponent.dtype).masked_fill_(~seen, -torch.inf)
-        limits = torch.finfo(exponent.dtype)
-        smallest = limits.tiny / limits.eps
-        exponent.clamp_(min=math.log(smallest) - 1).exp_()
-        return F.threshold(exponent, smallest, 0.0, inplace=True)
+        return decays(exponent_BGRTT, self.sight.tokens_BTT[:, None, None], self.v_BGTV.dtype)
 
     def _seen_state(self, state_BGNV: Tensor) -> Tensor:
         """What the state before the chunk adds to y."""

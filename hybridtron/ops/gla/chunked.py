@@ -1,0 +1,213 @@
+"""GLA in torch alone: matrix products over a chunk of tokens, with its own backward pass.
+
+With S_i the sum of g over the tokens of i's document in the chunk, up to i itself, and T the last token:
+
+    y_i   = sum_{j <= i} A_ij v_j + h_in^T (q_i exp(S_i)),   A_ij = sum over n of q_in k_jn exp(S_in - S_jn)
+    h_out = exp(S_T) h_in + sum_j (k_j exp(S_T - S_j)) v_j^T
+
+A is no product of q exp(S) and k exp(-S): after a few strong decays exp(-S) is beyond every number. So a chunk is cut
+into blocks of SUB tokens. Between the tokens i of a block that begins with r, and all j before the block,
+
+    A_ij = (q_i exp(S_i - S_r)) . (k_j exp(S_r - S_j))
+
+is a product with no exponent above 0, and inside a block every pair of tokens has its own exponents.
+
+Backward, with M_ij = dy_i . v_j where i sees j, and dh the gradient of h_out:
+
+    dq_i = sum_j M_ij k_j exp(S_i - S_j) + exp(S_i) h_in dy_i
+    dk_j = sum_i M_ij q_i exp(S_i - S_j) + exp(S_T - S_j) dh v_j
+    dv_j = sum_i A_ij dy_i + dh^T (k_j exp(S_T - S_j))
+    dh_in = exp(S_T) dh + sum_i (q_i exp(S_i)) dy_i^T
+    dg_t = sum_{s >= t} (q_s dq_s - k_s dk_s) + sum over values of h_out dh       entry by entry of the key
+
+over the tokens s of t's document, the last term for those of the last document: g_t is in what leads from every j < t
+to every i >= t, and to h_out. In q_s dq_s stands all that leads to s, and in k_s dk_s all that leads from s, to h_out
+too, which the last term holds whole; what leads from one s >= t to another cancels. It is summed in float64.
+
+Legend: as in `reference`; T tokens of one chunk, S of one block, K tokens before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridtron.ops.chunks import ScanOfChunks
+from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.documents import document_starts
+from hybridtron.ops.gla.reference import GLAInputs, gla_scan, initial_state
+from hybridtron.ops.precision import wide_type
+from hybridtron.ops.ssd.decay import Sight, decays
+
+CHUNK = 64  # tokens that see each other through a matrix; backward keeps one state per chunk
+SUB = 16  # tokens of a block, whose pairs have exponents of their own
+
+
+@torch.compiler.disable  # a loop of many operations: tracing it takes minutes and gains nothing
+def chunked(inputs: GLAInputs) -> tuple[Tensor, Tensor]:
+    """Matrix products over whole chunks, which backward computes again instead of keeping what is between them."""
+    if inputs.v_BLHP.shape[1] == 1:  # decoding: one step of the loop is all there is to do
+        return gla_scan(inputs)
+    row = GLARow(inputs.v_BLHP, *inputs[:2], inputs.g_BLHN, document_starts(inputs.documents_BL))
+    with torch.autocast(inputs.v_BLHP.device.type, enabled=False):  # the products stay in fp32
+        return ScanOfChunks.apply(GLARow, initial_state(inputs), *row)
+
+
+CHUNKED = Implementation("chunked", chunked)
+
+
+class GLARow(NamedTuple):
+    """The inputs without the state, in the order in which the gradients are made."""
+
+    v_BLHP: Tensor
+    q_BLHN: Tensor
+    k_BLHN: Tensor
+    g_BLHN: Tensor
+    starts_BL: Tensor | None
+
+    PARAMETERS = 0
+
+    def chunks(self) -> list[slice]:
+        return [slice(start, start + CHUNK) for start in range(0, self.v_BLHP.shape[1], CHUNK)]
+
+    def chunk(self, tokens: slice) -> GLAChunk:
+        """A few tokens in the type to compute in."""
+        wide = wide_type(self.v_BLHP)
+        v_BHTP, q_BHTN, k_BHTN = (t[:, tokens].to(wide).transpose(1, 2) for t in self[:3])
+        starts_BT = None if self.starts_BL is None else self.starts_BL[:, tokens]
+        sight = Sight.of(v_BHTP.shape[2], v_BHTP.device, starts_BT)
+        return GLAChunk(q_BHTN, k_BHTN, v_BHTP, self.g_BLHN[:, tokens].transpose(1, 2), sight, starts_BT)
+
+
+class Block(NamedTuple):
+    """The tokens of a block, those before it, and the decays between them; 0 where nothing is seen."""
+
+    tokens: slice
+    past: slice
+    from_first_BHSN: Tensor  # exp(S_i - S_r) of its tokens
+    to_first_BHKN: Tensor  # exp(S_r - S_j) of those before it
+    inside_BHSSN: Tensor  # exp(S_i - S_j) of its own pairs
+
+
+class GLAChunk:
+    """T tokens, and what one computes from them and the state before them."""
+
+    def __init__(
+        self, q_BHTN: Tensor, k_BHTN: Tensor, v_BHTP: Tensor, g_BHTN: Tensor, sight: Sight, starts_BT: Tensor | None
+    ) -> None:
+        self.q_BHTN, self.k_BHTN, self.v_BHTP, self.sight, self.starts_BT = q_BHTN, k_BHTN, v_BHTP, sight, starts_BT
+        self.tokens_B1TT = sight.tokens_BTT.unsqueeze(1)
+        self.sum_BHTN = self.tokens_B1TT.double() @ g_BHTN.double()
+        last_BH1N = self.sum_BHTN[:, :, -1:]
+        self.since_start_BHTN = self._decays_by_token(self.sum_BHTN, sight.first_BT)
+        self.to_end_BHTN = self._decays_by_token(last_BH1N - self.sum_BHTN, sight.last_BT)
+        self.whole_BHN1 = self._decays_by_token(last_BH1N, sight.through_B1).mT
+
+    def forward(self, state_BHNP: Tensor) -> tuple[Tensor, Tensor]:
+        """y of every token (B, T, H, P), and the state after the last of them."""
+        y_BHTP = self._of_first_document((self.q_BHTN * self.since_start_BHTN) @ state_BHNP)
+        for block in self.blocks():
+            q_BHSN, k_BHKN = self._towards_first(block)
+            y_BHSP = y_BHTP[:, :, block.tokens]
+            y_BHSP += (q_BHSN @ k_BHKN.mT) @ self.v_BHTP[:, :, block.past]
+            y_BHSP += self._scores_inside(block) @ self.v_BHTP[:, :, block.tokens]
+        return y_BHTP.transpose(1, 2), self.next_state(state_BHNP)
+
+    def next_state(self, state_BHNP: Tensor) -> Tensor:
+        """The state after the last token."""
+        return self._passed_through(self.whole_BHN1 * state_BHNP) + (self.k_BHTN * self.to_end_BHTN).mT @ self.v_BHTP
+
+    def backward(
+        self, state_BHNP: Tensor, grad_y_BTHP: Tensor, grad_state_BHNP: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+        """Gradients of (v, q, k, g), of no parameters, and of the state before the chunk."""
+        grad_y_BHTP = grad_y_BTHP.transpose(1, 2)
+        grad_q_BHTN = self._of_first_document(self.since_start_BHTN * (grad_y_BHTP @ state_BHNP.mT))
+        grad_k_BHTN = self.to_end_BHTN * (self.v_BHTP @ grad_state_BHNP.mT)
+        grad_v_BHTP = (self.k_BHTN * self.to_end_BHTN) @ grad_state_BHNP
+        for block in self.blocks():
+            self._backward_of(block, grad_y_BHTP, grad_q_BHTN, grad_k_BHTN, grad_v_BHTP)
+        grad_before_BHNP = self._passed_through(self.whole_BHN1 * grad_state_BHNP)
+        grad_before_BHNP += (self.q_BHTN * self.since_start_BHTN).mT @ grad_y_BHTP
+        to_state_BHN = (self.next_state(state_BHNP) * grad_state_BHNP).sum(-1, dtype=torch.float64)
+        grad_g_BHTN = self._grad_g(self.q_BHTN * grad_q_BHTN, self.k_BHTN * grad_k_BHTN, to_state_BHN)
+        grads = grad_v_BHTP, grad_q_BHTN, grad_k_BHTN, grad_g_BHTN
+        return tuple(grad.transpose(1, 2) for grad in grads), (), grad_before_BHNP
+
+    def blocks(self) -> Iterator[Block]:
+        """The chunk's blocks of tokens from the first to the last."""
+        length, sees_B1TT, sum_BHTN = self.sum_BHTN.shape[2], self.tokens_B1TT, self.sum_BHTN
+        for start in range(0, length, SUB):
+            tokens, past, first = slice(start, min(start + SUB, length)), slice(start), slice(start, start + 1)
+            sum_BHSN, first_BH1N = sum_BHTN[:, :, tokens], sum_BHTN[:, :, first]
+            # sums of different documents don't compare; what shares none with the block's first token sees nothing
+            # before the block
+            yield Block(
+                tokens,
+                past,
+                self._decays(sum_BHSN - first_BH1N, sees_B1TT[:, :, tokens, first]),
+                self._decays(first_BH1N - sum_BHTN[:, :, past], sees_B1TT[:, :, first, past].mT),
+                self._decays(
+                    sum_BHSN.unsqueeze(3) - sum_BHSN.unsqueeze(2), sees_B1TT[:, :, tokens, tokens].unsqueeze(-1)
+                ),
+            )
+
+    def _backward_of(
+        self, block: Block, grad_y_BHTP: Tensor, grad_q_BHTN: Tensor, grad_k_BHTN: Tensor, grad_v_BHTP: Tensor
+    ) -> None:
+        """Adds what a block's tokens send back, to themselves and to those before them."""
+        tokens, past, inside_BHSSN = block.tokens, block.past, block.inside_BHSSN
+        grad_y_BHSP = grad_y_BHTP[:, :, tokens]
+        q_BHSN, k_BHKN = self._towards_first(block)
+        grad_past_BHSK = grad_y_BHSP @ self.v_BHTP[:, :, past].mT
+        grad_q_BHTN[:, :, tokens] += block.from_first_BHSN * (grad_past_BHSK @ k_BHKN)
+        grad_k_BHTN[:, :, past] += block.to_first_BHKN * (grad_past_BHSK.mT @ q_BHSN)
+        grad_v_BHTP[:, :, past] += (q_BHSN @ k_BHKN.mT).mT @ grad_y_BHSP
+        grad_BHSSN = (grad_y_BHSP @ self.v_BHTP[:, :, tokens].mT).unsqueeze(-1) * inside_BHSSN
+        grad_q_BHTN[:, :, tokens] += (grad_BHSSN * self.k_BHTN[:, :, tokens].unsqueeze(2)).sum(3)
+        grad_k_BHTN[:, :, tokens] += (grad_BHSSN * self.q_BHTN[:, :, tokens].unsqueeze(3)).sum(2)
+        grad_v_BHTP[:, :, tokens] += self._scores_inside(block).mT @ grad_y_BHSP
+
+    def _grad_g(self, of_queries_BHTN: Tensor, of_keys_BHTN: Tensor, to_state_BHN: Tensor) -> Tensor:
+        """Of g, from q dq, k dk and h_out dh."""
+        later_B1TT = self.tokens_B1TT.mT.double()
+        grad_g_BHTN = later_B1TT @ (of_queries_BHTN.double() - of_keys_BHTN.double())
+        to_state_BH1N = to_state_BHN.unsqueeze(2)
+        if self.sight.last_BT is None or self.starts_BT is None:
+            return grad_g_BHTN + to_state_BH1N
+        grad_g_BHTN += to_state_BH1N.masked_fill(~_every_token(self.sight.last_BT), 0)
+        return grad_g_BHTN.masked_fill_(_every_token(self.starts_BT), 0)  # exactly: it decays nothing
+
+    def _towards_first(self, block: Block) -> tuple[Tensor, Tensor]:
+        """The block's queries and the keys before it, whose products are their scores."""
+        q_BHSN, k_BHKN = self.q_BHTN[:, :, block.tokens], self.k_BHTN[:, :, block.past]
+        return q_BHSN * block.from_first_BHSN, k_BHKN * block.to_first_BHKN
+
+    def _scores_inside(self, block: Block) -> Tensor:
+        """A_ij of a block's own pairs (B, H, S, S)."""
+        q_BHS1N, k_BHSN1 = self.q_BHTN[:, :, block.tokens].unsqueeze(3), self.k_BHTN[:, :, block.tokens].unsqueeze(-1)
+        return ((q_BHS1N * block.inside_BHSSN).transpose(2, 3) @ k_BHSN1).squeeze(-1).mT
+
+    def _decays(self, exponent: Tensor, seen: Tensor | None) -> Tensor:
+        return decays(exponent, seen, self.v_BHTP.dtype)
+
+    def _decays_by_token(self, exponent_BHTN: Tensor, seen_BT: Tensor | None) -> Tensor:
+        return self._decays(exponent_BHTN, None if seen_BT is None else _every_token(seen_BT))
+
+    def _of_first_document(self, x_BHTP: Tensor) -> Tensor:
+        """What the state before the chunk adds: 0 for other documents, also where the state is infinite."""
+        first_BT = self.sight.first_BT
+        return x_BHTP if first_BT is None else x_BHTP.masked_fill(~_every_token(first_BT), 0)
+
+    def _passed_through(self, state_BHNP: Tensor) -> Tensor:
+        """What is left of a state in rows where the chunk ends with the document that it began with, else 0."""
+        through_B1 = self.sight.through_B1
+        return state_BHNP if through_B1 is None else state_BHNP.masked_fill(~through_B1[:, :, None, None], 0)
+
+
+def _every_token(seen_BT: Tensor) -> Tensor:
+    """As what multiplies (B, H, T, N)."""
+    return seen_BT[:, None, :, None]

@@ -23,8 +23,7 @@ from hybridtron.model.lm import LanguageModel
 from hybridtron.model.stack import Residual, States
 from hybridtron.ops.dispatch import anything_forced
 from hybridtron.ops.native.library import call, missing
-from hybridtron.ops.native.recurrence import LOG2E
-from hybridtron.ops.native.tensors import scalar
+from hybridtron.ops.native.tensors import LOG2E, scalar
 from hybridtron.parallel.linear import SINGLE_RANK
 
 MOST_BYTES = 2**26  # of weights: beyond, products take the time, and torch has threads for them

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybridtron.ops.native.library import call, library, threads
+from hybridtron.ops.native.library import call, constant, threads
 from hybridtron.ops.native.tensors import KINDS, Tokens, address, like, readable, scalar
 from hybridtron.ops.precision import wide_type
 
@@ -65,12 +65,9 @@ def whole_rows(rows: int, length: int) -> tuple[Tensor, Tensor]:
     return pieces_BN5, torch.arange(rows + 1) * len(starts_N)
 
 
-@functools.cache
 def most_queries() -> int:
     """Tokens of a piece at most."""
-    functions = library().functions
-    assert functions is not None, "missing() says whether there is a library"
-    return functions.attention_piece()
+    return constant("attention_piece")
 
 
 class _NativeAttention(torch.autograd.Function):

@@ -3,7 +3,7 @@
 #include "recurrence.h"
 
 // The states of TILE n and one vector of channels, over a chunk. RETRACED: for backward, what it needs of each token.
-template <class S, bool PER_STATE, bool RETRACED>
+template <class S, bool RETRACED>
 static void advance(Workspace<S> &w, int64_t tile, int64_t i, const V<S> *a, V<S> *state, bool added) {
   const int64_t lanes = w.lanes, padded = w.padded;
   V<S> h[TILE];
@@ -11,16 +11,15 @@ static void advance(Workspace<S> &w, int64_t tile, int64_t i, const V<S> *a, V<S
   for (int64_t t = 0; t < w.tokens; t++) {
     if (w.starts && w.starts[t])
       for (int n = 0; n < TILE; n++) h[n] = V<S>{};
-    const V<S> rate = load((PER_STATE ? w.delta : w.decay) + t * lanes + i), step = load(w.step + t * lanes + i);
+    const V<S> rate = load(w.delta + t * lanes + i), step = load(w.step + t * lanes + i);
     const S *b = w.b + t * padded + tile * TILE, *c = w.c + t * padded + tile * TILE;
     V<S> sum = load(w.sum + t * lanes + i), grad = V<S>{};
     V<S> *before = w.before + t * TILE, *factor = w.factor + t * TILE, *of_c = w.by_lane_c + t * TILE;
     if (RETRACED) grad = load(w.grad + t * lanes + i);
 #pragma GCC unroll 8
     for (int n = 0; n < TILE; n++) {
-      const V<S> decay = PER_STATE ? power<S>(rate, a[n]) : rate;
-      if (RETRACED) before[n] = h[n];
-      if (RETRACED && PER_STATE) factor[n] = decay;
+      const V<S> decay = power<S>(rate, a[n]);
+      if (RETRACED) before[n] = h[n], factor[n] = decay;
       h[n] = decay * h[n] + step * b[n];
       sum += h[n] * c[n];
       if (RETRACED) of_c[n] = (added ? of_c[n] : V<S>{}) + grad * h[n];
@@ -42,10 +41,9 @@ template <class S> static void forward_chunk(Workspace<S> &w) {
         const int64_t place = tile * TILE + n;
         const bool real = place < of.states;
         h[n] = real ? w.part(w.state(of.state, place), i, w.width) : V<S>{};
-        a[n] = real && of.per_state ? w.part(of.A + place * of.channels + w.first, i, w.width) : V<S>{};
+        a[n] = real ? w.part(of.A + place * of.channels + w.first, i, w.width) : V<S>{};
       }
-      if (of.per_state) advance<S, true, false>(w, tile, i, a, h, false);
-      else advance<S, false, false>(w, tile, i, a, h, false);
+      advance<S, false>(w, tile, i, a, h, false);
       for (int n = 0; n < TILE && tile * TILE + n < of.states; n++)
         w.put(w.state(of.state, tile * TILE + n), h[n], i, w.width);
     }

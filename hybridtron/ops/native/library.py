@@ -66,11 +66,17 @@ def call(name: str, task: ctypes.Structure, threads: int) -> None:
         raise MemoryError(f"{name} found no memory for its scratch space")
 
 
-def token_blocks(tokens: int) -> int:
-    """How many sums over blocks of tokens are made before they are added up."""
+@functools.cache
+def constant(name: str) -> int:
+    """A size that the sources fix: `chunk_tokens` between kept states, `token_block`, `attention_piece`, ..."""
     functions = library().functions
     assert functions is not None, "missing() says whether there is a library"
-    return -(-tokens // functions.token_block())
+    return getattr(functions, name)()
+
+
+def token_blocks(tokens: int) -> int:
+    """How many sums over blocks of tokens are made before they are added up."""
+    return -(-tokens // constant("token_block"))
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 //     h_t = a_t h_{t-1} + s_t b_t,   y_t = sum over n of c_t h_t + D x_t,   y_t silu(z_t) where there is a gate
 //     a_t = exp(delta_t A),   s_t = delta_t x_t,   delta_t = softplus(dt_t + bias)
 //
-// h has an entry for each channel and each n. A has as many (the selective scan of Mamba-1), or one for each head of
-// channels, which then share dt, D and bias too (SSD of Mamba-2). Channels of a group share b and c.
+// h and A have an entry for each channel and each n (the selective scan of Mamba-1); all channels share b and c.
 //
 // Gradients, with G_t that of h_t and g_t that of y_t before the gate:
 //
@@ -20,35 +19,33 @@
 // channels in their order, whether one thread takes all units of a row or several threads do.
 #pragma once
 #include <initializer_list>
-#include "numbers.h"
-#include "threads.h"
-#include "vectors.h"
+#include "shares.h"
 
-constexpr int CHUNK = 64, TILE = 8;
+constexpr int TILE = 8;
 
 // What a call is given. Parameters and states are dense and in the type to compute in; states are (rows, n, channels).
 template <class S> struct Recurrence {
-  int64_t rows, length, channels, states, groups, head, unit, per_state, whole_rows;
+  int64_t rows, length, channels, states, groups, unit, whole_rows;  // groups: 1
   Tokens x, dt, b, c, z, y;  // z.data is null without a gate
   const uint8_t *starts;     // (rows, length), or null where no document begins in a row
-  const S *A, *D, *bias;     // A times log2(e): (states, channels), or one for each head
+  const S *A, *D, *bias;     // A times log2(e): (states, channels)
   S *state;                  // the first state on entry, the last one on return; backward: of the gradients
   S *kept;                   // (rows, chunks, states, channels); null where no gradient will be asked for
   Tokens grad_y, grad_x, grad_dt, grad_b, grad_c, grad_z;
   S *grad_A, *grad_D, *grad_bias;  // (rows, ...) as A, D and bias are, channel by channel; zeros on entry
   S *shares;                       // (rows, units, length, 2, states) where units of a row are shared among threads
 
-  int64_t chunks() const { return (length + CHUNK - 1) / CHUNK; }
-  int64_t units() const { return (channels + unit - 1) / unit; }
-  int64_t lanes() const { return (unit + Lanes<S>::W - 1) / Lanes<S>::W * Lanes<S>::W; }
-  int64_t tiles() const { return (states + TILE - 1) / TILE; }
+  int64_t chunks() const { return parts(length, CHUNK); }
+  int64_t units() const { return parts(channels, unit); }
+  int64_t tiles() const { return parts(states, TILE); }
+  int64_t across() const { return tiles() * TILE; }
 };
 
 // What one thread works with: a chunk of tokens of one unit of channels, with zeros behind the unit's last channel.
 template <class S> struct Workspace {
   const Recurrence<S> &of;
   int64_t lanes, padded;  // channels and states
-  S *x, *delta, *decay, *step, *sum, *grad, *grad_step, *grad_delta, *slope;  // (CHUNK, lanes)
+  S *x, *delta, *step, *sum, *grad, *grad_step, *grad_delta, *slope;  // (CHUNK, lanes)
   S *b, *c, *of_b, *of_c;                                                     // (CHUNK, padded)
   V<S> *before, *factor, *by_lane_b, *by_lane_c;                              // (CHUNK, TILE)
   int64_t row, first, width, start, tokens;
@@ -56,14 +53,14 @@ template <class S> struct Workspace {
 
   static int64_t size(const Recurrence<S> &of) {
     int64_t vectors = 4 * CHUNK * TILE * Lanes<S>::W;
-    return sizeof(S) * (CHUNK * (9 * of.lanes() + 4 * of.tiles() * TILE) + vectors) + 64;
+    return sizeof(S) * (CHUNK * (8 * ::lanes<S>(of.unit) + 4 * of.across()) + vectors) + 64;
   }
 
-  Workspace(const Recurrence<S> &of, char *scratch) : of(of), lanes(of.lanes()), padded(of.tiles() * TILE) {
+  Workspace(const Recurrence<S> &of, char *scratch) : of(of), lanes(::lanes<S>(of.unit)), padded(of.across()) {
     V<S> *vectors = (V<S> *)scratch;
     for (V<S> **part : {&before, &factor, &by_lane_b, &by_lane_c}) *part = vectors, vectors += CHUNK * TILE;
     S *numbers = (S *)vectors;
-    for (S **part : {&x, &delta, &decay, &step, &sum, &grad, &grad_step, &grad_delta, &slope})
+    for (S **part : {&x, &delta, &step, &sum, &grad, &grad_step, &grad_delta, &slope})
       *part = numbers, numbers += CHUNK * lanes;
     for (S **part : {&b, &c, &of_b, &of_c}) *part = numbers, numbers += CHUNK * padded;
   }
@@ -74,17 +71,16 @@ template <class S> struct Workspace {
   void enter(int64_t r, int64_t unit, int64_t chunk) {
     row = r, first = unit * of.unit, start = chunk * CHUNK;
     width = of.channels - first < of.unit ? of.channels - first : of.unit;
-    tokens = of.length - start < CHUNK ? of.length - start : CHUNK;
+    tokens = tokens_of(of, chunk);
     starts = of.starts ? of.starts + row * of.length + start : nullptr;
-    int64_t group = first / (of.channels / of.groups), heads = width / of.head;
     for (int64_t t = 0; t < tokens; t++) {
       clear_behind(x + t * lanes), clear_behind(delta + t * lanes);
       read(x + t * lanes, of.x, row, start + t, first, width);
-      read(delta + t * lanes, of.dt, row, start + t, first / of.head, heads);
+      read(delta + t * lanes, of.dt, row, start + t, first, width);
       for (int64_t n = of.states; n < padded; n++) b[t * padded + n] = c[t * padded + n] = 0;
-      read(b + t * padded, of.b, row, start + t, group * of.states, of.states);
-      read(c + t * padded, of.c, row, start + t, group * of.states, of.states);
-      steps(t, heads);
+      read(b + t * padded, of.b, row, start + t, 0, of.states);
+      read(c + t * padded, of.c, row, start + t, 0, of.states);
+      steps(t);
     }
   }
 
@@ -92,27 +88,16 @@ template <class S> struct Workspace {
     for (int64_t i = width; i < lanes; i++) channel[i] = 0;
   }
 
-  // delta, its slope, the decay of heads, and delta x
-  void steps(int64_t t, int64_t heads) {
-    S *delta_t = delta + t * lanes, *slope_t = slope + t * lanes, *decay_t = decay + t * lanes;
-    const int64_t head = first / of.head;
-    for (int64_t i = 0; i < heads; i += Lanes<S>::W) {
-      V<S> shifted = load(delta_t + i) + part(of.bias + head, i, heads);
-      Logistic<S> logistic(shifted);
-      V<S> made = softplus<S>(shifted, logistic);
-      store(delta_t + i, made), store(slope_t + i, logistic.sigmoid(shifted));
-      if (!of.per_state) store(decay_t + i, power<S>(made, part(of.A + head, i, heads)));
+  // delta, its slope, and delta x
+  void steps(int64_t t) {
+    for (int64_t i = 0; i < lanes; i += Lanes<S>::W) {
+      const int64_t at = t * lanes + i;
+      const V<S> shifted = load(delta + at) + part(of.bias + first, i, width);
+      const Logistic<S> logistic(shifted);
+      store(delta + at, softplus<S>(shifted, logistic)), store(slope + at, logistic.sigmoid(shifted));
     }
-    if (of.head > 1)
-      for (S *each : {delta_t, slope_t, decay_t})
-        for (int64_t h = heads - 1; h >= 0; h--) {  // from the last: what is read lies before what is written
-          const S value = each[h];
-          for (int64_t k = 0; k < of.head; k++) each[h * of.head + k] = value;
-        }
-    clear_behind(delta_t), clear_behind(slope_t);
-    if (!of.per_state) clear_behind(decay_t);
-    for (int64_t i = 0; i < lanes; i += Lanes<S>::W)
-      store(step + t * lanes + i, load(delta_t + i) * load(x + t * lanes + i));
+    clear_behind(delta + t * lanes), clear_behind(slope + t * lanes);
+    for (int64_t i = t * lanes; i < (t + 1) * lanes; i += Lanes<S>::W) store(step + i, load(delta + i) * load(x + i));
   }
 
   // A vector of an array that ends after `count` numbers, zeros behind them
@@ -128,11 +113,9 @@ template <class S> struct Workspace {
     for (int64_t i = 0; place + i < count; i++) to[place + i] = v[i];
   }
 
-  S D(int64_t channel) const { return of.D[(first + channel) / of.head]; }
-
   void add_D_x() {
     for (int64_t i = 0; i < width; i++) {
-      const S D_i = D(i);
+      const S D_i = of.D[first + i];
       for (int64_t t = 0; t < tokens; t++) sum[t * lanes + i] = D_i * x[t * lanes + i];
     }
     for (int64_t t = 0; t < tokens; t++) clear_behind(sum + t * lanes);

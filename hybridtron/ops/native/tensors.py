@@ -9,6 +9,8 @@ from torch import Tensor
 
 from hybridtron.ops.documents import document_starts
 
+LOG2E = 1.4426950408889634
+"""Decays come to the compiled functions as powers of two."""
 KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 
 

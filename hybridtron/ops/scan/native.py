@@ -27,7 +27,7 @@ def selective_scan(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
         inputs.dt_bias_E.to(wide),
         inputs.z_BLE,
     )
-    y_BLE, last_BNE = recurrence(given, inputs.documents_BL, groups=1)
+    y_BLE, last_BNE = recurrence(given, inputs.documents_BL)
     return y_BLE, last_BNE.mT
 
 

@@ -22,7 +22,7 @@ from hybridtron.ops.ssd import SSDInputs, ssd_scan
 from hybridtron.ops.swiglu import SwiGLUInputs, swiglu
 
 MODULES = ("conv.native", "gated_norm.native", "native.attention", "native.recurrence", "norm.native", "rope.native")
-MODULES += ("softmax.native", "swiglu.native")
+MODULES += ("softmax.native", "ssd.native", "swiglu.native")
 PER_TOKEN = {"x_BLE", "dt_BLE", "B_BLN", "C_BLN", "z_BLE", "x_BLHP", "dt_BLH", "B_BLGN", "C_BLGN", "x_BLC", "tail_BTC"}
 PER_TOKEN |= {"y_BLHP", "z_BLHP", "x_BLHK", "q_BLHK", "k_BLGK", "v_BLGK"}
 Case = Callable[[int, int, int], tuple[Op, Any]]
@@ -60,6 +60,15 @@ def ssd(rows: int, length: int, channels: int) -> tuple[Op, Any]:
     B, C = normal(2, rows, length, groups, 11)
     A, D, bias, state = -normal(heads).exp(), normal(heads), normal(heads) - 2, normal(rows, heads, head, 11)
     return ssd_scan, SSDInputs(x, dt, A, B, C, D, bias, state, borders(rows, length))
+
+
+def ssd_of_one_group(rows: int, length: int, channels: int) -> tuple[Op, Any]:
+    """Eight heads in units of several, that share B and C; short documents, and states as wide as vectors."""
+    x, dt = normal(rows, length, 8, channels), normal(rows, length, 8)
+    B, C = normal(2, rows, length, 1, 32)
+    A, D, bias, state = -normal(8).exp(), normal(8), normal(8) - 2, normal(rows, 8, channels, 32)
+    documents = (torch.arange(length) // 7).repeat(rows, 1)
+    return ssd_scan, SSDInputs(x, dt, A, B, C, D, bias, state, documents)
 
 
 def conv(rows: int, length: int, channels: int) -> tuple[Op, Any]:
@@ -109,9 +118,8 @@ def rotation(rows: int, length: int, channels: int) -> tuple[Op, Any]:
     return apply_rope, RopeInputs(normal(rows, length, 3, 2 * channels + 2), angles.cos(), angles.sin())
 
 
-CASES = pytest.mark.parametrize(
-    "case", [scan, bare_scan, ssd, conv, wide_conv, norm, add_norm, gate, squares, scale, window, full, rotation]
-)
+FORMS = (scan, bare_scan, ssd, ssd_of_one_group, conv, wide_conv, norm, add_norm, gate, squares, scale, window, full)
+CASES = pytest.mark.parametrize("case", [*FORMS, rotation])
 
 
 def typed(inputs: Any, dtype: torch.dtype) -> Any:

@@ -55,7 +55,7 @@ def seconds(op: Op, form: str, inputs: Any) -> float:
 @pytest.mark.parametrize(
     ("case", "other", "wanted"),
     # conv: 4.6 on a Xeon, from 1.5 to 2.1 on a Zen 5, where torch reads memory faster
-    [(scan, "chunked", 4.0), (ssd, "chunked", 1.4), (conv, "fused", 1.3), (window, "blocked", 1.5)],
+    [(scan, "chunked", 4.0), (ssd, "chunked", 2.5), (conv, "fused", 1.3), (window, "blocked", 1.5)],
 )
 def test_they_are_faster_than_torch(case: Any, other: str, wanted: float) -> None:
     before = torch.get_num_threads()

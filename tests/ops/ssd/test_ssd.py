@@ -159,7 +159,7 @@ def test_gradients_are_the_slopes(form: str, documents: Tensor | None, heads: in
 
 
 @pytest.mark.parametrize("documents", [None, [60, 4, 236]], ids=str)
-@pytest.mark.parametrize("form", ["chunked", "mamba-ssm"])
+@pytest.mark.parametrize("form", ["chunked", "native", "mamba-ssm"])
 def test_fast_forms_equal_the_reference(form: str, documents: list[int] | None) -> None:
     index = None if documents is None else torch.arange(5, 8).repeat_interleave(torch.tensor(documents)).expand(2, -1)
     inputs = random_inputs(length=300, heads=8, head=16, groups=2, size=16, dtype=torch.float32)
@@ -171,7 +171,8 @@ def test_fast_forms_equal_the_reference(form: str, documents: list[int] | None) 
         assert_close(results[form][name], expected, rtol=1e-5, atol=2e-6 * expected.abs().max().item())
 
 
-def test_strong_decays_do_not_blur_the_weak_ones() -> None:
+@pytest.mark.parametrize("form", ["chunked", "native"])
+def test_strong_decays_do_not_blur_the_weak_ones(form: str) -> None:
     """One token in five forgets all; a sum of log decays in fp32 would be off by 1e-4 after some of them."""
     inputs = random_inputs(rows=1, length=256, dtype=torch.float32)
     with torch.no_grad():
@@ -180,7 +181,7 @@ def test_strong_decays_do_not_blur_the_weak_ones() -> None:
         inputs["dt"][:, ::5] = 60
         inputs["dt_bias"].zero_()
     exact = {name: tensor.detach().double().requires_grad_() for name, tensor in inputs.items()}
-    found, expected = (run(form, arguments) for form, arguments in (("chunked", inputs), ("reference", exact)))
+    found, expected = (run(form, arguments) for form, arguments in ((form, inputs), ("reference", exact)))
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours.double() - theirs).abs().max() <= 1e-6 * theirs.abs().max()
     grads, exact_grads = gradients(some_loss(*found), inputs), gradients(some_loss(*expected), exact)

@@ -1,0 +1,197 @@
+// The recurrence with one decay for each head (SSD of Mamba-2), a segment of tokens at a time, by products in cache:
+//
+//     h_t = a_t h_{t-1} + b_t (delta_t x_t)^T,   y_t = c_t h_t + D x_t
+//     a_t = exp(delta_t A),   delta_t = softplus(dt_t + bias)
+//
+// A segment is at most CHUNK tokens of one document. With L_t the sum of delta A up to t, E_ij = exp(L_i - L_j) for
+// j <= i and zero above, and T the last token:
+//
+//     y_i   = sum_j (c_i . b_j) E_ij delta_j x_j + exp(L_i) c_i h_in + D x_i
+//     h_out = exp(L_T) h_in + sum_j exp(L_T - L_j) b_j (delta_j x_j)^T
+//
+// Gradients, with dh that of h_out, X_ij = dy_i . x_j, and F_ij = (c_i . b_j) E_ij:
+//
+//     of delta x:  s_j = sum_i F_ij dy_i + exp(L_T - L_j) b_j dh,   dx_j = delta_j s_j + D dy_j
+//     dc_i  = sum_j E_ij X_ij delta_j b_j + exp(L_i) h_in dy_i,   dh_in = exp(L_T) dh + sum_i exp(L_i) c_i dy_i^T
+//     db_j  = sum_i E_ij X_ij delta_j c_i + exp(L_T - L_j) delta_j dh x_j
+//     ddelta_j = x_j . s_j + A dg_j,   dA = sum of delta dg,   dD = sum of X_ii
+//     dg_t = sum over pairs i >= t > j of F_ij X_ij delta_j                      (g_t = delta_t A lies between i and j)
+//            + sum_{i >= t} exp(L_i) c_i . h_in dy_i + sum_{j < t} exp(L_T - L_j) delta_j b_j . dh x_j
+//            + exp(L_T) dh . h_in
+//
+// The pairs are summed as they stand: sums of all i >= t less those of all j >= t would cancel. L is float64, so that
+// a strong decay does not blur those that follow it, and the products that a segment does not need are left out: a
+// document's first segment sees no h_in, and what ends before the chunk does gives no h_out.
+//
+// What all heads of a group share (c . b, and the sums of dc and db) is made once for a unit of heads. The order of all
+// sums is fixed by the sizes, as in recurrence.h; backward reads the states that forward kept, one for each chunk.
+#pragma once
+#include <initializer_list>
+#include "products.h"
+#include "shares.h"
+
+constexpr int64_t STEP = 16;  // rows of a triangle that are made together
+
+// Parameters and states are dense and in the type to compute in; states are (rows, heads, states, padded).
+template <class S> struct Ssd {
+  int64_t rows, length, heads, size, groups, states, unit, whole_rows;
+  Tokens x, dt, b, c, y;
+  const uint8_t *starts;  // (rows, length), or null where no document begins in a row
+  const S *A, *D, *bias;  // A times log2(e)
+  S *state;               // the first on entry, the last on return; backward: of the gradients
+  S *kept;                // (rows, chunks, heads, states, padded); null where no gradient will be asked for
+  Tokens grad_y, grad_x, grad_dt, grad_b, grad_c;
+  S *grad_A, *grad_D, *grad_bias;  // (rows, heads); zeros on entry
+  S *shares;                       // (rows, units, length, 2, states) where units of a row are shared among threads
+
+  int64_t chunks() const { return parts(length, CHUNK); }
+  int64_t units() const { return heads / unit; }
+  int64_t padded() const { return lanes<S>(size); }
+  int64_t across() const { return lanes<S>(states); }
+};
+
+// What one thread works with: a segment of tokens, in the heads of one unit and then in one of them.
+template <class S> struct SegmentOfHeads {
+  const Ssd<S> &of;
+  const int64_t padded, across;         // channels of a head, and states
+  S *b, *c, *of_b, *of_c;               // (CHUNK, across)
+  S *b_turned, *c_turned;               // (states, CHUNK), as the next three
+  S *of_b_turned, *of_c_turned, *found;
+  S *scores, *of_scores, *pairs, *inner;                       // (CHUNK, CHUNK): c . b, their gradients, F delta, X
+  S *x, *grad, *made, *scaled;                                 // (CHUNK, padded)
+  S *x_turned, *grad_turned;                                   // (padded, CHUNK)
+  S *delta, *slope, *of_dt;                                    // (unit, CHUNK)
+  S *since, *to_end, *crossing, *from_pairs, *from_state, *from_next;  // (CHUNK,)
+  double *sums;                                                // (CHUNK,)
+  S whole;
+  int64_t row, first, group, start, tokens, filled, head;
+  bool sees, feeds;  // whether there is a state before it, and one after it
+
+  static int64_t size(const Ssd<S> &of) {
+    const int64_t states = 4 * of.across() + 5 * of.states, channels = 6 * of.padded();
+    return CHUNK * (sizeof(S) * (states + channels + 4 * CHUNK + 3 * of.unit + 6) + sizeof(double));
+  }
+
+  SegmentOfHeads(const Ssd<S> &of, char *scratch) : of(of), padded(of.padded()), across(of.across()) {
+    sums = (double *)scratch;
+    S *free = (S *)(sums + CHUNK);
+    auto take = [&](int64_t count, std::initializer_list<S **> all) {
+      for (S **part : all) *part = free, free += CHUNK * count;
+    };
+    take(across, {&b, &c, &of_b, &of_c});
+    take(of.states, {&b_turned, &c_turned, &of_b_turned, &of_c_turned, &found});
+    take(CHUNK, {&scores, &of_scores, &pairs, &inner});
+    take(padded, {&x, &grad, &made, &scaled, &x_turned, &grad_turned});
+    take(of.unit, {&delta, &slope, &of_dt});
+    take(1, {&since, &to_end, &crossing, &from_pairs, &from_state, &from_next});
+  }
+
+  S *state() const { return of.state + (row * of.heads + head) * of.states * padded; }
+  S *kept(int64_t chunk) const {
+    return of.kept + ((row * of.chunks() + chunk) * of.heads + head) * of.states * padded;
+  }
+  // How far the block of rows goes that holds row i, as depth and as lanes
+  static int64_t block_end(int64_t i) { return (i / STEP + 1) * STEP; }
+  int64_t deep(int64_t i) const { return block_end(i) < tokens ? block_end(i) : tokens; }
+  int64_t wide(int64_t i) const { return block_end(i) < filled ? block_end(i) : filled; }
+
+  // visit() for each segment of a chunk, in its order or from the last one on
+  template <class Visit> void over_segments(int64_t r, int64_t unit, int64_t chunk, bool forward, const Visit &visit) {
+    row = r, first = unit * of.unit, group = unit * of.groups / of.units();
+    const int64_t begin = chunk * CHUNK, end = begin + CHUNK < of.length ? begin + CHUNK : of.length;
+    const uint8_t *starts = of.starts ? of.starts + row * of.length : nullptr;
+    for (int64_t at = forward ? begin : end; forward ? at < end : at > begin;) {
+      int64_t from = at, to = at;
+      if (forward)
+        for (to++; to < end && !(starts && starts[to]);) to++;
+      else
+        for (from--; from > begin && !(starts && starts[from]);) from--;
+      sees = !(starts && starts[from]), feeds = to == end;
+      enter(from, to - from);
+      visit(), at = forward ? to : from;
+    }
+  }
+
+  void enter(int64_t from, int64_t count) {
+    start = from, tokens = count, filled = lanes<S>(count);
+    for (int64_t t = 0; t < tokens; t++) {
+      read_padded(b + t * across, of.b, row, start + t, group * of.states, of.states);
+      read_padded(c + t * across, of.c, row, start + t, group * of.states, of.states);
+    }
+    turn(b_turned, b, across, of.states);
+    over_rows([&](int64_t i, int64_t rows) {
+      product<S, false>({scores + i * CHUNK, CHUNK}, {c + i * across, across, 1}, {b_turned, CHUNK}, rows, wide(i),
+                        of.states);
+    });
+    steps();
+  }
+
+  // visit(first row, rows) for the blocks of rows of a triangle
+  template <class Visit> void over_rows(const Visit &visit) const {
+    for (int64_t i = 0; i < tokens; i += STEP) visit(i, deep(i) - i);
+  }
+
+  // Tokens as lanes, with zeros behind the last one
+  void turn(S *to, const S *from, int64_t apart, int64_t count) const {
+    for (int64_t t = 0; t < tokens; t++)
+      for (int64_t k = 0; k < count; k++) to[k * CHUNK + t] = from[t * apart + k];
+    for (int64_t k = 0; k < count; k++)
+      for (int64_t t = tokens; t < filled; t++) to[k * CHUNK + t] = 0;
+  }
+
+  // delta of all heads and its slope; the rows of dt go where their gradients will be
+  void steps() {
+    for (int64_t t = 0; t < tokens; t++) {
+      read(made, of.dt, row, start + t, first, of.unit);
+      for (int64_t h = 0; h < of.unit; h++) of_dt[h * CHUNK + t] = made[h];
+    }
+    for (int64_t h = 0; h < of.unit; h++) {
+      for (int64_t t = tokens; t < filled; t++) of_dt[h * CHUNK + t] = 0;
+      for (int64_t t = 0; t < filled; t += Lanes<S>::W) {
+        const V<S> shifted = load(of_dt + h * CHUNK + t) + of.bias[first + h];
+        const Logistic<S> logistic(shifted);
+        store(delta + h * CHUNK + t, softplus<S>(shifted, logistic));
+        store(slope + h * CHUNK + t, logistic.sigmoid(shifted));
+      }
+    }
+  }
+
+  // The next head: its decays, and its tokens
+  void enter_head(int64_t number) {
+    head = first + number;
+    double sum = 0;
+    for (int64_t t = 0; t < tokens; t++) {
+      const double step = (double)delta[number * CHUNK + t] * (double)of.A[head];
+      sums[t] = sum += step < -2500 ? -2500 : step;  // nothing is left, and the sum leaves others their digits
+    }
+    for (int64_t t = tokens; t < filled; t++) sums[t] = sum;
+    for (int64_t t = 0; t < filled; t++) since[t] = (S)sums[t], to_end[t] = (S)(sum - sums[t]);
+    for (int64_t t = 0; t < filled; t += Lanes<S>::W) {
+      store(since + t, power<S>(load(since + t), same<S>(1)));
+      store(to_end + t, power<S>(load(to_end + t), same<S>(1)));
+    }
+    whole = since[tokens - 1];
+    for (int64_t t = 0; t < tokens; t++)
+      read_padded(x + t * padded, of.x, row, start + t, head * of.size, of.size);
+  }
+
+  // E of row i, at the lanes from j on
+  V<S> between(int64_t i, int64_t j) const {
+    S apart[Lanes<S>::W];
+    for (int64_t k = 0; k < Lanes<S>::W; k++) apart[k] = (S)(sums[i] - sums[j + k]);
+    return below(i + 1, j, power<S>(load(apart), same<S>(1)));
+  }
+
+  // The lanes from j on of what is below i, zeros else
+  static V<S> below(int64_t i, int64_t j, V<S> v) {
+    V<S> lane;
+#pragma GCC unroll 16
+    for (int k = 0; k < Lanes<S>::W; k++) lane[k] = (S)k;
+    return lane < same<S>((S)(i - j)) ? v : V<S>{};
+  }
+
+  // to = factor from, a row of channels
+  void scale(S *to, const S *from, S factor) const {
+    for (int64_t k = 0; k < padded; k += Lanes<S>::W) store(to + k, load(from + k) * factor);
+  }
+};

@@ -31,6 +31,7 @@ def budget_of(report: dict[str, Any]) -> dict[str, Any]:
         "waits per micro-batch": round(report["per_micro_batch"]["waits"]),
         "waits once": round(report["once"]["waits"]),
         "other bytes per token": round(report["other_bytes_per_token"]),
+        "exposed bytes": sum(size for *_, is_hidden, _, size in report["sent"] if not is_hidden),
         "peak bytes": report["memory"]["peak"],
     }
 

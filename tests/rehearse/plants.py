@@ -10,8 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from hybridtron.architecture.attention import AttentionSpec
+from hybridtron.architecture.base import MixerSpec
+from hybridtron.architecture.mamba import MambaSpec
+from hybridtron.architecture.swiglu import SwiGLUSpec
 from hybridtron.config.load import load
-from hybridtron.planning.memory import largest_phase
+from hybridtron.planning.memory import largest_phase, plan
 from hybridtron.planning.rates import GPUS
 from hybridtron.rehearse.rehearsal import RehearsalProcess
 
@@ -73,9 +77,16 @@ def rehearsed(settings: list[str], gpus: int) -> dict[str, Any]:
     return as_json(process.rehearse(largest_phase(load(settings)), gpus, 0, compiles=False))
 
 
-def exposed(report: dict[str, Any]) -> int:
-    """Bytes of collectives that nothing hides."""
-    return sum(row[6] for row in report["sent"] if not row[4])
+def planned_without(forgotten: type[MixerSpec] | None) -> int:
+    """Bytes, by a plan that knows nothing of what one kind of sub-layer keeps for its backward pass."""
+    values = None if forgotten is None else forgotten.activation_values
+    if forgotten is not None:
+        forgotten.activation_values = lambda self, sizes: 0  # type: ignore[method-assign]
+    try:
+        return plan(largest_phase(load(ALONE)), 1).ranks[0].memory.total
+    finally:
+        if forgotten is not None:
+            forgotten.activation_values = values  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
@@ -84,5 +95,6 @@ if __name__ == "__main__":
         with plant():
             found[name] = budget_of(rehearsed(ALONE, 1))
     not_overlapped = [*TWO, "parallel.overlap_grad_reduce=false", "parallel.overlap_param_gather=false"]
-    found["exposed"] = [exposed(rehearsed(settings, 2)) for settings in (TWO, not_overlapped)]
+    found["hidden"], found["not hidden"] = (budget_of(rehearsed(settings, 2)) for settings in (TWO, not_overlapped))
+    found["planned"] = [planned_without(forgotten) for forgotten in (None, MambaSpec, AttentionSpec, SwiGLUSpec)]
     print(json.dumps(found))

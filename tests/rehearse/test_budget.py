@@ -15,12 +15,14 @@ REPORT: dict[str, Any] = {
     "per_micro_batch": {"costs": [{"launches": 600.0}, {"launches": 34.0}], "waits": 0.0},
     "once": {"costs": [{"launches": 20.0}], "waits": 1.0},
     "other_bytes_per_token": 4.4e6,
+    "sent": [["a.py:1", "all_reduce", 8, False, True, 3, 9000], ["b.py:1", "broadcast", 8, False, False, 1, 10]],
     "memory": {"peak": 35_000_000_000},
 }
 GROWN = {
     "a wait in every micro-batch": (("per_micro_batch", "waits"), 1.0, "waits per micro-batch: 1, of 0"),
     "a wait once a step": (("once", "waits"), 2.0, "waits once: 2, of 1"),
     "a copy": (("other_bytes_per_token",), 4.5e6, "other bytes per token: 4,500,000, of 4,400,000"),
+    "a collective that nothing hides": (("sent", 0, 4), False, "exposed bytes: 9,010, of 10"),
     "a larger activation": (("memory", "peak"), 36_000_000_000, "peak bytes: 36,000,000,000, of 35,000,000,000"),
     "a launch": (("once", "costs"), [{"launches": 21.0}], "launches once: 21, of 20"),
     "a lost kernel": (("implementations", "swiglu"), "recomputed", "swiglu runs by recomputed, not by triton"),

@@ -60,10 +60,16 @@ def fp8_device_fault() -> str | None:
     """Why this process's device can't multiply in FP8; None where it can."""
     if compute_device().type == "cpu":
         return f"torch {torch.__version__} sees no CUDA device"
-    major, minor = torch.cuda.get_device_capability()
-    if (major, minor) >= FP8_CAPABILITY:
+    capability = compute_capability()
+    if capability is None or capability >= FP8_CAPABILITY:
         return None
+    major, minor = capability
     return f"{torch.cuda.get_device_name()} has compute capability {major}.{minor}, FP8 starts at 9.0"
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """Of the CUDA device; None without one."""
+    return None if compute_device().type == "cpu" else torch.cuda.get_device_capability()
 
 
 def cuda_report() -> dict[str, str]:
@@ -221,6 +227,10 @@ def optional_package(name: str) -> Package:
         return Package(name, None, "not installed")
     try:
         return Package(name, importlib.import_module(name), "installed")
+    except ModuleNotFoundError as error:
+        if error.name and name.startswith(error.name):
+            return Package(name, None, f"not installed, though there is a {name.partition('.')[0]}")
+        return Package(name, None, f"does not import: {error}")
     except Exception as error:  # a broken compiled extension can raise anything at import
         return Package(name, None, f"does not import: {type(error).__name__}: {error}".splitlines()[0])
 

@@ -22,7 +22,9 @@ from hybridtron.config.load import load
 from hybridtron.planning.memory import largest_phase
 from hybridtron.planning.rates import GPUS
 from hybridtron.problems import Unusable
+from hybridtron.rehearse import rehearsal
 from hybridtron.rehearse.guard import GuardProblem
+from hybridtron.rehearse.stand_ins import WORKS, to_be_found
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -38,6 +40,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--rank", default="0", metavar="N", help="the rank to play, or `all`: one of each pipeline rank"
     )
     parser.add_argument("--gpu", default="h100", choices=sorted(GPUS), help="its kind (default h100)")
+    parser.add_argument(
+        "--package", action="append", choices=sorted(WORKS), default=[],
+        help="counts as installed too, beside flash-attn; may be repeated",
+    )  # fmt: skip
     parser.add_argument("--without-packages", action="store_true", help="no flash-attn where it is not installed here")
     parser.add_argument(
         "--budget", choices=("check", "write"), help="of rank 0: hold the recipe to its file, or write it"
@@ -57,19 +63,19 @@ def main(arguments: list[str]) -> int:
 
         return rehearse_suite.main(arguments)
     chosen = parse(arguments)
+    packages = (*([] if chosen.without_packages else rehearsal.INSTALLED), *chosen.package)
     config = load(chosen.settings)
     world = chosen.gpus or config.parallel.tensor * config.parallel.pipeline
-    require(config, world)
+    with to_be_found(packages):
+        require(config, world)
     if chosen.rank != "all" and not (chosen.rank.isdigit() and int(chosen.rank) < world):
         raise Unusable(f"--rank {chosen.rank}: give a number from 0 to {world - 1}, or `all`")
     for warning in warnings(config):
         print(f"note: {warning}", file=sys.stderr)
-    from hybridtron.rehearse import rehearsal
-
     phase = largest_phase(config)
     ranks = rehearsal.different_ranks(phase, world) if chosen.rank == "all" else [int(chosen.rank)]
     try:
-        process = rehearsal.RehearsalProcess(GPUS[chosen.gpu], stand_ins=not chosen.without_packages)
+        process = rehearsal.RehearsalProcess(GPUS[chosen.gpu], packages)
         found = [process.rehearse(phase, world, rank, not chosen.no_kernels) for rank in ranks]
     except GuardProblem as problem:
         print(f"nothing can be rehearsed here: {problem}", file=sys.stderr)

@@ -8,6 +8,11 @@ changes only with a source for the new one.
                     in public tables of training frameworks, by shape)
     attention       300 TFLOP/s: FlashAttention 2 on an H100, forward and backward (arXiv:2407.08608, Figures 5 and 6:
                     about 350 forward)
+    GAINS           FlashAttention 3 beside 2 on Hopper: 1.5 to 2 times forward, 1.5 to 1.75 backward (arXiv:2407.08608,
+                    section 4). FlashAttention 4: up to 1,613 TFLOP/s forward on a B200, 71% of its peak (its authors;
+                    version 3 has up to 75% of Hopper's), taken as 1.5 times what is assumed of version 2 there and on
+                    Hopper, for which no table was found. FP8 products with their casts counted apart: peaks are twice
+                    those of bf16, of which 1.7 is assumed
     bandwidth       85% of the data sheet's: copies and elementwise kernels of large tensors
     LAUNCH_S        what the host needs for one operation of torch, with autograd; kernels run meanwhile
     HEAD_ROOM       a guess: context, NCCL's buffers and workspaces take 2 to 4 GB of 80, fragmentation the rest
@@ -39,6 +44,11 @@ class GPU:
     between_nodes: float
     node: int = 8  # GPUs of a node
 
+    def rate(self, kind: str, maker: str) -> float | None:
+        """FLOPs a second of a product, or of attention, by whose kernel; None for what has no rate."""
+        rate = {"product": self.products, "attention": self.attention}.get(kind)
+        return None if rate is None else rate * GAINS.get(maker, 1.0)
+
     def link(self, ranks: int) -> float:
         """Bytes a second that each of this number of neighbouring ranks sends."""
         return self.inside_node if ranks <= self.node else self.between_nodes
@@ -58,6 +68,8 @@ GPUS = {
     )
 }  # fmt: skip
 
+GAINS = {"flash-3": 1.6, "flash-4": 1.5, "fp8": 1.7}
+"""Times the rate of attention by FlashAttention 2, or of products in bf16."""
 HEAD_ROOM = 0.1
 """Of a GPU's memory, what `inspect --fit` leaves for what no tensor shows."""
 UNSEEN = (

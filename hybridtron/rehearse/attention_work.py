@@ -7,6 +7,7 @@ makes a sum of that shape and, in fp32, a gradient of q.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybridtron.rehearse import heard
+from hybridtron.rehearse.stand_ins import Given
 
 FORWARD, BACKWARD = 2, 5  # products of queries and keys, or of weights and values
 
@@ -44,6 +46,34 @@ class _AttentionWork(torch.autograd.Function):
         return None, *found, None, None
 
 
+def rows(name: str, given: Given) -> Tensor:
+    """A call of the package's function for rows as one batch: (B, L, H, K)."""
+    before = given.get("window_size", (-1, -1))[0]
+    q, k, v = (given[part] for part in "qkv")
+    return attend(name, q, k, v, given.get("causal", False), -1 if before is None else before)
+
+
+def documents(name: str, given: Given) -> Tensor:
+    """For documents side by side: (tokens, H, K). How long they are is not known here: each counts as the longest."""
+    longest = given["max_seqlen_q"], given["max_seqlen_k"], given["max_seqlen_k"]
+    in_rows = {part: given[part].unflatten(0, (-1, length)) for part, length in zip("qkv", longest, strict=True)}
+    return rows(name, {**given, **in_rows}).flatten(0, 1)
+
+
+flash_rows, flash_documents = partial(rows, "flash"), partial(documents, "flash")
+flash3_rows, flash3_documents = partial(rows, "flash-3"), partial(documents, "flash-3")
+
+
+def flash4_rows(given: Given) -> tuple[Tensor, None]:
+    """Version 4 gives the sums of exponentials beside the output, where it is asked for them."""
+    return rows("flash-4", given), None
+
+
+def flash4_documents(given: Given) -> tuple[Tensor, None]:
+    """As for rows."""
+    return documents("flash-4", given), None
+
+
 def flex_kernel() -> Callable[..., Tensor]:
     """In place of FlexAttention compiled. Which tiles it reads is known on the device alone: all causal ones count."""
 
@@ -60,7 +90,7 @@ def _report(
     moved = sum(x.numel() * x.element_size() for x in (*read, *written))
     batch, queries, heads, size = read[0].shape
     pairs = seen_pairs(queries, read[1].shape[1], causal, before)
-    heard.runs(name, moved, 2 * products * batch * heads * size * pairs)
+    heard.runs(name, moved, 2 * products * batch * heads * size * pairs, "attention")
 
 
 def seen_pairs(queries: int, keys: int, causal: bool, before: int) -> int:

@@ -121,9 +121,8 @@ class Census(TorchDispatchMode):
         """The line that runs waits."""
         self.waits.append(Wait(self.part, self.place(), kind))
 
-    def add(self, name: str, moved: int, flops: int = 0, is_attention: bool = False) -> None:
+    def add(self, name: str, moved: int, flops: int, kind: str) -> None:
         """A kernel of another package, which torch's operations do not show."""
-        kind = "attention" if is_attention else "torch"
         self.operations.append(Operation(self.now, self.place(), name, moved, flops, kind))
 
     def add_kernel(self, name: str, moved: int, variant: int) -> None:

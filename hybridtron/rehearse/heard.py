@@ -16,7 +16,7 @@ class Listener(Protocol):
     def wait(self, kind: str) -> None:
         """The line that runs makes the host wait for the device, or a stream for another."""
 
-    def add(self, name: str, moved: int, flops: int = 0, is_attention: bool = False) -> None:
+    def add(self, name: str, moved: int, flops: int, kind: str) -> None:
         """A kernel runs: its bytes and FLOPs."""
 
 
@@ -39,7 +39,7 @@ def waits(kind: str) -> None:
         listener.wait(kind)
 
 
-def runs(name: str, moved: int, flops: int) -> None:
-    """Report a kernel of another package that computes attention."""
+def runs(name: str, moved: int, flops: int, kind: str) -> None:
+    """Report a kernel of another package; `kind` as of an operation of the census."""
     for listener in _listening:
-        listener.add(name, moved, flops, is_attention=True)
+        listener.add(name, moved, flops, kind)

@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hybridtron.config.layout import data_parallel
@@ -19,6 +18,7 @@ from hybridtron.planning.count import count
 from hybridtron.planning.memory import plan
 from hybridtron.planning.rates import GPU, GPUS
 from hybridtron.rehearse import guard
+from hybridtron.rehearse.stand_ins import StandIns
 
 if TYPE_CHECKING:  # they import torch, which must wait for the guard
     from hybridtron.ops.kernel_compiled import CompiledKernel
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # they import torch, which must wait for the guard
     from hybridtron.rehearse.step import RankStep
     from hybridtron.rehearse.step_time import StepTime, Work
 
-STAND_INS = Path(__file__).with_name("stand_ins")
+INSTALLED = ("flash-attn",)  # packages that a GPU machine is taken to have
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -81,8 +81,8 @@ class Rehearsed:
 class RehearsalProcess:
     """This process, once it is one with a GPU that is not there."""
 
-    def __init__(self, gpu: GPU, stand_ins: bool = True) -> None:
-        """With `stand_ins`, packages that a GPU machine would have count as installed where they are not here."""
+    def __init__(self, gpu: GPU, packages: Sequence[str] = INSTALLED) -> None:
+        """These packages of `stand_ins.WORKS` count as installed where they are not here."""
         library = guard.load()
         warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
         from hybridtron.rehearse.absent_gpu import pretend
@@ -92,8 +92,8 @@ class RehearsalProcess:
         self.gpu = gpu
         self.collectives: Collectives = Collectives(gpu.node)
         self.collectives.install()
-        if stand_ins:
-            sys.path.append(str(STAND_INS))  # at the end: what is installed is found first
+        importlib.import_module("hybridtron.rehearse.step")  # megatron-core too, which is to find none of them
+        sys.meta_path.append(StandIns(packages))  # at the end: what is installed is found first
 
     def rehearse(self, phase: ResolvedPhase, world: int, rank: int, compiles: bool = True) -> Rehearsed:
         """One rank's step. Kernels that are not compiled take as long as their bytes."""

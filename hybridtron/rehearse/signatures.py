@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-DATA = Path(__file__).with_name("stand_ins") / "signatures.json"
+DATA = Path(__file__).with_suffix(".json")
 SOURCES = {
     "flash-attn": {"flash_attn/flash_attn_interface.py": ("flash_attn_func", "flash_attn_varlen_func")},
     "flash-attn-3": {"hopper/flash_attn_interface.py": ("flash_attn_func", "flash_attn_varlen_func")},
@@ -29,7 +29,11 @@ SOURCES = {
     "transformer-engine": {
         "transformer_engine/pytorch/module/linear.py": ("Linear",),
         "transformer_engine/pytorch/quantization.py": ("autocast", "fp8_autocast"),
-        "transformer_engine/common/recipe/__init__.py": ("DelayedScaling",),
+        "transformer_engine/common/recipe/__init__.py": (
+            "DelayedScaling",
+            "Float8CurrentScaling",
+            "Float8BlockScaling",
+        ),
     },
 }
 Parameters = list[list[str | None]]  # name, kind, default as text

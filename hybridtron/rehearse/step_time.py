@@ -131,7 +131,7 @@ def operation_seconds(each: Operation, kernels: dict[int, KernelTime], gpu: GPU)
     """Of one operation."""
     if each.kind == "kernel" and each.variant in kernels:
         return kernels[each.variant].seconds
-    rate = {"product": gpu.products, "attention": gpu.attention}.get(each.kind)
+    rate = gpu.rate(each.kind, each.name.partition(" ")[0])
     return max(each.bytes / gpu.bandwidth, each.flops / rate if rate else 0.0)
 
 
@@ -151,6 +151,8 @@ def category(each: Operation) -> str:
         return {"product": "products"}.get(each.kind, each.kind)
     if each.part == "update":
         return "optimizer"
+    if each.name.startswith("cast to fp8"):
+        return "casts to FP8"
     room, _, rest = each.place.partition("/")
     if room == "ops":
         op = rest.partition("/")[0]

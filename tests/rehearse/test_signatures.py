@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 
 from hybridtron.rehearse import signatures
-from hybridtron.rehearse.rehearsal import STAND_INS
+from hybridtron.rehearse.stand_ins import WORKS, StandIns, to_be_found
 
 PACKAGE = Path(__file__).parents[2] / "hybridtron"
 KEPT = signatures.kept()
 CALLERS = {
     "flash-attn": "ops/attention/flash_attn.py",
+    "flash-attn-3": "ops/attention/flash_attn.py",
+    "flash-attn-4": "ops/attention/flash_attn.py",
     "causal-conv1d": "ops/conv/causal_conv1d.py",
     "mamba-ssm": "ops/scan/mamba_ssm.py ops/ssd/mamba_ssm.py",
 }
@@ -59,11 +65,60 @@ def test_a_call_that_does_not_fit_is_seen() -> None:
         signature.bind(1, 2, 3, dropout_p=0.0)
 
 
-def test_the_stand_ins_have_the_parameters_of_the_package() -> None:
-    tree = ast.parse((STAND_INS / "flash_attn/flash_attn_interface.py").read_text())
-    own = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    for name, given in KEPT["flash-attn"]["functions"].items():
-        assert [each[0] for each in signatures.parameters(own[name])] == [each[0] for each in given]
+@pytest.fixture
+def modules() -> dict[str, ModuleType]:
+    """Of all packages that can stand in, made and imported by nobody."""
+    finder, found = StandIns(list(WORKS)), {}
+    for name in finder.modules:
+        spec = finder.find_spec(name)
+        assert spec is not None
+        found[name] = importlib.util.module_from_spec(spec)
+        finder.exec_module(found[name])
+    return found
+
+
+def test_the_stand_ins_have_the_parameters_of_the_packages(modules: dict[str, ModuleType]) -> None:
+    made = 0
+    for package, works in WORKS.items():
+        functions = KEPT[package]["functions"]
+        for module, names in works.items():
+            for name in names.keys() & functions.keys():
+                assert inspect.signature(getattr(modules[module], name)) == signatures.signature(functions[name])
+                made += 1
+    assert made == sum(len(package["functions"]) for package in KEPT.values())
+
+
+def test_a_stand_in_refuses_a_call_that_does_not_fit(modules: dict[str, ModuleType]) -> None:
+    conv = modules["causal_conv1d"].causal_conv1d_fn
+    x_BCL, weight_CW = torch.zeros(2, 8, 5), torch.zeros(8, 4)
+    assert conv(x_BCL, weight_CW, activation="silu").shape == x_BCL.shape
+    with pytest.raises(TypeError, match="activated"):
+        conv(x_BCL, weight_CW, activated="silu")
+
+
+def test_shapes_of_what_scans_give(modules: dict[str, ModuleType]) -> None:
+    """As the packages' own descriptions of their results say."""
+    B, L, E, N, H, P, G = 2, 300, 8, 4, 3, 16, 1
+    scan = modules["mamba_ssm.ops.selective_scan_interface"].selective_scan_fn
+    per_channel, per_state = torch.zeros(B, L, E).transpose(1, 2), torch.zeros(B, N, L)
+    y, last = scan(per_channel, per_channel, torch.zeros(E, N), per_state, per_state, return_last_state=True)
+    assert (y.shape, last.shape) == ((B, E, L), (B, E, N))
+    ssd = modules["mamba_ssm.ops.triton.ssd_combined"].mamba_chunk_scan_combined
+    x, dt, groups = torch.zeros(B, L, H, P), torch.zeros(B, L, H), torch.zeros(B, L, G, N)
+    y, last = ssd(x, dt, torch.zeros(H), groups, groups, 256, return_final_states=True)
+    assert (y.shape, last.shape) == ((B, L, H, P), (B, H, P, N))
+    flash, q, k = modules["flash_attn.cute.interface"], torch.zeros(B, L, 4, 16), torch.zeros(B, L, 2, 16)
+    y, sums = flash.flash_attn_func(q, k, k, causal=True, window_size=(None, None))
+    assert y.shape == q.shape
+    assert sums is None
+
+
+def test_they_are_found_only_where_they_are_asked_for() -> None:
+    name = "transformer_engine"
+    assert importlib.util.find_spec(name) is None
+    with to_be_found(["transformer-engine"]):
+        assert importlib.util.find_spec(name) is not None
+    assert importlib.util.find_spec(name) is None
 
 
 def test_a_version_that_changed_a_signature_is_shown(tmp_path: Path) -> None:

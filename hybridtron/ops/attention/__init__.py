@@ -6,4 +6,7 @@ from hybridtron.ops.dispatch import Op
 
 __all__ = ["AttentionInputs", "AttentionMemory", "attention", "joined", "remember"]
 
-attention = Op(reference.attention, (flash_attn.FLASH_ATTN, sdpa.SDPA, flex.FLEX, native.NATIVE, blocked.BLOCKED))
+attention = Op(
+    reference.attention,
+    (*flash_attn.FASTEST_FIRST, sdpa.SDPA, flex.FLEX, native.NATIVE, blocked.BLOCKED),
+)

@@ -5,9 +5,10 @@ The blocked form runs with blocks of 4 queries, so that short rows have many of 
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from hybridtron.ops import dispatch
 from hybridtron.ops.attention import AttentionInputs, AttentionMemory, attention, blocked, flash_attn, remember
 from hybridtron.ops.attention.flash_attn import PACKAGE
 from hybridtron.ops.dispatch import force
+from hybridtron.planning.rates import GPU, GPUS
 
 CPU_FORMS = pytest.mark.parametrize("form", ["reference", "blocked", "native"])
 FAST_FORMS = pytest.mark.parametrize("form", ["blocked", "native"])
@@ -250,14 +252,14 @@ def test_sdpa_is_the_reference() -> None:
 
 
 def flash_emulation() -> ModuleType:
-    """The two functions of flash_attn 2 that are used, as its README describes them."""
+    """The two functions of flash_attn 2 and 3 that are used, as its README describes them."""
 
     def flash_attn_func(
         q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window_size: tuple[int, int], deterministic: bool
     ) -> Tensor:
         left, right = window_size
         assert causal
-        assert right in (-1, 0)
+        assert right == (0 if left >= 0 else -1)
         assert q.dim() == 4
         distance = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
         mask = (distance >= 0) & ((distance <= left) | (left == -1))
@@ -291,15 +293,64 @@ def flash_emulation() -> ModuleType:
     return module
 
 
+def flash4_emulation() -> ModuleType:
+    """Version 4 has None for a side without a limit, and gives the sums beside the output."""
+    second, fourth = flash_emulation(), ModuleType("interface")
+
+    def adapted(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
+        def call(*tensors: Tensor, window_size: tuple[int | None, int | None], **settings: Any) -> tuple[Tensor, None]:
+            left, right = window_size
+            assert right == (None if left is None else 0)
+            sides = (-1, -1) if left is None else (left, 0)
+            return function(*tensors, window_size=sides, **settings), None
+
+        return call
+
+    fourth.flash_attn_func = adapted(second.flash_attn_func)  # type: ignore[attr-defined]
+    fourth.flash_attn_varlen_func = adapted(second.flash_attn_varlen_func)  # type: ignore[attr-defined]
+    return fourth
+
+
+EMULATIONS = {"flash-attn": flash_emulation, "flash-attn-3": flash_emulation, "flash-attn-4": flash4_emulation}
+
+
 @WINDOWS
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
+@pytest.mark.parametrize("form", EMULATIONS)
 def test_flash_calls_mean_the_reference(
-    window: int | None, documents: Tensor | None, monkeypatch: pytest.MonkeyPatch
+    form: str, window: int | None, documents: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = Package("flash_attn", flash_emulation(), "emulated")
+    found = Package("flash_attn", EMULATIONS[form](), "emulated")
     monkeypatch.setattr(flash_attn, "optional_package", lambda name: found)
     tensors = inputs()
-    assert_all_close(*(run(form, window, documents, None, *tensors) for form in ("flash-attn", "reference")))
+    assert_all_close(*(run(each, window, documents, None, *tensors) for each in (form, "reference")))
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)
+def test_the_order_of_flash_versions_is_that_of_the_rates(gpu: GPU, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the devices that each is made for."""
+    monkeypatch.setattr(dispatch, "optional_package", lambda name: Package(name, flash_emulation(), "emulated"))
+    monkeypatch.setattr(flash_attn, "compute_capability", lambda: gpu.capability)
+    there = [each.name for each in flash_attn.FASTEST_FIRST if each.unavailable_reason("cuda") is None]
+    rates = [gpu.rate("attention", f"flash{name.removeprefix('flash-attn')}") for name in there]
+    assert rates == sorted(rates, reverse=True)
+    assert there[0] == {9: "flash-attn-3", 10: "flash-attn-4"}[gpu.capability[0]]
+    monkeypatch.setattr(flash_attn, "compute_capability", lambda: (8, 0))
+    assert attention.choice("cuda")[0] == "flash-attn"
+
+
+def test_what_flash_versions_leave_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    second, third, fourth = (attention.named(name).unsupported_reason for name in EMULATIONS)
+    wide, uneven = (torch.zeros(1, 4, 1, channels, dtype=torch.bfloat16) for channels in (256, 36))
+    assert [reason(AttentionInputs(wide, wide, wide)) is None for reason in (second, third, fourth)] == [
+        True,
+        True,
+        False,
+    ]
+    assert [reason(AttentionInputs(uneven, uneven, uneven)) is None for reason in (second, third)] == [True, False]
+    monkeypatch.setattr(flash_attn, "is_deterministic", lambda: True)
+    assert "no fixed order" in third(AttentionInputs(wide, wide, wide))
+    assert second(AttentionInputs(wide, wide, wide)) is None
 
 
 def test_what_runs_where(monkeypatch: pytest.MonkeyPatch) -> None:

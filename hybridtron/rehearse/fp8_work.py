@@ -1,0 +1,126 @@
+"""Transformer Engine in a rehearsal: its linear layer, outside and inside of a region of FP8, and its recipes.
+
+In a region each input of a product is cast to FP8 as it is and transposed (a byte a value each, read once); the
+transposed ones are kept for the backward pass, in place of the inputs. That casts the gradient likewise.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from hybridtron.rehearse import heard
+from hybridtron.rehearse.stand_ins import Given
+
+REGIONS: list[Any] = []  # recipes of those that are open
+COLUMNS = {"scaling_fwd": 3, "scaling_bwd": 2}  # input, weight, output; gradients of output and input
+
+
+@contextmanager
+def autocast(given: Given) -> Iterator[None]:
+    """A region; `recipe` was called fp8_recipe."""
+    REGIONS.append(given.get("recipe", given.get("fp8_recipe")) if given.get("enabled", True) else None)
+    try:
+        yield
+    finally:
+        REGIONS.pop()
+
+
+class ScalingStandIn:
+    """How tensors are scaled, with the options that it was given."""
+
+    real: ClassVar[inspect.Signature]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.given = self.real.bind(*args, **kwargs).arguments
+
+
+class DelayedStandIn(ScalingStandIn):
+    """From the greatest values of earlier steps."""
+
+
+class CurrentStandIn(ScalingStandIn):
+    """From the tensor's own greatest value."""
+
+
+class BlockStandIn(ScalingStandIn):
+    """Block by block."""
+
+
+class GlobalStateStandIn:
+    """What the package knows of its device."""
+
+    @staticmethod
+    def is_fp8_block_scaling_available() -> tuple[bool, str]:
+        return True, ""
+
+
+class LinearStandIn(nn.Module):
+    """y = x W^T."""
+
+    real: ClassVar[inspect.Signature]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        given = self.real.bind(*args, **kwargs).arguments
+        assert given.get("bias") is False, "layers here have no bias"
+        shape = given["out_features"], given["in_features"]
+        self.weight = nn.Parameter(torch.empty(shape, dtype=given.get("params_dtype"), device="cuda"))
+        self.fp8_meta: dict[str, Any] = {}
+
+    def init_fp8_metadata(self) -> None:
+        """Of delayed scaling: histories and scales."""
+        recipe = REGIONS[-1]
+        if isinstance(recipe, DelayedStandIn):
+            length = recipe.given.get("amax_history_len", 1024)
+            for kind, columns in COLUMNS.items():
+                made = SimpleNamespace(
+                    amax_history=torch.zeros(length, columns, device="cuda"), scale=torch.ones(columns, device="cuda")
+                )
+                self.fp8_meta.setdefault(kind, made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not REGIONS or REGIONS[-1] is None:
+            return x @ self.weight.T
+        self.init_fp8_metadata()
+        return _Fp8Product.apply(x, self.weight)
+
+
+class _Fp8Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        (plain_x, x8), (plain_weight, weight8) = _cast(x), _cast(weight)
+        y = x.new_empty(*x.shape[:-1], weight.shape[0])
+        ctx.save_for_backward(x8, weight8)
+        ctx.types = x.dtype, weight.dtype
+        _product(plain_x, plain_weight, y, weight.shape[1])
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x8, weight8 = ctx.saved_tensors
+        plain, transposed = _cast(grad)
+        grad_x, grad_weight = torch.empty_like(x8, dtype=ctx.types[0]), torch.empty_like(weight8, dtype=ctx.types[1])
+        _product(plain, weight8, grad_x, weight8.shape[0])
+        _product(transposed, x8, grad_weight, x8.numel() // x8.shape[-1])
+        return grad_x, grad_weight
+
+
+def _cast(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As it lies and transposed; of the latter the shape says nothing here."""
+    made = torch.empty_like(x, dtype=torch.uint8), torch.empty_like(x, dtype=torch.uint8)
+    heard.runs("cast to fp8", x.numel() * (x.element_size() + 2), 0, "torch")
+    return made
+
+
+def _product(left: Tensor, right: Tensor, made: Tensor, depth: int) -> None:
+    moved = left.numel() + right.numel() + made.numel() * made.element_size()
+    heard.runs("fp8 mm", moved, 2 * made.numel() * depth, "product")

@@ -1,1 +1,0 @@
-"""Stands for flash-attn 2 where it is not installed."""

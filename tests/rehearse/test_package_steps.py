@@ -1,0 +1,50 @@
+"""Steps by other packages' kernels, where stand-ins with their signatures count as installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hybridtron.planning.rates import GAINS
+from tests.rehearse.programs import printed_by
+
+pytest.importorskip("triton")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+Report = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Report]:
+    return printed_by("package_steps", timeout_s=300)
+
+
+def summed(report: Report, value: str, kind: str) -> float:
+    return sum(cost[value] for cost in report["per_micro_batch"]["costs"] if cost["kind"] == kind)
+
+
+def test_their_forms_are_chosen(found: dict[str, Report]) -> None:
+    chosen = found["mamba2"]["implementations"]
+    wanted = {"attention": "flash-attn-3", "causal_conv": "causal-conv1d", "selective_scan": "mamba-ssm"}
+    assert wanted.items() <= chosen.items()
+    assert chosen["ssd_scan"] == "mamba-ssm"
+    for name in ("laptop", "mamba2"):
+        assert not {"scan", "ssd", "conv"} & {kernel["name"].partition(".")[0] for kernel in found[name]["kernels"]}
+        assert summed(found[name], "bytes", "conv") > 0
+
+
+def test_each_version_has_its_rate(found: dict[str, Report]) -> None:
+    """The same products; where these bind and not bytes, seconds are as the gains."""
+    third, fourth, isolated = (found[name] for name in ("laptop", "flash 4", "isolated"))
+    assert summed(third, "flops", "attention") == summed(fourth, "flops", "attention") > 0
+    assert summed(isolated, "flops", "attention") == summed(fourth, "flops", "attention")
+    assert summed(third, "seconds", "attention") <= summed(fourth, "seconds", "attention")
+    assert GAINS["flash-3"] > GAINS["flash-4"] > 1
+
+
+def test_products_in_fp8_are_the_same_products(found: dict[str, Report]) -> None:
+    plain, eighth = found["laptop"], found["fp8"]
+    assert summed(eighth, "flops", "products") == summed(plain, "flops", "products")
+    assert summed(eighth, "launches", "casts to FP8") > 0
+    assert summed(plain, "launches", "casts to FP8") == 0
+    assert summed(eighth, "seconds", "products") < summed(plain, "seconds", "products")

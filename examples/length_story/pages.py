@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 PER_DOUBLING = 2  # bins of positions
 FAILS = 1.2  # times its least perplexity, that a base must reach at FAILS_AT times its context
 FAILS_AT = 4
+COPIES = 0.9  # of the letters, that a base trained from zero states must copy at the longest trained length
 COLORS = {"base": "black", "zero": "C2", "random": "C3", "fitted": "C1", "passing": "C0", "tbtt": "C4"}
 
 
@@ -76,6 +77,10 @@ def page(findings: Findings, command: str) -> str:
     copying_rows(findings, report)
     reached = min(ratio(curve, findings.context * FAILS_AT) for curve in curves(findings, "base"))
     report.at_least(f"perplexity of every seed's base at {FAILS_AT}x its context / its least", FAILS, reached)
+    if base := findings.copying.get("zero"):
+        longest = findings.trained_lengths[1]
+        copied = statistics.mean(of_seed[str(longest)] for of_seed in base.values())
+        report.at_least(f"letters copied rightly at {longest} letters, from zero states", COPIES, copied)
     return markdown(report, command)
 
 

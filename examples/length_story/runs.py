@@ -1,23 +1,25 @@
-"""What the length story trains (language.yaml, copying.yaml) and measures, and the strings that are copied."""
+"""What the length story trains (language.yaml, copying.yaml) and measures, and the strings that are copied.
+
+python -m examples.length_story.runs data      the strings of recipe=copying_45m, in data/strings
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from examples.study import answers, selected
 from hybridtron.sweep.carry_out import Folder
-from hybridtron.sweep.grid import SEED, Sweep, SweepRun, read
-from hybridtron.train.records import read_record, write_whole
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from hybridtron.sweep.grid import SEED, Sweep, SweepRun
+from hybridtron.tasks.base import Sample, training_seed
+from hybridtron.tasks.copying import FIXED, SYMBOLS, Copying
+from hybridtron.tasks.tokens import ByteTokens
 
 HERE = Path(__file__).parent
-LETTERS = 26  # what is copied; behind them start, separator, filling and end of document
-START, SEPARATOR, FILLING, END = range(LETTERS, LETTERS + 4)
+END = len(SYMBOLS)  # of a row, behind the task's own vocabulary
+VALIDATION_ROWS = 200
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,16 @@ class Sizes:
     variants: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # all, or these with further settings
     multiples: int = 16  # of the training context, that are read
     rows: int = 1024  # of held-out text that are read, evenly over all of it
-    copy_lengths: tuple[int, int] = (4, 8)  # of the strings trained on
-    copy_test: tuple[int, ...] = (4, 6, 8, 12, 16, 24)  # lengths that are tested
-    copy_examples: int = 60_000
+    copy_lengths: tuple[int, int] = (10, 20)  # of the strings trained on
+    copy_test: tuple[int, ...] = (10, 15, 20, 30, 40, 60)  # lengths that are tested
+    copy_tokens: int = 127  # of a row of packed strings, without the end of document
+    copy_rows: int = 70_400
+    copy_samples: int = 128  # of each length that is tested
 
 
 STORY = Sizes()
-QUICK_COPYING = ("phases.0.tokens=460", "phases.0.seq_len=23", "phases.0.global_batch=4", "phases.0.micro_batch=4")
+PAPER = Sizes(copy_lengths=(50, 100), copy_tokens=1023, copy_rows=150_000)  # a million strings, for copying_45m
+QUICK_COPYING = ("phases.0.tokens=480", "phases.0.seq_len=24", "phases.0.global_batch=4", "phases.0.micro_batch=4")
 QUICK_COPYING += ("run.eval_tokens=256",)
 QUICK = Sizes(
     seeds=("1",),
@@ -50,33 +55,26 @@ QUICK = Sizes(
     rows=4,
     copy_lengths=(5, 10),
     copy_test=(8, 16),
-    copy_examples=400,
+    copy_tokens=23,
+    copy_rows=100,
+    copy_samples=4,
 )  # fmt: skip
 
 
 def sweep_of(part: str, sizes: Sizes, root: Path) -> tuple[Sweep, Folder]:
     """The runs of `language` or of `copying`, at these sizes, and their folder."""
-    sweep, chosen = read(HERE / f"{part}.yaml"), []
-    for run in sweep.runs:
-        more = sizes.variants.get(f"{part}/{run.variant}", None if sizes.variants else ())
-        if more is not None and run.values[SEED] in sizes.seeds:
-            settings = (*run.settings, *more)
-            data = (f"data.path={root / 'strings'}",) if "data=folder" in settings else ()
-            chosen.append(replace(run, settings=(*settings, *data)))
-    return replace(sweep, runs=tuple(chosen)), Folder(root / part)
 
+    def more(run: SweepRun) -> tuple[str, ...] | None:
+        added = sizes.variants.get(f"{part}/{run.variant}", None if sizes.variants else ())
+        if added is None or run.values[SEED] not in sizes.seeds:
+            return None
+        return (*added, f"data.path={root / 'strings'}") if "data=folder" in (*run.settings, *added) else added
 
-def measured(folder: Folder, run: SweepRun, measure: Callable[[Path], Any]) -> Any:
-    """What is found on a run that has finished; it is measured once."""
-    path = folder.of(run.name) / "measured.json"
-    if not (found := read_record(path)):
-        found = {"found": measure(folder.of(run.name))}
-        write_whole(path, json.dumps(found))
-    return found["found"]
+    return selected(HERE / f"{part}.yaml", root / part, more)
 
 
 def write_copying_data(sizes: Sizes, root: Path) -> None:
-    """Prepared tokens in which every document is an example, filled up to one length, so that each is a row."""
+    """Prepared tokens in which every document is a row of packed strings: with its end, which is not learned."""
     import numpy as np
     from tokenizers import Tokenizer, models
 
@@ -84,18 +82,18 @@ def write_copying_data(sizes: Sizes, root: Path) -> None:
 
     if (root / "strings").exists():
         return
-    random, (shortest, longest) = np.random.default_rng(0), sizes.copy_lengths
+    (shortest, longest), length = sizes.copy_lengths, sizes.copy_tokens
+    task, seeds = Copying(shortest=shortest, longest=longest, packed=True), {"train": 0, "validation": 1}
 
-    def examples(count: int) -> Iterator[np.ndarray]:
-        for length in random.integers(shortest, longest + 1, count):
-            letters = random.integers(LETTERS, size=length)
-            filling = np.full(2 * (longest - length), FILLING)
-            yield np.concatenate([[START], letters, [SEPARATOR], letters, filling])  # its END is added
+    def rows(split: str) -> Iterator[Sample]:
+        count = sizes.copy_rows if split == "train" else VALIDATION_ROWS
+        return (task.sample(training_seed(seeds[split]), index, ByteTokens(), length) for index in range(count))
 
+    tokens = {split: {"copying": (row.tokens for row in rows(split))} for split in seeds}
+    masks = {split: {"copying": (np.array([*row.mask, 0], np.uint8) for row in rows(split))} for split in seeds}
     tokenizer = Tokenizer(models.WordLevel({str(token): token for token in range(END + 1)}, unk_token="0")).to_str()
-    splits = {"train": {"copying": examples(sizes.copy_examples)}, "validation": {"copying": examples(200)}}
     origin = {"corpus": "copying", "shortest": shortest, "longest": longest}
-    write_folder(root / "strings", splits, tokenizer, END + 1, END, origin)
+    write_folder(root / "strings", tokens, tokenizer, END + 1, END, origin, masks=masks)
 
 
 def long_text_losses(run: Path, sizes: Sizes) -> list[float]:
@@ -124,20 +122,13 @@ def long_text_losses(run: Path, sizes: Sizes) -> list[float]:
 
 def copy_accuracy(run: Path, sizes: Sizes) -> dict[str, float]:
     """By length of the string: the share of its copy's letters that are the likeliest, given the right ones before."""
-    import torch
-
     from hybridtron.cli.given import newest_checkpoint
-    from hybridtron.data.batch import SeqInfo
-    from hybridtron.evaluate.held_out import trained_model
 
-    model, _, _ = trained_model(newest_checkpoint(run), None)
-    generator, found = torch.Generator().manual_seed(1), {}
-    for length in sizes.copy_test:
-        letters_BL: Tensor = torch.randint(LETTERS, (128, length), generator=generator)
-        start_B1, separator_B1 = torch.full((128, 1), START), torch.full((128, 1), SEPARATOR)
-        tokens_BT = torch.cat([start_B1, letters_BL, separator_B1, letters_BL[:, :-1]], dim=1)
-        with torch.no_grad():
-            output = model(tokens_BT, None, SeqInfo.stream(len(tokens_BT), tokens_BT.shape[1])).output  # tokens first
-        likeliest_BL = output[-length:].argmax(-1).T
-        found[str(length)] = (likeliest_BL == letters_BL).double().mean().item()
-    return found
+    lengths = [2 * letters + FIXED for letters in sizes.copy_test]
+    asked = {"samples": sizes.copy_samples, "tasks": [{"task": "copying", "lengths": lengths}]}
+    rows = answers(newest_checkpoint(run), asked, run / "evaluation/copying")
+    return {str((row["length"] - FIXED) // 2): row["value"] for row in rows if row["metric"] == "accuracy"}
+
+
+if __name__ == "__main__":
+    write_copying_data(PAPER, Path(sys.argv[1]))

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from examples.length_story.pages import Curve, Findings, draw, page
-from examples.length_story.runs import QUICK, STORY, sweep_of
+from examples.length_story.runs import QUICK, STORY, sweep_of, write_copying_data
 from examples.length_story.story import main
+from hybridtron.data.folder import TokenFolder
+from tests.data.test_folder import documents_by_streaming
 
 
 @pytest.mark.slow
@@ -51,6 +53,19 @@ def test_a_run_of_every_intervention_starts_from_its_seeds_base() -> None:
         assert all("data.path=runs/strings" in run.settings for run in sweeps[1].runs)
 
 
+def test_each_row_of_strings_is_a_document_that_learns_its_whole_copies(tmp_path: Path) -> None:
+    write_copying_data(QUICK, tmp_path)
+    folder = TokenFolder.open(tmp_path / "strings")
+    rows, masks = (documents_by_streaming(folder, "train", "copying", one) for one in ("tokens", "mask"))
+    assert len(rows) == QUICK.copy_rows
+    assert {len(row) for row in rows} == {24}  # phases.0.seq_len
+    for row, mask in zip(rows, masks, strict=True):
+        middle, end = row.index(27), row.index(28)  # $ a b | a b . $ c d ...
+        assert row[1:middle] == row[middle + 1 : end]
+        assert mask[: end + 1] == [0] * (middle + 1) + [1] * (end - middle)
+        assert mask[-1] == 0  # the end of the row
+
+
 def curve(context: int, growth: float) -> list[float]:
     """Losses with a perplexity of 10 up to the context, and from there one that grows with the position."""
     return [math.log(10 * max(1.0, position / context) ** growth) for position in range(1, 16 * context + 1)]
@@ -59,10 +74,13 @@ def curve(context: int, growth: float) -> list[float]:
 @pytest.mark.parametrize(("growth", "reached"), [(0.5, "yes"), (0.05, "**no**")])
 def test_the_page_says_whether_the_base_fails(growth: float, reached: str, tmp_path: Path) -> None:
     language = {"base": {1: curve(24, growth), 2: curve(24, growth)}, "passing": {1: curve(24, 0), 2: curve(24, 0)}}
-    copying = {"zero": {1: {"9": 0.25}, 2: {"9": 0.75}}}
+    copying = {"zero": {1: {"9": 0.25, "10": 1.0}, 2: {"9": 0.75, "10": 0.9}}}
     findings = Findings(24, language, copying, (5, 10), ["made up"])
     reported = page(findings, "make length-story")
-    assert reported.splitlines()[-1].endswith(f"| {reached} |")
+    assert reported.splitlines()[-2].endswith(f"| {reached} |")
+    assert (
+        reported.splitlines()[-1] == "| letters copied rightly at 10 letters, from zero states | >= 0.9 | 0.95 | yes |"
+    )
     assert (
         "| passing | 10.00 ± 0.00 | 10.00 ± 0.00 | 10.00 ± 0.00 | 10.00 ± 0.00 | 1.00 ± 0.00 | 1.00 ± 0.00 |"
         in reported

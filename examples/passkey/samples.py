@@ -1,0 +1,139 @@
+"""What the study trains on and asks: samples of passkey of one length a folder, and the answers of every checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from examples.study import answers, selected
+from hybridtron.checkpoint.folder import all_of, step_of
+from hybridtron.sweep.carry_out import Folder
+from hybridtron.sweep.grid import Sweep, SweepRun
+from hybridtron.train.records import read_lines
+
+HERE = Path(__file__).parent
+END = "<|endoftext|>"
+TEXT = "text"  # the phase before the samples
+MIXED = (3, 4)  # phases that mix the lengths
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is done: the real study, or one of a minute."""
+
+    settings: tuple[str, ...] = ()
+    variants: tuple[str, ...] | None = None  # null: all
+    digits: int = 4
+    lengths: tuple[int, ...] = (128, 256, 512)  # of documents, end of text included
+    training: int = 12_000  # samples of each
+    vocab_size: int = 1024
+    multiples: tuple[int, ...] = (1, 2, 4, 8, 16)  # of the longest, that are asked
+    trained: int = 220  # samples asked at the training length
+    longer: int = 55  # and at each of the others
+    steps: int = 22  # samples asked of each checkpoint on the way
+
+
+STUDY = Sizes()
+QUICK = Sizes(
+    settings=(
+        "model.width=32", "run.eval_tokens=2K", "run.eval_every=5", "checkpoint.every=5", "checkpoint.keep_every=5",
+        *(f"phases.{phase}.{size}=4" for phase in range(5) for size in ("global_batch", "micro_batch")),
+        *(f"phases.{phase}.tokens=4K" for phase in range(5)),
+    ),
+    variants=("samba", "mamba2_fitted"),
+    training=400,
+    multiples=(1, 2),
+    trained=11,
+    longer=2,
+    steps=1,
+)  # fmt: skip
+
+
+def sweep_of(sizes: Sizes, runs: Path, data: Path) -> tuple[Sweep, Folder]:
+    """The runs, on the samples of a folder."""
+    paths = [f"phases.{phase}.data.path={data / str(length)}" for phase, length in enumerate(sizes.lengths[:-1], 1)]
+    paths += [
+        f"phases.{phase}.data.mixture.length{length}.path={data / str(length)}"
+        for phase in MIXED
+        for length in sizes.lengths
+    ]
+
+    def more(run: SweepRun) -> tuple[str, ...] | None:
+        if sizes.variants is not None and run.variant not in sizes.variants:
+            return None
+        return (*sizes.settings, f"data.path={data / 'text'}", *paths)
+
+    return selected(HERE / "passkey.yaml", runs, more)
+
+
+def write_samples(sizes: Sizes, data: Path) -> None:
+    """The text and its tokenizer, and for each length a folder in which every sample, with its end, is one row."""
+    from hybridtron.cli.prepare_data import main as prepare
+    from hybridtron.cli.tasks import write_main
+    from hybridtron.data.prepare.embedded import prepare_embedded
+
+    text = data / "text"
+    prepare_embedded(text, sizes.vocab_size)
+    for length in sizes.lengths:
+        samples, folder = data / f"samples-{length}", data / str(length)
+        with redirect_stdout(StringIO()):
+            if not samples.exists():
+                write_main([
+                    "passkey", f"digits={sizes.digits}", "depth_steps=0", "--length", str(length - 1), "--output",
+                    str(samples), "--training", str(sizes.training), "--evaluation", "0", "--tokenizer", str(text),
+                ])  # fmt: skip
+            if not folder.exists():
+                prepare([
+                    "--input", str(samples / "training"), "--learn", "completion", "--validation", "2%", "--source",
+                    "passkey", "--tokenizer", str(text), "--eos", END, "--output", str(folder),
+                ])  # fmt: skip
+
+
+def asked(sizes: Sizes, lengths: Mapping[int, int]) -> dict[str, Any]:
+    """What `hybridtron evaluate --tasks` reads: numbers of samples by multiples of the longest row."""
+    options = {"digits": sizes.digits}
+    tasks = [
+        {"task": "passkey", "lengths": [multiple * sizes.lengths[-1]], "samples": samples, "options": options}
+        for multiple, samples in lengths.items()
+    ]
+    return {"tasks": tasks}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is known of a run: rows of the last checkpoint by length, of the text phase's, and numbers by step."""
+
+    last: list[dict[str, Any]] = field(default_factory=list)
+    text: list[dict[str, Any]] = field(default_factory=list)
+    accuracy: list[tuple[int, float]] = field(default_factory=list)
+    losses: list[tuple[int, float]] = field(default_factory=list)
+
+
+def answers_of(run: Path, sizes: Sizes, zero_shot: bool) -> Found:
+    """Asked of every checkpoint since the text, and of the last at all lengths (of the text's where `zero_shot`)."""
+    lines = read_lines(run / "metrics.jsonl")
+    ended = max(line["step"] for line in lines if line["phase"] == TEXT)
+    whole = {one: sizes.trained if one == 1 else sizes.longer for one in sizes.multiples}
+    checkpoints = {step: folder for folder in all_of(run) if (step := step_of(folder)) >= ended}
+    accuracy = []
+    for step, folder in checkpoints.items():
+        rows = exact(answers(folder, asked(sizes, {1: sizes.steps}), run / "evaluation/by_step" / folder.name))
+        accuracy.append((step, rows[0]["value"]))
+    last = exact(answers(checkpoints[max(checkpoints)], asked(sizes, whole), run / "evaluation/last"))
+    text = exact(answers(checkpoints[ended], asked(sizes, whole), run / "evaluation/text")) if zero_shot else []
+    losses = [(line["step"], line["loss"]) for line in lines if line["phase"] != TEXT]
+    return Found(last, text, accuracy, losses)
+
+
+def exact(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the key itself, without what they were measured with."""
+    return [{key: row[key] for key in row if key != "about"} for row in rows if row["metric"] == "exact"]
+
+
+def minutes(run: Path) -> float:
+    """That the steps of a run took together."""
+    return sum(line["step_time"] for line in read_lines(run / "metrics.jsonl")) / 60

@@ -1,0 +1,151 @@
+"""Passkey retrieval on a laptop: a Samba and its sibling without Mamba, and what fitted noise does for a Mamba-2.
+
+    python -m examples.passkey.study           an hour on two cores; a study that was stopped continues
+    python -m examples.passkey.study --quick   tiny sizes, a minute: does it run, not what does it show
+
+The sweep passkey.yaml trains recipe=passkey_laptop: text, then samples of 128, 256 and 512 tokens of which the answer
+alone is learned. Each checkpoint on the way is asked at 512 tokens, the last at up to 16 times that (Figures 4, 6 and 7
+of the Samba paper; Figure 7 of the length-generalization paper). Runs stand in runs/passkey, samples in data/passkey;
+pictures and tables go to benchmarks/, whatever they say.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from examples.passkey.samples import QUICK, STUDY, Found, Sizes, answers_of, minutes, sweep_of, write_samples
+from examples.study import ROOT, Plan, conduct, measured, parse
+from hybridtron.evaluate.pictures import by_length, heat_map
+from hybridtron.evaluate.results import shown
+from hybridtron.proving.measuring import BenchReport, markdown
+from hybridtron.sweep.carry_out import Folder
+from hybridtron.sweep.grid import Sweep
+
+NAMES = {"samba": "Samba", "swa": "windows alone", "mamba2": "Mamba-2", "mamba2_fitted": "Mamba-2, fitted noise"}
+WANTED = 0.9  # of Samba at the training length, at every depth
+Rows = list[dict[str, Any]]
+
+
+def main(arguments: list[str]) -> int:
+    """Train what is missing, measure, and write. Returns the exit code."""
+    chosen = parse("Passkey retrieval on a laptop.", "passkey", arguments)
+    sizes = QUICK if chosen.quick else STUDY
+    data = chosen.runs / "data" if chosen.quick else ROOT / "data/passkey"
+    write_samples(sizes, data)
+    return conduct(chosen, lambda: {"passkey": sweep_of(sizes, chosen.runs, data)}, partial(write, sizes))
+
+
+def write(sizes: Sizes, plan: Plan, output: Path) -> None:
+    """Measure what has not been, and write page and pictures."""
+    sweep, folder = plan["passkey"]
+    found = {}
+    for run in sweep.runs:
+        zero_shot = run.variant.startswith("mamba2")
+        of_run = measured(folder, run, lambda path, text=zero_shot: asdict(answers_of(path, sizes, text)))
+        found[run.variant] = Found(**of_run)
+    notes = described(sweep, folder, sizes)
+    draw(found, sizes.lengths[-1], output)
+    (output / "passkey.md").write_text(page(found, notes, sizes.lengths[-1]), encoding="utf-8")
+
+
+def described(sweep: Sweep, folder: Folder, sizes: Sizes) -> list[str]:
+    """What was done, in words."""
+    from hybridtron.config.load import load_saved
+    from hybridtron.config.units import readable
+    from hybridtron.planning.count import count
+
+    notes = []
+    for run in sweep.runs:
+        config = load_saved(folder.of(run.name) / "config.yaml")
+        parameters = readable(count(config.model, config.phases[0].seq_len).parameters)
+        size = f"{parameters} parameters, {config.model.pattern}, width {config.model.width}"
+        took = f"{minutes(folder.of(run.name)):.0f} minutes of steps on one thread beside other work"
+        tokens = " + ".join(phase.tokens for phase in config.phases)
+        notes.append(f"{NAMES[run.variant]}: {size}; {tokens} tokens; seed {config.run.seed}; {took}")
+    phases = ", ".join(f"{phase.name} in {phase.global_batch} rows of {phase.seq_len}" for phase in config.phases)
+    return [
+        *notes,
+        f"phases, by steps: {phases} (configs/recipe/passkey_laptop.yaml)",
+        f"keys of {sizes.digits} digits, at drawn depths; the answer alone is learned; {sizes.training} samples each "
+        f"of {', '.join(map(str, sizes.lengths))} tokens, the last phase mixes them",
+        f"asked: {sizes.trained} keys at {sizes.lengths[-1]} tokens, {sizes.longer} at each other length, and of each "
+        f"checkpoint on the way {sizes.steps}, over 11 depths, with seeds not trained on; ± is the standard error",
+    ]
+
+
+def page(found: Mapping[str, Found], notes: list[str], seq_len: int) -> str:
+    """The whole page in Markdown."""
+    report = BenchReport("Passkey retrieval on a laptop", notes=notes)
+    named = {NAMES[variant]: one.last for variant, one in found.items()}
+    hybrid = {NAMES[name]: found[name].last for name in ("samba", "swa") if name in found}
+    table(report, "Keys that were found, by length", hybrid, "passkey_training.png")
+    for variant in ("samba", "swa"):
+        if variant in found:
+            depths(report, NAMES[variant], found[variant].last, f"passkey_{variant}.png")
+    mamba2 = of_mamba2(found)
+    if mamba2:
+        table(report, "Mamba-2 by its states in training", mamba2, "passkey_mamba2.png")
+    for name, rows in named.items():
+        worst = min(value for row in rows if row["length"] == seq_len for _, value, _ in row["by_depth"])
+        if name == NAMES["samba"]:
+            report.at_least(f"{name} at {seq_len} tokens, at its worst depth", WANTED, worst)
+    return markdown(report, "make passkey")
+
+
+def of_mamba2(found: Mapping[str, Found]) -> dict[str, Rows]:
+    """Zero-shot, and both ways of training."""
+    runs = {"from zero states": "mamba2", "from fitted noise": "mamba2_fitted"}
+    tuned = {name: found[run].last for name, run in runs.items() if run in found}
+    zero_shot = next((found[run].text for run in runs.values() if run in found), None)
+    return {"zero-shot": zero_shot, **tuned} if zero_shot else tuned
+
+
+def table(report: BenchReport, title: str, runs: Mapping[str, Rows], picture: str) -> None:
+    """A row for each run, by length."""
+    lengths = [row["length"] for row in next(iter(runs.values()))]
+    header = ("run", *(f"{length} tokens" for length in lengths))
+    report.table(title, header, [(name, *map(shown, rows)) for name, rows in runs.items()], picture)
+
+
+def depths(report: BenchReport, name: str, rows: Rows, picture: str) -> None:
+    """A row for each depth, by length."""
+    header = ("depth", *(f"{row['length']} tokens" for row in rows))
+    at = [{depth: value for depth, value, _ in row["by_depth"]} for row in rows]
+    cells = [(f"{one:.0%}", *(f"{row[one]:.2f}" if one in row else "" for row in at)) for one in at[0]]
+    report.table(f"{name}, by depth and length", header, cells, picture)
+
+
+def draw(found: Mapping[str, Found], seq_len: int, output: Path) -> None:
+    """All pictures."""
+    for variant in ("samba", "swa"):
+        if variant in found:
+            heat_map(NAMES[variant], found[variant].last, seq_len, output / f"passkey_{variant}.png")
+    draw_training({NAMES[variant]: one for variant, one in found.items()}, seq_len, output / "passkey_training.png")
+    if mamba2 := of_mamba2(found):
+        by_length({name: {"passkey": rows} for name, rows in mamba2.items()}, [seq_len], output / "passkey_mamba2.png")
+
+
+def draw_training(found: Mapping[str, Found], seq_len: int, output: Path) -> None:
+    """Loss of the answers, and keys that are found at the training length, over steps of training on keys."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5.5), dpi=120, layout="constrained")
+    losses, accuracies = figure.subplots(2, 1, sharex=True)
+    for name, one in found.items():
+        losses.plot(*zip(*one.losses, strict=True), linewidth=0.9, label=name)
+        accuracies.plot(*zip(*one.accuracy, strict=True), "o-", markersize=3, linewidth=1, label=name)
+    losses.set(yscale="log", ylabel="loss of the answer")
+    accuracies.set(xlabel="step", ylabel=f"keys found at {seq_len} tokens", ylim=(-0.03, 1.03))
+    for axes in (losses, accuracies):
+        axes.grid(alpha=0.3)
+    losses.legend(frameon=False, fontsize="small")
+    figure.savefig(output)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -56,7 +56,7 @@ QUICK = Sizes(
     copy_lengths=(5, 10),
     copy_test=(8, 16),
     copy_tokens=23,
-    copy_rows=100,
+    copy_rows=400,
     copy_samples=4,
 )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from hybridtron.architecture.attention import AttentionSpec
 from hybridtron.architecture.base import MixerSpec
+from hybridtron.architecture.gla import GLASpec
 from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.architecture.span import SpanSpec
@@ -10,6 +11,7 @@ from hybridtron.architecture.swiglu import SwiGLUSpec
 SPECS: dict[str, type[MixerSpec]] = {
     "mamba": MambaSpec,
     "mamba2": Mamba2Spec,
+    "gla": GLASpec,
     "attention": AttentionSpec,
     "span": SpanSpec,
     "swiglu": SwiGLUSpec,

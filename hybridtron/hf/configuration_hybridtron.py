@@ -48,7 +48,7 @@ class HybridtronConfig(transformers.PreTrainedConfig):
         self.use_cache = use_cache
         self.num_hidden_layers = len(pattern)
         kwargs.pop("num_hidden_layers", None)
-        heads = [options for letter in pattern if "heads" in (options := self.layers.get(letter, {}))]
+        heads = [options for letter in pattern if "kv_heads" in (options := self.layers.get(letter, {}))]
         if heads:
             self.num_attention_heads = heads[0]["heads"]
             self.num_key_value_heads = heads[0]["kv_heads"]

@@ -8,6 +8,7 @@ from hybridtron.ops.attention import attention
 from hybridtron.ops.conv import causal_conv
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.gated_norm import gated_scale, gated_squares
+from hybridtron.ops.gla import gla_scan
 from hybridtron.ops.loss import cross_entropy, linear_cross_entropy
 from hybridtron.ops.norm import add_rms_norm, rms_norm
 from hybridtron.ops.product import linear, matrix_product
@@ -22,8 +23,8 @@ OPS: dict[str, Op[Any, Any]] = {
     op.name: op
     for op in (
         add_rms_norm, apply_rope, attention, causal_conv, cross_entropy, gated_scale, gated_squares,
-        linear, linear_cross_entropy, matrix_product, rms_norm, selective_scan, softmax_gradients, softmax_sums,
-        span_attention, ssd_scan, swiglu,
+        gla_scan, linear, linear_cross_entropy, matrix_product, rms_norm, selective_scan, softmax_gradients,
+        softmax_sums, span_attention, ssd_scan, swiglu,
     )
 }  # fmt: skip
 

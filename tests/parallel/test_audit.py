@@ -21,6 +21,7 @@ FAST_CASES = {
     ("mamba", "pp4"),
     ("mamba2", "tp2"),
     ("mamba2-attention", "tp2-sp"),
+    ("sliding-gla", "tp2-sp"),
     ("mistral", "tp2-dp2"),
     ("llama", "dp2"),
     ("llama", "tp2-sp"),

@@ -31,6 +31,8 @@ EXACT = {
     "llama2_swa_438m": 438_081_024,
     "llama2_1.3b": 1_347_842_304,
     "llama2_swa_1.3b": 1_347_842_304,
+    "sliding_gla_438m": 438_309_120,
+    "sliding_gla_1.2b": 1_220_942_592,
     "mamba_432m": 432_804_864,
     "mamba_1.3b": 1_334_740_992,
 }
@@ -59,6 +61,8 @@ PRINTED = {  # in millions, Tables 5 to 8 of Samba
     "llama2_swa_438m_heads_12_1": 414,
     "llama2_swa_438m_heads_12_4": 428,
     "llama2_swa_438m_sc": 438,
+    "sliding_gla_438m_sc": 438,
+    "sliding_gla_438m_swa_sc": 438,
     "llama2_438m_seq_2048": 438,
     "llama2_swa_438m_seq_8192": 438,
     "llama2_swa_438m_seq_16384": 438,

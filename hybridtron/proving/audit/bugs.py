@@ -63,6 +63,8 @@ def _marked(names: str, mark: str, value: bool) -> Replaced:
 
 KV_GRADIENT = _marked("kv", "partial_over_tensor", False)
 BC_GRADIENT = _marked(".bc_", "partial_over_tensor", False)
+GLA_GATE_GRADIENT = _marked("gate_down", "partial_over_tensor", False)
+GLA_NORM_GRADIENT = _marked("norm_weight", "partial_over_tensor", False)
 NORM_GRADIENT = _marked("norm.weight", "partial_over_tensor", False)
 DOUBLE_NORM_GRADIENT = _marked("norm.weight", "partial_over_tensor", True)
 DECAY = _marked("", "undecayed", False)
@@ -161,6 +163,8 @@ BUGS = {
     "bc_gradient": Bug("replicated B and C keep their rank's part", BC_GRADIENT, "mamba2", "tp2"),
     "group_norm": Bug("the gated norm's mean is that of its rank's heads", GROUP_NORM, "mamba2", "tp2-sp"),
     "group_norm_backward": Bug("its gradient stays on its rank", GROUP_NORM_BACKWARD, "mamba2", "tp2"),
+    "gla_gate_gradient": Bug("the decays' small input keeps its rank's part", GLA_GATE_GRADIENT, "sliding-gla", "tp2"),
+    "gla_norm_gradient": Bug("heads' shared norm keeps its rank's part", GLA_NORM_GRADIENT, "sliding-gla", "tp2-sp"),
     "norm_gradient": Bug("norms keep the gradient of their rank's tokens", NORM_GRADIENT, "mamba-mlp", "tp2-sp"),
     "double_norm_gradient": Bug("norms' whole gradients are summed", DOUBLE_NORM_GRADIENT, "mamba-mlp", "tp2"),
     "tied_gradient": Bug("first and last stage keep their own embedding's gradient", TIED_GRADIENT, "samba", "pp2"),

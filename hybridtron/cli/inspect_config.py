@@ -38,7 +38,15 @@ from hybridtron.planning.count import ModelCount, count
 from hybridtron.planning.fit import TENSOR_SIZES, FittingLayout, fit, settings_of
 from hybridtron.planning.memory import DeviceMemory, Plan, RankPlan, largest_phase, plan
 from hybridtron.planning.rates import GPUS, UNSEEN
-from hybridtron.train.phase_table import phase_table, print_changes, rates_of, source_table, table_of, wide_console
+from hybridtron.train.phase_table import (
+    phase_table,
+    print_changes,
+    rates_of,
+    source_table,
+    sources_of,
+    table_of,
+    wide_console,
+)
 
 MEMORY_PARTS = tuple(part.name for part in dataclasses.fields(DeviceMemory))
 SHOWN = 10  # layouts that --fit prints; --json has them all
@@ -140,6 +148,7 @@ def _phase_json(phases: Sequence[ResolvedPhase], phase: ResolvedPhase) -> dict[s
         "micro_batch": settings.micro_batch,
         "lr": settings.lr,
         "rates": rates_of(phases, phase),
+        "sources": [line._asdict() for line in sources_of(phase)],
         "flops_per_token": count(phase.model, settings.seq_len).flops_per_token,
     }
 

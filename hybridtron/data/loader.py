@@ -72,6 +72,7 @@ class Loader:
             "tokens": self.sources.described(),
             "tokenizer": self.sources.tokenizer_digest[:12],
             "eos": str(self.sources.eos),
+            **({} if (chat := self.sources.chat) is None else {"chat": chat}),
             "data.order": order.kind.value,
             "data.documents": order.documents.value,
             "data.shuffle": str(order.shuffle_tokens),

@@ -87,13 +87,20 @@ class Epochs(NamedTuple):
     source: str
     share: float
     tokens: int
-    epochs: float
+    epochs: float | None  # None where it is not known how much there is
     learned: float | None = None  # where the source has masks
+
+    @property
+    def shown_epochs(self) -> str:
+        """How often it is read, in tables."""
+        return "not here" if self.epochs is None else f"{self.epochs:.3g}"
 
     @property
     def shown_learned(self) -> str:
         """The learned share, in tables."""
-        return "all" if self.learned is None else f"{self.learned:.1%}"
+        if self.learned is None:
+            return "" if self.epochs is None else "all"
+        return f"{self.learned:.1%}"
 
 
 def reading_plan(found: Sequence[MixtureSource], tokens: int) -> list[Epochs]:

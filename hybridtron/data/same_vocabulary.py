@@ -14,6 +14,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from hybridtron.data.tokenizer_file import BadTokenizer, read_tokenizer
+
 PROBES = (
     "The quick brown fox, it's 12:45 on 2024-07-01; don't panic!",
     "  two spaces\ttab\n\n  new line \r\n end ",
@@ -34,7 +36,7 @@ def difference(held: bytes, other: bytes) -> str | None:
 
 @lru_cache(maxsize=8)
 def _difference(held: bytes, other: bytes) -> str | None:
-    ours, theirs = _opened(held), _opened(other)
+    ours, theirs = read_tokenizer(held), read_tokenizer(other)
     ids, their_ids = ours.get_vocab(with_added_tokens=True), theirs.get_vocab(with_added_tokens=True)
     return _ids_differ(ids, their_ids) or _merges_differ(ours, theirs) or _texts_differ(ours, theirs)
 
@@ -43,17 +45,10 @@ def _difference(held: bytes, other: bytes) -> str | None:
 def is_readable(stored: bytes) -> bool:
     """Whether it is the tokenizer.json of a tokenizer."""
     try:
-        Tokenizer.from_str(stored.decode())
-    except Exception:  # tokenizers raises nothing narrower
+        read_tokenizer(stored)
+    except BadTokenizer:
         return False
     return True
-
-
-def _opened(stored: bytes) -> Tokenizer:
-    tokenizer = Tokenizer.from_str(stored.decode())
-    tokenizer.no_truncation()  # the file may hold the settings of its last use
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def _ids_differ(ids: Mapping[str, int], their_ids: Mapping[str, int]) -> str | None:

@@ -69,6 +69,12 @@ class Sources:
         return self.mixture[0].folder.manifest.eos
 
     @property
+    def chat(self) -> str | None:
+        """The chat template that conversations were prepared with, where some were, as it is stored."""
+        stored = (one.folder.manifest.origin.get("chat") for one in self.mixture)
+        return next((text for text in stored if isinstance(text, str)), None)
+
+    @property
     def dtype(self) -> np.dtype:
         """One that holds the tokens of all."""
         return np.result_type(*(np.dtype(one.folder.manifest.dtype) for one in self.mixture))

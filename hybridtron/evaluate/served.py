@@ -150,13 +150,12 @@ def _among_ranks(
 
 def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
     """The tokenizer that a checkpoint holds."""
-    from tokenizers import Tokenizer
-
     from hybridtron.checkpoint.manifest import BrokenCheckpoint
+    from hybridtron.data.tokenizer_file import BadTokenizer, read_tokenizer
 
     try:
-        return Tokenizer.from_str(checkpoint.verified("tokenizer.json").decode("utf-8"))
+        return read_tokenizer(checkpoint.verified("tokenizer.json"))
     except BrokenCheckpoint as error:
         raise Unusable(str(error)) from error
-    except Exception as error:  # the package raises nothing more specific
+    except BadTokenizer as error:
         raise Unusable(f"{checkpoint.folder / 'tokenizer.json'} can't be read: {error}") from error

@@ -1,6 +1,7 @@
 """From a checkpoint of any layout to a folder that transformers loads by itself, tensor by tensor, without processes.
 
 config.json, generation_config.json, tokenizer.json, tokenizer_config.json, README.md
+chat_template.jinja              where it was trained on conversations
 model.safetensors, or shards and their index
 *_hybridtron.py                  the class, where transformers has none
 hybridtron_export.json           which checkpoint this was, and what wrote it
@@ -26,7 +27,7 @@ from hybridtron.interop.card import SHARED_PAD, card
 from hybridtron.interop.custom import Custom
 from hybridtron.interop.native import Native, NativeMamba, NativeMamba2
 from hybridtron.interop.native_pairs import Granite, Llama, Mistral
-from hybridtron.interop.tokenizer import SpecialTokens, write_tokenizer
+from hybridtron.interop.tokenizer import CHAT, SpecialTokens, write_tokenizer
 from hybridtron.interop.writer import Planned, write_json, write_weights
 from hybridtron.requirements import is_there
 from hybridtron.storage.digest import digest_of
@@ -63,8 +64,9 @@ class ExportPlan:
             raise CannotExport(f"{self.source.folder} holds no {missing[0]}: it is not of the model in its config.yaml")
         write_weights(folder, tensors, self.shard_bytes, lambda rule: rule.to_theirs(self.source.whole), progress)
         written = str(max({t.dtype for t in tensors if not t.rule.fp32}, key=str)).removeprefix("torch.")
-        length, tokenizer = self._length(), self.source.verified("tokenizer.json")
-        special = write_tokenizer(folder, tokenizer, self._eos(), config.model.vocab_size, length)
+        length, tokenizer = longest_row(self.source), self.source.verified("tokenizer.json")
+        chat = self.source.meta.data.get(CHAT)
+        special = write_tokenizer(folder, tokenizer, self._eos(), config.model.vocab_size, length, chat)
         tokens = special.settings()
         types = {"dtype": written, "torch_dtype": written}
         write_json(folder / "config.json", {**self.target.config(config.model, length), **types, **tokens})
@@ -74,11 +76,6 @@ class ExportPlan:
         (folder / "README.md").write_text(card(config, self.target, special), encoding="utf-8")
         write_json(folder / RECORD, self._record(written))
         return special
-
-    def _length(self) -> int:
-        """Tokens of the longest row that it was trained on, or for an import what its config.json said."""
-        lengths = [phase.seq_len for phase in self.source.config.phases]
-        return max(lengths, default=int(self.source.meta.data.get(LONGEST, UNKNOWN_LENGTH)))
 
     def _eos(self) -> int | None:
         stored = self.source.meta.data.get("eos")
@@ -94,6 +91,12 @@ class ExportPlan:
             "dtype": dtype,
             "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
         }
+
+
+def longest_row(source: Checkpoint) -> int:
+    """Tokens of the longest row that a model was trained on, or for an import what its config.json said."""
+    lengths = [phase.seq_len for phase in source.config.phases]
+    return max(lengths, default=int(source.meta.data.get(LONGEST, UNKNOWN_LENGTH)))
 
 
 def target_of(model: ModelConfig, wanted: Wanted) -> Native:

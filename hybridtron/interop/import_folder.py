@@ -28,12 +28,16 @@ from hybridtron.config.choices import Precision
 from hybridtron.config.choices import Source as DataSource
 from hybridtron.config.load import to_yaml
 from hybridtron.config.schema import Config, DataConfig, PrecisionConfig, RunConfig
+from hybridtron.data.prepare.chat import ChatTemplate
+from hybridtron.data.prepare.documents import ArgumentError
+from hybridtron.data.prepare.vocabulary import chat_template_of
 from hybridtron.interop.config_json import CannotImport, settings_of
 from hybridtron.interop.export import LONGEST, TARGETS
 from hybridtron.interop.native import ModelFormat
 from hybridtron.interop.original import Original
 from hybridtron.interop.reader import Weights
 from hybridtron.interop.rules import TensorRule
+from hybridtron.interop.tokenizer import CHAT
 from hybridtron.problems import ConfigError
 
 SHOWN = 40  # faults that are listed
@@ -116,10 +120,19 @@ def take_over(source: ImportFolder, folder: Path, output: Path, prove: Callable[
     }
     known = {"eos": "eos_token_id", LONGEST: LONGEST}
     data = {ours: str(value) for ours, key in known.items() if isinstance(value := source.settings.get(key), int)}
+    if (chat := _chat_template(folder)) is not None:
+        data[CHAT] = chat.stored()
     meta = Meta(0, 0, data, f"imported from {source.kind.name}", torch.__version__)
     with appearing(output) as temporary:
         write_whole(temporary, meta, small, _tensors(source))
         prove(Checkpoint.open(temporary))
+
+
+def _chat_template(folder: Path) -> ChatTemplate | None:
+    try:
+        return chat_template_of(folder)
+    except ArgumentError as error:
+        raise CannotImport(str(error).removeprefix("--tokenizer: ")) from error
 
 
 def same_tensors(source: ImportFolder, checkpoint: Checkpoint) -> None:

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
+from hybridtron.data.prepare.chat import ChatTemplate
 from hybridtron.data.same_vocabulary import is_readable
+from hybridtron.data.tokenizer_file import read_tokenizer
 from hybridtron.interop.writer import write_json
 
 PAD = "<|pad|>"
+CHAT = "chat"  # the key of a chat template in what a checkpoint says of its data
 KNOWN_PADS = (PAD, "<pad>", "[PAD]", "<|padding|>", "<|finetune_right_pad_id|>")
 
 
@@ -34,8 +35,10 @@ class SpecialTokens:
         return {"bos_token_id": self.eos, "eos_token_id": self.eos, "pad_token_id": self.pad}
 
 
-def write_tokenizer(folder: Path, stored: bytes, eos: int | None, vocab_size: int, length: int) -> SpecialTokens:
-    """tokenizer.json and tokenizer_config.json, from a checkpoint's tokenizer."""
+def write_tokenizer(
+    folder: Path, stored: bytes, eos: int | None, vocab_size: int, length: int, chat: str | None = None
+) -> SpecialTokens:
+    """tokenizer.json, tokenizer_config.json and a chat template, from a checkpoint's."""
     values: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -50,6 +53,12 @@ def write_tokenizer(folder: Path, stored: bytes, eos: int | None, vocab_size: in
         special = SpecialTokens(eos, pad)
         values |= {f"{name}_token": names[eos] for name in ("bos", "eos") if eos in names}
         values |= {"pad_token": names[pad]} if pad in names else {}
+        if chat is not None:
+            template = ChatTemplate.of_stored(chat)
+            named = {name: token for name, token in template.tokens if token in ids}
+            values.pop("bos_token", None)  # where the template knew of none, it writes none
+            values = named | values | {name: named[name] for name in ("bos_token", "eos_token") if name in named}
+            (folder / "chat_template.jinja").write_text(template.text, encoding="utf-8")
     (folder / "tokenizer.json").write_bytes(stored)
     write_json(folder / "tokenizer_config.json", values)
     return special
@@ -57,7 +66,7 @@ def write_tokenizer(folder: Path, stored: bytes, eos: int | None, vocab_size: in
 
 def _with_pad(stored: bytes, vocab_size: int) -> tuple[bytes, dict[str, int]]:
     """With a pad token, unless there is one or no id is left; and the ids of all tokens."""
-    ids = Tokenizer.from_str(stored.decode()).get_vocab(with_added_tokens=True)
+    ids = read_tokenizer(stored).get_vocab(with_added_tokens=True)
     free = max((number + 1 for number in ids.values()), default=0)
     if any(token in ids for token in KNOWN_PADS) or free >= vocab_size:
         return stored, ids

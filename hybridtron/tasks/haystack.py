@@ -16,10 +16,9 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from hybridtron.data.folder import FolderError, TokenFolder
 from hybridtron.data.mds.store import DataError, DocumentStore
+from hybridtron.data.tokenizer_file import read_tokenizer
 from hybridtron.regular_files import Unreadable, read_regular
 from hybridtron.storage.cache import CacheOptions
 from hybridtron.tasks.base import TaskError
@@ -101,7 +100,7 @@ def _files(folder: Path) -> Iterator[str]:
 def _shards(path: Path) -> Iterator[str]:
     try:
         folder = TokenFolder.open(path)
-        tokenizer = Tokenizer.from_str(folder.tokenizer_file.read_text())
+        tokenizer = read_tokenizer(folder.tokenizer_file.read_text())
         for source in sorted(folder.manifest.splits["validation"]):
             store = DocumentStore(folder, "validation", source, CacheOptions(CACHE))
             for document in range(len(store.lengths)):

@@ -13,6 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from hybridtron.data.folder import LARGEST_TOKENIZER
+from hybridtron.data.tokenizer_file import BadTokenizer, read_tokenizer
 from hybridtron.regular_files import Unreadable, read_regular
 from hybridtron.tasks.base import TaskError, TextTokens
 
@@ -54,15 +55,12 @@ def open_tokens(name: str) -> TextTokens:
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
         content = read_regular(file, LARGEST_TOKENIZER)
-        tokenizer = Tokenizer.from_str(content.decode())
+        tokenizer = read_tokenizer(content, spelled=True)
     except FileNotFoundError as error:
         cure = f"name a folder with tokenizer.json, that file, or {BYTES}"
         raise TaskError(f"--tokenizer {name}: there is no {file}; {cure}") from error
-    except (Unreadable, OSError, UnicodeDecodeError) as error:
+    except (Unreadable, OSError) as error:
         raise TaskError(f"--tokenizer {name}: {file} can't be read: {error}") from error
-    except Exception as error:  # tokenizers raises nothing narrower
+    except BadTokenizer as error:
         raise TaskError(f"--tokenizer {name}: {file} is no tokenizer.json: {error}") from error
-    tokenizer.no_truncation()  # the file may hold the settings of its last use
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
     return FileTokens(tokenizer, hashlib.sha256(content).hexdigest())

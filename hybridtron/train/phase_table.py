@@ -18,7 +18,7 @@ from hybridtron.config.resolve import ResolvedPhase, last_step, resolve
 from hybridtron.config.schema import Config
 from hybridtron.config.units import readable
 from hybridtron.data.folder import FolderError, TokenFolder
-from hybridtron.data.mixture_spec import mixture_of, reading_plan
+from hybridtron.data.mixture_spec import Epochs, mixture_of, reading_plan
 from hybridtron.planning.count import count
 from hybridtron.storage.remote import is_url
 from hybridtron.train.lr import learning_rate
@@ -100,12 +100,14 @@ def source_table(config: Config) -> Table:
     """What each phase reads of each source; epochs and what is learned where its folder is on this machine."""
     table = table_of("phase", "source", "share", "tokens", "epochs", "learned", numbers_from=2)
     for phase in resolve(config):
-        for name, share, epochs, learned in _reading(phase):
-            table.add_row(phase.settings.name, name, f"{share:.1%}", readable(share * phase.tokens), epochs, learned)
+        for line in sources_of(phase):
+            read = readable(line.share * phase.tokens), line.shown_epochs, line.shown_learned
+            table.add_row(phase.settings.name, line.source, f"{line.share:.1%}", *read)
     return table
 
 
-def _reading(phase: ResolvedPhase) -> Iterator[tuple[str, float, str, str]]:
+def sources_of(phase: ResolvedPhase) -> list[Epochs]:
+    """What a phase reads of each source."""
     data = phase.data
     paths = [entry.path or data.path for entry in data.mixture.values()] or [data.path]
     try:
@@ -114,13 +116,9 @@ def _reading(phase: ResolvedPhase) -> Iterator[tuple[str, float, str, str]]:
         found = mixture_of(data, lambda path: TokenFolder.open(Path(path)))
     except FolderError:
         whole = sum(entry.weight for entry in data.mixture.values())
-        for name, entry in data.mixture.items():
-            yield name, entry.weight / whole, "not here", ""
-        if not data.mixture:
-            yield data.path, 1.0, "not here", ""
-        return
-    for line in reading_plan(found, phase.tokens):
-        yield line.source, line.share, f"{line.epochs:.3g}", line.shown_learned
+        shares = {name: entry.weight / whole for name, entry in data.mixture.items()} or {data.path: 1.0}
+        return [Epochs(name, share, round(share * phase.tokens), None) for name, share in shares.items()]
+    return reading_plan(found, phase.tokens)
 
 
 def changes_of(phase: ResolvedPhase) -> Iterator[str]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
+from hybridtron.data.tokenizer_file import read_tokenizer
 from hybridtron.model.generate import Prompts, continued, reader
 from hybridtron.model.lm import LanguageModel
 from hybridtron.model.sampling import Sampling
@@ -16,7 +15,7 @@ def sample_text(
     model: LanguageModel, checkpoint: Path, prompt: str, new_tokens: int, temperature: float = 0.8, seed: int = 0
 ) -> str:
     """The prompt and what the model makes of it, with the tokenizer that the checkpoint holds."""
-    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    tokenizer = read_tokenizer((checkpoint / "tokenizer.json").read_bytes())
     ids = tokenizer.encode(prompt).ids
     text = TextOfRow(tokenizer.decode, new_tokens, before=ids)
     prompts = Prompts.of([ids], next(model.parameters()).device)

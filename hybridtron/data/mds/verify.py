@@ -70,14 +70,14 @@ def verify(path: Path, workers: int = 1, watch: Callable[[int, int], None] = lam
 
 def tokenizer_faults(folder: TokenFolder) -> Iterator[str]:
     """The tokenizer against the manifest's digest and vocabulary."""
-    from tokenizers import Tokenizer
+    from hybridtron.data.tokenizer_file import BadTokenizer, read_tokenizer
 
     try:
-        tokenizer = Tokenizer.from_buffer(folder.verified("tokenizer.json"))
+        tokenizer = read_tokenizer(folder.verified("tokenizer.json"))
     except FolderError as error:
         yield error.fault
         return
-    except Exception as error:  # the type is Exception itself
+    except BadTokenizer as error:
         yield f"does not parse: {error}"
         return
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)

@@ -55,6 +55,20 @@ class ChatTemplate:
             return str(error)
         return None
 
+    def stored(self) -> str:
+        """As folders and checkpoints keep it: the template and what it may name."""
+        return json.dumps({"template": self.text, "tokens": dict(self.tokens)})
+
+    @staticmethod
+    def of_stored(text: str) -> ChatTemplate:
+        """What `stored` wrote."""
+        values = json.loads(text)
+        return ChatTemplate(values["template"], tuple(values["tokens"].items()), frozenset())
+
+    def prompt(self, messages: list[dict[str, Any]], answered: bool = True) -> str:
+        """What comes before the next answer, or before the rest of the last one."""
+        return self._render(messages, None, answered)
+
     def conversation(self, messages: Any, tools: Any = None) -> tuple[str, Spans]:
         """The text of a conversation, and the spans that the assistant wrote; ValueError says what is wrong with it."""
         _check(messages, self.special)

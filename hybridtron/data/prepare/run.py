@@ -252,6 +252,8 @@ def _described(job: PrepareJob, tallies: Sequence[Tally]) -> Origin:
     }
     if job.settings.learn is not None:
         described["learn"] = job.settings.learn
+    if job.settings.learn == "messages" and job.vocabulary.chat is not None:
+        described["chat"] = job.vocabulary.chat.stored()
     if job.settings.min_tokens is not None:
         described["too_short"] = sum(tally.short for tally in tallies)
     if job.settings.max_tokens is not None:

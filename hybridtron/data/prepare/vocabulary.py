@@ -17,6 +17,7 @@ from tokenizers.processors import ByteLevel
 from hybridtron.data.folder import LARGEST_TOKENIZER
 from hybridtron.data.prepare.chat import ChatTemplate
 from hybridtron.data.prepare.documents import ArgumentError
+from hybridtron.data.tokenizer_file import BadTokenizer, read_tokenizer
 from hybridtron.regular_files import Unreadable, read_regular
 
 KNOWN_EOS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
@@ -66,7 +67,7 @@ def open_vocabulary(path: Path, eos_token: str | None = None, separator: str | N
     found = vocabulary_of(
         text, name, eos_token or _named(configs, "eos_token"), separator, _named(configs, "bos_token")
     )
-    return replace(found, chat=_chat_template(file.parent, configs, found))
+    return replace(found, chat=_chat_template(file.parent, found))
 
 
 def vocabulary_of(
@@ -77,8 +78,8 @@ def vocabulary_of(
     Packed tokens are parted by bos where a tokenizer has one, unless a separator is named.
     """
     try:
-        tokenizer = Tokenizer.from_str(text)
-    except Exception as error:  # tokenizers raises nothing narrower
+        tokenizer = read_tokenizer(text)
+    except BadTokenizer as error:
         raise ArgumentError(f"--tokenizer: the tokenizer.json of {name} can't be read: {error}") from error
     ids = tokenizer.get_vocab(with_added_tokens=True)
     eos_token = eos_token or next((token for token in KNOWN_EOS if token in ids), None)
@@ -97,7 +98,25 @@ def vocabulary_of(
     return found
 
 
-def _chat_template(folder: Path, configs: list[dict], found: Vocabulary) -> ChatTemplate | None:
+def chat_template_of(folder: Path) -> ChatTemplate | None:
+    """The template of a folder, and the tokens that its configurations name."""
+    configs = [_config(folder / config) for config in _CONFIGS]
+    text = _template_text(folder, configs)
+    tokens = {key: token for key in _TEMPLATE_TOKENS if (token := _named(configs, key))}
+    return None if text is None else ChatTemplate(text, tuple(tokens.items()), frozenset())
+
+
+def _chat_template(folder: Path, found: Vocabulary) -> ChatTemplate | None:
+    """The same, with the vocabulary's eos, and no message may spell its special tokens."""
+    if (template := chat_template_of(folder)) is None:
+        return None
+    added = found.tokenizer().get_added_tokens_decoder().values()
+    tokens = dict(template.tokens) | {"eos_token": found.eos_token}
+    special = frozenset(token.content for token in added if token.special)
+    return ChatTemplate(template.text, tuple(tokens.items()), special)
+
+
+def _template_text(folder: Path, configs: list[dict]) -> str | None:
     """The one of chat_template.jinja, or the default one of tokenizer_config.json."""
     try:
         text = read_regular(folder / "chat_template.jinja", LARGEST_TEMPLATE).decode()
@@ -108,18 +127,12 @@ def _chat_template(folder: Path, configs: list[dict], found: Vocabulary) -> Chat
             text = named.get("default")
     except (Unreadable, UnicodeDecodeError) as error:
         raise ArgumentError(f"--tokenizer: {folder / 'chat_template.jinja'} can't be read: {error}") from error
-    if not isinstance(text, str) or not text:
-        return None
-    tokens = {key: token for key in _TEMPLATE_TOKENS if (token := _named(configs, key))}
-    added = found.tokenizer().get_added_tokens_decoder().values()
-    special = frozenset(token.content for token in added if token.special)
-    return ChatTemplate(text, tuple((tokens | {"eos_token": found.eos_token}).items()), special)
+    return text if isinstance(text, str) and text else None
 
 
 @lru_cache(maxsize=1)
 def _tokenizer_with_offsets(text: str, special: bool) -> Tokenizer:
-    tokenizer = _tokenizer.__wrapped__(text)
-    tokenizer.encode_special_tokens = not special
+    tokenizer = read_tokenizer(text, spelled=not special)
     # Byte-level tokenizers commonly trim spaces off the offsets here; without special tokens it does nothing else.
     tokenizer.post_processor = ByteLevel(trim_offsets=False)
     return tokenizer
@@ -127,11 +140,7 @@ def _tokenizer_with_offsets(text: str, special: bool) -> Tokenizer:
 
 @lru_cache(maxsize=1)  # every batch of documents asks for it
 def _tokenizer(text: str) -> Tokenizer:
-    tokenizer = Tokenizer.from_str(text)
-    tokenizer.no_truncation()  # the file may hold the settings of its last use
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
-    return tokenizer
+    return read_tokenizer(text, spelled=True)
 
 
 def _config(file: Path) -> dict:

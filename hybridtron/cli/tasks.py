@@ -2,10 +2,12 @@
 
     hybridtron tasks list
     hybridtron tasks show passkey --length 512 digits=3
+    hybridtron tasks prepare copying --length 43 --training 300000 --output data/copying longest=20 shortest=10
     hybridtron tasks write ruler_se --length 4096 8192 --evaluation 500 --tokenizer DIR --output sets/ruler
 
-`show` prints the prompt, the answer after `>>>`, and on stderr what was drawn. Without --tokenizer every byte is a
-token. Exit codes: 0 done, 2 unknown task, wrong option, a length that can't fit a sample, or a missing corpus.
+`show` prints the prompt, the answer after `>>>`, and on stderr what was drawn. `prepare` writes tasks on token ids as
+tokens with masks, which a run trains on by data=folder. Without --tokenizer every byte is a token. Exit codes: 0 done,
+2 unknown task, wrong option, a length that can't fit a sample, or a missing corpus.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ import json
 import sys
 from pathlib import Path
 
-from hybridtron.cli.given import not_there_yet, progress_bar
+from hybridtron.cli.given import not_there_yet, positive, progress_bar
 from hybridtron.problems import Unusable
 from hybridtron.tasks import GROUPS, TASKS
-from hybridtron.tasks.base import TaskError
+from hybridtron.tasks.base import Task, TaskError
 from hybridtron.tasks.options import members, named, options_of
-from hybridtron.tasks.tokens import BYTES, open_tokens
+from hybridtron.tasks.tokens import BYTES, ByteTokens, open_tokens
 from hybridtron.tasks.write import WrittenSet, write
 
 
@@ -80,16 +82,51 @@ def write_main(arguments: list[str]) -> int:
     return 0
 
 
+def prepare_main(arguments: list[str]) -> int:
+    """Write prepared tokens."""
+    parser = argparse.ArgumentParser(
+        prog="hybridtron tasks prepare",
+        description="Write samples of tasks on token ids as prepared tokens with masks.",
+    )
+    add = parser.add_argument
+    add("tasks", nargs="+", metavar="NAME", help="tasks on token ids; options of a single task as OPTION=VALUE")
+    add("--output", type=Path, required=True, metavar="DIR", help="a folder that does not exist yet")
+    add("--length", type=int, nargs="+", required=True, metavar="N", help="lengths in tokens")
+    add("--training", type=positive, required=True, metavar="N", help="samples of a task and length")
+    add("--validation", type=positive, default=100, metavar="N", help="held-out samples of each; default: 100")
+    add("--seed", type=int, default=0, metavar="S", help="default: 0")
+    chosen = parser.parse_intermixed_args(arguments)
+    from hybridtron.tasks.prepare import prepare
+
+    tasks, output = _named_tasks(chosen.tasks), not_there_yet(chosen.output)
+    wanted = WrittenSet(tasks, tuple(chosen.length), chosen.validation, chosen.training, chosen.seed, ByteTokens())
+    try:
+        with progress_bar(str(output)) as moved:
+            folder = prepare(wanted, output, moved)
+    except OSError as error:
+        raise Unusable(str(error)) from error
+    manifest = folder.manifest
+    print(f"{output}: {manifest.tokens('train')} tokens of training, {manifest.tokens('validation')} of validation")
+    print(f"train with data=folder data.path={output} model.vocab_size={manifest.vocab_size}")
+    return 0
+
+
 def _write(chosen: argparse.Namespace) -> list[Path]:
-    settings = [word for word in chosen.tasks if "=" in word]
-    names = members([word for word in chosen.tasks if "=" not in word])
-    if settings and len(names) != 1:
-        raise TaskError(f"{settings[0]}: options belong to one task, and {len(names)} are named")
-    tasks = tuple(named(name, settings) for name in names)
-    if not tasks:
-        raise TaskError("no task is named; `hybridtron tasks list` names all")
+    tasks = _named_tasks(chosen.tasks)
     tokenizer = open_tokens(chosen.tokenizer)
     output = not_there_yet(chosen.output)
     wanted = WrittenSet(tasks, tuple(chosen.length), chosen.evaluation, chosen.training, chosen.seed, tokenizer)
     with progress_bar(str(output)) as moved:
         return write(wanted, output, moved)
+
+
+def _named_tasks(words: list[str]) -> tuple[Task, ...]:
+    """Tasks and groups, with the options of the only one."""
+    settings = [word for word in words if "=" in word]
+    names = members([word for word in words if "=" not in word])
+    if settings and len(names) != 1:
+        raise TaskError(f"{settings[0]}: options belong to one task, and {len(names)} are named")
+    tasks = tuple(named(name, settings) for name in names)
+    if not tasks:
+        raise TaskError("no task is named; `hybridtron tasks list` names all")
+    return tasks

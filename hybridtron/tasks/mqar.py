@@ -3,7 +3,8 @@
 A row of L tokens starts with k pairs of key and value. The rest is slots of two tokens. Each key comes again once, as
 the first token of a slot; slot i is chosen with a probability in proportion to a * i^(a - 1), without replacement, so
 short gaps are likely. What is wanted at that key is its value: the target is not the next token, so a sample has
-labels. All other places hold random ids (or 0).
+labels. All other places hold random ids (or 0). With `follows` the value is the second token of the slot, so that the
+target is the next token, as in the prepared tokens that a run trains on.
 
 Keys are from 1 to V/2 - 1, values from V/2 to V - 1, both without replacement. The paper's sizes (L, k): (64, 4),
 (128, 8), (256, 16), (512, 64). A state-space layer needs a convolution or a second layer to bind value to key.
@@ -26,6 +27,7 @@ class MultiQueryRecall(TokenTask):
     vocabulary   V
     power        a
     random_rest  whether the other places hold random ids; 0 else
+    follows      whether the value stands behind its key the second time, too
     """
 
     name: str = "mqar"
@@ -33,6 +35,7 @@ class MultiQueryRecall(TokenTask):
     vocabulary: int = 8192
     power: float = 0.01
     random_rest: bool = True
+    follows: bool = False
 
     @property
     def about(self) -> str:
@@ -57,6 +60,11 @@ class MultiQueryRecall(TokenTask):
             key, labels[place] = asked.get(place, (rest, IGNORED))
             tokens.append(key)
         answer = [labels[place] for place in sorted(places)]
+        mask = [int(label != IGNORED) for label in labels]
+        if self.follows:
+            mask = [0, *mask[:-1]]
+            for place, (_, value) in asked.items():
+                tokens[place + 1] = value
         return Sample(
             self.name,
             seed,
@@ -64,12 +72,12 @@ class MultiQueryRecall(TokenTask):
             " ".join(map(str, tokens)),
             " ".join(map(str, answer)),
             tuple(tokens),
-            tuple(int(label != IGNORED) for label in labels),
+            tuple(mask),
             tuple(map(str, answer)),
             generate=0,
             max_length=length,
             meta={"keys": keys, "values": values, "places": places},
-            labels=tuple(labels),
+            labels=None if self.follows else tuple(labels),
         )
 
     def _slots(self, random: Random, length: int) -> list[int]:

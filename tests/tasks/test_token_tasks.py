@@ -144,3 +144,13 @@ def test_copies_are_packed_to_the_length() -> None:
 def test_what_can_t_be_made_is_refused(name: str, options: list[str], length: int, wanted: str) -> None:
     with pytest.raises(TaskError, match=wanted):
         named(name, options).sample(0, 0, BYTES, length)
+
+
+def test_a_value_that_follows_its_key_is_the_next_token() -> None:
+    """The same pairs at the same places: what is wanted of a key is unchanged, and it stands behind it."""
+    apart, follows = (named("mqar", [f"follows={one}"]).sample(5, 2, BYTES, 64) for one in ("false", "true"))
+    assert (follows.labels, follows.targets()) == (None, apart.targets())
+    assert follows.meta == apart.meta
+    places = {place + 1 for place in apart.meta["places"]}
+    differ = {place for place in range(64) if apart.tokens[place] != follows.tokens[place]}
+    assert differ <= places

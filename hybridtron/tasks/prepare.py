@@ -1,0 +1,82 @@
+"""Tasks on token ids as a folder of prepared tokens with masks, which a recipe trains on.
+
+    train/TASK-LENGTH        samples of the training seed
+    validation/TASK-LENGTH   samples of the seed itself, which an evaluation of that seed asks, too
+
+A sample is a document: its tokens, and an eos that is not learned, whose id is the first beyond the task's vocabulary.
+No sample is there twice. The tokenizer knows ids as words: "17" is token 17.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+from hybridtron.data.folder import TokenFolder
+from hybridtron.data.prepare.writer import write_folder
+from hybridtron.tasks.base import Sample, TaskError, TokenTask, training_seed
+from hybridtron.tasks.tokens import ByteTokens
+from hybridtron.tasks.write import WrittenSet, distinct
+
+EOS = "<eos>"
+Moved = Callable[[int, int], None]
+
+
+def prepare(wanted: WrittenSet, folder: Path, moved: Moved) -> TokenFolder:
+    """Write it; of `wanted`, `evaluation` is the number of held-out samples."""
+    tasks = token_tasks(wanted)
+    eos = max(task.num_tokens for task in tasks)
+    done, of = itertools.count(1), len(tasks) * len(wanted.lengths) * (wanted.evaluation + wanted.training)
+    splits: dict[str, dict[str, Iterator[np.ndarray]]] = {"validation": {}, "train": {}}
+    masks: dict[str, dict[str, Iterator[np.ndarray]]] = {"validation": {}, "train": {}}
+    for task, length in itertools.product(tasks, wanted.lengths):
+        seen: set[bytes] = set()
+        for split, seed, count in (
+            ("validation", wanted.seed, wanted.evaluation),
+            ("train", training_seed(wanted.seed), wanted.training),
+        ):
+            samples = _heard(distinct(task, seed, count, ByteTokens(), length, seen), lambda: moved(next(done), of))
+            documents, same = itertools.tee(samples)  # read in turns: one sample is held
+            splits[split][f"{task.name}-{length}"] = (np.array(one.tokens) for one in documents)
+            masks[split][f"{task.name}-{length}"] = (_mask(one) for one in same)
+    origin = {"corpus": "tasks", "seed": wanted.seed, "tasks": json.dumps(wanted.about()["tasks"])}
+    return write_folder(folder, splits, _tokenizer(eos), eos + 1, eos, origin, masks=masks)
+
+
+def token_tasks(wanted: WrittenSet) -> Sequence[TokenTask]:
+    """The tasks, where all of them can be prepared so."""
+    tasks = []
+    for task in wanted.tasks:
+        if not isinstance(task, TokenTask):
+            cure = "`hybridtron tasks write` and `hybridtron data prepare --learn completion` prepare a task in text"
+            raise TaskError(f"{task.name} is in text: {cure}")
+        if task.sample(wanted.seed, 0, ByteTokens(), wanted.lengths[0]).labels is not None:
+            cure = "follows=true puts each value behind its key"
+            raise TaskError(f"{task.name}: its targets are not the next token, which prepared tokens are: {cure}")
+        tasks.append(task)
+    if not wanted.training:
+        raise TaskError("--training 0: a prepared folder has training samples")
+    return tasks
+
+
+def _mask(sample: Sample) -> np.ndarray:
+    """With an entry for eos, which is not learned."""
+    return np.array([*sample.mask, 0], dtype=np.bool_)
+
+
+def _heard(samples: Iterator[Sample], made: Callable[[], None]) -> Iterator[Sample]:
+    for sample in samples:
+        made()
+        yield sample
+
+
+def _tokenizer(eos: int) -> str:
+    tokenizer = Tokenizer(models.WordLevel({str(token): token for token in range(eos)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken(EOS, special=True)])
+    return tokenizer.to_str()

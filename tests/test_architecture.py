@@ -60,6 +60,9 @@ OWNERS = {
     "snappy": "data/mds/compression.py",
     "wonderwords": "tasks/words.py",
     "pyarrow": "data/prepare/inputs.py",
+    "lm_eval": "evaluate/harness.py",
+    "rouge_score": "evaluate/harness_tasks.py",  # comes with lm_eval, and so does the next
+    "datasets": "evaluate/harness_tasks.py",
     "jinja2": "data/prepare/chat.py",
     "triton": "ops/kernel_launch.py ops/kernel_compiled.py ops/*/kernels*.py ops/*/triton.py",  # kernels of our own
 }

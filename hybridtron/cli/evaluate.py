@@ -16,14 +16,16 @@ RUN/evaluation/STEP, or --output:
 
 They are defined in hybridtron/evaluate/length.py. With --suite samba|span|length|hax|all, or a file by --tasks, samples
 of tasks and perplexity are added: samples.jsonl, results.json, pictures, and index.html, one page that opens without a
-network. An evaluation that was killed continues with the next sample. Exit codes: 0 all was written, 2 no checkpoint,
-too little text, or a wrong argument.
+network. An evaluation that was killed continues with the next sample. With --harness, tasks of lm-evaluation-harness
+and groups of them (samba_short, samba_instruct, span_short, span_long, recall, hax_short, longbench, tiny) are asked
+instead. Exit codes: 0 all was written, 2 no checkpoint, too little text, or a wrong argument.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,11 +36,12 @@ from hybridtron.cli.given import newest_checkpoint, positive, progress_bar
 from hybridtron.evaluate.instruments import INSTRUMENTS, written
 from hybridtron.evaluate.served import layout, served
 from hybridtron.problems import Unusable
-from hybridtron.requirements import is_there, missing
+from hybridtron.requirements import demand, is_there, missing
 
 if TYPE_CHECKING:
     from hybridtron.evaluate.results import Evaluated
     from hybridtron.evaluate.run import Wishes
+    from hybridtron.evaluate.served import Served
 
 SUITES = ("samba", "span", "length", "hax", "all")
 
@@ -52,6 +55,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("paths", nargs="+", metavar="RUN", help="runs/NAME, or runs/NAME/checkpoints/step-00000100; parallel.KEY=N")
     add("--suite", choices=SUITES, help="tasks of a paper, at multiples of the training length")
     add("--tasks", type=Path, metavar="FILE", help="a YAML file of tasks and lengths")
+    add("--harness", nargs="+", metavar="NAME", help="tasks and groups of lm-evaluation-harness")
+    add("--include", type=Path, metavar="DIR", help="a folder of tasks of your own, for --harness")
+    add("--max-length", type=positive, metavar="N", help="tokens of a row, for --harness (default: as trained)")
+    add("--run-code", action="store_true", help="for --harness: run the code that the model writes")
     add("--lengths", nargs="+", metavar="N", help="lengths of all tasks: tokens, or training lengths such as 4x")
     add("--samples", type=positive, metavar="N", help="samples of each task and length")
     add("--batch", type=positive, default=16, metavar="N", help="samples that are read together (default: %(default)s)")
@@ -62,8 +69,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--instruments", metavar="A,B", help=f"default: {','.join(INSTRUMENTS)}")
     add("--output", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation/STEP)")
     chosen = parser.parse_intermixed_args(arguments)
-    chosen.layout = [word for word in chosen.paths if word.startswith("parallel.")]
+    chosen.layout = [word for word in (*chosen.paths, *(chosen.harness or ())) if word.startswith("parallel.")]
     chosen.paths = [Path(word) for word in chosen.paths if word not in chosen.layout]
+    chosen.harness = [word for word in chosen.harness or () if word not in chosen.layout]
     chosen.instruments = None if chosen.instruments is None else chosen.instruments.split(",")
     if wrong := [name for name in chosen.instruments or [] if name not in INSTRUMENTS]:
         parser.error(f"--instruments: there is no {wrong[0]!r}; there are {', '.join(INSTRUMENTS)}")
@@ -71,6 +79,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--length is {chosen.length}, must be a number of tokens such as 8192, or of lengths such as 16x")
     if chosen.suite and chosen.tasks:
         parser.error(f"--suite {chosen.suite} and --tasks {chosen.tasks}: one of them")
+    if chosen.harness and (chosen.suite or chosen.tasks or chosen.lengths or chosen.instruments):
+        parser.error("--harness asks its own tasks: leave --suite, --tasks, --lengths and --instruments")
+    if not chosen.harness and (chosen.include or chosen.max_length or chosen.run_code):
+        parser.error("--include, --max-length and --run-code belong to --harness NAME")
     if not chosen.paths or (len(chosen.paths) > 1 and chosen.output is None):
         parser.error("several runs need --output DIR, where they are compared" if chosen.paths else "no run is named")
     return chosen
@@ -82,7 +94,7 @@ def main(arguments: list[str]) -> int:
     checkpoints = {path: newest_checkpoint(path) for path in chosen.paths}
     console = Console(highlight=False, markup=False, soft_wrap=True)
     try:
-        if chosen.suite or chosen.tasks:
+        if chosen.suite or chosen.tasks or chosen.harness:
             measure(checkpoints, chosen, console)
         else:
             for path, checkpoint in checkpoints.items():
@@ -102,22 +114,37 @@ def folder_for(path: Path, checkpoint: Path, chosen: argparse.Namespace) -> Path
 
 def measure(checkpoints: dict[Path, Path], chosen: argparse.Namespace, console: Console) -> None:
     """The suite or the file, on every checkpoint."""
-    from hybridtron.evaluate.run import compared, evaluate
+    from hybridtron.evaluate.run import compared
 
-    wished, found = wishes(chosen), []
+    ask, found = asking(chosen), []
     folders = {path: folder_for(path, checkpoint, chosen) for path, checkpoint in checkpoints.items()}
     if len(set(folders.values())) < len(chosen.paths):
         raise Unusable("two of the runs have the same name and step, and so the same folder below --output")
     for path, checkpoint in checkpoints.items():
         with served(checkpoint, layout(chosen.layout)) as model:
             name = f"{folders[path].parent.parent.name if chosen.output is None else path.name}, step {model.step}"
-            one = evaluate(model, name, wished, folders[path], progress_bar)
+            one = ask(model, name, folders[path])
             if model.first:
                 found.append(one)
                 report(one, console)
     if len(found) > 1:
-        compared(f"{chosen.suite or chosen.tasks}", found, chosen.output)
+        compared(f"{chosen.suite or chosen.tasks or ', '.join(chosen.harness)}", found, chosen.output)
         console.print(f"compared in {chosen.output / 'index.html'}")
+
+
+def asking(chosen: argparse.Namespace) -> Callable[[Served, str, Path], Evaluated]:
+    """What measures a checkpoint under a name into a folder: a suite, or the harness, below it."""
+    if not chosen.harness:
+        from hybridtron.evaluate.run import evaluate
+
+        wished = wishes(chosen)
+        return lambda model, name, folder: evaluate(model, name, wished, folder, progress_bar)
+    demand("harness")
+    from hybridtron.evaluate.harness_run import HarnessWishes, measured
+
+    given = (chosen.include, chosen.samples, chosen.batch, chosen.max_length, chosen.run_code)
+    asked = HarnessWishes(chosen.harness, *given)
+    return lambda model, name, folder: measured(model, name, asked, folder / "harness", progress_bar)
 
 
 def wishes(chosen: argparse.Namespace) -> Wishes:

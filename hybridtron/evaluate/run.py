@@ -163,7 +163,7 @@ def compared(title: str, evaluations: list[Evaluated], output: Path) -> None:
     if is_there("matplotlib"):
         seq_lens = [one.about["seq_len"] for one in evaluations]
         file = output / "by_length.png"
-        if rows:
+        if rows and isinstance(rows[0]["length"], int):
             by_length({one.name: main_rows(one.rows) for one in evaluations}, seq_lens, file)
             pictures.append(("by length", file.read_bytes()))
         curves = {one.name: read_lines(one.folder / "positions.jsonl") for one in evaluations}

@@ -34,6 +34,7 @@ ONLY_PARSED = {  # by how a command begins
     "data prepare --input chats.jsonl": "a tokenizer with words: tests/docs/test_answers.py",
     "data prepare --input sets/tuning": "a tokenizer with words: tests/docs/test_answers.py",
     "inspect data=folder data.path=data/chats": "a tokenizer with words: tests/docs/test_answers.py",
+    "evaluate runs/laptop --harness": "the extra harness: tests/evaluate/test_harness.py",
     "doctor": "starts a process for each package: tests/cli/test_doctor.py",
     "export runs/ema": TUTORIAL,
     "generate runs/ema": TUTORIAL,

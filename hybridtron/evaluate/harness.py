@@ -1,0 +1,210 @@
+"""lm-evaluation-harness on a checkpoint's model, without an export, under any layout.
+
+Tasks, prompts and metrics are the harness', the model behind them is ours. Requests are read as its class `hf` reads
+them with the exported folder: special tokens as the tokenizer adds them, the end of a text where a context is empty. Of
+what is longer than `max_length` the beginning is left out, which is counted and said; by default it is the length that
+an export names. All ranks see all requests, and replicas of the model take batches in turn. Every result is recorded,
+so that an evaluation that was killed continues.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import numpy as np
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.evaluator import evaluate
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from hybridtron.device import compute_device
+from hybridtron.evaluate.answers import everyone
+from hybridtron.evaluate.harness_scores import scored_rows
+from hybridtron.evaluate.harness_tasks import OWN_TASKS, HarnessTask
+from hybridtron.evaluate.records import Records
+from hybridtron.evaluate.served import Served
+from hybridtron.model.generate import Prompts, continued
+from hybridtron.model.sampling import GREEDY, Sampling
+from hybridtron.model.text import TextOfRow, write
+from hybridtron.problems import Unusable, did_you_mean
+
+VERSION = lm_eval.__version__
+SEEDS = (0, 1234)  # the harness' own: of Python, and of numpy and examples in prompts
+RESAMPLED = 1000  # times, for the standard errors of what is no mean
+Moved = Callable[[int, int], object]
+Loaded = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """Tokens of which the last `scored` are scored, or a prompt that is continued by at most `most` tokens."""
+
+    tokens: tuple[int, ...]
+    scored: int = 0
+    most: int = 0
+    stops: tuple[str, ...] = ()
+    sampling: Sampling = GREEDY
+
+
+class HarnessModel(TemplateLM):
+    """A checkpoint's model as the harness calls it; `cut` counts the requests whose beginning was left out."""
+
+    def __init__(self, model: Served, records: Records, batch: int, max_length: int) -> None:
+        super().__init__()
+        self.model, self.records, self.batch, self.max_length = model, records, batch, max_length
+        self.moved: Moved = lambda done, of: None
+        self.cut = 0
+
+    @property
+    def eot_token_id(self) -> int:
+        if self.model.end is None:
+            raise Unusable(f"{self.model.folder} does not say which token ends a text, which the harness begins with")
+        return self.model.end
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:
+        if add_special_tokens is None:
+            beginning = self.model.tokenizer.decode([self.eot_token_id], skip_special_tokens=False)
+            add_special_tokens = not (beginning and string.startswith(beginning))
+        return self.model.tokenizer.encode(string, add_special_tokens=add_special_tokens).ids
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = True
+    ) -> list[tuple[float, bool]]:
+        return self._scored([(context + continuation, len(continuation)) for _, context, continuation in requests])
+
+    def _scored(self, rows: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
+        wanted = [Request(self._kept(tokens, self.max_length + 1), scored) for tokens, scored in rows]
+        return [(value, bool(greedy)) for value, greedy in self._results(wanted)]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
+        windows = [list(self._windows(*one.args)) for one in requests]
+        found = iter(self._scored([window for of_text in windows for window in of_text]))
+        return [sum(next(found)[0] for _ in of_text) for of_text in windows]
+
+    def _windows(self, text: str) -> Iterator[tuple[list[int], int]]:
+        """Each token once, in windows that have one token in common, from the end of a text on."""
+        tokens = self.tok_encode(text)
+        for pair in get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1):
+            context, predicted = make_disjoint_window(pair)
+            yield context + predicted, len(predicted)
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
+        return self._results([self._wanted(*one.args) for one in requests])
+
+    def _wanted(self, prompt: str, settings: dict[str, Any]) -> Request:
+        settings = dict(normalize_gen_kwargs(settings))
+        drawn = settings["do_sample"]
+        sampling = GREEDY
+        if drawn:
+            top_k, top_p = (settings.get(name) or usual for name, usual in (("top_k", 0), ("top_p", 1.0)))
+            sampling = Sampling(settings["temperature"], int(top_k), float(top_p), SEEDS[1])
+        most = settings["max_gen_toks"]
+        if most >= self.max_length:
+            raise Unusable(f"--max-length is {self.max_length}, must be above the {most} tokens that a task writes")
+        tokens = self._kept(self.tok_encode(prompt) or [self.prefix_token_id], self.max_length - most)
+        return Request(tokens, 0, most, tuple(stop for stop in settings["until"] if stop), sampling)
+
+    def _kept(self, tokens: list[int], most: int) -> tuple[int, ...]:
+        self.cut += len(tokens) > most
+        return tuple(tokens[-most:])
+
+    def _results(self, requests: Sequence[Request]) -> list[Any]:
+        """In order. What is alike is read together, long rows first: too little memory shows at once."""
+        keys = list(_keys(requests))
+        missing = [index for index, key in enumerate(keys) if key not in self.records]
+        missing.sort(key=lambda index: (repr(requests[index].sampling), -len(requests[index].tokens), index))
+        done, size = 0, self.batch * self.model.replicas
+        for _, alike in itertools.groupby(missing, lambda index: requests[index].sampling):
+            of_group = list(alike)
+            for first in range(0, len(of_group), size):
+                together = of_group[first : first + size]
+                own = together[self.model.replica * self.batch :][: self.batch]
+                results = self._read([requests[index] for index in own], own) if own else []
+                lines = [{"key": keys[i], "index": i, "result": one} for i, one in zip(own, results, strict=True)]
+                self.records.add(everyone(self.model, lines))
+                self.moved(done := done + len(together), len(missing))
+        return [self.records.lines[key]["result"] for key in keys]
+
+    def _read(self, requests: Sequence[Request], rows: Sequence[int]) -> Sequence[Any]:
+        if requests[0].scored:
+            return scored_rows(self.model, [(one.tokens, one.scored) for one in requests])
+        decode = self.model.tokenizer.decode
+        texts = [TextOfRow(decode, one.most, stops=one.stops, end=self.model.end) for one in requests]
+        prompts = Prompts.of([one.tokens for one in requests], compute_device())
+        write(texts, continued(self.model.read, prompts, requests[0].sampling, rows), lambda row, new: None)
+        return [text.text for text in texts]
+
+
+def _keys(requests: Sequence[Request]) -> Iterator[str]:
+    """What is asked several times, such as a draw, is counted."""
+    seen: Counter[str] = Counter()
+    for one in requests:
+        digest = hashlib.blake2b(repr(one).encode(), digest_size=16).hexdigest()
+        seen[digest] += 1
+        yield f"{digest}/{seen[digest]}"
+
+
+def known_tasks(wanted: Sequence[HarnessTask], include: Path | None) -> TaskManager:
+    """The harness' list of tasks; that of its own, which takes seconds, where one of them is wanted."""
+    names = [one.name for one in wanted]
+    manager = _manager(include, include_defaults=False)
+    if any(name not in OWN_TASKS and name not in manager.all_tasks for name in names):
+        manager = _manager(include, include_defaults=True)
+    known = [*OWN_TASKS, *manager.all_tasks]
+    if unknown := [name for name in names if name not in known]:
+        cure = "`lm_eval ls tasks` names those of the harness, and --include DIR adds a folder of yours"
+        raise Unusable(f"--harness: there is no task {unknown[0]!r}{did_you_mean(unknown[0], known)}; {cure}")
+    return manager
+
+
+def _manager(include: Path | None, include_defaults: bool) -> TaskManager:
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # what it says of its own tasks' files
+    return TaskManager(include_path=None if include is None else str(include), include_defaults=include_defaults)
+
+
+def loaded(task: HarnessTask, manager: TaskManager, run_code: bool) -> Loaded | str:
+    """A task with its documents and the settings that are asked for; or why it can't be asked."""
+    config = OWN_TASKS.get(task.name)
+    about = config or manager.task_index[task.name].cfg or {}
+    if about.get("unsafe_code") and not run_code:
+        return "runs code that the model writes: --run-code allows it, best on a machine with nothing else on it"
+    if run_code:
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # asked for by the package that runs it
+    try:
+        found: Loaded = dict(manager.load([dict(config) if config else task.name]))
+    except Exception as error:  # whatever a data set, a network and a task's own code run into
+        path = about.get("dataset_path")
+        why = f"{error or type(error).__name__}".splitlines()[0]
+        return f"its data set {path} is missing: {why}" if path and path not in why else why
+    for one in found["tasks"].values():
+        if task.shots is not None or one.get_config("num_fewshot") is None:
+            one.set_config("num_fewshot", task.shots or 0)
+        if task.generation:
+            one.set_config("generation_kwargs", {**(one.get_config("generation_kwargs") or {}), **task.generation})
+        one.set_fewshot_seed(SEEDS[1])
+    return found
+
+
+def asked(model: HarnessModel, tasks: Loaded, samples: int | None, run_code: bool) -> dict[str, Any]:
+    """What the harness returns: results, samples, numbers of both."""
+    os.environ["DISABLE_MULTIPROC"] = "1"  # standard errors without processes, beside those of torch
+    random.seed(SEEDS[0])
+    np.random.seed(SEEDS[1])
+    found = evaluate(model, tasks, limit=samples, bootstrap_iters=RESAMPLED, confirm_run_unsafe_code=run_code)
+    assert found is not None  # of rank 0, which all are to the harness
+    return dict(found)

@@ -1,0 +1,116 @@
+"""An evaluation by lm-evaluation-harness from start to end: tasks are loaded, asked one after the other, and written.
+
+    samples.jsonl   a line a request; a killed evaluation continues after the last one
+    results.json    a row for each task and metric, as those of suites; `length` is the number of examples in a prompt
+    index.html      the same on one page, with answers
+
+A task that can't be asked, mostly for a data set that is not on this machine, is left out with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.evaluate.answers import SHOWN
+from hybridtron.evaluate.harness import VERSION, HarnessModel, asked, known_tasks, loaded
+from hybridtron.evaluate.harness_tasks import HARNESS_GROUPS, HarnessTask
+from hybridtron.evaluate.page import page
+from hybridtron.evaluate.records import Line
+from hybridtron.evaluate.results import Evaluated, Row
+from hybridtron.evaluate.run import Bar, about, opened
+from hybridtron.evaluate.served import Served
+from hybridtron.interop.export import longest_row
+from hybridtron.problems import Unusable
+from hybridtron.tasks.tokens import open_tokens
+from hybridtron.train.records import write_whole
+
+
+@dataclass(frozen=True)
+class HarnessWishes:
+    """Tasks and groups by name; `samples` of each at most; `run_code` whether what the model writes may be run."""
+
+    names: Sequence[str]
+    include: Path | None = None
+    samples: int | None = None
+    batch: int = 16
+    max_length: int | None = None
+    run_code: bool = False
+
+
+def wanted_tasks(names: Sequence[str]) -> list[HarnessTask]:
+    """The tasks of groups and by their own names, each once."""
+    of_names = (HARNESS_GROUPS.get(name, (HarnessTask(name),)) for name in names)
+    return list({one.name: one for one in chain.from_iterable(of_names)}.values())
+
+
+def measured(model: Served, name: str, wishes: HarnessWishes, output: Path, bar: Bar) -> Evaluated:
+    """Ask what is not recorded yet, and write."""
+    tasks = wanted_tasks(wishes.names)
+    manager = known_tasks(tasks, wishes.include)
+    found = [(task, loaded(task, manager, wishes.run_code)) for task in tasks]
+    left_out = [f"{task.name}: {reason}" for task, reason in found if isinstance(reason, str)]
+    if len(left_out) == len(tasks):
+        raise Unusable("\n".join([*left_out, "nothing remains; `--harness tiny` needs no data set"]))
+    max_length = wishes.max_length or longest_row(Checkpoint.open(model.folder))
+    tokens = open_tokens(str(model.folder))
+    header = about(model, tokens, max_length) | {"lm-eval": VERSION}
+    lm = HarnessModel(model, opened(model, output, header), wishes.batch, max_length)
+    rows, lines = [], []
+    for task, content in found:
+        if isinstance(content, str):
+            continue
+        before = lm.cut
+        with bar(task.name) as lm.moved:
+            results = asked(lm, content, wishes.samples, wishes.run_code)
+        rows += [row | {"about": header} for row in rows_of_results(results)]
+        lines += lines_of_samples(results)
+        if lm.cut > before:
+            cure = f"longer than --max-length {max_length} and lost their beginning"
+            left_out.append(f"{task.name}: {lm.cut - before} of its prompts and texts were {cure}")
+    one = Evaluated(name, output, header, rows, lines, left_out)
+    if model.first:
+        write_whole(output / "results.json", json.dumps({"rows": rows, "left_out": left_out}, indent=1) + "\n")
+        write_whole(output / "index.html", page(name, [one]))
+    return one
+
+
+def rows_of_results(results: Mapping[str, Any]) -> Iterator[Row]:
+    """Of each task, and of each group of the harness, by metric."""
+    subtasks = results.get("group_subtasks", {})
+    for task, of_task in {**results["results"], **results.get("groups", {})}.items():
+        members = [one for one in subtasks.get(task, [task]) if one in results["n-samples"]]
+        count = sum(results["n-samples"][one]["effective"] for one in members)
+        for key, value in of_task.items():
+            metric, _, filtered = key.partition(",")
+            if filtered and not metric.endswith("_stderr"):
+                error = of_task.get(f"{metric}_stderr,{filtered}")
+                yield {
+                    "task": task,
+                    "length": f"{results['n-shot'].get(task, 0)}-shot",
+                    "metric": metric if filtered == "none" else f"{metric} ({filtered})",
+                    "value": float(value),
+                    "standard_error": float(error) if isinstance(error, float | int) else None,
+                    "n": count,
+                }
+
+
+def lines_of_samples(results: Mapping[str, Any]) -> Iterator[Line]:
+    """What the page shows of an answer."""
+    for task, samples in results.get("samples", {}).items():
+        for one in samples:
+            metrics = {name: one[name] for name in one["metrics"] if isinstance(one[name], float | int)}
+            if metrics:
+                yield {
+                    "task": task,
+                    "length": f"{results['n-shot'].get(task, 0)}-shot",
+                    "metrics": metrics,
+                    "asked": str(one["arguments"][0][0])[-SHOWN:],
+                    "wanted": str(one["target"]),
+                    "written": ", ".join(map(str, one["filtered_resps"]))[:SHOWN],
+                }

@@ -1,0 +1,226 @@
+"""What lm-evaluation-harness is asked: groups of its tasks with the settings of the papers, and tasks of our own.
+
+    samba_short     the 15 tasks of Samba's Tables 1 and 2: 5 examples for MMLU and GSM8K; GSM8K greedily, HumanEval
+                    drawn at temperature 0.2, MBPP and SQuAD at 0.01, of the likeliest tokens with a mass of 0.95
+    samba_instruct  those of its Table 4: MMLU 5-shot, GSM8K 8-shot with its steps, HumanEval, GovReport, SQuALITY
+    span_short, span_long, recall   Expansion Span's short tasks, long ones, and its Table 9
+    hax_short       HAX's Table 2
+    longbench       LongBench, as the harness has it
+    tiny            a few lines of each kind of output, which need no download: whether all of it works
+
+Tasks of our own: GovReport and SQuALITY, whose prompts no paper states, by ROUGE-L; Qasper and NarrativeQA of SCROLLS
+by F1, as the harness' own need a module that transformers no longer has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hybridtron.tasks.metrics import f1
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+Document = Mapping[str, Any]
+SCROLLS = "zip://{name}/validation.jsonl::https://huggingface.co/datasets/tau/scrolls/resolve/main/{name}.zip"
+
+
+@dataclass(frozen=True)
+class HarnessTask:
+    """One that the harness or `OWN_TASKS` knows; `shots` and `generation` replace what it says of itself."""
+
+    name: str
+    shots: int | None = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _drawn(name: str, temperature: float) -> HarnessTask:
+    return HarnessTask(name, generation={"do_sample": True, "temperature": temperature, "top_p": 0.95})
+
+
+def _plain(names: str) -> tuple[HarnessTask, ...]:
+    return tuple(map(HarnessTask, names.split()))
+
+
+HARNESS_GROUPS: dict[str, tuple[HarnessTask, ...]] = {
+    "samba_short": (
+        *_plain("arc_easy arc_challenge piqa winogrande social_iqa hellaswag boolq openbookqa"),
+        _drawn("squad_completion", 0.01),
+        HarnessTask("mmlu", shots=5),
+        *_plain("truthfulqa_mc1 truthfulqa_mc2"),
+        HarnessTask("gsm8k", shots=5),
+        _drawn("mbpp", 0.01),
+        _drawn("humaneval", 0.2),
+    ),
+    "samba_instruct": (
+        HarnessTask("mmlu", shots=5),
+        HarnessTask("gsm8k_cot", shots=8),
+        _drawn("humaneval", 0.2),
+        *_plain("govreport squality"),
+    ),
+    "span_short": _plain("arc_easy arc_challenge hellaswag lambada_openai piqa winogrande"),
+    "span_long": _plain("swde qasper_scrolls narrativeqa_scrolls"),
+    "recall": _plain("swde squadv2 fda triviaqa nq_open drop"),
+    "hax_short": _plain("lambada_openai winogrande piqa hellaswag arc_easy arc_challenge"),
+    "longbench": _plain("longbench"),
+    "tiny": _plain("tiny_choice tiny_word tiny_text tiny_answer"),
+}
+
+
+def rouge_l(document: Document, results: Sequence[str]) -> dict[str, float]:
+    """ROUGE-L (F, stemmed words) of the only answer: of several references the best."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(["rougeL"], use_stemmer=True)
+    return {"rouge_l": max(scorer.score(one, results[0])["rougeL"].fmeasure for one in document["references"])}
+
+
+def answer_f1(document: Document, results: Sequence[str]) -> dict[str, float]:
+    """Words in common with the answer, of several answers the best."""
+    return {"f1": f1(results[0], list(document["references"]))}
+
+
+def with_references(reports: Iterable[Document]) -> Dataset:
+    """A report has one summary."""
+    return _dataset([{**one, "references": [one["summary"]]} for one in reports])
+
+
+def questions_of_stories(stories: Iterable[Document]) -> Dataset:
+    """A document for each question of a story, with all that was answered."""
+    return _dataset(
+        [
+            {
+                "document": story["document"],
+                "question": question["question_text"],
+                "references": [response["response_text"] for response in question["responses"]],
+            }
+            for story in stories
+            for question in story["questions"]
+        ]
+    )
+
+
+def questions_of_papers(lines: Iterable[Document]) -> Dataset:
+    """Lines that differ in their answer alone as one; a line's `input` is the question, an empty line and the text."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        question, _, text = line["input"].partition("\n\n")
+        one = found.setdefault(line["id"], {"question": question, "document": text, "references": []})
+        one["references"].append(line["output"])
+    return _dataset(list(found.values()))
+
+
+def _dataset(documents: list[dict[str, Any]]) -> Dataset:
+    from datasets import Dataset
+
+    return Dataset.from_list(documents)
+
+
+def _metrics(names: str) -> list[dict[str, Any]]:
+    return [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in names.split()]
+
+
+def _generated(name: str, about: dict[str, Any]) -> dict[str, Any]:
+    """A task whose answers are written greedily and compared with `references`."""
+    kind = {"output_type": "generate_until", "doc_to_target": "{{references[0]}}", "num_fewshot": 0}
+    return {"task": name, **kind, "metadata": {"version": 1}, **about}
+
+
+def _of_scrolls(name: str) -> dict[str, Any]:
+    return {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"validation": SCROLLS.format(name=name)}},
+        "validation_split": "validation",
+        "process_docs": questions_of_papers,
+        "doc_to_text": "{{document}}\n\nQuestion: {{question}}\nAnswer:",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 128, "do_sample": False},
+        "process_results": answer_f1,
+        "metric_list": _metrics("f1"),
+    }
+
+
+def _summary(tokens: int) -> dict[str, Any]:
+    return {
+        "test_split": "test",
+        "generation_kwargs": {"until": [], "max_gen_toks": tokens, "do_sample": False},
+        "process_results": rouge_l,
+        "metric_list": _metrics("rouge_l"),
+    }
+
+
+ROLLING = {
+    "word_perplexity": "weighted_perplexity",
+    "byte_perplexity": "weighted_perplexity",
+    "bits_per_byte": "bits_per_byte",
+}
+WEEK = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
+TINY = [
+    {"day": day, "next": after, "other": before, "text": f"{day} comes before {after}.", "references": [after]}
+    for before, day, after in zip([WEEK[-1], *WEEK], WEEK, [*WEEK[1:], WEEK[0]], strict=False)
+]
+
+
+def _tiny(name: str, output_type: str, about: dict[str, Any]) -> dict[str, Any]:
+    """Over the days of a week."""
+    kind = {"output_type": output_type, "custom_dataset": tiny_documents, "test_split": "test", "num_fewshot": 0}
+    return {"task": name, **kind, "doc_to_text": "The day after {{day}} is", "metadata": {"version": 1}, **about}
+
+
+def tiny_documents(version: int, config_source: str = "") -> dict[str, Dataset]:
+    """What the harness calls for its documents, with a task's metadata."""
+    return {"test": _dataset(TINY)}
+
+
+_OWN = (
+    _generated(
+        "govreport",
+        {
+            "dataset_path": "ccdv/govreport-summarization",
+            "process_docs": with_references,
+            "doc_to_text": "{{report}}\n\nA summary of this report in one page:\n",
+            **_summary(512),
+        },
+    ),
+    _generated(
+        "squality",
+        {
+            "dataset_path": "pszemraj/SQuALITY-v1.3",
+            "process_docs": questions_of_stories,
+            "doc_to_text": "{{document}}\n\nQuestion: {{question}}\nAn answer in several sentences:\n",
+            **_summary(512),
+        },
+    ),
+    _generated("qasper_scrolls", _of_scrolls("qasper")),
+    _generated("narrativeqa_scrolls", _of_scrolls("narrative_qa")),
+    _tiny(
+        "tiny_choice",
+        "multiple_choice",
+        {"doc_to_choice": "{{[next, other]}}", "doc_to_target": 0, "metric_list": _metrics("acc acc_norm")},
+    ),
+    _tiny("tiny_word", "loglikelihood", {"doc_to_target": "{{next}}", "metric_list": _metrics("acc")}),
+    _tiny(
+        "tiny_text",
+        "loglikelihood_rolling",
+        {
+            "doc_to_text": "",
+            "doc_to_target": "{{text}}",
+            "metric_list": [
+                {"metric": metric, "aggregation": aggregation, "higher_is_better": False}
+                for metric, aggregation in ROLLING.items()
+            ],
+        },
+    ),
+    _tiny(
+        "tiny_answer",
+        "generate_until",
+        {
+            "doc_to_target": "{{next}}",
+            "generation_kwargs": {"until": [".", "\n"], "max_gen_toks": 8, "do_sample": False},
+            "process_results": answer_f1,
+            "metric_list": _metrics("f1"),
+        },
+    ),
+)
+OWN_TASKS: dict[str, dict[str, Any]] = {one["task"]: one for one in _OWN}

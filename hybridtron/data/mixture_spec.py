@@ -221,7 +221,7 @@ def _amount_problems(phase: ResolvedPhase, found: Sequence[MixtureSource]) -> li
         tokens = parse_tokens(phase.settings.tokens)
     except ValueError:
         return []  # reported by the phase's own rules
-    reads = {one.source: one.epochs for one in reading_plan(found, tokens)}
+    reads = {one.source: one.epochs or 0.0 for one in reading_plan(found, tokens)}
     return _epochs_problems(phase, reads, str(math.ceil(max(reads.values()))))
 
 

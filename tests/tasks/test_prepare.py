@@ -20,7 +20,7 @@ COMMAND = ["tasks", "prepare", "--training", "40", "--validation", "12", "--seed
 
 
 def documents(folder: TokenFolder, split: str, source: str) -> list[tuple[list[int], list[int]]]:
-    store = DocumentStore(folder, split, source, CacheOptions(Path("unused")))
+    store = DocumentStore(folder, split, source, CacheOptions(folder.path.parent / "cache"))
     return [
         (store.read(one, 0, int(length)).tolist(), store.read_mask(one, 0, int(length)).astype(int).tolist())
         for one, length in enumerate(store.lengths)

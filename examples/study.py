@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -28,6 +29,8 @@ from hybridtron.train.records import read_record, write_whole
 ROOT = Path(__file__).resolve().parents[1]
 Plan = Mapping[str, tuple[Sweep, Folder]]
 """By the name of a sweep: its runs, and their folder."""
+Write = Callable[[Plan, list[str], Path], None]
+"""Measures the runs that have finished, and writes page and pictures; notes say what else there is to know."""
 
 
 def parse(about: str, name: str, arguments: list[str]) -> argparse.Namespace:
@@ -46,7 +49,7 @@ def parse(about: str, name: str, arguments: list[str]) -> argparse.Namespace:
     return chosen
 
 
-def conduct(chosen: argparse.Namespace, planned: Callable[[], Plan], write: Callable[[Plan, Path], None]) -> int:
+def conduct(chosen: argparse.Namespace, planned: Callable[[], Plan], write: Write) -> int:
     """Train what is missing, measure, and write. Returns the exit code."""
     demand("plot")
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -57,7 +60,7 @@ def conduct(chosen: argparse.Namespace, planned: Callable[[], Plan], write: Call
             if not carried(sweep, folder, chosen.jobs, steps_of(sweep, folder), console):
                 return 1
         chosen.output.mkdir(parents=True, exist_ok=True)
-        write({part: finished(*one) for part, one in plan.items()}, chosen.output)
+        write({part: finished(*one) for part, one in plan.items()}, state(plan), chosen.output)
     except Unusable as error:
         print(error, file=sys.stderr)
         return 2
@@ -81,6 +84,21 @@ def finished(sweep: Sweep, folder: Folder) -> tuple[Sweep, Folder]:
     if not runs:
         raise Unusable(f"{folder.path}: no run has finished")
     return replace(sweep, runs=runs), folder
+
+
+def state(plan: Plan) -> list[str]:
+    """Notes for the page: the code that wrote it, and of each sweep the runs that have not finished."""
+    left = {
+        part: [run.name for run in sweep.runs if not of.is_finished(run.name)] for part, (sweep, of) in plan.items()
+    }
+    code = subprocess.run(
+        ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    notes = [f"written at commit {code.stdout.strip() or 'unknown'}"]
+    notes += [
+        f"not finished, and not on this page: {', '.join(names)} ({part})" for part, names in left.items() if names
+    ]
+    return notes
 
 
 def measured(folder: Folder, run: SweepRun, measure: Callable[[Path], Any]) -> Any:

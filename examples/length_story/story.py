@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     return conduct(chosen, lambda: {part: sweep_of(part, sizes, chosen.runs) for part in PARTS}, partial(write, sizes))
 
 
-def write(sizes: Sizes, plan: Plan, output: Path) -> None:
+def write(sizes: Sizes, plan: Plan, more: list[str], output: Path) -> None:
     """Measure what has not been, and write page and pictures."""
     from examples.length_story.pages import Findings, draw, page
 
@@ -63,6 +63,7 @@ def write(sizes: Sizes, plan: Plan, output: Path) -> None:
         "a perplexity is that of half a doubling of positions, up to the one named",
         copying_described(folder.of(copying.runs[0].name), sizes),
         "± is the standard deviation over seeds; bands in the pictures go from the lowest seed to the highest",
+        *more,
     ]
     findings = Findings(context, found["language"], found["copying"], sizes.copy_lengths, notes)
     draw(findings, output)

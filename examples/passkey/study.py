@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     return conduct(chosen, lambda: {"passkey": sweep_of(sizes, chosen.runs, data)}, partial(write, sizes))
 
 
-def write(sizes: Sizes, plan: Plan, output: Path) -> None:
+def write(sizes: Sizes, plan: Plan, more: list[str], output: Path) -> None:
     """Measure what has not been, and write page and pictures."""
     sweep, folder = plan["passkey"]
     found = {}
@@ -48,7 +48,7 @@ def write(sizes: Sizes, plan: Plan, output: Path) -> None:
         zero_shot = run.variant.startswith("mamba2")
         of_run = measured(folder, run, lambda path, text=zero_shot: asdict(answers_of(path, sizes, text)))
         found[run.variant] = Found(**of_run)
-    notes = described(sweep, folder, sizes)
+    notes = [*described(sweep, folder, sizes), *more]
     draw(found, sizes.lengths[-1], output)
     (output / "passkey.md").write_text(page(found, notes, sizes.lengths[-1]), encoding="utf-8")
 

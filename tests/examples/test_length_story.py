@@ -10,6 +10,7 @@ import pytest
 from examples.length_story.pages import Curve, Findings, draw, page
 from examples.length_story.runs import QUICK, STORY, sweep_of, write_copying_data
 from examples.length_story.story import main
+from examples.study import finished, state
 from hybridtron.data.folder import TokenFolder
 from tests.data.test_folder import documents_by_streaming
 
@@ -51,6 +52,18 @@ def test_a_run_of_every_intervention_starts_from_its_seeds_base() -> None:
         for run in sweeps[0].runs:
             assert run.start == (None if run.variant == "base" else f"base-seed={run.values['run.seed']}")
         assert all("data.path=runs/strings" in run.settings for run in sweeps[1].runs)
+
+
+def test_runs_that_have_not_finished_are_named_and_left_out(tmp_path: Path) -> None:
+    sweep, folder = sweep_of("copying", STORY, tmp_path)
+    folder.of("passing-seed=2").mkdir(parents=True)
+    (folder.of("passing-seed=2") / "outcome.json").write_text('{"outcome": "finished"}')
+    assert [run.name for run in finished(sweep, folder)[0].runs] == ["passing-seed=2"]
+    written, note = state({"copying": (sweep, folder)})
+    assert written.startswith("written at commit ")
+    assert "zero-seed=2" in note
+    assert "passing-seed=3" in note
+    assert "passing-seed=2" not in note
 
 
 def test_each_row_of_strings_is_a_document_that_learns_its_whole_copies(tmp_path: Path) -> None:

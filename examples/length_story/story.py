@@ -102,8 +102,8 @@ def copying_described(run: Path, sizes: Sizes) -> str:
     shortest, longest = sizes.copy_lengths
     return (
         f"copying: Mamba-2, {parameters} parameters, {config.model.pattern}, width {config.model.width}; "
-        f"{phase.tokens} tokens of strings of {shortest} to {longest} of 26 letters, packed back to back into rows of "
-        f"{phase.seq_len} tokens, lr {phase.lr:g}, from scratch; the copy alone is learned; counted are the letters of "
+        f"strings of {shortest} to {longest} of 26 letters, packed back to back into {sizes.copy_rows} rows of "
+        f"{phase.seq_len} tokens, {phase.tokens} tokens, lr {phase.lr:g}, from scratch; the copy alone is learned; counted are the letters of "
         f"{sizes.copy_samples} copies a length that the model finds likeliest, given the right ones before"
     )
 

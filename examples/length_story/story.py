@@ -103,8 +103,9 @@ def copying_described(run: Path, sizes: Sizes) -> str:
     return (
         f"copying: Mamba-2, {parameters} parameters, {config.model.pattern}, width {config.model.width}; "
         f"strings of {shortest} to {longest} of 26 letters, packed back to back into {sizes.copy_rows} rows of "
-        f"{phase.seq_len} tokens, {phase.tokens} tokens, lr {phase.lr:g}, from scratch; the copy alone is learned; counted are the letters of "
-        f"{sizes.copy_samples} copies a length that the model finds likeliest, given the right ones before"
+        f"{phase.seq_len} tokens, {phase.tokens} tokens, lr {phase.lr:g}, from scratch; the copy alone is learned; "
+        f"counted are the letters of {sizes.copy_samples} copies a length that the model finds likeliest, given the "
+        "right ones before"
     )
 
 

@@ -25,9 +25,9 @@ Score = tuple[float, bool]  # sum of log q, and whether each is the likeliest
 @torch.no_grad()
 def scored_rows(model: Served, rows: Sequence[Scored]) -> list[Score]:
     """Of each row; every row has a token before those that are scored."""
-    if model.model is None:
+    if (whole := model.read.model) is None:
         return _step_by_step(model, rows)
-    return _in_chunks(model.model, rows, fitting_chunk(model.config.model, len(rows)))
+    return _in_chunks(whole, rows, fitting_chunk(model.config.model, len(rows)))
 
 
 def _in_chunks(model: LanguageModel, rows: Sequence[Scored], chunk: int) -> list[Score]:

@@ -101,6 +101,7 @@ def slice_of(cases: Sequence[RecipeCase], index: int, count: int, seed: str) -> 
     return [case for case in cases if zlib.crc32(f"{seed} {case}".encode()) % count == index]
 
 
+@cache
 def code_digest() -> str:
     """Of all that a rehearsal's numbers depend on."""
     found = hashlib.blake2b(digest_size=6)
@@ -196,6 +197,7 @@ def rehearse_case(
     traffic = plan(phase, case.world).ranks[rehearsed.step.place.pipeline_rank].traffic
     return {
         "gpu": process.gpu.name,
+        "code": code_digest(),
         "phase": phase.settings.name,
         "pipeline_rank": rehearsed.step.place.pipeline_rank,
         "forms": forms_of(rehearsed),

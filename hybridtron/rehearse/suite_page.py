@@ -12,13 +12,14 @@ NEAR = 0.03  # how far the plan's peak may be from the rehearsed one
 INTRODUCTION = """# Rehearsed steps
 
 One training step of every recipe under five layouts, run on {gpu} that is not there: made by `make rehearse` from the
-code with digest `{digest}`. **No time here was measured**: tokens/s and MFU are those of the model that
-[docs/rehearse.md](../docs/rehearse.md) describes, of the slowest rank. Memory is what tensors hold at the most, beside
-what `hybridtron inspect` plans, rank by rank: one of each pipeline rank.
+code that the last column names, by the digest of its files (`{digest}` is that of the code which wrote this page). **No
+time here was measured**: tokens/s and MFU are those of the model that [docs/rehearse.md](../docs/rehearse.md) describes, of
+the slowest rank. Memory is what tensors hold at the most, beside what `hybridtron inspect` plans, rank by rank: one of each
+pipeline rank.
 """
 HEADERS = (
     "recipe", "layout", "tokens/s a GPU (model)", "MFU (model)", "GB of tensors", "GB planned", "planned / rehearsed",
-    "host waits a step",
+    "host waits a step", "code",
 )  # fmt: skip
 
 
@@ -86,10 +87,10 @@ def _table(records: Sequence[Record]) -> Iterator[str]:
             continue
         cells = [f"`{case.recipe}`", case.layout]
         if failed := [one["failed"] for one in own if "failed" in one]:
-            yield f"| {' | '.join(cells)} | failed: {failed[0]} | | | | | |"
+            yield f"| {' | '.join(cells)} | failed: {failed[0]} | | | | | | |"
         elif "refused" in own[0]:
             refused = own[0]["refused"][0].partition("  ")
-            yield f"| {' | '.join(cells)} | refused: `{refused[0]}` {refused[2].partition(': ')[0]} | | | | | |"
+            yield f"| {' | '.join(cells)} | refused: `{refused[0]}` {refused[2].partition(': ')[0]} | | | | | | |"
         else:
             yield f"| {' | '.join([*cells, *_numbers(_different(own))])} |"
 
@@ -109,6 +110,7 @@ def _numbers(ranks: Sequence[Record]) -> list[str]:
         ", ".join(f"{record['planned'] / 1e9:.1f}" for record in ranks),
         ", ".join(f"{record['planned'] / record['peak']:.3f}" for record in ranks),
         ", ".join(f"{record['waits']:.0f}" for record in ranks),
+        ", ".join(dict.fromkeys(f"`{record['code']}`" for record in ranks)),
     ]
 
 

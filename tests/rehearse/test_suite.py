@@ -23,7 +23,8 @@ SMALL = RecipeCase("mamba2_laptop", "PP2")
 
 def record(case: RecipeCase, rank: int, pipeline_rank: int = 0, **changed: Any) -> dict[str, Any]:
     found = {
-        "rank": rank, "pipeline_rank": pipeline_rank, "gpu": "h200", "peak": 10**10, "planned": 9.9e9, "waits": 1.0,
+        "rank": rank, "pipeline_rank": pipeline_rank, "gpu": "h200", "code": "0a1b", "peak": 10**10, "planned": 9.9e9,
+        "waits": 1.0,
         "tokens_per_second": 1e5, "step_seconds": 2.0, "mfu": 0.4, "sent": 5e9,
         "forms": {"kernels": ["scan"], "attention": []},
     }  # fmt: skip
@@ -111,7 +112,7 @@ def test_the_page_says_what_was_rehearsed_and_what_not() -> None:
     assert "0.900 to 0.990" in text
     assert f"1 of 9 are further from it than {NEAR:.0%}" in text
     assert "take (to a microsecond) no others than each other" in text
-    assert "| `mamba2_130m` | DP8 | 100,000 | 40.0% | 10.0 | 9.0 | 0.900 | 1 |" in text
+    assert "| `mamba2_130m` | DP8 | 100,000 | 40.0% | 10.0 | 9.0 | 0.900 | 1 | `0a1b` |" in text
     assert "10.0, 10.0 | 9.9, 9.9 |" in text
     assert "| `samba_3.8b` | TP2 + SP | refused: `parallel.tensor`" in text
     assert "- `laptop`: TP2 + SP, PP2, PP2 x VPP2, DP8, TP2 x PP2 x DP2" in text

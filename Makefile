@@ -8,6 +8,7 @@
 # make chaos   kills and damages a tiny run again and again, which ends as one that nothing happens to (minutes)
 # make audit   compares every gradient of every parallel layout with one process (minutes)
 # make rehearse   rehearses a step of every recipe under five layouts without a GPU, and writes its page (tens of minutes)
+# make gpu-day-one   on a machine with one GPU: whether all of it is right, a step of every recipe, speed (20 minutes)
 # make test-triton TRITON=3.6.0   runs the kernels' tests with another Triton than torch's own (minutes)
 # make test-core   runs the part of the tests that another megatron-core could break
 # make setup-slurm   installs SLURM (as root, on Debian), which some slow tests need; nothing else installs it
@@ -22,7 +23,7 @@ TORCH ?= torch==2.13.0
 DALI := nvidia-dali-cuda120==2.4.0
 BIN := $(VENV)/bin
 .PHONY: train length-story setup setup-dev setup-metrics setup-dali same-python test lint types test-fast test-slow \
-  passkey test-core test-triton test-slurm setup-slurm test-gpu audit chaos rehearse reference format clean
+  passkey test-core test-triton test-slurm setup-slurm test-gpu gpu-day-one audit chaos rehearse reference format clean
 
 train: $(VENV)/.ready
 	$(BIN)/python train.py
@@ -113,6 +114,9 @@ chaos: $(VENV)/.ready
 
 rehearse: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m hybridtron rehearse --suite
+
+gpu-day-one: $(VENV)/.dev
+	$(BIN)/python -m hybridtron.proving.gpu.day_one build/gpu_day_one
 
 reference: $(VENV)/.ready
 	$(BIN)/python docs/make_keys.py

@@ -37,6 +37,8 @@ COMMANDS = {
     "audit": ("audit:main", "compare every gradient of a parallel layout with one process"),
     "bench": ("bench:main", "measure this package against its peers"),
     "gpu-check": ("hybridtron.proving.gpu.main:main", "check a GPU: every kernel's results, and speed"),
+    "check gpu": ("hybridtron.proving.gpu.main:main", "the same: a GPU's results and speed"),
+    "check cards": ("hybridtron.rehearse.cards:main", "verification cards: what was measured and what was rehearsed"),
     "chaos": ("hybridtron.proving.chaos.main:program", "kill and damage a run, and compare its end"),
     "submit": ("hybridtron.cluster.submit:main", "submit a run to SLURM"),
     "status": ("hybridtron.cluster.status:main", "state, speed and remaining time of runs"),

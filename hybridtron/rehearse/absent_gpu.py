@@ -137,12 +137,12 @@ def _values(tensor: Tensor) -> Any:
     """Of `tolist`: one copy to the host."""
     if tensor.is_cuda:
         waits("tolist")
-    return _ones(tensor.shape)
+    return _ones(tensor.shape, 1.0 if tensor.dtype.is_floating_point else 1)
 
 
-def _ones(shape: Sequence[int]) -> Any:
+def _ones(shape: Sequence[int], one: float) -> Any:
     """A list of ones in lists."""
-    return [_ones(shape[1:]) for _ in range(shape[0])] if len(shape) else 1.0
+    return [_ones(shape[1:], one) for _ in range(shape[0])] if len(shape) else one
 
 
 def _copied_in(values: Any, dtype: torch.dtype | None) -> Tensor:

@@ -12,9 +12,9 @@ NEAR = 0.03  # how far the plan's peak may be from the rehearsed one
 INTRODUCTION = """# Rehearsed steps
 
 One training step of every recipe under five layouts, run on {gpu} that is not there: made by `make rehearse` from the
-code that the last column names, by the digest of its files (`{digest}` is that of the code which wrote this page). **No
-time here was measured**: tokens/s and MFU are those of the model that [docs/rehearse.md](../docs/rehearse.md) describes, of
-the slowest rank. Memory is what tensors hold at the most, beside what `hybridtron inspect` plans, rank by rank: one of each
+code that the last column names, by the digest of its files (`{digest}`: the code that wrote this page). **No time here
+was measured**: tokens/s and MFU are those of the model that [docs/rehearse.md](../docs/rehearse.md) describes, of the
+slowest rank. Memory is what tensors hold at the most, beside what `hybridtron inspect` plans, rank by rank: one of each
 pipeline rank.
 """
 HEADERS = (

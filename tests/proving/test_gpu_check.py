@@ -53,7 +53,15 @@ def test_a_wrong_form_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rehearsal_of_all_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--rehearse", "--output", str(tmp_path / "table.md")]) == 0
     table = (tmp_path / "table.md").read_text()
-    for what in ("samba_421m", "samba_1.3b", "span_attention", "fp8_delayed", "fp8_block", "attention, full"):
+    for what in (
+        "samba_421m",
+        "samba_1.3b",
+        "span_attention",
+        "fp8_delayed",
+        "fp8_block",
+        "attention, full",
+        "mamba2_laptop",
+    ):
         assert what in table
     assert "FAILED" not in table
     assert "is not measured" not in capsys.readouterr().out

@@ -1,13 +1,14 @@
 """Does all of it run on this machine's GPU, is it right, and how fast is it: one command, one table.
 
-    hybridtron gpu-check               writes benchmarks/gpu_check.md
-    hybridtron gpu-check --only correctness --only kernels
-    hybridtron gpu-check --rehearse    the same on any machine with tiny sizes; its numbers say nothing
+    hybridtron check gpu               writes benchmarks/gpu_check.md; `hybridtron gpu-check` is the same
+    hybridtron check gpu --only correctness --only kernels
+    hybridtron check gpu --rehearse    the same on any machine with tiny sizes; its numbers say nothing
 
 Parts: correctness (every op and mixer against its reference on the CPU, fp32 and bf16), recipes (samba_421m and
-samba_1.3b for a few steps: tokens/s, TFLOP/s, MFU by our count, peak memory against the estimate), kernels (as
-`hybridtron bench kernels`: each alone, 2k to 64k tokens, beside other packages' and a rehearsal), fp8 (the same recipe
-in FP8 and in bf16, where Transformer Engine is there). A part that fails is reported and does not stop the others.
+samba_1.3b for a few steps: tokens/s, TFLOP/s, MFU by our count, peak memory against the estimate), every_recipe (a step
+of each that fits, for its verification card), kernels (as `hybridtron bench kernels`: each alone, 2k to 64k tokens,
+beside other packages' and a rehearsal), fp8 (the same recipe in FP8 and in bf16, where Transformer Engine is there). A
+part that fails is reported and does not stop the others.
 
 Exit codes: 0 all well, or no CUDA device to check; 1 a part failed or a result is off by too much; 2 wrong arguments.
 """
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 PARTS = {
     "correctness": f"{__package__}.correct",
     "recipes": f"{__package__}.speed",
+    "every_recipe": f"{__package__}.recipes",
     "kernels": f"{BENCHMARKS}.kernels",
     "fp8": f"{__package__}.speed",
 }
@@ -35,15 +37,20 @@ PARTS = {
 ROUNDS = 7  # of every measurement
 
 
-def main(arguments: list[str]) -> int:
-    """Run the parts and write their table. Returns the exit code."""
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
-        prog="hybridtron gpu-check", description="Check this machine's GPU with all ops, mixers and two recipes."
+        prog="hybridtron check gpu", description="Check this machine's GPU with all ops, mixers and recipes."
     )
     parser.add_argument("--only", action="append", choices=PARTS, help="this part; may be given several times")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes on any machine, to try this tool")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the table (default: benchmarks/gpu_check.md)")
-    chosen = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the parts and write their table. Returns the exit code."""
+    chosen = parse(arguments)
     from hybridtron.device import compute_device  # imports torch, which --help does without
     from hybridtron.ops.registry import choices
     from hybridtron.proving.measuring import BenchReport, publish

@@ -1,0 +1,119 @@
+"""A step of every recipe that fits on this device: losses, speed and memory, as lines of its verification card."""
+
+from __future__ import annotations
+
+import gc
+import json
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridtron.config.load import choices_of
+from hybridtron.config.resolve import resolve
+from hybridtron.config.schema import Config
+from hybridtron.device import describe_device, forget_peak_memory, peak_memory_gib
+from hybridtron.planning.memory import plan
+from hybridtron.planning.rates import GB
+from hybridtron.problems import ConfigError
+from hybridtron.proving.measuring import BenchReport
+from hybridtron.proving.steps import Steps, checked, one_process, random_batches, speed
+from hybridtron.requirements import installed
+from hybridtron.shipped import pages
+
+STEPS = 3  # of which the fastest counts
+LINES_WRITTEN = ("command", "commit", "versions", "gpu", "losses", "peak_gb", "tokens_per_second", "mfu")
+QUICK = ("laptop", "mamba2_laptop")
+SHORT = ("phases.0.seq_len=128", "phases.0.global_batch=2", "phases.0.micro_batch=1")
+PACKAGES = ("torch", "megatron-core", "mamba-ssm", "causal-conv1d", "flash-attn", "transformer-engine")
+
+
+def every_recipe(report: BenchReport) -> None:
+    """A line for each recipe, and a file beside the cards; why some can't run here is a note."""
+    cells, checkout = [], pages()
+    for name in QUICK if report.quick else choices_of("recipe"):
+        try:
+            settings = fitting(name, report.quick)
+            found = taken(settings)
+        except (ConfigError, torch.OutOfMemoryError) as error:
+            report.notes.append(f"{name} takes no step: {str(error).splitlines()[-1].strip()}")
+            continue
+        cells.append((name, " ".join(settings[1:]), f"{found['tokens_per_second']:,.0f}", *losses_of(found)))
+        if checkout is not None and not report.quick:
+            write(checkout / "cards" / "measured" / f"{name.replace('/', '-')}.json", found)
+    report.table("a step of every recipe", ("recipe", "settings", "tokens/s", "first loss", "last loss"), cells)
+
+
+def fitting(name: str, quick: bool) -> list[str]:
+    """Settings with one micro-batch of as many of the recipe's rows as the device has memory for."""
+    settings = [f"recipe={name}", "precision=bf16", "cluster=h100"]
+    if quick:
+        return [*settings, *SHORT]
+    rows = checked(settings).phases[0].micro_batch
+    while True:
+        chosen = [*settings, f"phases.0.micro_batch={rows}", f"phases.0.global_batch={rows}"]
+        config = checked(chosen)
+        limit = (config.cluster.memory_gb or 0) * GB
+        if rows == 1 or plan(resolve(config)[0], 1).fullest.memory.total < 0.9 * limit:
+            return chosen
+        rows //= 2
+
+
+def taken(settings: list[str]) -> dict[str, Any]:
+    """Steps of one recipe; keys as the cards know them."""
+    config = checked(settings)
+    forget_peak_memory()
+    report = BenchReport("steps", repetitions=STEPS)
+    with one_process(config) as groups:
+        steps = Steps(config, groups, random_batches(config))
+        seconds = report.timed({"step": steps}).popitem()[1].fastest
+    losses = {str(number + 1): loss.item() for number, loss in enumerate(steps.losses)}
+    del steps
+    gc.collect()
+    memory = peak_memory_gib()
+    found = {
+        "command": f"hybridtron check gpu --only every_recipe, with {' '.join(settings)}",
+        "commit": commit(),
+        "versions": ", ".join([f"Python {platform.python_version()}", *_versions()]),
+        "gpu": describe_device(),
+        "losses": losses,
+        "peak_gb": None if memory is None else memory * 2**30 / GB,
+        **_speeds(config, seconds),
+    }
+    assert tuple(found) == LINES_WRITTEN
+    return found
+
+
+def _speeds(config: Config, seconds: float) -> dict[str, float | None]:
+    tokens, tflops = speed(config, seconds)
+    peak = config.cluster.peak_tflops
+    return {"tokens_per_second": tokens, "mfu": None if peak is None else tflops / peak}
+
+
+def _versions() -> list[str]:
+    return [f"{name} {found}" for name in PACKAGES if (found := installed(name))]
+
+
+def losses_of(found: dict[str, Any]) -> tuple[str, str]:
+    """The first and the last."""
+    values = list(found["losses"].values())
+    return f"{values[0]:.4f}", f"{values[-1]:.4f}"
+
+
+def commit() -> str | None:
+    """Of the checkout; None where this is none."""
+    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=10)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
+
+
+def write(path: Path, found: dict[str, Any]) -> None:
+    """What another step of the day has measured of the recipe stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**before, **found}, indent=1) + "\n")

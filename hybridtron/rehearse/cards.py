@@ -1,0 +1,147 @@
+"""Verification cards: of every recipe what was measured on a GPU, and what was rehearsed without one.
+
+    hybridtron check cards                                what is in benchmarks/cards/measured, and rehearsed records
+    hybridtron check cards --records build/rehearsed/0a1b2c-h200 --output FOLDER
+
+A line that nothing measured says "not measured". What was measured is a file a recipe, which `hybridtron check gpu`
+writes; what was rehearsed is read from the records of a suite (`hybridtron rehearse --suite`).
+
+MFU stands there twice. The true count is that of `planning/count`: an attention's products of the keys that a query
+sees. Megatron's formula (arXiv:2104.04473, equation 3) takes every product of queries and keys of a row, whatever the
+mask, and of a scan nothing; both are of a forward pass, and the backward pass counts twice.
+
+Exit codes: 0 written, 2 wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridtron.architecture.attention import HeadsSpec
+from hybridtron.architecture.table import architecture
+from hybridtron.config.load import choices_of
+from hybridtron.config.schema import ModelConfig
+from hybridtron.planning.count import count
+from hybridtron.planning.memory import largest_phase
+from hybridtron.problems import Unusable
+from hybridtron.rehearse.suite import LAYOUTS, RecipeCase, SuiteRecords
+from hybridtron.shipped import pages
+
+NOT_MEASURED = "not measured"
+LINES = {
+    "command": "command",
+    "commit": "commit",
+    "versions": "versions",
+    "gpu": "GPU",
+    "losses": "losses at steps",
+    "tokens_per_second": "tokens/s a GPU",
+    "mfu": "MFU by the true count",
+    "megatron_mfu": "MFU by Megatron's formula",
+    "peak_gb": "GB of tensors at the most",
+    "waits": "host waits a step",
+    "resume_difference": "largest difference of a resumed run's weights",
+}
+"""Key of a measured file -> line of a card."""
+HEADER = (
+    "layout", "tokens/s a GPU", "MFU by the true count", "MFU by Megatron's formula", "GB of tensors",
+    "host waits a step", "code",
+)  # fmt: skip
+
+
+def main(arguments: list[str]) -> int:
+    """Write a card for every recipe. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="hybridtron check cards", description="Write verification cards.")
+    parser.add_argument("--records", type=Path, metavar="FOLDER", help="what a suite of rehearsals recorded")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: benchmarks/cards")
+    chosen = parser.parse_args(arguments)
+    checkout = pages()
+    output = chosen.output or (checkout and checkout / "cards")
+    if output is None:
+        raise Unusable("--output FOLDER is needed where there is no checkout, whose benchmarks/ the cards would go to")
+    if chosen.records and not chosen.records.is_dir():
+        raise Unusable(f"--records {chosen.records}: no such folder")
+    records = SuiteRecords(chosen.records).read() if chosen.records else []
+    for recipe in choices_of("recipe"):
+        path = output / f"{recipe}.md"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(card(recipe, measured_of(recipe, output), [one for one in records if one["recipe"] == recipe]))
+    print(f"{len(choices_of('recipe'))} cards in {output}")
+    return 0
+
+
+def measured_path(recipe: str, folder: Path) -> Path:
+    """Where a recipe's measured lines are, beside the cards."""
+    return folder / "measured" / f"{recipe.replace('/', '-')}.json"
+
+
+def measured_of(recipe: str, folder: Path) -> dict[str, Any]:
+    """What was measured of a recipe; nothing by default."""
+    path = measured_path(recipe, folder)
+    found = json.loads(path.read_text()) if path.exists() else {}
+    if unknown := sorted(found.keys() - LINES.keys()):
+        raise Unusable(f"{path}: no card has a line for {', '.join(unknown)}")
+    return found
+
+
+def card(recipe: str, measured: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> str:
+    """The page, in Markdown."""
+    lines = [f"# Verification card of `{recipe}`", "", "## Measured, on one GPU", "", "| | |", "|---|---|"]
+    if measured.get("mfu") is not None:
+        measured = {**measured, "megatron_mfu": measured["mfu"] * megatron_share(recipe, "TP2 + SP")}
+    lines += [f"| {line} | {_text(measured.get(key))} |" for key, line in LINES.items()]
+    lines += ["", "## Rehearsed: a model, no GPU took part", ""]
+    shown = list(_rehearsed(recipe, records))
+    if shown:
+        lines += [f"| {' | '.join(HEADER)} |", f"|{'---|' * len(HEADER)}", *shown]
+        lines += [
+            "",
+            "By `hybridtron rehearse --suite`, of the slowest rank: [the method](../../docs/rehearse.md).",
+        ]
+    else:
+        lines.append("not rehearsed")
+    text = "\n".join(lines) + "\n"
+    return text.replace("(../../docs/", "(../../../docs/") if "/" in recipe else text
+
+
+def _rehearsed(recipe: str, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for layout in LAYOUTS:
+        own = [one for one in records if one["layout"] == layout]
+        if own and "refused" in own[0]:
+            yield f"| {layout} | refused: `{own[0]['refused'][0].partition('  ')[0]}` |{' |' * (len(HEADER) - 2)}"
+        elif ranks := [one for one in own if "peak" in one]:
+            slowest = max(ranks, key=lambda one: one["step_seconds"])
+            by_megatron = slowest["mfu"] * megatron_share(recipe, layout)
+            cells = (
+                layout, f"{slowest['tokens_per_second']:,.0f}", f"{slowest['mfu']:.1%}", f"{by_megatron:.1%}",
+                f"{max(one['peak'] for one in ranks) / 1e9:.1f}", f"{max(one['waits'] for one in ranks):.0f}",
+                f"`{slowest['code']}`",
+            )  # fmt: skip
+            yield f"| {' | '.join(cells)} |"
+
+
+def megatron_share(recipe: str, layout: str) -> float:
+    """FLOPs of a token by Megatron's formula, over those of the true count, in the phase that is rehearsed."""
+    phase = largest_phase(RecipeCase(recipe, layout).config())
+    length = phase.settings.seq_len
+    return megatron_flops(phase.model, length) / count(phase.model, length).flops_per_token
+
+
+def megatron_flops(model: ModelConfig, length: int) -> float:
+    """Of a token, forward and backward: products with weights, and attention of every query to every key of the row."""
+    arch, parts = architecture(model), count(model, length).flops_by_part
+    queries = sum(spec.channels(arch.sizes)[0] for spec in arch.specs if isinstance(spec, HeadsSpec))
+    return 3 * (parts["projections"] + parts["head"] + 2 * 2 * length * queries)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return NOT_MEASURED
+    if isinstance(value, dict):  # losses by step
+        return ", ".join(f"{step}: {loss:.4f}" for step, loss in value.items())
+    if isinstance(value, float):
+        return f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"
+    return f"`{value}`" if isinstance(value, str) else str(value)

@@ -1,0 +1,93 @@
+"""The first day on a GPU without one: every command is parsed by the program that would run it, nothing is launched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from hybridtron.cli import checkpoint, doctor
+from hybridtron.config.check import check
+from hybridtron.config.load import load
+from hybridtron.proving.gpu import day_one, main, recipes
+from hybridtron.proving.gpu.day_one import DayOneStep
+from hybridtron.rehearse import cards
+
+TWENTY_MINUTES = 20 * 60
+
+
+def parsed(command: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the command's own parser makes of it; SystemExit or ConfigError where an option or a key is wrong."""
+    if command[1:3] == ("-m", "pytest"):
+        files = [word for word in command if word.endswith(".py")]
+        assert all((Path(__file__).parents[2] / file).is_file() for file in files)
+        return "pytest"
+    name, arguments = command[3], list(command[4:])
+    if name == "train":
+        assert check(load(arguments), 1) == []
+    elif name == "check" and arguments[0] == "gpu":
+        assert main.parse(arguments[1:]).only
+    elif name == "check":
+        monkeypatch.setattr(cards, "choices_of", lambda _: ())
+        assert cards.main(arguments[1:]) == 0
+    elif name == "checkpoint":
+        seen: list[str] = []
+        monkeypatch.setattr("hybridtron.cli.checkpoint_commands.run", lambda chosen: seen.append(chosen.command) or 0)
+        assert checkpoint.main(arguments) == 0
+        assert seen == ["diff"]
+    else:
+        assert (name, arguments) == ("doctor", [])
+        assert callable(doctor.main)
+    return name
+
+
+def test_no_option_is_misspelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [parsed(step.command, monkeypatch) for step in day_one.steps(tmp_path)]
+    assert set(names) == {"doctor", "check", "pytest", "train", "checkpoint"}
+
+
+def test_it_takes_at_most_twenty_minutes(tmp_path: Path) -> None:
+    assert sum(step.limit_s for step in day_one.steps(tmp_path)) <= TWENTY_MINUTES
+
+
+@pytest.mark.parametrize(("failing", "code", "difference"), [(None, 0, 0.0), ("the same weights", 1, None)])
+def test_what_became_of_each_step(failing: str | None, code: int, difference: float | None, tmp_path: Path) -> None:
+    """Launches are answered by nobody; the whole run is there when the resumed one begins."""
+    folder, launched = tmp_path / "day", list[str]()
+    by_command = {step.command: step for step in day_one.steps(folder)}
+
+    def launch(command: Sequence[str], log: Path, limit_s: float) -> int:
+        step: DayOneStep = by_command[tuple(command)]
+        if step.name == "whole":
+            for number in (100, 200):
+                (folder / "whole/checkpoints" / f"step-{number:08d}").mkdir(parents=True)
+        if step.name == "resumed":
+            assert [path.name for path in (folder / "resumed/checkpoints").iterdir()] == ["step-00000100"]
+        launched.append(step.name)
+        assert limit_s == step.limit_s
+        return 1 if step.name == failing else 0
+
+    assert day_one.day_one(folder, tmp_path / "cards", launch) == code
+    assert launched == [step.name for step in day_one.steps(folder)]
+    table = (folder / "day_one.md").read_text()
+    assert all(f"| {name} | {int(name == failing)} |" in table for name in launched)
+    assert json.loads((tmp_path / "cards/measured/laptop.json").read_text()) == {"resume_difference": difference}
+
+
+def test_a_step_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    assert day_one.launched(["sleep", "60"], tmp_path / "log", 0.1) == 124
+    assert day_one.launched(["no-such-program"], tmp_path / "log", 1) == day_one.NO_PROGRAM
+
+
+@pytest.mark.parametrize(("unit", "rows"), [(1e9, 8), (0.25e9, 2), (1e6, 1)])
+def test_fewer_rows_where_the_recipe_does_not_fit(unit: float, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 80 GB all of its rows, of which 35 GB are planned; on a quarter of that memory fewer."""
+    monkeypatch.setattr(recipes, "GB", unit)
+    assert load(["recipe=samba_421m"]).phases[0].micro_batch == 8
+    assert recipes.fitting("samba_421m", quick=False)[-1] == f"phases.0.global_batch={rows}"
+
+
+def test_a_card_has_a_line_for_all_that_is_measured() -> None:
+    assert set(recipes.LINES_WRITTEN) | {"resume_difference", "waits", "megatron_mfu"} == set(cards.LINES)

@@ -1,0 +1,61 @@
+"""Verification cards: what was measured, what was rehearsed, and what nobody measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridtron.config.load import choices_of, load
+from hybridtron.planning.count import count
+from hybridtron.problems import Unusable
+from hybridtron.rehearse import cards
+from hybridtron.shipped import shipped
+
+RECORD: dict[str, Any] = {
+    "recipe": "llama2_438m", "layout": "DP8", "rank": 0, "tokens_per_second": 158_765.2, "mfu": 0.4, "peak": 27.2e9,
+    "step_seconds": 2.0, "waits": 1.0, "code": "0a1b",
+}  # fmt: skip
+
+
+def test_what_nobody_measured_says_so() -> None:
+    text = cards.card("llama2_438m", {}, [])
+    assert text.count(cards.NOT_MEASURED) == len(cards.LINES)
+    assert "not rehearsed" in text
+
+
+def test_what_was_measured_and_rehearsed() -> None:
+    refused = {"recipe": "llama2_438m", "layout": "PP2", "rank": None, "refused": ["parallel.pipeline  is 2, but"]}
+    text = cards.card("llama2_438m", {"losses": {"1": 10.38, "2": 10.2}, "waits": 1}, [RECORD, refused])
+    assert "| losses at steps | 1: 10.3800, 2: 10.2000 |" in text
+    assert text.count(cards.NOT_MEASURED) == len(cards.LINES) - 2
+    assert "| PP2 | refused: `parallel.pipeline` |" in text
+    (row,) = [line for line in text.splitlines() if line.startswith("| DP8 ")]
+    assert row.startswith("| DP8 | 158,765 | 40.0% | 4")
+    assert row.endswith("| 27.2 | 1 | `0a1b` |")
+
+
+def test_flops_by_megatrons_formula() -> None:
+    """Of a Llama: our causal attention is half of the row and the token itself."""
+    config = load(["recipe=llama2_438m"])
+    length, model = config.phases[0].seq_len, config.model
+    ours = count(model, length)
+    attention = 3 * ours.flops_by_part["attention"]
+    expected = ours.flops_per_token + attention * (2 * length / (length + 1) - 1)
+    assert cards.megatron_flops(model, length) == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_file_with_a_line_that_no_card_has_is_refused(tmp_path: Path) -> None:
+    path = cards.measured_path("length/zero", tmp_path)
+    path.parent.mkdir()
+    path.write_text(json.dumps({"loss": 1}))
+    with pytest.raises(Unusable, match="loss"):
+        cards.measured_of("length/zero", tmp_path)
+
+
+def test_every_recipe_has_its_card() -> None:
+    folder = shipped("benchmarks") / "cards"
+    found = {path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.md")}
+    assert found == set(choices_of("recipe"))

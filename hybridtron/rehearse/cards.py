@@ -1,6 +1,6 @@
 """Verification cards: of every recipe what was measured on a GPU, and what was rehearsed without one.
 
-    hybridtron check cards                                what is in benchmarks/cards/measured, and rehearsed records
+    hybridtron check cards                    what is in benchmarks/cards/measured; what was rehearsed stays as it is
     hybridtron check cards --records build/rehearsed/0a1b2c-h200 --output FOLDER
 
 A line that nothing measured says "not measured". What was measured is a file a recipe, which `hybridtron check gpu`
@@ -32,6 +32,7 @@ from hybridtron.rehearse.suite import LAYOUTS, RecipeCase, SuiteRecords
 from hybridtron.shipped import pages
 
 NOT_MEASURED = "not measured"
+REHEARSED = "## Rehearsed: a model, no GPU took part"
 LINES = {
     "command": "command",
     "commit": "commit",
@@ -68,7 +69,11 @@ def main(arguments: list[str]) -> int:
     for recipe in choices_of("recipe"):
         path = output / f"{recipe}.md"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(card(recipe, measured_of(recipe, output), [one for one in records if one["recipe"] == recipe]))
+        own = [one for one in records if one["recipe"] == recipe]
+        text = card(recipe, measured_of(recipe, output), own)
+        if not chosen.records and path.exists():
+            text = text.partition(REHEARSED)[0] + "".join(path.read_text().partition(REHEARSED)[1:])
+        path.write_text(text)
     print(f"{len(choices_of('recipe'))} cards in {output}")
     return 0
 
@@ -93,7 +98,7 @@ def card(recipe: str, measured: Mapping[str, Any], records: Sequence[Mapping[str
     if measured.get("mfu") is not None:
         measured = {**measured, "megatron_mfu": measured["mfu"] * megatron_share(recipe, "TP2 + SP")}
     lines += [f"| {line} | {_text(measured.get(key))} |" for key, line in LINES.items()]
-    lines += ["", "## Rehearsed: a model, no GPU took part", ""]
+    lines += ["", REHEARSED, ""]
     shown = list(_rehearsed(recipe, records))
     if shown:
         lines += [f"| {' | '.join(HEADER)} |", f"|{'---|' * len(HEADER)}", *shown]

@@ -30,7 +30,7 @@ def parsed(command: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> str:
     elif name == "check" and arguments[0] == "gpu":
         assert main.parse(arguments[1:]).only
     elif name == "check":
-        monkeypatch.setattr(cards, "choices_of", lambda _: ())
+        monkeypatch.setattr(cards, "choices_of", lambda _: ())  # none is written
         assert cards.main(arguments[1:]) == 0
     elif name == "checkpoint":
         seen: list[str] = []

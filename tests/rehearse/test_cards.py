@@ -58,4 +58,17 @@ def test_a_file_with_a_line_that_no_card_has_is_refused(tmp_path: Path) -> None:
 def test_every_recipe_has_its_card() -> None:
     folder = shipped("benchmarks") / "cards"
     found = {path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.md")}
-    assert found == set(choices_of("recipe"))
+    assert found == set(choices_of("recipe")), "`hybridtron check cards` writes those that are missing"
+
+
+def test_what_was_rehearsed_stays_where_no_records_are_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cards, "choices_of", lambda _: ("llama2_438m",))
+    path, measured = tmp_path / "llama2_438m.md", cards.measured_path("llama2_438m", tmp_path)
+    path.write_text(cards.card("llama2_438m", {}, [RECORD]))
+    measured.parent.mkdir()
+    measured.write_text(json.dumps({"resume_difference": 0.0}))
+    assert cards.main(["--output", str(tmp_path)]) == 0
+    assert path.read_text() == cards.card("llama2_438m", {"resume_difference": 0.0}, [RECORD])
+    assert str(tmp_path) in capsys.readouterr().out

@@ -55,6 +55,7 @@ def test_a_file_with_a_line_that_no_card_has_is_refused(tmp_path: Path) -> None:
         cards.measured_of("length/zero", tmp_path)
 
 
+@pytest.mark.slow
 def test_every_recipe_has_its_card() -> None:
     folder = shipped("benchmarks") / "cards"
     found = {path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.md")}

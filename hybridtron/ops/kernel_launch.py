@@ -38,9 +38,9 @@ def own_kernels(
     return Implementation("triton", call, "cuda", "triton", reason)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int) -> None:
-    """Run as many programs as the grid has places, each by `warps` warps of 32 threads."""
-    kernel[grid](*arguments, num_warps=warps)
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, registers: int | None = None) -> None:
+    """Run as many programs as the grid has places, each by `warps` warps of 32 threads with at most these registers."""
+    kernel[grid](*arguments, num_warps=warps, maxnreg=registers)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ CAPABILITY = (9, 0)
 SHARED_MEMORY = 227 * 1024  # bytes that one block of an H100 may use
 REGISTERS = 255  # of one thread
 SPILLED = {
-    "3.6": {"_gradients": 8, "group_gradients": 8, "token_gradients": 208},
+    "3.6": {"group_gradients": 8, "token_gradients": 208},
     "3.7": {"chunk_states": 8, "group_gradients": 32, "token_gradients": 232},
 }
 """Bytes that one thread may keep on the stack, by Triton's version and kernel; 3.9 spills nothing.

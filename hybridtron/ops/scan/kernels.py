@@ -147,12 +147,15 @@ def chain(row: ScanRow, states_BPNE: Tensor, elapsed_BPE: Tensor, first_BNE: Ten
 
 @triton.jit
 def softplus(v: tl.tensor) -> tl.tensor:
-    """log(1 + exp(v)), to fp32's precision where the sum would swallow the exponential too (Kahan's log1p)."""
-    small = tl.exp(-tl.abs(v))
-    sum_ = 1 + small
-    lost = sum_ == 1
-    log1p = tl.where(lost, small, tl.log(sum_) * (small / tl.where(lost, 1, sum_ - 1)))
-    return tl.maximum(v, 0) + log1p
+    """log(1 + exp(v)) = max(v, 0) + log(1 + s) with s = exp(-|v|).
+
+    log(1 + s) / s is a polynomial here, the minimax one of degree 8 on 0 to 1: its relative error is 3e-8.
+    """
+    s = tl.exp(-tl.abs(v))
+    p = (0.005232693627476692 * s - 0.02950523979961872) * s + 0.07822596281766891
+    p = ((p * s - 0.13663247227668762) * s + 0.19106008112430573) * s - 0.2484298199415207
+    p = ((p * s + 0.3331909775733948) * s - 0.4999949336051941) * s + 0.9999999403953552
+    return tl.maximum(v, 0) + p * s
 
 
 @triton.jit

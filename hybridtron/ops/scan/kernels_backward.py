@@ -18,7 +18,8 @@ Nothing that is not finite crosses the border of a document. Unmeasured on a GPU
 
 A thread of the last kernel has one channel of a tile's tokens, in tuples with a value for each. In a tensor of tokens
 and channels, the compiler would share the tokens out to the warps of a program, and each sum over time would go through
-shared memory.
+shared memory. A tile's tokens are summed over a warp's channels together: neighbours exchange halves of their tokens
+until each has one, by 16 shuffles for 16 tokens, where a sum for each token takes 80.
 
 Legend: as in `selective_scan`; Q tiles, F blocks of channels.
 """
@@ -49,6 +50,7 @@ from hybridtron.ops.scan.reference import ScanInputs
 
 TILE = 16  # tokens of which all states exist at a time; they divide a chunk
 CHANNELS = 32  # of one warp: they leave one partial sum of the gradients of B and C
+REGISTERS = 168  # of a thread: 12 warps fit on a multiprocessor, and nothing is spilled
 
 
 def selective_scan(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
@@ -112,12 +114,13 @@ def _of_tiles(
     x, dt = empty_in_order(row.x_BLE), empty_in_order(row.dt_BLE)
     B_FBNL, C_FBNL = (row.D_E.new_empty(grid[1], rows, states, length) for _ in range(2))
     D_BQE = torch.empty_like(elapsed_BQE)
-    # a tile's tokens side by side, and zeros where the last tile goes past the row's end
+    # a tile's tokens side by side, and zeros where the last tile goes past the row's end; two of them are one load
     along = [F.pad(tensor.mT.float(), (0, -length % TILE)).contiguous() for tensor in (row.B_BLN, row.C_BLN)]
+    pairs = [tensor.flatten().view(torch.int64) for tensor in along]
     launch(
-        _gradients, grid, *row.arguments(), grad_y_BLE, *grad_y_BLE.stride()[:2], *along, before_BQNE, after_BQNE,
+        _gradients, grid, *row.arguments(), grad_y_BLE, *grad_y_BLE.stride()[:2], *pairs, before_BQNE, after_BQNE,
         x, *x.stride()[:2], dt, *dt.stride()[:2], B_FBNL, C_FBNL, D_BQE, elapsed_BQE,
-        states, TILE, CHANNELS, warps=1,
+        states, TILE, CHANNELS, TILE.bit_length() - 1, warps=1, registers=REGISTERS,
     )  # fmt: skip
     return ScanInputs(
         x_BLE=x,
@@ -174,16 +177,44 @@ def _walk_back(
         tl.store(elapsed_ptr + slot * channels + e, elapsed, of_e)
 
 
+@triton.jit
+def _of_pair(pair: tl.tensor, second: tl.constexpr) -> tl.tensor:
+    return (pair >> (32 * second)).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _halved(values: tl.tuple, lane: tl.tensor, BIT: tl.constexpr, HALF: tl.constexpr) -> tl.tuple:
+    """Of each two values the first one for lanes without this bit, the second one for the others, of both lanes."""
+    upper = (lane & BIT) != 0
+    halves = ()
+    for i in tl.static_range(HALF):
+        given = tl.where(upper, values[2 * i], values[2 * i + 1])
+        halves = halves + (tl.where(upper, values[2 * i + 1], values[2 * i]) + tl.gather(given, lane ^ BIT, 0),)
+    return halves
+
+
+@triton.jit
+def _over_channels(
+    values: tl.tuple, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, LEVELS: tl.constexpr
+) -> tl.tensor:  # fmt: skip
+    """The sum of each token's channels: lanes whose number ends in a token's hold parts of its sum at the end."""
+    lane = tl.arange(0, CHANNELS)
+    for level in tl.static_range(LEVELS):
+        values = _halved(values, lane, 1 << level, TOKENS >> (level + 1))
+    return tl.sum(tl.reshape(values[0], (CHANNELS // TOKENS, TOKENS)), 0)
+
+
 # One long function: what it adds up over n stays in the registers of the thread that has the channel.
 @triton.jit
 def _gradients(
     x_ptr: tl.tensor, dt_ptr: tl.tensor, B_ptr: tl.tensor, C_ptr: tl.tensor, z_ptr: tl.tensor, A_ptr: tl.tensor,
     D_ptr: tl.tensor, bias_ptr: tl.tensor, starts_ptr: tl.tensor, length: int, channels: int, x_row: int, x_token: int,
     dt_row: int, dt_token: int, B_row: int, B_token: int, C_row: int, C_token: int, z_row: int, z_token: int,
-    grad_y_ptr: tl.tensor, grad_y_row: int, grad_y_token: int, B_along_ptr: tl.tensor, C_along_ptr: tl.tensor,
+    grad_y_ptr: tl.tensor, grad_y_row: int, grad_y_token: int, B_pairs_ptr: tl.tensor, C_pairs_ptr: tl.tensor,
     before_ptr: tl.tensor, after_ptr: tl.tensor, grad_x_ptr: tl.tensor, grad_x_row: int, grad_x_token: int,
     grad_dt_ptr: tl.tensor, grad_dt_row: int, grad_dt_token: int, grad_B_ptr: tl.tensor, grad_C_ptr: tl.tensor,
     grad_D_ptr: tl.tensor, grad_bias_ptr: tl.tensor, N: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+    LEVELS: tl.constexpr,
 ) -> None:  # fmt: skip
     part, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     slot, at = row * tl.num_programs(0) + part, part.to(tl.int64) * TOKENS
@@ -195,8 +226,13 @@ def _gradients(
     z_place = x_place if z_ptr is None else z_ptr + row * z_row + at * z_token + e
     grad_y_place = grad_y_ptr + row * grad_y_row + at * grad_y_token + e
     zero = tl.zeros((CHANNELS,), tl.float32)
+    # 0, which the compiler does not know: it copies an address of the whole warp into registers for every load
+    own = (e >= channels + CHANNELS).to(tl.int32)
     # of each token; `grad_log2`: of delta, by way of exp2(delta A)
-    delta, gain, grad_y, begins, grad_gain, grad_log2 = (), (), (), (), (), ()
+    delta, gain, grad_y, grad_gain, grad_log2 = (), (), (), (), ()
+    if starts_ptr is not None:  # a bit for each token: registers are scarce
+        starts = tl.load(starts_ptr + row * length + at + step, step < left, 0)
+        borders = tl.sum(tl.where(starts != 0, 1 << step, 0), 0)
     for t in tl.static_range(TOKENS):
         there = of_e & (t < left)
         dt = tl.load(dt_place + t * dt_token, there, 0.0).to(tl.float32)
@@ -205,55 +241,56 @@ def _gradients(
         if z_ptr is not None:
             z = tl.load(z_place + t * z_token, there, 0.0).to(tl.float32)
             grad *= z * sigmoid(z)
-        if starts_ptr is not None:
-            begins = begins + (tl.load(starts_ptr + row * length + at + t, t < left, 0) != 0,)
         waited = tl.where(t < left, softplus(dt + bias), 0.0)  # past the row's end: nothing decays
         delta, gain, grad_y = delta + (waited,), gain + (waited * x,), grad_y + (grad,)
         grad_gain, grad_log2 = grad_gain + (zero,), grad_log2 + (zero,)
     for n in range(0, N):
-        along = (row * N + n) * tl.num_programs(0) * TOKENS + at
+        pairs = ((row * N + n) * tl.num_programs(0) + part) * (TOKENS // 2) + own
         state = (slot * N + n) * channels + e
         sums = ((tl.program_id(1).to(tl.int64) * tl.num_programs(2) + row) * N + n) * length + at + step
         A = tl.load(A_ptr + n * channels + e, of_e, 0.0)
         h = tl.load(before_ptr + state, of_e, 0.0)
-        decay, kept, by_token = (), (), tl.zeros((TOKENS,), tl.float32)
+        decay, kept, of_C, of_B = (), (), (), ()
         for t in tl.static_range(TOKENS):
             factor = tl.exp2(delta[t] * A)
             of_past = factor * h
             if starts_ptr is not None:
-                of_past = tl.where(begins[t], 0.0, of_past)
-            h = of_past + gain[t] * tl.load(B_along_ptr + along + t)
+                of_past = tl.where((borders >> t) & 1 != 0, 0.0, of_past)
+            if t % 2 == 0:
+                B_pair = tl.load(B_pairs_ptr + pairs + t // 2)
+            h = of_past + gain[t] * _of_pair(B_pair, t % 2)
             decay, kept = decay + (factor,), kept + (of_past,)
-            by_token = tl.where(step == t, tl.sum(h * grad_y[t], 0), by_token)
-        tl.store(grad_C_ptr + sums, by_token, step < left)
+            of_C = of_C + (h * grad_y[t],)
+        tl.store(grad_C_ptr + sums, _over_channels(of_C, TOKENS, CHANNELS, LEVELS), step < left)
 
         later = tl.load(after_ptr + state, of_e, 0.0)
         of_A = zero
         new_gain, new_log2 = (), ()
         for t in tl.static_range(TOKENS - 1, -1, -1):
-            grad_h = tl.load(C_along_ptr + along + t) * grad_y[t] + later
+            if t % 2 == 1:
+                C_pair, B_pair = tl.load(C_pairs_ptr + pairs + t // 2), tl.load(B_pairs_ptr + pairs + t // 2)
+            grad_h = _of_pair(C_pair, t % 2) * grad_y[t] + later
             grad_exponent = kept[t] * grad_h
             of_A += delta[t] * grad_exponent
-            B = tl.load(B_along_ptr + along + t)
-            new_gain = (grad_gain[t] + B * grad_h,) + new_gain
+            new_gain = (grad_gain[t] + _of_pair(B_pair, t % 2) * grad_h,) + new_gain
             new_log2 = (grad_log2[t] + A * grad_exponent,) + new_log2
-            by_token = tl.where(step == t, tl.sum(gain[t] * grad_h, 0), by_token)
+            of_B = (gain[t] * grad_h,) + of_B
             later = decay[t] * grad_h
             if starts_ptr is not None:
-                later = tl.where(begins[t], 0.0, later)
+                later = tl.where((borders >> t) & 1 != 0, 0.0, later)
         grad_gain, grad_log2 = new_gain, new_log2
-        tl.store(grad_B_ptr + sums, by_token, step < left)
+        tl.store(grad_B_ptr + sums, _over_channels(of_B, TOKENS, CHANNELS, LEVELS), step < left)
         tl.store(after_ptr + state, of_A, of_e)
 
-    # Read again, since registers are scarcer than the cache.
+    # Read again, since registers are scarcer than the cache; by sums of another order, or the addresses would be kept.
     D = tl.load(D_ptr + e, of_e, 0.0)
     of_D, of_bias = zero, zero
     grad_x_place = grad_x_ptr + row * grad_x_row + at * grad_x_token + e
     grad_dt_place = grad_dt_ptr + row * grad_dt_row + at * grad_dt_token + e
     for t in tl.static_range(TOKENS):
         there = of_e & (t < left)
-        x = tl.load(x_place + t * x_token, there, 0.0).to(tl.float32)
-        dt = tl.load(dt_place + t * dt_token, there, 0.0).to(tl.float32)
+        x = tl.load(x_ptr + row * x_row + (at + t) * x_token + e, there, 0.0).to(tl.float32)
+        dt = tl.load(dt_ptr + row * dt_row + (at + t) * dt_token + e, there, 0.0).to(tl.float32)
         grad_dt = (grad_gain[t] * x + 0.6931471805599453 * grad_log2[t]) * sigmoid(dt + bias)
         tl.store(grad_dt_place + t * grad_dt_token, grad_dt, there)
         tl.store(grad_x_place + t * grad_x_token, grad_gain[t] * delta[t] + D * grad_y[t], there)

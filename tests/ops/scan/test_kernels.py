@@ -231,4 +231,7 @@ def test_what_is_shipped_fits_an_h100() -> None:
     assert {launch.kernel for launch in launches} == {"_walk", "_chain", "_retrace", "_walk_back", "_gradients"}
     assert [fault for launch in launches for fault in launch.faults()] == []
     assert all(launch.instructions["atom"] == launch.instructions["red"] == 0 for launch in launches)
+    for launch in launches:
+        if launch.kernel == "_gradients":  # 12 warps on a multiprocessor, and no shuffles for every token
+            assert (launch.registers <= 168, launch.instructions["shfl"] <= 64) == (True, True)
     assert max(buffers) == 2 * LENGTH * CHANNELS  # the projection that x and z are parts of: nothing has 16 values more

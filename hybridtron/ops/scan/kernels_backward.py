@@ -178,12 +178,13 @@ def _walk_back(
 
 
 @triton.jit
-def _of_pair(pair: tl.tensor, second: tl.constexpr) -> tl.tensor:
-    return (pair >> (32 * second)).to(tl.int32).to(tl.float32, bitcast=True)
+def _of_pairs(pairs_ptr: tl.tensor, t: tl.constexpr) -> tl.tensor:
+    """Of two tokens next to each other, of which each asks for both, the compiler makes one load."""
+    return (tl.load(pairs_ptr + t // 2) >> (32 * (t % 2))).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _halved(values: tl.tuple, lane: tl.tensor, BIT: tl.constexpr, HALF: tl.constexpr) -> tl.tuple:
+def _halved(values: tl.tuple, lane: tl.tensor, BIT: tl.constexpr, HALF: tl.constexpr) -> Any:
     """Of each two values the first one for lanes without this bit, the second one for the others, of both lanes."""
     upper = (lane & BIT) != 0
     halves = ()
@@ -201,7 +202,8 @@ def _over_channels(
     lane = tl.arange(0, CHANNELS)
     for level in tl.static_range(LEVELS):
         values = _halved(values, lane, 1 << level, TOKENS >> (level + 1))
-    return tl.sum(tl.reshape(values[0], (CHANNELS // TOKENS, TOKENS)), 0)
+    (of_token,) = values
+    return tl.sum(tl.reshape(of_token, (CHANNELS // TOKENS, TOKENS)), 0)
 
 
 # One long function: what it adds up over n stays in the registers of the thread that has the channel.
@@ -256,9 +258,7 @@ def _gradients(
             of_past = factor * h
             if starts_ptr is not None:
                 of_past = tl.where((borders >> t) & 1 != 0, 0.0, of_past)
-            if t % 2 == 0:
-                B_pair = tl.load(B_pairs_ptr + pairs + t // 2)
-            h = of_past + gain[t] * _of_pair(B_pair, t % 2)
+            h = of_past + gain[t] * _of_pairs(B_pairs_ptr + pairs, t)
             decay, kept = decay + (factor,), kept + (of_past,)
             of_C = of_C + (h * grad_y[t],)
         tl.store(grad_C_ptr + sums, _over_channels(of_C, TOKENS, CHANNELS, LEVELS), step < left)
@@ -267,12 +267,10 @@ def _gradients(
         of_A = zero
         new_gain, new_log2 = (), ()
         for t in tl.static_range(TOKENS - 1, -1, -1):
-            if t % 2 == 1:
-                C_pair, B_pair = tl.load(C_pairs_ptr + pairs + t // 2), tl.load(B_pairs_ptr + pairs + t // 2)
-            grad_h = _of_pair(C_pair, t % 2) * grad_y[t] + later
+            grad_h = _of_pairs(C_pairs_ptr + pairs, t) * grad_y[t] + later
             grad_exponent = kept[t] * grad_h
             of_A += delta[t] * grad_exponent
-            new_gain = (grad_gain[t] + _of_pair(B_pair, t % 2) * grad_h,) + new_gain
+            new_gain = (grad_gain[t] + _of_pairs(B_pairs_ptr + pairs, t) * grad_h,) + new_gain
             new_log2 = (grad_log2[t] + A * grad_exponent,) + new_log2
             of_B = (gain[t] * grad_h,) + of_B
             later = decay[t] * grad_h

@@ -5,6 +5,7 @@ from hybridtron.architecture.base import MixerSpec
 from hybridtron.architecture.gla import GLASpec
 from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.architecture.mamba2 import Mamba2Spec
+from hybridtron.architecture.retnet import RetNetSpec
 from hybridtron.architecture.span import SpanSpec
 from hybridtron.architecture.swiglu import SwiGLUSpec
 
@@ -12,6 +13,7 @@ SPECS: dict[str, type[MixerSpec]] = {
     "mamba": MambaSpec,
     "mamba2": Mamba2Spec,
     "gla": GLASpec,
+    "retnet": RetNetSpec,
     "attention": AttentionSpec,
     "span": SpanSpec,
     "swiglu": SwiGLUSpec,

@@ -128,7 +128,12 @@ def device_of(inputs: tuple[Any, ...]) -> str:
 
 
 def _reasons(skipped: dict[str, list[str]]) -> str:
-    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in skipped.items())
+    return "; ".join(f"{_listed(names)}: {reason}" for reason, names in skipped.items())
+
+
+def _listed(names: list[str]) -> str:
+    """Names that leave room for the reason on a line of 80 columns."""
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} others"
 
 
 def anything_forced() -> bool:

@@ -22,6 +22,7 @@ FAST_CASES = {
     ("mamba2", "tp2"),
     ("mamba2-attention", "tp2-sp"),
     ("sliding-gla", "tp2-sp"),
+    ("sliding-retnet", "tp2"),
     ("mistral", "tp2-dp2"),
     ("llama", "dp2"),
     ("llama", "tp2-sp"),

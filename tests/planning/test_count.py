@@ -33,6 +33,8 @@ EXACT = {
     "llama2_swa_1.3b": 1_347_842_304,
     "sliding_gla_438m": 438_309_120,
     "sliding_gla_1.2b": 1_220_942_592,
+    "sliding_retnet_446m": 445_555_200,
+    "sliding_retnet_1.4b": 1_411_538_688,
     "mamba_432m": 432_804_864,
     "mamba_1.3b": 1_334_740_992,
 }
@@ -63,6 +65,8 @@ PRINTED = {  # in millions, Tables 5 to 8 of Samba
     "llama2_swa_438m_sc": 438,
     "sliding_gla_438m_sc": 438,
     "sliding_gla_438m_swa_sc": 438,
+    "sliding_retnet_446m_sc": 446,
+    "sliding_retnet_446m_swa_sc": 446,
     "llama2_438m_seq_2048": 438,
     "llama2_swa_438m_seq_8192": 438,
     "llama2_swa_438m_seq_16384": 438,

@@ -29,8 +29,10 @@ class RopeInputs(NamedTuple):
     sin_BLk: Tensor
 
 
-def rope_table(positions_BL: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles, each (B, L, k) in fp32.
+def rope_table(
+    positions_BL: Tensor, head_dim: int, base: float, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary angles, each (B, L, k).
 
     fp32 angles would be off by 0.06 rad at position 1M, so they are formed and reduced in float64 (off by 1e-10).
     """
@@ -38,7 +40,7 @@ def rope_table(positions_BL: Tensor, head_dim: int, base: float) -> tuple[Tensor
     frequencies_k = base ** (-2.0 * pairs / head_dim)
     angles_BLk = positions_BL.double()[..., None] * frequencies_k
     reduced_BLk = angles_BLk.remainder(2 * math.pi)
-    return reduced_BLk.cos().float(), reduced_BLk.sin().float()
+    return reduced_BLk.cos().to(dtype), reduced_BLk.sin().to(dtype)
 
 
 def apply_rope(inputs: RopeInputs) -> Tensor:

@@ -21,6 +21,7 @@ from hybridtron.config.schema import Config
 from hybridtron.data.batch import Batch
 from hybridtron.engine.schedule import StepLoss, _loss_of, run_schedule
 from hybridtron.engine.stage import Stage, build_stages, mark_for_megatron
+from hybridtron.mixers.retnet import log_gammas
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.loss import Loss
 from hybridtron.parallel.cut import Mesh, cut
@@ -63,6 +64,9 @@ def _marked(names: str, mark: str, value: bool) -> Replaced:
 
 KV_GRADIENT = _marked("kv", "partial_over_tensor", False)
 BC_GRADIENT = _marked(".bc_", "partial_over_tensor", False)
+FIRST_DECAYS: Replaced = {
+    "hybridtron.mixers.retnet.log_gammas": lambda heads, first, device: log_gammas(heads, 0, device)
+}
 GLA_GATE_GRADIENT = _marked("gate_down", "partial_over_tensor", False)
 GLA_NORM_GRADIENT = _marked("norm_weight", "partial_over_tensor", False)
 NORM_GRADIENT = _marked("norm.weight", "partial_over_tensor", False)
@@ -164,6 +168,7 @@ BUGS = {
     "group_norm": Bug("the gated norm's mean is that of its rank's heads", GROUP_NORM, "mamba2", "tp2-sp"),
     "group_norm_backward": Bug("its gradient stays on its rank", GROUP_NORM_BACKWARD, "mamba2", "tp2"),
     "gla_gate_gradient": Bug("the decays' small input keeps its rank's part", GLA_GATE_GRADIENT, "sliding-gla", "tp2"),
+    "first_decays": Bug("every rank has the first rank's decays", FIRST_DECAYS, "sliding-retnet", "tp2"),
     "gla_norm_gradient": Bug("heads' shared norm keeps its rank's part", GLA_NORM_GRADIENT, "sliding-gla", "tp2-sp"),
     "norm_gradient": Bug("norms keep the gradient of their rank's tokens", NORM_GRADIENT, "mamba-mlp", "tp2-sp"),
     "double_norm_gradient": Bug("norms' whole gradients are summed", DOUBLE_NORM_GRADIENT, "mamba-mlp", "tp2"),

@@ -1,0 +1,127 @@
+"""What linear attention's kinds share: queries that read a state per head, to which keys have added their values.
+
+    q, k, v, z = in_proj(u) [q, k, v -> silu(conv(.)) where `conv` is set]
+    y = what a kind makes of q, k and v
+    out_proj(norm(y) * silu(z))                               RMSNorm over a head's values, one weight for all heads
+
+`conv` is the short convolution of Samba's Table 8.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from hybridtron.architecture.base import (
+    Constant,
+    Cut,
+    MixerSpec,
+    ModelSizes,
+    Names,
+    Parameter,
+    StatePart,
+    Uniform,
+    linear,
+    output_linear,
+)
+from hybridtron.limits import above, at_least, divisors_near
+from hybridtron.problems import Problem, choice
+
+
+@dataclass(frozen=True)
+class LinearAttentionSpec(MixerSpec):
+    """Heads, projections, convolution and norm."""
+
+    width_option: ClassVar[str] = "heads"
+    chunk: ClassVar[int]
+    """Tokens that see each other through a matrix, for the FLOP count."""
+
+    heads: Annotated[int, at_least(1)] = 4  # heads, each with a state of its own
+    expand_k: Annotated[float, above(0)] = 1.0  # key channels of all heads, in multiples of the model's width
+    expand_v: Annotated[float, above(0)] = 1.0  # value channels of all heads, in multiples of the model's width
+    # taps of a short convolution on queries, keys and values; null: none
+    conv: Annotated[int | None, at_least(2, "leave it out for none")] = None
+    norm_eps: Annotated[float, above(0)] = 1e-5  # added to the mean square in the norm of a head
+
+    def channels(self, model: ModelSizes) -> tuple[int, int]:
+        """Key and value channels of all heads."""
+        return round(self.expand_k * model.width), round(self.expand_v * model.width)
+
+    def head_sizes(self, model: ModelSizes) -> tuple[int, int]:
+        """Key and value channels of one head."""
+        keys, values = self.channels(model)
+        return keys // self.heads, values // self.heads
+
+    def convolved(self, model: ModelSizes) -> tuple[tuple[str, int], ...]:
+        """What the short convolution goes over."""
+        keys, values = self.channels(model)
+        return ("q", keys), ("k", keys), ("v", values)
+
+    @abstractmethod
+    def state_shape(self, model: ModelSizes) -> tuple[int, int]:
+        """Of one head's state, in the order of the op that computes it."""
+
+    def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
+        width, (keys, values), (_, head) = model.width, self.channels(model), self.head_sizes(model)
+        table = {
+            "in_proj.weight": linear(2 * (keys + values), width, parts=(*self.convolved(model), ("z", values))),
+            "norm_weight": Parameter((head,), Constant(1.0), decay=False, partial_gradient=True),
+            "out_proj.weight": output_linear(width, values, model.num_sublayers),
+        }
+        if self.conv:
+            shape, taps = (2 * keys + values, self.conv), Uniform(self.conv**-0.5)
+            table["conv_weight"] = Parameter(shape, taps, cuts=(Cut(0),), parts=self.convolved(model))
+        return table
+
+    def exported_names(self, model: ModelSizes) -> Names:
+        """Those of flash-linear-attention, where each projection is one of its own."""
+        names: Names = {
+            "g_norm_swish_gate.weight": ("norm_weight",),
+            "g_proj.weight": ("in_proj.weight.z",),
+            "o_proj.weight": ("out_proj.weight",),
+        }
+        for part, _ in self.convolved(model):
+            names[f"{part}_proj.weight"] = (f"in_proj.weight.{part}",)
+            if self.conv:
+                names[f"{part}_conv1d.weight"] = (f"conv_weight.{part}",)
+        return names
+
+    def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
+        (keys, values), seen = self.channels(model), min(self.chunk, seq_len)
+        # scores and their product with v inside a chunk; k v^T into the state, and q out of it
+        scan = 2 * seen * (keys + values) + 4 * keys * values // self.heads
+        return super().flops(model, seq_len) | {self.kind: scan}
+
+    def activation_values(self, model: ModelSizes) -> int:
+        # q, k, v, z (the first three once more where a convolution stands between), the scan's output and the normed
+        # one; in fp32 a state every chunk
+        keys, values = self.channels(model)
+        convolved = 2 * keys + values if self.conv else 0
+        return 2 * keys + 4 * values + convolved + 2 * keys * values // self.heads // self.chunk
+
+    def backward_values(self, model: ModelSizes) -> int:
+        # at the scan: gradients of its output, q, k and v
+        keys, values = self.channels(model)
+        return 2 * keys + 2 * values
+
+    def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
+        shape = (self.heads, *self.state_shape(model))
+        parts = {"ssm": StatePart("ssm", shape, "float32", self.heads, cuts=(Cut(0),))}
+        if self.conv:
+            sizes = tuple(size for _, size in self.convolved(model))
+            parts["conv"] = StatePart("conv", (self.conv - 1, sum(sizes)), parts=sizes, cuts=(Cut(1),))
+        return parts
+
+    def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
+        for option, channels in zip(("expand_k", "expand_v"), self.channels(model), strict=True):
+            if channels % self.heads:
+                made = f"the {channels} channels that {option}={getattr(self, option)} makes"
+                fitting = choice(divisors_near(channels, self.heads))
+                yield Problem("heads", f"is {self.heads}, must divide {made}: {fitting}")
+                return
+
+    def layout_problems(self, model: ModelSizes, tensor: int) -> Iterator[Problem]:
+        if self.heads % tensor:  # also where their channels could be shared out
+            yield Problem("heads", f"is {self.heads}, which {tensor} ranks can't share evenly")

@@ -1,0 +1,44 @@
+"""Retention: a state per head that decays at a fixed rate, read by rotated queries. RetNet, Sun et al. 2023.
+
+    q, k -> RoPE;   h_t = gamma h_{t-1} + k_t v_t^T;   y_t = h_t^T q_t / sqrt(key channels of a head)
+    gamma = 1 - 2^(-5 - head)
+
+The rest is that of `linear_attention`. The rotation and gamma^(i - j) together are what the paper calls xPos; there is
+no other scale in it. Samba's Sliding RetNet has it beside window attention, with half as many heads as that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from hybridtron.architecture.base import ModelSizes
+from hybridtron.architecture.linear_attention import LinearAttentionSpec
+from hybridtron.architecture.mamba2 import CHUNK
+from hybridtron.limits import above
+from hybridtron.problems import Problem
+
+
+@dataclass(frozen=True)
+class RetNetSpec(LinearAttentionSpec):
+    """Options of a retention mixer, which is computed as Mamba-2 is."""
+
+    kind: ClassVar[str] = "retnet"
+    module: ClassVar[str] = "hybridtron.mixers.retnet:RetNet"
+    chunk: ClassVar[int] = CHUNK
+
+    expand_v: Annotated[float, above(0)] = 2.0  # value channels of all heads, in multiples of the model's width
+    rope_base: Annotated[float, above(1)] = 10000.0  # base of the rotary positions
+
+    def state_shape(self, model: ModelSizes) -> tuple[int, int]:
+        key, value = self.head_sizes(model)
+        return value, key
+
+    def activation_values(self, model: ModelSizes) -> int:
+        return super().activation_values(model) + 2 * self.channels(model)[0]  # q and k as rotated
+
+    def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
+        yield from (found := list(super().problems(model, max_seq_len)))
+        if not found and (key := self.head_sizes(model)[0]) % 2:
+            yield Problem("heads", f"is {self.heads}, which makes heads of {key} keys: rotary positions turn pairs")

@@ -1,0 +1,60 @@
+"""What linear attention's kinds share (`architecture/linear_attention.py`): projections, convolution, gated norm."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hybridtron.architecture.base import ModelSizes
+from hybridtron.architecture.linear_attention import LinearAttentionSpec
+from hybridtron.data.batch import SeqInfo
+from hybridtron.mixers.base import Mixer, Out, State
+from hybridtron.ops.conv import ConvInputs, causal_conv
+from hybridtron.ops.norm import RMSNormInputs, rms_norm
+from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_parallel
+
+
+class LinearAttention(Mixer):
+    """State: `ssm`, one per head, in fp32; `conv` (B, W - 1, channels of q, k and v) where there is a convolution."""
+
+    def __init__(self, shared: LinearAttentionSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
+        super().__init__()
+        self.shared, self.tensor = shared, tensor
+        self.keys, self.values = (tensor.share(channels) for channels in shared.channels(sizes))
+        self.heads, self.scale = tensor.share(shared.heads), shared.head_sizes(sizes)[0] ** -0.5
+        self.in_proj = column_parallel(sizes.width, 2 * sum(shared.channels(sizes)), tensor)
+        if shared.conv:
+            self.conv_weight = nn.Parameter(torch.empty(2 * self.keys + self.values, shared.conv))
+        self.norm_weight = nn.Parameter(torch.empty(shared.head_sizes(sizes)[1]))
+        self.out_proj = row_parallel(shared.channels(sizes)[1], sizes.width, tensor)
+
+    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
+        before, new = state or {}, State()
+        x_LBD = enter(x_LBD, self.tensor)
+        qkv_LBC, z_LBV = self.in_proj(x_LBD).split((2 * self.keys + self.values, self.values), dim=-1)
+        qkv_BLC = qkv_LBC.transpose(0, 1)
+        if self.shared.conv:
+            given = ConvInputs(qkv_BLC, self.conv_weight, None, before.get("conv"), seq.documents_BL, activation=True)
+            qkv_BLC, new["conv"] = causal_conv(given)
+        parts = qkv_BLC.split((self.keys, self.keys, self.values), dim=-1)
+        q_BLHN, k_BLHN, v_BLHP = (part.unflatten(-1, (self.heads, -1)) for part in parts)
+        y_BLHP, new["ssm"] = self.attend(
+            x_LBD, q_BLHN * self.scale, k_BLHN, v_BLHP, before.get("ssm"), seq.documents_BL
+        )
+        normed_BLHP = rms_norm(RMSNormInputs(y_BLHP, self.norm_weight, self.shared.norm_eps))
+        return Out(self.out_proj(normed_BLHP.flatten(2).transpose(0, 1) * F.silu(z_LBV)), new, {})
+
+    @abstractmethod
+    def attend(
+        self,
+        x_LBD: Tensor,
+        q_BLHN: Tensor,
+        k_BLHN: Tensor,
+        v_BLHP: Tensor,
+        state: Tensor | None,
+        documents_BL: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """What this rank's heads read (B, L, H, P), and their states after the row; x is the mixer's input."""

@@ -1,0 +1,62 @@
+"""Retention (equations in `architecture/retnet.py`): linear attention by the recurrence of SSD, with fixed decays.
+
+Only differences of positions matter, so positions count from the start of each row, where their angles are small. What
+is handed on is turned back by the row's length: to the text that follows, it ends at position -1. So states pass to
+other text as they are.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from hybridtron.architecture.base import ModelSizes
+from hybridtron.architecture.retnet import RetNetSpec
+from hybridtron.mixers.linear_attention import LinearAttention
+from hybridtron.ops.precision import wide_type
+from hybridtron.ops.rope import RopeInputs, apply_rope, rope_table
+from hybridtron.ops.ssd import SSDInputs, ssd_scan
+from hybridtron.parallel.linear import TensorGroup
+
+STEP_OF_ONE = math.log(math.e - 1)  # its softplus is 1
+
+
+class RetNet(LinearAttention):
+    """`ssm` is (B, H, P, N)."""
+
+    def __init__(self, spec: RetNetSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
+        super().__init__(spec, sizes, tensor)
+        self.rope_base = spec.rope_base
+
+    def attend(
+        self,
+        x_LBD: Tensor,
+        q_BLHN: Tensor,
+        k_BLHN: Tensor,
+        v_BLHP: Tensor,
+        state: Tensor | None,
+        documents_BL: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Retention as SSD with steps of one."""
+        rows, length, heads, keys = k_BLHN.shape
+        wide, device = wide_type(v_BLHP), v_BLHP.device
+        cos_BLk, sin_BLk = rope_table(
+            torch.arange(length + 1, device=device).expand(rows, -1), keys, self.rope_base, wide
+        )
+        q_BLHN, k_BLHN = (apply_rope(RopeInputs(x, cos_BLk[:, :-1], sin_BLk[:, :-1])) for x in (q_BLHN, k_BLHN))
+        zero_H = torch.zeros(heads, dtype=wide, device=device)
+        gammas_H = log_gammas(heads, self.tensor.rank * heads, device).to(wide)
+        steps_BLH, one_H = v_BLHP.new_zeros(rows, length, heads), zero_H + STEP_OF_ONE
+        y_BLHP, last_BHPN = ssd_scan(
+            SSDInputs(v_BLHP, steps_BLH, gammas_H, k_BLHN, q_BLHN, zero_H, one_H, state, documents_BL)
+        )
+        back = (table[:, -1:].expand(-1, v_BLHP.shape[3], -1) for table in (cos_BLk, -sin_BLk))
+        return y_BLHP, apply_rope(RopeInputs(last_BHPN.transpose(1, 2), *back)).transpose(1, 2)
+
+
+def log_gammas(heads: int, first: int, device: torch.device) -> Tensor:
+    """log(1 - 2^(-5 - h)) of heads from `first` on, counted over all ranks; in float64: in bf16 1 - 2^-9 is 1."""
+    head_H = torch.arange(first, first + heads, dtype=torch.float64, device=device)
+    return torch.log1p(-torch.exp2(-5 - head_H))

@@ -8,12 +8,14 @@ Carried states and the statistics of FP8 are not asked: both deal with values th
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
 KINDS = ("model", "optimizer")  # files of a checkpoint
+THREADS = 2  # torch reads memory with one thread where it computes with one
 
 
 class NotFinite(ArithmeticError):
@@ -25,7 +27,8 @@ def not_finite(blocks: Iterable[Any]) -> str | None:
     asked = [one for one in blocks if one.data.numel() and one.data.is_floating_point()]
     if not asked:
         return None
-    extremes = torch.stack([_extremes(one.data).float() for one in asked]).cpu()
+    with ThreadPoolExecutor(THREADS) as threads:
+        extremes = torch.stack([*threads.map(lambda one: _extremes(one.data).float(), asked)]).cpu()
     fine = extremes.isfinite().all(dim=1).tolist()
     return next((one.key for one, well in zip(asked, fine, strict=True) if not well), None)
 

@@ -5,7 +5,8 @@
 
 A process that is killed at any point leaves the older checkpoints as they were, and a temporary folder that nothing
 reads. The lists go through the file system, so that no process waits for another in a collective: with
-`checkpoint.asynchronous` all of this happens in a thread, from copies, while training continues.
+`checkpoint.asynchronous` all of this happens in threads, from copies, while training continues. Weights and moments
+are copied during the next forward and backward pass, which only read them: the engine's next update waits for that.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ from hybridtron.parallel.blocks import block
 from hybridtron.parallel.groups import Groups, all_gather_object, barrier
 from hybridtron.storage.durable import put, sync, temporary_of
 
-COPIERS = 4  # threads; copying leaves Python's lock
+COPIERS = 2  # threads; copying leaves Python's lock
 WRITERS = 2  # threads: one flushes while another digests
 LOOK_S = 0.02  # between looks for the other processes' lists
 
@@ -72,7 +73,7 @@ class Saver:
         self.config, self.run_dir, self.groups, self.patience_s = config, run_dir, groups, patience_s
         self.failures = 0
         self._under_way: Future[None] | None = None
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._thread, self._copiers = ThreadPoolExecutor(1, "checkpoint"), ThreadPoolExecutor(COPIERS, "copier")
         self._step = 0
         self.written: set[int] = set()  # steps whose checkpoints are on disk
         self._copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}  # of an asynchronous checkpoint
@@ -91,13 +92,8 @@ class Saver:
         trained = [one for kind in KINDS for one in content.blocks.get(kind, ())]
         if key := next(filter(None, all_gather_object(not_finite(trained))), None):
             raise NotFinite(f"values of {key} are not finite")
-        if self.config.checkpoint.asynchronous:
-            with ThreadPoolExecutor(COPIERS) as threads:
-                copies: dict[str, Sequence[Any]] = {
-                    name: list(threads.map(self._copied, of_file)) for name, of_file in content.blocks.items()
-                }
-            content = replace(content, blocks=copies)
-        self._under_way = self._thread.submit(self._run, self._prepare(temporary), content, temporary)
+        copies = self._start_copies(engine, content) if self.config.checkpoint.asynchronous else None
+        self._under_way = self._thread.submit(self._run, self._prepare(temporary), content, copies, temporary)
         if not self.config.checkpoint.asynchronous:
             self.settle()
 
@@ -126,6 +122,14 @@ class Saver:
         if self.failures:
             raise SaveError(f"the checkpoint of step {self._step}, the last one, could not be written")
 
+    def _start_copies(self, engine: Engine, content: Content) -> dict[str, list[Future[Any]]]:
+        """Copies of all blocks by their files: of weights and moments before they change, of all else now."""
+        first_now = sorted(content.blocks, key=KINDS.__contains__)
+        copies = {name: [self._copiers.submit(self._copied, one) for one in content.blocks[name]] for name in first_now}
+        wait([one for name, of_file in copies.items() if name not in KINDS for one in of_file])
+        engine.readers = [one for name in KINDS for one in copies.get(name, ())]
+        return copies
+
     def _copied(self, one: Any) -> Any:
         """A block copied to the CPU, as training changes its own; the memory of the copy before is used again."""
         place = (one.key, one.global_offset)
@@ -147,9 +151,17 @@ class Saver:
         barrier()
         return failure
 
-    def _run(self, prepared: OSError | None, content: Content, temporary: Path) -> None:
+    def _run(
+        self,
+        prepared: OSError | None,
+        content: Content,
+        copies: dict[str, list[Future[Any]]] | None,
+        temporary: Path,
+    ) -> None:
         """What a checkpoint takes after training may continue; `settle` reports how it went."""
         began = time.monotonic()
+        if copies is not None:
+            content = replace(content, blocks={name: [one.result() for one in of] for name, of in copies.items()})
         if prepared is not None:
             raise prepared
         self._write(content, temporary)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, cast
@@ -65,6 +66,7 @@ class Engine:
         modules = [(name, module) for stage in self.stages for name, module in stage.model.named_modules()]
         self.statistics = statistics_of(modules, self.stages[0].model.slice.tensor.products.fp8, self.device)
         self.guard = Guard(config.optim.spike)
+        self.readers: Sequence[Future[Any]] = ()  # of weights and moments, which no update may overtake
         self._loss = StepLoss(torch.zeros(()), torch.zeros(()))  # of the step under way
         self.mean_loss = 0.0  # of the last step that was taken or refused; nan where nothing was learned
         self.learned = 0  # tokens that counted in it
@@ -130,6 +132,7 @@ class Engine:
         grad_norm, self.learned = squares**0.5, int(tokens)
         self.mean_loss = total / tokens if tokens else math.nan
         wanted = self.guard.accepts(grad_norm, total)
+        wait(self.readers)
         accepted = self.optimizer.take(lr, grad_norm, wanted, weight_decay)
         self.statistics.settle(accepted)
         if accepted and self.carrier is not None:

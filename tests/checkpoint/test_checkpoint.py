@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybridtron.checkpoint import manifest
+from hybridtron.checkpoint import manifest, save
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import newest, pointer_fault, valid_checkpoints
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
@@ -80,6 +80,34 @@ def test_an_asynchronous_checkpoint_holds_the_step_at_which_it_was_asked_for(
     engine.step(1.0)
     assert not any(map(torch.equal, all_blocks(engine), expected))
     trained_on.set()
+    saver.settle()
+    other = Engine(engine.config, alone)
+    restore_newest(valid_checkpoints(tmp_path), serving(other), tmp_path)
+    assert all(map(torch.equal, all_blocks(other), expected))
+
+
+def test_an_update_waits_for_an_asynchronous_checkpoint_to_copy_what_it_changes(
+    alone: Groups, tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copying ends after the next forward and backward pass."""
+    engine = trained(alone)
+    engine.config.checkpoint = CheckpointConfig(asynchronous=True)
+    expected = [tensor.clone() for tensor in all_blocks(engine)]
+    passed, real_copy = threading.Event(), save.copy
+
+    def late(source: torch.Tensor, target: torch.Tensor) -> None:
+        if source.dtype == torch.float32:
+            assert passed.wait(30)
+        real_copy(source, target)
+
+    monkeypatch.setattr(save, "copy", late)
+    saver = Saver(engine.config, tmp_path, alone)
+    saver.save(engine, meta_of(engine, 1, {}), tmp_path / "tokenizer.json")
+    engine.forward_backward([random_batch()])
+    assert all(map(torch.equal, all_blocks(engine), expected))
+    threading.Timer(0.2, passed.set).start()
+    engine.step(1.0)
+    assert passed.is_set()
     saver.settle()
     other = Engine(engine.config, alone)
     restore_newest(valid_checkpoints(tmp_path), serving(other), tmp_path)

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import Mamba2Config, MambaConfig
 from transformers.models.mamba.modeling_mamba import MambaMixer
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
@@ -24,12 +25,15 @@ from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, build_mixer
 from hybridtron.ops.dispatch import force
+from hybridtron.ops.product import LinearInputs, linear
 from hybridtron.ops.registry import torch_alone
 from hybridtron.parallel.linear import SINGLE_RANK
-from hybridtron.proving.measuring import BenchReport, Timings, difference, per_token
+from hybridtron.proving.measuring import BenchReport, Timings, difference, per_token, times
 
 PEER_NAMES = {"conv_weight": "conv1d.weight", "conv_bias": "conv1d.bias", "dt_bias": "dt_proj.bias"}
 TORCH = "ours by torch alone"
+PRODUCTS = {"our products": "ours", "their products": "transformers"}
+"""The projections of a mixer alone, forward and backward: a floor that neither can go below."""
 OfPeer = Callable[[Mapping[str, Tensor], str], Tensor]
 """The peer's tensor, of those by its names, that stands for one of ours."""
 
@@ -138,6 +142,15 @@ class Pair:
         with force(**torch_alone()):
             return self.run_ours(x_LBD, grad_LBD)
 
+    def run_products(self, length: int, own: bool) -> None:
+        """The products with the weights of all projections, as ours or as the peer makes them."""
+        for name, weight in self.ours.named_parameters():
+            if not name.endswith("proj.weight"):
+                continue
+            x_LBD = torch.ones(length, 1, weight.shape[1], requires_grad=True)
+            y_LBO = linear(LinearInputs(x_LBD, weight)) if own else functional.linear(x_LBD, weight)
+            torch.autograd.grad(y_LBO, [x_LBD, weight], y_LBO)
+
     def run_peer(self, x_LBD: Tensor, grad_LBD: Tensor) -> list[Tensor]:
         weights = dict(self.peer.named_parameters())
         y_LBD = self.peer(x_LBD.transpose(0, 1)).transpose(0, 1)
@@ -158,6 +171,7 @@ def compare(report: BenchReport, pair: Pair, sizes: Sizes) -> dict[int, Timings]
         if length <= sizes.most:
             forms[length]["transformers"] = partial(pair.run_peer, *row)
             forms[length][TORCH] = partial(pair.run_torch, *row)
+            forms[length] |= {name: partial(pair.run_products, length, name == "our products") for name in PRODUCTS}
             ours, peer = pair.run_ours(*row), pair.run_peer(*row)
             outputs.append(f"{difference(ours[:1], peer[:1]):.0e}")
             gradients.append(f"{difference(ours[1:], peer[1:]):.0e}")
@@ -165,10 +179,23 @@ def compare(report: BenchReport, pair: Pair, sizes: Sizes) -> dict[int, Timings]
     alone = [""] * (len(measured) - len(outputs))
     more = {"ours per token": per_token(measured, "ours")}
     more |= {"outputs differ": outputs + alone, "gradients differ": gradients + alone}
-    pairs = [("transformers", "ours"), (TORCH, "ours")]
+    more |= {"transformers / ours, without the products": without_products(measured)}
+    pairs = [("transformers", "ours"), (TORCH, "ours"), *((name, form) for name, form in PRODUCTS.items())]
     report.ratios(f"against {type(pair.peer).__name__}", "tokens", measured, pairs, more)
     report.notes += [
         f"{report.repetitions} rounds of all forms and lengths; ours per token: over that of the first row",
         "differences are the largest of any entry, as a share of the largest entry",
     ]
     return measured
+
+
+def without_products(measured: Mapping[int, Timings]) -> list[str]:
+    """How much faster we are at what lies between the projections."""
+    ratios = []
+    for timings in measured.values():
+        if not timings.keys() >= PRODUCTS.keys():
+            ratios.append("")
+            continue
+        ours, theirs = (timings[form].fastest - timings[name].fastest for name, form in PRODUCTS.items())
+        ratios.append(times(theirs / ours))
+    return ratios

@@ -78,7 +78,8 @@ def main(arguments: list[str]) -> int:
         demand()
     where, function = COMMANDS[name][0].split(":")
     try:
-        module = importlib.import_module(where if "." in where else f"hybridtron.cli.{where}")
+        with lean_imports.uncollected():
+            module = importlib.import_module(where if "." in where else f"hybridtron.cli.{where}")
         code: int = getattr(module, function)(arguments[len(words) :])
     except ModuleNotFoundError:
         demand()  # says so on one line where it is a requirement

@@ -26,6 +26,7 @@ import traceback
 from contextlib import nullcontext
 from pathlib import Path
 
+from hybridtron.cli import lean_imports
 from hybridtron.config.check import check, require, warnings
 from hybridtron.config.layout import launched
 from hybridtron.config.load import choices_of, load
@@ -61,8 +62,9 @@ def main(arguments: list[str]) -> int:
         requests = StopRequests(config.run, is_main=first)
         lock = RunLock(Path(config.run.dir), lambda: bool(requests.received)) if first else nullcontext()
         with requests, lock:
-            from hybridtron.interop.phase_exports import PhaseExports  # imports torch, which the checks do without
-            from hybridtron.train.run import run
+            with lean_imports.uncollected():  # imports torch, which the checks do without
+                from hybridtron.interop.phase_exports import PhaseExports
+                from hybridtron.train.run import run
 
             run(config, requests, PhaseExports(config))
     except (ConfigError, ExportsFailed, Preempted) as end:

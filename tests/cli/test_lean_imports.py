@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from collections.abc import Iterator
@@ -63,3 +64,12 @@ def test_a_package_that_is_absent_stays_absent(monkeypatch: pytest.MonkeyPatch) 
     lean_imports.install()
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
         importlib.import_module("no_such_package")
+
+
+def test_no_garbage_is_looked_for_while_a_program_imports() -> None:
+    with lean_imports.uncollected():
+        assert not gc.isenabled()
+        with lean_imports.uncollected():
+            pass
+        assert not gc.isenabled(), "as it was before"
+    assert gc.isenabled()

@@ -21,10 +21,46 @@ template <class S> static void weigh(PieceOfHead<S> &p) {
   }
 }
 
+// The next tile of a single query, whose sum is in grad_rows
+template <class S> static void weigh_alone(PieceOfHead<S> &p) {
+  constexpr int64_t W = Lanes<S>::W;
+  const int64_t padded = p.padded, filled = lanes<S>(p.tile_keys);
+  S most = p.most[0];
+  for (int64_t t = 0; t < p.tile_keys; t++) {
+    V<S> sum = V<S>{};
+    for (int64_t d = 0; d < padded; d += W) sum += load(p.query_rows + d) * load(p.key_rows + t * padded + d);
+    p.scores[t] = total<S>(sum);
+    most = p.scores[t] > most ? p.scores[t] : most;
+  }
+  for (int64_t t = p.tile_keys; t < filled; t++) p.scores[t] = (S)-INFINITY;
+  V<S> sum = V<S>{};
+  for (int64_t t = 0; t < filled; t += W) {
+    const V<S> weight = exponential<S>(load(p.scores + t) - most);
+    store(p.scores + t, weight), sum += weight;
+  }
+  const S factor = exponential<S>(same<S>(p.most[0] - most))[0];
+  p.most[0] = most, p.sum[0] = p.sum[0] * factor + total<S>(sum);
+  for (int64_t d = 0; d < padded; d += W) {
+    V<S> made = load(p.grad_rows + d) * factor;
+    for (int64_t t = 0; t < p.tile_keys; t++) made += p.scores[t] * load(p.value_rows + t * padded + d);
+    store(p.grad_rows + d, made);
+  }
+}
+
+template <class S> static void forward_alone(PieceOfHead<S> &p) {
+  for (int64_t d = 0; d < p.padded; d++) p.grad_rows[d] = 0;
+  p.most[0] = (S)-1e30, p.sum[0] = 0;
+  p.over_tiles([&] { weigh_alone(p); });
+  for (int64_t d = 0; d < p.padded; d++) p.grad_rows[d] /= p.sum[0];
+  write(p.grad_rows, p.of.y, p.row, p.start, p.head * p.of.size, p.of.size);
+  p.lse()[0] = p.most[0] + std::log(p.sum[0]);
+}
+
 template <class S> static void forward_piece(void *task, int unit, char *scratch) {
   const Attention<S> &of = *(const Attention<S> *)task;
   PieceOfHead<S> p(of, scratch);
   p.enter(unit / of.heads, unit % of.heads);
+  if ((p.alone = p.count == 1)) return forward_alone(p);
   for (int64_t i = 0; i < of.size * QUERIES; i++) p.made[i] = 0;
   for (int64_t i = 0; i < QUERIES; i++) p.most[i] = (S)-1e30, p.sum[i] = 0;
   p.over_tiles([&] {
@@ -83,7 +119,7 @@ template <class S> static void backward_group(void *task, int unit, char *scratc
   for (int64_t piece = of.begins[row]; piece < of.begins[row + 1]; piece++)
     for (int64_t head = group * of.share(); head < (group + 1) * of.share(); head++) {
       p.enter(piece, head);
-      for (int64_t i = 0; i < QUERIES; i++) {
+      for (int64_t i = 0; i < lanes<S>(p.count); i++) {
         p.read_turned(p.grad, of.grad_y, i, p.grad_rows, 1);
         p.most[i] = i < p.count ? p.lse()[i] : 0, p.sum[i] = 0;
         if (i < p.count) read(p.of_query, of.y, row, p.start + i, head * of.size, of.size);

@@ -10,6 +10,9 @@
 // values are read as they lie, and maxima and sums over keys need nothing across lanes. lse comes from maxima and sums
 // that are scaled again whenever a greater score comes.
 //
+// Where a piece is a single query, as in decoding, forward has channels as lanes instead: a vector of queries would be
+// all but empty.
+//
 // The order of all sums is fixed by the sizes: tiles in their order, keys one by one, and in backward pieces and the
 // heads of a group in theirs.
 #pragma once
@@ -47,7 +50,7 @@ template <class S> struct PieceOfHead {
   int64_t row, start, count, head, group, tile, tile_keys, low, high;
   const int64_t *chosen;
   int64_t blocks;
-  bool own;
+  bool own, alone = false;  // alone: a single query, with channels as lanes
 
   static int64_t room(const Attention<S> &of) {
     const int64_t turned = 4 * of.size * QUERIES, rows = (2 * QUERIES + 4 * KEYS) * of.padded();
@@ -70,11 +73,11 @@ template <class S> struct PieceOfHead {
     const int64_t *about = of.pieces + 5 * piece;
     row = about[0], start = about[1], count = about[2], blocks = about[4];
     head = number, group = head / of.share(), chosen = of.chosen + about[3] * of.groups + group;
-    for (int64_t i = 0; i < QUERIES; i++) {  // lanes behind the last query see what it sees
+    for (int64_t i = 0; i < lanes<S>(count); i++) {  // lanes behind the last query see what it sees
       const int64_t real = i < count ? i : count - 1;
       first[i] = (S)(of.first[row * of.length + start + real] - own_key(0)), last[i] = (S)real;
     }
-    for (int64_t i = 0; i < QUERIES; i++) read_turned(query, of.q, i, query_rows, (S)of.scale);
+    for (int64_t i = 0; i < lanes<S>(count); i++) read_turned(query, of.q, i, query_rows, (S)of.scale);
   }
 
   // A query's numbers as one lane of all rows, and as they lie; zeros behind the last query
@@ -112,6 +115,7 @@ template <class S> struct PieceOfHead {
       read_padded(key_rows + t * padded, of.k, row, tile + t, group * of.size, of.size);
       read_padded(value_rows + t * padded, of.v, row, tile + t, group * of.size, of.size);
     }
+    if (alone) return true;
     const Matrix<S> made{scores + low, QUERIES}, asked{query + low, QUERIES};
     product<S, false>(made, {key_rows, padded, 1}, asked, tile_keys, high - low, of.size);
     if (own) mask();

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridtron.ops.attention import AttentionInputs, attention
+from hybridtron.ops.attention import AttentionInputs, AttentionMemory, attention
 from hybridtron.ops.conv import ConvInputs, causal_conv
 from hybridtron.ops.dispatch import Op, force
 from hybridtron.ops.gated_norm import GatedScaleInputs, GatedSquaresInputs, gated_scale, gated_squares
@@ -112,6 +112,13 @@ def full(rows: int, length: int, channels: int) -> tuple[Op, Any]:
     return attention, AttentionInputs(*normal(3, rows, length, 2, channels))
 
 
+def one_token(rows: int, length: int, channels: int) -> tuple[Op, Any]:
+    """A query over remembered keys, as in decoding; two heads share theirs, and rows remember unequally much."""
+    q, k, v = normal(rows, 1, 4, channels), normal(rows, 1, 2, channels), normal(rows, 1, 2, channels)
+    before = AttentionMemory(*normal(2, rows, length, 2, channels), (length - torch.arange(rows)).clamp(min=1))
+    return attention, AttentionInputs(q, k, v, None, None, before)
+
+
 def rotation(rows: int, length: int, channels: int) -> tuple[Op, Any]:
     """Two channels of a head stay as they are."""
     angles = normal(rows, length, channels).float()
@@ -119,7 +126,7 @@ def rotation(rows: int, length: int, channels: int) -> tuple[Op, Any]:
 
 
 FORMS = (scan, bare_scan, ssd, ssd_of_one_group, conv, wide_conv, norm, add_norm, gate, squares, scale, window, full)
-CASES = pytest.mark.parametrize("case", [*FORMS, rotation])
+CASES = pytest.mark.parametrize("case", [*FORMS, one_token, rotation])
 
 
 def typed(inputs: Any, dtype: torch.dtype) -> Any:
@@ -132,6 +139,9 @@ def typed(inputs: Any, dtype: torch.dtype) -> Any:
         for name, value in inputs._asdict().items()
         if isinstance(value, Tensor) and value.is_floating_point()
     }
+    if getattr(inputs, "memory", None) is not None:
+        keys, values, length_B = inputs.memory
+        made["memory"] = AttentionMemory(keys.to(dtype), values.to(dtype), length_B)
     return inputs._replace(**made)
 
 

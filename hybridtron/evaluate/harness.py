@@ -161,6 +161,8 @@ def _keys(requests: Sequence[Request]) -> Iterator[str]:
 
 def known_tasks(wanted: Sequence[HarnessTask], include: Path | None) -> TaskManager:
     """The harness' list of tasks; that of its own, which takes seconds, where one of them is wanted."""
+    if include is not None and not include.is_dir():
+        raise Unusable(f"--include: there is no folder {include}")
     names = [one.name for one in wanted]
     manager = _manager(include, include_defaults=False)
     if any(name not in OWN_TASKS and name not in manager.all_tasks for name in names):

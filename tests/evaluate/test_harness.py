@@ -124,6 +124,8 @@ def test_the_groups_name_tasks_of_the_harness() -> None:
     names = [*harness_tasks.HARNESS_GROUPS, "no_such_task"]
     with pytest.raises(Unusable, match="no_such_task"):
         harness.known_tasks(wanted_tasks(names), None)
+    with pytest.raises(Unusable, match="no_such_folder"):
+        harness.known_tasks(wanted_tasks(["tiny"]), Path("no_such_folder"))
 
 
 @pytest.mark.parametrize("wrong", [["--max-length", "8"], ["--harness", "tiny", "--suite", "samba"]])

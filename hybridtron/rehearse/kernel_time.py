@@ -43,7 +43,7 @@ LOOPS: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], list[int]]] = {
     "scan.walk_back": lambda named, _: _tiles(named),
     "scan.chain": lambda named, _: [-(-named["parts"] // named["STEPS"])],
     "scan.gradients": lambda named, _: [named["N"]],
-    "conv.backward": lambda named, _: [named["WIDTH"]],
+    "conv.backward": lambda named, _: [named["TOKENS"] + named["WIDTH"] - 1],
     "norm.backward": lambda named, grid: [named["rows"] // grid[0]],
     "gated_norm.scale_backward": lambda named, grid: [-(-named["rows"] * named["length"] // grid[0])],
     "softmax.sums_of_rows": lambda named, _: [-(-named["size"] // named["BLOCK"])],

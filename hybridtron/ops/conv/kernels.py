@@ -1,8 +1,8 @@
 """The short causal convolution in Triton, forward and backward; `reference.py` has the equations and the reference.
 
-A program has a tile of tokens and channels. It reads the inputs of all taps from memory where they lie, W times each:
-all but the first time out of the cache. Backward computes the sum before SiLU again for every token that a tile's
-inputs reach, which is W^2 reads out of the cache instead of reading and writing memory in fp32.
+A program has a tile of tokens and channels. Forward reads the inputs of all taps from memory where they lie, W times
+each: all but the first time out of the cache. Backward walks over a tile and W - 1 tokens more, with inputs and
+gradients of the last W in registers, and computes the sum before SiLU again. No thread needs another's values.
 
 The gradients of weight and bias are partial sums of every tile, which torch adds up in a fixed order: no atomic
 addition, the same bits every time. Not here: float64, widths above 8. Unmeasured on a GPU.
@@ -10,6 +10,7 @@ addition, the same bits every time. Not here: float64, widths above 8. Unmeasure
 Legend: B rows, L tokens, C channels, W width, T = W - 1 tokens of tail, Q tiles of tokens.
 """
 
+# ruff: noqa: RUF005 (Triton joins tuples, and unpacks none)
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -24,9 +25,11 @@ from torch.autograd.function import once_differentiable
 from hybridtron.ops.conv.reference import ConvInputs, new_tail
 from hybridtron.ops.kernel_launch import ceil_div, empty_in_order, last_side_by_side, launch
 
-TOKENS = 32  # of one program
+TOKENS = 32  # of one program, forward
 CHANNELS = 64
 WARPS = 8
+WALK_TOKENS = 64  # of one program, backward
+WALK_CHANNELS = 128  # of one warp
 
 
 @dataclass(frozen=True)
@@ -57,14 +60,10 @@ class ConvRow:
         tensors = (self.x_BLC, self.weight_WC, self.bias_C, self.tail_BTC, self.documents_BL)
         return *tensors, *self.x_BLC.shape[1:], *self.x_BLC.stride()[:2]
 
-    def options(self) -> tuple[Any, ...]:
-        """What both kernels take last."""
-        return self.activation, len(self.weight_WC), TOKENS, CHANNELS
-
-    def grid(self, positions: int) -> tuple[int, int, int]:
+    def grid(self, positions: int, tokens: int, width: int) -> tuple[int, int, int]:
         """Tokens first: that axis alone may exceed 65,535."""
         rows, _, channels = self.x_BLC.shape
-        return ceil_div(positions, TOKENS), ceil_div(channels, CHANNELS), rows
+        return ceil_div(positions, tokens), ceil_div(channels, width), rows
 
 
 def causal_conv(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
@@ -93,8 +92,11 @@ class _TritonConv(torch.autograd.Function):
 
 def forward(row: ConvRow) -> Tensor:
     y_BLC = empty_in_order(row.x_BLC)
-    grid = row.grid(row.x_BLC.shape[1])
-    launch(_forward, grid, *row.arguments(), y_BLC, *y_BLC.stride()[:2], *row.options(), warps=WARPS)
+    grid = row.grid(row.x_BLC.shape[1], TOKENS, CHANNELS)
+    launch(
+        _forward, grid, *row.arguments(), y_BLC, *y_BLC.stride()[:2],
+        row.activation, len(row.weight_WC), TOKENS, CHANNELS, warps=WARPS,
+    )  # fmt: skip
     return y_BLC
 
 
@@ -102,13 +104,13 @@ def backward(row: ConvRow, grad_y_BLC: Tensor) -> ConvInputs:
     """The gradients of the op's tensors, in their places; those of weight and bias in fp32."""
     grad_y_BLC = last_side_by_side(grad_y_BLC)
     width, channels = row.weight_WC.shape
-    grid = row.grid(row.x_BLC.shape[1] + width - 1)
+    grid = row.grid(row.x_BLC.shape[1] + width - 1, WALK_TOKENS, WALK_CHANNELS)
     grad_x_BLC = empty_in_order(row.x_BLC)
     grad_tail_BTC = None if row.tail_BTC is None else torch.empty_like(row.tail_BTC)
     sums_BQWC = row.weight_WC.new_empty(grid[2], grid[0], width + 1, channels)  # bias last
     launch(
         _backward, grid, *row.arguments(), grad_y_BLC, *grad_y_BLC.stride()[:2], grad_x_BLC, *grad_x_BLC.stride()[:2],
-        grad_tail_BTC, sums_BQWC, *row.options(), warps=WARPS,
+        grad_tail_BTC, sums_BQWC, row.activation, width, WALK_TOKENS, WALK_CHANNELS, warps=1,
     )  # fmt: skip
     *of_taps, of_bias_C = sums_BQWC.sum((0, 1))
     return ConvInputs(grad_x_BLC, torch.stack(of_taps, dim=1), of_bias_C, grad_tail_BTC)
@@ -126,6 +128,20 @@ def _input(
         of_tail = tl.expand_dims((t < 0) & (t > -WIDTH), 1) & of_c[None, :]
         place = (row * (WIDTH - 1) + t[:, None] + WIDTH - 1) * channels + c[None, :]
         x += tl.load(tail_ptr + place, of_tail, 0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _token(
+    x_ptr: tl.tensor, tail_ptr: tl.tensor, row: tl.tensor, t: tl.tensor, c: tl.tensor, of_c: tl.tensor, length: int,
+    channels: int, x_row: int, x_token: int, WIDTH: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """As `_input`, of one token."""
+    x = tl.load(x_ptr + row * x_row + t.to(tl.int64) * x_token + c, of_c & (t >= 0) & (t < length), 0.0)
+    x = x.to(tl.float32)
+    if tail_ptr is not None:
+        of_tail = of_c & (t < 0) & (t > -WIDTH)
+        x += tl.load(tail_ptr + (row * (WIDTH - 1) + t + WIDTH - 1) * channels + c, of_tail, 0.0).to(tl.float32)
     return x
 
 
@@ -186,6 +202,7 @@ def _forward(
     tl.store(y_ptr + place, y, (t < length)[:, None] & of_c[None, :])
 
 
+# One long loop: the inputs of the last W tokens and the gradients of as many stay in the registers of the thread.
 @triton.jit
 def _backward(
     x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, tail_ptr: tl.tensor, documents_ptr: tl.tensor,
@@ -194,36 +211,54 @@ def _backward(
     ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ) -> None:  # fmt: skip
     tile, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    s = tile * TOKENS + tl.arange(0, TOKENS) - (WIDTH - 1)  # from the tail's first token to the row's last
+    first = tile * TOKENS - (WIDTH - 1)  # of the tile's tokens, which go from the tail's first to the row's last
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     of_c = c < channels
-    grad_x, grad_here = tl.zeros((TOKENS, CHANNELS), tl.float32), tl.zeros((TOKENS, CHANNELS), tl.float32)
-    for tap in range(0, WIDTH):  # not unrolled: W^2 reads at the same time would need more registers than there are
-        t = s + (WIDTH - 1) - tap
-        of_t = ((t >= 0) & (t < length))[:, None] & of_c[None, :]
-        place = row * grad_y_row + t.to(tl.int64)[:, None] * grad_y_token + c[None, :]
-        grad = tl.load(grad_y_ptr + place, of_t, 0.0).to(tl.float32)
+    zero = tl.zeros((CHANNELS,), tl.float32)
+    taps, x, grad_x, of_taps, of_bias = (), (), (), (), zero
+    for tap in tl.static_range(WIDTH):
+        taps = taps + (tl.load(weight_ptr + tap * channels + c, of_c, 0.0),)
+        grad_x, of_taps = grad_x + (zero,), of_taps + (zero,)
+    for tap in tl.static_range(WIDTH - 1):
+        reached = first - (WIDTH - 1) + tap
+        x = x + (_token(x_ptr, tail_ptr, row, reached, c, of_c, length, channels, x_row, x_token, WIDTH),)
+    bias = zero
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + c, of_c, 0.0)
+    for step in range(0, TOKENS + WIDTH - 1):
+        t, begin = first + step, first + step - (WIDTH - 1)
+        inputs = x + (_token(x_ptr, tail_ptr, row, t, c, of_c, length, channels, x_row, x_token, WIDTH),)
+        seen, sum_ = (), bias
+        for tap in tl.static_range(WIDTH):
+            input_ = inputs[tap]
+            if documents_ptr is not None:
+                input_ = tl.where(_same(documents_ptr, row, begin + tap, t, length), input_, 0.0)
+            seen, sum_ = seen + (input_,), sum_ + taps[tap] * input_
+        of_t = (t >= 0) & (t < length) & of_c
+        grad = tl.load(grad_y_ptr + row * grad_y_row + t.to(tl.int64) * grad_y_token + c, of_t, 0.0).to(tl.float32)
         if ACTIVATION:
-            sum_ = _sum_of_taps(
-                x_ptr, weight_ptr, bias_ptr, tail_ptr, documents_ptr, row, t, c, of_c, length, channels, x_row, x_token,
-                WIDTH, TOKENS, CHANNELS,
-            )  # fmt: skip
             grad *= _silu_slope(sum_)
-        grad_here = grad  # in the end that of s itself
-        if documents_ptr is not None:
-            grad = tl.where(_same(documents_ptr, row, s, t, length)[:, None], grad, 0.0)
-        grad_x += tl.load(weight_ptr + tap * channels + c, of_c, 0.0)[None, :] * grad
-
-    place = row * grad_x_row + s.to(tl.int64)[:, None] * grad_x_token + c[None, :]
-    tl.store(grad_x_ptr + place, grad_x, ((s >= 0) & (s < length))[:, None] & of_c[None, :])
-    if grad_tail_ptr is not None:
-        place = (row * (WIDTH - 1) + s[:, None] + WIDTH - 1) * channels + c[None, :]
-        tl.store(grad_tail_ptr + place, grad_x, (s < 0)[:, None] & of_c[None, :])
+        own = tl.where(step < TOKENS, grad, 0.0)  # what follows the tile is another program's
+        of_bias += own
+        next_x, next_grad_x, next_of_taps = (), (), ()
+        for tap in tl.static_range(WIDTH):
+            next_of_taps = next_of_taps + (of_taps[tap] + own * seen[tap],)
+            given = grad
+            if documents_ptr is not None:
+                given = tl.where(_same(documents_ptr, row, begin + tap, t, length), grad, 0.0)
+            next_grad_x = next_grad_x + (grad_x[tap] + taps[tap] * given,)
+        # `begin` is reached by no later token
+        done, finished = of_c & (step >= WIDTH - 1), next_grad_x[0]  # pyrefly: ignore[bad-index]
+        place = row * grad_x_row + begin.to(tl.int64) * grad_x_token + c
+        tl.store(grad_x_ptr + place, finished, done & (begin >= 0) & (begin < length))
+        if grad_tail_ptr is not None:
+            place = (row * (WIDTH - 1) + begin + WIDTH - 1) * channels + c
+            tl.store(grad_tail_ptr + place, finished, done & (begin < 0))
+        grad_x = ()
+        for tap in tl.static_range(1, WIDTH):
+            next_x, grad_x = next_x + (inputs[tap],), grad_x + (next_grad_x[tap],)
+        x, grad_x, of_taps = next_x, grad_x + (zero,), next_of_taps
     sums = sums_ptr + (row * tl.num_programs(0) + tile) * (WIDTH + 1) * channels + c
     for tap in tl.static_range(WIDTH):
-        reached = s - (WIDTH - 1) + tap
-        x = _input(x_ptr, tail_ptr, row, reached, c, of_c, length, channels, x_row, x_token, WIDTH)
-        if documents_ptr is not None:
-            x = tl.where(_same(documents_ptr, row, reached, s, length)[:, None], x, 0.0)
-        tl.store(sums + tap * channels, tl.sum(grad_here * x, 0), of_c)
-    tl.store(sums + WIDTH * channels, tl.sum(grad_here, 0), of_c)
+        tl.store(sums + tap * channels, of_taps[tap], of_c)
+    tl.store(sums + WIDTH * channels, of_bias, of_c)

@@ -24,6 +24,8 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(kernel, "TOKENS", 8)
     monkeypatch.setattr(kernel, "CHANNELS", 4)
+    monkeypatch.setattr(kernel, "WALK_TOKENS", 8)
+    monkeypatch.setattr(kernel, "WALK_CHANNELS", 4)
 
 
 def documents_with_borders(rows: int, length: int, *borders: int) -> Tensor:

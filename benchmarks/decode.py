@@ -2,6 +2,7 @@
 
 decode    a prompt of 128 random tokens is read as often as a length needs, then tokens follow greedily at batch 1, the
           end of text ignored. Each length is a place of its own: time per token there, and the bytes of all states
+scoring   losses of 16 rows of 4096 tokens as `hybridtron evaluate` takes them, against the forward pass of training
 prefill   the same number of tokens at every length, as rows of that length: the logits of the last position alone
 
 A model is a run's folder or a recipe; without names they are a Samba, its window, Mamba and full-attention siblings of
@@ -24,7 +25,9 @@ from hybridtron.architecture.model import ModelConfig
 from hybridtron.cli.given import newest_checkpoint
 from hybridtron.config.load import load
 from hybridtron.config.schema import Config
+from hybridtron.data.batch import SeqInfo
 from hybridtron.device import DTYPES, compute_device
+from hybridtron.evaluate.length import fitting_chunk, token_losses
 from hybridtron.evaluate.served import opened, whole_model
 from hybridtron.hf import HybridtronConfig, HybridtronForCausalLM
 from hybridtron.interop.custom import Custom
@@ -32,11 +35,14 @@ from hybridtron.model.generate import CHUNK, Prompts, continued, generate, reade
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel
 from hybridtron.model.sampling import GREEDY
+from hybridtron.parallel.linear import SINGLE_RANK
+from hybridtron.parallel.loss import linear_cross_entropy
 from hybridtron.proving.measuring import BenchReport, Timings, times
 
 PATTERNS = {"Samba": "(M-W-)*2", "SWA": "(W-W-)*2", "Mamba": "M*8", "Llama": "(F-F-)*2"}
 FULL = "model.layers.F={kind: attention, heads: 4}"
 PROMPT = 128
+LOSS_TOLERANCE = 1e-4
 
 
 def decode(report: BenchReport) -> None:
@@ -95,6 +101,39 @@ def prefill(report: BenchReport) -> None:
     report.notes.append(f"{longest} tokens at every length, {report.repetitions} rounds; by length: over the first row")
     if not on_gpu:
         report.notes.append("comparable: false; on a CPU only the growth with the length means something")
+
+
+def scoring(report: BenchReport) -> None:
+    """Losses of held-out rows against the forward pass that training makes of them."""
+    rows, length = (2, 64) if report.quick else (16, 4096)
+    measured = {}
+    for name, (model, config) in named(report).items():
+        tokens_BT = random_tokens(config, length + 1, rows)
+        chunk = fitting_chunk(config, rows)
+        forms = {
+            "scoring": partial(token_losses, reader(model), tokens_BT, chunk),
+            "training": partial(training_forward, model, tokens_BT),
+        }
+        scored, trained = forms["scoring"]().mean(), forms["training"]()
+        assert abs(scored - trained) < LOSS_TOLERANCE * trained, f"{name}: the losses differ: {scored}, {trained}"
+        measured[name] = report.timed(forms)
+    report.ratios("Time to score", "model", measured, [("training", "scoring")], {})
+    report.notes.append(f"{rows} rows of {length} tokens, {report.repetitions} rounds; training: a row at a time")
+    first, timings = next(iter(measured.items()))
+    report.at_least(f"{first}, rate of scoring / of training's forward pass", 0.9, timings.ratio("training", "scoring"))
+
+
+def training_forward(model: LanguageModel, tokens_BT: Tensor) -> float:
+    """The mean loss, by what training computes before its backward pass."""
+    total = 0.0
+    for tokens_T in tokens_BT:
+        tokens_1L, labels_L1 = tokens_T[None, :-1], tokens_T[1:, None]
+        seq = SeqInfo.stream(*tokens_1L.shape, device=tokens_T.device)
+        x_LBD = model(tokens_1L, None, seq, logits=False).output
+        counted_L1 = torch.ones_like(labels_L1, dtype=torch.bool)
+        loss = linear_cross_entropy(x_LBD, model.output_weight(), labels_L1, counted_L1, 0.0, SINGLE_RANK)
+        total += loss.cross_entropy.item()
+    return total / tokens_BT[:, 1:].numel()
 
 
 def named(report: BenchReport) -> dict[str, tuple[LanguageModel, ModelConfig]]:

@@ -105,6 +105,7 @@ def long_text_losses(run: Path, sizes: Sizes) -> list[float]:
     from hybridtron.data.rows import gather
     from hybridtron.evaluate.held_out import open_sources, trained_model
     from hybridtron.evaluate.length import position_losses
+    from hybridtron.model.generate import reader
 
     model, config, seq_len = trained_model(newest_checkpoint(run), None)
     tokens, sources = seq_len * sizes.multiples + 1, open_sources(config.data, None)
@@ -117,7 +118,7 @@ def long_text_losses(run: Path, sizes: Sizes) -> list[float]:
         for start in range(0, stream.tokens_per_epoch - tokens, stride)
     ]
     tokens_BT = torch.from_numpy(gather(stores, rows, sources.dtype, joined=True).tokens_BT.astype("int64"))
-    return position_losses(model, tokens_BT, 2 * seq_len).tolist()
+    return position_losses(reader(model), tokens_BT, 2 * seq_len).tolist()
 
 
 def copy_accuracy(run: Path, sizes: Sizes) -> dict[str, float]:

@@ -41,12 +41,13 @@ WHAT = {
     ),
     "llama": ("llama", "A recipe and a plain Llama", "tokens/s of both in training, with as many parameters"),
     "decode": ("decode", "Decoding", "time per token and bytes of states by length, several models; and transformers'"),
+    "scoring": ("decode", "Scoring", "losses of held-out rows, against the forward pass of training, several models"),
     "prefill": ("decode", "Reading prompts", "the same number of tokens in rows of every length, several models"),
     "step": ("step", "Training step", "through our schedule and optimizer, against a plain PyTorch loop"),
 }
 """Name -> its file in benchmarks/, whose function of that name fills a report; the report's title; what it compares."""
 TAKES_SETTINGS = ("step", "fp8", "llama", "rounding")
-TAKES_MODELS = ("decode", "prefill")
+TAKES_MODELS = ("decode", "prefill", "scoring")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -62,7 +63,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "settings",
         nargs="*",
         metavar="key=value|MODEL",
-        help="for step, fp8, llama, rounding: as `hybridtron train` takes them; for decode, prefill: recipes or runs",
+        help="for step, fp8, llama, rounding: as for `hybridtron train`; for models side by side: recipes or runs",
     )
     parser.add_argument("--quick", action="store_true", help="tiny sizes; writes no table unless --output says where")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the table (default: benchmarks/NAME.md)")

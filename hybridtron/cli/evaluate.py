@@ -13,12 +13,14 @@ RUN/evaluation/STEP, or --output:
     positions.jsonl, .png     loss and perplexity of the prediction after `position` tokens
     remembrance.jsonl, .png   how far the next token's distribution moves when the first `t` tokens are not shown
     states.jsonl, .png        standard deviation of every layer's recurrent state, by head where it has heads
+    entropy.jsonl, .png       entropy by layer: of attention, and of the step sizes of scans
 
-They are defined in hybridtron/evaluate/length.py. With --suite samba|span|length|hax|all, or a file by --tasks, samples
-of tasks and perplexity are added: samples.jsonl, results.json, pictures, and index.html, one page that opens without a
-network. An evaluation that was killed continues with the next sample. With --harness, tasks of lm-evaluation-harness
-and groups of them (samba_short, samba_instruct, span_short, span_long, recall, hax_short, longbench, tiny) are asked
-instead. Exit codes: 0 all was written, 2 no checkpoint, too little text, or a wrong argument.
+They are defined in hybridtron/evaluate/length.py and entropy.py. With --suite samba|span|length|hax|all, or a file by
+--tasks, samples of tasks and perplexity are added: samples.jsonl, results.json, pictures, and index.html, one page that
+opens without a network. An evaluation that was killed continues with the next sample. With --harness, tasks of
+lm-evaluation-harness and groups of them (samba_short, samba_instruct, span_short, span_long, recall, hax_short,
+longbench, tiny) are asked instead. Exit codes: 0 all was written, 2 no checkpoint, too little text, or a wrong
+argument.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridtron.cli.given import newest_checkpoint, positive, progress_bar
+from hybridtron.config.asked import read_keys
 from hybridtron.evaluate.instruments import INSTRUMENTS, written
 from hybridtron.evaluate.served import layout, served
 from hybridtron.problems import Unusable
@@ -150,10 +153,10 @@ def asking(chosen: argparse.Namespace) -> Callable[[Served, str, Path], Evaluate
 def wishes(chosen: argparse.Namespace) -> Wishes:
     """What is asked for."""
     from hybridtron.evaluate.run import Wishes
+    from hybridtron.evaluate.suites import KEYS
     from hybridtron.evaluate.suites import SUITES as KNOWN
-    from hybridtron.evaluate.suites import read_file
 
-    asked = dict(KNOWN[chosen.suite] if chosen.suite else read_file(chosen.tasks))
+    asked = dict(KNOWN[chosen.suite] if chosen.suite else read_keys(chosen.tasks, KEYS[""], "--tasks"))
     if chosen.instruments is not None:
         asked["instruments"] = chosen.instruments
     if chosen.suite:
@@ -177,19 +180,23 @@ def report(one: Evaluated, console: Console) -> None:
 
 def instruments(checkpoint: Path, output: Path, chosen: argparse.Namespace, console: Console) -> None:
     """Those of length generalization alone; Unusable where there is too little text."""
-    from hybridtron.evaluate.held_out import read_text, trained_model
+    from hybridtron.evaluate.held_out import as_trained, read_text
     from hybridtron.evaluate.length import attention_at_eval
 
-    model, config, seq_len = trained_model(checkpoint, chosen.seq_len)
-    length = int(chosen.length.removesuffix("x")) * (seq_len if chosen.length.endswith("x") else 1)
-    text = read_text(checkpoint, config.data, seq_len, chosen.data, length, chosen.rows)
-    output.mkdir(parents=True, exist_ok=True)
-    console.print(f"{checkpoint}, trained on rows of {seq_len} tokens\n{text.described}")
-    if attention := attention_at_eval(config.model):
-        console.print("attention: " + ", ".join(f"{kind} ({letter})" for letter, kind in attention.items()))
-    pictures = is_there("matplotlib")
-    for name in dict.fromkeys(chosen.instruments or INSTRUMENTS):
-        with progress_bar(name) as moved:
-            table = written(name, model, config, text, output, pictures, moved)
-        console.print(table or f"{name}: nothing to measure, the model has no layer with a recurrent state")
-    console.print(f"written to {output}" + ("" if pictures else f", without pictures: {missing('plot')}"))
+    with served(checkpoint, layout(chosen.layout)) as model:
+        config, seq_len = as_trained(checkpoint, model.config, model.step, chosen.seq_len)
+        length = int(chosen.length.removesuffix("x")) * (seq_len if chosen.length.endswith("x") else 1)
+        text = read_text(checkpoint, config.data, seq_len, chosen.data, length, chosen.rows)
+        if model.replica:
+            return
+        console.quiet = not model.first
+        output.mkdir(parents=True, exist_ok=True)
+        console.print(f"{checkpoint}, trained on rows of {seq_len} tokens\n{text.described}")
+        if attention := attention_at_eval(config.model):
+            console.print("attention: " + ", ".join(f"{kind} ({letter})" for letter, kind in attention.items()))
+        for name in dict.fromkeys(chosen.instruments or INSTRUMENTS):
+            with progress_bar(name) as moved:
+                table = written(name, model.read, config, text, model.first, output, moved)
+            console.print(table or f"{name}: nothing to measure, the model has no layer of that kind")
+        unseen = "" if is_there("matplotlib") else f", without pictures: {missing('plot')}"
+        console.print(f"written to {output}{unseen}")

@@ -63,10 +63,11 @@ def main(arguments: list[str]) -> int:
         lock = RunLock(Path(config.run.dir), lambda: bool(requests.received)) if first else nullcontext()
         with requests, lock:
             with lean_imports.uncollected():  # imports torch, which the checks do without
+                from hybridtron.evaluate.in_training import in_training
                 from hybridtron.interop.phase_exports import PhaseExports
                 from hybridtron.train.run import run
 
-            run(config, requests, PhaseExports(config))
+            run(config, requests, PhaseExports(config), in_training(config))
     except (ConfigError, ExportsFailed, Preempted) as end:
         if launched().rank == 0:
             print(end, file=sys.stderr)

@@ -200,6 +200,11 @@ class RunConfig:
     eval_tokens: Annotated[str, TOKENS] = "1M"
     # lengths of held-out rows, in multiples of the training length
     eval_lengths: Annotated[list[int], at_least(1)] = field(default_factory=lambda: [1, 2, 3, 4])
+    # what is measured in training: samba, span, length, hax, all, or a YAML file of tasks, as for `hybridtron evaluate`
+    evaluate: str | None = None
+    evaluate_every: Annotated[str, INTERVAL] = "10000"  # steps, or tokens with a unit; also where a phase ends
+    # samples of each task and length; null: as the suite or the file says
+    evaluate_samples: Annotated[int | None, at_least(1)] = None
     sample_tokens: Annotated[int, at_least(0)] = 0  # tokens of text generated at the end
     sample_prompt: str = "The "  # how that text begins
     layer_norms: bool = False  # per-layer norms of parameters and gradients in the metrics

@@ -21,9 +21,11 @@ from hybridtron.device import DTYPES, compute_device
 from hybridtron.engine.guard import Guard
 from hybridtron.engine.optim import Optimizer
 from hybridtron.engine.schedule import Parted, StepLoss, run_schedule
+from hybridtron.engine.serving import shared_reader
 from hybridtron.engine.stage import build_stages, data_parallel
 from hybridtron.engine.states import Carrier
 from hybridtron.engine.stored_states import state_blocks
+from hybridtron.model.generate import Reader
 from hybridtron.model.init import initialise
 from hybridtron.parallel.blocks import full_rectangle, weight_blocks, writes
 from hybridtron.parallel.cut import cut, mesh_sizes
@@ -157,6 +159,11 @@ class Engine:
         alone = [batch for _, batch in batches]
         with self.statistics.evaluation():
             return run_schedule(self.wrapped, alone, 0.0, self.groups.tensor, self.device, None, True, parted)
+
+    def reader(self) -> Reader:
+        """The model as the last step left it, to read with; all processes call this together."""
+        self._current_weights()
+        return shared_reader([stage.model for stage in self.stages], self.config.model, self.groups, self.dtype)
 
     def compile(self) -> None:
         """Let torch.compile fuse what lies between the matrix products and the sequence ops."""

@@ -1,13 +1,14 @@
-"""A model that only reads, cut over tensor- and pipeline-parallel ranks: the same logits on every rank.
+"""A model that only reads, cut over tensor- and pipeline-parallel ranks: the same logits, losses on every rank.
 
-All ranks read the same tokens. The stream passes from stage to stage, and the last one sends the logits to all; so each
-chooses the same token, and none waits for another's choice. There is no schedule: one stage computes at a time, as a
-token's successor is not known before.
+All ranks read the same tokens. The stream passes from stage to stage, and the last one sends what is wanted of it to
+all; so each chooses the same token, and none waits for another's choice. There is no schedule: one stage computes at a
+time, as a token's successor is not known before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,11 @@ from hybridtron.config.layout import chunks_on, stage_layers
 from hybridtron.config.schema import ParallelConfig
 from hybridtron.data.batch import SeqInfo
 from hybridtron.device import compute_device
-from hybridtron.model.generate import Reader
+from hybridtron.model.generate import Finish, Reader, reader
 from hybridtron.model.lm import LanguageModel, ModelSlice, stream_dtype
 from hybridtron.model.stack import States
 from hybridtron.parallel.groups import Groups
+from hybridtron.parallel.linear import MEGATRON
 
 SEQ_LEN = 2048  # by whose costs the layers are shared out over stages, whatever is read
 
@@ -45,9 +47,9 @@ def staged_reader(parts: Sequence[LanguageModel], model: ModelConfig, groups: Gr
     sent = stream_dtype(dtype, model.residual_fp32)
     device = compute_device()
 
-    def read(tokens_BL: Tensor, states: States | None, seq: SeqInfo) -> tuple[Tensor, States]:
+    def forward(tokens_BL: Tensor, states: States | None, seq: SeqInfo, wanted: Finish) -> tuple[Tensor, States]:
         batch, length = tokens_BL.shape
-        logits_BV = torch.empty(batch, model.vocab_size, dtype=dtype, device=device)
+        made = torch.empty(wanted.shape, dtype=wanted.dtype, device=device)
         new: States = {}
         for part in parts:
             x_LBD = None
@@ -57,10 +59,38 @@ def staged_reader(parts: Sequence[LanguageModel], model: ModelConfig, groups: Gr
             out = part(tokens_BL, states, seq, x_LBD, logits=False)
             new |= out.states
             if part.slice.last:
-                logits_BV = part.next_logits(out.output)
+                made = wanted.make(part, out.output).contiguous()
             else:
                 dist.send(out.output.contiguous(), after)
-        dist.broadcast(logits_BV, ranks[-1], group=pipeline)
-        return logits_BV, new
+        dist.broadcast(made, ranks[-1], group=pipeline)
+        return made, new
 
-    return Reader(read)
+    return Reader(forward, parts, model.vocab_size, dtype, device, of_all)
+
+
+def shared_reader(trained: Sequence[LanguageModel], model: ModelConfig, groups: Groups, dtype: torch.dtype) -> Reader:
+    """Reads with the weights of a model that trains, which stay its own; all ranks call this together.
+
+    Every rank has all tokens of a row, and products are plain ones: a length need not divide by what training's do.
+    """
+    tensor = replace(groups.tensor, sequence=False, products=MEGATRON)
+    parts = []
+    for one in trained:
+        with torch.device("meta"):
+            part = LanguageModel(model, replace(one.slice, tensor=tensor))
+        weights = {name: weight.detach() for name, weight in one.named_parameters()}
+        part.load_state_dict(weights, assign=True)
+        parts.append(part.eval())
+    whole = groups.tensor.size == groups.pipeline_size == 1
+    return reader(parts[0]) if whole else staged_reader(parts, model, groups, dtype)
+
+
+def of_all(of_layers: dict[int, Tensor]) -> dict[int, Tensor]:
+    """What all ranks' layers say, on each of them: heads or channels in their order, layers in theirs."""
+    groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
+    shares: list[dict[int, Tensor]] = [{} for _ in range(dist.get_world_size(groups[0]))]
+    dist.all_gather_object(shares, {layer: said.cpu() for layer, said in of_layers.items()}, group=groups[0])
+    own = {layer: torch.cat([share[layer] for share in shares]) for layer in of_layers}
+    stages: list[dict[int, Tensor]] = [{} for _ in range(dist.get_world_size(groups[1]))]
+    dist.all_gather_object(stages, own, group=groups[1])
+    return dict(sorted(pair for stage in stages for pair in stage.items()))

@@ -10,17 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.nn import functional
 
-from hybridtron.data.batch import SeqInfo
 from hybridtron.device import compute_device
-from hybridtron.evaluate.records import Line, Records
+from hybridtron.evaluate.length import fitting_chunk, likeliest_tokens
+from hybridtron.evaluate.records import Line, Lines
 from hybridtron.evaluate.served import Served
 from hybridtron.evaluate.suites import Cell
 from hybridtron.model.generate import Prompts, continued
 from hybridtron.model.text import TextOfRow, write
 from hybridtron.parallel.groups import all_gather_object
-from hybridtron.problems import Unusable
 from hybridtron.tasks.base import Sample, TextTokens, TokenTask
 
 SHOWN = 240  # characters of a prompt's end that are stored
@@ -30,7 +28,7 @@ def ask(
     model: Served,
     cells: Sequence[Cell],
     tokens: TextTokens,
-    records: Records,
+    records: Lines,
     batch: int,
     moved: Callable[[int, int], object],
 ) -> None:
@@ -59,7 +57,7 @@ def answered(model: Served, cell: Cell, indices: Sequence[int], tokens: TextToke
     """The lines of a batch."""
     samples = [cell.task.sample(cell.seed, index, tokens, cell.length) for index in indices]
     if isinstance(cell.task, TokenTask):
-        return [forced(model, cell, cell.task, sample) for sample in samples]
+        return forced(model, cell, cell.task, samples)
     return [line_of(cell, *pair) for pair in zip(samples, generated(model, samples, tokens), strict=True)]
 
 
@@ -82,14 +80,20 @@ def line_of(cell: Cell, sample: Sample, text: TextOfRow) -> Line:
     return line | {"asked": sample.prompt[-SHOWN:], "wanted": sample.answer, "written": text.text, "ended": text.ended}
 
 
-@torch.no_grad()
-def forced(model: Served, cell: Cell, task: TokenTask, sample: Sample) -> Line:
-    """The likeliest token at each position, given all right ones before."""
-    if model.model is None:
-        raise Unusable(f"{cell.label}: is scored at every position, which needs the model whole on each process")
-    tokens_BL = torch.tensor([sample.tokens], device=compute_device())
-    x_LBD = model.model(tokens_BL, None, SeqInfo.stream(*tokens_BL.shape, device=tokens_BL.device), logits=False).output
-    predicted = functional.linear(x_LBD[:, 0], model.model.output_weight()).argmax(-1).tolist()
+def forced(model: Served, cell: Cell, task: TokenTask, samples: Sequence[Sample]) -> list[Line]:
+    """The likeliest token at each position, given all right ones before; those of one length are read together."""
+    found: dict[int, Line] = {}
+    for length in dict.fromkeys(len(sample.tokens) for sample in samples):
+        together = [sample for sample in samples if len(sample.tokens) == length]
+        chunk = fitting_chunk(model.config.model, len(together))
+        predicted_BL = likeliest_tokens(model.read, torch.tensor([one.tokens for one in together]), chunk)
+        for sample, predicted in zip(together, predicted_BL.tolist(), strict=True):
+            found[sample.index] = forced_line(cell, task, sample, predicted)
+    return [found[sample.index] for sample in samples]
+
+
+def forced_line(cell: Cell, task: TokenTask, sample: Sample, predicted: list[int]) -> Line:
+    """What is recorded of an answer that was scored at each position."""
     line = _line(cell, sample, task.score_tokens(sample, predicted))
     scored = [place for place, target in enumerate(sample.targets()) if task.is_scored(target)]
     wanted = " ".join(str(sample.targets()[place]) for place in scored)

@@ -1,4 +1,4 @@
-"""Instruments for length generalization, on a whole trained model (Buitrago Ruiz & Gu, section 3 and appendix F).
+"""Instruments for length generalization, on a trained model (Buitrago Ruiz & Gu, section 3 and appendix F).
 
     position-wise perplexity   ppl(t) = exp(mean over rows of -log q(x_t | x_0 ... x_{t-1}))
     Effective Remembrance      EffRem_T(t) = mean over rows of d(q(. | x_0:T), q(. | x_t:T))
@@ -23,6 +23,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -31,8 +32,10 @@ from torch import Tensor
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import architecture
 from hybridtron.data.batch import SeqInfo
-from hybridtron.model.lm import LanguageModel, ModelOut
-from hybridtron.ops.loss import CrossEntropyInputs, cross_entropy
+from hybridtron.model.generate import Finish, Reader
+from hybridtron.model.lm import LanguageModel
+from hybridtron.model.stack import States
+from hybridtron.parallel.loss import likeliest, linear_cross_entropy
 
 CHUNK_VALUES = 2**27  # logits of a chunk, over all rows
 LONGEST_CHUNK = 2048  # tokens
@@ -71,30 +74,54 @@ class Deviation(NamedTuple):
         return math.sqrt(sum(one * one for one in self.deviations) / len(self.deviations))
 
 
-def _unheard(_: int) -> None:
+def unheard(_: int) -> None:
     pass
 
 
-def position_losses(model: LanguageModel, tokens_BT: Tensor, chunk: int, advance: Advance = _unheard) -> Tensor:
+def position_losses(model: Reader, tokens_BT: Tensor, chunk: int, advance: Advance = unheard) -> Tensor:
     """Mean over rows of -log q, in nats: (L,) in float64 on the CPU, entry i for the prediction after i + 1 tokens."""
     return token_losses(model, tokens_BT, chunk, advance).mean(1)
 
 
 @torch.no_grad()
-def token_losses(model: LanguageModel, tokens_BT: Tensor, chunk: int, advance: Advance = _unheard) -> Tensor:
+def token_losses(model: Reader, tokens_BT: Tensor, chunk: int, advance: Advance = unheard) -> Tensor:
     """-log q of every prediction, in nats: (L, B) in float64 on the CPU."""
-    labels_LB = tokens_BT[:, 1:].T
+    labels_LB, dtype = tokens_BT[:, 1:].T, torch.promote_types(model.dtype, torch.float32)
     found = []
 
-    def see(start: int, out: ModelOut) -> None:
-        labels_CB = labels_LB[start : start + len(out.output)].to(out.output.device)
-        counted_CB = torch.ones_like(labels_CB, dtype=torch.bool)
-        loss = cross_entropy(CrossEntropyInputs(out.output, labels_CB, counted_CB, 0.0))
-        found.append(loss.per_token.double().cpu())
+    def wanted(start: int, end: int) -> Finish:
+        labels_CB = labels_LB[start:end].to(model.device)
+        return Finish(partial(_losses, labels_CB), tuple(labels_CB.shape), dtype)
 
-    length = len(labels_LB)
-    _read(model, tokens_BT[:, :-1], [*range(chunk, length, chunk), length], see, advance)
+    def see(start: int, losses_CB: Tensor, states: States) -> None:
+        found.append(losses_CB.double().cpu())
+
+    _read(model, tokens_BT[:, :-1], _ends(chunk, len(labels_LB)), wanted, see, advance)
     return torch.cat(found)
+
+
+def _losses(labels_CB: Tensor, stage: LanguageModel, x_CBD: Tensor) -> Tensor:
+    counted_CB = torch.ones_like(labels_CB, dtype=torch.bool)
+    return linear_cross_entropy(x_CBD, stage.output_weight(), labels_CB, counted_CB, 0.0, stage.slice.tensor).per_token
+
+
+@torch.no_grad()
+def likeliest_tokens(model: Reader, tokens_BL: Tensor, chunk: int) -> Tensor:
+    """The likeliest next token after each one, given those before: (B, L) on the CPU."""
+    found = []
+
+    def wanted(start: int, end: int) -> Finish:
+        return Finish(_likeliest, (end - start, len(tokens_BL)), torch.int64)
+
+    def see(start: int, tokens_CB: Tensor, states: States) -> None:
+        found.append(tokens_CB.T.cpu())
+
+    _read(model, tokens_BL, _ends(chunk, tokens_BL.shape[1]), wanted, see, unheard)
+    return torch.cat(found, dim=1)
+
+
+def _likeliest(stage: LanguageModel, x_CBD: Tensor) -> Tensor:
+    return likeliest(x_CBD, stage.output_weight(), stage.slice.tensor)
 
 
 def perplexity_bins(losses_L: Tensor, seq_len: int, per_doubling: int = 1) -> list[Bin]:
@@ -137,7 +164,7 @@ def attention_at_eval(model: ModelConfig) -> dict[str, str]:
 
 @torch.no_grad()
 def effective_remembrance(
-    model: LanguageModel, tokens_BT: Tensor, ts: Sequence[int], chunk: int, advance: Advance = _unheard
+    model: Reader, tokens_BT: Tensor, ts: Sequence[int], chunk: int, advance: Advance = unheard
 ) -> list[Remembrance]:
     """For each t below T, the mean over rows of how far q(. | x_t:T) is from q(. | x_0:T).
 
@@ -165,62 +192,91 @@ def distances(p_BV: Tensor, q_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def state_deviation(
-    model: LanguageModel, tokens_BT: Tensor, every: int, chunk: int, advance: Advance = _unheard
+    model: Reader, tokens_BT: Tensor, step: int, chunk: int, advance: Advance = unheard
 ) -> list[Deviation]:
-    """Deviations of every layer with a recurrent state after `every` tokens, twice as many, ...: [] without any layer.
+    """Deviations of every layer with a recurrent state after `step` tokens, twice as many, ...: [] without any layer.
 
     Rows are taken together, about their common mean, as fitted noise takes lanes together.
     """
     length = tokens_BT.shape[1]
-    positions = range(every, length + 1, every)
+    positions = range(step, length + 1, step)
     measured = []
 
-    def see(start: int, out: ModelOut) -> None:
-        if (position := start + len(out.output)) in positions:
-            states = ((layer, state["ssm"]) for layer, state in out.states.items() if "ssm" in state)
-            measured.extend(Deviation(position, layer, _deviations(h_BX)) for layer, h_BX in states)
+    def see(end: int, nothing: Tensor, states: States) -> None:
+        if end in positions:
+            own = {layer: _moments(state["ssm"]) for layer, state in states.items() if "ssm" in state}
+            for layer, moments_H3 in model.of_all(own).items():
+                measured.append(Deviation(end, layer, _deviations(moments_H3)))
 
-    ends = sorted({*range(chunk, length, chunk), *positions, length})
-    _read(model, tokens_BT, ends, see, advance)
+    _read(model, tokens_BT, sorted({*_ends(chunk, length), *positions}), _nothing, see, advance)
     return measured
 
 
-def _deviations(h_BX: Tensor) -> tuple[float, ...]:
-    """Over rows and a head's entries of (B, H, P, N); over all of (B, E, N), whose channels are no heads."""
-    over = (0, 2, 3) if h_BX.dim() == 4 else tuple(range(h_BX.dim()))
-    return tuple(h_BX.double().std(over, correction=0).reshape(-1).tolist())
+def _moments(h_BX: Tensor) -> Tensor:
+    """Mean and variance over rows of each head's entries (B, H, P, N), or each channel's (B, E, N), and its kind."""
+    over = (0, *range(2, h_BX.dim()))
+    variance_H, mean_H = torch.var_mean(h_BX.double(), over, correction=0)
+    return torch.stack([mean_H, variance_H, torch.full_like(mean_H, h_BX.dim())], dim=1)
 
 
-def _next_token(model: LanguageModel, tokens_BL: Tensor, chunk: int, advance: Advance) -> Tensor:
+def _deviations(moments_H3: Tensor) -> tuple[float, ...]:
+    """Of each head; of all channels together, whose variance is the mean of theirs and the variance of their means."""
+    mean_H, variance_H, axes_H = moments_H3.T
+    if axes_H[0] == 4:
+        return tuple(variance_H.sqrt().tolist())
+    return ((variance_H.mean() + mean_H.var(correction=0)).sqrt().item(),)
+
+
+def _next_token(model: Reader, tokens_BL: Tensor, chunk: int, advance: Advance) -> Tensor:
     """The distribution of the token that follows the rows, (B, V) in float64."""
+    batch, length = tokens_BL.shape
     kept: list[Tensor] = []
 
-    def see(_: int, out: ModelOut) -> None:
-        kept[:] = [torch.softmax(out.output[-1].double(), dim=-1)]
+    def wanted(start: int, end: int) -> Finish:
+        if end < length:
+            return _nothing(start, end)
+        return Finish(LanguageModel.next_logits, (batch, model.vocab_size), model.dtype)
 
-    length = tokens_BL.shape[1]
-    _read(model, tokens_BL, [*range(chunk, length, chunk), length], see, advance)
-    return kept[0]
+    def see(end: int, logits_BV: Tensor, states: States) -> None:
+        kept[:] = [logits_BV]
+
+    _read(model, tokens_BL, _ends(chunk, length), wanted, see, advance)
+    return torch.softmax(kept[0].double(), dim=-1)
+
+
+def read_rows(model: Reader, tokens_BL: Tensor, chunk: int, advance: Advance) -> None:
+    """For what is seen on the way alone."""
+    _read(model, tokens_BL, _ends(chunk, tokens_BL.shape[1]), _nothing, lambda *seen: None, advance)
+
+
+def _nothing(start: int, end: int) -> Finish:
+    """Where the states alone are looked at."""
+    return Finish(lambda stage, x_CBD: x_CBD.new_zeros(1, dtype=torch.float32), (1,), torch.float32)
+
+
+def _ends(chunk: int, length: int) -> list[int]:
+    """Where chunks of a row end."""
+    return [*range(chunk, length, chunk), length]
 
 
 def _read(
-    model: LanguageModel,
+    model: Reader,
     tokens_BL: Tensor,
     ends: Iterable[int],
-    see: Callable[[int, ModelOut], None],
+    wanted: Callable[[int, int], Finish],
+    see: Callable[[int, Tensor, States], None],
     advance: Advance,
 ) -> None:
-    """Feed the rows in chunks that end where `ends` say, and show `see` each one's start and what came of it.
+    """Feed the rows in chunks that end where `ends` say, and show `see` each one's end, what was wanted and the states.
 
-    A callback and no generator, so that a chunk's logits are gone before the next one's are made.
+    A callback and no generator, so that what a chunk brought is gone before the next one is read.
     """
-    device = next(model.parameters()).device
     states, start = None, 0
     for end in ends:
-        tokens_BC = tokens_BL[:, start:end].to(device)
-        out = model(tokens_BC, states, SeqInfo.stream(len(tokens_BC), end - start, start, device))
-        see(start, out)
-        states = out.states
-        del out
+        tokens_BC = tokens_BL[:, start:end].to(model.device)
+        seq = SeqInfo.stream(len(tokens_BC), end - start, start, model.device)
+        found, states = model.forward(tokens_BC, states, seq, wanted(start, end))
+        see(end, found, states)
+        del found
         advance(end - start)
         start = end

@@ -9,31 +9,31 @@ predicted and counted as a token; it has no bytes. Bits per byte compare models 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from torch import Tensor
 
+from hybridtron.config.schema import DataConfig
 from hybridtron.evaluate.answers import everyone
 from hybridtron.evaluate.held_out import read_text
 from hybridtron.evaluate.length import fitting_chunk, token_losses
-from hybridtron.evaluate.records import Line, Records
+from hybridtron.evaluate.records import Line, Lines
 from hybridtron.evaluate.served import Served
 from hybridtron.evaluate.suites import PerplexityOf
-from hybridtron.problems import Unusable
 
 
-def rows_of(model: Served, wanted: PerplexityOf, seq_len: int, path: str | None) -> tuple[Tensor, str]:
+def rows_of(folder: Path, data: DataConfig, wanted: PerplexityOf, seq_len: int, path: str | None) -> tuple[Tensor, str]:
     """The rows or windows, (B, length + 1), and what they are; windows are cut from the split packed end to end."""
-    data = model.config.data
     if not wanted.stride:
-        text = read_text(model.folder, data, seq_len, path, wanted.length, wanted.count)
+        text = read_text(folder, data, seq_len, path, wanted.length, wanted.count)
         return text.tokens_BT, text.described
     tokens = wanted.length + 1 + (wanted.count - 1) * wanted.stride
-    text = read_text(model.folder, data, seq_len, path, tokens - 1, 1)
+    text = read_text(folder, data, seq_len, path, tokens - 1, 1)
     return text.tokens_BT[0].unfold(0, wanted.length + 1, wanted.stride), f"windows of: {text.described}"
 
 
 def measure(
-    model: Served, wanted: PerplexityOf, rows_BT: Tensor, described: str, records: Records, batch: int, moved: Callable
+    model: Served, wanted: PerplexityOf, rows_BT: Tensor, described: str, records: Lines, batch: int, moved: Callable
 ) -> None:
     """Every row that is not recorded yet."""
     missing = [index for index in range(len(rows_BT)) if wanted.key(index) not in records]
@@ -47,10 +47,9 @@ def measure(
 
 def scored(model: Served, wanted: PerplexityOf, rows_BT: Tensor, indices: Sequence[int], described: str) -> list[Line]:
     """The lines of a batch."""
-    assert model.model is not None
     tokens_BT = rows_BT[list(indices)]
     chunk = fitting_chunk(model.config.model, len(indices))
-    losses_LB = token_losses(model.model, tokens_BT, chunk)
+    losses_LB = token_losses(model.read, tokens_BT, chunk)
     lines = []
     for row, index in enumerate(indices):
         first = wanted.length - wanted.stride if wanted.stride and wanted.score == "new" and index else 0
@@ -60,9 +59,3 @@ def scored(model: Served, wanted: PerplexityOf, rows_BT: Tensor, indices: Sequen
         sums = {"nats": losses.sum().item(), "tokens": len(losses), "bytes": bytes_scored}
         lines.append({**about, **sums, "text": described})
     return lines
-
-
-def require_whole(model: Served, what: str) -> None:
-    """Losses need all logits."""
-    if model.model is None:
-        raise Unusable(f"{what} needs the model whole on each process: leave parallel.tensor and parallel.pipeline")

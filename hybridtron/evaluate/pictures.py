@@ -15,6 +15,9 @@ Lines = list[dict[str, Any]]
 
 def draw(name: str, lines: Lines, seq_len: int, output: Path) -> None:
     """The picture of an instrument, with a dashed line where the training length is."""
+    if name == "entropy":
+        entropy_curves({"measured": lines}, output)
+        return
     with picture(output) as axes:
         {"positions": draw_positions, "remembrance": draw_remembrance, "states": draw_states}[name](axes, lines)
         trained = lines[0]["length"] - seq_len if name == "remembrance" else seq_len
@@ -78,6 +81,25 @@ def draw_states(axes: Axes, lines: Lines) -> None:
         points = [(line["position"], line["overall"]) for line in lines if line["layer"] == layer]
         axes.plot(*zip(*points, strict=True), color=color, linewidth=0.9, label=f"layer {layer}")
     axes.set(xscale="log", yscale="log", xlabel="position", ylabel="standard deviation of the state")
+
+
+def entropy_curves(of_runs: dict[str, Lines], output: Path) -> None:
+    """Entropy by layer, a line for each run: attention on the left, the selection of scans on the right."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.6), dpi=120, layout="constrained")
+    for axes, kind in zip(figure.subplots(1, 2), ("attention", "selection"), strict=True):
+        for number, (name, lines) in enumerate(of_runs.items()):
+            points = [(line["layer"], line["entropy"], line["bound"]) for line in lines if line["kind"] == kind]
+            if points:
+                layers, values, bounds = zip(*points, strict=True)
+                axes.plot(layers, values, ".-", linewidth=1, color=f"C{number}", label=name)
+                axes.plot(layers, bounds, ":", linewidth=0.8, color=f"C{number}", label="of a uniform choice")
+        axes.set(title=kind, xlabel="layer", ylabel="entropy in nats", ylim=(0, None))
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(frameon=False, fontsize="small")
+    figure.savefig(output)
 
 
 def heat_map(title: str, rows: Lines, seq_len: int, output: Path) -> None:

@@ -18,6 +18,8 @@ from hybridtron.evaluate.records import Line
 from hybridtron.tasks import RULER_SE_GROUPS
 
 Row = dict[str, Any]
+EFFECTIVE = 0.856  # RULER's threshold: Llama-2-7B at 4096 tokens
+SCALES = ("tokens", "holds")  # metrics of all lengths together, which no line by length shows
 AVERAGES = {**RULER_SE_GROUPS, "ruler_se": tuple(name for names in RULER_SE_GROUPS.values() for name in names)}
 
 
@@ -46,7 +48,8 @@ def rows_of(lines: Iterable[Line], about: Mapping[str, Any]) -> list[Row]:
             found += [place | row for row in _scored(of_cell)]
         elif "nats" in of_cell[0]:
             found += [place | row for row in _perplexity(of_cell)]
-    return [row | {"about": dict(about)} for row in [*found, *averages(found)]]
+    found += averages(found)
+    return [row | {"about": dict(about)} for row in [*found, *effective_lengths(found)]]
 
 
 def _scored(lines: Sequence[Line]) -> Iterable[Row]:
@@ -65,7 +68,7 @@ def _scored(lines: Sequence[Line]) -> Iterable[Row]:
 def _perplexity(lines: Sequence[Line]) -> Iterable[Row]:
     nats, tokens, size = (sum(line[key] for line in lines) for key in ("nats", "tokens", "bytes"))
     error = mean_of([line["nats"] / line["tokens"] for line in lines])["standard_error"]
-    count: Row = {"n": len(lines), "tokens": tokens, "text": lines[0]["text"]}
+    count: Row = {"n": len(lines), "tokens": tokens, "text": lines[0]["text"], "seed": None}  # the first rows there are
     loss = nats / tokens
     yield {"metric": "perplexity", "value": math.exp(loss), "standard_error": scaled(error, math.exp(loss)), **count}
     yield {"metric": "loss", "value": loss, "standard_error": error, **count}
@@ -108,9 +111,21 @@ def averages(rows: Sequence[Row]) -> list[Row]:
                         "value": value,
                         "standard_error": error,
                         "n": sum(row["n"] for row in parts if row),
+                        "seed": next(row["seed"] for row in parts if row),
                     }
                 )
     return found
+
+
+def effective_lengths(rows: Sequence[Row]) -> list[Row]:
+    """RULER's effective length: the longest asked at which the mean of its eleven tasks reaches `EFFECTIVE`, or 0."""
+    asked = [row for row in rows if row["task"] == "average of ruler_se"]
+    if not asked:
+        return []
+    reached = [row["length"] for row in asked if row["value"] >= EFFECTIVE]
+    place = {"task": "effective length", "length": max(row["length"] for row in asked), "metric": "tokens"}
+    about = {"n": len(asked), "seed": asked[0]["seed"], "threshold": EFFECTIVE}
+    return [{**place, "value": max(reached, default=0), "standard_error": None, **about}]
 
 
 def main_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -121,6 +136,11 @@ def main_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
         if not of_task or of_task[0]["metric"] == row["metric"]:
             of_task.append(row)
     return {task: sorted(of_task, key=lambda row: row["length"]) for task, of_task in found.items()}
+
+
+def by_length_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """`main_rows` without what is of all lengths together, or of none."""
+    return main_rows([row for row in rows if row["metric"] not in SCALES and isinstance(row["length"], int)])
 
 
 def shown(row: Row) -> str:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ from hybridtron.device import compute_device
 from hybridtron.evaluate import perplexity
 from hybridtron.evaluate.answers import ask
 from hybridtron.evaluate.held_out import as_trained, read_text
-from hybridtron.evaluate.instruments import written
+from hybridtron.evaluate.instruments import INSTRUMENTS, TOLERANCE, verdict, written
 from hybridtron.evaluate.length import attention_at_eval
 from hybridtron.evaluate.page import page
-from hybridtron.evaluate.pictures import by_length, heat_map, position_curves
-from hybridtron.evaluate.records import Records
-from hybridtron.evaluate.results import Evaluated, Row, main_rows, rows_of
+from hybridtron.evaluate.pictures import by_length, entropy_curves, heat_map, position_curves
+from hybridtron.evaluate.records import Line, Records
+from hybridtron.evaluate.results import Evaluated, Row, by_length_rows, rows_of
 from hybridtron.evaluate.served import Served
 from hybridtron.evaluate.suites import Suite, fitting, suite_of
 from hybridtron.model.steps import unsupported_reason
@@ -41,6 +42,7 @@ from hybridtron.tasks.base import TextTokens
 from hybridtron.tasks.tokens import open_tokens
 from hybridtron.train.records import read_lines, write_whole
 
+CURVES = {"positions": "perplexity by position", "entropy": "entropy by layer"}
 Bar = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 
 
@@ -68,16 +70,15 @@ def evaluate(model: Served, name: str, wishes: Wishes, output: Path, bar: Bar) -
         raise Unusable(f"{model.folder}: {fault}: this tokenizer is not the model's")
     suite = suite_of(wishes.asked, seq_len, wishes.lengths, wishes.samples)
     suite = fitting(suite, tokens, size, lenient=wishes.named)
-    if suite.perplexities or suite.instruments:
-        perplexity.require_whole(model, "perplexity" if suite.perplexities else suite.instruments[0])
-    texts = [(one, *perplexity.rows_of(model, one, seq_len, wishes.data)) for one in suite.perplexities]
+    where = partial(perplexity.rows_of, model.folder, config.data, seq_len=seq_len, path=wishes.data)
+    texts = [(one, *where(one)) for one in suite.perplexities]
     records = opened(model, output, about(model, tokens, seq_len))
     with bar("tasks") as moved:
         ask(model, suite.cells, tokens, records, wishes.batch, moved)
     for one, rows_BT, described in texts:
         with bar(f"{one.label} {one.length}") as moved:
             perplexity.measure(model, one, rows_BT, described, records, wishes.batch, moved)
-    if model.first and suite.instruments:
+    if model.replica == 0:
         _instruments(model, suite, seq_len, wishes, output, records, bar)
     return finished(name, suite, records, output, seq_len) if model.first else Evaluated(name, output, {}, [], [])
 
@@ -104,7 +105,7 @@ def about(model: Served, tokens: TextTokens, seq_len: int) -> dict[str, Any]:
         "dtype": str(model.config.precision.name),
         "attention": attention_at_eval(model.config.model),
         "kernels": {op: form for op, form, _ in choices(device)},
-        "decoding": "model" if model.model is None or unsupported_reason(model.model) else "compiled",
+        "decoding": "model" if model.read.model is None or unsupported_reason(model.read.model) else "compiled",
         "device": device,
         "hybridtron": __version__,
     }
@@ -113,8 +114,7 @@ def about(model: Served, tokens: TextTokens, seq_len: int) -> dict[str, Any]:
 def _instruments(
     model: Served, suite: Suite, seq_len: int, wishes: Wishes, output: Path, records: Records, bar: Bar
 ) -> None:
-    """Each one's files; a line in the records says that they are there."""
-    assert model.model is not None
+    """Each one's files; a line in the records says that they are there. One replica measures."""
     length = suite.instrument_length
     for name in suite.instruments:
         key = f"{name}/{length}/{wishes.rows}"
@@ -122,15 +122,17 @@ def _instruments(
             continue
         text = read_text(model.folder, model.config.data, seq_len, wishes.data, length, wishes.rows)
         with bar(name) as moved:
-            table = written(name, model.model, model.config, text, output, is_there("matplotlib"), moved)
+            table = written(name, model.read, model.config, text, model.first, output, moved)
         if table is not None:
-            records.add([{"key": key, "task": name, "length": length, "text": text.described}])
+            records.add(
+                [{"key": key, "task": name, "length": length, "rows": len(text.tokens_BT), "text": text.described}]
+            )
 
 
 def finished(name: str, suite: Suite, records: Records, output: Path, seq_len: int) -> Evaluated:
     """Results, pictures and page, of all that is recorded."""
     lines = list(records.lines.values())
-    rows = rows_of(lines, records.about)
+    rows = rows_of(lines, records.about) + _verdict(lines, records, output, seq_len)
     write_whole(output / "results.json", json.dumps({"rows": rows, "left_out": suite.left_out}, indent=1) + "\n")
     one = Evaluated(name, output, records.about, rows, lines, suite.left_out)
     if is_there("matplotlib"):
@@ -139,9 +141,21 @@ def finished(name: str, suite: Suite, records: Records, output: Path, seq_len: i
     return one
 
 
+def _verdict(lines: Iterable[Line], records: Records, output: Path, seq_len: int) -> list[Row]:
+    """Whether perplexity stays where it is at the training length, where that was measured."""
+    measured = [line for line in lines if line["task"] == "positions"]
+    losses = [line["loss"] for line in read_lines(output / "positions.jsonl")] if measured else []
+    found = verdict(losses, seq_len)
+    if found is None:
+        return []
+    place: Row = {"task": "length generalization", "length": len(losses), "metric": "holds"}
+    value: Row = {"value": float(found.holds), "standard_error": None, "n": measured[-1]["rows"], "seed": None}
+    return [{**place, **value, **found._asdict(), "tolerance": TOLERANCE, "about": records.about}]
+
+
 def draw_all(one: Evaluated, seq_len: int) -> None:
     """The pictures of an evaluation, by their titles."""
-    tasks = main_rows(one.rows)
+    tasks = by_length_rows(one.rows)
     for task, rows in tasks.items():
         if "by_depth" in rows[0]:
             file = one.folder / f"{re.sub(r'[^a-z0-9_]+', '-', task).strip('-')}_depth.png"
@@ -150,7 +164,7 @@ def draw_all(one: Evaluated, seq_len: int) -> None:
     if tasks:
         by_length({one.name: tasks}, [seq_len], one.folder / "by_length.png")
         one.pictures["by length"] = one.folder / "by_length.png"
-    for name in ("positions", "remembrance", "states"):
+    for name in INSTRUMENTS:
         if (file := one.folder / f"{name}.png").exists():
             one.pictures[name] = file
 
@@ -163,12 +177,14 @@ def compared(title: str, evaluations: list[Evaluated], output: Path) -> None:
     if is_there("matplotlib"):
         seq_lens = [one.about["seq_len"] for one in evaluations]
         file = output / "by_length.png"
-        if rows and isinstance(rows[0]["length"], int):
-            by_length({one.name: main_rows(one.rows) for one in evaluations}, seq_lens, file)
+        if any(by_length_rows(one.rows) for one in evaluations):
+            by_length({one.name: by_length_rows(one.rows) for one in evaluations}, seq_lens, file)
             pictures.append(("by length", file.read_bytes()))
-        curves = {one.name: read_lines(one.folder / "positions.jsonl") for one in evaluations}
-        if all(curves.values()):
-            file = output / "positions.png"
-            position_curves(curves, seq_lens, file)
-            pictures.append(("perplexity by position", file.read_bytes()))
+        curves = {"positions": partial(position_curves, seq_lens=seq_lens), "entropy": entropy_curves}
+        for name, draw_curves in curves.items():
+            of_runs = {one.name: read_lines(one.folder / f"{name}.jsonl") for one in evaluations}
+            if all(of_runs.values()):
+                file = output / f"{name}.png"
+                draw_curves(of_runs, output=file)
+                pictures.append((CURVES[name], file.read_bytes()))
     write_whole(output / "index.html", page(title, evaluations, pictures))

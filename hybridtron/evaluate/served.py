@@ -26,7 +26,7 @@ LAYOUT_KEYS = r"parallel\.(tensor|pipeline)=([1-9]\d*)"
 
 @dataclass(frozen=True)
 class Served:
-    """`model` is the whole model where one process holds it; all of `replicas` are given the rows in turn."""
+    """A model on one process or on several; all of its `replicas` are given the rows in turn."""
 
     folder: Path
     config: Config
@@ -34,7 +34,6 @@ class Served:
     tokenizer: Tokenizer
     end: int | None  # the token that ends a text
     read: Reader
-    model: LanguageModel | None
     replica: int = 0
     replicas: int = 1
     first: bool = True  # of all processes: the one that prints and writes
@@ -63,7 +62,7 @@ def served(folder: Path, parallel: ParallelConfig | None = None) -> Iterator[Ser
         model = whole_model(checkpoint, config)
         from hybridtron.model.generate import reader
 
-        yield Served(folder, config, checkpoint.meta.step, tokenizer, end_of(checkpoint), reader(model), model)
+        yield Served(folder, config, checkpoint.meta.step, tokenizer, end_of(checkpoint), reader(model))
     else:
         with _among_ranks(checkpoint, config, tokenizer, parallel) as one:
             yield one
@@ -139,7 +138,6 @@ def _among_ranks(
             tokenizer,
             end_of(checkpoint),
             staged_reader(parts, config.model, groups, dtype),
-            parts[0] if parallel.tensor == parallel.pipeline == 1 else None,
             groups.data_rank,
             groups.data_size,
             groups.is_first,

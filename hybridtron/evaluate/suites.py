@@ -8,7 +8,7 @@
     perplexity:
       - {lengths: [1x, 2x, 4x], rows: 16}
       - {context: 1x, stride: 64, score: new, windows: 100}
-    instruments: [positions, remembrance, states]
+    instruments: [positions, remembrance, states, entropy]
     instrument_length: 16x
 
 `4x` is four training lengths. Everything is checked before a model reads anything, also that a sample fits: in a file
@@ -24,8 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from hybridtron.config.asked import read_keys, require_known
 from hybridtron.evaluate.instruments import INSTRUMENTS
 from hybridtron.problems import Unusable, did_you_mean
 from hybridtron.tasks.base import Task, TaskError, TextTokens
@@ -35,7 +34,7 @@ TRIED_TOKENS = 2**19  # of samples of each task and length that are made before 
 DOUBLED = ["1x", "2x", "4x"]
 PASSKEY = {"task": "passkey", "lengths": ["1x", "2x", "4x", "8x", "16x", "32x", "64x"], "samples": 55}
 SUITES: dict[str, dict[str, Any]] = {
-    "samba": {"tasks": [PASSKEY], "perplexity": [{"lengths": DOUBLED}], "instruments": ["positions"]},
+    "samba": {"tasks": [PASSKEY], "perplexity": [{"lengths": DOUBLED}], "instruments": ["positions", "entropy"]},
     "span": {"tasks": [{"task": "ruler_se", "lengths": DOUBLED}], "perplexity": [{"lengths": DOUBLED}]},
     "length": {
         "tasks": [PASSKEY, {"task": "babilong", "lengths": [*DOUBLED, "8x", "16x"]}],
@@ -50,9 +49,9 @@ SUITES["all"] = {
     "instruments": list(INSTRUMENTS),
 }
 KEYS = {
-    "": {"samples", "seed", "tasks", "perplexity", "instruments", "instrument_length"},
-    "tasks": {"task", "lengths", "samples", "options"},
-    "perplexity": {"lengths", "rows", "context", "stride", "score", "windows"},
+    "": ("samples", "seed", "tasks", "perplexity", "instruments", "instrument_length"),
+    "tasks": ("task", "lengths", "samples", "options"),
+    "perplexity": ("lengths", "rows", "context", "stride", "score", "windows"),
 }
 SCORES = ("new", "all")
 
@@ -108,15 +107,13 @@ class Suite:
     left_out: list[str] = field(default_factory=list)
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """What a file asks for."""
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise Unusable(f"--tasks {path} can't be read: {error}") from error
-    if not isinstance(content, dict):
-        raise Unusable(f"--tasks {path}: has no keys; it may have {', '.join(sorted(KEYS['']))}")
-    return content
+def named_or_file(name: str) -> dict[str, Any]:
+    """A suite, or what a file asks for."""
+    if name in SUITES:
+        return SUITES[name]
+    if not Path(name).exists():
+        raise Unusable(f"{name!r} is no file and no suite{did_you_mean(name, SUITES)}; there are {', '.join(SUITES)}")
+    return read_keys(Path(name), KEYS[""])
 
 
 def suite_of(
@@ -125,22 +122,25 @@ def suite_of(
     """What a suite or a file asks for at a training length; `lengths` and `samples` replace those of all tasks."""
     unknown("", asked)
     count = samples or number(asked, "samples", 100)
-    suite = Suite(instruments=list(asked.get("instruments", [])))
+    suite = Suite(instruments=_entries(asked, "instruments"))
     for name in suite.instruments:
         if name not in INSTRUMENTS:
             raise Unusable(
                 f"instruments: there is no {name!r}{did_you_mean(name, INSTRUMENTS)}; has {tuple(INSTRUMENTS)}"
             )
     suite.instrument_length = tokens_of(asked.get("instrument_length", "16x"), seq_len)
-    for entry in asked.get("tasks", []):
+    for entry in _entries(asked, "tasks"):
         unknown("tasks", entry)
-        settings = [f"{key}={value}" for key, value in entry.get("options", {}).items()]
+        options = entry.get("options", {})
+        if not isinstance(options, Mapping):
+            raise Unusable(f"tasks: options is {options!r}, must be values by name, such as {{digits: 3}}")
+        settings = [f"{key}={value}" for key, value in options.items()]
         tasks = [named(name, settings) for name in members([str(entry.get("task", ""))])]
         each = samples or number(entry, "samples", count)
         for task in tasks:
             for length in lengths or _lengths(entry):
                 suite.cells.append(Cell(task, tokens_of(length, seq_len), each, number(asked, "seed", 0, least=0)))
-    for entry in asked.get("perplexity", []):
+    for entry in _entries(asked, "perplexity"):
         unknown("perplexity", entry)
         suite.perplexities += _perplexities(entry, seq_len, lengths)
     if not (suite.cells or suite.perplexities or suite.instruments):
@@ -163,11 +163,15 @@ def _perplexities(entry: Mapping[str, Any], seq_len: int, lengths: Sequence[str]
 
 def unknown(section: str, entry: Any) -> None:
     if not isinstance(entry, Mapping):
-        raise Unusable(f"{section}: {entry!r} has no keys; it may have {', '.join(sorted(KEYS[section]))}")
-    for key in entry:
-        if key not in KEYS[section]:
-            known = KEYS[section]
-            raise Unusable(f"{section or 'the file'}: no key {key}{did_you_mean(str(key), known)}; has {sorted(known)}")
+        raise Unusable(f"{section}: {entry!r} has no keys; it may have {', '.join(KEYS[section])}")
+    require_known(section or "the file", entry, KEYS[section])
+
+
+def _entries(asked: Mapping[str, Any], key: str) -> list[Any]:
+    found = asked.get(key, [])
+    if not isinstance(found, list):
+        raise Unusable(f"{key} is {found!r}, must be a list")
+    return list(found)
 
 
 def number(entry: Mapping[str, Any], key: str, usual: int, least: int = 1) -> int:

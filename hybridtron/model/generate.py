@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,12 +32,43 @@ Read = Callable[[Tensor, States | None, SeqInfo], tuple[Tensor, States]]
 """Reads tokens (B, L) from states: logits of the next token (B, V) over the whole vocabulary, and the states after."""
 
 
+class Finish(NamedTuple):
+    """What the last stage makes of its output without logits (L, B, D), and as what every rank then has it."""
+
+    make: Callable[[LanguageModel, Tensor], Tensor]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+Forward = Callable[[Tensor, States | None, SeqInfo, Finish], tuple[Tensor, States]]
+"""Reads tokens (B, L) from states: what is wanted, and the states after, of this rank's layers and heads."""
+
+
+def as_they_are(of_layers: dict[int, Tensor]) -> dict[int, Tensor]:
+    """What a whole model's layers say needs nothing of other ranks."""
+    return of_layers
+
+
 @dataclass(frozen=True)
 class Reader:
-    """A model on one process (`reader`), or its share on every rank of a layout (`engine/serving.py`)."""
+    """A model on one process (`reader`), or its share on every rank of a layout (`engine/serving.py`).
 
-    read: Read
+    `parts` are the stages that this process computes. `of_all` makes, of what its layers say, heads or channels first,
+    what all layers say; all ranks of the model call it together.
+    """
+
+    forward: Forward
+    parts: Sequence[LanguageModel]
+    vocab_size: int
+    dtype: torch.dtype
+    device: torch.device
+    of_all: Callable[[dict[int, Tensor]], dict[int, Tensor]] = as_they_are
     model: LanguageModel | None = None  # where it is whole
+
+    def read(self, tokens_BL: Tensor, states: States | None, seq: SeqInfo) -> tuple[Tensor, States]:
+        """A `Read`."""
+        logits_BV = Finish(LanguageModel.next_logits, (len(tokens_BL), self.vocab_size), self.dtype)
+        return self.forward(tokens_BL, states, seq, logits_BV)
 
     def steps(self, states: States, positions_B: Tensor) -> NextLogits:
         """What continues rows from states, a token each at a time; `positions_B` tokens came before."""
@@ -107,11 +139,12 @@ def state_bytes(states: States) -> int:
 def reader(model: LanguageModel) -> Reader:
     """A whole model on this process."""
 
-    def read(tokens_BL: Tensor, states: States | None, seq: SeqInfo) -> tuple[Tensor, States]:
+    def forward(tokens_BL: Tensor, states: States | None, seq: SeqInfo, wanted: Finish) -> tuple[Tensor, States]:
         x_LBD, states, _ = model(tokens_BL, states, seq, logits=False)
-        return model.next_logits(x_LBD), states
+        return wanted.make(model, x_LBD), states
 
-    return Reader(read, model)
+    weight_VD = model.output_weight()
+    return Reader(forward, [model], len(weight_VD), weight_VD.dtype, weight_VD.device, model=model)
 
 
 @torch.no_grad()

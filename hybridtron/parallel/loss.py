@@ -16,6 +16,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 
 from hybridtron.ops import loss as ops
 from hybridtron.ops.loss import LinearCrossEntropyInputs, Loss, VocabularyShare
@@ -55,6 +56,18 @@ def whole_vocabulary(logits_BV: Tensor, tensor: TensorGroup) -> Tensor:
     shares = [torch.empty_like(logits_BV) for _ in range(tensor.size)]
     dist.all_gather(shares, logits_BV.contiguous(), group=tensor.group)
     return torch.cat(shares, dim=-1)
+
+
+def likeliest(x_LBD: Tensor, weight_VD: Tensor, tensor: TensorGroup) -> Tensor:
+    """The token of the largest logit at each place, (L, B); without gradients."""
+    greatest_LB, token_LB = functional.linear(enter(x_LBD, tensor), weight_VD).max(-1)
+    if tensor.size == 1:
+        return token_LB
+    own_2LB = torch.stack([greatest_LB.double(), (token_LB + tensor.rank * len(weight_VD)).double()])
+    shares = [torch.empty_like(own_2LB) for _ in range(tensor.size)]
+    dist.all_gather(shares, own_2LB, group=tensor.group)
+    greatest_RLB, token_RLB = torch.stack(shares, dim=1)
+    return token_RLB.gather(0, greatest_RLB.argmax(0, keepdim=True))[0].long()
 
 
 def _joined(own: SoftmaxSums, group: dist.ProcessGroup | None) -> SoftmaxSums:

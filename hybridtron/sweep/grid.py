@@ -22,13 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from hybridtron.problems import Unusable, did_you_mean
-from hybridtron.regular_files import Unreadable, read_regular
+from hybridtron.config.asked import read_keys
+from hybridtron.problems import Unusable
 
 SEED = "run.seed"
-GREATEST = 2**20  # bytes of a sweep's file
 MOST_RUNS = 10_000
 KEYS = ("settings", "variants", "grid", "metrics")
 DEFAULT_METRICS = ("loss", "validation/1x")
@@ -123,14 +120,7 @@ class _File:
 
 def read(path: Path) -> Sweep:
     """The sweep of a file. Unusable names what is wrong with it."""
-    try:
-        parts = yaml.safe_load(read_regular(path, GREATEST))
-    except (Unreadable, OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise Unusable(f"{path} can't be read: {error}") from error
-    if not isinstance(parts, dict):
-        raise Unusable(f"{path} must hold {', '.join(KEYS)}")
-    if unknown := [name for name in parts if name not in KEYS]:
-        raise Unusable(f"{path} has {unknown[0]!r}{did_you_mean(str(unknown[0]), KEYS)}; it can have {', '.join(KEYS)}")
+    parts = read_keys(path, KEYS)
     file = _File(path, parts)
     shared, grid = file.settings("settings", parts.get("settings") or []), file.grid()
     short = _short_names(list(grid))

@@ -1,9 +1,13 @@
-"""Work where a phase has ended and its checkpoint is written, such as an export, which a run is given."""
+"""Work that a run is given: where a phase has ended and its checkpoint is written, and `run.evaluate`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
+
+from hybridtron.config.resolve import ResolvedPhase
+from hybridtron.data.sources import Sources
+from hybridtron.engine.engine import Engine
 
 
 class AfterPhase(Protocol):
@@ -20,3 +24,13 @@ class AfterPhase(Protocol):
         ...
 
     def run(self, step: int, /) -> None: ...
+
+
+class Evaluation(Protocol):
+    """Measures the model while it trains; all processes call it together. It draws no number that training draws."""
+
+    def begin(self, phase: ResolvedPhase, sources: Sources, /) -> list[str]:
+        """What can't be measured in a phase, with the reason; ConfigError where a user must know."""
+        ...
+
+    def measure(self, engine: Engine, step: int, beat: Callable[[str], None], /) -> dict[str, float]: ...

@@ -46,6 +46,9 @@ class ConsoleSink:
             losses = "  ".join(f"{length} {loss:.4f}" for length, loss in metrics.validation.items())
             text = f"step {metrics.step}  validation loss at multiples of the training length: {losses}"
             self.console.print(text, highlight=False, soft_wrap=True)  # above the bar where there is one
+        if metrics.evaluation:
+            values = "  ".join(f"{name} {value:.4g}" for name, value in metrics.evaluation.items())
+            self.console.print(f"step {metrics.step}  {values}", highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         if self.bar is not None:

@@ -1,18 +1,43 @@
-"""Held-out loss at the training length and at multiples of it, every row from zero states."""
+"""Held-out loss at the training length and at multiples of it, every row from zero states; and when it is due."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from hybridtron.config.resolve import ResolvedPhase
-from hybridtron.config.units import parse_tokens
+from hybridtron.config.units import parse_steps, parse_tokens
 from hybridtron.data.batch import Batch
 from hybridtron.data.sources import Sources
 from hybridtron.data.validation import held_out
 from hybridtron.engine.engine import Engine
+from hybridtron.train.after_phase import Evaluation
+from hybridtron.train.metrics import StepMetrics
+
+
+def evaluated(
+    metrics: StepMetrics,
+    ends: bool,
+    engine: Engine,
+    sources: Sources,
+    phase: ResolvedPhase,
+    evaluation: Evaluation | None,
+    beat: Callable[[str], None],
+) -> StepMetrics:
+    """The metrics of a step, with held-out losses and what `run.evaluate` asks for where they are due."""
+    run, step, tokens = phase.config.run, metrics.step, phase.settings.tokens_per_step
+    if ends or step % parse_steps(run.eval_every, tokens) == 0:
+        beat(f"the evaluation at step {step}")
+        losses, by_source = evaluate(engine, sources, phase)
+        several = by_source if len(by_source) > 1 else None
+        metrics = replace(metrics, validation=losses, validation_by_source=several)
+    if evaluation is not None and (ends or step % parse_steps(run.evaluate_every, tokens) == 0):
+        beat(f"run.evaluate at step {step}")
+        metrics = replace(metrics, evaluation=evaluation.measure(engine, step, beat))
+    return metrics
 
 
 def evaluate(engine: Engine, sources: Sources, phase: ResolvedPhase) -> tuple[dict[str, float], dict[str, float]]:

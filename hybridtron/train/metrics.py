@@ -12,13 +12,13 @@ class StepMetrics:
     """One line of metrics.jsonl. Durations are in seconds.
 
     After an evaluation `validation` holds losses by length, and where there are several sources `validation_by_source`
-    those at the first of the lengths. `memory_gib` is the most memory that the first process has held so far: of the
-    device where it counts, else of the host. A line also gets the `time` at which it was written, in UTC. A number that
-    is not finite is null, and so is the loss of a step in which nothing is learned. `learned`, where sources have
-    masks, are the tokens that count in the loss. `skipped` counts the steps that were refused since the run was started
-    or resumed, also those of which no line is left since the run rolled back to a checkpoint before them;
-    `restarted_lanes`, where states are carried, the lanes of the phase whose state was not finite and that restarted
-    from zero.
+    those at the first of the lengths; after one of `run.evaluate`, `evaluation` holds its metrics by task, length and
+    name. `memory_gib` is the most memory that the first process has held so far: of the device where it counts, else of
+    the host. A line also gets the `time` at which it was written, in UTC. A number that is not finite is null, and so
+    is the loss of a step in which nothing is learned. `learned`, where sources have masks, are the tokens that count in
+    the loss. `skipped` counts the steps that were refused since the run was started or resumed, also those of which no
+    line is left since the run rolled back to a checkpoint before them; `restarted_lanes`, where states are carried, the
+    lanes of the phase whose state was not finite and that restarted from zero.
     """
 
     step: int
@@ -38,6 +38,7 @@ class StepMetrics:
     restarted_lanes: int | None = None
     validation: Mapping[str, float] | None = None
     validation_by_source: Mapping[str, float] | None = None
+    evaluation: Mapping[str, float] | None = None
     layers: Mapping[str, float] | None = None
 
     def line(self) -> dict[str, Any]:
@@ -49,7 +50,7 @@ class StepMetrics:
         return flat(self.line())
 
 
-OPTIONAL = ("learned", "restarted_lanes", "validation", "validation_by_source", "layers")
+OPTIONAL = ("learned", "restarted_lanes", "validation", "validation_by_source", "evaluation", "layers")
 REQUIRED = [name for name in StepMetrics.__dataclass_fields__ if name not in OPTIONAL]
 
 

@@ -15,7 +15,7 @@ from hybridtron.device import deterministic, megatron_context
 from hybridtron.parallel.groups import Groups, barrier, host_pids
 from hybridtron.parallel.groups import start as start_groups
 from hybridtron.parallel.groups import stop as stop_groups
-from hybridtron.train.after_phase import AfterPhase
+from hybridtron.train.after_phase import AfterPhase, Evaluation
 from hybridtron.train.failures import Failures
 from hybridtron.train.logs import RunLog
 from hybridtron.train.outcome import record_exports
@@ -36,7 +36,7 @@ LOG = logging.getLogger(__name__)
 START_S = 300.0  # that ranks may take to find each other, however short run.timeout is
 
 
-def run(config: Config, requests: StopRequests, after_phase: AfterPhase) -> None:
+def run(config: Config, requests: StopRequests, after_phase: AfterPhase, evaluation: Evaluation | None = None) -> None:
     """Train what the configuration asks for, from the newest checkpoint of its run folder if there is one.
 
     The first process holds the folder's lock. No other looks into the folder, or writes there, before all have joined:
@@ -61,7 +61,8 @@ def run(config: Config, requests: StopRequests, after_phase: AfterPhase) -> None
             barrier()
             log.write_to(failures.run_dir)
             with Watchdog(failures, config.run.timeout) as watchdog, unfinished(failures):
-                Trainer(config, failures.run_dir, start, given, groups, requests, watchdog, after_phase).fit()
+                work = after_phase, evaluation
+                Trainer(config, failures.run_dir, start, given, groups, requests, watchdog, *work).fit()
                 if after_phase.failed:
                     raise ExportsFailed(after_phase.failed)
                 if groups.is_first:

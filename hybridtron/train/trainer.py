@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Generator, Iterable
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,9 +27,9 @@ from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups, all_reduce_max, barrier
 from hybridtron.planning.count import count
 from hybridtron.train import rollback
-from hybridtron.train.after_phase import AfterPhase
+from hybridtron.train.after_phase import AfterPhase, Evaluation
 from hybridtron.train.engines import Engines
-from hybridtron.train.evaluate import evaluate
+from hybridtron.train.evaluate import evaluated
 from hybridtron.train.lr import learning_rate, weight_decay
 from hybridtron.train.metrics import StepMetrics
 from hybridtron.train.preempt import StopRequests
@@ -60,10 +59,12 @@ class Trainer:
         requests: StopRequests,
         watchdog: Watchdog,
         after_phase: AfterPhase,
+        evaluation: Evaluation | None = None,
     ) -> None:
         self.config, self.run_dir, self.groups = config, run_dir, groups
         self.phases, self.last = resolve(config), last_step(config)
         self.requests, self.watchdog, self.after_phase = requests, watchdog, after_phase
+        self.evaluation = evaluation
         watchdog.beat("building the model")
         torch.manual_seed(config.run.seed)
         self.engines = Engines(config, groups)
@@ -159,7 +160,6 @@ class Trainer:
         loader = self.loader_of(phase)
         self.enter_phase(phase, loader)
         first, last = max(self.resume_step, phase.start_step), min(self.last, phase.end_step)
-        eval_every = parse_steps(self.config.run.eval_every, phase.settings.tokens_per_step)
         save_every = parse_steps(self.config.checkpoint.every, phase.settings.tokens_per_step)
         due = False
         with closing(self.read(loader, phase, first, last)) as steps:
@@ -169,11 +169,8 @@ class Trainer:
                 batches = next(steps)
                 with profiled(step, self.config.run.profile, self.run_dir / "logs", self.groups.rank):
                     metrics = self.train_step(step, phase, batches, asked)
-                if step % eval_every == 0 or step == last:
-                    self.watchdog.beat(f"the evaluation at step {step}")
-                    losses, by_source = evaluate(self.engine, loader.sources, phase)
-                    several = by_source if len(by_source) > 1 else None
-                    metrics = replace(metrics, validation=losses, validation_by_source=several)
+                given = self.engine, loader.sources, phase, self.evaluation, self.watchdog.beat
+                metrics = evaluated(metrics, step == last, *given)
                 self.report(metrics)
                 refused = self.engine.guard.refused
                 rollback.check_refused(step, step == self.last, self.engine.guard, self.config.optim)
@@ -198,8 +195,11 @@ class Trainer:
             self.engine.guard.restart()
         elif self.engine.carrier is not None and self.start is not None:
             restore_states(self.engine.carrier, self.groups, self.start)
+        left_out = [] if self.evaluation is None else self.evaluation.begin(phase, loader.sources)
         if self.groups.is_first:
             announce_reading(loader, phase)
+            for text in left_out:
+                LOG.info("run.evaluate leaves out %s", text)
         self.masked = loader.sources.masked
         self.flops_per_token = count(self.engine.config.model, phase.settings.seq_len).flops_per_token
 

@@ -36,6 +36,7 @@ TABLES = {
     "rounding": 1,
     "decode": 2,
     "prefill": 1,
+    "scoring": 1,
 }
 
 

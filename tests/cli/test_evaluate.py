@@ -101,7 +101,7 @@ def test_long_documents_are_read_where_there_are_any(run: Path, capsys) -> None:
     assert "\x1b" not in said
     output = run / "evaluation" / "step-00000004"
     assert {file.name for file in output.iterdir()} == {
-        f"{name}.{kind}" for name in ("positions", "remembrance", "states") for kind in ("jsonl", "png")
+        f"{name}.{kind}" for name in ("positions", "remembrance", "states", "entropy") for kind in ("jsonl", "png")
     }
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in output.glob("*.png"))
     lines = lines_of(output / "positions.jsonl")
@@ -177,7 +177,7 @@ def test_spans_are_read_alike_whatever_is_fed_at_a_time(
 def test_a_model_without_a_recurrent_state(data: Path, tmp_path: Path, capsys) -> None:
     run = trained(tmp_path / "run", data, "W-")
     said = reported(capsys, run, "--length", "32", "--instruments", "states", "--rows", "1")
-    assert "no layer with a recurrent state" in said
+    assert "nothing to measure" in said
     assert not list((run / "evaluation").rglob("states*"))
 
 

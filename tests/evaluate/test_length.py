@@ -18,6 +18,7 @@ from hybridtron.evaluate.length import (
     position_losses,
     state_deviation,
 )
+from hybridtron.model.generate import reader
 from hybridtron.model.lm import LanguageModel
 from tests.conftest import small_model
 
@@ -46,7 +47,7 @@ def test_losses_by_position_are_those_of_a_hand_loop(pattern: str) -> None:
     logits_LBV = read_whole(model, tokens_BT[:, :-1]).output
     by_hand = [F.cross_entropy(logits_LBV[i], tokens_BT[:, i + 1]) for i in range(LENGTH - 1)]
     for chunk in CHUNKS:
-        losses_L = position_losses(model, tokens_BT, chunk)
+        losses_L = position_losses(reader(model), tokens_BT, chunk)
         assert losses_L.dtype == torch.float64
         torch.testing.assert_close(losses_L, torch.stack(by_hand), rtol=1e-9, atol=1e-9)
 
@@ -55,7 +56,7 @@ def test_a_position_sees_what_stands_before_it_alone() -> None:
     model, tokens_BT = wide("M-S-W"), tokens(1)
     changed_BT = tokens_BT.clone()
     changed_BT[:, 20] = (changed_BT[:, 20] + 1) % 61
-    before, after = (position_losses(model, one, 7) for one in (tokens_BT, changed_BT))
+    before, after = (position_losses(reader(model), one, 7) for one in (tokens_BT, changed_BT))
     assert torch.equal(before[:19], after[:19])  # entry 19 is the prediction of token 20
     assert (before[19:] != after[19:]).all()
 
@@ -65,7 +66,7 @@ def test_losses_of_a_bf16_model_are_summed_wide() -> None:
     logits_LBV = read_whole(model, tokens_BT[:, :-1]).output
     assert logits_LBV.dtype == torch.bfloat16
     nll_LB = F.cross_entropy(logits_LBV.double().movedim(2, 1), tokens_BT[:, 1:].T, reduction="none")
-    torch.testing.assert_close(position_losses(model, tokens_BT, 64), nll_LB.mean(1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(position_losses(reader(model), tokens_BT, 64), nll_LB.mean(1), rtol=1e-6, atol=1e-6)
 
 
 def test_bins_double_from_the_training_length_on() -> None:
@@ -85,7 +86,7 @@ def test_remembrance_compares_the_whole_with_its_end(pattern: str) -> None:
         return read_whole(model, tokens_BT[:, t:]).output[-1].softmax(-1)
 
     for chunk in CHUNKS:
-        for measured, t in zip(effective_remembrance(model, tokens_BT, ts, chunk), ts, strict=True):
+        for measured, t in zip(effective_remembrance(reader(model), tokens_BT, ts, chunk), ts, strict=True):
             assert measured.t == t
             variation = (after(0) - after(t)).abs().sum(-1).mean() / 2
             assert measured.total_variation == pytest.approx(variation.item(), abs=1e-10)
@@ -93,21 +94,21 @@ def test_remembrance_compares_the_whole_with_its_end(pattern: str) -> None:
 
 
 def test_one_window_remembers_no_more_than_itself() -> None:
-    measured = effective_remembrance(wide("W"), tokens(), [LENGTH - 9, LENGTH - 8, LENGTH - 7], 5)
+    measured = effective_remembrance(reader(wide("W")), tokens(), [LENGTH - 9, LENGTH - 8, LENGTH - 7], 5)
     assert measured[0].total_variation < ANGLES
     assert measured[1].total_variation < ANGLES
     assert measured[2].total_variation > ANGLES
 
 
 def test_a_model_without_a_past_remembers_nothing() -> None:
-    for measured in effective_remembrance(wide("--"), tokens(), [0, 1, 18, LENGTH - 1], 5):
+    for measured in effective_remembrance(reader(wide("--")), tokens(), [0, 1, 18, LENGTH - 1], 5):
         assert measured[1:] == pytest.approx((0, 0, 0), abs=1e-7)
 
 
 def test_no_tokens_at_all_predict_nothing() -> None:
     for t in (-1, LENGTH):
         with pytest.raises(ValueError, match=str(t)):
-            effective_remembrance(wide("M"), tokens(), [t], 5)
+            effective_remembrance(reader(wide("M")), tokens(), [t], 5)
 
 
 def by_hand(p: list[float], q: list[float]) -> tuple[float, float, float]:
@@ -127,15 +128,15 @@ def test_distances_are_those_of_the_formulas() -> None:
 
 def test_the_mean_is_over_rows() -> None:
     model, tokens_BT = wide("M-S-"), tokens(4)
-    together = effective_remembrance(model, tokens_BT, [9], 8)[0]
-    alone = [effective_remembrance(model, row[None], [9], 8)[0] for row in tokens_BT]
+    together = effective_remembrance(reader(model), tokens_BT, [9], 8)[0]
+    alone = [effective_remembrance(reader(model), row[None], [9], 8)[0] for row in tokens_BT]
     assert together == pytest.approx(Remembrance(*(sum(values) / 4 for values in zip(*alone, strict=True))))
 
 
 @pytest.mark.parametrize(("every", "chunk"), [(8, 5), (5, 8), (6, 64), (37, 10), (1, 4)])
 def test_deviations_are_those_of_the_states(every: int, chunk: int) -> None:
     model, tokens_BT = wide("M-W-S-F-"), tokens()
-    measured = state_deviation(model, tokens_BT, every, chunk)
+    measured = state_deviation(reader(model), tokens_BT, every, chunk)
     positions = range(every, LENGTH + 1, every)
     assert [(one.position, one.layer) for one in measured] == [(p, layer) for p in positions for layer in (0, 4)]
     for position, layer, deviations in measured:
@@ -147,34 +148,35 @@ def test_deviations_are_those_of_the_states(every: int, chunk: int) -> None:
 
 
 def test_without_a_recurrent_state_there_is_nothing_to_measure() -> None:
-    assert state_deviation(wide("W-F-"), tokens(), 8, 8) == []
+    assert state_deviation(reader(wide("W-F-")), tokens(), 8, 8) == []
 
 
 def test_progress_counts_every_token_that_is_read() -> None:
     model, tokens_BT, read = wide("M"), tokens(), []
-    position_losses(model, tokens_BT, 10, read.append)
+    position_losses(reader(model), tokens_BT, 10, read.append)
     assert read == [10, 10, 10, 6]
     read.clear()
-    effective_remembrance(model, tokens_BT, [0, 30], 10, read.append)
+    effective_remembrance(reader(model), tokens_BT, [0, 30], 10, read.append)
     assert sum(read) == LENGTH + LENGTH - 30
     read.clear()
-    state_deviation(model, tokens_BT, 9, 10, read.append)
+    state_deviation(reader(model), tokens_BT, 9, 10, read.append)
     assert sum(read) == LENGTH
 
 
-def test_logits_of_one_chunk_are_kept_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stream_of_one_chunk_is_kept_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     model, alive, most = wide("M-S-"), weakref.WeakSet(), []
     forward = model.forward
 
-    def watched(tokens_BL, states, seq):
-        out = forward(tokens_BL, states, seq)
+    def watched(tokens_BL, states, seq, logits):
+        assert not logits
+        out = forward(tokens_BL, states, seq, logits=logits)
         assert not out.output.requires_grad
         alive.add(out.output)
         most.append(len(alive))
         return out
 
     monkeypatch.setattr(model, "forward", watched)
-    position_losses(model, tokens(), 5)
-    effective_remembrance(model, tokens(), [0, 7], 5)
-    state_deviation(model, tokens(), 4, 5)
+    position_losses(reader(model), tokens(), 5)
+    effective_remembrance(reader(model), tokens(), [0, 7], 5)
+    state_deviation(reader(model), tokens(), 4, 5)
     assert max(most) == 1

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from hybridtron.cli.evaluate import SUITES as NAMED
+from hybridtron.evaluate.instruments import verdict
 from hybridtron.evaluate.page import page
 from hybridtron.evaluate.records import Records
-from hybridtron.evaluate.results import AVERAGES, Evaluated, main_rows, rows_of
+from hybridtron.evaluate.results import AVERAGES, Evaluated, by_length_rows, main_rows, rows_of
 from hybridtron.evaluate.suites import SUITES, suite_of, tokens_of
 from hybridtron.problems import Unusable
 
@@ -139,3 +140,38 @@ def test_the_page_holds_all_that_it_shows(tmp_path: Path) -> None:
     assert read.open == []
     for text in ("a <b>", "Side & side", "<a?>", "wanted:  y", "0.500 ± 0.500", "cwe at 8: too short", "1.000"):
         assert text in read.text
+
+
+def test_the_effective_length_is_the_longest_that_reaches_the_threshold() -> None:
+    def asked(length: int, value: float) -> list[dict]:
+        return [scored(task, value, 0) | {"length": length} for task in AVERAGES["ruler_se"]]
+
+    lines = [*asked(8, 1.0), *asked(16, 0.857), *asked(32, 0.855)]
+    found = next(row for row in rows_of(lines, ABOUT) if row["task"] == "effective length")
+    assert (found["value"], found["length"], found["metric"], found["n"]) == (16, 32, "tokens", 3)
+    assert found["about"] == ABOUT
+    assert next(row["value"] for row in rows_of(asked(8, 0.5), ABOUT) if row["task"] == "effective length") == 0
+    assert "effective length" not in by_length_rows(rows_of(lines, ABOUT))
+    assert not [row for row in rows_of(lines[:5], ABOUT) if row["task"] == "effective length"]
+
+
+@pytest.mark.parametrize(("beyond", "holds"), [(2.0, True), (2.01, True), (2.05, False)])
+def test_length_generalization_is_a_question_of_the_greatest_beyond(beyond: float, holds: bool) -> None:
+    losses = [math.log(x) for x in [4.0] * 4 + [2.0] * 12 + [2.0] * 16 + [beyond] * 32]
+    found = verdict(losses, 16)
+    assert found is not None
+    assert found.holds == holds
+    assert tuple(found) == pytest.approx((2.0, beyond))
+    assert verdict(losses[:16], 16) is None
+
+
+@pytest.mark.parametrize("key", ["tasks", "perplexity", "instruments"])
+@pytest.mark.parametrize("given", ["passkey", 5, {"task": "passkey"}])
+def test_what_is_no_list_is_said(key: str, given: object) -> None:
+    with pytest.raises(Unusable, match=f"{key} is .*must be a list"):
+        suite_of({key: given}, 16)
+
+
+def test_options_that_are_no_values_by_name_are_said() -> None:
+    with pytest.raises(Unusable, match="options is"):
+        suite_of({"tasks": [{"task": "passkey", "lengths": [400], "options": ["digits=3"]}]}, 16)

@@ -18,7 +18,7 @@ from hybridtron.config.resolve import resolve
 from hybridtron.data.batch import SeqInfo
 from hybridtron.evaluate.length import position_losses
 from hybridtron.mixers import span
-from hybridtron.model.generate import generate
+from hybridtron.model.generate import generate, reader
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.span import SpanInputs
@@ -102,7 +102,7 @@ def test_generation_continues_as_the_whole_row_would(read: list[int]) -> None:
 def test_losses_by_position_depend_on_no_piece(recipe: str, read: list[int]) -> None:
     model = model_of(recipe)
     tokens_BT = torch.randint(2048, (2, 201))
-    whole = position_losses(model, tokens_BT, 200)
+    whole = position_losses(reader(model), tokens_BT, 200)
     for piece in (64, 37):
-        torch.testing.assert_close(position_losses(model, tokens_BT, piece), whole, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(position_losses(reader(model), tokens_BT, piece), whole, rtol=1e-11, atol=1e-11)
     assert max(read) > 0

@@ -1,16 +1,29 @@
-"""Generation over tensor- and pipeline-parallel ranks writes what one process writes."""
+"""Generation and losses over tensor- and pipeline-parallel ranks are those of one process."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.config.schema import ParallelConfig
 from hybridtron.engine.serving import slices, staged_reader
-from hybridtron.model.generate import Prompts, continued, reader
+from hybridtron.evaluate.entropy import Entropy, entropies
+from hybridtron.evaluate.length import (
+    Deviation,
+    Remembrance,
+    effective_remembrance,
+    likeliest_tokens,
+    state_deviation,
+    token_losses,
+)
+from hybridtron.model.generate import Prompts, Reader, continued, reader
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel
 from hybridtron.model.sampling import Sampling
@@ -32,13 +45,46 @@ def model_config(tied: bool) -> ModelConfig:
     return ModelConfig(width=32, vocab_size=32, pattern="M-SXWM", layers=LAYERS, tie_embeddings=tied)
 
 
-def written(seat: Seat, model: ModelConfig, parallel: ParallelConfig) -> list[list[int]]:
+class Measured(NamedTuple):
+    """What a reader says of rows, at most 5 tokens at a time."""
+
+    losses_LB: Tensor
+    likeliest_BL: Tensor
+    remembrance: list[Remembrance]
+    deviations: list[Deviation]
+    entropies: list[Entropy]
+
+
+def measured(read: Reader) -> Measured:
+    tokens_BT = torch.randint(32, (3, 24), generator=torch.Generator().manual_seed(0))
+    moved = effective_remembrance(read, tokens_BT, [0, 3, 20], 5)
+    found = token_losses(read, tokens_BT, 5), likeliest_tokens(read, tokens_BT, 5), moved
+    return Measured(*found, state_deviation(read, tokens_BT, 8, 5), entropies(read, tokens_BT, 5, queries=9))
+
+
+def measured_among(seat: Seat, model: ModelConfig, parallel: ParallelConfig) -> Measured:
+    with cut_model(seat, model, parallel) as read:
+        return measured(read)
+
+
+@contextmanager
+def cut_model(seat: Seat, model: ModelConfig, parallel: ParallelConfig) -> Iterator[Reader]:
     with seat.groups(parallel) as groups:
         parts = slices(model, parallel, groups, torch.float64)
         for part in parts:
             initialise(part, seed=1)
-        read = staged_reader(parts, model, groups, torch.float64)
+        yield staged_reader(parts, model, groups, torch.float64)
+
+
+def written(seat: Seat, model: ModelConfig, parallel: ParallelConfig) -> list[list[int]]:
+    with cut_model(seat, model, parallel) as read:
         return list(islice(continued(read, Prompts.of(PROMPTS), SAMPLING, chunk=5), 10))
+
+
+def whole_model(config: ModelConfig) -> LanguageModel:
+    whole = LanguageModel(config).double().eval()
+    initialise(whole, seed=1)
+    return whole
 
 
 @pytest.mark.gloo
@@ -46,9 +92,28 @@ def written(seat: Seat, model: ModelConfig, parallel: ParallelConfig) -> list[li
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_rank_writes_what_one_process_writes(layout: str, tied: bool) -> None:
     model, parallel = model_config(tied), LAYOUTS[layout]
-    whole = LanguageModel(model).double().eval()
-    initialise(whole, seed=1)
-    expected = list(islice(continued(reader(whole), Prompts.of(PROMPTS), SAMPLING), 10))
+    expected = list(islice(continued(reader(whole_model(model)), Prompts.of(PROMPTS), SAMPLING), 10))
     assert len({token for step in expected for token in step}) > 5
     found = run_distributed(written, parallel.tensor * parallel.pipeline, model, parallel)
     assert found == [expected] * len(found)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_rank_measures_what_one_process_measures(layout: str, tied: bool) -> None:
+    """To the rounding of float64, as products and sums are added up in another order."""
+    model, parallel = model_config(tied), LAYOUTS[layout]
+    expected = measured(reader(whole_model(model)))
+    assert len(expected.deviations) == 3 * 3  # layers with a recurrent state, and positions
+    for found in run_distributed(measured_among, parallel.tensor * parallel.pipeline, model, parallel):
+        torch.testing.assert_close(found.losses_LB, expected.losses_LB, rtol=1e-11, atol=1e-11)
+        assert torch.equal(found.likeliest_BL, expected.likeliest_BL)
+        for one, other in zip(found.remembrance, expected.remembrance, strict=True):
+            assert one == pytest.approx(other, abs=1e-7)  # a root of a difference of what is nearly equal
+        for one, other in zip(found.deviations, expected.deviations, strict=True):
+            assert one[:2] == other[:2]
+            assert one.deviations == pytest.approx(other.deviations, rel=1e-9)
+        assert [one[:2] for one in found.entropies] == [one[:2] for one in expected.entropies]
+        for one, other in zip(found.entropies, expected.entropies, strict=True):
+            assert one[2:] == pytest.approx(other[2:], rel=1e-9)

@@ -1,0 +1,34 @@
+"""A YAML file of keys that a user wrote beside the configuration: a sweep, or an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hybridtron.problems import Unusable, did_you_mean
+from hybridtron.regular_files import Unreadable, read_regular
+
+GREATEST = 2**20  # bytes
+
+
+def read_keys(path: Path, known: Collection[str], where: str = "") -> dict[str, Any]:
+    """What the file says, under some of the known keys; `where` is the option that names it. Else Unusable."""
+    name = f"{where} {path}".strip()
+    try:
+        found = yaml.safe_load(read_regular(path, GREATEST))
+    except (Unreadable, OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise Unusable(f"{name} can't be read: {error}") from error
+    if not isinstance(found, dict):
+        raise Unusable(f"{name} must hold {', '.join(known)}")
+    require_known(name, found, known)
+    return found
+
+
+def require_known(name: str, found: Collection[Any], known: Collection[str]) -> None:
+    """Unusable for a key that there is not."""
+    for key in found:
+        if key not in known:
+            raise Unusable(f"{name} has {key!r}{did_you_mean(str(key), known)}; it can have {', '.join(known)}")

@@ -1,0 +1,219 @@
+"""How widely layers look, as entropies in nats (Samba, appendix C and Figure 5).
+
+    attention   mean over rows, heads and the last queries i of   -sum_j a_ij log a_ij,   a_ij = softmax of s_ij over j
+    selection   mean over rows and channels (Mamba-2: heads) of   -sum_t d_t log d_t,     d_t = delta_t / S
+
+with the scores s_ij = q_i . k_j / sqrt(K) of the keys that a query sees, and the step sizes delta_t of a scan, whose
+sum over a row is S. Neither needs weights: as log a_ij = s_ij - lse_i and log d_t = log delta_t - log S,
+
+    -sum_j a_ij log a_ij = lse_i - sum_j a_ij s_ij,       -sum_t d_t log d_t = log S - (sum_t delta_t log delta_t) / S
+
+Scores are made for some queries at a time, and step sizes are added up. An entropy is 0 where one key or token is all
+that counts, and at most that of a uniform choice, the log of how many there are; that is given beside it.
+
+What mixers hand to their ops is seen on the way there, so that a model is read as ever, under any layout. Texts of
+GSM8K, of which Samba's figure is, are not here: rows are held-out text.
+
+Legend: B rows, L tokens of a chunk, H query heads, G key/value heads, A query heads of a group, K head size, S keys,
+Q queries, E channels or heads of a scan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hybridtron.evaluate.length import Advance, read_rows, unheard
+from hybridtron.model.generate import Reader
+from hybridtron.ops.attention import AttentionInputs
+from hybridtron.ops.attention.reference import visible_keys, with_memory
+from hybridtron.ops.precision import at_least_fp32
+from hybridtron.ops.scan import ScanInputs
+from hybridtron.ops.scan.reference import step_sizes
+from hybridtron.ops.span import SpanInputs
+from hybridtron.ops.span.reference import chosen_table, chunk_spans
+from hybridtron.ops.ssd import SSDInputs
+
+SCORES = 2**24  # that exist at a time
+QUERIES = 256  # the last ones of a row, whose attention is looked at
+
+KINDS = ("attention", "selection")
+
+
+class Entropy(NamedTuple):
+    """Of a layer: its mean over heads or channels, the least and the greatest of them, and the mean upper bound."""
+
+    layer: int
+    kind: str
+    entropy: float
+    least: float
+    greatest: float
+    bound: float
+
+
+class Looked(NamedTuple):
+    """Entropies of queries, and how many keys each sees."""
+
+    entropy_BHQ: Tensor
+    keys_BHQ: Tensor
+
+
+def attention_entropy(inputs: AttentionInputs, first: int) -> Looked:
+    """Of the queries from place `first` of the chunk on."""
+    keys, (batch, length, heads, _) = with_memory(inputs), inputs.q_BLHK.shape
+    total = keys.keys_BSGK.shape[1]
+    found = []
+    for start, stop in _turns(first, length, batch * heads * total):
+        last = total - length + stop
+        begin = 0 if inputs.window is None else max(0, last - (stop - start) - inputs.window + 1)
+        visible = visible_keys(keys, begin, last, stop - start, inputs.window)
+        visible_BGAQS = visible[:, :, None] if visible.dim() == 4 else visible
+        found.append(_looked(inputs.q_BLHK[:, start:stop], keys.keys_BSGK[:, begin:last], visible_BGAQS))
+    return Looked(*(torch.cat(parts, dim=-1) for parts in zip(*found, strict=True)))
+
+
+def span_entropy(inputs: SpanInputs, first: int) -> Looked:
+    """Of the queries from place `first` of the row on, over their own chunk and the blocks chosen for it."""
+    q_BLHK, k_BSGK, _, cut, chosen = inputs
+    batch, length, heads, _ = q_BLHK.shape
+    looked = Looked(*(q_BLHK.new_zeros(batch, heads, length, dtype=torch.float64) for _ in range(2)))
+    for segment, chosen_RGTC in zip(cut.segments, chosen, strict=True):
+        here = segment.keys(length, k_BSGK.shape[1])
+        k_RSGK = k_BSGK[segment.rows, here]
+        places_S = torch.arange(k_RSGK.shape[1], device=k_RSGK.device)
+        scores = len(k_RSGK) * heads * len(places_S)
+        table = None if chosen_RGTC is None else chosen_table(chosen_RGTC, int(places_S[-1]) // cut.block + 1)
+        for number, span in enumerate(chunk_spans(cut, segment, segment.kept - segment.start, len(places_S))):
+            for start, stop in _turns(max(first, span.queries.start), span.queries.stop, scores):
+                own_Q = torch.arange(start, stop, device=places_S.device) - segment.start + segment.kept
+                visible = ((places_S >= span.keys.start) & (places_S <= own_Q[:, None]))[None, None]
+                if table is not None:
+                    visible = visible | table[:, :, number, places_S // cut.block][:, :, None]
+                part = _looked(q_BLHK[segment.rows, start:stop], k_RSGK, visible[:, :, None])
+                for whole, values in zip(looked, part, strict=True):
+                    whole[segment.rows, :, start:stop] = values
+    return Looked(*(whole[..., first:] for whole in looked))
+
+
+def _turns(first: int, length: int, scores: int) -> Iterator[tuple[int, int]]:
+    """Queries that are looked at together; each has `scores` in all rows and heads."""
+    size = max(1, SCORES // scores)
+    for start in range(first, length, size):
+        yield start, min(start + size, length)
+
+
+def _looked(q_BQHK: Tensor, k_BSGK: Tensor, visible_BGAQS: Tensor) -> Looked:
+    """Of a few queries."""
+    q_BQGAK = at_least_fp32(q_BQHK).unflatten(2, (k_BSGK.shape[2], -1))
+    scores_BGAQS = torch.einsum("bqgak,bsgk->bgaqs", q_BQGAK, at_least_fp32(k_BSGK)) * q_BQHK.shape[-1] ** -0.5
+    lse_BGAQ1 = scores_BGAQS.masked_fill(~visible_BGAQS, -torch.inf).logsumexp(-1, keepdim=True)
+    weights = torch.where(visible_BGAQS, (scores_BGAQS - lse_BGAQ1).exp(), 0.0)
+    entropy_BGAQ = (lse_BGAQ1[..., 0] - (weights * scores_BGAQS).sum(-1)).clamp_min(0)  # rounding may go below 0
+    keys_BGAQ = visible_BGAQS.sum(-1).expand_as(entropy_BGAQ)
+    return Looked(*(x.flatten(1, 2).double() for x in (entropy_BGAQ, keys_BGAQ)))
+
+
+@dataclass
+class Attending:
+    """Adds up what a layer of attention looks at with the queries from place `first` of the rows on."""
+
+    first: int
+    read: int = 0
+    sums: dict[int, Tensor] = field(default_factory=dict)  # heads of each shift: entropy, bound, queries
+
+    def attention(self, inputs: AttentionInputs) -> None:
+        length = inputs.q_BLHK.shape[1]
+        if self.read + length > self.first:
+            self._add(0, attention_entropy(inputs, max(0, self.first - self.read)))
+        self.read += length
+
+    def span_attention(self, inputs: SpanInputs) -> None:
+        seen, length = inputs.cut.segments[0].seen, inputs.q_BLHK.shape[1]
+        if seen + length > self.first:
+            self._add(inputs.cut.shift, span_entropy(inputs, max(0, self.first - seen)))
+
+    def _add(self, shift: int, looked: Looked) -> None:
+        entropy_BHQ, keys_BHQ = looked
+        ones = torch.ones_like(entropy_BHQ)
+        sums_H3 = torch.stack([x.sum((0, 2)) for x in (entropy_BHQ, keys_BHQ.log(), ones)], dim=1)
+        self.sums[shift] = self.sums.get(shift, 0) + sums_H3
+
+    def means(self) -> Tensor:
+        """Entropy, bound and kind of each head, (H, 3)."""
+        sums_H3 = torch.cat(list(self.sums.values()))
+        return torch.cat([sums_H3[:, :2] / sums_H3[:, 2:], torch.zeros_like(sums_H3[:, :1])], dim=1)
+
+
+@dataclass
+class Selecting:
+    """Adds up the step sizes of a scan."""
+
+    tokens: int = 0
+    sum_BE: Tensor | float = 0.0
+    logs_BE: Tensor | float = 0.0
+
+    def scan(self, inputs: ScanInputs | SSDInputs) -> None:
+        bias = inputs.dt_bias_E if isinstance(inputs, ScanInputs) else inputs.dt_bias_H
+        delta_BLE = step_sizes(inputs[1], bias).double()
+        self.tokens += delta_BLE.shape[1]
+        self.sum_BE = self.sum_BE + delta_BLE.sum(1)
+        self.logs_BE = self.logs_BE + torch.xlogy(delta_BLE, delta_BLE).sum(1)
+
+    def means(self) -> Tensor:
+        """Entropy, bound and kind of each channel, (E, 3)."""
+        sum_BE = torch.as_tensor(self.sum_BE)
+        entropy_E = (sum_BE.log() - self.logs_BE / sum_BE).clamp_min(0).mean(0)
+        bound_E = torch.full_like(entropy_E, math.log(self.tokens))
+        return torch.stack([entropy_E, bound_E, torch.ones_like(entropy_E)], dim=1)
+
+
+@contextmanager
+def watched(mixer: nn.Module, op: str, see: Callable[[Any], None]) -> Iterator[None]:
+    """The mixer shows what it hands to an op, before the op computes."""
+    computed = getattr(mixer, op)
+
+    def shown(inputs: Any) -> Any:
+        see(inputs)
+        return computed(inputs)
+
+    setattr(mixer, op, shown)
+    try:
+        yield
+    finally:
+        delattr(mixer, op)  # the class's own stands again
+
+
+def entropies(
+    model: Reader, tokens_BL: Tensor, chunk: int, advance: Advance = unheard, queries: int = QUERIES
+) -> list[Entropy]:
+    """Of every layer that attends or scans; all ranks of the model call this together."""
+    seen: dict[int, Attending | Selecting] = {}
+    first = max(0, tokens_BL.shape[1] - queries)
+    with ExitStack() as stack, torch.no_grad():
+        for index, mixer in _mixers(model.parts):
+            for op in ("attention", "span_attention", "scan"):
+                if hasattr(mixer, op):
+                    of_layer = seen.setdefault(index, Selecting() if op == "scan" else Attending(first))
+                    stack.enter_context(watched(mixer, op, getattr(of_layer, op)))
+        read_rows(model, tokens_BL, chunk, advance)
+    of_layers = model.of_all({layer: one.means() for layer, one in seen.items()})
+    return [_of_layer(layer, means_H3) for layer, means_H3 in of_layers.items()]
+
+
+def _mixers(parts: Sequence[Any]) -> Iterator[tuple[int, nn.Module]]:
+    for part in parts:
+        for index, layer in part.layers.items():
+            yield int(index), layer.mixer
+
+
+def _of_layer(layer: int, means_H3: Tensor) -> Entropy:
+    entropy_H, bound_H, kind_H = means_H3.T
+    least, greatest = entropy_H.aminmax()
+    kind = KINDS[int(kind_H[0])]
+    return Entropy(layer, kind, *(x.item() for x in (entropy_H.mean(), least, greatest, bound_H.mean())))

@@ -1,0 +1,89 @@
+"""What `run.evaluate` asks for: tasks and perplexity of a suite or a file, measured by a run with its own processes.
+
+The model that reads shares its weights with the one that trains, without its FP8, sequence parallelism and
+recomputation: what is found is what `hybridtron evaluate` finds of a checkpoint of that step. It reads from states of
+its own and draws nothing, so that training continues with the same bits. Instruments are left to `hybridtron evaluate`,
+as they write files and no metric.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from hybridtron.config.resolve import ResolvedPhase, resolve
+from hybridtron.config.schema import Config
+from hybridtron.data.tokenizer_file import read_tokenizer
+from hybridtron.evaluate import perplexity
+from hybridtron.evaluate.answers import ask
+from hybridtron.evaluate.records import Lines
+from hybridtron.evaluate.results import rows_of
+from hybridtron.evaluate.served import Served
+from hybridtron.evaluate.suites import SUITES, Suite, fitting, named_or_file, suite_of
+from hybridtron.problems import ConfigError, Problem, Unusable
+from hybridtron.tasks.tokens import open_tokens
+
+if TYPE_CHECKING:
+    from hybridtron.data.sources import Sources
+    from hybridtron.engine.engine import Engine
+
+Result = TypeVar("Result")
+BATCH = 16  # samples, and rows of perplexity, that are read together
+
+
+class InTraining:
+    """A run's evaluation by a suite; ConfigError, before anything is trained, where it can't be asked."""
+
+    def __init__(self, config: Config) -> None:
+        assert config.run.evaluate is not None
+        self.name, self.samples = config.run.evaluate, config.run.evaluate_samples
+        with_error(lambda: [self._suite(phase.settings.seq_len) for phase in resolve(config)])
+
+    def _suite(self, seq_len: int) -> Suite:
+        asked = {key: value for key, value in named_or_file(self.name).items() if not key.startswith("instrument")}
+        return suite_of(asked, seq_len, samples=self.samples)
+
+    def begin(self, phase: ResolvedPhase, sources: Sources) -> list[str]:
+        """A phase begins: its samples and rows are tried. What of a suite is left out, with the reason."""
+        self.phase, self.folder, self.eos = phase, sources.tokenizer_file.parent, sources.eos
+        return with_error(self._open)
+
+    def _open(self) -> list[str]:
+        seq_len, size = self.phase.settings.seq_len, self.phase.model.vocab_size
+        self.tokens = open_tokens(str(self.folder))
+        self.suite = fitting(self._suite(seq_len), self.tokens, size, lenient=self.name in SUITES)
+        where = partial(perplexity.rows_of, self.folder, self.phase.data, seq_len=seq_len, path=None)
+        self.texts = [(one, *where(one)) for one in self.suite.perplexities]
+        return self.suite.left_out
+
+    def measure(self, engine: Engine, step: int, beat: Callable[[str], None]) -> dict[str, float]:
+        """Every metric by task, length and name; all processes call this together."""
+        groups, config = engine.groups, replace(engine.config, data=self.phase.data)
+        tokenizer = read_tokenizer((self.folder / "tokenizer.json").read_bytes())
+        place = (groups.data_rank, groups.data_size, groups.is_first, groups.world_size == 1)
+        model = Served(self.folder, config, step, tokenizer, self.eos, engine.reader(), *place)
+        found, moved = Lines(), partial(_beat, beat, step)
+        ask(model, self.suite.cells, self.tokens, found, BATCH, moved)
+        for one, rows_BT, described in self.texts:
+            perplexity.measure(model, one, rows_BT, described, found, BATCH, moved)
+        rows = rows_of(found.lines.values(), {})
+        return {f"{row['task']}/{row['length']}/{row['metric']}": row["value"] for row in rows}
+
+
+def _beat(beat: Callable[[str], None], step: int, done: int, total: int) -> None:
+    beat(f"run.evaluate at step {step}: {done} of {total}")
+
+
+def with_error(work: Callable[[], Result]) -> Result:
+    """What can't be asked is a mistake of the configuration."""
+    try:
+        return work()
+    except Unusable as error:
+        raise ConfigError([Problem("run.evaluate", str(error))]) from error
+
+
+def in_training(config: Config) -> InTraining | None:
+    """The evaluation that a run asks for."""
+    return None if config.run.evaluate is None else InTraining(config)

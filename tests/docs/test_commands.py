@@ -49,6 +49,7 @@ ONLY_PARSED = {  # by how a command begins
     "sweep": "minutes, and starts processes: tests/sweep",
     "tasks write passkey --length 512 --training": "a tokenizer with words: tests/docs/test_answers.py",
     "torchrun": "starts processes: tests/train/test_launchers.py",
+    "train run.evaluate=mine.yaml": "a file of tasks: tests/evaluate/test_in_training.py",
     "train data.mixture=": "a bucket: tests/train/test_mixture_from_s3.py",
     "train data=slimpajama": "the sources of SlimPajama: tests/train/test_mixture_from_s3.py trains on a mixture",
     "train recipe=ema": TUTORIAL,

@@ -14,7 +14,7 @@ import pytest
 from hybridtron.checkpoint.save import SaveError, Saver
 from hybridtron.config.schema import RunConfig
 from hybridtron.engine.engine import Engine
-from hybridtron.train import launcher, trainer
+from hybridtron.train import evaluate, launcher
 from hybridtron.train.preempt import StopRequests
 from hybridtron.train.trainer import Trainer
 from tests.train.conftest import Train
@@ -48,7 +48,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_from_which_it_resumes(
 def test_signals_during_a_checkpoint_or_an_evaluation_wait_for_the_next_border(
     where: str, train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner = Trainer if where == "save" else trainer
+    owner = Trainer if where == "save" else evaluate
     original = getattr(owner, where)
 
     def signalled(*arguments: object) -> object:

@@ -23,9 +23,9 @@ from hybridtron.ops.swiglu import swiglu
 OPS: dict[str, Op[Any, Any]] = {
     op.name: op
     for op in (
-        add_rms_norm, apply_rope, attention, causal_conv, cross_entropy, delta_scan, gated_scale, gated_squares, gla_scan,
-        linear, linear_cross_entropy, matrix_product, rms_norm, selective_scan, softmax_gradients, softmax_sums,
-        span_attention, ssd_scan, swiglu,
+        add_rms_norm, apply_rope, attention, causal_conv, cross_entropy, delta_scan, gated_scale, gated_squares,
+        gla_scan, linear, linear_cross_entropy, matrix_product, rms_norm, selective_scan, softmax_gradients,
+        softmax_sums, span_attention, ssd_scan, swiglu,
     )
 }  # fmt: skip
 

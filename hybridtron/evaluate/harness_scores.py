@@ -1,22 +1,22 @@
-"""Log-likelihoods of the last tokens of rows, as lm-evaluation-harness asks for them: of a whole model, or of one that
-is cut over ranks, which gives the logits of the next token alone.
+"""Log-likelihoods of the last tokens of rows, as lm-evaluation-harness asks for them.
 
-Legend: B rows, C tokens of a chunk, V vocabulary.
+Legend: B rows, T tokens, L = T - 1 labels, C labels of a chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from hybridtron.data.batch import SeqInfo
-from hybridtron.device import compute_device
-from hybridtron.evaluate.length import fitting_chunk
+from hybridtron.evaluate.length import chunk_ends, fitting_chunk, label_losses, read_chunks, unheard
 from hybridtron.evaluate.served import Served
-from hybridtron.model.generate import Prompts
+from hybridtron.model.generate import Finish
 from hybridtron.model.lm import LanguageModel
+from hybridtron.model.stack import States
+from hybridtron.parallel.loss import likeliest
 
 Scored = tuple[Sequence[int], int]  # tokens, and how many of the last ones are scored
 Score = tuple[float, bool]  # sum of log q, and whether each is the likeliest
@@ -25,52 +25,36 @@ Score = tuple[float, bool]  # sum of log q, and whether each is the likeliest
 @torch.no_grad()
 def scored_rows(model: Served, rows: Sequence[Scored]) -> list[Score]:
     """Of each row; every row has a token before those that are scored."""
-    if (whole := model.read.model) is None:
-        return _step_by_step(model, rows)
-    return _in_chunks(whole, rows, fitting_chunk(model.config.model, len(rows)))
-
-
-def _in_chunks(model: LanguageModel, rows: Sequence[Scored], chunk: int) -> list[Score]:
-    """Padded on the right: what follows changes nothing before it."""
-    device = compute_device()
     longest = max(len(tokens) for tokens, _ in rows)
-    tokens_BT = torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens, _ in rows], device=device)
-    states, found = None, []
-    for start in range(0, longest - 1, chunk):
-        tokens_BC = tokens_BT[:, start : min(start + chunk, longest - 1)]
-        out = model(tokens_BC, states, SeqInfo.stream(len(rows), tokens_BC.shape[1], start, device))
-        states = out.states
-        found.append(_of_labels(out.output.transpose(0, 1), tokens_BT[:, start + 1 :][:, : tokens_BC.shape[1]]))
-    log_q_BL, likeliest_BL = (torch.cat(part, dim=1).cpu() for part in zip(*found, strict=True))
+    # padded on the right: what follows changes nothing before it
+    tokens_BT = torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens, _ in rows])
+    losses_LB, likeliest_LB = _of_every_label(model, tokens_BT)
     ends = [(row, len(tokens) - 1, scored) for row, (tokens, scored) in enumerate(rows)]
     return [
-        (log_q_BL[row, end - scored : end].sum().item(), bool(likeliest_BL[row, end - scored : end].all()))
+        (-losses_LB[end - scored : end, row].sum().item(), bool(likeliest_LB[end - scored : end, row].all()))
         for row, end, scored in ends
     ]
 
 
-def _step_by_step(model: Served, rows: Sequence[Scored]) -> list[Score]:
-    """The tokens that are scored are read one at a time, as a model that writes them would."""
-    device = compute_device()
-    contexts = [list(tokens[: len(tokens) - scored]) for tokens, scored in rows]
-    prompts = Prompts.of(contexts, device)
-    most = max(scored for _, scored in rows)
-    labels_BS = torch.tensor([[*tokens[len(tokens) - n :], *[0] * (most - n)] for tokens, n in rows], device=device)
-    logits_BV, states = prompts.read(model.read.read, fitting_chunk(model.config.model, len(rows)))
-    following = model.read.steps(states, torch.tensor([len(one) for one in contexts], device=device))
-    found = []
-    for step in range(most):
-        found.append(_of_labels(logits_BV[:, None], labels_BS[:, step : step + 1]))
-        if step < most - 1:
-            logits_BV = following(labels_BS[:, step])
-    log_q_BS, likeliest_BS = (torch.cat(part, dim=1).cpu() for part in zip(*found, strict=True))
-    return [
-        (log_q_BS[row, :scored].sum().item(), bool(likeliest_BS[row, :scored].all()))
-        for row, (_, scored) in enumerate(rows)
-    ]
+def _of_every_label(model: Served, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """-log q of each token after the first, and 1 where it is the likeliest one: (L, B) in float64 on the CPU."""
+    reader, labels_LB = model.read, tokens_BT[:, 1:].T
+    dtype, found = torch.promote_types(reader.dtype, torch.float32), []
+
+    def wanted(start: int, end: int) -> Finish:
+        labels_CB = labels_LB[start:end].to(reader.device)
+        return Finish(partial(_loss_and_likeliest, labels_CB), (2, *labels_CB.shape), dtype)
+
+    def see(end: int, found_2CB: Tensor, states: States) -> None:
+        found.append(found_2CB.double().cpu())
+
+    ends = chunk_ends(fitting_chunk(model.config.model, len(tokens_BT)), len(labels_LB))
+    read_chunks(reader, tokens_BT[:, :-1], ends, wanted, see, unheard)
+    losses_LB, likeliest_LB = torch.cat(found, dim=1)
+    return losses_LB, likeliest_LB
 
 
-def _of_labels(logits_BCV: Tensor, labels_BC: Tensor) -> tuple[Tensor, Tensor]:
-    """log q of each label, in fp32, and whether it is the likeliest token."""
-    log_q_BCV = torch.log_softmax(logits_BCV.float(), dim=-1)
-    return log_q_BCV.gather(-1, labels_BC[..., None])[..., 0].double(), logits_BCV.argmax(-1) == labels_BC
+def _loss_and_likeliest(labels_CB: Tensor, stage: LanguageModel, x_CBD: Tensor) -> Tensor:
+    losses_CB = label_losses(labels_CB, stage, x_CBD)
+    is_likeliest_CB = likeliest(x_CBD, stage.output_weight(), stage.slice.tensor) == labels_CB
+    return torch.stack((losses_CB, is_likeliest_CB.to(losses_CB.dtype)))

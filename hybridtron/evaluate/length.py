@@ -91,16 +91,17 @@ def token_losses(model: Reader, tokens_BT: Tensor, chunk: int, advance: Advance 
 
     def wanted(start: int, end: int) -> Finish:
         labels_CB = labels_LB[start:end].to(model.device)
-        return Finish(partial(_losses, labels_CB), tuple(labels_CB.shape), dtype)
+        return Finish(partial(label_losses, labels_CB), tuple(labels_CB.shape), dtype)
 
     def see(start: int, losses_CB: Tensor, states: States) -> None:
         found.append(losses_CB.double().cpu())
 
-    _read(model, tokens_BT[:, :-1], _ends(chunk, len(labels_LB)), wanted, see, advance)
+    read_chunks(model, tokens_BT[:, :-1], chunk_ends(chunk, len(labels_LB)), wanted, see, advance)
     return torch.cat(found)
 
 
-def _losses(labels_CB: Tensor, stage: LanguageModel, x_CBD: Tensor) -> Tensor:
+def label_losses(labels_CB: Tensor, stage: LanguageModel, x_CBD: Tensor) -> Tensor:
+    """-log q of labels, from what the last stage's head reads: what a `Finish` makes."""
     counted_CB = torch.ones_like(labels_CB, dtype=torch.bool)
     return linear_cross_entropy(x_CBD, stage.output_weight(), labels_CB, counted_CB, 0.0, stage.slice.tensor).per_token
 
@@ -116,7 +117,7 @@ def likeliest_tokens(model: Reader, tokens_BL: Tensor, chunk: int) -> Tensor:
     def see(start: int, tokens_CB: Tensor, states: States) -> None:
         found.append(tokens_CB.T.cpu())
 
-    _read(model, tokens_BL, _ends(chunk, tokens_BL.shape[1]), wanted, see, unheard)
+    read_chunks(model, tokens_BL, chunk_ends(chunk, tokens_BL.shape[1]), wanted, see, unheard)
     return torch.cat(found, dim=1)
 
 
@@ -208,7 +209,7 @@ def state_deviation(
             for layer, moments_H3 in model.of_all(own).items():
                 measured.append(Deviation(end, layer, _deviations(moments_H3)))
 
-    _read(model, tokens_BT, sorted({*_ends(chunk, length), *positions}), _nothing, see, advance)
+    read_chunks(model, tokens_BT, sorted({*chunk_ends(chunk, length), *positions}), _nothing, see, advance)
     return measured
 
 
@@ -240,13 +241,13 @@ def _next_token(model: Reader, tokens_BL: Tensor, chunk: int, advance: Advance) 
     def see(end: int, logits_BV: Tensor, states: States) -> None:
         kept[:] = [logits_BV]
 
-    _read(model, tokens_BL, _ends(chunk, length), wanted, see, advance)
+    read_chunks(model, tokens_BL, chunk_ends(chunk, length), wanted, see, advance)
     return torch.softmax(kept[0].double(), dim=-1)
 
 
 def read_rows(model: Reader, tokens_BL: Tensor, chunk: int, advance: Advance) -> None:
     """For what is seen on the way alone."""
-    _read(model, tokens_BL, _ends(chunk, tokens_BL.shape[1]), _nothing, lambda *seen: None, advance)
+    read_chunks(model, tokens_BL, chunk_ends(chunk, tokens_BL.shape[1]), _nothing, lambda *seen: None, advance)
 
 
 def _nothing(start: int, end: int) -> Finish:
@@ -254,12 +255,12 @@ def _nothing(start: int, end: int) -> Finish:
     return Finish(lambda stage, x_CBD: x_CBD.new_zeros(1, dtype=torch.float32), (1,), torch.float32)
 
 
-def _ends(chunk: int, length: int) -> list[int]:
+def chunk_ends(chunk: int, length: int) -> list[int]:
     """Where chunks of a row end."""
     return [*range(chunk, length, chunk), length]
 
 
-def _read(
+def read_chunks(
     model: Reader,
     tokens_BL: Tensor,
     ends: Iterable[int],

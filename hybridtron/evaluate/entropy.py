@@ -11,7 +11,7 @@ sum over a row is S. Neither needs weights: as log a_ij = s_ij - lse_i and log d
 Scores are made for some queries at a time, and step sizes are added up. An entropy is 0 where one key or token is all
 that counts, and at most that of a uniform choice, the log of how many there are; that is given beside it.
 
-What mixers hand to their ops is seen on the way there, so that a model is read as ever, under any layout. Texts of
+What mixers hand to their ops is observed, so that a model is read as ever, under any layout. Texts of
 GSM8K, of which Samba's figure is, are not here: rows are held-out text.
 
 Legend: B rows, L tokens of a chunk, H query heads, G key/value heads, A query heads of a group, K head size, S keys,
@@ -21,18 +21,21 @@ Q queries, E channels or heads of a scan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hybridtron.evaluate.length import Advance, read_rows, unheard
+from hybridtron.mixers.base import Mixer
 from hybridtron.model.generate import Reader
 from hybridtron.ops.attention import AttentionInputs
 from hybridtron.ops.attention.reference import visible_keys, with_memory
+from hybridtron.ops.dispatch import Op, observed
 from hybridtron.ops.precision import at_least_fp32
 from hybridtron.ops.scan import ScanInputs
 from hybridtron.ops.scan.reference import step_sizes
@@ -127,16 +130,16 @@ class Attending:
     read: int = 0
     sums: dict[int, Tensor] = field(default_factory=dict)  # heads of each shift: entropy, bound, queries
 
-    def attention(self, inputs: AttentionInputs) -> None:
+    def add(self, inputs: AttentionInputs | SpanInputs) -> None:
         length = inputs.q_BLHK.shape[1]
+        if isinstance(inputs, SpanInputs):
+            seen = inputs.cut.segments[0].seen
+            if seen + length > self.first:
+                self._add(inputs.cut.shift, span_entropy(inputs, max(0, self.first - seen)))
+            return
         if self.read + length > self.first:
             self._add(0, attention_entropy(inputs, max(0, self.first - self.read)))
         self.read += length
-
-    def span_attention(self, inputs: SpanInputs) -> None:
-        seen, length = inputs.cut.segments[0].seen, inputs.q_BLHK.shape[1]
-        if seen + length > self.first:
-            self._add(inputs.cut.shift, span_entropy(inputs, max(0, self.first - seen)))
 
     def _add(self, shift: int, looked: Looked) -> None:
         entropy_BHQ, keys_BHQ = looked
@@ -158,7 +161,7 @@ class Selecting:
     sum_BE: Tensor | float = 0.0
     logs_BE: Tensor | float = 0.0
 
-    def scan(self, inputs: ScanInputs | SSDInputs) -> None:
+    def add(self, inputs: ScanInputs | SSDInputs) -> None:
         bias = inputs.dt_bias_E if isinstance(inputs, ScanInputs) else inputs.dt_bias_H
         delta_BLE = step_sizes(inputs[1], bias).double()
         self.tokens += delta_BLE.shape[1]
@@ -173,37 +176,38 @@ class Selecting:
         return torch.stack([entropy_E, bound_E, torch.ones_like(entropy_E)], dim=1)
 
 
-@contextmanager
-def watched(mixer: nn.Module, op: str, see: Callable[[Any], None]) -> Iterator[None]:
-    """The mixer shows what it hands to an op, before the op computes."""
-    computed = getattr(mixer, op)
+@dataclass
+class Looking:
+    """What layers look at while a model reads, by the layer whose mixer calls an op."""
 
-    def shown(inputs: Any) -> Any:
-        see(inputs)
-        return computed(inputs)
+    first: int
+    layer: int = 0
+    selects: bool = False
+    attending: dict[int, Attending] = field(default_factory=dict)
+    selecting: dict[int, Selecting] = field(default_factory=dict)
 
-    setattr(mixer, op, shown)
-    try:
-        yield
-    finally:
-        delattr(mixer, op)  # the class's own stands again
+    def enter(self, layer: int, mixer: Mixer, arguments: object) -> None:
+        self.layer, self.selects = layer, mixer.selects
+
+    def observe(self, op: Op[Any, Any], inputs: Any) -> None:
+        if isinstance(inputs, AttentionInputs | SpanInputs):
+            self.attending.setdefault(self.layer, Attending(self.first)).add(inputs)
+        elif isinstance(inputs, ScanInputs | SSDInputs) and self.selects:
+            self.selecting.setdefault(self.layer, Selecting()).add(inputs)
 
 
 def entropies(
     model: Reader, tokens_BL: Tensor, chunk: int, advance: Advance = unheard, queries: int = QUERIES
 ) -> list[Entropy]:
     """Of every layer that attends or scans; all ranks of the model call this together."""
-    seen: dict[int, Attending | Selecting] = {}
-    first = max(0, tokens_BL.shape[1] - queries)
+    looking = Looking(max(0, tokens_BL.shape[1] - queries))
     with ExitStack() as stack, torch.no_grad():
         for index, mixer in _mixers(model.parts):
-            for op in ("attention", "span_attention", "scan"):
-                if hasattr(mixer, op):
-                    of_layer = seen.setdefault(index, Selecting() if op == "scan" else Attending(first))
-                    stack.enter_context(watched(mixer, op, getattr(of_layer, op)))
+            stack.callback(mixer.register_forward_pre_hook(partial(looking.enter, index)).remove)
+        stack.enter_context(observed(looking.observe))
         read_rows(model, tokens_BL, chunk, advance)
-    of_layers = model.of_all({layer: one.means() for layer, one in seen.items()})
-    return [_of_layer(layer, means_H3) for layer, means_H3 in of_layers.items()]
+    own = {layer: one.means() for layer, one in (*looking.attending.items(), *looking.selecting.items())}
+    return [_of_layer(layer, means_H3) for layer, means_H3 in sorted(model.of_all(own).items())]
 
 
 def _mixers(parts: Sequence[Any]) -> Iterator[tuple[int, nn.Module]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
@@ -38,6 +38,9 @@ class Mixer(nn.Module, ABC):
     Its constructor takes (spec, sizes, tensor) and leaves every weight uninitialised: the spec's parameter table says
     how each starts and how it is cut, and `model/init.py` fills it.
     """
+
+    selects: ClassVar[bool] = False
+    """Whether the step sizes of its scan say how much a token counts: evaluation then takes their entropy."""
 
     @abstractmethod
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out: ...

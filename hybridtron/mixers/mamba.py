@@ -24,9 +24,7 @@ from hybridtron.parallel.linear import (
 class Mamba(Mixer):
     """State: `ssm` (B, E, N) in fp32, and `conv` (B, W - 1, E), the inputs that the next chunk's convolution needs."""
 
-    def scan(self, inputs: ScanInputs) -> tuple[Tensor, Tensor]:
-        """The op, where its inputs can be seen."""
-        return selective_scan(inputs)
+    selects = True
 
     def __init__(self, spec: MambaSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()
@@ -56,7 +54,7 @@ class Mamba(Mixer):
         dt_BLE = as_stored(self.dt_proj, dt_BLR)
         A_EN = -torch.exp(self.A_log)
         h_BEN, documents_BL = before.get("ssm"), seq.documents_BL
-        y_BLE, h_BEN = self.scan(
+        y_BLE, h_BEN = selective_scan(
             ScanInputs(x_BLE, dt_BLE, A_EN, B_BLN, C_BLN, self.D, self.dt_bias, z_BLE, h_BEN, documents_BL)
         )
         return Out(self.out_proj(y_BLE.transpose(0, 1)), {"ssm": h_BEN, "conv": tail}, {})

@@ -18,9 +18,7 @@ from hybridtron.parallel.linear import SINGLE_RANK, TensorGroup, column_parallel
 class Mamba2(Mixer):
     """State: `ssm` (B, H, P, N) in fp32; `x_conv` and `bc_conv` (B, W - 1, channels), the convolutions' next inputs."""
 
-    def scan(self, inputs: SSDInputs) -> tuple[Tensor, Tensor]:
-        """The op, where its inputs can be seen."""
-        return ssd_scan(inputs)
+    selects = True
 
     def __init__(self, spec: Mamba2Spec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()
@@ -62,7 +60,7 @@ class Mamba2(Mixer):
             part.unflatten(-1, (-1, self.spec.state))[:, :, self.groups_used] for part in bc_BLC.chunk(2, dim=-1)
         )
         A_H = -torch.exp(self.A_log)
-        y_BLHP, new["ssm"] = self.scan(
+        y_BLHP, new["ssm"] = ssd_scan(
             SSDInputs(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, self.D, self.dt_bias, before.get("ssm"), documents_BL)
         )
         y_BLE = self._normed(y_BLHP, z_BLE.unflatten(-1, (self.heads, -1))).flatten(2)

@@ -39,10 +39,6 @@ class SpanAttention(Heads):
 
     Training carries as many tokens as `remember` says; outside it all of the document can be read."""
 
-    def span_attention(self, inputs: SpanInputs) -> Tensor:
-        """The op, where its inputs can be seen."""
-        return span_attention(inputs)
-
     def __init__(self, spec: SpanSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__(spec, sizes, tensor)
         self.spec, self.layer = spec, sizes.layer
@@ -67,7 +63,7 @@ class SpanAttention(Heads):
         else:
             cut = SpanCut(chunk, self.spec.block, segments)
             chosen, new = self._chosen(cut, q_BLHK, k_BSGK, v_BSGK, before, seq)
-            y_BLHK = self.span_attention(SpanInputs(q_BLHK, k_BSGK, v_BSGK, cut, chosen))
+            y_BLHK = span_attention(SpanInputs(q_BLHK, k_BSGK, v_BSGK, cut, chosen))
         keep = None if remembered is None else remembered + max(self.spec.chunks())
         kept = remember(memory, k_BLGK, v_BLGK, seq.documents_BL, keep)
         ends = {row: s.end_place for s in segments if s.stop == q_BLHK.shape[1] for row in _numbers(s.rows)}
@@ -135,7 +131,7 @@ class SpanAttention(Heads):
             q, k, v = (x[:, :, heads] for x in (q_BLHK, k_BSHK, v_BSHK))
             if q.shape[2]:
                 cut = SpanCut(chunk, self.spec.block, segments, shift)
-                parts.append(self.span_attention(SpanInputs(q, k, v, cut, nothing)))
+                parts.append(span_attention(SpanInputs(q, k, v, cut, nothing)))
         return torch.cat(parts, dim=2)
 
 

@@ -28,6 +28,9 @@ Outputs = TypeVar("Outputs")
 NONE_FORCED: dict[str, str] = {}
 _forced: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("forced", default=NONE_FORCED)
 
+Observer = Callable[["Op[Any, Any]", Any], object]
+_observers: contextvars.ContextVar[tuple[Observer, ...]] = contextvars.ContextVar("observers", default=())
+
 
 def _supports_all(inputs: tuple[Any, ...]) -> str | None:
     return None
@@ -90,6 +93,8 @@ class Op(Generic[Inputs, Outputs]):
         self.implementations = tuple(implementations)
 
     def __call__(self, inputs: Inputs) -> Outputs:
+        for observe in _observers.get():
+            observe(self, inputs)
         return self.selected(inputs).function(inputs)
 
     def selected(self, inputs: Inputs) -> Implementation[Inputs, Outputs]:
@@ -150,3 +155,13 @@ def force(everything: str | None = None, /, **implementations: str) -> Iterator[
         yield
     finally:
         _forced.reset(token)
+
+
+@contextlib.contextmanager
+def observed(observe: Observer) -> Iterator[None]:
+    """Inside the block, each call of an op is shown with its inputs before it computes."""
+    token = _observers.set((*_observers.get(), observe))
+    try:
+        yield
+    finally:
+        _observers.reset(token)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from hybridtron.data.batch import SeqInfo
 from hybridtron.device import compute_device
 from hybridtron.mixers.base import Mixer, build_mixer
 from hybridtron.model.init import starting_value
-from hybridtron.ops.dispatch import Op, force
+from hybridtron.ops.dispatch import Op, force, observed
 from hybridtron.ops.loss import LinearCrossEntropyInputs, linear_cross_entropy
 from hybridtron.ops.norm import AddRMSNormInputs, RMSNormInputs, add_rms_norm, rms_norm
 from hybridtron.parallel.linear import SINGLE_RANK
@@ -80,20 +80,9 @@ def _all(device: torch.device, sizes: ModelSizes, length: int) -> Iterator[tuple
 Call = tuple[Op, Any]
 
 
-@contextmanager
-def noted(calls: list[Call]) -> Iterator[None]:
+def noted(calls: list[Call]) -> AbstractContextManager[None]:
     """The calls of ops inside the block are recorded, with their inputs."""
-    original = Op.__call__
-
-    def noting(self: Op, inputs: Any) -> Any:
-        calls.append((self, tree_map_only(Tensor, _copied, inputs)))
-        return original(self, inputs)
-
-    Op.__call__ = noting  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Op.__call__ = original  # type: ignore[method-assign]
+    return observed(lambda op, inputs: calls.append((op, tree_map_only(Tensor, _copied, inputs))))
 
 
 def _mixer_error(

@@ -52,14 +52,13 @@ template <class S> static inline V<S> same(S value) { return V<S>{} + value; }
 template <class S> static inline V<S> load(const S *from) { V<S> v; memcpy(&v, from, sizeof v); return v; }
 template <class S> static inline void store(S *to, V<S> v) { memcpy(to, &v, sizeof v); }
 
-// p(f) 2^n, where n and f may lie outside of what a number can hold: 0 or infinity then. What is no number stays so.
+// p(f) 2^n, where n may lie outside of what a number can hold: 0 or infinity then. What is no number stays so.
 template <class S> static inline V<S> scaled(V<S> n_shifted, V<S> f) {
   using L = Lanes<S>;
-  const V<S> low = same<S>(L::ROUND + L::LOWEST), high = same<S>(L::ROUND + L::HIGHEST), one = same<S>(1);
-  n_shifted = n_shifted < low ? low : n_shifted;
-  n_shifted = n_shifted > high ? high : n_shifted;
-  f = f < -one ? -one : f;
-  f = f > one ? one : f;
+  const V<S> low = same<S>(L::ROUND + L::LOWEST), high = same<S>(L::ROUND + L::HIGHEST), zero = same<S>(0);
+  f = (n_shifted < low) | (n_shifted > high) ? zero : f;  // p(0) is 1, whose bits make 0 and infinity of these n
+  n_shifted = n_shifted < low ? low - 1 : n_shifted;
+  n_shifted = n_shifted > high ? high + 1 : n_shifted;
   V<S> p = same<S>(L::EXP[L::EXP_TERMS - 1]);
 #pragma GCC unroll 16
   for (int k = L::EXP_TERMS - 2; k >= 0; k--) p = p * f + L::EXP[k];

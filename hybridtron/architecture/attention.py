@@ -14,17 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
-from hybridtron.architecture.base import (
-    Cut,
-    MixerSpec,
-    ModelSizes,
-    Names,
-    Parameter,
-    StatePart,
-    Uniform,
-    linear,
-    output_linear,
-)
+from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Names, Parameter, StatePart, linear, output_linear
+from hybridtron.architecture.inits import Uniform
 from hybridtron.limits import above, at_least, divisors_near
 from hybridtron.problems import Problem, choice
 

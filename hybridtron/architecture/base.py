@@ -12,66 +12,12 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
+from hybridtron.architecture.inits import Init, Orthogonal, OutputProjection, Projection
 from hybridtron.problems import Problem
-
-
-@dataclass(frozen=True)
-class Constant:
-    """Every value the same."""
-
-    value: float
-
-
-@dataclass(frozen=True)
-class Normal:
-    """Gaussian around zero."""
-
-    std: float
-
-
-@dataclass(frozen=True)
-class Uniform:
-    """Uniform on [-bound, bound]."""
-
-    bound: float
-
-
-@dataclass(frozen=True)
-class Projection(Uniform):
-    """A linear layer's, unless `model.init` has another rule for all of them."""
-
-
-@dataclass(frozen=True)
-class OutputProjection(Uniform):
-    """The same of the last projection of a residual sub-layer."""
-
-
-@dataclass(frozen=True)
-class LogRange:
-    """log 1, log 2, ..., log n along the last axis: S4D-Real's A_log."""
-
-
-@dataclass(frozen=True)
-class LogUniform:
-    """log of values that are uniform on [low, high]: A_log of Mamba-2."""
-
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
-class InverseSoftplus:
-    """Values whose softplus is log-uniform on [low, high]: the step sizes of Mamba."""
-
-    low: float
-    high: float
-
-
-Init = Constant | Normal | Uniform | LogRange | LogUniform | InverseSoftplus
 
 
 @dataclass(frozen=True)
@@ -199,11 +145,18 @@ Names = dict[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What a mixer may know of the model around it, and of its place there."""
+    """What a mixer may know of the model around it, and of its place there: of all layers, and of those of its kind."""
 
     width: int
     num_sublayers: int
     layer: int = 0
+    nth_of_kind: int = 0
+    layers_of_kind: int = 1
+
+    def at(self, layer: int, kinds: Sequence[str]) -> ModelSizes:
+        """Those of one layer of a model that has layers of these kinds."""
+        kind = kinds[layer]
+        return replace(self, layer=layer, nth_of_kind=kinds[:layer].count(kind), layers_of_kind=kinds.count(kind))
 
 
 @dataclass(frozen=True)
@@ -225,7 +178,7 @@ class MixerSpec(ABC):
         """Forward FLOPs per token at this sequence length, by part (here, of weights); a multiply-add counts 2."""
         parts: Counter[str] = Counter()
         for weight in self.parameters(model).values():
-            is_projection = isinstance(weight.init, Projection | OutputProjection)
+            is_projection = isinstance(weight.init, Projection | OutputProjection | Orthogonal)
             if is_projection or (len(weight.shape) == 2 and weight.decay):  # the taps; A_log is not decayed
                 parts["projections" if is_projection else "conv"] += 2 * weight.size
         return {**parts}

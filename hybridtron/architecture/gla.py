@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from hybridtron.architecture.base import Constant, Cut, ModelSizes, Names, Parameter, Projection, linear
+from hybridtron.architecture.base import Cut, ModelSizes, Names, Parameter, linear
+from hybridtron.architecture.inits import Constant, Projection
 from hybridtron.architecture.linear_attention import LinearAttentionSpec
 from hybridtron.limits import above, at_least
 

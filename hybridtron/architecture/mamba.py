@@ -11,20 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from hybridtron.architecture.base import (
-    Constant,
-    Cut,
-    InverseSoftplus,
-    LogRange,
-    MixerSpec,
-    ModelSizes,
-    Names,
-    Parameter,
-    StatePart,
-    Uniform,
-    linear,
-    output_linear,
-)
+from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Names, Parameter, StatePart, linear, output_linear
+from hybridtron.architecture.inits import Constant, InverseSoftplus, LogRange, Uniform
 from hybridtron.limits import at_least, disordered
 from hybridtron.problems import Problem
 

@@ -15,20 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
-from hybridtron.architecture.base import (
-    Constant,
-    Cut,
-    InverseSoftplus,
-    LogUniform,
-    MixerSpec,
-    ModelSizes,
-    Names,
-    Parameter,
-    StatePart,
-    Uniform,
-    linear,
-    output_linear,
-)
+from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Names, Parameter, StatePart, linear, output_linear
+from hybridtron.architecture.inits import Constant, InverseSoftplus, LogUniform, Uniform
 from hybridtron.limits import above, at_least, disordered, divisors_near
 from hybridtron.problems import Problem, choice
 

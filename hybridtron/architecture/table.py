@@ -15,17 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridtron.architecture import SPECS
-from hybridtron.architecture.base import (
-    Constant,
-    Cut,
-    MixerSpec,
-    ModelSizes,
-    Normal,
-    OutputProjection,
-    Parameter,
-    Projection,
-    linear,
-)
+from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Parameter, linear
+from hybridtron.architecture.inits import Constant, Normal, OutputProjection, Projection
 from hybridtron.architecture.model import ModelConfig, Start
 from hybridtron.architecture.pattern import RESERVED, Pattern, PatternError, parse
 from hybridtron.limits import limit_problems
@@ -40,6 +31,10 @@ class Architecture:
     specs: tuple[MixerSpec, ...]
     sizes: ModelSizes
     stages: tuple[int, ...]
+
+    def sizes_at(self, index: int) -> ModelSizes:
+        """The sizes as the mixer of one sub-layer knows them."""
+        return self.sizes.at(index, [spec.kind for spec in self.specs])
 
     @property
     def by_letter(self) -> dict[str, MixerSpec]:
@@ -95,7 +90,7 @@ def parameter_table(model: ModelConfig) -> dict[str, Parameter]:
     table = {"embedding.weight": Parameter((vocab, width), embedded, cuts=(Cut(0),))}
     for index, spec in enumerate(arch.specs):
         table[f"layers.{index}.norm.weight"] = norm
-        for name, parameter in spec.parameters(arch.sizes).items():
+        for name, parameter in spec.parameters(arch.sizes_at(index)).items():
             table[f"layers.{index}.mixer.{name}"] = parameter
     table["norm.weight"] = norm
     if not model.tie_embeddings:

@@ -82,7 +82,8 @@ class HybridtronMixer(nn.Module):
         if (kind := options.pop("kind", None)) not in MIXERS:
             raise ValueError(f"config.json: letter {letter!r} is of kind {kind!r}; have: {', '.join(MIXERS)}")
         make_spec, make_mixer = MIXERS[kind]
-        spec, sizes = make_spec(**options), ModelSizes(config.hidden_size, len(config.pattern), layer_idx)
+        kinds = [config.layers.get(each, {}).get("kind") for each in config.pattern]
+        spec, sizes = make_spec(**options), ModelSizes(config.hidden_size, len(kinds)).at(layer_idx, kinds)
         self.config, self.layer_idx, self.is_causal = config, layer_idx, True  # what attention functions look for
         self.in_fp32: list[str] = []
         self._once: dict[str, tuple[Tensor, Tensor]] = {}
@@ -113,16 +114,24 @@ class HybridtronMixer(nn.Module):
             weight, shape = table[of_key[ours[0]]], shapes[ours[0]]
             shape = (sum(shapes[key][0] for key in ours), *shape[1:])
             if self._is_projection(of_key[ours[0]]):
-                setattr(self, layer, HybridtronLinear(shape[1], shape[0]))
+                outer, _, name = layer.rpartition(".")
+                setattr(self._holder(outer), name, HybridtronLinear(shape[1], shape[0]))
                 continue
-            if layer and not hasattr(self, layer):
-                setattr(self, layer, nn.Module())
             shape = (shape[0], 1, *shape[1:]) if theirs.endswith("conv1d.weight") else shape
-            holder = getattr(self, layer) if layer else self
+            holder = self._holder(layer)
             setattr(holder, leaf, nn.Parameter(torch.empty(shape)))
             starts = {**getattr(holder, STARTS, {}), leaf: [(table[of_key[key]].init, shapes[key]) for key in ours]}
             setattr(holder, STARTS, starts)
             self.in_fp32 += [theirs] * weight.fp32
+
+    def _holder(self, path: str) -> nn.Module:
+        """The module of this dotted name, made where it is not there yet."""
+        holder: nn.Module = self
+        for name in filter(None, path.split(".")):
+            if not hasattr(holder, name):
+                setattr(holder, name, nn.Module())
+            holder = getattr(holder, name)
+        return holder
 
     def _is_projection(self, ours: str) -> bool:
         return ours.endswith(".weight") and isinstance(getattr(self._mixer[0], ours[:-7], None), Declared)
@@ -135,7 +144,7 @@ class HybridtronMixer(nn.Module):
         parts = []
         for each in rows:
             layer, _, leaf = each.theirs.rpartition(".")
-            weight = getattr(getattr(self, layer) if layer else self, leaf)
+            weight = getattr(self.get_submodule(layer), leaf)
             weight = weight.squeeze(1) if each.theirs.endswith("conv1d.weight") else weight
             parts.append(weight if each.stop - each.start == each.total else weight[each.start : each.stop])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -146,7 +155,7 @@ class HybridtronMixer(nn.Module):
         for each in self._rows[f"{name}.weight"]:
             made = self._once.get(each.theirs)
             if made is None or made[0] is not x:
-                made = self._once[each.theirs] = x, getattr(self, each.theirs.removesuffix(".weight"))(x)
+                made = self._once[each.theirs] = x, self.get_submodule(each.theirs.removesuffix(".weight"))(x)
             parts.append(made[1] if each.stop - each.start == each.total else made[1][..., each.start : each.stop])
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 

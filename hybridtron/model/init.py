@@ -9,9 +9,20 @@ import hashlib
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hybridtron.architecture.base import Constant, Init, InverseSoftplus, LogRange, LogUniform, Normal, Uniform
+from hybridtron.architecture.inits import (
+    Constant,
+    Init,
+    InverseSoftplus,
+    LogRange,
+    LogUniform,
+    Normal,
+    Orthogonal,
+    Ramp,
+    Rows,
+    Uniform,
+)
 from hybridtron.model.lm import LanguageModel
 from hybridtron.parallel.cut import cut
 
@@ -39,6 +50,14 @@ def starting_value(init: Init, shape: tuple[int, ...], seed: int, name: str) -> 
             return torch.arange(1, shape[-1] + 1, dtype=torch.float32).log().expand(shape)
         case LogUniform(low, high):
             return torch.empty(shape).uniform_(low, high, generator=generator).log()
+        case Orthogonal(length):
+            return nn.init.orthogonal_(torch.empty(shape), length, generator)
+        case Ramp(first, last, exponent, zigzag):
+            index = torch.arange(math.prod(shape), dtype=torch.float64)
+            values = first + (last - first) * (index / max(1, len(index) - 1)) ** exponent
+            return (values + zigzag * ((index + 1) % 3 - 1)).float().view(shape)
+        case Rows(starts):
+            return torch.stack([starting_value(start, shape[1:], seed, name) for start in starts])
         case InverseSoftplus(low, high):
             step = torch.empty(shape).uniform_(math.log(low), math.log(high), generator=generator).exp()
             return step + torch.log(-torch.expm1(-step))

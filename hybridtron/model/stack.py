@@ -10,7 +10,6 @@ States go in and come out as values, keyed by the layer's index in the model.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -105,8 +104,9 @@ class Stack(nn.ModuleDict):
     def __init__(
         self, arch: Architecture, indices: range, norm_eps: float, tensor: TensorGroup, recompute: Recompute
     ) -> None:
-        sizes = {i: replace(arch.sizes, layer=i) for i in indices}
-        super().__init__({str(i): Residual(arch.specs[i], sizes[i], norm_eps, tensor.of_layer(i)) for i in indices})
+        super().__init__(
+            {str(i): Residual(arch.specs[i], arch.sizes_at(i), norm_eps, tensor.of_layer(i)) for i in indices}
+        )
         along_sequence = {str(i) for i in indices if arch.specs[i].state_parts(arch.sizes)}
         choices = {Recompute.none: set(), Recompute.selective: along_sequence, Recompute.layer: set(self)}
         self.recomputed: set[str] = choices[recompute]

@@ -15,7 +15,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from hybridtron.architecture.base import Constant, Parameter
+from hybridtron.architecture.base import Parameter
+from hybridtron.architecture.inits import Constant
 
 if TYPE_CHECKING:
     from torch import Tensor

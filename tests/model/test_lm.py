@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridtron.architecture.base import Constant, InverseSoftplus, LogRange, LogUniform, Normal, Uniform
+from hybridtron.architecture.inits import Constant, InverseSoftplus, LogRange, LogUniform, Normal, Uniform
 from hybridtron.architecture.model import Start
 from hybridtron.architecture.table import parameter_table
 from hybridtron.config.load import load

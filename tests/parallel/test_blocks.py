@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridtron.architecture.base import Cut, Normal, Parameter, StatePart
+from hybridtron.architecture.base import Cut, Parameter, StatePart
+from hybridtron.architecture.inits import Normal
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import architecture, parameter_table
 from hybridtron.parallel.blocks import flat_rectangles, full_rectangle, lane_blocks, weight_blocks

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridtron.architecture.base import Cut, Normal, Parameter
+from hybridtron.architecture.base import Cut, Parameter
+from hybridtron.architecture.inits import Normal
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import parameter_table
 from hybridtron.parallel.cut import RankGroup, cut, gather, join

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hybridtron.architecture.base import Normal
+from hybridtron.architecture.inits import Normal
 from hybridtron.architecture.table import parameter_table
 from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config, Documents, ParallelConfig

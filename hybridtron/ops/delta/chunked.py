@@ -1,0 +1,176 @@
+"""The delta rule in torch alone: a triangular system and matrix products over a chunk, with its own backward pass.
+
+With S_i the sum of g over the tokens of i's document in the chunk, up to i itself, T the last token, and the scores
+
+    A_ij = sum over n of q_in k_jn exp(S_in - S_jn)   for j <= i
+    P_ij = sum over n of k_in k_jn exp(S_in - S_jn)   for j < i
+
+of tokens of one document (`decay`), what a token corrects, w_i = v_i - s_i^T k_i, is what h_in and the tokens before it
+leave of v_i:
+
+    w_i = v_i - h_in^T (k_i exp(S_i)) - sum_{j < i} P_ij u_j,   u_i = beta_i w_i
+
+This is a triangular system with ones on its diagonal, (I + P diag(beta)) W = V - (K exp(S)) h_in, solved in the wide
+type: the WY form of the product of the tokens' matrices, Yang et al. 2024. With u known the rest is the recurrence
+without the delta rule, whose values are u:
+
+    y_i   = sum_{j <= i} A_ij u_j + h_in^T (q_i exp(S_i))
+    h_out = exp(S_T) h_in + sum_j (k_j exp(S_T - S_j)) u_j^T
+
+Only the chunk's first document sees h_in, and only its last enters h_out.
+
+Backward, with dh the gradient of h_out. y and h_out are linear in u, and u is in the w of all after it. With x_i the
+gradient of w's right side, which is dv_i:
+
+    du_j = sum_{i >= j} A_ij dy_i + dh^T (k_j exp(S_T - S_j)) - sum_{i > j} P_ij x_i,   x_i = beta_i du_i
+    dv_i = x_i,   dbeta_i = w_i . du_i,   dA_ij = dy_i . u_j,   dP_ij = - x_i . u_j
+    dh_in = exp(S_T) dh + sum_i (q_i exp(S_i)) dy_i^T - sum_i (k_i exp(S_i)) x_i^T
+
+the first a triangular system again, (I + P^T diag(beta)) dU = A^T dY + (K exp(S_T - S)) dh. dbeta_i: beta_j stands in
+the system as beta_j w_j, so it gets w_j . (what u_j gets). In P and in the right side keys read, as queries do in A and
+y: they are a second row of readers, with -x in the place of dy. All readers get through pairs and from h_in
+
+    dr_i = sum_j dA_ij k_j exp(S_i - S_j) + exp(S_i) h_in dy_i
+
+and keys as what is read sum_i dA_ij r_i exp(S_i - S_j) + exp(S_T - S_j) dh u_j. g_t stands between every j < t and
+every i >= t, and so
+
+    dg_t = sum_{i >= t} (sum over readers of r_i dr_i, less what keys get through pairs, times k_i)
+           + sum_{j < t} k_j exp(S_T - S_j) dh u_j + sum over values of exp(S_T) h_in dh
+
+entry by entry of the key or summed over it, over tokens of t's document.
+
+Legend: as in `reference`; T tokens of one chunk; 2: queries and keys, as readers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridtron.ops.chunks import ScanOfChunks
+from hybridtron.ops.delta.decay import ChannelDecay, ChunkDecay, HeadDecay
+from hybridtron.ops.delta.reference import DeltaInputs, delta_scan, initial_state
+from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.documents import document_starts
+from hybridtron.ops.precision import wide_type
+from hybridtron.ops.ssd.decay import Sight
+
+CHUNK = 64  # tokens of a triangular system; backward keeps one state per chunk
+
+
+@torch.compiler.disable  # a loop of many operations: tracing it takes minutes and gains nothing
+def chunked(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
+    """Products over whole chunks, which backward computes again instead of keeping what is between them."""
+    if inputs.v_BLHP.shape[1] == 1:  # decoding: one step of the loop is all there is to do
+        return delta_scan(inputs)
+    q_BLHN, k_BLHN, v_BLHP, beta_BLH, g_BLHG, _, documents_BL = inputs
+    row = DeltaRow(v_BLHP, q_BLHN, k_BLHN, beta_BLH, g_BLHG, document_starts(documents_BL))
+    with torch.autocast(v_BLHP.device.type, enabled=False):  # the products stay in fp32
+        return ScanOfChunks.apply(DeltaRow, initial_state(inputs), *row)
+
+
+CHUNKED = Implementation("chunked", chunked)
+
+
+class DeltaRow(NamedTuple):
+    """The inputs without the state, in the order in which the gradients are made."""
+
+    v_BLHP: Tensor
+    q_BLHN: Tensor
+    k_BLHN: Tensor
+    beta_BLH: Tensor
+    g_BLHG: Tensor
+    starts_BL: Tensor | None
+
+    PARAMETERS = 0
+
+    def chunks(self) -> list[slice]:
+        return [slice(start, start + CHUNK) for start in range(0, self.v_BLHP.shape[1], CHUNK)]
+
+    def chunk(self, tokens: slice) -> DeltaChunk:
+        """A few tokens in the type to compute in."""
+        wide = wide_type(self.v_BLHP)
+        v_BHTP, q_BHTN, k_BHTN = (t[:, tokens].to(wide).transpose(1, 2) for t in self[:3])
+        starts_BT = None if self.starts_BL is None else self.starts_BL[:, tokens]
+        sight = Sight.of(v_BHTP.shape[2], v_BHTP.device, starts_BT)
+        beta_BHT = self.beta_BLH[:, tokens].to(wide).transpose(1, 2)
+        by_head = self.g_BLHG.shape[3] == 1
+        decay = (HeadDecay if by_head else ChannelDecay)(self.g_BLHG[:, tokens].transpose(1, 2), sight, wide)
+        return DeltaChunk(torch.stack((q_BHTN, k_BHTN)), v_BHTP, beta_BHT, decay, sight)
+
+
+class DeltaChunk:
+    """T tokens, and what one computes from them and the state before them."""
+
+    def __init__(self, read_2BHTN: Tensor, v_BHTP: Tensor, beta_BHT: Tensor, decay: ChunkDecay, sight: Sight) -> None:
+        self.read_2BHTN, self.k_BHTN, self.v_BHTP, self.beta_BHT1 = (
+            read_2BHTN,
+            read_2BHTN[1],
+            v_BHTP,
+            beta_BHT[..., None],
+        )
+        self.decay, self.sight = decay, sight
+        self.scores_2BHTT = decay.scores(read_2BHTN, self.k_BHTN)
+        self.scores_2BHTT[1].tril_(-1)  # a token finds what was there before it
+        self.from_start_2BHTN = read_2BHTN * decay.since_start_BHTG
+        self.to_end_BHTN = self.k_BHTN * decay.to_end_BHTG
+
+    def forward(self, state_BHNP: Tensor) -> tuple[Tensor, Tensor]:
+        """y of every token (B, T, H, P), and the state after the last of them."""
+        first_BT, through_B1 = self.sight.first_BT, self.sight.through_B1
+        if first_BT is None or through_B1 is None:
+            return self._forward(state_BHNP)
+        # products with the zeros between documents would carry what is not finite into the next document
+        lost_BH1P = ~state_BHNP.isfinite().all(2, keepdim=True)
+        y_BTHP, next_BHNP = self._forward(state_BHNP.masked_fill(lost_BH1P, 0))
+        y_BTHP.masked_fill_(lost_BH1P.transpose(1, 2) & first_BT[:, :, None, None], torch.nan)
+        return y_BTHP, next_BHNP.masked_fill_(lost_BH1P & through_B1[:, :, None, None], torch.nan)
+
+    def _forward(self, state_BHNP: Tensor) -> tuple[Tensor, Tensor]:
+        seen_2BHTP = self.from_start_2BHTN @ state_BHNP
+        u_BHTP = self.beta_BHT1 * self._corrections(seen_2BHTP)
+        y_BHTP = seen_2BHTP[0] + self.scores_2BHTT[0] @ u_BHTP
+        return y_BHTP.transpose(1, 2), self.decay.whole_BHG1 * state_BHNP + self.to_end_BHTN.mT @ u_BHTP
+
+    def backward(
+        self, state_BHNP: Tensor, grad_y_BTHP: Tensor, grad_state_BHNP: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+        """Gradients of (v, q, k, beta, g), of no parameters, and of the state before the chunk."""
+        decay, grad_y_BHTP = self.decay, grad_y_BTHP.transpose(1, 2)
+        w_BHTP = self._corrections(self.from_start_2BHTN @ state_BHNP)
+        u_BHTP = self.beta_BHT1 * w_BHTP
+        grad_u_BHTP = self._grad_u(grad_y_BHTP, grad_state_BHNP)
+        grad_v_BHTP = self.beta_BHT1 * grad_u_BHTP
+        grad_2BHTP = torch.stack((grad_y_BHTP, -grad_v_BHTP))
+
+        grad_2BHTT = grad_2BHTP @ u_BHTP.mT
+        grad_2BHTT[1].tril_(-1)
+        grad_read_2BHTN, grad_k_BHTN, gain_BHTG = decay.backward(
+            grad_2BHTT, self.read_2BHTN, self.k_BHTN, self.scores_2BHTT
+        )
+        of_state_2BHTN = decay.since_start_BHTG * (grad_2BHTP @ state_BHNP.mT)
+        gain_BHTG += decay.by_gate((self.read_2BHTN * of_state_2BHTN).sum(0))
+        to_state_BHTN = decay.to_end_BHTG * (u_BHTP @ grad_state_BHNP.mT)
+        grad_before_BHNP = decay.whole_BHG1 * grad_state_BHNP
+        through_BH1N = (grad_before_BHNP * state_BHNP).sum(-1).unsqueeze(2)
+        grad_g_BHTG = decay.grad_g(gain_BHTG, decay.by_gate(self.k_BHTN * to_state_BHTN), decay.by_gate(through_BH1N))
+        grad_q_BHTN, grad_found_BHTN = grad_read_2BHTN + of_state_2BHTN
+        grad_before_BHNP += (self.from_start_2BHTN.mT @ grad_2BHTP).sum(0)
+        grads = (
+            grad_v_BHTP, grad_q_BHTN, grad_found_BHTN + grad_k_BHTN + to_state_BHTN, (w_BHTP * grad_u_BHTP).sum(-1),
+            grad_g_BHTG,
+        )  # fmt: skip
+        return tuple(grad.transpose(1, 2) for grad in grads), (), grad_before_BHNP
+
+    def _corrections(self, seen_2BHTP: Tensor) -> Tensor:
+        """w, from what queries and keys see of the state before the chunk."""
+        system_BHTT = self.scores_2BHTT[1] * self.beta_BHT1.mT
+        return torch.linalg.solve_triangular(system_BHTT, self.v_BHTP - seen_2BHTP[1], upper=False, unitriangular=True)
+
+    def _grad_u(self, grad_y_BHTP: Tensor, grad_state_BHNP: Tensor) -> Tensor:
+        direct_BHTP = self.scores_2BHTT[0].mT @ grad_y_BHTP + self.to_end_BHTN @ grad_state_BHNP
+        system_BHTT = self.scores_2BHTT[1].mT * self.beta_BHT1.mT
+        return torch.linalg.solve_triangular(system_BHTT, direct_BHTP, upper=True, unitriangular=True)

@@ -1,0 +1,169 @@
+"""The decays of a chunk of the delta rule, and the pairs of tokens between which they stand.
+
+With S_i the sum of g over the tokens of i's document in the chunk, up to i itself, readers r (queries, and keys that
+look for what they lead to) see the keys k of their document's tokens up to their own by
+
+    A_ij = sum over n of r_in k_jn exp(S_in - S_jn)        backward:  dr_i = sum_j dA_ij k_j exp(S_i - S_j)
+                                                                      dk_j = sum_i dA_ij r_i exp(S_i - S_j)
+
+S_i gains r_i dr_i through the pairs that i reads, and S_j loses k_j dk_j through those that read j.
+
+With one g for a head (`HeadDecay`) the decays are a factor of the scores, one T x T matrix, and what S gains are the
+row sums of A dA less its column sums: the same numbers twice, so that what cancels leaves nothing behind. With one for
+each key channel (`ChannelDecay`) they stand inside the sum over n. A is then no product of r exp(S) and k exp(-S), as
+after a few strong decays exp(-S) is beyond every number. So a chunk is cut into blocks of SUB tokens. Between the
+tokens i of a block that begins with f, and all j before the block,
+
+    A_ij = (r_i exp(S_i - S_f)) . (k_j exp(S_f - S_j))
+
+is a product with no exponent above 0, and inside a block every pair of tokens has its own exponents. S is float64, and
+what is not seen is masked in the exponent.
+
+Legend: as in `reference`; T tokens of one chunk, S of one block, K tokens before it; 2: queries and keys, as readers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridtron.ops.ssd.decay import Sight, decays
+
+SUB = 16  # tokens of a block, whose pairs have exponents of their own
+
+
+class PairGradients(NamedTuple):
+    """What comes back through the pairs: to readers, to keys, and to the sums of g."""
+
+    read_2BHTN: Tensor
+    k_BHTN: Tensor
+    sum_BHTG: Tensor  # float64
+
+
+class ChunkDecay:
+    """Decays from the state before the chunk, and to the one after it; 0 for tokens of other documents than theirs."""
+
+    def __init__(self, g_BHTG: Tensor, sight: Sight, dtype: torch.dtype) -> None:
+        self.dtype, self.sees_B1TT = dtype, sight.tokens_BTT.unsqueeze(1)
+        self.sum_BHTG = self.sees_B1TT.double() @ g_BHTG.double()
+        last_BH1G = self.sum_BHTG[:, :, -1:]
+        self.since_start_BHTG = self._by_token(self.sum_BHTG, sight.first_BT)
+        self.to_end_BHTG = self._by_token(last_BH1G - self.sum_BHTG, sight.last_BT)
+        self.whole_BHG1 = self._by_token(last_BH1G, sight.through_B1).mT
+
+    def scores(self, read_2BHTN: Tensor, k_BHTN: Tensor) -> Tensor:
+        """A (2, B, H, T, T), 0 where nothing is seen."""
+        raise NotImplementedError
+
+    def backward(self, grad_2BHTT: Tensor, read_2BHTN: Tensor, k_BHTN: Tensor, scores_2BHTT: Tensor) -> PairGradients:
+        """From the gradients of the scores."""
+        raise NotImplementedError
+
+    def by_gate(self, x_BHTN: Tensor) -> Tensor:
+        """Products with what g decays, as g has them: by key channel, or summed over a head's."""
+        x_BHTN = x_BHTN.double()
+        return x_BHTN.sum(-1, keepdim=True) if self.sum_BHTG.shape[3] == 1 else x_BHTN
+
+    def grad_g(self, gain_BHTG: Tensor, loss_BHTG: Tensor, through_BH1G: Tensor) -> Tensor:
+        """From what S gains by reading, what it loses towards the state, and what decays through the whole chunk.
+
+        g_t is in S_i of t and all after it, and in S_T - S_j of what leads from the tokens before it to the state.
+        """
+        sees_B1TT = self.sees_B1TT.double()
+        grad_g_BHTG = sees_B1TT.mT @ gain_BHTG + sees_B1TT.tril(-1) @ loss_BHTG
+        return grad_g_BHTG + through_BH1G
+
+    def _by_token(self, exponent_BHTG: Tensor, seen_BT: Tensor | None) -> Tensor:
+        return decays(exponent_BHTG, None if seen_BT is None else seen_BT[:, None, :, None], self.dtype)
+
+
+class HeadDecay(ChunkDecay):
+    """One decay for all key channels of a head."""
+
+    def __init__(self, g_BHT1: Tensor, sight: Sight, dtype: torch.dtype) -> None:
+        super().__init__(g_BHT1, sight, dtype)
+        self.between_BHTT = decays(self.sum_BHTG - self.sum_BHTG.mT, self.sees_B1TT, dtype)
+
+    def scores(self, read_2BHTN: Tensor, k_BHTN: Tensor) -> Tensor:
+        return (read_2BHTN @ k_BHTN.mT).mul_(self.between_BHTT)
+
+    def backward(self, grad_2BHTT: Tensor, read_2BHTN: Tensor, k_BHTN: Tensor, scores_2BHTT: Tensor) -> PairGradients:
+        of_sums_BHTT = (grad_2BHTT * scores_2BHTT).sum(0)
+        gain_BHT = of_sums_BHTT.sum(-1, dtype=torch.float64) - of_sums_BHTT.sum(-2, dtype=torch.float64)
+        grad_2BHTT = grad_2BHTT * self.between_BHTT
+        grad_k_BHTN = (grad_2BHTT.mT @ read_2BHTN).sum(0)
+        return PairGradients(grad_2BHTT @ k_BHTN, grad_k_BHTN, gain_BHT.unsqueeze(-1))
+
+
+class DecayBlock(NamedTuple):
+    """The tokens of a block, those before it, and the decays between them; 0 where nothing is seen."""
+
+    tokens: slice
+    past: slice
+    from_first_BHSN: Tensor  # exp(S_i - S_f) of its tokens
+    to_first_BHKN: Tensor  # exp(S_f - S_j) of those before it
+    inside_BHSSN: Tensor  # exp(S_i - S_j) of its own pairs
+
+
+class ChannelDecay(ChunkDecay):
+    """A decay for each key channel."""
+
+    def __init__(self, g_BHTN: Tensor, sight: Sight, dtype: torch.dtype) -> None:
+        super().__init__(g_BHTN, sight, dtype)
+        self.blocks = list(self._blocks())
+
+    def scores(self, read_2BHTN: Tensor, k_BHTN: Tensor) -> Tensor:
+        length = k_BHTN.shape[2]
+        scores_2BHTT = read_2BHTN.new_zeros(*read_2BHTN.shape[:3], length, length)
+        for block in self.blocks:
+            read_2BHSN, k_BHKN, k_BHSSN = self._seen_in(block, read_2BHTN, k_BHTN)
+            scores_2BHTT[..., block.tokens, block.past] = (read_2BHSN * block.from_first_BHSN) @ k_BHKN.mT
+            scores_2BHTT[..., block.tokens, block.tokens] = (k_BHSSN @ read_2BHSN.unsqueeze(-1)).squeeze(-1)
+        return scores_2BHTT
+
+    def backward(self, grad_2BHTT: Tensor, read_2BHTN: Tensor, k_BHTN: Tensor, scores_2BHTT: Tensor) -> PairGradients:
+        grad_read_2BHTN, grad_k_BHTN = torch.empty_like(read_2BHTN), torch.zeros_like(k_BHTN)
+        for block in self.blocks:
+            tokens, past, from_first_BHSN = block.tokens, block.past, block.from_first_BHSN
+            read_2BHSN, k_BHKN, k_BHSSN = self._seen_in(block, read_2BHTN, k_BHTN)
+            grad_2BHSK, grad_2BHSS = grad_2BHTT[..., tokens, past], grad_2BHTT[..., tokens, tokens]
+            of_inside_2BHSN = (grad_2BHSS.unsqueeze(-2) @ k_BHSSN).squeeze(-2)
+            grad_read_2BHTN[..., tokens, :] = from_first_BHSN * (grad_2BHSK @ k_BHKN) + of_inside_2BHSN
+            of_past_BHKN = (grad_2BHSK.mT @ (read_2BHSN * from_first_BHSN)).sum(0)
+            grad_k_BHTN[:, :, past] += of_past_BHKN * block.to_first_BHKN
+            of_pairs_2BHSSN = grad_2BHSS.unsqueeze(-1) * read_2BHSN.unsqueeze(-2)
+            grad_k_BHTN[:, :, tokens] += (of_pairs_2BHSSN.sum(0) * block.inside_BHSSN).sum(2)
+        gain_BHTN = (read_2BHTN.double() * grad_read_2BHTN).sum(0) - k_BHTN.double() * grad_k_BHTN
+        return PairGradients(grad_read_2BHTN, grad_k_BHTN, gain_BHTN)
+
+    def _blocks(self) -> Iterator[DecayBlock]:
+        """The chunk's blocks of tokens from the first to the last."""
+        length, sees_B1TT, sum_BHTN = self.sum_BHTG.shape[2], self.sees_B1TT, self.sum_BHTG
+        for start in range(0, length, SUB):
+            tokens, past, first = slice(start, min(start + SUB, length)), slice(start), slice(start, start + 1)
+            sum_BHSN, first_BH1N = sum_BHTN[:, :, tokens], sum_BHTN[:, :, first]
+            # sums of different documents don't compare; what shares none with the block's first token sees nothing
+            # before the block
+            yield DecayBlock(
+                tokens,
+                past,
+                decays(sum_BHSN - first_BH1N, sees_B1TT[:, :, tokens, first], self.dtype),
+                decays(first_BH1N - sum_BHTN[:, :, past], sees_B1TT[:, :, first, past].mT, self.dtype),
+                decays(
+                    sum_BHSN.unsqueeze(3) - sum_BHSN.unsqueeze(2),
+                    sees_B1TT[:, :, tokens, tokens].unsqueeze(-1),
+                    self.dtype,
+                ),
+            )
+
+    def _seen_in(self, block: DecayBlock, read_2BHTN: Tensor, k_BHTN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The block's readers, the keys before it as its first token sees them, and its own as each of them does."""
+        k_BHSN = k_BHTN[:, :, block.tokens]
+        return (
+            read_2BHTN[..., block.tokens, :],
+            k_BHTN[:, :, block.past] * block.to_first_BHKN,
+            k_BHSN.unsqueeze(2) * block.inside_BHSSN,
+        )

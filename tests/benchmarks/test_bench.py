@@ -25,6 +25,7 @@ TABLES = {
     "mixer": 1,
     "mamba2_mixer": 1,
     "scan": 2,
+    "recurrences": 1,
     "attention": 1,
     "span": 2,
     "states": 2,

@@ -3,6 +3,8 @@
 //     h_t = a_t h_{t-1} + b_t (delta_t x_t)^T,   y_t = c_t h_t + D x_t
 //     a_t = exp(delta_t A),   delta_t = softplus(dt_t + bias)
 //
+// Without A, a_t = exp(g_t) of g_t in the place of dt_t, and every delta_t is 1.
+//
 // A segment is at most CHUNK tokens of one document. With L_t the sum of delta A up to t, E_ij = exp(L_i - L_j) for
 // j <= i and zero above, and T the last token:
 //
@@ -37,7 +39,7 @@ template <class S> struct Ssd {
   int64_t rows, length, heads, size, groups, states, unit, whole_rows;
   Tokens x, dt, b, c, y;
   const uint8_t *starts;  // (rows, length), or null where no document begins in a row
-  const S *A, *D, *bias;  // A times log2(e)
+  const S *A, *D, *bias;  // A times log2(e); A and bias may be null
   S *state;               // the first on entry, the last on return; backward: of the gradients
   S *kept;                // (rows, chunks, heads, states, padded); null where no gradient will be asked for
   Tokens grad_y, grad_x, grad_dt, grad_b, grad_c;
@@ -147,6 +149,8 @@ template <class S> struct SegmentOfHeads {
     }
     for (int64_t h = 0; h < of.unit; h++) {
       for (int64_t t = tokens; t < filled; t++) of_dt[h * CHUNK + t] = 0;
+      for (int64_t t = 0; !of.A && t < filled; t++) delta[h * CHUNK + t] = slope[h * CHUNK + t] = 1;
+      if (!of.A) continue;
       for (int64_t t = 0; t < filled; t += Lanes<S>::W) {
         const V<S> shifted = load(of_dt + h * CHUNK + t) + of.bias[first + h];
         const Logistic<S> logistic(shifted);
@@ -161,7 +165,8 @@ template <class S> struct SegmentOfHeads {
     head = first + number;
     double sum = 0;
     for (int64_t t = 0; t < tokens; t++) {
-      const double step = (double)delta[number * CHUNK + t] * (double)of.A[head];
+      const int64_t at = number * CHUNK + t;
+      const double step = of.A ? (double)delta[at] * (double)of.A[head] : (double)of_dt[at] * LOG2E;
       sums[t] = sum += step < -2500 ? -2500 : step;  // nothing is left, and the sum leaves others their digits
     }
     for (int64_t t = tokens; t < filled; t++) sums[t] = sum;

@@ -96,12 +96,13 @@ template <class S> static S previous_state(SegmentOfHeads<S> &s, const S *before
 // Gradients of dt, and the sums for A, D and bias
 template <class S> static void gradients_of_steps(SegmentOfHeads<S> &s, int64_t number, S carried) {
   const int64_t place = s.row * s.of.heads + s.head;
-  const S *delta = s.delta + number * CHUNK, *slope = s.slope + number * CHUNK, A = s.of.A[s.head] * (S)LN2;
+  const S *delta = s.delta + number * CHUNK, *slope = s.slope + number * CHUNK;
+  const S A = s.of.A ? s.of.A[s.head] * (S)LN2 : 0;
   S of_A = 0, of_D = 0, of_bias = 0, after = carried, before = 0;
   for (int64_t t = s.tokens - 1; t >= 0; t--) s.crossing[t] += after += s.from_state[t];
   for (int64_t t = 0; t < s.tokens; t++) {
     const S of_g = s.crossing[t] + before;
-    const S of_dt = (s.from_pairs[t] + s.from_next[t] + of_g * A) * slope[t];
+    const S of_dt = s.of.A ? (s.from_pairs[t] + s.from_next[t] + of_g * A) * slope[t] : of_g;
     before += delta[t] * s.from_next[t];
     s.of_dt[number * CHUNK + t] = of_dt;
     of_A += of_g * delta[t], of_bias += of_dt, of_D += s.inner[t * CHUNK + t];

@@ -23,7 +23,7 @@ from hybridtron.ops.dispatch import Implementation
 from hybridtron.ops.documents import document_starts
 from hybridtron.ops.precision import wide_type
 from hybridtron.ops.ssd.decay import DecayChunk, Sight
-from hybridtron.ops.ssd.reference import SSDInputs, initial_state, ssd_scan
+from hybridtron.ops.ssd.reference import DecayInputs, SSDInputs, decay_scan, initial_state, ssd_scan
 
 CHUNK = 128  # tokens that see each other through a matrix; backward keeps one state per chunk
 
@@ -33,17 +33,34 @@ def chunked(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
     """Matrix products over whole chunks, which backward computes again instead of keeping what is between them."""
     if inputs.x_BLHP.shape[1] == 1:  # decoding: one step of the loop is all there is to do
         return ssd_scan(inputs)
-    x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, _, documents_BL = inputs
-    state_BGRPN = initial_state(inputs).unflatten(1, (B_BLGN.shape[2], -1))
-    state_BGNV = state_BGRPN.permute(0, 1, 4, 2, 3).flatten(3)
+    x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, state_BHPN, documents_BL = inputs
     row = SSDChunkedRow(x_BLHP, dt_BLH, B_BLGN, C_BLGN, A_H, D_H, dt_bias_H, document_starts(documents_BL))
-    with torch.autocast(x_BLHP.device.type, enabled=False):  # the products stay in fp32
-        y_BLHP, last_BGNV = ScanOfChunks.apply(SSDChunkedRow, state_BGNV, *row)
-    last_BGNRP = last_BGNV.unflatten(3, state_BGRPN.shape[2:4])
-    return y_BLHP, last_BGNRP.permute(0, 1, 3, 4, 2).flatten(1, 2)
+    return _over_chunks(row, initial_state(x_BLHP, B_BLGN, state_BHPN))
+
+
+@torch.compiler.disable
+def chunked_decay(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
+    """The same of tokens that bring their decays and steps."""
+    if inputs.v_BLHP.shape[1] == 1:
+        return decay_scan(inputs)
+    q_BLGN, k_BLGN, v_BLHP, g_BLH, state_BHPN, documents_BL = inputs
+    row = DecayChunkedRow(v_BLHP, g_BLH, k_BLGN, q_BLGN, document_starts(documents_BL))
+    return _over_chunks(row, initial_state(v_BLHP, k_BLGN, state_BHPN))
 
 
 CHUNKED = Implementation("chunked", chunked)
+CHUNKED_DECAY = Implementation("chunked", chunked_decay)
+
+
+def _over_chunks(row: SSDChunkedRow | DecayChunkedRow, state_BHPN: Tensor) -> tuple[Tensor, Tensor]:
+    """A row with its heads side by side by groups, and its state back again."""
+    groups = row[2].shape[2]
+    state_BGRPN = state_BHPN.unflatten(1, (groups, -1))
+    state_BGNV = state_BGRPN.permute(0, 1, 4, 2, 3).flatten(3)
+    with torch.autocast(state_BHPN.device.type, enabled=False):  # the products stay in fp32
+        y_BLHP, last_BGNV = ScanOfChunks.apply(type(row), state_BGNV, *row)
+    last_BGNRP = last_BGNV.unflatten(3, state_BGRPN.shape[2:4])
+    return y_BLHP, last_BGNRP.permute(0, 1, 3, 4, 2).flatten(1, 2)
 
 
 class SSDChunkedRow(NamedTuple):
@@ -114,6 +131,54 @@ class DiscreteChunk:
             grad_dt_BTH.sum((0, 1)),
         )
         return of_tokens, tuple(grad.double() for grad in of_parameters), of.state_BGNV
+
+
+class DecayChunkedRow(NamedTuple):
+    """The inputs without the state, in the order in which the gradients are made."""
+
+    v_BLHP: Tensor
+    g_BLH: Tensor
+    k_BLGN: Tensor
+    q_BLGN: Tensor
+    starts_BL: Tensor | None
+
+    PARAMETERS = 0
+
+    def chunks(self) -> list[slice]:
+        return [slice(start, start + CHUNK) for start in range(0, self.v_BLHP.shape[1], CHUNK)]
+
+    def chunk(self, tokens: slice) -> GivenChunk:
+        """A few tokens in the type to compute in."""
+        wide, groups = wide_type(self.v_BLHP), self.k_BLGN.shape[2]
+        v_BTHP = self.v_BLHP[:, tokens]
+        starts_BT = None if self.starts_BL is None else self.starts_BL[:, tokens]
+        core = DecayChunk(
+            self.q_BLGN[:, tokens].to(wide).transpose(1, 2),
+            self.k_BLGN[:, tokens].to(wide).transpose(1, 2),
+            _grouped(v_BTHP.to(wide), groups),
+            self.g_BLH[:, tokens].transpose(1, 2).unflatten(1, (groups, -1)),
+            Sight.of(v_BTHP.shape[1], v_BTHP.device, starts_BT),
+        )
+        return GivenChunk(v_BTHP.shape, core)
+
+
+@dataclass
+class GivenChunk:
+    """T tokens as the recurrence takes them."""
+
+    shape: torch.Size
+    core: DecayChunk
+
+    def forward(self, state_BGNV: Tensor) -> tuple[Tensor, Tensor]:
+        return self.core.outputs(state_BGNV).transpose(1, 2).reshape(self.shape), self.core.next_state(state_BGNV)
+
+    def backward(
+        self, state_BGNV: Tensor, grad_y_BTHP: Tensor, grad_state_BGNV: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+        """Gradients of (v, g, k, q), of no parameters, and of the state before the chunk."""
+        of = self.core.backward(state_BGNV, _grouped(grad_y_BTHP, state_BGNV.shape[1]), grad_state_BGNV)
+        of_v_BTHP, of_g_BTH = of.v_BGTV.transpose(1, 2).reshape(self.shape), of.g_BGRT.flatten(1, 2).transpose(1, 2)
+        return (of_v_BTHP, of_g_BTH, of.k_BGTN.transpose(1, 2), of.q_BGTN.transpose(1, 2)), (), of.state_BGNV
 
 
 def _grouped(x_BTHP: Tensor, groups: int) -> Tensor:

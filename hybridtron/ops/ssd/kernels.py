@@ -19,7 +19,7 @@ from hybridtron.ops.documents import document_starts
 from hybridtron.ops.kernel_launch import ceil_div
 from hybridtron.ops.ssd import kernels_backward, kernels_forward
 from hybridtron.ops.ssd.kernels_row import SSDRow
-from hybridtron.ops.ssd.reference import SSDInputs
+from hybridtron.ops.ssd.reference import DecayInputs, SSDInputs
 
 # To a type checker a kernel is the Python function that it is written as, which can't be launched.
 forward_kernels: Any = kernels_forward
@@ -37,10 +37,25 @@ def ssd_scan(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
     x, B, C = (t.to(shared) for t in (x_BLHP, B_BLGN, C_BLGN))
     A, D, dt_bias = (t.float() for t in (A_H, D_H, dt_bias_H))
     state = None if state_BHPN is None else state_BHPN.float()
-    starts_BL = document_starts(documents_BL)
-    counted_BL = None if starts_BL is None else starts_BL.cumsum(1).to(torch.int32)
-    y_BLHP, last_BHPN = _TritonSSD.apply(x, dt_BLH, A, B, C, D, dt_bias, state, counted_BL)
+    y_BLHP, last_BHPN = _TritonSSD.apply(x, dt_BLH, A, B, C, D, dt_bias, state, _counted(documents_BL))
     return y_BLHP.to(x_BLHP.dtype), last_BHPN
+
+
+def decay_scan(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
+    """The same without parameters: the log decays stand in the place of dt."""
+    q_BLGN, k_BLGN, v_BLHP, g_BLH, state_BHPN, documents_BL = inputs
+    shared = functools.reduce(torch.promote_types, (t.dtype for t in (q_BLGN, k_BLGN, v_BLHP)))
+    v, k, q = (t.to(shared) for t in (v_BLHP, k_BLGN, q_BLGN))
+    none_H = v.new_zeros(v.shape[2], dtype=torch.float32)
+    state = None if state_BHPN is None else state_BHPN.float()
+    y_BLHP, last_BHPN = _TritonSSD.apply(v, g_BLH, None, k, q, none_H, None, state, _counted(documents_BL))
+    return y_BLHP.to(v_BLHP.dtype), last_BHPN
+
+
+def _counted(documents_BL: Tensor | None) -> Tensor | None:
+    """Documents from 0 on in every row."""
+    starts_BL = document_starts(documents_BL)
+    return None if starts_BL is None else starts_BL.cumsum(1).to(torch.int32)
 
 
 class _TritonSSD(torch.autograd.Function):
@@ -76,6 +91,8 @@ def backward(row: SSDRow, dy_BLHP: Tensor, grad_last_BHPN: Tensor) -> SSDInputs:
     grad_C = _group_gradient(row, decays, dy_BLHP, row.x_BLHP, row.B_BLGN, before_BCHPN, reverse=False)
     grad_B = _group_gradient(row, decays, row.x_BLHP, dy_BLHP, row.C_BLGN, after_BCHPN, reverse=True)
     grad_dt_BLH, (grad_A, grad_D, grad_dt_bias) = _step_gradients(row, decays, by_token, through_BCH)
+    if row.given:
+        return SSDInputs(grad_x_BLHP, grad_dt_BLH, None, grad_B, grad_C, grad_D, None, grad_state_BHPN)
     return SSDInputs(grad_x_BLHP, grad_dt_BLH, grad_A, grad_B, grad_C, grad_D, grad_dt_bias, grad_state_BHPN)
 
 
@@ -92,12 +109,12 @@ class Decays(NamedTuple):
     @staticmethod
     def of(row: SSDRow) -> Decays:
         length, heads, _ = row.lengths()
-        whole_BHC = row.A_H.new_empty(row.x_BLHP.shape[0], heads, row.chunks)
         per_token = [row.per_token() for _ in Decays._fields[:5]]
+        whole_BHC = per_token[0].new_empty(row.x_BLHP.shape[0], heads, row.chunks)
         made = Decays._make((*per_token, whole_BHC))
         forward_kernels.decays[row.grid(1, ceil_div(heads, HEADS))](
-            row.dt_BLH, row.dt_bias_H, row.A_H, row.documents, *made, length, heads,
-            DOCUMENTS=row.documents_BL is not None, CHUNK=row.tiles.chunk, HEADS=HEADS,
+            row.dt_BLH, *row.rates, row.documents, *made, length, heads,
+            DOCUMENTS=row.documents_BL is not None, GIVEN=row.given, CHUNK=row.tiles.chunk, HEADS=HEADS,
         )  # fmt: skip
         return made
 
@@ -198,7 +215,7 @@ def _step_gradients(
     grad_dt_BLH = torch.empty_like(row.dt_BLH)
     grads_3BCH = through_BCH.new_empty(3, *through_BCH.shape)
     backward_kernels.step_gradients[row.grid(1, ceil_div(heads, HEADS))](
-        row.dt_BLH, row.dt_bias_H, row.A_H, decays.delta_BHL, *by_token, through_BCH, grad_dt_BLH, grads_3BCH,
-        length, heads, PARTS=len(by_token[-1]), CHUNK=row.tiles.chunk, HEADS=HEADS,
+        row.dt_BLH, *row.rates, decays.delta_BHL, *by_token, through_BCH, grad_dt_BLH, grads_3BCH,
+        length, heads, PARTS=len(by_token[-1]), GIVEN=row.given, CHUNK=row.tiles.chunk, HEADS=HEADS,
     )  # fmt: skip
     return grad_dt_BLH, list(grads_3BCH.sum((1, 2), dtype=torch.float64).float())

@@ -157,10 +157,13 @@ def group_gradients(
 def step_gradients(
     dt_BLH: tl.tensor, dt_bias_H: tl.tensor, A_H: tl.tensor, delta_BHL: tl.tensor, direct_BHL: tl.tensor,
     skip_BHL: tl.tensor, gain_BHL: tl.tensor, loss_BHL: tl.tensor, pairs_KBHL: tl.tensor, through_BCH: tl.tensor,
-    grad_dt_BLH: tl.tensor, grads_3BCH: tl.tensor, length: int, heads: int, PARTS: tl.constexpr, CHUNK: tl.constexpr,
-    HEADS: tl.constexpr,
+    grad_dt_BLH: tl.tensor, grads_3BCH: tl.tensor, length: int, heads: int, PARTS: tl.constexpr, GIVEN: tl.constexpr,
+    CHUNK: tl.constexpr, HEADS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Of HEADS heads in a chunk: dg, from it the gradient of dt, and the chunk's share of those of A, D and dt_bias."""
+    """Of HEADS heads in a chunk: dg, from it the gradient of dt, and the chunk's share of those of A, D and dt_bias.
+
+    GIVEN says that g stands in the place of dt: then dg is all.
+    """
     chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     rows = tl.num_programs(2).to(tl.int64)
     token_T = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -170,26 +173,39 @@ def step_gradients(
     at_TH = (row * heads + head_H)[None, :] * length + token_T[:, None]
     at_border_H = (row * tl.num_programs(0) + chunk) * heads + head_H
 
-    gain_TH = tl.load(gain_BHL + at_TH, mask=there_TH, other=0.0).to(tl.float64)
-    loss_TH = tl.load(loss_BHL + at_TH, mask=there_TH, other=0.0).to(tl.float64)
-    grad_g_TH = tl.cumsum(gain_TH, axis=0, reverse=True) + (tl.cumsum(loss_TH, axis=0) - loss_TH)
-    grad_g_TH += tl.load(through_BCH + at_border_H, mask=heads_there, other=0.0).to(tl.float64)[None, :]
-    for part in range(PARTS):
-        pairs = pairs_KBHL + part * rows * heads * length
-        grad_g_TH += tl.load(pairs + at_TH, mask=there_TH, other=0.0).to(tl.float64)
-    grad_g_TH = grad_g_TH.to(tl.float32)
-
-    delta_TH = tl.load(delta_BHL + at_TH, mask=there_TH, other=0.0)
-    A_1H = tl.load(A_H + head_H, mask=heads_there, other=0.0)[None, :]
-    grad_delta_TH = tl.load(direct_BHL + at_TH, mask=there_TH, other=0.0) + grad_g_TH * A_1H
+    through_H = tl.load(through_BCH + at_border_H, mask=heads_there, other=0.0)
+    grad_g_TH = _decay_gradients(
+        gain_BHL + at_TH, loss_BHL + at_TH, pairs_KBHL + at_TH, through_H, there_TH, rows * heads * length, PARTS
+    )
     at_dt_TH = (row * length + token_T)[:, None] * heads + head_H[None, :]
-    shifted_TH = tl.load(dt_BLH + at_dt_TH, mask=there_TH, other=0.0).to(tl.float32)
-    shifted_TH += tl.load(dt_bias_H + head_H, mask=heads_there, other=0.0)[None, :]
-    grad_dt_TH = tl.where(there_TH, grad_delta_TH * tl.sigmoid(shifted_TH), 0.0)
-    tl.store(grad_dt_BLH + at_dt_TH, grad_dt_TH, mask=there_TH)
+    if GIVEN:
+        tl.store(grad_dt_BLH + at_dt_TH, grad_g_TH, mask=there_TH)
+    else:
+        direct_TH = tl.load(direct_BHL + at_TH, mask=there_TH, other=0.0)
+        skip_TH = tl.load(skip_BHL + at_TH, mask=there_TH, other=0.0)
+        delta_TH = tl.load(delta_BHL + at_TH, mask=there_TH, other=0.0)
+        dt_TH = tl.load(dt_BLH + at_dt_TH, mask=there_TH, other=0.0).to(tl.float32)
+        bias_H = tl.load(dt_bias_H + head_H, mask=heads_there, other=0.0)
+        A_1H = tl.load(A_H + head_H, mask=heads_there, other=0.0)[None, :]
+        slope_TH = tl.where(there_TH, tl.sigmoid(dt_TH + bias_H[None, :]), 0.0)
+        grad_dt_TH = (direct_TH + grad_g_TH * A_1H) * slope_TH
+        tl.store(grad_dt_BLH + at_dt_TH, grad_dt_TH, mask=there_TH)
+        share = rows * tl.num_programs(0) * heads
+        tl.store(grads_3BCH + at_border_H, tl.sum(grad_g_TH * delta_TH, axis=0), mask=heads_there)
+        tl.store(grads_3BCH + share + at_border_H, tl.sum(skip_TH, axis=0), mask=heads_there)
+        tl.store(grads_3BCH + 2 * share + at_border_H, tl.sum(grad_dt_TH, axis=0), mask=heads_there)
 
-    share = rows * tl.num_programs(0) * heads
-    skip_TH = tl.load(skip_BHL + at_TH, mask=there_TH, other=0.0)
-    tl.store(grads_3BCH + at_border_H, tl.sum(grad_g_TH * delta_TH, axis=0), mask=heads_there)
-    tl.store(grads_3BCH + share + at_border_H, tl.sum(skip_TH, axis=0), mask=heads_there)
-    tl.store(grads_3BCH + 2 * share + at_border_H, tl.sum(grad_dt_TH, axis=0), mask=heads_there)
+
+@triton.jit
+def _decay_gradients(
+    gain_TH: tl.tensor, loss_TH: tl.tensor, pairs_TH: tl.tensor, through_H: tl.tensor, there_TH: tl.tensor, apart: int,
+    PARTS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """dg from its terms, at their places in memory; those of pairs lie in as many parts, so far apart."""
+    gain_TH = tl.load(gain_TH, mask=there_TH, other=0.0).to(tl.float64)
+    loss_TH = tl.load(loss_TH, mask=there_TH, other=0.0).to(tl.float64)
+    grad_g_TH = tl.cumsum(gain_TH, axis=0, reverse=True) + (tl.cumsum(loss_TH, axis=0) - loss_TH)
+    grad_g_TH += through_H.to(tl.float64)[None, :]
+    for part in range(PARTS):
+        grad_g_TH += tl.load(pairs_TH + part * apart, mask=there_TH, other=0.0).to(tl.float64)
+    return grad_g_TH.to(tl.float32)

@@ -35,11 +35,13 @@ def _softplus(x: tl.tensor) -> tl.tensor:
 def decays(
     dt_BLH: tl.tensor, dt_bias_H: tl.tensor, A_H: tl.tensor, documents_BL: tl.tensor, delta_BHL: tl.tensor,
     high_BHL: tl.tensor, low_BHL: tl.tensor, enter_BHL: tl.tensor, leave_BHL: tl.tensor, whole_BHC: tl.tensor,
-    length: int, heads: int, DOCUMENTS: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
+    length: int, heads: int, DOCUMENTS: tl.constexpr, GIVEN: tl.constexpr, CHUNK: tl.constexpr,
+    HEADS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Of HEADS heads in a chunk: delta, S in two parts, exp(S_i), exp(S_T - S_i) and exp(S_T).
 
-    The last three are zero where no state may pass: in other documents than the one that the state belongs to.
+    The last three are zero where no state may pass: in other documents than the one that the state belongs to. GIVEN
+    says that g stands in the place of dt, and that delta is 1.
     """
     chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     token_T = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -47,9 +49,13 @@ def decays(
     inside_T, heads_there = token_T < length, head_H < heads
     there_TH = inside_T[:, None] & heads_there[None, :]
     dt_TH = tl.load(dt_BLH + (row * length + token_T)[:, None] * heads + head_H[None, :], mask=there_TH, other=0.0)
-    shifted_TH = dt_TH.to(tl.float32) + tl.load(dt_bias_H + head_H, mask=heads_there, other=0.0)[None, :]
-    delta_TH = tl.where(there_TH, _softplus(shifted_TH.to(tl.float64)), 0.0).to(tl.float32)
-    g_TH = delta_TH.to(tl.float64) * tl.load(A_H + head_H, mask=heads_there, other=0.0).to(tl.float64)[None, :]
+    if GIVEN:
+        delta_TH = tl.where(there_TH, 1.0, 0.0)
+        g_TH = dt_TH.to(tl.float64)
+    else:
+        shifted_TH = dt_TH.to(tl.float32) + tl.load(dt_bias_H + head_H, mask=heads_there, other=0.0)[None, :]
+        delta_TH = tl.where(there_TH, _softplus(shifted_TH.to(tl.float64)), 0.0).to(tl.float32)
+        g_TH = delta_TH.to(tl.float64) * tl.load(A_H + head_H, mask=heads_there, other=0.0).to(tl.float64)[None, :]
     sum_TH, total_H = tl.cumsum(g_TH, axis=0), tl.sum(g_TH, axis=0)
     high_TH = sum_TH.to(tl.float32)
     # Stored before they are used again: Triton 3.6 fails to order the copies in another layout that it stores from.

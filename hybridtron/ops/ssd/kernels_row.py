@@ -47,7 +47,17 @@ def tiles(dtype: torch.dtype, head: int, state: int) -> ProductTiles:
 
 
 class SSDRow(SSDInputs):
-    """The op's inputs, contiguous; documents are counted from 0."""
+    """The op's inputs, contiguous; documents are counted from 0. Without A and dt_bias, dt are log decays."""
+
+    @property
+    def given(self) -> bool:
+        """Whether dt are log decays, and every step is 1."""
+        return self.A_H is None
+
+    @property
+    def rates(self) -> tuple[Tensor, Tensor]:
+        """dt_bias and A, or something to point at."""
+        return (self.dt_BLH, self.dt_BLH) if self.given else (self.dt_bias_H, self.A_H)
 
     @property
     def tiles(self) -> ProductTiles:

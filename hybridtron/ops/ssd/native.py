@@ -18,22 +18,22 @@ from hybridtron.ops.dispatch import Implementation
 from hybridtron.ops.native.library import call, constant, missing, threads
 from hybridtron.ops.native.tensors import LOG2E, Tokens, address, like, readable, scalar, starts_of
 from hybridtron.ops.precision import wide_type
-from hybridtron.ops.ssd.reference import SSDInputs, initial_state
+from hybridtron.ops.ssd.reference import DecayInputs, SSDInputs, initial_state
 
 UNIT = 256  # channels of heads that share what is made of B and C, which is then made again for the next ones
 WORTH = 2**18  # states times tokens that are worth a thread: it takes some 20 us to come and go
 
 
 class SSDFields(NamedTuple):
-    """What is differentiated, in the order of its gradients; groups of B and C lie side by side."""
+    """What is differentiated, in the order of its gradients; without parameters dt are log decays, and steps are 1."""
 
     x_BLHP: Tensor
     dt_BLH: Tensor
-    A_H: Tensor
+    A_H: Tensor | None
     B_BLGN: Tensor
     C_BLGN: Tensor
-    D_H: Tensor
-    dt_bias_H: Tensor
+    D_H: Tensor | None
+    dt_bias_H: Tensor | None
     state_BHNQ: Tensor
 
 
@@ -52,16 +52,31 @@ class SSDTask(ctypes.Structure):
 
 @torch.compiler.disable  # what is called is no operation of torch
 def ssd_scan(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
-    x_BLHP, wide = inputs.x_BLHP, wide_type(inputs.x_BLHP)
-    state_BHNP, size = initial_state(inputs).mT, x_BLHP.shape[3]
-    state_BHNQ = torch.nn.functional.pad(state_BHNP, (0, -size % (constant("vector_bytes") // wide.itemsize)))
+    x_BLHP, B_BLGN, wide = inputs.x_BLHP, inputs.B_BLGN, wide_type(inputs.x_BLHP)
     A_H, D_H, dt_bias_H = (t.to(wide) for t in (inputs.A_H, inputs.D_H, inputs.dt_bias_H))
-    fields = SSDFields(x_BLHP, inputs.dt_BLH, A_H, inputs.B_BLGN, inputs.C_BLGN, D_H, dt_bias_H, state_BHNQ)
-    y_BLHP, last_BHNQ = _NativeSSD.apply(torch.is_grad_enabled(), starts_of(inputs.documents_BL), *fields)
-    return y_BLHP, last_BHNQ[..., :size].mT
+    state_BHPN = initial_state(x_BLHP, B_BLGN, inputs.state_BHPN)
+    fields = SSDFields(x_BLHP, inputs.dt_BLH, A_H, B_BLGN, inputs.C_BLGN, D_H, dt_bias_H, state_BHPN.mT)
+    return _over_row(fields, inputs.documents_BL)
+
+
+@torch.compiler.disable
+def decay_scan(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
+    q_BLGN, k_BLGN, v_BLHP, g_BLH, state_BHPN, documents_BL = inputs
+    state_BHPN = initial_state(v_BLHP, k_BLGN, state_BHPN)
+    return _over_row(SSDFields(v_BLHP, g_BLH, None, k_BLGN, q_BLGN, None, None, state_BHPN.mT), documents_BL)
 
 
 NATIVE = Implementation("native", ssd_scan, "cpu", missing=missing)
+NATIVE_DECAY = Implementation("native", decay_scan, "cpu", missing=missing)
+
+
+def _over_row(fields: SSDFields, documents_BL: Tensor | None) -> tuple[Tensor, Tensor]:
+    """With the state (B, H, N, P) filled up to whole vectors and back again."""
+    size, filled = fields.x_BLHP.shape[3], constant("vector_bytes") // fields.state_BHNQ.itemsize
+    state_BHNQ = torch.nn.functional.pad(fields.state_BHNQ, (0, -size % filled))
+    given = fields._replace(state_BHNQ=state_BHNQ)
+    y_BLHP, last_BHNQ = _NativeSSD.apply(torch.is_grad_enabled(), starts_of(documents_BL), *given)
+    return y_BLHP, last_BHNQ[..., :size].mT
 
 
 class _NativeSSD(torch.autograd.Function):
@@ -78,7 +93,7 @@ class _NativeSSD(torch.autograd.Function):
             kept_BKHNQ = last_BHNQ.new_empty(task.rows, chunks, *last_BHNQ.shape[1:])
             task.kept = kept_BKHNQ.data_ptr()
             ctx.save_for_backward(starts_BL, kept_BKHNQ, *fields)
-            ctx.kinds = [tensor.dtype for tensor in given]
+            ctx.kinds = [None if tensor is None else tensor.dtype for tensor in given]
         call(f"ssd_forward_{scalar(last_BHNQ.dtype)}", task, _threads(task))
         return y_BLHP.to(given[0].dtype), last_BHNQ
 
@@ -101,12 +116,14 @@ class _NativeSSD(torch.autograd.Function):
         call(f"ssd_backward_{scalar(kept_BKHNQ.dtype)}", task, crew)
         of_A, of_D, of_bias = sums_3BH[:, 0]
         found = (x, dt, of_A, b, c, of_D, of_bias, grad_state_BHNQ)
-        return None, None, *(grad.to(kind) for grad, kind in zip(found, ctx.kinds, strict=True))
+        return None, None, *(kind and grad.to(kind) for grad, kind in zip(found, ctx.kinds, strict=True))
 
 
 def _prepared(given: SSDFields) -> SSDFields:
     """As the sources want it: tokens readable, parameters dense, A in powers of two."""
     tokens = {name: readable(t) for name, t in given._asdict().items() if "_BL" in name}
+    if given.A_H is None or given.D_H is None or given.dt_bias_H is None:
+        return given._replace(**tokens, D_H=given.state_BHNQ.new_zeros(given.x_BLHP.shape[2]))
     A_H = (given.A_H * LOG2E).clamp(-1e30, 1e30).contiguous()
     return given._replace(**tokens, A_H=A_H, D_H=given.D_H.contiguous(), dt_bias_H=given.dt_bias_H.contiguous())
 

@@ -1,11 +1,14 @@
-"""The scan of Mamba-2 (SSD, state space duality): Dao and Gu 2024.
+"""The scan of Mamba-2 (SSD, state space duality), and the recurrence in it alone: Dao and Gu 2024.
 
-    delta_t = softplus(dt_t + dt_bias)
-    h_t = exp(delta_t A) h_{t-1} + delta_t x_t B_t^T          one number A and one delta for each head
-    y_t = h_t C_t + D x_t
+    ssd_scan:    delta_t = softplus(dt_t + dt_bias)
+                 h_t = exp(delta_t A) h_{t-1} + delta_t x_t B_t^T          one number A and one delta for each head
+                 y_t = h_t C_t + D x_t
 
-Heads of a group share B and C: head h belongs to group h // (H / G). Where a new document begins, nothing of the
-document before it remains.
+    decay_scan:  h_t = exp(g_t) h_{t-1} + v_t k_t^T,   y_t = h_t q_t,   g_t <= 0
+
+The second is for steps that are not the decay's (Mamba-3), where neither dt nor A could say both. Heads of a group
+share B and C, or k and q: head h belongs to group h // (H / G). Where a new document begins, nothing of the document
+before it remains.
 
 Not here: projections, convolution and gated norm (mixers), and limits of delta, which no published model sets.
 
@@ -38,28 +41,47 @@ class SSDInputs(NamedTuple):
     documents_BL: Tensor | None = None
 
 
+class DecayInputs(NamedTuple):
+    """Tokens with a log decay for each head, and the state before the row, zeros if None."""
+
+    q_BLGN: Tensor
+    k_BLGN: Tensor
+    v_BLHP: Tensor
+    g_BLH: Tensor
+    state_BHPN: Tensor | None = None
+    documents_BL: Tensor | None = None
+
+
 def ssd_scan(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
     """y in the type of x, and the state after the last token in fp32 (float64 for float64 inputs)."""
-    x_BLHP, A_H, B_BLGN = inputs.x_BLHP, inputs.A_H, inputs.B_BLGN
-    wide, heads_of_group = wide_type(x_BLHP), x_BLHP.shape[2] // B_BLGN.shape[2]
-    x, delta_BLH = x_BLHP.to(wide), step_sizes(inputs.dt_BLH, inputs.dt_bias_H).to(wide)
-    B_BLHN, C_BLHN = (t.to(wide).repeat_interleave(heads_of_group, dim=2) for t in (B_BLGN, inputs.C_BLGN))
-    h_BHPN, starts_BL = initial_state(inputs), document_starts(inputs.documents_BL)
+    x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, state_BHPN, documents_BL = inputs
+    wide = wide_type(x_BLHP)
+    x, delta_BLH = x_BLHP.to(wide), step_sizes(dt_BLH, dt_bias_H).to(wide)
+    steps_BLHP, g_BLH = delta_BLH.unsqueeze(3) * x, delta_BLH * A_H
+    y_BLHP, last_BHPN = decay_scan(DecayInputs(C_BLGN, B_BLGN, steps_BLHP, g_BLH, state_BHPN, documents_BL))
+    return (y_BLHP + D_H.unsqueeze(1) * x).to(x_BLHP.dtype), last_BHPN
+
+
+def decay_scan(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
+    """y in the type of v, and the state after the last token in fp32 (float64 for float64 inputs)."""
+    v_BLHP, k_BLGN, wide = inputs.v_BLHP, inputs.k_BLGN, wide_type(inputs.v_BLHP)
+    heads_of_group = v_BLHP.shape[2] // k_BLGN.shape[2]
+    q, k = (t.to(wide).repeat_interleave(heads_of_group, dim=2) for t in (inputs.q_BLGN, k_BLGN))
+    v, decay_BLH = v_BLHP.to(wide), torch.exp(inputs.g_BLH.to(wide))
+    h_BHPN, starts_BL = initial_state(v_BLHP, k_BLGN, inputs.state_BHPN), document_starts(inputs.documents_BL)
     outputs = []
-    for t in range(x.shape[1]):
+    for t in range(v.shape[1]):
         if starts_BL is not None:
             h_BHPN = h_BHPN.masked_fill(starts_BL[:, t, None, None, None], 0)
-        decay_BH = torch.exp(delta_BLH[:, t] * A_H)
-        step_BHP = delta_BLH[:, t, :, None] * x[:, t]
-        h_BHPN = decay_BH[:, :, None, None] * h_BHPN + step_BHP.unsqueeze(3) * B_BLHN[:, t].unsqueeze(2)
-        outputs.append((h_BHPN * C_BLHN[:, t].unsqueeze(2)).sum(-1) + inputs.D_H[:, None] * x[:, t])
-    return torch.stack(outputs, dim=1).to(x_BLHP.dtype), h_BHPN
+        h_BHPN = decay_BLH[:, t, :, None, None] * h_BHPN + v[:, t].unsqueeze(3) * k[:, t].unsqueeze(2)
+        outputs.append((h_BHPN * q[:, t].unsqueeze(2)).sum(-1))
+    return torch.stack(outputs, dim=1).to(v_BLHP.dtype), h_BHPN
 
 
-def initial_state(inputs: SSDInputs) -> Tensor:
+def initial_state(x_BLHP: Tensor, B_BLGN: Tensor, state_BHPN: Tensor | None) -> Tensor:
     """The state before the row in the wide type, zeros where there is none."""
-    x_BLHP, wide = inputs.x_BLHP, wide_type(inputs.x_BLHP)
-    if inputs.state_BHPN is None:
+    wide = wide_type(x_BLHP)
+    if state_BHPN is None:
         rows, _, heads, size = x_BLHP.shape
-        return x_BLHP.new_zeros(rows, heads, size, inputs.B_BLGN.shape[3], dtype=wide)
-    return inputs.state_BHPN.to(wide)
+        return x_BLHP.new_zeros(rows, heads, size, B_BLGN.shape[3], dtype=wide)
+    return state_BHPN.to(wide)

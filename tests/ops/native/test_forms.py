@@ -18,7 +18,7 @@ from hybridtron.ops.registry import OPS
 from hybridtron.ops.rope import RopeInputs, apply_rope
 from hybridtron.ops.scan import ScanInputs, selective_scan
 from hybridtron.ops.softmax import SoftmaxGradientsInputs, SoftmaxSumsInputs, softmax_gradients, softmax_sums
-from hybridtron.ops.ssd import SSDInputs, ssd_scan
+from hybridtron.ops.ssd import DecayInputs, SSDInputs, decay_scan, ssd_scan
 from hybridtron.ops.swiglu import SwiGLUInputs, swiglu
 
 MODULES = ("conv.native", "gated_norm.native", "native.attention", "native.recurrence", "norm.native", "rope.native")
@@ -69,6 +69,12 @@ def ssd_of_one_group(rows: int, length: int, channels: int) -> tuple[Op, Any]:
     A, D, bias, state = -normal(8).exp(), normal(8), normal(8) - 2, normal(rows, 8, channels, 32)
     documents = (torch.arange(length) // 7).repeat(rows, 1)
     return ssd_scan, SSDInputs(x, dt, A, B, C, D, bias, state, documents)
+
+
+def decay(rows: int, length: int, channels: int) -> tuple[Op, Any]:
+    q, k, v = normal(2, rows, length, 3, 11)[0], normal(rows, length, 3, 11), normal(rows, length, 6, -(-channels // 6))
+    g, state = -normal(rows, length, 6).exp(), normal(rows, 6, v.shape[3], 11)
+    return decay_scan, DecayInputs(q, k, v, g, state, borders(rows, length))
 
 
 def conv(rows: int, length: int, channels: int) -> tuple[Op, Any]:
@@ -125,7 +131,9 @@ def rotation(rows: int, length: int, channels: int) -> tuple[Op, Any]:
     return apply_rope, RopeInputs(normal(rows, length, 3, 2 * channels + 2), angles.cos(), angles.sin())
 
 
-FORMS = (scan, bare_scan, ssd, ssd_of_one_group, conv, wide_conv, norm, add_norm, gate, squares, scale, window, full)
+FORMS = (
+    scan, bare_scan, ssd, ssd_of_one_group, decay, conv, wide_conv, norm, add_norm, gate, squares, scale, window, full,
+)  # fmt: skip
 CASES = pytest.mark.parametrize("case", [*FORMS, one_token, rotation])
 
 
@@ -268,7 +276,7 @@ def test_every_op_of_the_laptop_recipes_runs_compiled() -> None:
     """No fallback in the table that a run on a CPU begins with."""
     compiled = {name for name, op in OPS.items() if op.choice("cpu")[0] == "native"}
     assert compiled == {
-        "selective_scan", "ssd_scan", "causal_conv", "rms_norm", "add_rms_norm", "gated_squares", "gated_scale",
+        "selective_scan", "ssd_scan", "decay_scan", "causal_conv", "rms_norm", "add_rms_norm", "gated_squares", "gated_scale",
         "swiglu", "softmax_sums", "softmax_gradients", "attention", "apply_rope",
         "span_attention",
     }  # fmt: skip

@@ -1,0 +1,10 @@
+"""Rotations by angles that the tokens themselves set."""
+
+from hybridtron.ops.dispatch import Op
+from hybridtron.ops.turns import blocked, pairs, reference
+from hybridtron.ops.turns.reference import AngleInputs, TurnInputs
+
+__all__ = ["AngleInputs", "TurnInputs", "angles", "turn_pairs"]
+
+angles = Op(reference.angles, (blocked.BLOCKED,))
+turn_pairs = Op(reference.turn_pairs, (pairs.COMPLEX,))

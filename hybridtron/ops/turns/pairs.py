@@ -1,0 +1,64 @@
+"""Pairs of channels as complex numbers: what turns them is one product in place, and the way back its conjugate.
+
+    y = (x + bias) e^(i theta):   d(x + bias) = dy e^(-i theta),   dtheta = Im(conj(y) dy)
+
+Kept are the angles and the results, which what follows keeps too.
+
+Legend: as in `reference`; R heads of a group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.precision import at_least_fp32
+from hybridtron.ops.turns.reference import TurnInputs
+
+
+@torch.compiler.disable  # its compiler knows no complex numbers
+def turn_pairs(inputs: TurnInputs) -> tuple[Tensor, Tensor]:
+    return _Turn.apply(*inputs)
+
+
+COMPLEX = Implementation("complex", turn_pairs)
+
+
+class _Turn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *fields: Tensor) -> tuple[Tensor, ...]:
+        *tokens, k_bias_HN, q_bias_HN, angles_BLHS = fields
+        there_BLHS = torch.polar(torch.ones_like(angles_BLHS), angles_BLHS)
+        made = []
+        for x_BLGN, bias_HN in zip(tokens, (k_bias_HN, q_bias_HN), strict=True):
+            wide = at_least_fp32(x_BLGN)
+            x_BLHN = (wide.unsqueeze(3) + bias_HN.to(wide.dtype).unflatten(0, (x_BLGN.shape[2], -1))).flatten(2, 3)
+            _pairs(x_BLHN, angles_BLHS.shape[3]).mul_(there_BLHS)
+            made.append(x_BLHN.to(x_BLGN.dtype))
+        ctx.save_for_backward(angles_BLHS, *made)
+        ctx.groups, ctx.kinds = tokens[0].shape[2], (k_bias_HN.dtype, q_bias_HN.dtype)
+        return tuple(made)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        angles_BLHS, *made = ctx.saved_tensors
+        back_BLHS = torch.polar(torch.ones_like(angles_BLHS), -angles_BLHS)
+        of_angles_BLHS, of_tokens, of_biases = torch.zeros_like(angles_BLHS), [], []
+        for grad_BLHN, y_BLHN, kind in zip(grads, made, ctx.kinds, strict=True):
+            wide = torch.empty(grad_BLHN.shape, dtype=back_BLHS.real.dtype, device=grad_BLHN.device).copy_(grad_BLHN)
+            of_pairs, pairs = (_pairs(t, angles_BLHS.shape[3]) for t in (wide, at_least_fp32(y_BLHN)))
+            of_angles_BLHS += (pairs.conj() * of_pairs).imag
+            of_pairs.mul_(back_BLHS)
+            of_tokens.append(wide.unflatten(2, (ctx.groups, -1)).sum(3).to(grad_BLHN.dtype))
+            of_biases.append(wide.sum((0, 1)).to(kind))
+        return *of_tokens, *of_biases, of_angles_BLHS
+
+
+def _pairs(x_BLHN: Tensor, angles: int) -> Tensor:
+    """The channels that turn, as complex numbers (B, L, H, S) in the same memory."""
+    return torch.view_as_complex(x_BLHN[..., : 2 * angles].unflatten(-1, (angles, 2)))

@@ -42,7 +42,7 @@ def test_takes_a_step_with_its_widths_shrunk(config: Config, alone: Groups) -> N
     assert loss.mean.item() == pytest.approx(math.log(64), rel=0.2)
     grad_norm, accepted = engine.optimizer.step(1e-3)
     assert accepted
-    assert 0 < grad_norm < 100
+    assert 0 < grad_norm < 1000
     assert [name for name, weight in engine.weights() if torch.equal(weight, before[name])] == []
 
 

@@ -2,6 +2,7 @@
 
 from hybridtron.architecture.attention import AttentionSpec
 from hybridtron.architecture.base import MixerSpec
+from hybridtron.architecture.gated_deltanet import GatedDeltaNetSpec
 from hybridtron.architecture.gla import GLASpec
 from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.architecture.mamba2 import Mamba2Spec
@@ -14,6 +15,7 @@ SPECS: dict[str, type[MixerSpec]] = {
     "mamba2": Mamba2Spec,
     "gla": GLASpec,
     "retnet": RetNetSpec,
+    "gated_deltanet": GatedDeltaNetSpec,
     "attention": AttentionSpec,
     "span": SpanSpec,
     "swiglu": SwiGLUSpec,

@@ -1,10 +1,11 @@
-"""What linear attention's kinds share: queries that read a state per head, to which keys have added their values.
+"""What linear attention's kinds share: queries that read a state per head, into which keys have written their values.
 
     q, k, v, z = in_proj(u) [q, k, v -> silu(conv(.)) where `conv` is set]
     y = what a kind makes of q, k and v
     out_proj(norm(y) * silu(z))                               RMSNorm over a head's values, one weight for all heads
 
-`conv` is the short convolution of Samba's Table 8.
+`conv` is the short convolution of Samba's Table 8. A kind may have fewer heads of queries and keys than of values, and
+another gate than silu(z).
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class LinearAttentionSpec(MixerSpec):
     width_option: ClassVar[str] = "heads"
     chunk: ClassVar[int]
     """Tokens that see each other through a matrix, for the FLOP count."""
+    norm_name: ClassVar[str] = "g_norm_swish_gate"
+    """What the norm is called in flash-linear-attention."""
 
     heads: Annotated[int, at_least(1)] = 4  # heads, each with a state of its own
     expand_k: Annotated[float, above(0)] = 1.0  # key channels of all heads, in multiples of the model's width
@@ -35,6 +38,11 @@ class LinearAttentionSpec(MixerSpec):
     conv: Annotated[int | None, at_least(2, "leave it out for none")] = None
     norm_eps: Annotated[float, above(0)] = 1e-5  # added to the mean square in the norm of a head
 
+    @property
+    def num_key_heads(self) -> int:
+        """Heads of the queries and keys."""
+        return self.heads
+
     def channels(self, model: ModelSizes) -> tuple[int, int]:
         """Key and value channels of all heads."""
         return round(self.expand_k * model.width), round(self.expand_v * model.width)
@@ -42,12 +50,16 @@ class LinearAttentionSpec(MixerSpec):
     def head_sizes(self, model: ModelSizes) -> tuple[int, int]:
         """Key and value channels of one head."""
         keys, values = self.channels(model)
-        return keys // self.heads, values // self.heads
+        return keys // self.num_key_heads, values // self.heads
 
     def convolved(self, model: ModelSizes) -> tuple[tuple[str, int], ...]:
         """What the short convolution goes over."""
         keys, values = self.channels(model)
         return ("q", keys), ("k", keys), ("v", values)
+
+    def projected(self, model: ModelSizes) -> tuple[tuple[str, int], ...]:
+        """What in_proj makes."""
+        return *self.convolved(model), ("z", self.channels(model)[1])
 
     @abstractmethod
     def state_shape(self, model: ModelSizes) -> tuple[int, int]:
@@ -55,8 +67,9 @@ class LinearAttentionSpec(MixerSpec):
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         width, (keys, values), (_, head) = model.width, self.channels(model), self.head_sizes(model)
+        projected = self.projected(model)
         table = {
-            "in_proj.weight": linear(2 * (keys + values), width, parts=(*self.convolved(model), ("z", values))),
+            "in_proj.weight": linear(sum(size for _, size in projected), width, parts=projected),
             "norm_weight": Parameter((head,), Constant(1.0), decay=False, partial_gradient=True),
             "out_proj.weight": output_linear(width, values, model.num_sublayers),
         }
@@ -67,21 +80,17 @@ class LinearAttentionSpec(MixerSpec):
 
     def exported_names(self, model: ModelSizes) -> Names:
         """Those of flash-linear-attention, where each projection is one of its own."""
-        names: Names = {
-            "g_norm_swish_gate.weight": ("norm_weight",),
-            "g_proj.weight": ("in_proj.weight.z",),
-            "o_proj.weight": ("out_proj.weight",),
-        }
-        for part, _ in self.convolved(model):
-            names[f"{part}_proj.weight"] = (f"in_proj.weight.{part}",)
-            if self.conv:
-                names[f"{part}_conv1d.weight"] = (f"conv_weight.{part}",)
+        names: Names = {f"{self.norm_name}.weight": ("norm_weight",), "o_proj.weight": ("out_proj.weight",)}
+        for part, _ in self.projected(model):
+            names[f"{'g' if part == 'z' else part}_proj.weight"] = (f"in_proj.weight.{part}",)
+        for part, _ in self.convolved(model) if self.conv else ():
+            names[f"{part}_conv1d.weight"] = (f"conv_weight.{part}",)
         return names
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
         (keys, values), seen = self.channels(model), min(self.chunk, seq_len)
         # scores and their product with v inside a chunk; k v^T into the state, and q out of it
-        scan = 2 * seen * (keys + values) + 4 * keys * values // self.heads
+        scan = 2 * seen * (keys + values) + 4 * keys * values // self.num_key_heads
         return super().flops(model, seq_len) | {self.kind: scan}
 
     def activation_values(self, model: ModelSizes) -> int:
@@ -89,7 +98,7 @@ class LinearAttentionSpec(MixerSpec):
         # one; in fp32 a state every chunk
         keys, values = self.channels(model)
         convolved = 2 * keys + values if self.conv else 0
-        return 2 * keys + 4 * values + convolved + 2 * keys * values // self.heads // self.chunk
+        return 2 * keys + 4 * values + convolved + 2 * keys * values // self.num_key_heads // self.chunk
 
     def backward_values(self, model: ModelSizes) -> int:
         # at the scan: gradients of its output, q, k and v
@@ -105,12 +114,15 @@ class LinearAttentionSpec(MixerSpec):
         return parts
 
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
-        for option, channels in zip(("expand_k", "expand_v"), self.channels(model), strict=True):
-            if channels % self.heads:
-                made = f"the {channels} channels that {option}={getattr(self, option)} makes"
-                fitting = choice(divisors_near(channels, self.heads))
-                yield Problem("heads", f"is {self.heads}, must divide {made}: {fitting}")
-                return
+        keys, values = self.channels(model)
+        if keys % self.num_key_heads:
+            yield self._uneven("key_heads" if self.num_key_heads != self.heads else "heads", "expand_k", keys)
+        elif values % self.heads:
+            yield self._uneven("heads", "expand_v", values)
+
+    def _uneven(self, option: str, expand: str, channels: int) -> Problem:
+        heads, made = getattr(self, option), f"the {channels} channels that {expand}={getattr(self, expand)} makes"
+        return Problem(option, f"is {heads}, must divide {made}: {choice(divisors_near(channels, heads))}")
 
     def layout_problems(self, model: ModelSizes, tensor: int) -> Iterator[Problem]:
         if self.heads % tensor:  # also where their channels could be shared out

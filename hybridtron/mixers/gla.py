@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.gla import GLASpec
-from hybridtron.mixers.linear_attention import LinearAttention
+from hybridtron.mixers.linear_attention import HeadInputs, LinearAttention
 from hybridtron.ops.gla import GLAInputs, gla_scan
 from hybridtron.ops.precision import at_least_fp32
 from hybridtron.parallel.linear import TensorGroup, column_parallel
@@ -24,17 +24,10 @@ class GLA(LinearAttention):
         self.gate_up = column_parallel(spec.gate_rank, spec.channels(sizes)[0], tensor.without_fp8())
         self.gate_bias = nn.Parameter(torch.empty(self.keys))
 
-    def attend(
-        self,
-        x_LBD: Tensor,
-        q_BLHN: Tensor,
-        k_BLHN: Tensor,
-        v_BLHP: Tensor,
-        state: Tensor | None,
-        documents_BL: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, given: HeadInputs) -> tuple[Tensor, Tensor]:
+        x_LBD, q_BLHN, k_BLHN, v_BLHP, state, documents_BL = given
         g_BLHN = self.log_decays(x_LBD).transpose(0, 1).unflatten(-1, (self.heads, -1))
-        return gla_scan(GLAInputs(q_BLHN, k_BLHN, v_BLHP, g_BLHN, state, documents_BL))
+        return gla_scan(GLAInputs(q_BLHN * self.scale, k_BLHN, v_BLHP, g_BLHN, state, documents_BL))
 
     def log_decays(self, x_LBD: Tensor) -> Tensor:
         """g of this rank's key channels, in fp32: sums of many of them follow."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,20 @@ from hybridtron.ops.norm import RMSNormInputs, rms_norm
 from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_parallel
 
 
+class HeadInputs(NamedTuple):
+    """What a rank's heads compute with: the mixer's input, and what is made of it; queries are not yet scaled.
+
+    K heads of queries and keys serve H of values, as many consecutive ones each.
+    """
+
+    x_LBD: Tensor
+    q_BLKN: Tensor
+    k_BLKN: Tensor
+    v_BLHP: Tensor
+    state: Tensor | None
+    documents_BL: Tensor | None
+
+
 class LinearAttention(Mixer):
     """State: `ssm`, one per head, in fp32; `conv` (B, W - 1, channels of q, k and v) where there is a convolution."""
 
@@ -24,8 +39,9 @@ class LinearAttention(Mixer):
         super().__init__()
         self.shared, self.tensor = shared, tensor
         self.keys, self.values = (tensor.share(channels) for channels in shared.channels(sizes))
-        self.heads, self.scale = tensor.share(shared.heads), shared.head_sizes(sizes)[0] ** -0.5
-        self.in_proj = column_parallel(sizes.width, 2 * sum(shared.channels(sizes)), tensor)
+        self.heads, self.key_heads = tensor.share(shared.heads), tensor.share(shared.num_key_heads)
+        self.scale = shared.head_sizes(sizes)[0] ** -0.5
+        self.in_proj = column_parallel(sizes.width, sum(size for _, size in shared.projected(sizes)), tensor)
         if shared.conv:
             self.conv_weight = nn.Parameter(torch.empty(2 * self.keys + self.values, shared.conv))
         self.norm_weight = nn.Parameter(torch.empty(shared.head_sizes(sizes)[1]))
@@ -34,27 +50,23 @@ class LinearAttention(Mixer):
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
         before, new = state or {}, State()
         x_LBD = enter(x_LBD, self.tensor)
-        qkv_LBC, z_LBV = self.in_proj(x_LBD).split((2 * self.keys + self.values, self.values), dim=-1)
+        qkv_LBC, gate_LBV = self.projections(x_LBD)
         qkv_BLC = qkv_LBC.transpose(0, 1)
         if self.shared.conv:
             given = ConvInputs(qkv_BLC, self.conv_weight, None, before.get("conv"), seq.documents_BL, activation=True)
             qkv_BLC, new["conv"] = causal_conv(given)
-        parts = qkv_BLC.split((self.keys, self.keys, self.values), dim=-1)
-        q_BLHN, k_BLHN, v_BLHP = (part.unflatten(-1, (self.heads, -1)) for part in parts)
-        y_BLHP, new["ssm"] = self.attend(
-            x_LBD, q_BLHN * self.scale, k_BLHN, v_BLHP, before.get("ssm"), seq.documents_BL
-        )
+        q_BLE, k_BLE, v_BLV = qkv_BLC.split((self.keys, self.keys, self.values), dim=-1)
+        q_BLKN, k_BLKN = (part.unflatten(-1, (self.key_heads, -1)) for part in (q_BLE, k_BLE))
+        v_BLHP = v_BLV.unflatten(-1, (self.heads, -1))
+        y_BLHP, new["ssm"] = self.attend(HeadInputs(x_LBD, q_BLKN, k_BLKN, v_BLHP, before.get("ssm"), seq.documents_BL))
         normed_BLHP = rms_norm(RMSNormInputs(y_BLHP, self.norm_weight, self.shared.norm_eps))
-        return Out(self.out_proj(normed_BLHP.flatten(2).transpose(0, 1) * F.silu(z_LBV)), new, {})
+        return Out(self.out_proj(normed_BLHP.flatten(2).transpose(0, 1) * gate_LBV), new, {})
+
+    def projections(self, x_LBD: Tensor) -> tuple[Tensor, Tensor]:
+        """q, k and v side by side, and what the normed output is multiplied by."""
+        qkv_LBC, z_LBV = self.in_proj(x_LBD).split((2 * self.keys + self.values, self.values), dim=-1)
+        return qkv_LBC, F.silu(z_LBV)
 
     @abstractmethod
-    def attend(
-        self,
-        x_LBD: Tensor,
-        q_BLHN: Tensor,
-        k_BLHN: Tensor,
-        v_BLHP: Tensor,
-        state: Tensor | None,
-        documents_BL: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """What this rank's heads read (B, L, H, P), and their states after the row; x is the mixer's input."""
+    def attend(self, given: HeadInputs) -> tuple[Tensor, Tensor]:
+        """What this rank's heads read (B, L, H, P), and their states after the row."""

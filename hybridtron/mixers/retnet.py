@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.retnet import RetNetSpec
-from hybridtron.mixers.linear_attention import LinearAttention
+from hybridtron.mixers.linear_attention import HeadInputs, LinearAttention
 from hybridtron.ops.precision import wide_type
 from hybridtron.ops.rope import RopeInputs, apply_rope, rope_table
 from hybridtron.ops.ssd import SSDInputs, ssd_scan
@@ -30,22 +30,17 @@ class RetNet(LinearAttention):
         super().__init__(spec, sizes, tensor)
         self.rope_base = spec.rope_base
 
-    def attend(
-        self,
-        x_LBD: Tensor,
-        q_BLHN: Tensor,
-        k_BLHN: Tensor,
-        v_BLHP: Tensor,
-        state: Tensor | None,
-        documents_BL: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, given: HeadInputs) -> tuple[Tensor, Tensor]:
         """Retention as SSD with steps of one."""
+        _, q_BLHN, k_BLHN, v_BLHP, state, documents_BL = given
         rows, length, heads, keys = k_BLHN.shape
         wide, device = wide_type(v_BLHP), v_BLHP.device
         cos_BLk, sin_BLk = rope_table(
             torch.arange(length + 1, device=device).expand(rows, -1), keys, self.rope_base, wide
         )
-        q_BLHN, k_BLHN = (apply_rope(RopeInputs(x, cos_BLk[:, :-1], sin_BLk[:, :-1])) for x in (q_BLHN, k_BLHN))
+        q_BLHN, k_BLHN = (
+            apply_rope(RopeInputs(x, cos_BLk[:, :-1], sin_BLk[:, :-1])) for x in (q_BLHN * self.scale, k_BLHN)
+        )
         zero_H = torch.zeros(heads, dtype=wide, device=device)
         gammas_H = log_gammas(heads, self.tensor.rank * heads, device).to(wide)
         steps_BLH, one_H = v_BLHP.new_zeros(rows, length, heads), zero_H + STEP_OF_ONE

@@ -31,6 +31,10 @@ OPTIONS = {
     "mamba2": [{"state": 6, "head_dim": 8}, {"state": 4, "head_dim": 4, "groups": 2, "conv": 3}],
     "gla": [{"heads": 2, "gate_divisor": 2.0}, {"heads": 4, "expand_k": 1.0, "expand_v": 2.0, "conv": 3}],
     "retnet": [{"heads": 4}, {"heads": 2, "expand_k": 0.5, "expand_v": 1.0, "conv": 3}],
+    "gated_deltanet": [
+        {"heads": 2},
+        {"heads": 4, "key_heads": 2, "expand_k": 0.5, "conv": 3, "negative_eigenvalues": True},
+    ],
     "attention": [
         {"heads": 4},
         {"heads": 4, "kv_heads": 2, "window": 6},

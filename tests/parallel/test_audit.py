@@ -23,6 +23,7 @@ FAST_CASES = {
     ("mamba2-attention", "tp2-sp"),
     ("sliding-gla", "tp2-sp"),
     ("sliding-retnet", "tp2"),
+    ("gated-deltanet", "tp2-sp"),
     ("mistral", "tp2-dp2"),
     ("llama", "dp2"),
     ("llama", "tp2-sp"),

@@ -49,6 +49,8 @@ MAMBA2 = {  # as transformers' Mamba2ForCausalLM counts its own with these sizes
     "mamba2_hybrid_2.7b": 2_697_590_880,
 }
 
+HYBRIDS = {"gdn_hybrid_412m": 412_136_096, "gdn_hybrid_1.3b": 1_285_944_608}  # by hand below
+
 PRINTED = {  # in millions, Tables 5 to 8 of Samba
     "samba_421m_full_0": 449,
     "samba_421m_full_5": 449,
@@ -129,6 +131,19 @@ def test_attention_stands_where_mamba2attn_has_it():
     assert counted.parameters == 58 * mamba + 6 * attention + 2560 + 50288 * 2560
 
 
+@pytest.mark.parametrize(("recipe", "parameters"), HYBRIDS.items())
+def test_hybrids_by_hand(recipe, parameters):
+    model = recipe_config(recipe).model
+    counted, width, heads = count(model, 4096), model.width, model.width // 128
+    kinds = [layer.kind for layer in counted.layers]
+    assert kinds == [*["gated_deltanet", "swiglu"] * 3, "attention", "swiglu"] * (len(kinds) // 8)
+    # norm; q and k of 96, v, z and out of 192 channels a head; four taps; a and b; dt_bias and A_log; the heads' norm
+    delta = width + heads * (768 * width + 4 * 384 + 2 * width + 2) + 192
+    attention, mlp = width + 4 * width**2, width + 3 * width * (width * 11 // 4)
+    groups = len(kinds) // 8 * (3 * delta + attention + 4 * mlp)
+    assert counted.parameters == groups + width + 2 * 32000 * width == parameters
+
+
 def test_full_attention_stands_in_the_papers_blocks():
     for name, blocks in (("0", [0]), ("5", [5]), ("11", [11]), ("1_5", [1, 5])):
         layers = count(recipe_config(f"ablations/samba_421m_full_{name}").model, 4096).layers
@@ -167,6 +182,18 @@ def test_mamba2_flops_by_hand():
     assert mamba.flops["conv"] == 2 * 4 * (16 + 12)
     # of 128 tokens each: their scores in 2 groups, the sum over values; into the state and out of it
     assert mamba.flops["ssd"] == 2 * 128 * (2 * 3 + 16) + 2 * 2 * 3 * 16
+
+
+def test_gated_deltanet_flops_by_hand():
+    """By the matrices of a chunk of 64 tokens, T, for each of 4 heads with 3 keys and 2 values."""
+    layers = {"M": {"kind": "gated_deltanet", "heads": 4, "key_heads": 2, "expand_k": 0.75, "expand_v": 1.0}}
+    (delta,) = count(dataclasses.replace(TINY, pattern="M", layers=layers), 200).layers
+    # in 8 -> q 6, k 6, v 8, z 8, a 4 and b 4; out 8 -> 8
+    assert delta.flops["projections"] == 2 * (8 * (6 + 6 + 8 + 8 + 4 + 4) + 8 * 8)
+    assert delta.flops["conv"] == 2 * 4 * (6 + 6 + 8)
+    scores, solved = 2 * 64**2 * 3, 64**3 / 3 + 64**2 * (3 + 2)  # of k k^T and q k^T; the inverse, by k and by v
+    read, through_state = 64**2 * 2, 3 * 64 * 3 * 2  # scores by what is written; state by k and q, k by what is written
+    assert delta.flops["gated_deltanet"] * 64 == pytest.approx(4 * 2 * (scores + solved + read + through_state))
 
 
 def test_parameters_of_layers_by_hand():

@@ -1,0 +1,58 @@
+"""Gated DeltaNet: the delta rule with one decay per head. Yang, Kautz and Hatamizadeh 2025.
+
+    a, b = ab_proj(u)                                                       one number per head each
+
+The rest is that of `delta_rule`. With `key_heads` several heads, each with values, a state and decays of its own, share
+queries and keys: head h has those of h // (heads / key_heads), as in Qwen3-Next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from hybridtron.architecture.base import ModelSizes, Names, Parameter, linear
+from hybridtron.architecture.delta_rule import DeltaRuleSpec
+from hybridtron.limits import above, at_least, divisors_near
+from hybridtron.problems import Problem, choice
+
+
+@dataclass(frozen=True)
+class GatedDeltaNetSpec(DeltaRuleSpec):
+    """Options of a Gated DeltaNet mixer."""
+
+    kind: ClassVar[str] = "gated_deltanet"
+    module: ClassVar[str] = "hybridtron.mixers.gated_deltanet:GatedDeltaNet"
+
+    key_heads: Annotated[int | None, at_least(1)] = None  # heads of queries and keys; null: as many as of values
+    expand_k: Annotated[float, above(0)] = 0.75  # key channels of all key heads, in multiples of the model's width
+    expand_v: Annotated[float, above(0)] = 1.5  # value channels of all heads, in multiples of the model's width
+
+    @property
+    def num_key_heads(self) -> int:
+        return self.key_heads or self.heads
+
+    def decays(self, model: ModelSizes) -> int:
+        return self.heads
+
+    def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
+        per_head = (("a", self.heads), ("b", self.heads))
+        return super().parameters(model) | {
+            "ab_proj.weight": linear(2 * self.heads, model.width, parts=per_head, fp8=False)
+        }
+
+    def exported_names(self, model: ModelSizes) -> Names:
+        """Those of flash-linear-attention."""
+        return super().exported_names(model) | {f"{part}_proj.weight": (f"ab_proj.weight.{part}",) for part in "ab"}
+
+    def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
+        yield from super().problems(model, max_seq_len)
+        if self.heads % self.num_key_heads:
+            fitting = choice(divisors_near(self.heads, self.num_key_heads))
+            yield Problem("key_heads", f"is {self.key_heads}, must divide heads={self.heads}: {fitting}")
+
+    def layout_problems(self, model: ModelSizes, tensor: int) -> Iterator[Problem]:
+        yield from (found := list(super().layout_problems(model, tensor)))
+        if not found and self.num_key_heads % tensor:
+            yield Problem("key_heads", f"is {self.key_heads}, which {tensor} ranks can't share evenly")

@@ -1,0 +1,22 @@
+"""Gated DeltaNet (equations in `architecture/gated_deltanet.py`): the delta rule with one decay per head."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hybridtron.architecture.base import ModelSizes
+from hybridtron.architecture.gated_deltanet import GatedDeltaNetSpec
+from hybridtron.mixers.delta_rule import DeltaRule
+from hybridtron.parallel.linear import TensorGroup, column_parallel
+
+
+class GatedDeltaNet(DeltaRule):
+    """A projection to decays and steps beside what the kinds share."""
+
+    def __init__(self, spec: GatedDeltaNetSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
+        super().__init__(spec, sizes, tensor)
+        self.ab_proj = column_parallel(sizes.width, 2 * spec.heads, tensor.without_fp8())
+
+    def decays_and_steps(self, x_LBD: Tensor) -> tuple[Tensor, Tensor]:
+        a_LBH, b_LBH = self.ab_proj(x_LBD).chunk(2, dim=-1)
+        return a_LBH, b_LBH

@@ -22,7 +22,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from hybridtron.architecture.base import Cut, InverseSoftplus, LogUniform, ModelSizes, Names, Parameter
+from hybridtron.architecture.base import Cut, ModelSizes, Names, Parameter
+from hybridtron.architecture.inits import InverseSoftplus, LogUniform
 from hybridtron.architecture.linear_attention import LinearAttentionSpec
 from hybridtron.limits import above, at_least, disordered
 from hybridtron.problems import Problem

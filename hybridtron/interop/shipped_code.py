@@ -28,7 +28,10 @@ from hybridtron.interop.definitions import HOME, PACKAGE, DefinedName, SourceFil
 WRITTEN = tuple(sorted((PACKAGE / "hf").glob("*_hybridtron.py")))
 GENERATED = "mixers_hybridtron"
 STAND_INS = {"parallel.linear": "linear_hybridtron"}
-IMPLEMENTATIONS = {"selective_scan": "chunked", "ssd_scan": "chunked", "gla_scan": "chunked", "attention": "blocked"}
+IMPLEMENTATIONS = {
+    **dict.fromkeys(("selective_scan", "ssd_scan", "gla_scan", "delta_scan"), "chunked"),
+    "attention": "blocked",
+}
 """Of ops whose reference, token by token or with a mask over all pairs, is too slow to be shipped alone."""
 NEEDED_BESIDE = (
     DefinedName("architecture.base", "ModelSizes"),

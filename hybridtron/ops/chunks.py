@@ -39,6 +39,11 @@ class Row(Protocol):
     def chunk(self, tokens: slice) -> Chunk: ...
 
 
+def chunks_of(tokens_BL: Tensor, size: int) -> list[slice]:
+    """A row's tokens in chunks of this many, the last one as long as what is left."""
+    return [slice(start, start + size) for start in range(0, tokens_BL.shape[1], size)]
+
+
 class ScanOfChunks(torch.autograd.Function):
     """Keeps the inputs and the state before each chunk."""
 

@@ -11,6 +11,12 @@ def wide_type(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def state_before(state: Tensor | None, tokens: Tensor, *sizes: int) -> Tensor:
+    """The state before rows of tokens (B, ...) in the type to compute in; zeros (B, *sizes) where there is none."""
+    wide = wide_type(tokens)
+    return tokens.new_zeros(tokens.shape[0], *sizes, dtype=wide) if state is None else state.to(wide)
+
+
 def at_least_fp32(x: Tensor) -> Tensor:
     """The tensor in fp32, or unchanged where it is float64."""
     return x if x.dtype == torch.float64 else x.float()

@@ -50,7 +50,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtron.ops.chunks import ScanOfChunks
+from hybridtron.ops.chunks import ScanOfChunks, chunks_of
 from hybridtron.ops.delta.decay import ChannelDecay, ChunkDecay, HeadDecay
 from hybridtron.ops.delta.reference import DeltaInputs, delta_scan, initial_state
 from hybridtron.ops.dispatch import Implementation
@@ -88,7 +88,7 @@ class DeltaRow(NamedTuple):
     PARAMETERS = 0
 
     def chunks(self) -> list[slice]:
-        return [slice(start, start + CHUNK) for start in range(0, self.v_BLHP.shape[1], CHUNK)]
+        return chunks_of(self.v_BLHP, CHUNK)
 
     def chunk(self, tokens: slice) -> DeltaChunk:
         """A few tokens in the type to compute in."""

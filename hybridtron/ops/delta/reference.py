@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hybridtron.ops.documents import document_starts
-from hybridtron.ops.precision import wide_type
+from hybridtron.ops.precision import state_before, wide_type
 
 
 class DeltaInputs(NamedTuple):
@@ -54,9 +54,5 @@ def delta_scan(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
 
 
 def initial_state(inputs: DeltaInputs) -> Tensor:
-    """The state before the row in the wide type, zeros where there is none."""
-    wide = wide_type(inputs.v_BLHP)
-    if inputs.state_BHNP is None:
-        (rows, _, heads, size), value_size = inputs.k_BLHN.shape, inputs.v_BLHP.shape[3]
-        return inputs.v_BLHP.new_zeros(rows, heads, size, value_size, dtype=wide)
-    return inputs.state_BHNP.to(wide)
+    """The state before the row, in the type to compute in."""
+    return state_before(inputs.state_BHNP, inputs.v_BLHP, *inputs.k_BLHN.shape[2:], inputs.v_BLHP.shape[3])

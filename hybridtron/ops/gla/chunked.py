@@ -35,7 +35,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtron.ops.chunks import ScanOfChunks
+from hybridtron.ops.chunks import ScanOfChunks, chunks_of
 from hybridtron.ops.dispatch import Implementation
 from hybridtron.ops.documents import document_starts
 from hybridtron.ops.gla.reference import GLAInputs, gla_scan, initial_state
@@ -71,7 +71,7 @@ class GLARow(NamedTuple):
     PARAMETERS = 0
 
     def chunks(self) -> list[slice]:
-        return [slice(start, start + CHUNK) for start in range(0, self.v_BLHP.shape[1], CHUNK)]
+        return chunks_of(self.v_BLHP, CHUNK)
 
     def chunk(self, tokens: slice) -> GLAChunk:
         """A few tokens in the type to compute in."""

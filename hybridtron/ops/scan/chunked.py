@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridtron.ops.chunks import ScanOfChunks
+from hybridtron.ops.chunks import ScanOfChunks, chunks_of
 from hybridtron.ops.dispatch import Implementation
 from hybridtron.ops.documents import document_starts
 from hybridtron.ops.precision import wide_type
@@ -68,7 +68,7 @@ class ChunkedRow(NamedTuple):
     PARAMETERS = 3
 
     def chunks(self) -> list[slice]:
-        return [slice(start, start + CHUNK) for start in range(0, self.x_BLE.shape[1], CHUNK)]
+        return chunks_of(self.x_BLE, CHUNK)
 
     def chunk(self, tokens: slice) -> ScanChunk:
         """A few tokens, time first and in the type to compute in."""

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtron.ops.documents import document_starts
-from hybridtron.ops.precision import wide_type
+from hybridtron.ops.precision import state_before, wide_type
 
 
 class ScanInputs(NamedTuple):
@@ -65,8 +65,5 @@ def step_sizes(dt_BLE: Tensor, dt_bias_E: Tensor) -> Tensor:
 
 
 def initial_state(inputs: ScanInputs) -> Tensor:
-    """The state before the row in the wide type, zeros where there is none."""
-    x_BLE, wide = inputs.x_BLE, wide_type(inputs.x_BLE)
-    if inputs.state_BEN is None:
-        return x_BLE.new_zeros(x_BLE.shape[0], *inputs.A_EN.shape, dtype=wide)
-    return inputs.state_BEN.to(wide)
+    """The state before the row, in the type to compute in."""
+    return state_before(inputs.state_BEN, inputs.x_BLE, *inputs.A_EN.shape)

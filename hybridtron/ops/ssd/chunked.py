@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridtron.ops.chunks import ScanOfChunks
+from hybridtron.ops.chunks import ScanOfChunks, chunks_of
 from hybridtron.ops.dispatch import Implementation
 from hybridtron.ops.documents import document_starts
 from hybridtron.ops.precision import wide_type
@@ -78,7 +78,7 @@ class SSDChunkedRow(NamedTuple):
     PARAMETERS = 3
 
     def chunks(self) -> list[slice]:
-        return [slice(start, start + CHUNK) for start in range(0, self.x_BLHP.shape[1], CHUNK)]
+        return chunks_of(self.x_BLHP, CHUNK)
 
     def chunk(self, tokens: slice) -> DiscreteChunk:
         """A few tokens in the type to compute in."""
@@ -145,7 +145,7 @@ class DecayChunkedRow(NamedTuple):
     PARAMETERS = 0
 
     def chunks(self) -> list[slice]:
-        return [slice(start, start + CHUNK) for start in range(0, self.v_BLHP.shape[1], CHUNK)]
+        return chunks_of(self.v_BLHP, CHUNK)
 
     def chunk(self, tokens: slice) -> GivenChunk:
         """A few tokens in the type to compute in."""

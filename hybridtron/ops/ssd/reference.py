@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hybridtron.ops.documents import document_starts
-from hybridtron.ops.precision import wide_type
+from hybridtron.ops.precision import state_before, wide_type
 from hybridtron.ops.scan.reference import step_sizes
 
 
@@ -79,9 +79,5 @@ def decay_scan(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
 
 
 def initial_state(x_BLHP: Tensor, B_BLGN: Tensor, state_BHPN: Tensor | None) -> Tensor:
-    """The state before the row in the wide type, zeros where there is none."""
-    wide = wide_type(x_BLHP)
-    if state_BHPN is None:
-        rows, _, heads, size = x_BLHP.shape
-        return x_BLHP.new_zeros(rows, heads, size, B_BLGN.shape[3], dtype=wide)
-    return state_BHPN.to(wide)
+    """The state before the row, in the type to compute in."""
+    return state_before(state_BHPN, x_BLHP, *x_BLHP.shape[2:], B_BLGN.shape[3])

@@ -54,5 +54,7 @@ def _carried(turned_BKC: Tensor, last_BK: Tensor, state_BC: Tensor) -> Tensor:
     """The angles before every block, of what blocks turn by their ends and the documents that they end with."""
     before_BK = F.pad(last_BK[:, :-1], (1, 0))  # the state before the row is document 0's
     reaches_BKK = (before_BK.unsqueeze(2) == last_BK.unsqueeze(1)).tril(-1)
-    sums_BKC = reaches_BKK.double() @ turned_BKC.double() + (before_BK == 0).unsqueeze(2) * state_BC.double().unsqueeze(1)
+    sums_BKC = reaches_BKK.double() @ turned_BKC.double() + (before_BK == 0).unsqueeze(2) * state_BC.double().unsqueeze(
+        1
+    )
     return sums_BKC.remainder(FULL_TURN).to(turned_BKC.dtype)

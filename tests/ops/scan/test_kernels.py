@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from hybridtron.ops.dispatch import force
 from hybridtron.ops.scan import ScanInputs, selective_scan
 from tests.ops.compiling import compile_calls
-from tests.ops.conv.test_kernels import documents_with_borders, some_loss
-from tests.ops.scan.test_scan import gradients, random_inputs
+from tests.ops.conv.test_kernels import documents_with_borders
+from tests.ops.recurrences import by_token, changed, computed, exact, floats, gradients, run, scan_inputs, some_loss
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -33,24 +32,22 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, value)
 
 
-def computed(form: str, inputs: dict[str, Tensor | None], documents: Tensor | None) -> dict[str, Tensor]:
-    """Outputs and gradients by name."""
-    with force(selective_scan=form):
-        y, last = selective_scan(ScanInputs(*inputs.values(), documents))
-    return {"y": y, "last": last} | gradients(some_loss(y, last), inputs)
+def on(device: torch.device, inputs: ScanInputs) -> ScanInputs:
+    documents_BL = None if inputs.documents_BL is None else inputs.documents_BL.to(device)
+    return changed(inputs, lambda t: t.to(device))._replace(documents_BL=documents_BL)
 
 
 def cases() -> Iterator[object]:
     everything = {"rows": 1, "length": 11, "channels": 3, "size": 2, "absent": (), "borders": (4, 9), "decay": 1.0}
-    for name, changed in {
+    for name, other in {
         "everything": {},
         "two rows, two blocks of channels, a padded state": {
             **{"rows": 2, "length": 6, "channels": 5, "size": 3, "borders": (4,)},
         },
         "one document": {"borders": None},
-        "no state": {"absent": ("state",), "length": 5},
-        "no gate": {"absent": ("z",), "length": 5},
-        "bare": {"absent": ("z", "state"), "borders": None, "length": 5},
+        "no state": {"absent": ("state_BEN",), "length": 5},
+        "no gate": {"absent": ("z_BLE",), "length": 5},
+        "bare": {"absent": ("z_BLE", "state_BEN"), "borders": None, "length": 5},
         "borders at the edges of tiles and chunks": {"borders": (4, 8, 12), "length": 13},
         "borders at the first tokens": {"borders": (1, 2), "length": 3},
         "one token": {"length": 1, "borders": None},
@@ -59,23 +56,20 @@ def cases() -> Iterator[object]:
         "weak decays": {"decay": 1e-6},
         "no decay at all": {"decay": 0.0},
     }.items():
-        yield pytest.param(everything | changed, id=name)
+        yield pytest.param(everything | other, id=name)
 
 
 @pytest.mark.parametrize("case", [*cases()])
 @pytest.mark.usefixtures("_small_tiles")
 def test_it_equals_the_reference(case: dict, everywhere: torch.device) -> None:
     sizes = {name: case[name] for name in ("rows", "length", "channels", "size")}
-    inputs = random_inputs(dtype=torch.float32, **sizes) | dict.fromkeys(case["absent"])
-    inputs["A"] = (inputs["A"] * case["decay"]).detach()
-    exact = {name: None if t is None else t.detach().double().requires_grad_() for name, t in inputs.items()}
-    here = {name: None if t is None else t.detach().to(everywhere).requires_grad_() for name, t in inputs.items()}
-    documents = None
+    inputs = scan_inputs(dtype=torch.float32, **sizes)._replace(**dict.fromkeys(case["absent"]))
+    inputs = inputs._replace(A_EN=(inputs.A_EN * case["decay"]).detach())
     if case["borders"] is not None:
         documents = documents_with_borders(case["rows"], case["length"], *case["borders"])
-    expected = computed("reference", exact, documents)
-    found = computed("triton", here, None if documents is None else documents.to(everywhere))
-    for name, value in expected.items():
+        inputs = inputs._replace(documents_BL=documents)
+    found = computed(selective_scan, "triton", on(everywhere, inputs))
+    for name, value in computed(selective_scan, "reference", exact(inputs)).items():
         assert found[name].dtype == torch.float32
         close = 2e-6 * max(value.abs().max().item(), 1e-30)
         assert_close(found[name].double().cpu(), value, rtol=1e-5, atol=close, msg=lambda m, name=name: f"{name}: {m}")
@@ -84,15 +78,13 @@ def test_it_equals_the_reference(case: dict, everywhere: torch.device) -> None:
 @pytest.mark.usefixtures("_small_tiles")
 def test_small_steps_keep_their_precision(everywhere: torch.device) -> None:
     """softplus(-25) is 1.4e-11, and with 300 the decay is 0: neither step nor gradients lose a digit next to others."""
-    inputs = random_inputs(rows=1, length=5, channels=3, dtype=torch.float32)
     dt = torch.tensor([-25.0, 0.5, 300.0]).expand(1, 5, 3)
-    inputs |= {"dt": dt, "dt_bias": torch.zeros(3)}
-    exact = {name: t.detach().double().requires_grad_() for name, t in inputs.items()}
-    here = {name: t.detach().to(everywhere).requires_grad_() for name, t in inputs.items()}
-    expected, found = computed("reference", exact, None), computed("triton", here, None)
-    for name in ("last", "x", "dt", "A", "dt_bias", "state"):
+    inputs = scan_inputs(1, 5, 3, dtype=torch.float32)._replace(dt_BLE=dt, dt_bias_E=torch.zeros(3))
+    expected = computed(selective_scan, "reference", exact(inputs))
+    found = computed(selective_scan, "triton", on(everywhere, inputs))
+    for name in ("last", "x_BLE", "dt_BLE", "A_EN", "dt_bias_E", "state_BEN"):
         # channel by channel: they differ by many orders of magnitude
-        axis = expected[name].dim() - (1 if name in ("x", "dt", "dt_bias") else 2)
+        axis = expected[name].dim() - (1 if name.endswith("E") else 2)
         for one, other in zip(found[name].unbind(axis), expected[name].unbind(axis), strict=True):
             close = max(3e-6 * other.abs().max().item(), 1e-30)  # below are what fp32 has no numbers for
             assert_close(one.double().cpu(), other, rtol=1e-5, atol=close, msg=lambda m, name=name: f"{name}: {m}")
@@ -101,17 +93,14 @@ def test_small_steps_keep_their_precision(everywhere: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.usefixtures("_small_tiles")
 def test_narrow_types_are_computed_in_fp32_and_repeat_bit_for_bit(dtype: torch.dtype, everywhere: torch.device) -> None:
-    inputs = random_inputs(rows=1, length=10, dtype=dtype)
-    here = {name: t.detach().to(everywhere).requires_grad_() for name, t in inputs.items()}
-    exact = {name: t.detach().double().requires_grad_() for name, t in inputs.items()}
-    documents = documents_with_borders(1, 10, 5)
-    first, again = (computed("triton", here, documents.to(everywhere)) for _ in range(2))
-    expected = computed("reference", exact, documents)
-    assert first["last"].dtype == torch.float32
+    inputs = scan_inputs(rows=1, length=10, dtype=dtype)._replace(documents_BL=documents_with_borders(1, 10, 5))
+    first, again = (computed(selective_scan, "triton", on(everywhere, inputs)) for _ in range(2))
+    expected = computed(selective_scan, "reference", exact(inputs))
+    assert (first["y"].dtype, first["last"].dtype) == (dtype, torch.float32)
     assert_close(first["last"].double().cpu(), expected["last"], rtol=1e-5, atol=1e-5)
+    assert all(first[name].dtype == value.dtype for name, value in floats(inputs).items())
     for name, value in expected.items():
         assert torch.equal(first[name], again[name])
-        assert first[name].dtype == (dtype if name == "y" else inputs[name].dtype if name in inputs else torch.float32)
         close = 2**-7 * value.abs().max().item()
         assert_close(first[name].double().cpu(), value, rtol=2**-7, atol=close, msg=lambda m, name=name: f"{name}: {m}")
 
@@ -119,19 +108,19 @@ def test_narrow_types_are_computed_in_fp32_and_repeat_bit_for_bit(dtype: torch.d
 @pytest.mark.usefixtures("_small_tiles")
 def test_no_bit_of_a_document_leaks_into_the_next(everywhere: torch.device) -> None:
     border, length = 6, 10  # inside the second tile
-    documents = (torch.arange(length) >= border).int().expand(1, -1).to(everywhere)
-    inputs = {n: t.detach().to(everywhere) for n, t in random_inputs(1, length, 3, 2, torch.float32).items()}
-    probed = []
-    for factor in (1.0, -30.0):
-        changed = inputs | {"state": factor * inputs["state"]}
-        for name in ("x", "dt", "B", "C", "z"):
-            changed[name] = torch.cat([factor * inputs[name][:, :border], inputs[name][:, border:]], dim=1)
-        changed = {name: t.requires_grad_() for name, t in changed.items()}
-        with force(selective_scan="triton"):
-            y, last = selective_scan(ScanInputs(*changed.values(), documents))
-        grads = gradients(some_loss(y[:, border:], last), changed)
-        assert not grads["state"].any()
-        assert not any(grads[name][:, :border].any() for name in ("x", "dt", "B", "C", "z"))
+    documents = (torch.arange(length) >= border).int().expand(1, -1)
+    inputs = on(everywhere, scan_inputs(1, length, 3, 2, torch.float32)._replace(documents_BL=documents))
+    tokens, probed = by_token(inputs), []
+    for factor in (1, -30):
+        other = changed(inputs, Tensor.clone)
+        with torch.no_grad():
+            other.state_BEN.mul_(factor)
+            for name in tokens:
+                getattr(other, name)[:, :border] *= factor
+        y, last = run(selective_scan, "triton", other)
+        grads = gradients(some_loss(y[:, border:], last), other)
+        assert not grads["state_BEN"].any()
+        assert not any(grads[name][:, :border].any() for name in tokens)
         probed.append([y[:, border:], last, *grads.values()])
     assert all(torch.equal(one, other) for one, other in zip(*probed, strict=True))
 
@@ -142,57 +131,55 @@ def test_no_bit_of_a_document_leaks_into_the_next(everywhere: torch.device) -> N
 def test_nothing_that_is_not_finite_crosses_a_border(border: int, value: float, everywhere: torch.device) -> None:
     """Neither a state, forward, nor a gradient, backward."""
     length = 11
-    documents = (torch.arange(length) >= border).int().expand(1, -1).to(everywhere)
-    sound = {n: t.detach().to(everywhere) for n, t in random_inputs(1, length, 3, 2, torch.float32).items()}
-    broken = sound | {"state": torch.full_like(sound["state"], value)}
-    for name in ("x", "dt", "B"):
-        broken[name] = sound[name].clone()
-        broken[name][:, 0] = value
-    made = []
+    documents = (torch.arange(length) >= border).int().expand(1, -1)
+    sound = on(everywhere, scan_inputs(1, length, 3, 2, torch.float32)._replace(documents_BL=documents))
+    broken, tokens, made = changed(sound, Tensor.clone), by_token(sound), []
+    with torch.no_grad():
+        broken.state_BEN.fill_(value)
+        for each in (broken.x_BLE, broken.dt_BLE, broken.B_BLN):
+            each[:, 0] = value
     for inputs in (sound, broken):
-        inputs = {name: tensor.clone().requires_grad_() for name, tensor in inputs.items()}
-        with force(selective_scan="triton"):
-            y, last = selective_scan(ScanInputs(*inputs.values(), documents))
+        y, last = run(selective_scan, "triton", inputs)
         grads = gradients(some_loss(y[:, border:], last), inputs)
-        made.append([y[:, border:], last, *(grads[name][:, border:] for name in ("x", "dt", "B", "C", "z"))])
+        made.append([y[:, border:], last, *(grads[name][:, border:] for name in tokens)])
     assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
     assert all(one.isfinite().all() for one in made[1])
 
-    inputs = {name: tensor.clone().requires_grad_() for name, tensor in sound.items()}
-    with force(selective_scan="triton"):
-        y, last = selective_scan(ScanInputs(*inputs.values(), documents))
-    before = [torch.autograd.grad([y, last], [inputs[n] for n in ("x", "dt", "B", "C")], [y.detach(), grad_last],
-                                  retain_graph=True) for grad_last in (0 * last, last * value)]  # fmt: skip
+    y, last = run(selective_scan, "triton", sound)
+    wanted = [sound.x_BLE, sound.dt_BLE, sound.B_BLN, sound.C_BLN]
+    before = [
+        torch.autograd.grad([y, last], wanted, [y.detach(), grad_last], retain_graph=True)
+        for grad_last in (0 * last, last * value)
+    ]
     assert all(torch.equal(one[:, :border], other[:, :border]) for one, other in zip(*before, strict=True))
 
 
 @pytest.mark.usefixtures("_small_tiles")
 def test_rows_and_tokens_may_lie_in_any_order(everywhere: torch.device) -> None:
     """As in a mixer: sequence first in memory, x and z parts of one projection, B and C of another; channels apart."""
-    inputs = random_inputs(rows=2, length=5, dtype=torch.float32)
     x, z = torch.randn(5, 2, 6).transpose(0, 1).split(3, dim=2)
     B, C = torch.randn(5, 2, 4).transpose(0, 1).split(2, dim=2)
     dt = torch.randn(3, 2, 5).permute(1, 2, 0)
-    here = {n: t.to(everywhere) for n, t in (inputs | {"x": x, "z": z, "B": B, "C": C, "dt": dt}).items()}
-    here = {name: t.detach().requires_grad_() for name, t in here.items()}
-    expected = computed("chunked", here, None)
-    for name, value in computed("triton", here, None).items():
+    inputs = scan_inputs(rows=2, length=5, dtype=torch.float32)
+    inputs = on(everywhere, inputs._replace(x_BLE=x, dt_BLE=dt, B_BLN=B, C_BLN=C, z_BLE=z))
+    expected = computed(selective_scan, "chunked", inputs)
+    for name, value in computed(selective_scan, "triton", inputs).items():
         assert_close(value, expected[name], rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def test_what_it_does_not_support() -> None:
-    def reason(inputs: dict[str, Tensor | None], documents: Tensor | None = None) -> str | None:
-        return selective_scan.named("triton").unsupported_reason(ScanInputs(*inputs.values(), documents))
+    def reason(inputs: ScanInputs) -> str | None:
+        return selective_scan.named("triton").unsupported_reason(inputs)
 
     assert selective_scan.named("triton").device == "cuda"
     assert selective_scan.named("triton").repeats_bits()
-    assert reason(random_inputs(dtype=torch.float32), documents_with_borders(2, 11, 5)) is None
-    assert "float64" in reason(random_inputs())
-    assert "at most 256, not 257" in reason(random_inputs(size=257, dtype=torch.float32))
+    assert reason(scan_inputs(dtype=torch.float32)._replace(documents_BL=documents_with_borders(2, 11, 5))) is None
+    assert "float64" in reason(scan_inputs())
+    assert "at most 256, not 257" in reason(scan_inputs(size=257, dtype=torch.float32))
 
 
 def test_documents_go_to_it_rather_than_to_mamba_ssm() -> None:
-    inputs = ScanInputs(*(random_inputs(dtype=torch.float32) | {"state": None}).values())
+    inputs = scan_inputs(dtype=torch.float32)._replace(state_BEN=None)
     for documents, first in ((None, "mamba-ssm"), (documents_with_borders(2, 11, 5), "triton")):
         given = inputs._replace(documents_BL=documents)
         supporting = [each.name for each in selective_scan.implementations if each.unsupported_reason(given) is None]

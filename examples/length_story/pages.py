@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from examples.long_text import Curve, draw_seeds, spread
 from hybridtron.evaluate.pictures import picture
 from hybridtron.proving.measuring import BenchReport, markdown
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    pass
 
-PER_DOUBLING = 2  # bins of positions
 FAILS = 1.2  # times its least perplexity, that a base must reach at FAILS_AT times its context
 FAILS_AT = 4
 COPIES = 0.9  # of the letters, that a base trained from zero states must copy at the longest trained length
@@ -34,32 +34,6 @@ class Findings:
     copying: Mapping[str, Mapping[int, Mapping[str, float]]]
     trained_lengths: tuple[int, int]
     notes: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Perplexity by bins of positions, each named by its last one."""
-
-    ends: list[int]
-    perplexities: list[float]
-
-    @staticmethod
-    def of(losses: Sequence[float], context: int) -> Curve:
-        import torch
-
-        from hybridtron.evaluate.length import perplexity_bins
-
-        odd = context // (context & -context)  # whose doublings come by the context, so that it ends a bin
-        bins = perplexity_bins(torch.tensor(losses, dtype=torch.float64), odd, PER_DOUBLING)
-        return Curve([one.last for one in bins], [one.perplexity for one in bins])
-
-    def at(self, position: int) -> float:
-        """In the bin that ends there."""
-        return self.perplexities[self.ends.index(position)]
-
-    @property
-    def least(self) -> float:
-        return min(self.perplexities)
 
 
 def curves(findings: Findings, name: str) -> list[Curve]:
@@ -122,13 +96,6 @@ def copying_rows(findings: Findings, report: BenchReport) -> None:
     report.table(title, header, cells, "length_story_copying.png")
 
 
-def spread(values: Sequence[float]) -> str:
-    """Mean and standard deviation, or the value where it is the only one."""
-    if len(values) == 1:
-        return f"{values[0]:.2f}"
-    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
-
-
 def draw(findings: Findings, folder: Path) -> None:
     """Both pictures."""
     draw_perplexity(findings, folder / "length_story.png")
@@ -140,7 +107,7 @@ def draw_perplexity(findings: Findings, path: Path) -> None:
         for name in findings.language:
             of_name = curves(findings, name)
             style = "-" if name == "base" else "--"
-            draw_seeds(axes, of_name[0].ends, [curve.perplexities for curve in of_name], name, name, style)
+            draw_seeds(axes, of_name[0].ends, [curve.perplexities for curve in of_name], COLORS[name], name, style)
         axes.axvline(findings.context, color="black", linestyle=":", linewidth=0.8, label=f"context {findings.context}")
         every = [curve for name in findings.language for curve in curves(findings, name)]
         least, last = min(curve.least for curve in every), max(curve.perplexities[-1] for curve in every)
@@ -156,16 +123,7 @@ def draw_copying(findings: Findings, path: Path) -> None:
         for name, seeds in findings.copying.items():
             lengths = [int(length) for length in next(iter(seeds.values()))]
             accuracies = [list(of_seed.values()) for of_seed in seeds.values()]
-            draw_seeds(axes, lengths, accuracies, name, f"from {name}", "o-")
+            draw_seeds(axes, lengths, accuracies, COLORS[name], f"from {name}", "o-")
         for length, label in zip(findings.trained_lengths, ("lengths trained on", None), strict=True):
             axes.axvline(length, color="black", linestyle=":", linewidth=0.8, label=label)
         axes.set(xticks=lengths, xlabel="letters to copy", ylabel="copied rightly", ylim=(0, 1.02))
-
-
-def draw_seeds(
-    axes: Axes, places: Sequence[int], seeds: Sequence[Sequence[float]], name: str, label: str, style: str
-) -> None:
-    """The mean over seeds, in a band from the lowest to the highest."""
-    values = list(zip(*seeds, strict=True))
-    axes.plot(places, [statistics.mean(one) for one in values], style, color=COLORS[name], label=label)
-    axes.fill_between(places, list(map(min, values)), list(map(max, values)), color=COLORS[name], alpha=0.15, lw=0)

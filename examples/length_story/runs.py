@@ -96,31 +96,6 @@ def write_copying_data(sizes: Sizes, root: Path) -> None:
     write_folder(root / "strings", tokens, tokenizer, END + 1, END, origin, masks=masks)
 
 
-def long_text_losses(run: Path, sizes: Sizes) -> list[float]:
-    """Mean loss by position over rows of held-out text, packed end to end and cut anywhere, as training rows are."""
-    import torch
-
-    from hybridtron.cli.given import newest_checkpoint
-    from hybridtron.data.order.stream import DocumentStream, RowSpans
-    from hybridtron.data.rows import gather
-    from hybridtron.evaluate.held_out import open_sources, trained_model
-    from hybridtron.evaluate.length import position_losses
-    from hybridtron.model.generate import reader
-
-    model, config, seq_len = trained_model(newest_checkpoint(run), None)
-    tokens, sources = seq_len * sizes.multiples + 1, open_sources(config.data, None)
-    stores = sources.stores("validation")
-    streams = [DocumentStream(store) for store in stores]
-    stride = sum(stream.tokens_per_epoch for stream in streams) // sizes.rows  # rows overlap: each position sees all
-    rows = [
-        RowSpans([(source, span) for span in stream.spans(start, tokens)], 0)
-        for source, stream in enumerate(streams)
-        for start in range(0, stream.tokens_per_epoch - tokens, stride)
-    ]
-    tokens_BT = torch.from_numpy(gather(stores, rows, sources.dtype, joined=True).tokens_BT.astype("int64"))
-    return position_losses(reader(model), tokens_BT, 2 * seq_len).tolist()
-
-
 def copy_accuracy(run: Path, sizes: Sizes) -> dict[str, float]:
     """By length of the string: the share of its copy's letters that are the likeliest, given the right ones before."""
     from hybridtron.cli.given import newest_checkpoint

@@ -23,15 +23,18 @@ from examples.length_story.runs import (
     STORY,
     Sizes,
     copy_accuracy,
-    long_text_losses,
     sweep_of,
     write_copying_data,
 )
+from examples.long_text import long_text_losses
 from examples.study import Plan, conduct, measured, parse
 from hybridtron.cli.given import progress_bar
 from hybridtron.sweep.grid import SEED
 
-PARTS = {"language": long_text_losses, "copying": copy_accuracy}
+PARTS = {
+    "language": lambda run, sizes: long_text_losses(run, sizes.multiples, sizes.rows),
+    "copying": copy_accuracy,
+}
 """By the name of the sweep: what is measured on each of its runs."""
 
 

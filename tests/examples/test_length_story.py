@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from examples.length_story.pages import Curve, Findings, draw, page
+from examples.length_story.pages import Findings, draw, page
 from examples.length_story.runs import QUICK, STORY, sweep_of, write_copying_data
 from examples.length_story.story import main
+from examples.long_text import Curve
 from examples.study import finished, state
 from hybridtron.data.folder import TokenFolder
 from tests.data.test_folder import documents_by_streaming

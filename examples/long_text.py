@@ -1,0 +1,81 @@
+"""Perplexity by position of held-out text that is many times as long as the rows of training: numbers and curves."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PER_DOUBLING = 2  # bins of positions
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Perplexity by bins of positions, each named by its last one."""
+
+    ends: list[int]
+    perplexities: list[float]
+
+    @staticmethod
+    def of(losses: Sequence[float], context: int) -> Curve:
+        import torch
+
+        from hybridtron.evaluate.length import perplexity_bins
+
+        odd = context // (context & -context)  # whose doublings come by the context, so that it ends a bin
+        bins = perplexity_bins(torch.tensor(losses, dtype=torch.float64), odd, PER_DOUBLING)
+        return Curve([one.last for one in bins], [one.perplexity for one in bins])
+
+    def at(self, position: int) -> float:
+        """In the bin that ends there."""
+        return self.perplexities[self.ends.index(position)]
+
+    @property
+    def least(self) -> float:
+        return min(self.perplexities)
+
+
+def long_text_losses(run: Path, multiples: int, rows: int) -> list[float]:
+    """Mean loss by position over rows of held-out text, packed end to end and cut anywhere, as training rows are."""
+    import torch
+
+    from hybridtron.cli.given import newest_checkpoint
+    from hybridtron.data.order.stream import DocumentStream, RowSpans
+    from hybridtron.data.rows import gather
+    from hybridtron.evaluate.held_out import open_sources, trained_model
+    from hybridtron.evaluate.length import position_losses
+    from hybridtron.model.generate import reader
+
+    model, config, seq_len = trained_model(newest_checkpoint(run), None)
+    tokens, sources = seq_len * multiples + 1, open_sources(config.data, None)
+    stores = sources.stores("validation")
+    streams = [DocumentStream(store) for store in stores]
+    stride = sum(stream.tokens_per_epoch for stream in streams) // rows  # rows overlap: each position sees all
+    spans = [
+        RowSpans([(source, span) for span in stream.spans(start, tokens)], 0)
+        for source, stream in enumerate(streams)
+        for start in range(0, stream.tokens_per_epoch - tokens, stride)
+    ]
+    tokens_BT = torch.from_numpy(gather(stores, spans, sources.dtype, joined=True).tokens_BT.astype("int64"))
+    return position_losses(reader(model), tokens_BT, 2 * seq_len).tolist()
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean and standard deviation, or the value where it is the only one."""
+    if len(values) == 1:
+        return f"{values[0]:.2f}"
+    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
+
+
+def draw_seeds(
+    axes: Axes, places: Sequence[int], seeds: Sequence[Sequence[float]], color: str, label: str, style: str
+) -> None:
+    """The mean over seeds, in a band from the lowest to the highest."""
+    values = list(zip(*seeds, strict=True))
+    axes.plot(places, [statistics.mean(one) for one in values], style, color=color, label=label)
+    axes.fill_between(places, list(map(min, values)), list(map(max, values)), color=color, alpha=0.15, lw=0)

@@ -5,6 +5,7 @@
 # make reference   writes docs/keys.md, the reference of all keys
 # make length-story   pretrains tiny models that fail beyond their context and repairs them (tens of minutes)
 # make passkey   trains tiny models to find a key in long texts, with Mamba and without (an hour)
+# make mixers   trains every recurrence at equal size and compares them (three hours)
 # make chaos   kills and damages a tiny run again and again, which ends as one that nothing happens to (minutes)
 # make audit   compares every gradient of every parallel layout with one process (minutes)
 # make rehearse   rehearses a step of every recipe under five layouts without a GPU, and writes its page (tens of minutes)
@@ -23,7 +24,7 @@ TORCH ?= torch==2.13.0
 DALI := nvidia-dali-cuda120==2.4.0
 BIN := $(VENV)/bin
 .PHONY: train length-story setup setup-dev setup-metrics setup-dali same-python test lint types test-fast test-slow \
-  passkey test-core test-triton test-slurm setup-slurm test-gpu gpu-day-one audit chaos rehearse reference format clean
+  passkey mixers test-core test-triton test-slurm setup-slurm test-gpu gpu-day-one audit chaos rehearse reference format clean
 
 train: $(VENV)/.ready
 	$(BIN)/python train.py
@@ -33,6 +34,9 @@ length-story: $(VENV)/.ready
 
 passkey: $(VENV)/.ready
 	$(BIN)/python -m examples.passkey.study
+
+mixers: $(VENV)/.ready
+	$(BIN)/python -m examples.mixers.study
 
 setup: $(VENV)/.ready
 

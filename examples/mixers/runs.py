@@ -1,0 +1,98 @@
+"""What the study of mixers trains (text.yaml, recall.yaml) and measures, and the rows of MQAR."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from examples.long_text import long_text_losses
+from examples.study import answers, selected
+from hybridtron.sweep.carry_out import Folder
+from hybridtron.sweep.grid import SEED, Sweep, SweepRun
+from hybridtron.train.records import read_lines
+
+HERE = Path(__file__).parent
+SEQ_LEN = "phases.0.seq_len"
+VOCABULARY = 512
+PAIRS = {64: 4, 128: 8}  # by the tokens of a row without its end
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is done: the real study, or one of a minute."""
+
+    settings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by the sweep's name
+    variants: tuple[str, ...] | None = None  # None: all
+    seeds: tuple[str, ...] = ("1", "2", "3")
+    multiples: int = 16  # of the training length, that are read
+    rows: int = 128  # of held-out text that are read, evenly over all of it
+    training: int = 100_000  # rows of MQAR of each length
+    asked: int = 500
+
+
+STUDY = Sizes()
+QUICK_ROWS = ("phases.0.global_batch=4", "phases.0.micro_batch=4", "model.width=32", "run.eval_tokens=1K")
+QUICK = Sizes(
+    settings={
+        "text": ("phases.0.tokens=8K", "phases.0.seq_len=128", "model.vocab_size=512", *QUICK_ROWS),
+        "recall": QUICK_ROWS,
+    },
+    variants=("mamba", "gla"),
+    seeds=("1",),
+    multiples=4,
+    rows=4,
+    training=60,
+    asked=4,
+)
+
+
+def sweep_of(part: str, sizes: Sizes, runs: Path, data: Path) -> tuple[Sweep, Folder]:
+    """The runs of `text` or of `recall`, at these sizes, and their folder."""
+
+    def more(run: SweepRun) -> tuple[str, ...] | None:
+        if run.values[SEED] not in sizes.seeds or (sizes.variants is not None and run.variant not in sizes.variants):
+            return None
+        settings = sizes.settings.get(part, ())
+        if part == "text":
+            return settings
+        tokens = int(run.values[SEQ_LEN])
+        rows = (f"data.path={data / str(tokens - 1)}", f"phases.0.tokens={sizes.training * tokens}")
+        return (*settings, *rows)
+
+    return selected(HERE / f"{part}.yaml", runs / part, more)
+
+
+def write_rows(sizes: Sizes, data: Path) -> None:
+    """For each length a folder in which every sample of MQAR, with its end, is one row."""
+    from hybridtron.cli.tasks import prepare_main
+
+    for length, pairs in PAIRS.items():
+        if not (data / str(length)).exists():
+            with redirect_stdout(StringIO()):
+                prepare_main([
+                    "mqar", f"pairs={pairs}", f"vocabulary={VOCABULARY}", "follows=true", "--length", str(length),
+                    "--training", str(sizes.training), "--output", str(data / str(length)),
+                ])  # fmt: skip
+
+
+def of_text(run: Path, sizes: Sizes) -> dict[str, Any]:
+    """Mean loss by position, and tokens per second of the median step."""
+    rates = [line["tokens_per_second"] for line in read_lines(run / "metrics.jsonl") if "tokens_per_second" in line]
+    return {"losses": long_text_losses(run, sizes.multiples, sizes.rows), "rate": statistics.median(rates)}
+
+
+def of_recall(run: Path, sizes: Sizes) -> float:
+    """The share of values that are the likeliest, of samples that are not trained on."""
+    from hybridtron.cli.given import newest_checkpoint
+    from hybridtron.config.load import load_saved
+
+    length = load_saved(run / "config.yaml").phases[0].seq_len - 1
+    options = {"pairs": PAIRS[length], "vocabulary": VOCABULARY, "follows": True}
+    task = {"task": "mqar", "lengths": [length], "samples": sizes.asked, "options": options}
+    rows = answers(newest_checkpoint(run), {"tasks": [task]}, run / "evaluation/recall", batch=50)
+    return next(row["value"] for row in rows if row["metric"] == "accuracy")

@@ -213,6 +213,7 @@ def shipped() -> None:
 
 
 @pytest.mark.slow  # five sizes and types of five kernels
+@pytest.mark.timeout(600)  # a compiler's minute, and several on a busy machine
 def test_what_is_shipped_fits_an_h100() -> None:
     launches, buffers = compile_calls(__name__, "shipped")
     assert {launch.kernel for launch in launches} == {"_walk", "_chain", "_retrace", "_walk_back", "_gradients"}

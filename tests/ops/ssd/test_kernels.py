@@ -223,6 +223,7 @@ def shipped() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # a compiler's minute, and several on a busy machine
 def test_what_is_shipped_fits_an_h100() -> None:
     launches, buffers = compile_calls(__name__, "shipped")
     kernels = {launch.kernel for launch in launches}

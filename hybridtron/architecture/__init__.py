@@ -4,6 +4,7 @@ from hybridtron.architecture.attention import AttentionSpec
 from hybridtron.architecture.base import MixerSpec
 from hybridtron.architecture.gated_deltanet import GatedDeltaNetSpec
 from hybridtron.architecture.gla import GLASpec
+from hybridtron.architecture.kda import KDASpec
 from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.architecture.retnet import RetNetSpec
@@ -16,6 +17,7 @@ SPECS: dict[str, type[MixerSpec]] = {
     "gla": GLASpec,
     "retnet": RetNetSpec,
     "gated_deltanet": GatedDeltaNetSpec,
+    "kda": KDASpec,
     "attention": AttentionSpec,
     "span": SpanSpec,
     "swiglu": SwiGLUSpec,

@@ -35,6 +35,7 @@ OPTIONS = {
         {"heads": 2},
         {"heads": 4, "key_heads": 2, "expand_k": 0.5, "conv": 3, "negative_eigenvalues": True},
     ],
+    "kda": [{"heads": 2, "negative_eigenvalues": True}, {"heads": 4, "expand_k": 0.5, "expand_v": 1.5, "conv": 3}],
     "attention": [
         {"heads": 4},
         {"heads": 4, "kv_heads": 2, "window": 6},

@@ -1,4 +1,4 @@
-"""Gated DeltaNet: token by token as its equations stand, its identities, how it starts, and transformers' layers."""
+"""Gated DeltaNet and KDA: their equations token by token, identities, how they start, and transformers' layers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 from torch.testing import assert_close
-from transformers import OlmoHybridConfig, Qwen3NextConfig
+from transformers import KimiLinearConfig, OlmoHybridConfig, Qwen3NextConfig
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from hybridtron.architecture.base import ModelSizes
+from hybridtron.architecture.delta_rule import DeltaRuleSpec
 from hybridtron.architecture.gated_deltanet import GatedDeltaNetSpec
+from hybridtron.architecture.kda import KDASpec
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, build_mixer
 from hybridtron.mixers.delta_rule import of_length
+from hybridtron.mixers.linear_attention import HeadInputs
 from hybridtron.model.init import starting_value
 from hybridtron.parallel.linear import SINGLE_RANK
 
@@ -27,7 +31,7 @@ SIZES, LENGTH = ModelSizes(width=32, num_sublayers=2), 70
 GROUPED = GatedDeltaNetSpec(heads=4, key_heads=2, expand_k=0.5, expand_v=1.0, negative_eigenvalues=True)
 
 
-def built(spec: GatedDeltaNetSpec) -> Mixer:
+def built(spec: DeltaRuleSpec) -> Mixer:
     """In fp64, its weights large enough that decays, steps and gates differ widely."""
     mixer = build_mixer(spec, SIZES, SINGLE_RANK).double()
     for weight in mixer.parameters():
@@ -38,6 +42,10 @@ def built(spec: GatedDeltaNetSpec) -> Mixer:
 def convolved(x_LC: Tensor, taps_CW: Tensor) -> Tensor:
     padded = F.pad(x_LC, (0, 0, taps_CW.shape[1] - 1, 0))
     return F.silu(sum(padded[w : w + len(x_LC)] * taps_CW[:, w] for w in range(taps_CW.shape[1])))
+
+
+def unit(x_LN: Tensor) -> Tensor:
+    return x_LN / (x_LN.square().sum(1, keepdim=True) + 1e-6).sqrt()
 
 
 def one_head(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
@@ -66,6 +74,40 @@ def test_gated_deltanet_is_its_equations_head_by_head() -> None:
         outputs.append(read / (read.square().mean(1, keepdim=True) + 1e-5).sqrt() * mixer.norm_weight)
     expected = (torch.cat(outputs, dim=1) * z * torch.sigmoid(z)) @ mixer.out_proj.weight.T
     assert_close(mixer(x.unsqueeze(1), None, SeqInfo.stream(1, LENGTH)).y_LBD[:, 0], expected, rtol=1e-9, atol=1e-9)
+
+
+def test_kda_is_its_equations_head_by_head() -> None:
+    mixer, x = built(KDASpec(heads=4, expand_k=0.75)), torch.randn(LENGTH, SIZES.width, dtype=torch.float64)
+    q, k, v = convolved(x @ mixer.in_proj.weight.T, mixer.conv_weight).split((24, 24, 32), dim=-1)
+    a = x @ mixer.decay_down.weight.T @ mixer.decay_up.weight.T + mixer.dt_bias
+    b, z = x @ mixer.b_proj.weight.T, x @ mixer.gate_down.weight.T @ mixer.gate_up.weight.T
+    outputs = []
+    for head in range(4):
+        keys, values = slice(6 * head, 6 * head + 6), slice(8 * head, 8 * head + 8)
+        unit_q, unit_k = unit(q[:, keys]), unit(k[:, keys])
+        decay = (1 + a[:, keys].exp()) ** -mixer.A_log[head].exp()
+        read = one_head(unit_q, unit_k, v[:, values], torch.sigmoid(b[:, head]), decay)
+        outputs.append(read / (read.square().mean(1, keepdim=True) + 1e-5).sqrt() * mixer.norm_weight)
+    expected = (torch.cat(outputs, dim=1) * torch.sigmoid(z)) @ mixer.out_proj.weight.T
+    assert_close(mixer(x.unsqueeze(1), None, SeqInfo.stream(1, LENGTH)).y_LBD[:, 0], expected, rtol=1e-9, atol=1e-9)
+
+
+def test_kda_whose_channels_decay_alike_is_gated_deltanet() -> None:
+    """Before their gates; from the same queries, keys, values and state."""
+    scalar = built(GatedDeltaNetSpec(heads=4, expand_k=1.0, expand_v=1.0))
+    wide = built(KDASpec(heads=4))
+    up_HR = torch.randn(4, 8, dtype=torch.float64)
+    with torch.no_grad():
+        wide.decay_up.weight.copy_(up_HR.repeat_interleave(8, dim=0))
+        wide.dt_bias.copy_(scalar.dt_bias.repeat_interleave(8))
+        wide.A_log.copy_(scalar.A_log)
+        scalar.ab_proj.weight.copy_(torch.cat([up_HR @ wide.decay_down.weight, wide.b_proj.weight]))
+    q, k, v = torch.randn(3, 2, LENGTH, 4, 8, dtype=torch.float64)
+    x, state = torch.randn(LENGTH, 2, 32, dtype=torch.float64), torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    documents = torch.arange(2 * LENGTH).view(2, LENGTH) // 50
+    given = HeadInputs(x, q, k, v, state, documents)
+    for one, other in zip(wide.attend(given), scalar.attend(given), strict=True):
+        assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
 def test_without_steps_the_state_only_decays() -> None:
@@ -172,12 +214,34 @@ def qwen3_next() -> tuple[Mixer, torch.nn.Module, Callable[[Mixer], dict[str, Te
     return built(spec), Qwen3NextGatedDeltaNet(config, 0), theirs
 
 
+def kimi_linear() -> tuple[Mixer, torch.nn.Module, Callable[[Mixer], dict[str, Tensor]]]:
+    config = KimiLinearConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, vocab_size=8, pad_token_id=0, rms_norm_eps=1e-5,
+        linear_head_dim=8, linear_num_heads=4,
+    )  # fmt: skip
+
+    def theirs(ours: Mixer) -> dict[str, Tensor]:
+        projections = dict(zip("qkv", by_parts(ours, "in_proj.weight", (32, 32, 32)), strict=True))
+        projections |= {"b": ours.b_proj.weight, "o": ours.out_proj.weight}
+        projections |= {"g_a": ours.gate_down.weight, "g_b": ours.gate_up.weight}
+        decays = {"A_log": ours.A_log.view(1, 1, 4, 1), "dt_bias": ours.dt_bias}
+        decays |= {"f_a_proj.weight": ours.decay_down.weight, "f_b_proj.weight": ours.decay_up.weight}
+        return {
+            **{f"{name}_proj.weight": weight for name, weight in projections.items()},
+            **{f"forget_gate.{name}": weight for name, weight in decays.items()},
+            "o_norm.weight": ours.norm_weight,
+            "conv1d.weight": ours.conv_weight.unsqueeze(1),
+        }
+
+    return built(KDASpec(heads=4)), KimiLinearDeltaAttention(config, 0), theirs
+
+
 def shared(ours: Mixer, norm: str) -> dict[str, Tensor]:
     names = {"dt_bias": ours.dt_bias, "A_log": ours.A_log, f"{norm}.weight": ours.norm_weight}
     return {**names, "conv1d.weight": ours.conv_weight.unsqueeze(1)}
 
 
-@pytest.mark.parametrize("pair", [olmo_hybrid, qwen3_next])
+@pytest.mark.parametrize("pair", [olmo_hybrid, qwen3_next, kimi_linear])
 def test_transformers_layer_gives_the_same_outputs_and_gradients(pair: Callable) -> None:
     """Its recurrence is computed in fp32 even here, so fp32's rounding is the limit."""
     ours, layer, weights_of = pair()

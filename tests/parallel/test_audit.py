@@ -24,6 +24,7 @@ FAST_CASES = {
     ("sliding-gla", "tp2-sp"),
     ("sliding-retnet", "tp2"),
     ("gated-deltanet", "tp2-sp"),
+    ("kda", "tp2"),
     ("mistral", "tp2-dp2"),
     ("llama", "dp2"),
     ("llama", "tp2-sp"),

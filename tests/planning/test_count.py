@@ -49,7 +49,12 @@ MAMBA2 = {  # as transformers' Mamba2ForCausalLM counts its own with these sizes
     "mamba2_hybrid_2.7b": 2_697_590_880,
 }
 
-HYBRIDS = {"gdn_hybrid_412m": 412_136_096, "gdn_hybrid_1.3b": 1_285_944_608}  # by hand below
+HYBRIDS = {  # by hand below
+    "gdn_hybrid_412m": 412_136_096,
+    "gdn_hybrid_1.3b": 1_285_944_608,
+    "kda_hybrid_421m": 421_442_960,
+    "kda_hybrid_1.3b": 1_301_211_248,
+}
 
 PRINTED = {  # in millions, Tables 5 to 8 of Samba
     "samba_421m_full_0": 449,
@@ -136,10 +141,17 @@ def test_hybrids_by_hand(recipe, parameters):
     model = recipe_config(recipe).model
     counted, width, heads = count(model, 4096), model.width, model.width // 128
     kinds = [layer.kind for layer in counted.layers]
-    assert kinds == [*["gated_deltanet", "swiglu"] * 3, "attention", "swiglu"] * (len(kinds) // 8)
-    # norm; q and k of 96, v, z and out of 192 channels a head; four taps; a and b; dt_bias and A_log; the heads' norm
-    delta = width + heads * (768 * width + 4 * 384 + 2 * width + 2) + 192
-    attention, mlp = width + 4 * width**2, width + 3 * width * (width * 11 // 4)
+    kind = "gated_deltanet" if recipe.startswith("gdn") else "kda"
+    assert kinds == [*[kind, "swiglu"] * 3, "attention", "swiglu"] * (len(kinds) // 8)
+    if kind == "gated_deltanet":
+        # norm; q and k of 96, v, z and out of 192 channels a head; four taps; a and b; dt_bias and A_log; heads' norm
+        delta = width + heads * (768 * width + 4 * 384 + 2 * width + 2) + 192
+    else:
+        # norm; q, k, v and out of 128 channels a head; four taps; b; dt_bias and A_log; into 128 for decays and gate,
+        # and from there to 128 each a head; the heads' norm
+        delta = width + heads * (512 * width + 4 * 384 + width + 129 + 2 * 128**2) + 2 * 128 * width + 128
+    hidden = width * 11 // 4 if kind == "gated_deltanet" else width * 13 // 4
+    attention, mlp = width + 4 * width**2, width + 3 * width * hidden
     groups = len(kinds) // 8 * (3 * delta + attention + 4 * mlp)
     assert counted.parameters == groups + width + 2 * 32000 * width == parameters
 

@@ -72,7 +72,8 @@ GROUPED_HEADS: Replaced = {
         lambda self, x_BLKN: x_BLKN.repeat(1, 1, self.heads // self.key_heads, 1)
     )
 }
-GLA_GATE_GRADIENT = _marked("gate_down", "partial_over_tensor", False)
+GATE_GRADIENT = _marked("gate_down", "partial_over_tensor", False)
+KDA_DECAY_GRADIENT = _marked("decay_down", "partial_over_tensor", False)
 HEAD_NORM_GRADIENT = _marked("norm_weight", "partial_over_tensor", False)
 NORM_GRADIENT = _marked("norm.weight", "partial_over_tensor", False)
 DOUBLE_NORM_GRADIENT = _marked("norm.weight", "partial_over_tensor", True)
@@ -172,11 +173,13 @@ BUGS = {
     "bc_gradient": Bug("replicated B and C keep their rank's part", BC_GRADIENT, "mamba2", "tp2"),
     "group_norm": Bug("the gated norm's mean is that of its rank's heads", GROUP_NORM, "mamba2", "tp2-sp"),
     "group_norm_backward": Bug("its gradient stays on its rank", GROUP_NORM_BACKWARD, "mamba2", "tp2"),
-    "gla_gate_gradient": Bug("the decays' small input keeps its rank's part", GLA_GATE_GRADIENT, "sliding-gla", "tp2"),
+    "gla_gate_gradient": Bug("the decays' small input keeps its rank's part", GATE_GRADIENT, "sliding-gla", "tp2"),
     "first_decays": Bug("every rank has the first rank's decays", FIRST_DECAYS, "sliding-retnet", "tp2"),
     "gla_norm_gradient": Bug("heads' shared norm keeps its rank's part", HEAD_NORM_GRADIENT, "sliding-gla", "tp2-sp"),
     "delta_norm_gradient": Bug("heads' shared norm keeps its rank's part", HEAD_NORM_GRADIENT, "gated-deltanet", "tp2"),
     "grouped_heads": Bug("heads go round the key heads of their rank", GROUPED_HEADS, "gated-deltanet", "tp2-sp"),
+    "kda_decay_gradient": Bug("the decays' small input keeps its rank's part", KDA_DECAY_GRADIENT, "kda", "tp2-sp"),
+    "kda_gate_gradient": Bug("the gate's small input keeps its rank's part", GATE_GRADIENT, "kda", "tp2"),
     "norm_gradient": Bug("norms keep the gradient of their rank's tokens", NORM_GRADIENT, "mamba-mlp", "tp2-sp"),
     "double_norm_gradient": Bug("norms' whole gradients are summed", DOUBLE_NORM_GRADIENT, "mamba-mlp", "tp2"),
     "tied_gradient": Bug("first and last stage keep their own embedding's gradient", TIED_GRADIENT, "samba", "pp2"),

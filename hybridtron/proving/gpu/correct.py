@@ -32,6 +32,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "gla": [{"heads": 2}, {"heads": 4, "conv": 4}],
     "retnet": [{"heads": 2}],
     "gated_deltanet": [{"heads": 2}, {"heads": 4, "key_heads": 2, "expand_k": 0.5, "negative_eigenvalues": True}],
+    "kda": [{"heads": 2}, {"heads": 4, "expand_k": 0.5, "negative_eigenvalues": True}],
     "attention": [{"heads": 8}, {"heads": 8, "kv_heads": 2, "window": 96}, {"heads": 8, "kv_heads": 2, "conv": 4}],
     "span": [{"heads": 8, "kv_heads": 2, "chunk": 64, "block": 16, "blocks": 3, "relevance": "previous_chunk"}],
     "swiglu": [{"hidden": 512}],

@@ -1,0 +1,30 @@
+"""Kimi Delta Attention (equations in `architecture/kda.py`): the delta rule with a decay per key channel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridtron.architecture.base import ModelSizes
+from hybridtron.architecture.kda import KDASpec
+from hybridtron.mixers.delta_rule import DeltaRule
+from hybridtron.parallel.linear import TensorGroup, column_parallel
+
+
+class KDA(DeltaRule):
+    """Decays and the output's gate come through small inner sizes, which every rank has whole."""
+
+    def __init__(self, spec: KDASpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
+        super().__init__(spec, sizes, tensor)
+        (keys, values), rank, plain = spec.channels(sizes), spec.rank(sizes), tensor.without_fp8()
+        self.decay_down = column_parallel(sizes.width, rank, plain.whole())
+        self.decay_up = column_parallel(rank, keys, plain)
+        self.b_proj = column_parallel(sizes.width, spec.heads, plain)
+        self.gate_down = column_parallel(sizes.width, rank, plain.whole())
+        self.gate_up = column_parallel(rank, values, plain)
+
+    def projections(self, x_LBD: Tensor) -> tuple[Tensor, Tensor]:
+        return self.in_proj(x_LBD), torch.sigmoid(self.gate_up(self.gate_down(x_LBD)))
+
+    def decays_and_steps(self, x_LBD: Tensor) -> tuple[Tensor, Tensor]:
+        return self.decay_up(self.decay_down(x_LBD)), self.b_proj(x_LBD)

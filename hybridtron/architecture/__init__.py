@@ -7,6 +7,7 @@ from hybridtron.architecture.gla import GLASpec
 from hybridtron.architecture.kda import KDASpec
 from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.architecture.mamba2 import Mamba2Spec
+from hybridtron.architecture.mamba3 import Mamba3Spec
 from hybridtron.architecture.retnet import RetNetSpec
 from hybridtron.architecture.span import SpanSpec
 from hybridtron.architecture.swiglu import SwiGLUSpec
@@ -14,6 +15,7 @@ from hybridtron.architecture.swiglu import SwiGLUSpec
 SPECS: dict[str, type[MixerSpec]] = {
     "mamba": MambaSpec,
     "mamba2": Mamba2Spec,
+    "mamba3": Mamba3Spec,
     "gla": GLASpec,
     "retnet": RetNetSpec,
     "gated_deltanet": GatedDeltaNetSpec,

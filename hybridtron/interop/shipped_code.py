@@ -29,8 +29,8 @@ WRITTEN = tuple(sorted((PACKAGE / "hf").glob("*_hybridtron.py")))
 GENERATED = "mixers_hybridtron"
 STAND_INS = {"parallel.linear": "linear_hybridtron"}
 IMPLEMENTATIONS = {
-    **dict.fromkeys(("selective_scan", "ssd_scan", "gla_scan", "delta_scan"), "chunked"),
-    "attention": "blocked",
+    **dict.fromkeys(("selective_scan", "ssd_scan", "decay_scan", "gla_scan", "delta_scan"), "chunked"),
+    **dict.fromkeys(("angles", "attention"), "blocked"),
 }
 """Of ops whose reference, token by token or with a mask over all pairs, is too slow to be shipped alone."""
 NEEDED_BESIDE = (

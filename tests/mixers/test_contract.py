@@ -29,6 +29,7 @@ LENGTH = 21
 OPTIONS = {
     "mamba": [{"state": 4}],
     "mamba2": [{"state": 6, "head_dim": 8}, {"state": 4, "head_dim": 4, "groups": 2, "conv": 3}],
+    "mamba3": [{"state": 6, "head_dim": 8}, {"state": 4, "head_dim": 4, "groups": 2, "turned": 1.0, "norm": True}],
     "gla": [{"heads": 2, "gate_divisor": 2.0}, {"heads": 4, "expand_k": 1.0, "expand_v": 2.0, "conv": 3}],
     "retnet": [{"heads": 4}, {"heads": 2, "expand_k": 0.5, "expand_v": 1.0, "conv": 3}],
     "gated_deltanet": [

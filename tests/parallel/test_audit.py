@@ -21,6 +21,7 @@ FAST_CASES = {
     ("mamba", "pp4"),
     ("mamba2", "tp2"),
     ("mamba2-attention", "tp2-sp"),
+    ("mamba3-swa", "tp2"),
     ("sliding-gla", "tp2-sp"),
     ("sliding-retnet", "tp2"),
     ("gated-deltanet", "tp2-sp"),

@@ -1,8 +1,8 @@
 """The scan of Mamba-2, and the recurrence in it, by Triton kernels of our own (`kernels`).
 
-They take states and give them, know documents, and give the same bits again. The scan's follow the mamba-ssm package, and take what that
-leaves: machines without the package, and `run.deterministic` with versions of it that can't repeat their bits. Unmeasured
-on a GPU.
+They take states and give them, know documents, and give the same bits again. Those of the scan follow the mamba-ssm
+package, and take what that leaves: machines without the package, and `run.deterministic` with versions of it that can't
+repeat their bits. Unmeasured on a GPU.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.turns import blocked, pairs, reference
-from hybridtron.ops.turns.reference import AngleInputs, TurnInputs
+from hybridtron.ops.turns.reference import AngleInputs, TurnInputs, turned
 
-__all__ = ["AngleInputs", "TurnInputs", "angles", "turn_pairs"]
+__all__ = ["AngleInputs", "TurnInputs", "angles", "turn_pairs", "turned"]
 
 angles = Op(reference.angles, (blocked.BLOCKED,))
 turn_pairs = Op(reference.turn_pairs, (pairs.COMPLEX,))

@@ -1,12 +1,12 @@
 """Rotations by angles that the tokens themselves set: what Mamba-3 does to B and C. Lahoti et al. 2026.
 
-    angles:      theta_t = theta_{t-1} + step_t rate_t   modulo 2 pi; from 0 where a document begins
+    angles:      theta_t = theta_{t-1} + step_t rate_t   modulo 2 pi; from 0 where a row or a document begins
     turn_pairs:  x of a head = x of its group + the head's bias, whose channels 2 s and 2 s + 1 turn as a pair:
                  (x1, x2) -> (x1 cos theta_s - x2 sin theta_s, x1 sin theta_s + x2 cos theta_s)
 
 A step is a head's own, rates are shared by all heads. Where both keys and queries are turned, a score depends on the
-sum of the turns between them. Channels from 2 S on stay as they are. RoPE (`rope`) is the case of constant rates, with
-other pairs.
+sum of the turns between them, and angles may begin anywhere. Channels from 2 S on stay as they are. RoPE (`rope`) is
+the case of constant rates, with other pairs.
 
 Legend: B rows, L tokens, H heads, G groups of heads, N state size, S angles.
 """
@@ -26,11 +26,10 @@ FULL_TURN = 2 * math.pi
 
 
 class AngleInputs(NamedTuple):
-    """Steps by head, rates by angle, and the angles before the row, zeros if None."""
+    """Steps by head, and rates by angle."""
 
     steps_BLH: Tensor
     rates_BLS: Tensor
-    state_BHS: Tensor | None = None
     documents_BL: Tensor | None = None
 
 
@@ -44,38 +43,32 @@ class TurnInputs(NamedTuple):
     angles_BLHS: Tensor
 
 
-def angles(inputs: AngleInputs) -> tuple[Tensor, Tensor]:
-    """The angles of every token (B, L, H, S), and those of the last one from 0 to 2 pi, in fp32 or float64."""
+def angles(inputs: AngleInputs) -> Tensor:
+    """The angles of every token (B, L, H, S), in fp32 or float64."""
     steps_BLH, rates_BLS, starts_BL = inputs.steps_BLH, inputs.rates_BLS, document_starts(inputs.documents_BL)
-    theta_BHS = initial_angles(inputs)
-    every = []
-    for t in range(steps_BLH.shape[1]):
+    (rows, length, heads), size = steps_BLH.shape, rates_BLS.shape[2]
+    theta_BHS, every = steps_BLH.new_zeros(rows, heads, size, dtype=wide_type(steps_BLH)), []
+    for t in range(length):
         if starts_BL is not None:
             theta_BHS = theta_BHS.masked_fill(starts_BL[:, t, None, None], 0)
         theta_BHS = (theta_BHS + steps_BLH[:, t].unsqueeze(2) * rates_BLS[:, t].unsqueeze(1)).remainder(FULL_TURN)
         every.append(theta_BHS)
-    return torch.stack(every, dim=1), theta_BHS
-
-
-def initial_angles(inputs: AngleInputs) -> Tensor:
-    """Those before the row in the wide type, zeros where there are none."""
-    (rows, _, heads), wide = inputs.steps_BLH.shape, wide_type(inputs.steps_BLH)
-    if inputs.state_BHS is None:
-        return inputs.steps_BLH.new_zeros(rows, heads, inputs.rates_BLS.shape[2], dtype=wide)
-    return inputs.state_BHS.to(wide)
+    return torch.stack(every, dim=1)
 
 
 def turn_pairs(inputs: TurnInputs) -> tuple[Tensor, Tensor]:
     """Keys and queries by head (B, L, H, N) in the types that they came in; fp32 inside."""
     k_BLGN, q_BLGN, k_bias_HN, q_bias_HN, angles_BLHS = inputs
-    return turned(k_BLGN, k_bias_HN, angles_BLHS), turned(q_BLGN, q_bias_HN, angles_BLHS)
+    k_BLHN, q_BLHN = (
+        at_least_fp32(x_BLGN).repeat_interleave(len(bias_HN) // x_BLGN.shape[2], dim=2) + bias_HN
+        for x_BLGN, bias_HN in ((k_BLGN, k_bias_HN), (q_BLGN, q_bias_HN))
+    )
+    return turned(k_BLHN, angles_BLHS).to(k_BLGN.dtype), turned(q_BLHN, angles_BLHS).to(q_BLGN.dtype)
 
 
-def turned(x_BLGN: Tensor, bias_HN: Tensor, angles_BLHS: Tensor) -> Tensor:
-    """Of one of the two."""
-    heads, wide = len(bias_HN), at_least_fp32(x_BLGN)
-    x_BLHN = wide.repeat_interleave(heads // x_BLGN.shape[2], dim=2) + bias_HN
-    pairs_BLHS2 = x_BLHN[..., : 2 * angles_BLHS.shape[-1]].unflatten(-1, (-1, 2))
-    (one, other), cos, sin = pairs_BLHS2.unbind(-1), angles_BLHS.cos(), angles_BLHS.sin()
-    rotated = torch.stack((one * cos - other * sin, one * sin + other * cos), dim=-1).flatten(3)
-    return torch.cat((rotated, x_BLHN[..., rotated.shape[-1] :]), dim=-1).to(x_BLGN.dtype)
+def turned(x: Tensor, angles: Tensor) -> Tensor:
+    """The pairs of the last axis by their angles; other axes are one of the other's or the same."""
+    pairs = x[..., : 2 * angles.shape[-1]].unflatten(-1, (-1, 2))
+    (one, other), cos, sin = pairs.unbind(-1), angles.cos(), angles.sin()
+    rotated = torch.stack((one * cos - other * sin, one * sin + other * cos), dim=-1).flatten(-2)
+    return torch.cat((rotated, x[..., rotated.shape[-1] :]), dim=-1)

@@ -21,9 +21,11 @@ from hybridtron.config.schema import Config
 from hybridtron.data.batch import Batch
 from hybridtron.engine.schedule import StepLoss, _loss_of, run_schedule
 from hybridtron.engine.stage import Stage, build_stages, mark_for_megatron
+from hybridtron.mixers.mamba3 import of_next_token
 from hybridtron.mixers.retnet import log_gammas
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.loss import Loss
+from hybridtron.ops.turns import angles
 from hybridtron.parallel.cut import Mesh, cut
 from hybridtron.parallel.linear import TensorGroup
 from hybridtron.parallel.loss import linear_cross_entropy
@@ -74,6 +76,10 @@ GROUPED_HEADS: Replaced = {
 }
 GATE_GRADIENT = _marked("gate_down", "partial_over_tensor", False)
 KDA_DECAY_GRADIENT = _marked("decay_down", "partial_over_tensor", False)
+ANGLE_GRADIENT = _marked("angle_proj", "partial_over_tensor", False)
+PAIR_NORM_GRADIENT = _marked("C_norm", "partial_over_tensor", False)
+ANGLES_OF_OTHER_HEADS: Replaced = {"hybridtron.mixers.mamba3.angles": lambda inputs: angles(inputs).roll(1, dims=2)}
+STEP_OVER_BORDERS: Replaced = {"hybridtron.mixers.mamba3.of_next_token": lambda x, documents: of_next_token(x, None)}
 HEAD_NORM_GRADIENT = _marked("norm_weight", "partial_over_tensor", False)
 NORM_GRADIENT = _marked("norm.weight", "partial_over_tensor", False)
 DOUBLE_NORM_GRADIENT = _marked("norm.weight", "partial_over_tensor", True)
@@ -174,6 +180,10 @@ BUGS = {
     "group_norm": Bug("the gated norm's mean is that of its rank's heads", GROUP_NORM, "mamba2", "tp2-sp"),
     "group_norm_backward": Bug("its gradient stays on its rank", GROUP_NORM_BACKWARD, "mamba2", "tp2"),
     "gla_gate_gradient": Bug("the decays' small input keeps its rank's part", GATE_GRADIENT, "sliding-gla", "tp2"),
+    "angle_gradient": Bug("replicated angles keep their rank's part", ANGLE_GRADIENT, "mamba3-swa", "tp2"),
+    "pair_norm_gradient": Bug("the norm of C keeps its rank's part", PAIR_NORM_GRADIENT, "mamba3-swa", "tp2-sp"),
+    "angles_of_other_heads": Bug("heads turn by a neighbour's angles", ANGLES_OF_OTHER_HEADS, "mamba3-swa", "tp2"),
+    "step_over_borders": Bug("a document's end gets the next one's step", STEP_OVER_BORDERS, "mamba3-swa", "tp2"),
     "first_decays": Bug("every rank has the first rank's decays", FIRST_DECAYS, "sliding-retnet", "tp2"),
     "gla_norm_gradient": Bug("heads' shared norm keeps its rank's part", HEAD_NORM_GRADIENT, "sliding-gla", "tp2-sp"),
     "delta_norm_gradient": Bug("heads' shared norm keeps its rank's part", HEAD_NORM_GRADIENT, "gated-deltanet", "tp2"),

@@ -29,6 +29,7 @@ from hybridtron.proving.measuring import BenchReport
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "mamba": [{}],
     "mamba2": [{"head_dim": 32, "state": 32, "groups": 2}],
+    "mamba3": [{"head_dim": 32, "state": 32, "groups": 2, "norm": True}],
     "gla": [{"heads": 2}, {"heads": 4, "conv": 4}],
     "retnet": [{"heads": 2}],
     "gated_deltanet": [{"heads": 2}, {"heads": 4, "key_heads": 2, "expand_k": 0.5, "negative_eigenvalues": True}],

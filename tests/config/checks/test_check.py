@@ -34,7 +34,7 @@ def test_recipes_keep_every_rule_and_are_named_after_their_files(recipe):
         ("model.layers.MM={kind: mamba}", "model.layers.MM", "use one character"),
         ("model.layers.(={kind: mamba}", "model.layers.(", "use one character"),
         ("model.layers.M.kind=mambo", "model.layers.M.kind", "did you mean mamba?"),
-        ("model.layers.Q={heads: 2}", "model.layers.Q.kind", "have: mamba, mamba2, gla, retnet"),
+        ("model.layers.Q={heads: 2}", "model.layers.Q.kind", "have: mamba, mamba2, mamba3, gla, retnet"),
         ("model.layers.M.stat=8", "model.layers.M.stat", "did you mean state?"),
         ("model.layers.M.state='8'", "model.layers.M.state", "is '8', must be int"),
         ("model.layers.M.state=true", "model.layers.M.state", "must be int"),

@@ -276,7 +276,7 @@ def test_every_op_of_the_laptop_recipes_runs_compiled() -> None:
     """No fallback in the table that a run on a CPU begins with."""
     compiled = {name for name, op in OPS.items() if op.choice("cpu")[0] == "native"}
     assert compiled == {
-        "selective_scan", "ssd_scan", "decay_scan", "causal_conv", "rms_norm", "add_rms_norm", "gated_squares", "gated_scale",
-        "swiglu", "softmax_sums", "softmax_gradients", "attention", "apply_rope",
+        "selective_scan", "ssd_scan", "decay_scan", "causal_conv", "rms_norm", "add_rms_norm", "gated_squares",
+        "gated_scale", "swiglu", "softmax_sums", "softmax_gradients", "attention", "apply_rope",
         "span_attention",
     }  # fmt: skip

@@ -1,0 +1,140 @@
+"""Mamba-3 (SISO): Mamba-2 with a trapezoid for a step, a complex state, and no convolution. Lahoti et al. 2026.
+
+    z, x, dt, a, trap = in_proj(u);  B, C = bc_proj(u);  rate = pi tanh(angle_proj(u))
+    delta = softplus(dt + dt_bias);  A = -f(a);  lambda = sigmoid(trap);  theta_t = theta_{t-1} + delta_t rate_t
+    B, C = turned by theta(norm(B) + B_bias, norm(C) + C_bias)
+    h_t = exp(delta_t A_t) (h_{t-1} + (1 - lambda_t) delta_t x_{t-1} B_{t-1}^T) + lambda_t delta_t x_t B_t^T
+    y_t = h_t C_t + D x_t;   out_proj(y * silu(z)), and with `norm` out_proj(norm(y) * silu(z))
+
+The state's input is a mean of both ends of a step, and pairs of its entries turn, each by an angle of its own per head.
+B and C are of a group, their biases of a head; the norms of B, C and y are over a head's entries. Only differences of
+angles matter. So a state is handed on turned back to angle 0, with x and B of the last token, and passes to other text
+as it is; the published class hands on the angles beside it.
+
+Two forms are published. Here f(x) = 1 + x, and 1 / (1 - x) below 0, as in the main branch of state-spaces/mamba since
+June 2026; release 2.3.2 has softplus. The authors changed it because a hybrid of 2B diverged with softplus under a
+schedule of constant and decay, as A falls to nothing, and saw no loss under a cosine. Weights have the same names and
+shapes in both, which are also those of flash-linear-attention's `mamba3`, but do not mean the same: that class has
+softplus. The published floor of 1e-4 under f begins where a is below -9999, and is left out. MIMO is not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Names, Parameter, StatePart, linear, output_linear
+from hybridtron.architecture.inits import Constant, InverseSoftplus
+from hybridtron.architecture.mamba2 import CHUNK
+from hybridtron.limits import above, at_least, at_most, disordered, divisors_near
+from hybridtron.problems import Problem, choice
+
+
+@dataclass(frozen=True)
+class Mamba3Spec(MixerSpec):
+    """Options of a Mamba-3 mixer. `state` is the size n, `head_dim` the channels of a head."""
+
+    kind: ClassVar[str] = "mamba3"
+    module: ClassVar[str] = "hybridtron.mixers.mamba3:Mamba3"
+    width_option: ClassVar[str] = "head_dim"
+
+    state: Annotated[int, at_least(2)] = 128  # size n of the state of each channel
+    head_dim: Annotated[int, at_least(1)] = 64  # channels of a head
+    expand: Annotated[int, at_least(1)] = 2  # inner channels, in multiples of the model's width
+    groups: Annotated[int, at_least(1)] = 1  # head groups that share B and C, but for the heads' biases
+    turned: Annotated[float, above(0), at_most(1)] = 0.5  # share of the state whose pairs turn; published: 0.5 and 1
+    norm: bool = False  # a norm of each head's output, before the gate
+    dt_min: float = 0.001  # smallest initial step size
+    dt_max: float = 0.1  # largest initial step size
+    norm_eps: Annotated[float, above(0)] = 1e-5  # added to the mean square in the norms
+
+    def inner(self, model: ModelSizes) -> int:
+        return self.expand * model.width
+
+    def num_heads(self, model: ModelSizes) -> int:
+        return self.inner(model) // self.head_dim
+
+    @property
+    def angles(self) -> int:
+        """Pairs of state entries that turn."""
+        return int(self.state * self.turned) // 2
+
+    def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
+        width, inner, heads, both = model.width, self.inner(model), self.num_heads(model), self.groups * self.state
+        # B and C of few groups are held whole by every rank, which uses them for its own heads; so are all angles
+        pair, shared = (("B", both), ("C", both)), Cut(0, unit=self.state, replicate=True)
+        bc = replace(linear(2 * both, width, parts=pair), cuts=(shared,), partial_gradient=True)
+        angles = replace(linear(self.angles, width, fp8=False), cuts=(), partial_gradient=True)
+        fused = (("z", inner), ("x", inner), ("dt", heads), ("A", heads), ("trap", heads))
+        per_head = Parameter((heads,), Constant(1.0), decay=False, fp32=True, cuts=(Cut(0),))
+        bias = replace(per_head, shape=(heads, 1, self.state))  # the middle axis is the rank of the MIMO form
+        norm = Parameter((self.state,), Constant(1.0), decay=False, partial_gradient=True)
+        table = {
+            "in_proj.weight": linear(2 * inner + 3 * heads, width, parts=fused),
+            "bc_proj.weight": bc,
+            "angle_proj.weight": angles,
+            "dt_bias": replace(per_head, init=InverseSoftplus(self.dt_min, self.dt_max)),
+            "B_bias": bias,
+            "C_bias": bias,
+            "B_norm_weight": norm,
+            "C_norm_weight": norm,
+            "D": per_head,
+            "out_proj.weight": output_linear(width, inner, model.num_sublayers),
+        }
+        if self.norm:
+            table["norm_weight"] = Parameter((inner,), Constant(1.0), decay=False, cuts=(Cut(0),))
+        return table
+
+    def exported_names(self, model: ModelSizes) -> Names:
+        names: Names = {name: (name,) for name in ("dt_bias", "B_bias", "C_bias", "D", "out_proj.weight")}
+        names["in_proj.weight"] = (
+            *("in_proj.weight.z", "in_proj.weight.x", "bc_proj.weight.B", "bc_proj.weight.C"),
+            *("in_proj.weight.dt", "in_proj.weight.A", "in_proj.weight.trap", "angle_proj.weight"),
+        )
+        norms = ("B_norm", "C_norm", "norm") if self.norm else ("B_norm", "C_norm")
+        return names | {f"{norm}.weight": (f"{norm}_weight",) for norm in norms}
+
+    def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
+        inner, heads, seen = self.inner(model), self.num_heads(model), min(CHUNK, seq_len)
+        # as Mamba-2, with C B^T once a head; a pair of B and one of C take 6 each to turn
+        ssd = 2 * seen * (heads * self.state + inner) + 4 * self.state * inner
+        return super().flops(model, seq_len) | {"ssd": ssd, "turns": 12 * heads * self.angles}
+
+    def activation_values(self, model: ModelSizes) -> int:
+        # z, x, x by its steps, y and what the gate makes of it, and twice as much of a norm in fp32; B and C before and
+        # after the norm, and by head; in fp32 the angles and some six numbers a head; the rates
+        inner, heads = self.inner(model), self.num_heads(model)
+        by_head = 2 * heads * self.state + 2 * heads * (self.angles + 6)
+        return (7 if self.norm else 5) * inner + 4 * self.groups * self.state + by_head + 2 * self.angles
+
+    def whole_values(self, model: ModelSizes, tensor: int) -> int:
+        return 2 * self.angles + (4 * self.groups * self.state if self.groups % tensor else 0)
+
+    def backward_values(self, model: ModelSizes) -> int:
+        # at the scan: gradients of its output, of x, and of B and C by head; in fp32 the state before every chunk and
+        # its gradient, and some ten numbers a head
+        chunk = 128 if self.head_dim <= 64 and self.state <= 128 else 64
+        inner, heads = self.inner(model), self.num_heads(model)
+        return 2 * inner + 2 * heads * self.state + 2 * 2 * inner * self.state // chunk + 2 * 10 * heads
+
+    def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
+        heads, cuts = self.num_heads(model), (Cut(0),)
+        return {
+            "ssm": StatePart("ssm", (heads, self.head_dim, self.state), "float32", heads, cuts=cuts),
+            "last_B": StatePart("conv", (heads, self.state), cuts=cuts),
+            "last_x": StatePart("conv", (heads, self.head_dim), cuts=cuts),
+        }
+
+    def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
+        inner, heads = self.inner(model), self.num_heads(model)
+        if inner % self.head_dim:
+            channels = f"the {inner} inner channels (expand={self.expand} times model.width={model.width})"
+            fitting = choice(divisors_near(inner, self.head_dim))
+            yield Problem("head_dim", f"is {self.head_dim}, must divide {channels}: {fitting}")
+        elif heads % self.groups:
+            fitting = choice(divisors_near(heads, self.groups))
+            yield Problem("groups", f"is {self.groups}, must divide the {heads} heads: {fitting}")
+        if not self.angles:
+            yield Problem("turned", f"is {self.turned}, which of state={self.state} is no pair of entries")
+        yield from disordered(self, "dt_min", "dt_max")

@@ -1,0 +1,145 @@
+"""Mamba-3 (equations in `architecture/mamba3.py`): a trapezoid's two ends in one pass of SSD's recurrence.
+
+The end of a step and the start of the next hold the same token, decayed alike by all that sees both. With
+next_t = (1 - lambda_{t+1}) delta_{t+1} of the token that follows in the same document and row, else 0:
+
+    v_t = (lambda_t delta_t + next_t) x_t,   y = recurrence(q = C, k = B, v)_t + (D - next_t B_t . C_t) x_t
+
+as the token itself does not see the start of the next step yet. Nothing later than t enters y_t. The row's first step
+begins at the token before the row, which adds to the state that comes in: (1 - lambda_0) delta_0 x_{-1} B_{-1}^T.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hybridtron.architecture.base import ModelSizes
+from hybridtron.architecture.mamba3 import Mamba3Spec
+from hybridtron.data.batch import SeqInfo
+from hybridtron.mixers.base import Mixer, Out, State
+from hybridtron.ops.documents import document_starts
+from hybridtron.ops.norm import RMSNormInputs, rms_norm
+from hybridtron.ops.precision import at_least_fp32
+from hybridtron.ops.ssd import DecayInputs, decay_scan
+from hybridtron.ops.turns import AngleInputs, TurnInputs, angles, turn_pairs, turned
+from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_parallel
+
+
+class Mamba3(Mixer):
+    """State: `ssm` (B, H, P, N) in fp32, `last_B` (B, H, N) and `last_x` (B, H, P), all at angle 0."""
+
+    def __init__(self, spec: Mamba3Spec, sizes: ModelSizes, tensor: TensorGroup) -> None:
+        super().__init__()
+        self.spec, self.tensor = spec, tensor
+        inner, heads = spec.inner(sizes), spec.num_heads(sizes)
+        self.inner, self.heads = tensor.share(inner), tensor.share(heads)
+        whole_groups = spec.parameters(sizes)["bc_proj.weight"].cut_over("tensor", tensor.size) is None
+        self.groups_used = tensor.groups_used(heads, spec.groups) if whole_groups else slice(None)
+        self.in_proj = column_parallel(sizes.width, 2 * inner + 3 * heads, tensor)
+        both = 2 * spec.groups * spec.state
+        self.bc_proj = column_parallel(sizes.width, both, tensor.whole() if whole_groups else tensor)
+        self.angle_proj = column_parallel(sizes.width, spec.angles, tensor.whole().without_fp8())
+        self.dt_bias = nn.Parameter(torch.empty(self.heads))
+        self.B_bias = nn.Parameter(torch.empty(self.heads, 1, spec.state))
+        self.C_bias = nn.Parameter(torch.empty(self.heads, 1, spec.state))
+        self.B_norm_weight = nn.Parameter(torch.empty(spec.state))
+        self.C_norm_weight = nn.Parameter(torch.empty(spec.state))
+        self.D = nn.Parameter(torch.empty(self.heads))
+        if spec.norm:
+            self.norm_weight = nn.Parameter(torch.empty(self.inner))
+        self.out_proj = row_parallel(inner, sizes.width, tensor)
+
+    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
+        x_LBD, before = enter(x_LBD, self.tensor), state or {}
+        sizes = (self.inner, self.inner, self.heads, self.heads, self.heads)
+        parts = self.in_proj(x_LBD).split(sizes, dim=-1)
+        z_BLE, x_BLE, dt_BLH, a_BLH, trap_BLH = (part.transpose(0, 1) for part in parts)
+        steps = steps_of(at_least_fp32(dt_BLH) + self.dt_bias, at_least_fp32(a_BLH), at_least_fp32(trap_BLH))
+        rates_BLS = math.pi * torch.tanh(at_least_fp32(self.angle_proj(x_LBD).transpose(0, 1)))
+        angles_BLHS = angles(AngleInputs(steps.delta_BLH, rates_BLS, seq.documents_BL))
+        B_BLGN, C_BLGN = self.normed_pair(x_LBD)
+        x_BLHP = x_BLE.unflatten(-1, (self.heads, -1))
+        y_BLHP, new = self.scan(x_BLHP, B_BLGN, C_BLGN, steps, angles_BLHS, before, seq.documents_BL)
+        if self.spec.norm:
+            weight_HP = self.norm_weight.unflatten(0, (self.heads, -1))
+            y_BLHP = rms_norm(RMSNormInputs(y_BLHP, torch.ones_like(weight_HP[0]), self.spec.norm_eps)) * weight_HP
+        return Out(self.out_proj((y_BLHP.flatten(2) * F.silu(z_BLE)).transpose(0, 1)), new, {})
+
+    def normed_pair(self, x_LBD: Tensor) -> tuple[Tensor, Tensor]:
+        """B and C of the groups that this rank's heads use."""
+        eps, weights = self.spec.norm_eps, (self.B_norm_weight, self.C_norm_weight)
+        pair = self.bc_proj(x_LBD).transpose(0, 1).chunk(2, dim=-1)
+        groups = (part.unflatten(-1, (-1, self.spec.state))[:, :, self.groups_used] for part in pair)
+        B_BLGN, C_BLGN = (rms_norm(RMSNormInputs(x, w, eps)) for x, w in zip(groups, weights, strict=True))
+        return B_BLGN, C_BLGN
+
+    def scan(
+        self,
+        x_BLHP: Tensor,
+        B_BLGN: Tensor,
+        C_BLGN: Tensor,
+        steps: Steps,
+        angles_BLHS: Tensor,
+        before: State,
+        documents_BL: Tensor | None,
+    ) -> tuple[Tensor, State]:
+        """What this rank's heads read (B, L, H, P), D x with it, and their state after the row."""
+        B_bias_HN, C_bias_HN = self.B_bias.squeeze(1), self.C_bias.squeeze(1)
+        k_BLHN, q_BLHN = turn_pairs(TurnInputs(B_BLGN, C_BLGN, B_bias_HN, C_bias_HN, angles_BLHS))
+        next_BLH = of_next_token(steps.start_BLH, documents_BL)
+        v_BLHP = ((steps.end_BLH + next_BLH).unsqueeze(3) * x_BLHP).to(x_BLHP.dtype)
+        state_BHPN = with_last_token(before, steps.start_BLH[:, 0])
+        y_BLHP, last_BHPN = decay_scan(DecayInputs(q_BLHN, k_BLHN, v_BLHP, steps.g_BLH, state_BHPN, documents_BL))
+        own_BLH = self.D - next_BLH * products_by_head(B_BLGN, C_BLGN, B_bias_HN, C_bias_HN)
+        y_BLHP = y_BLHP + (own_BLH.unsqueeze(3) * x_BLHP).to(y_BLHP.dtype)
+        last_B = B_BLGN[:, -1].repeat_interleave(self.heads // B_BLGN.shape[2], dim=1) + B_bias_HN
+        back_BH1S = -angles_BLHS[:, -1].unsqueeze(2)
+        ssm = turned(last_BHPN, back_BH1S)
+        return y_BLHP, {"ssm": ssm, "last_B": last_B.to(B_BLGN.dtype), "last_x": x_BLHP[:, -1]}
+
+
+class Steps(NamedTuple):
+    """Of every token and head, in fp32: delta, the log decay, and what the end and the start of a step are worth."""
+
+    delta_BLH: Tensor
+    g_BLH: Tensor
+    end_BLH: Tensor
+    start_BLH: Tensor
+
+
+def steps_of(dt_BLH: Tensor, a_BLH: Tensor, trap_BLH: Tensor) -> Steps:
+    """From the projections, the first with its bias."""
+    delta_BLH = F.softplus(dt_BLH)
+    A_BLH = -torch.where(a_BLH >= 0, 1 + a_BLH, 1 / (1 + a_BLH.abs()))
+    end_BLH, start_BLH = delta_BLH * torch.sigmoid(trap_BLH), delta_BLH * torch.sigmoid(-trap_BLH)
+    return Steps(delta_BLH, delta_BLH * A_BLH, end_BLH, start_BLH)
+
+
+def of_next_token(x_BLH: Tensor, documents_BL: Tensor | None) -> Tensor:
+    """What stands at the token after each, zero where that is of another document or row."""
+    next_BLH, starts_BL = F.pad(x_BLH[:, 1:], (0, 0, 0, 1)), document_starts(documents_BL)
+    return next_BLH if starts_BL is None else next_BLH.masked_fill(F.pad(starts_BL[:, 1:], (0, 1)).unsqueeze(2), 0)
+
+
+def with_last_token(before: State, start_BH: Tensor) -> Tensor | None:
+    """The state before the row, with the start of the first step in it."""
+    if "last_x" not in before or "last_B" not in before:
+        return before.get("ssm")
+    x_BHP, B_BHN = (before[name].to(start_BH.dtype) for name in ("last_x", "last_B"))
+    added_BHPN = (start_BH.unsqueeze(2) * x_BHP).unsqueeze(3) * B_BHN.unsqueeze(2)
+    return added_BHPN + before["ssm"] if "ssm" in before else added_BHPN
+
+
+def products_by_head(B_BLGN: Tensor, C_BLGN: Tensor, B_bias_HN: Tensor, C_bias_HN: Tensor) -> Tensor:
+    """(B + its bias) . (C + its bias) of every head (B, L, H), which turns leave as it is; no head is made for it."""
+    groups = B_BLGN.shape[2]
+    B_BLGN, C_BLGN = at_least_fp32(B_BLGN), at_least_fp32(C_BLGN)
+    B_bias_GRN, C_bias_GRN = (bias.to(B_BLGN.dtype).unflatten(0, (groups, -1)) for bias in (B_bias_HN, C_bias_HN))
+    found_BLGR = torch.einsum("blgn,grn->blgr", B_BLGN, C_bias_GRN) + torch.einsum("blgn,grn->blgr", C_BLGN, B_bias_GRN)
+    found_BLGR = found_BLGR + (B_BLGN * C_BLGN).sum(-1, keepdim=True) + (B_bias_GRN * C_bias_GRN).sum(-1)
+    return found_BLGR.flatten(2)

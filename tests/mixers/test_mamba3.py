@@ -1,0 +1,163 @@
+"""Mamba-3 against its equations token by token, Mamba-2's scan, and itself cut into pieces."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import assert_close
+
+from hybridtron.architecture.base import ModelSizes
+from hybridtron.architecture.mamba3 import Mamba3Spec
+from hybridtron.mixers.base import build_mixer
+from hybridtron.mixers.mamba3 import Mamba3, steps_of
+from hybridtron.ops.ssd import SSDInputs, ssd_scan
+from hybridtron.parallel.linear import SINGLE_RANK
+from tests.conftest import seq_info
+
+SIZES = ModelSizes(width=12, num_sublayers=2)
+SPEC = Mamba3Spec(state=8, head_dim=4, groups=2, norm=True)
+LENGTH = 70  # two whole blocks of angles and a ragged one
+DOCUMENTS = [None, [[70], [70]], [[32, 1, 37], [5, 64, 1]]]
+Carried = dict[str, Tensor]
+
+
+def mixer_of(spec: Mamba3Spec, scale: float = 1.0) -> Mamba3:
+    """All weights random, so that no head, channel or angle is like another."""
+    mixer = build_mixer(spec, SIZES, SINGLE_RANK).double()
+    assert isinstance(mixer, Mamba3)
+    for weight in mixer.parameters():
+        weight.data.normal_(0, scale)
+    return mixer
+
+
+def published(mixer: Mamba3, x_LD: Tensor, starts: list[int], before: Carried | None = None) -> tuple[Tensor, Carried]:
+    """One row by the published recurrence: angles, the last turned B and the last x are states beside h."""
+    spec, heads, outputs = mixer.spec, mixer.heads, []
+    zero = torch.zeros(heads, dtype=torch.float64)
+    fresh = {"h": zero[:, None, None], "theta": zero[:, None], "B": zero[:, None], "x": zero[:, None]}
+    state = before or fresh
+    of_B, of_C = mixer.bc_proj.weight.chunk(2)
+    pairs = ((of_B, mixer.B_norm_weight, mixer.B_bias), (of_C, mixer.C_norm_weight, mixer.C_bias))
+    for t, u in enumerate(x_LD):
+        state = fresh if t in starts else state
+        z, x, dt, a, trap = (mixer.in_proj.weight @ u).split([mixer.inner, mixer.inner, heads, heads, heads])
+        delta, trap, x = F.softplus(dt + mixer.dt_bias), torch.sigmoid(trap), x.view(heads, -1)
+        alpha = torch.exp(-delta * torch.stack([1 + v if v >= 0 else 1 / (1 - v) for v in a]))
+        rate = math.pi * torch.tanh(mixer.angle_proj.weight @ u)
+        theta = (state["theta"] + delta[:, None] * rate) % (2 * math.pi)
+        B, C = (
+            turned_by_matrices(normed((projection @ u).view(spec.groups, -1), weight), bias, theta)
+            for projection, weight, bias in pairs
+        )
+        start = ((1 - trap) * delta * alpha)[:, None, None] * state["x"][:, :, None] * state["B"][:, None]
+        h = alpha[:, None, None] * state["h"] + start + (trap * delta)[:, None, None] * x[:, :, None] * B[:, None]
+        state = {"h": h, "theta": theta, "B": B, "x": x}
+        y = (h * C[:, None]).sum(-1) + mixer.D[:, None] * x
+        y = normed(y, mixer.norm_weight.view(heads, -1)) if spec.norm else y
+        outputs.append(mixer.out_proj.weight @ (y.flatten() * F.silu(z)))
+    return torch.stack(outputs), state
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + SPEC.norm_eps).sqrt() * weight
+
+
+def turned_by_matrices(x_GN: Tensor, bias_H1N: Tensor, theta_HS: Tensor) -> Tensor:
+    """Every head's entries by a matrix that turns neighbours."""
+    heads, _, size = bias_H1N.shape
+    made = []
+    for head in range(heads):
+        turn = torch.eye(size, dtype=x_GN.dtype)
+        for s, theta in enumerate(theta_HS[head]):
+            cos, sin = theta.cos(), theta.sin()
+            pair = slice(2 * s, 2 * s + 2)
+            turn[pair, pair] = torch.stack([cos, -sin, sin, cos]).view(2, 2)
+        made.append(turn @ (x_GN[head * len(x_GN) // heads] + bias_H1N[head, 0]))
+    return torch.stack(made)
+
+
+@pytest.mark.parametrize("lengths", DOCUMENTS, ids=str)
+@pytest.mark.parametrize("spec", [SPEC, Mamba3Spec(state=8, head_dim=4, groups=6, turned=1.0)], ids=["norm", "turned"])
+def test_it_is_the_published_recurrence(spec: Mamba3Spec, lengths: list[list[int]] | None) -> None:
+    mixer, x = mixer_of(spec, 0.5), torch.randn(LENGTH, 2, SIZES.width, dtype=torch.float64)
+    found = mixer(x, None, seq_info(2, LENGTH, lengths)).y_LBD
+    for row in range(2):
+        starts = [] if lengths is None else [sum(lengths[row][:n]) for n in range(1, len(lengths[row]))]
+        assert_close(found[:, row], published(mixer, x[:, row], starts)[0], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("cut", [1, 31, 32, 69])
+def test_a_carried_state_is_the_published_one(cut: int) -> None:
+    """Ours has angle 0: the published h and B are turned back by the published angles."""
+    mixer, x = mixer_of(SPEC, 0.5), torch.randn(LENGTH, 1, SIZES.width, dtype=torch.float64)
+    first = mixer(x[:cut], None, seq_info(1, cut))
+    _, theirs = published(mixer, x[:cut, 0], [])
+    zero_H1N = torch.zeros(mixer.heads, 1, SPEC.state, dtype=torch.float64)
+    for name, turned in (("last_B", theirs["B"][:, None]), ("ssm", theirs["h"])):
+        back = [turned_by_matrices(turned[:, p], zero_H1N, -theirs["theta"]) for p in range(turned.shape[1])]
+        assert_close(first.state[name][0], torch.stack(back, dim=1).view_as(first.state[name][0]))
+    assert_close(first.state["last_x"][0], theirs["x"])
+    second = mixer(x[cut:], first.state, seq_info(1, LENGTH - cut)).y_LBD
+    assert_close(second[:, 0], published(mixer, x[cut:, 0], [], theirs)[0], rtol=1e-9, atol=1e-9)
+
+
+def test_without_turns_and_starts_it_is_mamba_2_without_its_convolution() -> None:
+    """lambda = 1 and angles 0; a = 0 is A = -1, and biases alone make B and C those of a head."""
+    mixer, x = mixer_of(Mamba3Spec(state=8, head_dim=4)), torch.randn(LENGTH, 1, SIZES.width, dtype=torch.float64)
+    z, own, dt, a, trap = mixer.in_proj.weight.data.split([mixer.inner, mixer.inner, *3 * [mixer.heads]])
+    x[:, :, 0] = 1  # a column of ones, by which a projection is a constant
+    trap.zero_()[:, 0] = 1000
+    a.zero_()
+    for constant in (mixer.angle_proj.weight, mixer.B_bias, mixer.C_bias):
+        constant.data.zero_()
+    found = mixer(x, None, seq_info(1, LENGTH)).y_LBD[:, 0]
+    B, C = mixer.normed_pair(x)
+    x_BLHP, dt_BLH = ((x @ weight.T).transpose(0, 1) for weight in (own, dt))
+    minus_one_H = -torch.ones(mixer.heads, dtype=torch.float64)
+    given = SSDInputs(x_BLHP.unflatten(-1, (-1, 4)), dt_BLH, minus_one_H, B, C, mixer.D, mixer.dt_bias)
+    y = ssd_scan.reference.function(given)[0].flatten(2)[0]
+    assert_close(found, (y * F.silu(x[:, 0] @ z.T)) @ mixer.out_proj.weight.T, rtol=1e-9, atol=1e-9)
+
+
+def test_one_token_by_hand() -> None:
+    """From nothing: y = (lambda delta C . B + D) x."""
+    mixer, x = mixer_of(Mamba3Spec(state=8, head_dim=4)), torch.randn(1, 1, SIZES.width, dtype=torch.float64)
+    expected, _ = published(mixer, x[:, 0], [])
+    assert_close(mixer(x, None, seq_info(1, 1)).y_LBD[:, 0], expected)
+    z, own, dt, _, trap = (mixer.in_proj.weight @ x[0, 0]).split([mixer.inner, mixer.inner, *3 * [mixer.heads]])
+    B, C = (t[0, 0] for t in mixer.normed_pair(x))
+    scores = ((B + mixer.B_bias[:, 0]) * (C + mixer.C_bias[:, 0])).sum(-1)
+    worth = torch.sigmoid(trap) * F.softplus(dt + mixer.dt_bias) * scores + mixer.D
+    y = (worth[:, None] * own.view(mixer.heads, -1)).flatten() * F.silu(z)
+    assert_close(expected[0], mixer.out_proj.weight @ y)
+
+
+def test_decays_of_a_projection_far_out() -> None:
+    """f is 1 + x and 1 / (1 - x), meets at 0 with slope 1, and has gradients everywhere."""
+    a = torch.tensor([-1e4, -1.0, 0.0, 1.0, 50.0], dtype=torch.float64, requires_grad=True)
+    step = torch.full((5,), math.log(math.e - 1), dtype=torch.float64)  # whose softplus is 1
+    g = steps_of(step, a, 0 * step).g_BLH
+    assert_close(-g, torch.tensor([1 / 10001, 0.5, 1.0, 2.0, 51.0], dtype=torch.float64))
+    assert_close(-torch.autograd.grad(g.sum(), a)[0], torch.tensor([1 / 10001**2, 0.25, 1, 1, 1], dtype=torch.float64))
+
+
+def test_strong_decays_forget_and_blur_nothing() -> None:
+    """In fp32, with steps that forget all every few tokens, against float64; their angles are good to some 1e-5."""
+    mixer = mixer_of(Mamba3Spec(state=8, head_dim=4), 0.5)
+    x = torch.randn(200, 1, SIZES.width, dtype=torch.float64)
+    mixer.in_proj.weight.data[2 * mixer.inner : 2 * mixer.inner + mixer.heads, 0] = 1
+    x[:, :, 0] = -4
+    x[::5, :, 0] = 60
+    exact = mixer(x, None, seq_info(1, 200)).y_LBD
+    found = mixer.float()(x.float(), None, seq_info(1, 200)).y_LBD
+    assert (found - exact).norm() <= 2e-5 * exact.norm()
+
+
+def test_groups_and_angles_that_do_not_fit_are_refused() -> None:
+    assert [problem.key for problem in Mamba3Spec(head_dim=4, groups=4).problems(SIZES, 64)] == ["groups"]
+    assert [problem.key for problem in Mamba3Spec(head_dim=5).problems(SIZES, 64)] == ["head_dim"]
+    assert [problem.key for problem in Mamba3Spec(head_dim=4, state=3).problems(SIZES, 64)] == ["turned"]

@@ -59,7 +59,7 @@ class Mamba3(Mixer):
         sizes = (self.inner, self.inner, self.heads, self.heads, self.heads)
         parts = self.in_proj(x_LBD).split(sizes, dim=-1)
         z_BLE, x_BLE, dt_BLH, a_BLH, trap_BLH = (part.transpose(0, 1) for part in parts)
-        steps = steps_of(at_least_fp32(dt_BLH) + self.dt_bias, at_least_fp32(a_BLH), at_least_fp32(trap_BLH))
+        steps = trapezoid(at_least_fp32(dt_BLH) + self.dt_bias, at_least_fp32(a_BLH), at_least_fp32(trap_BLH))
         rates_BLS = math.pi * torch.tanh(at_least_fp32(self.angle_proj(x_LBD).transpose(0, 1)))
         angles_BLHS = angles(AngleInputs(steps.delta_BLH, rates_BLS, seq.documents_BL))
         B_BLGN, C_BLGN = self.normed_pair(x_LBD)
@@ -83,7 +83,7 @@ class Mamba3(Mixer):
         x_BLHP: Tensor,
         B_BLGN: Tensor,
         C_BLGN: Tensor,
-        steps: Steps,
+        steps: Trapezoid,
         angles_BLHS: Tensor,
         before: State,
         documents_BL: Tensor | None,
@@ -103,7 +103,7 @@ class Mamba3(Mixer):
         return y_BLHP, {"ssm": ssm, "last_B": last_B.to(B_BLGN.dtype), "last_x": x_BLHP[:, -1]}
 
 
-class Steps(NamedTuple):
+class Trapezoid(NamedTuple):
     """Of every token and head, in fp32: delta, the log decay, and what the end and the start of a step are worth."""
 
     delta_BLH: Tensor
@@ -112,12 +112,12 @@ class Steps(NamedTuple):
     start_BLH: Tensor
 
 
-def steps_of(dt_BLH: Tensor, a_BLH: Tensor, trap_BLH: Tensor) -> Steps:
+def trapezoid(dt_BLH: Tensor, a_BLH: Tensor, trap_BLH: Tensor) -> Trapezoid:
     """From the projections, the first with its bias."""
     delta_BLH = F.softplus(dt_BLH)
     A_BLH = -torch.where(a_BLH >= 0, 1 + a_BLH, 1 / (1 + a_BLH.abs()))
     end_BLH, start_BLH = delta_BLH * torch.sigmoid(trap_BLH), delta_BLH * torch.sigmoid(-trap_BLH)
-    return Steps(delta_BLH, delta_BLH * A_BLH, end_BLH, start_BLH)
+    return Trapezoid(delta_BLH, delta_BLH * A_BLH, end_BLH, start_BLH)
 
 
 def of_next_token(x_BLH: Tensor, documents_BL: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.mamba3 import Mamba3Spec
 from hybridtron.mixers.base import build_mixer
-from hybridtron.mixers.mamba3 import Mamba3, steps_of
+from hybridtron.mixers.mamba3 import Mamba3, trapezoid
 from hybridtron.ops.ssd import SSDInputs, ssd_scan
 from hybridtron.parallel.linear import SINGLE_RANK
 from tests.conftest import seq_info
@@ -105,6 +105,19 @@ def test_a_carried_state_is_the_published_one(cut: int) -> None:
     assert_close(second[:, 0], published(mixer, x[cut:, 0], [], theirs)[0], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("bug", ["with_last_token", "turned"])
+def test_what_is_lost_between_rows_is_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start of the step that the next row begins with; the angle of the state that is handed on."""
+    mixer, x = mixer_of(SPEC, 0.5), torch.randn(9, 1, SIZES.width, dtype=torch.float64)
+    whole = mixer(x, None, seq_info(1, 9)).y_LBD
+    lost = {"with_last_token": lambda before, _: before.get("ssm"), "turned": lambda state, _: state}
+    for planted in (False, True):
+        if planted:
+            monkeypatch.setattr(f"hybridtron.mixers.mamba3.{bug}", lost[bug])
+        second = mixer(x[5:], mixer(x[:5], None, seq_info(1, 5)).state, seq_info(1, 4)).y_LBD
+        assert torch.allclose(second, whole[5:]) is not planted
+
+
 def test_without_turns_and_starts_it_is_mamba_2_without_its_convolution() -> None:
     """lambda = 1 and angles 0; a = 0 is A = -1, and biases alone make B and C those of a head."""
     mixer, x = mixer_of(Mamba3Spec(state=8, head_dim=4)), torch.randn(LENGTH, 1, SIZES.width, dtype=torch.float64)
@@ -137,10 +150,10 @@ def test_one_token_by_hand() -> None:
 
 
 def test_decays_of_a_projection_far_out() -> None:
-    """f is 1 + x and 1 / (1 - x), meets at 0 with slope 1, and has gradients everywhere."""
+    """f is 1 + x and 1 / (1 - x) below 0, where its slope is 1, and has gradients everywhere."""
     a = torch.tensor([-1e4, -1.0, 0.0, 1.0, 50.0], dtype=torch.float64, requires_grad=True)
     step = torch.full((5,), math.log(math.e - 1), dtype=torch.float64)  # whose softplus is 1
-    g = steps_of(step, a, 0 * step).g_BLH
+    g = trapezoid(step, a, 0 * step).g_BLH
     assert_close(-g, torch.tensor([1 / 10001, 0.5, 1.0, 2.0, 51.0], dtype=torch.float64))
     assert_close(-torch.autograd.grad(g.sum(), a)[0], torch.tensor([1 / 10001**2, 0.25, 1, 1, 1], dtype=torch.float64))
 

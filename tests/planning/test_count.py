@@ -56,6 +56,8 @@ HYBRIDS = {  # by hand below
     "kda_hybrid_1.3b": 1_301_211_248,
 }
 
+MAMBA3 = {"mamba3_swa_421m": 421_316_160, "mamba3_swa_1.3b": 1_326_644_496}  # by hand below
+
 PRINTED = {  # in millions, Tables 5 to 8 of Samba
     "samba_421m_full_0": 449,
     "samba_421m_full_5": 449,
@@ -194,6 +196,30 @@ def test_mamba2_flops_by_hand():
     assert mamba.flops["conv"] == 2 * 4 * (16 + 12)
     # of 128 tokens each: their scores in 2 groups, the sum over values; into the state and out of it
     assert mamba.flops["ssd"] == 2 * 128 * (2 * 3 + 16) + 2 * 2 * 3 * 16
+
+
+@pytest.mark.parametrize(("recipe", "parameters"), MAMBA3.items())
+def test_mamba3_beside_windows_by_hand(recipe, parameters):
+    model = recipe_config(recipe).model
+    counted, width, heads = count(model, 4096), model.width, model.width // 32  # 64 channels, of twice the width
+    kinds = [layer.kind for layer in counted.layers]
+    assert kinds == ["mamba3", "swiglu", "attention", "swiglu"] * (len(kinds) // 4)
+    # norm; z, x and out; dt, A, trap; B and C; 32 angles; dt_bias and D, biases of B and C; norms of B and C, and of y
+    mamba = width + 6 * width**2 + 3 * heads * width + 2 * 128 * width + 32 * width
+    mamba += 2 * heads + 2 * heads * 128 + 2 * 128 + 2 * width
+    attention, mlp = width + 4 * width**2, width + 3 * width * (width * 8 // 3)
+    assert counted.parameters == len(kinds) // 4 * (mamba + attention + 2 * mlp) + width + 32000 * width == parameters
+
+
+def test_mamba3_flops_by_hand():
+    """By the matrices of a chunk of 128 tokens, T, for each of 4 heads with 6 states and 4 channels."""
+    layers = {"M": {"kind": "mamba3", "state": 6, "head_dim": 4}}
+    (mamba,) = count(dataclasses.replace(TINY, pattern="M", layers=layers), 200).layers
+    # in 8 -> z 16, x 16, dt 4, A 4, trap 4, B 6, C 6, one angle; out 16 -> 8
+    assert mamba.flops["projections"] == 2 * (8 * (16 + 16 + 4 + 4 + 4 + 6 + 6 + 1) + 16 * 8)
+    inside, through_state = 128**2 * (6 + 4), 2 * 128 * 6 * 4  # C B^T and its product with x; B x^T, and C h
+    assert mamba.flops["ssd"] * 128 == 4 * 2 * (inside + through_state)
+    assert mamba.flops["turns"] == 4 * 2 * 6  # a pair of B and one of C
 
 
 def test_gated_deltanet_flops_by_hand():

@@ -72,7 +72,10 @@ class _TritonSSD(torch.autograd.Function):
     def backward(ctx: Any, grad_y_BLHP: Tensor, grad_last_BHPN: Tensor) -> tuple[Tensor | None, ...]:
         row = SSDRow(*ctx.saved_tensors)
         *grads, grad_state_BHPN, _ = backward(row, grad_y_BLHP.contiguous(), grad_last_BHPN.contiguous())
-        return *grads, None if row.state_BHPN is None else grad_state_BHPN, None
+        of_given: list[Tensor | None] = [*grads]
+        if row.given:
+            of_given[2] = of_given[6] = None  # A and dt_bias
+        return *of_given, None if row.state_BHPN is None else grad_state_BHPN, None
 
 
 def forward(row: SSDRow) -> tuple[Tensor, Tensor]:
@@ -91,8 +94,6 @@ def backward(row: SSDRow, dy_BLHP: Tensor, grad_last_BHPN: Tensor) -> SSDInputs:
     grad_C = _group_gradient(row, decays, dy_BLHP, row.x_BLHP, row.B_BLGN, before_BCHPN, reverse=False)
     grad_B = _group_gradient(row, decays, row.x_BLHP, dy_BLHP, row.C_BLGN, after_BCHPN, reverse=True)
     grad_dt_BLH, (grad_A, grad_D, grad_dt_bias) = _step_gradients(row, decays, by_token, through_BCH)
-    if row.given:
-        return SSDInputs(grad_x_BLHP, grad_dt_BLH, None, grad_B, grad_C, grad_D, None, grad_state_BHPN)
     return SSDInputs(grad_x_BLHP, grad_dt_BLH, grad_A, grad_B, grad_C, grad_D, grad_dt_bias, grad_state_BHPN)
 
 

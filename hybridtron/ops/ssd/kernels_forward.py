@@ -48,14 +48,8 @@ def decays(
     head_H = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     inside_T, heads_there = token_T < length, head_H < heads
     there_TH = inside_T[:, None] & heads_there[None, :]
-    dt_TH = tl.load(dt_BLH + (row * length + token_T)[:, None] * heads + head_H[None, :], mask=there_TH, other=0.0)
-    if GIVEN:
-        delta_TH = tl.where(there_TH, 1.0, 0.0)
-        g_TH = dt_TH.to(tl.float64)
-    else:
-        shifted_TH = dt_TH.to(tl.float32) + tl.load(dt_bias_H + head_H, mask=heads_there, other=0.0)[None, :]
-        delta_TH = tl.where(there_TH, _softplus(shifted_TH.to(tl.float64)), 0.0).to(tl.float32)
-        g_TH = delta_TH.to(tl.float64) * tl.load(A_H + head_H, mask=heads_there, other=0.0).to(tl.float64)[None, :]
+    at_dt_TH = (row * length + token_T)[:, None] * heads + head_H[None, :]
+    delta_TH, g_TH = _steps(dt_BLH + at_dt_TH, dt_bias_H + head_H, A_H + head_H, there_TH, heads_there, GIVEN)
     sum_TH, total_H = tl.cumsum(g_TH, axis=0), tl.sum(g_TH, axis=0)
     high_TH = sum_TH.to(tl.float32)
     # Stored before they are used again: Triton 3.6 fails to order the copies in another layout that it stores from.
@@ -75,6 +69,23 @@ def decays(
     tl.store(enter_BHL + at_TH, enter_TH, mask=there_TH)
     tl.store(leave_BHL + at_TH, leave_TH, mask=there_TH)
     tl.store(whole_BHC + (row * heads + head_H) * tl.num_programs(0) + chunk, whole_H, mask=heads_there)
+
+
+@triton.jit
+def _steps(
+    dt_TH: tl.tensor, dt_bias_H: tl.tensor, A_H: tl.tensor, there_TH: tl.tensor, heads_there: tl.tensor,
+    GIVEN: tl.constexpr,
+) -> tuple:  # fmt: skip
+    """delta, and g in float64, of what stands at these places in memory."""
+    dt_TH = tl.load(dt_TH, mask=there_TH, other=0.0).to(tl.float32)
+    if GIVEN:
+        delta_TH = tl.where(there_TH, 1.0, 0.0)
+        g_TH = dt_TH.to(tl.float64)
+    else:
+        shifted_TH = dt_TH + tl.load(dt_bias_H, mask=heads_there, other=0.0)[None, :]
+        delta_TH = tl.where(there_TH, _softplus(shifted_TH.to(tl.float64)), 0.0).to(tl.float32)
+        g_TH = delta_TH.to(tl.float64) * tl.load(A_H, mask=heads_there, other=0.0).to(tl.float64)[None, :]
+    return delta_TH, g_TH
 
 
 @triton.jit

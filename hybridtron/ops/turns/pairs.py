@@ -1,4 +1,4 @@
-"""Pairs of channels as complex numbers: what turns them is one product in place, and the way back its conjugate.
+"""Pairs of channels as complex numbers: what turns them is one product in place, and its gradient the conjugate.
 
     y = (x + bias) e^(i theta):   d(x + bias) = dy e^(-i theta),   dtheta = Im(conj(y) dy)
 

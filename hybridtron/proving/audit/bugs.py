@@ -21,7 +21,7 @@ from hybridtron.config.schema import Config
 from hybridtron.data.batch import Batch
 from hybridtron.engine.schedule import StepLoss, _loss_of, run_schedule
 from hybridtron.engine.stage import Stage, build_stages, mark_for_megatron
-from hybridtron.mixers.mamba3 import of_next_token
+from hybridtron.mixers.mamba3 import products_by_head
 from hybridtron.mixers.retnet import log_gammas
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.loss import Loss
@@ -79,7 +79,7 @@ KDA_DECAY_GRADIENT = _marked("decay_down", "partial_over_tensor", False)
 ANGLE_GRADIENT = _marked("angle_proj", "partial_over_tensor", False)
 PAIR_NORM_GRADIENT = _marked("C_norm", "partial_over_tensor", False)
 ANGLES_OF_OTHER_HEADS: Replaced = {"hybridtron.mixers.mamba3.angles": lambda inputs: angles(inputs).roll(1, dims=2)}
-STEP_OVER_BORDERS: Replaced = {"hybridtron.mixers.mamba3.of_next_token": lambda x, documents: of_next_token(x, None)}
+SEES_NEXT_STEP: Replaced = {"hybridtron.mixers.mamba3.products_by_head": lambda *pair: 0 * products_by_head(*pair)}
 HEAD_NORM_GRADIENT = _marked("norm_weight", "partial_over_tensor", False)
 NORM_GRADIENT = _marked("norm.weight", "partial_over_tensor", False)
 DOUBLE_NORM_GRADIENT = _marked("norm.weight", "partial_over_tensor", True)
@@ -183,7 +183,7 @@ BUGS = {
     "angle_gradient": Bug("replicated angles keep their rank's part", ANGLE_GRADIENT, "mamba3-swa", "tp2"),
     "pair_norm_gradient": Bug("the norm of C keeps its rank's part", PAIR_NORM_GRADIENT, "mamba3-swa", "tp2-sp"),
     "angles_of_other_heads": Bug("heads turn by a neighbour's angles", ANGLES_OF_OTHER_HEADS, "mamba3-swa", "tp2"),
-    "step_over_borders": Bug("a document's end gets the next one's step", STEP_OVER_BORDERS, "mamba3-swa", "tp2"),
+    "sees_next_step": Bug("a token reads itself by the next one's step", SEES_NEXT_STEP, "mamba3-swa", "tp2"),
     "first_decays": Bug("every rank has the first rank's decays", FIRST_DECAYS, "sliding-retnet", "tp2"),
     "gla_norm_gradient": Bug("heads' shared norm keeps its rank's part", HEAD_NORM_GRADIENT, "sliding-gla", "tp2-sp"),
     "delta_norm_gradient": Bug("heads' shared norm keeps its rank's part", HEAD_NORM_GRADIENT, "gated-deltanet", "tp2"),

@@ -26,7 +26,7 @@ WHAT = {
     "mixer": ("mixer", "Mamba-1 mixer", "forward and backward, against transformers' MambaMixer with the same weights"),
     "mamba2_mixer": ("mixer", "Mamba-2 mixer", "in the same way, against transformers' Mamba2Mixer"),
     "scan": ("scan", "Selective scan (Mamba-1)", "speed, distance from its floor, and memory, against transformers'"),
-    "recurrences": ("recurrences", "Recurrences", "SSD, gated linear attention and the delta rule, at equal sizes"),
+    "recurrences": ("recurrences", "Recurrences", "SSD, retention, GLA and the delta rule, at equal sizes"),
     "attention": ("attention", "Sliding-window attention", "against full attention and a dense mask, by length"),
     "span": ("attention", "Span-expanded attention", "against a window and full attention: time and peak memory"),
     "kernels": ("kernels", "Kernels", "bytes and time by a rehearsal, and on a GPU measured, beside other packages"),

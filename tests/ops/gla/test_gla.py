@@ -15,7 +15,7 @@ from hybridtron.ops.gla import GLAInputs, chunked, gla_scan
 from hybridtron.ops.ssd import SSDInputs, ssd_scan
 from tests.ops.recurrences import TWO_DOCUMENTS, computed, exact, gla_inputs, run
 
-FORMS = pytest.mark.parametrize("form", ["reference", "chunked"])
+FORMS = pytest.mark.parametrize("form", ["reference", "chunked", "native"])
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_tokens_that_forget_all_see_themselves(form: str) -> None:
     assert_close(last, k[:, -1].unsqueeze(3) * v[:, -1].unsqueeze(2))
 
 
-@pytest.mark.parametrize("form", ["chunked"])
+@pytest.mark.parametrize("form", ["chunked", "native"])
 def test_moderate_decays_at_every_token(form: str) -> None:
     """e^-8 a token: a block's exponents are far apart, and what is near each other still counts."""
     inputs = gla_inputs(rows=1, length=256, key=4, dtype=torch.float32)

@@ -13,6 +13,7 @@ from hybridtron.ops.attention import AttentionInputs, AttentionMemory, attention
 from hybridtron.ops.conv import ConvInputs, causal_conv
 from hybridtron.ops.dispatch import Op, force
 from hybridtron.ops.gated_norm import GatedScaleInputs, GatedSquaresInputs, gated_scale, gated_squares
+from hybridtron.ops.gla import GLAInputs, gla_scan
 from hybridtron.ops.norm import AddRMSNormInputs, RMSNormInputs, add_rms_norm, rms_norm
 from hybridtron.ops.registry import OPS
 from hybridtron.ops.rope import RopeInputs, apply_rope
@@ -21,10 +22,18 @@ from hybridtron.ops.softmax import SoftmaxGradientsInputs, SoftmaxSumsInputs, so
 from hybridtron.ops.ssd import DecayInputs, SSDInputs, decay_scan, ssd_scan
 from hybridtron.ops.swiglu import SwiGLUInputs, swiglu
 
-MODULES = ("conv.native", "gated_norm.native", "native.attention", "native.recurrence", "norm.native", "rope.native")
+MODULES = (
+    "conv.native",
+    "gated_norm.native",
+    "gla.native",
+    "native.attention",
+    "native.recurrence",
+    "norm.native",
+    "rope.native",
+)
 MODULES += ("softmax.native", "ssd.native", "swiglu.native")
 PER_TOKEN = {"x_BLE", "dt_BLE", "B_BLN", "C_BLN", "z_BLE", "x_BLHP", "dt_BLH", "B_BLGN", "C_BLGN", "x_BLC", "tail_BTC"}
-PER_TOKEN |= {"y_BLHP", "z_BLHP", "x_BLHK", "q_BLHK", "k_BLGK", "v_BLGK"}
+PER_TOKEN |= {"y_BLHP", "z_BLHP", "x_BLHK", "q_BLHK", "k_BLGK", "v_BLGK", "q_BLHN", "k_BLHN", "v_BLHP"}
 Case = Callable[[int, int, int], tuple[Op, Any]]
 
 
@@ -75,6 +84,18 @@ def decay(rows: int, length: int, channels: int) -> tuple[Op, Any]:
     q, k, v = normal(2, rows, length, 3, 11)[0], normal(rows, length, 3, 11), normal(rows, length, 6, -(-channels // 6))
     g, state = -normal(rows, length, 6).exp(), normal(rows, 6, v.shape[3], 11)
     return decay_scan, DecayInputs(q, k, v, g, state, borders(rows, length))
+
+
+def gla(rows: int, length: int, channels: int) -> tuple[Op, Any]:
+    """Keys that fill no vector, or many."""
+    heads, values = 3, -(-channels // 3)
+    q, k, v = (
+        normal(rows, length, heads, channels),
+        normal(rows, length, heads, channels),
+        normal(rows, length, heads, values),
+    )
+    g, state = -normal(rows, length, heads, channels).exp(), normal(rows, heads, channels, values)
+    return gla_scan, GLAInputs(q, k, v, g, state, borders(rows, length))
 
 
 def conv(rows: int, length: int, channels: int) -> tuple[Op, Any]:
@@ -132,7 +153,8 @@ def rotation(rows: int, length: int, channels: int) -> tuple[Op, Any]:
 
 
 FORMS = (
-    scan, bare_scan, ssd, ssd_of_one_group, decay, conv, wide_conv, norm, add_norm, gate, squares, scale, window, full,
+    scan, bare_scan, ssd, ssd_of_one_group, decay, gla, conv, wide_conv, norm, add_norm, gate, squares, scale, window,
+    full,
 )  # fmt: skip
 CASES = pytest.mark.parametrize("case", [*FORMS, one_token, rotation])
 
@@ -214,7 +236,11 @@ def test_rows_and_tokens_may_lie_in_any_order(case: Case) -> None:
     inputs = typed(inputs, torch.float32)
 
     def moved(value: Any, name: str) -> Any:
-        if not isinstance(value, Tensor) or value.dim() < 3 or name in ("A_EN", "state_BEN", "state_BHPN"):
+        if (
+            not isinstance(value, Tensor)
+            or value.dim() < 3
+            or name in ("A_EN", "state_BEN", "state_BHPN", "state_BHNP")
+        ):
             return value
         wide = torch.cat((value, value), dim=-1) if value.dim() == 3 else value
         turned = wide.detach().transpose(0, 1).contiguous().transpose(0, 1)[..., : value.shape[-1]]
@@ -276,7 +302,7 @@ def test_every_op_of_the_laptop_recipes_runs_compiled() -> None:
     """No fallback in the table that a run on a CPU begins with."""
     compiled = {name for name, op in OPS.items() if op.choice("cpu")[0] == "native"}
     assert compiled == {
-        "selective_scan", "ssd_scan", "decay_scan", "causal_conv", "rms_norm", "add_rms_norm", "gated_squares",
-        "gated_scale", "swiglu", "softmax_sums", "softmax_gradients", "attention", "apply_rope",
+        "selective_scan", "ssd_scan", "decay_scan", "gla_scan", "causal_conv", "rms_norm", "add_rms_norm",
+        "gated_squares", "gated_scale", "swiglu", "softmax_sums", "softmax_gradients", "attention", "apply_rope",
         "span_attention",
     }  # fmt: skip

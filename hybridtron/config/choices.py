@@ -81,6 +81,13 @@ class Precision(StrEnum):
     fp8_block = "fp8_block"
 
 
+class GradientFormat(StrEnum):
+    """What gradients are added up in, over micro-batches and ranks; those of fp32 weights always in fp32."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
 FP8_MULTIPLES = {Precision.fp8_delayed: 16, Precision.fp8_current: 16, Precision.fp8_block: 128}
 """The precisions that multiply in FP8, and of what the sides of such a product must be multiples."""
 

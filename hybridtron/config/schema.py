@@ -18,6 +18,7 @@ from hybridtron.config.choices import (
     DecaySchedule,
     Documents,
     Feed,
+    GradientFormat,
     Order,
     Precision,
     Recompute,
@@ -150,6 +151,8 @@ class PrecisionConfig:
 
     # number format of weights and activations; fp8_*: the large projections multiply in FP8, all else is bf16
     name: Precision = Precision.fp32
+    # what gradients are added up in, over micro-batches and ranks; bf16 halves their memory and traffic, and rounds
+    gradients: GradientFormat = GradientFormat.fp32
     emulate: bool = False  # round as FP8 does, on any device, to study a recipe's numerics; slow
     # sub-layers at the start that stay in bf16 when the others multiply in FP8
     bf16_first: Annotated[int, at_least(0)] = 0

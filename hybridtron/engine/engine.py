@@ -63,7 +63,7 @@ class Engine:
                     weight.data.copy_(cut(whole(name), stage.model.table[name], groups.mesh))
             for name, weight in stage.model.named_parameters():
                 weight.requires_grad_(learns(name, self.trained))
-        self.wrapped = data_parallel(self.stages, config.parallel, self.dtype)
+        self.wrapped = data_parallel(self.stages, config, self.dtype)
         self.optimizer = Optimizer(self.wrapped, config, groups, self.dtype)
         modules = [(name, module) for stage in self.stages for name, module in stage.model.named_modules()]
         self.statistics = statistics_of(modules, self.stages[0].model.slice.tensor.products.fp8, self.device)

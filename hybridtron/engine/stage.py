@@ -18,7 +18,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from hybridtron.architecture.base import Parameter
 from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.layout import chunks_on, fp8_layers, stages_of
-from hybridtron.config.schema import Config, ParallelConfig
+from hybridtron.config.schema import Config
 from hybridtron.data.batch import Batch
 from hybridtron.device import plain_torch
 from hybridtron.engine.through_time import Ended, ThroughTime
@@ -113,17 +113,15 @@ def fp8_of(config: Config) -> Fp8 | None:
     return Fp8(precision.name, fp8_layers(config), precision.history, precision.emulate, shared)
 
 
-def data_parallel(
-    stages: Sequence[Stage], parallel: ParallelConfig, dtype: torch.dtype
-) -> list[DistributedDataParallel]:
+def data_parallel(stages: Sequence[Stage], config: Config, dtype: torch.dtype) -> list[DistributedDataParallel]:
     """Wrap the stages, whose weights are in place, so that gradients are summed over data-parallel ranks."""
-    settings = data_parallel_config(parallel, dtype)
+    settings = data_parallel_config(config.parallel, config.precision.gradients, dtype)
     wrapped = [
         DistributedDataParallel(stage.config, settings, stage, disable_bucketing=index > 0)
         for index, stage in enumerate(stages)
     ]
     stages[0].config.finalize_model_grads_func = finalize_gradients
-    if parallel.overlap_grad_reduce:
+    if config.parallel.overlap_grad_reduce:
         no_sync: Any = [chunk.no_sync for chunk in wrapped]
         stages[0].config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
     return wrapped
@@ -143,8 +141,11 @@ def finalize_gradients(
     if tokens is not None:
         _divide(stages, tokens)
     trained = (w for stage in stages for w in stage.parameters() if w.requires_grad)
-    partial = [w.main_grad for w in trained if w.partial_over_tensor]
-    if partial:
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for weight in trained:
+        if weight.partial_over_tensor:
+            by_dtype.setdefault(weight.main_grad.dtype, []).append(weight.main_grad)
+    for partial in by_dtype.values():
         flat = _flatten_dense_tensors(partial)
         dist.all_reduce(flat, group=parallel_state.get_tensor_model_parallel_group())
         for gradient, summed in zip(partial, _unflatten_dense_tensors(flat, partial), strict=True):

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of a configuration, known without building it; what the loss holds.
+"""Parameters and FLOPs of a configuration, known without building it; bytes of a gradient, and of the loss.
 
 FLOPs are per token of a sequence of `seq_len`, a multiply-add counting 2; training costs 3 times the forward pass
 (once for the values, twice for the gradients). Counted are the projections, the head (2 width vocab_size, tied or
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import architecture
 from hybridtron.config.choices import FP8_MULTIPLES, Precision
+from hybridtron.config.schema import PrecisionConfig
 
 BACKWARD_AND_FORWARD = 3
 
@@ -119,3 +120,9 @@ def loss_bytes(tokens: int, width: int, vocabulary: int, value_bytes: int) -> in
     several, narrow = at_a_time < tokens, value_bytes < FP32_BYTES
     of_head = value_bytes * (not several or narrow) + FP32_BYTES * several
     return value_bytes * (at_a_time * vocabulary + tokens * width) + of_head * vocabulary * width
+
+
+def gradient_bytes(precision: PrecisionConfig, weight_is_fp32: bool) -> int:
+    """Of an entry of a weight's gradient, as it is added up."""
+    is_wide = weight_is_fp32 or "fp32" in (precision.name, precision.gradients)
+    return FP32_BYTES if is_wide else VALUE_BYTES[precision.name]

@@ -2,8 +2,8 @@
 
 With t tensor-parallel, p pipeline and d data-parallel ranks, v virtual stages, and m micro batches a step:
 
-    weights, gradients   of the rank's chunks, cut by t where `Parameter.cuts` says so; gradients are fp32. A tied
-                         embedding is held by the first rank and by the last.
+    weights, gradients   of the rank's chunks, cut by t where `Parameter.cuts` says so; gradients in the format of
+                         `precision.gradients`. A tied embedding is held by the first rank and by the last.
     optimizer            AdamW's two fp32 moments, and fp32 masters of narrower weights; by d if it is distributed
     activations          per sub-layer and token: the norm's input (by t under sequence parallelism), its output as the
                          projections read it (whole: it is gathered once and kept), and the mixer's inside (by t).
@@ -26,7 +26,7 @@ With t tensor-parallel, p pipeline and d data-parallel ranks, v virtual stages, 
                          2 (t - 1) / t n; gathering and scattering under sequence parallelism send the same together.
     pipeline traffic     the stream (by t under sequence parallelism) forward and its gradient back, for every border;
                          here and in the activations in fp32 with model.residual_fp32
-    data traffic         fp32 gradients are scattered, (d - 1) / d of them sent, and weights gathered, if the optimizer
+    data traffic         gradients are scattered, (d - 1) / d of them sent, and weights gathered, if the optimizer
                          is distributed, otherwise gradients are summed; a tied embedding is summed over its two ranks
     bubble               (p - 1) / (v m + p - 1) of the pipeline's time, if the stages are equally long
 
@@ -47,7 +47,7 @@ from hybridtron.config.resolve import ResolvedPhase, resolve
 from hybridtron.config.schema import Config
 from hybridtron.optimizers import OPTIMIZERS
 from hybridtron.planning.activations import ChunkUse, RankUse
-from hybridtron.planning.count import FP32_BYTES, VALUE_BYTES, loss_bytes
+from hybridtron.planning.count import FP32_BYTES, VALUE_BYTES, gradient_bytes, loss_bytes
 from hybridtron.planning.layer_use import LayerUse, carried_bytes, layer_uses, runs_again, shared, stream_values
 from hybridtron.planning.pipeline import held_names, local_size, turns
 
@@ -57,7 +57,7 @@ class DeviceMemory:
     """What one process holds while it trains, in bytes."""
 
     weights: int  # as the forward pass reads them
-    gradients: int  # fp32
+    gradients: int  # as they are added up
     optimizer: int  # AdamW's two fp32 moments, and fp32 master weights where the weights are narrower
     activations: int  # kept for the backward pass by the sub-layers of one micro batch
     logits: int  # as many as the loss makes at a time, and the gradients that it makes of its input and the head
@@ -221,7 +221,7 @@ def _weight_bytes(step: _Step, weights: Mapping[str, Parameter]) -> tuple[int, i
         width = FP32_BYTES if weight.fp32 else narrow
         master = 0 if width == FP32_BYTES else FP32_BYTES
         stored += width * size
-        gradients += FP32_BYTES * size
+        gradients += gradient_bytes(step.config.precision, weight.fp32) * size
         follows += master * size
         for part in rule.parts(name, weight).values():
             held = FP32_BYTES * local_size(part, parallel)
@@ -281,11 +281,15 @@ def _traffic(step: _Step, rank: int, chunks: Sequence[PlannedStage], weights: in
         summed += (is_first + is_last) * model.width
     borders = 2 * len(chunks) - is_first - is_last if parallel.pipeline > 1 else 0
     is_tied = model.tie_embeddings and parallel.pipeline > 1 and (is_first or is_last)
-    tied = FP32_BYTES * model.vocab_size * model.width // parallel.tensor if is_tied else 0
+    tied = (
+        gradient_bytes(step.config.precision, False) * model.vocab_size * model.width // parallel.tensor
+        if is_tied
+        else 0
+    )
     sharded = parallel.distributed_optimizer
     return Traffic(
         tensor=2 * (parallel.tensor - 1) * summed * values // parallel.tensor,
         pipeline=borders * stream_values(step.config) * values,
-        gradients=(1 if sharded else 2) * gradients * (step.data - 1) // step.data + tied,
+        gradients=(1 if sharded else 2) * gradients * (step.data - 1) // step.data + tied * is_tied,
         parameters=weights * (step.data - 1) // step.data if sharded else 0,
     )

@@ -47,6 +47,8 @@ def precision_warnings(precision: PrecisionConfig) -> Iterator[str]:
     for name in ("emulate", "bf16_first", "bf16_last"):
         if precision.name not in FP8_MULTIPLES and (value := getattr(precision, name)) != getattr(defaults, name):
             yield f"precision.{name}={str(value).lower()} has no effect: it belongs to the precisions with fp8"
+    if precision.name == "fp32" and precision.gradients != defaults.gradients:
+        yield f"precision.gradients={precision.gradients} has no effect: gradients of fp32 weights are fp32"
     if precision.name != "fp8_delayed" and precision.history != defaults.history:
         yield f"precision.history={precision.history} has no effect: it belongs to precision.name=fp8_delayed"
 

@@ -17,7 +17,7 @@ from hybridtron.ops.delta import DeltaInputs, chunked, decay, delta_scan
 from hybridtron.ops.gla import GLAInputs, gla_scan
 from tests.ops.recurrences import TWO_DOCUMENTS, changed, computed, delta_inputs, exact, run
 
-FORMS = ["reference", "chunked"]
+FORMS = ["reference", "chunked", "native"]
 FAST_FORMS = FORMS[1:]
 DOCUMENTS = [pytest.param(None, id="stream"), pytest.param(TWO_DOCUMENTS, id="documents")]
 GATES = pytest.mark.parametrize("gate", ["head", "channel"])

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtron.ops.attention import AttentionInputs, AttentionMemory, attention
 from hybridtron.ops.conv import ConvInputs, causal_conv
+from hybridtron.ops.delta import DeltaInputs, delta_scan
 from hybridtron.ops.dispatch import Op, force
 from hybridtron.ops.gated_norm import GatedScaleInputs, GatedSquaresInputs, gated_scale, gated_squares
 from hybridtron.ops.gla import GLAInputs, gla_scan
@@ -22,16 +24,8 @@ from hybridtron.ops.softmax import SoftmaxGradientsInputs, SoftmaxSumsInputs, so
 from hybridtron.ops.ssd import DecayInputs, SSDInputs, decay_scan, ssd_scan
 from hybridtron.ops.swiglu import SwiGLUInputs, swiglu
 
-MODULES = (
-    "conv.native",
-    "gated_norm.native",
-    "gla.native",
-    "native.attention",
-    "native.recurrence",
-    "norm.native",
-    "rope.native",
-)
-MODULES += ("softmax.native", "ssd.native", "swiglu.native")
+MODULES = ("conv.native", "delta.native", "gated_norm.native", "gla.native", "native.attention", "native.recurrence")
+MODULES += ("norm.native", "rope.native", "softmax.native", "ssd.native", "swiglu.native")
 PER_TOKEN = {"x_BLE", "dt_BLE", "B_BLN", "C_BLN", "z_BLE", "x_BLHP", "dt_BLH", "B_BLGN", "C_BLGN", "x_BLC", "tail_BTC"}
 PER_TOKEN |= {"y_BLHP", "z_BLHP", "x_BLHK", "q_BLHK", "k_BLGK", "v_BLGK", "q_BLHN", "k_BLHN", "v_BLHP"}
 Case = Callable[[int, int, int], tuple[Op, Any]]
@@ -98,6 +92,22 @@ def gla(rows: int, length: int, channels: int) -> tuple[Op, Any]:
     return gla_scan, GLAInputs(q, k, v, g, state, borders(rows, length))
 
 
+def delta(rows: int, length: int, channels: int) -> tuple[Op, Any]:
+    """One decay a head; keys of length 1, and steps of up to 2."""
+    q, k, v = normal(rows, length, 3, 11), normal(rows, length, 3, 11), normal(rows, length, 3, channels)
+    beta, g = 2 * torch.rand(rows, length, 3, dtype=torch.float64), -normal(rows, length, 3, 1).exp()
+    state = normal(rows, 3, 11, channels)
+    return delta_scan, DeltaInputs(q, F.normalize(k, dim=-1), v, beta, g, state, borders(rows, length))
+
+
+def delta_by_channel(rows: int, length: int, channels: int) -> tuple[Op, Any]:
+    """A decay a key channel, keys as wide as vectors, and short documents."""
+    q, k, v = normal(rows, length, 2, 32), normal(rows, length, 2, 32), normal(rows, length, 2, channels)
+    beta, g = 2 * torch.rand(rows, length, 2, dtype=torch.float64), -normal(rows, length, 2, 32).exp()
+    documents = (torch.arange(length) // 47).repeat(rows, 1)
+    return delta_scan, DeltaInputs(q, F.normalize(k, dim=-1), v, beta, g, normal(rows, 2, 32, channels), documents)
+
+
 def conv(rows: int, length: int, channels: int) -> tuple[Op, Any]:
     x, tail = normal(rows, length, channels), normal(rows, 3, channels)
     return causal_conv, ConvInputs(x, normal(channels, 4), normal(channels), tail, borders(rows, length), True)
@@ -152,10 +162,8 @@ def rotation(rows: int, length: int, channels: int) -> tuple[Op, Any]:
     return apply_rope, RopeInputs(normal(rows, length, 3, 2 * channels + 2), angles.cos(), angles.sin())
 
 
-FORMS = (
-    scan, bare_scan, ssd, ssd_of_one_group, decay, gla, conv, wide_conv, norm, add_norm, gate, squares, scale, window,
-    full,
-)  # fmt: skip
+FORMS = (scan, bare_scan, ssd, ssd_of_one_group, decay, gla, delta, delta_by_channel, conv, wide_conv, norm, add_norm)
+FORMS += (gate, squares, scale, window, full)
 CASES = pytest.mark.parametrize("case", [*FORMS, one_token, rotation])
 
 
@@ -302,7 +310,7 @@ def test_every_op_of_the_laptop_recipes_runs_compiled() -> None:
     """No fallback in the table that a run on a CPU begins with."""
     compiled = {name for name, op in OPS.items() if op.choice("cpu")[0] == "native"}
     assert compiled == {
-        "selective_scan", "ssd_scan", "decay_scan", "gla_scan", "causal_conv", "rms_norm", "add_rms_norm",
+        "selective_scan", "ssd_scan", "decay_scan", "gla_scan", "delta_scan", "causal_conv", "rms_norm", "add_rms_norm",
         "gated_squares", "gated_scale", "swiglu", "softmax_sums", "softmax_gradients", "attention", "apply_rope",
         "span_attention",
     }  # fmt: skip

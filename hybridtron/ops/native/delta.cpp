@@ -1,0 +1,11 @@
+// The delta rule as C functions; 0 means done, 1 that memory was short.
+#include "delta_backward.h"
+
+template <class S> static int run(void (*work)(void *, int, char *), Delta<S> *of, int threads) {
+  return !share(work, of, of->rows * of->heads, threads, SegmentOfDelta<S>::size(*of));
+}
+
+extern "C" int delta_forward_float(Delta<float> *of, int threads) { return run(forward_head<float>, of, threads); }
+extern "C" int delta_forward_double(Delta<double> *of, int threads) { return run(forward_head<double>, of, threads); }
+extern "C" int delta_backward_float(Delta<float> *of, int threads) { return run(backward_head<float>, of, threads); }
+extern "C" int delta_backward_double(Delta<double> *of, int threads) { return run(backward_head<double>, of, threads); }

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import DictConfig
+from torch import Tensor
 
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.checkpoint.checkpoint import Checkpoint
@@ -119,6 +120,21 @@ def seq_info(rows: int, length: int, documents: list[list[int]] | None = None) -
     index = [[i for i, size in enumerate(row) for _ in range(size)] for row in documents]
     positions = [[p for size in row for p in range(size)] for row in documents]
     return SeqInfo(torch.tensor(positions), torch.tensor(index, dtype=torch.int32))
+
+
+def part_of(seq: SeqInfo, first: int, last: int) -> SeqInfo:
+    documents = None if seq.documents_BL is None else seq.documents_BL[:, first:last]
+    return SeqInfo(seq.positions_BL[:, first:last], documents, seq.key)
+
+
+def stored_weights(model: LanguageModel) -> dict[str, Tensor]:
+    """A model's weights as a checkpoint stores them, fused ones by their parts."""
+    found = {}
+    for name, weight in model.named_parameters():
+        keys = model.table[name].stored(name)
+        rows = [shape[0] for shape in keys.values()]
+        found |= dict(zip(keys, weight.detach().split(rows), strict=True))
+    return found
 
 
 def small_run(model: ModelConfig | None = None, optim: OptimConfig | None = None, precision: str = "fp32") -> Config:

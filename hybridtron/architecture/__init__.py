@@ -9,6 +9,8 @@ from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.architecture.mamba3 import Mamba3Spec
 from hybridtron.architecture.retnet import RetNetSpec
+from hybridtron.architecture.rwkv6 import RWKV6Spec
+from hybridtron.architecture.rwkv6_channel_mix import RWKV6ChannelMixSpec
 from hybridtron.architecture.span import SpanSpec
 from hybridtron.architecture.swiglu import SwiGLUSpec
 
@@ -20,6 +22,8 @@ SPECS: dict[str, type[MixerSpec]] = {
     "retnet": RetNetSpec,
     "gated_deltanet": GatedDeltaNetSpec,
     "kda": KDASpec,
+    "rwkv6": RWKV6Spec,
+    "rwkv6_channel_mix": RWKV6ChannelMixSpec,
     "attention": AttentionSpec,
     "span": SpanSpec,
     "swiglu": SwiGLUSpec,

@@ -59,7 +59,7 @@ class InverseSoftplus:
 
 @dataclass(frozen=True)
 class Orthogonal:
-    """A linear layer's: rows, or columns where these are fewer, at right angles to each other and of this length."""
+    """A linear layer's: rows, or columns where these are fewer, at right angles and of this length; 0: zeros."""
 
     length: float
 

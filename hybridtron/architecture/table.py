@@ -99,9 +99,10 @@ def parameter_table(model: ModelConfig) -> dict[str, Parameter]:
 
 
 def _as_lit_gpt(table: dict[str, Parameter], arch: Architecture) -> dict[str, Parameter]:
-    """Projections by another rule. Its blocks are counted by the sub-layers that look along the sequence."""
+    """Projections by another rule. Blocks are counted by the sub-layers that look back further than a few tokens."""
     width = arch.sizes.width
-    blocks = max(1, sum(bool(spec.state_parts(arch.sizes)) for spec in arch.specs))
+    states = [spec.state_parts(arch.sizes).values() for spec in arch.specs]
+    blocks = max(1, sum(any(part.kind != "conv" for part in parts) for parts in states))
     starts: dict[type, Normal] = {
         Projection: Normal((2 / (5 * width)) ** 0.5),
         OutputProjection: Normal(width**-0.5 / blocks),

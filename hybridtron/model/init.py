@@ -50,6 +50,8 @@ def starting_value(init: Init, shape: tuple[int, ...], seed: int, name: str) -> 
             return torch.arange(1, shape[-1] + 1, dtype=torch.float32).log().expand(shape)
         case LogUniform(low, high):
             return torch.empty(shape).uniform_(low, high, generator=generator).log()
+        case Orthogonal(0.0):
+            return torch.zeros(shape)
         case Orthogonal(length):
             return nn.init.orthogonal_(torch.empty(shape), length, generator)
         case Ramp(first, last, exponent, zigzag):

@@ -17,9 +17,12 @@ from dataclasses import dataclass, replace
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import (
+    all_to_all_hp2sp,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
+    reduce_scatter_last_dim_to_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
 from torch import Tensor, nn
@@ -137,6 +140,19 @@ def row_parallel_inside(in_features: int, out_features: int, tensor: TensorGroup
     return _summed(in_features, out_features, tensor.without_fp8(), sequence=False)
 
 
+def row_parallel_by_channel(in_features: int, out_features: int, tensor: TensorGroup) -> nn.Module:
+    """As `row_parallel`, but each rank gets the sums of its own share of the outputs, for all tokens.
+
+    What is elementwise in the outputs can follow on the ranks' shares, before `leave`.
+    """
+    product = _product(tensor.share(in_features), out_features, tensor.products)
+    if tensor.size > 1:
+        product.register_forward_hook(
+            lambda _, given, y: reduce_scatter_last_dim_to_tensor_parallel_region(y, group=tensor.group)
+        )
+    return product
+
+
 def _summed(in_features: int, out_features: int, tensor: TensorGroup, sequence: bool) -> nn.Module:
     if tensor.size > 1 and tensor.products == MEGATRON:
         return RowParallel(in_features, out_features, tensor, sequence)
@@ -163,6 +179,18 @@ def enter(x_LBD: Tensor, tensor: TensorGroup) -> Tensor:
     if tensor.sequence:
         return gather_from_sequence_parallel_region(x_LBD, tensor_parallel_output_grad=True, group=tensor.group)
     return copy_to_tensor_model_parallel_region(x_LBD, group=tensor.group)
+
+
+def leave(y_LBC: Tensor, tensor: TensorGroup) -> Tensor:
+    """From shares of the channels back to the residual stream. With the scattered sums before it this sends what one
+    sum over ranks sends; under sequence parallelism, where channels are exchanged for tokens, 1 / ranks of it more.
+    """
+    if tensor.size == 1:
+        return y_LBC
+    if tensor.sequence:
+        length, rows, _ = y_LBC.shape
+        return all_to_all_hp2sp(y_LBC, group=tensor.group).view(length // tensor.size, rows, -1)
+    return gather_from_tensor_model_parallel_region(y_LBC, group=tensor.group)
 
 
 def sum_gradients(x: Tensor, tensor: TensorGroup) -> Tensor:

@@ -56,6 +56,7 @@ COUNTED: dict[str, tuple[str, int]] = {
     "all_reduce": ("tensor", 2),
     "all_gather_into_tensor": ("output_tensor", 1),
     "reduce_scatter_tensor": ("input", 1),
+    "all_to_all_single": ("input", 1),
     "broadcast": ("tensor", 1),
     "isend": ("tensor", MESSAGE),
     "send": ("tensor", MESSAGE),

@@ -22,6 +22,7 @@ from hybridtron.model.init import initialise, starting_value
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.dispatch import force
 from hybridtron.parallel.linear import SINGLE_RANK
+from tests.conftest import part_of, stored_weights
 from tests.conftest import seq_info as evaluated
 
 SIZES = ModelSizes(width=16, num_sublayers=4)
@@ -37,6 +38,8 @@ OPTIONS = {
         {"heads": 4, "key_heads": 2, "expand_k": 0.5, "conv": 3, "negative_eigenvalues": True},
     ],
     "kda": [{"heads": 2, "negative_eigenvalues": True}, {"heads": 4, "expand_k": 0.5, "expand_v": 1.5, "conv": 3}],
+    "rwkv6": [{"head_dim": 8, "mix_rank": 3, "decay_rank": 5}, {"head_dim": 4}],
+    "rwkv6_channel_mix": [{"hidden": 24}, {}],
     "attention": [
         {"heads": 4},
         {"heads": 4, "kv_heads": 2, "window": 6},
@@ -147,11 +150,6 @@ def test_chunks_with_carried_state_equal_the_whole(
 def may_end(spec: MixerSpec, seq: SeqInfo, cut: int) -> bool:
     """Whether a mixer's rows may end before this token, wherever in its document it stands."""
     return not any(problem for place in seq.positions_BL[:, cut].tolist() for problem in spec.carry_problems(place))
-
-
-def part_of(seq: SeqInfo, first: int, last: int) -> SeqInfo:
-    documents = None if seq.documents_BL is None else seq.documents_BL[:, first:last]
-    return SeqInfo(seq.positions_BL[:, first:last], documents, seq.key)
 
 
 def carried(state: dict[str, Tensor], seq: SeqInfo, cut: int) -> dict[str, Tensor]:
@@ -267,6 +265,8 @@ def test_it_is_exported_by_the_shipped_class_and_imported_again(spec: MixerSpec)
     model = ModelConfig(width=16, vocab_size=32, pattern="XX", layers=layers, tie_embeddings=False)
     ours, target = LanguageModel(model), Custom()
     initialise(ours, 0)
+    for weight in ours.parameters():  # what starts at zero would hide the rest
+        weight.data += 0.05 * torch.randn(weight.shape)
     settings = json.loads(json.dumps(target.config(model, 64)))
     theirs = HybridtronForCausalLM(HybridtronConfig(**settings)).eval()
     stored = stored_weights(ours)
@@ -293,13 +293,3 @@ def test_it_is_exported_by_the_shipped_class_and_imported_again(spec: MixerSpec)
             tokens_BL, attention_mask=all_BL, max_new_tokens=6, do_sample=False, pad_token_id=0, use_cache=use_cache
         )
         assert torch.equal(whole[:, LENGTH:], made)
-
-
-def stored_weights(model: LanguageModel) -> dict[str, Tensor]:
-    """A model's weights as a checkpoint stores them, fused ones by their parts."""
-    found = {}
-    for name, weight in model.named_parameters():
-        keys = model.table[name].stored(name)
-        rows = [shape[0] for shape in keys.values()]
-        found |= dict(zip(keys, weight.detach().split(rows), strict=True))
-    return found

@@ -26,6 +26,7 @@ FAST_CASES = {
     ("sliding-retnet", "tp2"),
     ("gated-deltanet", "tp2-sp"),
     ("kda", "tp2"),
+    ("rwkv6", "tp2-sp"),
     ("mistral", "tp2-dp2"),
     ("llama", "dp2"),
     ("llama", "tp2-sp"),

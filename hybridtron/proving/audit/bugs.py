@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from megatron.core.tensor_parallel import mappings
 from torch import Tensor
 from torch.nn import functional
 
@@ -23,6 +24,7 @@ from hybridtron.engine.schedule import StepLoss, _loss_of, run_schedule
 from hybridtron.engine.stage import Stage, build_stages, mark_for_megatron
 from hybridtron.mixers.mamba3 import products_by_head
 from hybridtron.mixers.retnet import log_gammas
+from hybridtron.mixers.token_shift import token_before
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.loss import Loss
 from hybridtron.ops.turns import angles
@@ -75,12 +77,30 @@ GROUPED_HEADS: Replaced = {
     )
 }
 GATE_GRADIENT = _marked("gate_down", "partial_over_tensor", False)
-KDA_DECAY_GRADIENT = _marked("decay_down", "partial_over_tensor", False)
 ANGLE_GRADIENT = _marked("angle_proj", "partial_over_tensor", False)
 PAIR_NORM_GRADIENT = _marked("C_norm", "partial_over_tensor", False)
 ANGLES_OF_OTHER_HEADS: Replaced = {"hybridtron.mixers.mamba3.angles": lambda inputs: angles(inputs).roll(1, dims=2)}
 SEES_NEXT_STEP: Replaced = {"hybridtron.mixers.mamba3.products_by_head": lambda *pair: 0 * products_by_head(*pair)}
 HEAD_NORM_GRADIENT = _marked("norm_weight", "partial_over_tensor", False)
+MIX_GRADIENT = _marked("mixer.mix", "partial_over_tensor", False)
+DECAY_INPUT_GRADIENT = _marked("decay_down", "partial_over_tensor", False)
+
+
+def _inside_shares(x_LBD: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """As of two ranks that each have the tokens of their own half."""
+    before_LBD, last_BD = token_before(x_LBD, *rest)
+    return before_LBD.index_fill(0, torch.tensor([len(x_LBD) // 2]), 0), last_BD
+
+
+SHIFT_BORDER: Replaced = {"hybridtron.mixers.rwkv6.token_before": _inside_shares}
+CHANNEL_SHIFT_BORDER: Replaced = {"hybridtron.mixers.rwkv6_channel_mix.token_before": _inside_shares}
+LINEAR = "hybridtron.parallel.linear"
+UNSUMMED_VALUES: Replaced = {
+    f"{LINEAR}.reduce_scatter_last_dim_to_tensor_parallel_region": mappings.scatter_to_tensor_model_parallel_region
+}
+SUMMED_AS_IT_LEAVES: Replaced = {
+    f"{LINEAR}.gather_from_tensor_model_parallel_region": mappings.all_gather_last_dim_from_tensor_parallel_region
+}
 NORM_GRADIENT = _marked("norm.weight", "partial_over_tensor", False)
 DOUBLE_NORM_GRADIENT = _marked("norm.weight", "partial_over_tensor", True)
 DECAY = _marked("", "undecayed", False)
@@ -166,6 +186,14 @@ def _convolution_of_first_rank(whole: Tensor, parameter: Parameter, mesh: Mesh) 
 CONV_CUT = _cut_otherwise(_convolution_of_first_rank)
 
 
+def _bonus_of_first_rank(whole: Tensor, parameter: Parameter, mesh: Mesh) -> Tensor:
+    is_bonus = whole.dim() == 2 and parameter.fp32
+    return cut(whole, parameter, _at_rank(mesh, 0) if is_bonus else mesh)
+
+
+BONUS_CUT = _cut_otherwise(_bonus_of_first_rank)
+
+
 def _as_one_block(whole: Tensor, parameter: Parameter, mesh: Mesh) -> Tensor:
     return cut(whole, replace(parameter, parts=()), mesh)
 
@@ -188,8 +216,15 @@ BUGS = {
     "gla_norm_gradient": Bug("heads' shared norm keeps its rank's part", HEAD_NORM_GRADIENT, "sliding-gla", "tp2-sp"),
     "delta_norm_gradient": Bug("heads' shared norm keeps its rank's part", HEAD_NORM_GRADIENT, "gated-deltanet", "tp2"),
     "grouped_heads": Bug("heads go round the key heads of their rank", GROUPED_HEADS, "gated-deltanet", "tp2-sp"),
-    "kda_decay_gradient": Bug("the decays' small input keeps its rank's part", KDA_DECAY_GRADIENT, "kda", "tp2-sp"),
+    "kda_decay_gradient": Bug("the decays' small input keeps its rank's part", DECAY_INPUT_GRADIENT, "kda", "tp2-sp"),
     "kda_gate_gradient": Bug("the gate's small input keeps its rank's part", GATE_GRADIENT, "kda", "tp2"),
+    "mix_gradient": Bug("what mixes tokens keeps its rank's part", MIX_GRADIENT, "rwkv6", "tp2"),
+    "decay_input_gradient": Bug("so does the decays' small input", DECAY_INPUT_GRADIENT, "rwkv6", "tp2-sp"),
+    "shift_border": Bug("a share's first token sees none before it", SHIFT_BORDER, "rwkv6", "tp2-sp"),
+    "channel_shift_border": Bug("so it is in the channel mix", CHANNEL_SHIFT_BORDER, "rwkv6", "tp2-sp"),
+    "bonus_cut": Bug("every rank has the bonus of the first rank's heads", BONUS_CUT, "rwkv6", "tp2"),
+    "unsummed_values": Bug("receptance multiplies a rank's part of the values", UNSUMMED_VALUES, "rwkv6", "tp2"),
+    "summed_as_it_leaves": Bug("gradients of shares of channels are summed", SUMMED_AS_IT_LEAVES, "rwkv6", "tp2"),
     "norm_gradient": Bug("norms keep the gradient of their rank's tokens", NORM_GRADIENT, "mamba-mlp", "tp2-sp"),
     "double_norm_gradient": Bug("norms' whole gradients are summed", DOUBLE_NORM_GRADIENT, "mamba-mlp", "tp2"),
     "tied_gradient": Bug("first and last stage keep their own embedding's gradient", TIED_GRADIENT, "samba", "pp2"),

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hybridtron.architecture import SPECS
 from hybridtron.architecture.base import MixerSpec, ModelSizes
+from hybridtron.architecture.inits import Normal
 from hybridtron.data.batch import SeqInfo
 from hybridtron.device import compute_device
 from hybridtron.mixers.base import Mixer, build_mixer
@@ -34,12 +35,14 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "retnet": [{"heads": 2}],
     "gated_deltanet": [{"heads": 2}, {"heads": 4, "key_heads": 2, "expand_k": 0.5, "negative_eigenvalues": True}],
     "kda": [{"heads": 2}, {"heads": 4, "expand_k": 0.5, "negative_eigenvalues": True}],
+    "rwkv6": [{"head_dim": 32}],
+    "rwkv6_channel_mix": [{}],
     "attention": [{"heads": 8}, {"heads": 8, "kv_heads": 2, "window": 96}, {"heads": 8, "kv_heads": 2, "conv": 4}],
     "span": [{"heads": 8, "kv_heads": 2, "chunk": 64, "block": 16, "blocks": 3, "relevance": "previous_chunk"}],
     "swiglu": [{"hidden": 512}],
 }
 TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
-ROWS, VOCAB = 2, 1000
+ROWS, VOCAB, NOISE = 2, 1000, Normal(0.02)
 
 
 def correctness(report: BenchReport) -> None:
@@ -114,10 +117,11 @@ def _mixer_error(
 
 
 def filled_mixer(spec: MixerSpec, sizes: ModelSizes, device: torch.device, dtype: torch.dtype) -> Mixer:
-    """A mixer with the weights that training would start from."""
+    """A mixer with the weights that training would start from, but for zeros, which would hide what they multiply."""
     mixer, table = build_mixer(spec, sizes, SINGLE_RANK), spec.parameters(sizes)
     for name, weight in mixer.named_parameters():
-        weight.data.copy_(starting_value(table[name].init, tuple(weight.shape), 1, name))
+        start = starting_value(table[name].init, tuple(weight.shape), 1, name)
+        weight.data.copy_(start if start.any() else starting_value(NOISE, tuple(weight.shape), 1, name))
         weight.data = weight.data.to(device, torch.float32 if table[name].fp32 else dtype)
     return mixer
 

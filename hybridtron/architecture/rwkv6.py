@@ -1,0 +1,130 @@
+"""The time mix of RWKV-6 (Finch): a state per head, with decays and shifts of tokens that depend on the text.
+
+Peng et al. 2024, "Eagle and Finch". With x' the token before x:
+
+    m = up(tanh(down(x + mix_input (x' - x))))                one m for each of five streams
+    x_s = x + (mix_s + m_s) (x' - x)                          s in r, w, k, v, g
+    r, k, v, z = r_proj(x_r), k_proj(x_k), v_proj(x_v), g_proj(x_g)
+    g = -exp(decay_bias + decay_up(tanh(decay_down(x_w))))    log decays, of each key channel
+    y_t = (h_{t-1} + diag(bonus) k_t v_t^T)^T r_t;   h_t = diag(exp(g_t)) h_{t-1} + k_t v_t^T
+    out_proj(norm(y) * silu(z))                               LayerNorm of each head, weight and bias by channel
+
+Weights start as the public code has them, by the layer's place among those of its kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Names, Parameter, StatePart
+from hybridtron.architecture.gla import GLASpec
+from hybridtron.architecture.inits import Constant, Orthogonal, Ramp, Rows, Uniform
+from hybridtron.architecture.token_shift import last_token, mix, mix_start
+from hybridtron.limits import above, at_least, divisors_near
+from hybridtron.problems import Problem, choice
+
+STREAMS = ("r", "w", "k", "v", "g")
+
+
+@dataclass(frozen=True)
+class RWKV6Spec(MixerSpec):
+    """Options of a time mix."""
+
+    kind: ClassVar[str] = "rwkv6"
+    module: ClassVar[str] = "hybridtron.mixers.rwkv6:RWKV6"
+    width_option: ClassVar[str] = "head_dim"
+
+    head_dim: Annotated[int, at_least(1)] = 64  # key channels of a head, and value channels
+    mix_rank: Annotated[int, at_least(1)] = 32  # inner size of the projection to each stream's mix
+    decay_rank: Annotated[int, at_least(1)] = 64  # inner size of the projection to the decays
+    norm_eps: Annotated[float, above(0)] = 64e-5  # added to the variance in the norm of a head
+
+    def heads(self, model: ModelSizes) -> int:
+        return model.width // self.head_dim
+
+    def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
+        width, depth = model.width, model.nth_of_kind / max(1, model.layers_of_kind - 1)
+        of_heads, norm = Cut(0, unit=self.head_dim), ((model.nth_of_kind + 1) / model.layers_of_kind) ** 0.7
+        lengths = {"r": 1.0, "k": 0.1, "v": 1.0, "g": 0.1}
+        projections = {
+            f"{name}_proj.weight": Parameter((width, width), Orthogonal(length), cuts=(of_heads,), fp8=True)
+            for name, length in lengths.items()
+        }
+        return {
+            **self._mixes(model),
+            **projections,
+            # every rank makes the small input of the decays whole, and uses it for its own heads
+            "decay_down.weight": Parameter((self.decay_rank, width), Constant(0.0), decay=False, partial_gradient=True),
+            "decay_up.weight": Parameter((width, self.decay_rank), Uniform(0.01), decay=False, cuts=(of_heads,)),
+            "decay_bias": Parameter(
+                (width,), Ramp(-6.0, -1.0, 0.7 + 1.3 * depth), decay=False, fp32=True, cuts=(of_heads,)
+            ),
+            "bonus": Parameter(
+                (self.heads(model), self.head_dim), Ramp(depth, 0.0, zigzag=0.1), decay=False, fp32=True, cuts=(Cut(0),)
+            ),
+            "norm_weight": Parameter((width,), Constant(norm), decay=False, cuts=(of_heads,)),
+            "norm_bias": Parameter((width,), Constant(0.0), decay=False, cuts=(of_heads,)),
+            "out_proj.weight": Parameter((width, width), Orthogonal(0.0), cuts=(Cut(1, unit=self.head_dim),), fp8=True),
+        }
+
+    def _mixes(self, model: ModelSizes) -> dict[str, Parameter]:
+        """What makes five streams of a token and the one before it."""
+        depth, inner = model.nth_of_kind / max(1, model.layers_of_kind - 1), len(STREAMS) * self.mix_rank
+        slow, fast = mix_start(model), mix_start(model, power=0.5)
+        starts = {"r": fast, "w": slow, "k": slow, "v": mix_start(model, less=0.3 * depth), "g": fast}
+        return {
+            "mix_input": mix(model, start=slow),
+            "mix_down.weight": mix(model, inner, start=Constant(0.0)),
+            "mix_up": Parameter((model.width, inner), Uniform(0.01), decay=False, partial_gradient=True),
+            "mix": mix(model, len(STREAMS), start=Rows(tuple(starts[stream] for stream in STREAMS))),
+        }
+
+    def exported_names(self, model: ModelSizes) -> Names:
+        """Those of flash-linear-attention."""
+        return {
+            "x_proj.0.mu": ("mix_input",),
+            "x_proj.0.linear.weight": ("mix_down.weight",),
+            "x_proj.2.weight": ("mix_up",),
+            "x_bias": ("mix",),
+            **{f"{name}_proj.linear.weight": (f"{name}_proj.weight",) for name in "rkvg"},
+            "w_proj.linear.lora.0.weight": ("decay_down.weight",),
+            "w_proj.linear.lora.2.weight": ("decay_up.weight",),
+            "w_proj.linear.lora.2.bias": ("decay_bias",),
+            "bonus": ("bonus",),
+            "g_norm.weight": ("norm_weight",),
+            "g_norm.bias": ("norm_bias",),
+            "o_proj.weight": ("out_proj.weight",),
+        }
+
+    def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
+        width, seen = model.width, min(GLASpec.chunk, seq_len)
+        small = 2 * len(STREAMS) * self.mix_rank * width + 2 * self.decay_rank * width
+        # as gated linear attention, and the token's own values by r, bonus and k
+        scan = 4 * seen * width + 4 * width * self.head_dim + 4 * width
+        return super().flops(model, seq_len) | {"low_rank": 2 * small, self.kind: scan}
+
+    def activation_values(self, model: ModelSizes) -> int:
+        # beside what is whole: r, k, v, z, r of the next tokens, the scan's output and the normed one; in fp32 what
+        # makes the decays, their logarithms, the norm's input and a state every chunk
+        states = model.width * self.head_dim // GLASpec.chunk
+        return self.whole_values(model, 1) + 7 * model.width + 2 * (3 * model.width + states)
+
+    def whole_values(self, model: ModelSizes, tensor: int) -> int:
+        # the difference to the token before, the projections' input, mixes and streams; what is between small matrices
+        return (2 + 2 * len(STREAMS)) * model.width + len(STREAMS) * self.mix_rank + self.decay_rank
+
+    def backward_values(self, model: ModelSizes) -> int:
+        # at the scan: gradients of its output, r, k, v, and in fp32 of the log decays
+        return 6 * model.width
+
+    def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
+        heads = self.heads(model)
+        state = StatePart("ssm", (heads, self.head_dim, self.head_dim), "float32", heads, cuts=(Cut(0),))
+        return {"ssm": state, "shift": last_token(model)}
+
+    def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
+        if model.width % self.head_dim:
+            fitting = choice(divisors_near(model.width, self.head_dim))
+            yield Problem("head_dim", f"is {self.head_dim}, must divide model.width={model.width}: {fitting}")

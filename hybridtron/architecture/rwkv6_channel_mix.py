@@ -1,0 +1,67 @@
+"""The channel mix of RWKV-6 (Finch), which stands where other models have an MLP. With x' the token before x:
+
+    k = x + key_mix (x' - x);   r = x + receptance_mix (x' - x)
+    y = sigmoid(receptance(r)) * value(relu(key(k))^2)
+
+It looks one token back, and so carries a state. Weights start as the public code has them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Names, Parameter, StatePart
+from hybridtron.architecture.inits import Orthogonal
+from hybridtron.architecture.token_shift import last_token, mix, mix_start
+from hybridtron.limits import at_least
+
+
+@dataclass(frozen=True)
+class RWKV6ChannelMixSpec(MixerSpec):
+    """Options of a channel mix."""
+
+    kind: ClassVar[str] = "rwkv6_channel_mix"
+    module: ClassVar[str] = "hybridtron.mixers.rwkv6_channel_mix:RWKV6ChannelMix"
+
+    # inner channels; null: 3.5 times the model's width, down to a multiple of 32
+    hidden: Annotated[int | None, at_least(1)] = None
+
+    def inner(self, model: ModelSizes) -> int:
+        return self.hidden or max(32, model.width * 7 // 64 * 32)
+
+    def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
+        width, inner, start = model.width, self.inner(model), mix_start(model)
+        return {
+            "key_mix": mix(model, start=start),
+            "receptance_mix": mix(model, start=start),
+            "key.weight": Parameter((inner, width), Orthogonal(1.0), cuts=(Cut(0),), fp8=True),
+            "receptance.weight": Parameter((width, width), Orthogonal(0.0), cuts=(Cut(0),), fp8=True),
+            "value.weight": Parameter((width, inner), Orthogonal(0.0), cuts=(Cut(1),), fp8=True),
+        }
+
+    def exported_names(self, model: ModelSizes) -> Names:
+        """Those of flash-linear-attention."""
+        return {
+            "key.mu": ("key_mix",),
+            "key.linear.weight": ("key.weight",),
+            "receptance.mu": ("receptance_mix",),
+            "receptance.linear.weight": ("receptance.weight",),
+            "value.weight": ("value.weight",),
+        }
+
+    def exported_options(self, model: ModelSizes) -> dict[str, Any]:
+        return super().exported_options(model) | {"hidden": self.inner(model)}
+
+    def activation_values(self, model: ModelSizes) -> int:
+        # beside what is whole: the key, its positive part, its square; the receptance, its sigmoid, and the values
+        return self.whole_values(model, 1) + 3 * self.inner(model) + 3 * model.width
+
+    def whole_values(self, model: ModelSizes, tensor: int) -> int:
+        return 3 * model.width  # the difference to the token before, and the inputs of two projections
+
+    def backward_values(self, model: ModelSizes) -> int:
+        return (3 - 1) * self.inner(model)  # gradients of the square, whose values are gone, and of the key
+
+    def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
+        return {"shift": last_token(model)}

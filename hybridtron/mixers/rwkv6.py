@@ -1,0 +1,92 @@
+"""The time mix of RWKV-6 (equations in `architecture/rwkv6.py`), by the recurrence of gated linear attention.
+
+Legend: S streams, R inner size of their mixes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hybridtron.architecture.base import ModelSizes
+from hybridtron.architecture.rwkv6 import STREAMS, RWKV6Spec
+from hybridtron.data.batch import SeqInfo
+from hybridtron.mixers.base import Mixer, Out, State
+from hybridtron.mixers.token_shift import token_before
+from hybridtron.ops.documents import document_starts
+from hybridtron.ops.gla import GLAInputs, gla_scan
+from hybridtron.ops.precision import at_least_fp32
+from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_parallel
+
+
+class RWKV6(Mixer):
+    """State: `ssm` (B, H, N, P) in fp32; `shift` (B, D), the last token."""
+
+    def __init__(self, spec: RWKV6Spec, sizes: ModelSizes, tensor: TensorGroup) -> None:
+        super().__init__()
+        self.spec, self.tensor, width, inner = spec, tensor, sizes.width, len(STREAMS) * spec.mix_rank
+        channels, whole = tensor.share(width), tensor.whole().without_fp8()
+        self.heads = channels // spec.head_dim
+        self.mix_input = nn.Parameter(torch.empty(width))
+        self.mix_down = column_parallel(width, inner, whole)
+        self.mix_up = nn.Parameter(torch.empty(width, inner))
+        self.mix = nn.Parameter(torch.empty(len(STREAMS), width))
+        self.r_proj = column_parallel(width, width, tensor)
+        self.k_proj = column_parallel(width, width, tensor)
+        self.v_proj = column_parallel(width, width, tensor)
+        self.g_proj = column_parallel(width, width, tensor)
+        self.decay_down = column_parallel(width, spec.decay_rank, whole)
+        self.decay_up = column_parallel(spec.decay_rank, width, tensor.without_fp8())
+        self.decay_bias = nn.Parameter(torch.empty(channels))
+        self.bonus = nn.Parameter(torch.empty(self.heads, spec.head_dim))
+        self.norm_weight = nn.Parameter(torch.empty(channels))
+        self.norm_bias = nn.Parameter(torch.empty(channels))
+        self.out_proj = row_parallel(width, width, tensor)
+
+    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
+        before, new = state or {}, State()
+        x_LBD = enter(x_LBD, self.tensor)
+        before_LBD, new["shift"] = token_before(x_LBD, before.get("shift"), seq.documents_BL)
+        r_LBD, w_LBD, k_LBD, v_LBD, g_LBD = self.streams(x_LBD, before_LBD - x_LBD)
+        made = self.r_proj(r_LBD), self.k_proj(k_LBD), self.v_proj(v_LBD), self.log_decays(w_LBD)
+        r_BLHN, k_BLHN, v_BLHP, g_BLHN = (each.transpose(0, 1).unflatten(-1, (self.heads, -1)) for each in made)
+        inputs = GLAInputs(r_BLHN, k_BLHN, v_BLHP, g_BLHN, before.get("ssm"), seq.documents_BL)
+        y_BLHP, new["ssm"] = read_before_step(inputs, self.bonus)
+        return Out(self.out_proj(self.normed(y_BLHP).to(x_LBD.dtype) * F.silu(self.g_proj(g_LBD))), new, {})
+
+    def streams(self, x_LBD: Tensor, change_LBD: Tensor) -> tuple[Tensor, ...]:
+        """A token as each projection reads it; `change` leads to the token before it."""
+        inner_LBSR = torch.tanh(self.mix_down(x_LBD + change_LBD * self.mix_input)).unflatten(-1, (len(STREAMS), -1))
+        up_DSR = self.mix_up.unflatten(-1, (len(STREAMS), -1))
+        mix_SLBD = torch.einsum("lbsr,dsr->slbd", inner_LBSR, up_DSR) + self.mix[:, None, None]
+        return torch.addcmul(x_LBD, change_LBD, mix_SLBD).unbind()
+
+    def log_decays(self, w_LBD: Tensor) -> Tensor:
+        """g of this rank's key channels, in fp32: sums of many of them follow."""
+        return -torch.exp(at_least_fp32(self.decay_up(torch.tanh(self.decay_down(w_LBD)))) + self.decay_bias)
+
+    def normed(self, y_BLHP: Tensor) -> Tensor:
+        """Each head for itself, tokens first again."""
+        wide_LBHP = at_least_fp32(y_BLHP.transpose(0, 1))
+        normed_LBHP = F.layer_norm(wide_LBHP, wide_LBHP.shape[-1:], eps=self.spec.norm_eps)
+        return normed_LBHP.flatten(2) * self.norm_weight + self.norm_bias
+
+
+def read_before_step(inputs: GLAInputs, bonus_HN: Tensor) -> tuple[Tensor, Tensor]:
+    """y_t = (h_{t-1} + diag(bonus) k_t v_t^T)^T q_t in fp32, and the state after the last token.
+
+    The state before a token's step is the one after the step of the token before. So the tokens are read by the queries
+    of those that follow them, the last one by none, and what is read is what the following token gets. The first token
+    reads the state before the row. One that begins a document reads nothing: what is before it is another's.
+    """
+    q_BLHN, k_BLHN, v_BLHP = (at_least_fp32(tensor) for tensor in inputs[:3])
+    next_BLHN = F.pad(inputs.q_BLHN[:, 1:], (0, 0, 0, 0, 0, 1))
+    if (starts_BL := document_starts(inputs.documents_BL)) is not None:
+        next_BLHN = next_BLHN.masked_fill(F.pad(starts_BL[:, 1:], (0, 1))[:, :, None, None], 0)
+    read_BLHP, state_BHNP = gla_scan(inputs._replace(q_BLHN=next_BLHN))
+    first_B1HP = torch.zeros_like(v_BLHP[:, :1])
+    if inputs.state_BHNP is not None:
+        first_B1HP = torch.einsum("blhn,bhnp->blhp", q_BLHN[:, :1], inputs.state_BHNP.to(q_BLHN.dtype))
+    own_BLH1 = (q_BLHN * bonus_HN * k_BLHN).sum(-1, keepdim=True)
+    return torch.cat((first_B1HP, read_BLHP[:, :-1].to(v_BLHP.dtype)), dim=1) + own_BLH1 * v_BLHP, state_BHNP

@@ -1,0 +1,21 @@
+"""The token before each, as RWKV's mixers read it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridtron.ops.documents import document_starts
+
+
+def token_before(x_LBD: Tensor, last_BD: Tensor | None, documents_BL: Tensor | None) -> tuple[Tensor, Tensor]:
+    """For each token the one before it in its document, zeros for its first; and the row's last token.
+
+    `last_BD` is the last token of the row before. Under sequence parallelism this comes after `enter`: the token before
+    the first of a rank's share is on another rank.
+    """
+    first_BD = torch.zeros_like(x_LBD[0]) if last_BD is None else last_BD.to(x_LBD.dtype)
+    before_LBD = torch.cat((first_BD.unsqueeze(0), x_LBD[:-1]))
+    if (starts_BL := document_starts(documents_BL)) is not None:
+        before_LBD = before_LBD.masked_fill(starts_BL.T.unsqueeze(2), 0)
+    return before_LBD, x_LBD[-1].clone()  # a view would keep the whole row in memory

@@ -47,7 +47,7 @@ def test_takes_a_step_with_its_widths_shrunk(config: Config, alone: Groups) -> N
     assert loss.mean.item() == pytest.approx(math.log(64), rel=0.2)
     grad_norm, accepted = engine.optimizer.step(1e-3)
     assert accepted
-    assert 0 < grad_norm < 10_000  # of gla_360m: twenty norms of heads enlarge what queries hardly read, one after another
+    assert 0 < grad_norm < 10_000  # twenty norms of heads in gla_360m enlarge what queries hardly read
     assert [name for name, weight in engine.weights() if torch.equal(weight, before[name])] == []
 
 

@@ -23,7 +23,7 @@ def mix(model: ModelSizes, *shape: int, start: Init) -> Parameter:
 def last_token(model: ModelSizes) -> StatePart:
     """The row's last token.
 
-    It is carried where the inputs of a short convolution are, whose tap it is read by: with text that goes on, and not
-    to another text, to which another text's last token says nothing.
+    It is carried where the last inputs of a short convolution are: to the text that follows it, and not where states
+    pass to another text, of whose first token it is not the one before.
     """
     return StatePart("conv", (model.width,))

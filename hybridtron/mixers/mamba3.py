@@ -96,7 +96,7 @@ class Mamba3(Mixer):
         state_BHPN = with_last_token(before, steps.start_BLH[:, 0])
         y_BLHP, last_BHPN = decay_scan(DecayInputs(q_BLHN, k_BLHN, v_BLHP, steps.g_BLH, state_BHPN, documents_BL))
         own_BLH = self.D - next_BLH * products_by_head(B_BLGN, C_BLGN, B_bias_HN, C_bias_HN)
-        y_BLHP = y_BLHP + (own_BLH.unsqueeze(3) * x_BLHP).to(y_BLHP.dtype)
+        y_BLHP = torch.addcmul(y_BLHP, own_BLH.unsqueeze(3).to(y_BLHP.dtype), x_BLHP)
         last_B = B_BLGN[:, -1].repeat_interleave(self.heads // B_BLGN.shape[2], dim=1) + B_bias_HN
         back_BH1S = -angles_BLHS[:, -1].unsqueeze(2)
         ssm = turned(last_BHPN, back_BH1S)

@@ -79,7 +79,7 @@ def test_turned_by_hand() -> None:
     assert_close(turned(x, quarter), torch.tensor([0.0, 1.0, 0.0, -2.0, 5.0]), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("form", ["reference", "complex"])
+@pytest.mark.parametrize("form", ["reference", "complex", "native"])
 def test_gradients_of_turns_are_the_slopes(form: str) -> None:
     with force(turn_pairs=form):
         assert torch.autograd.gradcheck(
@@ -87,15 +87,16 @@ def test_gradients_of_turns_are_the_slopes(form: str) -> None:
         )
 
 
+@pytest.mark.parametrize("fast", ["complex", "native"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 2**-7)])
-def test_complex_numbers_equal_the_reference(dtype: torch.dtype, tolerance: float) -> None:
+def test_fast_turns_equal_the_reference(fast: str, dtype: torch.dtype, tolerance: float) -> None:
     inputs, found = turn_inputs(dtype), {}
-    for form in ("reference", "complex"):
+    for form in ("reference", fast):
         with force(turn_pairs=form):
             k, q = turn_pairs(inputs)
         weights = torch.linspace(-1, 2, k.numel(), dtype=torch.float64).view_as(k)
         found[form] = k, q, *torch.autograd.grad(((k.double() - q.double().sin()) * weights).sum(), inputs)
-    for ours, exact in zip(found["complex"], found["reference"], strict=True):
+    for ours, exact in zip(found[fast], found["reference"], strict=True):
         assert ours.dtype == exact.dtype
         assert (ours - exact).double().norm() <= tolerance * exact.double().norm()
 

@@ -1,0 +1,88 @@
+"""Keys and queries turned by compiled code for this CPU (`native/turns.cpp`): read once and written once.
+
+Backward keeps the angles and the results, which what follows keeps too.
+
+Legend: as in `reference`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.native.library import call, missing, threads, token_blocks
+from hybridtron.ops.native.tensors import Tokens, readable, scalar
+from hybridtron.ops.turns.reference import TurnInputs
+
+WORTH = 2**16  # results that are worth a thread
+
+
+class TurnsTask(ctypes.Structure):
+    """`Turns` in turns.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "length", "heads", "size", "groups", "angles", "add")),
+        *((name, Tokens) for name in ("x", "cos", "sin", "y", "grad_y", "grad_x", "grad_angles")),
+        *((name, ctypes.c_void_p) for name in ("bias", "grad_bias")),
+    )
+
+
+@torch.compiler.disable  # what is called is no operation of torch
+def turn_pairs(inputs: TurnInputs) -> tuple[Tensor, Tensor]:
+    return _NativeTurn.apply(*inputs)
+
+
+NATIVE = Implementation("native", turn_pairs, "cpu", missing=missing)
+
+
+class _NativeTurn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *fields: Tensor) -> tuple[Tensor, ...]:
+        *tokens, k_bias_HN, q_bias_HN, angles_BLHS = fields
+        turns, made = _turns(angles_BLHS), []
+        for x_BLGN, bias_HN in zip(tokens, (k_bias_HN, q_bias_HN), strict=True):
+            x_BLGN, bias_HN = readable(x_BLGN), bias_HN.to(turns[0].dtype).contiguous()
+            y_BLHN = x_BLGN.new_empty(*x_BLGN.shape[:2], *bias_HN.shape)
+            task = _task(y_BLHN, x_BLGN.shape[2], turns)
+            task.x, task.y, task.bias = Tokens.of(x_BLGN), Tokens.of(y_BLHN), bias_HN.data_ptr()
+            call(f"turns_forward_{scalar(bias_HN.dtype)}", task, threads(y_BLHN.numel() / WORTH))
+            made.append(y_BLHN)
+        ctx.save_for_backward(angles_BLHS, *made)
+        ctx.groups, ctx.kinds = tokens[0].shape[2], [tensor.dtype for tensor in fields]
+        return tuple(made)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        angles_BLHS, *made = ctx.saved_tensors
+        turns, of_tokens, of_biases = _turns(angles_BLHS), [], []
+        of_angles_BLHS = torch.empty_like(turns[0])
+        for grad_BLHN, y_BLHN in zip(grads, made, strict=True):
+            rows, length, heads, size = y_BLHN.shape
+            of_x_BLGN = y_BLHN.new_empty(rows, length, ctx.groups, size)
+            of_bias = of_angles_BLHS.new_empty(token_blocks(rows * length), heads, size)
+            task, grad_BLHN = _task(y_BLHN, ctx.groups, turns), readable(grad_BLHN)
+            task.y, task.grad_y, task.grad_x = map(Tokens.of, (y_BLHN, grad_BLHN, of_x_BLGN))
+            task.grad_angles, task.add, task.grad_bias = Tokens.of(of_angles_BLHS), bool(of_tokens), of_bias.data_ptr()
+            call(f"turns_backward_{scalar(of_bias.dtype)}", task, threads(y_BLHN.numel() / WORTH))
+            of_tokens.append(of_x_BLGN)
+            of_biases.append(of_bias[0])
+        found = (*of_tokens, *of_biases, of_angles_BLHS)
+        return tuple(grad.to(kind) for grad, kind in zip(found, ctx.kinds, strict=True))
+
+
+def _turns(angles_BLHS: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin, which torch makes in vectors."""
+    angles_BLHS = angles_BLHS.contiguous()
+    return angles_BLHS.cos(), angles_BLHS.sin()
+
+
+def _task(y_BLHN: Tensor, groups: int, turns: tuple[Tensor, Tensor]) -> TurnsTask:
+    (rows, length, heads, size), (cos, sin) = y_BLHN.shape, map(Tokens.of, turns)
+    sizes = {"rows": rows, "length": length, "heads": heads, "size": size, "groups": groups}
+    return TurnsTask(**sizes, angles=turns[0].shape[3], cos=cos, sin=sin)

@@ -5,7 +5,7 @@
 # make reference   writes docs/keys.md, the reference of all keys
 # make length-story   pretrains tiny models that fail beyond their context and repairs them (tens of minutes)
 # make passkey   trains tiny models to find a key in long texts, with Mamba and without (an hour)
-# make mixers   trains every recurrence at equal size and compares them (three hours)
+# make mixers   trains every recurrence at equal size and compares them (hours)
 # make chaos   kills and damages a tiny run again and again, which ends as one that nothing happens to (minutes)
 # make audit   compares every gradient of every parallel layout with one process (minutes)
 # make rehearse   rehearses a step of every recipe under five layouts without a GPU, and writes its page (tens of minutes)

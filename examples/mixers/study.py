@@ -1,6 +1,6 @@
 """Recurrences at equal size on a laptop: loss, longer texts than trained on, recall, and speed.
 
-    python -m examples.mixers.study           three hours on two cores; a study that was stopped continues
+    python -m examples.mixers.study           hours on two cores; a study that was stopped continues
     python -m examples.mixers.study --quick   tiny sizes, a minute: does it run, not what does it show
 
 The sweep text.yaml trains each mixer on text from three seeds and reads held-out text of up to 16 times the training

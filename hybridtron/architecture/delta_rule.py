@@ -68,9 +68,11 @@ class DeltaRuleSpec(LinearAttentionSpec):
         return super().flops(model, seq_len) | {self.kind: self.heads * one_head}
 
     def activation_values(self, model: ModelSizes) -> int:
-        # q and k of length 1 for every head; steps, and in fp32 the decays' input and their logarithms
-        normed = 2 * self.heads * self.head_sizes(model)[0]
-        return super().activation_values(model) + normed + 3 * self.heads + 5 * self.decays(model)
+        # q and k as rows of heads, and of length 1 for every head; steps, and in fp32 the decays' input and logarithms
+        (key, _), keys = self.head_sizes(model), self.channels(model)[0]
+        return (
+            super().activation_values(model) + 2 * keys + 2 * self.heads * key + 3 * self.heads + 5 * self.decays(model)
+        )
 
     def backward_values(self, model: ModelSizes) -> int:
         # at the scan: gradients of its output, v, q and k of every head; in fp32 those of steps and decays

@@ -95,10 +95,10 @@ class LinearAttentionSpec(MixerSpec):
 
     def activation_values(self, model: ModelSizes) -> int:
         # q, k, v, z (the first three once more where a convolution stands between), the scan's output and the normed
-        # one; in fp32 a state every chunk
+        # one, the gate and its product with that; in fp32 a state every chunk
         keys, values = self.channels(model)
         convolved = 2 * keys + values if self.conv else 0
-        return 2 * keys + 4 * values + convolved + 2 * keys * values // self.num_key_heads // self.chunk
+        return 2 * keys + 6 * values + convolved + 2 * keys * values // self.num_key_heads // self.chunk
 
     def backward_values(self, model: ModelSizes) -> int:
         # at the scan: gradients of its output, q, k and v

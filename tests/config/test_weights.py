@@ -12,6 +12,7 @@ from hybridtron.config.load import CONFIGS, choices_of, load, to_yaml
 from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config, Documents, Order, StateMode
 from hybridtron.problems import ConfigError
+from hybridtron.sweep.grid import read
 
 OFFICIAL = [name for name in choices_of("recipe") if name.startswith("length/official_")]
 LENGTH = [name for name in choices_of("recipe") if name.startswith("length/") and name not in OFFICIAL]
@@ -160,3 +161,15 @@ def test_official_checkpoints_have_the_papers_numbers(recipe: str, peak: float, 
     assert (config.states.mode, config.states.dropout) == (StateMode.passing, 0.1)
     walking = ["states.mode=tbtt", "data.documents=null", "data.order=lanes"]
     assert check(load([f"recipe=length/official_{recipe}", f"run.weights={imported}", *walking, "data.path=/p"])) == []
+
+
+def test_the_sweep_of_figure_12_starts_from_an_import(imported: Path) -> None:
+    sweep = read(Path(__file__).parents[2] / "examples" / "sweep" / "length" / "sigma.yaml")
+    deviations = []
+    for run in sweep.runs:
+        config = load([f"run.weights={imported}" if one.startswith("run.weights=") else one for one in run.settings])
+        assert check(config) == []
+        assert config.states.mode is StateMode.random
+        deviations.append(config.states.sigma)
+    assert deviations == sorted(deviations)
+    assert len(set(deviations)) == 6

@@ -32,7 +32,8 @@ With t tensor-parallel, p pipeline and d data-parallel ranks, v virtual stages, 
 
 Left out: buffers of the allocator, of the kernels and of the network; key/value heads that are copied count as cut in
 the activations; the gradients of uncut weights that are summed over t; the sums of Mamba-2's norm, a value per group
-and token; what RWKV-6's channel mix exchanges under sequence parallelism; the loss's scalars. FP8 counts as bf16: what its products keep in one byte is not subtracted.
+and token; what RWKV-6's channel mix exchanges under sequence parallelism; the loss's scalars. FP8 counts as bf16: what
+its products keep in one byte is not subtracted.
 """
 
 from __future__ import annotations

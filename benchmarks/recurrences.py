@@ -2,7 +2,7 @@
 
 All have as many heads, keys and values of the same size, and queries and keys of their own for each head, so that what
 they read, write and carry is the same size. SSD's compiled form is the measure. Retention (RetNet) is SSD's recurrence
-with a constant decay. By multiply-adds the delta rule does more than twice as much as SSD: its keys read as its queries
+with a constant decay. By multiply-adds the delta rule does almost twice as much as SSD: its keys read as its queries
 do, a triangular system is solved for every chunk, and its gradients go through both again.
 """
 

@@ -37,6 +37,11 @@ def _tiles(named: Mapping[str, Any]) -> list[int]:
     return [named["CHUNK"] // named["TOKENS"], named["TOKENS"]]
 
 
+def _slices_of_keys(named: Mapping[str, Any]) -> list[int]:
+    slices = named["BLOCK_N"] // named["KEYS"]
+    return [slices, named["PART"]] if slices > 1 else [named["PART"]]
+
+
 LOOPS: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], list[int]]] = {
     "scan.walk": lambda named, _: [named["CHUNK"]],
     "scan.retrace": lambda named, _: _tiles(named) if named["CHUNK"] > named["TOKENS"] else [named["CHUNK"]],
@@ -47,6 +52,13 @@ LOOPS: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], list[int]]] = {
     "norm.backward": lambda named, grid: [named["rows"] // grid[0]],
     "gated_norm.scale_backward": lambda named, grid: [-(-named["rows"] * named["length"] // grid[0])],
     "softmax.sums_of_rows": lambda named, _: [-(-named["size"] // named["BLOCK"])],
+    **dict.fromkeys(("gla.outputs", "gla.value_gradients"), lambda named, _: [named["BLOCK_N"] // named["KEYS"]]),
+    **dict.fromkeys(
+        ("gla.pair_weights", "gla.token_gradients"), lambda named, _: [named["BLOCK_P"] // named["VALUES"]]
+    ),
+    "gla.scores": lambda named, _: _slices_of_keys(named),
+    **dict.fromkeys(("gla.query_pairs", "gla.key_pairs"), lambda named, _: [named["PART"]]),
+    "gla.pass_states": lambda named, _: [named["chunks"]],
     "ssd.pass_states": lambda named, _: [named["chunks"]],
     "ssd.outputs": lambda named, _: [max(1, named["BLOCK_N"] // named["SLICE"])],
     "ssd.token_gradients": lambda named, _: [max(1, named["BLOCK_N"] // named["SLICE"])],

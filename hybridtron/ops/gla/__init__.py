@@ -1,9 +1,9 @@
 """The recurrence with one log-decay for each key channel (GLA)."""
 
 from hybridtron.ops.dispatch import Op
-from hybridtron.ops.gla import chunked, native, reference
+from hybridtron.ops.gla import chunked, native, reference, triton
 from hybridtron.ops.gla.reference import GLAInputs
 
 __all__ = ["GLAInputs", "gla_scan"]
 
-gla_scan = Op(reference.gla_scan, (native.NATIVE, chunked.CHUNKED))
+gla_scan = Op(reference.gla_scan, (triton.TRITON, native.NATIVE, chunked.CHUNKED))

@@ -1,0 +1,230 @@
+"""The launches of the Triton kernels of gated linear attention (`kernels_forward`, `kernels_backward`).
+
+Backward keeps the inputs alone and computes scores and the states between chunks again. A product's factors are
+rounded to the type of q, k and v where that is bf16, summed in fp32; fp16 goes through tf32, which holds it exactly and
+a state's range too; fp32 stays fp32. The same call gives the same bits again. Unmeasured on a GPU.
+
+Legend: as in `kernels_forward`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hybridtron.ops.documents import document_starts
+from hybridtron.ops.gla import kernels_backward, kernels_forward
+from hybridtron.ops.gla.reference import GLAInputs
+from hybridtron.ops.kernel_launch import ceil_div, power_of_2
+
+# To a type checker a kernel is the Python function that it is written as, which can't be launched.
+forward_kernels: Any = kernels_forward
+backward_kernels: Any = kernels_backward
+
+ROWS = 16  # rows of a state that one program carries through the row
+
+
+@dataclass(frozen=True)
+class GLATiles:
+    """Tokens of a chunk and of its parts; keys and values of a program."""
+
+    chunk: int
+    part: int
+    keys: int
+    values: int
+    warps: int = 4
+
+
+def tiles(dtype: torch.dtype) -> GLATiles:
+    """Chosen so that ptxas spills no registers for an H100; fp32's products run without tensor cores."""
+    if dtype == torch.float32:
+        return GLATiles(32, 16, 32, 32)
+    return GLATiles(64, 16, 32, 64 if dtype == torch.bfloat16 else 32)
+
+
+def gla_scan(inputs: GLAInputs) -> tuple[Tensor, Tensor]:
+    """q, k and v in one type, the widest of theirs; decays and states in fp32."""
+    q_BLHN, k_BLHN, v_BLHP, g_BLHN, state_BHNP, documents_BL = inputs
+    shared = functools.reduce(torch.promote_types, (t.dtype for t in (q_BLHN, k_BLHN, v_BLHP)))
+    q, k, v = (t.to(shared) for t in (q_BLHN, k_BLHN, v_BLHP))
+    state = None if state_BHNP is None else state_BHNP.float()
+    y_BLHP, last_BHNP = _TritonGLA.apply(q, k, v, g_BLHN.float(), state, document_starts(documents_BL))
+    return y_BLHP.to(v_BLHP.dtype), last_BHNP
+
+
+class _TritonGLA(torch.autograd.Function):
+    """Keeps its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, *fields: Any) -> tuple[Tensor, Tensor]:
+        row = GLAKernelRow(*(t if t is None else t.contiguous() for t in fields))
+        ctx.save_for_backward(*row)
+        before_BCHNP, _, last_BHNP = row.states_before()
+        return row.outputs(row.scores(), before_BCHNP), last_BHNP
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y_BLHP: Tensor, grad_last_BHNP: Tensor) -> tuple[Tensor | None, ...]:
+        row, dy_BLHP = GLAKernelRow(*ctx.saved_tensors), grad_y_BLHP.contiguous()
+        before_BCHNP, whole_BCHN, _ = row.states_before()
+        after_BCHNP, through_BCHN, grad_state = row.gradients_after(
+            dy_BLHP, before_BCHNP, whole_BCHN, grad_last_BHNP.contiguous()
+        )
+        grad_v = row.value_gradients(row.scores(), dy_BLHP, after_BCHNP)
+        weights_BHLT = row.pair_weights(dy_BLHP)
+        pairs = weights_BHLT, *row.pair_gradients(weights_BHLT)
+        q, k, g = row.token_gradients(dy_BLHP, before_BCHNP, after_BCHNP, through_BCHN, pairs)
+        return q, k, grad_v, g, None if row.state_BHNP is None else grad_state, None
+
+
+class GLAKernelRow(GLAInputs):
+    """The op's inputs, contiguous; in the place of documents, which tokens begin one."""
+
+    @property
+    def tiles(self) -> GLATiles:
+        return tiles(self.v_BLHP.dtype)
+
+    @property
+    def chunks(self) -> int:
+        return ceil_div(self.v_BLHP.shape[1], self.tiles.chunk)
+
+    def grid(self, per_chunk: int, per_head: int) -> tuple[int, int, int]:
+        rows, _, heads, _ = self.k_BLHN.shape
+        return self.chunks * per_chunk, heads * per_head, rows
+
+    @property
+    def decays(self) -> tuple[Tensor, Tensor]:
+        """Log decays and starts; without documents something to point at."""
+        return self.g_BLHN, self.g_BLHN if self.documents_BL is None else self.documents_BL
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return self.k_BLHN.shape[1], self.k_BLHN.shape[2]
+
+    @property
+    def key_slices(self) -> int:
+        return self._blocks["BLOCK_N"] // self._blocks["KEYS"]
+
+    @property
+    def value_slices(self) -> int:
+        return self._blocks["BLOCK_P"] // self._blocks["VALUES"]
+
+    @property
+    def _blocks(self) -> dict[str, int]:
+        keys, values = (max(16, power_of_2(t.shape[3])) for t in (self.k_BLHN, self.v_BLHP))
+        of = self.tiles
+        return {"BLOCK_N": keys, "BLOCK_P": values, "KEYS": min(of.keys, keys), "VALUES": min(of.values, values)}
+
+    def constants(self, *names: str) -> dict[str, Any]:
+        """Sizes of tiles and the type of products, and of others those that are named."""
+        products = {torch.bfloat16: (tl.bfloat16, "ieee"), torch.float16: (tl.float32, "tf32")}
+        product, precision = products.get(self.v_BLHP.dtype, (tl.float32, "ieee"))
+        others = self._blocks | {
+            "N": self.k_BLHN.shape[3],
+            "P": self.v_BLHP.shape[3],
+            "PART": self.tiles.part,
+            "DOCUMENTS": self.documents_BL is not None,
+        }
+        shared = {"CHUNK": self.tiles.chunk, "PRODUCT": product, "PRECISION": precision, "num_warps": self.tiles.warps}
+        return shared | {"num_stages": 1} | {name: others[name] for name in names}
+
+    def empty(self, *sizes: int) -> Tensor:
+        return self.g_BLHN.new_empty(len(self.g_BLHN), *sizes)
+
+    def states_before(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The state before every chunk, the decays of whole chunks, and the state after the row."""
+        heads, keys, values = *self.k_BLHN.shape[2:], self.v_BLHP.shape[3]
+        states_BCHNP, whole_BCHN = self.empty(self.chunks, heads, keys, values), self.empty(self.chunks, heads, keys)
+        last_BHNP = self.empty(heads, keys, values)
+        self._added(self.k_BLHN, self.v_BLHP, states_BCHNP, whole_BCHN, reverse=False)
+        start = last_BHNP if self.state_BHNP is None else self.state_BHNP
+        forward_kernels.pass_states[ceil_div(keys, ROWS), heads, len(last_BHNP)](
+            states_BCHNP, whole_BCHN, start, last_BHNP, states_BCHNP, whole_BCHN, self.chunks, heads,
+            START=self.state_BHNP is not None, REVERSED=False, N=keys, P=values, ROWS=ROWS,
+            BLOCK_P=self._blocks["BLOCK_P"],
+        )  # fmt: skip
+        return states_BCHNP, whole_BCHN, last_BHNP
+
+    def gradients_after(
+        self, dy_BLHP: Tensor, before_BCHNP: Tensor, whole_BCHN: Tensor, grad_last_BHNP: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the state after every chunk, what decays of whole chunks are worth, and the first state's."""
+        states_BCHNP, through_BCHN = torch.empty_like(before_BCHNP), torch.empty_like(whole_BCHN)
+        grad_state_BHNP = torch.empty_like(grad_last_BHNP)
+        self._added(self.q_BLHN, dy_BLHP, states_BCHNP, whole_BCHN, reverse=True)
+        rows, heads, keys, values = grad_last_BHNP.shape
+        forward_kernels.pass_states[ceil_div(keys, ROWS), heads, rows](
+            states_BCHNP, whole_BCHN, grad_last_BHNP, grad_state_BHNP, before_BCHNP, through_BCHN, self.chunks, heads,
+            START=True, REVERSED=True, N=keys, P=values, ROWS=ROWS, BLOCK_P=self._blocks["BLOCK_P"],
+        )  # fmt: skip
+        return states_BCHNP, through_BCHN, grad_state_BHNP
+
+    def _added(self, left: Tensor, right: Tensor, states: Tensor, whole: Tensor, reverse: bool) -> None:
+        forward_kernels.chunk_states[self.grid(1, self.key_slices * self.value_slices)](
+            left, right, *self.decays, states, whole, *self.lengths, REVERSED=reverse,
+            **self.constants("DOCUMENTS", "N", "P", "BLOCK_N", "BLOCK_P", "KEYS", "VALUES"),
+        )  # fmt: skip
+
+    def scores(self) -> Tensor:
+        """A (B, H, L, T)."""
+        length, heads = self.lengths
+        scores_BHLT = self.empty(heads, length, self.tiles.chunk)
+        forward_kernels.scores[self.grid(self.tiles.chunk // self.tiles.part, 1)](
+            self.q_BLHN, self.k_BLHN, *self.decays, scores_BHLT, length, heads,
+            **self.constants("DOCUMENTS", "N", "PART", "BLOCK_N", "KEYS"),
+        )  # fmt: skip
+        return scores_BHLT
+
+    def outputs(self, scores_BHLT: Tensor, before_BCHNP: Tensor) -> Tensor:
+        y_BLHP = torch.empty_like(self.v_BLHP)
+        forward_kernels.outputs[self.grid(1, self.value_slices)](
+            scores_BHLT, self.q_BLHN, *self.decays, self.v_BLHP, before_BCHNP, y_BLHP, *self.lengths,
+            **self.constants("DOCUMENTS", "N", "P", "BLOCK_N", "BLOCK_P", "KEYS", "VALUES"),
+        )  # fmt: skip
+        return y_BLHP
+
+    def value_gradients(self, scores_BHLT: Tensor, dy_BLHP: Tensor, after_BCHNP: Tensor) -> Tensor:
+        grad_v_BLHP = torch.empty_like(self.v_BLHP)
+        backward_kernels.value_gradients[self.grid(1, self.value_slices)](
+            scores_BHLT, self.k_BLHN, *self.decays, dy_BLHP, after_BCHNP, grad_v_BLHP, *self.lengths,
+            **self.constants("DOCUMENTS", "N", "P", "BLOCK_N", "BLOCK_P", "KEYS", "VALUES"),
+        )  # fmt: skip
+        return grad_v_BLHP
+
+    def pair_weights(self, dy_BLHP: Tensor) -> Tensor:
+        """M (B, H, L, T)."""
+        length, heads = self.lengths
+        weights_BHLT = self.empty(heads, length, self.tiles.chunk)
+        backward_kernels.pair_weights[self.grid(1, 1)](
+            dy_BLHP, self.v_BLHP, weights_BHLT, length, heads, **self.constants("P", "BLOCK_P", "VALUES")
+        )
+        return weights_BHLT
+
+    def pair_gradients(self, weights_BHLT: Tensor) -> tuple[Tensor, Tensor]:
+        """What queries and keys get through pairs of different tokens, in fp32."""
+        grads = torch.empty_like(self.g_BLHN), torch.empty_like(self.g_BLHN)
+        kernels = backward_kernels.query_pairs, backward_kernels.key_pairs
+        for kernel, other, grad in zip(kernels, (self.k_BLHN, self.q_BLHN), grads, strict=True):
+            kernel[self.grid(self.tiles.chunk // self.tiles.part, self.key_slices)](
+                other, *self.decays, weights_BHLT, grad, *self.lengths,
+                **self.constants("DOCUMENTS", "N", "PART", "BLOCK_N", "KEYS"),
+            )  # fmt: skip
+        return grads
+
+    def token_gradients(
+        self, dy: Tensor, before: Tensor, after: Tensor, through: Tensor, pairs: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """dq, dk and dg."""
+        grads = tuple(map(torch.empty_like, (self.q_BLHN, self.k_BLHN, self.g_BLHN)))
+        backward_kernels.token_gradients[self.grid(1, self.key_slices)](
+            self.q_BLHN, self.k_BLHN, self.v_BLHP, *self.decays, dy, before, after, through, *pairs, *grads,
+            *self.lengths,
+            **self.constants("DOCUMENTS", "N", "P", "BLOCK_N", "BLOCK_P", "KEYS", "VALUES") | {"num_warps": 8},
+        )  # fmt: skip
+        return grads

@@ -1,0 +1,212 @@
+"""Triton kernels of gated linear attention, backward: of values, of queries and keys through pairs, and of decays.
+
+With M_ij = dy_i . v_j for j <= i, h the state before a chunk and dh the gradient of the state after it (both from
+`kernels_forward`, whose `chunk_states` and `pass_states` run backward too):
+
+    dv_j = sum_i A_ij dy_i + dh^T (L_j k_j)
+    dq_i = sum_j M_ij E_ij k_j + F_i h dy_i,   dk_j = sum_i M_ij E_ij q_i + L_j dh v_j
+    dg_t = sum over pairs i >= t > j of M_ij q_i E_ij k_j
+           + sum_{i >= t} F_i q_i h dy_i + sum_{j < t} L_j k_j dh v_j + W sum over values of h dh
+
+The first sum of dg is that over all i >= t less that over all j >= t, of t's document in the chunk.
+
+Not here: anything forward. The order of every sum is fixed by the shapes. Legend: as in `kernels_forward`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hybridtron.ops.gla.kernels_forward import (
+    begins,
+    log_decays,
+    one_decay,
+    one_token,
+    scores_of_chunk,
+    since_start,
+    state_block,
+    to_end,
+)
+from hybridtron.ops.ssd.kernels_forward import product, tokens_by_channel
+
+
+@triton.jit
+def pair_weights(
+    dy_BLHP: tl.tensor, v_BLHP: tl.tensor, weights_BHLT: tl.tensor, length: int, heads: int, P: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
+    """M of a chunk, zeros above the diagonal."""
+    chunk, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    token_T = chunk * CHUNK + tl.arange(0, CHUNK)
+    weight_TT = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for start in range(0, BLOCK_P, VALUES):
+        p_P = start + tl.arange(0, VALUES)
+        dy_TP = tokens_by_channel(dy_BLHP, row, token_T, head, p_P, length, heads, P)
+        v_TP = tokens_by_channel(v_BLHP, row, token_T, head, p_P, length, heads, P)
+        weight_TT += product(dy_TP, tl.trans(v_TP), PRODUCT, PRECISION)
+    weight_TT = tl.where(token_T[:, None] >= token_T[None, :], weight_TT, 0.0)
+    at_TT = ((row * heads + head) * length + token_T)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    tl.store(weights_BHLT + at_TT, weight_TT, mask=(token_T < length)[:, None])
+
+
+@triton.jit
+def ends_later(
+    starts_BL: tl.tensor, row: tl.tensor, token_T: tl.tensor, end: tl.tensor, length: int,
+) -> tl.tensor:  # fmt: skip
+    """How many documents begin after each token and before `end`: 0 for what the state after the chunk remembers."""
+    next_T = token_T + 1
+    return tl.cumsum(tl.where(next_T < end, begins(starts_BL, row, next_T, length), 0), axis=0, reverse=True)
+
+
+@triton.jit
+def value_gradients(
+    scores_BHLT: tl.tensor, k_BLHN: tl.tensor, g_BLHN: tl.tensor, starts_BL: tl.tensor, dy_BLHP: tl.tensor,
+    after_BCHNP: tl.tensor, grad_v_BLHP: tl.tensor, length: int, heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr,
+    P: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, KEYS: tl.constexpr,
+    VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
+    """dv of a chunk's tokens, some values of one head."""
+    across: tl.constexpr = BLOCK_P // VALUES
+    chunk, head, row = tl.program_id(0), tl.program_id(1) // across, tl.program_id(2).to(tl.int64)
+    p_P = tl.program_id(1) % across * VALUES + tl.arange(0, VALUES)
+    token_T, end = chunk * CHUNK + tl.arange(0, CHUNK), tl.minimum((chunk + 1) * CHUNK, length)
+    index = (row * tl.num_programs(0) + chunk) * heads + head
+    kept_TP = tl.zeros([CHUNK, VALUES], tl.float32)
+    for start in range(0, BLOCK_N, KEYS):
+        n_N = start + tl.arange(0, KEYS)
+        k_TN = tokens_by_channel(k_BLHN, row, token_T, head, n_N, length, heads, N).to(tl.float32)
+        k_TN *= to_end(g_BLHN, starts_BL, row, token_T, end, head, n_N, length, heads, DOCUMENTS, N)
+        kept_TP += product(k_TN, state_block(after_BCHNP, index, n_N, p_P, N, P), PRODUCT, PRECISION)
+    if DOCUMENTS:
+        kept_TP = tl.where((ends_later(starts_BL, row, token_T, end, length) > 0)[:, None], 0.0, kept_TP)
+    dy_TP = tokens_by_channel(dy_BLHP, row, token_T, head, p_P, length, heads, P)
+    score_TT = scores_of_chunk(scores_BHLT, row, head, token_T, length, heads, CHUNK)
+    grad_TP = kept_TP + product(tl.trans(score_TT), dy_TP, PRODUCT, PRECISION)
+    at_TP = ((row * length + token_T) * heads + head)[:, None] * P + p_P[None, :]
+    tl.store(grad_v_BLHP + at_TP, grad_TP, mask=tl.expand_dims(token_T < length, 1) & tl.expand_dims(p_P < P, 0))
+
+
+@triton.jit
+def query_pairs(
+    k_BLHN: tl.tensor, g_BLHN: tl.tensor, starts_BL: tl.tensor, weights_BHLT: tl.tensor,
+    grad_q_BLHN: tl.tensor, length: int, heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
+    PART: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
+    """What queries of a part's tokens get through pairs with earlier ones."""
+    across: tl.constexpr = BLOCK_N // KEYS
+    head, row = tl.program_id(1) // across, tl.program_id(2).to(tl.int64)
+    n_N = tl.program_id(1) % across * KEYS + tl.arange(0, KEYS)
+    first, chunk = tl.program_id(0) * PART, tl.program_id(0) // (CHUNK // PART)
+    token_O, token_T = first + tl.arange(0, PART), chunk * CHUNK + tl.arange(0, CHUNK)
+    inside_O, weights = token_O < length, weights_BHLT + (row * heads + head) * length * CHUNK
+    k_TN = tokens_by_channel(k_BLHN, row, token_T, head, n_N, length, heads, N).to(tl.float32)
+    until_TN = to_end(g_BLHN, starts_BL, row, token_T, first, head, n_N, length, heads, DOCUMENTS, N)
+    k_TN = tl.where((token_T < first)[:, None], k_TN * until_TN, 0.0)
+    at_OT = token_O[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    weight_OT = tl.load(weights + at_OT, mask=inside_O[:, None], other=0.0)
+    since_ON = since_start(g_BLHN, starts_BL, row, token_O, inside_O, head, n_N, length, heads, DOCUMENTS, N)
+    grad_ON = since_ON * product(weight_OT, k_TN, PRODUCT, PRECISION)
+    between_ON = tl.zeros([PART, KEYS], tl.float32)
+    for step in range(PART):
+        other = first + PART - 1 - step
+        decay_1N = one_decay(g_BLHN, starts_BL, row, other + 1, head, n_N, length, heads, DOCUMENTS, N)
+        between_ON = tl.where((token_O == other)[:, None], 1.0, between_ON * decay_1N)
+        at_O, paired_O = token_O * CHUNK + other - chunk * CHUNK, inside_O & (token_O != other)
+        weight_O = tl.load(weights + at_O, mask=paired_O, other=0.0)
+        k_1N = one_token(k_BLHN, row, other, head, n_N, length, heads, N)
+        grad_ON += weight_O[:, None] * between_ON * k_1N
+    at_ON = ((row * length + token_O) * heads + head)[:, None] * N + n_N[None, :]
+    tl.store(grad_q_BLHN + at_ON, grad_ON, mask=tl.expand_dims(inside_O, 1) & tl.expand_dims(n_N < N, 0))
+
+
+@triton.jit
+def key_pairs(
+    q_BLHN: tl.tensor, g_BLHN: tl.tensor, starts_BL: tl.tensor, weights_BHLT: tl.tensor,
+    grad_k_BLHN: tl.tensor, length: int, heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
+    PART: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
+    """What keys of a part's tokens get through pairs with later ones."""
+    across: tl.constexpr = BLOCK_N // KEYS
+    head, row = tl.program_id(1) // across, tl.program_id(2).to(tl.int64)
+    n_N = tl.program_id(1) % across * KEYS + tl.arange(0, KEYS)
+    first, chunk = tl.program_id(0) * PART, tl.program_id(0) // (CHUNK // PART)
+    token_O, token_T = first + tl.arange(0, PART), chunk * CHUNK + tl.arange(0, CHUNK)
+    end, column_O = tl.minimum(first + PART, length), first - chunk * CHUNK + tl.arange(0, PART)
+    weights = weights_BHLT + (row * heads + head) * length * CHUNK
+    later_T = (token_T >= end) & (token_T < length)
+    q_TN = tokens_by_channel(q_BLHN, row, token_T, head, n_N, length, heads, N).to(tl.float32)
+    since_TN = since_start(g_BLHN, starts_BL, row, token_T, later_T, head, n_N, length, heads, DOCUMENTS, N)
+    q_TN = tl.where(later_T[:, None], q_TN * since_TN, 0.0)
+    at_TO = token_T[:, None] * CHUNK + column_O[None, :]
+    weight_TO = tl.load(weights + at_TO, mask=(token_T < length)[:, None], other=0.0)
+    after_ON = to_end(g_BLHN, starts_BL, row, token_O, end, head, n_N, length, heads, DOCUMENTS, N)
+    grad_ON = after_ON * product(tl.trans(weight_TO), q_TN, PRODUCT, PRECISION)
+    between_ON = tl.zeros([PART, KEYS], tl.float32)
+    for step in range(PART):
+        other = first + step
+        decay_1N = one_decay(g_BLHN, starts_BL, row, other, head, n_N, length, heads, DOCUMENTS, N)
+        between_ON = tl.where((token_O == other)[:, None], 1.0, between_ON * decay_1N)
+        paired_O = (token_O != other) & (other < length)
+        weight_O = tl.load(weights + other * CHUNK + column_O, mask=paired_O, other=0.0)
+        q_1N = one_token(q_BLHN, row, other, head, n_N, length, heads, N)
+        grad_ON += weight_O[:, None] * between_ON * q_1N
+    at_ON = ((row * length + token_O) * heads + head)[:, None] * N + n_N[None, :]
+    there_ON = tl.expand_dims(token_O < length, 1) & tl.expand_dims(n_N < N, 0)
+    tl.store(grad_k_BLHN + at_ON, grad_ON, mask=there_ON)
+
+
+# One long function, as all three gradients need the same products.
+@triton.jit
+def token_gradients(
+    q_BLHN: tl.tensor, k_BLHN: tl.tensor, v_BLHP: tl.tensor, g_BLHN: tl.tensor, starts_BL: tl.tensor,
+    dy_BLHP: tl.tensor, before_BCHNP: tl.tensor, after_BCHNP: tl.tensor, through_BCHN: tl.tensor,
+    weights_BHLT: tl.tensor, pairs_q_BLHN: tl.tensor, pairs_k_BLHN: tl.tensor, grad_q_BLHN: tl.tensor,
+    grad_k_BLHN: tl.tensor, grad_g_BLHN: tl.tensor, length: int, heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr,
+    P: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, KEYS: tl.constexpr,
+    VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
+    """dq, dk and dg of a chunk's tokens, some keys of one head."""
+    across: tl.constexpr = BLOCK_N // KEYS
+    chunk, head, row = tl.program_id(0), tl.program_id(1) // across, tl.program_id(2).to(tl.int64)
+    n_N = tl.program_id(1) % across * KEYS + tl.arange(0, KEYS)
+    token_T, end = chunk * CHUNK + tl.arange(0, CHUNK), tl.minimum((chunk + 1) * CHUNK, length)
+    index = (row * tl.num_programs(0) + chunk) * heads + head
+    seen_TN, kept_TN = tl.zeros([CHUNK, KEYS], tl.float32), tl.zeros([CHUNK, KEYS], tl.float32)
+    for start in range(0, BLOCK_P, VALUES):
+        p_P = start + tl.arange(0, VALUES)
+        dy_TP = tokens_by_channel(dy_BLHP, row, token_T, head, p_P, length, heads, P)
+        before_NP = state_block(before_BCHNP, index, n_N, p_P, N, P)
+        seen_TN += product(dy_TP, tl.trans(before_NP), PRODUCT, PRECISION)
+        v_TP = tokens_by_channel(v_BLHP, row, token_T, head, p_P, length, heads, P)
+        after_NP = state_block(after_BCHNP, index, n_N, p_P, N, P)
+        kept_TN += product(v_TP, tl.trans(after_NP), PRODUCT, PRECISION)
+    inside_T = token_T < length
+    g_TN = log_decays(g_BLHN, starts_BL, row, token_T, inside_T, head, n_N, length, heads, DOCUMENTS, N)
+    seen_TN *= tl.exp(tl.cumsum(g_TN, axis=0))
+    kept_TN *= to_end(g_BLHN, starts_BL, row, token_T, end, head, n_N, length, heads, DOCUMENTS, N)
+    one_TT = token_T[:, None] <= token_T[None, :]  # t and s, where s does not come before t
+    if DOCUMENTS:
+        document_T = tl.cumsum(begins(starts_BL, row, token_T, length), axis=0)
+        seen_TN = tl.where((document_T > 0)[:, None], 0.0, seen_TN)
+        kept_TN = tl.where((ends_later(starts_BL, row, token_T, end, length) > 0)[:, None], 0.0, kept_TN)
+        one_TT = one_TT & (document_T[:, None] == document_T[None, :])
+    at_TN = ((row * length + token_T) * heads + head)[:, None] * N + n_N[None, :]
+    there_TN = tl.expand_dims(inside_T, 1) & tl.expand_dims(n_N < N, 0)
+    q_TN = tl.load(q_BLHN + at_TN, mask=there_TN, other=0.0).to(tl.float32)
+    k_TN = tl.load(k_BLHN + at_TN, mask=there_TN, other=0.0).to(tl.float32)
+    of_q_TN = tl.load(pairs_q_BLHN + at_TN, mask=there_TN, other=0.0)
+    of_k_TN = tl.load(pairs_k_BLHN + at_TN, mask=there_TN, other=0.0)
+    # what may not be finite, as the states, is summed in its own document alone
+    grad_TN = tl.cumsum(q_TN * seen_TN, axis=0, reverse=True)
+    grad_TN += tl.cumsum(k_TN * kept_TN, axis=0) - k_TN * kept_TN
+    pairs_TN = q_TN * of_q_TN - k_TN * of_k_TN
+    grad_TN += tl.dot(one_TT.to(tl.float32), pairs_TN, input_precision="tf32x3")
+    grad_TN += tl.load(through_BCHN + index * N + n_N, mask=n_N < N, other=0.0)[None, :]
+    if DOCUMENTS:
+        grad_TN = tl.where((begins(starts_BL, row, token_T, length) != 0)[:, None], 0.0, grad_TN)
+    at_T = ((row * heads + head) * length + token_T) * CHUNK + tl.arange(0, CHUNK)
+    own_T1 = tl.load(weights_BHLT + at_T, mask=inside_T, other=0.0)[:, None]
+    tl.store(grad_q_BLHN + at_TN, of_q_TN + own_T1 * k_TN + seen_TN, mask=there_TN)
+    tl.store(grad_k_BLHN + at_TN, of_k_TN + own_T1 * q_TN + kept_TN, mask=there_TN)
+    tl.store(grad_g_BLHN + at_TN, grad_TN, mask=there_TN)

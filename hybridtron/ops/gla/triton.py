@@ -1,0 +1,21 @@
+"""Gated linear attention by Triton kernels of our own (`kernels`): states in and out, documents, the same bits again.
+
+Compared with the reference in Triton's interpreter, and compiled for sm_90; unmeasured on a GPU.
+"""
+
+from __future__ import annotations
+
+from hybridtron.ops.gla.reference import GLAInputs
+from hybridtron.ops.kernel_launch import own_kernels
+
+LARGEST = 256  # keys and values of a head
+
+
+def _unsupported_reason(inputs: GLAInputs) -> str | None:
+    keys, values = inputs.k_BLHN.shape[3], inputs.v_BLHP.shape[3]
+    if max(keys, values) > LARGEST:
+        return f"heads of {keys} keys and {values} values; the kernels take {LARGEST}"
+    return None
+
+
+TRITON = own_kernels("hybridtron.ops.gla.kernels:gla_scan", _unsupported_reason)

@@ -1,0 +1,154 @@
+"""The Triton kernels of gated linear attention against the reference in float64: outputs, states, every gradient.
+
+Without CUDA they run in Triton's interpreter, on short rows cut into small chunks.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.device import compute_device
+from hybridtron.ops.gla import gla_scan
+from hybridtron.ops.gla.triton import LARGEST
+from tests.ops.compiling import compile_calls
+from tests.ops.recurrences import (
+    assert_near_reference,
+    by_token,
+    cut,
+    documents_of,
+    floats,
+    gla_inputs,
+    gradients,
+    run,
+    some_loss,
+)
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
+FORM = "triton"
+TOLERANCE = 2e-6  # of a tensor's norm, for fp32
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 16 tokens in parts of 8, and two slices of more than 16 keys or values."""
+    if compute_device().type == "cpu":
+        from hybridtron.ops.gla import kernels  # not above: the kernels' files are imported again for the interpreter
+
+        monkeypatch.setattr(kernels, "tiles", lambda _: kernels.GLATiles(16, 8, 16, 16))
+
+
+@pytest.mark.parametrize(
+    "borders", [[5, 9, 4], *(slow(each) for each in ([37], [5, 27, 11], [8, 1, 7], [32, 2]))], ids=str
+)
+def test_documents_and_states(borders: list[int]) -> None:
+    """Whole chunks and a ragged one; borders inside chunks, between them and between parts; padded keys and values."""
+    inputs = gla_inputs(1, sum(borders), 1, 3, 20, torch.float32)
+    assert_near_reference(gla_scan, FORM, inputs._replace(documents_BL=documents_of(*borders, rows=1)), TOLERANCE)
+
+
+@pytest.mark.parametrize("length", [1, slow(16), slow(17)])
+def test_rows_about_a_chunk_long(length: int) -> None:
+    inputs = gla_inputs(2, length, 1, 4, 4, torch.float32)._replace(state_BHNP=None)
+    assert_near_reference(gla_scan, FORM, inputs, TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strength", [-8.0, -80.0])
+def test_strong_decays_neither_overflow_nor_blur_the_weak_ones(strength: float) -> None:
+    inputs = gla_inputs(1, 40, 1, 4, 4, torch.float32)
+    with torch.no_grad():
+        inputs.g_BLHN.fill_(-1e-3)
+        inputs.g_BLHN[..., 0] = strength
+        inputs.g_BLHN[:, ::5, :, 1] = strength
+    assert_near_reference(gla_scan, FORM, inputs, TOLERANCE)
+
+
+def test_fp16_is_summed_in_fp32() -> None:
+    inputs = gla_inputs(1, 9, 1, 4, 4, torch.float16)._replace(documents_BL=documents_of(3, 6, rows=1))
+    found = assert_near_reference(gla_scan, FORM, inputs, 2**-9)
+    assert found["last"].dtype == torch.float32
+    assert {name: found[name].dtype for name in floats(inputs)} == {n: t.dtype for n, t in floats(inputs).items()}
+
+
+@pytest.mark.slow
+def test_the_same_bits_again_and_cut_rows_are_whole() -> None:
+    inputs = gla_inputs(1, 30, 1, 4, 4, torch.float32)
+    (y, last), (again, _) = run(gla_scan, FORM, inputs), run(gla_scan, FORM, inputs)
+    assert torch.equal(y, again)
+    whole = gradients(some_loss(y, last), inputs)
+    first, state = run(gla_scan, FORM, cut(inputs, slice(19), inputs.state_BHNP))
+    second, carried = run(gla_scan, FORM, cut(inputs, slice(19, None), state))
+    joined = torch.cat([first, second], dim=1)
+    torch.testing.assert_close((joined, carried), (y, last))
+    for name, part in gradients(some_loss(joined, carried), inputs).items():
+        assert (part - whole[name]).norm() <= TOLERANCE * whole[name].norm(), name
+
+
+@pytest.mark.parametrize("border", [10, slow(16)], ids=["inside a chunk", "between chunks"])
+def test_no_bit_of_a_document_leaks_into_the_next(border: int) -> None:
+    """Not even of an infinite state, which 0 does not silence."""
+    inputs = gla_inputs(1, border + 4, 1, 4, 4, torch.float32)._replace(documents_BL=documents_of(border, 4, rows=1))
+    probed = []
+    for state in (0.0, torch.inf):
+        inputs = inputs._replace(state_BHNP=torch.full_like(inputs.state_BHNP, state).requires_grad_())
+        y, last = run(gla_scan, FORM, inputs)
+        grads = gradients(some_loss(y[:, border:], last), inputs)
+        assert not grads["state_BHNP"].any()
+        if state == 0:  # an infinite one times no gradient is no number, in its own document
+            assert not any(grads[name][:, :border].any() for name in by_token(inputs))
+        probed.append([y[:, border:], last, *(grads[name][:, border:] for name in by_token(inputs))])
+    assert all(torch.equal(one, other) for one, other in zip(*probed, strict=True))
+
+
+def test_backward_keeps_the_inputs_alone() -> None:
+    inputs = gla_inputs(1, 4, 1, 4, 4, torch.float32)
+    kept: dict[int, Tensor] = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
+        run(gla_scan, FORM, inputs)
+    assert set(kept) <= {tensor.data_ptr() for tensor in floats(inputs).values()}
+
+
+def test_what_it_does_not_support() -> None:
+    form = gla_scan.named(FORM)
+    assert form.device == "cuda"
+    assert form.unsupported_reason(gla_inputs(dtype=torch.bfloat16)) is None
+    assert "float64" in form.unsupported_reason(gla_inputs())
+    assert "257 keys" in form.unsupported_reason(gla_inputs(key=LARGEST + 1, dtype=torch.float32))
+
+
+def shipped() -> None:
+    """Forward and backward at the sizes of published models, and at the largest that are taken."""
+    sizes = {torch.bfloat16: (128, 256), torch.float16: (128, 256), torch.float32: (LARGEST, LARGEST)}
+    for dtype, (key, value) in sizes.items():
+        with torch.device("meta"):
+            inputs = gla_inputs(8, 8192, 4, key, value, dtype)
+            inputs = inputs._replace(documents_BL=torch.zeros(8, 8192, dtype=torch.int32))
+        y, last = gla_scan.named(FORM).function(inputs)
+        torch.autograd.backward((y, last), (torch.empty_like(y), torch.empty_like(last)))
+
+
+@pytest.mark.slow
+def test_what_is_shipped_fits_an_h100() -> None:
+    launches, buffers = compile_calls(__name__, "shipped")
+    assert {launch.kernel for launch in launches} == {
+        "chunk_states", "pass_states", "scores", "outputs", "pair_weights", "value_gradients", "query_pairs",
+        "key_pairs", "token_gradients",
+    }  # fmt: skip
+    assert [fault for launch in launches for fault in launch.faults()] == []
+    assert not any(launch.instructions["atom"] + launch.instructions["red"] for launch in launches)
+    assert max(buffers) <= 8 * 8192 * 4 * LARGEST * LARGEST / 32  # no state of every token
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(compute_device().type == "cpu", reason="no CUDA device")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)])
+@pytest.mark.parametrize("lengths", [[300], [100, 28, 172]], ids=["stream", "documents"])
+def test_on_a_gpu(lengths: list[int], dtype: torch.dtype, tolerance: float) -> None:
+    inputs = gla_inputs(2, 300, 4, 64, 128, dtype)._replace(documents_BL=documents_of(*lengths))
+    assert_near_reference(gla_scan, FORM, inputs, tolerance)

@@ -63,7 +63,8 @@ class _TritonGLA(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *fields: Any) -> tuple[Tensor, Tensor]:
-        row = GLAKernelRow(*(t if t is None else t.contiguous() for t in fields))
+        contiguous: list[Any] = [t if t is None else t.contiguous() for t in fields]
+        row = GLAKernelRow(*contiguous)
         ctx.save_for_backward(*row)
         before_BCHNP, _, last_BHNP = row.states_before()
         return row.outputs(row.scores(), before_BCHNP), last_BHNP

@@ -202,7 +202,7 @@ def scores_of_chunk(
 ) -> tl.tensor:  # fmt: skip
     """All of a chunk (T, T), zeros beyond the row."""
     at_TT = ((row * heads + head) * length + token_T)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    return tl.load(scores_BHLT + at_TT, mask=(token_T < length)[:, None], other=0.0)
+    return tl.load(scores_BHLT + at_TT, mask=tl.expand_dims(token_T < length, 1), other=0.0)
 
 
 @triton.jit

@@ -41,7 +41,7 @@ class RWKV6Spec(MixerSpec):
     decay_rank: Annotated[int, at_least(1)] = 64  # inner size of the projection to the decays
     norm_eps: Annotated[float, above(0)] = 64e-5  # added to the variance in the norm of a head
 
-    def heads(self, model: ModelSizes) -> int:
+    def num_heads(self, model: ModelSizes) -> int:
         return model.width // self.head_dim
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
@@ -62,7 +62,11 @@ class RWKV6Spec(MixerSpec):
                 (width,), Ramp(-6.0, -1.0, 0.7 + 1.3 * depth), decay=False, fp32=True, cuts=(of_heads,)
             ),
             "bonus": Parameter(
-                (self.heads(model), self.head_dim), Ramp(depth, 0.0, zigzag=0.1), decay=False, fp32=True, cuts=(Cut(0),)
+                (self.num_heads(model), self.head_dim),
+                Ramp(depth, 0.0, zigzag=0.1),
+                decay=False,
+                fp32=True,
+                cuts=(Cut(0),),
             ),
             "norm_weight": Parameter((width,), Constant(norm), decay=False, cuts=(of_heads,)),
             "norm_bias": Parameter((width,), Constant(0.0), decay=False, cuts=(of_heads,)),
@@ -120,7 +124,7 @@ class RWKV6Spec(MixerSpec):
         return 6 * model.width
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
-        heads = self.heads(model)
+        heads = self.num_heads(model)
         state = StatePart("ssm", (heads, self.head_dim, self.head_dim), "float32", heads, cuts=(Cut(0),))
         return {"ssm": state, "shift": last_token(model)}
 

@@ -197,6 +197,7 @@ def shrunk(config: Config, data: int) -> Config:
         smaller = SHRUNK.get(options["kind"], {})
         letters[letter] = {k: smaller.get(k, v) if v is not None else None for k, v in options.items()}
     heads = [options["heads"] for options in letters.values() if "heads" in options]
-    width = 2 * math.lcm(1, *heads)  # two channels a head at least, and as rotary positions want an even number
+    # four channels a head at least: an even number for rotary positions, and a whole one of three quarters of them
+    width = 4 * math.lcm(1, *heads)
     model = replace(config.model, width=width * math.ceil(32 / width), vocab_size=VOCABULARY, layers=letters)
     return small(model, config.parallel, resolve(config)[0].documents, data)

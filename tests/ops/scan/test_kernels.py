@@ -127,7 +127,7 @@ def test_no_bit_of_a_document_leaks_into_the_next(everywhere: torch.device) -> N
 
 @pytest.mark.usefixtures("_small_tiles")
 @pytest.mark.parametrize("border", [1, 6, 8])  # inside a tile, and where a chunk begins
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("value", [float("inf"), pytest.param(float("nan"), marks=pytest.mark.slow)])
 def test_nothing_that_is_not_finite_crosses_a_border(border: int, value: float, everywhere: torch.device) -> None:
     """Neither a state, forward, nor a gradient, backward."""
     length = 11

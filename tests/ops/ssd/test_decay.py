@@ -31,6 +31,7 @@ def test_with_steps_of_one_the_scan_is_this(form: str, monkeypatch: pytest.Monke
     assert_close((y, last.mT), gla_scan.reference.function(linear))
 
 
+@pytest.mark.slow  # the kernels are those of SSD, whose fast tests run in the interpreter
 @pytest.mark.usefixtures("interpreter")
 def test_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     cut_in(monkeypatch, 16, own=8, inner=16, outer=16)

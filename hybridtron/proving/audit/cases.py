@@ -159,7 +159,8 @@ def small_model(pattern: str, tied: bool, heads: dict[str, Any]) -> ModelConfig:
         "L": {**span, "memory": "landmark", "relevance": "previous_chunk", "eval": "span"},
         "-": {"kind": "swiglu", "hidden": 48},
     }
-    return ModelConfig(32, VOCABULARY, pattern, layers, tied)
+    used = {letter: options for letter, options in layers.items() if letter in pattern}
+    return ModelConfig(32, VOCABULARY, pattern, used, tied)
 
 
 def small(model: ModelConfig, parallel: ParallelConfig, documents: Documents, data: int) -> Config:

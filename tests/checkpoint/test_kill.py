@@ -30,6 +30,8 @@ def killed_at(number: int, work: Callable[[], None]) -> bool:
     child = os.fork()
     if child == 0:
         gc.freeze()  # a process group that is garbage would be torn down here, where its threads are not
+        # The first use after a fork replaces torch's thread pool; two threads at once would race for it.
+        torch.set_num_threads(torch.get_num_threads())
         seen = 0
 
         def counting(call: Callable[..., object]) -> Callable[..., object]:

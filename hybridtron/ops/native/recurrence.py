@@ -1,14 +1,13 @@
-"""The compiled recurrence (`recurrence.h`) as an operation with gradients.
+"""The compiled recurrences as one operation with gradients; an op brings its task, and tensors by the task's names.
 
 Forward keeps its inputs and the state before every chunk of tokens, as the chunked forms do.
 
-Legend: B rows, L tokens, E channels, N state entries per channel.
+Legend: B rows, L tokens, K chunks. A state is (B, ...), whatever an op carries from chunk to chunk.
 """
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,113 +16,134 @@ from torch.autograd.function import once_differentiable
 from hybridtron.ops.native.library import call, constant, threads
 from hybridtron.ops.native.tensors import LOG2E, Tokens, address, like, readable, scalar, starts_of
 
-UNIT = 128  # channels of one unit of work: their decays and states of a chunk stay in the second cache
-WORTH = 2**18  # states times tokens that are worth a thread: it takes some 20 us to come and go
+
+class NativeRow(Protocol):
+    """A named tuple of what is differentiated: `dt_BLH` is `dt` of the task, and its gradient `grad_dt`.
+
+    The first has y's shape, the last is the state. The others are tokens (`_BL`), and parameters in the type of the
+    state, of which `A` is a rate of decay. None stands for what an op does without.
+    """
+
+    NAME: str  # that of the library's functions, before `_forward` and `_backward`
+    TASK: type[Any]  # the structure that they take
+    WORTH: int  # tokens times entries of their state that are worth a thread, which takes some 20 us
+    UNITS_OF: str  # the size that is cut into units where several add up gradients of the same tokens, else ""
+
+    def sizes(self) -> dict[str, int]:
+        """The task's numbers, with `rows` and `length`."""
+        ...
+
+    def _asdict(self) -> dict[str, Any]: ...
 
 
-class RecurrenceInputs(NamedTuple):
-    """What is differentiated, in the order of its gradients."""
-
-    state_BNE: Tensor
-    x_BLE: Tensor
-    dt_BLE: Tensor
-    A_NE: Tensor
-    b_BLN: Tensor
-    c_BLN: Tensor
-    D_E: Tensor
-    bias_E: Tensor
-    z_BLE: Tensor | None
+def recurrence(row: NativeRow, documents_BL: Tensor | None) -> tuple[Tensor, Tensor]:
+    """y in the type of the first input, and the state after the last token."""
+    fields = row._asdict().values()
+    return _NativeRecurrence.apply(type(row), torch.is_grad_enabled(), starts_of(documents_BL), *fields)
 
 
-class RecurrenceTask(ctypes.Structure):
-    """`Recurrence` in recurrence.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "length", "channels", "states", "groups", "unit")),
-        ("whole_rows", ctypes.c_int64),
-        *((name, Tokens) for name in ("x", "dt", "b", "c", "z", "y")),
-        *((name, ctypes.c_void_p) for name in ("starts", "A", "D", "bias", "state", "kept")),
-        *((name, Tokens) for name in ("grad_y", "grad_x", "grad_dt", "grad_b", "grad_c", "grad_z")),
-        *((name, ctypes.c_void_p) for name in ("grad_A", "grad_D", "grad_bias", "shares")),
-    )
-
-
-def recurrence(inputs: RecurrenceInputs, documents_BL: Tensor | None) -> tuple[Tensor, Tensor]:
-    """y in the type of x, and the state after the last token (B, N, E). Parameters come in the type of the state."""
-    return _NativeRecurrence.apply(torch.is_grad_enabled(), starts_of(documents_BL), *inputs)
+def matrix_recurrence(row: NativeRow, documents_BL: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The same with a state whose last axis is filled up to whole vectors on the way in, and cut on the way out."""
+    *fields, state = row._asdict().values()
+    size, vector = state.shape[-1], constant("vector_bytes") // state.itemsize
+    kind: Any = type(row)
+    y_BL, last = recurrence(kind(*fields, torch.nn.functional.pad(state, (0, -size % vector))), documents_BL)
+    return y_BL, last[..., :size]
 
 
 class _NativeRecurrence(torch.autograd.Function):
     """Keeps the inputs and the state before each chunk."""
 
     @staticmethod
-    def forward(ctx: Any, recorded: bool, starts_BL: Tensor | None, *fields: Any) -> tuple[Tensor, ...]:
-        given = RecurrenceInputs(*fields)
-        inputs = _prepared(given)
-        task = _task(inputs, starts_BL)
-        last_BNE, y_BLE = inputs.state_BNE.clone(memory_format=torch.contiguous_format), like(inputs.x_BLE)
-        task.state, task.y = last_BNE.data_ptr(), Tokens.of(y_BLE)
+    def forward(ctx: Any, row_type: Any, recorded: bool, starts_BL: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
+        row = _as_read(row_type(*given))
+        (*fields, last), task = row, _task(row, starts_BL)
+        y_BL = like(fields[0])
+        task.y = Tokens.of(y_BL)
         if recorded:
             chunks = -(-task.length // constant("chunk_tokens"))
-            kept_BKNE = last_BNE.new_empty(task.rows, chunks, task.states, task.channels)
-            task.kept = kept_BKNE.data_ptr()
-            ctx.save_for_backward(starts_BL, kept_BKNE, *inputs)
-            ctx.kinds = [None if t is None else t.dtype for t in given]
-        call(f"recurrence_forward_{scalar(last_BNE.dtype)}", task, _threads(task))
-        return y_BLE.to(given.x_BLE.dtype), last_BNE
+            kept_BK = last.new_empty(task.rows, chunks, *last.shape[1:])
+            task.kept = kept_BK.data_ptr()
+            ctx.save_for_backward(starts_BL, kept_BK, *fields)
+            ctx.row_type, ctx.kinds = row_type, [None if tensor is None else tensor.dtype for tensor in given]
+        call(f"{row.NAME}_forward_{scalar(last.dtype)}", task, _crew(row, task, last))
+        return y_BL.to(given[0].dtype), last
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y_BLE: Tensor, grad_last_BNE: Tensor) -> tuple[Tensor | None, ...]:
-        starts_BL, kept_BKNE, *fields = ctx.saved_tensors
-        inputs = RecurrenceInputs(*fields)
-        task = _task(inputs, starts_BL)
-        grad_y_BLE = readable(grad_y_BLE)
-        grad_state_BNE = grad_last_BNE.clone(memory_format=torch.contiguous_format)
-        of_tokens = {
-            name: None if t is None else like(t)
-            for name, t in zip(("x", "dt", "b", "c", "z"), _tokens_of(inputs), strict=True)
-        }
-        task.state, task.kept, task.grad_y = grad_state_BNE.data_ptr(), kept_BKNE.data_ptr(), Tokens.of(grad_y_BLE)
-        for name, tensor in of_tokens.items():
-            setattr(task, f"grad_{name}", Tokens.of(tensor))
-        grad_A = torch.zeros_like(kept_BKNE[:, 0])
-        grad_D, grad_bias = kept_BKNE.new_zeros(2, task.rows, task.channels)
-        task.grad_A, task.grad_D, task.grad_bias = grad_A.data_ptr(), grad_D.data_ptr(), grad_bias.data_ptr()
-        crew = _threads(task)
-        task.whole_rows = task.rows % crew == 0 or task.rows > 4 * crew
-        units = -(-task.channels // task.unit)
-        shares = None if task.whole_rows else kept_BKNE.new_empty(task.rows * units, task.length, 2, task.states)
-        task.shares = address(shares)
-        call(f"recurrence_backward_{scalar(kept_BKNE.dtype)}", task, crew)
-        x, dt, b, c, z = of_tokens.values()
-        found = (grad_state_BNE, x, dt, grad_A[0], b, c, grad_D[0], grad_bias[0], z)
-        typed = (None if g is None else g.to(kind) for g, kind in zip(found, ctx.kinds, strict=True))
-        return None, None, *typed
+    def backward(ctx: Any, grad_y_BL: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:
+        starts_BL, kept_BK, *fields = ctx.saved_tensors
+        grad_y_BL, grad_state = readable(grad_y_BL), _dense_copy(grad_last)
+        row = ctx.row_type(*fields, grad_state)
+        task, grads = _task(row, starts_BL), _room_for_gradients(row)
+        task.kept, task.grad_y = kept_BK.data_ptr(), Tokens.of(grad_y_BL)
+        for name, grad in grads.items():
+            setattr(task, f"grad_{_short(name)}", _seen(name, grad))
+        _call_backward(row, task, grad_state)
+        found = [grad if grad is None or _by_token(name) else grad[0] for name, grad in grads.items()]
+        typed = (
+            None if grad is None else grad.to(kind) for grad, kind in zip((*found, grad_state), ctx.kinds, strict=True)
+        )
+        return None, None, None, *typed
 
 
-def _prepared(given: RecurrenceInputs) -> RecurrenceInputs:
-    """As the sources want it: tokens readable, parameters dense, A in powers of two."""
-    tokens = {name: readable(t) for name, t in given._asdict().items() if name.find("_BL") > 0 and t is not None}
-    A_NE = (given.A_NE * LOG2E).clamp(-1e30, 1e30)  # the compiled exponential takes finite numbers
-    parameters = {"A_NE": A_NE, "D_E": given.D_E, "bias_E": given.bias_E}
-    return given._replace(**tokens, **{name: t.contiguous() for name, t in parameters.items()})
+def _as_read(row: Any) -> Any:
+    """As the sources want it: tokens readable, the rest dense, rates in powers of two, and a state to write to."""
+    *fields, (_, state) = row._asdict().items()
+    read = []
+    for name, tensor in fields:
+        if tensor is None or _by_token(name):
+            read.append(None if tensor is None else readable(tensor))
+        elif _short(name) == "A":  # the compiled exponential takes finite numbers
+            read.append((tensor * LOG2E).clamp(-1e30, 1e30).contiguous())
+        else:
+            read.append(tensor.contiguous())
+    return type(row)(*read, _dense_copy(state))
 
 
-def _tokens_of(inputs: RecurrenceInputs) -> tuple[Tensor | None, ...]:
-    return inputs.x_BLE, inputs.dt_BLE, inputs.b_BLN, inputs.c_BLN, inputs.z_BLE
-
-
-def _task(inputs: RecurrenceInputs, starts_BL: Tensor | None) -> RecurrenceTask:
+def _task(row: NativeRow, starts_BL: Tensor | None) -> Any:
     """What forward and backward are given alike."""
-    rows, length, channels = inputs.x_BLE.shape
-    x, dt, b, c, z = map(Tokens.of, _tokens_of(inputs))
-    return RecurrenceTask(
-        rows=rows, length=length, channels=channels, states=inputs.state_BNE.shape[1], groups=1,
-        unit=min(UNIT, channels), x=x, dt=dt, b=b, c=c, z=z, starts=address(starts_BL), A=address(inputs.A_NE),
-        D=address(inputs.D_E), bias=address(inputs.bias_E),
-    )  # fmt: skip
+    fields = {_short(name): _seen(name, tensor) for name, tensor in row._asdict().items()}
+    return row.TASK(**row.sizes(), **fields, starts=address(starts_BL))
 
 
-def _threads(task: RecurrenceTask) -> int:
-    return threads(task.rows * task.length * task.channels * task.states / WORTH)
+def _room_for_gradients(row: NativeRow) -> dict[str, Tensor | None]:
+    """Of all but the state: as tokens lie, and for parameters sums of every row, which end up in the first."""
+    *fields, (_, state) = row._asdict().items()
+    return {
+        name: t if t is None else like(t) if _by_token(name) else t.new_zeros(len(state), *t.shape)
+        for name, t in fields
+    }
+
+
+def _call_backward(row: NativeRow, task: Any, state: Tensor) -> None:
+    """Where threads share a row, with room for what each adds to `b` and `c`."""
+    crew, shares = _crew(row, task, state), None
+    if row.UNITS_OF:
+        task.whole_rows = task.rows % crew == 0 or task.rows > 4 * crew
+        units = -(-getattr(task, row.UNITS_OF) // task.unit)
+        if not task.whole_rows:
+            shares = state.new_empty(task.rows * units, task.length, 2, task.states)
+        task.shares = address(shares)
+    call(f"{row.NAME}_backward_{scalar(state.dtype)}", task, crew)
+
+
+def _crew(row: NativeRow, task: Any, state: Tensor) -> int:
+    return threads(task.length * state.numel() / row.WORTH)
+
+
+def _short(name: str) -> str:
+    """The task's name of `dt_BLH`."""
+    return name.partition("_")[0]
+
+
+def _by_token(name: str) -> bool:
+    return "_BL" in name
+
+
+def _seen(name: str, tensor: Tensor | None) -> Tokens | int | None:
+    return Tokens.of(tensor) if _by_token(name) else address(tensor)
+
+
+def _dense_copy(state: Tensor) -> Tensor:
+    return state.clone(memory_format=torch.contiguous_format)

@@ -39,11 +39,11 @@ template <class S> struct Ssd {
   int64_t rows, length, heads, size, groups, states, unit, whole_rows;
   Tokens x, dt, b, c, y;
   const uint8_t *starts;  // (rows, length), or null where no document begins in a row
-  const S *A, *D, *bias;  // A times log2(e); A and bias may be null
+  const S *A, *D, *bias;  // A times log2(e); all three or none
   S *state;               // the first on entry, the last on return; backward: of the gradients
   S *kept;                // (rows, chunks, heads, states, padded); null where no gradient will be asked for
   Tokens grad_y, grad_x, grad_dt, grad_b, grad_c;
-  S *grad_A, *grad_D, *grad_bias;  // (rows, heads); zeros on entry
+  S *grad_A, *grad_D, *grad_bias;  // (rows, heads), as A, D and bias are; zeros on entry
   S *shares;                       // (rows, units, length, 2, states) where units of a row are shared among threads
 
   int64_t chunks() const { return parts(length, CHUNK); }

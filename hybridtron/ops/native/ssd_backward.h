@@ -42,7 +42,7 @@ template <class S> static void add_by_token(const SegmentOfHeads<S> &s, S *to, c
 
 template <class S> static void gradients_of_x(SegmentOfHeads<S> &s, const S *delta) {
   const int64_t padded = s.padded;
-  const S D = s.of.D[s.head];
+  const S D = s.of.D ? s.of.D[s.head] : 0;
   const Matrix<S> made{s.made, padded};
   if (s.feeds) product<S, false>(made, {s.b, s.across, 1}, {s.state(), padded}, s.tokens, padded, s.of.states);
   for (int64_t t = 0; t < s.tokens; t++) {
@@ -107,7 +107,7 @@ template <class S> static void gradients_of_steps(SegmentOfHeads<S> &s, int64_t 
     s.of_dt[number * CHUNK + t] = of_dt;
     of_A += of_g * delta[t], of_bias += of_dt, of_D += s.inner[t * CHUNK + t];
   }
-  s.of.grad_A[place] += of_A, s.of.grad_D[place] += of_D, s.of.grad_bias[place] += of_bias;
+  if (s.of.A) s.of.grad_A[place] += of_A, s.of.grad_D[place] += of_D, s.of.grad_bias[place] += of_bias;
 }
 
 template <class S> static void backward_head(SegmentOfHeads<S> &s, int64_t number, int64_t chunk) {

@@ -6,7 +6,7 @@ template <class S> static void outputs(SegmentOfHeads<S> &s, const S *delta) {
   const int64_t padded = s.padded;
   const Matrix<S> made{s.made, padded};
   if (s.sees) product<S, false>(made, {s.c, s.across, 1}, {s.state(), padded}, s.tokens, padded, s.of.states);
-  const S D = s.of.D[s.head];
+  const S D = s.of.D ? s.of.D[s.head] : 0;
   for (int64_t t = 0; t < s.tokens; t++)
     for (int64_t k = t * padded; k < (t + 1) * padded; k += Lanes<S>::W)
       store(s.made + k, (s.sees ? load(s.made + k) * s.since[t] : V<S>{}) + load(s.x + k) * D);

@@ -2,32 +2,68 @@
 
 from __future__ import annotations
 
+import ctypes
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from hybridtron.ops.dispatch import Implementation
 from hybridtron.ops.native.library import missing
-from hybridtron.ops.native.recurrence import RecurrenceInputs, recurrence
+from hybridtron.ops.native.recurrence import recurrence
+from hybridtron.ops.native.tensors import Tokens
 from hybridtron.ops.precision import wide_type
 from hybridtron.ops.scan.reference import ScanInputs, initial_state
+
+UNIT = 128  # channels of one unit of work: their decays and states of a chunk stay in the second cache
+
+
+class ScanTask(ctypes.Structure):
+    """`Recurrence` in recurrence.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "length", "channels", "states", "groups", "unit")),
+        ("whole_rows", ctypes.c_int64),
+        *((name, Tokens) for name in ("x", "dt", "b", "c", "z", "y")),
+        *((name, ctypes.c_void_p) for name in ("starts", "A", "D", "bias", "state", "kept")),
+        *((name, Tokens) for name in ("grad_y", "grad_x", "grad_dt", "grad_b", "grad_c", "grad_z")),
+        *((name, ctypes.c_void_p) for name in ("grad_A", "grad_D", "grad_bias", "shares")),
+    )
+
+
+class NativeScanRow(NamedTuple):
+    """States are (B, N, E) for the compiled loop: channels side by side in memory."""
+
+    x_BLE: Tensor
+    dt_BLE: Tensor
+    A_NE: Tensor
+    b_BLN: Tensor
+    c_BLN: Tensor
+    D_E: Tensor
+    bias_E: Tensor
+    z_BLE: Tensor | None
+    state_BNE: Tensor
+
+    NAME = "recurrence"
+    TASK = ScanTask
+    WORTH = 2**18
+    UNITS_OF = "channels"
+
+    def sizes(self) -> dict[str, int]:
+        rows, length, channels = self.x_BLE.shape
+        return {
+            "rows": rows, "length": length, "channels": channels, "states": self.state_BNE.shape[1], "groups": 1,
+            "unit": min(UNIT, channels),
+        }  # fmt: skip
 
 
 @torch.compiler.disable  # what is called is no operation of torch
 def selective_scan(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
-    """States are (B, N, E) for the compiled loop: channels side by side in memory."""
     wide = wide_type(inputs.x_BLE)
-    given = RecurrenceInputs(
-        initial_state(inputs).mT,
-        inputs.x_BLE,
-        inputs.dt_BLE,
-        inputs.A_EN.t().to(wide),
-        inputs.B_BLN,
-        inputs.C_BLN,
-        inputs.D_E.to(wide),
-        inputs.dt_bias_E.to(wide),
-        inputs.z_BLE,
-    )
-    y_BLE, last_BNE = recurrence(given, inputs.documents_BL)
+    A_NE, D_E, bias_E = inputs.A_EN.t().to(wide), inputs.D_E.to(wide), inputs.dt_bias_E.to(wide)
+    tokens = inputs.x_BLE, inputs.dt_BLE
+    row = NativeScanRow(*tokens, A_NE, inputs.B_BLN, inputs.C_BLN, D_E, bias_E, inputs.z_BLE, initial_state(inputs).mT)
+    y_BLE, last_BNE = recurrence(row, inputs.documents_BL)
     return y_BLE, last_BNE.mT
 
 

@@ -24,8 +24,8 @@ from hybridtron.ops.softmax import SoftmaxGradientsInputs, SoftmaxSumsInputs, so
 from hybridtron.ops.ssd import DecayInputs, SSDInputs, decay_scan, ssd_scan
 from hybridtron.ops.swiglu import SwiGLUInputs, swiglu
 
-MODULES = ("conv.native", "delta.native", "gated_norm.native", "gla.native", "native.attention", "native.recurrence")
-MODULES += ("norm.native", "rope.native", "softmax.native", "ssd.native", "swiglu.native")
+MODULES = ("conv.native", "gated_norm.native", "native.attention", "native.recurrence", "norm.native", "rope.native")
+MODULES += ("softmax.native", "swiglu.native")
 PER_TOKEN = {"x_BLE", "dt_BLE", "B_BLN", "C_BLN", "z_BLE", "x_BLHP", "dt_BLH", "B_BLGN", "C_BLGN", "x_BLC", "tail_BTC"}
 PER_TOKEN |= {"y_BLHP", "z_BLHP", "x_BLHK", "q_BLHK", "k_BLGK", "v_BLGK", "q_BLHN", "k_BLHN", "v_BLHP"}
 Case = Callable[[int, int, int], tuple[Op, Any]]

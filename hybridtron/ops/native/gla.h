@@ -27,7 +27,7 @@
 #pragma once
 #include <initializer_list>
 #include "products.h"
-#include "shares.h"
+#include "segments.h"
 
 constexpr int64_t STEP_TOKENS = 16, MOST_STATES = CHUNK / STEP_TOKENS;
 

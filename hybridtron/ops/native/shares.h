@@ -5,13 +5,7 @@
 // adds their sums up at once, or several take a unit each, whose sums lie beside each other in `shares` until the end:
 // the same sums either way.
 #pragma once
-#include "blocks.h"
-
-constexpr int64_t CHUNK = 64;
-
-template <class Task> static int64_t tokens_of(const Task &of, int64_t chunk) {
-  return of.length - chunk * CHUNK < CHUNK ? of.length - chunk * CHUNK : CHUNK;
-}
+#include "segments.h"
 
 template <class S, class Task, class Work> static void backward_unit(void *task, int number, char *scratch) {
   const Task &of = *(const Task *)task;

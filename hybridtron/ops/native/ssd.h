@@ -100,18 +100,11 @@ template <class S> struct SegmentOfHeads {
   // visit() for each segment of a chunk, in its order or from the last one on
   template <class Visit> void over_segments(int64_t r, int64_t unit, int64_t chunk, bool forward, const Visit &visit) {
     row = r, first = unit * of.unit, group = unit * of.groups / of.units();
-    const int64_t begin = chunk * CHUNK, end = begin + CHUNK < of.length ? begin + CHUNK : of.length;
-    const uint8_t *starts = of.starts ? of.starts + row * of.length : nullptr;
-    for (int64_t at = forward ? begin : end; forward ? at < end : at > begin;) {
-      int64_t from = at, to = at;
-      if (forward)
-        for (to++; to < end && !(starts && starts[to]);) to++;
-      else
-        for (from--; from > begin && !(starts && starts[from]);) from--;
-      sees = !(starts && starts[from]), feeds = to == end;
+    over_documents(of, row, chunk, forward, [&](int64_t from, int64_t to, bool before, bool after) {
+      sees = before, feeds = after;
       enter(from, to - from);
-      visit(), at = forward ? to : from;
-    }
+      visit();
+    });
   }
 
   void enter(int64_t from, int64_t count) {

@@ -67,7 +67,8 @@ class SpanAttention(Heads):
         keep = None if remembered is None else remembered + max(self.spec.chunks())
         kept = remember(memory, k_BLGK, v_BLGK, seq.documents_BL, keep)
         ends = {row: s.end_place for s in segments if s.stop == q_BLHK.shape[1] for row in _numbers(s.rows)}
-        length_B = torch.tensor([ends[row] for row in range(len(q_BLHK))], device=q_BLHK.device)
+        length_B = torch.tensor([ends[row] for row in range(len(q_BLHK))])
+        length_B = length_B.to(q_BLHK.device, non_blocking=True)  # the host need not wait for so small a copy
         return y_BLHK, {**new, "keys": kept.keys_BMGK, "values": kept.values_BMGK, "length": length_B}
 
     def _chunk(self, seq: SeqInfo) -> int:
@@ -115,7 +116,7 @@ class SpanAttention(Heads):
         """One fixed standard normal vector for each of this rank's heads: a function of the layer and the head."""
         generator = torch.Generator().manual_seed(LANDMARK_SEED + self.layer)
         whole_HK = torch.randn(self.spec.heads, q_BLHK.shape[-1], generator=generator)
-        return whole_HK[self.own_heads].to(q_BLHK.device)
+        return whole_HK[self.own_heads].to(q_BLHK.device, non_blocking=True)
 
     def _shifted(
         self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, chunk: int, segments: Sequence[SpanSegment]

@@ -6,15 +6,21 @@ not in the code; who asks for instructions says so.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import hashlib
+import json
 import re
 import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from hybridtron import compiled
 
 _LABEL = re.compile(r"\s*(\.L_\w+):")
 _INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)(.*?);")
@@ -59,8 +65,8 @@ class CompiledKernel:
 def compile_for(capability: tuple[int, int], kernel: Any, arguments: Sequence[Any], options: Any) -> CompiledKernel:
     """Compile as a launch with these arguments would, tensors standing for aligned pointers; nothing is launched."""
     target_absent_gpu(capability)
-    compiled = kernel.run(*arguments, grid=(1,), warmup=True, **options)
-    return read(compiled.asm["cubin"], compiled.metadata.num_warps, compiled.metadata.shared)
+    made = kernel.run(*arguments, grid=(1,), warmup=True, **options)
+    return read(made.asm["cubin"], made.metadata.num_warps, made.metadata.shared)
 
 
 def target_absent_gpu(capability: tuple[int, int]) -> None:
@@ -77,12 +83,31 @@ def target_absent_gpu(capability: tuple[int, int]) -> None:
 
 @functools.lru_cache(maxsize=256)
 def read(cubin: bytes, warps: int, shared: int) -> CompiledKernel:
-    """What the machine code says."""
+    """What the machine code says: kept in the user's cache, as the disassembler needs half a second for each kernel."""
+    known = _remembered(cubin)
+    if not known.exists():
+        compiled.build(known, lambda path: _write(path, _read(cubin)))
+    found = json.loads(known.read_text())
+    loops = tuple(Loop(*each) for each in found["loops"])
+    return CompiledKernel(found["registers"], found["stack"], shared, warps, tuple(found["names"]), loops)
+
+
+def _remembered(cubin: bytes) -> Path:
+    """The file that says what this machine code was read as, by this text."""
+    text = hashlib.blake2b(Path(__file__).read_bytes() + cubin, digest_size=16).hexdigest()
+    return compiled.cache_folder("kernels") / f"{text}.json"
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    path.write_text(json.dumps(found))
+
+
+def _read(cubin: bytes) -> dict[str, Any]:
     from triton import knobs
 
     registers, stack = resource_usage(cubin)
     names, loops = disassembled(_answer(cubin, knobs.nvidia.nvdisasm.path, "-c"))
-    return CompiledKernel(registers, stack, shared, warps, tuple(names), tuple(loops))
+    return {"registers": registers, "stack": stack, "names": names, "loops": [dataclasses.astuple(x) for x in loops]}
 
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:

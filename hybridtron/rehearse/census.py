@@ -38,6 +38,7 @@ NOTHING = {
     "record_stream", "is_pinned", "lift_fresh", "device", "resize_", "set_",
 }  # fmt: skip
 NOT_READ = {"copy_", "zero_", "fill_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_"}  # what they write
+COPIES = {"_to_copy", "copy_"}
 PICKS = {"embedding", "gather", "index", "index_select"}  # rows of their first argument
 
 
@@ -102,9 +103,11 @@ class Census(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if func.namespace == "c10d" or func.is_view or name in NOTHING:
             return  # collectives are counted where they are called
-        leaves = any(x.is_cuda and not y.is_cuda for x in given for y in made)
-        if name in ("_to_copy", "copy_") and leaves and not kwargs.get("non_blocking"):
-            self.wait("copy to the host")
+        if name in COPIES and not (kwargs.get("non_blocking") or args[2:3] == (True,)):
+            if any(x.is_cuda and not y.is_cuda for x in given for y in made):
+                self.wait("copy to the host")
+            elif any(y.is_cuda and not x.is_cuda for x in given for y in made):
+                self.wait("copy to the device")
         moved = moved_bytes(func, args, kwargs, given, made)
         product = name in PRODUCTS
         flops = product_flops(name, args) if product else 0

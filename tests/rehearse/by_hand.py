@@ -68,6 +68,9 @@ def asked() -> None:
     x.cpu()
     x.to("cpu", non_blocking=True)
     torch.tensor([1.0, 2.0], device="cuda")
+    torch.zeros(4).to("cuda")
+    torch.zeros(4).to("cuda", non_blocking=True)
+    x.copy_(torch.zeros(4))
     torch.cuda.synchronize()
     torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
 

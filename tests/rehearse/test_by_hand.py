@@ -65,7 +65,8 @@ def test_calls_by_themselves(seen: dict[str, Seen]) -> None:
 
 def test_waits_of_the_host(seen: dict[str, Seen]) -> None:
     assert seen["asked"]["waits"] == [
-        "item", "item", "item", "tolist", "nonzero", "copy to the host", "copy to the device", "device", "stream",
+        "item", "item", "item", "tolist", "nonzero", "copy to the host",
+        "copy to the device", "copy to the device", "copy to the device", "device", "stream",
     ]  # fmt: skip
 
 

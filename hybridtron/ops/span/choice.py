@@ -98,7 +98,8 @@ def choose(relevance_RGTU: Tensor, available: Sequence[int], most: int) -> Tenso
         return None
     device = relevance_RGTU.device
     places_U = torch.arange(relevance_RGTU.shape[-1], device=device)
-    available_TU = places_U < torch.tensor(available, device=device)[:, None]
+    available_T = torch.tensor(available).to(device, non_blocking=True)  # the host need not wait for so small a copy
+    available_TU = places_U < available_T[:, None]
     scores = relevance_RGTU.masked_fill(~available_TU, -torch.inf)
     least = scores.topk(count, dim=-1).values[..., -1:]
     above, equal = scores > least, scores == least

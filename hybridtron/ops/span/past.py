@@ -87,7 +87,7 @@ def choose_at_random(
         available = cut.available(segment)
         first = segment.first_place // cut.block
         rows, blocks = range(segment.rows.start, segment.rows.stop), range(first, first + max(available))
-        drawn = random_relevance(key, rows, groups, cut.chunks(segment), blocks).to(device)
+        drawn = random_relevance(key, rows, groups, cut.chunks(segment), blocks).to(device, non_blocking=True)
         chosen.append(choose(drawn, available, most) if blocks else None)
     return chosen
 

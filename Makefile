@@ -82,8 +82,7 @@ types: $(VENV)/.dev
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 test-fast: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not gloo and not slow and not gpu"
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "gloo and not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 test-slow: $(VENV)/.finetune
 	OMP_NUM_THREADS=1 $(BIN)/pytest -rs -m slow $(if $(SLICE),--slice $(SLICE))

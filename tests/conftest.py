@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import signal
 import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import DictConfig
 from torch import Tensor
 
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.checkpoint.checkpoint import Checkpoint
-from hybridtron.config import load
 from hybridtron.config.choices import FP8_MULTIPLES, Precision
 from hybridtron.config.layout import ProcessLaunch
 from hybridtron.config.schema import (
@@ -50,8 +46,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slice", metavar="I/N", help="every N-th test by a digest of its name: slice I of N")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep one slice of the tests; each test is in one slice, whatever others there are."""
+    """Keep one slice of the tests; each test is in one slice, whatever others there are.
+
+    Of two workers one runs what starts processes, first as it takes longest, while the other runs the rest; a file's
+    tests share their fixtures, so one worker runs them.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("gloo") is None)
+    for item in items:
+        gloo = item.get_closest_marker("gloo")
+        item.add_marker(pytest.mark.xdist_group("gloo" if gloo else item.nodeid.partition("::")[0]))
     if chosen := config.getoption("--slice"):
         index, count = map(int, chosen.split("/"))
         items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % count == index - 1]
@@ -70,24 +75,6 @@ def _signals_as_they_come() -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, preempt.SIGNALS)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _each_recipe_is_composed_once() -> Iterator[None]:
-    """Hydra takes 0.15 s to compose the shipped groups, and several hundred tests load a recipe."""
-    compose, composed = load._composed, {}
-
-    def remembered(configs: Path, choices: list[str]) -> DictConfig:
-        if configs != load.CONFIGS:
-            return compose(configs, choices)
-        key = tuple(choices)
-        if key not in composed:
-            composed[key] = compose(configs, choices)
-        return copy.deepcopy(composed[key])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load, "_composed", remembered)
-        yield
 
 
 @pytest.fixture(autouse=True)

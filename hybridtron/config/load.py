@@ -9,7 +9,9 @@ are reported together, each with the key that was probably meant. What a recipe 
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +106,19 @@ def _unknown_choice(configs: Path, group: str, name: str) -> Problem | None:
 
 
 def _composed(configs: Path, choices: list[str]) -> DictConfig:
+    """A copy of what Hydra composes: that takes 0.15 s, and sweeps and suites ask for the same again and again."""
+    files = sorted((str(p), (found := p.stat()).st_mtime_ns, found.st_size) for p in configs.rglob("*.yaml"))
+    return pickle.loads(_composed_once(configs.absolute(), tuple(choices), tuple(files)))
+
+
+@lru_cache(maxsize=256)
+def _composed_once(configs: Path, choices: tuple[str, ...], files: tuple[tuple[str, int, int], ...]) -> bytes:
+    """Pickled, as that is quicker to copy. `files` are those that Hydra may read: an edited one is read again."""
     ConfigStore.instance().store("schema", Config)
     weights.register()
     try:
-        with initialize_config_dir(str(configs.absolute()), version_base=None):
-            return compose("config", choices)
+        with initialize_config_dir(str(configs), version_base=None):
+            return pickle.dumps(compose("config", list(choices)))
     except MissingConfigException as error:
         raise ConfigError([Problem("recipe", str(error).splitlines()[0])]) from error
     except (HydraException, YAMLError) as error:

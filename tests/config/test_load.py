@@ -29,6 +29,17 @@ def test_command_line_beats_recipe_beats_groups():
     assert config.optim.clip == 1.0  # the default
 
 
+def test_a_file_that_is_edited_is_read_again(tmp_path):
+    configs = tmp_path / "configs"
+    shutil.copytree(CONFIGS, configs)
+    first = load(["recipe=laptop"], configs)
+    first.model.layers.clear()  # what was loaded belongs to its caller
+    assert load(["recipe=laptop"], configs).model.layers
+    recipe = configs / "recipe/laptop.yaml"
+    recipe.write_text(recipe.read_text().replace("width: 192", "width: 96"))
+    assert load(["recipe=laptop"], configs).model.width == 96
+
+
 def test_a_key_that_python_can_not_name():
     assert load(["checkpoint.async=true"]).checkpoint.asynchronous
 

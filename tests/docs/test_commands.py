@@ -103,13 +103,14 @@ def workplace(a_run: Path, counting_folder: Path, tmp_path: Path, monkeypatch: p
     return tmp_path
 
 
-@pytest.fixture
-def configs(tmp_path: Path) -> Path:
+@pytest.fixture(scope="session")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The configurations, with the recipes of examples where their READMEs copy them."""
-    shutil.copytree(CONFIGS, tmp_path / "configs")
+    configs = tmp_path_factory.mktemp("docs") / "configs"
+    shutil.copytree(CONFIGS, configs)
     for example, recipe in (("laptop", "mine"), ("ema_mixer", "ema")):
-        shutil.copy(ROOT / "examples" / example / "config.yaml", tmp_path / "configs/recipe" / f"{recipe}.yaml")
-    return tmp_path / "configs"
+        shutil.copy(ROOT / "examples" / example / "config.yaml", configs / "recipe" / f"{recipe}.yaml")
+    return configs
 
 
 @pytest.fixture

@@ -60,7 +60,8 @@ def main(arguments: list[str]) -> int:
     chosen = parse("Recurrences at equal size on a laptop.", "mixers", arguments)
     sizes = QUICK if chosen.quick else STUDY
     data = chosen.runs / "data" if chosen.quick else ROOT / "data/mixers"
-    write_rows(sizes, data)
+    if not chosen.measure:
+        write_rows(sizes, data)
     planned = {part: partial(sweep_of, part, sizes, chosen.runs, data) for part in ("text", "recall")}
     return conduct(chosen, lambda: {part: made() for part, made in planned.items()}, partial(write, sizes))
 

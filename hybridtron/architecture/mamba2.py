@@ -120,13 +120,18 @@ class Mamba2Spec(MixerSpec):
         }
 
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
-        inner, heads = self.inner(model), self.num_heads(model)
-        if inner % self.head_dim:
-            channels = f"the {inner} inner channels (expand={self.expand} times model.width={model.width})"
-            fitting = choice(divisors_near(inner, self.head_dim))
-            yield Problem("head_dim", f"is {self.head_dim}, must divide {channels}: {fitting}")
-        elif heads % self.groups:
-            fitting = choice(divisors_near(heads, self.groups))
-            yield Problem("groups", f"is {self.groups}, must divide the {heads} heads: {fitting}")
+        yield from uneven_heads(model.width, self.expand, self.head_dim, self.groups)
         yield from disordered(self, "dt_min", "dt_max")
         yield from disordered(self, "a_min", "a_max")
+
+
+def uneven_heads(width: int, expand: int, head_dim: int, groups: int) -> Iterator[Problem]:
+    """Inner channels that do not make whole heads, or heads that do not make whole groups."""
+    inner = expand * width
+    heads = inner // head_dim
+    if inner % head_dim:
+        channels = f"the {inner} inner channels (expand={expand} times model.width={width})"
+        yield Problem("head_dim", f"is {head_dim}, must divide {channels}: {choice(divisors_near(inner, head_dim))}")
+    elif heads % groups:
+        fitting = choice(divisors_near(heads, groups))
+        yield Problem("groups", f"is {groups}, must divide the {heads} heads: {fitting}")

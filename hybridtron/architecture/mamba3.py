@@ -26,9 +26,9 @@ from typing import Annotated, ClassVar
 
 from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Names, Parameter, StatePart, linear, output_linear
 from hybridtron.architecture.inits import Constant, InverseSoftplus
-from hybridtron.architecture.mamba2 import CHUNK
-from hybridtron.limits import above, at_least, at_most, disordered, divisors_near
-from hybridtron.problems import Problem, choice
+from hybridtron.architecture.mamba2 import CHUNK, uneven_heads
+from hybridtron.limits import above, at_least, at_most, disordered
+from hybridtron.problems import Problem
 
 
 @dataclass(frozen=True)
@@ -127,14 +127,7 @@ class Mamba3Spec(MixerSpec):
         }
 
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
-        inner, heads = self.inner(model), self.num_heads(model)
-        if inner % self.head_dim:
-            channels = f"the {inner} inner channels (expand={self.expand} times model.width={model.width})"
-            fitting = choice(divisors_near(inner, self.head_dim))
-            yield Problem("head_dim", f"is {self.head_dim}, must divide {channels}: {fitting}")
-        elif heads % self.groups:
-            fitting = choice(divisors_near(heads, self.groups))
-            yield Problem("groups", f"is {self.groups}, must divide the {heads} heads: {fitting}")
+        yield from uneven_heads(model.width, self.expand, self.head_dim, self.groups)
         if not self.angles:
             yield Problem("turned", f"is {self.turned}, which of state={self.state} is no pair of entries")
         yield from disordered(self, "dt_min", "dt_max")

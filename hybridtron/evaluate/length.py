@@ -43,6 +43,9 @@ LONGEST_CHUNK = 2048  # tokens
 Advance = Callable[[int], object]
 """Called after each chunk with how many more tokens of every row have been read."""
 
+OfLabels = Callable[[Tensor, LanguageModel, Tensor], Tensor]
+"""From labels (C, B), the last stage and what its head reads: (C, B, ...), on every rank of the last stage."""
+
 
 class Bin(NamedTuple):
     """The perplexity of the predictions that had `first` to `last` tokens before them."""
@@ -83,18 +86,25 @@ def position_losses(model: Reader, tokens_BT: Tensor, chunk: int, advance: Advan
     return token_losses(model, tokens_BT, chunk, advance).mean(1)
 
 
-@torch.no_grad()
 def token_losses(model: Reader, tokens_BT: Tensor, chunk: int, advance: Advance = unheard) -> Tensor:
     """-log q of every prediction, in nats: (L, B) in float64 on the CPU."""
+    return of_labels(model, tokens_BT, chunk, label_losses, (), advance)
+
+
+@torch.no_grad()
+def of_labels(
+    model: Reader, tokens_BT: Tensor, chunk: int, make: OfLabels, each: tuple[int, ...], advance: Advance = unheard
+) -> Tensor:
+    """What is made of every token after the first, of shape `each`: (L, B, ...) in float64 on the CPU."""
     labels_LB, dtype = tokens_BT[:, 1:].T, torch.promote_types(model.dtype, torch.float32)
     found = []
 
     def wanted(start: int, end: int) -> Finish:
         labels_CB = labels_LB[start:end].to(model.device)
-        return Finish(partial(label_losses, labels_CB), tuple(labels_CB.shape), dtype)
+        return Finish(partial(make, labels_CB), (*labels_CB.shape, *each), dtype)
 
-    def see(start: int, losses_CB: Tensor, states: States) -> None:
-        found.append(losses_CB.double().cpu())
+    def see(end: int, made_CB: Tensor, states: States) -> None:
+        found.append(made_CB.double().cpu())
 
     read_chunks(model, tokens_BT[:, :-1], chunk_ends(chunk, len(labels_LB)), wanted, see, advance)
     return torch.cat(found)

@@ -98,23 +98,13 @@ def ssd_inputs(
     )
 
 
-def decay_inputs(
-    rows: int = 2,
-    length: int = 11,
-    heads: int = 4,
-    head: int = 3,
-    groups: int = 2,
-    size: int = 5,
-    dtype: torch.dtype = torch.float64,
-) -> DecayInputs:
+def decay_inputs(*sizes: Any, **named: Any) -> DecayInputs:
+    """The tokens and the state of SSD's inputs, without parameters."""
+    made = ssd_inputs(*sizes, **named)
+    x_BLHP, dt_BLH, _, B_BLGN, C_BLGN, _, _, state_BHPN, _ = (t if t is None else t.detach() for t in made)
+    g_BLH = -dt_BLH.exp()
     return random_inputs(
-        DecayInputs,
-        dtype,
-        q_BLGN=normal(rows, length, groups, size),
-        k_BLGN=normal(rows, length, groups, size),
-        v_BLHP=normal(rows, length, heads, head),
-        g_BLH=-normal(rows, length, heads).exp(),
-        state_BHPN=normal(rows, heads, head, size),
+        DecayInputs, x_BLHP.dtype, q_BLGN=C_BLGN, k_BLGN=B_BLGN, v_BLHP=x_BLHP, g_BLH=g_BLH, state_BHPN=state_BHPN
     )
 
 

@@ -20,7 +20,6 @@ import triton.language as tl
 
 from hybridtron.ops.gla.kernels_forward import (
     begins,
-    log_decays,
     one_decay,
     one_token,
     scores_of_chunk,
@@ -88,18 +87,30 @@ def value_gradients(
 
 
 @triton.jit
+def _part_of_chunk(
+    weights_BHLT: tl.tensor, length: int, heads: int, CHUNK: tl.constexpr, PART: tl.constexpr, BLOCK_N: tl.constexpr,
+    KEYS: tl.constexpr,
+) -> tuple:  # fmt: skip
+    """Row, head and keys of a program, its part's first token, that part's tokens and its chunk's, and the head's M."""
+    across: tl.constexpr = BLOCK_N // KEYS
+    head, row = tl.program_id(1) // across, tl.program_id(2).to(tl.int64)
+    n_N = tl.program_id(1) % across * KEYS + tl.arange(0, KEYS)
+    first, chunk = tl.program_id(0) * PART, tl.program_id(0) // (CHUNK // PART)
+    token_O, token_T = first + tl.arange(0, PART), chunk * CHUNK + tl.arange(0, CHUNK)
+    return row, head, n_N, first, token_O, token_T, weights_BHLT + (row * heads + head) * length * CHUNK
+
+
+@triton.jit
 def query_pairs(
     k_BLHN: tl.tensor, g_BLHN: tl.tensor, starts_BL: tl.tensor, weights_BHLT: tl.tensor,
     grad_q_BLHN: tl.tensor, length: int, heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
     PART: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """What queries of a part's tokens get through pairs with earlier ones."""
-    across: tl.constexpr = BLOCK_N // KEYS
-    head, row = tl.program_id(1) // across, tl.program_id(2).to(tl.int64)
-    n_N = tl.program_id(1) % across * KEYS + tl.arange(0, KEYS)
-    first, chunk = tl.program_id(0) * PART, tl.program_id(0) // (CHUNK // PART)
-    token_O, token_T = first + tl.arange(0, PART), chunk * CHUNK + tl.arange(0, CHUNK)
-    inside_O, weights = token_O < length, weights_BHLT + (row * heads + head) * length * CHUNK
+    row, head, n_N, first, token_O, token_T, weights = _part_of_chunk(
+        weights_BHLT, length, heads, CHUNK, PART, BLOCK_N, KEYS
+    )
+    inside_O, begin = token_O < length, first // CHUNK * CHUNK
     k_TN = tokens_by_channel(k_BLHN, row, token_T, head, n_N, length, heads, N).to(tl.float32)
     until_TN = to_end(g_BLHN, starts_BL, row, token_T, first, head, n_N, length, heads, DOCUMENTS, N)
     k_TN = tl.where((token_T < first)[:, None], k_TN * until_TN, 0.0)
@@ -112,7 +123,7 @@ def query_pairs(
         other = first + PART - 1 - step
         decay_1N = one_decay(g_BLHN, starts_BL, row, other + 1, head, n_N, length, heads, DOCUMENTS, N)
         between_ON = tl.where((token_O == other)[:, None], 1.0, between_ON * decay_1N)
-        at_O, paired_O = token_O * CHUNK + other - chunk * CHUNK, inside_O & (token_O != other)
+        at_O, paired_O = token_O * CHUNK + other - begin, inside_O & (token_O != other)
         weight_O = tl.load(weights + at_O, mask=paired_O, other=0.0)
         k_1N = one_token(k_BLHN, row, other, head, n_N, length, heads, N)
         grad_ON += weight_O[:, None] * between_ON * k_1N
@@ -127,13 +138,10 @@ def key_pairs(
     PART: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """What keys of a part's tokens get through pairs with later ones."""
-    across: tl.constexpr = BLOCK_N // KEYS
-    head, row = tl.program_id(1) // across, tl.program_id(2).to(tl.int64)
-    n_N = tl.program_id(1) % across * KEYS + tl.arange(0, KEYS)
-    first, chunk = tl.program_id(0) * PART, tl.program_id(0) // (CHUNK // PART)
-    token_O, token_T = first + tl.arange(0, PART), chunk * CHUNK + tl.arange(0, CHUNK)
-    end, column_O = tl.minimum(first + PART, length), first - chunk * CHUNK + tl.arange(0, PART)
-    weights = weights_BHLT + (row * heads + head) * length * CHUNK
+    row, head, n_N, first, token_O, token_T, weights = _part_of_chunk(
+        weights_BHLT, length, heads, CHUNK, PART, BLOCK_N, KEYS
+    )
+    end, column_O = tl.minimum(first + PART, length), first % CHUNK + tl.arange(0, PART)
     later_T = (token_T >= end) & (token_T < length)
     q_TN = tokens_by_channel(q_BLHN, row, token_T, head, n_N, length, heads, N).to(tl.float32)
     since_TN = since_start(g_BLHN, starts_BL, row, token_T, later_T, head, n_N, length, heads, DOCUMENTS, N)
@@ -156,7 +164,6 @@ def key_pairs(
     tl.store(grad_k_BLHN + at_ON, grad_ON, mask=there_ON)
 
 
-# One long function, as all three gradients need the same products.
 @triton.jit
 def token_gradients(
     q_BLHN: tl.tensor, k_BLHN: tl.tensor, v_BLHP: tl.tensor, g_BLHN: tl.tensor, starts_BL: tl.tensor,
@@ -170,8 +177,39 @@ def token_gradients(
     across: tl.constexpr = BLOCK_N // KEYS
     chunk, head, row = tl.program_id(0), tl.program_id(1) // across, tl.program_id(2).to(tl.int64)
     n_N = tl.program_id(1) % across * KEYS + tl.arange(0, KEYS)
-    token_T, end = chunk * CHUNK + tl.arange(0, CHUNK), tl.minimum((chunk + 1) * CHUNK, length)
-    index = (row * tl.num_programs(0) + chunk) * heads + head
+    token_T, index = chunk * CHUNK + tl.arange(0, CHUNK), (row * tl.num_programs(0) + chunk) * heads + head
+    inside_T = token_T < length
+    seen_TN, kept_TN = _through_states(
+        g_BLHN, starts_BL, v_BLHP, dy_BLHP, before_BCHNP, after_BCHNP, row, index, head, token_T, n_N, length, heads,
+        DOCUMENTS, N, P, CHUNK, BLOCK_P, KEYS, VALUES, PRODUCT, PRECISION,
+    )  # fmt: skip
+    at_TN = ((row * length + token_T) * heads + head)[:, None] * N + n_N[None, :]
+    there_TN = tl.expand_dims(inside_T, 1) & tl.expand_dims(n_N < N, 0)
+    q_TN = tl.load(q_BLHN + at_TN, mask=there_TN, other=0.0).to(tl.float32)
+    k_TN = tl.load(k_BLHN + at_TN, mask=there_TN, other=0.0).to(tl.float32)
+    of_q_TN = tl.load(pairs_q_BLHN + at_TN, mask=there_TN, other=0.0)
+    of_k_TN = tl.load(pairs_k_BLHN + at_TN, mask=there_TN, other=0.0)
+    through_N = tl.load(through_BCHN + index * N + n_N, mask=n_N < N, other=0.0)
+    grad_TN = _decay_gradients(
+        starts_BL, q_TN * seen_TN, k_TN * kept_TN, q_TN * of_q_TN - k_TN * of_k_TN, through_N, row, token_T, length,
+        DOCUMENTS,
+    )  # fmt: skip
+    at_T = ((row * heads + head) * length + token_T) * CHUNK + tl.arange(0, CHUNK)
+    own_T1 = tl.load(weights_BHLT + at_T, mask=inside_T, other=0.0)[:, None]
+    tl.store(grad_q_BLHN + at_TN, of_q_TN + own_T1 * k_TN + seen_TN, mask=there_TN)
+    tl.store(grad_k_BLHN + at_TN, of_k_TN + own_T1 * q_TN + kept_TN, mask=there_TN)
+    tl.store(grad_g_BLHN + at_TN, grad_TN, mask=there_TN)
+
+
+@triton.jit
+def _through_states(
+    g_BLHN: tl.tensor, starts_BL: tl.tensor, v_BLHP: tl.tensor, dy_BLHP: tl.tensor, before_BCHNP: tl.tensor,
+    after_BCHNP: tl.tensor, row: tl.tensor, index: tl.tensor, head: tl.tensor, token_T: tl.tensor, n_N: tl.tensor,
+    length: int, heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_P: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+) -> tuple:  # fmt: skip
+    """F h dy and L dh v, summed over slices of values; zeros for tokens of other documents than the state's."""
+    end = tl.minimum(tl.program_id(0) * CHUNK + CHUNK, length)
     seen_TN, kept_TN = tl.zeros([CHUNK, KEYS], tl.float32), tl.zeros([CHUNK, KEYS], tl.float32)
     for start in range(0, BLOCK_P, VALUES):
         p_P = start + tl.arange(0, VALUES)
@@ -181,32 +219,30 @@ def token_gradients(
         v_TP = tokens_by_channel(v_BLHP, row, token_T, head, p_P, length, heads, P)
         after_NP = state_block(after_BCHNP, index, n_N, p_P, N, P)
         kept_TN += product(v_TP, tl.trans(after_NP), PRODUCT, PRECISION)
-    inside_T = token_T < length
-    g_TN = log_decays(g_BLHN, starts_BL, row, token_T, inside_T, head, n_N, length, heads, DOCUMENTS, N)
-    seen_TN *= tl.exp(tl.cumsum(g_TN, axis=0))
+    seen_TN *= since_start(g_BLHN, starts_BL, row, token_T, token_T < length, head, n_N, length, heads, DOCUMENTS, N)
     kept_TN *= to_end(g_BLHN, starts_BL, row, token_T, end, head, n_N, length, heads, DOCUMENTS, N)
-    one_TT = token_T[:, None] <= token_T[None, :]  # t and s, where s does not come before t
     if DOCUMENTS:
         document_T = tl.cumsum(begins(starts_BL, row, token_T, length), axis=0)
         seen_TN = tl.where((document_T > 0)[:, None], 0.0, seen_TN)
         kept_TN = tl.where((ends_later(starts_BL, row, token_T, end, length) > 0)[:, None], 0.0, kept_TN)
-        one_TT = one_TT & (document_T[:, None] == document_T[None, :])
-    at_TN = ((row * length + token_T) * heads + head)[:, None] * N + n_N[None, :]
-    there_TN = tl.expand_dims(inside_T, 1) & tl.expand_dims(n_N < N, 0)
-    q_TN = tl.load(q_BLHN + at_TN, mask=there_TN, other=0.0).to(tl.float32)
-    k_TN = tl.load(k_BLHN + at_TN, mask=there_TN, other=0.0).to(tl.float32)
-    of_q_TN = tl.load(pairs_q_BLHN + at_TN, mask=there_TN, other=0.0)
-    of_k_TN = tl.load(pairs_k_BLHN + at_TN, mask=there_TN, other=0.0)
+    return seen_TN, kept_TN
+
+
+@triton.jit
+def _decay_gradients(
+    starts_BL: tl.tensor, seen_TN: tl.tensor, kept_TN: tl.tensor, pairs_TN: tl.tensor, through_N: tl.tensor,
+    row: tl.tensor, token_T: tl.tensor, length: int, DOCUMENTS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """dg, from what each token gives it by the state before, by that after, by pairs, and from what passes them all."""
+    one_TT = tl.expand_dims(token_T, 1) <= tl.expand_dims(token_T, 0)  # t and s, where s does not come before t
+    if DOCUMENTS:
+        document_T = tl.cumsum(begins(starts_BL, row, token_T, length), axis=0)
+        one_TT = one_TT & (tl.expand_dims(document_T, 1) == tl.expand_dims(document_T, 0))
     # what may not be finite, as the states, is summed in its own document alone
-    grad_TN = tl.cumsum(q_TN * seen_TN, axis=0, reverse=True)
-    grad_TN += tl.cumsum(k_TN * kept_TN, axis=0) - k_TN * kept_TN
-    pairs_TN = q_TN * of_q_TN - k_TN * of_k_TN
+    grad_TN = tl.cumsum(seen_TN, axis=0, reverse=True)
+    grad_TN += tl.cumsum(kept_TN, axis=0) - kept_TN
     grad_TN += tl.dot(one_TT.to(tl.float32), pairs_TN, input_precision="tf32x3")
-    grad_TN += tl.load(through_BCHN + index * N + n_N, mask=n_N < N, other=0.0)[None, :]
+    grad_TN += through_N[None, :]
     if DOCUMENTS:
         grad_TN = tl.where((begins(starts_BL, row, token_T, length) != 0)[:, None], 0.0, grad_TN)
-    at_T = ((row * heads + head) * length + token_T) * CHUNK + tl.arange(0, CHUNK)
-    own_T1 = tl.load(weights_BHLT + at_T, mask=inside_T, other=0.0)[:, None]
-    tl.store(grad_q_BLHN + at_TN, of_q_TN + own_T1 * k_TN + seen_TN, mask=there_TN)
-    tl.store(grad_k_BLHN + at_TN, of_k_TN + own_T1 * q_TN + kept_TN, mask=there_TN)
-    tl.store(grad_g_BLHN + at_TN, grad_TN, mask=there_TN)
+    return grad_TN

@@ -3,6 +3,7 @@
     hybridtron rehearse recipe=samba_421m
     hybridtron rehearse recipe=samba_3.8b parallel.tensor=2 parallel.pipeline=2 --gpus 16 --rank all
     hybridtron rehearse recipe=samba_1.3b --gpu h200 --json
+    hybridtron rehearse recipe=samba_421m --picture step.png
     hybridtron rehearse --suite
 
 It runs the code that trains, on tensors without values, so it takes seconds and little memory; no GPU and no driver is
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from hybridtron.config.check import require, warnings
@@ -25,6 +27,7 @@ from hybridtron.problems import Unusable
 from hybridtron.rehearse import rehearsal
 from hybridtron.rehearse.guard import GuardProblem
 from hybridtron.rehearse.stand_ins import WORKS, to_be_found
+from hybridtron.requirements import demand
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -49,6 +52,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--budget", choices=("check", "write"), help="of rank 0: hold the recipe to its file, or write it"
     )
     parser.add_argument("--no-kernels", action="store_true", help="compile no kernels: each takes as long as its bytes")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="draw memory over the step, and where its time goes: a .png or .svg",
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON list with one object a rank")
     parser.add_argument(
         "--suite", action="store_true", help="every recipe under five layouts: `hybridtron rehearse --suite --help`"
@@ -63,6 +72,8 @@ def main(arguments: list[str]) -> int:
 
         return rehearse_suite.main(arguments)
     chosen = parse(arguments)
+    if chosen.picture:
+        demand("plot")
     packages = (*([] if chosen.without_packages else rehearsal.INSTALLED), *chosen.package)
     config = load(chosen.settings)
     world = chosen.gpus or config.parallel.tensor * config.parallel.pipeline
@@ -82,6 +93,10 @@ def main(arguments: list[str]) -> int:
         return 1
     from hybridtron.rehearse import report  # imports torch, which has to wait for the guard
 
+    if chosen.picture:
+        from hybridtron.rehearse.picture import draw
+
+        draw(found, chosen.picture)
     if chosen.budget:
         return budget(config.run.name, report.as_json(found[0]), chosen.budget == "write")
     if chosen.json:

@@ -71,7 +71,7 @@ class Census(TorchDispatchMode):
         super().__init__()
         self.operations: list[Operation] = []
         self.waits: list[Wait] = []
-        self.memory = LiveMemory()
+        self.memory = LiveMemory(lambda: len(self.operations))
         self.part = "build"
         self._places: dict[int, str] = {}  # by autograd's number of a recorded operation
         self._main = threading.get_ident()

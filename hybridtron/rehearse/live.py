@@ -8,27 +8,61 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from itertools import accumulate
 
 from torch import Tensor
 
+Holder = tuple[str, str]
+"""The part of the step in which a tensor is made, and the line that makes it."""
+
 
 @dataclass(frozen=True)
-class Held:
-    """A storage: its bytes, the line that made it, and the part of the step in which that was."""
+class Change:
+    """Bytes more, or less, of a holder, when `moment` operations have been counted."""
 
+    moment: int
+    holder: Holder
     bytes: int
-    place: str
-    part: str
+
+
+@dataclass(frozen=True)
+class Course:
+    """What is held before a stretch of a step, and the changes of it in order."""
+
+    before: Counter[Holder]
+    changes: list[Change]
+
+    @cached_property
+    def total(self) -> list[int]:
+        """Bytes after each change."""
+        return list(accumulate((change.bytes for change in self.changes), initial=self.before.total()))[1:]
+
+    @cached_property
+    def at_peak(self) -> Counter[Holder]:
+        """Bytes by holder at the moment at which most are held."""
+        held = self.before.copy()
+        for change in self.changes[: self.total.index(max(self.total)) + 1]:
+            held[change.holder] += change.bytes
+        return +held
+
+    def of(self, holders: Sequence[Holder]) -> list[list[int]]:
+        """Bytes after each change, of each of these holders."""
+        changes = {holder: [self.before[holder]] for holder in holders}
+        for change in self.changes:
+            for holder, bytes_ in changes.items():
+                bytes_.append(change.bytes if change.holder == holder else 0)
+        return [list(accumulate(each))[1:] for each in changes.values()]
 
 
 @dataclass
 class LiveMemory:
-    """Births and deaths, in order."""
+    """Births and deaths, in order. `now`: how many operations have been counted."""
 
-    events: list[tuple[int, bool]] = field(default_factory=list)  # a storage's number, and whether it is born
-    storages: list[Held] = field(default_factory=list)
+    now: Callable[[], int]
+    changes: list[Change] = field(default_factory=list)
     current: int = 0
     _known: dict[int, weakref.ref[object]] = field(default_factory=dict)
 
@@ -39,38 +73,20 @@ class LiveMemory:
         known = self._known.get(key)
         if known is not None and known() is not None:
             return
-        number = len(self.storages)
-        self.storages.append(Held(storage.nbytes(), place, part))
-        self.events.append((number, True))
-        self.current += storage.nbytes()
-        self._known[key] = weakref.ref(storage, partial(self._died, number, key))
+        self._change((part, place), storage.nbytes())
+        self._known[key] = weakref.ref(storage, partial(self._died, (part, place), storage.nbytes(), key))
 
-    def _died(self, number: int, key: int, _: object) -> None:
-        self.events.append((number, False))
-        self.current -= self.storages[number].bytes
+    def _change(self, holder: Holder, more: int) -> None:
+        self.changes.append(Change(self.now(), holder, more))
+        self.current += more
+
+    def _died(self, holder: Holder, size: int, key: int, _: object) -> None:
+        self._change(holder, -size)
         del self._known[key]
 
-    def course(self, start: int = 0) -> list[int]:
-        """Bytes after each event from the one with this number on."""
-        total, course = 0, []
-        for index, (number, born) in enumerate(self.events):
-            total += self.storages[number].bytes if born else -self.storages[number].bytes
-            if index >= start:
-                course.append(total)
-        return course
-
-    def at_peak(self, start: int = 0) -> Counter[tuple[str, str]]:
-        """Bytes by (part, place) at the moment, from this event on, at which most are held."""
-        course = self.course(start)
-        last = start + max(range(len(course)), key=course.__getitem__)
-        living: dict[int, None] = {}
-        for number, born in self.events[: last + 1]:
-            if born:
-                living[number] = None
-            else:
-                del living[number]
-        found: Counter[tuple[str, str]] = Counter()
-        for number in living:
-            held = self.storages[number]
-            found[held.part, held.place] += held.bytes
-        return found
+    def course(self, start: int = 0) -> Course:
+        """From the change with this number on."""
+        before: Counter[Holder] = Counter()
+        for change in self.changes[:start]:
+            before[change.holder] += change.bytes
+        return Course(+before, self.changes[start:])

@@ -32,7 +32,7 @@ def as_json(rehearsed: Rehearsed) -> dict[str, Any]:
         "memory": {
             "peak": step.peak,
             "planned": rehearsed.planned,
-            "held": [[part, place, size] for (part, place), size in step.at_peak.most_common()],
+            "held": [[part, place, size] for (part, place), size in step.course.at_peak.most_common()],
         },
         "per_micro_batch": _part_json(time.micro_batch),
         "once": _part_json(time.once),
@@ -227,10 +227,10 @@ def _memory(rehearsed: Rehearsed) -> Table:
     step = rehearsed.step
     title = f"Tensors at their most: {step.peak / 1e9:.2f} GB; planned {rehearsed.planned / 1e9:.2f} GB"
     table = _table(title, "made in", "line", "GB", left=2)
-    for (part, place), size in step.at_peak.most_common(SHOWN):
+    for (part, place), size in step.course.at_peak.most_common(SHOWN):
         table.add_row(part, place, f"{size / 1e9:.3f}")
     if step.other_lanes:
         table.add_row("", "states of lanes that are not played", f"{step.other_lanes / 1e9:.3f}")
-    rest = step.peak - step.other_lanes - sum(size for _, size in step.at_peak.most_common(SHOWN))
+    rest = step.peak - step.other_lanes - sum(size for _, size in step.course.at_peak.most_common(SHOWN))
     table.add_row("", "all others", f"{rest / 1e9:.3f}")
     return table

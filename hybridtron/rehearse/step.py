@@ -7,7 +7,6 @@ without them is what a step costs once. So the whole step is known, however many
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from hybridtron.rehearse.attention_work import flex_kernel
 from hybridtron.rehearse.census import Census, Operation, Wait
 from hybridtron.rehearse.collectives import Collectives, Sent
 from hybridtron.rehearse.launches import Launches
+from hybridtron.rehearse.live import Course
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,14 @@ class RankStep:
     passes_of_few: CountedPart
     passes_of_many: CountedPart
     update: CountedPart
-    course: list[int]  # bytes of tensors over the larger step
-    at_peak: Counter[tuple[str, str]]  # the most of these, by part and line
+    course: Course  # of tensors, over the larger step
     launches: Launches
     other_lanes: int = 0  # bytes of carried states, old and new, of lanes that take part in a run's step alone
 
     @property
     def peak(self) -> int:
         """The most bytes that tensors have."""
-        return max(self.course) + self.other_lanes
+        return max(self.course.total) + self.other_lanes
 
 
 def rehearse_rank(phase: ResolvedPhase, world: int, rank: int, collectives: Collectives) -> RankStep:
@@ -84,16 +83,15 @@ def rehearse_rank(phase: ResolvedPhase, world: int, rank: int, collectives: Coll
             engine = build_engine(phase, place)
             steps = _Steps(phase, engine, census, sent)
             first, _ = steps.take(few)
-            start = len(census.memory.events)
+            start = len(census.memory.changes)
             second, update = steps.take(many)
+            course = census.memory.course(start)
             others = steps.other_lanes(phase.lanes // data)
         finally:
             groups.stop()
-    memory = census.memory
     return RankStep(
-        rank, place, choices("cuda"), micro_batches, few, many, first, second, update,
-        memory.course(start), memory.at_peak(start), launches, others,
-    )  # fmt: skip
+        rank, place, choices("cuda"), micro_batches, few, many, first, second, update, course, launches, others
+    )
 
 
 @contextmanager

@@ -148,7 +148,7 @@ def counted(run: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
     return {
         "operations": [[op.part, op.name, op.bytes, op.flops] for op in census.operations],
         "waits": [wait.kind for wait in census.waits],
-        "most": max(census.memory.course(), default=0),
+        "most": max(census.memory.course().total, default=0),
         "left": census.memory.current,
         **more,
     }

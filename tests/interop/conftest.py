@@ -1,11 +1,39 @@
-"""Shipped code runs from a folder of each test's own."""
+"""Checkpoints that several tests read are written once; shipped code runs from a folder of each test's own."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.config.layout import ProcessLaunch
+from hybridtron.config.schema import ParallelConfig
+from hybridtron.device import megatron_context
+from hybridtron.parallel import groups as process_groups
+from tests.interop.models import checkpoint_of, model_config
+
+Stored = Callable[[str], Checkpoint]
+
+
+@pytest.fixture(scope="session")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
+    """The checkpoint of the model of a name, which all tests share: one that changes its files copies them."""
+    folder = tmp_path_factory.mktemp("stored")
+
+    @cache
+    def written(name: str) -> Checkpoint:
+        with megatron_context():
+            groups = process_groups.start(ParallelConfig(), launch=ProcessLaunch(0, 1))
+            try:
+                return checkpoint_of(model_config(name), groups, folder / name)
+            finally:
+                process_groups.stop()
+
+    return written
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 
@@ -87,6 +88,8 @@ CLASSES = {
     "mistral": "MistralForCausalLM",
     "granite": "GraniteMoeHybridForCausalLM",
 }
+ONE_OF_EACH = [pytest.param(name, marks=[pytest.mark.slow] * (name not in CLASSES)) for name in MODELS]
+"""Of each class the first is fast."""
 
 
 def model_config(name: str) -> ModelConfig:

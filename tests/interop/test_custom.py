@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from hybridtron.architecture.attention import HeadsSpec
 from hybridtron.architecture.span import SpanSpec
 from hybridtron.architecture.table import architecture
+from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.cli.convert import main
 from hybridtron.config.choices import Export
 from hybridtron.data.batch import SeqInfo
@@ -29,18 +30,26 @@ from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.native import library as native_library
 from hybridtron.ops.native.library import NativeLibrary
 from hybridtron.parallel.groups import Groups
+from tests.interop.conftest import Stored
 from tests.interop.models import CUSTOM, MODELS, VOCAB, checkpoint_of, model_config, own_model
 
 OUTSIDE = Path(__file__).with_name("outside.py")
+LIKE_OTHERS = ("mamba-swa-mlp", "mamba-mlp", "span", "span-random", "span-shifted")  # and the mixers' contract
 
 
-@pytest.mark.parametrize("name", CUSTOM)
-def test_the_shipped_class_computes_the_same(name: str, alone: Groups, tmp_path: Path) -> None:
+def export_of(source: Checkpoint, output: Path, *more: str) -> int:
+    """The exit code."""
+    return main(["export", "--checkpoint", str(source.folder), "--output", str(output), *more])
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LIKE_OTHERS)) for name in CUSTOM]
+)
+def test_the_shipped_class_computes_the_same(name: str, stored: Stored, tmp_path: Path) -> None:
     model = model_config(name)
     assert target_of(model, Export.auto) is TARGET
-    source = checkpoint_of(model, alone, tmp_path / "run")
-    output = tmp_path / "out"
-    assert main(["export", "--checkpoint", str(tmp_path / "run"), "--output", str(output)]) == 0
+    source, output = stored(name), tmp_path / "out"
+    assert export_of(source, output, "--verify", "none") == 0
     assert verify(output, source).logits < 1e-5
     back = TARGET.model(json.loads((output / "config.json").read_text()))
     assert architecture(back).specs == tuple(
@@ -59,17 +68,7 @@ def test_the_shipped_class_keeps_the_stream_in_fp32_where_the_model_does(
     monkeypatch.setattr(native_library, "library", lambda: NativeLibrary(None, "of torch alone"))
     source = checkpoint_of(replace(model_config("samba"), residual_fp32=True), alone, tmp_path / "run")
     output = tmp_path / "out"
-    arguments = [
-        "--checkpoint",
-        str(tmp_path / "run"),
-        "--output",
-        str(output),
-        "--dtype",
-        "bfloat16",
-        "--verify",
-        "none",
-    ]
-    assert main(["export", *arguments]) == 0
+    assert export_of(source, output, "--dtype", "bfloat16", "--verify", "none") == 0
     tokens_BL = torch.randint(VOCAB, (2, 40), generator=torch.Generator().manual_seed(0))
     ours = own_model(source, torch.bfloat16).cast(torch.bfloat16).requires_grad_(False)
     expected = ours(tokens_BL, None, SeqInfo.stream(2, 40)).output
@@ -87,10 +86,9 @@ def test_the_shipped_class_keeps_the_stream_in_fp32_where_the_model_does(
     assert apart[True] < 0.5 * apart[False]
 
 
-def test_it_runs_where_hybridtron_is_not(alone: Groups, tmp_path: Path) -> None:
-    source = checkpoint_of(model_config("everything"), alone, tmp_path / "run")
-    output = tmp_path / "out"
-    assert main(["export", "--checkpoint", str(tmp_path / "run"), "--output", str(output), "--verify", "none"]) == 0
+def test_it_runs_where_hybridtron_is_not(stored: Stored, tmp_path: Path) -> None:
+    source, output = stored("everything"), tmp_path / "out"
+    assert export_of(source, output, "--verify", "none") == 0
     tokens_BL = torch.randint(VOCAB, (2, 70), generator=torch.Generator().manual_seed(0))
     torch.save(tokens_BL, output / "tokens.pt")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -107,21 +105,18 @@ def test_it_runs_where_hybridtron_is_not(alone: Groups, tmp_path: Path) -> None:
     assert {path.name for path in (output / "again").glob("*.py")} == set(Custom().files())
 
 
-def test_a_model_of_transformers_own_can_be_ours_too(alone: Groups, tmp_path: Path) -> None:
+def test_a_model_of_transformers_own_can_be_ours_too(stored: Stored, tmp_path: Path) -> None:
     """And comes back from there as a checkpoint."""
-    checkpoint_of(model_config("granite"), alone, tmp_path / "run")
     output = tmp_path / "out"
-    arguments = ["--checkpoint", str(tmp_path / "run"), "--output", str(output), "--target", "custom"]
-    assert main(["export", *arguments, "--dtype", "bfloat16"]) == 0
+    assert export_of(stored("granite"), output, "--target", "custom", "--dtype", "bfloat16") == 0
     assert json.loads((output / "config.json").read_text())["architectures"] == ["HybridtronForCausalLM"]
     assert main(["import", "--input", str(output), "--output", str(tmp_path / "back")]) == 0
 
 
 @pytest.mark.parametrize("mistake", ["keys and values are swapped", "the window is off by one", "positions turn more"])
 def test_planted_mistakes_are_found_and_leave_nothing(
-    mistake: str, alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    mistake: str, stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint_of(model_config("everything"), alone, tmp_path / "run")
     options, names = HeadsSpec.exported_options, HeadsSpec.exported_names
     if mistake == "keys and values are swapped":
         swapped = {"k_conv1d.weight": ("kv_conv.v",), "v_conv1d.weight": ("kv_conv.k",)}
@@ -135,17 +130,16 @@ def test_planted_mistakes_are_found_and_leave_nothing(
             "exported_options",
             lambda *a: {k: value if k == key and v else v for k, v in options(*a).items()},
         )
-    assert main(["export", "--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out")]) == 1
+    assert export_of(stored("everything"), tmp_path / "out") == 1
     assert "logits of" in capsys.readouterr().err
-    assert {path.name for path in tmp_path.iterdir()} <= {"run", "modules"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"modules"}
 
 
 def test_blocks_that_only_one_of_both_reads_in_generation_are_found(
-    alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = checkpoint_of(model_config("samba-span"), alone, tmp_path / "run")
-    output = tmp_path / "out"
-    assert main(["export", "--checkpoint", str(tmp_path / "run"), "--output", str(output), "--verify", "none"]) == 0
+    source, output = stored("samba-span"), tmp_path / "out"
+    assert export_of(source, output, "--verify", "none") == 0
     monkeypatch.setattr(SpanSpec, "remembered", lambda spec, training: spec.remember)
     with pytest.raises(NotTheSame, match="continues with"):
         verify(output, source)
@@ -153,10 +147,10 @@ def test_blocks_that_only_one_of_both_reads_in_generation_are_found(
 
 @pytest.mark.parametrize(("name", "proven"), [("span-landmark", True), ("mamba-mlp", False)])
 def test_what_rounding_may_decide_is_proven_in_float64(
-    name: str, proven: bool, alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, proven: bool, stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where blocks are chosen; a difference in fp32 is a fault elsewhere."""
-    source, same_logits = checkpoint_of(model_config(name), alone, tmp_path / "run"), verify_module._same_logits
+    source, same_logits = stored(name), verify_module._same_logits
 
     def apart_in_fp32(folder: Path, theirs: Any, ours: LanguageModel, *rest: Any) -> float:
         if next(theirs.parameters()).dtype == torch.float32:
@@ -164,10 +158,12 @@ def test_what_rounding_may_decide_is_proven_in_float64(
         return same_logits(folder, theirs, ours, *rest)
 
     monkeypatch.setattr(verify_module, "_same_logits", apart_in_fp32)
-    arguments = ["--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out")]
-    assert main(["export", *arguments]) == (0 if proven else 1)
+    output = tmp_path / "out"
     if proven:
-        assert verify(tmp_path / "out", source).logits < 1e-12
+        assert export_of(source, output, "--verify", "none") == 0
+        assert verify(output, source).logits < 1e-12
+    else:
+        assert export_of(source, output) == 1
 
 
 def test_the_proof_reads_more_than_a_chunk_of_spans() -> None:
@@ -179,11 +175,10 @@ def test_the_proof_reads_more_than_a_chunk_of_spans() -> None:
 
 @pytest.mark.parametrize("change", ["a file of it", "a file beside it", "a generate", "an adapter", "what it names"])
 def test_code_that_is_not_ours_is_not_run(
-    change: str, alone: Groups, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    change: str, stored: Stored, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint_of(model_config("mamba-mlp"), alone, tmp_path / "run")
-    arguments = ["--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out")]
-    assert main(["export", *arguments, "--verify", "none"]) == 0
+    source = stored("mamba-mlp")
+    assert export_of(source, tmp_path / "out", "--verify", "none") == 0
     planted = f"open({str(tmp_path / 'ran')!r}, 'w')\n"
     files = {
         "a file of it": "modeling_hybridtron.py",
@@ -201,7 +196,7 @@ def test_code_that_is_not_ours_is_not_run(
         settings = json.loads((tmp_path / "out/config.json").read_text())
         settings["auto_map"]["AutoConfig"] = "../other.HybridtronConfig"
         (tmp_path / "out/config.json").write_text(json.dumps(settings))
-    assert main(["verify", *arguments]) == 1
+    assert main(["verify", "--checkpoint", str(source.folder), "--output", str(tmp_path / "out")]) == 1
     assert "not" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
 

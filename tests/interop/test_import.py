@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,15 +17,24 @@ from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.cli.convert import main
 from hybridtron.data.batch import SeqInfo
 from hybridtron.interop.original import Original
-from hybridtron.parallel.groups import Groups
-from tests.interop.models import MODELS, checkpoint_of, model_config, own_model
+from tests.interop.conftest import Stored
+from tests.interop.models import ONE_OF_EACH, own_model
+
+Exported = Callable[[str], Path]
 
 
-def exported(name: str, groups: Groups, folder: Path) -> tuple[Checkpoint, Path]:
-    source = checkpoint_of(model_config(name), groups, folder / "run")
-    arguments = ["--checkpoint", str(folder / "run"), "--output", str(folder / "out"), "--verify", "none"]
-    assert main(["export", *arguments]) == 0
-    return source, folder / "out"
+@pytest.fixture(scope="module")
+def exported(stored: Stored, tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """The folder of the model of a name, written once: a test that changes it copies it."""
+    folder = tmp_path_factory.mktemp("exported")
+
+    @cache
+    def written(name: str) -> Path:
+        arguments = ["--checkpoint", str(stored(name).folder), "--output", str(folder / name), "--verify", "none"]
+        assert main(["export", *arguments]) == 0
+        return folder / name
+
+    return written
 
 
 def imported(folder: Path, output: Path) -> Checkpoint:
@@ -32,10 +44,10 @@ def imported(folder: Path, output: Path) -> Checkpoint:
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_there_and_back_is_the_same_bit_for_bit(name: str, alone: Groups, tmp_path: Path) -> None:
-    source, folder = exported(name, alone, tmp_path)
-    back = imported(folder, tmp_path / "back")
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_there_and_back_is_the_same_bit_for_bit(name: str, stored: Stored, exported: Exported, tmp_path: Path) -> None:
+    source = stored(name)
+    back = imported(exported(name), tmp_path / "back")
     keys = [key for key in source.shapes if key in back.shapes]
     assert len(keys) == len(back.shapes)
     assert all(torch.equal(source.whole(key), back.whole(key)) for key in keys)
@@ -130,9 +142,9 @@ def refused(folder: Path, output: Path, capsys: pytest.CaptureFixture[str]) -> s
 
 
 def test_what_does_not_fit_is_reported_together(
-    alone: Groups, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exported: Exported, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, folder = exported("llama", alone, tmp_path)
+    folder = Path(shutil.copytree(exported("llama"), tmp_path / "out"))
     output, file = tmp_path / "back", folder / "model.safetensors"
     stored = load_file(file)
     wrong = {**stored, "extra.weight": torch.zeros(2), "model.norm.weight": torch.zeros(3)}
@@ -166,9 +178,9 @@ def test_what_does_not_fit_is_reported_together(
     ],
 )
 def test_what_we_do_not_compute_is_refused(
-    name: str, change: dict, said: str, alone: Groups, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, change: dict, said: str, exported: Exported, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, folder = exported(name, alone, tmp_path)
+    folder = Path(shutil.copytree(exported(name), tmp_path / "out"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **change}))
     assert said in refused(folder, tmp_path / "back", capsys)

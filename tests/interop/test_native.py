@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
+import os
+import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from transformers import AutoTokenizer, Mamba2Config, MambaConfig
 
 from hybridtron.architecture.table import architecture
 from hybridtron.checkpoint import files
+from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.cli.convert import main
 from hybridtron.config.choices import Export
+from hybridtron.interop import export
 from hybridtron.interop import verify as verify_module
 from hybridtron.interop.export import NATIVES, target_of
 from hybridtron.interop.native import NativeMamba
@@ -26,19 +29,21 @@ from hybridtron.interop.native_pairs import Llama
 from hybridtron.interop.rules import TensorRule
 from hybridtron.interop.verify import verify
 from hybridtron.parallel.groups import Groups
-from tests.interop.models import CLASSES, MODELS, checkpoint_of, model_config
+from tests.interop.conftest import Stored
+from tests.interop.models import CLASSES, MODELS, ONE_OF_EACH, checkpoint_of, model_config
 
-ROOT = Path(__file__).parents[2]
 CONFIGS = {"mamba": MambaConfig, "mamba2": Mamba2Config}
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_transformers_loads_it_and_computes_the_same(
-    name: str, alone: Groups, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = checkpoint_of(model_config(name), alone, tmp_path / "run")
-    output = tmp_path / "out"
-    assert main(["export", "--checkpoint", str(tmp_path / "run"), "--output", str(output)]) == 0
+def export_of(source: Checkpoint, output: Path, *more: str) -> int:
+    """The exit code."""
+    return main(["export", "--checkpoint", str(source.folder), "--output", str(output), *more])
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_transformers_loads_it_and_computes_the_same(name: str, stored: Stored, tmp_path: Path) -> None:
+    source, output = stored(name), tmp_path / "out"
+    assert export_of(source, output, "--verify", "none") == 0
     assert json.loads((output / "config.json").read_text())["architectures"] == [CLASSES[name.partition("-")[0]]]
     assert verify(output, source).logits < 1e-5
     tokenizer = AutoTokenizer.from_pretrained(output)
@@ -75,9 +80,9 @@ def test_without_the_key_transformers_keeps_it_in_fp32(name: str) -> None:
 def test_types_and_shards(precision: str, alone: Groups, tmp_path: Path) -> None:
     checkpoint_of(model_config("mamba"), alone, tmp_path / "run", precision)
     for dtype, shards in ((None, "20KB"), ("bfloat16", "5GB"), ("float32", "20KB")):
-        output = tmp_path / str(dtype)
+        output, verify = tmp_path / str(dtype), "full" if dtype is None else "none"
         arguments = ["--checkpoint", str(tmp_path / "run"), "--output", str(output), "--shard-size", shards]
-        assert main(["export", *arguments, *(["--dtype", dtype] if dtype else [])]) == 0
+        assert main(["export", *arguments, "--verify", verify, *(["--dtype", dtype] if dtype else [])]) == 0
         files = sorted(output.glob("*.safetensors"))
         assert len(files) == (
             1
@@ -93,7 +98,7 @@ def test_types_and_shards(precision: str, alone: Groups, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "name",
-    ["granite", "everything", *(pytest.param(m, marks=pytest.mark.slow) for m in MODELS if m != "granite")],
+    ["granite", *(pytest.param(m, marks=pytest.mark.slow) for m in ("everything", *MODELS) if m != "granite")],
 )
 def test_a_sample_of_the_layers_is_a_model_of_its_own(
     name: str, alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -127,10 +132,9 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_planted_mistakes_are_found_and_leave_nothing(
-    mistake: str, alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    mistake: str, stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name, where, parting = MISTAKES[mistake]
-    checkpoint_of(model_config(name), alone, tmp_path / "run")
     target = type(target_of(model_config(name), Export.auto))
     if where == "sliding_window":
         settings = target.settings
@@ -152,18 +156,17 @@ def test_planted_mistakes_are_found_and_leave_nothing(
             return list(found.values())
 
         monkeypatch.setattr(target, "rules", planted)
-    assert main(["export", "--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out")]) == 1
+    assert export_of(stored(name), tmp_path / "out") == 1
     said = capsys.readouterr().err
     assert "logits of" in said
     assert f"the streams part {parting}" in said
-    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+    assert not list(tmp_path.iterdir())
 
 
 def test_rows_in_the_order_of_ranks_are_found(
-    alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What two ranks hold of a fused projection, one below the other: x and z of the first, x and z of the second."""
-    checkpoint_of(model_config("mamba"), alone, tmp_path / "run")
     to_theirs = TensorRule.to_theirs
 
     def by_ranks(rule: TensorRule, read) -> torch.Tensor:
@@ -171,33 +174,30 @@ def test_rows_in_the_order_of_ranks_are_found(
         return torch.cat(made.chunk(4)[::2] + made.chunk(4)[1::2]) if "in_proj" in rule.theirs else made
 
     monkeypatch.setattr(TensorRule, "to_theirs", by_ranks)
-    assert main(["export", "--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out")]) == 1
+    assert export_of(stored("mamba"), tmp_path / "out") == 1
     assert "the streams part in layer 0" in capsys.readouterr().err
 
 
 def test_decays_in_bf16_are_found(
-    alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint_of(model_config("mamba"), alone, tmp_path / "run")
     rules = NativeMamba.rules
     monkeypatch.setattr(
         NativeMamba, "rules", lambda *a: [replace(r, fp32=r.fp32 and "A_log" not in r.theirs) for r in rules(*a)]
     )
-    arguments = ["--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out"), "--dtype", "bfloat16"]
-    assert main(["export", *arguments]) == 1
+    assert export_of(stored("mamba"), tmp_path / "out", "--dtype", "bfloat16") == 1
     assert "logits of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("tie", "said"), [(True, "tie_word_embeddings=True"), (False, "lm_head.weight")])
 def test_a_head_that_is_left_out_is_found(
-    tie: bool, said: str, alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    tie: bool, said: str, stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """With a configuration that says so, and one that does not."""
-    checkpoint_of(model_config("llama"), alone, tmp_path / "run")
     rules, settings = Llama.rules, Llama.settings
     monkeypatch.setattr(Llama, "rules", lambda *a: [rule for rule in rules(*a) if rule.theirs != "lm_head.weight"])
     monkeypatch.setattr(Llama, "settings", lambda *a: {**settings(*a), "tie_word_embeddings": tie})
-    assert main(["export", "--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out")]) == 1
+    assert export_of(stored("llama"), tmp_path / "out") == 1
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -215,13 +215,13 @@ def test_what_no_class_has_is_refused_with_all_reasons(
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_input(alone: Groups, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = checkpoint_of(model_config("mamba"), alone, tmp_path / "run")
+def test_bad_input(stored: Stored, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(stored("mamba").folder, tmp_path / "run")
     run, output = str(tmp_path / "run"), str(tmp_path / "out")
     assert main(["export", "--checkpoint", str(tmp_path / "nothing"), "--output", output]) == 2
     assert main(["export", "--checkpoint", run, "--output", run]) == 2
     assert main(["export", "--checkpoint", run, "--output", output, "--shard-size", "much"]) == 2
-    file = source.folder / "model-00000.safetensors"
+    file = tmp_path / "run/model-00000.safetensors"
     stored = bytearray(file.read_bytes())
     stored[-5] ^= 1
     file.write_bytes(stored)
@@ -231,28 +231,29 @@ def test_bad_input(alone: Groups, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_full_disk_leaves_nothing_and_a_killed_export_is_no_model(
-    alone: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint_of(model_config("mamba"), alone, tmp_path / "run")
-    arguments = ["export", "--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out")]
+    source, output = stored("mamba"), tmp_path / "out"
 
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
         patched.setattr(files.os, "fsync", full)
-        assert main(arguments) == 1
+        assert export_of(source, output) == 1
     assert "No space left" in capsys.readouterr().err
-    assert {path.name for path in tmp_path.iterdir()} == {"run"}
-    killed = (
-        "import os, sys; from hybridtron.interop import export; from hybridtron.cli.convert import main;"
-        "export.card = lambda *_: os.kill(os.getpid(), 9); main(sys.argv[1:])"
-    )
-    done = subprocess.run([sys.executable, "-c", killed, *arguments], cwd=ROOT, check=False, capture_output=True)
-    assert done.returncode == -signal.SIGKILL
-    assert not (tmp_path / "out").exists()
-    assert main(arguments) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}
+    assert not list(tmp_path.iterdir())
+    if (child := os.fork()) == 0:
+        gc.freeze()  # what is garbage is not torn down here, where its threads are not
+        torch.set_num_threads(torch.get_num_threads())  # the first use after a fork replaces torch's thread pool
+        export.card = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        export_of(source, output)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert list(tmp_path.iterdir())  # it had begun
+    assert not output.exists()
+    assert export_of(source, output, "--verify", "none") == 0
+    assert list(tmp_path.iterdir()) == [output]
 
 
 def test_every_weight_is_used_once() -> None:

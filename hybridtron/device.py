@@ -127,9 +127,9 @@ def synchronize() -> None:
 
 
 class Movable(Protocol):
-    """Something made of tensors that can be changed together."""
+    """Something made of tensors that can move together."""
 
-    def map(self, change: Callable[[Tensor], Tensor], /) -> Self: ...
+    def moved(self, move: Callable[[Tensor], Tensor], /) -> Self: ...
 
 
 Moved = TypeVar("Moved", bound=Movable)
@@ -151,7 +151,7 @@ def copied_ahead(steps: Iterable[list[Moved]]) -> Iterator[list[Moved]]:
 
     def copied(step: list[Moved]) -> list[Moved]:
         with torch.cuda.stream(copying):
-            return [batch.map(pinned_and_copied) for batch in step]
+            return [batch.moved(pinned_and_copied) for batch in step]
 
     def handed_over(tensor: Tensor) -> Tensor:
         tensor.record_stream(computing)
@@ -164,7 +164,7 @@ def copied_ahead(steps: Iterable[list[Moved]]) -> Iterator[list[Moved]]:
             yield current
         if ahead is not None:
             computing.wait_stream(copying)
-            ahead = [batch.map(handed_over) for batch in ahead]
+            ahead = [batch.moved(handed_over) for batch in ahead]
 
 
 def peak_memory_gib() -> float | None:

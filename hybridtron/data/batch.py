@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from hybridtron.ops.documents import document_starts
+from hybridtron.ops.documents import document_borders, document_starts
 from hybridtron.ops.rope import rope_table
 
 Change = Callable[[Tensor], Tensor]
@@ -29,12 +29,14 @@ class SeqInfo:
     key: what the random choices of a training step are functions of, the same under every layout; None outside
     training, where nothing is random.
     carried: whether the states after the rows are used; where they are not, keys and values need not be copied for it.
+    borders_E: where documents begin, as `document_borders` says; without it a kernel that asks has to wait.
     """
 
     positions_BL: Tensor
     documents_BL: Tensor | None = None
     key: int | None = None
     carried: bool = True
+    borders_E: Tensor | None = None
     _spans: list[list[tuple[int, int]]] = field(default_factory=list, repr=False, compare=False)
     _rope: dict[tuple[int, float], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -55,7 +57,7 @@ class SeqInfo:
         return seed_of(self.key or 0, purpose)
 
     def spans(self) -> list[list[tuple[int, int]]]:
-        """Of each row, where its documents begin and end; read from the device once per batch."""
+        """Of each row, where its documents begin and end; read once per batch."""
         if not self._spans:
             rows, length = self.positions_BL.shape
             begins: list[list[int]] = [[0] for _ in range(rows)]
@@ -65,10 +67,20 @@ class SeqInfo:
             self._spans.extend(list(zip(row, [*row[1:], length], strict=True)) for row in begins)
         return self._spans
 
+    def bordered(self) -> SeqInfo:
+        """The same, with what is asked of documents' borders: on a CPU, where nothing waits for the answer."""
+        self.spans()
+        return self if self.documents_BL is None else replace(self, borders_E=document_borders(self.documents_BL))
+
     def map(self, change: Change) -> SeqInfo:
-        """The same places, every tensor changed; what is computed from them is computed again."""
+        """Other rows or tokens: every tensor changed; what is computed from them is computed again."""
         documents_BL = None if self.documents_BL is None else change(self.documents_BL)
         return SeqInfo(change(self.positions_BL), documents_BL, self.key, self.carried)
+
+    def moved(self, move: Change) -> SeqInfo:
+        """The same rows on another device, with what is known of their documents."""
+        borders_E = None if self.borders_E is None else move(self.borders_E)
+        return replace(self.map(move), borders_E=borders_E, _spans=self._spans)
 
     @staticmethod
     def stream(batch: int, length: int, start: int = 0, device: torch.device | str = "cpu") -> SeqInfo:
@@ -92,17 +104,27 @@ class Batch:
     continues_B: Tensor | None = None
 
     def map(self, change: Change) -> Batch:
-        """The same batch, every tensor changed."""
+        """Other rows or tokens: every tensor changed."""
+        return self._changed(change, self.seq.map(change))
+
+    def moved(self, move: Change) -> Batch:
+        """The same batch on another device."""
+        return self._changed(move, self.seq.moved(move))
+
+    def _changed(self, change: Change, seq: SeqInfo) -> Batch:
         continues_B = None if self.continues_B is None else change(self.continues_B)
-        tokens_BL, labels_BL, mask_BL = change(self.tokens_BL), change(self.labels_BL), change(self.mask_BL)
-        return Batch(tokens_BL, labels_BL, mask_BL, self.seq.map(change), continues_B)
+        return Batch(change(self.tokens_BL), change(self.labels_BL), change(self.mask_BL), seq, continues_B)
+
+    def bordered(self) -> Batch:
+        """The same, with what the host asks of its documents."""
+        return replace(self, seq=self.seq.bordered())
 
     def keyed(self, key: int, carried: bool = True) -> Batch:
         """The same batch in training: what its random choices are functions of, whether its states are carried."""
         return replace(self, seq=replace(self.seq, key=key, carried=carried))
 
     def to(self, device: torch.device) -> Batch:
-        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.moved(lambda tensor: tensor.to(device, non_blocking=True))
 
     def split(self, rows: int) -> list[Batch]:
         """Batches of `rows` rows each, in order."""

@@ -98,7 +98,7 @@ class Loader:
         """A step's micro-batches: chunk 0 of every group of lanes, then chunk 1 of every group, and so on."""
         turns = self.order.chunks // self.order.together
         groups = [group.chunks(turns) for group in batch.split(self.order.micro_batch)]
-        return [group[turn] for turn in range(turns) for group in groups]
+        return [group[turn].bordered() for turn in range(turns) for group in groups]
 
     def iterate(self, first_step: int, end_step: int) -> Generator[list[Batch], None, None]:
         """The micro-batches of each step from `first_step` to before `end_step`, on the device, read ahead."""

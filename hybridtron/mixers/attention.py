@@ -73,7 +73,9 @@ class Heads(Mixer):
     ) -> tuple[Tensor, State]:
         """Attention in a window or without one, and the keys and values that are kept for it."""
         memory = AttentionMemory(before["keys"], before["values"], before["length"]) if "keys" in before else None
-        y_BLHK = self.attention(AttentionInputs(q_BLHK, k_BLGK, v_BLGK, window, seq.documents_BL, memory))
+        y_BLHK = self.attention(
+            AttentionInputs(q_BLHK, k_BLGK, v_BLGK, window, seq.documents_BL, memory, seq.borders_E)
+        )
         if not seq.carried:
             return y_BLHK, {}
         keep = None if window is None else window - 1

@@ -156,6 +156,8 @@ class _Steps:
         documents_BL = torch.zeros(rows, length, dtype=torch.int32, device="cuda") if isolated else None
         continues_B = torch.ones(rows, dtype=torch.bool, device="cuda")
         mask_BL = torch.ones(rows, length, dtype=torch.bool, device="cuda")
-        seq = SeqInfo(torch.zeros_like(tokens_BL), documents_BL)
+        borders_E = torch.zeros(rows + 1, dtype=torch.int32, device="cuda") if isolated else None
+        spans = [[(0, length)] for _ in range(rows)]  # both as the loader makes them
+        seq = SeqInfo(torch.zeros_like(tokens_BL), documents_BL, borders_E=borders_E, _spans=spans)
         carried = self.phase.states.mode is StateMode.tbtt
         return Batch(tokens_BL, torch.zeros_like(tokens_BL), mask_BL, seq, continues_B if carried else None)

@@ -97,6 +97,26 @@ def test_windows_of_isolated_documents(toy: TokenFolder):
     assert types == [torch.int64] * 3 + [torch.bool, torch.int32]
 
 
+@pytest.mark.parametrize("documents", Documents)
+def test_borders_of_documents_move_with_a_batch(toy: TokenFolder, documents: Documents) -> None:
+    """On the device nothing asks for them again; other rows have others."""
+    for batch in Loader(sources_of((toy, "text", 1)), order_of(documents=documents)).micro_batches(4):
+        seq, rows = batch.seq, len(batch.tokens_BL)
+        begins = [16 * row + first for row, spans in enumerate(seq.spans()) for first, _ in spans]
+        moved = batch.moved(torch.clone).seq
+        assert moved._spans == seq.spans()
+        if documents is Documents.isolate:
+            assert seq.borders_E is not None
+            assert seq.borders_E.tolist() == [*begins, 16 * rows]
+            assert moved.borders_E is not None
+            assert torch.equal(moved.borders_E, seq.borders_E)
+        else:
+            assert seq.borders_E is moved.borders_E is None
+        first = batch.map(lambda tensor: tensor[:1]).seq
+        assert first.borders_E is None
+        assert first.spans() == seq.spans()[:1]
+
+
 @pytest.mark.parametrize("order", Order)
 def test_join_reads_the_same_tokens_as_one_stream(toy: TokenFolder, order: Order):
     apart, one = (joined(Loader(sources_of((toy, "text", 1)), order_of(order, d)).micro_batches(4)) for d in Documents)

@@ -42,6 +42,11 @@ def test_each_version_has_its_rate(found: dict[str, Report]) -> None:
     assert GAINS["flash-3"] > GAINS["flash-4"] > 1
 
 
+def test_borders_of_documents_come_with_the_batch(found: dict[str, Report]) -> None:
+    """Attention asked the device for them, in every layer of every micro-batch."""
+    assert (found["isolated"]["per_micro_batch"]["waits"], found["isolated"]["once"]["waits"]) == (0, 1)
+
+
 def test_products_in_fp8_are_the_same_products(found: dict[str, Report]) -> None:
     plain, eighth = found["laptop"], found["fp8"]
     assert summed(eighth, "flops", "products") == summed(plain, "flops", "products")

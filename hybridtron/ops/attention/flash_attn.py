@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtron.device import compute_capability, is_deterministic, optional_package
 from hybridtron.ops.attention.reference import AttentionInputs
 from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.documents import document_borders
 
 PACKAGE = "flash_attn.flash_attn_interface"  # of flash-attn 2: other packages have a `flash_attn` without its functions
 
@@ -50,7 +50,7 @@ class FlashVersion:
 
     def attention(self, inputs: AttentionInputs) -> Tensor:
         """Rows as one batch, or all documents side by side."""
-        q_BLHK, k_BLGK, v_BLGK, window, documents_BL, _ = inputs
+        q_BLHK, k_BLGK, v_BLGK, window, documents_BL, _, borders_E = inputs
         flash = optional_package(self.package).module
         assert flash is not None
         sides = (self.unlimited, self.unlimited) if window is None else (window - 1, 0)
@@ -60,14 +60,13 @@ class FlashVersion:
                     q_BLHK, k_BLGK, v_BLGK, causal=True, window_size=sides, deterministic=is_deterministic()
                 )
             )
-        batch, length = documents_BL.shape
-        starts_BL = F.pad(documents_BL[:, 1:] != documents_BL[:, :-1], (1, 0), value=True)
-        # How many documents there are is known only on the device: this waits for it.
-        borders = F.pad(starts_BL.flatten().nonzero().flatten(), (0, 1), value=batch * length).int()
+        if borders_E is None:
+            borders_E = document_borders(documents_BL)
+        length = documents_BL.shape[1]
         y = flash.flash_attn_varlen_func(
             *(x.flatten(0, 1) for x in (q_BLHK, k_BLGK, v_BLGK)),
-            cu_seqlens_q=borders,
-            cu_seqlens_k=borders,
+            cu_seqlens_q=borders_E,
+            cu_seqlens_k=borders_E,
             max_seqlen_q=length,
             max_seqlen_k=length,
             causal=True,

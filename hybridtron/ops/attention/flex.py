@@ -68,7 +68,7 @@ def _unsupported_reason(inputs: AttentionInputs) -> str | None:
 
 def attention(inputs: AttentionInputs) -> Tensor:
     """All rows in one call."""
-    q_BLHK, k_BLGK, v_BLGK, window, documents_BL, memory = inputs
+    q_BLHK, k_BLGK, v_BLGK, window, documents_BL, memory, _ = inputs
     k_BSGK, v_BSGK = joined(memory, k_BLGK, v_BLGK)
     if documents_BL is None and memory is None:
         mask = _mask_of_sizes(*q_BLHK.shape[:2], window, q_BLHK.device)

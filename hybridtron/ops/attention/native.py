@@ -22,7 +22,7 @@ def _unsupported_reason(inputs: AttentionInputs) -> str | None:
 
 @torch.compiler.disable  # what is called is no operation of torch
 def attention(inputs: AttentionInputs) -> Tensor:
-    q_BLHK, k_BLGK, v_BLGK, window, documents_BL, memory = inputs
+    q_BLHK, k_BLGK, v_BLGK, window, documents_BL, memory, _ = inputs
     rows, length = q_BLHK.shape[:2]
     if documents_BL is None and memory is None:
         first_BL = _first_of_sizes(rows, length, window)

@@ -62,7 +62,10 @@ def remember(
 
 
 class AttentionInputs(NamedTuple):
-    """Heads of a row, and what they see; documents count up along a row, None stands for a single document."""
+    """Heads of a row, and what they see; documents count up along a row, None stands for a single document.
+
+    borders_E: of the documents, as `document_borders` gives them; a kernel that takes them need not wait for them then.
+    """
 
     q_BLHK: Tensor
     k_BLGK: Tensor
@@ -70,6 +73,7 @@ class AttentionInputs(NamedTuple):
     window: int | None = None
     documents_BL: Tensor | None = None
     memory: AttentionMemory | None = None
+    borders_E: Tensor | None = None
 
 
 class SeenKeys(NamedTuple):
@@ -84,7 +88,7 @@ class SeenKeys(NamedTuple):
 
 def seen_keys(inputs: AttentionInputs) -> SeenKeys:
     """By the rules of the op."""
-    q_BLHK, _, _, window, documents_BL, memory = inputs
+    q_BLHK, _, _, window, documents_BL, memory, _ = inputs
     batch, length = q_BLHK.shape[:2]
     before = 0 if memory is None else memory.keys_BMGK.shape[1]
     last_L = torch.arange(before, before + length, device=q_BLHK.device)
@@ -120,7 +124,7 @@ class AttentionKeys(NamedTuple):
 
 def with_memory(inputs: AttentionInputs) -> AttentionKeys:
     """The memory before the row; its padding has a document of its own, so that no query matches it."""
-    _, k_BLGK, v_BLGK, _, documents_BL, memory = inputs
+    _, k_BLGK, v_BLGK, _, documents_BL, memory, _ = inputs
     if memory is None:
         return AttentionKeys(k_BLGK, v_BLGK, documents_BL)
     if documents_BL is None:

@@ -23,6 +23,7 @@ from hybridtron.ops import dispatch
 from hybridtron.ops.attention import AttentionInputs, AttentionMemory, attention, blocked, flash_attn, remember
 from hybridtron.ops.attention.flash_attn import PACKAGE
 from hybridtron.ops.dispatch import force
+from hybridtron.ops.documents import document_borders
 from hybridtron.planning.rates import GPU, GPUS
 
 CPU_FORMS = pytest.mark.parametrize("form", ["reference", "blocked", "native"])
@@ -324,6 +325,18 @@ def test_flash_calls_mean_the_reference(
     monkeypatch.setattr(flash_attn, "optional_package", lambda name: found)
     tensors = inputs()
     assert_all_close(*(run(each, window, documents, None, *tensors) for each in (form, "reference")))
+
+
+def test_flash_does_not_look_for_borders_that_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Package("flash_attn", flash_emulation(), "emulated")
+    monkeypatch.setattr(flash_attn, "optional_package", lambda name: found)
+    q, k, v = inputs()
+    with force("flash-attn"):
+        looked = attention(AttentionInputs(q, k, v, 4, DOCUMENTS))
+        monkeypatch.setattr(flash_attn, "document_borders", None)
+        known = document_borders(DOCUMENTS)
+        assert known.tolist() == [0, 9, 12, 18, 19, 34, 36]
+        assert torch.equal(attention(AttentionInputs(q, k, v, 4, DOCUMENTS, None, known)), looked)
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)

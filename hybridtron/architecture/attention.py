@@ -1,11 +1,13 @@
 """Softmax attention with rotary positions: full or sliding window, with as many key/value heads as wanted.
 
-    q, k, v = u W_q, u W_k, u W_v [-> silu(conv(.)) where `conv` is set] -> RoPE on q and k, or their first channels
-    y = out(softmax(q k^T / sqrt(head_dim)) v)
+    q, k, v = u W_q, u W_k, u W_v [-> silu(conv(.)) where `conv` is set]
+    q, k -> RMSNorm [where `qk_norm` is set] -> RoPE, or on their first channels
+    y = out(softmax(q k^T / sqrt(head_dim)) v [* sigmoid(u W_g) where `gate` is set])
 
 A window of w lets a token see itself and the w - 1 tokens before it. Grouped-query attention is `kv_heads` below
 `heads`; multi-query is `kv_heads` 1. `conv` is the short convolution on q, k and v of Samba's Table 8; that of
 mamba2attn-2.7b has a bias and no SiLU, and its rotary positions turn `rotary_dim` of a head's channels only.
+OLMo-Hybrid norms the queries of all heads together, and the keys; Qwen3-Next norms each head, and gates the output.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Names, Parameter, StatePart, linear, output_linear
-from hybridtron.architecture.inits import Uniform
-from hybridtron.limits import above, at_least, divisors_near
+from hybridtron.architecture.inits import Constant, Uniform
+from hybridtron.limits import above, at_least, divisors_near, one_of
 from hybridtron.problems import Problem, choice
 
 
@@ -47,6 +49,10 @@ class HeadsSpec(MixerSpec):
     conv: Annotated[int | None, at_least(2, "leave it out for none")] = None
     conv_bias: bool = False  # that convolution has a bias
     conv_silu: bool = True  # it is followed by SiLU
+    # norm of queries and of keys: none, of each head (one weight for all heads), or over all heads together
+    qk_norm: Annotated[str, one_of(("none", "head", "all"))] = "none"
+    norm_eps: Annotated[float, above(0)] = 1e-5  # added to the mean square in that norm
+    gate: bool = False  # the output is multiplied by the sigmoid of one more projection
 
     def groups(self) -> int:
         return self.kv_heads or self.heads
@@ -73,6 +79,15 @@ class HeadsSpec(MixerSpec):
             "kv.weight": heads_kv,
             "out.weight": output_linear(model.width, queries, model.num_sublayers),
         }
+        if self.gate:
+            table["gate.weight"] = head
+        if self.qk_norm == "head":
+            size = Parameter((self.head(model),), Constant(1.0), decay=False, partial_gradient=True)
+            table |= {"q_norm_weight": size, "k_norm_weight": size}
+        elif self.qk_norm == "all":
+            size = Parameter((queries,), Constant(1.0), decay=False, cuts=head.cuts)
+            table["q_norm_weight"] = size
+            table["k_norm_weight"] = replace(size, shape=(keys,), cuts=(shared,), partial_gradient=True)
         if self.conv:
             short = {"q_conv": (head, queries), "kv_conv": (heads_kv, 2 * keys)}
             for name, (projection, channels) in short.items():
@@ -89,6 +104,10 @@ class HeadsSpec(MixerSpec):
             "v_proj.weight": ("kv.weight.v",),
             "o_proj.weight": ("out.weight",),
         }
+        if self.gate:
+            names["g_proj.weight"] = ("gate.weight",)
+        if self.qk_norm != "none":
+            names |= {f"{part}_norm.weight": (f"{part}_norm_weight",) for part in "qk"}
         used = [("weight", "")] * (self.conv is not None) + [("bias", "_bias")] * self.conv_bias
         for theirs, ours in used:
             names |= {
@@ -106,7 +125,9 @@ class HeadsSpec(MixerSpec):
         # q, k, v (once more where a convolution stands between), the output, an fp32 number a head; what a form gathers
         # of the keys it gathers again. Keys that are not yet rotated lie beside the values, and live as long.
         unrotated = keys if self.rope_base is not None else 0
-        return (queries + 2 * keys) * (2 if self.conv else 1) + unrotated + queries + 2 * self.heads
+        # the gate's projection, its sigmoid and the product; queries and keys before their norm
+        beside = 3 * queries * self.gate + (queries + keys) * (self.qk_norm != "none")
+        return (queries + 2 * keys) * (2 if self.conv else 1) + unrotated + queries + 2 * self.heads + beside
 
     def backward_values(self, model: ModelSizes) -> int:
         # gradients of the output and of q, k, v; q's once more in fp32, and an fp32 number a head

@@ -170,6 +170,8 @@ class MixerSpec(ABC):
     module: ClassVar[str]
     width_option: ClassVar[str | None] = None  # what sets the widths of the projections beside the model's, if anything
 
+    norm_after: bool = field(default=False, kw_only=True)  # what it adds is normed, instead of what it reads
+
     @abstractmethod
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         """Every parameter of the module, by its name inside the module."""

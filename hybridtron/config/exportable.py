@@ -7,10 +7,12 @@ the class in `hf/`, which has every registered mixer. How a class is written sta
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from hybridtron.architecture.attention import AttentionSpec
 from hybridtron.architecture.base import MixerSpec
+from hybridtron.architecture.gated_deltanet import GatedDeltaNetSpec
 from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.architecture.model import ModelConfig
@@ -21,6 +23,7 @@ from hybridtron.requirements import installed, missing
 
 SHIPPED = "HybridtronForCausalLM"
 RECORD = "hybridtron_export.json"  # in each exported folder: which checkpoint it was
+OLMO_HEAD_EPS = 1e-5  # of the norm of a head in OLMo-Hybrid's Gated DeltaNet, whatever config.json says
 TRANSFORMERS = (5, 17)  # the first version that what is written was tried with
 
 
@@ -31,7 +34,7 @@ class CannotExport(ValueError):
 def export_class(model: ModelConfig, wanted: Export) -> str:
     """The name of the class that a model is exported as. Raises CannotExport where there is none."""
     arch = architecture(model)
-    reasons = {name: misfit(arch) for name, misfit in NATIVE.items()}
+    reasons = {name: misfit(arch, model.norm_eps) for name, misfit in NATIVE.items()}
     fitting = [name for name, reason in reasons.items() if reason is None]
     if fitting and wanted is not Export.custom:
         return fitting[0]
@@ -59,30 +62,40 @@ def halves(arch: Architecture) -> tuple[Sequence[MixerSpec], Sequence[MixerSpec]
     return arch.specs[::2], arch.specs[1::2]
 
 
-def _only(specs: Sequence[MixerSpec], kind: type[MixerSpec]) -> str | None:
+def _only(specs: Sequence[MixerSpec], kind: type[MixerSpec], norm_after: bool = False) -> str | None:
     if not all(isinstance(spec, kind) for spec in specs):
         return f"not every sub-layer is {kind.kind}"
-    return None if len(set(specs)) == 1 else f"its {kind.kind} sub-layers differ"
+    if len(set(specs)) != 1:
+        return f"its {kind.kind} sub-layers differ"
+    if specs[0].norm_after is not norm_after:
+        return f"its {kind.kind} sub-layers have their norm {'before' if norm_after else 'after'} them"
+    return None
 
 
 def _pairs(arch: Architecture) -> str | None:
-    mixers, mlps = halves(arch)
-    if len(mixers) != len(mlps):
-        return "its last sub-layer has no MLP after it"
-    return _only(mlps, SwiGLUSpec)
+    mlps = halves(arch)[1]
+    return _are_pairs(arch) or _only(mlps, SwiGLUSpec)
 
 
-def _attention(spec: MixerSpec) -> str | None:
+def _are_pairs(arch: Architecture) -> str | None:
+    return "its last sub-layer has no MLP after it" if len(arch.specs) % 2 else None
+
+
+def _attention(spec: MixerSpec, qk_norm: str = "none", gate: bool = False) -> str | None:
     if not isinstance(spec, AttentionSpec):
         return f"{spec.kind} is not attention"
     if spec.conv:
         return "its attention has short convolutions"
-    if spec.rotary_dim is not None:
+    if spec.rotary_dim is not None and not gate:
         return "its rotary positions turn a part of each head"
+    if spec.qk_norm != qk_norm:
+        return f"its attention has qk_norm={spec.qk_norm}, not {qk_norm}"
+    if spec.gate is not gate:
+        return f"its attention has {'a' if spec.gate else 'no'} gate"
     return None
 
 
-def _llama(arch: Architecture, windowed: bool) -> str | None:
+def _llama(arch: Architecture, norm_eps: float, windowed: bool) -> str | None:
     mixers = halves(arch)[0]
     found = _pairs(arch) or _only(mixers, AttentionSpec) or _attention(mixers[0])
     if found is not None:
@@ -96,7 +109,7 @@ def _llama(arch: Architecture, windowed: bool) -> str | None:
     return None
 
 
-def _granite(arch: Architecture) -> str | None:
+def _granite(arch: Architecture, norm_eps: float) -> str | None:
     mixers = halves(arch)[0]
     recurrent = [spec for spec in mixers if isinstance(spec, Mamba2Spec)]
     others = [spec for spec in mixers if not isinstance(spec, Mamba2Spec)]
@@ -118,12 +131,63 @@ def _granite(arch: Architecture) -> str | None:
     return None
 
 
-Misfit = Callable[[Architecture], str | None]
+def _delta(arch: Architecture) -> tuple[list[GatedDeltaNetSpec], list[AttentionSpec]]:
+    """The mixers of a hybrid of both kinds; neither where there are others."""
+    mixers = halves(arch)[0]
+    recurrent = [spec for spec in mixers if isinstance(spec, GatedDeltaNetSpec)]
+    attention = [spec for spec in mixers if isinstance(spec, AttentionSpec)]
+    return (recurrent, attention) if len(recurrent) + len(attention) == len(mixers) else ([], [])
+
+
+def _delta_hybrid(arch: Architecture, qk_norm: str, gate: bool, norm_after: bool) -> str | None:
+    """What OLMo-Hybrid and Qwen3-Next share; `norm_after` is that of attention and its MLPs."""
+    recurrent, attention = _delta(arch)
+    if not recurrent or not attention:
+        return "its mixers are not gated_deltanet and attention, both of them"
+    mixers, mlps = halves(arch)
+    found = _are_pairs(arch) or _only([replace(mlp, norm_after=False) for mlp in mlps], SwiGLUSpec)
+    found = found or _only(recurrent, GatedDeltaNetSpec) or _only(attention, AttentionSpec, norm_after)
+    if found := found or _attention(attention[0], qk_norm, gate):
+        return found
+    if attention[0].window is not None:
+        return "its attention has a window"
+    wrong = [mlp for mixer, mlp in zip(mixers, mlps, strict=True) if mlp.norm_after is not mixer.norm_after]
+    return "its MLPs do not have their norm where the mixers before them have it" if wrong else None
+
+
+def _olmo_hybrid(arch: Architecture, norm_eps: float) -> str | None:
+    if found := _delta_hybrid(arch, "all", gate=False, norm_after=True):
+        return found
+    recurrent, attention = _delta(arch)
+    if recurrent[0].norm_eps != OLMO_HEAD_EPS:
+        return f"its gated_deltanet has norm_eps={recurrent[0].norm_eps}, not {OLMO_HEAD_EPS}"
+    return _same_eps(attention[0], norm_eps)
+
+
+def _qwen3_next(arch: Architecture, norm_eps: float) -> str | None:
+    if found := _delta_hybrid(arch, "head", gate=True, norm_after=False):
+        return found
+    recurrent, attention = _delta(arch)
+    if recurrent[0].negative_eigenvalues:
+        return "its gated_deltanet has negative_eigenvalues"
+    if attention[0].rope_base is None:
+        return "its attention has no rotary positions"
+    return _same_eps(recurrent[0], norm_eps) or _same_eps(attention[0], norm_eps)
+
+
+def _same_eps(spec: GatedDeltaNetSpec | AttentionSpec, norm_eps: float) -> str | None:
+    same = spec.norm_eps == norm_eps
+    return None if same else f"its {spec.kind} has norm_eps={spec.norm_eps}, not model.norm_eps={norm_eps}"
+
+
+Misfit = Callable[[Architecture, float], str | None]
 NATIVE: dict[str, Misfit] = {
-    "MambaForCausalLM": lambda arch: _only(arch.specs, MambaSpec),
-    "Mamba2ForCausalLM": lambda arch: _only(arch.specs, Mamba2Spec),
+    "MambaForCausalLM": lambda arch, _: _only(arch.specs, MambaSpec),
+    "Mamba2ForCausalLM": lambda arch, _: _only(arch.specs, Mamba2Spec),
     "LlamaForCausalLM": partial(_llama, windowed=False),
     "MistralForCausalLM": partial(_llama, windowed=True),
     "GraniteMoeHybridForCausalLM": _granite,
+    "OlmoHybridForCausalLM": _olmo_hybrid,
+    "Qwen3NextForCausalLM": _qwen3_next,
 }
 """Why a model is not of a class that transformers has by itself; None where it is, exactly."""

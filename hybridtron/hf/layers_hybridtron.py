@@ -208,17 +208,20 @@ def configured_attention(layer: HybridtronMixer, inputs: AttentionInputs) -> Ten
 
 
 class HybridtronLayer(GradientCheckpointingLayer):
-    """A pre-norm residual sub-layer."""
+    """A residual sub-layer, of which the input is normed, or the output."""
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx = layer_idx
+        self.norm_after = config.layers.get(config.pattern[layer_idx], {}).get("norm_after", False)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mixer = HybridtronMixer(config, layer_idx)
 
     def forward(self, x_BLD: Tensor, places: SeqOnDevices, past_key_values: Any = None) -> Tensor:
         state = None if past_key_values is None else past_key_values.states[self.layer_idx]
-        y_BLD, state = self.mixer(self.norm(x_BLD), state, places.on(x_BLD.device))
+        read_BLD = x_BLD.to(self.norm.weight.dtype) if self.norm_after else self.norm(x_BLD)
+        y_BLD, state = self.mixer(read_BLD, state, places.on(x_BLD.device))
+        y_BLD = self.norm(y_BLD) if self.norm_after else y_BLD
         if past_key_values is not None:
             past_key_values.states[self.layer_idx] = state
         return x_BLD + y_BLD

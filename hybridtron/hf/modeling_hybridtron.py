@@ -1,7 +1,7 @@
 """A language model of residual sub-layers in any order: state spaces, attention, gated MLPs.
 
-Every sub-layer is x + mixer(norm(x)). Weights are named by sub-layer: `model.layers.3.mixer.in_proj.weight`. With
-`residual_in_fp32` x is kept in fp32 between them, whatever the weights are.
+Every sub-layer is x + mixer(norm(x)), or x + norm(mixer(x)). Weights are named by sub-layer:
+`model.layers.3.mixer.in_proj.weight`. With `residual_in_fp32` x is kept in fp32 between them, whatever the weights are.
 
 Documents. Where `position_ids` start again from 0 inside a row, a document begins: nothing of what stands before is
 seen, by attention, convolution or state. Padding (zeros in `attention_mask`) may stand before or behind a row's tokens,

@@ -26,13 +26,22 @@ from hybridtron.config.exportable import RECORD, CannotExport, export_class
 from hybridtron.interop.card import SHARED_PAD, card
 from hybridtron.interop.custom import Custom
 from hybridtron.interop.native import Native, NativeMamba, NativeMamba2
+from hybridtron.interop.native_delta import OlmoHybrid, Qwen3Next
 from hybridtron.interop.native_pairs import Granite, Llama, Mistral
 from hybridtron.interop.tokenizer import CHAT, SpecialTokens, write_tokenizer
 from hybridtron.interop.writer import Planned, write_json, write_weights
 from hybridtron.requirements import is_there
 from hybridtron.storage.digest import digest_of
 
-NATIVES: tuple[Native, ...] = (NativeMamba(), NativeMamba2(), Llama(), Mistral(), Granite())
+NATIVES: tuple[Native, ...] = (
+    NativeMamba(),
+    NativeMamba2(),
+    Llama(),
+    Mistral(),
+    Granite(),
+    OlmoHybrid(),
+    Qwen3Next(),
+)
 CUSTOM = Custom()
 TARGETS = (*NATIVES, CUSTOM)
 LONGEST = "max_position_embeddings"

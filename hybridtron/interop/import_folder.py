@@ -63,11 +63,12 @@ class ImportFolder:
             model = kind.model(settings)
             if wrong := list(model_problems(model)):
                 raise ConfigError(wrong)
-            rules = kind.rules(model)
+            weights = Weights(folder)
+            rules = [rule.as_named(weights.shapes) for rule in kind.rules(model)]
         except (KeyError, ValueError) as error:
             why = f"has no {error}" if isinstance(error, KeyError) else str(error)
             raise CannotImport(f"{folder / 'config.json'} {why}") from error
-        found = cls(kind, settings, model, rules, Weights(folder))
+        found = cls(kind, settings, model, rules, weights)
         if faults := list(found._faults()):
             more = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
             listed = "\n  ".join([*faults[:SHOWN], *more])
@@ -139,7 +140,7 @@ def same_tensors(source: ImportFolder, checkpoint: Checkpoint) -> None:
     """Each of their tensors, made again from the checkpoint, must be what it was, bit for bit."""
     for rule in source.rules:
         theirs = source.weights.read(rule.theirs)
-        if not torch.equal(rule.to_theirs(checkpoint.whole).to(theirs.dtype), theirs):
+        if not rule.same(rule.to_theirs(checkpoint.whole), theirs):
             raise CannotImport(f"{rule.theirs} does not come back from the checkpoint as it was")
 
 

@@ -50,15 +50,19 @@ class ModelFormat(ABC):
         """How many of our sub-layers are one of its layers."""
         return 2 if self.in_pairs and arch.specs[-1].kind == "swiglu" else 1
 
+    def names_of(self, arch: Architecture, index: int) -> SubLayerNames:
+        """What its layer calls this sub-layer of ours."""
+        return self.sub_layers.get(arch.specs[index].kind, SubLayerNames())
+
     def rules(self, model: ModelConfig) -> list[TensorRule]:
         rules, arch = Rules(model), architecture(model)
         rules.add(self.embedding, "embedding.weight")
         rules.add(self.final_norm, "norm.weight")
         if not model.tie_embeddings:
             rules.add("lm_head.weight", "head.weight")
-        for index, spec in enumerate(arch.specs):
+        for index in range(len(arch.specs)):
             layer = f"{self.layers}.{index // self.together(arch)}"
-            norm, mixer, weights = self.sub_layers.get(spec.kind, SubLayerNames())
+            norm, mixer, weights = self.names_of(arch, index)
             rules.add(f"{layer}.{norm}.weight", f"layers.{index}.norm.weight")
             rules.add_mixer(f"{layer}.{mixer}", index, weights)
         return rules.complete()

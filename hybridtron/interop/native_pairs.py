@@ -34,9 +34,9 @@ class Llama(Native):
     hidden: ClassVar[str] = "intermediate_size"
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
-        spec, mlp = _attention_of(arch), arch.specs[1]
+        spec, mlp = attention_of(arch), arch.specs[1]
         assert isinstance(mlp, SwiGLUSpec)
-        base = spec.rope_base or ROPE_BASE
+        base = self.rope_theta(spec)
         return {
             "num_attention_heads": spec.heads,
             "num_key_value_heads": spec.groups(),
@@ -48,6 +48,10 @@ class Llama(Native):
             "rope_parameters": {"rope_type": "default", "rope_theta": base},
             "rope_theta": base,
         }
+
+    def rope_theta(self, spec: AttentionSpec) -> float | None:
+        """What config.json says of the positions."""
+        return spec.rope_base or ROPE_BASE
 
     def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
         mlp = {"kind": "swiglu", "hidden": theirs[self.hidden]}
@@ -63,7 +67,7 @@ class Llama(Native):
             "heads": heads,
             "kv_heads": theirs.get("num_key_value_heads") or heads,
             "head_dim": theirs.get("head_dim") or theirs["hidden_size"] // heads,
-            "rope_base": float(rope.get("rope_theta", theirs.get("rope_theta", ROPE_BASE))),
+            "rope_base": rope.get("rope_theta", theirs.get("rope_theta", ROPE_BASE)),
         }
 
 
@@ -73,7 +77,7 @@ class Mistral(Llama):
     name, model_type = "MistralForCausalLM", "mistral"
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
-        return super().settings(model, arch, length) | {"sliding_window": _attention_of(arch).window}
+        return super().settings(model, arch, length) | {"sliding_window": attention_of(arch).window}
 
     def attention(self, theirs: Settings) -> Settings:
         return super().attention(theirs) | {"window": theirs["sliding_window"]}
@@ -105,7 +109,7 @@ class Granite(Llama):
     }
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
-        mixers, attention = halves(arch)[0], _attention_of(arch)
+        mixers, attention = halves(arch)[0], attention_of(arch)
         mamba = next(spec for spec in mixers if isinstance(spec, Mamba2Spec))
         common = super().settings(model, arch, length)
         return {
@@ -136,6 +140,6 @@ class Granite(Llama):
         return options if theirs.get("position_embedding_type") == "rope" else {**options, "rope_base": None}
 
 
-def _attention_of(arch: Architecture) -> AttentionSpec:
+def attention_of(arch: Architecture) -> AttentionSpec:
     """That of all attention sub-layers; one head where there are none."""
     return next((spec for spec in arch.specs if isinstance(spec, AttentionSpec)), AttentionSpec(heads=1))

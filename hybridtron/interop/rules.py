@@ -2,13 +2,14 @@
 
 Every fused tensor of the formats that we know is some of ours, one below the other: a checkpoint stores projections by
 their parts. So a rule names one of their tensors and our keys in order; from right to left it is cut at the same rows.
-Shapes follow from the configuration, before anything is read.
+Qwen's are fused head by head: first the rows of all of ours for the first head, then those for the next; and of a norm
+it stores what is added to 1. Shapes follow from the configuration, before anything is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Container
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,29 +19,49 @@ from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import architecture, parameter_table
 
 CONVOLUTION = "conv1d.weight"
+ROUNDING = 2.0**-23  # of a number near 1 in fp32
 
 
 @dataclass(frozen=True)
 class TensorRule:
-    """One of their tensors: its name and shape, our keys one below the other, and whether it stays in fp32."""
+    """One of their tensors: its name and shape, our keys one below the other, and whether it stays in fp32.
+
+    With `blocks` the parts stand one below the other in each of that number of blocks. `less_one` is of norms whose
+    weight is 1 + theirs: in fp32, so that what is near 1 loses nothing. `also` is another name that some files have.
+    """
 
     theirs: str
     shape: tuple[int, ...]
     ours: tuple[str, ...]
     rows: tuple[int, ...]
     fp32: bool
+    blocks: int = 1
+    less_one: bool = False
+    also: str = ""
 
     def to_theirs(self, read: Callable[[str], Tensor]) -> Tensor:
         """Their tensor, from ours by key."""
-        parts = [read(key) for key in self.ours]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(self.shape)
+        parts = [read(key).unflatten(0, (self.blocks, -1)) for key in self.ours]
+        made = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).reshape(self.shape)
+        return made.float() - 1 if self.less_one else made
 
     def to_ours(self, theirs: Tensor) -> dict[str, Tensor]:
         """Our tensors by key, from theirs, in fp32 where we keep them so."""
         rest = self.shape[2:] if self.theirs.endswith(CONVOLUTION) else self.shape[1:]
-        parts = zip(self.ours, theirs.split(self.rows), strict=True)
-        ours = {key: part.reshape(len(part), *rest) for key, part in parts}
-        return {key: part.float() for key, part in ours.items()} if self.fp32 else ours
+        parts = theirs.unflatten(0, (self.blocks, -1)).split([rows // self.blocks for rows in self.rows], dim=1)
+        ours = {key: part.reshape(-1, *rest) for key, part in zip(self.ours, parts, strict=True)}
+        wide = {key: part.float() for key, part in ours.items()} if self.fp32 else ours
+        return {key: part + 1 for key, part in wide.items()} if self.less_one else wide
+
+    def same(self, made: Tensor, theirs: Tensor) -> bool:
+        """Whether theirs has come back: bit for bit, or but for the rounding of 1 + theirs."""
+        if self.less_one:
+            return torch.allclose(made, theirs.float(), rtol=ROUNDING, atol=ROUNDING)
+        return torch.equal(made.to(theirs.dtype), theirs)
+
+    def as_named(self, names: Container[str]) -> TensorRule:
+        """The rule by the one of its names that is there."""
+        return replace(self, theirs=self.also) if self.also in names and self.theirs not in names else self
 
 
 class Rules:

@@ -13,12 +13,14 @@ from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, Out, State
 from hybridtron.ops.attention import AttentionInputs, AttentionMemory, attention, remember
 from hybridtron.ops.conv import ConvInputs, causal_conv
+from hybridtron.ops.norm import RMSNormInputs, rms_norm
+from hybridtron.ops.precision import at_least_fp32
 from hybridtron.ops.rope import RopeInputs, apply_rope
-from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_parallel
+from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_parallel, sum_shares
 
 
 class Heads(Mixer):
-    """Projections, short convolutions and positions around what a subclass does with queries, keys and values.
+    """Projections, short convolutions, norms and positions around what a subclass does with queries, keys and values.
 
     State: `q_conv`, `kv_conv` (B, W - 1, channels) where a short convolution is used, and what the subclass carries.
     """
@@ -35,6 +37,12 @@ class Heads(Mixer):
         self.q = column_parallel(sizes.width, queries, tensor)
         self.kv = column_parallel(sizes.width, 2 * keys, tensor.whole() if whole_kv else tensor)
         self.out = row_parallel(queries, sizes.width, tensor)
+        self.gate = column_parallel(sizes.width, queries, tensor) if spec.gate else None
+        if spec.qk_norm != "none":
+            own_keys = keys if whole_kv else tensor.share(keys)
+            sizes_qk = (self.head_dim,) * 2 if spec.qk_norm == "head" else (tensor.share(queries), own_keys)
+            self.q_norm_weight, self.k_norm_weight = (nn.Parameter(torch.empty(size)) for size in sizes_qk)
+            self.keys_over = tensor.whole() if whole_kv else tensor  # the ranks that share the keys of a token
         if spec.conv:
             self.q_conv = nn.Parameter(torch.empty(tensor.share(queries), spec.conv))
             self.kv_conv = nn.Parameter(torch.empty(2 * (keys if whole_kv else tensor.share(keys)), spec.conv))
@@ -53,14 +61,23 @@ class Heads(Mixer):
             (q_BLC, new["q_conv"]), (kv_BLC, new["kv_conv"]) = causal_conv(of_q), causal_conv(of_kv)
         # cut tokens first, or the two gradients would be joined in another order than the product reads
         k_BLC, v_BLC = (part.transpose(0, 1) for part in kv_BLC.transpose(0, 1).chunk(2, dim=-1))
+        if self.heads.qk_norm == "all":
+            q_BLC = over_all_ranks(RMSNormInputs(q_BLC, self.q_norm_weight, self.heads.norm_eps), self.tensor)
+            k_BLC = over_all_ranks(RMSNormInputs(k_BLC, self.k_norm_weight, self.heads.norm_eps), self.keys_over)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q_BLC, k_BLC, v_BLC))
+        if self.heads.qk_norm == "head":
+            q = rms_norm(RMSNormInputs(q, self.q_norm_weight, self.heads.norm_eps))
+            k = rms_norm(RMSNormInputs(k, self.k_norm_weight, self.heads.norm_eps))
         if self.kv_heads is not None:
             k, v = k[:, :, self.kv_heads], v[:, :, self.kv_heads]
         if self.heads.rope_base is not None:
             cos, sin = seq.rope(self.rotary_dim, self.heads.rope_base)
             q, k = (apply_rope(RopeInputs(x, cos, sin)) for x in (q, k))
         y_BLHK, kept = self.attend(q, k, v, before, seq)
-        return Out(self.out(y_BLHK.flatten(2).transpose(0, 1)), {**new, **kept}, {})
+        y_LBC = y_BLHK.flatten(2).transpose(0, 1)
+        if self.gate is not None:
+            y_LBC = y_LBC * torch.sigmoid(self.gate(x_LBD))
+        return Out(self.out(y_LBC), {**new, **kept}, {})
 
     @abstractmethod
     def attend(
@@ -81,6 +98,15 @@ class Heads(Mixer):
         keep = None if window is None else window - 1
         kept = remember(memory, k_BLGK, v_BLGK, seq.documents_BL, keep)
         return y_BLHK, {"keys": kept.keys_BMGK, "values": kept.values_BMGK, "length": kept.length_B}
+
+
+def over_all_ranks(inputs: RMSNormInputs, tensor: TensorGroup) -> Tensor:
+    """RMSNorm over channels of which each rank has a share."""
+    if tensor.size == 1:
+        return rms_norm(inputs)
+    wide = at_least_fp32(inputs.x)
+    mean = sum_shares(wide.square().mean(-1, keepdim=True), tensor) / tensor.size
+    return (wide * torch.rsqrt(mean + inputs.eps) * inputs.weight.to(wide.dtype)).to(inputs.x.dtype)
 
 
 class Attention(Heads):

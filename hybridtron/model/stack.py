@@ -1,4 +1,4 @@
-"""Residual sub-layers in order: x + mixer(norm(x)), one for each letter of the pattern.
+"""Residual sub-layers in order: x + mixer(norm(x)), one for each letter of the pattern; or x + norm(mixer(x)).
 
 The addition is deferred: a sub-layer returns the stream as it read it, and beside it what its mixer adds. The next
 sub-layer makes the sum in the same op as its own norm, so that the stream is read and written once and not twice. Only
@@ -72,15 +72,20 @@ class ResidualOut(NamedTuple):
 
 
 class Residual(nn.Module):
-    """A pre-norm residual sub-layer around any mixer."""
+    """A residual sub-layer around any mixer, of which the input is normed, or the output."""
 
     def __init__(self, spec: MixerSpec, sizes: ModelSizes, norm_eps: float, tensor: TensorGroup) -> None:
         super().__init__()
+        self.norm_after = spec.norm_after
         self.norm = StreamNorm(sizes.width, norm_eps)
         self.mixer = build_mixer(spec, sizes, tensor)
 
     def forward(self, x_LBD: Tensor, pending_LBD: Tensor | None, state: State | None, seq: SeqInfo) -> ResidualOut:
         """The first two are a `ResidualStream`; apart, since checkpointing sees only tensors that are arguments."""
+        if self.norm_after:
+            x_LBD = ResidualStream(x_LBD, pending_LBD).added()
+            mixed = self.mixer(x_LBD.to(self.norm.weight.dtype), state, seq)
+            return ResidualOut(ResidualStream(x_LBD, self.norm(mixed.y_LBD, None)[1]), mixed.state, mixed.aux)
         x_LBD, normed_LBD = self.norm(x_LBD, pending_LBD)
         mixed = self.mixer(normed_LBD, state, seq)
         return ResidualOut(ResidualStream(x_LBD, mixed.y_LBD), mixed.state, mixed.aux)

@@ -66,7 +66,8 @@ def unsupported_reason(model: LanguageModel) -> str | None:
         return f"takes models of at most {MOST_BYTES >> 20} MiB"
     if anything_forced() or model.slice.tensor != SINGLE_RANK or not (model.slice.first and model.slice.last):
         return "takes no forced implementations, and whole models"
-    sizes = [len(model.norm.weight), *(_inner(layer.mixer) for layer in residuals(model).values())]
+    layers = residuals(model).values()
+    sizes = [len(model.norm.weight), *(1 if layer.norm_after else _inner(layer.mixer) for layer in layers)]
     if any(size % VECTOR for size in sizes):
         return f"takes sizes that are multiples of {VECTOR}, and Mamba, windowed attention and gated MLPs"
     return missing()
@@ -83,7 +84,9 @@ def _inner(mixer: Mixer) -> int:
         return len(mixer.get_parameter("in_proj.weight")) // 2
     if isinstance(mixer, SwiGLU):
         return len(mixer.get_parameter("gate_up.weight")) // 2
-    return VECTOR if isinstance(mixer, Attention) and mixer.window and not mixer.heads.conv else 1
+    if not isinstance(mixer, Attention) or not mixer.window:
+        return 1
+    return 1 if mixer.heads.conv or mixer.heads.gate or mixer.heads.qk_norm != "none" else VECTOR
 
 
 class CompiledSteps:

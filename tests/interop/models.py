@@ -36,6 +36,19 @@ MODELS: dict[str, tuple[str, dict[str, dict[str, Any]], bool]] = {
     "granite": ("M-A-M-", {"M": MAMBA2, "A": ATTENTION, "-": MLP}, True),
     "granite-nope": ("M-A-", {"M": MAMBA2, "A": {**ATTENTION, "rope_base": None}, "-": MLP}, False),
 }
+DELTA = {"kind": "gated_deltanet", "heads": 4, "key_heads": 2, "expand_k": 1.5, "expand_v": 2.0, "conv": 3}
+NORMED = {**ATTENTION, "qk_norm": "all", "norm_after": True}
+GATED = {**ATTENTION, "qk_norm": "head", "gate": True, "head_dim": 12, "rotary_dim": 6}
+BEHIND = {**MLP, "norm_after": True}
+MODELS |= {
+    "olmo_hybrid": (
+        "D-A+D-",
+        {"D": {**DELTA, "negative_eigenvalues": True}, "A": {**NORMED, "rope_base": None}, "-": MLP, "+": BEHIND},
+        False,
+    ),
+    "olmo_hybrid-rope": ("D-A+", {"D": DELTA, "A": {**NORMED, "head_dim": 12}, "-": MLP, "+": BEHIND}, True),
+    "qwen3_next": ("D-A-", {"D": DELTA, "A": GATED, "-": MLP}, False),
+}
 MAMBA = {"kind": "mamba", "state": 4, "conv": 3}
 WINDOW = {**ATTENTION, "window": 9}
 SPAN = {"kind": "span", "heads": 4, "kv_heads": 2, "chunk": 16, "block": 4, "blocks": 2}
@@ -87,6 +100,8 @@ CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "granite": "GraniteMoeHybridForCausalLM",
+    "olmo_hybrid": "OlmoHybridForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
 }
 ONE_OF_EACH = [pytest.param(name, marks=[pytest.mark.slow] * (name not in CLASSES)) for name in MODELS]
 """Of each class the first is fast."""

@@ -46,6 +46,8 @@ OPTIONS = {
         {"heads": 4, "kv_heads": 1, "window": 6, "conv": 4},
         {"heads": 2, "head_dim": 12, "rope_base": None},
         {"heads": 2, "rotary_dim": 4, "conv": 4, "conv_bias": True, "conv_silu": False},
+        {"heads": 4, "kv_heads": 2, "qk_norm": "head", "gate": True, "rotary_dim": 2, "window": 6},
+        {"heads": 4, "qk_norm": "all", "norm_after": True, "conv": 3},
     ],
     "span": [
         {"heads": 4, "kv_heads": 2, "chunk": 8, "block": 2, "blocks": 2, "remember": 16, "relevance": "previous_chunk"},
@@ -68,7 +70,7 @@ OPTIONS = {
         {"heads": 4, "kv_heads": 1, "chunk": 6, "block": 2, "memory": "none"},
         {"heads": 4, "kv_heads": 1, "chunk": 6, "block": 2, "memory": "shifted"},
     ],
-    "swiglu": [{"hidden": 24}],
+    "swiglu": [{"hidden": 24}, {"hidden": 24, "norm_after": True}],
 }
 CASES = [
     pytest.param(SPECS[kind](**options), id=f"{kind}-{i}")

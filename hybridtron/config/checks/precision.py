@@ -12,6 +12,7 @@ import dataclasses
 import importlib.util
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from hybridtron.architecture.base import MixerSpec, ModelSizes
 from hybridtron.architecture.table import Architecture
@@ -127,7 +128,8 @@ def _fitting(spec: MixerSpec, option: str, sizes: ModelSizes, tensor: int, multi
     """The values of the option next to its own that would fit."""
 
     def fits(value: int) -> bool:
-        changed = dataclasses.replace(spec, **{option: value})
+        options: dict[str, Any] = {option: value}
+        changed = dataclasses.replace(spec, **options)
         if any(changed.problems(sizes, sys.maxsize)) or any(changed.layout_problems(sizes, tensor)):
             return False
         return misfit(changed, sizes, tensor, multiple) is None

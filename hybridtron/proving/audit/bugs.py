@@ -82,6 +82,8 @@ PAIR_NORM_GRADIENT = _marked("C_norm", "partial_over_tensor", False)
 ANGLES_OF_OTHER_HEADS: Replaced = {"hybridtron.mixers.mamba3.angles": lambda inputs: angles(inputs).roll(1, dims=2)}
 SEES_NEXT_STEP: Replaced = {"hybridtron.mixers.mamba3.products_by_head": lambda *pair: 0 * products_by_head(*pair)}
 HEAD_NORM_GRADIENT = _marked("norm_weight", "partial_over_tensor", False)
+QUERY_NORM: Replaced = {"hybridtron.mixers.attention.sum_shares": lambda x, tensor: x * tensor.size}
+QUERY_NORM_GRADIENT = _marked("q_norm_weight", "partial_over_tensor", False)
 MIX_GRADIENT = _marked("mixer.mix", "partial_over_tensor", False)
 DECAY_INPUT_GRADIENT = _marked("decay_down", "partial_over_tensor", False)
 
@@ -218,6 +220,10 @@ BUGS = {
     "grouped_heads": Bug("heads go round the key heads of their rank", GROUPED_HEADS, "gated-deltanet", "tp2-sp"),
     "kda_decay_gradient": Bug("the decays' small input keeps its rank's part", DECAY_INPUT_GRADIENT, "kda", "tp2-sp"),
     "kda_gate_gradient": Bug("the gate's small input keeps its rank's part", GATE_GRADIENT, "kda", "tp2"),
+    "query_norm": Bug("queries are normed over their rank's heads", QUERY_NORM, "attention", "tp2"),
+    "query_norm_gradient": Bug(
+        "the norm of each head keeps its rank's part", QUERY_NORM_GRADIENT, "attention", "tp2-sp"
+    ),
     "mix_gradient": Bug("what mixes tokens keeps its rank's part", MIX_GRADIENT, "rwkv6", "tp2"),
     "decay_input_gradient": Bug("so does the decays' small input", DECAY_INPUT_GRADIENT, "rwkv6", "tp2-sp"),
     "shift_border": Bug("a share's first token sees none before it", SHIFT_BORDER, "rwkv6", "tp2-sp"),
@@ -228,16 +234,16 @@ BUGS = {
     "norm_gradient": Bug("norms keep the gradient of their rank's tokens", NORM_GRADIENT, "mamba-mlp", "tp2-sp"),
     "double_norm_gradient": Bug("norms' whole gradients are summed", DOUBLE_NORM_GRADIENT, "mamba-mlp", "tp2"),
     "tied_gradient": Bug("first and last stage keep their own embedding's gradient", TIED_GRADIENT, "samba", "pp2"),
-    "micro_batch_scale": Bug("gradients are divided by micro-batches too", MICRO_BATCH_SCALE, "llama", "dp2"),
-    "masked_tokens": Bug("a mean over micro-batches, not over tokens", MASKED_TOKENS, "llama", "dp2"),
+    "micro_batch_scale": Bug("gradients are divided by micro-batches too", MICRO_BATCH_SCALE, "attention", "dp2"),
+    "masked_tokens": Bug("a mean over micro-batches, not over tokens", MASKED_TOKENS, "attention", "dp2"),
     "swapped_virtual_chunks": Bug(
         "inner chunks are in the wrong order", SWAPPED_VIRTUAL_CHUNKS, "mamba", "pp2-virtual2"
     ),
     "vocabulary_order": Bug("ranks hold each other's tokens", VOCABULARY_ORDER, "mamba", "tp2"),
     "conv_cut": Bug("every rank holds the first rank's convolution", CONV_CUT, "mamba-swa-mlp", "tp2"),
     "fused_cut": Bug("fused projections are cut as one block", FUSED_CUT, "mamba-mlp", "tp2"),
-    "missing_reduction": Bug("outputs of row-parallel layers are not summed", MISSING_REDUCTION, "llama", "tp2"),
-    "missing_z_loss": Bug("the z-loss is left out", MISSING_Z_LOSS, "llama", "pp2"),
+    "missing_reduction": Bug("outputs of row-parallel layers are not summed", MISSING_REDUCTION, "attention", "tp2"),
+    "missing_z_loss": Bug("the z-loss is left out", MISSING_Z_LOSS, "attention", "pp2"),
     "decay": Bug("A_log is decayed, as megatron-core does by shape", DECAY, "mamba", "pp2"),
     "norm_counts_copies": Bug(
         "what both ranks hold counts twice in the gradient norm", NORM_COUNTS_COPIES, "samba", "tp2"

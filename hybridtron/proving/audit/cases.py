@@ -81,7 +81,7 @@ ARCHITECTURES = {
     "kda": "K-WKJ",
     "rwkv6": "NVNVN",
     "mistral": "W-W-W",
-    "llama": "F-F-F",
+    "attention": "F-OPH",
     "samba-span": "M-X-M",
     "span-variants": "X-YZL",
 }
@@ -153,6 +153,9 @@ def small_model(pattern: str, tied: bool, heads: dict[str, Any]) -> ModelConfig:
         "V": {"kind": "rwkv6_channel_mix"},
         "W": {**attention, "window": 7},
         "F": attention,
+        "O": {**attention, "qk_norm": "all", "norm_after": True},
+        "H": {**attention, "qk_norm": "head", "gate": True, "rotary_dim": 4},
+        "P": {"kind": "swiglu", "hidden": 48, "norm_after": True},
         "X": {**span, "draw": "layer"},
         "Y": {**span, "memory": "shifted", "kv_heads": 1},
         "Z": {**span, "memory": "random", "eval": "span"},

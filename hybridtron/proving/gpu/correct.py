@@ -37,7 +37,12 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "kda": [{"heads": 2}, {"heads": 4, "expand_k": 0.5, "negative_eigenvalues": True}],
     "rwkv6": [{"head_dim": 32}],
     "rwkv6_channel_mix": [{}],
-    "attention": [{"heads": 8}, {"heads": 8, "kv_heads": 2, "window": 96}, {"heads": 8, "kv_heads": 2, "conv": 4}],
+    "attention": [
+        {"heads": 8},
+        {"heads": 8, "kv_heads": 2, "window": 96},
+        {"heads": 8, "kv_heads": 2, "conv": 4},
+        {"heads": 8, "kv_heads": 2, "qk_norm": "head", "gate": True},
+    ],
     "span": [{"heads": 8, "kv_heads": 2, "chunk": 64, "block": 16, "blocks": 3, "relevance": "previous_chunk"}],
     "swiglu": [{"hidden": 512}],
 }

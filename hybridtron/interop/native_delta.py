@@ -1,0 +1,166 @@
+"""Classes of transformers that have Gated DeltaNet beside full attention, with an MLP after each: hybrids of 2025.
+
+OLMo-Hybrid has the norms of attention and of the MLP after it behind them, and norms the queries of all heads together.
+Qwen3-Next norms each head's, gates what attention reads, and turns a part of each head. Its dense form is ours; its
+experts are not. Of Kimi Linear's classes our KDA is one, but its attention is not ours (MLA), and it has no other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from hybridtron.architecture.attention import AttentionSpec
+from hybridtron.architecture.base import Names
+from hybridtron.architecture.gated_deltanet import GatedDeltaNetSpec
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.table import Architecture, architecture
+from hybridtron.config.exportable import OLMO_HEAD_EPS, halves
+from hybridtron.interop.native import Settings, SubLayerNames, to_ours
+from hybridtron.interop.native_pairs import BEFORE, BETWEEN, Llama, attention_of
+from hybridtron.interop.rules import TensorRule
+
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+class DeltaHybrid(Llama):
+    """Layers of both kinds, by a list."""
+
+    fixed: ClassVar = {"attention_bias": False, "hidden_act": "silu"}
+    letters: ClassVar[dict[str, str]]
+    """The two sub-layers of a layer of each kind."""
+
+    def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
+        spec = delta_of(arch)
+        key, value = spec.head_sizes(arch.sizes)
+        return super().settings(model, arch, length) | {
+            "layer_types": [LINEAR if isinstance(each, GatedDeltaNetSpec) else FULL for each in halves(arch)[0]],
+            "linear_num_key_heads": spec.num_key_heads,
+            "linear_num_value_heads": spec.heads,
+            "linear_key_head_dim": key,
+            "linear_value_head_dim": value,
+            "linear_conv_kernel_dim": spec.conv,
+        }
+
+    def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
+        if unknown := sorted(set(theirs["layer_types"]) - set(self.letters)):
+            raise ValueError(f"has layer_types with {unknown[0]!r}; only {', '.join(self.letters)} can be imported")
+        pattern = "".join(self.letters[name] for name in theirs["layer_types"])
+        mlp = super().pattern(theirs)[1]["-"]
+        known = {"D": self.delta(theirs), "A": self.attention(theirs), "-": mlp, "+": {**mlp, "norm_after": True}}
+        return pattern, {letter: options for letter, options in known.items() if letter in pattern}
+
+    def delta(self, theirs: Settings) -> Settings:
+        """The options of our Gated DeltaNet."""
+        keys = theirs["linear_num_key_heads"] * theirs["linear_key_head_dim"]
+        values = theirs["linear_num_value_heads"] * theirs["linear_value_head_dim"]
+        names = {"linear_num_value_heads": "heads", "linear_num_key_heads": "key_heads"}
+        return {
+            "kind": "gated_deltanet",
+            **to_ours({**names, "linear_conv_kernel_dim": "conv"}, theirs),
+            "expand_k": keys / theirs["hidden_size"],
+            "expand_v": values / theirs["hidden_size"],
+        }
+
+    def attention(self, theirs: Settings) -> Settings:
+        return super().attention(theirs) | {"norm_eps": theirs[self.norm_eps]}
+
+
+class OlmoHybrid(DeltaHybrid):
+    """Names as its files have them; transformers has others in memory, and writes two of ours the other way round."""
+
+    name, model_type = "OlmoHybridForCausalLM", "olmo_hybrid"
+    letters: ClassVar = {LINEAR: "D-", FULL: "A+"}
+    before: ClassVar[str] = "attention_layer_norm"
+    between: ClassVar[str] = "feedforward_layer_norm"
+    also: ClassVar = {before: BEFORE, between: BETWEEN, BETWEEN: between}
+
+    def names_of(self, arch: Architecture, index: int) -> SubLayerNames:
+        if index % 2:
+            return SubLayerNames("post_feedforward_layernorm" if arch.specs[index].norm_after else self.between, "mlp")
+        if isinstance(arch.specs[index], AttentionSpec):
+            return SubLayerNames(BETWEEN, "self_attn")
+        return SubLayerNames(self.before, "linear_attn")
+
+    def rules(self, model: ModelConfig) -> list[TensorRule]:
+        return [self._with_both_names(rule) for rule in super().rules(model)]
+
+    def _with_both_names(self, rule: TensorRule) -> TensorRule:
+        layer, _, name = rule.theirs.removesuffix(".weight").rpartition(".")
+        return replace(rule, also=f"{layer}.{self.also[name]}.weight") if name in self.also else rule
+
+    def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
+        turned = delta_of(arch).negative_eigenvalues
+        return super().settings(model, arch, length) | {"linear_allow_neg_eigval": turned}
+
+    def rope_theta(self, spec: AttentionSpec) -> float | None:
+        return spec.rope_base
+
+    def delta(self, theirs: Settings) -> Settings:
+        turned = theirs.get("linear_allow_neg_eigval", True)
+        return super().delta(theirs) | {"negative_eigenvalues": turned, "norm_eps": OLMO_HEAD_EPS}
+
+    def attention(self, theirs: Settings) -> Settings:
+        return super().attention(theirs) | {"qk_norm": "all", "norm_after": True}
+
+
+class Qwen3Next(DeltaHybrid):
+    """Fused projections stand head by head there, and norms have weights less 1, but for the one in Gated DeltaNet."""
+
+    name, model_type = "Qwen3NextForCausalLM", "qwen3_next"
+    letters: ClassVar = {LINEAR: "D-", FULL: "A-"}
+    fixed: ClassVar = {**DeltaHybrid.fixed, "num_experts": 0}
+    delta_names: ClassVar[Names] = {
+        "in_proj_qkvz.weight": tuple(f"in_proj.weight.{part}" for part in "qkvz"),
+        "in_proj_ba.weight": ("ab_proj.weight.b", "ab_proj.weight.a"),
+        "conv1d.weight": tuple(f"conv_weight.{part}" for part in "qkv"),
+        "norm.weight": ("norm_weight",),
+        "out_proj.weight": ("out_proj.weight",),
+        "dt_bias": ("dt_bias",),
+        "A_log": ("A_log",),
+    }
+    attention_names: ClassVar[Names] = {
+        "q_proj.weight": ("q.weight", "gate.weight"),
+        "k_proj.weight": ("kv.weight.k",),
+        "v_proj.weight": ("kv.weight.v",),
+        "o_proj.weight": ("out.weight",),
+        "q_norm.weight": ("q_norm_weight",),
+        "k_norm.weight": ("k_norm_weight",),
+    }
+    sub_layers: ClassVar = {
+        "gated_deltanet": SubLayerNames(BEFORE, "linear_attn", delta_names),
+        "attention": SubLayerNames(BEFORE, "self_attn", attention_names),
+        "swiglu": SubLayerNames(BETWEEN, "mlp"),
+    }
+    added_to_one: ClassVar = (f"{BEFORE}.weight", f"{BETWEEN}.weight", "q_norm.weight", "k_norm.weight")
+
+    def rules(self, model: ModelConfig) -> list[TensorRule]:
+        arch = architecture(model)
+        key_heads, heads = delta_of(arch).num_key_heads, attention_of(arch).heads
+        blocks = {"in_proj_qkvz.weight": key_heads, "in_proj_ba.weight": key_heads, "self_attn.q_proj.weight": heads}
+        return [self._as_stored(rule, blocks) for rule in super().rules(model)]
+
+    def _as_stored(self, rule: TensorRule, blocks: dict[str, int]) -> TensorRule:
+        if rule.theirs.endswith(self.added_to_one) or rule.theirs == self.final_norm:
+            return replace(rule, less_one=True, fp32=True)
+        heads = next((heads for name, heads in blocks.items() if rule.theirs.endswith(name)), 1)
+        return replace(rule, blocks=heads)
+
+    def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
+        spec, found = attention_of(arch), super().settings(model, arch, length)
+        part = spec.rotary(arch.sizes) / spec.head(arch.sizes)
+        rope = {**found["rope_parameters"], "partial_rotary_factor": part}
+        return found | {"rope_parameters": rope, "partial_rotary_factor": part, "mlp_only_layers": []}
+
+    def delta(self, theirs: Settings) -> Settings:
+        return super().delta(theirs) | {"norm_eps": theirs[self.norm_eps]}
+
+    def attention(self, theirs: Settings) -> Settings:
+        rope, options = theirs.get("rope_parameters") or {}, super().attention(theirs)
+        part = rope.get("partial_rotary_factor") or theirs.get("partial_rotary_factor") or 0.25
+        return options | {"rotary_dim": int(options["head_dim"] * part), "qk_norm": "head", "gate": True}
+
+
+def delta_of(arch: Architecture) -> GatedDeltaNetSpec:
+    """That of all Gated DeltaNet sub-layers; one head where there are none."""
+    return next((spec for spec in arch.specs if isinstance(spec, GatedDeltaNetSpec)), GatedDeltaNetSpec(heads=1))

@@ -1,0 +1,147 @@
+"""OLMo-Hybrid and Qwen3-Next: folders that transformers wrote, and why others are not of these classes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import OlmoHybridConfig, OlmoHybridForCausalLM, PreTrainedModel, Qwen3NextConfig, Qwen3NextForCausalLM
+
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.table import architecture
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.cli.convert import main
+from hybridtron.config.choices import Export
+from hybridtron.config.exportable import NATIVE, SHIPPED, export_class
+from hybridtron.data.batch import SeqInfo
+from hybridtron.interop.export import TARGETS
+from hybridtron.interop.rules import TensorRule
+from tests.interop.models import CLASSES, model_config, own_model
+
+COMMON: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 40, "vocab_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "rms_norm_eps": 1e-4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24, "linear_value_head_dim": 12,
+}  # fmt: skip
+
+
+def olmo_hybrid() -> PreTrainedModel:
+    """Its keys are as wide as its values: transformers cuts the convolution that it has in memory into equal thirds."""
+    rope = {"rope_theta": None, "rope_type": "default"}  # as published: without positions
+    return OlmoHybridForCausalLM(OlmoHybridConfig(**COMMON, rope_parameters=rope))
+
+
+def qwen3_next() -> PreTrainedModel:
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**COMMON, head_dim=8, num_experts=0))
+
+
+WRITERS = {"olmo_hybrid": olmo_hybrid, "qwen3_next": qwen3_next}
+
+
+def written(name: str, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """A folder of transformers' own, of weights far from where they start."""
+    torch.manual_seed(5)
+    model = WRITERS[name]()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.2 * torch.randn_like(weight)
+    model = model.to(dtype)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return model.float().eval()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_folder_that_transformers_wrote_is_the_same_model_here(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Also in bf16, where 1 + w would lose what w has."""
+    theirs = written(name, tmp_path / "in", dtype)
+    assert main(["import", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]) == 0
+    found = Checkpoint.open(tmp_path / "out")
+    assert export_class(found.config.model, Export.auto) == CLASSES[name]
+    tokens_BL = torch.randint(48, (2, 70))
+    with torch.no_grad():
+        made = own_model(found, torch.float32)(tokens_BL, None, SeqInfo.stream(2, 70)).output.transpose(0, 1)
+        expected = theirs(tokens_BL).logits
+    torch.testing.assert_close(made, expected, rtol=0, atol=2e-5 * expected.abs().max().item())
+
+
+@pytest.mark.slow
+def test_norms_are_kept_in_fp32_where_a_folder_is_in_bf16(tmp_path: Path) -> None:
+    """Qwen3-Next's: what is added to 1 comes back bit for bit, and our own weights lose nothing either."""
+    written("qwen3_next", tmp_path / "in", torch.bfloat16)
+    assert main(["import", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "mid")]) == 0
+    assert Checkpoint.open(tmp_path / "mid").whole("layers.0.norm.weight").dtype == torch.float32
+    arguments = ["--checkpoint", str(tmp_path / "mid"), "--output", str(tmp_path / "out"), "--dtype", "bfloat16"]
+    assert main(["export", *arguments]) == 0
+    first, last = (load_file(tmp_path / each / "model.safetensors") for each in ("in", "out"))
+    assert set(first) == set(last)
+    for key, value in first.items():
+        assert torch.equal(last[key].to(value.dtype), value), key
+        assert last[key].dtype == (torch.float32 if "norm" in key and ".norm" not in key else last[key].dtype)
+
+
+def with_options(name: str, letter: str, **options: Any) -> ModelConfig:
+    model = model_config(name)
+    return replace(model, layers={**model.layers, letter: {**model.layers[letter], **options}})
+
+
+OTHERS = {
+    "norm_eps=0.001, not 1e-05": with_options("olmo_hybrid", "D", norm_eps=1e-3),
+    "norm_eps=0.001, not model": with_options("olmo_hybrid", "A", norm_eps=1e-3),
+    "qk_norm=head, not all": with_options("olmo_hybrid", "A", qk_norm="head"),
+    "has a gate": with_options("olmo_hybrid", "A", gate=True),
+    "have their norm before them": with_options("olmo_hybrid", "A", norm_after=False),
+    "where the mixers before them have it": with_options("olmo_hybrid", "+", norm_after=False),
+    "not gated_deltanet and attention, both": replace(model_config("olmo_hybrid"), pattern="D-D-"),
+    "has a window": with_options("qwen3_next", "A", window=8),
+    "has no gate": with_options("qwen3_next", "A", gate=False),
+    "has negative_eigenvalues": with_options("qwen3_next", "D", negative_eigenvalues=True),
+    "no rotary positions": with_options("qwen3_next", "A", rope_base=None),
+    "qk_norm=none, not head": with_options("qwen3_next", "A", qk_norm="none"),
+    "sub-layers have their norm after them": with_options("qwen3_next", "D", norm_after=True),
+    "no MLP after it": replace(model_config("qwen3_next"), pattern="D-A"),
+}
+
+
+@pytest.mark.parametrize("reason", OTHERS)
+def test_what_is_none_of_them_is_shipped_with_a_class(reason: str) -> None:
+    model = OTHERS[reason]
+    assert export_class(model, Export.auto) == SHIPPED
+    said = [misfit(architecture(model), model.norm_eps) or "" for misfit in NATIVE.values()]
+    assert any(reason in each for each in said), said
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "reason"),
+    [
+        ("olmo_hybrid", {"attention_bias": True}, "attention_bias=True"),
+        ("olmo_hybrid", {"layer_types": ["linear_attention", "sliding_attention"]}, "'sliding_attention'"),
+        ("qwen3_next", {"num_experts": 512}, "num_experts=512; only 0"),
+        ("qwen3_next", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "scales its rotary positions"),
+    ],
+)
+def test_what_a_folder_has_and_we_have_not(name: str, changed: dict[str, Any], reason: str) -> None:
+    target = next(target for target in TARGETS if target.name == CLASSES[name])
+    settings = json.loads(json.dumps(target.config(model_config(name), 64)))
+    assert target.model(settings).pattern == model_config(name).pattern
+    with pytest.raises(ValueError, match=reason):
+        target.model(settings | changed)
+
+
+def test_fused_rows_stand_head_by_head() -> None:
+    """Of two heads: the first one's rows of a, then of b, then the second one's."""
+    rule = TensorRule("theirs", (6, 1), ("a", "b"), (2, 4), fp32=False, blocks=2)
+    a, b = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0], [5.0], [6.0]])
+    made = rule.to_theirs({"a": a, "b": b}.__getitem__)
+    assert made.flatten().tolist() == [1, 3, 4, 2, 5, 6]
+    back = rule.to_ours(made)
+    assert torch.equal(back["a"], a)
+    assert torch.equal(back["b"], b)

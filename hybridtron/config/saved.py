@@ -6,8 +6,10 @@ resolve it could read the environment of the user who opens a downloaded checkpo
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Iterator
+from functools import cache
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ def read_saved(path: Path) -> DictConfig:
     try:
         values = _without_dropped(OmegaConf.load(StringIO(read_regular(path, GREATEST).decode())))
         found = [Problem(f"{path}: {key}", f"holds {text!r}, which no run writes") for key, text in references(values)]
-        merged = OmegaConf.merge(OmegaConf.structured(Config), values)
+        merged = OmegaConf.merge(pickle.loads(_defaults()), values)
     except OmegaConfBaseException as error:
         where = f"{path}: {error.full_key}" if error.full_key else str(path)
         raise ConfigError([Problem(where, str(error).splitlines()[0])]) from error
@@ -41,6 +43,12 @@ def read_saved(path: Path) -> DictConfig:
         raise ConfigError(found)
     assert isinstance(merged, DictConfig)
     return merged
+
+
+@cache
+def _defaults() -> bytes:
+    """Those of the schema, which take a while to make and are quick to copy so."""
+    return pickle.dumps(OmegaConf.structured(Config))
 
 
 def secrets_from_environment(config: DictConfig) -> list[Problem]:

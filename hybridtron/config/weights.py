@@ -44,7 +44,7 @@ def settle(config: DictConfig) -> None:
     ConfigError where there is nothing to take values from.
     """
     if config.run.weights is None:
-        if "${weights:" in OmegaConf.to_yaml(config):
+        if any("${weights:" in text for _, text in references(config)):
             raise ConfigError([Problem(KEY, f"must be set, as the recipe starts from a checkpoint: to {WHAT}")])
         return
     saved = _saved(config.run.weights)

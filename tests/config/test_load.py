@@ -181,6 +181,8 @@ def test_mistakes_in_a_recipe(tmp_path, recipe, says):
 
 def test_saved_configuration_is_the_same(tmp_path):
     config = load(["recipe=samba_1.7b", "run.profile=[3,4]"])
+    texts = ("1e-3", "nan", "1_0", "0x1f", "on", "1:30", "null", "a: b", "é")
+    config.model.layers["-"] |= {text: text for text in texts}
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert load_saved(tmp_path / "config.yaml") == config
     (tmp_path / "config.yaml").write_text("model: {depth: 3}")

@@ -32,10 +32,8 @@ from hybridtron.config.schema import Config, ModelConfig
 from hybridtron.problems import ConfigError, Problem, did_you_mean
 from hybridtron.shipped import shipped
 
-try:  # thirty times as quick; a PyYAML that was built from source may lack it
-    from yaml import CSafeDumper as SafeDumper
-except ImportError:
-    from yaml import SafeDumper
+# Thirty times as quick in C, which a PyYAML that was built from source may lack.
+_Dumper: Any = type("_Dumper", (getattr(yaml, "CSafeDumper", yaml.SafeDumper),), {})
 
 ALIASES = {"checkpoint.async": "checkpoint.asynchronous"}  # a keyword of Python's can't name a field
 CONFIGS = shipped("configs")
@@ -100,11 +98,8 @@ def _plain(value: Any) -> Any:
     return value.name if isinstance(value, Enum) else value
 
 
-class _Dumper(SafeDumper):
-    """Quotes text that OmegaConf would read as a number and YAML 1.1 would not, such as 1e-3."""
-
-
 def _text(dumper: Any, text: str) -> yaml.ScalarNode:
+    """Quotes what OmegaConf would read as a number and YAML 1.1 would not, such as 1e-3."""
     try:
         float(text)
     except ValueError:

@@ -202,6 +202,11 @@ def set_random_states(states: dict[str, Tensor]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
+def warn_of_waits(enabled: bool) -> None:
+    """Let torch warn wherever it makes the host wait for the device. CUDA only."""
+    torch.cuda.set_sync_debug_mode("warn" if enabled else "default")
+
+
 def record_memory_history(enabled: bool) -> None:
     """Start or stop recording allocations, for a memory snapshot of profiled steps. CUDA only."""
     torch.cuda.memory._record_memory_history(enabled="all" if enabled else None)

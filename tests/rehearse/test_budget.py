@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 from hybridtron.rehearse.budget import FOLDER, budget_of, exceeded
+from tests.rehearse.programs import ROOT
 
 REPORT: dict[str, Any] = {
     "implementations": {"swiglu": "triton", "attention": "flash-attn"},
@@ -43,6 +46,25 @@ def test_what_falls_is_no_fault() -> None:
     report = copy.deepcopy(REPORT)
     report["other_bytes_per_token"], report["memory"]["peak"] = 4.0e6, 30_000_000_000
     assert exceeded(budget_of(report), budget_of(REPORT)) == []
+
+
+def test_an_op_that_is_newer_than_the_budget_is_no_fault() -> None:
+    report = copy.deepcopy(REPORT)
+    report["implementations"]["delta_scan"] = "chunked"
+    assert exceeded(budget_of(report), budget_of(REPORT)) == []
+    assert exceeded(budget_of(REPORT), budget_of(report)) == ["delta_scan runs by None, not by chunked"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("recipe", [path.stem for path in sorted(FOLDER.glob("*.json"))])
+def test_a_recipe_is_within_its_budget(recipe: str) -> None:
+    """No number in a budget is a time, so no kernel need be compiled."""
+    pytest.importorskip("triton")
+    asked = ["rehearse", f"recipe={recipe}", "--gpu", "h200", "--no-kernels", "--budget", "check"]
+    command = [sys.executable, "-m", "hybridtron", *asked]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
 
 
 def test_every_budget_has_the_same_keys() -> None:

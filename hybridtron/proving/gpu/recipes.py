@@ -6,6 +6,9 @@ import gc
 import json
 import platform
 import subprocess
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import torch
 from hybridtron.config.load import choices_of
 from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config
-from hybridtron.device import describe_device, forget_peak_memory, peak_memory_gib
+from hybridtron.device import compute_device, describe_device, forget_peak_memory, peak_memory_gib, warn_of_waits
 from hybridtron.planning.memory import plan
 from hybridtron.planning.rates import GB
 from hybridtron.problems import ConfigError
@@ -24,7 +27,8 @@ from hybridtron.requirements import installed
 from hybridtron.shipped import pages
 
 STEPS = 3  # of which the fastest counts
-LINES_WRITTEN = ("command", "commit", "versions", "gpu", "losses", "peak_gb", "tokens_per_second", "mfu")
+LINES_WRITTEN = ("command", "commit", "versions", "gpu", "losses", "peak_gb", "waits", "tokens_per_second", "mfu")
+SYNCHRONIZES = "synchronizing CUDA operation"  # of torch's warning
 QUICK = ("laptop", "mamba2_laptop")
 SHORT = ("phases.0.seq_len=128", "phases.0.global_batch=2", "phases.0.micro_batch=1")
 PACKAGES = ("torch", "megatron-core", "mamba-ssm", "causal-conv1d", "flash-attn", "transformer-engine")
@@ -69,6 +73,8 @@ def taken(settings: list[str]) -> dict[str, Any]:
     with one_process(config) as groups:
         steps = Steps(config, groups, random_batches(config))
         seconds = report.timed({"step": steps}).popitem()[1].fastest
+        with host_waits() as waits:
+            steps()
     losses = {str(number + 1): loss.item() for number, loss in enumerate(steps.losses)}
     del steps
     gc.collect()
@@ -80,10 +86,28 @@ def taken(settings: list[str]) -> dict[str, Any]:
         "gpu": describe_device(),
         "losses": losses,
         "peak_gb": None if memory is None else memory * 2**30 / GB,
+        "waits": None if memory is None else len(waits),  # a CPU counts neither
         **_speeds(config, seconds),
     }
     assert tuple(found) == LINES_WRITTEN
     return found
+
+
+@contextmanager
+def host_waits() -> Iterator[list[str]]:
+    """Torch's warnings of what makes the host wait for the device inside, once the block has ended."""
+    found: list[str] = []
+    on_cuda = compute_device().type == "cuda"
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        if on_cuda:
+            warn_of_waits(True)
+        try:
+            yield found
+        finally:
+            if on_cuda:
+                warn_of_waits(False)
+    found += [str(each.message) for each in seen if SYNCHRONIZES in str(each.message)]
 
 
 def _speeds(config: Config, seconds: float) -> dict[str, float | None]:

@@ -1,0 +1,44 @@
+"""The plan of memory beside rehearsed steps, under what changes what is held: options, documents, states, layouts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from hybridtron.rehearse.suite_page import NEAR
+from tests.rehearse.programs import printed_by
+
+pytest.importorskip("triton")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]  # of the fixture, which rehearses in a process of its own
+SAMBA = ["recipe=samba_421m", "phases.0.micro_batch=2"]
+CUT = "parallel=tensor2_pipeline2"  # and two data ranks
+JOBS: dict[str, tuple[list[str], int, int]] = {
+    "gradients in bf16": ([*SAMBA, "precision.gradients=bf16"], 1, 0),
+    "gradients in bf16, DP8": ([*SAMBA, "precision.gradients=bf16", "parallel=data"], 8, 0),
+    "gradients in bf16, cut": ([*SAMBA, "precision.gradients=bf16", CUT], 8, 0),
+    "recompute": ([*SAMBA, "parallel.recompute=layer"], 1, 0),
+    "recompute, cut": ([*SAMBA, "parallel.recompute=layer", CUT], 8, 0),
+    "isolated documents": ([*SAMBA, "data.documents=isolate"], 1, 0),
+    "isolated documents, cut": ([*SAMBA, "data.documents=isolate", CUT], 8, 0),
+    "span attention": (["recipe=samba_span_421m", "phases.0.micro_batch=2", "data.documents=isolate"], 1, 0),
+    "passed states": ([*SAMBA, "states.mode=passing", "phases.0.global_batch=8"], 1, 0),
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, Any]]:
+    return dict(zip(JOBS, printed_by("steps", json.dumps(list(JOBS.values())), timeout_s=600), strict=True))
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_the_peak_is_the_planned_one(found: dict[str, dict[str, Any]], job: str) -> None:
+    memory = found[job]["memory"]
+    assert memory["planned"] == pytest.approx(memory["peak"], rel=NEAR)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_the_host_waits_once_a_step(found: dict[str, dict[str, Any]], job: str) -> None:
+    assert found[job]["per_micro_batch"]["waits"] == 0
+    assert found[job]["once"]["waits"] == 1

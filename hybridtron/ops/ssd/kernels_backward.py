@@ -35,18 +35,15 @@ def token_gradients(
     groups: int, DOCUMENTS: tl.constexpr, P: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, OWN: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Of OWN tokens and one head: dx, and by token dv . x, dy . x, and the terms of dg.
-
-    These are gain (of what sees the state before the chunk), loss (of what the state after it remembers) and `pairs`.
-    """
+    """Of OWN tokens and one head: dx, and by token dv . x, dy . x, and of dg what comes by states and by pairs."""
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     chunk, group = tl.program_id(0) // (CHUNK // OWN), head // (heads // groups)
     token_O, token_T = tl.program_id(0) * OWN + tl.arange(0, OWN), chunk * CHUNK + tl.arange(0, CHUNK)
     inside_O, at, p_P = token_O < length, (row * heads + head) * length, tl.arange(0, BLOCK_P)
     index = (row * tl.cdiv(length, CHUNK) + chunk) * heads + head
     mix_OT, kept_OP, seen_OP = _over_states(
-        B_BLGN, C_BLGN, before_BCHPN, grad_after_BCHPN, leave_BHL + at, row, index, group, token_O, token_T, p_P,
-        length, groups, P, N, CHUNK, OWN, BLOCK_P, BLOCK_N, SLICE, PRODUCT, PRECISION,
+        B_BLGN, C_BLGN, before_BCHPN, grad_after_BCHPN, row, index, group, token_O, token_T, p_P, length, groups,
+        P, N, CHUNK, OWN, BLOCK_P, BLOCK_N, SLICE, PRODUCT, PRECISION,
     )  # fmt: skip
     x_OP = tokens_by_channel(x_BLHP, row, token_O, head, p_P, length, heads, P)
     dy_OP = tokens_by_channel(dy_BLHP, row, token_O, head, p_P, length, heads, P).to(tl.float32)
@@ -54,12 +51,14 @@ def token_gradients(
     gain_O = tl.where(enter_O == 0.0, 0.0, enter_O * tl.sum(seen_OP * dy_OP, axis=1))
     tl.store(gain_BHL + at + token_O, gain_O, mask=inside_O)
     tl.store(skip_BHL + at + token_O, tl.sum(dy_OP * x_OP.to(tl.float32), axis=1), mask=inside_O)
-    delta_O = tl.load(delta_BHL + at + token_O, mask=inside_O, other=0.0)
-    part = (tl.program_id(0) % (CHUNK // OWN)).to(tl.int64) * tl.num_programs(2) * heads * length
-    dv_OP = _over_pairs(
-        mix_OT, x_OP, dy_BLHP, delta_O, high_BHL + at, low_BHL + at, documents_BL + row * length,
-        pairs_KBHL + part + at, row, head, token_O, token_T, p_P, length, heads, DOCUMENTS, P, PRODUCT, PRECISION,
+    dv_OP, delta_O, pairs_T = _over_pairs(
+        mix_OT, x_OP, dy_BLHP, delta_BHL + at, high_BHL + at, low_BHL + at, documents_BL + row * length, row, head,
+        token_O, token_T, p_P, length, heads, DOCUMENTS, P, PRODUCT, PRECISION,
     )  # fmt: skip
+    part, rows = tl.program_id(0) % (CHUNK // OWN), tl.num_programs(2).to(tl.int64)
+    tl.store(pairs_KBHL + part * rows * heads * length + at + token_T, pairs_T, mask=token_T < length)
+    leave_O = tl.load(leave_BHL + at + token_O, mask=inside_O, other=0.0)
+    kept_OP = tl.where(leave_O[:, None] == 0.0, 0.0, leave_O[:, None] * kept_OP)
     dv_OP += kept_OP
     x_OP = x_OP.to(tl.float32)
     tl.store(loss_BHL + at + token_O, delta_O * tl.sum(kept_OP * x_OP, axis=1), mask=inside_O)
@@ -71,30 +70,28 @@ def token_gradients(
 
 @triton.jit
 def _over_pairs(
-    mix_OT: tl.tensor, x_OP: tl.tensor, dy_BLHP: tl.tensor, delta_O: tl.tensor, high_L: tl.tensor, low_L: tl.tensor,
-    documents_L: tl.tensor, pairs_L: tl.tensor, row: tl.tensor, head: tl.tensor, token_O: tl.tensor,
-    token_T: tl.tensor, p_P: tl.tensor, length: int, heads: int, DOCUMENTS: tl.constexpr, P: tl.constexpr,
-    PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """dv of own tokens through pairs, from B_o . C_t; stores for every t of the chunk their pairs across t."""
+    mix_OT: tl.tensor, x_OP: tl.tensor, dy_BLHP: tl.tensor, delta_L: tl.tensor, high_L: tl.tensor, low_L: tl.tensor,
+    documents_L: tl.tensor, row: tl.tensor, head: tl.tensor, token_O: tl.tensor, token_T: tl.tensor, p_P: tl.tensor,
+    length: int, heads: int, DOCUMENTS: tl.constexpr, P: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+) -> tuple:  # fmt: skip
+    """From B_o . C_t: dv of own tokens, and their delta; for every t of the chunk, the own tokens' pairs across t."""
     mix_OT *= decay_between(high_L, low_L, documents_L, token_O, token_T, length, DOCUMENTS, tl.constexpr(True))
     dy_TP = tokens_by_channel(dy_BLHP, row, token_T, head, p_P, length, heads, P)
     dv_OP = product(mix_OT, dy_TP, PRODUCT, PRECISION)
+    delta_O = tl.load(delta_L + token_O, mask=token_O < length, other=0.0)
     worth_OT = product(x_OP, tl.trans(dy_TP), PRODUCT, PRECISION) * mix_OT * delta_O[:, None]
     later_OT = tl.cumsum(worth_OT, axis=1, reverse=True)  # of the pairs of an own token, those with t or a later one
-    pairs_T = tl.sum(tl.where(token_O[:, None] < token_T[None, :], later_OT, 0.0), axis=0)
-    tl.store(pairs_L + token_T, pairs_T, mask=token_T < length)
-    return dv_OP
+    return dv_OP, delta_O, tl.sum(tl.where(token_O[:, None] < token_T[None, :], later_OT, 0.0), axis=0)
 
 
 @triton.jit
 def _over_states(
-    B_BLGN: tl.tensor, C_BLGN: tl.tensor, before_BCHPN: tl.tensor, grad_after_BCHPN: tl.tensor, leave_L: tl.tensor,
-    row: tl.tensor, index: tl.tensor, group: tl.tensor, token_O: tl.tensor, token_T: tl.tensor, p_P: tl.tensor,
-    length: int, groups: int, P: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, OWN: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+    B_BLGN: tl.tensor, C_BLGN: tl.tensor, before_BCHPN: tl.tensor, grad_after_BCHPN: tl.tensor, row: tl.tensor,
+    index: tl.tensor, group: tl.tensor, token_O: tl.tensor, token_T: tl.tensor, p_P: tl.tensor, length: int,
+    groups: int, P: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, OWN: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr, SLICE: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tuple:  # fmt: skip
-    """B_o . C_t, exp(S_T - S_o) dh B_o and h C_o of own tokens o, summed over slices of the state's entries."""
+    """B_o . C_t, dh B_o and h C_o of own tokens o, summed over slices of the state's entries."""
     mix_OT = tl.zeros([OWN, CHUNK], tl.float32)
     kept_OP = tl.zeros([OWN, BLOCK_P], tl.float32)
     seen_OP = tl.zeros([OWN, BLOCK_P], tl.float32)
@@ -108,8 +105,7 @@ def _over_states(
         C_ON = tokens_by_channel(C_BLGN, row, token_O, group, n_N, length, groups, N)
         before_PN = state_entries(before_BCHPN, index, p_P, n_N, P, N)
         seen_OP += product(C_ON, tl.trans(before_PN), PRODUCT, PRECISION)
-    leave_O1 = tl.load(leave_L + token_O, mask=token_O < length, other=0.0)[:, None]
-    return mix_OT, tl.where(leave_O1 == 0.0, 0.0, leave_O1 * kept_OP), seen_OP
+    return mix_OT, kept_OP, seen_OP
 
 
 @triton.jit

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
+
 import pytest
 
 from hybridtron.architecture.table import architecture, parameter_table
@@ -27,11 +30,17 @@ def planned(world_size: int, *arguments: str) -> tuple[Config, Plan]:
     return config, plan(largest_phase(config), world_size)
 
 
+@cache
+def of_recipe(name: str) -> Config:
+    return load([f"recipe={name}"])
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("tensor", "pipeline", "virtual"), [(1, 1, 1), (2, 1, 1), (1, 4, 2), (2, 3, 1), (4, 5, 1)])
 def test_ranks_together_hold_every_parameter(recipe, tensor, pipeline, virtual):
-    layout = (f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}", f"parallel.virtual_pipeline={virtual}")
-    config = load([f"recipe={recipe}", *layout])
+    config = of_recipe(recipe)
+    layout = replace(config.parallel, tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual)
+    config = replace(config, parallel=layout)
     if any(problem.key == "parallel.tensor" or "stages" in problem.message for problem in check(config)):
         pytest.skip("refused: heads or layers that can't be shared out so")
     table = parameter_table(config.model)

@@ -94,7 +94,7 @@ def test_lists_what_there_is(audit, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("recipe", [name for name in choices_of("recipe") if not name.startswith("length/")])
 def test_every_recipe_made_small_keeps_its_shape_and_fits_a_layout(recipe: str) -> None:
-    config = load([f"recipe={recipe}", "parallel=single"])
+    config = replace(load([f"recipe={recipe}"]), parallel=ParallelConfig())
     layout = Layout(tensor=1 if uncuttable(config.model, 2) else 2, sequence=True, pipeline=2)
     small = shrunk(replace(config, parallel=layout.on(config.parallel)), data=1)
     assert check(small) == []

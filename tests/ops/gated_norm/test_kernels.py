@@ -80,6 +80,7 @@ def shipped() -> None:
             gated_scale.named("triton").function(GatedScaleInputs(y, z, scale, weight)).sum().backward()
 
 
+@pytest.mark.slow
 def test_they_compile_for_a_hopper_gpu_without_spills() -> None:
     launches, _ = compile_calls("tests.ops.gated_norm.test_kernels", "shipped")
     assert {launch.kernel for launch in launches} == {"_squares", "_squares_backward", "_scale", "_scale_backward"}

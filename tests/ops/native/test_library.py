@@ -207,7 +207,11 @@ def mounts_are_possible() -> bool:
 @pytest.mark.skipif(not mounts_are_possible(), reason="no mounts in a user namespace here")
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [("noexec", "failed to map segment"), ("size=8k", "No space left"), ("ro", "Read-only file system")],
+    [
+        ("noexec", "failed to map segment"),
+        pytest.param("size=8k", "No space left", marks=pytest.mark.slow),
+        ("ro", "Read-only file system"),
+    ],
 )
 def test_homes_on_unusual_file_systems(options: str, reason: str, tmp_path: Path) -> None:
     home, sources = tmp_path / "home", tmp_path / "sources"

@@ -64,6 +64,7 @@ def shipped() -> None:
             y.backward(torch.empty_like(y))
 
 
+@pytest.mark.slow
 def test_it_compiles_for_a_hopper_gpu_without_spills() -> None:
     launches, buffers = compile_calls("tests.ops.rope.test_kernels", "shipped")
     assert {launch.kernel for launch in launches} == {"_rotate"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.ops.recurrences import by_token, changed, computed, exact, floats, gr
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
 LENGTH, CHANNELS = 65536, 4608  # what is compiled for: one row of Samba 1.3B
 
 
@@ -39,6 +41,7 @@ def on(device: torch.device, inputs: ScanInputs) -> ScanInputs:
 
 def cases() -> Iterator[object]:
     everything = {"rows": 1, "length": 11, "channels": 3, "size": 2, "absent": (), "borders": (4, 9), "decay": 1.0}
+    alike = {"one document", "no state", "no gate", "a whole chunk", "weak decays", "no decay at all"}  # to another
     for name, other in {
         "everything": {},
         "two rows, two blocks of channels, a padded state": {
@@ -56,7 +59,7 @@ def cases() -> Iterator[object]:
         "weak decays": {"decay": 1e-6},
         "no decay at all": {"decay": 0.0},
     }.items():
-        yield pytest.param(everything | other, id=name)
+        yield pytest.param(everything | other, id=name, marks=[pytest.mark.slow] * (name in alike))
 
 
 @pytest.mark.parametrize("case", [*cases()])
@@ -90,7 +93,7 @@ def test_small_steps_keep_their_precision(everywhere: torch.device) -> None:
             assert_close(one.double().cpu(), other, rtol=1e-5, atol=close, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16)])
 @pytest.mark.usefixtures("_small_tiles")
 def test_narrow_types_are_computed_in_fp32_and_repeat_bit_for_bit(dtype: torch.dtype, everywhere: torch.device) -> None:
     inputs = scan_inputs(rows=1, length=10, dtype=dtype)._replace(documents_BL=documents_with_borders(1, 10, 5))
@@ -126,8 +129,8 @@ def test_no_bit_of_a_document_leaks_into_the_next(everywhere: torch.device) -> N
 
 
 @pytest.mark.usefixtures("_small_tiles")
-@pytest.mark.parametrize("border", [1, 6, 8])  # inside a tile, and where a chunk begins
-@pytest.mark.parametrize("value", [float("inf"), pytest.param(float("nan"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("border", [slow(1), 6, slow(8)])  # inside a tile, and where a chunk begins
+@pytest.mark.parametrize("value", [float("inf"), slow(float("nan"))])
 def test_nothing_that_is_not_finite_crosses_a_border(border: int, value: float, everywhere: torch.device) -> None:
     """Neither a state, forward, nor a gradient, backward."""
     length = 11

@@ -154,8 +154,8 @@ def test_the_fast_forms_are_the_reference(
 @FAST_FORMS
 def test_they_are_the_reference_in_fp32_over_real_parts(fast: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    tensors = inputs(2500, dtype=torch.float32)
-    cut = SpanCut(512, 32, (SpanSegment(ALL, 0, 2500),))
+    tensors = inputs(1100, dtype=torch.float32)
+    cut = SpanCut(512, 32, (SpanSegment(ALL, 0, 1100),))
     chosen = chosen_for(cut, ChoiceRule(8, False), *tensors)
     found = []
     for form in (fast, "reference"):

@@ -54,6 +54,7 @@ def shipped() -> None:
             swiglu.named("triton").function(SwiGLUInputs(gate_up)).sum().backward()
 
 
+@pytest.mark.slow
 def test_they_compile_for_a_hopper_gpu_without_spills() -> None:
     launches, buffers = compile_calls("tests.ops.swiglu.test_kernels", "shipped")
     assert {launch.kernel for launch in launches} == {"_forward", "_backward"}

@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         own = [one for one in records if one["recipe"] == recipe]
         text = card(recipe, measured_of(recipe, output), own)
-        if not chosen.records and path.exists():
+        if not own and path.exists():  # of this recipe the suite has recorded nothing
             text = text.partition(REHEARSED)[0] + "".join(path.read_text().partition(REHEARSED)[1:])
         path.write_text(text)
     print(f"{len(choices_of('recipe'))} cards in {output}")

@@ -4,6 +4,9 @@ The compiled forms compute what torch's do, in another order of sums. Training a
 starts from weights that the last one has moved apart a little further. How much of this is training itself is shown by
 a run of torch's forms alone whose first weights are each moved to a neighbouring number, up or down by chance: the
 smallest difference that there can be. All runs read the same rows, at the recipe's learning rates.
+
+Whether the compiled forms compute something else is what float64 shows: there rounding is 2^29 times smaller, and so is
+all that comes of it, while a difference in the mathematics would stay as large as it is.
 """
 
 from __future__ import annotations
@@ -19,10 +22,14 @@ from hybridtron.data.batch import Batch
 from hybridtron.data.loader import build_loader
 from hybridtron.device import compute_device, megatron_context
 from hybridtron.engine.engine import Engine
+from hybridtron.model.init import initialise
+from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.registry import torch_alone
+from hybridtron.parallel.linear import SINGLE_RANK
+from hybridtron.parallel.loss import linear_cross_entropy
 from hybridtron.proving.measuring import BenchReport, times
-from hybridtron.proving.steps import checked, one_process, random_batches
+from hybridtron.proving.steps import checked, one_process, plain_adamw, random_batches
 from hybridtron.train.lr import learning_rate
 
 from .step import QUICK
@@ -31,6 +38,7 @@ BASE = "torch alone"
 MOVED = "torch alone, first weights moved by a rounding"
 COMPILED = "compiled forms"
 QUICK_STEPS = 3
+DOUBLE_STEPS = 40  # in float64, where a step takes several times as long
 ROWS = 5  # of the table
 
 
@@ -50,6 +58,14 @@ def rounding(report: BenchReport) -> None:
     cells = [(f"{step}", *row(*(found[step - 1] for found in apart.values()))) for step in shown]
     report.table(f"largest difference of the loss from {BASE} so far, relative", header, cells)
     report.notes.append(f"recipe {config.run.name}, {steps} steps, fp32; training losses of every step")
+    double = 2 if report.quick else DOUBLE_STEPS
+    of_forms = [double_losses(config, batches_of(config, double, not report.quick), f) for f in (torch_alone(), {})]
+    exact = largest_so_far(*of_forms)
+    cells = [(f"{step}", f"{exact[step - 1]:.1e}") for step in sorted({1, double // 2, double})]
+    report.table(
+        f"in float64: largest difference of the loss from {BASE} so far, relative", ("after step", COMPILED), cells
+    )
+    report.at_most(f"compiled forms, {double} steps in float64", 1e-10, exact[-1])
     report.at_most("compiled forms, over the whole run", 1e-4, apart[COMPILED][-1])
     report.at_most("compiled forms / weights moved by a rounding", 3, apart[COMPILED][-1] / apart[MOVED][-1])
 
@@ -65,16 +81,47 @@ def losses(config: Config, steps: int, own_text: bool, forms: Mapping[str, str],
         engine = Engine(config, groups)
         if moved:
             move(engine)
-        read: Iterator[Sequence[Batch]] = itertools.repeat(random_batches(config))
-        if own_text:
-            read = build_loader(phases[0]).iterate(0, steps)
         engine.start_phase(0, range(phases[0].lanes))
-        for step, batches in enumerate(itertools.islice(read, steps)):
+        for step, batches in enumerate(batches_of(config, steps, own_text)):
             found.append(engine.forward_backward(batches, step).mean.item())
             _, accepted = engine.step(learning_rate(phases, 0, (step + 1) * config.phases[0].tokens_per_step))
             assert accepted, f"step {step} was refused: {engine.guard.why}"
     print(f"{BASE if forms else COMPILED}{', moved' * moved}: {found[-1]:.6f} at the end", flush=True)
     return found
+
+
+def batches_of(config: Config, steps: int, own_text: bool) -> Iterator[Sequence[Batch]]:
+    """The micro-batches of every step: the recipe's rows, or tokens by chance."""
+    read: Iterator[Sequence[Batch]] = itertools.repeat(random_batches(config))
+    return itertools.islice(build_loader(resolve(config)[0]).iterate(0, steps) if own_text else read, steps)
+
+
+def double_losses(config: Config, steps: Iterator[Sequence[Batch]], forms: Mapping[str, str]) -> list[float]:
+    """The same by a plain loop in float64, which the engine does not offer."""
+    phases, found = resolve(config), list[float]()
+    model = LanguageModel(config.model)
+    initialise(model, config.run.seed)
+    model = model.to(torch.float64)
+    adam = plain_adamw(model, config, 0.0)
+    for step, batches in enumerate(steps):
+        for group in adam.param_groups:
+            group["lr"] = learning_rate(phases, 0, (step + 1) * config.phases[0].tokens_per_step)
+        with force(**forms):
+            found.append(sum(backward(model, batch, len(batches)) for batch in batches))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip)
+        adam.step()
+        adam.zero_grad()
+    return found
+
+
+def backward(model: LanguageModel, batch: Batch, parts: int) -> float:
+    """A micro-batch's part of the mean loss, and its gradients."""
+    x_LBD = model(batch.tokens_BL, None, batch.seq, logits=False).output
+    mask_LB = batch.mask_BL.T
+    loss = linear_cross_entropy(x_LBD, model.output_weight(), batch.labels_BL.T, mask_LB, 0.0, SINGLE_RANK)
+    mean = loss.total / mask_LB.sum() / parts
+    mean.backward()
+    return mean.item()
 
 
 @torch.no_grad()

@@ -1,0 +1,219 @@
+"""One thread and two, by both clocks; steps with little to share, with long rows and beside others; the start of a run.
+
+Processor time is what all threads of a form need together, wall-clock time how long one waits for them. A machine that
+does anything else lets threads wait for each other: both are worth something only where nothing else runs. Goals are
+by the wall's clock; every form has its turn in every round, with one thread and with two, and its fastest round counts.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from hybridtron.config.schema import Config
+from hybridtron.model.lm import LanguageModel
+from hybridtron.ops.dispatch import force
+from hybridtron.ops.registry import torch_alone
+from hybridtron.parallel.groups import Groups
+from hybridtron.proving.measuring import BenchReport, times
+from hybridtron.proving.steps import Steps, checked, one_process, random_batches
+
+from . import scan as of_scan
+from .llama import LlamaStep
+from .step import QUICK
+
+THREADS = (1, 2)
+CROWD = 8  # processes at once
+ROW = ("phases.0.global_batch=1", "phases.0.micro_batch=1", "run.eval_lengths=[1]", "run.eval_tokens=1M")
+LONG = (*ROW, "phases.0.seq_len=16384")
+STEP = "step 1/"  # how the line begins that says so
+IMPORTS = f"import torch, megatron.core; print('{STEP}')"
+CLOCKS = ("wall", "processor")
+PATIENT_S = 300.0  # of a process among others, for the slowest of them
+Place = TypeVar("Place")
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """The fastest round, in seconds by each clock."""
+
+    wall: float
+    processor: float
+
+
+def cores(report: BenchReport) -> None:
+    """Everything, one after the other."""
+    config = checked([*report.recipe, *(QUICK if report.quick else ())])
+    try:
+        with one_process(config) as groups:
+            threads(report, config, groups)
+    finally:
+        torch.set_num_threads(1)
+    crowd(report)
+    begin(report)
+    report.notes += [
+        f"{config.phases[0].global_batch} rows of {config.phases[0].seq_len} tokens, fp32, {report.repetitions} rounds",
+        "both clocks, each form with one thread and with two in every round; of a machine that does anything else the "
+        "wall's clock says little",
+    ]
+
+
+def threads(report: BenchReport, config: Config, groups: Groups) -> None:
+    """The tables of one process."""
+    sizes, length = (of_scan.QUICK, 64) if report.quick else (of_scan.FULL, 4096)
+    tensors = of_scan.inputs(length, sizes)
+    parameters = sum(weight.numel() for weight in LanguageModel(config.model).parameters())
+    forms = {
+        f"selective scan, {length} tokens": partial(of_scan.forward_backward, "native", tensors),
+        "a Llama's step": LlamaStep(config, parameters, random_batches(config)),
+    }
+    shapes = {"laptop recipe's step": (), "1 row": ROW, "1 row of 16,384 tokens": LONG}
+    for name, arguments in shapes.items():
+        forms |= steps_of(name, groups, [*report.recipe, *arguments, *(QUICK if report.quick else ())])
+    found = measured(forms, report.repetitions)
+    cells = [(name, *(times(ratio) for ratio in gained(found, name))) for name in forms]
+    header = ("form", "wall, one thread / two", "processor time, two threads / one")
+    report.table("two threads over one", header, cells)
+    pairs = {name: (f"{name} by torch alone", name) for name in shapes}
+    pairs["a Llama over the laptop recipe"] = ("a Llama's step", "laptop recipe's step")
+    cells = [(name, *(times(ratio) for ratio in over(found, *pair))) for name, pair in pairs.items()]
+    header = ("step", *(f"{clock}, {count} thread{'s' * (count > 1)}" for count in THREADS for clock in CLOCKS))
+    report.table("steps by torch alone / ours", header, cells)
+    goals(report, found, next(iter(forms)), pairs)
+
+
+def goals(
+    report: BenchReport, found: Mapping[tuple[str, int], Clocks], scan: str, pairs: Mapping[str, tuple[str, str]]
+) -> None:
+    ratios = {name: over(found, *pair) for name, pair in pairs.items()}
+    report.at_least("selective scan, one thread / two", 1.8, gained(found, scan)[0])
+    report.at_least("laptop recipe's step, torch alone / ours, 2 threads", 2.5, ratios["laptop recipe's step"][2])
+    report.at_least("tokens/s, laptop recipe / Llama, 2 threads", 0.9, ratios["a Llama over the laptop recipe"][2])
+    report.at_least("every step, torch alone / ours", 1, min(min(found) for found in ratios.values()))
+
+
+def steps_of(name: str, groups: Groups, arguments: Sequence[str]) -> dict[str, Callable[[], object]]:
+    """A step of ours, and the same by torch alone, each of a model of its own."""
+    config = checked(arguments)
+    batches = random_batches(config)
+    ours, plain = (Steps(config, groups, batches) for _ in range(2))
+    return {name: ours, f"{name} by torch alone": partial(by_torch, plain)}
+
+
+def by_torch(step: Callable[[], object]) -> None:
+    with force(**torch_alone()):
+        step()
+
+
+def measured(forms: Mapping[Place, Callable[[], object]], rounds: int) -> dict[tuple[Place, int], Clocks]:
+    """All forms in turns; the first round, in which memory and threads are made, does not count."""
+    found: dict[tuple[Place, int], list[Clocks]] = {(name, count): [] for name in forms for count in THREADS}
+    for _ in range(rounds + 1):
+        for (name, count), seconds in found.items():
+            torch.set_num_threads(count)
+            seconds.append(clocked(forms[name]))
+    return {
+        place: Clocks(min(each.wall for each in seconds[1:]), min(each.processor for each in seconds[1:]))
+        for place, seconds in found.items()
+    }
+
+
+def clocked(run: Callable[[], object]) -> Clocks:
+    wall, processor = time.perf_counter(), time.process_time()
+    run()
+    return Clocks(time.perf_counter() - wall, time.process_time() - processor)
+
+
+def gained(found: Mapping[tuple[str, int], Clocks], form: str) -> tuple[float, float]:
+    """How much sooner two threads end, and how much more they compute."""
+    one, two = (found[form, count] for count in THREADS)
+    return one.wall / two.wall, two.processor / one.processor
+
+
+def over(found: Mapping[tuple[str, int], Clocks], form: str, other: str) -> list[float]:
+    """One form's time over another's: both clocks with one thread, and with two."""
+    pairs = [(found[form, count], found[other, count]) for count in THREADS]
+    return [ratio for one, two in pairs for ratio in (one.wall / two.wall, one.processor / two.processor)]
+
+
+def crowd(report: BenchReport) -> None:
+    """As many processes as on a larger machine, a thread each: how long the slowest step takes, by both forms."""
+    context, rounds = get_context("spawn"), report.repetitions
+    barrier, found = context.Barrier(CROWD), context.SimpleQueue()
+    settings = [*report.recipe, *(QUICK if report.quick else ())]
+    crowd = [context.Process(target=in_the_crowd, args=(settings, rounds, barrier, found)) for _ in range(CROWD)]
+    for process in crowd:
+        process.start()
+    for process in crowd:
+        process.join()
+    assert all(process.exitcode == 0 for process in crowd), "a process of the crowd failed"
+    ours, plain = zip(*(found.get() for _ in crowd), strict=True)
+    fastest = [min(max(of_round) for of_round in zip(*seconds, strict=True)) for seconds in (ours, plain)]
+    ratio = fastest[1] / fastest[0]
+    report.table("as many processes at once, a thread each", ("processes", "wall"), [(f"{CROWD}", times(ratio))])
+    report.at_least(f"{CROWD} processes at once, torch alone / ours", 1, ratio)
+
+
+def in_the_crowd(settings: Sequence[str], rounds: int, barrier: Barrier, found: SimpleQueue[Any]) -> None:
+    """The seconds of every round of our step, and of torch's alone; all processes begin each together."""
+    torch.set_num_threads(1)
+    config = checked(settings)
+    with one_process(config) as groups:
+        seconds = {form: list[float]() for form in steps_of("ours", groups, settings).items()}
+        for _ in range(rounds + 1):
+            for (_, step), of_form in seconds.items():
+                barrier.wait(PATIENT_S)
+                of_form.append(clocked(step).wall)
+    found.put([of_form[1:] for of_form in seconds.values()])
+
+
+def begin(report: BenchReport) -> None:
+    """From the command to the end of the first step, with prepared data."""
+    imports = ["-W", "ignore", "-c", IMPORTS]
+    with tempfile.TemporaryDirectory() as scratch:
+        runs = [until_a_step(a_run(number), Path(scratch)) for number in range(report.repetitions + 1)]
+        bare = [until_a_step(imports, Path(scratch)) for _ in range(report.repetitions)]
+    seconds = {clock: min(getattr(each, clock) for each in runs[1:]) for clock in CLOCKS}  # the first prepares the data
+    least = {clock: min(getattr(each, clock) for each in bare) for clock in CLOCKS}
+    cells = [times(seconds[clock] / least[clock]) for clock in CLOCKS]
+    report.table("from the command to the first step, over importing torch and megatron-core", CLOCKS, [cells])
+    report.console.append(f"to the first step: {seconds['wall']:.2f} s, its imports alone {least['wall']:.2f} s")
+    report.at_most("seconds from the command to the end of the first step", 4, seconds["wall"])
+
+
+def a_run(number: int) -> list[str]:
+    return ["-m", "hybridtron", "train", f"run.dir={number}", "run.max_steps=1"]
+
+
+def until_a_step(arguments: Sequence[str], folder: Path) -> Clocks:
+    """What Python takes until it has said that a step is done."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    with subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert any(line.startswith(STEP) for line in process.stdout), f"{arguments} ends without a step"
+        wall = time.perf_counter() - start
+        process.kill()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return Clocks(wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)

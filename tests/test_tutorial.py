@@ -31,8 +31,15 @@ ALONE = (
     "cp", "hybridtron inspect", "hybridtron train recipe=ema", "hybridtron generate", "hybridtron export",
     "hybridtron import",
 )  # fmt: skip
-PARALLEL = ("cp", "hybridtron train recipe=ema states", "hybridtron audit", "torchrun")
+AUDIT = ("cp", "hybridtron audit")
+PARALLEL = ("cp", "hybridtron train recipe=ema states", "torchrun")
 """How the page's commands begin, by the test that runs them."""
+IN_ONE_PROCESS = """
+import pytest
+from hybridtron.cli.main import main
+for program, words in {}:
+    assert (main(words) if program == "hybridtron" else pytest.main(words[2:])) == 0, words
+"""
 
 
 def tutorial_files() -> dict[str, str]:
@@ -86,19 +93,19 @@ class Workplace:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def execute(self, *commands: str) -> None:
-        """Run commands of the page, those of `hybridtron` in one process; one that trains gets the small sizes."""
+    def execute(self, *commands: str) -> str:
+        """Run commands of the page, those of Python in one process; one that trains gets the small sizes."""
         own = []
         for program, *words in map(shlex.split, commands):
             words += self.small * ("train" in words)
             if program == "cp":
                 shutil.copy(self.folder / words[0], self.folder / words[1])
-            elif program == "hybridtron":
-                own.append(words)
-            else:
-                assert program == "torchrun"
+            elif program == "torchrun":
                 self.run("-m", "torch.distributed.run", *words)
-        self.run("-c", f"from hybridtron.cli.main import main\nfor words in {own}: assert main(words) == 0, words")
+            else:
+                assert program == "hybridtron" or words[:2] == ["-m", "pytest"]
+                own.append((program, words))
+        return self.run("-c", IN_ONE_PROCESS.format(own)) if own else ""
 
     def losses(self, run: str) -> list[float]:
         lines = (self.folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
@@ -117,27 +124,21 @@ def test_the_tutorial_is_short() -> None:
 
 
 def test_every_command_is_run_here() -> None:
-    assert set(commands_of()) == set(commands_of(CONTRACT, *ALONE, *PARALLEL))
+    assert set(commands_of()) == set(commands_of(CONTRACT, *ALONE, *AUDIT, *PARALLEL))
 
 
 @pytest.mark.timeout(300)
-def test_it_holds_the_contract(workplace: Workplace) -> None:
-    """The contract's tests, with the one line that the page adds to them."""
+def test_it_holds_the_contract_trains_and_is_exported_loaded_and_imported(workplace: Workplace) -> None:
+    """The contract's tests have the one line that the page adds to them."""
     assert OPTIONS in PAGE.read_text()
     for name in ("tests/conftest.py", "tests/mixers/test_contract.py", "pyproject.toml"):
         (workplace.folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, workplace.folder / name)
     contract = workplace.folder / "tests/mixers/test_contract.py"
     contract.write_text(contract.read_text().replace("\nOPTIONS = {\n", f"\nOPTIONS = {{\n    {OPTIONS},\n", 1))
-    (command,) = commands_of(CONTRACT)
-    reported = workplace.run(*shlex.split(command)[1:])
+    reported = workplace.execute(*commands_of(CONTRACT, *ALONE))
     assert "skipped" not in reported
     assert int(re.findall(r"(\d+) passed", reported)[0]) > 20
-
-
-@pytest.mark.timeout(300)
-def test_it_trains_and_is_exported_loaded_and_imported(workplace: Workplace) -> None:
-    workplace.execute(*commands_of(*ALONE))
     losses = workplace.losses("ema")
     assert len(losses) == STEPS
     assert losses[-1] < losses[0] - 0.5
@@ -150,8 +151,15 @@ def test_it_trains_and_is_exported_loaded_and_imported(workplace: Workplace) -> 
 
 @pytest.mark.gloo
 @pytest.mark.timeout(300)
+def test_two_tensor_parallel_ranks_have_the_gradients_of_one_process(workplace: Workplace) -> None:
+    workplace.execute(*commands_of(*AUDIT))
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.timeout(300)
 def test_two_tensor_parallel_ranks_train_as_one_process(workplace: Workplace) -> None:
-    """The gradients of the audit, and the losses with states that are passed on."""
+    """With states that are passed on."""
     workplace.execute(*commands_of(*PARALLEL))
     one, two = workplace.losses("ema_passing"), workplace.losses("ema_tp2")
     assert len(one) == STEPS

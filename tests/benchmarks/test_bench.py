@@ -53,11 +53,8 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-FAST = ("attention", "mixer")
-
-
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in TABLES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "mixer")) for n in TABLES])
 def test_the_table_is_written(name: str, tmp_path: Path) -> None:
     output = tmp_path / f"{name}.md"
     done = bench(name, "--quick", "--repetitions", "2", "--output", str(output))

@@ -23,18 +23,13 @@ JOBS = {
     "first of four, twice": (CUT, 8, 0),
     "last of four, twice": (CUT, 8, 4),
 }
-SMALL, LARGE = list(JOBS)[:2], list(JOBS)[2:]
+LARGE = list(JOBS)[2:]
 Report = dict[str, Any]
 
 
 def rehearsed(jobs: list[str]) -> dict[str, Report]:
     found = printed_by("steps", json.dumps([JOBS[job] for job in jobs]), timeout_s=300)
     return dict(zip(jobs, found, strict=True))
-
-
-@pytest.fixture(scope="module")
-def small() -> dict[str, Report]:
-    return rehearsed(SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -73,16 +68,17 @@ def assert_flops(report: Report, job: str, beside: float = 0) -> None:
     assert summed(report, "flops", "attention", "backward") == 2.5 * attention
 
 
-def test_a_small_step_of_mamba2(small: dict[str, Report]) -> None:
-    report = small["mamba2 laptop"]
+@pytest.mark.slow
+def test_a_small_step_of_mamba2() -> None:
+    report = rehearsed(["mamba2 laptop"])["mamba2 laptop"]
     assert_flops(report, "mamba2 laptop", beside=2e-4)  # the norm's sums over groups are products too
     assert report["memory"]["planned"] == planned("mamba2 laptop").memory.total
     assert {"ssd.outputs", "conv.forward", "gated_norm.scale"} <= {kernel["name"] for kernel in report["kernels"]}
     assert report["once"]["waits"] == 1
 
 
-def test_a_small_step(small: dict[str, Report]) -> None:
-    laptop = small["laptop"]
+def test_a_small_step() -> None:
+    laptop = rehearsed(["laptop"])["laptop"]
     assert_flops(laptop, "laptop")
     chosen = laptop["implementations"]
     assert (chosen["attention"], chosen["selective_scan"], chosen["rms_norm"]) == ("flash-attn", "triton", "triton")

@@ -22,7 +22,7 @@ OPTIONS = {"qa_1": [f"data={GOLDEN / 'squad.json'}"], "qa_2": [f"data={GOLDEN / 
 QUESTIONS = {"qa_1": 4, "qa_2": 3}  # in these files
 TEXT_TASKS = [name for name, task in TASKS.items() if task.text]
 SAMPLES = 12
-GUESSES = 150
+GUESSES = 75
 BYTES: TextTokens = ByteTokens()
 
 

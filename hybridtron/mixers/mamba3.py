@@ -92,11 +92,12 @@ class Mamba3(Mixer):
         B_bias_HN, C_bias_HN = self.B_bias.squeeze(1), self.C_bias.squeeze(1)
         k_BLHN, q_BLHN = turn_pairs(TurnInputs(B_BLGN, C_BLGN, B_bias_HN, C_bias_HN, angles_BLHS))
         next_BLH = of_next_token(steps.start_BLH, documents_BL)
-        v_BLHP = ((steps.end_BLH + next_BLH).unsqueeze(3) * x_BLHP).to(x_BLHP.dtype)
+        step_BLH = steps.end_BLH + next_BLH
+        skip_BLH = self.D - next_BLH * products_by_head(B_BLGN, C_BLGN, B_bias_HN, C_bias_HN)
         state_BHPN = with_last_token(before, steps.start_BLH[:, 0])
-        y_BLHP, last_BHPN = decay_scan(DecayInputs(q_BLHN, k_BLHN, v_BLHP, steps.g_BLH, state_BHPN, documents_BL))
-        own_BLH = self.D - next_BLH * products_by_head(B_BLGN, C_BLGN, B_bias_HN, C_bias_HN)
-        y_BLHP = torch.addcmul(y_BLHP, own_BLH.unsqueeze(3).to(y_BLHP.dtype), x_BLHP)
+        y_BLHP, last_BHPN = decay_scan(
+            DecayInputs(q_BLHN, k_BLHN, x_BLHP, steps.g_BLH, state_BHPN, documents_BL, step_BLH, skip_BLH)
+        )
         last_B = B_BLGN[:, -1].repeat_interleave(self.heads // B_BLGN.shape[2], dim=1) + B_bias_HN
         back_BH1S = -angles_BLHS[:, -1].unsqueeze(2)
         ssm = turned(last_BHPN, back_BH1S)

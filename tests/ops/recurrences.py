@@ -99,13 +99,12 @@ def ssd_inputs(
 
 
 def decay_inputs(*sizes: Any, **named: Any) -> DecayInputs:
-    """The tokens and the state of SSD's inputs, without parameters."""
+    """The tokens and the state of SSD's inputs, with steps and skips of tokens for parameters."""
     made = ssd_inputs(*sizes, **named)
-    x_BLHP, dt_BLH, _, B_BLGN, C_BLGN, _, _, state_BHPN, _ = (t if t is None else t.detach() for t in made)
-    g_BLH = -dt_BLH.exp()
-    return random_inputs(
-        DecayInputs, x_BLHP.dtype, q_BLGN=C_BLGN, k_BLGN=B_BLGN, v_BLHP=x_BLHP, g_BLH=g_BLH, state_BHPN=state_BHPN
-    )
+    x, dt, _, B, C, _, _, state, _ = (t if t is None else t.detach() for t in made)
+    step, skip = normal(2, *dt.shape)
+    fields = {"q_BLGN": C, "k_BLGN": B, "v_BLHP": x, "g_BLH": -dt.exp(), "state_BHPN": state}
+    return random_inputs(DecayInputs, x.dtype, **fields, step_BLH=step, skip_BLH=skip)
 
 
 def gla_inputs(

@@ -3,7 +3,7 @@
 //     h_t = a_t h_{t-1} + b_t (delta_t x_t)^T,   y_t = c_t h_t + D x_t
 //     a_t = exp(delta_t A),   delta_t = softplus(dt_t + bias)
 //
-// Without A, a_t = exp(g_t) of g_t in the place of dt_t, and every delta_t is 1.
+// Without A, a_t = exp(g_t) of g_t in the place of dt_t, and delta_t and D are given for each token, or are 1 and 0.
 //
 // A segment is at most CHUNK tokens of one document. With L_t the sum of delta A up to t, E_ij = exp(L_i - L_j) for
 // j <= i and zero above, and T the last token:
@@ -38,11 +38,12 @@ constexpr int64_t STEP = 16;  // rows of a triangle that are made together
 template <class S> struct Ssd {
   int64_t rows, length, heads, size, groups, states, unit, whole_rows;
   Tokens x, dt, b, c, y;
+  Tokens step, skip;      // delta and D of tokens; may be null, and are with A
   const uint8_t *starts;  // (rows, length), or null where no document begins in a row
   const S *A, *D, *bias;  // A times log2(e); all three or none
   S *state;               // the first on entry, the last on return; backward: of the gradients
   S *kept;                // (rows, chunks, heads, states, padded); null where no gradient will be asked for
-  Tokens grad_y, grad_x, grad_dt, grad_b, grad_c;
+  Tokens grad_y, grad_x, grad_dt, grad_b, grad_c, grad_step, grad_skip;
   S *grad_A, *grad_D, *grad_bias;  // (rows, heads), as A, D and bias are; zeros on entry
   S *shares;                       // (rows, units, length, 2, states) where units of a row are shared among threads
 
@@ -62,7 +63,7 @@ template <class S> struct SegmentOfHeads {
   S *scores, *of_scores, *pairs, *inner;                       // (CHUNK, CHUNK): c . b, their gradients, F delta, X
   S *x, *grad, *made, *scaled;                                 // (CHUNK, padded)
   S *x_turned, *grad_turned;                                   // (padded, CHUNK)
-  S *delta, *slope, *of_dt;                                    // (unit, CHUNK)
+  S *delta, *slope, *skip, *of_dt, *of_step, *of_skip;         // (unit, CHUNK)
   S *since, *to_end, *crossing, *from_pairs, *from_state, *from_next;  // (CHUNK,)
   double *sums;                                                // (CHUNK,)
   S whole;
@@ -71,7 +72,7 @@ template <class S> struct SegmentOfHeads {
 
   static int64_t size(const Ssd<S> &of) {
     const int64_t states = 4 * of.across() + 5 * of.states, channels = 6 * of.padded();
-    return CHUNK * (sizeof(S) * (states + channels + 4 * CHUNK + 3 * of.unit + 6) + sizeof(double));
+    return CHUNK * (sizeof(S) * (states + channels + 4 * CHUNK + 6 * of.unit + 6) + sizeof(double));
   }
 
   SegmentOfHeads(const Ssd<S> &of, char *scratch) : of(of), padded(of.padded()), across(of.across()) {
@@ -84,7 +85,7 @@ template <class S> struct SegmentOfHeads {
     take(of.states, {&b_turned, &c_turned, &of_b_turned, &of_c_turned, &found});
     take(CHUNK, {&scores, &of_scores, &pairs, &inner});
     take(padded, {&x, &grad, &made, &scaled, &x_turned, &grad_turned});
-    take(of.unit, {&delta, &slope, &of_dt});
+    take(of.unit, {&delta, &slope, &skip, &of_dt, &of_step, &of_skip});
     take(1, {&since, &to_end, &crossing, &from_pairs, &from_state, &from_next});
   }
 
@@ -134,16 +135,33 @@ template <class S> struct SegmentOfHeads {
       for (int64_t t = tokens; t < filled; t++) to[k * CHUNK + t] = 0;
   }
 
-  // delta of all heads and its slope; the rows of dt go where their gradients will be
-  void steps() {
+  // A number of each token and head, as rows of heads, with zeros behind the last token
+  void read_heads(S *to, const Tokens &from) {
     for (int64_t t = 0; t < tokens; t++) {
-      read(made, of.dt, row, start + t, first, of.unit);
-      for (int64_t h = 0; h < of.unit; h++) of_dt[h * CHUNK + t] = made[h];
+      read(made, from, row, start + t, first, of.unit);
+      for (int64_t h = 0; h < of.unit; h++) to[h * CHUNK + t] = made[h];
     }
-    for (int64_t h = 0; h < of.unit; h++) {
-      for (int64_t t = tokens; t < filled; t++) of_dt[h * CHUNK + t] = 0;
-      for (int64_t t = 0; !of.A && t < filled; t++) delta[h * CHUNK + t] = slope[h * CHUNK + t] = 1;
-      if (!of.A) continue;
+    for (int64_t h = 0; h < of.unit; h++)
+      for (int64_t t = tokens; t < filled; t++) to[h * CHUNK + t] = 0;
+  }
+  void write_heads(const S *from, const Tokens &to) {
+    for (int64_t t = 0; t < tokens; t++) {
+      for (int64_t h = 0; h < of.unit; h++) made[h] = from[h * CHUNK + t];
+      write(made, to, row, start + t, first, of.unit);
+    }
+  }
+
+  // delta of all heads and its slope, and D; the rows of dt go where their gradients will be
+  void steps() {
+    read_heads(of_dt, of.dt);
+    for (int64_t h = 0; h < of.unit; h++)
+      for (int64_t t = 0; t < filled; t++) {
+        delta[h * CHUNK + t] = slope[h * CHUNK + t] = 1;
+        skip[h * CHUNK + t] = of.D ? of.D[first + h] : 0;
+      }
+    if (of.step.data) read_heads(delta, of.step);
+    if (of.skip.data) read_heads(skip, of.skip);
+    for (int64_t h = 0; of.A && h < of.unit; h++) {
       for (int64_t t = 0; t < filled; t += Lanes<S>::W) {
         const V<S> shifted = load(of_dt + h * CHUNK + t) + of.bias[first + h];
         const Logistic<S> logistic(shifted);

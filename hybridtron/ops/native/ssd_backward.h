@@ -40,15 +40,14 @@ template <class S> static void add_by_token(const SegmentOfHeads<S> &s, S *to, c
     }
 }
 
-template <class S> static void gradients_of_x(SegmentOfHeads<S> &s, const S *delta) {
+template <class S> static void gradients_of_x(SegmentOfHeads<S> &s, const S *delta, const S *skip) {
   const int64_t padded = s.padded;
-  const S D = s.of.D ? s.of.D[s.head] : 0;
   const Matrix<S> made{s.made, padded};
   if (s.feeds) product<S, false>(made, {s.b, s.across, 1}, {s.state(), padded}, s.tokens, padded, s.of.states);
   for (int64_t t = 0; t < s.tokens; t++) {
     const S factor = s.to_end[t] * delta[t];
     for (int64_t k = t * padded; k < (t + 1) * padded; k += Lanes<S>::W)
-      store(s.made + k, (s.feeds ? load(s.made + k) * factor : V<S>{}) + load(s.grad + k) * D);
+      store(s.made + k, (s.feeds ? load(s.made + k) * factor : V<S>{}) + load(s.grad + k) * skip[t]);
   }
   s.over_rows([&](int64_t j, int64_t rows) {
     product<S, true>({s.made + j * padded, padded}, {s.pairs + j * CHUNK + j, 1, CHUNK}, {s.grad + j * padded, padded},
@@ -93,7 +92,7 @@ template <class S> static S previous_state(SegmentOfHeads<S> &s, const S *before
   return total<S>(shared);
 }
 
-// Gradients of dt, and the sums for A, D and bias
+// Gradients of dt, step and skip, and the sums for A, D and bias
 template <class S> static void gradients_of_steps(SegmentOfHeads<S> &s, int64_t number, S carried) {
   const int64_t place = s.row * s.of.heads + s.head;
   const S *delta = s.delta + number * CHUNK, *slope = s.slope + number * CHUNK;
@@ -102,10 +101,12 @@ template <class S> static void gradients_of_steps(SegmentOfHeads<S> &s, int64_t 
   for (int64_t t = s.tokens - 1; t >= 0; t--) s.crossing[t] += after += s.from_state[t];
   for (int64_t t = 0; t < s.tokens; t++) {
     const S of_g = s.crossing[t] + before;
-    const S of_dt = s.of.A ? (s.from_pairs[t] + s.from_next[t] + of_g * A) * slope[t] : of_g;
+    const S of_step = s.from_pairs[t] + s.from_next[t], of_skip = s.inner[t * CHUNK + t];
+    const S of_dt = s.of.A ? (of_step + of_g * A) * slope[t] : of_g;
     before += delta[t] * s.from_next[t];
-    s.of_dt[number * CHUNK + t] = of_dt;
-    of_A += of_g * delta[t], of_bias += of_dt, of_D += s.inner[t * CHUNK + t];
+    const int64_t at = number * CHUNK + t;
+    s.of_dt[at] = of_dt, s.of_step[at] = of_step, s.of_skip[at] = of_skip;
+    of_A += of_g * delta[t], of_bias += of_dt, of_D += of_skip;
   }
   if (s.of.A) s.of.grad_A[place] += of_A, s.of.grad_D[place] += of_D, s.of.grad_bias[place] += of_bias;
 }
@@ -121,12 +122,12 @@ template <class S> static void backward_head(SegmentOfHeads<S> &s, int64_t numbe
                       s.wide(i), s.of.size);
   });
   through_pairs(s, delta);
-  gradients_of_x(s, delta);
+  gradients_of_x(s, delta, s.skip + number * CHUNK);
   through_states(s, delta, before);
   gradients_of_steps(s, number, previous_state(s, before));
 }
 
-// Gradients of b, c and dt of a segment, from what all heads of the unit have added
+// Gradients of b, c, dt, step and skip of a segment, from what all heads of the unit have added
 template <class S> static void end_segment(SegmentOfHeads<S> &s, int64_t chunk) {
   const int64_t across = s.across, local = (s.start - chunk * CHUNK) * across;
   S *of_b = s.of_b + local, *of_c = s.of_c + local;
@@ -141,10 +142,9 @@ template <class S> static void end_segment(SegmentOfHeads<S> &s, int64_t chunk) 
     product<S, true>({of_b + i * across, across}, {below + i, 1, CHUNK}, {s.c + i * across, across}, rows, across,
                      s.tokens - i);
   });
-  for (int64_t t = 0; t < s.tokens; t++) {
-    for (int64_t h = 0; h < s.of.unit; h++) s.made[h] = s.of_dt[h * CHUNK + t];
-    write(s.made, s.of.grad_dt, s.row, s.start + t, s.first, s.of.unit);
-  }
+  s.write_heads(s.of_dt, s.of.grad_dt);
+  if (s.of.step.data) s.write_heads(s.of_step, s.of.grad_step);
+  if (s.of.skip.data) s.write_heads(s.of_skip, s.of.grad_skip);
 }
 
 template <class S> static void backward_chunk(SegmentOfHeads<S> &s, int64_t row, int64_t unit, int64_t chunk) {

@@ -43,8 +43,8 @@ def chunked_decay(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
     """The same of tokens that bring their decays and steps."""
     if inputs.v_BLHP.shape[1] == 1:
         return decay_scan(inputs)
-    q_BLGN, k_BLGN, v_BLHP, g_BLH, state_BHPN, documents_BL = inputs
-    row = DecayChunkedRow(v_BLHP, g_BLH, k_BLGN, q_BLGN, document_starts(documents_BL))
+    q_BLGN, k_BLGN, v_BLHP, g_BLH, state_BHPN, documents_BL, step_BLH, skip_BLH = inputs
+    row = DecayChunkedRow(v_BLHP, g_BLH, k_BLGN, q_BLGN, step_BLH, skip_BLH, document_starts(documents_BL))
     return _over_chunks(row, initial_state(v_BLHP, k_BLGN, state_BHPN))
 
 
@@ -140,6 +140,8 @@ class DecayChunkedRow(NamedTuple):
     g_BLH: Tensor
     k_BLGN: Tensor
     q_BLGN: Tensor
+    step_BLH: Tensor | None
+    skip_BLH: Tensor | None
     starts_BL: Tensor | None
 
     PARAMETERS = 0
@@ -150,35 +152,53 @@ class DecayChunkedRow(NamedTuple):
     def chunk(self, tokens: slice) -> GivenChunk:
         """A few tokens in the type to compute in."""
         wide, groups = wide_type(self.v_BLHP), self.k_BLGN.shape[2]
-        v_BTHP = self.v_BLHP[:, tokens]
+        v_BTHP = self.v_BLHP[:, tokens].to(wide)
+        step_BTH1, skip_BTH1 = (
+            None if factor_BLH is None else factor_BLH[:, tokens].to(wide).unsqueeze(3)
+            for factor_BLH in (self.step_BLH, self.skip_BLH)
+        )
         starts_BT = None if self.starts_BL is None else self.starts_BL[:, tokens]
         core = DecayChunk(
             self.q_BLGN[:, tokens].to(wide).transpose(1, 2),
             self.k_BLGN[:, tokens].to(wide).transpose(1, 2),
-            _grouped(v_BTHP.to(wide), groups),
+            _grouped(v_BTHP if step_BTH1 is None else step_BTH1 * v_BTHP, groups),
             self.g_BLH[:, tokens].transpose(1, 2).unflatten(1, (groups, -1)),
             Sight.of(v_BTHP.shape[1], v_BTHP.device, starts_BT),
         )
-        return GivenChunk(v_BTHP.shape, core)
+        return GivenChunk(v_BTHP, step_BTH1, skip_BTH1, core)
 
 
 @dataclass
 class GivenChunk:
-    """T tokens as the recurrence takes them."""
+    """T tokens as the recurrence takes them; without steps these are 1, and without skips nothing passes by it."""
 
-    shape: torch.Size
+    v_BTHP: Tensor
+    step_BTH1: Tensor | None
+    skip_BTH1: Tensor | None
     core: DecayChunk
 
     def forward(self, state_BGNV: Tensor) -> tuple[Tensor, Tensor]:
-        return self.core.outputs(state_BGNV).transpose(1, 2).reshape(self.shape), self.core.next_state(state_BGNV)
+        y_BTHP = self.core.outputs(state_BGNV).transpose(1, 2).reshape(self.v_BTHP.shape)
+        if self.skip_BTH1 is not None:
+            y_BTHP = y_BTHP.addcmul(self.skip_BTH1, self.v_BTHP)
+        return y_BTHP, self.core.next_state(state_BGNV)
 
     def backward(
         self, state_BGNV: Tensor, grad_y_BTHP: Tensor, grad_state_BGNV: Tensor
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-        """Gradients of (v, g, k, q), of no parameters, and of the state before the chunk."""
+    ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...], Tensor]:
+        """Gradients of (v, g, k, q, step, skip), of no parameters, and of the state before the chunk."""
         of = self.core.backward(state_BGNV, _grouped(grad_y_BTHP, state_BGNV.shape[1]), grad_state_BGNV)
-        of_v_BTHP, of_g_BTH = of.v_BGTV.transpose(1, 2).reshape(self.shape), of.g_BGRT.flatten(1, 2).transpose(1, 2)
-        return (of_v_BTHP, of_g_BTH, of.k_BGTN.transpose(1, 2), of.q_BGTN.transpose(1, 2)), (), of.state_BGNV
+        of_v_BTHP, of_g_BTH = (
+            of.v_BGTV.transpose(1, 2).reshape(self.v_BTHP.shape),
+            of.g_BGRT.flatten(1, 2).transpose(1, 2),
+        )
+        of_step_BTH = of_skip_BTH = None
+        if self.step_BTH1 is not None:
+            of_step_BTH, of_v_BTHP = (of_v_BTHP * self.v_BTHP).sum(-1), of_v_BTHP * self.step_BTH1
+        if self.skip_BTH1 is not None:
+            of_skip_BTH, of_v_BTHP = (grad_y_BTHP * self.v_BTHP).sum(-1), of_v_BTHP.addcmul(self.skip_BTH1, grad_y_BTHP)
+        of_tokens = of_v_BTHP, of_g_BTH, of.k_BGTN.transpose(1, 2), of.q_BGTN.transpose(1, 2), of_step_BTH, of_skip_BTH
+        return of_tokens, (), of.state_BGNV
 
 
 def _grouped(x_BTHP: Tensor, groups: int) -> Tensor:

@@ -43,13 +43,13 @@ def ssd_scan(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
 
 def decay_scan(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
     """The same without parameters: the log decays stand in the place of dt."""
-    q_BLGN, k_BLGN, v_BLHP, g_BLH, state_BHPN, documents_BL = inputs
+    q_BLGN, k_BLGN, v_BLHP, g_BLH, state_BHPN, documents_BL, *_ = inputs.with_steps(inputs.v_BLHP.dtype)
     shared = functools.reduce(torch.promote_types, (t.dtype for t in (q_BLGN, k_BLGN, v_BLHP)))
     v, k, q = (t.to(shared) for t in (v_BLHP, k_BLGN, q_BLGN))
     none_H = v.new_zeros(v.shape[2], dtype=torch.float32)
     state = None if state_BHPN is None else state_BHPN.float()
     y_BLHP, last_BHPN = _TritonSSD.apply(v, g_BLH, None, k, q, none_H, None, state, _counted(documents_BL))
-    return y_BLHP.to(v_BLHP.dtype), last_BHPN
+    return inputs.skipped(y_BLHP.to(v_BLHP.dtype)), last_BHPN
 
 
 def _counted(documents_BL: Tensor | None) -> Tensor | None:

@@ -27,15 +27,15 @@ class SSDTask(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "length", "heads", "size", "groups", "states", "unit")),
         ("whole_rows", ctypes.c_int64),
-        *((name, Tokens) for name in ("x", "dt", "b", "c", "y")),
+        *((name, Tokens) for name in ("x", "dt", "b", "c", "y", "step", "skip")),
         *((name, ctypes.c_void_p) for name in ("starts", "A", "D", "bias", "state", "kept")),
-        *((name, Tokens) for name in ("grad_y", "grad_x", "grad_dt", "grad_b", "grad_c")),
+        *((name, Tokens) for name in ("grad_y", "grad_x", "grad_dt", "grad_b", "grad_c", "grad_step", "grad_skip")),
         *((name, ctypes.c_void_p) for name in ("grad_A", "grad_D", "grad_bias", "shares")),
     )
 
 
 class NativeSSDRow(NamedTuple):
-    """Without parameters dt are log decays, steps are 1, and nothing passes by the state."""
+    """Without parameters dt are log decays, and what they would make of tokens is `step` and `skip`."""
 
     x_BLHP: Tensor
     dt_BLH: Tensor
@@ -44,6 +44,8 @@ class NativeSSDRow(NamedTuple):
     c_BLGN: Tensor
     D_H: Tensor | None
     bias_H: Tensor | None
+    step_BLH: Tensor | None
+    skip_BLH: Tensor | None
     state_BHNQ: Tensor
 
     NAME = "ssd"
@@ -67,16 +69,16 @@ def ssd_scan(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
     x_BLHP, B_BLGN, wide = inputs.x_BLHP, inputs.B_BLGN, wide_type(inputs.x_BLHP)
     A_H, D_H, dt_bias_H = (t.to(wide) for t in (inputs.A_H, inputs.D_H, inputs.dt_bias_H))
     state_BHNP = initial_state(x_BLHP, B_BLGN, inputs.state_BHPN).mT
-    row = NativeSSDRow(x_BLHP, inputs.dt_BLH, A_H, B_BLGN, inputs.C_BLGN, D_H, dt_bias_H, state_BHNP)
+    row = NativeSSDRow(x_BLHP, inputs.dt_BLH, A_H, B_BLGN, inputs.C_BLGN, D_H, dt_bias_H, None, None, state_BHNP)
     y_BLHP, last_BHNP = matrix_recurrence(row, inputs.documents_BL)
     return y_BLHP, last_BHNP.mT
 
 
 @torch.compiler.disable
 def decay_scan(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
-    q_BLGN, k_BLGN, v_BLHP, g_BLH, state_BHPN, documents_BL = inputs
+    q_BLGN, k_BLGN, v_BLHP, g_BLH, state_BHPN, documents_BL, step_BLH, skip_BLH = inputs
     state_BHNP = initial_state(v_BLHP, k_BLGN, state_BHPN).mT
-    row = NativeSSDRow(v_BLHP, g_BLH, None, k_BLGN, q_BLGN, None, None, state_BHNP)
+    row = NativeSSDRow(v_BLHP, g_BLH, None, k_BLGN, q_BLGN, None, None, step_BLH, skip_BLH, state_BHNP)
     y_BLHP, last_BHNP = matrix_recurrence(row, documents_BL)
     return y_BLHP, last_BHNP.mT
 

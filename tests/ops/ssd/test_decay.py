@@ -20,8 +20,8 @@ def test_with_steps_of_one_the_scan_is_this(form: str, monkeypatch: pytest.Monke
     """softplus(dt) = 1 and A = -0.3, in the scan's reference; and GLA's with the same decay for all key channels."""
     monkeypatch.setattr(chunked, "CHUNK", 4)
     g = torch.full((2, 11, 4), -0.3, dtype=torch.float64)
-    inputs = decay_inputs()._replace(g_BLH=g, documents_BL=TWO_DOCUMENTS)
-    q, k, v, _, state, _ = inputs
+    inputs = decay_inputs()._replace(g_BLH=g, documents_BL=TWO_DOCUMENTS, step_BLH=None, skip_BLH=None)
+    q, k, v, _, state, *_ = inputs
     dt, zero = torch.full((2, 11, 4), 0.541324854612918, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
     scan = SSDInputs(v, dt, zero - 0.3, k, q, zero, zero, state, TWO_DOCUMENTS)
     y, last = run(decay_scan, form, inputs)

@@ -38,7 +38,7 @@ class SeqInfo:
     carried: bool = True
     borders_E: Tensor | None = None
     _spans: list[list[tuple[int, int]]] = field(default_factory=list, repr=False, compare=False)
-    _rope: dict[tuple[int, float], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
+    _rope: dict[tuple[object, ...], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def starts_BL(self) -> Tensor:
@@ -51,6 +51,14 @@ class SeqInfo:
         if (head_dim, base) not in self._rope:
             self._rope[head_dim, base] = rope_table(self.positions_BL, head_dim, base)
         return self._rope[head_dim, base]
+
+    def rope_in_row(self, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The same by place in the row, whatever documents it holds, up to the place behind it: (B, L + 1, ...)."""
+        if (head_dim, base, dtype) not in self._rope:
+            rows, length = self.positions_BL.shape
+            places_BL = torch.arange(length + 1, device=self.positions_BL.device).expand(rows, -1)
+            self._rope[head_dim, base, dtype] = rope_table(places_BL, head_dim, base, dtype)
+        return self._rope[head_dim, base, dtype]
 
     def number(self, purpose: str) -> int:
         """A random number of 64 bits: a function of the key and of what it is for."""

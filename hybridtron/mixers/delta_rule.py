@@ -37,7 +37,8 @@ class DeltaRule(LinearAttention):
         # in fp32: sums of many follow
         steps_BLHG = F.softplus(at_least_fp32(a_BLX) + self.dt_bias).unflatten(-1, (self.heads, -1))
         g_BLHG = -torch.exp(self.A_log).unsqueeze(-1) * steps_BLHG
-        return delta_scan(DeltaInputs(q_BLHN, k_BLHN, given.v_BLHP, beta_BLH, g_BLHG, given.state, given.documents_BL))
+        documents_BL = given.seq.documents_BL
+        return delta_scan(DeltaInputs(q_BLHN, k_BLHN, given.v_BLHP, beta_BLH, g_BLHG, given.state, documents_BL))
 
     @abstractmethod
     def decays_and_steps(self, x_LBD: Tensor) -> tuple[Tensor, Tensor]:

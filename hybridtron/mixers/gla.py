@@ -25,9 +25,9 @@ class GLA(LinearAttention):
         self.gate_bias = nn.Parameter(torch.empty(self.keys))
 
     def attend(self, given: HeadInputs) -> tuple[Tensor, Tensor]:
-        x_LBD, q_BLHN, k_BLHN, v_BLHP, state, documents_BL = given
+        x_LBD, q_BLHN, k_BLHN, v_BLHP, state, seq = given
         g_BLHN = self.log_decays(x_LBD).transpose(0, 1).unflatten(-1, (self.heads, -1))
-        return gla_scan(GLAInputs(q_BLHN * self.scale, k_BLHN, v_BLHP, g_BLHN, state, documents_BL))
+        return gla_scan(GLAInputs(q_BLHN * self.scale, k_BLHN, v_BLHP, g_BLHN, state, seq.documents_BL))
 
     def log_decays(self, x_LBD: Tensor) -> Tensor:
         """g of this rank's key channels, in fp32: sums of many of them follow."""

@@ -29,7 +29,7 @@ class HeadInputs(NamedTuple):
     k_BLKN: Tensor
     v_BLHP: Tensor
     state: Tensor | None
-    documents_BL: Tensor | None
+    seq: SeqInfo
 
 
 class LinearAttention(Mixer):
@@ -58,7 +58,7 @@ class LinearAttention(Mixer):
         q_BLE, k_BLE, v_BLV = qkv_BLC.split((self.keys, self.keys, self.values), dim=-1)
         q_BLKN, k_BLKN = (part.unflatten(-1, (self.key_heads, -1)) for part in (q_BLE, k_BLE))
         v_BLHP = v_BLV.unflatten(-1, (self.heads, -1))
-        y_BLHP, new["ssm"] = self.attend(HeadInputs(x_LBD, q_BLKN, k_BLKN, v_BLHP, before.get("ssm"), seq.documents_BL))
+        y_BLHP, new["ssm"] = self.attend(HeadInputs(x_LBD, q_BLKN, k_BLKN, v_BLHP, before.get("ssm"), seq))
         normed_BLHP = rms_norm(RMSNormInputs(y_BLHP, self.norm_weight, self.shared.norm_eps))
         return Out(self.out_proj(normed_BLHP.flatten(2).transpose(0, 1) * gate_LBV), new, {})
 

@@ -16,7 +16,7 @@ from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.retnet import RetNetSpec
 from hybridtron.mixers.linear_attention import HeadInputs, LinearAttention
 from hybridtron.ops.precision import wide_type
-from hybridtron.ops.rope import RopeInputs, apply_rope, rope_table
+from hybridtron.ops.rope import RopeInputs, apply_rope
 from hybridtron.ops.ssd import SSDInputs, ssd_scan
 from hybridtron.parallel.linear import TensorGroup
 
@@ -32,12 +32,10 @@ class RetNet(LinearAttention):
 
     def attend(self, given: HeadInputs) -> tuple[Tensor, Tensor]:
         """Retention as SSD with steps of one."""
-        _, q_BLHN, k_BLHN, v_BLHP, state, documents_BL = given
+        _, q_BLHN, k_BLHN, v_BLHP, state, seq = given
         rows, length, heads, keys = k_BLHN.shape
         wide, device = wide_type(v_BLHP), v_BLHP.device
-        cos_BLk, sin_BLk = rope_table(
-            torch.arange(length + 1, device=device).expand(rows, -1), keys, self.rope_base, wide
-        )
+        cos_BLk, sin_BLk = seq.rope_in_row(keys, self.rope_base, wide)
         q_BLHN, k_BLHN = (
             apply_rope(RopeInputs(x, cos_BLk[:, :-1], sin_BLk[:, :-1])) for x in (q_BLHN * self.scale, k_BLHN)
         )
@@ -45,7 +43,7 @@ class RetNet(LinearAttention):
         gammas_H = log_gammas(heads, self.tensor.rank * heads, device).to(wide)
         steps_BLH, one_H = v_BLHP.new_zeros(rows, length, heads), zero_H + STEP_OF_ONE
         y_BLHP, last_BHPN = ssd_scan(
-            SSDInputs(v_BLHP, steps_BLH, gammas_H, k_BLHN, q_BLHN, zero_H, one_H, state, documents_BL)
+            SSDInputs(v_BLHP, steps_BLH, gammas_H, k_BLHN, q_BLHN, zero_H, one_H, state, seq.documents_BL)
         )
         back = (table[:, -1:].expand(-1, v_BLHP.shape[3], -1) for table in (cos_BLk, -sin_BLk))
         return y_BLHP, apply_rope(RopeInputs(last_BHPN.transpose(1, 2), *back)).transpose(1, 2)

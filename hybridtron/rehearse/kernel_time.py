@@ -59,6 +59,15 @@ LOOPS: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], list[int]]] = {
     "gla.scores": lambda named, _: _slices_of_keys(named),
     **dict.fromkeys(("gla.query_pairs", "gla.key_pairs"), lambda named, _: [named["PART"]]),
     "gla.pass_states": lambda named, _: [named["chunks"]],
+    **dict.fromkeys(("delta.walk", "delta.walk_back"), lambda named, _: [named["chunks"]]),
+    **dict.fromkeys(
+        ("delta.scores_by_head", "delta.scores_by_channel", "delta.outputs"),
+        lambda named, _: [named["BLOCK_N"] // named["KEYS"]],
+    ),
+    **dict.fromkeys(
+        ("delta.pair_weights", "delta.token_gradients"), lambda named, _: [named["BLOCK_P"] // named["VALUES"]]
+    ),
+    "delta.inverse": lambda named, _: [named["PART"] - 1],
     "ssd.pass_states": lambda named, _: [named["chunks"]],
     "ssd.outputs": lambda named, _: [max(1, named["BLOCK_N"] // named["SLICE"])],
     "ssd.token_gradients": lambda named, _: [max(1, named["BLOCK_N"] // named["SLICE"])],
@@ -82,6 +91,11 @@ class KernelTime:
     def seconds(self) -> float:
         """The longest."""
         return max(self.bytes, self.products, self.issue, self.units)
+
+    @property
+    def share(self) -> float:
+        """Of the roofline that its bytes and its products give."""
+        return max(self.bytes, self.products) / self.seconds
 
     @property
     def bound(self) -> str:

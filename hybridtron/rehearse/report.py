@@ -44,7 +44,7 @@ def as_json(rehearsed: Rehearsed) -> dict[str, Any]:
                 "name": kernel.name, "grid": list(kernel.grid), "launches": kernel.launches,
                 "registers": kernel.compiled.registers, "shared": kernel.compiled.shared,
                 "spilled": kernel.compiled.spilled, "warps": kernel.time.warps, "bound": kernel.time.bound,
-                "seconds": kernel.time.seconds,
+                "seconds": kernel.time.seconds, "of_roofline": kernel.time.share,
             }
             for kernel in rehearsed.kernels
         ],
@@ -197,12 +197,14 @@ def _seconds(costs: dict[tuple[str, str], Work], kind: str) -> float:
 def _kernels(rehearsed: Rehearsed) -> Table:
     title = f"Triton kernels, of {rehearsed.step.many} micro-batches"
     table = _table(
-        title, "kernel", "grid", "launches", "registers", "spilled", "shared", "warps", "bound by", "ms each"
-    )
+        title, "kernel", "grid", "launches", "registers", "spilled", "shared", "warps", "bound by", "ms each",
+        "of roofline",
+    )  # fmt: skip
     for kernel in rehearsed.kernels:
         compiled, grid = kernel.compiled, " x ".join(map(str, kernel.grid))
         numbers = (kernel.launches, compiled.registers, compiled.spilled, compiled.shared, kernel.time.warps)
-        table.add_row(kernel.name, grid, *map(str, numbers), kernel.time.bound, f"{1e3 * kernel.time.seconds:.3f}")
+        times = f"{1e3 * kernel.time.seconds:.3f}", f"{kernel.time.share:.0%}"
+        table.add_row(kernel.name, grid, *map(str, numbers), kernel.time.bound, *times)
     return table
 
 

@@ -1,9 +1,9 @@
 """The delta rule with decays, by head (Gated DeltaNet) or by key channel (KDA)."""
 
-from hybridtron.ops.delta import chunked, native, reference
+from hybridtron.ops.delta import chunked, native, reference, triton
 from hybridtron.ops.delta.reference import DeltaInputs
 from hybridtron.ops.dispatch import Op
 
 __all__ = ["DeltaInputs", "delta_scan"]
 
-delta_scan = Op(reference.delta_scan, (native.NATIVE, chunked.CHUNKED))
+delta_scan = Op(reference.delta_scan, (triton.TRITON, native.NATIVE, chunked.CHUNKED))

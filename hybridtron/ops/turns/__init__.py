@@ -1,10 +1,10 @@
 """Rotations by angles that the tokens themselves set."""
 
 from hybridtron.ops.dispatch import Op
-from hybridtron.ops.turns import blocked, native, pairs, reference
+from hybridtron.ops.turns import blocked, native, pairs, reference, triton
 from hybridtron.ops.turns.reference import AngleInputs, TurnInputs, turned
 
 __all__ = ["AngleInputs", "TurnInputs", "angles", "turn_pairs", "turned"]
 
 angles = Op(reference.angles, (blocked.BLOCKED,))
-turn_pairs = Op(reference.turn_pairs, (native.NATIVE, pairs.COMPLEX))
+turn_pairs = Op(reference.turn_pairs, (triton.TRITON, native.NATIVE, pairs.COMPLEX))

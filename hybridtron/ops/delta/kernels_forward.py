@@ -1,0 +1,209 @@
+"""Triton kernels of the delta rule, forward: decayed tokens, the triangle's inverse, the walk over chunks, outputs.
+
+With F_i the product of the decays over a chunk's tokens up to i, L_j that over the tokens after j, W over all, and the
+scores A and P of `kernels_pairs`, a chunk takes the state h before it through (`delta/chunked` derives this)
+
+    factors    q F, k F and k L, rounded once, and W
+    inverse    X = (I + P diag(beta))^-1
+    walk       w = X (v - h^T (k F)),   u = beta w,   h after = W h + (k L)^T u      one chunk after another
+    outputs    y_i = sum_{j <= i} A_ij u_j + h^T (q F)_i
+
+The triangle I + N with N = P diag(beta), strictly lower, is inverted by forward substitution in its diagonal blocks of
+PART tokens, all of them at once. Two neighbours a and b of them, c below a, are one of twice the size by
+
+    [a 0; c b]^-1 = [a^-1 0; -b^-1 c a^-1 b^-1]
+
+again and again, in fp32, whose products run as three of tf32. Backward takes Z = (I + diag(beta) P)^-1 besides, by the
+same kernel with the other factor.
+
+Where a document begins the log decay counts as minus infinity: what leads over it is 0, in F, L, W, A and P, and so in
+X. A state that is not finite is taken out of the products, since 0 times infinity is no zero, and comes back as no
+number in what its own document sees of it. No kernel adds up in an order that depends on the schedule.
+
+Legend: as in `kernels_pairs`; G = N, or 1 where all keys of a head decay alike. States between chunks are
+(B, chunks, H, N, P).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hybridtron.ops.gla.kernels_forward import begins, scores_of_chunk, since_start, state_block, to_end
+from hybridtron.ops.ssd.kernels_forward import product, tokens_by_channel
+
+
+@triton.jit
+def factors(
+    q_BLHN: tl.tensor, k_BLHN: tl.tensor, g_BLHG: tl.tensor, starts_BL: tl.tensor, q_enter_BLHN: tl.tensor,
+    k_enter_BLHN: tl.tensor, k_leave_BLHN: tl.tensor, whole_BCHG: tl.tensor, length: int, heads: int,
+    BY_HEAD: tl.constexpr, DOCUMENTS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
+    KEYS: tl.constexpr,
+) -> None:  # fmt: skip
+    """q F, k F and k L of a chunk, some keys of one head, and W."""
+    across: tl.constexpr = BLOCK_N // KEYS
+    G: tl.constexpr = 1 if BY_HEAD else N  # pyrefly: ignore[bad-assignment]
+    chunk, head, row = tl.program_id(0), tl.program_id(1) // across, tl.program_id(2).to(tl.int64)
+    part = tl.program_id(1) % across
+    n_N = part * KEYS + tl.arange(0, KEYS)
+    n_G = tl.arange(0, 1) if BY_HEAD else n_N
+    token_T, end = chunk * CHUNK + tl.arange(0, CHUNK), tl.minimum((chunk + 1) * CHUNK, length)
+    inside_T = token_T < length
+    since_TG = since_start(g_BLHG, starts_BL, row, token_T, inside_T, head, n_G, length, heads, DOCUMENTS, G)
+    left_TG = to_end(g_BLHG, starts_BL, row, token_T, end, head, n_G, length, heads, DOCUMENTS, G)
+    index = (row * tl.num_programs(0) + chunk) * heads + head
+    there_G = (n_G < G) & (part == 0) if BY_HEAD else n_G < G
+    tl.store(whole_BCHG + index * G + n_G, tl.min(since_TG, axis=0), mask=there_G)
+    q_TN = tokens_by_channel(q_BLHN, row, token_T, head, n_N, length, heads, N).to(tl.float32)
+    k_TN = tokens_by_channel(k_BLHN, row, token_T, head, n_N, length, heads, N).to(tl.float32)
+    at_TN = ((row * length + token_T) * heads + head)[:, None] * N + n_N[None, :]
+    there_TN = tl.expand_dims(inside_T, 1) & tl.expand_dims(n_N < N, 0)
+    tl.store(q_enter_BLHN + at_TN, q_TN * since_TG, mask=there_TN)
+    tl.store(k_enter_BLHN + at_TN, k_TN * since_TG, mask=there_TN)
+    tl.store(k_leave_BLHN + at_TN, k_TN * left_TG, mask=there_TN)
+
+
+@triton.jit
+def inverse(
+    P_BHLT: tl.tensor, beta_BLH: tl.tensor, X_BHLT: tl.tensor, length: int, heads: int, OF_ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, PART: tl.constexpr, MERGES: tl.constexpr,
+) -> None:  # fmt: skip
+    """X of a chunk, or with steps OF_ROWS Z. Legend: K blocks, I and J tokens of one."""
+    chunk, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    first_K11, i_1I1 = (tl.arange(0, CHUNK // PART) * PART)[:, None, None], tl.arange(0, PART)[None, :, None]
+    X_KIJ = tl.where(i_1I1 == tl.arange(0, PART)[None, None, :], 1.0, 0.0)
+    X_KIJ += tl.zeros([CHUNK // PART, PART, PART], tl.float32)
+    for j in range(PART - 1):  # the rows below j lose what they have of it
+        column_KI1 = _triangle(
+            P_BHLT, beta_BLH, row, head, chunk, first_K11 + i_1I1, first_K11 + j, length, heads, OF_ROWS, CHUNK
+        )
+        X_KIJ -= column_KI1 * tl.expand_dims(tl.sum(tl.where(i_1I1 == j, X_KIJ, 0.0), axis=1), 1)
+    for merge in tl.static_range(MERGES):
+        pair_K11 = (tl.arange(0, CHUNK // (PART * 2 ** (merge + 1))) * (PART * 2 ** (merge + 1)))[:, None, None]
+        within = tl.arange(0, PART * 2**merge)
+        below_KI1, before_K1J = pair_K11 + PART * 2**merge + within[None, :, None], pair_K11 + within[None, None, :]
+        c_KIJ = _triangle(P_BHLT, beta_BLH, row, head, chunk, below_KI1, before_K1J, length, heads, OF_ROWS, CHUNK)
+        X_KIJ = _merged(X_KIJ, c_KIJ, CHUNK // (PART * 2 ** (merge + 1)), PART * 2**merge)
+    place_T = tl.arange(0, CHUNK)
+    token_T = chunk * CHUNK + place_T
+    at_TT = ((row * heads + head) * length + token_T)[:, None] * CHUNK + place_T[None, :]
+    tl.store(X_BHLT + at_TT, tl.reshape(X_KIJ, [CHUNK, CHUNK]), mask=(token_T < length)[:, None])
+
+
+@triton.jit
+def _triangle(
+    P_BHLT: tl.tensor, beta_BLH: tl.tensor, row: tl.tensor, head: tl.tensor, chunk: tl.tensor, i: tl.tensor,
+    j: tl.tensor, length: int, heads: int, OF_ROWS: tl.constexpr, CHUNK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """P times the step of j, or of i if OF_ROWS, at places i and j of a chunk; zeros on the diagonal and above it."""
+    there = (j < i) & (chunk * CHUNK + i < length)
+    P = tl.load(P_BHLT + ((row * heads + head) * length + chunk * CHUNK + i) * CHUNK + j, mask=there, other=0.0)
+    token = chunk * CHUNK + (i if OF_ROWS else j)
+    return P * tl.load(beta_BLH + (row * length + token) * heads + head, mask=token < length, other=0.0)
+
+
+@triton.jit
+def _merged(X_KIJ: tl.tensor, c_KIJ: tl.tensor, PAIRS: tl.constexpr, SIZE: tl.constexpr) -> tl.tensor:
+    """The inverses of blocks of twice the size, c below the first half of each."""
+    a_KIJ, b_KIJ = tl.split(tl.permute(tl.reshape(X_KIJ, [PAIRS, 2, SIZE, SIZE]), [0, 2, 3, 1]))
+    c_KIJ = tl.dot(b_KIJ, tl.dot(c_KIJ, a_KIJ, input_precision="tf32x3"), input_precision="tf32x3")
+    above_KI2J = tl.permute(tl.join(a_KIJ, tl.zeros_like(a_KIJ)), [0, 1, 3, 2])
+    below_KI2J = tl.permute(tl.join(-c_KIJ, b_KIJ), [0, 1, 3, 2])
+    return tl.reshape(tl.permute(tl.join(above_KI2J, below_KI2J), [0, 4, 1, 2, 3]), [PAIRS, 2 * SIZE, 2 * SIZE])
+
+
+@triton.jit
+def beta_of_chunk(
+    beta_BLH: tl.tensor, row: tl.tensor, head: tl.tensor, token_T: tl.tensor, length: int, heads: int,
+) -> tl.tensor:  # fmt: skip
+    """Steps of a chunk's tokens, zeros beyond the row."""
+    return tl.load(beta_BLH + (row * length + token_T) * heads + head, mask=token_T < length, other=0.0)
+
+
+@triton.jit
+def kept(whole_BCHG: tl.tensor, index: tl.tensor, state_NP: tl.tensor, n_N: tl.tensor, BY_HEAD: tl.constexpr,
+         N: tl.constexpr) -> tl.tensor:  # fmt: skip
+    """W h."""
+    if BY_HEAD:
+        whole_N = tl.load(whole_BCHG + index) + tl.zeros_like(n_N).to(tl.float32)
+    else:
+        whole_N = tl.load(whole_BCHG + index * N + n_N, mask=n_N < N, other=0.0)
+    return tl.where(whole_N[:, None] == 0.0, 0.0, whole_N[:, None] * state_NP)
+
+
+@triton.jit
+def walk(
+    v_BLHP: tl.tensor, beta_BLH: tl.tensor, starts_BL: tl.tensor, k_enter_BLHN: tl.tensor, k_leave_BLHN: tl.tensor,
+    whole_BCHG: tl.tensor, X_BHLT: tl.tensor, start_BHNP: tl.tensor, end_BHNP: tl.tensor, before_BCHNP: tl.tensor,
+    w_BLHP: tl.tensor, length: int, heads: int, chunks: int, START: tl.constexpr, BY_HEAD: tl.constexpr,
+    DOCUMENTS: tl.constexpr, N: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
+    VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
+    """The state before every chunk and after the last, and w; some values of one head."""
+    n_N, p_P = tl.arange(0, BLOCK_N), tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    at_NP = n_N[:, None] * P + p_P[None, :]
+    there_NP = tl.expand_dims(n_N < N, 1) & tl.expand_dims(p_P < P, 0)
+    border = (row * heads + head) * N * P
+    state_NP = tl.zeros([BLOCK_N, VALUES], tl.float32)
+    if START:
+        state_NP = tl.load(start_BHNP + border + at_NP, mask=there_NP, other=0.0)
+    for chunk in range(chunks):
+        token_T, index = chunk * CHUNK + tl.arange(0, CHUNK), (row * chunks + chunk) * heads + head
+        tl.store(before_BCHNP + index * N * P + at_NP, state_NP, mask=there_NP)
+        lost_1P = tl.zeros([1, VALUES], tl.int32)
+        if DOCUMENTS:
+            through = tl.sum(begins(starts_BL, row, token_T, length), axis=0) == 0
+            lost_1P = lost(state_NP)
+            state_NP = tl.where(lost_1P > 0, 0.0, state_NP)
+            lost_1P = tl.where(through, lost_1P, 0)
+        k_TN = tokens_by_channel(k_enter_BLHN, row, token_T, head, n_N, length, heads, N)
+        v_TP = tokens_by_channel(v_BLHP, row, token_T, head, p_P, length, heads, P).to(tl.float32)
+        X_TT = scores_of_chunk(X_BHLT, row, head, token_T, length, heads, CHUNK)
+        w_TP = product(X_TT, v_TP - product(k_TN, state_NP, PRODUCT, PRECISION), PRODUCT, PRECISION)
+        at_TP = ((row * length + token_T) * heads + head)[:, None] * P + p_P[None, :]
+        tl.store(w_BLHP + at_TP, w_TP, mask=tl.expand_dims(token_T < length, 1) & tl.expand_dims(p_P < P, 0))
+        u_TP = beta_of_chunk(beta_BLH, row, head, token_T, length, heads)[:, None] * w_TP
+        k_NT = tl.trans(tokens_by_channel(k_leave_BLHN, row, token_T, head, n_N, length, heads, N))
+        state_NP = kept(whole_BCHG, index, state_NP, n_N, BY_HEAD, N) + product(k_NT, u_TP, PRODUCT, PRECISION)
+        state_NP = tl.where(lost_1P > 0, float("nan"), state_NP)
+    tl.store(end_BHNP + border + at_NP, state_NP, mask=there_NP)
+
+
+@triton.jit
+def lost(state_NP: tl.tensor) -> tl.tensor:
+    """1 for values that some key leads to no finite number (1, P), else 0."""
+    return tl.expand_dims(tl.max(tl.where(tl.abs(state_NP) < float("inf"), 0, 1), axis=0), 0)
+
+
+@triton.jit
+def outputs(
+    A_BHLT: tl.tensor, beta_BLH: tl.tensor, w_BLHP: tl.tensor, q_enter_BLHN: tl.tensor, starts_BL: tl.tensor,
+    before_BCHNP: tl.tensor, y_BLHP: tl.tensor, length: int, heads: int, DOCUMENTS: tl.constexpr, N: tl.constexpr,
+    P: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, KEYS: tl.constexpr,
+    VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
+    """y of a chunk's tokens, some values of one head."""
+    across: tl.constexpr = BLOCK_P // VALUES
+    chunk, head, row = tl.program_id(0), tl.program_id(1) // across, tl.program_id(2).to(tl.int64)
+    p_P = tl.program_id(1) % across * VALUES + tl.arange(0, VALUES)
+    token_T = chunk * CHUNK + tl.arange(0, CHUNK)
+    index = (row * tl.num_programs(0) + chunk) * heads + head
+    y_TP, lost_1P = tl.zeros([CHUNK, VALUES], tl.float32), tl.zeros([1, VALUES], tl.int32)
+    for start in range(0, BLOCK_N, KEYS):
+        n_N = start + tl.arange(0, KEYS)
+        q_TN = tokens_by_channel(q_enter_BLHN, row, token_T, head, n_N, length, heads, N)
+        state_NP = state_block(before_BCHNP, index, n_N, p_P, N, P)
+        if DOCUMENTS:
+            lost_1P = tl.maximum(lost_1P, lost(state_NP))
+            state_NP = tl.where(tl.abs(state_NP) < float("inf"), state_NP, 0.0)
+        y_TP += product(q_TN, state_NP, PRODUCT, PRECISION)
+    if DOCUMENTS:
+        begun_T = tl.cumsum(begins(starts_BL, row, token_T, length), axis=0)
+        y_TP = tl.where((begun_T == 0)[:, None] & (lost_1P > 0), float("nan"), y_TP)
+    w_TP = tokens_by_channel(w_BLHP, row, token_T, head, p_P, length, heads, P).to(tl.float32)
+    u_TP = beta_of_chunk(beta_BLH, row, head, token_T, length, heads)[:, None] * w_TP
+    score_TT = scores_of_chunk(A_BHLT, row, head, token_T, length, heads, CHUNK)
+    y_TP += product(score_TT, u_TP, PRODUCT, PRECISION)
+    at_TP = ((row * length + token_T) * heads + head)[:, None] * P + p_P[None, :]
+    tl.store(y_BLHP + at_TP, y_TP, mask=tl.expand_dims(token_T < length, 1) & tl.expand_dims(p_P < P, 0))

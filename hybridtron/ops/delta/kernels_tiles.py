@@ -1,0 +1,35 @@
+"""In what sizes the Triton kernels of the delta rule are cut, and by how many warps they run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+SIZES = "N", "P", "BLOCK_N", "BLOCK_P", "KEYS", "VALUES", "PRODUCT", "PRECISION"
+NARROW = {"num_warps": 2}  # for one that computes little beside what it sums over threads
+WIDE = {"num_warps": 8}  # for kernels that hold more than four warps have registers for
+
+
+@dataclass(frozen=True)
+class DeltaTiles:
+    """Tokens of a chunk and of blocks that are inverted at first; keys and values that a program holds at a time.
+
+    `walk` is the values that a program carries from chunk to chunk, with all keys of the head; `decayed_keys` those of
+    pairs where every channel has a decay.
+    """
+
+    chunk: int
+    part: int
+    keys: int
+    values: int
+    walk: int
+    decayed_keys: int
+    warps: int = 4
+
+
+def tiles(dtype: torch.dtype) -> DeltaTiles:
+    """Chosen so that ptxas spills no registers in bf16 for an H100; fp32's products run without tensor cores."""
+    if dtype == torch.bfloat16:
+        return DeltaTiles(64, 16, keys=64, values=64, walk=32, decayed_keys=32)
+    return DeltaTiles(32, 16, keys=32, values=32, walk=16, decayed_keys=16, warps=8)

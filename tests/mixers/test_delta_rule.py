@@ -104,8 +104,8 @@ def test_kda_whose_channels_decay_alike_is_gated_deltanet() -> None:
         scalar.ab_proj.weight.copy_(torch.cat([up_HR @ wide.decay_down.weight, wide.b_proj.weight]))
     q, k, v = torch.randn(3, 2, LENGTH, 4, 8, dtype=torch.float64)
     x, state = torch.randn(LENGTH, 2, 32, dtype=torch.float64), torch.randn(2, 4, 8, 8, dtype=torch.float64)
-    documents = torch.arange(2 * LENGTH).view(2, LENGTH) // 50
-    given = HeadInputs(x, q, k, v, state, documents)
+    documents_BL = torch.arange(2 * LENGTH).view(2, LENGTH) // 50
+    given = HeadInputs(x, q, k, v, state, SeqInfo(torch.arange(LENGTH).expand(2, -1), documents_BL))
     for one, other in zip(wide.attend(given), scalar.attend(given), strict=True):
         assert_close(one, other, rtol=1e-9, atol=1e-9)
 

@@ -102,7 +102,8 @@ def goals(
     ratios = {name: over(found, *pair) for name, pair in pairs.items()}
     report.at_least("selective scan, one thread / two", 1.8, gained(found, scan)[0])
     report.at_least("laptop recipe's step, torch alone / ours, 2 threads", 2.5, ratios["laptop recipe's step"][2])
-    report.at_least("tokens/s, laptop recipe / Llama, 2 threads", 0.9, ratios["a Llama over the laptop recipe"][2])
+    llama = "a Llama over the laptop recipe"
+    report.at_least("tokens/s, laptop recipe / Llama, 2 threads", 0.9, ratios.pop(llama)[2])
     report.at_least("every step, torch alone / ours", 1, min(min(found) for found in ratios.values()))
 
 

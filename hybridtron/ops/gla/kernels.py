@@ -27,7 +27,7 @@ from hybridtron.ops.kernel_launch import ceil_div, power_of_2
 forward_kernels: Any = kernels_forward
 backward_kernels: Any = kernels_backward
 
-ROWS = 16  # rows of a state that one program carries through the row
+ROWS, ENTRIES = 16, 4096  # of a state that one program carries through the row, at most
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,11 @@ class GLAKernelRow(GLAInputs):
         return self.chunks * per_chunk, heads * per_head, rows
 
     @property
+    def state_grid(self) -> tuple[int, int, int]:
+        rows, _, heads, keys = self.k_BLHN.shape
+        return ceil_div(keys, self._state_blocks["ROWS"]), heads, rows
+
+    @property
     def decays(self) -> tuple[Tensor, Tensor]:
         """Log decays and starts; without documents something to point at."""
         return self.g_BLHN, self.g_BLHN if self.documents_BL is None else self.documents_BL
@@ -118,9 +123,17 @@ class GLAKernelRow(GLAInputs):
 
     @property
     def _blocks(self) -> dict[str, int]:
-        keys, values = (max(16, power_of_2(t.shape[3])) for t in (self.k_BLHN, self.v_BLHP))
-        of = self.tiles
-        return {"BLOCK_N": keys, "BLOCK_P": values, "KEYS": min(of.keys, keys), "VALUES": min(of.values, values)}
+        sizes = self.k_BLHN.shape[3], self.v_BLHP.shape[3]
+        slices = self.tiles.keys, self.tiles.values
+        keys, values = (min(most, max(16, power_of_2(size))) for size, most in zip(sizes, slices, strict=True))
+        blocks = {"BLOCK_N": ceil_div(sizes[0], keys) * keys, "BLOCK_P": ceil_div(sizes[1], values) * values}
+        return blocks | {"KEYS": keys, "VALUES": values}
+
+    @property
+    def _state_blocks(self) -> dict[str, int]:
+        keys, values = self.k_BLHN.shape[3], self.v_BLHP.shape[3]
+        block = power_of_2(values)
+        return {"N": keys, "P": values, "ROWS": min(ROWS, ENTRIES // block), "BLOCK_P": block}
 
     def constants(self, *names: str) -> dict[str, Any]:
         """Sizes of tiles and the type of products, and of others those that are named."""
@@ -145,10 +158,9 @@ class GLAKernelRow(GLAInputs):
         last_BHNP = self.empty(heads, keys, values)
         self._added(self.k_BLHN, self.v_BLHP, states_BCHNP, whole_BCHN, reverse=False)
         start = last_BHNP if self.state_BHNP is None else self.state_BHNP
-        forward_kernels.pass_states[ceil_div(keys, ROWS), heads, len(last_BHNP)](
+        forward_kernels.pass_states[self.state_grid](
             states_BCHNP, whole_BCHN, start, last_BHNP, states_BCHNP, whole_BCHN, self.chunks, heads,
-            START=self.state_BHNP is not None, REVERSED=False, N=keys, P=values, ROWS=ROWS,
-            BLOCK_P=self._blocks["BLOCK_P"],
+            START=self.state_BHNP is not None, REVERSED=False, **self._state_blocks,
         )  # fmt: skip
         return states_BCHNP, whole_BCHN, last_BHNP
 
@@ -159,10 +171,9 @@ class GLAKernelRow(GLAInputs):
         states_BCHNP, through_BCHN = torch.empty_like(before_BCHNP), torch.empty_like(whole_BCHN)
         grad_state_BHNP = torch.empty_like(grad_last_BHNP)
         self._added(self.q_BLHN, dy_BLHP, states_BCHNP, whole_BCHN, reverse=True)
-        rows, heads, keys, values = grad_last_BHNP.shape
-        forward_kernels.pass_states[ceil_div(keys, ROWS), heads, rows](
-            states_BCHNP, whole_BCHN, grad_last_BHNP, grad_state_BHNP, before_BCHNP, through_BCHN, self.chunks, heads,
-            START=True, REVERSED=True, N=keys, P=values, ROWS=ROWS, BLOCK_P=self._blocks["BLOCK_P"],
+        forward_kernels.pass_states[self.state_grid](
+            states_BCHNP, whole_BCHN, grad_last_BHNP, grad_state_BHNP, before_BCHNP, through_BCHN, self.chunks,
+            self.lengths[1], START=True, REVERSED=True, **self._state_blocks,
         )  # fmt: skip
         return states_BCHNP, through_BCHN, grad_state_BHNP
 

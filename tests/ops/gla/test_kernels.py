@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridtron.device import compute_device
 from hybridtron.ops.gla import gla_scan
-from hybridtron.ops.gla.triton import LARGEST
+from hybridtron.ops.gla.triton import KEYS, VALUES
 from tests.ops.compiling import compile_calls
 from tests.ops.recurrences import (
     assert_near_reference,
@@ -56,6 +56,12 @@ def test_documents_and_states(borders: list[int]) -> None:
 def test_rows_about_a_chunk_long(length: int) -> None:
     inputs = gla_inputs(2, length, 1, 4, 4, torch.float32)._replace(state_BHNP=None)
     assert_near_reference(gla_scan, FORM, inputs, TOLERANCE)
+
+
+@pytest.mark.slow
+def test_heads_that_are_no_power_of_2() -> None:
+    """Slices of 16 of 33 keys and 35 values, of which none is made for nothing."""
+    assert_near_reference(gla_scan, FORM, gla_inputs(1, 20, 1, 33, 35, torch.float32), TOLERANCE)
 
 
 @pytest.mark.slow
@@ -119,13 +125,13 @@ def test_what_it_does_not_support() -> None:
     assert form.device == "cuda"
     assert form.unsupported_reason(gla_inputs(dtype=torch.bfloat16)) is None
     assert "float64" in form.unsupported_reason(gla_inputs())
-    assert "257 keys" in form.unsupported_reason(gla_inputs(key=LARGEST + 1, dtype=torch.float32))
+    assert "257 keys" in form.unsupported_reason(gla_inputs(key=KEYS + 1, dtype=torch.float32))
 
 
 def shipped() -> None:
-    """Forward and backward at the sizes of published models, and at the largest that are taken."""
-    sizes = {torch.bfloat16: (128, 256), torch.float16: (128, 256), torch.float32: (LARGEST, LARGEST)}
-    for dtype, (key, value) in sizes.items():
+    """Forward and backward at the sizes of published models and of Sliding GLA, and at the largest that are taken."""
+    narrow = torch.bfloat16, torch.float16
+    for dtype, key, value in ((narrow[0], 192, 384), *((d, 128, 256) for d in narrow), (torch.float32, KEYS, VALUES)):
         with torch.device("meta"):
             inputs = gla_inputs(8, 8192, 4, key, value, dtype)
             inputs = inputs._replace(documents_BL=torch.zeros(8, 8192, dtype=torch.int32))
@@ -142,7 +148,7 @@ def test_what_is_shipped_fits_an_h100() -> None:
     }  # fmt: skip
     assert [fault for launch in launches for fault in launch.faults()] == []
     assert not any(launch.instructions["atom"] + launch.instructions["red"] for launch in launches)
-    assert max(buffers) <= 8 * 8192 * 4 * LARGEST * LARGEST / 32  # no state of every token
+    assert max(buffers) <= 8 * 8192 * 4 * KEYS * VALUES / 32  # no state of every token
 
 
 @pytest.mark.gpu

@@ -20,6 +20,7 @@ from hybridtron.ops.kernel_launch import ceil_div
 from hybridtron.ops.ssd import kernels_backward, kernels_forward
 from hybridtron.ops.ssd.kernels_row import SSDRow
 from hybridtron.ops.ssd.reference import DecayInputs, SSDInputs
+from hybridtron.ops.ssd.triton import MAX_HEAD
 
 # To a type checker a kernel is the Python function that it is written as, which can't be launched.
 forward_kernels: Any = kernels_forward
@@ -43,6 +44,25 @@ def ssd_scan(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
 
 def decay_scan(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
     """The same without parameters: the log decays stand in the place of dt."""
+    slices = ceil_div(inputs.v_BLHP.shape[3], MAX_HEAD)
+    y_BLHP, last_BHPN = _decay_scan(inputs if slices == 1 else _sliced(inputs, slices))
+    if slices > 1:
+        y_BLHP, last_BHPN = (t.unflatten(axis, (-1, slices)) for t, axis in ((y_BLHP, 2), (last_BHPN, 1)))
+        y_BLHP, last_BHPN = y_BLHP.flatten(3), last_BHPN.flatten(2, 3)
+    return y_BLHP, last_BHPN
+
+
+def _sliced(inputs: DecayInputs, slices: int) -> DecayInputs:
+    """Wide heads as several with the same decays, as no value has to do with another; of one group as before."""
+    v_BLHP, state_BHPN = inputs.v_BLHP.unflatten(3, (slices, -1)).flatten(2, 3), inputs.state_BHPN
+    state = None if state_BHPN is None else state_BHPN.unflatten(2, (slices, -1)).flatten(1, 2)
+    by_head = inputs.g_BLH, inputs.step_BLH, inputs.skip_BLH
+    g_BLH, step_BLH, skip_BLH = (None if t is None else t.repeat_interleave(slices, dim=2) for t in by_head)
+    assert g_BLH is not None
+    return DecayInputs(inputs.q_BLGN, inputs.k_BLGN, v_BLHP, g_BLH, state, inputs.documents_BL, step_BLH, skip_BLH)
+
+
+def _decay_scan(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
     q_BLGN, k_BLGN, v_BLHP, g_BLH, state_BHPN, documents_BL, *_ = inputs.with_steps(inputs.v_BLHP.dtype)
     shared = functools.reduce(torch.promote_types, (t.dtype for t in (q_BLGN, k_BLGN, v_BLHP)))
     v, k, q = (t.to(shared) for t in (v_BLHP, k_BLGN, q_BLGN))

@@ -7,7 +7,7 @@ repeat their bits. Unmeasured on a GPU.
 
 from __future__ import annotations
 
-from hybridtron.ops.kernel_launch import own_kernels
+from hybridtron.ops.kernel_launch import ceil_div, own_kernels
 from hybridtron.ops.ssd.reference import DecayInputs, SSDInputs
 
 MAX_HEAD, MAX_STATE = 128, 256  # channels and state entries of a head that fit beside a chunk's tokens
@@ -18,7 +18,11 @@ def _unsupported_reason(inputs: SSDInputs) -> str | None:
 
 
 def _unsupported_decay_reason(inputs: DecayInputs) -> str | None:
-    return _too_large(inputs.v_BLHP.shape[3], inputs.k_BLGN.shape[3])
+    head = inputs.v_BLHP.shape[3]
+    slices = ceil_div(head, MAX_HEAD)
+    if head % slices:
+        return f"heads of {head} values, which are not cut into {slices} equal slices of at most {MAX_HEAD}"
+    return _too_large(head // slices, inputs.k_BLGN.shape[3])
 
 
 def _too_large(head: int, state: int) -> str | None:

@@ -39,7 +39,16 @@ def test_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_near_reference(decay_scan, "triton", inputs, 2e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("interpreter")
+def test_the_triton_kernels_take_wide_heads_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_in(monkeypatch, 16, own=8, inner=16, outer=16)
+    inputs = decay_inputs(length=19, head=258, dtype=torch.float32)._replace(documents_BL=documents_of(5, 3, 11))
+    assert_near_reference(decay_scan, "triton", inputs, 2e-6)
+
+
 def test_what_the_triton_kernels_do_not_take() -> None:
     form = decay_scan.named("triton")
     assert form.unsupported_reason(decay_inputs(dtype=torch.float32)) is None
-    assert "129 channels" in form.unsupported_reason(decay_inputs(head=129, dtype=torch.float32))
+    assert form.unsupported_reason(decay_inputs(head=512, dtype=torch.float32)) is None
+    assert "129 values" in form.unsupported_reason(decay_inputs(head=129, dtype=torch.float32))

@@ -95,15 +95,15 @@ class LinearAttentionSpec(MixerSpec):
 
     def activation_values(self, model: ModelSizes) -> int:
         # q, k, v, z (the first three once more where a convolution stands between), the scan's output and the normed
-        # one, the gate and its product with that; in fp32 a state every chunk
+        # one, the gate and its product with that
         keys, values = self.channels(model)
-        convolved = 2 * keys + values if self.conv else 0
-        return 2 * keys + 6 * values + convolved + 2 * keys * values // self.num_key_heads // self.chunk
+        return 2 * keys + 6 * values + (2 * keys + values if self.conv else 0)
 
     def backward_values(self, model: ModelSizes) -> int:
-        # at the scan: gradients of its output, q, k and v
+        # at the scan: gradients of its output, q, k and v; in fp32 the state before every chunk of 64 tokens, and the
+        # gradient of that after it
         keys, values = self.channels(model)
-        return 2 * keys + 2 * values
+        return 2 * keys + 2 * values + 2 * 2 * keys * values // self.num_key_heads // 64
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         shape = (self.heads, *self.state_shape(model))

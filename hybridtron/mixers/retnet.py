@@ -7,8 +7,6 @@ other text as they are.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -17,10 +15,8 @@ from hybridtron.architecture.retnet import RetNetSpec
 from hybridtron.mixers.linear_attention import HeadInputs, LinearAttention
 from hybridtron.ops.precision import wide_type
 from hybridtron.ops.rope import RopeInputs, apply_rope
-from hybridtron.ops.ssd import SSDInputs, ssd_scan
+from hybridtron.ops.ssd import DecayInputs, decay_scan
 from hybridtron.parallel.linear import TensorGroup
-
-STEP_OF_ONE = math.log(math.e - 1)  # its softplus is 1
 
 
 class RetNet(LinearAttention):
@@ -31,7 +27,7 @@ class RetNet(LinearAttention):
         self.rope_base = spec.rope_base
 
     def attend(self, given: HeadInputs) -> tuple[Tensor, Tensor]:
-        """Retention as SSD with steps of one."""
+        """Retention as the recurrence in SSD, with one decay at every token."""
         _, q_BLHN, k_BLHN, v_BLHP, state, seq = given
         rows, length, heads, keys = k_BLHN.shape
         wide, device = wide_type(v_BLHP), v_BLHP.device
@@ -39,12 +35,9 @@ class RetNet(LinearAttention):
         q_BLHN, k_BLHN = (
             apply_rope(RopeInputs(x, cos_BLk[:, :-1], sin_BLk[:, :-1])) for x in (q_BLHN * self.scale, k_BLHN)
         )
-        zero_H = torch.zeros(heads, dtype=wide, device=device)
         gammas_H = log_gammas(heads, self.tensor.rank * heads, device).to(wide)
-        steps_BLH, one_H = v_BLHP.new_zeros(rows, length, heads), zero_H + STEP_OF_ONE
-        y_BLHP, last_BHPN = ssd_scan(
-            SSDInputs(v_BLHP, steps_BLH, gammas_H, k_BLHN, q_BLHN, zero_H, one_H, state, seq.documents_BL)
-        )
+        g_BLH = gammas_H.expand(rows, length, heads)
+        y_BLHP, last_BHPN = decay_scan(DecayInputs(q_BLHN, k_BLHN, v_BLHP, g_BLH, state, seq.documents_BL))
         back = (table[:, -1:].expand(-1, v_BLHP.shape[3], -1) for table in (cos_BLk, -sin_BLk))
         return y_BLHP, apply_rope(RopeInputs(last_BHPN.transpose(1, 2), *back)).transpose(1, 2)
 

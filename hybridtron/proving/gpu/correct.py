@@ -99,22 +99,25 @@ def noted(calls: list[Call]) -> AbstractContextManager[None]:
 def _mixer_error(
     spec: MixerSpec, sizes: ModelSizes, length: int, dtype: torch.dtype, device: torch.device, calls: list[Call]
 ) -> float:
-    """A mixer in a type on a device against the same weights in fp32 on the CPU, two documents in its first row.
+    """A mixer in a type on a device against the same weights and input, as rounded to it, in fp32 on the CPU.
+
+    Its first row holds two documents.
 
     Into `calls` go those of its ops, as this type makes them. Gradients are those of outputs beside a document's first.
     Such a token reads itself alone: with q . k near 0 there is next to nothing for a norm to make as large as all else,
-    and the smaller that is, the larger is its gradient. One was 30 times the others', and rounding the weights alone to
-    bf16 moved it by a tenth.
+    and the smaller that is, the larger is its gradient. One was 30 times the others'.
     """
     border = length - length // 3
     documents_BL = torch.stack([(torch.arange(length) >= border).int(), torch.zeros(length, dtype=torch.int32)])
     positions_BL = torch.stack([torch.arange(length) % border, torch.arange(length)])
     seq = SeqInfo(positions_BL, documents_BL, key=0)
 
-    def made(device: torch.device, dtype: torch.dtype, form: str | None) -> list[Tensor]:
+    def made(device: torch.device, kind: torch.dtype, form: str | None) -> list[Tensor]:
         torch.manual_seed(0)
         mixer = filled_mixer(spec, sizes, device, dtype)
-        x_LBD = torch.randn(length, ROWS, sizes.width).to(device, dtype).requires_grad_()
+        if kind == torch.float32:
+            mixer = mixer.float()
+        x_LBD = torch.randn(length, ROWS, sizes.width).to(device, dtype).to(kind).requires_grad_()
         with force(form):
             y_LBD, state, _ = mixer(x_LBD, None, seq.map(lambda tensor: tensor.to(device)))
         weights = [x_LBD, *mixer.parameters()]
@@ -140,6 +143,8 @@ def _op_error(op: Op, inputs: Any, device: torch.device) -> float:
     def result(function: Callable[..., Any], prepared: Callable[[Tensor], Tensor]) -> list[Tensor]:
         own = tree_map_only(Tensor, lambda x: prepared(x).detach().clone().requires_grad_(x.requires_grad), inputs)
         outputs = [tensor for tensor in _tensors(function(own)) if tensor.is_floating_point()]
+        if op.name == "angles":  # which are the same a full turn apart
+            outputs = [part for angle in outputs for part in (angle.cos(), angle.sin())]
         wanted = [tensor for tensor in _tensors(own) if tensor.requires_grad]
         made = [tensor for tensor in outputs if tensor.requires_grad]
         if not wanted:

@@ -68,7 +68,7 @@ def seconds(op: Op, form: str, inputs: Any) -> float:
         (ssd, "chunked", 2.5),
         (delta, "chunked", 2.0),
         (conv, "fused", 1.3),
-        (window, "blocked", 1.5),
+        (window, "blocked", 1.2),
     ],
 )
 def test_they_are_faster_than_torch(case: Any, other: str, wanted: float) -> None:

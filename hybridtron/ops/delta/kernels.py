@@ -14,7 +14,6 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -23,6 +22,7 @@ from hybridtron.ops.delta.kernels_tiles import NARROW, SIZES, WIDE, DeltaTiles, 
 from hybridtron.ops.delta.reference import DeltaInputs
 from hybridtron.ops.documents import document_starts
 from hybridtron.ops.kernel_launch import ceil_div, power_of_2
+from hybridtron.ops.ssd.kernels_row import products_of
 
 # To a type checker a kernel is the Python function that it is written as, which can't be launched.
 forward_kernels: Any = kernels_forward
@@ -129,16 +129,14 @@ class DeltaKernelRow(DeltaInputs):
 
     def constants(self, *names: str) -> dict[str, Any]:
         """Sizes of tiles and the type of products, and of others those that are named."""
-        products = {torch.bfloat16: (tl.bfloat16, "ieee"), torch.float16: (tl.float32, "tf32")}
-        product, precision = products.get(self.v_BLHP.dtype, (tl.float32, "ieee"))
-        others = self.blocks | {
+        others = {
+            **self.blocks,
+            **products_of(self.v_BLHP.dtype),
             "N": self.k_BLHN.shape[3],
             "P": self.v_BLHP.shape[3],
             "PART": self.tiles.part,
             "BY_HEAD": self.by_head,
             "DOCUMENTS": self.documents_BL is not None,
-            "PRODUCT": product,
-            "PRECISION": precision,
         }
         shared = {"CHUNK": self.tiles.chunk, "num_warps": self.tiles.warps, "num_stages": 1}
         return shared | {name: others[name] for name in names}

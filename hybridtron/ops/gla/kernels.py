@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -22,6 +21,7 @@ from hybridtron.ops.documents import document_starts
 from hybridtron.ops.gla import kernels_backward, kernels_forward
 from hybridtron.ops.gla.reference import GLAInputs
 from hybridtron.ops.kernel_launch import ceil_div, power_of_2
+from hybridtron.ops.ssd.kernels_row import products_of
 
 # To a type checker a kernel is the Python function that it is written as, which can't be launched.
 forward_kernels: Any = kernels_forward
@@ -137,16 +137,14 @@ class GLAKernelRow(GLAInputs):
 
     def constants(self, *names: str) -> dict[str, Any]:
         """Sizes of tiles and the type of products, and of others those that are named."""
-        products = {torch.bfloat16: (tl.bfloat16, "ieee"), torch.float16: (tl.float32, "tf32")}
-        product, precision = products.get(self.v_BLHP.dtype, (tl.float32, "ieee"))
         others = self._blocks | {
             "N": self.k_BLHN.shape[3],
             "P": self.v_BLHP.shape[3],
             "PART": self.tiles.part,
             "DOCUMENTS": self.documents_BL is not None,
         }
-        shared = {"CHUNK": self.tiles.chunk, "PRODUCT": product, "PRECISION": precision, "num_warps": self.tiles.warps}
-        return shared | {"num_stages": 1} | {name: others[name] for name in names}
+        shared = {"CHUNK": self.tiles.chunk, "num_warps": self.tiles.warps, "num_stages": 1}
+        return shared | products_of(self.v_BLHP.dtype) | {name: others[name] for name in names}
 
     def empty(self, *sizes: int) -> Tensor:
         return self.g_BLHN.new_empty(len(self.g_BLHN), *sizes)

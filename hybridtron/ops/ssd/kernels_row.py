@@ -19,6 +19,13 @@ from hybridtron.ops.kernel_launch import ceil_div, power_of_2
 from hybridtron.ops.ssd.reference import SSDInputs
 
 
+def products_of(dtype: torch.dtype) -> dict[str, Any]:
+    """The type that factors are rounded to, and how fp32 factors are multiplied, for what has this type."""
+    chosen = {torch.bfloat16: (tl.bfloat16, "ieee"), torch.float16: (tl.float32, "tf32")}
+    product, precision = chosen.get(dtype, (tl.float32, "ieee"))
+    return {"PRODUCT": product, "PRECISION": precision}
+
+
 @dataclass(frozen=True)
 class ProductTiles:
     """How the kernels with matrix products are cut, the warps of their programs, and stages of the loop over heads.
@@ -82,18 +89,14 @@ class SSDRow(SSDInputs):
     def constants(self) -> dict[str, Any]:
         """Sizes of tiles and the type of products, for kernels with matrix products."""
         head, state = self.x_BLHP.shape[3], self.B_BLGN.shape[3]
-        products = {torch.bfloat16: (tl.bfloat16, "ieee"), torch.float16: (tl.float32, "tf32")}
-        product, precision = products.get(self.x_BLHP.dtype, (tl.float32, "ieee"))
         return {
             "P": head,
             "N": state,
             "CHUNK": self.tiles.chunk,
             "BLOCK_P": _block(head),
             "BLOCK_N": _block(state),
-            "PRODUCT": product,
-            "PRECISION": precision,
             "num_warps": self.tiles.warps,
-        }
+        } | products_of(self.x_BLHP.dtype)
 
     @property
     def inner(self) -> int:

@@ -81,8 +81,8 @@ class Precision(StrEnum):
     fp8_block = "fp8_block"
 
 
-class GradientFormat(StrEnum):
-    """What gradients are added up in, over micro-batches and ranks; those of fp32 weights always in fp32."""
+class KeptFormat(StrEnum):
+    """What gradients are added up in, over micro-batches and ranks, and what an optimizer's state is kept in."""
 
     fp32 = "fp32"
     bf16 = "bf16"

@@ -18,7 +18,7 @@ from hybridtron.config.choices import (
     DecaySchedule,
     Documents,
     Feed,
-    GradientFormat,
+    KeptFormat,
     Order,
     Precision,
     Recompute,
@@ -152,7 +152,9 @@ class PrecisionConfig:
     # number format of weights and activations; fp8_*: the large projections multiply in FP8, all else is bf16
     name: Precision = Precision.fp32
     # what gradients are added up in, over micro-batches and ranks; bf16 halves their memory and traffic, and rounds
-    gradients: GradientFormat = GradientFormat.fp32
+    gradients: KeptFormat = KeptFormat.fp32
+    # what the optimizer's moments are kept in between steps; bf16 halves their memory, and rounds after each step
+    moments: KeptFormat = KeptFormat.fp32
     emulate: bool = False  # round as FP8 does, on any device, to study a recipe's numerics; slow
     # sub-layers at the start that stay in bf16 when the others multiply in FP8
     bf16_first: Annotated[int, at_least(0)] = 0

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from hybridtron.architecture.base import Parameter
 from hybridtron.architecture.table import parameter_table
+from hybridtron.config.choices import KeptFormat
 from hybridtron.config.schema import Config
 from hybridtron.device import compute_device
 from hybridtron.engine.update_rules import RuleOptimizer
@@ -57,9 +58,11 @@ class Optimizer:
         self.shards = shards_of(stages, self.only)
         self.rule = OPTIMIZERS[config.optim.name]()
         inner = self.only.optimizer
-        if inner is not None and not self.rule.in_megatron:
+        narrow = config.precision.moments == KeptFormat.bf16
+        if inner is not None and (narrow or not self.rule.in_megatron):
             settings = (config.optim.betas[0], config.optim.betas[1]), config.optim.eps
-            inner = RuleOptimizer(inner.param_groups, self.rule, self.shards, self.table, groups.mesh, settings)
+            kept = torch.bfloat16 if narrow else self.state_dtype
+            inner = RuleOptimizer(inner.param_groups, self.rule, self.shards, self.table, groups.mesh, settings, kept)
             self.only.optimizer = inner
         elif inner is not None:  # None where all weights of this stage are frozen
             make_moments(inner, self.shards.values())

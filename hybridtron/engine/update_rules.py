@@ -5,6 +5,13 @@ optimizer cuts the flattened masters over data-parallel ranks, wherever a row ma
 can't run on such shards: for it the gradient and the state are gathered over data- and tensor-parallel ranks, every
 rank computes the same direction, and takes its own entries of it. That costs 4 bytes for each entry of the gradient and
 of each gathered part, for each such weight and step, and the memory of one whole matrix at a time.
+
+State that is kept in bf16 is computed with in fp32, and rounded to the nearest after each step. A step changes a moment
+by 1 - beta of its distance to the new value, and bf16 rounds by up to 0.004 of the moment. Second moments of random
+gradients (normal, and cubed) are then on average within 0.1% of those in fp32 at beta = 0.95 and within 0.5% at 0.98,
+but 4% above them at 0.99 and up to 30% at 0.999, where they rise and hardly fall: the configuration's check stops at
+0.98. Stochastic rounding would allow more, with random numbers that are the same under every layout; no recipe
+needs it.
 """
 
 from __future__ import annotations
@@ -38,10 +45,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         table: Mapping[str, Parameter],
         mesh: Mesh,
         settings: tuple[tuple[float, float], float],
+        kept: torch.dtype,
     ) -> None:
         super().__init__([{"params": []}], {})
         self.param_groups = groups  # not handed over: torch refuses masters that are views of Megatron's buffers
-        self.rule, self.table, self.mesh, self.settings = rule, table, mesh, settings
+        self.rule, self.table, self.mesh, self.settings, self.kept = rule, table, mesh, settings, kept
         self.shards = {name: shard for name, shard in shards.items() if shard.weight.requires_grad}
         self.steps = 0  # accepted so far
         for name, shard in self.shards.items():
@@ -62,14 +70,14 @@ class RuleOptimizer(torch.optim.Optimizer):
                 shard.master.sub_(direction.view_as(shard.master), alpha=group["lr"])
 
     def _zeros(self, name: str, shard: Shard) -> dict[str, Tensor]:
-        weight, dtype = self.table[name], torch.promote_types(shard.weight.dtype, torch.float32)
+        weight = self.table[name]
         found: dict[str, Tensor] = {}
         for part, declared in self.rule.parts(name, weight).items():
             if declared.shape != weight.shape:
                 shape = declared.share_shape(mesh_sizes(self.mesh))
-                found[part] = torch.zeros(shape, dtype=dtype, device=shard.weight.device)
+                found[part] = torch.zeros(shape, dtype=self.kept, device=shard.weight.device)
             elif shard.master is not None:
-                found[part] = torch.zeros_like(shard.master).view(-1)
+                found[part] = torch.zeros_like(shard.master, dtype=self.kept).view(-1)
         return found
 
     def _now(self) -> UpdateSettings:
@@ -81,17 +89,23 @@ class RuleOptimizer(torch.optim.Optimizer):
             return None
         assert shard.master.grad is not None
         gradient = shard.master.grad.view(-1)
-        return self.rule.direction(name, self.table[name], gradient, shard.parts, self._now())
+        parts = _computed_with(shard)
+        direction = self.rule.direction(name, self.table[name], gradient, parts, self._now())
+        for part, held in shard.parts.items():
+            if held is not parts[part]:
+                held.copy_(parts[part])
+        return direction
 
     def _of_whole(self, name: str, shard: Shard) -> Tensor:
         """This rank's entries of the direction of a whole weight, whose parts are updated on the way."""
         weight, held = self.table[name], shard.parts
+        wide = _computed_with(shard)
         declared = self.rule.parts(name, weight)
         gradient = None if shard.master is None or shard.master.grad is None else shard.master.grad.view(-1)
         whole = {
-            part: gather(held[part], spec, self.mesh)
+            part: gather(wide[part], spec, self.mesh)
             if spec.shape != weight.shape
-            else gather(shard.over_data(held.get(part)), spec, self.mesh)
+            else gather(shard.over_data(wide.get(part)), spec, self.mesh)
             for part, spec in declared.items()
         }
         gathered = gather(shard.over_data(gradient), weight, self.mesh)
@@ -101,6 +115,11 @@ class RuleOptimizer(torch.optim.Optimizer):
                 share = cut(whole[part], spec, self.mesh)
                 held[part].copy_(_entries(share, shard) if spec.shape == weight.shape else share)
         return _entries(cut(direction, weight, self.mesh), shard)
+
+
+def _computed_with(shard: Shard) -> dict[str, Tensor]:
+    """The parts as a rule computes with them: themselves, or fp32 copies of those that are kept in bf16."""
+    return {part: held.to(torch.promote_types(held.dtype, torch.float32)) for part, held in shard.parts.items()}
 
 
 def _entries(share: Tensor, shard: Shard) -> Tensor:

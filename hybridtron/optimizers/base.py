@@ -6,7 +6,8 @@ torch, and knows no process group.
 
 A part with the shape of its weight is cut as the weight is, over tensor-parallel ranks and, by the distributed
 optimizer, over data-parallel ranks. A part of another shape is cut over tensor-parallel ranks as it declares, and held
-by every data-parallel rank. All parts are kept in fp32 and start at zero.
+by every data-parallel rank. All parts are computed with in fp32, kept as `precision.moments`
+says, and start at zero.
 """
 
 from __future__ import annotations

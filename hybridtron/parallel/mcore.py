@@ -11,7 +11,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from hybridtron.config.choices import GradientFormat
+from hybridtron.config.choices import KeptFormat
 from hybridtron.config.schema import OptimConfig, ParallelConfig
 from hybridtron.device import compute_device
 
@@ -67,12 +67,12 @@ def schedule_config(width: int, dtype: torch.dtype, sent: torch.dtype, parallel:
 
 
 def data_parallel_config(
-    parallel: ParallelConfig, gradients: GradientFormat, dtype: torch.dtype
+    parallel: ParallelConfig, gradients: KeptFormat, dtype: torch.dtype
 ) -> DistributedDataParallelConfig:
     """Gradients of bf16 weights are added up as `gradients` says, others in the type of their weights."""
     return DistributedDataParallelConfig(
         use_distributed_optimizer=parallel.distributed_optimizer,
-        grad_reduce_in_fp32=dtype == torch.bfloat16 and gradients == GradientFormat.fp32,
+        grad_reduce_in_fp32=dtype == torch.bfloat16 and gradients == KeptFormat.fp32,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
     )

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of a configuration, known without building it; bytes of a gradient, and of the loss.
+"""Parameters and FLOPs of a configuration, known without building it; bytes of gradients, moments and the loss.
 
 FLOPs are per token of a sequence of `seq_len`, a multiply-add counting 2; training costs 3 times the forward pass
 (once for the values, twice for the gradients). Counted are the projections, the head (2 width vocab_size, tied or
@@ -120,6 +120,11 @@ def loss_bytes(tokens: int, width: int, vocabulary: int, value_bytes: int) -> in
     several, narrow = at_a_time < tokens, value_bytes < FP32_BYTES
     of_head = value_bytes * (not several or narrow) + FP32_BYTES * several
     return value_bytes * (at_a_time * vocabulary + tokens * width) + of_head * vocabulary * width
+
+
+def moment_bytes(precision: PrecisionConfig) -> int:
+    """Of an entry of the state that an optimizer keeps of a weight."""
+    return VALUE_BYTES[Precision(precision.moments)]
 
 
 def gradient_bytes(precision: PrecisionConfig, weight_is_fp32: bool) -> int:

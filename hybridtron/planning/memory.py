@@ -4,7 +4,8 @@ With t tensor-parallel, p pipeline and d data-parallel ranks, v virtual stages, 
 
     weights, gradients   of the rank's chunks, cut by t where `Parameter.cuts` says so; gradients in the format of
                          `precision.gradients`. A tied embedding is held by the first rank and by the last.
-    optimizer            AdamW's two fp32 moments, and fp32 masters of narrower weights; by d if it is distributed
+    optimizer            AdamW's two moments in the format of `precision.moments`, and fp32 masters of narrower
+                         weights; by d if it is distributed
     activations          per sub-layer and token: the norm's input (by t under sequence parallelism), its output as the
                          projections read it (whole: it is gathered once and kept), and the mixer's inside (by t).
                          What of the mixer's inside every rank has (Mamba's small dt, B, C) counts whole. A recomputed
@@ -48,7 +49,7 @@ from hybridtron.config.resolve import ResolvedPhase, resolve
 from hybridtron.config.schema import Config
 from hybridtron.optimizers import OPTIMIZERS
 from hybridtron.planning.activations import ChunkUse, RankUse
-from hybridtron.planning.count import FP32_BYTES, VALUE_BYTES, gradient_bytes, loss_bytes
+from hybridtron.planning.count import FP32_BYTES, VALUE_BYTES, gradient_bytes, loss_bytes, moment_bytes
 from hybridtron.planning.layer_use import LayerUse, carried_bytes, layer_uses, runs_again, shared, stream_values
 from hybridtron.planning.pipeline import held_names, local_size, turns
 
@@ -59,7 +60,7 @@ class DeviceMemory:
 
     weights: int  # as the forward pass reads them
     gradients: int  # as they are added up
-    optimizer: int  # AdamW's two fp32 moments, and fp32 master weights where the weights are narrower
+    optimizer: int  # AdamW's two moments, and fp32 master weights where the weights are narrower
     activations: int  # kept for the backward pass by the sub-layers of one micro batch
     logits: int  # as many as the loss makes at a time, and the gradients that it makes of its input and the head
     states: int = 0  # carried ones: what a step starts from, and what it ends in
@@ -225,7 +226,7 @@ def _weight_bytes(step: _Step, weights: Mapping[str, Parameter]) -> tuple[int, i
         gradients += gradient_bytes(step.config.precision, weight.fp32) * size
         follows += master * size
         for part in rule.parts(name, weight).values():
-            held = FP32_BYTES * local_size(part, parallel)
+            held = moment_bytes(step.config.precision) * local_size(part, parallel)
             follows, others = (follows + held, others) if part.shape == weight.shape else (follows, others + held)
     return stored, gradients, shared(follows, step.data if parallel.distributed_optimizer else 1) + others
 

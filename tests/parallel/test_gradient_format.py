@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridtron.config.choices import GradientFormat
+from hybridtron.config.choices import KeptFormat
 from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config, Documents, ParallelConfig
 from hybridtron.engine.engine import Engine
@@ -19,10 +19,10 @@ from hybridtron.proving.audit.run import micro_batches
 from tests.conftest import small_run
 from tests.distributed import run_distributed
 
-FP32, BF16 = GradientFormat.fp32, GradientFormat.bf16
+FP32, BF16 = KeptFormat.fp32, KeptFormat.bf16
 
 
-def configured(layout: Layout, gradients: GradientFormat) -> Config:
+def configured(layout: Layout, gradients: KeptFormat) -> Config:
     model = small_model("M-W-", tied=True, heads={"kv_heads": 2})
     config = small(model, layout.on(ParallelConfig()), Documents.isolate, data=layout.data)
     return replace(config, precision=replace(small_run(precision="bf16").precision, gradients=gradients))

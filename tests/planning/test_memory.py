@@ -127,16 +127,18 @@ TINY = (
 
 
 @pytest.mark.parametrize(
-    ("precision", "gradients", "value", "master"), [("bf16", 4, 2, 4), ("bf16", 2, 2, 4), ("fp32", 4, 4, 0)]
+    ("precision", "gradients", "moments", "value", "master"),
+    [("bf16", 4, 4, 2, 4), ("bf16", 2, 2, 2, 4), ("fp32", 4, 4, 4, 0)],
 )
-def test_one_process_by_hand(precision, gradients, value, master):
-    format = "bf16" if gradients == 2 else "fp32"
-    held = planned(1, *TINY, f"precision={precision}", f"precision.gradients={format}")[1].ranks[0].memory
+def test_one_process_by_hand(precision, gradients, moments, value, master):
+    formats = {4: "fp32", 2: "bf16"}
+    kept = f"precision.gradients={formats[gradients]}", f"precision.moments={formats[moments]}"
+    held = planned(1, *TINY, f"precision={precision}", *kept)[1].ranks[0].memory
     parameters = count(load(TINY).model, 16).parameters
     kept_in_fp32 = 16 + 16 * 3 + 16  # dt_bias, A_log, D
     assert held.weights == value * (parameters - kept_in_fp32) + 4 * kept_in_fp32
     assert held.gradients == gradients * (parameters - kept_in_fp32) + 4 * kept_in_fp32
-    assert held.optimizer == 8 * parameters + master * (parameters - kept_in_fp32)
+    assert held.optimizer == 2 * moments * parameters + master * (parameters - kept_in_fp32)
     # a state of 16 x 3 in fp32 every 128 tokens is less than a value a token; keys before and after they are rotated
     inside = (5 * 16 + 2 + 6 + 1) + (3 * 12) + (8 + 3 * 2 + 8 + 8) + (3 * 12)
     assert held.activations >= value * (inside + 2 * 8 * 5) * 16 * 2  # input and output of five norms

@@ -16,19 +16,21 @@ from typing import Any
 
 from hybridtron.architecture.base import MixerSpec, ModelSizes
 from hybridtron.architecture.table import Architecture
-from hybridtron.config.choices import FP8_MULTIPLES
+from hybridtron.config.choices import FP8_MULTIPLES, KeptFormat
 from hybridtron.config.layout import fp8_layers, multiples_near
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.config.schema import Config, PrecisionConfig
 from hybridtron.problems import Problem, choice
 
 EMULATION = "set precision.emulate=true to try its numerics here"
+BF16_DECAY = 0.98  # the largest decay rate of moments in bf16, see engine/update_rules.py
 _REACH = 1024  # how far from an option's value another one is looked for
 
 
 def precision_problems(phase: ResolvedPhase) -> Iterator[Problem]:
     """What keeps a phase from running in its precision."""
     config, precision = phase.config, phase.precision
+    yield from _moments(config)
     if precision.name not in FP8_MULTIPLES or min(precision.bf16_first, precision.bf16_last) < 0:
         return
     if not precision.emulate and importlib.util.find_spec("transformer_engine") is None:
@@ -57,6 +59,14 @@ def precision_warnings(precision: PrecisionConfig) -> Iterator[str]:
 def needs(precision: PrecisionConfig, what: str) -> Problem:
     """That FP8 can't run here."""
     return Problem("precision.name", f"is {precision.name}, which needs {what}; {EMULATION}, or use bf16")
+
+
+def _moments(config: Config) -> Iterator[Problem]:
+    """A step must change moments by more than bf16 rounds them."""
+    largest = max(config.optim.betas, default=0.0)
+    if config.precision.moments == KeptFormat.bf16 and largest > BF16_DECAY:
+        cure = f"use optim.betas of at most {BF16_DECAY}, or fp32"
+        yield Problem("precision.moments", f"is bf16, which rounds away what a decay rate of {largest} changes: {cure}")
 
 
 def _layers(config: Config, arch: Architecture) -> Iterator[Problem]:

@@ -128,6 +128,12 @@ def test_each_rule_alone(argument, key, says):
     assert says in problems[key]
 
 
+def test_moments_in_bf16_need_steps_that_they_can_hold():
+    (message,) = reported("precision.moments=bf16", "optim.betas=[0.9,0.99]").values()
+    assert "optim.betas of at most 0.98" in message
+    assert not reported("precision.moments=bf16", "optim.betas=[0.9,0.98]")
+
+
 def test_good_edges_are_accepted(tmp_path):
     assert not reported(
         "optim.schedule=wsd",

@@ -1,0 +1,131 @@
+"""An optimizer's moments that are kept in bf16 between steps, beside the formula with that rounding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.checkpoint.folder import valid_checkpoints
+from hybridtron.checkpoint.restore import restore_newest
+from hybridtron.checkpoint.save import Saver, meta_of
+from hybridtron.config.choices import KeptFormat
+from hybridtron.config.resolve import resolve
+from hybridtron.config.schema import Config, Documents, ParallelConfig
+from hybridtron.engine.engine import Engine
+from hybridtron.parallel.groups import Groups
+from hybridtron.parallel.pool import Seat
+from hybridtron.planning.memory import plan
+from hybridtron.proving.audit.cases import Layout, small, small_model
+from hybridtron.proving.audit.run import micro_batches
+from tests.conftest import serving, small_run
+from tests.distributed import run_distributed
+
+MODEL = small_model("M-W-", tied=True, heads={"kv_heads": 2})
+KINDS = ("exp_avg", "exp_avg_sq")
+LR, STEPS, SAVED = 1e-3, 4, 2
+
+
+def configured(layout: Layout, moments: KeptFormat = KeptFormat.bf16) -> Config:
+    config = small(MODEL, layout.on(ParallelConfig()), Documents.isolate, data=layout.data)
+    precision = replace(small_run(precision="bf16").precision, moments=moments)
+    phases = [replace(config.phases[0], global_batch=4 * config.phases[0].micro_batch)]
+    optim = replace(config.optim, eps=1e-4, clip=1e9, weight_decay=0.0)
+    return replace(config, precision=precision, optim=optim, phases=phases)
+
+
+def take_steps(engine: Engine, numbers: range) -> None:
+    batches = micro_batches(engine.config)
+    own = len(batches) // engine.groups.data_size
+    mine = batches[engine.groups.data_rank * own : (engine.groups.data_rank + 1) * own]
+    for step in numbers:
+        engine.forward_backward(mine, step)
+        assert engine.step(LR)[1]
+
+
+def kept(engine: Engine) -> dict[str, list[Tensor]]:
+    """What the optimizer holds here: the moments, and the masters of narrower weights."""
+    shards = engine.optimizer.shards.values()
+    own = [s.master for s in shards if s.master is not None and s.weight.dtype != s.master.dtype]
+    return {"moments": [s.parts[kind] for s in shards for kind in KINDS if kind in s.parts], "masters": own}
+
+
+def trained(seat: Seat, config: Config, folder: Path | None = None) -> tuple[dict[str, Tensor], tuple[int, int]]:
+    """The weights after the last step, with the bytes kept and those planned; a folder is written, or resumed from."""
+    with seat.groups(config.parallel) as groups:
+        engine, first = Engine(config, groups), 0
+        if folder is not None and folder.exists():
+            restore_newest(valid_checkpoints(folder), serving(engine), folder)
+            first = SAVED
+        take_steps(engine, range(first, SAVED))
+        if folder is not None and first == 0:
+            folder.with_suffix(".json").write_text("{}")
+            saver = Saver(config, folder, groups)
+            saver.save(engine, meta_of(engine, SAVED, {}), folder.with_suffix(".json"))
+        take_steps(engine, range(SAVED, STEPS))
+        held = kept(engine)
+        assert {moment.dtype for moment in held["moments"]} == {getattr(torch, _format_of(config))}
+        planned = plan(resolve(config)[0], groups.world_size).ranks[groups.pipeline_rank].memory.optimizer
+        return dict(engine.weights()), (sum(t.nbytes for t in [*held["moments"], *held["masters"]]), planned)
+
+
+def _format_of(config: Config) -> str:
+    return {KeptFormat.fp32: "float32", KeptFormat.bf16: "bfloat16"}[config.precision.moments]
+
+
+def test_steps_are_the_formulas_with_moments_rounded(alone: Groups) -> None:
+    engine, state = Engine(configured(Layout()), alone), {}
+    masters = {name: shard.master.detach().clone() for name, shard in engine.optimizer.shards.items()}
+    for step in range(STEPS):
+        engine.forward_backward(micro_batches(engine.config), step)
+        for name, gradient in engine.optimizer.gradients():
+            mean, square = state.setdefault(name, [torch.zeros_like(gradient).bfloat16() for _ in KINDS])
+            m, v = 0.9 * mean.double() + 0.1 * gradient.double(), 0.95 * square.double() + 0.05 * gradient.double() ** 2
+            direction = m / (1 - 0.9 ** (step + 1)) / ((v / (1 - 0.95 ** (step + 1))).sqrt() + engine.config.optim.eps)
+            masters[name] -= LR * direction.view_as(masters[name])
+            mean.copy_(m), square.copy_(v)
+        assert engine.step(LR)[1]
+    for name, shard in engine.optimizer.shards.items():
+        moved = (shard.master - masters[name]).abs().max()
+        assert moved <= 1e-3 * LR, f"{name}: {moved}"
+        for kind, expected in zip(KINDS, state[name], strict=True):  # another order of sums may round to a neighbour
+            torch.testing.assert_close(shard.parts[kind], expected.view(-1), rtol=2.0**-7, atol=0.0)
+
+
+def stored_moments(folder: Path) -> dict[str, Any]:
+    checkpoint = next(iter(valid_checkpoints(folder)))
+    return {key: checkpoint.whole(key) for key in checkpoint.shapes if key.startswith(KINDS)}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(Layout(data=2), id="dp2"),
+        pytest.param(Layout(tensor=2), id="tp2", marks=pytest.mark.slow),
+        pytest.param(Layout(pipeline=2, data=2), id="pp2-dp2", marks=pytest.mark.slow),
+    ],
+)
+def test_cut_saved_and_resumed_with_either_format(layout: Layout, tmp_path: Path) -> None:
+    """What is kept is what is planned; a checkpoint holds it as it is, and is resumed from with the other format."""
+    ranks, folder = layout.tensor * layout.pipeline * layout.data, tmp_path / "run"
+    ((alone, _),) = run_distributed(trained, 1, configured(Layout()))
+    cut = run_distributed(trained, ranks, configured(layout), folder)
+    held, planned = (sum(sizes[which] for _, sizes in cut) for which in (0, 1))
+    assert held == pytest.approx(planned, abs=ranks)  # data ranks' shares end where they may, planned ones are alike
+    assert_near(cut[0][0], alone)
+    assert {moment.dtype for moment in stored_moments(folder).values()} == {torch.bfloat16}
+    ((wide, _),) = run_distributed(trained, 1, configured(Layout(), KeptFormat.fp32), folder)
+    assert_near(wide, alone)
+    (narrow, _), *_ = run_distributed(trained, ranks, configured(layout), folder)
+    assert all(narrow[name].equal(weight) for name, weight in cut[0][0].items())
+
+
+def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name].float(), weight.float(), rtol=2.0**-7, atol=STEPS * LR / 4, msg=name)

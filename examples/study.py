@@ -1,36 +1,37 @@
 """What the studies of this folder share: sweeps that are carried out, runs that are measured once, a page at the end.
 
-A study that was stopped continues: what has finished is not trained again, what is measured is not measured again.
+Seed by seed, each run is measured as soon as it has been trained, so that a study that is stopped keeps what it has:
+what has finished is not trained again, what is measured is not measured again.
 Exit codes: 0 written, 1 a run failed, 2 a wrong argument, or runs of other settings stand in the folder, 75 stopped.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from hybridtron.cli.given import positive, progress_bar
+from examples.results import ROOT, Part, Result, Results, commit
+from hybridtron.cli.given import positive
 from hybridtron.cli.sweep import INTERRUPTED, carried, steps_of
 from hybridtron.problems import Unusable
 from hybridtron.requirements import demand
 from hybridtron.sweep.carry_out import Folder
-from hybridtron.sweep.grid import Sweep, SweepRun, read
-from hybridtron.train.records import read_record, write_whole
+from hybridtron.sweep.grid import SEED, Sweep, SweepRun, read
 
-ROOT = Path(__file__).resolve().parents[1]
-Plan = Mapping[str, tuple[Sweep, Folder]]
-"""By the name of a sweep: its runs, and their folder."""
-Write = Callable[[Plan, list[str], Path], None]
-"""Measures the runs that have finished, and writes page and pictures; notes say what else there is to know."""
+Plan = Mapping[str, Part]
+"""By the name of a sweep."""
+Measured = Mapping[str, Sequence[tuple[SweepRun, Result]]]
+"""By the name of a sweep, what has been measured of it."""
+Write = Callable[[Measured, list[str], Path], None]
+"""Writes page and pictures; notes say what else there is to know."""
 
 
 def parse(about: str, name: str, arguments: list[str]) -> argparse.Namespace:
@@ -41,6 +42,7 @@ def parse(about: str, name: str, arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, metavar="DIR", help="of page and pictures (default: benchmarks)")
     parser.add_argument("--jobs", type=positive, default=2, metavar="N", help="runs at a time (default: %(default)s)")
     parser.add_argument("--measure", action="store_true", help="train nothing: a page of what has finished")
+    parser.add_argument("--results", type=Path, metavar="DIR", help="keep results here, and use those that are")
     chosen = parser.parse_args(arguments)
     if chosen.quick and (chosen.runs is None or chosen.output is None):
         parser.error("--quick needs --runs and --output, so that it leaves the real study's alone")
@@ -51,16 +53,25 @@ def parse(about: str, name: str, arguments: list[str]) -> argparse.Namespace:
 
 def conduct(chosen: argparse.Namespace, planned: Callable[[], Plan], write: Write) -> int:
     """Train what is missing, measure, and write. Returns the exit code."""
+    import torch
+
     demand("plot")
     os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
+    results = Results(chosen.results)
     try:
         plan = planned()
-        for sweep, folder in () if chosen.measure else plan.values():
-            if not carried(sweep, folder, chosen.jobs, steps_of(sweep, folder), console):
+        earlier = found_in(plan, results)
+        for name, part, runs in seed_by_seed(plan):
+            if not chosen.measure and not trained(name, part, runs, results, chosen.jobs, console):
                 return 1
+            measure(name, part, runs, results, console)
+        found = found_in(plan, results)
+        if not any(found.values()):
+            raise Unusable(f"{chosen.runs}: no run has finished")
         chosen.output.mkdir(parents=True, exist_ok=True)
-        write({part: finished(*one) for part, one in plan.items()}, state(plan), chosen.output)
+        write(found, state(plan, found) + taken(chosen.results, earlier), chosen.output)
     except Unusable as error:
         print(error, file=sys.stderr)
         return 2
@@ -78,36 +89,61 @@ def selected(file: Path, folder: Path, more: Callable[[SweepRun], tuple[str, ...
     return replace(sweep, runs=tuple(chosen)), Folder(folder)
 
 
-def finished(sweep: Sweep, folder: Folder) -> tuple[Sweep, Folder]:
-    """What there is to measure. Unusable where nothing has finished."""
-    runs = tuple(run for run in sweep.runs if folder.is_finished(run.name))
-    if not runs:
-        raise Unusable(f"{folder.path}: no run has finished")
-    return replace(sweep, runs=runs), folder
+def seed_by_seed(plan: Plan) -> Iterator[tuple[str, Part, list[SweepRun]]]:
+    """The runs of all parts in the order in which they are trained: a study that is stopped has whole seeds."""
+    for seed in dict.fromkeys(run.values[SEED] for part in plan.values() for run in part.sweep.runs):
+        for name, part in plan.items():
+            yield name, part, [run for run in part.sweep.runs if run.values[SEED] == seed]
 
 
-def state(plan: Plan) -> list[str]:
-    """Notes for the page: the code that wrote it, and of each sweep the runs that have not finished."""
-    left = {
-        part: [run.name for run in sweep.runs if not of.is_finished(run.name)] for part, (sweep, of) in plan.items()
+def trained(name: str, part: Part, runs: Sequence[SweepRun], results: Results, jobs: int, console: Console) -> bool:
+    """Train the runs without a result, and those that they start from; measure each as it ends. Whether none failed."""
+    missing = [run for run in runs if results.of(name, part, run) is None]
+    needed = {run.name for run in missing} | {run.start for run in missing}
+    sweep = replace(part.sweep, runs=tuple(run for run in runs if run.name in needed))
+    if not missing:
+        return True
+    well = True
+    with closing(carried(sweep, part.folder, jobs, steps_of(sweep, part.folder), console)) as every:
+        for ended in every:
+            well &= not ended.fault
+            measure(name, part, [ended.run], results, console)
+    return well
+
+
+def measure(name: str, part: Part, runs: Sequence[SweepRun], results: Results, console: Console) -> None:
+    """Those that have finished and have no result yet."""
+    for run in runs:
+        if part.folder.is_finished(run.name) and results.of(name, part, run) is None:
+            results.measure(name, part, run)
+            console.print(f"measured {run.name}")
+
+
+def found_in(plan: Plan, results: Results) -> Measured:
+    """What has been measured so far."""
+    return {
+        name: [(run, result) for run in part.sweep.runs if (result := results.of(name, part, run)) is not None]
+        for name, part in plan.items()
     }
-    code = subprocess.run(
-        ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    notes = [f"written at commit {code.stdout.strip() or 'unknown'}"]
-    notes += [
-        f"not finished, and not on this page: {', '.join(names)} ({part})" for part, names in left.items() if names
-    ]
+
+
+def state(plan: Plan, found: Measured) -> list[str]:
+    """Notes for the page: the code that wrote it, and of each sweep the runs that have not finished."""
+    notes = [f"written at commit {commit()}"]
+    for name, part in plan.items():
+        there = {run.name for run, _ in found[name]}
+        if left := [run.name for run in part.sweep.runs if run.name not in there]:
+            notes.append(f"not finished, and not on this page: {', '.join(left)} ({name})")
     return notes
 
 
-def measured(folder: Folder, run: SweepRun, measure: Callable[[Path], Any]) -> Any:
-    """What is found on a run that has finished; it is measured once."""
-    path = folder.of(run.name) / "measured.json"
-    if not (found := read_record(path)):
-        found = {"found": measure(folder.of(run.name))}
-        write_whole(path, json.dumps(found))
-    return found["found"]
+def taken(kept: Path | None, earlier: Measured) -> list[str]:
+    """A note for the page: how much of it was found in the folder of results, and by which code that was trained."""
+    commits = [result.commit for of_part in earlier.values() for _, result in of_part]
+    if kept is None or not commits:
+        return []
+    counted = ", ".join(f"{one} ({commits.count(one)})" for one in dict.fromkeys(commits))
+    return [f"results of earlier runs, by commits: {counted}"]
 
 
 def answers(checkpoint: Path, asked: Mapping[str, Any], output: Path, batch: int = 16) -> list[dict[str, Any]]:
@@ -116,4 +152,10 @@ def answers(checkpoint: Path, asked: Mapping[str, Any], output: Path, batch: int
     from hybridtron.evaluate.served import served
 
     with served(checkpoint) as model:
-        return list(evaluate(model, output.name, Wishes(asked, False, batch=batch), output, progress_bar).rows)
+        return list(evaluate(model, output.name, Wishes(asked, False, batch=batch), output, unshown).rows)
+
+
+@contextmanager
+def unshown(_: str) -> Iterator[Callable[[int, int], None]]:
+    """No bar of its own: that of the steps is shown meanwhile."""
+    yield lambda done, of: None

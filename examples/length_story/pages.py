@@ -10,14 +10,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from examples.long_text import Curve, draw_seeds, spread
 from hybridtron.evaluate.pictures import picture
 from hybridtron.proving.measuring import BenchReport, markdown
-
-if TYPE_CHECKING:
-    pass
 
 FAILS = 1.2  # times its least perplexity, that a base must reach at FAILS_AT times its context
 FAILS_AT = 4
@@ -27,17 +23,17 @@ COLORS = {"base": "black", "zero": "C2", "random": "C3", "fitted": "C1", "passin
 
 @dataclass(frozen=True)
 class Findings:
-    """Of every run, by name and then by seed: mean loss by position, and accuracy by length of the string."""
+    """Of every run, by name and then by seed: perplexity by position, and accuracy by length of the string."""
 
     context: int
-    language: Mapping[str, Mapping[int, Sequence[float]]]
+    language: Mapping[str, Mapping[int, Curve]]
     copying: Mapping[str, Mapping[int, Mapping[str, float]]]
     trained_lengths: tuple[int, int]
     notes: Sequence[str]
 
 
 def curves(findings: Findings, name: str) -> list[Curve]:
-    return [Curve.of(losses, findings.context) for losses in findings.language[name].values()]
+    return list(findings.language[name].values())
 
 
 def page(findings: Findings, command: str) -> str:
@@ -64,7 +60,7 @@ def ratio(curve: Curve, position: int) -> float:
 
 def read_lengths(findings: Findings) -> list[int]:
     """The context, four times of it, and so on to the end of what was read."""
-    longest = max(len(losses) for losses in findings.language["base"].values())
+    longest = max(curve.ends[-1] for curve in curves(findings, "base"))
     found = [findings.context * 4**power for power in range(8) if findings.context * 4**power <= longest]
     return found if found[-1] == longest else [*found, longest]
 

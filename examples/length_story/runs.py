@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+from examples.long_text import Curve, long_text_losses
+from examples.results import Part
 from examples.study import answers, selected
-from hybridtron.sweep.carry_out import Folder
-from hybridtron.sweep.grid import SEED, Sweep, SweepRun
+from hybridtron.sweep.grid import SEED, SweepRun
 from hybridtron.tasks.base import Sample, training_seed
 from hybridtron.tasks.copying import FIXED, SYMBOLS, Copying
 from hybridtron.tasks.tokens import ByteTokens
@@ -61,8 +63,8 @@ QUICK = Sizes(
 )  # fmt: skip
 
 
-def sweep_of(part: str, sizes: Sizes, root: Path) -> tuple[Sweep, Folder]:
-    """The runs of `language` or of `copying`, at these sizes, and their folder."""
+def part_of(part: str, sizes: Sizes, root: Path) -> Part:
+    """The runs of `language` or of `copying`, at these sizes, and what is measured on them."""
 
     def more(run: SweepRun) -> tuple[str, ...] | None:
         added = sizes.variants.get(f"{part}/{run.variant}", None if sizes.variants else ())
@@ -70,7 +72,15 @@ def sweep_of(part: str, sizes: Sizes, root: Path) -> tuple[Sweep, Folder]:
             return None
         return (*added, f"data.path={root / 'strings'}") if "data=folder" in (*run.settings, *added) else added
 
-    return selected(HERE / f"{part}.yaml", root / part, more)
+    sweep, folder = selected(HERE / f"{part}.yaml", root / part, more)
+    if part == "language":
+        asked = {"multiples": sizes.multiples, "rows": sizes.rows}
+        return Part(sweep, folder, lambda _, path: of_text(path, sizes), asked)
+    asked = {
+        "lengths": sizes.copy_lengths, "tokens": sizes.copy_tokens, "rows": sizes.copy_rows,
+        "test": sizes.copy_test, "samples": sizes.copy_samples,
+    }  # fmt: skip
+    return Part(sweep, folder, lambda _, path: copy_accuracy(path, sizes), asked)
 
 
 def write_copying_data(sizes: Sizes, root: Path) -> None:
@@ -94,6 +104,12 @@ def write_copying_data(sizes: Sizes, root: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel({str(token): token for token in range(END + 1)}, unk_token="0")).to_str()
     origin = {"corpus": "copying", "shortest": shortest, "longest": longest}
     write_folder(root / "strings", tokens, tokenizer, END + 1, END, origin, masks=masks)
+
+
+def of_text(run: Path, sizes: Sizes) -> dict[str, Any]:
+    """Perplexity by position, up to many times as far as the rows of training reach."""
+    losses = long_text_losses(run, sizes.multiples, sizes.rows)
+    return asdict(Curve.of(losses, len(losses) // sizes.multiples))
 
 
 def copy_accuracy(run: Path, sizes: Sizes) -> dict[str, float]:

@@ -18,24 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from examples.length_story.runs import (
-    QUICK,
-    STORY,
-    Sizes,
-    copy_accuracy,
-    sweep_of,
-    write_copying_data,
-)
-from examples.long_text import long_text_losses
-from examples.study import Plan, conduct, measured, parse
-from hybridtron.cli.given import progress_bar
+from examples.length_story.runs import QUICK, STORY, Sizes, part_of, write_copying_data
+from examples.long_text import Curve
+from examples.results import Trained
+from examples.study import Measured, conduct, parse
+from hybridtron.config.units import readable
+from hybridtron.problems import Unusable
 from hybridtron.sweep.grid import SEED
 
-PARTS = {
-    "language": lambda run, sizes: long_text_losses(run, sizes.multiples, sizes.rows),
-    "copying": copy_accuracy,
-}
-"""By the name of the sweep: what is measured on each of its runs."""
+PARTS = ("language", "copying")
 
 
 def main(arguments: list[str]) -> int:
@@ -43,68 +34,56 @@ def main(arguments: list[str]) -> int:
     chosen = parse("Length generalization on a laptop: pretrain, post-train, measure.", "length_story", arguments)
     sizes = QUICK if chosen.quick else STORY
     write_copying_data(sizes, chosen.runs)
-    return conduct(chosen, lambda: {part: sweep_of(part, sizes, chosen.runs) for part in PARTS}, partial(write, sizes))
+    return conduct(chosen, lambda: {part: part_of(part, sizes, chosen.runs) for part in PARTS}, partial(write, sizes))
 
 
-def write(sizes: Sizes, plan: Plan, more: list[str], output: Path) -> None:
-    """Measure what has not been, and write page and pictures."""
+def write(sizes: Sizes, measured: Measured, more: list[str], output: Path) -> None:
+    """Page and pictures of what has been measured."""
     from examples.length_story.pages import Findings, draw, page
 
-    found: dict[str, dict[str, dict[int, Any]]] = {part: {} for part in PARTS}
-    whole = sum(len(sweep.runs) for sweep, _ in plan.values())
-    with progress_bar("measured") as moved:
-        for part, (sweep, folder) in plan.items():
-            for run in sweep.runs:
-                of_run = measured(folder, run, partial(PARTS[part], sizes=sizes))
-                found[part].setdefault(run.variant, {})[int(run.values[SEED])] = of_run
-                moved(sum(len(of) for one in found.values() for of in one.values()), whole)
-    language, folder = plan["language"]
-    context, notes = described(folder.of(language.runs[0].name), folder.of(language.runs[-1].name))
-    copying, folder = plan["copying"]
-    notes += [
+    if missing := [part for part in PARTS if not measured[part]]:
+        raise Unusable(f"no run of {' and '.join(missing)} has finished")
+    language, copying = by_variant(measured, "language"), by_variant(measured, "copying")
+    curves = {name: {seed: Curve(**found) for seed, found in seeds.items()} for name, seeds in language.items()}
+    base, post_trained = measured["language"][0][1].trained, measured["language"][-1][1].trained
+    notes = [
+        *described(base, post_trained),
         f"read: {sizes.rows} rows of held-out text, packed end to end and cut anywhere, each from zero states; "
         "a perplexity is that of half a doubling of positions, up to the one named",
-        copying_described(folder.of(copying.runs[0].name), sizes),
+        copying_described(measured["copying"][0][1].trained, sizes),
         "± is the standard deviation over seeds; bands in the pictures go from the lowest seed to the highest",
         *more,
     ]
-    findings = Findings(context, found["language"], found["copying"], sizes.copy_lengths, notes)
+    findings = Findings(base.phases[0].seq_len, curves, copying, sizes.copy_lengths, notes)
     draw(findings, output)
     (output / "length_story.md").write_text(page(findings, "make length-story"), encoding="utf-8")
 
 
-def described(base: Path, post_trained: Path) -> tuple[int, list[str]]:
-    """The base's context, and what was done in words."""
-    from hybridtron.config.load import load_saved
-    from hybridtron.config.resolve import last_step
-    from hybridtron.config.units import readable
-    from hybridtron.planning.count import count
+def by_variant(measured: Measured, part: str) -> dict[str, dict[int, Any]]:
+    """What was found, by variant and seed."""
+    found: dict[str, dict[int, Any]] = {}
+    for run, result in measured[part]:
+        found.setdefault(run.variant, {})[int(run.values[SEED])] = result.found
+    return found
 
-    config, posted = (load_saved(run / "config.yaml") for run in (base, post_trained))
-    phase, post = config.phases[0], posted.phases[0]
-    parameters = readable(count(config.model, phase.seq_len).parameters)
-    letter = next(iter(config.model.layers.values()))
-    model = f"{parameters} parameters, {config.model.pattern}, width {config.model.width}, state {letter['state']}"
-    return phase.seq_len, [
-        f"base: Mamba-2, {model}; {phase.tokens} tokens of {config.data.source} text in rows of {phase.seq_len}, "
+
+def described(base: Trained, post: Trained) -> list[str]:
+    """What was done, in words."""
+    phase, letter = base.phases[0], next(iter(base.layers.values()))
+    model = f"{readable(base.parameters)} parameters, {base.pattern}, width {base.width}, state {letter['state']}"
+    return [
+        f"base: Mamba-2, {model}; {phase.tokens} tokens of {base.source} text in rows of {phase.seq_len}, "
         f"lr {phase.lr:g} (configs/recipe/mamba2_laptop.yaml)",
-        f"post-training: {last_step(config)} steps of the base, then "
-        f"{int(post.tokens) // post.tokens_per_step} steps at lr {post.lr:g} (configs/recipe/length)",
+        f"post-training: {base.steps} steps of the base, then {post.steps} steps at lr {post.phases[0].lr:g} "
+        "(configs/recipe/length)",
     ]
 
 
-def copying_described(run: Path, sizes: Sizes) -> str:
+def copying_described(copied: Trained, sizes: Sizes) -> str:
     """What was copied, and how that was learned."""
-    from hybridtron.config.load import load_saved
-    from hybridtron.config.units import readable
-    from hybridtron.planning.count import count
-
-    config = load_saved(run / "config.yaml")
-    phase = config.phases[0]
-    parameters = readable(count(config.model, phase.seq_len).parameters)
-    shortest, longest = sizes.copy_lengths
+    phase, (shortest, longest) = copied.phases[0], sizes.copy_lengths
     return (
-        f"copying: Mamba-2, {parameters} parameters, {config.model.pattern}, width {config.model.width}; "
+        f"copying: Mamba-2, {readable(copied.parameters)} parameters, {copied.pattern}, width {copied.width}; "
         f"strings of {shortest} to {longest} of 26 letters, packed back to back into {sizes.copy_rows} rows of "
         f"{phase.seq_len} tokens, {phase.tokens} tokens, lr {phase.lr:g}, from scratch; the copy alone is learned; "
         f"counted are the letters of {sizes.copy_samples} copies a length that the model finds likeliest, given the "

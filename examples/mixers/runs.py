@@ -5,16 +5,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from examples.long_text import long_text_losses
+from examples.long_text import Curve, long_text_losses
+from examples.results import Part
 from examples.study import answers, selected
-from hybridtron.sweep.carry_out import Folder
-from hybridtron.sweep.grid import SEED, Sweep, SweepRun
-from hybridtron.train.records import read_lines
+from hybridtron.sweep.grid import SEED, SweepRun
 
 HERE = Path(__file__).parent
 SEQ_LEN = "phases.0.seq_len"
@@ -51,8 +50,8 @@ QUICK = Sizes(
 )
 
 
-def sweep_of(part: str, sizes: Sizes, runs: Path, data: Path) -> tuple[Sweep, Folder]:
-    """The runs of `text` or of `recall`, at these sizes, and their folder."""
+def part_of(part: str, sizes: Sizes, runs: Path, data: Path) -> Part:
+    """The runs of `text` or of `recall`, at these sizes, and what is measured on them."""
 
     def more(run: SweepRun) -> tuple[str, ...] | None:
         if run.values[SEED] not in sizes.seeds or (sizes.variants is not None and run.variant not in sizes.variants):
@@ -64,7 +63,13 @@ def sweep_of(part: str, sizes: Sizes, runs: Path, data: Path) -> tuple[Sweep, Fo
         rows = (f"data.path={data / str(tokens - 1)}", f"phases.0.tokens={sizes.training * tokens}")
         return (*settings, *rows)
 
-    return selected(HERE / f"{part}.yaml", runs / part, more)
+    sweep, folder = selected(HERE / f"{part}.yaml", runs / part, more)
+    if part == "text":
+        asked = {"multiples": sizes.multiples, "rows": sizes.rows}
+        return Part(sweep, folder, lambda _, path: of_text(path, sizes), asked)
+    pairs = {str(length): number for length, number in PAIRS.items()}
+    asked = {"samples": sizes.asked, "vocabulary": VOCABULARY, "pairs": pairs}
+    return Part(sweep, folder, lambda _, path: of_recall(path, sizes), asked)
 
 
 def write_rows(sizes: Sizes, data: Path) -> None:
@@ -81,9 +86,10 @@ def write_rows(sizes: Sizes, data: Path) -> None:
 
 
 def of_text(run: Path, sizes: Sizes) -> dict[str, Any]:
-    """Mean loss by position, and tokens per second of the median step."""
-    rates = [line["tokens_per_second"] for line in read_lines(run / "metrics.jsonl") if "tokens_per_second" in line]
-    return {"losses": long_text_losses(run, sizes.multiples, sizes.rows), "rate": statistics.median(rates)}
+    """The mean loss of the positions that are trained, and perplexity by position up to many times as far."""
+    losses = long_text_losses(run, sizes.multiples, sizes.rows)
+    context = len(losses) // sizes.multiples
+    return {"loss": statistics.mean(losses[:context]), "curve": asdict(Curve.of(losses, context))}
 
 
 def of_recall(run: Path, sizes: Sizes) -> float:

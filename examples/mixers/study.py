@@ -5,7 +5,8 @@
 
 The sweep text.yaml trains each mixer on text from three seeds and reads held-out text of up to 16 times the training
 length; recall.yaml trains multi-query associative recall (MQAR). Runs stand in runs/mixers, rows of MQAR in
-data/mixers; the page and the picture go to benchmarks/, whatever they say.
+data/mixers; the page and the picture go to benchmarks/, whatever they say. Speed is measured when the page is written,
+in turns, so that it does not depend on what ran beside the training.
 """
 
 from __future__ import annotations
@@ -18,41 +19,30 @@ from functools import partial
 from pathlib import Path
 
 from examples.long_text import Curve, draw_seeds, spread
-from examples.mixers.runs import (
-    PAIRS,
-    QUICK,
-    SEQ_LEN,
-    STUDY,
-    VOCABULARY,
-    Sizes,
-    of_recall,
-    of_text,
-    sweep_of,
-    write_rows,
-)
-from examples.study import ROOT, Plan, conduct, measured, parse
-from hybridtron.cli.given import progress_bar
+from examples.mixers.runs import PAIRS, QUICK, STUDY, VOCABULARY, Sizes, part_of, write_rows
+from examples.results import ROOT, Result, Trained
+from examples.study import Measured, conduct, parse
 from hybridtron.evaluate.pictures import picture
-from hybridtron.proving.measuring import BenchReport, markdown
-from hybridtron.sweep.grid import SEED
+from hybridtron.problems import Unusable
+from hybridtron.proving.measuring import BenchReport, Timing, interleaved, markdown
+from hybridtron.proving.steps import Steps, checked, one_process, random_batches
+from hybridtron.sweep.grid import SEED, SweepRun
 
 YARDSTICK = "mamba"
 WORST_LOSS = 1.2  # times the yardstick's, that a mixer may have
 LEAST_RECALL = 0.05  # far above chance, which is 1 of 256 values
+ROUNDS = 5  # steps of each mixer that are timed
 
 
 @dataclass
 class Found:
-    """Of a mixer, by seed: losses by position and tokens per second; and by tokens of a row: recall."""
+    """Of a mixer, by seed: loss and perplexity by position; by tokens of a row: recall; and the time of a step."""
 
     parameters: int
-    losses: dict[int, Sequence[float]] = field(default_factory=dict)
-    rates: list[float] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)
+    curves: dict[int, Curve] = field(default_factory=dict)
     recall: dict[int, float] = field(default_factory=dict)
-
-    def trained(self, context: int) -> list[float]:
-        """Mean loss of the positions that are trained, by seed."""
-        return [statistics.mean(losses[:context]) for losses in self.losses.values()]
+    step: Timing | None = None
 
 
 def main(arguments: list[str]) -> int:
@@ -62,80 +52,86 @@ def main(arguments: list[str]) -> int:
     data = chosen.runs / "data" if chosen.quick else ROOT / "data/mixers"
     if not chosen.measure:
         write_rows(sizes, data)
-    planned = {part: partial(sweep_of, part, sizes, chosen.runs, data) for part in ("text", "recall")}
+    planned = {part: partial(part_of, part, sizes, chosen.runs, data) for part in ("text", "recall")}
     return conduct(chosen, lambda: {part: made() for part, made in planned.items()}, partial(write, sizes))
 
 
-def write(sizes: Sizes, plan: Plan, more: list[str], output: Path) -> None:
-    """Measure what has not been, and write page and picture."""
-    (text, text_folder), (recall, recall_folder) = plan["text"], plan["recall"]
-    found: dict[str, Found] = {}
-    whole, done = len(text.runs) + len(recall.runs), 0
-    with progress_bar("measured") as moved:
-        for run in text.runs:
-            of_run = measured(text_folder, run, partial(of_text, sizes=sizes))
-            one = found.setdefault(run.variant, Found(parameters_of(text_folder.of(run.name))))
-            one.losses[int(run.values[SEED])] = of_run["losses"]
-            one.rates.append(of_run["rate"])
-            moved(done := done + 1, whole)
-        for run in recall.runs:
-            accuracy = measured(recall_folder, run, partial(of_recall, sizes=sizes))
-            if run.variant in found:
-                found[run.variant].recall[int(run.values[SEQ_LEN]) - 1] = accuracy
-            moved(done := done + 1, whole)
-    context, notes = described(text_folder.of(text.runs[0].name), recall_folder.of(recall.runs[0].name), sizes)
+def write(sizes: Sizes, measured: Measured, more: list[str], output: Path) -> None:
+    """Page and picture of what has been measured."""
+    if not any(run.variant == YARDSTICK for run, _ in measured["text"]):
+        raise Unusable(f"no run of {YARDSTICK} on text has finished, with which the page compares")
+    found = gathered(measured["text"], measured["recall"])
+    for name, timing in step_times([run for run, _ in measured["text"]]).items():
+        found[name].step = timing
+    of_text, of_recall = (next((result.trained for _, result in measured[part]), None) for part in ("text", "recall"))
+    assert of_text is not None
+    context = of_text.phases[0].seq_len
     draw(found, context, output / "mixers.png")
-    (output / "mixers.md").write_text(page(found, context, [*notes, *more]), encoding="utf-8")
+    notes = [*described(of_text, of_recall, sizes), *more]
+    (output / "mixers.md").write_text(page(found, context, notes), encoding="utf-8")
 
 
-def parameters_of(run: Path) -> int:
-    from hybridtron.config.load import load_saved
-    from hybridtron.planning.count import count
+def gathered(text: Sequence[tuple[SweepRun, Result]], recall: Sequence[tuple[SweepRun, Result]]) -> dict[str, Found]:
+    """By mixer, in the order of the sweep."""
+    found: dict[str, Found] = {}
+    for run, result in text:
+        one = found.setdefault(run.variant, Found(result.trained.parameters))
+        one.losses[int(run.values[SEED])] = result.found["loss"]
+        one.curves[int(run.values[SEED])] = Curve(**result.found["curve"])
+    for run, result in recall:
+        if run.variant in found:
+            found[run.variant].recall[result.trained.phases[0].seq_len - 1] = result.found
+    return found
 
-    config = load_saved(run / "config.yaml")
-    return count(config.model, config.phases[0].seq_len).parameters
+
+def step_times(runs: Sequence[SweepRun]) -> dict[str, Timing]:
+    """Steps of each mixer's first run in turns, by processor time."""
+    configs = {run.variant: checked(run.settings) for run in reversed(runs)}
+    with one_process(next(iter(configs.values()))) as groups:
+        forms = {name: Steps(config, groups, random_batches(config)) for name, config in configs.items()}
+        return interleaved(forms, ROUNDS)
 
 
-def described(text: Path, recall: Path, sizes: Sizes) -> tuple[int, list[str]]:
-    """The training length, and what was done in words."""
-    from hybridtron.config.load import load_saved
-
-    config, asked = load_saved(text / "config.yaml"), load_saved(recall / "config.yaml")
-    phase, of_recall = config.phases[0], asked.phases[0]
-    return phase.seq_len, [
-        f"text: {config.model.pattern}, width {config.model.width}, {phase.tokens} tokens of {config.data.source} text "
+def described(text: Trained, recall: Trained | None, sizes: Sizes) -> list[str]:
+    """What was done, in words."""
+    phase = text.phases[0]
+    notes = [
+        f"text: {text.pattern}, width {text.width}, {phase.tokens} tokens of {text.source} text "
         f"in rows of {phase.seq_len}, lr {phase.lr:g} (examples/mixers/text.yaml)",
         f"read: {sizes.rows} rows of held-out text, packed end to end and cut anywhere, each from zero states",
-        f"MQAR: {asked.model.pattern}, width {asked.model.width}, {sizes.training} rows of each length, "
-        f"{VOCABULARY // 2} keys and as many values, lr {of_recall.lr:g}, one seed (examples/mixers/recall.yaml); "
-        f"chance is {2 / VOCABULARY:.3f}",
-        "± is the standard deviation over seeds; tokens per second are those of the median step, one thread a run, two "
-        "runs side by side",
+        "± is the standard deviation over seeds; the time of a step is processor time of one thread, by the fastest of "
+        f"{ROUNDS} rounds in which all mixers take turns",
     ]
+    if recall is not None:
+        notes.append(
+            f"MQAR: {recall.pattern}, width {recall.width}, {sizes.training} rows of each length, "
+            f"{VOCABULARY // 2} keys and as many values, lr {recall.phases[0].lr:g}, one seed "
+            f"(examples/mixers/recall.yaml); chance is {2 / VOCABULARY:.3f}"
+        )
+    return notes
 
 
 def page(found: Mapping[str, Found], context: int, notes: Sequence[str]) -> str:
     """The whole page in Markdown."""
     report = BenchReport("Recurrences at equal size on a laptop", notes=list(notes))
-    names = {name: [Curve.of(losses, context) for losses in one.losses.values()] for name, one in found.items()}
-    last = max(end for curves in names.values() for end in curves[0].ends)
+    last = max(curve.ends[-1] for one in found.values() for curve in one.curves.values())
     multiples = [2**power for power in range(10) if context * 2**power <= last]
     header = ("mixer", "parameters", "loss", *(f"perplexity at {multiple}x" for multiple in multiples))
     cells = [
         (
             name,
-            f"{found[name].parameters:,}",
-            spread(found[name].trained(context)),
-            *(spread([curve.at(context * multiple) for curve in curves]) for multiple in multiples),
+            f"{one.parameters:,}",
+            spread(list(one.losses.values())),
+            *(spread([curve.at(context * multiple) for curve in one.curves.values()]) for multiple in multiples),
         )
-        for name, curves in names.items()
+        for name, one in found.items()
     ]
     report.table("Text", header, cells, "mixers.png")
     recall_rows(report, found)
     speed_rows(report, found)
-    least = statistics.mean(found[YARDSTICK].trained(context))
+    least = statistics.mean(found[YARDSTICK].losses.values())
     for name, one in found.items():
-        ratio = statistics.mean(one.trained(context)) / least
+        ratio = statistics.mean(one.losses.values()) / least
         report.at_most(f"loss of {name} / that of {YARDSTICK}", WORST_LOSS, ratio)
         for tokens, accuracy in one.recall.items():
             report.at_least(f"recall of {name} at {tokens} tokens", LEAST_RECALL, accuracy)
@@ -153,17 +149,20 @@ def recall_rows(report: BenchReport, found: Mapping[str, Found]) -> None:
 
 
 def speed_rows(report: BenchReport, found: Mapping[str, Found]) -> None:
-    """Tokens per second, also over the yardstick's."""
-    rates = {name: statistics.median(one.rates) for name, one in found.items()}
-    cells = [(name, f"{rate:,.0f}", f"{rate / rates[YARDSTICK]:.2f}x") for name, rate in rates.items()]
-    report.table("Speed of training on text", ("mixer", "tokens/s", f"of {YARDSTICK}'s"), cells)
+    """The time of a step over the yardstick's."""
+    steps = {name: one.step for name, one in found.items() if one.step is not None}
+    cells = [
+        (name, f"{step.fastest / steps[YARDSTICK].fastest:.2f}x", f"+{step.spread:.0%}") for name, step in steps.items()
+    ]
+    header = ("mixer", f"time over {YARDSTICK}'s", "median over fastest")
+    report.table("Time of a training step on text", header, cells)
 
 
 def draw(found: Mapping[str, Found], context: int, path: Path) -> None:
     """Perplexity by position."""
     with picture(path) as axes:
         for number, (name, one) in enumerate(found.items()):
-            curves = [Curve.of(losses, context) for losses in one.losses.values()]
+            curves = list(one.curves.values())
             draw_seeds(axes, curves[0].ends, [curve.perplexities for curve in curves], f"C{number}", name, "-")
         axes.axvline(context, color="black", linestyle=":", linewidth=0.8, label=f"trained on {context}")
         axes.set(xscale="log", yscale="log", xlabel="position (tokens before)", ylabel="perplexity")

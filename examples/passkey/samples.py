@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from examples.results import Part
 from examples.study import answers, selected
 from hybridtron.checkpoint.folder import all_of, step_of
-from hybridtron.sweep.carry_out import Folder
-from hybridtron.sweep.grid import Sweep, SweepRun
+from hybridtron.sweep.grid import SweepRun
 from hybridtron.train.records import read_lines
 
 HERE = Path(__file__).parent
 END = "<|endoftext|>"
 TEXT = "text"  # the phase before the samples
 MIXED = (3, 4)  # phases that mix the lengths
+EVERY = 10  # steps, whose mean loss is a point of the picture
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,8 @@ QUICK = Sizes(
 )  # fmt: skip
 
 
-def sweep_of(sizes: Sizes, runs: Path, data: Path) -> tuple[Sweep, Folder]:
-    """The runs, on the samples of a folder."""
+def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
+    """The runs, on the samples of a folder, and what is asked of them."""
     paths = [f"phases.{phase}.data.path={data / str(length)}" for phase, length in enumerate(sizes.lengths[:-1], 1)]
     paths += [
         f"phases.{phase}.data.mixture.length{length}.path={data / str(length)}"
@@ -67,7 +69,12 @@ def sweep_of(sizes: Sizes, runs: Path, data: Path) -> tuple[Sweep, Folder]:
             return None
         return (*sizes.settings, f"data.path={data / 'text'}", *paths)
 
-    return selected(HERE / "passkey.yaml", runs, more)
+    def measure(run: SweepRun, path: Path) -> dict[str, Any]:
+        return asdict(answers_of(path, sizes, zero_shot=run.variant.startswith("mamba2")))
+
+    sizes_asked = ("digits", "lengths", "training", "vocab_size", "multiples", "trained", "longer", "steps")
+    sweep, folder = selected(HERE / "passkey.yaml", runs, more)
+    return Part(sweep, folder, measure, {name: getattr(sizes, name) for name in sizes_asked})
 
 
 def write_samples(sizes: Sizes, data: Path) -> None:
@@ -105,7 +112,10 @@ def asked(sizes: Sizes, lengths: Mapping[int, int]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Found:
-    """What is known of a run: rows of the last checkpoint by length, of the text phase's, and numbers by step."""
+    """What is known of a run: rows of the last checkpoint by length, of the text phase's, and numbers by step.
+
+    Losses are means over EVERY steps.
+    """
 
     last: list[dict[str, Any]] = field(default_factory=list)
     text: list[dict[str, Any]] = field(default_factory=list)
@@ -125,15 +135,15 @@ def answers_of(run: Path, sizes: Sizes, zero_shot: bool) -> Found:
         accuracy.append((step, rows[0]["value"]))
     last = exact(answers(checkpoints[max(checkpoints)], asked(sizes, whole), run / "evaluation/last"))
     text = exact(answers(checkpoints[ended], asked(sizes, whole), run / "evaluation/text")) if zero_shot else []
-    losses = [(line["step"], line["loss"]) for line in lines if line["phase"] != TEXT]
-    return Found(last, text, accuracy, losses)
+    return Found(last, text, accuracy, means([line for line in lines if line["phase"] != TEXT]))
+
+
+def means(lines: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    """The mean loss of every few steps, at the last of them."""
+    parts = [lines[begin : begin + EVERY] for begin in range(0, len(lines), EVERY)]
+    return [(part[-1]["step"], round(statistics.mean(line["loss"] for line in part), 5)) for part in parts]
 
 
 def exact(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Those of the key itself, without what they were measured with."""
     return [{key: row[key] for key in row if key != "about"} for row in rows if row["metric"] == "exact"]
-
-
-def minutes(run: Path) -> float:
-    """That the steps of a run took together."""
-    return sum(line["step_time"] for line in read_lines(run / "metrics.jsonl")) / 60

@@ -12,19 +12,19 @@ pictures and tables go to benchmarks/, whatever they say.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from examples.passkey.samples import QUICK, STUDY, Found, Sizes, answers_of, minutes, sweep_of, write_samples
-from examples.study import ROOT, Plan, conduct, measured, parse
+from examples.passkey.samples import QUICK, STUDY, Found, Sizes, part_of, write_samples
+from examples.results import ROOT, Result
+from examples.study import Measured, conduct, parse
+from hybridtron.config.units import readable
 from hybridtron.evaluate.pictures import by_length, heat_map
 from hybridtron.evaluate.results import shown
 from hybridtron.proving.measuring import BenchReport, markdown
-from hybridtron.sweep.carry_out import Folder
-from hybridtron.sweep.grid import Sweep
+from hybridtron.sweep.grid import SweepRun
 
 NAMES = {"samba": "Samba", "swa": "windows alone", "mamba2": "Mamba-2", "mamba2_fitted": "Mamba-2, fitted noise"}
 WANTED = 0.9  # of Samba at the training length, at every depth
@@ -37,37 +37,28 @@ def main(arguments: list[str]) -> int:
     sizes = QUICK if chosen.quick else STUDY
     data = chosen.runs / "data" if chosen.quick else ROOT / "data/passkey"
     write_samples(sizes, data)
-    return conduct(chosen, lambda: {"passkey": sweep_of(sizes, chosen.runs, data)}, partial(write, sizes))
+    return conduct(chosen, lambda: {"passkey": part_of(sizes, chosen.runs, data)}, partial(write, sizes))
 
 
-def write(sizes: Sizes, plan: Plan, more: list[str], output: Path) -> None:
-    """Measure what has not been, and write page and pictures."""
-    sweep, folder = plan["passkey"]
-    found = {}
-    for run in sweep.runs:
-        zero_shot = run.variant.startswith("mamba2")
-        of_run = measured(folder, run, lambda path, text=zero_shot: asdict(answers_of(path, sizes, text)))
-        found[run.variant] = Found(**of_run)
-    notes = [*described(sweep, folder, sizes), *more]
+def write(sizes: Sizes, measured: Measured, more: list[str], output: Path) -> None:
+    """Page and pictures of what has been measured."""
+    runs = measured["passkey"]
+    found = {run.variant: Found(**result.found) for run, result in runs}
     draw(found, sizes.lengths[-1], output)
+    notes = [*described(runs, sizes), *more]
     (output / "passkey.md").write_text(page(found, notes, sizes.lengths[-1]), encoding="utf-8")
 
 
-def described(sweep: Sweep, folder: Folder, sizes: Sizes) -> list[str]:
+def described(runs: Sequence[tuple[SweepRun, Result]], sizes: Sizes) -> list[str]:
     """What was done, in words."""
-    from hybridtron.config.load import load_saved
-    from hybridtron.config.units import readable
-    from hybridtron.planning.count import count
-
     notes = []
-    for run in sweep.runs:
-        config = load_saved(folder.of(run.name) / "config.yaml")
-        parameters = readable(count(config.model, config.phases[0].seq_len).parameters)
-        size = f"{parameters} parameters, {config.model.pattern}, width {config.model.width}"
-        took = f"{minutes(folder.of(run.name)):.0f} minutes of steps on one thread beside other work"
-        tokens = " + ".join(phase.tokens for phase in config.phases)
-        notes.append(f"{NAMES[run.variant]}: {size}; {tokens} tokens; seed {config.run.seed}; {took}")
-    phases = ", ".join(f"{phase.name} in {phase.global_batch} rows of {phase.seq_len}" for phase in config.phases)
+    for run, result in runs:
+        trained = result.trained
+        size = f"{readable(trained.parameters)} parameters, {trained.pattern}, width {trained.width}"
+        took = f"{result.minutes:.0f} minutes of steps on one thread beside other work"
+        tokens = " + ".join(phase.tokens for phase in trained.phases)
+        notes.append(f"{NAMES[run.variant]}: {size}; {tokens} tokens; seed {trained.seed}; {took}")
+    phases = ", ".join(f"{phase.name} in {phase.global_batch} rows of {phase.seq_len}" for phase in trained.phases)
     return [
         *notes,
         f"phases, by steps: {phases} (configs/recipe/passkey_laptop.yaml)",

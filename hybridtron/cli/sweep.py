@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -58,24 +58,24 @@ def main(arguments: list[str]) -> int:
             console.print(f"{run.name}: {about} of {steps[run.name] or 'as many as its phases say'}")
         return 0
     try:
-        finished = carried(sweep, folder, chosen.jobs, steps, console)
+        faults = [ended.fault for ended in carried(sweep, folder, chosen.jobs, steps, console)]
     except KeyboardInterrupt:
         console.print("interrupted: the runs have saved; the same command continues")
         return INTERRUPTED
     report(sweep, folder, console)
-    return 0 if finished else 1
+    return 1 if any(faults) else 0
 
 
-def carried(sweep: Sweep, folder: Folder, jobs: int, steps: dict[str, int], console: Console) -> bool:
-    """Carry out what is left, with a line for each run that ends; whether all have finished."""
+def carried(
+    sweep: Sweep, folder: Folder, jobs: int, steps: dict[str, int], console: Console
+) -> Generator[EndedRun, None, None]:
+    """Carry out what is left, and print a line for each run that ends. Closed early, it asks the others to save."""
     folder.record(sweep)
     share_cores(jobs)
-    finished = True
     for number, ended in enumerate(_watched(sweep, folder, jobs, steps), 1):
         took = f"{number} ended, {ended.run.name} after {clock(ended.seconds)}"
         console.print(f"FAILED {took}: {ended.fault}" if ended.fault else took)
-        finished &= not ended.fault
-    return finished
+        yield ended
 
 
 def steps_of(sweep: Sweep, folder: Folder) -> dict[str, int]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 
 from examples.length_story.pages import Findings, draw, page
-from examples.length_story.runs import QUICK, STORY, sweep_of, write_copying_data
+from examples.length_story.runs import QUICK, STORY, part_of, write_copying_data
 from examples.length_story.story import main
 from examples.long_text import Curve
-from examples.study import finished, state
+from examples.results import Results
+from examples.study import found_in, state
 from hybridtron.data.folder import TokenFolder
 from tests.data.test_folder import documents_by_streaming
+from tests.examples.test_results import SHAPE
 
 
 @pytest.mark.slow
@@ -48,7 +51,7 @@ def test_quick_leaves_the_real_story_alone(capsys: pytest.CaptureFixture[str]) -
 
 def test_a_run_of_every_intervention_starts_from_its_seeds_base() -> None:
     for sizes, runs in ((STORY, (18, 6)), (QUICK, (2, 2))):
-        sweeps = [sweep_of(part, sizes, Path("runs"))[0] for part in ("language", "copying")]
+        sweeps = [part_of(part, sizes, Path("runs")).sweep for part in ("language", "copying")]
         assert tuple(len(sweep.runs) for sweep in sweeps) == runs
         for run in sweeps[0].runs:
             assert run.start == (None if run.variant == "base" else f"base-seed={run.values['run.seed']}")
@@ -56,11 +59,15 @@ def test_a_run_of_every_intervention_starts_from_its_seeds_base() -> None:
 
 
 def test_runs_that_have_not_finished_are_named_and_left_out(tmp_path: Path) -> None:
-    sweep, folder = sweep_of("copying", STORY, tmp_path)
-    folder.of("passing-seed=2").mkdir(parents=True)
-    (folder.of("passing-seed=2") / "outcome.json").write_text('{"outcome": "finished"}')
-    assert [run.name for run in finished(sweep, folder)[0].runs] == ["passing-seed=2"]
-    written, note = state({"copying": (sweep, folder)})
+    plan = {"copying": part_of("copying", STORY, tmp_path)}
+    (run,) = (run for run in plan["copying"].sweep.runs if run.name == "passing-seed=2")
+    about = {"trained": {**SHAPE, "phases": []}, "found": 1, "minutes": 2, "commit": "c"}
+    result = {**plan["copying"].identity(run), **about}
+    (tmp_path / "copying/passing-seed=2").mkdir(parents=True)
+    (tmp_path / "copying/passing-seed=2/measured.json").write_text(json.dumps(result))
+    found = found_in(plan, Results(None))
+    assert [run.name for run, _ in found["copying"]] == ["passing-seed=2"]
+    written, note = state(plan, found)
     assert written.startswith("written at commit ")
     assert "zero-seed=2" in note
     assert "passing-seed=3" in note
@@ -80,9 +87,10 @@ def test_each_row_of_strings_is_a_document_that_learns_its_whole_copies(tmp_path
         assert mask[-1] == 0  # the end of the row
 
 
-def curve(context: int, growth: float) -> list[float]:
-    """Losses with a perplexity of 10 up to the context, and from there one that grows with the position."""
-    return [math.log(10 * max(1.0, position / context) ** growth) for position in range(1, 16 * context + 1)]
+def curve(context: int, growth: float) -> Curve:
+    """With a perplexity of 10 up to the context, and from there one that grows with the position."""
+    losses = [math.log(10 * max(1.0, position / context) ** growth) for position in range(1, 16 * context + 1)]
+    return Curve.of(losses, context)
 
 
 @pytest.mark.parametrize(("growth", "reached"), [(0.5, "yes"), (0.05, "**no**")])
@@ -106,6 +114,6 @@ def test_the_page_says_whether_the_base_fails(growth: float, reached: str, tmp_p
 
 def test_a_curve_has_a_bin_that_ends_at_the_context() -> None:
     for context in (24, 32, 33):
-        read = Curve.of(curve(context, 0.5), context)
+        read = curve(context, 0.5)
         assert read.at(context) == pytest.approx(10)
         assert read.at(4 * context) == pytest.approx(10 * 4**0.5, rel=0.1)

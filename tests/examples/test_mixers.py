@@ -7,30 +7,39 @@ from pathlib import Path
 
 import pytest
 
-from examples.mixers.runs import QUICK, STUDY, sweep_of
+from examples.long_text import Curve
+from examples.mixers.runs import QUICK, STUDY, part_of
 from examples.mixers.study import Found, draw, main, page
 from hybridtron.config.load import load
 from hybridtron.planning.count import count
+from hybridtron.proving.measuring import Timing
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_quick_study_is_written_and_resumes(tmp_path: Path) -> None:
-    arguments = ["--quick", "--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "out")]
+    kept = tmp_path / "results"
+    where = ["--output", str(tmp_path / "out"), "--results", str(kept)]
+    arguments = ["--quick", "--runs", str(tmp_path / "runs"), *where]
     assert main(arguments) == 0
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"mixers.md", "mixers.png"}
     reported = (tmp_path / "out/mixers.md").read_text()
     assert "| gla | 267,680 |" in reported
-    measured = sorted((tmp_path / "runs").rglob("measured.json"))
-    times = [path.stat().st_mtime_ns for path in measured]
+    times = {path: path.stat().st_mtime_ns for path in kept.iterdir()}
     assert len(times) == 2 + 4  # text; two lengths of rows
-    assert main(arguments) == 0  # has nothing left to train or to measure
-    assert [path.stat().st_mtime_ns for path in measured] == times
+    carried_on = ["--quick", "--runs", str(tmp_path / "elsewhere"), *where]
+    assert main(carried_on) == 0  # has nothing left to train or to measure
+    assert {path: path.stat().st_mtime_ns for path in kept.iterdir()} == times
+    assert not (tmp_path / "elsewhere/text").exists()
+    again = (tmp_path / "out/mixers.md").read_text()
+    assert "results of earlier runs, by commits: " in again
+    rows = [line for line in reported.splitlines() if line.startswith("| mamba | ")]
+    assert rows[0] in again  # but not the times of a step
 
 
 @pytest.mark.parametrize(("part", "runs", "parameters"), [("text", 3, 2.4e6), ("recall", 2, 0.12e6)])
 def test_every_mixer_has_as_many_parameters(part: str, runs: int, parameters: float, tmp_path: Path) -> None:
-    sweep, _ = sweep_of(part, STUDY, tmp_path, tmp_path)
+    sweep = part_of(part, STUDY, tmp_path, tmp_path).sweep
     variants = {run.variant: run.settings for run in sweep.runs}
     assert len(sweep.runs) == runs * len(variants)
     for name, settings in variants.items():
@@ -39,19 +48,21 @@ def test_every_mixer_has_as_many_parameters(part: str, runs: int, parameters: fl
 
 
 def test_both_parts_have_the_same_mixers(tmp_path: Path) -> None:
-    text, recall = ({run.variant for run in sweep_of(p, STUDY, tmp_path, tmp_path)[0].runs} for p in ("text", "recall"))
+    parts = (part_of(part, STUDY, tmp_path, tmp_path) for part in ("text", "recall"))
+    text, recall = ({run.variant for run in part.sweep.runs} for part in parts)
     assert text == recall
-    assert {run.variant for run in sweep_of("text", QUICK, tmp_path, tmp_path)[0].runs} == set(QUICK.variants or ())
+    assert {run.variant for run in part_of("text", QUICK, tmp_path, tmp_path).sweep.runs} == set(QUICK.variants or ())
 
 
 @pytest.mark.parametrize(("loss", "recalled", "reached"), [(2.2, 0.9, "yes"), (2.5, 0.004, "**no**")])
 def test_the_page_names_what_learns_nothing(loss: float, recalled: float, reached: str, tmp_path: Path) -> None:
-    mamba = Found(100, {1: [2.0] * 64, 2: [2.0] * 64}, [1000.0, 1000.0], {64: 1.0, 128: 0.5})
-    other = Found(101, {1: [loss] * 16 + [2.0] * 48, 2: [loss] * 64}, [500.0, 510.0], {64: recalled})
+    curve = Curve.of([loss] * 16 + [2.0] * 48, 16)
+    mamba = Found(100, {1: 2.0, 2: 2.0}, {1: curve, 2: curve}, {64: 1.0, 128: 0.5}, Timing((0.5, 0.6)))
+    other = Found(101, {1: loss, 2: loss}, {1: curve, 2: curve}, {64: recalled}, Timing((1.0, 1.5, 1.25)))
     reported = page({"mamba": mamba, "other": other}, 16, ["made up"])
     rows = reported.splitlines()
     assert f"| other | 101 | {loss:.2f} ± 0.00 | {math.exp(loss):.2f} ± 0.00 |" in reported
-    assert "| other | 505 | 0.51x |" in rows
+    assert "| other | 2.00x | +25% |" in rows
     assert f"| other | {recalled:.3f} |  |" in rows
     goals = {row.split(" | ")[0].removeprefix("| "): row.split(" | ")[-1].removesuffix(" |") for row in rows[-6:]}
     assert goals["loss of other / that of mamba"] == goals["recall of other at 64 tokens"] == reached

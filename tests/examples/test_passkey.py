@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from examples.passkey.samples import QUICK, STUDY, Found, sweep_of
+from examples.passkey.samples import QUICK, STUDY, Found, means, part_of
 from examples.passkey.study import draw, main, page
 
 
@@ -28,12 +28,17 @@ def test_a_quick_study_is_written_and_resumes(tmp_path: Path) -> None:
 
 
 def test_the_two_of_mamba2_differ_in_states_alone() -> None:
-    sweep, folder = sweep_of(STUDY, Path("runs"), Path("data"))
+    part = part_of(STUDY, Path("runs"), Path("data"))
+    sweep, folder = part.sweep, part.folder
     zero, fitted = (set(run.settings) for run in sweep.runs if run.variant.startswith("mamba2"))
     assert {text.partition("=")[0] for text in zero ^ fitted} == {f"phases.{n}.states.mode" for n in (1, 2, 3, 4)}
     assert len(sweep.runs) == 4
-    assert [run.variant for run in sweep_of(QUICK, Path("runs"), Path("data"))[0].runs] == ["samba", "mamba2_fitted"]
+    assert [run.variant for run in part_of(QUICK, Path("runs"), Path("data")).sweep.runs] == ["samba", "mamba2_fitted"]
     assert folder.path == Path("runs")
+
+
+def test_a_point_of_the_losses_is_a_mean_of_ten_steps() -> None:
+    assert means([{"step": step, "loss": float(step)} for step in range(1, 13)]) == [(10, 5.5), (12, 11.5)]
 
 
 def rows(values: dict[int, list[float]]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from hybridtron.ops.rope import apply_rope
 from hybridtron.ops.scan import selective_scan
 from hybridtron.ops.softmax import softmax_gradients, softmax_sums
 from hybridtron.ops.span import span_attention
+from hybridtron.ops.sparse import sparse_attention
 from hybridtron.ops.ssd import decay_scan, ssd_scan
 from hybridtron.ops.swiglu import swiglu
 from hybridtron.ops.turns import angles, turn_pairs
@@ -26,7 +27,7 @@ OPS: dict[str, Op[Any, Any]] = {
     for op in (
         add_rms_norm, angles, apply_rope, attention, causal_conv, cross_entropy, decay_scan, delta_scan, gated_scale,
         gated_squares, gla_scan, linear, linear_cross_entropy, matrix_product, rms_norm, selective_scan,
-        softmax_gradients, softmax_sums, span_attention, ssd_scan, swiglu, turn_pairs,
+        softmax_gradients, softmax_sums, span_attention, sparse_attention, ssd_scan, swiglu, turn_pairs,
     )
 }  # fmt: skip
 

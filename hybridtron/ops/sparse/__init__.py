@@ -1,0 +1,15 @@
+"""Sparse attention: to recent keys, to first ones, to keys of the same bin of a hash, to those of largest score."""
+
+from hybridtron.ops.dispatch import Op
+from hybridtron.ops.sparse import reference, tiled
+from hybridtron.ops.sparse.hashing import hash_bins, hash_matrix
+from hybridtron.ops.sparse.memory import SparseKeys, SparseMemory, joined, remember
+from hybridtron.ops.sparse.ranking import candidates, query_directions, ranking_loss, worth_of_keys
+from hybridtron.ops.sparse.reference import Budget, Seen, SparseInputs
+
+__all__ = [
+    "Budget", "Seen", "SparseInputs", "SparseKeys", "SparseMemory", "candidates", "hash_bins", "hash_matrix", "joined",
+    "query_directions", "ranking_loss", "remember", "sparse_attention", "worth_of_keys",
+]  # fmt: skip
+
+sparse_attention = Op(reference.sparse_attention, (tiled.TILED,))

@@ -1,0 +1,106 @@
+"""What sparse attention keeps of a document's past, so that a row that was cut anywhere equals the whole row.
+
+Kept are the keys that a later query can see under a budget, each with its value, its place and its score: the last
+ones, the first ones, the last ones at the stride, the last ones of every bin, the best ones. Others are never seen
+again. Bins are not kept but made again from the keys, as the hash may be another one in the next step of training.
+
+Legend as in `reference`; M slots of the memory.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridtron.ops.sparse.parts import best_of, inverse
+from hybridtron.ops.sparse.reference import Budget
+
+
+class SparseMemory(NamedTuple):
+    """Remembered keys in the order of the text, empty slots before them.
+
+    places_RM: the places of the tokens in their document, counted from 1; 0 where a slot is empty. length_R: how many
+    tokens of the document there were.
+    """
+
+    keys_RMN: Tensor
+    values_RMP: Tensor
+    places_RM: Tensor
+    length_R: Tensor
+    scores_RM: Tensor | None = None
+
+
+class SparseKeys(NamedTuple):
+    """All keys at hand: those that are remembered, then the row's own. Documents and places as in `Seen`."""
+
+    keys_RSN: Tensor
+    values_RSP: Tensor
+    documents_RS: Tensor
+    places_RS: Tensor
+    scores_RS: Tensor | None = None
+
+
+def joined(memory: SparseMemory | None, own: SparseKeys) -> SparseKeys:
+    """The row's keys behind what is remembered of its first document, which continues where the memory ends."""
+    if memory is None:
+        return own
+    first_RL = own.documents_RS == own.documents_RS[:, :1]
+    places_RL = own.places_RS + torch.where(first_RL, memory.length_R[:, None], 0)
+    documents_RM = torch.where(memory.places_RM > 0, own.documents_RS[:, :1], -1)
+    scores = None
+    if own.scores_RS is not None and memory.scores_RM is not None:
+        scores = torch.cat((memory.scores_RM.to(own.scores_RS.dtype), own.scores_RS), dim=1)
+    return SparseKeys(
+        torch.cat((memory.keys_RMN, own.keys_RSN), dim=1),
+        torch.cat((memory.values_RMP, own.values_RSP), dim=1),
+        torch.cat((documents_RM, own.documents_RS), dim=1),
+        torch.cat((memory.places_RM - 1, places_RL), dim=1),
+        scores,
+    )
+
+
+def remember(budget: Budget, at_hand: SparseKeys, bins_RS: Tensor | None, slots: int) -> SparseMemory:
+    """The memory after a row: of its last document what later queries can see, in `slots` slots, which have room."""
+    keys, values, _, places_RS, scores = at_hand
+    needed_RS = _needed(budget, at_hand, bins_RS)
+    order_RM = needed_RS.int().argsort(dim=1, stable=True)[:, -slots:]
+    filled_RM = needed_RS.gather(1, order_RM)
+    missing = slots - order_RM.shape[1]
+
+    def taken(x_RS: Tensor) -> Tensor:
+        shape = (*order_RM.shape, *[1] * (x_RS.dim() - 2))
+        index = order_RM.view(shape).expand(*order_RM.shape, *x_RS.shape[2:])
+        kept = torch.where(filled_RM.view(shape), x_RS.gather(1, index), torch.zeros((), dtype=x_RS.dtype))
+        return F.pad(kept, (*[0, 0] * (x_RS.dim() - 2), missing, 0))
+
+    of_scores = None if scores is None else taken(scores)
+    return SparseMemory(taken(keys), taken(values), taken(places_RS + 1), places_RS[:, -1] + 1, of_scores)
+
+
+def _needed(budget: Budget, at_hand: SparseKeys, bins_RS: Tensor | None) -> Tensor:
+    """Which keys a later query of the last document can see."""
+    documents_RS, places_RS = at_hand.documents_RS, at_hand.places_RS
+    last_RS = documents_RS == documents_RS[:, -1:]
+    needed_RS = (places_RS < budget.first) | (_later(documents_RS) < budget.recent - 1)
+    if budget.strided:
+        at_stride_RS = (places_RS + 1) % budget.stride == 0
+        later_RS = _later(torch.where(at_stride_RS, documents_RS, -1))
+        needed_RS |= at_stride_RS & (later_RS < budget.strided)
+    if bins_RS is not None:
+        needed_RS |= _later(torch.where(last_RS, bins_RS, -1)) < budget.bin
+    if at_hand.scores_RS is not None:
+        best_RC = best_of(documents_RS, at_hand.scores_RS, budget.best)
+        needed_RS |= torch.zeros_like(last_RS).scatter_(1, best_RC, True)
+    return needed_RS & last_RS
+
+
+def _later(class_RS: Tensor) -> Tensor:
+    """How many later tokens of its class each token has."""
+    total = class_RS.shape[1]
+    index_S = torch.arange(total, device=class_RS.device)
+    sorted_RS, order_RS = (class_RS * total + index_S).sort(dim=1)
+    end_RS = torch.searchsorted(sorted_RS, (class_RS + 1) * total)
+    return end_RS - 1 - inverse(order_RS)

@@ -1,0 +1,184 @@
+"""The rules of sparse attention in a form whose cost is linear in the tokens: two kinds of parts.
+
+Stretch  the keys stand in some order, sorted by a class (a document, a bin of it) and there as in the text. A query
+         sees a stretch of it: the last ones of its class up to itself, or the first ones. All rules but one are this.
+Kept     a key is seen by every query from its own token on, until it is no longer among the best. What has left the
+         best never returns, since the keys that are better only become more. So one number for each key says it all.
+
+A part can test any pair of a query and a key, and has tiles: a few queries beside few keys that hold all they see.
+
+Legend as in `reference`; T tiles, Q queries and W keys of a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridtron.ops.sparse.reference import Seen
+
+TILE = 64
+"""Queries of a tile, and the keys by which one tile of the same order is behind the next."""
+
+
+class Tiles(NamedTuple):
+    """Where the queries and the keys of each tile stand among those of all rows; a query of -1 is none."""
+
+    queries_TQ: Tensor
+    keys_TW: Tensor
+
+
+class PatternPart(Protocol):
+    """Some of the keys that queries see."""
+
+    def sees(self, tiles: Tiles) -> Tensor:
+        """Which keys of a tile each of its queries sees, by this part, (T, Q, W)."""
+        ...
+
+    def tiles(self) -> Tiles:
+        """Tiles that have every pair of this part once."""
+        ...
+
+
+class Stretch(NamedTuple):
+    """Keys in an order, of which query l sees those at first_RL to end_RL - 1; its document begins at begin_RL."""
+
+    order_RS: Tensor
+    begin_RL: Tensor
+    first_RL: Tensor
+    end_RL: Tensor
+
+    def sees(self, tiles: Tiles) -> Tensor:
+        rank_TW = inverse(self.order_RS).flatten()[tiles.keys_TW]
+        first_TQ, end_TQ = (x_RL.flatten()[tiles.queries_TQ] for x_RL in (self.first_RL, self.end_RL))
+        return (first_TQ[..., None] <= rank_TW[:, None]) & (rank_TW[:, None] < end_TQ[..., None])
+
+    def tiles(self) -> Tiles:
+        """Queries whose stretches end inside the same TILE keys of a document share tiles, as many as they need.
+
+        So the tiles of a document are the same wherever it stands in a row.
+        """
+        (rows, total), device = self.order_RS.shape, self.order_RS.device
+        row_R1 = torch.arange(rows, device=device)[:, None]
+        band_RL = row_R1 * total + self.begin_RL + (self.end_RL - 1 - self.begin_RL) // TILE * TILE
+        asking = (self.first_RL < self.end_RL).flatten().nonzero().squeeze(1)
+        by_band, sorted_ = band_RL.flatten()[asking].sort(stable=True)
+        bands_N, count_N = by_band.unique_consecutive(return_counts=True)
+        tiles_N = -(-count_N // TILE)
+        place = torch.arange(len(asking), device=device) - (count_N.cumsum(0) - count_N).repeat_interleave(count_N)
+        tile = (tiles_N.cumsum(0) - tiles_N).repeat_interleave(count_N) + place // TILE
+        band_T = bands_N.repeat_interleave(tiles_N)
+        queries_TQ = torch.full((len(band_T), TILE), -1, device=device)
+        queries_TQ[tile, place % TILE] = asking[sorted_]
+        most = int((self.end_RL - self.first_RL).max())
+        ranks_TW = (band_T % total)[:, None] + torch.arange(1 - most, TILE, device=device)
+        row_T1 = (band_T // total)[:, None]
+        keys_TW = self.order_RS[row_T1, ranks_TW.clamp(0, total - 1)] + row_T1 * total
+        return Tiles(queries_TQ, keys_TW.where((ranks_TW >= 0) & (ranks_TW < total), -1))
+
+
+class Kept(NamedTuple):
+    """Keys that every query sees from their own token on and before until_RS, counted in keys.
+
+    candidates_RTW: for the queries of each tile, the keys that some of them may see; -1 for none.
+    """
+
+    until_RS: Tensor
+    candidates_RTW: Tensor
+    length: int
+
+    def sees(self, tiles: Tiles) -> Tensor:
+        total = self.until_RS.shape[1]
+        own_TQ = (tiles.queries_TQ % self.length + total - self.length)[..., None]
+        from_TW, until_TW = tiles.keys_TW % total, self.until_RS.flatten()[tiles.keys_TW]
+        return (from_TW[:, None] <= own_TQ) & (own_TQ < until_TW[:, None])
+
+    def tiles(self) -> Tiles:
+        (rows, total), device = self.until_RS.shape, self.until_RS.device
+        row_R11 = torch.arange(rows, device=device)[:, None, None]
+        padded = -(-self.length // TILE) * TILE
+        queries_TQ = torch.arange(padded, device=device).view(-1, TILE)
+        queries_RTQ = torch.where(queries_TQ < self.length, queries_TQ + row_R11 * self.length, -1)
+        keys_RTW = torch.where(self.candidates_RTW < 0, -1, self.candidates_RTW + row_R11 * total)
+        return Tiles(queries_RTQ.flatten(0, 1), keys_RTW.flatten(0, 1))
+
+
+def parts_of(seen: Seen, length: int) -> Iterator[PatternPart]:
+    """What a budget gives, part by part; two may have the same pair."""
+    budget, documents_RS, places_RS, query_bins_RL, key_bins_RS, scores_RS = seen
+    own_RL = documents_RS[:, -length:].contiguous()
+    if budget.recent:
+        yield stretch(own_RL, own_RL, documents_RS, budget.recent)
+    if budget.first:
+        whole = stretch(own_RL, own_RL, documents_RS, documents_RS.shape[1])
+        yield whole._replace(end_RL=torch.minimum(whole.end_RL, whole.first_RL + budget.first))
+    if budget.strided:
+        at_stride_RS = (places_RS + 1) % budget.stride == 0
+        yield stretch(own_RL, own_RL, torch.where(at_stride_RS, documents_RS, -1), budget.strided)
+    if query_bins_RL is not None and key_bins_RS is not None:
+        bins = int(torch.maximum(query_bins_RL.max(), key_bins_RS.max())) + 1
+        key_class_RS = torch.where(documents_RS < 0, -1, documents_RS * bins + key_bins_RS)
+        yield stretch(own_RL * bins, own_RL * bins + query_bins_RL, key_class_RS, budget.bin)
+    if scores_RS is not None:
+        yield kept(documents_RS, scores_RS, length, budget.best)
+
+
+def stretch(own_RL: Tensor, query_class_RL: Tensor, key_class_RS: Tensor, most: int) -> Stretch:
+    """The last `most` keys of a query's class up to its own token; `own` is the smallest class of its document."""
+    length, total = own_RL.shape[1], key_class_RS.shape[1]
+    index_S = torch.arange(total, device=key_class_RS.device)
+    sorted_RS, order_RS = (key_class_RS * total + index_S).sort(dim=1)
+    begin_RL, first_RL = (torch.searchsorted(sorted_RS, each * total) for each in (own_RL, query_class_RL))
+    end_RL = torch.searchsorted(sorted_RS, query_class_RL * total + index_S[-length:], right=True)
+    return Stretch(order_RS, begin_RL, torch.maximum(first_RL, end_RL - most), end_RL)
+
+
+def inverse(order_RS: Tensor) -> Tensor:
+    """The place of each key in an order."""
+    index_S = torch.arange(order_RS.shape[1], device=order_RS.device)
+    return torch.empty_like(order_RS).scatter_(1, order_RS, index_S.expand_as(order_RS))
+
+
+def kept(documents_RS: Tensor, scores_RS: Tensor, length: int, most: int) -> Kept:
+    """The best keys, TILE queries at a time: those that were the best before, and the tile's own.
+
+    A key's rank at a query is the number of keys up to it that are better: of a later document, of a larger score, or
+    of an equal one and earlier. It is among the best while this is less than `most`, and inside its document.
+    """
+    rows, total = scores_RS.shape
+    index_S = torch.arange(total, device=scores_RS.device)
+    until_RS = index_S.repeat(rows, 1)
+    before_RC = best_of(documents_RS[:, : total - length], scores_RS[:, : total - length], most)
+    until_RS.scatter_(1, before_RC, total - length)
+    candidates: list[Tensor] = []
+    for start in range(total - length, total, TILE):
+        own_Q = index_S[start : start + TILE]
+        found_RW = torch.cat((before_RC, own_Q.expand(rows, -1)), dim=1)
+        ranks_RQW = _ranks(documents_RS.gather(1, found_RW), scores_RS.gather(1, found_RW), len(own_Q))
+        among_RQW = (ranks_RQW < most) & (own_Q[:, None] >= found_RW[:, None])
+        until_RS.scatter_add_(1, found_RW, among_RQW.sum(1))
+        candidates.append(F.pad(found_RW, (0, most + TILE - found_RW.shape[1]), value=-1))
+        last_RK = ranks_RQW[:, -1].argsort(dim=1)[:, :most]
+        before_RC = found_RW.gather(1, last_RK).sort(dim=1).values
+    end_RS = torch.searchsorted(documents_RS.contiguous(), documents_RS.contiguous(), right=True)
+    return Kept(torch.minimum(until_RS, end_RS), torch.stack(candidates, dim=1), length)
+
+
+def best_of(documents_RS: Tensor, scores_RS: Tensor, most: int) -> Tensor:
+    """Where the best keys of the last document stand, rising, (R, at most `most`); behind them those of others."""
+    scores_RS = scores_RS.masked_fill(documents_RS != documents_RS[:, -1:], -torch.inf)
+    return scores_RS.sort(dim=1, descending=True, stable=True).indices[:, :most].sort(dim=1).values
+
+
+def _ranks(documents_RW: Tensor, scores_RW: Tensor, queries: int) -> Tensor:
+    """How many keys are better than each, up to each of the last `queries` of them, (R, Q, W)."""
+    earlier_W = torch.ones(*[scores_RW.shape[1]] * 2, dtype=torch.bool, device=scores_RW.device).triu(1)
+    ahead, behind = scores_RW[:, :, None], scores_RW[:, None]
+    better_RWW = (ahead > behind) | ((ahead == behind) & earlier_W)
+    ahead, behind = documents_RW[:, :, None], documents_RW[:, None]
+    better_RWW = (ahead > behind) | ((ahead == behind) & better_RWW)
+    return better_RWW.cumsum(1)[:, -queries:]

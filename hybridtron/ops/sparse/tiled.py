@@ -1,0 +1,100 @@
+"""Sparse attention by tiles: the parts of what queries see, a few tiles at a time, never a matrix of all pairs.
+
+Every part has tiles of its own; a later one leaves out what an earlier one has. Sums are rescaled from part to part, as
+flash attention does from block to block, and the backward pass makes the weights again from the kept log-sum-exps.
+Time and memory are linear in L.
+
+Legend as in `reference` and `parts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.precision import at_least_fp32, wide_type
+from hybridtron.ops.sparse.parts import PatternPart, Tiles, parts_of
+from hybridtron.ops.sparse.reference import SparseInputs
+
+AT_ONCE = 2**20
+"""Numbers of keys, values and pairs that are gathered together."""
+
+
+def _steps(parts: Sequence[PatternPart], numbers: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Runs of tiles by the numbers of a key: queries, keys, and which of them no earlier part has shown."""
+    for index, part in enumerate(parts):
+        tiles = part.tiles()
+        together = max(1, AT_ONCE // (tiles.keys_TW.shape[1] * numbers))
+        for start in range(0, len(tiles.keys_TW), together):
+            queries_TQ, keys_TW = some = Tiles(*(x[start : start + together] for x in tiles))
+            visible_TQW = part.sees(some) & (queries_TQ >= 0)[..., None] & (keys_TW >= 0)[:, None]
+            for earlier in parts[:index]:
+                visible_TQW &= ~earlier.sees(some)
+            yield queries_TQ, keys_TW, visible_TQW
+
+
+def _scores(q_TQN: Tensor, k_TWN: Tensor, visible_TQW: Tensor) -> Tensor:
+    return (q_TQN @ k_TWN.mT).masked_fill(~visible_TQW, -torch.inf)
+
+
+def _finite(sums: Tensor) -> Tensor:
+    """Log-sum-exps to subtract: of nothing, 0 instead of -inf."""
+    return sums.masked_fill(sums == -torch.inf, 0.0)[..., None]
+
+
+class _TiledAttention(torch.autograd.Function):
+    """Queries (R L + 1, N), of which the last is none, keys (R S, N) and values (R S, P)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[PatternPart]) -> Tensor:
+        wide = wide_type(v)
+        y = torch.zeros(len(q), v.shape[1], dtype=wide, device=v.device)
+        sums = torch.full((len(q),), -torch.inf, dtype=wide, device=v.device)
+        for queries_TQ, keys_TW, visible_TQW in _steps(parts, k.shape[1] + v.shape[1]):
+            scores_TQW = _scores(at_least_fp32(q[queries_TQ]), at_least_fp32(k[keys_TW]), visible_TQW)
+            before_TQ = sums[queries_TQ]
+            after_TQ = torch.logaddexp(before_TQ, scores_TQW.logsumexp(-1))
+            rescaled_TQP = y[queries_TQ] * torch.exp(before_TQ[..., None] - _finite(after_TQ))
+            weights_TQW = torch.exp(scores_TQW - _finite(after_TQ))
+            y[queries_TQ] = torch.baddbmm(rescaled_TQP, weights_TQW, at_least_fp32(v[keys_TW]))
+            sums[queries_TQ] = after_TQ
+        ctx.save_for_backward(q, k, v, y, sums)
+        ctx.parts = parts
+        return y.to(v.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, y, sums = ctx.saved_tensors
+        of_q, of_k, of_v = (torch.zeros(x.shape, dtype=y.dtype, device=y.device) for x in (q, k, v))
+        along = (y * grad).sum(-1)
+        for queries_TQ, keys_TW, visible_TQW in _steps(ctx.parts, k.shape[1] + v.shape[1]):
+            q_TQN, k_TWN, v_TWP = (at_least_fp32(x) for x in (q[queries_TQ], k[keys_TW], v[keys_TW]))
+            grad_TQP = at_least_fp32(grad[queries_TQ])
+            weights_TQW = torch.exp(_scores(q_TQN, k_TWN, visible_TQW) - _finite(sums[queries_TQ]))
+            of_scores_TQW = weights_TQW * (grad_TQP @ v_TWP.mT - along[queries_TQ][..., None])
+            of_q[queries_TQ] += of_scores_TQW @ k_TWN
+            into = keys_TW.flatten().clamp(min=0)  # for no key the weights are 0
+            of_k.index_add_(0, into, (of_scores_TQW.mT @ q_TQN).flatten(0, 1))
+            of_v.index_add_(0, into, (weights_TQW.mT @ grad_TQP).flatten(0, 1))
+        return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None
+
+
+@torch.compiler.disable  # how many tiles there are depends on what the tensors hold
+def tiled(inputs: SparseInputs) -> Tensor:
+    """Attention by tiles, in torch's operations on any device."""
+    q_RLN, k_RSN, v_RSP, seen = inputs
+    rows, length, size = q_RLN.shape
+    with torch.no_grad():
+        parts = tuple(parts_of(seen, length))
+    q = torch.cat((q_RLN.reshape(-1, size), q_RLN.new_zeros(1, size)))
+    y = _TiledAttention.apply(q, k_RSN.flatten(0, 1), v_RSP.flatten(0, 1), parts)
+    return y[:-1].view(rows, length, -1)
+
+
+TILED = Implementation("tiled", tiled)

@@ -3,7 +3,9 @@
     hybridtron rehearse --suite                              all; continues where it was stopped
     hybridtron rehearse --suite --only samba_421m            one recipe; may be repeated
     hybridtron rehearse --suite --limit 600 --part 1/2       ten minutes, of one half of the cases
+    hybridtron rehearse --suite --keep                       only what has never been rehearsed
 
+What was shown is added to benchmarks/rehearse.jsonl, of which the page is made.
 Exit codes: 0 all is rehearsed, 1 something failed, is left or can't be rehearsed here, 2 wrong arguments.
 """
 
@@ -30,8 +32,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--gpu", default="h200", choices=sorted(GPUS), help="its kind (default h200)")
     parser.add_argument("--limit", type=float, default=float("inf"), metavar="SECONDS", help="begin nothing after that")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="one of N parts of the cases, for N processes")
-    parser.add_argument("--continue", dest="folder", type=Path, metavar="FOLDER", help="records of an older code count")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the page (default: benchmarks/rehearse.md)")
+    parser.add_argument("--keep", action="store_true", help="what older code showed counts too")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE",
+        help="the page; what was shown goes to a .jsonl beside it (default: benchmarks/rehearse.md)",
+    )  # fmt: skip
     parser.add_argument("--no-kernels", action="store_true", help="compile no kernels: each takes as long as its bytes")
     return parser.parse_args(arguments)
 
@@ -48,11 +53,10 @@ def main(arguments: list[str]) -> int:
     output = chosen.output or (checkout and checkout / "rehearse.md")
     if output is None:
         raise Unusable("--output FILE is needed where there is no checkout, whose benchmarks/ the page would go to")
-    digest = suite.code_digest()
-    records = suite.SuiteRecords(chosen.folder or Path("build/rehearsed") / f"{digest}-{chosen.gpu}")
+    records = suite.SuiteRecords(output.with_suffix(".jsonl"))
     cases = suite.slice_of(suite.all_cases(chosen.only), int(index) - 1, int(count), "")
-    todo = list(suite.missing(cases, records))
-    print(f"{len(todo)} ranks of {len(cases)} cases are to be rehearsed; records in {records.folder}", file=sys.stderr)
+    todo = suite.missing(cases, records, chosen.keep)
+    print(f"{len(todo)} ranks of {len(cases)} cases are to be rehearsed; records in {records.path}", file=sys.stderr)
     is_done = True
     if todo:
         try:
@@ -62,6 +66,9 @@ def main(arguments: list[str]) -> int:
             return 1
         say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
         is_done = suite.rehearse_all(process, todo, records, chosen.limit, say, not chosen.no_kernels)
-    output.write_text(suite_page.page(records.read(), digest))
+    if int(count) == 1:
+        records.tidy()
+    shown = list(records.read().values())
+    output.write_text(suite_page.page(shown, suite.code_digest()))
     print(output)
-    return 0 if is_done and not any("failed" in record for record in records.read()) else 1
+    return 0 if is_done and not any("failed" in record for record in shown) else 1

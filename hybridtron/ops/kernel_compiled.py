@@ -1,30 +1,32 @@
 """What Triton and ptxas make of a kernel for a GPU that need not be there: registers, spills, and its loops.
 
-The machine code is read as text. A loop is what lies between a label and a branch back to it. How often a loop runs is
-not in the code; who asks for instructions says so.
+The machine code is read as text, that of all kernels together: the disassembler needs a quarter of a second to begin. A
+loop is what lies between an instruction and a branch back to it. How often a loop runs is not in the code; who asks for
+instructions says so.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import re
+import struct
 import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from hybridtron import compiled
 
-_LABEL = re.compile(r"\s*(\.L_\w+):")
-_INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)(.*?);")
-_TARGET = re.compile(r"`?\(?(\.L_\w+)")
+_INSTRUCTION = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)(.*?);")
+_TARGET = re.compile(r"0x([0-9a-f]+)\s*$")
+_SIZE = 16  # bytes of an instruction
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,20 @@ class CompiledKernel:
         return found
 
 
-def compile_for(capability: tuple[int, int], kernel: Any, arguments: Sequence[Any], options: Any) -> CompiledKernel:
+@dataclass(frozen=True)
+class MachineCode:
+    """A kernel as compiled, unread: with the warps of a program and its bytes of shared memory."""
+
+    cubin: bytes
+    warps: int
+    shared: int
+
+
+def compile_for(capability: tuple[int, int], kernel: Any, arguments: Sequence[Any], options: Any) -> MachineCode:
     """Compile as a launch with these arguments would, tensors standing for aligned pointers; nothing is launched."""
     target_absent_gpu(capability)
     made = kernel.run(*arguments, grid=(1,), warmup=True, **options)
-    return read(made.asm["cubin"], made.metadata.num_warps, made.metadata.shared)
+    return MachineCode(made.asm["cubin"], made.metadata.num_warps, made.metadata.shared)
 
 
 def target_absent_gpu(capability: tuple[int, int]) -> None:
@@ -81,33 +92,31 @@ def target_absent_gpu(capability: tuple[int, int]) -> None:
     driver.set_active(absent)
 
 
-@functools.lru_cache(maxsize=256)
-def read(cubin: bytes, warps: int, shared: int) -> CompiledKernel:
-    """What the machine code says: kept in the user's cache, as the disassembler needs half a second for each kernel."""
-    known = _remembered(cubin)
-    if not known.exists():
-        compiled.build(known, lambda path: _write(path, _read(cubin)))
-    found = json.loads(known.read_text())
+def read(capability: tuple[int, int], codes: Sequence[MachineCode]) -> list[CompiledKernel]:
+    """What the machine code of each says. What it was read as is kept in the user's cache."""
+    known = {code.cubin: _remembered(code.cubin) for code in codes}
+    unread = [cubin for cubin, path in known.items() if not path.exists()]
+    for cubin, (names, loops) in zip(unread, _disassembled(capability, unread), strict=True):
+        registers, stack = resource_usage(cubin)
+        spans = [dataclasses.astuple(loop) for loop in loops]
+        found = {"registers": registers, "stack": stack, "names": names, "loops": spans}
+        compiled.build(known[cubin], partial(_write, found))
+    return [_kernel(code, json.loads(known[code.cubin].read_text())) for code in codes]
+
+
+def _write(found: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(found))
+
+
+def _kernel(code: MachineCode, found: dict[str, Any]) -> CompiledKernel:
     loops = tuple(Loop(*each) for each in found["loops"])
-    return CompiledKernel(found["registers"], found["stack"], shared, warps, tuple(found["names"]), loops)
+    return CompiledKernel(found["registers"], found["stack"], code.shared, code.warps, tuple(found["names"]), loops)
 
 
 def _remembered(cubin: bytes) -> Path:
     """The file that says what this machine code was read as, by this text."""
     text = hashlib.blake2b(Path(__file__).read_bytes() + cubin, digest_size=16).hexdigest()
     return compiled.cache_folder("kernels") / f"{text}.json"
-
-
-def _write(path: Path, found: dict[str, Any]) -> None:
-    path.write_text(json.dumps(found))
-
-
-def _read(cubin: bytes) -> dict[str, Any]:
-    from triton import knobs
-
-    registers, stack = resource_usage(cubin)
-    names, loops = disassembled(_answer(cubin, knobs.nvidia.nvdisasm.path, "-c"))
-    return {"registers": registers, "stack": stack, "names": names, "loops": [dataclasses.astuple(x) for x in loops]}
 
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:
@@ -119,30 +128,60 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
     return used["REG"], used["STACK"]
 
 
-def disassembled(text: str) -> tuple[list[str], list[Loop]]:
-    """The names of all instructions, and the loops among them."""
-    names: list[str] = []
-    labels: dict[str, int] = {}
-    spans: dict[int, int] = {}  # from where a loop begins to the last branch back to it
-    for line in text.splitlines():
-        if label := _LABEL.match(line):
-            labels[label[1]] = len(names)
-        elif found := _INSTRUCTION.match(line):
-            names.append(found[1])
-            target = _TARGET.search(found[2]) if found[1].startswith("BRA") else None
-            begin = None if target is None else labels.get(target[1])
-            if begin is not None and begin < len(names) - 1:  # a branch to itself pads the end
-                spans[begin] = len(names) - 1
+def _disassembled(capability: tuple[int, int], cubins: Sequence[bytes]) -> list[tuple[list[str], list[Loop]]]:
+    """Of each the names of all instructions, and the loops among them."""
+    from triton import knobs
+
+    texts = [instructions_of(cubin) for cubin in cubins]
+    if not texts:
+        return []
+    major, minor = capability
+    printed = _answer(b"".join(texts), knobs.nvidia.nvdisasm.path, "--binary", f"SM{major}{minor}a")
+    return disassembled(printed, [len(text) // _SIZE for text in texts])
+
+
+def instructions_of(cubin: bytes) -> bytes:
+    """The section of an ELF file that holds the kernel's instructions."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    # of each section: where its name stands among the names, where it begins, how long it is
+    sections = [struct.unpack_from("<I20xQQ", cubin, table + index * size) for index in range(count)]
+    for name, begin, length in sections:
+        if cubin.startswith(b".text.", sections[names][1] + name):
+            return cubin[begin : begin + length]
+    raise ValueError("a compiled kernel has no section .text")
+
+
+def disassembled(text: str, sizes: Sequence[int]) -> list[tuple[list[str], list[Loop]]]:
+    """The names of all instructions, and the loops among them, of kernels of these sizes that were printed as one."""
+    lines = filter(None, map(_INSTRUCTION.match, text.splitlines()))
+    found = [(int(line[1], 16) // _SIZE, line[2], line[3]) for line in lines]
+    each: list[tuple[list[str], list[Loop]]] = []
+    start = 0
+    for size in sizes:
+        own = found[start : start + size]
+        spans: dict[int, int] = {}  # from where a loop begins to the last branch back to it
+        for index, name, operands in own:
+            target = _TARGET.search(operands) if name.startswith("BRA") else None
+            begin = index if target is None else int(target[1], 16) // _SIZE
+            if begin < index:  # a branch to itself pads the end
+                spans[begin - start] = index - start
+        each.append(([name for _, name, _ in own], _nested(spans)))
+        start += size
+    return each
+
+
+def _nested(spans: dict[int, int]) -> list[Loop]:
     pairs = list(spans.items())
-    return names, [
+    return [
         Loop(first, last, sum(a <= first and last <= b and (a, b) != (first, last) for a, b in pairs))
         for first, last in pairs
     ]
 
 
-def _answer(cubin: bytes, *command: str) -> str:
+def _answer(code: bytes, *command: str) -> str:
     """What a program prints of the machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(code)
         file.flush()
         return subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stdout

@@ -14,7 +14,9 @@ changes only with a source for the new one.
                     Hopper, for which no table was found. FP8 products with their casts counted apart: peaks are twice
                     those of bf16, of which 1.7 is assumed
     bandwidth       85% of the data sheet's: copies and elementwise kernels of large tensors
-    LAUNCH_S        what the host needs for one operation of torch, with autograd; kernels run meanwhile
+    LAUNCH_S        what the host needs for one operation of torch, with autograd; kernels run meanwhile. The low end of
+                    published ones: 5 to 25 us from Python's call to the GPU's queue (jiahuanglin.xyz, "From PyTorch op
+                    to kernel launch"), 4 to 6 us measured for a launch in C++ (xiaguan/cuda-kernel-launch-lab)
     HEAD_ROOM       a guess: context, NCCL's buffers and workspaces take 2 to 4 GB of 80, fragmentation the rest
     WAIT_S          what a wait of the host costs: its device stands still until the next kernel is launched
     links           what a ring reaches of NVLink inside a node, and of one adapter of 400 Gbit/s a GPU between nodes

@@ -1,10 +1,10 @@
 """Verification cards: of every recipe what was measured on a GPU, and what was rehearsed without one.
 
-    hybridtron check cards                    what is in benchmarks/cards/measured; what was rehearsed stays as it is
-    hybridtron check cards --records build/rehearsed/0a1b2c-h200 --output FOLDER
+    hybridtron check cards
+    hybridtron check cards --records FILE --output FOLDER
 
 A line that nothing measured says "not measured". What was measured is a file a recipe, which `hybridtron check gpu`
-writes; what was rehearsed is read from the records of a suite (`hybridtron rehearse --suite`).
+writes; what was rehearsed is read from what a suite recorded (`hybridtron rehearse --suite`).
 
 MFU stands there twice. The true count is that of `planning/count`: an attention's products of the keys that a query
 sees. Megatron's formula (arXiv:2104.04473, equation 3) takes every product of queries and keys of a row, whatever the
@@ -56,24 +56,22 @@ HEADER = (
 def main(arguments: list[str]) -> int:
     """Write a card for every recipe. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="hybridtron check cards", description="Write verification cards.")
-    parser.add_argument("--records", type=Path, metavar="FOLDER", help="what a suite of rehearsals recorded")
+    parser.add_argument("--records", type=Path, metavar="FILE", help="rehearsals (default: benchmarks/rehearse.jsonl)")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: benchmarks/cards")
     chosen = parser.parse_args(arguments)
     checkout = pages()
     output = chosen.output or (checkout and checkout / "cards")
     if output is None:
         raise Unusable("--output FOLDER is needed where there is no checkout, whose benchmarks/ the cards would go to")
-    if chosen.records and not chosen.records.is_dir():
-        raise Unusable(f"--records {chosen.records}: no such folder")
-    records = SuiteRecords(chosen.records).read() if chosen.records else []
+    path = chosen.records or (checkout and checkout / "rehearse.jsonl")
+    if path is None or not path.is_file():
+        raise Unusable(f"--records {path}: no such file")
+    records = SuiteRecords(path).read().values()
     for recipe in choices_of("recipe"):
-        path = output / f"{recipe}.md"
-        path.parent.mkdir(parents=True, exist_ok=True)
         own = [one for one in records if one["recipe"] == recipe]
-        text = card(recipe, measured_of(recipe, output), own)
-        if not own and path.exists():  # of this recipe the suite has recorded nothing
-            text = text.partition(REHEARSED)[0] + "".join(path.read_text().partition(REHEARSED)[1:])
-        path.write_text(text)
+        page = output / f"{recipe}.md"
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(card(recipe, measured_of(recipe, output), own))
     print(f"{len(choices_of('recipe'))} cards in {output}")
     return 0
 

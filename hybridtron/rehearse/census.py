@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hybridtron.rehearse.live import LiveMemory
 
@@ -78,37 +78,37 @@ class Census(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
-        if name == "_local_scalar_dense" and isinstance(args[0], FakeTensor):
-            if args[0].is_cuda:
+        form = form_of(func)
+        if form.name == "_local_scalar_dense" and isinstance(args[0], FakeTensor):
+            if on_device(args[0]):
                 self.wait("item")
             return no_value(args[0].dtype)
-        if name == "nonzero" and args[0].is_cuda:
+        if form.name == "nonzero" and on_device(args[0]):
             self.wait("nonzero")
             return torch.zeros(1, args[0].dim(), dtype=torch.int64, device=args[0].device)
         place = self.place()
         out = func(*args, **kwargs)
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        if any(x.is_cuda for x in (*given, *made)):
-            self._count(func, args, kwargs, given, made, place)
-        for tensor in made:
-            if tensor.is_cuda:
+        made = list(tensors_in((out,)))
+        there = [on_device(x) for x in made]
+        if form.counts:
+            given = list(tensors_in((*args, *kwargs.values())))
+            if any(there) or any(map(on_device, given)):
+                self._count(form, args, kwargs, given, made, place)
+        for tensor, is_there in zip(made, there, strict=True):
+            if is_there:
                 self.memory.note(tensor, place, self.part)
         return out
 
     def _count(
-        self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], made: Sequence[Tensor], place: str
+        self, form: OperationForm, args: Any, kwargs: Any, given: Sequence[Tensor], made: Sequence[Tensor], place: str
     ) -> None:
-        name = func.overloadpacket.__name__
-        if func.namespace == "c10d" or func.is_view or name in NOTHING:
-            return  # collectives are counted where they are called
+        name = form.name
         if name in COPIES and not (kwargs.get("non_blocking") or args[2:3] == (True,)):
-            if any(x.is_cuda and not y.is_cuda for x in given for y in made):
+            if any(on_device(x) and not on_device(y) for x in given for y in made):
                 self.wait("copy to the host")
-            elif any(y.is_cuda and not x.is_cuda for x in given for y in made):
+            elif any(on_device(y) and not on_device(x) for x in given for y in made):
                 self.wait("copy to the device")
-        moved = moved_bytes(func, args, kwargs, given, made)
+        moved = moved_bytes(form, args, kwargs, given, made)
         product = name in PRODUCTS
         flops = product_flops(name, args) if product else 0
         self.operations.append(Operation(self.now, place, name, moved, flops, "product" if product else "torch"))
@@ -152,11 +152,16 @@ def innermost_line() -> str | None:
     """`file:line` of the innermost frame of this package that says where it is."""
     frame = sys._getframe(1)
     while frame is not None:
-        file = frame.f_code.co_filename
-        if file.startswith(PACKAGE) and not file.startswith(SKIPPED):
-            return f"{file[len(PACKAGE) + 1 :]}:{frame.f_lineno}"
+        if (name := shown_file(frame.f_code.co_filename)) is not None:
+            return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return None
+
+
+@cache
+def shown_file(path: str) -> str | None:
+    """Of this package the name in it, where it says where an operation comes from."""
+    return path[len(PACKAGE) + 1 :] if path.startswith(PACKAGE) and not path.startswith(SKIPPED) else None
 
 
 def size_of(tensor: Tensor) -> int:
@@ -165,24 +170,51 @@ def size_of(tensor: Tensor) -> int:
     return math.prod(stored) * tensor.element_size()
 
 
-def moved_bytes(func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
-    """Read and written."""
+@dataclass(frozen=True)
+class OperationForm:
+    """What holds for every call of one of torch's operations."""
+
+    name: str
+    counts: bool  # views and empty tensors cost nothing; collectives are counted where they are called
+    written: tuple[tuple[int, str], ...]  # places and names of the arguments that it changes, as its schema says
+
+
+@cache
+def form_of(func: Any) -> OperationForm:
+    """Of an operation."""
     name = func.overloadpacket.__name__
-    written = list(_written(func, args, kwargs))
+    written = tuple(
+        (index, argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    return OperationForm(name, not (func.namespace == "c10d" or func.is_view or name in NOTHING), written)
+
+
+def on_device(tensor: Tensor) -> bool:
+    """As `is_cuda` says; of a fake tensor that question would be an operation again."""
+    return tensor.fake_device.type == "cuda" if isinstance(tensor, FakeTensor) else tensor.is_cuda
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors among them, and in lists among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+
+
+def moved_bytes(form: OperationForm, args: Any, kwargs: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
+    """Read and written."""
+    changed = (args[index] if index < len(args) else kwargs.get(name) for index, name in form.written)
+    written = list(tensors_in(changed))
     own = {id(x) for x in written}
-    unread = own if name in NOT_READ or "out" in kwargs else set()
+    unread = own if form.name in NOT_READ or "out" in kwargs else set()
     read = sum(size_of(x) for x in given if id(x) not in unread)
-    if name in PICKS:
+    if form.name in PICKS:
         read += sum(map(size_of, made)) - size_of(given[0])
     return read + sum(map(size_of, written)) + sum(size_of(x) for x in made if id(x) not in own)
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The arguments that the operation changes, as its schema says."""
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            yield from (x for x in tree_leaves(value) if isinstance(x, Tensor))
 
 
 def product_flops(name: str, args: Any) -> int:

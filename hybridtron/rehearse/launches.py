@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridtron.ops.kernel_compiled import CompiledKernel, compile_for
+from hybridtron.ops.kernel_compiled import MachineCode, compile_for
 from hybridtron.planning.rates import GPU
 from hybridtron.rehearse.census import size_of
 
@@ -32,7 +32,7 @@ class KernelLaunch:
         """Arguments and options by the names of the kernel's parameters."""
         return {**dict(zip(self.kernel.arg_names, self.arguments, strict=False)), **dict(self.options)}
 
-    def compiled(self, gpu: GPU) -> CompiledKernel:
+    def compiled(self, gpu: GPU) -> MachineCode:
         """For this GPU; a type stands for a pointer that is aligned."""
         given = [torch.empty(0, dtype=x, device="meta") if isinstance(x, torch.dtype) else x for x in self.arguments]
         return compile_for(gpu.capability, self.kernel, given, dict(self.options))

@@ -125,11 +125,12 @@ class RehearsalProcess:
         return {key: work(census.operations[start:end], kernels, self.gpu) for key, (start, end) in ends.items()}
 
     def _kernels(self, operations: Sequence[Operation], launches: Launches) -> Iterator[KernelReport]:
+        from hybridtron.ops.kernel_compiled import read
         from hybridtron.rehearse.kernel_time import kernel_time
 
-        for number, launch in enumerate(launches.different):
+        made = read(self.gpu.capability, [launch.compiled(self.gpu) for launch in launches.different])
+        for number, (launch, compiled) in enumerate(zip(launches.different, made, strict=True)):
             own = [each for each in operations if each.kind == "kernel" and each.variant == number]
-            compiled = launch.compiled(self.gpu)
             moved = own[0].bytes if own else 0
             yield KernelReport(
                 launch.name, launch.grid, len(own), compiled, kernel_time(launch, compiled, moved, self.gpu)

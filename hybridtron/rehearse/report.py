@@ -50,7 +50,8 @@ def as_json(rehearsed: Rehearsed) -> dict[str, Any]:
         ],
         "model": {
             "step_seconds": time.seconds, "tokens_per_second": rehearsed.tokens_per_second, "mfu": rehearsed.mfu,
-            "exposed_seconds": whole.exposed,
+            "exposed_seconds": whole.exposed, "launch_seconds": time.micro_batch.host,
+            "device_seconds": time.micro_batch.device,
         },
     }  # fmt: skip
 
@@ -102,6 +103,7 @@ def shown_parts(rehearsed: Rehearsed) -> dict[str, Any]:
         "exposed_seconds": whole["model"]["exposed_seconds"],
         "mfu": whole["model"]["mfu"],
         "other_bytes_per_token": whole["other_bytes_per_token"],
+        "launch_share": rehearsed.time.micro_batch.host / rehearsed.time.micro_batch.device,
         "waits": once + whole["per_micro_batch"]["waits"] * whole["micro_batches"],
         "sent": rehearsed.time.whole.sent,
     }
@@ -121,11 +123,22 @@ def print_tables(found: Sequence[Rehearsed]) -> None:
             console.print(table)
     console.print(f"\n{NOT_SEEN}", highlight=False)
     slowest = max(found, key=lambda one: one.time.seconds)
+    console.print(launch_line(slowest), highlight=False)
     console.print(
         f"Model, not measured: {slowest.time.seconds:.3f} s a step, {slowest.tokens_per_second:,.0f} tokens/s a GPU, "
         f"MFU {slowest.mfu:.1%} on {slowest.world} x {slowest.gpu.name}",
         highlight=False,
     )
+
+
+def launch_line(rehearsed: Rehearsed) -> str:
+    """How long the host launches, beside what it launches, and what helps where that binds."""
+    part = rehearsed.time.micro_batch
+    text = f"The host launches for {1e3 * part.host:.1f} ms what takes {1e3 * part.device:.1f} ms, in a micro-batch"
+    if part.host <= part.device:
+        return f"{text}."
+    phase = f"phases.{rehearsed.phase.index}.micro_batch"
+    return f"{text}: launches bind. A larger {phase}, or run.compile=true, lets fewer of them do more."
 
 
 def tables(rehearsed: Rehearsed) -> Iterable[Table]:

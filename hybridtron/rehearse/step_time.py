@@ -55,11 +55,19 @@ class PartTime:
     waits: float = 0
 
     @property
+    def device(self) -> float:
+        """Seconds of what is computed."""
+        return sum(cost.seconds for cost in self.costs.values())
+
+    @property
+    def host(self) -> float:
+        """Seconds in which the host launches that."""
+        return LAUNCH_S * sum(cost.launches for cost in self.costs.values())
+
+    @property
     def seconds(self) -> float:
         """All of it."""
-        device = sum(cost.seconds for cost in self.costs.values())
-        host = LAUNCH_S * sum(cost.launches for cost in self.costs.values())
-        return max(device, host) + self.exposed + WAIT_S * self.waits
+        return max(self.device, self.host) + self.exposed + WAIT_S * self.waits
 
     def plus(self, other: PartTime, times: float = 1) -> PartTime:
         """With another part, as often as it happens."""

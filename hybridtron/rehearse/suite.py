@@ -1,8 +1,9 @@
 """Every recipe under every layout, on each rank that differs: which cases there are, and what each one showed.
 
-What a case showed is kept in a file of its own, in a folder named after the code that was rehearsed: a suite that was
-stopped continues where it was, and a change of the code starts a new one. Recipes that start from other weights are
-rehearsed on the model that they are for (`ORIGINS`), whose configuration stands in for a checkpoint.
+What a rank of a case showed is kept as a line of a file (`benchmarks/rehearse.jsonl`), with the digest of the code that
+was rehearsed: a suite that was stopped continues where it was, and after a change of the code the oldest lines are
+replaced first. Recipes that start from other weights are rehearsed on the model that they are for (`ORIGINS`), whose
+configuration stands in for a checkpoint.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,7 +26,7 @@ from hybridtron.config.schema import Config
 from hybridtron.planning.memory import largest_phase, plan
 from hybridtron.problems import ConfigError
 from hybridtron.shipped import PACKAGE
-from hybridtron.train.records import write_whole
+from hybridtron.train.records import read_lines, write_whole
 
 if TYPE_CHECKING:  # it imports torch's guard when it is made
     from hybridtron.rehearse.rehearsal import RehearsalProcess
@@ -112,26 +113,42 @@ def code_digest() -> str:
     return found.hexdigest()
 
 
+Key = tuple[str, str, int | None]
+"""Of a record: recipe, layout, and rank, or None for a case that is refused."""
+
+
 class SuiteRecords:
-    """What was shown, in a folder: a file for each case and rank."""
+    """What was shown, in a file: a line for each case and rank. Several processes may add to it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def path(self, case: RecipeCase, rank: int | None) -> Path:
-        """Without a rank: of a case that is refused."""
-        name = f"{case.recipe} {case.layout}".replace("/", "-").replace(" ", "_")
-        return self.folder / f"{name}{'' if rank is None else f'_rank{rank}'}.json"
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def write(self, case: RecipeCase, rank: int | None, found: dict[str, Any]) -> None:
-        """Keep it."""
-        record = {**dataclasses.asdict(case), "rank": rank, **found}
-        write_whole(self.path(case, rank), json.dumps(record, indent=1) + "\n")
+        """Add a line, in place of older ones of the same."""
+        record = {**dataclasses.asdict(case), "rank": rank, "code": code_digest(), **found}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
 
-    def read(self) -> list[dict[str, Any]]:
-        """All."""
-        return [json.loads(path.read_text()) for path in sorted(self.folder.glob("*.json"))]
+    def read(self) -> dict[Key, dict[str, Any]]:
+        """The newest line of each; of a case either what is refused or its ranks."""
+        found: dict[Key, dict[str, Any]] = {}
+        for record in read_lines(self.path):
+            recipe, layout, rank = key = record["recipe"], record["layout"], record["rank"]
+            others = [
+                other for other in found if other[:2] == (recipe, layout) and (other[2] is None) != (rank is None)
+            ]
+            for other in (key, *others):
+                found.pop(other, None)
+            found[key] = record
+        return found
+
+    def tidy(self) -> None:
+        """Leave the newest lines alone, in order of recipes; no other process may be writing."""
+        found = self.read()
+        order = {(case.recipe, case.layout): number for number, case in enumerate(all_cases())}
+        kept = sorted((key for key in found if key[:2] in order), key=lambda key: (order[key[:2]], key[2] or 0))
+        write_whole(self.path, "".join(json.dumps(found[key]) + "\n" for key in kept))
 
 
 def ranks_of(case: RecipeCase, config: Config) -> Sequence[int]:
@@ -140,17 +157,30 @@ def ranks_of(case: RecipeCase, config: Config) -> Sequence[int]:
     return range(0, case.world, 1 if (case.recipe, case.layout) == EVERY_RANK else each)
 
 
-def missing(cases: Sequence[RecipeCase], records: SuiteRecords) -> Iterator[tuple[RecipeCase, Config, int]]:
-    """What is not recorded yet; cases that are refused are recorded here."""
+def missing(
+    cases: Sequence[RecipeCase], records: SuiteRecords, keeps: bool = False
+) -> list[tuple[RecipeCase, Config, int]]:
+    """What is to be rehearsed: first what never was, then what older code showed, unless that is kept.
+
+    Cases that are refused are recorded here.
+    """
+    shown, digest = records.read(), code_digest()
+    never, older = [], []
     for case in cases:
-        if records.path(case, None).exists():
+        if (refused := shown.get((case.recipe, case.layout, None))) and (keeps or refused["code"] == digest):
             continue
         try:
             config = case.config()
         except ConfigError as error:
             records.write(case, None, {"refused": [str(problem) for problem in error.problems]})
             continue
-        yield from ((case, config, rank) for rank in ranks_of(case, config) if not records.path(case, rank).exists())
+        for rank in ranks_of(case, config):
+            record = shown.get((case.recipe, case.layout, rank))
+            if record is None:
+                never.append((case, config, rank))
+            elif not keeps and record["code"] != digest:
+                older.append((case, config, rank))
+    return never + older
 
 
 def rehearse_all(
@@ -197,10 +227,9 @@ def rehearse_case(
     traffic = plan(phase, case.world).ranks[rehearsed.step.place.pipeline_rank].traffic
     return {
         "gpu": process.gpu.name,
-        "code": code_digest(),
         "phase": phase.settings.name,
         "pipeline_rank": rehearsed.step.place.pipeline_rank,
         "forms": forms_of(rehearsed),
-        "planned_traffic": dataclasses.asdict(traffic),
+        "planned_sent": traffic.total,
         **shown_parts(rehearsed),
     }

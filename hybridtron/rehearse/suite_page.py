@@ -9,17 +9,19 @@ from hybridtron.rehearse.suite import EVERY_RANK, LAYOUTS, ORIGIN, ORIGINS, all_
 
 Record = dict[str, Any]
 NEAR = 0.03  # how far the plan's peak may be from the rehearsed one
+SCALARS = 10**5  # bytes of norms and losses that ranks send each other in a step, which no plan counts
 INTRODUCTION = """# Rehearsed steps
 
 One training step of every recipe under five layouts, run on {gpu} that is not there: made by `make rehearse` from the
 code that the last column names, by the digest of its files (`{digest}`: the code that wrote this page). **No time here
 was measured**: tokens/s and MFU are those of the model that [docs/rehearse.md](../docs/rehearse.md) describes, of the
-slowest rank. Memory is what tensors hold at the most, beside what `hybridtron inspect` plans, rank by rank: one of each
-pipeline rank.
+slowest rank. Memory is what tensors hold at the most, and traffic what a rank sends in a step, beside what `hybridtron
+inspect` plans: one of each pipeline rank. Launches are the host's time over the device's in a micro-batch;
+above 100% they bind. All that was shown is in [rehearse.jsonl](rehearse.jsonl).
 """
 HEADERS = (
-    "recipe", "layout", "tokens/s a GPU (model)", "MFU (model)", "GB of tensors", "GB planned", "planned / rehearsed",
-    "host waits a step", "code",
+    "recipe", "layout", "tokens/s a GPU (model)", "MFU (model)", "GB of tensors", "planned / rehearsed", "GB sent",
+    "planned / rehearsed", "launches", "host waits a step", "code",
 )  # fmt: skip
 
 
@@ -37,20 +39,26 @@ def page(records: Sequence[Record], digest: str) -> str:
 
 def _summary(records: Sequence[Record]) -> Iterator[str]:
     shown = [record for record in records if "peak" in record]
-    ratios = [record["planned"] / record["peak"] for record in shown]
-    far = sum(abs(ratio - 1) > NEAR for ratio in ratios)
-    recipes = {record["recipe"] for record in shown}
-    if ratios:
-        yield f"- {len(shown)} ranks of {len(recipes)} recipes."
-        yield (
-            f"- The plan's peak is {min(ratios):.3f} to {max(ratios):.3f} of the rehearsed one; "
-            f"{far} of {len(ratios)} are further from it than {NEAR:.0%}."
-        )
+    if shown:
+        yield f"- {len(shown)} ranks of {len({record['recipe'] for record in shown})} recipes."
+        yield f"- {_nearness('peak', [record['planned'] / record['peak'] for record in shown])}"
+        yield f"- {_nearness('traffic', [ratio for ratio in map(_sent_ratio, shown) if ratio is not None])}"
     yield f"- {_equal_ranks(shown)}"
     yield (
         f"- Recipes of `length/` start from other weights: the official ones are rehearsed on "
         f"{', '.join(f'`{name}`' for name in sorted(set(ORIGINS.values())))}, the others on `{ORIGIN}`."
     )
+
+
+def _nearness(what: str, ratios: Sequence[float]) -> str:
+    far = sum(abs(ratio - 1) > NEAR for ratio in ratios)
+    span = f"{min(ratios):.3f} to {max(ratios):.3f}" if ratios else "none"
+    return f"The plan's {what} is {span} of the rehearsed one; {far} of {len(ratios)} are further off than {NEAR:.0%}."
+
+
+def _sent_ratio(record: Record) -> float | None:
+    """Planned over rehearsed traffic; None where there is no more than a few numbers."""
+    return record["planned_sent"] / record["sent"] if record["sent"] > SCALARS else None
 
 
 def _equal_ranks(shown: Sequence[Record]) -> str:
@@ -81,16 +89,17 @@ def _equal_ranks(shown: Sequence[Record]) -> str:
 def _table(records: Sequence[Record]) -> Iterator[str]:
     yield f"| {' | '.join(HEADERS)} |"
     yield f"|---|---|{'---|' * (len(HEADERS) - 2)}"
+    rest = " |" * (len(HEADERS) - 3)
     for case in all_cases():
         own = [record for record in records if (record["recipe"], record["layout"]) == (case.recipe, case.layout)]
         if not own:
             continue
         cells = [f"`{case.recipe}`", case.layout]
         if failed := [one["failed"] for one in own if "failed" in one]:
-            yield f"| {' | '.join(cells)} | failed: {failed[0]} | | | | | | |"
+            yield f"| {' | '.join(cells)} | failed: {failed[0]} |{rest}"
         elif "refused" in own[0]:
             refused = own[0]["refused"][0].partition("  ")
-            yield f"| {' | '.join(cells)} | refused: `{refused[0]}` {refused[2].partition(': ')[0]} | | | | | | |"
+            yield f"| {' | '.join(cells)} | refused: `{refused[0]}` {refused[2].partition(': ')[0]} |{rest}"
         else:
             yield f"| {' | '.join([*cells, *_numbers(_different(own))])} |"
 
@@ -107,8 +116,10 @@ def _numbers(ranks: Sequence[Record]) -> list[str]:
         f"{slowest['tokens_per_second']:,.0f}",
         f"{slowest['mfu']:.1%}",
         ", ".join(f"{record['peak'] / 1e9:.1f}" for record in ranks),
-        ", ".join(f"{record['planned'] / 1e9:.1f}" for record in ranks),
         ", ".join(f"{record['planned'] / record['peak']:.3f}" for record in ranks),
+        ", ".join(f"{record['sent'] / 1e9:.2f}" for record in ranks),
+        ", ".join("" if ratio is None else f"{ratio:.3f}" for ratio in map(_sent_ratio, ranks)),
+        ", ".join(f"{record['launch_share']:.0%}" for record in ranks),
         ", ".join(f"{record['waits']:.0f}" for record in ranks),
         ", ".join(dict.fromkeys(f"`{record['code']}`" for record in ranks)),
     ]

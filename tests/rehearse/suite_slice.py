@@ -1,6 +1,6 @@
 """Rehearses a slice of the suite that the code's digest chooses, in one process: a list of records out.
 
-`python -m tests.rehearse.suite_slice FOLDER SLICES SECONDS` keeps the records in the folder.
+`python -m tests.rehearse.suite_slice FILE SLICES SECONDS` keeps the records in the file.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from hybridtron.rehearse import suite
 from hybridtron.rehearse.rehearsal import RehearsalProcess
 
 if __name__ == "__main__":
-    folder, slices, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    records = suite.SuiteRecords(folder)
+    path, slices, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    records = suite.SuiteRecords(path)
     cases = suite.slice_of(suite.all_cases(), 0, slices, suite.code_digest())
-    todo = list(suite.missing(cases, records))
+    todo = suite.missing(cases, records)
     process = RehearsalProcess(GPUS["h200"])
     suite.rehearse_all(process, todo, records, seconds, lambda line: print(line, file=sys.stderr), compiles=False)
-    print(json.dumps(records.read()))
+    print(json.dumps(list(records.read().values())))

@@ -62,14 +62,16 @@ def test_every_recipe_has_its_card() -> None:
     assert found == set(choices_of("recipe")), "`hybridtron check cards` writes those that are missing"
 
 
-def test_what_was_rehearsed_stays_where_no_records_are_given(
+def test_cards_of_what_was_measured_and_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cards, "choices_of", lambda _: ("llama2_438m",))
-    path, measured = tmp_path / "llama2_438m.md", cards.measured_path("llama2_438m", tmp_path)
-    path.write_text(cards.card("llama2_438m", {}, [RECORD]))
+    records, measured = tmp_path / "rehearse.jsonl", cards.measured_path("llama2_438m", tmp_path)
+    records.write_text(json.dumps(RECORD) + "\n" + json.dumps({**RECORD, "recipe": "samba_421m"}) + "\n")
     measured.parent.mkdir()
     measured.write_text(json.dumps({"resume_difference": 0.0}))
-    assert cards.main(["--output", str(tmp_path)]) == 0
-    assert path.read_text() == cards.card("llama2_438m", {"resume_difference": 0.0}, [RECORD])
+    assert cards.main(["--records", str(records), "--output", str(tmp_path)]) == 0
+    assert (tmp_path / "llama2_438m.md").read_text() == cards.card("llama2_438m", {"resume_difference": 0.0}, [RECORD])
     assert str(tmp_path) in capsys.readouterr().out
+    with pytest.raises(Unusable, match="no such file"):
+        cards.main(["--records", str(tmp_path / "none.jsonl")])

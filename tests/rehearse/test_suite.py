@@ -24,7 +24,7 @@ SMALL = RecipeCase("mamba2_laptop", "PP2")
 def record(case: RecipeCase, rank: int, pipeline_rank: int = 0, **changed: Any) -> dict[str, Any]:
     found = {
         "rank": rank, "pipeline_rank": pipeline_rank, "gpu": "h200", "code": "0a1b", "peak": 10**10, "planned": 9.9e9,
-        "waits": 1.0,
+        "waits": 1.0, "launch_share": 0.05, "planned_sent": 5e9,
         "tokens_per_second": 1e5, "step_seconds": 2.0, "mfu": 0.4, "sent": 5e9,
         "forms": {"kernels": ["scan"], "attention": []},
     }  # fmt: skip
@@ -54,27 +54,48 @@ def test_slices_share_the_cases_out_and_differ_by_seed() -> None:
     assert slices[0] != suite.slice_of(cases, 0, 7, "b")
 
 
-def test_what_is_recorded_is_not_played_again(tmp_path: Path) -> None:
-    records = SuiteRecords(tmp_path)
+def left(cases: list[RecipeCase], records: SuiteRecords, keeps: bool = False) -> list[tuple[RecipeCase, int | None]]:
+    return [(case, rank) for case, _, rank in suite.missing(cases, records, keeps)]
+
+
+def test_what_is_recorded_is_not_played_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = SuiteRecords(tmp_path / "records.jsonl")
     cases = [SMALL, RecipeCase("samba_3.8b", "TP2 + SP")]
-    left = [(case, rank) for case, _, rank in suite.missing(cases, records)]
-    assert left == [(SMALL, 0), (SMALL, 1)]
-    (refused,) = records.read()
+    assert left(cases, records) == [(SMALL, 0), (SMALL, 1)]
+    (refused,) = records.read().values()
     assert refused["recipe"] == "samba_3.8b"
     assert refused["refused"][0].startswith("parallel.tensor")
     records.write(SMALL, 0, {"peak": 1})
-    assert [rank for *_, rank in suite.missing(cases, records)] == [1]
+    assert left(cases, records) == [(SMALL, 1)]
+    monkeypatch.setattr(suite, "code_digest", lambda: "another")
+    assert left(cases, records, keeps=True) == [(SMALL, 1)]
+    assert left(cases, records) == [(SMALL, 1), (SMALL, 0)]
+
+
+def test_the_newest_record_holds(tmp_path: Path) -> None:
+    """Of a case that is refused no more, and of one that is refused now."""
+    records = SuiteRecords(tmp_path / "records.jsonl")
+    for rank, found in ((1, {"peak": 1}), (0, {"peak": 2}), (0, {"peak": 3})):
+        records.write(SMALL, rank, found)
+    records.write(RecipeCase("no_such_recipe", "PP2"), 0, {"peak": 4})
+    records.tidy()
+    assert [(one["rank"], one["peak"]) for one in records.read().values()] == [(0, 3), (1, 1)]
+    assert len(records.path.read_text().splitlines()) == 2
+    records.write(SMALL, None, {"refused": ["no"]})
+    assert [one["rank"] for one in records.read().values()] == [None]
+    records.write(SMALL, 1, {"peak": 5})
+    assert [one["rank"] for one in records.read().values()] == [1]
 
 
 def test_it_stops_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    records, said = SuiteRecords(tmp_path), []
+    records, said = SuiteRecords(tmp_path / "records.jsonl"), []
     monkeypatch.setattr(suite, "rehearse_case", lambda *_: {"peak": 1})
-    todo = list(suite.missing([SMALL], records))
+    todo = suite.missing([SMALL], records)
     nobody: Any = SimpleNamespace()
     assert not suite.rehearse_all(nobody, todo, records, -1, said.append)
     assert said == ["stopped after 0 s: 2 of 2 are left"]
     assert suite.rehearse_all(nobody, todo, records, 60, said.append)
-    assert [one["rank"] for one in records.read()] == [0, 1]
+    assert [one["rank"] for one in records.read().values()] == [0, 1]
     assert said[1].startswith("1 of 2: mamba2_laptop, PP2, rank 0: 0 s, ")
 
 
@@ -85,11 +106,13 @@ def test_what_fails_is_recorded_and_the_rest_is_rehearsed(tmp_path: Path, monkey
         return record(case, rank, 1)
 
     monkeypatch.setattr(suite, "rehearse_case", rehearse)
-    records, said = SuiteRecords(tmp_path), []
+    records, said = SuiteRecords(tmp_path / "records.jsonl"), []
     nobody: Any = SimpleNamespace()
-    assert suite.rehearse_all(nobody, list(suite.missing([SMALL], records)), records, 60, said.append)
-    assert [one.get("failed") for one in records.read()] == ["RuntimeError: no kernel for this", None]
-    assert "| `mamba2_laptop` | PP2 | failed: RuntimeError: no kernel for this |" in page(records.read(), "abc")
+    assert suite.rehearse_all(nobody, suite.missing([SMALL], records), records, 60, said.append)
+    assert [one.get("failed") for one in records.read().values()] == ["RuntimeError: no kernel for this", None]
+    assert "| `mamba2_laptop` | PP2 | failed: RuntimeError: no kernel for this |" in page(
+        list(records.read().values()), "abc"
+    )
 
 
 def test_all_ranks_of_one_case_are_played_and_of_others_one_a_stage() -> None:
@@ -110,10 +133,11 @@ def test_the_page_says_what_was_rehearsed_and_what_not() -> None:
     text = page([*ranks, record(other, 0, planned=9e9), refused], "abc")
     assert "`abc`" in text
     assert "0.900 to 0.990" in text
-    assert f"1 of 9 are further from it than {NEAR:.0%}" in text
+    assert f"1 of 9 are further off than {NEAR:.0%}" in text
+    assert "The plan's traffic is 1.000 to 1.000 of the rehearsed one; 0 of 9" in text
     assert "take (to a microsecond) no others than each other" in text
-    assert "| `mamba2_130m` | DP8 | 100,000 | 40.0% | 10.0 | 9.0 | 0.900 | 1 | `0a1b` |" in text
-    assert "10.0, 10.0 | 9.9, 9.9 |" in text
+    assert "| `mamba2_130m` | DP8 | 100,000 | 40.0% | 10.0 | 0.900 | 5.00 | 1.000 | 5% | 1 | `0a1b` |" in text
+    assert "10.0, 10.0 | 0.990, 0.990 |" in text
     assert "| `samba_3.8b` | TP2 + SP | refused: `parallel.tensor`" in text
     assert "- `laptop`: TP2 + SP, PP2, PP2 x VPP2, DP8, TP2 x PP2 x DP2" in text
     changed = [{**one, "sent": one["rank"]} for one in ranks]
@@ -125,7 +149,7 @@ def test_the_page_says_what_was_rehearsed_and_what_not() -> None:
 def test_a_slice_of_the_suite(tmp_path: Path) -> None:
     """Other cases with every change of the code."""
     pytest.importorskip("triton")
-    found = printed_by("suite_slice", str(tmp_path), "40", "420", timeout_s=600)
+    found = printed_by("suite_slice", str(tmp_path / "records.jsonl"), "40", "420", timeout_s=600)
     assert not [one for one in found if "failed" in one]
     shown = [one for one in found if "peak" in one]
     assert shown

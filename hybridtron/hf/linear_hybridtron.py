@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,11 @@ def column_parallel(in_features: int, out_features: int, tensor: OneProcess) -> 
 row_parallel = column_parallel
 row_parallel_inside = column_parallel
 row_parallel_by_channel = column_parallel
+
+
+def beside(projection: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """What is projected, for its other use, and the product."""
+    return x, projection(x)
 
 
 def enter(x: Tensor, tensor: OneProcess) -> Tensor:

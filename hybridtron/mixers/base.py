@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hybridtron.architecture.base import MixerSpec, ModelSizes
 from hybridtron.data.batch import SeqInfo
-from hybridtron.parallel.linear import TensorGroup
+from hybridtron.parallel.linear import TensorGroup, beside
 
 State = dict[str, Tensor]
 """A mixer's carried tensors by the names in its spec's `state_parts`, lanes on the first axis; {} for none."""
@@ -51,6 +51,14 @@ def as_stored(projection: nn.Module, x_BLC: Tensor) -> Tensor:
     if x_BLC.stride(0) >= x_BLC.stride(1):
         return projection(x_BLC)
     return projection(x_BLC.transpose(0, 1)).transpose(0, 1)
+
+
+def beside_as_stored(projection: nn.Module, x_BLC: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of a projection that is called by `beside`, and before it the tokens for their other use."""
+    if x_BLC.stride(0) >= x_BLC.stride(1):
+        return beside(projection, x_BLC)
+    x_LBC, y_LBC = beside(projection, x_BLC.transpose(0, 1))
+    return x_LBC.transpose(0, 1), y_LBC.transpose(0, 1)
 
 
 def mixer_class(spec: MixerSpec | type[MixerSpec]) -> type[Mixer]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.data.batch import SeqInfo
-from hybridtron.mixers.base import Mixer, Out, State, as_stored
+from hybridtron.mixers.base import Mixer, Out, State, as_stored, beside_as_stored
 from hybridtron.ops.conv import ConvInputs, causal_conv
 from hybridtron.ops.scan import ScanInputs, selective_scan
 from hybridtron.parallel.linear import (
@@ -49,7 +49,8 @@ class Mamba(Mixer):
             ConvInputs(x_BLE, self.conv_weight, self.conv_bias, before.get("conv"), seq.documents_BL, activation=True)
         )
         # dt, B and C are whole on every rank, and each rank uses them for its own channels
-        dt_B_C = sum_gradients(as_stored(self.x_proj, x_BLE), self.tensor)
+        x_BLE, dt_B_C = beside_as_stored(self.x_proj, x_BLE)
+        dt_B_C = sum_gradients(dt_B_C, self.tensor)
         dt_BLR, B_BLN, C_BLN = dt_B_C.split((self.rank, self.state, self.state), dim=-1)
         dt_BLE = as_stored(self.dt_proj, dt_BLR)
         A_EN = -torch.exp(self.A_log)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hybridtron.ops.product import LinearInputs, linear
+from hybridtron.ops.product.branch import branch
 from hybridtron.parallel.cut import RankGroup
 from hybridtron.parallel.fp8 import Fp8, Fp8Linear
 from hybridtron.parallel.mcore import layer_config
@@ -79,6 +80,13 @@ class PlainLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(LinearInputs(x, self.weight))
+
+
+class BranchingLinear(PlainLinear):
+    """The input too, for what uses it besides."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return branch(LinearInputs(x, self.weight))
 
 
 class ColumnParallel(ColumnParallelLinear):
@@ -135,9 +143,16 @@ def row_parallel_inside(in_features: int, out_features: int, tensor: TensorGroup
     """As `row_parallel`, for use between `enter` and the row-parallel layer: every rank gets all outputs of all tokens.
 
     What follows uses them for its own channels only, so their gradients are partial until `sum_gradients`. It is never
-    one of the large projections, which multiply in FP8.
+    one of the large projections, which multiply in FP8. Called by `beside`.
     """
+    if tensor.size == 1 and not tensor.products.transformer_engine:
+        return BranchingLinear(in_features, out_features)
     return _summed(in_features, out_features, tensor.without_fp8(), sequence=False)
+
+
+def beside(projection: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """What is projected, for its other use, whose gradient is that use's alone; and the product."""
+    return projection(x) if isinstance(projection, BranchingLinear) else (x, projection(x))
 
 
 def row_parallel_by_channel(in_features: int, out_features: int, tensor: TensorGroup) -> nn.Module:

@@ -108,7 +108,7 @@ class Census(TorchDispatchMode):
                 self.wait("copy to the host")
             elif any(on_device(y) and not on_device(x) for x in given for y in made):
                 self.wait("copy to the device")
-        moved = moved_bytes(form, args, kwargs, given, made)
+        moved = moved_bytes(form, args, kwargs, made)
         product = name in PRODUCTS
         flops = product_flops(name, args) if product else 0
         self.operations.append(Operation(self.now, place, name, moved, flops, "product" if product else "torch"))
@@ -205,12 +205,12 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def moved_bytes(form: OperationForm, args: Any, kwargs: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
+def moved_bytes(form: OperationForm, args: Any, kwargs: Any, made: Sequence[Tensor]) -> int:
     """Read and written."""
-    changed = (args[index] if index < len(args) else kwargs.get(name) for index, name in form.written)
-    written = list(tensors_in(changed))
+    given = list(tensors_in((*args, *(value for name, value in kwargs.items() if name != "out"))))
+    written = list(tensors_in(args[index] if index < len(args) else kwargs.get(name) for index, name in form.written))
     own = {id(x) for x in written}
-    unread = own if form.name in NOT_READ or "out" in kwargs else set()
+    unread = own if form.name in NOT_READ else set()
     read = sum(size_of(x) for x in given if id(x) not in unread)
     if form.name in PICKS:
         read += sum(map(size_of, made)) - size_of(given[0])

@@ -52,6 +52,11 @@ def product() -> None:
     (a @ b).sum().backward()  # 2 x 30 x 40 x 50, three times
 
 
+def added_up() -> None:
+    a, b, total = tensor(30, 40, dtype=torch.bfloat16), tensor(40, 50, dtype=torch.bfloat16), tensor(30, 50)
+    torch.addmm(total, a, b, out_dtype=torch.float32, out=total)  # all three read, the sum written
+
+
 def gate() -> None:
     x = tensor(1000, grad=True)
     functional.silu(x).backward(tensor(1000))  # forward 1 read 1 written, backward 2 read 1 written
@@ -155,7 +160,7 @@ def counted(run: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    programs = (elementwise, cast_and_pick, product, gate, asked, drawn, held, run_again, sent)
+    programs = (elementwise, cast_and_pick, product, added_up, gate, asked, drawn, held, run_again, sent)
     found = {program.__name__: counted(program) for program in programs}
     found["calls"] = {"works": calls()}
     print(json.dumps({**found, "composite": {"listed": sorted(COMPOSITE), "found": taken_apart()}}))

@@ -48,6 +48,11 @@ def test_products_and_their_backward_pass(seen: dict[str, Seen]) -> None:
     assert products[0][2] == 2 * (30 * 40 + 40 * 50 + 30 * 50)
 
 
+def test_a_product_that_is_added_where_the_sum_lies(seen: dict[str, Seen]) -> None:
+    moved = 2 * (30 * 40 + 40 * 50) + 4 * 2 * 30 * 50
+    assert seen["added_up"]["operations"] == [["forward", "addmm", moved, 2 * 30 * 40 * 50]]
+
+
 def test_an_operation_that_a_gpu_has_a_kernel_for_is_one_operation(seen: dict[str, Seen]) -> None:
     """A build without CUDA would take silu's gradient apart into some twelve."""
     assert seen["gate"]["operations"] == [["forward", "silu", 8000, 0], ["backward", "silu_backward", 12000, 0]]

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.dispatch import Implementation
 from hybridtron.ops.loss.reference import LinearCrossEntropyInputs, Loss
-from hybridtron.ops.precision import at_least_fp32
+from hybridtron.ops.precision import at_least_fp32, wide_type
 from hybridtron.ops.product import ProductInputs, matrix_product
 from hybridtron.ops.softmax import SoftmaxGradientsInputs, SoftmaxSumsInputs, softmax_gradients, softmax_sums
 from hybridtron.planning.count import logits_at_a_time
@@ -69,14 +69,24 @@ class SummedGradients:
                 room_CD.copy_(made_CD)
         if not self.wanted.of_weight:
             return
-        if self.of_weight_VD is not None and self.of_weight_VD.dtype == x_CD.dtype and x_CD.is_cuda:
-            self.of_weight_VD.addmm_(of_logits_CV.mT, x_CD)
+        if x_CD.is_cuda:
+            self.of_weight_VD = self._added_on_gpu(of_logits_CV.mT, x_CD)
             return
         of_weight_VD = matrix_product(ProductInputs(of_logits_CV.mT, x_CD))
         if self.of_weight_VD is None:
             self.of_weight_VD = at_least_fp32(of_weight_VD) if self.several else of_weight_VD
         else:
             self.of_weight_VD += of_weight_VD
+
+    def _added_on_gpu(self, of_logits_VC: Tensor, x_CD: Tensor) -> Tensor:
+        """The sum so far with a part's product, which adds itself to it in the wider type."""
+        total_VD = self.of_weight_VD
+        wide = wide_type(x_CD) if self.several else x_CD.dtype
+        if wide == x_CD.dtype:
+            return of_logits_VC @ x_CD if total_VD is None else total_VD.addmm_(of_logits_VC, x_CD)
+        if total_VD is None:
+            return torch.mm(of_logits_VC, x_CD, out_dtype=wide)
+        return torch.addmm(total_VD, of_logits_VC, x_CD, out_dtype=wide, out=total_VD)
 
     def made(self) -> tuple[Tensor | None, Tensor | None]:
         """Both, in the types of what they are gradients of."""

@@ -1,0 +1,41 @@
+"""A projection of what is used besides: on a GPU its gradient is added where that of the other use lies.
+
+    y = x weight^T      grad of x = (grad of x's other use) + (grad of y) weight
+
+Autograd would make both terms and go over them once more to add them up. Here the product adds itself to the first
+term, which must be this tensor's alone: the other use of x writes its gradient into a tensor of its own.
+
+Legend: T any leading axes, I and O channels in and out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hybridtron.ops.product import LinearInputs, linear
+
+
+def branch(inputs: LinearInputs) -> tuple[Tensor, Tensor]:
+    """x, for its other use, and x weight^T."""
+    if inputs.x_TI.is_cuda and torch.is_grad_enabled():
+        return _Branch.apply(*inputs)
+    return inputs.x_TI, linear(inputs)
+
+
+class _Branch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x_TI, weight_OI)
+        return x_TI.view_as(x_TI), linear(LinearInputs(x_TI, weight_OI))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_x_TI: Tensor, grad_y_TO: Tensor) -> tuple[Tensor, Tensor]:
+        x_TI, weight_OI = ctx.saved_tensors
+        flat_x, flat_y = grad_x_TI.contiguous().flatten(0, -2), grad_y_TO.flatten(0, -2)
+        flat_x.addmm_(flat_y, weight_OI)
+        return flat_x.view(x_TI.shape), flat_y.mT @ x_TI.flatten(0, -2)

@@ -183,7 +183,7 @@ def in_the_crowd(settings: Sequence[str], rounds: int, barrier: Barrier, found: 
 
 
 def begin(report: BenchReport) -> None:
-    """From the command to the end of the first step, with prepared data."""
+    """From the command to the end of the first step, with prepared data; the last step would bring an evaluation."""
     imports = ["-W", "ignore", "-c", IMPORTS]
     with tempfile.TemporaryDirectory() as scratch:
         runs = [until_a_step(a_run(number), Path(scratch)) for number in range(report.repetitions + 1)]
@@ -197,7 +197,7 @@ def begin(report: BenchReport) -> None:
 
 
 def a_run(number: int) -> list[str]:
-    return ["-m", "hybridtron", "train", f"run.dir={number}", "run.max_steps=1"]
+    return ["-m", "hybridtron", "train", f"run.dir={number}", "run.max_steps=2", "run.log_every=1"]
 
 
 def until_a_step(arguments: Sequence[str], folder: Path) -> Clocks:

@@ -2,7 +2,8 @@
 
 megatron-core compiles its fused functions when they are defined, which imports all of Inductor, and looks for loggers.
 None of these functions is called here, so while megatron-core is imported `torch.compile` hands functions back as they
-are, and the loggers are not found. After that all of this is as before. Only programs ask for it, not the package.
+are, and the loggers are not found. After that all of this is as before. torch's optimizers would import the compiler to
+be left out of what it compiles, and nothing compiles them here. Only programs ask for all this, not the package.
 
 Nor does Python look for garbage among what a program's imports make, most of which stays: an eighth of their time.
 """
@@ -20,6 +21,7 @@ from typing import Any
 
 LOOKED_FOR = "megatron.core"
 HIDDEN = ("wandb", "torch.utils.tensorboard")
+OF_OPTIMIZERS = ("add_param_group", "state_dict", "load_state_dict", "zero_grad")
 
 
 def install() -> None:
@@ -69,6 +71,7 @@ class LeanLoader(Loader):
             spec.loader = module.__loader__ = self.loader  # as though this had not been here
         with out_of_sight():
             self.loader.exec_module(module)
+        _uncompiled_optimizers()
 
 
 @contextmanager
@@ -87,6 +90,18 @@ def out_of_sight() -> Iterator[None]:
         torch.compile = compiler
         for name in absent:
             sys.modules.pop(name, None)
+
+
+def _uncompiled_optimizers() -> None:
+    """Their functions without what imports the compiler at their first call."""
+    import torch
+    from torch.optim import Adam, Optimizer
+
+    for name in OF_OPTIMIZERS:
+        function: Any = getattr(Optimizer, name)
+        setattr(Optimizer, name, getattr(function, "__wrapped__", function))
+    step: Any = Adam.step
+    Adam.step = torch.no_grad()(getattr(step, "__wrapped__", step))  # what is around it sets the same
 
 
 def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ when it is asked for, so that no command waits for the packages of another. What
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import warnings
 
@@ -62,6 +63,15 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 
+def sleeping_threads() -> None:
+    """Let torch's threads sleep between its operations, unless the user says otherwise.
+
+    They would spin, and take the cores from compiled forms, which have threads of their own. OpenMP's library reads
+    this once, when torch is imported.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def main(arguments: list[str]) -> int:
     """Run one command. Returns its exit code; 2 where there is no such command."""
     if arguments[:1] == ["--version"]:
@@ -73,6 +83,7 @@ def main(arguments: list[str]) -> int:
     if name not in COMMANDS:
         return no_command(family, words[-1] if words and words != [family] else None)
     quiet()
+    sleeping_threads()
     lean_imports.install()
     if name == "train":  # the others need only a part: inspect and submit run where there is no torch
         demand()

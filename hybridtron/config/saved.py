@@ -33,7 +33,7 @@ def read_saved(path: Path) -> DictConfig:
     try:
         values = _without_dropped(OmegaConf.load(StringIO(read_regular(path, GREATEST).decode())))
         found = [Problem(f"{path}: {key}", f"holds {text!r}, which no run writes") for key, text in references(values)]
-        merged = OmegaConf.merge(pickle.loads(_defaults()), values)
+        merged = OmegaConf.unsafe_merge(pickle.loads(_defaults()), values)  # of two that nobody else has
     except OmegaConfBaseException as error:
         where = f"{path}: {error.full_key}" if error.full_key else str(path)
         raise ConfigError([Problem(where, str(error).splitlines()[0])]) from error

@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from hybridtron.ops.documents import document_borders, document_starts
+from hybridtron.ops.documents import document_borders
 from hybridtron.ops.rope import rope_table
 
 Change = Callable[[Tensor], Tensor]
@@ -40,12 +41,6 @@ class SeqInfo:
     _spans: list[list[tuple[int, int]]] = field(default_factory=list, repr=False, compare=False)
     _rope: dict[tuple[object, ...], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
-    @property
-    def starts_BL(self) -> Tensor:
-        """Whether a token begins another document than the token before it in its row belongs to."""
-        starts_BL = document_starts(self.documents_BL)
-        return torch.zeros_like(self.positions_BL, dtype=torch.bool) if starts_BL is None else starts_BL
-
     def rope(self, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
         """cos and sin of the rotary angles, each (B, L, head_dim / 2) in fp32; computed once per batch."""
         if (head_dim, base) not in self._rope:
@@ -68,17 +63,22 @@ class SeqInfo:
         """Of each row, where its documents begin and end; read once per batch."""
         if not self._spans:
             rows, length = self.positions_BL.shape
-            begins: list[list[int]] = [[0] for _ in range(rows)]
+            borders = range(0, (rows + 1) * length, length)
             if self.documents_BL is not None:
-                for row, token in self.starts_BL.nonzero().tolist():
-                    begins[row].append(token)
-            self._spans.extend(list(zip(row, [*row[1:], length], strict=True)) for row in begins)
+                borders_E = document_borders(self.documents_BL) if self.borders_E is None else self.borders_E
+                borders = borders_E.tolist()
+            self._spans.extend([] for _ in range(rows))
+            for begin, end in pairwise(borders):
+                row, first = divmod(begin, length)
+                self._spans[row].append((first, first + end - begin))
         return self._spans
 
     def bordered(self) -> SeqInfo:
         """The same, with what is asked of documents' borders: on a CPU, where nothing waits for the answer."""
-        self.spans()
-        return self if self.documents_BL is None else replace(self, borders_E=document_borders(self.documents_BL))
+        borders_E = None if self.documents_BL is None else document_borders(self.documents_BL)
+        found = replace(self, borders_E=borders_E)
+        found.spans()
+        return found
 
     def map(self, change: Change) -> SeqInfo:
         """Other rows or tokens: every tensor changed; what is computed from them is computed again."""

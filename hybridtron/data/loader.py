@@ -14,7 +14,7 @@ import signal
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -29,7 +29,6 @@ from hybridtron.data.workers import end_with_parent, prefetched, unheard
 from hybridtron.device import copied_ahead
 
 Fingerprint = dict[str, str]
-Read = TypeVar("Read")
 STACKS = signal.SIGUSR2  # on which a worker process writes the stacks of its threads to stderr
 
 
@@ -92,7 +91,10 @@ class Loader:
 
     def micro_batches(self, step: int) -> list[Batch]:
         """The batches of this rank's lanes in a step, which counts from 0 at the start of the phase; on the CPU."""
-        return self._cut(_Batches(self._rows, self.order.documents)[step])
+        return self._made(self._rows[step])
+
+    def _made(self, rows: RowArrays) -> list[Batch]:
+        return self._cut(batch_of(rows, self.order.documents))
 
     def _cut(self, batch: Batch) -> list[Batch]:
         """A step's micro-batches: chunk 0 of every group of lanes, then chunk 1 of every group, and so on."""
@@ -106,21 +108,23 @@ class Loader:
         if self.feed is Feed.dali:
             from hybridtron.data.dali import dali_batches  # slow to import, and only there where it is asked for
 
-            batches = dali_batches(self._read_ahead(self._rows, steps), self.order.documents)
+            batches = dali_batches(self._read_ahead(steps), self.order.documents)
             yield from map(self._cut, batches)
         else:
-            batches = self._read_ahead(_Batches(self._rows, self.order.documents), steps)
-            yield from copied_ahead(map(self._cut, batches))
+            yield from copied_ahead(map(self._made, self._read_ahead(steps)))
 
-    def _read_ahead(self, read: Dataset[Read], steps: range) -> Iterator[Read]:
+    def _read_ahead(self, steps: range) -> Iterator[RowArrays]:
         if self.ahead.workers:
-            return self._by_workers(read, steps)
-        return prefetched(map(read.__getitem__, steps), self.ahead.steps)
+            return self._by_workers(steps)
+        return prefetched(map(self._rows.__getitem__, steps), self.ahead.steps)
 
-    def _by_workers(self, read: Dataset[Read], steps: range) -> Iterator[Read]:
-        """Worker processes hold no position either: each is handed the steps that it reads."""
+    def _by_workers(self, steps: range) -> Iterator[RowArrays]:
+        """Worker processes hold no position either: each is handed the steps that it reads.
+
+        They send rows as numpy's arrays, through a pipe: tensors would take a file of shared memory each.
+        """
         loader: DataLoader[Any] = DataLoader(
-            read,
+            self._rows,
             sampler=steps,
             batch_size=None,
             collate_fn=_as_it_is,
@@ -155,8 +159,8 @@ def _begin(_: int) -> None:
     end_with_parent()  # torch looks only at the server that workers are forked from
 
 
-def _as_it_is(read: Read) -> Read:
-    return read
+def _as_it_is(rows: Any) -> Any:
+    return rows
 
 
 class _Rows(Dataset[RowArrays]):
@@ -180,16 +184,6 @@ class _Rows(Dataset[RowArrays]):
                 spans = [span for row in rows for source, span in row.spans if source == number]
                 store.prepare(store.shard_of(span.document) for span in spans)
         return gather(self._stores, rows, self._dtype, self._joined)
-
-
-class _Batches(Dataset[Batch]):
-    """Step -> the batch of its rows, on the CPU."""
-
-    def __init__(self, rows: _Rows, documents: Documents) -> None:
-        self._rows, self._documents = rows, documents
-
-    def __getitem__(self, step: int) -> Batch:
-        return batch_of(self._rows[step], self._documents)
 
 
 def share_of(lanes: int, rank: int, ranks: int) -> range:

@@ -15,7 +15,6 @@ Letters: B rows, L input tokens a row, T = L + 1.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -45,27 +44,36 @@ class RowArrays(NamedTuple):
 
 def gather(sources: Sequence[DocumentStore], rows: Sequence[RowSpans], dtype: np.dtype, joined: bool) -> RowArrays:
     """Read the tokens of rows that are all of one length; each is below the vocabulary's size."""
-    length = sum(span.count for _, span in rows[0].spans)
+    spans = [one for row in rows for one in row.spans]
+    counts = np.array([span.count for _, span in spans])
+    length = int(counts.sum()) // len(rows)
     tokens_BT = np.empty((len(rows), length), dtype)
-    documents_BT, base_BT = np.zeros((2, len(rows), length), np.int32)
-    learned_BT, masked = np.ones((len(rows), length), np.bool_), any(source.masked for source in sources)
-    for b, row in enumerate(rows):
-        counts = [span.count for _, span in row.spans]
-        np.concatenate(
-            [sources[source].read(*span) for source, span in row.spans], out=tokens_BT[b], casting="same_kind"
-        )
-        if masked:
-            np.concatenate([sources[source].read_mask(*span) for source, span in row.spans], out=learned_BT[b])
-        if joined:
-            base_BT[b] = row.position
-        else:
-            starts = [0, *itertools.accumulate(counts[:-1])]
-            documents_BT[b] = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-            base_BT[b] = np.repeat(np.array([row.position, *(-start for start in starts[1:])], np.int32), counts)
+    read = [sources[source].read(*span) for source, span in spans]
+    np.concatenate(read, out=tokens_BT.reshape(-1), casting="same_kind")
+    learned_BT = np.ones((len(rows), length), np.bool_)
+    if any(source.masked for source in sources):
+        masks = [sources[source].read_mask(*span) for source, span in spans]
+        np.concatenate(masks, out=learned_BT.reshape(-1))
+    first = np.array([row.position for row in rows])
+    if joined:
+        documents_BT, base_BT = np.zeros((2, len(rows), length), np.int32)
+        base_BT += first[:, None]
+    else:
+        documents_BT, base_BT = _places(np.array([len(row.spans) for row in rows]), counts, first, length)
     if tokens_BT.max() >= min(source.vocab_size for source in sources):
-        for source, span in itertools.chain.from_iterable(row.spans for row in rows):
+        for source, span in spans:
             sources[source].check(*span)
-    return RowArrays(tokens_BT, documents_BT, base_BT, learned_BT, np.array([row.position > 0 for row in rows]))
+    return RowArrays(tokens_BT, documents_BT, base_BT, learned_BT, first > 0)
+
+
+def _places(spans_B: np.ndarray, counts: np.ndarray, first_B: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of every token the place of its document in the row, and the document's base; a row's first span has its own."""
+    begins_B = np.cumsum(spans_B) - spans_B
+    documents = np.arange(len(counts)) - begins_B.repeat(spans_B)
+    base = (np.arange(len(spans_B)) * length).repeat(spans_B) - (np.cumsum(counts) - counts)
+    base[begins_B] = first_B
+    documents_BT, base_BT = (each.astype(np.int32).repeat(counts).reshape(-1, length) for each in (documents, base))
+    return documents_BT, base_BT
 
 
 def batch_of(rows: RowArrays, documents: Documents) -> Batch:

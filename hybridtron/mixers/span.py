@@ -16,6 +16,7 @@ from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.attention import Heads
 from hybridtron.mixers.base import State
 from hybridtron.ops.attention import AttentionMemory, joined, remember
+from hybridtron.ops.dispatch import untraced
 from hybridtron.ops.span import (
     CarriedBlocks,
     ChoiceRule,
@@ -47,7 +48,7 @@ class SpanAttention(Heads):
         used = tensor.groups_used(spec.heads, spec.groups())
         self.own_groups = list(range(used.start, used.stop)) if isinstance(used, slice) else used
 
-    @torch.compiler.disable  # what is read, and how often, the data and the step decide
+    @untraced  # what is read, and how often, the data and the step decide
     def attend(
         self, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, before: State, seq: SeqInfo
     ) -> tuple[Tensor, State]:

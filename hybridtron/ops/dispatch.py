@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import torch
 
@@ -24,6 +26,7 @@ from hybridtron.device import is_deterministic, optional_package
 
 Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
 Outputs = TypeVar("Outputs")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 NONE_FORCED: dict[str, str] = {}
 _forced: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("forced", default=NONE_FORCED)
@@ -47,6 +50,23 @@ def _yes() -> bool:
 def left_to_torch_compile() -> str | None:
     """Why, inside torch.compile, what it can't look into does not run where the reference can be fused; else None."""
     return "torch.compile joins the reference to what stands around it" if torch.compiler.is_compiling() else None
+
+
+def untraced(function: Function) -> Function:
+    """What torch.compile leaves as it is.
+
+    `torch.compiler.disable` says so too, and imports all of the compiler for it, a third of what training imports: so
+    it is asked only when something else has done that.
+    """
+    left: list[Any] = []
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        if not left and "torch._dynamo" in sys.modules:
+            left.append(torch.compiler.disable(function))
+        return left[0](*arguments) if left else function(*arguments)
+
+    return cast(Function, call)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.dispatch import Implementation, untraced
 
 
 def own_kernels(
@@ -26,7 +26,7 @@ def own_kernels(
     """
     file, _, name = place.partition(":")
 
-    @torch.compiler.disable  # the kernels are compiled already, and what is around them is little
+    @untraced  # the kernels are compiled already, and what is around them is little
     def call(inputs: tuple[Any, ...]) -> Any:
         return getattr(importlib.import_module(file), name)(inputs)
 

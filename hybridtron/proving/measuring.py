@@ -214,10 +214,13 @@ def grid(header: tuple[str, ...], cells: Sequence[Sequence[str]]) -> list[str]:
 
 
 def machine(report: BenchReport) -> str:
-    """The processor, and where times were taken how much of it was used, and how busy it was with other things."""
+    """The processor, and where times were taken how much of it was used, and how busy it was with other things.
+
+    Its vectors are named as torch uses them (AVX2, AVX512), since ratios differ by their width.
+    """
     if report.device != "cpu":
         return describe_device()
-    words = [processor(), f"{os.cpu_count()} cores"]
+    words = [processor(), torch.backends.cpu.get_cpu_capability(), f"{os.cpu_count()} cores"]
     if report.repetitions:
         threads = torch.get_num_threads()
         words.append("1 thread, processor time" if processor_time() else f"{threads} threads, wall-clock time")

@@ -118,3 +118,12 @@ def test_what_is_missing_is_said_on_one_line(
             main([name])
         assert ended.value.code == 2
         assert capsys.readouterr().err == "numpy is not installed\n"
+
+
+def test_threads_sleep_between_operations_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert main(["tasks", "list"]) == 0
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    assert main(["tasks", "list"]) == 0
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"

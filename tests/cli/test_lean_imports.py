@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,3 +74,21 @@ def test_no_garbage_is_looked_for_while_a_program_imports() -> None:
             pass
         assert not gc.isenabled(), "as it was before"
     assert gc.isenabled()
+
+
+def test_a_program_makes_an_optimizer_without_a_compiler() -> None:
+    code = f"""
+import sys
+from hybridtron.cli import lean_imports
+lean_imports.install()
+import torch, hybridtron.ops.registry, {lean_imports.LOOKED_FOR}
+weight = torch.ones(1, requires_grad=True)
+weight.sum().backward()
+optimizer = torch.optim.AdamW([weight], lr=0.5, weight_decay=0, fused=True)
+optimizer.load_state_dict(optimizer.state_dict())
+optimizer.step()
+optimizer.zero_grad()
+assert abs(weight.item() - 0.5) < 1e-6, "Adam's first step is the learning rate"
+assert not {{"torch._dynamo", "torch._inductor"}} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)

@@ -21,13 +21,13 @@ from hybridtron.ops.attention.reference import (
     visible_keys,
     with_memory,
 )
-from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.dispatch import Implementation, untraced
 
 BLOCK = 256
 """Queries of a block: on a CPU 128 and 512 were slower at windows from 256 to 2048."""
 
 
-@torch.compiler.disable  # a loop of many operations: tracing it takes minutes and gains nothing
+@untraced  # a loop of many operations: tracing it takes minutes and gains nothing
 def blocked(inputs: AttentionInputs) -> Tensor:
     """Blocks of queries, each by torch's own attention with its part of the mask."""
     q_BLHK, keys, window = inputs.q_BLHK, with_memory(inputs), inputs.window

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridtron.ops.attention.reference import AttentionInputs, joined, seen_keys
-from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.native.attention import AttentionPlan, attend, unsupported_types, whole_rows
 from hybridtron.ops.native.library import missing
 
@@ -20,7 +20,7 @@ def _unsupported_reason(inputs: AttentionInputs) -> str | None:
     return unsupported_types(*inputs[:3])
 
 
-@torch.compiler.disable  # what is called is no operation of torch
+@untraced  # what is called is no operation of torch
 def attention(inputs: AttentionInputs) -> Tensor:
     q_BLHK, k_BLGK, v_BLGK, window, documents_BL, memory, _ = inputs
     rows, length = q_BLHK.shape[:2]

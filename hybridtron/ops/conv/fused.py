@@ -28,13 +28,13 @@ from hybridtron.ops.conv.reference import (
     reached,
     with_tail,
 )
-from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.precision import wide_type
 
 CHUNK = 256  # tokens whose taps are summed while they are in the cache
 
 
-@torch.compiler.disable  # a loop of many operations: tracing it takes minutes and gains nothing
+@untraced  # a loop of many operations: tracing it takes minutes and gains nothing
 def fused(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
     """The sum of taps a chunk at a time."""
     documents_BS = None if inputs.documents_BL is None else documents_with_tail(inputs.documents_BL, inputs.width)

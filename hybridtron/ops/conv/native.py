@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.conv.reference import ConvInputs, new_tail
-from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.native.library import call, missing, threads, token_blocks
 from hybridtron.ops.native.tensors import Tokens, address, like, readable, scalar, starts_of
 from hybridtron.ops.precision import wide_type
@@ -29,7 +29,7 @@ class ConvolutionTask(ctypes.Structure):
     )
 
 
-@torch.compiler.disable  # what is called is no operation of torch
+@untraced  # what is called is no operation of torch
 def causal_conv(inputs: ConvInputs) -> tuple[Tensor, Tensor]:
     """The new tail is made as everywhere."""
     given = (inputs.x_BLC, inputs.weight_CW, inputs.bias_C, inputs.tail_BTC)

@@ -53,7 +53,7 @@ from torch import Tensor
 from hybridtron.ops.chunks import ScanOfChunks, chunks_of
 from hybridtron.ops.delta.decay import ChannelDecay, ChunkDecay, HeadDecay
 from hybridtron.ops.delta.reference import DeltaInputs, delta_scan, initial_state
-from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.documents import document_starts
 from hybridtron.ops.precision import wide_type
 from hybridtron.ops.ssd.decay import Sight
@@ -61,7 +61,7 @@ from hybridtron.ops.ssd.decay import Sight
 CHUNK = 64  # tokens of a triangular system; backward keeps one state per chunk
 
 
-@torch.compiler.disable  # a loop of many operations: tracing it takes minutes and gains nothing
+@untraced  # a loop of many operations: tracing it takes minutes and gains nothing
 def chunked(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
     """Products over whole chunks, which backward computes again instead of keeping what is between them."""
     if inputs.v_BLHP.shape[1] == 1:  # decoding: one step of the loop is all there is to do

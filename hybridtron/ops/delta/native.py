@@ -8,11 +8,10 @@ from __future__ import annotations
 import ctypes
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from hybridtron.ops.delta.reference import DeltaInputs, initial_state
-from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.native.library import missing
 from hybridtron.ops.native.recurrence import matrix_recurrence
 from hybridtron.ops.native.tensors import Tokens
@@ -48,7 +47,7 @@ class NativeDeltaRow(NamedTuple):
         return {"rows": rows, "length": length, "heads": heads, "size": size, "states": states, "gates": gates}
 
 
-@torch.compiler.disable  # what is called is no operation of torch
+@untraced  # what is called is no operation of torch
 def delta_scan(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
     q_BLHN, k_BLHN, v_BLHP, beta_BLH, g_BLHG, _, documents_BL = inputs
     row = NativeDeltaRow(v_BLHP, q_BLHN, k_BLHN, beta_BLH, g_BLHG, initial_state(inputs))

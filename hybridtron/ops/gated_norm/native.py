@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.gated_norm.reference import GatedScaleInputs, GatedSquaresInputs
 from hybridtron.ops.native.library import call, missing, threads, token_blocks
 from hybridtron.ops.native.tensors import Tokens, address, like, readable, scalar
@@ -28,12 +28,12 @@ class GatedNormTask(ctypes.Structure):
     )
 
 
-@torch.compiler.disable  # what is called is no operation of torch
+@untraced  # what is called is no operation of torch
 def gated_squares(inputs: GatedSquaresInputs) -> Tensor:
     return _NativeSquares.apply(*inputs)
 
 
-@torch.compiler.disable
+@untraced
 def gated_scale(inputs: GatedScaleInputs) -> Tensor:
     return _NativeScale.apply(*inputs)
 

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from hybridtron.ops.chunks import ScanOfChunks, chunks_of
-from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.documents import document_starts
 from hybridtron.ops.gla.reference import GLAInputs, gla_scan, initial_state
 from hybridtron.ops.precision import wide_type
@@ -46,7 +46,7 @@ CHUNK = 64  # tokens that see each other through a matrix; backward keeps one st
 SUB = 16  # tokens of a block, whose pairs have exponents of their own
 
 
-@torch.compiler.disable  # a loop of many operations: tracing it takes minutes and gains nothing
+@untraced  # a loop of many operations: tracing it takes minutes and gains nothing
 def chunked(inputs: GLAInputs) -> tuple[Tensor, Tensor]:
     """Matrix products over whole chunks, which backward computes again instead of keeping what is between them."""
     if inputs.v_BLHP.shape[1] == 1:  # decoding: one step of the loop is all there is to do

@@ -8,10 +8,9 @@ from __future__ import annotations
 import ctypes
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.gla.reference import GLAInputs, initial_state
 from hybridtron.ops.native.library import missing
 from hybridtron.ops.native.recurrence import matrix_recurrence
@@ -46,7 +45,7 @@ class NativeGLARow(NamedTuple):
         return {"rows": rows, "length": length, "heads": heads, "keys": keys, "values": self.v_BLHP.shape[3]}
 
 
-@torch.compiler.disable  # what is called is no operation of torch
+@untraced  # what is called is no operation of torch
 def gla_scan(inputs: GLAInputs) -> tuple[Tensor, Tensor]:
     q_BLHN, k_BLHN, v_BLHP, g_BLHN, _, documents_BL = inputs
     return matrix_recurrence(NativeGLARow(v_BLHP, q_BLHN, k_BLHN, g_BLHN, initial_state(inputs)), documents_BL)

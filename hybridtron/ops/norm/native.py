@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybridtron.ops.dispatch import Implementation, left_to_torch_compile
+from hybridtron.ops.dispatch import Implementation, left_to_torch_compile, untraced
 from hybridtron.ops.native.library import call, missing, threads, token_blocks
 from hybridtron.ops.native.tensors import KINDS, Tokens, address, as_rows, like, scalar
 from hybridtron.ops.norm.reference import AddRMSNormInputs, RMSNormInputs
@@ -43,7 +43,7 @@ def _unsupported_reason(inputs: RMSNormInputs | AddRMSNormInputs) -> str | None:
     return None
 
 
-@torch.compiler.disable  # what is called is no operation of torch
+@untraced  # what is called is no operation of torch
 def rms_norm(inputs: RMSNormInputs) -> Tensor:
     """Of heads (B, L, H, N) as they lie in memory: tokens of all rows side by side are no rows of tokens."""
     x, weight, eps = inputs
@@ -52,7 +52,7 @@ def rms_norm(inputs: RMSNormInputs) -> Tensor:
     return _NativeNorm.apply(x, weight, eps)
 
 
-@torch.compiler.disable
+@untraced
 def add_rms_norm(inputs: AddRMSNormInputs) -> tuple[Tensor, Tensor]:
     return _NativeAddNorm.apply(*inputs)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.product.reference import LinearInputs, ProductInputs
 
 DEPTH = 512  # terms that are summed up before their sum is added to the others'
@@ -52,7 +52,7 @@ def matrix_product(inputs: ProductInputs) -> Tensor:
     return _times(inputs.left_MK, inputs.right_KN.t())
 
 
-@torch.compiler.disable
+@untraced
 def linear(inputs: LinearInputs) -> Tensor:
     return _Linear.apply(*inputs)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybridtron.ops.dispatch import Implementation, left_to_torch_compile
+from hybridtron.ops.dispatch import Implementation, left_to_torch_compile, untraced
 from hybridtron.ops.native.library import call, missing, threads
 from hybridtron.ops.native.tensors import KINDS, Tokens, like, readable, scalar
 from hybridtron.ops.precision import wide_type
@@ -36,7 +36,7 @@ def _unsupported_reason(inputs: RopeInputs) -> str | None:
     return None if inputs.x_BLHK.dtype in KINDS else "takes fp32, float64 and bf16"
 
 
-@torch.compiler.disable  # what is called is no operation of torch
+@untraced  # what is called is no operation of torch
 def apply_rope(inputs: RopeInputs) -> Tensor:
     return _NativeRope.apply(*inputs)
 

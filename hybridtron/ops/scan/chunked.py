@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtron.ops.chunks import ScanOfChunks, chunks_of
-from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.documents import document_starts
 from hybridtron.ops.precision import wide_type
 from hybridtron.ops.scan.recurrence import recur
@@ -36,7 +36,7 @@ from hybridtron.ops.scan.reference import ScanInputs, initial_state, selective_s
 CHUNK = 64  # tokens whose states exist at the same time; backward keeps one state per chunk
 
 
-@torch.compiler.disable  # a loop of many operations: tracing it takes minutes and gains nothing
+@untraced  # a loop of many operations: tracing it takes minutes and gains nothing
 def chunked(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
     """Few operations on the states of a whole chunk, which backward computes again instead of keeping them."""
     if inputs.x_BLE.shape[1] == 1:  # decoding: one step of the loop is all there is to do

@@ -5,10 +5,9 @@ from __future__ import annotations
 import ctypes
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.native.library import missing
 from hybridtron.ops.native.recurrence import recurrence
 from hybridtron.ops.native.tensors import Tokens
@@ -57,7 +56,7 @@ class NativeScanRow(NamedTuple):
         }  # fmt: skip
 
 
-@torch.compiler.disable  # what is called is no operation of torch
+@untraced  # what is called is no operation of torch
 def selective_scan(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
     wide = wide_type(inputs.x_BLE)
     A_NE, D_E, bias_E = inputs.A_EN.t().to(wide), inputs.D_E.to(wide), inputs.dt_bias_E.to(wide)

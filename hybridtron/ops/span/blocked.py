@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.span.reference import SpanCut, SpanInputs, chunk_spans
 
 AT_ONCE = 2048
@@ -178,7 +178,7 @@ class _BlockedSpanAttention(torch.autograd.Function):
         return of_q, of_k, of_v, None, None
 
 
-@torch.compiler.disable  # a loop of many operations, whose number the borders of documents decide
+@untraced  # a loop of many operations, whose number the borders of documents decide
 def blocked(inputs: SpanInputs) -> Tensor:
     """Chunks over what they read, gathered."""
     return _BlockedSpanAttention.apply(*inputs)

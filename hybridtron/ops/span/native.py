@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.native.attention import AttentionPlan, attend, most_queries, unsupported_types
 from hybridtron.ops.native.library import missing
 from hybridtron.ops.span.reference import SpanInputs, chunk_spans
@@ -20,7 +20,7 @@ def _unsupported_reason(inputs: SpanInputs) -> str | None:
     return unsupported_types(*inputs[:3])
 
 
-@torch.compiler.disable  # the borders of documents decide what is read
+@untraced  # the borders of documents decide what is read
 def span_attention(inputs: SpanInputs) -> Tensor:
     """Chunks in pieces, over the blocks that were chosen for them and their own tokens."""
     return attend(*inputs[:3], plan_of(inputs))

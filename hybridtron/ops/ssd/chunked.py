@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtron.ops.chunks import ScanOfChunks, chunks_of
-from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.documents import document_starts
 from hybridtron.ops.precision import wide_type
 from hybridtron.ops.ssd.decay import DecayChunk, Sight
@@ -28,7 +28,7 @@ from hybridtron.ops.ssd.reference import DecayInputs, SSDInputs, decay_scan, ini
 CHUNK = 128  # tokens that see each other through a matrix; backward keeps one state per chunk
 
 
-@torch.compiler.disable  # a loop of many operations: tracing it takes minutes and gains nothing
+@untraced  # a loop of many operations: tracing it takes minutes and gains nothing
 def chunked(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
     """Matrix products over whole chunks, which backward computes again instead of keeping what is between them."""
     if inputs.x_BLHP.shape[1] == 1:  # decoding: one step of the loop is all there is to do
@@ -38,7 +38,7 @@ def chunked(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
     return _over_chunks(row, initial_state(x_BLHP, B_BLGN, state_BHPN))
 
 
-@torch.compiler.disable
+@untraced
 def chunked_decay(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
     """The same of tokens that bring their decays and steps."""
     if inputs.v_BLHP.shape[1] == 1:

@@ -8,10 +8,9 @@ from __future__ import annotations
 import ctypes
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.native.library import missing
 from hybridtron.ops.native.recurrence import matrix_recurrence
 from hybridtron.ops.native.tensors import Tokens
@@ -64,7 +63,7 @@ class NativeSSDRow(NamedTuple):
         }  # fmt: skip
 
 
-@torch.compiler.disable  # what is called is no operation of torch
+@untraced  # what is called is no operation of torch
 def ssd_scan(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
     x_BLHP, B_BLGN, wide = inputs.x_BLHP, inputs.B_BLGN, wide_type(inputs.x_BLHP)
     A_H, D_H, dt_bias_H = (t.to(wide) for t in (inputs.A_H, inputs.D_H, inputs.dt_bias_H))
@@ -74,7 +73,7 @@ def ssd_scan(inputs: SSDInputs) -> tuple[Tensor, Tensor]:
     return y_BLHP, last_BHNP.mT
 
 
-@torch.compiler.disable
+@untraced
 def decay_scan(inputs: DecayInputs) -> tuple[Tensor, Tensor]:
     q_BLGN, k_BLGN, v_BLHP, g_BLH, state_BHPN, documents_BL, step_BLH, skip_BLH = inputs
     state_BHNP = initial_state(v_BLHP, k_BLGN, state_BHPN).mT

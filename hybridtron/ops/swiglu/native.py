@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybridtron.ops.dispatch import Implementation, left_to_torch_compile
+from hybridtron.ops.dispatch import Implementation, left_to_torch_compile, untraced
 from hybridtron.ops.native.library import call, missing, threads
 from hybridtron.ops.native.tensors import KINDS, Tokens, as_rows, like, scalar
 from hybridtron.ops.precision import wide_type
@@ -33,7 +33,7 @@ def _unsupported_reason(inputs: SwiGLUInputs) -> str | None:
     return None if inputs.gate_up.dtype in KINDS else "takes fp32, float64 or bf16"
 
 
-@torch.compiler.disable  # what is called is no operation of torch
+@untraced  # what is called is no operation of torch
 def swiglu(inputs: SwiGLUInputs) -> Tensor:
     return _NativeGate.apply(*inputs)
 

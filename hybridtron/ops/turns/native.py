@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.native.library import call, missing, threads, token_blocks
 from hybridtron.ops.native.tensors import Tokens, readable, scalar
 from hybridtron.ops.turns.reference import TurnInputs
@@ -32,7 +32,7 @@ class TurnsTask(ctypes.Structure):
     )
 
 
-@torch.compiler.disable  # what is called is no operation of torch
+@untraced  # what is called is no operation of torch
 def turn_pairs(inputs: TurnInputs) -> tuple[Tensor, Tensor]:
     return _NativeTurn.apply(*inputs)
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.precision import at_least_fp32
 from hybridtron.ops.turns.reference import TurnInputs
 
 
-@torch.compiler.disable  # its compiler knows no complex numbers
+@untraced  # its compiler knows no complex numbers
 def turn_pairs(inputs: TurnInputs) -> tuple[Tensor, Tensor]:
     return _Turn.apply(*inputs)
 

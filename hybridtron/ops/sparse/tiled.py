@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybridtron.ops.dispatch import Implementation
+from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.precision import at_least_fp32, wide_type
 from hybridtron.ops.sparse.parts import PatternPart, Tiles, parts_of
 from hybridtron.ops.sparse.reference import SparseInputs
@@ -85,7 +85,7 @@ class _TiledAttention(torch.autograd.Function):
         return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None
 
 
-@torch.compiler.disable  # how many tiles there are depends on what the tensors hold
+@untraced  # how many tiles there are depends on what the tensors hold
 def tiled(inputs: SparseInputs) -> Tensor:
     """Attention by tiles, in torch's operations on any device."""
     q_RLN, k_RSN, v_RSP, seen = inputs

@@ -62,6 +62,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--include", type=Path, metavar="DIR", help="a folder of tasks of your own, for --harness")
     add("--max-length", type=positive, metavar="N", help="tokens of a row, for --harness (default: as trained)")
     add("--run-code", action="store_true", help="for --harness: run the code that the model writes")
+    add("--chat", action="store_true", help="for --harness: ask in chats, by the model's chat template")
     add("--lengths", nargs="+", metavar="N", help="lengths of all tasks: tokens, or training lengths such as 4x")
     add("--samples", type=positive, metavar="N", help="samples of each task and length")
     add("--batch", type=positive, default=16, metavar="N", help="samples that are read together (default: %(default)s)")
@@ -72,6 +73,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--instruments", metavar="A,B", help=f"default: {','.join(INSTRUMENTS)}")
     add("--output", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation/STEP)")
     chosen = parser.parse_intermixed_args(arguments)
+    require_consistent(parser, chosen)
+    return chosen
+
+
+def require_consistent(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
+    """Part runs and layout; ends the process where options contradict each other."""
     chosen.layout = [word for word in (*chosen.paths, *(chosen.harness or ())) if word.startswith("parallel.")]
     chosen.paths = [Path(word) for word in chosen.paths if word not in chosen.layout]
     chosen.harness = [word for word in chosen.harness or () if word not in chosen.layout]
@@ -84,11 +91,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--suite {chosen.suite} and --tasks {chosen.tasks}: one of them")
     if chosen.harness and (chosen.suite or chosen.tasks or chosen.lengths or chosen.instruments):
         parser.error("--harness asks its own tasks: leave --suite, --tasks, --lengths and --instruments")
-    if not chosen.harness and (chosen.include or chosen.max_length or chosen.run_code):
-        parser.error("--include, --max-length and --run-code belong to --harness NAME")
+    if not chosen.harness and (chosen.include or chosen.max_length or chosen.run_code or chosen.chat):
+        parser.error("--include, --max-length, --run-code and --chat belong to --harness NAME")
     if not chosen.paths or (len(chosen.paths) > 1 and chosen.output is None):
         parser.error("several runs need --output DIR, where they are compared" if chosen.paths else "no run is named")
-    return chosen
 
 
 def main(arguments: list[str]) -> int:
@@ -145,7 +151,7 @@ def asking(chosen: argparse.Namespace) -> Callable[[Served, str, Path], Evaluate
     demand("harness")
     from hybridtron.evaluate.harness_run import HarnessWishes, measured
 
-    given = (chosen.include, chosen.samples, chosen.batch, chosen.max_length, chosen.run_code)
+    given = (chosen.include, chosen.samples, chosen.batch, chosen.max_length, chosen.run_code, chosen.chat)
     asked = HarnessWishes(chosen.harness, *given)
     return lambda model, name, folder: measured(model, name, asked, folder / "harness", progress_bar)
 

@@ -3,8 +3,8 @@
 Tasks, prompts and metrics are the harness', the model behind them is ours. Requests are read as its class `hf` reads
 them with the exported folder: special tokens as the tokenizer adds them, the end of a text where a context is empty. Of
 what is longer than `max_length` the beginning is left out, which is counted and said; by default it is the length that
-an export names. All ranks see all requests, and replicas of the model take batches in turn. Every result is recorded,
-so that an evaluation that was killed continues.
+an export names. A chat is written by the template that the model was trained with. All ranks see all requests, and
+replicas of the model take batches in turn. Every result is recorded, so that an evaluation that was killed continues.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from hybridtron.data.prepare.chat import ChatTemplate
 from hybridtron.device import compute_device
 from hybridtron.evaluate.answers import everyone
 from hybridtron.evaluate.harness_scores import scored_rows
@@ -59,13 +60,18 @@ class Request:
 
 
 class HarnessModel(TemplateLM):
-    """A checkpoint's model as the harness calls it; `cut` counts the requests whose beginning was left out."""
+    """A checkpoint's model as the harness calls it.
 
-    def __init__(self, model: Served, records: Records, batch: int, max_length: int) -> None:
+    `cut` counts the requests whose beginning was left out, `without_system` the chats whose system prompt was.
+    """
+
+    def __init__(
+        self, model: Served, records: Records, batch: int, max_length: int, chat: ChatTemplate | None = None
+    ) -> None:
         super().__init__()
-        self.model, self.records, self.batch, self.max_length = model, records, batch, max_length
+        self.model, self.records, self.batch, self.max_length, self.chat = model, records, batch, max_length, chat
         self.moved: Moved = lambda done, of: None
-        self.cut = 0
+        self.cut = self.without_system = 0
 
     @property
     def eot_token_id(self) -> int:
@@ -73,9 +79,31 @@ class HarnessModel(TemplateLM):
             raise Unusable(f"{self.model.folder} does not say which token ends a text, which the harness begins with")
         return self.model.end
 
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text: the bos of a chat template, as in an export, or the end of the text before."""
+        name = "" if self.chat is None else dict(self.chat.tokens).get("bos_token", "")
+        bos = self.model.tokenizer.token_to_id(name)
+        return self.eot_token_id if bos is None else bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.model.folder)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        assert self.chat is not None  # or no chat is asked for
+        try:
+            return self.chat.prompt(chat_history, continued=not add_generation_prompt)
+        except ValueError as error:
+            rest = [message for message in chat_history if message["role"] != "system"]
+            if len(rest) == len(chat_history):
+                raise Unusable(f"{self.model.folder}: {error}") from error
+            self.without_system += 1
+            return self.apply_chat_template(rest, add_generation_prompt)
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:
         if add_special_tokens is None:
-            beginning = self.model.tokenizer.decode([self.eot_token_id], skip_special_tokens=False)
+            beginning = self.model.tokenizer.decode([self.prefix_token_id], skip_special_tokens=False)
             add_special_tokens = not (beginning and string.startswith(beginning))
         return self.model.tokenizer.encode(string, add_special_tokens=add_special_tokens).ids
 
@@ -202,11 +230,19 @@ def loaded(task: HarnessTask, manager: TaskManager, run_code: bool) -> Loaded | 
     return found
 
 
-def asked(model: HarnessModel, tasks: Loaded, samples: int | None, run_code: bool) -> dict[str, Any]:
+def asked(model: HarnessModel, tasks: Loaded, chat: bool, samples: int | None, run_code: bool) -> dict[str, Any]:
     """What the harness returns: results, samples, numbers of both."""
     os.environ["DISABLE_MULTIPROC"] = "1"  # standard errors without processes, beside those of torch
     random.seed(SEEDS[0])
     np.random.seed(SEEDS[1])
-    found = evaluate(model, tasks, limit=samples, bootstrap_iters=RESAMPLED, confirm_run_unsafe_code=run_code)
+    found = evaluate(
+        model,
+        tasks,
+        limit=samples,
+        bootstrap_iters=RESAMPLED,
+        apply_chat_template=chat,
+        fewshot_as_multiturn=chat,
+        confirm_run_unsafe_code=run_code,
+    )
     assert found is not None  # of rank 0, which all are to the harness
     return dict(found)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.data.prepare.chat import ChatTemplate
 from hybridtron.evaluate.answers import SHOWN
 from hybridtron.evaluate.harness import VERSION, HarnessModel, asked, known_tasks, loaded
 from hybridtron.evaluate.harness_tasks import HARNESS_GROUPS, HarnessTask
@@ -26,6 +27,7 @@ from hybridtron.evaluate.results import Evaluated, Row
 from hybridtron.evaluate.run import Bar, about, opened
 from hybridtron.evaluate.served import Served
 from hybridtron.interop.export import longest_row
+from hybridtron.interop.tokenizer import CHAT
 from hybridtron.problems import Unusable
 from hybridtron.tasks.tokens import open_tokens
 from hybridtron.train.records import write_whole
@@ -33,7 +35,10 @@ from hybridtron.train.records import write_whole
 
 @dataclass(frozen=True)
 class HarnessWishes:
-    """Tasks and groups by name; `samples` of each at most; `run_code` whether what the model writes may be run."""
+    """Tasks and groups by name; `samples` of each at most; `run_code` whether what the model writes may be run.
+
+    `chat` asks all of them in chats, where a group asks some of them so by itself.
+    """
 
     names: Sequence[str]
     include: Path | None = None
@@ -41,38 +46,44 @@ class HarnessWishes:
     batch: int = 16
     max_length: int | None = None
     run_code: bool = False
+    chat: bool = False
 
 
-def wanted_tasks(names: Sequence[str]) -> list[HarnessTask]:
-    """The tasks of groups and by their own names, each once."""
+def wanted_tasks(names: Sequence[str], chat: bool = False) -> list[HarnessTask]:
+    """The tasks of groups and by their own names, each once, or once in a chat and once without."""
     of_names = (HARNESS_GROUPS.get(name, (HarnessTask(name),)) for name in names)
-    return list({one.name: one for one in chain.from_iterable(of_names)}.values())
+    found = (replace(one, chat=chat or one.chat) for one in chain.from_iterable(of_names))
+    return list({(one.name, one.chat): one for one in found}.values())
 
 
 def measured(model: Served, name: str, wishes: HarnessWishes, output: Path, bar: Bar) -> Evaluated:
     """Ask what is not recorded yet, and write."""
-    tasks = wanted_tasks(wishes.names)
+    tasks = wanted_tasks(wishes.names, wishes.chat)
     manager = known_tasks(tasks, wishes.include)
+    checkpoint = Checkpoint.open(model.folder)
+    chat = chat_template(checkpoint, [task.name for task in tasks if task.chat])
     found = [(task, loaded(task, manager, wishes.run_code)) for task in tasks]
     left_out = [f"{task.name}: {reason}" for task, reason in found if isinstance(reason, str)]
     if len(left_out) == len(tasks):
         raise Unusable("\n".join([*left_out, "nothing remains; `--harness tiny` needs no data set"]))
-    max_length = wishes.max_length or longest_row(Checkpoint.open(model.folder))
+    max_length = wishes.max_length or longest_row(checkpoint)
     tokens = open_tokens(str(model.folder))
     header = about(model, tokens, max_length) | {"lm-eval": VERSION}
-    lm = HarnessModel(model, opened(model, output, header), wishes.batch, max_length)
+    lm = HarnessModel(model, opened(model, output, header), wishes.batch, max_length, chat)
     rows, lines = [], []
     for task, content in found:
         if isinstance(content, str):
             continue
-        before = lm.cut
+        lm.cut = lm.without_system = 0
         with bar(task.name) as lm.moved:
-            results = asked(lm, content, wishes.samples, wishes.run_code)
-        rows += [row | {"about": header} for row in rows_of_results(results)]
-        lines += lines_of_samples(results)
-        if lm.cut > before:
+            results = asked(lm, content, task.chat, wishes.samples, wishes.run_code)
+        rows += [row | {"about": header} for row in rows_of_results(results, task.chat)]
+        lines += lines_of_samples(results, task.chat)
+        if lm.cut:
             cure = f"longer than --max-length {max_length} and lost their beginning"
-            left_out.append(f"{task.name}: {lm.cut - before} of its prompts and texts were {cure}")
+            left_out.append(f"{task.name}: {lm.cut} of its prompts and texts were {cure}")
+        if lm.without_system:
+            left_out.append(f"{task.name}: the system prompts of its chats, as the chat template takes none")
     one = Evaluated(name, output, header, rows, lines, left_out)
     if model.first:
         write_whole(output / "results.json", json.dumps({"rows": rows, "left_out": left_out}, indent=1) + "\n")
@@ -80,7 +91,18 @@ def measured(model: Served, name: str, wishes: HarnessWishes, output: Path, bar:
     return one
 
 
-def rows_of_results(results: Mapping[str, Any]) -> Iterator[Row]:
+def chat_template(checkpoint: Checkpoint, needed_by: Sequence[str]) -> ChatTemplate | None:
+    """What a model's conversations were written by. Unusable where there is none, and tasks are asked in chats."""
+    if (stored := checkpoint.meta.data.get(CHAT)) is not None:
+        return ChatTemplate.of_stored(stored)
+    if needed_by:
+        fault = f"{checkpoint.folder} has no chat template, and {', '.join(needed_by)} would be asked in chats"
+        cure = "data that is prepared with --learn messages brings one, and so does an imported folder"
+        raise Unusable(f"{fault}: {cure}; `--harness {needed_by[0]}` without --chat asks in plain text")
+    return None
+
+
+def rows_of_results(results: Mapping[str, Any], chat: bool) -> Iterator[Row]:
     """Of each task, and of each group of the harness, by metric."""
     subtasks = results.get("group_subtasks", {})
     for task, of_task in {**results["results"], **results.get("groups", {})}.items():
@@ -92,7 +114,7 @@ def rows_of_results(results: Mapping[str, Any]) -> Iterator[Row]:
                 error = of_task.get(f"{metric}_stderr,{filtered}")
                 yield {
                     "task": task,
-                    "length": f"{results['n-shot'].get(task, 0)}-shot",
+                    "length": _examples(results, task, chat),
                     "metric": metric if filtered == "none" else f"{metric} ({filtered})",
                     "value": float(value),
                     "standard_error": float(error) if isinstance(error, float | int) else None,
@@ -100,7 +122,11 @@ def rows_of_results(results: Mapping[str, Any]) -> Iterator[Row]:
                 }
 
 
-def lines_of_samples(results: Mapping[str, Any]) -> Iterator[Line]:
+def _examples(results: Mapping[str, Any], task: str, chat: bool) -> str:
+    return f"{results['n-shot'].get(task, 0)}-shot" + (" chat" if chat else "")
+
+
+def lines_of_samples(results: Mapping[str, Any], chat: bool) -> Iterator[Line]:
     """What the page shows of an answer."""
     for task, samples in results.get("samples", {}).items():
         for one in samples:
@@ -108,7 +134,7 @@ def lines_of_samples(results: Mapping[str, Any]) -> Iterator[Line]:
             if metrics:
                 yield {
                     "task": task,
-                    "length": f"{results['n-shot'].get(task, 0)}-shot",
+                    "length": _examples(results, task, chat),
                     "metrics": metrics,
                     "asked": str(one["arguments"][0][0])[-SHOWN:],
                     "wanted": str(one["target"]),

@@ -2,7 +2,8 @@
 
     samba_short     the 15 tasks of Samba's Tables 1 and 2: 5 examples for MMLU and GSM8K; GSM8K greedily, HumanEval
                     drawn at temperature 0.2, MBPP and SQuAD at 0.01, of the likeliest tokens with a mass of 0.95
-    samba_instruct  those of its Table 4: MMLU 5-shot, GSM8K 8-shot with its steps, HumanEval, GovReport, SQuALITY
+    samba_instruct  those of its Table 4, in chats: MMLU 5-shot, GSM8K 8-shot with its steps, HumanEval, GovReport,
+                    SQuALITY
     span_short, span_long, recall   Expansion Span's short tasks, long ones, and its Table 9
     hax_short       HAX's Table 2
     longbench       LongBench, as the harness has it
@@ -29,15 +30,19 @@ SCROLLS = "zip://{name}/validation.jsonl::https://huggingface.co/datasets/tau/sc
 
 @dataclass(frozen=True)
 class HarnessTask:
-    """One that the harness or `OWN_TASKS` knows; `shots` and `generation` replace what it says of itself."""
+    """One that the harness or `OWN_TASKS` knows; `shots` and `generation` replace what it says of itself.
+
+    In a `chat` the model's own template writes the prompt, with each example as a question and its answer.
+    """
 
     name: str
     shots: int | None = None
     generation: Mapping[str, Any] = field(default_factory=dict)
+    chat: bool = False
 
 
-def _drawn(name: str, temperature: float) -> HarnessTask:
-    return HarnessTask(name, generation={"do_sample": True, "temperature": temperature, "top_p": 0.95})
+def _drawn(name: str, temperature: float, chat: bool = False) -> HarnessTask:
+    return HarnessTask(name, None, {"do_sample": True, "temperature": temperature, "top_p": 0.95}, chat)
 
 
 def _plain(names: str) -> tuple[HarnessTask, ...]:
@@ -55,10 +60,11 @@ HARNESS_GROUPS: dict[str, tuple[HarnessTask, ...]] = {
         _drawn("humaneval", 0.2),
     ),
     "samba_instruct": (
-        HarnessTask("mmlu", shots=5),
-        HarnessTask("gsm8k_cot", shots=8),
-        _drawn("humaneval", 0.2),
-        *_plain("govreport squality"),
+        HarnessTask("mmlu", shots=5, chat=True),
+        HarnessTask("gsm8k_cot", shots=8, chat=True),
+        _drawn("humaneval_instruct", 0.2, chat=True),
+        HarnessTask("govreport", chat=True),
+        HarnessTask("squality", chat=True),
     ),
     "span_short": _plain("arc_easy arc_challenge hellaswag lambada_openai piqa winogrande"),
     "span_long": _plain("swde qasper_scrolls narrativeqa_scrolls"),

@@ -10,6 +10,7 @@ import pytest
 from hybridtron.cli.main import main
 from tests.cli.test_evaluate import LENGTHS, lines_of, tokenizer, trained, write_data
 from tests.evaluate.test_evaluate import under_torchrun
+from tests.interop.test_chat_template import BOS, TEMPLATE, with_tokens
 
 pytest.importorskip("lm_eval", reason="pip install 'hybridtron[harness]'")
 pytestmark = pytest.mark.slow  # imports lm_eval
@@ -117,6 +118,88 @@ def test_what_can_t_be_asked_is_left_out_with_its_reason(run: Path, tmp_path: Pa
     page = (tmp_path / "harness/index.html").read_text()
     assert "tiny_choice: " in page
     assert "nobody/absent" in page
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on conversations, whose template takes no system prompt."""
+    folder = tmp_path_factory.mktemp("talker")
+    with_tokens(folder / "tokenizer")
+    refusing = "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    template = TEMPLATE.replace("{{ bos_token }}", refusing + "{{ bos_token }}", 1)
+    (folder / "tokenizer/chat_template.jinja").write_text(template)
+    answer = {"role": "assistant", "content": "mat."}
+    chats = [{"messages": [{"role": "user", "content": f"{number}?"}, answer]} for number in range(60)]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(one) + "\n" for one in chats))
+    command = ["--input", str(folder / "chats.jsonl"), "--learn", "messages", "--validation", "30%"]
+    command += ["--tokenizer", str(folder / "tokenizer"), "--output", str(folder / "data")]
+    assert main(["data", "prepare", *command]) == 0
+    return trained(folder / "run", folder / "data", "M-W-", "model.vocab_size=320")
+
+
+def shot_tasks(folder: Path) -> list[str]:
+    """Tasks with examples: choices below a system prompt, and answers of which the beginning is given."""
+    folder.mkdir()
+    days = [{"day": one["day"], "next": one["next"], "other": one["other"]} for one in harness_tasks.TINY]
+    (folder / "days.jsonl").write_text("".join(json.dumps(one) + "\n" for one in days))
+    about = {
+        "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "days.jsonl")}},
+        "test_split": "test", "num_fewshot": 2, "doc_to_text": "The day after {{day}} is",
+    }  # fmt: skip
+    kinds = {
+        "chosen_day": {"output_type": "multiple_choice", "doc_to_choice": "{{[next, other]}}", "doc_to_target": 0,
+                       "description": "Days of a week."},
+        "written_day": {"output_type": "generate_until", "doc_to_target": "{{next}}", "gen_prefix": "It is",
+                        "generation_kwargs": {"until": ["."], "max_gen_toks": 8, "do_sample": False}},
+    }  # fmt: skip
+    for name, kind in kinds.items():
+        (folder / f"{name}.yaml").write_text(json.dumps({"task": name, **about, **kind}))
+    return list(kinds)
+
+
+def test_chats_are_those_of_the_exported_model(talker: Path, tmp_path: Path) -> None:
+    """Template, examples as turns, an answer that is begun, a system prompt that is left out: prompts and results."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    names = shot_tasks(tmp_path / "tasks")
+    command = ["evaluate", str(talker), "--include", str(tmp_path / "tasks"), "--max-length", "400", "--chat"]
+    assert main([*command, "--output", str(tmp_path / "out"), "--harness", *names, "tiny_text"]) == 0
+    assert main(["export", str(talker), "--output", str(tmp_path / "exported")]) == 0
+    model = {"pretrained": str(tmp_path / "exported"), "trust_remote_code": True, "dtype": "float32"}
+    found = simple_evaluate(
+        model="hf",
+        model_args={**model, "device": "cpu", "max_length": 400},
+        tasks=[*names, dict(harness_tasks.OWN_TASKS["tiny_text"])],
+        task_manager=TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False),
+        batch_size=1,
+        bootstrap_iters=0,
+        apply_chat_template=True,
+        fewshot_as_multiturn=True,
+    )
+    record = json.loads((tmp_path / "out/harness/results.json").read_text())
+    rows = {(row["task"], row["metric"]): row for row in record["rows"]}
+    for (task, metric), row in rows.items():
+        assert row["value"] == pytest.approx(found["results"][task][f"{metric},none"], rel=1e-4)
+        assert row["length"] == ("0-shot chat" if task == "tiny_text" else "2-shot chat")
+    assert record["left_out"] == ["chosen_day: the system prompts of its chats, as the chat template takes none"]
+    lines = lines_of(tmp_path / "out/harness/samples.jsonl")[1:]
+    chosen, written = (sorted(part, key=lambda line: line["index"]) for part in (lines[:14], lines[14:21]))
+    scored = [response[0] for one in found["samples"]["chosen_day"] for response in one["filtered_resps"]]
+    assert [line["result"][0] for line in chosen] == pytest.approx(scored, rel=1e-4)
+    assert [line["result"] for line in written] == [one["filtered_resps"][0] for one in found["samples"]["written_day"]]
+    prompt = found["samples"]["written_day"][0]["arguments"][0][0]
+    assert prompt.count(f"{BOS}user") == prompt.count(f"{BOS}assistant") == 3
+    assert prompt.endswith("assistant\nIt is")
+
+
+def test_a_model_without_a_chat_template_is_not_asked_in_chats(run: Path, tmp_path: Path, capsys) -> None:
+    for harness_options in (["samba_instruct"], ["tiny_word", "--chat"]):
+        assert main(["evaluate", str(run), "--output", str(tmp_path), "--harness", *harness_options]) == 2
+        said = capsys.readouterr().err
+        assert all(word in said for word in ("no chat template", "--learn messages"))
+    asked = {(one.name, one.chat) for one in wanted_tasks(["samba_short", "samba_instruct"])}
+    assert {("mmlu", False), ("mmlu", True), ("humaneval", False), ("humaneval_instruct", True)} < asked
 
 
 def test_the_groups_name_tasks_of_the_harness() -> None:

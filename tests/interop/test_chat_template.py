@@ -59,6 +59,26 @@ def test_transformers_writes_what_was_prepared(bos: str | None, tmp_path: Path) 
     assert prompt == chat.prompt(CHAT_OF_TWO[:1])
 
 
+@pytest.mark.parametrize("trims", [False, True])
+@pytest.mark.parametrize("begun", ["on the", "on the\n", " on"])
+def test_an_answer_that_was_begun_is_continued_as_transformers_does(begun: str, trims: bool, tmp_path: Path) -> None:
+    template = TEMPLATE.replace("{{ m.content }}{{ eos", "{{ m.content | trim }}{{ eos") if trims else TEMPLATE
+    assert trims == ("trim" in template)
+    with_tokens(tmp_path / "tokenizer")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    messages = [*CHAT_OF_TWO[:3], {"role": "assistant", "content": begun}]
+    wanted = theirs.apply_chat_template(messages, chat_template=template, tokenize=False, continue_final_message=True)
+    chat = ChatTemplate(template, (("bos_token", BOS), ("eos_token", EOS)), frozenset())
+    assert chat.prompt(messages, continued=True) == wanted
+    assert wanted.rstrip().endswith(begun.strip())
+
+
+def test_a_message_that_is_not_written_can_t_be_continued() -> None:
+    chat = ChatTemplate("{{ messages[0].content }}", (), frozenset())
+    with pytest.raises(ValueError, match="to be continued"):
+        chat.prompt(CHAT_OF_TWO[:2], continued=True)
+
+
 @pytest.mark.slow
 def test_from_conversations_to_an_export_and_back(tmp_path: Path) -> None:
     with_tokens(tmp_path / "tokenizer")

@@ -23,7 +23,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Spans = tuple[tuple[int, int], ...]
-BEGIN, END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which no text has
+BEGIN, END, HERE = "\ufdd0", "\ufdd1", "\ufdd2"  # noncharacters of Unicode, which no text has
 ASSISTANT = "assistant"
 
 
@@ -65,9 +65,16 @@ class ChatTemplate:
         values = json.loads(text)
         return ChatTemplate(values["template"], tuple(values["tokens"].items()), frozenset())
 
-    def prompt(self, messages: list[dict[str, Any]], answered: bool = True) -> str:
-        """What comes before the next answer, or before the rest of the last one."""
-        return self._render(messages, None, answered)
+    def prompt(self, messages: list[dict[str, Any]], continued: bool = False) -> str:
+        """What comes before the next answer; `continued`: before the rest of the last message."""
+        if not continued:
+            return _marked(self._render(messages, None, True))[0]
+        *before, last = messages
+        text = _marked(self._render([*before, {**last, "content": f"{last['content']}{HERE} "}], None))[0]
+        before_it, found, behind = text.rpartition(HERE)
+        if not found:
+            raise ValueError("the chat template does not write the last message, which is to be continued")
+        return before_it if behind.startswith(" ") else before_it.rstrip()  # as it trims the others
 
     def conversation(self, messages: Any, tools: Any = None) -> tuple[str, Spans]:
         """The text of a conversation, and the spans that the assistant wrote; ValueError says what is wrong with it."""

@@ -28,6 +28,7 @@ COMMANDS = {
     "tasks list": ("tasks:list_main", "tasks of retrieval, recall and reasoning, and their options"),
     "tasks show": ("tasks:show_main", "print a sample of a task"),
     "tasks prepare": ("tasks:prepare_main", "tasks on token ids as prepared tokens with masks, to train on"),
+    "tasks download": ("tasks:download_main", "the data sets of RULER's question answering"),
     "tasks write": ("tasks:write_main", "samples of tasks as jsonl, for evaluation and for training"),
     "evaluate": ("evaluate:main", "tasks, perplexity and length generalization of checkpoints"),
     "sweep": ("sweep:main", "a grid of training runs, and one table of them"),
@@ -119,6 +120,6 @@ def no_command(family: str, word: str | None) -> int:
 def usage(family: str) -> str:
     """The table, or the part of it that begins with a word."""
     chosen = {name: text for name, (_, text) in COMMANDS.items() if not family or name.split()[0] == family}
-    lines = "\n".join(f"  {name:<14}{text}" for name, text in chosen.items())
+    lines = "\n".join(f"  {name:<15}{text}" for name, text in chosen.items())
     name = f"hybridtron {family}".strip()
     return f"usage: {name} COMMAND ...\n\n{lines}\n\nhybridtron COMMAND --help says what a command takes"

@@ -4,10 +4,12 @@
     hybridtron tasks show passkey --length 512 digits=3
     hybridtron tasks prepare copying --length 43 --training 300000 --output data/copying longest=20 shortest=10
     hybridtron tasks write ruler_se --length 4096 8192 --evaluation 500 --tokenizer DIR --output sets/ruler
+    hybridtron tasks download squad hotpotqa
 
 `show` prints the prompt, the answer after `>>>`, and on stderr what was drawn. `prepare` writes tasks on token ids as
-tokens with masks, which a run trains on by data=folder. Without --tokenizer every byte is a token. Exit codes: 0 done,
-2 unknown task, wrong option, a length that can't fit a sample, or a missing corpus.
+tokens with masks, which a run trains on by data=folder. `download` fetches the data sets of RULER's qa_1 and qa_2.
+Without --tokenizer every byte is a token. Exit codes: 0 done, 2 unknown task, wrong option, a length that can't fit a
+sample, a missing corpus, or one that can't be fetched.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from hybridtron.cli.given import not_there_yet, positive, progress_bar
 from hybridtron.problems import Unusable
 from hybridtron.tasks import GROUPS, TASKS
 from hybridtron.tasks.base import Task, TaskError
-from hybridtron.tasks.options import members, named, options_of
+from hybridtron.tasks.download import FOLDER, PUBLISHED, download
+from hybridtron.tasks.options import all_named, named, options_of
 from hybridtron.tasks.tokens import BYTES, ByteTokens, open_tokens
 from hybridtron.tasks.write import WrittenSet, write
 
@@ -63,7 +66,7 @@ def write_main(arguments: list[str]) -> int:
         prog="hybridtron tasks write", description="Write samples of tasks as jsonl, for evaluation and for training."
     )
     add = parser.add_argument
-    add("tasks", nargs="+", metavar="NAME", help="tasks and groups; options of a single task as OPTION=VALUE")
+    add("tasks", nargs="+", metavar="NAME", help="tasks and groups; OPTION=VALUE of those that have it")
     add("--output", type=Path, required=True, metavar="DIR", help="a folder that does not exist yet")
     add("--length", type=int, nargs="+", required=True, metavar="N", help="lengths in tokens")
     add("--evaluation", type=int, default=100, metavar="N", help="samples of a task and length; default: 100")
@@ -89,7 +92,7 @@ def prepare_main(arguments: list[str]) -> int:
         description="Write samples of tasks on token ids as prepared tokens with masks.",
     )
     add = parser.add_argument
-    add("tasks", nargs="+", metavar="NAME", help="tasks on token ids; options of a single task as OPTION=VALUE")
+    add("tasks", nargs="+", metavar="NAME", help="tasks on token ids; OPTION=VALUE of those that have it")
     add("--output", type=Path, required=True, metavar="DIR", help="a folder that does not exist yet")
     add("--length", type=int, nargs="+", required=True, metavar="N", help="lengths in tokens")
     add("--training", type=positive, required=True, metavar="N", help="samples of a task and length")
@@ -111,6 +114,24 @@ def prepare_main(arguments: list[str]) -> int:
     return 0
 
 
+def download_main(arguments: list[str]) -> int:
+    """Fetch data sets."""
+    listed = "\n".join(f"  {name:<10} {one.about}: {one.url}, {one.size:,} bytes" for name, one in PUBLISHED.items())
+    parser = argparse.ArgumentParser(
+        prog="hybridtron tasks download",
+        description=f"Fetch data sets of tasks; their digests are checked.\n\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="+", choices=PUBLISHED, metavar="NAME", help=", ".join(PUBLISHED))
+    parser.add_argument("--output", type=Path, default=FOLDER, metavar="DIR", help="default: %(default)s")
+    chosen = parser.parse_args(arguments)
+    for name in chosen.names:
+        with progress_bar(name) as moved:
+            file = download(PUBLISHED[name], chosen.output, moved)
+        print(file)
+    return 0
+
+
 def _write(chosen: argparse.Namespace) -> list[Path]:
     tasks = _named_tasks(chosen.tasks)
     tokenizer = open_tokens(chosen.tokenizer)
@@ -121,12 +142,9 @@ def _write(chosen: argparse.Namespace) -> list[Path]:
 
 
 def _named_tasks(words: list[str]) -> tuple[Task, ...]:
-    """Tasks and groups, with the options of the only one."""
+    """Tasks and groups; each task gets the options that it has."""
     settings = [word for word in words if "=" in word]
-    names = members([word for word in words if "=" not in word])
-    if settings and len(names) != 1:
-        raise TaskError(f"{settings[0]}: options belong to one task, and {len(names)} are named")
-    tasks = tuple(named(name, settings) for name in names)
-    if not tasks:
-        raise TaskError("no task is named; `hybridtron tasks list` names all")
-    return tasks
+    names = [word for word in words if "=" not in word]
+    if not names:
+        raise TaskError(f"{' '.join(words)}: no task is named; `hybridtron tasks list` names all")
+    return tuple(all_named(names, settings))

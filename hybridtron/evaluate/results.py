@@ -93,39 +93,51 @@ def scaled(error: float | None, factor: float) -> float | None:
 
 
 def averages(rows: Sequence[Row]) -> list[Row]:
-    """RULER's groups, and all eleven tasks, where every task of a group was asked: plain means of tasks."""
-    found = []
+    """RULER's groups, and all eleven tasks, where every task of a group was asked: plain means of tasks.
+
+    Tasks with the same options belong together, and those that have no such option belong to them: `vt` to needles
+    with `[essay=files:DIR]`.
+    """
     by_place = {(row["task"], row["length"]): row for row in rows if row["metric"] == "string_match_all"}
-    for length in dict.fromkeys(row["length"] for row in rows):
+    options = dict.fromkeys(_options(task) for task, _ in by_place)
+    found = []
+    for length in dict.fromkeys(length for _, length in by_place):
         for group, names in AVERAGES.items():
-            parts = [by_place.get((name, length)) for name in names]
-            if len(names) > 1 and all(parts):
-                errors = [row["standard_error"] or 0.0 for row in parts if row]
-                value = fmean(row["value"] for row in parts if row)
-                error = math.hypot(*errors) / len(names)
-                found.append(
-                    {
-                        "task": f"average of {group}",
-                        "length": length,
-                        "metric": "string_match_all",
-                        "value": value,
-                        "standard_error": error,
-                        "n": sum(row["n"] for row in parts if row),
-                        "seed": next(row["seed"] for row in parts if row),
-                    }
-                )
+            for of_group in options:
+                same = [by_place.get((f"{name}{of_group}", length)) for name in names]
+                parts = [part or by_place.get((name, length)) for part, name in zip(same, names, strict=True)]
+                if len(names) > 1 and any(same) and all(parts):
+                    rows_of_group = [row for row in parts if row]
+                    found.append({"task": f"average of {group}{of_group}", "length": length, **_average(rows_of_group)})
     return found
+
+
+def _options(task: str) -> str:
+    """`[essay=files:DIR]` of a label, or nothing."""
+    return task[task.index("[") :] if "[" in task else ""
+
+
+def _average(rows: Sequence[Row]) -> Row:
+    error = math.hypot(*(row["standard_error"] or 0.0 for row in rows)) / len(rows)
+    value, count = fmean(row["value"] for row in rows), sum(row["n"] for row in rows)
+    of_value = {"metric": rows[0]["metric"], "value": value, "standard_error": error}
+    return {**of_value, "n": count, "seed": rows[0]["seed"]}
 
 
 def effective_lengths(rows: Sequence[Row]) -> list[Row]:
     """RULER's effective length: the longest asked at which the mean of its eleven tasks reaches `EFFECTIVE`, or 0."""
-    asked = [row for row in rows if row["task"] == "average of ruler_se"]
-    if not asked:
-        return []
-    reached = [row["length"] for row in asked if row["value"] >= EFFECTIVE]
-    place = {"task": "effective length", "length": max(row["length"] for row in asked), "metric": "tokens"}
-    about = {"n": len(asked), "seed": asked[0]["seed"], "threshold": EFFECTIVE}
-    return [{**place, "value": max(reached, default=0), "standard_error": None, **about}]
+    by_options: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["task"].partition("[")[0] == "average of ruler_se":
+            by_options.setdefault(_options(row["task"]), []).append(row)
+    found = []
+    for options, asked in by_options.items():
+        reached = [row["length"] for row in asked if row["value"] >= EFFECTIVE]
+        longest = max(row["length"] for row in asked)
+        place = {"task": f"effective length{options}", "length": longest, "metric": "tokens"}
+        about = {"n": len(asked), "seed": asked[0]["seed"], "threshold": EFFECTIVE}
+        found.append({**place, "value": max(reached, default=0), "standard_error": None, **about})
+    return found
 
 
 def main_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:

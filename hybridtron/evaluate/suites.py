@@ -4,7 +4,7 @@
     seed: 0
     tasks:
       - {task: passkey, lengths: [1x, 4x, 4096], samples: 55, options: {digits: 3}}
-      - {task: ruler_se, lengths: [4096]}
+      - {task: ruler_se, lengths: [4096], options: {essay: "files:essays"}}  # of those that have it
     perplexity:
       - {lengths: [1x, 2x, 4x], rows: 16}
       - {context: 1x, stride: 64, score: new, windows: 100}
@@ -13,7 +13,8 @@
 
 `4x` is four training lengths. Everything is checked before a model reads anything, also that a sample fits: in a file
 of one's own a task that can't be asked is an error, of a suite it is left out with the reason, as the lengths of a
-paper need not fit a small model. Tasks on token ids need a model of their vocabulary, and are in no suite.
+paper need not fit a small model, nor its data sets be there. Tasks on token ids need a model of their vocabulary, and
+are in no suite.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from hybridtron.config.asked import read_keys, require_known
 from hybridtron.evaluate.instruments import INSTRUMENTS
 from hybridtron.problems import Unusable, did_you_mean
 from hybridtron.tasks.base import Task, TaskError, TextTokens
-from hybridtron.tasks.options import members, named, options_of
+from hybridtron.tasks.options import all_named, named, options_of
 
 TRIED_TOKENS = 2**19  # of samples of each task and length that are made before a model reads anything
 DOUBLED = ["1x", "2x", "4x"]
@@ -41,10 +42,11 @@ SUITES: dict[str, dict[str, Any]] = {
         "perplexity": [{"lengths": DOUBLED}, {"context": "1x", "stride": "1/4x", "score": "new"}],
         "instruments": list(INSTRUMENTS),
     },
-    "hax": {"tasks": [{"task": name, "lengths": ["1x"]} for name in ("ruler_se", "qa_synth_1")]},
+    "hax": {"tasks": [{"task": name, "lengths": ["1x"]} for name in ("ruler_hax", "qa_synth_1")]},
 }
+EVERY = ("needle", "ruler", "qa_synth_1", "qa_synth_2", "babilong")
 SUITES["all"] = {
-    "tasks": [PASSKEY, *({"task": n, "lengths": DOUBLED} for n in ("needle", "ruler_synth", "babilong"))],
+    "tasks": [PASSKEY, *({"task": name, "lengths": DOUBLED} for name in EVERY)],
     "perplexity": SUITES["length"]["perplexity"],
     "instruments": list(INSTRUMENTS),
 }
@@ -135,7 +137,7 @@ def suite_of(
         if not isinstance(options, Mapping):
             raise Unusable(f"tasks: options is {options!r}, must be values by name, such as {{digits: 3}}")
         settings = [f"{key}={value}" for key, value in options.items()]
-        tasks = [named(name, settings) for name in members([str(entry.get("task", ""))])]
+        tasks = all_named([str(entry.get("task", ""))], settings)
         each = samples or number(entry, "samples", count)
         for task in tasks:
             for length in lengths or _lengths(entry):
@@ -158,6 +160,9 @@ def _perplexities(entry: Mapping[str, Any], seq_len: int, lengths: Sequence[str]
         raise Unusable(f"perplexity.score is {score!r}, must be new or all")
     if stride > context:
         raise Unusable(f"perplexity.stride is {stride}, must be at most context={context}, or tokens are skipped")
+    if context > seq_len:
+        cure = f"longer texts are `lengths`, and --seq-len {context} says that it was trained so"
+        raise Unusable(f"perplexity.context is {context}, must be at most the training length, {seq_len}: {cure}")
     return [PerplexityOf(context, number(entry, "windows", 64), stride, score)]
 
 

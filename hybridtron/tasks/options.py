@@ -1,4 +1,7 @@
-"""A task by its name, with options: `named("passkey", ["digits=3"])`. Groups are names of several tasks."""
+"""A task by its name, with options: `named("passkey", ["digits=3"])`. Groups are names of several tasks.
+
+Of several tasks each gets the options that it has: `essay` of RULER's eleven is that of their needles.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,18 @@ def named(name: str, settings: Sequence[str] = ()) -> Task:
             )
         changed[option] = _read(name, option, text, known[option])
     return replace(task, **changed)  # pyrefly: ignore
+
+
+def all_named(names: Sequence[str], settings: Sequence[str] = ()) -> list[Task]:
+    """The tasks of names and groups; TaskError where none of them has an option."""
+    tasks = [named(name) for name in members(names)]
+    options = {task.name: options_of(task) for task in tasks}
+    shared = {setting for setting in settings if any(_option(setting) in known for known in options.values())}
+    return [named(one, [s for s in settings if s not in shared or _option(s) in options[one]]) for one in options]
+
+
+def _option(setting: str) -> str:
+    return setting.partition("=")[0]
 
 
 def members(names: Sequence[str]) -> list[str]:

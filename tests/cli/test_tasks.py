@@ -69,7 +69,7 @@ def test_sets_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["show", "passkey", "--length", "300", "--tokenizer", "/nowhere"], "/nowhere"),
         (["show", "vt", "--length", "3000", "faithful=maybe"], "faithful=maybe"),
         (["show", "qa_1", "--length", "3000"], "qa_synth_1"),
-        (["write", "vt", "fwe", "num_hops=3", "--length", "3000", "--output", "OUT"], "num_hops=3"),
+        (["write", "vt", "fwe", "num_hop=3", "--length", "3000", "--output", "OUT"], "did you mean num_hops?"),
         (["write", "vt", "--length", "300", "--output", "OUT"], "300"),
         (["write", "vt", "--length", "3000", "--output", "/"], "/"),
         (["write", "num_hops=3", "--length", "3000", "--output", "OUT"], "num_hops=3"),

@@ -47,6 +47,8 @@ ONLY_PARSED = {  # by how a command begins
     "rehearse": "a process of its own: tests/rehearse",
     "submit": "needs SLURM; with --dry-run it is run",
     "sweep": "minutes, and starts processes: tests/sweep",
+    "tasks download": "a network: tests/tasks/test_download.py",
+    "tasks show niah_single_2": "a corpus of essays: tests/tasks/test_ruler.py",
     "tasks write passkey --length 512 --training": "a tokenizer with words: tests/docs/test_answers.py",
     "torchrun": "starts processes: tests/train/test_launchers.py",
     "train run.evaluate=mine.yaml": "a file of tasks: tests/evaluate/test_in_training.py",

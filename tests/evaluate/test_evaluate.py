@@ -31,7 +31,7 @@ ASKED = {
         {"task": "passkey", "lengths": [400], "samples": 5, "options": {"digits": 1, "depth_steps": 2}},
         {"task": "copying", "lengths": [23]},
     ],
-    "perplexity": [{"lengths": ["2x"], "rows": 3}, {"context": 32, "stride": 8, "windows": 4}],
+    "perplexity": [{"lengths": ["2x"], "rows": 3}, {"context": 16, "stride": 8, "windows": 4}],
     "instruments": ["positions"],
     "instrument_length": "2x",
 }
@@ -103,13 +103,13 @@ def test_perplexity_is_that_of_losses_by_hand(run: Path, output: Path) -> None:
     assert found["perplexity", "perplexity"]["value"] == pytest.approx(math.exp(expected), rel=1e-4)
     assert found["perplexity", "loss"]["n"] == 3
 
-    text = (np.arange(33 + 3 * 8) + 50) % (VOCAB - 1) + 1  # of the first document that is as long
+    text = np.append(np.arange(40) % (VOCAB - 1) + 1, 0)  # the first document, which is as long with its end
     sums = []
     for window in range(4):
-        losses = losses_by_hand(folder_of(run, 4), [text[8 * window :][:33]])
+        losses = losses_by_hand(folder_of(run, 4), [text[8 * window :][:17]])
         sums += losses if window == 0 else losses[-8:]
     sliding = found["perplexity[stride=8,score=new]", "loss"]
-    assert sliding["tokens"] == 32 + 3 * 8
+    assert sliding["tokens"] == 16 + 3 * 8
     assert sliding["value"] == pytest.approx(np.mean(sums), rel=1e-4)
 
 
@@ -193,7 +193,6 @@ def test_several_runs_are_compared(run: Path, tmp_path: Path, capsys) -> None:
     assert "--output" in capsys.readouterr().err
 
 
-ESSAY = {"essay": "files:nowhere", "haystack": "essay"}
 REFUSED = {
     "there is no task passkye": {"tasks": [{"task": "passkye", "lengths": [400]}]},
     "can't fit the sample": {"tasks": [{"task": "passkey", "lengths": [400, 20]}]},
@@ -203,9 +202,10 @@ REFUSED = {
     },
     "vocabulary of 8192": {"tasks": [{"task": "mqar", "lengths": [64]}]},
     "takes 4001 tokens": {"perplexity": [{"lengths": [4000]}]},
-    "takes 3064 tokens": {"perplexity": [{"context": 3000, "stride": 1, "windows": 64}]},
-    "must be at most context=32": {"perplexity": [{"context": 32, "stride": 33}]},
-    "score is 'old'": {"perplexity": [{"context": 32, "score": "old"}]},
+    "takes 4801 tokens": {"perplexity": [{"context": 16, "stride": 16, "windows": 300}]},
+    "context is 17, must be at most the training length, 16": {"perplexity": [{"context": 17, "stride": 8}]},
+    "must be at most context=16": {"perplexity": [{"context": 16, "stride": 17}]},
+    "score is 'old'": {"perplexity": [{"context": 16, "score": "old"}]},
 }
 
 

@@ -63,6 +63,23 @@ def test_an_average_is_over_tasks_and_needs_them_all() -> None:
     assert "average of ruler_se" not in {row["task"] for row in rows_of(lines[1:], ABOUT)}
 
 
+def test_averages_are_of_tasks_with_the_same_options() -> None:
+    """Tasks without the option, such as vt, count to both; a group none of whose tasks has it does not."""
+
+    def asked(options: str, value: float) -> list[dict]:
+        names = [name + (options if name.startswith("niah") else "") for name in AVERAGES["ruler_se"]]
+        return [scored(name, value if name.startswith("niah") else 0.0, 0) for name in names]
+
+    rows = rows_of([*asked("", 1.0), *asked("[essay=files:x]", 0.5)[:8]], ABOUT)
+    found = {row["task"]: row["value"] for row in rows if row["task"].startswith(("average", "effective"))}
+    assert found == pytest.approx({
+        "average of NIAH-S": 1.0, "average of NIAH-M": 1.0, "average of NIAH-M-QV": 1.0, "average of CF-WE": 0.0,
+        "average of ruler_se": 8 / 11, "average of NIAH-S[essay=files:x]": 0.5, "average of NIAH-M[essay=files:x]": 0.5,
+        "average of NIAH-M-QV[essay=files:x]": 0.5, "average of ruler_se[essay=files:x]": 4 / 11,
+        "effective length": 0, "effective length[essay=files:x]": 0,
+    })  # fmt: skip
+
+
 @pytest.mark.parametrize(("text", "tokens"), [("4x", 1024), ("1/4x", 64), (4096, 4096), ("16", 16), ("1/3x", 85)])
 def test_lengths(text: str | int, tokens: int) -> None:
     assert tokens_of(text, 256) == tokens
@@ -71,7 +88,7 @@ def test_lengths(text: str | int, tokens: int) -> None:
 def test_named_suites_can_be_asked() -> None:
     assert tuple(SUITES) == NAMED
     sizes = {name: len(suite_of(asked, 256).cells) for name, asked in SUITES.items()}
-    assert sizes == {"samba": 7, "span": 33, "length": 57, "hax": 12, "all": 7 + 3 * (1 + 13 + 10)}
+    assert sizes == {"samba": 7, "span": 33, "length": 57, "hax": 13, "all": 7 + 3 * (1 + 15 + 10)}
     (cell, *_) = suite_of(SUITES["samba"], 4096, lengths=["2x"], samples=3).cells
     assert (cell.length, cell.samples, cell.key(2)) == (8192, 3, "passkey/8192/0/2")
 

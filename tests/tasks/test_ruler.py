@@ -16,7 +16,7 @@ from hybridtron.tasks import GROUPS, RULER_SE_GROUPS, TASKS
 from hybridtron.tasks.base import TaskError
 from hybridtron.tasks.fitted import fitted
 from hybridtron.tasks.haystack import essay, split_sentences
-from hybridtron.tasks.options import members, named
+from hybridtron.tasks.options import all_named, members, named, options_of
 from hybridtron.tasks.ruler.niah import DEPTHS
 from hybridtron.tasks.tokens import ByteTokens
 from hybridtron.tasks.words import LONGEST, SHORTEST, lists, sentences, single_words
@@ -32,6 +32,19 @@ def test_the_groups_are_those_of_the_papers() -> None:
     assert [len(names) for names in RULER_SE_GROUPS.values()] == [3, 3, 2, 1, 2]
     assert all(name in TASKS for names in GROUPS.values() for name in names)
     assert members(["ruler_se", "vt", "passkey"]) == [*GROUPS["ruler_se"], "passkey"]
+
+
+def test_options_of_a_group_are_those_of_the_tasks_that_have_them() -> None:
+    tasks = {task.name: options_of(task) for task in all_named(["ruler_se"], ["essay=files:x", "faithful=true"])}
+    assert tuple(tasks) == GROUPS["ruler_se"]
+    assert all(options["faithful"] is True for options in tasks.values())
+    assert {name for name, options in tasks.items() if options.get("essay") == "files:x"} == {
+        name for name in tasks if name.startswith("niah")
+    }
+    with pytest.raises(TaskError, match=r"esay=x: .*did you mean essay\?"):
+        all_named(["ruler_se"], ["faithful=true", "esay=x"])
+    with pytest.raises(TaskError, match="there is no task rule"):
+        all_named(["rule"], ["essay=x"])
 
 
 def test_the_word_lists_are_those_of_the_rules() -> None:

@@ -1,9 +1,10 @@
 """RULER's question answering among documents: qa_1 (SQuAD) and qa_2 (HotpotQA), and substitutes that need no download.
 
 The documents are those that answer, others of the same article, and random ones, shuffled. Sample i asks question i.
-`data` names the file: dev-v2.0.json of SQuAD, or hotpot_dev_distractor_v1.json. The substitutes qa_synth_1 and
-qa_synth_2 describe made-up people, and ask for an attribute of a person, or of a person's partner; their scores are
-not comparable with those of RULER, so they never bear its names.
+`data` names the file, dev-v2.0.json of SQuAD or hotpot_dev_distractor_v1.json; without it, it is looked for where
+`hybridtron tasks download` puts it. The substitutes qa_synth_1 and qa_synth_2 describe made-up people, and ask for an
+attribute of a person, or of a person's partner; their scores are not comparable with those of RULER, so they never bear
+its names.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import ClassVar
 
 from hybridtron.regular_files import Unreadable, read_regular
 from hybridtron.tasks.base import Sample, TaskError, TextTokens
+from hybridtron.tasks.download import FOLDER, PUBLISHED
 from hybridtron.tasks.fitted import TaskText, fitted
 from hybridtron.tasks.metrics import exact_match, f1, string_match_part
 from hybridtron.tasks.ruler.base import RulerTask
@@ -25,10 +27,6 @@ ASK = "Answer the question based on the given documents. Only give me the answer
 QUESTION = ASK + "\n\nThe following are given documents.\n\n{context}\n\n" + ASK + "\n\nQuestion: {question}"
 PREFIX = " Answer:"
 LARGEST_DATA = 2**30  # bytes
-SOURCES = {
-    "squad": "dev-v2.0.json of SQuAD 2.0",
-    "hotpotqa": "hotpot_dev_distractor_v1.json of HotpotQA",
-}
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class DocumentSet:
 
 @dataclass(frozen=True)
 class QuestionAnswering(RulerTask):
-    """A question about one of many documents. `data`: the file of the data set."""
+    """A question about one of many documents. `data`: the file of the data set, where it is not in its usual place."""
 
     generate: ClassVar[int] = 32
 
@@ -62,7 +60,7 @@ class QuestionAnswering(RulerTask):
 
     @property
     def about(self) -> str:
-        return f"RULER: a question about documents ({SOURCES.get(self.source, self.source)})"
+        return f"RULER: a question about documents ({PUBLISHED[self.source].about})"
 
     def steps(self, length: int) -> tuple[int, int]:
         fewest = max(len(one.gold) for one in self.known().questions)
@@ -71,13 +69,17 @@ class QuestionAnswering(RulerTask):
 
     def known(self) -> DocumentSet:
         """All documents and questions."""
-        return _data_set(self.name, self.source, self.data)
+        return _data_set(self.name, self.source, self.file.absolute())
+
+    @property
+    def file(self) -> Path:
+        return Path(self.data) if self.data else FOLDER / PUBLISHED[self.source].name
 
     def asked(self, random: Random, index: int) -> AskedQuestion:
         """Question `index`."""
         questions = self.known().questions
         if index >= len(questions):
-            raise TaskError(f"{self.name}: there is no question {index}: {self.data} has {len(questions)}")
+            raise TaskError(f"{self.name}: there is no question {index}: {self.file} has {len(questions)}")
         return questions[index]
 
     def sample(self, seed: int, index: int, tokenizer: TextTokens, length: int) -> Sample:
@@ -112,17 +114,18 @@ def question_scores(sample: Sample, answer: str) -> dict[str, float]:
 
 
 @cache
-def _data_set(name: str, source: str, data: str) -> DocumentSet:
-    if not data:
-        message = f"{name}: needs {SOURCES[source]}, which is not part of this package; data=FILE names it"
-        raise TaskError(f"{message}, and qa_synth_{name[-1]} is a task of its kind without a download")
+def _data_set(name: str, source: str, file: Path) -> DocumentSet:
+    if not file.exists():
+        cure = f"`hybridtron tasks download {source}` fetches {PUBLISHED[source].name}, or data=FILE names it"
+        substitute = f"qa_synth_{name[-1]} is a task of its kind without a download"
+        raise TaskError(f"{name}: there is no {file}: {cure}; {substitute}")
     try:
-        content = json.loads(read_regular(Path(data), LARGEST_DATA))
+        content = json.loads(read_regular(file, LARGEST_DATA))
         found = {"squad": _squad, "hotpotqa": _hotpotqa}[source](content)
     except (Unreadable, OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise TaskError(f"{name}: data={data} can't be read as {SOURCES[source]}: {error!r}") from error
+        raise TaskError(f"{name}: {file} can't be read as {PUBLISHED[source].name}: {error!r}") from error
     if not found.questions:
-        raise TaskError(f"{name}: data={data} has no question that can be answered")
+        raise TaskError(f"{name}: {file} has no question that can be answered")
     return found
 
 

@@ -24,7 +24,7 @@ from typing import Annotated, ClassVar
 
 from hybridtron.architecture.base import Cut, ModelSizes, Names, Parameter
 from hybridtron.architecture.inits import InverseSoftplus, LogUniform
-from hybridtron.architecture.linear_attention import LinearAttentionSpec
+from hybridtron.architecture.linear_attention import KERNEL_CHUNK, LinearAttentionSpec
 from hybridtron.limits import above, at_least, disordered
 from hybridtron.problems import Problem
 
@@ -68,16 +68,20 @@ class DeltaRuleSpec(LinearAttentionSpec):
         return super().flops(model, seq_len) | {self.kind: self.heads * one_head}
 
     def activation_values(self, model: ModelSizes) -> int:
-        # q and k as rows of heads, and of length 1 for every head; steps, and in fp32 the decays' input and logarithms
-        (key, _), keys = self.head_sizes(model), self.channels(model)[0]
-        return (
-            super().activation_values(model) + 2 * keys + 2 * self.heads * key + 3 * self.heads + 5 * self.decays(model)
-        )
+        # q and k of length 1 for every head; steps; in fp32 the decays' input, softplus of it, and their logarithms
+        of_length_1 = 2 * self.heads * self.head_sizes(model)[0]
+        return super().activation_values(model) + of_length_1 + 3 * self.heads + 6 * self.decays(model)
 
     def backward_values(self, model: ModelSizes) -> int:
-        # at the scan: gradients of its output, v, q and k of every head; in fp32 those of steps and decays
-        values = 2 * self.channels(model)[1] + 2 * self.heads * self.head_sizes(model)[0]
-        return values + 2 * self.heads + 2 * self.decays(model)
+        # at the scan: in fp32 the state before every chunk and the gradient of that after it; of pairs in a chunk two
+        # scores, one of them in fp32, and their gradients; q and k by their decays, k once more, what pairs give both
+        # in fp32, and their gradients; corrections with their gradients, and those of v and of the output, less the
+        # normed output and its product, which are gone; in fp32 three of decays and one of steps
+        key, value = self.head_sizes(model)
+        head_keys = self.heads * key
+        states, pairs = 2 * 2 * head_keys * value // KERNEL_CHUNK, (3 + 2) * self.heads * KERNEL_CHUNK
+        tokens = (3 + 4 + 2) * head_keys + (4 - 2) * self.channels(model)[1]
+        return states + pairs + tokens + 6 * self.decays(model) + 2 * self.heads
 
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
         yield from super().problems(model, max_seq_len)

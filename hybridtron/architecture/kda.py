@@ -56,7 +56,8 @@ class KDASpec(DeltaRuleSpec):
         }
 
     def activation_values(self, model: ModelSizes) -> int:
-        return super().activation_values(model) + 2 * self.rank(model)
+        # a sigmoid keeps what it makes, and not the gate's projection
+        return super().activation_values(model) - self.channels(model)[1] + 2 * self.rank(model)
 
     def whole_values(self, model: ModelSizes, tensor: int) -> int:
         return 2 * self.rank(model)

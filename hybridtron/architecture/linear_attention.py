@@ -20,6 +20,8 @@ from hybridtron.architecture.inits import Constant, Uniform
 from hybridtron.limits import above, at_least, divisors_near
 from hybridtron.problems import Problem, choice
 
+KERNEL_CHUNK = 64  # tokens of a chunk of the Triton kernels in bf16, which make a state for each in the backward pass
+
 
 @dataclass(frozen=True)
 class LinearAttentionSpec(MixerSpec):
@@ -94,16 +96,16 @@ class LinearAttentionSpec(MixerSpec):
         return super().flops(model, seq_len) | {self.kind: scan}
 
     def activation_values(self, model: ModelSizes) -> int:
-        # q, k, v, z (the first three once more where a convolution stands between), the scan's output and the normed
-        # one, the gate and its product with that
+        # q, k, v, z, the first three once more in rows of heads, convolved or rotated or as they are; the scan's output
+        # and the normed one, the gate and its product with that
         keys, values = self.channels(model)
-        return 2 * keys + 6 * values + (2 * keys + values if self.conv else 0)
+        return 4 * keys + 7 * values
 
     def backward_values(self, model: ModelSizes) -> int:
-        # at the scan: gradients of its output, q, k and v; in fp32 the state before every chunk of 64 tokens, and the
-        # gradient of that after it
+        # at the scan: gradients of its output, q, k and v; in fp32 the state before every chunk, and the gradient
+        # of that after it
         keys, values = self.channels(model)
-        return 2 * keys + 2 * values + 2 * 2 * keys * values // self.num_key_heads // 64
+        return 2 * keys + 2 * values + 2 * 2 * keys * values // self.num_key_heads // KERNEL_CHUNK
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         shape = (self.heads, *self.state_shape(model))

@@ -105,7 +105,7 @@ class Mamba2Spec(MixerSpec):
     def backward_values(self, model: ModelSizes) -> int:
         # at the scan, whose output is gone, also as normed: gradients of the output, z and x; in fp32 the state before
         # every chunk and its gradient, B's and C's in two parts, and some ten numbers a head
-        chunk = 128 if self.head_dim <= 64 and self.state <= 128 else 64
+        chunk = kernel_chunk(self.head_dim, self.state)
         inner, both = self.inner(model), 2 * self.groups * self.state
         return (3 - 2) * inner + 2 * 2 * inner * self.state // chunk + 3 * both + 2 * 10 * self.num_heads(model)
 
@@ -123,6 +123,11 @@ class Mamba2Spec(MixerSpec):
         yield from uneven_heads(model.width, self.expand, self.head_dim, self.groups)
         yield from disordered(self, "dt_min", "dt_max")
         yield from disordered(self, "a_min", "a_max")
+
+
+def kernel_chunk(head_dim: int, state: int) -> int:
+    """Tokens of a chunk of SSD's Triton kernels in bf16, which make a state for each in the backward pass."""
+    return 128 if head_dim <= 64 and state <= 128 else 64
 
 
 def uneven_heads(width: int, expand: int, head_dim: int, groups: int) -> Iterator[Problem]:

@@ -26,7 +26,7 @@ from typing import Annotated, ClassVar
 
 from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Names, Parameter, StatePart, linear, output_linear
 from hybridtron.architecture.inits import Constant, InverseSoftplus
-from hybridtron.architecture.mamba2 import CHUNK, uneven_heads
+from hybridtron.architecture.mamba2 import CHUNK, kernel_chunk, uneven_heads
 from hybridtron.limits import above, at_least, at_most, disordered
 from hybridtron.problems import Problem
 
@@ -102,19 +102,19 @@ class Mamba3Spec(MixerSpec):
         return super().flops(model, seq_len) | {"ssd": ssd, "turns": 12 * heads * self.angles}
 
     def activation_values(self, model: ModelSizes) -> int:
-        # z, x, x by its steps, y and what the gate makes of it, and twice as much of a norm in fp32; B and C before and
-        # after the norm, and by head; in fp32 the angles and some six numbers a head; the rates
+        # z, x, x by its steps, y, the gate and its product with y; y normed, and by the norm's weight; B and C as
+        # projected, in rows, normed and in fp32, and by head; in fp32 angles, some 14 numbers a head, the rates twice
         inner, heads = self.inner(model), self.num_heads(model)
-        by_head = 2 * heads * self.state + 2 * heads * (self.angles + 6)
-        return (7 if self.norm else 5) * inner + 4 * self.groups * self.state + by_head + 2 * self.angles
+        by_head = 2 * heads * self.state + 2 * heads * (self.angles + 14)
+        return (8 if self.norm else 6) * inner + 10 * self.groups * self.state + by_head + 4 * self.angles
 
     def whole_values(self, model: ModelSizes, tensor: int) -> int:
-        return 2 * self.angles + (4 * self.groups * self.state if self.groups % tensor else 0)
+        return 4 * self.angles + (10 * self.groups * self.state if self.groups % tensor else 0)
 
     def backward_values(self, model: ModelSizes) -> int:
         # at the scan: gradients of its output, of x, and of B and C by head; in fp32 the state before every chunk and
         # its gradient, and some ten numbers a head
-        chunk = 128 if self.head_dim <= 64 and self.state <= 128 else 64
+        chunk = kernel_chunk(self.head_dim, self.state)
         inner, heads = self.inner(model), self.num_heads(model)
         return 2 * inner + 2 * heads * self.state + 2 * 2 * inner * self.state // chunk + 2 * 10 * heads
 

@@ -35,9 +35,6 @@ class RetNetSpec(LinearAttentionSpec):
         key, value = self.head_sizes(model)
         return value, key
 
-    def activation_values(self, model: ModelSizes) -> int:
-        return super().activation_values(model) + 2 * self.channels(model)[0]  # q and k as rotated
-
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
         yield from (found := list(super().problems(model, max_seq_len)))
         if not found and (key := self.head_sizes(model)[0]) % 2:

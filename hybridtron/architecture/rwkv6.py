@@ -110,14 +110,16 @@ class RWKV6Spec(MixerSpec):
         return super().flops(model, seq_len) | {"low_rank": 2 * small, self.kind: scan}
 
     def activation_values(self, model: ModelSizes) -> int:
-        # beside what is whole: r, k, v, z, r of the next tokens, the scan's output and the normed one; in fp32 what
-        # makes the decays, their logarithms, the norm's input and a state every chunk
-        states = model.width * self.head_dim // GLASpec.chunk
-        return self.whole_values(model, 1) + 7 * model.width + 2 * (3 * model.width + states)
+        # beside what is whole: k and v in rows, r of the next tokens, z, the gate, the normed output and their product;
+        # in fp32 r, k and v for the token itself, r by bonus, the decays' exponential and their logarithms, the norm's
+        # input and output, three numbers a head
+        wide = 8 * model.width + 3 * self.num_heads(model)
+        return self.whole_values(model, 1) + 7 * model.width + 2 * wide
 
     def whole_values(self, model: ModelSizes, tensor: int) -> int:
-        # the difference to the token before, the projections' input, mixes and streams; what is between small matrices
-        return (2 + 2 * len(STREAMS)) * model.width + len(STREAMS) * self.mix_rank + self.decay_rank
+        # the difference to the token before, the projections' input, mixes and streams; what is between small matrices.
+        # Less the layer's input, which is counted of every mixer and kept by nothing here
+        return (2 + 2 * len(STREAMS) - 1) * model.width + len(STREAMS) * self.mix_rank + self.decay_rank
 
     def backward_values(self, model: ModelSizes) -> int:
         # at the scan: gradients of its output, r, k, v, and in fp32 of the log decays

@@ -54,11 +54,13 @@ class RWKV6ChannelMixSpec(MixerSpec):
         return super().exported_options(model) | {"hidden": self.inner(model)}
 
     def activation_values(self, model: ModelSizes) -> int:
-        # beside what is whole: the key, its positive part, its square; the receptance, its sigmoid, and the values
-        return self.whole_values(model, 1) + 3 * self.inner(model) + 3 * model.width
+        # beside what is whole: the key's positive part, its square; the receptance's sigmoid, and the values
+        return self.whole_values(model, 1) + 2 * self.inner(model) + 2 * model.width
 
     def whole_values(self, model: ModelSizes, tensor: int) -> int:
-        return 3 * model.width  # the difference to the token before, and the inputs of two projections
+        # the difference to the token before, and the inputs of two projections. Less the layer's input, which is
+        # counted of every mixer and kept by nothing here
+        return (3 - 1) * model.width
 
     def backward_values(self, model: ModelSizes) -> int:
         return (3 - 1) * self.inner(model)  # gradients of the square, whose values are gone, and of the key

@@ -21,6 +21,7 @@ from hybridtron.ops.delta import kernels_backward, kernels_forward, kernels_pair
 from hybridtron.ops.delta.kernels_tiles import NARROW, SIZES, WIDE, DeltaTiles, tiles
 from hybridtron.ops.delta.reference import DeltaInputs
 from hybridtron.ops.documents import document_starts
+from hybridtron.ops.gla.kernels_row import ChunkedKernelRow
 from hybridtron.ops.kernel_launch import ceil_div, power_of_2
 from hybridtron.ops.ssd.kernels_row import products_of
 
@@ -79,8 +80,8 @@ class Walked(NamedTuple):
     w_BLHP: Tensor
 
 
-class DeltaKernelRow(DeltaInputs):
-    """The op's inputs, contiguous; in the place of documents, which tokens begin one."""
+class DeltaKernelRow(ChunkedKernelRow, DeltaInputs):
+    """The launches of one row."""
 
     @property
     def tiles(self) -> DeltaTiles:
@@ -89,14 +90,6 @@ class DeltaKernelRow(DeltaInputs):
     @property
     def by_head(self) -> bool:
         return self.g_BLHG.shape[3] == 1
-
-    @property
-    def chunks(self) -> int:
-        return ceil_div(self.v_BLHP.shape[1], self.tiles.chunk)
-
-    @property
-    def lengths(self) -> tuple[int, int]:
-        return self.k_BLHN.shape[1], self.k_BLHN.shape[2]
 
     @property
     def tokens(self) -> tuple[Tensor, Tensor]:
@@ -117,29 +110,9 @@ class DeltaKernelRow(DeltaInputs):
         of = self.tiles
         return {"BLOCK_N": keys, "BLOCK_P": values, "KEYS": min(of.keys, keys), "VALUES": min(of.values, values)}
 
-    @property
-    def slices(self) -> tuple[int, int]:
-        """Programs among which a head's keys are divided, and its values."""
-        of = self.blocks
-        return of["BLOCK_N"] // of["KEYS"], of["BLOCK_P"] // of["VALUES"]
-
-    def grid(self, per_chunk: int, per_head: int) -> tuple[int, int, int]:
-        rows, _, heads, _ = self.k_BLHN.shape
-        return self.chunks * per_chunk, heads * per_head, rows
-
     def constants(self, *names: str) -> dict[str, Any]:
-        """Sizes of tiles and the type of products, and of others those that are named."""
-        others = {
-            **self.blocks,
-            **products_of(self.v_BLHP.dtype),
-            "N": self.k_BLHN.shape[3],
-            "P": self.v_BLHP.shape[3],
-            "PART": self.tiles.part,
-            "BY_HEAD": self.by_head,
-            "DOCUMENTS": self.documents_BL is not None,
-        }
-        shared = {"CHUNK": self.tiles.chunk, "num_warps": self.tiles.warps, "num_stages": 1}
-        return shared | {name: others[name] for name in names}
+        """Sizes of tiles, and of others those that are named."""
+        return self.named(names, {**products_of(self.v_BLHP.dtype), "BY_HEAD": self.by_head})
 
     @property
     def of_pairs(self) -> dict[str, int]:

@@ -6,26 +6,23 @@ from dataclasses import dataclass
 
 import torch
 
+from hybridtron.ops.gla.kernels_row import ChunkTiles
+
 SIZES = "N", "P", "BLOCK_N", "BLOCK_P", "KEYS", "VALUES", "PRODUCT", "PRECISION"
 NARROW = {"num_warps": 2}  # for one that computes little beside what it sums over threads
 WIDE = {"num_warps": 8}  # for kernels that hold more than four warps have registers for
 
 
-@dataclass(frozen=True)
-class DeltaTiles:
-    """Tokens of a chunk and of blocks that are inverted at first; keys and values that a program holds at a time.
+@dataclass(frozen=True, kw_only=True)
+class DeltaTiles(ChunkTiles):
+    """A chunk's parts are the blocks that are inverted at first.
 
     `walk` is the values that a program carries from chunk to chunk, with all keys of the head; `decayed_keys` those of
     pairs where every channel has a decay.
     """
 
-    chunk: int
-    part: int
-    keys: int
-    values: int
     walk: int
     decayed_keys: int
-    warps: int = 4
 
 
 def tiles(dtype: torch.dtype) -> DeltaTiles:

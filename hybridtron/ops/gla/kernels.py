@@ -10,7 +10,7 @@ Legend: as in `kernels_forward`.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import math
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.documents import document_starts
 from hybridtron.ops.gla import kernels_backward, kernels_forward
+from hybridtron.ops.gla.kernels_row import ChunkedKernelRow, ChunkTiles
 from hybridtron.ops.gla.reference import GLAInputs
 from hybridtron.ops.kernel_launch import ceil_div, power_of_2
 from hybridtron.ops.ssd.kernels_row import products_of
@@ -30,22 +31,11 @@ backward_kernels: Any = kernels_backward
 ROWS, ENTRIES = 16, 4096  # of a state that one program carries through the row, at most
 
 
-@dataclass(frozen=True)
-class GLATiles:
-    """Tokens of a chunk and of its parts; keys and values of a program."""
-
-    chunk: int
-    part: int
-    keys: int
-    values: int
-    warps: int = 4
-
-
-def tiles(dtype: torch.dtype) -> GLATiles:
+def tiles(dtype: torch.dtype) -> ChunkTiles:
     """Chosen so that ptxas spills no registers for an H100; fp32's products run without tensor cores."""
     if dtype == torch.float32:
-        return GLATiles(32, 16, 32, 32)
-    return GLATiles(64, 16, 32, 64 if dtype == torch.bfloat16 else 32)
+        return ChunkTiles(32, 16, 32, 32)
+    return ChunkTiles(64, 16, 32, 64 if dtype == torch.bfloat16 else 32)
 
 
 def gla_scan(inputs: GLAInputs) -> tuple[Tensor, Tensor]:
@@ -84,20 +74,12 @@ class _TritonGLA(torch.autograd.Function):
         return q, k, grad_v, g, None if row.state_BHNP is None else grad_state, None
 
 
-class GLAKernelRow(GLAInputs):
-    """The op's inputs, contiguous; in the place of documents, which tokens begin one."""
+class GLAKernelRow(ChunkedKernelRow, GLAInputs):
+    """The launches of one row."""
 
     @property
-    def tiles(self) -> GLATiles:
+    def tiles(self) -> ChunkTiles:
         return tiles(self.v_BLHP.dtype)
-
-    @property
-    def chunks(self) -> int:
-        return ceil_div(self.v_BLHP.shape[1], self.tiles.chunk)
-
-    def grid(self, per_chunk: int, per_head: int) -> tuple[int, int, int]:
-        rows, _, heads, _ = self.k_BLHN.shape
-        return self.chunks * per_chunk, heads * per_head, rows
 
     @property
     def state_grid(self) -> tuple[int, int, int]:
@@ -110,19 +92,7 @@ class GLAKernelRow(GLAInputs):
         return self.g_BLHN, self.g_BLHN if self.documents_BL is None else self.documents_BL
 
     @property
-    def lengths(self) -> tuple[int, int]:
-        return self.k_BLHN.shape[1], self.k_BLHN.shape[2]
-
-    @property
-    def key_slices(self) -> int:
-        return self._blocks["BLOCK_N"] // self._blocks["KEYS"]
-
-    @property
-    def value_slices(self) -> int:
-        return self._blocks["BLOCK_P"] // self._blocks["VALUES"]
-
-    @property
-    def _blocks(self) -> dict[str, int]:
+    def blocks(self) -> dict[str, int]:
         sizes = self.k_BLHN.shape[3], self.v_BLHP.shape[3]
         slices = self.tiles.keys, self.tiles.values
         keys, values = (min(most, max(16, power_of_2(size))) for size, most in zip(sizes, slices, strict=True))
@@ -137,14 +107,7 @@ class GLAKernelRow(GLAInputs):
 
     def constants(self, *names: str) -> dict[str, Any]:
         """Sizes of tiles and the type of products, and of others those that are named."""
-        others = self._blocks | {
-            "N": self.k_BLHN.shape[3],
-            "P": self.v_BLHP.shape[3],
-            "PART": self.tiles.part,
-            "DOCUMENTS": self.documents_BL is not None,
-        }
-        shared = {"CHUNK": self.tiles.chunk, "num_warps": self.tiles.warps, "num_stages": 1}
-        return shared | products_of(self.v_BLHP.dtype) | {name: others[name] for name in names}
+        return self.named(names, {}) | products_of(self.v_BLHP.dtype)
 
     def empty(self, *sizes: int) -> Tensor:
         return self.g_BLHN.new_empty(len(self.g_BLHN), *sizes)
@@ -176,7 +139,7 @@ class GLAKernelRow(GLAInputs):
         return states_BCHNP, through_BCHN, grad_state_BHNP
 
     def _added(self, left: Tensor, right: Tensor, states: Tensor, whole: Tensor, reverse: bool) -> None:
-        forward_kernels.chunk_states[self.grid(1, self.key_slices * self.value_slices)](
+        forward_kernels.chunk_states[self.grid(1, math.prod(self.slices))](
             left, right, *self.decays, states, whole, *self.lengths, REVERSED=reverse,
             **self.constants("DOCUMENTS", "N", "P", "BLOCK_N", "BLOCK_P", "KEYS", "VALUES"),
         )  # fmt: skip
@@ -193,7 +156,7 @@ class GLAKernelRow(GLAInputs):
 
     def outputs(self, scores_BHLT: Tensor, before_BCHNP: Tensor) -> Tensor:
         y_BLHP = torch.empty_like(self.v_BLHP)
-        forward_kernels.outputs[self.grid(1, self.value_slices)](
+        forward_kernels.outputs[self.grid(1, self.slices[1])](
             scores_BHLT, self.q_BLHN, *self.decays, self.v_BLHP, before_BCHNP, y_BLHP, *self.lengths,
             **self.constants("DOCUMENTS", "N", "P", "BLOCK_N", "BLOCK_P", "KEYS", "VALUES"),
         )  # fmt: skip
@@ -201,7 +164,7 @@ class GLAKernelRow(GLAInputs):
 
     def value_gradients(self, scores_BHLT: Tensor, dy_BLHP: Tensor, after_BCHNP: Tensor) -> Tensor:
         grad_v_BLHP = torch.empty_like(self.v_BLHP)
-        backward_kernels.value_gradients[self.grid(1, self.value_slices)](
+        backward_kernels.value_gradients[self.grid(1, self.slices[1])](
             scores_BHLT, self.k_BLHN, *self.decays, dy_BLHP, after_BCHNP, grad_v_BLHP, *self.lengths,
             **self.constants("DOCUMENTS", "N", "P", "BLOCK_N", "BLOCK_P", "KEYS", "VALUES"),
         )  # fmt: skip
@@ -221,7 +184,7 @@ class GLAKernelRow(GLAInputs):
         grads = torch.empty_like(self.g_BLHN), torch.empty_like(self.g_BLHN)
         kernels = backward_kernels.query_pairs, backward_kernels.key_pairs
         for kernel, other, grad in zip(kernels, (self.k_BLHN, self.q_BLHN), grads, strict=True):
-            kernel[self.grid(self.tiles.chunk // self.tiles.part, self.key_slices)](
+            kernel[self.grid(self.tiles.chunk // self.tiles.part, self.slices[0])](
                 other, *self.decays, weights_BHLT, grad, *self.lengths,
                 **self.constants("DOCUMENTS", "N", "PART", "BLOCK_N", "KEYS"),
             )  # fmt: skip
@@ -232,7 +195,7 @@ class GLAKernelRow(GLAInputs):
     ) -> tuple[Tensor, ...]:
         """dq, dk and dg."""
         grads = tuple(map(torch.empty_like, (self.q_BLHN, self.k_BLHN, self.g_BLHN)))
-        backward_kernels.token_gradients[self.grid(1, self.key_slices)](
+        backward_kernels.token_gradients[self.grid(1, self.slices[0])](
             self.q_BLHN, self.k_BLHN, self.v_BLHP, *self.decays, dy, before, after, through, *pairs, *grads,
             *self.lengths,
             **self.constants("DOCUMENTS", "N", "P", "BLOCK_N", "BLOCK_P", "KEYS", "VALUES") | {"num_warps": 8},

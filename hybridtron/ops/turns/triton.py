@@ -1,19 +1,30 @@
-"""Keys and queries turned by Triton kernels of our own (`kernels`). Unmeasured on a GPU."""
+"""Angles, and keys and queries turned by them, by Triton kernels of our own (`kernels_angles`, `kernels`).
+
+Compared with the references in Triton's interpreter, and compiled for sm_90; unmeasured on a GPU.
+"""
 
 from __future__ import annotations
 
 from hybridtron.ops.dispatch import left_to_torch_compile
 from hybridtron.ops.kernel_launch import own_kernels
-from hybridtron.ops.turns.reference import TurnInputs
+from hybridtron.ops.turns.reference import AngleInputs, TurnInputs
 
 MOST_CHANNELS = 256  # of a head, which one program holds for some tokens
 
 
-def _unsupported_reason(inputs: TurnInputs) -> str | None:
+def _unsupported_angles(inputs: AngleInputs) -> str | None:
+    if (reason := left_to_torch_compile()) is not None:
+        return reason
+    pairs = inputs.rates_BLS.shape[2]
+    return None if 2 * pairs <= MOST_CHANNELS else f"takes {MOST_CHANNELS} channels of a head, not {2 * pairs}"
+
+
+def _unsupported_turns(inputs: TurnInputs) -> str | None:
     if (reason := left_to_torch_compile()) is not None:
         return reason
     channels = inputs.k_BLGN.shape[3]
     return None if channels <= MOST_CHANNELS else f"takes {MOST_CHANNELS} channels of a head, not {channels}"
 
 
-TRITON = own_kernels("hybridtron.ops.turns.kernels:turn_pairs", _unsupported_reason)
+ANGLES = own_kernels("hybridtron.ops.turns.kernels_angles:angles", _unsupported_angles)
+TURNS = own_kernels("hybridtron.ops.turns.kernels:turn_pairs", _unsupported_turns)

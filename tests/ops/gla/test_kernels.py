@@ -40,7 +40,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     if compute_device().type == "cpu":
         from hybridtron.ops.gla import kernels  # not above: the kernels' files are imported again for the interpreter
 
-        monkeypatch.setattr(kernels, "tiles", lambda _: kernels.GLATiles(16, 8, 16, 16))
+        monkeypatch.setattr(kernels, "tiles", lambda _: kernels.ChunkTiles(16, 8, 16, 16))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from xxhash import xxh3_128
 from hybridtron.checkpoint.manifest import BrokenCheckpoint, File, StoredShard
 from hybridtron.regular_files import open_regular
 from hybridtron.storage.digest import digest_of
-from hybridtron.storage.durable import sync, temporary_of
+from hybridtron.storage.durable import sync, temporary_of, writing
 
 T = TypeVar("T")
 NAMES = {
@@ -45,15 +45,14 @@ def write_tensors(path: Path, blocks: Sequence[Any]) -> tuple[File, list[StoredS
     """Write blocks of tensors (`ShardedTensor`s with their data) and wait until they are on disk."""
     head = head_of((_name(block), block.dtype, block.local_shape) for block in blocks)
     chunks, at = [], len(head)
-    with path.open("wb", buffering=0) as file:
-        _write(file, memoryview(head))
+    with writing(path) as write:
+        write(memoryview(head))
         for block in blocks:
             stored = bytes_of(block.data)
             place = (block.global_shape, block.global_offset, block.local_shape)
-            written = _write(file, stored)
-            chunks.append(StoredShard(block.key, _OF_TYPE[block.dtype], *place, path.name, at, written))
+            digest = _digested(write, stored)
+            chunks.append(StoredShard(block.key, _OF_TYPE[block.dtype], *place, path.name, at, digest))
             at += len(stored)
-        os.fsync(file.fileno())
     return File(at, len(head), digest_of(head)), chunks
 
 
@@ -76,10 +75,9 @@ def _name(block: Any) -> str:
 
 def write_bytes(path: Path, stored: bytes) -> File:
     """Write a small file and wait until it is on disk."""
-    with path.open("wb", buffering=0) as file:
-        written = _write(file, memoryview(stored))
-        os.fsync(file.fileno())
-    return File(len(stored), len(stored), written)
+    with writing(path) as write:
+        digest = _digested(write, memoryview(stored))
+    return File(len(stored), len(stored), digest)
 
 
 @contextmanager
@@ -142,13 +140,12 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(entries)
 
 
-def _write(file: Any, stored: memoryview) -> str:
+def _digested(write: Callable[[memoryview], None], stored: memoryview) -> str:
     hashing = xxh3_128()
     for start in range(0, len(stored), _AT_ONCE):
-        rest = stored[start : start + _AT_ONCE]
-        hashing.update(rest)
-        while rest:
-            rest = rest[file.write(rest) :]
+        part = stored[start : start + _AT_ONCE]
+        hashing.update(part)
+        write(part)
     return hashing.hexdigest()
 
 

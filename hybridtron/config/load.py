@@ -12,6 +12,7 @@ import math
 import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from enum import Enum
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -81,10 +82,18 @@ def to_yaml(config: Config) -> str:
 
 def to_plain(config: Config) -> dict[str, Any]:
     """The same as dictionaries, lists, numbers and text."""
-    # not `OmegaConf.structured`, which checks every type again and takes 50 ms, in each save of a checkpoint
-    plain = OmegaConf.to_container(OmegaConf.create(asdict(config)), resolve=True, enum_to_str=True)
-    assert isinstance(plain, dict)
-    return {str(name): section for name, section in plain.items()}
+    plain: Any = _plain(asdict(config))
+    if "${" in str(plain):  # made in Python: nothing has looked up what a default refers to
+        plain = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)  # 8 to 50 ms
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return value.name if isinstance(value, Enum) else value
 
 
 def _text(dumper: Any, text: str) -> yaml.ScalarNode:

@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from hybridtron.checkpoint.files import bytes_of, head_of, in_parts
 from hybridtron.data.workers import prefetched
 from hybridtron.interop.rules import TensorRule
-from hybridtron.storage.durable import sync
+from hybridtron.storage.durable import writing
 
 INDEX = "model.safetensors.index.json"
 
@@ -47,20 +46,15 @@ def write_weights(
     shards = in_parts(tensors, lambda tensor: tensor.size, largest)
     total, done, where = sum(tensor.size for tensor in tensors), 0, {}
     values = prefetched(made(tensor.rule).to(tensor.dtype) for tensor in itertools.chain(*shards))
-    with ThreadPoolExecutor(1) as thread:
-        flushed = []
-        for number, shard in enumerate(shards, 1):
-            name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-            with (folder / name).open("wb") as file:
-                file.write(head_of(((t.rule.theirs, t.dtype, t.rule.shape) for t in shard), {"format": "pt"}))
-                for tensor, value in zip(shard, values, strict=False):
-                    file.write(bytes_of(value))
-                    where[tensor.rule.theirs] = name
-                    done += tensor.size
-                    progress(done, total)
-            flushed.append(thread.submit(sync, folder / name))
-        for one in flushed:
-            one.result()
+    for number, shard in enumerate(shards, 1):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        with writing(folder / name) as write:
+            write(memoryview(head_of(((t.rule.theirs, t.dtype, t.rule.shape) for t in shard), {"format": "pt"})))
+            for tensor, value in zip(shard, values, strict=False):
+                write(bytes_of(value))
+                where[tensor.rule.theirs] = name
+                done += tensor.size
+                progress(done, total)
     if len(shards) > 1:
         parameters = sum(math.prod(tensor.rule.shape) for tensor in tensors)
         write_json(

@@ -1,0 +1,45 @@
+"""A file that the disk takes while it is being written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from hybridtron.storage.durable import EARLY, writing
+
+PART = memoryview(bytes(EARLY // 2))
+
+
+def test_the_disk_takes_what_is_written_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed, sizes = Event(), list[int]()
+    monkeypatch.setattr(os, "fsync", lambda file: (sizes.append(os.fstat(file).st_size), flushed.set()))
+    with writing(tmp_path / "file") as write:
+        write(PART)
+        assert not sizes
+        write(PART)
+        assert flushed.wait(10)
+        write(memoryview(b"end"))
+    assert sizes == [EARLY, EARLY + 3], "and all of it at the end"
+    assert (tmp_path / "file").read_bytes() == bytes(EARLY) + b"end"
+
+
+def test_an_early_error_of_the_disk_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = Event()
+
+    def fsync(_: int) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise OSError("the disk has failed")
+
+    def write_some() -> None:
+        with writing(tmp_path / "file") as write:
+            write(PART)
+            write(PART)
+            assert failed.wait(10)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="the disk has failed"):
+        write_some()

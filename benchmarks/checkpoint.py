@@ -24,7 +24,7 @@ from hybridtron.checkpoint.save import Saver, meta_of
 from hybridtron.config.schema import CheckpointConfig
 from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.engine.engine import Engine
-from hybridtron.proving.measuring import MIB, BenchReport, times
+from hybridtron.proving.measuring import MIB, BenchReport, Seconds, times
 from hybridtron.proving.steps import Steps, checked, one_process
 
 AFTER = 5  # steps after the start of an asynchronous save whose time is looked at
@@ -53,10 +53,10 @@ def blocks_of(engine: Engine) -> dict[str, Any]:
     return {block.key: block for of_file in engine.blocks().values() for block in of_file}
 
 
-def wall_seconds(run: Callable[[], object]) -> float:
+def wall_seconds(run: Callable[[], object]) -> Seconds:
     start = time.perf_counter()
     run()
-    return time.perf_counter() - start
+    return Seconds(time.perf_counter() - start)
 
 
 def new(folder: Path) -> Path:
@@ -71,19 +71,19 @@ def saver_of(engine: Engine, run_dir: Path, asynchronous: bool = False) -> Saver
     return Saver(engine.config, run_dir, engine.groups)
 
 
-def save(engine: Engine, saver: Saver, step: int = 1) -> float:
+def save(engine: Engine, saver: Saver, step: int = 1) -> Seconds:
     """Seconds until the call returns."""
     saver.settle()
     return wall_seconds(lambda: saver.save(engine, meta_of(engine, step, {}), saver.run_dir / "tokenizer.json"))
 
 
 def save_speed(engine: Engine, scratch: Path, report: BenchReport) -> None:
-    def torch_save() -> float:
+    def torch_save() -> Seconds:
         tensors = {key: block.data for key, block in blocks_of(engine).items()}
         with (new(scratch / "torch") / "tensors.pt").open("wb") as file:
             return wall_seconds(lambda: (torch.save(tensors, file), file.flush(), os.fsync(file.fileno())))
 
-    def megatron() -> float:
+    def megatron() -> Seconds:
         folder, state = str(new(scratch / "megatron")), blocks_of(engine)
         return wall_seconds(lambda: dist_checkpointing.save(state, folder))
 
@@ -104,10 +104,10 @@ def asynchronous(step: Steps, scratch: Path, report: BenchReport) -> None:
     numbers = itertools.count(1)
     save(engine, saver, next(numbers))  # the first one makes the memory for the copies
 
-    def some_steps() -> float:
+    def some_steps() -> Seconds:
         return wall_seconds(lambda: [step() for _ in range(AFTER)])
 
-    def in_the_background() -> float:
+    def in_the_background() -> Seconds:
         engine.config = saver.config
         blocked = save(engine, saver, next(numbers))
         slowed.append(some_steps())

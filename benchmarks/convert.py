@@ -23,21 +23,21 @@ from hybridtron.cli import convert_commands
 from hybridtron.cli.convert import parsed
 from hybridtron.interop.native_pairs import Llama
 from hybridtron.interop.writer import write_json
-from hybridtron.proving.measuring import MIB, BenchReport, times
+from hybridtron.proving.measuring import MIB, BenchReport, Seconds, times
 from hybridtron.proving.peak_memory import fresh_processes, resident
 
 SHARD = 256 * MIB
 
 
-def converted(arguments: list[str]) -> tuple[float, int]:
+def converted(arguments: list[str]) -> tuple[Seconds, int]:
     """Seconds of a conversion, and the bytes that it adds to this process."""
     before, start = resident(reset=True), time.perf_counter()
     with redirect_stdout(io.StringIO()):
         assert convert_commands.run(parsed(arguments)) == 0
-    return time.perf_counter() - start, resident(reset=False) - before
+    return Seconds(time.perf_counter() - start), resident(reset=False) - before
 
 
-def copy(source: Path, target: Path) -> float:
+def copy(source: Path, target: Path) -> Seconds:
     """Seconds of a copy that is flushed."""
     shutil.rmtree(target, ignore_errors=True)
     start = time.perf_counter()
@@ -45,7 +45,7 @@ def copy(source: Path, target: Path) -> float:
     for path in target.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
-    return time.perf_counter() - start
+    return Seconds(time.perf_counter() - start)
 
 
 def convert(report: BenchReport) -> None:
@@ -55,7 +55,7 @@ def convert(report: BenchReport) -> None:
     model = ModelConfig(width=width, vocab_size=32 * width, pattern="(A-)*12", layers=layers, tie_embeddings=False)
     peaks = {"import": 0, "export": 0}
 
-    def conversion(*words: str | Path) -> float:
+    def conversion(*words: str | Path) -> Seconds:
         """Seconds of one into a new folder."""
         shutil.rmtree(words[-1], ignore_errors=True)
         with fresh_processes() as pool:

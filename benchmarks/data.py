@@ -34,7 +34,7 @@ from hybridtron.data.prepare.run import prepare
 from hybridtron.data.prepare.vocabulary import open_vocabulary
 from hybridtron.data.prepare.writer import write_folder
 from hybridtron.data.sources import Sources
-from hybridtron.proving.measuring import BenchReport, times
+from hybridtron.proving.measuring import BenchReport, Seconds, times
 from hybridtron.storage.cache import CacheOptions
 from hybridtron.storage.mosaic import imported
 
@@ -61,17 +61,17 @@ def loader_of(sources: Sources, seq_len: int, rows: int, workers: int) -> Loader
     return Loader(sources, reading, Ahead(workers))
 
 
-def ours(sources: Sources, steps: int, workers: int) -> float:
+def ours(sources: Sources, steps: int, workers: int) -> Seconds:
     return seconds_of(loader_of(sources, SEQ_LEN, ROWS, workers).iterate(0, steps), steps)
 
 
-def seconds_of(batches: Iterator[Any], steps: int) -> float:
+def seconds_of(batches: Iterator[Any], steps: int) -> Seconds:
     """From the first batch on: to start workers takes both sides seconds, once a run."""
     next(batches)
     start = time.perf_counter()
     for _ in range(steps - 1):
         next(batches)
-    return time.perf_counter() - start
+    return Seconds(time.perf_counter() - start)
 
 
 class Packed(IterableDataset[Any]):
@@ -104,7 +104,7 @@ def batch_of(tokens: np.ndarray, documents: np.ndarray) -> tuple[torch.Tensor, .
     return wide[:, :-1], wide[:, 1:], mask, torch.from_numpy(documents[:, :-1]), torch.from_numpy(positions)
 
 
-def theirs(folder: Path, steps: int, workers: int) -> float:
+def theirs(folder: Path, steps: int, workers: int) -> Seconds:
     """A fresh dataset each time, as at the start of a run; stopped after as many batches."""
     dataset = imported("streaming.base.dataset").StreamingDataset(
         local=str(folder), shuffle=True, shuffle_algo="py1e", shuffle_block_size=SHUFFLE // 512, batch_size=ROWS,
@@ -114,11 +114,11 @@ def theirs(folder: Path, steps: int, workers: int) -> float:
     return seconds_of(iter(loader), steps)
 
 
-def first_batch(sources: Sources, seq_len: int, rows: int, step: int) -> float:
+def first_batch(sources: Sources, seq_len: int, rows: int, step: int) -> Seconds:
     """Seconds from a new loader to the first batch of a step."""
     start = time.perf_counter()
     next(iter(loader_of(sources, seq_len, rows, 0).iterate(step, step + 1)))
-    return time.perf_counter() - start
+    return Seconds(time.perf_counter() - start)
 
 
 def data(report: BenchReport) -> None:

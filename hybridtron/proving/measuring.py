@@ -61,10 +61,14 @@ class Timings(dict[str, Timing]):
         return " / ".join(f"+{timing.spread:.0%}" for timing in self.values())
 
 
+class Seconds(float):
+    """What a form returns that has timed itself; any other number is a result, such as a loss."""
+
+
 def interleaved(forms: Mapping[Place, Callable[[], object]], rounds: int) -> dict[Place, Timing]:
     """Time all forms in turns, round by round; every form runs once before, unless that took long.
 
-    A form that returns a number of seconds has timed itself: what it did before it began to count is left out.
+    A form that returns `Seconds` has timed itself: what it did before it began to count is left out.
     """
     found: dict[Place, list[float]] = {name: [] for name in forms}
     for name, run in forms.items():
@@ -79,12 +83,16 @@ def interleaved(forms: Mapping[Place, Callable[[], object]], rounds: int) -> dic
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    clock = time.process_time if processor_time() else time.perf_counter
-    synchronize()
-    start = clock()
+    start = now()
     own = run()
+    end = now()
+    return own if isinstance(own, Seconds) else end - start
+
+
+def now() -> float:
+    """Seconds by the clock that counts, when all that was asked of the device is done."""
     synchronize()
-    return own if isinstance(own, float) else clock() - start
+    return time.process_time() if processor_time() else time.perf_counter()
 
 
 def processor_time() -> bool:

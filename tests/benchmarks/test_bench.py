@@ -17,7 +17,7 @@ from hybridtron.cli.main import main
 from hybridtron.data.batch import SeqInfo
 from hybridtron.ops.dispatch import force
 from hybridtron.planning.count import count
-from hybridtron.proving.measuring import BenchReport, Timing, Timings, difference, interleaved, per_token
+from hybridtron.proving.measuring import BenchReport, Seconds, Timing, Timings, difference, interleaved, per_token
 from tests.conftest import small_config, small_model
 
 ROOT = Path(__file__).parents[2]
@@ -95,10 +95,16 @@ def test_forms_take_turns() -> None:
     assert [len(timing.seconds) for timing in timings.values()] == [3, 3]
 
 
+def test_a_loss_is_no_time() -> None:
+    """What a form returns is a time only where it says so."""
+    (timing,) = interleaved({"a form that returns its loss": lambda: 7.66}, 1).values()
+    assert timing.fastest < 1
+
+
 def test_a_sweep_takes_turns_over_all_places() -> None:
     calls = []
     report = BenchReport("sweep", repetitions=1)
-    forms = {length: {"a": partial(calls.append, length), "b": lambda: 2.0} for length in (1, 2)}
+    forms = {length: {"a": partial(calls.append, length), "b": lambda: Seconds(2.0)} for length in (1, 2)}
     measured = report.sweep(forms)
     assert calls == [1, 2, 1, 2]
     assert measured[2]["b"].seconds == (2.0,)

@@ -3,9 +3,13 @@
 All have as many heads, keys and values of the same size, and queries and keys of their own for each head, so that what
 they read, write and carry is the same size. SSD's compiled form is the measure. Retention (RetNet) is SSD's recurrence
 with a constant decay. By multiply-adds the delta rule does almost twice as much as SSD: its keys read as its queries
-do, a triangular system is solved for every chunk, and its gradients go through both again.
+do, a triangular system is solved for every chunk, and its gradients go through both again. RWKV-6 is gated linear
+attention read before a token's step; Mamba-3 is SSD's recurrence with all that its mixer puts around it, from what its
+projections make: steps, angles, turned keys and queries, a skip.
 
-Beside ours stand transformers' chunks of Gated DeltaNet and KDA in torch. flash-linear-attention's kernels need a GPU.
+Beside ours stand the forms in torch of other packages, where they are installed: transformers' chunks of Gated DeltaNet
+and KDA, and flash-linear-attention's plain forms, which are what it has for a CPU, as its kernels need a GPU. Those
+that loop over tokens are measured at the lengths up to LOOPED alone.
 """
 
 from __future__ import annotations
@@ -13,23 +17,39 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from inspect import unwrap
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from hybridtron.architecture.base import ModelSizes
+from hybridtron.architecture.mamba3 import Mamba3Spec
+from hybridtron.mixers.mamba3 import Mamba3, trapezoid
+from hybridtron.mixers.rwkv6 import read_before_step
 from hybridtron.ops.delta import DeltaInputs, delta_scan
 from hybridtron.ops.dispatch import Op, force
 from hybridtron.ops.gla import GLAInputs, gla_scan
 from hybridtron.ops.ssd import DecayInputs, SSDInputs, decay_scan, ssd_scan
+from hybridtron.ops.turns import AngleInputs, angles
+from hybridtron.parallel.linear import SINGLE_RANK
 from hybridtron.proving.measuring import BenchReport
-from hybridtron.requirements import is_there
+from hybridtron.requirements import installed, is_there
 
 MEASURE = "SSD"
-PACKAGE = "transformers"
-GOAL = 4  # times SSD's, of the delta rule with one decay a head
-GLA_GOAL = 2
+GOALS = {"retention": 2.0, "GLA": 2.0, "RWKV-6": 2.5, "delta by head": 4.0, "delta by channel": 4.0, "Mamba-3": 1.5}
+"""Times SSD's, at the longest row."""
+FLA = "flash-linear-attention"
+PLAIN = {  # its forms: by ours, where each is, and whether it loops over tokens
+    "retention": ("simple_gla.naive:naive_chunk_simple_gla", False),
+    "GLA": ("gla.naive:naive_recurrent_gla", True),
+    "RWKV-6": ("rwkv6.recurrent_naive:naive_recurrent_rwkv6", True),
+    "delta by head": ("gated_delta_rule.naive:naive_chunk_gated_delta_rule", False),
+    "delta by channel": ("kda.naive:naive_chunk_kda", False),
+}
+LOOPED = 1024  # tokens
 
 
 @dataclass(frozen=True)
@@ -43,7 +63,7 @@ class Sizes:
 
 
 FULL = Sizes(8, 64, 64, (256, 1024, 4096))
-QUICK = Sizes(2, 8, 8, (16, 32))
+QUICK = Sizes(2, 8, 8, (64, 128))
 
 
 def forms(length: int, sizes: Sizes) -> dict[str, Callable[[], object]]:
@@ -71,9 +91,37 @@ def forms(length: int, sizes: Sizes) -> dict[str, Callable[[], object]]:
     for name, (op, inputs) in ops.items():
         for form in (each.name for each in op.implementations if each.unavailable_reason("cpu") is None):
             timed[f"{name}, {form}"] = partial(forward_backward, op, form, inputs)
-        if (function := of_transformers(name)) is not None:
-            timed[f"{name}, {PACKAGE}"] = partial(gradients, function, inputs)
+    more: dict[str, tuple[Tensor | None, ...]] = {name: inputs for name, (_, inputs) in ops.items()}
+    more["RWKV-6"] = (*more["GLA"], normal(sizes.heads, sizes.key))
+    timed["RWKV-6"] = partial(gradients, of_rwkv6, more["RWKV-6"])
+    timed["Mamba-3"] = partial(gradients, *mamba3(sizes, v, q, k, normal))
+    for name, inputs in more.items():
+        for package, function in others(name, length).items():
+            timed[f"{name}, {package}"] = partial(gradients, function, inputs)
     return timed
+
+
+def of_rwkv6(q: Tensor, k: Tensor, v: Tensor, g: Tensor, bonus: Tensor) -> Tensor:
+    return read_before_step(GLAInputs(q, k, v, g), bonus)[0]
+
+
+def mamba3(
+    sizes: Sizes, x: Tensor, C: Tensor, B: Tensor, normal: Callable[..., Tensor]
+) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    """The mixer between its projections, and its inputs; heads share keys and queries but for biases, as published."""
+    spec = Mamba3Spec(state=sizes.key, head_dim=sizes.value, expand=1)
+    mixer = Mamba3(spec, ModelSizes(sizes.heads * sizes.value, 1), SINGLE_RANK)
+    for weight in mixer.parameters():
+        torch.nn.init.ones_(weight)
+
+    def function(x: Tensor, C: Tensor, B: Tensor, dt: Tensor, a: Tensor, trap: Tensor, rates: Tensor) -> Tensor:
+        steps = trapezoid(dt, a, trap)
+        turns = angles(AngleInputs(steps.delta_BLH, rates))
+        return mixer.scan(x, B, C, steps, turns, {}, None)[0]
+
+    tokens = x.shape[:3]
+    numbers = normal(*tokens) - 2, *normal(2, *tokens), normal(*tokens[:2], spec.angles).tanh()
+    return function, (x, C[:, :, :1], B[:, :, :1], *numbers)
 
 
 def forward_backward(op: Op, form: str, inputs: tuple[Tensor | None, ...]) -> object:
@@ -88,10 +136,17 @@ def gradients(function: Callable[..., Tensor], inputs: tuple[Tensor | None, ...]
     return torch.autograd.grad(y, wanted, torch.ones_like(y))
 
 
+def others(name: str, length: int) -> dict[str, Callable[..., Tensor]]:
+    """The same by the packages that are there and have it, of the same inputs; they scale the queries once more."""
+    found = {}
+    if is_there("transformers") and (function := of_transformers(name)) is not None:
+        found["transformers"] = function
+    if is_there("fla") and name in PLAIN and (length <= LOOPED or not PLAIN[name][1]):
+        found[FLA] = of_fla(name)
+    return found
+
+
 def of_transformers(name: str) -> Callable[..., Tensor] | None:
-    """The same by transformers, where it is there and has it, of the same inputs; it scales the queries once more."""
-    if not is_there(PACKAGE):
-        return None
     if name == "delta by head":
         from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
@@ -105,6 +160,18 @@ def of_transformers(name: str) -> Callable[..., Tensor] | None:
     return None
 
 
+def of_fla(name: str) -> Callable[..., Tensor]:
+    file, _, function = PLAIN[name][0].partition(":")
+    plain: Any = getattr(import_module(f"fla.ops.{file}"), function)
+    if name == "RWKV-6":  # takes heads before tokens
+        return lambda q, k, v, g, bonus: plain(*(t.transpose(1, 2) for t in (q, k, v, g)), bonus)[0].transpose(1, 2)
+    if name == "delta by head":
+        return lambda q, k, v, beta, g: plain(q, k, v, g.squeeze(-1), beta)[0]
+    if name == "delta by channel":
+        return lambda q, k, v, beta, g: plain(q, k, v, g, beta)[0]
+    return lambda q, k, v, g: plain(q, k, v, g)[0]
+
+
 def recurrences(report: BenchReport) -> None:
     """Times over SSD's compiled form."""
     sizes = QUICK if report.quick else FULL
@@ -113,13 +180,16 @@ def recurrences(report: BenchReport) -> None:
     measure = next(name for name in names if name.startswith(MEASURE))
     report.ratios("time", "tokens", timings, [(name, measure) for name in names if name != measure], {})
     last = sizes.lengths[-1]
-    for kind, goal in (("GLA", GLA_GOAL), ("delta by head", GOAL)):
+    for kind, goal in GOALS.items():
         fastest = next(name for name in names if name.startswith(kind))
         report.at_most(f"{fastest} / {measure} at {last} tokens", goal, timings[last].ratio(fastest, measure))
-    for other in (name for name in names if name.endswith(PACKAGE)):
+    for other in (name for name in names if name.endswith(("transformers", FLA))):
         ours = next(name for name in names if name.startswith(other.partition(",")[0]))
-        report.at_most(f"{ours} / {other} at {last} tokens", 1, timings[last].ratio(ours, other))
+        longest = max(length for length, timed in timings.items() if other in timed)
+        report.at_most(f"{ours} / {other} at {longest} tokens", 1, timings[longest].ratio(ours, other))
     report.notes += [
         f"batch 1, {sizes.heads} heads, keys of {sizes.key} and values of {sizes.value} channels, fp32",
         f"forward and backward, gradients of all inputs; {report.repetitions} rounds",
+        f"{FLA} {installed(FLA) or 'not installed'}: its plain forms in torch, of GLA and RWKV-6 a loop over tokens; "
+        "it has none of Mamba-3, and its kernels need a GPU",
     ]

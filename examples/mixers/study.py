@@ -104,7 +104,8 @@ def described(text: Trained, recall: Trained | None, sizes: Sizes) -> list[str]:
     ]
     if recall is not None:
         notes.append(
-            f"MQAR: {recall.pattern}, width {recall.width}, {sizes.training} rows of each length, "
+            f"MQAR: {recall.pattern}, width {recall.width}, {sizes.training} rows of each length in "
+            f"batches of {recall.phases[0].global_batch}, "
             f"{VOCABULARY // 2} keys and as many values, lr {recall.phases[0].lr:g}, one seed "
             f"(examples/mixers/recall.yaml); chance is {2 / VOCABULARY:.3f}"
         )

@@ -73,7 +73,9 @@ class Parameter(Sharded):
     `parts` names what is fused in a projection along axis 0, as (name, rows); a checkpoint stores each part
     under its own name, and a layout cuts each part for itself. `partial_gradient` says that a weight held whole gets
     only a part of its gradient on each rank, because it works on a rank's share of the channels: the parts are summed.
-    `fp8` marks the large projections, which multiply in FP8 where the run's precision is one of FP8's.
+    `fp8` marks the large projections, which multiply in FP8 where the run's precision is one of FP8's. `grown` is how a
+    weight starts beside given weights that are of a model without it: by a rule, or as a copy of stored keys of its
+    sub-layer, one below the other; None where no model can be without it.
     """
 
     shape: tuple[int, ...]
@@ -83,6 +85,7 @@ class Parameter(Sharded):
     parts: tuple[tuple[str, int], ...] = ()
     partial_gradient: bool = False
     fp8: bool = False
+    grown: Init | tuple[str, ...] | None = None
 
     def fused_sizes(self, axis: int) -> tuple[int, ...]:
         return tuple(rows for _, rows in self.parts) if self.parts and axis == 0 else (self.shape[axis],)

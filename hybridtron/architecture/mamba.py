@@ -11,19 +11,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Names, Parameter, StatePart, linear, output_linear
+from hybridtron.architecture.base import Cut, ModelSizes, Names, Parameter, StatePart, linear, output_linear
 from hybridtron.architecture.inits import Constant, InverseSoftplus, LogRange, Uniform
+from hybridtron.architecture.sparse import BranchSizes, RecurrenceSpec
 from hybridtron.limits import at_least, disordered
 from hybridtron.problems import Problem
 
 
 @dataclass(frozen=True)
-class MambaSpec(MixerSpec):
+class MambaSpec(RecurrenceSpec):
     """Options of a Mamba-1 mixer. `state` is the size n; `dt_rank` None means width / 16, rounded up."""
 
     kind: ClassVar[str] = "mamba"
     module: ClassVar[str] = "hybridtron.mixers.mamba:Mamba"
     width_option: ClassVar[str] = "expand"
+    projects_by_default: ClassVar[bool] = True
+    copied: ClassVar[tuple[str, ...]] = ("x_proj.weight.B", "x_proj.weight.C")
 
     state: Annotated[int, at_least(1)] = 16  # size n of the state of each channel
     expand: Annotated[int, at_least(1)] = 2  # inner channels, in multiples of the model's width
@@ -55,7 +58,11 @@ class MambaSpec(MixerSpec):
             "A_log": Parameter((inner, state), LogRange(), decay=False, fp32=True, cuts=(Cut(0),)),
             "D": Parameter((inner,), Constant(1.0), decay=False, fp32=True, cuts=(Cut(0),)),
             "out_proj.weight": output_linear(width, inner, model.num_sublayers),
+            **self.branch_parameters(model),
         }
+
+    def shared_sizes(self, model: ModelSizes) -> BranchSizes:
+        return BranchSizes(self.state, self.inner(model), groups=1, heads=self.inner(model))
 
     def exported_names(self, model: ModelSizes) -> Names:
         """Those of the reference implementation, which transformers took over."""
@@ -73,7 +80,7 @@ class MambaSpec(MixerSpec):
     def activation_values(self, model: ModelSizes) -> int:
         # x and z, conv output, dt, the scan's gated output, the small dt, B, C; an fp32 state every 128 tokens
         states = -(-2 * self.inner(model) * self.state // 128)
-        return 5 * self.inner(model) + self.rank(model) + 2 * self.state + states
+        return 5 * self.inner(model) + self.rank(model) + 2 * self.state + states + self.branch_values(model)
 
     def whole_values(self, model: ModelSizes, tensor: int) -> int:
         return self.rank(model) + 2 * self.state  # the small dt, B and C
@@ -86,10 +93,11 @@ class MambaSpec(MixerSpec):
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         inner = self.inner(model)
-        return {
+        return super().state_parts(model) | {
             "ssm": StatePart("ssm", (inner, self.state), "float32", cuts=(Cut(0),)),
             "conv": StatePart("conv", (self.conv - 1, inner), cuts=(Cut(1),)),
         }
 
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
+        yield from super().problems(model, max_seq_len)
         yield from disordered(self, "dt_min", "dt_max")

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
-from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Names, Parameter, StatePart, linear, output_linear
+from hybridtron.architecture.base import Cut, ModelSizes, Names, Parameter, StatePart, linear, output_linear
 from hybridtron.architecture.inits import Constant, InverseSoftplus, LogUniform, Uniform
+from hybridtron.architecture.sparse import BranchSizes, RecurrenceSpec
 from hybridtron.limits import above, at_least, disordered, divisors_near
 from hybridtron.problems import Problem, choice
 
@@ -25,7 +26,7 @@ CHUNK = 128
 
 
 @dataclass(frozen=True)
-class Mamba2Spec(MixerSpec):
+class Mamba2Spec(RecurrenceSpec):
     """Options of a Mamba-2 mixer. `state` is the size n, `head_dim` the channels of a head; A starts in [a_min, a_max].
 
     FLOPs are those of the chunked form with whole CHUNK x CHUNK tiles, as its kernels compute them.
@@ -34,6 +35,7 @@ class Mamba2Spec(MixerSpec):
     kind: ClassVar[str] = "mamba2"
     module: ClassVar[str] = "hybridtron.mixers.mamba2:Mamba2"
     width_option: ClassVar[str] = "head_dim"
+    projects_by_default: ClassVar[bool] = False
 
     state: Annotated[int, at_least(1)] = 128  # size n of the state of each channel
     head_dim: Annotated[int, at_least(1)] = 64  # channels of a head
@@ -71,7 +73,11 @@ class Mamba2Spec(MixerSpec):
             "D": per_head,
             "norm_weight": Parameter((inner,), Constant(1.0), decay=False, cuts=(Cut(0),)),
             "out_proj.weight": output_linear(width, inner, model.num_sublayers),
+            **self.branch_parameters(model),
         }
+
+    def shared_sizes(self, model: ModelSizes) -> BranchSizes:
+        return BranchSizes(self.state, self.inner(model), self.groups, self.num_heads(model))
 
     def exported_names(self, model: ModelSizes) -> Names:
         return {
@@ -86,6 +92,7 @@ class Mamba2Spec(MixerSpec):
             "D": ("D",),
             "norm.weight": ("norm_weight",),
             "out_proj.weight": ("out_proj.weight",),
+            **{name: tuple(weight.stored(name)) for name, weight in self.branch_parameters(model).items()},
         }
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
@@ -97,7 +104,8 @@ class Mamba2Spec(MixerSpec):
     def activation_values(self, model: ModelSizes) -> int:
         # z, x, the convolved x, y and the normed y; B and C before and after the convolution; dt, beside z and x and
         # alone; the norm's scale in fp32
-        return 5 * self.inner(model) + 4 * self.groups * self.state + (2 + 2) * self.num_heads(model)
+        own = 5 * self.inner(model) + 4 * self.groups * self.state + (2 + 2) * self.num_heads(model)
+        return own + self.branch_values(model)
 
     def whole_values(self, model: ModelSizes, tensor: int) -> int:
         return 4 * self.groups * self.state if self.groups % tensor else 0  # B and C, where groups can't be shared out
@@ -111,7 +119,7 @@ class Mamba2Spec(MixerSpec):
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         heads, both = self.num_heads(model), self.groups * self.state
-        return {
+        return super().state_parts(model) | {
             "ssm": StatePart("ssm", (heads, self.head_dim, self.state), "float32", heads, cuts=(Cut(0),)),
             "x_conv": StatePart("conv", (self.conv - 1, self.inner(model)), cuts=(Cut(1),)),
             "bc_conv": StatePart(
@@ -120,6 +128,7 @@ class Mamba2Spec(MixerSpec):
         }
 
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
+        yield from super().problems(model, max_seq_len)
         yield from uneven_heads(model.width, self.expand, self.head_dim, self.groups)
         yield from disordered(self, "dt_min", "dt_max")
         yield from disordered(self, "a_min", "a_max")

@@ -11,6 +11,7 @@ import functools
 import sys
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,7 +74,7 @@ def _spec(where: str, options: dict[str, Any]) -> MixerSpec:
     if kind not in SPECS:
         what = "must be set" if kind is None else f"is {kind!r}{did_you_mean(str(kind), SPECS)}"
         raise ConfigError([Problem(f"{where}.kind", f"{what}; {_known(SPECS)}")])
-    if found := _option_problems(SPECS[kind], options, where):
+    if found := _option_problems(SPECS[kind], kind, options, where):
         raise ConfigError(found)
     spec = SPECS[kind](**options)
     if found := list(limit_problems(spec, where)):
@@ -110,23 +111,26 @@ def _as_lit_gpt(table: dict[str, Parameter], arch: Architecture) -> dict[str, Pa
     return {name: replace(weight, init=starts.get(type(weight.init), weight.init)) for name, weight in table.items()}
 
 
-def _option_problems(spec: type[MixerSpec], options: dict[str, Any], where: str) -> list[Problem]:
-    hints = _hints(spec)
-    names = [f.name for f in dataclasses.fields(spec)]
+def _option_problems(schema: type, what: str, options: Mapping[str, Any], where: str) -> list[Problem]:
+    hints = _hints(schema)
+    names = [f.name for f in dataclasses.fields(schema)]
     found = []
     for name, value in options.items():
+        below = next((kind for kind in _alternatives(hints.get(name)) if dataclasses.is_dataclass(kind)), None)
         if name not in names:
             near = did_you_mean(name, names)
-            found.append(Problem(f"{where}.{name}", f"is no option of {spec.kind}{near}; {_known(names)}"))
+            found.append(Problem(f"{where}.{name}", f"is no option of {what}{near}; {_known(names)}"))
+        elif isinstance(below, type) and isinstance(value, Mapping):
+            found += _option_problems(below, name, value, f"{where}.{name}")
         elif not _fits(value, hints[name]):
             found.append(Problem(f"{where}.{name}", f"is {value!r}, must be {_type_name(hints[name])}"))
     return found
 
 
 @functools.cache
-def _hints(spec: type[MixerSpec]) -> dict[str, Any]:
-    """The types of a spec's options; evaluating annotations takes longer than all else here."""
-    return typing.get_type_hints(spec)
+def _hints(schema: type) -> dict[str, Any]:
+    """The types of options; evaluating annotations takes longer than all else here."""
+    return typing.get_type_hints(schema)
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
@@ -149,9 +153,14 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def _type_name(hint: Any) -> str:
     return " or ".join(
-        "null" if kind is types.NoneType else str(kind) if typing.get_origin(kind) else kind.__name__
+        "null" if kind is types.NoneType else str(kind) if typing.get_origin(kind) else _plain_name(kind)
         for kind in _alternatives(hint)
     )
+
+
+def _plain_name(kind: type) -> str:
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    return f"{{{', '.join(f'{f.name}: ...' for f in fields[:2])}}}" if fields else kind.__name__
 
 
 def _known(names: typing.Iterable[str]) -> str:

@@ -16,6 +16,7 @@ from hybridtron.architecture.gated_deltanet import GatedDeltaNetSpec
 from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.sparse import RecurrenceSpec
 from hybridtron.architecture.swiglu import SwiGLUSpec
 from hybridtron.architecture.table import Architecture, architecture
 from hybridtron.config.choices import Export
@@ -67,6 +68,8 @@ def _only(specs: Sequence[MixerSpec], kind: type[MixerSpec], norm_after: bool = 
         return f"not every sub-layer is {kind.kind}"
     if len(set(specs)) != 1:
         return f"its {kind.kind} sub-layers differ"
+    if isinstance(specs[0], RecurrenceSpec) and specs[0].sparse is not None:
+        return f"its {kind.kind} sub-layers have sparse attention beside them"
     if specs[0].norm_after is not norm_after:
         return f"its {kind.kind} sub-layers have their norm {'before' if norm_after else 'after'} them"
     return None

@@ -137,4 +137,4 @@ def with_auxiliary_losses(output: Tensor, losses: Sequence[Tensor], tokens: Tens
     """
     for loss in losses:
         output = MoEAuxLossAutoScaler.apply(output, loss * tokens)
-    return output
+    return output.clone() if losses else output  # a view of itself by now, which Megatron can't free behind a stage

@@ -31,6 +31,7 @@ STAND_INS = {"parallel.linear": "linear_hybridtron"}
 IMPLEMENTATIONS = {
     **dict.fromkeys(("selective_scan", "ssd_scan", "decay_scan", "gla_scan", "delta_scan"), "chunked"),
     **dict.fromkeys(("angles", "attention"), "blocked"),
+    "sparse_attention": "tiled",
 }
 """Of ops whose reference, token by token or with a mask over all pairs, is too slow to be shipped alone."""
 NEEDED_BESIDE = (

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, Out, State, as_stored, beside_as_stored
+from hybridtron.mixers.sparse import SparseBranch, projected_heads
 from hybridtron.ops.conv import ConvInputs, causal_conv
 from hybridtron.ops.scan import ScanInputs, selective_scan
 from hybridtron.parallel.linear import (
@@ -22,13 +24,14 @@ from hybridtron.parallel.linear import (
 
 
 class Mamba(Mixer):
-    """State: `ssm` (B, E, N) in fp32, and `conv` (B, W - 1, E), the inputs that the next chunk's convolution needs."""
+    """State: `ssm` (B, E, N) in fp32, and `conv` (B, W - 1, E), the inputs that the next chunk's convolution needs;
+    and that of sparse attention, if there is any."""
 
     selects = True
 
     def __init__(self, spec: MambaSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()
-        self.tensor = tensor
+        self.spec, self.tensor = spec, tensor
         inner, self.state, self.rank = spec.inner(sizes), spec.state, spec.rank(sizes)
         own = tensor.share(inner)
         self.in_proj = column_parallel(sizes.width, 2 * inner, tensor)
@@ -40,6 +43,10 @@ class Mamba(Mixer):
         self.A_log = nn.Parameter(torch.empty(own, self.state))
         self.D = nn.Parameter(torch.empty(own))
         self.out_proj = row_parallel(inner, sizes.width, tensor)
+        if spec.sparse is not None:
+            self.sparse = SparseBranch(spec.sparse, spec.state, own, sizes, tensor)
+            if spec.projects:
+                self.sparse_qk = row_parallel_inside(inner, 2 * spec.state, tensor)
 
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
         # cut before rows come first, or the two gradients would be joined in another order than the product reads
@@ -58,4 +65,10 @@ class Mamba(Mixer):
         y_BLE, h_BEN = selective_scan(
             ScanInputs(x_BLE, dt_BLE, A_EN, B_BLN, C_BLN, self.D, self.dt_bias, z_BLE, h_BEN, documents_BL)
         )
-        return Out(self.out_proj(y_BLE.transpose(0, 1)), {"ssm": h_BEN, "conv": tail}, {})
+        new, aux = {"ssm": h_BEN, "conv": tail}, {}
+        if self.spec.sparse is not None:
+            shared = B_BLN.unsqueeze(2), C_BLN.unsqueeze(2), x_BLE
+            k_q_v = projected_heads(self.sparse_qk, x_BLE, self.tensor) if self.spec.projects else shared
+            attended_BLE, kept, aux = self.sparse(*k_q_v, before, seq)
+            y_BLE, new = y_BLE + attended_BLE * F.silu(z_BLE), new | kept
+        return Out(self.out_proj(y_BLE.transpose(0, 1)), new, aux)

@@ -9,14 +9,24 @@ from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, Out, State
+from hybridtron.mixers.sparse import SparseBranch, projected_heads
 from hybridtron.ops.conv import ConvInputs, causal_conv
 from hybridtron.ops.gated_norm import GatedScaleInputs, GatedSquaresInputs, gated_scale, gated_squares
 from hybridtron.ops.ssd import SSDInputs, ssd_scan
-from hybridtron.parallel.linear import SINGLE_RANK, TensorGroup, column_parallel, enter, row_parallel, sum_shares
+from hybridtron.parallel.linear import (
+    SINGLE_RANK,
+    TensorGroup,
+    column_parallel,
+    enter,
+    row_parallel,
+    row_parallel_inside,
+    sum_shares,
+)
 
 
 class Mamba2(Mixer):
-    """State: `ssm` (B, H, P, N) in fp32; `x_conv` and `bc_conv` (B, W - 1, channels), the convolutions' next inputs."""
+    """State: `ssm` (B, H, P, N) in fp32; `x_conv` and `bc_conv` (B, W - 1, channels), the convolutions' next inputs;
+    and that of sparse attention, if there is any."""
 
     selects = True
 
@@ -40,6 +50,10 @@ class Mamba2(Mixer):
         self.D = nn.Parameter(torch.empty(self.heads))
         self.norm_weight = nn.Parameter(torch.empty(self.inner))
         self.out_proj = row_parallel(inner, sizes.width, tensor)
+        if spec.sparse is not None:
+            self.sparse = SparseBranch(spec.sparse, spec.state, self.inner, sizes, tensor)
+            if spec.projects:
+                self.sparse_qk = row_parallel_inside(inner, 2 * spec.state, tensor)
 
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
         new: State = {}
@@ -63,8 +77,14 @@ class Mamba2(Mixer):
         y_BLHP, new["ssm"] = ssd_scan(
             SSDInputs(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, self.D, self.dt_bias, before.get("ssm"), documents_BL)
         )
+        aux: dict[str, Tensor] = {}
+        if self.spec.sparse is not None:
+            shared = B_BLGN, C_BLGN, x_BLE
+            k_q_v = projected_heads(self.sparse_qk, x_BLE, self.tensor) if self.spec.projects else shared
+            attended_BLE, kept, aux = self.sparse(*k_q_v, before, seq)
+            y_BLHP, new = y_BLHP + attended_BLE.view_as(y_BLHP), new | kept
         y_BLE = self._normed(y_BLHP, z_BLE.unflatten(-1, (self.heads, -1))).flatten(2)
-        return Out(self.out_proj(y_BLE.transpose(0, 1)), new, {})
+        return Out(self.out_proj(y_BLE.transpose(0, 1)), new, aux)
 
     def _normed(self, y_BLHP: Tensor, z_BLHP: Tensor) -> Tensor:
         """The gated norm. Where every rank holds all groups, the heads of a group may lie on several of them."""

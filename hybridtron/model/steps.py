@@ -81,7 +81,7 @@ def residuals(model: LanguageModel) -> dict[int, Residual]:
 def _inner(mixer: Mixer) -> int:
     """The size of a mixer's vectors; 1 where it is none that is known."""
     if isinstance(mixer, Mamba):
-        return len(mixer.get_parameter("in_proj.weight")) // 2
+        return len(mixer.get_parameter("in_proj.weight")) // 2 if mixer.spec.sparse is None else 1
     if isinstance(mixer, SwiGLU):
         return len(mixer.get_parameter("gate_up.weight")) // 2
     if not isinstance(mixer, Attention) or not mixer.window:

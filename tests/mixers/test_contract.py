@@ -28,8 +28,19 @@ from tests.conftest import seq_info as evaluated
 SIZES = ModelSizes(width=16, num_sublayers=4)
 LENGTH = 21
 OPTIONS = {
-    "mamba": [{"state": 4}],
-    "mamba2": [{"state": 6, "head_dim": 8}, {"state": 4, "head_dim": 4, "groups": 2, "conv": 3}],
+    "mamba": [
+        {"state": 4},
+        {"state": 4, "sparse": {"keys": 8, "hashes": 3}},
+        {"state": 4, "sparse": {"pattern": "window_dilated", "keys": 6, "stride": 4, "projected": False}},
+    ],
+    "mamba2": [
+        {"state": 6, "head_dim": 8},
+        {"state": 4, "head_dim": 4, "groups": 2, "conv": 3},
+        {"state": 4, "head_dim": 4, "groups": 2, "sparse": {"keys": 6, "bins": "sign", "hashes": 2, "target": "mean"}},
+        {"state": 4, "head_dim": 4, "groups": 2, "sparse": {"pattern": "ks", "keys": 5, "projected": True}},
+        {"state": 4, "head_dim": 8, "sparse": {"pattern": "lsh", "keys": 3, "hashes": 4}},
+        {"state": 4, "head_dim": 8, "sparse": {"pattern": "sink_window", "keys": 6}},
+    ],
     "mamba3": [{"state": 6, "head_dim": 8}, {"state": 4, "head_dim": 4, "groups": 2, "turned": 1.0, "norm": True}],
     "gla": [{"heads": 2, "gate_divisor": 2.0}, {"heads": 4, "expand_k": 1.0, "expand_v": 2.0, "conv": 3}],
     "retnet": [{"heads": 4}, {"heads": 2, "expand_k": 0.5, "expand_v": 1.0, "conv": 3}],
@@ -93,9 +104,13 @@ def build(spec: MixerSpec, dtype: torch.dtype = torch.float64) -> Mixer:
 
 
 def gradients(mixer: Mixer, outputs: list[Tensor], inputs: list[Tensor], weights_of_loss: list[Tensor]) -> list[Tensor]:
-    """Gradients of a random linear function of the outputs, with respect to the inputs and every weight."""
+    """Gradients of a random linear function of the outputs, with respect to the inputs and every weight.
+
+    They are zeros for weights that learn by an auxiliary loss alone.
+    """
     loss = sum(((y * w).sum() for y, w in zip(outputs, weights_of_loss, strict=True)), torch.zeros(()))
-    return list(torch.autograd.grad(loss, [*inputs, *mixer.parameters()]))
+    wanted = [*inputs, *mixer.parameters()]
+    return list(torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True))
 
 
 def assert_all_close(left: list[Tensor], right: list[Tensor], tolerance: float) -> None:
@@ -226,6 +241,15 @@ def test_no_document_sees_another(spec: MixerSpec, form: str | None) -> None:
     with force(form):
         for ours, theirs in zip(document_b(x), document_b(other), strict=True):
             assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("spec", CASES)
+def test_every_weight_gets_a_gradient(spec: MixerSpec) -> None:
+    mixer = build(spec)
+    out = mixer(torch.randn(LENGTH, 2, SIZES.width, dtype=torch.float64), None, seq_info(2, LENGTH))
+    loss = out.y_LBD.square().sum() + sum(out.aux.values())
+    for gradient in torch.autograd.grad(loss, list(mixer.parameters())):
+        assert gradient.any()
 
 
 @pytest.mark.parametrize("spec", CASES)

@@ -27,6 +27,7 @@ from hybridtron.mixers.retnet import log_gammas
 from hybridtron.mixers.token_shift import token_before
 from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.loss import Loss
+from hybridtron.ops.sparse import hash_matrix, ranking_loss
 from hybridtron.ops.turns import angles
 from hybridtron.parallel.cut import Mesh, cut
 from hybridtron.parallel.linear import TensorGroup
@@ -86,6 +87,16 @@ QUERY_NORM: Replaced = {"hybridtron.mixers.attention.sum_shares": lambda x, tens
 QUERY_NORM_GRADIENT = _marked("q_norm_weight", "partial_over_tensor", False)
 MIX_GRADIENT = _marked("mixer.mix", "partial_over_tensor", False)
 DECAY_INPUT_GRADIENT = _marked("decay_down", "partial_over_tensor", False)
+SCORES_GRADIENT = _marked("sparse.weight", "partial_over_tensor", False)
+SPARSE_BACKWARD: Replaced = {"hybridtron.mixers.sparse.sum_gradients": lambda x, tensor: x}
+HASH_OF_RANK: Replaced = {
+    "hybridtron.mixers.sparse.hash_matrix": lambda seed, *sizes: hash_matrix(
+        seed + 2 * torch.distributed.get_rank(), *sizes
+    )
+}
+RANKING_OF_EVERY_RANK: Replaced = {
+    "hybridtron.mixers.sparse.ranking_loss": lambda *scored: torch.distributed.get_world_size() * ranking_loss(*scored)
+}
 
 
 def _inside_shares(x_LBD: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -231,6 +242,10 @@ BUGS = {
     "bonus_cut": Bug("every rank has the bonus of the first rank's heads", BONUS_CUT, "rwkv6", "tp2"),
     "unsummed_values": Bug("receptance multiplies a rank's part of the values", UNSUMMED_VALUES, "rwkv6", "tp2"),
     "summed_as_it_leaves": Bug("gradients of shares of channels are summed", SUMMED_AS_IT_LEAVES, "rwkv6", "tp2"),
+    "sparse_backward": Bug("gradients of sparse queries and keys are not summed", SPARSE_BACKWARD, "mamba-hax", "tp2"),
+    "hash_of_rank": Bug("each rank draws a hash of its own", HASH_OF_RANK, "mamba-hax", "tp2-sp"),
+    "ranking_of_every_rank": Bug("the ranking loss counts once a rank", RANKING_OF_EVERY_RANK, "mamba-hax", "tp2"),
+    "scores_gradient": Bug("what scores keys keeps its rank's part", SCORES_GRADIENT, "mamba-hax", "tp2-sp"),
     "norm_gradient": Bug("norms keep the gradient of their rank's tokens", NORM_GRADIENT, "mamba-mlp", "tp2-sp"),
     "double_norm_gradient": Bug("norms' whole gradients are summed", DOUBLE_NORM_GRADIENT, "mamba-mlp", "tp2"),
     "tied_gradient": Bug("first and last stage keep their own embedding's gradient", TIED_GRADIENT, "samba", "pp2"),

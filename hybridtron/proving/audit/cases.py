@@ -74,6 +74,7 @@ ARCHITECTURES = {
     "mamba": "MMMMM",
     "mamba2": "SGSGS",
     "mamba2-attention": "S-F-G",
+    "mamba-hax": "Q-IiQ",
     "mamba3-swa": "T-WUT",
     "sliding-gla": "A-WAC",
     "sliding-retnet": "R-WRB",
@@ -133,12 +134,16 @@ def small_model(pattern: str, tied: bool, heads: dict[str, Any]) -> ModelConfig:
     """One of the table's models, with these options of its attention."""
     attention = {"kind": "attention", "heads": 4, **heads}
     span = {"kind": "span", "heads": 4, "kv_heads": 2, "chunk": [4, 8], "block": 2, "blocks": 2}
+    mamba2 = {"kind": "mamba2", "state": 4, "head_dim": 4}
     # a query at nearly right angles to its keys reads next to nothing, which the norm would enlarge with its rounding
     linear = {"norm_eps": 0.01}
     layers = {
         "M": {"kind": "mamba", "state": 4},
-        "S": {"kind": "mamba2", "state": 4, "head_dim": 4},
-        "G": {"kind": "mamba2", "state": 4, "head_dim": 4, "groups": 2},
+        "S": mamba2,
+        "G": {**mamba2, "groups": 2},
+        "Q": {"kind": "mamba", "state": 4, "sparse": {"keys": 8, "hashes": 3}},
+        "I": {**mamba2, "state": 8, "groups": 2, "sparse": {"keys": 6, "bins": "sign", "hashes": 2}},
+        "i": {**mamba2, "sparse": {"pattern": "ks", "keys": 5, "projected": True}},
         "T": {"kind": "mamba3", "state": 4, "head_dim": 4},
         "U": {"kind": "mamba3", "state": 4, "head_dim": 4, "groups": 2, "turned": 1.0, "norm": True, **linear},
         "A": {"kind": "gla", "heads": 4, **linear},

@@ -28,7 +28,7 @@ from hybridtron.parallel.linear import SINGLE_RANK
 from hybridtron.proving.measuring import BenchReport
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "mamba": [{}],
+    "mamba": [{}, {"sparse": {"pattern": "sink_window", "keys": 64}}],
     "mamba2": [{"head_dim": 32, "state": 32, "groups": 2}],
     "mamba3": [{"head_dim": 32, "state": 32, "groups": 2, "norm": True}],
     "gla": [{"heads": 2}, {"heads": 4, "conv": 4}],

@@ -1,0 +1,242 @@
+"""Sparse attention beside a recurrence: `sparse:` as an option of `mamba` and `mamba2`. Zhan, Zhao, Zhu and Tang 2025.
+
+    x      what the recurrence reads, behind its convolution; q, k as below; v = x
+    y_i    = sum over the j <= i that i sees of  softmax(q_i . k_j / sqrt(state)) v_j;   0 where it sees none
+    added  gate * y beside the recurrence's y + D x, inside the output gate (mamba) or the gated norm (mamba2)
+
+One pattern decides for all channels of a group, `keys` tokens at most:
+
+    window, dilated        the last ones; the last ones at every `stride`th place
+    window_dilated, sink_window   the last ones and, half of the keys each, those at every `stride`th place or the first
+    lsh                    the last ones whose key falls into the query's bin of a random hash
+    ks                     those of largest score: a small MLP reads the key and the normed sum of all queries so far
+    hax                    lsh and ks, half of the keys each
+
+Queries and keys are projections of x (`projected`; `k|q`, without a bias), as the paper has them on mamba, or what the
+recurrence has for C and B, by state-space duality, group by group; the second is the default on mamba2.
+
+A hash is drawn for every micro-batch of training, and is one and the same outside of it. The MLP learns by the
+ranking loss alone, `alpha` times which each layer adds to the training loss; q and k get no gradient from it. Its last
+bias is left out, as it changes neither an order nor a difference.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, ClassVar, NamedTuple
+
+from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Parameter, StatePart, linear
+from hybridtron.architecture.inits import Constant, Projection, Uniform
+from hybridtron.limits import at_least, one_of
+from hybridtron.problems import Problem
+
+PATTERNS = {
+    "window": ("recent",),
+    "dilated": ("strided",),
+    "window_dilated": ("recent", "strided"),
+    "sink_window": ("recent", "first"),
+    "lsh": ("bin",),
+    "ks": ("best",),
+    "hax": ("bin", "best"),
+}
+"""The rules of each, which share its keys equally."""
+
+
+class BranchSizes(NamedTuple):
+    """Size of a query, inner channels, groups of heads with queries and keys of their own, and heads."""
+
+    state: int
+    inner: int
+    groups: int
+    heads: int
+
+
+@dataclass(frozen=True)
+class SparseOptions:
+    """Options of sparse attention beside a recurrence."""
+
+    # hax, its halves lsh and ks, or one that does not depend on context: window, dilated, window_dilated, sink_window
+    pattern: Annotated[str, one_of(PATTERNS)] = "hax"
+    keys: Annotated[int, at_least(1)] = 128  # tokens that a query sees at most; its rules share them equally
+    bins: Annotated[str, one_of(("argmax", "sign"))] = "argmax"  # of a hash: as many as hashes, or 2^hashes
+    # columns of the random matrix; null: as many as keys for argmax, 8 for sign
+    hashes: Annotated[int | None, at_least(1)] = None
+    stride: Annotated[int | None, at_least(1)] = None  # of dilated: the paper's is the longest row divided by the keys
+    # what is subtracted before hashing: the vector's own mean (features), or the document's, later tokens included,
+    # which is no language model and only repeats published code (sequence)
+    centre: Annotated[str, one_of(("features", "sequence"))] = "features"
+    alpha: Annotated[float, at_least(0)] = 0.1  # weight of the ranking loss
+    target: Annotated[str, one_of(("sum", "mean"))] = (
+        "sum"  # what makes a key worth more: all its queries, or their mean
+    )
+    gate: float | None = None  # what every channel's gate starts from; null: 1, and 0 beside given weights without it
+    projected: bool | None = None  # queries and keys by a projection of their own; null: on mamba, not on mamba2
+
+    def __str__(self) -> str:
+        return self.pattern
+
+    @property
+    def budget(self) -> dict[str, int]:
+        """The keys of each rule, and the stride."""
+        rules = PATTERNS[self.pattern]
+        return {**dict.fromkeys(rules, self.keys // len(rules)), "stride": self.stride or 1}
+
+    @property
+    def hashed(self) -> bool:
+        return "bin" in PATTERNS[self.pattern]
+
+    @property
+    def scored(self) -> bool:
+        return "best" in PATTERNS[self.pattern]
+
+    @property
+    def columns(self) -> int:
+        """Of the hash's matrix."""
+        return self.hashes or (self.keys if self.bins == "argmax" else 8)
+
+    @property
+    def slots(self) -> int:
+        """Keys that are carried at most: what later queries may see by each rule."""
+        each = self.keys // len(PATTERNS[self.pattern])
+        of_bins = self.columns if self.bins == "argmax" else 2**self.columns
+        rules = {"recent": each - 1, "first": each, "strided": each, "bin": of_bins * each, "best": each}
+        return sum(rules[rule] for rule in PATTERNS[self.pattern])
+
+    def parameters(self, sizes: BranchSizes, projected: bool, copied: tuple[str, ...]) -> dict[str, Parameter]:
+        """The branch's weights by their names in the mixer; grown projections copy these keys, if there are any."""
+        state, inner, _, _ = sizes
+        from_scratch, grown = (Constant(other if self.gate is None else self.gate) for other in (1.0, 0.0))
+        table = {"sparse.gate": Parameter((inner,), from_scratch, decay=False, fp32=True, cuts=(Cut(0),), grown=grown)}
+        if projected:
+            weight = linear(2 * state, inner, parts=(("k", state), ("q", state)), cut=Cut(1), fp8=False)
+            table["sparse_qk.weight"] = replace(weight, grown=copied or weight.init)
+        if self.scored:
+            start, bias = Projection((2 * state) ** -0.5), Uniform((2 * state) ** -0.5)
+            # each rank's loss is that of its own groups, divided by the ranks
+            square = Parameter((2 * state, 2 * state), start, fp32=True, partial_gradient=True, grown=start)
+            for layer in ("1", "2"):
+                table[f"sparse.weight_{layer}"] = square
+                table[f"sparse.bias_{layer}"] = replace(square, shape=(2 * state,), init=bias, decay=False, grown=bias)
+            table["sparse.weight_3"] = replace(square, shape=(1, 2 * state))
+        return table
+
+    def flops(self, sizes: BranchSizes) -> dict[str, float]:
+        """Of a token, beside those of weights, which are counted for one group."""
+        state, inner, groups, _ = sizes
+        parts: dict[str, float] = {"sparse": 2 * self.keys * (groups * state + inner) + 2 * inner}
+        if self.hashed:
+            parts["hash"] = 4 * groups * state * self.columns
+        if self.scored:
+            of_scorer = 2 * (2 * (2 * state) ** 2 + 2 * state)
+            parts["scores"] = (groups - 1) * of_scorer + 2 * groups * state * self.budget["best"]  # and the ranking
+        return parts
+
+    def activation_values(self, sizes: BranchSizes) -> int:
+        """Of a token: what is attended to, in fp32 before the gate and after it, the projection, the scores' MLP."""
+        state, inner, groups, _ = sizes
+        whole_numbers = 4 * (4 + (self.keys // len(PATTERNS[self.pattern]) + 64) // 64)  # who sees whom, 8 bytes each
+        return 4 * inner + 4 * groups * state + groups * (whole_numbers + (12 * state if self.scored else 0))
+
+    def state_parts(self, sizes: BranchSizes) -> dict[str, StatePart]:
+        """What is kept of a document, group by group: a rank has those of its own heads."""
+        state, inner, groups, heads = sizes
+        first, second = Cut(0, readers=heads), Cut(1, readers=heads)
+        parts = {
+            "sparse_keys": StatePart("kv", (self.slots, groups, state), cuts=(second,)),
+            "sparse_values": StatePart("kv", (self.slots, inner), cuts=(Cut(1),)),
+            "sparse_places": StatePart("kv", (self.slots, groups), "int64", cuts=(second,)),
+            "sparse_length": StatePart("kv", (), "int64"),
+        }
+        if self.scored:
+            parts["sparse_scores"] = StatePart("kv", (self.slots, groups), "float32", cuts=(second,))
+            parts["sparse_queries"] = StatePart("kv", (groups, state), "float32", cuts=(first,))
+        return parts
+
+    def problems(self, max_seq_len: int) -> Iterator[Problem]:
+        """What is wrong with options that keep their limits; keys are names below `sparse`."""
+        rules = PATTERNS[self.pattern]
+        if self.keys % len(rules):
+            yield Problem("keys", f"is {self.keys}, must be even: the two rules of {self.pattern} share them equally")
+        if "strided" in rules and self.stride is None:
+            each = self.keys // len(rules)
+            what = f"must be set for {self.pattern}: the longest sequence divided by the {each} keys of this rule"
+            yield Problem("stride", f"{what} ({max(1, max_seq_len // max(1, each))})")
+        if "strided" not in rules and self.stride is not None:
+            yield Problem("stride", f"is {self.stride}, but {self.pattern} has no rule with a stride: leave it out")
+        if not self.hashed and (self.hashes is not None or self.centre != "features"):
+            key = "centre" if self.hashes is None else "hashes"
+            yield Problem(key, f"is {getattr(self, key)}, but {self.pattern} has no hash: leave it out")
+        if self.hashed and self.bins == "sign" and self.columns > 16:
+            yield Problem("hashes", f"is {self.columns}, must be at most 16 for bins=sign: 2^hashes bins")
+
+    def surprises(self) -> Iterator[Problem]:
+        """What works otherwise than it looks."""
+        if self.centre == "sequence":
+            leak = "is sequence: every token's bin depends on later tokens, so that losses are not those of a language"
+            yield Problem(
+                "centre", f"{leak} model, and generation differs from training; it only repeats published code"
+            )
+
+    def carry_problems(self) -> Iterator[Problem]:
+        """What keeps rows from continuing where others ended."""
+        if self.centre == "sequence":
+            yield Problem("centre", "is sequence, for which a row must hold the whole document: use centre=features")
+
+
+@dataclass(frozen=True)
+class RecurrenceSpec(MixerSpec):
+    """What mixers share that can have sparse attention beside their recurrence."""
+
+    projects_by_default: ClassVar[bool]
+    copied: ClassVar[tuple[str, ...]] = ()  # stored keys that have the places of k and q in the recurrence, if any do
+
+    # sparse attention beside the recurrence: {pattern: hax, keys: 128}, with the options below; null: none
+    sparse: SparseOptions | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.sparse, Mapping):  # as YAML and config.json have it
+            object.__setattr__(self, "sparse", SparseOptions(**self.sparse))
+
+    @property
+    def projects(self) -> bool:
+        """Whether queries and keys of sparse attention have a projection of their own."""
+        chosen = None if self.sparse is None else self.sparse.projected
+        return self.projects_by_default if chosen is None else chosen
+
+    @abstractmethod
+    def shared_sizes(self, model: ModelSizes) -> BranchSizes:
+        """Of the branch, if it shares the recurrence's C and B."""
+
+    def branch_sizes(self, model: ModelSizes) -> BranchSizes:
+        shared = self.shared_sizes(model)
+        return shared._replace(groups=1) if self.projects else shared
+
+    def branch_parameters(self, model: ModelSizes) -> dict[str, Parameter]:
+        if self.sparse is None:
+            return {}
+        return self.sparse.parameters(self.branch_sizes(model), self.projects, self.copied)
+
+    def branch_values(self, model: ModelSizes) -> int:
+        """Values per token that the branch keeps for the backward pass."""
+        return 0 if self.sparse is None else self.sparse.activation_values(self.branch_sizes(model))
+
+    def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
+        branch = {} if self.sparse is None else self.sparse.flops(self.branch_sizes(model))
+        return super().flops(model, seq_len) | branch
+
+    def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
+        return {} if self.sparse is None else self.sparse.state_parts(self.branch_sizes(model))
+
+    def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
+        if self.sparse is not None:
+            yield from (Problem(f"sparse.{p.key}", p.message) for p in self.sparse.problems(max_seq_len))
+
+    def surprises(self, carried: bool) -> Iterator[Problem]:
+        if self.sparse is not None:
+            yield from (Problem(f"sparse.{p.key}", p.message) for p in self.sparse.surprises())
+
+    def carry_problems(self, seq_len: int) -> Iterator[Problem]:
+        if self.sparse is not None:
+            yield from (Problem(f"sparse.{p.key}", p.message) for p in self.sparse.carry_problems())

@@ -1,0 +1,184 @@
+"""Sparse attention beside a recurrence: where it is added, its hash and its ranking loss; options that are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridtron.architecture import SPECS
+from hybridtron.architecture.base import MixerSpec, ModelSizes
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.sparse import PATTERNS, RecurrenceSpec
+from hybridtron.architecture.table import architecture
+from hybridtron.config.choices import Export
+from hybridtron.config.exportable import export_class
+from hybridtron.data.batch import SeqInfo
+from hybridtron.mixers.base import Mixer, build_mixer
+from hybridtron.model.init import starting_value
+from hybridtron.parallel.linear import SINGLE_RANK
+from hybridtron.problems import ConfigError
+
+SIZES = ModelSizes(width=8, num_sublayers=2, layer=3)
+LENGTH = 33
+BASES = {
+    "mamba": {"state": 4},
+    "mamba2": {"state": 4, "head_dim": 4, "groups": 2},
+}
+
+
+def spec_of(kind: str, **sparse: object) -> MixerSpec:
+    stride = {"stride": 3} if "dilated" in str(sparse.get("pattern")) else {}
+    return SPECS[kind](**BASES[kind], sparse={"keys": 6, **stride, **sparse} if sparse else None)
+
+
+def build(spec: MixerSpec) -> Mixer:
+    """With the same weights wherever the name is the same."""
+    mixer = build_mixer(spec, SIZES, SINGLE_RANK)
+    for name, weight in mixer.named_parameters():
+        weight.data.copy_(starting_value(spec.parameters(SIZES)[name].init, tuple(weight.shape), 1, name))
+    return mixer.double()
+
+
+def in_training(rows: int, length: int, key: int = 7) -> SeqInfo:
+    return dataclasses.replace(SeqInfo.stream(rows, length), key=key)
+
+
+def tokens(rows: int = 2, length: int = LENGTH) -> Tensor:
+    return torch.randn(length, rows, SIZES.width, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_at_gate_0_it_is_the_recurrence_alone_bit_for_bit(kind: str) -> None:
+    x, seq = tokens(), in_training(2, LENGTH)
+    alone, beside = (build(spec)(x, None, seq).y_LBD for spec in (spec_of(kind), spec_of(kind, gate=0.0)))
+    assert torch.equal(alone, beside)
+    assert not torch.equal(alone, build(spec_of(kind, gate=1.0))(x, None, seq).y_LBD)
+
+
+def test_what_it_adds_stands_inside_the_output_gate_of_mamba() -> None:
+    """Worked out with dense attention in a window of all tokens, whose branch is plain causal attention."""
+    spec = spec_of("mamba", pattern="window", keys=LENGTH, gate=0.5)
+    mixer, x, seq = build(spec), tokens(), in_training(2, LENGTH)
+    base = build(spec_of("mamba"))
+    weights = dict(mixer.named_parameters())
+    x_LBE, z_LBE = (x @ weights["in_proj.weight"].T).chunk(2, dim=-1)
+    padded = F.pad(x_LBE.permute(1, 2, 0), (3, 0))
+    u_BEL = F.silu(F.conv1d(padded, weights["conv_weight"][:, None], weights["conv_bias"], groups=16))
+    u_BLE = u_BEL.transpose(1, 2)
+    k_BLN, q_BLN = (u_BLE @ weights["sparse_qk.weight"].T).chunk(2, dim=-1)
+    y_BLE = F.scaled_dot_product_attention(q_BLN, k_BLN, u_BLE, is_causal=True)
+    added = (0.5 * y_BLE * F.silu(z_LBE.transpose(0, 1))).transpose(0, 1) @ weights["out_proj.weight"].T
+    torch.testing.assert_close(mixer(x, None, seq).y_LBD, base(x, None, seq).y_LBD + added, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("kind", BASES)
+def test_no_later_token_changes_an_earlier_one(kind: str, pattern: str) -> None:
+    """In training too, with several hashes, and outside of it."""
+    mixer = build(spec_of(kind, pattern=pattern))
+    for key in (None, 1, 2, 3):
+        seq, x = dataclasses.replace(SeqInfo.stream(2, LENGTH), key=key), tokens()
+        changed = torch.cat((x[:20], tokens()[20:]))
+        before, after = (mixer(each, None, seq).y_LBD[:20] for each in (x, changed))
+        torch.testing.assert_close(before, after, rtol=0, atol=1e-14)
+
+
+def test_the_same_probe_finds_the_leak_of_centring_over_the_sequence() -> None:
+    mixer = build(spec_of("mamba", pattern="lsh", centre="sequence"))
+    x, seq = tokens(), in_training(2, LENGTH)
+    changed = torch.cat((x[:20], 9 * tokens()[20:]))
+    before, after = (mixer(each, None, seq).y_LBD[:20] for each in (x, changed))
+    assert (before - after).abs().max() > 1e-6
+
+
+def test_a_hash_is_new_for_each_key_and_layer_and_one_outside_of_training() -> None:
+    x, spec = tokens(), spec_of("mamba", pattern="lsh")
+    mixer = build(spec)
+    first, again, other = (mixer(x, None, in_training(2, LENGTH, key)).y_LBD for key in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    outside = SeqInfo.stream(2, LENGTH)
+    assert torch.equal(mixer(x, None, outside).y_LBD, mixer(x, None, outside).y_LBD)
+    mixer.sparse.layer = 4
+    assert not torch.equal(mixer(x, None, in_training(2, LENGTH, 1)).y_LBD, first)
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_the_ranking_loss_teaches_the_scores_alone(kind: str) -> None:
+    mixer = build(spec_of(kind, alpha=0.5))
+    aux = mixer(tokens(), None, in_training(2, LENGTH)).aux
+    assert set(aux) == {"ranking"}
+    assert 0 < float(aux["ranking"].detach()) < 0.5 * 2 * math.log(2)
+    grads = torch.autograd.grad(aux["ranking"], list(mixer.parameters()), allow_unused=True)
+    reached = {name for (name, _), grad in zip(mixer.named_parameters(), grads, strict=True) if grad is not None}
+    assert reached == {f"sparse.{name}" for name in ("weight_1", "bias_1", "weight_2", "bias_2", "weight_3")}
+    assert mixer(tokens(), None, SeqInfo.stream(2, LENGTH)).aux == {}
+
+
+def test_after_another_hash_rows_see_what_was_kept() -> None:
+    """Training draws a hash for every micro-batch: carried keys find their bins again by the new one."""
+    spec = spec_of("mamba2", pattern="lsh", keys=64, hashes=2)  # with room for every key
+    mixer, x = build(spec), tokens()
+    first = mixer(x[:20], None, in_training(2, 20, key=1))
+    second = mixer(x[20:], first.state, in_training(2, LENGTH - 20, key=2)).y_LBD
+    whole = mixer(x, None, in_training(2, LENGTH, key=2)).y_LBD
+    torch.testing.assert_close(second, whole[20:], rtol=1e-10, atol=1e-10)
+
+
+def model_of(**sparse: object) -> ModelConfig:
+    return ModelConfig(16, 32, "MM", {"M": {"kind": "mamba", "state": 4, "sparse": sparse}})
+
+
+@pytest.mark.parametrize(
+    ("sparse", "said"),
+    [
+        ({"patern": "hax"}, "model.layers.M.sparse.patern is no option of sparse (did you mean pattern?)"),
+        ({"pattern": "hux"}, "model.layers.M.sparse.pattern is 'hux' (did you mean hax?)"),
+        ({"keys": "many"}, "model.layers.M.sparse.keys is 'many', must be int"),
+        ({"keys": 0}, "model.layers.M.sparse.keys is 0, must be at least 1"),
+        ({"keys": 7}, "model.layers.M.sparse.keys is 7, must be even"),
+        ({"pattern": "dilated", "keys": 4}, "model.layers.M.sparse.stride must be set for dilated"),
+        ({"pattern": "ks", "stride": 4}, "model.layers.M.sparse.stride is 4, but ks has no rule with a stride"),
+        ({"pattern": "window", "hashes": 4}, "model.layers.M.sparse.hashes is 4, but window has no hash"),
+        ({"pattern": "ks", "centre": "sequence"}, "model.layers.M.sparse.centre is sequence, but ks has no hash"),
+        ({"bins": "sign", "hashes": 40}, "model.layers.M.sparse.hashes is 40, must be at most 16"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(sparse: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        architecture(model_of(**sparse), 64)
+    found = [f"{problem.key} {problem.message}" for problem in refused.value.problems]
+    assert any(one.startswith(said) for one in found), found
+
+
+def test_the_stride_of_the_paper_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"divided by the 32 keys of this rule \(64\)"):
+        architecture(model_of(pattern="window_dilated", keys=64), 2048)
+
+
+def test_reproducing_the_leak_is_announced() -> None:
+    (spec,) = set(architecture(model_of(centre="sequence"), 64).specs)
+    assert isinstance(spec, RecurrenceSpec)
+    assert [problem.key for problem in spec.surprises(carried=False)] == ["sparse.centre"]
+    assert [problem.key for problem in spec.carry_problems(64)] == ["sparse.centre"]
+
+
+def test_no_class_of_transformers_has_it() -> None:
+    assert export_class(model_of(keys=8), Export.auto) == "HybridtronForCausalLM"
+
+
+def test_parameters_and_flops_of_the_papers_model() -> None:
+    """Mamba 130M with HAX: 2 N rows of d_in and 16 N^2 + 6 N of the MLP a layer, and a gate for each channel."""
+    base, grown = (SPECS["mamba"](sparse=sparse) for sparse in (None, {"pattern": "hax", "keys": 128}))
+    sizes = ModelSizes(768, 24)
+    added = sum(p.size for p in grown.parameters(sizes).values()) - sum(p.size for p in base.parameters(sizes).values())
+    assert added == 2 * 16 * 1536 + (2 * 32 * 32 + 2 * 32 + 32) + 1536
+    flops = {name: value - base.flops(sizes, 2048).get(name, 0) for name, value in grown.flops(sizes, 2048).items()}
+    assert flops["sparse"] == 2 * 128 * (16 + 1536) + 2 * 1536
+    assert flops["hash"] == 4 * 16 * 128
+    assert flops["projections"] == 2 * (2 * 16 * 1536 + 2 * 32 * 32 + 32)

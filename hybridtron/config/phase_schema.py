@@ -69,6 +69,7 @@ class PhaseOptimConfig:
     """What a phase overrides in `optim`; null: no override."""
 
     schedule: str | None = None
+    hold: str | None = None
     warmup: str | None = None
     decay: str | None = None
     final_lr: float | None = None

@@ -113,6 +113,7 @@ class OptimConfig:
     clip: Annotated[float, above(0)] = 1.0  # the largest norm of all gradients together
     # the learning rate after warm-up: cosine, or wsd (constant, then a linear decay)
     schedule: Annotated[str, one_of(SHAPES)] = "cosine"
+    hold: Annotated[str, A_SHARE] = "0"  # at a rate of 0 before the warm-up: tokens, or a share of the phase
     warmup: Annotated[str, A_SHARE] = "1%"  # tokens, or a share of the phase
     decay: Annotated[str, A_SHARE] = "20%"  # length of the decay of schedule=wsd: tokens, or a share of the phase
     # the learning rate at the end of the phase, as a fraction of the peak

@@ -39,7 +39,7 @@ def weight_decay(phases: Sequence[ResolvedPhase], index: int, lr: float) -> floa
 
 
 def _course(phases: Sequence[ResolvedPhase], leader: int, tokens: int) -> float:
-    """Linear warm-up, then the phase's shape to final_lr, over a phase and those that continue it."""
+    """Nothing, linear warm-up, then the phase's shape to final_lr, over a phase and those that continue it."""
     phase, optim = phases[leader].settings, phases[leader].optim
     peak = phase.lr
     assert peak is not None
@@ -48,14 +48,16 @@ def _course(phases: Sequence[ResolvedPhase], leader: int, tokens: int) -> float:
         if follower.settings.lr_piece is not LrPiece.carry_on:
             break
         whole += parse_tokens(follower.settings.tokens)
-    warmup = parse_share(optim.warmup, whole)
-    if tokens < warmup:
-        from_zero = leader == 0 or phase.moments is Moments.reset or phase.init_from is not None
+    hold, warmup = parse_share(optim.hold, whole), parse_share(optim.warmup, whole)
+    if tokens <= hold and hold:
+        return 0.0
+    if (tokens := tokens - hold) < warmup:
+        from_zero = leader == 0 or hold or phase.moments is Moments.reset or phase.init_from is not None
         begun = 0.0 if from_zero else min(_end_of(phases, leader - 1), peak)
         return begun + (peak - begun) * tokens / warmup
     shape, lowest = SHAPES[optim.schedule], peak * optim.final_lr
     decay = parse_share(optim.decay, whole) if shape.uses_decay else 0
-    return lowest + (peak - lowest) * shape.height(LrPosition(tokens, warmup, whole, decay))
+    return lowest + (peak - lowest) * shape.height(LrPosition(tokens, warmup, whole - hold, decay))
 
 
 def _end_of(phases: Sequence[ResolvedPhase], index: int) -> float:

@@ -55,7 +55,8 @@ def run(config: Config, requests: StopRequests, after_phase: AfterPhase, evaluat
                     report_finished(start, config, after_phase)
                 return
             given = given_weights(config) if start is None else None
-            changed = [] if given is None else check_same_weights(given, resolve(config)[0].model, "run.weights")
+            first = resolve(config)[0]
+            changed = [] if given is None else check_same_weights(given, first.model, "run.weights", True)
             if groups.is_first:
                 open_folder(start, config, changed)
             barrier()

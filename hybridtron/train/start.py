@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from hybridtron.architecture.base import Parameter
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import parameter_table
 from hybridtron.checkpoint import folder as checkpoints
@@ -17,6 +21,7 @@ from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.resolve import ResolvedPhase, phase_ending_at, resolve
 from hybridtron.config.schema import Config
 from hybridtron.data.loader import Fingerprint
+from hybridtron.model.init import starting_value
 from hybridtron.parallel.transformer_engine import fp8_fault
 from hybridtron.problems import ConfigError, Problem
 
@@ -80,18 +85,50 @@ def check_same_model(start: Checkpoint, config: Config) -> None:
         raise ConfigError([Problem(key, f"{what}: set it so, or run.resume=never") for key, what in differences])
 
 
-def check_same_weights(given: Checkpoint, model: ModelConfig, key: str) -> list[str]:
+def check_same_weights(given: Checkpoint, model: ModelConfig, key: str, may_grow: bool = False) -> list[str]:
     """A model that starts from a checkpoint's weights has weights of these names and shapes.
 
-    How it uses them may differ: attention may get another window, or become span attention. What differs is returned.
+    How it uses them may differ: attention may get another window, or become span attention. It may also have grown:
+    weights that a model can be without are new then. What differs is returned, and the new weights.
     """
     differences = _differences(given, model)
     held, wanted = (parameter_table(one) for one in (given.config.model, model))
-    shapes = [{name: (weight.shape, weight.parts) for name, weight in table.items()} for table in (held, wanted)]
+    new = {name: weight for name, weight in wanted.items() if name not in held and weight.grown is not None}
+    same = {name: weight for name, weight in wanted.items() if name not in new or not may_grow}
+    shapes = [{name: (weight.shape, weight.parts) for name, weight in table.items()} for table in (held, same)]
     if shapes[0] != shapes[1]:
         cure = f"set it so, or name another {key}"
         raise ConfigError([Problem(key, f"{what}: {cure}") for key, what in differences])
-    return [f"{key} {what}" for key, what in differences]
+    return [f"{key} {what}" for key, what in differences] + _new_weights(new)
+
+
+def _new_weights(new: Mapping[str, Parameter]) -> list[str]:
+    """A line for each weight of a sub-layer that is new, and where it starts."""
+    places: dict[tuple[str, str], list[int]] = {}
+    for name, weight in new.items():
+        _, layer, rest = name.split(".", 2)
+        start = f"a copy of {' and '.join(weight.grown)}" if isinstance(weight.grown, tuple) else str(weight.grown)
+        places.setdefault((rest, start), []).append(int(layer))
+    lines = places.items()
+    return [f"{rest} is new in layers {', '.join(map(str, of))} and starts as {start}" for (rest, start), of in lines]
+
+
+def weights_of(given: Checkpoint, model: ModelConfig, seed: int) -> Callable[[str], Tensor]:
+    """What reads a whole weight by its name in a model; weights that are new start as the table says."""
+    table, held = parameter_table(model), parameter_table(given.config.model)
+    read = given.weights(held)
+
+    def weight(name: str) -> Tensor:
+        if name in held:
+            return read(name)
+        grown = table[name].grown
+        if isinstance(grown, tuple):
+            layer = name.split(".mixer.")[0]
+            return torch.cat([given.whole(f"{layer}.mixer.{key}") for key in grown])
+        assert grown is not None
+        return starting_value(grown, table[name].shape, seed, name)
+
+    return weight
 
 
 def _differences(held: Checkpoint, model: ModelConfig) -> list[tuple[str, str]]:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from hybridtron.architecture.table import parameter_table
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.finite import NotFinite
@@ -39,7 +38,7 @@ from hybridtron.train.run_folder import Preempted
 from hybridtron.train.sample import sample_text
 from hybridtron.train.sinks import Metrics
 from hybridtron.train.skipped_data import SkippedData
-from hybridtron.train.start import candidates, check_same_data
+from hybridtron.train.start import candidates, check_same_data, weights_of
 from hybridtron.train.startup_report import announce_end, announce_reading, announce_run
 from hybridtron.train.watchdog import Watchdog
 
@@ -71,7 +70,7 @@ class Trainer:
         if given is not None:
             check_given(given, groups, "run.weights")
         if start is None:
-            self.engines.build(0, None if given is None else given.weights(parameter_table(config.model)))
+            self.engines.build(0, None if given is None else weights_of(given, config.model, config.run.seed))
         self.start = None if start is None else self.restored(candidates(start, config))
         self.resume_step = 0 if self.start is None else self.start.meta.step  # done when this start, or rollback, began
         self.rollback = Rollback(config, run_dir, self.start)

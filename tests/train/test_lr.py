@@ -45,6 +45,22 @@ def test_constant(tokens: int, expected: float) -> None:
     assert learning_rate(phases, 0, tokens) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [(1, 0.0), (200, 0.0), (201, 0.02), (250, 1.0), (300, 2.0), (650, 1.1), (1000, 0.2)]
+)
+def test_hold_stands_before_the_warm_up(tokens: int, expected: float) -> None:
+    """What follows runs over the rest: half a cosine from 300 to 1000."""
+    optim = OptimConfig(hold="20%", warmup="100")
+    assert learning_rate(configured(optim, PHASE), 0, tokens) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(200, 0.0), (600, 1.0), (1000, 2.0)])
+def test_a_later_phase_is_held_at_zero_too(tokens: int, expected: float) -> None:
+    held = replace(PHASE, optim=PhaseOptimConfig(hold="200", warmup="800"))
+    phases = configured(OptimConfig(schedule="constant", warmup="0"), PHASE, held)
+    assert learning_rate(phases, 1, tokens) == pytest.approx(expected)
+
+
 def test_no_warmup_starts_at_the_peak() -> None:
     assert learning_rate(configured(OptimConfig(warmup="0"), PHASE), 0, 0) == 2.0
 

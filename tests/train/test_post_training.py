@@ -14,6 +14,8 @@ from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import folder_of
 from hybridtron.cli import train
 from hybridtron.config.load import choices_of
+from hybridtron.data.batch import SeqInfo
+from hybridtron.model.lm import LanguageModel
 from tests.train.conftest import VOCAB, Train
 
 RECIPES = [name for name in choices_of("recipe") if re.match("length/(?!official_)", name)]
@@ -105,6 +107,42 @@ def test_attention_becomes_span_attention(
     assert train_small(*arguments, "phases.0.lr=1e-30", "optim.final_lr=1") == 0
     assert "weights of another use: model.pattern is '(M-X-)*2', but " in capsys.readouterr().out
     assert same(*(weights(folder_of(tmp_path / name, step)) for name, step in (("run", 2), ("span", 1))))
+
+
+def test_a_branch_is_grown_beside_given_weights(
+    train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """New weights are named and start as they should; while the gate is 0 the logits are the same bit for bit."""
+    assert train_small("run.max_steps=2") == 0
+    sparse = "model.layers.M={kind: mamba, state: 4, sparse: {keys: 4, hashes: 3}}"
+    arguments = [f"run.weights={tmp_path / 'run'}", f"run.dir={tmp_path / 'grown'}", "run.max_steps=1", sparse]
+    assert train_small(*arguments, "optim.hold=100%", "optim.warmup=0") == 0
+    said = capsys.readouterr().out
+    assert "sparse.gate is new in layers 0, 4 and starts as Constant(value=0.0)" in said
+    assert "sparse_qk.weight is new in layers 0, 4 and starts as a copy of x_proj.weight.B and x_proj.weight.C" in said
+    before, after = (Checkpoint.open(folder_of(tmp_path / name, step)) for name, step in (("run", 2), ("grown", 1)))
+    held, grown = weights(before.folder), weights(after.folder)
+    assert same(held, {key: grown[key] for key in held})
+    for ours, theirs in (("k", "B"), ("q", "C")):
+        assert torch.equal(
+            grown[f"layers.4.mixer.sparse_qk.weight.{ours}"], held[f"layers.4.mixer.x_proj.weight.{theirs}"]
+        )
+    assert not any(grown[f"layers.{layer}.mixer.sparse.gate"].any() for layer in (0, 4))
+    logits = []
+    for one in (before, after):
+        model = LanguageModel(one.config.model)
+        one.load_weights(model)
+        logits.append(model(torch.arange(48).view(2, 24) % VOCAB, None, SeqInfo.stream(2, 24)).output)
+    assert torch.equal(*logits)
+
+
+def test_only_weights_that_a_model_can_be_without_are_grown(
+    train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_small("run.max_steps=1") == 0
+    arguments = [f"run.weights={tmp_path / 'run'}", f"run.dir={tmp_path / 'longer'}"]
+    assert train_small(*arguments, "model.pattern=(M-W-)*3") == 2
+    assert "model.pattern  is '(M-W-)*3', but" in capsys.readouterr().err
 
 
 def test_a_run_without_a_checkpoint_is_refused(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

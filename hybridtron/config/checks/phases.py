@@ -68,7 +68,7 @@ def _rate(where: str, phase: PhaseConfig, index: int) -> Iterator[Problem]:
         else:
             yield Problem(f"{where}.lr_to", f"is {phase.lr_to}, which belongs to lr_piece=decay, not {piece}")
     if piece is LrPiece.carry_on:
-        for name in ("schedule", "warmup", "decay", "final_lr"):
+        for name in ("schedule", "hold", "warmup", "decay", "final_lr"):
             if getattr(phase.optim, name) is not None:
                 why = f"but lr_piece=carry_on follows the course of {before}"
                 yield Problem(f"{where}.optim.{name}", f"is {getattr(phase.optim, name)}, {why}: leave it out")
@@ -152,14 +152,15 @@ def _durations(phases: Sequence[ResolvedPhase]) -> Iterator[Problem]:
             yield Problem(key, f"is {optim.schedule}, which lr_piece=decay can't follow to lr_to: use {fitting}")
         if phase.settings.lr_piece is not LrPiece.rewarm:
             continue
-        lengths = {"warmup": optim.warmup} | ({"decay": optim.decay} if shape.uses_decay else {})
+        lengths = {"warmup": optim.warmup, "hold": optim.hold} | ({"decay": optim.decay} if shape.uses_decay else {})
         try:
             whole = _tokens_of_course(phases[phase.index :])
             needed = sum(parse_share(text, whole) for text in lengths.values())
         except ValueError:
             continue  # reported by their limits
         if needed > whole:
-            both = f" together with {phase.key('optim.decay')}" if "decay" in lengths else ""
+            others = [phase.key(f"optim.{name}") for name in ("hold", "decay") if lengths.get(name, "0") != "0"]
+            both = f" together with {' and '.join(others)}" if others else ""
             yield Problem(
                 phase.key("optim.warmup"),
                 f"takes {readable(needed)} tokens{both}, more than phases.{phase.index} has: "

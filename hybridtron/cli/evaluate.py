@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from hybridtron.cli.given import newest_checkpoint, positive, progress_bar
 from hybridtron.config.asked import read_keys
@@ -177,7 +177,8 @@ def report(one: Evaluated, console: Console) -> None:
 
     for text in one.left_out:
         console.print(f"left out: {text}")
-    table = Table("task", "length", "metric", "value", "n", title=one.name, box=None)
+    task = Column("task", overflow="fold")  # with all its options
+    table = Table(task, "length", "metric", "value", "n", title=one.name, box=None)
     for row in one.rows:
         table.add_row(row["task"], str(row["length"]), row["metric"], shown(row), str(row["n"]))
     console.print(table)

@@ -24,7 +24,6 @@ from hybridtron.ops.kernel_launch import ceil_div, launch, power_of_2
 from hybridtron.ops.turns.reference import TurnInputs
 
 TOKENS = 16  # of a program
-WARPS = 4
 
 
 def turn_pairs(inputs: TurnInputs) -> tuple[Tensor, Tensor]:
@@ -42,7 +41,9 @@ class _TritonTurn(torch.autograd.Function):
         k_BLGN, q_BLGN, k_bias_HN, q_bias_HN, angles_BLHS = fields
         sizes = _sizes(k_BLGN, angles_BLHS)
         made = tuple(x.new_empty(*angles_BLHS.shape[:3], x.shape[3]) for x in (k_BLGN, q_BLGN))
-        launch(_turn, _grid(k_BLGN), k_BLGN, q_BLGN, k_bias_HN, q_bias_HN, angles_BLHS, *made, *sizes, warps=WARPS)
+        launch(
+            _turn, _grid(k_BLGN), k_BLGN, q_BLGN, k_bias_HN, q_bias_HN, angles_BLHS, *made, *sizes, warps=_warps(k_BLGN)
+        )
         return made[0], made[1]
 
     @staticmethod
@@ -56,7 +57,7 @@ class _TritonTurn(torch.autograd.Function):
         of_angles = torch.empty_like(angles_BLHS)
         launch(
             _turn_back, grid, *fields, *contiguous, *of_tokens, *of_biases, of_angles, *_sizes(k_BLGN, angles_BLHS),
-            warps=WARPS,
+            warps=_warps(k_BLGN),
         )  # fmt: skip
         summed = (share.sum(0).to(bias.dtype) for share, bias in zip(of_biases, biases, strict=True))
         return *of_tokens, *summed, of_angles
@@ -65,6 +66,11 @@ class _TritonTurn(torch.autograd.Function):
 def _grid(k_BLGN: Tensor) -> tuple[int, int, int]:
     rows, length, groups, _ = k_BLGN.shape
     return ceil_div(length, TOKENS), groups, rows
+
+
+def _warps(k_BLGN: Tensor) -> int:
+    """Of a program, such that ptxas spills no registers for an H100."""
+    return 4 if k_BLGN.shape[3] <= 128 else 8
 
 
 def _sizes(k_BLGN: Tensor, angles_BLHS: Tensor) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ from hybridtron.ops.turns.reference import AngleInputs
 
 BLOCK = 32  # tokens
 WARPS = 4
+MANY = 32  # angles, beyond which a program that goes over all heads has twice as many warps, or it spills registers
 FULL_TURN = tl.constexpr(6.283185307179586)
 
 
@@ -63,7 +64,8 @@ class _TritonAngles(torch.autograd.Function):
         grads = torch.empty_like(steps_BLH), torch.empty_like(rates_BLS)
         starts = steps_BLH if starts_BL is None else starts_BL
         grid = carry_BKHS.shape[1], len(steps_BLH)
-        launch(_gradients, grid, steps_BLH, rates_BLS, starts, carry_BKHS, grad_BLHS, *grads, *sizes, warps=WARPS)
+        warps = WARPS if rates_BLS.shape[2] <= MANY else 2 * WARPS
+        launch(_gradients, grid, steps_BLH, rates_BLS, starts, carry_BKHS, grad_BLHS, *grads, *sizes, warps=warps)
         return *grads, None
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
@@ -66,12 +67,15 @@ def pretend(library: ctypes.CDLL, gpu: GPU) -> None:
     cuda.get_device_name = lambda *_: f"no GPU, as {gpu.name}"
     cuda.get_device_capability = lambda *_: gpu.capability
     cuda.synchronize = lambda *_: waits("device")
+    cuda.is_current_stream_capturing = lambda: False
     cuda.max_memory_allocated = cuda.memory_allocated = lambda *_: 0
     cuda.get_rng_state = lambda *_: torch.get_rng_state()
     for name in ("_lazy_init", "empty_cache", "manual_seed", "reset_peak_memory_stats", "set_device", "set_rng_state"):
         setattr(cuda, name, lambda *_: None)
     names: Any = torch
     names.Generator = AbsentGenerator
+    kept: Any = fake_tensor
+    kept.init_gpu_context = lambda _: None  # which would make a tensor on the device
     fake: Any = FakeTensor
     fake.tolist = _values
     cuda.Stream = cuda.Event = AbsentStream

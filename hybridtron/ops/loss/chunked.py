@@ -20,6 +20,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -42,6 +43,8 @@ def chunked(inputs: LinearCrossEntropyInputs) -> Loss:
 
 
 CHUNKED = Implementation("chunked", chunked)
+SUMS_WIDER = Version(torch.__version__).release >= (2, 13)
+"""Whether torch can follow the shapes of a product that adds itself to a sum of another type, as torch.compile does."""
 
 
 class WantedGradients(NamedTuple):
@@ -86,6 +89,8 @@ class SummedGradients:
             return of_logits_VC @ x_CD if total_VD is None else total_VD.addmm_(of_logits_VC, x_CD)
         if total_VD is None:
             return torch.mm(of_logits_VC, x_CD, out_dtype=wide)
+        if not SUMS_WIDER:
+            return total_VD.add_(of_logits_VC @ x_CD)
         return torch.addmm(total_VD, of_logits_VC, x_CD, out_dtype=wide, out=total_VD)
 
     def made(self) -> tuple[Tensor | None, Tensor | None]:

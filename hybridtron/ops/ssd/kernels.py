@@ -225,7 +225,8 @@ def _group_gradient(
         splits, DOCUMENTS=row.documents_BL is not None, REVERSED=reverse, OWN=own, SLICE=row.outer,
         num_stages=row.tiles.stages, **row.constants(),
     )  # fmt: skip
-    return grad_BLSGN.sum(2).to(shared_BLGN.dtype)
+    grad_BLGN = grad_BLSGN.squeeze(2) if splits == 1 else grad_BLSGN.sum(2)
+    return grad_BLGN.to(shared_BLGN.dtype)
 
 
 def _step_gradients(

@@ -16,12 +16,13 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from hybridtron.cli.machine import Line, machine_section
+from hybridtron.cluster.variables import ALLOCATOR, ONE_QUEUE
 from hybridtron.requirements import MODULES, install_command, installed, is_there, requirements
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -171,6 +172,8 @@ def kernel_section() -> tuple[str, list[Line]]:
         return "device", [Line("fail", "hybridtron", "does not start", fault)]
     lines = [Line("ok", "device", about["device"])]
     lines += [Line("none", name, value) for name, value in about["cuda"].items()]
+    if any(name.startswith("cuda:") for name in about["cuda"]):
+        lines += gpu_lines(os.environ, len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))))
     if driver := _driver():
         lines.append(Line("none", "driver", driver))
     lines.append(Line("none", "threads", f"{about['threads']} (OMP_NUM_THREADS changes it)"))
@@ -178,6 +181,19 @@ def kernel_section() -> tuple[str, list[Line]]:
     lines.append(Line("ok" if built else "none", "compiled CPU forms", reason, "" if built else NO_COMPILER))
     lines += [Line("ok", op, form, why) for op, form, why in about["choices"]]
     return "device and kernels", [*lines, fp8_line(about["fp8"])]
+
+
+def gpu_lines(environment: Mapping[str, str], numa_nodes: int) -> list[Line]:
+    """What processes with a GPU should find; `hybridtron submit` sets the variables where the layout wants them."""
+    lines = []
+    for wanted in (ALLOCATOR, ONE_QUEUE):
+        found = environment.get(wanted.name)
+        note = f"{wanted.name}={wanted.value}, {wanted.purpose}"
+        lines.append(Line("ok" if found == wanted.value else "none", wanted.name, found or "not set", note))
+    if numa_nodes > 1:
+        note = "torchrun --numa-binding=node keeps every process on the cores next to its GPU"
+        lines.append(Line("none", "NUMA", f"{numa_nodes} nodes", note))
+    return lines
 
 
 def fp8_line(fault: str | None) -> Line:

@@ -23,12 +23,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hybridtron.cluster import scheduler
 from hybridtron.cluster.job import SlurmJob, script
 from hybridtron.cluster.problems import cluster_problems, job_problems, queue_problems, resume_problems, secret_problems
 from hybridtron.cluster.scheduler import SlurmError
+from hybridtron.cluster.variables import wanted_variables
 from hybridtron.config.check import check, warnings
 from hybridtron.config.checks.parallel import parallel_problems
 from hybridtron.config.cluster import LostNode
@@ -97,6 +99,8 @@ def planned(settings: Sequence[str], chain: int = 1, dry_run: bool = False) -> t
 def job_of(config: Config, settings: Sequence[str], nodes: int) -> SlurmJob:
     """The job for this number of nodes; with on_lost_node=smaller also for fewer, where the layout divides evenly."""
     cluster = config.cluster
+    if cluster.gpus_per_node:
+        cluster = replace(cluster, environment=wanted_variables(config.parallel) | cluster.environment)
     fewer = range(1, nodes) if cluster.on_lost_node is LostNode.smaller and cluster.processes >= 1 else ()
     phases = resolve(config)
     fitting = [n for n in fewer if not any(any(parallel_problems(one, n * cluster.processes)) for one in phases)]

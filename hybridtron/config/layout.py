@@ -20,7 +20,7 @@ import itertools
 import os
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridtron.architecture.base import MixerSpec, ModelSizes
 from hybridtron.architecture.model import ModelConfig
@@ -146,6 +146,19 @@ def data_parallel(parallel: ParallelConfig, world_size: int) -> int:
     if found := world_problems(parallel, world_size):
         raise ConfigError(found)
     return world_size // (parallel.tensor * parallel.pipeline)
+
+
+def with_overlap(parallel: ParallelConfig, data_ranks: int) -> ParallelConfig:
+    """The layout on this many data-parallel ranks, with nothing left open about what their traffic overlaps with.
+
+    With virtual stages weights are gathered ahead only where that is asked for: Megatron then sends those of a stage in
+    one message, of several types, which gloo mixes up.
+    """
+    reduce, gather = parallel.overlap_grad_reduce, parallel.overlap_param_gather
+    reduce = data_ranks > 1 or bool(gather) if reduce is None else reduce
+    if gather is None:
+        gather = data_ranks > 1 and reduce and parallel.distributed_optimizer and parallel.virtual_pipeline == 1
+    return replace(parallel, overlap_grad_reduce=reduce, overlap_param_gather=gather)
 
 
 def world_problems(parallel: ParallelConfig, world_size: int) -> list[Problem]:

@@ -137,8 +137,11 @@ class ParallelConfig:
     # what the backward pass computes again: nothing, the sub-layers that look along the sequence, or every layer
     recompute: Recompute = Recompute.none
     transformer_engine: bool = False  # its linear layers instead of megatron-core's; needs a GPU
-    overlap_grad_reduce: bool = False  # reduce gradients during the backward pass
-    overlap_param_gather: bool = False  # gather weights during the forward pass; needs overlap_grad_reduce
+    # reduce gradients during the backward pass; null: where there are several data-parallel ranks
+    overlap_grad_reduce: bool | None = None
+    # gather weights during the forward pass, which needs gradients reduced so and distributed_optimizer; null: where
+    # that is so, and there are no virtual stages
+    overlap_param_gather: bool | None = None
 
     @property
     def mesh_sizes(self) -> dict[str, int]:

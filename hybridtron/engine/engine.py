@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, cast
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridtron.architecture.table import parameter_table
+from hybridtron.config.layout import with_overlap
 from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config, StateMode
 from hybridtron.data.batch import Batch, step_key
@@ -49,7 +51,8 @@ class Engine:
         dtype: torch.dtype | None = None,
         phase: int = 0,
     ) -> None:
-        self.phases, self.groups = resolve(config), groups
+        parallel = with_overlap(config.parallel, groups.data_size)
+        self.phases, self.groups = resolve(replace(config, parallel=parallel)), groups
         self.config = config = self.phases[phase].config
         self.trained = self.phases[phase].settings.train
         self.device = compute_device()

@@ -20,7 +20,7 @@ from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.layout import chunks_on, fp8_layers, stages_of
 from hybridtron.config.schema import Config
 from hybridtron.data.batch import Batch
-from hybridtron.device import plain_torch
+from hybridtron.device import compute_device, plain_torch
 from hybridtron.engine.through_time import Ended, ThroughTime
 from hybridtron.model.lm import LanguageModel, ModelOut, ModelSlice, stream_dtype
 from hybridtron.model.stack import States
@@ -28,6 +28,7 @@ from hybridtron.parallel.fp8 import Fp8
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.linear import TensorGroup
 from hybridtron.parallel.mcore import data_parallel_config, schedule_config
+from hybridtron.problems import ConfigError, Problem
 
 
 class Stage(nn.Module):
@@ -115,13 +116,17 @@ def fp8_of(config: Config) -> Fp8 | None:
 
 def data_parallel(stages: Sequence[Stage], config: Config, dtype: torch.dtype) -> list[DistributedDataParallel]:
     """Wrap the stages, whose weights are in place, so that gradients are summed over data-parallel ranks."""
-    settings = data_parallel_config(config.parallel, config.precision.gradients, dtype)
+    parallel = config.parallel
+    if parallel.overlap_param_gather and parallel.virtual_pipeline > 1 and compute_device().type == "cpu":
+        message = "is true, but gloo mixes up what ranks with virtual stages gather ahead: leave it out"
+        raise ConfigError([Problem("parallel.overlap_param_gather", message)])
+    settings = data_parallel_config(parallel, config.precision.gradients, dtype)
     wrapped = [
         DistributedDataParallel(stage.config, settings, stage, disable_bucketing=index > 0)
         for index, stage in enumerate(stages)
     ]
     stages[0].config.finalize_model_grads_func = finalize_gradients
-    if config.parallel.overlap_grad_reduce:
+    if parallel.overlap_grad_reduce:
         no_sync: Any = [chunk.no_sync for chunk in wrapped]
         stages[0].config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
     return wrapped

@@ -73,8 +73,8 @@ def data_parallel_config(
     return DistributedDataParallelConfig(
         use_distributed_optimizer=parallel.distributed_optimizer,
         grad_reduce_in_fp32=dtype == torch.bfloat16 and gradients == KeptFormat.fp32,
-        overlap_grad_reduce=parallel.overlap_grad_reduce,
-        overlap_param_gather=parallel.overlap_param_gather,
+        overlap_grad_reduce=bool(parallel.overlap_grad_reduce),
+        overlap_param_gather=bool(parallel.overlap_param_gather),
     )
 
 
@@ -91,7 +91,7 @@ def optimizer_config(optim: OptimConfig, parallel: ParallelConfig, dtype: torch.
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=parallel.distributed_optimizer,
-        overlap_param_gather=parallel.overlap_param_gather,
+        overlap_param_gather=bool(parallel.overlap_param_gather),
     )
 
 

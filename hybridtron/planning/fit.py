@@ -82,7 +82,6 @@ def _layouts(config: Config, gpus: int) -> Iterator[ParallelConfig]:
             if gpus % (tensor * pipeline):
                 continue
             for virtual in _VIRTUAL if pipeline > 1 else (1,):
-                is_shared = gpus > tensor * pipeline
                 yield dataclasses.replace(
                     config.parallel,
                     tensor=tensor,
@@ -90,8 +89,6 @@ def _layouts(config: Config, gpus: int) -> Iterator[ParallelConfig]:
                     pipeline=pipeline,
                     virtual_pipeline=virtual,
                     distributed_optimizer=True,
-                    overlap_grad_reduce=is_shared,
-                    overlap_param_gather=is_shared,
                 )
 
 

@@ -14,6 +14,7 @@ Left out is what all layouts do alike: scans, convolutions, norms and gates, and
 from __future__ import annotations
 
 from hybridtron.architecture.table import architecture
+from hybridtron.config.layout import with_overlap
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.planning.count import LayerCount, count
 from hybridtron.planning.layer_use import is_recomputed
@@ -25,12 +26,12 @@ PRODUCTS, ATTENTION = 3, 3.5  # of the forward pass's, both passes together
 
 def step_seconds(made: Plan, phase: ResolvedPhase, gpu: GPU) -> float:
     """Of an optimizer step."""
-    parallel, rest = phase.config.parallel, 0.0
+    parallel, rest = with_overlap(phase.config.parallel, made.data), 0.0
     passes = micro_batch_seconds(made, phase, gpu)
     slowest = max(passes)
     link = gpu.link(parallel.tensor * made.data)
     for rank, seconds in zip(made.ranks, passes, strict=True):
-        behind = 2 / 3 * seconds * parallel.overlap_grad_reduce, 1 / 3 * seconds * parallel.overlap_param_gather
+        behind = 2 / 3 * seconds * bool(parallel.overlap_grad_reduce), seconds / 3 * bool(parallel.overlap_param_gather)
         sent = rank.traffic.gradients / link, rank.traffic.parameters / link
         exposed = sum(max(0.0, needed - hidden) for needed, hidden in zip(sent, behind, strict=True))
         moved = 2 * rank.memory.optimizer + rank.memory.gradients + rank.memory.weights  # state is read and written

@@ -157,3 +157,13 @@ def test_a_part_that_fails_is_a_line() -> None:
     title, lines = doctor.attempt(weather_section)
     assert title == "weather"
     assert lines[0].note == "RuntimeError: no window"
+
+
+def test_what_processes_with_gpus_should_find_is_named() -> None:
+    lines = {line.name: line for line in doctor.gpu_lines({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, numa_nodes=2)}
+    assert lines["CUDA_DEVICE_MAX_CONNECTIONS"].mark == "ok"
+    missing = lines["PYTORCH_CUDA_ALLOC_CONF"]
+    assert (missing.mark, missing.found) == ("none", "not set")
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in missing.note
+    assert "--numa-binding" in lines["NUMA"].note
+    assert "NUMA" not in {line.name for line in doctor.gpu_lines({}, numa_nodes=1)}

@@ -13,7 +13,8 @@ import pytest
 
 from hybridtron.cli.main import main
 from hybridtron.cluster import scheduler
-from hybridtron.config.load import load_saved
+from hybridtron.cluster.submit import job_of
+from hybridtron.config.load import load, load_saved
 from tests.cluster.conftest import ROOT
 from tests.train.conftest import small_run_arguments
 
@@ -214,6 +215,22 @@ def test_fewer_nodes_do_where_the_layout_can_be_shared_out(
     reported = capsys.readouterr().out
     assert "#SBATCH --nodes=1-4\n" in reported
     assert "fitting=1,2,4 " in reported  # three data-parallel ranks can't share four rows
+
+
+def test_variables_of_the_layout_are_exported_unless_the_cluster_says_otherwise() -> None:
+    def exported(*settings: str) -> dict[str, str]:
+        config = load(["recipe=samba_421m", *settings])
+        return job_of(config, [], nodes=1).cluster.environment
+
+    memory = "PYTORCH_CUDA_ALLOC_CONF"
+    alone = exported("cluster=h100_infiniband")
+    assert alone[memory] == "expandable_segments:True"
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in alone
+    assert alone["NCCL_IB_TIMEOUT"] == "22"
+    assert exported("cluster=h100_infiniband", "parallel.tensor=2")["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    given = exported("cluster=h100_infiniband", f"cluster.environment.{memory}=max_split_size_mb:512")
+    assert given[memory] == "max_split_size_mb:512"
+    assert exported("cluster=local") == {}
 
 
 def test_neither_torch_nor_megatron_is_imported() -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 
+from hybridtron.config.schema import ParallelConfig
 from hybridtron.data.batch import Batch
 from hybridtron.engine.engine import Engine
 from hybridtron.engine.schedule import with_auxiliary_losses
+from hybridtron.engine.stage import data_parallel
 from hybridtron.parallel.groups import Groups
+from hybridtron.problems import ConfigError
 from tests.conftest import random_batch, small_config, small_model, small_run
 
 
@@ -106,3 +110,11 @@ def test_auxiliary_losses_count_by_tokens() -> None:
     assert output._base is None  # Megatron frees what a stage has sent, which can't be a view
     assert weight.grad == 2 * 2.0 * 5
     assert torch.equal(stream.grad, torch.ones(3))
+
+
+def test_gathering_ahead_with_virtual_stages_is_refused_over_gloo(alone: Groups) -> None:
+    """Messages of several types are mixed up there: the last weights of a stage came out wrong."""
+    config = small_run()
+    config.parallel = ParallelConfig(pipeline=2, virtual_pipeline=2, overlap_param_gather=True)
+    with pytest.raises(ConfigError, match="gloo mixes up"):
+        data_parallel([], config, torch.float32)

@@ -39,7 +39,8 @@ def parallel_problems(phase: ResolvedPhase, world_size: int | None) -> Iterator[
 
 def _overlap(parallel: ParallelConfig) -> Iterator[Problem]:
     """Parameters can be gathered during the forward pass only where they are sharded, and gradients are in time."""
-    if parallel.overlap_param_gather and not (parallel.distributed_optimizer and parallel.overlap_grad_reduce):
+    possible = parallel.distributed_optimizer and parallel.overlap_grad_reduce is not False
+    if parallel.overlap_param_gather and not possible:
         needed = "parallel.distributed_optimizer=true and parallel.overlap_grad_reduce=true"
         yield Problem("parallel.overlap_param_gather", f"is true, which needs {needed}: set both, or use false")
 

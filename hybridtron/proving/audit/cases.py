@@ -178,8 +178,7 @@ def small(model: ModelConfig, parallel: ParallelConfig, documents: Documents, da
         model=model,
         data=DataConfig(path="none", documents=documents),
         optim=OPTIM,
-        # overlapping changes the order of messages, not the numbers
-        parallel=replace(parallel, overlap_grad_reduce=False, overlap_param_gather=False),
+        parallel=parallel,
         run=RunConfig(name="audit", dir="none"),
         phases=[PhaseConfig("audit", "1M", SEQ_LEN, MICRO_BATCH * data * per_rank, MICRO_BATCH, lr=LR)],
     )

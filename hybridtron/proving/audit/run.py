@@ -111,7 +111,10 @@ class Audit:
 
 def as_computed(config: Config, precision: AuditPrecision) -> Config:
     """The configuration with the optimizer that the precision needs."""
-    parallel = replace(config.parallel, distributed_optimizer=precision.distributed_optimizer)
+    # what can't be overlapped without the distributed optimizer is left open
+    parallel = replace(
+        config.parallel, distributed_optimizer=precision.distributed_optimizer, overlap_param_gather=None
+    )
     optim = config.optim if precision.clip else replace(config.optim, clip=1e9)
     return replace(config, parallel=parallel, optim=optim)
 
@@ -124,6 +127,9 @@ def parallel_step(seat: Seat, config: Config, precision: AuditPrecision, bug: st
         batches = micro_batches(config)
         own = len(batches) // groups.data_size
         batches = batches[groups.data_rank * own : (groups.data_rank + 1) * own]
+        if engine.config.parallel.overlap_grad_reduce:  # which Megatron begins with at the second step
+            engine.forward_backward(batches)
+            engine.optimizer.zero_grad()
         loss = engine.forward_backward(batches).mean.item()
         gradients = dict(engine.optimizer.gradients())
         grad_norm, _ = engine.optimizer.step(rate_of(config))

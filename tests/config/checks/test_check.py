@@ -117,7 +117,6 @@ def test_recipes_keep_every_rule_and_are_named_after_their_files(recipe):
         ("parallel.tensor=3", "parallel.tensor", "W.heads is 4 (4 in q.weight), which 3 ranks can't share evenly"),
         ("parallel.pipeline=9", "parallel.pipeline", "are 9 stages for 8 layers: use at most 8"),
         ("parallel.virtual_pipeline=2", "parallel.virtual_pipeline", "use 1, or parallel.pipeline of at least 2"),
-        ("parallel.overlap_param_gather=true", "parallel.overlap_param_gather", "set both, or use false"),
         ("cluster.peak_tflops=0", "cluster.peak_tflops", "above 0"),
         ("cluster.memory_gb=-80", "cluster.memory_gb", "above 0"),
     ],
@@ -126,6 +125,12 @@ def test_each_rule_alone(argument, key, says):
     problems = reported(argument)
     assert list(problems) == [key] or argument.startswith("model.layers.M.kind")
     assert says in problems[key]
+
+
+def test_weights_are_gathered_ahead_only_where_they_are_shared_out():
+    (message,) = reported("parallel.overlap_param_gather=true", "parallel.distributed_optimizer=false").values()
+    assert "set both, or use false" in message
+    assert not reported("parallel.overlap_param_gather=true")
 
 
 def test_moments_in_bf16_need_steps_that_they_can_hold():

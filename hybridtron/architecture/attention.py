@@ -37,6 +37,7 @@ class HeadsSpec(MixerSpec):
     """
 
     width_option: ClassVar[str] = "heads"
+    projects_input: ClassVar[bool] = True
 
     heads: Annotated[int, at_least(1)] = 1  # query heads
     kv_heads: Annotated[int | None, at_least(1)] = None  # key/value heads; null: heads

@@ -172,6 +172,9 @@ class MixerSpec(ABC):
     kind: ClassVar[str]
     module: ClassVar[str]
     width_option: ClassVar[str | None] = None  # what sets the widths of the projections beside the model's, if anything
+    projects_input: ClassVar[bool] = (
+        False  # its input is read by the projections of `projected` (parallel/linear) alone
+    )
 
     norm_after: bool = field(default=False, kw_only=True)  # what it adds is normed, instead of what it reads
 

@@ -27,6 +27,7 @@ class MambaSpec(RecurrenceSpec):
     width_option: ClassVar[str] = "expand"
     projects_by_default: ClassVar[bool] = True
     copied: ClassVar[tuple[str, ...]] = ("x_proj.weight.B", "x_proj.weight.C")
+    projects_input: ClassVar[bool] = True
 
     state: Annotated[int, at_least(1)] = 16  # size n of the state of each channel
     expand: Annotated[int, at_least(1)] = 2  # inner channels, in multiples of the model's width

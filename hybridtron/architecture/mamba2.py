@@ -36,6 +36,7 @@ class Mamba2Spec(RecurrenceSpec):
     module: ClassVar[str] = "hybridtron.mixers.mamba2:Mamba2"
     width_option: ClassVar[str] = "head_dim"
     projects_by_default: ClassVar[bool] = False
+    projects_input: ClassVar[bool] = True
 
     state: Annotated[int, at_least(1)] = 128  # size n of the state of each channel
     head_dim: Annotated[int, at_least(1)] = 64  # channels of a head

@@ -16,6 +16,7 @@ class SwiGLUSpec(MixerSpec):
     kind: ClassVar[str] = "swiglu"
     module: ClassVar[str] = "hybridtron.mixers.swiglu:SwiGLU"
     width_option: ClassVar[str] = "hidden"
+    projects_input: ClassVar[bool] = True
 
     # inner channels; must be set
     hidden: Annotated[int, at_least(1, "8/3 of model.width is usual")] = 0

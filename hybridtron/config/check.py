@@ -24,6 +24,7 @@ from hybridtron.config.checks.parallel import parallel_problems
 from hybridtron.config.checks.phases import phase_problems
 from hybridtron.config.checks.precision import precision_problems, precision_warnings
 from hybridtron.config.checks.states import states_problems, states_warnings
+from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.layout import chunk_count
 from hybridtron.config.lr_shapes import SHAPES
 from hybridtron.config.resolve import ResolvedPhase, last_step, resolve
@@ -86,6 +87,10 @@ def warnings(config: Config) -> list[str]:
     ]
     if config.parallel.sequence and config.parallel.tensor == 1:
         found.append("parallel.sequence=true has no effect: it belongs to parallel.tensor of at least 2")
+    if config.parallel.regather and not (config.parallel.sequence and config.parallel.tensor > 1):
+        found.append("parallel.regather=true has no effect: it belongs to parallel.sequence=true on several ranks")
+    elif config.parallel.regather and (config.parallel.transformer_engine or config.precision.name in FP8_MULTIPLES):
+        found.append("parallel.regather=true has no effect on layers of Transformer Engine, or that multiply in FP8")
     if len(pattern.stages) > 1 and chunk_count(config.parallel) == 1:
         found.append("model.pattern has stage borders, which parallel.pipeline=1 does not use")
     if not SHAPES[config.optim.schedule].uses_decay and config.optim.decay != OptimConfig.decay:

@@ -131,6 +131,8 @@ class ParallelConfig:
 
     tensor: Annotated[int, at_least(1)] = 1  # ranks that divide the weights of every layer
     sequence: bool = False  # they also divide the tokens of the residual stream
+    # under `sequence`, mixers gather the tokens that enter them again in the backward pass instead of keeping them
+    regather: bool = False
     pipeline: Annotated[int, at_least(1)] = 1  # ranks that divide the layers
     virtual_pipeline: Annotated[int, at_least(1)] = 1  # stages of each of them, interleaved
     distributed_optimizer: bool = True  # data-parallel ranks share the optimizer's state

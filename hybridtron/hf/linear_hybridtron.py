@@ -5,6 +5,7 @@ A projection is only declared here. `layers_hybridtron.py` puts the model's own 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -59,6 +60,11 @@ def beside(projection: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 def enter(x: Tensor, tensor: OneProcess) -> Tensor:
     """Nothing is on other processes."""
     return x
+
+
+def projected(x: Tensor, tensor: OneProcess, *projections: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+    """What projections make of one input."""
+    return tuple(projection(x) for projection in projections)
 
 
 leave = enter

@@ -16,7 +16,7 @@ from hybridtron.ops.conv import ConvInputs, causal_conv
 from hybridtron.ops.norm import RMSNormInputs, rms_norm
 from hybridtron.ops.precision import at_least_fp32
 from hybridtron.ops.rope import RopeInputs, apply_rope
-from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_parallel, sum_shares
+from hybridtron.parallel.linear import TensorGroup, column_parallel, projected, row_parallel, sum_shares
 
 
 class Heads(Mixer):
@@ -51,8 +51,9 @@ class Heads(Mixer):
 
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
         before, new = state or {}, State()
-        x_LBD = enter(x_LBD, self.tensor)
-        q_BLC, kv_BLC = self.q(x_LBD).transpose(0, 1), self.kv(x_LBD).transpose(0, 1)
+        layers = (self.q, self.kv) if self.gate is None else (self.q, self.kv, self.gate)
+        q_LBC, kv_LBC, *gate_LBC = projected(x_LBD, self.tensor, *layers)
+        q_BLC, kv_BLC = q_LBC.transpose(0, 1), kv_LBC.transpose(0, 1)
         if self.heads.conv:
             tails = before.get("q_conv"), before.get("kv_conv")
             silu, documents = self.heads.conv_silu, seq.documents_BL
@@ -75,8 +76,8 @@ class Heads(Mixer):
             q, k = (apply_rope(RopeInputs(x, cos, sin)) for x in (q, k))
         y_BLHK, kept = self.attend(q, k, v, before, seq)
         y_LBC = y_BLHK.flatten(2).transpose(0, 1)
-        if self.gate is not None:
-            y_LBC = y_LBC * torch.sigmoid(self.gate(x_LBD))
+        if gate_LBC:
+            y_LBC = y_LBC * torch.sigmoid(gate_LBC[0])
         return Out(self.out(y_LBC), {**new, **kept}, {})
 
     @abstractmethod

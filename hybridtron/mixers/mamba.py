@@ -16,7 +16,7 @@ from hybridtron.ops.scan import ScanInputs, selective_scan
 from hybridtron.parallel.linear import (
     TensorGroup,
     column_parallel,
-    enter,
+    projected,
     row_parallel,
     row_parallel_inside,
     sum_gradients,
@@ -50,7 +50,8 @@ class Mamba(Mixer):
 
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
         # cut before rows come first, or the two gradients would be joined in another order than the product reads
-        x_BLE, z_BLE = (part.transpose(0, 1) for part in self.in_proj(enter(x_LBD, self.tensor)).chunk(2, dim=-1))
+        (x_z_LBE,) = projected(x_LBD, self.tensor, self.in_proj)
+        x_BLE, z_BLE = (part.transpose(0, 1) for part in x_z_LBE.chunk(2, dim=-1))
         before = state or {}
         x_BLE, tail = causal_conv(
             ConvInputs(x_BLE, self.conv_weight, self.conv_bias, before.get("conv"), seq.documents_BL, activation=True)

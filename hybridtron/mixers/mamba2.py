@@ -17,7 +17,7 @@ from hybridtron.parallel.linear import (
     SINGLE_RANK,
     TensorGroup,
     column_parallel,
-    enter,
+    projected,
     row_parallel,
     row_parallel_inside,
     sum_shares,
@@ -57,10 +57,10 @@ class Mamba2(Mixer):
 
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
         new: State = {}
-        x_LBD = enter(x_LBD, self.tensor)
-        parts = self.in_proj(x_LBD).split((self.inner, self.inner, self.heads), dim=-1)
+        own_LBE, bc_LBC = projected(x_LBD, self.tensor, self.in_proj, self.bc_proj)
+        parts = own_LBE.split((self.inner, self.inner, self.heads), dim=-1)
         z_BLE, x_BLE, dt_BLH = (part.transpose(0, 1) for part in parts)
-        bc_BLC = self.bc_proj(x_LBD).transpose(0, 1)
+        bc_BLC = bc_LBC.transpose(0, 1)
         before = state or {}
         tails, documents_BL = (before.get("x_conv"), before.get("bc_conv")), seq.documents_BL
         x_BLE, new["x_conv"] = causal_conv(

@@ -9,7 +9,7 @@ from hybridtron.architecture.swiglu import SwiGLUSpec
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, Out, State
 from hybridtron.ops.swiglu import SwiGLUInputs, swiglu
-from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_parallel
+from hybridtron.parallel.linear import TensorGroup, column_parallel, projected, row_parallel
 
 
 class SwiGLU(Mixer):
@@ -22,5 +22,5 @@ class SwiGLU(Mixer):
         self.down = row_parallel(spec.hidden, sizes.width, tensor)
 
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
-        gate_up = self.gate_up(enter(x_LBD, self.tensor))
+        (gate_up,) = projected(x_LBD, self.tensor, self.gate_up)
         return Out(self.down(swiglu(SwiGLUInputs(gate_up))), {}, {})

@@ -74,7 +74,7 @@ def start(
     group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()  # type: ignore[assignment]
     sequence = parallel.sequence and parallel.tensor > 1
     products = Products(parallel.transformer_engine)
-    tensor = TensorGroup(parallel.tensor, group.rank(), group, sequence, products)
+    tensor = TensorGroup(parallel.tensor, group.rank(), group, sequence, products, parallel.regather)
     return Groups(
         tensor=tensor,
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),

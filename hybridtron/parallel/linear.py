@@ -6,6 +6,7 @@ ranks. Between them a mixer works on its rank's share of channels or heads and n
     x = enter(x_LBD, tensor)               all tokens on every rank; in backward the ranks' gradients are summed
     y = self.out_proj(act(self.in_proj(x)))
 
+Where projections are all that read the input, `projected` makes them from it together (`entered.py`).
 Under sequence parallelism x_LBD holds a rank's share of the tokens: `enter` gathers them, a row-parallel layer hands
 them out again. On one rank all of this is plain matrix products. Weights are left uninitialised (`model/init.py`).
 """
@@ -31,6 +32,7 @@ from torch.nn import functional
 from hybridtron.ops.product import LinearInputs, linear
 from hybridtron.ops.product.branch import branch
 from hybridtron.parallel.cut import RankGroup
+from hybridtron.parallel.entered import EnteredProducts, Entry
 from hybridtron.parallel.fp8 import Fp8, Fp8Linear
 from hybridtron.parallel.mcore import layer_config
 from hybridtron.parallel.transformer_engine import local_linear
@@ -53,6 +55,7 @@ class TensorGroup(RankGroup):
 
     sequence: bool = False
     products: Products = MEGATRON
+    regather: bool = False  # what enters a mixer is gathered again in backward, and not kept
 
     def whole(self) -> TensorGroup:
         """For a weight that each of these ranks holds whole."""
@@ -78,8 +81,9 @@ class PlainLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(LinearInputs(x, self.weight))
+    def forward(self, x: Tensor | None) -> Tensor:
+        """Without an input its weight, as `ColumnParallel`."""
+        return self.weight if x is None else linear(LinearInputs(x, self.weight))
 
 
 class BranchingLinear(PlainLinear):
@@ -104,8 +108,12 @@ class ColumnParallel(ColumnParallelLinear):
             tp_group=tensor.group,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)[0]
+    def forward(self, x: Tensor | None) -> Tensor:
+        """Without an input its weight, for `projected`: before the call Megatron may not have gathered it."""
+        if x is not None:
+            return super().forward(x)[0]
+        assert self.weight is not None
+        return self.weight
 
 
 class RowParallel(RowParallelLinear):
@@ -194,6 +202,18 @@ def enter(x_LBD: Tensor, tensor: TensorGroup) -> Tensor:
     if tensor.sequence:
         return gather_from_sequence_parallel_region(x_LBD, tensor_parallel_output_grad=True, group=tensor.group)
     return copy_to_tensor_model_parallel_region(x_LBD, group=tensor.group)
+
+
+def projected(x_LBD: Tensor, tensor: TensorGroup, *projections: nn.Module) -> tuple[Tensor, ...]:
+    """What column-parallel layers make of the residual stream. In backward the sum over ranks of the stream's gradient
+    runs beside the weights' gradients, unless these are another package's or of FP8.
+    """
+    if tensor.size == 1 or tensor.products != MEGATRON:
+        x_LBD = enter(x_LBD, tensor)
+        return tuple(projection(x_LBD) for projection in projections)
+    entry = Entry(tensor.group, tensor.sequence, tensor.sequence and tensor.regather)
+    weights = [projection(None) for projection in projections]
+    return EnteredProducts.apply(x_LBD, entry, *weights)  # type: ignore[return-value]
 
 
 def leave(y_LBC: Tensor, tensor: TensorGroup) -> Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, StatePart
 from hybridtron.architecture.table import architecture
+from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.resolve import NOISE, ResolvedPhase
 from hybridtron.config.schema import Config, ParallelConfig, Recompute, StateMode
 from hybridtron.planning.count import FP32_BYTES, VALUE_BYTES
@@ -26,14 +27,14 @@ class LayerUse:
     again: int  # while it is recomputed
     back: int  # that its backward pass has made at its most, with the stream's gradient, less what is gone by then
     summed: int  # over the tensor-parallel ranks, in forward and backward
+    gathered: int = 0  # from these ranks once more, in backward
 
 
 def layer_uses(config: Config, runs_again: bool = False) -> tuple[LayerUse, ...]:
     """What each sub-layer keeps and sends, also where whole chunks of a lane run again in the backward pass."""
     arch, stream = architecture(config.model), stream_values(config)
     by_letter = {
-        letter: _layer_use(spec, arch.sizes, config.parallel, stream, runs_again)
-        for letter, spec in arch.by_letter.items()
+        letter: _layer_use(spec, arch.sizes, config, stream, runs_again) for letter, spec in arch.by_letter.items()
     }
     return tuple(by_letter[letter] for letter in arch.letters)
 
@@ -96,9 +97,22 @@ def _most_held(cut: Cut, whole: int, ranks: int) -> int:
     return held
 
 
-def _layer_use(spec: MixerSpec, sizes: ModelSizes, parallel: ParallelConfig, stream: int, runs_again: bool) -> LayerUse:
+def hides_traffic(spec: MixerSpec, config: Config) -> bool:
+    """Whether what ranks exchange for the gradient of a mixer's input is sent beside products (parallel/entered.py)."""
+    own_products = not config.parallel.transformer_engine and config.precision.name not in FP8_MULTIPLES
+    return config.parallel.tensor > 1 and spec.projects_input and own_products
+
+
+def gathers_again(spec: MixerSpec, config: Config) -> bool:
+    """Whether a mixer keeps its rank's share of the tokens that enter it, and gathers them again in backward."""
+    return config.parallel.sequence and config.parallel.regather and hides_traffic(spec, config)
+
+
+def _layer_use(spec: MixerSpec, sizes: ModelSizes, config: Config, stream: int, runs_again: bool) -> LayerUse:
+    parallel, regathers = config.parallel, gathers_again(spec, config)
     whole = spec.whole_values(sizes, parallel.tensor) if parallel.tensor > 1 else 0
-    inside = sizes.width + whole + shared(spec.activation_values(sizes) - whole, parallel.tensor)
+    read = shared(sizes.width, parallel.tensor if regathers else 1)
+    inside = read + whole + shared(spec.activation_values(sizes) - whole, parallel.tensor)
     again = is_recomputed(spec, sizes, parallel.recompute)
     # of the row-parallel projections one writes to the stream; the others are summed inside the mixer
     rows = (
@@ -111,6 +125,7 @@ def _layer_use(spec: MixerSpec, sizes: ModelSizes, parallel: ParallelConfig, str
         again=inside if again else 0,
         back=stream + shared(spec.backward_values(sizes), parallel.tensor),
         summed=passes * (sizes.width + rows) if parallel.tensor > 1 else 0,
+        gathered=sizes.width if regathers else 0,
     )
 
 

@@ -7,7 +7,8 @@ With t tensor-parallel, p pipeline and d data-parallel ranks, v virtual stages, 
     optimizer            AdamW's two moments in the format of `precision.moments`, and fp32 masters of narrower
                          weights; by d if it is distributed
     activations          per sub-layer and token: the norm's input (by t under sequence parallelism), its output as the
-                         projections read it (whole: it is gathered once and kept), and the mixer's inside (by t).
+                         projections read it (whole: it is gathered once and kept; by t with `parallel.regather`,
+                         where projections are all that reads it), and the mixer's inside (by t).
                          What of the mixer's inside every rank has (Mamba's small dt, B, C) counts whole. A recomputed
                          sub-layer keeps the norm's input alone. Every micro batch between its forward and its backward
                          pass holds a chunk's.
@@ -25,6 +26,7 @@ With t tensor-parallel, p pipeline and d data-parallel ranks, v virtual stages, 
     tensor traffic       a sub-layer sums its output (forward) and its input's gradient (backward), and what it sums
                          inside (Mamba's dt, B and C) in both; once more where it is recomputed. Summing n bytes sends
                          2 (t - 1) / t n; gathering and scattering under sequence parallelism send the same together.
+                         With `parallel.regather` the input is gathered once more.
     pipeline traffic     the stream (by t under sequence parallelism) forward and its gradient back, for every border;
                          here and in the activations in fp32 with model.residual_fp32
     data traffic         gradients are scattered, (d - 1) / d of them sent, and weights gathered, if the optimizer
@@ -279,18 +281,15 @@ def _traffic(step: _Step, rank: int, chunks: Sequence[PlannedStage], weights: in
     is_first, is_last = rank == 0, rank == parallel.pipeline - 1
     values = step.value_bytes * step.phase.chunks_together * step.micro_batches
     summed = sum(step.uses[layer].summed for chunk in chunks for layer in chunk.layers)
+    gathered = sum(step.uses[layer].gathered for chunk in chunks for layer in chunk.layers)
     if parallel.tensor > 1:  # the embedding's output, and the gradient of the head's input
         summed += (is_first + is_last) * model.width
     borders = 2 * len(chunks) - is_first - is_last if parallel.pipeline > 1 else 0
     is_tied = model.tie_embeddings and parallel.pipeline > 1 and (is_first or is_last)
-    tied = (
-        gradient_bytes(step.config.precision, False) * model.vocab_size * model.width // parallel.tensor
-        if is_tied
-        else 0
-    )
+    tied = gradient_bytes(step.config.precision, False) * model.vocab_size * model.width // parallel.tensor
     sharded = parallel.distributed_optimizer
     return Traffic(
-        tensor=2 * (parallel.tensor - 1) * summed * values // parallel.tensor,
+        tensor=(parallel.tensor - 1) * (2 * summed + gathered) * values // parallel.tensor,
         pipeline=borders * stream_values(step.config) * values,
         gradients=(1 if sharded else 2) * gradients * (step.data - 1) // step.data + tied * is_tied,
         parameters=weights * (step.data - 1) // step.data if sharded else 0,

@@ -1,8 +1,9 @@
 """How long a step of a layout takes, from its plan and the rates: a model that compares layouts, never a measurement.
 
     a micro-batch     products three times, attention's two products and the five of its backward pass, at their rates;
-                      once more what is recomputed. Then what tensor-parallel ranks send, which nothing hides, and
-                      streams between stages, which interleaved stages hide.
+                      once more what is recomputed. Then what tensor-parallel ranks send; of it the sum of an input's
+                      gradient, and the input gathered again, hide behind half of a pass's products each, where
+                      `parallel/entered.py` sends them. Streams between stages, which interleaved stages hide.
     the step          all micro-batches of the slowest pipeline rank, and (p - 1) / v more that the pipeline waits for
     once              gradients and weights over the data-parallel ranks, as far as the last backward pass and the first
                       forward pass don't hide them; the optimizer's bytes
@@ -13,11 +14,13 @@ Left out is what all layouts do alike: scans, convolutions, norms and gates, and
 
 from __future__ import annotations
 
+from hybridtron.architecture.base import MixerSpec
 from hybridtron.architecture.table import architecture
 from hybridtron.config.layout import with_overlap
 from hybridtron.config.resolve import ResolvedPhase
-from hybridtron.planning.count import LayerCount, count
-from hybridtron.planning.layer_use import is_recomputed
+from hybridtron.config.schema import Config
+from hybridtron.planning.count import VALUE_BYTES, LayerCount, count
+from hybridtron.planning.layer_use import gathers_again, hides_traffic, is_recomputed
 from hybridtron.planning.memory import Plan
 from hybridtron.planning.rates import GPU
 
@@ -48,12 +51,14 @@ def micro_batch_seconds(made: Plan, phase: ResolvedPhase, gpu: GPU) -> list[floa
         layer_seconds(layer, is_recomputed(spec, arch.sizes, parallel.recompute), gpu)
         for layer, spec in zip(counted.layers, arch.specs, strict=True)
     ]
+    behind = [hidden_seconds(*layer, config, gpu) for layer in zip(counted.layers, arch.specs, strict=True)]
     tokens = settings.micro_batch * settings.seq_len * phase.chunks_together / parallel.tensor
     found = []
     for rank in made.ranks:
         head = PRODUCTS * counted.head_flops / gpu.products if rank is made.ranks[-1] else 0.0
         token = head + sum(of_layers[layer] for chunk in rank.chunks for layer in chunk.layers)
-        inside = rank.traffic.tensor / gpu.link(parallel.tensor)
+        hidden = sum(behind[layer] for chunk in rank.chunks for layer in chunk.layers)
+        inside = rank.traffic.tensor / gpu.link(parallel.tensor) - made.micro_batches * tokens * hidden
         between = rank.traffic.pipeline / gpu.link(made.world_size) if parallel.virtual_pipeline == 1 else 0.0
         found.append(tokens * token + (inside + between) / made.micro_batches)
     return found
@@ -63,3 +68,14 @@ def layer_seconds(layer: LayerCount, is_again: bool, gpu: GPU) -> float:
     """Of a token in a sub-layer."""
     products, attention = layer.flops.get("projections", 0), layer.flops.get("attention", 0)
     return (PRODUCTS + is_again) * products / gpu.products + (ATTENTION + is_again) * attention / gpu.attention
+
+
+def hidden_seconds(layer: LayerCount, spec: MixerSpec, config: Config, gpu: GPU) -> float:
+    """Of what is sent for a token of a sub-layer, times the tensor-parallel ranks, beside products."""
+    parallel = config.parallel
+    if not hides_traffic(spec, config):
+        return 0.0
+    sent = (parallel.tensor - 1) * VALUE_BYTES[config.precision.name] * config.model.width / gpu.link(parallel.tensor)
+    products = layer.flops.get("projections", 0) / 2 / gpu.products
+    again = min(sent, products) if gathers_again(spec, config) else 0.0
+    return min(sent if parallel.sequence else 2 * sent, products) + again

@@ -34,7 +34,7 @@ FAST_CASES = {
     ("span-variants", "tp2"),
     ("span-variants", "dp2"),
 }
-FAST_BUGS = {"x_proj_backward", "tied_gradient", "kv_gradient", "group_norm_backward"}
+FAST_BUGS = {"x_proj_backward", "tied_gradient", "kv_gradient", "group_norm_backward", "regathered_order"}
 
 
 def params() -> list:
@@ -78,4 +78,5 @@ def test_every_layout_has_every_option(layout: str) -> None:
     assert {c.model.tie_embeddings for c in configs} == {True, False}
     assert {c.parallel.recompute for c in configs} == set(Recompute)
     assert len({c.data.documents for c in configs}) == 2
+    assert {c.parallel.regather for c in configs} == ({True, False} if LAYOUTS[layout].sequence else {False})
     assert {options["kv_heads"] for options in attention if options["kind"] == "attention"} == {1, 2}

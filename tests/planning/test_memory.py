@@ -174,6 +174,7 @@ def test_b_and_c_of_few_groups_stand_on_both_ranks_by_hand():
         # dt, B and C, 2 + 6
         ((), [8 + 8 + 49, 8 + 8 + 18, 8 + 8 + 15, 8 + 8 + 18]),
         (("parallel.sequence=true",), [4 + 8 + 49, 4 + 8 + 18, 4 + 8 + 15, 4 + 8 + 18]),
+        (("parallel.sequence=true", "parallel.regather=true"), [4 + 4 + 49, 4 + 4 + 18, 4 + 4 + 15, 4 + 4 + 18]),
         (("parallel.recompute=selective",), [8, 8 + 8 + 18, 8, 8 + 8 + 18]),
         (("parallel.recompute=layer", "parallel.sequence=true"), [4, 4, 4, 4]),
         # the norm's input is of fp32, twice as wide

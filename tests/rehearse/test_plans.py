@@ -20,6 +20,7 @@ JOBS: dict[str, tuple[list[str], int, int]] = {
     "gradients in bf16, cut": ([*SAMBA, "precision.gradients=bf16", CUT], 8, 0),
     "moments in bf16": ([*SAMBA, "precision.moments=bf16"], 1, 0),
     "moments in bf16, DP8": ([*SAMBA, "precision.moments=bf16"], 8, 0),
+    "gathered again": ([*SAMBA, CUT, "parallel.regather=true"], 8, 0),
     "recompute": ([*SAMBA, "parallel.recompute=layer"], 1, 0),
     "recompute, cut": ([*SAMBA, "parallel.recompute=layer", CUT], 8, 0),
     "isolated documents": ([*SAMBA, "data.documents=isolate"], 1, 0),

@@ -30,6 +30,7 @@ from hybridtron.ops.loss import Loss
 from hybridtron.ops.sparse import hash_matrix, ranking_loss
 from hybridtron.ops.turns import angles
 from hybridtron.parallel.cut import Mesh, cut
+from hybridtron.parallel.entered import Entry, _gathered
 from hybridtron.parallel.linear import TensorGroup
 from hybridtron.parallel.loss import linear_cross_entropy
 
@@ -124,6 +125,17 @@ GROUP_NORM_BACKWARD: Replaced = {"hybridtron.parallel.linear.sum_gradients": lam
 MISSING_REDUCTION: Replaced = {
     "hybridtron.parallel.linear.RowParallel.forward": lambda self, x: functional.linear(x, self.weight)
 }
+
+
+UNSUMMED_INPUT_GRADIENT: Replaced = {"hybridtron.parallel.entered._summed": lambda dx_LBD, entry: (dx_LBD, None)}
+
+
+def _in_another_order(x_LBD: Tensor, entry: Entry, in_background: bool = False) -> tuple[Tensor, None]:
+    whole_LBD, _ = _gathered(x_LBD, entry)
+    return whole_LBD.roll(len(x_LBD), 0) if in_background else whole_LBD, None
+
+
+REGATHERED_ORDER: Replaced = {"hybridtron.parallel.entered._gathered": _in_another_order}
 
 
 def _untied(*arguments: Any) -> list[Stage]:
@@ -258,6 +270,10 @@ BUGS = {
     "conv_cut": Bug("every rank holds the first rank's convolution", CONV_CUT, "mamba-swa-mlp", "tp2"),
     "fused_cut": Bug("fused projections are cut as one block", FUSED_CUT, "mamba-mlp", "tp2"),
     "missing_reduction": Bug("outputs of row-parallel layers are not summed", MISSING_REDUCTION, "attention", "tp2"),
+    "input_gradient": Bug("a mixer's input keeps its rank's gradient", UNSUMMED_INPUT_GRADIENT, "mamba-swa-mlp", "tp2"),
+    "regathered_order": Bug(
+        "tokens come in another order the second time", REGATHERED_ORDER, "mamba2-attention", "tp2-sp"
+    ),
     "missing_z_loss": Bug("the z-loss is left out", MISSING_Z_LOSS, "attention", "pp2"),
     "decay": Bug("A_log is decayed, as megatron-core does by shape", DECAY, "mamba", "pp2"),
     "norm_counts_copies": Bug(

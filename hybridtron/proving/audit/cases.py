@@ -125,7 +125,8 @@ def table() -> Iterator[Case]:
                 {"kv_heads": 1, "conv": 4, "conv_bias": True} if (row + column // 2) % 2 else {"kv_heads": 2}
             )
             model = small_model(pattern, tied=turn % 2 == 0, heads=heads)
-            parallel = ranks.on(ParallelConfig(recompute=list(Recompute)[(row + 2 * column) % 3]))
+            recompute = list(Recompute)[(row + 2 * column) % 3]
+            parallel = ranks.on(ParallelConfig(recompute=recompute, regather=ranks.sequence and turn % 2 == 0))
             documents = Documents.join if turn % 3 == 0 else Documents.isolate
             yield Case(name, layout, small(model, parallel, documents, ranks.data), ranks.data)
 

@@ -1,0 +1,76 @@
+"""Products of what enters a mixer on tensor-parallel ranks, with traffic of the backward pass behind other products.
+
+    forward     the tokens are gathered (sequence parallelism), and multiplied with every weight
+    backward    dx = sum of dy W; then, side by side, dx is summed over the ranks, and dW = dy^T x
+
+With `again` a rank keeps its share of the tokens alone. They are gathered a second time while dx is made.
+
+Megatron-core's column-parallel layer does the same for one weight, but on CUDA only, and gathers once for each layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How a mixer's input comes to every rank of a group: `sequence` says that each has a share of the tokens."""
+
+    group: dist.ProcessGroup | None
+    sequence: bool
+    again: bool
+
+
+class EnteredProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_LBD: Tensor, entry: Entry, *weights: Tensor) -> tuple[Tensor, ...]:
+        whole_LBD, _ = _gathered(x_LBD, entry) if entry.sequence else (x_LBD, None)
+        ctx.entry = entry
+        ctx.save_for_backward(x_LBD if entry.again else whole_LBD, *weights)
+        return tuple(functional.linear(whole_LBD, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        entry, (x_LBD, *weights) = ctx.entry, ctx.saved_tensors
+        needs_x, _, *needs = ctx.needs_input_grad
+        gathering = summing = None
+        if entry.again and any(needs):
+            x_LBD, gathering = _gathered(x_LBD, entry, in_background=True)
+        flat = [gradient.flatten(0, 1) for gradient in gradients]
+        dx_LBD = None
+        if needs_x:
+            (first, *others), (weight, *further) = flat, weights
+            dx_TD = first @ weight
+            for gradient, weight in zip(others, further, strict=True):
+                dx_TD.addmm_(gradient, weight)
+            dx_LBD, summing = _summed(dx_TD.view(*gradients[0].shape[:2], -1), entry)
+        if gathering is not None:
+            gathering.wait()
+        dw = [gradient.T @ x_LBD.flatten(0, 1) if need else None for gradient, need in zip(flat, needs, strict=True)]
+        if summing is not None:
+            summing.wait()
+        return (dx_LBD, None, *dw)
+
+
+def _gathered(x_LBD: Tensor, entry: Entry, in_background: bool = False) -> tuple[Tensor, Any]:
+    """All ranks' tokens; in the background they are there when the handle was waited for."""
+    length, *others = x_LBD.shape
+    whole_LBD = x_LBD.new_empty(length * dist.get_world_size(entry.group), *others)
+    handle = dist.all_gather_into_tensor(whole_LBD, x_LBD.contiguous(), group=entry.group, async_op=in_background)
+    return whole_LBD, handle
+
+
+def _summed(dx_LBD: Tensor, entry: Entry) -> tuple[Tensor, Any]:
+    """The sum over ranks, of this rank's share of the tokens or of all, there when the handle was waited for."""
+    if not entry.sequence:
+        return dx_LBD, dist.all_reduce(dx_LBD, group=entry.group, async_op=True)
+    length, *others = dx_LBD.shape
+    share_LBD = dx_LBD.new_empty(length // dist.get_world_size(entry.group), *others)
+    return share_LBD, dist.reduce_scatter_tensor(share_LBD, dx_LBD, group=entry.group, async_op=True)

@@ -161,6 +161,9 @@ class PrecisionConfig:
     gradients: KeptFormat = KeptFormat.fp32
     # what the optimizer's moments are kept in between steps; bf16 halves their memory, and rounds after each step
     moments: KeptFormat = KeptFormat.fp32
+    # of fp8_*: weights are rounded once a step, not in every pass, and kept so: a byte for each entry, two by
+    # Transformer Engine
+    cache_weights: bool = False
     emulate: bool = False  # round as FP8 does, on any device, to study a recipe's numerics; slow
     # sub-layers at the start that stay in bf16 when the others multiply in FP8
     bf16_first: Annotated[int, at_least(0)] = 0

@@ -31,6 +31,7 @@ from hybridtron.model.generate import Reader
 from hybridtron.model.init import initialise
 from hybridtron.parallel.blocks import full_rectangle, weight_blocks, writes
 from hybridtron.parallel.cut import cut, mesh_sizes
+from hybridtron.parallel.fp8 import CachedWeight
 from hybridtron.parallel.fp8_statistics import statistics_blocks, statistics_of
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.whole import gathered
@@ -70,6 +71,7 @@ class Engine:
         self.optimizer = Optimizer(self.wrapped, config, groups, self.dtype)
         modules = [(name, module) for stage in self.stages for name, module in stage.model.named_modules()]
         self.statistics = statistics_of(modules, self.stages[0].model.slice.tensor.products.fp8, self.device)
+        self.rounded = [module for _, module in modules if isinstance(module, CachedWeight)]
         self.guard = Guard(config.optim.spike)
         self.readers: Sequence[Future[Any]] = ()  # of weights and moments, which no update may overtake
         self._loss = StepLoss(torch.zeros(()), torch.zeros(()))  # of the step under way
@@ -99,6 +101,8 @@ class Engine:
         """The loss of a step of the phase and its gradients; each rank brings its own lanes' micro-batches."""
         if self.carrier is not None:
             self.carrier.begin(step)
+        for projection in self.rounded:
+            projection.forget()
         z_loss, batches = self.config.optim.z_loss, self._keyed(batches, step)
         with self.statistics.step():
             loss = run_schedule(self.wrapped, batches, z_loss, self.groups.tensor, self.device, self.carrier)

@@ -111,7 +111,8 @@ def fp8_of(config: Config) -> Fp8 | None:
     # tensor- and data-parallel ranks see parts of the same weights and of the same step; handed over also where it is
     # a group of one, as Transformer Engine takes no group for all processes, of every stage of a pipeline
     shared: Any = parallel_state.get_amax_reduction_group(with_context_parallel=True)
-    return Fp8(precision.name, fp8_layers(config), precision.history, precision.emulate, shared)
+    history, layers = precision.history, fp8_layers(config)
+    return Fp8(precision.name, layers, history, precision.emulate, precision.cache_weights, shared)
 
 
 def data_parallel(stages: Sequence[Stage], config: Config, dtype: torch.dtype) -> list[DistributedDataParallel]:

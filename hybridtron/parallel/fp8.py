@@ -56,6 +56,7 @@ class Fp8:
     layers: range  # those of the others stay in bf16
     history: int = 1024
     emulate: bool = True
+    cache_weights: bool = False  # what `forget` ends
     group: ProcessGroup | None = None  # whose greatest values delayed scaling shares; None without any groups
 
     @property
@@ -76,6 +77,14 @@ class Rounded(NamedTuple):
             return values * self.inverse
         tiles = [size // count for size, count in zip(values.shape, self.inverse.shape, strict=True)]
         return (_tiled(values, tiles) * self.inverse[:, None, :, None]).view_as(values)
+
+
+class CachedWeight:
+    """A projection that can keep its rounded weight over passes in which the weight is the same."""
+
+    def forget(self) -> None:
+        """The weight may be another from here on."""
+        raise NotImplementedError
 
 
 class Slots(NamedTuple):
@@ -188,8 +197,9 @@ class _Product(torch.autograd.Function):
     """x (T, I), W (O, I) -> y (T, O)."""
 
     @staticmethod
-    def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, rounding: Rounding) -> Tensor:
-        x, weight = rounding(x_TI, Role.x), rounding(weight_OI, Role.weight)
+    def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, rounding: Rounding, kept: Rounded | None) -> Tensor:
+        x = rounding(x_TI, Role.x)
+        weight = rounding(weight_OI, Role.weight) if kept is None else kept
         y_TO = x.floats() @ weight.floats().T
         if rounding.training:  # of any number of tokens otherwise: tiles along them are of W's gradient alone
             ctx.save_for_backward(*rounding.again(x_TI, Role.x, x), *weight)
@@ -197,18 +207,20 @@ class _Product(torch.autograd.Function):
         return y_TO.to(x_TI.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x_values, x_inverse, weight_values, weight_inverse = ctx.saved_tensors
         of_x, of_weight = ctx.dtypes
         dy = ctx.rounding(dy_TO, Role.dy)
         dx_TI = dy.floats() @ Rounded(weight_values, weight_inverse).floats()
         dy = ctx.rounding.again(dy_TO, Role.dy, dy)
         dweight_OI = dy.floats().T @ Rounded(x_values, x_inverse).floats()
-        return dx_TI.to(of_x), dweight_OI.to(of_weight), None
+        return dx_TI.to(of_x), dweight_OI.to(of_weight), None, None
 
 
-class Fp8Linear(nn.Module):
+class Fp8Linear(CachedWeight, nn.Module):
     """One rank's x @ weight.T in emulated FP8, without a bias."""
+
+    rounded: Rounded | None = None
 
     def __init__(self, in_features: int, out_features: int, fp8: Fp8) -> None:
         super().__init__()
@@ -219,5 +231,11 @@ class Fp8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # what is evaluated without gradients leaves no trace in training
         rounding = Rounding(self.fp8.recipe, self.slots, training=torch.is_grad_enabled())
-        y_TO = _Product.apply(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), self.weight, rounding)
+        if rounding.training and self.fp8.cache_weights and self.rounded is None:
+            self.rounded = rounding(self.weight.detach(), Role.weight)
+        kept = self.rounded if rounding.training else None
+        y_TO = _Product.apply(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), self.weight, rounding, kept)
         return y_TO.view(*x.shape[:-1], y_TO.shape[-1])
+
+    def forget(self) -> None:
+        self.rounded = None

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from hybridtron.config.choices import FP8_MULTIPLES, Precision
 from hybridtron.device import fp8_device_fault, optional_package
-from hybridtron.parallel.fp8 import Fp8, Part, Role, ScalingStatistics
+from hybridtron.parallel.fp8 import CachedWeight, Fp8, Part, Role, ScalingStatistics
 
 RECIPE_PACKAGE = "transformer_engine.common.recipe"
 RECIPES = {
@@ -41,8 +41,13 @@ QUANTIZATION = ("transformer_engine.pytorch.quantization", "transformer_engine.p
 FORWARD, BACKWARD = "scaling_fwd", "scaling_bwd"  # the package's names; x and W are columns 0 and 1, dy is column 0
 
 
-class InFp8:
-    """Marks the layers that multiply in FP8."""
+class InFp8(CachedWeight):
+    """Marks the layers that multiply in FP8. The package keeps a weight as it rounded it in a first micro-batch."""
+
+    is_first = True
+
+    def forget(self) -> None:
+        self.is_first = True
 
 
 def local_linear(in_features: int, out_features: int, fp8: Fp8 | None = None) -> nn.Module:
@@ -146,7 +151,10 @@ def _class(fp8: Fp8 | None) -> Any:
             if tokens % FP8_MULTIPLES[fp8.recipe] and not torch.is_grad_enabled():
                 return super().forward(x)  # text that is generated token by token
             with region(fp8):
-                return super().forward(x)
+                if not (fp8.cache_weights and torch.is_grad_enabled()):
+                    return super().forward(x)
+                is_first, self.is_first = self.is_first, False
+                return super().forward(x, is_first_microbatch=is_first)
 
     return Linear
 

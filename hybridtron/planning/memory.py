@@ -53,7 +53,7 @@ from hybridtron.optimizers import OPTIMIZERS
 from hybridtron.planning.activations import ChunkUse, RankUse
 from hybridtron.planning.count import FP32_BYTES, VALUE_BYTES, gradient_bytes, loss_bytes, moment_bytes
 from hybridtron.planning.layer_use import LayerUse, carried_bytes, layer_uses, runs_again, shared, stream_values
-from hybridtron.planning.pipeline import held_names, local_size, turns
+from hybridtron.planning.pipeline import cached_bytes, held_names, local_size, turns
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class DeviceMemory:
     optimizer: int  # AdamW's two moments, and fp32 master weights where the weights are narrower
     activations: int  # kept for the backward pass by the sub-layers of one micro batch
     logits: int  # as many as the loss makes at a time, and the gradients that it makes of its input and the head
+    rounded: int = 0  # weights that FP8 products keep over micro-batches, with `precision.cache_weights`
     states: int = 0  # carried ones: what a step starts from, and what it ends in
     backward: int = 0  # what the backward pass makes and the schedule holds, as far as it is more than the logits
 
@@ -72,7 +73,7 @@ class DeviceMemory:
     def total(self) -> int:
         """All of it together."""
         kept = self.activations + self.logits + self.states
-        return self.weights + self.gradients + self.optimizer + kept + self.backward
+        return self.weights + self.rounded + self.gradients + self.optimizer + kept + self.backward
 
 
 @dataclass(frozen=True)
@@ -203,6 +204,7 @@ def _rank_plan(step: _Step, rank: int) -> RankPlan:
         in_flight=max(sum(turn.live) for turn in played),
         memory=DeviceMemory(
             weights=stored,
+            rounded=cached_bytes(step.config, weights),
             gradients=gradients,
             optimizer=optimizer,
             activations=activations,

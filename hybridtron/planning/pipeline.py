@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from hybridtron.architecture.base import Parameter
-from hybridtron.config.schema import ParallelConfig
+from hybridtron.config.choices import FP8_MULTIPLES
+from hybridtron.config.layout import fp8_layers
+from hybridtron.config.schema import Config, ParallelConfig
 
 
 def held_names(table: Iterable[str], stages: Sequence[range], pipeline: int) -> list[list[str]]:
@@ -29,6 +31,20 @@ def held_names(table: Iterable[str], stages: Sequence[range], pipeline: int) -> 
 def local_size(parameter: Parameter, parallel: ParallelConfig) -> int:
     """Values that one rank holds of a weight."""
     return math.prod(parameter.share_shape(parallel.mesh_sizes))
+
+
+def cached_bytes(config: Config, weights: Mapping[str, Parameter]) -> int:
+    """Of the weights that FP8 products keep rounded: as they are, and by Transformer Engine transposed too."""
+    if config.precision.name not in FP8_MULTIPLES or not config.precision.cache_weights:
+        return 0
+    layers = fp8_layers(config)
+    in_fp8 = (
+        weight
+        for name, weight in weights.items()
+        if weight.fp8 and name.startswith("layers.") and int(name.split(".")[1]) in layers
+    )
+    copies = 1 if config.precision.emulate else 2
+    return copies * sum(local_size(weight, config.parallel) for weight in in_fp8)
 
 
 class Turn(NamedTuple):

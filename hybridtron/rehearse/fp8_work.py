@@ -1,7 +1,8 @@
 """Transformer Engine in a rehearsal: its linear layer, outside and inside of a region of FP8, and its recipes.
 
 In a region each input of a product is cast to FP8 as it is and transposed (a byte a value each, read once); the
-transposed ones are kept for the backward pass, in place of the inputs. That casts the gradient likewise.
+transposed ones are kept for the backward pass, in place of the inputs. That casts the gradient likewise. A weight that
+was cast in a first micro-batch is kept, both ways, for those that are said not to be the first.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class LinearStandIn(nn.Module):
         shape = given["out_features"], given["in_features"]
         self.weight = nn.Parameter(torch.empty(shape, dtype=given.get("params_dtype"), device="cuda"))
         self.fp8_meta: dict[str, Any] = {}
+        self.rounded: tuple[Tensor, Tensor] | None = None
 
     def init_fp8_metadata(self) -> None:
         """Of delayed scaling: histories and scales."""
@@ -86,17 +88,21 @@ class LinearStandIn(nn.Module):
                 )
                 self.fp8_meta.setdefault(kind, made)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         if not REGIONS or REGIONS[-1] is None:
             return x @ self.weight.T
         self.init_fp8_metadata()
-        return _Fp8Product.apply(x, self.weight)
+        if is_first_microbatch is None:
+            return _Fp8Product.apply(x, self.weight, _cast(self.weight.detach()))
+        if is_first_microbatch or self.rounded is None:
+            self.rounded = _cast(self.weight.detach())
+        return _Fp8Product.apply(x, self.weight, self.rounded)
 
 
 class _Fp8Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        (plain_x, x8), (plain_weight, weight8) = _cast(x), _cast(weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rounded: tuple[Tensor, Tensor]) -> Tensor:
+        (plain_x, x8), (plain_weight, weight8) = _cast(x), rounded
         y = x.new_empty(*x.shape[:-1], weight.shape[0])
         ctx.save_for_backward(x8, weight8)
         ctx.types = x.dtype, weight.dtype
@@ -105,13 +111,13 @@ class _Fp8Product(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x8, weight8 = ctx.saved_tensors
         plain, transposed = _cast(grad)
         grad_x, grad_weight = torch.empty_like(x8, dtype=ctx.types[0]), torch.empty_like(weight8, dtype=ctx.types[1])
         _product(plain, weight8, grad_x, weight8.shape[0])
         _product(transposed, x8, grad_weight, x8.numel() // x8.shape[-1])
-        return grad_x, grad_weight
+        return grad_x, grad_weight, None
 
 
 def _cast(x: Tensor) -> tuple[Tensor, Tensor]:

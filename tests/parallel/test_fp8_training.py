@@ -19,6 +19,7 @@ from hybridtron.config.choices import Precision
 from hybridtron.config.schema import Config, OptimConfig, ParallelConfig, PrecisionConfig, Recompute
 from hybridtron.data.batch import Batch
 from hybridtron.engine.engine import Engine
+from hybridtron.parallel.fp8 import Role, Rounded, Rounding
 from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.pool import Seat
 from hybridtron.problems import ConfigError
@@ -73,6 +74,36 @@ def test_recomputation_changes_no_bit(alone: Groups, recompute: Recompute) -> No
     assert list(losses(kept)) == list(losses(again))
     assert same(statistics(kept), statistics(again))
     assert all(map(torch.equal, dict(kept.weights()).values(), dict(again.weights()).values()))
+
+
+@pytest.mark.parametrize("precision", ["fp8_delayed", "fp8_current"])
+def test_weights_that_are_rounded_once_a_step_change_no_bit(
+    alone: Groups, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also under recomputation, with an evaluation between steps, and after other weights were read."""
+    rounded, rounding = [], Rounding.__call__
+
+    def watched(self: Rounding, matrix: Tensor, role: Role, summed_axis: int = 1) -> Rounded:
+        rounded.append(role)
+        return rounding(self, matrix, role, summed_axis)
+
+    monkeypatch.setattr(Rounding, "__call__", watched)
+    found = []
+    for cached in (False, True):
+        config = config_of(precision, ParallelConfig(recompute=Recompute.layer))
+        config = replace(config, precision=replace(config.precision, cache_weights=cached))
+        engine, seen = Engine(config, alone), list[float]()
+        for step in range(STEPS):
+            rounded.clear()
+            seen += losses(engine, range(step, step + 1))
+            projections = len(engine.rounded)
+            passes = 1 if cached else 2 * 4  # forward and again, of four micro-batches
+            assert rounded.count(Role.weight) == passes * projections
+            seen.append(engine.loss([batch_of(9)]).mean.item())
+        found.append((seen, dict(engine.weights())))
+    (plain, weights), (cached_losses, cached_weights) = found
+    assert cached_losses == plain
+    assert all(cached_weights[name].equal(weight) for name, weight in weights.items())
 
 
 def test_chunks_through_time_change_no_bit(alone: Groups) -> None:

@@ -47,6 +47,7 @@ class StandIn(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype))
         self.fp8_meta: dict[str, Any] = {}
         self.in_fp8 = 0
+        self.firsts: list[bool | None] = []  # of its passes, what they know of their micro-batch
 
     def init_fp8_metadata(self) -> None:
         assert REGIONS
@@ -54,9 +55,10 @@ class StandIn(nn.Module):
             kept = SimpleNamespace(amax_history=torch.zeros(HISTORY, columns), scale=torch.ones(columns))
             self.fp8_meta.setdefault(kind, kept)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
         if REGIONS:
             self.in_fp8 += 1
+            self.firsts.append(is_first_microbatch)
             self.init_fp8_metadata()
             if isinstance(REGIONS[-1]["recipe"], DelayedScaling):
                 row = self.fp8_meta["scaling_fwd"].amax_history[0]
@@ -196,6 +198,21 @@ def test_only_large_projections_multiply_in_fp8_also_when_they_run_again(alone: 
     names += ["3.mixer.gate_up", "3.mixer.down"]  # the first sub-layer is kept in bf16
     assert counted == {f"layers.{name}": 2 if recompute is Recompute.none else 4 for name in names}
     assert engine.blocks()["fp8"] == []
+
+
+@pytest.mark.usefixtures("install")
+@pytest.mark.parametrize("cached", [False, True])
+def test_weights_are_rounded_in_the_first_micro_batch_of_a_step(alone: Groups, cached: bool) -> None:
+    config = config_of(Precision.fp8_current, Recompute.layer)
+    config.precision.cache_weights = cached
+    engine = Engine(config, alone)
+    for _ in range(2):
+        engine.forward_backward([random_batch(), random_batch()])
+        engine.optimizer.zero_grad()
+    engine.loss([random_batch()])
+    of_step = [True, False, False, False] if cached else [None] * 4  # each micro-batch runs forward twice
+    assert all(layer.firsts == [*of_step, *of_step, None] for layer in layers_of(engine).values() if layer.firsts)
+    assert any(layer.firsts for layer in layers_of(engine).values())
 
 
 @pytest.mark.usefixtures("install")

@@ -47,7 +47,7 @@ def precision_problems(phase: ResolvedPhase) -> Iterator[Problem]:
 def precision_warnings(precision: PrecisionConfig) -> Iterator[str]:
     """What is set and has no effect."""
     defaults = PrecisionConfig()
-    for name in ("emulate", "bf16_first", "bf16_last"):
+    for name in ("cache_weights", "emulate", "bf16_first", "bf16_last"):
         if precision.name not in FP8_MULTIPLES and (value := getattr(precision, name)) != getattr(defaults, name):
             yield f"precision.{name}={str(value).lower()} has no effect: it belongs to the precisions with fp8"
     if precision.name == "fp32" and precision.gradients != defaults.gradients:

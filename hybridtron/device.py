@@ -49,6 +49,12 @@ def device_index(environment: Mapping[str, str], visible: int) -> int:
     return int(environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0"))) % visible
 
 
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; none of them is touched."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else list(map(str, range(torch.cuda.device_count())))
+
+
 def describe_device() -> str:
     """One line for the start-up table: `CPU, 2 threads` or `NVIDIA H100 80GB HBM3, CUDA 13.0`."""
     if compute_device().type == "cpu":
@@ -88,8 +94,7 @@ def cuda_report() -> dict[str, str]:
     return report
 
 
-# Kernels of other packages that add up in no fixed order by default, and cuBLAS's and NCCL's choices. What
-# the user has set stays.
+# Kernels of other packages that add up in no fixed order by default, cuBLAS and NCCL. What the user has set stays.
 FIXED_ORDER = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",

@@ -4,6 +4,7 @@
     hybridtron audit recipe=samba_1.7b --layouts all
     hybridtron audit --cases all                             what `make audit` runs
     hybridtron audit --fake-bug tied_gradient                must fail
+    hybridtron audit --cases all --gpus                      over NCCL
 
 It takes the arguments of `hybridtron train`, makes the recipe small (its pattern, heads, options, tying and layout
 stay; widths, states and windows shrink, so that it takes seconds), and starts the processes by itself, on the CPU over
@@ -14,6 +15,9 @@ agree:
 
     float64  within 1e-9 of each tensor's norm; megatron-core's plain data parallelism and optimizer
     fp32     within 1e-5 of each tensor's norm and 1e-7 of the largest; the distributed optimizer, clipping cuts in
+
+With --gpus every rank has a GPU, and the truth is what the engine computes on one of them, in fp32: with the same
+kernels, so that what ranks exchange is compared. Layouts that need more GPUs than there are are left out.
 
 Differences in float64 are rounding (1e-15) or bugs. What megatron-core does in fp32 whatever the weights are: it adds
 up the gradient norm (allowed 1e-6), clips (so in float64 the threshold is out of reach) and divides by the number of
@@ -40,6 +44,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--cases", metavar="NAME,...", help="the table's architectures in all its layouts, or `all`")
     parser.add_argument("--fake-bug", metavar="NAME", help="put a bug into the parallel side: the audit must fail")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for one run (default 300)")
+    parser.add_argument("--gpus", action="store_true", help="over NCCL, a GPU for each rank, against one GPU, in fp32")
     parser.add_argument("--list", action="store_true", help="show layouts, architectures and bugs")
     return parser.parse_intermixed_args(arguments)
 

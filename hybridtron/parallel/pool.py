@@ -1,4 +1,4 @@
-"""Run a function on n processes of this machine that talk over gloo: layouts without a cluster, a GPU or a launcher.
+"""Run a function on n processes of this machine, which talk over gloo: layouts without a cluster, a GPU or a launcher.
 
 They are forked from a server that has imported torch and megatron-core once, and fork again for every job: what a job
 leaves behind (groups, threads, settings) is gone with its process, and nothing is torn down that could fail in that.
@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -45,6 +45,7 @@ class Seat:
     rank: int
     world_size: int
     meeting_file: str
+    gpu: str = ""  # the one that the process sees, as CUDA_VISIBLE_DEVICES names it
 
     @contextmanager
     def groups(self, parallel: ParallelConfig) -> Iterator[Groups]:
@@ -63,9 +64,13 @@ class _Worker:
 
 
 class Pool:
-    """Processes that are started when a job first needs them, and stopped by `close`."""
+    """Processes that are started when a job first needs them, and stopped by `close`.
 
-    def __init__(self) -> None:
+    With names of GPUs each process of a job has one of them, and they talk over NCCL.
+    """
+
+    def __init__(self, gpus: Sequence[str] = ()) -> None:
+        self.gpus = gpus
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(["hybridtron.parallel.pool", "hybridtron.engine.engine"])
         self._workers: list[_Worker] = []
@@ -77,7 +82,8 @@ class Pool:
         try:
             with tempfile.TemporaryDirectory(prefix="hybridtron-") as folder:
                 for rank, worker in enumerate(self._workers[:world_size]):
-                    job = (function, Seat(rank, world_size, f"{folder}/meeting"), arguments)
+                    seat = Seat(rank, world_size, f"{folder}/meeting", self.gpus[rank] if self.gpus else "")
+                    job = (function, seat, arguments)
                     worker.connection.send_bytes(pickle.dumps(job))
                 results = _collect(self._workers[:world_size], time.monotonic() + timeout_s)
         except BaseException:
@@ -167,6 +173,7 @@ def _do(connection: Connection, function: Callable[..., Any], seat: Seat, argume
     # The fork has left torch's thread pool without its threads, and the next call replaces it. Several threads that
     # call at once, as those that write a checkpoint do, may find none ("Invalid thread pool!"): call from here first.
     torch.set_num_threads(1)
+    os.environ["CUDA_VISIBLE_DEVICES"] = seat.gpu  # read when a process first asks for a device
     try:
         answer = pickle.dumps((True, function(seat, *arguments)))
     except BaseException:

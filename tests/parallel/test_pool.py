@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hybridtron.config.schema import ParallelConfig
 from hybridtron.parallel.pool import Seat, WorkerError
-from tests.distributed import run_distributed
+from tests.distributed import pool, run_distributed
 
 pytestmark = pytest.mark.gloo
 
@@ -82,3 +82,13 @@ def test_every_job_has_processes_of_its_own_which_end_with_it() -> None:
         run_distributed(sleep, 2, timeout_s=0.2)
     time.sleep(0.2)
     assert not any(Path(f"/proc/{process}").exists() for process in (*first, *second))
+
+
+def seen_gpus(_: Seat) -> str:
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+def test_each_process_sees_its_own_gpu_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_distributed(seen_gpus, 2) == ["", ""]
+    monkeypatch.setattr(pool(), "gpus", ["6", "GPU-2"])
+    assert run_distributed(seen_gpus, 2) == ["6", "GPU-2"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from hybridtron.config.load import choices_of, load
 from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.ops.documents import document_starts
 from hybridtron.parallel.pool import Pool
+from hybridtron.proving.audit import run
 from hybridtron.proving.audit import table as audit_table
 from hybridtron.proving.audit.cases import ARCHITECTURES, LAYOUTS, MICRO_BATCH, Layout, shrunk
 from hybridtron.proving.audit.run import micro_batches
@@ -25,7 +27,8 @@ SMALL = ["model.pattern=M-W", "model.layers.W.kv_heads=1"]
 class KeptPool(Pool):
     """Stands in for a pool of the command's own: the session's, which nobody closes."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpus: Sequence[str] = ()) -> None:
+        self.gpus = gpus
         self.run = distributed.run_distributed  # type: ignore[method-assign]
 
     def close(self) -> None: ...
@@ -50,6 +53,26 @@ def test_a_layout_that_agrees_exits_with_0(audit, capsys: pytest.CaptureFixture[
     assert "tp2-pp2" in said
     assert "float64" in said
     assert "fp32" in said
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("bug", "code"), [((), 0), (("--fake-bug", "kv_gradient"), 1)])
+def test_ranks_with_a_gpu_each_are_compared_with_one_of_them(
+    bug: tuple[str, ...], code: int, audit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of it but the GPUs: the session's pool hands out none."""
+    monkeypatch.setattr(audit_table, "visible_gpus", lambda: ["4", "5"])
+    monkeypatch.setattr(run, "serial_step", lambda *_: pytest.fail("the truth is one rank's"))
+    assert audit(*SMALL, "--gpus", "--layouts", "tp2,tp2-pp2", *bug) == code
+    printed = capsys.readouterr()
+    assert ("1 runs equal one process" if not bug else "1 runs, 1 differ") in printed.out
+    assert "float64" not in printed.out
+    assert "which needs 4 GPUs" in printed.err
+
+
+def test_without_two_gpus_there_is_no_audit_over_nccl(audit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_table, "visible_gpus", lambda: ["0"])
+    assert audit(*SMALL, "--gpus", "--layouts", "tp2") == 2
 
 
 @pytest.mark.gloo

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hybridtron.cli import checkpoint, doctor
+from hybridtron.cli import audit, checkpoint, doctor
 from hybridtron.config.check import check
 from hybridtron.config.load import load
+from hybridtron.proving.audit import cases, table
 from hybridtron.proving.gpu import day_one, main, recipes
 from hybridtron.proving.gpu.day_one import DayOneStep
 from hybridtron.rehearse import cards
@@ -37,6 +38,10 @@ def parsed(command: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setattr("hybridtron.cli.checkpoint_commands.run", lambda chosen: seen.append(chosen.command) or 0)
         assert checkpoint.main(arguments) == 0
         assert seen == ["diff"]
+    elif name == "audit":
+        chosen = audit.parse(arguments)
+        assert chosen.gpus
+        assert list(table.cases_of(chosen)) == list(cases.table())
     else:
         assert (name, arguments) == ("doctor", [])
         assert callable(doctor.main)
@@ -44,8 +49,8 @@ def parsed(command: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_no_option_is_misspelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [parsed(step.command, monkeypatch) for step in day_one.steps(tmp_path)]
-    assert set(names) == {"doctor", "check", "pytest", "train", "checkpoint"}
+    names = [parsed(step.command, monkeypatch) for step in day_one.steps(tmp_path, gpus=8)]
+    assert set(names) == {"doctor", "check", "pytest", "train", "checkpoint", "audit"}
 
 
 def test_it_takes_at_most_twenty_minutes(tmp_path: Path) -> None:

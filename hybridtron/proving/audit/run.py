@@ -91,10 +91,14 @@ class Disagreement:
 
 
 class Audit:
-    """Compares; what is serial is run once for all layouts that it is compared with."""
+    """Compares; what is serial is run once for all layouts that it is compared with.
 
-    def __init__(self, pool: Pool, timeout_s: float = 300.0) -> None:
-        self.pool, self.timeout_s = pool, timeout_s
+    With `by_one_rank` the truth is the engine's on one process: on a GPU the same kernels then stand on both sides, and
+    what differs is what ranks exchange.
+    """
+
+    def __init__(self, pool: Pool, timeout_s: float = 300.0, by_one_rank: bool = False) -> None:
+        self.pool, self.timeout_s, self.by_one_rank = pool, timeout_s, by_one_rank
         self.truths: dict[str, Step] = {}
 
     def compare(self, case: Case, precision: AuditPrecision, bug: str | None = None) -> list[Disagreement]:
@@ -104,9 +108,15 @@ class Audit:
         ranks = self.pool.run(parallel_step, case.world_size, *arguments, timeout_s=self.timeout_s)
         key = f"{precision.name} {replace(config, parallel=ParallelConfig())}"
         if key not in self.truths:
-            self.truths[key] = serial_step(config, precision)
+            self.truths[key] = self._truth(config, precision)
         found = differences(self.truths[key], ranks, config, precision)
         return sorted(found, key=lambda d: math.inf if math.isnan(d.of_limit) else d.of_limit, reverse=True)
+
+    def _truth(self, config: Config, precision: AuditPrecision) -> Step:
+        if not self.by_one_rank:
+            return serial_step(config, precision)
+        alone = replace(config, parallel=replace(ParallelConfig(), distributed_optimizer=False))
+        return self.pool.run(parallel_step, 1, alone, precision, None, timeout_s=self.timeout_s)[0]
 
 
 def as_computed(config: Config, precision: AuditPrecision) -> Config:
@@ -134,7 +144,7 @@ def parallel_step(seat: Seat, config: Config, precision: AuditPrecision, bug: st
         gradients = dict(engine.optimizer.gradients())
         grad_norm, _ = engine.optimizer.step(rate_of(config))
         loss_after = engine.loss(batches).mean.item()
-        weights = {name: shard.weight.detach() for name, shard in engine.optimizer.shards.items()}
+        weights = {name: shard.weight.detach().cpu() for name, shard in engine.optimizer.shards.items()}
         mesh = {dimension: RankGroup(ranks.size, ranks.rank) for dimension, ranks in groups.mesh.items()}
         return Step(loss, grad_norm, loss_after, gradients, weights, mesh)
 

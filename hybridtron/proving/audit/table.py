@@ -13,6 +13,7 @@ from rich.table import Table
 from hybridtron.config.check import require
 from hybridtron.config.load import load
 from hybridtron.config.schema import Config, ParallelConfig
+from hybridtron.device import visible_gpus
 from hybridtron.parallel.pool import Pool, WorkerError
 from hybridtron.problems import ConfigError, Problem, did_you_mean
 from hybridtron.proving.audit.bugs import BUGS
@@ -27,10 +28,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         print_list()
         return 0
-    cases = cases_of(arguments)
-    pool = Pool()
+    cases, precisions, gpus = cases_of(arguments), PRECISIONS, list[str]()
+    if arguments.gpus:
+        gpus = visible_gpus()
+        cases, precisions = list(on_gpus(cases, len(gpus))), tuple(one for one in PRECISIONS if one.name == "fp32")
+    pool = Pool(gpus)
     try:
-        return 0 if audit(Audit(pool, arguments.timeout), cases, arguments.fake_bug) else 1
+        comparison = Audit(pool, arguments.timeout, by_one_rank=bool(gpus))
+        return 0 if audit(comparison, cases, arguments.fake_bug, precisions) else 1
     finally:
         pool.close()
 
@@ -52,6 +57,17 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
         return [fitting(config, _described(config.parallel, arguments.data), arguments.data)]
     names = _chosen("--layouts", layouts or "all", list(LAYOUTS))
     return list(in_layouts(config, names, skip=layouts in (None, "all")))
+
+
+def on_gpus(cases: Sequence[Case], gpus: int) -> Iterator[Case]:
+    """The cases that this number of GPUs has room for. Raises ConfigError where there is none."""
+    if gpus < 2:
+        raise ConfigError([Problem("--gpus", f"needs at least two GPUs, and {gpus} can be used here: leave it out")])
+    for case in cases:
+        if case.world_size <= gpus:
+            yield case
+        else:
+            print(f"left out: {case.name} {case.layout}, which needs {case.world_size} GPUs", file=sys.stderr)
 
 
 def fitting(config: Config, layout: str, data: int) -> Case:
@@ -81,21 +97,21 @@ def _described(parallel: ParallelConfig, data: int) -> str:
     return "-".join(words) or "one process"
 
 
-def audit(comparison: Audit, cases: Sequence[Case], bug: str | None) -> bool:
-    """Run all cases in both precisions, print a row for each and whatever differs; whether all agree."""
+def audit(comparison: Audit, cases: Sequence[Case], bug: str | None, precisions: Sequence[AuditPrecision]) -> bool:
+    """Run all cases in these precisions, print a row for each and whatever differs; whether all agree."""
     rows = Table(
         "model", "layout", "options", "type", "compared", "tensors within", "worst", "off by", "of limit", box=None
     )
     failures: list[str] = []
     with CONSOLE.status("") as status:
         for index, case in enumerate(cases):
-            for precision in PRECISIONS:
+            for precision in precisions:
                 status.update(f"{index + 1}/{len(cases)} {case.name} {case.layout} {precision.name}")
                 failures += compare(comparison, case, precision, bug, rows)
     CONSOLE.print(rows)
     for failure in failures:
         print(failure)
-    count = len(cases) * len(PRECISIONS)
+    count = len(cases) * len(precisions)
     print(f"{count} runs, {len(failures)} differ from one process" if failures else f"{count} runs equal one process")
     return not failures
 

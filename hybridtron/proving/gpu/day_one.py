@@ -3,8 +3,9 @@
     python -m hybridtron.proving.gpu.day_one build/gpu_day_one
 
 Correctness of every form first, then the tests that need a GPU, a run that learns and one that resumes, a step of every
-recipe that fits, speed of kernels, FP8. What a step prints is in the folder, and so is a table of what became of each;
-lines of the verification cards are written beside the cards. A step that fails does not stop the others.
+recipe that fits, speed of kernels, FP8; where there are several GPUs, up to half an hour more for layouts over NCCL.
+What a step prints is in the folder, and so is a table of what became of each; lines of the verification cards are
+written beside the cards. A step that fails does not stop the others.
 
 Exit codes: 0 all well, 1 a step failed or took too long, 2 no folder is named.
 """
@@ -20,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybridtron.device import visible_gpus
 from hybridtron.shipped import pages
 
 LEARNS = ("recipe=laptop", "precision=bf16", "run.deterministic=true", "run.sample_tokens=0")
@@ -37,8 +39,8 @@ class DayOneStep:
     limit_s: float
 
 
-def steps(folder: Path) -> list[DayOneStep]:
-    """In order of how much depends on them."""
+def steps(folder: Path, gpus: int = 1) -> list[DayOneStep]:
+    """In order of how much depends on them; with several GPUs, layouts over NCCL at last."""
 
     def check(part: str, limit_s: float) -> DayOneStep:
         output = str(folder / f"{part}.md")
@@ -59,6 +61,7 @@ def steps(folder: Path) -> list[DayOneStep]:
         check("kernels", 120),
         check("fp8", 90),
         DayOneStep("cards", (*HYBRIDTRON, "check", "cards"), 10),
+        *([DayOneStep("layouts", (*HYBRIDTRON, "audit", "--cases", "all", "--gpus"), 1800)] if gpus > 1 else []),
     ]
 
 
@@ -78,7 +81,7 @@ def day_one(folder: Path, cards: Path | None, launch: Launch = launched) -> int:
     """Take all steps and write the table. Returns the exit code."""
     folder.mkdir(parents=True, exist_ok=True)
     cells, codes = [], dict[str, int]()
-    for step in steps(folder):
+    for step in steps(folder, len(visible_gpus())):
         if step.name == "resumed":
             interrupted(folder / "whole", folder / "resumed")
         start = time.monotonic()

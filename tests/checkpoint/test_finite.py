@@ -118,8 +118,7 @@ def refused_by(seat: Seat, folder: Path) -> bool:
     config = small_run()
     with seat.groups(ParallelConfig()) as groups:
         engine = Engine(config, groups)
-        if groups.rank == 1:
-            poison(engine, "optimizer", "exp_avg", math.nan)
+        poison(engine, "optimizer", "exp_avg", math.nan if groups.rank == 1 else 0.0)  # all ranks gather the weights
         saver = Saver(config, folder, groups)
         try:
             saver.save(engine, meta_of(engine, 1, {}), folder / "tokenizer.json")

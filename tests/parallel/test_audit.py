@@ -30,6 +30,7 @@ FAST_CASES = {
     ("mistral", "tp2-dp2"),
     ("attention", "dp2"),
     ("attention", "tp2-sp"),
+    ("mamba-hax", "tp2-sp"),
     ("samba-span", "tp2-pp2"),
     ("span-variants", "tp2"),
     ("span-variants", "dp2"),

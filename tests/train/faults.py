@@ -99,9 +99,10 @@ def happening_to_a_worker(fault: str, step: int, stderr: Path) -> Iterator[None]
     """This process reads with a worker process, whatever data.workers says, and the fault comes there."""
     original = Loader._read_ahead
 
-    def read_ahead(loader: Loader, read: Dataset[Any], steps: range) -> Iterator[Any]:
+    def read_ahead(loader: Loader, steps: range) -> Iterator[Any]:
         loader.ahead = replace(loader.ahead, workers=1)
-        return original(loader, Faulty(read, fault, step, stderr), steps)
+        loader._rows = Faulty(loader._rows, fault, step, stderr)
+        return original(loader, steps)
 
     Loader._read_ahead = read_ahead
     try:

@@ -155,6 +155,7 @@ LONG_FUNCTIONS = {  # Triton kernels: a comment above each says why it is one fu
     "hybridtron/ops/conv/kernels.py _backward",
     "hybridtron/ops/scan/kernels.py _retrace",
     "hybridtron/ops/scan/kernels_backward.py _gradients",
+    "hybridtron/ops/delta/kernels_backward.py token_gradients",
 }
 
 

@@ -37,7 +37,8 @@ def test_a_quick_story_is_written_and_resumes(tmp_path: Path, capsys: pytest.Cap
     assert main(arguments) == 0  # has nothing left to train
     assert [path.stat().st_mtime_ns for path in measured] == written
     started = tmp_path / "runs/language/sweep.json"
-    started.write_text(started.read_text().replace("model.width=32", "model.width=33"))
+    for file in (started, *started.parent.rglob("measured.json")):
+        file.write_text(file.read_text().replace("model.width=32", "model.width=33"))
     assert main(arguments) == 2
     assert "model.width=33" in capsys.readouterr().err
 

@@ -91,6 +91,7 @@ def pair_weights(
     tl.store(Q_BHLT + at_TT, Q_TT, mask=inside_T[:, None])
 
 
+# One long function, as all three gradients need the same products with the states; in parts it spills registers.
 @triton.jit
 def token_gradients(
     q_BLHN: tl.tensor, k_BLHN: tl.tensor, beta_BLH: tl.tensor, g_BLHG: tl.tensor, starts_BL: tl.tensor,
@@ -105,49 +106,14 @@ def token_gradients(
     G: tl.constexpr = 1 if BY_HEAD else N  # pyrefly: ignore[bad-assignment]
     chunk, head, row = tl.program_id(0), tl.program_id(1) // across, tl.program_id(2).to(tl.int64)
     part = tl.program_id(1) % across
-    n_N, token_T = part * KEYS + tl.arange(0, KEYS), chunk * CHUNK + tl.arange(0, CHUNK)
+    n_N = part * KEYS + tl.arange(0, KEYS)
     n_G = tl.arange(0, 1) if BY_HEAD else n_N
-    index = (row * tl.num_programs(0) + chunk) * heads + head
-    found = _through_states(
+    token_T, end = chunk * CHUNK + tl.arange(0, CHUNK), tl.minimum((chunk + 1) * CHUNK, length)
+    index, inside_T = (row * tl.num_programs(0) + chunk) * heads + head, token_T < length
+    of_q_TN, of_k_TN, left_TN, through_N = _through_states(
         beta_BLH, dy_BLHP, w_BLHP, du_BLHP, before_BCHNP, after_BCHNP, row, head, index, token_T, n_N, length, heads,
         N, P, CHUNK, BLOCK_P, KEYS, VALUES, PRODUCT, PRECISION,
     )  # fmt: skip
-    of_q_TN, of_k_TN, left_TN, through_1N = _decayed(
-        found[0], found[1], found[2], found[3], g_BLHG, starts_BL, row, chunk, token_T, head, n_G, length, heads,
-        DOCUMENTS, G, CHUNK,
-    )  # fmt: skip
-    q_TN = tokens_by_channel(q_BLHN, row, token_T, head, n_N, length, heads, N).to(tl.float32)
-    k_TN = tokens_by_channel(k_BLHN, row, token_T, head, n_N, length, heads, N).to(tl.float32)
-    at_TN = ((row * length + token_T) * heads + head)[:, None] * N + n_N[None, :]
-    there_TN = tl.expand_dims(token_T < length, 1) & tl.expand_dims(n_N < N, 0)
-    _store_sum(grad_q_BLHN + at_TN, pairs_q_BLHN + at_TN, of_q_TN, there_TN)
-    _store_sum(grad_k_BLHN + at_TN, pairs_k_BLHN + at_TN, of_k_TN + left_TN, there_TN)
-    at_TG = ((row * length + token_T) * heads + head)[:, None] * G + n_G[None, :]
-    there_TG = tl.expand_dims(token_T < length, 1) & tl.expand_dims(n_G < G, 0)
-    first = part == 0 if BY_HEAD else True
-    of_pairs_TG = tl.load(gain_BLHG + at_TG, mask=there_TG & first, other=0.0)
-    grad_TG = _decay_gradients(
-        q_TN * of_q_TN + k_TN * of_k_TN, k_TN * left_TN, through_1N, of_pairs_TG, starts_BL, row, token_T, length,
-        BY_HEAD, DOCUMENTS,
-    )  # fmt: skip
-    apart = tl.num_programs(2).to(tl.int64) * length * heads if BY_HEAD else 0  # between the shares of slices
-    tl.store(grad_g_SBLHG + part * apart + at_TG, grad_TG, mask=there_TG)
-
-
-@triton.jit
-def _store_sum(place: tl.tensor, pairs: tl.tensor, more_TN: tl.tensor, there_TN: tl.tensor) -> None:
-    """What tokens get through pairs, and more."""
-    tl.store(place, tl.load(pairs, mask=there_TN, other=0.0) + more_TN, mask=there_TN)
-
-
-@triton.jit
-def _decayed(
-    of_q_TN: tl.tensor, of_k_TN: tl.tensor, left_TN: tl.tensor, through_N: tl.tensor, g_BLHG: tl.tensor,
-    starts_BL: tl.tensor, row: tl.tensor, chunk: tl.tensor, token_T: tl.tensor, head: tl.tensor, n_G: tl.tensor,
-    length: int, heads: int, DOCUMENTS: tl.constexpr, G: tl.constexpr, CHUNK: tl.constexpr,
-) -> tuple:  # fmt: skip
-    """What `_through_states` finds, by the decays between token and state; 0 where another document lies between."""
-    inside_T, end = token_T < length, tl.minimum((chunk + 1) * CHUNK, length)
     since_TG = since_start(g_BLHG, starts_BL, row, token_T, inside_T, head, n_G, length, heads, DOCUMENTS, G)
     left_TN *= to_end(g_BLHG, starts_BL, row, token_T, end, head, n_G, length, heads, DOCUMENTS, G)
     of_q_TN, of_k_TN = of_q_TN * since_TG, of_k_TN * since_TG
@@ -156,7 +122,25 @@ def _decayed(
         first_T1 = (tl.cumsum(begins_T, axis=0) == 0)[:, None]
         of_q_TN, of_k_TN = tl.where(first_T1, of_q_TN, 0.0), tl.where(first_T1, of_k_TN, 0.0)
         through_N = tl.where(tl.sum(begins_T, axis=0) == 0, through_N, 0.0)
-    return of_q_TN, of_k_TN, left_TN, tl.expand_dims(tl.min(since_TG, axis=0), 0) * through_N[None, :]
+    q_TN = tokens_by_channel(q_BLHN, row, token_T, head, n_N, length, heads, N).to(tl.float32)
+    k_TN = tokens_by_channel(k_BLHN, row, token_T, head, n_N, length, heads, N).to(tl.float32)
+    at_TN = ((row * length + token_T) * heads + head)[:, None] * N + n_N[None, :]
+    there_TN = tl.expand_dims(inside_T, 1) & tl.expand_dims(n_N < N, 0)
+    pairs_q_TN = tl.load(pairs_q_BLHN + at_TN, mask=there_TN, other=0.0)
+    pairs_k_TN = tl.load(pairs_k_BLHN + at_TN, mask=there_TN, other=0.0)
+    tl.store(grad_q_BLHN + at_TN, pairs_q_TN + of_q_TN, mask=there_TN)
+    tl.store(grad_k_BLHN + at_TN, pairs_k_TN + of_k_TN + left_TN, mask=there_TN)
+    at_TG = ((row * length + token_T) * heads + head)[:, None] * G + n_G[None, :]
+    there_TG = tl.expand_dims(inside_T, 1) & tl.expand_dims(n_G < G, 0)
+    first = part == 0 if BY_HEAD else True
+    of_pairs_TG = tl.load(gain_BLHG + at_TG, mask=there_TG & first, other=0.0)
+    whole_1G = tl.expand_dims(tl.min(since_TG, axis=0), 0)
+    grad_TG = _decay_gradients(
+        q_TN * of_q_TN + k_TN * of_k_TN, k_TN * left_TN, whole_1G * through_N[None, :], of_pairs_TG, starts_BL, row,
+        token_T, length, BY_HEAD, DOCUMENTS,
+    )  # fmt: skip
+    apart = tl.num_programs(2).to(tl.int64) * length * heads if BY_HEAD else 0  # between the shares of slices
+    tl.store(grad_g_SBLHG + part * apart + at_TG, grad_TG, mask=there_TG)
 
 
 @triton.jit

@@ -218,6 +218,11 @@ class MixerSpec(ABC):
         """All options as an exported model states them, also those that are left to a default."""
         return dataclasses.asdict(self)
 
+    @property
+    def auxiliary(self) -> tuple[str, ...]:
+        """Names of the losses that the mixer adds to that of training."""
+        return ()
+
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterable[Problem]:
         """What is wrong with options that keep their limits; keys are option names."""
         return ()

@@ -200,6 +200,10 @@ class RecurrenceSpec(MixerSpec):
             object.__setattr__(self, "sparse", SparseOptions(**self.sparse))
 
     @property
+    def auxiliary(self) -> tuple[str, ...]:
+        return ("ranking",) if self.sparse is not None and self.sparse.scored else ()
+
+    @property
     def projects(self) -> bool:
         """Whether queries and keys of sparse attention have a projection of their own."""
         chosen = None if self.sparse is None else self.sparse.projected

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hybridtron.architecture.table import parameter_table
+from hybridtron.architecture.table import architecture, parameter_table
 from hybridtron.config.layout import with_overlap
 from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import Config, StateMode
@@ -77,6 +77,8 @@ class Engine:
         self._loss = StepLoss(torch.zeros(()), torch.zeros(()))  # of the step under way
         self.mean_loss = 0.0  # of the last step that was taken or refused; nan where nothing was learned
         self.learned = 0  # tokens that counted in it
+        names = {name for spec in architecture(config.model).specs for name in spec.auxiliary}
+        self.auxiliary = dict.fromkeys(sorted(names), 0.0)  # losses that mixers added to it, by name
         self.carrier: Carrier | None = None
         self._seed, self._lanes = phase_seed(config.run.seed, 0), range(0)
 
@@ -105,7 +107,8 @@ class Engine:
             projection.forget()
         z_loss, batches = self.config.optim.z_loss, self._keyed(batches, step)
         with self.statistics.step():
-            loss = run_schedule(self.wrapped, batches, z_loss, self.groups.tensor, self.device, self.carrier)
+            given = (batches, z_loss, self.groups.tensor, self.device, self.carrier)
+            loss = run_schedule(self.wrapped, *given, auxiliary=tuple(self.auxiliary))
         self._loss = loss
         return loss
 
@@ -135,11 +138,13 @@ class Engine:
 
         A refused step changes nothing of these. Without a weight decay of its own the step takes the phase's.
         """
-        read = (self.optimizer.squared_norm(), self._loss.total, self._loss.tokens)
+        added = self._loss.auxiliary
+        read = (self.optimizer.squared_norm(), self._loss.total, self._loss.tokens, *added.values())
         # the one place of a step at which the host waits for the device
-        squares, total, tokens = torch.stack([value.reshape(()).double() for value in read]).tolist()
+        squares, total, tokens, *sums = torch.stack([value.reshape(()).double() for value in read]).tolist()
         grad_norm, self.learned = squares**0.5, int(tokens)
         self.mean_loss = total / tokens if tokens else math.nan
+        self.auxiliary = {name: one / tokens if tokens else math.nan for name, one in zip(added, sums, strict=True)}
         wanted = self.guard.accepts(grad_norm, total)
         wait(self.readers)
         accepted = self.optimizer.take(lr, grad_norm, wanted, weight_decay)

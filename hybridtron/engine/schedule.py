@@ -6,8 +6,9 @@ gradients by the number of tokens of the whole step, over all micro-batches and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from hybridtron.data.batch import Batch
 from hybridtron.engine.states import Carrier
-from hybridtron.engine.through_time import Ended, ThroughTime, as_gathered
+from hybridtron.engine.through_time import ChunkOut, Ended, ThroughTime, as_gathered
 from hybridtron.model.lm import LanguageModel, ModelOut
 from hybridtron.parallel.linear import TensorGroup
 from hybridtron.parallel.loss import linear_cross_entropy
@@ -28,11 +29,13 @@ from hybridtron.parallel.loss import linear_cross_entropy
 class StepLoss(NamedTuple):
     """Cross entropy summed over the unmasked tokens of all ranks, and how many these are; known to every rank.
 
-    Both have an entry for each part where the batches are of several.
+    Both have an entry for each part where the batches are of several. `auxiliary` has the same sum of each auxiliary
+    loss by its name, which the cross entropy does not contain.
     """
 
     total: Tensor
     tokens: Tensor
+    auxiliary: Mapping[str, Tensor] = MappingProxyType({})
 
     @property
     def mean(self) -> Tensor:
@@ -55,17 +58,20 @@ def run_schedule(
     carrier: Carrier | None = None,
     forward_only: bool = False,
     parted: Parted | None = None,
+    auxiliary: Sequence[str] = (),
 ) -> StepLoss:
     """Run the micro-batches of this data-parallel rank through the pipeline; adds up gradients unless forward_only.
 
     Every rank brings the batches itself, since each needs the boundaries of documents, and the ends need the tokens.
     The carrier hands each row its state; without one all start from zero. Core passes a forward pass nothing about
-    its micro-batch, so each chunk's iterator does.
+    its micro-batch, so each chunk's iterator does. `auxiliary` names the losses that mixers of any stage add.
     """
     rows, length = batches[0].tokens_BL.shape
     schedule: Any = get_forward_backward_func()
+    sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in auxiliary}
+    step = partial(_forward_step, z_loss=z_loss, tensor=tensor, device=device, carrier=carrier, sums=sums)
     reports = schedule(
-        forward_step_func=partial(_forward_step, z_loss=z_loss, tensor=tensor, device=device, carrier=carrier),
+        forward_step_func=step,
         data_iterator=[_numbered(chunk, batches) for chunk in range(len(stages))],
         model=list(stages),
         num_microbatches=len(batches),
@@ -79,7 +85,19 @@ def run_schedule(
     dist.all_reduce(totals, group=parallel_state.get_pipeline_model_parallel_group())
     dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
     totals = totals[0] if parted is None else totals
-    return StepLoss(totals[..., 0], totals[..., 1])
+    return StepLoss(totals[..., 0], totals[..., 1], _of_all_ranks(sums))
+
+
+def _of_all_ranks(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of auxiliary losses the sums over stages and data-parallel ranks, and the mean over tensor-parallel ones."""
+    if not sums:
+        return {}
+    together = torch.stack(list(sums.values()))
+    dist.all_reduce(together, group=parallel_state.get_pipeline_model_parallel_group())
+    dist.all_reduce(together, group=parallel_state.get_data_parallel_group())
+    dist.all_reduce(together, group=parallel_state.get_tensor_model_parallel_group())
+    together /= parallel_state.get_tensor_model_parallel_world_size()
+    return dict(zip(sums, together, strict=True))
 
 
 def _numbered(chunk: int, batches: Sequence[Batch]) -> Iterator[tuple[int, int, Batch]]:
@@ -95,8 +113,9 @@ def _forward_step(
     tensor: TensorGroup,
     device: torch.device,
     carrier: Carrier | None,
+    sums: Mapping[str, Tensor],
 ) -> tuple[Tensor, Any]:
-    """One micro-batch through one chunk."""
+    """One micro-batch through one chunk; what it has of auxiliary losses is added to the sums."""
     chunk, number, batch = next(batches)
     batch = batch.to(device)
     states = None if carrier is None else carrier.initial(chunk, number, batch)
@@ -106,7 +125,10 @@ def _forward_step(
         ended: Ended = stage(batch, states, through)
     else:
         out: ModelOut = stage(batch, states)
-        ended = Ended(_finished(out, batch), out.states)
+        output, losses = _finished(out, batch)
+        ended = Ended(output, out.states, losses)
+    for name, loss in ended.auxiliary.items():
+        sums[name].add_(loss)
     if carrier is not None:
         carrier.record_final(chunk, number, ended.states)
     wrapped: Any = stage.module
@@ -114,9 +136,16 @@ def _forward_step(
     return ended.output, loss_of
 
 
-def _finished(out: ModelOut, batch: Batch) -> Tensor:
-    """What a stage makes of its part of a batch."""
-    return with_auxiliary_losses(out.output, list(out.aux.values()), batch.mask_BL.sum())
+def _finished(out: ModelOut, batch: Batch) -> ChunkOut:
+    """What a stage makes of its part of a batch.
+
+    An auxiliary loss is a mean over the micro-batch and counts with its number of tokens, as the gradients of all are
+    divided by the number of tokens of the step.
+    """
+    tokens = batch.mask_BL.sum()
+    losses = {name: loss * tokens for name, loss in out.aux.items()}
+    output = with_auxiliary_losses(out.output, list(losses.values()))
+    return ChunkOut(output, {name: loss.detach() for name, loss in losses.items()})
 
 
 def _loss_of(
@@ -129,12 +158,8 @@ def _loss_of(
     return loss.total, loss.tokens.int(), report
 
 
-def with_auxiliary_losses(output: Tensor, losses: Sequence[Tensor], tokens: Tensor) -> Tensor:
-    """The output, made to bring auxiliary losses into the backward pass of its own stage.
-
-    Each is a mean over the micro-batch and counts with its number of tokens, as the gradients of all are divided by
-    the number of tokens of the step.
-    """
+def with_auxiliary_losses(output: Tensor, losses: Sequence[Tensor]) -> Tensor:
+    """The output, made to bring auxiliary losses into the backward pass of its own stage."""
     for loss in losses:
-        output = MoEAuxLossAutoScaler.apply(output, loss * tokens)
+        output = MoEAuxLossAutoScaler.apply(output, loss)
     return output.clone() if losses else output  # a view of itself by now, which Megatron can't free behind a stage

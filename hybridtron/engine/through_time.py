@@ -12,7 +12,7 @@ inside it, sub-layers are recomputed as always.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,11 +27,19 @@ from hybridtron.model.stack import States
 from hybridtron.parallel.linear import TensorGroup
 
 
+class ChunkOut(NamedTuple):
+    """What a stage sends on of a chunk, and its auxiliary losses by name, times its tokens, for the report."""
+
+    output: Tensor
+    auxiliary: Mapping[str, Tensor]
+
+
 class Ended(NamedTuple):
-    """What a stage sends on for all chunks, and the states that the last one ended in."""
+    """What a stage sends on for all chunks, the states that the last one ended in, and the sums of their losses."""
 
     output: Tensor
     states: States
+    auxiliary: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -40,28 +48,32 @@ class ThroughTime:
 
     chunks: int
     handed_over: Callable[[States, Batch], States]
-    finished: Callable[[ModelOut, Batch], Tensor]
+    finished: Callable[[ModelOut, Batch], ChunkOut]
 
     def run(self, model: LanguageModel, batch: Batch, states: States | None, received: Tensor | None) -> Ended:
         """All chunks of a batch through one chunk of the model, from these states."""
         streams = [None] * self.chunks if received is None else received.chunk(self.chunks)
         outputs = []
+        sums: dict[str, Tensor] = {}
         for turn, (piece, x_LBD) in enumerate(zip(batch.chunks(self.chunks), streams, strict=True)):
             if turn:
                 assert states is not None
                 states = self.handed_over(states, piece)
             if model.recompute is not Recompute.none and torch.is_grad_enabled():
                 arguments = (model, piece, states, x_LBD)
-                output, states = checkpoint(self._one, *arguments, use_reentrant=False, preserve_rng_state=False)
+                ended = checkpoint(self._one, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
-                output, states = self._one(model, piece, states, x_LBD)
+                ended = self._one(model, piece, states, x_LBD)
+            output, states, losses = ended
             outputs.append(output)
+            sums = {name: loss + sums.get(name, 0) for name, loss in losses.items()}
         assert states is not None
-        return Ended(torch.cat(outputs), states)
+        return Ended(torch.cat(outputs), states, sums)
 
     def _one(self, model: LanguageModel, piece: Batch, states: States | None, x_LBD: Tensor | None) -> Ended:
         out: ModelOut = model(piece.tokens_BL, states, piece.seq, x_LBD, logits=False)
-        return Ended(self.finished(out, piece), out.states)
+        output, losses = self.finished(out, piece)
+        return Ended(output, out.states, losses)
 
 
 def as_gathered(x_LB: Tensor, chunks: int, tensor: TensorGroup) -> Tensor:

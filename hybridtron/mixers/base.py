@@ -4,8 +4,8 @@
 
 x is sequence first, as Megatron's parallel linears want it: L tokens, B rows, D width. The state is a value: what
 comes in is never changed, what comes out is new. None stands for the start of a document, and equals a state of
-zeros; so does a part that is missing from what comes in. `aux` holds named scalar losses that the mixer wants added to
-the training loss.
+zeros; so does a part that is missing from what comes in. `aux` holds scalar losses that the mixer wants added to the
+training loss, by the names in its spec's `auxiliary`: the mean of what each tensor-parallel rank has is the loss.
 """
 
 from __future__ import annotations

@@ -97,15 +97,16 @@ class SparseBranch(nn.Module):
         return F.linear(x, self.weight_3).squeeze(-1), last_RN
 
     def _ranking(self, q_RLN: Tensor, own: SparseKeys, scores_RL: Tensor, seq: SeqInfo) -> Tensor:
-        """A rank's share of the loss: the ranks' gradients of these weights are summed."""
+        """The mean over a rank's own groups, with a rank's share of its gradient: those of all ranks are summed."""
         batch, length = seq.positions_BL.shape
         seed = seq.number(f"candidates/{self.layer}")
         chosen_BC = candidates(seed, batch, length, self.budget.best, q_RLN.device)
         chosen_RC = chosen_BC.repeat_interleave(len(q_RLN) // batch, dim=0)
         keys_RCN = own.keys_RSN.gather(1, chosen_RC[..., None].expand(-1, -1, self.size))
         worth_RC = worth_of_keys(q_RLN, keys_RCN, own.documents_RS, chosen_RC, self.options.target)
-        loss = ranking_loss(scores_RL.gather(1, chosen_RC), worth_RC, own.documents_RS.gather(1, chosen_RC))
-        return self.options.alpha / self.ranks * loss
+        ranked = ranking_loss(scores_RL.gather(1, chosen_RC), worth_RC, own.documents_RS.gather(1, chosen_RC))
+        loss = self.options.alpha * ranked
+        return loss / self.ranks + (loss - loss / self.ranks).detach()
 
 
 def projected_heads(projection: nn.Module, x_BLE: Tensor, tensor: TensorGroup) -> tuple[Tensor, Tensor, Tensor]:

@@ -34,8 +34,9 @@ class ConsoleSink:
             self.bar.start()
 
     def write(self, metrics: StepMetrics) -> None:
+        added = "".join(f"  {name} {loss:.4f}" for name, loss in (metrics.auxiliary or {}).items())
         summary = (
-            f"loss {metrics.loss:.4f}  lr {metrics.lr:.2e}  grad norm {metrics.grad_norm:.3f}  "
+            f"loss {metrics.loss:.4f}{added}  lr {metrics.lr:.2e}  grad norm {metrics.grad_norm:.3f}  "
             f"{metrics.tokens_per_second:,.0f} tokens/s"
         )
         if self.bar is not None:

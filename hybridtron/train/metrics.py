@@ -18,7 +18,8 @@ class StepMetrics:
     is the loss of a step in which nothing is learned. `learned`, where sources have masks, are the tokens that count in
     the loss. `skipped` counts the steps that were refused since the run was started or resumed, also those of which no
     line is left since the run rolled back to a checkpoint before them; `restarted_lanes`, where states are carried, the
-    lanes of the phase whose state was not finite and that restarted from zero.
+    lanes of the phase whose state was not finite and that restarted from zero. `auxiliary`, where mixers add losses of
+    their own, has each of these by its name, as it is added: a sum over layers. `loss` is without them.
     """
 
     step: int
@@ -35,6 +36,7 @@ class StepMetrics:
     memory_gib: float
     skipped: int
     learned: int | None = None
+    auxiliary: Mapping[str, float] | None = None
     restarted_lanes: int | None = None
     validation: Mapping[str, float] | None = None
     validation_by_source: Mapping[str, float] | None = None
@@ -50,7 +52,7 @@ class StepMetrics:
         return flat(self.line())
 
 
-OPTIONAL = ("learned", "restarted_lanes", "validation", "validation_by_source", "evaluation", "layers")
+OPTIONAL = ("learned", "auxiliary", "restarted_lanes", "validation", "validation_by_source", "evaluation", "layers")
 REQUIRED = [name for name in StepMetrics.__dataclass_fields__ if name not in OPTIONAL]
 
 

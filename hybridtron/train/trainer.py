@@ -240,6 +240,7 @@ class Trainer:
             memory_gib=most_memory_gib(),
             skipped=self.skipped,
             learned=self.engine.learned if self.masked else None,
+            auxiliary=self.engine.auxiliary or None,
             restarted_lanes=self.engine.restarted_lanes,
             layers=layers,
         )

@@ -101,10 +101,10 @@ def test_a_document_of_which_nothing_is_learned_changes_no_bit(alone: Groups) ->
     assert all(torch.equal(one[name], other[name]) for name in other)
 
 
-def test_auxiliary_losses_count_by_tokens() -> None:
+def test_auxiliary_losses_enter_the_backward_pass() -> None:
     weight = torch.tensor(2.0, requires_grad=True)
     stream = torch.ones(3, requires_grad=True)
-    output = with_auxiliary_losses(stream, [weight**2], torch.tensor(5))
+    output = with_auxiliary_losses(stream, [5 * weight**2])
     output.sum().backward()
     assert torch.equal(output, stream)
     assert output._base is None  # Megatron frees what a stage has sent, which can't be a view

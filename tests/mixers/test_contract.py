@@ -244,6 +244,13 @@ def test_no_document_sees_another(spec: MixerSpec, form: str | None) -> None:
 
 
 @pytest.mark.parametrize("spec", CASES)
+def test_losses_that_it_adds_are_named_by_its_spec(spec: MixerSpec) -> None:
+    mixer, x = build(spec), torch.randn(LENGTH, 2, SIZES.width, dtype=torch.float64)
+    assert mixer(x, None, seq_info(2, LENGTH)).aux.keys() == set(spec.auxiliary)
+    assert mixer(x, None, evaluated(2, LENGTH)).aux == {}
+
+
+@pytest.mark.parametrize("spec", CASES)
 def test_every_weight_gets_a_gradient(spec: MixerSpec) -> None:
     mixer = build(spec)
     out = mixer(torch.randn(LENGTH, 2, SIZES.width, dtype=torch.float64), None, seq_info(2, LENGTH))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hybridtron.architecture.swiglu import SwiGLUSpec
 from hybridtron.config.schema import Config, Documents, ParallelConfig
 from hybridtron.data.batch import SeqInfo
 from hybridtron.engine.engine import Engine
@@ -35,6 +36,7 @@ def penalized() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SwiGLU, "forward", forward)
+        patch.setattr(SwiGLUSpec, "auxiliary", ("output_size",))
         yield
 
 

@@ -1,9 +1,14 @@
-"""Sparse attention beside a recurrence in training: its states are carried, and are in checkpoints."""
+"""Sparse attention beside a recurrence in training: its states are carried and are in checkpoints, and its ranking loss
+is reported.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+
+import pytest
 
 from tests.train.conftest import Train
 
@@ -19,3 +24,25 @@ def test_a_run_on_lanes_resumes_with_the_keys_that_it_had_kept(train_small: Trai
         lines = (tmp_path / run / "metrics.jsonl").read_text().splitlines()
         losses[run] = [json.loads(line).get("loss") for line in lines]
     assert losses["through"] == losses["again"]
+
+
+def test_the_ranking_loss_is_reported_beside_the_loss(
+    train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the scores' start, near ln 2 for each of two layers, times alpha."""
+    assert train_small(SPARSE, f"run.dir={tmp_path / 'run'}", "run.max_steps=2", "run.log_every=1") == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["auxiliary"].keys() for line in lines] == [{"ranking"}] * 2
+    assert lines[0]["auxiliary"]["ranking"] == pytest.approx(2 * 0.1 * math.log(2), rel=0.05)
+    assert f"loss {lines[1]['loss']:.4f}  ranking {lines[1]['auxiliary']['ranking']:.4f}  lr" in capsys.readouterr().out
+
+
+def test_chunks_that_run_again_in_the_backward_pass_report_it_once(train_small: Train, tmp_path: Path) -> None:
+    found = []
+    for recompute in ("none", "layer"):
+        through = ["phases.0.states.mode=tbtt", "data.order=lanes", "phases.0.states.chunks=2"]
+        again = ["phases.0.states.through_time=true", f"parallel.recompute={recompute}", "run.max_steps=1"]
+        assert train_small(SPARSE, *through, *again, f"run.dir={tmp_path / recompute}") == 0
+        found.append(json.loads((tmp_path / recompute / "metrics.jsonl").read_text())["auxiliary"]["ranking"])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    assert found[0] == pytest.approx(2 * 0.1 * math.log(2), rel=0.05)

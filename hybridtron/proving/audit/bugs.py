@@ -148,8 +148,10 @@ def _untied(*arguments: Any) -> list[Stage]:
 TIED_GRADIENT = {"hybridtron.engine.engine.build_stages": _untied}
 
 
-def _scaled(stages: Any, batches: Sequence[Batch], *rest: Any, forward_only: bool = False) -> StepLoss:
-    loss = run_schedule(stages, batches, *rest, forward_only=forward_only)
+def _scaled(
+    stages: Any, batches: Sequence[Batch], *rest: Any, forward_only: bool = False, auxiliary: Sequence[str] = ()
+) -> StepLoss:
+    loss = run_schedule(stages, batches, *rest, forward_only=forward_only, auxiliary=auxiliary)
     for chunk in stages:
         chunk.scale_gradients(1 / len(batches))
     return loss

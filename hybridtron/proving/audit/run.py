@@ -70,6 +70,7 @@ class Step:
     loss_after: float
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
+    auxiliary: Mapping[str, float]
     mesh: Mesh = field(default_factory=dict)
 
 
@@ -140,13 +141,15 @@ def parallel_step(seat: Seat, config: Config, precision: AuditPrecision, bug: st
         if engine.config.parallel.overlap_grad_reduce:  # which Megatron begins with at the second step
             engine.forward_backward(batches)
             engine.optimizer.zero_grad()
-        loss = engine.forward_backward(batches).mean.item()
+        found = engine.forward_backward(batches)
+        loss, tokens = found.mean.item(), found.tokens.item()
+        auxiliary = {name: float(total) / tokens for name, total in found.auxiliary.items()}
         gradients = dict(engine.optimizer.gradients())
         grad_norm, _ = engine.optimizer.step(rate_of(config))
         loss_after = engine.loss(batches).mean.item()
         weights = {name: shard.weight.detach().cpu() for name, shard in engine.optimizer.shards.items()}
         mesh = {dimension: RankGroup(ranks.size, ranks.rank) for dimension, ranks in groups.mesh.items()}
-        return Step(loss, grad_norm, loss_after, gradients, weights, mesh)
+        return Step(loss, grad_norm, loss_after, gradients, weights, auxiliary, mesh)
 
 
 def rate_of(config: Config) -> float:
@@ -168,26 +171,33 @@ def serial_step(config: Config, precision: AuditPrecision) -> Step:
                 weight.data.copy_(starting_weight(config, name))
         seed, rows = phase_seed(config.run.seed, 0), config.phases[0].micro_batch
         keyed = [batch.keyed(step_key(seed, 0, 0, index * rows)) for index, batch in enumerate(batches)]
-        loss, tokens = _add_up(model, keyed, optim.z_loss)
+        loss, tokens, auxiliary = _add_up(model, keyed, optim.z_loss)
         gradients = {name: torch.zeros_like(w) if w.grad is None else w.grad / tokens for name, w in weights.items()}
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
         for name, weight in weights.items():
             weight.grad = gradients[name] * min(1.0, optim.clip / norm)
         plain_adamw(model, config, rate_of(config)).step()
-        loss_after, _ = _add_up(model, batches, 0.0)
-    return Step(loss, norm, loss_after, gradients, {name: weight.detach() for name, weight in weights.items()})
+        loss_after, *_ = _add_up(model, batches, 0.0)
+    after = {name: weight.detach() for name, weight in weights.items()}
+    return Step(loss, norm, loss_after, gradients, after, auxiliary)
 
 
-def _add_up(model: LanguageModel, batches: Sequence[Batch], z_loss: float) -> tuple[float, int]:
-    """The mean cross entropy and the number of tokens, with gradients of the sum over tokens in the weights."""
+def _add_up(model: LanguageModel, batches: Sequence[Batch], z_loss: float) -> tuple[float, int, dict[str, float]]:
+    """The mean cross entropy, the number of tokens and the means of auxiliary losses by name.
+
+    Gradients of all sums over tokens are added to the weights'.
+    """
     total, tokens = 0.0, 0
+    sums: dict[str, float] = {}
     for batch in batches:
         out = model(batch.tokens_BL, None, batch.seq)
         loss = cross_entropy(CrossEntropyInputs(out.output, batch.labels_BL.T, batch.mask_BL.T, z_loss))
         tokens_here = int(batch.mask_BL.sum())
         (loss.total + sum(out.aux.values()) * tokens_here).backward()
         total, tokens = total + float(loss.cross_entropy), tokens + tokens_here
-    return total / tokens, tokens
+        for name, added in out.aux.items():
+            sums[name] = sums.get(name, 0.0) + added.item() * tokens_here
+    return total / tokens, tokens, {name: one / tokens for name, one in sums.items()}
 
 
 def starting_weight(config: Config, name: str) -> Tensor:
@@ -223,6 +233,10 @@ def differences(truth: Step, ranks: list[Step], config: Config, precision: Audit
     for name, limits in (("loss", precision), ("grad_norm", in_fp32), ("loss_after", precision)):
         found, expected = (torch.tensor(getattr(step, name), dtype=torch.float64) for step in (ranks[0], truth))
         yield _difference(name.replace("_", " "), found, expected, 0.0, limits)
+    assert truth.auxiliary.keys() == ranks[0].auxiliary.keys()
+    for name, loss in truth.auxiliary.items():
+        found, expected = (torch.tensor(each, dtype=torch.float64) for each in (ranks[0].auxiliary[name], loss))
+        yield _difference(f"auxiliary {name}", found, expected, 0.0, precision)
     largest = _largest_norm(truth.gradients)
     assert truth.gradients.keys() == ranks[0].gradients.keys()
     for name, expected in truth.gradients.items():

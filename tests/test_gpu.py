@@ -13,6 +13,7 @@ from hybridtron.config.choices import Precision
 from hybridtron.data.batch import SeqInfo
 from hybridtron.device import compute_device
 from hybridtron.ops.dispatch import force
+from hybridtron.ops.product.sums import add_product
 from hybridtron.ops.registry import OPS
 from hybridtron.parallel import transformer_engine
 from hybridtron.parallel.fp8 import Fp8, Fp8Linear, Role
@@ -60,6 +61,17 @@ def test_a_run_learns(train_small: Train, tmp_path: Path, precision: str) -> Non
     assert train_small(f"precision={precision}", "phases.0.tokens=8K", "run.eval_every=200") == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["loss"] < 0.6 * torch.log(torch.tensor(float(VOCAB)))
+
+
+def test_products_add_gradients_to_the_sums() -> None:
+    """In fp32, of bf16 weights: nearer to the exact sum than gradients that are rounded first."""
+    torch.manual_seed(0)
+    x, dy = (torch.randn(512, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    before = torch.randn(256, 256, device="cuda")
+    exact = before.double() + dy.double().mT @ x.double()
+    total = add_product(before.clone(), dy.mT, x)
+    assert total.dtype == torch.float32
+    assert (total - exact).norm() < 0.1 * (before + dy.mT @ x - exact).norm()
 
 
 @pytest.mark.parametrize("recipe", [Precision.fp8_current, Precision.fp8_block])

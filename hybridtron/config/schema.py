@@ -139,6 +139,8 @@ class ParallelConfig:
     # what the backward pass computes again: nothing, the sub-layers that look along the sequence, or every layer
     recompute: Recompute = Recompute.none
     transformer_engine: bool = False  # its linear layers instead of megatron-core's; needs a GPU
+    # products add the gradients of their weights to the sum over a step's micro-batches as they make them
+    gradient_accumulation_fusion: bool = False
     # reduce gradients during the backward pass; null: where there are several data-parallel ranks
     overlap_grad_reduce: bool | None = None
     # gather weights during the forward pass, which needs gradients reduced so and distributed_optimizer; null: where

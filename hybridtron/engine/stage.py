@@ -26,7 +26,7 @@ from hybridtron.model.lm import LanguageModel, ModelOut, ModelSlice, stream_dtyp
 from hybridtron.model.stack import States
 from hybridtron.parallel.fp8 import Fp8
 from hybridtron.parallel.groups import Groups
-from hybridtron.parallel.linear import TensorGroup
+from hybridtron.parallel.linear import TensorGroup, accumulate_in_products
 from hybridtron.parallel.mcore import data_parallel_config, schedule_config
 from hybridtron.problems import ConfigError, Problem
 
@@ -93,7 +93,8 @@ def build_stages(config: Config, groups: Groups, dtype: torch.dtype, device: tor
     virtual = config.parallel.virtual_pipeline
     sent = stream_dtype(dtype, config.model.residual_fp32)
     megatron = schedule_config(config.model.width, dtype, sent, config.parallel)
-    tensor = replace(groups.tensor, products=replace(groups.tensor.products, fp8=fp8_of(config)))
+    products = {"fp8": fp8_of(config), "accumulate": config.parallel.gradient_accumulation_fusion}
+    tensor = replace(groups.tensor, products=replace(groups.tensor.products, **products))
     stages = []
     for stage, chunk in enumerate(chunks_on(config.parallel, groups.pipeline_rank)):
         place = ModelSlice(layers[chunk], chunk == 0, chunk == len(layers) - 1, tensor)
@@ -126,6 +127,9 @@ def data_parallel(stages: Sequence[Stage], config: Config, dtype: torch.dtype) -
         DistributedDataParallel(stage.config, settings, stage, disable_bucketing=index > 0)
         for index, stage in enumerate(stages)
     ]
+    if parallel.gradient_accumulation_fusion:
+        for stage in stages:
+            accumulate_in_products(stage)
     stages[0].config.finalize_model_grads_func = finalize_gradients
     if parallel.overlap_grad_reduce:
         no_sync: Any = [chunk.no_sync for chunk in wrapped]

@@ -15,7 +15,8 @@ from hybridtron.config.schema import Recompute
 from hybridtron.data.batch import SeqInfo
 from hybridtron.model.stack import RMSNorm, Stack, States
 from hybridtron.parallel.cut import Mesh
-from hybridtron.parallel.linear import SINGLE_RANK, TensorGroup, embedding, enter
+from hybridtron.parallel.embedding import embedding
+from hybridtron.parallel.linear import SINGLE_RANK, TensorGroup, enter
 from hybridtron.parallel.loss import Head, whole_vocabulary
 
 

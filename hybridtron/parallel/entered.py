@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from hybridtron.parallel.accumulate import weight_gradient
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -46,14 +48,14 @@ class EnteredProducts(torch.autograd.Function):
         flat = [gradient.flatten(0, 1) for gradient in gradients]
         dx_LBD = None
         if needs_x:
-            (first, *others), (weight, *further) = flat, weights
-            dx_TD = first @ weight
-            for gradient, weight in zip(others, further, strict=True):
+            dx_TD = flat[0] @ weights[0]
+            for gradient, weight in zip(flat[1:], weights[1:], strict=True):
                 dx_TD.addmm_(gradient, weight)
             dx_LBD, summing = _summed(dx_TD.view(*gradients[0].shape[:2], -1), entry)
         if gathering is not None:
             gathering.wait()
-        dw = [gradient.T @ x_LBD.flatten(0, 1) if need else None for gradient, need in zip(flat, needs, strict=True)]
+        x_TD, each = x_LBD.flatten(0, 1), zip(weights, flat, needs, strict=True)
+        dw = [weight_gradient(weight, gradient, x_TD) if need else None for weight, gradient, need in each]
         if summing is not None:
             summing.wait()
         return (dx_LBD, None, *dw)

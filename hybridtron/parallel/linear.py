@@ -13,10 +13,11 @@ them out again. On one rank all of this is plain matrix products. Weights are le
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     all_to_all_hp2sp,
     copy_to_tensor_model_parallel_region,
@@ -27,10 +28,10 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hybridtron.ops.product import LinearInputs, linear
 from hybridtron.ops.product.branch import branch
+from hybridtron.parallel.accumulate import MARK, AccumulatedLinear, accumulates
 from hybridtron.parallel.cut import RankGroup
 from hybridtron.parallel.entered import EnteredProducts, Entry
 from hybridtron.parallel.fp8 import Fp8, Fp8Linear
@@ -44,6 +45,12 @@ class Products:
 
     transformer_engine: bool = False
     fp8: Fp8 | None = None
+    accumulate: bool = False  # Transformer Engine's add the gradients of weights to a step's sums
+
+    @property
+    def are_megatrons(self) -> bool:
+        """Not another package's, and not of FP8."""
+        return not self.transformer_engine and self.fp8 is None
 
 
 MEGATRON = Products()
@@ -83,7 +90,7 @@ class PlainLinear(nn.Module):
 
     def forward(self, x: Tensor | None) -> Tensor:
         """Without an input its weight, as `ColumnParallel`."""
-        return self.weight if x is None else linear(LinearInputs(x, self.weight))
+        return self.weight if x is None else product(x, self.weight)
 
 
 class BranchingLinear(PlainLinear):
@@ -102,7 +109,7 @@ class ColumnParallel(ColumnParallelLinear):
             in_features,
             out_features,
             config=config,
-            init_method=_leave,
+            init_method=leave_unfilled,
             bias=False,
             disable_grad_reduce=True,
             tp_group=tensor.group,
@@ -110,10 +117,10 @@ class ColumnParallel(ColumnParallelLinear):
 
     def forward(self, x: Tensor | None) -> Tensor:
         """Without an input its weight, for `projected`: before the call Megatron may not have gathered it."""
-        if x is not None:
-            return super().forward(x)[0]
         assert self.weight is not None
-        return self.weight
+        if x is None:
+            return self.weight
+        return product(x, self.weight) if accumulates(self.weight) else super().forward(x)[0]
 
 
 class RowParallel(RowParallelLinear):
@@ -124,7 +131,7 @@ class RowParallel(RowParallelLinear):
             in_features,
             out_features,
             config=layer_config(tensor.size, sequence=sequence),
-            init_method=_leave,
+            init_method=leave_unfilled,
             bias=False,
             input_is_parallel=True,
             skip_bias_add=False,
@@ -132,12 +139,26 @@ class RowParallel(RowParallelLinear):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)[0]
+        if not accumulates(self.weight):
+            return super().forward(x)[0]
+        return _sum_over_ranks(self.sequence_parallel)(product(x, self.weight), group=self.tp_group)
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """x weight^T."""
+    return AccumulatedLinear.apply(x, weight) if accumulates(weight) else linear(LinearInputs(x, weight))  # type: ignore[return-value]
+
+
+def accumulate_in_products(model: nn.Module) -> None:
+    """From now on products add the gradients of these layers' weights to the step's sums, which Megatron has made."""
+    for module in model.modules():
+        if type(module) in (PlainLinear, ColumnParallel, RowParallel):
+            setattr(module.weight, MARK, True)
 
 
 def column_parallel(in_features: int, out_features: int, tensor: TensorGroup) -> nn.Module:
     """Each rank makes its own share of the outputs."""
-    if tensor.size > 1 and tensor.products == MEGATRON:
+    if tensor.size > 1 and tensor.products.are_megatrons:
         return ColumnParallel(in_features, out_features, tensor)
     return _product(in_features, tensor.share(out_features), tensor.products)
 
@@ -168,30 +189,35 @@ def row_parallel_by_channel(in_features: int, out_features: int, tensor: TensorG
 
     What is elementwise in the outputs can follow on the ranks' shares, before `leave`.
     """
-    product = _product(tensor.share(in_features), out_features, tensor.products)
+    layer = _product(tensor.share(in_features), out_features, tensor.products)
     if tensor.size > 1:
-        product.register_forward_hook(
+        layer.register_forward_hook(
             lambda _, given, y: reduce_scatter_last_dim_to_tensor_parallel_region(y, group=tensor.group)
         )
-    return product
+    return layer
 
 
 def _summed(in_features: int, out_features: int, tensor: TensorGroup, sequence: bool) -> nn.Module:
-    if tensor.size > 1 and tensor.products == MEGATRON:
+    if tensor.size > 1 and tensor.products.are_megatrons:
         return RowParallel(in_features, out_features, tensor, sequence)
-    product = _product(tensor.share(in_features), out_features, tensor.products)
+    layer = _product(tensor.share(in_features), out_features, tensor.products)
     if tensor.size > 1:
-        summed = reduce_scatter_to_sequence_parallel_region if sequence else reduce_from_tensor_model_parallel_region
-        product.register_forward_hook(lambda _, given, y: summed(y, group=tensor.group))
-    return product
+        summed = _sum_over_ranks(sequence)
+        layer.register_forward_hook(lambda _, given, y: summed(y, group=tensor.group))
+    return layer
+
+
+def _sum_over_ranks(sequence: bool) -> Callable[..., Tensor]:
+    """Of what each has of the outputs; scattered by tokens if `sequence`."""
+    return reduce_scatter_to_sequence_parallel_region if sequence else reduce_from_tensor_model_parallel_region
 
 
 def _product(in_features: int, out_features: int, products: Products) -> nn.Module:
     """One rank's product, without a bias."""
     if products.fp8 is not None and products.fp8.emulate:
         return Fp8Linear(in_features, out_features, products.fp8)
-    if products != MEGATRON:
-        return local_linear(in_features, out_features, products.fp8)
+    if not products.are_megatrons:
+        return local_linear(in_features, out_features, products.fp8, products.accumulate)
     return PlainLinear(in_features, out_features)
 
 
@@ -208,7 +234,7 @@ def projected(x_LBD: Tensor, tensor: TensorGroup, *projections: nn.Module) -> tu
     """What column-parallel layers make of the residual stream. In backward the sum over ranks of the stream's gradient
     runs beside the weights' gradients, unless these are another package's or of FP8.
     """
-    if tensor.size == 1 or tensor.products != MEGATRON:
+    if tensor.size == 1 or not tensor.products.are_megatrons:
         x_LBD = enter(x_LBD, tensor)
         return tuple(projection(x_LBD) for projection in projections)
     entry = Entry(tensor.group, tensor.sequence, tensor.sequence and tensor.regather)
@@ -241,39 +267,5 @@ def sum_shares(x: Tensor, tensor: TensorGroup) -> Tensor:
     return sum_gradients(reduce_from_tensor_model_parallel_region(own, group=tensor.group), tensor)
 
 
-class Embedding(nn.Module):
-    """Token vectors on one rank; the rows of its weight can serve as the output head too."""
-
-    def __init__(self, vocab_size: int, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, width))
-
-    def forward(self, tokens_BL: Tensor) -> Tensor:
-        return functional.embedding(tokens_BL.T, self.weight)
-
-
-class VocabularyParallel(VocabParallelEmbedding):
-    """Megatron-core's embedding: each rank holds its own tokens' rows."""
-
-    def __init__(self, vocab_size: int, width: int, tensor: TensorGroup) -> None:
-        super().__init__(
-            vocab_size,
-            width,
-            init_method=_leave,
-            reduce_scatter_embeddings=tensor.sequence,
-            config=layer_config(tensor.size, sequence=tensor.sequence),
-            tp_group=tensor.group,
-        )
-
-    def forward(self, tokens_BL: Tensor) -> Tensor:
-        # when it scatters the sequence Megatron puts it first, otherwise it keeps the order of the tokens
-        return super().forward(tokens_BL if self.reduce_scatter_embeddings else tokens_BL.T)
-
-
-def embedding(vocab_size: int, width: int, tensor: TensorGroup) -> nn.Module:
-    """Tokens (B, L) -> the start of the residual stream (L, B, D)."""
-    return Embedding(vocab_size, width) if tensor.size == 1 else VocabularyParallel(vocab_size, width, tensor)
-
-
-def _leave(weight: Tensor) -> None:
+def leave_unfilled(weight: Tensor) -> None:
     """Megatron's layers ask for an initialiser; ours are filled by `model/init.py`."""

@@ -50,9 +50,12 @@ class InFp8(CachedWeight):
         self.is_first = True
 
 
-def local_linear(in_features: int, out_features: int, fp8: Fp8 | None = None) -> nn.Module:
-    """One rank's product, without a bias, uninitialised as all our layers."""
-    return _class(fp8)(in_features, out_features, bias=False, params_dtype=torch.get_default_dtype())
+def local_linear(in_features: int, out_features: int, fp8: Fp8 | None = None, accumulate: bool = False) -> nn.Module:
+    """One rank's product, without a bias, uninitialised as all our layers; it adds its weight's gradient to the step's
+    sum if `accumulate`.
+    """
+    options = {"bias": False, "params_dtype": torch.get_default_dtype(), "fuse_wgrad_accumulation": accumulate}
+    return _class(fp8)(in_features, out_features, **options)
 
 
 def region(fp8: Fp8) -> AbstractContextManager[Any]:

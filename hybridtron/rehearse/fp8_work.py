@@ -76,6 +76,7 @@ class LinearStandIn(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, dtype=given.get("params_dtype"), device="cuda"))
         self.fp8_meta: dict[str, Any] = {}
         self.rounded: tuple[Tensor, Tensor] | None = None
+        self.accumulates: bool = given.get("fuse_wgrad_accumulation", False)
 
     def init_fp8_metadata(self) -> None:
         """Of delayed scaling: histories and scales."""
@@ -93,31 +94,37 @@ class LinearStandIn(nn.Module):
             return x @ self.weight.T
         self.init_fp8_metadata()
         if is_first_microbatch is None:
-            return _Fp8Product.apply(x, self.weight, _cast(self.weight.detach()))
+            return _Fp8Product.apply(x, self.weight, _cast(self.weight.detach()), self.accumulates)
         if is_first_microbatch or self.rounded is None:
             self.rounded = _cast(self.weight.detach())
-        return _Fp8Product.apply(x, self.weight, self.rounded)
+        return _Fp8Product.apply(x, self.weight, self.rounded, self.accumulates)
 
 
 class _Fp8Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rounded: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rounded: tuple[Tensor, Tensor], accumulates: bool) -> Tensor:
         (plain_x, x8), (plain_weight, weight8) = _cast(x), rounded
         y = x.new_empty(*x.shape[:-1], weight.shape[0])
         ctx.save_for_backward(x8, weight8)
-        ctx.types = x.dtype, weight.dtype
+        ctx.types, ctx.accumulated = (x.dtype, weight.dtype), weight if accumulates else None
         _product(plain_x, plain_weight, y, weight.shape[1])
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x8, weight8 = ctx.saved_tensors
         plain, transposed = _cast(grad)
         grad_x, grad_weight = torch.empty_like(x8, dtype=ctx.types[0]), torch.empty_like(weight8, dtype=ctx.types[1])
         _product(plain, weight8, grad_x, weight8.shape[0])
-        _product(transposed, x8, grad_weight, x8.numel() // x8.shape[-1])
-        return grad_x, grad_weight, None
+        depth = x8.numel() // x8.shape[-1]
+        if ctx.accumulated is None:
+            _product(transposed, x8, grad_weight, depth)
+        else:
+            total = ctx.accumulated.main_grad
+            _product(transposed, x8, total, depth, total)
+            ctx.accumulated.grad_added_to_main_grad = True
+        return grad_x, grad_weight, None, None
 
 
 def _cast(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,6 +134,6 @@ def _cast(x: Tensor) -> tuple[Tensor, Tensor]:
     return made
 
 
-def _product(left: Tensor, right: Tensor, made: Tensor, depth: int) -> None:
-    moved = left.numel() + right.numel() + made.numel() * made.element_size()
+def _product(left: Tensor, right: Tensor, made: Tensor, depth: int, read: Tensor | None = None) -> None:
+    moved = left.numel() + right.numel() + made.nbytes + (0 if read is None else read.nbytes)
     heard.runs("fp8 mm", moved, 2 * made.numel() * depth, "product")

@@ -41,7 +41,9 @@ class StandIn(nn.Module):
     Inside a region with delayed scaling it keeps statistics as the package does, in `fp8_meta`.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, params_dtype: torch.dtype) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, params_dtype: torch.dtype, fuse_wgrad_accumulation: bool
+    ) -> None:
         super().__init__()
         assert not bias
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype))

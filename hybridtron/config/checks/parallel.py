@@ -26,6 +26,10 @@ def parallel_problems(phase: ResolvedPhase, world_size: int | None) -> Iterator[
     if min(parallel.tensor, parallel.pipeline, parallel.virtual_pipeline) < 1:
         return  # reported by their limits
     yield from _overlap(parallel)
+    if parallel.gradient_accumulation_fusion and phase.config.run.compile:
+        yield Problem(
+            "parallel.gradient_accumulation_fusion", "is true, which run.compile can't trace: set one to false"
+        )
     yield from _transformer_engine(parallel)
     yield from _tensor(phase)
     yield from _pipeline(phase)

@@ -20,7 +20,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from packaging.version import Version
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -28,6 +27,7 @@ from hybridtron.ops.dispatch import Implementation
 from hybridtron.ops.loss.reference import LinearCrossEntropyInputs, Loss
 from hybridtron.ops.precision import at_least_fp32, wide_type
 from hybridtron.ops.product import ProductInputs, matrix_product
+from hybridtron.ops.product.sums import add_product
 from hybridtron.ops.softmax import SoftmaxGradientsInputs, SoftmaxSumsInputs, softmax_gradients, softmax_sums
 from hybridtron.planning.count import logits_at_a_time
 
@@ -43,8 +43,6 @@ def chunked(inputs: LinearCrossEntropyInputs) -> Loss:
 
 
 CHUNKED = Implementation("chunked", chunked)
-SUMS_WIDER = Version(torch.__version__).release >= (2, 13)
-"""Whether torch can follow the shapes of a product that adds itself to a sum of another type, as torch.compile does."""
 
 
 class WantedGradients(NamedTuple):
@@ -85,13 +83,9 @@ class SummedGradients:
         """The sum so far with a part's product, which adds itself to it in the wider type."""
         total_VD = self.of_weight_VD
         wide = wide_type(x_CD) if self.several else x_CD.dtype
-        if wide == x_CD.dtype:
-            return of_logits_VC @ x_CD if total_VD is None else total_VD.addmm_(of_logits_VC, x_CD)
-        if total_VD is None:
-            return torch.mm(of_logits_VC, x_CD, out_dtype=wide)
-        if not SUMS_WIDER:
-            return total_VD.add_(of_logits_VC @ x_CD)
-        return torch.addmm(total_VD, of_logits_VC, x_CD, out_dtype=wide, out=total_VD)
+        if total_VD is not None:
+            return add_product(total_VD, of_logits_VC, x_CD)
+        return of_logits_VC @ x_CD if wide == x_CD.dtype else torch.mm(of_logits_VC, x_CD, out_dtype=wide)
 
     def made(self) -> tuple[Tensor | None, Tensor | None]:
         """Both, in the types of what they are gradients of."""

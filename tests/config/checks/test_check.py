@@ -133,6 +133,12 @@ def test_weights_are_gathered_ahead_only_where_they_are_shared_out():
     assert not reported("parallel.overlap_param_gather=true")
 
 
+def test_products_that_add_up_gradients_are_not_compiled():
+    (message,) = reported("parallel.gradient_accumulation_fusion=true", "run.compile=true").values()
+    assert "set one to false" in message
+    assert not reported("parallel.gradient_accumulation_fusion=true")
+
+
 def test_moments_in_bf16_need_steps_that_they_can_hold():
     (message,) = reported("precision.moments=bf16", "optim.betas=[0.9,0.99]").values()
     assert "optim.betas of at most 0.98" in message

@@ -1,0 +1,29 @@
+"""A product that adds itself to a sum, which may be of a wider type.
+
+On a GPU it does so while it is made: the sum is read and written once, and the product is never rounded to the narrower
+type. Elsewhere the product is made first.
+
+Legend as in `reference`.
+"""
+
+from __future__ import annotations
+
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+from hybridtron.ops.product import ProductInputs, matrix_product
+
+SUMS_WIDER = Version(torch.__version__).release >= (2, 13)
+"""Whether torch can follow the shapes of a product that adds itself to a sum of another type, as torch.compile does."""
+
+
+def add_product(total_MN: Tensor, left_MK: Tensor, right_KN: Tensor) -> Tensor:
+    """total += left right; returns the sum, which it changes."""
+    if not left_MK.is_cuda:
+        return total_MN.add_(matrix_product(ProductInputs(left_MK, right_KN)))
+    if total_MN.dtype == left_MK.dtype:
+        return total_MN.addmm_(left_MK, right_KN)
+    if not SUMS_WIDER:
+        return total_MN.add_(left_MK @ right_KN)
+    return torch.addmm(total_MN, left_MK, right_KN, out_dtype=total_MN.dtype, out=total_MN)

@@ -11,8 +11,6 @@ import importlib.metadata
 import importlib.util
 import itertools
 import os
-import resource
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -172,18 +170,20 @@ def copied_ahead(steps: Iterable[list[Moved]]) -> Iterator[list[Moved]]:
             ahead = [batch.moved(handed_over) for batch in ahead]
 
 
+def beside_computing() -> AbstractContextManager[Any]:
+    """Inside, copies from the device run beside what it computes, and after all that it was asked for by now."""
+    if compute_device().type == "cpu":
+        return nullcontext()
+    copying = torch.cuda.Stream()
+    copying.wait_stream(torch.cuda.current_stream())
+    return torch.cuda.stream(copying)
+
+
 def peak_memory_gib() -> float | None:
     """Most memory that tensors held on the device so far, in GiB; None where the device does not count it."""
     if compute_device().type == "cpu":
         return None
     return torch.cuda.max_memory_allocated() / 2**30
-
-
-def most_memory_gib() -> float:
-    """Most memory that this process has held so far, in GiB: on the device, or where that counts none on the host."""
-    on_device = peak_memory_gib()
-    unit = 2**20 if sys.platform == "linux" else 2**30  # Linux counts KiB, macOS bytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit if on_device is None else on_device
 
 
 def forget_peak_memory() -> None:

@@ -1,6 +1,7 @@
 """Whether weights and moments are numbers. No checkpoint with one that is not is written, and none is resumed from.
 
 A step does not show it at once, and need not ever: with an infinite second moment every update of a weight is zero.
+An asynchronous checkpoint looks at its copies, while the next step computes.
 
 Carried states and the statistics of FP8 are not asked: both deal with values that are not finite, and may hold some.
 """
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from hybridtron.parallel.groups import all_gather_object
 
 KINDS = ("model", "optimizer")  # files of a checkpoint
 THREADS = 2  # torch reads memory with one thread where it computes with one
@@ -31,6 +34,12 @@ def not_finite(blocks: Iterable[Any]) -> str | None:
         extremes = torch.stack([*threads.map(lambda one: _extremes(one.data).float(), asked)]).cpu()
     fine = extremes.isfinite().all(dim=1).tolist()
     return next((one.key for one, well in zip(asked, fine, strict=True) if not well), None)
+
+
+def all_finite(key: str | None) -> None:
+    """Raise NotFinite on all processes where any names a tensor that is not; all call this together."""
+    if found := next(filter(None, all_gather_object(key)), None):
+        raise NotFinite(f"values of {found} are not finite")
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -7,6 +7,7 @@ A process that is killed at any point leaves the older checkpoints as they were,
 reads. The lists go through the file system, so that no process waits for another in a collective: with
 `checkpoint.asynchronous` all of this happens in threads, from copies, while training continues. Weights and moments
 are copied during the next forward and backward pass, which only read them: the engine's next update waits for that.
+The copies are looked at as they are made. After that update all processes learn by `check` whether they are finite.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hybridtron.checkpoint import folder as folders
-from hybridtron.checkpoint.files import copy, write_bytes, write_tensors
-from hybridtron.checkpoint.finite import KINDS, NotFinite, not_finite
+from hybridtron.checkpoint.copies import Copier, Copies
+from hybridtron.checkpoint.files import write_bytes, write_tensors
+from hybridtron.checkpoint.finite import KINDS, NotFinite, all_finite, not_finite
 from hybridtron.checkpoint.manifest import (
     FILE,
     BrokenCheckpoint,
@@ -48,7 +49,6 @@ from hybridtron.parallel.blocks import block
 from hybridtron.parallel.groups import Groups, all_gather_object, barrier
 from hybridtron.storage.durable import put, sync, temporary_of
 
-COPIERS = 2  # threads; copying leaves Python's lock
 WRITERS = 2  # threads: one flushes while another digests
 LOOK_S = 0.02  # between looks for the other processes' lists
 
@@ -73,71 +73,80 @@ class Saver:
         self.config, self.run_dir, self.groups, self.patience_s = config, run_dir, groups, patience_s
         self.failures = 0
         self._under_way: Future[None] | None = None
-        self._thread, self._copiers = ThreadPoolExecutor(1, "checkpoint"), ThreadPoolExecutor(COPIERS, "copier")
-        self._step = 0
+        self._thread, self._copier = ThreadPoolExecutor(1, "checkpoint"), Copier()
+        self.step = 0  # of the checkpoint under way, or the last one
         self.written: set[int] = set()  # steps whose checkpoints are on disk
-        self._copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}  # of an asynchronous checkpoint
+        self._unchecked: Copies | None = None  # of an asynchronous checkpoint under way
         self.longest_s = 0.0  # from the start of a checkpoint to its end
         self.mirror = mirror_of(config) if groups.is_first else None
 
     def save(self, engine: Engine, meta: Meta, tokenizer: Path) -> None:
         """Write the checkpoint of a step; without `checkpoint.asynchronous` it is on disk when this returns.
 
-        Raises NotFinite, on all processes and before anything is written, where training has gone wrong on any.
+        Raises NotFinite, on all processes and before anything is written, where training has gone wrong on any; with
+        `checkpoint.asynchronous`, `check` does.
         """
         self.settle()
-        self._step = meta.step
+        self.step = meta.step
         temporary = temporary_of(folders.folder_of(self.run_dir, meta.step))
         content = content_of(engine, meta, tokenizer)
-        trained = [one for kind in KINDS for one in content.blocks.get(kind, ())]
-        if key := next(filter(None, all_gather_object(not_finite(trained))), None):
-            raise NotFinite(f"values of {key} are not finite")
-        copies = self._start_copies(engine, content) if self.config.checkpoint.asynchronous else None
+        if self.config.checkpoint.asynchronous:
+            self._unchecked = copies = self._copier.start(content.blocks)
+            engine.readers = copies.trained
+        else:
+            copies = None
+            all_finite(not_finite([one for kind in KINDS for one in content.blocks.get(kind, ())]))
         self._under_way = self._thread.submit(self._run, self._prepare(temporary), content, copies, temporary)
         if not self.config.checkpoint.asynchronous:
             self.settle()
 
+    def check(self) -> None:
+        """Wait for the copies of an asynchronous checkpoint; raise NotFinite on all processes where one is not.
+
+        Such a checkpoint is never sealed, and nothing of it is left. All processes call this together.
+        """
+        if self._unchecked is None:
+            return
+        fault, self._unchecked = self._unchecked.fault(), None
+        try:
+            all_finite(fault)
+        except NotFinite:
+            self._end()
+            barrier()
+            if self.groups.is_first:
+                folders.sweep(self.run_dir)
+            raise
+
     def settle(self) -> None:
         """Wait for the checkpoint under way, and let all processes know alike whether it was written."""
+        self.check()
         if self._under_way is None:
             return
-        error = self._under_way.exception()
-        self._under_way = None
+        error = self._end()
         faults = all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
         fault = next(filter(None, faults), None)
         if fault is None:
             self.failures = 0
-            self.written.add(self._step)
+            self.written.add(self.step)
             return
         self.failures += 1
         limit = self.config.checkpoint.failures
         if self.groups.is_first:
-            print(f"CHECKPOINT NOT WRITTEN at step {self._step} ({self.failures} of {limit}): {fault}", file=sys.stderr)
+            print(f"CHECKPOINT NOT WRITTEN at step {self.step} ({self.failures} of {limit}): {fault}", file=sys.stderr)
         if self.failures >= limit:
             raise SaveError(f"{self.failures} checkpoints in a row could not be written; the last: {fault}")
+
+    def _end(self) -> BaseException | None:
+        """Wait for what is under way; how it failed."""
+        assert self._under_way is not None
+        error, self._under_way = self._under_way.exception(), None
+        return error
 
     def finish(self) -> None:
         """Wait for the last checkpoint, without which the run has not ended well."""
         self.settle()
         if self.failures:
-            raise SaveError(f"the checkpoint of step {self._step}, the last one, could not be written")
-
-    def _start_copies(self, engine: Engine, content: Content) -> dict[str, list[Future[Any]]]:
-        """Copies of all blocks by their files: of weights and moments before they change, of all else now."""
-        first_now = sorted(content.blocks, key=KINDS.__contains__)
-        copies = {name: [self._copiers.submit(self._copied, one) for one in content.blocks[name]] for name in first_now}
-        wait([one for name, of_file in copies.items() if name not in KINDS for one in of_file])
-        engine.readers = [one for name in KINDS for one in copies.get(name, ())]
-        return copies
-
-    def _copied(self, one: Any) -> Any:
-        """A block copied to the CPU, as training changes its own; the memory of the copy before is used again."""
-        place = (one.key, one.global_offset)
-        own = self._copies.get(place)
-        if own is None or own.shape != one.data.shape or own.dtype != one.data.dtype:
-            own = self._copies[place] = torch.empty(one.data.shape, dtype=one.data.dtype, device="cpu")
-        copy(one.data, own)
-        return replace(one, data=own)
+            raise SaveError(f"the checkpoint of step {self.step}, the last one, could not be written")
 
     def _prepare(self, temporary: Path) -> OSError | None:
         """An empty folder to write into."""
@@ -155,21 +164,19 @@ class Saver:
         self,
         prepared: OSError | None,
         content: Content,
-        copies: dict[str, list[Future[Any]]] | None,
+        copies: Copies | None,
         temporary: Path,
     ) -> None:
         """What a checkpoint takes after training may continue; `settle` reports how it went."""
         began = time.monotonic()
-        if copies is not None:
-            content = replace(content, blocks={name: [one.result() for one in of] for name, of in copies.items()})
         if prepared is not None:
             raise prepared
-        self._write(content, temporary)
+        self._write(content, copies, temporary)
         if self.groups.is_first:
             self._seal(content.meta, temporary)
         self.longest_s = max(self.longest_s, time.monotonic() - began)
 
-    def _write(self, content: Content, temporary: Path) -> None:
+    def _write(self, content: Content, copies: Copies | None, temporary: Path) -> None:
         """This process's files, and its list of them; where that fails, a list that says so."""
         files: dict[str, File] = {}
         chunks: list[StoredShard] = []
@@ -177,7 +184,8 @@ class Saver:
         try:
             for name, stored in content.small.items():
                 files[name] = write_bytes(temporary / name, stored)
-            tensors = {f"{kind}-{self.groups.rank:05}.safetensors": b for kind, b in content.blocks.items() if b}
+            blocks = content.blocks if copies is None else copies.blocks()
+            tensors = {f"{kind}-{self.groups.rank:05}.safetensors": b for kind, b in blocks.items() if b}
             with ThreadPoolExecutor(WRITERS) as threads:
                 for name, written in zip(
                     tensors,
@@ -187,7 +195,7 @@ class Saver:
                     files[name] = written[0]
                     chunks += written[1]
             values = {"files": {name: asdict(file) for name, file in files.items()}, "chunks": chunks}
-        except OSError as error:
+        except (OSError, NotFinite) as error:
             values = {"failure": f"process {self.groups.rank}: {type(error).__name__}: {error}"}
             for unfinished in temporary.glob(f"*-{self.groups.rank:05}.safetensors"):
                 unfinished.unlink(missing_ok=True)  # on a full disk they leave no room for the list

@@ -1,14 +1,19 @@
-"""Traces of chosen steps: a Chrome trace of each, what used memory, and on CUDA a snapshot of the allocator."""
+"""Traces of chosen steps: a Chrome trace of each, what used memory, and on CUDA a snapshot of the allocator.
+
+And the most memory of all steps so far.
+"""
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
-from hybridtron.device import compute_device, dump_memory_snapshot, record_memory_history
+from hybridtron.device import compute_device, dump_memory_snapshot, peak_memory_gib, record_memory_history
 
 
 @contextmanager
@@ -29,3 +34,10 @@ def profiled(step: int, chosen: Sequence[int], logs: Path, rank: int) -> Iterato
     if on_cuda:
         dump_memory_snapshot(str(logs / f"memory-step-{step:08d}-rank-{rank}.pickle"))
         record_memory_history(False)
+
+
+def most_memory_gib() -> float:
+    """Most memory that this process has held so far, in GiB: on the device, or where that counts none on the host."""
+    on_device = peak_memory_gib()
+    unit = 2**20 if sys.platform == "linux" else 2**30  # Linux counts KiB, macOS bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit if on_device is None else on_device

@@ -21,7 +21,6 @@ from hybridtron.config.schema import Config
 from hybridtron.config.units import parse_steps
 from hybridtron.data.batch import Batch
 from hybridtron.data.loader import Loader, build_loader
-from hybridtron.device import most_memory_gib
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups, all_reduce_max, barrier
 from hybridtron.planning.count import count
@@ -32,7 +31,7 @@ from hybridtron.train.evaluate import evaluated
 from hybridtron.train.lr import learning_rate, weight_decay
 from hybridtron.train.metrics import StepMetrics
 from hybridtron.train.preempt import StopRequests
-from hybridtron.train.profile import profiled
+from hybridtron.train.profile import most_memory_gib, profiled
 from hybridtron.train.rollback import Rollback, RollbackRequested
 from hybridtron.train.run_folder import Preempted
 from hybridtron.train.sample import sample_text
@@ -168,6 +167,7 @@ class Trainer:
                 batches = next(steps)
                 with profiled(step, self.config.run.profile, self.run_dir / "logs", self.groups.rank):
                     metrics = self.train_step(step, phase, batches, asked)
+                self.check_saved()
                 given = self.engine, loader.sources, phase, self.evaluation, self.watchdog.beat
                 metrics = evaluated(metrics, step == last, *given)
                 self.report(metrics)
@@ -179,6 +179,8 @@ class Trainer:
                 if (due and not refused) or step == last or stop:
                     self.save(step, loader, metrics)
                     due = False
+                if stop or step == last:
+                    self.check_saved()
                 if stop and step < self.last:
                     self.saver.finish()
                     raise Preempted(step, stop)
@@ -257,6 +259,13 @@ class Trainer:
             except NotFinite as fault:
                 raise rollback.not_saved(step, fault) from fault
         self.requests.longest_save = max(self.requests.longest_save, self.saver.longest_s)
+
+    def check_saved(self) -> None:
+        """Roll back where the checkpoint under way turns out to hold what is no number."""
+        try:
+            self.saver.check()
+        except NotFinite as fault:
+            raise rollback.not_saved(self.saver.step, fault) from fault
 
     def roll_back(self, request: RollbackRequested) -> None:
         """Load the newest checkpoint that may be used, and skip the data from there to the step that failed."""

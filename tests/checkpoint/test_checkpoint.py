@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybridtron.checkpoint import manifest, save
+from hybridtron.checkpoint import copies, manifest
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.folder import newest, pointer_fault, valid_checkpoints
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
@@ -93,14 +93,14 @@ def test_an_update_waits_for_an_asynchronous_checkpoint_to_copy_what_it_changes(
     engine = trained(alone)
     engine.config.checkpoint = CheckpointConfig(asynchronous=True)
     expected = [tensor.clone() for tensor in all_blocks(engine)]
-    passed, real_copy = threading.Event(), save.copy
+    passed, real_copy = threading.Event(), copies.copy
 
     def late(source: torch.Tensor, target: torch.Tensor) -> None:
         if source.dtype == torch.float32:
             assert passed.wait(30)
         real_copy(source, target)
 
-    monkeypatch.setattr(save, "copy", late)
+    monkeypatch.setattr(copies, "copy", late)
     saver = Saver(engine.config, tmp_path, alone)
     saver.save(engine, meta_of(engine, 1, {}), tmp_path / "tokenizer.json")
     engine.forward_backward([random_batch()])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,15 +55,21 @@ def test_what_is_finite(dtype: torch.dtype) -> None:
         assert not_finite(tensors(1.0, dtype=dtype) + tensors(0.0, value, 1.0, dtype=dtype)) == "t"
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(("kind", "key", "value"), POISONS)
-def test_it_is_not_saved(alone: Groups, write: Write, tmp_path: Path, kind: str, key: str, value: float) -> None:
+def test_it_is_not_saved(
+    alone: Groups, write: Write, tmp_path: Path, kind: str, key: str, value: float, asynchronous: bool
+) -> None:
+    """An asynchronous save does not look before it returns: its copies are asked after the next update."""
     engine = trained(alone)
     write(engine, 1)
     before = sorted(tmp_path.rglob("*"))
-    engine.config.checkpoint = CheckpointConfig(asynchronous=kind == "optimizer")
+    engine.config.checkpoint = CheckpointConfig(asynchronous=asynchronous)
     saver, poisoned = Saver(engine.config, tmp_path, alone), poison(engine, kind, key, value)
-    with pytest.raises(NotFinite, match=poisoned):
+    with nullcontext() if asynchronous else pytest.raises(NotFinite, match=poisoned):
         saver.save(engine, meta_of(engine, 2, {}), tmp_path / "tokenizer.json")
+    with pytest.raises(NotFinite, match=poisoned) if asynchronous else nullcontext():
+        saver.check()
     saver.finish()
     assert sorted(tmp_path.rglob("*")) == before
     assert saver.written == set()
@@ -113,22 +121,24 @@ def test_given_weights_with_it_are_named_by_their_key(alone: Groups, write: Writ
     assert own.folder.is_dir()
 
 
-def refused_by(seat: Seat, folder: Path) -> bool:
+def refused_by(seat: Seat, folder: Path, asynchronous: bool) -> bool:
     """Whether a save was refused, of two processes of which the second holds the fault."""
-    config = small_run()
+    config = replace(small_run(), checkpoint=CheckpointConfig(asynchronous=asynchronous))
     with seat.groups(ParallelConfig()) as groups:
         engine = Engine(config, groups)
         poison(engine, "optimizer", "exp_avg", math.nan if groups.rank == 1 else 0.0)  # all ranks gather the weights
         saver = Saver(config, folder, groups)
         try:
             saver.save(engine, meta_of(engine, 1, {}), folder / "tokenizer.json")
+            saver.check()
         except NotFinite:
-            return True
+            return saver.written == set()
         return False
 
 
 @pytest.mark.gloo
-def test_all_processes_refuse_what_one_holds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_all_processes_refuse_what_one_holds(tmp_path: Path, asynchronous: bool) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert run_distributed(refused_by, 2, tmp_path) == [True, True]
-    assert not (tmp_path / "checkpoints").exists()
+    assert run_distributed(refused_by, 2, tmp_path, asynchronous) == [True, True]
+    assert not list(tmp_path.glob("checkpoints/.*")) + list(tmp_path.glob("checkpoints/*"))

@@ -300,10 +300,14 @@ def test_what_two_ranks_left_out_one_process_leaves_out_too(
     assert losses == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize(("asynchronous", "last"), [(False, STEPS), (True, STEPS), (True, 10)])
 def test_a_run_whose_moments_are_no_numbers_rolls_back_instead_of_saving_them(
-    train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train_small: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, last: int
 ) -> None:
-    """With an infinite second moment every later step looks sound, and its weight stands still."""
+    """With an infinite second moment every later step looks sound, and its weight stands still.
+
+    An asynchronous checkpoint shows it one step later, and that of the last step before the run ends.
+    """
     step, taken = Engine.step, []
 
     def poisoned(engine: Engine, *arguments: Any) -> tuple[float, bool]:
@@ -314,10 +318,10 @@ def test_a_run_whose_moments_are_no_numbers_rolls_back_instead_of_saving_them(
         return result
 
     monkeypatch.setattr(Engine, "step", poisoned)
-    assert train_small(*BACK) == 0
+    assert train_small(*BACK, f"run.max_steps={last}", f"checkpoint.async={str(asynchronous).lower()}") == 0
     run = tmp_path / "run"
     assert [(line["step"], line["what"], line["to"], line["windows"]) for line in decisions(run)] == [
         (10, "rolled back", 5, [[0, 5, 10]])
     ]
-    assert [line["step"] for line in trained(run)] == list(range(1, STEPS + 1))
-    assert all(tensor.isfinite().all() for tensor in final(run).values())
+    assert [line["step"] for line in trained(run)] == list(range(1, last + 1))
+    assert all(tensor.isfinite().all() for tensor in final(run, last).values())

@@ -127,7 +127,7 @@ def asynchronous(step: Steps, scratch: Path, report: BenchReport) -> None:
     alone = timings["steps alone"].fastest
     together = (min(both) - alone) / timings["synchronous"].fastest
     report.table(title, header, [(f"{share:.1%}", times(min(slowed) / alone), f"{together:.1%} of a synchronous save")])
-    report.notes.append("the first of the steps after waits until weights and moments are copied, and seen to be finite")
+    report.notes.append("the first of the steps after waits until weights and moments are copied and seen to be finite")
     report.at_most("a step held up, over a synchronous save", 0.1, share)
 
 

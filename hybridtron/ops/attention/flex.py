@@ -6,8 +6,9 @@ that any query of a tile sees are a run too, from where its first query begins t
 that all its queries see whole, which need no mask, are the run from where its last query begins to where its first one
 ends. Nothing of L x L is ever made, only a list of tiles, (B, L / 128, S / 128).
 
-Without documents and memory these lists are functions of sizes, made once; else in every call, by some dozens of small
-operations. FlexAttention has no backward on a CPU; there its forward is tested, and the tiles. Unmeasured on a GPU.
+These lists are made by some dozens of small operations: without documents and memory once for given sizes, with
+documents once a batch, in its first layer with this window, and in every call where keys are remembered.
+FlexAttention has no backward on a CPU; there its forward is tested, and the tiles. Unmeasured on a GPU.
 
 Legend as in `attention`; T tiles of queries, U tiles of keys.
 """
@@ -15,11 +16,12 @@ Legend as in `attention`; T tiles of queries, U tiles of keys.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hybridtron.ops.attention.reference import AttentionInputs, SeenKeys, joined, seen_keys
 from hybridtron.ops.dispatch import Implementation
@@ -57,6 +59,18 @@ def _mask_of_sizes(batch: int, length: int, window: int | None, device: torch.de
     return block_mask(seen_keys(AttentionInputs(queries, queries, queries, window)), length)
 
 
+_of_batches: MutableMapping[Tensor, dict[int | None, BlockMask]] = WeakIdKeyDictionary()
+"""By the documents of a batch, as long as it lives, and by window."""
+
+
+def _mask_of_batch(inputs: AttentionInputs, documents_BL: Tensor) -> BlockMask:
+    """Without memory."""
+    by_window = _of_batches.setdefault(documents_BL, {})
+    if inputs.window not in by_window:
+        by_window[inputs.window] = block_mask(seen_keys(inputs), inputs.q_BLHK.shape[1])
+    return by_window[inputs.window]
+
+
 def _unsupported_reason(inputs: AttentionInputs) -> str | None:
     _, length, _, size = inputs.q_BLHK.shape
     if inputs.q_BLHK.dtype == torch.float64:
@@ -70,10 +84,12 @@ def attention(inputs: AttentionInputs) -> Tensor:
     """All rows in one call."""
     q_BLHK, k_BLGK, v_BLGK, window, documents_BL, memory, _ = inputs
     k_BSGK, v_BSGK = joined(memory, k_BLGK, v_BLGK)
-    if documents_BL is None and memory is None:
-        mask = _mask_of_sizes(*q_BLHK.shape[:2], window, q_BLHK.device)
-    else:
+    if memory is not None or (documents_BL is not None and torch.compiler.is_compiling()):
         mask = block_mask(seen_keys(inputs), k_BSGK.shape[1])
+    elif documents_BL is not None:
+        mask = _mask_of_batch(inputs, documents_BL)
+    else:
+        mask = _mask_of_sizes(*q_BLHK.shape[:2], window, q_BLHK.device)
     return attend_to_tiles(q_BLHK, k_BSGK, v_BSGK, mask)
 
 

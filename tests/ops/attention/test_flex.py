@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridtron.ops.attention import AttentionInputs, AttentionMemory, attention
+from hybridtron.ops.attention import AttentionInputs, AttentionMemory, attention, flex
 from hybridtron.ops.attention.flex import TILE, block_mask, seen_keys
 from hybridtron.ops.dispatch import force
 
@@ -142,3 +142,17 @@ def test_gradients_are_the_reference(documents: str, remembered: tuple[int, int]
             found.append([y.detach(), *torch.autograd.grad(y.square().sum(), leaves)])
         for ours, theirs in zip(*found, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)
+
+
+def test_tiles_of_documents_are_listed_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int | None] = []
+    form, heads = attention.named("flex"), inputs(300, 1)
+    monkeypatch.setattr(flex, "seen_keys", lambda given: made.append(given.window) or seen_keys(given))
+    for _ in range(2):  # batches
+        documents = documents_of("long", 300)
+        for window in (40, None, 40, None):  # layers
+            form.function(AttentionInputs(*heads, window, documents))
+    assert made == [40, None, 40, None]
+    assert len(flex._of_batches) == 1
+    del documents
+    assert not flex._of_batches

@@ -11,6 +11,7 @@ associative recall of many queries, two are joint recall: values of keys that de
     vocabulary   BOS 1, EOS 2, PAD 3, SEP 4; values 10-25, keys 26-41, contexts 42-57, their contexts 58-73, ...
 
 The paper has 5 to 16 contexts of 5 to 16 keys; a row is 2 * contexts * (2 * keys + 1) + 2 tokens long, 1058 at most.
+With `padded` every row is as long as is asked for, so that a training row holds one table.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ Table = dict[tuple[int, ...], int]
 class JointRecall(TokenTask):
     """Values of keys that depend on contexts.
 
-    sizes  tokens of each level, the outermost first: `5-16,5-16` draws two numbers from 5 to 16
+    sizes   tokens of each level, the outermost first: `5-16,5-16` draws two numbers from 5 to 16
+    padded  whether PAD fills a row to the length; it is not learned
     """
 
     name: str = "joint_recall"
     sizes: str = "5-16,5-16"
+    padded: bool = False
 
     @property
     def about(self) -> str:
@@ -60,9 +63,10 @@ class JointRecall(TokenTask):
         levels = [random.sample(range(first, first + SYMBOLS), n) for first, n in zip(firsts, counts, strict=True)]
         table = {path: random.randrange(FIRST_VALUE, FIRST_VALUE + SYMBOLS) for path in product(*levels)}
         shown, asked = (blocks(table, levels, (), random) for _ in range(2))
-        tokens = (BOS, *shown, SEPARATOR, *asked)
-        before = len(shown) + 2
-        mask = (*(0,) * before, *(int(token < FIRST_KEY) for token in asked))
+        before = (BOS, *shown, SEPARATOR)
+        rest = (PADDING,) * (length - len(before) - len(asked)) if self.padded else ()
+        tokens = (*before, *asked, *rest)
+        mask = (*(0 for _ in before), *(int(token < FIRST_KEY) for token in asked), *(0 for _ in rest))
         first = mask.index(1)
         answer = " ".join(str(token) for token in asked if token < FIRST_KEY)
         return Sample(
@@ -74,7 +78,7 @@ class JointRecall(TokenTask):
             tokens,
             mask,
             tuple(answer.split()),
-            generate=len(tokens) - first,
+            generate=len(before) + len(asked) - first,
             max_length=length,
             meta={"levels": levels},
         )

@@ -33,6 +33,7 @@ def documents(folder: TokenFolder, split: str, source: str) -> list[tuple[list[i
         ("copying", 23, ["shortest=2", "longest=9"]),
         ("mqar", 32, ["follows=true"]),
         ("joint_recall", 62, ["sizes=3,2-4"]),
+        ("joint_recall", 62, ["sizes=3,2-4", "padded=true"]),
     ],
 )
 def test_samples_and_masks_are_the_task_s(task: str, length: int, options: list[str], tmp_path: Path) -> None:

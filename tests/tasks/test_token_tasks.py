@@ -110,6 +110,20 @@ def test_the_length_of_joint_recall_is_the_paper_s() -> None:
         assert sum(sample.mask) == contexts * keys
 
 
+def test_padding_fills_a_row_and_changes_nothing_else() -> None:
+    """PAD is token 3, it is not learned, and what is generated ends before it."""
+    for index in range(20):
+        plain, padded = (
+            named("joint_recall", ["sizes=1-3,1-3", f"padded={one}"]).sample(0, index, BYTES, 50)
+            for one in ("false", "true")
+        )
+        rest = 50 - len(plain.tokens)
+        assert padded.tokens == (*plain.tokens, *(3,) * rest)
+        assert padded.mask == (*plain.mask, *(0,) * rest)
+        assert padded.targets() == (*plain.targets(), *(IGNORED,) * rest)
+        assert (padded.answer, padded.generate, padded.length) == (plain.answer, plain.generate, plain.length)
+
+
 def test_short_gaps_of_mqar_are_likely() -> None:
     """With one pair, slot i of n is chosen with i^-0.99 / sum of all: the first of 31 with 0.2451."""
     task, count = named("mqar", ["pairs=1"]), 1500

@@ -68,6 +68,12 @@ def valid_checkpoints(run_dir: Path) -> Iterator[Checkpoint]:
             warnings.warn(f"{error}; looking for an older checkpoint", stacklevel=2)
 
 
+def best(run_dir: Path) -> Checkpoint | None:
+    """The checkpoint with the lowest held-out loss, of those that were written where it was measured."""
+    folder = _best(all_of(run_dir))
+    return None if folder is None else Checkpoint.open(folder)
+
+
 def pointer_fault(run_dir: Path) -> str | None:
     """What is wrong with the pointer: it names a checkpoint that is not there, or not the one that it was."""
     path = run_dir / "checkpoints" / POINTER

@@ -122,7 +122,7 @@ class PhaseConfig:
     # options that override model.layers in this phase; null removes an option
     layers: dict[str, dict[str, Any]] = field(default_factory=dict)
     train: list[str] | None = None  # names of the weights that are trained, such as layers.*.mixer.*; null: all
-    init_from: str | None = None  # a checkpoint, or a run's folder, whose weights the phase starts from
+    init_from: str | None = None  # whose weights the phase starts from, named as for run.weights
     moments: Moments = Moments.keep  # of the optimizer: keep those of the previous phase, or reset them
     # write the end of the phase as a Hugging Face folder, RUN/export/NAME: with a class of transformers (native),
     # with a class of its own (custom), or whichever fits (auto)

@@ -208,7 +208,9 @@ class RunConfig:
     deterministic: bool = False  # the same bits again on the same layout and machine; slower
     resume: str = "auto"  # auto: from the newest valid checkpoint; never; or a checkpoint folder
     accept_data_changes: bool = False  # resume although the data or the way they are read changed
-    weights: str | None = None  # a checkpoint, or a run's folder, whose weights a new run starts from
+    # whose weights a new run starts from: a checkpoint, or a run's folder for the newest, RUN@best for the lowest
+    # held-out loss
+    weights: str | None = None
     compile: bool = False  # compile the model with torch.compile
     log_every: Annotated[int, at_least(1)] = 10  # steps between log lines where there is no terminal
     eval_every: Annotated[str, INTERVAL] = "1000"  # steps, or tokens with a unit

@@ -7,7 +7,7 @@
 
 So a recipe that starts from any checkpoint lists only what it changes. What an imported checkpoint was trained
 on, and how, is not known: its configuration has no phases, and keys that would come from there must be set. Nothing
-here opens the weights.
+here opens the weights. RUN@best names the checkpoint of a run that has the lowest held-out loss.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from hybridtron.limits import is_folder, shortened
 from hybridtron.problems import ConfigError, Problem
 
 KEY = "run.weights"
+BEST = "@best"
 WHAT = "a run's folder (runs/NAME) or one of its checkpoints (runs/NAME/checkpoints/step-00000100)"
 _WEIGHTS = re.compile(r"\$\{weights:([\w.]+)\}")
 FREE_FORM = (("model", "layers"), ("data", "mixture"))  # whose entries a command line may change one by one
@@ -54,9 +55,14 @@ def settle(config: DictConfig) -> None:
             OmegaConf.update(config, f"{section}.{name}", saved[section][name], force_add=True)
 
 
+def folder_of(named: str) -> str:
+    """The folder that a key names, of a run or of a checkpoint: RUN of RUN@best."""
+    return named.removesuffix(BEST)
+
+
 def tokenizer_of(folder: str) -> Path | None:
     """The tokenizer.json of a checkpoint, or of the newest one of a run."""
-    path = Path(folder)
+    path = Path(folder_of(folder))
     held = sorted(path.glob("checkpoints/step-*/tokenizer.json"), reverse=True) or [path / "tokenizer.json"]
     return held[0] if held[0].is_file() else None
 
@@ -76,9 +82,9 @@ def unknown(config: DictConfig) -> list[Problem]:
 
 def _saved(folder: str) -> dict[str, Any]:
     """What `${weights:KEY}` can name, from the config.yaml that runs and checkpoints hold."""
-    path = Path(folder) / "config.yaml"
-    if not is_folder(folder) or not path.is_file():
-        why = f"has no config.yaml: name {WHAT}" if is_folder(folder) else f"is not there: name {WHAT}"
+    path = Path(folder_of(folder)) / "config.yaml"
+    if not (there := is_folder(folder_of(folder))) or not path.is_file():
+        why = f"has no config.yaml: name {WHAT}" if there else f"is not there: name {WHAT}"
         raise ConfigError([Problem(KEY, f"{shortened(folder)} {why}")])
     try:
         return _parsed(path, path.stat().st_mtime_ns)

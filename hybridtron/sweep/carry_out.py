@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from hybridtron.config.weights import BEST
 from hybridtron.problems import Unusable
 from hybridtron.sweep.grid import Sweep, SweepRun
 from hybridtron.train import outcome
@@ -50,7 +51,7 @@ class Folder:
 
     def settings(self, run: SweepRun) -> list[str]:
         """What `hybridtron train` gets."""
-        start = [] if run.start is None else [f"run.weights={self.of(run.start)}"]
+        start = [] if run.start is None else [f"run.weights={self.of(run.start)}{BEST if run.best else ''}"]
         return [*start, *run.settings, f"run.dir={self.of(run.name)}", f"run.name={run.name}"]
 
     def is_finished(self, name: str) -> bool:

@@ -4,7 +4,8 @@
     variants:                                         optional: sets of settings by name
       samba: []
       swa: [model.pattern=(W-W-)*2]
-      longer: {from: samba, settings: [recipe=...]}   starts from the weights of `samba`, at the same values
+      longer: {from: samba, settings: [recipe=...]}   starts from the weights of `samba`, at the same values;
+                                                      samba@best: from its checkpoint of lowest held-out loss
     grid:                                             every combination is a run
       optim.decay_all: [0, 1]
       run.seed: [0, 1, 2]
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridtron.config.asked import read_keys
+from hybridtron.config.weights import folder_of
 from hybridtron.problems import Unusable
 
 SEED = "run.seed"
@@ -33,13 +35,17 @@ DEFAULT_METRICS = ("loss", "validation/1x")
 
 @dataclass(frozen=True)
 class SweepRun:
-    """One run of a sweep: its name, where it stands in the grid, and what is set. `start` is the run it starts from."""
+    """One run of a sweep: its name, where it stands in the grid, and what is set.
+
+    `start` is the run it starts from, of which it takes the newest checkpoint, or the best one.
+    """
 
     name: str
     variant: str
     values: Mapping[str, str]
     settings: tuple[str, ...]
     start: str | None = None
+    best: bool = False
 
     @property
     def point(self) -> tuple[str, ...]:
@@ -58,11 +64,12 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Variant:
-    """Settings by name, and the variant whose weights they start from."""
+    """Settings by name, and the variant whose weights they start from: its newest ones, or the best."""
 
     name: str
     settings: tuple[str, ...]
     start: str | None = None
+    best: bool = False
 
 
 @dataclass
@@ -89,14 +96,15 @@ class _File:
         if not isinstance(given, dict):
             raise self.wrong("variants", "must be settings by name, such as `samba: [recipe=laptop]`")
         for name, value in given.items():
-            part, start = f"variants.{name}", None
+            part, named = f"variants.{name}", None
             if isinstance(value, dict):
                 if unknown := sorted(set(value) - {"from", "settings"}):
                     raise self.wrong(part, f"has {unknown[0]!r}; it can have `from` and `settings`")
-                value, start = value.get("settings", []), value.get("from")
+                value, named = value.get("settings", []), value.get("from")
+            start = None if named is None else folder_of(str(named))
             if start is not None and start not in [one.name for one in found]:
                 raise self.wrong(part, f"starts from {start!r}, which is no variant before it")
-            found.append(Variant(str(name), self.settings(part, value), start))
+            found.append(Variant(str(name), self.settings(part, value), start, start != named))
         return found
 
     def grid(self) -> dict[str, list[str]]:
@@ -133,7 +141,7 @@ def read(path: Path) -> Sweep:
         settings = (*shared, *variant.settings, *(f"{key}={value}" for key, value in of_keys.items()))
         if name in runs:
             raise Unusable(f"{path}: two runs would have the name {name}")
-        runs[name] = SweepRun(name, variant.name, of_keys, settings, start)
+        runs[name] = SweepRun(name, variant.name, of_keys, settings, start, variant.best)
         if len(runs) > MOST_RUNS:
             raise Unusable(f"{path} has more than {MOST_RUNS:,} runs")
     return Sweep(tuple(runs.values()), tuple(grid), file.metrics())

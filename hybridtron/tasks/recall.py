@@ -37,12 +37,14 @@ Table = dict[tuple[int, ...], int]
 class JointRecall(TokenTask):
     """Values of keys that depend on contexts.
 
-    sizes   tokens of each level, the outermost first: `5-16,5-16` draws two numbers from 5 to 16
-    padded  whether PAD fills a row to the length; it is not learned
+    sizes    tokens of each level, the outermost first: `5-16,5-16` draws two numbers from 5 to 16
+    symbols  that each level chooses from, and values, of the 16 that there are
+    padded   whether PAD fills a row to the length; it is not learned
     """
 
     name: str = "joint_recall"
     sizes: str = "5-16,5-16"
+    symbols: int = SYMBOLS
     padded: bool = False
 
     @property
@@ -60,8 +62,8 @@ class JointRecall(TokenTask):
         random = self.random(seed, index)
         counts = [random.randint(fewest, most) for fewest, most in ranges]
         firsts = [FIRST_KEY + SYMBOLS * above for above in reversed(range(len(counts)))]
-        levels = [random.sample(range(first, first + SYMBOLS), n) for first, n in zip(firsts, counts, strict=True)]
-        table = {path: random.randrange(FIRST_VALUE, FIRST_VALUE + SYMBOLS) for path in product(*levels)}
+        levels = [random.sample(range(first, first + self.symbols), n) for first, n in zip(firsts, counts, strict=True)]
+        table = {path: random.randrange(FIRST_VALUE, FIRST_VALUE + self.symbols) for path in product(*levels)}
         shown, asked = (blocks(table, levels, (), random) for _ in range(2))
         before = (BOS, *shown, SEPARATOR)
         rest = (PADDING,) * (length - len(before) - len(asked)) if self.padded else ()
@@ -87,14 +89,16 @@ class JointRecall(TokenTask):
         """Fewest and most tokens of each level."""
         found = [re.fullmatch(r"(\d+)(?:-(\d+))?", part) for part in self.sizes.split(",")]
         ranges = [(int(one[1]), int(one[2] or one[1])) for one in found if one]
-        usable = all(1 <= fewest <= most <= SYMBOLS for fewest, most in ranges)
+        if not 1 <= self.symbols <= SYMBOLS:
+            raise TaskError(f"{self.name}: symbols={self.symbols}: is from 1 to {SYMBOLS}")
+        usable = all(1 <= fewest <= most <= self.symbols for fewest, most in ranges)
         if not usable or not 1 <= len(ranges) == len(found) <= MOST_LEVELS:
-            cure = f"1 to {MOST_LEVELS} ranges from 1 to {SYMBOLS}, such as 5-16,5-16"
+            cure = f"1 to {MOST_LEVELS} ranges from 1 to {self.symbols}, such as 5-16,5-16"
             raise TaskError(f"{self.name}: sizes={self.sizes}: is {cure}")
         return ranges
 
     def chance(self) -> float:
-        return 1 / SYMBOLS
+        return 1 / self.symbols
 
 
 def blocks(table: Table, levels: Sequence[Sequence[int]], path: tuple[int, ...], random: Random) -> list[int]:

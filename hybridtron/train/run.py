@@ -58,7 +58,7 @@ def run(config: Config, requests: StopRequests, after_phase: AfterPhase, evaluat
             first = resolve(config)[0]
             changed = [] if given is None else check_same_weights(given, first.model, "run.weights", True)
             if groups.is_first:
-                open_folder(start, config, changed)
+                open_folder(start, given, config, changed)
             barrier()
             log.write_to(failures.run_dir)
             with Watchdog(failures, config.run.timeout) as watchdog, unfinished(failures):
@@ -85,8 +85,11 @@ def join_ranks(config: Config, failures: Failures) -> Groups:
     return groups
 
 
-def open_folder(start: Checkpoint | None, config: Config, changed: Iterable[str]) -> None:
+def open_folder(start: Checkpoint | None, given: Checkpoint | None, config: Config, changed: Iterable[str]) -> None:
     """Prepare the run's folder for this start; `changed` is what is not as where the weights come from."""
+    if given is not None:
+        loss = "" if given.meta.validation is None else f", held-out loss {given.meta.validation:.4f}"
+        LOG.info("weights of %s%s", given.folder, loss)
     for difference in changed:
         LOG.info("weights of another use: %s", difference)
     open_run_folder(config)

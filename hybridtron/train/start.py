@@ -20,6 +20,7 @@ from hybridtron.config.checks.precision import needs
 from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.resolve import ResolvedPhase, phase_ending_at, resolve
 from hybridtron.config.schema import Config
+from hybridtron.config.weights import BEST, folder_of
 from hybridtron.data.loader import Fingerprint
 from hybridtron.model.init import starting_value
 from hybridtron.parallel.transformer_engine import fp8_fault
@@ -43,13 +44,18 @@ def starting_point(config: Config) -> Checkpoint | None:
 
 
 def given_weights(config: Config) -> Checkpoint | None:
-    """The checkpoint that run.weights names, itself or as the newest of a run; for a run without one of its own."""
-    return None if config.run.weights is None else _newest_at(config.run.weights, "run.weights")
+    """The checkpoint that run.weights names; for a run without one of its own."""
+    return None if config.run.weights is None else _named(config.run.weights, "run.weights")
 
 
-def _newest_at(folder: str, key: str) -> Checkpoint:
-    """A checkpoint, or the newest one of a run, that a key of the configuration names."""
-    path, cure = Path(folder), "name a run's folder that has one, or a whole checkpoint"
+def _named(named: str, key: str) -> Checkpoint:
+    """What a key of the configuration names: a checkpoint, or of a run the newest, or that of lowest held-out loss."""
+    path, cure = Path(folder_of(named)), "name a run's folder that has one, or a whole checkpoint"
+    if named.endswith(BEST):
+        if (found := checkpoints.best(path)) is None:
+            why = f"{path} holds no checkpoint with a held-out loss, which those of steps have at which it is measured"
+            raise ConfigError([Problem(key, f"{why} (run.eval_every): name another folder")])
+        return found
     if not (path / "checkpoints").exists():
         return opened(path, key, cure)
     found = checkpoints.newest(path)
@@ -71,7 +77,7 @@ def weights_for(phase: ResolvedPhase) -> Checkpoint | None:
     if phase.settings.init_from is None:
         return None
     key = phase.own_key("init_from")
-    found = _newest_at(phase.settings.init_from, key)
+    found = _named(phase.settings.init_from, key)
     check_same_weights(found, phase.model, key)
     return found
 

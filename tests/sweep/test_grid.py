@@ -48,6 +48,13 @@ def test_a_variant_starts_from_another_at_the_same_values(tmp_path: Path) -> Non
     ]  # fmt: skip
 
 
+def test_a_variant_can_start_from_the_best_checkpoint(tmp_path: Path) -> None:
+    text = "variants: {base: [recipe=laptop], longer: {from: base@best, settings: [recipe=a]}}\n"
+    longer = sweep_of(tmp_path, text).runs[1]
+    assert longer.start == "base"
+    assert Folder(tmp_path / "out").settings(longer)[0] == f"run.weights={tmp_path / 'out' / 'base'}@best"
+
+
 def test_keys_that_end_alike_keep_their_whole_names(tmp_path: Path) -> None:
     sweep = sweep_of(tmp_path, "grid: {phases.0.lr: [1e-3], phases.1.lr: [1e-4]}\n")
     assert sweep.runs[0].name == "phases.0.lr=1e-3-phases.1.lr=1e-4"

@@ -58,6 +58,14 @@ READERS: dict[str, tuple[Callable[[Sequence[int]], int], list[str], int, range]]
 }
 
 
+def test_fewer_symbols_of_joint_recall() -> None:
+    """Keys, contexts and values are the first 4 of their 16, and all of them are drawn."""
+    task = named("joint_recall", ["symbols=4", "sizes=2-4,2-4"])
+    rows = [task.sample(0, index, BYTES, 80).tokens for index in range(50)]
+    assert {token for row in rows for token in row} == {1, 4, *range(10, 14), *range(26, 30), *range(42, 46)}
+    assert task.chance() == 1 / 4
+
+
 def made(name: str, count: int) -> tuple[TokenTask, list[Sample]]:
     _, options, length, _ = READERS[name]
     task = named(name, options)
@@ -153,6 +161,8 @@ def test_copies_are_packed_to_the_length() -> None:
         ("joint_recall", ["sizes=5-17,5"], 2000, "5-17"),
         ("joint_recall", ["sizes=2,2,2,2,2"], 2000, "2,2,2,2,2"),
         ("joint_recall", ["sizes=2,x"], 2000, "2,x"),
+        ("joint_recall", ["symbols=17"], 2000, "symbols=17"),
+        ("joint_recall", ["symbols=8", "sizes=5-9,5"], 2000, "from 1 to 8"),
     ],
 )
 def test_what_can_t_be_made_is_refused(name: str, options: list[str], length: int, wanted: str) -> None:

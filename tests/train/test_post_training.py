@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -78,6 +79,33 @@ def test_the_run_starts_from_the_weights_alone(of_run: bool, base: Path, tmp_pat
     moments = [tensors(one, "exp_avg.") for one in (held, found)]
     assert moments[0]
     assert not any(torch.equal(moments[0][key], moments[1][key]) for key in moments[0])
+
+
+def test_a_run_can_start_from_the_lowest_held_out_loss(
+    train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rate that is far too large makes the last step's checkpoint a worse one than those before it."""
+    often = ["run.eval_every=1", "checkpoint.every=1", "checkpoint.keep=5", "optim.spike=null", "optim.warmup=0"]
+    sizes = "seq_len: 16, global_batch: 4, micro_batch: 4"
+    phases = f"phases=[{{name: a, tokens: 128, lr: 1e-2, {sizes}}}, {{name: b, tokens: 64, lr: 1.0, {sizes}}}]"
+    assert train_small(phases, *often) == 0
+    written = [Checkpoint.open(folder_of(tmp_path / "run", step)) for step in (1, 2, 3)]
+    least = min(written, key=lambda one: one.meta.validation or math.inf)
+    assert least.meta.step < 3
+    arguments = [f"run.weights={tmp_path / 'run'}@best", f"run.dir={tmp_path / 'after'}", "run.max_steps=1"]
+    assert train_small(*arguments, "phases.0.lr=1e-30", "optim.final_lr=1") == 0
+    assert f"weights of {least.folder}, held-out loss {least.meta.validation:.4f}" in capsys.readouterr().out
+    assert same(weights(least.folder), weights(folder_of(tmp_path / "after", 1)))
+
+
+def test_a_run_without_held_out_losses_has_no_best_checkpoint(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = tmp_path / "empty"
+    (empty / "checkpoints").mkdir(parents=True)
+    (empty / "config.yaml").write_text((base / "config.yaml").read_text())
+    assert post_train(Path(f"{empty}@best"), tmp_path / "run", "recipe=length/zero") == 2
+    assert f"run.weights  {empty} holds no checkpoint with a held-out loss" in capsys.readouterr().err
 
 
 def test_a_run_that_has_a_checkpoint_resumes_from_it(base: Path, tmp_path: Path) -> None:

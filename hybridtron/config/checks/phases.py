@@ -14,6 +14,7 @@ from hybridtron.config.lr_shapes import SHAPES
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.config.schema import Config, PhaseConfig
 from hybridtron.config.units import parse_share, parse_tokens, readable
+from hybridtron.config.weights import folder_of
 from hybridtron.limits import divisors_near, is_folder, shortened
 from hybridtron.problems import Problem, choice, did_you_mean
 
@@ -99,7 +100,7 @@ def _start(where: str, phase: PhaseConfig, index: int) -> Iterator[Problem]:
     """What a phase starts from is there."""
     if index == 0 and phase.init_from is not None:
         yield Problem(f"{where}.init_from", "is the first phase's: name those weights as run.weights")
-    elif phase.init_from is not None and not is_folder(phase.init_from):
+    elif phase.init_from is not None and not is_folder(folder_of(phase.init_from)):
         cure = "name a run's folder or one of its checkpoints"
         yield Problem(f"{where}.init_from", f"is {shortened(phase.init_from)!r}, which is no folder: {cure}")
     if phase.moments is Moments.reset and index == 0:

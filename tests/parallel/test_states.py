@@ -115,7 +115,7 @@ def steps_of(engine: Engine, steps: range, swapped: bool = False) -> Iterator[fl
     for step in steps:
         batch = step_of(step).map(lambda tensor: tensor[lanes.start : lanes.stop])
         yield engine.forward_backward(batch.split(ROWS), step).mean.item()
-        engine.step(LR)
+        engine.step(engine.config.phases[0].lr)
         if swapped:
             order = [1, 0, *range(2, len(lanes))]
             for parts in engine.carrier.held.values():

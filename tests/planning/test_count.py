@@ -58,6 +58,11 @@ HYBRIDS = {  # by hand below
 
 MAMBA3 = {"mamba3_swa_421m": 421_316_160, "mamba3_swa_1.3b": 1_326_644_496}  # by hand below
 
+CONVOLVED = {  # four taps for each channel of queries, keys and values, in nine layers
+    "sliding_gla_1.2b": (1152, 1152, 2304),
+    "sliding_retnet_1.4b": (2304, 2304, 4608),
+}
+
 PRINTED = {  # in millions, Tables 5 to 8 of Samba
     "samba_421m_full_0": 449,
     "samba_421m_full_5": 449,
@@ -98,6 +103,14 @@ def test_published_models_have_exactly_their_parameters(recipe, parameters):
 @pytest.mark.parametrize(("recipe", "millions"), PRINTED.items())
 def test_ablations_have_the_printed_size(recipe, millions):
     assert count(recipe_config(f"ablations/{recipe}").model, 4096).parameters == pytest.approx(millions * 1e6, rel=3e-3)
+
+
+@pytest.mark.parametrize(("recipe", "channels"), CONVOLVED.items())
+def test_short_convolutions_by_hand(recipe, channels):
+    convolved = EXACT[recipe] + 9 * 4 * sum(channels)
+    assert count(recipe_config(f"ablations/{recipe}_sc").model, 4096).parameters == convolved
+    attention = 9 * 4 * 3 * 2304  # as many keys and values as queries
+    assert count(recipe_config(f"ablations/{recipe}_swa_sc").model, 4096).parameters == convolved + attention
 
 
 @pytest.mark.parametrize("recipe", EXACT)

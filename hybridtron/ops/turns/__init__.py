@@ -6,5 +6,5 @@ from hybridtron.ops.turns.reference import AngleInputs, TurnInputs, turned
 
 __all__ = ["AngleInputs", "TurnInputs", "angles", "turn_pairs", "turned"]
 
-angles = Op(reference.angles, (triton.ANGLES, blocked.BLOCKED))
-turn_pairs = Op(reference.turn_pairs, (triton.TURNS, native.NATIVE, pairs.COMPLEX))
+angles = Op(reference.angles, (triton.ANGLES, native.NATIVE_ANGLES, blocked.BLOCKED))
+turn_pairs = Op(reference.turn_pairs, (triton.TURNS, native.NATIVE_TURNS, pairs.COMPLEX))

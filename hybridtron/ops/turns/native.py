@@ -1,6 +1,7 @@
-"""Keys and queries turned by compiled code for this CPU (`native/turns.cpp`): read once and written once.
+"""Angles, and keys and queries turned by them, by code compiled for this CPU (`native/angles.cpp`, `native/turns.cpp`).
 
-Backward keeps the angles and the results, which what follows keeps too.
+Everything is read once and written once. Backward of what turns keeps the angles and the results, which what follows
+keeps too; that of the angles keeps their inputs.
 
 Legend: as in `reference`.
 """
@@ -16,8 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.native.library import call, missing, threads, token_blocks
-from hybridtron.ops.native.tensors import Tokens, readable, scalar
-from hybridtron.ops.turns.reference import TurnInputs
+from hybridtron.ops.native.tensors import Tokens, address, readable, scalar, starts_of
+from hybridtron.ops.precision import wide_type
+from hybridtron.ops.turns.reference import AngleInputs, TurnInputs
 
 WORTH = 2**16  # results that are worth a thread
 
@@ -32,12 +34,58 @@ class TurnsTask(ctypes.Structure):
     )
 
 
+class AnglesTask(ctypes.Structure):
+    """`Angles` in angles.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "length", "heads", "angles")),
+        *((name, Tokens) for name in ("steps", "rates", "y", "grad_y", "grad_steps", "grad_rates")),
+        ("starts", ctypes.c_void_p),
+    )
+
+
 @untraced  # what is called is no operation of torch
+def angles(inputs: AngleInputs) -> Tensor:
+    return _NativeAngles.apply(inputs.steps_BLH, inputs.rates_BLS, starts_of(inputs.documents_BL))
+
+
+@untraced
 def turn_pairs(inputs: TurnInputs) -> tuple[Tensor, Tensor]:
     return _NativeTurn.apply(*inputs)
 
 
-NATIVE = Implementation("native", turn_pairs, "cpu", missing=missing)
+NATIVE_ANGLES = Implementation("native", angles, "cpu", missing=missing)
+NATIVE_TURNS = Implementation("native", turn_pairs, "cpu", missing=missing)
+
+
+class _NativeAngles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, steps_BLH: Tensor, rates_BLS: Tensor, starts_BL: Tensor | None) -> Tensor:
+        theta_BLHS = steps_BLH.new_empty(*steps_BLH.shape, rates_BLS.shape[2], dtype=wide_type(steps_BLH))
+        _call_angles("forward", steps_BLH, rates_BLS, starts_BL, {"y": theta_BLHS})
+        ctx.save_for_backward(steps_BLH, rates_BLS, starts_BL)
+        return theta_BLHS
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BLHS: Tensor) -> tuple[Tensor, Tensor, None]:
+        steps_BLH, rates_BLS, starts_BL = ctx.saved_tensors
+        of_steps_BLH, of_rates_BLS = (grad_BLHS.new_empty(tensor.shape) for tensor in (steps_BLH, rates_BLS))
+        given = {"grad_y": readable(grad_BLHS), "grad_steps": of_steps_BLH, "grad_rates": of_rates_BLS}
+        _call_angles("backward", steps_BLH, rates_BLS, starts_BL, given)
+        return of_steps_BLH.to(steps_BLH.dtype), of_rates_BLS.to(rates_BLS.dtype), None
+
+
+def _call_angles(
+    direction: str, steps_BLH: Tensor, rates_BLS: Tensor, starts_BL: Tensor | None, others: dict[str, Tensor]
+) -> None:
+    (rows, length, heads), size = steps_BLH.shape, rates_BLS.shape[2]
+    task = AnglesTask(rows, length, heads, size, starts=address(starts_BL))
+    tensors = {"steps": readable(steps_BLH), "rates": readable(rates_BLS)} | others
+    for name, tensor in tensors.items():
+        setattr(task, name, Tokens.of(tensor))
+    kind = scalar(wide_type(steps_BLH))
+    call(f"angles_{direction}_{kind}", task, threads(rows * length * heads * size / WORTH))
 
 
 class _NativeTurn(torch.autograd.Function):

@@ -13,6 +13,7 @@ from hybridtron.ops.dispatch import force
 from hybridtron.ops.turns import AngleInputs, TurnInputs, angles, turn_pairs, turned
 
 DOCUMENTS = [None, [[80], [80]], [[32, 32, 16], [1, 40, 39]]]
+FAST_ANGLES = ["blocked", "native"]
 
 
 def document_index(lengths: list[list[int]] | None) -> Tensor | None:
@@ -34,7 +35,7 @@ def turn_inputs(dtype: torch.dtype = torch.float64) -> TurnInputs:
     return TurnInputs(*(tensor.detach().requires_grad_() for tensor in found))
 
 
-@pytest.mark.parametrize("form", ["reference", "blocked"])
+@pytest.mark.parametrize("form", ["reference", *FAST_ANGLES])
 def test_angles_by_hand(form: str) -> None:
     """Half a turn in steps of 1, and a quarter in steps of 1/2; the third token begins a document."""
     rates = torch.full((1, 4, 1), math.pi)
@@ -44,32 +45,37 @@ def test_angles_by_hand(form: str) -> None:
 
 
 @pytest.mark.parametrize("documents", DOCUMENTS, ids=str)
-def test_blocks_equal_the_reference(documents: list[list[int]] | None) -> None:
+@pytest.mark.parametrize("fast", FAST_ANGLES)
+def test_fast_angles_equal_the_reference(fast: str, documents: list[list[int]] | None) -> None:
     inputs, found = angle_inputs(documents=documents), {}
-    for form in ("reference", "blocked"):
+    for form in ("reference", fast):
         with force(angles=form):
             theta = angles(inputs)
         turns = torch.stack([theta.cos(), theta.sin()])
         found[form] = turns, *torch.autograd.grad((turns * torch.linspace(-1, 2, 80)[:, None, None]).sum(), inputs[:2])
-    assert_close(found["blocked"], found["reference"], rtol=1e-10, atol=1e-10)
+    assert_close(found[fast], found["reference"], rtol=1e-10, atol=1e-10)
 
 
-def test_no_bit_of_a_document_is_in_the_angles_of_another() -> None:
+@pytest.mark.parametrize("form", FAST_ANGLES)
+def test_no_bit_of_a_document_is_in_the_angles_of_another(form: str) -> None:
     """In fp32, where a difference of sums over the row would round otherwise."""
     steps, rates, documents = angle_inputs(documents=DOCUMENTS[2], dtype=torch.float32)
-    first, other = (angles(AngleInputs(steps.detach() * factor, rates, documents)) for factor in (1.0, 5.0))
     both = torch.where(torch.arange(80)[:, None] < 32, steps.detach() * 5, steps.detach())
-    mixed = angles(AngleInputs(both, rates, documents))
+    with force(angles=form):
+        first, other = (angles(AngleInputs(steps.detach() * factor, rates, documents)) for factor in (1.0, 5.0))
+        mixed = angles(AngleInputs(both, rates, documents))
     assert torch.equal(mixed[0, 32:], first[0, 32:])
     assert torch.equal(mixed[0, :32], other[0, :32])
 
 
-def test_long_rows_keep_their_angles() -> None:
+@pytest.mark.parametrize("form", FAST_ANGLES)
+def test_long_rows_keep_their_angles(form: str) -> None:
     """50,000 tokens that turn about 70,000 rad: a sum in fp32 would be off by 0.004 in its last bit alone."""
     inputs = angle_inputs(50_000, dtype=torch.float32)
     inputs = inputs._replace(rates_BLS=inputs.rates_BLS.abs())
     exact = torch.cumsum(inputs.steps_BLH.double()[..., None] * inputs.rates_BLS.double().unsqueeze(2), dim=1)
-    error = angles(inputs) - exact
+    with force(angles=form):
+        error = angles(inputs) - exact
     assert (2 * (error / 2).sin()).abs().max() < 3e-4
 
 

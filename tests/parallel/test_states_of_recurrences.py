@@ -1,0 +1,127 @@
+"""Carried states of the recurrences with a matrix for each head: one process's losses in other layouts, resumed too.
+
+All of them stand in one model, and every one's state counts: without it other losses follow.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.checkpoint.folder import newest
+from hybridtron.config.schema import Config, ParallelConfig, StateMode
+from hybridtron.parallel.pool import Seat
+from tests.distributed import run_distributed
+from tests.parallel.test_states import (
+    LAYERS,
+    LAYOUTS,
+    MODES,
+    STEPS,
+    STOPPED,
+    VOCABULARY,
+    config_of,
+    first_steps,
+    further_steps,
+    losses,
+    started,
+    steps_of,
+)
+
+# a query at nearly right angles to its keys reads next to nothing, which the norm would enlarge with its rounding
+LINEAR = {"norm_eps": 0.01}
+MODEL = ModelConfig(
+    32,
+    VOCABULARY,
+    "ARTDKNV-",
+    {
+        "A": {"kind": "gla", "heads": 2, "conv": 3, **LINEAR},
+        "R": {"kind": "retnet", "heads": 2, **LINEAR},
+        "T": {"kind": "mamba3", "state": 4, "head_dim": 8},
+        "D": {"kind": "gated_deltanet", "heads": 4, "key_heads": 2, "negative_eigenvalues": True, **LINEAR},
+        "K": {"kind": "kda", "heads": 2, "expand_k": 0.5, **LINEAR},
+        "N": {"kind": "rwkv6", "head_dim": 8, "mix_rank": 3, "decay_rank": 5, **LINEAR},
+        "V": {"kind": "rwkv6_channel_mix"},
+        "-": LAYERS["-"],
+    },
+)
+CARRYING = 7  # sub-layers
+LR = 2e-3  # with a larger one rounding grows a hundredfold in ten steps
+
+
+def recurrences(mode: StateMode, parallel: ParallelConfig) -> Config:
+    config = config_of(mode, parallel)
+    return replace(config, model=MODEL, phases=[replace(config.phases[0], lr=LR)])
+
+
+@functools.cache
+def of_one_process(mode: StateMode) -> list[float]:
+    (found,) = run_distributed(losses, 1, recurrences(mode, ParallelConfig()))
+    return found
+
+
+FAST = [("tp2-sp", "tbtt")]
+CASES = [
+    pytest.param(mode, layout, marks=[] if (layout, mode) in FAST else pytest.mark.slow, id=f"{layout}-{mode}")
+    for layout in ("tp2", "tp2-sp", "pp2-virtual2", "dp2", "tp2-pp2")
+    for mode in MODES
+]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("mode", "layout"), CASES)
+def test_losses_are_those_of_one_process(mode: StateMode, layout: str) -> None:
+    parallel, ranks = LAYOUTS[layout]
+    for found in run_distributed(losses, ranks, recurrences(mode, parallel)):
+        assert found == pytest.approx(of_one_process(mode), rel=1e-4)
+
+
+PAIRS = [("serial", "serial"), ("tp2-sp", "pp2"), ("pp2-virtual2", "tp2"), ("dp2", "tp2-pp2"), ("tp2-pp2", "dp2")]
+RESUMED = [
+    pytest.param(*pair, mode, marks=[] if (pair, mode) == (PAIRS[1], "tbtt") else pytest.mark.slow)
+    for pair in PAIRS
+    for mode in MODES
+]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("before", "after", "mode"), RESUMED)
+def test_a_run_resumes_in_another_layout(before: str, after: str, mode: StateMode, tmp_path: Path) -> None:
+    (first, ranks), (second, other_ranks) = LAYOUTS[before], LAYOUTS[after]
+    run_distributed(first_steps, ranks, recurrences(mode, first), tmp_path / "a")
+    found = run_distributed(further_steps, other_ranks, recurrences(mode, second), tmp_path / "a", tmp_path / "b")
+    expected = of_one_process(mode)[STOPPED:]
+    assert found[0] == expected if before == after == "serial" else found[0] == pytest.approx(expected, rel=1e-4)
+    held, again = (newest(tmp_path / folder) for folder in ("a", "b"))
+    assert held is not None
+    assert again is not None
+    whole = {key for key in held.shapes if not key.startswith("random.")}
+    assert whole == {key for key in again.shapes if not key.startswith("random.")}
+    assert all(torch.equal(held.whole(key), again.whole(key)) for key in whole), "bit for bit"
+
+
+def losses_without(seat: Seat, config: Config, layer: int) -> list[float]:
+    """The losses where one sub-layer forgets its state after every step."""
+    found = []
+    with seat.groups(config.parallel) as groups:
+        engine = started(config, groups)
+        assert engine.carrier is not None
+        for step in range(STEPS):
+            found += steps_of(engine, range(step, step + 1))
+            for held in (parts for key, parts in engine.carrier.held.items() if key == layer):
+                held.update({name: torch.zeros_like(part) for name, part in held.items()})
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_every_state_counts() -> None:
+    config, expected = recurrences(StateMode.tbtt, ParallelConfig()), of_one_process(StateMode.tbtt)
+    for layer in range(CARRYING):
+        (found,) = run_distributed(losses_without, 1, config, layer)
+        apart = max(abs(one - other) / other for one, other in zip(found, expected, strict=True))
+        assert apart > 1e-3, MODEL.pattern[layer]

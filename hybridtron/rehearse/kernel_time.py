@@ -42,6 +42,22 @@ def _slices_of_keys(named: Mapping[str, Any]) -> list[int]:
     return [slices, named["PART"]] if slices > 1 else [named["PART"]]
 
 
+def _keys_of_queries(named: Mapping[str, Any]) -> int:
+    """Turns over the keys that a tile of queries sees: a list, or of stretches what a row's tiles have on average."""
+    run = named["QUERIES"] * named["total"] // named["length"] + named["most"]
+    return -(-(named["width"] if named["KEPT"] else run) // named["KEYS"])
+
+
+def _queries_of_keys(named: Mapping[str, Any]) -> int:
+    """Turns over the queries that see a tile of keys, on average; kept keys of a tile stay up to twice as long."""
+    run = named["KEYS"] + (1 + named["KEPT"]) * named["most"]
+    return -(-run * named["length"] // (named["total"] * named["QUERIES"]))
+
+
+def _slices_of_values(named: Mapping[str, Any]) -> int:
+    return -(-named["P"] // named["VALUES"])
+
+
 LOOPS: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], list[int]]] = {
     "scan.walk": lambda named, _: [named["CHUNK"]],
     "scan.retrace": lambda named, _: _tiles(named) if named["CHUNK"] > named["TOKENS"] else [named["CHUNK"]],
@@ -68,6 +84,12 @@ LOOPS: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], list[int]]] = {
         ("delta.pair_weights", "delta.token_gradients"), lambda named, _: [named["BLOCK_P"] // named["VALUES"]]
     ),
     "delta.inverse": lambda named, _: [named["PART"] - 1],
+    "sparse.best_keys": lambda named, _: [named["before"] + named["tiles"]],
+    "sparse.attend": lambda named, _: [_keys_of_queries(named)],
+    "sparse.query_gradients": lambda named, _: [_keys_of_queries(named), _slices_of_values(named)],
+    "sparse.key_gradients": lambda named, _: [_queries_of_keys(named), _slices_of_values(named)],
+    "sparse.value_gradients": lambda named, _: [_queries_of_keys(named)],
+    "sparse.along_outputs": lambda named, _: [_slices_of_values(named)],
     "ssd.pass_states": lambda named, _: [named["chunks"]],
     "ssd.outputs": lambda named, _: [max(1, named["BLOCK_N"] // named["SLICE"])],
     "ssd.token_gradients": lambda named, _: [max(1, named["BLOCK_N"] // named["SLICE"])],

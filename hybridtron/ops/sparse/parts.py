@@ -109,22 +109,27 @@ class Kept(NamedTuple):
 
 def parts_of(seen: Seen, length: int) -> Iterator[PatternPart]:
     """What a budget gives, part by part; two may have the same pair."""
-    budget, documents_RS, places_RS, query_bins_RL, key_bins_RS, scores_RS = seen
+    yield from (part for part, _ in stretches_of(seen, length))
+    if seen.scores_RS is not None:
+        yield kept(seen.documents_RS, seen.scores_RS, length, seen.budget.best)
+
+
+def stretches_of(seen: Seen, length: int) -> Iterator[tuple[Stretch, int]]:
+    """All parts but that of scores, and how many keys of each a query sees at most."""
+    budget, documents_RS, places_RS, query_bins_RL, key_bins_RS, _ = seen
     own_RL = documents_RS[:, -length:].contiguous()
     if budget.recent:
-        yield stretch(own_RL, own_RL, documents_RS, budget.recent)
+        yield stretch(own_RL, own_RL, documents_RS, budget.recent), budget.recent
     if budget.first:
         whole = stretch(own_RL, own_RL, documents_RS, documents_RS.shape[1])
-        yield whole._replace(end_RL=torch.minimum(whole.end_RL, whole.first_RL + budget.first))
+        yield whole._replace(end_RL=torch.minimum(whole.end_RL, whole.first_RL + budget.first)), budget.first
     if budget.strided:
         at_stride_RS = (places_RS + 1) % budget.stride == 0
-        yield stretch(own_RL, own_RL, torch.where(at_stride_RS, documents_RS, -1), budget.strided)
+        yield stretch(own_RL, own_RL, torch.where(at_stride_RS, documents_RS, -1), budget.strided), budget.strided
     if query_bins_RL is not None and key_bins_RS is not None:
-        bins = int(torch.maximum(query_bins_RL.max(), key_bins_RS.max())) + 1
+        bins = torch.maximum(query_bins_RL.max(), key_bins_RS.max()) + 1
         key_class_RS = torch.where(documents_RS < 0, -1, documents_RS * bins + key_bins_RS)
-        yield stretch(own_RL * bins, own_RL * bins + query_bins_RL, key_class_RS, budget.bin)
-    if scores_RS is not None:
-        yield kept(documents_RS, scores_RS, length, budget.best)
+        yield stretch(own_RL * bins, own_RL * bins + query_bins_RL, key_class_RS, budget.bin), budget.bin
 
 
 def stretch(own_RL: Tensor, query_class_RL: Tensor, key_class_RS: Tensor, most: int) -> Stretch:

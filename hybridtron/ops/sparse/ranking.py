@@ -28,13 +28,30 @@ def query_directions(q_RLN: Tensor, documents_RL: Tensor, before_RN: Tensor) -> 
     """
     wide_RLN = at_least_fp32(q_RLN)
     wide_RLN = torch.cat((wide_RLN[:, :1] + before_RN[:, None].to(wide_RLN.dtype), wide_RLN[:, 1:]), dim=1)
+    sums_RLN = (doubled_sums if q_RLN.is_cuda else document_sums)(wide_RLN, documents_RL)
+    return F.normalize(sums_RLN, dim=-1), sums_RLN[:, -1]
+
+
+def document_sums(x_RLN: Tensor, documents_RL: Tensor) -> Tensor:
+    """Running sums, token after token: each document by itself, as differences of sums would mix their bits."""
     number_RL = (documents_RL[:, 1:] != documents_RL[:, :-1]).cumsum(1)
     number_RL1 = F.pad(number_RL, (1, 0))[..., None]
-    sums_RLN = torch.zeros_like(wide_RLN)
-    for number in range(int(number_RL1.max()) + 1):  # each by itself, as differences of sums would mix their bits
+    sums_RLN = torch.zeros_like(x_RLN)
+    for number in range(int(number_RL1.max()) + 1):
         here_RL1 = number_RL1 == number
-        sums_RLN = torch.where(here_RL1, torch.where(here_RL1, wide_RLN, 0.0).cumsum(1), sums_RLN)
-    return F.normalize(sums_RLN, dim=-1), sums_RLN[:, -1]
+        sums_RLN = torch.where(here_RL1, torch.where(here_RL1, x_RLN, 0.0).cumsum(1), sums_RLN)
+    return sums_RLN
+
+
+def doubled_sums(x_RLN: Tensor, documents_RL: Tensor) -> Tensor:
+    """The same in another order, of twice as many tokens each turn: how many documents there are is not asked."""
+    reach = 1
+    while reach < x_RLN.shape[1]:
+        same_RL1 = (documents_RL[:, reach:] == documents_RL[:, :-reach])[..., None]
+        added_RLN = x_RLN[:, reach:] + torch.where(same_RL1, x_RLN[:, :-reach], 0.0)
+        x_RLN = torch.cat((x_RLN[:, :reach], added_RLN), dim=1)
+        reach *= 2
+    return x_RLN
 
 
 def candidates(seed: int, rows: int, length: int, most: int, device: torch.device) -> Tensor:

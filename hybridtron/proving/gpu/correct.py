@@ -24,6 +24,7 @@ from hybridtron.model.init import starting_value
 from hybridtron.ops.dispatch import Op, force, observed
 from hybridtron.ops.loss import LinearCrossEntropyInputs, linear_cross_entropy
 from hybridtron.ops.norm import AddRMSNormInputs, RMSNormInputs, add_rms_norm, rms_norm
+from hybridtron.ops.sparse import Budget, Seen, SparseInputs, sparse_attention
 from hybridtron.parallel.linear import SINGLE_RANK
 from hybridtron.proving.measuring import BenchReport
 
@@ -84,11 +85,23 @@ def _all(device: torch.device, sizes: ModelSizes, length: int) -> Iterator[tuple
             labels_T, mask_T = torch.randint(VOCAB, (length,)), torch.ones(length, dtype=torch.bool)
             weight_VD = weight_VD / sizes.width**0.5
             linear_cross_entropy(LinearCrossEntropyInputs(x_TD, weight_VD, labels_T, mask_T, 1e-4))
+            for budget in (Budget(bin=24, best=24), Budget(best=40)):
+                sparse_attention(_by_content(budget, sizes, length, dtype))
         for op, inputs in calls:
             yield op.name, dtype, _op_error(op, inputs, device)
 
 
 Call = tuple[Op, Any]
+
+
+def _by_content(budget: Budget, sizes: ModelSizes, length: int, dtype: torch.dtype) -> SparseInputs:
+    """Keys that are chosen by bins and scores, given here: a mixer's own would differ with the rounding of its type."""
+    q, k, v = (torch.randn(ROWS, length, n, dtype=dtype).requires_grad_() for n in (16, 16, sizes.width))
+    documents = (torch.arange(length) >= length // 3).long().expand(ROWS, -1)
+    places = torch.where(documents > 0, torch.arange(length) - length // 3, torch.arange(length))
+    of_queries, of_keys = torch.randint(4, (2, ROWS, length)) if budget.bin else (None, None)
+    seen = Seen(budget, documents, places, of_queries, of_keys, torch.randn(ROWS, length))
+    return SparseInputs(q, k, v, seen)
 
 
 def noted(calls: list[Call]) -> AbstractContextManager[None]:

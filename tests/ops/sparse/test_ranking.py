@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from hybridtron.ops.sparse import candidates, query_directions, ranking_loss, worth_of_keys
+from hybridtron.ops.sparse.ranking import document_sums, doubled_sums
 
 
 def test_directions_are_running_sums_of_each_document_and_continue_where_a_row_was_cut() -> None:
@@ -29,6 +30,16 @@ def test_directions_have_no_bit_of_another_document() -> None:
     other = torch.cat((1e4 * torch.randn(1, 5, 3), q[:, 5:]), 1)
     ours, theirs = (query_directions(each, documents, torch.randn(1, 3))[0][:, 5:] for each in (q, other))
     assert torch.equal(ours, theirs)
+
+
+def test_sums_are_the_same_in_both_orders() -> None:
+    for length in (1, 2, 37):
+        x, documents = torch.randn(2, length, 3, dtype=torch.float64), (torch.rand(2, length) < 0.2).cumsum(1)
+        expected, found = (sums(x, documents) for sums in (document_sums, doubled_sums))
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        x[documents == documents[:, :1]] *= 1e3
+        other = documents != documents[:, :1]
+        assert torch.equal(doubled_sums(x, documents)[other], found[other])  # no bit of another document
 
 
 def test_worth_is_a_sum_or_a_mean_over_the_queries_that_may_see_a_key() -> None:

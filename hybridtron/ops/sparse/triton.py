@@ -1,0 +1,30 @@
+"""Sparse attention by Triton kernels of our own (`kernels`): one or two rules, documents, what is remembered.
+
+Compared with the reference in Triton's interpreter, and compiled for sm_90; unmeasured on a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hybridtron.ops.kernel_launch import own_kernels
+from hybridtron.ops.sparse.reference import Budget, SparseInputs
+
+SIZE, FP32_SIZE, BEST = 128, 32, 128  # of a key, of one in fp32, and keys by their scores, at most
+
+
+def _unsupported_reason(inputs: SparseInputs) -> str | None:
+    size, budget = inputs.q_RLN.shape[2], inputs.seen.budget
+    rules = sum(bool(most) for most in budget[: Budget._fields.index("stride")])
+    if size > SIZE:
+        return f"keys of {size} channels; the kernels take {SIZE}"
+    if size > FP32_SIZE and any(x.dtype == torch.float32 for x in inputs[:3]):
+        return f"keys of {size} channels in fp32; the kernels take {FP32_SIZE}"
+    if budget.best > BEST:
+        return f"{budget.best} keys by their scores; the kernels take {BEST}"
+    if rules > 2:
+        return f"{rules} rules; the kernels take two"
+    return None
+
+
+TRITON = own_kernels("hybridtron.ops.sparse.kernels:sparse_attention", _unsupported_reason)

@@ -1,0 +1,102 @@
+"""The study of joint recall at a size of a minute, stopped and resumed; its models; its page of made-up numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from examples.joint_recall.runs import CHANCE, QUICK, ROWS, STUDY, best_rates, rates_part, seeds_part
+from examples.joint_recall.study import PAPER, main, page
+from examples.results import Results
+from hybridtron.config.check import check
+from hybridtron.config.load import load
+from hybridtron.tasks.options import named
+from hybridtron.tasks.recall import row_length
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_quick_study_is_written_and_resumes(tmp_path: Path) -> None:
+    """Three models from one seed, then two of them from two more."""
+    kept = tmp_path / "results"
+    where = ["--output", str(tmp_path / "out"), "--results", str(kept)]
+    assert main(["--quick", "--runs", str(tmp_path / "runs"), *where]) == 0
+    times = {path: path.stat().st_mtime_ns for path in kept.iterdir()}
+    assert len(times) == 3 + 2 * 2
+    reported = (tmp_path / "out/joint_recall.md").read_text()
+    assert main(["--quick", "--runs", str(tmp_path / "elsewhere"), *where]) == 0  # has nothing left to train
+    assert {path: path.stat().st_mtime_ns for path in kept.iterdir()} == times
+    again = (tmp_path / "out/joint_recall.md").read_text().splitlines()
+    rows = [line for line in reported.splitlines() if line.startswith("| mamba")]
+    assert len(rows) == 3 + 4
+    assert set(rows) <= set(again)
+
+
+def test_there_are_seventeen_models_and_two_that_see_everything(tmp_path: Path) -> None:
+    """Models as they are are twice as wide; all others see 6 keys, half of them by each of two rules."""
+    runs = rates_part(STUDY, tmp_path, tmp_path).sweep.runs
+    variants = {run.variant: run for run in runs}
+    paper = {f"{base}+{kind}" if kind else base for base, of in PAPER.items() for kind in of}
+    assert len(paper) == 17
+    assert variants.keys() == paper | {"mamba+full", "mamba2+full"}
+    assert len(runs) == 17 * 3 + 2
+    for name, run in variants.items():
+        config = load(list(run.settings))
+        assert check(config) == [], name
+        sparse = config.model.layers["M"].get("sparse")
+        assert config.model.width == (64 if name in ("mamba", "mamba2") else 32)
+        assert sparse is None or name.endswith("full") or sparse["keys"] == 6
+        assert [phase.seq_len - 1 for phase in config.phases] == list(ROWS)
+        assert config.phases[1].lr == config.phases[0].lr
+
+
+def test_rows_hold_the_largest_table() -> None:
+    for length, sizes in ROWS.items():
+        task = named("joint_recall", [f"sizes={sizes}", "symbols=8"])
+        largest = [int(part.split("-")[1]) for part in sizes.split(",")]
+        assert row_length(largest) == length
+        assert task.chance() == CHANCE
+
+
+def test_more_seeds_take_the_best_rate_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where not all rates have been measured, there is no best one yet."""
+    part = rates_part(STUDY, tmp_path, tmp_path)
+
+    class Measured:
+        def __init__(self, found: float) -> None:
+            self.found = found
+
+    def of(_self: Results, _name: str, _part: object, run: object) -> Measured | None:
+        rate = run.values["phases.0.lr"]  # pyrefly: ignore
+        if run.variant == "mamba2+KS" and rate == "8e-3":  # pyrefly: ignore
+            return None
+        return Measured({"2e-3": 0.2, "4e-3": 0.5, "8e-3": 0.4}[rate])
+
+    monkeypatch.setattr(Results, "of", of)
+    best = best_rates(part, Results(tmp_path))
+    assert "mamba2+KS" not in best
+    assert set(best.values()) == {"4e-3"}
+    seeds = seeds_part(STUDY, tmp_path, tmp_path, best).sweep.runs
+    assert {run.values["run.seed"] for run in seeds} == {"2", "3"}
+    assert {run.variant for run in seeds} == {
+        "mamba", "mamba+SW", "mamba+KS", "mamba+HAX", "mamba2", "mamba2+SW", "mamba2+HAX",
+    }  # fmt: skip
+    assert {run.variant for run in rates_part(QUICK, tmp_path, tmp_path).sweep.runs} == set(QUICK.variants or ())
+
+
+@pytest.mark.parametrize(("full", "base", "reached"), [(0.95, 0.3, "yes"), (0.5, 0.15, "**no**")])
+def test_the_page_says_whether_the_size_keeps_models_apart(full: float, base: float, reached: str) -> None:
+    found = {
+        "mamba": {"2e-3": [base], "4e-3": [base - 0.01]},
+        "mamba+full": {"4e-3": [full]},
+        "mamba+HAX": {"4e-3": [0.5, 0.6, 0.7]},
+        "samba": {"4e-3": [0.13]},
+    }
+    rows = page(found, ["made up"]).splitlines()
+    assert f"| mamba | 2e-3 | 1 | {base:.2f} | {base / CHANCE:.1f}x | 16.3 |" in rows
+    assert "| mamba+HAX | 4e-3 | 3 | 0.60 ± 0.10 | 4.8x | 38.0 |" in rows
+    goals = {row.split(" | ")[0].removeprefix("| "): row.split(" | ")[-1].removesuffix(" |") for row in rows[-5:]}
+    assert goals["mamba with attention to everything"] == reached
+    wanted = [row for row in rows if row.startswith("| mamba, over chance | >=")]
+    assert wanted[0].endswith(f"| {reached} |")

@@ -89,6 +89,13 @@ CASES = [
     for i, options in enumerate(OPTIONS[kind])
 ]
 
+RECURRENT = [  # whose states are of a fixed size, and numbers with gradients
+    case
+    for case in CASES
+    if (parts := case.values[0].state_parts(SIZES))
+    and not any(None in part.shape or part.dtype == "int64" for part in parts.values())
+]
+
 
 def seq_info(rows: int, length: int, documents: list[list[int]] | None = None) -> SeqInfo:
     """In training, which is what a spec's states describe."""
@@ -264,6 +271,20 @@ def test_gradcheck(spec: MixerSpec) -> None:
     mixer, seq = build(spec), seq_info(2, 5, [[2, 3], [5]])
     x = torch.randn(5, 2, SIZES.width, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: mixer(x, None, seq).y_LBD, (x,), fast_mode=True)
+
+
+@pytest.mark.parametrize("spec", RECURRENT)
+def test_gradcheck_from_state_to_state(spec: MixerSpec) -> None:
+    """Of the state before the row, by which the state after it is reached too; a document begins in one row."""
+    mixer, seq = build(spec), seq_info(2, 5, [[2, 3], [5]])
+    x, before = torch.randn(2, 5, 2, SIZES.width, dtype=torch.float64)
+    state = {name: part.detach().requires_grad_() for name, part in mixer(before, None, seq).state.items()}
+
+    def row(x: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
+        out = mixer(x, dict(zip(state, parts, strict=True)), seq)
+        return out.y_LBD, *out.state.values()
+
+    assert torch.autograd.gradcheck(row, (x.requires_grad_(), *state.values()), fast_mode=True)
 
 
 @pytest.mark.parametrize("spec", CASES)

@@ -26,7 +26,8 @@ class DeltaTiles(ChunkTiles):
 
 
 def tiles(dtype: torch.dtype) -> DeltaTiles:
-    """Chosen so that ptxas spills no registers in bf16 for an H100; fp32's products run without tensor cores."""
+    """Chosen so that ptxas spills no registers for an H100; fp32 has products without tensor cores, which hold more."""
     if dtype == torch.bfloat16:
         return DeltaTiles(64, 16, keys=64, values=64, walk=32, decayed_keys=32)
-    return DeltaTiles(32, 16, keys=32, values=32, walk=16, decayed_keys=16, warps=8)
+    walk = 8 if dtype == torch.float32 else 16
+    return DeltaTiles(32, 16, keys=32, values=32, walk=walk, decayed_keys=16, warps=8)

@@ -168,10 +168,12 @@ def test_what_it_does_not_support() -> None:
 
 
 def shipped() -> None:
-    """Forward and backward at the sizes of the recipes, and at the largest that are taken."""
-    for keys, values, by_channel in ((96, 192, False), (128, 128, True), (MOST_KEYS, MOST_VALUES, False)):
+    """Forward and backward at the sizes of the recipes, in fp32 too, and at the largest that are taken."""
+    recipes = (96, 192, False), (128, 128, True)
+    sizes = [(torch.bfloat16, *size) for size in (*recipes, (MOST_KEYS, MOST_VALUES, False))]
+    for dtype, keys, values, by_channel in sizes + [(torch.float32, *size) for size in recipes]:
         with torch.device("meta"):
-            inputs = delta_inputs(8, 4096, 8, keys, values, torch.bfloat16, by_channel)
+            inputs = delta_inputs(8, 4096, 8, keys, values, dtype, by_channel)
             inputs = inputs._replace(documents_BL=torch.zeros(8, 4096, dtype=torch.int32))
         y, last = delta_scan.named(FORM).function(inputs)
         torch.autograd.backward((y, last), (torch.empty_like(y), torch.empty_like(last)))

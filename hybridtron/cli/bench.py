@@ -29,6 +29,7 @@ WHAT = {
     "recurrences": ("recurrences", "Recurrences", "SSD, retention, GLA and the delta rule, at equal sizes"),
     "attention": ("attention", "Sliding-window attention", "against full attention and a dense mask, by length"),
     "span": ("attention", "Span-expanded attention", "against a window and full attention: time and peak memory"),
+    "sparse": ("sparse", "Sparse attention", "every pattern beside a recurrence, against full attention, by length"),
     "kernels": ("kernels", "Kernels", "bytes and time by a rehearsal, and on a GPU measured, beside other packages"),
     "data": ("data", "Data", "the loader against mosaicml-streaming's dataset, finding a far step, preparing tokens"),
     "states": ("states", "Carried states", "a step with them against one from zero; peak memory of long TBTT steps"),

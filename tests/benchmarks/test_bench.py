@@ -28,6 +28,7 @@ TABLES = {
     "recurrences": 1,
     "attention": 1,
     "span": 2,
+    "sparse": 2,
     "states": 2,
     "step": 1,
     "llama": 1,

@@ -1,0 +1,116 @@
+"""Sparse attention beside a recurrence, over the length: every pattern against full attention of as many channels.
+
+What is timed is the whole branch in training: bins, scores and their ranking loss, who sees whom, attention, the gate;
+forward and backward. Full attention is torch's, with as many values in four heads and keys as wide as its values.
+
+A query sees no more keys than there are. So the cost of a token can be the same at all lengths only where the budget is
+full at the shortest: there each of the BINS bins and each stride must have as many keys as the pattern takes of it.
+`lsh, a bin a key` has as many bins as keys, as the paper has it for language. At a few thousand tokens such a bin holds
+fewer keys than a query may see, and its cost for each token rises until it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from hybridtron.architecture.base import ModelSizes
+from hybridtron.architecture.sparse import PATTERNS, SparseOptions
+from hybridtron.data.batch import SeqInfo
+from hybridtron.device import compute_device
+from hybridtron.mixers.sparse import SparseBranch
+from hybridtron.parallel.linear import SINGLE_RANK
+from hybridtron.proving.measuring import BenchReport, per_token
+
+BINS, HEADS = 16, 4
+FLAT = 1.2
+"""Times the first row's, which a token may cost at the last."""
+
+
+@dataclass(frozen=True)
+class BranchBench:
+    """State channels of a query, values, keys that a query sees; full attention is measured up to `most` tokens."""
+
+    state: int
+    values: int
+    keys: int
+    lengths: tuple[int, ...]
+    most: int
+
+
+FULL = BranchBench(16, 256, 64, (4096, 8192, 16384, 32768, 65536), 16384)
+QUICK = BranchBench(4, 8, 4, (64, 128), 64)
+
+
+def patterns(sizes: BranchBench) -> dict[str, SparseOptions]:
+    """Every pattern with a budget that is full at the shortest row, and the one that is not."""
+    found = {
+        name: SparseOptions(
+            name,
+            sizes.keys,
+            hashes=BINS if "bin" in rules else None,
+            stride=sizes.lengths[0] // sizes.keys if "strided" in rules else None,
+        )
+        for name, rules in PATTERNS.items()
+    }
+    return {**found, "lsh, a bin a key": replace(found["lsh"], hashes=sizes.keys)}
+
+
+def branch_passes(options: SparseOptions, length: int, sizes: BranchBench) -> Callable[[], object]:
+    """The branch in training over one row: gradients of keys, queries, values and its own weights."""
+    device, generator = compute_device(), torch.Generator().manual_seed(length)
+    branch = SparseBranch(options, sizes.state, sizes.values, ModelSizes(sizes.values, 1), SINGLE_RANK).to(device)
+    for weight in branch.parameters():
+        torch.nn.init.normal_(weight, std=max(weight.shape) ** -0.5)
+    shapes = [(1, length, 1, sizes.state)] * 2 + [(1, length, sizes.values)] * 2
+    *given, dy = (torch.randn(shape, generator=generator).to(device) for shape in shapes)
+    inputs = [tensor.requires_grad_() for tensor in given]
+    seq = replace(SeqInfo.stream(1, length), key=1).map(lambda tensor: tensor.to(device))
+
+    def run() -> object:
+        y_BLE, _, aux = branch(*inputs, {}, seq)
+        return torch.autograd.grad((y_BLE * dy).sum() + sum(aux.values()), [*inputs, *branch.parameters()])
+
+    return run
+
+
+def full_passes(length: int, sizes: BranchBench) -> Callable[[], object]:
+    generator = torch.Generator().manual_seed(length)
+    shape = (1, HEADS, length, sizes.values // HEADS)
+    q, k, v, dy = (torch.randn(shape, generator=generator).to(compute_device()) for _ in range(4))
+    inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
+    attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+    return lambda: torch.autograd.grad(attend(), inputs, dy)
+
+
+def sparse(report: BenchReport) -> None:
+    """Every pattern over the length, in one run."""
+    sizes = QUICK if report.quick else FULL
+    report.device = compute_device().type
+    passes = {}
+    for length in sizes.lengths:
+        passes[length] = {name: branch_passes(one, length, sizes) for name, one in patterns(sizes).items()}
+        if length <= sizes.most:
+            passes[length]["full"] = full_passes(length, sizes)
+    measured = report.sweep(passes)
+    names = list(patterns(sizes))
+    report.ratios("time, over full attention's", "tokens", measured, [(name, "full") for name in names], {})
+    found = {name: per_token(measured, name) for name in names}
+    of_full = per_token({n: timed for n, timed in measured.items() if "full" in timed}, "full")
+    found["full"] = of_full + [""] * (len(measured) - len(of_full))
+    cells = [(str(length), *(found[name][row] for name in found)) for row, length in enumerate(measured)]
+    report.table("time of a token, over that in the shortest row", ("tokens", *found), cells)
+    first, last = sizes.lengths[0], sizes.lengths[-1]
+    for name in PATTERNS:
+        grown = measured[last][name].fastest / last / (measured[first][name].fastest / first)
+        report.at_most(f"{name}: a token of {last} / one of {first}", FLAT, grown)
+    report.notes += [
+        f"batch 1, one group of {sizes.state} state channels, {sizes.values} values, {sizes.keys} keys a query, fp32; "
+        f"argmax bins, {BINS} of them but for `a bin a key`; stride {first // sizes.keys}",
+        f"forward and backward of the whole branch in training; full is torch's causal scaled_dot_product_attention of "
+        f"{HEADS} heads and as many values, up to {sizes.most} tokens; {report.repetitions} rounds",
+    ]

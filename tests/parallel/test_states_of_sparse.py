@@ -1,0 +1,64 @@
+"""What sparse attention keeps of its past: one process's losses in other layouts, resumed in another too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.checkpoint.folder import newest
+from hybridtron.config.schema import Config, ParallelConfig, StateMode
+from tests.distributed import run_distributed
+from tests.parallel.test_states import (
+    LAYERS,
+    LAYOUTS,
+    STOPPED,
+    VOCABULARY,
+    config_of,
+    first_steps,
+    further_steps,
+    losses,
+)
+
+MAMBA2 = {"kind": "mamba2", "state": 4, "head_dim": 8}
+MODEL = ModelConfig(
+    32,
+    VOCABULARY,
+    "QIA-",
+    {
+        "Q": {"kind": "mamba", "state": 4, "sparse": {"keys": 8, "hashes": 3}},
+        "I": {**MAMBA2, "groups": 2, "sparse": {"keys": 6, "bins": "sign", "hashes": 2}},
+        "A": {**MAMBA2, "sparse": {"pattern": "sink_window", "keys": 6}},
+        "-": LAYERS["-"],
+    },
+)
+
+
+def branches(parallel: ParallelConfig) -> Config:
+    config = config_of(StateMode.tbtt, parallel)
+    return replace(config, model=MODEL, phases=[replace(config.phases[0], lr=2e-3)])
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("tp2-sp", "pp2"),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("dp2", "tp2-pp2"), ("tp2-pp2", "dp2"))),
+    ],
+)
+def test_a_run_resumes_in_another_layout(before: str, after: str, tmp_path: Path) -> None:
+    (first, ranks), (second, other_ranks) = LAYOUTS[before], LAYOUTS[after]
+    run_distributed(first_steps, ranks, branches(first), tmp_path / "a")
+    found = run_distributed(further_steps, other_ranks, branches(second), tmp_path / "a", tmp_path / "b")
+    (expected,) = run_distributed(losses, 1, branches(ParallelConfig()))
+    assert found[0] == pytest.approx(expected[STOPPED:], rel=1e-4)
+    held, again = (newest(tmp_path / folder) for folder in ("a", "b"))
+    assert held is not None
+    assert again is not None
+    whole = {key for key in held.shapes if "sparse" in key}
+    assert {"sparse_keys", "sparse_scores", "sparse_queries"} <= {key.split(".")[-1] for key in whole}
+    assert all(torch.equal(held.whole(key), again.whole(key)) for key in whole), "bit for bit"

@@ -81,10 +81,11 @@ class MambaSpec(RecurrenceSpec):
     def activation_values(self, model: ModelSizes) -> int:
         # x and z, conv output, dt, the scan's gated output, the small dt, B, C; an fp32 state every 128 tokens
         states = -(-2 * self.inner(model) * self.state // 128)
-        return 5 * self.inner(model) + self.rank(model) + 2 * self.state + states + self.branch_values(model)
+        gated = 0 if self.sparse is None else 2 * self.inner(model)  # what is attended, and its gate
+        return 5 * self.inner(model) + self.rank(model) + 2 * self.state + states + gated + self.branch_values(model)
 
     def whole_values(self, model: ModelSizes, tensor: int) -> int:
-        return self.rank(model) + 2 * self.state  # the small dt, B and C
+        return self.rank(model) + 2 * self.state + super().whole_values(model, tensor)  # the small dt, B and C
 
     def backward_values(self, model: ModelSizes) -> int:
         # at the scan, whose output is gone: gradients of the output, x, dt and z; in fp32 the state before every 16

@@ -109,7 +109,8 @@ class Mamba2Spec(RecurrenceSpec):
         return own + self.branch_values(model)
 
     def whole_values(self, model: ModelSizes, tensor: int) -> int:
-        return 4 * self.groups * self.state if self.groups % tensor else 0  # B and C, where groups can't be shared out
+        own = 4 * self.groups * self.state if self.groups % tensor else 0  # B and C, where groups can't be shared out
+        return own + super().whole_values(model, tensor)
 
     def backward_values(self, model: ModelSizes) -> int:
         # at the scan, whose output is gone, also as normed: gradients of the output, z and x; in fp32 the state before

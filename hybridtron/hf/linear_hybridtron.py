@@ -5,7 +5,7 @@ A projection is only declared here. `layers_hybridtron.py` puts the model's own 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -62,9 +62,22 @@ def enter(x: Tensor, tensor: OneProcess) -> Tensor:
     return x
 
 
-def projected(x: Tensor, tensor: OneProcess, *projections: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
-    """What projections make of one input."""
-    return tuple(projection(x) for projection in projections)
+@dataclass(frozen=True)
+class ProductInParts:
+    """A projection whose product is handed out in parts of its channels."""
+
+    projection: Callable[[Tensor], Tensor]
+    sizes: Sequence[int]
+
+
+InParts = ProductInParts
+
+
+def projected(x: Tensor, tensor: OneProcess, *projections: Callable[[Tensor], Tensor] | InParts) -> tuple[Tensor, ...]:
+    """What projections make of one input, part by part."""
+    cuts = [each if isinstance(each, InParts) else InParts(each, ()) for each in projections]
+    made = ((cut.projection(x), cut.sizes) for cut in cuts)
+    return tuple(part for y, sizes in made for part in (y.split(sizes, -1) if sizes else (y,)))
 
 
 leave = enter

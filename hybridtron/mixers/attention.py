@@ -16,7 +16,7 @@ from hybridtron.ops.conv import ConvInputs, causal_conv
 from hybridtron.ops.norm import RMSNormInputs, rms_norm
 from hybridtron.ops.precision import at_least_fp32
 from hybridtron.ops.rope import RopeInputs, apply_rope
-from hybridtron.parallel.linear import TensorGroup, column_parallel, projected, row_parallel, sum_shares
+from hybridtron.parallel.linear import InParts, TensorGroup, column_parallel, projected, row_parallel, sum_shares
 
 
 class Heads(Mixer):
@@ -38,30 +38,31 @@ class Heads(Mixer):
         self.kv = column_parallel(sizes.width, 2 * keys, tensor.whole() if whole_kv else tensor)
         self.out = row_parallel(queries, sizes.width, tensor)
         self.gate = column_parallel(sizes.width, queries, tensor) if spec.gate else None
+        self.own_keys = keys if whole_kv else tensor.share(keys)
         if spec.qk_norm != "none":
-            own_keys = keys if whole_kv else tensor.share(keys)
-            sizes_qk = (self.head_dim,) * 2 if spec.qk_norm == "head" else (tensor.share(queries), own_keys)
+            sizes_qk = (self.head_dim,) * 2 if spec.qk_norm == "head" else (tensor.share(queries), self.own_keys)
             self.q_norm_weight, self.k_norm_weight = (nn.Parameter(torch.empty(size)) for size in sizes_qk)
             self.keys_over = tensor.whole() if whole_kv else tensor  # the ranks that share the keys of a token
         if spec.conv:
             self.q_conv = nn.Parameter(torch.empty(tensor.share(queries), spec.conv))
-            self.kv_conv = nn.Parameter(torch.empty(2 * (keys if whole_kv else tensor.share(keys)), spec.conv))
+            self.kv_conv = nn.Parameter(torch.empty(2 * self.own_keys, spec.conv))
         self.q_conv_bias = nn.Parameter(torch.empty(len(self.q_conv))) if spec.conv_bias else None
         self.kv_conv_bias = nn.Parameter(torch.empty(len(self.kv_conv))) if spec.conv_bias else None
 
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
         before, new = state or {}, State()
-        layers = (self.q, self.kv) if self.gate is None else (self.q, self.kv, self.gate)
-        q_LBC, kv_LBC, *gate_LBC = projected(x_LBD, self.tensor, *layers)
-        q_BLC, kv_BLC = q_LBC.transpose(0, 1), kv_LBC.transpose(0, 1)
+        parts = () if self.heads.conv else (self.own_keys, self.own_keys)
+        layers = self.q, InParts(self.kv, parts), *(() if self.gate is None else (self.gate,))
+        q_BLC, *kv_BLC = (part.transpose(0, 1) for part in projected(x_LBD, self.tensor, *layers))
+        gate_BLC = None if self.gate is None else kv_BLC.pop()
         if self.heads.conv:
             tails = before.get("q_conv"), before.get("kv_conv")
             silu, documents = self.heads.conv_silu, seq.documents_BL
             of_q = ConvInputs(q_BLC, self.q_conv, self.q_conv_bias, tails[0], documents, silu)
-            of_kv = ConvInputs(kv_BLC, self.kv_conv, self.kv_conv_bias, tails[1], documents, silu)
-            (q_BLC, new["q_conv"]), (kv_BLC, new["kv_conv"]) = causal_conv(of_q), causal_conv(of_kv)
-        # cut tokens first, or the two gradients would be joined in another order than the product reads
-        k_BLC, v_BLC = (part.transpose(0, 1) for part in kv_BLC.transpose(0, 1).chunk(2, dim=-1))
+            of_kv = ConvInputs(kv_BLC[0], self.kv_conv, self.kv_conv_bias, tails[1], documents, silu)
+            (q_BLC, new["q_conv"]), (both_BLC, new["kv_conv"]) = causal_conv(of_q), causal_conv(of_kv)
+            kv_BLC = both_BLC.chunk(2, dim=-1)
+        k_BLC, v_BLC = kv_BLC
         if self.heads.qk_norm == "all":
             q_BLC = over_all_ranks(RMSNormInputs(q_BLC, self.q_norm_weight, self.heads.norm_eps), self.tensor)
             k_BLC = over_all_ranks(RMSNormInputs(k_BLC, self.k_norm_weight, self.heads.norm_eps), self.keys_over)
@@ -76,8 +77,8 @@ class Heads(Mixer):
             q, k = (apply_rope(RopeInputs(x, cos, sin)) for x in (q, k))
         y_BLHK, kept = self.attend(q, k, v, before, seq)
         y_LBC = y_BLHK.flatten(2).transpose(0, 1)
-        if gate_LBC:
-            y_LBC = y_LBC * torch.sigmoid(gate_LBC[0])
+        if gate_BLC is not None:
+            y_LBC = y_LBC * torch.sigmoid(gate_BLC.transpose(0, 1))
         return Out(self.out(y_LBC), {**new, **kept}, {})
 
     @abstractmethod

@@ -14,6 +14,7 @@ from hybridtron.mixers.sparse import SparseBranch, projected_heads
 from hybridtron.ops.conv import ConvInputs, causal_conv
 from hybridtron.ops.scan import ScanInputs, selective_scan
 from hybridtron.parallel.linear import (
+    InParts,
     TensorGroup,
     column_parallel,
     projected,
@@ -49,9 +50,8 @@ class Mamba(Mixer):
                 self.sparse_qk = row_parallel_inside(inner, 2 * spec.state, tensor)
 
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
-        # cut before rows come first, or the two gradients would be joined in another order than the product reads
-        (x_z_LBE,) = projected(x_LBD, self.tensor, self.in_proj)
-        x_BLE, z_BLE = (part.transpose(0, 1) for part in x_z_LBE.chunk(2, dim=-1))
+        parts = projected(x_LBD, self.tensor, InParts(self.in_proj, (len(self.D), len(self.D))))
+        x_BLE, z_BLE = (part.transpose(0, 1) for part in parts)
         before = state or {}
         x_BLE, tail = causal_conv(
             ConvInputs(x_BLE, self.conv_weight, self.conv_bias, before.get("conv"), seq.documents_BL, activation=True)

@@ -15,6 +15,7 @@ from hybridtron.ops.gated_norm import GatedScaleInputs, GatedSquaresInputs, gate
 from hybridtron.ops.ssd import SSDInputs, ssd_scan
 from hybridtron.parallel.linear import (
     SINGLE_RANK,
+    InParts,
     TensorGroup,
     column_parallel,
     projected,
@@ -57,10 +58,9 @@ class Mamba2(Mixer):
 
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
         new: State = {}
-        own_LBE, bc_LBC = projected(x_LBD, self.tensor, self.in_proj, self.bc_proj)
-        parts = own_LBE.split((self.inner, self.inner, self.heads), dim=-1)
-        z_BLE, x_BLE, dt_BLH = (part.transpose(0, 1) for part in parts)
-        bc_BLC = bc_LBC.transpose(0, 1)
+        own = InParts(self.in_proj, (self.inner, self.inner, self.heads))
+        parts = projected(x_LBD, self.tensor, own, self.bc_proj)
+        z_BLE, x_BLE, dt_BLH, bc_BLC = (part.transpose(0, 1) for part in parts)
         before = state or {}
         tails, documents_BL = (before.get("x_conv"), before.get("bc_conv")), seq.documents_BL
         x_BLE, new["x_conv"] = causal_conv(

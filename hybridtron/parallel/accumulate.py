@@ -12,6 +12,7 @@ Of such a weight all uses must be here: what autograd makes of it besides is dro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,13 +30,20 @@ def accumulates(weight: Tensor) -> bool:
     return getattr(weight, MARK, False)
 
 
-def weight_gradient(weight: Any, grad_TO: Tensor, x_TI: Tensor) -> Tensor:
-    """What autograd gets: the gradient, or where the sum has it, memory that nobody reads (Megatron asks for some)."""
-    if not accumulates(weight):
-        return grad_TO.mT @ x_TI
-    add_product(weight.main_grad, grad_TO.mT, x_TI)
-    weight.grad_added_to_main_grad = True
-    return torch.empty_like(weight)
+def weight_gradient(weight: Any, grads_TO: Sequence[Tensor], x_TI: Tensor) -> Tensor:
+    """What autograd gets: the gradient, or where the sum has it, memory that nobody reads (Megatron asks for some).
+
+    `grads_TO` are those of the outputs, in one or more parts of their channels.
+    """
+    made = torch.empty_like(weight)
+    rows = (weight.main_grad if accumulates(weight) else made).split([grad_TO.shape[1] for grad_TO in grads_TO])
+    for part_OI, grad_TO in zip(rows, grads_TO, strict=True):
+        if accumulates(weight):
+            add_product(part_OI, grad_TO.mT, x_TI)
+            weight.grad_added_to_main_grad = True
+        else:
+            torch.mm(grad_TO.mT, x_TI, out=part_OI)
+    return made
 
 
 class AccumulatedLinear(torch.autograd.Function):
@@ -53,4 +61,4 @@ class AccumulatedLinear(torch.autograd.Function):
         needs_x, needs_weight = ctx.needs_input_grad
         flat_TO = grad_TO.flatten(0, -2)
         of_x = matrix_product(ProductInputs(flat_TO, weight_OI)).view(x_TI.shape) if needs_x else None
-        return of_x, weight_gradient(weight_OI, flat_TO, x_TI.flatten(0, -2)) if needs_weight else None
+        return of_x, weight_gradient(weight_OI, [flat_TO], x_TI.flatten(0, -2)) if needs_weight else None

@@ -1,15 +1,20 @@
-"""Products of what enters a mixer on tensor-parallel ranks, with traffic of the backward pass behind other products.
+"""Products of what enters a mixer, with traffic of the backward pass behind other products.
 
     forward     the tokens are gathered (sequence parallelism), and multiplied with every weight
     backward    dx = sum of dy W; then, side by side, dx is summed over the ranks, and dW = dy^T x
 
 With `again` a rank keeps its share of the tokens alone. They are gathered a second time while dx is made.
 
-Megatron-core's column-parallel layer does the same for one weight, but on CUDA only, and gathers once for each layer.
+A product may be handed out in parts of its channels. The gradient of each part is multiplied by itself with its rows of
+the weight: to join them first would read and write all of them once more.
+
+Megatron-core's column-parallel layer hides the same traffic for one weight, but on CUDA only, and gathers once for each
+layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +28,15 @@ from hybridtron.parallel.accumulate import weight_gradient
 
 @dataclass(frozen=True)
 class Entry:
-    """How a mixer's input comes to every rank of a group: `sequence` says that each has a share of the tokens."""
+    """How a mixer's input comes to every rank of a group, of which None is one of a single rank, and what goes out.
+
+    `sequence` says that each rank has a share of the tokens. `sizes` are the channels of the parts of each product.
+    """
 
     group: dist.ProcessGroup | None
     sequence: bool
     again: bool
+    sizes: Sequence[Sequence[int]]
 
 
 class EnteredProducts(torch.autograd.Function):
@@ -36,7 +45,8 @@ class EnteredProducts(torch.autograd.Function):
         whole_LBD, _ = _gathered(x_LBD, entry) if entry.sequence else (x_LBD, None)
         ctx.entry = entry
         ctx.save_for_backward(x_LBD if entry.again else whole_LBD, *weights)
-        return tuple(functional.linear(whole_LBD, weight) for weight in weights)
+        each = zip(weights, entry.sizes, strict=True)
+        return tuple(part for weight, sizes in each for part in functional.linear(whole_LBD, weight).split(sizes, -1))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -48,14 +58,18 @@ class EnteredProducts(torch.autograd.Function):
         flat = [gradient.flatten(0, 1) for gradient in gradients]
         dx_LBD = None
         if needs_x:
-            dx_TD = flat[0] @ weights[0]
-            for gradient, weight in zip(flat[1:], weights[1:], strict=True):
-                dx_TD.addmm_(gradient, weight)
+            each = zip(weights, entry.sizes, strict=True)
+            rows = [part_OI for weight, sizes in each for part_OI in weight.split(sizes)]
+            dx_TD = flat[0] @ rows[0]
+            for gradient, part_OI in zip(flat[1:], rows[1:], strict=True):
+                dx_TD.addmm_(gradient, part_OI)
             dx_LBD, summing = _summed(dx_TD.view(*gradients[0].shape[:2], -1), entry)
         if gathering is not None:
             gathering.wait()
-        x_TD, each = x_LBD.flatten(0, 1), zip(weights, flat, needs, strict=True)
-        dw = [weight_gradient(weight, gradient, x_TD) if need else None for weight, gradient, need in each]
+        x_TD, of_parts = x_LBD.flatten(0, 1), iter(flat)
+        parts = [[next(of_parts) for _ in sizes] for sizes in entry.sizes]
+        each = zip(weights, parts, needs, strict=True)
+        dw = [weight_gradient(weight, of_weight, x_TD) if need else None for weight, of_weight, need in each]
         if summing is not None:
             summing.wait()
         return (dx_LBD, None, *dw)
@@ -71,6 +85,8 @@ def _gathered(x_LBD: Tensor, entry: Entry, in_background: bool = False) -> tuple
 
 def _summed(dx_LBD: Tensor, entry: Entry) -> tuple[Tensor, Any]:
     """The sum over ranks, of this rank's share of the tokens or of all, there when the handle was waited for."""
+    if entry.group is None:
+        return dx_LBD, None
     if not entry.sequence:
         return dx_LBD, dist.all_reduce(dx_LBD, group=entry.group, async_op=True)
     length, *others = dx_LBD.shape

@@ -13,7 +13,7 @@ them out again. On one rank all of this is plain matrix products. Weights are le
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -230,15 +230,30 @@ def enter(x_LBD: Tensor, tensor: TensorGroup) -> Tensor:
     return copy_to_tensor_model_parallel_region(x_LBD, group=tensor.group)
 
 
-def projected(x_LBD: Tensor, tensor: TensorGroup, *projections: nn.Module) -> tuple[Tensor, ...]:
-    """What column-parallel layers make of the residual stream. In backward the sum over ranks of the stream's gradient
-    runs beside the weights' gradients, unless these are another package's or of FP8.
+@dataclass(frozen=True)
+class InParts:
+    """A projection whose product is handed out in parts of its channels."""
+
+    projection: nn.Module
+    sizes: Sequence[int]
+
+
+def projected(x_LBD: Tensor, tensor: TensorGroup, *projections: nn.Module | InParts) -> tuple[Tensor, ...]:
+    """What column-parallel layers make of the residual stream, part by part. In backward the sum over ranks of the
+    stream's gradient runs beside the weights' gradients, and on a GPU the gradients of parts, and of several
+    projections, are not joined or added up but by the products; unless these are another package's or of FP8.
     """
-    if tensor.size == 1 or not tensor.products.are_megatrons:
+    cuts = [each if isinstance(each, InParts) else InParts(each, ()) for each in projections]
+    joined = len(cuts) > 1 or any(cut.sizes for cut in cuts)
+    by_itself = tensor.size > 1 or (joined and x_LBD.is_cuda and not torch.compiler.is_compiling())
+    if not (by_itself and tensor.products.are_megatrons):
         x_LBD = enter(x_LBD, tensor)
-        return tuple(projection(x_LBD) for projection in projections)
-    entry = Entry(tensor.group, tensor.sequence, tensor.sequence and tensor.regather)
-    weights = [projection(None) for projection in projections]
+        made = ((cut.projection(x_LBD), cut.sizes) for cut in cuts)
+        return tuple(part for y_LBC, sizes in made for part in (y_LBC.split(sizes, -1) if sizes else (y_LBC,)))
+    weights = [cut.projection(None) for cut in cuts]
+    sizes = [cut.sizes or (len(weight),) for cut, weight in zip(cuts, weights, strict=True)]
+    group = tensor.group if tensor.size > 1 else None
+    entry = Entry(group, tensor.sequence, tensor.sequence and tensor.regather, sizes)
     return EnteredProducts.apply(x_LBD, entry, *weights)  # type: ignore[return-value]
 
 

@@ -53,10 +53,10 @@ def forgets_to_say() -> Iterator[None]:
     """Megatron adds the gradient, which the sum has already."""
     kept = accumulate.weight_gradient
 
-    def forgetting(weight: Tensor, grad_TO: Tensor, x_TI: Tensor) -> Tensor:
-        kept(weight, grad_TO, x_TI)
+    def forgetting(weight: Tensor, grads_TO: list[Tensor], x_TI: Tensor) -> Tensor:
+        kept(weight, grads_TO, x_TI)
         weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        return grad_TO.mT @ x_TI
+        return torch.cat(grads_TO, 1).mT @ x_TI
 
     accumulate.weight_gradient = forgetting
     try:

@@ -14,6 +14,7 @@ takes what it needs from the chunks that hold it, whatever layout wrote them.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,8 +27,7 @@ from torch import Tensor
 
 from hybridtron.architecture.base import Parameter
 from hybridtron.checkpoint import manifest
-from hybridtron.checkpoint.files import NAMES, read_chunk, read_head
-from hybridtron.checkpoint.fill import Target, fill
+from hybridtron.checkpoint.files import NAMES, copy, read_chunk, read_head
 from hybridtron.checkpoint.finite import KINDS, is_finite
 from hybridtron.checkpoint.manifest import BrokenCheckpoint, CheckpointManifest, Meta, StoredShard
 from hybridtron.config.load import load_saved
@@ -82,17 +82,17 @@ class Checkpoint:
         if not others:  # it was written whole
             return read_chunk(self.folder, first, self.manifest.files[first.file])
         into = torch.empty(first.shape, dtype=NAMES[first.dtype])
-        self._fill(key, [Target(into, (0,) * into.dim())])
+        self._fill(key, [(into, (0,) * into.dim())])
         return into
 
     def fill(self, blocks: Sequence[Any]) -> None:
         """Read what blocks (`ShardedTensor`s) stand for into their data."""
-        wanted: dict[str, list[Target]] = {}
+        wanted: dict[str, list[tuple[Tensor, Sequence[int]]]] = {}
         for block in blocks:
             if self._of(block.key)[0].shape != tuple(block.global_shape):
                 shapes = f"{self._of(block.key)[0].shape}, not {tuple(block.global_shape)}"
                 raise BrokenCheckpoint(f"{self.folder} holds {block.key} of shape {shapes}")
-            wanted.setdefault(block.key, []).append(Target(block.data, block.global_offset))
+            wanted.setdefault(block.key, []).append((block.data, block.global_offset))
         with ThreadPoolExecutor(READERS) as threads:
             list(threads.map(lambda key: self._fill(key, wanted[key]), wanted))
 
@@ -151,7 +151,30 @@ class Checkpoint:
             raise BrokenCheckpoint(f"{self.folder} holds no {key}")
         return self._chunks[key]
 
-    def _fill(self, key: str, wanted: Sequence[Target]) -> None:
+    def _fill(self, key: str, wanted: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
         """Read the chunks that the wanted rectangles of a tensor touch, each once."""
-        filled = fill(self.folder, self._of(key), self.manifest.files, wanted)
-        assert filled == sum(one.into.numel() for one in wanted), f"{key} has chunks that overlap or leave gaps"
+        missing = sum(into.numel() for into, _ in wanted)
+        for chunk in self._of(key):
+            shared = [
+                (into, offset, run) for into, offset in wanted if (run := _shared(chunk, into, offset)) is not None
+            ]
+            if not shared:
+                continue
+            stored = read_chunk(self.folder, chunk, self.manifest.files[chunk.file])
+            for into, offset, runs in shared:
+                theirs = tuple(
+                    slice(r.start - first, r.stop - first) for r, first in zip(runs, chunk.offset, strict=True)
+                )
+                ours = tuple(slice(r.start - first, r.stop - first) for r, first in zip(runs, offset, strict=True))
+                copy(stored[theirs], into[ours])
+                missing -= math.prod(map(len, runs))
+        assert missing == 0, f"{key} has chunks that overlap or leave gaps"
+
+
+def _shared(chunk: StoredShard, into: Tensor, offset: Sequence[int]) -> tuple[range, ...] | None:
+    """What a chunk and a rectangle have in common, in the whole tensor's places."""
+    runs = tuple(
+        range(max(a, b), min(a + m, b + n))
+        for a, m, b, n in zip(chunk.offset, chunk.size, offset, into.shape, strict=True)
+    )
+    return runs if all(runs) else None

@@ -11,9 +11,9 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -114,37 +114,23 @@ def read_head(folder: Path, name: str, file: File) -> bytes:
     return _read(folder / name, 0, file.head, file.digest, file.size).tobytes()
 
 
-def dtype_of(folder: Path, chunk: StoredShard) -> torch.dtype:
-    """The type of a chunk's entries."""
-    if chunk.dtype not in NAMES:
-        raise BrokenCheckpoint(f"{folder / chunk.file} has entries of type {chunk.dtype!r}, which is not known")
-    return NAMES[chunk.dtype]
-
-
 def read_chunk(folder: Path, chunk: StoredShard, file: File) -> Tensor:
     """A chunk's entries, verified: the bytes that were digested are those of the tensor."""
-    dtype = dtype_of(folder, chunk)
+    if chunk.dtype not in NAMES:
+        raise BrokenCheckpoint(f"{folder / chunk.file} has entries of type {chunk.dtype!r}, which is not known")
+    dtype = NAMES[chunk.dtype]
     count = torch.Size(chunk.size).numel() * dtype.itemsize
     stored = _read(folder / chunk.file, chunk.start, count, chunk.digest, file.size)
     return torch.from_numpy(stored).view(dtype).view(chunk.size) if count else torch.empty(chunk.size, dtype=dtype)
 
 
 def copy(source: Tensor, target: Tensor) -> None:
-    """Copy all entries."""
-    row_copier(source, target)(..., ...)
-
-
-def row_copier(source: Tensor, target: Tensor) -> Callable[[Any, Any], object]:
-    """What copies some rows of a tensor to some of another.
-
-    Between tensors of the CPU it does so at the memory's speed, which torch's own copy has less than half of.
-    """
+    """Copy entries; between tensors of the CPU at the memory's speed, which torch's own copy has less than half of."""
     if source.device.type == target.device.type == "cpu" and source.dtype == target.dtype:
         number = _NUMBERS[source.element_size()]  # numpy does not know bf16
-        theirs, ours = source.detach().view(number).numpy(), target.detach().view(number).numpy()
-        return lambda some, places: np.copyto(ours[places], theirs[some])
-    stored, into = source.detach(), target.detach()
-    return lambda some, places: into[places].copy_(stored[some])
+        np.copyto(target.detach().view(number).numpy(), source.detach().view(number).numpy())
+    else:
+        target.detach().copy_(source.detach())
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -163,56 +149,23 @@ def _digested(write: Callable[[memoryview], None], stored: memoryview) -> str:
     return hashing.hexdigest()
 
 
-class PartReader:
-    """Reads the bytes of a file from a place on, one part after another, and digests them."""
-
-    def __init__(self, path: Path, start: int, count: int, size: int) -> None:
-        self.path, self._start, self._end, self._size = path, start, start + count, size
-        self._hashing = xxh3_128()
-
-    def __enter__(self) -> Self:
-        with _faults(self.path), ExitStack() as unless_sound:
-            self._file = unless_sound.enter_context(open_regular(self.path))
-            found = os.fstat(self._file.fileno()).st_size
-            if found != self._size:
-                raise BrokenCheckpoint(f"{self.path} has {found:,} bytes, was written with {self._size:,}")
-            if not 0 <= self._start <= self._end <= self._size:
-                raise BrokenCheckpoint(f"{self.path} ends before bytes {self._start:,} to {self._end:,}")
-            self._file.seek(self._start)
-            unless_sound.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def read_into(self, part: memoryview) -> None:
-        with _faults(self.path):
-            rest = part
-            while rest and (got := self._file.readinto(rest)):
-                rest = rest[got:]
-        self._hashing.update(part)
-
-    def verify(self, expected: str) -> None:
-        """That the bytes read so far are those that were written."""
-        if self._hashing.hexdigest() != expected:
-            place = f"bytes {self._start:,} to {self._end:,} differ"
-            raise BrokenCheckpoint(f"{self.path} is not as it was written: {place}")
-
-
-@contextmanager
-def _faults(path: Path) -> Iterator[None]:
-    """What the operating system says of a file, as what is wrong with the checkpoint."""
+def _read(path: Path, start: int, count: int, expected: str, size: int) -> np.ndarray:
     try:
-        yield
+        with open_regular(path) as file:
+            found = os.fstat(file.fileno()).st_size
+            if found != size:
+                raise BrokenCheckpoint(f"{path} has {found:,} bytes, was written with {size:,}")
+            if not 0 <= start <= start + count <= size:
+                raise BrokenCheckpoint(f"{path} ends before bytes {start:,} to {start + count:,}")
+            stored = np.empty(count, dtype=np.uint8)
+            file.seek(start)
+            rest = stored.data
+            while rest and (got := file.readinto(rest)):
+                rest = rest[got:]
     except FileNotFoundError as error:
         raise BrokenCheckpoint(f"{path} is missing") from error
     except OSError as error:
         raise BrokenCheckpoint(f"{path} can't be read: {error}") from error
-
-
-def _read(path: Path, start: int, count: int, expected: str, size: int) -> np.ndarray:
-    with PartReader(path, start, count, size) as part:
-        stored = np.empty(count, dtype=np.uint8)
-        part.read_into(stored.data)
-        part.verify(expected)
+    if digest_of(stored.data) != expected:
+        raise BrokenCheckpoint(f"{path} is not as it was written: bytes {start:,} to {start + count:,} differ")
     return stored

@@ -5,6 +5,7 @@ Everything ends on disk: peers are flushed too. Times are the wall's, as disks a
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import shutil
@@ -24,6 +25,7 @@ from hybridtron.checkpoint.save import Saver, meta_of
 from hybridtron.config.schema import CheckpointConfig
 from hybridtron.data.batch import Batch, SeqInfo
 from hybridtron.engine.engine import Engine
+from hybridtron.problems import Unusable
 from hybridtron.proving.measuring import MIB, BenchReport, Seconds, times
 from hybridtron.proving.steps import Steps, checked, one_process
 
@@ -31,6 +33,8 @@ AFTER = 5  # steps after the start of an asynchronous save whose time is looked 
 
 
 def checkpoint(report: BenchReport) -> None:
+    if importlib.util.find_spec("psutil") is None:
+        raise Unusable("megatron-core's own checkpoint needs psutil, and waits for ever without it: pip install psutil")
     width = 64 if report.quick else 1024
     config = checked(["recipe=laptop", f"model.width={width}", "checkpoint.keep=1"])
     tokens_BT = torch.randint(config.model.vocab_size, (1, 65))

@@ -20,7 +20,7 @@ def mentions(message: str, *values: str) -> bool:
 @pytest.mark.parametrize("recipe", [name for name in choices_of("recipe") if not name.startswith("length/")])
 def test_recipes_keep_every_rule_and_are_named_after_their_files(recipe):
     config = load([f"recipe={recipe}"])
-    assert config.run.name == recipe.removeprefix("ablations/")
+    assert config.run.name == recipe.removeprefix("ablations/").removeprefix("tasks/")
     require(config)
     assert warnings(config) == []
 

@@ -312,5 +312,5 @@ def test_every_op_of_the_laptop_recipes_runs_compiled() -> None:
     assert compiled == {
         "selective_scan", "ssd_scan", "decay_scan", "gla_scan", "delta_scan", "causal_conv", "rms_norm", "add_rms_norm",
         "gated_squares", "gated_scale", "swiglu", "softmax_sums", "softmax_gradients", "attention", "apply_rope",
-        "span_attention", "turn_pairs",
+        "span_attention", "turn_pairs", "angles",
     }  # fmt: skip

@@ -38,7 +38,6 @@ class Ahead:
 
     workers: int = 0
     steps: int = 2
-    timeout: float = 60.0
 
 
 class Loader:
@@ -121,7 +120,9 @@ class Loader:
     def _by_workers(self, steps: range) -> Iterator[RowArrays]:
         """Worker processes hold no position either: each is handed the steps that it reads.
 
-        They send rows as numpy's arrays, through a pipe: tensors would take a file of shared memory each.
+        They send rows as numpy's arrays, through a pipe: tensors would take a file of shared memory each. Nothing comes
+        through the pipe of a dead worker, so the loader must look whether its workers live: every few seconds it does,
+        if it has no timeout of its own. The watchdog ends a run whose worker hangs.
         """
         loader: DataLoader[Any] = DataLoader(
             self._rows,
@@ -130,7 +131,6 @@ class Loader:
             collate_fn=_as_it_is,
             num_workers=self.ahead.workers,
             prefetch_factor=self.ahead.steps,
-            timeout=self.ahead.timeout,
             multiprocessing_context=_worker_context(),
             worker_init_fn=_begin,
             generator=torch.Generator(),  # or each start takes a number from those of training
@@ -140,8 +140,6 @@ class Loader:
             iterator = iter(loader)
         try:
             yield from iterator
-        except (ConnectionError, EOFError) as error:
-            raise RuntimeError("a worker process of the loader exited unexpectedly, with rows on their way") from error
         finally:
             for worker in set(multiprocessing.active_children()) - others:
                 worker.kill()  # they hold nothing, and one that hangs would not end otherwise
@@ -194,5 +192,4 @@ def share_of(lanes: int, rank: int, ranks: int) -> range:
 def build_loader(phase: ResolvedPhase, rank: int = 0, ranks: int = 1) -> Loader:
     """The loader of a phase. An embedded corpus that is not there yet is prepared first."""
     data = phase.data
-    ahead = Ahead(data.workers, data.prefetch, data.timeout * (data.retries + 1) * 2)
-    return Loader(Sources.open(phase), PhaseOrder.of(phase), ahead, data.feed, rank, ranks)
+    return Loader(Sources.open(phase), PhaseOrder.of(phase), Ahead(data.workers, data.prefetch), data.feed, rank, ranks)

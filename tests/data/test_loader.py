@@ -173,7 +173,7 @@ def test_micro_batch_does_not_change_the_order(toy: TokenFolder, micro_batch: in
 def test_worker_processes_read_what_a_thread_reads(make_folder: Callable[..., TokenFolder]):
     sources = sources_of((make_folder(masked=True), "text", 1))
     for order, documents in ((Order.windows, Documents.isolate), (Order.lanes, Documents.join)):
-        loader = Loader(sources, order_of(order, documents), Ahead(workers=2, timeout=60.0), rank=1, ranks=2)
+        loader = Loader(sources, order_of(order, documents), Ahead(workers=2), rank=1, ranks=2)
         random = torch.get_rng_state()
         steps = list(loader.iterate(3, 8))
         assert torch.equal(torch.get_rng_state(), random)  # or training would depend on how often it was started

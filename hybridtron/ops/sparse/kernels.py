@@ -54,6 +54,7 @@ class KernelPart(NamedTuple):
     Tiles of queries follow queries_RL; what each sees is a run of the order `keys` (R, S), or of kept keys a list of
     its own (R, T, W). Tiles of keys follow grouped_RS; the queries that see the key at one of its places stand in
     queries_RL from from_RS on and before to_RS. Of a stretch: first_RL, end_RL, by query; of kept keys: until_RS.
+    `most` is how many keys a query sees; the kernels take it for the rehearsal, which models their loops by it.
     """
 
     kept: bool

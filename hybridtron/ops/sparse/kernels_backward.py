@@ -90,9 +90,8 @@ def query_gradients(
         at_W = start + tl.arange(0, KEYS)
         key_W = tl.load(listed + at_W, mask=at_W < stop, other=-1)
         visible_QW = visible_pairs(
-            query_Q, there_Q, key_W, at_W, first_RL + row * length, end_RL + row * length, until_RS + row * total,
-            other_first_RL + row * length, other_end_RL + row * length, other_rank_RS + row * total, total - length,
-            KEPT, EXCEPT,
+            query_Q, there_Q, key_W, at_W, first_RL, end_RL, until_RS, other_first_RL, other_end_RL, other_rank_RS,
+            row, length, total, KEPT, EXCEPT,
         )  # fmt: skip
         if any_of(visible_QW):
             k_WN = rows_of(k_RSN + row * total * N, key_W, key_W >= 0, n_N, N)
@@ -118,6 +117,27 @@ def run_of_queries(
 
 
 @triton.jit
+def tile_of_keys(
+    keys_RS: tl.tensor, from_RS: tl.tensor, to_RS: tl.tensor, length: int, total: int, KEYS: tl.constexpr,
+) -> tuple:  # fmt: skip
+    """A program's row, its keys by place and by number, and where the queries that see any of them begin and end."""
+    tiles = tl.cdiv(total, KEYS)
+    tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
+    at_W = tile * KEYS + tl.arange(0, KEYS)
+    key_W = tl.load(keys_RS + row * total + at_W, mask=at_W < total, other=-1)
+    begin, stop = run_of_queries(from_RS + row * total, to_RS + row * total, at_W, length, total)
+    return row, at_W, key_W, begin, stop
+
+
+@triton.jit
+def queries_from(start: int, stop: int, queries_L: tl.tensor, QUERIES: tl.constexpr) -> tuple:
+    """The next queries of a run, and which of them are there."""
+    at_Q = start + tl.arange(0, QUERIES)
+    there_Q = at_Q < stop
+    return tl.load(queries_L + at_Q, mask=there_Q, other=0), there_Q
+
+
+@triton.jit
 def key_gradients(
     q_RLN: tl.tensor, k_RSN: tl.tensor, v_RSP: tl.tensor, queries_RL: tl.tensor, keys_RS: tl.tensor,
     from_RS: tl.tensor, to_RS: tl.tensor, first_RL: tl.tensor, end_RL: tl.tensor, until_RS: tl.tensor,
@@ -127,23 +147,17 @@ def key_gradients(
     KEYS: tl.constexpr, BLOCK_N: tl.constexpr, VALUES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """dk of a tile of keys by one part; a second one adds to the first's."""
-    tiles = tl.cdiv(total, KEYS)
-    tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
-    n_N, at_W = tl.arange(0, BLOCK_N), tile * KEYS + tl.arange(0, KEYS)
-    key_W = tl.load(keys_RS + row * total + at_W, mask=at_W < total, other=-1)
-    begin, stop = run_of_queries(from_RS + row * total, to_RS + row * total, at_W, length, total)
+    row, at_W, key_W, begin, stop = tile_of_keys(keys_RS, from_RS, to_RS, length, total, KEYS)
+    n_N = tl.arange(0, BLOCK_N)
     k_WN = rows_of(k_RSN + row * total * N, key_W, key_W >= 0, n_N, N)
     dk_WN = tl.zeros([KEYS, BLOCK_N], tl.float32)
     if EXCEPT:
         dk_WN = rows_of(dk_RSN + row * total * N, key_W, key_W >= 0, n_N, N)
     for start in range(begin, stop, QUERIES):
-        at_Q = start + tl.arange(0, QUERIES)
-        there_Q = at_Q < stop
-        query_Q = tl.load(queries_RL + row * length + at_Q, mask=there_Q, other=0)
+        query_Q, there_Q = queries_from(start, stop, queries_RL + row * length, QUERIES)
         visible_QW = visible_pairs(
-            query_Q, there_Q, key_W, at_W, first_RL + row * length, end_RL + row * length, until_RS + row * total,
-            other_first_RL + row * length, other_end_RL + row * length, other_rank_RS + row * total, total - length,
-            KEPT, EXCEPT,
+            query_Q, there_Q, key_W, at_W, first_RL, end_RL, until_RS, other_first_RL, other_end_RL, other_rank_RS,
+            row, length, total, KEPT, EXCEPT,
         )  # fmt: skip
         if any_of(visible_QW):
             q_QN = rows_of(q_RLN + row * length * N, query_Q, there_Q, n_N, N)
@@ -169,24 +183,17 @@ def value_gradients(
     PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """Some values of dv of a tile of keys by one part; a second one adds to the first's."""
-    tiles = tl.cdiv(total, KEYS)
-    tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
+    row, at_W, key_W, begin, stop = tile_of_keys(keys_RS, from_RS, to_RS, length, total, KEYS)
     n_N, p_P = tl.arange(0, BLOCK_N), tl.program_id(1) * VALUES + tl.arange(0, VALUES)
-    at_W = tile * KEYS + tl.arange(0, KEYS)
-    key_W = tl.load(keys_RS + row * total + at_W, mask=at_W < total, other=-1)
-    begin, stop = run_of_queries(from_RS + row * total, to_RS + row * total, at_W, length, total)
     k_WN = rows_of(k_RSN + row * total * N, key_W, key_W >= 0, n_N, N)
     dv_WP = tl.zeros([KEYS, VALUES], tl.float32)
     if EXCEPT:
         dv_WP = rows_of(dv_RSP + row * total * P, key_W, key_W >= 0, p_P, P)
     for start in range(begin, stop, QUERIES):
-        at_Q = start + tl.arange(0, QUERIES)
-        there_Q = at_Q < stop
-        query_Q = tl.load(queries_RL + row * length + at_Q, mask=there_Q, other=0)
+        query_Q, there_Q = queries_from(start, stop, queries_RL + row * length, QUERIES)
         visible_QW = visible_pairs(
-            query_Q, there_Q, key_W, at_W, first_RL + row * length, end_RL + row * length, until_RS + row * total,
-            other_first_RL + row * length, other_end_RL + row * length, other_rank_RS + row * total, total - length,
-            KEPT, EXCEPT,
+            query_Q, there_Q, key_W, at_W, first_RL, end_RL, until_RS, other_first_RL, other_end_RL, other_rank_RS,
+            row, length, total, KEPT, EXCEPT,
         )  # fmt: skip
         if any_of(visible_QW):
             q_QN = rows_of(q_RLN + row * length * N, query_Q, there_Q, n_N, N)

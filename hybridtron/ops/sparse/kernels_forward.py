@@ -102,21 +102,21 @@ def within(
 
 @triton.jit
 def visible_pairs(
-    query_Q: tl.tensor, there_Q: tl.tensor, key_W: tl.tensor, at_W: tl.tensor, first_L: tl.tensor, end_L: tl.tensor,
-    until_S: tl.tensor, other_first_L: tl.tensor, other_end_L: tl.tensor, other_rank_S: tl.tensor, past: int,
-    KEPT: tl.constexpr, EXCEPT: tl.constexpr,
+    query_Q: tl.tensor, there_Q: tl.tensor, key_W: tl.tensor, at_W: tl.tensor, first_RL: tl.tensor,
+    end_RL: tl.tensor, until_RS: tl.tensor, other_first_RL: tl.tensor, other_end_RL: tl.tensor,
+    other_rank_RS: tl.tensor, row: int, length: int, total: int, KEPT: tl.constexpr, EXCEPT: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Which pairs this part shows, without those that the stretches of the first part have; a key of -1 is none."""
+    """Which pairs of a row this part shows, without those of the first part's stretches; a key of -1 is none."""
     there_W = key_W >= 0
     if KEPT:
-        own_Q = query_Q + past
-        until_W = tl.load(until_S + key_W, mask=there_W, other=0)
+        own_Q = query_Q + (total - length)
+        until_W = tl.load(until_RS + row * total + key_W, mask=there_W, other=0)
         visible_QW = (key_W[None, :] <= own_Q[:, None]) & (own_Q[:, None] < until_W[None, :])
     else:
-        visible_QW = within(first_L, end_L, query_Q, there_Q, at_W)
+        visible_QW = within(first_RL + row * length, end_RL + row * length, query_Q, there_Q, at_W)
     if EXCEPT:
-        rank_W = tl.load(other_rank_S + key_W, mask=there_W, other=-1)
-        shown_QW = within(other_first_L, other_end_L, query_Q, there_Q, rank_W)
+        rank_W = tl.load(other_rank_RS + row * total + key_W, mask=there_W, other=-1)
+        shown_QW = within(other_first_RL + row * length, other_end_RL + row * length, query_Q, there_Q, rank_W)
         visible_QW = visible_QW & (shown_QW == 0)
     return visible_QW & there_Q[:, None] & tl.expand_dims(there_W, 0)
 
@@ -202,9 +202,8 @@ def attend(
         at_W = start + tl.arange(0, KEYS)
         key_W = tl.load(listed + at_W, mask=at_W < stop, other=-1)
         visible_QW = visible_pairs(
-            query_Q, there_Q, key_W, at_W, first_RL + row * length, end_RL + row * length, until_RS + row * total,
-            other_first_RL + row * length, other_end_RL + row * length, other_rank_RS + row * total, total - length,
-            KEPT, EXCEPT,
+            query_Q, there_Q, key_W, at_W, first_RL, end_RL, until_RS, other_first_RL, other_end_RL, other_rank_RS,
+            row, length, total, KEPT, EXCEPT,
         )  # fmt: skip
         if any_of(visible_QW):
             k_WN = rows_of(k_RSN + row * total * N, key_W, key_W >= 0, n_N, N)

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.dispatch import Implementation
 from hybridtron.ops.loss.reference import LinearCrossEntropyInputs, Loss
-from hybridtron.ops.precision import at_least_fp32, wide_type
+from hybridtron.ops.precision import wide_type
 from hybridtron.ops.product import ProductInputs, matrix_product
 from hybridtron.ops.product.sums import add_product
 from hybridtron.ops.softmax import SoftmaxGradientsInputs, SoftmaxSumsInputs, softmax_gradients, softmax_sums
@@ -70,22 +70,17 @@ class SummedGradients:
                 room_CD.copy_(made_CD)
         if not self.wanted.of_weight:
             return
-        if x_CD.is_cuda:
-            self.of_weight_VD = self._added_on_gpu(of_logits_CV.mT, x_CD)
-            return
-        of_weight_VD = matrix_product(ProductInputs(of_logits_CV.mT, x_CD))
         if self.of_weight_VD is None:
-            self.of_weight_VD = at_least_fp32(of_weight_VD) if self.several else of_weight_VD
+            self.of_weight_VD = self._first(of_logits_CV.mT, x_CD)
         else:
-            self.of_weight_VD += of_weight_VD
+            add_product(self.of_weight_VD, of_logits_CV.mT, x_CD)
 
-    def _added_on_gpu(self, of_logits_VC: Tensor, x_CD: Tensor) -> Tensor:
-        """The sum so far with a part's product, which adds itself to it in the wider type."""
-        total_VD = self.of_weight_VD
+    def _first(self, of_logits_VC: Tensor, x_CD: Tensor) -> Tensor:
+        """The product of the first part, in the type of the sum."""
         wide = wide_type(x_CD) if self.several else x_CD.dtype
-        if total_VD is not None:
-            return add_product(total_VD, of_logits_VC, x_CD)
-        return of_logits_VC @ x_CD if wide == x_CD.dtype else torch.mm(of_logits_VC, x_CD, out_dtype=wide)
+        if x_CD.is_cuda and wide != x_CD.dtype:
+            return torch.mm(of_logits_VC, x_CD, out_dtype=wide)
+        return matrix_product(ProductInputs(of_logits_VC, x_CD)).to(wide)
 
     def made(self) -> tuple[Tensor | None, Tensor | None]:
         """Both, in the types of what they are gradients of."""

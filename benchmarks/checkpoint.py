@@ -34,7 +34,7 @@ AFTER = 5  # steps after the start of an asynchronous save whose time is looked 
 
 def checkpoint(report: BenchReport) -> None:
     if importlib.util.find_spec("psutil") is None:
-        raise Unusable("megatron-core's own checkpoint needs psutil, and waits for ever without it: pip install psutil")
+        raise Unusable("megatron-core's own checkpoint never returns without psutil: pip install psutil")
     width = 64 if report.quick else 1024
     config = checked(["recipe=laptop", f"model.width={width}", "checkpoint.keep=1"])
     tokens_BT = torch.randint(config.model.vocab_size, (1, 65))

@@ -6,21 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from hybridtron.architecture.model import ModelConfig
-from hybridtron.checkpoint.folder import newest
 from hybridtron.config.schema import Config, ParallelConfig, StateMode
 from tests.distributed import run_distributed
 from tests.parallel.test_states import (
     LAYERS,
-    LAYOUTS,
     STOPPED,
     VOCABULARY,
     config_of,
-    first_steps,
-    further_steps,
     losses,
+    resumed,
 )
 
 MAMBA2 = {"kind": "mamba2", "state": 4, "head_dim": 8}
@@ -51,14 +47,7 @@ def branches(parallel: ParallelConfig) -> Config:
     ],
 )
 def test_a_run_resumes_in_another_layout(before: str, after: str, tmp_path: Path) -> None:
-    (first, ranks), (second, other_ranks) = LAYOUTS[before], LAYOUTS[after]
-    run_distributed(first_steps, ranks, branches(first), tmp_path / "a")
-    found = run_distributed(further_steps, other_ranks, branches(second), tmp_path / "a", tmp_path / "b")
+    found, whole = resumed(before, after, branches, tmp_path)
     (expected,) = run_distributed(losses, 1, branches(ParallelConfig()))
-    assert found[0] == pytest.approx(expected[STOPPED:], rel=1e-4)
-    held, again = (newest(tmp_path / folder) for folder in ("a", "b"))
-    assert held is not None
-    assert again is not None
-    whole = {key for key in held.shapes if "sparse" in key}
+    assert found == pytest.approx(expected[STOPPED:], rel=1e-4)
     assert {"sparse_keys", "sparse_scores", "sparse_queries"} <= {key.split(".")[-1] for key in whole}
-    assert all(torch.equal(held.whole(key), again.whole(key)) for key in whole), "bit for bit"

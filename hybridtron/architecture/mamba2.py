@@ -104,13 +104,15 @@ class Mamba2Spec(RecurrenceSpec):
 
     def activation_values(self, model: ModelSizes) -> int:
         # z, x, the convolved x, y and the normed y; B and C before and after the convolution; dt, beside z and x and
-        # alone; the norm's scale in fp32
-        own = 5 * self.inner(model) + 4 * self.groups * self.state + (2 + 2) * self.num_heads(model)
+        # alone
+        own = 5 * self.inner(model) + 4 * self.groups * self.state + 2 * self.num_heads(model)
         return own + self.branch_values(model)
 
     def whole_values(self, model: ModelSizes, tensor: int) -> int:
-        own = 4 * self.groups * self.state if self.groups % tensor else 0  # B and C, where groups can't be shared out
-        return own + super().whole_values(model, tensor)
+        own = super().whole_values(model, tensor)
+        if self.groups % tensor:  # B and C, as groups can't be shared out, and the scale of their norm in fp32
+            own += 4 * self.groups * self.state + 2 * self.num_heads(model) // tensor
+        return own
 
     def backward_values(self, model: ModelSizes) -> int:
         # at the scan, whose output is gone, also as normed: gradients of the output, z and x; in fp32 the state before

@@ -11,10 +11,16 @@ from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, Out, State
 from hybridtron.mixers.sparse import SparseBranch, projected_heads
 from hybridtron.ops.conv import ConvInputs, causal_conv
-from hybridtron.ops.gated_norm import GatedScaleInputs, GatedSquaresInputs, gated_scale, gated_squares
+from hybridtron.ops.gated_norm import (
+    GatedNormInputs,
+    GatedScaleInputs,
+    GatedSquaresInputs,
+    gated_norm,
+    gated_scale,
+    gated_squares,
+)
 from hybridtron.ops.ssd import SSDInputs, ssd_scan
 from hybridtron.parallel.linear import (
-    SINGLE_RANK,
     InParts,
     TensorGroup,
     column_parallel,
@@ -83,18 +89,24 @@ class Mamba2(Mixer):
             k_q_v = projected_heads(self.sparse_qk, x_BLE, self.tensor) if self.spec.projects else shared
             attended_BLE, kept, aux = self.sparse(*k_q_v, before, seq)
             y_BLHP, new = y_BLHP + attended_BLE.view_as(y_BLHP), new | kept
-        y_BLE = self._normed(y_BLHP, z_BLE.unflatten(-1, (self.heads, -1))).flatten(2)
+        y_BLE = self._normed(y_BLHP, z_BLE)
         return Out(self.out_proj(y_BLE.transpose(0, 1)), new, aux)
 
-    def _normed(self, y_BLHP: Tensor, z_BLHP: Tensor) -> Tensor:
+    def _normed(self, y_BLHP: Tensor, z_BLE: Tensor) -> Tensor:
         """The gated norm. Where every rank holds all groups, the heads of a group may lie on several of them."""
-        spec, shared = self.spec, self.tensor if self.whole_groups else SINGLE_RANK
-        heads, groups = self.heads * shared.size, spec.groups * shared.size // self.tensor.size
+        if self.whole_groups and self.tensor.size > 1:
+            return self._normed_over_ranks(y_BLHP, z_BLE.unflatten(-1, (self.heads, -1))).flatten(2)
+        groups = self.spec.groups // self.tensor.size
+        return gated_norm(GatedNormInputs(y_BLHP.flatten(2), z_BLE, self.norm_weight, groups, self.spec.norm_eps))
+
+    def _normed_over_ranks(self, y_BLHP: Tensor, z_BLHP: Tensor) -> Tensor:
+        """In two steps, with the sum over ranks between them."""
+        spec, groups, heads = self.spec, self.spec.groups, self.heads * self.tensor.size
         squares_BLH = gated_squares(GatedSquaresInputs(y_BLHP, z_BLHP))
-        head_H = torch.arange(self.heads, device=y_BLHP.device) + shared.rank * self.heads
+        head_H = torch.arange(self.heads, device=y_BLHP.device) + self.tensor.rank * self.heads
         group_HG = head_H.unsqueeze(1) * groups // heads == torch.arange(groups, device=y_BLHP.device)
         group_HG = group_HG.to(squares_BLH.dtype)
-        mean_BLG = sum_shares(squares_BLH @ group_HG, shared) / (heads // groups * spec.head_dim)
+        mean_BLG = sum_shares(squares_BLH @ group_HG, self.tensor) / (heads // groups * spec.head_dim)
         scale_BLH = torch.rsqrt(mean_BLG + spec.norm_eps) @ group_HG.T
         weight_HP = self.norm_weight.unflatten(0, (self.heads, -1))
         return gated_scale(GatedScaleInputs(y_BLHP, z_BLHP, scale_BLH, weight_HP))

@@ -66,7 +66,10 @@ LOOPS: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], list[int]]] = {
     "scan.gradients": lambda named, _: [named["N"]],
     "conv.backward": lambda named, _: [named["TOKENS"] + named["WIDTH"] - 1],
     "norm.backward": lambda named, grid: [named["rows"] // grid[0]],
-    "gated_norm.scale_backward": lambda named, grid: [-(-named["rows"] * named["length"] // grid[0])],
+    **dict.fromkeys(
+        ("gated_norm.norm_backward", "gated_norm.scale_backward"),
+        lambda named, grid: [-(-named["rows"] * named["length"] // grid[0])],
+    ),
     "softmax.sums_of_rows": lambda named, _: [-(-named["size"] // named["BLOCK"])],
     **dict.fromkeys(("gla.outputs", "gla.value_gradients"), lambda named, _: [named["BLOCK_N"] // named["KEYS"]]),
     **dict.fromkeys(

@@ -57,13 +57,13 @@ def is_once(row: list[Any]) -> bool:
     return row[0].startswith(("engine/", "megatron"))
 
 
-def assert_flops(report: Report, job: str, beside: float = 0) -> None:
+def assert_flops(report: Report, job: str) -> None:
     """Products three times, and attention's two products twice and a half again in the backward pass."""
     phase = largest_phase(load(JOBS[job][0]))
     parts = count(phase.model, phase.settings.seq_len).flops_by_part
     tokens = phase.settings.micro_batch * phase.settings.seq_len
     products, attention = 3 * (parts["projections"] + parts["head"]) * tokens, parts.get("attention", 0) * tokens
-    assert products <= summed(report, "flops", "products") <= (1 + beside) * products
+    assert summed(report, "flops", "products") == products
     assert summed(report, "flops", "attention", "forward") == attention
     assert summed(report, "flops", "attention", "backward") == 2.5 * attention
 
@@ -71,9 +71,9 @@ def assert_flops(report: Report, job: str, beside: float = 0) -> None:
 @pytest.mark.slow
 def test_a_small_step_of_mamba2() -> None:
     report = rehearsed(["mamba2 laptop"])["mamba2 laptop"]
-    assert_flops(report, "mamba2 laptop", beside=2e-4)  # the norm's sums over groups are products too
+    assert_flops(report, "mamba2 laptop")
     assert report["memory"]["planned"] == planned("mamba2 laptop").memory.total
-    assert {"ssd.outputs", "conv.forward", "gated_norm.scale"} <= {kernel["name"] for kernel in report["kernels"]}
+    assert {"ssd.outputs", "conv.forward", "gated_norm.norm"} <= {kernel["name"] for kernel in report["kernels"]}
     assert report["once"]["waits"] == 1
 
 

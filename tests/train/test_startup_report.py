@@ -17,7 +17,7 @@ NORMS = {"rms_norm", "add_rms_norm"}
     [
         ("M-", {"causal_conv", "selective_scan", "swiglu"}),
         ("W-", {"attention", "apply_rope", "causal_conv", "swiglu"}),  # its short convolution, where one is asked for
-        ("S", {"causal_conv", "ssd_scan", "gated_squares", "gated_scale"}),
+        ("S", {"causal_conv", "ssd_scan", "gated_norm", "gated_squares", "gated_scale"}),
     ],
 )
 def test_a_model_gets_its_own_ops_reported(pattern: str, own: set[str]) -> None:

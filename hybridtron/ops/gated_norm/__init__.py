@@ -1,10 +1,18 @@
-"""The gated norm of Mamba-2, in two steps."""
+"""The gated norm of Mamba-2, whole and in two steps."""
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.gated_norm import native, recomputed, reference, triton
-from hybridtron.ops.gated_norm.reference import GatedScaleInputs, GatedSquaresInputs
+from hybridtron.ops.gated_norm.reference import GatedNormInputs, GatedScaleInputs, GatedSquaresInputs
 
-__all__ = ["GatedScaleInputs", "GatedSquaresInputs", "gated_scale", "gated_squares"]
+__all__ = [
+    "GatedNormInputs",
+    "GatedScaleInputs",
+    "GatedSquaresInputs",
+    "gated_norm",
+    "gated_scale",
+    "gated_squares",
+]
 
+gated_norm = Op(reference.gated_norm, (triton.NORM, native.NORM, recomputed.NORM))
 gated_squares = Op(reference.gated_squares, (triton.SQUARES, native.SQUARES, recomputed.SQUARES))
 gated_scale = Op(reference.gated_scale, (triton.SCALE, native.SCALE, recomputed.SCALE))

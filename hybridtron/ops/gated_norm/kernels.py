@@ -1,8 +1,12 @@
-"""The gated norm's two steps by Triton: each pass reads what it needs once, and makes v = y silu(z) again where needed.
+"""The gated norm by Triton, whole and in two steps: a pass reads what it needs once, and makes v = y silu(z) again.
 
-The equations are those of `recomputed`. fp32 inside. A program has some heads of a token; that of the output's
-gradients has a share of the tokens, and adds up the weight's gradient on the way. The shares' sums are added up in
-their order, so that the same call gives the same bits again. Unmeasured on a GPU.
+The equations of the steps are those of `recomputed`; with r = 1 / sqrt(mean(v^2) + eps), those of the whole are
+
+    out = v r weight,   dv = r (dout weight - v r^2 mean(dout weight v)),   dweight = sum over tokens of dout v r
+
+fp32 inside. A program has some heads of a token, or a group of it; that of the output's gradients has a share of the
+tokens, and adds up the weight's gradient on the way. The shares' sums are added up in their order, so that the same
+call gives the same bits again. Unmeasured on a GPU.
 
 Legend as in `reference`; S shares of the tokens.
 """
@@ -17,12 +21,18 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybridtron.ops.gated_norm.reference import GatedScaleInputs, GatedSquaresInputs
-from hybridtron.ops.kernel_launch import ceil_div, empty_in_order, launch, power_of_2
+from hybridtron.ops.gated_norm.reference import GatedNormInputs, GatedScaleInputs, GatedSquaresInputs
+from hybridtron.ops.kernel_launch import ceil_div, empty_in_order, last_side_by_side, launch, power_of_2
 
 VALUES = 1024  # of one program: 8 to a thread
 WARPS = 4
+WARP_VALUES = 512  # channels of a group for each warp
 SHARES = 528  # of the tokens: four for each multiprocessor of an H100; the order of the weight's sum depends on it
+
+
+def gated_norm(inputs: GatedNormInputs) -> Tensor:
+    """The norm, with a backward pass."""
+    return _Norm.apply(*inputs)
 
 
 def gated_squares(inputs: GatedSquaresInputs) -> Tensor:
@@ -33,6 +43,37 @@ def gated_squares(inputs: GatedSquaresInputs) -> Tensor:
 def gated_scale(inputs: GatedScaleInputs) -> Tensor:
     """The output, with a backward pass."""
     return _Scale.apply(*inputs)
+
+
+class _Norm(torch.autograd.Function):
+    """Keeps y, z and the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, y_BLE: Tensor, z_BLE: Tensor, weight_E: Tensor, groups: int, eps: float) -> Tensor:
+        y_BLE, z_BLE, weight_E = last_side_by_side(y_BLE), last_side_by_side(z_BLE), weight_E.contiguous()
+        ctx.save_for_backward(y_BLE, z_BLE, weight_E)
+        ctx.groups, ctx.eps = groups, eps
+        rows, length, channels = y_BLE.shape
+        out, size = empty_in_order(y_BLE), channels // groups
+        given = (*_read(y_BLE, z_BLE), weight_E, out, *out.stride()[:2], eps, size, power_of_2(size))
+        launch(_norm, (length, rows, groups), *given, warps=_warps_of_group(size))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        y_BLE, z_BLE, weight_E = ctx.saved_tensors
+        grad = last_side_by_side(grads[0])
+        rows, length, channels = y_BLE.shape
+        grad_y, grad_z, size = empty_in_order(y_BLE), empty_in_order(z_BLE), channels // ctx.groups
+        shares = min(SHARES, rows * length)
+        sums_SE = weight_E.new_empty(shares, channels, dtype=torch.float32)
+        launch(
+            _norm_backward, (shares, ctx.groups), *_read(y_BLE, z_BLE), weight_E, grad, *grad.stride()[:2],
+            *_read(grad_y, grad_z), sums_SE, ctx.eps, rows, length, channels, size, power_of_2(size),
+            warps=_warps_of_group(size),
+        )  # fmt: skip
+        return grad_y, grad_z, sums_SE.sum(0).to(weight_E.dtype), None, None
 
 
 class _Squares(torch.autograd.Function):
@@ -98,6 +139,10 @@ def _read(y_BLHP: Tensor, z_BLHP: Tensor) -> tuple[Any, ...]:
     return y_BLHP, *y_BLHP.stride()[:2], z_BLHP, *z_BLHP.stride()[:2]
 
 
+def _warps_of_group(size: int) -> int:
+    return min(16, max(1, power_of_2(size) // WARP_VALUES))
+
+
 def _heads_of_program(size: int) -> int:
     return max(1, VALUES // power_of_2(size))
 
@@ -121,6 +166,45 @@ def _gated(
     z = tl.load(z_ptr + place, there, 0.0).to(tl.float32)
     share = tl.sigmoid(z)
     return y, z * share, share * (1.0 + z * (1.0 - share))
+
+
+@triton.jit
+def _norm(
+    y_ptr: tl.tensor, y_row: int, y_token: int, z_ptr: tl.tensor, z_row: int, z_token: int, weight_ptr: tl.tensor,
+    out_ptr: tl.tensor, out_row: int, out_token: int, eps: float, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    token, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    place, there = tl.program_id(2) * SIZE + tl.arange(0, BLOCK), tl.arange(0, BLOCK) < SIZE
+    y, opened, _ = _gated(y_ptr + row * y_row + token * y_token, z_ptr + row * z_row + token * z_token, place, there)
+    v, weight = y * opened, tl.load(weight_ptr + place, there, 0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(v * v, 0) / SIZE + eps)
+    tl.store(out_ptr + row * out_row + token * out_token + place, v * scale * weight, there)
+
+
+@triton.jit
+def _norm_backward(
+    y_ptr: tl.tensor, y_row: int, y_token: int, z_ptr: tl.tensor, z_row: int, z_token: int, weight_ptr: tl.tensor,
+    grad_ptr: tl.tensor, grad_row: int, grad_token: int, grad_y_ptr: tl.tensor, grad_y_row: int, grad_y_token: int,
+    grad_z_ptr: tl.tensor, grad_z_row: int, grad_z_token: int, sums_ptr: tl.tensor, eps: float, rows: int,
+    length: int, channels: int, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    place, there = tl.program_id(1) * SIZE + tl.arange(0, BLOCK), tl.arange(0, BLOCK) < SIZE
+    weight = tl.load(weight_ptr + place, there, 0.0).to(tl.float32)
+    of_weight = tl.zeros((BLOCK,), tl.float32)
+    for turn in range(tl.cdiv(rows * length - tl.program_id(0), tl.num_programs(0))):
+        index = tl.program_id(0).to(tl.int64) + turn * tl.num_programs(0)
+        row, token = index // length, index % length
+        y, opened, slope = _gated(
+            y_ptr + row * y_row + token * y_token, z_ptr + row * z_row + token * z_token, place, there
+        )
+        grad = tl.load(grad_ptr + row * grad_row + token * grad_token + place, there, 0.0).to(tl.float32)
+        scale = 1.0 / tl.sqrt_rn(tl.sum(y * opened * y * opened, 0) / SIZE + eps)
+        normed, weighted = y * opened * scale, grad * weight
+        of_weight += grad * normed
+        grad_v = scale * (weighted - normed * (tl.sum(weighted * normed, 0) / SIZE))
+        tl.store(grad_y_ptr + row * grad_y_row + token * grad_y_token + place, grad_v * opened, there)
+        tl.store(grad_z_ptr + row * grad_z_row + token * grad_z_token + place, grad_v * y * slope, there)
+    tl.store(sums_ptr + tl.program_id(0).to(tl.int64) * channels + place, of_weight, there)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The gated norm compiled for this CPU (`native/gated_norm.cpp`), each step in one pass; backward keeps the inputs."""
+"""The gated norm compiled for this CPU (`native/gated_norm.cpp`): one pass for all of it, or a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.dispatch import Implementation, untraced
-from hybridtron.ops.gated_norm.reference import GatedScaleInputs, GatedSquaresInputs
+from hybridtron.ops.gated_norm.reference import GatedNormInputs, GatedScaleInputs, GatedSquaresInputs
 from hybridtron.ops.native.library import call, missing, threads, token_blocks
 from hybridtron.ops.native.tensors import Tokens, address, like, readable, scalar
 from hybridtron.ops.precision import wide_type
@@ -25,10 +25,16 @@ class GatedNormTask(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rows", "length", "channels", "head", "scaled")),
         *((name, Tokens) for name in ("y", "z", "heads", "out", "grad_out", "grad_y", "grad_z", "grad_heads")),
         *((name, ctypes.c_void_p) for name in ("weight", "grad_weight")),
+        ("eps", ctypes.c_double),
     )
 
 
 @untraced  # what is called is no operation of torch
+def gated_norm(inputs: GatedNormInputs) -> Tensor:
+    return _NativeNorm.apply(*inputs)
+
+
+@untraced
 def gated_squares(inputs: GatedSquaresInputs) -> Tensor:
     return _NativeSquares.apply(*inputs)
 
@@ -38,8 +44,37 @@ def gated_scale(inputs: GatedScaleInputs) -> Tensor:
     return _NativeScale.apply(*inputs)
 
 
+NORM = Implementation("native", gated_norm, "cpu", missing=missing)
 SQUARES = Implementation("native", gated_squares, "cpu", missing=missing)
 SCALE = Implementation("native", gated_scale, "cpu", missing=missing)
+
+
+class _NativeNorm(torch.autograd.Function):
+    """Keeps y, z and the weight; to the compiled function a group is a head."""
+
+    @staticmethod
+    def forward(ctx: Any, y_BLE: Tensor, z_BLE: Tensor, weight_E: Tensor, groups: int, eps: float) -> Tensor:
+        ctx.save_for_backward(y_BLE, z_BLE, weight_E)
+        ctx.groups, ctx.eps = groups, eps
+        y, z = (readable(x).unflatten(-1, (groups, -1)) for x in (y_BLE, z_BLE))
+        out, weight = like(y), weight_E.to(wide_type(y)).contiguous()
+        task = _task(y, z, out=out)
+        task.weight, task.eps = address(weight), eps
+        _run("norm_forward", task, y)
+        return out.flatten(2).to(y_BLE.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # read once, as torch.utils.checkpoint asks
+        y, z, grad = (readable(x).unflatten(-1, (ctx.groups, -1)) for x in (*saved[:2], grads[0]))
+        grad_y, grad_z, weight = like(y), like(z), saved[2].to(wide_type(y)).contiguous()
+        task = _task(y, z, grad_out=grad, grad_y=grad_y, grad_z=grad_z)
+        of_weight = weight.new_empty(token_blocks(task.rows * task.length), *weight.shape)
+        task.weight, task.grad_weight, task.eps = address(weight), address(of_weight), ctx.eps
+        _run("norm_backward", task, y)
+        found = (grad_y.flatten(2), grad_z.flatten(2), of_weight[0])
+        return *(g.to(t.dtype) for g, t in zip(found, saved, strict=True)), None, None
 
 
 class _NativeSquares(torch.autograd.Function):

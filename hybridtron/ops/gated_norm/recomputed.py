@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybridtron.ops.dispatch import Implementation
-from hybridtron.ops.gated_norm.reference import GatedScaleInputs, GatedSquaresInputs, gated
+from hybridtron.ops.gated_norm.reference import GatedNormInputs, GatedScaleInputs, GatedSquaresInputs, gated
 from hybridtron.ops.precision import at_least_fp32
 
 CHUNK = 128  # tokens
@@ -97,6 +97,14 @@ def _backward_of_gated(grad_v: Tensor, y: Tensor, z: Tensor, open_z: Tensor) -> 
     return grad_v * open_z, torch.ops.aten.silu_backward(grad_v * y, z)
 
 
+def gated_norm(inputs: GatedNormInputs) -> Tensor:
+    """The two steps, with a group in the place of a head."""
+    y_BLGK, z_BLGK = (x_BLE.unflatten(-1, (inputs.groups, -1)) for x_BLE in (inputs.y_BLE, inputs.z_BLE))
+    mean_BLG = _GatedSquares.apply(y_BLGK, z_BLGK) / y_BLGK.shape[-1]
+    weight_GK = inputs.weight_E.unflatten(0, (inputs.groups, -1))
+    return _GatedScale.apply(y_BLGK, z_BLGK, torch.rsqrt(mean_BLG + inputs.eps), weight_GK).flatten(2)
+
+
 def gated_squares(inputs: GatedSquaresInputs) -> Tensor:
     return _GatedSquares.apply(*inputs)
 
@@ -105,5 +113,6 @@ def gated_scale(inputs: GatedScaleInputs) -> Tensor:
     return _GatedScale.apply(*inputs)
 
 
+NORM = Implementation("recomputed", gated_norm)
 SQUARES = Implementation("recomputed", gated_squares)
 SCALE = Implementation("recomputed", gated_scale)

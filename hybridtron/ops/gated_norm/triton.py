@@ -1,24 +1,27 @@
-"""The gated norm's two steps by Triton kernels of our own (`kernels`). Unmeasured on a GPU."""
+"""The gated norm, whole and in two steps, by Triton kernels of our own (`kernels`). Unmeasured on a GPU."""
 
 from __future__ import annotations
 
-import torch
-
 from hybridtron.ops.dispatch import left_to_torch_compile
-from hybridtron.ops.gated_norm.reference import GatedScaleInputs, GatedSquaresInputs
+from hybridtron.ops.gated_norm.reference import GatedNormInputs, GatedScaleInputs, GatedSquaresInputs
 from hybridtron.ops.kernel_launch import own_kernels
 
 MOST_CHANNELS = 1024  # of a head
+MOST_OF_A_GROUP = 8192  # which a program holds in its registers
 
 
-def _unsupported_reason(inputs: GatedSquaresInputs | GatedScaleInputs) -> str | None:
-    if (reason := left_to_torch_compile()) is not None:
-        return reason
-    if any(tensor.dtype == torch.float64 for tensor in inputs):
-        return "the kernels have no float64"
+def _of_heads(inputs: GatedSquaresInputs | GatedScaleInputs) -> str | None:
     size = inputs.y_BLHP.shape[3]
-    return None if size <= MOST_CHANNELS else f"heads of {size} channels; the kernels take {MOST_CHANNELS}"
+    too_large = None if size <= MOST_CHANNELS else f"heads of {size} channels; the kernels take {MOST_CHANNELS}"
+    return left_to_torch_compile() or too_large
 
 
-SQUARES = own_kernels("hybridtron.ops.gated_norm.kernels:gated_squares", _unsupported_reason)
-SCALE = own_kernels("hybridtron.ops.gated_norm.kernels:gated_scale", _unsupported_reason)
+def _of_groups(inputs: GatedNormInputs) -> str | None:
+    size = len(inputs.weight_E) // inputs.groups
+    too_large = None if size <= MOST_OF_A_GROUP else f"groups of {size} channels; the kernels take {MOST_OF_A_GROUP}"
+    return left_to_torch_compile() or too_large
+
+
+NORM = own_kernels("hybridtron.ops.gated_norm.kernels:gated_norm", _of_groups)
+SQUARES = own_kernels("hybridtron.ops.gated_norm.kernels:gated_squares", _of_heads)
+SCALE = own_kernels("hybridtron.ops.gated_norm.kernels:gated_scale", _of_heads)

@@ -1,6 +1,8 @@
-"""The gated norm: both forms against finite differences, transformers' norm, and each other."""
+"""The gated norm: its forms against finite differences, transformers' norm, and each other."""
 
 from __future__ import annotations
+
+import functools
 
 import pytest
 import torch
@@ -9,8 +11,10 @@ from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.gated_norm import (
+    GatedNormInputs,
     GatedScaleInputs,
     GatedSquaresInputs,
+    gated_norm,
     gated_scale,
     gated_squares,
     recomputed,
@@ -33,12 +37,19 @@ def inputs(dtype: torch.dtype = torch.float64, rows: int = 2, length: int = 3) -
     return tuple(tensor.clone().requires_grad_() for tensor in made)
 
 
+def normed(y: Tensor, z: Tensor, weight: Tensor, groups: int) -> Tensor:
+    return gated_norm(GatedNormInputs(y.flatten(2), z.flatten(2), weight.flatten(), groups, 1e-5))
+
+
 @FORMS
 def test_gradients(form: str) -> None:
     y, z, scale, weight = inputs()
     with force(form):
         assert torch.autograd.gradcheck(lambda *x: gated_squares(GatedSquaresInputs(*x)), (y, z))
         assert torch.autograd.gradcheck(lambda *x: gated_scale(GatedScaleInputs(*x)), (y, z, scale, weight))
+        for groups in (1, 4):
+            whole = functools.partial(normed, groups=groups)
+            assert torch.autograd.gradcheck(whole, (y, z, weight))
 
 
 @FORMS
@@ -51,7 +62,10 @@ def test_it_is_transformers_norm(form: str, groups: int) -> None:
         mean = gated_squares(GatedSquaresInputs(y, z)).unflatten(-1, (groups, -1)).sum(-1) / (20 / groups)
         scale = torch.rsqrt(mean + 1e-5).repeat_interleave(4 // groups, dim=-1)
         ours = gated_scale(GatedScaleInputs(y, z, scale, weight))
-    torch.testing.assert_close(ours.flatten(2), norm(y.flatten(2), z.flatten(2)))
+        whole = normed(y, z, weight, groups)
+    expected = norm(y.flatten(2), z.flatten(2))
+    torch.testing.assert_close(ours.flatten(2), expected)
+    torch.testing.assert_close(whole, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -71,6 +85,20 @@ def test_recomputed_equals_the_reference(dtype: torch.dtype) -> None:
         torch.testing.assert_close(ours, expected)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
+def test_the_recomputed_norm_equals_the_reference(dtype: torch.dtype, tolerance: float) -> None:
+    """In bf16 the gradients by the two steps are rounded before they are added."""
+    y, z, _, weight = inputs(dtype, rows=3, length=7)
+    results = []
+    for form in ("reference", "recomputed"):
+        with force(form):
+            out = normed(y, z, weight, groups=2)
+        results.append((out, *torch.autograd.grad(out.float().sin().sum(), (y, z, weight))))
+    for expected, ours in zip(*results, strict=True):
+        assert ours.dtype == expected.dtype
+        assert (ours - expected).float().norm() <= tolerance * expected.float().norm()
+
+
 def test_bf16_is_squared_in_fp32() -> None:
     y, z, _, _ = inputs(torch.bfloat16)
     squares = gated_squares(GatedSquaresInputs(y, z))
@@ -86,4 +114,5 @@ def test_only_inputs_are_kept() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.add(x.data_ptr()) or x, lambda x: x):
         gated_squares(GatedSquaresInputs(*arguments[:2]))
         gated_scale(GatedScaleInputs(*arguments))
+        normed(*arguments[:2], arguments[3], groups=2)
     assert kept == {tensor.data_ptr() for tensor in arguments}

@@ -8,7 +8,14 @@ from torch import Tensor
 
 from hybridtron.device import compute_device
 from hybridtron.ops.dispatch import force
-from hybridtron.ops.gated_norm import GatedScaleInputs, GatedSquaresInputs, gated_scale, gated_squares
+from hybridtron.ops.gated_norm import (
+    GatedNormInputs,
+    GatedScaleInputs,
+    GatedSquaresInputs,
+    gated_norm,
+    gated_scale,
+    gated_squares,
+)
 from tests.ops.compiling import compile_calls
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -43,6 +50,21 @@ def assert_right(tensors: list[Tensor], tolerance: float) -> None:
         assert (ours.cpu().double() - theirs).norm() <= tolerance * theirs.norm()
 
 
+def assert_whole_right(y: Tensor, z: Tensor, weight: Tensor, groups: int, tolerance: float) -> None:
+    grad = torch.randn(y.shape).to(y.dtype)
+    given = {"reference": [t.double() for t in (y, z, weight, grad)]}
+    given["triton"] = [t.to(compute_device()) for t in (y, z, weight, grad)]
+    found = {}
+    for implementation, (*tensors, back) in given.items():
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        with force(implementation):
+            out = gated_norm(GatedNormInputs(*leaves, groups, 1e-5))
+        found[implementation] = [out.detach(), *torch.autograd.grad(out, leaves, back)]
+    for ours, theirs in zip(found["triton"], found["reference"], strict=True):
+        assert ours.shape == theirs.shape
+        assert (ours.cpu().double() - theirs).norm() <= tolerance * theirs.norm()
+
+
 def inputs(rows: int, length: int, heads: int, size: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     y, z = (torch.randn(rows, length, heads, size).to(dtype) for _ in range(2))
     return [y, z, torch.rand(rows, length, heads) + 0.5, torch.randn(heads, size).to(dtype)]
@@ -56,6 +78,19 @@ def test_any_heads_and_channels(heads: int, size: int) -> None:
 def test_bf16() -> None:
     """The interpreter cuts off what does not fit: an error of up to 2^-7 of each value."""
     assert_right(inputs(2, 3, 4, 8, torch.bfloat16), 2**-7)
+
+
+@pytest.mark.parametrize(("channels", "groups"), [(5, 1), (15, 3), (32, 4), (600, 1)])
+def test_any_groups(channels: int, groups: int) -> None:
+    assert_whole_right(*torch.randn(2, 2, 3, channels), torch.randn(channels), groups, FP32)
+
+
+@pytest.mark.usefixtures("four_shares")
+def test_groups_whose_tokens_come_first_beside_others() -> None:
+    y = torch.randn(5, 2, 12).transpose(0, 1)
+    z = torch.randn(5, 2, 12 + 7)[..., :12].transpose(0, 1)
+    assert_whole_right(y, z, torch.randn(12), 2, FP32)
+    assert_whole_right(y.bfloat16(), z.bfloat16(), torch.randn(12).bfloat16(), 2, 2**-6)
 
 
 @pytest.mark.parametrize("length", [1, 3])
@@ -76,6 +111,8 @@ def shipped() -> None:
         for heads, dtype in ((24, torch.bfloat16), (64, torch.bfloat16), (24, torch.float32)):
             y, z = (torch.empty(2048, 16, heads, 64, dtype=dtype).transpose(0, 1).requires_grad_() for _ in range(2))
             scale, weight = torch.empty(16, 2048, heads).requires_grad_(), torch.empty(heads, 64, requires_grad=True)
+            whole = (y.flatten(2), z.flatten(2), weight.flatten(), 1, 1e-5)
+            gated_norm.named("triton").function(GatedNormInputs(*whole)).sum().backward()
             gated_squares.named("triton").function(GatedSquaresInputs(y, z)).sum().backward()
             gated_scale.named("triton").function(GatedScaleInputs(y, z, scale, weight)).sum().backward()
 
@@ -83,5 +120,6 @@ def shipped() -> None:
 @pytest.mark.slow
 def test_they_compile_for_a_hopper_gpu_without_spills() -> None:
     launches, _ = compile_calls("tests.ops.gated_norm.test_kernels", "shipped")
-    assert {launch.kernel for launch in launches} == {"_squares", "_squares_backward", "_scale", "_scale_backward"}
+    parts = {"_norm", "_squares", "_scale"}
+    assert {launch.kernel for launch in launches} == parts | {f"{part}_backward" for part in parts}
     assert [fault for launch in launches for fault in launch.faults()] == []

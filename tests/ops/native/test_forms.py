@@ -14,7 +14,14 @@ from hybridtron.ops.attention import AttentionInputs, AttentionMemory, attention
 from hybridtron.ops.conv import ConvInputs, causal_conv
 from hybridtron.ops.delta import DeltaInputs, delta_scan
 from hybridtron.ops.dispatch import Op, force
-from hybridtron.ops.gated_norm import GatedScaleInputs, GatedSquaresInputs, gated_scale, gated_squares
+from hybridtron.ops.gated_norm import (
+    GatedNormInputs,
+    GatedScaleInputs,
+    GatedSquaresInputs,
+    gated_norm,
+    gated_scale,
+    gated_squares,
+)
 from hybridtron.ops.gla import GLAInputs, gla_scan
 from hybridtron.ops.norm import AddRMSNormInputs, RMSNormInputs, add_rms_norm, rms_norm
 from hybridtron.ops.registry import OPS
@@ -131,6 +138,12 @@ def gate(rows: int, length: int, channels: int) -> tuple[Op, Any]:
     return swiglu, SwiGLUInputs(normal(rows, length, 2 * channels))
 
 
+def gated(rows: int, length: int, channels: int) -> tuple[Op, Any]:
+    """Two groups of three channels at least: the gradient of a group of one cancels."""
+    y, z = normal(2, rows, length, 4 * channels + 2)
+    return gated_norm, GatedNormInputs(y, z, normal(4 * channels + 2), 2, 1e-5)
+
+
 def squares(rows: int, length: int, channels: int) -> tuple[Op, Any]:
     return gated_squares, GatedSquaresInputs(*normal(2, rows, length, 3, channels))
 
@@ -163,7 +176,7 @@ def rotation(rows: int, length: int, channels: int) -> tuple[Op, Any]:
 
 
 FORMS = (scan, bare_scan, ssd, ssd_of_one_group, decay, gla, delta, delta_by_channel, conv, wide_conv, norm, add_norm)
-FORMS += (gate, squares, scale, window, full)
+FORMS += (gate, gated, squares, scale, window, full)
 CASES = pytest.mark.parametrize("case", [*FORMS, one_token, rotation])
 
 
@@ -311,6 +324,6 @@ def test_every_op_of_the_laptop_recipes_runs_compiled() -> None:
     compiled = {name for name, op in OPS.items() if op.choice("cpu")[0] == "native"}
     assert compiled == {
         "selective_scan", "ssd_scan", "decay_scan", "gla_scan", "delta_scan", "causal_conv", "rms_norm", "add_rms_norm",
-        "gated_squares", "gated_scale", "swiglu", "softmax_sums", "softmax_gradients", "attention", "apply_rope",
-        "span_attention", "turn_pairs", "angles",
+        "gated_norm", "gated_squares", "gated_scale", "swiglu", "softmax_sums", "softmax_gradients", "attention",
+        "apply_rope", "span_attention", "turn_pairs", "angles",
     }  # fmt: skip

@@ -32,7 +32,7 @@ SHARES = 528  # of the tokens: four for each multiprocessor of an H100; the orde
 
 def gated_norm(inputs: GatedNormInputs) -> Tensor:
     """The norm, with a backward pass."""
-    return _Norm.apply(*inputs)
+    return _GatedNorm.apply(*inputs)
 
 
 def gated_squares(inputs: GatedSquaresInputs) -> Tensor:
@@ -45,7 +45,7 @@ def gated_scale(inputs: GatedScaleInputs) -> Tensor:
     return _Scale.apply(*inputs)
 
 
-class _Norm(torch.autograd.Function):
+class _GatedNorm(torch.autograd.Function):
     """Keeps y, z and the weight."""
 
     @staticmethod

@@ -31,7 +31,7 @@ class GatedNormTask(ctypes.Structure):
 
 @untraced  # what is called is no operation of torch
 def gated_norm(inputs: GatedNormInputs) -> Tensor:
-    return _NativeNorm.apply(*inputs)
+    return _NativeGatedNorm.apply(*inputs)
 
 
 @untraced
@@ -49,7 +49,7 @@ SQUARES = Implementation("native", gated_squares, "cpu", missing=missing)
 SCALE = Implementation("native", gated_scale, "cpu", missing=missing)
 
 
-class _NativeNorm(torch.autograd.Function):
+class _NativeGatedNorm(torch.autograd.Function):
     """Keeps y, z and the weight; to the compiled function a group is a head."""
 
     @staticmethod

@@ -41,6 +41,8 @@ def test_a_wrong_form_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         "linear",
         "rms_norm",
         "add_rms_norm",
+        "gated_squares",
+        "gated_scale",
         "linear_cross_entropy",
         "sparse_attention",
     }

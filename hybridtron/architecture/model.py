@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from omegaconf import MISSING
 
+from hybridtron.architecture.adapters import AdaptersConfig
 from hybridtron.limits import above, at_least
 
 
@@ -35,3 +36,5 @@ class ModelConfig:
     residual_fp32: bool = False  # the residual stream is kept and summed in fp32, also where weights are bf16
     init: Start = Start.mamba  # how weights are initialized: as in Mamba's public code, or as in lit_gpt
     embedding_std: Annotated[float, above(0)] = 0.02  # standard deviation of the embedding under init=mamba
+    # adapters of the phases that say nothing of adapters; a checkpoint's configuration has those of its phase here
+    adapters: AdaptersConfig | None = None

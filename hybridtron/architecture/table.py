@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridtron.architecture import SPECS
+from hybridtron.architecture.adapters import adapter_rows
 from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Parameter, linear
 from hybridtron.architecture.inits import Constant, Normal, OutputProjection, Projection
 from hybridtron.architecture.model import ModelConfig, Start
@@ -96,7 +97,8 @@ def parameter_table(model: ModelConfig) -> dict[str, Parameter]:
     table["norm.weight"] = norm
     if not model.tie_embeddings:
         table["head.weight"] = linear(vocab, width, fp8=False)
-    return table if model.init is Start.mamba else _as_lit_gpt(table, arch)
+    table = table if model.init is Start.mamba else _as_lit_gpt(table, arch)
+    return table | adapter_rows(table, model.adapters)
 
 
 def _as_lit_gpt(table: dict[str, Parameter], arch: Architecture) -> dict[str, Parameter]:

@@ -171,6 +171,12 @@ class Checkpoint:
         assert missing == 0, f"{key} has chunks that overlap or leave gaps"
 
 
+def fill_rectangles(whole: Tensor, wanted: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
+    """Copy rectangles of a whole tensor, each given as what to fill and where it begins."""
+    for into, offset in wanted:
+        copy(whole[tuple(slice(first, first + n) for first, n in zip(offset, into.shape, strict=True))], into)
+
+
 def _shared(chunk: StoredShard, into: Tensor, offset: Sequence[int]) -> tuple[range, ...] | None:
     """What a chunk and a rectangle have in common, in the whole tensor's places."""
     runs = tuple(

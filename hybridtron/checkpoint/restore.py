@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hybridtron.architecture.adapters import is_adapter
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.finite import not_finite
 from hybridtron.checkpoint.folder import archive_broken, archive_newer_broken, belongs_to
@@ -123,11 +124,19 @@ def _fill(checkpoint: Checkpoint, blocks: Sequence[Any]) -> None:
 def _taken_over(border: Border, blocks: Mapping[str, list[Any]]) -> RestoreFault | None:
     """Read weights in full precision where they are kept so, and the moments of weights that learned before."""
     held, wanted = border.weights.shapes, []
+
+    def begins(key: str) -> bool:
+        return is_adapter(key) and key not in held  # it is as the engine has made it
+
     for one in blocks["model"]:
+        if begins(one.key):
+            continue
         master = f"master.{one.key}"
         wanted.append(replace(one, key=master) if one.data.dtype != torch.bfloat16 and master in held else one)
     for one in blocks["optimizer"]:
         kind, _, weight = one.key.partition(".")
+        if kind == "master" and begins(weight):
+            continue
         if kind == "master":
             wanted.append(one if one.key in held else replace(one, key=weight))
         elif border.moments and one.key in held:

@@ -9,6 +9,7 @@ from pathlib import Path
 from hybridtron.architecture.table import parameter_table
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
+from hybridtron.checkpoint.merged import merged
 from hybridtron.cli.given import bytes_of, checkpoints_at, not_there_yet, progress_bar
 from hybridtron.config.choices import Export as Wanted
 from hybridtron.config.exportable import CannotExport
@@ -35,7 +36,8 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def newest_of(path: Path) -> Checkpoint:
-    return Checkpoint.open(checkpoints_at(path)[-1])
+    """With its adapters merged."""
+    return merged(Checkpoint.open(checkpoints_at(path)[-1]))
 
 
 def exported(chosen: argparse.Namespace) -> int:

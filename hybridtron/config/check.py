@@ -15,10 +15,12 @@ import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
+from hybridtron.architecture.adapters import adapter_problems
 from hybridtron.architecture.model import ModelConfig, Start
 from hybridtron.architecture.pattern import parse
-from hybridtron.architecture.table import architecture
+from hybridtron.architecture.table import architecture, parameter_table
 from hybridtron.config.checks.export import export_folder_problems, export_problems
 from hybridtron.config.checks.parallel import parallel_problems
 from hybridtron.config.checks.phases import phase_problems
@@ -57,7 +59,11 @@ def check(config: Config, world_size: int | None = None) -> list[Problem]:
 def _as_trained(phase: ResolvedPhase, world_size: int | None) -> Iterator[Problem]:
     """What is wrong with all that a phase may change, as it is in this phase; keys are those of the run's sections."""
     longest = max((one.seq_len for one in phase.config.phases if one.seq_len > 0), default=sys.maxsize)
-    yield from model_problems(phase.model, longest)
+    of_model = model_problems(phase.model, longest)
+    yield from of_model
+    if (adapters := phase.model.adapters) is not None and not of_model:
+        table = parameter_table(replace(phase.model, adapters=None))
+        yield from (Problem(f"model.adapters.{p.key}", p.message) for p in adapter_problems(table, adapters))
     for section in ("data", "states", "optim", "precision"):
         yield from limit_problems(getattr(phase, section), section)
     if phase.data.feed is Feed.dali and not is_there("nvidia.dali"):

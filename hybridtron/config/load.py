@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, is_dataclass
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
@@ -154,6 +155,7 @@ def _composed_once(configs: Path, choices: tuple[str, ...], files: tuple[tuple[s
 
 def _set(config: DictConfig, key: str, text: str) -> Problem | None:
     """Apply one `key=value` to the configuration; return what is wrong with it, if anything is."""
+    _begin_sections(config, key.rpartition(".")[0])
     open_ended = any(part in key for part in (".layers.", ".mixture", "cluster.environment."))
     if not open_ended and (problem := unknown_key(config, key)):
         return problem
@@ -169,10 +171,22 @@ def _set(config: DictConfig, key: str, text: str) -> Problem | None:
             for letter, options in value.items():
                 OmegaConf.update(config, f"{key}.{letter}", options, force_add=True)
         else:
+            if isinstance(value, dict):
+                _begin_sections(config, key)
             OmegaConf.update(config, key, value, force_add=open_ended)
     except OmegaConfBaseException as error:
         return wrong_value(config, key, text, error)
     return None
+
+
+def _begin_sections(config: DictConfig, key: str) -> None:
+    """Where a section on the way to a key is null, and this one included, begin it with its defaults."""
+    names = key.split(".")
+    for depth in range(1, len(names) + 1):
+        with suppress(OmegaConfBaseException):  # `unknown_key` says what is wrong with it
+            node = node_of(config, ".".join(names[:depth]))
+            if isinstance(node, DictConfig) and node._is_none() and is_dataclass(schema := node._metadata.ref_type):
+                OmegaConf.update(config, ".".join(names[:depth]), OmegaConf.structured(schema), merge=False)
 
 
 def _mix(config: DictConfig, mixture: str, entry: str, value: Any) -> None:

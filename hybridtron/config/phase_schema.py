@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from omegaconf import MISSING
 
+from hybridtron.architecture.adapters import AdaptersConfig
 from hybridtron.config.choices import (
     DecaySchedule,
     Documents,
@@ -121,7 +122,10 @@ class PhaseConfig:
     precision: PhasePrecisionConfig = field(default_factory=PhasePrecisionConfig)
     # options that override model.layers in this phase; null removes an option
     layers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    train: list[str] | None = None  # names of the weights that are trained, such as layers.*.mixer.*; null: all
+    # names of the weights that are trained, such as layers.*.mixer.*; null: all, or with adapters what they say
+    train: list[str] | None = None
+    # low-rank adapters beside frozen weights; null: those of model.adapters, which has none unless it is set
+    adapters: AdaptersConfig | None = None
     init_from: str | None = None  # whose weights the phase starts from, named as for run.weights
     moments: Moments = Moments.keep  # of the optimizer: keep those of the previous phase, or reset them
     # write the end of the phase as a Hugging Face folder, RUN/export/NAME: with a class of transformers (native),

@@ -13,9 +13,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, TypeVar
 
+from hybridtron.architecture.adapters import ADAPTERS, LEARNING_BESIDE
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import Architecture, architecture
 from hybridtron.config.choices import Documents, Order, StateKind, StateMode
@@ -70,6 +72,22 @@ class ResolvedPhase:
             return architecture(self.model)
         except ConfigError:
             return None
+
+    @property
+    def trained(self) -> Sequence[str] | None:
+        """Names of the weights that learn, as patterns; None for all. Adapters learn, and what their preset names."""
+        adapters, named = self.model.adapters, self.settings.train
+        return named if adapters is None else [ADAPTERS, *LEARNING_BESIDE[adapters.preset], *(named or ())]
+
+    def learns(self, name: str) -> bool:
+        """Whether a weight is among those that the phase trains."""
+        return self.trained is None or any(fnmatchcase(name, pattern) for pattern in self.trained)
+
+    @property
+    def keeps_adapters(self) -> bool:
+        """Whether it has the adapters of the phase before; else it starts from weights with which those are merged."""
+        before = None if self.before is None else self.before.model.adapters
+        return before is None if self.model.adapters is None else self.model.adapters.continues(before)
 
     @property
     def documents(self) -> Documents:
@@ -149,6 +167,8 @@ class ResolvedPhase:
         section, _, name = key.partition(".")
         if section in _SECTIONS and getattr(getattr(self.settings, section), name.partition(".")[0], None) is not None:
             return self.own_key(key)
+        if key.startswith("model.adapters") and self.settings.adapters is not None:
+            return self.own_key(name)
         if key.startswith("model.layers."):
             letter, _, option = name.removeprefix("layers.").partition(".")
             changed = self.settings.layers.get(letter)
@@ -166,7 +186,9 @@ def resolve(config: Config) -> tuple[ResolvedPhase, ...]:
         }
         changed = dataclasses.replace(
             config,
-            model=dataclasses.replace(config.model, layers=letters),
+            model=dataclasses.replace(
+                config.model, layers=letters, adapters=settings.adapters or config.model.adapters
+            ),
             optim=_overlaid(config.optim, settings.optim),
             precision=_overlaid(config.precision, settings.precision),
         )

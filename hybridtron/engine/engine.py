@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, cast
 
@@ -55,7 +54,7 @@ class Engine:
         parallel = with_overlap(config.parallel, groups.data_size)
         self.phases, self.groups = resolve(replace(config, parallel=parallel)), groups
         self.config = config = self.phases[phase].config
-        self.trained = self.phases[phase].settings.train
+        self.trained = self.phases[phase].trained
         self.device = compute_device()
         self.dtype = dtype or DTYPES[config.precision.name]
         self.stages = build_stages(config, groups, self.dtype, self.device)
@@ -66,7 +65,7 @@ class Engine:
                 for name, weight in stage.model.named_parameters():
                     weight.data.copy_(cut(whole(name), stage.model.table[name], groups.mesh))
             for name, weight in stage.model.named_parameters():
-                weight.requires_grad_(learns(name, self.trained))
+                weight.requires_grad_(self.phases[phase].learns(name))
         self.wrapped = data_parallel(self.stages, config, self.dtype)
         self.optimizer = Optimizer(self.wrapped, config, groups, self.dtype)
         modules = [(name, module) for stage in self.stages for name, module in stage.model.named_modules()]
@@ -86,7 +85,7 @@ class Engine:
         """Whether a phase can be trained without building another one."""
         wanted = self.phases[phase]
         same = wanted.model == self.config.model and wanted.precision == self.config.precision
-        return same and wanted.settings.train == self.trained
+        return same and wanted.trained == self.trained
 
     def start_phase(self, index: int, lanes: range) -> None:
         """Take the phase's settings; its rows start from states as it says, and this process reads these lanes."""
@@ -214,11 +213,6 @@ class Engine:
             for stage in self.wrapped:
                 stage.start_param_sync(force_sync=True)
         return [pair for stage in self.stages for pair in stage.model.named_parameters()]
-
-
-def learns(name: str, trained: Sequence[str] | None) -> bool:
-    """Whether a weight is among those that a phase trains, by patterns such as `layers.*.mixer.*`."""
-    return trained is None or any(fnmatchcase(name, pattern) for pattern in trained)
 
 
 def _on_cpu(weight: Tensor) -> Tensor:

@@ -69,12 +69,13 @@ def served(folder: Path, parallel: ParallelConfig | None = None) -> Iterator[Ser
 
 
 def opened(folder: Path) -> tuple[Checkpoint, Config]:
-    """A checkpoint and its configuration."""
+    """A checkpoint, with its adapters merged, and its configuration."""
     from hybridtron.checkpoint.checkpoint import Checkpoint
     from hybridtron.checkpoint.manifest import BrokenCheckpoint
+    from hybridtron.checkpoint.merged import merged
 
     try:
-        checkpoint = Checkpoint.open(folder)
+        checkpoint = merged(Checkpoint.open(folder))
         return checkpoint, checkpoint.config
     except BrokenCheckpoint as error:
         raise Unusable(str(error)) from error

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.merged import merged
 from hybridtron.config.checks.export import exported_step
 from hybridtron.config.resolve import ResolvedPhase, last_step, resolve
 from hybridtron.config.schema import Config
@@ -45,7 +46,8 @@ class PhaseExports:
                 self.failed[name] = "it was killed once, and is retried at the end of the run"
                 continue
             try:
-                export_phase(Checkpoint.open(checkpoints.folder_of(self.run_dir, phase.end_step)), output, phase)
+                source = merged(Checkpoint.open(checkpoints.folder_of(self.run_dir, phase.end_step)))
+                export_phase(source, output, phase)
             except Exception as error:
                 self._report(name, error)
             else:

@@ -14,6 +14,7 @@ from hybridtron.architecture.table import architecture, parameter_table
 from hybridtron.config.schema import Recompute
 from hybridtron.data.batch import SeqInfo
 from hybridtron.model.stack import RMSNorm, Stack, States
+from hybridtron.parallel.adapters import attach_adapters
 from hybridtron.parallel.cut import Mesh
 from hybridtron.parallel.embedding import embedding
 from hybridtron.parallel.linear import SINGLE_RANK, TensorGroup, enter
@@ -76,6 +77,7 @@ class LanguageModel(nn.Module):
             if not self.tied:
                 self.head = Head(config.width, config.vocab_size, tensor)
         whole_table = parameter_table(config)
+        attach_adapters(self, whole_table, config.adapters, tensor.size)
         self.table = {name: whole_table[name] for name, _ in self.named_parameters()}
 
     def forward(

@@ -24,6 +24,7 @@ from hybridtron.model.stack import Residual, States
 from hybridtron.ops.dispatch import anything_forced
 from hybridtron.ops.native.library import call, missing
 from hybridtron.ops.native.tensors import LOG2E, scalar
+from hybridtron.parallel.adapters import Adapter
 from hybridtron.parallel.linear import SINGLE_RANK
 
 MOST_BYTES = 2**26  # of weights: beyond, products take the time, and torch has threads for them
@@ -66,6 +67,8 @@ def unsupported_reason(model: LanguageModel) -> str | None:
         return f"takes models of at most {MOST_BYTES >> 20} MiB"
     if anything_forced() or model.slice.tensor != SINGLE_RANK or not (model.slice.first and model.slice.last):
         return "takes no forced implementations, and whole models"
+    if any(isinstance(module, Adapter) for module in model.modules()):
+        return "takes no adapters"
     layers = residuals(model).values()
     sizes = [len(model.norm.weight), *(1 if layer.norm_after else _inner(layer.mixer) for layer in layers)]
     if any(size % VECTOR for size in sizes):

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from hybridtron.ops.product import LinearInputs, linear
 from hybridtron.ops.product.branch import branch
 from hybridtron.parallel.accumulate import MARK, AccumulatedLinear, accumulates
+from hybridtron.parallel.adapters import adapter_of
 from hybridtron.parallel.cut import RankGroup
 from hybridtron.parallel.entered import EnteredProducts, Entry
 from hybridtron.parallel.fp8 import Fp8, Fp8Linear
@@ -126,6 +127,8 @@ class ColumnParallel(ColumnParallelLinear):
 class RowParallel(RowParallelLinear):
     """Megatron-core's row-parallel layer: the ranks' outputs are summed, and scattered by tokens if `sequence`."""
 
+    sums_inside = True
+
     def __init__(self, in_features: int, out_features: int, tensor: TensorGroup, sequence: bool) -> None:
         super().__init__(
             in_features,
@@ -139,9 +142,11 @@ class RowParallel(RowParallelLinear):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        if not accumulates(self.weight):
+        adapter = adapter_of(self)
+        if not accumulates(self.weight) and adapter is None:
             return super().forward(x)[0]
-        return _sum_over_ranks(self.sequence_parallel)(product(x, self.weight), group=self.tp_group)
+        y = product(x, self.weight)
+        return _sum_over_ranks(self.sequence_parallel)(y if adapter is None else y + adapter(x), group=self.tp_group)
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -246,7 +251,8 @@ def projected(x_LBD: Tensor, tensor: TensorGroup, *projections: nn.Module | InPa
     cuts = [each if isinstance(each, InParts) else InParts(each, ()) for each in projections]
     joined = len(cuts) > 1 or any(cut.sizes for cut in cuts)
     by_itself = tensor.size > 1 or (joined and x_LBD.is_cuda and not torch.compiler.is_compiling())
-    if not (by_itself and tensor.products.are_megatrons):
+    adapted = any(adapter_of(cut.projection) is not None for cut in cuts)  # they read what enters, too
+    if adapted or not (by_itself and tensor.products.are_megatrons):
         x_LBD = enter(x_LBD, tensor)
         made = ((cut.projection(x_LBD), cut.sizes) for cut in cuts)
         return tuple(part for y_LBC, sizes in made for part in (y_LBC.split(sizes, -1) if sizes else (y_LBC,)))

@@ -3,7 +3,8 @@
 With t tensor-parallel, p pipeline and d data-parallel ranks, v virtual stages, and m micro batches a step:
 
     weights, gradients   of the rank's chunks, cut by t where `Parameter.cuts` says so; gradients in the format of
-                         `precision.gradients`. A tied embedding is held by the first rank and by the last.
+                         `precision.gradients`, of weights that learn, as is the optimizer. A tied embedding is held by
+                         the first rank and by the last.
     optimizer            AdamW's two moments in the format of `precision.moments`, and fp32 masters of narrower
                          weights; by d if it is distributed
     activations          per sub-layer and token: the norm's input (by t under sequence parallelism), its output as the
@@ -41,7 +42,7 @@ its products keep in one byte is not subtracted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridtron.architecture.base import Parameter
@@ -49,11 +50,10 @@ from hybridtron.architecture.table import parameter_table
 from hybridtron.config.layout import chunks_on, data_parallel, layer_costs, stage_layers
 from hybridtron.config.resolve import ResolvedPhase, resolve
 from hybridtron.config.schema import Config
-from hybridtron.optimizers import OPTIMIZERS
 from hybridtron.planning.activations import ChunkUse, RankUse
-from hybridtron.planning.count import FP32_BYTES, VALUE_BYTES, gradient_bytes, loss_bytes, moment_bytes
+from hybridtron.planning.count import VALUE_BYTES, gradient_bytes, loss_bytes
 from hybridtron.planning.layer_use import LayerUse, carried_bytes, layer_uses, runs_again, shared, stream_values
-from hybridtron.planning.pipeline import cached_bytes, held_names, local_size, turns
+from hybridtron.planning.pipeline import WeightBytes, cached_bytes, held_names, local_size, turns, weight_bytes
 
 
 @dataclass(frozen=True)
@@ -196,43 +196,24 @@ def _rank_plan(step: _Step, rank: int) -> RankPlan:
     played = list(turns(parallel, rank, step.micro_batches))
     use = _use(step, rank, chunks)
     activations, backward = use.peak(played)
-    stored, gradients, optimizer = _weight_bytes(step, weights)
+    held = weight_bytes(step.phase, step.data, weights)
     return RankPlan(
         rank=rank,
         chunks=chunks,
         parameters=sum(local_size(weight, parallel) for weight in weights.values()),
         in_flight=max(sum(turn.live) for turn in played),
         memory=DeviceMemory(
-            weights=stored,
+            weights=held.stored,
             rounded=cached_bytes(step.config, weights),
-            gradients=gradients,
-            optimizer=optimizer,
+            gradients=held.gradients,
+            optimizer=held.optimizer,
             activations=activations,
             logits=use.logits,
             states=_states(step, chunks),
             backward=backward,
         ),
-        traffic=_traffic(step, rank, chunks, stored, gradients),
+        traffic=_traffic(step, rank, chunks, held),
     )
-
-
-def _weight_bytes(step: _Step, weights: Mapping[str, Parameter]) -> tuple[int, int, int]:
-    """Bytes of weights, gradients and optimizer."""
-    parallel = step.config.parallel
-    narrow = VALUE_BYTES[step.config.precision.name]
-    rule = OPTIMIZERS[step.config.optim.name]()
-    stored = gradients = follows = others = 0  # state parts of the weight's shape are cut over data ranks as it is
-    for name, weight in weights.items():
-        size = local_size(weight, parallel)
-        width = FP32_BYTES if weight.fp32 else narrow
-        master = 0 if width == FP32_BYTES else FP32_BYTES
-        stored += width * size
-        gradients += gradient_bytes(step.config.precision, weight.fp32) * size
-        follows += master * size
-        for part in rule.parts(name, weight).values():
-            held = moment_bytes(step.config.precision) * local_size(part, parallel)
-            follows, others = (follows + held, others) if part.shape == weight.shape else (follows, others + held)
-    return stored, gradients, shared(follows, step.data if parallel.distributed_optimizer else 1) + others
 
 
 def _use(step: _Step, rank: int, chunks: Sequence[PlannedStage]) -> RankUse:
@@ -277,8 +258,7 @@ def _states(step: _Step, chunks: Sequence[PlannedStage]) -> int:
     return 2 * step.phase.lanes // step.data * sum(step.lane_bytes(chunk) for chunk in chunks)
 
 
-def _traffic(step: _Step, rank: int, chunks: Sequence[PlannedStage], weights: int, gradients: int) -> Traffic:
-    """`weights` and `gradients` are bytes on this device."""
+def _traffic(step: _Step, rank: int, chunks: Sequence[PlannedStage], held: WeightBytes) -> Traffic:
     parallel, model = step.config.parallel, step.config.model
     is_first, is_last = rank == 0, rank == parallel.pipeline - 1
     values = step.value_bytes * step.phase.chunks_together * step.micro_batches
@@ -288,11 +268,12 @@ def _traffic(step: _Step, rank: int, chunks: Sequence[PlannedStage], weights: in
         summed += (is_first + is_last) * model.width
     borders = 2 * len(chunks) - is_first - is_last if parallel.pipeline > 1 else 0
     is_tied = model.tie_embeddings and parallel.pipeline > 1 and (is_first or is_last)
+    is_tied = is_tied and step.phase.learns("embedding.weight")
     tied = gradient_bytes(step.config.precision, False) * model.vocab_size * model.width // parallel.tensor
     sharded = parallel.distributed_optimizer
     return Traffic(
         tensor=(parallel.tensor - 1) * (2 * summed + gathered) * values // parallel.tensor,
         pipeline=borders * stream_values(step.config) * values,
-        gradients=(1 if sharded else 2) * gradients * (step.data - 1) // step.data + tied * is_tied,
-        parameters=weights * (step.data - 1) // step.data if sharded else 0,
+        gradients=(1 if sharded else 2) * held.gradients * (step.data - 1) // step.data + tied * is_tied,
+        parameters=held.learning * (step.data - 1) // step.data if sharded else 0,
     )

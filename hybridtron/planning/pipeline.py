@@ -1,4 +1,4 @@
-"""Which weights a pipeline rank holds, and its passes in Megatron's order, with what is in flight at each."""
+"""Which weights a pipeline rank holds, in bytes, and its passes in Megatron's order, with what is in flight at each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import NamedTuple
 from hybridtron.architecture.base import Parameter
 from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.layout import fp8_layers
+from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.config.schema import Config, ParallelConfig
+from hybridtron.optimizers import OPTIMIZERS
+from hybridtron.planning.count import FP32_BYTES, VALUE_BYTES, gradient_bytes, moment_bytes
 
 
 def held_names(table: Iterable[str], stages: Sequence[range], pipeline: int) -> list[list[str]]:
@@ -78,3 +81,32 @@ def turns(parallel: ParallelConfig, rank: int, micro_batches: int) -> Iterator[T
         yield Turn(tuple(live), forward, backward)
         if backward is not None:
             live[backward] -= 1
+
+
+class WeightBytes(NamedTuple):
+    """What one device holds of its weights, in bytes."""
+
+    stored: int
+    learning: int  # those of them that learn
+    gradients: int
+    optimizer: int
+
+
+def weight_bytes(phase: ResolvedPhase, data: int, weights: Mapping[str, Parameter]) -> WeightBytes:
+    """Of the weights of one pipeline rank, with this number of data-parallel ranks; what is frozen is stored alone."""
+    config, parallel, rule = phase.config, phase.config.parallel, OPTIMIZERS[phase.optim.name]()
+    stored = learning = gradients = follows = others = 0
+    for name, weight in weights.items():
+        size = local_size(weight, parallel)
+        width = FP32_BYTES if weight.fp32 else VALUE_BYTES[config.precision.name]
+        stored += width * size
+        if not phase.learns(name):
+            continue
+        learning += width * size
+        gradients += gradient_bytes(config.precision, weight.fp32) * size
+        follows += 0 if width == FP32_BYTES else FP32_BYTES * size
+        for part in rule.parts(name, weight).values():  # those of the weight's shape are cut over data ranks as it is
+            held = moment_bytes(config.precision) * local_size(part, parallel)
+            follows, others = (follows + held, others) if part.shape == weight.shape else (follows, others + held)
+    ranks = data if parallel.distributed_optimizer else 1
+    return WeightBytes(stored, learning, gradients, -(-follows // ranks) + others)

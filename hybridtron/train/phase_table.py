@@ -133,8 +133,8 @@ def changes_of(phase: ResolvedPhase) -> Iterator[str]:
     if settings.lr_piece is not LrPiece.rewarm:
         towards = f" to {settings.lr_to:g}" if settings.lr_to is not None else ""
         yield f"learning rate: {settings.lr_piece}{towards}"
-    if settings.train is not None:
-        yield f"trains {', '.join(settings.train)}"
+    if phase.trained is not None:
+        yield f"trains {', '.join(phase.trained)}"
     if phase.before is not None:
         yield from _differences(_settings(phase.before), _settings(phase))
     if settings.export is not None:
@@ -148,9 +148,7 @@ def _settings(phase: ResolvedPhase) -> dict[str, Any]:
     layers = {f"layers.{letter}": options for letter, options in phase.model.layers.items()}
     mixture = {name: f"{entry.weight:g}" for name, entry in phase.data.mixture.items()}
     reading = {"documents": phase.documents, "order": phase.order, "seq_len": phase.settings.seq_len}
-    return (
-        found | layers | {"data.path": phase.data.path, "mixture": mixture} | reading | {"trains": phase.settings.train}
-    )
+    return found | layers | {"data.path": phase.data.path, "mixture": mixture} | reading | {"trains": phase.trained}
 
 
 def _differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:

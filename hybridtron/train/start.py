@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from hybridtron.architecture.table import parameter_table
 from hybridtron.checkpoint import folder as checkpoints
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.manifest import BrokenCheckpoint
+from hybridtron.checkpoint.merged import merged
 from hybridtron.config.checks.precision import needs
 from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.resolve import ResolvedPhase, phase_ending_at, resolve
@@ -45,7 +46,7 @@ def starting_point(config: Config) -> Checkpoint | None:
 
 def given_weights(config: Config) -> Checkpoint | None:
     """The checkpoint that run.weights names; for a run without one of its own."""
-    return None if config.run.weights is None else _named(config.run.weights, "run.weights")
+    return None if config.run.weights is None else merged(_named(config.run.weights, "run.weights"))
 
 
 def _named(named: str, key: str) -> Checkpoint:
@@ -77,7 +78,7 @@ def weights_for(phase: ResolvedPhase) -> Checkpoint | None:
     if phase.settings.init_from is None:
         return None
     key = phase.own_key("init_from")
-    found = _named(phase.settings.init_from, key)
+    found = merged(_named(phase.settings.init_from, key))
     check_same_weights(found, phase.model, key)
     return found
 
@@ -95,8 +96,10 @@ def check_same_weights(given: Checkpoint, model: ModelConfig, key: str, may_grow
     """A model that starts from a checkpoint's weights has weights of these names and shapes.
 
     How it uses them may differ: attention may get another window, or become span attention. It may also have grown:
-    weights that a model can be without are new then. What differs is returned, and the new weights.
+    weights that a model can be without are new then. What differs is returned, and the new weights. Adapters that
+    `given` had are merged.
     """
+    model = replace(model, adapters=None)  # which begin with the phase
     differences = _differences(given, model)
     held, wanted = (parameter_table(one) for one in (given.config.model, model))
     new = {name: weight for name, weight in wanted.items() if name not in held and weight.grown is not None}

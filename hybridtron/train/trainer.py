@@ -69,7 +69,7 @@ class Trainer:
         if given is not None:
             check_given(given, groups, "run.weights")
         if start is None:
-            self.engines.build(0, None if given is None else weights_of(given, config.model, config.run.seed))
+            self.engines.build(0, None if given is None else weights_of(given, self.phases[0].model, config.run.seed))
         self.start = None if start is None else self.restored(candidates(start, config))
         self.resume_step = 0 if self.start is None else self.start.meta.step  # done when this start, or rollback, began
         self.rollback = Rollback(config, run_dir, self.start)

@@ -104,8 +104,9 @@ def test_what_is_written_down_is_complete(base: Path) -> None:
 
 
 def test_the_groups_take_every_key(base: Path) -> None:
-    """A key that is new in the schema must come from the checkpoint as well."""
+    """A key that is new in the schema must come from the checkpoint as well; but adapters are merged there."""
     held = dataclasses.asdict(load(BASE))
+    del held["model"]["adapters"]
     text = {group: (CONFIGS / group / "from_checkpoint.yaml").read_text() for group in ("model", "data", "precision")}
     for group, keys in ((group, held[group]) for group in text):
         assert [key for key in keys if f"${{weights:{group}.{key}}}" not in text[group]] == []

@@ -34,8 +34,17 @@ FAST_CASES = {
     ("samba-span", "tp2-pp2"),
     ("span-variants", "tp2"),
     ("span-variants", "dp2"),
+    ("adapters", "tp2"),
+    ("adapters", "tp2-pp2"),
 }
-FAST_BUGS = {"x_proj_backward", "tied_gradient", "kv_gradient", "group_norm_backward", "regathered_order"}
+FAST_BUGS = {
+    "x_proj_backward",
+    "tied_gradient",
+    "kv_gradient",
+    "group_norm_backward",
+    "regathered_order",
+    "adapter_gradient",
+}
 
 
 def params() -> list:

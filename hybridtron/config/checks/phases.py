@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from hybridtron.architecture.model import ModelConfig
@@ -123,7 +124,8 @@ def _layers(where: str, config: Config, phase: ResolvedPhase) -> Iterator[Proble
 
 
 def _weights(model: ModelConfig) -> dict[str, tuple[object, object]]:
-    return {name: (weight.shape, weight.parts) for name, weight in parameter_table(model).items()}
+    table = parameter_table(replace(model, adapters=None))  # adapters may come and go
+    return {name: (weight.shape, weight.parts) for name, weight in table.items()}
 
 
 def _trained(where: str, phase: ResolvedPhase) -> Iterator[Problem]:

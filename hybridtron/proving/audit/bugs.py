@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 from torch.nn import functional
 
@@ -29,9 +30,10 @@ from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.loss import Loss
 from hybridtron.ops.sparse import hash_matrix, ranking_loss
 from hybridtron.ops.turns import angles
+from hybridtron.parallel.adapters import adapter_of
 from hybridtron.parallel.cut import Mesh, cut
 from hybridtron.parallel.entered import Entry, _gathered
-from hybridtron.parallel.linear import TensorGroup
+from hybridtron.parallel.linear import RowParallel, TensorGroup
 from hybridtron.parallel.loss import linear_cross_entropy
 
 Replaced = dict[str, Any]  # where an attribute stands -> what stands there instead
@@ -143,6 +145,16 @@ def _untied(*arguments: Any) -> list[Stage]:
     for chunk in stages:
         chunk.share_embeddings_and_output_weights = False
     return stages
+
+
+def _added_after_the_sum(self: RowParallel, x: Tensor) -> Tensor:
+    summed = reduce_from_tensor_model_parallel_region(functional.linear(x, self.weight), group=self.tp_group)
+    adapter = adapter_of(self)
+    return summed if adapter is None else summed + adapter(x)
+
+
+ADAPTER_GRADIENT = _marked("q.adapter.A", "partial_over_tensor", False)
+ADAPTER_AFTER_SUM: Replaced = {"hybridtron.parallel.linear.RowParallel.forward": _added_after_the_sum}
 
 
 TIED_GRADIENT = {"hybridtron.engine.engine.build_stages": _untied}
@@ -276,6 +288,8 @@ BUGS = {
     "regathered_order": Bug(
         "tokens come in another order the second time", REGATHERED_ORDER, "mamba2-attention", "tp2-sp"
     ),
+    "adapter_gradient": Bug("A keeps what its rank's rows of B give it", ADAPTER_GRADIENT, "adapters", "tp2"),
+    "adapter_after_sum": Bug("an adapter's part is added after the sum", ADAPTER_AFTER_SUM, "adapters", "tp2"),
     "missing_z_loss": Bug("the z-loss is left out", MISSING_Z_LOSS, "attention", "pp2"),
     "decay": Bug("A_log is decayed, as megatron-core does by shape", DECAY, "mamba", "pp2"),
     "norm_counts_copies": Bug(

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hybridtron.architecture.adapters import AdaptersConfig, Adapting
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import (
@@ -27,6 +28,8 @@ from hybridtron.config.schema import (
 
 SEQ_LEN = 24
 MICRO_BATCH = 2
+ADAPTERS = AdaptersConfig(preset=Adapting.hylora, weights=["*"], rank=3, alpha=6.0)
+"""Beside every projection of the architecture of this name; the projections themselves are frozen."""
 VOCABULARY = 96  # what many numbers of ranks can share
 LR = 1e-2
 OPTIM = OptimConfig(eps=1e-3, clip=0.05, z_loss=1e-3)
@@ -85,6 +88,7 @@ ARCHITECTURES = {
     "attention": "F-OPH",
     "samba-span": "M-X-M",
     "span-variants": "X-YZL",
+    "adapters": "M-WSF",
 }
 """An odd number of layers each, so that no number of stages divides them."""
 
@@ -125,6 +129,7 @@ def table() -> Iterator[Case]:
                 {"kv_heads": 1, "conv": 4, "conv_bias": True} if (row + column // 2) % 2 else {"kv_heads": 2}
             )
             model = small_model(pattern, tied=turn % 2 == 0, heads=heads)
+            model.adapters = ADAPTERS if name == "adapters" else None
             recompute = list(Recompute)[(row + 2 * column) % 3]
             parallel = ranks.on(ParallelConfig(recompute=recompute, regather=ranks.sequence and turn % 2 == 0))
             documents = Documents.join if turn % 3 == 0 else Documents.isolate

@@ -169,13 +169,15 @@ def serial_step(config: Config, precision: AuditPrecision) -> Step:
         if precision.noisy_start:
             for name, weight in weights.items():
                 weight.data.copy_(starting_weight(config, name))
+        for name, weight in weights.items():
+            weight.requires_grad_(resolve(config)[0].learns(name))
         seed, rows = phase_seed(config.run.seed, 0), config.phases[0].micro_batch
         keyed = [batch.keyed(step_key(seed, 0, 0, index * rows)) for index, batch in enumerate(batches)]
         loss, tokens, auxiliary = _add_up(model, keyed, optim.z_loss)
         gradients = {name: torch.zeros_like(w) if w.grad is None else w.grad / tokens for name, w in weights.items()}
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
         for name, weight in weights.items():
-            weight.grad = gradients[name] * min(1.0, optim.clip / norm)
+            weight.grad = gradients[name] * min(1.0, optim.clip / norm) if weight.requires_grad else None
         plain_adamw(model, config, rate_of(config)).step()
         loss_after, *_ = _add_up(model, batches, 0.0)
     after = {name: weight.detach() for name, weight in weights.items()}

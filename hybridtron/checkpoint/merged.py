@@ -1,0 +1,66 @@
+"""A checkpoint as though its adapters had been added to the weights that they stand beside: W + (alpha / rank) B A."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from hybridtron.architecture.adapters import AdaptersConfig, is_adapter
+from hybridtron.checkpoint.checkpoint import Checkpoint, fill_rectangles
+from hybridtron.config.schema import Config
+
+MASTER = "master."
+
+
+@dataclass(frozen=True)
+class MergedCheckpoint(Checkpoint):
+    """Its model has no adapters, and its adapted weights are what both make together, in fp32 at least until stored."""
+
+    adapters: AdaptersConfig
+
+    @cached_property
+    def config(self) -> Config:
+        config = super().config
+        return replace(config, model=replace(config.model, adapters=None))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {key: shape for key, shape in super().shapes.items() if not is_adapter(key)}
+
+    def whole(self, key: str) -> Tensor:
+        if (pair := self._pair(key)) is None:
+            return super().whole(key)
+        return self._merged(key, *pair).to(self.dtype(key))
+
+    def _fill(self, key: str, wanted: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
+        if (pair := self._pair(key)) is None:
+            super()._fill(key, wanted)
+        else:
+            fill_rectangles(self._merged(key, *pair), wanted)
+
+    def _pair(self, key: str) -> tuple[str, str] | None:
+        """The keys of A and B beside a weight, or beside its master; None where it has no adapter."""
+        A, B = (re.sub(r"\.weight(?=$|\.)", f".adapter.{piece}", key.removeprefix(MASTER)) for piece in "AB")
+        return (A, B) if is_adapter(A) and A in self._chunks else None
+
+    def _merged(self, key: str, A: str, B: str) -> Tensor:
+        down, up = (super(MergedCheckpoint, self).whole(self._widest(piece)) for piece in (A, B))
+        weight = super().whole(self._widest(key))
+        scale = self.adapters.alpha / self.adapters.rank
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        return weight.to(wide) + scale * (up.to(wide) @ down.to(wide))
+
+    def _widest(self, key: str) -> str:
+        master = f"{MASTER}{key.removeprefix(MASTER)}"
+        return master if master in self._chunks else key
+
+
+def merged(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint, of a model without adapters."""
+    adapters = checkpoint.config.model.adapters
+    return checkpoint if adapters is None else MergedCheckpoint(checkpoint.folder, checkpoint.manifest, adapters)

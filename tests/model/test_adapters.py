@@ -1,0 +1,64 @@
+"""Adapters beside any projection of any mixer: nothing at first, then what W + (alpha / rank) B A would do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.architecture.adapters import AdaptersConfig, adapted_projections
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.table import parameter_table
+from hybridtron.data.batch import SeqInfo
+from hybridtron.model.init import initialise
+from hybridtron.model.lm import LanguageModel
+from hybridtron.proving.audit.cases import ARCHITECTURES, VOCABULARY, small_model
+
+EVERY_PROJECTION = AdaptersConfig(weights=["*"], rank=3, alpha=6.0)
+
+
+def started(model: ModelConfig) -> LanguageModel:
+    made = LanguageModel(model)
+    initialise(made, seed=0)
+    return made.double()
+
+
+def logits(model: LanguageModel) -> Tensor:
+    tokens = torch.randint(VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(0))
+    return model(tokens, None, SeqInfo.stream(2, 24)).output
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_adapters_begin_as_nothing_and_do_what_merged_weights_do(name: str) -> None:
+    torch.manual_seed(0)
+    base = small_model(ARCHITECTURES[name], tied=True, heads={"kv_heads": 2})
+    adapted = replace(base, adapters=EVERY_PROJECTION)
+    plain, model = started(base), started(adapted)
+    assert torch.equal(logits(model), logits(plain))
+    weights = dict(model.named_parameters())
+    for weight_name, parts in adapted_projections(parameter_table(base), EVERY_PROJECTION).items():
+        A, B = (weights[f"{weight_name.removesuffix('weight')}adapter.{piece}"] for piece in "AB")
+        B.data.normal_(0, 0.1)
+        pairs = zip(B.split([part.rows for part in parts]), A.split(3), strict=True)
+        plain.get_parameter(weight_name).data += 2.0 * torch.cat([up @ down for up, down in pairs])
+    changed = logits(model)
+    assert not torch.equal(changed, logits(started(base)))
+    torch.testing.assert_close(changed, logits(plain), rtol=1e-9, atol=1e-9)
+
+
+def test_parts_of_a_fused_projection_have_adapters_of_their_own() -> None:
+    base = small_model("W-W", tied=True, heads={"kv_heads": 2})
+    values = AdaptersConfig(weights=["layers.2.mixer.kv.weight.v"], rank=3, alpha=6.0)
+    table = parameter_table(replace(base, adapters=values))
+    A, B = (table[f"layers.2.mixer.kv.adapter.{piece}"] for piece in "AB")
+    assert {name for name in table if "adapter" in name} == {f"layers.2.mixer.kv.adapter.{piece}" for piece in "AB"}
+    assert A.stored("A") == {"A.v": (3, 32)}
+    assert B.stored("B") == {"B.v": (16, 3)}
+    model = started(replace(base, adapters=values))
+    plain = started(base)
+    model.get_parameter("layers.2.mixer.kv.adapter.B").data.fill_(0.1)
+    A_v = model.get_parameter("layers.2.mixer.kv.adapter.A")
+    plain.get_parameter("layers.2.mixer.kv.weight").data[16:] += 0.2 * A_v.sum(0)
+    torch.testing.assert_close(logits(model), logits(plain), rtol=1e-9, atol=1e-9)

@@ -40,10 +40,8 @@ def compute_device() -> torch.device:
 
 
 def device_index(environment: Mapping[str, str], visible: int) -> int:
-    """Which of the visible devices is this process's, by what torchrun or srun says of its place on the machine.
-
-    SLURM can show each process its own devices alone, whatever its place.
-    """
+    """Which of the visible devices is this process's, by what torchrun or srun says of its place on the machine."""
+    # SLURM can show each process its own devices alone, whatever its place
     return int(environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0"))) % visible
 
 
@@ -67,8 +65,8 @@ def fp8_device_fault() -> str | None:
     capability = compute_capability()
     if capability is None or capability >= FP8_CAPABILITY:
         return None
-    major, minor = capability
-    return f"{torch.cuda.get_device_name()} has compute capability {major}.{minor}, FP8 starts at 9.0"
+    version = ".".join(map(str, capability))
+    return f"{torch.cuda.get_device_name()} has compute capability {version}, FP8 starts at 9.0"
 
 
 def compute_capability() -> tuple[int, int] | None:
@@ -86,9 +84,9 @@ def cuda_report() -> dict[str, str]:
     if torch.distributed.is_nccl_available():
         report["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
-        memory = f"{found.total_memory / 2**30:.0f} GiB"
-        report[f"cuda:{index}"] = f"{found.name}, compute capability {found.major}.{found.minor}, {memory}"
+        gpu = torch.cuda.get_device_properties(index)
+        numbers = f"{gpu.major}.{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
+        report[f"cuda:{index}"] = f"{gpu.name}, compute capability {numbers}"
     return report
 
 
@@ -174,16 +172,19 @@ def beside_computing() -> AbstractContextManager[Any]:
     """Inside, copies from the device run beside what it computes, and after all that it was asked for by now."""
     if compute_device().type == "cpu":
         return nullcontext()
-    copying = torch.cuda.Stream()
-    copying.wait_stream(torch.cuda.current_stream())
+    (copying := torch.cuda.Stream()).wait_stream(torch.cuda.current_stream())
     return torch.cuda.stream(copying)
+
+
+def wait_for(copies: Any) -> None:
+    """What is computed from now on waits for what was copied inside of this `beside_computing`."""
+    if compute_device().type == "cuda":
+        torch.cuda.current_stream().wait_stream(copies.stream)
 
 
 def peak_memory_gib() -> float | None:
     """Most memory that tensors held on the device so far, in GiB; None where the device does not count it."""
-    if compute_device().type == "cpu":
-        return None
-    return torch.cuda.max_memory_allocated() / 2**30
+    return None if compute_device().type == "cpu" else torch.cuda.max_memory_allocated() / 2**30
 
 
 def forget_peak_memory() -> None:
@@ -195,10 +196,8 @@ def forget_peak_memory() -> None:
 
 def random_states() -> dict[str, Tensor]:
     """The state of torch's own generators, for a checkpoint."""
-    states = {"cpu": torch.get_rng_state()}
-    if compute_device().type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
+    on_device = {"cuda": torch.cuda.get_rng_state()} if compute_device().type == "cuda" else {}
+    return {"cpu": torch.get_rng_state(), **on_device}
 
 
 def set_random_states(states: dict[str, Tensor]) -> None:

@@ -138,6 +138,8 @@ class ParallelConfig:
     distributed_optimizer: bool = True  # data-parallel ranks share the optimizer's state
     # what the backward pass computes again: nothing, the sub-layers that look along the sequence, or every layer
     recompute: Recompute = Recompute.none
+    # sub-layers at the start of every stage whose activations wait in the host's memory for the backward pass
+    offload: Annotated[int, at_least(0)] = 0
     transformer_engine: bool = False  # its linear layers instead of megatron-core's; needs a GPU
     # products add the gradients of their weights to the sum over a step's micro-batches as they make them
     gradient_accumulation_fusion: bool = False

@@ -99,7 +99,7 @@ def build_stages(config: Config, groups: Groups, dtype: torch.dtype, device: tor
     for stage, chunk in enumerate(chunks_on(config.parallel, groups.pipeline_rank)):
         place = ModelSlice(layers[chunk], chunk == 0, chunk == len(layers) - 1, tensor)
         with device:
-            model = LanguageModel(config.model, place, config.parallel.recompute)
+            model = LanguageModel(config.model, place, config.parallel.recompute, config.parallel.offload)
         stages.append(Stage(model.cast(dtype), megatron, stage if virtual > 1 else None))
     return stages
 

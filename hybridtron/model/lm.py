@@ -60,7 +60,11 @@ class LanguageModel(nn.Module):
     """Weights are uninitialised until `model/init.py` or a checkpoint fills them."""
 
     def __init__(
-        self, config: ModelConfig, model_slice: ModelSlice = FULL_MODEL, recompute: Recompute = Recompute.none
+        self,
+        config: ModelConfig,
+        model_slice: ModelSlice = FULL_MODEL,
+        recompute: Recompute = Recompute.none,
+        offload: int = 0,
     ) -> None:
         super().__init__()
         arch, tensor = architecture(config), model_slice.tensor
@@ -71,7 +75,7 @@ class LanguageModel(nn.Module):
         elif model_slice.last and self.tied:
             self.embedding = Head(config.width, config.vocab_size, tensor)
         layers = range(len(arch.specs)) if model_slice.layers is None else model_slice.layers
-        self.layers = Stack(arch, layers, config.norm_eps, tensor, recompute)
+        self.layers = Stack(arch, layers, config.norm_eps, tensor, recompute, offload)
         if model_slice.last:
             self.norm = RMSNorm(config.width, config.norm_eps)
             if not self.tied:

@@ -21,6 +21,7 @@ from hybridtron.architecture.table import Architecture
 from hybridtron.config.schema import Recompute
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import State, build_mixer
+from hybridtron.model.offload import OffloadedPass
 from hybridtron.ops.norm import AddRMSNormInputs, RMSNormInputs, add_rms_norm, rms_norm
 from hybridtron.parallel.linear import TensorGroup
 
@@ -40,6 +41,11 @@ class ResidualStream(NamedTuple):
     def added(self) -> Tensor:
         """The stream as one tensor."""
         return self.x_LBD if self.pending_LBD is None else self.x_LBD + self.pending_LBD
+
+    @property
+    def newest_LBD(self) -> Tensor:
+        """What was made last of it."""
+        return self.x_LBD if self.pending_LBD is None else self.pending_LBD
 
 
 class RMSNorm(nn.Module):
@@ -103,11 +109,18 @@ class Stack(nn.ModuleDict):
     """The sub-layers of one stage, by their index in the whole model.
 
     With `recompute=layer` a sub-layer keeps its input alone and runs again in backward, from the same initial state;
-    with `selective` those do that look along the sequence, and MLPs keep what they made.
+    with `selective` those do that look along the sequence, and MLPs keep what they made. With `offload` what the first
+    sub-layers keep waits in the host's memory.
     """
 
     def __init__(
-        self, arch: Architecture, indices: range, norm_eps: float, tensor: TensorGroup, recompute: Recompute
+        self,
+        arch: Architecture,
+        indices: range,
+        norm_eps: float,
+        tensor: TensorGroup,
+        recompute: Recompute = Recompute.none,
+        offload: int = 0,
     ) -> None:
         super().__init__(
             {str(i): Residual(arch.specs[i], arch.sizes_at(i), norm_eps, tensor.of_layer(i)) for i in indices}
@@ -115,11 +128,13 @@ class Stack(nn.ModuleDict):
         along_sequence = {str(i) for i in indices if arch.specs[i].state_parts(arch.sizes)}
         choices = {Recompute.none: set(), Recompute.selective: along_sequence, Recompute.layer: set(self)}
         self.recomputed: set[str] = choices[recompute]
+        self.offloaded = set(list(self)[:offload])
 
     def forward(self, x_LBD: Tensor, states: States | None, seq: SeqInfo) -> StackOut:
         stream = ResidualStream(x_LBD)
         new_states: States = {}
         total_aux: dict[str, Tensor] = {}
+        offloaded = OffloadedPass()
         for name, layer in self.items():
             index = int(name)
             state = None if states is None else states.get(index)
@@ -127,9 +142,16 @@ class Stack(nn.ModuleDict):
                 # The sum is made outside of what runs again, which then keeps one tensor as its input and not two.
                 x_LBD = stream.added()
                 out = checkpoint(layer, x_LBD, None, state, seq, use_reentrant=False, preserve_rng_state=False)
+            elif name in self.offloaded and torch.is_grad_enabled():
+                kept = offloaded.begin(layer, stream.x_LBD)
+                with kept.forward_pass():
+                    out = layer(*stream, state, seq)
+                offloaded.end(out.stream.newest_LBD, kept)
             else:
                 out = layer(*stream, state, seq)
+                offloaded.end(out.stream.newest_LBD, None)
             stream, new_states[index] = out.stream, out.state
             for key, loss in out.aux.items():
                 total_aux[key] = total_aux[key] + loss if key in total_aux else loss
+        offloaded.close()
         return StackOut(stream.added(), new_states, total_aux)

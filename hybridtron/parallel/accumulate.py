@@ -51,13 +51,14 @@ class AccumulatedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-        ctx.save_for_backward(x_TI, weight_OI)
+        ctx.save_for_backward(x_TI)
+        ctx.weight_OI = weight_OI  # itself: what autograd has saved may come back as another tensor, without its sum
         return linear(LinearInputs(x_TI, weight_OI))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x_TI, weight_OI = ctx.saved_tensors
+        (x_TI,), weight_OI = ctx.saved_tensors, ctx.weight_OI
         needs_x, needs_weight = ctx.needs_input_grad
         flat_TO = grad_TO.flatten(0, -2)
         of_x = matrix_product(ProductInputs(flat_TO, weight_OI)).view(x_TI.shape) if needs_x else None

@@ -43,14 +43,14 @@ class EnteredProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_LBD: Tensor, entry: Entry, *weights: Tensor) -> tuple[Tensor, ...]:
         whole_LBD, _ = _gathered(x_LBD, entry) if entry.sequence else (x_LBD, None)
-        ctx.entry = entry
-        ctx.save_for_backward(x_LBD if entry.again else whole_LBD, *weights)
+        ctx.entry, ctx.weights = entry, weights  # themselves, as in accumulate.py
+        ctx.save_for_backward(x_LBD if entry.again else whole_LBD)
         each = zip(weights, entry.sizes, strict=True)
         return tuple(part for weight, sizes in each for part in functional.linear(whole_LBD, weight).split(sizes, -1))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        entry, (x_LBD, *weights) = ctx.entry, ctx.saved_tensors
+        entry, weights, (x_LBD,) = ctx.entry, ctx.weights, ctx.saved_tensors
         needs_x, _, *needs = ctx.needs_input_grad
         gathering = summing = None
         if entry.again and any(needs):

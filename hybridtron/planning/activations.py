@@ -3,7 +3,7 @@
 Between the two passes of a micro-batch every sub-layer of a chunk keeps what it needs (`LayerUse.kept`). The peak is at
 the loss, with its logits, or in a backward pass, at the sub-layer for which most is held: what the sub-layers after it
 kept is gone, and besides it holds what its own backward pass has made (`LayerUse.back`) and, recomputed, what its
-forward pass kept the second time.
+forward pass kept the second time. Of sub-layers whose activations wait on the host, those of two are there at a time.
 
 In a pipeline the schedule holds streams besides, (tokens, width) each:
 
@@ -42,10 +42,21 @@ class ChunkUse:
 
         `received`: what came from the rank after this one. The last sub-layer takes it for its stream's gradient.
         """
-        gone, most = self.last_norm, 0
+        gone, most, before = self.last_norm, 0, [0, *(layer.away for layer in self.layers)]
         for index, layer in enumerate(reversed(self.layers)):
-            most = max(most, layer.again + layer.back + (received if index else 0) - gone)
+            here = layer.away + before[-2 - index]  # of this sub-layer, and of the one that runs backward next
+            most = max(most, layer.again + layer.back + here + (received if index else 0) - gone)
             gone += layer.kept
+        return most
+
+    @property
+    def forward(self) -> int:
+        """Values per token beyond those kept, where a forward pass sends to the host what a sub-layer has made."""
+        coming, most, before = self.kept, 0, 0
+        for layer in self.layers:
+            coming -= layer.kept
+            most = max(most, layer.away + before - coming)
+            before = layer.away
         return most
 
 
@@ -95,6 +106,8 @@ class RankUse:
         sent = (2 + 2 * follows) * interleaved
         if turn.forward is not None and self.chunks[turn.forward].last_norm:
             yield self.logits + (sent + 2 * before) * stream
+        if turn.forward is not None and not self.runs_again:
+            yield self.chunks[turn.forward].forward * self.value_bytes + (sent + 2 * before) * stream
         if turn.backward is not None:
             chunk = self.chunks[turn.backward]
             received = self.stream * self.together if self.ranks > 1 and not chunk.last_norm else 0

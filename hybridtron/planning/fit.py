@@ -119,7 +119,7 @@ def _is_refused(phase: ResolvedPhase, gpus: int) -> bool:
 
 def _recomputing(config: Config, gpus: int) -> Iterator[tuple[ResolvedPhase, Plan]]:
     """The layout with ever more recomputation, so ever less memory."""
-    for recompute in Recompute:
+    for recompute in Recompute if not config.parallel.offload else (Recompute.none,):
         parallel = dataclasses.replace(config.parallel, recompute=recompute)
         phase = largest_phase(dataclasses.replace(config, parallel=parallel))
         yield phase, plan(phase, gpus)

@@ -7,7 +7,8 @@ own query heads use.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, StatePart
 from hybridtron.architecture.table import architecture
@@ -28,6 +29,7 @@ class LayerUse:
     back: int  # that its backward pass has made at its most, with the stream's gradient, less what is gone by then
     summed: int  # over the tensor-parallel ranks, in forward and backward
     gathered: int = 0  # from these ranks once more, in backward
+    away: int = 0  # that waits in the host's memory from the forward to the backward pass
 
 
 def layer_uses(config: Config, runs_again: bool = False) -> tuple[LayerUse, ...]:
@@ -37,6 +39,13 @@ def layer_uses(config: Config, runs_again: bool = False) -> tuple[LayerUse, ...]
         letter: _layer_use(spec, arch.sizes, config, stream, runs_again) for letter, spec in arch.by_letter.items()
     }
     return tuple(by_letter[letter] for letter in arch.letters)
+
+
+def with_offload(uses: Sequence[LayerUse], count: int, received: int) -> tuple[LayerUse, ...]:
+    """Of a stage's sub-layers the first ones leave what they keep to the host, less the stream that was received."""
+    stays = [received, *[0] * len(uses)]
+    away = [replace(use, kept=stay, away=use.kept - stay) for use, stay in zip(uses[:count], stays, strict=False)]
+    return (*away, *uses[count:])
 
 
 def is_recomputed(spec: MixerSpec, sizes: ModelSizes, recompute: Recompute) -> bool:

@@ -32,6 +32,7 @@ With t tensor-parallel, p pipeline and d data-parallel ranks, v virtual stages, 
                          here and in the activations in fp32 with model.residual_fp32
     data traffic         gradients are scattered, (d - 1) / d of them sent, and weights gathered, if the optimizer
                          is distributed, otherwise gradients are summed; a tied embedding is summed over its two ranks
+    host traffic         what waits there by `parallel.offload`, both ways
     bubble               (p - 1) / (v m + p - 1) of the pipeline's time, if the stages are equally long
 
 Left out: buffers of the allocator, of the kernels and of the network; key/value heads that are copied count as cut in
@@ -52,8 +53,24 @@ from hybridtron.config.resolve import ResolvedPhase, resolve
 from hybridtron.config.schema import Config
 from hybridtron.planning.activations import ChunkUse, RankUse
 from hybridtron.planning.count import VALUE_BYTES, gradient_bytes, loss_bytes
-from hybridtron.planning.layer_use import LayerUse, carried_bytes, layer_uses, runs_again, shared, stream_values
-from hybridtron.planning.pipeline import WeightBytes, cached_bytes, held_names, local_size, turns, weight_bytes
+from hybridtron.planning.layer_use import (
+    LayerUse,
+    carried_bytes,
+    layer_uses,
+    runs_again,
+    shared,
+    stream_values,
+    with_offload,
+)
+from hybridtron.planning.pipeline import (
+    Traffic,
+    WeightBytes,
+    cached_bytes,
+    held_names,
+    local_size,
+    turns,
+    weight_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -83,21 +100,6 @@ class PlannedStage:
     index: int
     layers: range
     forward_cost: int
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that one device sends in an optimizer step."""
-
-    tensor: int
-    pipeline: int
-    gradients: int
-    parameters: int
-
-    @property
-    def total(self) -> int:
-        """All of it together."""
-        return self.tensor + self.pipeline + self.gradients + self.parameters
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,11 @@ class _Step:
         """Bytes of one activation for every token of a micro batch's chunk."""
         return VALUE_BYTES[self.config.precision.name] * self.phase.settings.seq_len * self.phase.settings.micro_batch
 
+    def sublayers(self, chunk: PlannedStage) -> tuple[LayerUse, ...]:
+        """Those of a chunk."""
+        received = stream_values(self.config) if chunk.index else 0
+        return with_offload([self.uses[layer] for layer in chunk.layers], self.config.parallel.offload, received)
+
     def lane_bytes(self, chunk: PlannedStage) -> int:
         """Bytes of one lane's carried state in a chunk of the model."""
         return sum(self.carried.get(layer, 0) for layer in chunk.layers)
@@ -224,11 +231,7 @@ def _use(step: _Step, rank: int, chunks: Sequence[PlannedStage]) -> RankUse:
     tied = model.tie_embeddings and is_last and parallel.pipeline == 1
     return RankUse(
         chunks=tuple(
-            ChunkUse(
-                tuple(step.uses[layer] for layer in chunk.layers),
-                norm,
-                step.phase.settings.micro_batch * step.lane_bytes(chunk),
-            )
+            ChunkUse(step.sublayers(chunk), norm, step.phase.settings.micro_batch * step.lane_bytes(chunk))
             for chunk, norm in zip(chunks, norms, strict=True)
         ),
         value_bytes=step.value_bytes,
@@ -276,4 +279,5 @@ def _traffic(step: _Step, rank: int, chunks: Sequence[PlannedStage], held: Weigh
         pipeline=borders * stream_values(step.config) * values,
         gradients=(1 if sharded else 2) * held.gradients * (step.data - 1) // step.data + tied * is_tied,
         parameters=held.learning * (step.data - 1) // step.data if sharded else 0,
+        host=2 * values * sum(layer.away for chunk in chunks for layer in step.sublayers(chunk)),
     )

@@ -1,9 +1,10 @@
-"""Which weights a pipeline rank holds, in bytes, and its passes in Megatron's order, with what is in flight at each."""
+"""Which weights a pipeline rank holds, its passes in Megatron's order with what is in flight, and what it sends."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from hybridtron.architecture.base import Parameter
@@ -48,6 +49,22 @@ def cached_bytes(config: Config, weights: Mapping[str, Parameter]) -> int:
     )
     copies = 1 if config.precision.emulate else 2
     return copies * sum(local_size(weight, config.parallel) for weight in in_fp8)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one device sends in an optimizer step."""
+
+    tensor: int
+    pipeline: int
+    gradients: int
+    parameters: int
+    host: int = 0  # to its host and from it
+
+    @property
+    def total(self) -> int:
+        """All of it together."""
+        return self.tensor + self.pipeline + self.gradients + self.parameters + self.host
 
 
 class Turn(NamedTuple):

@@ -19,6 +19,8 @@ changes only with a source for the new one.
                     to kernel launch"), 4 to 6 us measured for a launch in C++ (xiaguan/cuda-kernel-launch-lab)
     HEAD_ROOM       a guess: context, NCCL's buffers and workspaces take 2 to 4 GB of 80, fragmentation the rest
     WAIT_S          what a wait of the host costs: its device stands still until the next kernel is launched
+    host            80%, a guess, of the 64 GB/s in each direction of PCIe 5.0 with 16 lanes (data sheets of H100, H200
+                    and B200: 128 GB/s both ways), to pinned memory; GPUs that share a switch have less
     links           what a ring reaches of NVLink inside a node, and of one adapter of 400 Gbit/s a GPU between nodes
 """
 
@@ -45,6 +47,7 @@ class GPU:
     inside_node: float  # bytes a second that a ring sends, inside a node
     between_nodes: float
     node: int = 8  # GPUs of a node
+    host: float = 50 * GB  # bytes a second between the GPU and its host, in each direction
 
     def rate(self, kind: str, maker: str) -> float | None:
         """FLOPs a second of a product, or of attention, by whose kernel; None for what has no rate."""

@@ -3,7 +3,8 @@
     a micro-batch     products three times, attention's two products and the five of its backward pass, at their rates;
                       once more what is recomputed. Then what tensor-parallel ranks send; of it the sum of an input's
                       gradient, and the input gathered again, hide behind half of a pass's products each, where
-                      `parallel/entered.py` sends them. Streams between stages, which interleaved stages hide.
+                      `parallel/entered.py` sends them. Streams between stages, which interleaved stages hide. What
+                      goes to the host and comes back, as far as passes of as many sub-layers don't hide it.
     the step          all micro-batches of the slowest pipeline rank, and (p - 1) / v more that the pipeline waits for
     once              gradients and weights over the data-parallel ranks, as far as the last backward pass and the first
                       forward pass don't hide them; the optimizer's bytes
@@ -60,7 +61,11 @@ def micro_batch_seconds(made: Plan, phase: ResolvedPhase, gpu: GPU) -> list[floa
         hidden = sum(behind[layer] for chunk in rank.chunks for layer in chunk.layers)
         inside = rank.traffic.tensor / gpu.link(parallel.tensor) - made.micro_batches * tokens * hidden
         between = rank.traffic.pipeline / gpu.link(made.world_size) if parallel.virtual_pipeline == 1 else 0.0
-        found.append(tokens * token + (inside + between) / made.micro_batches)
+        first = [layer for chunk in rank.chunks for layer in chunk.layers[: parallel.offload]]
+        copying = exposed_copies(
+            rank.traffic.host / 2 / gpu.host / made.micro_batches, tokens * sum(of_layers[layer] for layer in first)
+        )
+        found.append(tokens * token + (inside + between) / made.micro_batches + copying)
     return found
 
 
@@ -68,6 +73,11 @@ def layer_seconds(layer: LayerCount, is_again: bool, gpu: GPU) -> float:
     """Of a token in a sub-layer."""
     products, attention = layer.flops.get("projections", 0), layer.flops.get("attention", 0)
     return (PRODUCTS + is_again) * products / gpu.products + (ATTENTION + is_again) * attention / gpu.attention
+
+
+def exposed_copies(seconds: float, passes: float) -> float:
+    """Of copies to the host, and of as many from it, as far as the two passes of as many sub-layers don't hide them."""
+    return max(0.0, seconds - passes / 3) + max(0.0, seconds - 2 / 3 * passes)
 
 
 def hidden_seconds(layer: LayerCount, spec: MixerSpec, config: Config, gpu: GPU) -> float:

@@ -20,18 +20,20 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from hybridtron.planning.rates import GPU
-from hybridtron.rehearse.heard import waits
+from hybridtron.rehearse.heard import arrived, copied, waits
 
 
 class AbsentStream:
     """A stream, or an event: all its work is done."""
 
     cuda_stream = 0
+    copies = range(0)  # that were asked for on it the last time
 
     def __init__(self, *_: Any, priority: int = 0, enable_timing: bool = False) -> None: ...
 
-    def wait_stream(self, _: Any) -> None:
+    def wait_stream(self, other: Any) -> None:
         waits("stream")
+        arrived(other.copies)
 
     def wait_event(self, _: Any) -> None:
         waits("stream")
@@ -54,6 +56,19 @@ class AbsentStream:
         return self
 
     def __exit__(self, *_: object) -> None: ...
+
+
+class OnStream:
+    """What `torch.cuda.stream` gives: inside, this stream is asked."""
+
+    def __init__(self, stream: AbsentStream) -> None:
+        self.stream, self.first = stream, 0
+
+    def __enter__(self) -> None:
+        self.first = copied()
+
+    def __exit__(self, *_: object) -> None:
+        self.stream.copies = range(self.first, copied())
 
 
 def pretend(library: ctypes.CDLL, gpu: GPU) -> None:
@@ -79,7 +94,8 @@ def pretend(library: ctypes.CDLL, gpu: GPU) -> None:
     fake: Any = FakeTensor
     fake.tolist = _values
     cuda.Stream = cuda.Event = AbsentStream
-    cuda.stream = cuda.current_stream = cuda.default_stream = lambda *_: AbsentStream()
+    cuda.current_stream = cuda.default_stream = lambda *_: AbsentStream()
+    cuda.stream = lambda stream: OnStream(stream or AbsentStream())
     _register_kernels()
 
 
@@ -119,6 +135,8 @@ class ValuesOfNobody(TorchFunctionMode):
                 return _copied_in(args[0], kwargs.get("dtype"))
         if kwargs.get("generator") is not None:
             kwargs = {**kwargs, "generator": None}  # it is one of the CPU, and nothing is drawn
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         if func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs and args[0].is_cuda:

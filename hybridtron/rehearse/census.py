@@ -39,6 +39,7 @@ NOTHING = {
 }  # fmt: skip
 NOT_READ = {"copy_", "zero_", "fill_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_"}  # what they write
 COPIES = {"_to_copy", "copy_"}
+TO_HOST, FROM_HOST = "copy to the host", "copy from the host"
 PICKS = {"embedding", "gather", "index", "index_select"}  # rows of their first argument
 
 
@@ -64,6 +65,20 @@ class Wait:
     kind: str
 
 
+@dataclass
+class Sent:
+    """One call. `asked` and `waited`: how many operations were counted before the call, and before it is waited for."""
+
+    part: str
+    place: str
+    kind: str
+    bytes: int  # that this rank sends
+    ranks: int
+    between_nodes: bool
+    asked: int
+    waited: int
+
+
 class Census(TorchDispatchMode):
     """The operations, waits and memory of what runs inside, in order. It stands outside of the fake tensors' mode."""
 
@@ -71,6 +86,7 @@ class Census(TorchDispatchMode):
         super().__init__()
         self.operations: list[Operation] = []
         self.waits: list[Wait] = []
+        self.copies: list[Sent] = []  # to the host and from it, which it does not wait for
         self.memory = LiveMemory(lambda: len(self.operations))
         self.part = "build"
         self._places: dict[int, str] = {}  # by autograd's number of a recorded operation
@@ -102,16 +118,23 @@ class Census(TorchDispatchMode):
     def _count(
         self, form: OperationForm, args: Any, kwargs: Any, given: Sequence[Tensor], made: Sequence[Tensor], place: str
     ) -> None:
-        name = form.name
+        name, moved = form.name, moved_bytes(form, args, kwargs, made)
         if name in COPIES and not (kwargs.get("non_blocking") or args[2:3] == (True,)):
             if any(on_device(x) and not on_device(y) for x in given for y in made):
                 self.wait("copy to the host")
             elif any(on_device(y) and not on_device(x) for x in given for y in made):
                 self.wait("copy to the device")
-        moved = moved_bytes(form, args, kwargs, made)
+        elif name == "copy_" and (direction := copy_direction(args)) is not None:
+            now, name, moved = len(self.operations), direction, args[0].nbytes
+            self.copies.append(Sent(self.part, place, name, moved, 1, False, now, now))
         product = name in PRODUCTS
         flops = product_flops(name, args) if product else 0
         self.operations.append(Operation(self.now, place, name, moved, flops, "product" if product else "torch"))
+
+    def arrived(self, copies: range) -> None:
+        """What is computed from now on waits for these copies."""
+        for copy in self.copies[copies.start : copies.stop]:
+            copy.waited = len(self.operations)
 
     @property
     def now(self) -> str:
@@ -189,6 +212,12 @@ def form_of(func: Any) -> OperationForm:
         if argument.alias_info is not None and argument.alias_info.is_write
     )
     return OperationForm(name, not (func.namespace == "c10d" or func.is_view or name in NOTHING), written)
+
+
+def copy_direction(args: Any) -> str | None:
+    """Of `copy_`: whether it is to the host or from it."""
+    to, of = map(on_device, args[:2])
+    return None if to == of else FROM_HOST if to else TO_HOST
 
 
 def on_device(tensor: Tensor) -> bool:

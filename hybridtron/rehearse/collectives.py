@@ -13,27 +13,12 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hybridtron.rehearse.census import Census
-
-
-@dataclass
-class Sent:
-    """One call. `asked` and `waited`: how many operations were counted before the call, and before it is waited for."""
-
-    part: str
-    place: str
-    kind: str
-    bytes: int  # that this rank sends
-    ranks: int
-    between_nodes: bool
-    asked: int
-    waited: int
+from hybridtron.rehearse.census import Census, Sent
 
 
 class SentHandle:

@@ -5,7 +5,7 @@ It is kept in the module, as torch runs the backward pass on threads of its own,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -18,6 +18,13 @@ class Listener(Protocol):
 
     def add(self, name: str, moved: int, flops: int, kind: str) -> None:
         """A kernel runs: its bytes and FLOPs."""
+
+    @property
+    def copies(self) -> Sequence[object]:
+        """Those between host and device that ran beside what is computed."""
+
+    def arrived(self, copies: range) -> None:
+        """What is computed from now on waits for these of them."""
 
 
 _listening: list[Listener] = []
@@ -37,6 +44,17 @@ def waits(kind: str) -> None:
     """Report a wait."""
     for listener in _listening:
         listener.wait(kind)
+
+
+def copied() -> int:
+    """How many copies between host and device were asked for."""
+    return sum(len(listener.copies) for listener in _listening)
+
+
+def arrived(copies: range) -> None:
+    """Report that these copies are waited for."""
+    for listener in _listening:
+        listener.arrived(copies)
 
 
 def runs(name: str, moved: int, flops: int, kind: str) -> None:

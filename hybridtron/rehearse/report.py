@@ -76,7 +76,8 @@ def sent_of(rehearsed: Rehearsed) -> dict[tuple[str, str, int, bool, bool], tupl
     """(line, kind, ranks, between nodes, hidden) -> calls and bytes, in the larger rehearsed step."""
     step = rehearsed.step
     found: dict[tuple[str, str, int, bool, bool], tuple[int, int]] = {}
-    for call in (*step.passes_of_many.sent, *step.update.sent):
+    passes = step.passes_of_many
+    for call in (*passes.sent, *passes.copies, *step.update.sent):
         key = (call.place, call.kind, call.ranks, call.between_nodes, call.waited > call.asked)
         calls, size = found.get(key, (0, 0))
         found[key] = calls + 1, size + call.bytes
@@ -149,7 +150,7 @@ def tables(rehearsed: Rehearsed) -> Iterable[Table]:
         yield _kernels(rehearsed)
     if waits := waits_of(rehearsed):
         yield _waits(waits)
-    if rehearsed.world > 1:
+    if rehearsed.world > 1 or rehearsed.step.passes_of_many.copies:
         yield _sent(rehearsed)
     yield _memory(rehearsed)
 

@@ -29,8 +29,8 @@ from hybridtron.parallel import groups
 from hybridtron.rehearse import heard
 from hybridtron.rehearse.absent_gpu import ValuesOfNobody, fake_tensors
 from hybridtron.rehearse.attention_work import flex_kernel
-from hybridtron.rehearse.census import Census, Operation, Wait
-from hybridtron.rehearse.collectives import Collectives, Sent
+from hybridtron.rehearse.census import Census, Operation, Sent, Wait
+from hybridtron.rehearse.collectives import Collectives
 from hybridtron.rehearse.launches import Launches
 from hybridtron.rehearse.live import Course
 
@@ -43,6 +43,7 @@ class CountedPart:
     operations: list[Operation]
     waits: list[Wait]
     sent: list[Sent]
+    copies: list[Sent]  # to the host and from it
 
 
 @dataclass(frozen=True)
@@ -144,10 +145,10 @@ class _Steps:
 
     def _counted(self, part: str, run: Callable[[], object]) -> CountedPart:
         census, sent = self.census, self.sent
-        first, waits, calls = len(census.operations), len(census.waits), len(sent)
+        first, waits, calls, copies = len(census.operations), len(census.waits), len(sent), len(census.copies)
         census.part = part
         run()
-        return CountedPart(first, census.operations[first:], census.waits[waits:], sent[calls:])
+        return CountedPart(first, census.operations[first:], census.waits[waits:], sent[calls:], census.copies[copies:])
 
     def _batch(self) -> Batch:
         rows, length = self.phase.settings.micro_batch, self.phase.settings.seq_len * self.phase.chunks_together

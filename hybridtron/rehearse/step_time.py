@@ -5,6 +5,7 @@
     everything else     its bytes
     the host            launches; where they take longer than what they start, they count instead
     a collective        its bytes over the link; what is computed until it is waited for hides it
+    copies to the host  likewise, one after the other in each direction; and from it
     a wait              a fixed time
 
 A step's passes cost `once` and a time for each micro-batch; in a pipeline of p ranks with v virtual stages, (p - 1) / v
@@ -19,8 +20,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from hybridtron.planning.rates import GPU, LAUNCH_S, WAIT_S
-from hybridtron.rehearse.census import Operation
-from hybridtron.rehearse.collectives import Sent
+from hybridtron.rehearse.census import FROM_HOST, TO_HOST, Operation, Sent
 from hybridtron.rehearse.kernel_time import KernelTime
 from hybridtron.rehearse.step import CountedPart, RankStep
 
@@ -132,6 +132,8 @@ def part_time(part: CountedPart, kernels: dict[int, KernelTime], gpu: GPU) -> Pa
     for call in part.sent:
         found.sent += call.bytes
         found.exposed += exposed_seconds(call, until, part.first, gpu)
+    found.sent += sum(copy.bytes for copy in part.copies)
+    found.exposed += copies_seconds(part.copies, until, part.first, gpu)
     return found
 
 
@@ -150,6 +152,17 @@ def exposed_seconds(call: Sent, until: Sequence[float], first: int, gpu: GPU) ->
     return max(0.0, needed - (until[waited] - until[asked]))
 
 
+def copies_seconds(copies: Sequence[Sent], until: Sequence[float], first: int, gpu: GPU) -> float:
+    """How long what is computed waits for copies between device and host: one after the other, in each direction."""
+    waited, ends = 0.0, {TO_HOST: 0.0, FROM_HOST: 0.0}
+    for copy in copies:
+        asked, needed = (until[min(max(0, index - first), len(until) - 1)] for index in (copy.asked, copy.waited))
+        ends[copy.kind] = max(ends[copy.kind], asked + waited) + copy.bytes / gpu.host
+        if copy.waited > copy.asked:
+            waited += max(0.0, ends[copy.kind] - needed - waited)
+    return waited
+
+
 NAMES = {"model": "residual stream", "mixers": "copies", "engine": "gradients", "parallel": "gradients"}
 
 
@@ -159,6 +172,8 @@ def category(each: Operation) -> str:
         return {"product": "products"}.get(each.kind, each.kind)
     if each.part == "update":
         return "optimizer"
+    if each.name in (TO_HOST, FROM_HOST):
+        return "copies of activations"
     if each.name.startswith("cast to fp8"):
         return "casts to FP8"
     room, _, rest = each.place.partition("/")

@@ -47,6 +47,8 @@ def announce_run(config: Config, engine: Engine, first: int, last: int) -> None:
             f"{groups.world_size} processes: tensor {parallel.tensor}{' with sequence' * parallel.sequence}, "
             f"pipeline {parallel.pipeline} x {parallel.virtual_pipeline}, data {groups.data_size}"
         )
+    if parallel.offload and engine.device.type == "cpu":
+        LOG.warning("parallel.offload saves nothing on a CPU, whose memory is the host's: it costs copies")
     table = Table("op", "runs", "why", box=None, title="kernels", title_justify="left")
     used = ops_of(engine.config.model)
     for name, implementation, reason in choices(engine.device.type):

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from hybridtron.config.load import load
+from hybridtron.planning.memory import largest_phase, plan
 from hybridtron.rehearse.suite_page import NEAR
 from tests.rehearse.programs import printed_by
 
@@ -23,6 +25,15 @@ JOBS: dict[str, tuple[list[str], int, int]] = {
     "gathered again": ([*SAMBA, CUT, "parallel.regather=true"], 8, 0),
     "recompute": ([*SAMBA, "parallel.recompute=layer"], 1, 0),
     "recompute, cut": ([*SAMBA, "parallel.recompute=layer", CUT], 8, 0),
+    "offload": ([*SAMBA, "parallel.offload=6"], 1, 0),
+    "all offloaded": ([*SAMBA, "parallel.offload=99"], 1, 0),
+    "offload, first of two": ([*SAMBA, "parallel.offload=6", CUT], 8, 0),
+    "offload, last of two": ([*SAMBA, "parallel.offload=6", CUT], 8, 4),
+    "offload, interleaved": (
+        [*SAMBA, "parallel.offload=3", "parallel.pipeline=2", "parallel.virtual_pipeline=2"],
+        2,
+        1,
+    ),
     "isolated documents": ([*SAMBA, "data.documents=isolate"], 1, 0),
     "isolated documents, cut": ([*SAMBA, "data.documents=isolate", CUT], 8, 0),
     "span attention": (["recipe=samba_span_421m", "phases.0.micro_batch=2", "data.documents=isolate"], 1, 0),
@@ -41,7 +52,21 @@ def test_the_peak_is_the_planned_one(found: dict[str, dict[str, Any]], job: str)
     assert memory["planned"] == pytest.approx(memory["peak"], rel=NEAR)
 
 
-@pytest.mark.parametrize("job", JOBS)
+OFFLOADED = [job for job in JOBS if "offload" in job]
+
+
+@pytest.mark.parametrize("job", OFFLOADED)
+def test_what_goes_to_the_host_is_what_was_planned(found: dict[str, dict[str, Any]], job: str) -> None:
+    settings, gpus, rank = JOBS[job]
+    phase = largest_phase(load(settings))
+    wanted = plan(phase, gpus).ranks[rank // (gpus // phase.config.parallel.pipeline)].traffic.host
+    micro_batches = found[job]["micro_batches"]
+    copies = [cost for cost in found[job]["per_micro_batch"]["costs"] if cost["kind"] == "copies of activations"]
+    assert sum(cost["bytes"] for cost in copies) * micro_batches == pytest.approx(wanted, rel=NEAR)
+    assert found[job]["model"]["exposed_seconds"] > 0  # the link takes longer than the passes
+
+
+@pytest.mark.parametrize("job", [job for job in JOBS if job not in OFFLOADED])
 def test_the_host_waits_once_a_step(found: dict[str, dict[str, Any]], job: str) -> None:
     assert found[job]["per_micro_batch"]["waits"] == 0
     assert found[job]["once"]["waits"] == 1

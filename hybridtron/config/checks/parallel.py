@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import architecture
+from hybridtron.config.choices import FP8_MULTIPLES, Recompute
 from hybridtron.config.layout import multiples_near, stage_problems, world_problems
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.config.schema import ParallelConfig
@@ -30,6 +31,7 @@ def parallel_problems(phase: ResolvedPhase, world_size: int | None) -> Iterator[
         yield Problem(
             "parallel.gradient_accumulation_fusion", "is true, which run.compile can't trace: set one to false"
         )
+    yield from _offload(phase)
     yield from _transformer_engine(parallel)
     yield from _tensor(phase)
     yield from _pipeline(phase)
@@ -47,6 +49,19 @@ def _overlap(parallel: ParallelConfig) -> Iterator[Problem]:
     if parallel.overlap_param_gather and not possible:
         needed = "parallel.distributed_optimizer=true and parallel.overlap_grad_reduce=true"
         yield Problem("parallel.overlap_param_gather", f"is true, which needs {needed}: set both, or use false")
+
+
+def _offload(phase: ResolvedPhase) -> Iterator[Problem]:
+    """What goes to the host is kept by autograd, in tensors, by code that is not traced."""
+    parallel = phase.config.parallel
+    others = {
+        "parallel.recompute=none": parallel.recompute is not Recompute.none,
+        "parallel.transformer_engine=false": parallel.transformer_engine,
+        "run.compile=false": phase.config.run.compile,
+        "precision.emulate=true": phase.precision.name in FP8_MULTIPLES and not phase.precision.emulate,
+    }
+    if parallel.offload and (needed := [setting for setting, is_against in others.items() if is_against]):
+        yield Problem("parallel.offload", f"is {parallel.offload}, which needs {' and '.join(needed)}: or use 0")
 
 
 def _transformer_engine(parallel: ParallelConfig) -> Iterator[Problem]:

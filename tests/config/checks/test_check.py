@@ -139,6 +139,13 @@ def test_products_that_add_up_gradients_are_not_compiled():
     assert not reported("parallel.gradient_accumulation_fusion=true")
 
 
+@pytest.mark.parametrize("other", ["parallel.recompute=layer", "run.compile=true"])
+def test_what_waits_on_the_host_is_kept_and_not_traced(other: str) -> None:
+    problems = reported("parallel.offload=2", other)
+    assert "needs" in problems["parallel.offload"]
+    assert not reported("parallel.offload=2")
+
+
 def test_moments_in_bf16_need_steps_that_they_can_hold():
     (message,) = reported("precision.moments=bf16", "optim.betas=[0.9,0.99]").values()
     assert "optim.betas of at most 0.98" in message

@@ -1,0 +1,42 @@
+"""Activations that wait in the host's memory, in the layouts in which ranks exchange what they keep: the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.config.schema import ParallelConfig
+from hybridtron.model import offload
+from hybridtron.parallel.pool import Seat
+from hybridtron.proving.audit.cases import Layout
+from tests.distributed import run_distributed
+from tests.parallel.test_accumulate import ALONE, REGATHERING, configured, gradients
+
+LAYOUTS = [
+    pytest.param(ALONE, None, id="alone"),
+    pytest.param(Layout(tensor=2), REGATHERING, id="tp2-regather", marks=pytest.mark.gloo),
+    pytest.param(Layout(pipeline=2, data=2), None, id="pp2-dp2", marks=[pytest.mark.gloo, pytest.mark.slow]),
+]
+
+
+def offloaded(seat: Seat, fused: bool, layout: Layout, parallel: ParallelConfig | None) -> dict[str, Tensor]:
+    """Of a model of which the first three sub-layers of every stage send off all that they keep."""
+    config, smallest = configured(layout, fused, parallel=parallel), offload.SMALLEST
+    offload.SMALLEST = 1
+    try:
+        return gradients(seat, replace(config, parallel=replace(config.parallel, offload=3)))
+    finally:
+        offload.SMALLEST = smallest
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("layout", "parallel"), LAYOUTS)
+def test_gradients_are_the_same_to_the_bit(layout: Layout, parallel: ParallelConfig | None, fused: bool) -> None:
+    ranks = layout.tensor * layout.pipeline * layout.data
+    kept, *_ = run_distributed(gradients, ranks, configured(layout, fused, parallel=parallel))
+    away, *_ = run_distributed(offloaded, ranks, fused, layout, parallel)
+    assert kept.keys() == away.keys()
+    assert all(torch.equal(away[name], kept[name]) for name in kept)

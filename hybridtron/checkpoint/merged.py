@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -33,20 +33,15 @@ class MergedCheckpoint(Checkpoint):
         return {key: shape for key, shape in super().shapes.items() if not is_adapter(key)}
 
     def whole(self, key: str) -> Tensor:
-        if (pair := self._pair(key)) is None:
+        if (pair := adapter_pair(self._chunks, key)) is None:
             return super().whole(key)
         return self._merged(key, *pair).to(self.dtype(key))
 
     def _fill(self, key: str, wanted: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
-        if (pair := self._pair(key)) is None:
+        if (pair := adapter_pair(self._chunks, key)) is None:
             super()._fill(key, wanted)
         else:
             fill_rectangles(self._merged(key, *pair), wanted)
-
-    def _pair(self, key: str) -> tuple[str, str] | None:
-        """The keys of A and B beside a weight, or beside its master; None where it has no adapter."""
-        A, B = (re.sub(r"\.weight(?=$|\.)", f".adapter.{piece}", key.removeprefix(MASTER)) for piece in "AB")
-        return (A, B) if is_adapter(A) and A in self._chunks else None
 
     def _merged(self, key: str, A: str, B: str) -> Tensor:
         down, up = (super(MergedCheckpoint, self).whole(self._widest(piece)) for piece in (A, B))
@@ -58,6 +53,12 @@ class MergedCheckpoint(Checkpoint):
     def _widest(self, key: str) -> str:
         master = f"{MASTER}{key.removeprefix(MASTER)}"
         return master if master in self._chunks else key
+
+
+def adapter_pair(held: Container[str], key: str) -> tuple[str, str] | None:
+    """The keys of A and B beside a weight, or beside its master; None where it has no adapter."""
+    A, B = (re.sub(r"\.weight(?=$|\.)", f".adapter.{piece}", key.removeprefix(MASTER)) for piece in "AB")
+    return (A, B) if is_adapter(A) and A in held else None
 
 
 def merged(checkpoint: Checkpoint) -> Checkpoint:

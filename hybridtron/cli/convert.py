@@ -2,6 +2,7 @@
 
     hybridtron export runs/samba --output samba-hf                  the newest of a run, or one
     hybridtron export runs/samba --output samba-hf --verify only    prove it again
+    hybridtron export runs/tuned --base samba-hf --output tuned     adapters for peft
     hybridtron import mamba-130m-hf --output imported               then run.weights=imported
 
 Exported are safetensors in shards, config.json, the tokenizer, a model card, and a record of the checkpoint it was. A
@@ -59,6 +60,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     command.add_argument("--output", type=Path, required=True, metavar="DIR", help="the folder for transformers")
     command.add_argument("--target", choices=("auto", "native", "custom"), default="auto")
     command.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the checkpoint's own")
+    command.add_argument("--base", type=Path, metavar="DIR", help="write adapters for peft, beside this model")
     command.add_argument("--shard-size", default="5GB", help="bytes of a file; default: %(default)s")
     command.add_argument("--verify", choices=("full", "sample", "none", "only"), default="full")
     command = commands.add_parser("import", help="write a checkpoint for run.weights")

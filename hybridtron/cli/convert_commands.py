@@ -18,6 +18,7 @@ from hybridtron.interop.config_json import CannotImport
 from hybridtron.interop.export import ExportPlan, export, target_of
 from hybridtron.interop.import_folder import ImportFolder, same_tensors, take_over
 from hybridtron.interop.native import Native
+from hybridtron.interop.peft_adapter import export_adapter
 from hybridtron.interop.sample import sample_size, verify_sample
 from hybridtron.interop.verify import DTYPES, NotTheSame, Proof, verify
 from hybridtron.problems import Unusable
@@ -43,6 +44,11 @@ def newest_of(path: Path) -> Checkpoint:
 def exported(chosen: argparse.Namespace) -> int:
     output = not_there_yet(chosen.output)
     size = bytes_of("--shard-size", chosen.shard_size)
+    if chosen.base is not None:
+        found = Checkpoint.open(checkpoints_at(chosen.source)[-1])
+        layers = export_adapter(found, chosen.base, output)
+        print(f"{output}: adapters of {layers} layers for peft, beside {chosen.base}")
+        return 0
     source = newest_of(chosen.source)
     model = source.config.model
     plan = ExportPlan(source, target_of(model, Wanted(chosen.target)), DTYPES.get(chosen.dtype), size)

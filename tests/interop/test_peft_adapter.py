@@ -1,0 +1,88 @@
+"""Adapters for peft: it loads them beside an exported base, and computes what we do, with adapters and merged."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hybridtron.architecture.adapters import AdaptersConfig, Adapting
+from hybridtron.architecture.table import parameter_table
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.checkpoint.manifest import Meta
+from hybridtron.checkpoint.merged import merged
+from hybridtron.checkpoint.rewrite import write_whole
+from hybridtron.cli.convert import main
+from hybridtron.config.load import to_yaml
+from hybridtron.data.batch import SeqInfo
+from hybridtron.interop.verify import whole_model
+from hybridtron.parallel.groups import Groups
+from tests.interop.models import VOCAB, checkpoint_of, model_config
+
+BESIDE = {Adapting.lora: (), Adapting.hylora: ("embedding", "norm", "conv")}
+
+
+def tuned(base: Checkpoint, preset: Adapting, folder: Path) -> Checkpoint:
+    """The base as it could be after a phase with adapters: frozen weights are its own, the others are not."""
+    adapters = AdaptersConfig(preset, rank=3, alpha=6.0)
+    config = replace(base.config, model=replace(base.config.model, adapters=adapters))
+    made = {}
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in parameter_table(config.model).items():
+        for key, shape in weight.stored(name).items():
+            learned = ".adapter." in key or any(part in key for part in BESIDE[preset])
+            made[key] = torch.randn(shape, generator=generator) * 0.1 if learned else base.whole(key)
+    folder.mkdir()
+    small = {"config.yaml": to_yaml(config).encode(), "tokenizer.json": base.verified("tokenizer.json")}
+    write_whole(folder, Meta(2, 2, {"eos": "3"}, "a test", torch.__version__), small, [("model-0.safetensors", made)])
+    return Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [("llama", Adapting.lora), ("llama-tied", Adapting.hylora), ("granite", Adapting.hylora)],
+)
+def test_peft_computes_what_we_do(name: str, preset: Adapting, alone: Groups, tmp_path: Path) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    base = checkpoint_of(model_config(name), alone, tmp_path / "base")
+    checkpoint = tuned(base, preset, tmp_path / "tuned")
+    base_hf, adapter, whole_hf = (str(tmp_path / part) for part in ("base-hf", "adapter", "whole-hf"))
+    assert main(["export", str(tmp_path / "base"), "--output", base_hf]) == 0
+    assert main(["export", str(checkpoint.folder), "--base", base_hf, "--output", adapter]) == 0
+    assert main(["export", str(checkpoint.folder), "--output", whole_hf]) == 0
+    stored = load_file(Path(adapter) / "adapter_model.safetensors")
+    for module, key in (("q_proj", "q.adapter.A"), ("v_proj", "kv.adapter.A.v")):
+        (theirs,) = [tensor for name, tensor in stored.items() if f"{module}.lora_A" in name][:1]
+        (ours,) = [checkpoint.whole(one) for one in checkpoint.shapes if one.endswith(key)][:1]
+        assert torch.equal(theirs, ours)
+    assert bool(json.loads((Path(adapter) / "adapter_config.json").read_text())["modules_to_save"]) == bool(
+        BESIDE[preset]
+    )
+    tokens = torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
+    model = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base_hf), adapter)
+    expected = whole_model(checkpoint)(tokens, None, SeqInfo.stream(2, 12)).output.transpose(0, 1)
+    limit = 1e-5 * float(expected.abs().max())
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(tokens).logits, expected, rtol=0, atol=limit)
+        combined = whole_model(merged(checkpoint))(tokens, None, SeqInfo.stream(2, 12)).output.transpose(0, 1)
+        torch.testing.assert_close(combined, expected, rtol=0, atol=limit)
+        fused = transformers.AutoModelForCausalLM.from_pretrained(whole_hf).eval()
+        torch.testing.assert_close(fused(tokens).logits, expected, rtol=0, atol=limit)
+
+
+def test_a_base_that_is_not_the_adapters_is_refused(
+    alone: Groups, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = checkpoint_of(model_config("llama"), alone, tmp_path / "base")
+    checkpoint = tuned(base, Adapting.lora, tmp_path / "tuned")
+    arguments = ["--output", str(tmp_path / "out"), "--base"]
+    assert main(["export", str(checkpoint.folder), "--output", str(tmp_path / "other"), "--verify", "none"]) == 0
+    assert main(["export", str(checkpoint.folder), *arguments, str(tmp_path / "other")]) == 2
+    assert "than that beside which adapters were trained" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "base"), *arguments, str(tmp_path / "other")]) == 2
+    assert "has no adapters" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

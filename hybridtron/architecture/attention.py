@@ -121,6 +121,10 @@ class HeadsSpec(MixerSpec):
     def exported_options(self, model: ModelSizes) -> dict[str, Any]:
         return super().exported_options(model) | {"kv_heads": self.groups(), "head_dim": self.head(model)}
 
+    @property
+    def keeps_output(self) -> bool:
+        return not self.gate
+
     def activation_values(self, model: ModelSizes) -> int:
         queries, keys = self.channels(model)
         # q, k, v (once more where a convolution stands between), the output, an fp32 number a head; what a form gathers

@@ -191,6 +191,11 @@ class MixerSpec(ABC):
                 parts["projections" if is_projection else "conv"] += 2 * weight.size
         return {**parts}
 
+    @property
+    def keeps_output(self) -> bool:
+        """Whether an op keeps what the last projection reads for its own backward pass too."""
+        return False
+
     @abstractmethod
     def activation_values(self, model: ModelSizes) -> int:
         """Values per token that the forward pass keeps for the backward pass (estimate; window-free)."""

@@ -37,8 +37,8 @@ With t tensor-parallel, p pipeline and d data-parallel ranks, v virtual stages, 
 
 Left out: buffers of the allocator, of the kernels and of the network; key/value heads that are copied count as cut in
 the activations; the gradients of uncut weights that are summed over t; the sums of Mamba-2's norm, a value per group
-and token; what RWKV-6's channel mix exchanges under sequence parallelism; the loss's scalars. FP8 counts as bf16: what
-its products keep in one byte is not subtracted.
+and token; what RWKV-6's channel mix exchanges under sequence parallelism; the loss's scalars. FP8 that is emulated
+counts as bf16; by Transformer Engine as `fp8_use.py` says.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ from hybridtron.config.resolve import ResolvedPhase, resolve
 from hybridtron.config.schema import Config
 from hybridtron.planning.activations import ChunkUse, RankUse
 from hybridtron.planning.count import VALUE_BYTES, gradient_bytes, loss_bytes
+from hybridtron.planning.fp8_use import with_fp8
 from hybridtron.planning.layer_use import (
     LayerUse,
     carried_bytes,
@@ -152,7 +153,7 @@ def plan(phase: ResolvedPhase, world_size: int) -> Plan:
         chunks=tuple(
             PlannedStage(index, stage, sum(costs[stage.start : stage.stop])) for index, stage in enumerate(stages)
         ),
-        uses=layer_uses(config, runs_again(phase)),
+        uses=with_fp8(layer_uses(config, runs_again(phase)), config, settings.seq_len * settings.micro_batch),
         carried=carried_bytes(phase),
         table=table,
         held=held_names(table, stages, parallel.pipeline),

@@ -149,13 +149,16 @@ def test_one_process_by_hand(precision, gradients, moments, value, master):
 
 @pytest.mark.parametrize(("emulate", "copies"), [("true", 1), ("false", 2)])
 def test_rounded_weights_that_are_kept_by_hand(emulate, copies):
-    """Of Mamba, which stays in bf16, two MLPs and attention; nothing else of the plan changes."""
+    """Of Mamba, which stays in bf16, two MLPs and attention. Else Transformer Engine keeps a copy in each micro-batch,
+    planned in whole values for each of its 32 tokens.
+    """
     settings = [*TINY, "precision=fp8_current", f"precision.emulate={emulate}", "precision.bf16_first=1"]
     phases = (largest_phase(load([*settings, f"precision.cache_weights={one}"])) for one in ("false", "true"))
     plain, cached = (plan(phase, 1).ranks[0] for phase in phases)  # unchecked: such small layers do not fit FP8
     kept = copies * (2 * 3 * 8 * 12 + 8 * 8 + 2 * 2 * 8 + 8 * 8)
     assert (plain.memory.rounded, cached.memory.rounded) == (0, kept)
-    assert cached.memory.total == plain.memory.total + kept
+    every_time = (copies - 1) * 2 * 32 * (2 * (3 * 8 * 12 // 64) + (8 * 8 + 2 * 2 * 8 + 8 * 8) // 64)
+    assert cached.memory.total == plain.memory.total + kept - every_time
     assert cached.traffic == plain.traffic
 
 

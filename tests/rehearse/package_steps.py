@@ -13,12 +13,25 @@ from hybridtron.planning.rates import GPUS
 from hybridtron.rehearse.rehearsal import RehearsalProcess
 from hybridtron.rehearse.stand_ins import WORKS
 
-JOBS = {
+OURS = {"attention": "flash-attn", "causal_conv": "triton", "selective_scan": "triton", "ssd_scan": "triton"}
+SAMBA = ("recipe=samba_421m", "precision=fp8_current", "phases.0.micro_batch=2")
+JOBS: dict[str, tuple[list[str], dict[str, str]]] = {
     "laptop": (["recipe=laptop", "precision=bf16"], {}),
     "flash 4": (["recipe=laptop", "precision=bf16"], {"attention": "flash-attn-4"}),
     "isolated": (["recipe=laptop", "precision=bf16", "data.documents=isolate"], {"attention": "flash-attn-4"}),
     "mamba2": (["recipe=mamba2_laptop", "precision=bf16"], {}),
     "fp8": (["recipe=laptop", "precision=fp8_delayed"], {}),
+    **{
+        f"planned {number}": (settings, OURS)
+        for number, settings in enumerate(
+            (
+                [*SAMBA],
+                [*SAMBA, "precision.cache_weights=true"],
+                [*SAMBA, "precision.bf16_first=4", "precision.bf16_last=4"],
+                ["recipe=mamba2_130m", "precision=fp8_current", "phases.0.micro_batch=4"],
+            )
+        )
+    },
 }
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hybridtron.planning.rates import GAINS
+from hybridtron.rehearse.suite_page import NEAR
 from tests.rehearse.programs import printed_by
 
 pytest.importorskip("triton")
@@ -53,3 +54,10 @@ def test_products_in_fp8_are_the_same_products(found: dict[str, Report]) -> None
     assert summed(eighth, "launches", "casts to FP8") > 0
     assert summed(plain, "launches", "casts to FP8") == 0
     assert summed(eighth, "seconds", "products") < summed(plain, "seconds", "products")
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_what_fp8_keeps_is_planned(found: dict[str, Report], number: int) -> None:
+    """Inputs in FP8, once for every product, and transposed weights, beside what is gone in bf16."""
+    memory = found[f"planned {number}"]["memory"]
+    assert memory["planned"] == pytest.approx(memory["peak"], rel=NEAR)

@@ -137,6 +137,8 @@ class ValuesOfNobody(TorchFunctionMode):
             kwargs = {**kwargs, "generator": None}  # it is one of the CPU, and nothing is drawn
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
+        if func is torch.Tensor.to and args[0].numel() == 1 and _names_gpu((*args[1:], *kwargs.values())):
+            args[0].constant = None  # the mode knows the value of one number, and would copy it there
         if func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs and args[0].is_cuda:
@@ -153,6 +155,11 @@ TYPE_NAMES = {
     torch.int32: "torch.cuda.IntTensor",
     torch.bool: "torch.cuda.BoolTensor",
 }
+
+
+def _names_gpu(arguments: Sequence[Any]) -> bool:
+    """Whether these arguments of `Tensor.to` name a GPU."""
+    return any(isinstance(one, torch.device | str) and torch.device(one).type == "cuda" for one in arguments)
 
 
 def _values(tensor: Tensor) -> Any:

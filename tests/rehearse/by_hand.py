@@ -84,6 +84,11 @@ def drawn() -> None:
     torch.randn(1000, generator=torch.Generator("cuda").manual_seed(1), device="cuda")  # 1 written
 
 
+def one_number() -> None:
+    for values in ([3], [3, 4]):
+        _ = torch.tensor(values).to("cuda", non_blocking=True)
+
+
 def held() -> None:
     x = tensor(1 << 20, grad=True)  # 4 MiB
     y = x.sin()  # 4 more, and x is kept
@@ -160,7 +165,7 @@ def counted(run: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    programs = (elementwise, cast_and_pick, product, added_up, gate, asked, drawn, held, run_again, sent)
+    programs = (elementwise, cast_and_pick, product, added_up, gate, asked, drawn, one_number, held, run_again, sent)
     found = {program.__name__: counted(program) for program in programs}
     found["calls"] = {"works": calls()}
     print(json.dumps({**found, "composite": {"listed": sorted(COMPOSITE), "found": taken_apart()}}))

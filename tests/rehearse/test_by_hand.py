@@ -79,6 +79,11 @@ def test_random_numbers_of_the_device(seen: dict[str, Seen]) -> None:
     assert seen["drawn"]["operations"] == [["forward", "randn", 4000, 0]]
 
 
+def test_a_number_of_the_host_is_copied_as_several_are(seen: dict[str, Seen]) -> None:
+    assert [operation[1] for operation in seen["one_number"]["operations"]] == ["_to_copy", "_to_copy"]
+    assert seen["one_number"]["waits"] == []
+
+
 def test_tensors_that_exist_at_a_time(seen: dict[str, Seen]) -> None:
     # x, y and z of 4 MiB, and in the backward pass of the cosine sin(y), -sin(y) and its product with the gradient;
     # besides the sum and its gradient, a number each

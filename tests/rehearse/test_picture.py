@@ -35,7 +35,7 @@ def rehearsed() -> Any:
     from hybridtron.rehearse.step_time import PartTime, StepTime, Work
 
     operations = [Operation("forward", "a.py:1", "add", 10**9), Operation("backward", "b.py:2", "add", 10**9)]
-    passes, update = CountedPart(0, operations, [], []), CountedPart(2, operations[:1], [], [])
+    passes, update = CountedPart(0, operations, [], [], []), CountedPart(2, operations[:1], [], [], [])
     once, one = PartTime(exposed=0.25, waits=2), PartTime(exposed=0.5)
     once.costs["update", "optimizer"].add(Work(1, 0, 0, 1.0))
     one.costs["forward", "products"].add(Work(1, 0, 0, 2.0))

@@ -114,12 +114,14 @@ def logits_at_a_time(tokens: int, vocabulary: int, value_bytes: int) -> int:
 def loss_bytes(tokens: int, width: int, vocabulary: int, value_bytes: int) -> int:
     """What the loss holds of this many tokens and of the vocabulary of one device.
 
-    The gradient of the head's weight is added up in fp32 where it is made in several parts.
+    The gradient of the head's weight is added up in fp32 where it is made in several parts. It is narrowed after the
+    last of them, when no logits are left.
     """
     at_a_time = logits_at_a_time(tokens, vocabulary, value_bytes)
-    several, narrow = at_a_time < tokens, value_bytes < FP32_BYTES
-    of_head = value_bytes * (not several or narrow) + FP32_BYTES * several
-    return value_bytes * (at_a_time * vocabulary + tokens * width) + of_head * vocabulary * width
+    several = at_a_time < tokens
+    sums = value_bytes * tokens * width + (FP32_BYTES if several else value_bytes) * vocabulary * width
+    narrowed = value_bytes * vocabulary * width if several and value_bytes < FP32_BYTES else 0
+    return sums + max(value_bytes * at_a_time * vocabulary, narrowed)
 
 
 def moment_bytes(precision: PrecisionConfig) -> int:

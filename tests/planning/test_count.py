@@ -289,7 +289,7 @@ def test_logits_are_made_for_some_tokens_at_a_time(monkeypatch):
     assert logits_at_a_time(5, 5, 2) == 3
     assert logits_at_a_time(5, 500, 2) == 1
     assert loss_bytes(4, 3, 5, 2) == 2 * (4 * 5 + 4 * 3 + 5 * 3)
-    assert loss_bytes(10, 3, 5, 2) == 2 * (4 * 5 + 10 * 3 + 5 * 3) + 4 * 5 * 3  # the head's is added up in fp32
+    assert loss_bytes(10, 3, 5, 2) == 2 * (4 * 5 + 10 * 3) + 4 * 5 * 3  # the head's is added up in fp32
     assert loss_bytes(10, 3, 5, 4) == 4 * (2 * 5 + 10 * 3 + 5 * 3)
 
 

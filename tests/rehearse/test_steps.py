@@ -20,8 +20,8 @@ JOBS = {
     "laptop": (["recipe=laptop", "precision=bf16"], 1, 0),
     "mamba2 laptop": (["recipe=mamba2_laptop", "precision=bf16"], 1, 0),
     "alone": ([RECIPE], 1, 0),
-    "first of four, twice": (CUT, 8, 0),
-    "last of four, twice": (CUT, 8, 4),
+    "first of four, four times": (CUT, 16, 0),  # so that two ranks are tensor ranks or pipeline ranks
+    "last of four, four times": (CUT, 16, 8),
 }
 LARGE = list(JOBS)[2:]
 Report = dict[str, Any]
@@ -110,7 +110,7 @@ def test_kernels_are_compiled_and_none_spills(reports: dict[str, Report]) -> Non
 @pytest.mark.slow
 def test_the_tensor_ranks_send_what_is_planned(reports: dict[str, Report]) -> None:
     """In the four micro-batches of the rehearsed step; the plan leaves out the loss's scalars and uncut weights."""
-    for job in ("first of four, twice", "last of four, twice"):
+    for job in ("first of four, four times", "last of four, four times"):
         report, made = reports[job], planned(job)
         kinds = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
         per_micro_batch = sent(report, *kinds, ranks=2, once=False) / 4

@@ -19,11 +19,12 @@ CUT = [RECIPE, "parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline
 JOBS = {
     "laptop": (["recipe=laptop", "precision=bf16"], 1, 0),
     "mamba2 laptop": (["recipe=mamba2_laptop", "precision=bf16"], 1, 0),
+    "mamba2": (["recipe=mamba2_130m"], 1, 0),
     "alone": ([RECIPE], 1, 0),
     "first of four, four times": (CUT, 16, 0),  # so that two ranks are tensor ranks or pipeline ranks
     "last of four, four times": (CUT, 16, 8),
 }
-LARGE = list(JOBS)[2:]
+LARGE = list(JOBS)[3:]
 Report = dict[str, Any]
 
 
@@ -104,7 +105,8 @@ def test_memory_is_what_is_planned(reports: dict[str, Report]) -> None:
 
 @pytest.mark.slow
 def test_kernels_are_compiled_and_none_spills(reports: dict[str, Report]) -> None:
-    assert all(kernel["spilled"] == 0 for kernel in reports["alone"]["kernels"])
+    for report in (reports["alone"], rehearsed(["mamba2"])["mamba2"]):
+        assert [kernel["name"] for kernel in report["kernels"] if kernel["spilled"]] == []
 
 
 @pytest.mark.slow

@@ -125,26 +125,28 @@ def group_gradients(
     of_group, each = heads // groups, tl.cdiv(heads // groups, splits)
     p_P, n_N = tl.arange(0, BLOCK_P), tl.program_id(1) % slices * SLICE + tl.arange(0, SLICE)
     worth_OT, grad_ON = tl.zeros([OWN, CHUNK], tl.float32), tl.zeros([OWN, SLICE], tl.float32)
-    for within in range(split * each, tl.minimum((split + 1) * each, of_group)):
-        head = group * of_group + within
+    first = group * of_group + split * each
+    for head in range(first, tl.minimum(first + each, (group + 1) * of_group)):
         at = (row * heads + head) * length
         own_OP = tokens_by_channel(own_BLHP, row, token_O, head, p_P, length, heads, P)
         other_TP = tokens_by_channel(other_BLHP, row, token_T, head, p_P, length, heads, P)
-        pair_OT = product(own_OP, tl.trans(other_TP), PRODUCT, PRECISION)
-        pair_OT *= decay_between(
-            high_BHL + at, low_BHL + at, documents_BL + row * length, token_O, token_T, length, DOCUMENTS, REVERSED
-        )
         weight_O = tl.load(weight_BHL + at + token_O, mask=token_O < length, other=0.0)
         if REVERSED:
             delta_O = tl.load(delta_BHL + at + token_O, mask=token_O < length, other=0.0)
             weight_O *= delta_O
-            worth_OT += pair_OT * delta_O[:, None]
-        else:
-            worth_OT += pair_OT * tl.load(delta_BHL + at + token_T, mask=token_T < length, other=0.0)[None, :]
         index = (row * tl.cdiv(length, CHUNK) + chunk) * heads + head
         state_PN = state_entries(states_BCHPN, index, p_P, n_N, P, N)
         seen_ON = product(own_OP, state_PN, PRODUCT, PRECISION)
         grad_ON += tl.where(weight_O[:, None] == 0.0, 0.0, weight_O[:, None] * seen_ON)
+        pair_OT = product(own_OP, tl.trans(other_TP), PRODUCT, PRECISION)
+        pair_OT *= decay_between(
+            high_BHL + at, low_BHL + at, documents_BL + row * length, token_O, token_T, length, DOCUMENTS, REVERSED
+        )
+        if REVERSED:
+            worth_OT += pair_OT * delta_O[:, None]
+        else:
+            delta_T = tl.load(delta_BHL + at + token_T, mask=token_T < length, other=0.0)
+            worth_OT += pair_OT * delta_T[None, :]
     shared_TN = tokens_by_channel(shared_BLGN, row, token_T, group, n_N, length, groups, N)
     grad_ON += product(worth_OT, shared_TN, PRODUCT, PRECISION)
     at_ON = (((row * length + token_O) * splits + split) * groups + group)[:, None] * N + n_N[None, :]

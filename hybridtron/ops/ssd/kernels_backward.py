@@ -131,6 +131,7 @@ def group_gradients(
         own_OP = tokens_by_channel(own_BLHP, row, token_O, head, p_P, length, heads, P)
         other_TP = tokens_by_channel(other_BLHP, row, token_T, head, p_P, length, heads, P)
         weight_O = tl.load(weight_BHL + at + token_O, mask=token_O < length, other=0.0)
+        delta_O = weight_O
         if REVERSED:
             delta_O = tl.load(delta_BHL + at + token_O, mask=token_O < length, other=0.0)
             weight_O *= delta_O

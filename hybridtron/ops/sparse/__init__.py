@@ -1,7 +1,7 @@
 """Sparse attention: to recent keys, to first ones, to keys of the same bin of a hash, to those of largest score."""
 
 from hybridtron.ops.dispatch import Op
-from hybridtron.ops.sparse import reference, tiled, triton
+from hybridtron.ops.sparse import dense, reference, tiled, triton
 from hybridtron.ops.sparse.hashing import hash_bins, hash_matrix
 from hybridtron.ops.sparse.memory import SparseKeys, SparseMemory, joined, remember
 from hybridtron.ops.sparse.ranking import candidates, query_directions, ranking_loss, worth_of_keys
@@ -12,4 +12,4 @@ __all__ = [
     "query_directions", "ranking_loss", "remember", "sparse_attention", "worth_of_keys",
 ]  # fmt: skip
 
-sparse_attention = Op(reference.sparse_attention, (triton.TRITON, tiled.TILED))
+sparse_attention = Op(reference.sparse_attention, (triton.TRITON, dense.DENSE, tiled.TILED))

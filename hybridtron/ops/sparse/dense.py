@@ -1,0 +1,21 @@
+"""Sparse attention of short rows on a CPU: the reference's dense mask, which is quicker there than any tiles.
+
+Measured on two cores, forward and backward: four times as fast with rows of 64 tokens, equal at 256, slower beyond.
+"""
+
+from __future__ import annotations
+
+from hybridtron.ops.dispatch import Implementation, untraced
+from hybridtron.ops.sparse import reference
+from hybridtron.ops.sparse.reference import SparseInputs
+
+MOST_PAIRS = 2**15
+"""Pairs of a query and a key in a row, up to which no tile is made."""
+
+
+def _unsupported_reason(inputs: SparseInputs) -> str | None:
+    pairs = inputs.q_RLN.shape[1] * inputs.k_RSN.shape[1]
+    return None if pairs <= MOST_PAIRS else f"{pairs} pairs in a row; the dense mask is for {MOST_PAIRS}"
+
+
+DENSE = Implementation("dense", untraced(reference.sparse_attention), "cpu", unsupported_reason=_unsupported_reason)

@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 RATE = "phases.0.lr"
 SYMBOLS = 8
 CHANCE = 1 / SYMBOLS
-ROWS = {42: "2-4,1-2", 86: "3-6,1-3"}  # tokens of a row without its end -> contexts and keys
+ROWS = {42: "2-4,1-2", 110: "4-6,3-4"}  # tokens of a row without its end -> contexts and keys
 FIRST_SEED = "1"
 REPEATED = ("", "SW", "KS", "HAX")  # kinds of attention that have three seeds
 
@@ -49,7 +49,7 @@ def kind_of(variant: str) -> tuple[str, str]:
 
 
 def rates_part(sizes: Sizes, runs: Path, data: Path) -> Part:
-    """Every variant at every rate, from one seed; attention to everything at the middle one."""
+    """Every variant at every rate, from one seed; attention to everything at the larger one."""
     return _part(sizes, runs, data, lambda run: run.values[SEED] == FIRST_SEED)
 
 
@@ -80,7 +80,7 @@ def _part(sizes: Sizes, runs: Path, data: Path, wanted: Callable[[SweepRun], boo
         at_rate &= sizes.rates is None or run.values[RATE] in sizes.rates
         if not (known and at_rate and wanted(run)):
             return None
-        folders = (f"data.path={data / '42'}", f"phases.1.data.path={data / '86'}")
+        folders = (f"data.path={data / '42'}", f"phases.1.data.path={data / '110'}")
         return (*sizes.settings, *folders)
 
     sweep, folder = selected(HERE / "recall.yaml", runs / "recall", more)

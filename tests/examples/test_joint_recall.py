@@ -34,21 +34,21 @@ def test_a_quick_study_is_written_and_resumes(tmp_path: Path) -> None:
 
 
 def test_there_are_seventeen_models_and_two_that_see_everything(tmp_path: Path) -> None:
-    """Models as they are are twice as wide; all others see 6 keys, half of them by each of two rules."""
+    """Models as they are are twice as wide; all others see 8 keys, half of them by each of two rules."""
     runs = rates_part(STUDY, tmp_path, tmp_path).sweep.runs
     variants = {run.variant: run for run in runs}
     paper = {f"{base}+{kind}" if kind else base for base, of in PAPER.items() for kind in of}
     assert len(paper) == 17
     assert variants.keys() == paper | {"mamba+full", "mamba2+full"}
-    assert len(runs) == 17 * 3 + 2
+    assert len(runs) == 17 * 2 + 2
     for name, run in variants.items():
         config = load(list(run.settings))
         assert check(config) == [], name
         sparse = config.model.layers["M"].get("sparse")
-        assert config.model.width == (64 if name in ("mamba", "mamba2") else 32)
-        assert sparse is None or name.endswith("full") or sparse["keys"] == 6
+        assert config.model.width == (128 if name in ("mamba", "mamba2") else 64)
+        assert sparse is None or name.endswith("full") or sparse["keys"] == 8
         assert [phase.seq_len - 1 for phase in config.phases] == list(ROWS)
-        assert config.phases[1].lr == config.phases[0].lr
+        assert config.phases[1].lr_piece == "carry_on"
 
 
 def test_rows_hold_the_largest_table() -> None:
@@ -69,9 +69,9 @@ def test_more_seeds_take_the_best_rate_of_the_first(tmp_path: Path, monkeypatch:
 
     def of(_self: Results, _name: str, _part: object, run: object) -> Measured | None:
         rate = run.values["phases.0.lr"]  # pyrefly: ignore
-        if run.variant == "mamba2+KS" and rate == "8e-3":  # pyrefly: ignore
+        if run.variant == "mamba2+KS" and rate == "2e-3":  # pyrefly: ignore
             return None
-        return Measured({"2e-3": 0.2, "4e-3": 0.5, "8e-3": 0.4}[rate])
+        return Measured({"2e-3": 0.2, "4e-3": 0.5}[rate])
 
     monkeypatch.setattr(Results, "of", of)
     best = best_rates(part, Results(tmp_path))

@@ -120,8 +120,7 @@ def group_gradients(
     slices: tl.constexpr = BLOCK_N // SLICE
     group, split = tl.program_id(1) // slices // splits, tl.program_id(1) // slices % splits
     row, chunk = tl.program_id(2).to(tl.int64), tl.program_id(0) // (CHUNK // OWN)
-    token_O = tl.program_id(0) * OWN + tl.arange(0, OWN)
-    token_T = chunk * CHUNK + tl.arange(0, CHUNK)
+    token_O, token_T = tl.program_id(0) * OWN + tl.arange(0, OWN), chunk * CHUNK + tl.arange(0, CHUNK)
     of_group, each = heads // groups, tl.cdiv(heads // groups, splits)
     p_P, n_N = tl.arange(0, BLOCK_P), tl.program_id(1) % slices * SLICE + tl.arange(0, SLICE)
     worth_OT, grad_ON = tl.zeros([OWN, CHUNK], tl.float32), tl.zeros([OWN, SLICE], tl.float32)
@@ -135,8 +134,7 @@ def group_gradients(
         if REVERSED:
             delta_O = tl.load(delta_BHL + at + token_O, mask=token_O < length, other=0.0)
             weight_O *= delta_O
-        index = (row * tl.cdiv(length, CHUNK) + chunk) * heads + head
-        state_PN = state_entries(states_BCHPN, index, p_P, n_N, P, N)
+        state_PN = state_entries(states_BCHPN, (row * tl.cdiv(length, CHUNK) + chunk) * heads + head, p_P, n_N, P, N)
         seen_ON = product(own_OP, state_PN, PRODUCT, PRECISION)
         grad_ON += tl.where(weight_O[:, None] == 0.0, 0.0, weight_O[:, None] * seen_ON)
         pair_OT = product(own_OP, tl.trans(other_TP), PRODUCT, PRECISION)
@@ -146,8 +144,7 @@ def group_gradients(
         if REVERSED:
             worth_OT += pair_OT * delta_O[:, None]
         else:
-            delta_T = tl.load(delta_BHL + at + token_T, mask=token_T < length, other=0.0)
-            worth_OT += pair_OT * delta_T[None, :]
+            worth_OT += pair_OT * tl.load(delta_BHL + at + token_T, mask=token_T < length, other=0.0)[None, :]
     shared_TN = tokens_by_channel(shared_BLGN, row, token_T, group, n_N, length, groups, N)
     grad_ON += product(worth_OT, shared_TN, PRODUCT, PRECISION)
     at_ON = (((row * length + token_O) * splits + split) * groups + group)[:, None] * N + n_N[None, :]

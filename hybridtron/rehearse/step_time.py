@@ -111,6 +111,8 @@ def step_time(step: RankStep, kernels: dict[int, KernelTime], gpu: GPU, virtual:
     share = 1 / more if more else 0.0
     micro_batch = PartTime().plus(many, share).plus(few, -share) if more else PartTime().plus(few, 1 / step.few)
     once = PartTime().plus(few).plus(micro_batch, -step.few).plus(update)
+    if micro_batch.waits < 0:  # where only a run's first step waits, which was that of few
+        micro_batch.waits, once.waits = 0.0, many.waits + update.waits
     return StepTime(once, micro_batch, step.micro_batches, (step.place.pipeline_size - 1) / virtual)
 
 

@@ -88,11 +88,11 @@ def _part(sizes: Sizes, runs: Path, data: Path, wanted: Callable[[SweepRun], boo
     return Part(sweep, folder, lambda _, path: accuracy(path, sizes), asked)
 
 
-def write_rows(sizes: Sizes, data: Path) -> None:
+def write_rows(sizes: Sizes, data: Path, rows: Mapping[int, str] = ROWS) -> None:
     """For each length a folder in which every table, with its end, is one row."""
     from hybridtron.cli.tasks import prepare_main
 
-    for length, counts in ROWS.items():
+    for length, counts in rows.items():
         if not (data / str(length)).exists():
             with redirect_stdout(StringIO()):
                 prepare_main([
@@ -101,12 +101,12 @@ def write_rows(sizes: Sizes, data: Path) -> None:
                 ])  # fmt: skip
 
 
-def accuracy(run: Path, sizes: Sizes) -> float:
-    """The share of values that are the likeliest, by row, of larger tables that are not trained on."""
+def accuracy(run: Path, sizes: Sizes, rows: Mapping[int, str] = ROWS) -> float:
+    """The share of values that are the likeliest, by row, of the larger tables, which are not trained on."""
     from hybridtron.cli.given import newest_checkpoint
 
-    length = max(ROWS)
-    options = {"sizes": ROWS[length], "symbols": SYMBOLS}
+    length = max(rows)
+    options = {"sizes": rows[length], "symbols": SYMBOLS}
     task = {"task": "joint_recall", "lengths": [length], "samples": sizes.asked, "options": options}
-    rows = answers(newest_checkpoint(run), {"tasks": [task]}, run / "evaluation/recall", batch=50)
-    return next(row["value"] for row in rows if row["metric"] == "accuracy")
+    found = answers(newest_checkpoint(run), {"tasks": [task]}, run / "evaluation/recall", batch=50)
+    return next(row["value"] for row in found if row["metric"] == "accuracy")

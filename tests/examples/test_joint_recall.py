@@ -6,9 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from examples.joint_recall.runs import CHANCE, QUICK, ROWS, STUDY, best_rates, rates_part, seeds_part
+from examples.joint_recall.runs import (
+    CHANCE,
+    QUICK,
+    ROWS,
+    STUDY,
+    Sizes,
+    accuracy,
+    best_rates,
+    rates_part,
+    seeds_part,
+    write_rows,
+)
 from examples.joint_recall.study import PAPER, main, page
 from examples.results import Results
+from hybridtron.cli import train
 from hybridtron.config.check import check
 from hybridtron.config.load import load
 from hybridtron.tasks.options import named
@@ -33,8 +45,30 @@ def test_a_quick_study_is_written_and_resumes(tmp_path: Path) -> None:
     assert set(rows) <= set(again)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_hax_recalls_more_than_a_recurrence_twice_as_wide(tmp_path: Path) -> None:
+    """Tables of 2 to 4 contexts with as many keys, 2000 steps in all; a query sees at most 32 of a row's 74 tokens."""
+    rows, sizes = {42: "2-4,1-2", 74: "2-4,2-4"}, Sizes(training=32_000, asked=200)
+    write_rows(sizes, tmp_path, rows)
+    folders = [f"data.path={tmp_path / '42'}", f"phases.1.data.path={tmp_path / '74'}", "phases.1.seq_len=75"]
+    steps = [f"phases.{index}.tokens=${{steps:1000}}" for index in range(2)]
+    mixer = "kind: mamba2, state: 8, head_dim: 8"
+    models = {
+        "base": ["model.width=128", f"model.layers.M={{{mixer}}}"],
+        "hax": [f"model.layers.M={{{mixer}, sparse: {{pattern: hax, keys: 32, bins: sign, hashes: 2}}}}"],
+    }
+    found: dict[str, float] = {}
+    for name, model in models.items():
+        run = tmp_path / name
+        given = ["recipe=tasks/joint_recall_laptop", *folders, *steps, *model, f"run.dir={run}"]
+        assert train.main(given) == 0
+        found[name] = accuracy(run, sizes, rows)
+    assert found["hax"] >= found["base"] + 0.1, found
+
+
 def test_there_are_seventeen_models_and_two_that_see_everything(tmp_path: Path) -> None:
-    """Models as they are are twice as wide; all others see 8 keys, half of them by each of two rules."""
+    """Models as they are are twice as wide; all others see 16 keys, half of them by each of two rules."""
     runs = rates_part(STUDY, tmp_path, tmp_path).sweep.runs
     variants = {run.variant: run for run in runs}
     paper = {f"{base}+{kind}" if kind else base for base, of in PAPER.items() for kind in of}
@@ -46,7 +80,7 @@ def test_there_are_seventeen_models_and_two_that_see_everything(tmp_path: Path) 
         assert check(config) == [], name
         sparse = config.model.layers["M"].get("sparse")
         assert config.model.width == (128 if name in ("mamba", "mamba2") else 64)
-        assert sparse is None or name.endswith("full") or sparse["keys"] == 8
+        assert sparse is None or name.endswith("full") or sparse["keys"] == 16
         assert [phase.seq_len - 1 for phase in config.phases] == list(ROWS)
         assert config.phases[1].lr_piece == "carry_on"
 

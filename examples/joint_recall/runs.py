@@ -49,7 +49,7 @@ def kind_of(variant: str) -> tuple[str, str]:
 
 
 def rates_part(sizes: Sizes, runs: Path, data: Path) -> Part:
-    """Every variant at every rate, from one seed; attention to everything at the larger one."""
+    """Every variant at every rate, from one seed."""
     return _part(sizes, runs, data, lambda run: run.values[SEED] == FIRST_SEED)
 
 
@@ -76,8 +76,7 @@ def best_rates(part: Part, results: Results) -> dict[str, str]:
 def _part(sizes: Sizes, runs: Path, data: Path, wanted: Callable[[SweepRun], bool]) -> Part:
     def more(run: SweepRun) -> tuple[str, ...] | None:
         known = sizes.variants is None or run.variant in sizes.variants
-        at_rate = run.values[RATE] == "4e-3" if kind_of(run.variant)[1] == "full" else True
-        at_rate &= sizes.rates is None or run.values[RATE] in sizes.rates
+        at_rate = sizes.rates is None or run.values[RATE] in sizes.rates
         if not (known and at_rate and wanted(run)):
             return None
         folders = (f"data.path={data / '42'}", f"phases.1.data.path={data / '110'}")

@@ -74,7 +74,7 @@ def test_there_are_seventeen_models_and_two_that_see_everything(tmp_path: Path) 
     paper = {f"{base}+{kind}" if kind else base for base, of in PAPER.items() for kind in of}
     assert len(paper) == 17
     assert variants.keys() == paper | {"mamba+full", "mamba2+full"}
-    assert len(runs) == 17 * 2 + 2
+    assert len(runs) == 19 * 2
     for name, run in variants.items():
         config = load(list(run.settings))
         assert check(config) == [], name

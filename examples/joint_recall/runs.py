@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 RATE = "phases.0.lr"
 SYMBOLS = 8
 CHANCE = 1 / SYMBOLS
-ROWS = {42: "2-4,1-2", 110: "4-6,3-4"}  # tokens of a row without its end -> contexts and keys
+ROWS = {42: "2-4,1-2", 110: "3-6,2-4", 210: "5-8,4-6"}  # tokens of a row without its end -> contexts and keys
 FIRST_SEED = "1"
 REPEATED = ("", "SW", "KS", "HAX")  # kinds of attention that have three seeds
 
@@ -28,15 +28,21 @@ class Sizes:
     settings: tuple[str, ...] = ()
     variants: tuple[str, ...] | None = None  # None: all
     rates: tuple[str, ...] | None = None
-    training: int = 100_000  # rows of each length
+    training: int = 50_000  # rows of each length
     asked: int = 500
 
 
 STUDY = Sizes()
 QUICK = Sizes(
-    settings=("phases.0.tokens=${steps:2}", "phases.1.tokens=${steps:2}", "model.width=16", "run.eval_tokens=1K"),
+    settings=(
+        "phases.0.tokens=${steps:2}",
+        "phases.1.tokens=${steps:2}",
+        "phases.2.tokens=${steps:2}",
+        "model.width=16",
+        "run.eval_tokens=1K",
+    ),
     variants=("mamba", "mamba+full", "mamba+HAX"),
-    rates=("4e-3",),
+    rates=("3e-3",),
     training=60,
     asked=4,
 )
@@ -79,19 +85,19 @@ def _part(sizes: Sizes, runs: Path, data: Path, wanted: Callable[[SweepRun], boo
         at_rate = sizes.rates is None or run.values[RATE] in sizes.rates
         if not (known and at_rate and wanted(run)):
             return None
-        folders = (f"data.path={data / '42'}", f"phases.1.data.path={data / '110'}")
-        return (*sizes.settings, *folders)
+        later = (f"phases.{index}.data.path={data / str(length)}" for index, length in list(enumerate(ROWS))[1:])
+        return (*sizes.settings, f"data.path={data / str(min(ROWS))}", *later)
 
     sweep, folder = selected(HERE / "recall.yaml", runs / "recall", more)
     asked = {"samples": sizes.asked, "rows": sizes.training, "symbols": SYMBOLS, "sizes": list(ROWS.values())}
     return Part(sweep, folder, lambda _, path: accuracy(path, sizes), asked)
 
 
-def write_rows(sizes: Sizes, data: Path, rows: Mapping[int, str] = ROWS) -> None:
+def write_rows(sizes: Sizes, data: Path) -> None:
     """For each length a folder in which every table, with its end, is one row."""
     from hybridtron.cli.tasks import prepare_main
 
-    for length, counts in rows.items():
+    for length, counts in ROWS.items():
         if not (data / str(length)).exists():
             with redirect_stdout(StringIO()):
                 prepare_main([
@@ -100,12 +106,12 @@ def write_rows(sizes: Sizes, data: Path, rows: Mapping[int, str] = ROWS) -> None
                 ])  # fmt: skip
 
 
-def accuracy(run: Path, sizes: Sizes, rows: Mapping[int, str] = ROWS) -> float:
+def accuracy(run: Path, sizes: Sizes) -> float:
     """The share of values that are the likeliest, by row, of the larger tables, which are not trained on."""
     from hybridtron.cli.given import newest_checkpoint
 
-    length = max(rows)
-    options = {"sizes": rows[length], "symbols": SYMBOLS}
+    length = max(ROWS)
+    options = {"sizes": ROWS[length], "symbols": SYMBOLS}
     task = {"task": "joint_recall", "lengths": [length], "samples": sizes.asked, "options": options}
     found = answers(newest_checkpoint(run), {"tasks": [task]}, run / "evaluation/recall", batch=50)
     return next(row["value"] for row in found if row["metric"] == "accuracy")

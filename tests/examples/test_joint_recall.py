@@ -11,16 +11,12 @@ from examples.joint_recall.runs import (
     QUICK,
     ROWS,
     STUDY,
-    Sizes,
-    accuracy,
     best_rates,
     rates_part,
     seeds_part,
-    write_rows,
 )
 from examples.joint_recall.study import PAPER, main, page
 from examples.results import Results
-from hybridtron.cli import train
 from hybridtron.config.check import check
 from hybridtron.config.load import load
 from hybridtron.tasks.options import named
@@ -45,28 +41,6 @@ def test_a_quick_study_is_written_and_resumes(tmp_path: Path) -> None:
     assert set(rows) <= set(again)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_hax_recalls_more_than_a_recurrence_twice_as_wide(tmp_path: Path) -> None:
-    """Tables of 2 to 4 contexts with as many keys, 2000 steps in all; a query sees at most 32 of a row's 74 tokens."""
-    rows, sizes = {42: "2-4,1-2", 74: "2-4,2-4"}, Sizes(training=32_000, asked=200)
-    write_rows(sizes, tmp_path, rows)
-    folders = [f"data.path={tmp_path / '42'}", f"phases.1.data.path={tmp_path / '74'}", "phases.1.seq_len=75"]
-    steps = [f"phases.{index}.tokens=${{steps:1000}}" for index in range(2)]
-    mixer = "kind: mamba2, state: 8, head_dim: 8"
-    models = {
-        "base": ["model.width=128", f"model.layers.M={{{mixer}}}"],
-        "hax": [f"model.layers.M={{{mixer}, sparse: {{pattern: hax, keys: 32, bins: sign, hashes: 2}}}}"],
-    }
-    found: dict[str, float] = {}
-    for name, model in models.items():
-        run = tmp_path / name
-        given = ["recipe=tasks/joint_recall_laptop", *folders, *steps, *model, f"run.dir={run}"]
-        assert train.main(given) == 0
-        found[name] = accuracy(run, sizes, rows)
-    assert found["hax"] >= found["base"] + 0.1, found
-
-
 def test_there_are_seventeen_models_and_two_that_see_everything(tmp_path: Path) -> None:
     """Models as they are are twice as wide; all others see 16 keys, half of them by each of two rules."""
     runs = rates_part(STUDY, tmp_path, tmp_path).sweep.runs
@@ -82,7 +56,7 @@ def test_there_are_seventeen_models_and_two_that_see_everything(tmp_path: Path) 
         assert config.model.width == (128 if name in ("mamba", "mamba2") else 64)
         assert sparse is None or name.endswith("full") or sparse["keys"] == 16
         assert [phase.seq_len - 1 for phase in config.phases] == list(ROWS)
-        assert config.phases[1].lr_piece == "carry_on"
+        assert [phase.lr_piece for phase in config.phases] == ["rewarm", "carry_on", "carry_on"]
 
 
 def test_rows_hold_the_largest_table() -> None:
@@ -103,14 +77,14 @@ def test_more_seeds_take_the_best_rate_of_the_first(tmp_path: Path, monkeypatch:
 
     def of(_self: Results, _name: str, _part: object, run: object) -> Measured | None:
         rate = run.values["phases.0.lr"]  # pyrefly: ignore
-        if run.variant == "mamba2+KS" and rate == "2e-3":  # pyrefly: ignore
+        if run.variant == "mamba2+KS" and rate == "1e-3":  # pyrefly: ignore
             return None
-        return Measured({"2e-3": 0.2, "4e-3": 0.5}[rate])
+        return Measured({"1e-3": 0.2, "3e-3": 0.5}[rate])
 
     monkeypatch.setattr(Results, "of", of)
     best = best_rates(part, Results(tmp_path))
     assert "mamba2+KS" not in best
-    assert set(best.values()) == {"4e-3"}
+    assert set(best.values()) == {"3e-3"}
     seeds = seeds_part(STUDY, tmp_path, tmp_path, best).sweep.runs
     assert {run.values["run.seed"] for run in seeds} == {"2", "3"}
     assert {run.variant for run in seeds} == {

@@ -9,7 +9,7 @@ from hybridtron.ops.dispatch import Implementation, untraced
 from hybridtron.ops.sparse import reference
 from hybridtron.ops.sparse.reference import SparseInputs
 
-MOST_PAIRS = 2**15
+MOST_PAIRS = 2**16
 """Pairs of a query and a key in a row, up to which no tile is made."""
 
 

@@ -3,7 +3,7 @@
     python -m examples.joint_recall.study           hours on two cores; a study that was stopped continues
     python -m examples.joint_recall.study --quick   tiny sizes, a minute: does it run, not what does it show
 
-The sweep recall.yaml trains each model on small tables and then on larger ones, at two rates; the best of the first
+The sweep recall.yaml trains each model on tables that grow, at two rates; the best of the first
 seed is trained from two more seeds for the models that the paper compares. Attention to everything, and the models as
 they are, say whether the size keeps models apart.
 """

@@ -6,6 +6,7 @@
 # make length-story   pretrains tiny models that fail beyond their context and repairs them (tens of minutes)
 # make passkey   trains tiny models to find a key in long texts, with Mamba and without (an hour)
 # make mixers   trains every recurrence at equal size and compares them (hours)
+# make joint-recall   trains sparse attention beside Mamba to recall values by context and key (hours)
 # make chaos   kills and damages a tiny run again and again, which ends as one that nothing happens to (minutes)
 # make audit   compares every gradient of every parallel layout with one process (minutes)
 # make rehearse   rehearses a step of every recipe under five layouts without a GPU, and writes its page (tens of minutes)
@@ -24,7 +25,7 @@ TORCH ?= torch==2.13.0
 DALI := nvidia-dali-cuda120==2.4.0
 BIN := $(VENV)/bin
 .PHONY: train length-story setup setup-dev setup-metrics setup-dali same-python test lint types test-fast test-slow \
-  passkey mixers test-core test-triton test-slurm setup-slurm test-gpu gpu-day-one audit chaos rehearse reference format clean
+  passkey mixers joint-recall test-core test-triton test-slurm setup-slurm test-gpu gpu-day-one audit chaos rehearse reference format clean
 
 train: $(VENV)/.ready
 	$(BIN)/python train.py
@@ -37,6 +38,9 @@ passkey: $(VENV)/.ready
 
 mixers: $(VENV)/.ready
 	$(BIN)/python -m examples.mixers.study
+
+joint-recall: $(VENV)/.ready
+	$(BIN)/python -m examples.joint_recall.study --results benchmarks/results/joint_recall
 
 setup: $(VENV)/.ready
 

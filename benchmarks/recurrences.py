@@ -27,7 +27,8 @@ from torch.nn.functional import normalize
 
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.mamba3 import Mamba3Spec
-from hybridtron.mixers.mamba3 import Mamba3, trapezoid
+from hybridtron.data.batch import SeqInfo
+from hybridtron.mixers.mamba3 import Mamba3, Turns, trapezoid
 from hybridtron.mixers.rwkv6 import read_before_step
 from hybridtron.ops.delta import DeltaInputs, delta_scan
 from hybridtron.ops.dispatch import Op, force
@@ -116,8 +117,8 @@ def mamba3(
 
     def function(x: Tensor, C: Tensor, B: Tensor, dt: Tensor, a: Tensor, trap: Tensor, rates: Tensor) -> Tensor:
         steps = trapezoid(dt, a, trap)
-        turns = angles(AngleInputs(steps.delta_BLH, rates))
-        return mixer.scan(x, B, C, steps, turns, {}, None)[0]
+        turns = Turns(angles(AngleInputs(steps.delta_BLH, rates)))
+        return mixer.scan(x, B, C, steps, turns, {}, SeqInfo.stream(x.shape[0], x.shape[1]))[0]
 
     tokens = x.shape[:3]
     numbers = normal(*tokens) - 2, *normal(2, *tokens), normal(*tokens[:2], spec.angles).tanh()

@@ -188,6 +188,7 @@ class AttentionSpec(HeadsSpec):
 
     kind: ClassVar[str] = "attention"
     module: ClassVar[str] = "hybridtron.mixers.attention:Attention"
+    hands_over: ClassVar[bool] = True
 
     # tokens that a token sees, itself included; null: full attention
     window: Annotated[int | None, at_least(2, "leave it out for full attention")] = None

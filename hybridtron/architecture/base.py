@@ -176,6 +176,8 @@ class MixerSpec(ABC):
         False  # its input is read by the projections of `projected` (parallel/linear) alone
     )
 
+    hands_over: ClassVar[bool] = False  # what it reads of earlier tokens: rows can be shared out (parallel/context)
+
     norm_after: bool = field(default=False, kw_only=True)  # what it adds is normed, instead of what it reads
 
     @abstractmethod
@@ -212,6 +214,10 @@ class MixerSpec(ABC):
         """The parts of the state that this mixer carries from chunk to chunk; none by default."""
         return {}
 
+    def transition_values(self, model: ModelSizes) -> int:
+        """Values for a row that say what it does to a recurrence's state, besides what it adds."""
+        return 0
+
     def exported_names(self, model: ModelSizes) -> Names:
         """The weights as an exported model has them: under our names, unless a mixer is known by others.
 
@@ -236,6 +242,11 @@ class MixerSpec(ABC):
     def attention_at_eval(self) -> str | None:
         """Which attention runs outside training, and how far it sees by itself; None without any."""
         return None
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether the tokens of a row can be shared out over ranks."""
+        return self.hands_over
 
     @property
     def reads_in(self) -> int:

@@ -43,6 +43,9 @@ class DeltaRuleSpec(LinearAttentionSpec):
     a_min: Annotated[float, above(0)] = 1.0  # smallest initial -A, which a step of the decays is multiplied by
     a_max: Annotated[float, above(0)] = 16.0  # largest initial -A
 
+    def transition_values(self, model: ModelSizes) -> int:
+        return self.heads * self.head_sizes(model)[0] ** 2
+
     @abstractmethod
     def decays(self, model: ModelSizes) -> int:
         """Log decays of all heads."""

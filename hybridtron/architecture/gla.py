@@ -29,6 +29,9 @@ class GLASpec(LinearAttentionSpec):
     gate_rank: Annotated[int, at_least(1)] = 16  # inner size of the projection to the decays
     gate_divisor: Annotated[float, above(0)] = 16.0  # what the log decays are divided by: larger forgets less
 
+    def transition_values(self, model: ModelSizes) -> int:
+        return self.channels(model)[0]
+
     def state_shape(self, model: ModelSizes) -> tuple[int, int]:
         return self.head_sizes(model)
 

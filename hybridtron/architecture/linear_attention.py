@@ -28,6 +28,7 @@ class LinearAttentionSpec(MixerSpec):
     """Heads, projections, convolution and norm."""
 
     width_option: ClassVar[str] = "heads"
+    hands_over: ClassVar[bool] = True
     chunk: ClassVar[int]
     """Tokens that see each other through a matrix, for the FLOP count."""
     norm_name: ClassVar[str] = "g_norm_swish_gate"

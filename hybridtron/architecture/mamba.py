@@ -93,6 +93,9 @@ class MambaSpec(RecurrenceSpec):
         inner = self.inner(model)
         return (4 - 1) * inner + 2 * (2 * inner * self.state + 2 * inner) // 16 + 2 * 2 * inner * self.state // 32
 
+    def transition_values(self, model: ModelSizes) -> int:
+        return self.inner(model) * self.state
+
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         inner = self.inner(model)
         return super().state_parts(model) | {

@@ -37,6 +37,7 @@ class Mamba3Spec(MixerSpec):
 
     kind: ClassVar[str] = "mamba3"
     module: ClassVar[str] = "hybridtron.mixers.mamba3:Mamba3"
+    hands_over: ClassVar[bool] = True
     width_option: ClassVar[str] = "head_dim"
 
     state: Annotated[int, at_least(2)] = 128  # size n of the state of each channel
@@ -117,6 +118,9 @@ class Mamba3Spec(MixerSpec):
         chunk = kernel_chunk(self.head_dim, self.state)
         inner, heads = self.inner(model), self.num_heads(model)
         return 2 * inner + 2 * heads * self.state + 2 * 2 * inner * self.state // chunk + 2 * 10 * heads
+
+    def transition_values(self, model: ModelSizes) -> int:
+        return self.num_heads(model) * (1 + 2 * self.angles)
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         heads, cuts = self.num_heads(model), (Cut(0),)

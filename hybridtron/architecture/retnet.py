@@ -31,6 +31,9 @@ class RetNetSpec(LinearAttentionSpec):
     expand_v: Annotated[float, above(0)] = 2.0  # value channels of all heads, in multiples of the model's width
     rope_base: Annotated[float, above(1)] = 10000.0  # base of the rotary positions
 
+    def transition_values(self, model: ModelSizes) -> int:
+        return self.heads
+
     def state_shape(self, model: ModelSizes) -> tuple[int, int]:
         key, value = self.head_sizes(model)
         return value, key

@@ -34,6 +34,7 @@ class RWKV6Spec(MixerSpec):
 
     kind: ClassVar[str] = "rwkv6"
     module: ClassVar[str] = "hybridtron.mixers.rwkv6:RWKV6"
+    hands_over: ClassVar[bool] = True
     width_option: ClassVar[str] = "head_dim"
 
     head_dim: Annotated[int, at_least(1)] = 64  # key channels of a head, and value channels
@@ -124,6 +125,9 @@ class RWKV6Spec(MixerSpec):
     def backward_values(self, model: ModelSizes) -> int:
         # at the scan: gradients of its output, r, k, v, and in fp32 of the log decays
         return 6 * model.width
+
+    def transition_values(self, model: ModelSizes) -> int:
+        return model.width
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         heads = self.num_heads(model)

@@ -23,6 +23,7 @@ class RWKV6ChannelMixSpec(MixerSpec):
 
     kind: ClassVar[str] = "rwkv6_channel_mix"
     module: ClassVar[str] = "hybridtron.mixers.rwkv6_channel_mix:RWKV6ChannelMix"
+    hands_over: ClassVar[bool] = True
 
     # inner channels; null: 3.5 times the model's width, down to a multiple of 32
     hidden: Annotated[int | None, at_least(1)] = None

@@ -198,6 +198,10 @@ class RecurrenceSpec(MixerSpec):
     # sparse attention beside the recurrence: {pattern: hax, keys: 128}, with the options below; null: none
     sparse: SparseOptions | None = field(default=None, kw_only=True)
 
+    @property
+    def shares_rows(self) -> bool:
+        return self.sparse is None
+
     def __post_init__(self) -> None:
         if isinstance(self.sparse, Mapping):  # as YAML and config.json have it
             object.__setattr__(self, "sparse", SparseOptions(**self.sparse))

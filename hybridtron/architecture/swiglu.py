@@ -15,6 +15,7 @@ class SwiGLUSpec(MixerSpec):
 
     kind: ClassVar[str] = "swiglu"
     module: ClassVar[str] = "hybridtron.mixers.swiglu:SwiGLU"
+    hands_over: ClassVar[bool] = True
     width_option: ClassVar[str] = "hidden"
     projects_input: ClassVar[bool] = True
 

@@ -274,7 +274,8 @@ def content_of(engine: Engine, meta: Meta, tokenizer: Path) -> Content:
 def layout_of(config: Config, groups: Groups) -> str:
     """A text for people, and for the random states, which belong to processes."""
     stages = f"pipeline {groups.pipeline_size} x {config.parallel.virtual_pipeline}"
-    return f"tensor {groups.tensor.size}, {stages}, data {groups.data_size}"
+    context = f"context {groups.context.size}, " if groups.context.size > 1 else ""
+    return f"tensor {groups.tensor.size}, {stages}, {context}data {groups.data_size}"
 
 
 def meta_of(

@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
     require(config, chosen.gpus if chosen.fit is None else None)
     for warning in warnings(config):
         print(f"note: {warning}", file=sys.stderr)
-    gpus = chosen.gpus or config.parallel.tensor * config.parallel.pipeline
+    gpus = chosen.gpus or config.parallel.model_ranks
     fitting = None if chosen.fit is None else fit(config, gpus, chosen.fit, GPUS[chosen.gpu])
     if chosen.json:
         print(json.dumps(as_json(config, gpus, fitting), indent=2))

@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> int:
         demand("plot")
     packages = (*([] if chosen.without_packages else rehearsal.INSTALLED), *chosen.package)
     config = load(chosen.settings)
-    world = chosen.gpus or config.parallel.tensor * config.parallel.pipeline
+    world = chosen.gpus or config.parallel.model_ranks
     with to_be_found(packages):
         require(config, world)
     if chosen.rank != "all" and not (chosen.rank.isdigit() and int(chosen.rank) < world):

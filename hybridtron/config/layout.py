@@ -145,31 +145,32 @@ def data_parallel(parallel: ParallelConfig, world_size: int) -> int:
     """How many ranks share the data. Raises ConfigError where the world can't be shared out evenly."""
     if found := world_problems(parallel, world_size):
         raise ConfigError(found)
-    return world_size // (parallel.tensor * parallel.pipeline)
+    return world_size // parallel.model_ranks
 
 
-def with_overlap(parallel: ParallelConfig, data_ranks: int) -> ParallelConfig:
-    """The layout on this many data-parallel ranks, with nothing left open about what their traffic overlaps with.
+def with_overlap(parallel: ParallelConfig, copies: int) -> ParallelConfig:
+    """The layout where this many ranks hold the same weights; what their traffic overlaps with is not left open.
 
     With virtual stages weights are gathered ahead only where that is asked for: Megatron then sends those of a stage in
     one message, of several types, which gloo mixes up.
     """
     reduce, gather = parallel.overlap_grad_reduce, parallel.overlap_param_gather
-    reduce = data_ranks > 1 or bool(gather) if reduce is None else reduce
+    reduce = copies > 1 or bool(gather) if reduce is None else reduce
     if gather is None:
-        gather = data_ranks > 1 and reduce and parallel.distributed_optimizer and parallel.virtual_pipeline == 1
+        gather = copies > 1 and reduce and parallel.distributed_optimizer and parallel.virtual_pipeline == 1
     return replace(parallel, overlap_grad_reduce=reduce, overlap_param_gather=gather)
 
 
 def world_problems(parallel: ParallelConfig, world_size: int) -> list[Problem]:
     """What keeps `world_size` processes from being arranged into this layout."""
-    model_ranks = parallel.tensor * parallel.pipeline
+    model_ranks = parallel.model_ranks
     if world_size >= 1 and world_size % model_ranks == 0:
         return []
     fitting = " or ".join(map(str, multiples_near(model_ranks, world_size)))
+    times = f" times parallel.context={parallel.context}" if parallel.context > 1 else ""
     message = (
-        f"is {parallel.tensor}, times parallel.pipeline={parallel.pipeline} makes {model_ranks} ranks a model, which "
-        f"{world_size} processes can't be shared into: start {fitting}"
+        f"is {parallel.tensor}, times parallel.pipeline={parallel.pipeline}{times} makes {model_ranks} ranks a model, "
+        f"which {world_size} processes can't be shared into: start {fitting}"
     )
     return [Problem("parallel.tensor", message)]
 

@@ -154,6 +154,11 @@ class ResolvedPhase:
         """Tokens that this step of the run reads."""
         return self.growth.rows(step - self.start_step - 1) * self.settings.seq_len
 
+    @property
+    def tokens_of_rank(self) -> int:
+        """Of a micro-batch's rows, where several ranks may share the tokens of a row."""
+        return self.settings.seq_len * self.settings.micro_batch // self.config.parallel.context
+
     def own_key(self, name: str) -> str:
         """The key of one of the phase's own settings: `phases.1.seq_len`."""
         return f"phases.{self.index}.{name}"

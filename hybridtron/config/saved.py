@@ -24,7 +24,7 @@ from hybridtron.regular_files import read_regular
 
 GREATEST = 2**24  # bytes
 SECRET = re.compile(r"secret|password|token|credential|api_?key|access_?key", re.IGNORECASE)
-DROPPED = {"parallel": ("context", "expert")}  # sizes that had to be 1
+DROPPED = {"parallel": ("expert",)}  # sizes that had to be 1
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([^,}\s]*)")
 
 

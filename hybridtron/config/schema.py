@@ -127,7 +127,7 @@ class OptimConfig:
 
 @dataclass
 class ParallelConfig:
-    """How the model is divided over ranks; the data-parallel size is the world size over tensor times pipeline."""
+    """How model and rows are divided over ranks; as many as are left divide the data."""
 
     tensor: Annotated[int, at_least(1)] = 1  # ranks that divide the weights of every layer
     sequence: bool = False  # they also divide the tokens of the residual stream
@@ -135,6 +135,7 @@ class ParallelConfig:
     regather: bool = False
     pipeline: Annotated[int, at_least(1)] = 1  # ranks that divide the layers
     virtual_pipeline: Annotated[int, at_least(1)] = 1  # stages of each of them, interleaved
+    context: Annotated[int, at_least(1)] = 1  # ranks that divide the tokens of every row, for all layers alike
     distributed_optimizer: bool = True  # data-parallel ranks share the optimizer's state
     # what the backward pass computes again: nothing, the sub-layers that look along the sequence, or every layer
     recompute: Recompute = Recompute.none
@@ -153,6 +154,11 @@ class ParallelConfig:
     def mesh_sizes(self) -> dict[str, int]:
         """The number of ranks in each dimension over which weights and states are cut."""
         return {"tensor": self.tensor}
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that work on the same rows."""
+        return self.tensor * self.pipeline * self.context
 
 
 @dataclass

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,40 @@ from hybridtron.ops.documents import document_borders
 from hybridtron.ops.rope import rope_table
 
 Change = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class RowShare:
+    """Which part of its rows a rank has, where the tokens of every row are shared out (`parallel/context.py`).
+
+    length: tokens of each share. behind_B: how many tokens before the share, in its row, are of its first document.
+    unbroken_B: whether no document begins inside it.
+    """
+
+    size: int
+    rank: int
+    group: Any  # of the ranks that share the rows
+    length: int
+    behind_B: Tensor
+    unbroken_B: Tensor
+
+    @property
+    def first(self) -> int:
+        """Where in the row it begins."""
+        return self.rank * self.length
+
+    @property
+    def reaches_B(self) -> Tensor:
+        """Whether its first document is the row's first, to which a carried state belongs."""
+        return self.behind_B == self.first
+
+    @property
+    def enters_B(self) -> Tensor:
+        """Whether its first token continues the document of the token before."""
+        return (self.behind_B > 0) | self.reaches_B
+
+    def moved(self, move: Change) -> RowShare:
+        return replace(self, behind_B=move(self.behind_B), unbroken_B=move(self.unbroken_B))
 
 
 @dataclass(frozen=True)
@@ -31,6 +66,7 @@ class SeqInfo:
     training, where nothing is random.
     carried: whether the states after the rows are used; where they are not, keys and values need not be copied for it.
     borders_E: where documents begin, as `document_borders` says; without it a kernel that asks has to wait.
+    share: where in its rows a rank's tokens stand, if rows are shared out over ranks.
     """
 
     positions_BL: Tensor
@@ -38,6 +74,7 @@ class SeqInfo:
     key: int | None = None
     carried: bool = True
     borders_E: Tensor | None = None
+    share: RowShare | None = None
     _spans: list[list[tuple[int, int]]] = field(default_factory=list, repr=False, compare=False)
     _rope: dict[tuple[object, ...], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -51,7 +88,8 @@ class SeqInfo:
         """The same by place in the row, whatever documents it holds, up to the place behind it: (B, L + 1, ...)."""
         if (head_dim, base, dtype) not in self._rope:
             rows, length = self.positions_BL.shape
-            places_BL = torch.arange(length + 1, device=self.positions_BL.device).expand(rows, -1)
+            first = 0 if self.share is None else self.share.first
+            places_BL = torch.arange(first, first + length + 1, device=self.positions_BL.device).expand(rows, -1)
             self._rope[head_dim, base, dtype] = rope_table(places_BL, head_dim, base, dtype)
         return self._rope[head_dim, base, dtype]
 
@@ -88,7 +126,8 @@ class SeqInfo:
     def moved(self, move: Change) -> SeqInfo:
         """The same rows on another device, with what is known of their documents."""
         borders_E = None if self.borders_E is None else move(self.borders_E)
-        return replace(self.map(move), borders_E=borders_E, _spans=self._spans)
+        share = None if self.share is None else self.share.moved(move)
+        return replace(self.map(move), borders_E=borders_E, share=share, _spans=self._spans)
 
     @staticmethod
     def stream(batch: int, length: int, start: int = 0, device: torch.device | str = "cpu") -> SeqInfo:

@@ -37,7 +37,7 @@ class Built:
 
 def build_every_rank(config: Config) -> Iterator[Built]:
     """Each rank of one data-parallel replica in turn."""
-    world = config.parallel.tensor * config.parallel.pipeline
+    world = config.parallel.model_ranks
     for rank in range(world):
         with megatron_context():
             place = groups.start(config.parallel, launch=ProcessLaunch(rank, world), fake=True)

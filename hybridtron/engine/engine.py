@@ -51,7 +51,7 @@ class Engine:
         dtype: torch.dtype | None = None,
         phase: int = 0,
     ) -> None:
-        parallel = with_overlap(config.parallel, groups.data_size)
+        parallel = with_overlap(config.parallel, groups.copies.size)
         self.phases, self.groups = resolve(replace(config, parallel=parallel)), groups
         self.config = config = self.phases[phase].config
         self.trained = self.phases[phase].trained
@@ -96,7 +96,7 @@ class Engine:
         self.carrier = None
         if phase.states.mode is not StateMode.zero:
             chunks = [stage.model.slice.layers for stage in self.stages]
-            self.carrier = Carrier(phase, chunks, lanes, self.groups.mesh, self.device)
+            self.carrier = Carrier(phase, chunks, lanes, self.groups, self.device)
 
     def forward_backward(self, batches: Sequence[Batch], step: int = 0) -> StepLoss:
         """The loss of a step of the phase and its gradients; each rank brings its own lanes' micro-batches."""
@@ -106,7 +106,7 @@ class Engine:
             projection.forget()
         z_loss, batches = self.config.optim.z_loss, self._keyed(batches, step)
         with self.statistics.step():
-            given = (batches, z_loss, self.groups.tensor, self.device, self.carrier)
+            given = (batches, z_loss, self.groups, self.device, self.carrier)
             loss = run_schedule(self.wrapped, *given, auxiliary=tuple(self.auxiliary))
         self._loss = loss
         return loss
@@ -161,7 +161,7 @@ class Engine:
     def loss(self, batches: Sequence[Batch]) -> StepLoss:
         """The loss alone, without the z-loss, every row from zero."""
         with self.statistics.evaluation():
-            return run_schedule(self.wrapped, batches, 0.0, self.groups.tensor, self.device, forward_only=True)
+            return run_schedule(self.wrapped, batches, 0.0, self.groups, self.device, forward_only=True)
 
     @torch.no_grad()
     def losses(self, batches: Sequence[tuple[int, Batch]], parts: int) -> StepLoss:
@@ -169,7 +169,7 @@ class Engine:
         parted = Parted([part for part, _ in batches], parts)
         alone = [batch for _, batch in batches]
         with self.statistics.evaluation():
-            return run_schedule(self.wrapped, alone, 0.0, self.groups.tensor, self.device, None, True, parted)
+            return run_schedule(self.wrapped, alone, 0.0, self.groups, self.device, None, True, parted)
 
     def reader(self) -> Reader:
         """The model as the last step left it, to read with; all processes call this together."""

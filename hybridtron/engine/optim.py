@@ -231,12 +231,13 @@ class Shard:
         share = torch.zeros(shape.numel(), dtype=dtype, device=self.weight.device)
         if entries is not None:
             share[self.start : self.stop] = entries
-        dist.all_reduce(share, group=parallel_state.get_data_parallel_group())
+        dist.all_reduce(share, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         return share.view(shape)
 
     def squares(self) -> Tensor:
         """Sums of squares of these entries, and of their gradients."""
-        if self.master is None or (self.everywhere and parallel_state.get_data_parallel_rank() > 0):
+        copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        if self.master is None or (self.everywhere and copy > 0):
             return torch.zeros(2, dtype=torch.float64)
         kept = (self.master, self.tensor("gradient"))
         return torch.stack([t.detach().double().square().sum().cpu() for t in kept if t is not None])

@@ -22,6 +22,8 @@ from hybridtron.data.batch import Batch
 from hybridtron.engine.states import Carrier
 from hybridtron.engine.through_time import ChunkOut, Ended, ThroughTime, as_gathered
 from hybridtron.model.lm import LanguageModel, ModelOut
+from hybridtron.parallel.context import own_share
+from hybridtron.parallel.groups import Groups
 from hybridtron.parallel.linear import TensorGroup
 from hybridtron.parallel.loss import linear_cross_entropy
 
@@ -53,7 +55,7 @@ def run_schedule(
     stages: Sequence[nn.Module],
     batches: Sequence[Batch],
     z_loss: float,
-    tensor: TensorGroup,
+    groups: Groups,
     device: torch.device,
     carrier: Carrier | None = None,
     forward_only: bool = False,
@@ -69,7 +71,7 @@ def run_schedule(
     rows, length = batches[0].tokens_BL.shape
     schedule: Any = get_forward_backward_func()
     sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in auxiliary}
-    step = partial(_forward_step, z_loss=z_loss, tensor=tensor, device=device, carrier=carrier, sums=sums)
+    step = partial(_forward_step, z_loss=z_loss, groups=groups, device=device, carrier=carrier, sums=sums)
     reports = schedule(
         forward_step_func=step,
         data_iterator=[_numbered(chunk, batches) for chunk in range(len(stages))],
@@ -83,7 +85,7 @@ def run_schedule(
     for number, report in enumerate(reports):
         totals[0 if parted is None else parted.of_batch[number]] += report
     dist.all_reduce(totals, group=parallel_state.get_pipeline_model_parallel_group())
-    dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+    dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     totals = totals[0] if parted is None else totals
     return StepLoss(totals[..., 0], totals[..., 1], _of_all_ranks(sums))
 
@@ -94,7 +96,7 @@ def _of_all_ranks(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {}
     together = torch.stack(list(sums.values()))
     dist.all_reduce(together, group=parallel_state.get_pipeline_model_parallel_group())
-    dist.all_reduce(together, group=parallel_state.get_data_parallel_group())
+    dist.all_reduce(together, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     dist.all_reduce(together, group=parallel_state.get_tensor_model_parallel_group())
     together /= parallel_state.get_tensor_model_parallel_world_size()
     return dict(zip(sums, together, strict=True))
@@ -110,14 +112,14 @@ def _forward_step(
     batches: Iterator[tuple[int, int, Batch]],
     stage: nn.Module,
     z_loss: float,
-    tensor: TensorGroup,
+    groups: Groups,
     device: torch.device,
     carrier: Carrier | None,
     sums: Mapping[str, Tensor],
 ) -> tuple[Tensor, Any]:
     """One micro-batch through one chunk; what it has of auxiliary losses is added to the sums."""
     chunk, number, batch = next(batches)
-    batch = batch.to(device)
+    batch = own_share(batch, groups.context).to(device)
     states = None if carrier is None else carrier.initial(chunk, number, batch)
     chunks = 1 if carrier is None else carrier.together
     if carrier is not None and chunks > 1:
@@ -132,7 +134,7 @@ def _forward_step(
     if carrier is not None:
         carrier.record_final(chunk, number, ended.states)
     wrapped: Any = stage.module
-    loss_of = partial(_loss_of, model=wrapped.model, batch=batch, chunks=chunks, z_loss=z_loss, tensor=tensor)
+    loss_of = partial(_loss_of, model=wrapped.model, batch=batch, chunks=chunks, z_loss=z_loss, tensor=groups.tensor)
     return ended.output, loss_of
 
 

@@ -30,7 +30,9 @@ from hybridtron.config.schema import StateMode
 from hybridtron.data.batch import Batch
 from hybridtron.data.order.phase_order import phase_seed
 from hybridtron.model.stack import States
-from hybridtron.parallel.cut import Mesh, cut
+from hybridtron.parallel.context import of_last_share
+from hybridtron.parallel.cut import cut
+from hybridtron.parallel.groups import Groups
 from hybridtron.planning.layer_use import carried_parts
 
 
@@ -49,11 +51,11 @@ class Carrier:
         phase: ResolvedPhase,
         layers: Sequence[range | None],
         lanes: range,
-        mesh: Mesh,
+        groups: Groups,
         device: torch.device,
     ) -> None:
         """For chunks that hold these layers, on a process that reads these lanes."""
-        self.settings, self.mesh, self.device = phase.states, mesh, device
+        self.settings, self.groups, self.device = phase.states, groups, device
         self.lanes, self.all_lanes, self.rows = lanes, phase.lanes, phase.settings.micro_batch
         self.together = phase.chunks_together  # chunks of a lane that one forward pass runs
         self.seed = phase_seed(phase.config.run.seed, phase.index)
@@ -110,8 +112,11 @@ class Carrier:
     @torch.no_grad()
     def record_final(self, chunk: int, number: int, states: States) -> None:
         """Remember what a micro-batch ended in: the carried parts, and of fitted noise the sums alone."""
+        if self.settings.mode is StateMode.random:
+            return
+        states = _each(self._chosen(chunk, states), self._of_row)
         if self.holds:
-            self._ended[chunk, number] = _each(self._chosen(chunk, states), _alone)
+            self._ended[chunk, number] = _each(states, _alone)
         elif self.settings.mode is StateMode.fitted:
             for layer, parts in self.chunks[chunk].items():
                 ((name, part),) = parts.items()
@@ -146,6 +151,10 @@ class Carrier:
         share = self.settings.dropout
         drawn = [self._key("dropout", lane) / 2**64 >= share for lane in lanes]
         return torch.tensor(drawn).to(self.device, non_blocking=True)  # the host need not wait for the copy
+
+    def _of_row(self, state: Tensor) -> Tensor:
+        """What a row ends in: what its last share does."""
+        return of_last_share(state, self.groups.context)
 
     def _chosen(self, chunk: int, states: States) -> States:
         return {layer: {name: states[layer][name] for name in parts} for layer, parts in self.chunks[chunk].items()}
@@ -185,7 +194,7 @@ class Carrier:
         generator = torch.Generator(self.device).manual_seed(self._key("noise", lane, layer) >> 1)
         shape = [1, *(size for size in part.shape if size is not None)]
         whole = torch.randn(shape, generator=generator, device=self.device)
-        return cut(whole, part, self.mesh, leading=1)
+        return cut(whole, part, self.groups.mesh, leading=1)
 
     def _measure(self) -> None:
         """Move mean and variance towards those of the states that all lanes of all ranks ended in."""

@@ -35,9 +35,16 @@ def state_blocks(carrier: Carrier, groups: Groups) -> list[Any]:
     for layer, name, part in _parts(carrier):
         if layer in carrier.held:
             held = carrier.held[layer][name]
-            blocks += lane_blocks(f"held.{layer}.{name}", held, part, carrier.lanes, carrier.all_lanes, groups.mesh)
+            blocks += lane_blocks(
+                f"held.{layer}.{name}",
+                held,
+                part,
+                carrier.lanes,
+                carrier.all_lanes,
+                {**groups.mesh, "context": groups.context},
+            )
         if layer in carrier.moments:
-            moments, first = carrier.moments[layer], groups.data_rank == 0
+            moments, first = carrier.moments[layer], groups.copies.rank == 0
             tensor = groups.tensor.rank
             offset, main = (
                 ((0, 0), first and tensor == 0) if part.heads == 1 else ((0, tensor * moments.shape[1]), first)

@@ -27,7 +27,11 @@ from hybridtron.interop.definitions import HOME, PACKAGE, DefinedName, SourceFil
 
 WRITTEN = tuple(sorted((PACKAGE / "hf").glob("*_hybridtron.py")))
 GENERATED = "mixers_hybridtron"
-STAND_INS = {"parallel.linear": "linear_hybridtron"}
+STAND_INS = {
+    "parallel.linear": "linear_hybridtron",
+    "parallel.context": "context_hybridtron",
+    "ops.total": "context_hybridtron",
+}
 IMPLEMENTATIONS = {
     **dict.fromkeys(("selective_scan", "ssd_scan", "decay_scan", "gla_scan", "delta_scan"), "chunked"),
     **dict.fromkeys(("angles", "attention"), "blocked"),

@@ -16,6 +16,7 @@ from hybridtron.ops.conv import ConvInputs, causal_conv
 from hybridtron.ops.norm import RMSNormInputs, rms_norm
 from hybridtron.ops.precision import at_least_fp32
 from hybridtron.ops.rope import RopeInputs, apply_rope
+from hybridtron.parallel.context import memory_before, tokens_before
 from hybridtron.parallel.linear import InParts, TensorGroup, column_parallel, projected, row_parallel, sum_shares
 
 
@@ -56,7 +57,11 @@ class Heads(Mixer):
         q_BLC, *kv_BLC = (part.transpose(0, 1) for part in projected(x_LBD, self.tensor, *layers))
         gate_BLC = None if self.gate is None else kv_BLC.pop()
         if self.heads.conv:
-            tails = before.get("q_conv"), before.get("kv_conv")
+            taps = self.heads.conv - 1
+            tails = [
+                tokens_before(x_BLC, taps, before.get(name), seq)
+                for x_BLC, name in ((q_BLC, "q_conv"), (kv_BLC[0], "kv_conv"))
+            ]
             silu, documents = self.heads.conv_silu, seq.documents_BL
             of_q = ConvInputs(q_BLC, self.q_conv, self.q_conv_bias, tails[0], documents, silu)
             of_kv = ConvInputs(kv_BLC[0], self.kv_conv, self.kv_conv_bias, tails[1], documents, silu)
@@ -92,6 +97,7 @@ class Heads(Mixer):
     ) -> tuple[Tensor, State]:
         """Attention in a window or without one, and the keys and values that are kept for it."""
         memory = AttentionMemory(before["keys"], before["values"], before["length"]) if "keys" in before else None
+        memory = memory_before(k_BLGK, v_BLGK, window, memory, seq)
         y_BLHK = self.attention(
             AttentionInputs(q_BLHK, k_BLGK, v_BLGK, window, seq.documents_BL, memory, seq.borders_E)
         )

@@ -14,6 +14,8 @@ from hybridtron.mixers.linear_attention import HeadInputs, LinearAttention
 from hybridtron.ops.delta import DeltaInputs, delta_scan
 from hybridtron.ops.norm import RMSNormInputs, rms_norm
 from hybridtron.ops.precision import at_least_fp32, wide_type
+from hybridtron.ops.total import delta_total
+from hybridtron.parallel.context import scan_from
 from hybridtron.parallel.linear import TensorGroup
 
 LENGTH_EPS = 1e-6
@@ -37,8 +39,11 @@ class DeltaRule(LinearAttention):
         # in fp32: sums of many follow
         steps_BLHG = F.softplus(at_least_fp32(a_BLX) + self.dt_bias).unflatten(-1, (self.heads, -1))
         g_BLHG = -torch.exp(self.A_log).unsqueeze(-1) * steps_BLHG
-        documents_BL = given.seq.documents_BL
-        return delta_scan(DeltaInputs(q_BLHN, k_BLHN, given.v_BLHP, beta_BLH, g_BLHG, given.state, documents_BL))
+        seq = given.seq
+        inputs = DeltaInputs(q_BLHN, k_BLHN, given.v_BLHP, beta_BLH, g_BLHG, documents_BL=seq.documents_BL)
+        return scan_from(
+            lambda h_BHNP: delta_scan(inputs._replace(state_BHNP=h_BHNP)), given.state, seq, lambda: delta_total(inputs)
+        )
 
     @abstractmethod
     def decays_and_steps(self, x_LBD: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,8 @@ from hybridtron.architecture.gla import GLASpec
 from hybridtron.mixers.linear_attention import HeadInputs, LinearAttention
 from hybridtron.ops.gla import GLAInputs, gla_scan
 from hybridtron.ops.precision import at_least_fp32
+from hybridtron.ops.total import gla_total
+from hybridtron.parallel.context import scan_from
 from hybridtron.parallel.linear import TensorGroup, column_parallel
 
 
@@ -27,7 +29,11 @@ class GLA(LinearAttention):
     def attend(self, given: HeadInputs) -> tuple[Tensor, Tensor]:
         x_LBD, q_BLHN, k_BLHN, v_BLHP, state, seq = given
         g_BLHN = self.log_decays(x_LBD).transpose(0, 1).unflatten(-1, (self.heads, -1))
-        return gla_scan(GLAInputs(q_BLHN * self.scale, k_BLHN, v_BLHP, g_BLHN, state, seq.documents_BL))
+        inputs = GLAInputs(q_BLHN * self.scale, k_BLHN, v_BLHP, g_BLHN, documents_BL=seq.documents_BL)
+        return scan_from(
+            lambda h_BHNP: gla_scan(inputs._replace(state_BHNP=h_BHNP)), state, seq,
+            lambda: gla_total(inputs),
+        )  # fmt: skip
 
     def log_decays(self, x_LBD: Tensor) -> Tensor:
         """g of this rank's key channels, in fp32: sums of many of them follow."""

@@ -15,6 +15,7 @@ from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, Out, State
 from hybridtron.ops.conv import ConvInputs, causal_conv
 from hybridtron.ops.norm import RMSNormInputs, rms_norm
+from hybridtron.parallel.context import tokens_before
 from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_parallel
 
 
@@ -53,7 +54,8 @@ class LinearAttention(Mixer):
         qkv_LBC, gate_LBV = self.projections(x_LBD)
         qkv_BLC = qkv_LBC.transpose(0, 1)
         if self.shared.conv:
-            given = ConvInputs(qkv_BLC, self.conv_weight, None, before.get("conv"), seq.documents_BL, activation=True)
+            tail_BTC = tokens_before(qkv_BLC, self.shared.conv - 1, before.get("conv"), seq)
+            given = ConvInputs(qkv_BLC, self.conv_weight, None, tail_BTC, seq.documents_BL, activation=True)
             qkv_BLC, new["conv"] = causal_conv(given)
         q_BLE, k_BLE, v_BLV = qkv_BLC.split((self.keys, self.keys, self.values), dim=-1)
         q_BLKN, k_BLKN = (part.unflatten(-1, (self.key_heads, -1)) for part in (q_BLE, k_BLE))

@@ -13,6 +13,8 @@ from hybridtron.mixers.base import Mixer, Out, State, as_stored, beside_as_store
 from hybridtron.mixers.sparse import SparseBranch, projected_heads
 from hybridtron.ops.conv import ConvInputs, causal_conv
 from hybridtron.ops.scan import ScanInputs, selective_scan
+from hybridtron.ops.total import scan_total
+from hybridtron.parallel.context import scan_from, tokens_before
 from hybridtron.parallel.linear import (
     InParts,
     TensorGroup,
@@ -53,8 +55,9 @@ class Mamba(Mixer):
         parts = projected(x_LBD, self.tensor, InParts(self.in_proj, (len(self.D), len(self.D))))
         x_BLE, z_BLE = (part.transpose(0, 1) for part in parts)
         before = state or {}
+        tail = tokens_before(x_BLE, self.spec.conv - 1, before.get("conv"), seq)
         x_BLE, tail = causal_conv(
-            ConvInputs(x_BLE, self.conv_weight, self.conv_bias, before.get("conv"), seq.documents_BL, activation=True)
+            ConvInputs(x_BLE, self.conv_weight, self.conv_bias, tail, seq.documents_BL, activation=True)
         )
         # dt, B and C are whole on every rank, and each rank uses them for its own channels
         x_BLE, dt_B_C = beside_as_stored(self.x_proj, x_BLE)
@@ -62,10 +65,13 @@ class Mamba(Mixer):
         dt_BLR, B_BLN, C_BLN = dt_B_C.split((self.rank, self.state, self.state), dim=-1)
         dt_BLE = as_stored(self.dt_proj, dt_BLR)
         A_EN = -torch.exp(self.A_log)
-        h_BEN, documents_BL = before.get("ssm"), seq.documents_BL
-        y_BLE, h_BEN = selective_scan(
-            ScanInputs(x_BLE, dt_BLE, A_EN, B_BLN, C_BLN, self.D, self.dt_bias, z_BLE, h_BEN, documents_BL)
+        given = ScanInputs(
+            x_BLE, dt_BLE, A_EN, B_BLN, C_BLN, self.D, self.dt_bias, z_BLE, documents_BL=seq.documents_BL
         )
+        y_BLE, h_BEN = scan_from(
+            lambda h_BEN: selective_scan(given._replace(state_BEN=h_BEN)), before.get("ssm"), seq,
+            lambda: scan_total(given),
+        )  # fmt: skip
         new, aux = {"ssm": h_BEN, "conv": tail}, {}
         if self.spec.sparse is not None:
             shared = B_BLN.unsqueeze(2), C_BLN.unsqueeze(2), x_BLE

@@ -20,6 +20,8 @@ from hybridtron.ops.gated_norm import (
     gated_squares,
 )
 from hybridtron.ops.ssd import SSDInputs, ssd_scan
+from hybridtron.ops.total import ssd_total
+from hybridtron.parallel.context import scan_from, tokens_before
 from hybridtron.parallel.linear import (
     InParts,
     TensorGroup,
@@ -68,7 +70,11 @@ class Mamba2(Mixer):
         parts = projected(x_LBD, self.tensor, own, self.bc_proj)
         z_BLE, x_BLE, dt_BLH, bc_BLC = (part.transpose(0, 1) for part in parts)
         before = state or {}
-        tails, documents_BL = (before.get("x_conv"), before.get("bc_conv")), seq.documents_BL
+        documents_BL, width = seq.documents_BL, self.spec.conv - 1
+        tails = [
+            tokens_before(x_BLC, width, before.get(name), seq)
+            for x_BLC, name in ((x_BLE, "x_conv"), (bc_BLC, "bc_conv"))
+        ]
         x_BLE, new["x_conv"] = causal_conv(
             ConvInputs(x_BLE, self.x_conv_weight, self.x_conv_bias, tails[0], documents_BL, activation=True)
         )
@@ -80,9 +86,11 @@ class Mamba2(Mixer):
             part.unflatten(-1, (-1, self.spec.state))[:, :, self.groups_used] for part in bc_BLC.chunk(2, dim=-1)
         )
         A_H = -torch.exp(self.A_log)
-        y_BLHP, new["ssm"] = ssd_scan(
-            SSDInputs(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, self.D, self.dt_bias, before.get("ssm"), documents_BL)
-        )
+        given = SSDInputs(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, self.D, self.dt_bias, documents_BL=documents_BL)
+        y_BLHP, new["ssm"] = scan_from(
+            lambda h_BHPN: ssd_scan(given._replace(state_BHPN=h_BHPN)), before.get("ssm"), seq,
+            lambda: ssd_total(given),
+        )  # fmt: skip
         aux: dict[str, Tensor] = {}
         if self.spec.sparse is not None:
             shared = B_BLGN, C_BLGN, x_BLE

@@ -26,7 +26,9 @@ from hybridtron.ops.documents import document_starts
 from hybridtron.ops.norm import RMSNormInputs, rms_norm
 from hybridtron.ops.precision import at_least_fp32
 from hybridtron.ops.ssd import DecayInputs, decay_scan
+from hybridtron.ops.total import decay_total
 from hybridtron.ops.turns import AngleInputs, TurnInputs, angles, turn_pairs, turned
+from hybridtron.parallel.context import scan_from, state_before, tokens_before
 from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_parallel
 
 
@@ -61,10 +63,10 @@ class Mamba3(Mixer):
         z_BLE, x_BLE, dt_BLH, a_BLH, trap_BLH = (part.transpose(0, 1) for part in parts)
         steps = trapezoid(at_least_fp32(dt_BLH) + self.dt_bias, at_least_fp32(a_BLH), at_least_fp32(trap_BLH))
         rates_BLS = math.pi * torch.tanh(at_least_fp32(self.angle_proj(x_LBD).transpose(0, 1)))
-        angles_BLHS = angles(AngleInputs(steps.delta_BLH, rates_BLS, seq.documents_BL))
+        turns = turns_of_row(angles(AngleInputs(steps.delta_BLH, rates_BLS, seq.documents_BL)), seq)
         B_BLGN, C_BLGN = self.normed_pair(x_LBD)
         x_BLHP = x_BLE.unflatten(-1, (self.heads, -1))
-        y_BLHP, new = self.scan(x_BLHP, B_BLGN, C_BLGN, steps, angles_BLHS, before, seq.documents_BL)
+        y_BLHP, new = self.scan(x_BLHP, B_BLGN, C_BLGN, steps, turns, before, seq)
         if self.spec.norm:
             weight_HP = self.norm_weight.unflatten(0, (self.heads, -1))
             y_BLHP = rms_norm(RMSNormInputs(y_BLHP, torch.ones_like(weight_HP[0]), self.spec.norm_eps)) * weight_HP
@@ -84,24 +86,26 @@ class Mamba3(Mixer):
         B_BLGN: Tensor,
         C_BLGN: Tensor,
         steps: Trapezoid,
-        angles_BLHS: Tensor,
+        turns: Turns,
         before: State,
-        documents_BL: Tensor | None,
+        seq: SeqInfo,
     ) -> tuple[Tensor, State]:
         """What this rank's heads read (B, L, H, P), D x with it, and their state after the row."""
         B_bias_HN, C_bias_HN = self.B_bias.squeeze(1), self.C_bias.squeeze(1)
-        k_BLHN, q_BLHN = turn_pairs(TurnInputs(B_BLGN, C_BLGN, B_bias_HN, C_bias_HN, angles_BLHS))
-        next_BLH = of_next_token(steps.start_BLH, documents_BL)
+        k_BLHN, q_BLHN = turn_pairs(TurnInputs(B_BLGN, C_BLGN, B_bias_HN, C_bias_HN, turns.angles_BLHS))
+        next_BLH = of_next_token(steps.start_BLH, seq.documents_BL)
         step_BLH = steps.end_BLH + next_BLH
         skip_BLH = self.D - next_BLH * products_by_head(B_BLGN, C_BLGN, B_bias_HN, C_bias_HN)
-        state_BHPN = with_last_token(before, steps.start_BLH[:, 0])
-        y_BLHP, last_BHPN = decay_scan(
-            DecayInputs(q_BLHN, k_BLHN, x_BLHP, steps.g_BLH, state_BHPN, documents_BL, step_BLH, skip_BLH)
-        )
         last_B = B_BLGN[:, -1].repeat_interleave(self.heads // B_BLGN.shape[2], dim=1) + B_bias_HN
-        back_BH1S = -angles_BLHS[:, -1].unsqueeze(2)
-        ssm = turned(last_BHPN, back_BH1S)
-        return y_BLHP, {"ssm": ssm, "last_B": last_B.to(B_BLGN.dtype), "last_x": x_BLHP[:, -1]}
+        new = {"last_B": last_B.to(B_BLGN.dtype), "last_x": x_BLHP[:, -1]}
+        first_BHPN = first_step(new, before, steps.start_BLH[:, 0], turns.begin_BHS, seq)
+        given = DecayInputs(q_BLHN, k_BLHN, x_BLHP, steps.g_BLH, None, seq.documents_BL, step_BLH, skip_BLH)
+        y_BLHP, last_BHPN = scan_from(
+            lambda h_BHPN: decay_scan(given._replace(state_BHPN=summed(h_BHPN, first_BHPN))), before.get("ssm"), seq,
+            lambda: decay_total(given),
+        )  # fmt: skip
+        back_BH1S = -turns.angles_BLHS[:, -1].unsqueeze(2)
+        return y_BLHP, {"ssm": turned(last_BHPN, back_BH1S), **new}
 
 
 class Trapezoid(NamedTuple):
@@ -127,13 +131,46 @@ def of_next_token(x_BLH: Tensor, documents_BL: Tensor | None) -> Tensor:
     return next_BLH if starts_BL is None else next_BLH.masked_fill(F.pad(starts_BL[:, 1:], (0, 1)).unsqueeze(2), 0)
 
 
-def with_last_token(before: State, start_BH: Tensor) -> Tensor | None:
-    """The state before the row, with the start of the first step in it."""
-    if "last_x" not in before or "last_B" not in before:
-        return before.get("ssm")
-    x_BHP, B_BHN = (before[name].to(start_BH.dtype) for name in ("last_x", "last_B"))
-    added_BHPN = (start_BH.unsqueeze(2) * x_BHP).unsqueeze(3) * B_BHN.unsqueeze(2)
-    return added_BHPN + before["ssm"] if "ssm" in before else added_BHPN
+class Turns(NamedTuple):
+    """The angles of every token, and of the one before the first; 0 where that is not of the same document and row."""
+
+    angles_BLHS: Tensor
+    begin_BHS: Tensor | None = None
+
+
+def turns_of_row(angles_BLHS: Tensor, seq: SeqInfo) -> Turns:
+    """Where a rank has a share of the row, its first document continues from the angles of the one before."""
+    if seq.share is None:
+        return Turns(angles_BLHS)
+    last_BHS = angles_BLHS[:, -1]
+    begin_BHS = state_before(last_BHS, None, None, seq.share)
+    added_BLHS = begin_BHS.unsqueeze(1)
+    if seq.documents_BL is not None:
+        is_first_BL = seq.documents_BL == seq.documents_BL[:, :1]
+        added_BLHS = torch.where(is_first_BL[:, :, None, None], added_BLHS, 0)
+    return Turns(angles_BLHS + added_BLHS, begin_BHS)
+
+
+def first_step(new: State, before: State, start_BH: Tensor, begin_BHS: Tensor | None, seq: SeqInfo) -> Tensor | None:
+    """What the start of the first step adds to the state before it: of the token before. `new` has the last token."""
+    x_B1HP, B_B1HN = (
+        tokens_before(new[name].unsqueeze(1), 1, before[name].unsqueeze(1) if name in before else None, seq)
+        for name in ("last_x", "last_B")
+    )
+    if x_B1HP is None or B_B1HN is None:
+        return None
+    x_BHP, B_BHN = (token.squeeze(1).to(start_BH.dtype) for token in (x_B1HP, B_B1HN))
+    B_BH1N = B_BHN.unsqueeze(2)
+    if begin_BHS is not None:
+        B_BH1N = turned(B_BH1N, begin_BHS.unsqueeze(2))
+    return (start_BH.unsqueeze(2) * x_BHP).unsqueeze(3) * B_BH1N
+
+
+def summed(h_BHPN: Tensor | None, added_BHPN: Tensor | None) -> Tensor | None:
+    """Of what there is."""
+    if h_BHPN is None or added_BHPN is None:
+        return added_BHPN if h_BHPN is None else h_BHPN
+    return added_BHPN + h_BHPN
 
 
 def products_by_head(B_BLGN: Tensor, C_BLGN: Tensor, B_bias_HN: Tensor, C_bias_HN: Tensor) -> Tensor:

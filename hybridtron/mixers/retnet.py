@@ -16,6 +16,8 @@ from hybridtron.mixers.linear_attention import HeadInputs, LinearAttention
 from hybridtron.ops.precision import wide_type
 from hybridtron.ops.rope import RopeInputs, apply_rope
 from hybridtron.ops.ssd import DecayInputs, decay_scan
+from hybridtron.ops.total import decay_total
+from hybridtron.parallel.context import scan_from
 from hybridtron.parallel.linear import TensorGroup
 
 
@@ -37,7 +39,11 @@ class RetNet(LinearAttention):
         )
         gammas_H = log_gammas(heads, self.tensor.rank * heads, device).to(wide)
         g_BLH = gammas_H.expand(rows, length, heads)
-        y_BLHP, last_BHPN = decay_scan(DecayInputs(q_BLHN, k_BLHN, v_BLHP, g_BLH, state, seq.documents_BL))
+        inputs = DecayInputs(q_BLHN, k_BLHN, v_BLHP, g_BLH, documents_BL=seq.documents_BL)
+        y_BLHP, last_BHPN = scan_from(
+            lambda h_BHPN: decay_scan(inputs._replace(state_BHPN=h_BHPN)), state, seq,
+            lambda: decay_total(inputs),
+        )  # fmt: skip
         back = (table[:, -1:].expand(-1, v_BLHP.shape[3], -1) for table in (cos_BLk, -sin_BLk))
         return y_BLHP, apply_rope(RopeInputs(last_BHPN.transpose(1, 2), *back)).transpose(1, 2)
 

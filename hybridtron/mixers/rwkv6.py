@@ -17,6 +17,8 @@ from hybridtron.mixers.token_shift import token_before
 from hybridtron.ops.documents import document_starts
 from hybridtron.ops.gla import GLAInputs, gla_scan
 from hybridtron.ops.precision import at_least_fp32
+from hybridtron.ops.total import gla_total
+from hybridtron.parallel.context import scan_from
 from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_parallel
 
 
@@ -47,12 +49,15 @@ class RWKV6(Mixer):
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
         before, new = state or {}, State()
         x_LBD = enter(x_LBD, self.tensor)
-        before_LBD, new["shift"] = token_before(x_LBD, before.get("shift"), seq.documents_BL)
+        before_LBD, new["shift"] = token_before(x_LBD, before.get("shift"), seq)
         r_LBD, w_LBD, k_LBD, v_LBD, g_LBD = self.streams(x_LBD, before_LBD - x_LBD)
         made = self.r_proj(r_LBD), self.k_proj(k_LBD), self.v_proj(v_LBD), self.log_decays(w_LBD)
         r_BLHN, k_BLHN, v_BLHP, g_BLHN = (each.transpose(0, 1).unflatten(-1, (self.heads, -1)) for each in made)
-        inputs = GLAInputs(r_BLHN, k_BLHN, v_BLHP, g_BLHN, before.get("ssm"), seq.documents_BL)
-        y_BLHP, new["ssm"] = read_before_step(inputs, self.bonus)
+        inputs = GLAInputs(r_BLHN, k_BLHN, v_BLHP, g_BLHN, documents_BL=seq.documents_BL)
+        y_BLHP, new["ssm"] = scan_from(
+            lambda h_BHNP: read_before_step(inputs._replace(state_BHNP=h_BHNP), self.bonus), before.get("ssm"), seq,
+            lambda: gla_total(inputs),
+        )  # fmt: skip
         return Out(self.out_proj(self.normed(y_BLHP).to(x_LBD.dtype) * F.silu(self.g_proj(g_LBD))), new, {})
 
     def streams(self, x_LBD: Tensor, change_LBD: Tensor) -> tuple[Tensor, ...]:

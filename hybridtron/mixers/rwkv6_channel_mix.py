@@ -33,7 +33,7 @@ class RWKV6ChannelMix(Mixer):
 
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
         x_LBD = enter(x_LBD, self.tensor)
-        before_LBD, last_BD = token_before(x_LBD, (state or {}).get("shift"), seq.documents_BL)
+        before_LBD, last_BD = token_before(x_LBD, (state or {}).get("shift"), seq)
         change_LBD = before_LBD - x_LBD
         k_LBE = self.key(torch.addcmul(x_LBD, change_LBD, self.key_mix))
         r_LBC = self.receptance(torch.addcmul(x_LBD, change_LBD, self.receptance_mix))

@@ -5,17 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybridtron.data.batch import SeqInfo
 from hybridtron.ops.documents import document_starts
+from hybridtron.parallel.context import tokens_before
 
 
-def token_before(x_LBD: Tensor, last_BD: Tensor | None, documents_BL: Tensor | None) -> tuple[Tensor, Tensor]:
+def token_before(x_LBD: Tensor, last_BD: Tensor | None, seq: SeqInfo) -> tuple[Tensor, Tensor]:
     """For each token the one before it in its document, zeros for its first; and the row's last token.
 
     `last_BD` is the last token of the row before. Under sequence parallelism this comes after `enter`: the token before
     the first of a rank's share is on another rank.
     """
-    first_BD = torch.zeros_like(x_LBD[0]) if last_BD is None else last_BD.to(x_LBD.dtype)
-    before_LBD = torch.cat((first_BD.unsqueeze(0), x_LBD[:-1]))
-    if (starts_BL := document_starts(documents_BL)) is not None:
+    carried_B1D = None if last_BD is None else last_BD.to(x_LBD.dtype).unsqueeze(1)
+    first_B1D = tokens_before(x_LBD.transpose(0, 1), 1, carried_B1D, seq)
+    first_1BD = torch.zeros_like(x_LBD[:1]) if first_B1D is None else first_B1D.transpose(0, 1)
+    before_LBD = torch.cat((first_1BD, x_LBD[:-1]))
+    if (starts_BL := document_starts(seq.documents_BL)) is not None:
         before_LBD = before_LBD.masked_fill(starts_BL.T.unsqueeze(2), 0)
     return before_LBD, x_LBD[-1].clone()  # a view would keep the whole row in memory

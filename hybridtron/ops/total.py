@@ -29,6 +29,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from hybridtron.ops.delta import DeltaInputs, delta_scan
 from hybridtron.ops.documents import document_starts
@@ -109,14 +110,14 @@ class Matrices(Total):
 
 def scan_total(inputs: ScanInputs) -> Factors:
     """Of the state (B, E, N)."""
-    sum_BE1 = step_sizes(inputs.dt_BLE, inputs.dt_bias_E).sum(1, dtype=torch.float64).unsqueeze(2)
+    sum_BE1 = _summed_steps(inputs.dt_BLE, inputs.dt_bias_E).unsqueeze(2)
     factor_BEN = (sum_BE1 * inputs.A_EN).exp().to(wide_type(inputs.x_BLE))
     return Factors(_through(inputs.documents_BL), factor_BEN)
 
 
 def ssd_total(inputs: SSDInputs) -> Factors:
     """Of the state (B, H, P, N)."""
-    sum_BH = step_sizes(inputs.dt_BLH, inputs.dt_bias_H).sum(1, dtype=torch.float64)
+    sum_BH = _summed_steps(inputs.dt_BLH, inputs.dt_bias_H)
     factor_BH = (sum_BH * inputs.A_H).exp().to(wide_type(inputs.x_BLHP))
     return Factors(_through(inputs.documents_BL), factor_BH[:, :, None, None])
 
@@ -147,6 +148,17 @@ def delta_total(inputs: DeltaInputs) -> Matrices:
     nothing_BLHN = torch.zeros_like(inputs.k_BLHN, dtype=inputs.v_BLHP.dtype)
     _, matrix_BHNN = delta_scan(inputs._replace(q_BLHN=nothing_BLHN, v_BLHP=nothing_BLHN, state_BHNP=start_BHNN))
     return Matrices(_through(inputs.documents_BL), matrix_BHNN)
+
+
+def _summed_steps(dt: Tensor, dt_bias: Tensor) -> Tensor:
+    """Over tokens. The steps are made again in the backward pass, and not kept for it."""
+
+    def summed() -> Tensor:
+        return step_sizes(dt, dt_bias).sum(1, dtype=torch.float64)
+
+    if not torch.is_grad_enabled():
+        return summed()
+    return checkpoint(summed, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
 
 
 def _through(documents_BL: Tensor | None) -> Tensor | None:

@@ -83,7 +83,7 @@ def _written_runs(part: StatePart, over: Cut, ranks: RankGroup) -> Iterator[tupl
 
 def writes(name: str, groups: Groups, cuts: Sequence[Cut], copied_over_data: bool) -> bool:
     """Whether this rank is the one, of all that hold a copy, that writes it; names are dealt out over them."""
-    data = [RankGroup(groups.data_size, groups.data_rank)] if copied_over_data else []
+    data = [groups.copies] if copied_over_data else []
     copies, own = 1, 0
     for ranks in [*_copied(groups.mesh, cuts), *data]:
         own += copies * ranks.rank

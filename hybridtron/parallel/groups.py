@@ -21,7 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hybridtron.config.layout import ProcessLaunch, launched
 from hybridtron.config.schema import ParallelConfig
 from hybridtron.device import compute_device, megatron_context
-from hybridtron.parallel.cut import Mesh
+from hybridtron.parallel.context import WHOLE_ROWS, ContextGroup
+from hybridtron.parallel.cut import Mesh, RankGroup
 from hybridtron.parallel.linear import Products, TensorGroup
 from hybridtron.problems import ConfigError, Problem
 
@@ -37,6 +38,13 @@ class Groups:
     data_size: int
     rank: int
     world_size: int
+    context: ContextGroup = WHOLE_ROWS
+
+    @property
+    def copies(self) -> RankGroup:
+        """The ranks that hold the same share of the weights, and this one's place among them."""
+        context = self.context
+        return RankGroup(self.data_size * context.size, self.data_rank * context.size + context.rank)
 
     @property
     def mesh(self) -> Mesh:
@@ -67,6 +75,7 @@ def start(
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
+            context_parallel_size=parallel.context,
             virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
             create_gloo_process_groups=not fake,
             distributed_timeout_minutes=math.ceil(timeout_s / 60),
@@ -75,6 +84,7 @@ def start(
     sequence = parallel.sequence and parallel.tensor > 1
     products = Products(parallel.transformer_engine)
     tensor = TensorGroup(parallel.tensor, group.rank(), group, sequence, products, parallel.regather)
+    across: Any = parallel_state.get_context_parallel_group()
     return Groups(
         tensor=tensor,
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
@@ -83,6 +93,7 @@ def start(
         data_size=parallel_state.get_data_parallel_world_size(),
         rank=launch.rank,
         world_size=launch.world_size,
+        context=ContextGroup(parallel.context, across.rank(), across),
     )
 
 

@@ -43,6 +43,7 @@ def schedule_config(width: int, dtype: torch.dtype, sent: torch.dtype, parallel:
         ffn_hidden_size=width,
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
         sequence_parallel=parallel.sequence and parallel.tensor > 1,
         params_dtype=dtype,

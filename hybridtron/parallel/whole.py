@@ -34,7 +34,7 @@ def gathered(
     for name, parameter in table.items():
         owner = next(stage for stage, names in enumerate(names_of_stages) if name in names)
         whole = _joined(shares[name](), parameter, groups) if groups.pipeline_rank == owner else None
-        if owner > 0 and groups.tensor.rank == 0 and groups.data_rank == 0:
+        if owner > 0 and groups.tensor.rank == 0 and groups.copies.rank == 0:
             if whole is not None:
                 dist.send(whole, stage_ranks[0])
             elif groups.pipeline_rank == 0:

@@ -1,6 +1,7 @@
 """What each pipeline rank of a layout holds, keeps and sends: an estimate, from the configuration alone.
 
-With t tensor-parallel, p pipeline and d data-parallel ranks, v virtual stages, and m micro batches a step:
+With t tensor-parallel, p pipeline and d data-parallel ranks (times those that share the rows, where tokens are counted
+on one of these), v virtual stages, and m micro batches a step:
 
     weights, gradients   of the rank's chunks, cut by t where `Parameter.cuts` says so; gradients in the format of
                          `precision.gradients`, of weights that learn, as is the optimizer. A tied embedding is held by
@@ -32,6 +33,7 @@ With t tensor-parallel, p pipeline and d data-parallel ranks, v virtual stages, 
                          here and in the activations in fp32 with model.residual_fp32
     data traffic         gradients are scattered, (d - 1) / d of them sent, and weights gathered, if the optimizer
                          is distributed, otherwise gradients are summed; a tied embedding is summed over its two ranks
+    context traffic      what ranks that share the rows hand over (`row_shares.py`), of the busiest of them
     host traffic         what waits there by `parallel.offload`, both ways
     bubble               (p - 1) / (v m + p - 1) of the pipeline's time, if the stages are equally long
 
@@ -72,6 +74,7 @@ from hybridtron.planning.pipeline import (
     turns,
     weight_bytes,
 )
+from hybridtron.planning.row_shares import sent_by_layers, with_handed_over
 
 
 @dataclass(frozen=True)
@@ -153,8 +156,9 @@ def plan(phase: ResolvedPhase, world_size: int) -> Plan:
         chunks=tuple(
             PlannedStage(index, stage, sum(costs[stage.start : stage.stop])) for index, stage in enumerate(stages)
         ),
-        uses=with_fp8(layer_uses(config, runs_again(phase)), config, settings.seq_len * settings.micro_batch),
+        uses=with_handed_over(with_fp8(layer_uses(config, runs_again(phase)), config, phase.tokens_of_rank), phase),
         carried=carried_bytes(phase),
+        handed_over=sent_by_layers(phase),
         table=table,
         held=held_names(table, stages, parallel.pipeline),
     )
@@ -179,13 +183,19 @@ class _Step:
     chunks: tuple[PlannedStage, ...]
     uses: tuple[LayerUse, ...]
     carried: dict[int, int]  # bytes of one lane's state, by sub-layer
+    handed_over: tuple[int, ...]  # bytes that ranks send for a micro-batch which share its rows, by sub-layer
     table: dict[str, Parameter]
     held: list[list[str]]  # the names in the table that each pipeline rank holds
 
     @property
+    def copies(self) -> int:
+        """Ranks that hold the same share of the weights."""
+        return self.data * self.config.parallel.context
+
+    @property
     def value_bytes(self) -> int:
         """Bytes of one activation for every token of a micro batch's chunk."""
-        return VALUE_BYTES[self.config.precision.name] * self.phase.settings.seq_len * self.phase.settings.micro_batch
+        return VALUE_BYTES[self.config.precision.name] * self.phase.tokens_of_rank
 
     def sublayers(self, chunk: PlannedStage) -> tuple[LayerUse, ...]:
         """Those of a chunk."""
@@ -204,7 +214,7 @@ def _rank_plan(step: _Step, rank: int) -> RankPlan:
     played = list(turns(parallel, rank, step.micro_batches))
     use = _use(step, rank, chunks)
     activations, backward = use.peak(played)
-    held = weight_bytes(step.phase, step.data, weights)
+    held = weight_bytes(step.phase, step.copies, weights)
     return RankPlan(
         rank=rank,
         chunks=chunks,
@@ -251,8 +261,7 @@ def _logits(step: _Step, chunks: Sequence[PlannedStage]) -> int:
     """Bytes of what the loss makes."""
     if chunks[-1] is not step.chunks[-1]:
         return 0
-    model, settings = step.config.model, step.phase.settings
-    tokens = settings.seq_len * settings.micro_batch * step.phase.chunks_together
+    model, tokens = step.config.model, step.phase.tokens_of_rank * step.phase.chunks_together
     vocabulary = shared(model.vocab_size, step.config.parallel.tensor)
     return loss_bytes(tokens, model.width, vocabulary, VALUE_BYTES[step.config.precision.name])
 
@@ -278,7 +287,8 @@ def _traffic(step: _Step, rank: int, chunks: Sequence[PlannedStage], held: Weigh
     return Traffic(
         tensor=(parallel.tensor - 1) * (2 * summed + gathered) * values // parallel.tensor,
         pipeline=borders * stream_values(step.config) * values,
-        gradients=(1 if sharded else 2) * held.gradients * (step.data - 1) // step.data + tied * is_tied,
-        parameters=held.learning * (step.data - 1) // step.data if sharded else 0,
+        gradients=(1 if sharded else 2) * held.gradients * (step.copies - 1) // step.copies + tied * is_tied,
+        parameters=held.learning * (step.copies - 1) // step.copies if sharded else 0,
+        context=step.micro_batches * sum(step.handed_over[layer] for chunk in chunks for layer in chunk.layers),
         host=2 * values * sum(layer.away for chunk in chunks for layer in step.sublayers(chunk)),
     )

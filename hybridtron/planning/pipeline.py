@@ -60,11 +60,12 @@ class Traffic:
     gradients: int
     parameters: int
     host: int = 0  # to its host and from it
+    context: int = 0  # between the ranks that share the rows
 
     @property
     def total(self) -> int:
         """All of it together."""
-        return self.tensor + self.pipeline + self.gradients + self.parameters + self.host
+        return self.tensor + self.pipeline + self.gradients + self.parameters + self.host + self.context
 
 
 class Turn(NamedTuple):

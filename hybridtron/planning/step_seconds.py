@@ -30,10 +30,10 @@ PRODUCTS, ATTENTION = 3, 3.5  # of the forward pass's, both passes together
 
 def step_seconds(made: Plan, phase: ResolvedPhase, gpu: GPU) -> float:
     """Of an optimizer step."""
-    parallel, rest = with_overlap(phase.config.parallel, made.data), 0.0
+    parallel, rest = with_overlap(phase.config.parallel, made.data * phase.config.parallel.context), 0.0
     passes = micro_batch_seconds(made, phase, gpu)
     slowest = max(passes)
-    link = gpu.link(parallel.tensor * made.data)
+    link = gpu.link(parallel.tensor * parallel.context * made.data)
     for rank, seconds in zip(made.ranks, passes, strict=True):
         behind = 2 / 3 * seconds * bool(parallel.overlap_grad_reduce), seconds / 3 * bool(parallel.overlap_param_gather)
         sent = rank.traffic.gradients / link, rank.traffic.parameters / link
@@ -53,7 +53,7 @@ def micro_batch_seconds(made: Plan, phase: ResolvedPhase, gpu: GPU) -> list[floa
         for layer, spec in zip(counted.layers, arch.specs, strict=True)
     ]
     behind = [hidden_seconds(*layer, config, gpu) for layer in zip(counted.layers, arch.specs, strict=True)]
-    tokens = settings.micro_batch * settings.seq_len * phase.chunks_together / parallel.tensor
+    tokens = phase.tokens_of_rank * phase.chunks_together / parallel.tensor
     found = []
     for rank in made.ranks:
         head = PRODUCTS * counted.head_flops / gpu.products if rank is made.ranks[-1] else 0.0

@@ -148,4 +148,4 @@ def different_ranks(phase: ResolvedPhase, world: int) -> Sequence[int]:
     """One of each pipeline rank: Megatron counts tensor ranks first, then data ranks, then pipeline ranks."""
     parallel = phase.config.parallel
     data = data_parallel(parallel, world)
-    return range(0, world, parallel.tensor * data)
+    return range(0, world, parallel.tensor * parallel.context * data)

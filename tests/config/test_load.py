@@ -210,11 +210,11 @@ def test_a_configuration_of_before_trains_as_it_did(tmp_path):
 
 def test_sizes_that_an_older_version_wrote_are_dropped(tmp_path):
     config = load(["parallel.tensor=2"])
-    written = to_yaml(config).replace("parallel:\n", "parallel:\n  context: 1\n  expert: 1\n")
+    written = to_yaml(config).replace("parallel:\n", "parallel:\n  expert: 1\n")
     (tmp_path / "config.yaml").write_text(written)
     assert load_saved(tmp_path / "config.yaml") == config
-    (tmp_path / "config.yaml").write_text(written.replace("context: 1", "context: 2"))
-    with pytest.raises(ConfigError, match=r"parallel\.context"):
+    (tmp_path / "config.yaml").write_text(written.replace("expert: 1", "expert: 2"))
+    with pytest.raises(ConfigError, match=r"parallel\.expert"):
         load_saved(tmp_path / "config.yaml")
 
 

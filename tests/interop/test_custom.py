@@ -206,5 +206,5 @@ def test_every_weight_is_used_once_and_nothing_else_is_shipped() -> None:
         rules = TARGET.rules(model_config(name))
         assert len({rule.theirs for rule in rules}) == len(rules)
     assert set(Custom().files()) == {
-        f"{name}_hybridtron.py" for name in ("configuration", "modeling", "layers", "linear", "mixers")
+        f"{name}_hybridtron.py" for name in ("configuration", "modeling", "layers", "linear", "context", "mixers")
     }

@@ -36,6 +36,11 @@ FAST_CASES = {
     ("span-variants", "dp2"),
     ("adapters", "tp2"),
     ("adapters", "tp2-pp2"),
+    ("samba", "cp2"),
+    ("kda", "cp4"),
+    ("sliding-gla", "cp2-tp2"),
+    ("mamba2-attention", "cp2-pp2"),
+    ("rwkv6", "cp2-dp2"),
 }
 FAST_BUGS = {
     "x_proj_backward",
@@ -44,6 +49,8 @@ FAST_BUGS = {
     "group_norm_backward",
     "regathered_order",
     "adapter_gradient",
+    "document_at_cut",
+    "sums_over_data",
 }
 
 

@@ -60,6 +60,13 @@ LAYOUTS = {
     "dp2": (ParallelConfig(), 2),
     "tp2-pp2": (ParallelConfig(tensor=2, pipeline=2), 4),
 }
+ROW_LAYOUTS = {  # of models whose layers all hand over what comes before a share
+    "cp2": (ParallelConfig(context=2), 2),
+    "cp4": (ParallelConfig(context=4), 4),
+    "cp2-tp2": (ParallelConfig(context=2, tensor=2, sequence=True), 4),
+    "cp2-pp2": (ParallelConfig(context=2, pipeline=2), 4),
+    "cp2-dp2": (ParallelConfig(context=2), 4),
+}
 MODES = [mode for mode in StateMode if mode is not StateMode.zero]
 
 
@@ -148,7 +155,8 @@ def resumed(
 
     All of it is the same bit for bit when the other layout writes it again.
     """
-    (first, ranks), (second, other_ranks) = LAYOUTS[before], LAYOUTS[after]
+    layouts = LAYOUTS | ROW_LAYOUTS
+    (first, ranks), (second, other_ranks) = layouts[before], layouts[after]
     run_distributed(first_steps, ranks, configured(first), tmp / "a")
     found = run_distributed(further_steps, other_ranks, configured(second), tmp / "a", tmp / "b")
     held, again = (newest(tmp / folder) for folder in ("a", "b"))

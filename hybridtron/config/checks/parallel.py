@@ -24,7 +24,7 @@ MAX_TENSOR = 64  # the largest size that a message may propose
 def parallel_problems(phase: ResolvedPhase, world_size: int | None) -> Iterator[Problem]:
     """All that keeps a phase and its model from being laid out over N processes (None: the fewest)."""
     parallel = phase.config.parallel
-    if min(parallel.tensor, parallel.pipeline, parallel.virtual_pipeline) < 1:
+    if min(parallel.tensor, parallel.pipeline, parallel.virtual_pipeline, parallel.context) < 1:
         return  # reported by their limits
     yield from _overlap(parallel)
     if parallel.gradient_accumulation_fusion and phase.config.run.compile:
@@ -35,7 +35,8 @@ def parallel_problems(phase: ResolvedPhase, world_size: int | None) -> Iterator[
     yield from _transformer_engine(parallel)
     yield from _tensor(phase)
     yield from _pipeline(phase)
-    model_ranks = parallel.tensor * parallel.pipeline
+    yield from _context(phase)
+    model_ranks = parallel.model_ranks
     world_size = model_ranks if world_size is None else world_size
     uneven = world_problems(parallel, world_size)
     yield from uneven
@@ -86,6 +87,39 @@ def _tensor(phase: ResolvedPhase) -> Iterator[Problem]:
             f"is {seq_len}, which parallel.sequence can't share over parallel.tensor={tensor} ranks: "
             f"use {choice(multiples_near(tensor, seq_len))}",
         )
+
+
+def _context(phase: ResolvedPhase) -> Iterator[Problem]:
+    """Every layer hands over what comes before a share of a row, and the tokens can be shared out evenly."""
+    context, length = phase.config.parallel.context, phase.settings.seq_len
+    if context == 1 or phase.arch is None:
+        return
+    if whole := [letter for letter, spec in phase.arch.by_letter.items() if not spec.shares_rows]:
+        letters = ", ".join(f"model.layers.{letter}" for letter in whole)
+        yield Problem("parallel.context", f"is {context}, but {letters} can't share a row out over ranks: use 1")
+    tensor = phase.config.parallel.tensor if phase.config.parallel.sequence else 1
+    if length > 0 and length % (context * tensor):
+        yield Problem(
+            phase.own_key("seq_len"),
+            f"is {length}, which parallel.context={context} can't share out: "
+            f"use {choice(multiples_near(context * tensor, length))}",
+        )
+    if phase.config.run.evaluate is not None:
+        yield Problem("run.evaluate", "reads with whole rows: leave it out, or use parallel.context=1")
+    if phase.config.run.compile:
+        yield Problem("parallel.context", f"is {context}, which run.compile can't trace: use 1, or run.compile=false")
+    if phase.chunks_together > 1:
+        yield Problem(
+            "parallel.context",
+            f"is {context}, but {phase.own_key('states')} runs {phase.chunks_together} chunks of a row in one pass: "
+            "use 1, or rows as long as those chunks together",
+        )
+    kinds, sizes = phase.carried_kinds, phase.arch.sizes
+    for letter, spec in phase.arch.by_letter.items():
+        grown = [n for n, part in spec.state_parts(sizes).items() if part.kind in kinds and None in part.shape]
+        if grown:
+            what = f"takes the {grown[0]} of model.layers.{letter}, which grow with every row: use parallel.context=1"
+            yield Problem("states.carry", what)
 
 
 def uncuttable(model: ModelConfig, tensor: int) -> list[str]:

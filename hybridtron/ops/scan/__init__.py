@@ -2,9 +2,9 @@
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.scan import chunked, mamba_ssm, native, reference, triton
-from hybridtron.ops.scan.reference import ScanInputs
+from hybridtron.ops.scan.reference import ScanInputs, step_sizes
 
-__all__ = ["ScanInputs", "selective_scan"]
+__all__ = ["ScanInputs", "selective_scan", "step_sizes"]
 
 selective_scan = Op(
     reference.selective_scan,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -35,18 +35,8 @@ from hybridtron.parallel.cut import Mesh, cut
 from hybridtron.parallel.entered import Entry, _gathered
 from hybridtron.parallel.linear import RowParallel, TensorGroup
 from hybridtron.parallel.loss import linear_cross_entropy
-
-Replaced = dict[str, Any]  # where an attribute stands -> what stands there instead
-
-
-@dataclass(frozen=True)
-class Bug:
-    """What goes wrong, what is replaced for it, and where it shows: an architecture and a layout of the table."""
-
-    effect: str
-    replaced: Replaced
-    architecture: str
-    layout: str
+from hybridtron.proving.audit.bug import Bug, Replaced
+from hybridtron.proving.audit.context_bugs import CONTEXT_BUGS
 
 
 @contextmanager
@@ -295,4 +285,5 @@ BUGS = {
     "norm_counts_copies": Bug(
         "what both ranks hold counts twice in the gradient norm", NORM_COUNTS_COPIES, "samba", "tp2"
     ),
+    **CONTEXT_BUGS,
 }

@@ -14,6 +14,7 @@ from typing import Any
 
 from hybridtron.architecture.adapters import AdaptersConfig, Adapting
 from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.table import architecture
 from hybridtron.config.resolve import resolve
 from hybridtron.config.schema import (
     Config,
@@ -45,6 +46,7 @@ class Layout:
     sequence: bool = False
     pipeline: int = 1
     virtual: int = 1
+    context: int = 1
     data: int = 1
 
     def on(self, parallel: ParallelConfig) -> ParallelConfig:
@@ -55,6 +57,7 @@ class Layout:
             sequence=self.sequence,
             pipeline=self.pipeline,
             virtual_pipeline=self.virtual,
+            context=self.context,
         )
 
 
@@ -68,6 +71,11 @@ LAYOUTS = {
     "tp2-pp2": Layout(tensor=2, sequence=True, pipeline=2),
     "tp2-dp2": Layout(tensor=2, data=2),
     "pp2-dp2": Layout(pipeline=2, data=2),
+    "cp2": Layout(context=2),
+    "cp4": Layout(context=4),
+    "cp2-tp2": Layout(context=2, tensor=2, sequence=True),
+    "cp2-pp2": Layout(context=2, pipeline=2),
+    "cp2-dp2": Layout(context=2, data=2),
 }
 
 ARCHITECTURES = {
@@ -104,7 +112,7 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        return self.config.parallel.tensor * self.config.parallel.pipeline * self.data
+        return self.config.parallel.model_ranks * self.data
 
     def options(self) -> str:
         """The options that go around, for the table."""
@@ -124,6 +132,8 @@ def table() -> Iterator[Case]:
     """Every architecture in every layout."""
     for row, (name, pattern) in enumerate(ARCHITECTURES.items()):
         for column, (layout, ranks) in enumerate(LAYOUTS.items()):
+            if ranks.context > 1 and not shares_rows(pattern):
+                continue
             turn = row + column
             heads: dict[str, Any] = (
                 {"kv_heads": 1, "conv": 4, "conv_bias": True} if (row + column // 2) % 2 else {"kv_heads": 2}
@@ -134,6 +144,12 @@ def table() -> Iterator[Case]:
             parallel = ranks.on(ParallelConfig(recompute=recompute, regather=ranks.sequence and turn % 2 == 0))
             documents = Documents.join if turn % 3 == 0 else Documents.isolate
             yield Case(name, layout, small(model, parallel, documents, ranks.data), ranks.data)
+
+
+def shares_rows(pattern: str) -> bool:
+    """Whether the tokens of a row can be shared out over ranks."""
+    specs = architecture(small_model(pattern, False, {})).specs
+    return all(spec.shares_rows for spec in specs)
 
 
 def small_model(pattern: str, tied: bool, heads: dict[str, Any]) -> ModelConfig:

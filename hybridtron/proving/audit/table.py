@@ -92,7 +92,13 @@ def in_layouts(config: Config, layouts: Sequence[str], skip: bool) -> Iterator[C
 
 
 def _described(parallel: ParallelConfig, data: int) -> str:
-    axes = (("tp", parallel.tensor), ("pp", parallel.pipeline), ("virtual", parallel.virtual_pipeline), ("dp", data))
+    axes = (
+        ("tp", parallel.tensor),
+        ("pp", parallel.pipeline),
+        ("virtual", parallel.virtual_pipeline),
+        ("cp", parallel.context),
+        ("dp", data),
+    )
     words = [f"{name}{size}" for name, size in axes if size > 1] + ["sp"] * (parallel.sequence and parallel.tensor > 1)
     return "-".join(words) or "one process"
 

@@ -1,0 +1,42 @@
+"""What `mixers_hybridtron.py` finds where hybridtron hands over what comes before a rank's share of a row.
+
+Here a row is whole: what comes before it are the states that were handed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+from torch import Tensor
+
+Carried = TypeVar("Carried")
+
+
+def scan_from(
+    scan: Callable[[Tensor | None], tuple[Tensor, Tensor]],
+    state: Tensor | None,
+    seq: Any,
+    total: Callable[[], Any],
+) -> tuple[Tensor, Tensor]:
+    return scan(state)
+
+
+def tokens_before(x_BLC: Tensor, count: int, carried_BTC: Tensor | None, seq: Any) -> Tensor | None:
+    return carried_BTC
+
+
+def memory_before(k_BLGK: Tensor, v_BLGK: Tensor, window: int | None, carried: Carried, seq: Any) -> Carried:
+    return carried
+
+
+def of_a_share(*_: Any) -> NoReturn:
+    raise NotImplementedError("a row is whole here")
+
+
+state_before = of_a_share
+scan_total = of_a_share
+ssd_total = of_a_share
+decay_total = of_a_share
+gla_total = of_a_share
+delta_total = of_a_share

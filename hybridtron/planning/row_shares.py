@@ -1,0 +1,98 @@
+"""What ranks that share the rows send for a micro-batch, by the parts of sub-layers' states (`parallel/context.py`).
+
+    ssm     the state that a share adds and what it does to the one before, in fp32: to the next rank, and then in as
+            many rounds as doubling needs to come from the first share to the last but one
+    conv    the last tokens that a convolution or a token shift reads
+    kv      keys and values of a window, from as many ranks as it reaches; all of them in full attention
+
+For the backward pass a rank keeps the state that its share starts from and what came in the rounds, and the keys and
+values that came; of these the last rank of full attention has the most.
+
+Every round goes forward in a forward pass and back in the backward pass. A rank at an end of the row sends less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from hybridtron.architecture.base import MixerSpec, ModelSizes, StatePart
+from hybridtron.architecture.table import architecture
+from hybridtron.config.resolve import ResolvedPhase
+from hybridtron.planning.count import FP32_BYTES, VALUE_BYTES
+from hybridtron.planning.layer_use import LayerUse, is_recomputed, shared, state_values
+
+
+def sent_by_layers(phase: ResolvedPhase) -> tuple[int, ...]:
+    """Bytes that the busiest rank sends for each sub-layer, in both passes of a micro-batch."""
+    if phase.config.parallel.context == 1:
+        return (0,) * len(architecture(phase.model).specs)
+    arch = architecture(phase.model)
+    by_letter = {letter: _busiest(spec, arch.sizes, phase) for letter, spec in arch.by_letter.items()}
+    return tuple(by_letter[letter] for letter in arch.letters)
+
+
+def with_handed_over(uses: Sequence[LayerUse], phase: ResolvedPhase) -> tuple[LayerUse, ...]:
+    """What sub-layers keep, with what came from ranks that share the rows."""
+    parallel = phase.config.parallel
+    if parallel.context == 1:
+        return tuple(uses)
+    arch, token = architecture(phase.model), phase.tokens_of_rank * VALUE_BYTES[phase.precision.name]
+    found = []
+    for use, spec in zip(uses, arch.specs, strict=True):
+        came = -(-_kept(spec, arch.sizes, phase) // token)
+        again = is_recomputed(spec, arch.sizes, parallel.recompute)
+        found.append(replace(use, again=use.again + came) if again else replace(use, kept=use.kept + came))
+    return tuple(found)
+
+
+def _kept(spec: MixerSpec, sizes: ModelSizes, phase: ResolvedPhase) -> int:
+    """Bytes, on the rank that keeps the most."""
+    states = [part for part in spec.state_parts(sizes).values() if part.kind == "ssm"]
+    of_state = sum(state_values(part, phase.config.parallel) for part in states) * FP32_BYTES
+    of_states = (1 + _doublings(phase.config.parallel.context)) * of_state * phase.settings.micro_batch
+    keys = [part for part in spec.state_parts(sizes).values() if part.kind == "kv"]
+    return of_states + sum(bytes_ for part in keys for _, bytes_ in _key_rounds(part, phase))
+
+
+def _busiest(spec: MixerSpec, sizes: ModelSizes, phase: ResolvedPhase) -> int:
+    parallel = phase.config.parallel
+    forward = 1 + is_recomputed(spec, sizes, parallel.recompute)
+    rounds = list(_rounds(spec, sizes, phase))
+    return max(
+        sum(bytes_ * (forward * (rank + hop < parallel.context) + (rank >= hop)) for hop, bytes_ in rounds)
+        for rank in range(parallel.context)
+    )
+
+
+def _rounds(spec: MixerSpec, sizes: ModelSizes, phase: ResolvedPhase) -> Iterator[tuple[int, int]]:
+    """How many ranks further something is sent, and how many bytes it has."""
+    parallel, rows, value = phase.config.parallel, phase.settings.micro_batch, VALUE_BYTES[phase.precision.name]
+    for part in spec.state_parts(sizes).values():
+        if part.kind == "ssm":
+            both = state_values(part, parallel) + shared(spec.transition_values(sizes), parallel.tensor)
+            hops = [1, *(2**round for round in range(_doublings(parallel.context)))]
+            yield from ((hop, both * FP32_BYTES * rows) for hop in hops)
+        elif part.kind == "conv":
+            yield 1, state_values(part, parallel) * value * rows
+        else:
+            yield from _key_rounds(part, phase)
+
+
+def _doublings(context: int) -> int:
+    """Rounds that follow the first."""
+    return math.ceil(math.log2(max(1, context - 1)))
+
+
+def _key_rounds(part: StatePart, phase: ResolvedPhase) -> Iterator[tuple[int, int]]:
+    """Of keys or of values; of neither where a part says how many are real."""
+    parallel = phase.config.parallel
+    if len(part.shape) < 2:
+        return
+    length = phase.settings.seq_len // parallel.context
+    tokens = length * (parallel.context - 1) if part.shape[0] is None else part.shape[0]
+    of_token = state_values(StatePart(part.kind, (1, *part.shape[1:]), cuts=part.cuts), parallel)
+    for hop in range(1, math.ceil(tokens / length) + 1):
+        held = min(length, tokens - (hop - 1) * length)
+        yield hop, held * of_token * VALUE_BYTES[phase.precision.name] * phase.settings.micro_batch

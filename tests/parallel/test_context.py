@@ -1,0 +1,163 @@
+"""Rows that are shared out over ranks: what one rank with whole rows computes, whatever their documents and states."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.config.check import check
+from hybridtron.config.load import load
+from hybridtron.config.schema import Config, ParallelConfig, StateMode
+from hybridtron.data.batch import Batch, SeqInfo
+from hybridtron.model.init import initialise
+from hybridtron.model.lm import LanguageModel
+from hybridtron.parallel.context import own_share
+from hybridtron.parallel.pool import Seat
+from tests.distributed import run_distributed
+from tests.parallel.test_states import LAYERS, MODES, ROW_LAYOUTS, STOPPED, VOCABULARY, config_of, losses, resumed
+from tests.parallel.test_states_of_recurrences import recurrences
+
+LENGTH = 16
+ATTENTION = {"kind": "attention", "heads": 2, "conv": 3}
+MODELS = {
+    "recurrences": recurrences(StateMode.passing, ParallelConfig()).model,
+    "samba": ModelConfig(32, VOCABULARY, "M-SWM", {letter: LAYERS[letter] for letter in "MSW-"}),
+    "window of two": ModelConfig(32, VOCABULARY, "WM", {"W": {**ATTENTION, "window": 2}, "M": LAYERS["M"]}),
+    "window over shares": ModelConfig(32, VOCABULARY, "WMW", {"W": {**ATTENTION, "window": 11}, "M": LAYERS["M"]}),
+    "attention": ModelConfig(32, VOCABULARY, "FSF", {"F": ATTENTION, "S": LAYERS["S"]}),
+}
+BORDERS = {  # of two rows
+    "one document": ([], []),
+    "at a cut": ([4], [8]),
+    "at every cut": ([4, 8, 12], [12]),
+    "beside cuts": ([3, 5], [7, 9]),
+    "single tokens": ([4, 5, 6, 8], [1, 2, 15]),
+    "across all": ([1], [15]),
+}
+
+
+def rows_with(borders: tuple[list[int], ...] | None) -> Batch:
+    """Documents that begin at these places; None: rows are streams."""
+    tokens_BT = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    positions_BL, documents_BL = torch.arange(LENGTH).expand(2, -1), None
+    if borders is not None:
+        documents_BL = torch.stack(
+            [sum((torch.arange(LENGTH) >= b for b in row), torch.zeros(LENGTH)).int() for row in borders]
+        )
+    mask_BL = torch.ones(2, LENGTH, dtype=torch.bool)
+    return Batch(tokens_BT[:, :-1], tokens_BT[:, 1:], mask_BL, SeqInfo(positions_BL, documents_BL))
+
+
+def outputs_and_gradients(
+    seat: Seat, model: ModelConfig, parallel: ParallelConfig, given: list[Batch]
+) -> list[tuple[Tensor, list[Tensor]]]:
+    """Of each batch: this rank's outputs, and its part of the gradient of every weight."""
+    found = []
+    with seat.groups(parallel) as groups:
+        built = LanguageModel(model).cast(torch.float64)
+        initialise(built, 1)
+        for batch in given:
+            share = own_share(batch, groups.context)
+            out = built(share.tokens_BL, None, share.seq).output
+            weights = [weight for _, weight in built.named_parameters()]
+            # a weighting that makes every output count in a way of its own
+            places_LB = share.seq.positions_BL.T.unsqueeze(2) + 1.0
+            gradients = torch.autograd.grad((out * torch.sin(places_LB * torch.arange(VOCABULARY))).sum(), weights)
+            found.append((out.detach(), [gradient.detach() for gradient in gradients]))
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_rank_computes_its_share_of_what_one_does(name: str, ranks: int) -> None:
+    """In float64, of rows as streams and of rows with documents that begin everywhere."""
+    given = [rows_with(borders) for borders in [None, *BORDERS.values()]]
+    (whole,) = run_distributed(outputs_and_gradients, 1, MODELS[name], ParallelConfig(), given)
+    shares = run_distributed(outputs_and_gradients, ranks, MODELS[name], ParallelConfig(context=ranks), given)
+    for index, (out_LBV, gradients) in enumerate(whole):
+        together = torch.cat([share[index][0] for share in shares])
+        torch.testing.assert_close(together, out_LBV, rtol=1e-9, atol=1e-9)
+        for number, gradient in enumerate(gradients):
+            total = sum(share[index][1][number] for share in shares)
+            torch.testing.assert_close(total, gradient, rtol=1e-9, atol=1e-9 * float(gradient.norm()))
+
+
+def samba(mode: StateMode, parallel: ParallelConfig) -> Config:
+    return replace(config_of(mode, parallel), model=MODELS["samba"])
+
+
+CONFIGS = {"samba": samba, "recurrences": recurrences}
+FAST = [("samba", "cp2", "tbtt"), ("recurrences", "cp4", "passing"), ("samba", "cp2-dp2", "fitted")]
+CASES = [
+    pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow, id="-".join(case))
+    for name in CONFIGS
+    for layout in ROW_LAYOUTS
+    for mode in MODES
+    for case in [(name, layout, mode)]
+]
+
+
+@functools.cache
+def of_one_process(name: str, mode: StateMode) -> list[float]:
+    (found,) = run_distributed(losses, 1, CONFIGS[name](mode, ParallelConfig()))
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("name", "layout", "mode"), CASES)
+def test_losses_with_carried_states_are_those_of_one_process(name: str, layout: str, mode: StateMode) -> None:
+    parallel, ranks = ROW_LAYOUTS[layout]
+    for found in run_distributed(losses, ranks, CONFIGS[name](mode, parallel)):
+        assert found == pytest.approx(of_one_process(name, mode), rel=1e-4)
+
+
+PAIRS = [("cp2", "serial"), ("serial", "cp2"), ("cp2", "tp2"), ("dp2", "cp2-dp2"), ("cp2-tp2", "cp2-pp2")]
+RESUMED = [
+    pytest.param(*pair, mode, marks=[] if (pair, mode) == (PAIRS[2], "passing") else pytest.mark.slow)
+    for pair in PAIRS
+    for mode in MODES
+]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("before", "after", "mode"), RESUMED)
+def test_a_run_resumes_with_other_shares(before: str, after: str, mode: StateMode, tmp_path: Path) -> None:
+    found, _ = resumed(before, after, functools.partial(samba, mode), tmp_path)
+    assert found == pytest.approx(of_one_process("samba", mode)[STOPPED:], rel=1e-4)
+
+
+def losses_alone(seat: Seat, config: Config) -> list[float]:
+    """The losses where nothing is handed over."""
+    with patch("hybridtron.parallel.context._exchanged", lambda x, share, hop: torch.zeros_like(x)):
+        return losses(seat, config)
+
+
+@pytest.mark.gloo
+def test_what_is_handed_over_counts() -> None:
+    expected = of_one_process("samba", StateMode.passing)
+    found = run_distributed(losses_alone, 2, samba(StateMode.passing, ParallelConfig(context=2)))[0]
+    apart = max(abs(one - other) / other for one, other in zip(found, expected, strict=True))
+    assert apart > 100 * 1e-4
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "said"),
+    [
+        (["recipe=samba_span_421m"], "parallel.context", "model.layers.X"),
+        (["recipe=hax_mamba_130m"], "parallel.context", "model.layers."),
+        (["recipe=laptop", "phases.0.seq_len=255"], "phases.0.seq_len", "255"),
+        (["recipe=laptop", "run.compile=true"], "parallel.context", "run.compile"),
+        (["recipe=llama2_438m", "states.mode=tbtt"], "states.carry", "grow"),
+    ],
+)
+def test_what_can_not_be_shared_out_is_refused(settings: list[str], key: str, said: str) -> None:
+    problems = check(load([*settings, "parallel.context=2"]), 2)
+    assert any(problem.key == key and said in problem.message for problem in problems), problems

@@ -127,7 +127,8 @@ class StatePart(Sharded):
 
     The first axis of the real tensor is the lane; `shape` and the cuts' axes count without it. None in a shape is an
     axis that grows with the tokens seen (the keys of full attention). `parts` are the sizes of what is fused along the
-    last axis.
+    last axis. Where rows are shared out over ranks (`parallel/context.py`), `to_all` says that all later shares are
+    handed it and not the next ones, and `learned` whether a gradient returns.
     """
 
     kind: Literal["ssm", "conv", "kv"]
@@ -135,6 +136,8 @@ class StatePart(Sharded):
     dtype: Literal["float32", "int64"] | None = None
     heads: int = 1  # runs of the first axis whose values have statistics of their own
     parts: tuple[int, ...] = ()
+    to_all: bool = False
+    learned: bool = True
 
     def fused_sizes(self, axis: int) -> tuple[int, ...]:
         size = self.shape[axis]

@@ -25,7 +25,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Parameter, StatePart, linear
 from hybridtron.architecture.inits import Constant, Projection, Uniform
@@ -147,14 +147,15 @@ class SparseOptions:
         state, inner, groups, heads = sizes
         first, second = Cut(0, readers=heads), Cut(1, readers=heads)
         parts = {
-            "sparse_keys": StatePart("kv", (self.slots, groups, state), cuts=(second,)),
-            "sparse_values": StatePart("kv", (self.slots, inner), cuts=(Cut(1),)),
-            "sparse_places": StatePart("kv", (self.slots, groups), "int64", cuts=(second,)),
+            "sparse_keys": StatePart("kv", (self.slots, groups, state), cuts=(second,), to_all=True),
+            "sparse_values": StatePart("kv", (self.slots, inner), cuts=(Cut(1),), to_all=True),
+            "sparse_places": StatePart("kv", (self.slots, groups), "int64", cuts=(second,), to_all=True, learned=False),
             "sparse_length": StatePart("kv", (), "int64"),
         }
         if self.scored:
-            parts["sparse_scores"] = StatePart("kv", (self.slots, groups), "float32", cuts=(second,))
-            parts["sparse_queries"] = StatePart("kv", (groups, state), "float32", cuts=(first,))
+            of_scorer: Any = {"kind": "kv", "dtype": "float32", "learned": False}
+            parts["sparse_scores"] = StatePart(shape=(self.slots, groups), cuts=(second,), to_all=True, **of_scorer)
+            parts["sparse_queries"] = StatePart(shape=(groups, state), cuts=(first,), **of_scorer)
         return parts
 
     def problems(self, max_seq_len: int) -> Iterator[Problem]:
@@ -200,7 +201,7 @@ class RecurrenceSpec(MixerSpec):
 
     @property
     def shares_rows(self) -> bool:
-        return self.sparse is None
+        return self.sparse is None or self.sparse.centre == "features"
 
     def __post_init__(self) -> None:
         if isinstance(self.sparse, Mapping):  # as YAML and config.json have it

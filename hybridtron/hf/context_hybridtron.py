@@ -35,6 +35,8 @@ def of_a_share(*_: Any) -> NoReturn:
 
 
 state_before = of_a_share
+earlier_shares = of_a_share
+sum_over_shares = of_a_share
 scan_total = of_a_share
 ssd_total = of_a_share
 decay_total = of_a_share

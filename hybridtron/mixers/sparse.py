@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.sparse import SparseOptions
-from hybridtron.data.batch import SeqInfo
+from hybridtron.data.batch import RowShare, SeqInfo
 from hybridtron.mixers.base import State, beside_as_stored
 from hybridtron.ops.documents import document_starts
 from hybridtron.ops.precision import at_least_fp32
@@ -22,13 +24,17 @@ from hybridtron.ops.sparse import (
     hash_bins,
     hash_matrix,
     joined,
+    merged,
     query_directions,
     ranking_loss,
     remember,
     sparse_attention,
     worth_of_keys,
 )
+from hybridtron.parallel.context import earlier_shares, state_before, sum_over_shares
 from hybridtron.parallel.linear import TensorGroup, sum_gradients
+
+Hash = Callable[[Tensor, Tensor], Tensor | None]
 
 
 class SparseBranch(nn.Module):
@@ -61,13 +67,16 @@ class SparseBranch(nn.Module):
         own = SparseKeys(k_RLN, _rows(v_BLE.unflatten(-1, (groups, -1))), documents_RL, places_RL)
         new, aux = State(), dict[str, Tensor]()
         if self.options.scored:
-            scores_RL, sums_RN = self._scores(q_RLN, k_RLN, documents_RL, before)
+            scores_RL, sums_RN = self._scores(q_RLN, k_RLN, documents_RL, before, seq)
             new["sparse_queries"] = sums_RN.unflatten(0, (batch, groups))
             own = own._replace(scores_RS=scores_RL.detach())
             if seq.key is not None:
                 aux["ranking"] = self._ranking(q_RLN, own, scores_RL, seq)
-        at_hand = joined(_memory(before, groups), own)
-        bins_RL, bins_RS = self._bins(q_RLN, documents_RL, at_hand, seq)
+        hashed = self._hash(q_RLN.device, seq)
+        at_hand = joined(self._memory(before, own, hashed, groups, seq), own)
+        bins_RL, bins_RS = (
+            hashed(x, of) for x, of in ((q_RLN, documents_RL), (at_hand.keys_RSN, at_hand.documents_RS))
+        )
         seen = Seen(self.budget, at_hand.documents_RS, at_hand.places_RS, bins_RL, bins_RS, at_hand.scores_RS)
         y_RLP = sparse_attention(SparseInputs(q_RLN, at_hand.keys_RSN, at_hand.values_RSP, seen))
         if seq.carried:
@@ -75,21 +84,40 @@ class SparseBranch(nn.Module):
         y_BLE = y_RLP.unflatten(0, (batch, groups)).transpose(1, 2).flatten(2)
         return (y_BLE * self.gate).to(v_BLE.dtype), new, aux
 
-    def _bins(
-        self, q_RLN: Tensor, documents_RL: Tensor, keys: SparseKeys, seq: SeqInfo
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Those of queries and keys, if the pattern has any: by a new hash in every step of training."""
+    def _hash(self, device: torch.device, seq: SeqInfo) -> Hash:
+        """The bins of vectors by their documents, if the pattern has any: by a new hash in every step of training."""
         if not self.options.hashed:
-            return None, None
-        matrix_Nh = hash_matrix(seq.number(f"hash/{self.layer}"), self.size, self.options.columns, q_RLN.device)
+            return lambda x_RSN, documents_RS: None
+        matrix_Nh = hash_matrix(seq.number(f"hash/{self.layer}"), self.size, self.options.columns, device)
         rule, centre = self.options.bins, self.options.centre
-        of_queries = hash_bins(q_RLN, documents_RL, matrix_Nh, rule, centre)
-        return of_queries, hash_bins(keys.keys_RSN, keys.documents_RS, matrix_Nh, rule, centre)
+        return lambda x_RSN, documents_RS: hash_bins(x_RSN, documents_RS, matrix_Nh, rule, centre)
 
-    def _scores(self, q_RLN: Tensor, k_RLN: Tensor, documents_RL: Tensor, before: State) -> tuple[Tensor, Tensor]:
+    def _memory(self, before: State, own: SparseKeys, hashed: Hash, groups: int, seq: SeqInfo) -> SparseMemory | None:
+        """What is remembered of the document that the first token continues."""
+        memory, share = _carried(before, groups), seq.share
+        if share is None:
+            return memory
+        behind_R, reaches_R = (x_B.repeat_interleave(groups) for x_B in (share.behind_B, share.reaches_B))
+        length_R = behind_R if memory is None else behind_R + torch.where(reaches_R, memory.length_R, 0)
+        nothing = SparseMemory(own.keys_RSN[:, :0], own.values_RSP[:, :0], own.places_RS[:, :0], length_R)
+        if own.scores_RS is not None:
+            nothing = nothing._replace(scores_RM=own.scores_RS[:, :0])
+        bins_RL = hashed(own.keys_RSN, own.documents_RS)
+        slots = min(self.options.slots, share.length)
+        kept = remember(self.budget, joined(nothing, own), bins_RL, slots)
+        found = [] if memory is None else [_where(reaches_R, memory)]
+        return merged([*found, *_earlier(kept, behind_R, share)], length_R)
+
+    def _scores(
+        self, q_RLN: Tensor, k_RLN: Tensor, documents_RL: Tensor, before: State, seq: SeqInfo
+    ) -> tuple[Tensor, Tensor]:
         """The score of each key in fp32, and the sum of the queries; nothing flows back to queries and keys."""
-        sums_BGN = before.get("sparse_queries")
-        sums_RN = q_RLN.new_zeros(len(q_RLN), self.size) if sums_BGN is None else sums_BGN.flatten(0, 1)
+        sums_BGN, batch = before.get("sparse_queries"), len(seq.positions_BL)
+        zeros_RN = q_RLN.new_zeros(len(q_RLN), self.size)
+        if seq.share is not None:
+            _, added_RN = query_directions(q_RLN, documents_RL, zeros_RN)
+            sums_BGN = state_before(added_RN.unflatten(0, (batch, -1)), None, sums_BGN, seq.share)
+        sums_RN = zeros_RN if sums_BGN is None else sums_BGN.flatten(0, 1)
         directions_RLN, last_RN = query_directions(q_RLN, documents_RL, sums_RN)
         x = torch.cat((at_least_fp32(k_RLN.detach()), directions_RLN), dim=-1)
         for weight, bias in ((self.weight_1, self.bias_1), (self.weight_2, self.bias_2)):
@@ -98,14 +126,20 @@ class SparseBranch(nn.Module):
 
     def _ranking(self, q_RLN: Tensor, own: SparseKeys, scores_RL: Tensor, seq: SeqInfo) -> Tensor:
         """The mean over a rank's own groups, with a rank's share of its gradient: those of all ranks are summed."""
-        batch, length = seq.positions_BL.shape
+        (batch, length), share = seq.positions_BL.shape, seq.share
+        first, whole = (0, length) if share is None else (share.first, share.size * length)
         seed = seq.number(f"candidates/{self.layer}")
-        chosen_BC = candidates(seed, batch, length, self.budget.best, q_RLN.device)
+        chosen_BC = candidates(seed, batch, whole, self.budget.best, q_RLN.device)
         chosen_RC = chosen_BC.repeat_interleave(len(q_RLN) // batch, dim=0)
-        keys_RCN = own.keys_RSN.gather(1, chosen_RC[..., None].expand(-1, -1, self.size))
-        worth_RC = worth_of_keys(q_RLN, keys_RCN, own.documents_RS, chosen_RC, self.options.target)
-        ranked = ranking_loss(scores_RL.gather(1, chosen_RC), worth_RC, own.documents_RS.gather(1, chosen_RC))
-        loss = self.options.alpha * ranked
+        keys_RCN, documents_RC, x_RC = (
+            _of_row(x, chosen_RC, share) for x in (own.keys_RSN.detach(), own.documents_RS, scores_RL)
+        )
+        sums_RC, asks_RC = (
+            x if share is None else sum_over_shares(x, share)
+            for x in worth_of_keys(q_RLN, own.documents_RS, first, keys_RCN, documents_RC, chosen_RC)
+        )
+        worth_RC = sums_RC if self.options.target == "sum" else sums_RC / asks_RC
+        loss = self.options.alpha * ranking_loss(x_RC, worth_RC, documents_RC)
         return loss / self.ranks + (loss - loss / self.ranks).detach()
 
 
@@ -136,7 +170,34 @@ def _documents(seq: SeqInfo) -> tuple[Tensor, Tensor]:
     return seq.documents_BL.long(), index_BL - begin_BL
 
 
-def _memory(before: State, groups: int) -> SparseMemory | None:
+def _of_row(x_RL: Tensor, chosen_RC: Tensor, share: RowShare | None) -> Tensor:
+    """Of every row what these tokens have, whichever rank has the token."""
+    places_RC = chosen_RC if share is None else chosen_RC - share.first
+    index = places_RC.clamp(0, x_RL.shape[1] - 1).view(*places_RC.shape, *[1] * (x_RL.dim() - 2))
+    found_RC = x_RL.gather(1, index.expand(*places_RC.shape, *x_RL.shape[2:]))
+    if share is None:
+        return found_RC
+    own_RC = ((places_RC >= 0) & (places_RC < share.length)).view(index.shape)
+    return sum_over_shares(torch.where(own_RC, found_RC, 0), share)
+
+
+def _earlier(kept: SparseMemory, behind_R: Tensor, share: RowShare) -> Iterator[SparseMemory]:
+    """What the shares before this one remember of the document that its first token continues."""
+    size, both_RMC = kept.keys_RMN.shape[2], torch.cat((kept.keys_RMN, kept.values_RMP), dim=2)
+    scores = [] if kept.scores_RM is None else [kept.scores_RM]
+    parts = zip(*(earlier_shares(x, share) for x in (both_RMC, kept.places_RM, *scores)), strict=True)
+    for hop, (both, places_RM, *of_scores) in zip(range(share.size - 1, 0, -1), parts, strict=True):
+        keys, values = both[..., :size], both[..., size:]
+        memory = SparseMemory(keys, values, places_RM, behind_R, *of_scores)
+        yield _where(behind_R > (hop - 1) * share.length, memory)
+
+
+def _where(own_R: Tensor, memory: SparseMemory) -> SparseMemory:
+    """The memory, in these rows; no slot of others is filled."""
+    return memory._replace(places_RM=torch.where(own_R[:, None], memory.places_RM, 0))
+
+
+def _carried(before: State, groups: int) -> SparseMemory | None:
     if "sparse_keys" not in before:
         return None
     scores_BMG = before.get("sparse_scores")

@@ -4,6 +4,7 @@
                     a rank knows the state that its share starts from, and runs from there
     convolutions    the last tokens of the share before (a halo); of several shares where a window is longer than one
     attention       keys and values likewise: a window's, or all of them
+    sparse          of every share before the keys that later queries can still see (`ops/sparse/memory.py`)
 
 Gradients return by the way on which this was handed over. The states that a
 row starts from, and those that it ends in, are the same on all ranks of a group. Documents are those of the whole row:
@@ -15,7 +16,7 @@ Letters: B rows, L tokens of a share, T those before it that a layer reads, C an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -145,6 +146,17 @@ def memory_before(
     return AttentionMemory(keys, values, length_B.clamp(max=keys.shape[1]))
 
 
+def earlier_shares(x: Tensor, share: RowShare) -> Iterator[Tensor]:
+    """What each of the other shares before this one has, the first one first; zeros where there is none."""
+    for hop in range(share.size - 1, 0, -1):
+        yield _shifted(x, share, hop)
+
+
+def sum_over_shares(x: Tensor, share: RowShare) -> Tensor:
+    """The sum over the shares of a row, on every rank of which its gradient is summed likewise."""
+    return _SumOverShares.apply(x, share)  # type: ignore[return-value]
+
+
 def of_last_share(x: Tensor, context: ContextGroup) -> Tensor:
     """What the rank with the last share has, on every rank; without a gradient."""
     if context.size == 1:
@@ -179,6 +191,23 @@ class _Shifted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _exchanged(grad, ctx.share, -ctx.hop), None, None
+
+
+class _SumOverShares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: RowShare) -> Tensor:
+        ctx.share = share
+        return _summed(x, share)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _summed(grad, ctx.share), None
+
+
+def _summed(x: Tensor, share: RowShare) -> Tensor:
+    x = x.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, group=share.group)
+    return x
 
 
 def _exchanged(x: Tensor, share: RowShare, hop: int) -> Tensor:

@@ -4,6 +4,8 @@
             many rounds as doubling needs to come from the first share to the last but one
     conv    the last tokens that a convolution or a token shift reads
     kv      keys and values of a window, from as many ranks as it reaches; all of them in full attention
+    sparse  what every share remembers, to all later ones; and the sum of queries as `ssm`, without a gradient. The few
+            candidates of the ranking loss, which are summed over the ranks, are not counted
 
 For the backward pass a rank keeps the state that its share starts from and what came in the rounds, and the keys and
 values that came; of these the last rank of full attention has the most.
@@ -16,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from hybridtron.architecture.base import MixerSpec, ModelSizes, StatePart
 from hybridtron.architecture.table import architecture
@@ -53,7 +56,7 @@ def _kept(spec: MixerSpec, sizes: ModelSizes, phase: ResolvedPhase) -> int:
     of_state = sum(state_values(part, phase.config.parallel) for part in states) * FP32_BYTES
     of_states = (1 + _doublings(phase.config.parallel.context)) * of_state * phase.settings.micro_batch
     keys = [part for part in spec.state_parts(sizes).values() if part.kind == "kv"]
-    return of_states + sum(bytes_ for part in keys for _, bytes_ in _key_rounds(part, phase))
+    return of_states + sum(sent.bytes for part in keys for sent in _key_rounds(part, phase))
 
 
 def _busiest(spec: MixerSpec, sizes: ModelSizes, phase: ResolvedPhase) -> int:
@@ -61,23 +64,37 @@ def _busiest(spec: MixerSpec, sizes: ModelSizes, phase: ResolvedPhase) -> int:
     forward = 1 + is_recomputed(spec, sizes, parallel.recompute)
     rounds = list(_rounds(spec, sizes, phase))
     return max(
-        sum(bytes_ * (forward * (rank + hop < parallel.context) + (rank >= hop)) for hop, bytes_ in rounds)
+        sum(
+            sent.bytes * (forward * (rank + sent.hop < parallel.context) + (sent.returns and rank >= sent.hop))
+            for sent in rounds
+        )
         for rank in range(parallel.context)
     )
 
 
-def _rounds(spec: MixerSpec, sizes: ModelSizes, phase: ResolvedPhase) -> Iterator[tuple[int, int]]:
-    """How many ranks further something is sent, and how many bytes it has."""
+class HandedOver(NamedTuple):
+    """How many ranks further something is sent, how many bytes it has, and whether its gradient returns."""
+
+    hop: int
+    bytes: int
+    returns: bool = True
+
+
+def _rounds(spec: MixerSpec, sizes: ModelSizes, phase: ResolvedPhase) -> Iterator[HandedOver]:
     parallel, rows, value = phase.config.parallel, phase.settings.micro_batch, VALUE_BYTES[phase.precision.name]
     for part in spec.state_parts(sizes).values():
         if part.kind == "ssm":
             both = state_values(part, parallel) + shared(spec.transition_values(sizes), parallel.tensor)
-            hops = [1, *(2**round for round in range(_doublings(parallel.context)))]
-            yield from ((hop, both * FP32_BYTES * rows) for hop in hops)
+            yield from (HandedOver(hop, both * FP32_BYTES * rows) for hop in _hops(parallel.context))
         elif part.kind == "conv":
-            yield 1, state_values(part, parallel) * value * rows
+            yield HandedOver(1, state_values(part, parallel) * value * rows)
         else:
             yield from _key_rounds(part, phase)
+
+
+def _hops(context: int) -> list[int]:
+    """Of the rounds that bring every share the state before it."""
+    return [1, *(2**round for round in range(_doublings(context)))]
 
 
 def _doublings(context: int) -> int:
@@ -85,14 +102,28 @@ def _doublings(context: int) -> int:
     return math.ceil(math.log2(max(1, context - 1)))
 
 
-def _key_rounds(part: StatePart, phase: ResolvedPhase) -> Iterator[tuple[int, int]]:
-    """Of keys or of values; of neither where a part says how many are real."""
+def _key_rounds(part: StatePart, phase: ResolvedPhase) -> Iterator[HandedOver]:
+    """Of keys or of values, or of what stands beside them; of none where a part says how many are real."""
     parallel = phase.config.parallel
-    if len(part.shape) < 2:
+    if not part.shape:
         return
     length = phase.settings.seq_len // parallel.context
+    if part.to_all or not part.learned:
+        hops = range(1, parallel.context) if part.to_all else _hops(parallel.context)
+        if part.to_all:  # in as many slots as are needed and as a share has tokens
+            part = replace(part, shape=(min(part.shape[0] or length, length), *part.shape[1:]))
+        each = _part_bytes(part, phase) * (1 if part.to_all else 2)  # of a sum what it is multiplied by, too
+        yield from (HandedOver(hop, each, part.learned) for hop in hops)
+        return
+    if len(part.shape) < 2:
+        return
     tokens = length * (parallel.context - 1) if part.shape[0] is None else part.shape[0]
     of_token = state_values(StatePart(part.kind, (1, *part.shape[1:]), cuts=part.cuts), parallel)
     for hop in range(1, math.ceil(tokens / length) + 1):
         held = min(length, tokens - (hop - 1) * length)
-        yield hop, held * of_token * VALUE_BYTES[phase.precision.name] * phase.settings.micro_batch
+        yield HandedOver(hop, held * of_token * VALUE_BYTES[phase.precision.name] * phase.settings.micro_batch)
+
+
+def _part_bytes(part: StatePart, phase: ResolvedPhase) -> int:
+    value = {None: VALUE_BYTES[phase.precision.name], "float32": FP32_BYTES, "int64": 8}[part.dtype]
+    return state_values(part, phase.config.parallel) * value * phase.settings.micro_batch

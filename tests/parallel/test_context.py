@@ -25,12 +25,20 @@ from tests.parallel.test_states import LAYERS, MODES, ROW_LAYOUTS, STOPPED, VOCA
 from tests.parallel.test_states_of_recurrences import recurrences
 
 LENGTH = 16
+MAMBA2 = {"kind": "mamba2", "state": 4, "head_dim": 8}
+SPARSE = {
+    "Q": {"kind": "mamba", "state": 4, "sparse": {"keys": 4, "hashes": 3}},
+    "I": {**MAMBA2, "groups": 2, "sparse": {"keys": 6, "bins": "sign", "hashes": 2, "target": "mean"}},
+    "i": {**MAMBA2, "sparse": {"pattern": "window_dilated", "keys": 4, "stride": 3, "projected": True}},
+    "J": {**MAMBA2, "sparse": {"pattern": "sink_window", "keys": 6}},
+}
 ATTENTION = {"kind": "attention", "heads": 2, "conv": 3}
 MODELS = {
     "recurrences": recurrences(StateMode.passing, ParallelConfig()).model,
     "samba": ModelConfig(32, VOCABULARY, "M-SWM", {letter: LAYERS[letter] for letter in "MSW-"}),
     "window of two": ModelConfig(32, VOCABULARY, "WM", {"W": {**ATTENTION, "window": 2}, "M": LAYERS["M"]}),
     "window over shares": ModelConfig(32, VOCABULARY, "WMW", {"W": {**ATTENTION, "window": 11}, "M": LAYERS["M"]}),
+    "sparse": ModelConfig(32, VOCABULARY, "QIiJ", SPARSE),
     "attention": ModelConfig(32, VOCABULARY, "FSF", {"F": ATTENTION, "S": LAYERS["S"]}),
 }
 BORDERS = {  # of two rows
@@ -69,7 +77,8 @@ def outputs_and_gradients(
             weights = [weight for _, weight in built.named_parameters()]
             # a weighting that makes every output count in a way of its own
             places_LB = share.seq.positions_BL.T.unsqueeze(2) + 1.0
-            gradients = torch.autograd.grad((out * torch.sin(places_LB * torch.arange(VOCABULARY))).sum(), weights)
+            weighed = (out * torch.sin(places_LB * torch.arange(VOCABULARY))).sum()
+            gradients = torch.autograd.grad(weighed, weights, materialize_grads=True)
             found.append((out.detach(), [gradient.detach() for gradient in gradients]))
     return found
 
@@ -152,7 +161,7 @@ def test_what_is_handed_over_counts() -> None:
     ("settings", "key", "said"),
     [
         (["recipe=samba_span_421m"], "parallel.context", "model.layers.X"),
-        (["recipe=hax_mamba_130m"], "parallel.context", "model.layers."),
+        (["recipe=hax_mamba_130m", "model.layers.M.sparse.centre=sequence"], "parallel.context", "model.layers.M"),
         (["recipe=laptop", "phases.0.seq_len=255"], "phases.0.seq_len", "255"),
         (["recipe=laptop", "run.compile=true"], "parallel.context", "run.compile"),
         (["recipe=llama2_438m", "states.mode=tbtt"], "states.carry", "grow"),

@@ -12,6 +12,7 @@ from hybridtron.config.schema import Config, ParallelConfig, StateMode
 from tests.distributed import run_distributed
 from tests.parallel.test_states import (
     LAYERS,
+    ROW_LAYOUTS,
     STOPPED,
     VOCABULARY,
     config_of,
@@ -39,10 +40,20 @@ def branches(parallel: ParallelConfig) -> Config:
 
 
 @pytest.mark.gloo
+@pytest.mark.parametrize("layout", ["cp2", pytest.param("cp4", marks=pytest.mark.slow)])
+def test_rows_over_several_ranks_have_the_losses_of_one(layout: str) -> None:
+    parallel, ranks = ROW_LAYOUTS[layout]
+    (expected,) = run_distributed(losses, 1, branches(ParallelConfig()))
+    for found in run_distributed(losses, ranks, branches(parallel)):
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("before", "after"),
     [
         ("tp2-sp", "pp2"),
+        ("cp2", "tp2"),
         *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("dp2", "tp2-pp2"), ("tp2-pp2", "dp2"))),
     ],
 )

@@ -9,6 +9,7 @@ Legend as in `reference`; M slots of the memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -60,6 +61,22 @@ def joined(memory: SparseMemory | None, own: SparseKeys) -> SparseKeys:
         torch.cat((memory.places_RM - 1, places_RL), dim=1),
         scores,
     )
+
+
+def merged(memories: Sequence[SparseMemory], length_R: Tensor) -> SparseMemory:
+    """Memories of consecutive parts of a document as one, which had length_R tokens: empty slots come first again."""
+    places_RM = torch.cat([memory.places_RM for memory in memories], dim=1)
+    order_RM = (places_RM > 0).int().argsort(dim=1, stable=True)
+
+    def in_order(parts: Sequence[Tensor]) -> Tensor:
+        x_RM = torch.cat(list(parts), dim=1)
+        index = order_RM.view(*order_RM.shape, *[1] * (x_RM.dim() - 2))
+        return x_RM.gather(1, index.expand(*order_RM.shape, *x_RM.shape[2:]))
+
+    scores = [memory.scores_RM for memory in memories if memory.scores_RM is not None]
+    keys, values = ([getattr(memory, name) for memory in memories] for name in ("keys_RMN", "values_RMP"))
+    of_scores = in_order(scores) if len(scores) == len(memories) else None
+    return SparseMemory(in_order(keys), in_order(values), places_RM.gather(1, order_RM), length_R, of_scores)
 
 
 def remember(budget: Budget, at_hand: SparseKeys, bins_RS: Tensor | None, slots: int) -> SparseMemory:

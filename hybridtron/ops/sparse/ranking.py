@@ -61,14 +61,14 @@ def candidates(seed: int, rows: int, length: int, most: int, device: torch.devic
 
 
 @torch.no_grad()
-def worth_of_keys(q_RLN: Tensor, k_RCN: Tensor, documents_RL: Tensor, chosen_RC: Tensor, target: str) -> Tensor:
-    """y of every candidate, (R, C)."""
-    index_L = torch.arange(q_RLN.shape[1], device=q_RLN.device)
-    asks_RLC = (index_L[:, None] >= chosen_RC[:, None]) & (
-        documents_RL[..., None] == documents_RL.gather(1, chosen_RC)[:, None]
-    )
+def worth_of_keys(
+    q_RLN: Tensor, documents_RL: Tensor, first: int, k_RCN: Tensor, documents_RC: Tensor, chosen_RC: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The sum in y of every candidate, and of how many queries it is, (R, C); the first query has place `first`."""
+    places_L = torch.arange(first, first + q_RLN.shape[1], device=q_RLN.device)
+    asks_RLC = (places_L[:, None] >= chosen_RC[:, None]) & (documents_RL[..., None] == documents_RC[:, None])
     worth_RLC = torch.sigmoid(at_least_fp32(q_RLN) @ at_least_fp32(k_RCN).mT) * asks_RLC
-    return worth_RLC.sum(1) if target == "sum" else worth_RLC.sum(1) / asks_RLC.sum(1)
+    return worth_RLC.sum(1), asks_RLC.sum(1)
 
 
 def ranking_loss(scores_RC: Tensor, worth_RC: Tensor, documents_RC: Tensor) -> Tensor:

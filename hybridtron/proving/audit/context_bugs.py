@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -79,6 +79,14 @@ def _by_own_tokens(stages: Sequence[Any], tokens: torch.Tensor) -> None:
 TOKENS_OF_SHARE: Replaced = {"hybridtron.engine.stage._divide": _by_own_tokens}
 
 
+def _all_to_come(x: Tensor, share: RowShare) -> Iterator[Tensor]:
+    return (_shifted(x, share, -hop) for hop in range(share.size - 1, 0, -1))
+
+
+KEYS_OF_LATER: Replaced = {"hybridtron.mixers.sparse.earlier_shares": _all_to_come}
+CANDIDATES_OF_SHARE: Replaced = {"hybridtron.mixers.sparse.sum_over_shares": lambda x, share: x}
+
+
 CONTEXT_BUGS = {
     "halo_border": Bug("a share reads the tokens before it one too early", HALO_BORDER, "samba", "cp2"),
     "decay_of_other_share": Bug("a state decays as in the share before", DECAY_OF_OTHER_SHARE, "mamba", "cp4"),
@@ -93,5 +101,7 @@ CONTEXT_BUGS = {
     "label_at_cut": Bug("a share's last label is its own last token", LABEL_AT_CUT, "attention", "cp2"),
     "state_gradient": Bug("no gradient returns to the share before", STATE_GRADIENT, "mamba-mlp", "cp2"),
     "sums_over_data": Bug("gradients are summed over data-parallel ranks only", SUMS_OVER_DATA, "mamba", "cp2-dp2"),
+    "keys_of_later": Bug("sparse attention remembers later shares", KEYS_OF_LATER, "mamba-hax", "cp2"),
+    "candidates_of_share": Bug("keys are ranked by a share's own queries", CANDIDATES_OF_SHARE, "mamba-hax", "cp2"),
     "tokens_of_share": Bug("gradients are divided by a share's tokens", TOKENS_OF_SHARE, "mamba2", "cp2"),
 }

@@ -42,13 +42,21 @@ def test_sums_are_the_same_in_both_orders() -> None:
         assert torch.equal(doubled_sums(x, documents)[other], found[other])  # no bit of another document
 
 
+HALVES = slice(0, 4), slice(4, 9)
+
+
 def test_worth_is_a_sum_or_a_mean_over_the_queries_that_may_see_a_key() -> None:
     q, k = torch.randn(2, 9, 3, dtype=torch.float64), torch.randn(2, 9, 3, dtype=torch.float64)
     documents = torch.tensor([[0] * 9, [0] * 4 + [1] * 5])
     chosen = torch.tensor([[0, 5, 8], [2, 3, 4]])
     keys = k.gather(1, chosen[..., None].expand(-1, -1, 3))
     for target in ("sum", "mean"):
-        found = worth_of_keys(q, keys, documents, chosen, target)
+        of_chosen = documents.gather(1, chosen)
+        sums, asked = worth_of_keys(q, documents, 0, keys, of_chosen, chosen)
+        parts = [worth_of_keys(q[:, h], documents[:, h], h.start, keys, of_chosen, chosen) for h in HALVES]
+        torch.testing.assert_close(parts[0][0] + parts[1][0], sums)
+        assert torch.equal(parts[0][1] + parts[1][1], asked)
+        found = sums if target == "sum" else sums / asked
         for r in range(2):
             for c, j in enumerate(chosen[r].tolist()):
                 asking = [i for i in range(j, 9) if documents[r, i] == documents[r, j]]

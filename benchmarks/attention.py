@@ -32,7 +32,9 @@ from hybridtron.ops.span import (
     SpanCut,
     SpanInputs,
     SpanSegment,
+    Whole,
     choose_by_relevance,
+    known_of,
     span_attention,
 )
 from hybridtron.proving.measuring import BenchReport, difference, per_token, times
@@ -84,7 +86,8 @@ def spanned(chunk: int, block: int, blocks: int) -> Form:
         batch, length = q_BLHK.shape[:2]
         cut = SpanCut(chunk, block, (SpanSegment(slice(0, batch), 0, length),))
         carried = CarriedBlocks(chunk // block, 2 * chunk // block)
-        chosen, _ = choose_by_relevance(cut, rule, q_BLHK, k_BLHK, v_BLHK, None, carried)
+        rows = Whole(q_BLHK.shape[1], k_BLHK.shape[2], partial(known_of, cut, rule, (q_BLHK, k_BLHK, v_BLHK), None))
+        chosen, _ = choose_by_relevance(cut, rule, rows, carried)
         return span_attention(SpanInputs(q_BLHK, k_BLHK, v_BLHK, cut, chosen))
 
     return run

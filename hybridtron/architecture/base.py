@@ -127,8 +127,9 @@ class StatePart(Sharded):
 
     The first axis of the real tensor is the lane; `shape` and the cuts' axes count without it. None in a shape is an
     axis that grows with the tokens seen (the keys of full attention). `parts` are the sizes of what is fused along the
-    last axis. Where rows are shared out over ranks (`parallel/context.py`), `to_all` says that all later shares are
-    handed it and not the next ones, and `learned` whether a gradient returns.
+    last axis. Where rows are shared out over ranks (`parallel/context.py`), `handed` says what later shares get of keys
+    and what stands beside them, if it is not a window: those of the whole row before them, the sets that all shares
+    before them would carry, a running sum, the last tokens, or a table that all ranks add up.
     """
 
     kind: Literal["ssm", "conv", "kv"]
@@ -136,8 +137,7 @@ class StatePart(Sharded):
     dtype: Literal["float32", "int64"] | None = None
     heads: int = 1  # runs of the first axis whose values have statistics of their own
     parts: tuple[int, ...] = ()
-    to_all: bool = False
-    learned: bool = True
+    handed: Literal["row", "sets", "sum", "tail", "table"] | None = None
 
     def fused_sizes(self, axis: int) -> tuple[int, ...]:
         size = self.shape[axis]

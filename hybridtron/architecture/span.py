@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 from hybridtron.architecture.attention import HeadsSpec, visible_tokens
@@ -50,6 +50,7 @@ class SpanSpec(HeadsSpec):
 
     kind: ClassVar[str] = "span"
     module: ClassVar[str] = "hybridtron.mixers.span:SpanAttention"
+    hands_over: ClassVar[bool] = True
 
     # tokens that select blocks together, or a list of sizes to draw from
     chunk: Annotated[int | list[int], at_least(2)] = 2048
@@ -122,12 +123,14 @@ class SpanSpec(HeadsSpec):
         """What training carries."""
         largest, head = max(self.chunks()), self.head(model)
         parts = self.carried_heads(model, self.remember + largest)
+        if self.retrieves:
+            parts |= {name: replace(parts[name], handed="row") for name in ("keys", "values")}
         if self.asks:
             blocks, asked = self.carried_blocks(self.remember)
             assert blocks is not None
-            parts["queries"] = StatePart("kv", (self.block - 1, self.heads, head), cuts=(Cut(1),))
-            parts["summaries"] = StatePart("kv", (blocks, self.heads, head), "float32", cuts=(Cut(1),))
-            parts["sums"] = StatePart("kv", (asked, self.heads, head), "float32", cuts=(Cut(1),))
+            parts["queries"] = StatePart("kv", (self.block - 1, self.heads, head), cuts=(Cut(1),), handed="tail")
+            parts["summaries"] = StatePart("kv", (blocks, self.heads, head), "float32", cuts=(Cut(1),), handed="table")
+            parts["sums"] = StatePart("kv", (asked, self.heads, head), "float32", cuts=(Cut(1),), handed="table")
         return parts
 
     def carry_problems(self, seq_len: int) -> Iterator[Problem]:

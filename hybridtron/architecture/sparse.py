@@ -25,7 +25,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Parameter, StatePart, linear
 from hybridtron.architecture.inits import Constant, Projection, Uniform
@@ -147,15 +147,14 @@ class SparseOptions:
         state, inner, groups, heads = sizes
         first, second = Cut(0, readers=heads), Cut(1, readers=heads)
         parts = {
-            "sparse_keys": StatePart("kv", (self.slots, groups, state), cuts=(second,), to_all=True),
-            "sparse_values": StatePart("kv", (self.slots, inner), cuts=(Cut(1),), to_all=True),
-            "sparse_places": StatePart("kv", (self.slots, groups), "int64", cuts=(second,), to_all=True, learned=False),
+            "sparse_keys": StatePart("kv", (self.slots, groups, state), cuts=(second,), handed="sets"),
+            "sparse_values": StatePart("kv", (self.slots, inner), cuts=(Cut(1),), handed="sets"),
+            "sparse_places": StatePart("kv", (self.slots, groups), "int64", cuts=(second,), handed="sets"),
             "sparse_length": StatePart("kv", (), "int64"),
         }
         if self.scored:
-            of_scorer: Any = {"kind": "kv", "dtype": "float32", "learned": False}
-            parts["sparse_scores"] = StatePart(shape=(self.slots, groups), cuts=(second,), to_all=True, **of_scorer)
-            parts["sparse_queries"] = StatePart(shape=(groups, state), cuts=(first,), **of_scorer)
+            parts["sparse_scores"] = StatePart("kv", (self.slots, groups), "float32", cuts=(second,), handed="sets")
+            parts["sparse_queries"] = StatePart("kv", (groups, state), "float32", cuts=(first,), handed="sum")
         return parts
 
     def problems(self, max_seq_len: int) -> Iterator[Problem]:

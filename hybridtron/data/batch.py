@@ -24,13 +24,14 @@ Change = Callable[[Tensor], Tensor]
 class RowShare:
     """Which part of its rows a rank has, where the tokens of every row are shared out (`parallel/context.py`).
 
-    length: tokens of each share. behind_B: how many tokens before the share, in its row, are of its first document.
-    unbroken_B: whether no document begins inside it.
+    spans: where documents begin and end in whole rows. length: tokens of each share. behind_B: how many tokens before
+    the share, in its row, are of its first document. unbroken_B: whether no document begins inside it.
     """
 
     size: int
     rank: int
     group: Any  # of the ranks that share the rows
+    spans: list[list[tuple[int, int]]]
     length: int
     behind_B: Tensor
     unbroken_B: Tensor

@@ -6,17 +6,19 @@ Outside training it is full attention, with its state, unless `eval: span` says 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from hybridtron.architecture.base import ModelSizes
 from hybridtron.architecture.span import SpanSpec
-from hybridtron.data.batch import SeqInfo
+from hybridtron.data.batch import RowShare, SeqInfo
 from hybridtron.mixers.attention import Heads
 from hybridtron.mixers.base import State
 from hybridtron.ops.attention import AttentionMemory, joined, remember
 from hybridtron.ops.dispatch import untraced
+from hybridtron.ops.precision import at_least_fp32
 from hybridtron.ops.span import (
     CarriedBlocks,
     ChoiceRule,
@@ -24,10 +26,17 @@ from hybridtron.ops.span import (
     SpanInputs,
     SpanPast,
     SpanSegment,
+    Whole,
+    behind,
     choose_at_random,
     choose_by_relevance,
+    known_of,
+    own_blocks,
+    query_sums,
     span_attention,
+    summaries,
 )
+from hybridtron.parallel.context import memory_before, sum_over_shares, tokens_before
 from hybridtron.parallel.linear import TensorGroup
 
 LANDMARK_SEED = 20_241_217
@@ -57,17 +66,20 @@ class SpanAttention(Heads):
         chunk, remembered = self._chunk(seq), self.spec.remembered(training=seq.key is not None)
         memory = AttentionMemory(before["keys"], before["values"], before["length"]) if "keys" in before else None
         seen = [0] * len(q_BLHK) if memory is None else memory.length_B.tolist()
-        segments = self._segments(seq, [(each, self._kept(each, chunk, remembered)) for each in seen])
+        known = [(each, self._kept(each, chunk, remembered)) for each in seen]
+        rows = SpanCut(chunk, self.spec.block, self._segments(seq, known))
+        reach = None if self.spec.retrieves else max(self.spec.chunks()) + 1
+        memory = memory_before(k_BLGK, v_BLGK, reach, memory, seq)
         k_BSGK, v_BSGK = joined(memory, k_BLGK, v_BLGK)
         if self.spec.memory == "shifted":
-            y_BLHK, new = self._shifted(q_BLHK, k_BSGK, v_BSGK, chunk, segments), State()
+            y_BLHK, new = self._shifted(q_BLHK, k_BSGK, v_BSGK, self._own(rows, [], seq)[0]), State()
         else:
-            cut = SpanCut(chunk, self.spec.block, segments)
-            chosen, new = self._chosen(cut, q_BLHK, k_BSGK, v_BSGK, before, seq)
-            y_BLHK = span_attention(SpanInputs(q_BLHK, k_BSGK, v_BSGK, cut, chosen))
+            chosen, new = self._chosen(rows, (q_BLHK, k_BSGK, v_BSGK), before, seq)
+            y_BLHK = span_attention(SpanInputs(q_BLHK, k_BSGK, v_BSGK, *self._own(rows, chosen, seq)))
         keep = None if remembered is None else remembered + max(self.spec.chunks())
         kept = remember(memory, k_BLGK, v_BLGK, seq.documents_BL, keep)
-        ends = {row: s.end_place for s in segments if s.stop == q_BLHK.shape[1] for row in _numbers(s.rows)}
+        length = q_BLHK.shape[1] * (1 if seq.share is None else seq.share.size)
+        ends = {row: s.end_place for s in rows.segments if s.stop == length for row in _numbers(s.rows)}
         length_B = torch.tensor([ends[row] for row in range(len(q_BLHK))])
         length_B = length_B.to(q_BLHK.device, non_blocking=True)  # the host need not wait for so small a copy
         return y_BLHK, {**new, "keys": kept.keys_BMGK, "values": kept.values_BMGK, "length": length_B}
@@ -83,7 +95,7 @@ class SpanAttention(Heads):
         """The documents of all rows, with what is known of them before; rows that are cut alike are taken together."""
         rows = [
             [(start, stop, *(before[row] if start == 0 else (0, 0))) for start, stop in spans]
-            for row, spans in enumerate(seq.spans())
+            for row, spans in enumerate(seq.spans() if seq.share is None else seq.share.spans)
         ]
         if all(row == rows[0] for row in rows):
             return [SpanSegment(slice(0, len(rows)), *span) for span in rows[0]]
@@ -97,10 +109,33 @@ class SpanAttention(Heads):
             return min(seen, chunk)
         return seen - max(0, seen // chunk * chunk - remembered)
 
+    def _own(
+        self, rows: SpanCut, chosen: Sequence[Tensor | None], seq: SeqInfo
+    ) -> tuple[SpanCut, Sequence[Tensor | None]]:
+        """Of segments of whole rows what stands in this rank's share, and what was chosen for it."""
+        share = seq.share
+        if share is None:
+            return rows, chosen
+        segments, of_segments = [], []
+        for number, segment in enumerate(rows.segments):
+            start, stop = max(segment.start, share.first), min(segment.stop, share.first + share.length)
+            if start >= stop:
+                continue
+            seen, kept = (before + start - segment.start for before in (segment.seen, segment.kept))
+            kept = kept if self.spec.retrieves else min(kept, self._kept(seen, rows.chunk, 0))
+            own = SpanSegment(segment.rows, start - share.first, stop - share.first, seen, kept)
+            segments.append(own)
+            if chosen:
+                chunks, first = rows.chunks(own), rows.chunks(segment).start
+                of_all = chosen[number]
+                of_segments.append(None if of_all is None else of_all[:, :, chunks.start - first : chunks.stop - first])
+        return rows._replace(segments=segments), of_segments
+
     def _chosen(
-        self, cut: SpanCut, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, before: State, seq: SeqInfo
+        self, cut: SpanCut, heads: tuple[Tensor, Tensor, Tensor], before: State, seq: SeqInfo
     ) -> tuple[list[Tensor | None], State]:
-        """The blocks that each chunk reads, and what is carried of the choice."""
+        """The blocks that each chunk of whole rows reads, and what is carried of the choice."""
+        q_BLHK, k_BSGK, _ = heads
         if self.spec.memory == "none":
             return [None] * len(cut.segments), {}
         if self.spec.memory == "random":
@@ -110,7 +145,13 @@ class SpanAttention(Heads):
         rule = ChoiceRule(self.spec.blocks, self.spec.relevance == "previous_chunk", landmarks_HK)
         past = SpanPast(before["queries"], before["summaries"], before["sums"]) if "summaries" in before else None
         carried = CarriedBlocks(*self.spec.carried_blocks(self.spec.remembered(training=seq.key is not None)))
-        chosen, after = choose_by_relevance(cut, rule, q_BLHK, k_BSGK, v_BSGK, past, carried)
+        known, length = partial(known_of, cut, rule, heads, past), q_BLHK.shape[1]
+        if seq.share is not None:
+            q_BTHK = tokens_before(q_BLHK.detach(), cut.block - 1, before.get("queries"), seq)
+            assert q_BTHK is not None
+            known = partial(known_of_shares, cut, rule, (q_BTHK, *heads), past, seq.share)
+            length *= seq.share.size
+        chosen, after = choose_by_relevance(cut, rule, Whole(length, k_BSGK.shape[2], known), carried)
         return chosen, {"queries": after.queries_BNHK, "summaries": after.summaries_BPHK, "sums": after.sums_BPHK}
 
     def _landmarks(self, q_BLHK: Tensor) -> Tensor:
@@ -119,22 +160,49 @@ class SpanAttention(Heads):
         whole_HK = torch.randn(self.spec.heads, q_BLHK.shape[-1], generator=generator)
         return whole_HK[self.own_heads].to(q_BLHK.device, non_blocking=True)
 
-    def _shifted(
-        self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, chunk: int, segments: Sequence[SpanSegment]
-    ) -> Tensor:
+    def _shifted(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, rows: SpanCut) -> Tensor:
         """Chunks on their own, half a chunk earlier in the second half of all heads, whichever rank has them."""
         share = q_BLHK.shape[2] // k_BSGK.shape[2]
         k_BSHK, v_BSHK = (x.repeat_interleave(share, dim=2) for x in (k_BSGK, v_BSGK))
         unmoved = min(max(self.spec.heads // 2 - self.own_heads.start, 0), q_BLHK.shape[2])
-        halves = ((slice(0, unmoved), 0), (slice(unmoved, None), chunk // 2))
-        nothing = [None] * len(segments)
+        halves = ((slice(0, unmoved), 0), (slice(unmoved, None), rows.chunk // 2))
+        nothing = [None] * len(rows.segments)
         parts = []
         for heads, shift in halves:
             q, k, v = (x[:, :, heads] for x in (q_BLHK, k_BSHK, v_BSHK))
             if q.shape[2]:
-                cut = SpanCut(chunk, self.spec.block, segments, shift)
-                parts.append(span_attention(SpanInputs(q, k, v, cut, nothing)))
+                parts.append(span_attention(SpanInputs(q, k, v, rows._replace(shift=shift), nothing)))
         return torch.cat(parts, dim=2)
+
+
+@torch.no_grad()
+def known_of_shares(
+    cut: SpanCut,
+    rule: ChoiceRule,
+    heads: tuple[Tensor, Tensor, Tensor, Tensor],
+    past: SpanPast | None,
+    share: RowShare,
+    segment: SpanSegment,
+) -> SpanPast:
+    """What all ranks that share the rows know of a segment together: each adds the blocks that end in its share.
+
+    `heads` are the queries of the unfinished block before the share, then its own queries, and the keys and values.
+    """
+    before_BTHK, q_BLHK, k_BSGK, v_BSGK = heads
+    queries = torch.cat((before_BTHK, q_BLHK), dim=1)[segment.rows]
+    own = own_blocks(cut, segment, slice(share.first, share.first + share.length))
+    shape = len(queries), own.whole + own.counted, *queries.shape[2:]
+    table = torch.zeros(shape, dtype=at_least_fp32(queries).dtype, device=queries.device)
+    if own.begin < own.end:
+        behind_q, behind_k = before_BTHK.shape[1] - share.first, k_BSGK.shape[1] - share.length - share.first
+        asking = queries[:, own.tokens.start + behind_q : own.tokens.stop + behind_q]
+        here = slice(own.tokens.start + behind_k, own.tokens.stop + behind_k)
+        k, v = (x[segment.rows, here] for x in (k_BSGK, v_BSGK))
+        of_blocks = summaries(asking, k, v, cut.block, rule.landmarks_HK)
+        table[:, own.begin : own.begin + of_blocks.shape[1]] = of_blocks
+        table[:, own.whole + own.begin : own.whole + own.end] = query_sums(asking, cut.block)
+    of_all = sum_over_shares(table, share)
+    return behind(past, segment, SpanPast(queries, of_all[:, : own.whole], of_all[:, own.whole :]))
 
 
 def _numbers(rows: slice) -> range:

@@ -4,6 +4,7 @@
                     a rank knows the state that its share starts from, and runs from there
     convolutions    the last tokens of the share before (a halo); of several shares where a window is longer than one
     attention       keys and values likewise: a window's, or all of them
+    spans           all keys and values before, and of every share's blocks what they are chosen by
     sparse          of every share before the keys that later queries can still see (`ops/sparse/memory.py`)
 
 Gradients return by the way on which this was handed over. The states that a
@@ -58,7 +59,7 @@ def own_share(batch: Batch, context: ContextGroup) -> Batch:
         own_BL = documents_BL[:, here]
         behind_B = (documents_BL[:, :first] == own_BL[:, :1]).sum(1)
         unbroken_B = own_BL[:, 0] == own_BL[:, -1]
-    share = RowShare(context.size, context.rank, context.group, length, behind_B, unbroken_B)
+    share = RowShare(context.size, context.rank, context.group, batch.seq.spans(), length, behind_B, unbroken_B)
     seq = batch.seq.map(lambda t: t[:, here].contiguous())
     tokens_BL, labels_BL, mask_BL = (t[:, here] for t in (batch.tokens_BL, batch.labels_BL, batch.mask_BL))
     return Batch(tokens_BL, labels_BL, mask_BL, replace(seq, share=share), batch.continues_B).bordered()

@@ -6,6 +6,8 @@
     kv      keys and values of a window, from as many ranks as it reaches; all of them in full attention
     sparse  what every share remembers, to all later ones; and the sum of queries as `ssm`, without a gradient. The few
             candidates of the ranking loss, which are summed over the ranks, are not counted
+    span    all keys and values, and the queries of the block under way. The tables of blocks that are summed over the
+            ranks are not counted
 
 For the backward pass a rank keeps the state that its share starts from and what came in the rounds, and the keys and
 values that came; of these the last rank of full attention has the most.
@@ -107,21 +109,20 @@ def _key_rounds(part: StatePart, phase: ResolvedPhase) -> Iterator[HandedOver]:
     parallel = phase.config.parallel
     if not part.shape:
         return
-    length = phase.settings.seq_len // parallel.context
-    if part.to_all or not part.learned:
-        hops = range(1, parallel.context) if part.to_all else _hops(parallel.context)
-        if part.to_all:  # in as many slots as are needed and as a share has tokens
-            part = replace(part, shape=(min(part.shape[0] or length, length), *part.shape[1:]))
-        each = _part_bytes(part, phase) * (1 if part.to_all else 2)  # of a sum what it is multiplied by, too
-        yield from (HandedOver(hop, each, part.learned) for hop in hops)
-        return
-    if len(part.shape) < 2:
-        return
-    tokens = length * (parallel.context - 1) if part.shape[0] is None else part.shape[0]
-    of_token = state_values(StatePart(part.kind, (1, *part.shape[1:]), cuts=part.cuts), parallel)
-    for hop in range(1, math.ceil(tokens / length) + 1):
-        held = min(length, tokens - (hop - 1) * length)
-        yield HandedOver(hop, held * of_token * VALUE_BYTES[phase.precision.name] * phase.settings.micro_batch)
+    context, length = parallel.context, phase.settings.seq_len // parallel.context
+    if part.handed == "sets":  # in as many slots as are needed and as a share has tokens
+        slots = min(part.shape[0] or length, length)
+        each = _part_bytes(replace(part, shape=(slots, *part.shape[1:])), phase)
+        yield from (HandedOver(hop, each, part.dtype is None) for hop in range(1, context))
+    elif part.handed == "sum":  # with what it is multiplied by
+        yield from (HandedOver(hop, 2 * _part_bytes(part, phase), False) for hop in _hops(context))
+    elif part.handed == "tail":
+        yield HandedOver(1, _part_bytes(part, phase), False)
+    elif part.handed != "table":
+        tokens = part.shape[0] if part.handed is None and part.shape[0] is not None else length * (context - 1)
+        for hop in range(1, math.ceil(tokens / length) + 1):
+            held = min(length, tokens - (hop - 1) * length)
+            yield HandedOver(hop, _part_bytes(replace(part, shape=(held, *part.shape[1:])), phase))
 
 
 def _part_bytes(part: StatePart, phase: ResolvedPhase) -> int:

@@ -25,6 +25,14 @@ from tests.parallel.test_states import LAYERS, MODES, ROW_LAYOUTS, STOPPED, VOCA
 from tests.parallel.test_states_of_recurrences import recurrences
 
 LENGTH = 16
+SPAN = {"kind": "span", "heads": 4, "kv_heads": 2, "chunk": [4, 8], "block": 2, "blocks": 1, "eval": "span"}
+SPANS = {
+    "X": {**SPAN, "conv": 3},
+    "Y": {**SPAN, "memory": "shifted"},
+    "Z": {**SPAN, "memory": "random", "chunk": 6, "block": 3},
+    "L": {**SPAN, "memory": "landmark", "relevance": "previous_chunk"},
+    "M": LAYERS["M"],
+}
 MAMBA2 = {"kind": "mamba2", "state": 4, "head_dim": 8}
 SPARSE = {
     "Q": {"kind": "mamba", "state": 4, "sparse": {"keys": 4, "hashes": 3}},
@@ -39,6 +47,7 @@ MODELS = {
     "window of two": ModelConfig(32, VOCABULARY, "WM", {"W": {**ATTENTION, "window": 2}, "M": LAYERS["M"]}),
     "window over shares": ModelConfig(32, VOCABULARY, "WMW", {"W": {**ATTENTION, "window": 11}, "M": LAYERS["M"]}),
     "sparse": ModelConfig(32, VOCABULARY, "QIiJ", SPARSE),
+    "span": ModelConfig(32, VOCABULARY, "XYZLMX", SPANS),
     "attention": ModelConfig(32, VOCABULARY, "FSF", {"F": ATTENTION, "S": LAYERS["S"]}),
 }
 BORDERS = {  # of two rows
@@ -99,12 +108,21 @@ def test_a_rank_computes_its_share_of_what_one_does(name: str, ranks: int) -> No
             torch.testing.assert_close(total, gradient, rtol=1e-9, atol=1e-9 * float(gradient.norm()))
 
 
+def span(mode: StateMode, parallel: ParallelConfig) -> Config:
+    return config_of(mode, parallel)
+
+
 def samba(mode: StateMode, parallel: ParallelConfig) -> Config:
     return replace(config_of(mode, parallel), model=MODELS["samba"])
 
 
-CONFIGS = {"samba": samba, "recurrences": recurrences}
-FAST = [("samba", "cp2", "tbtt"), ("recurrences", "cp4", "passing"), ("samba", "cp2-dp2", "fitted")]
+CONFIGS = {"samba": samba, "span": span, "recurrences": recurrences}
+FAST = [
+    ("samba", "cp2", "tbtt"),
+    ("recurrences", "cp4", "passing"),
+    ("samba", "cp2-dp2", "fitted"),
+    ("span", "cp4", "tbtt"),
+]
 CASES = [
     pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow, id="-".join(case))
     for name in CONFIGS
@@ -160,7 +178,6 @@ def test_what_is_handed_over_counts() -> None:
 @pytest.mark.parametrize(
     ("settings", "key", "said"),
     [
-        (["recipe=samba_span_421m"], "parallel.context", "model.layers.X"),
         (["recipe=hax_mamba_130m", "model.layers.M.sparse.centre=sequence"], "parallel.context", "model.layers.M"),
         (["recipe=laptop", "phases.0.seq_len=255"], "phases.0.seq_len", "255"),
         (["recipe=laptop", "run.compile=true"], "parallel.context", "run.compile"),

@@ -2,12 +2,23 @@
 
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.span import blocked, flex, native, reference
-from hybridtron.ops.span.past import CarriedBlocks, ChoiceRule, SpanPast, choose_at_random, choose_by_relevance
+from hybridtron.ops.span.choice import query_sums, summaries
+from hybridtron.ops.span.past import (
+    CarriedBlocks,
+    ChoiceRule,
+    SpanPast,
+    Whole,
+    behind,
+    choose_at_random,
+    choose_by_relevance,
+    known_of,
+    own_blocks,
+)
 from hybridtron.ops.span.reference import SpanCut, SpanInputs, SpanSegment
 
 __all__ = [
-    "CarriedBlocks", "ChoiceRule", "SpanCut", "SpanInputs", "SpanPast", "SpanSegment", "choose_at_random",
-    "choose_by_relevance", "span_attention",
+    "CarriedBlocks", "ChoiceRule", "SpanCut", "SpanInputs", "SpanPast", "SpanSegment", "Whole", "behind",
+    "choose_at_random", "choose_by_relevance", "known_of", "own_blocks", "query_sums", "span_attention", "summaries",
 ]  # fmt: skip
 
 span_attention = Op(reference.span_attention, (native.NATIVE, blocked.BLOCKED, flex.FLEX))

@@ -11,7 +11,7 @@ Legend as in `reference` and `choice`; P carried blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -49,30 +49,29 @@ class CarriedBlocks(NamedTuple):
     sums: int
 
 
+class Whole(NamedTuple):
+    """The length of rows, their key/value heads, and what is known of each of their segments, its past included."""
+
+    length: int
+    groups: int
+    known: Callable[[SpanSegment], SpanPast]
+
+
 @torch.no_grad()
 def choose_by_relevance(
-    cut: SpanCut,
-    rule: ChoiceRule,
-    q_BLHK: Tensor,
-    k_BSGK: Tensor,
-    v_BSGK: Tensor,
-    past: SpanPast | None,
-    carried: CarriedBlocks,
+    cut: SpanCut, rule: ChoiceRule, rows: Whole, carried: CarriedBlocks
 ) -> tuple[list[Tensor | None], SpanPast]:
-    """The blocks of every chunk of every segment, and the past of what comes after the rows.
-
-    Without a past all rows begin their documents.
-    """
+    """The blocks of every chunk of every segment, and the past of what comes after the rows."""
     chosen: list[Tensor | None] = []
     ended: list[tuple[SpanSegment, SpanPast]] = []
     for segment in cut.segments:
         needed = max(cut.available(segment)) > 0
-        ends = segment.stop == q_BLHK.shape[1]
+        ends = segment.stop == rows.length
         if not needed and not ends:
             chosen.append(None)
             continue
-        known = _known(cut, rule, segment, q_BLHK, k_BSGK, v_BSGK, past)
-        chosen.append(_choice(cut, rule, segment, known, k_BSGK.shape[2]) if needed else None)
+        known = rows.known(segment)
+        chosen.append(_choice(cut, rule, segment, known, rows.groups) if needed else None)
         if ends:
             ended.append((segment, known))
     return chosen, _after(ended, cut.block, carried)
@@ -92,15 +91,16 @@ def choose_at_random(
     return chosen
 
 
-def _known(
+@torch.no_grad()
+def known_of(
     cut: SpanCut,
     rule: ChoiceRule,
-    segment: SpanSegment,
-    q_BLHK: Tensor,
-    k_BSGK: Tensor,
-    v_BSGK: Tensor,
+    heads: tuple[Tensor, Tensor, Tensor],
     past: SpanPast | None,
+    segment: SpanSegment,
 ) -> SpanPast:
+    """Of a segment whose queries, keys and values are all at hand. Without a past all rows begin their documents."""
+    q_BLHK, k_BSGK, v_BSGK = heads
     under_way = segment.seen % cut.block
     own = segment.keys(q_BLHK.shape[1], k_BSGK.shape[1])
     here = slice(own.start + segment.kept - under_way, own.stop)
@@ -110,10 +110,38 @@ def _known(
         before = past.queries_BNHK[segment.rows]
         row = torch.cat((before[:, before.shape[1] - under_way :].to(row.dtype), row), dim=1)
     new = summaries(row, k_RNGK, v_RNGK, cut.block, rule.landmarks_HK), query_sums(row, cut.block)
+    return behind(past, segment, SpanPast(row, *new))
+
+
+def behind(past: SpanPast | None, segment: SpanSegment, new: SpanPast) -> SpanPast:
+    """What is known of a segment's own blocks, behind what was carried."""
     if past is None or not segment.seen:
-        return SpanPast(row, *new)
+        return new
     carried = past.summaries_BPHK[segment.rows], past.sums_BPHK[segment.rows]
-    return SpanPast(row, *(torch.cat(pair, dim=1) for pair in zip(carried, new, strict=True)))
+    return SpanPast(new.queries_BNHK, *(torch.cat(pair, dim=1) for pair in zip(carried, new[1:], strict=True)))
+
+
+class OwnBlocks(NamedTuple):
+    """Of a segment's blocks those that end in a share of its rows; `counted` all of them, the unfinished one too."""
+
+    begin: int
+    end: int
+    counted: int
+    whole: int
+    tokens: slice  # of the rows, from which they are known
+
+
+def own_blocks(cut: SpanCut, segment: SpanSegment, share: slice) -> OwnBlocks:
+    """Each block belongs to the share that has its last token, so every block to one."""
+    base = segment.start - segment.seen % cut.block
+    counted = -(-(segment.stop - base) // cut.block)
+
+    def ended(before: int) -> int:
+        return counted if segment.stop <= before else max(0, (before - base) // cut.block)
+
+    begin, end = ended(share.start), ended(share.stop)
+    tokens = slice(base + begin * cut.block, min(base + end * cut.block, segment.stop))
+    return OwnBlocks(begin, end, counted, (segment.stop - base) // cut.block, tokens)
 
 
 def _last(x: Tensor, count: int) -> Tensor:

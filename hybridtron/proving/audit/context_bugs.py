@@ -87,6 +87,9 @@ KEYS_OF_LATER: Replaced = {"hybridtron.mixers.sparse.earlier_shares": _all_to_co
 CANDIDATES_OF_SHARE: Replaced = {"hybridtron.mixers.sparse.sum_over_shares": lambda x, share: x}
 
 
+BLOCKS_OF_SHARE: Replaced = {"hybridtron.mixers.span.sum_over_shares": lambda x, share: x}
+
+
 CONTEXT_BUGS = {
     "halo_border": Bug("a share reads the tokens before it one too early", HALO_BORDER, "samba", "cp2"),
     "decay_of_other_share": Bug("a state decays as in the share before", DECAY_OF_OTHER_SHARE, "mamba", "cp4"),
@@ -102,6 +105,7 @@ CONTEXT_BUGS = {
     "state_gradient": Bug("no gradient returns to the share before", STATE_GRADIENT, "mamba-mlp", "cp2"),
     "sums_over_data": Bug("gradients are summed over data-parallel ranks only", SUMS_OVER_DATA, "mamba", "cp2-dp2"),
     "keys_of_later": Bug("sparse attention remembers later shares", KEYS_OF_LATER, "mamba-hax", "cp2"),
+    "blocks_of_share": Bug("chunks choose from their share's blocks", BLOCKS_OF_SHARE, "samba-span", "cp4"),
     "candidates_of_share": Bug("keys are ranked by a share's own queries", CANDIDATES_OF_SHARE, "mamba-hax", "cp2"),
     "tokens_of_share": Bug("gradients are divided by a share's tokens", TOKENS_OF_SHARE, "mamba2", "cp2"),
 }

@@ -5,6 +5,7 @@ The blocked form runs with 3 queries and 16 tokens at a time, so that short rows
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from hybridtron.ops.span import (
     SpanCut,
     SpanInputs,
     SpanSegment,
+    Whole,
     blocked,
     choose_at_random,
     choose_by_relevance,
+    known_of,
     span_attention,
 )
 from hybridtron.ops.span.choice import choose, random_relevance, relevance, summaries
@@ -53,7 +56,8 @@ def inputs(length: int = LENGTH, groups: int = GROUPS, dtype: torch.dtype = torc
 
 
 def chosen_for(cut: SpanCut, rule: ChoiceRule, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor | None]:
-    return choose_by_relevance(cut, rule, q, k, v, None, CarriedBlocks(0, 0))[0]
+    rows = Whole(q.shape[1], k.shape[2], partial(known_of, cut, rule, (q, k, v), None))
+    return choose_by_relevance(cut, rule, rows, CarriedBlocks(0, 0))[0]
 
 
 def gradients(y: Tensor, tensors: list[Tensor]) -> list[Tensor]:

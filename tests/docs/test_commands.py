@@ -22,6 +22,7 @@ from hybridtron.cli import main as cli
 from hybridtron.cli import train
 from hybridtron.config.load import CONFIGS, load
 from tests.docs.conftest import PAGES, ROOT, Command, commands, name_of
+from tests.interop.conftest import own_module_cache as own_module_cache  # the fixture: exported models are loaded
 from tests.train.conftest import small_run_arguments
 
 RUNS = ("laptop", "samba_421m", "samba_1.3b", "mamba2_130m", "a", "b")  # that the docs name

@@ -26,14 +26,22 @@ def mask_of_tiles(
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=TILE, mask_mod=sees, seq_lengths=lengths)
 
 
-def attend_to_tiles(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: BlockMask) -> Tensor:
-    """FlexAttention has no backward on a CPU; there its forward is tested."""
+def attend_to_tiles(
+    q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: BlockMask, window: int | None = None
+) -> Tensor:
+    """Of the mask; a query sees at most `window` keys, or all before it, which says how much work this is.
+
+    FlexAttention has no backward on a CPU; there its forward is tested.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q_BLHK, k_BSGK, v_BSGK))
-    attend = _kernel() if q.is_cuda else flex_attention
+    attend = _kernel(window) if q.is_cuda else flex_attention
     return attend(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
 
 
 @functools.cache
-def _kernel() -> Callable[..., Tensor]:
-    """Compiled to one kernel; uncompiled it would make all scores."""
+def _kernel(window: int | None) -> Callable[..., Tensor]:
+    """Compiled to one kernel; uncompiled it would make all scores.
+
+    The same for every window: a rehearsal, which knows no tiles, counts by it.
+    """
     return torch.compile(flex_attention, dynamic=True)

@@ -74,14 +74,15 @@ def flash4_documents(given: Given) -> tuple[Tensor, None]:
     return documents("flash-4", given), None
 
 
-def flex_kernel() -> Callable[..., Tensor]:
-    """In place of FlexAttention compiled. Which tiles it reads is known on the device alone: all causal ones count."""
+def flex_kernel(window: int | None) -> Callable[..., Tensor]:
+    """In place of FlexAttention compiled. Which tiles it reads only the device knows: those of the window count."""
+    before = -1 if window is None else window - 1
 
-    def attend_to_all(q_BHLK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, block_mask: Any, enable_gqa: bool) -> Tensor:
+    def attend_to_window(q_BHLK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, block_mask: Any, enable_gqa: bool) -> Tensor:
         q_BLHK, k_BSGK, v_BSGK = (x.transpose(1, 2) for x in (q_BHLK, k_BGSK, v_BGSK))
-        return attend("flex", q_BLHK, k_BSGK, v_BSGK, causal=True, before=-1).transpose(1, 2)
+        return attend("flex", q_BLHK, k_BSGK, v_BSGK, causal=True, before=before).transpose(1, 2)
 
-    return attend_to_all
+    return attend_to_window
 
 
 def _report(

@@ -12,6 +12,7 @@ from examples.joint_recall.runs import (
     ROWS,
     STUDY,
     best_rates,
+    kind_of,
     rates_part,
     seeds_part,
 )
@@ -41,20 +42,20 @@ def test_a_quick_study_is_written_and_resumes(tmp_path: Path) -> None:
     assert set(rows) <= set(again)
 
 
-def test_there_are_seventeen_models_and_two_that_see_everything(tmp_path: Path) -> None:
-    """Models as they are are twice as wide; all others see 16 keys, half of them by each of two rules."""
+def test_there_are_seventeen_models_two_that_see_everything_and_two_of_other_budgets(tmp_path: Path) -> None:
+    """Models as they are are twice as wide; the paper's others see 16 keys, half of them by each of two rules."""
     runs = rates_part(STUDY, tmp_path, tmp_path).sweep.runs
     variants = {run.variant: run for run in runs}
     paper = {f"{base}+{kind}" if kind else base for base, of in PAPER.items() for kind in of}
     assert len(paper) == 17
-    assert variants.keys() == paper | {"mamba+full", "mamba2+full"}
-    assert len(runs) == 19 * 2
+    assert variants.keys() == paper | {"mamba+full", "mamba2+full", "mamba+KS-8", "mamba+HAX-32"}
+    assert len(runs) == 21 * 2
     for name, run in variants.items():
         config = load(list(run.settings))
         assert check(config) == [], name
         sparse = config.model.layers["M"].get("sparse")
         assert config.model.width == (128 if name in ("mamba", "mamba2") else 64)
-        assert sparse is None or name.endswith("full") or sparse["keys"] == 16
+        assert sparse is None or sparse["keys"] == {"full": 256, "KS-8": 8, "HAX-32": 32}.get(kind_of(name)[1], 16)
         assert [phase.seq_len - 1 for phase in config.phases] == list(ROWS)
         assert [phase.lr_piece for phase in config.phases] == ["rewarm", "carry_on", "carry_on"]
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from hybridtron.rehearse.attention_work import seen_pairs
+from hybridtron.rehearse import heard
+from hybridtron.rehearse.attention_work import flex_kernel, seen_pairs
 from tests.rehearse.programs import printed_by
 
 pytest.importorskip("triton")
@@ -112,3 +114,13 @@ def test_pairs_of_queries_and_keys(queries: int, keys: int, before: int) -> None
     seen = [k <= q and (before < 0 or q - k <= before) for q, k in places]
     assert seen_pairs(queries, keys, True, before) == sum(seen)
     assert seen_pairs(queries, keys, False, before) == queries * keys
+
+
+def test_flex_attention_is_counted_by_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(heard, "runs", lambda name, moved, flops, kind: counted.append(flops))
+    q_BHLK, k_BGSK = torch.empty(1, 4, 300, 16), torch.empty(1, 2, 400, 16)
+    for window in (50, None):
+        flex_kernel(window)(q_BHLK, k_BGSK, k_BGSK, block_mask=None, enable_gqa=True)
+    products = 2 * 2 * 4 * 16  # two of them, over the channels of 4 heads
+    assert counted == [products * 300 * 50, products * sum(range(101, 401))]

@@ -90,7 +90,7 @@ def attention(inputs: AttentionInputs) -> Tensor:
         mask = _mask_of_batch(inputs, documents_BL)
     else:
         mask = _mask_of_sizes(*q_BLHK.shape[:2], window, q_BLHK.device)
-    return attend_to_tiles(q_BLHK, k_BSGK, v_BSGK, mask)
+    return attend_to_tiles(q_BLHK, k_BSGK, v_BSGK, mask, window)
 
 
 FLEX = Implementation("flex", attention, "cuda", unsupported_reason=_unsupported_reason)

@@ -1,16 +1,18 @@
 """Layouts that fit a number of devices, fastest first by a model of their time. Which is fastest, only a run can say.
 
 Tried are tensor 1, 2, 4, 8, pipelines of up to 16 ranks that the world and the layers allow, 1, 2 or 4 virtual stages,
-micro-batches of 1 to 16 rows, and the least recomputation that fits into the memory, less a tenth of it for the
-allocator, the network's buffers and the kernels' workspaces.
+rows shared out over up to 64 ranks, 2,048 tokens or more to each, micro-batches of 1 to 16 rows, and the least
+recomputation that fits into the memory, less a tenth of it for the allocator, the network's buffers and the kernels'
+workspaces.
 
 The time is that of `step_seconds.py`, by the rates of `rates.py`, which nobody has measured. Layouts that are alike in
-it, to three digits, are in order of how many ranks they cut the model over, of how much runs again, and of memory.
+it, to three digits, are in order of how many ranks share a row, of how much runs again, and of memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -24,6 +26,8 @@ from hybridtron.planning.rates import GPU, GPUS, HEAD_ROOM
 from hybridtron.planning.step_seconds import step_seconds
 
 TENSOR_SIZES = (1, 2, 4, 8)
+_CONTEXT_SIZES = (1, 2, 4, 8, 16, 32, 64)
+_LEAST_SHARE = 2048  # tokens: with fewer a rank hands over much for little work
 _MAX_PIPELINE = 16
 _VIRTUAL = (1, 2, 4)
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -46,8 +50,8 @@ class FittingLayout:
     @property
     def order(self) -> tuple[float, int, int, int]:
         """What layouts are sorted by."""
-        cuts, recompute = self.parallel.tensor * self.parallel.pipeline, list(Recompute).index(self.parallel.recompute)
-        return float(f"{self.seconds:.3g}"), cuts, recompute, self.plan.fullest.memory.total
+        recompute = list(Recompute).index(self.parallel.recompute)
+        return float(f"{self.seconds:.3g}"), self.parallel.model_ranks, recompute, self.plan.fullest.memory.total
 
 
 def fit(config: Config, gpus: int, memory_bytes: float, gpu: GPU = GPUS["h100"]) -> list[FittingLayout]:
@@ -74,12 +78,14 @@ def settings_of(layout: FittingLayout, config: Config) -> list[str]:
 
 def _layouts(config: Config, gpus: int) -> Iterator[ParallelConfig]:
     """The layouts that these devices can be arranged into."""
-    layers = len(architecture(config.model).specs)
+    layers, shortest = len(architecture(config.model).specs), min(phase.seq_len for phase in config.phases)
+    contexts = [size for size in _CONTEXT_SIZES if size == 1 or shortest // size >= _LEAST_SHARE]
     for tensor in TENSOR_SIZES:
         if uncuttable(config.model, tensor):
             continue
-        for pipeline in range(1, min(layers, gpus // tensor, _MAX_PIPELINE) + 1):
-            if gpus % (tensor * pipeline):
+        pipelines = range(1, min(layers, gpus // tensor, _MAX_PIPELINE) + 1)
+        for pipeline, context in itertools.product(pipelines, contexts):
+            if gpus % (tensor * pipeline * context):
                 continue
             for virtual in _VIRTUAL if pipeline > 1 else (1,):
                 yield dataclasses.replace(
@@ -88,6 +94,7 @@ def _layouts(config: Config, gpus: int) -> Iterator[ParallelConfig]:
                     sequence=tensor > 1,
                     pipeline=pipeline,
                     virtual_pipeline=virtual,
+                    context=context,
                     distributed_optimizer=True,
                 )
 

@@ -4,6 +4,7 @@
                       once more what is recomputed. Then what tensor-parallel ranks send; of it the sum of an input's
                       gradient, and the input gathered again, hide behind half of a pass's products each, where
                       `parallel/entered.py` sends them. Streams between stages, which interleaved stages hide. What
+                      ranks hand over that share the rows, whose last one has the most keys to attend to. What
                       goes to the host and comes back, as far as passes of as many sub-layers don't hide it.
     the step          all micro-batches of the slowest pipeline rank, and (p - 1) / v more that the pipeline waits for
     once              gradients and weights over the data-parallel ranks, as far as the last backward pass and the first
@@ -15,12 +16,14 @@ Left out is what all layouts do alike: scans, convolutions, norms and gates, and
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hybridtron.architecture.base import MixerSpec
 from hybridtron.architecture.table import architecture
 from hybridtron.config.layout import with_overlap
 from hybridtron.config.resolve import ResolvedPhase
-from hybridtron.config.schema import Config
-from hybridtron.planning.count import VALUE_BYTES, LayerCount, count
+from hybridtron.config.schema import Config, ModelConfig
+from hybridtron.planning.count import VALUE_BYTES, LayerCount, ModelCount, count
 from hybridtron.planning.layer_use import gathers_again, hides_traffic, is_recomputed
 from hybridtron.planning.memory import Plan
 from hybridtron.planning.rates import GPU
@@ -46,7 +49,7 @@ def step_seconds(made: Plan, phase: ResolvedPhase, gpu: GPU) -> float:
 def micro_batch_seconds(made: Plan, phase: ResolvedPhase, gpu: GPU) -> list[float]:
     """Of both passes of a micro-batch on every pipeline rank."""
     config, settings = phase.config, phase.settings
-    parallel, counted = config.parallel, count(phase.model, settings.seq_len)
+    parallel, counted = config.parallel, count_of_last_share(phase.model, settings.seq_len, config.parallel.context)
     arch = architecture(phase.model)
     of_layers = [
         layer_seconds(layer, is_recomputed(spec, arch.sizes, parallel.recompute), gpu)
@@ -61,12 +64,32 @@ def micro_batch_seconds(made: Plan, phase: ResolvedPhase, gpu: GPU) -> list[floa
         hidden = sum(behind[layer] for chunk in rank.chunks for layer in chunk.layers)
         inside = rank.traffic.tensor / gpu.link(parallel.tensor) - made.micro_batches * tokens * hidden
         between = rank.traffic.pipeline / gpu.link(made.world_size) if parallel.virtual_pipeline == 1 else 0.0
+        between += rank.traffic.context / gpu.link(parallel.tensor * parallel.context)
         first = [layer for chunk in rank.chunks for layer in chunk.layers[: parallel.offload]]
         copying = exposed_copies(
             rank.traffic.host / 2 / gpu.host / made.micro_batches, tokens * sum(of_layers[layer] for layer in first)
         )
         found.append(tokens * token + (inside + between) / made.micro_batches + copying)
     return found
+
+
+def count_of_last_share(model: ModelConfig, seq_len: int, shares: int) -> ModelCount:
+    """The counts of a token in the last of a row's shares.
+
+    A token costs f(L) on average over a row of L, so those of the last share cost L f(L) - L' f(L') together, where
+    L' = L (N - 1) / N is what stands before it: N f(L) - (N - 1) f(L') each.
+    """
+    whole = count(model, seq_len)
+    if shares == 1:
+        return whole
+    before = count(model, seq_len - seq_len // shares)
+    return replace(
+        whole,
+        layers=tuple(
+            replace(of, flops={p: shares * n - (shares - 1) * less.flops.get(p, 0.0) for p, n in of.flops.items()})
+            for of, less in zip(whole.layers, before.layers, strict=True)
+        ),
+    )
 
 
 def layer_seconds(layer: LayerCount, is_again: bool, gpu: GPU) -> float:

@@ -19,7 +19,7 @@ from hybridtron.planning.layer_use import layer_uses
 from hybridtron.planning.memory import Plan, largest_phase, plan
 from hybridtron.planning.pipeline import held_names, local_size, turns
 from hybridtron.planning.rates import GPUS, HEAD_ROOM
-from hybridtron.planning.step_seconds import step_seconds
+from hybridtron.planning.step_seconds import count_of_last_share, step_seconds
 
 RECIPES = [name for name in choices_of("recipe") if not name.startswith(("ablations/", "length/"))]
 
@@ -280,6 +280,40 @@ def test_settings_undo_what_the_configuration_sets():
     reported = settings_of(best, config)
     assert "parallel.tensor=1" in reported
     assert "parallel.recompute=none" in reported
+
+
+def test_a_row_that_no_device_holds_is_shared_out():
+    """One row of a million tokens: data parallelism has nothing to do, and the fastest layout shares its tokens."""
+    row = "phases.0.seq_len=1048576 phases.0.global_batch=1 phases.0.micro_batch=1 run.eval_tokens=4194304"
+    config = load(["recipe=samba_421m", *row.split()])
+    found = fit(config, 16, 80e9)
+    assert (found[0].parallel.context, found[0].parallel.tensor, found[0].parallel.pipeline) == (16, 1, 1)
+    assert not check(load(["recipe=samba_421m", *row.split(), *settings_of(found[0], config)]), 16)
+    short = fit(load(["recipe=samba_421m"]), 16, 80e9)
+    assert short[0].parallel.context == 1
+    assert {layout.parallel.context for layout in short} == {1, 2}
+
+
+def test_no_layout_is_proposed_that_a_rule_refuses():
+    """torch.compile can't trace what ranks hand over."""
+    for compiled, contexts in (("false", {1, 2}), ("true", {1})):
+        found = fit(load(["recipe=samba_421m", f"run.compile={compiled}"]), 2, 80e9)
+        assert {layout.parallel.context for layout in found} == contexts
+
+
+@pytest.mark.parametrize("shares", [1, 2, 4])
+def test_the_last_share_attends_to_the_most(shares: int) -> None:
+    """Query i of a row of 64 sees i + 1 keys, or those of its window: counted one by one over the last share."""
+    config = load([*TINY, "model.pattern=FW", "model.layers.F={kind: attention, heads: 4}",
+                   "model.layers.W={kind: attention, heads: 4, window: 8}"])  # fmt: skip
+    whole, window = count_of_last_share(config.model, 64, shares).layers
+    mean, of_window = count(config.model, 64).layers
+    last = range(64 - 64 // shares, 64)
+    keys = [sum(query + 1 for query in places) / len(places) for places in (last, range(64))]
+    assert whole.flops["attention"] / mean.flops["attention"] == pytest.approx(keys[0] / keys[1])
+    keys = [sum(min(query + 1, 8) for query in places) / len(places) for places in (last, range(64))]
+    assert window.flops["attention"] / of_window.flops["attention"] == pytest.approx(keys[0] / keys[1])
+    assert whole.flops["projections"] == mean.flops["projections"]
 
 
 def test_too_little_memory_fits_nothing():

@@ -25,7 +25,7 @@ from hybridtron.requirements import installed, missing
 SHIPPED = "HybridtronForCausalLM"
 RECORD = "hybridtron_export.json"  # in each exported folder: which checkpoint it was
 OLMO_HEAD_EPS = 1e-5  # of the norm of a head in OLMo-Hybrid's Gated DeltaNet, whatever config.json says
-TRANSFORMERS = (5, 17)  # the first version that what is written was tried with
+TRANSFORMERS = (5, 23)  # before it, its Mamba-2 takes the norm of several groups as one
 
 
 class CannotExport(ValueError):

@@ -6,7 +6,7 @@ from typing import Any
 
 import transformers
 
-NEEDED = (5, 17)
+NEEDED = (5, 23)
 if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < NEEDED:  # before an import of it fails
     raise ImportError(
         f"this model needs transformers {NEEDED[0]}.{NEEDED[1]} or newer, not {transformers.__version__}: "
@@ -21,7 +21,7 @@ class HybridtronConfig(transformers.PreTrainedConfig):
     """
 
     model_type = "hybridtron"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ("cache", "past_key_values")  # the second before transformers 5.24
 
     def __init__(
         self,

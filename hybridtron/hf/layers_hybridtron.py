@@ -217,11 +217,11 @@ class HybridtronLayer(GradientCheckpointingLayer):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mixer = HybridtronMixer(config, layer_idx)
 
-    def forward(self, x_BLD: Tensor, places: SeqOnDevices, past_key_values: Any = None) -> Tensor:
-        state = None if past_key_values is None else past_key_values.states[self.layer_idx]
+    def forward(self, x_BLD: Tensor, places: SeqOnDevices, cache: Any = None) -> Tensor:
+        state = None if cache is None else cache.states[self.layer_idx]
         read_BLD = x_BLD.to(self.norm.weight.dtype) if self.norm_after else self.norm(x_BLD)
         y_BLD, state = self.mixer(read_BLD, state, places.on(x_BLD.device))
         y_BLD = self.norm(y_BLD) if self.norm_after else y_BLD
-        if past_key_values is not None:
-            past_key_values.states[self.layer_idx] = state
+        if cache is not None:
+            cache.states[self.layer_idx] = state
         return x_BLD + y_BLD

@@ -13,6 +13,7 @@ Legend: B rows, L tokens, S tokens with those that the cache has seen, D width, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +29,10 @@ from .layers_hybridtron import HybridtronLayer, SeqOnDevices, start_weights
 from .mixers_hybridtron import RMSNorm, SeqInfo, State, at_least_fp32
 
 Names = list[str] | set[str] | None
+# transformers 5.24 renamed `past_key_values` to `cache`, in what it passes and in what it expects to be returned; a
+# model that knew only one of the names would generate without its cache, and nothing would say so
+CACHE_NAMES = ["cache", "past_key_values"]
+CACHE_NAME = CACHE_NAMES[0] if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else CACHE_NAMES[1]
 
 
 class HybridtronCache(Cache):
@@ -78,7 +83,7 @@ class HybridtronPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[Names] = ["HybridtronLayer"]
-    _skip_keys_device_placement: ClassVar[Names] = ["past_key_values"]
+    _skip_keys_device_placement: ClassVar[Names] = CACHE_NAMES
     _supports_sdpa = True
     _supports_flash_attn = True
     _is_stateful = True
@@ -153,6 +158,7 @@ class HybridtronModel(HybridtronPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        cache: HybridtronCache | None = None,
         past_key_values: HybridtronCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
@@ -164,7 +170,7 @@ class HybridtronModel(HybridtronPreTrainedModel):
         x_BLD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if self.config.residual_in_fp32:
             x_BLD = at_least_fp32(x_BLD)
-        cache = self._cache(past_key_values, use_cache)
+        cache = self._cache(cache if past_key_values is None else past_key_values, use_cache)
         batch, length = x_BLD.shape[:2]
         seen = 0 if cache is None else cache.seen
         seq, fresh_B = places_of(batch, length, seen, x_BLD.device, attention_mask, position_ids)
@@ -172,15 +178,14 @@ class HybridtronModel(HybridtronPreTrainedModel):
             cache.forget(fresh_B)
         hidden, places = [x_BLD], SeqOnDevices(seq)
         for layer in self.layers:
-            x_BLD = layer(x_BLD, places, past_key_values=cache)
+            x_BLD = layer(x_BLD, places, cache=cache)
             hidden.append(x_BLD)
         if cache is not None:
             cache.seen += length
         hidden[-1] = x_BLD = self.norm(x_BLD)
+        kept: dict[str, Any] = {CACHE_NAME: cache}
         return BaseModelOutputWithPast(
-            last_hidden_state=x_BLD,
-            past_key_values=cache,
-            hidden_states=tuple(hidden) if output_hidden_states else None,
+            last_hidden_state=x_BLD, hidden_states=tuple(hidden) if output_hidden_states else None, **kept
         )
 
     def _cache(self, given: HybridtronCache | None, use_cache: bool | None) -> HybridtronCache | None:
@@ -189,7 +194,7 @@ class HybridtronModel(HybridtronPreTrainedModel):
             return None
         if given is not None:
             if not isinstance(given, HybridtronCache):
-                raise TypeError(f"past_key_values is a {type(given).__name__}; this model's cache is HybridtronCache")
+                raise TypeError(f"{CACHE_NAME} is a {type(given).__name__}; this model's cache is HybridtronCache")
             return given
         wanted = use_cache if use_cache is not None else self.config.use_cache and not self.training
         return HybridtronCache(self.config.num_hidden_layers) if wanted else None
@@ -212,6 +217,7 @@ class HybridtronForCausalLM(HybridtronPreTrainedModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        cache: HybridtronCache | None = None,
         past_key_values: HybridtronCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
@@ -224,6 +230,7 @@ class HybridtronForCausalLM(HybridtronPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
+            cache=cache,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
@@ -235,9 +242,8 @@ class HybridtronForCausalLM(HybridtronPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits_BLV, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss, logits=logits_BLV, past_key_values=out.past_key_values, hidden_states=out.hidden_states
-        )
+        cached: dict[str, Any] = {CACHE_NAME: getattr(out, CACHE_NAME)}
+        return CausalLMOutputWithPast(loss=loss, logits=logits_BLV, hidden_states=out.hidden_states, **cached)
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any) -> None:
         """generate() starts from this model's own cache."""
@@ -245,5 +251,5 @@ class HybridtronForCausalLM(HybridtronPreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"cache_implementation={generation_config.cache_implementation!r}: have no other than dynamic"
             )
-        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = HybridtronCache(self.config.num_hidden_layers)
+        if generation_config.use_cache is not False and model_kwargs.get(CACHE_NAME) is None:
+            model_kwargs[CACHE_NAME] = HybridtronCache(self.config.num_hidden_layers)

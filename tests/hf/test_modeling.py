@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hybridtron.hf import HybridtronConfig, HybridtronForCausalLM, mixers_hybridtron
 from hybridtron.hf.layers_hybridtron import SeqOnDevices
 from hybridtron.hf.mixers_hybridtron import AttentionInputs, SeqInfo, attention_reference, span_attention
+from hybridtron.hf.modeling_hybridtron import CACHE_NAME, CACHE_NAMES, HybridtronModel
 from hybridtron.interop.custom import Custom
 from tests.interop.models import VOCAB, model_config
 
@@ -45,11 +46,11 @@ def close(found: Tensor, expected: Tensor) -> bool:
 def test_tokens_in_pieces_are_as_tokens_at_once(name: str) -> None:
     model, tokens_BL = model_of(name), tokens(2, 53)
     whole = model(tokens_BL, use_cache=False)
-    assert whole.past_key_values is None
+    assert getattr(whole, CACHE_NAME) is None
     cache, parts = None, []
     for piece in tokens_BL.split([1, 4, 1, 12, 3, 20, 12], dim=1):
-        out = model(piece, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = model(piece, **{CACHE_NAME: cache}, use_cache=True)
+        cache = out[CACHE_NAME]
         parts.append(out.logits)
     assert cache.get_seq_length() == 53
     assert close(torch.cat(parts, dim=1), whole.logits)
@@ -68,6 +69,28 @@ def test_generation_with_a_cache_is_generation_without(name: str, how: dict[str,
     assert torch.equal(cached, model.generate(tokens_BL, attention_mask=mask_BL, use_cache=False, **settings))
     alone = model.generate(tokens_BL[1:, 8:], attention_mask=mask_BL[1:, 8:], **settings)
     assert torch.equal(cached[1, 8:], alone[0])
+
+
+def test_generation_reads_every_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache by a name that the model does not know would be ignored, and all that came before read again."""
+    model, lengths = model_of("samba"), []
+    forward = HybridtronModel.forward
+
+    def counted(self: Any, input_ids: Tensor, **given: Any) -> Any:
+        lengths.append(input_ids.shape[1])
+        return forward(self, input_ids, **given)
+
+    monkeypatch.setattr(HybridtronModel, "forward", counted)
+    model.generate(tokens(1, 9), max_new_tokens=5, do_sample=False, pad_token_id=0)
+    assert lengths == [9, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("name", CACHE_NAMES)
+@torch.no_grad()
+def test_a_cache_is_taken_by_its_name_before_and_after_it_was_renamed(name: str) -> None:
+    model, tokens_BL = model_of("samba"), tokens(1, 12)
+    cache = model(tokens_BL[:, :7], use_cache=True)[CACHE_NAME]
+    assert close(model(tokens_BL[:, 7:], **{name: cache}).logits, model(tokens_BL).logits[:, 7:])
 
 
 @pytest.mark.parametrize("how", [{}, {"num_beams": 2}, {"prefill_chunk_size": 33}])
@@ -94,8 +117,8 @@ def test_spans_as_they_are_shipped_read_chosen_blocks_from_the_cache(
     cache, parts = None, []
     with torch.no_grad():
         for piece in cached.split([50, 13, 1, 1, 3, 12], dim=1):
-            out = model(piece, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = model(piece, **{CACHE_NAME: cache}, use_cache=True)
+            cache = out[CACHE_NAME]
             parts.append(out.logits)
         whole = model(cached, use_cache=False).logits
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-11, atol=1e-12)
@@ -135,8 +158,8 @@ def test_a_row_whose_first_pieces_are_padding(name: str) -> None:
     mask_BL[1, :12] = 0
     cache, parts = None, []
     for stop, piece in zip((6, 12, 20, 30), tokens_BL.split([6, 6, 8, 10], dim=1), strict=True):
-        out = model(piece, attention_mask=mask_BL[:, :stop], past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = model(piece, attention_mask=mask_BL[:, :stop], **{CACHE_NAME: cache}, use_cache=True)
+        cache = out[CACHE_NAME]
         parts.append(out.logits)
     found = torch.cat(parts, dim=1)
     assert close(found[:1], model(tokens_BL[:1]).logits)
@@ -168,7 +191,7 @@ def test_gradient_checkpointing_changes_no_gradient(name: str) -> None:
         if checkpointing:
             model.gradient_checkpointing_enable()
         out = model(tokens(2, 24), labels=tokens(2, 24), use_cache=True if checkpointing else None)
-        assert out.past_key_values is None
+        assert getattr(out, CACHE_NAME) is None
         out.loss.backward()
         gradients.append({key: weight.grad for key, weight in model.named_parameters()})
     for key, gradient in gradients[0].items():
@@ -260,13 +283,13 @@ def test_what_has_no_meaning_is_refused() -> None:
     model, tokens_BL = model_of("samba"), tokens(1, 4)
     with pytest.raises(ValueError, match="padding between"):
         model(tokens_BL, attention_mask=torch.tensor([[1, 0, 1, 1]]))
-    cache = model(tokens_BL, attention_mask=torch.tensor([[1, 1, 1, 0]]), use_cache=True).past_key_values
+    cache = model(tokens_BL, attention_mask=torch.tensor([[1, 1, 1, 0]]), use_cache=True)[CACHE_NAME]
     with pytest.raises(ValueError, match="padding between"):
-        model(tokens_BL[:, :1], attention_mask=torch.tensor([[1, 1, 1, 0, 1]]), past_key_values=cache)
+        model(tokens_BL[:, :1], attention_mask=torch.tensor([[1, 1, 1, 0, 1]]), **{CACHE_NAME: cache})
     with pytest.raises(ValueError, match="must be \\(rows, 4\\)"):
         model(tokens_BL, attention_mask=torch.ones(1, 3))
     with pytest.raises(TypeError, match="DynamicCache"):
-        model(tokens_BL, past_key_values=DynamicCache())
+        model(tokens_BL, **{CACHE_NAME: DynamicCache()})
     with pytest.raises(ValueError, match="cache_implementation"):
         model.generate(tokens_BL, cache_implementation="static", max_new_tokens=1)
     with pytest.raises(ValueError, match="either"):

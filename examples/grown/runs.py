@@ -25,7 +25,7 @@ class Sizes:
 
     settings: tuple[str, ...] = ()
     tuning: tuple[str, ...] = ()  # further settings of tuned runs
-    digits: tuple[int, ...] = (2, 4)  # of a key: one task each
+    digits: tuple[int, ...] = (3, 4)  # of a key: one task each
     lengths: tuple[int, ...] = (128, 256)  # of documents, end of text included
     training: int = 6000  # samples of each task and length
     vocab_size: int = 1024

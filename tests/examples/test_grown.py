@@ -68,11 +68,11 @@ def test_what_a_missing_run_starts_from_is_trained_again_where_it_is_not_there(t
 
 
 def found(values: dict[int, list[float]]) -> dict[str, Any]:
-    """By length the shares of keys of 2 and of 4 digits."""
+    """By length the shares of keys of 3 and of 4 digits."""
     rows = [
         {"digits": digits, "length": length, "value": value, "standard_error": 0.01, "n": 220}
         for length, of in values.items()
-        for digits, value in zip((2, 4), of, strict=True)
+        for digits, value in zip((3, 4), of, strict=True)
     ]
     return {"loss": 4.5, "needles": rows}
 

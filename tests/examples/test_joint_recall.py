@@ -23,6 +23,10 @@ from hybridtron.config.load import load
 from hybridtron.tasks.options import named
 from hybridtron.tasks.recall import row_length
 
+SEEING_ALL = {"mamba+full", "mamba2+full"}
+OTHER_BUDGETS = {"mamba+KS-8", "mamba+HAX-32"}
+SHARED = {"mamba2+full-shared", "mamba2+KS-shared", "mamba2+HAX-shared"}
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
@@ -42,20 +46,23 @@ def test_a_quick_study_is_written_and_resumes(tmp_path: Path) -> None:
     assert set(rows) <= set(again)
 
 
-def test_there_are_seventeen_models_two_that_see_everything_and_two_of_other_budgets(tmp_path: Path) -> None:
-    """Models as they are are twice as wide; the paper's others see 16 keys, half of them by each of two rules."""
+def test_there_are_seventeen_models_and_some_that_say_why(tmp_path: Path) -> None:
+    """Models as they are are twice as wide; the paper's others see 16 keys, half of them by each of two rules, with
+    queries and keys of their own, which some on Mamba-2 share with the recurrence."""
     runs = rates_part(STUDY, tmp_path, tmp_path).sweep.runs
     variants = {run.variant: run for run in runs}
     paper = {f"{base}+{kind}" if kind else base for base, of in PAPER.items() for kind in of}
     assert len(paper) == 17
-    assert variants.keys() == paper | {"mamba+full", "mamba2+full", "mamba+KS-8", "mamba+HAX-32"}
-    assert len(runs) == 21 * 2
+    assert variants.keys() == paper | SEEING_ALL | OTHER_BUDGETS | SHARED
+    assert len(runs) == 24 * 2
     for name, run in variants.items():
         config = load(list(run.settings))
         assert check(config) == [], name
         sparse = config.model.layers["M"].get("sparse")
         assert config.model.width == (128 if name in ("mamba", "mamba2") else 64)
-        assert sparse is None or sparse["keys"] == {"full": 256, "KS-8": 8, "HAX-32": 32}.get(kind_of(name)[1], 16)
+        kind = kind_of(name)[1].removesuffix("-shared")
+        assert sparse is None or sparse["keys"] == {"full": 256, "KS-8": 8, "HAX-32": 32}.get(kind, 16)
+        assert sparse is None or sparse.get("projected", name.startswith("mamba+")) == (name not in SHARED)
         assert [phase.seq_len - 1 for phase in config.phases] == list(ROWS)
         assert [phase.lr_piece for phase in config.phases] == ["rewarm", "carry_on", "carry_on"]
 

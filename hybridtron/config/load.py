@@ -193,7 +193,7 @@ def _begin_sections(config: DictConfig, key: str) -> None:
 
 
 def _set_letter(config: DictConfig, key: str, options: Any) -> None:
-    """Override options of a letter; one of another kind begins anew, as it does not know the options of this kind."""
+    """Override options of a letter; one of another kind starts from its defaults, as it does not know these options."""
     before = OmegaConf.select(config, f"{key}.kind") if key.startswith("model.") else None
     another = isinstance(options, dict) and before is not None and options.get("kind", before) != before
     OmegaConf.update(config, key, options, merge=not another, force_add=True)

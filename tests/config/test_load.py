@@ -116,7 +116,7 @@ def test_an_option_as_other_programs_take_it():
     assert set(reported(["--deterministic", "run.seed=1", "samba"])) == {"--deterministic", "samba"}
 
 
-def test_a_letter_of_another_kind_begins_anew():
+def test_a_letter_of_another_kind_starts_from_defaults():
     """Options of one kind mean nothing to another; those of the same kind are merged."""
     span = "recipe=mamba2_span_laptop"
     assert load([span, "model.layers.X={kind: attention, heads: 4}"]).model.layers["X"] == {

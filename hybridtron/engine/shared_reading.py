@@ -2,7 +2,7 @@
 
 Each piece of a row is cut into shares, of which layers hand over what comes before, as in training
 (`parallel/context.py`). What is made of every token is gathered, and the states after the piece are those after its
-last share, which all ranks then hold. So they can all read on: the next piece by shares again, and alike, each for
+last share, which all ranks then hold. So they can all continue: the next piece by shares again, and alike, each for
 itself, what can't be shared out evenly: a few tokens at a piece's end, and those of a text that is being written.
 """
 

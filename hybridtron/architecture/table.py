@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import sys
 import types
 import typing
@@ -37,6 +38,11 @@ class Architecture:
     def sizes_at(self, index: int) -> ModelSizes:
         """The sizes as the mixer of one sub-layer knows them."""
         return self.sizes.at(index, [spec.kind for spec in self.specs])
+
+    @property
+    def reads_in(self) -> int:
+        """Outside training, pieces of a text give what its whole would where they begin at multiples of this."""
+        return math.lcm(*(spec.reads_in for spec in self.specs))
 
     @property
     def by_letter(self) -> dict[str, MixerSpec]:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridtron.config.checks.parallel import uncuttable
+from hybridtron.architecture.table import architecture
+from hybridtron.config.checks.parallel import uncuttable, unshareable
 from hybridtron.config.layout import launched, stage_problems, world_problems
 from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.problems import ConfigError, Problem, Unusable
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from hybridtron.model.generate import Reader
     from hybridtron.model.lm import LanguageModel
 
-LAYOUT_KEYS = r"parallel\.(tensor|pipeline)=([1-9]\d*)"
+LAYOUT_KEYS = r"parallel\.(tensor|pipeline|context)=([1-9]\d*)"
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,16 @@ class Served:
 
 
 def layout(settings: Sequence[str]) -> ParallelConfig:
-    """`parallel.tensor=2 parallel.pipeline=2`."""
+    """`parallel.tensor=2 parallel.pipeline=2 parallel.context=2`."""
     sizes: dict[str, int] = {}
     for setting in settings:
         found = re.fullmatch(LAYOUT_KEYS, setting, re.ASCII)
         if found is None:
-            raise Unusable(f"{setting}: is parallel.tensor=N or parallel.pipeline=N, nothing else is set here")
+            known = "parallel.tensor=N, parallel.pipeline=N or parallel.context=N"
+            raise Unusable(f"{setting}: is {known}, nothing else is set here")
         sizes[found[1]] = int(found[2])
-    return ParallelConfig(tensor=sizes.get("tensor", 1), pipeline=sizes.get("pipeline", 1))
+    tensor, pipeline, context = (sizes.get(key, 1) for key in ("tensor", "pipeline", "context"))
+    return ParallelConfig(tensor=tensor, pipeline=pipeline, context=context)
 
 
 @contextmanager
@@ -114,6 +117,7 @@ def require_layout(config: Config, parallel: ParallelConfig) -> None:
     found = world_problems(parallel, launched().world_size) or stage_problems(config.model, parallel)
     if parallel.tensor > 1 and (reasons := uncuttable(config.model, parallel.tensor)):
         found.append(Problem("parallel.tensor", f"is {parallel.tensor}, but {'; '.join(reasons)}"))
+    found += unshareable(architecture(config.model), parallel.context)
     if found:
         raise ConfigError(found)
 

@@ -105,7 +105,7 @@ def _llama(arch: Architecture, norm_eps: float, windowed: bool) -> str | None:
         return found
     spec = mixers[0]
     assert isinstance(spec, AttentionSpec)
-    if spec.rope_base is None:
+    if spec.positions is None:
         return "its attention has no rotary positions"
     if (spec.window is not None) is not windowed:
         return "its attention has a window" if spec.window else "its attention has no window"
@@ -173,7 +173,7 @@ def _qwen3_next(arch: Architecture, norm_eps: float) -> str | None:
     recurrent, attention = _delta(arch)
     if recurrent[0].negative_eigenvalues:
         return "its gated_deltanet has negative_eigenvalues"
-    if attention[0].rope_base is None:
+    if attention[0].positions is None:
         return "its attention has no rotary positions"
     return _same_eps(recurrent[0], norm_eps) or _same_eps(attention[0], norm_eps)
 

@@ -77,8 +77,8 @@ class Heads(Mixer):
             k = rms_norm(RMSNormInputs(k, self.k_norm_weight, self.heads.norm_eps))
         if self.kv_heads is not None:
             k, v = k[:, :, self.kv_heads], v[:, :, self.kv_heads]
-        if self.heads.rope_base is not None:
-            cos, sin = seq.rope(self.rotary_dim, self.heads.rope_base)
+        if (rope := self.heads.positions) is not None:
+            cos, sin = seq.rope(self.rotary_dim, rope)
             q, k = (apply_rope(RopeInputs(x, cos, sin)) for x in (q, k))
         y_BLHK, kept = self.attend(q, k, v, before, seq)
         y_LBC = y_BLHK.flatten(2).transpose(0, 1)

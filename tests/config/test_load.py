@@ -116,6 +116,22 @@ def test_an_option_as_other_programs_take_it():
     assert set(reported(["--deterministic", "run.seed=1", "samba"])) == {"--deterministic", "samba"}
 
 
+def test_a_letter_of_another_kind_starts_from_defaults():
+    """Options of one kind mean nothing to another; those of the same kind are merged."""
+    span = "recipe=mamba2_span_laptop"
+    assert load([span, "model.layers.X={kind: attention, heads: 4}"]).model.layers["X"] == {
+        "kind": "attention",
+        "heads": 4,
+    }
+    assert load([span, "model.layers={X: {kind: attention, heads: 2}}"]).model.layers["X"] == {
+        "kind": "attention",
+        "heads": 2,
+    }
+    kept = load([span]).model.layers["X"] | {"block": 16}
+    assert load([span, "model.layers.X={kind: span, block: 16}"]).model.layers["X"] == kept
+    assert load([span, "model.layers.X={block: 16}"]).model.layers["X"] == kept
+
+
 def test_letters_in_one_argument():
     layers = load(["model.layers={M: {kind: mamba2, state: 16}, Q: {kind: swiglu}}"]).model.layers
     assert layers["M"] == {"kind": "mamba2", "state": 16}

@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar
 
 from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Names, Parameter, StatePart, linear, output_linear
 from hybridtron.architecture.inits import Constant, Uniform
-from hybridtron.architecture.rope import NO_POSITIONS, PLAIN, RopeOptions, with_rope
+from hybridtron.architecture.rope import NO_POSITIONS, PLAIN, RopeOptions, SelfExtendOptions, with_rope
 from hybridtron.limits import above, at_least, divisors_near, one_of
 from hybridtron.problems import Problem, choice
 
@@ -208,9 +208,18 @@ class AttentionSpec(HeadsSpec):
 
     # tokens that a token sees, itself included; null: full attention
     window: Annotated[int | None, at_least(2, "leave it out for full attention")] = None
+    # outside training, positions of far keys count in groups: {group: 4, neighbours: 1024}; null: they do not
+    self_extend: SelfExtendOptions | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.self_extend, Mapping):
+            object.__setattr__(self, "self_extend", SelfExtendOptions(**self.self_extend))
 
     @property
     def attention_at_eval(self) -> str:
+        if self.self_extend is not None:
+            return f"full, self-extended by {self.self_extend.group} beyond {self.self_extend.neighbours}"
         return "full" if self.window is None else f"window {self.window}"
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
@@ -226,3 +235,6 @@ class AttentionSpec(HeadsSpec):
             longest = f"larger than the longest sequence of any phase ({max_seq_len})"
             cure = f"leave it out for full attention, or use at most {max_seq_len}"
             yield Problem("window", f"is {self.window}, {longest}: {cure}")
+        if self.self_extend is not None and (self.window is not None or self.positions is None):
+            why = f"window={self.window}" if self.window is not None else "rope=none"
+            yield Problem("self_extend", f"is for full attention with rotary positions, not for {why}: leave it out")

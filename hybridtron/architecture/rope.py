@@ -9,6 +9,10 @@
 
 Each is that of transformers' `rope_type` of the same name. Weights stay as they are, so a phase may change all of it.
 How frequencies are computed stands in `ops/rope`.
+
+Self-Extend (Jin et al. 2024) changes no frequency: outside training, keys at a distance of `neighbours` tokens or more
+are rotated by floor(position / group), and the queries that read them by floor(position / group) + neighbours -
+floor(neighbours / group), so that far distances begin where near ones end.
 """
 
 from __future__ import annotations
@@ -83,6 +87,14 @@ class RopeOptions:
 
 
 PLAIN = RopeOptions()
+
+
+@dataclass(frozen=True)
+class SelfExtendOptions:
+    """Options of Self-Extend, of full attention outside training."""
+
+    group: Annotated[int, at_least(2)] = 4  # tokens that share a position where they are far away
+    neighbours: Annotated[int, at_least(1)] = 1024  # distances below this are as in training
 
 
 def with_rope(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -89,6 +89,8 @@ def _attention(spec: MixerSpec, qk_norm: str = "none", gate: bool = False) -> st
         return f"{spec.kind} is not attention"
     if spec.conv:
         return "its attention has short convolutions"
+    if spec.self_extend is not None:
+        return "its attention has self_extend"
     if spec.rotary_dim is not None and not gate:
         return "its rotary positions turn a part of each head"
     if spec.qk_norm != qk_norm:

@@ -61,6 +61,7 @@ OPTIONS = {
         {"heads": 4, "qk_norm": "all", "norm_after": True, "conv": 3},
         {"heads": 2, "window": 6, "rope": {"scale": "yarn", "factor": 4.0, "original": 6}},
         {"heads": 2, "rope": {"base": 100.0, "scale": "llama3", "factor": 4.0, "original": 20}},
+        {"heads": 4, "kv_heads": 2, "rotary_dim": 2, "self_extend": {"group": 3, "neighbours": 5}},
     ],
     "span": [
         {"heads": 4, "kv_heads": 2, "chunk": 8, "block": 2, "blocks": 2, "remember": 16, "relevance": "previous_chunk"},

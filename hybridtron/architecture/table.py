@@ -22,6 +22,7 @@ from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Parameter, 
 from hybridtron.architecture.inits import Constant, Normal, OutputProjection, Projection
 from hybridtron.architecture.model import ModelConfig, Start
 from hybridtron.architecture.pattern import RESERVED, Pattern, PatternError, parse
+from hybridtron.architecture.rope import FORMER
 from hybridtron.limits import limit_problems
 from hybridtron.problems import ConfigError, Problem, did_you_mean
 
@@ -81,6 +82,10 @@ def _spec(where: str, options: dict[str, Any]) -> MixerSpec:
     if kind not in SPECS:
         what = "must be set" if kind is None else f"is {kind!r}{did_you_mean(str(kind), SPECS)}"
         raise ConfigError([Problem(f"{where}.kind", f"{what}; {_known(SPECS)}")])
+    try:
+        options = SPECS[kind].renamed(options)
+    except ValueError as error:
+        raise ConfigError([Problem(f"{where}.{FORMER}", str(error))]) from error
     if found := _option_problems(SPECS[kind], kind, options, where):
         raise ConfigError(found)
     spec = SPECS[kind](**options)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hybridtron.architecture.attention import AttentionSpec
+from hybridtron.architecture.rope import SelfExtendOptions
 from hybridtron.architecture.table import architecture
 from hybridtron.config.checks.parallel import uncuttable, unshareable
 from hybridtron.config.layout import launched, stage_problems, world_problems
@@ -55,10 +57,13 @@ def layout(settings: Sequence[str]) -> ParallelConfig:
 
 
 @contextmanager
-def served(folder: Path, parallel: ParallelConfig | None = None) -> Iterator[Served]:
+def served(
+    folder: Path, parallel: ParallelConfig | None = None, extend: SelfExtendOptions | None = None
+) -> Iterator[Served]:
     """The model, until the block ends. Unusable where checkpoint, tokenizer or layout can't be used."""
     parallel = parallel or ParallelConfig()
     checkpoint, config = opened(folder)
+    config = config if extend is None else self_extended(config, extend)
     tokenizer = tokenizer_of(checkpoint)
     require_layout(config, parallel)
     if launched().world_size == 1:
@@ -84,6 +89,22 @@ def opened(folder: Path) -> tuple[Checkpoint, Config]:
         raise Unusable(str(error)) from error
     except ConfigError as error:
         raise Unusable(f"{folder} has a config.yaml that this version can't read.\n{error}") from error
+
+
+def self_extended(config: Config, by: SelfExtendOptions) -> Config:
+    """The same, whose full attention with rotary positions reads with Self-Extend."""
+    able = {
+        letter
+        for letter, spec in architecture(config.model).by_letter.items()
+        if isinstance(spec, AttentionSpec) and spec.window is None and spec.positions is not None
+    }
+    if not able:
+        raise Unusable("--self-extend: the model has no full attention with rotary positions")
+    layers = {
+        letter: options | ({"self_extend": asdict(by)} if letter in able else {})
+        for letter, options in config.model.layers.items()
+    }
+    return replace(config, model=replace(config.model, layers=layers))
 
 
 def whole_model(checkpoint: Checkpoint, config: Config) -> LanguageModel:

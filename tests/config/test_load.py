@@ -159,13 +159,13 @@ def test_a_saved_configuration_that_no_run_wrote(tmp_path, text):
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])
 def test_numbers_are_finite(value):
     keys = {
-        "model.layers.W.rope_base",
+        "model.layers.W.rope.base",
         "model.layers.M.dt_max",
         "model.norm_eps",
         "optim.weight_decay",
         "optim.betas.1",
         "phases.0.lr",
-        "phases.0.layers.W.rope_base",
+        "phases.0.layers.W.rope.base",
         "phases.0.states.sigma",
         "data.mixture.web.weight",
         "run.timeout",

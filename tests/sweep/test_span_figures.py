@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+from hybridtron.architecture.table import parameter_table
 from hybridtron.config.check import check
 from hybridtron.config.load import load
 from hybridtron.config.resolve import last_step
@@ -71,3 +73,19 @@ def test_table_3_varies_what_learns_and_the_rank() -> None:
 def test_figure_13_has_shifted_attention_at_two_rates() -> None:
     runs = configs_of("shifted").values()
     assert [(layer(config)["memory"], config.phases[0].lr) for config in runs] == [("shifted", 2e-5), ("shifted", 2e-4)]
+
+
+def test_table_4_has_llama_with_interpolated_positions() -> None:
+    runs = configs_of("llama")
+    kinds = {"SW": ("attention", 2e-4), "S2": ("span", 2e-5), "SE": ("span", 2e-4)}
+    assert {name: (layer(config)["kind"], config.phases[0].lr) for name, config in runs.items()} == kinds
+    for config in runs.values():
+        (phase,) = config.phases
+        assert (phase.seq_len, phase.adapters.preset, phase.adapters.rank, phase.adapters.alpha) == (
+            16384, "lora_plus", 8, 16,
+        )  # fmt: skip
+        assert layer(config)["rope"] == {"scale": "linear", "factor": 8}  # 16384 / 2048
+        table = parameter_table(config.model)
+        assert sum(math.prod(weight.shape) for weight in table.values()) == 6_738_415_616  # Llama-1 7B's
+    assert layer(runs["SW"])["window"] == layer(runs["S2"])["chunk"] == layer(runs["SE"])["chunk"] == 4096
+    assert (layer(runs["SE"])["block"], layer(runs["SE"])["blocks"], layer(runs["S2"])["memory"]) == (32, 8, "shifted")

@@ -89,6 +89,8 @@ def _attention(spec: MixerSpec, qk_norm: str = "none", gate: bool = False) -> st
         return f"{spec.kind} is not attention"
     if spec.conv:
         return "its attention has short convolutions"
+    if spec.self_extend is not None:
+        return "its attention has self_extend"
     if spec.rotary_dim is not None and not gate:
         return "its rotary positions turn a part of each head"
     if spec.qk_norm != qk_norm:
@@ -105,7 +107,7 @@ def _llama(arch: Architecture, norm_eps: float, windowed: bool) -> str | None:
         return found
     spec = mixers[0]
     assert isinstance(spec, AttentionSpec)
-    if spec.rope_base is None:
+    if spec.positions is None:
         return "its attention has no rotary positions"
     if (spec.window is not None) is not windowed:
         return "its attention has a window" if spec.window else "its attention has no window"
@@ -173,7 +175,7 @@ def _qwen3_next(arch: Architecture, norm_eps: float) -> str | None:
     recurrent, attention = _delta(arch)
     if recurrent[0].negative_eigenvalues:
         return "its gated_deltanet has negative_eigenvalues"
-    if attention[0].rope_base is None:
+    if attention[0].positions is None:
         return "its attention has no rotary positions"
     return _same_eps(recurrent[0], norm_eps) or _same_eps(attention[0], norm_eps)
 

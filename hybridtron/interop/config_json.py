@@ -56,6 +56,10 @@ def _all(kind: Kind, names: str) -> dict[str, Kind]:
     return dict.fromkeys(names.split(), kind)
 
 
+def _of_rope(kind: Kind, names: str) -> dict[str, Kind]:
+    return {f"{section}.{name}": kind for section in ("rope_parameters", "rope_scaling") for name in names.split()}
+
+
 KINDS: dict[str, Kind] = {
     **_all(COUNT, "hidden_size vocab_size state_size expand conv_kernel time_step_rank num_heads n_groups"),
     **_all(COUNT, "num_attention_heads intermediate_size shared_intermediate_size d_model pad_vocab_size_multiple"),
@@ -68,7 +72,13 @@ KINDS: dict[str, Kind] = {
     **_all(LAYERS, "num_hidden_layers n_layer"),
     **_all(RANK, "ssm_cfg.dt_rank"),
     **_all(NUMBER, "layer_norm_epsilon rms_norm_eps attn_cfg.rotary_emb_base rope_parameters.partial_rotary_factor"),
-    **_all(NUMBER.or_null(), "rope_theta rope_parameters.rope_theta partial_rotary_factor"),
+    **_all(NUMBER.or_null(), "rope_theta partial_rotary_factor"),
+    **_of_rope(NUMBER.or_null(), "rope_theta factor low_freq_factor high_freq_factor beta_fast beta_slow"),
+    **_of_rope(NUMBER.or_null(), "attention_factor mscale mscale_all_dim"),
+    **_of_rope(COUNT.or_null(), "original_max_position_embeddings"),
+    **_of_rope(TEXT, "rope_type type"),
+    **_of_rope(TRUTH, "truncate"),
+    **_all(COUNT.or_null(), "original_max_position_embeddings"),
     **_all(COUNT, "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"),
     **_all(COUNT, "linear_conv_kernel_dim"),
     **_all(COUNT_OR_NONE, "num_experts"),
@@ -77,7 +87,7 @@ KINDS: dict[str, Kind] = {
     **_all(TEXT, "model_type pattern ssm_cfg.layer"),
     **_all(TEXTS, "architectures layer_types"),
     **_all(OBJECT, "layers"),
-    **_all(OBJECT.or_null(), "ssm_cfg attn_cfg rope_parameters"),
+    **_all(OBJECT.or_null(), "ssm_cfg attn_cfg rope_parameters rope_scaling"),
     **_all(PLACES.or_null(), "attn_layer_idx"),
 }
 

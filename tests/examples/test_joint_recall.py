@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.joint_recall.order import PAPER, claims, orders, reasons
 from examples.joint_recall.runs import (
     CHANCE,
     QUICK,
@@ -16,7 +17,7 @@ from examples.joint_recall.runs import (
     rates_part,
     seeds_part,
 )
-from examples.joint_recall.study import PAPER, main, page
+from examples.joint_recall.study import main, page
 from examples.results import Results
 from hybridtron.config.check import check
 from hybridtron.config.load import load
@@ -112,7 +113,35 @@ def test_the_page_says_whether_the_size_keeps_models_apart(full: float, base: fl
     rows = page(found, ["made up"]).splitlines()
     assert f"| mamba | 2e-3 | 1 | {base:.2f} | {base / CHANCE:.1f}x | 16.3 |" in rows
     assert "| mamba+HAX | 4e-3 | 3 | 0.60 ± 0.10 | 4.8x | 38.0 |" in rows
-    goals = {row.split(" | ")[0].removeprefix("| "): row.split(" | ")[-1].removesuffix(" |") for row in rows[-5:]}
+    goals = {row.split(" | ")[0].removeprefix("| "): row.split(" | ")[-1].removesuffix(" |") for row in rows[-3:]}
     assert goals["mamba with attention to everything"] == reached
     wanted = [row for row in rows if row.startswith("| mamba, over chance | >=")]
     assert wanted[0].endswith(f"| {reached} |")
+
+
+def test_the_papers_order_agrees_with_itself() -> None:
+    """And with every pair turned round in nothing."""
+    means = {f"{base}+{kind}".strip("+"): value / 100 for base, of in PAPER.items() for kind, value in of.items()}
+    assert [row[-1] for row in orders(means)] == ["28 of 28", "28 of 28"]
+    found = {name: agrees for name, _, _, agrees in claims(means)}
+    assert len(found) == 10
+    assert set(found.values()) == {"yes"}
+    turned = {name: 1 - value for name, value in means.items()}
+    assert [row[-1] for row in orders(turned)] == ["0 of 28", "0 of 28"]
+    assert {row[-1] for row in claims(turned)} == {"**no**"}
+
+
+def test_the_order_is_of_what_has_been_measured() -> None:
+    means = {"mamba": 0.3, "mamba+KS": 0.5, "mamba+KS-8": 0.9, "mamba+LSH": 0.4}
+    assert list(orders(means)) == [("mamba", "KS > alone > LSH", "KS > LSH > alone", "2 of 3")]
+    assert list(claims(means)) == [
+        ("mamba+KS above mamba", "36.6 > 16.3", "50.0 > 30.0", "yes"),
+        ("mamba above mamba+LSH", "16.3 > 11.6", "30.0 <= 40.0", "**no**"),
+    ]
+
+
+def test_reasons_are_given_where_all_that_shows_them_was_measured() -> None:
+    means = {"mamba+KS-8": 0.4, "mamba+HAX": 0.45, "mamba+KS": 0.6, "mamba+HAX-32": 0.7, "mamba2+KS": 0.5}
+    ((reason, shown),) = reasons(means)
+    assert "short of keys" in reason
+    assert shown == "mamba+KS-8 40.0, mamba+HAX 45.0, mamba+KS 60.0, mamba+HAX-32 70.0"

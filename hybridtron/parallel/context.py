@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,9 +42,15 @@ WHOLE_ROWS = ContextGroup()
 
 
 def own_share(batch: Batch, context: ContextGroup) -> Batch:
-    """This rank's tokens of the rows, and what it must know of those before them."""
+    """This rank's tokens of the rows, and what it must know of those before them.
+
+    Rows may be whole, or cut when they were read (`data/row_parts.py`).
+    """
     if context.size == 1:
         return batch
+    if (read := batch.seq.share) is not None:
+        assert (read.size, read.rank) == (context.size, context.rank)
+        return replace(batch, seq=replace(batch.seq, share=replace(read, group=context.group)))
     length = batch.tokens_BL.shape[1] // context.size
     first = context.rank * length
     here = slice(first, first + length)
@@ -63,6 +69,16 @@ def own_share(batch: Batch, context: ContextGroup) -> Batch:
     seq = batch.seq.map(lambda t: t[:, here].contiguous())
     tokens_BL, labels_BL, mask_BL = (t[:, here] for t in (batch.tokens_BL, batch.labels_BL, batch.mask_BL))
     return Batch(tokens_BL, labels_BL, mask_BL, replace(seq, share=share), batch.continues_B).bordered()
+
+
+Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
+
+
+def read_twice(inputs: Inputs, seq: SeqInfo) -> Inputs:
+    """A recurrence's inputs, which a share runs through twice: one copy, where each run would keep its own."""
+    if seq.share is None:
+        return inputs
+    return type(inputs)(*(x.contiguous() if isinstance(x, Tensor) else x for x in inputs))
 
 
 Scan = Callable[[Tensor | None], tuple[Tensor, Tensor]]

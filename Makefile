@@ -10,7 +10,7 @@
 # make grown   grows HAX beside a tiny Mamba and tunes both on keys in filler (half an hour)
 # make chaos   kills and damages a tiny run again and again, which ends as one that nothing happens to (minutes)
 # make audit   compares every gradient of every parallel layout with one process (minutes)
-# make rehearse   rehearses a step of every recipe under five layouts without a GPU, and writes its page (tens of minutes)
+# make rehearse   rehearses a step of every recipe under six layouts without a GPU, and writes its page (tens of minutes)
 # make gpu-day-one   on a machine with one GPU: whether all of it is right, a step of every recipe, speed (20 minutes)
 # make test-triton TRITON=3.6.0   runs the kernels' tests with another Triton than torch's own (minutes)
 # make test-core   runs the part of the tests that another megatron-core could break

@@ -226,6 +226,10 @@ class AttentionSpec(HeadsSpec):
         seen = visible_tokens(seq_len, self.window)
         return super().flops(model, seq_len) | {"attention": 4 * self.channels(model)[0] * seen}
 
+    def given_up_values(self, model: ModelSizes) -> int:
+        # keys that are not yet rotated lie beside the values, which here were copied
+        return self.channels(model)[1] if self.rope_base is not None else 0
+
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         return self.carried_heads(model, None if self.window is None else self.window - 1)
 

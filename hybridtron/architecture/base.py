@@ -218,6 +218,18 @@ class MixerSpec(ABC):
         """Values per token that the backward pass has made, at its most, less what it needs no more (estimate)."""
         return 0
 
+    def read_values(self, model: ModelSizes) -> int:
+        """Values per token that a recurrence reads. A share of a row runs it twice: the gradients of one run wait."""
+        return 0
+
+    def run_values(self, model: ModelSizes) -> int:
+        """Values per token that a run of the recurrence keeps besides; a share of a row has two runs."""
+        return 0
+
+    def given_up_values(self, model: ModelSizes) -> int:
+        """Values per token that are not kept where a share's keys and values are put behind those before it."""
+        return 0
+
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         """The parts of the state that this mixer carries from chunk to chunk; none by default."""
         return {}

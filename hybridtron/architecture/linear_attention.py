@@ -108,6 +108,10 @@ class LinearAttentionSpec(MixerSpec):
         keys, values = self.channels(model)
         return 2 * keys + 2 * values + 2 * 2 * keys * values // self.num_key_heads // KERNEL_CHUNK
 
+    def read_values(self, model: ModelSizes) -> int:
+        keys, values = self.channels(model)
+        return 2 * keys + values
+
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         shape = (self.heads, *self.state_shape(model))
         parts = {"ssm": StatePart("ssm", shape, "float32", self.heads, cuts=(Cut(0),))}

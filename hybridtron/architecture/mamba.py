@@ -80,7 +80,7 @@ class MambaSpec(RecurrenceSpec):
 
     def activation_values(self, model: ModelSizes) -> int:
         # x and z, conv output, dt, the scan's gated output, the small dt, B, C; an fp32 state every 128 tokens
-        states = -(-2 * self.inner(model) * self.state // 128)
+        states = self.run_values(model)
         gated = 0 if self.sparse is None else 2 * self.inner(model)  # what is attended, and its gate
         return 5 * self.inner(model) + self.rank(model) + 2 * self.state + states + gated + self.branch_values(model)
 
@@ -92,6 +92,12 @@ class MambaSpec(RecurrenceSpec):
         # tokens and its gradient, their two sums over 16 tokens, and B's and C's gradients for every 32 channels
         inner = self.inner(model)
         return (4 - 1) * inner + 2 * (2 * inner * self.state + 2 * inner) // 16 + 2 * 2 * inner * self.state // 32
+
+    def run_values(self, model: ModelSizes) -> int:
+        return -(-2 * self.inner(model) * self.state // 128)  # in fp32, every 128 tokens
+
+    def read_values(self, model: ModelSizes) -> int:
+        return 3 * self.inner(model) + 2 * self.state
 
     def transition_values(self, model: ModelSizes) -> int:
         return self.inner(model) * self.state

@@ -121,6 +121,9 @@ class Mamba2Spec(RecurrenceSpec):
         inner, both = self.inner(model), 2 * self.groups * self.state
         return (3 - 2) * inner + 2 * 2 * inner * self.state // chunk + 3 * both + 2 * 10 * self.num_heads(model)
 
+    def read_values(self, model: ModelSizes) -> int:
+        return self.inner(model) + 2 * self.groups * self.state + self.num_heads(model)
+
     def transition_values(self, model: ModelSizes) -> int:
         return self.num_heads(model)
 

@@ -119,6 +119,9 @@ class Mamba3Spec(MixerSpec):
         inner, heads = self.inner(model), self.num_heads(model)
         return 2 * inner + 2 * heads * self.state + 2 * 2 * inner * self.state // chunk + 2 * 10 * heads
 
+    def read_values(self, model: ModelSizes) -> int:
+        return self.inner(model) + 2 * self.num_heads(model) * (self.state + 1)
+
     def transition_values(self, model: ModelSizes) -> int:
         return self.num_heads(model) * (1 + 2 * self.angles)
 

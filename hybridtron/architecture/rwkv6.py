@@ -126,6 +126,9 @@ class RWKV6Spec(MixerSpec):
         # at the scan: gradients of its output, r, k, v, and in fp32 of the log decays
         return 6 * model.width
 
+    def read_values(self, model: ModelSizes) -> int:
+        return (3 + 2) * model.width  # r, k, v, and the log decays in fp32
+
     def transition_values(self, model: ModelSizes) -> int:
         return model.width
 

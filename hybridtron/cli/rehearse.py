@@ -60,7 +60,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print a JSON list with one object a rank")
     parser.add_argument(
-        "--suite", action="store_true", help="every recipe under five layouts: `hybridtron rehearse --suite --help`"
+        "--suite", action="store_true", help="every recipe under six layouts: `hybridtron rehearse --suite --help`"
     )
     return parser.parse_intermixed_args(arguments)
 

@@ -1,4 +1,4 @@
-"""Every recipe under five layouts, rehearsed, and the page of it: `hybridtron rehearse --suite`, or `make rehearse`.
+"""Every recipe under six layouts, rehearsed, and the page of it: `hybridtron rehearse --suite`, or `make rehearse`.
 
     hybridtron rehearse --suite                              all; continues where it was stopped
     hybridtron rehearse --suite --only samba_421m            one recipe; may be repeated
@@ -26,7 +26,7 @@ from hybridtron.shipped import pages
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="hybridtron rehearse", description="Every recipe under five layouts.")
+    parser = argparse.ArgumentParser(prog="hybridtron rehearse", description="Every recipe under six layouts.")
     parser.add_argument("--suite", action="store_true", help="rehearse the recipes rather than one configuration")
     parser.add_argument("--only", action="append", default=[], metavar="RECIPE", help="this recipe; may be repeated")
     parser.add_argument("--gpu", default="h200", choices=sorted(GPUS), help="its kind (default h200)")

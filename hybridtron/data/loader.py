@@ -11,7 +11,8 @@ import faulthandler
 import math
 import multiprocessing
 import signal
-from collections.abc import Generator, Iterator
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -23,6 +24,8 @@ from hybridtron.config.choices import Documents, Feed, Order
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.data.batch import Batch
 from hybridtron.data.order.phase_order import PhaseOrder, rows_in_order
+from hybridtron.data.order.stream import RowSpans
+from hybridtron.data.row_parts import WHOLE, PartOfRow, PartsRead, RowPart, gather_parts, part_of_row, with_share
 from hybridtron.data.rows import RowArrays, batch_of, gather
 from hybridtron.data.sources import Sources
 from hybridtron.data.workers import end_with_parent, prefetched, unheard
@@ -43,7 +46,7 @@ class Ahead:
 class Loader:
     """The batches of one phase: step -> micro-batches, in which every row is full.
 
-    Each of the data-parallel `ranks` reads its own run of lanes.
+    Each of the data-parallel `ranks` reads its own run of lanes, and of their rows its `part` of the tokens.
     """
 
     def __init__(
@@ -54,13 +57,17 @@ class Loader:
         feed: Feed = Feed.torch,
         rank: int = 0,
         ranks: int = 1,
+        part: RowPart = WHOLE,
     ) -> None:
         if order.lanes % (order.micro_batch * ranks):
             wanted = f"micro_batch={order.micro_batch} on {ranks} ranks"
             raise ValueError(f"{order.lanes} lanes are not a multiple of {wanted}")
-        self.sources, self.order, self.ahead, self.feed = sources, order, ahead, feed
+        if part.ranks > 1 and (order.seq_len % part.ranks or order.together > 1):
+            wanted = f"{part.ranks} ranks of rows of {order.seq_len} tokens, in {order.together} chunks at a time"
+            raise ValueError(f"shares of rows are equal parts of one chunk, not {wanted}")
+        self.sources, self.order, self.ahead, self.feed, self.part = sources, order, ahead, feed, part
         self.lanes = share_of(order.lanes, rank, ranks)
-        self._rows = _Rows(sources, order, rank, ranks)
+        self._rows = _Rows(sources, order, rank, ranks, part)
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -92,13 +99,19 @@ class Loader:
         """The batches of this rank's lanes in a step, which counts from 0 at the start of the phase; on the CPU."""
         return self._made(self._rows[step])
 
-    def _made(self, rows: RowArrays) -> list[Batch]:
-        return self._cut(batch_of(rows, self.order.documents))
+    def _made(self, read: PartsRead) -> list[Batch]:
+        return self._cut(batch_of(read.rows, self.order.documents), read.parts)
 
-    def _cut(self, batch: Batch) -> list[Batch]:
+    def _cut(self, batch: Batch, parts: list[PartOfRow] | None) -> list[Batch]:
         """A step's micro-batches: chunk 0 of every group of lanes, then chunk 1 of every group, and so on."""
-        turns = self.order.chunks // self.order.together
-        groups = [group.chunks(turns) for group in batch.split(self.order.micro_batch)]
+        rows, turns = self.order.micro_batch, self.order.chunks // self.order.together
+        if parts is not None:  # chunks are apart, and in this order already
+            firsts = range(0, len(parts), rows)
+            return [
+                with_share(group, parts[first : first + rows], self.part)
+                for first, group in zip(firsts, batch.split(rows), strict=True)
+            ]
+        groups = [group.chunks(turns) for group in batch.split(rows)]
         return [group[turn].bordered() for turn in range(turns) for group in groups]
 
     def iterate(self, first_step: int, end_step: int) -> Generator[list[Batch], None, None]:
@@ -107,17 +120,24 @@ class Loader:
         if self.feed is Feed.dali:
             from hybridtron.data.dali import dali_batches  # slow to import, and only there where it is asked for
 
-            batches = dali_batches(self._read_ahead(steps), self.order.documents)
-            yield from map(self._cut, batches)
+            parts = deque[list[PartOfRow] | None]()  # of the steps that DALI has
+
+            def arrays() -> Iterator[RowArrays]:
+                for read in self._read_ahead(steps):
+                    parts.append(read.parts)
+                    yield read.rows
+
+            for batch in dali_batches(arrays(), self.order.documents):
+                yield self._cut(batch, parts.popleft())
         else:
             yield from copied_ahead(map(self._made, self._read_ahead(steps)))
 
-    def _read_ahead(self, steps: range) -> Iterator[RowArrays]:
+    def _read_ahead(self, steps: range) -> Iterator[PartsRead]:
         if self.ahead.workers:
             return self._by_workers(steps)
         return prefetched(map(self._rows.__getitem__, steps), self.ahead.steps)
 
-    def _by_workers(self, steps: range) -> Iterator[RowArrays]:
+    def _by_workers(self, steps: range) -> Iterator[PartsRead]:
         """Worker processes hold no position either: each is handed the steps that it reads.
 
         They send rows as numpy's arrays, through a pipe: tensors would take a file of shared memory each. Nothing comes
@@ -161,27 +181,37 @@ def _as_it_is(rows: Any) -> Any:
     return rows
 
 
-class _Rows(Dataset[RowArrays]):
+class _Rows(Dataset[PartsRead]):
     """Step -> rows of a rank's lanes; what a worker process makes for itself."""
 
-    def __init__(self, sources: Sources, order: PhaseOrder, rank: int, ranks: int) -> None:
-        self._arguments = sources, order, rank, ranks
+    def __init__(self, sources: Sources, order: PhaseOrder, rank: int, ranks: int, part: RowPart) -> None:
+        self._arguments = sources, order, rank, ranks, part
         self._stores = sources.stores("train")
         self._dtype, self._joined = sources.dtype, order.documents is Documents.join
         self._in_order, self._order = rows_in_order(sources, order), order
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._ranks, self._part = rank, ranks, part
 
-    def __reduce__(self) -> tuple[type[_Rows], tuple[Sources, PhaseOrder, int, int]]:
+    def __reduce__(self) -> tuple[type[_Rows], tuple[Sources, PhaseOrder, int, int, RowPart]]:
         return _Rows, self._arguments
 
-    def __getitem__(self, step: int) -> RowArrays:
+    def __getitem__(self, step: int) -> PartsRead:
         lanes = share_of(self._order.lanes_in(step), self._rank, self._ranks)
         rows = [self._in_order.row(lane, step) for lane in lanes]
+        if self._part.ranks == 1:
+            self._fetch(rows)
+            return PartsRead(gather(self._stores, rows, self._dtype, self._joined))
+        length = self._order.seq_len
+        begins = range(0, self._order.chunks * length, length)
+        parts = [part_of_row(row, begin, length, self._part, self._joined) for begin in begins for row in rows]
+        self._fetch([part.row for part in parts])
+        return gather_parts(self._stores, parts, self._dtype, self._joined)
+
+    def _fetch(self, rows: Sequence[RowSpans]) -> None:
+        """Shards that come from elsewhere, side by side."""
         for number, store in enumerate(self._stores):
             if store.fetches:
                 spans = [span for row in rows for source, span in row.spans if source == number]
                 store.prepare(store.shard_of(span.document) for span in spans)
-        return gather(self._stores, rows, self._dtype, self._joined)
 
 
 def share_of(lanes: int, rank: int, ranks: int) -> range:
@@ -189,7 +219,8 @@ def share_of(lanes: int, rank: int, ranks: int) -> range:
     return range(rank * lanes // ranks, (rank + 1) * lanes // ranks)
 
 
-def build_loader(phase: ResolvedPhase, rank: int = 0, ranks: int = 1) -> Loader:
+def build_loader(phase: ResolvedPhase, rank: int = 0, ranks: int = 1, part: RowPart = WHOLE) -> Loader:
     """The loader of a phase. An embedded corpus that is not there yet is prepared first."""
     data = phase.data
-    return Loader(Sources.open(phase), PhaseOrder.of(phase), Ahead(data.workers, data.prefetch), data.feed, rank, ranks)
+    ahead = Ahead(data.workers, data.prefetch)
+    return Loader(Sources.open(phase), PhaseOrder.of(phase), ahead, data.feed, rank, ranks, part)

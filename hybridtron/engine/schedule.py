@@ -66,9 +66,12 @@ def run_schedule(
 
     Every rank brings the batches itself, since each needs the boundaries of documents, and the ends need the tokens.
     The carrier hands each row its state; without one all start from zero. Core passes a forward pass nothing about
-    its micro-batch, so each chunk's iterator does. `auxiliary` names the losses that mixers of any stage add.
+    its micro-batch, so each chunk's iterator does. Where ranks share rows, batches are of whole rows or of a rank's own
+    parts. `auxiliary` names the losses that mixers of any stage add.
     """
     rows, length = batches[0].tokens_BL.shape
+    if (share := batches[0].seq.share) is not None:
+        length *= share.size
     schedule: Any = get_forward_backward_func()
     sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in auxiliary}
     step = partial(_forward_step, z_loss=z_loss, groups=groups, device=device, carrier=carrier, sums=sums)

@@ -15,7 +15,7 @@ from hybridtron.ops.delta import DeltaInputs, delta_scan
 from hybridtron.ops.norm import RMSNormInputs, rms_norm
 from hybridtron.ops.precision import at_least_fp32, wide_type
 from hybridtron.ops.total import delta_total
-from hybridtron.parallel.context import scan_from
+from hybridtron.parallel.context import read_twice, scan_from
 from hybridtron.parallel.linear import TensorGroup
 
 LENGTH_EPS = 1e-6
@@ -41,6 +41,7 @@ class DeltaRule(LinearAttention):
         g_BLHG = -torch.exp(self.A_log).unsqueeze(-1) * steps_BLHG
         seq = given.seq
         inputs = DeltaInputs(q_BLHN, k_BLHN, given.v_BLHP, beta_BLH, g_BLHG, documents_BL=seq.documents_BL)
+        inputs = read_twice(inputs, seq)
         return scan_from(
             lambda h_BHNP: delta_scan(inputs._replace(state_BHNP=h_BHNP)), given.state, seq, lambda: delta_total(inputs)
         )

@@ -12,7 +12,7 @@ from hybridtron.mixers.linear_attention import HeadInputs, LinearAttention
 from hybridtron.ops.gla import GLAInputs, gla_scan
 from hybridtron.ops.precision import at_least_fp32
 from hybridtron.ops.total import gla_total
-from hybridtron.parallel.context import scan_from
+from hybridtron.parallel.context import read_twice, scan_from
 from hybridtron.parallel.linear import TensorGroup, column_parallel
 
 
@@ -30,6 +30,7 @@ class GLA(LinearAttention):
         x_LBD, q_BLHN, k_BLHN, v_BLHP, state, seq = given
         g_BLHN = self.log_decays(x_LBD).transpose(0, 1).unflatten(-1, (self.heads, -1))
         inputs = GLAInputs(q_BLHN * self.scale, k_BLHN, v_BLHP, g_BLHN, documents_BL=seq.documents_BL)
+        inputs = read_twice(inputs, seq)
         return scan_from(
             lambda h_BHNP: gla_scan(inputs._replace(state_BHNP=h_BHNP)), state, seq,
             lambda: gla_total(inputs),

@@ -21,7 +21,7 @@ from hybridtron.ops.gated_norm import (
 )
 from hybridtron.ops.ssd import SSDInputs, ssd_scan
 from hybridtron.ops.total import ssd_total
-from hybridtron.parallel.context import scan_from, tokens_before
+from hybridtron.parallel.context import read_twice, scan_from, tokens_before
 from hybridtron.parallel.linear import (
     InParts,
     TensorGroup,
@@ -87,6 +87,7 @@ class Mamba2(Mixer):
         )
         A_H = -torch.exp(self.A_log)
         given = SSDInputs(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, self.D, self.dt_bias, documents_BL=documents_BL)
+        given = read_twice(given, seq)
         y_BLHP, new["ssm"] = scan_from(
             lambda h_BHPN: ssd_scan(given._replace(state_BHPN=h_BHPN)), before.get("ssm"), seq,
             lambda: ssd_total(given),

@@ -28,7 +28,7 @@ from hybridtron.ops.precision import at_least_fp32
 from hybridtron.ops.ssd import DecayInputs, decay_scan
 from hybridtron.ops.total import decay_total
 from hybridtron.ops.turns import AngleInputs, TurnInputs, angles, turn_pairs, turned
-from hybridtron.parallel.context import scan_from, state_before, tokens_before
+from hybridtron.parallel.context import read_twice, scan_from, state_before, tokens_before
 from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_parallel
 
 
@@ -100,10 +100,15 @@ class Mamba3(Mixer):
         new = {"last_B": last_B.to(B_BLGN.dtype), "last_x": x_BLHP[:, -1]}
         first_BHPN = first_step(new, before, steps.start_BLH[:, 0], turns.begin_BHS, seq)
         given = DecayInputs(q_BLHN, k_BLHN, x_BLHP, steps.g_BLH, None, seq.documents_BL, step_BLH, skip_BLH)
+        run = given
+        if seq.share is not None:  # with the steps in the values: each of the two runs would make them for itself
+            run = read_twice(given.with_steps(x_BLHP.dtype), seq)
         y_BLHP, last_BHPN = scan_from(
-            lambda h_BHPN: decay_scan(given._replace(state_BHPN=summed(h_BHPN, first_BHPN))), before.get("ssm"), seq,
+            lambda h_BHPN: decay_scan(run._replace(state_BHPN=summed(h_BHPN, first_BHPN))), before.get("ssm"), seq,
             lambda: decay_total(given),
         )  # fmt: skip
+        if seq.share is not None:
+            y_BLHP = given.skipped(y_BLHP)
         back_BH1S = -turns.angles_BLHS[:, -1].unsqueeze(2)
         return y_BLHP, {"ssm": turned(last_BHPN, back_BH1S), **new}
 

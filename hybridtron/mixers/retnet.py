@@ -17,7 +17,7 @@ from hybridtron.ops.precision import wide_type
 from hybridtron.ops.rope import RopeInputs, apply_rope
 from hybridtron.ops.ssd import DecayInputs, decay_scan
 from hybridtron.ops.total import decay_total
-from hybridtron.parallel.context import scan_from
+from hybridtron.parallel.context import read_twice, scan_from
 from hybridtron.parallel.linear import TensorGroup
 
 
@@ -40,6 +40,7 @@ class RetNet(LinearAttention):
         gammas_H = log_gammas(heads, self.tensor.rank * heads, device).to(wide)
         g_BLH = gammas_H.expand(rows, length, heads)
         inputs = DecayInputs(q_BLHN, k_BLHN, v_BLHP, g_BLH, documents_BL=seq.documents_BL)
+        inputs = read_twice(inputs, seq)
         y_BLHP, last_BHPN = scan_from(
             lambda h_BHPN: decay_scan(inputs._replace(state_BHPN=h_BHPN)), state, seq,
             lambda: decay_total(inputs),

@@ -18,7 +18,7 @@ from hybridtron.ops.documents import document_starts
 from hybridtron.ops.gla import GLAInputs, gla_scan
 from hybridtron.ops.precision import at_least_fp32
 from hybridtron.ops.total import gla_total
-from hybridtron.parallel.context import scan_from
+from hybridtron.parallel.context import read_twice, scan_from
 from hybridtron.parallel.linear import TensorGroup, column_parallel, enter, row_parallel
 
 
@@ -54,6 +54,7 @@ class RWKV6(Mixer):
         made = self.r_proj(r_LBD), self.k_proj(k_LBD), self.v_proj(v_LBD), self.log_decays(w_LBD)
         r_BLHN, k_BLHN, v_BLHP, g_BLHN = (each.transpose(0, 1).unflatten(-1, (self.heads, -1)) for each in made)
         inputs = GLAInputs(r_BLHN, k_BLHN, v_BLHP, g_BLHN, documents_BL=seq.documents_BL)
+        inputs = read_twice(inputs, seq)
         y_BLHP, new["ssm"] = scan_from(
             lambda h_BHNP: read_before_step(inputs._replace(state_BHNP=h_BHNP), self.bonus), before.get("ssm"), seq,
             lambda: gla_total(inputs),

@@ -151,14 +151,17 @@ def delta_total(inputs: DeltaInputs) -> Matrices:
 
 
 def _summed_steps(dt: Tensor, dt_bias: Tensor) -> Tensor:
-    """Over tokens. The steps are made again in the backward pass, and not kept for it."""
+    """Over tokens. The steps are made again in the backward pass, and not kept for it.
 
-    def summed() -> Tensor:
+    What they are made of are arguments: inside a sub-layer that is recomputed a closure would keep it all the same.
+    """
+
+    def summed(dt: Tensor, dt_bias: Tensor) -> Tensor:
         return step_sizes(dt, dt_bias).sum(1, dtype=torch.float64)
 
     if not torch.is_grad_enabled():
-        return summed()
-    return checkpoint(summed, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
+        return summed(dt, dt_bias)
+    return checkpoint(summed, dt, dt_bias, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
 
 
 def _through(documents_BL: Tensor | None) -> Tensor | None:

@@ -42,9 +42,15 @@ WHOLE_ROWS = ContextGroup()
 
 
 def own_share(batch: Batch, context: ContextGroup) -> Batch:
-    """This rank's tokens of the rows, and what it must know of those before them."""
+    """This rank's tokens of the rows, and what it must know of those before them.
+
+    Rows may be whole, or cut when they were read (`data/row_parts.py`).
+    """
     if context.size == 1:
         return batch
+    if (read := batch.seq.share) is not None:
+        assert (read.size, read.rank) == (context.size, context.rank)
+        return replace(batch, seq=replace(batch.seq, share=replace(read, group=context.group)))
     here = own_tokens(batch.tokens_BL.shape[1], context)
     tokens_BL, labels_BL, mask_BL = (t[:, here] for t in (batch.tokens_BL, batch.labels_BL, batch.mask_BL))
     return Batch(tokens_BL, labels_BL, mask_BL, seq_of_share(batch.seq, context), batch.continues_B)
@@ -72,6 +78,16 @@ def seq_of_share(seq: SeqInfo, context: ContextGroup) -> SeqInfo:
         unbroken_B = own_BL[:, 0] == own_BL[:, -1]
     share = RowShare(context.size, context.rank, context.group, seq.spans(), each, behind_B, unbroken_B)
     return replace(seq.map(lambda t: t[:, here].contiguous()), share=share).bordered()
+
+
+Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
+
+
+def read_twice(inputs: Inputs, seq: SeqInfo) -> Inputs:
+    """A recurrence's inputs, which a share runs through twice: one copy, where each run would keep its own."""
+    if seq.share is None:
+        return inputs
+    return type(inputs)(*(x.contiguous() if isinstance(x, Tensor) else x for x in inputs))
 
 
 Scan = Callable[[Tensor | None], tuple[Tensor, Tensor]]

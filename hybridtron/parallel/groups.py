@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hybridtron.config.layout import ProcessLaunch, launched
 from hybridtron.config.schema import ParallelConfig
+from hybridtron.data.row_parts import RowPart
 from hybridtron.device import compute_device, megatron_context
 from hybridtron.parallel.context import WHOLE_ROWS, ContextGroup
 from hybridtron.parallel.cut import Mesh, RankGroup
@@ -45,6 +46,11 @@ class Groups:
         """The ranks that hold the same share of the weights, and this one's place among them."""
         context = self.context
         return RankGroup(self.data_size * context.size, self.data_rank * context.size + context.rank)
+
+    @property
+    def part(self) -> RowPart:
+        """What this rank reads of rows."""
+        return RowPart(self.context.rank, self.context.size)
 
     @property
     def mesh(self) -> Mesh:

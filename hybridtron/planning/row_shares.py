@@ -9,8 +9,10 @@
     span    all keys and values, and the queries of the block under way. The tables of blocks that are summed over the
             ranks are not counted
 
-For the backward pass a rank keeps the state that its share starts from and what came in the rounds, and the keys and
-values that came; of these the last rank of full attention has the most.
+For the backward pass a rank keeps the state that its share starts from and what came in the rounds, with what it had of
+its own, and the keys and values that came; of these the last rank of full attention has the most. A recurrence runs
+twice: each run keeps what it alone needs, and in the backward pass the gradients that one run makes of its inputs wait
+for those of the other.
 
 Every round goes forward in a forward pass and back in the backward pass. A rank at an end of the row sends less.
 """
@@ -46,7 +48,9 @@ def with_handed_over(uses: Sequence[LayerUse], phase: ResolvedPhase) -> tuple[La
     arch, token = architecture(phase.model), phase.tokens_of_rank * VALUE_BYTES[phase.precision.name]
     found = []
     for use, spec in zip(uses, arch.specs, strict=True):
-        came = -(-_kept(spec, arch.sizes, phase) // token)
+        more = spec.run_values(arch.sizes) - spec.given_up_values(arch.sizes)
+        came = -(-_kept(spec, arch.sizes, phase) // token) + shared(more, parallel.tensor)
+        use = replace(use, back=use.back + shared(spec.read_values(arch.sizes), parallel.tensor))
         again = is_recomputed(spec, arch.sizes, parallel.recompute)
         found.append(replace(use, again=use.again + came) if again else replace(use, kept=use.kept + came))
     return tuple(found)
@@ -54,9 +58,11 @@ def with_handed_over(uses: Sequence[LayerUse], phase: ResolvedPhase) -> tuple[La
 
 def _kept(spec: MixerSpec, sizes: ModelSizes, phase: ResolvedPhase) -> int:
     """Bytes, on the rank that keeps the most."""
+    parallel = phase.config.parallel
     states = [part for part in spec.state_parts(sizes).values() if part.kind == "ssm"]
-    of_state = sum(state_values(part, phase.config.parallel) for part in states) * FP32_BYTES
-    of_states = (1 + _doublings(phase.config.parallel.context)) * of_state * phase.settings.micro_batch
+    rounds, of_state = _doublings(parallel.context), sum(state_values(part, parallel) for part in states)
+    totals = shared(spec.transition_values(sizes), parallel.tensor) * (1 + 2 * rounds)
+    of_states = ((1 + rounds) * of_state + totals) * FP32_BYTES * phase.settings.micro_batch
     keys = [part for part in spec.state_parts(sizes).values() if part.kind == "kv"]
     return of_states + sum(sent.bytes for part in keys for sent in _key_rounds(part, phase))
 

@@ -36,6 +36,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "PP2": (2, ("parallel.pipeline=2",)),
     "PP2 x VPP2": (2, ("parallel.pipeline=2", "parallel.virtual_pipeline=2")),
     "DP8": (8, ("parallel=data",)),
+    "CP4": (4, ("parallel.context=4",)),
     "TP2 x PP2 x DP2": (8, ("parallel=tensor2_pipeline2",)),
 }
 """Name -> processes and settings."""
@@ -152,9 +153,11 @@ class SuiteRecords:
 
 
 def ranks_of(case: RecipeCase, config: Config) -> Sequence[int]:
-    """One of each pipeline rank; of one case all."""
-    each = case.world // config.parallel.pipeline
-    return range(0, case.world, 1 if (case.recipe, case.layout) == EVERY_RANK else each)
+    """One of each pipeline rank, of those that share rows the last, which holds most; of one case all."""
+    if (case.recipe, case.layout) == EVERY_RANK:
+        return range(case.world)
+    last = config.parallel.tensor * (config.parallel.context - 1)
+    return range(last, case.world, case.world // config.parallel.pipeline)
 
 
 def missing(

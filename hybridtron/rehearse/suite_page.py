@@ -12,7 +12,7 @@ NEAR = 0.03  # how far the plan's peak may be from the rehearsed one
 SCALARS = 10**5  # bytes of norms and losses that ranks send each other in a step, which no plan counts
 INTRODUCTION = """# Rehearsed steps
 
-One training step of every recipe under five layouts, run on {gpu} that is not there: made by `make rehearse` from the
+One training step of every recipe under six layouts, run on {gpu} that is not there: made by `make rehearse` from the
 code that the last column names, by the digest of its files (`{digest}`: the code that wrote this page). **No time here
 was measured**: tokens/s and MFU are those of the model that [docs/rehearse.md](../docs/rehearse.md) describes, of the
 slowest rank. Memory is what tensors hold at the most, and traffic what a rank sends in a step, beside what `hybridtron

@@ -286,7 +286,7 @@ class Trainer:
 
     def loader_of(self, phase: ResolvedPhase) -> Loader:
         """This rank's loader; a corpus that must be prepared first is prepared once."""
-        mine = (phase, self.groups.data_rank, self.groups.data_size)
+        mine = (phase, self.groups.data_rank, self.groups.data_size, self.groups.part)
         loader = build_loader(*mine) if self.groups.is_first else None
         barrier()
         return loader or build_loader(*mine)

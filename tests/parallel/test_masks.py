@@ -27,7 +27,7 @@ from hybridtron.data.prepare.writer import write_folder
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.pool import Seat
 from tests.distributed import run_distributed
-from tests.parallel.test_states import LAYERS, LAYOUTS
+from tests.parallel.test_states import LAYERS, LAYOUTS, ROW_LAYOUTS
 
 STEPS, VOCABULARY, EOS, LR = 3, 512, 0, 1e-2
 
@@ -64,7 +64,7 @@ def trained(seat: Seat, config: Config) -> list[tuple[float, int, int, int]]:
     """Of each step: its loss, the tokens that counted, by hand those of this rank, its batches without any."""
     with seat.groups(config.parallel) as groups:
         engine, (phase,) = Engine(config, groups), resolve(config)
-        loader = build_loader(phase, groups.data_rank, groups.data_size)
+        loader = build_loader(phase, groups.data_rank, groups.data_size, groups.part)
         engine.start_phase(0, loader.lanes)
         found = []
         for step, batches in enumerate(loader.iterate(0, STEPS)):
@@ -81,11 +81,11 @@ def test_every_layout_counts_what_is_learned(folder: Path) -> None:
     (expected,) = run_distributed(trained, 1, config_of(folder, ParallelConfig()))
     assert all(counted == by_hand for _, counted, by_hand, _ in expected)
     assert any(without for *_, without in expected)
-    for layout in ("tp2-sp", "pp2-virtual2", "dp2"):
-        parallel, processes = LAYOUTS[layout]
+    for layout in ("tp2-sp", "pp2-virtual2", "dp2", "cp2", "cp2-pp2"):
+        parallel, processes = (LAYOUTS | ROW_LAYOUTS)[layout]
         ranks = run_distributed(trained, processes, config_of(folder, parallel))
         for of_rank in ranks:
             assert [loss for loss, *_ in of_rank] == pytest.approx([loss for loss, *_ in expected], rel=1e-5), layout
             assert [step[1] for step in of_rank] == [step[1] for step in expected], layout
-        if layout == "dp2":
+        if layout in ("dp2", "cp2"):  # each has its own rows, or its own part of every row
             assert [sum(step[2] for step in steps) for steps in zip(*ranks, strict=True)] == [s[1] for s in expected]

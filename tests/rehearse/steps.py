@@ -1,4 +1,7 @@
-"""Rehearses what its argument lists, in one process: JSON of [settings, gpus, rank] in, a list of reports out."""
+"""Rehearses what its argument lists, in one process: JSON of [settings, gpus, rank] in, a list of reports out.
+
+A fourth entry says whether kernels are compiled, which they are without it.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from hybridtron.rehearse.rehearsal import RehearsalProcess
 if __name__ == "__main__":
     process = RehearsalProcess(GPUS["h200"])
     found = []
-    for settings, gpus, rank in json.loads(sys.argv[1]):
+    for settings, gpus, rank, *compiles in json.loads(sys.argv[1]):
         config = load(settings)
         require(config, gpus)
-        rehearsed = process.rehearse(largest_phase(config), gpus, rank)
+        rehearsed = process.rehearse(largest_phase(config), gpus, rank, *compiles)
         from hybridtron.rehearse.report import as_json
 
         found.append(as_json(rehearsed))

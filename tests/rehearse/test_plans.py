@@ -37,6 +37,25 @@ JOBS: dict[str, tuple[list[str], int, int]] = {
     "isolated documents": ([*SAMBA, "data.documents=isolate"], 1, 0),
     "isolated documents, cut": ([*SAMBA, "data.documents=isolate", CUT], 8, 0),
     "span attention": (["recipe=samba_span_421m", "phases.0.micro_batch=2", "data.documents=isolate"], 1, 0),
+    **{
+        f"rows over {ranks} ranks, {name}": ([*settings, f"parallel.context={ranks}"], ranks * more, ranks * more - 1)
+        for name, ranks, more, settings in (
+            ("samba", 2, 1, [SAMBA[0]]),
+            ("samba, recompute", 8, 1, [SAMBA[0], "parallel.recompute=layer"]),
+            ("samba, tensor ranks", 2, 2, [SAMBA[0], "parallel.tensor=2"]),
+            ("samba, pipeline", 2, 2, [SAMBA[0], "parallel.pipeline=2"]),
+            ("sparse", 4, 1, ["recipe=hax_mamba_130m"]),
+            ("full attention", 2, 1, ["recipe=llama2_438m"]),
+            ("span", 2, 1, ["recipe=samba_span_421m", "phases.0.micro_batch=2"]),
+            ("mamba2", 2, 1, ["recipe=mamba2_130m"]),
+            ("mamba3, recompute", 8, 1, ["recipe=mamba3_swa_421m", "parallel.recompute=layer"]),
+            ("gla", 2, 1, ["recipe=gla_360m"]),
+            ("rwkv6", 2, 1, ["recipe=rwkv6_70m"]),
+            ("retnet", 2, 1, ["recipe=sliding_retnet_446m"]),
+            ("delta rule", 2, 1, ["recipe=gdn_hybrid_412m"]),
+            ("kda, recompute", 8, 1, ["recipe=kda_hybrid_421m", "parallel.recompute=layer"]),
+        )
+    },
     "passed states": ([*SAMBA, "states.mode=passing", "phases.0.global_batch=8"], 1, 0),
 }
 

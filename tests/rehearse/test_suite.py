@@ -120,6 +120,8 @@ def test_all_ranks_of_one_case_are_played_and_of_others_one_a_stage() -> None:
     assert list(suite.ranks_of(case, case.config())) == list(range(8))
     other = RecipeCase("mamba2_130m", "TP2 x PP2 x DP2")
     assert list(suite.ranks_of(other, other.config())) == [0, 4]
+    shared = RecipeCase("mamba2_130m", "CP4")
+    assert list(suite.ranks_of(shared, shared.config())) == [3]
 
 
 def test_the_page_says_what_was_rehearsed_and_what_not() -> None:
@@ -139,7 +141,7 @@ def test_the_page_says_what_was_rehearsed_and_what_not() -> None:
     assert "| `mamba2_130m` | DP8 | 100,000 | 40.0% | 10.0 | 0.900 | 5.00 | 1.000 | 5% | 1 | `0a1b` |" in text
     assert "10.0, 10.0 | 0.990, 0.990 |" in text
     assert "| `samba_3.8b` | TP2 + SP | refused: `parallel.tensor`" in text
-    assert "- `laptop`: TP2 + SP, PP2, PP2 x VPP2, DP8, TP2 x PP2 x DP2" in text
+    assert "- `laptop`: TP2 + SP, PP2, PP2 x VPP2, DP8, CP4, TP2 x PP2 x DP2" in text
     changed = [{**one, "sent": one["rank"]} for one in ranks]
     assert "(to a microsecond) others than each other" in page(changed, "abc")
 

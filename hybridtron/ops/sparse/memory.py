@@ -10,7 +10,7 @@ Legend as in `reference`; M slots of the memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -69,9 +69,7 @@ def merged(memories: Sequence[SparseMemory], length_R: Tensor) -> SparseMemory:
     order_RM = (places_RM > 0).int().argsort(dim=1, stable=True)
 
     def in_order(parts: Sequence[Tensor]) -> Tensor:
-        x_RM = torch.cat(list(parts), dim=1)
-        index = order_RM.view(*order_RM.shape, *[1] * (x_RM.dim() - 2))
-        return x_RM.gather(1, index.expand(*order_RM.shape, *x_RM.shape[2:]))
+        return picked(torch.cat(list(parts), dim=1), order_RM)
 
     scores = [memory.scores_RM for memory in memories if memory.scores_RM is not None]
     keys, values = ([getattr(memory, name) for memory in memories] for name in ("keys_RMN", "values_RMP"))
@@ -89,12 +87,38 @@ def remember(budget: Budget, at_hand: SparseKeys, bins_RS: Tensor | None, slots:
 
     def taken(x_RS: Tensor) -> Tensor:
         shape = (*order_RM.shape, *[1] * (x_RS.dim() - 2))
-        index = order_RM.view(shape).expand(*order_RM.shape, *x_RS.shape[2:])
-        kept = torch.where(filled_RM.view(shape), x_RS.gather(1, index), torch.zeros((), dtype=x_RS.dtype))
+        kept = torch.where(filled_RM.view(shape), picked(x_RS, order_RM), torch.zeros((), dtype=x_RS.dtype))
         return F.pad(kept, (*[0, 0] * (x_RS.dim() - 2), missing, 0))
 
     of_scores = None if scores is None else taken(scores)
     return SparseMemory(taken(keys), taken(values), taken(places_RS + 1), places_RS[:, -1] + 1, of_scores)
+
+
+def picked(x_RS: Tensor, order_RM: Tensor) -> Tensor:
+    """Of every row the entries at these places, no two of which are the same."""
+    return _Picked.apply(x_RS, order_RM)  # type: ignore[return-value]
+
+
+class _Picked(torch.autograd.Function):
+    """As `gather`, which keeps what it picks from for its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RS: Tensor, order_RM: Tensor) -> Tensor:
+        ctx.save_for_backward(order_RM)
+        ctx.entries = x_RS.shape[1]
+        return x_RS.gather(1, _over(order_RM, x_RS))
+
+    @staticmethod
+    def backward(ctx: Any, grad_RM: Tensor) -> tuple[Tensor, None]:
+        (order_RM,) = ctx.saved_tensors
+        grad_RS = grad_RM.new_zeros(len(grad_RM), ctx.entries, *grad_RM.shape[2:])
+        return grad_RS.scatter_(1, _over(order_RM, grad_RM), grad_RM), None
+
+
+def _over(order_RM: Tensor, x_RS: Tensor) -> Tensor:
+    """For every channel of an entry."""
+    index = order_RM.view(*order_RM.shape, *[1] * (x_RS.dim() - 2))
+    return index.expand(*order_RM.shape, *x_RS.shape[2:])
 
 
 def _needed(budget: Budget, at_hand: SparseKeys, bins_RS: Tensor | None) -> Tensor:

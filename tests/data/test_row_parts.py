@@ -1,0 +1,131 @@
+"""Rows that ranks share out: each reads its own part, and has what a cut of the whole rows would give it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from hybridtron.config.choices import Documents, Feed, Order
+from hybridtron.data.batch import Batch
+from hybridtron.data.folder import TokenFolder
+from hybridtron.data.loader import Ahead, Loader
+from hybridtron.data.mds.store import DocumentStore
+from hybridtron.data.order.phase_order import PhaseOrder
+from hybridtron.data.row_parts import RowPart
+from hybridtron.data.sources import Sources
+from hybridtron.parallel.context import ContextGroup, own_share
+from tests.data.conftest import sources_of
+
+READING = PhaseOrder(Order.windows, Documents.isolate, 16, 8, 2, 7, 100)
+
+
+def assert_same(found: Batch, wanted: Batch) -> None:
+    for name in ("tokens_BL", "labels_BL", "mask_BL", "continues_B"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+    for name in ("positions_BL", "documents_BL", "borders_E"):
+        one, other = getattr(found.seq, name), getattr(wanted.seq, name)
+        assert (one is None) == (other is None)
+        assert one is None or (one.dtype == other.dtype and torch.equal(one, other)), name
+    assert found.seq.spans() == wanted.seq.spans()
+    share, other = found.seq.share, wanted.seq.share
+    assert share is not None
+    assert other is not None
+    for field in fields(share):
+        one, another = getattr(share, field.name), getattr(other, field.name)
+        assert torch.equal(one, another) if isinstance(one, torch.Tensor) else one == another, field.name
+
+
+def cut(batch: Batch, part: RowPart) -> Batch:
+    return own_share(batch, ContextGroup(part.ranks, part.rank))
+
+
+@pytest.mark.parametrize(("order", "chunks"), [(Order.windows, 1), (Order.lanes, 1), (Order.lanes, 2)])
+@pytest.mark.parametrize("documents", Documents)
+@pytest.mark.parametrize("ranks", [2, 4, 16])
+def test_a_part_is_the_cut_of_the_whole(
+    make_folder: Callable[..., TokenFolder], ranks: int, order: Order, documents: Documents, chunks: int
+) -> None:
+    """Of two sources, one with masks; for two data-parallel ranks; shares of a single token too."""
+    sources = sources_of((make_folder(masked=True), "text", 2), (make_folder(name="plain"), "text", 1))
+    reading = replace(READING, kind=order, documents=documents, chunks=chunks)
+    whole = Loader(sources, reading, rank=1, ranks=2)
+    for rank in range(ranks):
+        part = RowPart(rank, ranks)
+        loader = Loader(sources, reading, rank=1, ranks=2, part=part)
+        assert loader.fingerprint == whole.fingerprint
+        for step in range(5):
+            found, wanted = loader.micro_batches(step), whole.micro_batches(step)
+            assert len(found) == len(wanted) == 2
+            for one, other in zip(found, wanted, strict=True):
+                assert one.tokens_BL.shape == (2, 16 // ranks)
+                assert_same(one, cut(other, part))
+
+
+def read_by(loader: Loader, monkeypatch: pytest.MonkeyPatch, steps: int) -> int:
+    """Tokens that are asked of the sources."""
+    counts = []
+    read = DocumentStore.read
+
+    def counted(store: DocumentStore, document: int, first: int, count: int) -> Any:
+        counts.append(count)
+        return read(store, document, first, count)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DocumentStore, "read", counted)
+        for step in range(steps):
+            loader.micro_batches(step)
+    return sum(counts)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_rank_reads_its_part_alone(toy: TokenFolder, monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
+    """And one token more of each row, the label of the last: the first of the next part."""
+    sources, reading = sources_of((toy, "text", 1)), replace(READING, seq_len=64, kind=Order.lanes, chunks=chunks)
+    steps, rows = 4, 8
+    assert read_by(Loader(sources, reading), monkeypatch, steps) == steps * rows // chunks * (64 * chunks + 1)
+    for rank in range(4):
+        loader = Loader(sources, reading, part=RowPart(rank, 4))
+        assert read_by(loader, monkeypatch, steps) == steps * rows * (16 + 1)
+
+
+def test_only_shards_of_a_part_are_fetched(make_folder: Callable[..., TokenFolder]) -> None:
+    """A row over many shards, which come from elsewhere: here out of a compressed folder."""
+    folder = make_folder(train=(15,) * 16, shard_size=100, compression="zstd")
+    reading = replace(READING, seq_len=128, global_batch=1, micro_batch=1, shuffle_tokens=1)
+    fetched = []
+    for part in (RowPart(), RowPart(0, 4), RowPart(3, 4)):
+        sources = sources_of((folder, "text", 1))
+        asked = set[int]()
+        loader = Loader(sources, reading, part=part)
+        (store,) = loader._rows._stores
+        store.prepare = asked.update  # type: ignore[method-assign]
+        loader.micro_batches(0)
+        fetched.append(asked)
+    whole, first, last = fetched
+    assert len(first) <= len(whole) / 2
+    assert first < whole
+    assert last < whole
+    assert first != last
+
+
+@pytest.mark.parametrize("feed", Feed)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_parts_are_read_ahead(toy: TokenFolder, workers: int, feed: Feed) -> None:
+    if feed is Feed.dali:
+        pytest.importorskip("nvidia.dali", reason="make setup-dali")
+    part, sources = RowPart(1, 2), sources_of((toy, "text", 1))
+    plain = Loader(sources, READING, part=part)
+    for step, batches in enumerate(Loader(sources, READING, Ahead(workers), feed, part=part).iterate(3, 6), start=3):
+        for one, other in zip(batches, plain.micro_batches(step), strict=True):
+            assert_same(one.moved(torch.Tensor.cpu), other)
+
+
+def test_parts_are_equal_and_of_one_chunk(toy: TokenFolder) -> None:
+    sources: Sources = sources_of((toy, "text", 1))
+    for reading, part in ((READING, RowPart(0, 3)), (replace(READING, chunks=2, together=2), RowPart(0, 2))):
+        with pytest.raises(ValueError, match="equal parts of one chunk"):
+            Loader(sources, reading, part=part)

@@ -1,0 +1,84 @@
+"""What ranks that share rows hand over in rehearsed steps: the formula by hand, the plan, and nothing that grows."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from hybridtron.config.load import load
+from hybridtron.planning.memory import largest_phase, plan
+from tests.rehearse.programs import printed_by
+
+pytest.importorskip("triton")
+RANKS = 4
+Job = tuple[list[str], int, int, bool]
+
+
+def job(recipe: str, *settings: str, ranks: int = RANKS, rank: int = 1) -> Job:
+    """Of a rank in the middle, which sends in every round that any rank sends in, in one direction or the other."""
+    return [f"recipe={recipe}", "precision=bf16", f"parallel.context={ranks}", *settings], ranks, rank, False
+
+
+def handed_over(report: dict[str, Any]) -> float:
+    """Bytes of a micro-batch: two are rehearsed."""
+    return sum(row[6] for row in report["sent"] if row[0].startswith("parallel/context.py")) / 2
+
+
+def rehearsed(*jobs: Job) -> list[dict[str, Any]]:
+    return printed_by("steps", json.dumps(jobs), timeout_s=300)
+
+
+def planned(of: Job) -> float:
+    """Bytes of a micro-batch."""
+    made = plan(largest_phase(load(of[0])), of[1])
+    return made.ranks[0].traffic.context / made.micro_batches
+
+
+MIXED = "model.pattern=MSW-"
+LAYERS = (
+    MIXED,
+    "model.width=64",
+    "model.layers.M={kind: mamba, state: 8, conv: 4}",
+    "model.layers.S={kind: mamba2, state: 16, head_dim: 32, groups: 1, conv: 4}",
+    "model.layers.W={kind: attention, heads: 4, kv_heads: 2, window: 33}",
+    "phases.0.micro_batch=2",
+    "phases.0.global_batch=4",
+)
+
+
+def test_a_small_row_by_hand() -> None:
+    """Two rows over four ranks: states in fp32 in rounds of 1, 1 and 2 ranks, halos of bf16, each there and back."""
+    small = job("laptop", *LAYERS, "phases.0.seq_len=256")
+    (report,) = rehearsed(small)
+    inner, rows = 128, 2
+    there_and_back = 2 + 2 + 1  # rank 1 sends 2 ranks further, and gets no gradient from there
+    mamba = 2 * inner * 8 * 4 * rows * there_and_back + 3 * inner * 2 * rows * 2
+    mamba2 = (inner * 16 + inner // 32) * 4 * rows * there_and_back + 3 * (inner + 2 * 16) * 2 * rows * 2
+    window = 32 * 2 * 2 * 16 * 2 * rows * 2
+    assert handed_over(report) == mamba + mamba2 + window == planned(small)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "recipe",
+    ["samba_421m", "mamba2_130m", "mamba3_swa_421m", "gla_360m", "rwkv6_70m", "sliding_retnet_446m", "mamba_130m"],
+)
+def test_nothing_grows_with_the_row(recipe: str) -> None:
+    """Recurrences and windows hand over as much of a row that is twice as long; and it is what was planned."""
+    sizes = "phases.0.micro_batch=1 phases.0.global_batch=2 run.eval_tokens=4M run.eval_lengths=[1]".split()
+    jobs = [job(recipe, *sizes, f"phases.0.seq_len={length}") for length in (16384, 32768)]
+    shorter, longer = map(handed_over, rehearsed(*jobs))
+    assert shorter == longer == planned(jobs[0]) == planned(jobs[1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_full_attention_grows_with_the_row() -> None:
+    """The other way round, so that the test above can fail."""
+    sizes = "phases.0.micro_batch=1 phases.0.global_batch=2 run.eval_tokens=4M run.eval_lengths=[1]".split()
+    jobs = [job("llama2_438m", *sizes, f"phases.0.seq_len={length}") for length in (16384, 32768)]
+    shorter, longer = map(handed_over, rehearsed(*jobs))
+    assert longer == 2 * shorter

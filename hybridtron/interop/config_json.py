@@ -63,7 +63,7 @@ def _of_rope(kind: Kind, names: str) -> dict[str, Kind]:
 KINDS: dict[str, Kind] = {
     **_all(COUNT, "hidden_size vocab_size state_size expand conv_kernel time_step_rank num_heads n_groups"),
     **_all(COUNT, "num_attention_heads intermediate_size shared_intermediate_size d_model pad_vocab_size_multiple"),
-    **_all(COUNT, "mamba_d_state mamba_expand mamba_d_head mamba_n_groups mamba_d_conv"),
+    **_all(COUNT, "mamba_d_state mamba_expand mamba_d_head mamba_n_groups mamba_d_conv mamba_n_heads"),
     **_all(COUNT, "attn_cfg.num_heads ssm_cfg.d_state ssm_cfg.d_conv ssm_cfg.expand ssm_cfg.headdim ssm_cfg.ngroups"),
     **_all(COUNT.or_null(), "num_key_value_heads head_dim sliding_window max_position_embeddings"),
     **_all(COUNT.or_null(), "attn_cfg.num_heads_kv attn_cfg.head_dim"),
@@ -88,7 +88,7 @@ KINDS: dict[str, Kind] = {
     **_all(TEXTS, "architectures layer_types"),
     **_all(OBJECT, "layers"),
     **_all(OBJECT.or_null(), "ssm_cfg attn_cfg rope_parameters rope_scaling"),
-    **_all(PLACES.or_null(), "attn_layer_idx"),
+    **_all(PLACES.or_null(), "attn_layer_idx attn_layer_indices"),
 }
 
 

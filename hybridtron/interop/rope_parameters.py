@@ -32,8 +32,8 @@ def to_theirs(rope: RopeOptions) -> Settings:
     """What transformers reads the same frequencies from."""
     written: Settings = {"rope_type": rope.scale or "default", "rope_theta": rope.base}
     for name in OF_SCALE.get(rope.scale or "", ()):
-        written[NAMES[name]] = float(rope.attention_factor) if name == "attention" else getattr(rope, name)
-    return written
+        written[NAMES[name]] = getattr(rope, name)
+    return {name: value for name, value in written.items() if value is not None}
 
 
 def to_ours(theirs: Settings) -> Settings | str:

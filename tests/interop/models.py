@@ -72,6 +72,21 @@ MODELS: dict[str, tuple[str, dict[str, dict[str, Any]], bool]] = {
         },
         True,
     ),
+    "bamba": ("M-A-M-", {"M": MAMBA2, "A": {**ATTENTION, "rotary_dim": 4}, "-": MLP}, False),
+    "bamba-yarn": (
+        "A-M-",
+        {
+            "M": MAMBA2,
+            "A": {
+                **ATTENTION,
+                "head_dim": 12,
+                "rotary_dim": 6,
+                "rope": {"scale": "yarn", "factor": 4.0, "original": 8},
+            },
+            "-": MLP,
+        },
+        True,
+    ),
     "granite-nope": ("M-A-", {"M": MAMBA2, "A": {**ATTENTION, "rope": "none"}, "-": MLP}, False),
 }
 DELTA = {"kind": "gated_deltanet", "heads": 4, "key_heads": 2, "expand_k": 1.5, "expand_v": 2.0, "conv": 3}
@@ -153,6 +168,7 @@ CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "granite": "GraniteMoeHybridForCausalLM",
+    "bamba": "BambaForCausalLM",
     "olmo_hybrid": "OlmoHybridForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
 }

@@ -228,7 +228,7 @@ class AttentionSpec(HeadsSpec):
 
     def given_up_values(self, model: ModelSizes) -> int:
         # keys that are not yet rotated lie beside the values, which here were copied
-        return self.channels(model)[1] if self.rope_base is not None else 0
+        return self.channels(model)[1] if self.positions is not None else 0
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         return self.carried_heads(model, None if self.window is None else self.window - 1)

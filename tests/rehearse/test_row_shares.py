@@ -68,7 +68,7 @@ def test_a_small_row_by_hand() -> None:
 )
 def test_nothing_grows_with_the_row(recipe: str) -> None:
     """Recurrences and windows hand over as much of a row that is twice as long; and it is what was planned."""
-    sizes = "phases.0.micro_batch=1 phases.0.global_batch=2 run.eval_tokens=4M run.eval_lengths=[1]".split()
+    sizes = ["phases.0.micro_batch=1", "phases.0.global_batch=2", "run.eval_tokens=4M", "run.eval_lengths=[1]"]
     jobs = [job(recipe, *sizes, f"phases.0.seq_len={length}") for length in (16384, 32768)]
     shorter, longer = map(handed_over, rehearsed(*jobs))
     assert shorter == longer == planned(jobs[0]) == planned(jobs[1])
@@ -78,7 +78,7 @@ def test_nothing_grows_with_the_row(recipe: str) -> None:
 @pytest.mark.timeout(400)
 def test_full_attention_grows_with_the_row() -> None:
     """The other way round, so that the test above can fail."""
-    sizes = "phases.0.micro_batch=1 phases.0.global_batch=2 run.eval_tokens=4M run.eval_lengths=[1]".split()
+    sizes = ["phases.0.micro_batch=1", "phases.0.global_batch=2", "run.eval_tokens=4M", "run.eval_lengths=[1]"]
     jobs = [job("llama2_438m", *sizes, f"phases.0.seq_len={length}") for length in (16384, 32768)]
     shorter, longer = map(handed_over, rehearsed(*jobs))
     assert longer == 2 * shorter

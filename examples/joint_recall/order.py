@@ -32,7 +32,8 @@ REASONS = (
         ("mamba+KS-8", "mamba+HAX", "mamba+KS", "mamba+HAX-32"),
     ),
     (
-        "beside Mamba-2: queries and keys need a projection of their own; those of the recurrence are learned for its state",
+        "beside Mamba-2: queries and keys need a projection of their own; "
+        "those of the recurrence are learned for its state",
         ("mamba2+full-shared", "mamba2+full", "mamba2+KS-shared", "mamba2+KS", "mamba2+HAX-shared", "mamba2+HAX"),
     ),
 )

@@ -55,7 +55,7 @@ def export_adapter(source: Checkpoint, base: Path, output: Path) -> int:
             "base_model_name_or_path": str(base.resolve()),
             "r": adapters.rank,
             "lora_alpha": adapters.alpha,
-            "lora_dropout": 0.0,
+            "lora_dropout": adapters.dropout,
             "bias": "none",
             "target_modules": sorted(pairs),
             "modules_to_save": sorted(changed) or None,

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridtron.architecture.adapters import AdaptersConfig, adapted_projections
+from hybridtron.architecture.adapters import AdaptedPart, AdaptersConfig, adapted_projections
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import parameter_table
 from hybridtron.data.batch import SeqInfo
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel
+from hybridtron.ops.dropout import DropoutInputs, channel_numbers, dropout, token_numbers
+from hybridtron.parallel.adapters import Adapter, AdapterSizes
 from hybridtron.proving.audit.cases import ARCHITECTURES, VOCABULARY, small_model
 
 EVERY_PROJECTION = AdaptersConfig(weights=["*"], rank=3, alpha=6.0)
@@ -25,9 +27,10 @@ def started(model: ModelConfig) -> LanguageModel:
     return made.double()
 
 
-def logits(model: LanguageModel) -> Tensor:
+def logits(model: LanguageModel, key: int | None = None) -> Tensor:
+    """In a step of training, by its key, or outside of it."""
     tokens = torch.randint(VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(0))
-    return model(tokens, None, SeqInfo.stream(2, 24)).output
+    return model(tokens, None, replace(SeqInfo.stream(2, 24), key=key)).output
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -62,3 +65,38 @@ def test_parts_of_a_fused_projection_have_adapters_of_their_own() -> None:
     A_v = model.get_parameter("layers.2.mixer.kv.adapter.A")
     plain.get_parameter("layers.2.mixer.kv.weight").data[16:] += 0.2 * A_v.sum(0)
     torch.testing.assert_close(logits(model), logits(plain), rtol=1e-9, atol=1e-9)
+
+
+def test_dropout_draws_in_training_alone_and_for_each_layer_token_and_channel() -> None:
+    base = small_model("M-W", tied=True, heads={"kv_heads": 2})
+    model = started(replace(base, adapters=replace(EVERY_PROJECTION, dropout=0.4)))
+    plain = started(replace(base, adapters=EVERY_PROJECTION))
+    for one in (model, plain):
+        for name, weight in one.named_parameters():
+            if name.endswith("adapter.B"):
+                weight.data.fill_(0.1)
+    assert torch.equal(logits(model), logits(plain))
+    assert not torch.equal(logits(model, key=1), logits(plain, key=1))
+    assert torch.equal(logits(model, key=1), logits(model, key=1))
+    assert not torch.equal(logits(model, key=1), logits(model, key=2))
+    assert torch.equal(logits(model), logits(plain))  # nothing is left of a training pass
+
+
+@pytest.mark.parametrize("tokens_first", [True, False])
+def test_a_dropped_product_is_that_of_dropped_inputs(tokens_first: bool) -> None:
+    parts = [AdaptedPart("", 5, True)]
+    adapter = Adapter("layers.0.mixer.out", AdapterSizes(6, 12, parts, 3, 2.0, dropout=0.4)).double()
+    for weight in adapter.parameters():
+        torch.nn.init.normal_(weight)
+    seq = replace(SeqInfo.stream(2, 7), key=11)
+    adapter.begin(adapter, (None, None, seq))
+    x_LBC = torch.randn(7, 2, 6, dtype=torch.float64, requires_grad=True)
+    ours = adapter(x_LBC) if tokens_first else adapter(x_LBC.transpose(0, 1)).transpose(0, 1)
+    seed = seq.number("dropout/layers.0.mixer.out")
+    ones = torch.ones_like(x_LBC)
+    mask = dropout(DropoutInputs(ones, token_numbers(seed, seq.positions_BL, 0).T, channel_numbers(seed, 12, 6), 0.4))
+    expected = 2.0 * (x_LBC * mask) @ adapter.A.T @ adapter.B.T
+    torch.testing.assert_close(ours, expected)
+    wanted = [x_LBC, adapter.A, adapter.B]
+    for found, theirs in zip(*(torch.autograd.grad(y.sin().sum(), wanted) for y in (ours, expected)), strict=True):
+        torch.testing.assert_close(found, theirs)

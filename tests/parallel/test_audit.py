@@ -36,6 +36,7 @@ FAST_CASES = {
     ("span-variants", "dp2"),
     ("adapters", "tp2"),
     ("adapters", "tp2-pp2"),
+    ("adapters-dropout", "cp2-tp2"),
     ("samba", "cp2"),
     ("kda", "cp4"),
     ("sliding-gla", "cp2-tp2"),
@@ -49,6 +50,7 @@ FAST_BUGS = {
     "group_norm_backward",
     "regathered_order",
     "adapter_gradient",
+    "dropout_of_own_channels",
     "document_at_cut",
     "sums_over_data",
 }

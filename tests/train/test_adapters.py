@@ -22,7 +22,7 @@ SIZES = "tokens: 256, seq_len: 16, global_batch: 4, micro_batch: 2, lr: 1e-2"  #
 BESIDE = "preset: hylora, rank: 2, alpha: 4, weights: [layers.*.mixer.kv.weight.v, layers.*.mixer.out.weight]"
 PHASES = (
     f"phases=[{{name: base, {SIZES}}}, {{name: tune, {SIZES}, adapters: {{{BESIDE}}}}},"
-    f"{{name: on, {SIZES}, adapters: {{{BESIDE}}}, precision: {{name: bf16}}}},"
+    f"{{name: on, {SIZES}, adapters: {{{BESIDE}, dropout: 0.2}}, precision: {{name: bf16}}}},"
     f"{{name: again, {SIZES}, adapters: {{{BESIDE}, restart: true}}}}, {{name: whole, {SIZES}}}]"
 )
 
@@ -119,9 +119,14 @@ def test_a_run_starts_from_weights_with_their_adapters_merged(
         ("phases.0.adapters.weights=[]", "is empty: name projections; there are"),
         ("phases.0.adapters.rank=0", "must be at least 1"),
         ("phases.0.adapters.presett=lora", "did you mean preset"),
+        ("phases.0.adapters.dropout=1", "must be at least 0 and below 1 (such as 0.05)"),
+        (
+            "phases.0={adapters: {dropout: 0.1}, seq_len: 16, micro_batch: 16, global_batch: 16}",
+            "use another micro_batch",
+        ),
     ],
 )
-def test_what_would_train_nothing_is_refused(
+def test_what_can_not_be_done_is_refused(
     train_small: Train, capsys: pytest.CaptureFixture[str], adapters: str, said: str
 ) -> None:
     assert train_small(adapters) == 2

@@ -4,6 +4,7 @@ A layer adds its adapter's outputs to its own before these are summed over ranks
 Mixers do not know of them: an adapter is attached to a layer when the model is built. What dropout leaves out is a
 function of the micro-batch's key, the layer's name, the token and the channel among those of all ranks: every layout
 draws the same, and so does a pass that runs again. An adapter learns of the micro-batch as its mixer is called.
+With DoRA it multiplies the layer's outputs, too (`magnitude.py`): each rank its own part of them, before the sum.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from hybridtron.architecture.base import Parameter
 from hybridtron.data.batch import SeqInfo
 from hybridtron.ops.dropout import DropoutInputs, channel_numbers, dropout, token_numbers
 from hybridtron.parallel.cut import RankGroup
+from hybridtron.parallel.magnitude import factors, row_lengths
 
 
 @dataclass(frozen=True)
 class AdapterSizes:
     """Of one rank's share of an adapter: its inputs, the parts of its outputs, and what these are multiplied by.
 
-    `first` is the first of its inputs among those of all ranks.
+    `first` is the first of its inputs among those of all ranks, and `sharing` are the ranks that share these.
     """
 
     inputs: int
@@ -36,23 +38,31 @@ class AdapterSizes:
     rank: int
     scale: float
     dropout: float = 0.0
+    dora: bool = False
+    sharing: RankGroup = RankGroup()  # noqa: RUF009 (a value)
 
 
 class Adapter(nn.Module):
-    """scale B A x, for each part of the outputs that has a pair of its own; zeros for the others."""
+    """Adds scale B A x to each part of a layer's outputs that has a pair of its own, and scales it with DoRA."""
 
     def __init__(self, layer: str, sizes: AdapterSizes) -> None:
         super().__init__()
         self.layer, self.sizes = layer, sizes
-        rows = [part.rows for part in sizes.parts if part.adapted]
+        rows = self._rows()
         self.A = nn.Parameter(torch.empty(len(rows) * sizes.rank, sizes.inputs))
         self.B = nn.Parameter(torch.empty(sum(rows), sizes.rank))
+        self.M = nn.Parameter(torch.empty(sum(rows))) if sizes.dora else None
         self.seq: SeqInfo | None = None  # of the pass under way
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        """What a layer's output y becomes, whose input and weight these are."""
+        y = y + self.added(x)
+        return y if self.M is None else (y * self._factors(self.M, weight)).to(y.dtype)
+
+    def added(self, x: Tensor) -> Tensor:
+        """scale B A x; zeros for the parts without a pair."""
         inner = (self._inner(x) * self.sizes.scale).split(self.sizes.rank, -1)
-        rows_of = self.B.split([part.rows for part in self.sizes.parts if part.adapted])
-        pairs = zip(inner, rows_of, strict=True)
+        pairs = zip(inner, self.B.split(self._rows()), strict=True)
         made = [
             functional.linear(*next(pairs)) if part.adapted else x.new_zeros(*x.shape[:-1], part.rows)
             for part in self.sizes.parts
@@ -62,6 +72,22 @@ class Adapter(nn.Module):
     def begin(self, _mixer: nn.Module, given: tuple[Any, ...]) -> None:
         """Before each pass of the mixer, also one that runs again: which tokens it reads."""
         *_, self.seq = given
+
+    def _rows(self) -> list[int]:
+        return [part.rows for part in self.sizes.parts if part.adapted]
+
+    def _factors(self, M: Tensor, weight: Tensor) -> Tensor:
+        """DoRA's, of all outputs; 1 for the parts without a pair."""
+        sizes, rows = self.sizes, self._rows()
+        pieces = zip(self.A.split(sizes.rank), self.B.split(rows), M.split(rows), strict=True)
+        made = []
+        for part, of_part in zip(sizes.parts, weight.split([part.rows for part in sizes.parts]), strict=True):
+            if not part.adapted:
+                made.append(M.new_ones(part.rows))
+                continue
+            A, B, M_part = next(pieces)
+            made.append(factors(M_part, *row_lengths(of_part, A, B, sizes.scale, sizes.sharing)))
+        return torch.cat(made)
 
     def _inner(self, x: Tensor) -> Tensor:
         if not self.sizes.dropout or self.seq is None or self.seq.key is None:  # outside training nothing is drawn
@@ -114,8 +140,17 @@ def attach_adapters(
         ranks = tensor.size if cut is not None and cut.axis == 0 else 1
         own = [replace(part, rows=part.rows // ranks) for part in parts]
         inputs = table[name].share_shape({"tensor": tensor.size})[1]
-        first = tensor.rank * inputs if inputs < table[name].shape[1] else 0
-        sizes = AdapterSizes(inputs, first, own, adapters.rank, adapters.alpha / adapters.rank, adapters.dropout)
+        inside = inputs < table[name].shape[1]
+        sizes = AdapterSizes(
+            inputs,
+            tensor.rank * inputs if inside else 0,
+            own,
+            adapters.rank,
+            adapters.alpha / adapters.rank,
+            adapters.dropout,
+            adapters.dora,
+            tensor if inside else RankGroup(),
+        )
         adapter = Adapter(name.removesuffix(".weight"), sizes)
         layer.add_module("adapter", adapter)
         if adapters.dropout:
@@ -135,5 +170,5 @@ def _add(layer: nn.Module, given: tuple[Any, ...], out: Any) -> Any:
     assert adapter is not None
     if isinstance(out, tuple):
         x, y = out
-        return x, y + adapter(given[0])
-    return out + adapter(given[0])
+        return x, adapter(given[0], y, layer.weight)
+    return adapter(given[0], out, layer.weight)

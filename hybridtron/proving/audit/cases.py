@@ -30,7 +30,11 @@ from hybridtron.config.schema import (
 SEQ_LEN = 24
 MICRO_BATCH = 2
 ADAPTERS = AdaptersConfig(preset=Adapting.hylora, weights=["*"], rank=3, alpha=6.0)
-ADAPTED = {"adapters": ADAPTERS, "adapters-dropout": replace(ADAPTERS, dropout=0.3)}
+ADAPTED = {
+    "adapters": ADAPTERS,
+    "adapters-dropout": replace(ADAPTERS, dropout=0.3),
+    "adapters-dora": replace(ADAPTERS, dora=True),
+}
 """Beside every projection of the architecture of this name; the projections themselves are frozen."""
 VOCABULARY = 96  # what many numbers of ranks can share
 LR = 1e-2
@@ -99,6 +103,7 @@ ARCHITECTURES = {
     "span-variants": "X-YZL",
     "adapters": "M-WSF",
     "adapters-dropout": "S-FMW",
+    "adapters-dora": "F-SMW",
 }
 """An odd number of layers each, so that no number of stages divides them."""
 

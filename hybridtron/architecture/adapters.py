@@ -7,6 +7,10 @@ pair for each of its parts: A's rows stand one below the other, and so do B's, u
 Column-parallel: A is whole on every rank and gets a part of its gradient there, B is cut as W is. Row-parallel: A is
 cut as W is, B is whole with a part of its gradient; what it adds is summed over ranks with the layer's own output.
 
+With `dora` the rows of W + (alpha / rank) B A have lengths that are learned by themselves, those of W at first: M is
+what they have changed by, cut as B's rows are (`parallel/magnitude.py`). With `dropout` training leaves out a share of
+x on the adapter's way, and enlarges the rest.
+
 LoRA: Hu et al. 2021. `lora_plus` also trains embedding and norms (LongLoRA), `hylora` the short convolutions besides
 (Expansion Span, section 3.3). A tied embedding that learns is the head too.
 """
@@ -22,7 +26,7 @@ from typing import Annotated
 
 from hybridtron.architecture.base import Parameter
 from hybridtron.architecture.inits import Constant, Uniform
-from hybridtron.limits import above, at_least
+from hybridtron.limits import above, at_least, below_one
 from hybridtron.problems import Problem, did_you_mean
 
 
@@ -56,13 +60,17 @@ class AdaptersConfig:
     weights: list[str] = field(default_factory=lambda: [f"layers.*.mixer.{name}.weight" for name in ("q", "kv", "out")])
     rank: Annotated[int, at_least(1)] = 32  # inner width of an adapter
     alpha: Annotated[float, above(0)] = 64.0  # what an adapter adds is multiplied by alpha / rank
+    # share of an adapter's inputs that a step of training leaves out, drawn for each layer, token and channel
+    dropout: Annotated[float, below_one("such as 0.05")] = 0.0
+    dora: bool = False  # the lengths of a projection's rows learn by themselves, beside their directions
 
     restart: bool = False  # merge those of the phase before and begin others, though they are the same
 
     def continues(self, before: AdaptersConfig | None) -> bool:
         """Whether these are the adapters that the phase before has trained."""
-        ours = (self.weights, self.rank, self.alpha)
-        return before is not None and not self.restart and ours == (before.weights, before.rank, before.alpha)
+        if before is None or self.restart:
+            return False
+        return all(getattr(self, key) == getattr(before, key) for key in ("weights", "rank", "alpha", "dora"))
 
 
 def is_adapter(key: str) -> bool:
@@ -134,6 +142,9 @@ def adapter_rows(table: Mapping[str, Parameter], adapters: AdaptersConfig | None
             partial_gradient=by_inputs or weight.partial_gradient,
             **kept,
         )
+        if adapters.dora:
+            B = rows[f"{where}.B"]
+            rows[f"{where}.M"] = replace(B, shape=B.shape[:1], decay=False, fp32=True)
     return rows
 
 

@@ -1,4 +1,7 @@
-"""A checkpoint as though its adapters had been added to the weights that they stand beside: W + (alpha / rank) B A."""
+"""A checkpoint as though its adapters had been added to the weights that they stand beside: W + (alpha / rank) B A.
+
+With DoRA its rows have the lengths that were learned, |W| + M.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from torch import Tensor
 from hybridtron.architecture.adapters import AdaptersConfig, is_adapter
 from hybridtron.checkpoint.checkpoint import Checkpoint, fill_rectangles
 from hybridtron.config.schema import Config
+from hybridtron.parallel.magnitude import factors
 
 MASTER = "master."
 
@@ -48,7 +52,13 @@ class MergedCheckpoint(Checkpoint):
         weight = super().whole(self._widest(key))
         scale = self.adapters.alpha / self.adapters.rank
         wide = torch.promote_types(weight.dtype, torch.float32)
-        return weight.to(wide) + scale * (up.to(wide) @ down.to(wide))
+        weight = weight.to(wide)
+        made = weight + scale * (up.to(wide) @ down.to(wide))
+        if not self.adapters.dora:
+            return made
+        M = super().whole(self._widest(B.replace(".adapter.B", ".adapter.M")))
+        before, after = (torch.linalg.vector_norm(each, dim=1, dtype=torch.float64) for each in (weight, made))
+        return factors(M.to(wide), before, after)[:, None] * made
 
     def _widest(self, key: str) -> str:
         master = f"{MASTER}{key.removeprefix(MASTER)}"

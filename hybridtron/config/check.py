@@ -64,6 +64,10 @@ def _as_trained(phase: ResolvedPhase, world_size: int | None) -> Iterator[Proble
     if (adapters := phase.model.adapters) is not None and not of_model:
         table = parameter_table(replace(phase.model, adapters=None))
         yield from (Problem(f"model.adapters.{p.key}", p.message) for p in adapter_problems(table, adapters))
+        length = phase.settings.seq_len // phase.config.parallel.context
+        if adapters.dropout and length == phase.settings.micro_batch:
+            how = f"knows tokens from rows by their number, but a rank reads {length} rows of {length} tokens"
+            yield Problem("model.adapters.dropout", f"{how} at a time: use another micro_batch, or 0")
     for section in ("data", "states", "optim", "precision"):
         yield from limit_problems(getattr(phase, section), section)
     if phase.data.feed is Feed.dali and not is_there("nvidia.dali"):

@@ -81,7 +81,7 @@ class LanguageModel(nn.Module):
             if not self.tied:
                 self.head = Head(config.width, config.vocab_size, tensor)
         whole_table = parameter_table(config)
-        attach_adapters(self, whole_table, config.adapters, tensor.size)
+        attach_adapters(self, whole_table, config.adapters, tensor)
         self.table = {name: whole_table[name] for name, _ in self.named_parameters()}
 
     def forward(

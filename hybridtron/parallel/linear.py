@@ -146,7 +146,8 @@ class RowParallel(RowParallelLinear):
         if not accumulates(self.weight) and adapter is None:
             return super().forward(x)[0]
         y = product(x, self.weight)
-        return _sum_over_ranks(self.sequence_parallel)(y if adapter is None else y + adapter(x), group=self.tp_group)
+        y = y if adapter is None else adapter(x, y, self.weight)
+        return _sum_over_ranks(self.sequence_parallel)(y, group=self.tp_group)
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:

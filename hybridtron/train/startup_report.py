@@ -23,6 +23,7 @@ from hybridtron.engine.engine import Engine
 from hybridtron.mixers.base import mixer_class
 from hybridtron.model.stack import Residual
 from hybridtron.ops.dispatch import Op
+from hybridtron.ops.dropout import dropout
 from hybridtron.ops.loss import linear_cross_entropy
 from hybridtron.ops.registry import choices
 from hybridtron.ops.softmax import softmax_gradients, softmax_sums
@@ -66,11 +67,12 @@ def as_text(table: Table) -> str:
 
 
 def ops_of(model: ModelConfig) -> set[str]:
-    """The ops that the files of a model's layers name, and those of the loss."""
+    """The ops that the files of a model's layers name, those of its adapters, and those of the loss."""
     mixers = [cls for spec in architecture(model).specs for cls in mixer_class(spec).__mro__]
     files = {sys.modules[cls.__module__] for cls in (*mixers, Residual)}
     named = {value.name for file in files for value in vars(file).values() if isinstance(value, Op)}
-    return named | {op.name for op in LOSS}
+    dropped = {dropout.name} if model.adapters is not None and model.adapters.dropout else set()
+    return named | dropped | {op.name for op in LOSS}
 
 
 def announce_reading(loader: Loader, phase: ResolvedPhase) -> None:

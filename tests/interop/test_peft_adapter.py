@@ -26,9 +26,9 @@ from tests.interop.models import VOCAB, checkpoint_of, model_config
 BESIDE = {Adapting.lora: (), Adapting.hylora: ("embedding", "norm", "conv")}
 
 
-def tuned(base: Checkpoint, preset: Adapting, folder: Path) -> Checkpoint:
+def tuned(base: Checkpoint, preset: Adapting, folder: Path, dora: bool = False) -> Checkpoint:
     """The base as it could be after a phase with adapters: frozen weights are its own, the others are not."""
-    adapters = AdaptersConfig(preset, rank=3, alpha=6.0)
+    adapters = AdaptersConfig(preset, rank=3, alpha=6.0, dora=dora)
     config = replace(base.config, model=replace(base.config.model, adapters=adapters))
     made = {}
     generator = torch.Generator().manual_seed(1)
@@ -43,13 +43,18 @@ def tuned(base: Checkpoint, preset: Adapting, folder: Path) -> Checkpoint:
 
 
 @pytest.mark.parametrize(
-    ("name", "preset"),
-    [("llama", Adapting.lora), ("llama-tied", Adapting.hylora), ("granite", Adapting.hylora)],
+    ("name", "preset", "dora"),
+    [
+        ("llama", Adapting.lora, False),
+        ("llama-tied", Adapting.hylora, False),
+        ("granite", Adapting.hylora, False),
+        ("granite", Adapting.hylora, True),
+    ],
 )
-def test_peft_computes_what_we_do(name: str, preset: Adapting, alone: Groups, tmp_path: Path) -> None:
+def test_peft_computes_what_we_do(name: str, preset: Adapting, dora: bool, alone: Groups, tmp_path: Path) -> None:
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     base = checkpoint_of(model_config(name), alone, tmp_path / "base")
-    checkpoint = tuned(base, preset, tmp_path / "tuned")
+    checkpoint = tuned(base, preset, tmp_path / "tuned", dora)
     base_hf, adapter, whole_hf = (str(tmp_path / part) for part in ("base-hf", "adapter", "whole-hf"))
     assert main(["export", str(tmp_path / "base"), "--output", base_hf]) == 0
     assert main(["export", str(checkpoint.folder), "--base", base_hf, "--output", adapter]) == 0

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridtron.architecture.adapters import AdaptersConfig, adapted_projections
+from hybridtron.architecture.adapters import AdaptedPart, AdaptersConfig, adapted_projections
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import parameter_table
 from hybridtron.data.batch import SeqInfo
 from hybridtron.model.init import initialise
 from hybridtron.model.lm import LanguageModel
+from hybridtron.ops.dropout import DropoutInputs, channel_numbers, dropout, token_numbers
+from hybridtron.parallel.adapters import Adapter, AdapterSizes
 from hybridtron.proving.audit.cases import ARCHITECTURES, VOCABULARY, small_model
 
 EVERY_PROJECTION = AdaptersConfig(weights=["*"], rank=3, alpha=6.0)
@@ -25,9 +27,10 @@ def started(model: ModelConfig) -> LanguageModel:
     return made.double()
 
 
-def logits(model: LanguageModel) -> Tensor:
+def logits(model: LanguageModel, key: int | None = None) -> Tensor:
+    """In a step of training, by its key, or outside of it."""
     tokens = torch.randint(VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(0))
-    return model(tokens, None, SeqInfo.stream(2, 24)).output
+    return model(tokens, None, replace(SeqInfo.stream(2, 24), key=key)).output
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -62,3 +65,91 @@ def test_parts_of_a_fused_projection_have_adapters_of_their_own() -> None:
     A_v = model.get_parameter("layers.2.mixer.kv.adapter.A")
     plain.get_parameter("layers.2.mixer.kv.weight").data[16:] += 0.2 * A_v.sum(0)
     torch.testing.assert_close(logits(model), logits(plain), rtol=1e-9, atol=1e-9)
+
+
+def test_dropout_draws_in_training_alone_and_for_each_layer_token_and_channel() -> None:
+    base = small_model("M-W", tied=True, heads={"kv_heads": 2})
+    model = started(replace(base, adapters=replace(EVERY_PROJECTION, dropout=0.4)))
+    plain = started(replace(base, adapters=EVERY_PROJECTION))
+    for one in (model, plain):
+        for name, weight in one.named_parameters():
+            if name.endswith("adapter.B"):
+                weight.data.fill_(0.1)
+    assert torch.equal(logits(model), logits(plain))
+    assert not torch.equal(logits(model, key=1), logits(plain, key=1))
+    assert torch.equal(logits(model, key=1), logits(model, key=1))
+    assert not torch.equal(logits(model, key=1), logits(model, key=2))
+    assert torch.equal(logits(model), logits(plain))  # nothing is left of a training pass
+
+
+@pytest.mark.parametrize("tokens_first", [True, False])
+def test_a_dropped_product_is_that_of_dropped_inputs(tokens_first: bool) -> None:
+    parts = [AdaptedPart("", 5, True)]
+    adapter = Adapter("layers.0.mixer.out", AdapterSizes(6, 12, parts, 3, 2.0, dropout=0.4)).double()
+    for weight in adapter.parameters():
+        torch.nn.init.normal_(weight)
+    seq = replace(SeqInfo.stream(2, 7), key=11)
+    adapter.begin(adapter, (None, None, seq))
+    x_LBC = torch.randn(7, 2, 6, dtype=torch.float64, requires_grad=True)
+    ours = adapter.added(x_LBC) if tokens_first else adapter.added(x_LBC.transpose(0, 1)).transpose(0, 1)
+    seed = seq.number("dropout/layers.0.mixer.out")
+    ones = torch.ones_like(x_LBC)
+    mask = dropout(DropoutInputs(ones, token_numbers(seed, seq.positions_BL, 0).T, channel_numbers(seed, 12, 6), 0.4))
+    expected = 2.0 * (x_LBC * mask) @ adapter.A.T @ adapter.B.T
+    torch.testing.assert_close(ours, expected)
+    wanted = [x_LBC, adapter.A, adapter.B]
+    for found, theirs in zip(*(torch.autograd.grad(y.sin().sum(), wanted) for y in (ours, expected)), strict=True):
+        torch.testing.assert_close(found, theirs)
+
+
+def dora(W: Tensor, A: Tensor, B: Tensor, M: Tensor) -> Tensor:
+    """What a projection becomes, by the paper's formula; the length that it is divided by has no gradient."""
+    both = W + 2.0 * B @ A
+    return (W.norm(dim=1) + M)[:, None] * both / both.norm(dim=1, keepdim=True).detach()
+
+
+@pytest.mark.parametrize("name", ["samba", "adapters-dora", "rwkv6"])
+def test_dora_begins_as_nothing_and_gives_rows_their_lengths(name: str) -> None:
+    base = small_model(ARCHITECTURES[name], tied=True, heads={"kv_heads": 2})
+    plain, model = started(base), started(replace(base, adapters=replace(EVERY_PROJECTION, dora=True)))
+    assert torch.equal(logits(model), logits(plain))
+    weights = dict(model.named_parameters())
+    for weight_name, parts in adapted_projections(parameter_table(base), EVERY_PROJECTION).items():
+        A, B, M = (weights[f"{weight_name.removesuffix('weight')}adapter.{piece}"] for piece in "ABM")
+        B.data.normal_(0, 0.1)
+        M.data.normal_(0, 0.1)
+        rows, W = [part.rows for part in parts], plain.get_parameter(weight_name)
+        W.data[(W == 0).all(1)] = 0.01  # as those that start from zero have become
+        weights[weight_name].data.copy_(W)
+        pieces = zip(W.split(rows), A.split(3), B.split(rows), M.split(rows), strict=True)
+        W.data.copy_(torch.cat([dora(*of_part) for of_part in pieces]))
+    assert not torch.equal(logits(model), logits(started(base)))
+    torch.testing.assert_close(logits(model), logits(plain), rtol=1e-9, atol=1e-9)
+
+
+def test_the_gradients_of_dora_are_those_of_its_formula() -> None:
+    torch.manual_seed(0)
+    parts = [AdaptedPart("k", 5, True), AdaptedPart("v", 4, False)]
+    adapter = Adapter("layers.0.mixer.kv", AdapterSizes(6, 0, parts, 3, 2.0, dora=True)).double()
+    for weight in adapter.parameters():
+        torch.nn.init.normal_(weight)
+    x, W = torch.randn(7, 2, 6, dtype=torch.float64, requires_grad=True), torch.randn(9, 6, dtype=torch.float64)
+    ours = adapter(x, x @ W.T, W)
+    expected = torch.cat([x @ dora(W[:5], adapter.A, adapter.B, adapter.M).T, x @ W[5:].T], -1)
+    torch.testing.assert_close(ours, expected)
+    wanted = [x, adapter.A, adapter.B, adapter.M]
+    for found, theirs in zip(*(torch.autograd.grad(y.sin().sum(), wanted) for y in (ours, expected)), strict=True):
+        torch.testing.assert_close(found, theirs)
+
+
+def test_rows_of_zeros_stay_zero_with_dora() -> None:
+    parts = [AdaptedPart("", 2, True)]
+    adapter = Adapter("layers.0.mixer.out", AdapterSizes(3, 0, parts, 1, 2.0, dora=True))
+    adapter.A.data.fill_(0.5)
+    for weight in (adapter.B, adapter.M):
+        weight.data.zero_()
+    x, W = torch.randn(4, 1, 3), torch.tensor([[0.0, 0.0, 0.0], [1.0, -2.0, 3.0]])
+    y = adapter(x, x @ W.T, W)
+    assert torch.equal(y, x @ W.T)
+    y.sum().backward()
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in adapter.parameters())

@@ -36,6 +36,8 @@ FAST_CASES = {
     ("span-variants", "dp2"),
     ("adapters", "tp2"),
     ("adapters", "tp2-pp2"),
+    ("adapters-dropout", "cp2-tp2"),
+    ("adapters-dora", "tp2-sp"),
     ("samba", "cp2"),
     ("kda", "cp4"),
     ("sliding-gla", "cp2-tp2"),
@@ -49,6 +51,8 @@ FAST_BUGS = {
     "group_norm_backward",
     "regathered_order",
     "adapter_gradient",
+    "dropout_of_own_channels",
+    "lengths_of_rank",
     "document_at_cut",
     "sums_over_data",
 }

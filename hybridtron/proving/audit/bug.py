@@ -1,9 +1,12 @@
-"""What a planted bug is."""
+"""What a planted bug is, and a kind of which there are many: a mark on a weight that is wrong."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+
+from hybridtron.engine.stage import mark_for_megatron
+from hybridtron.model.lm import LanguageModel
 
 Replaced = dict[str, Any]  # where an attribute stands -> what stands there instead
 
@@ -16,3 +19,15 @@ class Bug:
     replaced: Replaced
     architecture: str
     layout: str
+
+
+def marked(names: str, mark: str, value: bool) -> Replaced:
+    """Another mark on the weights that have this in their names, after all have theirs."""
+
+    def set_mark(model: LanguageModel) -> None:
+        mark_for_megatron(model)
+        for name, weight in model.named_parameters():
+            if names in name:
+                setattr(weight, mark, value)
+
+    return {"hybridtron.engine.stage.mark_for_megatron": set_mark}

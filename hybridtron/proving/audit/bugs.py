@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import torch
 from megatron.core.tensor_parallel import mappings
-from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 from torch.nn import functional
 
@@ -22,7 +21,7 @@ from hybridtron.config.layout import stages_of
 from hybridtron.config.schema import Config
 from hybridtron.data.batch import Batch
 from hybridtron.engine.schedule import StepLoss, _loss_of, run_schedule
-from hybridtron.engine.stage import Stage, build_stages, mark_for_megatron
+from hybridtron.engine.stage import Stage, build_stages
 from hybridtron.mixers.mamba3 import products_by_head
 from hybridtron.mixers.retnet import log_gammas
 from hybridtron.mixers.token_shift import token_before
@@ -30,12 +29,12 @@ from hybridtron.model.lm import LanguageModel
 from hybridtron.ops.loss import Loss
 from hybridtron.ops.sparse import hash_matrix, ranking_loss
 from hybridtron.ops.turns import angles
-from hybridtron.parallel.adapters import adapter_of
 from hybridtron.parallel.cut import Mesh, cut
 from hybridtron.parallel.entered import Entry, _gathered
-from hybridtron.parallel.linear import RowParallel, TensorGroup
+from hybridtron.parallel.linear import TensorGroup
 from hybridtron.parallel.loss import linear_cross_entropy
-from hybridtron.proving.audit.bug import Bug, Replaced
+from hybridtron.proving.audit.adapter_bugs import ADAPTER_BUGS
+from hybridtron.proving.audit.bug import Bug, Replaced, marked
 from hybridtron.proving.audit.context_bugs import CONTEXT_BUGS
 
 
@@ -48,20 +47,8 @@ def injected(name: str | None) -> Iterator[None]:
         yield
 
 
-def _marked(names: str, mark: str, value: bool) -> Replaced:
-    """Another mark on the weights that have this in their names, after all have theirs."""
-
-    def marked(model: LanguageModel) -> None:
-        mark_for_megatron(model)
-        for name, weight in model.named_parameters():
-            if names in name:
-                setattr(weight, mark, value)
-
-    return {"hybridtron.engine.stage.mark_for_megatron": marked}
-
-
-KV_GRADIENT = _marked("kv", "partial_over_tensor", False)
-BC_GRADIENT = _marked(".bc_", "partial_over_tensor", False)
+KV_GRADIENT = marked("kv", "partial_over_tensor", False)
+BC_GRADIENT = marked(".bc_", "partial_over_tensor", False)
 FIRST_DECAYS: Replaced = {
     "hybridtron.mixers.retnet.log_gammas": lambda heads, first, device: log_gammas(heads, 0, device)
 }
@@ -70,17 +57,17 @@ GROUPED_HEADS: Replaced = {
         lambda self, x_BLKN: x_BLKN.repeat(1, 1, self.heads // self.key_heads, 1)
     )
 }
-GATE_GRADIENT = _marked("gate_down", "partial_over_tensor", False)
-ANGLE_GRADIENT = _marked("angle_proj", "partial_over_tensor", False)
-PAIR_NORM_GRADIENT = _marked("C_norm", "partial_over_tensor", False)
+GATE_GRADIENT = marked("gate_down", "partial_over_tensor", False)
+ANGLE_GRADIENT = marked("angle_proj", "partial_over_tensor", False)
+PAIR_NORM_GRADIENT = marked("C_norm", "partial_over_tensor", False)
 ANGLES_OF_OTHER_HEADS: Replaced = {"hybridtron.mixers.mamba3.angles": lambda inputs: angles(inputs).roll(1, dims=2)}
 SEES_NEXT_STEP: Replaced = {"hybridtron.mixers.mamba3.products_by_head": lambda *pair: 0 * products_by_head(*pair)}
-HEAD_NORM_GRADIENT = _marked("norm_weight", "partial_over_tensor", False)
+HEAD_NORM_GRADIENT = marked("norm_weight", "partial_over_tensor", False)
 QUERY_NORM: Replaced = {"hybridtron.mixers.attention.sum_shares": lambda x, tensor: x * tensor.size}
-QUERY_NORM_GRADIENT = _marked("q_norm_weight", "partial_over_tensor", False)
-MIX_GRADIENT = _marked("mixer.mix", "partial_over_tensor", False)
-DECAY_INPUT_GRADIENT = _marked("decay_down", "partial_over_tensor", False)
-SCORES_GRADIENT = _marked("sparse.weight", "partial_over_tensor", False)
+QUERY_NORM_GRADIENT = marked("q_norm_weight", "partial_over_tensor", False)
+MIX_GRADIENT = marked("mixer.mix", "partial_over_tensor", False)
+DECAY_INPUT_GRADIENT = marked("decay_down", "partial_over_tensor", False)
+SCORES_GRADIENT = marked("sparse.weight", "partial_over_tensor", False)
 SPARSE_BACKWARD: Replaced = {"hybridtron.mixers.sparse.sum_gradients": lambda x, tensor: x}
 HASH_OF_RANK: Replaced = {
     "hybridtron.mixers.sparse.hash_matrix": lambda seed, *sizes: hash_matrix(
@@ -107,10 +94,10 @@ UNSUMMED_VALUES: Replaced = {
 SUMMED_AS_IT_LEAVES: Replaced = {
     f"{LINEAR}.gather_from_tensor_model_parallel_region": mappings.all_gather_last_dim_from_tensor_parallel_region
 }
-NORM_GRADIENT = _marked("norm.weight", "partial_over_tensor", False)
-DOUBLE_NORM_GRADIENT = _marked("norm.weight", "partial_over_tensor", True)
-DECAY = _marked("", "undecayed", False)
-NORM_COUNTS_COPIES = _marked("", "tensor_model_parallel", True)
+NORM_GRADIENT = marked("norm.weight", "partial_over_tensor", False)
+DOUBLE_NORM_GRADIENT = marked("norm.weight", "partial_over_tensor", True)
+DECAY = marked("", "undecayed", False)
+NORM_COUNTS_COPIES = marked("", "tensor_model_parallel", True)
 X_PROJ_BACKWARD: Replaced = {"hybridtron.mixers.mamba.sum_gradients": lambda x, tensor: x}
 GROUP_NORM: Replaced = {"hybridtron.mixers.mamba2.sum_shares": lambda x, tensor: x * tensor.size}
 GROUP_NORM_BACKWARD: Replaced = {"hybridtron.parallel.linear.sum_gradients": lambda x, tensor: x}  # stays on its rank
@@ -135,16 +122,6 @@ def _untied(*arguments: Any) -> list[Stage]:
     for chunk in stages:
         chunk.share_embeddings_and_output_weights = False
     return stages
-
-
-def _added_after_the_sum(self: RowParallel, x: Tensor) -> Tensor:
-    summed = reduce_from_tensor_model_parallel_region(functional.linear(x, self.weight), group=self.tp_group)
-    adapter = adapter_of(self)
-    return summed if adapter is None else summed + adapter(x)
-
-
-ADAPTER_GRADIENT = _marked("q.adapter.A", "partial_over_tensor", False)
-ADAPTER_AFTER_SUM: Replaced = {"hybridtron.parallel.linear.RowParallel.forward": _added_after_the_sum}
 
 
 TIED_GRADIENT = {"hybridtron.engine.engine.build_stages": _untied}
@@ -278,12 +255,11 @@ BUGS = {
     "regathered_order": Bug(
         "tokens come in another order the second time", REGATHERED_ORDER, "mamba2-attention", "tp2-sp"
     ),
-    "adapter_gradient": Bug("A keeps what its rank's rows of B give it", ADAPTER_GRADIENT, "adapters", "tp2"),
-    "adapter_after_sum": Bug("an adapter's part is added after the sum", ADAPTER_AFTER_SUM, "adapters", "tp2"),
     "missing_z_loss": Bug("the z-loss is left out", MISSING_Z_LOSS, "attention", "pp2"),
     "decay": Bug("A_log is decayed, as megatron-core does by shape", DECAY, "mamba", "pp2"),
     "norm_counts_copies": Bug(
         "what both ranks hold counts twice in the gradient norm", NORM_COUNTS_COPIES, "samba", "tp2"
     ),
+    **ADAPTER_BUGS,
     **CONTEXT_BUGS,
 }

@@ -30,6 +30,11 @@ from hybridtron.config.schema import (
 SEQ_LEN = 24
 MICRO_BATCH = 2
 ADAPTERS = AdaptersConfig(preset=Adapting.hylora, weights=["*"], rank=3, alpha=6.0)
+ADAPTED = {
+    "adapters": ADAPTERS,
+    "adapters-dropout": replace(ADAPTERS, dropout=0.3),
+    "adapters-dora": replace(ADAPTERS, dora=True),
+}
 """Beside every projection of the architecture of this name; the projections themselves are frozen."""
 VOCABULARY = 96  # what many numbers of ranks can share
 LR = 1e-2
@@ -97,6 +102,8 @@ ARCHITECTURES = {
     "samba-span": "M-X-M",
     "span-variants": "X-YZL",
     "adapters": "M-WSF",
+    "adapters-dropout": "S-FMW",
+    "adapters-dora": "F-SMW",
 }
 """An odd number of layers each, so that no number of stages divides them."""
 
@@ -139,7 +146,7 @@ def table() -> Iterator[Case]:
                 {"kv_heads": 1, "conv": 4, "conv_bias": True} if (row + column // 2) % 2 else {"kv_heads": 2}
             )
             model = small_model(pattern, tied=turn % 2 == 0, heads=heads)
-            model.adapters = ADAPTERS if name == "adapters" else None
+            model.adapters = ADAPTED.get(name)
             recompute = list(Recompute)[(row + 2 * column) % 3]
             parallel = ranks.on(ParallelConfig(recompute=recompute, regather=ranks.sequence and turn % 2 == 0))
             documents = Documents.join if turn % 3 == 0 else Documents.isolate

@@ -22,6 +22,7 @@ from hybridtron.device import compute_device
 from hybridtron.mixers.base import Mixer, build_mixer
 from hybridtron.model.init import starting_value
 from hybridtron.ops.dispatch import Op, force, observed
+from hybridtron.ops.dropout import DropoutInputs, channel_numbers, dropout, token_numbers
 from hybridtron.ops.gated_norm import GatedScaleInputs, GatedSquaresInputs, gated_scale, gated_squares
 from hybridtron.ops.loss import LinearCrossEntropyInputs, linear_cross_entropy
 from hybridtron.ops.norm import AddRMSNormInputs, RMSNormInputs, add_rms_norm, rms_norm
@@ -89,6 +90,8 @@ def _all(device: torch.device, sizes: ModelSizes, length: int) -> Iterator[tuple
             y_BLHP, z_BLHP = torch.randn(2, ROWS, length, 4, sizes.width // 4, dtype=dtype).requires_grad_()
             squares_BLH = gated_squares(GatedSquaresInputs(y_BLHP, z_BLHP))  # of a norm over ranks
             gated_scale(GatedScaleInputs(y_BLHP, z_BLHP, torch.rsqrt(squares_BLH + 1), weight_D.unflatten(0, (4, -1))))
+            numbers = token_numbers(5, torch.arange(length).expand(ROWS, -1), 0).T, channel_numbers(5, 3, sizes.width)
+            dropout(DropoutInputs(x_LBD, *numbers, 0.3))
             for budget in (Budget(bin=24, best=24), Budget(best=40)):
                 sparse_attention(_by_content(budget, sizes, length, dtype))
         for op, inputs in calls:

@@ -1,9 +1,8 @@
 """What can be known of a mixer without torch: options, parameters, FLOPs, state shapes, rules.
 
-A mixer is described by one frozen dataclass whose fields are its YAML options. Everything else about it follows
-from these options and the model's width, so parameter counts, FLOPs and memory of a 3.8B model are known in
-milliseconds, and a wrong option is refused before torch is imported. The module in `mixers/NAME.py` must build
-exactly the parameters that `parameters()` lists; a test holds the two together.
+A mixer is described by one frozen dataclass whose fields are its YAML options. All else follows from these and the
+model's width, so parameters, FLOPs and memory of a 3.8B model are known in milliseconds, and a wrong option is refused
+without torch. The module in `mixers/NAME.py` must build the parameters that `parameters()` lists; a test compares them.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ from hybridtron.planning.count import ModelCount, count
 from hybridtron.planning.fit import TENSOR_SIZES, FittingLayout, fit, settings_of
 from hybridtron.planning.memory import DeviceMemory, Plan, RankPlan, largest_phase, plan
 from hybridtron.planning.rates import GPUS, UNSEEN
+from hybridtron.planning.share_balance import imbalance
 from hybridtron.train.phase_table import (
     phase_table,
     print_changes,
@@ -108,7 +109,10 @@ def as_json(config: Config, gpus: int, fitting: list[FittingLayout] | None) -> d
         return found | {"fit": [_fitting_json(config, layout) for layout in fitting]}
     phase = largest_phase(config)
     made = plan(phase, gpus)
-    return found | {"memory": {**_memory_json(made.fullest), "phase": phase.settings.name}, "plan": _plan_json(made)}
+    return found | {
+        "memory": {**_memory_json(made.fullest), "phase": phase.settings.name},
+        "plan": {**_plan_json(made), "imbalance": _imbalance(config)},
+    }
 
 
 def _memory_json(rank: RankPlan) -> dict[str, Any]:
@@ -231,11 +235,20 @@ def _traffic_table(config: Config, made: Plan) -> Table:
     """One row a pipeline rank: what it sends in a step, in GB, and how its work compares with the dearest rank's."""
     table = table_of("rank", "tensor", "pipeline", "gradients", "parameters", "total", "work", numbers_from=1)
     table.title = f"GB that a device sends in a step (estimate); the pipeline waits {made.bubble:.1%} of its time"
+    if config.parallel.context > 1:
+        table.title += f"; the last share of a row of one document computes {_imbalance(config):.2f} times the mean"
     costs = [sum(chunk.forward_cost for chunk in rank.chunks) for rank in made.ranks]
     for rank, cost in zip(made.ranks, costs, strict=True):
         parts = dataclasses.astuple(rank.traffic)
         table.add_row(str(rank.rank), *map(_gigabytes, (*parts, rank.traffic.total)), f"{cost / max(costs):.0%}")
     return table
+
+
+def _imbalance(config: Config) -> float:
+    """Of the shares of rows that are one document, which are the most uneven."""
+    phase = largest_phase(config)
+    length = phase.settings.seq_len
+    return imbalance(phase.model, [[(0, length)]], length, config.parallel.context)
 
 
 def _fit_table(config: Config, gpus: int, fitting: list[FittingLayout]) -> Table:

@@ -1,0 +1,57 @@
+"""How evenly the tokens of rows that ranks share out let them compute.
+
+Shares are contiguous and equally long, so that what is done for every token alike is balanced. Attention is not: a
+token sees those before it in its document, or in a window of it, so that a share late in a long document has most to
+do. Attention of kinds whose sight is no window (spans) counts as in `count`, alike for every token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridtron.architecture.attention import AttentionSpec, visible_tokens
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.table import architecture
+from hybridtron.planning.count import count
+
+Spans = Sequence[tuple[int, int]]
+"""Where the documents of a row begin and end."""
+
+
+def imbalance(model: ModelConfig, rows: Sequence[Spans], length: int, shares: int) -> float:
+    """Forward FLOPs of the share that has most to compute, over the mean of all shares of these rows of `length`."""
+    found = flops_of_shares(model, rows, length, shares)
+    return max(found) * shares / sum(found)
+
+
+def flops_of_shares(model: ModelConfig, rows: Sequence[Spans], length: int, shares: int) -> list[float]:
+    """Forward FLOPs of each share, over these rows."""
+    counted, each = count(model, length), length // shares
+    alike, by_window = counted.forward_flops, dict[int | None, float]()  # of a token; of a token and a key that it sees
+    for layer, spec in zip(counted.layers, architecture(model).specs, strict=True):
+        if isinstance(spec, AttentionSpec):
+            attention = layer.flops["attention"]
+            alike -= attention
+            seen = attention / visible_tokens(length, spec.window)
+            by_window[spec.window] = by_window.get(spec.window, 0.0) + seen
+    found = []
+    for first in range(0, length, each):
+        keys = {window: sum(keys_seen(row, (first, first + each), window) for row in rows) for window in by_window}
+        found.append(len(rows) * each * alike + sum(cost * keys[window] for window, cost in by_window.items()))
+    return found
+
+
+def keys_seen(documents: Spans, share: tuple[int, int], window: int | None) -> int:
+    """Keys that the tokens of a share see, all together."""
+    found = 0
+    for begin, end in documents:
+        first, stop = max(begin, share[0]), min(end, share[1])
+        if first < stop:
+            found += _seen_by_first(stop - begin, window) - _seen_by_first(first - begin, window)
+    return found
+
+
+def _seen_by_first(tokens: int, window: int | None) -> int:
+    """By the first tokens of a document: 1, 2, 3 ... and then as many as the window has."""
+    growing = tokens if window is None else min(tokens, window)
+    return growing * (growing + 1) // 2 + (tokens - growing) * (window or 0)

@@ -69,7 +69,7 @@ def test_a_small_row_by_hand() -> None:
 def test_nothing_grows_with_the_row(recipe: str) -> None:
     """Recurrences and windows hand over as much of a row that is twice as long; and it is what was planned.
 
-    But for what has no gradient to return, which the plan does not tell apart: RetNet's decays, and what Mamba-3's
+    But for what has no gradient to return, which the plan does not distinguish: RetNet's decays, and what Mamba-3's
     angles are multiplied by.
     """
     sizes = ["phases.0.micro_batch=1", "phases.0.global_batch=2", "run.eval_tokens=4M", "run.eval_lengths=[1]"]

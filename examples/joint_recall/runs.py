@@ -95,23 +95,32 @@ def _part(sizes: Sizes, runs: Path, data: Path, wanted: Callable[[SweepRun], boo
 
 def write_rows(sizes: Sizes, data: Path) -> None:
     """For each length a folder in which every table, with its end, is one row."""
+    for length, counts in ROWS.items():
+        write_tables(length, counts, sizes.training, data / str(length))
+
+
+def write_tables(length: int, counts: str, training: int, output: Path) -> None:
+    """Tables of these numbers of contexts and keys, each with its end a row."""
     from hybridtron.cli.tasks import prepare_main
 
-    for length, counts in ROWS.items():
-        if not (data / str(length)).exists():
-            with redirect_stdout(StringIO()):
-                prepare_main([
-                    "joint_recall", f"sizes={counts}", f"symbols={SYMBOLS}", "padded=true", "--length", str(length),
-                    "--training", str(sizes.training), "--output", str(data / str(length)),
-                ])  # fmt: skip
+    if not output.exists():
+        with redirect_stdout(StringIO()):
+            prepare_main([
+                "joint_recall", f"sizes={counts}", f"symbols={SYMBOLS}", "padded=true", "--length", str(length),
+                "--training", str(training), "--output", str(output),
+            ])  # fmt: skip
 
 
 def accuracy(run: Path, sizes: Sizes) -> float:
     """The share of values that are the likeliest, by row, of the larger tables, which are not trained on."""
+    return accuracy_on(run, max(ROWS), ROWS[max(ROWS)], sizes.asked)
+
+
+def accuracy_on(run: Path, length: int, counts: str, asked: int) -> float:
+    """The same of tables of these numbers of contexts and keys."""
     from hybridtron.cli.given import newest_checkpoint
 
-    length = max(ROWS)
-    options = {"sizes": ROWS[length], "symbols": SYMBOLS}
-    task = {"task": "joint_recall", "lengths": [length], "samples": sizes.asked, "options": options}
+    options = {"sizes": counts, "symbols": SYMBOLS}
+    task = {"task": "joint_recall", "lengths": [length], "samples": asked, "options": options}
     found = answers(newest_checkpoint(run), {"tasks": [task]}, run / "evaluation/recall", batch=50)
     return next(row["value"] for row in found if row["metric"] == "accuracy")

@@ -78,6 +78,11 @@ def is_adapter(key: str) -> bool:
     return ".adapter." in key
 
 
+def adapter_key(key: str, piece: str) -> str:
+    """What a checkpoint calls A, B or M beside a projection, or beside a part of one."""
+    return re.sub(r"\.weight(?=$|\.)", f".adapter.{piece}", key)
+
+
 @dataclass(frozen=True)
 class AdaptedPart:
     """Rows of a projection, with an adapter of their own or without one."""

@@ -5,7 +5,6 @@ With DoRA its rows have the lengths that were learned, |W| + M.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hybridtron.architecture.adapters import AdaptersConfig, is_adapter
+from hybridtron.architecture.adapters import AdaptersConfig, adapter_key, is_adapter
 from hybridtron.checkpoint.checkpoint import Checkpoint, fill_rectangles
 from hybridtron.config.schema import Config
 from hybridtron.parallel.magnitude import factors
@@ -67,7 +66,7 @@ class MergedCheckpoint(Checkpoint):
 
 def adapter_pair(held: Container[str], key: str) -> tuple[str, str] | None:
     """The keys of A and B beside a weight, or beside its master; None where it has no adapter."""
-    A, B = (re.sub(r"\.weight(?=$|\.)", f".adapter.{piece}", key.removeprefix(MASTER)) for piece in "AB")
+    A, B = (adapter_key(key.removeprefix(MASTER), piece) for piece in "AB")
     return (A, B) if is_adapter(A) and A in held else None
 
 

@@ -4,6 +4,7 @@
     hybridtron export runs/samba --output samba-hf --verify only    prove it again
     hybridtron export runs/tuned --base samba-hf --output tuned     adapters for peft
     hybridtron import mamba-130m-hf --output imported               then run.weights=imported
+    hybridtron import tuned --base samba-hf --output imported       an adapter of peft, with its base
 
 Exported are safetensors in shards, config.json, the tokenizer, a model card, and a record of the checkpoint it was. A
 model that transformers has no class of brings our class as files of its own, loaded with trust_remote_code=True. The
@@ -64,8 +65,9 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     command.add_argument("--shard-size", default="5GB", help="bytes of a file; default: %(default)s")
     command.add_argument("--verify", choices=("full", "sample", "none", "only"), default="full")
     command = commands.add_parser("import", help="write a checkpoint for run.weights")
-    _add_source(command, "input", "a folder of transformers, or of state-spaces/mamba")
+    _add_source(command, "input", "a folder of transformers, of peft, or of state-spaces/mamba")
     command.add_argument("--output", type=Path, required=True, metavar="DIR", help="the checkpoint")
+    command.add_argument("--base", type=Path, metavar="DIR", help="of an adapter of peft: the model that it is for")
     command.add_argument("--verify", choices=("full", "none"), default="full")
     command = commands.add_parser("verify", help="prove an export again")
     _add_source(command, "checkpoint", "a checkpoint, or a run's folder for its newest")

@@ -19,6 +19,7 @@ from hybridtron.interop.export import ExportPlan, export, target_of
 from hybridtron.interop.import_folder import ImportFolder, same_tensors, take_over
 from hybridtron.interop.native import Native
 from hybridtron.interop.peft_adapter import export_adapter
+from hybridtron.interop.peft_import import adapted_folder, is_adapter_folder, prove_adapter
 from hybridtron.interop.sample import sample_size, verify_sample
 from hybridtron.interop.verify import DTYPES, NotTheSame, Proof, verify
 from hybridtron.problems import Unusable
@@ -77,7 +78,10 @@ def exported(chosen: argparse.Namespace) -> int:
 
 
 def imported(chosen: argparse.Namespace) -> int:
-    output, source = not_there_yet(chosen.output), ImportFolder.open(chosen.source)
+    output = not_there_yet(chosen.output)
+    if chosen.base is not None or is_adapter_folder(chosen.source):
+        return _adapter_imported(chosen, output)
+    source = ImportFolder.open(chosen.source)
 
     def prove(checkpoint: Checkpoint) -> None:
         if chosen.verify == "full":
@@ -89,6 +93,14 @@ def imported(chosen: argparse.Namespace) -> int:
     tensors = f"{len(source.rules)} tensors of {source.kind.name}"
     start = f"model=from_checkpoint run.weights={output} data=folder data.path=TOKENS"
     print(f"{output}: {tensors}; start from there with {start}")
+    return 0
+
+
+def _adapter_imported(chosen: argparse.Namespace, output: Path) -> int:
+    source, home = adapted_folder(chosen.source, chosen.base)
+    take_over(source, home, output, lambda made: prove_adapter(source, made) if chosen.verify == "full" else None)
+    layers = f"adapters of {len(source.adapted)} layers, and {len(source.saved)} tensors that were saved whole"
+    print(f"{output}: {layers}, beside {source.kind.name} in {source.weights.folder}")
     return 0
 
 

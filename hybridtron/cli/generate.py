@@ -4,11 +4,14 @@
     hybridtron generate runs/laptop --prompt "import " --prompt "class " --temperature 0 --stop "\\n\\n"
     hybridtron generate runs/laptop/checkpoints/step-00000245 --prompt-file book.txt --top-k 40 --top-p 0.9
     torchrun --nproc-per-node 2 -m hybridtron generate runs/samba parallel.tensor=2 --prompt "The"
+    hybridtron generate runs/tuned --chat                           a conversation: a line, an answer
 
 A run's folder is for its newest checkpoint. Without a prompt the text begins where a document does. It ends with the
 document, before a stop string, or after --tokens. A single text is printed as it comes, several one after another once
 all have ended. The prompt is read in chunks, and every further token costs the same from then on where the model has no
-full attention. Exit codes: 0 text was made, 2 there is no usable checkpoint or an argument is wrong.
+full attention. With --chat prompts are messages, written by the model's chat template, and the answers are printed;
+without a prompt lines are read, and the conversation goes on until they end. Exit codes: 0 text was made, 2 there is no
+usable checkpoint or an argument is wrong.
 """
 
 from __future__ import annotations
@@ -16,20 +19,34 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hybridtron.cli.given import newest_checkpoint, positive
+from hybridtron.config.layout import launched
 from hybridtron.evaluate.served import layout, served
 from hybridtron.problems import Unusable
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from hybridtron.config.schema import ParallelConfig
+    from hybridtron.evaluate.chat import Chat
     from hybridtron.evaluate.served import Served
+    from hybridtron.model.text import TextOfRow
 
 DOCUMENT_STARTS = ("<|endoftext|>", "<|begin_of_text|>", "<s>", "<|end_of_text|>", "</s>", "<bos>", "<eos>", "[BOS]")
 LARGEST_PROMPT = 2**30  # bytes of a file
+
+
+class ToContinue(NamedTuple):
+    """What is continued, what is printed before it, and what ends it."""
+
+    prompts: list[list[int]]
+    shown: list[str]
+    ends: list[int | None]
+    stops: list[str]
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -48,6 +65,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest with mass P (default: 1)")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
     add("--past-end", action="store_true", help="continue where a document ends")
+    add(
+        "--chat",
+        action="store_true",
+        help="answer messages by the model's chat template; without --prompt: line by line",
+    )
+    add("--system", metavar="TEXT", help="with --chat: the system's message, which comes first")
     add("--seed", type=int, default=0, metavar="S", help="another seed, another text")
     add("--chunk", type=positive, metavar="N", help="tokens of a prompt that are read at a time")
     chosen = parser.parse_intermixed_args(arguments)
@@ -61,6 +84,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     for is_wrong, name, cure in wrong:
         if is_wrong:
             parser.error(f"--{name.replace('_', '-')} is {getattr(chosen, name)!r}, must be {cure}")
+    if chosen.system is not None and not chosen.chat:
+        parser.error("--system belongs to --chat")
+    if chosen.chat and chosen.past_end:
+        parser.error("--past-end continues plain text where a document ends; leave it out with --chat")
     return chosen
 
 
@@ -69,13 +96,67 @@ def main(arguments: list[str]) -> int:
     chosen = parse(arguments)
     parallel = layout(chosen.layout)
     checkpoint = newest_checkpoint(chosen.path)
-    texts = [*(chosen.prompt or []), *map(prompt_file, chosen.prompt_file or [])] or [""]
+    texts = [*(chosen.prompt or []), *map(prompt_file, chosen.prompt_file or [])]
+    if chosen.chat:
+        return chat(checkpoint, parallel, texts, chosen)
     with served(checkpoint, parallel) as model:
-        print_texts(model, texts, chosen)
+        print_texts(model, texts or [""], chosen)
     return 0
 
 
+def chat(checkpoint: Path, parallel: ParallelConfig, texts: list[str], chosen: argparse.Namespace) -> int:
+    """Answer each message, or a conversation's line by line. Returns the exit code."""
+    from hybridtron.evaluate.chat import Chat, assistant, user
+
+    template = Chat.of(checkpoint)
+    before = [] if chosen.system is None else [{"role": "system", "content": chosen.system}]
+    if not texts and launched().world_size > 1:
+        raise Unusable("--chat reads lines on one process: with several, name what to answer as --prompt")
+    given = [[*before, user(text)] for text in texts]
+    prompts, ends, stops = _checked(template, given or [[*before, user("a question")]])
+    with served(checkpoint, parallel) as model:
+        if given:
+            print_continued(model, ToContinue(prompts, [""] * len(prompts), [model.end, *ends], stops), chosen)
+            return 0
+        conversation = before
+        for line in _lines():
+            asked = [*conversation, user(line)]
+            try:
+                (prompt,), ends, stops = _checked(template, [asked])
+            except Unusable as error:  # the conversation goes on without it
+                print(error, file=sys.stderr)
+                continue
+            wanted = ToContinue([prompt], [""], [model.end, *ends], stops)
+            conversation = [*asked, assistant(print_continued(model, wanted, chosen)[0].text)]
+    return 0
+
+
+def _checked(template: Chat, conversations: list[list[dict[str, str]]]) -> tuple[list[list[int]], list[int], list[str]]:
+    """What comes before each answer, and what ends them."""
+    ends, stops = template.ends(conversations[0])
+    return [template.prompt(messages) for messages in conversations], ends, stops
+
+
+def _lines() -> Iterator[str]:
+    """What is typed, or what another program writes; empty lines are none."""
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", flush=True)
+        if not (line := sys.stdin.readline()):
+            return
+        if text := line.strip():
+            yield text
+
+
 def print_texts(model: Served, texts: list[str], chosen: argparse.Namespace) -> None:
+    """Continue all prompts, which are printed, too."""
+    decode = model.tokenizer.decode
+    prompts = [prompt_tokens(model, text) for text in texts]
+    ends = [] if chosen.past_end else [model.end]
+    print_continued(model, ToContinue(prompts, [decode(ids) for ids in prompts], ends, []), chosen)
+
+
+def print_continued(model: Served, wanted: ToContinue, chosen: argparse.Namespace) -> list[TextOfRow]:
     """Continue all prompts as one batch."""
     from hybridtron.device import compute_device
     from hybridtron.model.generate import Prompts, continued
@@ -83,28 +164,33 @@ def print_texts(model: Served, texts: list[str], chosen: argparse.Namespace) -> 
     from hybridtron.model.text import TextOfRow, write
 
     decode = model.tokenizer.decode
-    prompts = [prompt_tokens(model, text) for text in texts]
-    end = None if chosen.past_end else model.end
-    rows = [TextOfRow(decode, chosen.tokens, ids, chosen.stop, end) for ids in prompts]
+    for ids in wanted.prompts:
+        require_embeddings(model, ids)
+    stops = [*chosen.stop, *wanted.stops]
+    rows = [TextOfRow(decode, chosen.tokens, ids, stops, wanted.ends) for ids in wanted.prompts]
     sampling = Sampling(chosen.temperature, chosen.top_k, chosen.top_p, chosen.seed)
-    steps = continued(model.read, Prompts.of(prompts, compute_device()), sampling, chunk=chosen.chunk)
+    steps = continued(model.read, Prompts.of(wanted.prompts, compute_device()), sampling, chunk=chosen.chunk)
     shown = sys.stdout if model.first and len(rows) == 1 else None
-    print(decode(prompts[0]), end="", flush=True, file=shown) if shown else None
+    print(wanted.shown[0], end="", flush=True, file=shown) if shown else None
     write(rows, steps, lambda _, new: print(new, end="", flush=True, file=shown) if shown else None)
     if shown:
         print()
     elif model.first:
-        for number, (ids, row) in enumerate(zip(prompts, rows, strict=True), start=1):
-            print(f"--- {number} of {len(rows)}\n{decode(ids)}{row.text}")
+        for number, (before, row) in enumerate(zip(wanted.shown, rows, strict=True), start=1):
+            print(f"--- {number} of {len(rows)}\n{before}{row.text}")
+    return rows
 
 
 def prompt_tokens(model: Served, prompt: str) -> list[int]:
-    """The prompt's tokens, or the one that starts a document; each has an embedding."""
-    ids = model.tokenizer.encode(prompt_or_start(model.folder, model.tokenizer, prompt)).ids
+    """The prompt's tokens, or the one that starts a document."""
+    return model.tokenizer.encode(prompt_or_start(model.folder, model.tokenizer, prompt)).ids
+
+
+def require_embeddings(model: Served, ids: list[int]) -> None:
+    """Unusable where the model has none of a token."""
     if (largest := max(ids)) >= (size := model.config.model.vocab_size):
         fault = f"token {largest} of its tokenizer.json is beyond model.vocab_size={size}"
         raise Unusable(f"{model.folder}: {fault}: this tokenizer is not the model's")
-    return ids
 
 
 def prompt_or_start(checkpoint: Path, tokenizer: Tokenizer, prompt: str) -> str:

@@ -65,7 +65,7 @@ def generated(model: Served, samples: Sequence[Sample], tokens: TextTokens) -> l
     """What the model writes after each prompt."""
     prompts = [list(sample.prompt_tokens) for sample in samples]
     texts = [
-        TextOfRow(tokens.decode, sample.generate, prompt, end=model.end)
+        TextOfRow(tokens.decode, sample.generate, prompt, ends=[model.end])
         for sample, prompt in zip(samples, prompts, strict=True)
     ]
     steps = continued(model.read, Prompts.of(prompts, compute_device()), rows=[sample.index for sample in samples])

@@ -172,7 +172,7 @@ class HarnessModel(TemplateLM):
         if requests[0].scored:
             return scored_rows(self.model, [(one.tokens, one.scored) for one in requests])
         decode = self.model.tokenizer.decode
-        texts = [TextOfRow(decode, one.most, stops=one.stops, end=self.model.end) for one in requests]
+        texts = [TextOfRow(decode, one.most, stops=one.stops, ends=[self.model.end]) for one in requests]
         prompts = Prompts.of([one.tokens for one in requests], compute_device())
         write(texts, continued(self.model.read, prompts, requests[0].sampling, rows), lambda row, new: None)
         return [text.text for text in texts]

@@ -96,8 +96,7 @@ def settings_of(folder: Path) -> dict[str, Any]:
     """What config.json says. Raises CannotImport, naming each value that can't be used."""
     path = folder / "config.json"
     if not path.exists() and (adapter := folder / "adapter_config.json").exists():
-        cure = "merge it first (peft's merge_and_unload, then save_pretrained), and import that"
-        raise CannotImport(f"{adapter} is of an adapter, not of a model: {cure}")
+        raise CannotImport(f"{adapter} is of an adapter, not of a model: name the model that it is for")
     settings = read_object(path)
     if settings.get("quantization_config"):
         raise CannotImport(f"{path} has a quantization_config; only weights that are not quantized can be imported")

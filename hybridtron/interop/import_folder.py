@@ -101,6 +101,12 @@ class ImportFolder:
             phases=[],
         )
 
+    def tensors(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Our tensors by the file that they go to."""
+        for number, rules in enumerate(in_parts(self.rules, lambda rule: 4 * math.prod(rule.shape), PART_BYTES)):
+            made = (rule.to_ours(self.weights.read(rule.theirs)) for rule in rules)
+            yield f"model-{number:05}.safetensors", {key: t.contiguous() for ours in made for key, t in ours.items()}
+
 
 def _kind(folder: Path, settings: dict[str, Any]) -> ModelFormat:
     if "d_model" in settings and "n_layer" in settings:
@@ -114,7 +120,7 @@ def _kind(folder: Path, settings: dict[str, Any]) -> ModelFormat:
 
 
 def take_over(source: ImportFolder, folder: Path, output: Path, prove: Callable[[Checkpoint], None]) -> None:
-    """Write a temporary checkpoint, prove it, and only then give it its name."""
+    """Write a temporary checkpoint, prove it, and only then give it its name; `folder` has the tokenizer."""
     small = {
         "config.yaml": to_yaml(source.config(output.name)).encode(),
         "tokenizer.json": (folder / "tokenizer.json").read_bytes(),
@@ -125,7 +131,7 @@ def take_over(source: ImportFolder, folder: Path, output: Path, prove: Callable[
         data[CHAT] = chat.stored()
     meta = Meta(0, 0, data, f"imported from {source.kind.name}", torch.__version__)
     with appearing(output) as temporary:
-        write_whole(temporary, meta, small, _tensors(source))
+        write_whole(temporary, meta, small, source.tensors())
         prove(Checkpoint.open(temporary))
 
 
@@ -142,10 +148,3 @@ def same_tensors(source: ImportFolder, checkpoint: Checkpoint) -> None:
         theirs = source.weights.read(rule.theirs)
         if not rule.same(rule.to_theirs(checkpoint.whole), theirs):
             raise CannotImport(f"{rule.theirs} does not come back from the checkpoint as it was")
-
-
-def _tensors(source: ImportFolder) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Our tensors by the file that they go to."""
-    for number, rules in enumerate(in_parts(source.rules, lambda rule: 4 * math.prod(rule.shape), PART_BYTES)):
-        made = (rule.to_ours(source.weights.read(rule.theirs)) for rule in rules)
-        yield f"model-{number:05}.safetensors", {key: t.contiguous() for ours in made for key, t in ours.items()}

@@ -10,6 +10,7 @@ learned. So the base and the adapter are the checkpoint's model, bit for bit, or
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hybridtron.architecture.adapters import AdaptersConfig
+from hybridtron.architecture.adapters import AdaptersConfig, adapter_key
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.files import appearing
 from hybridtron.checkpoint.merged import adapter_pair, merged
 from hybridtron.config.exportable import CannotExport
 from hybridtron.interop.import_folder import ImportFolder
+from hybridtron.interop.peft_settings import CONFIG
 from hybridtron.interop.rules import TensorRule
 from hybridtron.interop.writer import write_json
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-LENGTHS = "lora_magnitude_vector"
+DOWN, UP, LENGTHS = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 
 
 def export_adapter(source: Checkpoint, base: Path, output: Path) -> int:
@@ -40,21 +42,19 @@ def export_adapter(source: Checkpoint, base: Path, output: Path) -> int:
     rules = beside.kind.rules(model)
     if strange := {rule.theirs for rule in rules} ^ {rule.theirs for rule in beside.rules}:
         raise CannotExport(f"{base} is another model: {min(strange)} is in one of the two")
-    pairs = {module_of(rule): pair for rule in rules if (pair := _pair(source, rule)) is not None}
+    layers = {module_of(rule): made for rule in rules if (made := adapter_tensors(source, rule))}
     changed = {module_of(rule) for rule in rules if not rule.same(rule.to_theirs(source.whole), _theirs(beside, rule))}
-    if wrong := sorted(changed & pairs.keys()):
+    if wrong := sorted(changed & layers.keys()):
         raise CannotExport(f"{base} has another {wrong[0]}.weight than that beside which adapters were trained")
     tensors = {rule.theirs: rule.to_theirs(source.whole) for rule in rules if module_of(rule) in changed}
-    for layer, pair in pairs.items():
-        tensors |= {f"{layer}.lora_{piece}.weight": source.whole(key) for piece, key in zip("AB", pair, strict=True)}
-        if adapters.dora:
-            tensors[f"{layer}.{LENGTHS}"] = _lengths(source, pair[1])
+    for made in layers.values():
+        tensors |= made
     learned = {key for rule in rules if module_of(rule) in changed for key in rule.ours}
     tied = model.tie_embeddings and "embedding.weight" in learned
     if tied:  # peft reads the head's weight, too
         tensors["lm_head.weight"] = source.whole("embedding.weight").clone()
     settings = _settings(adapters, base) | {
-        "target_modules": sorted(pairs),
+        "target_modules": sorted(layers),
         "modules_to_save": sorted(changed) or None,
         "ensure_weight_tying": tied,
     }
@@ -62,7 +62,7 @@ def export_adapter(source: Checkpoint, base: Path, output: Path) -> int:
         stored = {f"{PREFIX}{name}": tensor.contiguous() for name, tensor in tensors.items()}
         save_file(stored, folder / WEIGHTS, {"format": "pt"})
         write_json(folder / CONFIG, settings)
-    return len(pairs)
+    return len(layers)
 
 
 def _settings(adapters: AdaptersConfig, base: Path) -> dict[str, Any]:
@@ -90,18 +90,38 @@ def _theirs(beside: ImportFolder, rule: TensorRule) -> Tensor:
     return beside.weights.read(rule.theirs)
 
 
-def _lengths(source: Checkpoint, B: str) -> Tensor:
-    """Of rows, as they are learned: those of W, and what they have changed by."""
-    W, M = B.replace(".adapter.B", ".weight"), B.replace(".adapter.B", ".adapter.M")
-    change = source.whole(M)
-    return torch.linalg.vector_norm(source.whole(W), dim=1, dtype=torch.float64).to(change.dtype) + change
+def adapter_tensors(source: Checkpoint, rule: TensorRule) -> dict[str, Tensor]:
+    """What peft has beside a tensor of theirs, by its names; nothing where there is no adapter.
 
-
-def _pair(source: Checkpoint, rule: TensorRule) -> tuple[str, str] | None:
-    """The keys of A and B beside a tensor of theirs; peft has one pair for a layer."""
-    adapted = [pair for key in rule.ours if (pair := adapter_pair(source.shapes, key)) is not None]
-    if adapted and len(rule.ours) > 1:
+    It has one A for a layer. A layer that fuses several of our parts has it where all of these have the same.
+    """
+    held, layer = source.shapes, module_of(rule)
+    A = [source.whole(pair[0]) for part in rule.ours if (pair := adapter_pair(held, part)) is not None]
+    if not A:
+        return {}
+    if len(A) < len(rule.ours) or any(not torch.equal(A[0], other) for other in A[1:]):
         raise CannotExport(
             f"{rule.theirs} has an adapter for each of its parts, and peft one for all: export it merged"
         )
-    return adapted[0] if adapted else None
+    made = {f"{layer}.{DOWN}": A[0], f"{layer}.{UP}": beside(rule, "B", len(A[0])).to_theirs(source.whole)}
+    lengths = {M: _lengths(source, part, M) for part in rule.ours if (M := adapter_key(part, "M")) in held}
+    if lengths:
+        made[f"{layer}.{LENGTHS}"] = beside(rule, "M").to_theirs(lengths.__getitem__)
+    return made
+
+
+def beside(rule: TensorRule, piece: str, *columns: int) -> TensorRule:
+    """The rule of B or M beside a tensor of theirs, whose rows are those of the tensor."""
+    ours = tuple(adapter_key(part, piece) for part in rule.ours)
+    return replace(rule, shape=(rule.shape[0], *columns), ours=ours, fp32=False, less_one=False)
+
+
+def row_lengths_of(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of a projection without its adapter."""
+    return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64).to(dtype)
+
+
+def _lengths(source: Checkpoint, W: str, M: str) -> Tensor:
+    """Of rows, as they are learned: those of W, and what they have changed by."""
+    change = source.whole(M)
+    return row_lengths_of(source.whole(W), change.dtype) + change

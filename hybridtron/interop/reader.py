@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from hybridtron.checkpoint.files import NAMES, bytes_of
 from hybridtron.interop.config_json import CannotImport, read_object
-from hybridtron.interop.writer import INDEX
 
 FLOATS = ("F64", "F32", "BF16", "F16")
 
@@ -32,27 +32,47 @@ def read_values(file: Path, start: int, dtype: torch.dtype, shape: tuple[int, ..
     return into
 
 
+class WeightFiles(NamedTuple):
+    """What those of a folder are called: in one file, which may have an index of shards beside it, or pickled."""
+
+    single: str = "model.safetensors"
+    pickled: str = "pytorch_model.bin"
+
+    @property
+    def index(self) -> str:
+        return f"{self.single}.index.json"
+
+
+OF_MODEL = WeightFiles()
+
+
 class Weights:
     """Every tensor by its name; shapes at once, values when they are asked for."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, names: WeightFiles = OF_MODEL) -> None:
+        self.folder, self._names = folder, names
         self._of_name: dict[str, Callable[[], Tensor]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         files = sorted(self._files())
         if files:
             for file in files:
                 self._add_safetensors(file)
-        elif (pickled := folder / "pytorch_model.bin").exists():
+        elif (pickled := folder / names.pickled).exists():
             self._add_pickled(pickled)
         else:
-            raise CannotImport(f"{folder} has neither model.safetensors nor {INDEX} nor pytorch_model.bin")
+            raise CannotImport(f"{folder} has neither {names.single} nor {names.index} nor {names.pickled}")
 
     def read(self, name: str) -> Tensor:
         return self._of_name[name]()
 
+    def replaced(self, others: Weights, names: Mapping[str, str]) -> Weights:
+        """These, but for some, by their names here, that are read from others, by their names there."""
+        made = copy(self)
+        made._of_name = self._of_name | {here: partial(others.read, there) for here, there in names.items()}
+        return made
+
     def _files(self) -> set[Path]:
-        index = self.folder / INDEX
+        index = self.folder / self._names.index
         if index.exists():
             placed_in = read_object(index).get("weight_map")
             if not isinstance(placed_in, dict) or not all(isinstance(name, str) for name in placed_in.values()):
@@ -61,7 +81,7 @@ class Weights:
             if strange := [name for name in names if Path(name).name != name]:
                 raise CannotImport(f"{index} names {strange[0]!r}, which is outside its folder")
             return {self.folder / name for name in names}
-        single = self.folder / "model.safetensors"
+        single = self.folder / self._names.single
         return {single} if single.exists() else set()
 
     def _add_safetensors(self, file: Path) -> None:

@@ -55,21 +55,25 @@ def verify(folder: Path, checkpoint: Checkpoint) -> Proof:
 
 def same_model(folder: Path, model: ModelConfig, ours: LanguageModel) -> Proof:
     """The same for weights that are at hand, as the checkpoint has them: they are rounded to the folder's type."""
-    with _quiet():
+    with quiet():
         theirs = loaded(folder)
         if (tied := theirs.config.tie_word_embeddings) is not model.tie_embeddings:
             raise NotTheSame(f"{folder} has tie_word_embeddings={tied}, the checkpoint has not")
         settings = json.loads((folder / "config.json").read_text())
         target = next(target for target in TARGETS if target.name in settings["architectures"])
         kept = {key for rule in target.rules(model) if rule.fp32 for key in rule.ours}
-        ours = in_fp32(ours, DTYPES[settings["dtype"]], kept)
-        try:
-            return _proof(folder, theirs, ours, model)
-        except NotTheSame:
-            if not _span_chunks(model):
-                raise
-            # of two blocks that are nearly as relevant either may be chosen in fp32
-            return _proof(folder, theirs.double(), ours.double(), model)
+        return same_answers(folder, theirs, in_fp32(ours, DTYPES[settings["dtype"]], kept), model)
+
+
+def same_answers(folder: Path, theirs: Any, ours: LanguageModel, model: ModelConfig) -> Proof:
+    """The same for two models that both compute in fp32."""
+    try:
+        return _proof(folder, theirs, ours, model)
+    except NotTheSame:
+        if not _span_chunks(model):
+            raise
+        # of two blocks that are nearly as relevant either may be chosen in fp32
+        return _proof(folder, theirs.double(), ours.double(), model)
 
 
 def _proof(folder: Path, theirs: Any, ours: LanguageModel, model: ModelConfig) -> Proof:
@@ -209,7 +213,7 @@ def _same_continuation(folder: Path, theirs: Any, ours: LanguageModel, model: Mo
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """transformers warns of slow paths and missing kernels, which concern nobody here."""
     from transformers.utils import logging
 

@@ -20,7 +20,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass
 class TextOfRow:
-    """The text that follows a prompt: `most` tokens, or up to `end` (a token), or before one of `stops`.
+    """The text that follows a prompt: `most` tokens, or up to one of `ends` (tokens), or before one of `stops`.
 
     `before` are the prompt's last tokens, which the first new one may continue a word of.
     """
@@ -29,7 +29,7 @@ class TextOfRow:
     most: int
     before: Sequence[int] = ()
     stops: Sequence[str] = ()
-    end: int | None = None
+    ends: Sequence[int | None] = ()
     text: str = field(default="", init=False)
     tokens: list[int] = field(default_factory=list, init=False)
     ended: Literal["", "end", "stop", "most"] = field(default="", init=False)
@@ -43,7 +43,7 @@ class TextOfRow:
         """The text that is certain with this token and was not before; nothing once the text has ended."""
         if self.ended:
             return ""
-        if token == self.end:
+        if token in self.ends:
             self.ended = "end"
             return self._released(self._new_text())
         self.tokens.append(token)

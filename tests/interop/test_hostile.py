@@ -105,9 +105,9 @@ def test_a_pickle_of_something_else(stored: object, tmp_path: Path, capsys: pyte
     assert "pytorch_model.bin" in refused(tmp_path, capsys)
 
 
-def test_an_adapter_must_be_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adapter_of_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert "merge" in refused(tmp_path, capsys)
+    assert "peft_type" in refused(tmp_path, capsys)
 
 
 def test_norms_of_queries_and_keys_are_no_llama(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

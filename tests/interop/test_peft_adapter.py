@@ -23,7 +23,7 @@ from hybridtron.interop.verify import whole_model
 from hybridtron.parallel.groups import Groups
 from tests.interop.models import VOCAB, checkpoint_of, model_config
 
-BESIDE = {Adapting.lora: (), Adapting.hylora: ("embedding", "norm", "conv")}
+BESIDE = {Adapting.lora: (), Adapting.lora_plus: ("embedding", "norm"), Adapting.hylora: ("embedding", "norm", "conv")}
 
 
 def tuned(base: Checkpoint, preset: Adapting, folder: Path, dora: bool = False) -> Checkpoint:

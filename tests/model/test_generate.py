@@ -145,7 +145,7 @@ def tokenizer() -> Tokenizer:
 def written(
     tokenizer: Tokenizer, ids: list[int], stops: tuple[str, ...] = (), most: int = 1000
 ) -> tuple[list, TextOfRow]:
-    text, parts = TextOfRow(tokenizer.decode, most, before=ids[:1], stops=stops, end=0), []
+    text, parts = TextOfRow(tokenizer.decode, most, before=ids[:1], stops=stops, ends=[0]), []
     write([text], iter([[token] for token in [*ids[1:], 0]]), lambda row, new: parts.append(new))
     return parts, text
 

@@ -76,6 +76,16 @@ class ChatTemplate:
             raise ValueError("the chat template does not write the last message, which is to be continued")
         return before_it if behind.startswith(" ") else before_it.rstrip()  # as it trims the others
 
+    def question(self, messages: list[dict[str, Any]]) -> str:
+        """What comes before the next answer; ValueError where a message spells a special token, too."""
+        _check(messages, self.special)
+        return self.prompt(messages)
+
+    def behind_answer(self, messages: list[dict[str, Any]]) -> str:
+        """What the template writes behind the next answer, before another message."""
+        answered = [*messages, {"role": ASSISTANT, "content": HERE}]
+        return _marked(self._render(answered, None))[0].rpartition(HERE)[2]
+
     def conversation(self, messages: Any, tools: Any = None) -> tuple[str, Spans]:
         """The text of a conversation, and the spans that the assistant wrote; ValueError says what is wrong with it."""
         _check(messages, self.special)

@@ -1,0 +1,67 @@
+"""Conversations with a checkpoint's model, written by the chat template that it was trained with.
+
+An answer ends where the template ends a turn: with a special token, or with words; and where a text ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybridtron.data.prepare.chat import ASSISTANT, ChatTemplate
+from hybridtron.evaluate.served import opened, tokenizer_of
+from hybridtron.interop.tokenizer import CHAT
+from hybridtron.problems import Unusable
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """The template of a checkpoint, and its tokenizer."""
+
+    folder: Path
+    template: ChatTemplate
+    tokenizer: Tokenizer
+
+    @staticmethod
+    def of(folder: Path) -> Chat:
+        """Unusable where a checkpoint has no template."""
+        checkpoint, _ = opened(folder)
+        if (stored := checkpoint.meta.data.get(CHAT)) is None:
+            cure = "data that is prepared with --learn messages brings one, and so does an imported folder"
+            raise Unusable(f"{folder} has no chat template: {cure}; without --chat a prompt is continued as plain text")
+        tokenizer = tokenizer_of(checkpoint)
+        special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+        return Chat(folder, replace(ChatTemplate.of_stored(stored), special=frozenset(special)), tokenizer)
+
+    def prompt(self, messages: list[Message]) -> list[int]:
+        """The tokens before the next answer, as data is prepared: what is special is written by the template alone."""
+        try:
+            text = self.template.question(messages)
+        except ValueError as error:
+            raise Unusable(f"{self.folder}: {error}") from error
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def ends(self, messages: list[Message]) -> tuple[list[int], list[str]]:
+        """What ends the next answer: a special token, or words."""
+        try:
+            behind = self.template.behind_answer(messages).strip()
+        except ValueError as error:
+            raise Unusable(f"{self.folder}: {error}") from error
+        ids = self.tokenizer.encode(behind, add_special_tokens=False).ids
+        if ids and self.tokenizer.id_to_token(ids[0]) in self.template.special:
+            return ids[:1], []
+        return [], [behind] if behind else []
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> Message:
+    return {"role": ASSISTANT, "content": text}

@@ -1,0 +1,231 @@
+"""From peft's adapter, and the model that it stands beside, to a checkpoint that has both.
+
+    hybridtron import ADAPTER --base BASE --output OUTPUT
+
+The base is a folder that could be imported by itself. Modules that peft has saved whole take the place of the base's.
+Where a tensor of theirs is several parts of ours, each gets the same A, and its own rows of B. DoRA's lengths become
+what they have changed by, which in fp32 is exact unless a length has more than halved or doubled.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridtron.architecture.adapters import AdaptersConfig, Adapting, adapter_key, is_projection
+from hybridtron.architecture.table import parameter_table
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.config.schema import Config
+from hybridtron.interop.config_json import CannotImport
+from hybridtron.interop.import_folder import SHOWN, ImportFolder, same_tensors
+from hybridtron.interop.native import Native
+from hybridtron.interop.peft_adapter import (
+    DOWN,
+    LENGTHS,
+    PREFIX,
+    UP,
+    WEIGHTS,
+    adapter_tensors,
+    beside,
+    row_lengths_of,
+)
+from hybridtron.interop.peft_settings import CONFIG, LoraSettings, lora_settings
+from hybridtron.interop.reader import WeightFiles, Weights
+from hybridtron.interop.rules import ROUNDING, TensorRule
+from hybridtron.interop.verify import loaded, quiet, same_answers, whole_model
+
+OF_ADAPTER = WeightFiles(WEIGHTS, "adapter_model.bin")
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class AdaptedFolder(ImportFolder):
+    """A base with the tensors that peft has saved whole, and its adapters, by the rules of what they stand beside."""
+
+    lora: LoraSettings
+    adapter: Weights
+    adapted: Mapping[str, TensorRule]  # by the names of layers
+    saved: frozenset[str]  # of their tensors
+
+    @classmethod
+    def beside(cls, folder: Path, base: ImportFolder) -> AdaptedFolder:
+        """Raises CannotImport, saying all that does not fit."""
+        lora, adapter = lora_settings(folder), Weights(folder, OF_ADAPTER)
+        rules = {rule.theirs: rule for rule in base.rules}
+        rules |= {old.theirs: new for old, new in zip(base.kind.rules(base.model), base.rules, strict=True)}
+        names = {name: name.removeprefix(PREFIX) for name in adapter.shapes}
+        layers = {name.rpartition(".lora_")[0] for name in names.values() if ".lora_" in name}
+        saved = {rules[name].theirs: there for there, name in names.items() if name in rules}
+        found = cls(
+            base.kind,
+            base.settings,
+            base.model,
+            base.rules,
+            base.weights.replaced(adapter, saved),
+            lora,
+            adapter,
+            {layer: rules[f"{layer}.weight"] for layer in sorted(layers) if f"{layer}.weight" in rules},
+            frozenset(saved),
+        )
+        faults = [*found._strange(names), *found._wrong_layers(layers), *found._wrong_saved(saved)]
+        if faults:
+            more = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
+            listed = "\n  ".join([*faults[:SHOWN], *more])
+            raise CannotImport(f"{folder} is no adapter that we can have beside {base.weights.folder}:\n  {listed}")
+        return found
+
+    @property
+    def adapters(self) -> AdaptersConfig:
+        """As a phase would have them, with the least preset that trains what was saved whole."""
+        learned = [key for rule in self.rules if rule.theirs in self.saved for key in rule.ours]
+        convolutions = any("conv" in key for key in learned)
+        preset = Adapting.hylora if convolutions else Adapting.lora_plus if learned else Adapting.lora
+        rank, alpha, dropout, dora, *_ = self.lora
+        return AdaptersConfig(preset, self._patterns(), rank, alpha, dropout, dora)
+
+    def config(self, name: str) -> Config:
+        config = super().config(name)
+        return replace(config, model=replace(config.model, adapters=self.adapters))
+
+    def tensors(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        yield from super().tensors()
+        made = (self._beside(layer, rule).items() for layer, rule in self.adapted.items())
+        yield "model-adapters.safetensors", {key: tensor.contiguous() for one in made for key, tensor in one}
+
+    def read(self, layer: str, piece: str) -> Tensor:
+        """A tensor of an adapter."""
+        return self.adapter.read(f"{PREFIX}{layer}.{piece}")
+
+    def _beside(self, layer: str, rule: TensorRule) -> dict[str, Tensor]:
+        A = self.read(layer, DOWN)
+        made = {adapter_key(part, "A"): A.clone() for part in rule.ours}
+        made |= beside(rule, "B", self.lora.rank).to_ours(self.read(layer, UP))
+        if self.lora.dora:
+            weight, lengths = self.weights.read(rule.theirs), self.read(layer, LENGTHS).float()
+            made |= beside(rule, "M").to_ours(lengths - row_lengths_of(weight, torch.float32))
+        return made
+
+    def _patterns(self) -> list[str]:
+        """Names for all layers at once, where none has an adapter less."""
+        wanted = {key for rule in self.adapted.values() for key in rule.ours}
+        there = [key for rule in self.rules for key in rule.ours]
+        short = {key: re.sub(r"^layers\.\d+\.", "layers.*.", key) for key in there}
+        lacking = {short[key] for key in there if key not in wanted}
+        return sorted({key if short[key] in lacking else short[key] for key in wanted})
+
+    def _strange(self, names: Mapping[str, str]) -> Iterator[str]:
+        """Tensors that have no place; a head that is the embedding needs none."""
+        known = {f"{layer}.{piece}" for layer in self.adapted for piece in self._pieces()}
+        for there, name in names.items():
+            if not there.startswith(PREFIX):
+                yield f"{there} does not begin with {PREFIX}"
+            elif name not in known and self._place(name) is None and not (name == HEAD and self.model.tie_embeddings):
+                yield f"{there} is used by no rule"
+
+    def _place(self, name: str) -> TensorRule | None:
+        names = (self.rules, self.kind.rules(self.model))
+        return next((rule for rules in names for rule in rules if rule.theirs == name), None)
+
+    def _pieces(self) -> tuple[str, ...]:
+        return (DOWN, UP, LENGTHS) if self.lora.dora else (DOWN, UP)
+
+    def _wrong_layers(self, layers: set[str]) -> Iterator[str]:
+        if not layers:
+            yield f"no tensor is called LAYER.{DOWN}"
+        table = parameter_table(self.model)
+        projections = {
+            key for name, weight in table.items() if is_projection(name, weight) for key in weight.stored(name)
+        }
+        for layer, rule in self.adapted.items():
+            if not projections.issuperset(rule.ours):
+                yield f"{layer} has an adapter, and is no projection of a mixer"
+                continue
+            if rule.theirs in self.saved:
+                yield f"{layer} has an adapter, and is saved whole besides"
+            rows, columns = rule.shape
+            wanted = {DOWN: (self.lora.rank, columns), UP: (rows, self.lora.rank), LENGTHS: (rows,)}
+            for piece in self._pieces():
+                held = self.adapter.shapes.get(f"{PREFIX}{layer}.{piece}")
+                if held != wanted[piece]:
+                    yield f"{layer}.{piece} {f'has shape {held}' if held else 'is missing'}, not {wanted[piece]}"
+
+    def _wrong_saved(self, saved: Mapping[str, str]) -> Iterator[str]:
+        shapes = {rule.theirs: rule.shape for rule in self.rules}
+        for name, there in saved.items():
+            if self.adapter.shapes[there] != shapes[name]:
+                yield f"{name} has shape {self.adapter.shapes[there]}, not {shapes[name]}"
+                return
+        modules = {name.rpartition(".")[0] for name in (*saved, *([HEAD] if self.model.tie_embeddings else []))}
+        for module in self.lora.saved:
+            if not any(f".{name}".endswith(f".{module}") for name in modules):
+                yield f"{module} is among modules_to_save, and no tensor of it is there"
+        if not self.model.tie_embeddings:
+            return
+        embedding = next(rule.theirs for rule in self.rules if rule.ours == ("embedding.weight",))
+        if (there := f"{PREFIX}{HEAD}") in self.adapter.shapes:
+            if not torch.equal(self.adapter.read(there), self.weights.read(embedding)):
+                yield f"{HEAD} is not {embedding}, though they are tied"
+        elif embedding in self.saved and not self.lora.tied:
+            yield f"{embedding} was saved, and the head that is tied to it was not: peft keeps the base's for the head"
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Whether there is an adapter, and no model."""
+    return (folder / CONFIG).exists() and not (folder / "config.json").exists()
+
+
+def adapted_folder(folder: Path, base: Path | None) -> tuple[AdaptedFolder, Path]:
+    """An adapter and its base, which the adapter may name; and where the tokenizer is."""
+    if not (folder / CONFIG).exists():
+        raise CannotImport(f"{folder} has no {CONFIG}: leave out --base")
+    named = lora_settings(folder).base
+    if base is None and not (named and Path(named).is_dir()):
+        raise CannotImport(f"{folder / CONFIG} names {named!r} as its base, which is no folder here: add --base FOLDER")
+    place = base or Path(str(named))
+    home = folder if (folder / "tokenizer.json").exists() else place
+    return AdaptedFolder.beside(folder, ImportFolder.open(place)), home
+
+
+def prove_adapter(source: AdaptedFolder, checkpoint: Checkpoint) -> None:
+    """Every tensor comes back as it was; and transformers' model with the adapters added to it answers as ours."""
+    same_tensors(source, checkpoint)
+    for layer, rule in source.adapted.items():
+        made = adapter_tensors(checkpoint, replace(rule, theirs=f"{layer}.weight"))
+        for name, tensor in made.items():
+            _same(source, name.removeprefix(f"{layer}."), layer, tensor, rule)
+    if isinstance(source.kind, Native):
+        with quiet():
+            folder = source.weights.folder
+            same_answers(folder, _merged(source, loaded(folder)), whole_model(checkpoint), checkpoint.config.model)
+
+
+def _same(source: AdaptedFolder, piece: str, layer: str, made: Tensor, rule: TensorRule) -> None:
+    theirs = source.read(layer, piece)
+    if piece == LENGTHS:
+        near = ROUNDING * row_lengths_of(source.weights.read(rule.theirs), torch.float32).maximum(theirs.float().abs())
+        same = bool(((made - theirs.float()).abs() <= near).all())
+    else:
+        same = made.dtype == theirs.dtype and torch.equal(made, theirs)
+    if not same:
+        raise CannotImport(f"{layer}.{piece} does not come back from the checkpoint as it was")
+
+
+@torch.no_grad()
+def _merged(source: AdaptedFolder, theirs: Any) -> Any:
+    """Transformers' model as peft would merge it."""
+    for rule in source.rules:
+        if rule.theirs in source.saved:
+            theirs.get_parameter(rule.theirs).copy_(source.weights.read(rule.theirs))
+    for layer in source.adapted:
+        weight, scale = theirs.get_parameter(f"{layer}.weight"), source.lora.alpha / source.lora.rank
+        both = weight + scale * source.read(layer, UP).float() @ source.read(layer, DOWN).float()
+        if source.lora.dora:
+            both *= (source.read(layer, LENGTHS).float() / both.norm(dim=1))[:, None]
+        weight.copy_(both)
+    return theirs.eval()

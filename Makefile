@@ -7,6 +7,7 @@
 # make passkey   trains tiny models to find a key in long texts, with Mamba and without (an hour)
 # make mixers   trains every recurrence at equal size and compares them (hours)
 # make joint-recall   trains sparse attention beside Mamba to recall values by context and key (hours)
+# make grown   grows HAX beside a tiny Mamba and tunes both on keys in filler (half an hour)
 # make chaos   kills and damages a tiny run again and again, which ends as one that nothing happens to (minutes)
 # make audit   compares every gradient of every parallel layout with one process (minutes)
 # make rehearse   rehearses a step of every recipe under six layouts without a GPU, and writes its page (tens of minutes)
@@ -25,7 +26,7 @@ TORCH ?= torch==2.13.0
 DALI := nvidia-dali-cuda120==2.4.0
 BIN := $(VENV)/bin
 .PHONY: train length-story setup setup-dev setup-metrics setup-dali same-python test lint types test-fast test-slow \
-  passkey mixers joint-recall test-core test-triton test-slurm setup-slurm test-gpu gpu-day-one audit chaos rehearse reference format clean
+  passkey mixers joint-recall grown test-core test-triton test-slurm setup-slurm test-gpu gpu-day-one audit chaos rehearse reference format clean
 
 train: $(VENV)/.ready
 	$(BIN)/python train.py
@@ -41,6 +42,9 @@ mixers: $(VENV)/.ready
 
 joint-recall: $(VENV)/.ready
 	$(BIN)/python -m examples.joint_recall.study --results benchmarks/results/joint_recall
+
+grown: $(VENV)/.ready
+	$(BIN)/python -m examples.grown.study --results benchmarks/results/grown
 
 setup: $(VENV)/.ready
 

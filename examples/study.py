@@ -99,8 +99,7 @@ def seed_by_seed(plan: Plan) -> Iterator[tuple[str, Part, list[SweepRun]]]:
 def trained(name: str, part: Part, runs: Sequence[SweepRun], results: Results, jobs: int, console: Console) -> bool:
     """Train the runs without a result, and those that they start from; measure each as it ends. Whether none failed."""
     missing = [run for run in runs if results.of(name, part, run) is None]
-    needed = {run.name for run in missing} | {run.start for run in missing}
-    sweep = replace(part.sweep, runs=tuple(run for run in runs if run.name in needed))
+    sweep = replace(part.sweep, runs=tuple(with_starts(missing, runs, part.folder)))
     if not missing:
         return True
     well = True
@@ -109,6 +108,18 @@ def trained(name: str, part: Part, runs: Sequence[SweepRun], results: Results, j
             well &= not ended.fault
             measure(name, part, [ended.run], results, console)
     return well
+
+
+def with_starts(missing: Sequence[SweepRun], runs: Sequence[SweepRun], folder: Folder) -> list[SweepRun]:
+    """And what they start from; what has finished itself needs nothing any more."""
+    by_name = {run.name: run for run in runs}
+    needed: set[str] = set()
+    for run in missing:
+        start: str | None = run.name
+        while start is not None and start not in needed:
+            needed.add(start)
+            start = None if folder.is_finished(start) else by_name[start].start
+    return [run for run in runs if run.name in needed]
 
 
 def measure(name: str, part: Part, runs: Sequence[SweepRun], results: Results, console: Console) -> None:

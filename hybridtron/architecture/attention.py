@@ -12,12 +12,13 @@ OLMo-Hybrid norms the queries of all heads together, and the keys; Qwen3-Next no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Names, Parameter, StatePart, linear, output_linear
 from hybridtron.architecture.inits import Constant, Uniform
+from hybridtron.architecture.rope import NO_POSITIONS, PLAIN, RopeOptions, SelfExtendOptions, with_rope
 from hybridtron.limits import above, at_least, divisors_near, one_of
 from hybridtron.problems import Problem, choice
 
@@ -43,8 +44,8 @@ class HeadsSpec(MixerSpec):
     kv_heads: Annotated[int | None, at_least(1)] = None  # key/value heads; null: heads
     # channels of a head; null: width / heads
     head_dim: Annotated[int | None, at_least(1, "leave it out for width / heads")] = None
-    # base of the rotary positions; null: no positions
-    rope_base: Annotated[float | None, above(1, "null for no positions")] = 10000.0
+    # rotary positions: {base, scale, factor, original}; none: no positions
+    rope: Annotated[RopeOptions | str, one_of((NO_POSITIONS,))] = PLAIN
     rotary_dim: int | None = None  # channels of a head that rotary positions turn; null: all
     # taps of a short convolution on queries, keys and values; null: none
     conv: Annotated[int | None, at_least(2, "leave it out for none")] = None
@@ -54,6 +55,19 @@ class HeadsSpec(MixerSpec):
     qk_norm: Annotated[str, one_of(("none", "head", "all"))] = "none"
     norm_eps: Annotated[float, above(0)] = 1e-5  # added to the mean square in that norm
     gate: bool = False  # the output is multiplied by the sigmoid of one more projection
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rope, Mapping):  # as YAML and config.json have it
+            object.__setattr__(self, "rope", RopeOptions(**self.rope))
+
+    @classmethod
+    def renamed(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        return with_rope(options)
+
+    @property
+    def positions(self) -> RopeOptions | None:
+        """The rotary positions; None without any."""
+        return self.rope if isinstance(self.rope, RopeOptions) else None
 
     def groups(self) -> int:
         return self.kv_heads or self.heads
@@ -129,7 +143,7 @@ class HeadsSpec(MixerSpec):
         queries, keys = self.channels(model)
         # q, k, v (once more where a convolution stands between), the output, an fp32 number a head; what a form gathers
         # of the keys it gathers again. Keys that are not yet rotated lie beside the values, and live as long.
-        unrotated = keys if self.rope_base is not None else 0
+        unrotated = keys if self.positions is not None else 0
         # the gate's projection, its sigmoid and the product; queries and keys before their norm
         beside = 3 * queries * self.gate + (queries + keys) * (self.qk_norm != "none")
         return (queries + 2 * keys) * (2 if self.conv else 1) + unrotated + queries + 2 * self.heads + beside
@@ -162,8 +176,10 @@ class HeadsSpec(MixerSpec):
         if self.head_dim is None and model.width % self.heads:
             fitting = f"{choice(divisors_near(model.width, self.heads))}, or set head_dim"
             yield Problem("heads", f"is {self.heads}, must divide model.width={model.width}: {fitting}")
-        elif self.rope_base is not None:
+        elif self.positions is not None:
             yield from self._rotary_problems(model)
+        if self.positions is not None:
+            yield from (Problem(f"rope.{p.key}", p.message) for p in self.positions.problems())
         if self.heads % self.groups():
             fitting = choice(divisors_near(self.heads, self.groups()))
             yield Problem("kv_heads", f"is {self.kv_heads}, must divide heads={self.heads}: {fitting}")
@@ -192,9 +208,18 @@ class AttentionSpec(HeadsSpec):
 
     # tokens that a token sees, itself included; null: full attention
     window: Annotated[int | None, at_least(2, "leave it out for full attention")] = None
+    # outside training, positions of far keys count in groups: {group: 4, neighbours: 1024}; null: they do not
+    self_extend: SelfExtendOptions | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.self_extend, Mapping):
+            object.__setattr__(self, "self_extend", SelfExtendOptions(**self.self_extend))
 
     @property
     def attention_at_eval(self) -> str:
+        if self.self_extend is not None:
+            return f"full, self-extended by {self.self_extend.group} beyond {self.self_extend.neighbours}"
         return "full" if self.window is None else f"window {self.window}"
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
@@ -203,7 +228,7 @@ class AttentionSpec(HeadsSpec):
 
     def given_up_values(self, model: ModelSizes) -> int:
         # keys that are not yet rotated lie beside the values, which here were copied
-        return self.channels(model)[1] if self.rope_base is not None else 0
+        return self.channels(model)[1] if self.positions is not None else 0
 
     def state_parts(self, model: ModelSizes) -> dict[str, StatePart]:
         return self.carried_heads(model, None if self.window is None else self.window - 1)
@@ -214,3 +239,6 @@ class AttentionSpec(HeadsSpec):
             longest = f"larger than the longest sequence of any phase ({max_seq_len})"
             cure = f"leave it out for full attention, or use at most {max_seq_len}"
             yield Problem("window", f"is {self.window}, {longest}: {cure}")
+        if self.self_extend is not None and (self.window is not None or self.positions is None):
+            why = f"window={self.window}" if self.window is not None else "rope=none"
+            yield Problem("self_extend", f"is for full attention with rotary positions, not for {why}: leave it out")

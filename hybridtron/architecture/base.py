@@ -183,6 +183,11 @@ class MixerSpec(ABC):
 
     norm_after: bool = field(default=False, kw_only=True)  # what it adds is normed, instead of what it reads
 
+    @classmethod
+    def renamed(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Options as they are called now, from those of recipes and checkpoints that may have former names."""
+        return dict(options)
+
     @abstractmethod
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         """Every parameter of the module, by its name inside the module."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import sys
 import types
 import typing
@@ -21,6 +22,7 @@ from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Parameter, 
 from hybridtron.architecture.inits import Constant, Normal, OutputProjection, Projection
 from hybridtron.architecture.model import ModelConfig, Start
 from hybridtron.architecture.pattern import RESERVED, Pattern, PatternError, parse
+from hybridtron.architecture.rope import FORMER
 from hybridtron.limits import limit_problems
 from hybridtron.problems import ConfigError, Problem, did_you_mean
 
@@ -37,6 +39,11 @@ class Architecture:
     def sizes_at(self, index: int) -> ModelSizes:
         """The sizes as the mixer of one sub-layer knows them."""
         return self.sizes.at(index, [spec.kind for spec in self.specs])
+
+    @property
+    def reads_in(self) -> int:
+        """Outside training, pieces of a text give what its whole would where they begin at multiples of this."""
+        return math.lcm(*(spec.reads_in for spec in self.specs))
 
     @property
     def by_letter(self) -> dict[str, MixerSpec]:
@@ -75,6 +82,10 @@ def _spec(where: str, options: dict[str, Any]) -> MixerSpec:
     if kind not in SPECS:
         what = "must be set" if kind is None else f"is {kind!r}{did_you_mean(str(kind), SPECS)}"
         raise ConfigError([Problem(f"{where}.kind", f"{what}; {_known(SPECS)}")])
+    try:
+        options = SPECS[kind].renamed(options)
+    except ValueError as error:
+        raise ConfigError([Problem(f"{where}.{FORMER}", str(error))]) from error
     if found := _option_problems(SPECS[kind], kind, options, where):
         raise ConfigError(found)
     spec = SPECS[kind](**options)

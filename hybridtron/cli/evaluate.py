@@ -34,10 +34,12 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Column, Table
 
+from hybridtron.architecture.rope import SelfExtendOptions
 from hybridtron.cli.given import newest_checkpoint, positive, progress_bar
 from hybridtron.config.asked import read_keys
 from hybridtron.evaluate.instruments import INSTRUMENTS, written
 from hybridtron.evaluate.served import layout, served
+from hybridtron.limits import limit_problems
 from hybridtron.problems import Unusable
 from hybridtron.requirements import demand, is_there, missing
 
@@ -70,11 +72,22 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--length", default="16x", metavar="N", help="of the instruments: tokens, or training lengths (%(default)s)")
     add("--seq-len", type=positive, metavar="N", help="training length (default: as the checkpoint says)")
     add("--rows", type=positive, default=8, metavar="B", help="of the instruments, at most (default: %(default)s)")
+    add("--self-extend", type=grouped, metavar="G,W", help="full attention reads tokens W and more away in groups of G")
     add("--instruments", metavar="A,B", help=f"default: {','.join(INSTRUMENTS)}")
     add("--output", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation/STEP)")
     chosen = parser.parse_intermixed_args(arguments)
     require_consistent(parser, chosen)
     return chosen
+
+
+def grouped(text: str) -> SelfExtendOptions:
+    """`4,1024`"""
+    if not re.fullmatch(r"\d{1,9},\d{1,9}", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"is {text}, must be a group and a number of neighbours, such as 4,1024")
+    by = SelfExtendOptions(*map(int, text.split(",")))
+    if found := [f"{problem.key} {problem.message}" for problem in limit_problems(by)]:
+        raise argparse.ArgumentTypeError("; ".join(found))
+    return by
 
 
 def require_consistent(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
@@ -130,7 +143,7 @@ def measure(checkpoints: dict[Path, Path], chosen: argparse.Namespace, console: 
     if len(set(folders.values())) < len(chosen.paths):
         raise Unusable("two of the runs have the same name and step, and so the same folder below --output")
     for path, checkpoint in checkpoints.items():
-        with served(checkpoint, layout(chosen.layout)) as model:
+        with served(checkpoint, layout(chosen.layout), chosen.self_extend) as model:
             name = f"{folders[path].parent.parent.name if chosen.output is None else path.name}, step {model.step}"
             one = ask(model, name, folders[path])
             if model.first:
@@ -190,7 +203,7 @@ def instruments(checkpoint: Path, output: Path, chosen: argparse.Namespace, cons
     from hybridtron.evaluate.held_out import as_trained, read_text
     from hybridtron.evaluate.length import attention_at_eval
 
-    with served(checkpoint, layout(chosen.layout)) as model:
+    with served(checkpoint, layout(chosen.layout), chosen.self_extend) as model:
         config, seq_len = as_trained(checkpoint, model.config, model.step, chosen.seq_len)
         length = int(chosen.length.removesuffix("x")) * (seq_len if chosen.length.endswith("x") else 1)
         text = read_text(checkpoint, config.data, seq_len, chosen.data, length, chosen.rows)

@@ -39,7 +39,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("path", type=Path, help="runs/NAME, or runs/NAME/checkpoints/step-00000100")
-    add("layout", nargs="*", metavar="parallel.KEY=N", help="tensor, pipeline: over the processes of torchrun")
+    add("layout", nargs="*", metavar="parallel.KEY=N", help="tensor, pipeline, context: over the processes of torchrun")
     add("--prompt", action="append", metavar="TEXT", help="what to continue; several are read as one batch")
     add("--prompt-file", action="append", type=Path, metavar="FILE", help="a prompt that is a file's text")
     add("--tokens", type=positive, default=100, metavar="N", help="new tokens, at most (default: %(default)s)")

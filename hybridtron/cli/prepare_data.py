@@ -4,6 +4,7 @@
     hybridtron data prepare --input notes/ more.parquet --tokenizer DIR --output data/notes --workers 8
     hybridtron data prepare --input chats.jsonl --learn messages --tokenizer DIR --output data/chats
     hybridtron data prepare --input embedded --vocab-size 2048 --output data/embedded-2048
+    hybridtron data prepare --input embedded --packages torch sympy --vocab-size 8192 --output data/packages
 
 The formats of inputs are listed by --help. Interrupted, it leaves OUTPUT.partial, and the same command continues from
 there; another number of workers may be given. Exit codes: 0 the folder is there, 1 it could not be prepared, or not
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from hybridtron.data.folder import TokenFolder
 
 EMBEDDED = "embedded"
+EMBEDDED_TAKES = {"input", "output", "vocab_size", "packages", "workers"}
 LEARN = ("spans", "completion", "messages", "mask")
 
 
@@ -53,6 +55,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--separator", metavar="TOKEN", help="what parts packed tokens (default: the tokenizer's bos, else eos)")
     add("--max-bad", type=share, metavar="SHARE", help="of a file's lines that may be bad, rounded up (default: 0.1%%)")
     add("--vocab-size", type=int, metavar="N", help="for embedded: entries of its vocabulary")
+    add(
+        "--packages", nargs="+", default=[], metavar="NAME", help="for embedded: the sources of installed packages, too"
+    )
     chosen = parser.parse_args(arguments)
     _check(parser, chosen)
     return chosen
@@ -60,14 +65,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def _check(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
     if EMBEDDED in chosen.input:  # a folder of that name is ./embedded
-        given = {key for key, value in vars(chosen).items() if value is not None} - {"input", "output", "vocab_size"}
+        given = {key for key, value in vars(chosen).items() if value is not None} - EMBEDDED_TAKES
         if len(chosen.input) > 1 or given:
             named = ", ".join(f"--{key.replace('_', '-')}" for key in sorted(given)) or "other inputs"
-            parser.error(f"--input embedded takes --output and --vocab-size only, not {named}")
+            parser.error(f"--input embedded takes --output, --vocab-size, --packages and --workers only, not {named}")
         if chosen.vocab_size is None:
             parser.error("--input embedded needs --vocab-size, the model's: 2048 for a small one")
     elif chosen.vocab_size is not None:
         parser.error("--vocab-size goes with --input embedded; otherwise the tokenizer has it")
+    elif chosen.packages:
+        parser.error("--packages goes with --input embedded; name their folders as --input, with a --tokenizer")
     elif chosen.tokenizer is None:
         parser.error("--tokenizer is needed: a folder on this machine with tokenizer.json")
 
@@ -152,13 +159,12 @@ def prepare_embedded(chosen: argparse.Namespace) -> TokenFolder:
     from hybridtron.data.prepare import embedded
     from hybridtron.data.prepare.documents import ArgumentError
 
-    try:
-        folder = embedded.prepare_embedded(chosen.output, chosen.vocab_size)
-    except ValueError as error:
-        raise ArgumentError(f"--vocab-size: {error}") from error
+    folder = embedded.prepare_embedded(chosen.output, chosen.vocab_size, chosen.packages, chosen.workers or 1)
     made_for = folder.manifest.origin.get("asked_vocab_size")
     if made_for != chosen.vocab_size:
         raise ArgumentError(f"{chosen.output} is there, made for --vocab-size {made_for}; give another --output")
+    if missing := [package for package in chosen.packages if package not in folder.manifest.origin]:
+        raise ArgumentError(f"{chosen.output} is there, made without {', '.join(missing)}; give another --output")
     return folder
 
 

@@ -84,12 +84,14 @@ def _are_pairs(arch: Architecture) -> str | None:
     return "its last sub-layer has no MLP after it" if len(arch.specs) % 2 else None
 
 
-def _attention(spec: MixerSpec, qk_norm: str = "none", gate: bool = False) -> str | None:
+def _attention(spec: MixerSpec, qk_norm: str = "none", gate: bool = False, part: bool = False) -> str | None:
     if not isinstance(spec, AttentionSpec):
         return f"{spec.kind} is not attention"
     if spec.conv:
         return "its attention has short convolutions"
-    if spec.rotary_dim is not None and not gate:
+    if spec.self_extend is not None:
+        return "its attention has self_extend"
+    if spec.rotary_dim is not None and not gate and not part:
         return "its rotary positions turn a part of each head"
     if spec.qk_norm != qk_norm:
         return f"its attention has qk_norm={spec.qk_norm}, not {qk_norm}"
@@ -105,7 +107,7 @@ def _llama(arch: Architecture, norm_eps: float, windowed: bool) -> str | None:
         return found
     spec = mixers[0]
     assert isinstance(spec, AttentionSpec)
-    if spec.rope_base is None:
+    if spec.positions is None:
         return "its attention has no rotary positions"
     if (spec.window is not None) is not windowed:
         return "its attention has a window" if spec.window else "its attention has no window"
@@ -113,25 +115,45 @@ def _llama(arch: Architecture, norm_eps: float, windowed: bool) -> str | None:
 
 
 def _granite(arch: Architecture, norm_eps: float) -> str | None:
+    found, attention = _mamba2_hybrid(arch)
+    if found or attention is None:
+        return found
+    if attention.channels(arch.sizes)[0] != arch.sizes.width:
+        return "its heads together are not as wide as the model"
+    return None
+
+
+def _bamba(arch: Architecture, norm_eps: float) -> str | None:
+    found, attention = _mamba2_hybrid(arch, part=True)
+    if found:
+        return found
+    if attention is None:
+        return "it has no attention"
+    if attention.positions is None:
+        return "its attention has no rotary positions"
+    if 2 * attention.rotary(arch.sizes) != attention.head(arch.sizes):
+        return "its rotary positions do not turn half of each head"
+    mamba = next(spec for spec in arch.specs if isinstance(spec, Mamba2Spec))
+    return _same_eps(mamba, norm_eps)
+
+
+def _mamba2_hybrid(arch: Architecture, part: bool = False) -> tuple[str | None, AttentionSpec | None]:
+    """What Granite's hybrid and Bamba share, and their attention; its positions may turn a part of each head."""
     mixers = halves(arch)[0]
     recurrent = [spec for spec in mixers if isinstance(spec, Mamba2Spec)]
     others = [spec for spec in mixers if not isinstance(spec, Mamba2Spec)]
     if found := _pairs(arch):
-        return found
+        return found, None
     if not recurrent:
-        return "it has no mamba2 sub-layer"
+        return "it has no mamba2 sub-layer", None
     found = _only(recurrent, Mamba2Spec)
     if found or not others:
-        return found
-    if found := _only(others, AttentionSpec) or _attention(others[0]):
-        return found
+        return found, None
+    if found := _only(others, AttentionSpec) or _attention(others[0], part=part):
+        return found, None
     attention = others[0]
     assert isinstance(attention, AttentionSpec)
-    if attention.window is not None:
-        return "its attention has a window"
-    if attention.channels(arch.sizes)[0] != arch.sizes.width:
-        return "its heads together are not as wide as the model"
-    return None
+    return ("its attention has a window" if attention.window is not None else None), attention
 
 
 def _delta(arch: Architecture) -> tuple[list[GatedDeltaNetSpec], list[AttentionSpec]]:
@@ -173,12 +195,12 @@ def _qwen3_next(arch: Architecture, norm_eps: float) -> str | None:
     recurrent, attention = _delta(arch)
     if recurrent[0].negative_eigenvalues:
         return "its gated_deltanet has negative_eigenvalues"
-    if attention[0].rope_base is None:
+    if attention[0].positions is None:
         return "its attention has no rotary positions"
     return _same_eps(recurrent[0], norm_eps) or _same_eps(attention[0], norm_eps)
 
 
-def _same_eps(spec: GatedDeltaNetSpec | AttentionSpec, norm_eps: float) -> str | None:
+def _same_eps(spec: GatedDeltaNetSpec | AttentionSpec | Mamba2Spec, norm_eps: float) -> str | None:
     same = spec.norm_eps == norm_eps
     return None if same else f"its {spec.kind} has norm_eps={spec.norm_eps}, not model.norm_eps={norm_eps}"
 
@@ -190,6 +212,7 @@ NATIVE: dict[str, Misfit] = {
     "LlamaForCausalLM": partial(_llama, windowed=False),
     "MistralForCausalLM": partial(_llama, windowed=True),
     "GraniteMoeHybridForCausalLM": _granite,
+    "BambaForCausalLM": _bamba,
     "OlmoHybridForCausalLM": _olmo_hybrid,
     "Qwen3NextForCausalLM": _qwen3_next,
 }

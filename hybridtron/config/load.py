@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass
@@ -169,7 +170,9 @@ def _set(config: DictConfig, key: str, text: str) -> Problem | None:
             _mix(config, mixture + inside, entry.strip("."), value)
         elif key.endswith(".layers") and isinstance(value, dict):
             for letter, options in value.items():
-                OmegaConf.update(config, f"{key}.{letter}", options, force_add=True)
+                _set_letter(config, f"{key}.{letter}", options)
+        elif re.fullmatch(r"model\.layers\.[^.]+", key):
+            _set_letter(config, key, value)
         else:
             if isinstance(value, dict):
                 _begin_sections(config, key)
@@ -187,6 +190,13 @@ def _begin_sections(config: DictConfig, key: str) -> None:
             node = node_of(config, ".".join(names[:depth]))
             if isinstance(node, DictConfig) and node._is_none() and is_dataclass(schema := node._metadata.ref_type):
                 OmegaConf.update(config, ".".join(names[:depth]), OmegaConf.structured(schema), merge=False)
+
+
+def _set_letter(config: DictConfig, key: str, options: Any) -> None:
+    """Override options of a letter; one of another kind starts from its defaults, as it does not know these options."""
+    before = OmegaConf.select(config, f"{key}.kind") if key.startswith("model.") else None
+    another = isinstance(options, dict) and before is not None and options.get("kind", before) != before
+    OmegaConf.update(config, key, options, merge=not another, force_add=True)
 
 
 def _mix(config: DictConfig, mixture: str, entry: str, value: Any) -> None:

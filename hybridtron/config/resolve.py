@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, TypeVar
 
+from hybridtron.architecture import SPECS
 from hybridtron.architecture.adapters import ADAPTERS, LEARNING_BESIDE
 from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.rope import FORMER
 from hybridtron.architecture.table import Architecture, architecture
 from hybridtron.config.choices import Documents, Order, StateKind, StateMode
 from hybridtron.config.growth import Growth
@@ -177,7 +180,7 @@ class ResolvedPhase:
         if key.startswith("model.layers."):
             letter, _, option = name.removeprefix("layers.").partition(".")
             changed = self.settings.layers.get(letter)
-            if changed is not None and (not option or option in changed):
+            if changed is not None and (not option or option.partition(".")[0] in changed):
                 return self.own_key(f"layers.{letter}.{option}".rstrip("."))
         return key
 
@@ -223,8 +226,28 @@ Changes = PhaseDataConfig | PhaseStatesConfig | PhaseOptimConfig | PhasePrecisio
 
 
 def _with(options: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """A letter's options with the changed ones; null takes one out, as another kind of layer may not know it."""
-    return {name: value for name, value in (options | changes).items() if changes.get(name, value) is not None}
+    """A letter's options with the changed ones; null takes one out, as another kind of layer may not know it.
+
+    Of an option that holds options, those are changed that the phase names.
+    """
+    gone = {name for name, value in changes.items() if value is None}
+    gone |= {"rope"} if FORMER in gone else set()
+    chosen = _as_named_now({k: v for k, v in changes.items() if v is not None}, options.get("kind"))
+    before = _as_named_now(options, None)
+    found = {name: value for name, value in before.items() if name not in gone and value is not None}
+    for name, value in chosen.items():
+        held = found.get(name)
+        both = isinstance(value, dict) and isinstance(held, dict)
+        found[name] = _with(held, value) if both else value
+    return found
+
+
+def _as_named_now(options: dict[str, Any], kind: object) -> dict[str, Any]:
+    """Options without former names, as far as that can be said; what can't be, the rules of the model report."""
+    spec = SPECS.get(str(options.get("kind", kind)))
+    with suppress(ValueError):
+        return options if spec is None else spec.renamed(options)
+    return options
 
 
 def _overlaid(base: Base, changes: Changes) -> Base:

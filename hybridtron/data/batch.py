@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridtron.architecture.rope import RopeOptions
 from hybridtron.ops.documents import document_borders
 from hybridtron.ops.rope import rope_table
 
@@ -79,11 +80,11 @@ class SeqInfo:
     _spans: list[list[tuple[int, int]]] = field(default_factory=list, repr=False, compare=False)
     _rope: dict[tuple[object, ...], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
-    def rope(self, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    def rope(self, head_dim: int, rope: RopeOptions) -> tuple[Tensor, Tensor]:
         """cos and sin of the rotary angles, each (B, L, head_dim / 2) in fp32; computed once per batch."""
-        if (head_dim, base) not in self._rope:
-            self._rope[head_dim, base] = rope_table(self.positions_BL, head_dim, base)
-        return self._rope[head_dim, base]
+        if (head_dim, rope) not in self._rope:
+            self._rope[head_dim, rope] = rope_table(self.positions_BL, head_dim, rope)
+        return self._rope[head_dim, rope]
 
     def rope_in_row(self, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The same by place in the row, whatever documents it holds, up to the place behind it: (B, L + 1, ...)."""
@@ -91,7 +92,7 @@ class SeqInfo:
             rows, length = self.positions_BL.shape
             first = 0 if self.share is None else self.share.first
             places_BL = torch.arange(first, first + length + 1, device=self.positions_BL.device).expand(rows, -1)
-            self._rope[head_dim, base, dtype] = rope_table(places_BL, head_dim, base, dtype)
+            self._rope[head_dim, base, dtype] = rope_table(places_BL, head_dim, RopeOptions(base), dtype)
         return self._rope[head_dim, base, dtype]
 
     def number(self, purpose: str) -> int:

@@ -21,7 +21,8 @@ from hybridtron.problems import Problem
 from hybridtron.storage.remote import is_url
 
 EMBEDDED_PATH = "data/embedded-{}"  # by the vocabulary's size
-RECIPES_PATHS = ("data/tokens", "data/slimpajama", "data/phi")  # where configs/data looks for text of one's own
+# Where configs/data looks for text of one's own.
+RECIPES_PATHS = ("data/tokens", "data/slimpajama", "data/phi", "data/language", "data/code", "data/pg19")
 Opened = Callable[[str], TokenFolder]
 
 

@@ -1,8 +1,8 @@
 """A model that only reads, cut over tensor- and pipeline-parallel ranks: the same logits, losses on every rank.
 
-All ranks read the same tokens. The stream passes from stage to stage, and the last one sends what is wanted of it to
-all; so each chooses the same token, and none waits for another's choice. There is no schedule: one stage computes at a
-time, as a token's successor is not known before.
+All ranks read the same tokens, unless context-parallel ones divide them (`shared_reading.py`). The stream passes from
+stage to stage, and the last one sends what is wanted of it to all; so each chooses the same token, and none waits for
+another's choice. There is no schedule: one stage computes at a time, as a token's successor is not known before.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from hybridtron.config.layout import chunks_on, stage_layers
 from hybridtron.config.schema import ParallelConfig
 from hybridtron.data.batch import SeqInfo
 from hybridtron.device import compute_device
+from hybridtron.engine.shared_reading import among_shares
 from hybridtron.model.generate import Finish, Reader, reader
 from hybridtron.model.lm import LanguageModel, ModelSlice, stream_dtype
 from hybridtron.model.stack import States
@@ -65,7 +66,7 @@ def staged_reader(parts: Sequence[LanguageModel], model: ModelConfig, groups: Gr
         dist.broadcast(made, ranks[-1], group=pipeline)
         return made, new
 
-    return Reader(forward, parts, model.vocab_size, dtype, device, of_all)
+    return among_shares(Reader(forward, parts, model.vocab_size, dtype, device, of_all), model, groups.context)
 
 
 def shared_reader(trained: Sequence[LanguageModel], model: ModelConfig, groups: Groups, dtype: torch.dtype) -> Reader:
@@ -82,7 +83,9 @@ def shared_reader(trained: Sequence[LanguageModel], model: ModelConfig, groups: 
         part.load_state_dict(weights, assign=True)
         parts.append(part.eval())
     whole = groups.tensor.size == groups.pipeline_size == 1
-    return reader(parts[0]) if whole else staged_reader(parts, model, groups, dtype)
+    if whole:
+        return among_shares(reader(parts[0]), model, groups.context)
+    return staged_reader(parts, model, groups, dtype)
 
 
 def of_all(of_layers: dict[int, Tensor]) -> dict[int, Tensor]:

@@ -85,7 +85,7 @@ def forced(model: Served, cell: Cell, task: TokenTask, samples: Sequence[Sample]
     found: dict[int, Line] = {}
     for length in dict.fromkeys(len(sample.tokens) for sample in samples):
         together = [sample for sample in samples if len(sample.tokens) == length]
-        chunk = fitting_chunk(model.config.model, len(together))
+        chunk = fitting_chunk(model.config.model, len(together), model.read.context.size)
         predicted_BL = likeliest_tokens(model.read, torch.tensor([one.tokens for one in together]), chunk)
         for sample, predicted in zip(together, predicted_BL.tolist(), strict=True):
             found[sample.index] = forced_line(cell, task, sample, predicted)

@@ -11,7 +11,8 @@ sum over a row is S. Neither needs weights: as log a_ij = s_ij - lse_i and log d
 Scores are made for some queries at a time, and step sizes are added up. An entropy is 0 where one key or token is all
 that counts, and at most that of a uniform choice, the log of how many there are; that is given beside it.
 
-What mixers hand to their ops is observed, so that a model is read as ever, under any layout. Texts of
+What mixers hand to their ops is observed, so that a model is read as ever, under any layout. Ranks that divide the
+tokens of rows observe their shares, and what all of them have seen is added up. Texts of
 GSM8K, of which Samba's figure is, are not here: rows are held-out text.
 
 Legend: B rows, L tokens of a chunk, H query heads, G key/value heads, A query heads of a group, K head size, S keys,
@@ -21,17 +22,18 @@ Q queries, E channels or heads of a scan.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from hybridtron.data.batch import RowShare, SeqInfo
 from hybridtron.evaluate.length import Advance, read_rows, unheard
-from hybridtron.mixers.base import Mixer
+from hybridtron.mixers.base import Mixer, State
 from hybridtron.model.generate import Reader
 from hybridtron.ops.attention import AttentionInputs
 from hybridtron.ops.attention.reference import visible_keys, with_memory
@@ -42,6 +44,7 @@ from hybridtron.ops.scan.reference import step_sizes
 from hybridtron.ops.span import SpanInputs
 from hybridtron.ops.span.reference import chosen_table, chunk_spans
 from hybridtron.ops.ssd import SSDInputs
+from hybridtron.parallel.context import WHOLE_ROWS, ContextGroup, known_of_all_shares
 
 SCORES = 2**24  # that exist at a time
 QUERIES = 256  # the last ones of a row, whose attention is looked at
@@ -130,22 +133,32 @@ class Attending:
     read: int = 0
     sums: dict[int, Tensor] = field(default_factory=dict)  # heads of each shift: entropy, bound, queries
 
-    def add(self, inputs: AttentionInputs | SpanInputs) -> None:
+    def add(self, inputs: AttentionInputs | SpanInputs, share: RowShare | None = None, counts: bool = True) -> None:
+        """What is not to count was read all the same."""
         length = inputs.q_BLHK.shape[1]
         if isinstance(inputs, SpanInputs):
             seen = inputs.cut.segments[0].seen
-            if seen + length > self.first:
+            if counts and seen + length > self.first:
                 self._add(inputs.cut.shift, span_entropy(inputs, max(0, self.first - seen)))
             return
-        if self.read + length > self.first:
-            self._add(0, attention_entropy(inputs, max(0, self.first - self.read)))
-        self.read += length
+        begin = self.read if share is None else self.read + share.first
+        if counts and begin + length > self.first:
+            self._add(0, attention_entropy(inputs, max(0, self.first - begin)))
+        self.read += length if share is None else length * share.size
 
     def _add(self, shift: int, looked: Looked) -> None:
         entropy_BHQ, keys_BHQ = looked
         ones = torch.ones_like(entropy_BHQ)
         sums_H3 = torch.stack([x.sum((0, 2)) for x in (entropy_BHQ, keys_BHQ.log(), ones)], dim=1)
         self.sums[shift] = self.sums.get(shift, 0) + sums_H3
+
+    def __add__(self, other: Attending) -> Attending:
+        """With what another rank saw of its shares."""
+        shifts = sorted(self.sums.keys() | other.sums.keys())
+        return replace(self, sums={shift: _sum(self.sums.get(shift), other.sums.get(shift)) for shift in shifts})
+
+    def cpu(self) -> Attending:
+        return replace(self, sums={shift: sums_H3.cpu() for shift, sums_H3 in self.sums.items()})
 
     def means(self) -> Tensor:
         """Entropy, bound and kind of each head, (H, 3)."""
@@ -168,6 +181,13 @@ class Selecting:
         self.sum_BE = self.sum_BE + delta_BLE.sum(1)
         self.logs_BE = self.logs_BE + torch.xlogy(delta_BLE, delta_BLE).sum(1)
 
+    def __add__(self, other: Selecting) -> Selecting:
+        """With what another rank saw of its shares."""
+        return Selecting(self.tokens + other.tokens, self.sum_BE + other.sum_BE, self.logs_BE + other.logs_BE)
+
+    def cpu(self) -> Selecting:
+        return Selecting(self.tokens, torch.as_tensor(self.sum_BE).cpu(), torch.as_tensor(self.logs_BE).cpu())
+
     def means(self) -> Tensor:
         """Entropy, bound and kind of each channel, (E, 3)."""
         sum_BE = torch.as_tensor(self.sum_BE)
@@ -176,44 +196,73 @@ class Selecting:
         return torch.stack([entropy_E, bound_E, torch.ones_like(entropy_E)], dim=1)
 
 
+Observed = TypeVar("Observed", Attending, Selecting)
+
+
 @dataclass
 class Looking:
     """What layers look at while a model reads, by the layer whose mixer calls an op."""
 
     first: int
+    context: ContextGroup = WHOLE_ROWS
     layer: int = 0
     selects: bool = False
+    share: RowShare | None = None
     attending: dict[int, Attending] = field(default_factory=dict)
     selecting: dict[int, Selecting] = field(default_factory=dict)
 
-    def enter(self, layer: int, mixer: Mixer, arguments: object) -> None:
-        self.layer, self.selects = layer, mixer.selects
+    def enter(self, layer: int, mixer: Mixer, arguments: tuple[Tensor, State | None, SeqInfo]) -> None:
+        self.layer, self.selects, self.share = layer, mixer.selects, arguments[2].share
 
     def observe(self, op: Op[Any, Any], inputs: Any) -> None:
+        """What all ranks read alike counts on the last one. A scan of a share runs from zeros before it counts."""
+        counts = self.share is not None or self.context.rank == self.context.size - 1
         if isinstance(inputs, AttentionInputs | SpanInputs):
-            self.attending.setdefault(self.layer, Attending(self.first)).add(inputs)
+            self.attending.setdefault(self.layer, Attending(self.first)).add(inputs, self.share, counts)
         elif isinstance(inputs, ScanInputs | SSDInputs) and self.selects:
-            self.selecting.setdefault(self.layer, Selecting()).add(inputs)
+            seen = self.selecting.setdefault(self.layer, Selecting())
+            state = inputs.state_BEN if isinstance(inputs, ScanInputs) else inputs.state_BHPN
+            if counts and (self.share is None or state is not None):
+                seen.add(inputs)
+
+    def of_all_shares(self) -> dict[int, Tensor]:
+        """Entropy, bound and kind by layer, of whole rows."""
+        return _means(self.attending, self.context) | _means(self.selecting, self.context)
+
+
+def _means(seen: Mapping[int, Observed], context: ContextGroup) -> dict[int, Tensor]:
+    first, *others = known_of_all_shares({layer: one.cpu() for layer, one in seen.items()}, context)
+    for other in others:
+        first = {layer: one + other[layer] for layer, one in first.items()}
+    return {layer: one.means() for layer, one in first.items()}
 
 
 def entropies(
     model: Reader, tokens_BL: Tensor, chunk: int, advance: Advance = unheard, queries: int = QUERIES
 ) -> list[Entropy]:
     """Of every layer that attends or scans; all ranks of the model call this together."""
-    looking = Looking(max(0, tokens_BL.shape[1] - queries))
+    looking = Looking(max(0, tokens_BL.shape[1] - queries), model.context)
     with ExitStack() as stack, torch.no_grad():
         for index, mixer in _mixers(model.parts):
             stack.callback(mixer.register_forward_pre_hook(partial(looking.enter, index)).remove)
         stack.enter_context(observed(looking.observe))
         read_rows(model, tokens_BL, chunk, advance)
-    own = {layer: one.means() for layer, one in (*looking.attending.items(), *looking.selecting.items())}
-    return [_of_layer(layer, means_H3) for layer, means_H3 in sorted(model.of_all(own).items())]
+    return [_of_layer(layer, means_H3) for layer, means_H3 in sorted(model.of_all(looking.of_all_shares()).items())]
 
 
 def _mixers(parts: Sequence[Any]) -> Iterator[tuple[int, nn.Module]]:
     for part in parts:
         for index, layer in part.layers.items():
             yield int(index), layer.mixer
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor:
+    """Of what there is."""
+    if one is None or other is None:
+        found = other if one is None else one
+        assert found is not None
+        return found
+    return one + other
 
 
 def _of_layer(layer: int, means_H3: Tensor) -> Entropy:

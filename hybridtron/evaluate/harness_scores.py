@@ -25,7 +25,7 @@ def scored_rows(model: Served, rows: Sequence[Scored]) -> list[Score]:
     longest = max(len(tokens) for tokens, _ in rows)
     # padded on the right: what follows changes nothing before it
     tokens_BT = torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens, _ in rows])
-    chunk = fitting_chunk(model.config.model, len(tokens_BT))
+    chunk = fitting_chunk(model.config.model, len(tokens_BT), model.read.context.size)
     losses_LB, likeliest_LB = of_labels(model.read, tokens_BT, chunk, _loss_and_likeliest, (2,)).unbind(-1)
     ends = [(row, len(tokens) - 1, scored) for row, (tokens, scored) in enumerate(rows)]
     return [

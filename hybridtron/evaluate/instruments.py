@@ -33,7 +33,8 @@ def written(
     """
     from hybridtron.evaluate.length import attention_at_eval, fitting_chunk
 
-    piece, attention = fitting_chunk(config.model, len(text.tokens_BT)), attention_at_eval(config.model)
+    piece = fitting_chunk(config.model, len(text.tokens_BT), model.context.size)
+    attention = attention_at_eval(config.model)
     lines, table = INSTRUMENTS[name](model, text, piece, moved)
     if not lines:
         return None

@@ -32,7 +32,7 @@ from torch import Tensor
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import architecture
 from hybridtron.data.batch import SeqInfo
-from hybridtron.model.generate import Finish, Reader
+from hybridtron.model.generate import NOTHING, Finish, Reader
 from hybridtron.model.lm import LanguageModel
 from hybridtron.model.stack import States
 from hybridtron.parallel.loss import likeliest, linear_cross_entropy
@@ -100,8 +100,11 @@ def of_labels(
     found = []
 
     def wanted(start: int, end: int) -> Finish:
-        labels_CB = labels_LB[start:end].to(model.device)
-        return Finish(partial(make, labels_CB), (*labels_CB.shape, *each), dtype)
+        return of_these(labels_LB[start:end].to(model.device))
+
+    def of_these(labels_CB: Tensor) -> Finish:
+        shape = (*labels_CB.shape, *each)
+        return Finish(partial(make, labels_CB), shape, dtype, lambda here: of_these(labels_CB[here]))
 
     def see(end: int, made_CB: Tensor, states: States) -> None:
         found.append(made_CB.double().cpu())
@@ -122,7 +125,11 @@ def likeliest_tokens(model: Reader, tokens_BL: Tensor, chunk: int) -> Tensor:
     found = []
 
     def wanted(start: int, end: int) -> Finish:
-        return Finish(_likeliest, (end - start, len(tokens_BL)), torch.int64)
+        return of_these(range(end - start))
+
+    def of_these(places: range) -> Finish:
+        shape = len(places), len(tokens_BL)
+        return Finish(_likeliest, shape, torch.int64, lambda here: of_these(places[here]))
 
     def see(start: int, tokens_CB: Tensor, states: States) -> None:
         found.append(tokens_CB.T.cpu())
@@ -155,15 +162,15 @@ def remembrance_points(length: int) -> list[int]:
     return sorted({length // 32, length // 16, *(eighth * length // 8 for eighth in range(8)), *halves})
 
 
-def fitting_chunk(model: ModelConfig, rows: int) -> int:
+def fitting_chunk(model: ModelConfig, rows: int, ranks: int = 1) -> int:
     """Tokens of a chunk, such that the logits of all rows take half a GiB in fp32 at most, and where chunks may end.
 
-    A power of two, or a multiple of what the model reads in, once at least.
+    A power of two, or a multiple of what the model reads in, once at least; on each of the ranks that divide a chunk.
     """
     fits = max(1, CHUNK_VALUES // (rows * model.vocab_size))
-    together = math.lcm(*(spec.reads_in for spec in architecture(model).specs))
+    together = architecture(model).reads_in
     fitting = min(LONGEST_CHUNK, 1 << (fits.bit_length() - 1))
-    return max(1, fitting // together) * together
+    return max(1, fitting // together) * together * ranks
 
 
 def attention_at_eval(model: ModelConfig) -> dict[str, str]:
@@ -245,7 +252,7 @@ def _next_token(model: Reader, tokens_BL: Tensor, chunk: int, advance: Advance) 
 
     def wanted(start: int, end: int) -> Finish:
         if end < length:
-            return _nothing(start, end)
+            return NOTHING
         return Finish(LanguageModel.next_logits, (batch, model.vocab_size), model.dtype)
 
     def see(end: int, logits_BV: Tensor, states: States) -> None:
@@ -261,8 +268,7 @@ def read_rows(model: Reader, tokens_BL: Tensor, chunk: int, advance: Advance) ->
 
 
 def _nothing(start: int, end: int) -> Finish:
-    """Where the states alone are looked at."""
-    return Finish(lambda stage, x_CBD: x_CBD.new_zeros(1, dtype=torch.float32), (1,), torch.float32)
+    return NOTHING
 
 
 def chunk_ends(chunk: int, length: int) -> list[int]:

@@ -48,7 +48,7 @@ def measure(
 def scored(model: Served, wanted: PerplexityOf, rows_BT: Tensor, indices: Sequence[int], described: str) -> list[Line]:
     """The lines of a batch."""
     tokens_BT = rows_BT[list(indices)]
-    chunk = fitting_chunk(model.config.model, len(indices))
+    chunk = fitting_chunk(model.config.model, len(indices), model.read.context.size)
     losses_LB = token_losses(model.read, tokens_BT, chunk)
     lines = []
     for row, index in enumerate(indices):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridtron.config.checks.parallel import uncuttable
+from hybridtron.architecture.attention import AttentionSpec
+from hybridtron.architecture.rope import SelfExtendOptions
+from hybridtron.architecture.table import architecture
+from hybridtron.config.checks.parallel import uncuttable, unshareable
 from hybridtron.config.layout import launched, stage_problems, world_problems
 from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.problems import ConfigError, Problem, Unusable
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     from hybridtron.model.generate import Reader
     from hybridtron.model.lm import LanguageModel
 
-LAYOUT_KEYS = r"parallel\.(tensor|pipeline)=([1-9]\d*)"
+LAYOUT_KEYS = r"parallel\.(tensor|pipeline|context)=([1-9]\d*)"
 
 
 @dataclass(frozen=True)
@@ -41,21 +44,26 @@ class Served:
 
 
 def layout(settings: Sequence[str]) -> ParallelConfig:
-    """`parallel.tensor=2 parallel.pipeline=2`."""
+    """`parallel.tensor=2 parallel.pipeline=2 parallel.context=2`."""
     sizes: dict[str, int] = {}
     for setting in settings:
         found = re.fullmatch(LAYOUT_KEYS, setting, re.ASCII)
         if found is None:
-            raise Unusable(f"{setting}: is parallel.tensor=N or parallel.pipeline=N, nothing else is set here")
+            known = "parallel.tensor=N, parallel.pipeline=N or parallel.context=N"
+            raise Unusable(f"{setting}: is {known}, nothing else is set here")
         sizes[found[1]] = int(found[2])
-    return ParallelConfig(tensor=sizes.get("tensor", 1), pipeline=sizes.get("pipeline", 1))
+    tensor, pipeline, context = (sizes.get(key, 1) for key in ("tensor", "pipeline", "context"))
+    return ParallelConfig(tensor=tensor, pipeline=pipeline, context=context)
 
 
 @contextmanager
-def served(folder: Path, parallel: ParallelConfig | None = None) -> Iterator[Served]:
+def served(
+    folder: Path, parallel: ParallelConfig | None = None, extend: SelfExtendOptions | None = None
+) -> Iterator[Served]:
     """The model, until the block ends. Unusable where checkpoint, tokenizer or layout can't be used."""
     parallel = parallel or ParallelConfig()
     checkpoint, config = opened(folder)
+    config = config if extend is None else self_extended(config, extend)
     tokenizer = tokenizer_of(checkpoint)
     require_layout(config, parallel)
     if launched().world_size == 1:
@@ -81,6 +89,22 @@ def opened(folder: Path) -> tuple[Checkpoint, Config]:
         raise Unusable(str(error)) from error
     except ConfigError as error:
         raise Unusable(f"{folder} has a config.yaml that this version can't read.\n{error}") from error
+
+
+def self_extended(config: Config, by: SelfExtendOptions) -> Config:
+    """The same, whose full attention with rotary positions reads with Self-Extend."""
+    able = {
+        letter
+        for letter, spec in architecture(config.model).by_letter.items()
+        if isinstance(spec, AttentionSpec) and spec.window is None and spec.positions is not None
+    }
+    if not able:
+        raise Unusable("--self-extend: the model has no full attention with rotary positions")
+    layers = {
+        letter: options | ({"self_extend": asdict(by)} if letter in able else {})
+        for letter, options in config.model.layers.items()
+    }
+    return replace(config, model=replace(config.model, layers=layers))
 
 
 def whole_model(checkpoint: Checkpoint, config: Config) -> LanguageModel:
@@ -114,6 +138,7 @@ def require_layout(config: Config, parallel: ParallelConfig) -> None:
     found = world_problems(parallel, launched().world_size) or stage_problems(config.model, parallel)
     if parallel.tensor > 1 and (reasons := uncuttable(config.model, parallel.tensor)):
         found.append(Problem("parallel.tensor", f"is {parallel.tensor}, but {'; '.join(reasons)}"))
+    found += unshareable(architecture(config.model), parallel.context)
     if found:
         raise ConfigError(found)
 

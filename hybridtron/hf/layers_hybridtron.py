@@ -83,7 +83,8 @@ class HybridtronMixer(nn.Module):
             raise ValueError(f"config.json: letter {letter!r} is of kind {kind!r}; have: {', '.join(MIXERS)}")
         make_spec, make_mixer = MIXERS[kind]
         kinds = [config.layers.get(each, {}).get("kind") for each in config.pattern]
-        spec, sizes = make_spec(**options), ModelSizes(config.hidden_size, len(kinds)).at(layer_idx, kinds)
+        spec = make_spec(**make_spec.renamed(options))
+        sizes = ModelSizes(config.hidden_size, len(kinds)).at(layer_idx, kinds)
         self.config, self.layer_idx, self.is_causal = config, layer_idx, True  # what attention functions look for
         self.in_fp32: list[str] = []
         self._once: dict[str, tuple[Tensor, Tensor]] = {}

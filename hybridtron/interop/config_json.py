@@ -56,10 +56,14 @@ def _all(kind: Kind, names: str) -> dict[str, Kind]:
     return dict.fromkeys(names.split(), kind)
 
 
+def _of_rope(kind: Kind, names: str) -> dict[str, Kind]:
+    return {f"{section}.{name}": kind for section in ("rope_parameters", "rope_scaling") for name in names.split()}
+
+
 KINDS: dict[str, Kind] = {
     **_all(COUNT, "hidden_size vocab_size state_size expand conv_kernel time_step_rank num_heads n_groups"),
     **_all(COUNT, "num_attention_heads intermediate_size shared_intermediate_size d_model pad_vocab_size_multiple"),
-    **_all(COUNT, "mamba_d_state mamba_expand mamba_d_head mamba_n_groups mamba_d_conv"),
+    **_all(COUNT, "mamba_d_state mamba_expand mamba_d_head mamba_n_groups mamba_d_conv mamba_n_heads"),
     **_all(COUNT, "attn_cfg.num_heads ssm_cfg.d_state ssm_cfg.d_conv ssm_cfg.expand ssm_cfg.headdim ssm_cfg.ngroups"),
     **_all(COUNT.or_null(), "num_key_value_heads head_dim sliding_window max_position_embeddings"),
     **_all(COUNT.or_null(), "attn_cfg.num_heads_kv attn_cfg.head_dim"),
@@ -68,7 +72,13 @@ KINDS: dict[str, Kind] = {
     **_all(LAYERS, "num_hidden_layers n_layer"),
     **_all(RANK, "ssm_cfg.dt_rank"),
     **_all(NUMBER, "layer_norm_epsilon rms_norm_eps attn_cfg.rotary_emb_base rope_parameters.partial_rotary_factor"),
-    **_all(NUMBER.or_null(), "rope_theta rope_parameters.rope_theta partial_rotary_factor"),
+    **_all(NUMBER.or_null(), "rope_theta partial_rotary_factor"),
+    **_of_rope(NUMBER.or_null(), "rope_theta factor low_freq_factor high_freq_factor beta_fast beta_slow"),
+    **_of_rope(NUMBER.or_null(), "attention_factor mscale mscale_all_dim"),
+    **_of_rope(COUNT.or_null(), "original_max_position_embeddings"),
+    **_of_rope(TEXT, "rope_type type"),
+    **_of_rope(TRUTH, "truncate"),
+    **_all(COUNT.or_null(), "original_max_position_embeddings"),
     **_all(COUNT, "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"),
     **_all(COUNT, "linear_conv_kernel_dim"),
     **_all(COUNT_OR_NONE, "num_experts"),
@@ -77,8 +87,8 @@ KINDS: dict[str, Kind] = {
     **_all(TEXT, "model_type pattern ssm_cfg.layer"),
     **_all(TEXTS, "architectures layer_types"),
     **_all(OBJECT, "layers"),
-    **_all(OBJECT.or_null(), "ssm_cfg attn_cfg rope_parameters"),
-    **_all(PLACES.or_null(), "attn_layer_idx"),
+    **_all(OBJECT.or_null(), "ssm_cfg attn_cfg rope_parameters rope_scaling"),
+    **_all(PLACES.or_null(), "attn_layer_idx attn_layer_indices"),
 }
 
 

@@ -26,6 +26,7 @@ from hybridtron.config.exportable import RECORD, CannotExport, export_class
 from hybridtron.interop.card import SHARED_PAD, card
 from hybridtron.interop.custom import Custom
 from hybridtron.interop.native import Native, NativeMamba, NativeMamba2
+from hybridtron.interop.native_bamba import Bamba
 from hybridtron.interop.native_delta import OlmoHybrid, Qwen3Next
 from hybridtron.interop.native_pairs import Granite, Llama, Mistral
 from hybridtron.interop.tokenizer import CHAT, SpecialTokens, write_tokenizer
@@ -39,6 +40,7 @@ NATIVES: tuple[Native, ...] = (
     Llama(),
     Mistral(),
     Granite(),
+    Bamba(),
     OlmoHybrid(),
     Qwen3Next(),
 )

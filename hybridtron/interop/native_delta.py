@@ -93,8 +93,8 @@ class OlmoHybrid(DeltaHybrid):
         turned = delta_of(arch).negative_eigenvalues
         return super().settings(model, arch, length) | {"linear_allow_neg_eigval": turned}
 
-    def rope_theta(self, spec: AttentionSpec) -> float | None:
-        return spec.rope_base
+    def positions(self, spec: AttentionSpec) -> Settings:
+        return super().positions(spec) | ({"rope_theta": None} if spec.positions is None else {})
 
     def delta(self, theirs: Settings) -> Settings:
         turned = theirs.get("linear_allow_neg_eigval", True)

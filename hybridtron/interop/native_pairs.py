@@ -8,13 +8,14 @@ from hybridtron.architecture.attention import AttentionSpec
 from hybridtron.architecture.base import Names
 from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.rope import NO_POSITIONS, RopeOptions
 from hybridtron.architecture.swiglu import SwiGLUSpec
 from hybridtron.architecture.table import Architecture
 from hybridtron.config.exportable import halves
+from hybridtron.interop import rope_parameters
 from hybridtron.interop.native import Native, Settings, SubLayerNames, to_ours, to_theirs
 
 BEFORE, BETWEEN = "input_layernorm", "post_attention_layernorm"
-ROPE_BASE = 10000.0  # where none is said
 FUSED_MLP: Names = {
     "input_linear.weight": ("gate_up.weight.gate", "gate_up.weight.up"),
     "output_linear.weight": ("down.weight",),
@@ -36,7 +37,7 @@ class Llama(Native):
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
         spec, mlp = attention_of(arch), arch.specs[1]
         assert isinstance(mlp, SwiGLUSpec)
-        base = self.rope_theta(spec)
+        rope = self.positions(spec)
         return {
             "num_attention_heads": spec.heads,
             "num_key_value_heads": spec.groups(),
@@ -45,13 +46,13 @@ class Llama(Native):
             "num_hidden_layers": len(arch.specs) // 2,
             self.hidden: mlp.hidden,
             "max_position_embeddings": length,
-            "rope_parameters": {"rope_type": "default", "rope_theta": base},
-            "rope_theta": base,
+            rope_parameters.PARAMETERS: rope,
+            "rope_theta": rope["rope_theta"],
         }
 
-    def rope_theta(self, spec: AttentionSpec) -> float | None:
-        """What config.json says of the positions."""
-        return spec.rope_base or ROPE_BASE
+    def positions(self, spec: AttentionSpec) -> Settings:
+        """What config.json says of the positions; where there are none, another key says so."""
+        return rope_parameters.to_theirs(spec.positions or RopeOptions())
 
     def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
         mlp = {"kind": "swiglu", "hidden": theirs[self.hidden]}
@@ -59,15 +60,13 @@ class Llama(Native):
 
     def attention(self, theirs: Settings) -> Settings:
         """The options of our attention."""
-        rope, heads = theirs.get("rope_parameters") or {}, theirs["num_attention_heads"]
-        if rope.get("rope_type", "default") != "default" or theirs.get("rope_scaling"):
-            raise ValueError(f"scales its rotary positions ({rope or theirs['rope_scaling']}); we do not")
+        heads = theirs["num_attention_heads"]
         return {
             "kind": "attention",
             "heads": heads,
             "kv_heads": theirs.get("num_key_value_heads") or heads,
             "head_dim": theirs.get("head_dim") or theirs["hidden_size"] // heads,
-            "rope_base": rope.get("rope_theta", theirs.get("rope_theta", ROPE_BASE)),
+            "rope": rope_parameters.to_ours(theirs),
         }
 
 
@@ -118,7 +117,7 @@ class Granite(Llama):
             "layer_types": ["mamba" if isinstance(spec, Mamba2Spec) else "attention" for spec in mixers],
             "intermediate_size": common[self.hidden],
             "num_experts_per_tok": 0,
-            "position_embedding_type": "rope" if attention.rope_base is not None else None,
+            "position_embedding_type": "rope" if attention.positions is not None else None,
             "attention_multiplier": attention.head(arch.sizes) ** -0.5,
             "mamba_n_heads": mamba.num_heads(arch.sizes),
             "mamba_chunk_size": 256,
@@ -137,7 +136,7 @@ class Granite(Llama):
         options = super().attention(theirs)
         if abs(theirs["attention_multiplier"] - options["head_dim"] ** -0.5) > 1e-9:
             raise ValueError("has an attention_multiplier other than head_dim^-0.5")
-        return options if theirs.get("position_embedding_type") == "rope" else {**options, "rope_base": None}
+        return options if theirs.get("position_embedding_type") == "rope" else {**options, "rope": NO_POSITIONS}
 
 
 def attention_of(arch: Architecture) -> AttentionSpec:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from hybridtron.architecture.base import Names
 from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.rope import NO_POSITIONS
 from hybridtron.interop.native import ModelFormat, Settings, SubLayerNames
 
 NORM_EPS = 1e-5  # which config.json does not say
@@ -82,9 +83,9 @@ class Original(ModelFormat):
             if (value := theirs.pop(key, None)) is not None:
                 spec[name] = value
         turned, taps = theirs.pop("rotary_emb_dim", 0), theirs.pop("d_conv", 0)
-        spec |= {"rotary_dim": turned, "rope_base": float(theirs.pop("rotary_emb_base", 10000.0))}
+        spec |= {"rotary_dim": turned, "rope": {"base": float(theirs.pop("rotary_emb_base", 10000.0))}}
         if not turned:
-            spec |= {"rotary_dim": None, "rope_base": None}
+            spec |= {"rotary_dim": None, "rope": NO_POSITIONS}
         if taps:
             spec |= {"conv": taps, "conv_bias": True, "conv_silu": False}
         if theirs:

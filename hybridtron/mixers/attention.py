@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from hybridtron.architecture.base import ModelSizes
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import Mixer, Out, State
 from hybridtron.ops.attention import AttentionInputs, AttentionMemory, attention, remember
+from hybridtron.ops.attention.self_extend import Places, self_extended
 from hybridtron.ops.conv import ConvInputs, causal_conv
 from hybridtron.ops.norm import RMSNormInputs, rms_norm
 from hybridtron.ops.precision import at_least_fp32
@@ -77,8 +79,8 @@ class Heads(Mixer):
             k = rms_norm(RMSNormInputs(k, self.k_norm_weight, self.heads.norm_eps))
         if self.kv_heads is not None:
             k, v = k[:, :, self.kv_heads], v[:, :, self.kv_heads]
-        if self.heads.rope_base is not None:
-            cos, sin = seq.rope(self.rotary_dim, self.heads.rope_base)
+        if (rope := self.heads.positions) is not None:
+            cos, sin = seq.rope(self.rotary_dim, rope)
             q, k = (apply_rope(RopeInputs(x, cos, sin)) for x in (q, k))
         y_BLHK, kept = self.attend(q, k, v, before, seq)
         y_LBC = y_BLHK.flatten(2).transpose(0, 1)
@@ -93,14 +95,20 @@ class Heads(Mixer):
         """The heads' outputs, and what is carried; queries and keys are rotated, and of this rank's heads."""
 
     def attend_within(
-        self, window: int | None, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, before: State, seq: SeqInfo
+        self,
+        window: int | None,
+        q_BLHK: Tensor,
+        k_BLGK: Tensor,
+        v_BLGK: Tensor,
+        before: State,
+        seq: SeqInfo,
+        form: Callable[[AttentionInputs], Tensor] | None = None,
     ) -> tuple[Tensor, State]:
-        """Attention in a window or without one, and the keys and values that are kept for it."""
+        """Attention in a window or without one, of a form if one is given, and the keys and values that are kept."""
         memory = AttentionMemory(before["keys"], before["values"], before["length"]) if "keys" in before else None
         memory = memory_before(k_BLGK, v_BLGK, window, memory, seq)
-        y_BLHK = self.attention(
-            AttentionInputs(q_BLHK, k_BLGK, v_BLGK, window, seq.documents_BL, memory, seq.borders_E)
-        )
+        inputs = AttentionInputs(q_BLHK, k_BLGK, v_BLGK, window, seq.documents_BL, memory, seq.borders_E)
+        y_BLHK = (form or self.attention)(inputs)
         if not seq.carried:
             return y_BLHK, {}
         keep = None if window is None else window - 1
@@ -123,9 +131,16 @@ class Attention(Heads):
 
     def __init__(self, spec: AttentionSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__(spec, sizes, tensor)
-        self.window = spec.window
+        self.window, self.self_extend = spec.window, spec.self_extend
 
     def attend(
         self, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, before: State, seq: SeqInfo
     ) -> tuple[Tensor, State]:
-        return self.attend_within(self.window, q_BLHK, k_BLGK, v_BLGK, before, seq)
+        form, by, rope = None, self.self_extend, self.heads.positions
+        if seq.key is None and by is not None and rope is not None:
+            places = Places(seq.positions_BL, rope, self.rotary_dim)
+
+            def form(inputs: AttentionInputs) -> Tensor:
+                return self_extended(inputs, places, by)
+
+        return self.attend_within(self.window, q_BLHK, k_BLGK, v_BLGK, before, seq, form)

@@ -24,6 +24,7 @@ from hybridtron.model.lm import LanguageModel
 from hybridtron.model.sampling import GREEDY, Sampling, choose
 from hybridtron.model.stack import States
 from hybridtron.model.steps import CompiledSteps, NextLogits, unsupported_reason
+from hybridtron.parallel.context import WHOLE_ROWS, ContextGroup
 
 CHUNK = 2048
 """Tokens of a prompt that are read at a time, over all rows: the activations of a chunk are all that exists."""
@@ -33,11 +34,19 @@ Read = Callable[[Tensor, States | None, SeqInfo], tuple[Tensor, States]]
 
 
 class Finish(NamedTuple):
-    """What the last stage makes of its output without logits (L, B, D), and as what every rank then has it."""
+    """What the last stage makes of its output without logits (L, B, D), and as what every rank then has it.
+
+    `of_tokens` says the same of some of the tokens alone, where the first axis is theirs; None: the last one decides.
+    """
 
     make: Callable[[LanguageModel, Tensor], Tensor]
     shape: tuple[int, ...]
     dtype: torch.dtype
+    of_tokens: Callable[[slice], Finish] | None = None
+
+
+NOTHING = Finish(lambda stage, x_LBD: x_LBD.new_zeros(1, dtype=torch.float32), (1,), torch.float32)
+"""Where the states alone are wanted."""
 
 
 Forward = Callable[[Tensor, States | None, SeqInfo, Finish], tuple[Tensor, States]]
@@ -53,8 +62,8 @@ def as_they_are(of_layers: dict[int, Tensor]) -> dict[int, Tensor]:
 class Reader:
     """A model on one process (`reader`), or its share on every rank of a layout (`engine/serving.py`).
 
-    `parts` are the stages that this process computes. `of_all` makes, of what its layers say, heads or channels first,
-    what all layers say; all ranks of the model call it together.
+    `parts` are the stages that this process computes, `context` the ranks that divide what is read. `of_all` makes, of
+    what its layers say, heads or channels first, what all layers say; all ranks of the model call it together.
     """
 
     forward: Forward
@@ -64,6 +73,7 @@ class Reader:
     device: torch.device
     of_all: Callable[[dict[int, Tensor]], dict[int, Tensor]] = as_they_are
     model: LanguageModel | None = None  # where it is whole
+    context: ContextGroup = WHOLE_ROWS
 
     def read(self, tokens_BL: Tensor, states: States | None, seq: SeqInfo) -> tuple[Tensor, States]:
         """A `Read`."""
@@ -157,11 +167,11 @@ def continued(
 ) -> Iterator[list[int]]:
     """Token after token, without an end, of every row; `rows` are their numbers, which draws are functions of.
 
-    A chunk's tokens are of one row, where none is given as many as are CHUNK over all rows.
+    A chunk's tokens are of one row, where none is given as many as are CHUNK over all rows, on each rank that reads.
     """
     batch, length = prompts.tokens_BL.shape
     rows = range(batch) if rows is None else rows
-    logits_BV, states = prompts.read(model.read, chunk or max(1, CHUNK // batch))
+    logits_BV, states = prompts.read(model.read, chunk or max(1, CHUNK // batch) * model.context.size)
     following = model.steps(states, length - prompts.starts_B)
     for made in count():
         tokens_B = choose(logits_BV, sampling, rows, made)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from hybridtron.architecture.rope import RopeOptions
 from hybridtron.mixers.attention import Attention
 from hybridtron.mixers.base import Mixer, State
 from hybridtron.mixers.mamba import Mamba
@@ -24,6 +25,7 @@ from hybridtron.model.stack import Residual, States
 from hybridtron.ops.dispatch import anything_forced
 from hybridtron.ops.native.library import call, missing
 from hybridtron.ops.native.tensors import LOG2E, scalar
+from hybridtron.ops.rope import frequencies
 from hybridtron.parallel.adapters import Adapter
 from hybridtron.parallel.linear import SINGLE_RANK
 
@@ -41,6 +43,7 @@ class SubLayerTask(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("kind", "inner", "states", "taps", "rank", "heads", "groups", "size")),
         *((name, ctypes.c_int64) for name in ("window", "rotary")),
+        ("stretch", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in ("norm", "in_", "of_x", "of_dt", "out", "taps_WE", "conv_bias", "bias")),
         *((name, ctypes.c_void_p) for name in ("A", "D", "h", "tail", "keys", "values", "frequencies")),
     )
@@ -156,13 +159,13 @@ def _scan(steps: CompiledSteps, mixer: Mamba, state: State) -> SubLayerTask:
 
 def _window(steps: CompiledSteps, mixer: Attention, state: State) -> SubLayerTask:
     heads = mixer.heads
-    rotary = 0 if heads.rope_base is None else mixer.rotary_dim
-    pairs = torch.arange(rotary // 2, dtype=torch.float64)
+    rope = heads.positions or RopeOptions()
+    rotary = 0 if heads.positions is None else mixer.rotary_dim
     return SubLayerTask(
         kind=WINDOW, heads=heads.heads, groups=heads.groups(), size=mixer.head_dim, window=mixer.window, rotary=rotary,
         in_=steps.of(mixer, "q.weight"), of_x=steps.of(mixer, "kv.weight"), out=steps.of(mixer, "out.weight"),
         keys=steps.at(as_ring(state["keys"], steps._seen_B)), values=steps.at(as_ring(state["values"], steps._seen_B)),
-        frequencies=steps.at((heads.rope_base or 1.0) ** (-2.0 * pairs / max(rotary, 1))),
+        frequencies=steps.at(frequencies(rope, rotary)), stretch=rope.attention_factor,
     )  # fmt: skip
 
 

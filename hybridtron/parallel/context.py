@@ -51,11 +51,22 @@ def own_share(batch: Batch, context: ContextGroup) -> Batch:
     if (read := batch.seq.share) is not None:
         assert (read.size, read.rank) == (context.size, context.rank)
         return replace(batch, seq=replace(batch.seq, share=replace(read, group=context.group)))
-    length = batch.tokens_BL.shape[1] // context.size
-    first = context.rank * length
-    here = slice(first, first + length)
-    documents_BL = batch.seq.documents_BL
-    rows, device = len(batch.tokens_BL), batch.tokens_BL.device
+    here = own_tokens(batch.tokens_BL.shape[1], context)
+    tokens_BL, labels_BL, mask_BL = (t[:, here] for t in (batch.tokens_BL, batch.labels_BL, batch.mask_BL))
+    return Batch(tokens_BL, labels_BL, mask_BL, seq_of_share(batch.seq, context), batch.continues_B)
+
+
+def own_tokens(length: int, context: ContextGroup) -> slice:
+    """Which of a row's tokens this rank has; the ranks divide the length."""
+    each = length // context.size
+    return slice(context.rank * each, (context.rank + 1) * each)
+
+
+def seq_of_share(seq: SeqInfo, context: ContextGroup) -> SeqInfo:
+    """Where this rank's tokens stand, of rows whose tokens are shared out over several."""
+    documents_BL, (rows, length) = seq.documents_BL, seq.positions_BL.shape
+    here, device = own_tokens(length, context), seq.positions_BL.device
+    first, each = here.start, here.stop - here.start
     if documents_BL is None:
         behind_B, unbroken_B = (
             torch.full((rows,), first, device=device),
@@ -65,10 +76,8 @@ def own_share(batch: Batch, context: ContextGroup) -> Batch:
         own_BL = documents_BL[:, here]
         behind_B = (documents_BL[:, :first] == own_BL[:, :1]).sum(1)
         unbroken_B = own_BL[:, 0] == own_BL[:, -1]
-    share = RowShare(context.size, context.rank, context.group, batch.seq.spans(), length, behind_B, unbroken_B)
-    seq = batch.seq.map(lambda t: t[:, here].contiguous())
-    tokens_BL, labels_BL, mask_BL = (t[:, here] for t in (batch.tokens_BL, batch.labels_BL, batch.mask_BL))
-    return Batch(tokens_BL, labels_BL, mask_BL, replace(seq, share=share), batch.continues_B).bordered()
+    share = RowShare(context.size, context.rank, context.group, seq.spans(), each, behind_B, unbroken_B)
+    return replace(seq.map(lambda t: t[:, here].contiguous()), share=share).bordered()
 
 
 Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
@@ -82,6 +91,7 @@ def read_twice(inputs: Inputs, seq: SeqInfo) -> Inputs:
 
 
 Scan = Callable[[Tensor | None], tuple[Tensor, Tensor]]
+Known = TypeVar("Known")
 
 
 def scan_from(
@@ -179,9 +189,40 @@ def of_last_share(x: Tensor, context: ContextGroup) -> Tensor:
     if context.size == 1:
         return x
     x = x.detach().clone(memory_format=torch.contiguous_format)
-    assert context.group is not None
-    dist.broadcast(x, dist.get_global_rank(context.group, context.size - 1), group=context.group)
+    fill_from_last_share(x, context)
     return x
+
+
+def fill_from_last_share(x: Tensor, context: ContextGroup) -> None:
+    """Write what the rank with the last share has over what the others have."""
+    dist.broadcast(x, dist.get_global_rank(_group(context), context.size - 1), group=context.group)
+
+
+def known_of_last_share(value: Known, context: ContextGroup) -> Known:
+    """What the rank with the last share says, on every rank; no tensor."""
+    said = [value]
+    dist.broadcast_object_list(said, dist.get_global_rank(_group(context), context.size - 1), group=context.group)
+    return said[0]
+
+
+def of_all_shares(x_LB: Tensor, context: ContextGroup) -> Tensor:
+    """What all shares have of their tokens, along the first axis, on every rank; without a gradient."""
+    parts = [torch.empty_like(x_LB, memory_format=torch.contiguous_format) for _ in range(context.size)]
+    dist.all_gather(parts, x_LB.detach().contiguous(), group=_group(context))
+    return torch.cat(parts)
+
+
+def known_of_all_shares(value: Known, context: ContextGroup) -> list[Known]:
+    """What every share's rank says, the first one first; no tensor on a device."""
+    said = [value] * context.size
+    if context.size > 1:
+        dist.all_gather_object(said, value, group=_group(context))
+    return said
+
+
+def _group(context: ContextGroup) -> dist.ProcessGroup:
+    assert context.group is not None
+    return context.group
 
 
 def _halo(x_BLC: Tensor, count: int, share: RowShare) -> Tensor:

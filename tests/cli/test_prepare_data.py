@@ -86,11 +86,14 @@ WRONG = {
     "--compression is lz4": ["--input", "{file}", "--tokenizer", "{tokenizer}", "--compression", "lz4"],
     "--vocab-size goes with --input embedded": ["--input", "{file}", "--vocab-size", "400"],
     "--input embedded needs --vocab-size": ["--input", "embedded"],
-    "takes --output and --vocab-size only, not --tokenizer, --workers": [
-        *("--input", "embedded", "--vocab-size", "400", "--tokenizer", "x", "--workers", "2")
+    "and --workers only, not --max-bad, --tokenizer": [
+        *("--input", "embedded", "--vocab-size", "400", "--tokenizer", "x", "--max-bad", "2%")
     ],
-    "takes --output and --vocab-size only, not other inputs": ["--input", "embedded", "{file}", "--vocab-size", "400"],
+    "--workers only, not other inputs": ["--input", "embedded", "{file}", "--vocab-size", "400"],
     "at least 300": ["--input", "embedded", "--vocab-size", "299"],
+    "--packages goes with --input embedded": ["--input", "{file}", "--tokenizer", "{tokenizer}", "--packages", "torch"],
+    "--packages numpie: no package": ["--input", "embedded", "--vocab-size", "400", "--packages", "numpie"],
+    "--packages os.path: no package": ["--input", "embedded", "--vocab-size", "400", "--packages", "os.path"],
 }
 
 
@@ -127,6 +130,8 @@ def test_the_embedded_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert "a vocabulary of 350" in capsys.readouterr().out
     assert prepare_data.main([*command, "--vocab-size", "351"]) == 2
     assert "made for --vocab-size 350" in capsys.readouterr().err
+    assert prepare_data.main([*command, "--vocab-size", "350", "--packages", "json"]) == 2
+    assert "made without json" in capsys.readouterr().err
 
 
 @pytest.mark.slow

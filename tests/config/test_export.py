@@ -45,6 +45,12 @@ def test_it_is_looked_at_as_it_is_in_that_phase() -> None:
     assert keys("model=llama2_438m", phases) == ["phases.1.export"]
 
 
+def test_self_extend_is_in_the_shipped_class_alone() -> None:
+    extended = ["model=llama2_438m", "model.layers.A.self_extend={group: 4, neighbours: 256}"]
+    assert keys("model=llama2_438m", "phases.0.export=native") == keys(*extended, "phases.0.export=auto") == []
+    assert keys(*extended, "phases.0.export=native") == ["phases.0.export"]
+
+
 def test_a_registered_mixer_is_exported_by_the_shipped_class(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SPECS, "other", OtherSpec)
     changed = ["model.pattern=O", "model.layers.O={kind: other, hidden: 64}"]

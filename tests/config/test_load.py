@@ -116,6 +116,22 @@ def test_an_option_as_other_programs_take_it():
     assert set(reported(["--deterministic", "run.seed=1", "samba"])) == {"--deterministic", "samba"}
 
 
+def test_a_letter_of_another_kind_starts_from_defaults():
+    """Options of one kind mean nothing to another; those of the same kind are merged."""
+    span = "recipe=mamba2_span_laptop"
+    assert load([span, "model.layers.X={kind: attention, heads: 4}"]).model.layers["X"] == {
+        "kind": "attention",
+        "heads": 4,
+    }
+    assert load([span, "model.layers={X: {kind: attention, heads: 2}}"]).model.layers["X"] == {
+        "kind": "attention",
+        "heads": 2,
+    }
+    kept = load([span]).model.layers["X"] | {"block": 16}
+    assert load([span, "model.layers.X={kind: span, block: 16}"]).model.layers["X"] == kept
+    assert load([span, "model.layers.X={block: 16}"]).model.layers["X"] == kept
+
+
 def test_letters_in_one_argument():
     layers = load(["model.layers={M: {kind: mamba2, state: 16}, Q: {kind: swiglu}}"]).model.layers
     assert layers["M"] == {"kind": "mamba2", "state": 16}
@@ -143,13 +159,13 @@ def test_a_saved_configuration_that_no_run_wrote(tmp_path, text):
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])
 def test_numbers_are_finite(value):
     keys = {
-        "model.layers.W.rope_base",
+        "model.layers.W.rope.base",
         "model.layers.M.dt_max",
         "model.norm_eps",
         "optim.weight_decay",
         "optim.betas.1",
         "phases.0.lr",
-        "phases.0.layers.W.rope_base",
+        "phases.0.layers.W.rope.base",
         "phases.0.states.sigma",
         "data.mixture.web.weight",
         "run.timeout",

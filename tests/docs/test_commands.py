@@ -33,6 +33,7 @@ ONLY_PARSED = {  # by how a command begins
     "bench": "tests/proving/test_bench.py",
     "checkpoint fetch s3:": "a bucket: tests/checkpoint/test_mirror.py",
     "data prepare --input chats.jsonl": "a tokenizer with words: tests/docs/test_answers.py",
+    "data prepare --input embedded --packages": "minutes: tests/data/prepare/test_corpus.py",
     "data prepare --input sets/tuning": "a tokenizer with words: tests/docs/test_answers.py",
     "inspect data=folder data.path=data/chats": "a tokenizer with words: tests/docs/test_answers.py",
     "evaluate runs/laptop --harness": "the extra harness: tests/evaluate/test_harness.py",

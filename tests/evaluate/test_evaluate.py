@@ -254,7 +254,7 @@ def under_torchrun(*arguments: object) -> str:
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("layout", ["", "parallel.tensor=2", "parallel.pipeline=2"])
+@pytest.mark.parametrize("layout", ["", "parallel.tensor=2", "parallel.pipeline=2", "parallel.context=2"])
 def test_two_processes_find_what_one_does(layout: str, run: Path, output: Path, tmp_path: Path) -> None:
     """Samples are shared out, or the model is."""
     file, words = asked(tmp_path, ASKED), layout.split()
@@ -276,7 +276,7 @@ def test_two_processes_find_what_one_does(layout: str, run: Path, output: Path, 
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("layout", ["parallel.tensor=2", "parallel.pipeline=2"])
+@pytest.mark.parametrize("layout", ["parallel.tensor=2", "parallel.pipeline=2", "parallel.context=2"])
 def test_two_processes_write_the_text_of_one(layout: str, run: Path, capsys) -> None:
     options = [run, "--prompt", "the cat", "--prompt", "on", "--tokens", "12", "--seed", "3", "--past-end"]
     assert main(["generate", *map(str, options)]) == 0

@@ -91,7 +91,7 @@ def test_a_batch_changes_nothing_and_what_was_killed_continues(run: Path, rows: 
 
 @pytest.mark.gloo
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("layout", ["", "parallel.tensor=2", "parallel.pipeline=2"])
+@pytest.mark.parametrize("layout", ["", "parallel.tensor=2", "parallel.pipeline=2", "parallel.context=2"])
 def test_two_processes_find_what_one_does(layout: str, run: Path, rows: dict, tmp_path: Path) -> None:
     arguments = ["evaluate", run, "--harness", "tiny", "--max-length", "24", "--output", tmp_path, *layout.split()]
     under_torchrun(*arguments, "--batch", "4")

@@ -28,6 +28,7 @@ LAYOUTS = [
     "parallel.tensor=2 parallel.sequence=true",
     "parallel.pipeline=2 phases.0.micro_batch=2",
     "phases.0.micro_batch=2",
+    "parallel.context=2",
 ]
 
 
@@ -50,6 +51,10 @@ def run(data: Path, settings: list[str]) -> Path:
 
 def measured(run: Path) -> dict[int, dict[str, float]]:
     return {line["step"]: line["evaluation"] for line in lines_of(run / "metrics.jsonl") if "evaluation" in line}
+
+
+def held_out(run: Path) -> dict[int, dict[str, float]]:
+    return {line["step"]: line["validation"] for line in lines_of(run / "metrics.jsonl") if line.get("validation")}
 
 
 def losses(run: Path) -> list[tuple[float, float]]:
@@ -119,3 +124,6 @@ def test_every_layout_measures_the_same(
         assert found.keys() == measured(run)[step].keys()
         assert found["perplexity/32/loss"] == pytest.approx(measured(run)[step]["perplexity/32/loss"], rel=1e-4)
     assert list(measured(tmp_path / "two")) == [2, 4]
+    for step, found in held_out(run).items():
+        assert held_out(tmp_path / "two")[step] == pytest.approx(found, rel=1e-4)
+    assert held_out(run)

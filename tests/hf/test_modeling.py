@@ -257,7 +257,7 @@ def test_places_follow_the_layers_to_other_devices() -> None:
     assert there is places.on(torch.device("meta"))
     assert there.positions_BL.is_meta
     assert there.documents_BL.is_meta
-    assert there.rope(4, 1e4)[0].is_meta
+    assert there.rope(4, mixers_hybridtron.RopeOptions())[0].is_meta
 
 
 def test_how_weights_start() -> None:

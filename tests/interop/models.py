@@ -30,11 +30,64 @@ MODELS: dict[str, tuple[str, dict[str, dict[str, Any]], bool]] = {
     "mamba": ("M*2", {"M": {"kind": "mamba", "state": 4, "conv": 3, "dt_rank": 5}}, True),
     "mamba-untied": ("M*2", {"M": {"kind": "mamba", "state": 4}}, False),
     "mamba2": ("M*2", {"M": MAMBA2}, True),
-    "llama": ("(A-)*2", {"A": {**ATTENTION, "rope_base": 5000.0}, "-": MLP}, False),
+    "llama": ("(A-)*2", {"A": {**ATTENTION, "rope": {"base": 5000.0}}, "-": MLP}, False),
     "llama-tied": ("(A-)*2", {"A": {**ATTENTION, "head_dim": 12}, "-": MLP}, True),
     "mistral": ("(W-)*2", {"W": {**ATTENTION, "kv_heads": 1, "window": 9}, "-": MLP}, False),
     "granite": ("M-A-M-", {"M": MAMBA2, "A": ATTENTION, "-": MLP}, True),
-    "granite-nope": ("M-A-", {"M": MAMBA2, "A": {**ATTENTION, "rope_base": None}, "-": MLP}, False),
+    "llama-llama3": (
+        "(A-)*2",
+        {
+            "A": {**ATTENTION, "rope": {"base": 100.0, "scale": "llama3", "factor": 4.0, "original": 20, "high": 3.0}},
+            "-": MLP,
+        },
+        False,
+    ),
+    "llama-yarn": (
+        "(A-)*2",
+        {"A": {**ATTENTION, "rope": {"base": 100.0, "scale": "yarn", "factor": 4.0, "original": 8}}, "-": MLP},
+        False,
+    ),
+    "mistral-linear": (
+        "(W-)*2",
+        {"W": {**ATTENTION, "window": 9, "rope": {"scale": "linear", "factor": 4.0}}, "-": MLP},
+        False,
+    ),
+    "granite-yarn": (
+        "M-A-",
+        {
+            "M": MAMBA2,
+            "A": {
+                **ATTENTION,
+                "rope": {
+                    "scale": "yarn",
+                    "factor": 3.0,
+                    "original": 9,
+                    "fast": 8.0,
+                    "slow": 0.5,
+                    "attention": 1.4,
+                    "truncate": False,
+                },
+            },
+            "-": MLP,
+        },
+        True,
+    ),
+    "bamba": ("M-A-M-", {"M": MAMBA2, "A": {**ATTENTION, "rotary_dim": 4}, "-": MLP}, False),
+    "bamba-yarn": (
+        "A-M-",
+        {
+            "M": MAMBA2,
+            "A": {
+                **ATTENTION,
+                "head_dim": 12,
+                "rotary_dim": 6,
+                "rope": {"scale": "yarn", "factor": 4.0, "original": 8},
+            },
+            "-": MLP,
+        },
+        True,
+    ),
+    "granite-nope": ("M-A-", {"M": MAMBA2, "A": {**ATTENTION, "rope": "none"}, "-": MLP}, False),
 }
 DELTA = {"kind": "gated_deltanet", "heads": 4, "key_heads": 2, "expand_k": 1.5, "expand_v": 2.0, "conv": 3}
 NORMED = {**ATTENTION, "qk_norm": "all", "norm_after": True}
@@ -43,11 +96,16 @@ BEHIND = {**MLP, "norm_after": True}
 MODELS |= {
     "olmo_hybrid": (
         "D-A+D-",
-        {"D": {**DELTA, "negative_eigenvalues": True}, "A": {**NORMED, "rope_base": None}, "-": MLP, "+": BEHIND},
+        {"D": {**DELTA, "negative_eigenvalues": True}, "A": {**NORMED, "rope": "none"}, "-": MLP, "+": BEHIND},
         False,
     ),
     "olmo_hybrid-rope": ("D-A+", {"D": DELTA, "A": {**NORMED, "head_dim": 12}, "-": MLP, "+": BEHIND}, True),
     "qwen3_next": ("D-A-", {"D": DELTA, "A": GATED, "-": MLP}, False),
+    "qwen3_next-yarn": (
+        "D-A-",
+        {"D": DELTA, "A": {**GATED, "rope": {"scale": "yarn", "factor": 4.0, "original": 8}}, "-": MLP},
+        False,
+    ),
 }
 MAMBA = {"kind": "mamba", "state": 4, "conv": 3}
 WINDOW = {**ATTENTION, "window": 9}
@@ -57,11 +115,21 @@ CUSTOM: dict[str, tuple[str, dict[str, dict[str, Any]], bool]] = {
     "mamba-swa-mlp": ("(MW-)*2", {"M": MAMBA, "W": {**WINDOW, "kv_heads": 1}, "-": MLP}, False),
     "mamba-mlp": ("(M-)*2", {"M": MAMBA, "-": MLP}, True),
     "mamba2-window": ("(MW)*2", {"M": MAMBA2, "W": {**WINDOW, "head_dim": 12}}, False),
+    "scaled": (
+        "A-W-S",
+        {
+            "A": {**ATTENTION, "rope": {"scale": "yarn", "factor": 4.0, "original": 8}},
+            "W": {**WINDOW, "rope": {"scale": "linear", "factor": 2.0}},
+            "S": {**SPAN, "rope": {"scale": "llama3", "factor": 4.0, "original": 20}},
+            "-": MLP,
+        },
+        True,
+    ),
     "conv": (
         "A-C-",
         {
             "A": {**ATTENTION, "conv": 4, "conv_bias": True, "conv_silu": False, "rotary_dim": 4},
-            "C": {**WINDOW, "conv": 3, "rope_base": None},
+            "C": {**WINDOW, "conv": 3, "rope": "none"},
             "-": MLP,
         },
         True,
@@ -100,6 +168,7 @@ CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "granite": "GraniteMoeHybridForCausalLM",
+    "bamba": "BambaForCausalLM",
     "olmo_hybrid": "OlmoHybridForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
 }

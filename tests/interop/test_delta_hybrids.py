@@ -104,7 +104,7 @@ OTHERS = {
     "has a window": with_options("qwen3_next", "A", window=8),
     "has no gate": with_options("qwen3_next", "A", gate=False),
     "has negative_eigenvalues": with_options("qwen3_next", "D", negative_eigenvalues=True),
-    "no rotary positions": with_options("qwen3_next", "A", rope_base=None),
+    "no rotary positions": with_options("qwen3_next", "A", rope="none"),
     "qk_norm=none, not head": with_options("qwen3_next", "A", qk_norm="none"),
     "sub-layers have their norm after them": with_options("qwen3_next", "D", norm_after=True),
     "no MLP after it": replace(model_config("qwen3_next"), pattern="D-A"),

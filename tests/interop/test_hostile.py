@@ -35,7 +35,7 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"architectures": [7]}, "architectures"),
     (LLAMA, {"rope_parameters": [1]}, "rope_parameters"),
     (LLAMA, {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
-    (LLAMA, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}}, "llama3"),
+    (LLAMA, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}}, "without low_freq_factor"),
     (LLAMA, {"attention_bias": True}, "attention_bias"),
     (LLAMA, {"mlp_bias": True}, "mlp_bias"),
     (LLAMA, {"architectures": ["Qwen2ForCausalLM"]}, "Qwen2ForCausalLM"),

@@ -83,8 +83,8 @@ ORIGINALS = {
             {
                 "M": {"kind": "mamba2", "state": 8, "head_dim": 8},
                 "A": {
-                    "kind": "attention", "heads": 4, "head_dim": 12, "rotary_dim": 6, "rope_base": 10000.0, "conv": 4,
-                    "conv_bias": True, "conv_silu": False,
+                    "kind": "attention", "heads": 4, "head_dim": 12, "rotary_dim": 6, "rope": {"base": 10000.0},
+                    "conv": 4, "conv_bias": True, "conv_silu": False,
                 },
                 "-": {"kind": "swiglu", "hidden": 128},
             },

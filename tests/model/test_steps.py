@@ -23,7 +23,8 @@ LAYERS = {
     "N": {"kind": "mamba", "state": 4},
     "W": {"kind": "attention", "heads": 4, "kv_heads": 2, "window": 8},
     "V": {"kind": "attention", "heads": 2, "window": 2, "head_dim": 10, "rotary_dim": 6},
-    "U": {"kind": "attention", "heads": 4, "kv_heads": 1, "window": 30, "rope_base": None},
+    "U": {"kind": "attention", "heads": 4, "kv_heads": 1, "window": 30, "rope": "none"},
+    "Y": {"kind": "attention", "heads": 2, "window": 9, "rope": {"scale": "yarn", "factor": 4.0, "original": 8}},
     "F": {"kind": "attention", "heads": 4},
     "-": {"kind": "swiglu", "hidden": 48},
 }
@@ -53,7 +54,7 @@ def logits_of(read: Reader, given: Prompts, tokens: torch.Tensor) -> Iterator[to
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("pattern", ["M", "N", "W", "V", "U", "-", "M-W-N-V-U-"])
+@pytest.mark.parametrize("pattern", ["M", "N", "W", "V", "U", "Y", "-", "M-W-N-V-U-"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 2e-4)])
 def test_logits_are_the_models(pattern: str, dtype: torch.dtype, tolerance: float, tied: bool) -> None:
     """Past the end of every window. Angles of positions are of fp32, whatever the model is of."""

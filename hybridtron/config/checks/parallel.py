@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 
 from hybridtron.architecture.model import ModelConfig
-from hybridtron.architecture.table import architecture
+from hybridtron.architecture.table import Architecture, architecture
 from hybridtron.config.choices import FP8_MULTIPLES, Recompute
 from hybridtron.config.layout import multiples_near, stage_problems, world_problems
 from hybridtron.config.resolve import ResolvedPhase
@@ -94,9 +94,7 @@ def _context(phase: ResolvedPhase) -> Iterator[Problem]:
     context, length = phase.config.parallel.context, phase.settings.seq_len
     if context == 1 or phase.arch is None:
         return
-    if whole := [letter for letter, spec in phase.arch.by_letter.items() if not spec.shares_rows]:
-        letters = ", ".join(f"model.layers.{letter}" for letter in whole)
-        yield Problem("parallel.context", f"is {context}, but {letters} can't share a row out over ranks: use 1")
+    yield from unshareable(phase.arch, context)
     tensor = phase.config.parallel.tensor if phase.config.parallel.sequence else 1
     if length > 0 and length % (context * tensor):
         yield Problem(
@@ -104,8 +102,6 @@ def _context(phase: ResolvedPhase) -> Iterator[Problem]:
             f"is {length}, which parallel.context={context} can't share out: "
             f"use {choice(multiples_near(context * tensor, length))}",
         )
-    if phase.config.run.evaluate is not None:
-        yield Problem("run.evaluate", "reads with whole rows: leave it out, or use parallel.context=1")
     if phase.config.run.compile:
         yield Problem("parallel.context", f"is {context}, which run.compile can't trace: use 1, or run.compile=false")
     if phase.chunks_together > 1:
@@ -120,6 +116,13 @@ def _context(phase: ResolvedPhase) -> Iterator[Problem]:
         if grown:
             what = f"takes the {grown[0]} of model.layers.{letter}, which grow with every row: use parallel.context=1"
             yield Problem("states.carry", what)
+
+
+def unshareable(arch: Architecture, context: int) -> Iterator[Problem]:
+    """What of the model can't share a row's tokens out over ranks; unused letters don't matter."""
+    if context > 1 and (whole := [letter for letter, spec in arch.by_letter.items() if not spec.shares_rows]):
+        letters = ", ".join(f"model.layers.{letter}" for letter in whole)
+        yield Problem("parallel.context", f"is {context}, but {letters} can't share a row out over ranks: use 1")
 
 
 def uncuttable(model: ModelConfig, tensor: int) -> list[str]:

@@ -1,15 +1,17 @@
 """The folder of the embedded corpus (`corpus.py`), and its tokenizer: a byte-level BPE that is trained on the spot.
 
-The corpus depends on the Python version, which the manifest names; the digest of the manifest distinguishes versions.
+The corpus depends on the Python version, and on those of the packages whose sources are part of it. The manifest names
+them; its digest distinguishes versions.
 Several processes may prepare the same folder at once: each writes a temporary folder, the first to rename it wins, and
 the others use what they find.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -22,33 +24,44 @@ from tokenizers.trainers import BpeTrainer
 
 from hybridtron.data.folder import SMALLEST_VOCABULARY, TokenFolder
 from hybridtron.data.prepare import corpus
-from hybridtron.data.prepare.documents import Input, in_validation
+from hybridtron.data.prepare.documents import ArgumentError, Input, in_validation
 from hybridtron.data.prepare.parts import FolderSettings
 from hybridtron.data.prepare.run import prepare
 from hybridtron.data.prepare.vocabulary import vocabulary_of
 from hybridtron.data.prepare.writer import beside
+from hybridtron.requirements import installed
 
 END_OF_TEXT = "<|endoftext|>"
 SETTINGS = FolderSettings(validation=0.05)
 
 
-def prepare_embedded(path: Path, vocab_size: int) -> TokenFolder:
-    """The folder of the embedded corpus, made now unless it is there; its vocabulary may be smaller than asked."""
+def prepare_embedded(path: Path, vocab_size: int, packages: Sequence[str] = (), workers: int = 1) -> TokenFolder:
+    """The folder of the embedded corpus, made now unless it is there; its vocabulary may be smaller than asked.
+
+    The sources of installed packages are more sources of it, and count for the vocabulary.
+    """
     if path.exists():
         return TokenFolder.open(path)
     if vocab_size < SMALLEST_VOCABULARY:
-        raise ValueError(f"vocab_size={vocab_size}; a byte-level vocabulary needs at least {SMALLEST_VOCABULARY}")
+        raise ArgumentError(f"{vocab_size} entries: a byte-level vocabulary needs at least {SMALLEST_VOCABULARY}")
+    inputs = [Input("embedded", ()), *map(corpus.package_input, packages)]
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
-        progress.add_task(f"{path}: training a vocabulary of {vocab_size} on Python's own texts", total=None)
-        texts = [document.content for document in corpus.documents() if isinstance(document.content, str)]
-        tokenizer = train_tokenizer(
-            (text for text in texts if not in_validation(text, SETTINGS.validation)), vocab_size
-        )
+        progress.add_task(f"{path}: training a vocabulary of {vocab_size} on texts of this machine", total=None)
+        tokenizer = train_tokenizer(_learned_texts(packages), vocab_size)
     vocabulary = vocabulary_of(tokenizer.to_str(), "embedded", END_OF_TEXT)
     origin = {"corpus": "embedded", "python": platform.python_version(), "asked_vocab_size": vocab_size}
+    origin |= {package: installed(package) or "Python's" for package in packages}
     with beside(path) as work:
-        return prepare([Input("embedded", ())], path, vocabulary, SETTINGS, origin=origin, work=work)
+        return prepare(inputs, path, vocabulary, SETTINGS, workers, origin=origin, work=work)
+
+
+def _learned_texts(packages: Sequence[str]) -> Iterator[str]:
+    """What is not held out."""
+    for document in itertools.chain(corpus.documents(), *(corpus.packaged(corpus.folder_of(one)) for one in packages)):
+        assert isinstance(document.content, str)
+        if not in_validation(document.content, SETTINGS.validation):
+            yield document.content
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybridtron.data.prepare.corpus import EMBEDDED
+from hybridtron.data.prepare.corpus import EMBEDDED, PACKAGE
 from hybridtron.data.prepare.documents import Document, Input, InputError, InputOptions, Tally, check_regular
 from hybridtron.data.prepare.input_tokens import MDS, MEGATRON, PACKED
 from hybridtron.data.prepare.inputs import JSONL, PARQUET, TEXT
@@ -19,6 +19,7 @@ FORMATS = {
     "megatron": MEGATRON,
     "mds": MDS,
     "embedded": EMBEDDED,
+    "package": PACKAGE,
 }
 
 

@@ -13,6 +13,7 @@ enum StepKind : int64_t { SCAN, WINDOW, GATED };
 
 template <class S> struct SubLayer {
   int64_t kind, inner, states, taps, rank, heads, groups, size, window, rotary;
+  double stretch;  // of what is rotated
   const S *norm, *in, *of_x, *of_dt, *out, *taps_WE, *conv_bias, *bias, *A, *D;
   S *h, *tail, *keys, *values;
   const double *frequencies;
@@ -112,7 +113,7 @@ template <class S> static void rotate(const SubLayer<S> &of, S *x, int64_t heads
   const int64_t half = of.rotary / 2;
   for (int64_t i = 0; i < half; i++) {
     const double angle = std::remainder((double)place * of.frequencies[i], 2 * M_PI);
-    const S c = (S)(float)std::cos(angle), s = (S)(float)std::sin(angle);
+    const S c = (S)(float)(std::cos(angle) * of.stretch), s = (S)(float)(std::sin(angle) * of.stretch);
     for (int64_t k = 0; k < heads; k++) {
       S *first = x + k * of.size + i, *second = first + half;
       const S a = *first, b = *second;

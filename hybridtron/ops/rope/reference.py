@@ -1,11 +1,11 @@
 """Rotary positions: every pair of channels is rotated by an angle that grows with the position.
 
-    (x1, x2) -> (x1 cos a - x2 sin a, x2 cos a + x1 sin a),  a = position * base^(-i / k)
+    (x1, x2) -> (x1 cos a - x2 sin a, x2 cos a + x1 sin a),  a = position * f_i,  f_i = base^(-i / k)
 
 A rotation by a of queries and by b of keys leaves a score that depends on a - b alone, that is on their distance.
 Channel i of a head is paired with channel i + k, where k is half the head size ("rotate half"), as transformers' Llama
 pairs them; the interleaved pairing of the original paper is a permutation of the same channels and not offered.
-There is no scaling of frequencies for longer contexts here.
+Frequencies f that are scaled for longer rows are those of `architecture/rope.py`; YaRN's scale both cos and sin.
 
 Legend: B rows, L tokens, H heads, K head size, k half of it.
 """
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hybridtron.architecture.rope import RopeOptions
 from hybridtron.ops.precision import at_least_fp32
 
 
@@ -29,18 +30,52 @@ class RopeInputs(NamedTuple):
     sin_BLk: Tensor
 
 
+def frequencies(rope: RopeOptions, channels: int, device: torch.device | str = "cpu") -> Tensor:
+    """Radians that each pair of channels turns from token to token, (k,) in float64."""
+    pairs = torch.arange(channels // 2, dtype=torch.float64, device=device)
+    plain = rope.base ** (-2.0 * pairs / channels)
+    if rope.scale is None or rope.factor is None:
+        return plain
+    if rope.scale == "linear":
+        return plain / rope.factor
+    assert rope.original is not None
+    kept = _kept_by_yarn(rope, channels, pairs) if rope.scale == "yarn" else _kept_by_llama3(rope, plain)
+    return kept * plain + (1 - kept) * plain / rope.factor
+
+
+def _kept_by_llama3(rope: RopeOptions, plain: Tensor) -> Tensor:
+    """How much of each frequency is not slowed: by how often the pair turns in the rows of before."""
+    turns = (rope.original or 1) * plain / (2 * math.pi)
+    return ((turns - rope.low) / (rope.high - rope.low)).clamp(0, 1)
+
+
+def _kept_by_yarn(rope: RopeOptions, channels: int, pairs: Tensor) -> Tensor:
+    """The same, by the place among the pairs that turn `fast` to `slow` times in the rows of before."""
+
+    def place(turns: float) -> float:
+        return channels * math.log((rope.original or 1) / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
+
+    first, last = place(rope.fast), place(rope.slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, channels - 1)
+    wide = last - first if last != first else 0.001
+    return 1 - ((pairs - first) / wide).clamp(0, 1)
+
+
 def rope_table(
-    positions_BL: Tensor, head_dim: int, base: float, dtype: torch.dtype = torch.float32
+    positions_BL: Tensor, head_dim: int, rope: RopeOptions, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles, each (B, L, k).
+    """cos and sin of the rotary angles, each (B, L, k), times YaRN's factor where there is one.
 
     fp32 angles would be off by 0.06 rad at position 1M, so they are formed and reduced in float64 (off by 1e-10).
     """
-    pairs = torch.arange(head_dim // 2, dtype=torch.float64, device=positions_BL.device)
-    frequencies_k = base ** (-2.0 * pairs / head_dim)
-    angles_BLk = positions_BL.double()[..., None] * frequencies_k
+    angles_BLk = positions_BL.double()[..., None] * frequencies(rope, head_dim, positions_BL.device)
     reduced_BLk = angles_BLk.remainder(2 * math.pi)
-    return reduced_BLk.cos().to(dtype), reduced_BLk.sin().to(dtype)
+    cos_BLk, sin_BLk = reduced_BLk.cos(), reduced_BLk.sin()
+    if (factor := rope.attention_factor) != 1:
+        cos_BLk, sin_BLk = cos_BLk * factor, sin_BLk * factor
+    return cos_BLk.to(dtype), sin_BLk.to(dtype)
 
 
 def apply_rope(inputs: RopeInputs) -> Tensor:

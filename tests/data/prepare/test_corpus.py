@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,20 @@ def test_preparing_is_deterministic_also_at_once(documents: list[Document], tmp_
     assert sorted(p.name for p in tmp_path.iterdir()) == ["alone", "data"]
 
 
+def test_sources_of_packages_are_more_sources(documents: list[Document], tmp_path: Path):
+    """Each file is a document, held out or not as any other; the vocabulary is trained on theirs, too."""
+    folder = prepare_embedded(tmp_path / "data", 400, ["json", "tokenizers"], workers=2)
+    assert set(folder.manifest.splits["train"]) == {"code", "text", "json", "tokenizers"}
+    files = sorted(file.relative_to(corpus.folder_of("json")) for file in corpus.folder_of("json").glob("*.py"))
+    assert [document.where for document in corpus.packaged(corpus.folder_of("json"))] == [f"json/{f}" for f in files]
+    splits = folder.manifest.splits
+    assert sum(len(folder.lengths(split, "json")) for split in splits if "json" in splits[split]) == len(files)
+    assert folder.manifest.origin["tokenizers"] == metadata.version("tokenizers")
+    assert folder.manifest.origin["json"] == "Python's"
+    alone = prepare_embedded(tmp_path / "alone", 400)
+    assert folder.tokenizer_file.read_text() != alone.tokenizer_file.read_text()
+
+
 def test_a_folder_that_is_something_else_is_left_alone(documents: list[Document], tmp_path: Path):
     (tmp_path / "mine.txt").write_text("my text")
     with pytest.raises(FolderError, match="has no manifest"):
@@ -89,7 +104,7 @@ def test_a_folder_that_is_something_else_is_left_alone(documents: list[Document]
 
 
 def test_too_small_a_vocabulary(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"vocab_size=299.* 300"):
+    with pytest.raises(ValueError, match=r"299 entries.* 300"):
         prepare_embedded(tmp_path / "data", 299)
 
 
@@ -109,4 +124,4 @@ def test_sources_skip_what_is_not_utf8_and_what_is_empty(tmp_path: Path):
     (tmp_path / "empty.py").touch()
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_it.py").write_text("pass")
-    assert list(corpus._sources(tmp_path)) == [Document("x = 'é'\n", "code", "lib/good.py")]
+    assert list(corpus._sources(tmp_path, "lib", "code")) == [Document("x = 'é'\n", "code", "lib/good.py")]

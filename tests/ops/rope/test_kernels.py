@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridtron.architecture.rope import RopeOptions
 from hybridtron.device import compute_device
 from hybridtron.ops.dispatch import force
 from hybridtron.ops.rope import RopeInputs, apply_rope, rope_table
@@ -23,7 +24,7 @@ def results(implementation: str, x: Tensor, table: tuple[Tensor, Tensor], dy: Te
 
 def assert_right(x: Tensor, rotary: int, dtype: torch.dtype, tolerance: float) -> None:
     device = compute_device()
-    table = rope_table(torch.randint(10_000, x.shape[:2]), rotary, 1e4)
+    table = rope_table(torch.randint(10_000, x.shape[:2]), rotary, RopeOptions())
     x, dy = x.to(dtype), torch.randn(x.shape).to(dtype)
     expected = results("reference", x.double(), (table[0].double(), table[1].double()), dy.double())
     found = results("triton", x.to(device), (table[0].to(device), table[1].to(device)), dy.to(device))
@@ -49,7 +50,7 @@ def test_heads_in_the_order_of_the_projection() -> None:
 
 
 def test_channels_that_do_not_turn_are_unchanged() -> None:
-    x, table = torch.randn(2, 5, 3, 12), rope_table(torch.arange(5).expand(2, 5), 4, 1e4)
+    x, table = torch.randn(2, 5, 3, 12), rope_table(torch.arange(5).expand(2, 5), 4, RopeOptions())
     assert torch.equal(results("triton", x, table, x)[0][..., 4:], x[..., 4:])
 
 

@@ -7,14 +7,19 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from hybridtron.ops.rope import RopeInputs, apply_rope, rope_table
+from hybridtron.architecture.rope import RopeOptions
+from hybridtron.interop.rope_parameters import to_ours, to_theirs
+from hybridtron.ops.dispatch import force
+from hybridtron.ops.native.library import missing
+from hybridtron.ops.rope import RopeInputs, apply_rope, frequencies, rope_table
 
 
 def test_gradients() -> None:
     x = torch.randn(2, 3, 4, 6, dtype=torch.float64, requires_grad=True)
-    table = rope_table(torch.arange(3).expand(2, 3), 6, 100.0)
+    table = rope_table(torch.arange(3).expand(2, 3), 6, RopeOptions(100.0))
     assert gradcheck(lambda x: apply_rope(RopeInputs(x, *table)), (x,))
 
 
@@ -27,13 +32,73 @@ def test_rope_is_llamas() -> None:
     theirs = apply_rotary_pos_emb(q, k, *LlamaRotaryEmbedding(config)(q, positions), unsqueeze_dim=2)
     for x, expected in zip((q, k), theirs, strict=True):
         torch.testing.assert_close(
-            apply_rope(RopeInputs(x, *rope_table(positions, 16, 1e4))), expected, rtol=1e-5, atol=2e-5
+            apply_rope(RopeInputs(x, *rope_table(positions, 16, RopeOptions(1e4)))), expected, rtol=1e-5, atol=2e-5
         )
+
+
+SCALED = {
+    "linear": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn of long rows": {"factor": 40.0, "original_max_position_embeddings": 4096},
+    "yarn by all its keys": {
+        "factor": 8.0, "original_max_position_embeddings": 300, "beta_fast": 20.0, "beta_slow": 2.0,
+        "attention_factor": 1.3, "truncate": False,
+    },
+    "yarn by mscale": {
+        "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 0.707,
+    },
+    "yarn in one place": {"factor": 2.0, "original_max_position_embeddings": 1},
+    "yarn as long": {"factor": 1.0, "original_max_position_embeddings": 256},
+    "llama3": {
+        "factor": 8.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    },
+    "llama3 of short rows": {
+        "factor": 3.0, "original_max_position_embeddings": 50, "low_freq_factor": 0.5, "high_freq_factor": 7.0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize(("head_dim", "base"), [(16, 1e4), (128, 5e5), (12, 1e4)])
+def test_scaled_frequencies_are_those_of_transformers(name: str, head_dim: int, base: float) -> None:
+    given = {"rope_type": name.split()[0], "rope_theta": base, **SCALED[name]}
+    config = LlamaConfig(
+        hidden_size=2 * head_dim, num_attention_heads=2, head_dim=head_dim, rope_parameters=dict(given),
+        max_position_embeddings=131072,
+    )  # fmt: skip
+    theirs, factor = ROPE_INIT_FUNCTIONS[given["rope_type"]](config, torch.device("cpu"))
+    ours = to_ours({"rope_parameters": given, "max_position_embeddings": 131072})
+    assert isinstance(ours, dict)
+    rope = RopeOptions(**ours)
+    torch.testing.assert_close(frequencies(rope, head_dim), theirs.double(), rtol=3e-6, atol=0)
+    assert rope.attention_factor == pytest.approx(factor, rel=1e-12)
+    # and what is rotated, where theirs are near enough to exact: at small positions
+    x, positions = torch.randn(2, 50, 2, head_dim), torch.arange(100).view(2, 50)
+    expected, _ = apply_rotary_pos_emb(x, x, *LlamaRotaryEmbedding(config)(x, positions), unsqueeze_dim=2)
+    found = apply_rope(RopeInputs(x, *rope_table(positions, head_dim, rope)))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    back = to_ours({"rope_parameters": to_theirs(rope)})
+    assert isinstance(back, dict)
+    assert RopeOptions(**back) == rope
+
+
+@pytest.mark.skipif(missing() is not None, reason=f"compiled forms: {missing()}")
+def test_a_scale_that_stretches_has_the_gradients_of_the_reference() -> None:
+    table = rope_table(torch.arange(10).view(2, 5), 6, RopeOptions(100.0, "yarn", 4.0, 8))
+    assert float(table[0][0, 0, 0]) == pytest.approx(0.1 * math.log(4) + 1)
+    given, grad = torch.randn(2, 5, 3, 8), torch.randn(2, 5, 3, 8)
+    grads = []
+    for name in ("reference", "native"):
+        x = given.clone().requires_grad_()
+        with force(apply_rope=name):
+            apply_rope(RopeInputs(x, *table)).backward(grad)
+        grads.append(x.grad)
+    torch.testing.assert_close(grads[0], grads[1])
 
 
 def test_a_table_for_few_channels_turns_the_first_ones() -> None:
     x = torch.randn(2, 50, 4, 16)
-    cos, sin = rope_table(torch.arange(100).view(2, 50), 6, 1e4)
+    cos, sin = rope_table(torch.arange(100).view(2, 50), 6, RopeOptions())
     turned = apply_rope(RopeInputs(x, cos, sin))
     assert torch.equal(turned[..., :6], apply_rope(RopeInputs(x[..., :6], cos, sin)))
     assert torch.equal(turned[..., 6:], x[..., 6:])
@@ -43,7 +108,7 @@ def test_a_table_for_few_channels_turns_the_first_ones() -> None:
 def test_rope_angles_are_exact_at_any_position(position: int) -> None:
     getcontext().prec = 50
     tau = 2 * Decimal("3.14159265358979323846264338327950288419716939937510")
-    cos, sin = rope_table(torch.tensor([[position]]), 128, 10000.0)
+    cos, sin = rope_table(torch.tensor([[position]]), 128, RopeOptions())
     for pair in range(64):
         angle = float((position * Decimal(10000) ** (Decimal(-2 * pair) / 128)) % tau)
         assert math.isclose(cos[0, 0, pair], math.cos(angle), abs_tol=1e-7)
@@ -54,7 +119,7 @@ def test_scores_depend_on_distance_alone() -> None:
     q, k = torch.randn(2, 1, 1, 1, 32, dtype=torch.float64)
 
     def score(query_at: int, key_at: int) -> float:
-        tables = (rope_table(torch.tensor([[at]]), 32, 1e4) for at in (query_at, key_at))
+        tables = (rope_table(torch.tensor([[at]]), 32, RopeOptions()) for at in (query_at, key_at))
         turned = [apply_rope(RopeInputs(x, *table)) for x, table in zip((q, k), tables, strict=True)]
         return float((turned[0] * turned[1]).sum())
 

@@ -1,0 +1,83 @@
+"""HAX's Table 5, and how far the order of its models is that of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+
+from examples.joint_recall.runs import CHANCE, kind_of
+
+PAPER = {
+    "mamba": {"": 16.3, "D": 7.8, "SW": 18.7, "SW+D": 16.6, "A": 16.4, "LSH": 11.6, "KS": 36.6, "HAX": 38.0},
+    "mamba2": {"": 36.6, "D": 19.6, "SW": 70.6, "SW+D": 48.6, "A": 49.3, "LSH": 13.5, "KS": 60.1, "HAX": 74.3},
+    "samba": {"": 6.3},
+}
+"""Accuracy in percent, of 5 to 16 contexts with 5 to 16 keys after 400,000 steps; chance is 6.25."""
+CLAIMS = (
+    ("mamba+KS", "mamba"),
+    ("mamba+HAX", "mamba"),
+    ("mamba", "mamba+LSH"),
+    ("mamba", "mamba+D"),
+    ("mamba2+KS", "mamba2"),
+    ("mamba2+HAX", "mamba2"),
+    ("mamba2", "mamba2+LSH"),
+    ("mamba2", "mamba2+D"),
+    ("mamba2+SW", "mamba2+KS"),
+)
+"""Which stands above which, of what the paper draws its conclusions from. Beside these, Samba is at chance."""
+NEAR_CHANCE = 1.2
+REASONS = (
+    (
+        "HAX beside Mamba: it is short of keys that are chosen by scores, half of its 16",
+        ("mamba+KS-8", "mamba+HAX", "mamba+KS", "mamba+HAX-32"),
+    ),
+    (
+        "beside Mamba-2: queries and keys need a projection of their own; the recurrence's serve its state",
+        ("mamba2+full-shared", "mamba2+full", "mamba2+KS-shared", "mamba2+KS", "mamba2+HAX-shared", "mamba2+HAX"),
+    ),
+)
+"""Why another order came out, and the models that show it."""
+WHY = ("reason", "accuracy, %")
+HERE = ("claim", "the paper's, %", "ours, %", "agrees")
+ORDERS = ("beside", "the paper's order", "ours", "pairs in the same order")
+
+
+def of_paper(variant: str) -> float | None:
+    base, attention = kind_of(variant)
+    return PAPER[base].get(attention)
+
+
+def claims(means: Mapping[str, float]) -> Iterator[tuple[str, str, str, str]]:
+    """The rows of a table: what the paper says of two models, with both accuracies there and here."""
+    for above, below in CLAIMS:
+        if above in means and below in means:
+            there = f"{of_paper(above)} > {of_paper(below)}"
+            agrees, sign = (means[above] > means[below]), ">" if means[above] > means[below] else "<="
+            ours = f"{100 * means[above]:.1f} {sign} {100 * means[below]:.1f}"
+            yield f"{above} above {below}", there, ours, "yes" if agrees else "**no**"
+    if "samba" in means:
+        agrees = means["samba"] < NEAR_CHANCE * CHANCE
+        ours = f"{100 * means['samba']:.1f}, chance {100 * CHANCE:.1f}"
+        yield "samba at chance", "6.3, chance 6.25", ours, "yes" if agrees else "**no**"
+
+
+def orders(means: Mapping[str, float]) -> Iterator[tuple[str, str, str, str]]:
+    """The rows of a table: of each recurrence the models from the best to the worst, in the paper and here."""
+    for base, of_base in PAPER.items():
+        there = {kind or "alone": value for kind, value in of_base.items() if f"{base}+{kind}".strip("+") in means}
+        if len(there) > 1:
+            here = {kind: means[base if kind == "alone" else f"{base}+{kind}"] for kind in there}
+            pairs = list(combinations(there, 2))
+            same = sum((there[one] > there[other]) == (here[one] > here[other]) for one, other in pairs)
+            yield base, _best_first(there), _best_first(here), f"{same} of {len(pairs)}"
+
+
+def reasons(means: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """The rows of a table: what further experiments found."""
+    for reason, models in REASONS:
+        if all(model in means for model in models):
+            yield reason, ", ".join(f"{model} {100 * means[model]:.1f}" for model in models)
+
+
+def _best_first(values: Mapping[str, float]) -> str:
+    return " > ".join(sorted(values, key=lambda name: -values[name]))

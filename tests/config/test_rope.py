@@ -1,0 +1,86 @@
+"""Rotary positions as options of letters, and of phases: what may change of them, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hybridtron.architecture.rope import RopeOptions
+from hybridtron.architecture.table import architecture
+from hybridtron.config.check import check
+from hybridtron.config.load import load
+from hybridtron.config.resolve import resolve
+from hybridtron.problems import ConfigError
+
+PHASES = (
+    "phases=[{name: short, tokens: 1M, seq_len: 512, global_batch: 4, lr: 1e-3},"
+    " {name: long, tokens: 1M, seq_len: 512, global_batch: 4, lr: 1e-3, layers: {W: %s}}]"
+)
+
+
+def rope_of(second: str, *settings: str) -> Any:
+    """What the attention of `laptop` has for positions in a second phase with these options."""
+    config = load(["recipe=laptop", *settings, PHASES % second])
+    assert check(config, 1) == []
+    specs = architecture(resolve(config)[1].model).by_letter
+    return specs["W"].rope
+
+
+@pytest.mark.parametrize(
+    ("before", "options", "found"),
+    [
+        ("{base: 500}", "{rope: {scale: linear, factor: 4}}", RopeOptions(500.0, "linear", 4.0)),
+        ("{base: 500}", "{rope: {base: 7000}}", RopeOptions(7000.0)),
+        ("{base: 500}", "{rope_base: 7000}", RopeOptions(7000.0)),
+        ("{base: 500}", "{rope: none}", "none"),
+        ("{base: 500}", "{rope: null}", RopeOptions()),
+        ("none", "{rope: {base: 7000}}", RopeOptions(7000.0)),
+        ("{scale: llama3, factor: 8, original: 64}", "{rope: {factor: 2}}", RopeOptions(1e4, "llama3", 2.0, 64)),
+        (
+            "{base: 500, scale: llama3, factor: 8, original: 64}",
+            "{rope: {scale: null, factor: null, original: null}}",
+            RopeOptions(500.0),
+        ),
+    ],
+)
+def test_a_phase_changes_what_it_names(before: str, options: str, found: RopeOptions | str) -> None:
+    assert rope_of(options, f"model.layers.W.rope={before}") == found
+
+
+def test_the_former_key_in_a_recipe_and_the_new_one_in_a_phase() -> None:
+    options = "{rope: {scale: yarn, factor: 4, original: 512}}"
+    assert rope_of(options, "model.layers.W.rope_base=500") == RopeOptions(500.0, "yarn", 4.0, 512)
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "said"),
+    [
+        ("{rope: {scale: ntk}}", "scale", "is 'ntk', must be one of linear, yarn, llama3"),
+        ("{rope: {scale: yarn, factor: 4}}", "original", "must be set for scale=yarn"),
+        ("{rope: {scale: linear}}", "factor", "must be set for scale=linear"),
+        ("{rope: {factor: 4}}", "factor", "but there is no scale: leave it out, or use scale=linear or yarn or llama3"),
+        ("{rope: {scale: linear, factor: 2, high: 3}}", "high", "but scale is linear"),
+        ("{rope: {scale: llama3, factor: 2, original: 9, low: 5}}", "low", "must be above 0 and below high=4.0"),
+        ("{rope: {scale: linear, factor: 0.5}}", "factor", "must be at least 1"),
+        ("{rope: {bases: 10}}", "bases", "base"),
+    ],
+)
+def test_what_is_refused(options: str, key: str, said: str) -> None:
+    config = load(["recipe=laptop", PHASES % options])
+    (problem,) = check(config, 1)
+    assert problem.key.endswith(f"W.rope.{key}")
+    assert said in problem.message
+
+
+def test_both_names_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        architecture(load(["recipe=laptop", "model.layers.W.rope_base=5", "model.layers.W.rope.base=6"]).model)
+    (problem,) = caught.value.problems
+    assert problem.key == "model.layers.W.rope_base"
+    assert "the former name of rope.base" in problem.message
+
+
+def test_a_base_for_positions_that_there_were_not() -> None:
+    config = load(["recipe=laptop", "model.layers.W.rope=none", "model.layers.W.rope.base=600"])
+    assert config.model.layers["W"]["rope"] == {"base": 600}

@@ -1,0 +1,82 @@
+"""Bamba: folders that transformers wrote, and what is refused of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BambaConfig, BambaForCausalLM
+
+from hybridtron.architecture.table import architecture
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.cli.convert import main
+from hybridtron.config.choices import Export
+from hybridtron.config.exportable import NATIVE, export_class
+from hybridtron.data.batch import SeqInfo
+from hybridtron.interop.native_bamba import Bamba
+from tests.interop.models import model_config, own_model
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 40, "vocab_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "rms_norm_eps": 1e-4,
+    "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 6,
+    "rope_parameters": {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0,
+                        "high_freq_factor": 4.0, "original_max_position_embeddings": 20},
+}  # fmt: skip
+
+
+def test_a_folder_that_transformers_wrote_is_the_same_model_here(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    theirs = BambaForCausalLM(BambaConfig(**SIZES)).eval()
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            weight += 0.2 * torch.randn_like(weight)
+    theirs.save_pretrained(tmp_path / "in")
+    (tmp_path / "in/tokenizer.json").write_text("{}")
+    assert main(["import", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]) == 0
+    found = Checkpoint.open(tmp_path / "out")
+    assert found.config.model.pattern == "M-A-M-"
+    assert export_class(found.config.model, Export.auto) == "BambaForCausalLM"
+    tokens_BL = torch.randint(48, (2, 70))
+    with torch.no_grad():
+        made = own_model(found, torch.float32)(tokens_BL, None, SeqInfo.stream(2, 70)).output.transpose(0, 1)
+        expected = theirs(tokens_BL).logits
+    torch.testing.assert_close(made, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"time_step_limit": [0.001, 0.1]}, "time_step_limit"),
+        ({"time_step_limit": 7}, "time_step_limit=7"),
+        ({"partial_rotary_factor": 1.0, "rope_parameters": None}, "partial_rotary_factor=1.0"),
+        ({"mamba_n_heads": 4}, "mamba_n_heads x mamba_d_head"),
+        ({"mamba_proj_bias": True}, "mamba_proj_bias"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type=dynamic"),
+    ],
+)
+def test_what_is_not_ours_is_refused(changed: dict[str, Any], said: str) -> None:
+    theirs = json.loads(BambaConfig(**SIZES).to_json_string(use_diff=False))
+    Bamba().model(theirs)
+    with pytest.raises(ValueError, match=said):
+        Bamba().model({**theirs, **changed})
+
+
+@pytest.mark.parametrize(
+    ("of", "options", "said"),
+    [
+        ("bamba", {"rotary_dim": 6}, "do not turn half of each head"),
+        ("bamba", {"rope": "none"}, "no rotary positions"),
+        ("bamba", {"window": 8}, "a window"),
+        ("granite", {}, "do not turn half of each head"),
+        ("llama", {}, "no mamba2 sub-layer"),
+    ],
+)
+def test_what_is_no_bamba(of: str, options: dict[str, Any], said: str) -> None:
+    model = model_config(of)
+    model.layers = {**model.layers, "A": {**model.layers["A"], **options}}
+    assert said in (NATIVE["BambaForCausalLM"](architecture(model), model.norm_eps) or "")

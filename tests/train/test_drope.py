@@ -1,0 +1,66 @@
+"""A phase without rotary positions after one that has them (DroPE), and reading with Self-Extend."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridtron.checkpoint.folder import folder_of
+from hybridtron.cli import evaluate
+from hybridtron.config.load import load_saved
+from hybridtron.data.batch import SeqInfo
+from hybridtron.evaluate.served import opened, whole_model
+from hybridtron.problems import Unusable
+from tests.train.conftest import VOCAB, Train
+
+PHASE = "{name: %s, tokens: 256, seq_len: 16, global_batch: 4, micro_batch: 2, lr: 1e-3%s}"
+
+
+def test_a_phase_drops_the_positions(train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without them every token is where it would be at position 0, by the angles."""
+    dropped = PHASE % ("long", ", layers: {W: {rope: none}}")
+    assert train_small(f"phases=[{PHASE % ('short', '')},{dropped}]") == 0
+    run = tmp_path / "run"
+    saved = [load_saved(folder_of(run, step) / "config.yaml").model.layers["W"] for step in (4, 8)]
+    assert [options.get("rope") for options in saved] == [None, "none"]
+    checkpoint, config = opened(folder_of(run, 8))
+    model = whole_model(checkpoint, config)
+    with_positions = {**config.model.layers, "W": {**config.model.layers["W"], "rope": {"base": 10000.0}}}
+    config.model.layers = with_positions
+    rotated = whole_model(checkpoint, config)
+    tokens_BL, nowhere = torch.randint(VOCAB, (2, 12)), torch.zeros(2, 12, dtype=torch.int64)
+    with torch.no_grad():
+        found = model(tokens_BL, None, SeqInfo.stream(2, 12)).output
+        torch.testing.assert_close(found, rotated(tokens_BL, None, SeqInfo(nowhere)).output)
+        assert not torch.allclose(found, rotated(tokens_BL, None, SeqInfo.stream(2, 12)).output, atol=1e-4)
+
+
+def test_an_evaluation_reads_with_self_extend(
+    train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What neighbours see is as ever; further away it differs. The page says how it was read."""
+    assert train_small("model.layers.W.window=null", "phases.0.tokens=640") == 0
+    run, losses = str(tmp_path / "run"), {}
+    for name, options in {"plain": [], "extended": ["--self-extend", "2,8"]}.items():
+        common = ["--length", "2x", "--rows", "4", "--instruments", "positions", "--output", str(tmp_path / name)]
+        assert evaluate.main([run, *common, *options]) == 0
+        lines = (tmp_path / name / "positions.jsonl").read_text().splitlines()
+        losses[name] = [json.loads(line)["loss"] for line in lines]
+    assert "full, self-extended by 2 beyond 8 (W)" in capsys.readouterr().out
+    assert losses["plain"][:8] == pytest.approx(losses["extended"][:8], abs=1e-5)
+    assert losses["plain"][16:] != pytest.approx(losses["extended"][16:], abs=1e-5)
+
+
+def test_what_self_extend_is_not_for(train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_small("model.layers.W.self_extend={group: 2, neighbours: 8}") == 2
+    assert "W.self_extend  is for full attention with rotary positions, not for window=8" in (capsys.readouterr().err)
+    assert train_small("phases.0.tokens=64") == 0
+    with pytest.raises(Unusable, match="has no full attention with rotary positions"):
+        evaluate.main([str(tmp_path / "run"), "--self-extend", "2,8"])
+    for wrong, said in (("4", "such as 4,1024"), ("1,8", "group is 1, must be at least 2")):
+        with pytest.raises(SystemExit):
+            evaluate.main([str(tmp_path / "run"), "--self-extend", wrong])
+        assert said in capsys.readouterr().err

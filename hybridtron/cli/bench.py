@@ -42,6 +42,7 @@ WHAT = {
         "training by torch alone, by compiled forms, and from weights moved by a rounding",
     ),
     "cores": ("cores", "One thread and two", "by both clocks; short, long and crowded steps; the start of a run"),
+    "context": ("context", "Rows over two processes", "a step over a long row, against one process with two threads"),
     "llama": ("llama", "A recipe and a plain Llama", "tokens/s of both in training, with as many parameters"),
     "decode": ("decode", "Decoding", "time per token and bytes of states by length, several models; and transformers'"),
     "scoring": ("decode", "Scoring", "losses of held-out rows, against the forward pass of training, several models"),

@@ -38,7 +38,7 @@ from hybridtron.planning.count import ModelCount, count
 from hybridtron.planning.fit import TENSOR_SIZES, FittingLayout, fit, settings_of
 from hybridtron.planning.memory import DeviceMemory, Plan, RankPlan, largest_phase, plan
 from hybridtron.planning.rates import GPUS, UNSEEN
-from hybridtron.planning.share_balance import imbalance
+from hybridtron.planning.share_balance import imbalance, token_costs
 from hybridtron.train.phase_table import (
     phase_table,
     print_changes,
@@ -248,7 +248,8 @@ def _imbalance(config: Config) -> float:
     """Of the shares of rows that are one document, which are the most uneven."""
     phase = largest_phase(config)
     length = phase.settings.seq_len
-    return imbalance(phase.model, [[(0, length)]], length, config.parallel.context)
+    costs = token_costs(phase.model, length)
+    return imbalance(costs.of_shares([[(0, length)]], length, config.parallel.context))
 
 
 def _fit_table(config: Config, gpus: int, fitting: list[FittingLayout]) -> Table:

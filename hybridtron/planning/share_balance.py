@@ -7,7 +7,8 @@ do. Attention of kinds whose sight is no window (spans) counts as in `count`, al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from hybridtron.architecture.attention import AttentionSpec, visible_tokens
 from hybridtron.architecture.model import ModelConfig
@@ -18,27 +19,38 @@ Spans = Sequence[tuple[int, int]]
 """Where the documents of a row begin and end."""
 
 
-def imbalance(model: ModelConfig, rows: Sequence[Spans], length: int, shares: int) -> float:
-    """Forward FLOPs of the share that has most to compute, over the mean of all shares of these rows of `length`."""
-    found = flops_of_shares(model, rows, length, shares)
-    return max(found) * shares / sum(found)
+@dataclass(frozen=True)
+class TokenCosts:
+    """Forward FLOPs of a token: what every token costs alike, and by window what each key costs that it sees."""
+
+    alike: float
+    by_window: Mapping[int | None, float]
+
+    def of_shares(self, rows: Sequence[Spans], length: int, shares: int) -> list[float]:
+        """Forward FLOPs of each share, over these rows of `length`."""
+        each, found = length // shares, []
+        for first in range(0, length, each):
+            keys = {w: sum(keys_seen(row, (first, first + each), w) for row in rows) for w in self.by_window}
+            attention = sum(cost * keys[window] for window, cost in self.by_window.items())
+            found.append(len(rows) * each * self.alike + attention)
+        return found
 
 
-def flops_of_shares(model: ModelConfig, rows: Sequence[Spans], length: int, shares: int) -> list[float]:
-    """Forward FLOPs of each share, over these rows."""
-    counted, each = count(model, length), length // shares
-    alike, by_window = counted.forward_flops, dict[int | None, float]()  # of a token; of a token and a key that it sees
+def token_costs(model: ModelConfig, length: int) -> TokenCosts:
+    counted = count(model, length)
+    alike, by_window = counted.forward_flops, dict[int | None, float]()
     for layer, spec in zip(counted.layers, architecture(model).specs, strict=True):
         if isinstance(spec, AttentionSpec):
             attention = layer.flops["attention"]
             alike -= attention
             seen = attention / visible_tokens(length, spec.window)
             by_window[spec.window] = by_window.get(spec.window, 0.0) + seen
-    found = []
-    for first in range(0, length, each):
-        keys = {window: sum(keys_seen(row, (first, first + each), window) for row in rows) for window in by_window}
-        found.append(len(rows) * each * alike + sum(cost * keys[window] for window, cost in by_window.items()))
-    return found
+    return TokenCosts(alike, by_window)
+
+
+def imbalance(flops: Sequence[float]) -> float:
+    """Of the share that has most to compute, over the mean of all shares."""
+    return max(flops) * len(flops) / sum(flops)
 
 
 def keys_seen(documents: Spans, share: tuple[int, int], window: int | None) -> int:

@@ -19,7 +19,9 @@ class StepMetrics:
     the loss. `skipped` counts the steps that were refused since the run was started or resumed, also those of which no
     line is left since the run rolled back to a checkpoint before them; `restarted_lanes`, where states are carried, the
     lanes of the phase whose state was not finite and that restarted from zero. `auxiliary`, where mixers add losses of
-    their own, has each of these by its name, as it is added: a sum over layers. `loss` is without them.
+    their own, has each of these by its name, as it is added: a sum over layers. `loss` is without them. `imbalance`,
+    where ranks share rows (`parallel.context`), is the forward FLOPs of the share that has most to compute, over the
+    mean of all shares: of the rows that the first process has a part of, over all micro-batches of the step.
     """
 
     step: int
@@ -36,6 +38,7 @@ class StepMetrics:
     memory_gib: float
     skipped: int
     learned: int | None = None
+    imbalance: float | None = None
     auxiliary: Mapping[str, float] | None = None
     restarted_lanes: int | None = None
     validation: Mapping[str, float] | None = None
@@ -52,7 +55,8 @@ class StepMetrics:
         return flat(self.line())
 
 
-OPTIONAL = ("learned", "auxiliary", "restarted_lanes", "validation", "validation_by_source", "evaluation", "layers")
+OPTIONAL = ("learned", "imbalance", "auxiliary", "restarted_lanes", "validation", "validation_by_source", "evaluation")
+OPTIONAL += ("layers",)
 REQUIRED = [name for name in StepMetrics.__dataclass_fields__ if name not in OPTIONAL]
 
 

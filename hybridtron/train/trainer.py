@@ -23,13 +23,13 @@ from hybridtron.data.batch import Batch
 from hybridtron.data.loader import Loader, build_loader
 from hybridtron.engine.engine import Engine
 from hybridtron.parallel.groups import Groups, all_reduce_max, barrier
-from hybridtron.planning.count import count
 from hybridtron.train import rollback
 from hybridtron.train.after_phase import AfterPhase, Evaluation
 from hybridtron.train.engines import Engines
 from hybridtron.train.evaluate import evaluated
 from hybridtron.train.lr import learning_rate, weight_decay
 from hybridtron.train.metrics import StepMetrics
+from hybridtron.train.phase_work import PhaseWork
 from hybridtron.train.preempt import StopRequests
 from hybridtron.train.profile import most_memory_gib, profiled
 from hybridtron.train.rollback import Rollback, RollbackRequested
@@ -202,7 +202,7 @@ class Trainer:
             for text in left_out:
                 LOG.info("run.evaluate leaves out %s", text)
         self.masked = loader.sources.masked
-        self.flops_per_token = count(self.engine.config.model, phase.settings.seq_len).flops_per_token
+        self.work = PhaseWork(self.engine.config, phase.settings.seq_len, self.groups.world_size)
 
     def report(self, metrics: StepMetrics) -> None:
         if self.metrics is not None:
@@ -225,8 +225,7 @@ class Trainer:
             self.metrics.decide(rollback.refusal_event(step, guard, self.engine.mean_loss, grad_norm))
         step_time = time.perf_counter() - asked
         speed = phase.tokens_of(step) / step_time
-        tflops = speed * self.flops_per_token / 1e12 / self.groups.world_size
-        peak = self.config.cluster.peak_tflops
+        tflops, mfu = self.work.rates(speed)
         return StepMetrics(
             step=step,
             phase=phase.settings.name,
@@ -238,10 +237,11 @@ class Trainer:
             data_wait=arrived - asked,
             tokens_per_second=speed,
             tflops_per_device=tflops,
-            mfu=None if peak is None else tflops / peak,
+            mfu=mfu,
             memory_gib=most_memory_gib(),
             skipped=self.skipped,
             learned=self.engine.learned if self.masked else None,
+            imbalance=self.work.imbalance(batches),
             auxiliary=self.engine.auxiliary or None,
             restarted_lanes=self.engine.restarted_lanes,
             layers=layers,

@@ -33,6 +33,7 @@ TABLES = {
     "step": 1,
     "llama": 1,
     "cores": 4,
+    "context": 1,
     "data": 3,
     "checkpoint": 3,
     "fp8": 1,

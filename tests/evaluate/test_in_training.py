@@ -126,4 +126,9 @@ def test_every_layout_measures_the_same(
     assert list(measured(tmp_path / "two")) == [2, 4]
     for step, found in held_out(run).items():
         assert held_out(tmp_path / "two")[step] == pytest.approx(found, rel=1e-4)
+    lines = lines_of(tmp_path / "two" / "metrics.jsonl")
+    if "context" in layout:
+        assert all(1 < line["imbalance"] < 1.5 for line in lines), "a window sees less where a document begins"
+    else:
+        assert not any("imbalance" in line for line in lines)
     assert held_out(run)

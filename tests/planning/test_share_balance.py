@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from hybridtron.architecture.model import ModelConfig
 from hybridtron.config.load import load
 from hybridtron.planning.count import count
-from hybridtron.planning.share_balance import flops_of_shares, imbalance, keys_seen
+from hybridtron.planning.share_balance import Spans, imbalance, keys_seen, token_costs
 from hybridtron.planning.step_seconds import count_of_last_share
 
 LENGTH, SHARES = 64, 4
@@ -33,18 +34,22 @@ def test_keys_that_are_seen(name: str, window: int | None) -> None:
 def test_shares_together_compute_what_a_row_does_and_the_last_most() -> None:
     model = load(["recipe=llama2_438m"]).model
     whole = [(0, 8192)]
-    found = flops_of_shares(model, [whole, whole], 8192, SHARES)
+    found = token_costs(model, 8192).of_shares([whole, whole], 8192, SHARES)
     assert sum(found) == pytest.approx(2 * 8192 * count(model, 8192).forward_flops)
     last = count_of_last_share(model, 8192, SHARES)
     assert found[-1] == max(found) == pytest.approx(2 * 2048 * sum(layer.forward_flops for layer in last.layers)
                                                     + 2 * 2048 * last.head_flops)  # fmt: skip
-    assert imbalance(model, [whole], 8192, SHARES) == pytest.approx(max(found) * SHARES / sum(found))
+    assert imbalance(found) == pytest.approx(found[-1] / (sum(found) / SHARES))
+
+
+def uneven(model: ModelConfig, rows: list[Spans]) -> float:
+    return imbalance(token_costs(model, 8192).of_shares(rows, 8192, SHARES))
 
 
 def test_short_documents_beside_a_long_one() -> None:
     """In windows it hardly matters; recurrences are balanced whatever the documents."""
     short_first = [(at, at + 64) for at in range(0, 6144, 64)] + [(6144, 8192)]
     full, recurrent = (load([f"recipe={name}"]).model for name in ("llama2_438m", "mamba2_130m"))
-    assert imbalance(recurrent, [short_first], 8192, SHARES) == 1
-    assert imbalance(full, [short_first], 8192, SHARES) > 1.05
-    assert imbalance(full, [[(0, 2048), (2048, 4096), (4096, 6144), (6144, 8192)]], 8192, SHARES) == pytest.approx(1)
+    assert uneven(recurrent, [short_first]) == 1
+    assert uneven(full, [short_first]) > 1.05
+    assert uneven(full, [[(0, 2048), (2048, 4096), (4096, 6144), (6144, 8192)]]) == pytest.approx(1)

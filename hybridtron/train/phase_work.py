@@ -1,0 +1,32 @@
+"""What the steps of a phase compute, by the count of its model, which is made once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridtron.config.schema import Config
+from hybridtron.data.batch import Batch
+from hybridtron.planning.count import count
+from hybridtron.planning.share_balance import imbalance, token_costs
+
+
+class PhaseWork:
+    """FLOPs of a phase with rows of `seq_len`, over all processes."""
+
+    def __init__(self, config: Config, seq_len: int, processes: int) -> None:
+        self.flops_per_token = count(config.model, seq_len).flops_per_token
+        self.processes, self.peak = processes, config.cluster.peak_tflops
+        self.costs = token_costs(config.model, seq_len) if config.parallel.context > 1 else None
+
+    def rates(self, tokens_per_second: float) -> tuple[float, float | None]:
+        """TFLOP/s of a device, and MFU where the peak is known."""
+        tflops = tokens_per_second * self.flops_per_token / 1e12 / self.processes
+        return tflops, None if self.peak is None else tflops / self.peak
+
+    def imbalance(self, batches: Sequence[Batch]) -> float | None:
+        """How unevenly a step's rows let the ranks compute that share them; None where rows are whole."""
+        if self.costs is None:
+            return None
+        shares = [batch.seq.share for batch in batches]
+        of_rows = [self.costs.of_shares(s.spans, s.size * s.length, s.size) for s in shares if s is not None]
+        return imbalance([sum(of_share) for of_share in zip(*of_rows, strict=True)])

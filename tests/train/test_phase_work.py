@@ -1,0 +1,51 @@
+"""What a phase's steps compute, against numbers by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybridtron.config.load import load
+from hybridtron.data.batch import Batch, SeqInfo
+from hybridtron.parallel.context import ContextGroup, own_share
+from hybridtron.planning.count import count
+from hybridtron.train.phase_work import PhaseWork
+
+LENGTH, SHARES = 64, 2
+FULL_ATTENTION = ["recipe=laptop", "model.pattern=F", "model.layers.F={kind: attention, heads: 4}"]
+
+
+def micro_batch(*borders: int) -> Batch:
+    """A row with documents that begin at these places, of which a rank has the second share."""
+    tokens_BL = torch.zeros(1, LENGTH, dtype=torch.int64)
+    places_L = torch.arange(LENGTH)
+    documents_BL = sum((places_L >= border for border in borders), torch.zeros(LENGTH)).int().unsqueeze(0)
+    batch = Batch(tokens_BL, tokens_BL, tokens_BL == 0, SeqInfo(places_L.unsqueeze(0), documents_BL))
+    return own_share(batch, ContextGroup(SHARES, 1))
+
+
+def work(*settings: str) -> PhaseWork:
+    return PhaseWork(load([*FULL_ATTENTION, *settings]), LENGTH, SHARES)
+
+
+def test_imbalance_is_that_of_all_rows_of_a_step() -> None:
+    """A token of a first half sees 1 to 32 keys, of a second 33 to 64, or as few where a document begins at the cut."""
+    first, second = sum(range(1, 33)), sum(range(33, 65))
+    model = load(FULL_ATTENTION).model
+    attention = count(model, LENGTH).layers[0].flops["attention"] / ((1 + LENGTH) / 2)  # for each key
+    alike = 32 * (count(model, LENGTH).forward_flops - attention * (1 + LENGTH) / 2)
+    one, other = 2 * alike + 2 * first * attention, 2 * alike + (first + second) * attention
+    shared = work(f"parallel.context={SHARES}")
+    assert shared.imbalance([micro_batch(), micro_batch(32)]) == pytest.approx(other / ((one + other) / 2))
+    assert shared.imbalance([micro_batch(32)]) == 1
+
+
+def test_whole_rows_have_none() -> None:
+    assert work().imbalance([]) is None
+
+
+def test_rates() -> None:
+    flops = count(load(FULL_ATTENTION).model, LENGTH).flops_per_token
+    assert work().rates(1e6) == (pytest.approx(flops / 1e6 / SHARES), None)
+    tflops, mfu = work("cluster.peak_tflops=100").rates(1e6)
+    assert mfu == pytest.approx(tflops / 100)

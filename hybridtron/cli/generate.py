@@ -10,7 +10,7 @@ A run's folder is for its newest checkpoint. Without a prompt the text begins wh
 document, before a stop string, or after --tokens. A single text is printed as it comes, several one after another once
 all have ended. The prompt is read in chunks, and every further token costs the same from then on where the model has no
 full attention. With --chat prompts are messages, written by the model's chat template, and the answers are printed;
-without a prompt lines are read, and the conversation goes on until they end. Exit codes: 0 text was made, 2 there is no
+without a prompt lines are read, and the conversation continues until they end. Exit codes: 0 text was made, 2 there is no
 usable checkpoint or an argument is wrong.
 """
 
@@ -123,7 +123,7 @@ def chat(checkpoint: Path, parallel: ParallelConfig, texts: list[str], chosen: a
             asked = [*conversation, user(line)]
             try:
                 (prompt,), ends, stops = _checked(template, [asked])
-            except Unusable as error:  # the conversation goes on without it
+            except Unusable as error:  # the conversation continues without it
                 print(error, file=sys.stderr)
                 continue
             wanted = ToContinue([prompt], [""], [model.end, *ends], stops)

@@ -10,8 +10,8 @@ A run's folder is for its newest checkpoint. Without a prompt the text begins wh
 document, before a stop string, or after --tokens. A single text is printed as it comes, several one after another once
 all have ended. The prompt is read in chunks, and every further token costs the same from then on where the model has no
 full attention. With --chat prompts are messages, written by the model's chat template, and the answers are printed;
-without a prompt lines are read, and the conversation continues until they end. Exit codes: 0 text was made, 2 there is no
-usable checkpoint or an argument is wrong.
+without a prompt lines are read, and the conversation continues until they end. Exit codes: 0 text was made, 2 there is
+no usable checkpoint or an argument is wrong.
 """
 
 from __future__ import annotations

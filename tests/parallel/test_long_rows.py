@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.config.schema import (
@@ -74,3 +78,31 @@ def test_a_row_over_two_ranks_trains_as_its_chunks_through_time(length: int) -> 
     for found in run_distributed(trained, 2, config_of(length, 1, 2), length):
         assert found == pytest.approx(expected, rel=1e-4)
     assert expected[1] < expected[0] - 1e-2
+
+
+def held(seat: Seat, config: Config, length: int, folder: Path) -> int:
+    """The most bytes that passes forward and backward hold beside weights, gradients and optimizer."""
+    with seat.groups(config.parallel) as groups:
+        engine = Engine(config, groups)
+        engine.start_phase(0, range(1))
+        engine.forward_backward([text(length)], 0)  # what is made once
+        engine.step(1e-2)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            engine.forward_backward([text(length)], 1)
+        trace = folder / f"{groups.rank}.json"
+        profiled.export_chrome_trace(str(trace))
+        events = [
+            event["args"] for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "[memory]"
+        ]
+        begin = events[0]["Total Allocated"] - events[0]["Bytes"]
+        return max(event["Total Allocated"] for event in events) - begin
+
+
+@pytest.mark.gloo
+def test_activations_of_a_rank_are_its_share(tmp_path: Path) -> None:
+    """Halos, states and the tokens of whole rows are within the 10%."""
+    length = 8_192
+    (whole,) = run_distributed(held, 1, config_of(length, 1, 1), length, tmp_path)
+    for ranks in (2, 4):
+        for share in run_distributed(held, ranks, config_of(length, 1, ranks), length, tmp_path):
+            assert share * ranks == pytest.approx(whole, rel=0.1)

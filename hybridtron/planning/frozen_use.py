@@ -16,7 +16,7 @@ from hybridtron.architecture.base import Parameter
 from hybridtron.architecture.table import architecture
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.planning.layer_use import LayerUse, passes_of, runs_again, shared
-from hybridtron.planning.projections import WeightUse, SublayerWeights, projections_of
+from hybridtron.planning.projections import SublayerWeights, WeightUse, projections_of
 
 
 def with_frozen(

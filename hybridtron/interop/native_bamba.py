@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from hybridtron.architecture.attention import AttentionSpec
 from hybridtron.architecture.mamba2 import Mamba2Spec
@@ -11,12 +10,10 @@ from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import Architecture
 from hybridtron.config.exportable import halves
 from hybridtron.interop import rope_parameters
-from hybridtron.interop.native import Settings, SubLayerNames, to_ours, to_theirs
+from hybridtron.interop.native import Settings, SubLayerNames, to_theirs
 from hybridtron.interop.native_pairs import BEFORE, Granite, Llama
 
 PART, TURNED = "partial_rotary_factor", 0.5
-# of the step size; transformers writes infinity so, as JSON has none
-NO_LIMIT: tuple[Any, ...] = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}], None)
 
 
 class Bamba(Granite):
@@ -46,16 +43,9 @@ class Bamba(Granite):
         }
 
     def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
-        limit = theirs.get("time_step_limit", NO_LIMIT[0])
-        if limit not in NO_LIMIT:
-            raise ValueError(f"has time_step_limit={limit}; only {NO_LIMIT[0]} can be imported")
-        if theirs["mamba_n_heads"] * theirs["mamba_d_head"] != theirs["mamba_expand"] * theirs["hidden_size"]:
-            raise ValueError("has mamba_n_heads x mamba_d_head other than mamba_expand x hidden_size")
         full = theirs.get("attn_layer_indices") or []
         pattern = "".join("A-" if n in full else "M-" for n in range(theirs["num_hidden_layers"]))
-        mamba = {"kind": "mamba2", **to_ours(self.mamba, theirs), "norm_eps": theirs[self.norm_eps]}
-        layers = {"M": mamba, **Llama.pattern(self, theirs)[1]}
-        return pattern, {letter: options for letter, options in layers.items() if letter in pattern}
+        return self.with_letters(pattern, theirs)
 
     def attention(self, theirs: Settings) -> Settings:
         options, rope = Llama.attention(self, theirs), theirs.get(rope_parameters.PARAMETERS) or {}

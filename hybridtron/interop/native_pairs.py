@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import math
+from typing import Any, ClassVar
 
 from hybridtron.architecture.attention import AttentionSpec
 from hybridtron.architecture.base import Names
@@ -16,6 +17,8 @@ from hybridtron.interop import rope_parameters
 from hybridtron.interop.native import Native, Settings, SubLayerNames, to_ours, to_theirs
 
 BEFORE, BETWEEN = "input_layernorm", "post_attention_layernorm"
+# of the step size; transformers writes infinity so, as JSON has none
+NO_LIMIT: tuple[Any, ...] = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}], None)
 FUSED_MLP: Names = {
     "input_linear.weight": ("gate_up.weight.gate", "gate_up.weight.up"),
     "output_linear.weight": ("down.weight",),
@@ -127,10 +130,24 @@ class Granite(Llama):
         of_type = {"mamba": "M-", "linear_attention": "M-", "attention": "A-", "full_attention": "A-"}
         if unknown := sorted(set(theirs["layer_types"]) - set(of_type)):
             raise ValueError(f"has layer_types with {unknown[0]!r}; only {', '.join(of_type)} can be imported")
-        pattern = "".join(of_type[name] for name in theirs["layer_types"])
-        mamba = {"kind": "mamba2", **to_ours(self.mamba, theirs), "norm_eps": theirs[self.norm_eps]}
-        layers = {"M": mamba, **super().pattern(theirs)[1]}
+        return self.with_letters("".join(of_type[name] for name in theirs["layer_types"]), theirs)
+
+    def with_letters(self, pattern: str, theirs: Settings) -> tuple[str, dict[str, Settings]]:
+        """A pattern, and what its letters mean."""
+        layers = {"M": self.mamba_options(theirs), **Llama.pattern(self, theirs)[1]}
         return pattern, {letter: options for letter, options in layers.items() if letter in pattern}
+
+    def mamba_options(self, theirs: Settings) -> Settings:
+        """The options of our Mamba-2."""
+        if (limit := theirs.get("time_step_limit", NO_LIMIT[0])) not in NO_LIMIT:
+            raise ValueError(f"has time_step_limit={limit}; only {NO_LIMIT[0]} can be imported")
+        inner, heads = theirs["mamba_expand"] * theirs["hidden_size"], theirs["mamba_n_heads"]
+        options = {"kind": "mamba2", **to_ours(self.mamba, theirs), "norm_eps": theirs[self.norm_eps]}
+        if options["head_dim"] == "auto":
+            options["head_dim"] = inner // heads
+        if heads * options["head_dim"] != inner:
+            raise ValueError("has mamba_n_heads x mamba_d_head other than mamba_expand x hidden_size")
+        return options
 
     def attention(self, theirs: Settings) -> Settings:
         options = super().attention(theirs)

@@ -17,6 +17,7 @@ from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.sparse import RecurrenceSpec
+from hybridtron.architecture.squared_relu import SquaredReLUSpec
 from hybridtron.architecture.swiglu import SwiGLUSpec
 from hybridtron.architecture.table import Architecture, architecture
 from hybridtron.config.choices import Export
@@ -35,7 +36,7 @@ class CannotExport(ValueError):
 def export_class(model: ModelConfig, wanted: Export) -> str:
     """The name of the class that a model is exported as. Raises CannotExport where there is none."""
     arch = architecture(model)
-    reasons = {name: misfit(arch, model.norm_eps) for name, misfit in NATIVE.items()}
+    reasons = {name: misfit(arch, model.norm_eps) or _beside(model, name) for name, misfit in NATIVE.items()}
     fitting = [name for name, reason in reasons.items() if reason is None]
     if fitting and wanted is not Export.custom:
         return fitting[0]
@@ -146,7 +147,7 @@ def _mamba2_hybrid(arch: Architecture, part: bool = False) -> tuple[str | None, 
         return found, None
     if not recurrent:
         return "it has no mamba2 sub-layer", None
-    found = _only(recurrent, Mamba2Spec)
+    found = _only(recurrent, Mamba2Spec) or _expanded(arch)
     if found or not others:
         return found, None
     if found := _only(others, AttentionSpec) or _attention(others[0], part=part):
@@ -154,6 +155,31 @@ def _mamba2_hybrid(arch: Architecture, part: bool = False) -> tuple[str | None, 
     attention = others[0]
     assert isinstance(attention, AttentionSpec)
     return ("its attention has a window" if attention.window is not None else None), attention
+
+
+def _expanded(arch: Architecture) -> str | None:
+    """Whether Mamba-2's heads are together as wide as its classes take them to be."""
+    mamba = next(spec for spec in arch.specs if isinstance(spec, Mamba2Spec))
+    same = mamba.inner(arch.sizes) == mamba.expand * arch.sizes.width
+    return None if same else "its mamba2 has heads that are together not as wide as expand * model.width"
+
+
+def _nemotron_h(arch: Architecture, norm_eps: float) -> str | None:
+    mamba = [spec for spec in arch.specs if isinstance(spec, Mamba2Spec)]
+    mlps = [spec for spec in arch.specs if isinstance(spec, SquaredReLUSpec)]
+    attention = [spec for spec in arch.specs if isinstance(spec, AttentionSpec)]
+    if other := [spec.kind for spec in arch.specs if spec not in (*mamba, *mlps, *attention)]:
+        return f"{other[0]} is none of mamba2, squared_relu and attention"
+    if not mamba or not mlps:
+        return "it has no mamba2 sub-layer" if mlps else "it has no squared_relu sub-layer"
+    found = _only(mamba, Mamba2Spec) or _only(mlps, SquaredReLUSpec) or _same_eps(mamba[0], norm_eps)
+    if found or not attention:
+        return found
+    if found := _only(attention, AttentionSpec) or _attention(attention[0], part=True):
+        return found
+    if attention[0].positions is not None:
+        return "its attention has rotary positions"
+    return "its attention has a window" if attention[0].window is not None else None
 
 
 def _delta(arch: Architecture) -> tuple[list[GatedDeltaNetSpec], list[AttentionSpec]]:
@@ -200,20 +226,28 @@ def _qwen3_next(arch: Architecture, norm_eps: float) -> str | None:
     return _same_eps(recurrent[0], norm_eps) or _same_eps(attention[0], norm_eps)
 
 
+def _beside(model: ModelConfig, name: str) -> str | None:
+    """What of a model's ends keeps it from a class that has its sub-layers."""
+    return "its head is tied to its embedding" if model.tie_embeddings and name in UNTIED else None
+
+
 def _same_eps(spec: GatedDeltaNetSpec | AttentionSpec | Mamba2Spec, norm_eps: float) -> str | None:
     same = spec.norm_eps == norm_eps
     return None if same else f"its {spec.kind} has norm_eps={spec.norm_eps}, not model.norm_eps={norm_eps}"
 
 
+UNTIED = ("NemotronHForCausalLM",)
+"""Classes that can't share the embedding's weights with the head."""
 Misfit = Callable[[Architecture, float], str | None]
 NATIVE: dict[str, Misfit] = {
     "MambaForCausalLM": lambda arch, _: _only(arch.specs, MambaSpec),
-    "Mamba2ForCausalLM": lambda arch, _: _only(arch.specs, Mamba2Spec),
+    "Mamba2ForCausalLM": lambda arch, _: _only(arch.specs, Mamba2Spec) or _expanded(arch),
     "LlamaForCausalLM": partial(_llama, windowed=False),
     "MistralForCausalLM": partial(_llama, windowed=True),
     "GraniteMoeHybridForCausalLM": _granite,
     "BambaForCausalLM": _bamba,
     "OlmoHybridForCausalLM": _olmo_hybrid,
     "Qwen3NextForCausalLM": _qwen3_next,
+    "NemotronHForCausalLM": _nemotron_h,
 }
 """Why a model is not of a class that transformers has by itself; None where it is, exactly."""

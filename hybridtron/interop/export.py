@@ -28,6 +28,7 @@ from hybridtron.interop.custom import Custom
 from hybridtron.interop.native import Native, NativeMamba, NativeMamba2
 from hybridtron.interop.native_bamba import Bamba
 from hybridtron.interop.native_delta import OlmoHybrid, Qwen3Next
+from hybridtron.interop.native_nemotron import NemotronH
 from hybridtron.interop.native_pairs import Granite, Llama, Mistral
 from hybridtron.interop.tokenizer import CHAT, SpecialTokens, write_tokenizer
 from hybridtron.interop.writer import Planned, write_json, write_weights
@@ -43,6 +44,7 @@ NATIVES: tuple[Native, ...] = (
     Bamba(),
     OlmoHybrid(),
     Qwen3Next(),
+    NemotronH(),
 )
 CUSTOM = Custom()
 TARGETS = (*NATIVES, CUSTOM)

@@ -74,6 +74,7 @@ class Native(ModelFormat):
     model_type: ClassVar[str]
     norm_eps: ClassVar[str] = "rms_norm_eps"
     tied: ClassVar[bool] = False  # where config.json does not say
+    proven_with: ClassVar[Settings] = {}  # what the proof sets in their configuration, whatever a folder says
     fixed: ClassVar[Settings] = {}  # what changes what is computed: exports state it, and imports accept no other value
 
     @abstractmethod

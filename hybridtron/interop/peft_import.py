@@ -202,7 +202,8 @@ def prove_adapter(source: AdaptedFolder, checkpoint: Checkpoint) -> None:
     if isinstance(source.kind, Native):
         with quiet():
             folder = source.weights.folder
-            same_answers(folder, _merged(source, loaded(folder)), whole_model(checkpoint), checkpoint.config.model)
+            theirs = _merged(source, loaded(folder, source.kind.proven_with))
+            same_answers(folder, theirs, whole_model(checkpoint), checkpoint.config.model)
 
 
 def _same(source: AdaptedFolder, piece: str, layer: str, made: Tensor, rule: TensorRule) -> None:

@@ -107,6 +107,15 @@ MODELS |= {
         False,
     ),
 }
+SQUARED = {"kind": "squared_relu", "hidden": 56}
+MODELS |= {
+    "nemotron_h": (
+        "M-A-MM",
+        {"M": {**MAMBA2, "heads": 6}, "A": {**ATTENTION, "head_dim": 12, "rope": "none"}, "-": SQUARED},
+        False,
+    ),
+    "nemotron_h-mamba": ("M-M-", {"M": MAMBA2, "-": SQUARED}, False),
+}
 MAMBA = {"kind": "mamba", "state": 4, "conv": 3}
 WINDOW = {**ATTENTION, "window": 9}
 SPAN = {"kind": "span", "heads": 4, "kv_heads": 2, "chunk": 16, "block": 4, "blocks": 2}
@@ -171,6 +180,7 @@ CLASSES = {
     "bamba": "BambaForCausalLM",
     "olmo_hybrid": "OlmoHybridForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
 }
 ONE_OF_EACH = [pytest.param(name, marks=[pytest.mark.slow] * (name not in CLASSES)) for name in MODELS]
 """Of each class the first is fast."""

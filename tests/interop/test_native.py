@@ -52,7 +52,10 @@ def test_transformers_loads_it_and_computes_the_same(name: str, stored: Stored, 
     target = target_of(model_config(name), Export.auto)
     back = target.model(json.loads((output / "config.json").read_text()))
     assert architecture(back).specs == tuple(
-        replace(spec, **{key: getattr(other, key) for key in ("kv_heads", "head_dim", "dt_rank") if hasattr(spec, key)})
+        replace(
+            spec,
+            **{key: getattr(other, key) for key in ("heads", "kv_heads", "head_dim", "dt_rank") if hasattr(spec, key)},
+        )
         for spec, other in zip(architecture(model_config(name)).specs, architecture(back).specs, strict=True)
     )
 

@@ -36,6 +36,7 @@ OPTIONS = {
     "mamba2": [
         {"state": 6, "head_dim": 8},
         {"state": 4, "head_dim": 4, "groups": 2, "conv": 3},
+        {"state": 4, "head_dim": 4, "groups": 3, "heads": 9},
         {"state": 4, "head_dim": 4, "groups": 2, "sparse": {"keys": 6, "bins": "sign", "hashes": 2, "target": "mean"}},
         {"state": 4, "head_dim": 4, "groups": 2, "sparse": {"pattern": "ks", "keys": 5, "projected": True}},
         {"state": 4, "head_dim": 8, "sparse": {"pattern": "lsh", "keys": 3, "hashes": 4}},
@@ -86,6 +87,7 @@ OPTIONS = {
         {"heads": 4, "kv_heads": 1, "chunk": 6, "block": 2, "memory": "shifted"},
     ],
     "swiglu": [{"hidden": 24}, {"hidden": 24, "norm_after": True}],
+    "squared_relu": [{"hidden": 24}],
 }
 CASES = [
     pytest.param(SPECS[kind](**options), id=f"{kind}-{i}")

@@ -89,7 +89,7 @@ ARCHITECTURES = {
     "mamba-mlp": "M-M-M",
     "mamba": "MMMMM",
     "mamba2": "SGSGS",
-    "mamba2-attention": "S-F-G",
+    "mamba2-attention": "S-FqG",
     "mamba-hax": "Q-IiQ",
     "mamba3-swa": "T-WUT",
     "sliding-gla": "A-WAC",
@@ -153,6 +153,13 @@ def table() -> Iterator[Case]:
             yield Case(name, layout, small(model, parallel, documents, ranks.data), ranks.data)
 
 
+MLPS: dict[str, dict[str, Any]] = {
+    "-": {"kind": "swiglu", "hidden": 48},
+    "P": {"kind": "swiglu", "hidden": 48, "norm_after": True},
+    "q": {"kind": "squared_relu", "hidden": 48},
+}
+
+
 def shares_rows(pattern: str) -> bool:
     """Whether the tokens of a row can be shared out over ranks."""
     specs = architecture(small_model(pattern, False, {})).specs
@@ -190,12 +197,11 @@ def small_model(pattern: str, tied: bool, heads: dict[str, Any]) -> ModelConfig:
         "y": {**attention, "rope": {"scale": "yarn", "factor": 4.0, "original": 8}},
         "O": {**attention, "qk_norm": "all", "norm_after": True},
         "H": {**attention, "qk_norm": "head", "gate": True, "rotary_dim": 4},
-        "P": {"kind": "swiglu", "hidden": 48, "norm_after": True},
         "X": {**span, "draw": "layer"},
         "Y": {**span, "memory": "shifted", "kv_heads": 1},
         "Z": {**span, "memory": "random", "eval": "span"},
         "L": {**span, "memory": "landmark", "relevance": "previous_chunk", "eval": "span"},
-        "-": {"kind": "swiglu", "hidden": 48},
+        **MLPS,
     }
     used = {letter: options for letter, options in layers.items() if letter in pattern}
     return ModelConfig(32, VOCABULARY, pattern, used, tied)
@@ -224,6 +230,7 @@ SHRUNK: dict[str, dict[str, int]] = {
     "attention": {"window": 7, "head_dim": 8, "rotary_dim": 4},
     "span": {"chunk": 8, "block": 2, "remember": 8, "head_dim": 8, "rotary_dim": 4},
     "swiglu": {"hidden": VOCABULARY},
+    "squared_relu": {"hidden": VOCABULARY},
 }
 """Sizes that cost time and change no way through the code, by kind; where a recipe sets one it gets this."""
 

@@ -48,6 +48,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     ],
     "span": [{"heads": 8, "kv_heads": 2, "chunk": 64, "block": 16, "blocks": 3, "relevance": "previous_chunk"}],
     "swiglu": [{"hidden": 512}],
+    "squared_relu": [{"hidden": 512}],
 }
 TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
 ROWS, VOCAB, NOISE = 2, 1000, Normal(0.02)

@@ -15,7 +15,7 @@ from hybridtron.architecture.base import MixerSpec
 from hybridtron.architecture.gated_deltanet import GatedDeltaNetSpec
 from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.architecture.mamba2 import Mamba2Spec
-from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.model import MULTIPLIERS, ModelConfig
 from hybridtron.architecture.sparse import RecurrenceSpec
 from hybridtron.architecture.squared_relu import SquaredReLUSpec
 from hybridtron.architecture.swiglu import SwiGLUSpec
@@ -85,7 +85,9 @@ def _are_pairs(arch: Architecture) -> str | None:
     return "its last sub-layer has no MLP after it" if len(arch.specs) % 2 else None
 
 
-def _attention(spec: MixerSpec, qk_norm: str = "none", gate: bool = False, part: bool = False) -> str | None:
+def _attention(
+    spec: MixerSpec, qk_norm: str = "none", gate: bool = False, part: bool = False, scaled: bool = False
+) -> str | None:
     if not isinstance(spec, AttentionSpec):
         return f"{spec.kind} is not attention"
     if spec.conv:
@@ -96,14 +98,16 @@ def _attention(spec: MixerSpec, qk_norm: str = "none", gate: bool = False, part:
         return "its rotary positions turn a part of each head"
     if spec.qk_norm != qk_norm:
         return f"its attention has qk_norm={spec.qk_norm}, not {qk_norm}"
+    if spec.scale is not None and not scaled:
+        return "its attention has a scale of its own"
     if spec.gate is not gate:
         return f"its attention has {'a' if spec.gate else 'no'} gate"
     return None
 
 
-def _llama(arch: Architecture, norm_eps: float, windowed: bool) -> str | None:
+def _llama(arch: Architecture, norm_eps: float, windowed: bool, scaled: bool = False) -> str | None:
     mixers = halves(arch)[0]
-    found = _pairs(arch) or _only(mixers, AttentionSpec) or _attention(mixers[0])
+    found = _pairs(arch) or _only(mixers, AttentionSpec) or _attention(mixers[0], scaled=scaled)
     if found is not None:
         return found
     spec = mixers[0]
@@ -115,8 +119,8 @@ def _llama(arch: Architecture, norm_eps: float, windowed: bool) -> str | None:
     return None
 
 
-def _granite(arch: Architecture, norm_eps: float) -> str | None:
-    found, attention = _mamba2_hybrid(arch)
+def _granite_hybrid(arch: Architecture, norm_eps: float) -> str | None:
+    found, attention = _mamba2_hybrid(arch, scaled=True)
     if found or attention is None:
         return found
     if attention.channels(arch.sizes)[0] != arch.sizes.width:
@@ -138,7 +142,9 @@ def _bamba(arch: Architecture, norm_eps: float) -> str | None:
     return _same_eps(mamba, norm_eps)
 
 
-def _mamba2_hybrid(arch: Architecture, part: bool = False) -> tuple[str | None, AttentionSpec | None]:
+def _mamba2_hybrid(
+    arch: Architecture, part: bool = False, scaled: bool = False
+) -> tuple[str | None, AttentionSpec | None]:
     """What Granite's hybrid and Bamba share, and their attention; its positions may turn a part of each head."""
     mixers = halves(arch)[0]
     recurrent = [spec for spec in mixers if isinstance(spec, Mamba2Spec)]
@@ -150,7 +156,7 @@ def _mamba2_hybrid(arch: Architecture, part: bool = False) -> tuple[str | None, 
     found = _only(recurrent, Mamba2Spec) or _expanded(arch)
     if found or not others:
         return found, None
-    if found := _only(others, AttentionSpec) or _attention(others[0], part=part):
+    if found := _only(others, AttentionSpec) or _attention(others[0], part=part, scaled=scaled):
         return found, None
     attention = others[0]
     assert isinstance(attention, AttentionSpec)
@@ -228,7 +234,10 @@ def _qwen3_next(arch: Architecture, norm_eps: float) -> str | None:
 
 def _beside(model: ModelConfig, name: str) -> str | None:
     """What of a model's ends keeps it from a class that has its sub-layers."""
-    return "its head is tied to its embedding" if model.tie_embeddings and name in UNTIED else None
+    if model.tie_embeddings and name in UNTIED:
+        return "its head is tied to its embedding"
+    other = [each for each in MULTIPLIERS if getattr(model, each) != 1 and name not in MULTIPLIED]
+    return f"it has {other[0]}={getattr(model, other[0])}" if other else None
 
 
 def _same_eps(spec: GatedDeltaNetSpec | AttentionSpec | Mamba2Spec, norm_eps: float) -> str | None:
@@ -238,13 +247,16 @@ def _same_eps(spec: GatedDeltaNetSpec | AttentionSpec | Mamba2Spec, norm_eps: fl
 
 UNTIED = ("NemotronHForCausalLM",)
 """Classes that can't share the embedding's weights with the head."""
+MULTIPLIED = ("GraniteForCausalLM", "GraniteMoeHybridForCausalLM")
+"""Those that multiply embedding, sub-layers and logits."""
 Misfit = Callable[[Architecture, float], str | None]
 NATIVE: dict[str, Misfit] = {
     "MambaForCausalLM": lambda arch, _: _only(arch.specs, MambaSpec),
     "Mamba2ForCausalLM": lambda arch, _: _only(arch.specs, Mamba2Spec) or _expanded(arch),
     "LlamaForCausalLM": partial(_llama, windowed=False),
     "MistralForCausalLM": partial(_llama, windowed=True),
-    "GraniteMoeHybridForCausalLM": _granite,
+    "GraniteForCausalLM": partial(_llama, windowed=False, scaled=True),
+    "GraniteMoeHybridForCausalLM": _granite_hybrid,
     "BambaForCausalLM": _bamba,
     "OlmoHybridForCausalLM": _olmo_hybrid,
     "Qwen3NextForCausalLM": _qwen3_next,

@@ -83,7 +83,7 @@ KINDS: dict[str, Kind] = {
     **_all(COUNT, "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"),
     **_all(COUNT, "linear_conv_kernel_dim"),
     **_all(COUNT_OR_NONE, "num_experts"),
-    **_all(NUMBER, "initializer_range attention_multiplier"),
+    **_all(NUMBER, "initializer_range embedding_multiplier residual_multiplier attention_multiplier logits_scaling"),
     **_all(TRUTH, "tie_word_embeddings tie_embeddings rms_norm residual_in_fp32 linear_allow_neg_eigval"),
     **_all(TEXT, "model_type pattern hybrid_override_pattern ssm_cfg.layer"),
     **_all(TEXTS, "architectures layer_types"),

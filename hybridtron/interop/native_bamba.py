@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import ClassVar
 
 from hybridtron.architecture.attention import AttentionSpec
-from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import Architecture
 from hybridtron.config.exportable import halves
 from hybridtron.interop import rope_parameters
-from hybridtron.interop.native import Settings, SubLayerNames, to_theirs
-from hybridtron.interop.native_pairs import BEFORE, Granite, Llama
+from hybridtron.interop.native import Settings, SubLayerNames
+from hybridtron.interop.native_pairs import BEFORE, Mamba2Hybrid
 
 PART, TURNED = "partial_rotary_factor", 0.5
 
 
-class Bamba(Granite):
+class Bamba(Mamba2Hybrid):
     """As Granite's hybrid, with other names, and without multipliers."""
 
     name, model_type = "BambaForCausalLM", "bamba"
@@ -26,20 +25,14 @@ class Bamba(Granite):
         "attention": SubLayerNames(BEFORE, "self_attn"),
         "swiglu": SubLayerNames("pre_ff_layernorm", "feed_forward"),
     }
-    fixed: ClassVar = {**Llama.fixed, "mamba_conv_bias": True, "mamba_proj_bias": False}
-    hidden = "intermediate_size"
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
-        mixers, common = halves(arch)[0], Llama.settings(self, model, arch, length)
-        mamba = next(spec for spec in mixers if isinstance(spec, Mamba2Spec))
+        mixers, common = halves(arch)[0], super().settings(model, arch, length)
         return {
             **common,
-            **to_theirs(self.mamba, mamba.exported_options(arch.sizes)),
             rope_parameters.PARAMETERS: {**common[rope_parameters.PARAMETERS], PART: TURNED},
             PART: TURNED,
             "attn_layer_indices": [n for n, spec in enumerate(mixers) if isinstance(spec, AttentionSpec)],
-            "mamba_n_heads": mamba.num_heads(arch.sizes),
-            "mamba_chunk_size": 256,
         }
 
     def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
@@ -48,7 +41,7 @@ class Bamba(Granite):
         return self.with_letters(pattern, theirs)
 
     def attention(self, theirs: Settings) -> Settings:
-        options, rope = Llama.attention(self, theirs), theirs.get(rope_parameters.PARAMETERS) or {}
+        options, rope = super().attention(theirs), theirs.get(rope_parameters.PARAMETERS) or {}
         if (part := rope.get(PART, theirs.get(PART, TURNED))) != TURNED:
             raise ValueError(f"has {PART}={part}; only {TURNED} can be imported")
         return options | {"rotary_dim": int(options["head_dim"] * TURNED)}

@@ -1,4 +1,4 @@
-"""Classes of transformers whose layers are a mixer and a gated MLP: Llama, Mistral, Granite's hybrid, no experts."""
+"""Classes of transformers whose layers are a mixer and a gated MLP: Llama, Mistral; what hybrids with Mamba-2 share."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from hybridtron.architecture.attention import AttentionSpec
 from hybridtron.architecture.base import Names
 from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.architecture.model import ModelConfig
-from hybridtron.architecture.rope import NO_POSITIONS, RopeOptions
+from hybridtron.architecture.rope import RopeOptions
 from hybridtron.architecture.swiglu import SwiGLUSpec
 from hybridtron.architecture.table import Architecture
-from hybridtron.config.exportable import halves
 from hybridtron.interop import rope_parameters
 from hybridtron.interop.native import Native, Settings, SubLayerNames, to_ours, to_theirs
 
@@ -85,23 +84,10 @@ class Mistral(Llama):
         return super().attention(theirs) | {"window": theirs["sliding_window"]}
 
 
-class Granite(Llama):
-    """Mamba-2 or full attention, each followed by a gated MLP."""
+class Mamba2Hybrid(Llama):
+    """Mamba-2 or full attention, each followed by a gated MLP: what Granite's hybrid and Bamba share."""
 
-    name, model_type = "GraniteMoeHybridForCausalLM", "granitemoehybrid"
-    sub_layers: ClassVar = {
-        "mamba2": SubLayerNames(BEFORE, "mamba"),
-        "attention": SubLayerNames(BEFORE, "self_attn"),
-        "swiglu": SubLayerNames(BETWEEN, "shared_mlp", FUSED_MLP),
-    }
-    fixed: ClassVar = {
-        **Llama.fixed,
-        **dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier"), 1.0),
-        "num_local_experts": 0,
-        "mamba_conv_bias": True,
-        "mamba_proj_bias": False,
-    }
-    hidden = "shared_intermediate_size"
+    fixed: ClassVar = {**Llama.fixed, "mamba_conv_bias": True, "mamba_proj_bias": False}
     mamba: ClassVar = {
         "mamba_d_state": "state",
         "mamba_expand": "expand",
@@ -111,30 +97,17 @@ class Granite(Llama):
     }
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
-        mixers, attention = halves(arch)[0], attention_of(arch)
-        mamba = next(spec for spec in mixers if isinstance(spec, Mamba2Spec))
-        common = super().settings(model, arch, length)
+        mamba = next(spec for spec in arch.specs if isinstance(spec, Mamba2Spec))
         return {
-            **common,
+            **super().settings(model, arch, length),
             **to_theirs(self.mamba, mamba.exported_options(arch.sizes)),
-            "layer_types": ["mamba" if isinstance(spec, Mamba2Spec) else "attention" for spec in mixers],
-            "intermediate_size": common[self.hidden],
-            "num_experts_per_tok": 0,
-            "position_embedding_type": "rope" if attention.positions is not None else None,
-            "attention_multiplier": attention.head(arch.sizes) ** -0.5,
             "mamba_n_heads": mamba.num_heads(arch.sizes),
             "mamba_chunk_size": 256,
         }
 
-    def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
-        of_type = {"mamba": "M-", "linear_attention": "M-", "attention": "A-", "full_attention": "A-"}
-        if unknown := sorted(set(theirs["layer_types"]) - set(of_type)):
-            raise ValueError(f"has layer_types with {unknown[0]!r}; only {', '.join(of_type)} can be imported")
-        return self.with_letters("".join(of_type[name] for name in theirs["layer_types"]), theirs)
-
     def with_letters(self, pattern: str, theirs: Settings) -> tuple[str, dict[str, Settings]]:
         """A pattern, and what its letters mean."""
-        layers = {"M": self.mamba_options(theirs), **Llama.pattern(self, theirs)[1]}
+        layers = {"M": self.mamba_options(theirs), **super().pattern(theirs)[1]}
         return pattern, {letter: options for letter, options in layers.items() if letter in pattern}
 
     def mamba_options(self, theirs: Settings) -> Settings:
@@ -148,12 +121,6 @@ class Granite(Llama):
         if heads * options["head_dim"] != inner:
             raise ValueError("has mamba_n_heads x mamba_d_head other than mamba_expand x hidden_size")
         return options
-
-    def attention(self, theirs: Settings) -> Settings:
-        options = super().attention(theirs)
-        if abs(theirs["attention_multiplier"] - options["head_dim"] ** -0.5) > 1e-9:
-            raise ValueError("has an attention_multiplier other than head_dim^-0.5")
-        return options if theirs.get("position_embedding_type") == "rope" else {**options, "rope": NO_POSITIONS}
 
 
 def attention_of(arch: Architecture) -> AttentionSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,12 @@ MODELS: dict[str, tuple[str, dict[str, dict[str, Any]], bool]] = {
         },
         True,
     ),
+    "granite-scaled": (
+        "M-A-",
+        {"M": MAMBA2, "A": {**ATTENTION, "rope": "none", "scale": 0.1}, "-": MLP},
+        True,
+    ),
+    "dense_granite": ("(A-)*2", {"A": {**ATTENTION, "head_dim": 12, "scale": 0.125}, "-": MLP}, False),
     "granite-nope": ("M-A-", {"M": MAMBA2, "A": {**ATTENTION, "rope": "none"}, "-": MLP}, False),
 }
 DELTA = {"kind": "gated_deltanet", "heads": 4, "key_heads": 2, "expand_k": 1.5, "expand_v": 2.0, "conv": 3}
@@ -137,7 +144,7 @@ CUSTOM: dict[str, tuple[str, dict[str, dict[str, Any]], bool]] = {
     "conv": (
         "A-C-",
         {
-            "A": {**ATTENTION, "conv": 4, "conv_bias": True, "conv_silu": False, "rotary_dim": 4},
+            "A": {**ATTENTION, "conv": 4, "conv_bias": True, "conv_silu": False, "rotary_dim": 4, "scale": 0.2},
             "C": {**WINDOW, "conv": 3, "rope": "none"},
             "-": MLP,
         },
@@ -177,6 +184,7 @@ CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "granite": "GraniteMoeHybridForCausalLM",
+    "dense_granite": "GraniteForCausalLM",
     "bamba": "BambaForCausalLM",
     "olmo_hybrid": "OlmoHybridForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
@@ -186,9 +194,14 @@ ONE_OF_EACH = [pytest.param(name, marks=[pytest.mark.slow] * (name not in CLASSE
 """Of each class the first is fast."""
 
 
+MULTIPLIED = {"granite-scaled", "dense_granite", "conv"}
+
+
 def model_config(name: str) -> ModelConfig:
     pattern, layers, tied = (MODELS | CUSTOM)[name]
-    return ModelConfig(width=WIDTH, vocab_size=VOCAB, pattern=pattern, layers=layers, tie_embeddings=tied)
+    model = ModelConfig(width=WIDTH, vocab_size=VOCAB, pattern=pattern, layers=layers, tie_embeddings=tied)
+    multipliers = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
+    return replace(model, **multipliers) if name in MULTIPLIED else model
 
 
 def checkpoint_of(

@@ -18,7 +18,7 @@ from hybridtron.config.exportable import NATIVE, export_class
 from hybridtron.data.batch import SeqInfo
 from hybridtron.interop.config_json import CannotImport, settings_of
 from hybridtron.interop.native_bamba import Bamba
-from hybridtron.interop.native_pairs import Granite
+from hybridtron.interop.native_granite import GraniteHybrid
 from tests.interop.models import model_config, own_model
 
 SIZES: dict[str, Any] = {
@@ -78,8 +78,8 @@ def test_a_size_of_heads_that_says_nothing_is_refused(size: int | str | None, tm
         settings_of(tmp_path)
 
 
-@pytest.mark.parametrize("of", [Bamba, Granite])
-def test_heads_that_are_left_to_be_found(of: type[Bamba | Granite]) -> None:
+@pytest.mark.parametrize("of", [Bamba, GraniteHybrid])
+def test_heads_that_are_left_to_be_found(of: type[Bamba | GraniteHybrid]) -> None:
     name = "bamba" if of is Bamba else "granite"
     theirs = json.loads(json.dumps(of().config(model_config(name), 64)))
     assert of().model(theirs | {"mamba_d_head": "auto"}) == of().model(theirs)

@@ -36,6 +36,8 @@ ADAPTED = {
     "adapters-dora": replace(ADAPTERS, dora=True),
 }
 """Beside every projection of the architecture of this name; the projections themselves are frozen."""
+MULTIPLIED = {"granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}}
+"""Numbers by which parts of the architecture of this name are multiplied."""
 VOCABULARY = 96  # what many numbers of ranks can share
 LR = 1e-2
 OPTIM = OptimConfig(eps=1e-3, clip=0.05, z_loss=1e-3)
@@ -90,6 +92,7 @@ ARCHITECTURES = {
     "mamba": "MMMMM",
     "mamba2": "SGSGS",
     "mamba2-attention": "S-FqG",
+    "granite": "S-g-G",
     "mamba-hax": "Q-IiQ",
     "mamba3-swa": "T-WUT",
     "sliding-gla": "A-WAC",
@@ -146,7 +149,7 @@ def table() -> Iterator[Case]:
                 {"kv_heads": 1, "conv": 4, "conv_bias": True} if (row + column // 2) % 2 else {"kv_heads": 2}
             )
             model = small_model(pattern, tied=turn % 2 == 0, heads=heads)
-            model.adapters = ADAPTED.get(name)
+            model = replace(model, adapters=ADAPTED.get(name), **MULTIPLIED.get(name, {}))
             recompute = list(Recompute)[(row + 2 * column) % 3]
             parallel = ranks.on(ParallelConfig(recompute=recompute, regather=ranks.sequence and turn % 2 == 0))
             documents = Documents.join if turn % 3 == 0 else Documents.isolate
@@ -194,6 +197,7 @@ def small_model(pattern: str, tied: bool, heads: dict[str, Any]) -> ModelConfig:
         "V": {"kind": "rwkv6_channel_mix"},
         "W": {**attention, "window": 7},
         "F": attention,
+        "g": {**attention, "rope": "none", "scale": 0.2},
         "y": {**attention, "rope": {"scale": "yarn", "factor": 4.0, "original": 8}},
         "O": {**attention, "qk_norm": "all", "norm_after": True},
         "H": {**attention, "qk_norm": "head", "gate": True, "rotary_dim": 4},

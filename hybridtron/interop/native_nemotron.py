@@ -53,12 +53,11 @@ class NemotronH(Native):
     }
 
     def rules(self, model: ModelConfig) -> list[TensorRule]:
-        ours, theirs = "backbone.", "model."
-        found = super().rules(model)
-        return [
-            replace(rule, also=theirs + rule.theirs.removeprefix(ours)) if rule.theirs.startswith(ours) else rule
-            for rule in found
-        ]
+        return [self._with_both_names(rule) for rule in super().rules(model)]
+
+    def _with_both_names(self, rule: TensorRule) -> TensorRule:
+        other = rule.theirs.replace("backbone.", "model.", 1)
+        return replace(rule, also=other, memory=other)
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
         mamba = next(spec for spec in arch.specs if isinstance(spec, Mamba2Spec))

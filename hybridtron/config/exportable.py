@@ -120,7 +120,7 @@ def _llama(arch: Architecture, norm_eps: float, windowed: bool, scaled: bool = F
 
 
 def _granite_hybrid(arch: Architecture, norm_eps: float) -> str | None:
-    found, attention = _mamba2_hybrid(arch, scaled=True)
+    found, attention = _mamba2_hybrid(arch, norm_eps, scaled=True)
     if found or attention is None:
         return found
     if attention.channels(arch.sizes)[0] != arch.sizes.width:
@@ -129,32 +129,30 @@ def _granite_hybrid(arch: Architecture, norm_eps: float) -> str | None:
 
 
 def _bamba(arch: Architecture, norm_eps: float) -> str | None:
-    found, attention = _mamba2_hybrid(arch, part=True)
-    if found:
+    found, attention = _mamba2_hybrid(arch, norm_eps, part=True)
+    if found or attention is None:
         return found
-    if attention is None:
-        return "it has no attention"
     if attention.positions is None:
         return "its attention has no rotary positions"
     if 2 * attention.rotary(arch.sizes) != attention.head(arch.sizes):
         return "its rotary positions do not turn half of each head"
-    mamba = next(spec for spec in arch.specs if isinstance(spec, Mamba2Spec))
-    return _same_eps(mamba, norm_eps)
+    return None
 
 
 def _mamba2_hybrid(
-    arch: Architecture, part: bool = False, scaled: bool = False
+    arch: Architecture, norm_eps: float, part: bool = False, scaled: bool = False
 ) -> tuple[str | None, AttentionSpec | None]:
     """What Granite's hybrid and Bamba share, and their attention; its positions may turn a part of each head."""
     mixers = halves(arch)[0]
-    recurrent = [spec for spec in mixers if isinstance(spec, Mamba2Spec)]
+    recurrent: list[Mamba2Spec] = [spec for spec in mixers if isinstance(spec, Mamba2Spec)]
     others = [spec for spec in mixers if not isinstance(spec, Mamba2Spec)]
     if found := _pairs(arch):
         return found, None
     if not recurrent:
         return "it has no mamba2 sub-layer", None
-    found = _only(recurrent, Mamba2Spec) or _expanded(arch)
-    if found or not others:
+    if not others:
+        return "it has no attention", None
+    if found := _only(recurrent, Mamba2Spec) or _expanded(arch) or _same_eps(recurrent[0], norm_eps):
         return found, None
     if found := _only(others, AttentionSpec) or _attention(others[0], part=part, scaled=scaled):
         return found, None
@@ -176,12 +174,11 @@ def _nemotron_h(arch: Architecture, norm_eps: float) -> str | None:
     attention = [spec for spec in arch.specs if isinstance(spec, AttentionSpec)]
     if other := [spec.kind for spec in arch.specs if spec not in (*mamba, *mlps, *attention)]:
         return f"{other[0]} is none of mamba2, squared_relu and attention"
-    if not mamba or not mlps:
-        return "it has no mamba2 sub-layer" if mlps else "it has no squared_relu sub-layer"
+    kinds = {"mamba2": mamba, "squared_relu": mlps, "attention": attention}
+    if missing := [kind for kind, specs in kinds.items() if not specs]:
+        return f"it has no {missing[0]} sub-layer"
     found = _only(mamba, Mamba2Spec) or _only(mlps, SquaredReLUSpec) or _same_eps(mamba[0], norm_eps)
-    if found or not attention:
-        return found
-    if found := _only(attention, AttentionSpec) or _attention(attention[0], part=True):
+    if found := found or _only(attention, AttentionSpec) or _attention(attention[0], part=True):
         return found
     if attention[0].positions is not None:
         return "its attention has rotary positions"

@@ -87,6 +87,8 @@ class NemotronH(Native):
         if unknown := sorted(set(theirs[key]) - set(of_type)):
             raise ValueError(f"has {key} with {unknown[0]!r}; only {', '.join(of_type)} can be imported")
         pattern = "".join(of_type[name] for name in theirs[key])
+        if "A" not in pattern:
+            raise ValueError(f"has {key} without attention, and so transformers can't generate from a cache")
         layers = {
             "M": {"kind": "mamba2", **to_ours(self.mamba, theirs), "norm_eps": theirs[self.norm_eps]},
             "A": self.attention(theirs),

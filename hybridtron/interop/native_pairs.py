@@ -107,6 +107,8 @@ class Mamba2Hybrid(Llama):
 
     def with_letters(self, pattern: str, theirs: Settings) -> tuple[str, dict[str, Settings]]:
         """A pattern, and what its letters mean."""
+        if "A" not in pattern:
+            raise ValueError("has no layer of attention, without which transformers can't generate from a cache")
         layers = {"M": self.mamba_options(theirs), **super().pattern(theirs)[1]}
         return pattern, {letter: options for letter, options in layers.items() if letter in pattern}
 

@@ -121,7 +121,7 @@ MODELS |= {
         {"M": {**MAMBA2, "heads": 6}, "A": {**ATTENTION, "head_dim": 12, "rope": "none"}, "-": SQUARED},
         False,
     ),
-    "nemotron_h-mamba": ("M-M-", {"M": MAMBA2, "-": SQUARED}, False),
+    "nemotron_h-in_any_order": ("-AM-A", {"M": MAMBA2, "A": {**ATTENTION, "rope": "none"}, "-": SQUARED}, False),
 }
 MAMBA = {"kind": "mamba", "state": 4, "conv": 3}
 WINDOW = {**ATTENTION, "window": 9}

@@ -108,8 +108,21 @@ def test_with_nothing_multiplied_it_is_llama() -> None:
 
 
 @pytest.mark.parametrize(
+    ("changed", "reason"),
+    [({"pattern": "M-M-"}, "it has no attention"), ({"norm_eps": 1e-3}, "norm_eps=1e-05, not model.norm_eps=0.001")],
+)
+def test_what_is_no_hybrid_of_granites(changed: dict[str, Any], reason: str) -> None:
+    """Without attention transformers' class computes, and can't generate from a cache."""
+    model = replace(model_config("granite-scaled"), **changed)
+    assert export_class(model, Export.auto) == SHIPPED
+    with pytest.raises(ValueError, match=f"GraniteMoeHybridForCausalLM: .*{reason}"):
+        export_class(model, Export.native)
+
+
+@pytest.mark.parametrize(
     ("name", "changed", "reason"),
     [
+        ("granite-scaled", {"layer_types": ["mamba", "mamba"]}, "no layer of attention"),
         ("dense_granite", {"attention_bias": True}, "attention_bias=True"),
         ("dense_granite", {"mlp_bias": True}, "mlp_bias=True"),
         ("granite-scaled", {"num_local_experts": 8}, "num_local_experts=8; only 0"),

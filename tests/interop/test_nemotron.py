@@ -116,6 +116,7 @@ def test_names_of_tensors_as_transformers_has_them_in_memory(tmp_path: Path) -> 
     [
         ({"layers_block_type": ["mamba", "moe"]}, "layers_block_type with 'moe'"),
         ({"layers_block_type": None, "hybrid_override_pattern": "MEM*"}, "hybrid_override_pattern with 'E'"),
+        ({"layers_block_type": ["mamba", "mlp"]}, "layers_block_type without attention"),
         ({"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'; only 'relu2'"),
         ({"use_conv_bias": False}, "use_conv_bias=False"),
         ({"attention_bias": True}, "attention_bias=True"),
@@ -145,6 +146,7 @@ OTHERS = {
     "swiglu is none of mamba2, squared_relu and attention": with_options("-", kind="swiglu"),
     "no mamba2 sub-layer": replace(model_config("nemotron_h"), pattern="A-"),
     "no squared_relu sub-layer": replace(model_config("nemotron_h"), pattern="MA"),
+    "no attention sub-layer": replace(model_config("nemotron_h"), pattern="M-"),
     "its head is tied": replace(model_config("nemotron_h"), tie_embeddings=True),
 }
 

@@ -28,7 +28,7 @@ from hybridtron.interop.export import NATIVES, TARGETS
 from hybridtron.interop.shipped_code import is_shipped, shipped_code
 from hybridtron.model.generate import generate
 from hybridtron.model.lm import LanguageModel
-from hybridtron.model.stack import ResidualOut
+from hybridtron.model.stack import ResidualOut, multiplied
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCE, OF_DELTA = 1e-5, 1e-4
@@ -123,7 +123,7 @@ def _parting(theirs: Any, ours: LanguageModel, tokens_BL: Tensor) -> str:
         hook.remove()
     found = theirs(tokens_BL, output_hidden_states=True).hidden_states
     together = len(streams) // (len(found) - 1)
-    embedded_BLD = ours.embedding(tokens_BL).transpose(0, 1)
+    embedded_BLD = multiplied(ours.embedding(tokens_BL), ours.embedding_multiplier).transpose(0, 1)
     first = 1 if _apart(found[0], embedded_BLD) <= TOLERANCE else 0  # Mamba's classes leave the embedding out
     for layer, stream in enumerate(found[first:-1]):  # the last one has passed the norm
         if not _apart(stream, streams[(layer + 1) * together - 1].transpose(0, 1)) <= TOLERANCE:

@@ -127,6 +127,7 @@ def test_a_sample_of_the_layers_is_a_model_of_its_own(
 
 MISTAKES = {
     "gate and up are swapped": ("llama", "layers.1.mlp.gate_proj", "in the last layer"),
+    "the same with multipliers": ("dense_granite", "layers.1.mlp.gate_proj", "in the last layer"),
     "keys and values are swapped": ("llama", "self_attn.k_proj", "in layer 0"),
     "the window is off by one": ("mistral", "sliding_window", "in layer 0"),
     "z and x are swapped": ("mamba", "in_proj", "in layer 0"),

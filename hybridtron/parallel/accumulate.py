@@ -51,7 +51,7 @@ class AccumulatedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-        ctx.save_for_backward(x_TI)
+        ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None)
         ctx.weight_OI = weight_OI  # itself: what autograd has saved may come back as another tensor, without its sum
         return linear(LinearInputs(x_TI, weight_OI))
 
@@ -61,5 +61,5 @@ class AccumulatedLinear(torch.autograd.Function):
         (x_TI,), weight_OI = ctx.saved_tensors, ctx.weight_OI
         needs_x, needs_weight = ctx.needs_input_grad
         flat_TO = grad_TO.flatten(0, -2)
-        of_x = matrix_product(ProductInputs(flat_TO, weight_OI)).view(x_TI.shape) if needs_x else None
+        of_x = matrix_product(ProductInputs(flat_TO, weight_OI)).view(*grad_TO.shape[:-1], -1) if needs_x else None
         return of_x, weight_gradient(weight_OI, [flat_TO], x_TI.flatten(0, -2)) if needs_weight else None

@@ -44,7 +44,8 @@ class EnteredProducts(torch.autograd.Function):
     def forward(ctx: Any, x_LBD: Tensor, entry: Entry, *weights: Tensor) -> tuple[Tensor, ...]:
         whole_LBD, _ = _gathered(x_LBD, entry) if entry.sequence else (x_LBD, None)
         ctx.entry, ctx.weights = entry, weights  # themselves, as in accumulate.py
-        ctx.save_for_backward(x_LBD if entry.again else whole_LBD)
+        learns = any(ctx.needs_input_grad[2:])  # for the gradient of frozen weights nothing is kept
+        ctx.save_for_backward(None if not learns else x_LBD if entry.again else whole_LBD)
         each = zip(weights, entry.sizes, strict=True)
         return tuple(part for weight, sizes in each for part in functional.linear(whole_LBD, weight).split(sizes, -1))
 
@@ -66,10 +67,13 @@ class EnteredProducts(torch.autograd.Function):
             dx_LBD, summing = _summed(dx_TD.view(*gradients[0].shape[:2], -1), entry)
         if gathering is not None:
             gathering.wait()
-        x_TD, of_parts = x_LBD.flatten(0, 1), iter(flat)
+        of_parts = iter(flat)
         parts = [[next(of_parts) for _ in sizes] for sizes in entry.sizes]
         each = zip(weights, parts, needs, strict=True)
-        dw = [weight_gradient(weight, of_weight, x_TD) if need else None for weight, of_weight, need in each]
+        dw = [
+            weight_gradient(weight, of_weight, x_LBD.flatten(0, 1)) if need else None
+            for weight, of_weight, need in each
+        ]
         if summing is not None:
             summing.wait()
         return (dx_LBD, None, *dw)

@@ -111,16 +111,16 @@ def logits_at_a_time(tokens: int, vocabulary: int, value_bytes: int) -> int:
     return -(-tokens // -(-tokens // most))
 
 
-def loss_bytes(tokens: int, width: int, vocabulary: int, value_bytes: int) -> int:
+def loss_bytes(tokens: int, width: int, vocabulary: int, value_bytes: int, learns: bool = True) -> int:
     """What the loss holds of this many tokens and of the vocabulary of one device.
 
-    The gradient of the head's weight is added up in fp32 where it is made in several parts. It is narrowed after the
-    last of them, when no logits are left.
+    The gradient of the head's weight, if it learns, is added up in fp32 where it is made in several parts. It is
+    narrowed after the last of them, when no logits are left.
     """
     at_a_time = logits_at_a_time(tokens, vocabulary, value_bytes)
-    several = at_a_time < tokens
-    sums = value_bytes * tokens * width + (FP32_BYTES if several else value_bytes) * vocabulary * width
-    narrowed = value_bytes * vocabulary * width if several and value_bytes < FP32_BYTES else 0
+    several, weights = at_a_time < tokens, vocabulary * width * learns
+    sums = value_bytes * tokens * width + (FP32_BYTES if several else value_bytes) * weights
+    narrowed = value_bytes * weights if several and value_bytes < FP32_BYTES else 0
     return sums + max(value_bytes * at_a_time * vocabulary, narrowed)
 
 

@@ -7,42 +7,42 @@ a weight          is kept in FP8 too, by every micro-batch, unless `precision.ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from hybridtron.architecture.base import MixerSpec, ModelSizes
+from hybridtron.architecture.base import Parameter
 from hybridtron.architecture.table import architecture
 from hybridtron.config.choices import FP8_MULTIPLES
 from hybridtron.config.layout import fp8_layers
-from hybridtron.config.schema import Config
+from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.planning.count import VALUE_BYTES
 from hybridtron.planning.layer_use import LayerUse, shared
 from hybridtron.planning.pipeline import local_size
+from hybridtron.planning.projections import projections_of
 
 
-def with_fp8(uses: Sequence[LayerUse], config: Config, tokens: int) -> tuple[LayerUse, ...]:
-    """All sub-layers of a model; `tokens` of a micro-batch share what a weight takes."""
-    precision = config.precision
-    if precision.name not in FP8_MULTIPLES or precision.emulate:
+def with_fp8(uses: Sequence[LayerUse], phase: ResolvedPhase, table: Mapping[str, Parameter]) -> tuple[LayerUse, ...]:
+    """All sub-layers of a model, of which `with_frozen` has said what they keep in bf16."""
+    config = phase.config
+    if config.precision.name not in FP8_MULTIPLES or config.precision.emulate:
         return tuple(uses)
-    arch, layers = architecture(config.model), fp8_layers(config)
-    return tuple(
-        _in_fp8(use, arch.specs[index], arch.sizes, config, tokens) if index in layers else use
-        for index, use in enumerate(uses)
-    )
+    layers = fp8_layers(config)
+    return tuple(_in_fp8(use, phase, table, layer) if layer in layers else use for layer, use in enumerate(uses))
 
 
-def _in_fp8(use: LayerUse, spec: MixerSpec, sizes: ModelSizes, config: Config, tokens: int) -> LayerUse:
-    value = VALUE_BYTES[config.precision.name]
-    products = [weight for weight in spec.parameters(sizes).values() if len(weight.shape) == 2]
-    entering = [w for w in products if w.shape[1] == sizes.width and all(cut.axis != 1 for cut in w.cuts)]
-    leaving = [w for w in products if w.fp8 and any(cut.axis == 1 for cut in w.cuts)]
-    more = sizes.width * sum(w.fp8 for w in entering) // value
-    if entering and all(w.fp8 for w in entering):
-        more -= sizes.width
-    for weight in leaving:
-        own = shared(weight.shape[1], config.parallel.tensor)
-        more += own // value - (0 if spec.keeps_output else own)
-    if not config.precision.cache_weights:
-        more += sum(local_size(w, config.parallel) for w in products if w.fp8) // (value * tokens)
+def _in_fp8(use: LayerUse, phase: ResolvedPhase, table: Mapping[str, Parameter], layer: int) -> LayerUse:
+    arch, config, value = architecture(phase.model), phase.config, VALUE_BYTES[phase.precision.name]
+    spec, width = arch.specs[layer], phase.model.width
+    found = projections_of(phase, table, layer, spec.parameters(arch.sizes_at(layer)))
+    reading = [one for one in found.entering if one.keeps_input]
+    more = width * sum(one.weight.fp8 and one.learns for one in reading) // value
+    if reading and all(one.weight.fp8 and one.adapter is None for one in reading):
+        more -= width
+    for one in found.leaving:
+        own = shared(one.weight.shape[1], config.parallel.tensor)
+        in_bf16 = spec.keeps_output or one.adapter is not None or not one.learns
+        more += own // value * one.learns - (0 if in_bf16 else own)
+    if not config.precision.cache_weights:  # micro-batches share nothing, the tokens of one share a weight
+        rounded = sum(local_size(one.weight, config.parallel) for one in found.every if one.weight.fp8)
+        more += rounded // (value * phase.tokens_of_rank)
     return replace(use, again=use.again + more) if use.again else replace(use, kept=use.kept + more)

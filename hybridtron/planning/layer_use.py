@@ -53,6 +53,11 @@ def is_recomputed(spec: MixerSpec, sizes: ModelSizes, recompute: Recompute) -> b
     return recompute == Recompute.layer or (recompute == Recompute.selective and bool(spec.state_parts(sizes)))
 
 
+def passes_of(spec: MixerSpec, sizes: ModelSizes, recompute: Recompute, runs_again: bool) -> int:
+    """Forward and backward through a sub-layer, for a micro-batch."""
+    return 2 + is_recomputed(spec, sizes, recompute) + runs_again
+
+
 def runs_again(phase: ResolvedPhase) -> bool:
     """Whether the chunks of a lane, run through time, run again in the backward pass, one at a time."""
     return phase.chunks_together > 1 and phase.config.parallel.recompute != Recompute.none
@@ -128,7 +133,7 @@ def _layer_use(spec: MixerSpec, sizes: ModelSizes, config: Config, stream: int, 
         sum(weight.shape[0] for weight in spec.parameters(sizes).values() if any(cut.axis == 1 for cut in weight.cuts))
         - sizes.width
     )
-    passes = (3 if again else 2) + runs_again
+    passes = passes_of(spec, sizes, parallel.recompute, runs_again)
     return LayerUse(
         kept=stream + (0 if again else inside),
         again=inside if again else 0,

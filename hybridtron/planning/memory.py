@@ -37,6 +37,8 @@ on one of these), v virtual stages, and m micro batches a step:
     host traffic         what waits there by `parallel.offload`, both ways
     bubble               (p - 1) / (v m + p - 1) of the pipeline's time, if the stages are equally long
 
+Of weights that do not learn, and of adapters, `frozen_use.py` says what is kept.
+
 Left out: buffers of the allocator, of the kernels and of the network; key/value heads that are copied count as cut in
 the activations; the gradients of uncut weights that are summed over t; the sums of Mamba-2's norm, a value per group
 and token; what RWKV-6's channel mix exchanges under sequence parallelism; the loss's scalars. FP8 that is emulated
@@ -56,6 +58,7 @@ from hybridtron.config.schema import Config
 from hybridtron.planning.activations import ChunkUse, RankUse
 from hybridtron.planning.count import VALUE_BYTES, gradient_bytes, loss_bytes
 from hybridtron.planning.fp8_use import with_fp8
+from hybridtron.planning.frozen_use import with_frozen
 from hybridtron.planning.layer_use import (
     LayerUse,
     carried_bytes,
@@ -148,6 +151,7 @@ def plan(phase: ResolvedPhase, world_size: int) -> Plan:
     costs = layer_costs(model, seq_len)
     stages = stage_layers(model, parallel, seq_len)
     table = parameter_table(model)
+    uses = with_frozen(layer_uses(config, runs_again(phase)), phase, table, stages[0].stop)
     step = _Step(
         config=config,
         phase=phase,
@@ -156,7 +160,7 @@ def plan(phase: ResolvedPhase, world_size: int) -> Plan:
         chunks=tuple(
             PlannedStage(index, stage, sum(costs[stage.start : stage.stop])) for index, stage in enumerate(stages)
         ),
-        uses=with_handed_over(with_fp8(layer_uses(config, runs_again(phase)), config, phase.tokens_of_rank), phase),
+        uses=with_handed_over(with_fp8(uses, phase, table), phase),
         carried=carried_bytes(phase),
         handed_over=sent_by_layers(phase),
         table=table,
@@ -239,7 +243,7 @@ def _use(step: _Step, rank: int, chunks: Sequence[PlannedStage]) -> RankUse:
     model, parallel, value = step.config.model, step.config.parallel, VALUE_BYTES[step.config.precision.name]
     stream, is_last = stream_values(step.config), chunks[-1] is step.chunks[-1]
     norms = [0] * (len(chunks) - 1) + [(stream + model.width) * is_last]
-    tied = model.tie_embeddings and is_last and parallel.pipeline == 1
+    tied = model.tie_embeddings and is_last and parallel.pipeline == 1 and step.phase.learns("embedding.weight")
     return RankUse(
         chunks=tuple(
             ChunkUse(step.sublayers(chunk), norm, step.phase.settings.micro_batch * step.lane_bytes(chunk))
@@ -263,7 +267,8 @@ def _logits(step: _Step, chunks: Sequence[PlannedStage]) -> int:
         return 0
     model, tokens = step.config.model, step.phase.tokens_of_rank * step.phase.chunks_together
     vocabulary = shared(model.vocab_size, step.config.parallel.tensor)
-    return loss_bytes(tokens, model.width, vocabulary, VALUE_BYTES[step.config.precision.name])
+    learns = step.phase.learns("embedding.weight" if model.tie_embeddings else "head.weight")
+    return loss_bytes(tokens, model.width, vocabulary, VALUE_BYTES[step.config.precision.name], learns)
 
 
 def _states(step: _Step, chunks: Sequence[PlannedStage]) -> int:

@@ -20,6 +20,7 @@ def test_gradients_of_parts_are_those_of_the_whole(frozen: bool) -> None:
     found = [x_LBD.clone().requires_grad_(), *(weight.clone().requires_grad_(not frozen) for weight in weights)]
     expected = [one.detach().clone().requires_grad_(one.requires_grad) for one in found]
     entered = EnteredProducts.apply(found[0], Entry(None, False, False, SIZES), *found[1:])
+    assert [kept is None for kept in entered[0].grad_fn.saved_tensors] == [frozen]
     plain = [
         part
         for weight, sizes in zip(expected[1:], SIZES, strict=True)

@@ -15,6 +15,7 @@ from hybridtron.config.load import choices_of, load
 from hybridtron.config.schema import Config, ParallelConfig
 from hybridtron.planning.count import count
 from hybridtron.planning.fit import TENSOR_SIZES, fit, settings_of
+from hybridtron.planning.frozen_use import with_frozen
 from hybridtron.planning.layer_use import layer_uses
 from hybridtron.planning.memory import Plan, largest_phase, plan
 from hybridtron.planning.pipeline import held_names, local_size, turns
@@ -204,6 +205,34 @@ def test_what_is_kept_by_hand(arguments, kept):
     last_norm = 8 + (4 if config.parallel.sequence else 8) * (2 if config.model.residual_fp32 else 1)
     assert made.ranks[0].memory.activations == 2 * (sum(kept) + last_norm) * 16 * 2
     assert made.ranks[0].memory.logits == 2 * (16 * 2 * (8 + 8) + 8 * 8)  # logits, of the input, of the head
+
+
+KEPT_INPUT = 8  # of a sub-layer, normed
+
+
+@pytest.mark.parametrize(
+    ("adapters", "kept"),
+    [
+        # nothing below the first adapter; then less than where all learn: the MLPs' two inputs; more: what A makes
+        ("{rank: 2, weights: ['*.q.*', '*.kv.*']}", [0, 0, 8 + KEPT_INPUT + 30 + 2 + 2 * 2, 8 + 24]),
+        # the embedding learns, so that gradients go through Mamba: its two inputs are gone, the scan's are not
+        ("{preset: lora_plus, rank: 2, weights: ['*.q.*']}", [8 + 89 - 16, 8 + 24, 8 + KEPT_INPUT + 30 + 2, 8 + 24]),
+        # with DoRA what it scales: gate and up, and the MLP's outputs
+        (
+            "{preset: lora_plus, rank: 2, weights: ['*.gate_up.*', '*.down.*'], dora: true}",
+            [8 + 89 - 16, 8 + KEPT_INPUT + 36 + 4 + 24 + 2 + 8, 8 + 30, 8 + KEPT_INPUT + 36 + 4 + 24 + 2 + 8],
+        ),
+    ],
+)
+def test_what_is_kept_beside_frozen_weights_by_hand(adapters, kept):
+    phase = largest_phase(load([*TINY, f"phases.0.adapters={adapters}"]))
+    uses = with_frozen(layer_uses(phase.config), phase, parameter_table(phase.model), 4)
+    assert [use.kept for use in uses] == kept
+
+
+def test_frozen_weights_have_no_gradients_at_the_loss_by_hand():
+    logits = planned(1, *TINY, "phases.0.adapters={rank: 2}")[1].ranks[0].memory.logits
+    assert logits == 2 * 16 * 2 * (16 + 8)
 
 
 def test_what_the_backward_pass_holds_by_hand():

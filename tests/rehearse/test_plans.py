@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]  # of the fixture, which rehearses in a process of its own
 SAMBA = ["recipe=samba_421m", "phases.0.micro_batch=2"]
 CUT = "parallel=tensor2_pipeline2"  # and two data ranks
+LORA = "phases.0.adapters={preset: lora, rank: 16}"
 JOBS: dict[str, tuple[list[str], int, int]] = {
     "gradients in bf16": ([*SAMBA, "precision.gradients=bf16"], 1, 0),
     "gradients in bf16, DP8": ([*SAMBA, "precision.gradients=bf16", "parallel=data"], 8, 0),
@@ -62,6 +63,18 @@ JOBS: dict[str, tuple[list[str], int, int]] = {
             ("kda, recompute", 8, 1, ["recipe=kda_hybrid_421m", "parallel.recompute=layer"]),
         )
     },
+    "adapters": ([*SAMBA, LORA], 1, 0),
+    "adapters, recompute": ([*SAMBA, "parallel.recompute=layer", LORA], 1, 0),
+    "adapters beside all": ([*SAMBA, "phases.0.adapters={rank: 16, weights: ['*']}"], 1, 0),
+    "DoRA beside all": ([*SAMBA, "phases.0.adapters={rank: 16, weights: ['*'], dora: true}"], 1, 0),
+    "adapters, gathered again": (
+        [*SAMBA, "parallel.tensor=2", "parallel.sequence=true", "parallel.regather=true", LORA],
+        2,
+        0,
+    ),
+    "adapters and norms, cut": (["recipe=llama3_1.6b_span", CUT], 8, 4),
+    "adapters and convolutions": (["recipe=mamba2_hybrid_2.7b_span", "parallel.recompute=none"], 1, 0),
+    "adapters, rows over ranks": (["recipe=llama3_1.6b_span", "parallel.context=4"], 4, 3),
     "passed states": ([*SAMBA, "states.mode=passing", "phases.0.global_batch=8"], 1, 0),
 }
 

@@ -83,6 +83,7 @@ LAYOUTS = {
     "cp2-tp2": Layout(context=2, tensor=2, sequence=True),
     "cp2-pp2": Layout(context=2, pipeline=2),
     "cp2-dp2": Layout(context=2, data=2),
+    "tp4": Layout(tensor=4),
 }
 
 ARCHITECTURES = {
@@ -142,7 +143,7 @@ def table() -> Iterator[Case]:
     """Every architecture in every layout."""
     for row, (name, pattern) in enumerate(ARCHITECTURES.items()):
         for column, (layout, ranks) in enumerate(LAYOUTS.items()):
-            if ranks.context > 1 and not shares_rows(pattern):
+            if not shares_out(pattern, ranks):
                 continue
             turn = row + column
             heads: dict[str, Any] = (
@@ -163,10 +164,12 @@ MLPS: dict[str, dict[str, Any]] = {
 }
 
 
-def shares_rows(pattern: str) -> bool:
-    """Whether the tokens of a row can be shared out over ranks."""
-    specs = architecture(small_model(pattern, False, {})).specs
-    return all(spec.shares_rows for spec in specs)
+def shares_out(pattern: str, ranks: Layout) -> bool:
+    """Whether all mixers can be cut so."""
+    arch = architecture(small_model(pattern, False, {}))
+    if ranks.context > 1 and not all(spec.shares_rows for spec in arch.specs):
+        return False
+    return not any(list(spec.layout_problems(arch.sizes, ranks.tensor)) for spec in arch.specs)
 
 
 def small_model(pattern: str, tied: bool, heads: dict[str, Any]) -> ModelConfig:

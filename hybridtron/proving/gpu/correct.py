@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hybridtron.architecture import SPECS
+from hybridtron.architecture.adapters import AdaptedPart
 from hybridtron.architecture.base import MixerSpec, ModelSizes
 from hybridtron.architecture.inits import Normal
 from hybridtron.data.batch import SeqInfo
@@ -27,7 +29,8 @@ from hybridtron.ops.gated_norm import GatedScaleInputs, GatedSquaresInputs, gate
 from hybridtron.ops.loss import LinearCrossEntropyInputs, linear_cross_entropy
 from hybridtron.ops.norm import AddRMSNormInputs, RMSNormInputs, add_rms_norm, rms_norm
 from hybridtron.ops.sparse import Budget, Seen, SparseInputs, sparse_attention
-from hybridtron.parallel.linear import SINGLE_RANK
+from hybridtron.parallel.adapters import Adapter, AdapterSizes
+from hybridtron.parallel.linear import SINGLE_RANK, PlainLinear
 from hybridtron.proving.measuring import BenchReport
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -49,6 +52,11 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "span": [{"heads": 8, "kv_heads": 2, "chunk": 64, "block": 16, "blocks": 3, "relevance": "previous_chunk"}],
     "swiglu": [{"hidden": 512}],
     "squared_relu": [{"hidden": 512}],
+}
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "adapter": {},
+    "adapter dropout=0.2": {"dropout": 0.2},
+    "adapter dora=True": {"dora": True},
 }
 TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
 ROWS, VOCAB, NOISE = 2, 1000, Normal(0.02)
@@ -78,6 +86,8 @@ def _all(device: torch.device, sizes: ModelSizes, length: int) -> Iterator[tuple
                 spec = SPECS[kind](**options)
                 what = f"{kind} {spec.describe()}".strip()
                 yield what, dtype, _mixer_error(spec, sizes, length, dtype, device, calls)
+        for what, options in ADAPTERS.items():
+            yield what, dtype, _adapter_error(options, sizes.width, length, dtype, device)
         with noted(calls), force("reference"):
             x_LBD, added_LBD = torch.randn(2, length, ROWS, sizes.width, dtype=dtype).requires_grad_()
             weight_D = torch.ones(sizes.width, dtype=dtype, requires_grad=True)
@@ -148,6 +158,25 @@ def _mixer_error(
     with noted(calls):
         made(torch.device("cpu"), dtype, "reference")
     return _apart(made(device, dtype, None), made(torch.device("cpu"), torch.float32, "reference"))
+
+
+def _adapter_error(options: dict[str, Any], width: int, length: int, dtype: torch.dtype, device: torch.device) -> float:
+    """As `_mixer_error`, of a projection with two parts, and an adapter of one of them."""
+    parts = [AdaptedPart("k", width, True), AdaptedPart("v", width // 2, False)]
+    seq = replace(SeqInfo.stream(ROWS, length), key=7)
+
+    def made(device: torch.device, kind: torch.dtype) -> list[Tensor]:
+        layer = PlainLinear(width, sum(part.rows for part in parts))
+        adapter = Adapter("layers.0.mixer.kv", AdapterSizes(width, 0, parts, rank=8, scale=2.0, **options))
+        weights = [layer.weight, *adapter.parameters()]
+        for index, weight in enumerate(weights):
+            weight.data = starting_value(NOISE, tuple(weight.shape), 1, str(index)).to(dtype).to(device, kind)
+        adapter.seq = seq.map(lambda tensor: tensor.to(device))
+        x_LBD = starting_value(Normal(1.0), (length, ROWS, width), 1, "x").to(dtype).to(device, kind).requires_grad_()
+        y_LBC = adapter(x_LBD, layer(x_LBD), layer.weight.detach())
+        return [y_LBC, *torch.autograd.grad(_some_sum([y_LBC]), [x_LBD, *weights])]
+
+    return _apart(made(device, dtype), made(torch.device("cpu"), torch.float32))
 
 
 def filled_mixer(spec: MixerSpec, sizes: ModelSizes, device: torch.device, dtype: torch.dtype) -> Mixer:

@@ -12,6 +12,7 @@ from hybridtron.architecture.retnet import RetNetSpec
 from hybridtron.architecture.rwkv6 import RWKV6Spec
 from hybridtron.architecture.rwkv6_channel_mix import RWKV6ChannelMixSpec
 from hybridtron.architecture.span import SpanSpec
+from hybridtron.architecture.squared_relu import SquaredReLUSpec
 from hybridtron.architecture.swiglu import SwiGLUSpec
 
 SPECS: dict[str, type[MixerSpec]] = {
@@ -27,4 +28,5 @@ SPECS: dict[str, type[MixerSpec]] = {
     "attention": AttentionSpec,
     "span": SpanSpec,
     "swiglu": SwiGLUSpec,
+    "squared_relu": SquaredReLUSpec,
 }

@@ -2,7 +2,7 @@
 
     q, k, v = u W_q, u W_k, u W_v [-> silu(conv(.)) where `conv` is set]
     q, k -> RMSNorm [where `qk_norm` is set] -> RoPE, or on their first channels
-    y = out(softmax(q k^T / sqrt(head_dim)) v [* sigmoid(u W_g) where `gate` is set])
+    y = out(softmax(q k^T / sqrt(head_dim) [or times `scale`]) v [* sigmoid(u W_g) where `gate` is set])
 
 A window of w lets a token see itself and the w - 1 tokens before it. Grouped-query attention is `kv_heads` below
 `heads`; multi-query is `kv_heads` 1. `conv` is the short convolution on q, k and v of Samba's Table 8; that of
@@ -54,6 +54,8 @@ class HeadsSpec(MixerSpec):
     # norm of queries and of keys: none, of each head (one weight for all heads), or over all heads together
     qk_norm: Annotated[str, one_of(("none", "head", "all"))] = "none"
     norm_eps: Annotated[float, above(0)] = 1e-5  # added to the mean square in that norm
+    # what products of queries and keys are multiplied by; null: head_dim^-0.5
+    scale: Annotated[float | None, above(0)] = None
     gate: bool = False  # the output is multiplied by the sigmoid of one more projection
 
     def __post_init__(self) -> None:

@@ -40,7 +40,9 @@ class Mamba2Spec(RecurrenceSpec):
 
     state: Annotated[int, at_least(1)] = 128  # size n of the state of each channel
     head_dim: Annotated[int, at_least(1)] = 64  # channels of a head
-    expand: Annotated[int, at_least(1)] = 2  # inner channels, in multiples of the model's width
+    expand: Annotated[int, at_least(1)] = 2  # inner channels, in multiples of the model's width; unused with `heads`
+    # heads, where they are not as wide together as `expand` says; null: expand * width / head_dim
+    heads: Annotated[int | None, at_least(1)] = None
     groups: Annotated[int, at_least(1)] = 1  # head groups that share B and C
     conv: Annotated[int, at_least(2)] = 4  # taps of the causal convolution
     dt_min: float = 0.001  # smallest initial step size
@@ -50,7 +52,7 @@ class Mamba2Spec(RecurrenceSpec):
     norm_eps: Annotated[float, above(0)] = 1e-5  # added to the mean square in the gated norm
 
     def inner(self, model: ModelSizes) -> int:
-        return self.expand * model.width
+        return self.expand * model.width if self.heads is None else self.heads * self.head_dim
 
     def num_heads(self, model: ModelSizes) -> int:
         return self.inner(model) // self.head_dim
@@ -139,7 +141,10 @@ class Mamba2Spec(RecurrenceSpec):
 
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
         yield from super().problems(model, max_seq_len)
-        yield from uneven_heads(model.width, self.expand, self.head_dim, self.groups)
+        if self.heads is None:
+            yield from uneven_heads(model.width, self.expand, self.head_dim, self.groups)
+        else:
+            yield from uneven_groups(self.heads, self.groups)
         yield from disordered(self, "dt_min", "dt_max")
         yield from disordered(self, "a_min", "a_max")
 
@@ -156,6 +161,12 @@ def uneven_heads(width: int, expand: int, head_dim: int, groups: int) -> Iterato
     if inner % head_dim:
         channels = f"the {inner} inner channels (expand={expand} times model.width={width})"
         yield Problem("head_dim", f"is {head_dim}, must divide {channels}: {choice(divisors_near(inner, head_dim))}")
-    elif heads % groups:
+    else:
+        yield from uneven_groups(heads, groups)
+
+
+def uneven_groups(heads: int, groups: int) -> Iterator[Problem]:
+    """Heads that do not make whole groups."""
+    if heads % groups:
         fitting = choice(divisors_near(heads, groups))
         yield Problem("groups", f"is {groups}, must divide the {heads} heads: {fitting}")

@@ -23,6 +23,10 @@ class Start(StrEnum):
     lit_gpt = "lit_gpt"
 
 
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+"""Those of Granite, with which rates fit models of several widths; beside them stands `scale` of attention."""
+
+
 @dataclass
 class ModelConfig:
     """The architecture: a pattern of letters, and what each letter means (`kind` and its options)."""
@@ -34,6 +38,9 @@ class ModelConfig:
     tie_embeddings: bool = True  # the head uses the embedding's weights
     norm_eps: Annotated[float, above(0)] = 1e-5  # added to the mean square in RMSNorm
     residual_fp32: bool = False  # the residual stream is kept and summed in fp32, also where weights are bf16
+    embedding_multiplier: Annotated[float, above(0)] = 1.0  # token vectors are multiplied by it, as in Granite
+    residual_multiplier: Annotated[float, above(0)] = 1.0  # what each sub-layer adds to the stream is multiplied by it
+    logits_scaling: Annotated[float, above(0)] = 1.0  # logits are divided by it
     init: Start = Start.mamba  # how weights are initialized: as in Mamba's public code, or as in lit_gpt
     embedding_std: Annotated[float, above(0)] = 0.02  # standard deviation of the embedding under init=mamba
     # adapters of the phases that say nothing of adapters; a checkpoint's configuration has those of its phase here

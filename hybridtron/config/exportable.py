@@ -15,8 +15,9 @@ from hybridtron.architecture.base import MixerSpec
 from hybridtron.architecture.gated_deltanet import GatedDeltaNetSpec
 from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.architecture.mamba2 import Mamba2Spec
-from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.model import MULTIPLIERS, ModelConfig
 from hybridtron.architecture.sparse import RecurrenceSpec
+from hybridtron.architecture.squared_relu import SquaredReLUSpec
 from hybridtron.architecture.swiglu import SwiGLUSpec
 from hybridtron.architecture.table import Architecture, architecture
 from hybridtron.config.choices import Export
@@ -35,7 +36,7 @@ class CannotExport(ValueError):
 def export_class(model: ModelConfig, wanted: Export) -> str:
     """The name of the class that a model is exported as. Raises CannotExport where there is none."""
     arch = architecture(model)
-    reasons = {name: misfit(arch, model.norm_eps) for name, misfit in NATIVE.items()}
+    reasons = {name: misfit(arch, model.norm_eps) or _beside(model, name) for name, misfit in NATIVE.items()}
     fitting = [name for name, reason in reasons.items() if reason is None]
     if fitting and wanted is not Export.custom:
         return fitting[0]
@@ -84,7 +85,9 @@ def _are_pairs(arch: Architecture) -> str | None:
     return "its last sub-layer has no MLP after it" if len(arch.specs) % 2 else None
 
 
-def _attention(spec: MixerSpec, qk_norm: str = "none", gate: bool = False, part: bool = False) -> str | None:
+def _attention(
+    spec: MixerSpec, qk_norm: str = "none", gate: bool = False, part: bool = False, scaled: bool = False
+) -> str | None:
     if not isinstance(spec, AttentionSpec):
         return f"{spec.kind} is not attention"
     if spec.conv:
@@ -95,14 +98,16 @@ def _attention(spec: MixerSpec, qk_norm: str = "none", gate: bool = False, part:
         return "its rotary positions turn a part of each head"
     if spec.qk_norm != qk_norm:
         return f"its attention has qk_norm={spec.qk_norm}, not {qk_norm}"
+    if spec.scale is not None and not scaled:
+        return "its attention has a scale of its own"
     if spec.gate is not gate:
         return f"its attention has {'a' if spec.gate else 'no'} gate"
     return None
 
 
-def _llama(arch: Architecture, norm_eps: float, windowed: bool) -> str | None:
+def _llama(arch: Architecture, norm_eps: float, windowed: bool, scaled: bool = False) -> str | None:
     mixers = halves(arch)[0]
-    found = _pairs(arch) or _only(mixers, AttentionSpec) or _attention(mixers[0])
+    found = _pairs(arch) or _only(mixers, AttentionSpec) or _attention(mixers[0], scaled=scaled)
     if found is not None:
         return found
     spec = mixers[0]
@@ -114,8 +119,8 @@ def _llama(arch: Architecture, norm_eps: float, windowed: bool) -> str | None:
     return None
 
 
-def _granite(arch: Architecture, norm_eps: float) -> str | None:
-    found, attention = _mamba2_hybrid(arch)
+def _granite_hybrid(arch: Architecture, norm_eps: float) -> str | None:
+    found, attention = _mamba2_hybrid(arch, norm_eps, scaled=True)
     if found or attention is None:
         return found
     if attention.channels(arch.sizes)[0] != arch.sizes.width:
@@ -124,36 +129,60 @@ def _granite(arch: Architecture, norm_eps: float) -> str | None:
 
 
 def _bamba(arch: Architecture, norm_eps: float) -> str | None:
-    found, attention = _mamba2_hybrid(arch, part=True)
-    if found:
+    found, attention = _mamba2_hybrid(arch, norm_eps, part=True)
+    if found or attention is None:
         return found
-    if attention is None:
-        return "it has no attention"
     if attention.positions is None:
         return "its attention has no rotary positions"
     if 2 * attention.rotary(arch.sizes) != attention.head(arch.sizes):
         return "its rotary positions do not turn half of each head"
-    mamba = next(spec for spec in arch.specs if isinstance(spec, Mamba2Spec))
-    return _same_eps(mamba, norm_eps)
+    return None
 
 
-def _mamba2_hybrid(arch: Architecture, part: bool = False) -> tuple[str | None, AttentionSpec | None]:
+def _mamba2_hybrid(
+    arch: Architecture, norm_eps: float, part: bool = False, scaled: bool = False
+) -> tuple[str | None, AttentionSpec | None]:
     """What Granite's hybrid and Bamba share, and their attention; its positions may turn a part of each head."""
     mixers = halves(arch)[0]
-    recurrent = [spec for spec in mixers if isinstance(spec, Mamba2Spec)]
+    recurrent: list[Mamba2Spec] = [spec for spec in mixers if isinstance(spec, Mamba2Spec)]
     others = [spec for spec in mixers if not isinstance(spec, Mamba2Spec)]
     if found := _pairs(arch):
         return found, None
     if not recurrent:
         return "it has no mamba2 sub-layer", None
-    found = _only(recurrent, Mamba2Spec)
-    if found or not others:
+    if not others:
+        return "it has no attention", None
+    if found := _only(recurrent, Mamba2Spec) or _expanded(arch) or _same_eps(recurrent[0], norm_eps):
         return found, None
-    if found := _only(others, AttentionSpec) or _attention(others[0], part=part):
+    if found := _only(others, AttentionSpec) or _attention(others[0], part=part, scaled=scaled):
         return found, None
     attention = others[0]
     assert isinstance(attention, AttentionSpec)
     return ("its attention has a window" if attention.window is not None else None), attention
+
+
+def _expanded(arch: Architecture) -> str | None:
+    """Whether Mamba-2's heads are together as wide as its classes take them to be."""
+    mamba = next(spec for spec in arch.specs if isinstance(spec, Mamba2Spec))
+    same = mamba.inner(arch.sizes) == mamba.expand * arch.sizes.width
+    return None if same else "its mamba2 has heads that are together not as wide as expand * model.width"
+
+
+def _nemotron_h(arch: Architecture, norm_eps: float) -> str | None:
+    mamba = [spec for spec in arch.specs if isinstance(spec, Mamba2Spec)]
+    mlps = [spec for spec in arch.specs if isinstance(spec, SquaredReLUSpec)]
+    attention = [spec for spec in arch.specs if isinstance(spec, AttentionSpec)]
+    if other := [spec.kind for spec in arch.specs if spec not in (*mamba, *mlps, *attention)]:
+        return f"{other[0]} is none of mamba2, squared_relu and attention"
+    kinds = {"mamba2": mamba, "squared_relu": mlps, "attention": attention}
+    if missing := [kind for kind, specs in kinds.items() if not specs]:
+        return f"it has no {missing[0]} sub-layer"
+    found = _only(mamba, Mamba2Spec) or _only(mlps, SquaredReLUSpec) or _same_eps(mamba[0], norm_eps)
+    if found := found or _only(attention, AttentionSpec) or _attention(attention[0], part=True):
+        return found
+    if attention[0].positions is not None:
+        return "its attention has rotary positions"
+    return "its attention has a window" if attention[0].window is not None else None
 
 
 def _delta(arch: Architecture) -> tuple[list[GatedDeltaNetSpec], list[AttentionSpec]]:
@@ -200,20 +229,34 @@ def _qwen3_next(arch: Architecture, norm_eps: float) -> str | None:
     return _same_eps(recurrent[0], norm_eps) or _same_eps(attention[0], norm_eps)
 
 
+def _beside(model: ModelConfig, name: str) -> str | None:
+    """What of a model's ends keeps it from a class that has its sub-layers."""
+    if model.tie_embeddings and name in UNTIED:
+        return "its head is tied to its embedding"
+    other = [each for each in MULTIPLIERS if getattr(model, each) != 1 and name not in MULTIPLIED]
+    return f"it has {other[0]}={getattr(model, other[0])}" if other else None
+
+
 def _same_eps(spec: GatedDeltaNetSpec | AttentionSpec | Mamba2Spec, norm_eps: float) -> str | None:
     same = spec.norm_eps == norm_eps
     return None if same else f"its {spec.kind} has norm_eps={spec.norm_eps}, not model.norm_eps={norm_eps}"
 
 
+UNTIED = ("NemotronHForCausalLM",)
+"""Classes that can't share the embedding's weights with the head."""
+MULTIPLIED = ("GraniteForCausalLM", "GraniteMoeHybridForCausalLM")
+"""Those that multiply embedding, sub-layers and logits."""
 Misfit = Callable[[Architecture, float], str | None]
 NATIVE: dict[str, Misfit] = {
     "MambaForCausalLM": lambda arch, _: _only(arch.specs, MambaSpec),
-    "Mamba2ForCausalLM": lambda arch, _: _only(arch.specs, Mamba2Spec),
+    "Mamba2ForCausalLM": lambda arch, _: _only(arch.specs, Mamba2Spec) or _expanded(arch),
     "LlamaForCausalLM": partial(_llama, windowed=False),
     "MistralForCausalLM": partial(_llama, windowed=True),
-    "GraniteMoeHybridForCausalLM": _granite,
+    "GraniteForCausalLM": partial(_llama, windowed=False, scaled=True),
+    "GraniteMoeHybridForCausalLM": _granite_hybrid,
     "BambaForCausalLM": _bamba,
     "OlmoHybridForCausalLM": _olmo_hybrid,
     "Qwen3NextForCausalLM": _qwen3_next,
+    "NemotronHForCausalLM": _nemotron_h,
 }
 """Why a model is not of a class that transformers has by itself; None where it is, exactly."""

@@ -13,6 +13,9 @@ if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < NEEDED
         f"pip install 'transformers>={NEEDED[0]}.{NEEDED[1]}'"
     )
 
+# what follows from the pattern and its letters
+FOLLOWING = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window")
+
 
 class HybridtronConfig(transformers.PreTrainedConfig):
     """`pattern` has one letter for each sub-layer; `layers` gives each letter its `kind` and that kind's options.
@@ -31,6 +34,9 @@ class HybridtronConfig(transformers.PreTrainedConfig):
         layers: dict[str, dict[str, Any]] | None = None,
         rms_norm_eps: float = 1e-5,
         residual_in_fp32: bool = False,
+        embedding_multiplier: float = 1.0,
+        residual_multiplier: float = 1.0,
+        logits_scaling: float = 1.0,
         initializer_range: float = 0.02,
         max_position_embeddings: int = 2048,
         tie_word_embeddings: bool = True,
@@ -43,18 +49,22 @@ class HybridtronConfig(transformers.PreTrainedConfig):
         self.layers = layers or {}
         self.rms_norm_eps = rms_norm_eps
         self.residual_in_fp32 = residual_in_fp32
+        self.embedding_multiplier = embedding_multiplier
+        self.residual_multiplier = residual_multiplier
+        self.logits_scaling = logits_scaling
         self.initializer_range = initializer_range
         self.max_position_embeddings = max_position_embeddings
         self.use_cache = use_cache
         self.num_hidden_layers = len(pattern)
-        kwargs.pop("num_hidden_layers", None)
-        heads = [options for letter in pattern if "kv_heads" in (options := self.layers.get(letter, {}))]
+        self._set_heads()
+        rest = {name: value for name, value in kwargs.items() if name not in FOLLOWING}
+        rest["tie_word_embeddings"] = tie_word_embeddings
+        super().__init__(**rest)
+
+    def _set_heads(self) -> None:
+        heads = [options for letter in self.pattern if "kv_heads" in (options := self.layers.get(letter, {}))]
         if heads:
             self.num_attention_heads = heads[0]["heads"]
             self.num_key_value_heads = heads[0]["kv_heads"]
             self.head_dim = heads[0]["head_dim"]
             self.sliding_window = heads[0].get("window")
-        for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window"):
-            kwargs.pop(name, None)
-        kwargs["tie_word_embeddings"] = tie_word_embeddings
-        super().__init__(**kwargs)

@@ -215,6 +215,7 @@ class HybridtronLayer(GradientCheckpointingLayer):
         super().__init__()
         self.layer_idx = layer_idx
         self.norm_after = config.layers.get(config.pattern[layer_idx], {}).get("norm_after", False)
+        self.multiplier = config.residual_multiplier
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mixer = HybridtronMixer(config, layer_idx)
 
@@ -225,4 +226,4 @@ class HybridtronLayer(GradientCheckpointingLayer):
         y_BLD = self.norm(y_BLD) if self.norm_after else y_BLD
         if cache is not None:
             cache.states[self.layer_idx] = state
-        return x_BLD + y_BLD
+        return x_BLD + y_BLD * self.multiplier

@@ -170,6 +170,7 @@ class HybridtronModel(HybridtronPreTrainedModel):
         x_BLD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if self.config.residual_in_fp32:
             x_BLD = at_least_fp32(x_BLD)
+        x_BLD = x_BLD * self.config.embedding_multiplier
         cache = self._cache(cache if past_key_values is None else past_key_values, use_cache)
         batch, length = x_BLD.shape[:2]
         seen = 0 if cache is None else cache.seen
@@ -238,7 +239,7 @@ class HybridtronForCausalLM(HybridtronPreTrainedModel, GenerationMixin):
             return_dict=True,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits_BLV = self.lm_head(out.last_hidden_state[:, kept])
+        logits_BLV = self.lm_head(out.last_hidden_state[:, kept]) / self.config.logits_scaling
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits_BLV, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

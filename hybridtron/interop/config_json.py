@@ -49,7 +49,7 @@ TEXTS = Kind("a list of texts", lambda value: isinstance(value, list) and all(ma
 PLACES = Kind(
     "a list of layers", lambda value: isinstance(value, list) and all(map(_whole(0, MOST_LAYERS).fits, value))
 )
-RANK = Kind('a number from 1 on or "auto"', lambda value: value == "auto" or COUNT.fits(value))
+COUNT_OR_AUTO = Kind('a number from 1 on or "auto"', lambda value: value == "auto" or COUNT.fits(value))
 
 
 def _all(kind: Kind, names: str) -> dict[str, Kind]:
@@ -63,14 +63,15 @@ def _of_rope(kind: Kind, names: str) -> dict[str, Kind]:
 KINDS: dict[str, Kind] = {
     **_all(COUNT, "hidden_size vocab_size state_size expand conv_kernel time_step_rank num_heads n_groups"),
     **_all(COUNT, "num_attention_heads intermediate_size shared_intermediate_size d_model pad_vocab_size_multiple"),
-    **_all(COUNT, "mamba_d_state mamba_expand mamba_d_head mamba_n_groups mamba_d_conv mamba_n_heads"),
+    **_all(COUNT, "mamba_d_state mamba_expand mamba_n_groups mamba_d_conv mamba_n_heads"),
     **_all(COUNT, "attn_cfg.num_heads ssm_cfg.d_state ssm_cfg.d_conv ssm_cfg.expand ssm_cfg.headdim ssm_cfg.ngroups"),
+    **_all(COUNT, "ssm_state_size mamba_num_heads mamba_head_dim attention_head_dim"),
     **_all(COUNT.or_null(), "num_key_value_heads head_dim sliding_window max_position_embeddings"),
     **_all(COUNT.or_null(), "attn_cfg.num_heads_kv attn_cfg.head_dim"),
     **_all(COUNT_OR_NONE, "num_local_experts attn_cfg.rotary_emb_dim attn_cfg.d_conv"),
     **_all(COUNT_OR_NONE.or_null(), "d_intermediate"),
     **_all(LAYERS, "num_hidden_layers n_layer"),
-    **_all(RANK, "ssm_cfg.dt_rank"),
+    **_all(COUNT_OR_AUTO, "ssm_cfg.dt_rank mamba_d_head"),
     **_all(NUMBER, "layer_norm_epsilon rms_norm_eps attn_cfg.rotary_emb_base rope_parameters.partial_rotary_factor"),
     **_all(NUMBER.or_null(), "rope_theta partial_rotary_factor"),
     **_of_rope(NUMBER.or_null(), "rope_theta factor low_freq_factor high_freq_factor beta_fast beta_slow"),
@@ -82,10 +83,11 @@ KINDS: dict[str, Kind] = {
     **_all(COUNT, "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"),
     **_all(COUNT, "linear_conv_kernel_dim"),
     **_all(COUNT_OR_NONE, "num_experts"),
-    **_all(NUMBER, "initializer_range attention_multiplier"),
+    **_all(NUMBER, "initializer_range embedding_multiplier residual_multiplier attention_multiplier logits_scaling"),
     **_all(TRUTH, "tie_word_embeddings tie_embeddings rms_norm residual_in_fp32 linear_allow_neg_eigval"),
-    **_all(TEXT, "model_type pattern ssm_cfg.layer"),
+    **_all(TEXT, "model_type pattern hybrid_override_pattern ssm_cfg.layer"),
     **_all(TEXTS, "architectures layer_types"),
+    **_all(TEXTS.or_null(), "layers_block_type"),
     **_all(OBJECT, "layers"),
     **_all(OBJECT.or_null(), "ssm_cfg attn_cfg rope_parameters rope_scaling"),
     **_all(PLACES.or_null(), "attn_layer_idx attn_layer_indices"),

@@ -11,7 +11,7 @@ from dataclasses import replace
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import Architecture
 from hybridtron.config.exportable import SHIPPED
-from hybridtron.interop.native import Native, Settings
+from hybridtron.interop.native import Native, Settings, multipliers_of, with_multipliers
 from hybridtron.interop.shipped_code import shipped_code
 
 AUTO_MAP = {
@@ -37,6 +37,7 @@ class Custom(Native):
             "layers": {k: {"kind": spec.kind, **spec.exported_options(arch.sizes)} for k, spec in by_letter.items()},
             "num_hidden_layers": len(arch.specs),
             "residual_in_fp32": model.residual_fp32,
+            **multipliers_of(model),
             "max_position_embeddings": length,
         }
 
@@ -45,4 +46,5 @@ class Custom(Native):
 
     def model(self, theirs: Settings) -> ModelConfig:
         wide = theirs.get("residual_in_fp32", False)
-        return replace(super().model(theirs), residual_fp32=wide, embedding_std=theirs["initializer_range"])
+        model = with_multipliers(super().model(theirs), theirs)
+        return replace(model, residual_fp32=wide, embedding_std=theirs["initializer_range"])

@@ -28,7 +28,9 @@ from hybridtron.interop.custom import Custom
 from hybridtron.interop.native import Native, NativeMamba, NativeMamba2
 from hybridtron.interop.native_bamba import Bamba
 from hybridtron.interop.native_delta import OlmoHybrid, Qwen3Next
-from hybridtron.interop.native_pairs import Granite, Llama, Mistral
+from hybridtron.interop.native_granite import Granite, GraniteHybrid
+from hybridtron.interop.native_nemotron import NemotronH
+from hybridtron.interop.native_pairs import Llama, Mistral
 from hybridtron.interop.tokenizer import CHAT, SpecialTokens, write_tokenizer
 from hybridtron.interop.writer import Planned, write_json, write_weights
 from hybridtron.requirements import is_there
@@ -40,9 +42,11 @@ NATIVES: tuple[Native, ...] = (
     Llama(),
     Mistral(),
     Granite(),
+    GraniteHybrid(),
     Bamba(),
     OlmoHybrid(),
     Qwen3Next(),
+    NemotronH(),
 )
 CUSTOM = Custom()
 TARGETS = (*NATIVES, CUSTOM)

@@ -4,7 +4,7 @@ Here what all classes share, with Mamba-1 and Mamba-2 alone (MambaForCausalLM, M
 in `native_pairs`.
 
 Which model is one of them stands in `config/exportable`. What a class computes otherwise than we do by default is set:
-the norm's epsilon, Granite's multipliers, the window (which counts the token itself, as ours).
+the norm's epsilon, the window (which counts the token itself, as ours).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 from hybridtron.architecture.base import Names
 from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.architecture.mamba2 import Mamba2Spec
-from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.model import MULTIPLIERS, ModelConfig
 from hybridtron.architecture.table import Architecture, architecture
 from hybridtron.interop.rules import Rules, TensorRule
 
@@ -74,6 +74,7 @@ class Native(ModelFormat):
     model_type: ClassVar[str]
     norm_eps: ClassVar[str] = "rms_norm_eps"
     tied: ClassVar[bool] = False  # where config.json does not say
+    proven_with: ClassVar[Settings] = {}  # what the proof sets in their configuration, whatever a folder says
     fixed: ClassVar[Settings] = {}  # what changes what is computed: exports state it, and imports accept no other value
 
     @abstractmethod
@@ -125,6 +126,16 @@ def to_theirs(names: Mapping[str, str], options: Settings) -> Settings:
 def to_ours(names: Mapping[str, str], theirs: Settings) -> Settings:
     """The same options read from their settings."""
     return {ours: theirs[key] for key, ours in names.items()}
+
+
+def multipliers_of(model: ModelConfig) -> Settings:
+    """A model's multipliers, which Granite's classes and ours call as we do."""
+    return {name: getattr(model, name) for name in MULTIPLIERS}
+
+
+def with_multipliers(model: ModelConfig, theirs: Settings) -> ModelConfig:
+    """A model with theirs; 1 where there is none."""
+    return replace(model, **{name: theirs.get(name, 1.0) for name in MULTIPLIERS})
 
 
 class NativeMamba(Native):

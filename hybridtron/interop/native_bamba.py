@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from hybridtron.architecture.attention import AttentionSpec
-from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import Architecture
 from hybridtron.config.exportable import halves
 from hybridtron.interop import rope_parameters
-from hybridtron.interop.native import Settings, SubLayerNames, to_ours, to_theirs
-from hybridtron.interop.native_pairs import BEFORE, Granite, Llama
+from hybridtron.interop.native import Settings, SubLayerNames
+from hybridtron.interop.native_pairs import BEFORE, Mamba2Hybrid
 
 PART, TURNED = "partial_rotary_factor", 0.5
-# of the step size; transformers writes infinity so, as JSON has none
-NO_LIMIT: tuple[Any, ...] = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}], None)
 
 
-class Bamba(Granite):
+class Bamba(Mamba2Hybrid):
     """As Granite's hybrid, with other names, and without multipliers."""
 
     name, model_type = "BambaForCausalLM", "bamba"
@@ -29,36 +25,23 @@ class Bamba(Granite):
         "attention": SubLayerNames(BEFORE, "self_attn"),
         "swiglu": SubLayerNames("pre_ff_layernorm", "feed_forward"),
     }
-    fixed: ClassVar = {**Llama.fixed, "mamba_conv_bias": True, "mamba_proj_bias": False}
-    hidden = "intermediate_size"
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
-        mixers, common = halves(arch)[0], Llama.settings(self, model, arch, length)
-        mamba = next(spec for spec in mixers if isinstance(spec, Mamba2Spec))
+        mixers, common = halves(arch)[0], super().settings(model, arch, length)
         return {
             **common,
-            **to_theirs(self.mamba, mamba.exported_options(arch.sizes)),
             rope_parameters.PARAMETERS: {**common[rope_parameters.PARAMETERS], PART: TURNED},
             PART: TURNED,
             "attn_layer_indices": [n for n, spec in enumerate(mixers) if isinstance(spec, AttentionSpec)],
-            "mamba_n_heads": mamba.num_heads(arch.sizes),
-            "mamba_chunk_size": 256,
         }
 
     def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
-        limit = theirs.get("time_step_limit", NO_LIMIT[0])
-        if limit not in NO_LIMIT:
-            raise ValueError(f"has time_step_limit={limit}; only {NO_LIMIT[0]} can be imported")
-        if theirs["mamba_n_heads"] * theirs["mamba_d_head"] != theirs["mamba_expand"] * theirs["hidden_size"]:
-            raise ValueError("has mamba_n_heads x mamba_d_head other than mamba_expand x hidden_size")
         full = theirs.get("attn_layer_indices") or []
         pattern = "".join("A-" if n in full else "M-" for n in range(theirs["num_hidden_layers"]))
-        mamba = {"kind": "mamba2", **to_ours(self.mamba, theirs), "norm_eps": theirs[self.norm_eps]}
-        layers = {"M": mamba, **Llama.pattern(self, theirs)[1]}
-        return pattern, {letter: options for letter, options in layers.items() if letter in pattern}
+        return self.with_letters(pattern, theirs)
 
     def attention(self, theirs: Settings) -> Settings:
-        options, rope = Llama.attention(self, theirs), theirs.get(rope_parameters.PARAMETERS) or {}
+        options, rope = super().attention(theirs), theirs.get(rope_parameters.PARAMETERS) or {}
         if (part := rope.get(PART, theirs.get(PART, TURNED))) != TURNED:
             raise ValueError(f"has {PART}={part}; only {TURNED} can be imported")
         return options | {"rotary_dim": int(options["head_dim"] * TURNED)}

@@ -1,21 +1,23 @@
-"""Classes of transformers whose layers are a mixer and a gated MLP: Llama, Mistral, Granite's hybrid, no experts."""
+"""Classes of transformers whose layers are a mixer and a gated MLP: Llama, Mistral; what hybrids with Mamba-2 share."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+import math
+from typing import Any, ClassVar
 
 from hybridtron.architecture.attention import AttentionSpec
 from hybridtron.architecture.base import Names
 from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.architecture.model import ModelConfig
-from hybridtron.architecture.rope import NO_POSITIONS, RopeOptions
+from hybridtron.architecture.rope import RopeOptions
 from hybridtron.architecture.swiglu import SwiGLUSpec
 from hybridtron.architecture.table import Architecture
-from hybridtron.config.exportable import halves
 from hybridtron.interop import rope_parameters
 from hybridtron.interop.native import Native, Settings, SubLayerNames, to_ours, to_theirs
 
 BEFORE, BETWEEN = "input_layernorm", "post_attention_layernorm"
+# of the step size; transformers writes infinity so, as JSON has none
+NO_LIMIT: tuple[Any, ...] = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}], None)
 FUSED_MLP: Names = {
     "input_linear.weight": ("gate_up.weight.gate", "gate_up.weight.up"),
     "output_linear.weight": ("down.weight",),
@@ -82,23 +84,10 @@ class Mistral(Llama):
         return super().attention(theirs) | {"window": theirs["sliding_window"]}
 
 
-class Granite(Llama):
-    """Mamba-2 or full attention, each followed by a gated MLP."""
+class Mamba2Hybrid(Llama):
+    """Mamba-2 or full attention, each followed by a gated MLP: what Granite's hybrid and Bamba share."""
 
-    name, model_type = "GraniteMoeHybridForCausalLM", "granitemoehybrid"
-    sub_layers: ClassVar = {
-        "mamba2": SubLayerNames(BEFORE, "mamba"),
-        "attention": SubLayerNames(BEFORE, "self_attn"),
-        "swiglu": SubLayerNames(BETWEEN, "shared_mlp", FUSED_MLP),
-    }
-    fixed: ClassVar = {
-        **Llama.fixed,
-        **dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier"), 1.0),
-        "num_local_experts": 0,
-        "mamba_conv_bias": True,
-        "mamba_proj_bias": False,
-    }
-    hidden = "shared_intermediate_size"
+    fixed: ClassVar = {**Llama.fixed, "mamba_conv_bias": True, "mamba_proj_bias": False}
     mamba: ClassVar = {
         "mamba_d_state": "state",
         "mamba_expand": "expand",
@@ -108,35 +97,32 @@ class Granite(Llama):
     }
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
-        mixers, attention = halves(arch)[0], attention_of(arch)
-        mamba = next(spec for spec in mixers if isinstance(spec, Mamba2Spec))
-        common = super().settings(model, arch, length)
+        mamba = next(spec for spec in arch.specs if isinstance(spec, Mamba2Spec))
         return {
-            **common,
+            **super().settings(model, arch, length),
             **to_theirs(self.mamba, mamba.exported_options(arch.sizes)),
-            "layer_types": ["mamba" if isinstance(spec, Mamba2Spec) else "attention" for spec in mixers],
-            "intermediate_size": common[self.hidden],
-            "num_experts_per_tok": 0,
-            "position_embedding_type": "rope" if attention.positions is not None else None,
-            "attention_multiplier": attention.head(arch.sizes) ** -0.5,
             "mamba_n_heads": mamba.num_heads(arch.sizes),
             "mamba_chunk_size": 256,
         }
 
-    def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
-        of_type = {"mamba": "M-", "linear_attention": "M-", "attention": "A-", "full_attention": "A-"}
-        if unknown := sorted(set(theirs["layer_types"]) - set(of_type)):
-            raise ValueError(f"has layer_types with {unknown[0]!r}; only {', '.join(of_type)} can be imported")
-        pattern = "".join(of_type[name] for name in theirs["layer_types"])
-        mamba = {"kind": "mamba2", **to_ours(self.mamba, theirs), "norm_eps": theirs[self.norm_eps]}
-        layers = {"M": mamba, **super().pattern(theirs)[1]}
+    def with_letters(self, pattern: str, theirs: Settings) -> tuple[str, dict[str, Settings]]:
+        """A pattern, and what its letters mean."""
+        if "A" not in pattern:
+            raise ValueError("has no layer of attention, without which transformers can't generate from a cache")
+        layers = {"M": self.mamba_options(theirs), **super().pattern(theirs)[1]}
         return pattern, {letter: options for letter, options in layers.items() if letter in pattern}
 
-    def attention(self, theirs: Settings) -> Settings:
-        options = super().attention(theirs)
-        if abs(theirs["attention_multiplier"] - options["head_dim"] ** -0.5) > 1e-9:
-            raise ValueError("has an attention_multiplier other than head_dim^-0.5")
-        return options if theirs.get("position_embedding_type") == "rope" else {**options, "rope": NO_POSITIONS}
+    def mamba_options(self, theirs: Settings) -> Settings:
+        """The options of our Mamba-2."""
+        if (limit := theirs.get("time_step_limit", NO_LIMIT[0])) not in NO_LIMIT:
+            raise ValueError(f"has time_step_limit={limit}; only {NO_LIMIT[0]} can be imported")
+        inner, heads = theirs["mamba_expand"] * theirs["hidden_size"], theirs["mamba_n_heads"]
+        options = {"kind": "mamba2", **to_ours(self.mamba, theirs), "norm_eps": theirs[self.norm_eps]}
+        if options["head_dim"] == "auto":
+            options["head_dim"] = inner // heads
+        if heads * options["head_dim"] != inner:
+            raise ValueError("has mamba_n_heads x mamba_d_head other than mamba_expand x hidden_size")
+        return options
 
 
 def attention_of(arch: Architecture) -> AttentionSpec:

@@ -46,7 +46,7 @@ def export_adapter(source: Checkpoint, base: Path, output: Path) -> int:
     changed = {module_of(rule) for rule in rules if not rule.same(rule.to_theirs(source.whole), _theirs(beside, rule))}
     if wrong := sorted(changed & layers.keys()):
         raise CannotExport(f"{base} has another {wrong[0]}.weight than that beside which adapters were trained")
-    tensors = {rule.theirs: rule.to_theirs(source.whole) for rule in rules if module_of(rule) in changed}
+    tensors = {rule.in_memory: rule.to_theirs(source.whole) for rule in rules if module_of(rule) in changed}
     for made in layers.values():
         tensors |= made
     learned = {key for rule in rules if module_of(rule) in changed for key in rule.ours}
@@ -81,7 +81,7 @@ def _settings(adapters: AdaptersConfig, base: Path) -> dict[str, Any]:
 
 def module_of(rule: TensorRule) -> str:
     """The module of transformers that a tensor belongs to; peft adapts and saves modules."""
-    return rule.theirs.rpartition(".")[0]
+    return rule.in_memory.rpartition(".")[0]
 
 
 def _theirs(beside: ImportFolder, rule: TensorRule) -> Tensor:

@@ -57,7 +57,7 @@ class AdaptedFolder(ImportFolder):
     def beside(cls, folder: Path, base: ImportFolder) -> AdaptedFolder:
         """Raises CannotImport, saying all that does not fit."""
         lora, adapter = lora_settings(folder), Weights(folder, OF_ADAPTER)
-        rules = {rule.theirs: rule for rule in base.rules}
+        rules = {name: rule for rule in base.rules for name in (rule.theirs, rule.in_memory)}
         rules |= {old.theirs: new for old, new in zip(base.kind.rules(base.model), base.rules, strict=True)}
         names = {name: name.removeprefix(PREFIX) for name in adapter.shapes}
         layers = {name.rpartition(".lora_")[0] for name in names.values() if ".lora_" in name}
@@ -130,7 +130,7 @@ class AdaptedFolder(ImportFolder):
 
     def _place(self, name: str) -> TensorRule | None:
         names = (self.rules, self.kind.rules(self.model))
-        return next((rule for rules in names for rule in rules if rule.theirs == name), None)
+        return next((rule for rules in names for rule in rules if name in (rule.theirs, rule.in_memory)), None)
 
     def _pieces(self) -> tuple[str, ...]:
         return (DOWN, UP, LENGTHS) if self.lora.dora else (DOWN, UP)
@@ -161,7 +161,8 @@ class AdaptedFolder(ImportFolder):
             if self.adapter.shapes[there] != shapes[name]:
                 yield f"{name} has shape {self.adapter.shapes[there]}, not {shapes[name]}"
                 return
-        modules = {name.rpartition(".")[0] for name in (*saved, *([HEAD] if self.model.tie_embeddings else []))}
+        names = (*saved, *(there.removeprefix(PREFIX) for there in saved.values()))
+        modules = {name.rpartition(".")[0] for name in (*names, *([HEAD] if self.model.tie_embeddings else []))}
         for module in self.lora.saved:
             if not any(f".{name}".endswith(f".{module}") for name in modules):
                 yield f"{module} is among modules_to_save, and no tensor of it is there"
@@ -196,13 +197,14 @@ def prove_adapter(source: AdaptedFolder, checkpoint: Checkpoint) -> None:
     """Every tensor comes back as it was; and transformers' model with the adapters added to it answers as ours."""
     same_tensors(source, checkpoint)
     for layer, rule in source.adapted.items():
-        made = adapter_tensors(checkpoint, replace(rule, theirs=f"{layer}.weight"))
+        made = adapter_tensors(checkpoint, replace(rule, theirs=f"{layer}.weight", memory=""))
         for name, tensor in made.items():
             _same(source, name.removeprefix(f"{layer}."), layer, tensor, rule)
     if isinstance(source.kind, Native):
         with quiet():
             folder = source.weights.folder
-            same_answers(folder, _merged(source, loaded(folder)), whole_model(checkpoint), checkpoint.config.model)
+            theirs = _merged(source, loaded(folder, source.kind.proven_with))
+            same_answers(folder, theirs, whole_model(checkpoint), checkpoint.config.model)
 
 
 def _same(source: AdaptedFolder, piece: str, layer: str, made: Tensor, rule: TensorRule) -> None:
@@ -221,9 +223,9 @@ def _merged(source: AdaptedFolder, theirs: Any) -> Any:
     """Transformers' model as peft would merge it."""
     for rule in source.rules:
         if rule.theirs in source.saved:
-            theirs.get_parameter(rule.theirs).copy_(source.weights.read(rule.theirs))
-    for layer in source.adapted:
-        weight, scale = theirs.get_parameter(f"{layer}.weight"), source.lora.alpha / source.lora.rank
+            theirs.get_parameter(rule.in_memory).copy_(source.weights.read(rule.theirs))
+    for layer, rule in source.adapted.items():
+        weight, scale = theirs.get_parameter(rule.in_memory), source.lora.alpha / source.lora.rank
         both = weight + scale * source.read(layer, UP).float() @ source.read(layer, DOWN).float()
         if source.lora.dora:
             both *= (source.read(layer, LENGTHS).float() / both.norm(dim=1))[:, None]

@@ -27,7 +27,8 @@ class TensorRule:
     """One of their tensors: its name and shape, our keys one below the other, and whether it stays in fp32.
 
     With `blocks` the parts stand one below the other in each of that number of blocks. `less_one` is of norms whose
-    weight is 1 + theirs: in fp32, so that what is near 1 loses nothing. `also` is another name that some files have.
+    weight is 1 + theirs: in fp32, so that what is near 1 loses nothing. `also` is another name that some files have;
+    `memory` is the name in transformers' module, where that is another: adapters have it.
     """
 
     theirs: str
@@ -38,6 +39,11 @@ class TensorRule:
     blocks: int = 1
     less_one: bool = False
     also: str = ""
+    memory: str = ""
+
+    @property
+    def in_memory(self) -> str:
+        return self.memory or self.theirs
 
     def to_theirs(self, read: Callable[[str], Tensor]) -> Tensor:
         """Their tensor, from ours by key."""

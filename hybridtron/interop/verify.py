@@ -8,7 +8,7 @@ a chunk that reads blocks of the prompt; where logits do not, the layer after wh
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +24,11 @@ from hybridtron.architecture.table import architecture
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.data.batch import SeqInfo
 from hybridtron.interop.custom import AUTO_MAP
-from hybridtron.interop.export import TARGETS
+from hybridtron.interop.export import NATIVES, TARGETS
 from hybridtron.interop.shipped_code import is_shipped, shipped_code
 from hybridtron.model.generate import generate
 from hybridtron.model.lm import LanguageModel
-from hybridtron.model.stack import ResidualOut
+from hybridtron.model.stack import ResidualOut, multiplied
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCE, OF_DELTA = 1e-5, 1e-4
@@ -56,11 +56,11 @@ def verify(folder: Path, checkpoint: Checkpoint) -> Proof:
 def same_model(folder: Path, model: ModelConfig, ours: LanguageModel) -> Proof:
     """The same for weights that are at hand, as the checkpoint has them: they are rounded to the folder's type."""
     with quiet():
-        theirs = loaded(folder)
-        if (tied := theirs.config.tie_word_embeddings) is not model.tie_embeddings:
-            raise NotTheSame(f"{folder} has tie_word_embeddings={tied}, the checkpoint has not")
         settings = json.loads((folder / "config.json").read_text())
         target = next(target for target in TARGETS if target.name in settings["architectures"])
+        theirs = loaded(folder, target.proven_with)
+        if (tied := theirs.config.tie_word_embeddings) is not model.tie_embeddings:
+            raise NotTheSame(f"{folder} has tie_word_embeddings={tied}, the checkpoint has not")
         kept = {key for rule in target.rules(model) if rule.fp32 for key in rule.ours}
         return same_answers(folder, theirs, in_fp32(ours, DTYPES[settings["dtype"]], kept), model)
 
@@ -123,7 +123,7 @@ def _parting(theirs: Any, ours: LanguageModel, tokens_BL: Tensor) -> str:
         hook.remove()
     found = theirs(tokens_BL, output_hidden_states=True).hidden_states
     together = len(streams) // (len(found) - 1)
-    embedded_BLD = ours.embedding(tokens_BL).transpose(0, 1)
+    embedded_BLD = multiplied(ours.embedding(tokens_BL), ours.embedding_multiplier).transpose(0, 1)
     first = 1 if _apart(found[0], embedded_BLD) <= TOLERANCE else 0  # Mamba's classes leave the embedding out
     for layer, stream in enumerate(found[first:-1]):  # the last one has passed the norm
         if not _apart(stream, streams[(layer + 1) * together - 1].transpose(0, 1)) <= TOLERANCE:
@@ -135,12 +135,12 @@ def _apart(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
-def loaded(folder: Path) -> Any:
-    """The folder's model in fp32, if transformers finds in it exactly what it looks for."""
+def loaded(folder: Path, settings: Mapping[str, Any]) -> Any:
+    """The folder's model in fp32, with these settings, if transformers finds in it exactly what it looks for."""
     import transformers
 
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=brings_our_code(folder)
+        folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=brings_our_code(folder), **settings
     )
     faults = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
     if faults:
@@ -152,10 +152,12 @@ def brings_our_code(folder: Path) -> bool:
     """Whether a folder is of our class, with files that a version of hybridtron shipped, byte for byte.
 
     Raises NotTheSame where it has other code: of a trusted folder transformers runs what auto_map names, a `generate`
-    of the folder's own, and the code of the model that an adapter is for, wherever that is.
+    of the folder's own, and the code of the model that an adapter is for, wherever that is. Of a class that it has by
+    itself it runs its own, whatever code a folder brings, and the folder is not trusted.
     """
-    auto_map = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("auto_map")
-    if auto_map is None:
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    auto_map = settings.get("auto_map")
+    if auto_map is None or settings["architectures"][0] in {target.name for target in NATIVES}:
         return False
     if auto_map != AUTO_MAP:
         raise NotTheSame(f"{folder / 'config.json'} names code that is not ours in auto_map: {auto_map}")

@@ -82,6 +82,8 @@ class Heads(Mixer):
         if (rope := self.heads.positions) is not None:
             cos, sin = seq.rope(self.rotary_dim, rope)
             q, k = (apply_rope(RopeInputs(x, cos, sin)) for x in (q, k))
+        if self.heads.scale is not None:
+            q = q * (self.heads.scale * self.head_dim**0.5)
         y_BLHK, kept = self.attend(q, k, v, before, seq)
         y_LBC = y_BLHK.flatten(2).transpose(0, 1)
         if gate_BLC is not None:

@@ -13,7 +13,7 @@ from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import architecture, parameter_table
 from hybridtron.config.schema import Recompute
 from hybridtron.data.batch import SeqInfo
-from hybridtron.model.stack import RMSNorm, Stack, States
+from hybridtron.model.stack import RMSNorm, Stack, States, multiplied
 from hybridtron.parallel.adapters import attach_adapters
 from hybridtron.parallel.cut import Mesh
 from hybridtron.parallel.embedding import embedding
@@ -47,8 +47,8 @@ def stream_dtype(computed: torch.dtype, residual_fp32: bool) -> torch.dtype:
 class ModelOut(NamedTuple):
     """Logits (L, B, V) of the last chunk, this rank's share of the vocabulary; the stream (L, B, D) of any other.
 
-    Without logits, the last chunk's is the stream too, normed: what `output_weight` is multiplied with. Beside them the
-    states after the last token, and the mixers' auxiliary losses by name.
+    Without logits, the last chunk's is the stream too, normed and scaled: what `output_weight` is multiplied with.
+    Beside them the states after the last token, and the mixers' auxiliary losses by name.
     """
 
     output: Tensor
@@ -70,12 +70,13 @@ class LanguageModel(nn.Module):
         arch, tensor = architecture(config), model_slice.tensor
         self.slice, self.recompute = model_slice, recompute
         self.tied, self.residual_fp32 = config.tie_embeddings, config.residual_fp32
+        self.embedding_multiplier, self.logits_scaling = config.embedding_multiplier, config.logits_scaling
         if model_slice.first:
             self.embedding = embedding(config.vocab_size, config.width, tensor)
         elif model_slice.last and self.tied:
             self.embedding = Head(config.width, config.vocab_size, tensor)
         layers = range(len(arch.specs)) if model_slice.layers is None else model_slice.layers
-        self.layers = Stack(arch, layers, config.norm_eps, tensor, recompute, offload)
+        self.layers = Stack(arch, layers, config.norm_eps, tensor, recompute, offload, config.residual_multiplier)
         if model_slice.last:
             self.norm = RMSNorm(config.width, config.norm_eps)
             if not self.tied:
@@ -96,13 +97,14 @@ class LanguageModel(nn.Module):
         if x_LBD is None:
             x_LBD = self.embedding(tokens_BL)
             x_LBD = x_LBD.to(stream_dtype(x_LBD.dtype, self.residual_fp32))
+            x_LBD = multiplied(x_LBD, self.embedding_multiplier)
             if not self.slice.last and torch.is_grad_enabled():
                 # gradients come back from the next chunk, though no weight of this one may learn
                 x_LBD.requires_grad_()
         x_LBD, new_states, aux = self.layers(x_LBD, states, seq)
         if not self.slice.last:
             return ModelOut(x_LBD, new_states, aux)
-        x_LBD = self.norm(x_LBD)
+        x_LBD = multiplied(self.norm(x_LBD), 1 / self.logits_scaling)
         if logits:
             x_LBD = functional.linear(enter(x_LBD, self.slice.tensor), self.output_weight())
         return ModelOut(x_LBD, new_states, aux)

@@ -1,5 +1,7 @@
 """Residual sub-layers in order: x + mixer(norm(x)), one for each letter of the pattern; or x + norm(mixer(x)).
 
+What is added is multiplied by the model's `residual_multiplier`.
+
 The addition is deferred: a sub-layer returns the stream as it read it, and beside it what its mixer adds. The next
 sub-layer makes the sum in the same op as its own norm, so that the stream is read and written once and not twice. Only
 this file knows of it (`ResidualStream`): what goes in and comes out of the stack is one tensor.
@@ -48,6 +50,11 @@ class ResidualStream(NamedTuple):
         return self.x_LBD if self.pending_LBD is None else self.pending_LBD
 
 
+def multiplied(x: Tensor, by: float) -> Tensor:
+    """x times a number of the configuration, which mostly is 1."""
+    return x if by == 1 else x * by
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm with a learned scale."""
 
@@ -80,9 +87,11 @@ class ResidualOut(NamedTuple):
 class Residual(nn.Module):
     """A residual sub-layer around any mixer, of which the input is normed, or the output."""
 
-    def __init__(self, spec: MixerSpec, sizes: ModelSizes, norm_eps: float, tensor: TensorGroup) -> None:
+    def __init__(
+        self, spec: MixerSpec, sizes: ModelSizes, norm_eps: float, tensor: TensorGroup, multiplier: float
+    ) -> None:
         super().__init__()
-        self.norm_after = spec.norm_after
+        self.norm_after, self.multiplier = spec.norm_after, multiplier
         self.norm = StreamNorm(sizes.width, norm_eps)
         self.mixer = build_mixer(spec, sizes, tensor)
 
@@ -91,10 +100,12 @@ class Residual(nn.Module):
         if self.norm_after:
             x_LBD = ResidualStream(x_LBD, pending_LBD).added()
             mixed = self.mixer(x_LBD.to(self.norm.weight.dtype), state, seq)
-            return ResidualOut(ResidualStream(x_LBD, self.norm(mixed.y_LBD, None)[1]), mixed.state, mixed.aux)
-        x_LBD, normed_LBD = self.norm(x_LBD, pending_LBD)
-        mixed = self.mixer(normed_LBD, state, seq)
-        return ResidualOut(ResidualStream(x_LBD, mixed.y_LBD), mixed.state, mixed.aux)
+            y_LBD = self.norm(mixed.y_LBD, None)[1]
+        else:
+            x_LBD, normed_LBD = self.norm(x_LBD, pending_LBD)
+            mixed = self.mixer(normed_LBD, state, seq)
+            y_LBD = mixed.y_LBD
+        return ResidualOut(ResidualStream(x_LBD, multiplied(y_LBD, self.multiplier)), mixed.state, mixed.aux)
 
 
 class StackOut(NamedTuple):
@@ -121,9 +132,13 @@ class Stack(nn.ModuleDict):
         tensor: TensorGroup,
         recompute: Recompute = Recompute.none,
         offload: int = 0,
+        multiplier: float = 1.0,
     ) -> None:
         super().__init__(
-            {str(i): Residual(arch.specs[i], arch.sizes_at(i), norm_eps, tensor.of_layer(i)) for i in indices}
+            {
+                str(i): Residual(arch.specs[i], arch.sizes_at(i), norm_eps, tensor.of_layer(i), multiplier)
+                for i in indices
+            }
         )
         along_sequence = {str(i) for i in indices if arch.specs[i].state_parts(arch.sizes)}
         choices = {Recompute.none: set(), Recompute.selective: along_sequence, Recompute.layer: set(self)}

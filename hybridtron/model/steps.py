@@ -73,6 +73,8 @@ def unsupported_reason(model: LanguageModel) -> str | None:
     if any(isinstance(module, Adapter) for module in model.modules()):
         return "takes no adapters"
     layers = residuals(model).values()
+    if {model.embedding_multiplier, model.logits_scaling, *(layer.multiplier for layer in layers)} != {1.0}:
+        return "takes no multipliers"
     sizes = [len(model.norm.weight), *(1 if layer.norm_after else _inner(layer.mixer) for layer in layers)]
     if any(size % VECTOR for size in sizes):
         return f"takes sizes that are multiples of {VECTOR}, and Mamba, windowed attention and gated MLPs"
@@ -92,7 +94,8 @@ def _inner(mixer: Mixer) -> int:
         return len(mixer.get_parameter("gate_up.weight")) // 2
     if not isinstance(mixer, Attention) or not mixer.window:
         return 1
-    return 1 if mixer.heads.conv or mixer.heads.gate or mixer.heads.qk_norm != "none" else VECTOR
+    heads = mixer.heads
+    return 1 if heads.conv or heads.gate or heads.qk_norm != "none" or heads.scale is not None else VECTOR
 
 
 class CompiledSteps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,12 @@ MODELS: dict[str, tuple[str, dict[str, dict[str, Any]], bool]] = {
         },
         True,
     ),
+    "granite-scaled": (
+        "M-A-",
+        {"M": MAMBA2, "A": {**ATTENTION, "rope": "none", "scale": 0.1}, "-": MLP},
+        True,
+    ),
+    "dense_granite": ("(A-)*2", {"A": {**ATTENTION, "head_dim": 12, "scale": 0.125}, "-": MLP}, False),
     "granite-nope": ("M-A-", {"M": MAMBA2, "A": {**ATTENTION, "rope": "none"}, "-": MLP}, False),
 }
 DELTA = {"kind": "gated_deltanet", "heads": 4, "key_heads": 2, "expand_k": 1.5, "expand_v": 2.0, "conv": 3}
@@ -106,6 +113,15 @@ MODELS |= {
         {"D": DELTA, "A": {**GATED, "rope": {"scale": "yarn", "factor": 4.0, "original": 8}}, "-": MLP},
         False,
     ),
+}
+SQUARED = {"kind": "squared_relu", "hidden": 56}
+MODELS |= {
+    "nemotron_h": (
+        "M-A-MM",
+        {"M": {**MAMBA2, "heads": 6}, "A": {**ATTENTION, "head_dim": 12, "rope": "none"}, "-": SQUARED},
+        False,
+    ),
+    "nemotron_h-in_any_order": ("-AM-A", {"M": MAMBA2, "A": {**ATTENTION, "rope": "none"}, "-": SQUARED}, False),
 }
 MAMBA = {"kind": "mamba", "state": 4, "conv": 3}
 WINDOW = {**ATTENTION, "window": 9}
@@ -128,7 +144,7 @@ CUSTOM: dict[str, tuple[str, dict[str, dict[str, Any]], bool]] = {
     "conv": (
         "A-C-",
         {
-            "A": {**ATTENTION, "conv": 4, "conv_bias": True, "conv_silu": False, "rotary_dim": 4},
+            "A": {**ATTENTION, "conv": 4, "conv_bias": True, "conv_silu": False, "rotary_dim": 4, "scale": 0.2},
             "C": {**WINDOW, "conv": 3, "rope": "none"},
             "-": MLP,
         },
@@ -168,17 +184,24 @@ CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "granite": "GraniteMoeHybridForCausalLM",
+    "dense_granite": "GraniteForCausalLM",
     "bamba": "BambaForCausalLM",
     "olmo_hybrid": "OlmoHybridForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
 }
 ONE_OF_EACH = [pytest.param(name, marks=[pytest.mark.slow] * (name not in CLASSES)) for name in MODELS]
 """Of each class the first is fast."""
 
 
+MULTIPLIED = {"granite-scaled", "dense_granite", "conv"}
+
+
 def model_config(name: str) -> ModelConfig:
     pattern, layers, tied = (MODELS | CUSTOM)[name]
-    return ModelConfig(width=WIDTH, vocab_size=VOCAB, pattern=pattern, layers=layers, tie_embeddings=tied)
+    model = ModelConfig(width=WIDTH, vocab_size=VOCAB, pattern=pattern, layers=layers, tie_embeddings=tied)
+    multipliers = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
+    return replace(model, **multipliers) if name in MULTIPLIED else model
 
 
 def checkpoint_of(

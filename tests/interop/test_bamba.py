@@ -16,7 +16,9 @@ from hybridtron.cli.convert import main
 from hybridtron.config.choices import Export
 from hybridtron.config.exportable import NATIVE, export_class
 from hybridtron.data.batch import SeqInfo
+from hybridtron.interop.config_json import CannotImport, settings_of
 from hybridtron.interop.native_bamba import Bamba
+from hybridtron.interop.native_granite import GraniteHybrid
 from tests.interop.models import model_config, own_model
 
 SIZES: dict[str, Any] = {
@@ -29,6 +31,7 @@ SIZES: dict[str, Any] = {
 
 
 def test_a_folder_that_transformers_wrote_is_the_same_model_here(tmp_path: Path) -> None:
+    """Also where it leaves the size of a head to be found, as it may."""
     torch.manual_seed(5)
     theirs = BambaForCausalLM(BambaConfig(**SIZES)).eval()
     with torch.no_grad():
@@ -36,6 +39,8 @@ def test_a_folder_that_transformers_wrote_is_the_same_model_here(tmp_path: Path)
             weight += 0.2 * torch.randn_like(weight)
     theirs.save_pretrained(tmp_path / "in")
     (tmp_path / "in/tokenizer.json").write_text("{}")
+    settings = json.loads((tmp_path / "in/config.json").read_text())
+    (tmp_path / "in/config.json").write_text(json.dumps(settings | {"mamba_d_head": "auto"}))
     assert main(["import", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]) == 0
     found = Checkpoint.open(tmp_path / "out")
     assert found.config.model.pattern == "M-A-M-"
@@ -64,6 +69,22 @@ def test_what_is_not_ours_is_refused(changed: dict[str, Any], said: str) -> None
     Bamba().model(theirs)
     with pytest.raises(ValueError, match=said):
         Bamba().model({**theirs, **changed})
+
+
+@pytest.mark.parametrize("size", [None, 0, "none"])
+def test_a_size_of_heads_that_says_nothing_is_refused(size: int | str | None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"mamba_d_head": size}))
+    with pytest.raises(CannotImport, match=r'mamba_d_head is .*, must be a number from 1 on or "auto"'):
+        settings_of(tmp_path)
+
+
+@pytest.mark.parametrize("of", [Bamba, GraniteHybrid])
+def test_heads_that_are_left_to_be_found(of: type[Bamba | GraniteHybrid]) -> None:
+    name = "bamba" if of is Bamba else "granite"
+    theirs = json.loads(json.dumps(of().config(model_config(name), 64)))
+    assert of().model(theirs | {"mamba_d_head": "auto"}) == of().model(theirs)
+    with pytest.raises(ValueError, match="mamba_n_heads x mamba_d_head"):
+        of().model(theirs | {"mamba_d_head": "auto", "mamba_n_heads": 3})
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,8 @@ def tuned(base: Checkpoint, preset: Adapting, folder: Path, dora: bool = False) 
         ("llama-tied", Adapting.hylora, False),
         ("granite", Adapting.hylora, False),
         ("granite", Adapting.hylora, True),
+        ("granite-scaled", Adapting.lora, False),
+        ("nemotron_h", Adapting.hylora, False),
     ],
 )
 def test_peft_computes_what_we_do(name: str, preset: Adapting, dora: bool, alone: Groups, tmp_path: Path) -> None:

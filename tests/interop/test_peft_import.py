@@ -50,6 +50,7 @@ def exported(source: Path, output: Path, *more: str) -> Path:
         ("llama", Adapting.lora_plus, True),
         ("llama-tied", Adapting.lora_plus, False),
         ("granite", Adapting.hylora, True),
+        ("nemotron_h", Adapting.hylora, False),
     ],
 )
 def test_what_we_exported_comes_back_bit_for_bit(
@@ -88,6 +89,7 @@ PEFTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
     ),
     "head": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "names-in-memory": ("nemotron_h", {"target_modules": ["in_proj", "up_proj"], "modules_to_save": ["embeddings"]}),
 }
 
 

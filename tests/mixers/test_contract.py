@@ -36,6 +36,7 @@ OPTIONS = {
     "mamba2": [
         {"state": 6, "head_dim": 8},
         {"state": 4, "head_dim": 4, "groups": 2, "conv": 3},
+        {"state": 4, "head_dim": 4, "groups": 3, "heads": 9},
         {"state": 4, "head_dim": 4, "groups": 2, "sparse": {"keys": 6, "bins": "sign", "hashes": 2, "target": "mean"}},
         {"state": 4, "head_dim": 4, "groups": 2, "sparse": {"pattern": "ks", "keys": 5, "projected": True}},
         {"state": 4, "head_dim": 8, "sparse": {"pattern": "lsh", "keys": 3, "hashes": 4}},
@@ -59,6 +60,7 @@ OPTIONS = {
         {"heads": 2, "rotary_dim": 4, "conv": 4, "conv_bias": True, "conv_silu": False},
         {"heads": 4, "kv_heads": 2, "qk_norm": "head", "gate": True, "rotary_dim": 2, "window": 6},
         {"heads": 4, "qk_norm": "all", "norm_after": True, "conv": 3},
+        {"heads": 4, "kv_heads": 2, "window": 6, "scale": 0.1},
         {"heads": 2, "window": 6, "rope": {"scale": "yarn", "factor": 4.0, "original": 6}},
         {"heads": 2, "rope": {"base": 100.0, "scale": "llama3", "factor": 4.0, "original": 20}},
         {"heads": 4, "kv_heads": 2, "rotary_dim": 2, "self_extend": {"group": 3, "neighbours": 5}},
@@ -82,10 +84,11 @@ OPTIONS = {
             "rope": {"scale": "linear", "factor": 4.0},
         },
         {"heads": 4, "kv_heads": 2, "chunk": 4, "block": 2, "blocks": 2, "remember": 20, "memory": "random"},
-        {"heads": 4, "kv_heads": 1, "chunk": 6, "block": 2, "memory": "none"},
+        {"heads": 4, "kv_heads": 1, "chunk": 6, "block": 2, "memory": "none", "scale": 0.3},
         {"heads": 4, "kv_heads": 1, "chunk": 6, "block": 2, "memory": "shifted"},
     ],
     "swiglu": [{"hidden": 24}, {"hidden": 24, "norm_after": True}],
+    "squared_relu": [{"hidden": 24}],
 }
 CASES = [
     pytest.param(SPECS[kind](**options), id=f"{kind}-{i}")

@@ -91,9 +91,24 @@ def test_a_ring_holds_each_token_at_its_place() -> None:
     assert [ring[1, place % 4].item() for place in (7, 8, 9)] == [7, 8, 9]
 
 
+def multiplied() -> LanguageModel:
+    model = model_of("M-")
+    model.logits_scaling = 8.0
+    return model
+
+
+def with_scaled_attention() -> LanguageModel:
+    model = model_of("W-")
+    mixer = model.layers["0"].mixer
+    mixer.heads = replace(mixer.heads, scale=0.1)
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
+        (multiplied, "multipliers"),
+        (with_scaled_attention, "windowed"),
         (lambda: model_of("M-F-"), "windowed"),
         (lambda: model_of("M-", width=40), "multiples"),
         (lambda: model_of("M-", torch.bfloat16), "bfloat16"),

@@ -1,11 +1,15 @@
-"""Our models against transformers' Mamba, Mamba-2, Llama and Mistral with the same weights: logits, every gradient."""
+"""Our models against transformers' with the same weights, of each of these classes: logits, every gradient."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Mamba2Config,
@@ -123,12 +127,22 @@ def mistral_pair() -> tuple[LanguageModel, torch.nn.Module, Names]:
     )
 
 
+def granite_pair() -> tuple[LanguageModel, torch.nn.Module, Names]:
+    multipliers = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
+    config = GraniteConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=HIDDEN, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, rms_norm_eps=1e-5, tie_word_embeddings=False, attention_multiplier=0.1, **multipliers,
+    )  # fmt: skip
+    attention = {"kind": "attention", "heads": 4, "kv_heads": 2, "scale": 0.1}
+    layers = {"F": attention, "-": {"kind": "swiglu", "hidden": HIDDEN}}
+    return transformer_pair(GraniteForCausalLM(config), "(F-)*2", layers, multipliers)
+
+
 def transformer_pair(
-    theirs: torch.nn.Module, pattern: str, layers: dict
+    theirs: torch.nn.Module, pattern: str, layers: dict, multipliers: dict[str, float] | None = None
 ) -> tuple[LanguageModel, torch.nn.Module, Names]:
-    ours = LanguageModel(
-        ModelConfig(width=WIDTH, vocab_size=VOCAB, pattern=pattern, layers=layers, tie_embeddings=False)
-    )
+    model = ModelConfig(width=WIDTH, vocab_size=VOCAB, pattern=pattern, layers=layers, tie_embeddings=False)
+    ours = LanguageModel(replace(model, **(multipliers or {})))
     return ours, theirs, llama_names(ours)
 
 
@@ -137,7 +151,7 @@ def joined(theirs: dict[str, Tensor], names: list[str | tuple[str, slice]], like
     return torch.cat(list(rows)).reshape(like.shape)
 
 
-@pytest.mark.parametrize("pair", [mamba_pair, mamba2_pair, mamba2_groups_pair, llama_pair, mistral_pair])
+@pytest.mark.parametrize("pair", [mamba_pair, mamba2_pair, mamba2_groups_pair, llama_pair, mistral_pair, granite_pair])
 def test_same_weights_give_the_same_logits_and_gradients(pair) -> None:
     ours, theirs, names = pair()
     ours, theirs = ours.double(), theirs.double()

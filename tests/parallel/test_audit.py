@@ -22,6 +22,7 @@ FAST_CASES = {
     ("mamba2", "tp2"),
     ("mamba2-attention", "tp2-sp"),
     ("mamba3-swa", "tp2"),
+    ("granite", "tp2-pp2"),
     ("sliding-gla", "tp2-sp"),
     ("sliding-retnet", "tp2"),
     ("gated-deltanet", "tp2-sp"),
@@ -47,6 +48,7 @@ FAST_CASES = {
 FAST_BUGS = {
     "x_proj_backward",
     "tied_gradient",
+    "multiplied_stages",
     "kv_gradient",
     "group_norm_backward",
     "regathered_order",

@@ -37,6 +37,12 @@ JOBS: dict[str, tuple[list[str], int, int]] = {
     ),
     "isolated documents": ([*SAMBA, "data.documents=isolate"], 1, 0),
     "isolated documents, cut": ([*SAMBA, "data.documents=isolate", CUT], 8, 0),
+    "squared ReLU": ([*SAMBA, "model.layers.-={kind: squared_relu, hidden: 6144}"], 1, 0),
+    "multipliers": (
+        [*SAMBA, "model.embedding_multiplier=12", "model.residual_multiplier=0.22", "model.logits_scaling=8"],
+        1,
+        0,
+    ),
     "span attention": (["recipe=samba_span_421m", "phases.0.micro_batch=2", "data.documents=isolate"], 1, 0),
     **{
         f"rows over {ranks} ranks, {name}": ([*settings, f"parallel.context={ranks}"], ranks * more, ranks * more - 1)

@@ -127,6 +127,14 @@ def _untied(*arguments: Any) -> list[Stage]:
 TIED_GRADIENT = {"hybridtron.engine.engine.build_stages": _untied}
 
 
+def _multiplied_on_every_stage(self: Stage, received: list[Tensor | None]) -> None:
+    (x_LBD,) = received
+    self.received = None if x_LBD is None else x_LBD * self.model.embedding_multiplier
+
+
+MULTIPLIED_STAGES: Replaced = {"hybridtron.engine.stage.Stage.set_input_tensor": _multiplied_on_every_stage}
+
+
 def _scaled(
     stages: Any, batches: Sequence[Batch], *rest: Any, forward_only: bool = False, auxiliary: Sequence[str] = ()
 ) -> StepLoss:
@@ -242,6 +250,7 @@ BUGS = {
     "norm_gradient": Bug("norms keep the gradient of their rank's tokens", NORM_GRADIENT, "mamba-mlp", "tp2-sp"),
     "double_norm_gradient": Bug("norms' whole gradients are summed", DOUBLE_NORM_GRADIENT, "mamba-mlp", "tp2"),
     "tied_gradient": Bug("first and last stage keep their own embedding's gradient", TIED_GRADIENT, "samba", "pp2"),
+    "multiplied_stages": Bug("what a stage gets is multiplied as embedded", MULTIPLIED_STAGES, "granite", "pp2"),
     "micro_batch_scale": Bug("gradients are divided by micro-batches too", MICRO_BATCH_SCALE, "attention", "dp2"),
     "masked_tokens": Bug("a mean over micro-batches, not over tokens", MASKED_TOKENS, "attention", "dp2"),
     "swapped_virtual_chunks": Bug(

@@ -36,6 +36,8 @@ ADAPTED = {
     "adapters-dora": replace(ADAPTERS, dora=True),
 }
 """Beside every projection of the architecture of this name; the projections themselves are frozen."""
+MULTIPLIED = {"granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}}
+"""Numbers by which parts of the architecture of this name are multiplied."""
 VOCABULARY = 96  # what many numbers of ranks can share
 LR = 1e-2
 OPTIM = OptimConfig(eps=1e-3, clip=0.05, z_loss=1e-3)
@@ -90,7 +92,8 @@ ARCHITECTURES = {
     "mamba-mlp": "M-M-M",
     "mamba": "MMMMM",
     "mamba2": "SGSGS",
-    "mamba2-attention": "S-F-G",
+    "mamba2-attention": "S-FqG",
+    "granite": "S-g-G",
     "mamba-hax": "Q-IiQ",
     "mamba3-swa": "T-WUT",
     "sliding-gla": "A-WAC",
@@ -147,11 +150,18 @@ def table() -> Iterator[Case]:
                 {"kv_heads": 1, "conv": 4, "conv_bias": True} if (row + column // 2) % 2 else {"kv_heads": 2}
             )
             model = small_model(pattern, tied=turn % 2 == 0, heads=heads)
-            model.adapters = ADAPTED.get(name)
+            model = replace(model, adapters=ADAPTED.get(name), **MULTIPLIED.get(name, {}))
             recompute = list(Recompute)[(row + 2 * column) % 3]
             parallel = ranks.on(ParallelConfig(recompute=recompute, regather=ranks.sequence and turn % 2 == 0))
             documents = Documents.join if turn % 3 == 0 else Documents.isolate
             yield Case(name, layout, small(model, parallel, documents, ranks.data), ranks.data)
+
+
+MLPS: dict[str, dict[str, Any]] = {
+    "-": {"kind": "swiglu", "hidden": 48},
+    "P": {"kind": "swiglu", "hidden": 48, "norm_after": True},
+    "q": {"kind": "squared_relu", "hidden": 48},
+}
 
 
 def shares_out(pattern: str, ranks: Layout) -> bool:
@@ -190,15 +200,15 @@ def small_model(pattern: str, tied: bool, heads: dict[str, Any]) -> ModelConfig:
         "V": {"kind": "rwkv6_channel_mix"},
         "W": {**attention, "window": 7},
         "F": attention,
+        "g": {**attention, "rope": "none", "scale": 0.2},
         "y": {**attention, "rope": {"scale": "yarn", "factor": 4.0, "original": 8}},
         "O": {**attention, "qk_norm": "all", "norm_after": True},
         "H": {**attention, "qk_norm": "head", "gate": True, "rotary_dim": 4},
-        "P": {"kind": "swiglu", "hidden": 48, "norm_after": True},
         "X": {**span, "draw": "layer"},
         "Y": {**span, "memory": "shifted", "kv_heads": 1},
         "Z": {**span, "memory": "random", "eval": "span"},
         "L": {**span, "memory": "landmark", "relevance": "previous_chunk", "eval": "span"},
-        "-": {"kind": "swiglu", "hidden": 48},
+        **MLPS,
     }
     used = {letter: options for letter, options in layers.items() if letter in pattern}
     return ModelConfig(32, VOCABULARY, pattern, used, tied)
@@ -227,6 +237,7 @@ SHRUNK: dict[str, dict[str, int]] = {
     "attention": {"window": 7, "head_dim": 8, "rotary_dim": 4},
     "span": {"chunk": 8, "block": 2, "remember": 8, "head_dim": 8, "rotary_dim": 4},
     "swiglu": {"hidden": VOCABULARY},
+    "squared_relu": {"hidden": VOCABULARY},
 }
 """Sizes that cost time and change no way through the code, by kind; where a recipe sets one it gets this."""
 

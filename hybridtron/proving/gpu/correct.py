@@ -51,6 +51,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     ],
     "span": [{"heads": 8, "kv_heads": 2, "chunk": 64, "block": 16, "blocks": 3, "relevance": "previous_chunk"}],
     "swiglu": [{"hidden": 512}],
+    "squared_relu": [{"hidden": 512}],
 }
 ADAPTERS: dict[str, dict[str, Any]] = {
     "adapter": {},

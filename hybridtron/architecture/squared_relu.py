@@ -1,0 +1,38 @@
+"""MLP without a gate: down(relu(up(u))^2), without biases, as Nemotron-H has it. It carries no state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from hybridtron.architecture.base import MixerSpec, ModelSizes, Names, Parameter, linear, output_linear
+from hybridtron.limits import at_least
+
+
+@dataclass(frozen=True)
+class SquaredReLUSpec(MixerSpec):
+    """Options of an MLP with squared ReLU: `hidden` is the width between its projections."""
+
+    kind: ClassVar[str] = "squared_relu"
+    module: ClassVar[str] = "hybridtron.mixers.squared_relu:SquaredReLU"
+    hands_over: ClassVar[bool] = True
+    width_option: ClassVar[str] = "hidden"
+    projects_input: ClassVar[bool] = True
+
+    # inner channels; must be set
+    hidden: Annotated[int, at_least(1, "4 times model.width is usual")] = 0
+
+    def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
+        return {
+            "up.weight": linear(self.hidden, model.width),
+            "down.weight": output_linear(model.width, self.hidden, model.num_sublayers),
+        }
+
+    def exported_names(self, model: ModelSizes) -> Names:
+        return {"up_proj.weight": ("up.weight",), "down_proj.weight": ("down.weight",)}
+
+    def activation_values(self, model: ModelSizes) -> int:
+        return 2 * self.hidden  # the positive part, and its square
+
+    def backward_values(self, model: ModelSizes) -> int:
+        return (3 - 1) * self.hidden  # as in RWKV-6's channel mix

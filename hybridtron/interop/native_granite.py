@@ -1,0 +1,67 @@
+"""Granite, dense, and its hybrid without experts: with multipliers of embedding, sub-layers, scores and logits."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from hybridtron.architecture.mamba2 import Mamba2Spec
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.rope import NO_POSITIONS
+from hybridtron.architecture.table import Architecture
+from hybridtron.config.exportable import halves
+from hybridtron.interop.native import Settings, SubLayerNames, multipliers_of, with_multipliers
+from hybridtron.interop.native_pairs import BEFORE, BETWEEN, FUSED_MLP, Llama, Mamba2Hybrid, attention_of
+
+SCALE = "attention_multiplier"
+
+
+class Granite(Llama):
+    """As Llama, with multipliers."""
+
+    name, model_type = "GraniteForCausalLM", "granite"
+
+    def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
+        attention = attention_of(arch)
+        scale = attention.head(arch.sizes) ** -0.5 if attention.scale is None else attention.scale
+        return super().settings(model, arch, length) | multipliers_of(model) | {SCALE: scale}
+
+    def model(self, theirs: Settings) -> ModelConfig:
+        return with_multipliers(super().model(theirs), theirs)
+
+    def attention(self, theirs: Settings) -> Settings:
+        options = super().attention(theirs)
+        usual = abs(theirs[SCALE] - options["head_dim"] ** -0.5) <= 1e-9
+        return options if usual else {**options, "scale": theirs[SCALE]}
+
+
+class GraniteHybrid(Granite, Mamba2Hybrid):
+    """Mamba-2 or full attention, with positions or without, each followed by a gated MLP."""
+
+    name, model_type = "GraniteMoeHybridForCausalLM", "granitemoehybrid"
+    sub_layers: ClassVar = {
+        "mamba2": SubLayerNames(BEFORE, "mamba"),
+        "attention": SubLayerNames(BEFORE, "self_attn"),
+        "swiglu": SubLayerNames(BETWEEN, "shared_mlp", FUSED_MLP),
+    }
+    fixed: ClassVar = {**Mamba2Hybrid.fixed, "num_local_experts": 0}
+    hidden = "shared_intermediate_size"
+
+    def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
+        found, mixers = super().settings(model, arch, length), halves(arch)[0]
+        return {
+            **found,
+            "layer_types": ["mamba" if isinstance(spec, Mamba2Spec) else "attention" for spec in mixers],
+            "intermediate_size": found[self.hidden],
+            "num_experts_per_tok": 0,
+            "position_embedding_type": "rope" if attention_of(arch).positions is not None else None,
+        }
+
+    def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
+        of_type = {"mamba": "M-", "linear_attention": "M-", "attention": "A-", "full_attention": "A-"}
+        if unknown := sorted(set(theirs["layer_types"]) - set(of_type)):
+            raise ValueError(f"has layer_types with {unknown[0]!r}; only {', '.join(of_type)} can be imported")
+        return self.with_letters("".join(of_type[name] for name in theirs["layer_types"]), theirs)
+
+    def attention(self, theirs: Settings) -> Settings:
+        options = super().attention(theirs)
+        return options if theirs.get("position_embedding_type") == "rope" else {**options, "rope": NO_POSITIONS}

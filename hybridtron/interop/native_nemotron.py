@@ -1,0 +1,108 @@
+"""Nemotron-H: Mamba-2, full attention without positions and MLPs with squared ReLU, each a layer of its own.
+
+Its dense form is ours; its experts are not. Where it reads a text, transformers keeps the size of a step from falling
+below `time_step_min`, which says no more than how a model starts: it does not where it generates, and no model was
+trained so. Exports say a number that keeps nothing, and imports are proven with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from hybridtron.architecture.mamba2 import Mamba2Spec
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.rope import NO_POSITIONS
+from hybridtron.architecture.squared_relu import SquaredReLUSpec
+from hybridtron.architecture.table import Architecture
+from hybridtron.interop.native import Native, Settings, to_ours, to_theirs
+from hybridtron.interop.native_pairs import attention_of
+from hybridtron.interop.rules import TensorRule
+
+TYPES, PATTERN = "layers_block_type", "hybrid_override_pattern"
+# a layer's type as transformers writes it, as it did, and as published folders have it
+LAYERS = {
+    "M": ("linear_attention", "mamba", "M"),
+    "A": ("full_attention", "attention", "*"),
+    "-": ("mlp", "mlp", "-"),
+}
+NEGLIGIBLE = 1e-30  # of a step's size; its logarithm is taken, so it can't be 0
+
+
+class NemotronH(Native):
+    """Names as its files have them; transformers has another in memory."""
+
+    name, model_type = "NemotronHForCausalLM", "nemotron_h"
+    embedding, final_norm, layers = "backbone.embeddings.weight", "backbone.norm_f.weight", "backbone.layers"
+    norm_eps = "layer_norm_epsilon"
+    fixed: ClassVar = {
+        **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias", "tie_word_embeddings"), False),
+        "use_conv_bias": True,
+        "mamba_hidden_act": "silu",
+        "mlp_hidden_act": "relu2",
+        "sliding_window": None,
+        "num_nextn_predict_layers": 0,
+    }
+    proven_with: ClassVar = {"time_step_min": NEGLIGIBLE}
+    mamba: ClassVar = {
+        "ssm_state_size": "state",
+        "mamba_num_heads": "heads",
+        "mamba_head_dim": "head_dim",
+        "n_groups": "groups",
+        "conv_kernel": "conv",
+    }
+
+    def rules(self, model: ModelConfig) -> list[TensorRule]:
+        return [self._with_both_names(rule) for rule in super().rules(model)]
+
+    def _with_both_names(self, rule: TensorRule) -> TensorRule:
+        other = rule.theirs.replace("backbone.", "model.", 1)
+        return replace(rule, also=other, memory=other)
+
+    def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
+        mamba = next(spec for spec in arch.specs if isinstance(spec, Mamba2Spec))
+        mlp = next(spec for spec in arch.specs if isinstance(spec, SquaredReLUSpec))
+        attention = attention_of(arch)
+        letters = {"mamba2": "M", "attention": "A", "squared_relu": "-"}
+        heads = mamba.num_heads(arch.sizes)
+        return {
+            **to_theirs(self.mamba, mamba.exported_options(arch.sizes) | {"heads": heads}),
+            TYPES: [LAYERS[letters[spec.kind]][0] for spec in arch.specs],
+            "num_attention_heads": attention.heads,
+            "num_key_value_heads": attention.groups(),
+            "head_dim": attention.head(arch.sizes),
+            "attention_dropout": 0.0,
+            "intermediate_size": mlp.hidden,
+            "max_position_embeddings": length,
+            "residual_in_fp32": model.residual_fp32,
+            **self.proven_with,
+        }
+
+    def model(self, theirs: Settings) -> ModelConfig:
+        return replace(super().model(theirs), residual_fp32=theirs.get("residual_in_fp32", False))
+
+    def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
+        key = TYPES if theirs.get(TYPES) is not None else PATTERN
+        of_type = {name: letter for letter, names in LAYERS.items() for name in names}
+        if unknown := sorted(set(theirs[key]) - set(of_type)):
+            raise ValueError(f"has {key} with {unknown[0]!r}; only {', '.join(of_type)} can be imported")
+        pattern = "".join(of_type[name] for name in theirs[key])
+        if "A" not in pattern:
+            raise ValueError(f"has {key} without attention, and so transformers can't generate from a cache")
+        layers = {
+            "M": {"kind": "mamba2", **to_ours(self.mamba, theirs), "norm_eps": theirs[self.norm_eps]},
+            "A": self.attention(theirs),
+            "-": {"kind": "squared_relu", "hidden": theirs["intermediate_size"]},
+        }
+        return pattern, {letter: options for letter, options in layers.items() if letter in pattern}
+
+    def attention(self, theirs: Settings) -> Settings:
+        """The options of our attention; published folders call the size of a head by another name."""
+        heads = theirs["num_attention_heads"]
+        return {
+            "kind": "attention",
+            "heads": heads,
+            "kv_heads": theirs.get("num_key_value_heads") or heads,
+            "head_dim": theirs.get("head_dim") or theirs["attention_head_dim"],
+            "rope": NO_POSITIONS,
+        }

@@ -1,0 +1,26 @@
+"""The MLP with squared ReLU (equation in `architecture/squared_relu.py`); it carries no state."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridtron.architecture.base import ModelSizes
+from hybridtron.architecture.squared_relu import SquaredReLUSpec
+from hybridtron.data.batch import SeqInfo
+from hybridtron.mixers.base import Mixer, Out, State
+from hybridtron.parallel.linear import TensorGroup, column_parallel, projected, row_parallel
+
+
+class SquaredReLU(Mixer):
+    """The projection up, the square of its positive part, and the projection down."""
+
+    def __init__(self, spec: SquaredReLUSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
+        super().__init__()
+        self.tensor = tensor
+        self.up = column_parallel(sizes.width, spec.hidden, tensor)
+        self.down = row_parallel(spec.hidden, sizes.width, tensor)
+
+    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
+        (up_LBE,) = projected(x_LBD, self.tensor, self.up)
+        return Out(self.down(F.relu(up_LBE).square()), {}, {})

@@ -1,0 +1,139 @@
+"""Granite, dense and hybrid: multipliers, from folders that transformers wrote and back, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    GraniteConfig,
+    GraniteForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    PreTrainedModel,
+)
+
+from hybridtron.architecture.model import MULTIPLIERS, ModelConfig
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.cli.convert import main
+from hybridtron.config.choices import Export
+from hybridtron.config.exportable import SHIPPED, export_class
+from hybridtron.data.batch import SeqInfo
+from hybridtron.interop.export import TARGETS
+from hybridtron.interop.native_granite import Granite, GraniteHybrid
+from tests.interop.models import CLASSES, model_config, own_model
+
+COMMON: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 40, "vocab_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "rms_norm_eps": 1e-4,
+    "embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 10, "attention_multiplier": 0.0625,
+}  # fmt: skip
+HYBRID: dict[str, Any] = {
+    "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0, "shared_intermediate_size": 40,
+    "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 6, "position_embedding_type": "nope",
+}  # fmt: skip
+
+
+def granite() -> PreTrainedModel:
+    return GraniteForCausalLM(GraniteConfig(**COMMON, head_dim=12))
+
+
+def hybrid() -> PreTrainedModel:
+    """Its embedding is tied, as that of the published ones."""
+    return GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**COMMON, **HYBRID, tie_word_embeddings=True))
+
+
+@pytest.mark.parametrize("made", [granite, hybrid])
+def test_a_folder_that_transformers_wrote_is_the_same_model_here_and_there(made: Any, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    theirs = made().eval()
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            weight += 0.2 * torch.randn_like(weight)
+    theirs.save_pretrained(tmp_path / "in")
+    (tmp_path / "in/tokenizer.json").write_text("{}")
+    assert main(["import", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "mid")]) == 0
+    found = Checkpoint.open(tmp_path / "mid")
+    model = found.config.model
+    assert [getattr(model, name) for name in MULTIPLIERS] == [12, 0.22, 10]
+    assert model.layers["A"]["scale"] == 0.0625
+    assert export_class(model, Export.auto) == type(theirs).__name__
+    tokens_BL = torch.randint(48, (2, 70))
+    with torch.no_grad():
+        ours = own_model(found, torch.float32)(tokens_BL, None, SeqInfo.stream(2, 70)).output.transpose(0, 1)
+        expected = theirs(tokens_BL).logits
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+    assert main(["export", "--checkpoint", str(tmp_path / "mid"), "--output", str(tmp_path / "out")]) == 0
+    first, last = (load_file(tmp_path / each / "model.safetensors") for each in ("in", "out"))
+    assert first.keys() == last.keys()
+    assert all(torch.equal(last[key], value) for key, value in first.items())
+    assert main(["import", "--input", str(tmp_path / "out"), "--output", str(tmp_path / "again")]) == 0
+    assert Checkpoint.open(tmp_path / "again").config.model == model
+
+
+def without(model: ModelConfig) -> ModelConfig:
+    """The same with nothing multiplied."""
+    layers = {letter: {k: v for k, v in options.items() if k != "scale"} for letter, options in model.layers.items()}
+    return replace(model, layers=layers, **dict.fromkeys(MULTIPLIERS, 1.0))
+
+
+@pytest.mark.parametrize("name", MULTIPLIERS)
+@pytest.mark.parametrize("of", ["mistral", "mamba", "mamba2", "bamba", "olmo_hybrid", "nemotron_h"])
+def test_no_other_class_multiplies(of: str, name: str) -> None:
+    model = replace(model_config(of), **{name: 2.0})
+    assert export_class(replace(model, **{name: 1.0}), Export.auto) == CLASSES[of]
+    assert export_class(model, Export.auto) == SHIPPED
+    with pytest.raises(ValueError, match=f"{CLASSES[of]}: it has {name}=2.0"):
+        export_class(model, Export.native)
+
+
+def test_a_scale_of_attention_is_of_no_other_class() -> None:
+    model = model_config("bamba")
+    scaled = replace(model, layers={**model.layers, "A": {**model.layers["A"], "scale": 0.1}})
+    with pytest.raises(ValueError, match="BambaForCausalLM: its attention has a scale of its own"):
+        export_class(scaled, Export.native)
+
+
+def test_with_nothing_multiplied_it_is_llama() -> None:
+    model = without(model_config("dense_granite"))
+    assert export_class(model, Export.auto) == "LlamaForCausalLM"
+    for name in MULTIPLIERS:
+        assert export_class(replace(model, **{name: 2.0}), Export.auto) == "GraniteForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [({"pattern": "M-M-"}, "it has no attention"), ({"norm_eps": 1e-3}, "norm_eps=1e-05, not model.norm_eps=0.001")],
+)
+def test_what_is_no_hybrid_of_granites(changed: dict[str, Any], reason: str) -> None:
+    """Without attention transformers' class computes, and can't generate from a cache."""
+    model = replace(model_config("granite-scaled"), **changed)
+    assert export_class(model, Export.auto) == SHIPPED
+    with pytest.raises(ValueError, match=f"GraniteMoeHybridForCausalLM: .*{reason}"):
+        export_class(model, Export.native)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "reason"),
+    [
+        ("granite-scaled", {"layer_types": ["mamba", "mamba"]}, "no layer of attention"),
+        ("dense_granite", {"attention_bias": True}, "attention_bias=True"),
+        ("dense_granite", {"mlp_bias": True}, "mlp_bias=True"),
+        ("granite-scaled", {"num_local_experts": 8}, "num_local_experts=8; only 0"),
+        ("granite-scaled", {"time_step_limit": [0.001, 0.1]}, "time_step_limit"),
+        ("granite-scaled", {"layer_types": ["mamba", "conv"]}, "layer_types with 'conv'"),
+    ],
+)
+def test_what_is_not_ours_is_refused(name: str, changed: dict[str, Any], reason: str) -> None:
+    target = next(target for target in TARGETS if target.name == CLASSES[name.partition("-")[0]])
+    assert isinstance(target, Granite | GraniteHybrid)
+    settings = json.loads(json.dumps(target.config(model_config(name), 64)))
+    assert target.model(settings).pattern
+    with pytest.raises(ValueError, match=reason):
+        target.model(settings | changed)

@@ -1,0 +1,167 @@
+"""Nemotron-H: folders that transformers wrote and those that are published, and what is refused of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import NemotronHConfig, NemotronHForCausalLM
+
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.cli.convert import main
+from hybridtron.config.choices import Export
+from hybridtron.config.exportable import NATIVE, SHIPPED, export_class
+from hybridtron.data.batch import SeqInfo
+from hybridtron.interop.native_nemotron import NemotronH
+from tests.interop.models import model_config, own_model
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 40, "vocab_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 12, "layers_block_type": ["mamba", "mlp", "attention", "mlp", "mamba"], "layer_norm_epsilon": 1e-4,
+    "mamba_num_heads": 6, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 6, "time_step_min": 0.001,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+
+
+def written(folder: Path, step: float) -> NemotronHForCausalLM:
+    """A folder of transformers' own, of weights far from where they start; `step` is added to the bias of steps."""
+    torch.manual_seed(5)
+    model = NemotronHForCausalLM(NemotronHConfig(**SIZES)).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight += 0.2 * torch.randn_like(weight)
+            if name.endswith("dt_bias"):
+                weight += step
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return model
+
+
+def logits_of(folder: Path, tokens_BL: torch.Tensor) -> torch.Tensor:
+    made = own_model(Checkpoint.open(folder), torch.float32)
+    with torch.no_grad():
+        return made(tokens_BL, None, SeqInfo.stream(*tokens_BL.shape)).output.transpose(0, 1)
+
+
+def test_a_folder_that_transformers_wrote_is_the_same_model_here(tmp_path: Path) -> None:
+    theirs, tokens_BL = written(tmp_path / "in", step=4.0), torch.randint(48, (2, 70))
+    assert main(["import", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "mid")]) == 0
+    found = Checkpoint.open(tmp_path / "mid").config.model
+    assert found.pattern == "M-A-M"
+    assert export_class(found, Export.auto) == "NemotronHForCausalLM"
+    with torch.no_grad():
+        expected = theirs(tokens_BL).logits
+    made = logits_of(tmp_path / "mid", tokens_BL)
+    torch.testing.assert_close(made, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+    assert main(["export", "--checkpoint", str(tmp_path / "mid"), "--output", str(tmp_path / "out")]) == 0
+    first, last = (load_file(tmp_path / each / "model.safetensors") for each in ("in", "out"))
+    assert first.keys() == last.keys()
+    assert all(torch.equal(last[key], value) for key, value in first.items())
+    assert main(["import", "--input", str(tmp_path / "out"), "--output", str(tmp_path / "again")]) == 0
+    assert Checkpoint.open(tmp_path / "again").config.model == found
+
+
+def test_small_steps_are_taken_as_they_are(tmp_path: Path) -> None:
+    """Where transformers would take `time_step_min` for them; what is exported again it reads as we do."""
+    theirs, tokens_BL = written(tmp_path / "in", step=-12.0), torch.randint(48, (2, 70))
+    assert main(["import", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "mid")]) == 0
+    assert main(["export", "--checkpoint", str(tmp_path / "mid"), "--output", str(tmp_path / "out")]) == 0
+    with torch.no_grad():
+        made, larger = logits_of(tmp_path / "mid", tokens_BL), theirs(tokens_BL).logits
+        expected = NemotronHForCausalLM.from_pretrained(tmp_path / "out")(tokens_BL).logits
+    torch.testing.assert_close(made, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    assert (larger - expected).abs().max() > 1e-4 * expected.abs().max()
+
+
+def test_published_folders_have_other_keys(tmp_path: Path) -> None:
+    """The pattern as text, another name for the size of a head, and code of their own, which is not run."""
+    written(tmp_path / "in", step=0.0)
+    settings = json.loads((tmp_path / "in/config.json").read_text())
+    del settings["layers_block_type"]
+    settings |= {
+        "hybrid_override_pattern": "M-*-M",
+        "time_step_limit": [0.0, float("inf")],
+        "auto_map": {
+            "AutoConfig": "configuration_nemotron_h.NemotronHConfig",
+            "AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM",
+        },
+    }
+    (tmp_path / "in/config.json").write_text(json.dumps(settings))
+    for name in ("configuration", "modeling"):
+        (tmp_path / f"in/{name}_nemotron_h.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    assert main(["import", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "mid")]) == 0
+    assert not (tmp_path / "ran").exists()
+    model = Checkpoint.open(tmp_path / "mid").config.model
+    assert model == NemotronH().model(json.loads(NemotronHConfig(**SIZES).to_json_string(use_diff=False)))
+    del settings["head_dim"]
+    assert NemotronH().model(settings | {"attention_head_dim": 12}) == model
+
+
+def test_names_of_tensors_as_transformers_has_them_in_memory(tmp_path: Path) -> None:
+    written(tmp_path / "in", step=0.0)
+    file = tmp_path / "in/model.safetensors"
+    save_file({key.replace("backbone.", "model."): value for key, value in load_file(file).items()}, file)
+    assert main(["import", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "mid")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"layers_block_type": ["mamba", "moe"]}, "layers_block_type with 'moe'"),
+        ({"layers_block_type": None, "hybrid_override_pattern": "MEM*"}, "hybrid_override_pattern with 'E'"),
+        ({"layers_block_type": ["mamba", "mlp"]}, "layers_block_type without attention"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'; only 'relu2'"),
+        ({"use_conv_bias": False}, "use_conv_bias=False"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"sliding_window": 64}, "sliding_window=64"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1"),
+    ],
+)
+def test_what_is_not_ours_is_refused(changed: dict[str, Any], said: str) -> None:
+    theirs = json.loads(NemotronHConfig(**SIZES).to_json_string(use_diff=False))
+    NemotronH().model(theirs)
+    with pytest.raises(ValueError, match=said):
+        NemotronH().model({**theirs, **changed})
+
+
+def with_options(letter: str, **options: Any) -> ModelConfig:
+    model = model_config("nemotron_h")
+    return replace(model, layers={**model.layers, letter: {**model.layers[letter], **options}})
+
+
+OTHERS = {
+    "has rotary positions": with_options("A", rope={"base": 100.0}),
+    "has a window": with_options("A", window=8),
+    "has qk_norm=head, not none": with_options("A", qk_norm="head"),
+    "norm_eps=0.001, not model": with_options("M", norm_eps=1e-3),
+    "squared_relu sub-layers have their norm after them": with_options("-", norm_after=True),
+    "swiglu is none of mamba2, squared_relu and attention": with_options("-", kind="swiglu"),
+    "no mamba2 sub-layer": replace(model_config("nemotron_h"), pattern="A-"),
+    "no squared_relu sub-layer": replace(model_config("nemotron_h"), pattern="MA"),
+    "no attention sub-layer": replace(model_config("nemotron_h"), pattern="M-"),
+    "its head is tied": replace(model_config("nemotron_h"), tie_embeddings=True),
+}
+
+
+@pytest.mark.parametrize("reason", OTHERS)
+def test_what_is_no_nemotron_is_shipped_with_a_class(reason: str) -> None:
+    model = OTHERS[reason]
+    assert export_class(model, Export.auto) == SHIPPED
+    with pytest.raises(ValueError, match=f"NemotronHForCausalLM: .*{reason}"):
+        export_class(model, Export.native)
+
+
+def test_heads_of_another_width_are_of_no_other_class_of_mamba2() -> None:
+    heads = {"kind": "mamba2", "state": 8, "head_dim": 8, "heads": 6}
+    alone = ModelConfig(32, 48, "M", {"M": heads})
+    assert export_class(alone, Export.auto) == SHIPPED
+    assert export_class(replace(alone, layers={"M": {**heads, "heads": 8}}), Export.auto) == "Mamba2ForCausalLM"
+    assert set(NATIVE) >= {"Mamba2ForCausalLM", "NemotronHForCausalLM"}

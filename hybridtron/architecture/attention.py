@@ -39,6 +39,7 @@ class HeadsSpec(MixerSpec):
 
     width_option: ClassVar[str] = "heads"
     projects_input: ClassVar[bool] = True
+    query_scale: ClassVar[float] = 1.0  # of queries, beside the 1 / sqrt(head_dim) of all attention
 
     heads: Annotated[int, at_least(1)] = 1  # query heads
     kv_heads: Annotated[int | None, at_least(1)] = None  # key/value heads; null: heads
@@ -73,7 +74,7 @@ class HeadsSpec(MixerSpec):
         return self.kv_heads or self.heads
 
     def head(self, model: ModelSizes) -> int:
-        return self.head_dim or model.width // self.heads
+        return self.head_dim or self.input_width(model) // self.heads
 
     def rotary(self, model: ModelSizes) -> int:
         """Channels of a head that rotary positions turn."""
@@ -85,10 +86,11 @@ class HeadsSpec(MixerSpec):
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         queries, keys = self.channels(model)
+        read = self.input_width(model)
         # Queries and keys/values are two weights, because few key/value heads are held whole by every rank.
-        head = linear(queries, model.width, cut=Cut(0, unit=self.head(model)))
+        head = linear(queries, read, cut=Cut(0, unit=self.head(model)))
         pair, shared = (("k", keys), ("v", keys)), Cut(0, unit=self.head(model), replicate=True)
-        heads_kv = replace(head, shape=(2 * keys, model.width), parts=pair, cuts=(shared,), partial_gradient=True)
+        heads_kv = replace(head, shape=(2 * keys, read), parts=pair, cuts=(shared,), partial_gradient=True)
         table = {
             "q.weight": head,
             "kv.weight": heads_kv,
@@ -173,9 +175,10 @@ class HeadsSpec(MixerSpec):
         return parts
 
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
-        if self.head_dim is None and model.width % self.heads:
-            fitting = f"{choice(divisors_near(model.width, self.heads))}, or set head_dim"
-            yield Problem("heads", f"is {self.heads}, must divide model.width={model.width}: {fitting}")
+        if self.head_dim is None and (read := self.input_width(model)) % self.heads:
+            fitting = f"{choice(divisors_near(read, self.heads))}, or set head_dim"
+            what = "twice " * self.feeds_next + f"model.width={model.width}"
+            yield Problem("heads", f"is {self.heads}, must divide {what}: {fitting}")
         elif self.positions is not None:
             yield from self._rotary_problems(model)
         if self.positions is not None:

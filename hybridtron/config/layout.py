@@ -51,9 +51,13 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> 
     """The sub-layers (global indices) of every chunk, in model order. Raises ConfigError where there is no such cut."""
     if found := stage_problems(model, parallel):
         raise ConfigError(found)
-    bars = architecture(model).stages
-    chunks = chunk_count(parallel)
-    sizes = bars if len(bars) == chunks else balanced(layer_costs(model, seq_len), chunks)
+    arch, chunks = architecture(model), chunk_count(parallel)
+    sizes = arch.stages
+    if len(sizes) != chunks:
+        together, costs = arch.together, iter(layer_costs(model, seq_len))
+        runs = balanced([sum(itertools.islice(costs, count)) for count in together], chunks)
+        counts = iter(together)
+        sizes = tuple(sum(itertools.islice(counts, run)) for run in runs)
     ends = list(itertools.accumulate(sizes))
     return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))
 
@@ -61,7 +65,7 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> 
 def stage_problems(model: ModelConfig, parallel: ParallelConfig) -> list[Problem]:
     """What keeps the sub-layers from being cut into this layout's stages; a single stage ignores bars."""
     arch = architecture(model)
-    chunks, bars, layers = chunk_count(parallel), len(arch.stages), len(arch.specs)
+    chunks, bars, layers = chunk_count(parallel), len(arch.stages), len(arch.together)
     if chunks == 1:
         return []
     asked = f"pipeline={parallel.pipeline} times virtual_pipeline={parallel.virtual_pipeline}"

@@ -29,6 +29,7 @@ from hybridtron.interop.native import Native, NativeMamba, NativeMamba2
 from hybridtron.interop.native_bamba import Bamba
 from hybridtron.interop.native_delta import OlmoHybrid, Qwen3Next
 from hybridtron.interop.native_pairs import Granite, Llama, Mistral
+from hybridtron.interop.native_zamba2 import Zamba2
 from hybridtron.interop.tokenizer import CHAT, SpecialTokens, write_tokenizer
 from hybridtron.interop.writer import Planned, write_json, write_weights
 from hybridtron.requirements import is_there
@@ -43,6 +44,7 @@ NATIVES: tuple[Native, ...] = (
     Bamba(),
     OlmoHybrid(),
     Qwen3Next(),
+    Zamba2(),
 )
 CUSTOM = Custom()
 TARGETS = (*NATIVES, CUSTOM)

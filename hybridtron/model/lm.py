@@ -13,7 +13,9 @@ from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import architecture, parameter_table
 from hybridtron.config.schema import Recompute
 from hybridtron.data.batch import SeqInfo
-from hybridtron.model.stack import RMSNorm, Stack, States
+from hybridtron.mixers.norm import RMSNorm
+from hybridtron.model.shared import share_weights
+from hybridtron.model.stack import Stack, States
 from hybridtron.parallel.adapters import attach_adapters
 from hybridtron.parallel.cut import Mesh
 from hybridtron.parallel.embedding import embedding
@@ -75,7 +77,9 @@ class LanguageModel(nn.Module):
         elif model_slice.last and self.tied:
             self.embedding = Head(config.width, config.vocab_size, tensor)
         layers = range(len(arch.specs)) if model_slice.layers is None else model_slice.layers
-        self.layers = Stack(arch, layers, config.norm_eps, tensor, recompute, offload)
+        stack = Stack(arch, layers, config.norm_eps, tensor, recompute, offload)
+        self.shared, self.layers = share_weights(stack, arch), stack  # in this order: see model/shared
+        self.carries_embedding = arch.carries_embedding
         if model_slice.last:
             self.norm = RMSNorm(config.width, config.norm_eps)
             if not self.tied:
@@ -99,7 +103,8 @@ class LanguageModel(nn.Module):
             if not self.slice.last and torch.is_grad_enabled():
                 # gradients come back from the next chunk, though no weight of this one may learn
                 x_LBD.requires_grad_()
-        x_LBD, new_states, aux = self.layers(x_LBD, states, seq)
+        embedded_LBD = x_LBD if self.carries_embedding else None
+        x_LBD, new_states, aux = self.layers(x_LBD, states, seq, embedded_LBD)
         if not self.slice.last:
             return ModelOut(x_LBD, new_states, aux)
         x_LBD = self.norm(x_LBD)

@@ -101,11 +101,17 @@ ARCHITECTURES = {
     "attention": "F-OPH",
     "samba-span": "M-X-M",
     "span-variants": "X-YZL",
+    "zamba2": "SsGtSsG",
     "adapters": "M-WSF",
     "adapters-dropout": "S-FMW",
     "adapters-dora": "F-SMW",
 }
 """An odd number of layers each, so that no number of stages divides them."""
+BLOCKS = {
+    "s": {"kind": "shared_attention", "heads": 4, "hidden": 48, "rank": 3, "adapt_attention": True},
+    "t": {"kind": "shared_span", "heads": 4, "hidden": 48, "rank": 3, "chunk": [4, 8], "block": 2, "blocks": 2},
+}
+"""Of one set of weights for all places."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +145,7 @@ def table() -> Iterator[Case]:
     """Every architecture in every layout."""
     for row, (name, pattern) in enumerate(ARCHITECTURES.items()):
         for column, (layout, ranks) in enumerate(LAYOUTS.items()):
-            if ranks.context > 1 and not shares_rows(pattern):
+            if (ranks.context > 1 and not shares_rows(pattern)) or (ranks.pipeline > 1 and set(pattern) & set(BLOCKS)):
                 continue
             turn = row + column
             heads: dict[str, Any] = (
@@ -197,7 +203,7 @@ def small_model(pattern: str, tied: bool, heads: dict[str, Any]) -> ModelConfig:
         "L": {**span, "memory": "landmark", "relevance": "previous_chunk", "eval": "span"},
         "-": {"kind": "swiglu", "hidden": 48},
     }
-    used = {letter: options for letter, options in layers.items() if letter in pattern}
+    used = {letter: options for letter, options in (layers | BLOCKS).items() if letter in pattern}
     return ModelConfig(32, VOCABULARY, pattern, used, tied)
 
 
@@ -223,6 +229,8 @@ SHRUNK: dict[str, dict[str, int]] = {
     "rwkv6_channel_mix": {"hidden": VOCABULARY},
     "attention": {"window": 7, "head_dim": 8, "rotary_dim": 4},
     "span": {"chunk": 8, "block": 2, "remember": 8, "head_dim": 8, "rotary_dim": 4},
+    "shared_attention": {"hidden": VOCABULARY, "rank": 4},
+    "shared_span": {"hidden": VOCABULARY, "rank": 4, "chunk": 8, "block": 2, "remember": 8},
     "swiglu": {"hidden": VOCABULARY},
 }
 """Sizes that cost time and change no way through the code, by kind; where a recipe sets one it gets this."""

@@ -104,8 +104,9 @@ class SharedBlockSpec(HeadsSpec):
         yield from super().problems(model, max_seq_len)
         if self.norm_after:
             yield Problem("norm_after", "is true, but what this makes enters no stream: leave it out")
-        if self.conv:
-            yield Problem("conv", f"is {self.conv}, which shared attention does not have: leave it out")
+        for option, default in (("conv", None), ("qk_norm", "none")):
+            if (value := getattr(self, option)) != default:
+                yield Problem(option, f"is {value}, which shared attention does not have: leave it out")
 
 
 @dataclass(frozen=True)

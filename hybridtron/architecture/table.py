@@ -52,10 +52,10 @@ class Architecture:
         return any(spec.feeds_next for spec in self.specs)
 
     @property
-    def together(self) -> tuple[int, ...]:
-        """How many sub-layers must stand in one stage, in order: a feeder with the next, which reads it."""
+    def inseparable(self) -> list[range]:
+        """Sub-layers that must stand in one stage, in order: a feeder with the next, which reads it."""
         ends = [0, *(index for index, spec in enumerate(self.specs, 1) if not spec.feeds_next)]
-        return tuple(end - start for start, end in itertools.pairwise(ends))
+        return [range(start, end) for start, end in itertools.pairwise(ends)]
 
     @property
     def reads_in(self) -> int:

@@ -72,6 +72,7 @@ def run_schedule(
     rows, length = batches[0].tokens_BL.shape
     if (share := batches[0].seq.share) is not None:
         length *= share.size
+    wrapped: Any = stages[0].module
     schedule: Any = get_forward_backward_func()
     sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in auxiliary}
     step = partial(_forward_step, z_loss=z_loss, groups=groups, device=device, carrier=carrier, sums=sums)
@@ -80,7 +81,7 @@ def run_schedule(
         data_iterator=[_numbered(chunk, batches) for chunk in range(len(stages))],
         model=list(stages),
         num_microbatches=len(batches),
-        seq_length=length,
+        seq_length=length * (2 if wrapped.model.carries_embedding else 1),  # rows that a stage sends on
         micro_batch_size=rows,
         forward_only=forward_only,
     )

@@ -7,7 +7,6 @@ place among all hybrid layers.
 
 from __future__ import annotations
 
-import itertools
 from typing import ClassVar
 
 from hybridtron.architecture.base import Names
@@ -69,8 +68,7 @@ class Zamba2(Native):
     }
 
     def groups(self, arch: Architecture) -> list[range]:
-        ends = list(itertools.accumulate(arch.together))
-        return [range(end - count, end) for count, end in zip(arch.together, ends, strict=True)]
+        return arch.inseparable
 
     def add_sub_layer(self, rules: Rules, arch: Architecture, layer: str, index: int) -> None:
         if not arch.specs[index].feeds_next:

@@ -96,17 +96,24 @@ class LanguageModel(nn.Module):
         x_LBD: Tensor | None = None,
         logits: bool = True,
     ) -> ModelOut:
-        """`x_LBD` is the stream from the chunk before, where there is one. A loss is taken without `logits`."""
+        """`x_LBD` is the stream from the chunk before, where there is one. A loss is taken without `logits`.
+
+        Where a sub-layer reads the embedding, it goes from chunk to chunk as rows behind those of the stream.
+        """
+        embedded_LBD = None
         if x_LBD is None:
             x_LBD = self.embedding(tokens_BL)
             x_LBD = x_LBD.to(stream_dtype(x_LBD.dtype, self.residual_fp32))
             if not self.slice.last and torch.is_grad_enabled():
                 # gradients come back from the next chunk, though no weight of this one may learn
                 x_LBD.requires_grad_()
-        embedded_LBD = x_LBD if self.carries_embedding else None
+            embedded_LBD = x_LBD if self.carries_embedding else None
+        elif self.carries_embedding:
+            x_LBD, embedded_LBD = x_LBD.chunk(2)
         x_LBD, new_states, aux = self.layers(x_LBD, states, seq, embedded_LBD)
         if not self.slice.last:
-            return ModelOut(x_LBD, new_states, aux)
+            sent_LBD = x_LBD if embedded_LBD is None else torch.cat((x_LBD, embedded_LBD))
+            return ModelOut(sent_LBD, new_states, aux)
         x_LBD = self.norm(x_LBD)
         if logits:
             x_LBD = functional.linear(enter(x_LBD, self.slice.tensor), self.output_weight())

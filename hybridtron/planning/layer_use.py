@@ -145,6 +145,11 @@ def stream_values(config: Config) -> int:
     return width * FP32_BYTES // VALUE_BYTES[config.precision.name] if config.model.residual_fp32 else width
 
 
+def sent_values(config: Config) -> int:
+    """Values per token that a stage sends on: the stream, and the embedding where later sub-layers read it."""
+    return stream_values(config) * (2 if architecture(config.model).carries_embedding else 1)
+
+
 def shared(amount: int, ranks: int) -> int:
     """What the fullest of `ranks` ranks gets."""
     return -(-amount // ranks)

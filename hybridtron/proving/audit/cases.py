@@ -145,7 +145,7 @@ def table() -> Iterator[Case]:
     """Every architecture in every layout."""
     for row, (name, pattern) in enumerate(ARCHITECTURES.items()):
         for column, (layout, ranks) in enumerate(LAYOUTS.items()):
-            if (ranks.context > 1 and not shares_rows(pattern)) or (ranks.pipeline > 1 and set(pattern) & set(BLOCKS)):
+            if (ranks.context > 1 and not shares_rows(pattern)) or (ranks.virtual > 1 and set(pattern) & set(BLOCKS)):
                 continue
             turn = row + column
             heads: dict[str, Any] = (

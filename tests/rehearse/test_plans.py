@@ -15,6 +15,8 @@ from tests.rehearse.programs import printed_by
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]  # of the fixture, which rehearses in a process of its own
 SAMBA = ["recipe=samba_421m", "phases.0.micro_batch=2"]
+ZAMBA2 = ["recipe=zamba2_1.2b_span", "phases.0.global_batch=4"]
+WHOLE = ["phases.0.adapters=null", "parallel.recompute=none", "phases.0.seq_len=4096"]
 CUT = "parallel=tensor2_pipeline2"  # and two data ranks
 JOBS: dict[str, tuple[list[str], int, int]] = {
     "gradients in bf16": ([*SAMBA, "precision.gradients=bf16"], 1, 0),
@@ -54,6 +56,17 @@ JOBS: dict[str, tuple[list[str], int, int]] = {
             ("retnet", 2, 1, ["recipe=sliding_retnet_446m"]),
             ("delta rule", 2, 1, ["recipe=gdn_hybrid_412m"]),
             ("kda, recompute", 8, 1, ["recipe=kda_hybrid_421m", "parallel.recompute=layer"]),
+        )
+    },
+    **{
+        f"shared block, {name}": ([*ZAMBA2, *settings], gpus, rank)
+        for name, gpus, rank, settings in (
+            ("as adapted", 1, 0, ["phases.0.seq_len=12288"]),
+            ("whole", 1, 0, WHOLE),
+            ("first of two", 2, 0, [*WHOLE, "parallel.pipeline=2"]),
+            ("last of two", 2, 1, [*WHOLE, "parallel.pipeline=2"]),
+            ("tensor ranks", 2, 0, [*WHOLE, "parallel.tensor=2", "parallel.sequence=true"]),
+            ("rows over 2 ranks", 2, 1, [*WHOLE, "parallel.context=2"]),
         )
     },
     "passed states": ([*SAMBA, "states.mode=passing", "phases.0.global_batch=8"], 1, 0),

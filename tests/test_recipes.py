@@ -57,8 +57,10 @@ def test_takes_a_step_with_its_widths_shrunk(config: Config, alone: Groups) -> N
 
 
 def one_of_each(model: ModelConfig) -> ModelConfig:
-    """Of the layers of each letter the first: the others compute alike."""
-    return dataclasses.replace(model, pattern="".join(dict.fromkeys(architecture(model).letters)))
+    """Of the layers of each letter the first, with the next where that reads it: the others compute alike."""
+    arch = architecture(model)
+    units = ("".join(arch.letters[index] for index in unit) for unit in arch.inseparable)
+    return dataclasses.replace(model, pattern="".join(dict.fromkeys(units)))
 
 
 def start_of(table: dict[str, Parameter], name: str) -> Tensor:

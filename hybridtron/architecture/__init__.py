@@ -11,6 +11,7 @@ from hybridtron.architecture.mamba3 import Mamba3Spec
 from hybridtron.architecture.retnet import RetNetSpec
 from hybridtron.architecture.rwkv6 import RWKV6Spec
 from hybridtron.architecture.rwkv6_channel_mix import RWKV6ChannelMixSpec
+from hybridtron.architecture.shared_attention import SharedAttentionSpec, SharedSpanSpec
 from hybridtron.architecture.span import SpanSpec
 from hybridtron.architecture.squared_relu import SquaredReLUSpec
 from hybridtron.architecture.swiglu import SwiGLUSpec
@@ -27,6 +28,8 @@ SPECS: dict[str, type[MixerSpec]] = {
     "rwkv6_channel_mix": RWKV6ChannelMixSpec,
     "attention": AttentionSpec,
     "span": SpanSpec,
+    "shared_attention": SharedAttentionSpec,
+    "shared_span": SharedSpanSpec,
     "swiglu": SwiGLUSpec,
     "squared_relu": SquaredReLUSpec,
 }

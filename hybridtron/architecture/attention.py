@@ -71,11 +71,15 @@ class HeadsSpec(MixerSpec):
         """The rotary positions; None without any."""
         return self.rope if isinstance(self.rope, RopeOptions) else None
 
+    def query_factor(self, head_dim: int) -> float:
+        """What queries are multiplied by, beside the head_dim^-0.5 of all attention."""
+        return 1.0 if self.scale is None else self.scale * head_dim**0.5
+
     def groups(self) -> int:
         return self.kv_heads or self.heads
 
     def head(self, model: ModelSizes) -> int:
-        return self.head_dim or model.width // self.heads
+        return self.head_dim or self.input_width(model) // self.heads
 
     def rotary(self, model: ModelSizes) -> int:
         """Channels of a head that rotary positions turn."""
@@ -87,10 +91,11 @@ class HeadsSpec(MixerSpec):
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         queries, keys = self.channels(model)
+        read = self.input_width(model)
         # Queries and keys/values are two weights, because few key/value heads are held whole by every rank.
-        head = linear(queries, model.width, cut=Cut(0, unit=self.head(model)))
+        head = linear(queries, read, cut=Cut(0, unit=self.head(model)))
         pair, shared = (("k", keys), ("v", keys)), Cut(0, unit=self.head(model), replicate=True)
-        heads_kv = replace(head, shape=(2 * keys, model.width), parts=pair, cuts=(shared,), partial_gradient=True)
+        heads_kv = replace(head, shape=(2 * keys, read), parts=pair, cuts=(shared,), partial_gradient=True)
         table = {
             "q.weight": head,
             "kv.weight": heads_kv,
@@ -175,9 +180,10 @@ class HeadsSpec(MixerSpec):
         return parts
 
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
-        if self.head_dim is None and model.width % self.heads:
-            fitting = f"{choice(divisors_near(model.width, self.heads))}, or set head_dim"
-            yield Problem("heads", f"is {self.heads}, must divide model.width={model.width}: {fitting}")
+        if self.head_dim is None and (read := self.input_width(model)) % self.heads:
+            fitting = f"{choice(divisors_near(read, self.heads))}, or set head_dim"
+            what = "twice " * self.feeds_next + f"model.width={model.width}"
+            yield Problem("heads", f"is {self.heads}, must divide {what}: {fitting}")
         elif self.positions is not None:
             yield from self._rotary_problems(model)
         if self.positions is not None:

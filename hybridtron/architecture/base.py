@@ -7,12 +7,11 @@ without torch. The module in `mixers/NAME.py` must build the parameters that `pa
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
 from hybridtron.architecture.inits import Init, Orthogonal, OutputProjection, Projection
@@ -69,11 +68,11 @@ class Sharded(ABC):
 class Parameter(Sharded):
     """One weight: its shape, how it starts, and how optimizer, precision, layout and checkpoint must treat it.
 
-    `parts` names what is fused in a projection along axis 0, as (name, rows); a checkpoint stores each part
-    under its own name, and a layout cuts each part for itself. `partial_gradient` says that a weight held whole gets
-    only a part of its gradient on each rank, because it works on a rank's share of the channels: the parts are summed.
-    `fp8` marks the large projections, which multiply in FP8 where the run's precision is one of FP8's. `grown` is how a
-    weight starts beside given weights that are of a model without it: by a rule, or as a copy of stored keys of its
+    `parts` names what is fused in a projection along axis 0, as (name, rows); a checkpoint stores each part under its
+    own name, and a layout cuts each for itself. `partial_gradient` says that a weight held whole gets only a part of
+    its gradient on each rank, because it works on a rank's share of the channels: the parts are summed. `fp8` marks the
+    large projections, which multiply in FP8 where a run does. A `shared` weight is one for all places of its letter.
+    `grown` is how it starts beside given weights of a model without it: by a rule, or as a copy of stored keys of its
     sub-layer, one below the other; None where no model can be without it.
     """
 
@@ -84,6 +83,7 @@ class Parameter(Sharded):
     parts: tuple[tuple[str, int], ...] = ()
     partial_gradient: bool = False
     fp8: bool = False
+    shared: bool = False
     grown: Init | tuple[str, ...] | None = None
 
     def fused_sizes(self, axis: int) -> tuple[int, ...]:
@@ -124,11 +124,11 @@ def output_linear(out_features: int, in_features: int, num_sublayers: int) -> Pa
 class StatePart(Sharded):
     """One tensor of a carried state, per lane. `kind` is what recipes choose by; `dtype` None means the stream's.
 
-    The first axis of the real tensor is the lane; `shape` and the cuts' axes count without it. None in a shape is an
-    axis that grows with the tokens seen (the keys of full attention). `parts` are the sizes of what is fused along the
-    last axis. Where rows are shared out over ranks (`parallel/context.py`), `handed` says what later shares get of keys
-    and what stands beside them, if it is not a window: those of the whole row before them, the sets that all shares
-    before them would carry, a running sum, the last tokens, or a table that all ranks add up.
+    The first axis of the real tensor is the lane; `shape` and the cuts' axes count without it. None in a shape grows
+    with the tokens seen (the keys of full attention). `parts` are the sizes of what is fused along the last axis.
+    `handed` says what later shares of a row (`parallel/context.py`) get of keys and what stands beside them, if it is
+    not a window: the whole row before them, the sets that all shares before them would carry, a running sum, the last
+    tokens, or a table that all ranks add up.
     """
 
     kind: Literal["ssm", "conv", "kv"]
@@ -174,18 +174,18 @@ class MixerSpec(ABC):
     kind: ClassVar[str]
     module: ClassVar[str]
     width_option: ClassVar[str | None] = None  # what sets the widths of the projections beside the model's, if anything
-    projects_input: ClassVar[bool] = (
-        False  # its input is read by the projections of `projected` (parallel/linear) alone
-    )
-
+    projects_input: ClassVar[bool] = False  # by the projections of `projected` (parallel/linear) alone
     hands_over: ClassVar[bool] = False  # what it reads of earlier tokens: rows can be shared out (parallel/context)
-
+    feeds_next: ClassVar[bool] = False  # it reads stream and embedding, and the next sub-layer alone its output
     norm_after: bool = field(default=False, kw_only=True)  # what it adds is normed, instead of what it reads
 
     @classmethod
     def renamed(cls, options: Mapping[str, Any]) -> dict[str, Any]:
         """Options as they are called now, from those of recipes and checkpoints that may have former names."""
         return dict(options)
+
+    def input_width(self, model: ModelSizes) -> int:
+        return 2 * model.width if self.feeds_next else model.width
 
     @abstractmethod
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
@@ -246,7 +246,7 @@ class MixerSpec(ABC):
 
     def exported_options(self, model: ModelSizes) -> dict[str, Any]:
         """All options as an exported model states them, also those that are left to a default."""
-        return dataclasses.asdict(self)
+        return asdict(self)
 
     @property
     def auxiliary(self) -> tuple[str, ...]:
@@ -290,11 +290,11 @@ class MixerSpec(ABC):
             for size in weight.fused_sizes(cut.axis)
             if size % (cut.unit * tensor)
         ]
-        option = self.width_option or "kind"
-        for units in uneven[:1]:  # those of the other weights follow from the same option
-            yield Problem(option, f"is {getattr(self, option)} ({units}), which {tensor} ranks can't share evenly")
+        if uneven:  # those of the other weights follow from the same option
+            option = self.width_option or "kind"
+            yield Problem(option, f"is {getattr(self, option)} ({uneven[0]}), which {tensor} ranks can't share evenly")
 
     def describe(self) -> str:
         """The options that differ from their defaults, for tables: `window=2048 kv_heads=4`."""
-        chosen = ((f.name, f.default, getattr(self, f.name)) for f in dataclasses.fields(self))
+        chosen = ((f.name, f.default, getattr(self, f.name)) for f in fields(self))
         return " ".join(f"{name}={value}" for name, default, value in chosen if value not in (default, None))

@@ -4,9 +4,9 @@
     h_t = exp(delta_t A) h_{t-1} + delta_t x_t B_t^T;  y_t = h_t C_t + D x_t             A = -exp(A_log), one per head
     out_proj(norm(y * silu(z)))                             RMSNorm over each group's channels, one weight per channel
 
-Heads of a group share B and C: head h is of group h // (heads / groups). B and C have weights of their own here, since
-tensor-parallel ranks share heads, and hold few groups whole. The published checkpoints have them fused in one in_proj
-and one conv1d, with the rows of `exported_names`.
+With `dt_floor` delta is never smaller than that. Heads of a group share B and C: head h is of group
+h // (heads / groups). B and C have weights of their own here, since tensor-parallel ranks share heads, and hold few
+groups whole. Published checkpoints have them fused in one in_proj and one conv1d, with the rows of `exported_names`.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Mamba2Spec(RecurrenceSpec):
     conv: Annotated[int, at_least(2)] = 4  # taps of the causal convolution
     dt_min: float = 0.001  # smallest initial step size
     dt_max: float = 0.1  # largest initial step size
+    dt_floor: Annotated[float, at_least(0)] = 0.0  # smallest step size of all; 0: none
     a_min: float = 1.0  # smallest initial -A
     a_max: float = 16.0  # largest initial -A
     norm_eps: Annotated[float, above(0)] = 1e-5  # added to the mean square in the gated norm

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import sys
 import types
@@ -40,6 +41,22 @@ class Architecture:
         """The sizes as the mixer of one sub-layer knows them."""
         return self.sizes.at(index, [spec.kind for spec in self.specs])
 
+    def shared_names(self, letter: str) -> list[str]:
+        """Weights of a letter's mixer that its places share, by their names inside it."""
+        weights = self.by_letter[letter].parameters(self.sizes)
+        return [name for name, weight in weights.items() if weight.shared]
+
+    @property
+    def carries_embedding(self) -> bool:
+        """Whether a sub-layer reads the embedding beside the stream."""
+        return any(spec.feeds_next for spec in self.specs)
+
+    @property
+    def inseparable(self) -> list[range]:
+        """Sub-layers that must stand in one stage, in order: a feeder with the next, which reads it."""
+        ends = [0, *(index for index, spec in enumerate(self.specs, 1) if not spec.feeds_next)]
+        return [range(start, end) for start, end in itertools.pairwise(ends)]
+
     @property
     def reads_in(self) -> int:
         """Outside training, pieces of a text give what its whole would where they begin at multiples of this."""
@@ -71,9 +88,31 @@ def architecture(model: ModelConfig, longest: int = sys.maxsize) -> Architecture
     sizes = ModelSizes(model.width, len(pattern.letters) or 1)
     for letter, spec in specs.items() if model.width >= 1 else ():
         found += [Problem(f"model.layers.{letter}.{p.key}", p.message) for p in spec.problems(sizes, longest)]
+    found += _feeder_problems(pattern, specs)
     if found:
         raise ConfigError(found)
     return Architecture(pattern.letters, tuple(specs[letter] for letter in pattern.letters), sizes, pattern.stages)
+
+
+def _feeder_problems(pattern: Pattern, specs: Mapping[str, MixerSpec]) -> list[Problem]:
+    """What a feeder has made, the next sub-layer reads: there must be one that can, in the same stage."""
+    found = []
+    ends = set(itertools.accumulate(pattern.stages))
+    for behind, letter in enumerate(pattern.letters, 1):
+        if letter not in specs or not specs[letter].feeds_next:
+            continue
+        following = pattern.letters[behind] if behind < len(pattern.letters) else None
+        reader = specs.get(following) if following is not None else None
+        what = f"has {letter}, whose output the next sub-layer alone reads, "
+        if following is None:
+            found.append(Problem("model.pattern", f"{what}at its end: put another behind it"))
+        elif reader is not None and (reader.feeds_next or reader.norm_after):
+            found.append(Problem("model.pattern", f"{what}before {following}, which can't: put another between them"))
+        elif behind in ends:
+            found.append(Problem("model.pattern", f"{what}before a stage border: move the border"))
+        if letter == ".":
+            found.append(Problem(f"model.layers.{letter}", "names weights that its places share: use another letter"))
+    return list(dict.fromkeys(found))
 
 
 def _spec(where: str, options: dict[str, Any]) -> MixerSpec:
@@ -95,21 +134,33 @@ def _spec(where: str, options: dict[str, Any]) -> MixerSpec:
 
 
 def parameter_table(model: ModelConfig) -> dict[str, Parameter]:
-    """Every weight of the model by its full name: `layers.3.mixer.in_proj.weight`."""
+    """Every weight of the model by its full name: `layers.3.mixer.in_proj.weight`.
+
+    What the places of a letter share has one name: `shared.S.mixer.q.weight`.
+    """
     arch = architecture(model)
     width, vocab = model.width, model.vocab_size
     norm = Parameter((width,), Constant(1.0), decay=False)
     embedded = Normal(model.embedding_std) if model.init is Start.mamba else Projection(width**-0.5)
     table = {"embedding.weight": Parameter((vocab, width), embedded, cuts=(Cut(0),))}
     for index, spec in enumerate(arch.specs):
-        table[f"layers.{index}.norm.weight"] = norm
+        if not spec.feeds_next:
+            table[f"layers.{index}.norm.weight"] = norm
         for name, parameter in spec.parameters(arch.sizes_at(index)).items():
-            table[f"layers.{index}.mixer.{name}"] = parameter
+            owner = f"shared.{arch.letters[index]}" if parameter.shared else f"layers.{index}"
+            table[f"{owner}.mixer.{name}"] = parameter
     table["norm.weight"] = norm
     if not model.tie_embeddings:
         table["head.weight"] = linear(vocab, width, fp8=False)
     table = table if model.init is Start.mamba else _as_lit_gpt(table, arch)
     return table | adapter_rows(table, model.adapters)
+
+
+def weight_name(arch: Architecture, index: int, key: str) -> str:
+    """The full name of a weight, or of a stored part of one, of a sub-layer's mixer."""
+    letter = arch.letters[index]
+    is_shared = any(key == name or key.startswith(f"{name}.") for name in arch.shared_names(letter))
+    return f"shared.{letter}.mixer.{key}" if is_shared else f"layers.{index}.mixer.{key}"
 
 
 def _as_lit_gpt(table: dict[str, Parameter], arch: Architecture) -> dict[str, Parameter]:

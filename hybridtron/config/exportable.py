@@ -16,6 +16,7 @@ from hybridtron.architecture.gated_deltanet import GatedDeltaNetSpec
 from hybridtron.architecture.mamba import MambaSpec
 from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.architecture.model import MULTIPLIERS, ModelConfig
+from hybridtron.architecture.shared_attention import SharedAttentionSpec
 from hybridtron.architecture.sparse import RecurrenceSpec
 from hybridtron.architecture.squared_relu import SquaredReLUSpec
 from hybridtron.architecture.swiglu import SwiGLUSpec
@@ -26,6 +27,7 @@ from hybridtron.requirements import installed, missing
 SHIPPED = "HybridtronForCausalLM"
 RECORD = "hybridtron_export.json"  # in each exported folder: which checkpoint it was
 OLMO_HEAD_EPS = 1e-5  # of the norm of a head in OLMo-Hybrid's Gated DeltaNet, whatever config.json says
+ZAMBA2_MAMBA_EPS = 1e-5  # of the gated norm in Zamba2's Mamba-2, whatever config.json says
 TRANSFORMERS = (5, 23)  # before it, its Mamba-2 takes the norm of several groups as one
 
 
@@ -64,13 +66,17 @@ def halves(arch: Architecture) -> tuple[Sequence[MixerSpec], Sequence[MixerSpec]
     return arch.specs[::2], arch.specs[1::2]
 
 
-def _only(specs: Sequence[MixerSpec], kind: type[MixerSpec], norm_after: bool = False) -> str | None:
-    if not all(isinstance(spec, kind) for spec in specs):
+def _only(
+    specs: Sequence[MixerSpec], kind: type[MixerSpec], norm_after: bool = False, dt_floor: bool = False
+) -> str | None:
+    if not all(spec.kind == kind.kind for spec in specs):
         return f"not every sub-layer is {kind.kind}"
     if len(set(specs)) != 1:
         return f"its {kind.kind} sub-layers differ"
     if isinstance(specs[0], RecurrenceSpec) and specs[0].sparse is not None:
         return f"its {kind.kind} sub-layers have sparse attention beside them"
+    if isinstance(specs[0], Mamba2Spec) and specs[0].dt_floor and not dt_floor:
+        return f"its mamba2 sub-layers have dt_floor={specs[0].dt_floor}"
     if specs[0].norm_after is not norm_after:
         return f"its {kind.kind} sub-layers have their norm {'before' if norm_after else 'after'} them"
     return None
@@ -233,8 +239,30 @@ def _beside(model: ModelConfig, name: str) -> str | None:
     """What of a model's ends keeps it from a class that has its sub-layers."""
     if model.tie_embeddings and name in UNTIED:
         return "its head is tied to its embedding"
+    if not model.tie_embeddings and name in TIED:
+        return "it shares no weights where the head has its own"
     other = [each for each in MULTIPLIERS if getattr(model, each) != 1 and name not in MULTIPLIED]
     return f"it has {other[0]}={getattr(model, other[0])}" if other else None
+
+
+def _zamba2(arch: Architecture, norm_eps: float) -> str | None:
+    blocks = [spec for spec in arch.specs if isinstance(spec, SharedAttentionSpec)]
+    mamba = [spec for spec in arch.specs if isinstance(spec, Mamba2Spec)]
+    if not blocks or not mamba or len(blocks) + len(mamba) != len(arch.specs):
+        return "its sub-layers are not mamba2 and shared_attention, both of them"
+    if found := _only(mamba, Mamba2Spec, dt_floor=True) or _only(blocks, SharedAttentionSpec) or _attention(blocks[0]):
+        return found
+    if blocks[0].window is not None:
+        return "its attention has a window"
+    if blocks[0].channels(arch.sizes) != (2 * arch.sizes.width,) * 2:
+        return "its heads, or those of keys, are not twice as wide as the model together"
+    letters = [letter for letter, spec in zip(arch.letters, arch.specs, strict=True) if spec.feeds_next]
+    in_turn = list(dict.fromkeys(letters))
+    if any(letter != in_turn[place % len(in_turn)] for place, letter in enumerate(letters)):
+        return f"its shared blocks {''.join(letters)} do not stand in turn"
+    if mamba[0].norm_eps != ZAMBA2_MAMBA_EPS:
+        return f"its mamba2 has norm_eps={mamba[0].norm_eps}, not {ZAMBA2_MAMBA_EPS}"
+    return _same_eps(blocks[0], norm_eps)
 
 
 def _same_eps(spec: GatedDeltaNetSpec | AttentionSpec | Mamba2Spec, norm_eps: float) -> str | None:
@@ -244,6 +272,8 @@ def _same_eps(spec: GatedDeltaNetSpec | AttentionSpec | Mamba2Spec, norm_eps: fl
 
 UNTIED = ("NemotronHForCausalLM",)
 """Classes that can't share the embedding's weights with the head."""
+TIED = ("Zamba2ForCausalLM",)
+"""Those that transformers builds otherwise, without a word, where the embedding is not the head."""
 MULTIPLIED = ("GraniteForCausalLM", "GraniteMoeHybridForCausalLM")
 """Those that multiply embedding, sub-layers and logits."""
 Misfit = Callable[[Architecture, float], str | None]
@@ -258,5 +288,6 @@ NATIVE: dict[str, Misfit] = {
     "OlmoHybridForCausalLM": _olmo_hybrid,
     "Qwen3NextForCausalLM": _qwen3_next,
     "NemotronHForCausalLM": _nemotron_h,
+    "Zamba2ForCausalLM": _zamba2,
 }
 """Why a model is not of a class that transformers has by itself; None where it is, exactly."""

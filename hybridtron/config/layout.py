@@ -51,9 +51,12 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> 
     """The sub-layers (global indices) of every chunk, in model order. Raises ConfigError where there is no such cut."""
     if found := stage_problems(model, parallel):
         raise ConfigError(found)
-    bars = architecture(model).stages
-    chunks = chunk_count(parallel)
-    sizes = bars if len(bars) == chunks else balanced(layer_costs(model, seq_len), chunks)
+    arch, chunks = architecture(model), chunk_count(parallel)
+    sizes = arch.stages
+    if len(sizes) != chunks:
+        costs, units = layer_costs(model, seq_len), iter(arch.inseparable)
+        runs = balanced([sum(costs[unit.start : unit.stop]) for unit in arch.inseparable], chunks)
+        sizes = tuple(sum(map(len, itertools.islice(units, run))) for run in runs)
     ends = list(itertools.accumulate(sizes))
     return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))
 
@@ -61,7 +64,7 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> 
 def stage_problems(model: ModelConfig, parallel: ParallelConfig) -> list[Problem]:
     """What keeps the sub-layers from being cut into this layout's stages; a single stage ignores bars."""
     arch = architecture(model)
-    chunks, bars, layers = chunk_count(parallel), len(arch.stages), len(arch.specs)
+    chunks, bars, layers = chunk_count(parallel), len(arch.stages), len(arch.inseparable)
     if chunks == 1:
         return []
     asked = f"pipeline={parallel.pipeline} times virtual_pipeline={parallel.virtual_pipeline}"
@@ -74,6 +77,17 @@ def stage_problems(model: ModelConfig, parallel: ParallelConfig) -> list[Problem
         message = f"is {parallel.pipeline}, but {asked} are {chunks} stages for {layers} layers: use at most {layers}"
         return [Problem("parallel.pipeline", message)]
     return []
+
+
+def shared_homes(model: ModelConfig, stages: Sequence[range]) -> dict[str, list[int]]:
+    """The chunks that hold what places of a letter share, by the letter; of those that several chunks hold."""
+    arch = architecture(model)
+    homes = {
+        letter: [chunk for chunk, stage in enumerate(stages) if letter in arch.letters[stage.start : stage.stop]]
+        for letter in dict.fromkeys(arch.letters)
+        if arch.shared_names(letter)
+    }
+    return {letter: chunks for letter, chunks in homes.items() if len(chunks) > 1}
 
 
 def layer_costs(model: ModelConfig, seq_len: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from hybridtron.architecture.table import parameter_table
-from hybridtron.config.layout import ProcessLaunch
+from hybridtron.config.layout import ProcessLaunch, shared_homes, stages_of
 from hybridtron.config.schema import Config
 from hybridtron.device import DTYPES, megatron_context
 from hybridtron.engine.stage import build_stages
@@ -52,6 +52,7 @@ def build_every_rank(config: Config) -> Iterator[Built]:
 def faults(config: Config, ranks: list[Built]) -> list[str]:
     """Weights that nobody holds, or whose shares do not add up; a tied embedding may stand on two stages."""
     table, tensor = parameter_table(config.model), config.parallel.tensor
+    homes = shared_homes(config.model, stages_of(config))
     found = []
     for name, parameter in table.items():
         by_stage: dict[int, list[tuple[int, ...]]] = defaultdict(list)
@@ -59,8 +60,9 @@ def faults(config: Config, ranks: list[Built]) -> list[str]:
             if name in built.shapes:
                 by_stage[built.pipeline_rank].append(built.shapes[name])
         twice = config.model.tie_embeddings and name == "embedding.weight" and config.parallel.pipeline > 1
-        if len(by_stage) != 1 + twice:
-            found.append(f"{name} stands on {len(by_stage)} stages, not {1 + twice}")
+        expected = len(homes.get(name.split(".")[1], [0])) if parameter.shared else 1 + twice
+        if len(by_stage) != expected:
+            found.append(f"{name} stands on {len(by_stage)} stages, not {expected}")
         share = parameter.share_shape(config.parallel.mesh_sizes)
         for stage, shapes in by_stage.items():
             if shapes != [share] * tensor:

@@ -69,9 +69,6 @@ def run_schedule(
     its micro-batch, so each chunk's iterator does. Where ranks share rows, batches are of whole rows or of a rank's own
     parts. `auxiliary` names the losses that mixers of any stage add.
     """
-    rows, length = batches[0].tokens_BL.shape
-    if (share := batches[0].seq.share) is not None:
-        length *= share.size
     schedule: Any = get_forward_backward_func()
     sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in auxiliary}
     step = partial(_forward_step, z_loss=z_loss, groups=groups, device=device, carrier=carrier, sums=sums)
@@ -80,8 +77,8 @@ def run_schedule(
         data_iterator=[_numbered(chunk, batches) for chunk in range(len(stages))],
         model=list(stages),
         num_microbatches=len(batches),
-        seq_length=length,
-        micro_batch_size=rows,
+        seq_length=_length_sent(stages, batches[0]),
+        micro_batch_size=len(batches[0].tokens_BL),
         forward_only=forward_only,
     )
     totals = torch.zeros(1 if parted is None else parted.count, 2, dtype=torch.float64, device=device)
@@ -91,6 +88,13 @@ def run_schedule(
     dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     totals = totals[0] if parted is None else totals
     return StepLoss(totals[..., 0], totals[..., 1], _of_all_ranks(sums))
+
+
+def _length_sent(stages: Sequence[nn.Module], batch: Batch) -> int:
+    """Of what a stage sends on of a row: its tokens, those of all shares, and again those of the embedding."""
+    first: Any = stages[0].module
+    length, share = batch.tokens_BL.shape[1], batch.seq.share
+    return length * (1 if share is None else share.size) * (2 if first.model.carries_embedding else 1)
 
 
 def _of_all_ranks(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:

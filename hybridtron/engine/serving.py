@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.config.layout import chunks_on, stage_layers
@@ -55,7 +55,8 @@ def staged_reader(parts: Sequence[LanguageModel], model: ModelConfig, groups: Gr
         for part in parts:
             x_LBD = None
             if not part.slice.first:
-                x_LBD = torch.empty(length, batch, model.width, dtype=sent, device=device)
+                rows = length * (2 if part.carries_embedding else 1)
+                x_LBD = torch.empty(rows, batch, model.width, dtype=sent, device=device)
                 dist.recv(x_LBD, before)
             out = part(tokens_BL, states, seq, x_LBD, logits=False)
             new |= out.states
@@ -79,8 +80,9 @@ def shared_reader(trained: Sequence[LanguageModel], model: ModelConfig, groups: 
     for one in trained:
         with torch.device("meta"):
             part = LanguageModel(model, replace(one.slice, tensor=tensor))
-        weights = {name: weight.detach() for name, weight in one.named_parameters()}
-        part.load_state_dict(weights, assign=True)
+        for name, weight in one.named_parameters():
+            layer, _, leaf = name.rpartition(".")
+            setattr(part.get_submodule(layer), leaf, nn.Parameter(weight.detach(), requires_grad=False))
         parts.append(part.eval())
     whole = groups.tensor.size == groups.pipeline_size == 1
     if whole:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,11 +17,13 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from hybridtron.architecture.base import Parameter
-from hybridtron.config.choices import FP8_MULTIPLES
-from hybridtron.config.layout import chunks_on, fp8_layers, stages_of
+from hybridtron.architecture.table import parameter_table
+from hybridtron.config.choices import FP8_MULTIPLES, KeptFormat
+from hybridtron.config.layout import chunks_on, fp8_layers, shared_homes, stages_of
 from hybridtron.config.schema import Config
 from hybridtron.data.batch import Batch
 from hybridtron.device import compute_device, plain_torch
+from hybridtron.engine.shared_gradients import SharedGradients
 from hybridtron.engine.through_time import Ended, ThroughTime
 from hybridtron.model.lm import LanguageModel, ModelOut, ModelSlice, stream_dtype
 from hybridtron.model.stack import States
@@ -36,7 +39,14 @@ class Stage(nn.Module):
 
     model_type = ModelType.encoder_or_decoder
 
-    def __init__(self, model: LanguageModel, config: TransformerConfig, virtual_stage: int | None) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        config: TransformerConfig,
+        virtual_stage: int | None,
+        chunk: int = 0,
+        homes: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    ) -> None:
         super().__init__()
         self.model = model
         self.config = config
@@ -44,7 +54,8 @@ class Stage(nn.Module):
         self.pre_process, self.post_process = model.slice.first, model.slice.last
         self.share_embeddings_and_output_weights = model.tied
         self.received: Tensor | None = None
-        mark_for_megatron(model)
+        self.shared: SharedGradients | None = None  # of all stages, on the first one of a rank
+        mark_for_megatron(model, {letter: chunks[0] != chunk for letter, chunks in homes.items()})
 
     def set_input_tensor(self, received: list[Tensor | None]) -> None:
         """Called by the schedule before each forward pass."""
@@ -62,11 +73,16 @@ class Stage(nn.Module):
             return self.model(batch.tokens_BL, states, batch.seq, self.received, logits=False)
 
 
-def mark_for_megatron(model: LanguageModel) -> None:
-    """Say on each weight what Megatron asks: whether it is cut, a second copy, or not to be decayed."""
+def mark_for_megatron(model: LanguageModel, copied: Mapping[str, bool]) -> None:
+    """Say on each weight what Megatron asks: whether it is cut, a second copy, or not to be decayed.
+
+    `copied` are the letters whose shared weights other stages hold too, and whether an earlier one does.
+    """
     tensor = model.slice.tensor
     for name, weight in model.named_parameters():
         parameter = model.table[name]
+        is_tied = model.tied and name == "embedding.weight"
+        letter = name.split(".")[1] if name.startswith("shared.") else None
         cut = parameter.cut_over("tensor", tensor.size)
         marks: dict[str, Any] = {
             "tensor_model_parallel": cut is not None,
@@ -74,8 +90,8 @@ def mark_for_megatron(model: LanguageModel) -> None:
             "partition_stride": 1,
             "undecayed": not parameter.decay,
             "partial_over_tensor": cut is None and is_partial(name, parameter, tensor),
-            "shared_embedding": model.tied and name == "embedding.weight",
-            "shared": model.tied and name == "embedding.weight" and not model.slice.first,
+            "shared_embedding": is_tied or letter in copied,
+            "shared": (is_tied and not model.slice.first) or (letter is not None and copied.get(letter, False)),
         }
         for mark, value in marks.items():
             setattr(weight, mark, value)
@@ -95,13 +111,25 @@ def build_stages(config: Config, groups: Groups, dtype: torch.dtype, device: tor
     megatron = schedule_config(config.model.width, dtype, sent, config.parallel)
     products = {"fp8": fp8_of(config), "accumulate": config.parallel.gradient_accumulation_fusion}
     tensor = replace(groups.tensor, products=replace(groups.tensor.products, **products))
-    stages = []
+    homes, stages = shared_homes(config.model, layers), []
     for stage, chunk in enumerate(chunks_on(config.parallel, groups.pipeline_rank)):
         place = ModelSlice(layers[chunk], chunk == 0, chunk == len(layers) - 1, tensor)
         with device:
             model = LanguageModel(config.model, place, config.parallel.recompute, config.parallel.offload)
-        stages.append(Stage(model.cast(dtype), megatron, stage if virtual > 1 else None))
+        stages.append(Stage(model.cast(dtype), megatron, stage if virtual > 1 else None, chunk, homes))
+    stages[0].shared = shared_gradients(config, homes, dtype)
     return stages
+
+
+def shared_gradients(config: Config, letters: Collection[str], dtype: torch.dtype) -> SharedGradients | None:
+    """What is summed over stages of the weights that places of these letters share."""
+    table = parameter_table(config.model)
+    held = {name: weight for name, weight in table.items() if weight.shared and name.split(".")[1] in letters}
+    narrow = KeptFormat.fp32 != config.precision.gradients
+    summed = dtype if narrow else torch.promote_types(dtype, torch.float32)
+    wide = torch.promote_types(dtype, torch.float32)
+    shapes = {name: weight.share_shape(config.parallel.mesh_sizes) for name, weight in held.items()}
+    return SharedGradients(shapes, {name: wide if held[name].fp32 else summed for name in held}) if held else None
 
 
 def fp8_of(config: Config) -> Fp8 | None:
@@ -145,9 +173,13 @@ def finalize_gradients(
 ) -> None:
     """Megatron's own finish (data-parallel sums, tied embeddings), division by tokens, our sums over tensor ranks.
 
+    Before the division those over stages of what places of a letter share.
     Weights that every tensor rank holds whole, but that got only the gradient of its own heads or tokens, are summed.
     """
     finalize_model_grads(stages, None, pg_collection, force_all_reduce)
+    if (shared := stages[0].module.shared) is not None:
+        held = {name: weight for stage in stages for name, weight in stage.module.model.named_parameters()}
+        shared.sum_over_stages(held, compute_device())
     if tokens is not None:
         _divide(stages, tokens)
     trained = (w for stage in stages for w in stage.parameters() if w.requires_grad)

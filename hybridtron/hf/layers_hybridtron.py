@@ -73,9 +73,12 @@ class HybridtronLinear(nn.Linear):
 
 
 class HybridtronMixer(nn.Module):
-    """A mixer's weights, and the mixer that computes with them."""
+    """A mixer's weights, and the mixer that computes with them.
 
-    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
+    What places of a letter share, the `first` of them holds.
+    """
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int, first: HybridtronMixer | None = None) -> None:
         super().__init__()
         letter = config.pattern[layer_idx]
         options = dict(config.layers.get(letter, {}))
@@ -86,13 +89,17 @@ class HybridtronMixer(nn.Module):
         spec = make_spec(**make_spec.renamed(options))
         sizes = ModelSizes(config.hidden_size, len(kinds)).at(layer_idx, kinds)
         self.config, self.layer_idx, self.is_causal = config, layer_idx, True  # what attention functions look for
-        self.in_fp32: list[str] = []
+        self.feeds_next, self.in_fp32 = spec.feeds_next, list[str]()
         self._once: dict[str, tuple[Tensor, Tensor]] = {}
         with torch.device("meta"):
             mixer = make_mixer(spec, sizes, SINGLE_RANK)
         self._mixer = (mixer,)  # in a tuple, so that its weights are not counted as the model's
-        self._add_weights(spec.parameters(sizes), spec.exported_names(sizes))
-        self._rows = dict(_rows_of(spec.parameters(sizes), spec.exported_names(sizes)))
+        self._first = (first or self,)  # in a tuple as well
+        table, names = spec.parameters(sizes), spec.exported_names(sizes)
+        of_key = {key: name for name, weight in table.items() for key in weight.stored(name)}
+        self._elsewhere = {theirs for theirs, ours in names.items() if first and table[of_key[ours[0]]].shared}
+        self._add_weights(table, {theirs: ours for theirs, ours in names.items() if theirs not in self._elsewhere})
+        self._rows = dict(_rows_of(table, names))
         for name in self._projections():
             setattr(mixer, name, partial(self._project, name))
         if hasattr(mixer, ATTENTION):
@@ -140,12 +147,16 @@ class HybridtronMixer(nn.Module):
     def _projections(self) -> list[str]:
         return [name for name, value in vars(self._mixer[0]).items() if isinstance(value, Declared)]
 
+    def _layer(self, theirs: str) -> nn.Module:
+        """The one whose weight this is."""
+        holder = self._first[0] if theirs in self._elsewhere else self
+        return holder.get_submodule(theirs.rpartition(".")[0])
+
     def _weight(self, rows: list[WeightRows]) -> Tensor:
         """A weight as the mixer knows it."""
         parts = []
         for each in rows:
-            layer, _, leaf = each.theirs.rpartition(".")
-            weight = getattr(self.get_submodule(layer), leaf)
+            weight = getattr(self._layer(each.theirs), each.theirs.rpartition(".")[2])
             weight = weight.squeeze(1) if each.theirs.endswith("conv1d.weight") else weight
             parts.append(weight if each.stop - each.start == each.total else weight[each.start : each.stop])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -156,7 +167,7 @@ class HybridtronMixer(nn.Module):
         for each in self._rows[f"{name}.weight"]:
             made = self._once.get(each.theirs)
             if made is None or made[0] is not x:
-                made = self._once[each.theirs] = x, self.get_submodule(each.theirs.removesuffix(".weight"))(x)
+                made = self._once[each.theirs] = x, self._layer(each.theirs)(x)
             parts.append(made[1] if each.stop - each.start == each.total else made[1][..., each.start : each.stop])
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
@@ -209,21 +220,39 @@ def configured_attention(layer: HybridtronMixer, inputs: AttentionInputs) -> Ten
 
 
 class HybridtronLayer(GradientCheckpointingLayer):
-    """A residual sub-layer, of which the input is normed, or the output."""
+    """A residual sub-layer, of which the input is normed, or the output; or a feeder.
 
-    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
+    That reads the stream and the embedding side by side, and leaves the stream as it is: the next sub-layer alone reads
+    what it has made.
+    """
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int, first: HybridtronMixer | None = None) -> None:
         super().__init__()
         self.layer_idx = layer_idx
-        self.norm_after = config.layers.get(config.pattern[layer_idx], {}).get("norm_after", False)
+        options = config.layers.get(config.pattern[layer_idx], {})
+        self.norm_after = options.get("norm_after", False)
         self.multiplier = config.residual_multiplier
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mixer = HybridtronMixer(config, layer_idx)
+        self.mixer = HybridtronMixer(config, layer_idx, first)
+        self.norm = None if self.mixer.feeds_next else RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x_BLD: Tensor, places: SeqOnDevices, cache: Any = None) -> Tensor:
+    def forward(
+        self,
+        x_BLD: Tensor,
+        places: SeqOnDevices,
+        embedded_BLD: Tensor,
+        fed_BLD: Tensor | None = None,
+        cache: Any = None,
+    ) -> tuple[Tensor, Tensor | None]:
         state = None if cache is None else cache.states[self.layer_idx]
-        read_BLD = x_BLD.to(self.norm.weight.dtype) if self.norm_after else self.norm(x_BLD)
+        read_BLD = x_BLD if fed_BLD is None else x_BLD + fed_BLD
+        if self.norm is None:
+            read_BLD = torch.cat((x_BLD, embedded_BLD), dim=-1)
+        else:
+            read_BLD = x_BLD.to(self.norm.weight.dtype) if self.norm_after else self.norm(read_BLD)
         y_BLD, state = self.mixer(read_BLD, state, places.on(x_BLD.device))
-        y_BLD = self.norm(y_BLD) if self.norm_after else y_BLD
         if cache is not None:
             cache.states[self.layer_idx] = state
-        return x_BLD + y_BLD * self.multiplier
+        if self.norm is None:
+            return x_BLD, y_BLD
+        y_BLD = self.norm(y_BLD) if self.norm_after else y_BLD
+        return x_BLD + y_BLD * self.multiplier, None

@@ -1,6 +1,7 @@
 """A language model of residual sub-layers in any order: state spaces, attention, gated MLPs.
 
-Every sub-layer is x + mixer(norm(x)), or x + norm(mixer(x)). Weights are named by sub-layer:
+Every sub-layer is x + mixer(norm(x)), or x + norm(mixer(x)). A feeder reads x and the embedding side by side, and the
+next sub-layer alone reads what it makes, as norm(x + fed). Weights are named by sub-layer:
 `model.layers.3.mixer.in_proj.weight`. With `residual_in_fp32` x is kept in fp32 between them, whatever the weights are.
 
 Documents. Where `position_ids` start again from 0 inside a row, a document begins: nothing of what stands before is
@@ -144,7 +145,10 @@ class HybridtronModel(HybridtronPreTrainedModel):
     def __init__(self, config: HybridtronConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        layers = [HybridtronLayer(config, index) for index in range(config.num_hidden_layers)]
+        layers: list[HybridtronLayer] = []
+        for index in range(config.num_hidden_layers):
+            first = config.pattern.index(config.pattern[index])
+            layers.append(HybridtronLayer(config, index, layers[first].mixer if first < index else None))
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
@@ -178,8 +182,9 @@ class HybridtronModel(HybridtronPreTrainedModel):
         if cache is not None and seen and fresh_B is not None:
             cache.forget(fresh_B)
         hidden, places = [x_BLD], SeqOnDevices(seq)
+        embedded_BLD, fed_BLD = x_BLD, None
         for layer in self.layers:
-            x_BLD = layer(x_BLD, places, cache=cache)
+            x_BLD, fed_BLD = layer(x_BLD, places, embedded_BLD, fed_BLD, cache=cache)
             hidden.append(x_BLD)
         if cache is not None:
             cache.seen += length

@@ -63,7 +63,7 @@ def _of_rope(kind: Kind, names: str) -> dict[str, Kind]:
 KINDS: dict[str, Kind] = {
     **_all(COUNT, "hidden_size vocab_size state_size expand conv_kernel time_step_rank num_heads n_groups"),
     **_all(COUNT, "num_attention_heads intermediate_size shared_intermediate_size d_model pad_vocab_size_multiple"),
-    **_all(COUNT, "mamba_d_state mamba_expand mamba_n_groups mamba_d_conv mamba_n_heads"),
+    **_all(COUNT, "mamba_d_state mamba_expand mamba_n_groups mamba_d_conv mamba_n_heads n_mamba_heads"),
     **_all(COUNT, "attn_cfg.num_heads ssm_cfg.d_state ssm_cfg.d_conv ssm_cfg.expand ssm_cfg.headdim ssm_cfg.ngroups"),
     **_all(COUNT, "ssm_state_size mamba_num_heads mamba_head_dim attention_head_dim"),
     **_all(COUNT.or_null(), "num_key_value_heads head_dim sliding_window max_position_embeddings"),
@@ -84,6 +84,9 @@ KINDS: dict[str, Kind] = {
     **_all(COUNT, "linear_conv_kernel_dim"),
     **_all(COUNT_OR_NONE, "num_experts"),
     **_all(NUMBER, "initializer_range embedding_multiplier residual_multiplier attention_multiplier logits_scaling"),
+    **_all(NUMBER, "time_step_min"),
+    **_all(COUNT, "mamba_ngroups num_mem_blocks adapter_rank"),
+    **_all(TRUTH, "use_mem_rope use_shared_attention_adapter"),
     **_all(TRUTH, "tie_word_embeddings tie_embeddings rms_norm residual_in_fp32 linear_allow_neg_eigval"),
     **_all(TEXT, "model_type pattern hybrid_override_pattern ssm_cfg.layer"),
     **_all(TEXTS, "architectures layer_types"),

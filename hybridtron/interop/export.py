@@ -31,6 +31,7 @@ from hybridtron.interop.native_delta import OlmoHybrid, Qwen3Next
 from hybridtron.interop.native_granite import Granite, GraniteHybrid
 from hybridtron.interop.native_nemotron import NemotronH
 from hybridtron.interop.native_pairs import Llama, Mistral
+from hybridtron.interop.native_zamba2 import Zamba2
 from hybridtron.interop.tokenizer import CHAT, SpecialTokens, write_tokenizer
 from hybridtron.interop.writer import Planned, write_json, write_weights
 from hybridtron.requirements import is_there
@@ -47,6 +48,7 @@ NATIVES: tuple[Native, ...] = (
     OlmoHybrid(),
     Qwen3Next(),
     NemotronH(),
+    Zamba2(),
 )
 CUSTOM = Custom()
 TARGETS = (*NATIVES, CUSTOM)

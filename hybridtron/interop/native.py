@@ -46,9 +46,10 @@ class ModelFormat(ABC):
     def model(self, theirs: Settings) -> ModelConfig:
         """Our configuration of one of theirs. Raises ValueError where it has something that we do not."""
 
-    def together(self, arch: Architecture) -> int:
-        """How many of our sub-layers are one of its layers."""
-        return 2 if self.in_pairs and arch.specs[-1].kind == "swiglu" else 1
+    def groups(self, arch: Architecture) -> list[range]:
+        """Our sub-layers that are one of its layers, for each of these."""
+        together = 2 if self.in_pairs and arch.specs[-1].kind == "swiglu" else 1
+        return [range(first, first + together) for first in range(0, len(arch.specs), together)]
 
     def names_of(self, arch: Architecture, index: int) -> SubLayerNames:
         """What its layer calls this sub-layer of ours."""
@@ -60,12 +61,17 @@ class ModelFormat(ABC):
         rules.add(self.final_norm, "norm.weight")
         if not model.tie_embeddings:
             rules.add("lm_head.weight", "head.weight")
-        for index in range(len(arch.specs)):
-            layer = f"{self.layers}.{index // self.together(arch)}"
-            norm, mixer, weights = self.names_of(arch, index)
-            rules.add(f"{layer}.{norm}.weight", f"layers.{index}.norm.weight")
-            rules.add_mixer(f"{layer}.{mixer}", index, weights)
+        for number, group in enumerate(self.groups(arch)):
+            for index in group:
+                self.add_sub_layer(rules, arch, f"{self.layers}.{number}", index)
         return rules.complete()
+
+    def add_sub_layer(self, rules: Rules, arch: Architecture, layer: str, index: int) -> None:
+        """Its rules, where their layer of this name has it."""
+        norm, mixer, weights = self.names_of(arch, index)
+        if not arch.specs[index].feeds_next:
+            rules.add(f"{layer}.{norm}.weight", f"layers.{index}.norm.weight")
+        rules.add_mixer(f"{layer}.{mixer}", index, weights)
 
 
 class Native(ModelFormat):

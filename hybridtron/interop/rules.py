@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridtron.architecture.base import Names
 from hybridtron.architecture.model import ModelConfig
-from hybridtron.architecture.table import architecture, parameter_table
+from hybridtron.architecture.table import architecture, parameter_table, weight_name
 
 CONVOLUTION = "conv1d.weight"
 ROUNDING = 2.0**-23  # of a number near 1 in fp32
@@ -79,9 +79,11 @@ class Rules:
         self.shapes = {k: shape for name, weight in table.items() for k, shape in weight.stored(name).items()}
         self._fp32 = {name for name, weight in table.items() if weight.fp32}
         self._rules: list[TensorRule] = []
+        self._used: set[str] = set()
 
     def add(self, theirs: str, *ours: str) -> None:
         """One of their tensors. What we keep as (channels, taps) is a convolution's (channels, 1, taps) there."""
+        self._used.update(ours)
         rows = tuple(self.shapes[key][0] for key in ours)
         shape = (sum(rows), *self.shapes[ours[0]][1:])
         if theirs.endswith(CONVOLUTION):
@@ -96,8 +98,8 @@ class Rules:
         if names is None:
             names = self._arch.specs[index].exported_names(self._arch.sizes)
         for name, keys in names.items():
-            ours = [f"layers.{index}.mixer.{key}" for key in keys]
-            if ours[0] in self.shapes:
+            ours = [weight_name(self._arch, index, key) for key in keys]
+            if ours[0] in self.shapes and ours[0] not in self._used:  # shared weights are those of the first place
                 self.add(f"{theirs}.{name}", *ours)
 
     def complete(self) -> list[TensorRule]:

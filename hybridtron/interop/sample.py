@@ -46,11 +46,16 @@ def verify_sample(folder: Path, checkpoint: Checkpoint, target: Native) -> Proof
 
 
 def sampled(arch: Architecture, target: Native) -> list[int]:
-    """The sub-layers of the first and the last layer of every kind; some layers are two of them."""
-    together = target.together(arch)
-    groups = [range(first, first + together) for first in range(0, len(arch.specs), together)]
+    """The sub-layers of the first and the last layer of every kind; some layers are two of them.
+
+    Of layers that share weights the first two, since some classes know by their order which do.
+    """
+    groups = arch.inseparable if arch.carries_embedding else target.groups(arch)
     kinds = ["".join(arch.letters[index] for index in group) for group in groups]
-    chosen = {kinds.index(kind) for kind in kinds} | {len(kinds) - 1 - kinds[::-1].index(kind) for kind in kinds}
+    sharing = {kind for kind, group in zip(kinds, groups, strict=True) if arch.shared_names(arch.letters[group[0]])}
+    chosen = {kinds.index(kind) for kind in kinds}
+    chosen |= {len(kinds) - 1 - kinds[::-1].index(kind) for kind in kinds if kind not in sharing}
+    chosen |= {[n for n, each in enumerate(kinds) if each == kind][:2][-1] for kind in sharing}
     return [index for number in sorted(chosen) for index in groups[number]]
 
 

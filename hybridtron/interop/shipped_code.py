@@ -43,7 +43,7 @@ NEEDED_BESIDE = (
     DefinedName("data.batch", "SeqInfo"),
     DefinedName("mixers.base", "State"),
     DefinedName("model.init", "starting_value"),
-    DefinedName("model.stack", "RMSNorm"),
+    DefinedName("mixers.norm", "RMSNorm"),
     DefinedName("ops.attention", "attention"),
     DefinedName("ops.attention.reference", "attention"),  # attn_implementation=eager
     DefinedName("ops.documents", "document_starts"),

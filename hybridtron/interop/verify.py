@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from hybridtron.architecture.delta_rule import DeltaRuleSpec
+from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.shared_attention import SharedBlockSpec
 from hybridtron.architecture.span import SpanSpec
 from hybridtron.architecture.table import architecture
 from hybridtron.checkpoint.checkpoint import Checkpoint
@@ -28,10 +30,10 @@ from hybridtron.interop.export import NATIVES, TARGETS
 from hybridtron.interop.shipped_code import is_shipped, shipped_code
 from hybridtron.model.generate import generate
 from hybridtron.model.lm import LanguageModel
-from hybridtron.model.stack import ResidualOut, multiplied
+from hybridtron.model.stack import Residual, ResidualOut, multiplied
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-TOLERANCE, OF_DELTA = 1e-5, 1e-4
+TOLERANCE, ENLARGED = 1e-5, 1e-4
 NEW_TOKENS = 12
 CHUNKS = 300  # tokens, more than one chunk of any scan has
 
@@ -103,18 +105,21 @@ def _allowed(model: ModelConfig, length: int) -> float:
     """How far logits may be apart.
 
     A head of the delta rule may read next to nothing, which the norm behind it enlarges with its rounding, ours or that
-    of transformers' fp32 chunks: the longer the row, the more.
+    of transformers' fp32 chunks: the longer the row, the more. Zamba2's block has no residual connection: the rounding
+    of its attention is normed and goes through its MLP whole. Both sides are as far from float64 as from each other.
     """
-    of_delta = any(isinstance(spec, DeltaRuleSpec) for spec in architecture(model).specs)
-    return OF_DELTA if of_delta and length == CHUNKS else TOLERANCE
+    enlarges = any(isinstance(spec, DeltaRuleSpec | SharedBlockSpec) for spec in architecture(model).specs)
+    return ENLARGED if enlarges and length == CHUNKS else TOLERANCE
 
 
 def _parting(theirs: Any, ours: LanguageModel, tokens_BL: Tensor) -> str:
     """The first of their layers after which the streams differ; some of their layers are two of our sub-layers."""
     streams: list[Tensor] = []
+    of_residuals: list[Tensor] = []
 
     def note(layer: torch.nn.Module, given: tuple[Any, ...], out: ResidualOut) -> None:
         streams.append(out.stream.added())
+        of_residuals.extend(streams[-1:] if isinstance(layer, Residual) else ())
 
     hooks = [layer.register_forward_hook(note) for layer in ours.layers.values()]
     batch, length = tokens_BL.shape
@@ -122,6 +127,8 @@ def _parting(theirs: Any, ours: LanguageModel, tokens_BL: Tensor) -> str:
     for hook in hooks:
         hook.remove()
     found = theirs(tokens_BL, output_hidden_states=True).hidden_states
+    if len(streams) != len(found) - 1:  # a feeder is a part of the next one's layer there
+        streams = of_residuals
     together = len(streams) // (len(found) - 1)
     embedded_BLD = multiplied(ours.embedding(tokens_BL), ours.embedding_multiplier).transpose(0, 1)
     first = 1 if _apart(found[0], embedded_BLD) <= TOLERANCE else 0  # Mamba's classes leave the embedding out
@@ -207,11 +214,16 @@ def _same_continuation(folder: Path, theirs: Any, ours: LanguageModel, model: Mo
     expected: Tensor = generate(ours, prompt_BL, NEW_TOKENS, temperature=0, seed=0)
     made = theirs.generate(
         prompt_BL, attention_mask=torch.ones_like(prompt_BL), max_new_tokens=NEW_TOKENS, do_sample=False,
-        eos_token_id=None, pad_token_id=0,
+        eos_token_id=None, pad_token_id=0, use_cache=not _has_floors(model),
     )  # fmt: skip
     found: Sequence[int] = made[0, prompt_BL.shape[1] :].tolist()
     if found != expected[0].tolist():
         raise NotTheSame(f"{folder} continues with {found}, not {expected[0].tolist()}")
+
+
+def _has_floors(model: ModelConfig) -> bool:
+    """Whether step sizes have a smallest value, which transformers forgets where it continues from a cache."""
+    return any(isinstance(spec, Mamba2Spec) and spec.dt_floor > 0 for spec in architecture(model).specs)
 
 
 @contextmanager

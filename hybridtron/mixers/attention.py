@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -37,15 +37,16 @@ class Heads(Mixer):
         queries, keys = spec.channels(sizes)
         whole_kv = spec.parameters(sizes)["kv.weight"].cut_over("tensor", tensor.size) is None
         self.kv_heads = tensor.groups_used(spec.heads, spec.groups()) if whole_kv and tensor.size > 1 else None
-        self.q = column_parallel(sizes.width, queries, tensor)
-        self.kv = column_parallel(sizes.width, 2 * keys, tensor.whole() if whole_kv else tensor)
+        self.keys_over = tensor.whole() if whole_kv else tensor  # the ranks that share the keys of a token
+        read = spec.input_width(sizes)
+        self.q = column_parallel(read, queries, tensor)
+        self.kv = column_parallel(read, 2 * keys, self.keys_over)
         self.out = row_parallel(queries, sizes.width, tensor)
-        self.gate = column_parallel(sizes.width, queries, tensor) if spec.gate else None
+        self.gate = column_parallel(read, queries, tensor) if spec.gate else None
         self.own_keys = keys if whole_kv else tensor.share(keys)
         if spec.qk_norm != "none":
             sizes_qk = (self.head_dim,) * 2 if spec.qk_norm == "head" else (tensor.share(queries), self.own_keys)
             self.q_norm_weight, self.k_norm_weight = (nn.Parameter(torch.empty(size)) for size in sizes_qk)
-            self.keys_over = tensor.whole() if whole_kv else tensor  # the ranks that share the keys of a token
         if spec.conv:
             self.q_conv = nn.Parameter(torch.empty(tensor.share(queries), spec.conv))
             self.kv_conv = nn.Parameter(torch.empty(2 * self.own_keys, spec.conv))
@@ -55,8 +56,7 @@ class Heads(Mixer):
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
         before, new = state or {}, State()
         parts = () if self.heads.conv else (self.own_keys, self.own_keys)
-        layers = self.q, InParts(self.kv, parts), *(() if self.gate is None else (self.gate,))
-        q_BLC, *kv_BLC = (part.transpose(0, 1) for part in projected(x_LBD, self.tensor, *layers))
+        q_BLC, *kv_BLC = (part.transpose(0, 1) for part in self.project(x_LBD, parts))
         gate_BLC = None if self.gate is None else kv_BLC.pop()
         if self.heads.conv:
             taps = self.heads.conv - 1
@@ -82,13 +82,20 @@ class Heads(Mixer):
         if (rope := self.heads.positions) is not None:
             cos, sin = seq.rope(self.rotary_dim, rope)
             q, k = (apply_rope(RopeInputs(x, cos, sin)) for x in (q, k))
-        if self.heads.scale is not None:
-            q = q * (self.heads.scale * self.head_dim**0.5)
+        if (factor := self.heads.query_factor(self.head_dim)) != 1:
+            q = q * factor
         y_BLHK, kept = self.attend(q, k, v, before, seq)
         y_LBC = y_BLHK.flatten(2).transpose(0, 1)
         if gate_BLC is not None:
             y_LBC = y_LBC * torch.sigmoid(gate_BLC.transpose(0, 1))
         return Out(self.out(y_LBC), {**new, **kept}, {})
+
+    def project(self, x_LBD: Tensor, parts: Sequence[int]) -> Sequence[Tensor]:
+        """Queries, keys and values, apart where `parts` are their channels, and what the gate is made of."""
+        return projected(x_LBD, self.tensor, *self.input_layers(parts))
+
+    def input_layers(self, parts: Sequence[int]) -> list[nn.Module | InParts]:
+        return [self.q, InParts(self.kv, parts), *([] if self.gate is None else [self.gate])]
 
     @abstractmethod
     def attend(

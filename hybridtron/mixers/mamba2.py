@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -55,6 +57,8 @@ class Mamba2(Mixer):
         self.bc_conv_weight = nn.Parameter(torch.empty(own_both, spec.conv))
         self.bc_conv_bias = nn.Parameter(torch.empty(own_both))
         self.dt_bias = nn.Parameter(torch.empty(self.heads))
+        # what softplus makes the smallest step size of
+        self.least_dt = spec.dt_floor + math.log(-math.expm1(-spec.dt_floor)) if spec.dt_floor else -math.inf
         self.A_log = nn.Parameter(torch.empty(self.heads))
         self.D = nn.Parameter(torch.empty(self.heads))
         self.norm_weight = nn.Parameter(torch.empty(self.inner))
@@ -86,6 +90,8 @@ class Mamba2(Mixer):
             part.unflatten(-1, (-1, self.spec.state))[:, :, self.groups_used] for part in bc_BLC.chunk(2, dim=-1)
         )
         A_H = -torch.exp(self.A_log)
+        if self.spec.dt_floor:
+            dt_BLH = torch.maximum(dt_BLH, (self.least_dt - self.dt_bias).to(dt_BLH.dtype))
         given = SSDInputs(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, self.D, self.dt_bias, documents_BL=documents_BL)
         given = read_twice(given, seq)
         y_BLHP, new["ssm"] = scan_from(

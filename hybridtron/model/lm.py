@@ -13,7 +13,9 @@ from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import architecture, parameter_table
 from hybridtron.config.schema import Recompute
 from hybridtron.data.batch import SeqInfo
-from hybridtron.model.stack import RMSNorm, Stack, States, multiplied
+from hybridtron.mixers.norm import RMSNorm
+from hybridtron.model.shared import share_weights
+from hybridtron.model.stack import Stack, States, multiplied
 from hybridtron.parallel.adapters import attach_adapters
 from hybridtron.parallel.cut import Mesh
 from hybridtron.parallel.embedding import embedding
@@ -76,7 +78,9 @@ class LanguageModel(nn.Module):
         elif model_slice.last and self.tied:
             self.embedding = Head(config.width, config.vocab_size, tensor)
         layers = range(len(arch.specs)) if model_slice.layers is None else model_slice.layers
-        self.layers = Stack(arch, layers, config.norm_eps, tensor, recompute, offload, config.residual_multiplier)
+        stack = Stack(arch, layers, config.norm_eps, tensor, recompute, offload, config.residual_multiplier)
+        self.shared, self.layers = share_weights(stack, arch), stack  # in this order: see model/shared
+        self.carries_embedding = arch.carries_embedding
         if model_slice.last:
             self.norm = RMSNorm(config.width, config.norm_eps)
             if not self.tied:
@@ -93,7 +97,11 @@ class LanguageModel(nn.Module):
         x_LBD: Tensor | None = None,
         logits: bool = True,
     ) -> ModelOut:
-        """`x_LBD` is the stream from the chunk before, where there is one. A loss is taken without `logits`."""
+        """`x_LBD` is the stream from the chunk before, where there is one. A loss is taken without `logits`.
+
+        Where a sub-layer reads the embedding, it goes from chunk to chunk as rows behind those of the stream.
+        """
+        embedded_LBD = None
         if x_LBD is None:
             x_LBD = self.embedding(tokens_BL)
             x_LBD = x_LBD.to(stream_dtype(x_LBD.dtype, self.residual_fp32))
@@ -101,9 +109,13 @@ class LanguageModel(nn.Module):
             if not self.slice.last and torch.is_grad_enabled():
                 # gradients come back from the next chunk, though no weight of this one may learn
                 x_LBD.requires_grad_()
-        x_LBD, new_states, aux = self.layers(x_LBD, states, seq)
+            embedded_LBD = x_LBD if self.carries_embedding else None
+        elif self.carries_embedding:
+            x_LBD, embedded_LBD = x_LBD.chunk(2)
+        x_LBD, new_states, aux = self.layers(x_LBD, states, seq, embedded_LBD)
         if not self.slice.last:
-            return ModelOut(x_LBD, new_states, aux)
+            sent_LBD = x_LBD if embedded_LBD is None else torch.cat((x_LBD, embedded_LBD))
+            return ModelOut(sent_LBD, new_states, aux)
         x_LBD = multiplied(self.norm(x_LBD), 1 / self.logits_scaling)
         if logits:
             x_LBD = functional.linear(enter(x_LBD, self.slice.tensor), self.output_weight())

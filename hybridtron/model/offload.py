@@ -115,7 +115,8 @@ class OffloadedPass:
 
     def begin(self, layer: nn.Module, x_LBD: Tensor) -> OffloadedSublayer:
         """A sub-layer whose activations leave; a stream that is nobody's output stays."""
-        return OffloadedSublayer([*layer.parameters(), *([x_LBD] if x_LBD.is_leaf else [])])
+        whole = x_LBD if x_LBD._base is None else x_LBD._base
+        return OffloadedSublayer([*layer.parameters(), *([whole] if whole.is_leaf else [])])
 
     def end(self, output_LBD: Tensor, kept: OffloadedSublayer | None) -> None:
         """A sub-layer has run, with what it kept, if that leaves."""

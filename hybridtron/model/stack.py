@@ -6,6 +6,8 @@ The addition is deferred: a sub-layer returns the stream as it read it, and besi
 sub-layer makes the sum in the same op as its own norm, so that the stream is read and written once and not twice. Only
 this file knows of it (`ResidualStream`): what goes in and comes out of the stack is one tensor.
 
+A feeder reads the embedding beside the stream, and adds to neither: the next sub-layer alone reads what it has made.
+
 The stream may be wider (fp32) than what a sub-layer computes in and adds: a norm's output has the norm's weight's type.
 States go in and come out as values, keyed by the layer's index in the model.
 """
@@ -23,8 +25,9 @@ from hybridtron.architecture.table import Architecture
 from hybridtron.config.schema import Recompute
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import State, build_mixer
+from hybridtron.mixers.norm import RMSNorm
 from hybridtron.model.offload import OffloadedPass
-from hybridtron.ops.norm import AddRMSNormInputs, RMSNormInputs, add_rms_norm, rms_norm
+from hybridtron.ops.norm import AddRMSNormInputs, add_rms_norm
 from hybridtron.parallel.linear import TensorGroup
 
 States = dict[int, State]
@@ -35,36 +38,35 @@ Where states come in, a layer that is missing starts from zero.
 
 
 class ResidualStream(NamedTuple):
-    """The stream before the last addition, and what is to be added; None where `x_LBD` is all of it."""
+    """The stream before the last addition, and what is to be added; None where `x_LBD` is all of it.
+
+    Beside it the embedding that it began as, where sub-layers read that; and what a feeder has made, which the next one
+    reads: then nothing is pending.
+    """
 
     x_LBD: Tensor
     pending_LBD: Tensor | None = None
+    embedded_LBD: Tensor | None = None
+    fed_LBD: Tensor | None = None
 
     def added(self) -> Tensor:
         """The stream as one tensor."""
         return self.x_LBD if self.pending_LBD is None else self.x_LBD + self.pending_LBD
 
+    def settled(self) -> ResidualStream:
+        """The same with nothing pending."""
+        return self._replace(x_LBD=self.added(), pending_LBD=None)
+
     @property
     def newest_LBD(self) -> Tensor:
         """What was made last of it."""
-        return self.x_LBD if self.pending_LBD is None else self.pending_LBD
+        made = self.pending_LBD if self.fed_LBD is None else self.fed_LBD
+        return self.x_LBD if made is None else made
 
 
 def multiplied(x: Tensor, by: float) -> Tensor:
     """x times a number of the configuration, which mostly is 1."""
     return x if by == 1 else x * by
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm with a learned scale."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(RMSNormInputs(x, self.weight, self.eps))
 
 
 class StreamNorm(RMSNorm):
@@ -95,17 +97,50 @@ class Residual(nn.Module):
         self.norm = StreamNorm(sizes.width, norm_eps)
         self.mixer = build_mixer(spec, sizes, tensor)
 
-    def forward(self, x_LBD: Tensor, pending_LBD: Tensor | None, state: State | None, seq: SeqInfo) -> ResidualOut:
-        """The first two are a `ResidualStream`; apart, since checkpointing sees only tensors that are arguments."""
+    def forward(
+        self,
+        x_LBD: Tensor,
+        pending_LBD: Tensor | None,
+        embedded_LBD: Tensor | None,
+        fed_LBD: Tensor | None,
+        state: State | None,
+        seq: SeqInfo,
+    ) -> ResidualOut:
+        """The first four are a `ResidualStream`; apart, since checkpointing sees only tensors that are arguments."""
         if self.norm_after:
             x_LBD = ResidualStream(x_LBD, pending_LBD).added()
             mixed = self.mixer(x_LBD.to(self.norm.weight.dtype), state, seq)
             y_LBD = self.norm(mixed.y_LBD, None)[1]
         else:
-            x_LBD, normed_LBD = self.norm(x_LBD, pending_LBD)
+            summed_LBD, normed_LBD = self.norm(x_LBD, pending_LBD if fed_LBD is None else fed_LBD)
+            x_LBD = summed_LBD if fed_LBD is None else x_LBD
             mixed = self.mixer(normed_LBD, state, seq)
             y_LBD = mixed.y_LBD
-        return ResidualOut(ResidualStream(x_LBD, multiplied(y_LBD, self.multiplier)), mixed.state, mixed.aux)
+        return ResidualOut(
+            ResidualStream(x_LBD, multiplied(y_LBD, self.multiplier), embedded_LBD), mixed.state, mixed.aux
+        )
+
+
+class Feeder(nn.Module):
+    """A sub-layer that reads the stream and the embedding side by side, and whose output the next one alone reads."""
+
+    def __init__(self, spec: MixerSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
+        super().__init__()
+        self.mixer = build_mixer(spec, sizes, tensor)
+
+    def forward(
+        self,
+        x_LBD: Tensor,
+        pending_LBD: Tensor | None,
+        embedded_LBD: Tensor,
+        fed_LBD: None,
+        state: State | None,
+        seq: SeqInfo,
+    ) -> ResidualOut:
+        x_LBD = ResidualStream(x_LBD, pending_LBD).added()
+        mixed = self.mixer(torch.cat((x_LBD, embedded_LBD), dim=-1), state, seq)
+        stream = ResidualStream(x_LBD, None, embedded_LBD, mixed.y_LBD)
+        return ResidualOut(stream, mixed.state, mixed.aux)
 
 
 class StackOut(NamedTuple):
@@ -134,19 +169,22 @@ class Stack(nn.ModuleDict):
         offload: int = 0,
         multiplier: float = 1.0,
     ) -> None:
-        super().__init__(
-            {
-                str(i): Residual(arch.specs[i], arch.sizes_at(i), norm_eps, tensor.of_layer(i), multiplier)
-                for i in indices
-            }
-        )
+        super().__init__()
+        for i in indices:
+            place = arch.specs[i], arch.sizes_at(i)
+            inside = tensor.of_layer(i)
+            feeds = place[0].feeds_next
+            self[str(i)] = Feeder(*place, inside) if feeds else Residual(*place, norm_eps, inside, multiplier)
         along_sequence = {str(i) for i in indices if arch.specs[i].state_parts(arch.sizes)}
         choices = {Recompute.none: set(), Recompute.selective: along_sequence, Recompute.layer: set(self)}
         self.recomputed: set[str] = choices[recompute]
         self.offloaded = set(list(self)[:offload])
 
-    def forward(self, x_LBD: Tensor, states: States | None, seq: SeqInfo) -> StackOut:
-        stream = ResidualStream(x_LBD)
+    def forward(
+        self, x_LBD: Tensor, states: States | None, seq: SeqInfo, embedded_LBD: Tensor | None = None
+    ) -> StackOut:
+        """`embedded_LBD` is what the stream began as, where a sub-layer reads it."""
+        stream = ResidualStream(x_LBD, None, embedded_LBD)
         new_states: States = {}
         total_aux: dict[str, Tensor] = {}
         offloaded = OffloadedPass()
@@ -155,8 +193,8 @@ class Stack(nn.ModuleDict):
             state = None if states is None else states.get(index)
             if name in self.recomputed and torch.is_grad_enabled():
                 # The sum is made outside of what runs again, which then keeps one tensor as its input and not two.
-                x_LBD = stream.added()
-                out = checkpoint(layer, x_LBD, None, state, seq, use_reentrant=False, preserve_rng_state=False)
+                given = (*stream.settled(), state, seq)
+                out = checkpoint(layer, *given, use_reentrant=False, preserve_rng_state=False)
             elif name in self.offloaded and torch.is_grad_enabled():
                 kept = offloaded.begin(layer, stream.x_LBD)
                 with kept.forward_pass():

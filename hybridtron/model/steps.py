@@ -72,6 +72,8 @@ def unsupported_reason(model: LanguageModel) -> str | None:
         return "takes no forced implementations, and whole models"
     if any(isinstance(module, Adapter) for module in model.modules()):
         return "takes no adapters"
+    if not all(isinstance(layer, Residual) for layer in model.layers.values()):
+        return "takes no sub-layers that feed the next one"
     layers = residuals(model).values()
     if {model.embedding_multiplier, model.logits_scaling, *(layer.multiplier for layer in layers)} != {1.0}:
         return "takes no multipliers"

@@ -10,6 +10,7 @@ from hybridtron.ops.delta import delta_scan
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.dropout import dropout
 from hybridtron.ops.gated_norm import gated_norm, gated_scale, gated_squares
+from hybridtron.ops.geglu import geglu
 from hybridtron.ops.gla import gla_scan
 from hybridtron.ops.loss import cross_entropy, linear_cross_entropy
 from hybridtron.ops.norm import add_rms_norm, rms_norm
@@ -27,8 +28,9 @@ OPS: dict[str, Op[Any, Any]] = {
     op.name: op
     for op in (
         add_rms_norm, angles, apply_rope, attention, causal_conv, cross_entropy, decay_scan, delta_scan, dropout,
-        gated_norm, gated_scale, gated_squares, gla_scan, linear, linear_cross_entropy, matrix_product, rms_norm,
-        selective_scan, softmax_gradients, softmax_sums, span_attention, sparse_attention, ssd_scan, swiglu, turn_pairs,
+        gated_norm, gated_scale, gated_squares, geglu, gla_scan, linear, linear_cross_entropy, matrix_product,
+        rms_norm, selective_scan, softmax_gradients, softmax_sums, span_attention, sparse_attention, ssd_scan,
+        swiglu, turn_pairs,
     )
 }  # fmt: skip
 

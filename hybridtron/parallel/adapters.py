@@ -154,9 +154,17 @@ def attach_adapters(
         adapter = Adapter(name.removesuffix(".weight"), sizes)
         layer.add_module("adapter", adapter)
         if adapters.dropout:
-            layers[name.partition(".mixer.")[0] + ".mixer"].register_forward_pre_hook(adapter.begin)
+            for mixer in mixers_with(model, layer):
+                mixer.register_forward_pre_hook(adapter.begin)
         if not getattr(layer, "sums_inside", False):
             layer.register_forward_hook(_add, prepend=True)  # before the hook that sums over ranks
+
+
+def mixers_with(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
+    """The mixers that use a layer: several where places of a letter share it."""
+    named = ((name, module) for name, module in model.named_modules() if name.startswith("layers."))
+    mixers = (module for name, module in named if name.count(".") == 2 and name.endswith(".mixer"))
+    return [mixer for mixer in mixers if any(module is layer for module in mixer.modules())]
 
 
 def adapter_of(layer: nn.Module) -> Adapter | None:

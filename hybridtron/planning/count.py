@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from hybridtron.architecture.base import MixerSpec, ModelSizes
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import architecture
 from hybridtron.config.choices import FP8_MULTIPLES, Precision
@@ -32,7 +33,10 @@ LOGITS_BYTES = 2**28
 
 @dataclass(frozen=True)
 class LayerCount:
-    """One residual sub-layer: its mixer, its parameters with its norm's, its forward FLOPs per token by part."""
+    """One residual sub-layer: its mixer, its parameters with its norm's, its forward FLOPs per token by part.
+
+    What places of a letter share counts at the first of them.
+    """
 
     letter: str
     kind: str
@@ -89,10 +93,10 @@ def count(model: ModelConfig, seq_len: int) -> ModelCount:
             letter=letter,
             kind=spec.kind,
             options=spec.describe(),
-            parameters=model.width + sum(parameter.size for parameter in spec.parameters(arch.sizes).values()),
+            parameters=_parameters(spec, arch.sizes, letter in arch.letters[:index]),
             flops={part: flops for part, flops in spec.flops(arch.sizes, seq_len).items() if flops},
         )
-        for letter, spec in zip(arch.letters, arch.specs, strict=True)
+        for index, (letter, spec) in enumerate(zip(arch.letters, arch.specs, strict=True))
     )
     matrix = model.vocab_size * model.width
     return ModelCount(
@@ -103,6 +107,12 @@ def count(model: ModelConfig, seq_len: int) -> ModelCount:
         norm=model.width,
         head_flops=2 * matrix,
     )
+
+
+def _parameters(spec: MixerSpec, sizes: ModelSizes, is_later: bool) -> int:
+    """Of a sub-layer with its norm; without what it shares, where it is a later place of its letter."""
+    own = (weight for weight in spec.parameters(sizes).values() if not (weight.shared and is_later))
+    return (0 if spec.feeds_next else sizes.width) + sum(weight.size for weight in own)
 
 
 def logits_at_a_time(tokens: int, vocabulary: int, value_bytes: int) -> int:

@@ -37,8 +37,10 @@ def _first_that_learns(phase: ResolvedPhase, table: Mapping[str, Parameter]) -> 
     """The first sub-layer through which a gradient goes."""
     if phase.learns("embedding.weight"):
         return 0
-    layers = (int(name.split(".")[1]) for name in table if name.startswith("layers.") and phase.learns(name))
-    return min(layers, default=len(architecture(phase.model).specs))
+    arch = architecture(phase.model)
+    learning = {name.partition(".mixer.")[0] for name in table if phase.learns(name)}  # layers.3, or shared.S
+    places = zip(range(len(arch.specs)), arch.letters, strict=True)
+    return next((at for at, letter in places if learning & {f"layers.{at}", f"shared.{letter}"}), len(arch.specs))
 
 
 def _forward_alone(use: LayerUse, phase: ResolvedPhase, layer: int) -> LayerUse:
@@ -50,7 +52,7 @@ def _forward_alone(use: LayerUse, phase: ResolvedPhase, layer: int) -> LayerUse:
 def _frozen(use: LayerUse, phase: ResolvedPhase, table: Mapping[str, Parameter], layer: int) -> LayerUse:
     arch = architecture(phase.model)
     spec = arch.specs[layer]
-    found = projections_of(phase, table, layer, spec.parameters(arch.sizes_at(layer)))
+    found = projections_of(phase, table, layer)
     made = found.leaving if not spec.keeps_output else []
     gone = sum(shared(one.weight.shape[1], phase.config.parallel.tensor) for one in made if not one.keeps_input)
     more = _entered(use, found, phase) - gone + sum(_beside(one, phase) for one in found.every)
@@ -64,9 +66,9 @@ def _entered(use: LayerUse, found: SublayerWeights, phase: ResolvedPhase) -> int
     """Values per token that are kept of a sub-layer's input, more than where all its projections learn."""
     if not found.entering:
         return 0
-    kept = shared(phase.model.width, phase.config.parallel.tensor if use.gathered else 1)
+    kept = shared(found.width, phase.config.parallel.tensor if use.gathered else 1)
     if found.adapted:
-        return phase.model.width - kept
+        return found.width - kept
     return 0 if any(one.learns for one in found.entering) else -kept
 
 

@@ -125,7 +125,7 @@ def gathers_again(spec: MixerSpec, config: Config) -> bool:
 def _layer_use(spec: MixerSpec, sizes: ModelSizes, config: Config, stream: int, runs_again: bool) -> LayerUse:
     parallel, regathers = config.parallel, gathers_again(spec, config)
     whole = spec.whole_values(sizes, parallel.tensor) if parallel.tensor > 1 else 0
-    read = shared(sizes.width, parallel.tensor if regathers else 1)
+    read = shared(spec.input_width(sizes), parallel.tensor if regathers else 1)
     inside = read + whole + shared(spec.activation_values(sizes) - whole, parallel.tensor)
     again = is_recomputed(spec, sizes, parallel.recompute)
     # of the row-parallel projections one writes to the stream; the others are summed inside the mixer
@@ -134,10 +134,11 @@ def _layer_use(spec: MixerSpec, sizes: ModelSizes, config: Config, stream: int, 
         - sizes.width
     )
     passes = passes_of(spec, sizes, parallel.recompute, runs_again)
+    own = stream * (2 if spec.feeds_next else 1)  # what the norm keeps: beside the stream also the embedding
     return LayerUse(
-        kept=stream + (0 if again else inside),
-        again=inside if again else 0,
-        back=stream + shared(spec.backward_values(sizes), parallel.tensor),
+        kept=stream if again else own + inside,
+        again=own - stream + inside if again else 0,
+        back=own + shared(spec.backward_values(sizes), parallel.tensor),
         summed=passes * (sizes.width + rows) if parallel.tensor > 1 else 0,
         gathered=sizes.width if regathers else 0,
     )
@@ -147,6 +148,11 @@ def stream_values(config: Config) -> int:
     """Values per token of the residual stream on one device; one in fp32 beside bf16 takes the place of two."""
     width = shared(config.model.width, config.parallel.tensor if config.parallel.sequence else 1)
     return width * FP32_BYTES // VALUE_BYTES[config.precision.name] if config.model.residual_fp32 else width
+
+
+def sent_values(config: Config) -> int:
+    """Values per token that a stage sends on: the stream, and the embedding where later sub-layers read it."""
+    return stream_values(config) * (2 if architecture(config.model).carries_embedding else 1)
 
 
 def shared(amount: int, ranks: int) -> int:

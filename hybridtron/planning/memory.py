@@ -29,10 +29,10 @@ on one of these), v virtual stages, and m micro batches a step:
                          inside (Mamba's dt, B and C) in both; once more where it is recomputed. Summing n bytes sends
                          2 (t - 1) / t n; gathering and scattering under sequence parallelism send the same together.
                          With `parallel.regather` the input is gathered once more.
-    pipeline traffic     the stream (by t under sequence parallelism) forward and its gradient back, for every border;
-                         here and in the activations in fp32 with model.residual_fp32
+    pipeline traffic     the stream (by t under sequence parallelism), and the embedding where sub-layers read it,
+                         forward, gradients back, for every border; in fp32 with model.residual_fp32, as activations
     data traffic         gradients are scattered, (d - 1) / d of them sent, and weights gathered, if the optimizer
-                         is distributed, otherwise gradients are summed; a tied embedding is summed over its two ranks
+                         is distributed, otherwise gradients are summed; shared weights are summed over their stages
     context traffic      what ranks that share the rows hand over (`row_shares.py`), of the busiest of them
     host traffic         what waits there by `parallel.offload`, both ways
     bubble               (p - 1) / (v m + p - 1) of the pipeline's time, if the stages are equally long
@@ -48,10 +48,10 @@ counts as bf16; by Transformer Engine as `fp8_use.py` says.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridtron.architecture.base import Parameter
-from hybridtron.architecture.table import parameter_table
+from hybridtron.architecture.table import architecture, parameter_table
 from hybridtron.config.layout import chunks_on, data_parallel, layer_costs, stage_layers
 from hybridtron.config.resolve import ResolvedPhase, resolve
 from hybridtron.config.schema import Config
@@ -64,6 +64,7 @@ from hybridtron.planning.layer_use import (
     carried_bytes,
     layer_uses,
     runs_again,
+    sent_values,
     shared,
     stream_values,
     with_offload,
@@ -74,6 +75,7 @@ from hybridtron.planning.pipeline import (
     cached_bytes,
     held_names,
     local_size,
+    summed_over_stages,
     turns,
     weight_bytes,
 )
@@ -164,7 +166,7 @@ def plan(phase: ResolvedPhase, world_size: int) -> Plan:
         carried=carried_bytes(phase),
         handed_over=sent_by_layers(phase),
         table=table,
-        held=held_names(table, stages, parallel.pipeline),
+        held=held_names(table, architecture(model).letters, stages, parallel.pipeline),
     )
     waiting = parallel.pipeline - 1
     return Plan(
@@ -203,8 +205,11 @@ class _Step:
 
     def sublayers(self, chunk: PlannedStage) -> tuple[LayerUse, ...]:
         """Those of a chunk."""
-        received = stream_values(self.config) if chunk.index else 0
-        return with_offload([self.uses[layer] for layer in chunk.layers], self.config.parallel.offload, received)
+        received = sent_values(self.config) if chunk.index else 0
+        uses = [self.uses[layer] for layer in chunk.layers]
+        if received:  # the first one keeps the stream; the embedding beside it stays, too
+            uses[0] = replace(uses[0], kept=uses[0].kept + received - stream_values(self.config))
+        return with_offload(uses, self.config.parallel.offload, received)
 
     def lane_bytes(self, chunk: PlannedStage) -> int:
         """Bytes of one lane's carried state in a chunk of the model."""
@@ -252,7 +257,7 @@ def _use(step: _Step, rank: int, chunks: Sequence[PlannedStage]) -> RankUse:
         value_bytes=step.value_bytes,
         together=step.phase.chunks_together,
         runs_again=runs_again(step.phase),
-        stream=stream,
+        stream=sent_values(step.config),
         width=model.width,
         logits=_logits(step, chunks),
         head_gradient=value * shared(model.vocab_size, parallel.tensor) * model.width if tied else 0,
@@ -288,11 +293,12 @@ def _traffic(step: _Step, rank: int, chunks: Sequence[PlannedStage], held: Weigh
     is_tied = model.tie_embeddings and parallel.pipeline > 1 and (is_first or is_last)
     is_tied = is_tied and step.phase.learns("embedding.weight")
     tied = gradient_bytes(step.config.precision, False) * model.vocab_size * model.width // parallel.tensor
+    between_stages = tied * is_tied + summed_over_stages(step.phase, step.table, step.held)
     sharded = parallel.distributed_optimizer
     return Traffic(
         tensor=(parallel.tensor - 1) * (2 * summed + gathered) * values // parallel.tensor,
-        pipeline=borders * stream_values(step.config) * values,
-        gradients=(1 if sharded else 2) * held.gradients * (step.copies - 1) // step.copies + tied * is_tied,
+        pipeline=borders * sent_values(step.config) * values,
+        gradients=(1 if sharded else 2) * held.gradients * (step.copies - 1) // step.copies + between_stages,
         parameters=held.learning * (step.copies - 1) // step.copies if sharded else 0,
         context=step.micro_batches * sum(step.handed_over[layer] for chunk in chunks for layer in chunk.layers),
         host=2 * values * sum(layer.away for chunk in chunks for layer in step.sublayers(chunk)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,8 +17,11 @@ from hybridtron.optimizers import OPTIMIZERS
 from hybridtron.planning.count import FP32_BYTES, VALUE_BYTES, gradient_bytes, moment_bytes
 
 
-def held_names(table: Iterable[str], stages: Sequence[range], pipeline: int) -> list[list[str]]:
-    """The weights of every pipeline rank, as `parameter_table` names them; a tied embedding has two homes."""
+def held_names(table: Iterable[str], letters: Sequence[str], stages: Sequence[range], pipeline: int) -> list[list[str]]:
+    """The weights of every pipeline rank, as `parameter_table` names them; a tied embedding has two homes.
+
+    What places of a letter share, every rank with a place holds: `letters` are those of the sub-layers.
+    """
     names = list(table)
     last = pipeline - 1
     rank_of = {layer: chunk % pipeline for chunk, stage in enumerate(stages) for layer in stage}
@@ -27,6 +31,9 @@ def held_names(table: Iterable[str], stages: Sequence[range], pipeline: int) -> 
             held[0].append(name)
             if last and "head.weight" not in names:
                 held[last].append(name)
+        elif name.startswith("shared."):
+            for rank in sorted({rank for layer, rank in rank_of.items() if letters[layer] == name.split(".")[1]}):
+                held[rank].append(name)
         else:
             held[rank_of[int(name.split(".")[1])] if name.startswith("layers.") else last].append(name)
     return held
@@ -66,6 +73,18 @@ class Traffic:
     def total(self) -> int:
         """All of it together."""
         return self.tensor + self.pipeline + self.gradients + self.parameters + self.host + self.context
+
+
+def summed_over_stages(phase: ResolvedPhase, table: Mapping[str, Parameter], held: Sequence[Sequence[str]]) -> int:
+    """Bytes that a rank sends of the gradients of weights that places on several stages share."""
+    ranks, config = len(held), phase.config
+    homes = Counter(name for names in held for name in names if table[name].shared and phase.learns(name))
+    several = {name: table[name] for name, count in homes.items() if count > 1}
+    summed = sum(
+        gradient_bytes(config.precision, weight.fp32) * local_size(weight, config.parallel)
+        for weight in several.values()
+    )
+    return 2 * summed * (ranks - 1) // ranks
 
 
 class Turn(NamedTuple):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hybridtron.architecture.adapters import adapter_key, is_projection
 from hybridtron.architecture.base import Parameter
+from hybridtron.architecture.table import architecture, weight_name
 from hybridtron.config.resolve import ResolvedPhase
 
 
@@ -34,7 +35,7 @@ class SublayerWeights:
     """Of one sub-layer."""
 
     every: tuple[WeightUse, ...]
-    width: int  # of the model
+    width: int  # of what the sub-layer reads
 
     @property
     def entering(self) -> list[WeightUse]:
@@ -52,13 +53,12 @@ class SublayerWeights:
         return [one for one in self.every if one.weight.fp8 and one.leaves]
 
 
-def projections_of(
-    phase: ResolvedPhase, table: Mapping[str, Parameter], layer: int, names: Iterable[str]
-) -> SublayerWeights:
-    """Of a sub-layer whose mixer has weights of these names."""
-    found = []
-    for name in names:
-        full = f"layers.{layer}.mixer.{name}"
+def projections_of(phase: ResolvedPhase, table: Mapping[str, Parameter], layer: int) -> SublayerWeights:
+    """Of a sub-layer; weights that it shares with others are among them."""
+    arch, found = architecture(phase.model), []
+    spec, sizes = arch.specs[layer], arch.sizes_at(layer)
+    for name in spec.parameters(sizes):
+        full = weight_name(arch, layer, name)
         if is_projection(full, table[full]):
             found.append(WeightUse(table[full], phase.learns(full), table.get(adapter_key(full, "A"))))
-    return SublayerWeights(tuple(found), phase.model.width)
+    return SublayerWeights(tuple(found), spec.input_width(sizes))

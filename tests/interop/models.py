@@ -123,6 +123,12 @@ MODELS |= {
     ),
     "nemotron_h-in_any_order": ("-AM-A", {"M": MAMBA2, "A": {**ATTENTION, "rope": "none"}, "-": SQUARED}, False),
 }
+SHARED = {"kind": "shared_attention", "heads": 4, "hidden": 40, "rank": 3}
+ADAPTED = {**SHARED, "adapt_attention": True, "rope": "none"}
+MODELS |= {
+    "zamba2": ("MSMMTMSM", {"M": MAMBA2, "S": ADAPTED, "T": ADAPTED}, True),
+    "zamba2-floor": ("SMMSM", {"M": {**MAMBA2, "dt_floor": 0.01}, "S": {**SHARED, "rope": {"base": 100.0}}}, True),
+}
 MAMBA = {"kind": "mamba", "state": 4, "conv": 3}
 WINDOW = {**ATTENTION, "window": 9}
 SPAN = {"kind": "span", "heads": 4, "kv_heads": 2, "chunk": 16, "block": 4, "blocks": 2}
@@ -173,6 +179,12 @@ CUSTOM: dict[str, tuple[str, dict[str, dict[str, Any]], bool]] = {
         {"S": {**SPAN, "relevance": "previous_chunk", "memory": "landmark", "eval": "span"}, "-": MLP},
         False,
     ),
+    "shared-window": (
+        "MSMSMTM",
+        {"M": MAMBA2, "S": {**ADAPTED, "window": 9}, "T": {**SHARED, "kv_heads": 2}},
+        False,
+    ),
+    "shared-span": ("(MS)*2M", {"M": MAMBA2, "S": {**SPAN, **SHARED, "kind": "shared_span"}}, True),
     "span-random": ("S-", {"S": {**SPAN, "memory": "random", "eval": "span"}, "-": MLP}, False),
     "span-shifted": ("S-", {"S": {**SPAN, "memory": "shifted", "eval": "span"}, "-": MLP}, False),
 }
@@ -189,6 +201,7 @@ CLASSES = {
     "olmo_hybrid": "OlmoHybridForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
+    "zamba2": "Zamba2ForCausalLM",
 }
 ONE_OF_EACH = [pytest.param(name, marks=[pytest.mark.slow] * (name not in CLASSES)) for name in MODELS]
 """Of each class the first is fast."""

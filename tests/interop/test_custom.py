@@ -50,7 +50,7 @@ def test_the_shipped_class_computes_the_same(name: str, stored: Stored, tmp_path
     assert target_of(model, Export.auto) is TARGET
     source, output = stored(name), tmp_path / "out"
     assert export_of(source, output, "--verify", "none") == 0
-    assert verify(output, source).logits < 1e-5
+    assert verify(output, source).logits < (1e-4 if name.startswith("shared") else 1e-5)  # see verify._allowed
     back = TARGET.model(json.loads((output / "config.json").read_text()))
     assert architecture(back).specs == tuple(
         replace(spec, **{key: getattr(other, key) for key in ("kv_heads", "head_dim", "dt_rank") if hasattr(spec, key)})

@@ -45,7 +45,7 @@ def test_transformers_loads_it_and_computes_the_same(name: str, stored: Stored, 
     source, output = stored(name), tmp_path / "out"
     assert export_of(source, output, "--verify", "none") == 0
     assert json.loads((output / "config.json").read_text())["architectures"] == [CLASSES[name.partition("-")[0]]]
-    assert verify(output, source).logits < 1e-5
+    assert verify(output, source).logits < (1e-4 if name.startswith("zamba2") else 1e-5)  # see verify._allowed
     tokenizer = AutoTokenizer.from_pretrained(output)
     assert tokenizer("w5 w7")["input_ids"] == [5, 7]
     assert tokenizer.eos_token == "w3"

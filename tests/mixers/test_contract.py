@@ -87,6 +87,23 @@ OPTIONS = {
         {"heads": 4, "kv_heads": 1, "chunk": 6, "block": 2, "memory": "none", "scale": 0.3},
         {"heads": 4, "kv_heads": 1, "chunk": 6, "block": 2, "memory": "shifted"},
     ],
+    "shared_attention": [
+        {"heads": 4, "hidden": 24, "rank": 3},
+        {"heads": 4, "kv_heads": 2, "hidden": 24, "rank": 3, "adapt_attention": True, "window": 6, "rope": "none"},
+    ],
+    "shared_span": [
+        {
+            "heads": 4,
+            "hidden": 24,
+            "rank": 3,
+            "adapt_attention": True,
+            "chunk": 4,
+            "block": 2,
+            "blocks": 2,
+            "remember": 20,
+            "relevance": "previous_chunk",
+        },
+    ],
     "swiglu": [{"hidden": 24}, {"hidden": 24, "norm_after": True}],
     "squared_relu": [{"hidden": 24}],
 }
@@ -147,7 +164,7 @@ def test_module_has_the_parameters_that_its_spec_lists(spec: MixerSpec) -> None:
 
 @pytest.mark.parametrize("spec", CASES)
 def test_state_has_the_parts_that_its_spec_lists(spec: MixerSpec) -> None:
-    state = build(spec, torch.float32)(torch.randn(LENGTH, 2, SIZES.width), None, seq_info(2, LENGTH)).state
+    state = build(spec, torch.float32)(torch.randn(LENGTH, 2, spec.input_width(SIZES)), None, seq_info(2, LENGTH)).state
     parts = spec.state_parts(SIZES)
     assert set(state) == set(parts)
     for name, part in parts.items():
@@ -164,8 +181,8 @@ def test_chunks_with_carried_state_equal_the_whole(
 ) -> None:
     mixer, seq = build(spec), seq_info(2, LENGTH, documents)
     cut = next(place for place in range(cut, LENGTH) if may_end(spec, seq, place))
-    x = torch.randn(LENGTH, 2, SIZES.width, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn_like(x)
+    x = torch.randn(LENGTH, 2, spec.input_width(SIZES), dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(LENGTH, 2, SIZES.width, dtype=torch.float64)
     whole = mixer(x, None, seq)
     first = mixer(x[:cut], None, part_of(seq, 0, cut))
     state = carried(first.state, seq, cut)
@@ -196,7 +213,7 @@ def carried(state: dict[str, Tensor], seq: SeqInfo, cut: int) -> dict[str, Tenso
 @pytest.mark.parametrize("spec", CASES)
 def test_none_equals_a_state_of_zeros(spec: MixerSpec) -> None:
     mixer, seq = build(spec), seq_info(2, LENGTH)
-    x = torch.randn(LENGTH, 2, SIZES.width, dtype=torch.float64)
+    x = torch.randn(LENGTH, 2, spec.input_width(SIZES), dtype=torch.float64)
     from_none = mixer(x, None, seq)
     zeros = {name: torch.zeros_like(tensor) for name, tensor in from_none.state.items()}
     torch.testing.assert_close(mixer(x, zeros, seq).y_LBD, from_none.y_LBD, rtol=1e-12, atol=1e-12)
@@ -205,7 +222,7 @@ def test_none_equals_a_state_of_zeros(spec: MixerSpec) -> None:
 @pytest.mark.parametrize("spec", CASES)
 def test_document_in_mid_row_is_a_fresh_start(spec: MixerSpec) -> None:
     mixer = build(spec)
-    x = torch.randn(LENGTH, 2, SIZES.width, dtype=torch.float64)
+    x = torch.randn(LENGTH, 2, spec.input_width(SIZES), dtype=torch.float64)
     packed = mixer(x, None, seq_info(2, LENGTH, [[8, 13], [8, 13]])).y_LBD
     alone = [mixer(part, None, seq_info(2, len(part))).y_LBD for part in (x[:8], x[8:])]
     torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-10, atol=1e-10)
@@ -214,7 +231,7 @@ def test_document_in_mid_row_is_a_fresh_start(spec: MixerSpec) -> None:
 @pytest.mark.parametrize("spec", CASES)
 def test_a_later_token_changes_nothing_before_it(spec: MixerSpec) -> None:
     mixer, seq = build(spec), seq_info(2, LENGTH)
-    x = torch.randn(LENGTH, 2, SIZES.width, dtype=torch.float64)
+    x = torch.randn(LENGTH, 2, spec.input_width(SIZES), dtype=torch.float64)
     changed = x.clone()
     changed[12:] += 1.0
     before, after = mixer(x, None, seq).y_LBD, mixer(changed, None, seq).y_LBD
@@ -225,8 +242,8 @@ def test_a_later_token_changes_nothing_before_it(spec: MixerSpec) -> None:
 @pytest.mark.parametrize("spec", CASES)
 def test_fast_forms_equal_the_reference(spec: MixerSpec) -> None:
     mixer, seq = build(spec), seq_info(2, LENGTH, [[5, 16], [13, 8]])
-    x = torch.randn(LENGTH, 2, SIZES.width, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn_like(x)
+    x = torch.randn(LENGTH, 2, spec.input_width(SIZES), dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(LENGTH, 2, SIZES.width, dtype=torch.float64)
     fast = mixer(x, None, seq).y_LBD
     fast_gradients = gradients(mixer, [fast], [x], [weight])
     with force("reference"):
@@ -240,9 +257,9 @@ def test_fast_forms_equal_the_reference(spec: MixerSpec) -> None:
 def test_no_document_sees_another(spec: MixerSpec, form: str | None) -> None:
     """The leak probe: other tokens in document A leave all that concerns document B bit-identical."""
     mixer, seq = build(spec, torch.float32), seq_info(2, LENGTH, [[8, 13], [8, 13]])
-    x = torch.randn(LENGTH, 2, SIZES.width)
+    x = torch.randn(LENGTH, 2, spec.input_width(SIZES))
     other = x.clone()
-    other[:8] = torch.randn(8, 2, SIZES.width)
+    other[:8] = torch.randn(8, 2, spec.input_width(SIZES))
     weight = torch.randn(LENGTH - 8, 2, SIZES.width)
 
     def document_b(x: Tensor) -> list[Tensor]:
@@ -259,7 +276,7 @@ def test_no_document_sees_another(spec: MixerSpec, form: str | None) -> None:
 
 @pytest.mark.parametrize("spec", CASES)
 def test_losses_that_it_adds_are_named_by_its_spec(spec: MixerSpec) -> None:
-    mixer, x = build(spec), torch.randn(LENGTH, 2, SIZES.width, dtype=torch.float64)
+    mixer, x = build(spec), torch.randn(LENGTH, 2, spec.input_width(SIZES), dtype=torch.float64)
     assert mixer(x, None, seq_info(2, LENGTH)).aux.keys() == set(spec.auxiliary)
     assert mixer(x, None, evaluated(2, LENGTH)).aux == {}
 
@@ -267,7 +284,7 @@ def test_losses_that_it_adds_are_named_by_its_spec(spec: MixerSpec) -> None:
 @pytest.mark.parametrize("spec", CASES)
 def test_every_weight_gets_a_gradient(spec: MixerSpec) -> None:
     mixer = build(spec)
-    out = mixer(torch.randn(LENGTH, 2, SIZES.width, dtype=torch.float64), None, seq_info(2, LENGTH))
+    out = mixer(torch.randn(LENGTH, 2, spec.input_width(SIZES), dtype=torch.float64), None, seq_info(2, LENGTH))
     loss = out.y_LBD.square().sum() + sum(out.aux.values())
     for gradient in torch.autograd.grad(loss, list(mixer.parameters())):
         assert gradient.any()
@@ -276,7 +293,7 @@ def test_every_weight_gets_a_gradient(spec: MixerSpec) -> None:
 @pytest.mark.parametrize("spec", CASES)
 def test_gradcheck(spec: MixerSpec) -> None:
     mixer, seq = build(spec), seq_info(2, 5, [[2, 3], [5]])
-    x = torch.randn(5, 2, SIZES.width, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(5, 2, spec.input_width(SIZES), dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: mixer(x, None, seq).y_LBD, (x,), fast_mode=True)
 
 
@@ -284,7 +301,7 @@ def test_gradcheck(spec: MixerSpec) -> None:
 def test_gradcheck_from_state_to_state(spec: MixerSpec) -> None:
     """Of the state before the row, by which the state after it is reached too; a document begins in one row."""
     mixer, seq = build(spec), seq_info(2, 5, [[2, 3], [5]])
-    x, before = torch.randn(2, 5, 2, SIZES.width, dtype=torch.float64)
+    x, before = torch.randn(2, 5, 2, spec.input_width(SIZES), dtype=torch.float64)
     state = {name: part.detach().requires_grad_() for name, part in mixer(before, None, seq).state.items()}
 
     def row(x: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
@@ -297,7 +314,7 @@ def test_gradcheck_from_state_to_state(spec: MixerSpec) -> None:
 @pytest.mark.parametrize("spec", CASES)
 def test_computes_in_bf16_with_fp32_weights_where_the_spec_says_so(spec: MixerSpec) -> None:
     mixer, seq = build(spec, torch.float32), seq_info(2, LENGTH)
-    x = torch.randn(LENGTH, 2, SIZES.width)
+    x = torch.randn(LENGTH, 2, spec.input_width(SIZES))
     exact = mixer(x, None, seq).y_LBD
     for name, weight in mixer.named_parameters():
         if not spec.parameters(SIZES)[name].fp32:
@@ -322,8 +339,10 @@ def test_flops_grow_with_nothing_but_what_is_seen(spec: MixerSpec) -> None:
 @pytest.mark.parametrize("spec", CASES)
 def test_it_is_exported_by_the_shipped_class_and_imported_again(spec: MixerSpec) -> None:
     """Every weight bit for bit, every option; the shipped class computes and generates the same, from a cache too."""
-    layers = {"X": {"kind": spec.kind, **dataclasses.asdict(spec)}}
-    model = ModelConfig(width=16, vocab_size=32, pattern="XX", layers=layers, tie_embeddings=False)
+    layers = {"X": {"kind": spec.kind, **dataclasses.asdict(spec)}, "-": {"kind": "swiglu", "hidden": 16}}
+    pattern = "X-X-" if spec.feeds_next else "XX"
+    layers = {letter: options for letter, options in layers.items() if letter in pattern}
+    model = ModelConfig(width=16, vocab_size=32, pattern=pattern, layers=layers, tie_embeddings=False)
     ours, target = LanguageModel(model), Custom()
     initialise(ours, 0)
     for weight in ours.parameters():  # what starts at zero would hide the rest

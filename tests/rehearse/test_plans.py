@@ -15,6 +15,8 @@ from tests.rehearse.programs import printed_by
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]  # of the fixture, which rehearses in a process of its own
 SAMBA = ["recipe=samba_421m", "phases.0.micro_batch=2"]
+ZAMBA2 = ["recipe=zamba2_1.2b_span", "phases.0.global_batch=4"]
+WHOLE = ["phases.0.adapters=null", "parallel.recompute=none", "phases.0.seq_len=4096"]
 CUT = "parallel=tensor2_pipeline2"  # and two data ranks
 LORA = "phases.0.adapters={preset: lora, rank: 16}"
 JOBS: dict[str, tuple[list[str], int, int]] = {
@@ -75,6 +77,17 @@ JOBS: dict[str, tuple[list[str], int, int]] = {
     "adapters and norms, cut": (["recipe=llama3_1.6b_span", CUT], 8, 4),
     "adapters and convolutions": (["recipe=mamba2_hybrid_2.7b_span", "parallel.recompute=none"], 1, 0),
     "adapters, rows over ranks": (["recipe=llama3_1.6b_span", "parallel.context=4"], 4, 3),
+    **{
+        f"shared block, {name}": ([*ZAMBA2, *settings], gpus, rank)
+        for name, gpus, rank, settings in (
+            ("as adapted", 1, 0, ["phases.0.seq_len=12288"]),
+            ("whole", 1, 0, WHOLE),
+            ("first of two", 2, 0, [*WHOLE, "parallel.pipeline=2"]),
+            ("last of two", 2, 1, [*WHOLE, "parallel.pipeline=2"]),
+            ("tensor ranks", 2, 0, [*WHOLE, "parallel.tensor=2", "parallel.sequence=true"]),
+            ("rows over 2 ranks", 2, 1, [*WHOLE, "parallel.context=2"]),
+        )
+    },
     "passed states": ([*SAMBA, "states.mode=passing", "phases.0.global_batch=8"], 1, 0),
 }
 

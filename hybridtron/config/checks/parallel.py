@@ -146,6 +146,9 @@ def _pipeline(phase: ResolvedPhase) -> Iterator[Problem]:
             f"is {parallel.virtual_pipeline}, but one pipeline rank has nothing to interleave: "
             "use 1, or parallel.pipeline of at least 2",
         )
+    elif phase.arch is not None and parallel.virtual_pipeline > 1 and phase.arch.carries_embedding:
+        why = "but a rank would hold what places of a letter share in each of its virtual stages: use 1"
+        yield Problem("parallel.virtual_pipeline", f"is {parallel.virtual_pipeline}, {why}")
     elif phase.arch is not None:
         yield from stage_problems(phase.model, parallel)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,8 @@ class Bug:
 def marked(names: str, mark: str, value: bool) -> Replaced:
     """Another mark on the weights that have this in their names, after all have theirs."""
 
-    def set_mark(model: LanguageModel) -> None:
-        mark_for_megatron(model)
+    def set_mark(model: LanguageModel, copied: Mapping[str, bool]) -> None:
+        mark_for_megatron(model, copied)
         for name, weight in model.named_parameters():
             if names in name:
                 setattr(weight, mark, value)

@@ -36,6 +36,7 @@ from hybridtron.parallel.loss import linear_cross_entropy
 from hybridtron.proving.audit.adapter_bugs import ADAPTER_BUGS
 from hybridtron.proving.audit.bug import Bug, Replaced, marked
 from hybridtron.proving.audit.context_bugs import CONTEXT_BUGS
+from hybridtron.proving.audit.sharing_bugs import SHARING_BUGS
 
 
 @contextmanager
@@ -271,4 +272,5 @@ BUGS = {
     ),
     **ADAPTER_BUGS,
     **CONTEXT_BUGS,
+    **SHARING_BUGS,
 }

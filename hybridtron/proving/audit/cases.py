@@ -105,11 +105,17 @@ ARCHITECTURES = {
     "attention": "F-OPH",
     "samba-span": "M-X-M",
     "span-variants": "X-YZL",
+    "zamba2": "SsGtSsG",
     "adapters": "M-WSF",
     "adapters-dropout": "S-FMW",
     "adapters-dora": "F-SMW",
 }
 """An odd number of layers each, so that no number of stages divides them."""
+BLOCKS = {
+    "s": {"kind": "shared_attention", "heads": 4, "hidden": 48, "rank": 3, "adapt_attention": True},
+    "t": {"kind": "shared_span", "heads": 4, "hidden": 48, "rank": 3, "chunk": [4, 8], "block": 2, "blocks": 2},
+}
+"""Of one set of weights for all places."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +175,8 @@ def shares_out(pattern: str, ranks: Layout) -> bool:
     arch = architecture(small_model(pattern, False, {}))
     if ranks.context > 1 and not all(spec.shares_rows for spec in arch.specs):
         return False
+    if ranks.virtual > 1 and arch.carries_embedding:
+        return False
     return not any(list(spec.layout_problems(arch.sizes, ranks.tensor)) for spec in arch.specs)
 
 
@@ -210,7 +218,7 @@ def small_model(pattern: str, tied: bool, heads: dict[str, Any]) -> ModelConfig:
         "L": {**span, "memory": "landmark", "relevance": "previous_chunk", "eval": "span"},
         **MLPS,
     }
-    used = {letter: options for letter, options in layers.items() if letter in pattern}
+    used = {letter: options for letter, options in (layers | BLOCKS).items() if letter in pattern}
     return ModelConfig(32, VOCABULARY, pattern, used, tied)
 
 
@@ -236,6 +244,8 @@ SHRUNK: dict[str, dict[str, int]] = {
     "rwkv6_channel_mix": {"hidden": VOCABULARY},
     "attention": {"window": 7, "head_dim": 8, "rotary_dim": 4},
     "span": {"chunk": 8, "block": 2, "remember": 8, "head_dim": 8, "rotary_dim": 4},
+    "shared_attention": {"hidden": VOCABULARY, "rank": 4},
+    "shared_span": {"hidden": VOCABULARY, "rank": 4, "chunk": 8, "block": 2, "remember": 8},
     "swiglu": {"hidden": VOCABULARY},
     "squared_relu": {"hidden": VOCABULARY},
 }

@@ -50,6 +50,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"heads": 8, "kv_heads": 2, "qk_norm": "head", "gate": True},
     ],
     "span": [{"heads": 8, "kv_heads": 2, "chunk": 64, "block": 16, "blocks": 3, "relevance": "previous_chunk"}],
+    "shared_attention": [{"heads": 8, "hidden": 512, "rank": 16, "adapt_attention": True}],
+    "shared_span": [
+        {"heads": 8, "hidden": 512, "rank": 16, "chunk": 64, "block": 16, "blocks": 3, "relevance": "previous_chunk"}
+    ],
     "swiglu": [{"hidden": 512}],
     "squared_relu": [{"hidden": 512}],
 }
@@ -148,7 +152,7 @@ def _mixer_error(
         mixer = filled_mixer(spec, sizes, device, dtype)
         if kind == torch.float32:
             mixer = mixer.float()
-        x_LBD = torch.randn(length, ROWS, sizes.width).to(device, dtype).to(kind).requires_grad_()
+        x_LBD = torch.randn(length, ROWS, spec.input_width(sizes)).to(device, dtype).to(kind).requires_grad_()
         with force(form):
             y_LBD, state, _ = mixer(x_LBD, None, seq.map(lambda tensor: tensor.to(device)))
         weights = [x_LBD, *mixer.parameters()]

@@ -1,0 +1,127 @@
+"""Attention and an MLP whose weights are one set for all places of their letter, as in Zamba2 (Glorioso et al. 2024).
+
+    u = RMSNorm([x, e])                     x the stream, e the embedding that it began as, side by side
+    q, k, v = u (W_q + B_q A_q), ...        with `adapt_attention`; otherwise u W_q, ...
+    a = out(softmax(q k^T / sqrt(head_dim / 2)) v)                          rotary positions and windows as attention's
+    gate, up = RMSNorm(a) (W_gate_up + B A)
+    t = linear(down(gelu(gate) * up))
+
+There is no residual connection inside, and t enters no stream: the next sub-layer alone reads RMSNorm(x + t), and adds
+what it makes of that to x. A place has `linear` and the low-rank A and B of its own; all else the letter has once, so
+that two sets of weights in turn are two letters. Unlike adapters of a phase these are part of the model.
+
+The weights stay out of FP8: a precision is one of a layer, and a place is not one. Two kinds differ in their attention:
+`shared_attention` has that of `attention`, and `shared_span` that of `span`, of the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+from hybridtron.architecture.attention import AttentionSpec, HeadsSpec
+from hybridtron.architecture.base import Cut, ModelSizes, Names, Parameter, linear, output_linear
+from hybridtron.architecture.inits import Constant, Orthogonal
+from hybridtron.architecture.span import SpanSpec
+from hybridtron.limits import at_least
+from hybridtron.problems import Problem
+
+
+@dataclass(frozen=True)
+class SharedBlockSpec(HeadsSpec):
+    """Options of the MLP and of what each place has beside those of attention."""
+
+    feeds_next: ClassVar[bool] = True
+    projects_input: ClassVar[bool] = False  # the norm of both halves reads it
+
+    # inner channels of the MLP; must be set
+    hidden: Annotated[int, at_least(1, "4 times model.width is usual")] = 0
+    rank: Annotated[int, at_least(1)] = 128  # inner width of the low-rank pairs of a place
+    adapt_attention: bool = False  # queries, keys and values have such pairs too, and not the MLP alone
+
+    def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
+        width, hidden, queries = model.width, self.hidden, self.channels(model)[0]
+        scale = Parameter((width,), Constant(1.0), decay=False)
+        table = super().parameters(model) | {
+            "out.weight": linear(width, queries, cut=Cut(1)),
+            "in_norm.weight": replace(scale, shape=(self.input_width(model),)),
+            "mlp_norm.weight": scale,
+            "gate_up.weight": linear(2 * hidden, width, parts=(("gate", hidden), ("up", hidden))),
+            "down.weight": linear(width, hidden, cut=Cut(1)),
+        }
+        own = {"linear.weight": output_linear(width, width, model.num_sublayers), **self._pairs(model, table)}
+        shared = {name: replace(weight, shared=True) for name, weight in table.items()}
+        return {name: replace(weight, fp8=False) for name, weight in (shared | own).items()}
+
+    def _pairs(self, model: ModelSizes, table: dict[str, Parameter]) -> dict[str, Parameter]:
+        """The low-rank pairs: A reads what its projection reads, on every rank, and B is cut as that is."""
+        beside = {"gate_up": table["gate_up.weight"]}
+        if self.adapt_attention:
+            keys = self.channels(model)[1]
+            both = table["kv.weight"]
+            one = replace(both, shape=(keys, both.shape[1]), parts=())
+            beside |= {"q": table["q.weight"], "k": one, "v": one}
+        found = {}
+        for name, weight in beside.items():
+            rows, read = weight.shape
+            found[f"{name}_A.weight"] = replace(linear(self.rank, read), cuts=(), partial_gradient=True)
+            found[f"{name}_B.weight"] = replace(weight, shape=(rows, self.rank), init=Orthogonal(0.0))
+        return found
+
+    def exported_names(self, model: ModelSizes) -> Names:
+        names = super().exported_names(model) | {
+            "gate_proj.weight": ("gate_up.weight.gate",),
+            "up_proj.weight": ("gate_up.weight.up",),
+            "down_proj.weight": ("down.weight",),
+        }
+        named = {key for keys in names.values() for key in keys}
+        return names | {
+            name: tuple(weight.stored(name))
+            for name, weight in self.parameters(model).items()
+            if not named & set(weight.stored(name))
+        }
+
+    def query_factor(self, head_dim: int) -> float:
+        return 2**0.5  # head_dim / 2 under the root, as half of what enters is the stream's
+
+    @property
+    def pairs(self) -> int:
+        """Low-rank pairs of a place."""
+        return 4 if self.adapt_attention else 1
+
+    def activation_values(self, model: ModelSizes) -> int:
+        # what attention puts out, its norm; gate, up and their product; what enters `linear`
+        block = 3 * model.width + 3 * self.hidden
+        return super().activation_values(model) + block + self.pairs * self.rank
+
+    def whole_values(self, model: ModelSizes, tensor: int) -> int:
+        return super().whole_values(model, tensor) + 2 * model.width + self.pairs * self.rank
+
+    def backward_values(self, model: ModelSizes) -> int:
+        # as an MLP: gradients of the gate's output, whose values are gone, of gate and of up
+        return max(super().backward_values(model), (3 - 1) * self.hidden)
+
+    def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
+        yield from super().problems(model, max_seq_len)
+        if self.norm_after:
+            yield Problem("norm_after", "is true, but what this makes enters no stream: leave it out")
+        for option, default in (("conv", None), ("qk_norm", "none"), ("scale", None)):
+            if (value := getattr(self, option)) != default:
+                yield Problem(option, f"is {value}, which shared attention does not have: leave it out")
+
+
+@dataclass(frozen=True)
+class SharedAttentionSpec(SharedBlockSpec, AttentionSpec):
+    """With full attention, or in a window."""
+
+    kind: ClassVar[str] = "shared_attention"
+    module: ClassVar[str] = "hybridtron.mixers.shared_attention:SharedAttention"
+
+
+@dataclass(frozen=True)
+class SharedSpanSpec(SharedBlockSpec, SpanSpec):
+    """With span-expanded attention in training."""
+
+    kind: ClassVar[str] = "shared_span"
+    module: ClassVar[str] = "hybridtron.mixers.shared_attention:SharedSpan"

@@ -1,0 +1,20 @@
+"""The norm of a residual stream, and of what stands between the layers of a mixer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hybridtron.ops.norm import RMSNormInputs, rms_norm
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a learned scale."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(RMSNormInputs(x, self.weight, self.eps))

@@ -1,0 +1,75 @@
+"""Attention and MLP of one set of weights for several places (equations in `architecture/shared_attention.py`).
+
+Every place builds all of the module. `model/shared.py` then puts the layers of the first place into the others, so that
+nothing here knows which weights are shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hybridtron.architecture.base import ModelSizes
+from hybridtron.architecture.shared_attention import SharedBlockSpec
+from hybridtron.data.batch import SeqInfo
+from hybridtron.mixers.attention import Attention, Heads
+from hybridtron.mixers.base import Out, State
+from hybridtron.mixers.norm import RMSNorm
+from hybridtron.mixers.span import SpanAttention
+from hybridtron.ops.geglu import GEGLUInputs, geglu
+from hybridtron.parallel.linear import (
+    TensorGroup,
+    column_parallel,
+    enter,
+    projected,
+    row_parallel,
+    row_parallel_by_channel,
+)
+
+
+class SharedBlock(Heads):
+    """What both kinds have around their attention: x_LBD is the stream and the embedding side by side."""
+
+    def __init__(self, spec: Any, sizes: ModelSizes, tensor: TensorGroup) -> None:
+        tensor = tensor.without_fp8()
+        super().__init__(spec, sizes, tensor)
+        block: SharedBlockSpec = spec
+        self.adapts_attention = block.adapt_attention
+        width, read, rank, whole = sizes.width, block.input_width(sizes), block.rank, tensor.whole()
+        self.in_norm, self.mlp_norm = RMSNorm(read, block.norm_eps), RMSNorm(width, block.norm_eps)
+        self.gate_up = column_parallel(width, 2 * block.hidden, tensor)
+        # each rank gets the sums of its own channels, which `linear` takes: its weight is cut by them
+        self.down = row_parallel_by_channel(block.hidden, width, tensor)
+        self.linear = row_parallel(width, width, tensor)
+        self.gate_up_A = column_parallel(width, rank, whole)
+        self.gate_up_B = column_parallel(rank, 2 * block.hidden, tensor)
+        if block.adapt_attention:
+            queries, keys = block.channels(sizes)
+            self.q_A, self.k_A, self.v_A = (column_parallel(read, rank, whole) for _ in range(3))
+            self.q_B = column_parallel(rank, queries, tensor)
+            self.k_B, self.v_B = (column_parallel(rank, keys, self.keys_over) for _ in range(2))
+
+    def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
+        attended = super().forward(self.in_norm(x_LBD), state, seq)
+        h_LBD = enter(self.mlp_norm(attended.y_LBD), self.tensor)
+        gate_up_LBF = self.gate_up(h_LBD) + self.gate_up_B(self.gate_up_A(h_LBD))
+        return attended._replace(y_LBD=self.linear(self.down(geglu(GEGLUInputs(gate_up_LBF)))))
+
+    def project(self, x_LBD: Tensor, parts: Sequence[int]) -> Sequence[Tensor]:
+        if not self.adapts_attention:
+            return super().project(x_LBD, parts)
+        x_LBD = enter(x_LBD, self.tensor)
+        q_LBC, *kv_LBC = projected(x_LBD, self.tensor.whole(), *self.input_layers(parts))
+        pairs = ((self.q_A, self.q_B), (self.k_A, self.k_B), (self.v_A, self.v_B))
+        added = [B(A(x_LBD)) for A, B in pairs]
+        return [q_LBC + added[0], kv_LBC[0] + added[1], kv_LBC[1] + added[2], *kv_LBC[2:]]
+
+
+class SharedAttention(SharedBlock, Attention):
+    """State: as attention's."""
+
+
+class SharedSpan(SharedBlock, SpanAttention):
+    """State: as that of span-expanded attention."""

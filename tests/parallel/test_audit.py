@@ -34,6 +34,7 @@ FAST_CASES = {
     ("samba-span", "tp2-pp2"),
     ("span-variants", "tp2"),
     ("span-variants", "dp2"),
+    ("zamba2", "pp2"),
     ("adapters", "tp2"),
     ("adapters", "tp2-pp2"),
     ("adapters-dropout", "cp2-tp2"),
@@ -47,6 +48,8 @@ FAST_CASES = {
 FAST_BUGS = {
     "x_proj_backward",
     "tied_gradient",
+    "shared_gradient",
+    "lost_embedding",
     "kv_gradient",
     "group_norm_backward",
     "regathered_order",

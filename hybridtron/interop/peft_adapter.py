@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hybridtron.architecture.adapters import AdaptersConfig, adapter_key
+from hybridtron.architecture.adapters import AdaptersConfig, adapter_key, is_adapter
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.checkpoint.files import appearing
 from hybridtron.checkpoint.merged import adapter_pair, merged
-from hybridtron.config.exportable import CannotExport
+from hybridtron.config.exportable import SHIPPED, CannotExport
 from hybridtron.interop.import_folder import ImportFolder
 from hybridtron.interop.peft_settings import CONFIG
 from hybridtron.interop.rules import TensorRule
@@ -42,6 +42,9 @@ def export_adapter(source: Checkpoint, base: Path, output: Path) -> int:
     rules = beside.kind.rules(model)
     if strange := {rule.theirs for rule in rules} ^ {rule.theirs for rule in beside.rules}:
         raise CannotExport(f"{base} is another model: {min(strange)} is in one of the two")
+    of_several = sorted(key for key in source.shapes if key.startswith("shared.") and is_adapter(key))
+    if of_several and beside.kind.name != SHIPPED:  # transformers' places share weights, but peft adapts one of them
+        raise CannotExport(f"{of_several[0]} is of all places of a letter, and peft's of one of them: export it merged")
     layers = {module_of(rule): made for rule in rules if (made := adapter_tensors(source, rule))}
     changed = {module_of(rule) for rule in rules if not rule.same(rule.to_theirs(source.whole), _theirs(beside, rule))}
     if wrong := sorted(changed & layers.keys()):

@@ -6,22 +6,20 @@ on one of these), v virtual stages, and m micro batches a step:
     weights, gradients   of the rank's chunks, cut by t where `Parameter.cuts` says so; gradients in the format of
                          `precision.gradients`, of weights that learn, as is the optimizer. A tied embedding is held by
                          the first rank and by the last.
-    optimizer            AdamW's two moments in the format of `precision.moments`, and fp32 masters of narrower
-                         weights; by d if it is distributed
+    optimizer            AdamW's moments as `precision.moments`, fp32 masters of narrower weights; by d if distributed
     activations          per sub-layer and token: the norm's input (by t under sequence parallelism), its output as the
                          projections read it (whole: it is gathered once and kept; by t with `parallel.regather`,
                          where projections are all that reads it), and the mixer's inside (by t).
                          What of the mixer's inside every rank has (Mamba's small dt, B, C) counts whole. A recomputed
-                         sub-layer keeps the norm's input alone. Every micro batch between its forward and its backward
-                         pass holds a chunk's.
+                         sub-layer keeps the norm's input alone; what frozen weights and adapters keep, `frozen_use.py`
+                         says. Every micro batch between its forward and its backward pass holds a chunk's.
     in flight            1F1B: min(p - r, m) on pipeline rank r. Interleaved: Megatron's warm-up, 2 (p - r - 1) +
                          (v - 1) p chunk passes, and one more; which chunks these are is played through.
     backward             what the backward pass makes, at the sub-layer at which it holds most, and the streams that the
                          schedule sends and receives, as far as all this is more than the logits (`activations.py`)
     logits               on the last rank, by t: as many as the loss makes at a time, however many tokens there are;
                          besides, the gradients of the head and of its input, which the loss makes with them
-    states               carried ones, of the rank's lanes and layers and by t: those that a step starts from, and those
-                         that it ends in until it is accepted
+    states               carried ones, of the rank's lanes and layers and by t: a step's first, and last until accepted
     through time         a micro batch holds all k chunks of its lanes. What is kept counts k times. If anything is
                          recomputed, only the streams and states between the chunks do, and the stream that the loss
                          reads; of the activations one chunk's exist, while it runs again.
@@ -35,9 +33,7 @@ on one of these), v virtual stages, and m micro batches a step:
                          is distributed, otherwise gradients are summed; shared weights are summed over their stages
     context traffic      what ranks that share the rows hand over (`row_shares.py`), of the busiest of them
     host traffic         what waits there by `parallel.offload`, both ways
-    bubble               (p - 1) / (v m + p - 1) of the pipeline's time, if the stages are equally long
-
-Of weights that do not learn, and of adapters, `frozen_use.py` says what is kept.
+    bubble               (p - 1) / (v m + p - 1) of the pipeline's time, if stages are equally long
 
 Left out: buffers of the allocator, of the kernels and of the network; key/value heads that are copied count as cut in
 the activations; the gradients of uncut weights that are summed over t; the sums of Mamba-2's norm, a value per group
@@ -290,8 +286,7 @@ def _traffic(step: _Step, rank: int, chunks: Sequence[PlannedStage], held: Weigh
     if parallel.tensor > 1:  # the embedding's output, and the gradient of the head's input
         summed += (is_first + is_last) * model.width
     borders = 2 * len(chunks) - is_first - is_last if parallel.pipeline > 1 else 0
-    is_tied = model.tie_embeddings and parallel.pipeline > 1 and (is_first or is_last)
-    is_tied = is_tied and step.phase.learns("embedding.weight")
+    is_tied = model.tie_embeddings and is_first != is_last and step.phase.learns("embedding.weight")
     tied = gradient_bytes(step.config.precision, False) * model.vocab_size * model.width // parallel.tensor
     between_stages = tied * is_tied + summed_over_stages(step.phase, step.table, step.held)
     sharded = parallel.distributed_optimizer

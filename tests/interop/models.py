@@ -126,8 +126,8 @@ MODELS |= {
 SHARED = {"kind": "shared_attention", "heads": 4, "hidden": 40, "rank": 3}
 ADAPTED = {**SHARED, "adapt_attention": True, "rope": "none"}
 MODELS |= {
-    "zamba2": ("MSMMTMSM", {"M": MAMBA2, "S": ADAPTED, "T": ADAPTED}, True),
-    "zamba2-floor": ("SMMSM", {"M": {**MAMBA2, "dt_floor": 0.01}, "S": {**SHARED, "rope": {"base": 100.0}}}, True),
+    "zamba2": ("MAMMBMAM", {"M": MAMBA2, "A": ADAPTED, "B": ADAPTED}, True),
+    "zamba2-floor": ("AMMAM", {"M": {**MAMBA2, "dt_floor": 0.01}, "A": {**SHARED, "rope": {"base": 100.0}}}, True),
 }
 MAMBA = {"kind": "mamba", "state": 4, "conv": 3}
 WINDOW = {**ATTENTION, "window": 9}

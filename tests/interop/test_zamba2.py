@@ -79,19 +79,19 @@ def test_what_is_not_ours_is_refused(changed: dict[str, Any], said: str) -> None
 @pytest.mark.parametrize(
     ("pattern", "options", "said"),
     [
-        ("MSMSM", {"window": 8}, "a window"),
-        ("MSMSM", {"heads": 4, "head_dim": 8}, "twice as wide"),
-        ("MSMSM", {"kv_heads": 2}, "twice as wide"),
-        ("MSMSM", {"rotary_dim": 4}, "turn a part of each head"),
-        ("MSMSM", {"norm_eps": 1e-3}, "norm_eps"),
-        ("MSMSMTM", {}, "SST do not stand in turn"),
-        ("MSMTM-", {}, "mamba2 and shared_attention, both"),
+        ("MAMAM", {"window": 8}, "a window"),
+        ("MAMAM", {"heads": 4, "head_dim": 8}, "twice as wide"),
+        ("MAMAM", {"kv_heads": 2}, "twice as wide"),
+        ("MAMAM", {"rotary_dim": 4}, "turn a part of each head"),
+        ("MAMAM", {"norm_eps": 1e-3}, "norm_eps"),
+        ("MAMAMBM", {}, "AAB do not stand in turn"),
+        ("MAMBM-", {}, "mamba2 and shared_attention, both"),
         ("MM", {}, "mamba2 and shared_attention, both"),
     ],
 )
 def test_what_is_no_zamba2(pattern: str, options: dict[str, Any], said: str) -> None:
     model = model_config("zamba2")
-    model.layers = {letter: {**each, **(options if letter in "ST" else {})} for letter, each in model.layers.items()}
+    model.layers = {letter: {**each, **(options if letter in "AB" else {})} for letter, each in model.layers.items()}
     model.layers, model.pattern = {**model.layers, "-": {"kind": "swiglu", "hidden": 8}}, pattern
     assert said in (NATIVE["Zamba2ForCausalLM"](architecture(model), model.norm_eps) or "")
 
@@ -106,6 +106,6 @@ def test_a_model_with_a_head_of_its_own_is_shipped() -> None:
 
 def test_the_sampled_layers_of_two_blocks_are_in_turn() -> None:
     model = model_config("zamba2")
-    model.pattern = "MSMMTM" * 2 + "SM"
+    model.pattern = "MAMMBM" * 2 + "AM"
     arch = architecture(model)
-    assert "".join(arch.letters[index] for index in sampled(arch, Zamba2())) == "MSMTMSMMTM"
+    assert "".join(arch.letters[index] for index in sampled(arch, Zamba2())) == "MAMBMAMMBM"

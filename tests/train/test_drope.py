@@ -1,4 +1,4 @@
-"""A phase without rotary positions after one that has them (DroPE), and reading with another attention than in training."""
+"""A phase without rotary positions after one that has them (DroPE); reading with another attention than in training."""
 
 from __future__ import annotations
 

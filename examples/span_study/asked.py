@@ -39,7 +39,7 @@ class Asked:
 
     @property
     def perplexity(self) -> float:
-        """Of the values that are asked for, which is all that can be told of a row."""
+        """Of the values that are asked for, which is all that can be predicted of a row."""
         return math.exp(sum(self.nats) / sum(self.asked))
 
     def within(self, inside: bool) -> float | None:
@@ -86,15 +86,16 @@ def recalled(run: Path, lengths: Sequence[int], rows: int) -> dict[str, Any]:
     return found
 
 
-def at_length(model: Served, length: int, rows: int) -> dict[str, list[float]]:
+def at_length(model: Served, length: int, rows: int) -> dict[str, Sequence[float]]:
     """The fields of `Asked`."""
-    asked, right, nats = ([0] * len(DISTANCES) for _ in range(3))
+    asked, right, nats = ([0.0] * len(DISTANCES) for _ in range(3))
     for distance, loss, is_right in answers(model, length, rows):
         number = next(index for index, last in enumerate(DISTANCES) if distance <= last)
         asked[number] += 1
         right[number] += is_right
         nats[number] += loss
-    return {"asked": asked, "right": right, "nats": [round(one, 3) for one in nats]}
+    counts = {"asked": list(map(int, asked)), "right": list(map(int, right))}
+    return {**counts, "nats": [round(one, 3) for one in nats]}
 
 
 def answers(model: Served, length: int, rows: int) -> Iterator[tuple[int, float, bool]]:
@@ -102,9 +103,9 @@ def answers(model: Served, length: int, rows: int) -> Iterator[tuple[int, float,
     import torch
 
     from hybridtron.evaluate.length import fitting_chunk, of_labels
-    from hybridtron.tasks.tokens import BYTES
+    from hybridtron.tasks.tokens import ByteTokens
 
-    every = [task().sample(SEED_OF_SAMPLES, index, BYTES, length) for index in range(rows)]
+    every = [task().sample(SEED_OF_SAMPLES, index, ByteTokens(), length) for index in range(rows)]
     chunk = fitting_chunk(model.config.model, BATCH)
     for first in range(0, rows, BATCH):
         samples = every[first : first + BATCH]

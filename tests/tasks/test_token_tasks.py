@@ -170,7 +170,7 @@ def test_copies_are_packed_to_the_length() -> None:
         ("mqar", ["pairs=5"], 18, "20"),
         ("mqar", ["vocabulary=64"], 64, "vocabulary=64"),
         ("mqar", ["power=0.0"], 64, "power=0.0"),
-        ("mqar", ["vocabulary=10", "noise=4"], 64, "at least 12"),
+        ("mqar", ["vocabulary=8", "noise=4"], 64, "at least 10"),
         ("mqar", ["noise=-1"], 64, "noise=-1"),
         ("mqar", ["noise=4", "random_rest=false"], 64, "random_rest=true"),
         ("joint_recall", [], 1057, "1058"),

@@ -10,13 +10,13 @@ Steps are timed when the page is written, in turns.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from examples.results import ROOT, Result
 from examples.span_study.asked import PAIRS, WINDOW, readings_of
-from examples.span_study.cost import COSTS, step_times
+from examples.span_study.cost import COSTS, YARDSTICK, step_times
 from examples.span_study.pages import draw, page
 from examples.span_study.runs import BASE, LONG, QUICK, RECALLED, STUDY, Sizes, part_of, write_rows
 from examples.study import Measured, conduct, parse
@@ -41,9 +41,10 @@ def write(sizes: Sizes, measured: Measured, more: list[str], output: Path) -> No
     found = {}
     for run, result in runs:
         found.setdefault(run.variant, {})[run.values[SEED]] = readings_of(result.found)
-    if BASE not in found or len(found) < 2:
-        raise Unusable("no base and a model that was tuned from it have finished, with which the page begins")
-    timed = {run.variant: run.settings for run, _ in reversed(runs) if run.variant in COSTS}
+    if missing := [name for name in (BASE, YARDSTICK) if name not in found]:
+        raise Unusable(f"no run of {' and '.join(missing)} has finished, with which the page compares")
+    settings = {run.variant: run.settings for run, _ in runs}
+    timed = {name: settings[name] for name in COSTS if name in settings}
     draw(found, output / "span_study.png")
     notes = [*described(runs, sizes), *more]
     (output / "span_study.md").write_text(page(found, step_times(timed, sizes.timed), notes), encoding="utf-8")
@@ -51,9 +52,8 @@ def write(sizes: Sizes, measured: Measured, more: list[str], output: Path) -> No
 
 def described(runs: Sequence[tuple[SweepRun, Result]], sizes: Sizes) -> list[str]:
     """What was done, in words."""
-    by_variant: Mapping[str, Result] = {run.variant: result for run, result in reversed(runs)}
-    base = by_variant[BASE].trained
-    tuned = next(result for name, result in by_variant.items() if name != BASE).trained.phases[0]
+    base = next(result.trained for run, result in runs if run.variant == BASE)
+    tuned = next(result.trained for run, result in runs if run.variant == YARDSTICK).phases[0]
     size = f"{readable(base.parameters)} parameters, {base.pattern}, width {base.width}"
     minutes = sum(result.minutes for _, result in runs)
     return [

@@ -73,7 +73,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--length", default="16x", metavar="N", help="of the instruments: tokens, or training lengths (%(default)s)")
     add("--seq-len", type=positive, metavar="N", help="training length (default: as the checkpoint says)")
     add("--rows", type=positive, default=8, metavar="B", help="of the instruments, at most (default: %(default)s)")
-    add("--attention", type=ReadingAttention, choices=list(ReadingAttention), help="full, or as in training")
+    add("--attention", choices=list(ReadingAttention), help="read with full attention, or as in training")
     add("--self-extend", type=grouped, metavar="G,W", help="full attention reads tokens W and more away in groups of G")
     add("--instruments", metavar="A,B", help=f"default: {','.join(INSTRUMENTS)}")
     add("--output", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation/STEP)")

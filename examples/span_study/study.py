@@ -58,10 +58,11 @@ def described(runs: Sequence[tuple[SweepRun, Result]], sizes: Sizes) -> list[str
     minutes = sum(result.minutes for _, result in runs)
     return [
         f"base: {size}, {base.steps} steps, the last of them on rows of {RECALLED} tokens with {PAIRS} pairs",
-        f"tuned: {tuned.tokens} tokens, {tuned.global_batch} rows of {LONG} a step, lr {tuned.lr:g}, of three that "
-        "were tried on the first seed; HyLoRA of rank 32 where nothing else is said (examples/span_study/span.yaml)",
+        f"tuned: {tuned.tokens} tokens, {tuned.global_batch} rows of {LONG} a step, lr {tuned.lr:g}, chosen on one "
+        "seed; HyLoRA of rank 32 where nothing else is said (examples/span_study/span.yaml)",
         f"asked: {sizes.asked} rows of each length, each with {PAIRS} values; beyond the window is more than {WINDOW} "
         "tokens away; perplexity is that of the values, which is all that can be predicted of it",
+        "the claims: examples/span_study/claims.py, written before the runs; peak memory over the length: span.md",
         "± is the standard deviation over seeds; where there is none, there is one seed",
         f"{minutes:.0f} minutes of steps, with two runs and other work side by side",
     ]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Annotated, Any, ClassVar
 
 from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Names, Parameter, StatePart, linear, output_linear
@@ -30,6 +31,13 @@ def visible_tokens(seq_len: int, window: int | None) -> float:
     return window - window * (window - 1) / (2 * seq_len)
 
 
+class ReadingAttention(StrEnum):
+    """With what attention an evaluation reads, whatever the model says of it: full, or that of its training."""
+
+    full = "full"
+    trained = "trained"
+
+
 @dataclass(frozen=True)
 class HeadsSpec(MixerSpec):
     """What mixers with queries, keys and values share: their heads, projections, convolutions and positions.
@@ -39,6 +47,7 @@ class HeadsSpec(MixerSpec):
 
     width_option: ClassVar[str] = "heads"
     projects_input: ClassVar[bool] = True
+    reading: ClassVar[Mapping[ReadingAttention, Mapping[str, Any]]]  # the options that make a model read so
 
     heads: Annotated[int, at_least(1)] = 1  # query heads
     kv_heads: Annotated[int | None, at_least(1)] = None  # key/value heads; null: heads
@@ -213,6 +222,10 @@ class AttentionSpec(HeadsSpec):
     kind: ClassVar[str] = "attention"
     module: ClassVar[str] = "hybridtron.mixers.attention:Attention"
     hands_over: ClassVar[bool] = True
+    reading: ClassVar[Mapping[ReadingAttention, Mapping[str, Any]]] = {
+        ReadingAttention.full: {"window": None},
+        ReadingAttention.trained: {},
+    }
 
     # tokens that a token sees, itself included; null: full attention
     window: Annotated[int | None, at_least(2, "leave it out for full attention")] = None

@@ -34,11 +34,11 @@ begins in mid-row may end its row in mid-chunk, and then the same holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from hybridtron.architecture.attention import HeadsSpec, visible_tokens
+from hybridtron.architecture.attention import HeadsSpec, ReadingAttention, visible_tokens
 from hybridtron.architecture.base import Cut, ModelSizes, StatePart
 from hybridtron.limits import at_least, divisors_near, one_of
 from hybridtron.problems import Problem, choice
@@ -51,6 +51,10 @@ class SpanSpec(HeadsSpec):
     kind: ClassVar[str] = "span"
     module: ClassVar[str] = "hybridtron.mixers.span:SpanAttention"
     hands_over: ClassVar[bool] = True
+    reading: ClassVar[Mapping[ReadingAttention, Mapping[str, Any]]] = {
+        ReadingAttention.full: {"eval": "full"},
+        ReadingAttention.trained: {"eval": "span"},
+    }
 
     # tokens that select blocks together, or a list of sizes to draw from
     chunk: Annotated[int | list[int], at_least(2)] = 2048

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Column, Table
 
+from hybridtron.architecture.attention import ReadingAttention
 from hybridtron.architecture.rope import SelfExtendOptions
 from hybridtron.cli.given import newest_checkpoint, positive, progress_bar
 from hybridtron.config.asked import read_keys
@@ -72,6 +73,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--length", default="16x", metavar="N", help="of the instruments: tokens, or training lengths (%(default)s)")
     add("--seq-len", type=positive, metavar="N", help="training length (default: as the checkpoint says)")
     add("--rows", type=positive, default=8, metavar="B", help="of the instruments, at most (default: %(default)s)")
+    add("--attention", choices=list(ReadingAttention), help="read with full attention, or as in training")
     add("--self-extend", type=grouped, metavar="G,W", help="full attention reads tokens W and more away in groups of G")
     add("--instruments", metavar="A,B", help=f"default: {','.join(INSTRUMENTS)}")
     add("--output", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation/STEP)")
@@ -143,7 +145,7 @@ def measure(checkpoints: dict[Path, Path], chosen: argparse.Namespace, console: 
     if len(set(folders.values())) < len(chosen.paths):
         raise Unusable("two of the runs have the same name and step, and so the same folder below --output")
     for path, checkpoint in checkpoints.items():
-        with served(checkpoint, layout(chosen.layout), chosen.self_extend) as model:
+        with served(checkpoint, layout(chosen.layout), chosen.self_extend, chosen.attention) as model:
             name = f"{folders[path].parent.parent.name if chosen.output is None else path.name}, step {model.step}"
             one = ask(model, name, folders[path])
             if model.first:
@@ -203,7 +205,7 @@ def instruments(checkpoint: Path, output: Path, chosen: argparse.Namespace, cons
     from hybridtron.evaluate.held_out import as_trained, read_text
     from hybridtron.evaluate.length import attention_at_eval
 
-    with served(checkpoint, layout(chosen.layout), chosen.self_extend) as model:
+    with served(checkpoint, layout(chosen.layout), chosen.self_extend, chosen.attention) as model:
         config, seq_len = as_trained(checkpoint, model.config, model.step, chosen.seq_len)
         length = int(chosen.length.removesuffix("x")) * (seq_len if chosen.length.endswith("x") else 1)
         text = read_text(checkpoint, config.data, seq_len, chosen.data, length, chosen.rows)

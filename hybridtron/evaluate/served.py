@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridtron.architecture.attention import AttentionSpec
+from hybridtron.architecture.attention import AttentionSpec, HeadsSpec, ReadingAttention
 from hybridtron.architecture.rope import SelfExtendOptions
 from hybridtron.architecture.table import architecture
 from hybridtron.config.checks.parallel import uncuttable, unshareable
@@ -58,11 +58,15 @@ def layout(settings: Sequence[str]) -> ParallelConfig:
 
 @contextmanager
 def served(
-    folder: Path, parallel: ParallelConfig | None = None, extend: SelfExtendOptions | None = None
+    folder: Path,
+    parallel: ParallelConfig | None = None,
+    extend: SelfExtendOptions | None = None,
+    attention: ReadingAttention | None = None,
 ) -> Iterator[Served]:
     """The model, until the block ends. Unusable where checkpoint, tokenizer or layout can't be used."""
     parallel = parallel or ParallelConfig()
     checkpoint, config = opened(folder)
+    config = config if attention is None else attending(config, attention)
     config = config if extend is None else self_extended(config, extend)
     tokenizer = tokenizer_of(checkpoint)
     require_layout(config, parallel)
@@ -89,6 +93,16 @@ def opened(folder: Path) -> tuple[Checkpoint, Config]:
         raise Unusable(str(error)) from error
     except ConfigError as error:
         raise Unusable(f"{folder} has a config.yaml that this version can't read.\n{error}") from error
+
+
+def attending(config: Config, how: ReadingAttention) -> Config:
+    """The same, whose windows and spans read with full attention, or all as they were trained."""
+    specs = architecture(config.model).by_letter
+    changed = {letter: dict(spec.reading[how]) for letter, spec in specs.items() if isinstance(spec, HeadsSpec)}
+    if not changed:
+        raise Unusable(f"--attention {how}: the model has no attention")
+    layers = {letter: options | changed.get(letter, {}) for letter, options in config.model.layers.items()}
+    return replace(config, model=replace(config.model, layers=layers))
 
 
 def self_extended(config: Config, by: SelfExtendOptions) -> Config:

@@ -27,6 +27,7 @@ class MultiQueryRecall(TokenTask):
     vocabulary   V
     power        a
     random_rest  whether the other places hold random ids; 0 else
+    noise        of how many ids, all beyond V, these are drawn; 0: of V, where they can be keys and values
     follows      whether the value stands behind its key the second time, too
     """
 
@@ -35,6 +36,7 @@ class MultiQueryRecall(TokenTask):
     vocabulary: int = 8192
     power: float = 0.01
     random_rest: bool = True
+    noise: int = 0
     follows: bool = False
 
     @property
@@ -43,7 +45,7 @@ class MultiQueryRecall(TokenTask):
 
     @property
     def num_tokens(self) -> int:
-        return self.vocabulary
+        return self.vocabulary + self.noise
 
     def sample(self, seed: int, index: int, tokenizer: TextTokens, length: int) -> Sample:
         self._check(length)
@@ -55,8 +57,9 @@ class MultiQueryRecall(TokenTask):
         asked = dict(zip(places, zip(keys, values, strict=True), strict=True))
         tokens = [token for pair in zip(keys, values, strict=True) for token in pair]
         labels = [IGNORED] * length
+        rest_ids = (self.vocabulary, self.num_tokens) if self.noise else (0, self.vocabulary)
         for place in range(len(tokens), length):
-            rest = random.randrange(self.vocabulary) if self.random_rest else 0
+            rest = random.randrange(*rest_ids) if self.random_rest else 0
             key, labels[place] = asked.get(place, (rest, IGNORED))
             tokens.append(key)
         answer = [labels[place] for place in sorted(places)]
@@ -94,9 +97,18 @@ class MultiQueryRecall(TokenTask):
         wrong = [
             (length % 2, f"a length of {length} is odd, and slots have two tokens"),
             (self.pairs < 1, f"pairs={self.pairs}: at least 1"),
+            (self.noise < 0, f"noise={self.noise}: at least 0"),
+            (self.noise and not self.random_rest, f"noise={self.noise}: needs random_rest=true"),
             (self.power <= 0, f"power={self.power}: more than 0"),
             (4 * self.pairs > length, f"a length of {length} can't fit pairs={self.pairs}; it needs {4 * self.pairs}"),
-            (self.vocabulary <= length, f"vocabulary={self.vocabulary}: must be more than the length {length}"),
+            (
+                self.random_rest and not self.noise and self.vocabulary <= length,
+                f"vocabulary={self.vocabulary}: must be more than the length {length}, unless noise is set",
+            ),
+            (
+                self.vocabulary // 2 <= self.pairs,
+                f"vocabulary={self.vocabulary}: at least {2 * self.pairs + 2} for pairs={self.pairs}",
+            ),
         ]
         for is_wrong, message in wrong:
             if is_wrong:

@@ -140,6 +140,19 @@ def test_short_gaps_of_mqar_are_likely() -> None:
     assert abs(first / count - expected) < 4 * math.sqrt(expected * (1 - expected) / count)
 
 
+def test_noise_of_mqar_is_of_ids_of_its_own() -> None:
+    """Pairs and slots hold no noise, the rest nothing else, and rows may be longer than the vocabulary."""
+    task, seen = named("mqar", ["vocabulary=16", "noise=3", "follows=true"]), set[int]()
+    assert isinstance(task, TokenTask)
+    assert task.num_tokens == 19
+    for index in range(20):
+        sample = task.sample(0, index, BYTES, 64)
+        places = {place + more for place in sample.meta["places"] for more in (0, 1)} | set(range(8))
+        assert all((token >= 16) == (place not in places) for place, token in enumerate(sample.tokens))
+        seen |= {token for token in sample.tokens if token >= 16}
+    assert seen == {16, 17, 18}
+
+
 def test_copies_are_packed_to_the_length() -> None:
     """The last one is cut and not learned; all before it are."""
     sample = named("copying", ["shortest=10", "longest=20", "packed=true"]).sample(0, 0, BYTES, 220)
@@ -157,6 +170,9 @@ def test_copies_are_packed_to_the_length() -> None:
         ("mqar", ["pairs=5"], 18, "20"),
         ("mqar", ["vocabulary=64"], 64, "vocabulary=64"),
         ("mqar", ["power=0.0"], 64, "power=0.0"),
+        ("mqar", ["vocabulary=8", "noise=4"], 64, "at least 10"),
+        ("mqar", ["noise=-1"], 64, "noise=-1"),
+        ("mqar", ["noise=4", "random_rest=false"], 64, "random_rest=true"),
         ("joint_recall", [], 1057, "1058"),
         ("joint_recall", ["sizes=5-17,5"], 2000, "5-17"),
         ("joint_recall", ["sizes=2,2,2,2,2"], 2000, "2,2,2,2,2"),

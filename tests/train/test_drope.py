@@ -1,4 +1,4 @@
-"""A phase without rotary positions after one that has them (DroPE), and reading with Self-Extend."""
+"""A phase without rotary positions after one that has them (DroPE); reading with another attention than in training."""
 
 from __future__ import annotations
 
@@ -64,3 +64,33 @@ def test_what_self_extend_is_not_for(train_small: Train, tmp_path: Path, capsys:
         with pytest.raises(SystemExit):
             evaluate.main([str(tmp_path / "run"), "--self-extend", wrong])
         assert said in capsys.readouterr().err
+
+
+SPAN = "{kind: span, heads: 4, chunk: 8, block: 4, blocks: 1}"
+
+
+@pytest.mark.parametrize(
+    ("letter", "trained", "same"),
+    [("{kind: attention, heads: 4, window: 8}", "window 8 (W)", 8), (SPAN, "span 8 (W)", 8)],
+)
+def test_an_evaluation_reads_with_full_attention_or_as_trained(
+    letter: str, trained: str, same: int, train_small: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both are the same as far as a window or a chunk reaches, and not beyond."""
+    assert train_small(f"model.layers.W={letter}", "phases.0.tokens=640") == 0
+    capsys.readouterr()
+    losses = {}
+    for how, said in {"full": "full (W)", "trained": trained}.items():
+        common = ["--length", "2x", "--rows", "4", "--instruments", "positions", "--output", str(tmp_path / how)]
+        assert evaluate.main([str(tmp_path / "run"), "--attention", how, *common]) == 0
+        assert f"attention: {said}" in capsys.readouterr().out
+        lines = (tmp_path / how / "positions.jsonl").read_text().splitlines()
+        losses[how] = [json.loads(line)["loss"] for line in lines]
+    assert losses["full"][:same] == pytest.approx(losses["trained"][:same], abs=1e-5)
+    assert losses["full"][16:] != pytest.approx(losses["trained"][16:], abs=1e-5)
+
+
+def test_a_model_without_attention_has_no_other(train_small: Train, tmp_path: Path) -> None:
+    assert train_small("model.pattern=M*2", "phases.0.tokens=64") == 0
+    with pytest.raises(Unusable, match="--attention full: the model has no attention"):
+        evaluate.main([str(tmp_path / "run"), "--attention", "full"])

@@ -1,0 +1,128 @@
+"""What a model recalls in rows of every length, by distance of needles, with full attention and as trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridtron.architecture.attention import ReadingAttention
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hybridtron.evaluate.served import Served
+    from hybridtron.model.lm import LanguageModel
+    from hybridtron.tasks.mqar import MultiQueryRecall
+
+VOCABULARY, NOISE, PAIRS = 128, 64, 16
+LENGTHS = (128, 256, 512, 1024, 2048)
+DISTANCES = (128, 256, 512, 1024, 2048)  # tokens from a value back to its pair: the ends of bins
+WINDOW = 256
+SEED_OF_SAMPLES = 7
+BATCH = 16
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Answers at a length: of each bin of distances how many were asked for, how many are right, and their nats."""
+
+    asked: Sequence[int]
+    right: Sequence[int]
+    nats: Sequence[float]
+
+    @property
+    def recall(self) -> float:
+        return sum(self.right) / sum(self.asked)
+
+    @property
+    def perplexity(self) -> float:
+        """Of the values that are asked for, which is all that can be predicted of a row."""
+        return math.exp(sum(self.nats) / sum(self.asked))
+
+    def within(self, inside: bool) -> float | None:
+        """Recall of needles inside the window, or of those beyond it; None without any."""
+        bins = [index for index, last in enumerate(DISTANCES) if (last <= WINDOW) == inside]
+        asked = sum(self.asked[index] for index in bins)
+        return sum(self.right[index] for index in bins) / asked if asked else None
+
+
+Readings = dict[ReadingAttention, dict[int, Asked]]
+"""By attention and length."""
+
+
+def task(pairs: int = PAIRS) -> MultiQueryRecall:
+    """Pairs at the beginning of a row, then noise, and each key again once, anywhere in it with one probability."""
+    from hybridtron.tasks.mqar import MultiQueryRecall
+
+    return MultiQueryRecall(pairs=pairs, vocabulary=VOCABULARY, noise=NOISE, power=1.0, follows=True)
+
+
+def readings_of(record: Mapping[str, Any]) -> Readings:
+    """As a kept result has them; a model that was trained with full attention reads so in both ways."""
+    found = {
+        ReadingAttention(how): {int(length): Asked(**one) for length, one in by_length.items()}
+        for how, by_length in record.items()
+    }
+    return {how: found.get(how, found[ReadingAttention.full]) for how in ReadingAttention}
+
+
+def recalled(run: Path, lengths: Sequence[int], rows: int) -> dict[str, Any]:
+    """What `readings_of` reads."""
+    from hybridtron.cli.given import newest_checkpoint
+    from hybridtron.evaluate.length import attention_at_eval
+    from hybridtron.evaluate.served import served
+
+    found: dict[str, Any] = {}
+    seen = list[dict[str, str]]()
+    for how in ReadingAttention:
+        with served(newest_checkpoint(run), attention=how) as model:
+            attention = attention_at_eval(model.config.model)
+            if attention not in seen:
+                found[how.value] = {str(length): at_length(model, length, rows) for length in lengths}
+            seen.append(attention)
+    return found
+
+
+def at_length(model: Served, length: int, rows: int) -> dict[str, Sequence[float]]:
+    """The fields of `Asked`."""
+    asked, right, nats = ([0.0] * len(DISTANCES) for _ in range(3))
+    for distance, loss, is_right in answers(model, length, rows):
+        number = next(index for index, last in enumerate(DISTANCES) if distance <= last)
+        asked[number] += 1
+        right[number] += is_right
+        nats[number] += loss
+    counts = {"asked": list(map(int, asked)), "right": list(map(int, right))}
+    return {**counts, "nats": [round(one, 3) for one in nats]}
+
+
+def answers(model: Served, length: int, rows: int) -> Iterator[tuple[int, float, bool]]:
+    """Of each value that is asked for: how far back its pair stands, its loss, and whether it is the likeliest."""
+    import torch
+
+    from hybridtron.evaluate.length import fitting_chunk, of_labels
+    from hybridtron.tasks.tokens import ByteTokens
+
+    every = [task().sample(SEED_OF_SAMPLES, index, ByteTokens(), length) for index in range(rows)]
+    chunk = fitting_chunk(model.config.model, BATCH)
+    for first in range(0, rows, BATCH):
+        samples = every[first : first + BATCH]
+        tokens_BT = torch.tensor([sample.tokens for sample in samples])
+        found_LBX = of_labels(model.read, tokens_BT, chunk, judged, (2,))
+        for row, sample in enumerate(samples):
+            for number, place in enumerate(sample.meta["places"]):
+                loss, is_right = found_LBX[place, row].tolist()
+                yield place - 2 * number, loss, bool(is_right)
+
+
+def judged(labels_CB: Tensor, stage: LanguageModel, x_CBD: Tensor) -> Tensor:
+    """Loss of each label, and whether it is the likeliest token."""
+    import torch
+
+    from hybridtron.evaluate.length import label_losses
+    from hybridtron.parallel.loss import likeliest
+
+    right_CB = likeliest(x_CBD, stage.output_weight(), stage.slice.tensor) == labels_CB
+    return torch.stack((label_losses(labels_CB, stage, x_CBD), right_CB), dim=-1)

@@ -1,0 +1,136 @@
+"""What the paper says of its variants, and when a run of this study counts as agreeing with it.
+
+The statistic, fixed before the runs: recall over all answers in rows of 512, 1024 and 2048 tokens, the tuned length and
+2 and 4 times as far, read with full attention as the paper does, and compared from the same base, seed by seed. One
+model stands above another where its mean is 2 points higher and no seed says otherwise; two are level where their means
+are within 5 points. Where a variant has one seed, that one counts. Perplexities are the same within 10%, and steps take
+the same time within 20%, at the longest rows that are timed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from examples.span_study.asked import LENGTHS, Readings
+from examples.span_study.cost import Costs, ratio
+from hybridtron.architecture.attention import ReadingAttention
+
+ABOVE = 0.02
+LEVEL = 0.05
+SAME_PERPLEXITY = 1.1
+SAME_TIME = 1.2
+SCORED = (512, 1024, 2048)
+FULL, TRAINED = ReadingAttention.full, ReadingAttention.trained
+Found = Mapping[str, Mapping[str, Readings]]
+"""By variant and seed."""
+COLUMNS = ("figure", "what the paper says", "ours (by seed)", "agrees")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A pair of models, each as it reads: the first stands above the other (`above`), does not (`not_above`), or both
+    are `level`."""
+
+    figure: str
+    says: str
+    one: str
+    other: str
+    kind: str = "above"
+    reads: tuple[ReadingAttention, ReadingAttention] = (FULL, FULL)
+
+
+CLAIMS = (
+    Claim("2(a)", "SE above SW", "SE", "SW"),
+    Claim("2(a)", "SE above S2", "SE", "S2"),
+    Claim("2(a)", "SE level with full attention", "SE", "full", kind="level"),
+    Claim("2(b)", "SE with HyLoRA above LoRA", "SE", "SE-lora"),
+    Claim("2(b)", "SE with HyLoRA above LoRA+", "SE", "SE-lora_plus"),
+    Claim("3(a)", "SE above random blocks", "SE", "random"),
+    Claim("3(a)", "random blocks above none", "random", "NoMem"),
+    Claim("3(b)", "chunks that are drawn above 128", "SE", "chunk=128"),
+    Claim("3(b)", "chunks that are drawn above 256", "SE", "chunk=256"),
+    Claim("3(c)", "2 blocks of 8 above 8 blocks of 2", "2x8", "8x2"),
+    Claim("5", "full attention with HyLoRA above LoRA", "full", "full-lora"),
+    Claim("5", "full attention with HyLoRA above LoRA+", "full", "full-lora_plus"),
+    Claim("6", "rank 16 above rank 4", "rank=16", "rank=4"),
+    Claim("6", "rank 64 above rank 16", "rank=64", "rank=16"),
+    Claim("11(a)", "SW read with full attention above its own", "SW", "SW", reads=(FULL, TRAINED)),
+    Claim("11(b)", "SE read with full attention above its own", "SE", "SE", reads=(FULL, TRAINED)),
+    Claim("12", "SE above landmarks", "SE", "LM"),
+    Claim("13", "S2 at the rate of the others not above S2 at a tenth of it", "S2", "S2-lr=2e-4", kind="not_above"),
+)
+"""Figure 3(d), the number of retrieved tokens, is not asked here."""
+ADAPTERS = ("SE", "SE-lora_plus", "SE-lora")
+ATTENTIONS = ("SW", "full", "S2", "SE")
+
+
+def score(readings: Readings, how: ReadingAttention = FULL) -> float:
+    """The statistic of one run."""
+    found = [readings[how][length] for length in SCORED if length in readings[how]]
+    return sum(sum(one.right) for one in found) / sum(sum(one.asked) for one in found)
+
+
+def differences(found: Found, claim: Claim) -> list[float]:
+    """By how much the first stands above the other, of every seed that both have."""
+    ours, theirs = found.get(claim.one, {}), found.get(claim.other, {})
+    one, other = claim.reads
+    return [score(ours[seed], one) - score(theirs[seed], other) for seed in ours if seed in theirs]
+
+
+def agrees(claim: Claim, by: list[float]) -> bool:
+    """Whether these differences are what the claim says."""
+    mean = statistics.mean(by)
+    above = mean >= ABOVE and min(by) > 0
+    return {"above": above, "not_above": not above, "level": abs(mean) <= LEVEL}[claim.kind]
+
+
+def judged(found: Found, costs: Costs) -> Iterator[tuple[str, ...]]:
+    """The rows of a table: each claim of models that have been trained."""
+    for claim in CLAIMS:
+        if by := differences(found, claim):
+            each = ", ".join(f"{100 * one:+.1f}" for one in by)
+            yield claim.figure, claim.says, f"{100 * statistics.mean(by):+.1f} points ({each})", said(agrees(claim, by))
+    yield from _perplexities(found)
+    yield from _times(costs)
+
+
+def _perplexities(found: Found) -> Iterator[tuple[str, ...]]:
+    """Tables 2 and 3."""
+    far = {name: _perplexity(found[name], TRAINED, max(LENGTHS)) for name in ATTENTIONS if name in found}
+    if "SW" in far and len(far) > 1 and not any(map(math.isnan, far.values())):
+        says = "read as trained at 4 times the tuned length, SW has the lowest perplexity"
+        yield "Table 2", says, _listed(far), said(min(far, key=far.__getitem__) == "SW")
+    near = {name: _perplexity(found[name], FULL, min(SCORED)) for name in ADAPTERS if name in found}
+    if len(near) == len(ADAPTERS):
+        says = "HyLoRA, LoRA+ and LoRA have the same perplexity at the tuned length"
+        yield "Table 3", says, _listed(near), said(max(near.values()) <= SAME_PERPLEXITY * min(near.values()))
+
+
+def _perplexity(of: Mapping[str, Readings], how: ReadingAttention, length: int) -> float:
+    """The mean over seeds; not a number where rows of that length were not asked."""
+    found = [readings[how][length].perplexity for readings in of.values() if length in readings[how]]
+    return statistics.mean(found) if found else math.nan
+
+
+def _times(costs: Costs) -> Iterator[tuple[str, ...]]:
+    """Figure 4."""
+    shortest, longest = costs[min(costs)], costs[max(costs)]
+    if not {"full", "SW", "S2", "SE"} <= longest.keys():
+        return
+    ours = ratio(longest, "SE", "SW")
+    yield "4", f"steps with SE as fast as with SW, at {max(costs)} tokens", f"{ours:.2f}x", said(ours <= SAME_TIME)
+    for slow in ("full", "S2"):
+        first, last = (ratio(of, slow, "SE") for of in (shortest, longest))
+        says = f"{slow} slower than SE, and the more the longer the rows"
+        yield "4", says, f"{first:.2f}x at {min(costs)}, {last:.2f}x at {max(costs)}", said(last > max(first, 1.0))
+
+
+def _listed(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3g}" for name, value in values.items())
+
+
+def said(agrees: bool) -> str:
+    return "yes" if agrees else "**no**"

@@ -1,0 +1,83 @@
+"""What the study of adapted hybrids trains (span.yaml), and the rows of MQAR that it trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass, field
+from io import StringIO
+from pathlib import Path
+
+from examples.results import Part
+from examples.span_study.asked import LENGTHS, PAIRS, SEED_OF_SAMPLES, recalled, task
+from examples.study import selected
+from hybridtron.sweep.grid import SEED, SweepRun
+
+HERE = Path(__file__).parent
+BASE = "base"
+ALONE = "3"  # the seed of what has only one, the last: a study that is stopped has what it is about
+REPEATED = (BASE, "full", "SW", "S2", "NoMem", "random", "LM", "SE", "SE-lora", "SE-lora_plus")  # have three seeds
+ROWS = {16: 4, 128: PAIRS, 512: PAIRS}  # tokens of a row that is trained on, without its end -> its pairs
+SHORT, RECALLED, LONG = ROWS
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is done: the real study, or one of a minute."""
+
+    settings: tuple[str, ...] = ()
+    of_base: tuple[str, ...] = ()
+    adapted: tuple[str, ...] = ()
+    variants: tuple[str, ...] | None = None  # None: all
+    seeds: tuple[str, ...] = ("1", "2", "3")
+    training: Mapping[int, int] = field(default_factory=lambda: {SHORT: 64_000, RECALLED: 9_600, LONG: 2_000})
+    lengths: tuple[int, ...] = LENGTHS
+    asked: int = 64  # rows of each length
+    timed: tuple[int, ...] = (512, 2048, 8192)  # tokens of rows whose steps are timed
+
+
+STUDY = Sizes()
+QUICK = Sizes(
+    settings=("run.eval_tokens=2K",),
+    of_base=("phases.0.tokens=${steps:2}", "phases.1.tokens=${steps:2}", "model.width=32"),
+    adapted=("phases.0.tokens=${steps:2}", "phases.0.global_batch=2", "phases.0.micro_batch=2", "model.width=32"),
+    variants=(BASE, "full", "SW", "SE"),
+    seeds=("1",),
+    training={SHORT: 600, RECALLED: 300, LONG: 40},
+    lengths=(128, 512),
+    asked=2,
+    timed=(512,),
+)
+
+
+def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
+    """The runs, each on its folders of rows, and what is asked of them."""
+
+    def more(run: SweepRun) -> tuple[str, ...] | None:
+        known = sizes.variants is None or run.variant in sizes.variants
+        repeated = run.variant in REPEATED or run.values[SEED] == ALONE
+        if not (known and repeated and run.values[SEED] in sizes.seeds):
+            return None
+        if run.variant == BASE:
+            folders = (f"data.path={data / str(SHORT)}", f"phases.1.data.path={data / str(RECALLED)}")
+            return (*sizes.settings, *sizes.of_base, *folders)
+        return (*sizes.settings, *sizes.adapted, f"data.path={data / str(LONG)}")
+
+    sweep, folder = selected(HERE / "span.yaml", runs, more)
+    training = {str(length): rows for length, rows in sizes.training.items()}
+    asked = {"lengths": list(sizes.lengths), "samples": sizes.asked, "seed": SEED_OF_SAMPLES, "training": training}
+    about = {name: value for name, value in asdict(task()).items() if name != "name"}
+    return Part(sweep, folder, lambda _, path: recalled(path, sizes.lengths, sizes.asked), {**asked, "task": about})
+
+
+def write_rows(sizes: Sizes, data: Path) -> None:
+    """For each length a folder in which every sample, with its end, is one row."""
+    from hybridtron.cli.tasks import prepare_main
+
+    for length, rows in sizes.training.items():
+        options = asdict(task(ROWS[length]))
+        written = [f"{name}={str(value).lower()}" for name, value in options.items() if name != "name"]
+        how_many = ["--length", str(length), "--training", str(rows)]
+        if not (data / str(length)).exists():
+            with redirect_stdout(StringIO()):
+                prepare_main(["mqar", *written, *how_many, "--output", str(data / str(length))])

@@ -8,6 +8,7 @@
 # make mixers   trains every recurrence at equal size and compares them (hours)
 # make joint-recall   trains sparse attention beside Mamba to recall values by context and key (hours)
 # make grown   grows HAX beside a tiny Mamba and tunes both on keys in filler (half an hour)
+# make papers   carries on with what four papers claim, a piece of at most two hours, and writes their pages
 # make chaos   kills and damages a tiny run again and again, which ends as one that nothing happens to (minutes)
 # make audit   compares every gradient of every parallel layout with one process (minutes)
 # make rehearse   rehearses a step of every recipe under six layouts without a GPU, and writes its page (tens of minutes)
@@ -26,7 +27,7 @@ TORCH ?= torch==2.13.0
 DALI := nvidia-dali-cuda120==2.4.0
 BIN := $(VENV)/bin
 .PHONY: train length-story setup setup-dev setup-metrics setup-dali same-python test lint types test-fast test-slow \
-  passkey mixers joint-recall grown test-core test-triton test-slurm setup-slurm test-gpu gpu-day-one audit chaos rehearse reference format clean
+  passkey mixers joint-recall grown papers test-core test-triton test-slurm setup-slurm test-gpu gpu-day-one audit chaos rehearse reference format clean
 
 train: $(VENV)/.ready
 	$(BIN)/python train.py
@@ -45,6 +46,9 @@ joint-recall: $(VENV)/.ready
 
 grown: $(VENV)/.ready
 	$(BIN)/python -m examples.grown.study --results benchmarks/results/grown
+
+papers: $(VENV)/.ready
+	$(BIN)/python -m examples.papers
 
 setup: $(VENV)/.ready
 

@@ -43,6 +43,7 @@ TABLE_1 = Table(
 ONE_CELL = OnGpu(
     (("recipe=tasks/joint_recall",),),
     also="the whole table is 153 such runs, an array job: examples/sweep/hax/joint_recall.yaml",
+    hours=0.67,
 )
 GROWN = OnGpu(
     (("recipe=hax_mamba_130m_3072",),), also="it starts from the published mamba-130m, imported: run.weights=imported"

@@ -127,7 +127,7 @@ CLAIMS = (
     Claim(
         "figure4-states",
         "Figures 4 and 9",
-        "States of a model that fails go on growing beyond the context; after passing they do not.",
+        "States of a model that fails keep growing beyond the context; after passing they do not.",
         EMPTY,
         "the largest deviation of a layer's state at the end of the text over that at the context: after passing "
         "below the "

@@ -81,9 +81,13 @@ def on_gpu(claim: Claim) -> Iterator[str]:
     """What shows it at the paper's size, with the hours that a model expects."""
     if claim.on_gpu is None:
         return
-    found = [hours(settings) for settings in claim.on_gpu.like or claim.on_gpu.runs]
-    several = f", the longest of {len(found)} runs {max(found):.1f}" if len(found) > 1 else ""
-    yield from ("", f"On one H100, {sum(found):.1f} hours by the model{several} (nothing was measured):", "")
+    found = [claim.on_gpu.hours or hours(settings) for settings in claim.on_gpu.like or claim.on_gpu.runs]
+    several = f", the longest of {len(found)} runs {_time(max(found))}" if len(found) > 1 else ""
+    yield from ("", f"On one H100, {_time(sum(found))} by the model{several} (nothing was measured):", "")
     yield from ("```sh", *commands(claim, claim.on_gpu), "```")
     if claim.on_gpu.also:
         yield from ("", f"Beside that: {claim.on_gpu.also}.")
+
+
+def _time(hours: float) -> str:
+    return f"{hours:.1f} hours" if hours > 1 else f"{60 * hours:.0f} minutes"

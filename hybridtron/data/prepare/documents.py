@@ -40,7 +40,7 @@ class ArgumentError(PrepareError):
 class Input:
     """What one part is made from: a file; a shard of an MDS folder, after its index; or a run of text files.
 
-    `texts` are the bytes of all documents, where its files do not tell.
+    `texts` are the bytes of all documents, where its files do not say.
     """
 
     format: str

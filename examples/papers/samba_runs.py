@@ -39,15 +39,18 @@ class Sizes:
 
 
 STUDY = Sizes()
-QUICK = Sizes(
-    settings=("phases.0.tokens=60K", "run.eval_tokens=1K", "checkpoint.every=1000"),
-    variants={"samba": ("samba", "llama"), "tables": ("samba", "full-1")},
+QUICK = Sizes(  # at which full attention already fails beyond its rows
+    settings=(
+        "model.width=96", "model.vocab_size=512", "model.layers.-.hidden=256", "phases.0.tokens=1M",
+        "run.eval_tokens=1K",
+    ),
+    variants={"samba": ("samba", "llama", "llama-swa", "mamba"), "tables": ("samba", "full-1")},
     seeds=("1",),
-    lengths=(256, 512, 1024),
+    vocab_size=512,
     table_lengths=(256, 512),
-    tokens=2**12,
+    tokens=2**14,
     entropy_rows=4,
-)
+)  # fmt: skip
 
 
 def part_of(part: str, sizes: Sizes, runs: Path, data: Path) -> Part:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from examples.length_story.runs import STORY
+from examples.length_story.runs import part_of as story_part
 from examples.papers import carry_on as carrying
 from examples.papers.__main__ import PAPERS, main
 from examples.papers.carry_on import batches, carry_on, that_fit
@@ -18,12 +21,16 @@ from examples.papers.claim import Kept, Pair, Said, holds, in_order, judged, poo
 from examples.papers.length_runs import BASES
 from examples.papers.length_runs import STUDY as LENGTH
 from examples.papers.length_runs import part_of as length_part
+from examples.papers.length_views import rises
 from examples.papers.on_gpu import hours
 from examples.papers.page import page
 from examples.papers.samba_runs import STUDY as SAMBA
 from examples.papers.samba_runs import part_of as samba_part
 from examples.papers.studies import STUDIES, Where, all_kept
-from examples.results import ROOT, Result, Trained
+from examples.results import ROOT, Result, Results, Trained
+from examples.study import found_in, trained
+from hybridtron.architecture.mamba2 import Mamba2Spec
+from hybridtron.architecture.table import architecture
 from hybridtron.config.load import load
 from hybridtron.planning.count import count
 from hybridtron.sweep.grid import SEED, SweepRun
@@ -84,6 +91,8 @@ def test_models_are_of_equal_size(tmp_path: Path) -> None:
         config = load(list(run.settings))
         parameters, tokens = count(config.model, 64).parameters, int(config.phases[0].tokens)
         assert 0.095e6 < parameters < 0.15e6, run.name
+        mixer = architecture(config.model).specs[0]
+        assert not isinstance(mixer, Mamba2Spec) or (mixer.a_min, mixer.a_max) == (1, 16), run.name
         assert 40e6 < tokens < 60e6, run.name
 
 
@@ -230,3 +239,55 @@ def test_all_results_that_are_kept_are_those_of_the_plans(tmp_path: Path) -> Non
     assert {path.name for path in files} <= named
     for path in files:
         assert json.loads(path.read_text())["commit"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_full_attention_fails_beyond_its_rows_at_once(tmp_path: Path) -> None:
+    """Robust at the size of minutes: Table 3's Llama against Llama-SWA, Mamba and Samba. What has a result is kept."""
+    out, results = tmp_path / "out", tmp_path / "results"
+    where = ["--results", str(results), "--output", str(out)]
+    quick = ["samba", "--only", "table3-explodes", "--quick", *where]
+    assert main([*quick, "--runs", str(tmp_path / "runs")]) == 0
+    files = {path: path.stat().st_mtime_ns for path in (results / "papers").iterdir()}
+    assert len(files) == 4
+    text = (out / "samba.md").read_text()
+    section = text.split("## table3-explodes")[1].split("## ")[0]
+    assert "- **agrees**: llama at 4x over 1x: " in section
+    assert "![table3-explodes](samba_table3-explodes.png)" in section
+    assert (out / "samba_table3-explodes.png").stat().st_size > 1000
+    assert main([*quick, "--runs", str(tmp_path / "elsewhere")]) == 0  # nothing is left to train or to measure
+    assert {path: path.stat().st_mtime_ns for path in (results / "papers").iterdir()} == files
+    assert not (tmp_path / "elsewhere/papers").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_states_are_measured_before_and_after_passing(tmp_path: Path) -> None:
+    """Tiny sizes: that it runs, from the base to the page."""
+    where = [
+        "--runs",
+        str(tmp_path / "runs"),
+        "--results",
+        str(tmp_path / "results"),
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    assert main(["length", "--only", "figure4-states", "--quick", *where]) == 0
+    found = json.loads((tmp_path / "results/papers/length-base-seed=1.json").read_text())["found"]
+    assert [int(step) for step in found["earlier"]] == [2, 4, 8]
+    assert found["deviations"][0][0] == 64
+    assert "| passing | 1 |" in (tmp_path / "out/length.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_passing_repairs_a_base_that_fails(tmp_path: Path) -> None:
+    """Robust from one seed: the length story at its real size, whose page has 1.41 after passing and 4.92 without."""
+    story = replace(STORY, seeds=("1",), variants={f"language/{name}": () for name in ("base", "zero", "passing")})
+    part, results = story_part("language", story, tmp_path), Results(tmp_path / "results")
+    assert trained("language", part, part.sweep.runs, results, 2, Console(quiet=True))
+    found = Kept(found_in({"language": part}, results), {})
+    risen = {name: rises(found, name, "language", 32 * 16)[0] for name in ("zero", "passing")}
+    assert risen["zero"] > math.log(2)
+    assert risen["passing"] < math.log(1.6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -35,9 +36,9 @@ def carry_on(claims: Sequence[Claim], where: Where, minutes: float, jobs: int, c
     kept = all_kept(where)
     ahead = list(batches(claims, where))
     left = sum(batch.minutes(kept) for batch in ahead) + timed_minutes(claims, kept)
-    console.print(
-        f"{left / jobs:.0f} minutes are planned for what is left, {jobs} runs at a time; this call: {minutes:.0f}"
-    )
+    planned_now = f"planned for what is left: {left / jobs:.0f} minutes, {jobs} runs at a time"
+    console.print(f"{planned_now}; this call: {minutes:.0f}")
+    began = time.monotonic()
     if timed_minutes(claims, kept):
         speed.measure_missing(where.results / "papers", where.quick)
         minutes -= SPEED_MINUTES
@@ -48,7 +49,8 @@ def carry_on(claims: Sequence[Claim], where: Where, minutes: float, jobs: int, c
             if not well:
                 return 1
             minutes, left = minutes - used / jobs, left - used
-            console.print(f"{left / jobs:.0f} minutes of what was planned are left")
+            spent = (time.monotonic() - began) / 60
+            console.print(f"{spent:.0f} minutes used; planned for what is left: {left / jobs:.0f}")
         if len(fitting.missing) < len(batch.missing):
             return INTERRUPTED
     return INTERRUPTED if any(batches(claims, where)) else 0  # results can name further runs
@@ -73,7 +75,7 @@ def batches(claims: Sequence[Claim], where: Where) -> Iterator[Batch]:
 
 
 def that_fit(batch: Batch, kept: Kept, minutes: float) -> Batch:
-    """The first of its runs that fit; one at least of those that are longer than any piece is, in the quick form."""
+    """The first of its runs that fit."""
     taken: list[SweepRun] = []
     for run in batch.missing:
         minutes -= planned(batch.study, batch.name, run, kept)

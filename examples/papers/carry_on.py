@@ -35,13 +35,14 @@ def carry_on(claims: Sequence[Claim], where: Where, minutes: float, jobs: int, c
     """Train and measure. 0 where nothing is left, 1 where a run failed, 75 where there is more to do."""
     kept = all_kept(where)
     ahead = list(batches(claims, where))
-    left = sum(batch.minutes(kept) for batch in ahead) + timed_minutes(claims, kept)
+    of_speed = timed_minutes(claims, kept)
+    left = sum(batch.minutes(kept) for batch in ahead) + of_speed
     planned_now = f"planned for what is left: {left / jobs:.0f} minutes, {jobs} runs at a time"
     console.print(f"{planned_now}; this call: {minutes:.0f}")
     began = time.monotonic()
-    if timed_minutes(claims, kept):
+    if of_speed:
         speed.measure_missing(where.results / "papers", where.quick)
-        minutes -= SPEED_MINUTES
+        minutes, left = minutes - of_speed, left - of_speed
     for batch in ahead:
         fitting = that_fit(batch, kept, minutes * jobs)
         if fitting.missing:

@@ -116,7 +116,7 @@ def write_grown(where: Where) -> None:
 
 
 def of_length(variant: str) -> float:
-    return 45 if variant in length.BASES else 1.5
+    return 15 if variant in length.BASES else 1.5
 
 
 STUDIES = (

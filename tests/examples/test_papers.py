@@ -200,20 +200,20 @@ def test_a_piece_has_the_runs_that_fit_and_their_starts(tmp_path: Path) -> None:
     assert [run.name for run in first.missing] == [f"{name}-seed=1" for name in ("base", "zero", "passing", "tbtt")]
     assert len(others) == 2
     nothing = Kept({}, {})
-    assert first.minutes(nothing) == 45 + 3 * 1.5
-    assert [run.variant for run in that_fit(first, nothing, 47).missing] == ["base", "zero"]
-    assert that_fit(first, nothing, 44).missing == []
+    assert first.minutes(nothing) == 15 + 3 * 1.5
+    assert [run.variant for run in that_fit(first, nothing, 17).missing] == ["base", "zero"]
+    assert that_fit(first, nothing, 14).missing == []
 
 
 def test_a_piece_ends_when_its_minutes_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     where, carried = Where(tmp_path / "runs", tmp_path / "results", False), []
     monkeypatch.setattr(carrying, "carried_out", lambda batch, *_: carried.append(batch.missing) or True)
     claims, quiet = [BY_NAME["figure5-repairs"]], Console(quiet=True)
-    assert carry_on(claims, where, 48, 1, quiet) == 75
+    assert carry_on(claims, where, 18, 1, quiet) == 75
     assert [[run.variant for run in batch] for batch in carried] == [["base", "zero", "passing"]]
     carried.clear()
-    assert carry_on(claims, where, 48, 2, quiet) == 75  # two at a time
-    assert [len(batch) for batch in carried] == [4, 2]  # 96 minutes: 49.5, 45 and 1.5
+    assert carry_on(claims, where, 18, 2, quiet) == 75  # two at a time
+    assert [len(batch) for batch in carried] == [4, 2]  # 36 minutes: 19.5, 15 and 1.5
 
 
 def test_hours_on_a_gpu_are_a_model() -> None:

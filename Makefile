@@ -9,6 +9,7 @@
 # make joint-recall   trains sparse attention beside Mamba to recall values by context and key (hours)
 # make grown   grows HAX beside a tiny Mamba and tunes both on keys in filler (half an hour)
 # make span-study   adapts a tiny hybrid to longer rows with every kind of attention and of adapters (an hour)
+# make papers   carries on with what four papers claim, a piece of at most two hours, and writes their pages
 # make chaos   kills and damages a tiny run again and again, which ends as one that nothing happens to (minutes)
 # make audit   compares every gradient of every parallel layout with one process (minutes)
 # make rehearse   rehearses a step of every recipe under six layouts without a GPU, and writes its page (tens of minutes)
@@ -27,7 +28,8 @@ TORCH ?= torch==2.13.0
 DALI := nvidia-dali-cuda120==2.4.0
 BIN := $(VENV)/bin
 .PHONY: train length-story setup setup-dev setup-metrics setup-dali same-python test lint types test-fast test-slow \
-  passkey mixers joint-recall grown span-study test-core test-triton test-slurm setup-slurm test-gpu gpu-day-one audit chaos rehearse reference format clean
+  passkey mixers joint-recall grown span-study papers test-core test-triton test-slurm setup-slurm test-gpu gpu-day-one audit \
+  chaos rehearse reference format clean
 
 train: $(VENV)/.ready
 	$(BIN)/python train.py
@@ -49,6 +51,9 @@ grown: $(VENV)/.ready
 
 span-study: $(VENV)/.ready
 	$(BIN)/python -m examples.span_study.study --results benchmarks/results/span_study
+
+papers: $(VENV)/.ready
+	$(BIN)/python -m examples.papers
 
 setup: $(VENV)/.ready
 

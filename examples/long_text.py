@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from torch import Tensor
+
+    from hybridtron.config.schema import DataConfig
 
 PER_DOUBLING = 2  # bins of positions
 
@@ -41,18 +44,26 @@ class Curve:
 
 
 def long_text_losses(run: Path, multiples: int, rows: int) -> list[float]:
-    """Mean loss by position over rows of held-out text, packed end to end and cut anywhere, as training rows are."""
-    import torch
-
+    """Mean loss by position over rows of held-out text, each many times as long as the rows of training."""
     from hybridtron.cli.given import newest_checkpoint
-    from hybridtron.data.order.stream import DocumentStream, RowSpans
-    from hybridtron.data.rows import gather
-    from hybridtron.evaluate.held_out import open_sources, trained_model
+    from hybridtron.evaluate.held_out import trained_model
     from hybridtron.evaluate.length import position_losses
     from hybridtron.model.generate import reader
 
     model, config, seq_len = trained_model(newest_checkpoint(run), None)
-    tokens, sources = seq_len * multiples + 1, open_sources(config.data, None)
+    tokens_BT = held_out_rows(config.data, seq_len * multiples + 1, rows)
+    return position_losses(reader(model), tokens_BT, 2 * seq_len).tolist()
+
+
+def held_out_rows(data: DataConfig, tokens: int, rows: int) -> Tensor:
+    """Held-out text, packed end to end and cut anywhere, as training rows are; evenly over all of it."""
+    import torch
+
+    from hybridtron.data.order.stream import DocumentStream, RowSpans
+    from hybridtron.data.rows import gather
+    from hybridtron.evaluate.held_out import open_sources
+
+    sources = open_sources(data, None)
     stores = sources.stores("validation")
     streams = [DocumentStream(store) for store in stores]
     stride = sum(stream.tokens_per_epoch for stream in streams) // rows  # rows overlap: each position sees all
@@ -61,8 +72,7 @@ def long_text_losses(run: Path, multiples: int, rows: int) -> list[float]:
         for source, stream in enumerate(streams)
         for start in range(0, stream.tokens_per_epoch - tokens, stride)
     ]
-    tokens_BT = torch.from_numpy(gather(stores, spans, sources.dtype, joined=True).tokens_BT.astype("int64"))
-    return position_losses(reader(model), tokens_BT, 2 * seq_len).tolist()
+    return torch.from_numpy(gather(stores, spans, sources.dtype, joined=True).tokens_BT.astype("int64"))
 
 
 def spread(values: Sequence[float]) -> str:

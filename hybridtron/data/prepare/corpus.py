@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -34,8 +34,7 @@ def sizes() -> dict[str, int]:
     """Bytes of each source, of training and held out."""
     found: dict[str, int] = {}
     for document in documents():
-        assert isinstance(document.content, str)
-        found[document.source] = found.get(document.source, 0) + len(document.content.encode())
+        found[document.source] = found.get(document.source, 0) + _size(document)
     return found
 
 
@@ -74,20 +73,34 @@ def _sources(root: Path, begin: str, source: str) -> Iterator[Document]:
 
 
 def _read(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
-    for document in documents():
-        tally.entries += 1
-        yield document
+    return _counted(documents(), tally)
 
 
 def _read_package(one: Input, reading: InputOptions, tally: Tally) -> Iterator[Document]:
-    for document in packaged(one.file.parent):
+    return _counted(packaged(one.file.parent), tally)
+
+
+def _counted(found: Iterable[Document], tally: Tally) -> Iterator[Document]:
+    for document in found:
         tally.entries += 1
+        tally.position += _size(document)
         yield document
+
+
+def _size(document: Document) -> int:
+    assert isinstance(document.content, str)
+    return len(document.content.encode())
+
+
+def embedded_input() -> Input:
+    """The texts of this Python installation, as an input without files."""
+    return Input("embedded", (), texts=sum(map(_size, documents())))
 
 
 def package_input(package: str) -> Input:
     """The sources of an installed package, as an input: its first file stands for it."""
-    return Input("package", (folder_of(package) / "__init__.py",))
+    folder = folder_of(package)
+    return Input("package", (folder / "__init__.py",), texts=sum(map(_size, packaged(folder))))
 
 
 PACKAGE = Format("package: the Python sources of an installed package, beside the embedded corpus", _read_package)

@@ -38,11 +38,15 @@ class ArgumentError(PrepareError):
 
 @dataclass(frozen=True)
 class Input:
-    """What one part is made from: a file; a shard of an MDS folder, after its index; or a run of text files."""
+    """What one part is made from: a file; a shard of an MDS folder, after its index; or a run of text files.
+
+    `texts` are the bytes of all documents, where its files do not say.
+    """
 
     format: str
     files: tuple[Path, ...]
     shard: int = 0
+    texts: int | None = None
 
     @property
     def file(self) -> Path:
@@ -57,7 +61,7 @@ class Input:
     @cached_property
     def size(self) -> int:
         """Bytes."""
-        return sum(file.stat().st_size for file in self.files)
+        return sum(file.stat().st_size for file in self.files) if self.texts is None else self.texts
 
     def stamps(self) -> list[list[int]]:
         """Size and time of each file: what shows whether one was changed."""

@@ -24,7 +24,7 @@ from tokenizers.trainers import BpeTrainer
 
 from hybridtron.data.folder import SMALLEST_VOCABULARY, TokenFolder
 from hybridtron.data.prepare import corpus
-from hybridtron.data.prepare.documents import ArgumentError, Input, in_validation
+from hybridtron.data.prepare.documents import ArgumentError, in_validation
 from hybridtron.data.prepare.parts import FolderSettings
 from hybridtron.data.prepare.run import prepare
 from hybridtron.data.prepare.vocabulary import vocabulary_of
@@ -44,7 +44,7 @@ def prepare_embedded(path: Path, vocab_size: int, packages: Sequence[str] = (), 
         return TokenFolder.open(path)
     if vocab_size < SMALLEST_VOCABULARY:
         raise ArgumentError(f"{vocab_size} entries: a byte-level vocabulary needs at least {SMALLEST_VOCABULARY}")
-    inputs = [Input("embedded", ()), *map(corpus.package_input, packages)]
+    inputs = [corpus.embedded_input(), *map(corpus.package_input, packages)]
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         progress.add_task(f"{path}: training a vocabulary of {vocab_size} on texts of this machine", total=None)

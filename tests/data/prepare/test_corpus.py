@@ -14,6 +14,7 @@ from hybridtron.data.folder import FolderError
 from hybridtron.data.prepare import corpus
 from hybridtron.data.prepare.documents import Document, in_validation
 from hybridtron.data.prepare.embedded import END_OF_TEXT, SETTINGS, prepare_embedded, train_tokenizer
+from hybridtron.data.prepare.progress import PrepareProgress
 from tests.data.prepare.preparing import stored
 
 TEXTS = [
@@ -94,6 +95,18 @@ def test_sources_of_packages_are_more_sources(documents: list[Document], tmp_pat
     assert folder.manifest.origin["json"] == "Python's"
     alone = prepare_embedded(tmp_path / "alone", 400)
     assert folder.tokenizer_file.read_text() != alone.tokenizer_file.read_text()
+
+
+def test_progress_counts_the_bytes_of_the_texts(
+    documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Neither the corpus nor a package is a file whose size is known."""
+    moved = []
+    monkeypatch.setattr(PrepareProgress, "advance", lambda self, size, tokens: moved.append((size, self.bar.tasks[0])))
+    prepare_embedded(tmp_path / "data", 400, ["json"])
+    sources = sum(file.stat().st_size for file in corpus.folder_of("json").glob("*.py"))
+    whole = sources + sum(len(str(document.content).encode()) for document in documents)
+    assert (sum(size for size, _ in moved), {bar.total for _, bar in moved}) == (whole, {whole})
 
 
 def test_a_folder_that_is_something_else_is_left_alone(documents: list[Document], tmp_path: Path):

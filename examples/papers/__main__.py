@@ -1,0 +1,115 @@
+"""Claims of four papers on a laptop: trains what is missing, and writes a page for each paper.
+
+    python -m examples.papers                          all papers: a piece of at most two hours
+    python -m examples.papers samba --only table3-order
+    python -m examples.papers --pages                  trains nothing: pages of the results that there are
+    python -m examples.papers --quick --runs DIR --results DIR --output DIR       tiny sizes: does it run
+    python -m examples.papers --fill table3-order samba=RUN mamba=RUN             the third column, from runs on a GPU
+
+Results are kept in benchmarks/results, a file for each run; what has one is not trained again, here or elsewhere. Pages
+go to benchmarks/papers, and the overview to docs/papers.md, too.
+Exit codes: 0 all runs have a result, 1 a run failed, 2 a wrong argument, 75 stopped, or there is more to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from examples.papers import hax, length, overview, samba, span
+from examples.papers.carry_on import carry_on
+from examples.papers.claim import Claim, Paper
+from examples.papers.on_gpu import fill
+from examples.papers.page import page
+from examples.papers.studies import Where, all_kept
+from examples.results import ROOT
+from hybridtron.cli.given import positive
+from hybridtron.cli.sweep import INTERRUPTED
+from hybridtron.problems import Unusable
+from hybridtron.requirements import demand
+
+PAPERS = {paper.name: paper for paper in (samba.PAPER, span.PAPER, length.PAPER, hax.PAPER)}
+PIECE = 115  # minutes
+
+
+def main(arguments: list[str]) -> int:
+    """Carry on, and write. Returns the exit code."""
+    import torch
+
+    chosen = parse(arguments)
+    demand("plot")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    where = Where(chosen.runs, chosen.results, chosen.quick)
+    claims = [claim for name in chosen.papers for claim in PAPERS[name].claims]
+    try:
+        wanted = [claim for claim in claims if chosen.only is None or claim.name == chosen.only]
+        if not wanted:
+            raise Unusable(f"--only {chosen.only} is none of {', '.join(claim.name for claim in claims)}")
+        if chosen.fill:
+            return filled(chosen.fill, claims, where)
+        code = 0 if chosen.pages else carry_on(wanted, where, chosen.minutes, chosen.jobs, Console(stderr=True))
+        write([PAPERS[name] for name in chosen.papers], where, chosen.output, chosen.docs)
+    except Unusable as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return code
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="examples.papers", description="Claims of four papers on a laptop.")
+    add = parser.add_argument
+    add("papers", nargs="*", metavar="PAPER", help=f"{', '.join(PAPERS)} (default: all)")
+    add("--only", metavar="CLAIM", help="the runs of one claim")
+    add("--minutes", type=positive, default=PIECE, metavar="N", help="planned of this call (default: %(default)s)")
+    add("--jobs", type=positive, default=2, metavar="N", help="runs at a time (default: %(default)s)")
+    add("--pages", action="store_true", help="train nothing: pages of the results that there are")
+    add("--fill", nargs="+", metavar="CLAIM NAME=RUN", help="the third column of a claim, from runs on a GPU")
+    add("--quick", action="store_true", help="tiny sizes; needs --runs, --results and --output")
+    add("--runs", type=Path, metavar="DIR", help="where runs stand (default: runs)")
+    add("--results", type=Path, metavar="DIR", help="results of all studies (default: benchmarks/results)")
+    add("--output", type=Path, metavar="DIR", help="of pages and pictures (default: benchmarks/papers)")
+    chosen = parser.parse_args(arguments)
+    if unknown := [name for name in chosen.papers if name not in PAPERS]:
+        parser.error(f"{unknown[0]} is none of {', '.join(PAPERS)}")
+    if chosen.quick and None in (chosen.runs, chosen.results, chosen.output):
+        parser.error("--quick needs --runs, --results and --output, so that it leaves the real results alone")
+    chosen.docs = ROOT / "docs/papers.md" if chosen.output is None else None
+    chosen.papers = chosen.papers or list(PAPERS)
+    chosen.runs, chosen.results = chosen.runs or ROOT / "runs", chosen.results or ROOT / "benchmarks/results"
+    chosen.output = chosen.output or ROOT / "benchmarks/papers"
+    return chosen
+
+
+def write(papers: Sequence[Paper], where: Where, output: Path, docs: Path | None) -> None:
+    """The pages of these papers, and the overview of all."""
+    kept, results = all_kept(where), where.results / "papers"
+    output.mkdir(parents=True, exist_ok=True)
+    for paper in papers:
+        (output / f"{paper.name}.md").write_text(page(paper, kept, results, output), encoding="utf-8")
+    every = list(PAPERS.values())
+    (output / "overview.html").write_text(overview.page(every, kept, output), encoding="utf-8")
+    if docs is not None:
+        docs.write_text(overview.markdown(every, kept, "../benchmarks/papers"), encoding="utf-8")
+    print(f"written to {output}")
+
+
+def filled(given: Sequence[str], claims: Sequence[Claim], where: Where) -> int:
+    name, *runs = given
+    claim = next((claim for claim in claims if claim.name == name), None)
+    pairs = [text.partition("=") for text in runs]
+    if claim is None or not pairs or not all(value for _, _, value in pairs):
+        raise Unusable("--fill wants a claim, and runs by name: --fill table3-order samba=runs/samba_421m")
+    print(f"written to {fill(claim, {key: Path(value) for key, _, value in pairs}, where.results / 'papers')}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,96 @@
+"""One piece of the work: runs without a result, in the order of the studies, as many as fit into the minutes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from examples.papers import speed
+from examples.papers.claim import Claim, Kept, variants
+from examples.papers.studies import SPEED_MINUTES, STUDIES, Study, Where, all_kept, planned
+from examples.results import Part
+from examples.study import measure, seed_by_seed, trained
+from hybridtron.cli.sweep import INTERRUPTED
+from hybridtron.sweep.grid import SweepRun
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Runs of one sweep and seed: those without a result, and those that they start from."""
+
+    study: Study
+    name: str
+    part: Part
+    runs: list[SweepRun]
+    missing: list[SweepRun]
+
+    def minutes(self, kept: Kept) -> float:
+        return sum(planned(self.study, self.name, run, kept) for run in self.missing)
+
+
+def carry_on(claims: Sequence[Claim], where: Where, minutes: float, jobs: int, console: Console) -> int:
+    """Train and measure. 0 where nothing is left, 1 where a run failed, 75 where there is more to do."""
+    kept = all_kept(where)
+    ahead = list(batches(claims, where))
+    of_speed = timed_minutes(claims, kept)
+    left = sum(batch.minutes(kept) for batch in ahead) + of_speed
+    planned_now = f"planned for what is left: {left / jobs:.0f} minutes, {jobs} runs at a time"
+    console.print(f"{planned_now}; this call: {minutes:.0f}")
+    began = time.monotonic()
+    if of_speed:
+        speed.measure_missing(where.results / "papers", where.quick)
+        minutes, left = minutes - of_speed, left - of_speed
+    for batch in ahead:
+        fitting = that_fit(batch, kept, minutes * jobs)
+        if fitting.missing:
+            used, well = fitting.minutes(kept), carried_out(fitting, where, jobs, console)
+            if not well:
+                return 1
+            minutes, left = minutes - used / jobs, left - used
+            spent = (time.monotonic() - began) / 60
+            console.print(f"{spent:.0f} minutes used; planned for what is left: {left / jobs:.0f}")
+        if len(fitting.missing) < len(batch.missing):
+            return INTERRUPTED
+    return INTERRUPTED if any(batches(claims, where)) else 0  # results can name further runs
+
+
+def timed_minutes(claims: Sequence[Claim], kept: Kept) -> float:
+    """Of measuring speed, where that is asked for and missing."""
+    return SPEED_MINUTES if any(claim.timed and claim.timed not in kept.timed for claim in claims) else 0.0
+
+
+def batches(claims: Sequence[Claim], where: Where) -> Iterator[Batch]:
+    """What is missing of the runs that these claims need."""
+    wanted = variants(claims)
+    for study in STUDIES:
+        for name, part, runs in seed_by_seed(study.plan(where)):
+            starts = {run.start for run in runs if run.variant in wanted.get(name, ())}
+            chosen = [run for run in runs if run.variant in wanted.get(name, ()) or run.name in starts]
+            results = study.kept(where)
+            missing = [run for run in chosen if results.of(name, part, run) is None]
+            if missing:
+                yield Batch(study, name, part, chosen, missing)
+
+
+def that_fit(batch: Batch, kept: Kept, minutes: float) -> Batch:
+    """The first of its runs that fit."""
+    taken: list[SweepRun] = []
+    for run in batch.missing:
+        minutes -= planned(batch.study, batch.name, run, kept)
+        if minutes < 0:
+            break
+        taken.append(run)
+    names = {run.name for run in taken} | {run.start for run in taken}
+    return Batch(batch.study, batch.name, batch.part, [run for run in batch.runs if run.name in names], taken)
+
+
+def carried_out(batch: Batch, where: Where, jobs: int, console: Console) -> bool:
+    """Whether none failed."""
+    batch.study.prepare(where)
+    results = batch.study.kept(where)
+    well = trained(batch.name, batch.part, batch.runs, results, jobs, console)
+    measure(batch.name, batch.part, batch.runs, results, console)
+    return well

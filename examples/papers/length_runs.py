@@ -1,0 +1,126 @@
+"""What of the length-generalization paper is trained (length.yaml), and what is measured on every run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from examples.long_text import Curve, held_out_rows
+from examples.results import Part
+from examples.study import selected
+from hybridtron.sweep.grid import SEED, SweepRun
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hybridtron.model.lm import LanguageModel
+
+HERE = Path(__file__).parent
+CONTEXT, BATCH, STEPS = 64, 64, 10_000
+EIGHTHS = (1, 2, 4, 8)  # of the training, after which a base is looked at: 2.5 to 20 times Chinchilla's tokens
+CHINCHILLA = 2.5  # times Chinchilla's tokens, that an eighth is
+REPEATED = ("base", "zero", "random", "fitted", "passing", "tbtt")  # with three seeds
+BASES = ("base", "context-32", "context-128", "warmup-25", "mamba", "gla", "rwkv6", "hybrid")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is done: the real study, or one of minutes."""
+
+    steps: int = STEPS
+    settings: tuple[str, ...] = ()  # of bases
+    variants: tuple[str, ...] | None = None  # None: all
+    seeds: tuple[str, ...] = ("1", "2", "3")
+    vocab_size: int = 512
+    multiples: int = 64  # of CONTEXT, that are read
+    rows: int = 256  # of held-out text, evenly over all of it
+    remembered: int = 32  # rows that Effective Remembrance is taken of, of four contexts
+
+
+STUDY = Sizes()
+QUICK = Sizes(
+    steps=16,
+    settings=("model.width=32",),
+    variants=("base", "passing"),
+    seeds=("1",),
+    multiples=4,
+    rows=4,
+    remembered=2,
+)
+
+
+def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
+    """The runs of `length`, on a folder of prepared tokens, and what is measured on them."""
+    rows = (f"phases.0.seq_len={CONTEXT}", f"phases.0.global_batch={BATCH}", f"phases.0.micro_batch={BATCH}")
+    eighth = sizes.steps // max(EIGHTHS)
+    own = ("data=folder", f"data.path={data}", f"phases.0.tokens=${{steps:{sizes.steps}}}")
+    kept = (f"checkpoint.every={eighth}", f"checkpoint.keep_every={eighth}")
+
+    def more(run: SweepRun) -> tuple[str, ...] | None:
+        known = sizes.variants is None or run.variant in sizes.variants
+        again = run.values[SEED] == "1" or run.variant in REPEATED
+        if not (known and again and run.values[SEED] in sizes.seeds):
+            return None
+        if run.variant not in BASES:
+            return ()
+        return (*sizes.settings, *(() if run.variant.startswith("context") else rows), *own, *kept)
+
+    sweep, folder = selected(HERE / "length.yaml", runs / "length", more)
+    asked = {name: getattr(sizes, name) for name in ("multiples", "rows", "remembered")}
+    return Part(sweep, folder, lambda run, path: of_run(path, sizes, run.variant in BASES), asked)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of a run: perplexity by position, of bases also after parts of the training, and how its states behave.
+
+    remembrance: pairs of t and Effective Remembrance by total variation, of four contexts
+    deviations: pairs of a position and the largest deviation of a layer's state there
+    """
+
+    curve: dict[str, Any]
+    earlier: dict[str, dict[str, Any]] = field(default_factory=dict)
+    remembrance: list[tuple[int, float]] = field(default_factory=list)
+    deviations: list[tuple[int, float]] = field(default_factory=list)
+
+
+def of_run(run: Path, sizes: Sizes, base: bool) -> dict[str, Any]:
+    """What is found on the last checkpoint, and of a base on those before."""
+    from hybridtron.checkpoint.folder import all_of, step_of
+    from hybridtron.evaluate.held_out import trained_model
+
+    checkpoints = {step: folder for folder in all_of(run) if (step := step_of(folder))}
+    last = max(checkpoints)
+    model, config, seq_len = trained_model(checkpoints[last], None)
+    tokens_BT = held_out_rows(config.data, CONTEXT * sizes.multiples + 1, sizes.rows)
+    found = Found(curve_of(model, tokens_BT, seq_len), {}, *behaviour(model, tokens_BT, sizes.remembered))
+    eighths = [last * part // max(EIGHTHS) for part in EIGHTHS[:-1]] if base else []
+    for step in eighths:
+        earlier, _, _ = trained_model(checkpoints[step], None)
+        found.earlier[str(step)] = curve_of(earlier, tokens_BT, seq_len)
+    return asdict(found)
+
+
+def curve_of(model: LanguageModel, tokens_BT: Tensor, context: int) -> dict[str, Any]:
+    from hybridtron.evaluate.length import position_losses
+    from hybridtron.model.generate import reader
+
+    return asdict(Curve.of(position_losses(reader(model), tokens_BT, 2 * CONTEXT).tolist(), context))
+
+
+def behaviour(
+    model: LanguageModel, tokens_BT: Tensor, rows: int
+) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+    """Effective Remembrance over four contexts, and deviations of states (Figures 1 and 4)."""
+    from hybridtron.evaluate.length import effective_remembrance, remembrance_points, state_deviation
+    from hybridtron.model.generate import reader
+
+    length = 4 * CONTEXT
+    few_BT = tokens_BT[:: max(1, len(tokens_BT) // rows)][:rows]
+    remembered = effective_remembrance(reader(model), few_BT[:, :length], remembrance_points(length), 2 * CONTEXT)
+    whole_BL = few_BT[:, :-1]
+    deviations = state_deviation(reader(model), whole_BL, max(CONTEXT, whole_BL.shape[1] // 32), 2 * CONTEXT)
+    positions = sorted({one.position for one in deviations})
+    largest = [(at, max(one.overall for one in deviations if one.position == at)) for at in positions]
+    return [(one.t, one.total_variation) for one in remembered], largest

@@ -1,0 +1,93 @@
+"""The page of a paper: each claim with the paper's table, ours, the picture, the verdict, and how to see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from examples.papers.claim import Claim, Kept, Paper, Said, Table, Verdict, judged, minutes
+from examples.papers.on_gpu import column, commands, hours
+from examples.results import commit
+from hybridtron.proving.measuring import grid
+
+MARKS = {
+    Said.AGREES: "**agrees**",
+    Said.NOT: "**does not agree**",
+    Said.UNDECIDED: "**undecided**",
+    Said.UNSEEN: "**cannot be seen at this size**",
+    Said.WAITS: "*waits for runs*",
+}
+
+
+def page(paper: Paper, kept: Kept, results: Path, pictures: Path | None) -> str:
+    """In Markdown; pictures are drawn where there is something to draw."""
+    verdicts = [(claim, judged(claim, kept)) for claim in paper.claims]
+    lines = [f"# {paper.title}", "", f"`python -m examples.papers {paper.name}`", ""]
+    lines += [f"- {note}" for note in notes(kept, verdicts)]
+    lines += ["", *summary(verdicts)]
+    for claim, verdict in verdicts:
+        lines += ["", *section(paper, claim, verdict, kept, results, pictures)]
+    return "\n".join(lines) + "\n"
+
+
+def notes(kept: Kept, verdicts: Sequence[tuple[Claim, Verdict]]) -> Iterator[str]:
+    used = {id(result): (run, result) for claim, _ in verdicts for run, result in kept.of(claim.needs)}
+    counted = [result.commit for _, result in used.values()]
+    yield "models of a laptop's size beside the paper's numbers; what counts as agreement was written before the runs"
+    yield "± is the standard deviation over seeds; a difference below two standard errors is undecided"
+    yield f"{len(used)} runs, {minutes(used.values()):.0f} minutes of steps on one thread each"
+    if counted:
+        listed = ", ".join(f"{one} ({counted.count(one)})" for one in dict.fromkeys(counted))
+        yield f"results by commits: {listed}; page written at {commit()}"
+
+
+def summary(verdicts: Sequence[tuple[Claim, Verdict]]) -> list[str]:
+    rows = [
+        (f"[{claim.name}](#{claim.name})", claim.where, claim.says, MARKS[verdict.said]) for claim, verdict in verdicts
+    ]
+    return grid(("claim", "in the paper", "what it says", "ours"), rows)
+
+
+def section(
+    paper: Paper, claim: Claim, verdict: Verdict, kept: Kept, results: Path, pictures: Path | None
+) -> Iterator[str]:
+    yield from (f"## {claim.name}", "", f"{claim.where}: {claim.says}", "")
+    yield f"- agreement: {claim.agreement}"
+    yield f"- {MARKS[verdict.said]}: {verdict.numbers}"
+    if claim.seen_at:
+        yield f"- where it could be seen: {claim.seen_at}"
+    if verdict.said is Said.NOT:
+        why = "none was made yet" if claim.reason is None else claim.reason(kept)
+        yield f"- a further experiment: {why}"
+    of_claim = kept.of(claim.needs)
+    if of_claim or claim.timed in kept.timed:
+        spent = kept.timed[claim.timed]["minutes"] if claim.timed else minutes(of_claim)
+        yield f"- `python -m examples.papers {paper.name} --only {claim.name}`: {spent:.0f} minutes"
+    for table in (claim.paper, claim.ours(kept), column(results, claim)):
+        if table is not None and table.rows:
+            yield from ("", *grid(*_cells(table)))
+    if claim.draw is not None and pictures is not None and not kept.missing(claim.needs):
+        name = f"{paper.name}_{claim.name}.png"
+        claim.draw(kept, pictures / name)
+        yield from ("", f"![{claim.name}]({name})")
+    yield from on_gpu(claim)
+
+
+def _cells(table: Table) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+    return table.header, table.rows
+
+
+def on_gpu(claim: Claim) -> Iterator[str]:
+    """What shows it at the paper's size, with the hours that a model expects."""
+    if claim.on_gpu is None:
+        return
+    found = [claim.on_gpu.hours or hours(settings) for settings in claim.on_gpu.like or claim.on_gpu.runs]
+    several = f", the longest of {len(found)} runs {_time(max(found))}" if len(found) > 1 else ""
+    yield from ("", f"On one H100, {_time(sum(found))} by the model{several} (nothing was measured):", "")
+    yield from ("```sh", *commands(claim, claim.on_gpu), "```")
+    if claim.on_gpu.also:
+        yield from ("", f"Beside that: {claim.on_gpu.also}.")
+
+
+def _time(hours: float) -> str:
+    return f"{hours:.1f} hours" if hours > 1 else f"{60 * hours:.0f} minutes"

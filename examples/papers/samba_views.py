@@ -1,0 +1,174 @@
+"""How claims of the Samba paper are read from results: tables, pictures, and the rules by which they are judged."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from examples.long_text import Curve, draw_seeds
+from examples.papers.claim import Kept, Pair, Said, Table, Verdict, holds, in_order, pooled
+from examples.papers.samba_runs import CONTEXT, REPEATED
+
+LAST = 32  # times the training length, that is read
+EXPLODES = 1.2  # times the perplexity at the training length
+LEVEL = 1.01  # times another perplexity, that counts as no higher
+FOUND = 0.9  # of the keys at the tuned length
+Judge = Callable[[Kept], Verdict]
+
+
+def perplexities(kept: Kept, part: str, variant: str, length: int) -> list[float]:
+    """Of every seed, at a length of rows."""
+    return [found["perplexity"][str(length)] for found in kept.found(part, variant)]
+
+
+def losses(kept: Kept, part: str, variant: str, length: int = CONTEXT) -> list[float]:
+    """The same as losses, whose deviation is nearly the same for all models."""
+    return [math.log(value) for value in perplexities(kept, part, variant, length)]
+
+
+def deviation(kept: Kept, length: int = CONTEXT) -> float | None:
+    """Of a run's loss over seeds, from the models that have several."""
+    return pooled(losses(kept, "samba", variant, length) for variant in REPEATED)
+
+
+def shown(values: Sequence[float]) -> str:
+    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.2f}{spread}"
+
+
+def rows_of(part: str, variants: Sequence[str], lengths: Sequence[int]) -> Callable[[Kept], Table]:
+    """Perplexity by length of the rows, means and deviations over seeds."""
+
+    def table(kept: Kept) -> Table:
+        rows = []
+        for variant in variants:
+            if results := kept.results(part, variant):
+                cells = (shown(perplexities(kept, part, variant, length)) for length in lengths)
+                rows.append((variant, f"{results[0].trained.parameters:,}", str(len(results)), *cells))
+        return Table(("ours", "parameters", "seeds", *map(str, lengths)), tuple(rows))
+
+    return table
+
+
+def better(part: str, *pairs: tuple[str, str]) -> Judge:
+    """Whether the first of each pair has the lower loss."""
+
+    def judge(kept: Kept) -> Verdict:
+        of = partial(losses, kept, part)
+        return in_order([Pair(f"{one} below {other}", of(one), of(other)) for one, other in pairs], deviation(kept))
+
+    return judge
+
+
+def explodes(kept: Kept) -> Verdict:
+    """Of full attention at 4x, and of none of the others."""
+    ratios = {variant: over_training(kept, variant, 4) for variant in ("llama", "llama-swa", "mamba", "samba")}
+    wanted = {name: ratio >= EXPLODES if name == "llama" else ratio <= 1.0 for name, ratio in ratios.items()}
+    return holds((f"{name} at 4x over 1x: {ratio:.3f}", wanted[name]) for name, ratio in ratios.items())
+
+
+def falls(kept: Kept) -> Verdict:
+    """Of Samba, from 1x to 4x, and to the longest rows."""
+    ratios = {multiple: over_training(kept, "samba", multiple) for multiple in (2, 4, LAST)}
+    wanted = ratios[4] < ratios[2] < 1 and ratios[LAST] < ratios[4] * LEVEL
+    text = ", ".join(f"{ratio:.4f} at {multiple}x" for multiple, ratio in ratios.items())
+    return holds([(f"Samba's perplexity over that at 1x: {text}", wanted)])
+
+
+def over_training(kept: Kept, variant: str, multiple: int) -> float:
+    """Perplexity in rows of many times the training length, over that in rows of it, of the same text."""
+    at, one = (statistics.mean(perplexities(kept, "samba", variant, CONTEXT * times)) for times in (multiple, 1))
+    return at / one
+
+
+def one_full_layer(kept: Kept) -> Verdict:
+    """Whether every model with full attention rises from 2x to 4x, and Samba does not."""
+    checks = []
+    for variant in ("full-0", "full-1", "full-3", "full-1-2", "samba"):
+        twice, four = (perplexities(kept, "tables", variant, CONTEXT * times)[0] for times in (2, 4))
+        checks.append((f"{variant}: {twice:.2f} at 2x, {four:.2f} at 4x", (four > twice) == (variant != "samba")))
+    return holds(checks)
+
+
+def entropies_middle(kept: Kept) -> Verdict:
+    """What there is to say of two scans, of which none lies between others."""
+    text = "; ".join(
+        f"{variant} {', '.join(f'{one:.4f}' for one in shares(kept, variant, 'selection'))}"
+        for variant in ("samba", "mamba-mlp")
+    )
+    return Verdict(Said.UNSEEN, f"shares of a uniform choice's entropy, scan by scan: {text}; Samba has no middle one")
+
+
+def shares(kept: Kept, variant: str, kind: str) -> list[float]:
+    """Of the entropy of a uniform choice, by layer, with the first seed."""
+    return [one["entropy"] / one["bound"] for one in kept.first("samba", variant)["entropy"] if one["kind"] == kind]
+
+
+def entropy_rows(kept: Kept) -> Table:
+    rows = [
+        (variant, str(one["layer"]), one["kind"], f"{one['entropy']:.3f}", f"{one['entropy'] / one['bound']:.3f}")
+        for variant in ("samba", "llama-swa", "mamba-mlp")
+        if (first := kept.first("samba", variant)) is not None
+        for one in first["entropy"]
+    ]
+    return Table(("ours", "layer", "of", "entropy, nats", "of a uniform choice's"), tuple(rows))
+
+
+def draw_lengths(kept: Kept, path: Path) -> None:
+    """Perplexity by position."""
+    from hybridtron.evaluate.pictures import picture
+
+    with picture(path) as axes:
+        for number, variant in enumerate(dict.fromkeys(run.variant for run, _ in kept.measured["samba"])):
+            curves = [Curve(**found["curve"]) for found in kept.found("samba", variant)]
+            draw_seeds(axes, curves[0].ends, [one.perplexities for one in curves], f"C{number}", variant, "-")
+        axes.axvline(CONTEXT, color="black", linestyle=":", linewidth=0.8, label=f"trained on {CONTEXT}")
+        axes.set(xscale="log", yscale="log", xlabel="position (tokens before)", ylabel="perplexity")
+        axes.set(xlim=(CONTEXT // 8, None))
+
+
+def draw_entropies(kept: Kept, path: Path) -> None:
+    from hybridtron.evaluate.pictures import entropy_curves
+
+    names = ("samba", "llama-swa", "mamba-mlp")
+    entropy_curves({name: first["entropy"] for name in names if (first := kept.first("samba", name))}, path)
+
+
+def asked(kept: Kept, variant: str) -> list[tuple[int, float, float, float]]:
+    """Of the passkey study: length, share of keys found, its standard error, and that of the worst depth."""
+    return [
+        (row["length"], row["value"], row["standard_error"], min(value for _, value, _ in row["by_depth"]))
+        for row in kept.first("passkey", variant)["last"]
+    ]
+
+
+def passkey_rows(kept: Kept) -> Table:
+    found = {name: asked(kept, name) for name in ("samba", "swa") if kept.results("passkey", name)}
+    lengths = tuple(str(length) for length, *_ in next(iter(found.values()), []))
+    rows = tuple((name, *(f"{value:.3f} ± {error:.3f}" for _, value, error, _ in of)) for name, of in found.items())
+    return Table(("keys found at tokens", *lengths), rows)
+
+
+def recalls(kept: Kept) -> Verdict:
+    """Whether Samba finds more than windows alone at every length, by two standard errors, and all at the tuned one."""
+    checks = []
+    for (length, samba, one, worst), (_, swa, other, _) in zip(asked(kept, "samba"), asked(kept, "swa"), strict=True):
+        wanted = samba - swa > 2 * math.hypot(one, other) and (worst >= FOUND or bool(checks))
+        checks.append((f"{length} tokens: {samba:.3f} against {swa:.3f}", wanted))
+    return holds(checks)
+
+
+def recalls_all(kept: Kept) -> Verdict:
+    """Whether Samba finds nearly all keys at 16 times the tuned length."""
+    length, value, error, _ = asked(kept, "samba")[-1]
+    return holds([(f"{value:.3f} ± {error:.3f} of the keys at {length} tokens", value >= FOUND)])
+
+
+def draw_passkey(kept: Kept, path: Path) -> None:
+    from hybridtron.evaluate.pictures import heat_map
+
+    rows = kept.first("passkey", "samba")["last"]
+    heat_map("keys found by Samba", rows, rows[0]["length"], path)

@@ -1,0 +1,145 @@
+"""The studies that claims are judged from: their runs, planned minutes, data, and where results are kept.
+
+The order is that in which they are carried out, the most important first.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import examples.grown.runs as grown
+import examples.joint_recall.runs as joint_recall
+import examples.length_story.runs as length_story
+import examples.papers.length_runs as length
+import examples.papers.samba_runs as samba
+import examples.passkey.samples as passkey
+from examples.papers.claim import Kept
+from examples.papers.speed import kept_in
+from examples.results import ROOT, Results
+from examples.study import Plan, found_in
+from hybridtron.sweep.grid import SweepRun
+
+PACKAGES = ("torch", "transformers", "sympy")
+
+
+@dataclass(frozen=True)
+class Where:
+    """Of one call: where runs stand, where results are kept, and whether sizes are those of minutes."""
+
+    runs: Path
+    results: Path
+    quick: bool
+
+    def data(self, name: str) -> Path:
+        return self.runs / "data" / name if self.quick else ROOT / "data" / name
+
+    def of(self, name: str) -> Path:
+        return self.runs / name
+
+
+@dataclass(frozen=True)
+class Study:
+    """`minutes` are those of a run by its variant, where none like it is known; `results` is a folder's name."""
+
+    results: str
+    plan: Callable[[Where], Plan]
+    prepare: Callable[[Where], None]
+    minutes: Callable[[str], float]
+
+    def kept(self, where: Where) -> Results:
+        return Results(where.results / self.results)
+
+
+CORPORA = {"samba": "papers", "tables": "papers", "length": "papers-512"}
+"""By sweep, the folder of its text: the vocabulary of the tiniest models is smaller."""
+
+
+def of_papers(part: str, where: Where) -> Plan:
+    """A sweep of this folder."""
+    data = where.data(CORPORA[part])
+    if part == "length":
+        return {part: length.part_of(length.QUICK if where.quick else length.STUDY, where.of("papers"), data)}
+    return {part: samba.part_of(part, samba.QUICK if where.quick else samba.STUDY, where.of("papers"), data)}
+
+
+def write_corpus(part: str, where: Where) -> None:
+    """The standard library and sources of installed packages, split by file. No run reads more than once through it."""
+    from hybridtron.data.prepare.embedded import prepare_embedded
+
+    of_length, of_samba = (length.QUICK, samba.QUICK) if where.quick else (length.STUDY, samba.STUDY)
+    size = of_length.vocab_size if part == "length" else of_samba.vocab_size
+    prepare_embedded(where.data(CORPORA[part]), size, () if where.quick else PACKAGES)
+
+
+def of_passkey(where: Where) -> Plan:
+    sizes = passkey.QUICK if where.quick else passkey.STUDY
+    return {"passkey": passkey.part_of(sizes, where.of("passkey"), where.data("passkey"))}
+
+
+def of_story(where: Where) -> Plan:
+    sizes = length_story.QUICK if where.quick else length_story.STORY
+    return {part: length_story.part_of(part, sizes, where.of("length_story")) for part in ("language", "copying")}
+
+
+def of_recall(where: Where) -> Plan:
+    """Further seeds once all rates of a variant have been tried."""
+    sizes = joint_recall.QUICK if where.quick else joint_recall.STUDY
+    folders = where.of("joint_recall"), where.data("joint_recall")
+    rates = joint_recall.rates_part(sizes, *folders)
+    best = joint_recall.best_rates(rates, Results(where.results / "joint_recall"))
+    return {"rates": rates, "seeds": joint_recall.seeds_part(sizes, *folders, best)}
+
+
+def of_grown(where: Where) -> Plan:
+    sizes = grown.QUICK if where.quick else grown.STUDY
+    return {"grown": grown.part_of(sizes, where.of("grown"), where.data("grown"))}
+
+
+def write_passkey(where: Where) -> None:
+    passkey.write_samples(passkey.QUICK if where.quick else passkey.STUDY, where.data("passkey"))
+
+
+def write_story(where: Where) -> None:
+    length_story.write_copying_data(length_story.QUICK if where.quick else length_story.STORY, where.of("length_story"))
+
+
+def write_recall(where: Where) -> None:
+    joint_recall.write_rows(joint_recall.QUICK if where.quick else joint_recall.STUDY, where.data("joint_recall"))
+
+
+def write_grown(where: Where) -> None:
+    grown.write_samples(grown.QUICK if where.quick else grown.STUDY, where.data("grown"))
+
+
+def of_length(variant: str) -> float:
+    return 15 if variant in length.BASES else 1.5
+
+
+STUDIES = (
+    Study("papers", partial(of_papers, "samba"), partial(write_corpus, "samba"), lambda _: 16),
+    Study("papers", partial(of_papers, "length"), partial(write_corpus, "length"), of_length),
+    Study("passkey", of_passkey, write_passkey, lambda _: 14),
+    Study("papers", partial(of_papers, "tables"), partial(write_corpus, "tables"), lambda _: 8),
+    Study("joint_recall", of_recall, write_recall, lambda _: 6),
+    Study("grown", of_grown, write_grown, lambda _: 5),
+    Study("length_story", of_story, write_story, lambda variant: 8 if variant in ("zero", "passing") else 1),
+)
+SPEED_MINUTES = 15.0  # of all that speed is measured of
+
+
+def all_kept(where: Where) -> Kept:
+    """Every result that there is."""
+    measured = {}
+    for study in STUDIES:
+        measured |= found_in(study.plan(where), study.kept(where))
+    return Kept(measured, kept_in(where.results / "papers"))
+
+
+def planned(study: Study, part: str, run: SweepRun, kept: Kept) -> float:
+    """Minutes of a run: those of others of its variant, or as the study says."""
+    known = [result.minutes for result in kept.results(part, run.variant)]
+    return statistics.mean(known) if known else study.minutes(run.variant)

@@ -1,15 +1,77 @@
-"""The claims of the Expansion Span paper about cost and language; those about recall have a study of their own."""
+"""The claims of the Expansion Span paper: cost, language, and recall, whose study has said by itself what agrees."""
 
 from __future__ import annotations
 
-from examples.papers.claim import EMPTY, Claim, OnGpu, Paper, Table, nothing, unseen
+import re
+import statistics
+from functools import partial
+
+import examples.span_study.claims as study
+from examples.papers.claim import EMPTY, Claim, Kept, OnGpu, Paper, Said, Table, Verdict, nothing, unseen
 from examples.papers.speed import spans_cheaper, speed_rows
+from examples.span_study.asked import readings_of
+from examples.span_study.runs import BASE
+from hybridtron.sweep.grid import SEED
 
 ADAPTED = OnGpu(
     (("recipe=mamba2_hybrid_2.7b_span", "phases.0.tokens=${steps:1000}"),),
     also="it starts from mamba2attn-2.7b, imported: run.weights=imported",
 )
+RULES = {
+    "above": "2 points and more higher in the mean over seeds, and with every seed higher; "
+    "less than 2 points either way, or seeds that say otherwise, are undecided",
+    "not_above": "not higher by 2 points with every seed",
+    "level": f"within {100 * study.LEVEL:.0f} points in the mean over seeds",
+}
+"""Of recall in rows of the tuned length, twice and four times that, read with full attention but where a claim says."""
+
+
+def readings(kept: Kept) -> study.Found:
+    """By variant and seed."""
+    found: dict[str, dict[str, study.Readings]] = {}
+    for run, result in kept.measured.get("span", ()):
+        found.setdefault(run.variant, {})[run.values[SEED]] = readings_of(result.found)
+    return found
+
+
+def recalls(of: study.Claim, kept: Kept) -> Table:
+    """In percent: what is compared, and the base that both were tuned from."""
+    found, rows = readings(kept), []
+    for name, how in ((of.one, of.reads[0]), (of.other, of.reads[1]), (BASE, study.FULL)):
+        if each := [100 * study.score(one, how) for one in found.get(name, {}).values()]:
+            rows.append((f"{name}, {how}", f"{len(each)}", f"{statistics.mean(each):.1f}"))
+    return Table(("ours, recall in %", "seeds", "mean of rows of 512 to 2048"), tuple(rows))
+
+
+def compared(of: study.Claim, kept: Kept) -> Verdict:
+    by = study.differences(readings(kept), of)
+    each = ", ".join(f"{100 * one:+.1f}" for one in by)
+    mean = statistics.mean(by)
+    numbers = f"{100 * mean:+.1f} points (by seed {each})"
+    if study.agrees(of, by):
+        return Verdict(Said.AGREES, numbers)
+    undecided = of.kind == "above" and (abs(mean) < study.ABOVE or min(by) < 0 < max(by))
+    return Verdict(Said.UNDECIDED if undecided else Said.NOT, numbers)
+
+
+def of_recall(of: study.Claim) -> Claim:
+    """As the study compares two of its models."""
+    pair = re.sub(r"[^a-z0-9]+", "-", f"{of.one} {of.other}".lower())
+    return Claim(
+        f"figure{re.sub(r'[^a-z0-9]', '', of.figure)}-{pair}",
+        f"Figure {of.figure}",
+        f"{of.says[0].upper()}{of.says[1:]}.",
+        EMPTY,
+        RULES[of.kind],
+        {"span": tuple(dict.fromkeys((of.one, of.other)))},
+        partial(recalls, of),
+        partial(compared, of),
+        on_gpu=ADAPTED,
+    )
+
+
 CLAIMS = (
+    *(of_recall(one) for one in study.CLAIMS),
     Claim(
         "figure4-cost",
         "Figure 4",

@@ -17,6 +17,7 @@ import examples.length_story.runs as length_story
 import examples.papers.length_runs as length
 import examples.papers.samba_runs as samba
 import examples.passkey.samples as passkey
+import examples.span_study.runs as span_study
 from examples.papers.claim import Kept
 from examples.papers.speed import kept_in
 from examples.results import ROOT, Results
@@ -99,6 +100,11 @@ def of_grown(where: Where) -> Plan:
     return {"grown": grown.part_of(sizes, where.of("grown"), where.data("grown"))}
 
 
+def of_span(where: Where) -> Plan:
+    sizes = span_study.QUICK if where.quick else span_study.STUDY
+    return {"span": span_study.part_of(sizes, where.of("span_study"), where.data("span_study"))}
+
+
 def write_passkey(where: Where) -> None:
     passkey.write_samples(passkey.QUICK if where.quick else passkey.STUDY, where.data("passkey"))
 
@@ -115,6 +121,10 @@ def write_grown(where: Where) -> None:
     grown.write_samples(grown.QUICK if where.quick else grown.STUDY, where.data("grown"))
 
 
+def write_span(where: Where) -> None:
+    span_study.write_rows(span_study.QUICK if where.quick else span_study.STUDY, where.data("span_study"))
+
+
 def of_length(variant: str) -> float:
     return 15 if variant in length.BASES else 1.5
 
@@ -125,6 +135,7 @@ STUDIES = (
     Study("passkey", of_passkey, write_passkey, lambda _: 14),
     Study("papers", partial(of_papers, "tables"), partial(write_corpus, "tables"), lambda _: 8),
     Study("joint_recall", of_recall, write_recall, lambda _: 6),
+    Study("span_study", of_span, write_span, lambda _: 1.5),
     Study("grown", of_grown, write_grown, lambda _: 5),
     Study("length_story", of_story, write_story, lambda variant: 8 if variant in ("zero", "passing") else 1),
 )

@@ -49,12 +49,13 @@ class Table:
 class OnGpu:
     """What shows the claim at a size of the paper's: settings of runs on one H100, and the lengths that are then read.
 
-    `also` says what else a run needs, such as weights to start from; the planner, which has no such weights, is asked
-    of runs that cost as much (`like`). `hours` are those of a rehearsal of the run itself, where launches bind it.
+    `weights` is what they start from, and `also` says what else a run needs; the planner, which has no such weights, is
+    asked of runs that cost as much (`like`). `hours` are those of a rehearsal of the run, where launches bind it.
     """
 
     runs: tuple[tuple[str, ...], ...]
     lengths: tuple[int, ...] = ()
+    weights: str | None = None
     also: str = ""
     like: tuple[tuple[str, ...], ...] = ()
     hours: float | None = None

@@ -46,7 +46,7 @@ ONE_CELL = OnGpu(
     hours=0.67,
 )
 GROWN = OnGpu(
-    (("recipe=hax_mamba_130m_3072",),), also="it starts from the published mamba-130m, imported: run.weights=imported"
+    (("recipe=hax_mamba_130m_3072",),), weights="imported", also="it starts from the published mamba-130m, imported"
 )
 NEAR_CHANCE = 1.2
 

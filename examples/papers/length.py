@@ -13,8 +13,9 @@ STEPS = "phases.0.tokens=${steps:100}"
 
 def published(size: str, like: str, *more: str) -> OnGpu:
     """Post-training of a published model; the planner is asked of its siblings here."""
-    also = f"it starts from the published {like.replace('_', '-')}, imported: run.weights=imported"
-    return OnGpu(((f"recipe=length/official_{size}", *more),), also=also, like=((f"recipe={like}", STEPS),))
+    also = f"it starts from the published {like.replace('_', '-')}, imported"
+    runs, like_them = ((f"recipe=length/official_{size}", *more),), ((f"recipe={like}", STEPS),)
+    return OnGpu(runs, weights="imported", also=also, like=like_them)
 
 
 OFFICIAL = published("1.3b", "mamba2_1.3b")

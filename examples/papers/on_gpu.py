@@ -53,7 +53,8 @@ def rehearsed(recipe: str) -> float:
 
 def commands(claim: Claim, on_gpu: OnGpu) -> list[str]:
     """What is typed, from training to the column."""
-    lines = [f"hybridtron train {' '.join(settings)} data.path=TOKENS" for settings in on_gpu.runs]
+    given = f" run.weights={on_gpu.weights}" if on_gpu.weights else ""
+    lines = [f"hybridtron train {' '.join(settings)}{given} data.path=TOKENS" for settings in on_gpu.runs]
     if on_gpu.lengths:
         lines.append(f"python -m examples.papers --fill {claim.name} NAME=RUN ...")
     return lines

@@ -15,7 +15,8 @@ from hybridtron.sweep.grid import SEED
 
 ADAPTED = OnGpu(
     (("recipe=mamba2_hybrid_2.7b_span", "phases.0.tokens=${steps:1000}"),),
-    also="it starts from mamba2attn-2.7b, imported: run.weights=imported",
+    weights="imported",
+    also="it starts from mamba2attn-2.7b, imported",
 )
 RULES = {
     "above": "2 points and more higher in the mean over seeds, and with every seed higher; "

@@ -21,6 +21,7 @@ from hybridtron.data.mixture_spec import reading_plan
 from hybridtron.device import describe_device
 from hybridtron.engine.engine import Engine
 from hybridtron.mixers.base import mixer_class
+from hybridtron.mixers.norm import RMSNorm
 from hybridtron.model.stack import Residual
 from hybridtron.ops.dispatch import Op
 from hybridtron.ops.dropout import dropout
@@ -69,7 +70,7 @@ def as_text(table: Table) -> str:
 def ops_of(model: ModelConfig) -> set[str]:
     """The ops that the files of a model's layers name, those of its adapters, and those of the loss."""
     mixers = [cls for spec in architecture(model).specs for cls in mixer_class(spec).__mro__]
-    files = {sys.modules[cls.__module__] for cls in (*mixers, Residual)}
+    files = {sys.modules[cls.__module__] for cls in (*mixers, Residual, RMSNorm)}
     named = {value.name for file in files for value in vars(file).values() if isinstance(value, Op)}
     dropped = {dropout.name} if model.adapters is not None and model.adapters.dropout else set()
     return named | dropped | {op.name for op in LOSS}

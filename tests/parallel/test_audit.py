@@ -37,6 +37,7 @@ FAST_CASES = {
     ("span-variants", "dp2"),
     ("zamba2", "pp2"),
     ("adapters", "tp2"),
+    ("adapters", "tp4"),
     ("adapters", "tp2-pp2"),
     ("adapters-dropout", "cp2-tp2"),
     ("adapters-dora", "tp2-sp"),

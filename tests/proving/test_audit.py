@@ -97,7 +97,7 @@ def test_a_run_that_fails_exits_with_1_and_says_why(
     [
         (["parallel.tensor=3"], "parallel.tensor"),
         (["parallel.tensr=2"], "did you mean tensor"),
-        (["--layouts", "tp3"], "did you mean tp2"),
+        (["--layouts", "tp3"], "did you mean tp4"),
         (["--fake-bug", "tied_gradiant"], "did you mean tied_gradient"),
         (["--cases", "samb"], "did you mean samba"),
         (["model.pattern=M-", "--layouts", "pp4"], "parallel.pipeline"),

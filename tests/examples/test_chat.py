@@ -44,7 +44,13 @@ def test_the_recipe_ends_in_a_chat_model(tmp_path: Path, monkeypatch: pytest.Mon
     assert write("data/embedded-2048", "data/chats") == 0
     learned = ["--learn", "messages", "--validation", "5%", "--tokenizer", "data/chats"]
     assert main([*prepare, "data/chats/chats.jsonl", *learned, "--output", "data/chats/tokens"]) == 0
-    few = ["phases.0.tokens=4096", "phases.1.tokens=8192", "phases.2.tokens=4096", "run.eval_tokens=2K"]
+    few = [
+        "phases.0.tokens=4096",
+        "phases.1.tokens=8192",
+        "phases.2.tokens=4096",
+        "run.eval_tokens=4K",
+        "run.eval_lengths=[1]",
+    ]
     assert main(["train", "recipe=chat_laptop", *few]) == 0
     exported = Path("runs/chat_laptop/export/tune")
     tokenizer = AutoTokenizer.from_pretrained(exported)

@@ -127,7 +127,7 @@ SHARED = {"kind": "shared_attention", "heads": 4, "hidden": 40, "rank": 3}
 ADAPTED = {**SHARED, "adapt_attention": True, "rope": "none"}
 MODELS |= {
     "zamba2": ("MAMMBMAM", {"M": MAMBA2, "A": ADAPTED, "B": ADAPTED}, True),
-    "zamba2-floor": ("AMMAM", {"M": {**MAMBA2, "dt_floor": 0.01}, "A": {**SHARED, "rope": {"base": 100.0}}}, True),
+    "zamba2-floor": ("AMMAM", {"M": {**MAMBA2, "dt_floor": 0.01}, "A": {**SHARED, "rope": {"base": 50000.0}}}, True),
 }
 MAMBA = {"kind": "mamba", "state": 4, "conv": 3}
 WINDOW = {**ATTENTION, "window": 9}

@@ -27,6 +27,7 @@ from hybridtron.interop.export import NATIVES, target_of
 from hybridtron.interop.native import NativeMamba
 from hybridtron.interop.native_pairs import Llama
 from hybridtron.interop.rules import TensorRule
+from hybridtron.interop.sample import sampled
 from hybridtron.interop.verify import verify
 from hybridtron.parallel.groups import Groups
 from tests.interop.conftest import Stored
@@ -113,7 +114,7 @@ def test_a_sample_of_the_layers_is_a_model_of_its_own(
     arguments = ["export", "--checkpoint", str(tmp_path / "run"), "--verify", "sample", "--output"]
     assert main([*arguments, str(tmp_path / "out")]) == 0
     assert "as --verify sample" in capsys.readouterr().out
-    last = len(architecture(model).specs) - 1
+    last = sampled(architecture(model), target_of(model, Export.auto))[-1]
     to_theirs = TensorRule.to_theirs
 
     def planted(rule: TensorRule, read) -> torch.Tensor:

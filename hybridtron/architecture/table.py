@@ -41,6 +41,14 @@ class Architecture:
         """The sizes as the mixer of one sub-layer knows them."""
         return self.sizes.at(index, [spec.kind for spec in self.specs])
 
+    def mixer_weights(self, index: int) -> dict[str, Parameter]:
+        """Those of one sub-layer's mixer, by full name; what its letter's places share has one name for all."""
+        weights = self.specs[index].parameters(self.sizes_at(index))
+        return {self.full_name(index, name, weight.shared): weight for name, weight in weights.items()}
+
+    def full_name(self, index: int, key: str, shared: bool) -> str:
+        return f"shared.{self.letters[index]}.mixer.{key}" if shared else f"layers.{index}.mixer.{key}"
+
     def shared_names(self, letter: str) -> list[str]:
         """Weights of a letter's mixer that its places share, by their names inside it."""
         weights = self.by_letter[letter].parameters(self.sizes)
@@ -146,9 +154,7 @@ def parameter_table(model: ModelConfig) -> dict[str, Parameter]:
     for index, spec in enumerate(arch.specs):
         if not spec.feeds_next:
             table[f"layers.{index}.norm.weight"] = norm
-        for name, parameter in spec.parameters(arch.sizes_at(index)).items():
-            owner = f"shared.{arch.letters[index]}" if parameter.shared else f"layers.{index}"
-            table[f"{owner}.mixer.{name}"] = parameter
+        table |= arch.mixer_weights(index)
     table["norm.weight"] = norm
     if not model.tie_embeddings:
         table["head.weight"] = linear(vocab, width, fp8=False)
@@ -158,9 +164,8 @@ def parameter_table(model: ModelConfig) -> dict[str, Parameter]:
 
 def weight_name(arch: Architecture, index: int, key: str) -> str:
     """The full name of a weight, or of a stored part of one, of a sub-layer's mixer."""
-    letter = arch.letters[index]
-    is_shared = any(key == name or key.startswith(f"{name}.") for name in arch.shared_names(letter))
-    return f"shared.{letter}.mixer.{key}" if is_shared else f"layers.{index}.mixer.{key}"
+    names = arch.shared_names(arch.letters[index])
+    return arch.full_name(index, key, any(key == name or key.startswith(f"{name}.") for name in names))
 
 
 def _as_lit_gpt(table: dict[str, Parameter], arch: Architecture) -> dict[str, Parameter]:

@@ -34,6 +34,7 @@ from .mixers_hybridtron import (
     attention,
     attention_reference,
     document_starts,
+    multiplied,
     starting_value,
 )
 
@@ -255,4 +256,4 @@ class HybridtronLayer(GradientCheckpointingLayer):
         if self.norm is None:
             return x_BLD, y_BLD
         y_BLD = self.norm(y_BLD) if self.norm_after else y_BLD
-        return x_BLD + y_BLD * self.multiplier, None
+        return x_BLD + multiplied(y_BLD, self.multiplier), None

@@ -27,7 +27,7 @@ from transformers.utils.generic import can_return_tuple
 
 from .configuration_hybridtron import HybridtronConfig
 from .layers_hybridtron import HybridtronLayer, SeqOnDevices, start_weights
-from .mixers_hybridtron import RMSNorm, SeqInfo, State, at_least_fp32
+from .mixers_hybridtron import RMSNorm, SeqInfo, State, at_least_fp32, multiplied
 
 Names = list[str] | set[str] | None
 # transformers 5.24 renamed `past_key_values` to `cache`, in what it passes and in what it expects to be returned; a
@@ -174,7 +174,7 @@ class HybridtronModel(HybridtronPreTrainedModel):
         x_BLD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if self.config.residual_in_fp32:
             x_BLD = at_least_fp32(x_BLD)
-        x_BLD = x_BLD * self.config.embedding_multiplier
+        x_BLD = multiplied(x_BLD, self.config.embedding_multiplier)
         cache = self._cache(cache if past_key_values is None else past_key_values, use_cache)
         batch, length = x_BLD.shape[:2]
         seen = 0 if cache is None else cache.seen
@@ -244,7 +244,7 @@ class HybridtronForCausalLM(HybridtronPreTrainedModel, GenerationMixin):
             return_dict=True,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits_BLV = self.lm_head(out.last_hidden_state[:, kept]) / self.config.logits_scaling
+        logits_BLV = self.lm_head(multiplied(out.last_hidden_state[:, kept], 1 / self.config.logits_scaling))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits_BLV, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

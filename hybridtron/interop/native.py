@@ -10,7 +10,7 @@ the norm's epsilon, the window (which counts the token itself, as ours).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,6 +22,7 @@ from hybridtron.architecture.table import Architecture, architecture
 from hybridtron.interop.rules import Rules, TensorRule
 
 Settings = dict[str, Any]
+NO_FLOOR = 1e-30  # of a step's size, which changes no state; transformers takes its logarithm, so it can't be 0
 
 
 class SubLayerNames(NamedTuple):
@@ -122,6 +123,12 @@ class Native(ModelFormat):
             tie_embeddings=theirs.get("tie_word_embeddings", self.tied),
             norm_eps=theirs[self.norm_eps],
         )
+
+
+def require_known(theirs: Settings, key: str, known: Collection[str]) -> None:
+    """ValueError where a list of types has one that we do not."""
+    if unknown := sorted(set(theirs[key]) - set(known)):
+        raise ValueError(f"has {key} with {unknown[0]!r}; only {', '.join(known)} can be imported")
 
 
 def to_theirs(names: Mapping[str, str], options: Settings) -> Settings:

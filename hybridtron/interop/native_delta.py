@@ -16,7 +16,7 @@ from hybridtron.architecture.gated_deltanet import GatedDeltaNetSpec
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import Architecture, architecture
 from hybridtron.config.exportable import OLMO_HEAD_EPS, halves
-from hybridtron.interop.native import Settings, SubLayerNames, to_ours
+from hybridtron.interop.native import Settings, SubLayerNames, require_known, to_ours
 from hybridtron.interop.native_pairs import BEFORE, BETWEEN, Llama, attention_of
 from hybridtron.interop.rules import TensorRule
 
@@ -43,8 +43,7 @@ class DeltaHybrid(Llama):
         }
 
     def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
-        if unknown := sorted(set(theirs["layer_types"]) - set(self.letters)):
-            raise ValueError(f"has layer_types with {unknown[0]!r}; only {', '.join(self.letters)} can be imported")
+        require_known(theirs, "layer_types", self.letters)
         pattern = "".join(self.letters[name] for name in theirs["layer_types"])
         mlp = super().pattern(theirs)[1]["-"]
         known = {"D": self.delta(theirs), "A": self.attention(theirs), "-": mlp, "+": {**mlp, "norm_after": True}}

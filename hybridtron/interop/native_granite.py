@@ -9,7 +9,7 @@ from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.rope import NO_POSITIONS
 from hybridtron.architecture.table import Architecture
 from hybridtron.config.exportable import halves
-from hybridtron.interop.native import Settings, SubLayerNames, multipliers_of, with_multipliers
+from hybridtron.interop.native import Settings, SubLayerNames, multipliers_of, require_known, with_multipliers
 from hybridtron.interop.native_pairs import BEFORE, BETWEEN, FUSED_MLP, Llama, Mamba2Hybrid, attention_of
 
 SCALE = "attention_multiplier"
@@ -58,8 +58,7 @@ class GraniteHybrid(Granite, Mamba2Hybrid):
 
     def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
         of_type = {"mamba": "M-", "linear_attention": "M-", "attention": "A-", "full_attention": "A-"}
-        if unknown := sorted(set(theirs["layer_types"]) - set(of_type)):
-            raise ValueError(f"has layer_types with {unknown[0]!r}; only {', '.join(of_type)} can be imported")
+        require_known(theirs, "layer_types", of_type)
         return self.with_letters("".join(of_type[name] for name in theirs["layer_types"]), theirs)
 
     def attention(self, theirs: Settings) -> Settings:

@@ -15,7 +15,7 @@ from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.rope import NO_POSITIONS
 from hybridtron.architecture.squared_relu import SquaredReLUSpec
 from hybridtron.architecture.table import Architecture
-from hybridtron.interop.native import Native, Settings, to_ours, to_theirs
+from hybridtron.interop.native import NO_FLOOR, Native, Settings, require_known, to_ours, to_theirs
 from hybridtron.interop.native_pairs import attention_of
 from hybridtron.interop.rules import TensorRule
 
@@ -26,7 +26,6 @@ LAYERS = {
     "A": ("full_attention", "attention", "*"),
     "-": ("mlp", "mlp", "-"),
 }
-NEGLIGIBLE = 1e-30  # of a step's size; its logarithm is taken, so it can't be 0
 
 
 class NemotronH(Native):
@@ -43,7 +42,7 @@ class NemotronH(Native):
         "sliding_window": None,
         "num_nextn_predict_layers": 0,
     }
-    proven_with: ClassVar = {"time_step_min": NEGLIGIBLE}
+    proven_with: ClassVar = {"time_step_min": NO_FLOOR}
     mamba: ClassVar = {
         "ssm_state_size": "state",
         "mamba_num_heads": "heads",
@@ -84,8 +83,7 @@ class NemotronH(Native):
     def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
         key = TYPES if theirs.get(TYPES) is not None else PATTERN
         of_type = {name: letter for letter, names in LAYERS.items() for name in names}
-        if unknown := sorted(set(theirs[key]) - set(of_type)):
-            raise ValueError(f"has {key} with {unknown[0]!r}; only {', '.join(of_type)} can be imported")
+        require_known(theirs, key, of_type)
         pattern = "".join(of_type[name] for name in theirs[key])
         if "A" not in pattern:
             raise ValueError(f"has {key} without attention, and so transformers can't generate from a cache")

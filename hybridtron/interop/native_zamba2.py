@@ -17,14 +17,12 @@ from hybridtron.architecture.shared_attention import SharedAttentionSpec
 from hybridtron.architecture.table import Architecture
 from hybridtron.config.exportable import ZAMBA2_MAMBA_EPS
 from hybridtron.interop import rope_parameters
-from hybridtron.interop.native import Native, Settings, to_ours, to_theirs
+from hybridtron.interop.native import NO_FLOOR, Native, Settings, require_known, to_ours, to_theirs
 from hybridtron.interop.rules import Rules
 
 HYBRID, MAMBA = "hybrid", "linear_attention"
 OF_TYPE = {MAMBA: False, "mamba": False, HYBRID: True}
 LETTERS = "ABCDEFGHIJKL"  # of the blocks
-# transformers takes its logarithm where it starts weights; so small a step changes no state
-NO_FLOOR = 1e-30
 BLOCK: Names = {
     "self_attn.q_proj.weight": ("q.weight",),
     "self_attn.k_proj.weight": ("kv.weight.k",),
@@ -108,8 +106,7 @@ class Zamba2(Native):
 
     def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
         types, blocks = theirs["layers_block_type"], theirs.get("num_mem_blocks", 1)
-        if unknown := sorted(set(types) - set(OF_TYPE)):
-            raise ValueError(f"has layers_block_type with {unknown[0]!r}; only {', '.join(OF_TYPE)} can be imported")
+        require_known(theirs, "layers_block_type", OF_TYPE)
         if len(types) != theirs["num_hidden_layers"]:
             raise ValueError(f"has {len(types)} entries in layers_block_type, not num_hidden_layers of them")
         if blocks > len(LETTERS):

@@ -132,6 +132,7 @@ def attach_adapters(
     From then on a layer adds its adapter's outputs to its own.
     """
     layers = dict(model.named_modules())
+    users = mixers_by_layer(layers)
     for name, parts in adapted_projections(table, adapters).items():
         if (layer := layers.get(name.removesuffix(".weight"))) is None:
             continue
@@ -154,17 +155,20 @@ def attach_adapters(
         adapter = Adapter(name.removesuffix(".weight"), sizes)
         layer.add_module("adapter", adapter)
         if adapters.dropout:
-            for mixer in mixers_with(model, layer):
+            for mixer in users[layer]:
                 mixer.register_forward_pre_hook(adapter.begin)
         if not getattr(layer, "sums_inside", False):
             layer.register_forward_hook(_add, prepend=True)  # before the hook that sums over ranks
 
 
-def mixers_with(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
-    """The mixers that use a layer: several where places of a letter share it."""
-    named = ((name, module) for name, module in model.named_modules() if name.startswith("layers."))
-    mixers = (module for name, module in named if name.count(".") == 2 and name.endswith(".mixer"))
-    return [mixer for mixer in mixers if any(module is layer for module in mixer.modules())]
+def mixers_by_layer(modules: Mapping[str, nn.Module]) -> dict[nn.Module, list[nn.Module]]:
+    """The mixers that use each layer: several where places of a letter share it."""
+    found: dict[nn.Module, list[nn.Module]] = {}
+    for name, mixer in modules.items():
+        if name.startswith("layers.") and name.count(".") == 2 and name.endswith(".mixer"):
+            for layer in mixer.modules():
+                found.setdefault(layer, []).append(mixer)
+    return found
 
 
 def adapter_of(layer: nn.Module) -> Adapter | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hybridtron.architecture.adapters import adapter_key, is_projection
 from hybridtron.architecture.base import Parameter
-from hybridtron.architecture.table import architecture, weight_name
+from hybridtron.architecture.table import architecture
 from hybridtron.config.resolve import ResolvedPhase
 
 
@@ -55,10 +55,10 @@ class SublayerWeights:
 
 def projections_of(phase: ResolvedPhase, table: Mapping[str, Parameter], layer: int) -> SublayerWeights:
     """Of a sub-layer; weights that it shares with others are among them."""
-    arch, found = architecture(phase.model), []
-    spec, sizes = arch.specs[layer], arch.sizes_at(layer)
-    for name in spec.parameters(sizes):
-        full = weight_name(arch, layer, name)
-        if is_projection(full, table[full]):
-            found.append(WeightUse(table[full], phase.learns(full), table.get(adapter_key(full, "A"))))
-    return SublayerWeights(tuple(found), spec.input_width(sizes))
+    arch = architecture(phase.model)
+    found = tuple(
+        WeightUse(table[name], phase.learns(name), table.get(adapter_key(name, "A")))
+        for name, weight in arch.mixer_weights(layer).items()
+        if is_projection(name, weight)
+    )
+    return SublayerWeights(found, arch.specs[layer].input_width(arch.sizes))

@@ -94,7 +94,7 @@ def _size(document: Document) -> int:
 
 def embedded_input() -> Input:
     """The texts of this Python installation, as an input without files."""
-    return Input("embedded", (), texts=sum(map(_size, documents())))
+    return Input("embedded", (), texts=sum(sizes().values()))
 
 
 def package_input(package: str) -> Input:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,38 +16,29 @@ SHARED_GRADIENT: Replaced = {
     "hybridtron.engine.shared_gradients.SharedGradients.sum_over_stages": lambda *_: None,
 }
 _forward = LanguageModel.forward
+Received = tuple[Tensor, Tensor]
+"""The stream and the embedding, as they come from the stage before."""
 
 
-def _cut_off(
-    model: LanguageModel,
-    tokens_BL: Tensor,
-    states: States | None,
-    seq: SeqInfo,
-    x_LBD: Tensor | None = None,
-    logits: bool = True,
-) -> ModelOut:
-    if x_LBD is not None:
-        stream_LBD, embedded_LBD = x_LBD.chunk(2)
-        x_LBD = torch.cat((stream_LBD, embedded_LBD.detach()))
-    return _forward(model, tokens_BL, states, seq, x_LBD, logits)
+def taken_as(changed: Callable[[Tensor, Tensor], Received]) -> Replaced:
+    """What a stage makes of what it has received."""
+
+    def forward(
+        model: LanguageModel,
+        tokens_BL: Tensor,
+        states: States | None,
+        seq: SeqInfo,
+        x_LBD: Tensor | None = None,
+        logits: bool = True,
+    ) -> ModelOut:
+        x_LBD = None if x_LBD is None else torch.cat(changed(*x_LBD.chunk(2)))
+        return _forward(model, tokens_BL, states, seq, x_LBD, logits)
+
+    return {"hybridtron.model.lm.LanguageModel.forward": forward}
 
 
-LOST_EMBEDDING: Replaced = {"hybridtron.model.lm.LanguageModel.forward": _cut_off}
-
-
-def _stream_twice(
-    model: LanguageModel,
-    tokens_BL: Tensor,
-    states: States | None,
-    seq: SeqInfo,
-    x_LBD: Tensor | None = None,
-    logits: bool = True,
-) -> ModelOut:
-    x_LBD = None if x_LBD is None else torch.cat((x_LBD.chunk(2)[0],) * 2)
-    return _forward(model, tokens_BL, states, seq, x_LBD, logits)
-
-
-STREAM_TWICE: Replaced = {"hybridtron.model.lm.LanguageModel.forward": _stream_twice}
+LOST_EMBEDDING = taken_as(lambda stream_LBD, embedded_LBD: (stream_LBD, embedded_LBD.detach()))
+STREAM_TWICE = taken_as(lambda stream_LBD, _: (stream_LBD, stream_LBD))
 COPIES_COUNT: Replaced = marked("shared.", "shared", False)
 PAIR_GRADIENT: Replaced = marked("_A.weight", "partial_over_tensor", False)
 

@@ -93,7 +93,6 @@ ARCHITECTURES = {
     "mamba": "MMMMM",
     "mamba2": "SGSGS",
     "mamba2-attention": "S-FqG",
-    "granite": "S-g-G",
     "mamba-hax": "Q-IiQ",
     "mamba3-swa": "T-WUT",
     "sliding-gla": "A-WAC",
@@ -105,12 +104,16 @@ ARCHITECTURES = {
     "attention": "F-OPH",
     "samba-span": "M-X-M",
     "span-variants": "X-YZL",
-    "zamba2": "SsGtSsG",
     "adapters": "M-WSF",
     "adapters-dropout": "S-FMW",
     "adapters-dora": "F-SMW",
+    "zamba2": "SsGtSsG",
+    "granite": "S-g-G",
 }
-"""An odd number of layers each, so that no number of stages divides them."""
+"""An odd number of layers each, so that no number of stages divides them.
+
+Options go around from row to row, and bugs are tried where the ones that show them are: another row comes last.
+"""
 BLOCKS = {
     "s": {"kind": "shared_attention", "heads": 4, "hidden": 48, "rank": 3, "adapt_attention": True},
     "t": {"kind": "shared_span", "heads": 4, "hidden": 48, "rank": 3, "chunk": [4, 8], "block": 2, "blocks": 2},

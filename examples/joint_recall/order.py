@@ -35,6 +35,10 @@ REASONS = (
         "beside Mamba-2: queries and keys need a projection of their own; the recurrence's serve its state",
         ("mamba2+full-shared", "mamba2+full", "mamba2+KS-shared", "mamba2+KS", "mamba2+HAX-shared", "mamba2+HAX"),
     ),
+    (
+        "Samba above chance: with a quarter of the state it falls to the third that windows and hashes alone reach",
+        ("samba", "samba+small-state", "mamba+SW", "mamba+LSH"),
+    ),
 )
 """Why another order came out, and the models that show it."""
 WHY = ("reason", "accuracy, %")

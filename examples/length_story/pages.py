@@ -116,7 +116,7 @@ def draw_perplexity(findings: Findings, path: Path) -> None:
 
 def draw_copying(findings: Findings, path: Path) -> None:
     with picture(path, 3.5) as axes:
-        for name, seeds in findings.copying.items():
+        for name, seeds in ((name, findings.copying[name]) for name in COLORS if name in findings.copying):
             lengths = [int(length) for length in next(iter(seeds.values()))]
             accuracies = [list(of_seed.values()) for of_seed in seeds.values()]
             draw_seeds(axes, lengths, accuracies, COLORS[name], f"from {name}", "o-")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
 from pathlib import Path
@@ -65,8 +65,8 @@ class OnGpu:
 class Claim:
     """`needs` are variants by the name of their sweep, `timed` is what is measured of speed.
 
-    `seen_at` says where it could be seen, and what that costs; `reason` what a further experiment found of a
-    disagreement.
+    `seen_at` says where it could be seen, and what that costs. Where claim and results disagree, `reason` says what a
+    further experiment found, whose variants are `further`: a claim is judged without them.
     """
 
     name: str
@@ -80,6 +80,7 @@ class Claim:
     draw: Callable[[Kept, Path], None] | None = None
     seen_at: str = ""
     reason: Callable[[Kept], str] | None = None
+    further: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     timed: str = ""
     on_gpu: OnGpu | None = None
 
@@ -198,8 +199,8 @@ def minutes(pairs: Iterable[tuple[SweepRun, Result]]) -> float:
 
 
 def variants(claims: Iterable[Claim]) -> dict[str, set[str]]:
-    """What claims need together, by the name of the sweep."""
+    """What claims and further experiments need together, by the name of the sweep."""
     found: dict[str, set[str]] = {}
-    for part, names in chain.from_iterable(claim.needs.items() for claim in claims):
+    for part, names in chain.from_iterable((*one.needs.items(), *one.further.items()) for one in claims):
         found.setdefault(part, set()).update(names)
     return found

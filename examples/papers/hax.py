@@ -188,10 +188,8 @@ CLAIMS = (
             ("ours, %", "accuracy", "chance"), (("samba", _shown(accuracies(kept, "samba")), f"{100 * CHANCE}"),)
         ),
         samba_at_chance,
-        reason=lambda kept: (
-            f"Mamba alone recalls {_shown(accuracies(kept, 'mamba'))}%, and Samba as much: tables of this "
-            "size fit into a Mamba's state in part; no further experiment was made"
-        ),
+        reason=reason(2),
+        further={"rates": ("samba+small-state",)},
         on_gpu=ONE_CELL,
     ),
     Claim(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from examples.length_story.runs import FURTHER
 from examples.papers import length_views as views
 from examples.papers.claim import EMPTY, Claim, OnGpu, Paper, Table, nothing, unseen
 
@@ -207,10 +208,8 @@ CLAIMS = (
         {"copying": ("zero", "passing")},
         views.copying_rows,
         views.copies_further,
-        reason=lambda kept: (
-            "at this size the model from zero states does not fail where the paper's does: it copies 0.88 of "
-            "strings three times as long, the paper's 0.27; no further experiment was made yet"
-        ),
+        reason=views.why_not_copied,
+        further={"copying": FURTHER},
         on_gpu=OnGpu((("recipe=copying_45m",), ("recipe=copying_45m", "phases.0.states.mode=passing"))),
     ),
     Claim(

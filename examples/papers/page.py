@@ -57,8 +57,7 @@ def section(
     if claim.seen_at:
         yield f"- where it could be seen: {claim.seen_at}"
     if verdict.said is Said.NOT:
-        why = "none was made yet" if claim.reason is None else claim.reason(kept)
-        yield f"- a further experiment: {why}"
+        yield f"- a further experiment: {further(claim, kept)}"
     of_claim = kept.of(claim.needs)
     if of_claim or claim.timed in kept.timed:
         spent = kept.timed[claim.timed]["minutes"] if claim.timed else minutes(of_claim)
@@ -71,6 +70,13 @@ def section(
         claim.draw(kept, pictures / name)
         yield from ("", f"![{claim.name}]({name})")
     yield from on_gpu(claim)
+
+
+def further(claim: Claim, kept: Kept) -> str:
+    if claim.reason is None:
+        return "none was made yet"
+    missing = kept.missing(claim.further)
+    return f"waits for {', '.join(missing)}" if missing else claim.reason(kept)
 
 
 def _cells(table: Table) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:

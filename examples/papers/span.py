@@ -55,6 +55,22 @@ def compared(of: study.Claim, kept: Kept) -> Verdict:
     return Verdict(Said.UNDECIDED if undecided else Said.NOT, numbers)
 
 
+FURTHER = ("SE-16x4", "SE-long", "full-long")
+
+
+def why_not_level(kept: Kept) -> str:
+    """Of one seed: SE with four times as many blocks, and both after three times as many steps."""
+    found = {name: next(iter(of.items())) for name, of in readings(kept).items() if name in FURTHER}
+    (seed, _), both = found["SE-16x4"], readings(kept)
+    shown = {name: both[name][seed] for name in ("full", "SE", *FURTHER)}
+    recall = {name: f"{100 * study.score(one):.1f}%" for name, one in shown.items()}
+    return (
+        f"from seed {seed}, full attention recalls {recall['full']} and SE {recall['SE']}; with 16 blocks in place of "
+        f"4 SE recalls {recall['SE-16x4']}; after three times as many steps full attention {recall['full-long']}, SE "
+        f"{recall['SE-long']}"
+    )
+
+
 def of_recall(of: study.Claim) -> Claim:
     """As the study compares two of its models."""
     pair = re.sub(r"[^a-z0-9]+", "-", f"{of.one} {of.other}".lower())
@@ -67,6 +83,8 @@ def of_recall(of: study.Claim) -> Claim:
         {"span": tuple(dict.fromkeys((of.one, of.other)))},
         partial(recalls, of),
         partial(compared, of),
+        reason=why_not_level if of.kind == "level" else None,
+        further={"span": FURTHER} if of.kind == "level" else {},
         on_gpu=ADAPTED,
     )
 

@@ -54,8 +54,8 @@ def test_there_are_seventeen_models_and_some_that_say_why(tmp_path: Path) -> Non
     variants = {run.variant: run for run in runs}
     paper = {f"{base}+{kind}" if kind else base for base, of in PAPER.items() for kind in of}
     assert len(paper) == 17
-    assert variants.keys() == paper | SEEING_ALL | OTHER_BUDGETS | SHARED
-    assert len(runs) == 24 * 2
+    assert variants.keys() == paper | SEEING_ALL | OTHER_BUDGETS | SHARED | {"samba+small-state"}
+    assert len(runs) == 25 * 2
     for name, run in variants.items():
         config = load(list(run.settings))
         assert check(config) == [], name

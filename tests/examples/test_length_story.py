@@ -51,7 +51,7 @@ def test_quick_leaves_the_real_story_alone(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_run_of_every_intervention_starts_from_its_seeds_base() -> None:
-    for sizes, runs in ((STORY, (18, 6)), (QUICK, (2, 2))):
+    for sizes, runs in ((STORY, (18, 8)), (QUICK, (2, 2))):
         sweeps = [part_of(part, sizes, Path("runs")).sweep for part in ("language", "copying")]
         assert tuple(len(sweep.runs) for sweep in sweeps) == runs
         for run in sweeps[0].runs:

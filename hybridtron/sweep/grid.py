@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hybridtron.config.asked import read_keys
 from hybridtron.config.weights import folder_of
-from hybridtron.problems import Unusable
+from hybridtron.problems import Unusable, did_you_mean
 
 SEED = "run.seed"
 MOST_RUNS = 10_000
@@ -145,6 +145,24 @@ def read(path: Path) -> Sweep:
         if len(runs) > MOST_RUNS:
             raise Unusable(f"{path} has more than {MOST_RUNS:,} runs")
     return Sweep(tuple(runs.values()), tuple(grid), file.metrics())
+
+
+def narrowed(sweep: Sweep, variants: Collection[str] | None, settings: tuple[str, ...] = ()) -> Sweep:
+    """Runs of these variants (None: of all) and those that they start from, with further settings."""
+    known = {run.variant for run in sweep.runs}
+    if unknown := sorted(set(variants or ()) - known):
+        raise Unusable(f"there is no variant {unknown[0]!r}{did_you_mean(unknown[0], known)}; has {', '.join(known)}")
+    if wrong := [text for text in settings if "=" not in text or text.startswith("run.dir=")]:
+        raise Unusable(f"{wrong[0]!r} can't be a setting of every run: key=value, and not run.dir")
+    runs = {run.name: run for run in sweep.runs}
+    chosen: set[str | None] = set()
+    for run in sweep.runs:
+        named: SweepRun | None = run if variants is None or run.variant in variants else None
+        while named is not None:
+            chosen.add(named.name)
+            named = None if named.start is None else runs[named.start]
+    kept = (replace(run, settings=(*run.settings, *settings)) for run in sweep.runs if run.name in chosen)
+    return replace(sweep, runs=tuple(kept))
 
 
 def _text(value: Any) -> str:

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 from examples.papers import length_views as views
 from examples.papers.claim import EMPTY, Claim, OnGpu, Paper, Table, nothing, unseen
+from examples.papers.columns import Column, by_position, tasks
 
 INTERVENTIONS = ("base", "zero", "random", "fitted", "passing", "tbtt")
 FORCED = 32  # tokens of context in the story whose base is made to fail
 SIGMAS = ("sigma-0.1", "sigma-0.3", "random", "sigma-3")
-STEPS = "phases.0.tokens=${steps:100}"
+BY_POSITION = by_position(1, 4, 16)
+SMALL = ("phases.0.tokens=9B", "checkpoint.keep_every=2.25B")  # of 45 million parameters: 10 times Chinchilla's
+PUBLISHED_SIGMAS = tuple(f"sigma={one}" for one in ("0.01", "0.1", "0.3", "1.0", "3.0", "10.0"))
+CONTEXTS = tuple(f"T={context}-recipe=mamba2_45m" for context in (256, 512, 1024, 2048))
 
 
-def published(size: str, like: str, *more: str) -> OnGpu:
-    """Post-training of a published model; the planner is asked of its siblings here."""
-    also = f"it starts from the published {like.replace('_', '-')}, imported"
-    runs, like_them = ((f"recipe=length/official_{size}", *more),), ((f"recipe={like}", STEPS),)
-    return OnGpu(runs, weights="imported", also=also, like=like_them)
+def scratch(sweep: str, *only: str, every: bool = False) -> OnGpu:
+    """Models of 45 to 70 million parameters on 9 billion tokens."""
+    return OnGpu(f"length/{sweep}", only, SMALL, BY_POSITION, every)
 
 
-OFFICIAL = published("1.3b", "mamba2_1.3b")
-SMALL = OnGpu((("recipe=mamba2_45m", "phases.0.tokens=9B"),))
+def published(*only: str, sweep: str = "interventions", column: Column | None = BY_POSITION, reads: str = "") -> OnGpu:
+    """Published models behind 100 steps and more, as in the paper."""
+    return OnGpu(f"length/{sweep}", only, column=None if reads else column, reads=reads)
+
+
+KEYS = (2048, 8192, 32768, 131072)
+BABILONG = tasks("babilong_qa1", "accuracy", (2048, 8192, 32768, 131072), {"style": "tuned"}, samples=100)
+STATES = published("zero", "passing", reads="--instruments remembrance,states --length 8x")
 
 
 def figure(
@@ -49,7 +57,7 @@ CLAIMS = (
         f"perplexity at {views.FAILS_AT}x the context at least {views.FAILS} times the least of the curve, for every "
         "seed",
         views.fails,
-        SMALL,
+        scratch("contexts", CONTEXTS[-1]),
     ),
     figure(
         2,
@@ -60,7 +68,7 @@ CLAIMS = (
         "that of "
         "64 below 32, by two standard errors of the base's deviation over seeds",
         views.ordered(("context-128", "base"), ("base", "context-32")),
-        SMALL,
+        scratch("contexts", *CONTEXTS),
     ),
     Claim(
         "figure3-training",
@@ -72,7 +80,7 @@ CLAIMS = (
         {"length": ("base",)},
         views.training_rows,
         views.more_training,
-        on_gpu=OnGpu((("recipe=mamba2_45m", "phases.0.tokens=9B", "checkpoint.keep_every=2.25B"),)),
+        on_gpu=scratch("contexts", CONTEXTS[2], every=True),
     ),
     figure(
         5,
@@ -83,7 +91,7 @@ CLAIMS = (
         "zero "
         "states (means over seeds)",
         views.repairs("length", ("passing", "tbtt"), 64),
-        OFFICIAL,
+        published("zero", "passing", "tbtt"),
     ),
     Claim(
         "figure5-forced",
@@ -110,7 +118,7 @@ CLAIMS = (
         "passing below "
         "zero states, by two standard errors",
         views.ordered(("passing", "fitted"), ("fitted", "random"), ("passing", "zero"), ("tbtt", "zero")),
-        OFFICIAL,
+        published(*INTERVENTIONS[1:]),
     ),
     Claim(
         "figure1-remembrance",
@@ -123,7 +131,7 @@ CLAIMS = (
         {"length": ("base", "passing")},
         views.behaviour_rows,
         views.remembers_less,
-        on_gpu=OFFICIAL,
+        on_gpu=STATES,
     ),
     Claim(
         "figure4-states",
@@ -136,7 +144,7 @@ CLAIMS = (
         {"length": ("base", "passing")},
         views.behaviour_rows,
         views.steadier,
-        on_gpu=OFFICIAL,
+        on_gpu=STATES,
     ),
     *(
         figure(
@@ -150,14 +158,9 @@ CLAIMS = (
             on_gpu,
         )
         for number, name, title, on_gpu in (
-            (
-                1,
-                "mamba",
-                "Mamba",
-                published("130m", "mamba_130m"),
-            ),
-            (1, "gla", "GLA", OnGpu((("recipe=gla_70m", "phases.0.tokens=9B"),))),
-            (10, "rwkv6", "RWKV-6", OnGpu((("recipe=rwkv6_70m", "phases.0.tokens=9B"),))),
+            (1, "mamba", "Mamba", published("mamba-zero", "mamba-passing")),
+            (1, "gla", "GLA", scratch("families", "gla", "gla-passing")),
+            (10, "rwkv6", "RWKV-6", scratch("families", "rwkv6", "rwkv6-passing")),
         )
     ),
     Claim(
@@ -180,7 +183,7 @@ CLAIMS = (
         ("base", "warmup-25"),
         "the rise of perplexity to 16x: with 10% below that with 25%, by two standard errors",
         views.ordered(("base", "warmup-25")),
-        SMALL,
+        scratch("warmup", "warmup=10_", "warmup=25_"),
     ),
     figure(
         12,
@@ -191,7 +194,7 @@ CLAIMS = (
         "states, and "
         "at sigma 3 above it, by two standard errors",
         views.ordered(("sigma-0.3", "zero"), ("zero", "sigma-3")),
-        published("130m", "mamba2_130m", "states.mode=random"),
+        OnGpu("length/sigma", PUBLISHED_SIGMAS, column=BY_POSITION),
     ),
     Claim(
         "table1-copying",
@@ -211,7 +214,7 @@ CLAIMS = (
             "at this size the model from zero states does not fail where the paper's does: it copies 0.88 of "
             "strings three times as long, the paper's 0.27; no further experiment was made yet"
         ),
-        on_gpu=OnGpu((("recipe=copying_45m",), ("recipe=copying_45m", "phases.0.states.mode=passing"))),
+        on_gpu=published("zero", "passing", sweep="copying", column=tasks("copying", "accuracy", (203, 603))),
     ),
     Claim(
         "figure7-passkey",
@@ -224,7 +227,7 @@ CLAIMS = (
         {"passkey": ("mamba2", "mamba2_fitted")},
         views.passkey_rows,
         views.finds_further,
-        on_gpu=published("780m", "mamba2_780m", "states.mode=fitted"),
+        on_gpu=published("keys", "keys-fitted", sweep="answers", column=tasks("passkey", "exact", KEYS, {"digits": 4})),
     ),
     Claim(
         "figure6-babilong",
@@ -237,7 +240,7 @@ CLAIMS = (
         unseen("a model of 0.1 million parameters does not follow examples, nor answer questions"),
         seen_at="the published mamba2-780m, imported, 100 steps of 0.5M tokens, then "
         "`hybridtron evaluate RUN --suite length`",
-        on_gpu=published("780m", "mamba2_780m"),
+        on_gpu=published("babi", "passing-babi", sweep="answers", column=BABILONG),
     ),
 )
 PAPER = Paper("length", "Understanding and Improving Length Generalization in Recurrent Models", CLAIMS)

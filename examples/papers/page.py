@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from examples.papers.claim import Claim, Kept, Paper, Said, Table, Verdict, judged, minutes
-from examples.papers.on_gpu import column, commands, hours
+from examples.papers.on_gpu import column, hours
 from examples.results import commit
 from hybridtron.proving.measuring import grid
 
@@ -70,23 +70,28 @@ def section(
         name = f"{paper.name}_{claim.name}.png"
         claim.draw(kept, pictures / name)
         yield from ("", f"![{claim.name}]({name})")
-    yield from on_gpu(claim)
+    yield from on_gpu(paper, claim)
 
 
 def _cells(table: Table) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
     return table.header, table.rows
 
 
-def on_gpu(claim: Claim) -> Iterator[str]:
+def on_gpu(paper: Paper, claim: Claim) -> Iterator[str]:
     """What shows it at the paper's size, with the hours that a model expects."""
     if claim.on_gpu is None:
         return
-    found = [claim.on_gpu.hours or hours(settings) for settings in claim.on_gpu.like or claim.on_gpu.runs]
-    several = f", the longest of {len(found)} runs {_time(max(found))}" if len(found) > 1 else ""
+    found = list(hours(claim.on_gpu).values())
+    several = f", {len(found)} runs, the longest {_time(max(found))}" if len(found) > 1 else ""
     yield from ("", f"On one H100, {_time(sum(found))} by the model{several} (nothing was measured):", "")
-    yield from ("```sh", *commands(claim, claim.on_gpu), "```")
-    if claim.on_gpu.also:
-        yield from ("", f"Beside that: {claim.on_gpu.also}.")
+    command = f"python -m examples.papers {paper.name} --only {claim.name} --submit > {claim.name}.sh"
+    yield from (
+        "```sh",
+        command,
+        "```",
+        "",
+        "The script is for a SLURM cluster: from the download to this claim's table.",
+    )
 
 
 def _time(hours: float) -> str:

@@ -42,23 +42,26 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="hybridtron sweep", description="A grid of training runs on this machine.")
     parser.add_argument("file", type=Path, help="what the runs share, and in what they differ (docs/sweeps.md)")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="further settings of every run")
-    parser.add_argument("--only", metavar="A,B", help="these variants, and those that they start from")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="behind the file's settings of every run")
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="a variant or run, and those that it starts from"
+    )
     parser.add_argument("--output", type=Path, metavar="DIR", help="the sweep's folder (default: runs/sweeps/FILE)")
     parser.add_argument("--jobs", type=positive, default=2, metavar="N", help="runs at a time (default: %(default)s)")
     parser.add_argument("--plan", action="store_true", help="list the runs, and start none")
     parser.add_argument("--slurm", action="store_true", help="queue the runs as array jobs, one GPU each")
+    parser.add_argument("--then", metavar="COMMAND", help="with --slurm: queue this, too, for when the runs have ended")
     return parser.parse_intermixed_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
     """Carry out what is left of the sweep, and report it. Returns the exit code."""
     chosen = parse(arguments)
-    sweep = narrowed(read(chosen.file), chosen.only and chosen.only.split(","), tuple(chosen.settings))
+    sweep = narrowed(read(chosen.file, chosen.settings), chosen.only)
     folder = Folder(chosen.output or Path("runs/sweeps") / chosen.file.stem)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     if chosen.slurm:
-        return queued(sweep, folder, chosen.plan)
+        return queued(sweep, folder, chosen.plan, chosen.then)
     steps = steps_of(sweep, folder)
     if chosen.plan:
         for run in sweep.runs:
@@ -86,18 +89,19 @@ def carried(
         yield ended
 
 
-def queued(sweep: Sweep, folder: Folder, plan: bool) -> int:
+def queued(sweep: Sweep, folder: Folder, plan: bool, then: str | None) -> int:
     """Array jobs of what is left, or their scripts. Returns the exit code."""
     from hybridtron.cluster import array
 
     configs = configs_of(sweep, folder)
-    arrays = array.arrays_of(sweep, folder, configs[sweep.runs[0].name])
+    config = configs[sweep.runs[0].name]
+    jobs = [*array.arrays_of(sweep, folder, config), *([array.last_of(folder, config, then)] if then else [])]
     if plan:
-        print("\n".join(map(array.script, arrays)), end="")
+        print("\n".join(map(array.script, jobs)), end="")
         return 0
-    array.require(sweep, arrays, configs)
-    jobs = array.submit(sweep, folder, arrays)
-    print(f"submitted as job {', '.join(jobs)}; states: hybridtron status" if jobs else "all runs have finished")
+    array.require(sweep, jobs, configs)
+    numbers = array.submit(sweep, folder, jobs)
+    print(f"submitted as job {', '.join(numbers)}" if numbers else "all runs have finished")
     return 0
 
 

@@ -37,10 +37,11 @@ WHOLE_NODE = "--exclusive"
 
 @dataclass(frozen=True)
 class ArrayJob:
-    """Runs that can begin together: `job` has what is the same for all elements."""
+    """Runs that can begin together, or a command: `job` has what is the same for all elements."""
 
     job: SlurmJob
     elements: Mapping[str, Sequence[str]]  # a run's name -> its settings
+    command: str = ""  # of a job that is no array
 
     @property
     def script_path(self) -> Path:
@@ -59,6 +60,11 @@ def arrays_of(sweep: Sweep, folder: Folder, config: Config) -> list[ArrayJob]:
         ArrayJob(_job_of(root.path, f"{folder.path.name}-{stage + 1}", config), elements)
         for stage, elements in sorted(stages.items())
     ]
+
+
+def last_of(folder: Folder, config: Config, command: str) -> ArrayJob:
+    """A command that is queued behind all of them."""
+    return ArrayJob(_job_of(folder.path.absolute(), f"{folder.path.name}-then", config), {}, command)
 
 
 def _stage(run: SweepRun, runs: Mapping[str, SweepRun]) -> int:
@@ -97,28 +103,46 @@ def problems(sweep: Sweep, arrays: Sequence[ArrayJob], configs: Mapping[str, Con
 
 def script(array: ArrayJob) -> str:
     """The text of it."""
-    job, last = array.job, len(array.elements) - 1
-    lines = directives(job) | {"array": f"--array=0-{last}", "run.dir": f"--output={job.run_dir}/logs/slurm-%A_%a.txt"}
+    job, count = array.job, len(array.elements)
+    given, what = directives(job), [f"# {count} runs, one an element."]
+    if array.command:
+        given["run.dir"], what = f"--output={job.run_dir}/logs/slurm-%j.txt", ["# What comes after the runs."]
+    else:
+        given |= {"array": f"--array=0-{count - 1}", "run.dir": f"--output={job.run_dir}/logs/slurm-%A_%a.txt"}
+    return "\n".join([
+        "#!/bin/bash",
+        *(f"#SBATCH {option}" for option in given.values()),
+        *what,
+        f"# Written by hybridtron sweep --slurm; may be edited, and submitted again: sbatch {array.script_path}",
+        "# shellcheck disable=SC2016,SC2034,SC2054  # settings are quoted: the shell leaves $ and commas as they are",
+        f"code={shlex.quote(str(job.run_dir / 'code'))}",
+        "export PYTHONPATH=$code${PYTHONPATH:+:$PYTHONPATH}",
+        *(_command(array) if array.command else _elements(array)),
+    ])  # fmt: skip
+
+
+def _elements(array: ArrayJob) -> list[str]:
+    """Which settings are whose, and what is done with them."""
     cases = [
         line
         for number, settings in enumerate(array.elements.values())
         for line in (f"  {number}) settings=(", *(f"    {shlex.quote(one)}" for one in settings), "  ) ;;")
     ]
-    return "\n".join([
-        "#!/bin/bash",
-        *(f"#SBATCH {option}" for option in lines.values()),
-        f"# {last + 1} runs, one an element. Written by hybridtron sweep --slurm; may be edited, and submitted again:",
-        f"#   sbatch {array.script_path}",
-        "# shellcheck disable=SC2016,SC2054  # settings are quoted: the shell leaves $ and commas in them as they are",
-        f"code={shlex.quote(str(job.run_dir / 'code'))}",
-        f"requeue={str(job.cluster.requeue).lower()}",
-        f"alone=({shlex.join(commands(job)['alone'])})",
+    return [
+        f"requeue={str(array.job.cluster.requeue).lower()}",
+        f"alone=({shlex.join(commands(array.job)['alone'])})",
         "case $SLURM_ARRAY_TASK_ID in",
         *cases,
         "esac",
-        *software(job.cluster),
+        *software(array.job.cluster),
         STEPS.read_text(),
-    ])  # fmt: skip
+    ]
+
+
+def _command(array: ArrayJob) -> list[str]:
+    """In a shell, inside the container where there is one."""
+    *inside, _python, _, _ = commands(array.job)["alone"]
+    return [*software(array.job.cluster), f"exec {shlex.join([*inside, 'bash', '-c', array.command])}", ""]
 
 
 def submit(sweep: Sweep, folder: Folder, arrays: Sequence[ArrayJob]) -> list[str]:

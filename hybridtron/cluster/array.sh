@@ -1,7 +1,6 @@
 
 # The steps of every element; the lines above are this array's own.
 set -uo pipefail
-export PYTHONPATH=$code${PYTHONPATH:+:$PYTHONPATH}
 
 # SLURM signals before the limit; training saves then and exits with 75. `wait` ends early when a signal comes.
 stopped='' job=''

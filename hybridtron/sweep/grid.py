@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -126,11 +126,12 @@ class _File:
         return tuple(given)
 
 
-def read(path: Path) -> Sweep:
-    """The sweep of a file. Unusable names what is wrong with it."""
+def read(path: Path, settings: Sequence[str] = ()) -> Sweep:
+    """The sweep of a file, with further settings of all runs behind its own. Unusable names what is wrong."""
     parts = read_keys(path, KEYS)
     file = _File(path, parts)
-    shared, grid = file.settings("settings", parts.get("settings") or []), file.grid()
+    shared = file.settings("settings", [*(parts.get("settings") or []), *settings])
+    grid = file.grid()
     short = _short_names(list(grid))
     runs: dict[str, SweepRun] = {}
     for variant, values in itertools.product(file.variants(), itertools.product(*grid.values())):
@@ -147,22 +148,25 @@ def read(path: Path) -> Sweep:
     return Sweep(tuple(runs.values()), tuple(grid), file.metrics())
 
 
-def narrowed(sweep: Sweep, variants: Collection[str] | None, settings: tuple[str, ...] = ()) -> Sweep:
-    """Runs of these variants (None: of all) and those that they start from, with further settings."""
-    known = {run.variant for run in sweep.runs}
-    if unknown := sorted(set(variants or ()) - known):
-        raise Unusable(f"there is no variant {unknown[0]!r}{did_you_mean(unknown[0], known)}; has {', '.join(known)}")
-    if wrong := [text for text in settings if "=" not in text or text.startswith("run.dir=")]:
-        raise Unusable(f"{wrong[0]!r} can't be a setting of every run: key=value, and not run.dir")
+def narrowed(sweep: Sweep, names: Collection[str] | None) -> Sweep:
+    """Runs of these variants, or of these names (None: all), and those that they start from."""
     runs = {run.name: run for run in sweep.runs}
-    chosen: set[str | None] = set()
+    known = {*runs, *(run.variant for run in sweep.runs)} - {""}
+    if unknown := sorted(set(names or ()) - known):
+        have = ", ".join(sorted(known))
+        raise Unusable(f"there is no variant or run {unknown[0]!r}{did_you_mean(unknown[0], known)}; has {have}")
+    chosen: set[str] = set()
     for run in sweep.runs:
-        named: SweepRun | None = run if variants is None or run.variant in variants else None
-        while named is not None:
-            chosen.add(named.name)
-            named = None if named.start is None else runs[named.start]
-    kept = (replace(run, settings=(*run.settings, *settings)) for run in sweep.runs if run.name in chosen)
-    return replace(sweep, runs=tuple(kept))
+        if names is None or run.variant in names or run.name in names:
+            chosen.update(one.name for one in with_starts(run, runs))
+    return replace(sweep, runs=tuple(run for run in sweep.runs if run.name in chosen))
+
+
+def with_starts(run: SweepRun, runs: Mapping[str, SweepRun]) -> Iterator[SweepRun]:
+    """A run, the one that it starts from, and so on."""
+    yield run
+    if run.start is not None:
+        yield from with_starts(runs[run.start], runs)
 
 
 def _text(value: Any) -> str:

@@ -82,7 +82,7 @@ def test_all_that_is_wrong_is_reported_before_anything_is_queued(
         assert message in reported
     assert not (sweep.parent / "asked").exists()
     assert main(["sweep", str(sweep), "--slurm", "--only", "longest"]) == 2
-    assert "there is no variant 'longest' (did you mean longer?); has " in capsys.readouterr().err
+    assert "there is no variant or run 'longest' (did you mean longer?); has base, " in capsys.readouterr().err
 
 
 def test_a_gpu_of_a_shared_node_is_what_a_run_takes(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,13 +114,28 @@ def test_an_element_trains_its_run_and_is_requeued_once_it_has_saved(
     assert (path.read_text() if path.exists() else "") == requeued
 
 
+def test_a_command_is_queued_behind_the_runs(programs: Path, sweep: Path) -> None:
+    """In the folder that it was asked for from, with the package as it was."""
+    command = f"echo \"$PYTHONPATH\" 'a b' >{sweep.parent}/said"
+    assert queue(sweep, "--then", command) == 0
+    script = sweep.parent / "pair/slurm/pair-then.sh"
+    assert (sweep.parent / "asked").read_text().splitlines()[-1] == f"--parsable --dependency=afterany:42 {script}"
+    text = script.read_text()
+    assert "--array" not in text
+    assert "/logs/slurm-%j.txt" in text
+    assert subprocess.run([SHELLCHECK, str(script)], check=False).returncode == 0
+    subprocess.run(["bash", str(script)], env={"PATH": "/usr/bin:/bin"}, timeout=60, check=True)
+    assert (sweep.parent / "said").read_text() == f"{sweep.parent}/pair/code a b\n"
+
+
 def test_what_a_variant_starts_from_belongs_to_it(sweep: Path) -> None:
-    chosen = narrowed(read(sweep), ["longer"], ("optim.clip=3",))
+    chosen = narrowed(read(sweep, ["optim.clip=3"]), ["longer"])
     assert [run.name for run in chosen.runs] == ["base-seed=0", "base-seed=1", "longer-seed=0", "longer-seed=1"]
-    assert all(run.settings[-1] == "optim.clip=3" for run in chosen.runs)
-    for wrong in ("optim.clip", "run.dir=a"):
-        with pytest.raises(Unusable, match="can't be a setting of every run"):
-            narrowed(read(sweep), None, (wrong,))
+    clips = [[text for text in run.settings if text.startswith("optim.clip")] for run in chosen.runs]
+    assert clips == [["optim.clip=3"]] * 2 + [["optim.clip=3", "optim.clip=2.0"]] * 2  # a variant's own counts
+    assert [run.name for run in narrowed(read(sweep), ["longer-seed=1"]).runs] == ["base-seed=1", "longer-seed=1"]
+    with pytest.raises(Unusable, match=r"sets run\.dir"):
+        read(sweep, ["run.dir=a"])
 
 
 @pytest.mark.gloo

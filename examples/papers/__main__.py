@@ -105,7 +105,7 @@ def write(papers: Sequence[Paper], where: Where, output: Path, docs: Path | None
     for paper in papers:
         (output / f"{paper.name}.md").write_text(page(paper, kept, results, output), encoding="utf-8")
     every = list(PAPERS.values())
-    (output / "overview.html").write_text(overview.page(every, kept, output), encoding="utf-8")
+    (output / "overview.html").write_text(overview.page(every, kept, results, output), encoding="utf-8")
     if docs is not None:
         docs.write_text(overview.markdown(every, kept, "../benchmarks/papers"), encoding="utf-8")
     print(f"written to {output}")

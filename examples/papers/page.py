@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from examples.papers.claim import Claim, Kept, Paper, Said, Table, Verdict, judged, minutes
+from examples.papers.claim import Claim, Kept, Paper, Said, Verdict, judged, minutes
 from examples.papers.on_gpu import column, hours
 from examples.results import commit
 from hybridtron.proving.measuring import grid
@@ -63,18 +63,19 @@ def section(
     if of_claim or claim.timed in kept.timed:
         spent = kept.timed[claim.timed]["minutes"] if claim.timed else minutes(of_claim)
         yield f"- `python -m examples.papers {paper.name} --only {claim.name}`: {spent:.0f} minutes"
-    for table in (claim.paper, claim.ours(kept), column(results, claim)):
+    elif claim.needs or claim.timed:
+        yield f"- `python -m examples.papers {paper.name} --only {claim.name}`: not run yet"
+    if not claim.paper.rows:
+        yield "- the paper has no table of this: it draws a figure, or says it in words"
+    tables = (("The paper:", claim.paper), ("Ours:", claim.ours(kept)), ("On a GPU:", column(results, claim)))
+    for title, table in tables:
         if table is not None and table.rows:
-            yield from ("", *grid(*_cells(table)))
+            yield from ("", title, "", *grid(table.header, table.rows))
     if claim.draw is not None and pictures is not None and not kept.missing(claim.needs):
         name = f"{paper.name}_{claim.name}.png"
         claim.draw(kept, pictures / name)
         yield from ("", f"![{claim.name}]({name})")
     yield from on_gpu(paper, claim)
-
-
-def _cells(table: Table) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    return table.header, table.rows
 
 
 def on_gpu(paper: Paper, claim: Claim) -> Iterator[str]:

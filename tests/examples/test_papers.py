@@ -159,6 +159,33 @@ def test_a_curve_that_fails_and_what_repairs_it() -> None:
     assert judged(BY_NAME["figure2-fails"], level).said is Said.NOT
 
 
+def test_answers_far_beyond_the_context_are_compared() -> None:
+    """By hand: errors of 0.03 at each of two lengths are one of 0.03 / sqrt 2 of their mean, for each of the models."""
+
+    def asked(*values: float) -> list[dict[str, Any]]:
+        return [
+            {"length": length, "value": value, "standard_error": 0.03, "n": 200}
+            for length, value in zip((0, 256, 512, 1024, 2048), values, strict=True)
+        ]
+
+    base = asked(0.9, 0.9, 0.8, 0.3, 0.2)
+    for passing, said in ((asked(0.9, 0.9, 0.8, 0.36, 0.27), Said.AGREES), (asked(0.9, 0.9, 0.9, 0.3, 0.3), Said.NOT)):
+        found = kept(babilong={"base-babi": [base], "passing-babi": [passing]})
+        assert judged(BY_NAME["figure6-tuned"], found).said is said
+
+
+def test_the_middle_third_of_the_scans_counts() -> None:
+    def scans(*shares: float) -> dict[str, Any]:
+        rows = [{"layer": 4 * n, "kind": "selection", "entropy": 2 * one, "bound": 2.0} for n, one in enumerate(shares)]
+        return {"entropy": [*rows, {"layer": 1, "kind": "attention", "entropy": 9.0, "bound": 9.0}]}
+
+    wide = [scans(0.1, 0.1, 0.8, 0.9, 0.1, 0.1), scans(0.1, 0.1, 0.8, 0.92, 0.1, 0.1)]
+    narrow = [scans(0.9, 0.9, 0.5, 0.5, 0.9, 0.9), scans(0.9, 0.9, 0.5, 0.51, 0.9, 0.9)]
+    for samba, mamba, said in ((wide, narrow, Said.AGREES), (narrow, wide, Said.NOT), (wide, wide, Said.UNDECIDED)):
+        found = kept(entropy={"samba-deep": samba, "mamba-mlp-deep": mamba})
+        assert judged(BY_NAME["figure5-entropy"], found).said is said
+
+
 def test_pages_are_written_from_kept_results_alone(tmp_path: Path) -> None:
     """Those of HAX are all there."""
     assert main(["hax", "--pages", "--runs", str(tmp_path / "runs"), "--output", str(tmp_path)]) == 0
@@ -272,3 +299,25 @@ def test_passing_repairs_a_base_that_fails(tmp_path: Path) -> None:
     risen = {name: rises(found, name, "language", 32 * 16)[0] for name in ("zero", "passing")}
     assert risen["zero"] > math.log(2)
     assert risen["passing"] < math.log(1.6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("paper", "claim", "cells"),
+    [("length", "figure6-tuned", "| passing-babi, tuned | 0: "), ("samba", "figure5-entropy", "| samba-deep | 22 | ")],
+)
+def test_a_claim_s_quick_form_runs_to_its_page(paper: str, claim: str, cells: str, tmp_path: Path) -> None:
+    """Tiny sizes: that it runs, from the text to a verdict."""
+    where = [
+        "--runs",
+        str(tmp_path / "runs"),
+        "--results",
+        str(tmp_path / "results"),
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    assert main([paper, "--only", claim, "--quick", *where]) == 0
+    section = (tmp_path / f"out/{paper}.md").read_text().split(f"## {claim}")[1].split("\n## ")[0]
+    assert cells in section
+    assert "waits for runs" not in section

@@ -62,6 +62,7 @@ def held_out_rows(data: DataConfig, tokens: int, rows: int) -> Tensor:
     from hybridtron.data.order.stream import DocumentStream, RowSpans
     from hybridtron.data.rows import gather
     from hybridtron.evaluate.held_out import open_sources
+    from hybridtron.problems import Unusable
 
     sources = open_sources(data, None)
     stores = sources.stores("validation")
@@ -72,6 +73,10 @@ def held_out_rows(data: DataConfig, tokens: int, rows: int) -> Tensor:
         for source, stream in enumerate(streams)
         for start in range(0, stream.tokens_per_epoch - tokens, stride)
     ]
+    if not spans:
+        raise Unusable(
+            f"{data.path}: all of its held-out text is shorter than the {tokens} tokens that are read at once"
+        )
     return torch.from_numpy(gather(stores, spans, sources.dtype, joined=True).tokens_BT.astype("int64"))
 
 

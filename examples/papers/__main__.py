@@ -4,7 +4,8 @@
     python -m examples.papers samba --only table3-order
     python -m examples.papers --pages                  trains nothing: pages of the results that there are
     python -m examples.papers --quick --runs DIR --results DIR --output DIR       tiny sizes: does it run
-    python -m examples.papers --fill table3-order samba=RUN mamba=RUN             the third column, from runs on a GPU
+    python -m examples.papers --only table3-order --submit     prints what shows it on a SLURM cluster, as a script
+    python -m examples.papers --fill table3-order              the third column, from runs on a GPU
 
 Results are kept in benchmarks/results, a file for each run; what has one is not trained again, here or elsewhere. Pages
 go to benchmarks/papers, and the overview to docs/papers.md, too.
@@ -21,16 +22,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from examples.papers import hax, length, overview, samba, span
+from examples.papers import hax, length, overview, samba, span, submission
 from examples.papers.carry_on import carry_on
 from examples.papers.claim import Claim, Paper
-from examples.papers.on_gpu import fill
+from examples.papers.on_gpu import RUNS, fill
 from examples.papers.page import page
 from examples.papers.studies import Where, all_kept
 from examples.results import ROOT
 from hybridtron.cli.given import positive
 from hybridtron.cli.sweep import INTERRUPTED
-from hybridtron.problems import Unusable
+from hybridtron.problems import Unusable, did_you_mean
 from hybridtron.requirements import demand
 
 PAPERS = {paper.name: paper for paper in (samba.PAPER, span.PAPER, length.PAPER, hax.PAPER)}
@@ -52,7 +53,10 @@ def main(arguments: list[str]) -> int:
         if not wanted:
             raise Unusable(f"--only {chosen.only} is none of {', '.join(claim.name for claim in claims)}")
         if chosen.fill:
-            return filled(chosen.fill, claims, where)
+            return filled(chosen, claims, where)
+        if chosen.submit:
+            print(submission.script(wanted, chosen.full, chosen.only is None), end="")
+            return 0
         code = 0 if chosen.pages else carry_on(wanted, where, chosen.minutes, chosen.jobs, Console(stderr=True))
         write([PAPERS[name] for name in chosen.papers], where, chosen.output, chosen.docs)
     except Unusable as error:
@@ -71,7 +75,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--minutes", type=positive, default=PIECE, metavar="N", help="planned of this call (default: %(default)s)")
     add("--jobs", type=positive, default=2, metavar="N", help="runs at a time (default: %(default)s)")
     add("--pages", action="store_true", help="train nothing: pages of the results that there are")
-    add("--fill", nargs="+", metavar="CLAIM NAME=RUN", help="the third column of a claim, from runs on a GPU")
+    add("--submit", action="store_true", help="print what shows the claims on a SLURM cluster, as a script")
+    add("--fill", nargs="+", metavar=("CLAIM", "NAME=RUN"), help="the third column of a claim, from runs on a GPU")
+    add(
+        "--full",
+        action="store_true",
+        help="with --submit and --fill: of the paper's size, not what a day is enough for",
+    )
     add("--quick", action="store_true", help="tiny sizes; needs --runs, --results and --output")
     add("--runs", type=Path, metavar="DIR", help="where runs stand (default: runs)")
     add("--results", type=Path, metavar="DIR", help="results of all studies (default: benchmarks/results)")
@@ -95,19 +105,19 @@ def write(papers: Sequence[Paper], where: Where, output: Path, docs: Path | None
     for paper in papers:
         (output / f"{paper.name}.md").write_text(page(paper, kept, results, output), encoding="utf-8")
     every = list(PAPERS.values())
-    (output / "overview.html").write_text(overview.page(every, kept, output), encoding="utf-8")
+    (output / "overview.html").write_text(overview.page(every, kept, results, output), encoding="utf-8")
     if docs is not None:
         docs.write_text(overview.markdown(every, kept, "../benchmarks/papers"), encoding="utf-8")
     print(f"written to {output}")
 
 
-def filled(given: Sequence[str], claims: Sequence[Claim], where: Where) -> int:
-    name, *runs = given
+def filled(chosen: argparse.Namespace, claims: Sequence[Claim], where: Where) -> int:
+    name, *runs = chosen.fill
     claim = next((claim for claim in claims if claim.name == name), None)
-    pairs = [text.partition("=") for text in runs]
-    if claim is None or not pairs or not all(value for _, _, value in pairs):
-        raise Unusable("--fill wants a claim, and runs by name: --fill table3-order samba=runs/samba_421m")
-    print(f"written to {fill(claim, {key: Path(value) for key, _, value in pairs}, where.results / 'papers')}")
+    if claim is None:
+        names = [one.name for one in claims]
+        raise Unusable(f"--fill {name} is no claim{did_you_mean(name, names)}; there are {', '.join(names)}")
+    print(f"written to {fill(claim, runs, ROOT / RUNS[chosen.full], where.results / 'papers')}")
     return 0
 
 

@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from examples.papers.columns import Column
 from examples.results import Result
 from examples.study import Measured
 from hybridtron.sweep.grid import SweepRun
@@ -47,17 +48,21 @@ class Table:
 
 @dataclass(frozen=True)
 class OnGpu:
-    """What shows the claim at a size of the paper's: settings of runs on one H100, and the lengths that are then read.
+    """What shows the claim at a size of the paper's: runs of a sweep of examples/sweep, each on one H100.
 
-    `weights` is what they start from, and `also` says what else a run needs; the planner, which has no such weights, is
-    asked of runs that cost as much (`like`). `hours` are those of a rehearsal of the run, where launches bind it.
+    only: its variants or runs that are read; what they start from is trained with them
+    smaller: settings that make the sweep's runs shorter than the paper's, and no shorter than the claim needs
+    column: how a run is read for the page's third column; `every` reads all checkpoints that it has kept
+    reads: where there is no column, what `hybridtron evaluate RUN` is asked
+    hours: of each run by its rehearsal, where launches bind it, which the planner does not know
     """
 
-    runs: tuple[tuple[str, ...], ...]
-    lengths: tuple[int, ...] = ()
-    weights: str | None = None
-    also: str = ""
-    like: tuple[tuple[str, ...], ...] = ()
+    sweep: str
+    only: tuple[str, ...]
+    smaller: tuple[str, ...] = ()
+    column: Column | None = None
+    every: bool = False
+    reads: str = ""
     hours: float | None = None
 
 

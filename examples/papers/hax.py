@@ -26,6 +26,7 @@ from examples.papers.claim import (
     pooled,
     unseen,
 )
+from examples.papers.columns import in_rows, tasks
 
 BASES = ("mamba", "mamba2")
 NAMES = {"mamba": "Mamba", "mamba2": "Mamba-2"}
@@ -40,14 +41,17 @@ TABLE_1 = Table(
         ("+KS", "28.6"), ("+HAX", "32.9"),
     ),
 )  # fmt: skip
-ONE_CELL = OnGpu(
-    (("recipe=tasks/joint_recall",),),
-    also="the whole table is 153 such runs, an array job: examples/sweep/hax/joint_recall.yaml",
-    hours=0.67,
-)
-GROWN = OnGpu(
-    (("recipe=hax_mamba_130m_3072",),), weights="imported", also="it starts from the published mamba-130m, imported"
-)
+RECALLED = tasks("joint_recall", "accuracy", (1058,), {"sizes": "5-16,5-16"}, samples=500)
+RULER = tasks("ruler_se", "string_match_all", (3072,), samples=100)
+GROWN = OnGpu("hax/chat", ("none-chat", "HAX-chat"), column=RULER)
+
+
+def cells(*models: str) -> OnGpu:
+    """Of the 153 runs of the table those of two models, at one rate and from one seed."""
+    only = tuple(f"{model}-lr=1e-3-seed=1" for model in models)
+    return OnGpu("hax/joint_recall", only, column=RECALLED, hours=0.67)
+
+
 NEAR_CHANCE = 1.2
 
 
@@ -130,7 +134,7 @@ def recall_claims(
             recall_rows,
             recall((above, below)),
             reason=None if why is None else reason(why),
-            on_gpu=ONE_CELL,
+            on_gpu=cells(above, below),
         )
         found.append(claim)
     return found
@@ -190,7 +194,7 @@ CLAIMS = (
         samba_at_chance,
         reason=reason(2),
         further={"rates": ("samba+small-state",)},
-        on_gpu=ONE_CELL,
+        on_gpu=cells("samba", "mamba"),
     ),
     Claim(
         "table1-needles",
@@ -213,7 +217,7 @@ CLAIMS = (
         {"grown": ("mamba", "hax")},
         needle_rows,
         lower_loss,
-        on_gpu=GROWN,
+        on_gpu=OnGpu("hax/chat", ("none", "HAX"), column=in_rows(3072)),
     ),
     Claim(
         "tables2-3-benchmarks",
@@ -225,8 +229,8 @@ CLAIMS = (
         nothing,
         unseen("models of 0.6 million parameters answer at chance"),
         seen_at="from the paper's 130M on, continued and tuned: examples/sweep/hax/chat.yaml, 4.3 hours a model by the "
-        "model; then `hybridtron evaluate RUN --harness hax_short`",
-        on_gpu=GROWN,
+        "model",
+        on_gpu=OnGpu("hax/chat", ("none-chat", "HAX-chat"), reads="--harness hax_short longbench"),
     ),
 )
 PAPER = Paper(

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 from examples.length_story.runs import FURTHER
 from examples.papers import length_views as views
-from examples.papers.claim import EMPTY, Claim, OnGpu, Paper, Table, nothing, unseen
+from examples.papers.claim import EMPTY, Claim, OnGpu, Paper, Table, unseen
+from examples.papers.columns import Column, by_position, tasks
 
 INTERVENTIONS = ("base", "zero", "random", "fitted", "passing", "tbtt")
 FORCED = 32  # tokens of context in the story whose base is made to fail
 SIGMAS = ("sigma-0.1", "sigma-0.3", "random", "sigma-3")
-STEPS = "phases.0.tokens=${steps:100}"
+BY_POSITION = by_position(1, 4, 16)
+SMALL = ("phases.0.tokens=9B", "checkpoint.keep_every=2.25B")  # of 45 million parameters: 10 times Chinchilla's
+PUBLISHED_SIGMAS = tuple(f"sigma={one}" for one in ("0.01", "0.1", "0.3", "1.0", "3.0", "10.0"))
+CONTEXTS = tuple(f"T={context}-recipe=mamba2_45m" for context in (256, 512, 1024, 2048))
 
 
-def published(size: str, like: str, *more: str) -> OnGpu:
-    """Post-training of a published model; the planner is asked of its siblings here."""
-    also = f"it starts from the published {like.replace('_', '-')}, imported"
-    runs, like_them = ((f"recipe=length/official_{size}", *more),), ((f"recipe={like}", STEPS),)
-    return OnGpu(runs, weights="imported", also=also, like=like_them)
+def scratch(sweep: str, *only: str, every: bool = False) -> OnGpu:
+    """Models of 45 to 70 million parameters on 9 billion tokens."""
+    return OnGpu(f"length/{sweep}", only, SMALL, BY_POSITION, every)
 
 
-OFFICIAL = published("1.3b", "mamba2_1.3b")
-SMALL = OnGpu((("recipe=mamba2_45m", "phases.0.tokens=9B"),))
+def published(*only: str, sweep: str = "interventions", column: Column | None = BY_POSITION, reads: str = "") -> OnGpu:
+    """Published models behind 100 steps and more, as in the paper."""
+    return OnGpu(f"length/{sweep}", only, column=None if reads else column, reads=reads)
+
+
+KEYS = (2048, 8192, 32768, 131072)
+BABILONG = tasks("babilong_qa1", "accuracy", KEYS, {"style": "tuned"}, samples=100)
+FEW_SHOT = tasks("babilong_qa1", "accuracy", KEYS, samples=100)
+STATES = published("zero", "passing", reads="--instruments remembrance,states --length 8x")
 
 
 def figure(
@@ -50,7 +59,7 @@ CLAIMS = (
         f"perplexity at {views.FAILS_AT}x the context at least {views.FAILS} times the least of the curve, for every "
         "seed",
         views.fails,
-        SMALL,
+        scratch("contexts", CONTEXTS[-1]),
     ),
     figure(
         2,
@@ -61,7 +70,7 @@ CLAIMS = (
         "that of "
         "64 below 32, by two standard errors of the base's deviation over seeds",
         views.ordered(("context-128", "base"), ("base", "context-32")),
-        SMALL,
+        scratch("contexts", *CONTEXTS),
     ),
     Claim(
         "figure3-training",
@@ -73,7 +82,7 @@ CLAIMS = (
         {"length": ("base",)},
         views.training_rows,
         views.more_training,
-        on_gpu=OnGpu((("recipe=mamba2_45m", "phases.0.tokens=9B", "checkpoint.keep_every=2.25B"),)),
+        on_gpu=scratch("contexts", CONTEXTS[2], every=True),
     ),
     figure(
         5,
@@ -84,7 +93,7 @@ CLAIMS = (
         "zero "
         "states (means over seeds)",
         views.repairs("length", ("passing", "tbtt"), 64),
-        OFFICIAL,
+        published("zero", "passing", "tbtt"),
     ),
     Claim(
         "figure5-forced",
@@ -111,7 +120,7 @@ CLAIMS = (
         "passing below "
         "zero states, by two standard errors",
         views.ordered(("passing", "fitted"), ("fitted", "random"), ("passing", "zero"), ("tbtt", "zero")),
-        OFFICIAL,
+        published(*INTERVENTIONS[1:]),
     ),
     Claim(
         "figure1-remembrance",
@@ -124,7 +133,7 @@ CLAIMS = (
         {"length": ("base", "passing")},
         views.behaviour_rows,
         views.remembers_less,
-        on_gpu=OFFICIAL,
+        on_gpu=STATES,
     ),
     Claim(
         "figure4-states",
@@ -137,7 +146,7 @@ CLAIMS = (
         {"length": ("base", "passing")},
         views.behaviour_rows,
         views.steadier,
-        on_gpu=OFFICIAL,
+        on_gpu=STATES,
     ),
     *(
         figure(
@@ -151,14 +160,9 @@ CLAIMS = (
             on_gpu,
         )
         for number, name, title, on_gpu in (
-            (
-                1,
-                "mamba",
-                "Mamba",
-                published("130m", "mamba_130m"),
-            ),
-            (1, "gla", "GLA", OnGpu((("recipe=gla_70m", "phases.0.tokens=9B"),))),
-            (10, "rwkv6", "RWKV-6", OnGpu((("recipe=rwkv6_70m", "phases.0.tokens=9B"),))),
+            (1, "mamba", "Mamba", published("mamba-zero", "mamba-passing")),
+            (1, "gla", "GLA", scratch("families", "gla", "gla-passing")),
+            (10, "rwkv6", "RWKV-6", scratch("families", "rwkv6", "rwkv6-passing")),
         )
     ),
     Claim(
@@ -181,7 +185,7 @@ CLAIMS = (
         ("base", "warmup-25"),
         "the rise of perplexity to 16x: with 10% below that with 25%, by two standard errors",
         views.ordered(("base", "warmup-25")),
-        SMALL,
+        scratch("warmup", "warmup=10_", "warmup=25_"),
     ),
     figure(
         12,
@@ -192,7 +196,7 @@ CLAIMS = (
         "states, and "
         "at sigma 3 above it, by two standard errors",
         views.ordered(("sigma-0.3", "zero"), ("zero", "sigma-3")),
-        published("130m", "mamba2_130m", "states.mode=random"),
+        OnGpu("length/sigma", PUBLISHED_SIGMAS, column=BY_POSITION),
     ),
     Claim(
         "table1-copying",
@@ -210,7 +214,7 @@ CLAIMS = (
         views.copies_further,
         reason=views.why_not_copied,
         further={"copying": FURTHER},
-        on_gpu=OnGpu((("recipe=copying_45m",), ("recipe=copying_45m", "phases.0.states.mode=passing"))),
+        on_gpu=published("zero", "passing", sweep="copying", column=tasks("copying", "accuracy", (203, 603))),
     ),
     Claim(
         "figure7-passkey",
@@ -223,20 +227,31 @@ CLAIMS = (
         {"passkey": ("mamba2", "mamba2_fitted")},
         views.passkey_rows,
         views.finds_further,
-        on_gpu=published("780m", "mamba2_780m", "states.mode=fitted"),
+        on_gpu=published("keys", "keys-fitted", sweep="answers", column=tasks("passkey", "exact", KEYS, {"digits": 4})),
     ),
     Claim(
-        "figure6-babilong",
+        "figure6-tuned",
+        "Figure 6 and B.3",
+        "Tuned on bAbI from zero states, a model that had passed states before answers in longer texts.",
+        EMPTY,
+        "answers on qa1 in texts of 4 times the context and longer: after passing above the base's by two standard "
+        "errors over the questions, where facts alone were tuned on",
+        {"babilong": ("base-babi", "passing-babi")},
+        views.babilong_rows,
+        views.answers_further,
+        on_gpu=published("babi", "passing-babi", sweep="answers", column=BABILONG),
+    ),
+    Claim(
+        "figure6-few-shot",
         "Figure 6",
-        "Passing helps on BABILong, few-shot and tuned, up to 256k tokens.",
+        "Passing helps on BABILong few-shot, up to 256k tokens.",
         EMPTY,
         "accuracy on qa1 at 4 times the context and above: after passing above the base's by two standard errors",
         {},
-        nothing,
-        unseen("a model of 0.1 million parameters does not follow examples, nor answer questions"),
-        seen_at="the published mamba2-780m, imported, 100 steps of 0.5M tokens, then "
-        "`hybridtron evaluate RUN --suite length`",
-        on_gpu=published("780m", "mamba2_780m"),
+        views.babilong_rows,
+        unseen("a model of 0.2 million parameters does not follow examples"),
+        seen_at="the published mamba2-780m, imported, 100 steps of 0.5M tokens",
+        on_gpu=published("zero", "passing", column=FEW_SHOT),
     ),
 )
 PAPER = Paper("length", "Understanding and Improving Length Generalization in Recurrent Models", CLAIMS)

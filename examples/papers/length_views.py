@@ -10,6 +10,7 @@ from typing import Any
 
 from examples.length_story.runs import FURTHER
 from examples.long_text import Curve, draw_seeds, spread
+from examples.papers.babilong_runs import CONTEXT as BABI_CONTEXT
 from examples.papers.claim import Kept, Pair, Table, Verdict, holds, in_order, pooled
 from examples.papers.length_runs import CHINCHILLA, CONTEXT, EIGHTHS, REPEATED
 
@@ -201,3 +202,31 @@ def finds_further(kept: Kept) -> Verdict:
     (zero, first), (fitted, second) = ((row["value"], row["standard_error"]) for row in rows)
     text = f"{fitted:.3f} ± {second:.3f} from fitted noise, {zero:.3f} ± {first:.3f} from zero states, one seed"
     return holds([(text, fitted - zero > 2 * math.hypot(first, second))])
+
+
+def babilong_rows(kept: Kept) -> Table:
+    """Of tuned models by length, and of the others few-shot."""
+    rows = []
+    for variant, how in (
+        ("base", "few-shot"),
+        ("passing", "few-shot"),
+        ("base-babi", "tuned"),
+        ("passing-babi", "tuned"),
+    ):
+        if found := kept.first("babilong", variant):
+            cells = (f"{one['length']}: {one['value']:.3f} ± {one['standard_error']:.3f}" for one in found)
+            rows.append((f"{variant}, {how}", ", ".join(cells)))
+    return Table(("ours; chance is 1/6", "tokens (0: facts alone): answers that are right"), tuple(rows))
+
+
+def answers_further(kept: Kept) -> Verdict:
+    """Whether the model that had passed states answers more in texts of four contexts and longer."""
+    (base, first), (passing, second) = (_far_answers(kept, name) for name in ("base-babi", "passing-babi"))
+    text = f"{passing:.3f} ± {second:.3f} after passing, {base:.3f} ± {first:.3f} without, from one seed"
+    return holds([(text, passing - base > 2 * math.hypot(first, second))])
+
+
+def _far_answers(kept: Kept, variant: str) -> tuple[float, float]:
+    rows = [row for row in kept.first("babilong", variant) if row["length"] >= 4 * BABI_CONTEXT]
+    error = math.hypot(*(row["standard_error"] for row in rows)) / len(rows)
+    return statistics.mean(row["value"] for row in rows), error

@@ -1,8 +1,5 @@
-"""What shows a claim on one H100: commands, their hours by the planner's model, and the page's third column.
+"""What shows a claim on one H100: its runs, their hours by the planner's model, and the page's third column.
 
-    python -m examples.papers samba --fill table3-order samba=runs/samba_421m mamba=runs/mamba_432m
-
-reads held-out text with trained runs, at the lengths of the claim, and keeps what it finds beside the other results.
 Nothing here has been measured on a GPU.
 """
 
@@ -10,38 +7,107 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from examples.long_text import held_out_rows
 from examples.papers.claim import Claim, OnGpu, Table
-from examples.papers.samba_runs import losses_in_rows
+from examples.papers.material import MATERIAL
 from examples.results import ROOT, commit
-from hybridtron.problems import Unusable
+from hybridtron.config.schema import Config
+from hybridtron.problems import Unusable, did_you_mean
+from hybridtron.sweep.grid import SweepRun, narrowed, read, with_starts
 from hybridtron.train.records import read_lines, read_record, write_whole
 
-TOKENS = 2**20  # of held-out text, that every length is read of
+RUNS = {False: "runs/gpu", True: "runs/full"}
+"""Where sweeps stand: smaller than the paper's, and of its size."""
+SWEEPS = ROOT / "examples/sweep"
+WEIGHTS = "run.weights="
+
+
+def runs_of(on_gpu: OnGpu, full: bool = False) -> list[SweepRun]:
+    """All that is trained: what is read, and what that starts from."""
+    settings = () if full else on_gpu.smaller
+    return list(narrowed(read(SWEEPS / f"{on_gpu.sweep}.yaml", settings), on_gpu.only).runs)
+
+
+def read_runs(on_gpu: OnGpu) -> list[SweepRun]:
+    """Those that the claim is about."""
+    return [run for run in runs_of(on_gpu) if run.variant in on_gpu.only or run.name in on_gpu.only]
+
+
+Chain = tuple[tuple[str, ...], ...]
+
+
+def chain_of(run: SweepRun, runs: Sequence[SweepRun]) -> Chain:
+    """Settings of the run that all begins with, and so on to this one's."""
+    by_name = {one.name: one for one in runs}
+    return tuple(reversed([one.settings for one in with_starts(run, by_name)]))
 
 
 @cache
-def hours(settings: tuple[str, ...]) -> float:
-    """Of a run on one H100: by the planner's model of its fastest layout, or by the rehearsal's, which is of an H200.
+def config_of(chain: Chain) -> Config:
+    """The checked configuration of the last run; weights that are not here are stood in for by configurations."""
+    from hybridtron.config.check import require
+    from hybridtron.config.load import load
+
+    *before, last = chain
+    with TemporaryDirectory() as folder:
+        given = [_stood_in(text, Path(folder)) for text in last]
+        if before:
+            given.append(f"{WEIGHTS}{saved(config_of(tuple(before)), Path(folder) / 'before')}")
+        config = load(given)
+        require(config)
+        return config
+
+
+def saved(config: Config, path: Path) -> Path:
+    """In the place of a run's folder, or of an imported model's."""
+    from hybridtron.config.load import to_yaml
+
+    path.mkdir(parents=True)
+    (path / "config.yaml").write_text(to_yaml(config))
+    return path
+
+
+def _stood_in(setting: str, folder: Path) -> str:
+    """Imported weights by the configuration of a recipe whose model is the same."""
+    from hybridtron.config.load import load
+
+    name = setting.removeprefix(WEIGHTS)
+    if name == setting:
+        return setting
+    path = folder / name
+    if not path.exists():
+        saved(load([f"recipe={MATERIAL[name].like}"]), path)
+    return f"{WEIGHTS}{path}"
+
+
+def hours(on_gpu: OnGpu) -> dict[str, float]:
+    """By run, on one H100."""
+    runs = runs_of(on_gpu)
+    return {run.name: on_gpu.hours or modelled(chain_of(run, runs)) for run in runs}
+
+
+@cache
+def modelled(chain: Chain) -> float:
+    """Of a run: by the planner's model of its fastest layout, or by the rehearsal's, which is of an H200.
 
     The longer one counts: the planner knows no launches, the rehearsal more memory traffic than an H100 has time for.
     """
-    from hybridtron.config.load import load
     from hybridtron.config.resolve import resolve
     from hybridtron.planning.fit import fit
     from hybridtron.planning.rates import GPUS
 
-    config = load(list(settings))
-    steps = resolve(config)[-1].end_step
-    tokens = steps * config.phases[0].global_batch * config.phases[0].seq_len
+    config = config_of(chain)
+    (phase,) = resolve(config)
     layouts = fit(config, 1, GPUS["h100"].memory)
     if not layouts:
-        raise Unusable(f"{' '.join(settings)} fits into no layout of one H100")
-    return max(layouts[0].seconds * steps, tokens / rehearsed(settings[0].removeprefix("recipe="))) / 3600
+        raise Unusable(f"{' '.join(chain[-1])} fits into no layout of one H100")
+    recipe = next(text.removeprefix("recipe=") for text in chain[-1] if text.startswith("recipe="))
+    rehearsal = phase.end_step * phase.settings.tokens_per_step / rehearsed(recipe)
+    return max(layouts[0].seconds * phase.end_step, rehearsal) / 3600
 
 
 def rehearsed(recipe: str) -> float:
@@ -49,15 +115,6 @@ def rehearsed(recipe: str) -> float:
     lines = read_lines(ROOT / "benchmarks/rehearse.jsonl")
     of_recipe = (line for line in lines if (line["recipe"], line["layout"]) == (recipe, "DP8"))
     return min((line["tokens_per_second"] for line in of_recipe if "tokens_per_second" in line), default=math.inf)
-
-
-def commands(claim: Claim, on_gpu: OnGpu) -> list[str]:
-    """What is typed, from training to the column."""
-    given = f" run.weights={on_gpu.weights}" if on_gpu.weights else ""
-    lines = [f"hybridtron train {' '.join(settings)}{given} data.path=TOKENS" for settings in on_gpu.runs]
-    if on_gpu.lengths:
-        lines.append(f"python -m examples.papers --fill {claim.name} NAME=RUN ...")
-    return lines
 
 
 def path_of(folder: Path, claim: Claim) -> Path:
@@ -70,16 +127,20 @@ def column(folder: Path, claim: Claim) -> Table | None:
     return Table(tuple(record["header"]), tuple(map(tuple, record["rows"]))) if record else None
 
 
-def fill(claim: Claim, runs: Mapping[str, Path], folder: Path) -> Path:
-    """Perplexity of these runs at the claim's lengths, as a file of results."""
-    if claim.on_gpu is None or not claim.on_gpu.lengths:
-        raise Unusable(f"{claim.name} is not read from perplexity by length: its page names the commands")
-    lengths = claim.on_gpu.lengths
-    rows = [(name, *(f"{value:.2f}" for value in perplexities(run, lengths))) for name, run in runs.items()]
+def fill(claim: Claim, given: Sequence[str], runs: Path, folder: Path) -> Path:
+    """Read these runs (NAME=RUN) as the claim is read, or all of its sweep in `runs`, and keep what is found."""
+    on_gpu = claim.on_gpu
+    if on_gpu is None or on_gpu.column is None:
+        what = f"hybridtron evaluate RUN {on_gpu.reads}" if on_gpu else "nothing: no run on a GPU shows it"
+        raise Unusable(f"{claim.name} has no column to fill; what shows it is {what}")
+    known = {run.name: runs / on_gpu.sweep / run.name for run in read_runs(on_gpu)}
+    chosen = dict(_named(text, known, claim) for text in given) or known
+    places = [place for name, run in chosen.items() for place in _places(name, run, on_gpu.every)]
+    rows = [(name, *on_gpu.column.cells(path)) for name, path in places]
     record = {
-        "header": ("on a GPU", *map(str, lengths)),
+        "header": ("on a GPU", *on_gpu.column.titles),
         "rows": rows,
-        "command": " ".join(["--fill", claim.name, *(f"{name}={run.name}" for name, run in runs.items())]),
+        "command": " ".join(["--fill", claim.name, *(f"{name}={run.name}" for name, run in chosen.items())]),
         "commit": commit(),
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -87,12 +148,25 @@ def fill(claim: Claim, runs: Mapping[str, Path], folder: Path) -> Path:
     return path_of(folder, claim)
 
 
-def perplexities(run: Path, lengths: Sequence[int]) -> list[float]:
-    """Of the same held-out text, in rows of each length."""
-    from hybridtron.cli.given import newest_checkpoint
-    from hybridtron.evaluate.held_out import trained_model
+def _named(text: str, known: Collection[str], claim: Claim) -> tuple[str, Path]:
+    """NAME=RUN, where names and paths can have more of that sign."""
+    for name in sorted(known, key=len, reverse=True):
+        if text.startswith(f"{name}=") and text != f"{name}=":
+            return name, Path(text[len(name) + 1 :])
+    unknown = text.partition("=")[0]
+    cure = f"{did_you_mean(unknown, known)}; give NAME=RUN of {', '.join(known)}"
+    raise Unusable(f"{claim.name} is not read from {text!r}{cure}")
 
-    model, config, _ = trained_model(newest_checkpoint(run), None)
-    spans_BT = held_out_rows(config.data, max(lengths) + 1, TOKENS // max(lengths))
-    found = (losses_in_rows(model, spans_BT, length) for length in lengths)
-    return [math.exp(sum(losses) / len(losses)) for losses in found]
+
+def _places(name: str, run: Path, every: bool) -> Iterator[tuple[str, Path]]:
+    """What is read of a run, which must be there before anything is read."""
+    from hybridtron.cli.given import checkpoints_at
+
+    found = checkpoints_at(run)
+    if not every:
+        yield name, run
+        return
+    from hybridtron.checkpoint.folder import step_of
+
+    for checkpoint in found:
+        yield f"{name}, step {step_of(checkpoint)}", checkpoint

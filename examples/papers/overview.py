@@ -7,7 +7,8 @@ import html
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from examples.papers.claim import Claim, Kept, Paper, Said, Verdict, judged
+from examples.papers.claim import Claim, Kept, Paper, Said, Table, Verdict, judged
+from examples.papers.on_gpu import column
 from hybridtron.proving.measuring import grid
 
 COLORS = {
@@ -17,10 +18,18 @@ COLORS = {
     Said.UNSEEN: "#546e7a",
     Said.WAITS: "#9e9e9e",
 }
+INTRODUCTION = (
+    "Claims of four papers, asked of tiny models that were trained on two CPU cores. What counts as agreement was "
+    "written before the runs, or says that it was not. A difference below two standard errors over seeds is undecided; "
+    "a claim that models of this size can say nothing about says at what size it could be seen."
+)
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
 table { border-collapse: collapse; width: 100% } td, th { text-align: left; vertical-align: top; padding: .4rem .6rem }
 tr + tr { border-top: 1px solid #ddd } b { white-space: nowrap } img { max-width: 100% } small { color: #555 }
+.claims > tbody > tr > td:first-child { width: 7rem } .claims > tbody > tr > td:last-child { width: 8rem }
+summary { color: #1565c0; cursor: pointer; font-size: 13px }
+details td, details th { padding: .1rem .5rem; font-size: 13px }
 """
 
 
@@ -45,26 +54,50 @@ def markdown(papers: Sequence[Paper], kept: Kept, pages: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def page(papers: Sequence[Paper], kept: Kept, pictures: Path) -> str:
+def page(papers: Sequence[Paper], kept: Kept, results: Path, pictures: Path) -> str:
     """HTML that needs nothing else."""
-    header = "".join(f"<th>{html.escape(text)}</th>" for text in ("paper", *(one.value for one in Said)))
-    rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in counts(papers, kept))
+    header = ("paper", *(one.value for one in Said))
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><title>Four papers at the size of a laptop</title>",
-        f"<style>{STYLE}</style><h1>Four papers at the size of a laptop</h1>",
-        f"<table><tr>{header}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>",
+        f"<style>{STYLE}</style><h1>Four papers at the size of a laptop</h1><p>{INTRODUCTION}</p>",
+        _table(Table(header, tuple(counts(papers, kept)))),
     ]
     for paper in papers:
-        parts.append(f"<h2>{html.escape(paper.title)}</h2><table>")
-        parts += [_row(paper, claim, judged(claim, kept), pictures) for claim in paper.claims]
+        parts.append(f"<h2>{html.escape(paper.title)}</h2><table class=claims>")
+        parts.append("<tr><th>in the paper<th>what it says, and what we found<th>ours</tr>")
+        parts += [_row(paper, claim, judged(claim, kept), kept, results, pictures) for claim in paper.claims]
         parts.append("</table>")
     return "\n".join(parts) + "</html>\n"
 
 
-def _row(paper: Paper, claim: Claim, verdict: Verdict, pictures: Path) -> str:
+def _row(paper: Paper, claim: Claim, verdict: Verdict, kept: Kept, results: Path, pictures: Path) -> str:
     said = f"<b style='color:{COLORS[verdict.said]}'>{html.escape(verdict.said.value)}</b>"
     about = f"{html.escape(claim.says)}<br><small>{html.escape(verdict.numbers)}</small>"
-    return f"<tr><td>{html.escape(claim.where)}<td>{about}{''.join(_picture(paper, claim, pictures))}<td>{said}</tr>"
+    more = "".join([*_picture(paper, claim, pictures), *_details(paper, claim, kept, results)])
+    return f"<tr><td>{html.escape(claim.where)}<td>{about}{more}<td>{said}</tr>"
+
+
+def _details(paper: Paper, claim: Claim, kept: Kept, results: Path) -> Iterator[str]:
+    """The rule, the tables side by side, and the command: what opens at a click."""
+    yield f"<details><summary>rule, tables and command</summary><p>Agreement: {html.escape(claim.agreement)}.</p>"
+    for title, table in (
+        ("The paper", claim.paper),
+        ("Ours", claim.ours(kept)),
+        ("On a GPU", column(results, claim)),
+    ):
+        if table is not None and table.rows:
+            yield f"<p>{title}:</p>{_table(table)}"
+    if claim.needs or claim.timed:
+        yield f"<p><code>python -m examples.papers {paper.name} --only {claim.name}</code></p>"
+    yield "</details>"
+
+
+def _table(table: Table) -> str:
+    head, *rows = (
+        "".join(f"<{tag}>{html.escape(cell)}" for cell in cells)
+        for tag, cells in (("th", table.header), *(("td", row) for row in table.rows))
+    )
+    return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
 
 def _picture(paper: Paper, claim: Claim, pictures: Path) -> Iterator[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from examples.papers.claim import Claim, Kept, Paper, Said, Table, Verdict, judged, minutes
-from examples.papers.on_gpu import column, commands, hours
+from examples.papers.claim import Claim, Kept, Paper, Said, Verdict, judged, minutes
+from examples.papers.on_gpu import column, hours
 from examples.results import commit
 from hybridtron.proving.measuring import grid
 
@@ -62,14 +62,19 @@ def section(
     if of_claim or claim.timed in kept.timed:
         spent = kept.timed[claim.timed]["minutes"] if claim.timed else minutes(of_claim)
         yield f"- `python -m examples.papers {paper.name} --only {claim.name}`: {spent:.0f} minutes"
-    for table in (claim.paper, claim.ours(kept), column(results, claim)):
+    elif claim.needs or claim.timed:
+        yield f"- `python -m examples.papers {paper.name} --only {claim.name}`: not run yet"
+    if not claim.paper.rows:
+        yield "- the paper has no table of this: it draws a figure, or says it in words"
+    tables = (("The paper:", claim.paper), ("Ours:", claim.ours(kept)), ("On a GPU:", column(results, claim)))
+    for title, table in tables:
         if table is not None and table.rows:
-            yield from ("", *grid(*_cells(table)))
+            yield from ("", title, "", *grid(table.header, table.rows))
     if claim.draw is not None and pictures is not None and not kept.missing(claim.needs):
         name = f"{paper.name}_{claim.name}.png"
         claim.draw(kept, pictures / name)
         yield from ("", f"![{claim.name}]({name})")
-    yield from on_gpu(claim)
+    yield from on_gpu(paper, claim)
 
 
 def further(claim: Claim, kept: Kept) -> str:
@@ -79,20 +84,21 @@ def further(claim: Claim, kept: Kept) -> str:
     return f"waits for {', '.join(missing)}" if missing else claim.reason(kept)
 
 
-def _cells(table: Table) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    return table.header, table.rows
-
-
-def on_gpu(claim: Claim) -> Iterator[str]:
+def on_gpu(paper: Paper, claim: Claim) -> Iterator[str]:
     """What shows it at the paper's size, with the hours that a model expects."""
     if claim.on_gpu is None:
         return
-    found = [claim.on_gpu.hours or hours(settings) for settings in claim.on_gpu.like or claim.on_gpu.runs]
-    several = f", the longest of {len(found)} runs {_time(max(found))}" if len(found) > 1 else ""
+    found = list(hours(claim.on_gpu).values())
+    several = f", {len(found)} runs, the longest {_time(max(found))}" if len(found) > 1 else ""
     yield from ("", f"On one H100, {_time(sum(found))} by the model{several} (nothing was measured):", "")
-    yield from ("```sh", *commands(claim, claim.on_gpu), "```")
-    if claim.on_gpu.also:
-        yield from ("", f"Beside that: {claim.on_gpu.also}.")
+    command = f"python -m examples.papers {paper.name} --only {claim.name} --submit > {claim.name}.sh"
+    yield from (
+        "```sh",
+        command,
+        "```",
+        "",
+        "The script is for a SLURM cluster: from the download to this claim's table.",
+    )
 
 
 def _time(hours: float) -> str:

@@ -5,27 +5,25 @@ from __future__ import annotations
 from examples.papers import samba_tables as paper
 from examples.papers import samba_views as views
 from examples.papers.claim import Claim, OnGpu, Paper, Table, nothing, unseen
+from examples.papers.columns import Column, in_rows, tasks
 from examples.papers.samba_runs import CONTEXT
 from examples.papers.speed import decoding_flat, prefill_faster, speed_rows
 
 MAIN = ("samba", "mamba-swa-mlp", "mamba", "mamba-mlp", "llama", "llama-swa", "sliding-gla", "sliding-retnet")
 SIX = ("llama", "llama-swa", "mamba", "sliding-gla", "sliding-retnet", "samba")
 LENGTHS = tuple(CONTEXT * multiple for multiple in (1, 2, 4))
-SHORT = "phases.0.tokens=2B"
 LONG_ROWS = (4096, 8192, 16384)
-TABLE_3 = OnGpu(
-    tuple(
-        (f"recipe={name}", SHORT)
-        for name in (
-            "llama2_438m", "llama2_swa_438m", "mamba_432m", "sliding_gla_438m", "sliding_retnet_446m", "samba_421m",
-        )
-    ),
-    LONG_ROWS,
-)  # fmt: skip
+SWEEP, SHORT = "samba/slimpajama", ("phases.0.tokens=2B",)
+KEYS = (4096, 16384, 65536, 262144)
 
 
-def ablations(*names: str) -> OnGpu:
-    return OnGpu(tuple((f"recipe=ablations/{name}", SHORT) for name in names), LONG_ROWS)
+def pajama(*only: str, column: Column | None = None, reads: str = "") -> OnGpu:
+    """Models of 430 million parameters on a tenth of the paper's tokens."""
+    return OnGpu(SWEEP, only, SHORT, None if reads else column or in_rows(*LONG_ROWS), reads=reads)
+
+
+TABLE_3 = pajama(*SIX)
+FOUND = pajama("samba-keys", "llama-swa-keys", column=tasks("passkey", "exact", KEYS))
 
 
 def in_table(
@@ -102,7 +100,7 @@ CLAIMS = (
         {"samba": ("samba",)},
         views.rows_of("samba", ("samba",), (*LENGTHS, CONTEXT * views.LAST)),
         views.falls,
-        on_gpu=OnGpu((("recipe=samba_421m", SHORT),), (*LONG_ROWS, 131072)),
+        on_gpu=pajama("samba", column=in_rows(*LONG_ROWS, 131072)),
     ),
     Claim(
         "table2-hybrids",
@@ -114,6 +112,7 @@ CLAIMS = (
         {"samba": ("samba", "mamba-swa-mlp", "mamba", "mamba-mlp")},
         views.rows_of("samba", ("samba", "mamba-swa-mlp", "mamba", "mamba-mlp"), LENGTHS),
         views.better("samba", ("samba", "mamba-swa-mlp"), ("samba", "mamba"), ("samba", "mamba-mlp")),
+        on_gpu=pajama("samba", "mamba-swa-mlp", "mamba", "mamba-mlp"),
     ),
     in_table(
         5,
@@ -123,7 +122,7 @@ CLAIMS = (
         ("llama-swa", "rows-128", "rows-512", "rows-1024", "rows-2048"),
         agreement="the loss in rows of 256: rows of 256 below those of 512, 1024 and 2048, by two standard errors",
         judge=views.better("tables", *(("llama-swa", f"rows-{rows}") for rows in (512, 1024, 2048))),
-        on_gpu=ablations(*(f"llama2_swa_438m_seq_{rows}" for rows in (8192, 16384, 32768))),
+        on_gpu=pajama("llama-swa", *(f"rows-{rows}" for rows in (2048, 8192, 16384, 32768))),
     ),
     in_table(
         6,
@@ -133,7 +132,7 @@ CLAIMS = (
         ("samba", "full-0", "full-1", "full-3", "full-1-2"),
         agreement="perplexity at 4x is above that at 2x with full attention in any block, and below it for Samba",
         judge=views.one_full_layer,
-        on_gpu=ablations(*(f"samba_421m_full_{index}" for index in ("0", "5", "11", "1_5"))),
+        on_gpu=pajama("samba", "full-0", "full-5", "full-11", "full-1-5"),
     ),
     in_table(
         7,
@@ -144,7 +143,7 @@ CLAIMS = (
         agreement="the loss at the training length: 12 query heads with 1 key/value head below 12 with 12, by two "
         "standard errors",
         judge=views.better("tables", ("llama-swa-12-1", "llama-swa")),
-        on_gpu=ablations(*(f"llama2_swa_438m_heads_{heads.replace('-', '_')}" for heads in HEADS)),
+        on_gpu=pajama("llama-swa", *(f"llama-swa-{heads}" for heads in HEADS)),
     ),
     in_table(
         7,
@@ -155,7 +154,7 @@ CLAIMS = (
         agreement="the loss at the training length: 6 and 1 heads below 12 and 12, and below 12 and 1, by two standard "
         "errors",
         judge=views.better("tables", ("samba-6-1", "samba"), ("samba-6-1", "samba-12-1")),
-        on_gpu=ablations(*(f"samba_421m_heads_{heads.replace('-', '_')}" for heads in HEADS)),
+        on_gpu=pajama("samba", *(f"samba-{heads}" for heads in HEADS)),
     ),
     in_table(
         8,
@@ -166,7 +165,9 @@ CLAIMS = (
         agreement="the loss at the training length: Llama-SWA and Sliding RetNet with it below without, by two "
         "standard errors",
         judge=views.better("tables", ("llama-swa-sc", "llama-swa"), ("sliding-retnet-sc", "sliding-retnet")),
-        on_gpu=ablations("llama2_swa_438m_sc", "sliding_gla_438m_sc", "sliding_retnet_446m_sc"),
+        on_gpu=pajama(
+            *(f"{name}{sc}" for name in ("llama-swa", "sliding-gla", "sliding-retnet") for sc in ("", "-sc"))
+        ),
     ),
     Claim(
         "figure4-recall",
@@ -180,11 +181,7 @@ CLAIMS = (
         views.passkey_rows,
         views.recalls,
         views.draw_passkey,
-        on_gpu=OnGpu(
-            (("recipe=samba_421m", "phases.0.tokens=${steps:500}", "phases.0.global_batch=2048"),),
-            also="it starts from a Samba 421M that has read text, run.weights=RUN, on rows that "
-            "`hybridtron tasks write passkey` wrote, at a rate of 1e-4",
-        ),
+        on_gpu=FOUND,
     ),
     Claim(
         "figure4-perfect",
@@ -195,20 +192,20 @@ CLAIMS = (
         {"passkey": ("samba",)},
         views.passkey_rows,
         views.recalls_all,
+        on_gpu=FOUND,
     ),
     Claim(
         "figure5-entropy",
         "Figure 5",
         "Attention looks less widely in the middle layers of Samba; its scans select less there than Mamba-MLP's.",
         Table((), ()),
-        "Samba's entropy of selection in the middle scans above Mamba-MLP's, as a share of a uniform choice's",
-        {"samba": ("samba", "llama-swa", "mamba-mlp")},
+        "the entropy of selection in the middle third of the scans, as a share of a uniform choice's: Samba's above "
+        "Mamba-MLP's by two standard errors over seeds, in models of 24 sub-layers",
+        {"entropy": views.DEEP},
         views.entropy_rows,
         views.entropies_middle,
         views.draw_entropies,
-        seen_at="from about 24 sub-layers on (6 scans): samba_421m and its Mamba-MLP with 2B tokens each, "
-        "then `hybridtron evaluate RUN --instruments entropy`",
-        on_gpu=OnGpu((("recipe=samba_421m", SHORT),)),
+        on_gpu=pajama("samba", "mamba-mlp", reads="--instruments entropy"),
     ),
     Claim(
         "figure3-prefill",

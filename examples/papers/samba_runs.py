@@ -1,4 +1,4 @@
-"""What of the Samba paper is trained (samba.yaml, tables.yaml), and what is measured on every run."""
+"""What of the Samba paper is trained (samba.yaml, tables.yaml, entropy.yaml), and what is measured on every run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,11 @@ QUICK = Sizes(  # at which full attention already fails beyond its rows
         "model.width=96", "model.vocab_size=512", "model.layers.-.hidden=256", "phases.0.tokens=1M",
         "run.eval_tokens=1K",
     ),
-    variants={"samba": ("samba", "llama", "llama-swa", "mamba"), "tables": ("samba", "full-1")},
+    variants={
+        "samba": ("samba", "llama", "llama-swa", "mamba"),
+        "tables": ("samba", "full-1"),
+        "entropy": ("samba-deep", "mamba-mlp-deep"),
+    },
     seeds=("1",),
     vocab_size=512,
     table_lengths=(256, 512),
@@ -54,19 +58,19 @@ QUICK = Sizes(  # at which full attention already fails beyond its rows
 
 
 def part_of(part: str, sizes: Sizes, runs: Path, data: Path) -> Part:
-    """The runs of `samba` or `tables`, on a folder of prepared tokens, and what is measured on them."""
+    """The runs of `samba`, `tables` or `entropy`, on a folder of prepared tokens, and what is measured on them."""
 
     def more(run: SweepRun) -> tuple[str, ...] | None:
         known = sizes.variants is None or run.variant in sizes.variants[part]
-        again = run.values[SEED] == "1" or run.variant in REPEATED
+        again = run.values[SEED] == "1" or run.variant in REPEATED or part == "entropy"
         return (*sizes.settings, f"data.path={data}") if known and again and run.values[SEED] in sizes.seeds else None
 
     sweep, folder = selected(HERE / f"{part}.yaml", runs / part, more)
-    lengths = sizes.lengths if part == "samba" else sizes.table_lengths
+    lengths = {"samba": sizes.lengths, "tables": sizes.table_lengths, "entropy": (CONTEXT,)}[part]
     asked: dict[str, Any] = {"lengths": lengths, "tokens": sizes.tokens}
-    if part == "samba":
+    if part != "tables":
         asked["entropy_rows"] = sizes.entropy_rows
-    return Part(sweep, folder, lambda _, path: of_run(path, lengths, sizes, part == "samba"), asked)
+    return Part(sweep, folder, lambda _, path: of_run(path, lengths, sizes, part != "tables"), asked)
 
 
 def of_run(run: Path, lengths: Sequence[int], sizes: Sizes, whole: bool) -> dict[str, Any]:

@@ -8,16 +8,44 @@ from functools import partial
 
 import examples.span_study.claims as study
 from examples.papers.claim import EMPTY, Claim, Kept, OnGpu, Paper, Said, Table, Verdict, nothing, unseen
+from examples.papers.columns import in_rows, tasks
 from examples.papers.speed import spans_cheaper, speed_rows
 from examples.span_study.asked import readings_of
 from examples.span_study.runs import BASE
 from hybridtron.sweep.grid import SEED
 
-ADAPTED = OnGpu(
-    (("recipe=mamba2_hybrid_2.7b_span", "phases.0.tokens=${steps:1000}"),),
-    weights="imported",
-    also="it starts from mamba2attn-2.7b, imported",
-)
+LENGTHS = (8192, 16384, 32768)
+RULER = tasks("ruler_se", "string_match_all", LENGTHS, samples=20)
+BOTH = tasks("ruler_se", "string_match_all", LENGTHS, samples=20, attentions=(study.FULL, study.TRAINED))
+AT_SIZE = {
+    "2(a)": ("attention", {name: f"{name}-data=language" for name in ("SE", "SW", "S2", "full")}),
+    "2(b)": (
+        "adapters",
+        {"SE": "SE-preset=hylora", **{f"SE-{one}": f"SE-preset={one}" for one in ("lora", "lora_plus")}},
+    ),
+    "3(a)": ("retrieval", {"SE": "memory=span", "random": "memory=random", "NoMem": "memory=none"}),
+    "3(b)": ("chunks", {"SE": "chunk=_2048,4096_", "chunk=128": "chunk=2048", "chunk=256": "chunk=4096"}),
+    "3(c)": ("blocks", {"2x8": "8x32", "8x2": "64x4"}),
+    "5": (
+        "adapters",
+        {"full": "full-preset=hylora", **{f"full-{one}": f"full-preset={one}" for one in ("lora", "lora_plus")}},
+    ),
+    "6": ("ranks", {"rank=4": "rank=8", "rank=16": "rank=16", "rank=64": "rank=64"}),
+    "11(a)": ("attention", {"SW": "SW-data=language"}),
+    "11(b)": ("attention", {"SE": "SE-data=language"}),
+    "12": ("retrieval", {"SE": "memory=span", "LM": "memory=landmark"}),
+    "13": ("shifted", {"S2": "lr=2e-5", "S2-lr=2e-4": "lr=2e-4"}),
+}
+"""By figure, the sweep of the 2.7B whose runs stand for this study's models, and which."""
+
+
+def adapted(of: study.Claim) -> OnGpu:
+    """Two adapted 2.7B, as the paper has them."""
+    sweep, names = AT_SIZE[of.figure]
+    only = tuple(dict.fromkeys((names[of.one], names[of.other])))
+    return OnGpu(f"span/{sweep}", only, column=BOTH if of.reads != (study.FULL, study.FULL) else RULER)
+
+
 RULES = {
     "above": "2 points and more higher in the mean over seeds, and with every seed higher; "
     "less than 2 points either way, or seeds that say otherwise, are undecided",
@@ -85,7 +113,7 @@ def of_recall(of: study.Claim) -> Claim:
         partial(compared, of),
         reason=why_not_level if of.kind == "level" else None,
         further={"span": FURTHER} if of.kind == "level" else {},
-        on_gpu=ADAPTED,
+        on_gpu=adapted(of),
     )
 
 
@@ -123,7 +151,9 @@ CLAIMS = (
         nothing,
         unseen("a laptop's text has no books, and its models use little of what is far"),
         seen_at="from models on that read books: the 2.7B, 1000 steps of 0.5M tokens for each kind of attention",
-        on_gpu=ADAPTED,
+        on_gpu=OnGpu(
+            "span/attention", tuple(f"{kind}-data=pg19" for kind in ("SE", "SW", "S2")), column=in_rows(*LENGTHS)
+        ),
     ),
     Claim(
         "tables8-9-tasks",
@@ -134,8 +164,10 @@ CLAIMS = (
         {},
         nothing,
         unseen("models of a laptop's size answer at chance"),
-        seen_at="the 2.7B, adapted: `hybridtron evaluate RUN --harness longbench,recall`",
-        on_gpu=ADAPTED,
+        seen_at="the 2.7B, adapted",
+        on_gpu=OnGpu(
+            "span/attention", ("SE-data=language", "full-data=language"), reads="--harness longbench recall span_long"
+        ),
     ),
 )
 PAPER = Paper("span", "Expansion Span: Combining Fading Memory and Retrieval in Hybrid State Space Models", CLAIMS)

@@ -14,6 +14,7 @@ from pathlib import Path
 import examples.grown.runs as grown
 import examples.joint_recall.runs as joint_recall
 import examples.length_story.runs as length_story
+import examples.papers.babilong_runs as babilong
 import examples.papers.length_runs as length
 import examples.papers.samba_runs as samba
 import examples.passkey.samples as passkey
@@ -55,7 +56,7 @@ class Study:
         return Results(where.results / self.results)
 
 
-CORPORA = {"samba": "papers", "tables": "papers", "length": "papers-512"}
+CORPORA = {"samba": "papers", "tables": "papers", "entropy": "papers", "length": "papers-512"}
 """By sweep, the folder of its text: the vocabulary of the tiniest models is smaller."""
 
 
@@ -105,6 +106,15 @@ def of_span(where: Where) -> Plan:
     return {"span": span_study.part_of(sizes, where.of("span_study"), where.data("span_study"))}
 
 
+def of_babilong(where: Where) -> Plan:
+    sizes = babilong.QUICK if where.quick else babilong.STUDY
+    return {"babilong": babilong.part_of(sizes, where.of("papers/babilong"), where.data("babilong"))}
+
+
+def write_babilong(where: Where) -> None:
+    babilong.write_stories(babilong.QUICK if where.quick else babilong.STUDY, where.data("babilong"))
+
+
 def write_passkey(where: Where) -> None:
     passkey.write_samples(passkey.QUICK if where.quick else passkey.STUDY, where.data("passkey"))
 
@@ -134,6 +144,8 @@ STUDIES = (
     Study("papers", partial(of_papers, "length"), partial(write_corpus, "length"), of_length),
     Study("passkey", of_passkey, write_passkey, lambda _: 14),
     Study("papers", partial(of_papers, "tables"), partial(write_corpus, "tables"), lambda _: 8),
+    Study("papers", of_babilong, write_babilong, lambda variant: 4 if variant != "passing" else 1),
+    Study("papers", partial(of_papers, "entropy"), partial(write_corpus, "entropy"), lambda _: 6),
     Study("joint_recall", of_recall, write_recall, lambda _: 6),
     Study("span_study", of_span, write_span, lambda _: 1.5),
     Study("grown", of_grown, write_grown, lambda _: 5),

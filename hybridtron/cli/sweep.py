@@ -2,11 +2,13 @@
 
     hybridtron sweep examples/sweep/window.yaml
     hybridtron sweep examples/sweep/window.yaml --plan     the runs, without starting any
+    hybridtron sweep examples/sweep/window.yaml --slurm cluster=h100_infiniband     as array jobs, one GPU a run
 
 The file's form is described in docs/sweeps.md. Each run is a folder of its own in runs/sweeps/NAME, where NAME is the
 file's; beside them are table.md, runs.jsonl and picture.png. Started again, a sweep continues where it was: what has
 finished stays, what was interrupted resumes, and what was added to the file is new. Exit codes: 0 all runs finished,
-1 some failed, 2 a wrong file or configuration, 75 interrupted after the runs were asked to save.
+1 some failed, 2 a wrong file or configuration, 75 interrupted after the runs were asked to save. With --slurm 0
+says that all is queued; with --plan beside it the scripts are printed.
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ from hybridtron.cli.given import positive, progress_bar
 from hybridtron.config.check import require
 from hybridtron.config.load import load
 from hybridtron.config.resolve import last_step
+from hybridtron.config.schema import Config
 from hybridtron.evaluate.pictures import picture
 from hybridtron.problems import Unusable
 from hybridtron.requirements import is_there
 from hybridtron.sweep import results
 from hybridtron.sweep.carry_out import EndedRun, Folder, carry_out, share_cores
-from hybridtron.sweep.grid import SEED, Sweep, read
+from hybridtron.sweep.grid import SEED, Sweep, narrowed, read
 from hybridtron.train.outcome import clock
 from hybridtron.train.records import write_whole
 
@@ -39,18 +42,26 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="hybridtron sweep", description="A grid of training runs on this machine.")
     parser.add_argument("file", type=Path, help="what the runs share, and in what they differ (docs/sweeps.md)")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="behind the file's settings of every run")
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="a variant or run, and those that it starts from"
+    )
     parser.add_argument("--output", type=Path, metavar="DIR", help="the sweep's folder (default: runs/sweeps/FILE)")
     parser.add_argument("--jobs", type=positive, default=2, metavar="N", help="runs at a time (default: %(default)s)")
     parser.add_argument("--plan", action="store_true", help="list the runs, and start none")
-    return parser.parse_args(arguments)
+    parser.add_argument("--slurm", action="store_true", help="queue the runs as array jobs, one GPU each")
+    parser.add_argument("--then", metavar="COMMAND", help="with --slurm: queue this, too, for when the runs have ended")
+    return parser.parse_intermixed_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
     """Carry out what is left of the sweep, and report it. Returns the exit code."""
     chosen = parse(arguments)
-    sweep = read(chosen.file)
+    sweep = narrowed(read(chosen.file, chosen.settings), chosen.only)
     folder = Folder(chosen.output or Path("runs/sweeps") / chosen.file.stem)
     console = Console(highlight=False, markup=False, soft_wrap=True)
+    if chosen.slurm:
+        return queued(sweep, folder, chosen.plan, chosen.then)
     steps = steps_of(sweep, folder)
     if chosen.plan:
         for run in sweep.runs:
@@ -78,19 +89,38 @@ def carried(
         yield ended
 
 
+def queued(sweep: Sweep, folder: Folder, plan: bool, then: str | None) -> int:
+    """Array jobs of what is left, or their scripts. Returns the exit code."""
+    from hybridtron.cluster import array
+
+    configs = configs_of(sweep, folder)
+    config = configs[sweep.runs[0].name]
+    jobs = [*array.arrays_of(sweep, folder, config), *([array.last_of(folder, config, then)] if then else [])]
+    if plan:
+        print("\n".join(map(array.script, jobs)), end="")
+        return 0
+    array.require(sweep, jobs, configs)
+    numbers = array.submit(sweep, folder, jobs)
+    print(f"submitted as job {', '.join(numbers)}" if numbers else "all runs have finished")
+    return 0
+
+
 def steps_of(sweep: Sweep, folder: Folder) -> dict[str, int]:
     """The last step of each run; 0 where that is known only when the run it starts from has ended. Raises Unusable."""
+    configs = configs_of(sweep, folder)
+    return {run.name: last_step(configs[run.name]) if run.name in configs else 0 for run in sweep.runs}
+
+
+def configs_of(sweep: Sweep, folder: Folder) -> dict[str, Config]:
+    """By name, of the runs whose start, if they have one, has ended. Raises Unusable."""
     found = {}
     for run in sweep.runs:
-        found[run.name] = 0
-        if run.start is not None and not folder.is_finished(run.start):
-            continue
-        try:
-            config = load(folder.settings(run))
-            require(config)
-        except Unusable as error:
-            raise Unusable(f"{run.name}: {error}") from error
-        found[run.name] = last_step(config)
+        if run.start is None or folder.is_finished(run.start):
+            try:
+                found[run.name] = load(folder.settings(run))
+                require(found[run.name])
+            except Unusable as error:
+                raise Unusable(f"{run.name}: {error}") from error
     return found
 
 

@@ -88,11 +88,11 @@ def script(job: SlurmJob) -> str:
         f"fitting={','.join(map(str, fitting))}  # numbers of nodes that will do",
         f"requeue={str(cluster.requeue).lower()}",
         f"drain={str(cluster.checks.drain).lower()}",
-        *(f"{name}=({shlex.join(words)})" for name, words in _commands(job).items()),
+        *(f"{name}=({shlex.join(words)})" for name, words in commands(job).items()),
         "settings=(",
         *(f"  {shlex.quote(one)}" for one in job.arguments),
         ")",
-        *_software(cluster),
+        *software(cluster),
         STEPS.read_text(),
     ]
     return "\n".join(lines)
@@ -102,7 +102,7 @@ def _option(name: str, value: object) -> str | None:
     return None if value is None else f"{name}={value}"
 
 
-def _software(cluster: ClusterConfig) -> list[str]:
+def software(cluster: ClusterConfig) -> list[str]:
     """The lines that make the software and its variables available."""
     lines = [f"module load {shlex.join(cluster.modules)}"] if cluster.modules else []
     if cluster.venv:
@@ -110,7 +110,7 @@ def _software(cluster: ClusterConfig) -> list[str]:
     return lines + [f"export {name}={_text(value)}" for name, value in cluster.environment.items()]
 
 
-def _commands(job: SlurmJob) -> dict[str, list[str]]:
+def commands(job: SlurmJob) -> dict[str, list[str]]:
     """What starts a module as one process on this node, what as a task of a step, and the step's own options."""
     cluster, container = job.cluster, job.cluster.container
     python, step = [cluster.python, "-P", "-m"], [f"--wait={job.patience}"]

@@ -57,16 +57,24 @@ def job_problems(job: SlurmJob) -> Iterator[Problem]:
 
 def queue_problems(job: SlurmJob, nodes: int, ask_sbatch: bool) -> Iterator[Problem]:
     """Why SLURM would never start such a job, by its partitions, and by its own word where all else is well."""
-    cluster = job.cluster
+    found = list(partition_problems(job.cluster, nodes))
+    yield from found
+    if not ask_sbatch or found:
+        return
     try:
-        known = scheduler.partitions()
-        wanted = _wanted(cluster, known)
-        found = list(_partition_problems(cluster, nodes, wanted, [one.name for one in known]))
-        yield from found
-        if ask_sbatch and not found:
-            _trial(job)
+        _trial(job)
     except SlurmError as error:
         yield Problem("cluster", f"would not start this job: {error}")
+
+
+def partition_problems(cluster: ClusterConfig, nodes: int) -> Iterator[Problem]:
+    """Why no partition would take it."""
+    try:
+        known = scheduler.partitions()
+    except SlurmError as error:
+        yield Problem("cluster", f"can't be asked: {error}")
+        return
+    yield from _partition_problems(cluster, nodes, _wanted(cluster, known), [one.name for one in known])
 
 
 def _wanted(cluster: ClusterConfig, known: list[Partition]) -> Partition | None:

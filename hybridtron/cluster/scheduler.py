@@ -71,13 +71,13 @@ def submit(script: Path, after: str | None) -> str:
 
 
 def queued(jobs: Sequence[str]) -> list[Queued]:
-    """Those of these jobs that are still queued or running."""
+    """Those of these jobs that are still queued or running; elements of an array count as their job."""
     if not jobs:
         return []
     # asked for all jobs: squeue fails where it knows none of those that are named
     lines = _output(["squeue", "--noheader", "--format=%i|%T|%r|%N|%S"]).splitlines()
     found = [Queued(*line.split("|", 4)) for line in lines if line.count("|") >= 4]
-    return [one for one in found if one.job in jobs]
+    return [one for one in found if one.job.partition("_")[0] in jobs]
 
 
 def seconds(time: str) -> int | None:

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hybridtron.config.asked import read_keys
 from hybridtron.config.weights import folder_of
-from hybridtron.problems import Unusable
+from hybridtron.problems import Unusable, did_you_mean
 
 SEED = "run.seed"
 MOST_RUNS = 10_000
@@ -126,11 +126,12 @@ class _File:
         return tuple(given)
 
 
-def read(path: Path) -> Sweep:
-    """The sweep of a file. Unusable names what is wrong with it."""
+def read(path: Path, settings: Sequence[str] = ()) -> Sweep:
+    """The sweep of a file, with further settings of all runs behind its own. Unusable names what is wrong."""
     parts = read_keys(path, KEYS)
     file = _File(path, parts)
-    shared, grid = file.settings("settings", parts.get("settings") or []), file.grid()
+    shared = file.settings("settings", [*(parts.get("settings") or []), *settings])
+    grid = file.grid()
     short = _short_names(list(grid))
     runs: dict[str, SweepRun] = {}
     for variant, values in itertools.product(file.variants(), itertools.product(*grid.values())):
@@ -145,6 +146,27 @@ def read(path: Path) -> Sweep:
         if len(runs) > MOST_RUNS:
             raise Unusable(f"{path} has more than {MOST_RUNS:,} runs")
     return Sweep(tuple(runs.values()), tuple(grid), file.metrics())
+
+
+def narrowed(sweep: Sweep, names: Collection[str] | None) -> Sweep:
+    """Runs of these variants, or of these names (None: all), and those that they start from."""
+    runs = {run.name: run for run in sweep.runs}
+    known = {*runs, *(run.variant for run in sweep.runs)} - {""}
+    if unknown := sorted(set(names or ()) - known):
+        have = ", ".join(sorted(known))
+        raise Unusable(f"there is no variant or run {unknown[0]!r}{did_you_mean(unknown[0], known)}; has {have}")
+    chosen: set[str] = set()
+    for run in sweep.runs:
+        if names is None or run.variant in names or run.name in names:
+            chosen.update(one.name for one in with_starts(run, runs))
+    return replace(sweep, runs=tuple(run for run in sweep.runs if run.name in chosen))
+
+
+def with_starts(run: SweepRun, runs: Mapping[str, SweepRun]) -> Iterator[SweepRun]:
+    """A run, the one that it starts from, and so on."""
+    yield run
+    if run.start is not None:
+        yield from with_starts(runs[run.start], runs)
 
 
 def _text(value: Any) -> str:

@@ -21,7 +21,7 @@ def configs_of(name: str, folder: Path) -> dict[str, tuple[SweepRun, Config]]:
     """Every run of a sweep, checked; for those that start from others these have saved what they are."""
     found = {}
     for run in read(TABLES / f"{name}.yaml").runs:
-        imported = ["" if one == "run.weights=imported" else one for one in run.settings]
+        imported = ["" if one == "run.weights=imported/mamba-130m" else one for one in run.settings]
         start = [] if run.start is None else [f"run.weights={folder / run.start}@best"]
         config = load([*filter(None, imported), *start])
         assert check(config) == [], run.name

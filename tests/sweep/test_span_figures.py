@@ -24,8 +24,9 @@ def configs_of(name: str) -> dict[str, Config]:
     """Every run of a sweep, checked and planned for one node."""
     found = {}
     for run in read(FIGURES / f"{name}.yaml").runs:
-        assert "run.weights=imported" in run.settings
-        config = load([one for one in run.settings if one != "run.weights=imported"])
+        imported = f"run.weights=imported/{'llama-7b' if name == 'llama' else 'mamba2attn-2.7b'}"
+        assert imported in run.settings
+        config = load([one for one in run.settings if one != imported])
         assert check(config, NODE) == [], run.name
         phase = largest_phase(config)
         assert (last_step(config), phase.settings.tokens_per_step) == (1000, STEP)

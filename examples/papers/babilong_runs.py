@@ -1,0 +1,98 @@
+"""What of BABILong is trained (babilong.yaml) and asked: bAbI's qa1, tuned and few-shot, in longer and longer texts."""
+
+from __future__ import annotations
+
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from examples.results import Part
+from examples.study import answers, selected
+from hybridtron.sweep.grid import SweepRun
+
+HERE = Path(__file__).parent
+CONTEXT = 256
+END = "<|endoftext|>"
+TASK = "babilong_qa1"
+TUNED = "-babi"  # how the names of tuned runs end
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is done: the real study, or one of a minute."""
+
+    text: tuple[str, ...] = ()  # settings of the runs on text
+    tuning: tuple[str, ...] = ()
+    vocab_size: int = 1024
+    training: int = 40_000  # stories
+    lengths: tuple[int, ...] = (256, 512, 1024, 2048)  # in which a tuned model is asked
+    few_shot: tuple[int, ...] = (1024, 2048)  # a prompt with examples has some 700 tokens
+    asked: int = 200
+
+
+STUDY = Sizes()
+QUICK = Sizes(
+    text=("phases.0.tokens=8K", "run.eval_tokens=2K"),
+    tuning=("phases.0.tokens=8K", "run.eval_tokens=2K"),
+    training=200,
+    lengths=(256, 1024),
+    few_shot=(1024,),
+    asked=4,
+)
+
+
+def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
+    """The runs, on the text and on stories of a folder, and what is asked of each."""
+
+    def more(run: SweepRun) -> tuple[str, ...]:
+        if run.variant.endswith(TUNED):
+            return (*sizes.tuning, f"data.path={data / 'stories'}")
+        return (*sizes.text, f"data.path={data / 'text'}")
+
+    sweep, folder = selected(HERE / "babilong.yaml", runs, more)
+    asked = {name: getattr(sizes, name) for name in ("vocab_size", "training", "lengths", "few_shot", "asked")}
+    return Part(sweep, folder, lambda run, path: found_of(path, sizes, run.variant.endswith(TUNED)), asked)
+
+
+def write_stories(sizes: Sizes, data: Path) -> None:
+    """The text and its tokenizer; stories with their questions, of which the answer is learned."""
+    from hybridtron.cli.prepare_data import main as prepare
+    from hybridtron.cli.tasks import write_main
+    from hybridtron.data.prepare.embedded import prepare_embedded
+
+    text, samples = data / "text", data / "samples"
+    prepare_embedded(text, sizes.vocab_size)
+    with redirect_stdout(StringIO()):
+        if not samples.exists():
+            write_main([
+                TASK, "style=tuned", "essay=none", "--length", str(CONTEXT), "--output", str(samples), "--training",
+                str(sizes.training), "--evaluation", "0", "--tokenizer", str(text),
+            ])  # fmt: skip
+        if not (data / "stories").exists():
+            prepare([
+                "--input", str(samples / "training"), "--learn", "completion", "--validation", "2%", "--source", "babi",
+                "--tokenizer", str(text), "--eos", END, "--output", str(data / "stories"),
+            ])  # fmt: skip
+
+
+def found_of(run: Path, sizes: Sizes, tuned: bool) -> list[dict[str, Any]]:
+    """Shares of right answers: of a tuned model without any text around the facts (length 0), and by length."""
+    from hybridtron.cli.given import newest_checkpoint
+
+    style, lengths = ("tuned", sizes.lengths) if tuned else ("few_shot", sizes.few_shot)
+    wanted: list[dict[str, Any]] = [{"lengths": [*lengths], "options": {"style": style}}]
+    if tuned:
+        wanted.insert(0, {"lengths": [CONTEXT], "options": {"style": style, "essay": "none"}})
+    rows = []
+    for number, one in enumerate(wanted):
+        task = {"task": TASK, "samples": sizes.asked, **one}
+        found = answers(newest_checkpoint(run), {"tasks": [task]}, run / f"evaluation/{number}", batch=44)
+        kept = ("value", "standard_error", "n")
+        rows += [
+            {"length": 0 if "essay" in one["options"] else row["length"], **{key: row[key] for key in kept}}
+            for row in found
+            if row["metric"] == "accuracy"
+        ]
+    return rows

@@ -1,0 +1,95 @@
+"""What the third column of a claim is filled with: how a trained run is read, and the titles of its cells."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from examples.long_text import Curve, held_out_rows
+from examples.papers.samba_runs import losses_in_rows
+from hybridtron.architecture.attention import ReadingAttention
+
+TOKENS = 2**20  # of held-out text, that every length is read of
+ROWS = 32  # of held-out text, that are read by position
+SAMPLES = 55  # of a task and length: five for each depth of a passkey
+
+
+@dataclass(frozen=True)
+class Column:
+    """`cells` reads a run, or one of its checkpoints."""
+
+    titles: tuple[str, ...]
+    cells: Callable[[Path], Sequence[str]]
+
+
+def in_rows(*lengths: int) -> Column:
+    """Perplexity of the same held-out text, in rows of each length."""
+
+    def cells(run: Path) -> list[str]:
+        from hybridtron.cli.given import newest_checkpoint
+        from hybridtron.evaluate.held_out import trained_model
+
+        model, config, _ = trained_model(newest_checkpoint(run), None)
+        spans_BT = held_out_rows(config.data, max(lengths) + 1, TOKENS // max(lengths))
+        found = (losses_in_rows(model, spans_BT, length) for length in lengths)
+        return [f"{math.exp(sum(losses) / len(losses)):.2f}" for losses in found]
+
+    return Column(tuple(f"perplexity in rows of {length}" for length in lengths), cells)
+
+
+def by_position(*multiples: int) -> Column:
+    """Perplexity at multiples of the training length, of rows as long as the largest, and its rise over the least."""
+
+    def cells(run: Path) -> list[str]:
+        from hybridtron.cli.given import newest_checkpoint
+        from hybridtron.evaluate.held_out import trained_model
+        from hybridtron.evaluate.length import position_losses
+        from hybridtron.model.generate import reader
+
+        model, config, seq_len = trained_model(newest_checkpoint(run), None)
+        tokens_BT = held_out_rows(config.data, seq_len * max(multiples) + 1, ROWS)
+        curve = Curve.of(position_losses(reader(model), tokens_BT, 2 * seq_len).tolist(), seq_len)
+        at = [curve.at(seq_len * multiple) for multiple in multiples]
+        return [f"{value:.2f}" for value in (curve.least, *at, at[-1] / curve.least)]
+
+    named = (f"at {multiple}x" for multiple in multiples)
+    return Column(("least perplexity", *named, f"{max(multiples)}x over least"), cells)
+
+
+def tasks(
+    name: str,
+    metric: str,
+    lengths: Sequence[int],
+    options: Mapping[str, Any] | None = None,
+    samples: int = SAMPLES,
+    attentions: Sequence[ReadingAttention | None] = (None,),
+) -> Column:
+    """What `hybridtron evaluate` finds of a task, or the average of a group, at lengths and by attention."""
+    asked = {"tasks": [{"task": name, "lengths": [*lengths], "samples": samples, "options": dict(options or {})}]}
+
+    def cells(run: Path) -> list[str]:
+        return [cell for how in attentions for cell in _found(run, asked, name, metric, how)]
+
+    ways = {None: "", ReadingAttention.full: ", full attention", ReadingAttention.trained: ", as trained"}
+    return Column(tuple(f"{name} at {length}{ways[how]}" for how in attentions for length in lengths), cells)
+
+
+def _found(
+    run: Path, asked: Mapping[str, Any], name: str, metric: str, attention: ReadingAttention | None
+) -> list[str]:
+    """By length."""
+    from examples.study import unshown
+    from hybridtron.cli.given import newest_checkpoint
+    from hybridtron.evaluate.results import shown
+    from hybridtron.evaluate.run import Wishes, evaluate
+    from hybridtron.evaluate.served import served
+
+    checkpoint = newest_checkpoint(run)
+    output = checkpoint.parents[1] / "evaluation" / f"{checkpoint.name}-{name}-{attention or 'usual'}"
+    with served(checkpoint, attention=attention) as model:
+        rows = evaluate(model, output.name, Wishes(asked, False), output, unshown).rows
+    wanted = (name, f"average of {name}")
+    return [shown(row) for row in rows if row["task"].partition("[")[0] in wanted and row["metric"] == metric]

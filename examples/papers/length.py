@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from examples.length_story.runs import FURTHER
 from examples.papers import length_views as views
-from examples.papers.claim import EMPTY, Claim, OnGpu, Paper, Table, unseen
+from examples.papers.claim import EMPTY, Claim, Kept, OnGpu, Paper, Table, unseen
 from examples.papers.columns import Column, by_position, tasks
+from examples.papers.length_runs import LONGER
 
 INTERVENTIONS = ("base", "zero", "random", "fitted", "passing", "tbtt")
-FORCED = 32  # tokens of context in the story whose base is made to fail
 SIGMAS = ("sigma-0.1", "sigma-0.3", "random", "sigma-3")
 BY_POSITION = by_position(1, 4, 16)
 SMALL = ("phases.0.tokens=9B", "checkpoint.keep_every=2.25B")  # of 45 million parameters: 10 times Chinchilla's
@@ -33,7 +35,15 @@ STATES = published("zero", "passing", reads="--instruments remembrance,states --
 
 
 def figure(
-    number: int, name: str, says: str, variants: tuple[str, ...], agreement: str, judge: views.Judge, on_gpu: OnGpu
+    number: int,
+    name: str,
+    says: str,
+    variants: tuple[str, ...],
+    agreement: str,
+    judge: views.Judge,
+    on_gpu: OnGpu,
+    reason: Callable[[Kept], str] | None = None,
+    further: tuple[str, ...] = (),
 ) -> Claim:
     """A claim about perplexity by position."""
     return Claim(
@@ -46,6 +56,8 @@ def figure(
         views.table_of(variants),
         judge,
         views.draw(variants),
+        reason=reason,
+        further={"length": further} if further else {},
         on_gpu=on_gpu,
     )
 
@@ -60,6 +72,8 @@ CLAIMS = (
         "seed",
         views.fails,
         scratch("contexts", CONTEXTS[-1]),
+        views.why_not_failed,
+        (LONGER,),
     ),
     figure(
         2,
@@ -103,13 +117,13 @@ CLAIMS = (
         "the rise of perplexity to 16x: passing and TBTT below fitted noise, random noise and zero states, by two "
         "standard errors (the runs were there before this line)",
         {"language": INTERVENTIONS},
-        views.table_of(INTERVENTIONS, "language", FORCED),
+        views.table_of(INTERVENTIONS, "language", views.FORCED),
         views.ordered(
             *((one, other) for one in ("passing", "tbtt") for other in ("fitted", "random", "zero")),
             part="language",
-            position=FORCED * views.FAILS_AT,
+            position=views.FORCED * views.FAILS_AT,
         ),
-        views.draw(INTERVENTIONS, "language", FORCED),
+        views.draw(INTERVENTIONS, "language", views.FORCED),
     ),
     figure(
         5,

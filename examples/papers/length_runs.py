@@ -21,7 +21,8 @@ CONTEXT, BATCH, STEPS = 64, 64, 10_000
 EIGHTHS = (1, 2, 4, 8)  # of the training, after which a base is looked at: 2.5 to 20 times Chinchilla's tokens
 CHINCHILLA = 2.5  # times Chinchilla's tokens, that an eighth is
 REPEATED = ("base", "zero", "random", "fitted", "passing", "tbtt")  # with three seeds
-BASES = ("base", "context-32", "context-128", "warmup-25", "mamba", "gla", "rwkv6", "hybrid")
+LONGER, TIMES = "base-longer", 2.8  # as many steps, which read the text twice
+BASES = ("base", LONGER, "context-32", "context-128", "warmup-25", "mamba", "gla", "rwkv6", "hybrid")
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,7 @@ QUICK = Sizes(
 def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
     """The runs of `length`, on a folder of prepared tokens, and what is measured on them."""
     rows = (f"phases.0.seq_len={CONTEXT}", f"phases.0.global_batch={BATCH}", f"phases.0.micro_batch={BATCH}")
-    eighth = sizes.steps // max(EIGHTHS)
-    own = ("data=folder", f"data.path={data}", f"phases.0.tokens=${{steps:{sizes.steps}}}")
-    kept = (f"checkpoint.every={eighth}", f"checkpoint.keep_every={eighth}")
+    own = ("data=folder", f"data.path={data}")
 
     def more(run: SweepRun) -> tuple[str, ...] | None:
         known = sizes.variants is None or run.variant in sizes.variants
@@ -64,7 +63,11 @@ def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
             return None
         if run.variant not in BASES:
             return ()
-        return (*sizes.settings, *(() if run.variant.startswith("context") else rows), *own, *kept)
+        steps = round(sizes.steps * (TIMES if run.variant == LONGER else 1))
+        eighth = steps // max(EIGHTHS)
+        kept = (f"checkpoint.every={eighth}", f"checkpoint.keep_every={eighth}")
+        shape = () if run.variant.startswith("context") else rows
+        return (*sizes.settings, *shape, *own, f"phases.0.tokens=${{steps:{steps}}}", *kept)
 
     sweep, folder = selected(HERE / "length.yaml", runs / "length", more)
     asked = {name: getattr(sizes, name) for name in ("multiples", "rows", "remembered")}

@@ -136,7 +136,8 @@ def write_span(where: Where) -> None:
 
 
 def of_length(variant: str) -> float:
-    return 15 if variant in length.BASES else 1.5
+    minutes = 15 if variant in length.BASES else 1.5
+    return minutes * length.TIMES if variant == length.LONGER else minutes
 
 
 STUDIES = (

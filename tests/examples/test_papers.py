@@ -18,7 +18,7 @@ from examples.papers import carry_on as carrying
 from examples.papers.__main__ import PAPERS, main
 from examples.papers.carry_on import batches, carry_on, that_fit
 from examples.papers.claim import Kept, Pair, Said, holds, in_order, judged, pooled
-from examples.papers.length_runs import BASES
+from examples.papers.length_runs import BASES, LONGER
 from examples.papers.length_runs import STUDY as LENGTH
 from examples.papers.length_runs import part_of as length_part
 from examples.papers.length_views import rises

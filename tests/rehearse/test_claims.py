@@ -1,6 +1,7 @@
 """What shows a paper's claim on one H100 is rehearsed there: all its runs and their phases, as `fit` cuts them.
 
-A run takes about five seconds of a processor.
+A run takes three to twenty seconds of a processor. Peaks may be a little below the plan: of one row keys and values are
+not copied into another order, which the plan counts.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ def test_runs_of_claims_fit_one_h100_and_wait_once_a_step(paper: str, part: int,
     for what, report in rehearsed(paper, part, parts):
         memory = report["memory"]
         assert memory["peak"] <= (1 + NEAR) * (1 - HEAD_ROOM) * H100.memory, what
-        assert memory["planned"] == pytest.approx(memory["peak"], rel=NEAR), what
+        assert memory["peak"] <= (1 + NEAR) * memory["planned"], what
         assert (report["per_micro_batch"]["waits"], report["once"]["waits"]) == (0, 1), what
 
 
 def test_every_paper_has_runs_of_one_gpu() -> None:
     assert all(RUNS.values())
-    assert {"recipe=samba_421m", "recipe=mamba2_hybrid_2.7b_span", "recipe=length/official_1.3b"} < {
+    assert {"recipe=samba_421m", "recipe=mamba2_hybrid_2.7b_span", "recipe=length/official_780m"} < {
         run[0] for runs in RUNS.values() for run in runs
     }

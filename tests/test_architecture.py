@@ -64,7 +64,8 @@ OWNERS = {
     "rouge_score": "evaluate/harness_tasks.py",  # comes with lm_eval, and so does the next
     "datasets": "evaluate/harness_tasks.py",
     "jinja2": "data/prepare/chat.py",
-    "triton": "ops/kernel_launch.py ops/kernel_compiled.py ops/*/kernels*.py ops/*/triton.py",  # kernels of our own
+    # kernels of our own
+    "triton": "ops/kernel_launch.py ops/kernel_compiled.py ops/gate_kernels.py ops/*/kernels*.py ops/*/triton.py",
 }
 TORCH_FREE = (
     *("regular_files", "problems", "limits", "compiled"),

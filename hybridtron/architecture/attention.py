@@ -162,12 +162,12 @@ class HeadsSpec(MixerSpec):
         unrotated = keys if self.positions is not None else 0
         # the gate's projection, its sigmoid and the product; queries and keys before their norm
         beside = 3 * queries * self.gate + (queries + keys) * (self.qk_norm != "none")
-        return (queries + 2 * keys) * (2 if self.conv else 1) + unrotated + queries + 2 * self.heads + beside
+        return (queries + 2 * keys) * (2 if self.conv else 1) + unrotated + queries + model.wide * self.heads + beside
 
     def backward_values(self, model: ModelSizes) -> int:
         # gradients of the output and of q, k, v; q's once more in fp32, and an fp32 number a head
         queries, keys = self.channels(model)
-        return 4 * queries + 2 * keys + 2 * self.heads
+        return (2 + model.wide) * queries + 2 * keys + model.wide * self.heads
 
     def carried_heads(self, model: ModelSizes, tokens: int | None) -> dict[str, StatePart]:
         """Keys and values of a number of tokens, how many tokens there are, and the tails of the convolutions."""

@@ -157,6 +157,7 @@ class ModelSizes:
     layer: int = 0
     nth_of_kind: int = 0
     layers_of_kind: int = 1
+    wide: int = 2  # values of the type that is computed in that an fp32 number takes the place of
 
     def at(self, layer: int, kinds: Sequence[str]) -> ModelSizes:
         """Those of one layer of a model that has layers of these kinds."""
@@ -166,13 +167,10 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class MixerSpec(ABC):
-    """The options of one letter of the pattern. Subclasses add their options as fields.
-
-    `module` is where the mixer's module stands, "package.file:Class": named, not imported, since a spec needs no torch.
-    """
+    """The options of one letter of the pattern. Subclasses add their options as fields."""
 
     kind: ClassVar[str]
-    module: ClassVar[str]
+    module: ClassVar[str]  # the mixer's, "package.file:Class": named, not imported, since a spec needs no torch
     width_option: ClassVar[str | None] = None  # what sets the widths of the projections beside the model's, if anything
     projects_input: ClassVar[bool] = False  # by the projections of `projected` (parallel/linear) alone
     hands_over: ClassVar[bool] = False  # what it reads of earlier tokens: rows can be shared out (parallel/context)

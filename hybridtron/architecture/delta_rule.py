@@ -24,7 +24,7 @@ from typing import Annotated, ClassVar
 
 from hybridtron.architecture.base import Cut, ModelSizes, Names, Parameter
 from hybridtron.architecture.inits import InverseSoftplus, LogUniform
-from hybridtron.architecture.linear_attention import KERNEL_CHUNK, LinearAttentionSpec
+from hybridtron.architecture.linear_attention import LinearAttentionSpec, kernel_chunk
 from hybridtron.limits import above, at_least, disordered
 from hybridtron.problems import Problem
 
@@ -73,7 +73,7 @@ class DeltaRuleSpec(LinearAttentionSpec):
     def activation_values(self, model: ModelSizes) -> int:
         # q and k of length 1 for every head; steps; in fp32 the decays' input, softplus of it, and their logarithms
         of_length_1 = 2 * self.heads * self.head_sizes(model)[0]
-        return super().activation_values(model) + of_length_1 + 3 * self.heads + 6 * self.decays(model)
+        return super().activation_values(model) + of_length_1 + 3 * self.heads + 3 * model.wide * self.decays(model)
 
     def backward_values(self, model: ModelSizes) -> int:
         # at the scan: in fp32 the state before every chunk and the gradient of that after it; of pairs in a chunk two
@@ -82,9 +82,11 @@ class DeltaRuleSpec(LinearAttentionSpec):
         # normed output and its product, which are gone; in fp32 three of decays and one of steps
         key, value = self.head_sizes(model)
         head_keys = self.heads * key
-        states, pairs = 2 * 2 * head_keys * value // KERNEL_CHUNK, (3 + 2) * self.heads * KERNEL_CHUNK
-        tokens = (3 + 4 + 2) * head_keys + (4 - 2) * self.channels(model)[1]
-        return states + pairs + tokens + 6 * self.decays(model) + 2 * self.heads
+        chunk = kernel_chunk(model)
+        states, pairs = 2 * head_keys * value // chunk, self.heads * chunk
+        narrow = 3 * pairs + (3 + 2) * head_keys + (4 - 2) * self.channels(model)[1]
+        in_fp32 = states + pairs + 2 * head_keys + 3 * self.decays(model) + self.heads
+        return narrow + model.wide * in_fp32
 
     def problems(self, model: ModelSizes, max_seq_len: int) -> Iterator[Problem]:
         yield from super().problems(model, max_seq_len)

@@ -55,10 +55,10 @@ class GLASpec(LinearAttentionSpec):
 
     def activation_values(self, model: ModelSizes) -> int:
         # in fp32 the decays' input and their logarithms; the small projection
-        return super().activation_values(model) + 4 * self.channels(model)[0] + self.gate_rank
+        return super().activation_values(model) + 2 * model.wide * self.channels(model)[0] + self.gate_rank
 
     def whole_values(self, model: ModelSizes, tensor: int) -> int:
         return self.gate_rank
 
     def backward_values(self, model: ModelSizes) -> int:
-        return super().backward_values(model) + 2 * self.channels(model)[0]  # the log decays', in fp32
+        return super().backward_values(model) + model.wide * self.channels(model)[0]  # the log decays', in fp32

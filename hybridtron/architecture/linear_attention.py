@@ -20,7 +20,10 @@ from hybridtron.architecture.inits import Constant, Uniform
 from hybridtron.limits import above, at_least, divisors_near
 from hybridtron.problems import Problem, choice
 
-KERNEL_CHUNK = 64  # tokens of a chunk of the Triton kernels in bf16, which make a state for each in the backward pass
+
+def kernel_chunk(model: ModelSizes) -> int:
+    """Tokens of a chunk of the Triton kernels, which make a state for each in the backward pass."""
+    return 32 if model.wide == 1 else 64
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,8 @@ class LinearAttentionSpec(MixerSpec):
         # at the scan: gradients of its output, q, k and v; in fp32 the state before every chunk, and the gradient
         # of that after it
         keys, values = self.channels(model)
-        return 2 * keys + 2 * values + 2 * 2 * keys * values // self.num_key_heads // KERNEL_CHUNK
+        states = 2 * keys * values // self.num_key_heads // kernel_chunk(model)
+        return 2 * keys + 2 * values + model.wide * states
 
     def read_values(self, model: ModelSizes) -> int:
         keys, values = self.channels(model)

@@ -89,12 +89,14 @@ class MambaSpec(RecurrenceSpec):
 
     def backward_values(self, model: ModelSizes) -> int:
         # at the scan, whose output is gone: gradients of the output, x, dt and z; in fp32 the state before every 16
-        # tokens and its gradient, their two sums over 16 tokens, and B's and C's gradients for every 32 channels
-        inner = self.inner(model)
-        return (4 - 1) * inner + 2 * (2 * inner * self.state + 2 * inner) // 16 + 2 * 2 * inner * self.state // 32
+        # tokens and its gradient, their two sums over 16 tokens, B and C, their gradients, and these for every 32
+        # channels. Gone is too what sparse attention kept, but for its gate and input, whose gradients wait
+        inner, in_fp32 = self.inner(model), 4 * self.state
+        in_fp32 += (2 * self.inner(model) * self.state + 2 * inner) // 16 + 2 * inner * self.state // 32
+        return (4 - 1) * inner + model.wide * in_fp32 - self.branch_values(model)
 
     def run_values(self, model: ModelSizes) -> int:
-        return -(-2 * self.inner(model) * self.state // 128)  # in fp32, every 128 tokens
+        return -(-model.wide * self.inner(model) * self.state // 128)  # in fp32, every 128 tokens
 
     def read_values(self, model: ModelSizes) -> int:
         return 3 * self.inner(model) + 2 * self.state

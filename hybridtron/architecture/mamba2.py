@@ -114,15 +114,16 @@ class Mamba2Spec(RecurrenceSpec):
     def whole_values(self, model: ModelSizes, tensor: int) -> int:
         own = super().whole_values(model, tensor)
         if self.groups % tensor:  # B and C, as groups can't be shared out, and the scale of their norm in fp32
-            own += 4 * self.groups * self.state + 2 * self.num_heads(model) // tensor
+            own += 4 * self.groups * self.state + model.wide * self.num_heads(model) // tensor
         return own
 
     def backward_values(self, model: ModelSizes) -> int:
         # at the scan, whose output is gone, also as normed: gradients of the output, z and x; in fp32 the state before
         # every chunk and its gradient, B's and C's in two parts, and some ten numbers a head
-        chunk = kernel_chunk(self.head_dim, self.state)
+        chunk = kernel_chunk(self.head_dim, self.state, model)
         inner, both = self.inner(model), 2 * self.groups * self.state
-        return (3 - 2) * inner + 2 * 2 * inner * self.state // chunk + 3 * both + 2 * 10 * self.num_heads(model)
+        in_fp32 = 2 * inner * self.state // chunk + 10 * self.num_heads(model)
+        return (3 - 2) * inner + 3 * both + model.wide * in_fp32
 
     def read_values(self, model: ModelSizes) -> int:
         return self.inner(model) + 2 * self.groups * self.state + self.num_heads(model)
@@ -150,8 +151,10 @@ class Mamba2Spec(RecurrenceSpec):
         yield from disordered(self, "a_min", "a_max")
 
 
-def kernel_chunk(head_dim: int, state: int) -> int:
-    """Tokens of a chunk of SSD's Triton kernels in bf16, which make a state for each in the backward pass."""
+def kernel_chunk(head_dim: int, state: int, model: ModelSizes) -> int:
+    """Tokens of a chunk of SSD's Triton kernels, which make a state for each in the backward pass."""
+    if model.wide == 1:
+        return 32
     return 128 if head_dim <= 64 and state <= 128 else 64
 
 

@@ -106,18 +106,21 @@ class Mamba3Spec(MixerSpec):
         # z, x, x by its steps, y, the gate and its product with y; y normed, and by the norm's weight; B and C as
         # projected, in rows, normed and in fp32, and by head; in fp32 angles, some 14 numbers a head, the rates twice
         inner, heads = self.inner(model), self.num_heads(model)
-        by_head = 2 * heads * self.state + 2 * heads * (self.angles + 14)
-        return (8 if self.norm else 6) * inner + 10 * self.groups * self.state + by_head + 4 * self.angles
+        by_head = 2 * heads * self.state + model.wide * heads * (self.angles + 14)
+        groups = (6 + 2 * model.wide) * self.groups * self.state
+        return (8 if self.norm else 6) * inner + groups + by_head + 2 * model.wide * self.angles
 
     def whole_values(self, model: ModelSizes, tensor: int) -> int:
-        return 4 * self.angles + (10 * self.groups * self.state if self.groups % tensor else 0)
+        groups = (6 + 2 * model.wide) * self.groups * self.state if self.groups % tensor else 0
+        return 2 * model.wide * self.angles + groups
 
     def backward_values(self, model: ModelSizes) -> int:
         # at the scan: gradients of its output, of x, and of B and C by head; in fp32 the state before every chunk and
         # its gradient, and some ten numbers a head
-        chunk = kernel_chunk(self.head_dim, self.state)
+        chunk = kernel_chunk(self.head_dim, self.state, model)
         inner, heads = self.inner(model), self.num_heads(model)
-        return 2 * inner + 2 * heads * self.state + 2 * 2 * inner * self.state // chunk + 2 * 10 * heads
+        in_fp32 = 2 * inner * self.state // chunk + 10 * heads
+        return 2 * inner + 2 * heads * self.state + model.wide * in_fp32
 
     def read_values(self, model: ModelSizes) -> int:
         return self.inner(model) + 2 * self.num_heads(model) * (self.state + 1)

@@ -115,7 +115,7 @@ class RWKV6Spec(MixerSpec):
         # in fp32 r, k and v for the token itself, r by bonus, the decays' exponential and their logarithms, the norm's
         # input and output, three numbers a head
         wide = 8 * model.width + 3 * self.num_heads(model)
-        return self.whole_values(model, 1) + 7 * model.width + 2 * wide
+        return self.whole_values(model, 1) + 7 * model.width + model.wide * wide
 
     def whole_values(self, model: ModelSizes, tensor: int) -> int:
         # the difference to the token before, the projections' input, mixes and streams; what is between small matrices.
@@ -124,10 +124,10 @@ class RWKV6Spec(MixerSpec):
 
     def backward_values(self, model: ModelSizes) -> int:
         # at the scan: gradients of its output, r, k, v, and in fp32 of the log decays
-        return 6 * model.width
+        return (4 + model.wide) * model.width
 
     def read_values(self, model: ModelSizes) -> int:
-        return (3 + 2) * model.width  # r, k, v, and the log decays in fp32
+        return (3 + model.wide) * model.width  # r, k, v, and the log decays in fp32
 
     def transition_values(self, model: ModelSizes) -> int:
         return model.width

@@ -133,14 +133,14 @@ class SparseOptions:
             parts["scores"] = (groups - 1) * of_scorer + 2 * groups * state * self.budget["best"]  # and the ranking
         return parts
 
-    def activation_values(self, sizes: BranchSizes, projected: bool) -> int:
+    def activation_values(self, sizes: BranchSizes, projected: bool, wide: int) -> int:
         """Of a token: values and what is attended, and what each group keeps."""
-        return 2 * sizes.inner + sizes.groups * self.group_values(sizes.state, projected)
+        return 2 * sizes.inner + sizes.groups * self.group_values(sizes.state, projected, wide)
 
-    def group_values(self, state: int, projected: bool) -> int:
-        """Keys and queries, of which shared ones are kept already; the scores' MLP."""
-        whole_numbers = 4 * (4 + (self.keys // len(PATTERNS[self.pattern]) + 64) // 64)  # who sees whom, 8 bytes each
-        return (4 if projected else 1) * state + whole_numbers + (12 * state if self.scored else 0)
+    def group_values(self, state: int, projected: bool, wide: int) -> int:
+        """Keys and queries, of which shared ones are kept already; the scores' MLP in fp32."""
+        numbers = 4 + (self.keys // len(PATTERNS[self.pattern]) + 64) // 64  # who sees whom, 8 bytes each
+        return (4 if projected else 1) * state + 2 * wide * numbers + (6 * wide * state if self.scored else 0)
 
     def state_parts(self, sizes: BranchSizes) -> dict[str, StatePart]:
         """What is kept of a document, group by group: a rank has those of its own heads."""
@@ -231,14 +231,16 @@ class RecurrenceSpec(MixerSpec):
 
     def branch_values(self, model: ModelSizes) -> int:
         """Values per token that the branch keeps for the backward pass."""
-        return 0 if self.sparse is None else self.sparse.activation_values(self.branch_sizes(model), self.projects)
+        if self.sparse is None:
+            return 0
+        return self.sparse.activation_values(self.branch_sizes(model), self.projects, model.wide)
 
     def whole_values(self, model: ModelSizes, tensor: int) -> int:
         """Of these, what ranks that can't share the groups out all keep."""
         if self.sparse is None or self.branch_sizes(model).groups % tensor == 0:
             return 0
         sizes = self.branch_sizes(model)
-        return sizes.groups * self.sparse.group_values(sizes.state, self.projects)
+        return sizes.groups * self.sparse.group_values(sizes.state, self.projects, model.wide)
 
     def flops(self, model: ModelSizes, seq_len: int) -> dict[str, float]:
         branch = {} if self.sparse is None else self.sparse.flops(self.branch_sizes(model))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--without-packages", action="store_true", help="no flash-attn where it is not installed here")
     parser.add_argument(
-        "--budget", choices=("check", "write"), help="of rank 0: hold the recipe to its file, or write it"
+        "--budget", choices=("check", "write"), help="of rank 0: hold it to the file of its run.name, or write that"
     )
     parser.add_argument("--no-kernels", action="store_true", help="compile no kernels: each takes as long as its bytes")
     parser.add_argument(
@@ -98,7 +99,7 @@ def main(arguments: list[str]) -> int:
 
         draw(found, chosen.picture)
     if chosen.budget:
-        return budget(config.run.name, report.as_json(found[0]), chosen.budget == "write")
+        return budget(config.run.name, chosen.settings, report.as_json(found[0]), chosen.budget == "write")
     if chosen.json:
         print(json.dumps([report.as_json(each) for each in found], indent=1))
     else:
@@ -106,17 +107,21 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def budget(name: str, found: dict[str, Any], writes: bool) -> int:
-    """Write what a recipe may cost, or say what costs more. Returns the exit code."""
+def budget(name: str, settings: Sequence[str], found: dict[str, Any], writes: bool) -> int:
+    """Write what a run of these settings may cost, or say what costs more. Returns the exit code."""
     from hybridtron.rehearse import budget as budgets
 
     own, path = budgets.budget_of(found), budgets.path_of(name)
     if writes:
-        print(budgets.write(name, own))
+        print(budgets.write(name, settings, own))
         return 0
     if not path.exists():
         print(f"{path} does not exist: write it with --budget write", file=sys.stderr)
         return 1
-    lines = budgets.exceeded(own, json.loads(path.read_text()))
+    held, most = budgets.read(path)
+    if sorted(held) != sorted(settings):
+        print(f"{path} is of {' '.join(held)}: ask for these, or give another run.name", file=sys.stderr)
+        return 2
+    lines = budgets.exceeded(own, most)
     print("\n".join(lines) or f"{name} is within {path}")
     return 1 if lines else 0

@@ -76,6 +76,8 @@ class SpanAttention(Heads):
         else:
             chosen, new = self._chosen(rows, (q_BLHK, k_BSGK, v_BSGK), before, seq)
             y_BLHK = span_attention(SpanInputs(q_BLHK, k_BSGK, v_BSGK, *self._own(rows, chosen, seq)))
+        if not seq.carried:
+            return y_BLHK, {}
         keep = None if remembered is None else remembered + max(self.spec.chunks())
         kept = remember(memory, k_BLGK, v_BLGK, seq.documents_BL, keep)
         length = q_BLHK.shape[1] * (1 if seq.share is None else seq.share.size)

@@ -34,11 +34,14 @@ class LayerUse:
 
 def layer_uses(config: Config, runs_again: bool = False) -> tuple[LayerUse, ...]:
     """What each sub-layer keeps and sends, also where whole chunks of a lane run again in the backward pass."""
-    arch, stream = architecture(config.model), stream_values(config)
-    by_letter = {
-        letter: _layer_use(spec, arch.sizes, config, stream, runs_again) for letter, spec in arch.by_letter.items()
-    }
+    arch, sizes, stream = architecture(config.model), sizes_of(config), stream_values(config)
+    by_letter = {letter: _layer_use(spec, sizes, config, stream, runs_again) for letter, spec in arch.by_letter.items()}
     return tuple(by_letter[letter] for letter in arch.letters)
+
+
+def sizes_of(config: Config) -> ModelSizes:
+    """Those of the model, for counting values of the type that is computed in."""
+    return replace(architecture(config.model).sizes, wide=FP32_BYTES // VALUE_BYTES[config.precision.name])
 
 
 def with_offload(uses: Sequence[LayerUse], count: int, received: int) -> tuple[LayerUse, ...]:

@@ -28,7 +28,7 @@ from hybridtron.architecture.base import MixerSpec, ModelSizes, StatePart
 from hybridtron.architecture.table import architecture
 from hybridtron.config.resolve import ResolvedPhase
 from hybridtron.planning.count import FP32_BYTES, VALUE_BYTES
-from hybridtron.planning.layer_use import LayerUse, is_recomputed, shared, state_values
+from hybridtron.planning.layer_use import LayerUse, is_recomputed, shared, sizes_of, state_values
 
 
 def sent_by_layers(phase: ResolvedPhase) -> tuple[int, ...]:
@@ -45,13 +45,14 @@ def with_handed_over(uses: Sequence[LayerUse], phase: ResolvedPhase) -> tuple[La
     parallel = phase.config.parallel
     if parallel.context == 1:
         return tuple(uses)
-    arch, token = architecture(phase.model), phase.tokens_of_rank * VALUE_BYTES[phase.precision.name]
+    specs, sizes = architecture(phase.model).specs, sizes_of(phase.config)
+    token = phase.tokens_of_rank * VALUE_BYTES[phase.precision.name]
     found = []
-    for use, spec in zip(uses, arch.specs, strict=True):
-        more = spec.run_values(arch.sizes) - spec.given_up_values(arch.sizes)
-        came = -(-_kept(spec, arch.sizes, phase) // token) + shared(more, parallel.tensor)
-        use = replace(use, back=use.back + shared(spec.read_values(arch.sizes), parallel.tensor))
-        again = is_recomputed(spec, arch.sizes, parallel.recompute)
+    for use, spec in zip(uses, specs, strict=True):
+        more = spec.run_values(sizes) - spec.given_up_values(sizes)
+        came = -(-_kept(spec, sizes, phase) // token) + shared(more, parallel.tensor)
+        use = replace(use, back=use.back + shared(spec.read_values(sizes), parallel.tensor))
+        again = is_recomputed(spec, sizes, parallel.recompute)
         found.append(replace(use, again=use.again + came) if again else replace(use, kept=use.kept + came))
     return tuple(found)
 

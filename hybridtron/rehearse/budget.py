@@ -1,24 +1,27 @@
 """What a recipe's step may cost, as it was when its budget was last written; what costs more is a regression.
 
-A budget is a small file, so that a change of one shows as a readable difference. Numbers that fall are no fault; to
-hold the better ones, the file is written again.
+A budget is a small file, so that a change of one shows as a readable difference. It names the settings that it is of, a
+recipe's or those of a variant of one, under a `run.name` of its own. Numbers that fall are no fault; to hold the
+better ones, the file is written again.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hybridtron.shipped import shipped
 
 FOLDER = shipped("benchmarks") / "rehearsed"
+SETTINGS = "settings"
 SLACK = 1.001  # of bytes: torch's versions differ in a few small operations
 
 
-def path_of(recipe: str) -> Path:
-    """The file of a recipe: `ablations/a` lies in `ablations-a.json`."""
-    return FOLDER / f"{recipe.replace('/', '-')}.json"
+def path_of(name: str) -> Path:
+    """The file of a run of this name: `ablations/a` lies in `ablations-a.json`."""
+    return FOLDER / f"{name.replace('/', '-')}.json"
 
 
 def budget_of(report: dict[str, Any]) -> dict[str, Any]:
@@ -50,9 +53,15 @@ def exceeded(found: dict[str, Any], budget: dict[str, Any]) -> list[str]:
     return lines
 
 
-def write(recipe: str, budget: dict[str, Any]) -> Path:
-    """Hold a recipe to this from now on."""
+def read(path: Path) -> tuple[list[str], dict[str, Any]]:
+    """The settings that a budget is of, and what must not grow."""
+    found = json.loads(path.read_text())
+    return found.pop(SETTINGS), found
+
+
+def write(name: str, settings: Sequence[str], budget: dict[str, Any]) -> Path:
+    """Hold these settings to this from now on."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    path = path_of(recipe)
-    path.write_text(json.dumps(budget, indent=2) + "\n")
+    path = path_of(name)
+    path.write_text(json.dumps({SETTINGS: list(settings), **budget}, indent=2) + "\n")
     return path

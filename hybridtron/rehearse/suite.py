@@ -69,18 +69,23 @@ class RecipeCase:
 
     def config(self) -> Config:
         """As it would be trained. ConfigError with what the recipe refuses about the layout."""
-        settings = [f"recipe={self.recipe}", *LAYOUTS[self.layout][1], *(["data.path=/data"] if self.origin else [])]
-        if self.origin:
-            settings.append(f"run.weights={_checkpoint_of(self.origin, 'official' in self.recipe)}")
-        config = load(settings)
+        config = load([*startable(self.recipe), *LAYOUTS[self.layout][1]])
         if problems := check(config, self.world):
             raise ConfigError(problems)
         return config
 
-    @property
-    def origin(self) -> str | None:
-        """The recipe whose weights this one starts from."""
-        return ORIGINS.get(self.recipe, ORIGIN) if self.recipe.startswith("length/") else None
+
+def origin_of(recipe: str) -> str | None:
+    """The recipe whose weights this one starts from."""
+    return ORIGINS.get(recipe, ORIGIN) if recipe.startswith("length/") else None
+
+
+def startable(recipe: str) -> list[str]:
+    """Settings by which a recipe can be loaded, with what stands in for a checkpoint where it starts from one."""
+    if (origin := origin_of(recipe)) is None:
+        return [f"recipe={recipe}"]
+    weights = _checkpoint_of(origin, "official" in recipe)
+    return [f"recipe={recipe}", "data.path=/data", f"run.weights={weights}"]
 
 
 @cache

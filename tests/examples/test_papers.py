@@ -92,7 +92,7 @@ def test_models_are_of_equal_size(tmp_path: Path) -> None:
         assert 0.095e6 < parameters < 0.15e6, run.name
         mixer = architecture(config.model).specs[0]
         assert not isinstance(mixer, Mamba2Spec) or (mixer.a_min, mixer.a_max) == (1, 16), run.name
-        assert 40e6 < tokens < 60e6, run.name
+        assert 40e6 < tokens < (118e6 if run.variant == LONGER else 60e6), run.name
 
 
 def test_differences_are_decided_by_two_standard_errors() -> None:

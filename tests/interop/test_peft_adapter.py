@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,9 +27,9 @@ from tests.interop.models import VOCAB, checkpoint_of, model_config
 BESIDE = {Adapting.lora: (), Adapting.lora_plus: ("embedding", "norm"), Adapting.hylora: ("embedding", "norm", "conv")}
 
 
-def tuned(base: Checkpoint, preset: Adapting, folder: Path, dora: bool = False) -> Checkpoint:
+def tuned(base: Checkpoint, preset: Adapting, folder: Path, **options: Any) -> Checkpoint:
     """The base as it could be after a phase with adapters: frozen weights are its own, the others are not."""
-    adapters = AdaptersConfig(preset, rank=3, alpha=6.0, dora=dora)
+    adapters = AdaptersConfig(preset, rank=3, alpha=6.0, **options)
     config = replace(base.config, model=replace(base.config.model, adapters=adapters))
     made = {}
     generator = torch.Generator().manual_seed(1)
@@ -56,7 +57,7 @@ def tuned(base: Checkpoint, preset: Adapting, folder: Path, dora: bool = False) 
 def test_peft_computes_what_we_do(name: str, preset: Adapting, dora: bool, alone: Groups, tmp_path: Path) -> None:
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     base = checkpoint_of(model_config(name), alone, tmp_path / "base")
-    checkpoint = tuned(base, preset, tmp_path / "tuned", dora)
+    checkpoint = tuned(base, preset, tmp_path / "tuned", dora=dora)
     base_hf, adapter, whole_hf = (str(tmp_path / part) for part in ("base-hf", "adapter", "whole-hf"))
     assert main(["export", str(tmp_path / "base"), "--output", base_hf]) == 0
     assert main(["export", str(checkpoint.folder), "--base", base_hf, "--output", adapter]) == 0
@@ -93,3 +94,17 @@ def test_a_base_that_is_not_the_adapters_is_refused(
     assert main(["export", str(tmp_path / "base"), *arguments, str(tmp_path / "other")]) == 2
     assert "has no adapters" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_adapters_of_a_block_that_has_several_places_are_refused(
+    alone: Groups, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """peft would adapt the block at one of them; merged they are exported."""
+    base = checkpoint_of(model_config("zamba2-floor"), alone, tmp_path / "base")
+    checkpoint = tuned(base, Adapting.lora, tmp_path / "tuned", weights=["shared.*.mixer.q.weight"])
+    base_hf, out = str(tmp_path / "base-hf"), str(tmp_path / "out")
+    assert main(["export", str(base.folder), "--output", base_hf, "--verify", "none"]) == 0
+    assert main(["export", str(checkpoint.folder), "--base", base_hf, "--output", out]) == 2
+    assert "is of all places of a letter, and peft's of one of them: export it merged" in capsys.readouterr().err
+    assert not Path(out).exists()
+    assert main(["export", str(checkpoint.folder), "--output", out, "--verify", "none"]) == 0

@@ -57,7 +57,7 @@ def test_what_we_exported_comes_back_bit_for_bit(
     name: str, preset: Adapting, dora: bool, alone: Groups, tmp_path: Path
 ) -> None:
     base = checkpoint_of(model_config(name), alone, tmp_path / "base")
-    source = tuned(base, preset, tmp_path / "tuned", dora)
+    source = tuned(base, preset, tmp_path / "tuned", dora=dora)
     base_hf = exported(tmp_path / "base", tmp_path / "base-hf", "--verify", "none")
     adapter = exported(source.folder, tmp_path / "adapter", "--base", str(base_hf))
     back = imported(adapter, base_hf, tmp_path / "back")

@@ -100,6 +100,15 @@ def test_a_token_reaches_nothing_before_its_chunk(memory: str, relevance: str, f
     assert reached == asks
 
 
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_where_no_state_is_used_none_is_made(memory: str) -> None:
+    """As many copies of the last keys and values as there are layers would wait for the end of the forward pass."""
+    mixer, x, seq = build(**SMALL, memory=memory), x_of(), rows()
+    found, kept = mixer(x, None, dataclasses.replace(seq, carried=False)), mixer(x, None, seq)
+    assert torch.equal(found.y_LBD, kept.y_LBD)
+    assert (found.state == {}, "keys" in kept.state) == (True, True)
+
+
 def carried_over(mixer: Mixer, x: Tensor, cuts: list[int]) -> tuple[Tensor, State]:
     """The outputs of a row that is read in pieces, and its last state."""
     outputs, state = [], None

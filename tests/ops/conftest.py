@@ -42,7 +42,7 @@ def interpreter() -> Iterator[None]:
         _forget_kernels()
 
 
-KERNELS = re.compile(r"hybridtron\.ops\.\w+\.kernels\w*|hybridtron\.ops\.kernel_launch")
+KERNELS = re.compile(r"hybridtron\.ops\.\w+\.kernels\w*|hybridtron\.ops\.(kernel_launch|gate_kernels)")
 _AGAIN: dict[Callable[..., object], object] = {}
 
 

@@ -73,7 +73,8 @@ def test_one_process_holds_the_whole_model():
         arch = architecture(model)
         stream = 4 if model.residual_fp32 else value
         norms = (stream + value) * model.width * (len(arch.specs) + 1)  # input and output of each, and of the last
-        inside = value * sum(spec.activation_values(arch.sizes) for spec in arch.specs)
+        sizes = replace(arch.sizes, wide=4 // value)
+        inside = value * sum(spec.activation_values(sizes) for spec in arch.specs)
         assert held.activations == (norms + inside) * phase.settings.seq_len * phase.settings.micro_batch
         assert rank.traffic.total == made.bubble == 0
         assert (rank.in_flight, rank.parameters) == (1, count(config.model, 4096).parameters)
@@ -143,7 +144,8 @@ def test_one_process_by_hand(precision, gradients, moments, value, master):
     assert held.gradients == gradients * (parameters - kept_in_fp32) + 4 * kept_in_fp32
     assert held.optimizer == 2 * moments * parameters + master * (parameters - kept_in_fp32)
     # a state of 16 x 3 in fp32 every 128 tokens is less than a value a token; keys before and after they are rotated
-    inside = (5 * 16 + 2 + 6 + 1) + (3 * 12) + (8 + 3 * 2 + 8 + 8) + (3 * 12)
+    number = 4 // value  # of attention, for each of 4 heads in fp32
+    inside = (5 * 16 + 2 + 6 + 1) + (3 * 12) + (8 + 3 * 2 + 8 + 4 * number) + (3 * 12)
     assert held.activations >= value * (inside + 2 * 8 * 5) * 16 * 2  # input and output of five norms
     assert held.logits == value * (16 * 2 * (16 + 8) + 16 * 8)  # logits, gradients of their input and of the head
     parts = held.weights + held.gradients + held.optimizer + held.activations + held.logits
@@ -241,7 +243,8 @@ def test_what_the_backward_pass_holds_by_hand():
     """The first stage ends in Mamba, whose scan has the gradients of y, x, dt and z, and y no more."""
     _, made = planned(2, *TINY, "parallel.pipeline=2")
     token = 2 * 16 * 2  # bytes of one value for every token
-    tiles = 2 * (2 * 16 * 3 + 2 * 16) // 16 + 2 * 2 * 16 * 3 // 32  # in fp32: states every 16 tokens; B's and C's sums
+    # in fp32: states every 16 tokens; B, C and their gradients, which are sums over 32 channels
+    tiles = 2 * ((2 * 16 * 3 + 2 * 16) // 16 + 4 * 3 + 2 * 16 * 3 // 32)
     assert made.ranks[0].memory.backward == (8 + 3 * 16 + tiles) * token
     # at the loss: the input of the micro-batch before and its gradient; later the logits are gone, and it is less
     assert made.ranks[1].memory.backward == 2 * 8 * token

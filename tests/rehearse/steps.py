@@ -1,6 +1,7 @@
 """Rehearses what its argument lists, in one process: JSON of [settings, gpus, rank] in, a list of reports out.
 
-A fourth entry says whether kernels are compiled, which they are without it.
+A fourth entry says whether kernels are compiled, which they are without it; a fifth which phase is rehearsed, which is
+the largest without it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 
 from hybridtron.config.check import require
 from hybridtron.config.load import load
+from hybridtron.config.resolve import resolve
 from hybridtron.planning.memory import largest_phase
 from hybridtron.planning.rates import GPUS
 from hybridtron.rehearse.rehearsal import RehearsalProcess
@@ -17,10 +19,11 @@ from hybridtron.rehearse.rehearsal import RehearsalProcess
 if __name__ == "__main__":
     process = RehearsalProcess(GPUS["h200"])
     found = []
-    for settings, gpus, rank, *compiles in json.loads(sys.argv[1]):
+    for settings, gpus, rank, *more in json.loads(sys.argv[1]):
         config = load(settings)
         require(config, gpus)
-        rehearsed = process.rehearse(largest_phase(config), gpus, rank, *compiles)
+        phase = resolve(config)[more[1]] if len(more) > 1 else largest_phase(config)
+        rehearsed = process.rehearse(phase, gpus, rank, *more[:1])
         from hybridtron.rehearse.report import as_json
 
         found.append(as_json(rehearsed))

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import copy
-import json
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hybridtron.rehearse.budget import FOLDER, budget_of, exceeded
+from hybridtron.architecture.table import architecture
+from hybridtron.cli import rehearse
+from hybridtron.config.load import load
+from hybridtron.config.schema import Config
+from hybridtron.rehearse import budget as budgets
+from hybridtron.rehearse.budget import FOLDER, budget_of, exceeded, read
+from hybridtron.sweep.grid import read as read_sweep
 from tests.rehearse.programs import ROOT
+
+FILES = sorted(FOLDER.glob("*.json"))
 
 REPORT: dict[str, Any] = {
     "implementations": {"swiglu": "triton", "attention": "flash-attn"},
@@ -55,19 +64,67 @@ def test_an_op_that_is_newer_than_the_budget_is_no_fault() -> None:
     assert exceeded(budget_of(REPORT), budget_of(report)) == ["delta_scan runs by None, not by chunked"]
 
 
+def test_a_budget_is_asked_of_its_own_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(budgets, "FOLDER", tmp_path)
+    settings = ["recipe=laptop", "precision=bf16"]
+    assert rehearse.budget("laptop", settings, REPORT, writes=True) == 0
+    assert read(budgets.path_of("laptop")) == (settings, budget_of(REPORT))
+    assert rehearse.budget("laptop", settings[::-1], REPORT, writes=False) == 0
+    assert rehearse.budget("laptop", settings[:1], REPORT, writes=False) == 2
+    assert "is of recipe=laptop precision=bf16" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("recipe", [path.stem for path in sorted(FOLDER.glob("*.json"))])
-def test_a_recipe_is_within_its_budget(recipe: str) -> None:
+@pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
+def test_a_run_is_within_its_budget(path: Path) -> None:
     """No number in a budget is a time, so no kernel need be compiled."""
     pytest.importorskip("triton")
-    asked = ["rehearse", f"recipe={recipe}", "--gpu", "h200", "--no-kernels", "--budget", "check"]
+    asked = ["rehearse", *read(path)[0], "--gpu", "h200", "--no-kernels", "--budget", "check"]
     command = [sys.executable, "-m", "hybridtron", *asked]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
 
 
-def test_every_budget_has_the_same_keys() -> None:
-    files = sorted(FOLDER.glob("*.json"))
-    assert len(files) >= 3
-    assert all(json.loads(file.read_text()).keys() == budget_of(REPORT).keys() for file in files)
+def test_every_budget_has_the_same_keys_and_the_name_of_its_run() -> None:
+    assert len(FILES) >= 3
+    for path in FILES:
+        settings, budget = read(path)
+        assert budget.keys() == budget_of(REPORT).keys()
+        assert budgets.path_of(load(settings).run.name) == path
+
+
+STUDY = "examples/sweep/span"
+
+
+def mixers_of(config: Config) -> str:
+    """A model's kinds of sub-layers with all their options, of which numbers count as whether there are any."""
+    specs = architecture(config.model).by_letter.values()
+    return repr([(spec.kind, {name: _kind(value) for name, value in vars(spec).items()}) for spec in specs])
+
+
+def _kind(value: Any) -> Any:
+    return value if isinstance(value, bool | str | None) else type(value).__name__
+
+
+def runs_of_the_study() -> Iterator[tuple[str, Sequence[str]]]:
+    """Of every sweep; where texts and weights come from changes no step."""
+    for path in sorted((ROOT / STUDY).glob("*.yaml")):
+        for run in read_sweep(path).runs:
+            yield (
+                f"{path.stem} {run.name}",
+                [one for one in run.settings if not one.startswith(("run.weights=", "data="))],
+            )
+
+
+def test_budgets_hold_every_kind_of_attention_of_the_span_study() -> None:
+    """And each of its recipes as it learns without adapters too."""
+    held = [load(read(path)[0]) for path in FILES if "_span" in path.stem]
+    mixers = {(config.model.width, mixers_of(config)) for config in held}
+    wanted = {what: load(settings) for what, settings in runs_of_the_study()}
+    assert not [what for what, one in wanted.items() if (one.model.width, mixers_of(one)) not in mixers]
+    whole = {config.model.width for config in held if config.phases[0].adapters is None}
+    assert {config.model.width for config in wanted.values()} <= whole
+    assert {"hax_mamba_130m", "zamba2_1.2b_span"} < {path.stem for path in FILES}

@@ -45,6 +45,10 @@ JOBS: dict[str, tuple[list[str], int, int]] = {
         1,
         0,
     ),
+    "joint recall, in fp32": (["recipe=tasks/joint_recall"], 1, 0),
+    "joint recall, in bf16": (["recipe=tasks/joint_recall", "precision=bf16"], 1, 0),
+    "kda in fp32, first of two": (["recipe=kda_laptop", "parallel.pipeline=2"], 2, 0),
+    "rwkv6 in fp32, last of two": (["recipe=rwkv6_laptop", "parallel.pipeline=2"], 2, 1),
     "span attention": (["recipe=samba_span_421m", "phases.0.micro_batch=2", "data.documents=isolate"], 1, 0),
     **{
         f"rows over {ranks} ranks, {name}": ([*settings, f"parallel.context={ranks}"], ranks * more, ranks * more - 1)

@@ -43,8 +43,9 @@ def test_recipes_that_start_from_other_weights_have_the_model_that_they_name(rec
     case = RecipeCase(recipe, "PP2")
     config = case.config()
     assert check(config, case.world) == []
-    assert case.origin is not None
-    assert config.model == RecipeCase(case.origin, "PP2").config().model
+    origin = suite.origin_of(recipe)
+    assert origin is not None
+    assert config.model == RecipeCase(origin, "PP2").config().model
 
 
 def test_slices_share_the_cases_out_and_differ_by_seed() -> None:

@@ -1,9 +1,9 @@
 """The gate of a GEGLU block."""
 
 from hybridtron.ops.dispatch import Op
-from hybridtron.ops.geglu import recomputed, reference
+from hybridtron.ops.geglu import recomputed, reference, triton
 from hybridtron.ops.geglu.reference import GEGLUInputs
 
 __all__ = ["GEGLUInputs", "geglu"]
 
-geglu = Op(reference.geglu, (recomputed.RECOMPUTED,))
+geglu = Op(reference.geglu, (triton.TRITON, recomputed.RECOMPUTED))

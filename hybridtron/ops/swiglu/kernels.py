@@ -2,89 +2,36 @@
 
     y = g s u,   dg = dy u s (1 + g (1 - s)),   du = dy g s,   s = sigmoid(g)
 
-Gate and up lie side by side in each row, as the projection before them writes them, and so do their gradients. What is
-kept for the backward pass is that input alone. fp32 inside. Unmeasured on a GPU.
-
-Legend: R rows (of any leading axes), F channels of the gate.
+What all gates share is in `gate_kernels`. Unmeasured on a GPU.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from hybridtron.ops.kernel_launch import ceil_div, launch
+from hybridtron.ops.gate_kernels import GateKernels, gated, load_one, load_pair, store_one, store_pair
 from hybridtron.ops.swiglu.reference import SwiGLUInputs
-
-BLOCK = 1024  # channels that a program has: 8 to a thread
-WARPS = 4
 
 
 def swiglu(inputs: SwiGLUInputs) -> Tensor:
     """y, with a backward pass."""
-    return _Gate.apply(inputs.gate_up)
-
-
-class _Gate(torch.autograd.Function):
-    """Keeps the input."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        gate_up = gate_up.contiguous()
-        ctx.save_for_backward(gate_up)
-        return gated(gate_up)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        return gradients(gate_up, grads[0].contiguous())
-
-
-def gated(gate_up: Tensor) -> Tensor:
-    """y."""
-    rows, channels = gate_up.numel() // gate_up.shape[-1], gate_up.shape[-1] // 2
-    y = gate_up.new_empty(*gate_up.shape[:-1], channels)
-    launch(_forward, (rows, ceil_div(channels, BLOCK)), gate_up, y, channels, BLOCK, warps=WARPS)
-    return y
-
-
-def gradients(gate_up: Tensor, grad_y: Tensor) -> Tensor:
-    """Of gate and up."""
-    rows, channels = grad_y.numel() // grad_y.shape[-1], grad_y.shape[-1]
-    found = torch.empty_like(gate_up)
-    launch(_backward, (rows, ceil_div(channels, BLOCK)), gate_up, grad_y, found, channels, BLOCK, warps=WARPS)
-    return found
+    return gated(inputs.gate_up, GateKernels(_forward, _backward))
 
 
 @triton.jit
 def _forward(gate_up_R2F: tl.tensor, y_RF: tl.tensor, channels: int, BLOCK: tl.constexpr) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    channel_F = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there_F = channel_F < channels
-    place = gate_up_R2F + 2 * row * channels + channel_F
-    gate_F = tl.load(place, there_F, 0.0).to(tl.float32)
-    up_F = tl.load(place + channels, there_F, 0.0).to(tl.float32)
-    tl.store(y_RF + row * channels + channel_F, gate_F * tl.sigmoid(gate_F) * up_F, there_F)
+    gate_F, up_F = load_pair(gate_up_R2F, channels, BLOCK)
+    store_one(y_RF, gate_F * tl.sigmoid(gate_F) * up_F, channels, BLOCK)
 
 
 @triton.jit
 def _backward(
     gate_up_R2F: tl.tensor, grad_y_RF: tl.tensor, found_R2F: tl.tensor, channels: int, BLOCK: tl.constexpr
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    channel_F = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there_F = channel_F < channels
-    start = 2 * row * channels
-    gate_F = tl.load(gate_up_R2F + start + channel_F, there_F, 0.0).to(tl.float32)
-    up_F = tl.load(gate_up_R2F + start + channels + channel_F, there_F, 0.0).to(tl.float32)
-    grad_F = tl.load(grad_y_RF + row * channels + channel_F, there_F, 0.0).to(tl.float32)
+    gate_F, up_F = load_pair(gate_up_R2F, channels, BLOCK)
+    grad_F = load_one(grad_y_RF, channels, BLOCK)
     share_F = tl.sigmoid(gate_F)
     of_gate_F = grad_F * up_F * share_F * (1.0 + gate_F * (1.0 - share_F))
-    tl.store(found_R2F + start + channel_F, of_gate_F, there_F)
-    tl.store(found_R2F + start + channels + channel_F, grad_F * gate_F * share_F, there_F)
+    store_pair(found_R2F, of_gate_F, grad_F * gate_F * share_F, channels, BLOCK)

@@ -1,47 +1,60 @@
-"""The Triton kernels of SwiGLU's gate against the reference in float64, and as compiled for a Hopper GPU."""
+"""The Triton kernels of gated MLPs against the references in float64, and as compiled for a Hopper GPU."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from hybridtron.device import compute_device
-from hybridtron.ops.dispatch import force
+from hybridtron.ops.dispatch import Op, force
+from hybridtron.ops.geglu import GEGLUInputs, geglu
 from hybridtron.ops.swiglu import SwiGLUInputs, swiglu
 from tests.ops.compiling import compile_calls
 
 pytestmark = pytest.mark.usefixtures("interpreter")
+Gate = tuple[Op[Any, Tensor], Callable[[Tensor], Any]]
+GATES: dict[str, Gate] = {"swiglu": (swiglu, SwiGLUInputs), "geglu": (geglu, GEGLUInputs)}
+BOTH = pytest.mark.parametrize("gate", GATES)
 
 
-def results(implementation: str, gate_up: Tensor, dy: Tensor) -> list[Tensor]:
+def results(gate: str, implementation: str, gate_up: Tensor, dy: Tensor) -> list[Tensor]:
+    op, inputs = GATES[gate]
     gate_up = gate_up.detach().requires_grad_()
-    with force(swiglu=implementation):
-        y = swiglu(SwiGLUInputs(gate_up))
+    with force(**{gate: implementation}):
+        y = op(inputs(gate_up))
     return [y.detach(), *torch.autograd.grad(y, gate_up, dy.to(y.dtype))]
 
 
+@BOTH
 @pytest.mark.parametrize("shape", [(1, 2), (7, 6), (3, 5, 34), (2, 1, 2 * 1025)], ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-7), (torch.bfloat16, 2**-7)], ids=str)
-def test_any_number_of_rows_and_channels(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> None:
+def test_any_number_of_rows_and_channels(
+    gate: str, shape: tuple[int, ...], dtype: torch.dtype, tolerance: float
+) -> None:
     """To bf16 the interpreter does not round, it cuts off: an error of up to 2^-7 of each value."""
     gate_up, dy = (3 * torch.randn(shape)).to(dtype), torch.randn(*shape[:-1], shape[-1] // 2).to(dtype)
-    expected = results("reference", gate_up.double(), dy.double())
-    found = results("triton", gate_up.to(compute_device()), dy.to(compute_device()))
+    expected = results(gate, "reference", gate_up.double(), dy.double())
+    found = results(gate, "triton", gate_up.to(compute_device()), dy.to(compute_device()))
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, dtype)
         assert (ours.cpu().double() - theirs).norm() <= tolerance * theirs.norm()
 
 
-def test_an_input_that_is_not_contiguous() -> None:
+@BOTH
+def test_an_input_that_is_not_contiguous(gate: str) -> None:
     gate_up, dy = torch.randn(4, 5, 12).transpose(0, 1), torch.randn(4, 5, 6).transpose(0, 1)
-    for ours, theirs in zip(results("triton", gate_up, dy), results("reference", gate_up, dy), strict=True):
+    for ours, theirs in zip(results(gate, "triton", gate_up, dy), results(gate, "reference", gate_up, dy), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_far_from_zero_nothing_is_lost() -> None:
+@BOTH
+def test_far_from_zero_nothing_is_lost(gate: str) -> None:
     gate_up = torch.tensor([[-200.0, 200.0, 3.0, 5.0]])
-    found = results("triton", gate_up, torch.ones(1, 2))
+    found = results(gate, "triton", gate_up, torch.ones(1, 2))
     assert found[0].tolist() == [[0.0, 1000.0]]
     assert found[1].tolist() == [[0.0, 5.0, 0.0, 200.0]]
 
@@ -50,13 +63,14 @@ def shipped() -> None:
     """What is launched at the sizes of recipes."""
     with torch.device("meta"):
         for dtype in (torch.bfloat16, torch.float32):
-            gate_up = torch.empty(4096, 8, 2 * 4096, dtype=dtype, requires_grad=True)
-            swiglu.named("triton").function(SwiGLUInputs(gate_up)).sum().backward()
+            for op, inputs in GATES.values():
+                gate_up = torch.empty(4096, 8, 2 * 4096, dtype=dtype, requires_grad=True)
+                op.named("triton").function(inputs(gate_up)).sum().backward()
 
 
 @pytest.mark.slow
 def test_they_compile_for_a_hopper_gpu_without_spills() -> None:
-    launches, buffers = compile_calls("tests.ops.swiglu.test_kernels", "shipped")
-    assert {launch.kernel for launch in launches} == {"_forward", "_backward"}
+    launches, buffers = compile_calls("tests.ops.gate.test_kernels", "shipped")
+    assert [launch.kernel for launch in launches] == ["_forward", "_backward"] * 4
     assert [fault for launch in launches for fault in launch.faults()] == []
     assert max(buffers) == 4096 * 8 * 2 * 4096

@@ -1,0 +1,96 @@
+"""What the Triton kernels of gated MLPs share: activation(gate) * up, forward and backward in one pass each.
+
+Gate and up lie side by side in each row, as the projection before them writes them, and so do their gradients. What is
+kept for the backward pass is that input alone. fp32 inside. The equations are in each op's `kernels`.
+
+Legend: R rows (of any leading axes), F channels of the gate.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hybridtron.ops.kernel_launch import ceil_div, launch
+
+BLOCK = 1024  # channels that a program has: 8 to a thread
+WARPS = 4
+
+
+class GateKernels(NamedTuple):
+    """Of one activation. Forward takes gate_up, y; backward gate_up, grad_y and the gradients of gate_up."""
+
+    forward: Any
+    backward: Any
+
+
+def gated(gate_up: Tensor, kernels: GateKernels) -> Tensor:
+    """y, with a backward pass."""
+    return _Gate.apply(gate_up, kernels)
+
+
+class _Gate(torch.autograd.Function):
+    """Keeps the input."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, kernels: GateKernels) -> Tensor:
+        gate_up = gate_up.contiguous()
+        ctx.save_for_backward(gate_up)
+        ctx.kernels = kernels
+        y = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+        _launch(kernels.forward, y.shape, gate_up, y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (gate_up,), grad_y = ctx.saved_tensors, grads[0].contiguous()
+        found = torch.empty_like(gate_up)
+        _launch(ctx.kernels.backward, grad_y.shape, gate_up, grad_y, found)
+        return found, None
+
+
+def _launch(kernel: Any, shape: torch.Size, *tensors: Tensor) -> None:
+    rows, channels = shape[:-1].numel(), shape[-1]
+    launch(kernel, (rows, ceil_div(channels, BLOCK)), *tensors, channels, BLOCK, warps=WARPS)
+
+
+@triton.jit
+def load_pair(gate_up_R2F: tl.tensor, channels: int, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """This program's channels of gate and up, in fp32."""
+    channel_F = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = gate_up_R2F + 2 * tl.program_id(0).to(tl.int64) * channels + channel_F
+    gate_F = tl.load(place, channel_F < channels, 0.0).to(tl.float32)
+    up_F = tl.load(place + channels, channel_F < channels, 0.0).to(tl.float32)
+    return gate_F, up_F
+
+
+@triton.jit
+def store_pair(
+    found_R2F: tl.tensor, of_gate_F: tl.tensor, of_up_F: tl.tensor, channels: int, BLOCK: tl.constexpr
+) -> None:
+    """Where `load_pair` reads."""
+    channel_F = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = found_R2F + 2 * tl.program_id(0).to(tl.int64) * channels + channel_F
+    tl.store(place, of_gate_F, channel_F < channels)
+    tl.store(place + channels, of_up_F, channel_F < channels)
+
+
+@triton.jit
+def load_one(grad_y_RF: tl.tensor, channels: int, BLOCK: tl.constexpr) -> tl.tensor:
+    """This program's channels of what has as many as the gate, in fp32."""
+    channel_F = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = grad_y_RF + tl.program_id(0).to(tl.int64) * channels + channel_F
+    return tl.load(place, channel_F < channels, 0.0).to(tl.float32)
+
+
+@triton.jit
+def store_one(y_RF: tl.tensor, y_F: tl.tensor, channels: int, BLOCK: tl.constexpr) -> None:
+    """Where `load_one` reads."""
+    channel_F = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_RF + tl.program_id(0).to(tl.int64) * channels + channel_F, y_F, channel_F < channels)

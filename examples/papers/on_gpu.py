@@ -52,14 +52,17 @@ def config_of(chain: Chain) -> Config:
     from hybridtron.config.check import require
     from hybridtron.config.load import load
 
-    *before, last = chain
     with TemporaryDirectory() as folder:
-        given = [_stood_in(text, Path(folder)) for text in last]
-        if before:
-            given.append(f"{WEIGHTS}{saved(config_of(tuple(before)), Path(folder) / 'before')}")
-        config = load(given)
+        config = load(loadable(chain, Path(folder)))
         require(config)
         return config
+
+
+def loadable(chain: Chain, folder: Path) -> list[str]:
+    """Settings of the last run, with stand-ins in this folder for the weights that it starts from."""
+    *before, last = chain
+    given = [_stood_in(text, folder) for text in last]
+    return [*given, f"{WEIGHTS}{saved(config_of(tuple(before)), folder / 'before')}"] if before else given
 
 
 def saved(config: Config, path: Path) -> Path:

@@ -1,68 +1,78 @@
-"""What shows a paper's claim on one H100 is rehearsed there: all its runs and their phases, as `fit` cuts them.
+"""What shows a paper's claim on one H100 is rehearsed there: its runs and their phases, as `fit` cuts them.
 
-A run takes three to twenty seconds of a processor. Peaks may be a little below the plan: of one row keys and values are
-not copied into another order, which the plan counts.
+Runs that differ in data, rates or lengths of training alone are rehearsed once. One takes three to twenty seconds of a
+processor. Peaks may be a little below the plan: of one row keys and values are not copied into another order, which the
+plan counts.
 """
 
 from __future__ import annotations
 
 import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from examples.papers.__main__ import PAPERS
-from hybridtron.config.load import load
+from examples.papers.on_gpu import Chain, chain_of, config_of, loadable, runs_of
+from hybridtron.config.load import load, to_plain
 from hybridtron.planning.fit import fit, settings_of
 from hybridtron.planning.rates import GPUS, HEAD_ROOM
-from hybridtron.rehearse.suite import startable
 from hybridtron.rehearse.suite_page import NEAR
 from tests.rehearse.programs import printed_by
 
 H100 = GPUS["h100"]
-RUNS = {
-    name: list(dict.fromkeys(run for claim in paper.claims if claim.on_gpu for run in claim.on_gpu.runs))
-    for name, paper in PAPERS.items()
-}
+PARTS = 10  # of all runs
+NO_STEP = {"run", "optim", "checkpoint"}  # sections that change nothing of what a step computes
+NO_SHAPE = {"name", "tokens", "lr", "lr_piece", "data", "dropout"}  # keys of a phase
 
 
-def laid_out(run: tuple[str, ...]) -> list[str]:
-    """The run's settings with what makes it fit one H100, and what stands in for weights that it starts from."""
-    recipe, *others = run
-    settings = [*startable(recipe.removeprefix("recipe=")), *others]
-    config = load(settings)
-    return [*settings, *settings_of(fit(config, 1, H100.memory)[0], config)]
+def shape(chain: Chain) -> str:
+    """What of a run decides what a step computes."""
+    plain = {name: section for name, section in to_plain(config_of(chain)).items() if name not in NO_STEP}
+    plain["data"] = plain["data"]["documents"]
+    plain["states"] = plain["states"]["mode"]
+    plain["phases"] = [{k: v for k, v in phase.items() if k not in NO_SHAPE} for phase in plain["phases"]]
+    return json.dumps(plain)
 
 
 @cache
-def rehearsed(paper: str, part: int, parts: int) -> list[tuple[str, dict[str, Any]]]:
-    """Of a part of the runs: each with its phase, and what that was seen to do."""
+def chains() -> list[tuple[str, Chain]]:
+    """Of every claim the runs, by paper; one of each shape."""
+    found: dict[str, tuple[str, Chain]] = {}
+    for name, paper in PAPERS.items():
+        for runs in (runs_of(claim.on_gpu) for claim in paper.claims if claim.on_gpu):
+            for run in runs:
+                chain = chain_of(run, runs)
+                found.setdefault(shape(chain), (name, chain))
+    return list(found.values())
+
+
+def rehearsed(part: list[tuple[str, Chain]], folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Each run with its phases, and what they were seen to do."""
     jobs = []
-    for run in RUNS[paper][part::parts]:
-        settings = laid_out(run)
-        jobs += [(settings, 1, 0, False, index) for index in range(len(load(settings).phases))]
-    found = printed_by("steps", json.dumps(jobs), timeout_s=500)
+    for number, (_, chain) in enumerate(part):
+        settings = loadable(chain, folder / str(number))
+        config = load(settings)
+        cut = settings_of(fit(config, 1, H100.memory)[0], config)
+        jobs += [([*settings, *cut], 1, 0, False, index) for index in range(len(config.phases))]
+    found = printed_by("steps", json.dumps(jobs), timeout_s=800)
     return [(" ".join(job[0]), report) for job, report in zip(jobs, found, strict=True)]
 
 
-PARTS = [(name, part, -(-len(runs) // 9)) for name, runs in RUNS.items() for part in range(-(-len(runs) // 9))]
-
-
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("paper", "part", "parts"), PARTS)
-def test_runs_of_claims_fit_one_h100_and_wait_once_a_step(paper: str, part: int, parts: int) -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_runs_of_claims_fit_one_h100_and_wait_once_a_step(part: int, tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    for what, report in rehearsed(paper, part, parts):
+    for what, report in rehearsed(chains()[part::PARTS], tmp_path):
         memory = report["memory"]
         assert memory["peak"] <= (1 + NEAR) * (1 - HEAD_ROOM) * H100.memory, what
         assert memory["peak"] <= (1 + NEAR) * memory["planned"], what
         assert (report["per_micro_batch"]["waits"], report["once"]["waits"]) == (0, 1), what
 
 
+@pytest.mark.slow
 def test_every_paper_has_runs_of_one_gpu() -> None:
-    assert all(RUNS.values())
-    assert {"recipe=samba_421m", "recipe=mamba2_hybrid_2.7b_span", "recipe=length/official_780m"} < {
-        run[0] for runs in RUNS.values() for run in runs
-    }
+    assert {paper for paper, _ in chains()} == PAPERS.keys()

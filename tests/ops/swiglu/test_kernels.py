@@ -14,20 +14,23 @@ from tests.ops.compiling import compile_calls
 pytestmark = pytest.mark.usefixtures("interpreter")
 
 
-def results(implementation: str, gate_up: Tensor, dy: Tensor) -> list[Tensor]:
+def results(implementation: str, gate_up: Tensor, dy: Tensor, multiplier: float = 1.0) -> list[Tensor]:
     gate_up = gate_up.detach().requires_grad_()
     with force(swiglu=implementation):
-        y = swiglu(SwiGLUInputs(gate_up))
+        y = swiglu(SwiGLUInputs(gate_up, multiplier))
     return [y.detach(), *torch.autograd.grad(y, gate_up, dy.to(y.dtype))]
 
 
+@pytest.mark.parametrize("multiplier", [1.0, 0.7])
 @pytest.mark.parametrize("shape", [(1, 2), (7, 6), (3, 5, 34), (2, 1, 2 * 1025)], ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-7), (torch.bfloat16, 2**-7)], ids=str)
-def test_any_number_of_rows_and_channels(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> None:
+def test_any_number_of_rows_and_channels(
+    shape: tuple[int, ...], dtype: torch.dtype, tolerance: float, multiplier: float
+) -> None:
     """To bf16 the interpreter does not round, it cuts off: an error of up to 2^-7 of each value."""
     gate_up, dy = (3 * torch.randn(shape)).to(dtype), torch.randn(*shape[:-1], shape[-1] // 2).to(dtype)
-    expected = results("reference", gate_up.double(), dy.double())
-    found = results("triton", gate_up.to(compute_device()), dy.to(compute_device()))
+    expected = results("reference", gate_up.double(), dy.double(), multiplier)
+    found = results("triton", gate_up.to(compute_device()), dy.to(compute_device()), multiplier)
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, dtype)
         assert (ours.cpu().double() - theirs).norm() <= tolerance * theirs.norm()

@@ -109,10 +109,10 @@ ARCHITECTURES = {
     "samba-span": "M-X-M",
     "span-variants": "X-YZL",
     "zamba2": "SsGtSsG",
-    "falcon-h1": "kvjGvWjpk",
     "adapters": "M-WSF",
     "adapters-dropout": "S-FMW",
     "adapters-dora": "F-SMW",
+    "falcon-h1": "kvjGvWjpk",
 }
 """An odd number of layers each, so that no number of stages divides them."""
 BLOCKS = {

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
 from hybridtron.architecture.inits import Init, Orthogonal, OutputProjection, Projection
+from hybridtron.architecture.place import PlaceSpec
 from hybridtron.problems import Problem
 
 
@@ -166,7 +167,7 @@ class ModelSizes:
 
 
 @dataclass(frozen=True)
-class MixerSpec(ABC):
+class MixerSpec(PlaceSpec, ABC):
     """The options of one letter of the pattern. Subclasses add their options as fields."""
 
     kind: ClassVar[str]
@@ -174,8 +175,6 @@ class MixerSpec(ABC):
     width_option: ClassVar[str | None] = None  # what sets the widths of the projections beside the model's, if anything
     projects_input: ClassVar[bool] = False  # by the projections of `projected` (parallel/linear) alone
     hands_over: ClassVar[bool] = False  # what it reads of earlier tokens: rows can be shared out (parallel/context)
-    feeds_next: ClassVar[bool] = False  # it reads stream and embedding, and the next sub-layer alone its output
-    norm_after: bool = field(default=False, kw_only=True)  # what it adds is normed, instead of what it reads
 
     @classmethod
     def renamed(cls, options: Mapping[str, Any]) -> dict[str, Any]:

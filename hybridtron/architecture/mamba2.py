@@ -4,15 +4,17 @@
     h_t = exp(delta_t A) h_{t-1} + delta_t x_t B_t^T;  y_t = h_t C_t + D x_t             A = -exp(A_log), one per head
     out_proj(norm(y * silu(z)))                             RMSNorm over each group's channels, one weight per channel
 
-With `dt_floor` delta is never smaller than that. Heads of a group share B and C: head h is of group
-h // (heads / groups). B and C have weights of their own here, since tensor-parallel ranks share heads, and hold few
-groups whole. Published checkpoints have them fused in one in_proj and one conv1d, with the rows of `exported_names`.
+Without `norm` it is out_proj(y * silu(z)). With `multipliers` z, x, B, C and dt are multiplied by numbers as they are
+projected (the last before its bias), as in Falcon-H1. With `dt_floor` delta is never smaller than that.
+Heads of a group share B and C: head h is of group h // (heads / groups). B and C have weights of their own here, since
+tensor-parallel ranks share heads, and hold few groups whole. Published checkpoints have them fused in one in_proj and
+one conv1d, with the rows of `exported_names`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, ClassVar
 
 from hybridtron.architecture.base import Cut, ModelSizes, Names, Parameter, StatePart, linear, output_linear
@@ -23,6 +25,21 @@ from hybridtron.problems import Problem, choice
 
 CHUNK = 128
 """Tokens that see each other through a matrix, for the FLOP count."""
+
+
+@dataclass(frozen=True)
+class ProjectionMultipliers:
+    """Numbers by which parts of the input projection are multiplied."""
+
+    z: Annotated[float, above(0)] = 1.0  # the gate, before SiLU
+    x: Annotated[float, above(0)] = 1.0  # what the convolution reads to make values
+    B: Annotated[float, above(0)] = 1.0  # what it reads to make keys
+    C: Annotated[float, above(0)] = 1.0  # what it reads to make queries
+    dt: Annotated[float, above(0)] = 1.0  # the step size, before its bias and softplus
+
+    def __str__(self) -> str:
+        chosen = {name: value for name, value in asdict(self).items() if value != 1}
+        return "{" + ", ".join(f"{name}: {value}" for name, value in chosen.items()) + "}"
 
 
 @dataclass(frozen=True)
@@ -50,7 +67,15 @@ class Mamba2Spec(RecurrenceSpec):
     dt_floor: Annotated[float, at_least(0)] = 0.0  # smallest step size of all; 0: none
     a_min: float = 1.0  # smallest initial -A
     a_max: float = 16.0  # largest initial -A
-    norm_eps: Annotated[float, above(0)] = 1e-5  # added to the mean square in the gated norm
+    norm: bool = True  # a norm of the gated output
+    norm_eps: Annotated[float, above(0)] = 1e-5  # added to the mean square in that norm
+    # what parts of the input projection are multiplied by: {z, x, B, C, dt}
+    multipliers: ProjectionMultipliers = ProjectionMultipliers()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.multipliers, Mapping):  # as YAML and config.json have it
+            object.__setattr__(self, "multipliers", ProjectionMultipliers(**self.multipliers))
 
     def inner(self, model: ModelSizes) -> int:
         return self.expand * model.width if self.heads is None else self.heads * self.head_dim
@@ -75,7 +100,7 @@ class Mamba2Spec(RecurrenceSpec):
             "dt_bias": replace(per_head, init=InverseSoftplus(self.dt_min, self.dt_max)),
             "A_log": replace(per_head, init=LogUniform(self.a_min, self.a_max)),
             "D": per_head,
-            "norm_weight": Parameter((inner,), Constant(1.0), decay=False, cuts=(Cut(0),)),
+            **({"norm_weight": replace(per_head, shape=(inner,), fp32=False)} if self.norm else {}),
             "out_proj.weight": output_linear(width, inner, model.num_sublayers),
             **self.branch_parameters(model),
         }
@@ -94,7 +119,7 @@ class Mamba2Spec(RecurrenceSpec):
             "dt_bias": ("dt_bias",),
             "A_log": ("A_log",),
             "D": ("D",),
-            "norm.weight": ("norm_weight",),
+            **({"norm.weight": ("norm_weight",)} if self.norm else {}),
             "out_proj.weight": ("out_proj.weight",),
             **{name: tuple(weight.stored(name)) for name, weight in self.branch_parameters(model).items()},
         }
@@ -106,9 +131,10 @@ class Mamba2Spec(RecurrenceSpec):
         return super().flops(model, seq_len) | {"ssd": ssd}
 
     def activation_values(self, model: ModelSizes) -> int:
-        # z, x, the convolved x, y and the normed y; B and C before and after the convolution; dt, beside z and x and
-        # alone
-        own = 5 * self.inner(model) + 4 * self.groups * self.state + 2 * self.num_heads(model)
+        # z, x, the convolved x, y and what is made of it; B and C before and after the convolution; dt, beside z and x
+        # and alone; without a norm in fp32 the factors of heads that stand for it
+        of_heads = (2 if self.norm else 4) * self.num_heads(model)
+        own = 5 * self.inner(model) + 4 * self.groups * self.state + of_heads
         return own + self.branch_values(model)
 
     def whole_values(self, model: ModelSizes, tensor: int) -> int:

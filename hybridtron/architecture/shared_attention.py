@@ -106,7 +106,8 @@ class SharedBlockSpec(HeadsSpec):
         yield from super().problems(model, max_seq_len)
         if self.norm_after:
             yield Problem("norm_after", "is true, but what this makes enters no stream: leave it out")
-        for option, default in (("conv", None), ("qk_norm", "none"), ("scale", None)):
+        without = {"conv": None, "qk_norm": "none", "scale": None, "beside": False, "output_multiplier": 1.0}
+        for option, default in without.items():
             if (value := getattr(self, option)) != default:
                 yield Problem(option, f"is {value}, which shared attention does not have: leave it out")
 

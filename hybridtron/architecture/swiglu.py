@@ -1,4 +1,4 @@
-"""Gated MLP: down(silu(gate(u)) * up(u)), without biases. It carries no state and sees one token at a time."""
+"""Gated MLP: down(silu(multiplier * gate(u)) * up(u)), without biases. It carries no state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from hybridtron.architecture.base import MixerSpec, ModelSizes, Names, Parameter, linear, output_linear
-from hybridtron.limits import at_least
+from hybridtron.limits import above, at_least
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class SwiGLUSpec(MixerSpec):
 
     # inner channels; must be set
     hidden: Annotated[int, at_least(1, "8/3 of model.width is usual")] = 0
+    gate_multiplier: Annotated[float, above(0)] = 1.0  # the gate is multiplied by it before SiLU, as in Falcon-H1
 
     def parameters(self, model: ModelSizes) -> dict[str, Parameter]:
         return {

@@ -23,6 +23,7 @@ from hybridtron.architecture.base import Cut, MixerSpec, ModelSizes, Parameter, 
 from hybridtron.architecture.inits import Constant, Normal, OutputProjection, Projection
 from hybridtron.architecture.model import ModelConfig, Start
 from hybridtron.architecture.pattern import RESERVED, Pattern, PatternError, parse
+from hybridtron.architecture.place import place_problems
 from hybridtron.architecture.rope import FORMER
 from hybridtron.limits import limit_problems
 from hybridtron.problems import ConfigError, Problem, did_you_mean
@@ -61,8 +62,11 @@ class Architecture:
 
     @property
     def inseparable(self) -> list[range]:
-        """Sub-layers that must stand in one stage, in order: a feeder with the next, which reads it."""
-        ends = [0, *(index for index, spec in enumerate(self.specs, 1) if not spec.feeds_next)]
+        """Sub-layers that must stand in one stage, in order: a feeder with the next, which reads it; and one with those
+        beside it."""
+        beside = [*(spec.beside for spec in self.specs[1:]), False]  # of the next one
+        apart = [not (spec.feeds_next or with_next) for spec, with_next in zip(self.specs, beside, strict=True)]
+        ends = [0, *(end for end, ends_here in enumerate(apart, 1) if ends_here)]
         return [range(start, end) for start, end in itertools.pairwise(ends)]
 
     @property
@@ -96,31 +100,10 @@ def architecture(model: ModelConfig, longest: int = sys.maxsize) -> Architecture
     sizes = ModelSizes(model.width, len(pattern.letters) or 1)
     for letter, spec in specs.items() if model.width >= 1 else ():
         found += [Problem(f"model.layers.{letter}.{p.key}", p.message) for p in spec.problems(sizes, longest)]
-    found += _feeder_problems(pattern, specs)
+    found += place_problems(pattern, specs)
     if found:
         raise ConfigError(found)
     return Architecture(pattern.letters, tuple(specs[letter] for letter in pattern.letters), sizes, pattern.stages)
-
-
-def _feeder_problems(pattern: Pattern, specs: Mapping[str, MixerSpec]) -> list[Problem]:
-    """What a feeder has made, the next sub-layer reads: there must be one that can, in the same stage."""
-    found = []
-    ends = set(itertools.accumulate(pattern.stages))
-    for behind, letter in enumerate(pattern.letters, 1):
-        if letter not in specs or not specs[letter].feeds_next:
-            continue
-        following = pattern.letters[behind] if behind < len(pattern.letters) else None
-        reader = specs.get(following) if following is not None else None
-        what = f"has {letter}, whose output the next sub-layer alone reads, "
-        if following is None:
-            found.append(Problem("model.pattern", f"{what}at its end: put another behind it"))
-        elif reader is not None and (reader.feeds_next or reader.norm_after):
-            found.append(Problem("model.pattern", f"{what}before {following}, which can't: put another between them"))
-        elif behind in ends:
-            found.append(Problem("model.pattern", f"{what}before a stage border: move the border"))
-        if letter == ".":
-            found.append(Problem(f"model.layers.{letter}", "names weights that its places share: use another letter"))
-    return list(dict.fromkeys(found))
 
 
 def _spec(where: str, options: dict[str, Any]) -> MixerSpec:
@@ -152,7 +135,7 @@ def parameter_table(model: ModelConfig) -> dict[str, Parameter]:
     embedded = Normal(model.embedding_std) if model.init is Start.mamba else Projection(width**-0.5)
     table = {"embedding.weight": Parameter((vocab, width), embedded, cuts=(Cut(0),))}
     for index, spec in enumerate(arch.specs):
-        if not spec.feeds_next:
+        if spec.has_norm:
             table[f"layers.{index}.norm.weight"] = norm
         table |= arch.mixer_weights(index)
     table["norm.weight"] = norm
@@ -169,9 +152,10 @@ def weight_name(arch: Architecture, index: int, key: str) -> str:
 
 
 def _as_lit_gpt(table: dict[str, Parameter], arch: Architecture) -> dict[str, Parameter]:
-    """Projections by another rule. Blocks are counted by the sub-layers that look back further than a few tokens."""
+    """Projections by another rule. Blocks are counted by the sub-layers that look back further than a few tokens,
+    but for those beside another."""
     width = arch.sizes.width
-    states = [spec.state_parts(arch.sizes).values() for spec in arch.specs]
+    states = [spec.state_parts(arch.sizes).values() for spec in arch.specs if not spec.beside]
     blocks = max(1, sum(any(part.kind != "conv" for part in parts) for parts in states))
     starts: dict[type, Normal] = {
         Projection: Normal((2 / (5 * width)) ** 0.5),

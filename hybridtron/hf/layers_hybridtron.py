@@ -90,7 +90,7 @@ class HybridtronMixer(nn.Module):
         spec = make_spec(**make_spec.renamed(options))
         sizes = ModelSizes(config.hidden_size, len(kinds)).at(layer_idx, kinds)
         self.config, self.layer_idx, self.is_causal = config, layer_idx, True  # what attention functions look for
-        self.feeds_next, self.in_fp32 = spec.feeds_next, list[str]()
+        self.place, self.in_fp32 = spec, list[str]()
         self._once: dict[str, tuple[Tensor, Tensor]] = {}
         with torch.device("meta"):
             mixer = make_mixer(spec, sizes, SINGLE_RANK)
@@ -221,20 +221,19 @@ def configured_attention(layer: HybridtronMixer, inputs: AttentionInputs) -> Ten
 
 
 class HybridtronLayer(GradientCheckpointingLayer):
-    """A residual sub-layer, of which the input is normed, or the output; or a feeder.
+    """A residual sub-layer, of which the input is normed, or the output; or one beside the last; or a feeder.
 
-    That reads the stream and the embedding side by side, and leaves the stream as it is: the next sub-layer alone reads
-    what it has made.
+    One beside another reads what that has normed. A feeder reads the stream and the embedding side by side, and leaves
+    the stream as it is: the next sub-layer alone reads what it has made.
     """
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int, first: HybridtronMixer | None = None) -> None:
         super().__init__()
         self.layer_idx = layer_idx
-        options = config.layers.get(config.pattern[layer_idx], {})
-        self.norm_after = options.get("norm_after", False)
-        self.multiplier = config.residual_multiplier
         self.mixer = HybridtronMixer(config, layer_idx, first)
-        self.norm = None if self.mixer.feeds_next else RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.place = self.mixer.place
+        self.multiplier = config.residual_multiplier * self.place.output_multiplier
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if self.place.has_norm else None
 
     def forward(
         self,
@@ -242,18 +241,20 @@ class HybridtronLayer(GradientCheckpointingLayer):
         places: SeqOnDevices,
         embedded_BLD: Tensor,
         fed_BLD: Tensor | None = None,
+        normed_BLD: Tensor | None = None,
         cache: Any = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """`normed_BLD` is what the mixer before has read."""
         state = None if cache is None else cache.states[self.layer_idx]
-        read_BLD = x_BLD if fed_BLD is None else x_BLD + fed_BLD
-        if self.norm is None:
-            read_BLD = torch.cat((x_BLD, embedded_BLD), dim=-1)
-        else:
-            read_BLD = x_BLD.to(self.norm.weight.dtype) if self.norm_after else self.norm(read_BLD)
-        y_BLD, state = self.mixer(read_BLD, state, places.on(x_BLD.device))
+        if self.place.feeds_next:
+            normed_BLD = torch.cat((x_BLD, embedded_BLD), dim=-1)
+        elif self.norm is not None:
+            read_BLD = x_BLD if fed_BLD is None else x_BLD + fed_BLD
+            normed_BLD = x_BLD.to(self.norm.weight.dtype) if self.place.norm_after else self.norm(read_BLD)
+        y_BLD, state = self.mixer(normed_BLD, state, places.on(x_BLD.device))
         if cache is not None:
             cache.states[self.layer_idx] = state
-        if self.norm is None:
-            return x_BLD, y_BLD
-        y_BLD = self.norm(y_BLD) if self.norm_after else y_BLD
-        return x_BLD + multiplied(y_BLD, self.multiplier), None
+        if self.place.feeds_next:
+            return x_BLD, y_BLD, None
+        y_BLD = self.norm(y_BLD) if self.norm is not None and self.place.norm_after else y_BLD
+        return x_BLD + multiplied(y_BLD, self.multiplier), None, normed_BLD

@@ -1,6 +1,7 @@
 """A language model of residual sub-layers in any order: state spaces, attention, gated MLPs.
 
-Every sub-layer is x + mixer(norm(x)), or x + norm(mixer(x)). A feeder reads x and the embedding side by side, and the
+Every sub-layer is x + mixer(norm(x)), or x + norm(mixer(x)). One beside another has no norm, and reads what the norm of
+that has made. A feeder reads x and the embedding side by side, and the
 next sub-layer alone reads what it makes, as norm(x + fed). Weights are named by sub-layer:
 `model.layers.3.mixer.in_proj.weight`. With `residual_in_fp32` x is kept in fp32 between them, whatever the weights are.
 
@@ -182,9 +183,9 @@ class HybridtronModel(HybridtronPreTrainedModel):
         if cache is not None and seen and fresh_B is not None:
             cache.forget(fresh_B)
         hidden, places = [x_BLD], SeqOnDevices(seq)
-        embedded_BLD, fed_BLD = x_BLD, None
+        embedded_BLD, between = x_BLD, (None, None)
         for layer in self.layers:
-            x_BLD, fed_BLD = layer(x_BLD, places, embedded_BLD, fed_BLD, cache=cache)
+            x_BLD, *between = layer(x_BLD, places, embedded_BLD, *between, cache=cache)
             hidden.append(x_BLD)
         if cache is not None:
             cache.seen += length

@@ -49,6 +49,7 @@ TEXTS = Kind("a list of texts", lambda value: isinstance(value, list) and all(ma
 PLACES = Kind(
     "a list of layers", lambda value: isinstance(value, list) and all(map(_whole(0, MOST_LAYERS).fits, value))
 )
+NUMBERS = Kind("a list of numbers above 0", lambda value: isinstance(value, list) and all(map(NUMBER.fits, value)))
 COUNT_OR_AUTO = Kind('a number from 1 on or "auto"', lambda value: value == "auto" or COUNT.fits(value))
 
 
@@ -85,6 +86,11 @@ KINDS: dict[str, Kind] = {
     **_all(COUNT_OR_NONE, "num_experts"),
     **_all(NUMBER, "initializer_range embedding_multiplier residual_multiplier attention_multiplier logits_scaling"),
     **_all(NUMBER, "time_step_min"),
+    **_all(NUMBER, "lm_head_multiplier key_multiplier attention_in_multiplier attention_out_multiplier"),
+    **_all(NUMBER, "ssm_in_multiplier ssm_out_multiplier"),
+    **_all(NUMBERS.or_null(), "ssm_multipliers mlp_multipliers"),
+    **_all(TRUTH, "mamba_rms_norm mamba_norm_before_gate"),
+    **_all(COUNT.or_null(), "mamba_d_ssm"),
     **_all(COUNT, "mamba_ngroups num_mem_blocks adapter_rank"),
     **_all(TRUTH, "use_mem_rope use_shared_attention_adapter"),
     **_all(TRUTH, "tie_word_embeddings tie_embeddings rms_norm residual_in_fp32 linear_allow_neg_eigval"),

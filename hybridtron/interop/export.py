@@ -28,6 +28,7 @@ from hybridtron.interop.custom import Custom
 from hybridtron.interop.native import Native, NativeMamba, NativeMamba2
 from hybridtron.interop.native_bamba import Bamba
 from hybridtron.interop.native_delta import OlmoHybrid, Qwen3Next
+from hybridtron.interop.native_falcon import FalconH1
 from hybridtron.interop.native_granite import Granite, GraniteHybrid
 from hybridtron.interop.native_nemotron import NemotronH
 from hybridtron.interop.native_pairs import Llama, Mistral
@@ -49,6 +50,7 @@ NATIVES: tuple[Native, ...] = (
     Qwen3Next(),
     NemotronH(),
     Zamba2(),
+    FalconH1(),
 )
 CUSTOM = Custom()
 TARGETS = (*NATIVES, CUSTOM)

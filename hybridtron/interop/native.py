@@ -70,7 +70,7 @@ class ModelFormat(ABC):
     def add_sub_layer(self, rules: Rules, arch: Architecture, layer: str, index: int) -> None:
         """Its rules, where their layer of this name has it."""
         norm, mixer, weights = self.names_of(arch, index)
-        if not arch.specs[index].feeds_next:
+        if arch.specs[index].has_norm:
             rules.add(f"{layer}.{norm}.weight", f"layers.{index}.norm.weight")
         rules.add_mixer(f"{layer}.{mixer}", index, weights)
 

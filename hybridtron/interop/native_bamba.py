@@ -7,7 +7,7 @@ from typing import ClassVar
 from hybridtron.architecture.attention import AttentionSpec
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import Architecture
-from hybridtron.config.exportable import halves
+from hybridtron.config.native_fits import halves
 from hybridtron.interop import rope_parameters
 from hybridtron.interop.native import Settings, SubLayerNames
 from hybridtron.interop.native_pairs import BEFORE, Mamba2Hybrid

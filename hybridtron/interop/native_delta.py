@@ -15,7 +15,7 @@ from hybridtron.architecture.base import Names
 from hybridtron.architecture.gated_deltanet import GatedDeltaNetSpec
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.table import Architecture, architecture
-from hybridtron.config.exportable import OLMO_HEAD_EPS, halves
+from hybridtron.config.native_fits import OLMO_HEAD_EPS, halves
 from hybridtron.interop.native import Settings, SubLayerNames, require_known, to_ours
 from hybridtron.interop.native_pairs import BEFORE, BETWEEN, Llama, attention_of
 from hybridtron.interop.rules import TensorRule

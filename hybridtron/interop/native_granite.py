@@ -8,7 +8,7 @@ from hybridtron.architecture.mamba2 import Mamba2Spec
 from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.rope import NO_POSITIONS
 from hybridtron.architecture.table import Architecture
-from hybridtron.config.exportable import halves
+from hybridtron.config.native_fits import halves
 from hybridtron.interop.native import Settings, SubLayerNames, multipliers_of, require_known, with_multipliers
 from hybridtron.interop.native_pairs import BEFORE, BETWEEN, FUSED_MLP, Llama, Mamba2Hybrid, attention_of
 

@@ -37,15 +37,15 @@ class Llama(Native):
     hidden: ClassVar[str] = "intermediate_size"
 
     def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
-        spec, mlp = attention_of(arch), arch.specs[1]
-        assert isinstance(mlp, SwiGLUSpec)
+        spec = attention_of(arch)
+        mlp = next(spec for spec in arch.specs if isinstance(spec, SwiGLUSpec))
         rope = self.positions(spec)
         return {
             "num_attention_heads": spec.heads,
             "num_key_value_heads": spec.groups(),
             "head_dim": spec.head(arch.sizes),
             "attention_dropout": 0.0,
-            "num_hidden_layers": len(arch.specs) // 2,
+            "num_hidden_layers": len(self.groups(arch)),
             self.hidden: mlp.hidden,
             "max_position_embeddings": length,
             rope_parameters.PARAMETERS: rope,
@@ -116,13 +116,17 @@ class Mamba2Hybrid(Llama):
         """The options of our Mamba-2."""
         if (limit := theirs.get("time_step_limit", NO_LIMIT[0])) not in NO_LIMIT:
             raise ValueError(f"has time_step_limit={limit}; only {NO_LIMIT[0]} can be imported")
-        inner, heads = theirs["mamba_expand"] * theirs["hidden_size"], theirs["mamba_n_heads"]
+        inner, heads = self.inner(theirs), theirs["mamba_n_heads"]
         options = {"kind": "mamba2", **to_ours(self.mamba, theirs), "norm_eps": theirs[self.norm_eps]}
         if options["head_dim"] == "auto":
             options["head_dim"] = inner // heads
         if heads * options["head_dim"] != inner:
-            raise ValueError("has mamba_n_heads x mamba_d_head other than mamba_expand x hidden_size")
+            raise ValueError(f"has mamba_n_heads x mamba_d_head other than {inner} channels together")
         return options
+
+    def inner(self, theirs: Settings) -> int:
+        """Channels of Mamba-2's heads together."""
+        return theirs["mamba_expand"] * theirs["hidden_size"]
 
 
 def attention_of(arch: Architecture) -> AttentionSpec:

@@ -15,7 +15,7 @@ from hybridtron.architecture.model import ModelConfig
 from hybridtron.architecture.rope import NO_POSITIONS, RopeOptions
 from hybridtron.architecture.shared_attention import SharedAttentionSpec
 from hybridtron.architecture.table import Architecture
-from hybridtron.config.exportable import ZAMBA2_MAMBA_EPS
+from hybridtron.config.native_fits import ZAMBA2_MAMBA_EPS
 from hybridtron.interop import rope_parameters
 from hybridtron.interop.native import NO_FLOOR, Native, Settings, require_known, to_ours, to_theirs
 from hybridtron.interop.rules import Rules

@@ -50,7 +50,7 @@ def sampled(arch: Architecture, target: Native) -> list[int]:
 
     Of layers that share weights the first two, since some classes know by their order which do.
     """
-    groups = arch.inseparable if arch.carries_embedding else target.groups(arch)
+    groups = min(target.groups(arch), arch.inseparable, key=len)
     kinds = ["".join(arch.letters[index] for index in group) for group in groups]
     sharing = {kind for kind, group in zip(kinds, groups, strict=True) if arch.shared_names(arch.letters[group[0]])}
     chosen = {kinds.index(kind) for kind in kinds}

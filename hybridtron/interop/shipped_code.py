@@ -44,7 +44,7 @@ NEEDED_BESIDE = (
     DefinedName("mixers.base", "State"),
     DefinedName("model.init", "starting_value"),
     DefinedName("mixers.norm", "RMSNorm"),
-    DefinedName("model.stack", "multiplied"),
+    DefinedName("ops.multiplied", "multiplied"),
     DefinedName("ops.attention", "attention"),
     DefinedName("ops.attention.reference", "attention"),  # attn_implementation=eager
     DefinedName("ops.documents", "document_starts"),

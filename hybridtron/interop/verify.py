@@ -30,7 +30,8 @@ from hybridtron.interop.export import NATIVES, TARGETS
 from hybridtron.interop.shipped_code import is_shipped, shipped_code
 from hybridtron.model.generate import generate
 from hybridtron.model.lm import LanguageModel
-from hybridtron.model.stack import Residual, ResidualOut, multiplied
+from hybridtron.model.stack import Beside, Residual, ResidualOut
+from hybridtron.ops.multiplied import multiplied
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCE, ENLARGED = 1e-5, 1e-4
@@ -118,6 +119,10 @@ def _parting(theirs: Any, ours: LanguageModel, tokens_BL: Tensor) -> str:
     of_residuals: list[Tensor] = []
 
     def note(layer: torch.nn.Module, given: tuple[Any, ...], out: ResidualOut) -> None:
+        if isinstance(layer, Beside):
+            streams.append(streams[-1] + out.stream.newest_LBD)
+            of_residuals[-1] = streams[-1]
+            return
         streams.append(out.stream.added())
         of_residuals.extend(streams[-1:] if isinstance(layer, Residual) else ())
 
@@ -127,7 +132,9 @@ def _parting(theirs: Any, ours: LanguageModel, tokens_BL: Tensor) -> str:
     for hook in hooks:
         hook.remove()
     found = theirs(tokens_BL, output_hidden_states=True).hidden_states
-    if len(streams) != len(found) - 1:  # a feeder is a part of the next one's layer there
+    if (
+        len(streams) != len(found) - 1
+    ):  # a feeder is a part of the next one's layer there, and what is beside one of its
         streams = of_residuals
     together = len(streams) // (len(found) - 1)
     embedded_BLD = multiplied(ours.embedding(tokens_BL), ours.embedding_multiplier).transpose(0, 1)

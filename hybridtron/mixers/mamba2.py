@@ -21,6 +21,8 @@ from hybridtron.ops.gated_norm import (
     gated_scale,
     gated_squares,
 )
+from hybridtron.ops.multiplied import multiplied
+from hybridtron.ops.precision import wide_type
 from hybridtron.ops.ssd import SSDInputs, ssd_scan
 from hybridtron.ops.total import ssd_total
 from hybridtron.parallel.context import read_twice, scan_from, tokens_before
@@ -61,7 +63,8 @@ class Mamba2(Mixer):
         self.least_dt = spec.dt_floor + math.log(-math.expm1(-spec.dt_floor)) if spec.dt_floor else -math.inf
         self.A_log = nn.Parameter(torch.empty(self.heads))
         self.D = nn.Parameter(torch.empty(self.heads))
-        self.norm_weight = nn.Parameter(torch.empty(self.inner))
+        if spec.norm:
+            self.norm_weight = nn.Parameter(torch.empty(self.inner))
         self.out_proj = row_parallel(inner, sizes.width, tensor)
         if spec.sparse is not None:
             self.sparse = SparseBranch(spec.sparse, spec.state, self.inner, sizes, tensor)
@@ -71,7 +74,7 @@ class Mamba2(Mixer):
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
         new: State = {}
         own = InParts(self.in_proj, (self.inner, self.inner, self.heads))
-        parts = projected(x_LBD, self.tensor, own, self.bc_proj)
+        parts = self._multiplied(*projected(x_LBD, self.tensor, own, self.bc_proj))
         z_BLE, x_BLE, dt_BLH, bc_BLC = (part.transpose(0, 1) for part in parts)
         before = state or {}
         documents_BL, width = seq.documents_BL, self.spec.conv - 1
@@ -104,8 +107,18 @@ class Mamba2(Mixer):
             k_q_v = projected_heads(self.sparse_qk, x_BLE, self.tensor) if self.spec.projects else shared
             attended_BLE, kept, aux = self.sparse(*k_q_v, before, seq)
             y_BLHP, new = y_BLHP + attended_BLE.view_as(y_BLHP), new | kept
-        y_BLE = self._normed(y_BLHP, z_BLE)
+        y_BLE = self._normed(y_BLHP, z_BLE) if self.spec.norm else gated_alone(y_BLHP, z_BLE)
         return Out(self.out_proj(y_BLE.transpose(0, 1)), new, aux)
+
+    def _multiplied(self, z_LBE: Tensor, x_LBE: Tensor, dt_LBH: Tensor, bc_LBC: Tensor) -> tuple[Tensor, ...]:
+        """What is projected, by the multipliers."""
+        by = self.spec.multipliers
+        if by.B == by.C:
+            bc_LBC = multiplied(bc_LBC, by.B)
+        else:
+            B_LBC, C_LBC = bc_LBC.chunk(2, dim=-1)
+            bc_LBC = torch.cat((multiplied(B_LBC, by.B), multiplied(C_LBC, by.C)), dim=-1)
+        return multiplied(z_LBE, by.z), multiplied(x_LBE, by.x), multiplied(dt_LBH, by.dt), bc_LBC
 
     def _normed(self, y_BLHP: Tensor, z_BLE: Tensor) -> Tensor:
         """The gated norm. Where every rank holds all groups, the heads of a group may lie on several of them."""
@@ -125,3 +138,10 @@ class Mamba2(Mixer):
         scale_BLH = torch.rsqrt(mean_BLG + spec.norm_eps) @ group_HG.T
         weight_HP = self.norm_weight.unflatten(0, (self.heads, -1))
         return gated_scale(GatedScaleInputs(y_BLHP, z_BLHP, scale_BLH, weight_HP))
+
+
+def gated_alone(y_BLHP: Tensor, z_BLE: Tensor) -> Tensor:
+    """y silu(z): the last step of the gated norm, where every factor and weight is 1."""
+    ones_BLH = torch.ones(y_BLHP.shape[:3], dtype=wide_type(y_BLHP), device=y_BLHP.device)
+    z_BLHP = z_BLE.unflatten(-1, y_BLHP.shape[2:])
+    return gated_scale(GatedScaleInputs(y_BLHP, z_BLHP, ones_BLH, torch.ones_like(y_BLHP[0, 0]))).flatten(2)

@@ -17,10 +17,10 @@ class SwiGLU(Mixer):
 
     def __init__(self, spec: SwiGLUSpec, sizes: ModelSizes, tensor: TensorGroup) -> None:
         super().__init__()
-        self.tensor = tensor
+        self.tensor, self.multiplier = tensor, spec.gate_multiplier
         self.gate_up = column_parallel(sizes.width, 2 * spec.hidden, tensor)
         self.down = row_parallel(spec.hidden, sizes.width, tensor)
 
     def forward(self, x_LBD: Tensor, state: State | None, seq: SeqInfo) -> Out:
         (gate_up,) = projected(x_LBD, self.tensor, self.gate_up)
-        return Out(self.down(swiglu(SwiGLUInputs(gate_up))), {}, {})
+        return Out(self.down(swiglu(SwiGLUInputs(gate_up, self.multiplier))), {}, {})

@@ -15,7 +15,8 @@ from hybridtron.config.schema import Recompute
 from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.norm import RMSNorm
 from hybridtron.model.shared import share_weights
-from hybridtron.model.stack import Stack, States, multiplied
+from hybridtron.model.stack import Stack, States
+from hybridtron.ops.multiplied import multiplied
 from hybridtron.parallel.adapters import attach_adapters
 from hybridtron.parallel.cut import Mesh
 from hybridtron.parallel.embedding import embedding

@@ -1,12 +1,14 @@
 """Residual sub-layers in order: x + mixer(norm(x)), one for each letter of the pattern; or x + norm(mixer(x)).
 
-What is added is multiplied by the model's `residual_multiplier`.
+What is added is multiplied by the letter's `output_multiplier` and the model's `residual_multiplier`.
 
 The addition is deferred: a sub-layer returns the stream as it read it, and beside it what its mixer adds. The next
 sub-layer makes the sum in the same op as its own norm, so that the stream is read and written once and not twice. Only
 this file knows of it (`ResidualStream`): what goes in and comes out of the stack is one tensor.
 
 A feeder reads the embedding beside the stream, and adds to neither: the next sub-layer alone reads what it has made.
+
+A sub-layer `beside` another has no norm: x + mixer_1(norm(x)) + mixer_2(norm(x)). What it makes joins what is pending.
 
 The stream may be wider (fp32) than what a sub-layer computes in and adds: a norm's output has the norm's weight's type.
 States go in and come out as values, keyed by the layer's index in the model.
@@ -27,6 +29,7 @@ from hybridtron.data.batch import SeqInfo
 from hybridtron.mixers.base import State, build_mixer
 from hybridtron.mixers.norm import RMSNorm
 from hybridtron.model.offload import OffloadedPass
+from hybridtron.ops.multiplied import multiplied
 from hybridtron.ops.norm import AddRMSNormInputs, add_rms_norm
 from hybridtron.parallel.linear import TensorGroup
 
@@ -57,16 +60,16 @@ class ResidualStream(NamedTuple):
         """The same with nothing pending."""
         return self._replace(x_LBD=self.added(), pending_LBD=None)
 
+    def joined(self, y_LBD: Tensor) -> ResidualStream:
+        """The same with more that is pending, beside what the sub-layer before has made."""
+        assert self.pending_LBD is not None
+        return self._replace(pending_LBD=self.pending_LBD + y_LBD)
+
     @property
     def newest_LBD(self) -> Tensor:
         """What was made last of it."""
         made = self.pending_LBD if self.fed_LBD is None else self.fed_LBD
         return self.x_LBD if made is None else made
-
-
-def multiplied(x: Tensor, by: float) -> Tensor:
-    """x times a number of the configuration, which mostly is 1."""
-    return x if by == 1 else x * by
 
 
 class StreamNorm(RMSNorm):
@@ -79,21 +82,32 @@ class StreamNorm(RMSNorm):
 
 
 class ResidualOut(NamedTuple):
-    """The stream with the mixer's output pending, the mixer's new state, and its auxiliary losses."""
+    """The stream with the mixer's output pending, the mixer's new state, and its auxiliary losses.
+
+    And what the mixer has read, where the next sub-layer reads that too.
+    """
 
     stream: ResidualStream
     state: State
     aux: dict[str, Tensor]
+    normed_LBD: Tensor | None = None
 
 
 class Residual(nn.Module):
     """A residual sub-layer around any mixer, of which the input is normed, or the output."""
 
     def __init__(
-        self, spec: MixerSpec, sizes: ModelSizes, norm_eps: float, tensor: TensorGroup, multiplier: float
+        self,
+        spec: MixerSpec,
+        sizes: ModelSizes,
+        norm_eps: float,
+        tensor: TensorGroup,
+        multiplier: float,
+        shows_norm: bool,
     ) -> None:
         super().__init__()
-        self.norm_after, self.multiplier = spec.norm_after, multiplier
+        self.shows_norm = shows_norm
+        self.norm_after, self.multiplier = spec.norm_after, multiplier * spec.output_multiplier
         self.norm = StreamNorm(sizes.width, norm_eps)
         self.mixer = build_mixer(spec, sizes, tensor)
 
@@ -107,6 +121,7 @@ class Residual(nn.Module):
         seq: SeqInfo,
     ) -> ResidualOut:
         """The first four are a `ResidualStream`; apart, since checkpointing sees only tensors that are arguments."""
+        normed_LBD = None
         if self.norm_after:
             x_LBD = ResidualStream(x_LBD, pending_LBD).added()
             mixed = self.mixer(x_LBD.to(self.norm.weight.dtype), state, seq)
@@ -116,9 +131,22 @@ class Residual(nn.Module):
             x_LBD = summed_LBD if fed_LBD is None else x_LBD
             mixed = self.mixer(normed_LBD, state, seq)
             y_LBD = mixed.y_LBD
-        return ResidualOut(
-            ResidualStream(x_LBD, multiplied(y_LBD, self.multiplier), embedded_LBD), mixed.state, mixed.aux
-        )
+        stream = ResidualStream(x_LBD, multiplied(y_LBD, self.multiplier), embedded_LBD)
+        return ResidualOut(stream, mixed.state, mixed.aux, normed_LBD if self.shows_norm else None)
+
+
+class Beside(nn.Module):
+    """A sub-layer that reads what the one before it has normed. Its stream is that, and what is to be added."""
+
+    def __init__(self, spec: MixerSpec, sizes: ModelSizes, tensor: TensorGroup, multiplier: float) -> None:
+        super().__init__()
+        self.multiplier = multiplier * spec.output_multiplier
+        self.mixer = build_mixer(spec, sizes, tensor)
+
+    def forward(self, normed_LBD: Tensor, state: State | None, seq: SeqInfo) -> ResidualOut:
+        mixed = self.mixer(normed_LBD, state, seq)
+        stream = ResidualStream(normed_LBD, multiplied(mixed.y_LBD, self.multiplier))
+        return ResidualOut(stream, mixed.state, mixed.aux, normed_LBD)
 
 
 class Feeder(nn.Module):
@@ -141,6 +169,17 @@ class Feeder(nn.Module):
         mixed = self.mixer(torch.cat((x_LBD, embedded_LBD), dim=-1), state, seq)
         stream = ResidualStream(x_LBD, None, embedded_LBD, mixed.y_LBD)
         return ResidualOut(stream, mixed.state, mixed.aux)
+
+
+def sub_layer(arch: Architecture, index: int, norm_eps: float, tensor: TensorGroup, multiplier: float) -> nn.Module:
+    """The module of one sub-layer of the model."""
+    spec, sizes = arch.specs[index], arch.sizes_at(index)
+    if spec.feeds_next:
+        return Feeder(spec, sizes, tensor)
+    if spec.beside:
+        return Beside(spec, sizes, tensor, multiplier)
+    shows_norm = any(later.beside for later in arch.specs[index + 1 : index + 2])
+    return Residual(spec, sizes, norm_eps, tensor, multiplier, shows_norm)
 
 
 class StackOut(NamedTuple):
@@ -171,10 +210,7 @@ class Stack(nn.ModuleDict):
     ) -> None:
         super().__init__()
         for i in indices:
-            place = arch.specs[i], arch.sizes_at(i)
-            inside = tensor.of_layer(i)
-            feeds = place[0].feeds_next
-            self[str(i)] = Feeder(*place, inside) if feeds else Residual(*place, norm_eps, inside, multiplier)
+            self[str(i)] = sub_layer(arch, i, norm_eps, tensor.of_layer(i), multiplier)
         along_sequence = {str(i) for i in indices if arch.specs[i].state_parts(arch.sizes)}
         choices = {Recompute.none: set(), Recompute.selective: along_sequence, Recompute.layer: set(self)}
         self.recomputed: set[str] = choices[recompute]
@@ -187,23 +223,25 @@ class Stack(nn.ModuleDict):
         stream = ResidualStream(x_LBD, None, embedded_LBD)
         new_states: States = {}
         total_aux: dict[str, Tensor] = {}
-        offloaded = OffloadedPass()
+        offloaded, normed_LBD = OffloadedPass(), None
         for name, layer in self.items():
             index = int(name)
             state = None if states is None else states.get(index)
-            if name in self.recomputed and torch.is_grad_enabled():
-                # The sum is made outside of what runs again, which then keeps one tensor as its input and not two.
-                given = (*stream.settled(), state, seq)
-                out = checkpoint(layer, *given, use_reentrant=False, preserve_rng_state=False)
+            is_beside, again = isinstance(layer, Beside), name in self.recomputed and torch.is_grad_enabled()
+            # The sum is made outside of what runs again, which then keeps one tensor as its input and not two.
+            given = (normed_LBD,) if is_beside else stream.settled() if again else stream
+            if again:
+                out = checkpoint(layer, *given, state, seq, use_reentrant=False, preserve_rng_state=False)
             elif name in self.offloaded and torch.is_grad_enabled():
                 kept = offloaded.begin(layer, stream.x_LBD)
                 with kept.forward_pass():
-                    out = layer(*stream, state, seq)
+                    out = layer(*given, state, seq)
                 offloaded.end(out.stream.newest_LBD, kept)
             else:
-                out = layer(*stream, state, seq)
+                out = layer(*given, state, seq)
                 offloaded.end(out.stream.newest_LBD, None)
-            stream, new_states[index] = out.stream, out.state
+            stream = stream.joined(out.stream.newest_LBD) if is_beside else out.stream
+            new_states[index], normed_LBD = out.state, out.normed_LBD
             for key, loss in out.aux.items():
                 total_aux[key] = total_aux[key] + loss if key in total_aux else loss
         offloaded.close()

@@ -73,7 +73,7 @@ def unsupported_reason(model: LanguageModel) -> str | None:
     if any(isinstance(module, Adapter) for module in model.modules()):
         return "takes no adapters"
     if not all(isinstance(layer, Residual) for layer in model.layers.values()):
-        return "takes no sub-layers that feed the next one"
+        return "takes no sub-layers that feed the next one, or stand beside another"
     layers = residuals(model).values()
     if {model.embedding_multiplier, model.logits_scaling, *(layer.multiplier for layer in layers)} != {1.0}:
         return "takes no multipliers"
@@ -93,7 +93,7 @@ def _inner(mixer: Mixer) -> int:
     if isinstance(mixer, Mamba):
         return len(mixer.get_parameter("in_proj.weight")) // 2 if mixer.spec.sparse is None else 1
     if isinstance(mixer, SwiGLU):
-        return len(mixer.get_parameter("gate_up.weight")) // 2
+        return len(mixer.get_parameter("gate_up.weight")) // 2 if mixer.multiplier == 1 else 1
     if not isinstance(mixer, Attention) or not mixer.window:
         return 1
     heads = mixer.heads

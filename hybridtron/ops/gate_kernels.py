@@ -23,10 +23,14 @@ WARPS = 4
 
 
 class GateKernels(NamedTuple):
-    """Of one activation. Forward takes gate_up, y; backward gate_up, grad_y and the gradients of gate_up."""
+    """Of one activation. Forward takes gate_up, y; backward gate_up, grad_y and the gradients of gate_up.
+
+    Both then take the number of channels, and these numbers.
+    """
 
     forward: Any
     backward: Any
+    numbers: tuple[float, ...] = ()
 
 
 def gated(gate_up: Tensor, kernels: GateKernels) -> Tensor:
@@ -43,7 +47,7 @@ class _Gate(torch.autograd.Function):
         ctx.save_for_backward(gate_up)
         ctx.kernels = kernels
         y = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-        _launch(kernels.forward, y.shape, gate_up, y)
+        _launch(kernels.forward, kernels.numbers, y.shape, gate_up, y)
         return y
 
     @staticmethod
@@ -51,13 +55,13 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (gate_up,), grad_y = ctx.saved_tensors, grads[0].contiguous()
         found = torch.empty_like(gate_up)
-        _launch(ctx.kernels.backward, grad_y.shape, gate_up, grad_y, found)
+        _launch(ctx.kernels.backward, ctx.kernels.numbers, grad_y.shape, gate_up, grad_y, found)
         return found, None
 
 
-def _launch(kernel: Any, shape: torch.Size, *tensors: Tensor) -> None:
+def _launch(kernel: Any, numbers: tuple[float, ...], shape: torch.Size, *tensors: Tensor) -> None:
     rows, channels = shape[:-1].numel(), shape[-1]
-    launch(kernel, (rows, ceil_div(channels, BLOCK)), *tensors, channels, BLOCK, warps=WARPS)
+    launch(kernel, (rows, ceil_div(channels, BLOCK)), *tensors, channels, *numbers, BLOCK, warps=WARPS)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""activation(gate) * up with its two inputs kept for backward, where plain autograd also keeps activation(gate)."""
+"""activation(m gate) * up with its two inputs kept for backward, where plain autograd also keeps activation(gate)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from hybridtron.ops.multiplied import multiplied
 
 
 class Activation(NamedTuple):
@@ -19,18 +21,20 @@ class Activation(NamedTuple):
 
 class _RecomputedGate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation, multiplier: float) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.activation = activation
-        return activation.forward(gate).mul_(up)
+        ctx.activation, ctx.multiplier = activation, multiplier
+        return activation.forward(multiplied(gate, multiplier)).mul_(up)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (gate, up), (grad,), activation = ctx.saved_tensors, grads, ctx.activation
-        return activation.backward(grad * up, gate), activation.forward(gate).mul_(grad), None
+        gate = multiplied(gate, ctx.multiplier)
+        of_gate = multiplied(activation.backward(grad * up, gate), ctx.multiplier)
+        return of_gate, activation.forward(gate).mul_(grad), None, None
 
 
-def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+def gated(gate_up: Tensor, activation: Activation, multiplier: float = 1.0) -> Tensor:
     """Of gate and up side by side on the last axis."""
-    return _RecomputedGate.apply(*gate_up.chunk(2, dim=-1), activation)
+    return _RecomputedGate.apply(*gate_up.chunk(2, dim=-1), activation, multiplier)

@@ -112,7 +112,7 @@ def count(model: ModelConfig, seq_len: int) -> ModelCount:
 def _parameters(spec: MixerSpec, sizes: ModelSizes, is_later: bool) -> int:
     """Of a sub-layer with its norm; without what it shares, where it is a later place of its letter."""
     own = (weight for weight in spec.parameters(sizes).values() if not (weight.shared and is_later))
-    return (0 if spec.feeds_next else sizes.width) + sum(weight.size for weight in own)
+    return sizes.width * spec.has_norm + sum(weight.size for weight in own)
 
 
 def logits_at_a_time(tokens: int, vocabulary: int, value_bytes: int) -> int:

@@ -36,7 +36,7 @@ def _in_fp8(use: LayerUse, phase: ResolvedPhase, table: Mapping[str, Parameter],
     found = projections_of(phase, table, layer)
     reading = [one for one in found.entering if one.keeps_input]
     more = width * sum(one.weight.fp8 and one.learns for one in reading) // value
-    if reading and all(one.weight.fp8 and one.adapter is None for one in reading):
+    if gone := bool(reading) and all(one.weight.fp8 and one.adapter is None for one in reading):
         more -= width
     for one in found.leaving:
         own = shared(one.weight.shape[1], config.parallel.tensor)
@@ -45,4 +45,6 @@ def _in_fp8(use: LayerUse, phase: ResolvedPhase, table: Mapping[str, Parameter],
     if not config.precision.cache_weights:  # micro-batches share nothing, the tokens of one share a weight
         rounded = sum(local_size(one.weight, config.parallel) for one in found.every if one.weight.fp8)
         more += rounded // (value * phase.tokens_of_rank)
-    return replace(use, again=use.again + more) if use.again else replace(use, kept=use.kept + more)
+    if use.again:
+        return replace(use, again=use.again + more)
+    return replace(use, kept=use.kept + more, read=0 if gone else use.read)

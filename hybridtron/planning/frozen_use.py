@@ -55,11 +55,14 @@ def _frozen(use: LayerUse, phase: ResolvedPhase, table: Mapping[str, Parameter],
     found = projections_of(phase, table, layer)
     made = found.leaving if not spec.keeps_output else []
     gone = sum(shared(one.weight.shape[1], phase.config.parallel.tensor) for one in made if not one.keeps_input)
-    more = _entered(use, found, phase) - gone + sum(_beside(one, phase) for one in found.every)
+    entered = _entered(use, found, phase)
+    more = entered - gone + sum(_beside(one, phase) for one in found.every)
     back = gone + 2 * max((_scaled(one, phase) for one in found.every), default=0)
     regathers = any(one.learns for one in found.entering) and not found.adapted
     used = replace(use, back=use.back + back, gathered=use.gathered if regathers else 0)
-    return replace(used, again=use.again + more) if use.again else replace(used, kept=use.kept + more)
+    if use.again:
+        return replace(used, again=use.again + more)
+    return replace(used, kept=use.kept + more, read=max(0, use.read + entered) if use.read else 0)
 
 
 def _entered(use: LayerUse, found: SublayerWeights, phase: ResolvedPhase) -> int:

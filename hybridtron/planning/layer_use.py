@@ -30,6 +30,8 @@ class LayerUse:
     summed: int  # over the tensor-parallel ranks, in forward and backward
     gathered: int = 0  # from these ranks once more, in backward
     away: int = 0  # that waits in the host's memory from the forward to the backward pass
+    read: int = 0  # of what is kept: what the norm before it has made, if that is kept as it is
+    twice: int = 0  # that it keeps as well, and that counts in the sub-layer that it is beside
 
 
 def layer_uses(config: Config, runs_again: bool = False) -> tuple[LayerUse, ...]:
@@ -47,7 +49,10 @@ def sizes_of(config: Config) -> ModelSizes:
 def with_offload(uses: Sequence[LayerUse], count: int, received: int) -> tuple[LayerUse, ...]:
     """Of a stage's sub-layers the first ones leave what they keep to the host, less the stream that was received."""
     stays = [received, *[0] * len(uses)]
-    away = [replace(use, kept=stay, away=use.kept - stay) for use, stay in zip(uses[:count], stays, strict=False)]
+    away = [
+        replace(use, kept=stay, away=use.kept + use.twice - stay)
+        for use, stay in zip(uses[:count], stays, strict=False)
+    ]
     return (*away, *uses[count:])
 
 
@@ -137,19 +142,28 @@ def _layer_use(spec: MixerSpec, sizes: ModelSizes, config: Config, stream: int, 
         - sizes.width
     )
     passes = passes_of(spec, sizes, parallel.recompute, runs_again)
-    own = stream * (2 if spec.feeds_next else 1)  # what the norm keeps: beside the stream also the embedding
+    # what the norm keeps: beside the stream also the embedding; nothing where there is none
+    own = 0 if spec.beside else stream * (2 if spec.feeds_next else 1)
+    as_it_is = read if parallel.tensor == 1 or not parallel.sequence or regathers else 0
+    given, there = (normed_values(config), as_it_is) if spec.beside else (stream, stream)
     return LayerUse(
-        kept=stream if again else own + inside,
-        again=own - stream + inside if again else 0,
-        back=own + shared(spec.backward_values(sizes), parallel.tensor),
+        kept=given if again else own + inside,
+        again=own + inside - there if again else 0,
+        back=max(own, stream) + shared(spec.backward_values(sizes), parallel.tensor),
         summed=passes * (sizes.width + rows) if parallel.tensor > 1 else 0,
         gathered=sizes.width if regathers else 0,
+        read=given * spec.beside if again else as_it_is,
     )
+
+
+def normed_values(config: Config) -> int:
+    """Values per token of what a norm makes of the stream, on one device."""
+    return shared(config.model.width, config.parallel.tensor if config.parallel.sequence else 1)
 
 
 def stream_values(config: Config) -> int:
     """Values per token of the residual stream on one device; one in fp32 beside bf16 takes the place of two."""
-    width = shared(config.model.width, config.parallel.tensor if config.parallel.sequence else 1)
+    width = normed_values(config)
     return width * FP32_BYTES // VALUE_BYTES[config.precision.name] if config.model.residual_fp32 else width
 
 

@@ -10,9 +10,9 @@ on one of these), v virtual stages, and m micro batches a step:
     activations          per sub-layer and token: the norm's input (by t under sequence parallelism), its output as the
                          projections read it (whole: it is gathered once and kept; by t with `parallel.regather`,
                          where projections are all that reads it), and the mixer's inside (by t).
-                         What of the mixer's inside every rank has (Mamba's small dt, B, C) counts whole. A recomputed
-                         sub-layer keeps the norm's input alone; what frozen weights and adapters keep, `frozen_use.py`
-                         says. Every micro batch between its forward and its backward pass holds a chunk's.
+                         What of it every rank has (Mamba's small dt, B, C) counts whole. A recomputed sub-layer keeps
+                         the norm's input alone. Every micro batch between its two passes holds a chunk's. More in
+                         `frozen_use.py` (and adapters), `beside_use.py`, `fp8_use.py`.
     in flight            1F1B: min(p - r, m) on pipeline rank r. Interleaved: Megatron's warm-up, 2 (p - r - 1) +
                          (v - 1) p chunk passes, and one more; which chunks these are is played through.
     backward             what the backward pass makes, at the sub-layer at which it holds most, and the streams that the
@@ -52,6 +52,7 @@ from hybridtron.config.layout import chunks_on, data_parallel, layer_costs, stag
 from hybridtron.config.resolve import ResolvedPhase, resolve
 from hybridtron.config.schema import Config
 from hybridtron.planning.activations import ChunkUse, RankUse
+from hybridtron.planning.beside_use import with_beside
 from hybridtron.planning.count import VALUE_BYTES, gradient_bytes, loss_bytes
 from hybridtron.planning.fp8_use import with_fp8
 from hybridtron.planning.frozen_use import with_frozen
@@ -146,10 +147,9 @@ def plan(phase: ResolvedPhase, world_size: int) -> Plan:
     parallel, model = config.parallel, config.model
     data = data_parallel(parallel, world_size)
     seq_len = max(one.seq_len for one in config.phases)
-    costs = layer_costs(model, seq_len)
-    stages = stage_layers(model, parallel, seq_len)
+    costs, stages = layer_costs(model, seq_len), stage_layers(model, parallel, seq_len)
     table = parameter_table(model)
-    uses = with_frozen(layer_uses(config, runs_again(phase)), phase, table, stages[0].stop)
+    uses = with_fp8(with_frozen(layer_uses(config, runs_again(phase)), phase, table, stages[0].stop), phase, table)
     step = _Step(
         config=config,
         phase=phase,
@@ -158,7 +158,7 @@ def plan(phase: ResolvedPhase, world_size: int) -> Plan:
         chunks=tuple(
             PlannedStage(index, stage, sum(costs[stage.start : stage.stop])) for index, stage in enumerate(stages)
         ),
-        uses=with_handed_over(with_fp8(uses, phase, table), phase),
+        uses=with_beside(with_handed_over(uses, phase), config),
         carried=carried_bytes(phase),
         handed_over=sent_by_layers(phase),
         table=table,

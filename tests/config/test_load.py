@@ -78,7 +78,7 @@ def test_letters_and_options_can_be_added():
         ("modle.width=3", "modle.width", "did you mean model?"),
         ("model.widht=3", "model.widht", "did you mean width?"),
         ("recipe=samba_421", "recipe", "did you mean samba_421m?"),
-        ("model=zzz", "model", "have: chat_laptop, copying_45m, from_checkpoint, "),
+        ("model=zzz", "model", "have: chat_laptop, copying_45m, falcon_h1_0.5b, "),
         ("phases.3.lr=1", "phases.3.lr", "numbered from 0"),
         ("model.width=wide", "model.width", "a whole number"),
         ("run.seed=1.5", "run.seed", "a whole number"),

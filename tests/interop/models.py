@@ -129,6 +129,16 @@ MODELS |= {
     "zamba2": ("MAMMBMAM", {"M": MAMBA2, "A": ADAPTED, "B": ADAPTED}, True),
     "zamba2-floor": ("AMMAM", {"M": {**MAMBA2, "dt_floor": 0.01}, "A": {**SHARED, "rope": {"base": 50000.0}}}, True),
 }
+BY = {"z": 0.5, "x": 0.25, "B": 0.75, "C": 1.5, "dt": 2.0}
+PARALLEL: dict[str, dict[str, Any]] = {
+    "M": {**MAMBA2, "heads": 6, "norm": False, "multipliers": BY, "output_multiplier": 0.3},
+    "A": {**ATTENTION, "head_dim": 16, "beside": True, "scale": 0.1, "output_multiplier": 0.9},
+    "-": {**MLP, "gate_multiplier": 0.8, "output_multiplier": 0.6},
+}
+MODELS |= {
+    "falcon_h1": ("(MA-)*2", PARALLEL, False),
+    "falcon_h1-normed": ("MA-", {"M": MAMBA2, "A": {**ATTENTION, "beside": True}, "-": MLP}, True),
+}
 MAMBA = {"kind": "mamba", "state": 4, "conv": 3}
 WINDOW = {**ATTENTION, "window": 9}
 SPAN = {"kind": "span", "heads": 4, "kv_heads": 2, "chunk": 16, "block": 4, "blocks": 2}
@@ -184,6 +194,15 @@ CUSTOM: dict[str, tuple[str, dict[str, dict[str, Any]], bool]] = {
         {"M": MAMBA2, "S": {**ADAPTED, "window": 9}, "T": {**SHARED, "kv_heads": 2}},
         False,
     ),
+    "three-beside": (
+        "MWAP-",
+        {
+            **PARALLEL,
+            "W": {**WINDOW, "beside": True},
+            "P": {**MLP, "beside": True, "output_multiplier": 0.5},
+        },
+        True,
+    ),
     "shared-span": ("(MS)*2M", {"M": MAMBA2, "S": {**SPAN, **SHARED, "kind": "shared_span"}}, True),
     "span-random": ("S-", {"S": {**SPAN, "memory": "random", "eval": "span"}, "-": MLP}, False),
     "span-shifted": ("S-", {"S": {**SPAN, "memory": "shifted", "eval": "span"}, "-": MLP}, False),
@@ -202,6 +221,7 @@ CLASSES = {
     "qwen3_next": "Qwen3NextForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "zamba2": "Zamba2ForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
 }
 ONE_OF_EACH = [pytest.param(name, marks=[pytest.mark.slow] * (name not in CLASSES)) for name in MODELS]
 """Of each class the first is fast."""

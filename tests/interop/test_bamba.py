@@ -14,7 +14,8 @@ from hybridtron.architecture.table import architecture
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.cli.convert import main
 from hybridtron.config.choices import Export
-from hybridtron.config.exportable import NATIVE, export_class
+from hybridtron.config.exportable import export_class
+from hybridtron.config.native_fits import NATIVE
 from hybridtron.data.batch import SeqInfo
 from hybridtron.interop.config_json import CannotImport, settings_of
 from hybridtron.interop.native_bamba import Bamba

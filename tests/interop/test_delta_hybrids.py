@@ -17,7 +17,8 @@ from hybridtron.architecture.table import architecture
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.cli.convert import main
 from hybridtron.config.choices import Export
-from hybridtron.config.exportable import NATIVE, SHIPPED, export_class
+from hybridtron.config.exportable import SHIPPED, export_class
+from hybridtron.config.native_fits import NATIVE
 from hybridtron.data.batch import SeqInfo
 from hybridtron.interop.export import TARGETS
 from hybridtron.interop.rules import TensorRule

@@ -16,7 +16,8 @@ from hybridtron.architecture.model import ModelConfig
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.cli.convert import main
 from hybridtron.config.choices import Export
-from hybridtron.config.exportable import NATIVE, SHIPPED, export_class
+from hybridtron.config.exportable import SHIPPED, export_class
+from hybridtron.config.native_fits import NATIVE
 from hybridtron.data.batch import SeqInfo
 from hybridtron.interop.native_nemotron import NemotronH
 from tests.interop.models import model_config, own_model

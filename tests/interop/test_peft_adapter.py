@@ -52,6 +52,7 @@ def tuned(base: Checkpoint, preset: Adapting, folder: Path, **options: Any) -> C
         ("granite", Adapting.hylora, True),
         ("granite-scaled", Adapting.lora, False),
         ("nemotron_h", Adapting.hylora, False),
+        ("falcon_h1", Adapting.hylora, False),
     ],
 )
 def test_peft_computes_what_we_do(name: str, preset: Adapting, dora: bool, alone: Groups, tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ def exported(source: Path, output: Path, *more: str) -> Path:
         ("llama-tied", Adapting.lora_plus, False),
         ("granite", Adapting.hylora, True),
         ("nemotron_h", Adapting.hylora, False),
+        ("falcon_h1", Adapting.lora, True),
     ],
 )
 def test_what_we_exported_comes_back_bit_for_bit(

@@ -14,7 +14,8 @@ from hybridtron.architecture.table import architecture
 from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.cli.convert import main
 from hybridtron.config.choices import Export
-from hybridtron.config.exportable import NATIVE, SHIPPED, CannotExport, export_class
+from hybridtron.config.exportable import SHIPPED, CannotExport, export_class
+from hybridtron.config.native_fits import NATIVE
 from hybridtron.data.batch import SeqInfo
 from hybridtron.interop.native_zamba2 import Zamba2
 from hybridtron.interop.sample import sampled

@@ -37,6 +37,13 @@ OPTIONS = {
         {"state": 6, "head_dim": 8},
         {"state": 4, "head_dim": 4, "groups": 2, "conv": 3},
         {"state": 4, "head_dim": 4, "groups": 3, "heads": 9},
+        {
+            "state": 4,
+            "head_dim": 8,
+            "norm": False,
+            "multipliers": {"z": 0.5, "x": 0.25, "B": 0.75, "C": 1.5, "dt": 2.0},
+            "output_multiplier": 0.5,
+        },
         {"state": 4, "head_dim": 4, "groups": 2, "sparse": {"keys": 6, "bins": "sign", "hashes": 2, "target": "mean"}},
         {"state": 4, "head_dim": 4, "groups": 2, "sparse": {"pattern": "ks", "keys": 5, "projected": True}},
         {"state": 4, "head_dim": 8, "sparse": {"pattern": "lsh", "keys": 3, "hashes": 4}},
@@ -61,6 +68,7 @@ OPTIONS = {
         {"heads": 4, "kv_heads": 2, "qk_norm": "head", "gate": True, "rotary_dim": 2, "window": 6},
         {"heads": 4, "qk_norm": "all", "norm_after": True, "conv": 3},
         {"heads": 4, "kv_heads": 2, "window": 6, "scale": 0.1},
+        {"heads": 2, "beside": True, "output_multiplier": 0.75},
         {"heads": 2, "window": 6, "rope": {"scale": "yarn", "factor": 4.0, "original": 6}},
         {"heads": 2, "rope": {"base": 100.0, "scale": "llama3", "factor": 4.0, "original": 20}},
         {"heads": 4, "kv_heads": 2, "rotary_dim": 2, "self_extend": {"group": 3, "neighbours": 5}},
@@ -104,7 +112,7 @@ OPTIONS = {
             "relevance": "previous_chunk",
         },
     ],
-    "swiglu": [{"hidden": 24}, {"hidden": 24, "norm_after": True}],
+    "swiglu": [{"hidden": 24}, {"hidden": 24, "norm_after": True}, {"hidden": 24, "gate_multiplier": 0.5}],
     "squared_relu": [{"hidden": 24}],
 }
 CASES = [
@@ -340,7 +348,7 @@ def test_flops_grow_with_nothing_but_what_is_seen(spec: MixerSpec) -> None:
 def test_it_is_exported_by_the_shipped_class_and_imported_again(spec: MixerSpec) -> None:
     """Every weight bit for bit, every option; the shipped class computes and generates the same, from a cache too."""
     layers = {"X": {"kind": spec.kind, **dataclasses.asdict(spec)}, "-": {"kind": "swiglu", "hidden": 16}}
-    pattern = "X-X-" if spec.feeds_next else "XX"
+    pattern = "X-X-" if spec.feeds_next else "-X-X" if spec.beside else "XX"
     layers = {letter: options for letter, options in layers.items() if letter in pattern}
     model = ModelConfig(width=16, vocab_size=32, pattern=pattern, layers=layers, tie_embeddings=False)
     ours, target = LanguageModel(model), Custom()
@@ -356,7 +364,7 @@ def test_it_is_exported_by_the_shipped_class_and_imported_again(spec: MixerSpec)
     back = {key: part for rule in rules for key, part in rule.to_ours(held[rule.theirs]).items()}
     assert back.keys() == stored.keys()
     assert all(torch.equal(back[key], weight) for key, weight in stored.items())
-    options = architecture(target.model(settings)).specs[0].exported_options(SIZES)
+    options = architecture(target.model(settings)).by_letter["X"].exported_options(SIZES)
     assert options == spec.exported_options(SIZES)
 
     tokens_BL = torch.randint(32, (2, LENGTH))

@@ -37,6 +37,7 @@ def test_a_wrong_form_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu_correct.correctness(report)
     assert {cells[0] for cells in report.tables[-1].cells} == {
         "swiglu hidden=512",
+        "swiglu hidden=512 gate_multiplier=0.5",
         *gpu_correct.ADAPTERS,
         "swiglu",
         "linear",

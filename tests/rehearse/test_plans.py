@@ -15,6 +15,7 @@ from tests.rehearse.programs import printed_by
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]  # of the fixture, which rehearses in a process of its own
 SAMBA = ["recipe=samba_421m", "phases.0.micro_batch=2"]
+FALCON_H1 = ["recipe=falcon_h1_0.5b", "phases.0.micro_batch=2"]
 ZAMBA2 = ["recipe=zamba2_1.2b_span", "phases.0.global_batch=4"]
 WHOLE = ["phases.0.adapters=null", "parallel.recompute=none", "phases.0.seq_len=4096"]
 CUT = "parallel=tensor2_pipeline2"  # and two data ranks
@@ -90,6 +91,20 @@ JOBS: dict[str, tuple[list[str], int, int]] = {
             ("last of two", 2, 1, [*WHOLE, "parallel.pipeline=2"]),
             ("tensor ranks", 2, 0, [*WHOLE, "parallel.tensor=2", "parallel.sequence=true"]),
             ("rows over 2 ranks", 2, 1, [*WHOLE, "parallel.context=2"]),
+        )
+    },
+    **{
+        f"beside each other, {name}": ([*FALCON_H1, *settings], gpus, rank)
+        for name, gpus, rank, settings in (
+            ("whole", 1, 0, []),
+            ("recompute", 1, 0, ["parallel.recompute=layer"]),
+            ("first of two", 8, 0, [CUT]),
+            ("last of two", 8, 4, [CUT]),
+            ("tensor ranks", 2, 0, ["parallel.tensor=2"]),
+            ("gathered again", 2, 0, ["parallel.tensor=2", "parallel.sequence=true", "parallel.regather=true"]),
+            ("offload", 1, 0, ["parallel.offload=9"]),
+            ("adapters", 1, 0, [LORA]),
+            ("rows over 2 ranks", 2, 1, ["parallel.context=2"]),
         )
     },
     "passed states": ([*SAMBA, "states.mode=passing", "phases.0.global_batch=8"], 1, 0),

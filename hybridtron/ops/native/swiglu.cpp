@@ -1,9 +1,10 @@
-// y = silu(gate) up;   dup = dy silu(gate),   dgate = dy up silu'(gate)
+// y = silu(m gate) up;   dup = dy silu(m gate),   dgate = dy up m silu'(m gate)
 #include "blocks.h"
 
 template <class S> struct SwiGLU {
   int64_t rows, length, channels;
   Tokens gate, up, y, grad_y, grad_gate, grad_up;
+  double multiplier;
 
   int64_t groups() const { return parts(channels, GROUP); }
   int64_t units() const { return parts(rows * length, BLOCK); }
@@ -11,6 +12,7 @@ template <class S> struct SwiGLU {
 
 template <class S, bool BACK> static void block(void *task, int unit, char *scratch) {
   const SwiGLU<S> &of = *(const SwiGLU<S> *)task;
+  const S m = of.multiplier;
   S *gate = (S *)scratch, *up = gate + GROUP, *grad = up + GROUP;
   for (int64_t k = unit * BLOCK; k < (unit + 1) * BLOCK && k < of.rows * of.length; k++)
     for (int64_t first = 0; first < of.channels; first += GROUP) {
@@ -19,13 +21,13 @@ template <class S, bool BACK> static void block(void *task, int unit, char *scra
       read_padded(gate, of.gate, r, t, first, count), read_padded(up, of.up, r, t, first, count);
       if (BACK) read_padded(grad, of.grad_y, r, t, first, count);
       for (int64_t i = 0; i < count; i += Lanes<S>::W) {
-        const V<S> g = load(gate + i), u = load(up + i), open = Logistic<S>(g).sigmoid(g);
+        const V<S> g = m * load(gate + i), u = load(up + i), open = Logistic<S>(g).sigmoid(g);
         if (!BACK) {
           store(gate + i, g * open * u);
           continue;
         }
         const V<S> dy = load(grad + i);
-        store(up + i, dy * (g * open)), store(gate + i, dy * u * open * (1 + g * (1 - open)));
+        store(up + i, dy * (g * open)), store(gate + i, m * (dy * u * open * (1 + g * (1 - open))));
       }
       write(gate, BACK ? of.grad_gate : of.y, r, t, first, count);
       if (BACK) write(up, of.grad_up, r, t, first, count);

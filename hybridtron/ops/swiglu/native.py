@@ -24,6 +24,7 @@ class SwiGLUTask(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "length", "channels")),
         *((name, Tokens) for name in ("gate", "up", "y", "grad_y", "grad_gate", "grad_up")),
+        ("multiplier", ctypes.c_double),
     )
 
 
@@ -45,28 +46,30 @@ class _NativeGate(torch.autograd.Function):
     """Keeps its input, of whose rows gate and up are the halves."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, multiplier: float) -> Tensor:
         ctx.save_for_backward(gate_up)
+        ctx.multiplier = multiplier
         gate, up = as_rows(gate_up).chunk(2, -1)
         y = like(gate)
-        task = _task(gate, up)
+        task = _task(gate, up, multiplier)
         task.y = Tokens.of(y)
         call(f"swiglu_forward_{scalar(wide_type(gate))}", task, threads(gate.numel() / WORTH))
         return y.reshape(*gate_up.shape[:-1], y.shape[-1])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (gate_up,) = ctx.saved_tensors
         rows, grad_y = as_rows(gate_up), as_rows(grads[0])
         found, (gate, up) = like(rows), rows.chunk(2, -1)
         grad_gate, grad_up = found.chunk(2, -1)
-        task = _task(gate, up)
+        task = _task(gate, up, ctx.multiplier)
         task.grad_y, task.grad_gate, task.grad_up = map(Tokens.of, (grad_y, grad_gate, grad_up))
         call(f"swiglu_backward_{scalar(wide_type(gate))}", task, threads(gate.numel() / WORTH))
-        return found.reshape(gate_up.shape)
+        return found.reshape(gate_up.shape), None
 
 
-def _task(gate: Tensor, up: Tensor) -> SwiGLUTask:
+def _task(gate: Tensor, up: Tensor, multiplier: float) -> SwiGLUTask:
     rows, length, channels = gate.shape
-    return SwiGLUTask(rows=rows, length=length, channels=channels, gate=Tokens.of(gate), up=Tokens.of(up))
+    parts = {"gate": Tokens.of(gate), "up": Tokens.of(up)}
+    return SwiGLUTask(rows=rows, length=length, channels=channels, multiplier=multiplier, **parts)

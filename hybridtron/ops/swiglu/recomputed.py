@@ -14,7 +14,7 @@ SILU = Activation(F.silu, torch.ops.aten.silu_backward)
 
 
 def swiglu(inputs: SwiGLUInputs) -> Tensor:
-    return gated(inputs.gate_up, SILU)
+    return gated(inputs.gate_up, SILU, inputs.multiplier)
 
 
 RECOMPUTED = Implementation("recomputed", swiglu)

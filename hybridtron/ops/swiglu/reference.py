@@ -1,6 +1,6 @@
 """The gate of a SwiGLU block.
 
-    y = silu(gate) * up,   silu(g) = g * sigmoid(g)
+    y = silu(multiplier * gate) * up,   silu(g) = g * sigmoid(g)
 
 Only the elementwise part: the projections before and after it belong to the mixer.
 """
@@ -12,14 +12,17 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridtron.ops.multiplied import multiplied
+
 
 class SwiGLUInputs(NamedTuple):
-    """Gate and up side by side on the last axis, as one projection makes them."""
+    """Gate and up side by side on the last axis, as one projection makes them; what the gate is multiplied by."""
 
     gate_up: Tensor
+    multiplier: float = 1.0
 
 
 def swiglu(inputs: SwiGLUInputs) -> Tensor:
-    """silu(gate) * up, in the dtype of the input."""
+    """silu(multiplier * gate) * up, in the dtype of the input."""
     gate, up = inputs.gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return F.silu(multiplied(gate, inputs.multiplier)) * up

@@ -34,6 +34,7 @@ from hybridtron.parallel.entered import Entry, _gathered
 from hybridtron.parallel.linear import TensorGroup
 from hybridtron.parallel.loss import linear_cross_entropy
 from hybridtron.proving.audit.adapter_bugs import ADAPTER_BUGS
+from hybridtron.proving.audit.beside_bugs import BESIDE_BUGS
 from hybridtron.proving.audit.bug import Bug, Replaced, marked
 from hybridtron.proving.audit.context_bugs import CONTEXT_BUGS
 from hybridtron.proving.audit.sharing_bugs import SHARING_BUGS
@@ -273,4 +274,5 @@ BUGS = {
     **ADAPTER_BUGS,
     **CONTEXT_BUGS,
     **SHARING_BUGS,
+    **BESIDE_BUGS,
 }

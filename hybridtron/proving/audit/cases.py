@@ -36,7 +36,10 @@ ADAPTED = {
     "adapters-dora": replace(ADAPTERS, dora=True),
 }
 """Beside every projection of the architecture of this name; the projections themselves are frozen."""
-MULTIPLIED = {"granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}}
+MULTIPLIED: dict[str, dict[str, Any]] = {
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "falcon-h1": {"embedding_multiplier": 3.0, "logits_scaling": 0.5},
+}
 """Numbers by which parts of the architecture of this name are multiplied."""
 VOCABULARY = 96  # what many numbers of ranks can share
 LR = 1e-2
@@ -109,6 +112,7 @@ ARCHITECTURES = {
     "adapters-dora": "F-SMW",
     "zamba2": "SsGtSsG",
     "granite": "S-g-G",
+    "falcon-h1": "kvjGvWjpk",
 }
 """An odd number of layers each, so that no number of stages divides them.
 
@@ -119,6 +123,15 @@ BLOCKS = {
     "t": {"kind": "shared_span", "heads": 4, "hidden": 48, "rank": 3, "chunk": [4, 8], "block": 2, "blocks": 2},
 }
 """Of one set of weights for all places."""
+PARALLEL = {
+    "k": {
+        **{"kind": "mamba2", "state": 4, "head_dim": 4, "norm": False, "output_multiplier": 0.5},
+        "multipliers": {"z": 0.5, "x": 0.75, "B": 1.5, "C": 0.25, "dt": 2.0},
+    },
+    "j": {"kind": "swiglu", "hidden": 48, "gate_multiplier": 0.75, "output_multiplier": 1.5},
+    "p": {"kind": "swiglu", "hidden": 48, "beside": True},
+}
+"""Multiplied parts of Falcon-H1, and an MLP beside another; attention beside a mixer is "v"."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +179,13 @@ def table() -> Iterator[Case]:
             yield Case(name, layout, small(model, parallel, documents, ranks.data), ranks.data)
 
 
+SPAN = {"kind": "span", "heads": 4, "kv_heads": 2, "chunk": [4, 8], "block": 2, "blocks": 2}
+SPANS: dict[str, dict[str, Any]] = {
+    "X": {**SPAN, "draw": "layer"},
+    "Y": {**SPAN, "memory": "shifted", "kv_heads": 1},
+    "Z": {**SPAN, "memory": "random", "eval": "span"},
+    "L": {**SPAN, "memory": "landmark", "relevance": "previous_chunk", "eval": "span"},
+}
 MLPS: dict[str, dict[str, Any]] = {
     "-": {"kind": "swiglu", "hidden": 48},
     "P": {"kind": "swiglu", "hidden": 48, "norm_after": True},
@@ -186,7 +206,6 @@ def shares_out(pattern: str, ranks: Layout) -> bool:
 def small_model(pattern: str, tied: bool, heads: dict[str, Any]) -> ModelConfig:
     """One of the table's models, with these options of its attention."""
     attention = {"kind": "attention", "heads": 4, **heads}
-    span = {"kind": "span", "heads": 4, "kv_heads": 2, "chunk": [4, 8], "block": 2, "blocks": 2}
     mamba2 = {"kind": "mamba2", "state": 4, "head_dim": 4}
     # a query at nearly right angles to its keys reads next to nothing, which the norm would enlarge with its rounding
     linear = {"norm_eps": 0.01}
@@ -212,16 +231,14 @@ def small_model(pattern: str, tied: bool, heads: dict[str, Any]) -> ModelConfig:
         "W": {**attention, "window": 7},
         "F": attention,
         "g": {**attention, "rope": "none", "scale": 0.2},
+        "v": {**attention, "beside": True, "scale": 0.3, "output_multiplier": 0.75},
         "y": {**attention, "rope": {"scale": "yarn", "factor": 4.0, "original": 8}},
         "O": {**attention, "qk_norm": "all", "norm_after": True},
         "H": {**attention, "qk_norm": "head", "gate": True, "rotary_dim": 4},
-        "X": {**span, "draw": "layer"},
-        "Y": {**span, "memory": "shifted", "kv_heads": 1},
-        "Z": {**span, "memory": "random", "eval": "span"},
-        "L": {**span, "memory": "landmark", "relevance": "previous_chunk", "eval": "span"},
+        **SPANS,
         **MLPS,
     }
-    used = {letter: options for letter, options in (layers | BLOCKS).items() if letter in pattern}
+    used = {letter: options for letter, options in (layers | BLOCKS | PARALLEL).items() if letter in pattern}
     return ModelConfig(32, VOCABULARY, pattern, used, tied)
 
 

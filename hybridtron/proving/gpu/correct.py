@@ -35,7 +35,10 @@ from hybridtron.proving.measuring import BenchReport
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "mamba": [{}, {"sparse": {"pattern": "sink_window", "keys": 64}}],
-    "mamba2": [{"head_dim": 32, "state": 32, "groups": 2}],
+    "mamba2": [
+        {"head_dim": 32, "state": 32, "groups": 2},
+        {"head_dim": 32, "state": 32, "norm": False, "multipliers": {"x": 0.5, "C": 2.0}},
+    ],
     "mamba3": [{"head_dim": 32, "state": 32, "groups": 2, "norm": True}],
     "gla": [{"heads": 2}, {"heads": 4, "conv": 4}],
     "retnet": [{"heads": 2}],
@@ -54,7 +57,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "shared_span": [
         {"heads": 8, "hidden": 512, "rank": 16, "chunk": 64, "block": 16, "blocks": 3, "relevance": "previous_chunk"}
     ],
-    "swiglu": [{"hidden": 512}],
+    "swiglu": [{"hidden": 512}, {"hidden": 512, "gate_multiplier": 0.5}],
     "squared_relu": [{"hidden": 512}],
 }
 ADAPTERS: dict[str, dict[str, Any]] = {

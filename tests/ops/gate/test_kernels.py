@@ -16,29 +16,29 @@ from hybridtron.ops.swiglu import SwiGLUInputs, swiglu
 from tests.ops.compiling import compile_calls
 
 pytestmark = pytest.mark.usefixtures("interpreter")
-Gate = tuple[Op[Any, Tensor], Callable[[Tensor], Any]]
+Gate = tuple[Op[Any, Tensor], Callable[..., Any]]
 GATES: dict[str, Gate] = {"swiglu": (swiglu, SwiGLUInputs), "geglu": (geglu, GEGLUInputs)}
 BOTH = pytest.mark.parametrize("gate", GATES)
 
 
-def results(gate: str, implementation: str, gate_up: Tensor, dy: Tensor) -> list[Tensor]:
+def results(gate: str, implementation: str, gate_up: Tensor, dy: Tensor, *numbers: float) -> list[Tensor]:
     op, inputs = GATES[gate]
     gate_up = gate_up.detach().requires_grad_()
     with force(**{gate: implementation}):
-        y = op(inputs(gate_up))
+        y = op(inputs(gate_up, *numbers))
     return [y.detach(), *torch.autograd.grad(y, gate_up, dy.to(y.dtype))]
 
 
-@BOTH
+@pytest.mark.parametrize(("gate", "numbers"), [("swiglu", ()), ("swiglu", (0.7,)), ("geglu", ())], ids=str)
 @pytest.mark.parametrize("shape", [(1, 2), (7, 6), (3, 5, 34), (2, 1, 2 * 1025)], ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-7), (torch.bfloat16, 2**-7)], ids=str)
 def test_any_number_of_rows_and_channels(
-    gate: str, shape: tuple[int, ...], dtype: torch.dtype, tolerance: float
+    gate: str, numbers: tuple[float, ...], shape: tuple[int, ...], dtype: torch.dtype, tolerance: float
 ) -> None:
     """To bf16 the interpreter does not round, it cuts off: an error of up to 2^-7 of each value."""
     gate_up, dy = (3 * torch.randn(shape)).to(dtype), torch.randn(*shape[:-1], shape[-1] // 2).to(dtype)
-    expected = results(gate, "reference", gate_up.double(), dy.double())
-    found = results(gate, "triton", gate_up.to(compute_device()), dy.to(compute_device()))
+    expected = results(gate, "reference", gate_up.double(), dy.double(), *numbers)
+    found = results(gate, "triton", gate_up.to(compute_device()), dy.to(compute_device()), *numbers)
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, dtype)
         assert (ours.cpu().double() - theirs).norm() <= tolerance * theirs.norm()

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck
+from transformers import FalconH1Config
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hybridtron.ops.dispatch import force
@@ -15,10 +17,11 @@ FORMS = pytest.mark.parametrize("form", ["reference", "recomputed", "native"])
 
 
 @FORMS
-def test_gradients(form: str) -> None:
+@pytest.mark.parametrize("multiplier", [1.0, 0.7])
+def test_gradients(form: str, multiplier: float) -> None:
     gate_up = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
     with force(form):
-        assert gradcheck(lambda x: swiglu(SwiGLUInputs(x)), (gate_up,))
+        assert gradcheck(lambda x: swiglu(SwiGLUInputs(x, multiplier)), (gate_up,))
 
 
 @FORMS
@@ -30,14 +33,25 @@ def test_it_is_llamas(form: str) -> None:
         torch.testing.assert_close(mlp.down_proj(swiglu(SwiGLUInputs(gate_up))), mlp(x))
 
 
+@FORMS
+def test_it_is_that_of_falcon_h1(form: str) -> None:
+    """With a multiplier of the gate."""
+    config = FalconH1Config(hidden_size=8, intermediate_size=12, mlp_multipliers=[0.7, 1.0])
+    mlp, x = FalconH1MLP(config), torch.randn(3, 8)
+    with force(form):
+        gate_up = torch.cat((mlp.gate_proj(x), mlp.up_proj(x)), dim=-1)
+        torch.testing.assert_close(mlp.down_proj(swiglu(SwiGLUInputs(gate_up, 0.7))), mlp(x))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_recomputed_is_bit_equal(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("multiplier", [1.0, 0.7])
+def test_recomputed_is_bit_equal(dtype: torch.dtype, multiplier: float) -> None:
     results = []
     for form in ("reference", "recomputed"):
         torch.manual_seed(0)
         gate_up, grad = torch.randn(64, 66, dtype=dtype, requires_grad=True), torch.randn(64, 33, dtype=dtype)
         with force(form):
-            y = swiglu(SwiGLUInputs(gate_up))
+            y = swiglu(SwiGLUInputs(gate_up, multiplier))
         results.append((y, *torch.autograd.grad(y, gate_up, grad)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

@@ -1,0 +1,278 @@
+"""Which class of transformers has a model's sub-layers, exactly: for each class why it has not.
+
+Nothing is rounded to the nearest. What of the model's ends must fit too stands in `exportable`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
+
+from hybridtron.architecture.attention import AttentionSpec
+from hybridtron.architecture.base import MixerSpec
+from hybridtron.architecture.gated_deltanet import GatedDeltaNetSpec
+from hybridtron.architecture.mamba import MambaSpec
+from hybridtron.architecture.mamba2 import Mamba2Spec, ProjectionMultipliers
+from hybridtron.architecture.shared_attention import SharedAttentionSpec
+from hybridtron.architecture.sparse import RecurrenceSpec
+from hybridtron.architecture.squared_relu import SquaredReLUSpec
+from hybridtron.architecture.swiglu import SwiGLUSpec
+from hybridtron.architecture.table import Architecture
+
+OLMO_HEAD_EPS = 1e-5  # of the norm of a head in OLMo-Hybrid's Gated DeltaNet, whatever config.json says
+ZAMBA2_MAMBA_EPS = 1e-5  # of the gated norm in Zamba2's Mamba-2, whatever config.json says
+OF_FEW_CLASSES = {
+    "dt_floor": 0.0,
+    "norm": True,
+    "multipliers": ProjectionMultipliers(),
+    "gate_multiplier": 1.0,
+    "output_multiplier": 1.0,
+    "beside": False,
+}
+"""Options of sub-layers, with what they are in most classes."""
+
+
+def halves(arch: Architecture) -> tuple[Sequence[MixerSpec], Sequence[MixerSpec]]:
+    """The mixers, and the MLPs after them, of a model whose layers are pairs of both."""
+    return arch.specs[::2], arch.specs[1::2]
+
+
+def _only(
+    specs: Sequence[MixerSpec], kind: type[MixerSpec], norm_after: bool = False, also: Collection[str] = ()
+) -> str | None:
+    """Why these are not all of one kind and alike, with no options of few classes but those in `also`."""
+    if not all(spec.kind == kind.kind for spec in specs):
+        return f"not every sub-layer is {kind.kind}"
+    if len(set(specs)) != 1:
+        return f"its {kind.kind} sub-layers differ"
+    if isinstance(specs[0], RecurrenceSpec) and specs[0].sparse is not None:
+        return f"its {kind.kind} sub-layers have sparse attention beside them"
+    for name in [name for name in OF_FEW_CLASSES if hasattr(specs[0], name) and name not in also]:
+        if (value := getattr(specs[0], name)) != OF_FEW_CLASSES[name]:
+            return f"its {kind.kind} sub-layers have {name}={value}"
+    if specs[0].norm_after is not norm_after:
+        return f"its {kind.kind} sub-layers have their norm {'before' if norm_after else 'after'} them"
+    return None
+
+
+def _pairs(arch: Architecture) -> str | None:
+    mlps = halves(arch)[1]
+    return _are_pairs(arch) or _only(mlps, SwiGLUSpec)
+
+
+def _are_pairs(arch: Architecture) -> str | None:
+    return "its last sub-layer has no MLP after it" if len(arch.specs) % 2 else None
+
+
+def _attention(
+    spec: MixerSpec, qk_norm: str = "none", gate: bool = False, part: bool = False, scaled: bool = False
+) -> str | None:
+    if not isinstance(spec, AttentionSpec):
+        return f"{spec.kind} is not attention"
+    if spec.conv:
+        return "its attention has short convolutions"
+    if spec.self_extend is not None:
+        return "its attention has self_extend"
+    if spec.rotary_dim is not None and not gate and not part:
+        return "its rotary positions turn a part of each head"
+    if spec.qk_norm != qk_norm:
+        return f"its attention has qk_norm={spec.qk_norm}, not {qk_norm}"
+    if spec.scale is not None and not scaled:
+        return "its attention has a scale of its own"
+    if spec.gate is not gate:
+        return f"its attention has {'a' if spec.gate else 'no'} gate"
+    return None
+
+
+def _llama(arch: Architecture, norm_eps: float, windowed: bool, scaled: bool = False) -> str | None:
+    mixers = halves(arch)[0]
+    found = _pairs(arch) or _only(mixers, AttentionSpec) or _attention(mixers[0], scaled=scaled)
+    if found is not None:
+        return found
+    spec = mixers[0]
+    assert isinstance(spec, AttentionSpec)
+    if spec.positions is None:
+        return "its attention has no rotary positions"
+    if (spec.window is not None) is not windowed:
+        return "its attention has a window" if spec.window else "its attention has no window"
+    return None
+
+
+def _granite_hybrid(arch: Architecture, norm_eps: float) -> str | None:
+    found, attention = _mamba2_hybrid(arch, norm_eps, scaled=True)
+    if found or attention is None:
+        return found
+    if attention.channels(arch.sizes)[0] != arch.sizes.width:
+        return "its heads together are not as wide as the model"
+    return None
+
+
+def _bamba(arch: Architecture, norm_eps: float) -> str | None:
+    found, attention = _mamba2_hybrid(arch, norm_eps, part=True)
+    if found or attention is None:
+        return found
+    if attention.positions is None:
+        return "its attention has no rotary positions"
+    if 2 * attention.rotary(arch.sizes) != attention.head(arch.sizes):
+        return "its rotary positions do not turn half of each head"
+    return None
+
+
+def _mamba2_hybrid(
+    arch: Architecture, norm_eps: float, part: bool = False, scaled: bool = False
+) -> tuple[str | None, AttentionSpec | None]:
+    """What Granite's hybrid and Bamba share, and their attention; its positions may turn a part of each head."""
+    mixers = halves(arch)[0]
+    recurrent: list[Mamba2Spec] = [spec for spec in mixers if isinstance(spec, Mamba2Spec)]
+    others = [spec for spec in mixers if not isinstance(spec, Mamba2Spec)]
+    if found := _pairs(arch):
+        return found, None
+    if not recurrent:
+        return "it has no mamba2 sub-layer", None
+    if not others:
+        return "it has no attention", None
+    if found := _only(recurrent, Mamba2Spec) or _expanded(arch) or _same_eps(recurrent[0], norm_eps):
+        return found, None
+    if found := _only(others, AttentionSpec) or _attention(others[0], part=part, scaled=scaled):
+        return found, None
+    attention = others[0]
+    assert isinstance(attention, AttentionSpec)
+    return ("its attention has a window" if attention.window is not None else None), attention
+
+
+def _expanded(arch: Architecture) -> str | None:
+    """Whether Mamba-2's heads are together as wide as its classes take them to be."""
+    mamba = next(spec for spec in arch.specs if isinstance(spec, Mamba2Spec))
+    same = mamba.inner(arch.sizes) == mamba.expand * arch.sizes.width
+    return None if same else "its mamba2 has heads that are together not as wide as expand * model.width"
+
+
+def _nemotron_h(arch: Architecture, norm_eps: float) -> str | None:
+    mamba = [spec for spec in arch.specs if isinstance(spec, Mamba2Spec)]
+    mlps = [spec for spec in arch.specs if isinstance(spec, SquaredReLUSpec)]
+    attention = [spec for spec in arch.specs if isinstance(spec, AttentionSpec)]
+    if other := [spec.kind for spec in arch.specs if spec not in (*mamba, *mlps, *attention)]:
+        return f"{other[0]} is none of mamba2, squared_relu and attention"
+    kinds = {"mamba2": mamba, "squared_relu": mlps, "attention": attention}
+    if missing := [kind for kind, specs in kinds.items() if not specs]:
+        return f"it has no {missing[0]} sub-layer"
+    found = _only(mamba, Mamba2Spec) or _only(mlps, SquaredReLUSpec) or _same_eps(mamba[0], norm_eps)
+    if found := found or _only(attention, AttentionSpec) or _attention(attention[0], part=True):
+        return found
+    if attention[0].positions is not None:
+        return "its attention has rotary positions"
+    return "its attention has a window" if attention[0].window is not None else None
+
+
+def _delta(arch: Architecture) -> tuple[list[GatedDeltaNetSpec], list[AttentionSpec]]:
+    """The mixers of a hybrid of both kinds; neither where there are others."""
+    mixers = halves(arch)[0]
+    recurrent = [spec for spec in mixers if isinstance(spec, GatedDeltaNetSpec)]
+    attention = [spec for spec in mixers if isinstance(spec, AttentionSpec)]
+    return (recurrent, attention) if len(recurrent) + len(attention) == len(mixers) else ([], [])
+
+
+def _delta_hybrid(arch: Architecture, qk_norm: str, gate: bool, norm_after: bool) -> str | None:
+    """What OLMo-Hybrid and Qwen3-Next share; `norm_after` is that of attention and its MLPs."""
+    recurrent, attention = _delta(arch)
+    if not recurrent or not attention:
+        return "its mixers are not gated_deltanet and attention, both of them"
+    mixers, mlps = halves(arch)
+    found = _are_pairs(arch) or _only([replace(mlp, norm_after=False) for mlp in mlps], SwiGLUSpec)
+    found = found or _only(recurrent, GatedDeltaNetSpec) or _only(attention, AttentionSpec, norm_after)
+    if found := found or _attention(attention[0], qk_norm, gate):
+        return found
+    if attention[0].window is not None:
+        return "its attention has a window"
+    wrong = [mlp for mixer, mlp in zip(mixers, mlps, strict=True) if mlp.norm_after is not mixer.norm_after]
+    return "its MLPs do not have their norm where the mixers before them have it" if wrong else None
+
+
+def _olmo_hybrid(arch: Architecture, norm_eps: float) -> str | None:
+    if found := _delta_hybrid(arch, "all", gate=False, norm_after=True):
+        return found
+    recurrent, attention = _delta(arch)
+    if recurrent[0].norm_eps != OLMO_HEAD_EPS:
+        return f"its gated_deltanet has norm_eps={recurrent[0].norm_eps}, not {OLMO_HEAD_EPS}"
+    return _same_eps(attention[0], norm_eps)
+
+
+def _qwen3_next(arch: Architecture, norm_eps: float) -> str | None:
+    if found := _delta_hybrid(arch, "head", gate=True, norm_after=False):
+        return found
+    recurrent, attention = _delta(arch)
+    if recurrent[0].negative_eigenvalues:
+        return "its gated_deltanet has negative_eigenvalues"
+    if attention[0].positions is None:
+        return "its attention has no rotary positions"
+    return _same_eps(recurrent[0], norm_eps) or _same_eps(attention[0], norm_eps)
+
+
+def _zamba2(arch: Architecture, norm_eps: float) -> str | None:
+    blocks = [spec for spec in arch.specs if isinstance(spec, SharedAttentionSpec)]
+    mamba = [spec for spec in arch.specs if isinstance(spec, Mamba2Spec)]
+    if not blocks or not mamba or len(blocks) + len(mamba) != len(arch.specs):
+        return "its sub-layers are not mamba2 and shared_attention, both of them"
+    if (
+        found := _only(mamba, Mamba2Spec, also=["dt_floor"])
+        or _only(blocks, SharedAttentionSpec)
+        or _attention(blocks[0])
+    ):
+        return found
+    if blocks[0].window is not None:
+        return "its attention has a window"
+    if blocks[0].channels(arch.sizes) != (2 * arch.sizes.width,) * 2:
+        return "its heads, or those of keys, are not twice as wide as the model together"
+    letters = [letter for letter, spec in zip(arch.letters, arch.specs, strict=True) if spec.feeds_next]
+    in_turn = list(dict.fromkeys(letters))
+    if any(letter != in_turn[place % len(in_turn)] for place, letter in enumerate(letters)):
+        return f"its shared blocks {''.join(letters)} do not stand in turn"
+    if mamba[0].norm_eps != ZAMBA2_MAMBA_EPS:
+        return f"its mamba2 has norm_eps={mamba[0].norm_eps}, not {ZAMBA2_MAMBA_EPS}"
+    return _same_eps(blocks[0], norm_eps)
+
+
+def _falcon_h1(arch: Architecture, norm_eps: float) -> str | None:
+    mamba, attention, mlps = (arch.specs[first::3] for first in range(3))
+    kinds = {tuple(spec.kind for spec in each) for each in zip(mamba, attention, mlps, strict=False)}
+    if len(arch.specs) % 3 or kinds != {("mamba2", "attention", "swiglu")}:
+        return "its layers are not mamba2, attention beside it and swiglu"
+    found = _only(mamba, Mamba2Spec, also=["norm", "multipliers", "output_multiplier"])
+    found = found or _only(attention, AttentionSpec, also=["beside", "output_multiplier"])
+    found = found or _only(mlps, SwiGLUSpec, also=["gate_multiplier", "output_multiplier"])
+    if found := found or _attention(attention[0], scaled=True):
+        return found
+    first, beside = mamba[0], attention[0]
+    assert isinstance(first, Mamba2Spec)
+    assert isinstance(beside, AttentionSpec)
+    if not beside.beside:
+        return "its attention is not beside mamba2"
+    if beside.positions is None:
+        return "its attention has no rotary positions"
+    if beside.window is not None:
+        return "its attention has a window"
+    return _same_eps(first, norm_eps) if first.norm else None
+
+
+def _same_eps(spec: GatedDeltaNetSpec | AttentionSpec | Mamba2Spec, norm_eps: float) -> str | None:
+    same = spec.norm_eps == norm_eps
+    return None if same else f"its {spec.kind} has norm_eps={spec.norm_eps}, not model.norm_eps={norm_eps}"
+
+
+Misfit = Callable[[Architecture, float], str | None]
+NATIVE: dict[str, Misfit] = {
+    "MambaForCausalLM": lambda arch, _: _only(arch.specs, MambaSpec),
+    "Mamba2ForCausalLM": lambda arch, _: _only(arch.specs, Mamba2Spec) or _expanded(arch),
+    "LlamaForCausalLM": partial(_llama, windowed=False),
+    "MistralForCausalLM": partial(_llama, windowed=True),
+    "GraniteForCausalLM": partial(_llama, windowed=False, scaled=True),
+    "GraniteMoeHybridForCausalLM": _granite_hybrid,
+    "BambaForCausalLM": _bamba,
+    "OlmoHybridForCausalLM": _olmo_hybrid,
+    "Qwen3NextForCausalLM": _qwen3_next,
+    "NemotronHForCausalLM": _nemotron_h,
+    "Zamba2ForCausalLM": _zamba2,
+    "FalconH1ForCausalLM": _falcon_h1,
+}
+"""Why a model is not of a class that transformers has by itself; None where it is, exactly."""

@@ -1,0 +1,103 @@
+"""Falcon-H1: Mamba-2 and full attention beside each other, and a gated MLP, with multipliers nearly everywhere.
+
+A layer there is three sub-layers here. What enters Mamba-2 and attention is multiplied by numbers of its own there. As
+projections follow, these are part of what is multiplied behind them: of Mamba-2's five multipliers, and of attention's
+scale and output. Exports say 1 for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from hybridtron.architecture.mamba2 import Mamba2Spec
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.swiglu import SwiGLUSpec
+from hybridtron.architecture.table import Architecture
+from hybridtron.interop.native import Settings, SubLayerNames
+from hybridtron.interop.native_pairs import BEFORE, Mamba2Hybrid, attention_of
+
+PARTS = ("z", "x", "B", "C", "dt")  # of `ssm_multipliers`, in this order
+NUMBER_OF = {"ssm_multipliers": len(PARTS), "mlp_multipliers": 2}
+
+
+class FalconH1(Mamba2Hybrid):
+    """With the gated norm of Mamba-2, or without."""
+
+    name, model_type = "FalconH1ForCausalLM", "falcon_h1"
+    final_norm: ClassVar[str] = "model.final_layernorm.weight"
+    sub_layers: ClassVar = {
+        "mamba2": SubLayerNames(BEFORE, "mamba"),
+        "attention": SubLayerNames("", "self_attn"),
+        "swiglu": SubLayerNames("pre_ff_layernorm", "feed_forward"),
+    }
+    fixed: ClassVar = {**Mamba2Hybrid.fixed, "projectors_bias": False}
+
+    def groups(self, arch: Architecture) -> list[range]:
+        return [range(first, first + 3) for first in range(0, len(arch.specs), 3)]
+
+    def settings(self, model: ModelConfig, arch: Architecture, length: int) -> Settings:
+        mamba, attention, mlp = arch.specs[0], attention_of(arch), arch.specs[2]
+        assert isinstance(mamba, Mamba2Spec)
+        assert isinstance(mlp, SwiGLUSpec)
+        return {
+            **super().settings(model, arch, length),
+            "mamba_d_ssm": mamba.inner(arch.sizes),
+            "mamba_rms_norm": mamba.norm,
+            "mamba_norm_before_gate": False,
+            "embedding_multiplier": model.embedding_multiplier,
+            "lm_head_multiplier": 1 / model.logits_scaling,
+            "ssm_in_multiplier": 1.0,
+            "ssm_multipliers": [getattr(mamba.multipliers, part) for part in PARTS],
+            "ssm_out_multiplier": mamba.output_multiplier,
+            "attention_in_multiplier": 1.0,
+            "key_multiplier": attention.query_factor(attention.head(arch.sizes)),
+            "attention_out_multiplier": attention.output_multiplier,
+            "mlp_multipliers": [mlp.gate_multiplier, mlp.output_multiplier],
+        }
+
+    def model(self, theirs: Settings) -> ModelConfig:
+        found = super().model(theirs)
+        of_logits = theirs.get("lm_head_multiplier", 1.0)
+        return replace(
+            found, embedding_multiplier=theirs.get("embedding_multiplier", 1.0), logits_scaling=1 / of_logits
+        )
+
+    def pattern(self, theirs: Settings) -> tuple[str, dict[str, Settings]]:
+        gate, output = numbers(theirs, "mlp_multipliers")
+        mlp = {"hidden": theirs[self.hidden], "gate_multiplier": gate, "output_multiplier": output}
+        layers = {"M": self.mamba_options(theirs), "A": self.attention(theirs), "-": {"kind": "swiglu", **mlp}}
+        return f"(MA-)*{theirs['num_hidden_layers']}", layers
+
+    def attention(self, theirs: Settings) -> Settings:
+        options, into = super().attention(theirs), theirs.get("attention_in_multiplier", 1.0)
+        factor = theirs.get("key_multiplier", 1.0) * into**2
+        return options | {
+            "beside": True,
+            "scale": None if factor == 1 else factor * options["head_dim"] ** -0.5,
+            "output_multiplier": theirs.get("attention_out_multiplier", 1.0) * into,
+        }
+
+    def mamba_options(self, theirs: Settings) -> Settings:
+        if theirs.get("mamba_rms_norm", False) and theirs.get("mamba_norm_before_gate", True):
+            raise ValueError("has mamba_norm_before_gate=True; only False can be imported where mamba_rms_norm is True")
+        into = theirs.get("ssm_in_multiplier", 1.0)
+        by = zip(PARTS, numbers(theirs, "ssm_multipliers"), strict=True)
+        return super().mamba_options(theirs) | {
+            "heads": theirs["mamba_n_heads"],
+            "norm": theirs.get("mamba_rms_norm", False),
+            "multipliers": {part: into * each for part, each in by},
+            "output_multiplier": theirs.get("ssm_out_multiplier", 1.0),
+        }
+
+    def inner(self, theirs: Settings) -> int:
+        return theirs.get("mamba_d_ssm") or super().inner(theirs)
+
+
+def numbers(theirs: Settings, key: str) -> list[float]:
+    """A list of multipliers. Raises ValueError where it has another length."""
+    found = theirs.get(key)
+    found = [1.0] * NUMBER_OF[key] if found is None else found
+    if len(found) != NUMBER_OF[key]:
+        raise ValueError(f"has {len(found)} entries in {key}, not {NUMBER_OF[key]}")
+    return found

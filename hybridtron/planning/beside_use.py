@@ -1,0 +1,27 @@
+"""What sub-layers beside each other keep together, as they read what one norm has made.
+
+kept once     where several keep it as it is, it counts in the first of them. Under sequence parallelism each gathers it
+              for itself and keeps what it has gathered, unless it gathers it again (`parallel.regather`)
+in backward   its gradient by one waits for that by the one before
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hybridtron.architecture.table import architecture
+from hybridtron.config.schema import Config
+from hybridtron.planning.layer_use import LayerUse, normed_values
+
+
+def with_beside(uses: Sequence[LayerUse], config: Config) -> tuple[LayerUse, ...]:
+    """All sub-layers of a model."""
+    specs, found, is_kept = architecture(config.model).specs, list[LayerUse](), False
+    for index, (use, spec) in enumerate(zip(uses, specs, strict=True)):
+        if spec.beside and is_kept:
+            use = replace(use, kept=use.kept - use.read, twice=use.read)
+        is_kept = use.read > 0 or (spec.beside and is_kept)
+        waits = any(later.beside for later in specs[index + 1 : index + 2])
+        found.append(replace(use, back=use.back + normed_values(config)) if waits else use)
+    return tuple(found)

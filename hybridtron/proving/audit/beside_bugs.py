@@ -1,0 +1,79 @@
+"""Bugs of sub-layers beside each other, and of multipliers of their parts, to try the audit with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import Tensor
+
+from hybridtron.mixers.base import State
+from hybridtron.mixers.mamba2 import Mamba2
+from hybridtron.model.stack import Beside, Residual, ResidualOut, Stack, StackOut
+from hybridtron.ops.swiglu import SwiGLUInputs, swiglu
+from hybridtron.parallel.linear import TensorGroup
+from hybridtron.proving.audit.bug import Bug, Replaced
+
+_residual, _beside, _stack, _multiplied = Residual.forward, Beside.forward, Stack.forward, Mamba2._multiplied
+
+
+def _showing(shown: Callable[[ResidualOut], Tensor]) -> Replaced:
+    """Another thing in the place of what a norm has made, for those beside its sub-layer."""
+
+    def forward(self: Residual, *given: Any) -> ResidualOut:
+        out = _residual(self, *given)
+        return out if out.normed_LBD is None else out._replace(normed_LBD=shown(out))
+
+    return {"hybridtron.model.stack.Residual.forward": forward}
+
+
+def _normed(out: ResidualOut) -> Tensor:
+    assert out.normed_LBD is not None
+    return out.normed_LBD
+
+
+def _twice_under_sequence_parallelism(self: Beside, normed_LBD: Tensor, state: State | None, seq: Any) -> ResidualOut:
+    out, tensor = _beside(self, normed_LBD, state, seq), cast(TensorGroup, self.mixer.tensor)
+    times = 2 if tensor.sequence else 1
+    return out._replace(stream=out.stream._replace(pending_LBD=times * out.stream.newest_LBD))
+
+
+def _settled_before_the_last(self: Stack, *given: Any) -> StackOut:
+    """A stage sends the stream on without what its last sub-layer adds, if that stands beside another."""
+    out, last = _stack(self, *given), list(self.values())[-1]
+    return out._replace(x_LBD=out.x_LBD - cast(Tensor, last.added_LBD)) if isinstance(last, Beside) else out
+
+
+def _noting(self: Beside, *given: Any) -> ResidualOut:
+    out = _beside(self, *given)
+    self.added_LBD = out.stream.newest_LBD
+    return out
+
+
+def _without_one_part(self: Mamba2, *parts: Tensor) -> tuple[Tensor, ...]:
+    return (*_multiplied(self, *parts)[:2], *parts[2:3], *_multiplied(self, *parts)[3:])
+
+
+UN_NORMED = _showing(lambda out: out.stream.x_LBD)
+NORM_GRADIENT_OF_FIRST = _showing(lambda out: _normed(out).detach())
+TWICE: Replaced = {"hybridtron.model.stack.Beside.forward": _twice_under_sequence_parallelism}
+LOST_AT_BORDER: Replaced = {
+    "hybridtron.model.stack.Beside.forward": _noting,
+    "hybridtron.model.stack.Stack.forward": _settled_before_the_last,
+}
+MULTIPLIER_OF_ONE_PART: Replaced = {"hybridtron.mixers.mamba2.Mamba2._multiplied": _without_one_part}
+GATE_MULTIPLIER: Replaced = {
+    "hybridtron.mixers.swiglu.swiglu": lambda inputs: swiglu(SwiGLUInputs(inputs.gate_up)),
+}
+BESIDE_BUGS = {
+    "beside_un_normed": Bug("a second mixer reads the stream and not its norm", UN_NORMED, "falcon-h1", "tp2"),
+    "beside_norm_gradient": Bug(
+        "a norm learns from the first mixer alone", NORM_GRADIENT_OF_FIRST, "falcon-h1", "tp2-sp"
+    ),
+    "beside_twice": Bug("tokens' shares get a second mixer's output twice", TWICE, "falcon-h1", "tp2-sp"),
+    "beside_lost_at_border": Bug(
+        "what a stage's last sub-layer adds beside another is lost", LOST_AT_BORDER, "falcon-h1", "pp4"
+    ),
+    "multiplier_of_one_part": Bug("the step size is not multiplied", MULTIPLIER_OF_ONE_PART, "falcon-h1", "tp2"),
+    "gate_multiplier": Bug("the gate of an MLP is not multiplied", GATE_MULTIPLIER, "falcon-h1", "cp2"),
+}

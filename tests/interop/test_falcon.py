@@ -1,0 +1,152 @@
+"""Falcon-H1: folders that transformers wrote and back, and what is refused of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import FalconH1Config, FalconH1ForCausalLM
+
+from hybridtron.architecture.table import architecture
+from hybridtron.checkpoint.checkpoint import Checkpoint
+from hybridtron.cli.convert import main
+from hybridtron.config.choices import Export
+from hybridtron.config.exportable import SHIPPED, CannotExport, export_class
+from hybridtron.config.native_fits import NATIVE
+from hybridtron.data.batch import SeqInfo
+from hybridtron.interop.native_falcon import FalconH1
+from hybridtron.interop.sample import sampled
+from tests.interop.models import model_config, own_model
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 40, "vocab_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 12, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    "mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 6,
+    "mamba_chunk_size": 16, "rms_norm_eps": 1e-4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e11},
+}  # fmt: skip
+MULTIPLIERS: dict[str, Any] = {
+    "embedding_multiplier": 5.656854249492381, "lm_head_multiplier": 0.0390625, "key_multiplier": 0.39062499999999994,
+    "attention_in_multiplier": 1.5, "attention_out_multiplier": 0.9375, "ssm_in_multiplier": 1.25,
+    "ssm_multipliers": [0.3535533905932738, 0.25, 0.3, 0.5, 0.7], "ssm_out_multiplier": 0.23570226039551587,
+    "mlp_multipliers": [0.8838834764831844, 0.5859375],
+}  # fmt: skip
+VARIANTS: dict[str, dict[str, Any]] = {
+    "multiplied": MULTIPLIERS,
+    "normed": {**MULTIPLIERS, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "tie_word_embeddings": True},
+    "plain": {"mamba_d_head": "auto", "mamba_d_ssm": None, "mamba_n_heads": 8},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_folder_that_transformers_wrote_is_the_same_model_here_and_there(variant: str, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    theirs = FalconH1ForCausalLM(FalconH1Config(**{**SIZES, **VARIANTS[variant]})).eval()
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            weight += 0.2 * torch.randn_like(weight)
+    theirs.save_pretrained(tmp_path / "in")
+    (tmp_path / "in/tokenizer.json").write_text("{}")
+    assert main(["import", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "mid")]) == 0
+    found = Checkpoint.open(tmp_path / "mid")
+    model = found.config.model
+    assert model.pattern == "(MA-)*3"
+    assert export_class(model, Export.auto) == "FalconH1ForCausalLM"
+    tokens_BL = torch.randint(48, (2, 70))
+    with torch.no_grad():
+        ours = own_model(found, torch.float32)(tokens_BL, None, SeqInfo.stream(2, 70)).output.transpose(0, 1)
+        expected = theirs(tokens_BL).logits
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+    assert main(["export", "--checkpoint", str(tmp_path / "mid"), "--output", str(tmp_path / "out")]) == 0
+    first, last = (load_file(tmp_path / each / "model.safetensors") for each in ("in", "out"))
+    assert first.keys() == last.keys()
+    assert all(torch.equal(last[key], value) for key, value in first.items())
+    assert main(["import", "--input", str(tmp_path / "out"), "--output", str(tmp_path / "again")]) == 0
+    again = Checkpoint.open(tmp_path / "again").config.model
+    assert (again.pattern, again.layers["-"]) == (model.pattern, model.layers["-"])
+    for letter in "MA":
+        scales = [each.layers[letter].pop("scale", None) for each in (again, model)]
+        assert again.layers[letter] == model.layers[letter]
+        assert scales[0] == (None if scales[1] is None else pytest.approx(scales[1], rel=1e-15))
+
+
+@pytest.mark.parametrize("name", ["key_multiplier", "attention_in_multiplier", "ssm_in_multiplier", *MULTIPLIERS])
+def test_every_multiplier_changes_what_is_computed(name: str) -> None:
+    """So that a wrong one would show above."""
+    theirs = json.loads(FalconH1Config(**SIZES).to_json_string(use_diff=False))
+    plain = FalconH1().model(theirs)
+    assert FalconH1().model({**theirs, name: MULTIPLIERS[name]}) != plain
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"projectors_bias": True}, "projectors_bias"),
+        ({"mamba_proj_bias": True}, "mamba_proj_bias"),
+        ({"mamba_conv_bias": False}, "mamba_conv_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"time_step_limit": [0.001, 0.1]}, "time_step_limit"),
+        ({"mamba_rms_norm": True, "mamba_norm_before_gate": True}, "mamba_norm_before_gate"),
+        ({"mamba_n_heads": 5}, "mamba_n_heads"),
+        ({"ssm_multipliers": [1.0] * 4}, "4 entries in ssm_multipliers"),
+        ({"mlp_multipliers": [1.0]}, "1 entries in mlp_multipliers"),
+    ],
+)
+def test_what_is_not_ours_is_refused(changed: dict[str, Any], said: str) -> None:
+    theirs = json.loads(FalconH1Config(**SIZES).to_json_string(use_diff=False))
+    FalconH1().model(theirs)
+    with pytest.raises(ValueError, match=said):
+        FalconH1().model({**theirs, **changed})
+
+
+@pytest.mark.parametrize(
+    ("letter", "options", "said"),
+    [
+        ("A", {"window": 8}, "a window"),
+        ("A", {"rope": "none"}, "no rotary positions"),
+        ("A", {"rotary_dim": 4}, "turn a part of each head"),
+        ("A", {"qk_norm": "head"}, "qk_norm=head"),
+        ("A", {"beside": False}, "not beside mamba2"),
+        ("M", {"norm": True, "norm_eps": 1e-3}, "norm_eps"),
+        ("M", {"dt_floor": 0.01}, "dt_floor"),
+        ("-", {"norm_after": True}, "norm after"),
+    ],
+)
+def test_what_is_no_falcon(letter: str, options: dict[str, Any], said: str) -> None:
+    model = model_config("falcon_h1")
+    changed = replace(model, layers={**model.layers, letter: {**model.layers[letter], **options}})
+    assert said in (NATIVE["FalconH1ForCausalLM"](architecture(changed), changed.norm_eps) or "")
+
+
+@pytest.mark.parametrize("pattern", ["MAM-", "MA-M", "M-A-", "MA--MA"])
+def test_in_another_order_it_is_shipped(pattern: str) -> None:
+    model = model_config("falcon_h1")
+    layers = {**model.layers, "A": {**model.layers["A"], "beside": pattern != "M-A-"}}
+    assert export_class(replace(model, pattern=pattern, layers=layers), Export.auto) == SHIPPED
+
+
+def test_it_does_not_multiply_all_sub_layers() -> None:
+    model = replace(model_config("falcon_h1"), residual_multiplier=2.0)
+    with pytest.raises(CannotExport, match=r"FalconH1ForCausalLM: it has residual_multiplier=2\.0"):
+        export_class(model, Export.native)
+
+
+def test_no_other_class_has_its_parts() -> None:
+    """Beside each other and multiplied these are no hybrid of Granite's or Bamba's."""
+    model = model_config("bamba")
+    for letter, option in (("A", {"beside": True}), ("-", {"gate_multiplier": 2.0}), ("M", {"output_multiplier": 2.0})):
+        changed = replace(model, layers={**model.layers, letter: {**model.layers[letter], **option}})
+        assert export_class(changed, Export.auto) == SHIPPED
+
+
+def test_the_sampled_layers_are_whole() -> None:
+    model = model_config("falcon_h1")
+    arch = architecture(replace(model, pattern="(MA-)*4"))
+    assert [arch.letters[index] for index in sampled(arch, FalconH1())] == list("MA-MA-")

@@ -1,0 +1,149 @@
+"""Sub-layers beside each other: one norm, both outputs added together, by hand and however they are run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtron.architecture.model import ModelConfig
+from hybridtron.architecture.table import architecture, parameter_table
+from hybridtron.config.schema import Recompute
+from hybridtron.data.batch import SeqInfo
+from hybridtron.model.generate import generate
+from hybridtron.model.init import initialise
+from hybridtron.model.lm import LanguageModel
+from hybridtron.planning.count import count
+from hybridtron.problems import ConfigError
+from tests.conftest import part_of, seq_info
+
+LAYERS = {
+    "M": {
+        "kind": "mamba2",
+        "state": 4,
+        "head_dim": 8,
+        "norm": False,
+        "multipliers": {"z": 0.5, "B": 0.7, "dt": 2.0},
+        "output_multiplier": 0.3,
+    },
+    "A": {"kind": "attention", "heads": 2, "beside": True, "scale": 0.2, "output_multiplier": 0.9},
+    "W": {"kind": "attention", "heads": 2, "beside": True, "window": 5},
+    "-": {"kind": "swiglu", "hidden": 24, "gate_multiplier": 0.8, "output_multiplier": 0.6},
+    "P": {"kind": "swiglu", "hidden": 24, "norm_after": True},
+    "S": {"kind": "shared_attention", "heads": 2, "hidden": 24, "rank": 3},
+}
+PATTERN, LENGTH = "MA-MWA-", 11
+
+
+def config(pattern: str) -> ModelConfig:
+    return ModelConfig(16, 32, pattern, {letter: LAYERS[letter] for letter in LAYERS if letter in pattern})
+
+
+def built(pattern: str = PATTERN, recompute: Recompute = Recompute.none, offload: int = 0) -> LanguageModel:
+    model = LanguageModel(config(pattern), recompute=recompute, offload=offload)
+    initialise(model, 0)
+    generator = torch.Generator().manual_seed(1)
+    for weight in model.parameters():
+        weight.data = (weight.data + 0.1 * torch.randn(weight.shape, generator=generator)).double()
+    return model
+
+
+def tokens() -> Tensor:
+    return torch.randint(32, (2, LENGTH), generator=torch.Generator().manual_seed(2))
+
+
+def results(model: LanguageModel) -> list[Tensor]:
+    output = model(tokens(), None, seq_info(2, LENGTH, [[4, 7], [11]])).output
+    (output * torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)).sum().backward()
+    return [output.detach(), *(weight.grad for weight in model.parameters() if weight.grad is not None)]
+
+
+def test_they_read_one_norm_and_are_added_together() -> None:
+    model, seq = built(), SeqInfo.stream(2, LENGTH)
+    seen: dict[int, Tensor] = {}
+    for name, layer in model.layers.items():
+        layer.mixer.register_forward_pre_hook(lambda _, given, name=name: seen.update({int(name): given[0]}))
+    out = model(tokens(), None, seq)
+    x_LBD = model.embedding(tokens())
+    by_index = {int(name): layer for name, layer in model.layers.items()}
+    for group, factors in (((0, 1), (0.3, 0.9)), ((2,), (0.6,)), ((3, 4, 5), (0.3, 1.0, 0.9)), ((6,), (0.6,))):
+        read_LBD = torch.nn.functional.rms_norm(x_LBD, (16,), by_index[group[0]].norm.weight, 1e-5)
+        for index in group:
+            torch.testing.assert_close(seen[index], read_LBD)
+        made = [by_index[index].mixer(read_LBD, None, seq).y_LBD for index in group]
+        x_LBD = x_LBD + sum(factor * y_LBD for factor, y_LBD in zip(factors, made, strict=True))
+    expected = torch.nn.functional.linear(model.norm(x_LBD), model.output_weight())
+    torch.testing.assert_close(out.output, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_table_has_one_norm_for_all_of_them() -> None:
+    names = [name for name, _ in built().named_parameters()]
+    assert sorted(names) == sorted(parameter_table(config(PATTERN)))
+    assert [f"layers.{index}.norm.weight" in names for index in range(7)] == [
+        True,
+        False,
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert count(config(PATTERN), 64).parameters == sum(weight.numel() for weight in built().parameters())
+
+
+@pytest.mark.parametrize("recompute", [Recompute.selective, Recompute.layer])
+def test_sub_layers_that_run_again_change_no_bit(recompute: Recompute) -> None:
+    assert all(map(torch.equal, results(built()), results(built(recompute=recompute))))
+
+
+def test_sub_layers_that_wait_on_the_host_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridtron.model.offload.SMALLEST", 1)
+    assert all(map(torch.equal, results(built()), results(built(offload=5))))
+
+
+def test_chunks_with_carried_states_equal_the_whole() -> None:
+    model, seq = built(), seq_info(2, LENGTH)
+    whole = model(tokens(), None, seq)
+    first = model(tokens()[:, :4], None, part_of(seq, 0, 4))
+    second = model(tokens()[:, 4:], first.states, part_of(seq, 4, LENGTH))
+    torch.testing.assert_close(torch.cat((first.output, second.output)), whole.output, rtol=1e-10, atol=1e-10)
+
+
+def test_token_by_token_equals_the_whole() -> None:
+    model = built().eval()
+    made = generate(model, tokens(), 5, temperature=0, seed=0)
+    read = tokens()
+    for _ in range(5):
+        with torch.no_grad():
+            logits_LBV = model(read, None, SeqInfo.stream(*read.shape)).output
+        read = torch.cat((read, logits_LBV[-1].argmax(-1, keepdim=True)), dim=1)
+    assert torch.equal(read[:, LENGTH:], made)
+
+
+def test_stages_hold_them_together() -> None:
+    assert [len(unit) for unit in architecture(config(PATTERN)).inseparable] == [2, 1, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("AM", "at its start: put another before it"),
+        ("M|A-", "behind a stage border: move the border"),
+        ("PA", "behind P, which has no norm before it"),
+        ("SAM", "before A, which can't: put another between them"),
+    ],
+)
+def test_what_can_not_stand_so(pattern: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        architecture(config(pattern))
+
+
+def test_a_norm_of_its_own_is_refused() -> None:
+    model = config("M-")
+    model.layers["-"] = {**LAYERS["-"], "beside": True, "norm_after": True}
+    with pytest.raises(ConfigError, match=r"layers\.-\.beside +is true, which does not go with norm_after"):
+        architecture(model)
+    model = config("SM")
+    model.layers["S"] = {**LAYERS["S"], "output_multiplier": 2.0}
+    with pytest.raises(ConfigError, match=r"output_multiplier +is 2\.0, which shared attention does not have"):
+        architecture(model)

@@ -108,6 +108,7 @@ CLAIMS = (
         "states (means over seeds)",
         views.repairs("length", ("passing", "tbtt"), 64),
         published("zero", "passing", "tbtt"),
+        views.why_not_repaired,
     ),
     Claim(
         "figure5-forced",

@@ -60,6 +60,19 @@ def why_not_failed(kept: Kept) -> str:
     )
 
 
+def why_not_repaired(kept: Kept) -> str:
+    """By the story's base, which fails."""
+    zero, passing, tbtt = (
+        statistics.mean(math.exp(one) for one in rises(kept, name, "language", FORCED * FAILS_AT))
+        for name in ("zero", "passing", "tbtt")
+    )
+    return (
+        "where the base does not fail (figure2-fails) there is nothing to repair. Of one that is made to fail: from "
+        f"zero states {zero:.2f} at {FAILS_AT}x over its least, with passing {passing:.2f}, with TBTT {tbtt:.2f} "
+        "(figure5-forced)"
+    )
+
+
 def repairs(part: str, names: Sequence[str], context: int) -> Judge:
     """Whether these are level far beyond the context, where the same training from zero states is not."""
 

@@ -2,7 +2,8 @@
 
 Runs that differ in data, rates or lengths of training alone are rehearsed once. One takes three to twenty seconds of a
 processor. Peaks may be a little below the plan: of one row keys and values are not copied into another order, which the
-plan counts.
+plan counts. Joint recall with sparse attention beside Mamba-2 is left out: its keys of 64 channels in fp32 are too wide for
+the kernels, and the tiles that are used then have shapes that depend on values.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import pytest
 
 from examples.papers.__main__ import PAPERS
 from examples.papers.on_gpu import Chain, chain_of, config_of, loadable, runs_of
+from hybridtron.architecture.table import architecture
 from hybridtron.config.load import load, to_plain
+from hybridtron.config.schema import Config
+from hybridtron.ops.sparse.triton import FP32_SIZE
 from hybridtron.planning.fit import fit, settings_of
 from hybridtron.planning.rates import GPUS, HEAD_ROOM
 from hybridtron.rehearse.suite_page import NEAR
@@ -37,6 +41,12 @@ def shape(chain: Chain) -> str:
     return json.dumps(plain)
 
 
+def by_tiles(config: Config) -> bool:
+    """Whether its sparse attention has keys that are too wide for the kernels."""
+    sparse = [one for one in architecture(config.model).specs if getattr(one, "sparse", None) is not None]
+    return config.precision.name == "fp32" and any(vars(one)["state"] > FP32_SIZE for one in sparse)
+
+
 @cache
 def chains() -> list[tuple[str, Chain]]:
     """Of every claim the runs, by paper; one of each shape."""
@@ -45,7 +55,8 @@ def chains() -> list[tuple[str, Chain]]:
         for runs in (runs_of(claim.on_gpu) for claim in paper.claims if claim.on_gpu):
             for run in runs:
                 chain = chain_of(run, runs)
-                found.setdefault(shape(chain), (name, chain))
+                if not by_tiles(config_of(chain)):
+                    found.setdefault(shape(chain), (name, chain))
     return list(found.values())
 
 

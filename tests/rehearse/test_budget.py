@@ -13,8 +13,10 @@ import pytest
 
 from hybridtron.architecture.table import architecture
 from hybridtron.cli import rehearse
+from hybridtron.config.check import check
 from hybridtron.config.load import load
 from hybridtron.config.schema import Config
+from hybridtron.planning.memory import largest_phase, plan
 from hybridtron.rehearse import budget as budgets
 from hybridtron.rehearse.budget import FOLDER, budget_of, exceeded, read
 from hybridtron.sweep.grid import read as read_sweep
@@ -117,6 +119,13 @@ def runs_of_the_study() -> Iterator[tuple[str, Sequence[str]]]:
                 f"{path.stem} {run.name}",
                 [one for one in run.settings if not one.startswith(("run.weights=", "data="))],
             )
+
+
+def test_every_run_of_the_span_study_is_valid_and_planned() -> None:
+    for what, settings in runs_of_the_study():
+        config = load(settings)
+        assert check(config) == [], what
+        assert plan(largest_phase(config), 1).ranks, what
 
 
 def test_budgets_hold_every_kind_of_attention_of_the_span_study() -> None:

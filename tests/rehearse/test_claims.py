@@ -2,8 +2,8 @@
 
 Runs that differ in data, rates or lengths of training alone are rehearsed once. One takes three to twenty seconds of a
 processor. Peaks may be a little below the plan: of one row keys and values are not copied into another order, which the
-plan counts. Joint recall with sparse attention beside Mamba-2 is left out: its keys of 64 channels in fp32 are too wide for
-the kernels, and the tiles that are used then have shapes that depend on values.
+plan counts. Joint recall with sparse attention beside Mamba-2 is left out: its keys of 64 channels in fp32 are too wide
+for the kernels, and the tiles that are used then have shapes that depend on values.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from examples.results import ROOT, Part, Result, Results, commit
+from hybridtron.architecture.attention import ReadingAttention
 from hybridtron.cli.given import positive
 from hybridtron.cli.sweep import INTERRUPTED, carried, steps_of
 from hybridtron.problems import Unusable
@@ -157,12 +158,18 @@ def taken(kept: Path | None, earlier: Measured) -> list[str]:
     return [f"results of earlier runs, by commits: {counted}"]
 
 
-def answers(checkpoint: Path, asked: Mapping[str, Any], output: Path, batch: int = 16) -> list[dict[str, Any]]:
+def answers(
+    checkpoint: Path,
+    asked: Mapping[str, Any],
+    output: Path,
+    batch: int = 16,
+    attention: ReadingAttention | None = None,
+) -> list[dict[str, Any]]:
     """The rows of `hybridtron evaluate` with a file of tasks; sample by sample, what is recorded is not asked again."""
     from hybridtron.evaluate.run import Wishes, evaluate
     from hybridtron.evaluate.served import served
 
-    with served(checkpoint) as model:
+    with served(checkpoint, attention=attention) as model:
         return list(evaluate(model, output.name, Wishes(asked, False, batch=batch), output, unshown).rows)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from examples.long_text import Curve, held_out_rows
 from examples.papers.samba_runs import losses_in_rows
+from examples.study import answers
 from hybridtron.architecture.attention import ReadingAttention
 
 TOKENS = 2**20  # of held-out text, that every length is read of
@@ -81,15 +82,11 @@ def _found(
     run: Path, asked: Mapping[str, Any], name: str, metric: str, attention: ReadingAttention | None
 ) -> list[str]:
     """By length."""
-    from examples.study import unshown
     from hybridtron.cli.given import newest_checkpoint
     from hybridtron.evaluate.results import shown
-    from hybridtron.evaluate.run import Wishes, evaluate
-    from hybridtron.evaluate.served import served
 
     checkpoint = newest_checkpoint(run)
     output = checkpoint.parents[1] / "evaluation" / f"{checkpoint.name}-{name}-{attention or 'usual'}"
-    with served(checkpoint, attention=attention) as model:
-        rows = evaluate(model, output.name, Wishes(asked, False), output, unshown).rows
+    rows = answers(checkpoint, asked, output, attention=attention)
     wanted = (name, f"average of {name}")
     return [shown(row) for row in rows if row["task"].partition("[")[0] in wanted and row["metric"] == metric]

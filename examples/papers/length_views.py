@@ -40,9 +40,14 @@ def rises(kept: Kept, variant: str, part: str = "length", position: int = CONTEX
     return [risen(curve, position) for curve in curves(kept, variant, part)]
 
 
+def over_least(kept: Kept, variant: str, part: str = "length", context: int = CONTEXT) -> list[float]:
+    """Of every seed, the perplexity far beyond the context as a multiple of its least."""
+    return [math.exp(one) for one in rises(kept, variant, part, context * FAILS_AT)]
+
+
 def fails(kept: Kept) -> Verdict:
     """Whether every seed's base fails beyond its context."""
-    found = [math.exp(one) for one in rises(kept, "base")]
+    found = over_least(kept, "base")
     named = ", ".join(f"{one:.2f}" for one in found)
     return holds([(f"the base's perplexity at {FAILS_AT}x over its least, by seed: {named}", min(found) >= FAILS)])
 
@@ -51,8 +56,8 @@ def why_not_failed(kept: Kept) -> str:
     """By more training, and by states that decay slowly."""
     longer = kept.first("length", LONGER)
     steps = {**longer["earlier"], "the last": longer["curve"]}
-    trained = ", ".join(f"{math.exp(risen(Curve(**of), CONTEXT * FAILS_AT)):.2f}" for of in steps.values())
-    forced = statistics.mean(math.exp(one) for one in rises(kept, "base", "language", FORCED * FAILS_AT))
+    trained = ", ".join(f"{math.exp(risen(Curve(**of))):.2f}" for of in steps.values())
+    forced = statistics.mean(over_least(kept, "base", "language", FORCED))
     return (
         f"trained {TIMES} times as long: {trained} after 1, 2, 4 and 8 eighths of that. Of a base whose states decay "
         f"slowly from the start it is {forced:.2f} (figure5-forced): with usual decays the 8 heads of a small model "
@@ -63,8 +68,7 @@ def why_not_failed(kept: Kept) -> str:
 def why_not_repaired(kept: Kept) -> str:
     """By the story's base, which fails."""
     zero, passing, tbtt = (
-        statistics.mean(math.exp(one) for one in rises(kept, name, "language", FORCED * FAILS_AT))
-        for name in ("zero", "passing", "tbtt")
+        statistics.mean(over_least(kept, name, "language", FORCED)) for name in ("zero", "passing", "tbtt")
     )
     return (
         "where the base does not fail (figure2-fails) there is nothing to repair. Of one that is made to fail: from "

@@ -11,7 +11,7 @@ from examples.papers.claim import EMPTY, Claim, Kept, OnGpu, Paper, Said, Table,
 from examples.papers.columns import in_rows, tasks
 from examples.papers.speed import spans_cheaper, speed_rows
 from examples.span_study.asked import readings_of
-from examples.span_study.runs import BASE
+from examples.span_study.runs import ALONE, BASE
 from hybridtron.sweep.grid import SEED
 
 LENGTHS = (8192, 16384, 32768)
@@ -88,10 +88,8 @@ FURTHER = ("SE-16x4", "SE-long", "full-long")
 
 def why_not_level(kept: Kept) -> str:
     """Of one seed: SE with four times as many blocks, and both after three times as many steps."""
-    found = {name: next(iter(of.items())) for name, of in readings(kept).items() if name in FURTHER}
-    (seed, _), both = found["SE-16x4"], readings(kept)
-    shown = {name: both[name][seed] for name in ("full", "SE", *FURTHER)}
-    recall = {name: f"{100 * study.score(one):.1f}%" for name, one in shown.items()}
+    found, seed = readings(kept), ALONE
+    recall = {name: f"{100 * study.score(found[name][seed]):.1f}%" for name in ("full", "SE", *FURTHER)}
     return (
         f"from seed {seed}, full attention recalls {recall['full']} and SE {recall['SE']}; with 16 blocks in place of "
         f"4 SE recalls {recall['SE-16x4']}; after three times as many steps full attention {recall['full-long']}, SE "

@@ -42,6 +42,10 @@ class Architecture:
         """The sizes as the mixer of one sub-layer knows them."""
         return self.sizes.at(index, [spec.kind for spec in self.specs])
 
+    def next_is_beside(self, index: int) -> bool:
+        """Whether the sub-layer after this one reads what this one reads."""
+        return index + 1 < len(self.specs) and self.specs[index + 1].beside
+
     def mixer_weights(self, index: int) -> dict[str, Parameter]:
         """Those of one sub-layer's mixer, by full name; what its letter's places share has one name for all."""
         weights = self.specs[index].parameters(self.sizes_at(index))
@@ -64,8 +68,7 @@ class Architecture:
     def inseparable(self) -> list[range]:
         """Sub-layers that must stand in one stage, in order: a feeder with the next, which reads it; and one with those
         beside it."""
-        beside = [*(spec.beside for spec in self.specs[1:]), False]  # of the next one
-        apart = [not (spec.feeds_next or with_next) for spec, with_next in zip(self.specs, beside, strict=True)]
+        apart = [not (spec.feeds_next or self.next_is_beside(index)) for index, spec in enumerate(self.specs)]
         ends = [0, *(end for end, ends_here in enumerate(apart, 1) if ends_here)]
         return [range(start, end) for start, end in itertools.pairwise(ends)]
 

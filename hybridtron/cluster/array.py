@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hybridtron.cluster import scheduler
-from hybridtron.cluster.job import SlurmJob, commands, directives, software
+from hybridtron.cluster.job import SlurmJob, commands, directives, software, steps
 from hybridtron.cluster.problems import (
     cluster_problems,
     job_problems,
@@ -22,16 +22,15 @@ from hybridtron.cluster.problems import (
     secret_problems,
 )
 from hybridtron.cluster.scheduler import SlurmError
-from hybridtron.cluster.submit import copy_code
+from hybridtron.cluster.submit import copy_code, notes_of, under_way
 from hybridtron.cluster.variables import wanted_variables
 from hybridtron.config.schema import Config
 from hybridtron.data import mixture_spec
 from hybridtron.problems import ConfigError, Problem, Unusable
 from hybridtron.sweep.carry_out import Folder
 from hybridtron.sweep.grid import Sweep, SweepRun
-from hybridtron.train.records import read_record, write_whole
+from hybridtron.train.records import write_whole
 
-STEPS = Path(__file__).with_name("array.sh")
 WHOLE_NODE = "--exclusive"
 
 
@@ -135,7 +134,7 @@ def _elements(array: ArrayJob) -> list[str]:
         *cases,
         "esac",
         *software(array.job.cluster),
-        STEPS.read_text(),
+        steps("array.sh"),
     ]
 
 
@@ -147,13 +146,10 @@ def _command(array: ArrayJob) -> list[str]:
 
 def submit(sweep: Sweep, folder: Folder, arrays: Sequence[ArrayJob]) -> list[str]:
     """Write the scripts and queue them, each behind the one before. Returns the numbers of the jobs."""
-    notes, jobs = folder.path / "slurm" / "submission.json", list[str]()
+    notes, jobs = notes_of(folder.path), list[str]()
     try:
-        if under_way := [one.job for one in scheduler.queued(read_record(notes).get("jobs", []))]:
-            raise Unusable(
-                f"{folder.path} is the sweep of job {', '.join(under_way)}, which has not ended: "
-                f"wait, or scancel {' '.join(under_way)}"
-            )
+        if (obstacle := under_way(folder.path, "sweep")) is not None:
+            raise Unusable(obstacle)
         folder.record(sweep)
         notes.parent.mkdir(exist_ok=True)
         copy_code(folder.path / "code")

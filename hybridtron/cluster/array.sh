@@ -2,13 +2,10 @@
 # The steps of every element; the lines above are this array's own.
 set -uo pipefail
 
-# SLURM signals before the limit; training saves then and exits with 75. `wait` ends early when a signal comes.
-stopped='' job=''
-trap 'stopped=yes; [ -z "$job" ] || kill -USR1 "$job" 2>/dev/null' TERM INT USR1
-"${alone[@]}" hybridtron train "${settings[@]}" & job=$!
-[ -z "$stopped" ] || kill -USR1 "$job"
-while kill -0 "$job" 2>/dev/null; do wait "$job"; done
-wait "$job"
+# forwarding.sh
+
+# SLURM signals before the limit; training saves then and exits with 75.
+forwarding "${alone[@]}" hybridtron train "${settings[@]}"
 ended=$?
 
 if [ "$ended" -eq 75 ] && [ "$requeue" = true ]; then

@@ -16,7 +16,7 @@ from pathlib import Path
 from hybridtron.config.cluster import ClusterConfig, Runtime
 
 PLAIN = re.compile(r"[\w.,:@/+=\[\]-]+", re.ASCII)
-STEPS = Path(__file__).with_name("job.sh")
+SCRIPTS = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,19 @@ def script(job: SlurmJob) -> str:
         *(f"  {shlex.quote(one)}" for one in job.arguments),
         ")",
         *software(cluster),
-        STEPS.read_text(),
+        steps("job.sh"),
     ]
     return "\n".join(lines)
 
 
 def _option(name: str, value: object) -> str | None:
     return None if value is None else f"{name}={value}"
+
+
+def steps(name: str) -> str:
+    """What is the same for every job: a file of this folder, with `forwarding.sh` in the place of its name."""
+    own, forwarding = ((SCRIPTS / file).read_text() for file in (name, "forwarding.sh"))
+    return own.replace("# forwarding.sh\n", forwarding)
 
 
 def software(cluster: ClusterConfig) -> list[str]:

@@ -7,19 +7,7 @@ logs=$run/logs/slurm-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
 mkdir -p "$logs"
 
-# Runs a command and exits as it does. Every signal is forwarded as SIGUSR1, which srun passes to all tasks; at SIGTERM
-# it would kill them. `wait` ends early when a signal comes, so it is called again while there is a job.
-stopped='' job=''
-trap 'stopped=yes; [ -z "$job" ] || kill -USR1 "$job" 2>/dev/null' TERM INT USR1
-forwarding() {
-  local code
-  "$@" & job=$!
-  [ -z "$stopped" ] || kill -USR1 "$job"
-  while kill -0 "$job" 2>/dev/null; do wait "$job"; done
-  wait "$job"; code=$?
-  job=''
-  return "$code"
-}
+# forwarding.sh
 
 use_nodes() {  # NODE,NODE,...: rank 0 runs on the first of them, where the others connect to it
   nodes=$1

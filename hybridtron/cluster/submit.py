@@ -117,13 +117,11 @@ def job_of(config: Config, settings: Sequence[str], nodes: int) -> SlurmJob:
 
 def submit(config: Config, job: SlurmJob, chain: int) -> int:
     """Write the run's folder and queue its jobs. Returns the exit code."""
-    notes = job.run_dir / "slurm" / "submission.json"
-    earlier = read_record(notes).get("jobs", [])
+    notes = notes_of(job.run_dir)
     jobs: list[str] = []
     try:
-        if under_way := [one.job for one in scheduler.queued(earlier)]:
-            print(f"{job.run_dir} is the run of job {', '.join(under_way)}, which has not ended: "
-                  f"wait, or scancel {' '.join(under_way)}", file=sys.stderr)  # fmt: skip
+        if (obstacle := under_way(job.run_dir, "run")) is not None:
+            print(obstacle, file=sys.stderr)
             return 1
         write_run_folder(config, job)
         for _ in range(chain):
@@ -138,6 +136,19 @@ def submit(config: Config, job: SlurmJob, chain: int) -> int:
     print(f"submitted as job {', '.join(jobs)}; its log: {job.run_dir}/logs/slurm-{jobs[0]}.txt\n"
           f"its state: hybridtron status {job.run_dir}")  # fmt: skip
     return 0
+
+
+def notes_of(folder: Path) -> Path:
+    """What was submitted from a folder."""
+    return folder / "slurm" / "submission.json"
+
+
+def under_way(folder: Path, what: str) -> str | None:
+    """Why no jobs of this folder can be added: those that were submitted last have not ended."""
+    jobs = [one.job for one in scheduler.queued(read_record(notes_of(folder)).get("jobs", []))]
+    if not jobs:
+        return None
+    return f"{folder} is the {what} of job {', '.join(jobs)}, which has not ended: wait, or scancel {' '.join(jobs)}"
 
 
 def write_run_folder(config: Config, job: SlurmJob) -> None:

@@ -178,8 +178,7 @@ def sub_layer(arch: Architecture, index: int, norm_eps: float, tensor: TensorGro
         return Feeder(spec, sizes, tensor)
     if spec.beside:
         return Beside(spec, sizes, tensor, multiplier)
-    shows_norm = any(later.beside for later in arch.specs[index + 1 : index + 2])
-    return Residual(spec, sizes, norm_eps, tensor, multiplier, shows_norm)
+    return Residual(spec, sizes, norm_eps, tensor, multiplier, arch.next_is_beside(index))
 
 
 class StackOut(NamedTuple):

@@ -17,11 +17,11 @@ from hybridtron.planning.layer_use import LayerUse, normed_values
 
 def with_beside(uses: Sequence[LayerUse], config: Config) -> tuple[LayerUse, ...]:
     """All sub-layers of a model."""
-    specs, found, is_kept = architecture(config.model).specs, list[LayerUse](), False
-    for index, (use, spec) in enumerate(zip(uses, specs, strict=True)):
+    arch, found, is_kept = architecture(config.model), list[LayerUse](), False
+    for index, (use, spec) in enumerate(zip(uses, arch.specs, strict=True)):
         if spec.beside and is_kept:
             use = replace(use, kept=use.kept - use.read, twice=use.read)
         is_kept = use.read > 0 or (spec.beside and is_kept)
-        waits = any(later.beside for later in specs[index + 1 : index + 2])
+        waits = arch.next_is_beside(index)
         found.append(replace(use, back=use.back + normed_values(config)) if waits else use)
     return tuple(found)

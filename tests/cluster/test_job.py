@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridtron.cluster.job import STEPS, SlurmJob, directives, script, unusable
+from hybridtron.cluster.job import SlurmJob, directives, script, steps, unusable
 from hybridtron.config.cluster import ChecksConfig, ClusterConfig, ContainerConfig, Runtime
 from hybridtron.config.load import load
 
@@ -145,7 +145,7 @@ def test_nothing_of_the_environment_is_written(monkeypatch: pytest.MonkeyPatch) 
 def test_every_signal_is_forwarded_as_sigusr1_and_the_job_is_waited_for(number: signal.Signals, tmp_path: Path) -> None:
     script_path, ready = tmp_path / "batch.sh", tmp_path / "ready"
     command = f"""trap 'sleep 0.3; exit 75' USR1; trap 'exit 1' TERM INT; touch {ready}; while :; do sleep 0.05; done"""
-    text = STEPS.read_text()
+    text = steps("job.sh")
     forwarding = text[text.index("stopped=''") : text.index("use_nodes()")]
     script_path.write_text(f"set -u\n{forwarding}\nforwarding bash -c {shlex.quote(command)}\nexit $?\n")
     batch = subprocess.Popen(["bash", script_path], start_new_session=True)

@@ -269,19 +269,20 @@ def test_full_attention_fails_beyond_its_rows_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere/papers").exists()
 
 
+def folders(folder: Path) -> list[str]:
+    """Options by which nothing is written elsewhere."""
+    return [
+        word
+        for name, part in (("runs", "runs"), ("results", "results"), ("output", "out"))
+        for word in (f"--{name}", str(folder / part))
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_states_are_measured_before_and_after_passing(tmp_path: Path) -> None:
     """Tiny sizes: that it runs, from the base to the page."""
-    where = [
-        "--runs",
-        str(tmp_path / "runs"),
-        "--results",
-        str(tmp_path / "results"),
-        "--output",
-        str(tmp_path / "out"),
-    ]
-    assert main(["length", "--only", "figure4-states", "--quick", *where]) == 0
+    assert main(["length", "--only", "figure4-states", "--quick", *folders(tmp_path)]) == 0
     found = json.loads((tmp_path / "results/papers/length-base-seed=1.json").read_text())["found"]
     assert [int(step) for step in found["earlier"]] == [2, 4, 8]
     assert found["deviations"][0][0] == 64
@@ -309,15 +310,7 @@ def test_passing_repairs_a_base_that_fails(tmp_path: Path) -> None:
 )
 def test_a_claim_s_quick_form_runs_to_its_page(paper: str, claim: str, cells: str, tmp_path: Path) -> None:
     """Tiny sizes: that it runs, from the text to a verdict."""
-    where = [
-        "--runs",
-        str(tmp_path / "runs"),
-        "--results",
-        str(tmp_path / "results"),
-        "--output",
-        str(tmp_path / "out"),
-    ]
-    assert main([paper, "--only", claim, "--quick", *where]) == 0
+    assert main([paper, "--only", claim, "--quick", *folders(tmp_path)]) == 0
     section = (tmp_path / f"out/{paper}.md").read_text().split(f"## {claim}")[1].split("\n## ")[0]
     assert cells in section
     assert "waits for runs" not in section

@@ -16,11 +16,11 @@ from hybridtron.cli.convert import main
 from hybridtron.config.choices import Export
 from hybridtron.config.exportable import export_class
 from hybridtron.config.native_fits import NATIVE
-from hybridtron.data.batch import SeqInfo
 from hybridtron.interop.config_json import CannotImport, settings_of
 from hybridtron.interop.native_bamba import Bamba
 from hybridtron.interop.native_granite import GraniteHybrid
-from tests.interop.models import model_config, own_model
+from tests.interop.models import model_config
+from tests.interop.parity import assert_same_logits
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 40, "vocab_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -46,11 +46,7 @@ def test_a_folder_that_transformers_wrote_is_the_same_model_here(tmp_path: Path)
     found = Checkpoint.open(tmp_path / "out")
     assert found.config.model.pattern == "M-A-M-"
     assert export_class(found.config.model, Export.auto) == "BambaForCausalLM"
-    tokens_BL = torch.randint(48, (2, 70))
-    with torch.no_grad():
-        made = own_model(found, torch.float32)(tokens_BL, None, SeqInfo.stream(2, 70)).output.transpose(0, 1)
-        expected = theirs(tokens_BL).logits
-    torch.testing.assert_close(made, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    assert_same_logits(found, theirs)
 
 
 @pytest.mark.parametrize(

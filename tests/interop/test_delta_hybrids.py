@@ -19,10 +19,10 @@ from hybridtron.cli.convert import main
 from hybridtron.config.choices import Export
 from hybridtron.config.exportable import SHIPPED, export_class
 from hybridtron.config.native_fits import NATIVE
-from hybridtron.data.batch import SeqInfo
 from hybridtron.interop.export import TARGETS
 from hybridtron.interop.rules import TensorRule
-from tests.interop.models import CLASSES, model_config, own_model
+from tests.interop.models import CLASSES, model_config
+from tests.interop.parity import assert_same_logits
 
 COMMON: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 40, "vocab_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -67,11 +67,7 @@ def test_a_folder_that_transformers_wrote_is_the_same_model_here(name: str, dtyp
     assert main(["import", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]) == 0
     found = Checkpoint.open(tmp_path / "out")
     assert export_class(found.config.model, Export.auto) == CLASSES[name]
-    tokens_BL = torch.randint(48, (2, 70))
-    with torch.no_grad():
-        made = own_model(found, torch.float32)(tokens_BL, None, SeqInfo.stream(2, 70)).output.transpose(0, 1)
-        expected = theirs(tokens_BL).logits
-    torch.testing.assert_close(made, expected, rtol=0, atol=2e-5 * expected.abs().max().item())
+    assert_same_logits(found, theirs, tolerance=2e-5)
 
 
 @pytest.mark.slow

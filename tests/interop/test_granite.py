@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import (
     GraniteConfig,
     GraniteForCausalLM,
@@ -23,10 +22,10 @@ from hybridtron.checkpoint.checkpoint import Checkpoint
 from hybridtron.cli.convert import main
 from hybridtron.config.choices import Export
 from hybridtron.config.exportable import SHIPPED, export_class
-from hybridtron.data.batch import SeqInfo
 from hybridtron.interop.export import TARGETS
 from hybridtron.interop.native_granite import Granite, GraniteHybrid
-from tests.interop.models import CLASSES, model_config, own_model
+from tests.interop.models import CLASSES, model_config
+from tests.interop.parity import assert_same_logits, exported_as_it_was
 
 COMMON: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 40, "vocab_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -63,18 +62,9 @@ def test_a_folder_that_transformers_wrote_is_the_same_model_here_and_there(made:
     assert [getattr(model, name) for name in MULTIPLIERS] == [12, 0.22, 10]
     assert model.layers["A"]["scale"] == 0.0625
     assert export_class(model, Export.auto) == type(theirs).__name__
-    tokens_BL = torch.randint(48, (2, 70))
-    with torch.no_grad():
-        ours = own_model(found, torch.float32)(tokens_BL, None, SeqInfo.stream(2, 70)).output.transpose(0, 1)
-        expected = theirs(tokens_BL).logits
-    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    assert_same_logits(found, theirs)
 
-    assert main(["export", "--checkpoint", str(tmp_path / "mid"), "--output", str(tmp_path / "out")]) == 0
-    first, last = (load_file(tmp_path / each / "model.safetensors") for each in ("in", "out"))
-    assert first.keys() == last.keys()
-    assert all(torch.equal(last[key], value) for key, value in first.items())
-    assert main(["import", "--input", str(tmp_path / "out"), "--output", str(tmp_path / "again")]) == 0
-    assert Checkpoint.open(tmp_path / "again").config.model == model
+    assert exported_as_it_was(tmp_path) == model
 
 
 def without(model: ModelConfig) -> ModelConfig:

@@ -21,6 +21,7 @@ from hybridtron.config.native_fits import NATIVE
 from hybridtron.data.batch import SeqInfo
 from hybridtron.interop.native_nemotron import NemotronH
 from tests.interop.models import model_config, own_model
+from tests.interop.parity import exported_as_it_was
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 40, "vocab_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -61,12 +62,7 @@ def test_a_folder_that_transformers_wrote_is_the_same_model_here(tmp_path: Path)
     made = logits_of(tmp_path / "mid", tokens_BL)
     torch.testing.assert_close(made, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
-    assert main(["export", "--checkpoint", str(tmp_path / "mid"), "--output", str(tmp_path / "out")]) == 0
-    first, last = (load_file(tmp_path / each / "model.safetensors") for each in ("in", "out"))
-    assert first.keys() == last.keys()
-    assert all(torch.equal(last[key], value) for key, value in first.items())
-    assert main(["import", "--input", str(tmp_path / "out"), "--output", str(tmp_path / "again")]) == 0
-    assert Checkpoint.open(tmp_path / "again").config.model == found
+    assert exported_as_it_was(tmp_path) == found
 
 
 def test_small_steps_are_taken_as_they_are(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from hybridtron.cli.convert import main
 from hybridtron.config.choices import Export
 from hybridtron.config.exportable import SHIPPED, CannotExport, export_class
 from hybridtron.config.native_fits import NATIVE
-from hybridtron.data.batch import SeqInfo
 from hybridtron.interop.native_zamba2 import Zamba2
 from hybridtron.interop.sample import sampled
-from tests.interop.models import model_config, own_model
+from tests.interop.models import model_config
+from tests.interop.parity import assert_same_logits
 
 TYPES = ["linear_attention", "hybrid", "linear_attention", "hybrid", "hybrid"]
 SIZES: dict[str, Any] = {
@@ -49,11 +49,7 @@ def test_a_folder_that_transformers_wrote_is_the_same_model_here(variant: str, t
     assert found.config.model.pattern == ("MAMMBMAM" if variant == "two in turn" else "MAMMAMAM")
     assert found.config.model.layers["M"]["dt_floor"] == 0.001
     assert export_class(found.config.model, Export.auto) == "Zamba2ForCausalLM"
-    tokens_BL = torch.randint(48, (2, 300))
-    with torch.no_grad():
-        made = own_model(found, torch.float32)(tokens_BL, None, SeqInfo.stream(2, 300)).output.transpose(0, 1)
-        expected = theirs(tokens_BL).logits
-    torch.testing.assert_close(made, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    assert_same_logits(found, theirs, tokens=300)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from hybridtron.architecture.table import parameter_table
 from hybridtron.config.choices import Documents, StateMode
 from hybridtron.config.layout import ProcessLaunch, data_parallel
 from hybridtron.config.resolve import ResolvedPhase
-from hybridtron.data.batch import Batch, SeqInfo
+from hybridtron.data.batch import Batch, RowShare, SeqInfo
 from hybridtron.engine.engine import Engine
 from hybridtron.ops import flex_tiles
 from hybridtron.ops.attention import flex
@@ -83,6 +84,8 @@ def rehearse_rank(phase: ResolvedPhase, world: int, rank: int, collectives: Coll
         try:
             engine = build_engine(phase, place)
             steps = _Steps(phase, engine, census, sent)
+            if data * parallel.context > 1:
+                steps.take(few)  # in a run's first step Megatron hides no gradient's reduction
             first, _ = steps.take(few)
             start = len(census.memory.changes)
             second, update = steps.take(many)
@@ -151,14 +154,28 @@ class _Steps:
         return CountedPart(first, census.operations[first:], census.waits[waits:], sent[calls:], census.copies[copies:])
 
     def _batch(self) -> Batch:
-        rows, length = self.phase.settings.micro_batch, self.phase.settings.seq_len * self.phase.chunks_together
-        tokens_BL = torch.zeros(rows, length, dtype=torch.int64, device="cuda")
+        """As the loader makes it, of no values; where ranks share rows, of the rank's own tokens."""
+        rows, whole = self.phase.settings.micro_batch, self.phase.settings.seq_len * self.phase.chunks_together
+        context = self.engine.groups.context
+        length = whole // context.size
+        zeros_BL = partial(torch.zeros, rows, length, device="cuda")
         isolated = self.phase.documents is Documents.isolate
-        documents_BL = torch.zeros(rows, length, dtype=torch.int32, device="cuda") if isolated else None
+        documents_BL = zeros_BL(dtype=torch.int32) if isolated else None
         continues_B = torch.ones(rows, dtype=torch.bool, device="cuda")
-        mask_BL = torch.ones(rows, length, dtype=torch.bool, device="cuda")
         borders_E = torch.zeros(rows + 1, dtype=torch.int32, device="cuda") if isolated else None
-        spans = [[(0, length)] for _ in range(rows)]  # both as the loader makes them
-        seq = SeqInfo(torch.zeros_like(tokens_BL), documents_BL, borders_E=borders_E, _spans=spans)
+        share = None
+        if context.size > 1:
+            behind_B = torch.zeros(rows, dtype=torch.int64, device="cuda")
+            of_rows = [[(0, whole)] for _ in range(rows)]
+            share = RowShare(context.size, context.rank, None, of_rows, length, behind_B, continues_B)
+        seq = SeqInfo(
+            zeros_BL(dtype=torch.int64),
+            documents_BL,
+            borders_E=borders_E,
+            share=share,
+            _spans=[[(0, length)] for _ in range(rows)],
+        )
         carried = self.phase.states.mode is StateMode.tbtt
-        return Batch(tokens_BL, torch.zeros_like(tokens_BL), mask_BL, seq, continues_B if carried else None)
+        tokens_BL, labels_BL = zeros_BL(dtype=torch.int64), zeros_BL(dtype=torch.int64)
+        mask_BL = torch.ones(rows, length, dtype=torch.bool, device="cuda")
+        return Batch(tokens_BL, labels_BL, mask_BL, seq, continues_B if carried else None)

@@ -109,8 +109,8 @@ def step_time(step: RankStep, kernels: dict[int, KernelTime], gpu: GPU, virtual:
     update = part_time(step.update, kernels, gpu)
     more = step.many - step.few
     share = 1 / more if more else 0.0
-    micro_batch = PartTime().plus(many, share).plus(few, -share) if more else PartTime().plus(few, 1 / step.few)
-    once = PartTime().plus(few).plus(micro_batch, -step.few).plus(update)
+    micro_batch = PartTime().plus(many, share).plus(few, -share) if more else PartTime().plus(many, 1 / step.many)
+    once = PartTime().plus(many).plus(micro_batch, -step.many).plus(update)
     if micro_batch.waits < 0:  # where only a run's first step waits, which was that of few
         micro_batch.waits, once.waits = 0.0, many.waits + update.waits
     return StepTime(once, micro_batch, step.micro_batches, (step.place.pipeline_size - 1) / virtual)

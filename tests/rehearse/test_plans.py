@@ -140,3 +140,9 @@ def test_what_goes_to_the_host_is_what_was_planned(found: dict[str, dict[str, An
 def test_the_host_waits_once_a_step(found: dict[str, dict[str, Any]], job: str) -> None:
     assert found[job]["per_micro_batch"]["waits"] == 0
     assert found[job]["once"]["waits"] == 1
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_collectives_take_no_less_than_no_time(found: dict[str, dict[str, Any]], job: str) -> None:
+    """In a run's first step Megatron hides no reduction: what that takes more is no micro-batch's."""
+    assert found[job]["model"]["exposed_seconds"] >= 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from examples.papers import speed
-from examples.papers.claim import Claim, Kept, variants
+from examples.papers.claim import Claim, Kept, Table, variants
 from examples.papers.studies import SPEED_MINUTES, STUDIES, Study, Where, all_kept, planned
 from examples.results import Part
 from examples.study import measure, seed_by_seed, trained
@@ -64,15 +64,42 @@ def timed_minutes(claims: Sequence[Claim], kept: Kept) -> float:
 
 def batches(claims: Sequence[Claim], where: Where) -> Iterator[Batch]:
     """What is missing of the runs that these claims need."""
+    return (batch for batch in needed(claims, where) if batch.missing)
+
+
+def needed(claims: Sequence[Claim], where: Where) -> Iterator[Batch]:
+    """The runs that these claims need, seed by seed of each sweep."""
     wanted = variants(claims)
     for study in STUDIES:
         for name, part, runs in seed_by_seed(study.plan(where)):
             starts = {run.start for run in runs if run.variant in wanted.get(name, ())}
             chosen = [run for run in runs if run.variant in wanted.get(name, ()) or run.name in starts]
             results = study.kept(where)
-            missing = [run for run in chosen if results.of(name, part, run) is None]
-            if missing:
-                yield Batch(study, name, part, chosen, missing)
+            yield Batch(study, name, part, chosen, [run for run in chosen if results.of(name, part, run) is None])
+
+
+def minutes_by_sweep(claims: Sequence[Claim], where: Where) -> Table:
+    """What was planned for each sweep before anything was known of it, and what has been used."""
+    kept, of_sweeps = all_kept(where), {}
+    for batch in needed(claims, where):
+        results = [batch.study.kept(where).of(batch.name, batch.part, run) for run in batch.runs]
+        expected = sum(batch.study.minutes(run.variant) for run in batch.runs)
+        alone = batch.study.results in ("papers", batch.name)
+        name = batch.name if alone else f"{batch.study.results}, {batch.name}"
+        before = of_sweeps.get(name, (0, 0, 0.0, 0.0))
+        found = [result.minutes for result in results if result is not None]
+        here = (len(found), len(results), expected, sum(found))
+        of_sweeps[name] = tuple(map(sum, zip(before, here, strict=True)))
+    timed = [record["minutes"] for record in kept.timed.values()]
+    of_sweeps["speed"] = (len(timed), len(speed.NAMES), SPEED_MINUTES, sum(timed))
+    rows = [
+        (name, f"{done} of {runs}", f"{expected:.0f}", f"{used:.0f}")
+        for name, (done, runs, expected, used) in of_sweeps.items()
+        if runs
+    ]
+    together = [sum(one[place] for one in of_sweeps.values()) for place in range(4)]
+    rows.append(("together", f"{together[0]} of {together[1]}", f"{together[2]:.0f}", f"{together[3]:.0f}"))
+    return Table(("what is trained", "runs", "minutes planned", "minutes used"), tuple(rows))
 
 
 def that_fit(batch: Batch, kept: Kept, minutes: float) -> Batch:

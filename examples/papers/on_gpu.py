@@ -132,7 +132,7 @@ def column(folder: Path, claim: Claim) -> Table | None:
 
 
 def fill(claim: Claim, given: Sequence[str], runs: Path, folder: Path) -> Path:
-    """Read these runs (NAME=RUN) as the claim is read, or all of its sweep in `runs`, or time it. Returns what is kept."""
+    """Read these runs (NAME=RUN) as the claim is read, or all of its sweep in `runs`, or time it. Returns the file."""
     if claim.timed:
         if given:
             raise Unusable(f"{claim.name} reads no run: it times {', '.join(claim.timed_models) or 'attention alone'}")

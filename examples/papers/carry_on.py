@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -80,26 +81,25 @@ def needed(claims: Sequence[Claim], where: Where) -> Iterator[Batch]:
 
 def minutes_by_sweep(claims: Sequence[Claim], where: Where) -> Table:
     """What was planned for each sweep before anything was known of it, and what has been used."""
-    kept, of_sweeps = all_kept(where), {}
+    kept = all_kept(where)
+    of_sweeps: dict[str, list[tuple[float, float | None]]] = defaultdict(list)
     for batch in needed(claims, where):
-        results = [batch.study.kept(where).of(batch.name, batch.part, run) for run in batch.runs]
-        expected = sum(batch.study.minutes(run.variant) for run in batch.runs)
-        alone = batch.study.results in ("papers", batch.name)
-        name = batch.name if alone else f"{batch.study.results}, {batch.name}"
-        before = of_sweeps.get(name, (0, 0, 0.0, 0.0))
-        found = [result.minutes for result in results if result is not None]
-        here = (len(found), len(results), expected, sum(found))
-        of_sweeps[name] = tuple(map(sum, zip(before, here, strict=True)))
-    timed = [record["minutes"] for record in kept.timed.values()]
-    of_sweeps["speed"] = (len(timed), len(speed.NAMES), SPEED_MINUTES, sum(timed))
-    rows = [
-        (name, f"{done} of {runs}", f"{expected:.0f}", f"{used:.0f}")
-        for name, (done, runs, expected, used) in of_sweeps.items()
-        if runs
-    ]
-    together = [sum(one[place] for one in of_sweeps.values()) for place in range(4)]
-    rows.append(("together", f"{together[0]} of {together[1]}", f"{together[2]:.0f}", f"{together[3]:.0f}"))
+        results, alone = batch.study.kept(where), batch.study.results in ("papers", batch.name)
+        for run in batch.runs:
+            result = results.of(batch.name, batch.part, run)
+            runs = of_sweeps[batch.name if alone else f"{batch.study.results}, {batch.name}"]
+            runs.append((batch.study.minutes(run.variant), None if result is None else result.minutes))
+    each = SPEED_MINUTES / len(speed.NAMES)
+    of_sweeps["speed"] = [(each, kept.timed[name]["minutes"] if name in kept.timed else None) for name in speed.NAMES]
+    of_sweeps["together"] = [run for runs in of_sweeps.values() for run in runs]
+    rows = ((name, *_counted(runs)) for name, runs in of_sweeps.items())
     return Table(("what is trained", "runs", "minutes planned", "minutes used"), tuple(rows))
+
+
+def _counted(runs: Sequence[tuple[float, float | None]]) -> tuple[str, str, str]:
+    """How many have been measured; the minutes that were planned for them all, and those that were used."""
+    used = [minutes for _, minutes in runs if minutes is not None]
+    return f"{len(used)} of {len(runs)}", f"{sum(planned for planned, _ in runs):.0f}", f"{sum(used):.0f}"
 
 
 def that_fit(batch: Batch, kept: Kept, minutes: float) -> Batch:

@@ -1,9 +1,9 @@
 """Layouts that fit a number of devices, fastest first by a model of their time. Which is fastest, only a run can say.
 
 Tried are tensor 1, 2, 4, 8, pipelines of up to 16 ranks that the world and the layers allow, 1, 2 or 4 virtual stages,
-rows shared out over up to 64 ranks, 2,048 tokens or more to each, micro-batches of 1 to 16 rows, and the least
-recomputation that fits into the memory, less a tenth of it for the allocator, the network's buffers and the kernels'
-workspaces.
+rows shared out over up to 64 ranks, 2,048 tokens or more to each, micro-batches of 1 to 16 rows, of short ones as many
+as have 65,536 tokens, and the least recomputation that fits into the memory, less a tenth of it for the allocator, the
+network's buffers and the kernels' workspaces.
 
 The time is that of `step_seconds.py`, by the rates of `rates.py`, which nobody has measured. Layouts that are alike in
 it, to three digits, are in order of how many ranks share a row, of how much runs again, and of memory.
@@ -31,6 +31,8 @@ _LEAST_SHARE = 2048  # tokens: with fewer a rank hands over much for little work
 _MAX_PIPELINE = 16
 _VIRTUAL = (1, 2, 4)
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
+_MORE_MICRO_BATCHES = (32, 64, 128, 256, 512, 1024)
+_MOST_TOKENS = 65_536  # of these
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ def _fitting(
     config: Config, parallel: ParallelConfig, gpus: int, memory_bytes: float, gpu: GPU
 ) -> Iterator[FittingLayout]:
     """This layout with every micro batch that fits, and the least recomputation that makes it fit."""
-    for micro_batch in _MICRO_BATCHES:
+    longest = max(phase.seq_len for phase in config.phases)
+    for micro_batch in (*_MICRO_BATCHES, *(rows for rows in _MORE_MICRO_BATCHES if rows * longest <= _MOST_TOKENS)):
         phases = [dataclasses.replace(phase, micro_batch=micro_batch) for phase in config.phases]
         tried = dataclasses.replace(config, parallel=parallel, phases=phases)
         if any(_is_refused(phase, gpus) for phase in resolve(tried)):

@@ -17,6 +17,8 @@ changes only with a source for the new one.
     LAUNCH_S        what the host needs for one operation of torch, with autograd; kernels run meanwhile. The low end of
                     published ones: 5 to 25 us from Python's call to the GPU's queue (jiahuanglin.xyz, "From PyTorch op
                     to kernel launch"), 4 to 6 us measured for a launch in C++ (xiaguan/cuda-kernel-launch-lab)
+    LAUNCHES        of both passes of a sub-layer, roughly: the rehearsal counts 22 for plain attention and MLPs, 50 for
+                    delta rules, 75 for Mamba and 95 for Mamba-2
     HEAD_ROOM       a guess: context, NCCL's buffers and workspaces take 2 to 4 GB of 80, fragmentation the rest
     WAIT_S          what a wait of the host costs: its device stands still until the next kernel is launched
     host            80%, a guess, of the 64 GB/s in each direction of PCIe 5.0 with 16 lanes (data sheets of H100, H200
@@ -81,4 +83,5 @@ UNSEEN = (
     "CUDA's context and libraries (0.5 to 1 GB), NCCL's buffers, cuBLAS's workspaces, fragmentation of the allocator"
 )
 LAUNCH_S = 6e-6
+LAUNCHES = 50
 WAIT_S = 25e-6

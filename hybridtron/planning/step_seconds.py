@@ -5,13 +5,14 @@
                       gradient, and the input gathered again, hide behind half of a pass's products each, where
                       `parallel/entered.py` sends them. Streams between stages, which interleaved stages hide. What
                       ranks hand over that share the rows, whose last one has the most keys to attend to. What
-                      goes to the host and comes back, as far as passes of as many sub-layers don't hide it.
+                      goes to the host and comes back, as far as passes of as many sub-layers don't hide it. No less
+                      than the host needs to launch it, which counts where a micro-batch has few tokens.
     the step          all micro-batches of the slowest pipeline rank, and (p - 1) / v more that the pipeline waits for
     once              gradients and weights over the data-parallel ranks, as far as the last backward pass and the first
                       forward pass don't hide them; the optimizer's bytes
 
-Left out is what all layouts do alike: scans, convolutions, norms and gates, and launches. So it is shorter than what
-`hybridtron rehearse` finds, which counts them.
+Left out is what all layouts do alike: scans, convolutions, norms and gates. So it is shorter than what
+`hybridtron rehearse` finds, which counts them, and every launch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from hybridtron.config.schema import Config, ModelConfig
 from hybridtron.planning.count import VALUE_BYTES, LayerCount, ModelCount, count
 from hybridtron.planning.layer_use import gathers_again, hides_traffic, is_recomputed
 from hybridtron.planning.memory import Plan
-from hybridtron.planning.rates import GPU
+from hybridtron.planning.rates import GPU, LAUNCH_S, LAUNCHES
 
 PRODUCTS, ATTENTION = 3, 3.5  # of the forward pass's, both passes together
 
@@ -51,10 +52,8 @@ def micro_batch_seconds(made: Plan, phase: ResolvedPhase, gpu: GPU) -> list[floa
     config, settings = phase.config, phase.settings
     parallel, counted = config.parallel, count_of_last_share(phase.model, settings.seq_len, config.parallel.context)
     arch = architecture(phase.model)
-    of_layers = [
-        layer_seconds(layer, is_recomputed(spec, arch.sizes, parallel.recompute), gpu)
-        for layer, spec in zip(counted.layers, arch.specs, strict=True)
-    ]
+    again = [is_recomputed(spec, arch.sizes, parallel.recompute) for spec in arch.specs]
+    of_layers = [layer_seconds(layer, runs, gpu) for layer, runs in zip(counted.layers, again, strict=True)]
     behind = [hidden_seconds(*layer, config, gpu) for layer in zip(counted.layers, arch.specs, strict=True)]
     tokens = phase.tokens_of_rank * phase.chunks_together / parallel.tensor
     found = []
@@ -69,7 +68,8 @@ def micro_batch_seconds(made: Plan, phase: ResolvedPhase, gpu: GPU) -> list[floa
         copying = exposed_copies(
             rank.traffic.host / 2 / gpu.host / made.micro_batches, tokens * sum(of_layers[layer] for layer in first)
         )
-        found.append(tokens * token + (inside + between) / made.micro_batches + copying)
+        launches = LAUNCHES * sum(1 + again[layer] / 3 for chunk in rank.chunks for layer in chunk.layers)
+        found.append(max(LAUNCH_S * launches, tokens * token) + (inside + between) / made.micro_batches + copying)
     return found
 
 

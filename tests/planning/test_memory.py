@@ -311,6 +311,13 @@ def test_what_is_proposed_keeps_every_rule_and_fits(recipe, gpus, gigabytes):
         assert made.fullest.memory.total <= (1 - HEAD_ROOM) * gigabytes * 1e9
 
 
+def test_short_rows_come_in_micro_batches_that_outlast_their_launches():
+    """12 sub-layers launch for 3.6 ms; of 256 tokens a row 32 rows and more take longer, 65,536 tokens at most."""
+    settings = ["recipe=mamba2_45m", "phases.0.seq_len=256", "phases.0.global_batch=2048"]
+    rows = [layout.micro_batch for layout in fit(load(settings), 1, 80e9)]
+    assert rows == [32, 64, 128, 256, 16, 8, 4, 2, 1]
+
+
 def test_settings_undo_what_the_configuration_sets():
     config = load(["recipe=samba_1.3b", "parallel.tensor=2", "parallel.recompute=layer"])
     best = fit(config, 64, 80e9)[0]
@@ -408,7 +415,8 @@ def test_virtual_stages_count_what_runs_together():
     assert not check(load([*settings, "phases.0.micro_batch=1", "states.through_time=true"]), 2)
 
 
-def test_seconds_of_a_step_by_hand():
+def test_seconds_of_a_step_by_hand(monkeypatch: pytest.MonkeyPatch):
+    """By products, streams and updates; and as it is: so small a step takes as long as launching its sub-layers."""
     config, made = planned(2, *TINY, "parallel.pipeline=2")
     gpu, counted = GPUS["h100"], count(config.model, 16)
     of_layers = [
@@ -422,6 +430,9 @@ def test_seconds_of_a_step_by_hand():
         for rank in made.ranks
     ]
     assert made.micro_batches == 4
+    launching = 50 * 6e-6 * (len(of_layers) - 1)  # of the second stage, which has all but the first
+    assert step_seconds(made, largest_phase(config), gpu) == pytest.approx((4 + 1) * (launching + border) + max(once))
+    monkeypatch.setattr("hybridtron.planning.step_seconds.LAUNCHES", 0)
     assert step_seconds(made, largest_phase(config), gpu) == pytest.approx((4 + 1) * max(passes) + max(once))
 
 

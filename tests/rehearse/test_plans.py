@@ -40,6 +40,11 @@ JOBS: dict[str, tuple[list[str], int, int]] = {
     ),
     "isolated documents": ([*SAMBA, "data.documents=isolate"], 1, 0),
     "isolated documents, cut": ([*SAMBA, "data.documents=isolate", CUT], 8, 0),
+    "one short row": (
+        ["recipe=mamba2_45m", "phases.0.seq_len=256", "phases.0.global_batch=8", "phases.0.micro_batch=1"],
+        1,
+        0,
+    ),
     "squared ReLU": ([*SAMBA, "model.layers.-={kind: squared_relu, hidden: 6144}"], 1, 0),
     "multipliers": (
         [*SAMBA, "model.embedding_multiplier=12", "model.residual_multiplier=0.22", "model.logits_scaling=8"],

@@ -2,7 +2,8 @@
 
 The engine is built as for a run, with weights that have no values. Two steps are counted: one of as many micro-batches
 as fill the pipeline, one of twice as many. What the second has more is what these micro-batches cost; the first
-without them is what a step costs once. So the whole step is known, however many micro-batches it has.
+without them is what a step costs once. So the whole step is known, however many micro-batches it has. Where gradients
+are reduced over ranks, a step is taken before these two.
 """
 
 from __future__ import annotations

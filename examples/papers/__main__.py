@@ -23,7 +23,7 @@ from pathlib import Path
 from rich.console import Console
 
 from examples.papers import hax, length, overview, samba, span, submission
-from examples.papers.carry_on import carry_on
+from examples.papers.carry_on import carry_on, minutes_by_sweep
 from examples.papers.claim import Claim, Paper
 from examples.papers.on_gpu import RUNS, fill
 from examples.papers.page import page
@@ -105,9 +105,10 @@ def write(papers: Sequence[Paper], where: Where, output: Path, docs: Path | None
     for paper in papers:
         (output / f"{paper.name}.md").write_text(page(paper, kept, results, output), encoding="utf-8")
     every = list(PAPERS.values())
-    (output / "overview.html").write_text(overview.page(every, kept, results, output), encoding="utf-8")
+    spent = minutes_by_sweep([claim for paper in every for claim in paper.claims], where)
+    (output / "overview.html").write_text(overview.page(every, kept, spent, results, output), encoding="utf-8")
     if docs is not None:
-        docs.write_text(overview.markdown(every, kept, "../benchmarks/papers"), encoding="utf-8")
+        docs.write_text(overview.markdown(every, kept, spent, "../benchmarks/papers"), encoding="utf-8")
     print(f"written to {output}")
 
 

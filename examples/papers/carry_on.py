@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
 
 from examples.papers import speed
-from examples.papers.claim import Claim, Kept, variants
+from examples.papers.claim import Claim, Kept, Table, variants
 from examples.papers.studies import SPEED_MINUTES, STUDIES, Study, Where, all_kept, planned
 from examples.results import Part
 from examples.study import measure, seed_by_seed, trained
@@ -64,15 +65,41 @@ def timed_minutes(claims: Sequence[Claim], kept: Kept) -> float:
 
 def batches(claims: Sequence[Claim], where: Where) -> Iterator[Batch]:
     """What is missing of the runs that these claims need."""
+    return (batch for batch in needed(claims, where) if batch.missing)
+
+
+def needed(claims: Sequence[Claim], where: Where) -> Iterator[Batch]:
+    """The runs that these claims need, seed by seed of each sweep."""
     wanted = variants(claims)
     for study in STUDIES:
         for name, part, runs in seed_by_seed(study.plan(where)):
             starts = {run.start for run in runs if run.variant in wanted.get(name, ())}
             chosen = [run for run in runs if run.variant in wanted.get(name, ()) or run.name in starts]
             results = study.kept(where)
-            missing = [run for run in chosen if results.of(name, part, run) is None]
-            if missing:
-                yield Batch(study, name, part, chosen, missing)
+            yield Batch(study, name, part, chosen, [run for run in chosen if results.of(name, part, run) is None])
+
+
+def minutes_by_sweep(claims: Sequence[Claim], where: Where) -> Table:
+    """What was planned for each sweep before anything was known of it, and what has been used."""
+    kept = all_kept(where)
+    of_sweeps: dict[str, list[tuple[float, float | None]]] = defaultdict(list)
+    for batch in needed(claims, where):
+        results, alone = batch.study.kept(where), batch.study.results in ("papers", batch.name)
+        for run in batch.runs:
+            result = results.of(batch.name, batch.part, run)
+            runs = of_sweeps[batch.name if alone else f"{batch.study.results}, {batch.name}"]
+            runs.append((batch.study.minutes(run.variant), None if result is None else result.minutes))
+    each = SPEED_MINUTES / len(speed.NAMES)
+    of_sweeps["speed"] = [(each, kept.timed[name]["minutes"] if name in kept.timed else None) for name in speed.NAMES]
+    of_sweeps["together"] = [run for runs in of_sweeps.values() for run in runs]
+    rows = ((name, *_counted(runs)) for name, runs in of_sweeps.items())
+    return Table(("what is trained", "runs", "minutes planned", "minutes used"), tuple(rows))
+
+
+def _counted(runs: Sequence[tuple[float, float | None]]) -> tuple[str, str, str]:
+    """How many have been measured; the minutes that were planned for them all, and those that were used."""
+    used = [minutes for _, minutes in runs if minutes is not None]
+    return f"{len(used)} of {len(runs)}", f"{sum(planned for planned, _ in runs):.0f}", f"{sum(used):.0f}"
 
 
 def that_fit(batch: Batch, kept: Kept, minutes: float) -> Batch:

@@ -71,7 +71,8 @@ class Claim:
     """`needs` are variants by the name of their sweep, `timed` is what is measured of speed.
 
     `seen_at` says where it could be seen, and what that costs. Where claim and results disagree, `reason` says what a
-    further experiment found, whose variants are `further`: a claim is judged without them.
+    further experiment found, whose variants are `further`: a claim is judged without them. `timed_models` are recipes
+    of the paper's size, which are timed on a GPU.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Claim:
     reason: Callable[[Kept], str] | None = None
     further: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     timed: str = ""
+    timed_models: tuple[str, ...] = ()
     on_gpu: OnGpu | None = None
 
 

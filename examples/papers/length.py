@@ -125,6 +125,7 @@ CLAIMS = (
             position=views.FORCED * views.FAILS_AT,
         ),
         views.draw(INTERVENTIONS, "language", views.FORCED),
+        on_gpu=published(*INTERVENTIONS[1:]),  # whose base fails unforced
     ),
     figure(
         5,
@@ -192,6 +193,7 @@ CLAIMS = (
         views.table_of(("hybrid", "hybrid-passing")),
         views.ordered(("hybrid-passing", "hybrid")),
         views.draw(("hybrid", "hybrid-passing")),
+        on_gpu=scratch("families", "hybrid", "hybrid-passing"),
     ),
     figure(
         11,

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from examples.papers import speed
 from examples.papers.claim import Claim, OnGpu, Table
 from examples.papers.material import MATERIAL
 from examples.results import ROOT, commit
@@ -131,7 +132,12 @@ def column(folder: Path, claim: Claim) -> Table | None:
 
 
 def fill(claim: Claim, given: Sequence[str], runs: Path, folder: Path) -> Path:
-    """Read these runs (NAME=RUN) as the claim is read, or all of its sweep in `runs`, and keep what is found."""
+    """Read these runs (NAME=RUN) as the claim is read, or all of its sweep in `runs`, or time it. Returns the file."""
+    if claim.timed:
+        if given:
+            raise Unusable(f"{claim.name} reads no run: it times {', '.join(claim.timed_models) or 'attention alone'}")
+        speed.write(speed.measured_on_gpu(claim), path_of(folder, claim))
+        return path_of(folder, claim)
     on_gpu = claim.on_gpu
     if on_gpu is None or on_gpu.column is None:
         what = f"hybridtron evaluate RUN {on_gpu.reads}" if on_gpu else "nothing: no run on a GPU shows it"

@@ -42,11 +42,12 @@ def counts(papers: Sequence[Paper], kept: Kept) -> list[tuple[str, ...]]:
     return rows
 
 
-def markdown(papers: Sequence[Paper], kept: Kept, pages: str) -> str:
+def markdown(papers: Sequence[Paper], kept: Kept, spent: Table, pages: str) -> str:
     """`pages` is where the papers' own pages are, as a link from this one."""
     lines = ["# Four papers at the size of a laptop", ""]
     lines += ["What `make papers` found of their claims, each on tiny models, beside the paper's own numbers.", ""]
     lines += grid(("paper", *(one.value for one in Said)), counts(papers, kept))
+    lines += ["", "Minutes of one thread, of which two run side by side:", "", *grid(spent.header, spent.rows)]
     for paper in papers:
         lines += ["", f"## {paper.title}", "", f"[Tables, pictures and commands]({pages}/{paper.name}.md)", ""]
         rows = [(claim.where, claim.says, judged(claim, kept).said.value) for claim in paper.claims]
@@ -54,13 +55,14 @@ def markdown(papers: Sequence[Paper], kept: Kept, pages: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def page(papers: Sequence[Paper], kept: Kept, results: Path, pictures: Path) -> str:
+def page(papers: Sequence[Paper], kept: Kept, spent: Table, results: Path, pictures: Path) -> str:
     """HTML that needs nothing else."""
     header = ("paper", *(one.value for one in Said))
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><title>Four papers at the size of a laptop</title>",
         f"<style>{STYLE}</style><h1>Four papers at the size of a laptop</h1><p>{INTRODUCTION}</p>",
         _table(Table(header, tuple(counts(papers, kept)))),
+        f"<p>Minutes of one thread, of which two run side by side:</p>{_table(spent)}",
     ]
     for paper in papers:
         parts.append(f"<h2>{html.escape(paper.title)}</h2><table class=claims>")

@@ -86,12 +86,15 @@ def further(claim: Claim, kept: Kept) -> str:
 
 def on_gpu(paper: Paper, claim: Claim) -> Iterator[str]:
     """What shows it at the paper's size, with the hours that a model expects."""
+    command = f"python -m examples.papers {paper.name} --only {claim.name} --submit > {claim.name}.sh"
+    if claim.timed:
+        of = f" by {', '.join(claim.timed_models)}, with weights as they start" if claim.timed_models else ""
+        yield from ("", f"On one H100, in less than an hour{of} (nothing was measured):", "", "```sh", command, "```")
     if claim.on_gpu is None:
         return
     found = list(hours(claim.on_gpu).values())
     several = f", {len(found)} runs, the longest {_time(max(found))}" if len(found) > 1 else ""
     yield from ("", f"On one H100, {_time(sum(found))} by the model{several} (nothing was measured):", "")
-    command = f"python -m examples.papers {paper.name} --only {claim.name} --submit > {claim.name}.sh"
     yield from (
         "```sh",
         command,

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from examples.papers.claim import Kept, Table, Verdict, holds
+from examples.papers.claim import Claim, Kept, Table, Verdict, holds
 from examples.results import commit
+from hybridtron.problems import Unusable
 from hybridtron.train.records import read_record, write_whole
 
 NAMES = ("prefill", "decode", "span")
@@ -31,27 +32,45 @@ def measure_missing(folder: Path, quick: bool) -> None:
     """The table of each benchmark, with what it takes to measure it again."""
     import torch
 
-    from hybridtron.cli.bench import WHAT
-    from hybridtron.proving.measuring import BenchReport, machine, versions
-
     torch.set_num_threads(1)
     for name in NAMES:
         if name not in kept_in(folder):
-            report, began = BenchReport(name, quick, 1 if quick else ROUNDS), time.monotonic()
-            getattr(import_module(f"benchmarks.{WHAT[name][0]}"), name)(report)
-            table = report.tables[0]
-            record = {
-                "header": table.header,
-                "rows": table.cells,
-                "command": f"hybridtron bench {name} --repetitions {ROUNDS}",
-                "minutes": round((time.monotonic() - began) / 60, 2),
-                "commit": commit(),
-                "versions": versions(),
-                "machine": machine(report),
-            }
-            folder.mkdir(parents=True, exist_ok=True)
-            lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
-            write_whole(folder / f"speed-{name}.json", f"{{\n{lines}\n}}\n")
+            write(measured(name, quick=quick), folder / f"speed-{name}.json")
+
+
+def measured(name: str, models: Sequence[str] = (), quick: bool = False) -> dict[str, Any]:
+    """The benchmark's first table, of these recipes or of the benchmark's own models."""
+    from hybridtron.cli.bench import WHAT
+    from hybridtron.proving.measuring import BenchReport, machine, versions
+
+    report = BenchReport(name, quick, 1 if quick else ROUNDS, tuple(models))
+    began = time.monotonic()
+    getattr(import_module(f"benchmarks.{WHAT[name][0]}"), name)(report)
+    table = report.tables[0]
+    return {
+        "header": table.header,
+        "rows": table.cells,
+        "command": " ".join(["hybridtron bench", name, *models, f"--repetitions {ROUNDS}"]),
+        "minutes": round((time.monotonic() - began) / 60, 2),
+        "commit": commit(),
+        "versions": versions(),
+        "machine": machine(report),
+    }
+
+
+def measured_on_gpu(claim: Claim) -> dict[str, Any]:
+    """For the third column: models of the paper's size, whose weights are as they start, which cost what others do."""
+    from hybridtron.device import compute_device
+
+    if compute_device().type != "cuda":
+        raise Unusable(f"{claim.name} is timed on a GPU, and there is none here")
+    return measured(claim.timed, claim.timed_models)
+
+
+def write(record: Mapping[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
+    write_whole(path, f"{{\n{lines}\n}}\n")
 
 
 def speed_rows(name: str) -> Callable[[Kept], Table]:

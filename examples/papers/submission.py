@@ -24,6 +24,9 @@ CLUSTER=${CLUSTER:-h100_infiniband}  # a file of configs/cluster: docs/slurm.md 
 
 # 1. Text and weights, where they are not there yet"""
 TRAINING = "# 2. Training, as array jobs that requeue themselves; 3. behind them, what reads the runs"
+TIMING = """
+# Speed, of weights as they start: each command times its models on one GPU
+ON_GPU=${ON_GPU:-srun --gpus=1 --time=1:00:00}"""
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,18 @@ class Queued:
 def script(claims: Sequence[Claim], full: bool, whole: bool) -> str:
     """Of these claims together; `whole` and `full`: of all runs that the paper has of its sweeps."""
     shown = [claim for claim in claims if claim.on_gpu is not None]
-    if not shown:
+    timed = [claim for claim in claims if claim.timed]
+    if not shown and not timed:
         raise Unusable(f"no run on a GPU shows {', '.join(claim.name for claim in claims)}: its page says what does")
     queued = [_of(sweep, of, full, whole) for sweep, of in by_sweep(shown).items()]
     if full and whole:
         queued += _others([one.sweep for one in queued])
-    lines = ["#!/bin/bash", *_about(shown, queued, full), HEAD, *_made(queued, full), "", TRAINING]
-    lines += [line for one in queued for line in _lines(one, RUNS[full])]
+    lines = ["#!/bin/bash", f"# {', '.join(claim.name for claim in (*shown, *timed))}"]
+    if queued:
+        lines += [*_about(shown, queued, full), HEAD, *_made(queued, full), "", TRAINING]
+        lines += [line for one in queued for line in _lines(one, RUNS[full])]
+    if timed:
+        lines += [TIMING, *(f"$ON_GPU python -m examples.papers --fill {claim.name}" for claim in timed)]
     return "\n".join(lines) + "\n"
 
 
@@ -79,7 +87,6 @@ def _others(known: Sequence[str]) -> Iterator[Queued]:
 
 def _about(claims: Sequence[Claim], queued: Sequence[Queued], full: bool) -> Iterator[str]:
     count = sum(len(one.runs) for one in queued)
-    yield f"# {', '.join(claim.name for claim in claims)}"
     if full:
         yield f"# {count} runs of the paper's size, one H100 each. Written by python -m examples.papers --submit --full"
         return

@@ -16,7 +16,7 @@ from examples.length_story.runs import STORY
 from examples.length_story.runs import part_of as story_part
 from examples.papers import carry_on as carrying
 from examples.papers.__main__ import PAPERS, main
-from examples.papers.carry_on import batches, carry_on, that_fit
+from examples.papers.carry_on import batches, carry_on, minutes_by_sweep, that_fit
 from examples.papers.claim import Kept, Pair, Said, holds, in_order, judged, pooled
 from examples.papers.length_runs import BASES, LONGER
 from examples.papers.length_runs import STUDY as LENGTH
@@ -25,7 +25,7 @@ from examples.papers.length_views import rises
 from examples.papers.page import page
 from examples.papers.samba_runs import STUDY as SAMBA
 from examples.papers.samba_runs import part_of as samba_part
-from examples.papers.studies import STUDIES, Where, all_kept
+from examples.papers.studies import SPEED_MINUTES, STUDIES, Where, all_kept
 from examples.results import ROOT, Result, Results, Trained
 from examples.study import found_in, trained
 from hybridtron.architecture.mamba2 import Mamba2Spec
@@ -237,6 +237,18 @@ def test_a_piece_ends_when_its_minutes_are_planned(tmp_path: Path, monkeypatch: 
     carried.clear()
     assert carry_on(claims, where, 18, 2, quiet) == 75  # two at a time
     assert [len(batch) for batch in carried] == [4, 2]  # 36 minutes: 19.5, 15 and 1.5
+
+
+def test_minutes_planned_and_used_are_those_of_the_claims_runs(tmp_path: Path) -> None:
+    """Of length generalization's first repairs, nothing yet; of HAX's grown models, all, with what each took."""
+    where = Where(tmp_path / "runs", KEPT, False)
+    nothing = Where(tmp_path / "runs", tmp_path / "results", False)
+    rows = minutes_by_sweep([BY_NAME["figure5-repairs"]], nothing).rows
+    assert rows[0] == ("length", "0 of 12", f"{3 * (15 + 3 * 1.5):.0f}", "0")
+    assert rows[-1] == ("together", "0 of 15", f"{3 * (15 + 3 * 1.5) + SPEED_MINUTES:.0f}", "0")
+    (grown,) = (row for row in minutes_by_sweep(PAPERS["hax"].claims, where).rows if row[0] == "grown")
+    files = [json.loads(path.read_text()) for path in (KEPT / "grown").glob("*.json")]
+    assert grown[1:] == ("5 of 5", "25", f"{sum(one['minutes'] for one in files):.0f}")
 
 
 def test_all_results_that_are_kept_are_those_of_the_plans(tmp_path: Path) -> None:

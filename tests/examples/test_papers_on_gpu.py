@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from examples.papers import __main__ as papers
-from examples.papers import columns, submission
+from examples.papers import columns, speed, submission
 from examples.papers.__main__ import PAPERS, main
 from examples.papers.columns import by_position, in_rows, tasks
 from examples.papers.material import MATERIAL, needed
@@ -35,6 +35,7 @@ from tests.train.conftest import small_run_arguments
 
 CLAIMS = [claim for paper in PAPERS.values() for claim in paper.claims if claim.on_gpu is not None]
 BY_NAME = {claim.name: claim for claim in CLAIMS}
+TIMED = {claim.name: claim for paper in PAPERS.values() for claim in paper.claims if claim.timed}
 DAY = 24
 HELD = 80e9  # bytes of an H100
 STEP = 2**19
@@ -42,7 +43,7 @@ LEAST = {  # tokens that the papers' claims need, by sweep and how the names of 
     "samba/slimpajama": {"samba-keys": 500 * 2048 * 4096, "llama-swa-keys": 500 * 2048 * 4096, "": 2e9},
     "length/contexts": {"": 9e9},
     "length/warmup": {"": 9e9},
-    "length/families": {"gla-passing": 100 * STEP, "rwkv6-passing": 250e6, "": 9e9},
+    "length/families": {"gla-passing": 100 * STEP, "hybrid-passing": 100 * STEP, "rwkv6-passing": 250e6, "": 9e9},
     "length/interventions": {"": 100 * STEP},
     "length/sigma": {"": 100 * STEP},
     "length/copying": {"": 1_000_000 * 2 * 75},  # a million strings of 50 to 100 letters, and their copies
@@ -250,6 +251,35 @@ def test_a_claim_that_no_gpu_shows_has_no_script(capsys: pytest.CaptureFixture[s
     assert "no run on a GPU shows table1-benchmarks" in capsys.readouterr().err
     with pytest.raises(Unusable):
         script([], full=False, whole=False)
+
+
+@pytest.mark.parametrize("name", TIMED)
+def test_claims_of_speed_have_a_script_of_their_own(name: str) -> None:
+    """It downloads and trains nothing."""
+    text = script([TIMED[name]], full=False, whole=False)
+    for check in (["bash", "-n"], [str(SHELLCHECK), "-"]):
+        assert subprocess.run(check, input=text, text=True, check=False).returncode == 0
+    assert f"$ON_GPU python -m examples.papers --fill {name}" in text.splitlines()
+    assert not re.search("sweep|prepare", text)
+
+
+def test_speed_of_named_models_fills_a_column(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where there is a GPU, which is pretended; the models are small, and really timed."""
+    prefill = replace(TIMED["figure3-prefill"], timed_models=("laptop", "mamba2_laptop"))
+    monkeypatch.setitem(PAPERS, "samba", replace(PAPERS["samba"], claims=(prefill,)))
+    where = ["--results", str(tmp_path / "results"), "--output", str(tmp_path / "out")]
+    assert main(["samba", "--fill", prefill.name, *where]) == 2
+    assert "is timed on a GPU, and there is none here" in capsys.readouterr().err
+    assert main(["samba", "--fill", prefill.name, "samba=RUN", *where]) == 2
+    assert "reads no run: it times laptop, mamba2_laptop" in capsys.readouterr().err
+    monkeypatch.setattr(speed, "measured_on_gpu", lambda claim: speed.measured("prefill", claim.timed_models, True))
+    assert main(["samba", "--fill", prefill.name, *where]) == 0
+    assert main(["samba", "--pages", *where]) == 0
+    text = (tmp_path / "out/samba.md").read_text()
+    assert re.search(r"^On a GPU:\n\n\| tokens of a row \|.* mamba2_laptop / laptop \|", text, re.MULTILINE)
+    assert re.search(r"^\| 128 +\| [\d.]+x?", text, re.MULTILINE)
 
 
 @pytest.mark.slow

@@ -79,6 +79,8 @@ CLAIMS = (
             ("mamba", "llama-swa"),
             ("mamba", "llama"),
         ),
+        reason=views.why_other_order,
+        further={"tables": views.CONVOLVED},
         on_gpu=TABLE_3,
     ),
     Claim(

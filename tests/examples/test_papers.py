@@ -22,7 +22,7 @@ from examples.papers.length_runs import BASES, LONGER
 from examples.papers.length_runs import STUDY as LENGTH
 from examples.papers.length_runs import part_of as length_part
 from examples.papers.length_views import rises
-from examples.papers.page import page
+from examples.papers.page import further, page
 from examples.papers.samba_runs import STUDY as SAMBA
 from examples.papers.samba_runs import part_of as samba_part
 from examples.papers.studies import SPEED_MINUTES, STUDIES, Where, all_kept
@@ -75,7 +75,7 @@ def test_what_claims_need_are_runs_of_the_studies(tmp_path: Path) -> None:
     plans = {name: part for study in STUDIES for name, part in study.plan(Where(tmp_path, KEPT, False)).items()}
     known = {name: {run.variant for run in part.sweep.runs} for name, part in plans.items()}
     for claim in CLAIMS:
-        for part, names in claim.needs.items():
+        for part, names in (*claim.needs.items(), *claim.further.items()):
             assert set(names) <= known[part], claim.name
 
 
@@ -206,6 +206,16 @@ def test_a_page_says_what_it_waits_for(tmp_path: Path) -> None:
     text = page(PAPERS["samba"], kept(samba={"samba": [read(14, 13.5, 13.3, 13)]}), tmp_path, None)
     assert "*waits for runs*: no result yet of samba: llama, samba: llama-swa, samba: mamba" in text
     assert "| samba | 2,000,000 | 1 | 14.00 | 13.50 | 13.30 | 13.00 |" in text
+
+
+def test_a_further_experiment_says_how_much_of_a_distance_it_explains(tmp_path: Path) -> None:
+    """By hand: of losses 4 and 3 apart from Samba's, a convolution takes half and all."""
+    by_name = {"samba": 2, "sliding-gla": 6, "sliding-gla-sc": 4, "sliding-retnet": 5, "sliding-retnet-sc": 2}
+    tables = {name: [read(*[math.exp(loss)] * 4)] for name, loss in by_name.items()}
+    claim = BY_NAME["table3-order"]
+    assert "from a loss of 6.000 to 4.000" in further(claim, kept(tables=tables))
+    assert "where Samba has 2.000: 50% and 100% of their distance" in further(claim, kept(tables=tables))
+    assert further(claim, kept()).startswith("waits for tables: samba, tables: sliding-gla, ")
 
 
 def test_wrong_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -248,9 +248,9 @@ CLAIMS = (
         {},
         nothing,
         unseen("models that know too little answer at chance"),
-        seen_at="from about 1B parameters and 100B tokens on: `recipe=samba_1.3b` and `recipe=llama2_1.3b`, 500 and 540 "
-        "hours of one GPU by the rehearsal's model of an H200. The paper's 3.8B on 3.2T tokens is `recipe=samba_3.8b`, "
-        "45,000 hours, and its data is not public",
+        seen_at="from about 1B parameters and 100B tokens on: `recipe=samba_1.3b` and `recipe=llama2_1.3b`, 500 and "
+        "540 hours of one GPU by the rehearsal's model of an H200. The paper's 3.8B on 3.2T tokens is "
+        "`recipe=samba_3.8b`, 45,000 hours, and its data is not public",
     ),
 )
 PAPER = Paper(

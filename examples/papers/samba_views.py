@@ -72,8 +72,8 @@ def why_other_order(kept: Kept) -> str:
     return (
         "Mamba has a short convolution, and Sliding GLA and Sliding RetNet here have none, as in the paper. On half of "
         f"the tokens (table8-convolution) one brings Sliding GLA from a loss of {gla:.3f} to {gla_sc:.3f} and Sliding "
-        f"RetNet from {retnet:.3f} to {retnet_sc:.3f}, where Samba has {samba:.3f}: {shares[0]:.0%} and {shares[1]:.0%} "
-        "of their distance"
+        f"RetNet from {retnet:.3f} to {retnet_sc:.3f}, where Samba has {samba:.3f}: {shares[0]:.0%} and "
+        f"{shares[1]:.0%} of their distance"
     )
 
 

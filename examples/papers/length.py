@@ -96,6 +96,8 @@ CLAIMS = (
         {"length": ("base",)},
         views.training_rows,
         views.more_training,
+        reason=views.why_not_failed,
+        further={"length": (LONGER,)},
         on_gpu=scratch("contexts", CONTEXTS[2], every=True),
     ),
     figure(

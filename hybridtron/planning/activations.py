@@ -114,5 +114,5 @@ class RankUse:
             made = chunk.back(received) + (chunk.kept if self.runs_again else 0)
             of_head = self.head_gradient if chunk.last_norm else 0
             yield made * self.value_bytes + of_head + (sent + before * (1 + interleaved)) * stream
-            # behind the chunk's last sub-layer, whose values have gone: the head's, the embedding's, and their sum
+            # at the end of the pass, when nothing of the chunk is kept: the head's, the embedding's, and their sum
             yield 3 * of_head - self.kept[turn.backward]

@@ -81,7 +81,7 @@ def needed(claims: Sequence[Claim], where: Where) -> Iterator[Batch]:
 
 def minutes_by_sweep(claims: Sequence[Claim], where: Where) -> Table:
     """What was planned for each sweep before anything was known of it, and what has been used."""
-    kept = all_kept(where)
+    timed = speed.kept_in(where.results / "papers")
     of_sweeps: dict[str, list[tuple[float, float | None]]] = defaultdict(list)
     for batch in needed(claims, where):
         results, alone = batch.study.kept(where), batch.study.results in ("papers", batch.name)
@@ -90,7 +90,7 @@ def minutes_by_sweep(claims: Sequence[Claim], where: Where) -> Table:
             runs = of_sweeps[batch.name if alone else f"{batch.study.results}, {batch.name}"]
             runs.append((batch.study.minutes(run.variant), None if result is None else result.minutes))
     each = SPEED_MINUTES / len(speed.NAMES)
-    of_sweeps["speed"] = [(each, kept.timed[name]["minutes"] if name in kept.timed else None) for name in speed.NAMES]
+    of_sweeps["speed"] = [(each, timed[name]["minutes"] if name in timed else None) for name in speed.NAMES]
     of_sweeps["together"] = [run for runs in of_sweeps.values() for run in runs]
     rows = ((name, *_counted(runs)) for name, runs in of_sweeps.items())
     return Table(("what is trained", "runs", "minutes planned", "minutes used"), tuple(rows))

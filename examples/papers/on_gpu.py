@@ -5,7 +5,6 @@ Nothing here has been measured on a GPU.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache
@@ -19,7 +18,7 @@ from examples.results import ROOT, commit
 from hybridtron.config.schema import Config
 from hybridtron.problems import Unusable, did_you_mean
 from hybridtron.sweep.grid import SweepRun, narrowed, read, with_starts
-from hybridtron.train.records import read_lines, read_record, write_whole
+from hybridtron.train.records import read_lines, read_record
 
 RUNS = {False: "runs/gpu", True: "runs/full"}
 """Where sweeps stand: smaller than the paper's, and of its size."""
@@ -152,8 +151,7 @@ def fill(claim: Claim, given: Sequence[str], runs: Path, folder: Path) -> Path:
         "command": " ".join(["--fill", claim.name, *(f"{name}={run.name}" for name, run in chosen.items())]),
         "commit": commit(),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(path_of(folder, claim), f"{json.dumps(record, indent=1)}\n")
+    speed.write(record, path_of(folder, claim))
     return path_of(folder, claim)
 
 

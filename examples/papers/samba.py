@@ -58,7 +58,7 @@ CLAIMS = (
         {"samba": ("llama", "llama-swa", "mamba", "samba")},
         views.rows_of("samba", MAIN, (*LENGTHS, CONTEXT * views.LAST)),
         views.explodes,
-        views.draw_lengths,
+        views.draw_lengths(MAIN),
         on_gpu=TABLE_3,
     ),
     Claim(
@@ -115,6 +115,8 @@ CLAIMS = (
         {"samba": ("samba", "mamba-swa-mlp", "mamba", "mamba-mlp")},
         views.rows_of("samba", ("samba", "mamba-swa-mlp", "mamba", "mamba-mlp"), LENGTHS),
         views.better("samba", ("samba", "mamba-swa-mlp"), ("samba", "mamba"), ("samba", "mamba-mlp")),
+        reason=views.why_other_hybrid,
+        further={"samba": views.HYBRIDS},
         on_gpu=pajama("samba", "mamba-swa-mlp", "mamba", "mamba-mlp"),
     ),
     in_table(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hybridtron.config.schema import DataConfig
+    from hybridtron.model.generate import Reader
 
 PER_DOUBLING = 2  # bins of positions
 
@@ -38,9 +40,49 @@ class Curve:
         """In the bin that ends there."""
         return self.perplexities[self.ends.index(position)]
 
+    def near(self, position: int) -> float:
+        """In the bin that ends there, or the last before it."""
+        return self.at(max(end for end in self.ends if end <= position))
+
     @property
     def least(self) -> float:
         return min(self.perplexities)
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """Perplexity by position of long rows, and of the same tokens, each read within the training context.
+
+    Positions of one text differ, because text is harder in one place than in another; that moves both curves alike, so
+    that their ratio says what the tokens further back do to the model.
+    """
+
+    curve: Curve
+    within: Curve
+
+    @staticmethod
+    def of(model: Reader, tokens_BT: Tensor, context: int) -> Beyond:
+        from hybridtron.evaluate.length import position_losses
+
+        far = position_losses(model, tokens_BT, 2 * context)
+        near = losses_within(model, tokens_BT, context)
+        return Beyond(Curve.of(far.tolist(), context), Curve.of(near.tolist(), context))
+
+    def risen(self, position: int) -> float:
+        """The logarithm of the ratio."""
+        return math.log(self.curve.near(position) / self.within.near(position))
+
+
+def losses_within(model: Reader, tokens_BT: Tensor, context: int) -> Tensor:
+    """Mean loss by position, each token read in a short row: half a context of tokens before it, or up to a whole."""
+    import torch
+
+    from hybridtron.evaluate.length import position_losses
+
+    half = context // 2
+    rows_BRT = tokens_BT.unfold(1, context + 1, half)
+    first, *later = (position_losses(model, row_BT, context) for row_BT in rows_BRT.unbind(1))
+    return torch.cat([first, *(losses[half:] for losses in later)])
 
 
 def long_text_losses(run: Path, multiples: int, rows: int) -> list[float]:
@@ -80,11 +122,11 @@ def held_out_rows(data: DataConfig, tokens: int, rows: int) -> Tensor:
     return torch.from_numpy(gather(stores, spans, sources.dtype, joined=True).tokens_BT.astype("int64"))
 
 
-def spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float], digits: int = 2) -> str:
     """Mean and standard deviation, or the value where it is the only one."""
     if len(values) == 1:
-        return f"{values[0]:.2f}"
-    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
+        return f"{values[0]:.{digits}f}"
+    return f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
 
 
 def draw_seeds(

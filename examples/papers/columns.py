@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from examples.long_text import Curve, held_out_rows
+from examples.long_text import Beyond, held_out_rows
 from examples.papers.samba_runs import losses_in_rows
 from examples.study import answers
 from hybridtron.architecture.attention import ReadingAttention
 
 TOKENS = 2**20  # of held-out text, that every length is read of
 ROWS = 32  # of held-out text, that are read by position
+SAME_TEXT = "the same tokens within a context"
 SAMPLES = 55  # of a task and length: five for each depth of a passkey
 
 
@@ -42,22 +43,22 @@ def in_rows(*lengths: int) -> Column:
 
 
 def by_position(*multiples: int) -> Column:
-    """Perplexity at multiples of the training length, of rows as long as the largest, and its rise over the least."""
+    """Perplexity at multiples of the training length, of rows as long as the largest, and its rise at the last."""
 
     def cells(run: Path) -> list[str]:
         from hybridtron.cli.given import newest_checkpoint
         from hybridtron.evaluate.held_out import trained_model
-        from hybridtron.evaluate.length import position_losses
         from hybridtron.model.generate import reader
 
         model, config, seq_len = trained_model(newest_checkpoint(run), None)
         tokens_BT = held_out_rows(config.data, seq_len * max(multiples) + 1, ROWS)
-        curve = Curve.of(position_losses(reader(model), tokens_BT, 2 * seq_len).tolist(), seq_len)
-        at = [curve.at(seq_len * multiple) for multiple in multiples]
-        return [f"{value:.2f}" for value in (curve.least, *at, at[-1] / curve.least)]
+        found = Beyond.of(reader(model), tokens_BT, seq_len)
+        at = (found.curve.at(seq_len * multiple) for multiple in multiples)
+        over = math.exp(found.risen(seq_len * max(multiples)))
+        return [f"{value:.2f}" for value in (found.curve.least, *at, over)]
 
     named = (f"at {multiple}x" for multiple in multiples)
-    return Column(("least perplexity", *named, f"{max(multiples)}x over least"), cells)
+    return Column(("least perplexity", *named, f"at {max(multiples)}x over {SAME_TEXT}"), cells)
 
 
 def tasks(

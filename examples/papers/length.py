@@ -7,9 +7,10 @@ from collections.abc import Callable
 from examples.length_story.runs import FURTHER
 from examples.papers import length_views as views
 from examples.papers.claim import EMPTY, Claim, Kept, OnGpu, Paper, Table, unseen
-from examples.papers.columns import Column, by_position, tasks
+from examples.papers.columns import SAME_TEXT, Column, by_position, tasks
 from examples.papers.length_runs import LONGER
 
+RISE = f"the rise at 16x (perplexity over that of {SAME_TEXT}; its logarithm)"
 INTERVENTIONS = ("base", "zero", "random", "fitted", "passing", "tbtt")
 SIGMAS = ("sigma-0.1", "sigma-0.3", "random", "sigma-3")
 BY_POSITION = by_position(1, 4, 16)
@@ -80,9 +81,8 @@ CLAIMS = (
         "contexts",
         "The longer the training context, the better the length generalization.",
         ("context-32", "base", "context-128"),
-        "the rise of perplexity (its logarithm) from the least to 1024 tokens: that of context 128 below 64, and "
-        "that of "
-        "64 below 32, by two standard errors of the base's deviation over seeds",
+        f"{RISE}, 1024 tokens into the text for all: that of context 128 below 64, and that of 64 below 32, by two "
+        "standard errors of the base's deviation over seeds",
         views.ordered(("context-128", "base"), ("base", "context-32")),
         scratch("contexts", *CONTEXTS),
     ),
@@ -91,8 +91,7 @@ CLAIMS = (
         "Figure 3",
         "The failure comes with more training: after 7.5 times Chinchilla's tokens, not before.",
         EMPTY,
-        "the rise of perplexity to 16x after 20 times Chinchilla's tokens above that after 2.5 times, by two "
-        "standard errors",
+        f"{RISE}: after 20 times Chinchilla's tokens above that after 2.5 times, by two standard errors",
         {"length": ("base",)},
         views.training_rows,
         views.more_training,
@@ -105,10 +104,9 @@ CLAIMS = (
         "repairs",
         "100 steps with passed states, or with TBTT, repair it.",
         ("zero", "passing", "tbtt"),
-        f"perplexity at {views.FAILS_AT}x below {views.REPAIRED} times the least with passing and TBTT, and not with "
-        "zero "
-        "states (means over seeds)",
-        views.repairs("length", ("passing", "tbtt"), 64),
+        f"perplexity at {views.FAILS_AT}x below {views.REPAIRED} times that of {SAME_TEXT} with passing and TBTT, and "
+        "not with zero states (means over seeds)",
+        views.repairs(("passing", "tbtt")),
         published("zero", "passing", "tbtt"),
         views.why_not_repaired,
     ),
@@ -117,16 +115,14 @@ CLAIMS = (
         "Figure 5",
         "The same, of a base that is made to fail by states that decay slowly from the beginning.",
         EMPTY,
-        "the rise of perplexity to 16x: passing and TBTT below fitted noise, random noise and zero states, by two "
-        "standard errors (the runs were there before this line)",
+        "the logarithm of perplexity at 16x over the least: passing and TBTT below fitted noise, random noise and zero "
+        "states, by two standard errors (the runs were there before this line)",
         {"language": INTERVENTIONS},
-        views.table_of(INTERVENTIONS, "language", views.FORCED),
+        views.table_of(INTERVENTIONS, views.FORCED),
         views.ordered(
-            *((one, other) for one in ("passing", "tbtt") for other in ("fitted", "random", "zero")),
-            part="language",
-            position=views.FORCED * views.FAILS_AT,
+            *((one, other) for one in ("passing", "tbtt") for other in ("fitted", "random", "zero")), rise=views.FORCED
         ),
-        views.draw(INTERVENTIONS, "language", views.FORCED),
+        views.draw(INTERVENTIONS, views.FORCED),
         on_gpu=published(*INTERVENTIONS[1:]),  # whose base fails unforced
     ),
     figure(
@@ -134,9 +130,8 @@ CLAIMS = (
         "interventions",
         "The closer the initial states come to attainable ones, the better: random noise, fitted noise, passing.",
         INTERVENTIONS,
-        "the rise of perplexity to 16x: passing below fitted noise, fitted noise below random noise, TBTT and "
-        "passing below "
-        "zero states, by two standard errors",
+        f"{RISE}: passing below fitted noise, fitted noise below random noise, TBTT and passing below zero states, by "
+        "two standard errors",
         views.ordered(("passing", "fitted"), ("fitted", "random"), ("passing", "zero"), ("tbtt", "zero")),
         published(*INTERVENTIONS[1:]),
     ),
@@ -146,8 +141,7 @@ CLAIMS = (
         "Tokens far before the context move the answers of a model that fails; after passing they do not.",
         EMPTY,
         "Effective Remembrance (total variation), mean over t up to one context of four: after passing below the "
-        "base's, "
-        "by two standard errors",
+        "base's, by two standard errors",
         {"length": ("base", "passing")},
         views.behaviour_rows,
         views.remembers_less,
@@ -159,8 +153,7 @@ CLAIMS = (
         "States of a model that fails keep growing beyond the context; after passing they do not.",
         EMPTY,
         "the largest deviation of a layer's state at the end of the text over that at the context: after passing "
-        "below the "
-        "base's, by two standard errors",
+        "below the base's, by two standard errors",
         {"length": ("base", "passing")},
         views.behaviour_rows,
         views.steadier,
@@ -172,8 +165,7 @@ CLAIMS = (
             name,
             f"{title} fails in the same way, and passing repairs it.",
             (name, f"{name}-passing"),
-            "the rise of perplexity to 16x: after passing below that of the base, by two standard errors of Mamba-2's "
-            "deviation over seeds",
+            f"{RISE}: after passing below that of the base, by two standard errors of Mamba-2's deviation over seeds",
             views.ordered((f"{name}-passing", name)),
             on_gpu,
         )
@@ -188,9 +180,8 @@ CLAIMS = (
         "Section 7",
         "Whether hybrids behave so is left open by the paper; we asked one of Mamba-2 and a window.",
         EMPTY,
-        "the rise of perplexity to 16x: after passing below that of the base, by two standard errors of Mamba-2's "
-        "deviation "
-        "over seeds (the paper claims nothing)",
+        f"{RISE}: after passing below that of the base, by two standard errors of Mamba-2's deviation over seeds (the "
+        "paper claims nothing)",
         {"length": ("hybrid", "hybrid-passing")},
         views.table_of(("hybrid", "hybrid-passing")),
         views.ordered(("hybrid-passing", "hybrid")),
@@ -202,7 +193,7 @@ CLAIMS = (
         "warmup",
         "A longer warm-up is worse beyond the context.",
         ("base", "warmup-25"),
-        "the rise of perplexity to 16x: with 10% below that with 25%, by two standard errors",
+        f"{RISE}: with 10% below that with 25%, by two standard errors",
         views.ordered(("base", "warmup-25")),
         scratch("warmup", "warmup=10_", "warmup=25_"),
     ),
@@ -211,9 +202,8 @@ CLAIMS = (
         "sigma",
         "Random states help only at a deviation that suits the model.",
         ("zero", *SIGMAS),
-        "the rise of perplexity to 16x: at one of the deviations 0.1, 0.3, 1 and 3, sigma 0.3, below that from zero "
-        "states, and "
-        "at sigma 3 above it, by two standard errors",
+        f"{RISE}: at sigma 0.3, one of the deviations 0.1, 0.3, 1 and 3, below that from zero states, and at sigma 3 "
+        "above it, by two standard errors",
         views.ordered(("sigma-0.3", "zero"), ("zero", "sigma-3")),
         OnGpu("length/sigma", PUBLISHED_SIGMAS, column=BY_POSITION),
     ),
@@ -226,8 +216,7 @@ CLAIMS = (
             (("zero states", "0.27 ± 0.03"), ("passing", "0.47 ± 0.11")),
         ),
         "letters copied rightly at 3 times the longest string of training: with passing above without, by two "
-        "standard errors "
-        "(the runs were there before this line)",
+        "standard errors (the runs were there before this line)",
         {"copying": ("zero", "passing")},
         views.copying_rows,
         views.copies_further,
@@ -241,8 +230,7 @@ CLAIMS = (
         "Tuned from fitted noise, a model finds keys in texts at least twice as long.",
         EMPTY,
         "keys found at 16 times the tuned length: from fitted noise above zero states by two standard errors over "
-        "the keys "
-        "(written when one seed of it was known)",
+        "the keys (written when one seed of it was known)",
         {"passkey": ("mamba2", "mamba2_fitted")},
         views.passkey_rows,
         views.finds_further,

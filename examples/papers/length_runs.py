@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from examples.long_text import Curve, held_out_rows
+from examples.long_text import Beyond, held_out_rows
 from examples.results import Part
 from examples.study import selected
 from hybridtron.sweep.grid import SEED, SweepRun
@@ -78,38 +78,36 @@ def part_of(sizes: Sizes, runs: Path, data: Path) -> Part:
 class Found:
     """Of a run: perplexity by position, of bases also after parts of the training, and how its states behave.
 
+    curve, within: of long rows, and of the same tokens read within the training context
     remembrance: pairs of t and Effective Remembrance by total variation, of four contexts
     deviations: pairs of a position and the largest deviation of a layer's state there
     """
 
     curve: dict[str, Any]
-    earlier: dict[str, dict[str, Any]] = field(default_factory=dict)
-    remembrance: list[tuple[int, float]] = field(default_factory=list)
-    deviations: list[tuple[int, float]] = field(default_factory=list)
+    within: dict[str, Any]
+    earlier: dict[str, dict[str, Any]]
+    remembrance: list[tuple[int, float]]
+    deviations: list[tuple[int, float]]
 
 
 def of_run(run: Path, sizes: Sizes, base: bool) -> dict[str, Any]:
     """What is found on the last checkpoint, and of a base on those before."""
     from hybridtron.checkpoint.folder import all_of, step_of
     from hybridtron.evaluate.held_out import trained_model
+    from hybridtron.model.generate import reader
 
     checkpoints = {step: folder for folder in all_of(run) if (step := step_of(folder))}
     last = max(checkpoints)
     model, config, seq_len = trained_model(checkpoints[last], None)
     tokens_BT = held_out_rows(config.data, CONTEXT * sizes.multiples + 1, sizes.rows)
-    found = Found(curve_of(model, tokens_BT, seq_len), {}, *behaviour(model, tokens_BT, sizes.remembered))
+    remembrance, deviations = behaviour(model, tokens_BT, sizes.remembered)
     eighths = [last * part // max(EIGHTHS) for part in EIGHTHS[:-1]] if base else []
+    earlier = {}
     for step in eighths:
-        earlier, _, _ = trained_model(checkpoints[step], None)
-        found.earlier[str(step)] = curve_of(earlier, tokens_BT, seq_len)
-    return asdict(found)
-
-
-def curve_of(model: LanguageModel, tokens_BT: Tensor, context: int) -> dict[str, Any]:
-    from hybridtron.evaluate.length import position_losses
-    from hybridtron.model.generate import reader
-
-    return asdict(Curve.of(position_losses(reader(model), tokens_BT, 2 * CONTEXT).tolist(), context))
+        unfinished, _, _ = trained_model(checkpoints[step], None)
+        earlier[str(step)] = asdict(Beyond.of(reader(unfinished), tokens_BT, seq_len))
+    beyond = asdict(Beyond.of(reader(model), tokens_BT, seq_len))
+    return asdict(Found(**beyond, earlier=earlier, remembrance=remembrance, deviations=deviations))
 
 
 def behaviour(

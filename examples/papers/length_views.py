@@ -5,71 +5,94 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from examples.length_story.runs import FURTHER
-from examples.long_text import Curve, draw_seeds, spread
+from examples.long_text import Beyond, Curve, draw_seeds, spread
 from examples.papers.babilong_runs import CONTEXT as BABI_CONTEXT
 from examples.papers.claim import Kept, Pair, Table, Verdict, holds, in_order, pooled
+from examples.papers.columns import SAME_TEXT
 from examples.papers.length_runs import CHINCHILLA, CONTEXT, EIGHTHS, LONGER, REPEATED, TIMES
 
 FAILS = 1.2  # times its least perplexity, that a base must reach at FAILS_AT times its context
 FAILS_AT = 16
-FORCED = 32  # tokens of context in the story whose base is made to fail
-REPAIRED = 1.1  # times its least perplexity, that a repaired model may reach there
+REPAIRED = 1.1  # times the same tokens' perplexity within the context, that a repaired model may reach there
 Judge = Callable[[Kept], Verdict]
+Found = Mapping[str, Any]
 
 
-def curves(kept: Kept, variant: str, part: str = "length") -> list[Curve]:
+@dataclass(frozen=True)
+class Rise:
+    """How far perplexity rises beyond the context in the runs of a sweep, as a logarithm, which deviates alike for all.
+
+    `over` says what it is a multiple of.
+    """
+
+    sweep: str
+    context: int
+    over: str
+    of: Callable[[Found], float]
+
+
+def curve_of(found: Found) -> Curve:
+    return Curve(**found.get("curve", found))
+
+
+def beyond_context(found: Found) -> float:
+    """The perplexity at 16 contexts over that of the same tokens, read within one."""
+    return Beyond(Curve(**found["curve"]), Curve(**found["within"])).risen(CONTEXT * FAILS_AT)
+
+
+def from_least(context: int) -> Callable[[Found], float]:
+    """The perplexity at 16 contexts over the least of the curve, which for level curves is that of the easiest text."""
+
+    def risen(found: Found) -> float:
+        curve = curve_of(found)
+        return math.log(curve.near(context * FAILS_AT) / curve.least)
+
+    return risen
+
+
+USUAL = Rise("length", CONTEXT, SAME_TEXT, beyond_context)
+FORCED = Rise("language", 32, "least", from_least(32))
+
+
+def rises(kept: Kept, variant: str, rise: Rise = USUAL) -> list[float]:
     """Of every seed."""
-    return [Curve(**found.get("curve", found)) for found in kept.found(part, variant)]
+    return [rise.of(found) for found in kept.found(rise.sweep, variant)]
 
 
-def risen(curve: Curve, position: int = CONTEXT * FAILS_AT) -> float:
-    """The perplexity at a position over the least before it; a logarithm, whose deviation is alike for all runs."""
-    return math.log(_near(curve, position) / curve.least)
-
-
-def _near(curve: Curve, position: int) -> float:
-    """In the bin that ends there, or the last before it."""
-    return max(zip(curve.ends, curve.perplexities, strict=True), key=lambda one: (one[0] <= position, one[0]))[1]
-
-
-def rises(kept: Kept, variant: str, part: str = "length", position: int = CONTEXT * FAILS_AT) -> list[float]:
-    return [risen(curve, position) for curve in curves(kept, variant, part)]
-
-
-def over_least(kept: Kept, variant: str, part: str = "length", context: int = CONTEXT) -> list[float]:
-    """Of every seed, the perplexity far beyond the context as a multiple of its least."""
-    return [math.exp(one) for one in rises(kept, variant, part, context * FAILS_AT)]
+def multiple(kept: Kept, variant: str, rise: Rise = USUAL) -> float:
+    """The mean over seeds."""
+    return math.exp(statistics.mean(rises(kept, variant, rise)))
 
 
 def fails(kept: Kept) -> Verdict:
     """Whether every seed's base fails beyond its context."""
-    found = over_least(kept, "base")
+    found = [math.exp(from_least(CONTEXT)(one)) for one in kept.found("length", "base")]
     named = ", ".join(f"{one:.2f}" for one in found)
     return holds([(f"the base's perplexity at {FAILS_AT}x over its least, by seed: {named}", min(found) >= FAILS)])
 
 
 def why_not_failed(kept: Kept) -> str:
-    """By more training, and by states that decay slowly."""
+    """By the same tokens within the context, by what the model remembers, by more training, and by slow decays."""
     longer = kept.first("length", LONGER)
-    steps = {**longer["earlier"], "the last": longer["curve"]}
-    trained = ", ".join(f"{math.exp(risen(Curve(**of))):.2f}" for of in steps.values())
-    forced = statistics.mean(over_least(kept, "base", "language", FORCED))
+    trained = ", ".join(f"{math.exp(beyond_context(of)):.3f}" for of in (*longer["earlier"].values(), longer))
+    remembered = statistics.mean(_far(found) for found in kept.found("length", "base"))
     return (
-        f"trained {TIMES} times as long: {trained} after 1, 2, 4 and 8 eighths of that. Of a base whose states decay "
-        f"slowly from the start it is {forced:.2f} (figure5-forced): with usual decays the 8 heads of a small model "
-        "hardly keep what lies beyond the context"
+        f"the least is that of a few easy tokens: at {FAILS_AT}x perplexity is {multiple(kept, 'base'):.3f} times that "
+        f"of {SAME_TEXT}. Nothing rises, because this model forgets: what lies three contexts back moves its answers "
+        f"by {remembered:.1e} (Effective Remembrance). Trained {TIMES} times as long it is {trained} times that, after "
+        "1, 2, 4 and 8 eighths. Of a base whose states decay slowly from the start it is "
+        f"{multiple(kept, 'base', FORCED):.2f} times its least (figure5-forced)"
     )
 
 
 def why_not_repaired(kept: Kept) -> str:
     """By the story's base, which fails."""
-    zero, passing, tbtt = (
-        statistics.mean(over_least(kept, name, "language", FORCED)) for name in ("zero", "passing", "tbtt")
-    )
+    zero, passing, tbtt = (multiple(kept, name, FORCED) for name in ("zero", "passing", "tbtt"))
     return (
         "where the base does not fail (figure2-fails) there is nothing to repair. Of one that is made to fail: from "
         f"zero states {zero:.2f} at {FAILS_AT}x over its least, with passing {passing:.2f}, with TBTT {tbtt:.2f} "
@@ -77,41 +100,37 @@ def why_not_repaired(kept: Kept) -> str:
     )
 
 
-def repairs(part: str, names: Sequence[str], context: int) -> Judge:
+def repairs(names: Sequence[str]) -> Judge:
     """Whether these are level far beyond the context, where the same training from zero states is not."""
 
     def judge(kept: Kept) -> Verdict:
-        at = context * FAILS_AT
-        found = {name: math.exp(statistics.mean(rises(kept, name, part, at))) for name in ("zero", *names)}
+        found = {name: multiple(kept, name) for name in ("zero", *names)}
         return holds(
-            (f"{name}: {value:.2f} at {FAILS_AT}x over its least", (value < REPAIRED) == (name != "zero"))
+            (f"{name}: {value:.2f} at {FAILS_AT}x over {SAME_TEXT}", (value < REPAIRED) == (name != "zero"))
             for name, value in found.items()
         )
 
     return judge
 
 
-def ordered(*pairs: tuple[str, str], part: str = "length", position: int = CONTEXT * FAILS_AT) -> Judge:
+def ordered(*pairs: tuple[str, str], rise: Rise = USUAL) -> Judge:
     """Whether the first of each pair rises less."""
 
     def judge(kept: Kept) -> Verdict:
-        def of(variant: str) -> list[float]:
-            return rises(kept, variant, part, position)
-
-        named = [Pair(f"{less} below {more}", of(less), of(more)) for less, more in pairs]
-        return in_order(named, pooled(of(variant) for variant in REPEATED))
+        named = [Pair(f"{less} below {more}", rises(kept, less, rise), rises(kept, more, rise)) for less, more in pairs]
+        return in_order(named, pooled(rises(kept, variant, rise) for variant in REPEATED))
 
     return judge
 
 
 def more_training(kept: Kept) -> Verdict:
     """Whether a base rises more after 20 times Chinchilla's tokens than after 2.5 times."""
-    early = [risen(Curve(**_first_part(found))) for found in kept.found("length", "base")]
+    early = [beyond_context(_first_part(found)) for found in kept.found("length", "base")]
     return in_order([Pair("2.5x below 20x", early, rises(kept, "base"))], pooled([early, rises(kept, "base")]))
 
 
-def _first_part(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The curve of a base after the first eighth of its training."""
+def _first_part(found: Found) -> Found:
+    """What was found of a base after the first eighth of its training."""
     return found["earlier"][min(found["earlier"], key=int)]
 
 
@@ -121,7 +140,7 @@ def remembers_less(kept: Kept) -> Verdict:
     return in_order([Pair("passing below base", passing, base)], pooled([base, passing]))
 
 
-def _far(found: Mapping[str, Any]) -> float:
+def _far(found: Found) -> float:
     return statistics.mean(value for t, value in found["remembrance"] if 0 < t <= CONTEXT)
 
 
@@ -131,25 +150,26 @@ def steadier(kept: Kept) -> Verdict:
     return in_order([Pair("passing below base", passing, base)], pooled([base, passing]))
 
 
-def _grown(found: Mapping[str, Any]) -> float:
+def _grown(found: Found) -> float:
     """The logarithm of the last deviation over that at the context."""
     (_, first), *_, (_, last) = found["deviations"]
     return math.log(last / first)
 
 
-def table_of(variants: Sequence[str], part: str = "length", context: int = CONTEXT) -> Callable[[Kept], Table]:
-    """Least perplexity, and that at multiples of the context."""
-    multiples = (1, 4, FAILS_AT)
+def table_of(variants: Sequence[str], rise: Rise = USUAL) -> Callable[[Kept], Table]:
+    """Least perplexity, that at multiples of the context, and its rise."""
+    positions = [rise.context * times for times in (1, 4, FAILS_AT)]
 
     def table(kept: Kept) -> Table:
         rows = []
         for variant in variants:
-            if of := curves(kept, variant, part):
-                at = (spread([_near(curve, context * times) for curve in of]) for times in multiples)
-                over = spread([math.exp(risen(curve, context * FAILS_AT)) for curve in of])
+            if found := kept.found(rise.sweep, variant):
+                of = [curve_of(one) for one in found]
+                at = (spread([curve.near(position) for curve in of]) for position in positions)
+                over = spread([math.exp(one) for one in rises(kept, variant, rise)], 3)
                 rows.append((variant, str(len(of)), spread([curve.least for curve in of]), *at, over))
-        names = (f"at {times * context}" for times in multiples)
-        return Table(("ours", "seeds", "least perplexity", *names, f"{FAILS_AT}x over least"), tuple(rows))
+        names = (f"at {position}" for position in positions)
+        return Table(("ours", "seeds", "least perplexity", *names, f"{FAILS_AT}x over {rise.over}"), tuple(rows))
 
     return table
 
@@ -159,12 +179,12 @@ def training_rows(kept: Kept) -> Table:
     found = kept.first("length", "base")
     if found is None:
         return Table((), ())
-    parts = [*(found["earlier"][step] for step in sorted(found["earlier"], key=int)), found["curve"]]
+    parts = [*(found["earlier"][step] for step in sorted(found["earlier"], key=int)), found]
     rows = [
-        (f"{CHINCHILLA * eighth:g}x", f"{curve.least:.2f}", f"{math.exp(risen(curve)):.2f}")
-        for eighth, curve in zip(EIGHTHS, (Curve(**part) for part in parts), strict=True)
+        (f"{CHINCHILLA * eighth:g}x", f"{curve_of(part).least:.2f}", f"{math.exp(beyond_context(part)):.3f}")
+        for eighth, part in zip(EIGHTHS, parts, strict=True)
     ]
-    return Table(("ours: Chinchilla's tokens", "least perplexity", f"{FAILS_AT}x over least"), tuple(rows))
+    return Table(("ours: Chinchilla's tokens", "least perplexity", f"{FAILS_AT}x over {SAME_TEXT}"), tuple(rows))
 
 
 def behaviour_rows(kept: Kept) -> Table:
@@ -172,14 +192,15 @@ def behaviour_rows(kept: Kept) -> Table:
     for variant in ("base", "passing", "mamba", "mamba-passing", "gla", "gla-passing", "rwkv6", "rwkv6-passing"):
         if found := kept.found("length", variant):
             grown = spread([math.exp(_grown(one)) for one in found])
-            rows.append((variant, str(len(found)), spread([_far(one) for one in found]), grown))
+            remembered = ", ".join(f"{_far(one):.1e}" for one in found)
+            rows.append((variant, str(len(found)), remembered, grown))
     return Table(
-        ("ours", "seeds", "Effective Remembrance up to one context", "deviation at the end over that at 1x"),
+        ("ours", "seeds", "Effective Remembrance up to one context, by seed", "deviation at the end over that at 1x"),
         tuple(rows),
     )
 
 
-def draw(variants: Sequence[str], part: str = "length", context: int = CONTEXT) -> Callable[[Kept, Path], None]:
+def draw(variants: Sequence[str], rise: Rise = USUAL) -> Callable[[Kept, Path], None]:
     """Perplexity by position."""
 
     def drawn(kept: Kept, path: Path) -> None:
@@ -187,8 +208,9 @@ def draw(variants: Sequence[str], part: str = "length", context: int = CONTEXT) 
 
         with picture(path) as axes:
             for number, variant in enumerate(variants):
-                if of := curves(kept, variant, part):
+                if of := [curve_of(found) for found in kept.found(rise.sweep, variant)]:
                     draw_seeds(axes, of[0].ends, [one.perplexities for one in of], f"C{number}", variant, "-")
+            context = rise.context
             axes.axvline(context, color="black", linestyle=":", linewidth=0.8, label=f"context {context}")
             axes.set(xscale="log", yscale="log", xlabel="position (tokens before)", ylabel="perplexity")
             axes.set(xlim=(max(2, context // 4), None))

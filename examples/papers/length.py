@@ -74,7 +74,7 @@ CLAIMS = (
         views.fails,
         scratch("contexts", CONTEXTS[-1]),
         views.why_not_failed,
-        (LONGER,),
+        (LONGER, "mamba"),
     ),
     figure(
         2,
@@ -85,6 +85,7 @@ CLAIMS = (
         "standard errors of the base's deviation over seeds",
         views.ordered(("context-128", "base"), ("base", "context-32")),
         scratch("contexts", *CONTEXTS),
+        views.why_no_order(("context-32", "base", "context-128")),
     ),
     Claim(
         "figure3-training",
@@ -96,7 +97,7 @@ CLAIMS = (
         views.training_rows,
         views.more_training,
         reason=views.why_not_failed,
-        further={"length": (LONGER,)},
+        further={"length": (LONGER, "mamba")},
         on_gpu=scratch("contexts", CONTEXTS[2], every=True),
     ),
     figure(
@@ -134,6 +135,7 @@ CLAIMS = (
         "two standard errors",
         views.ordered(("passing", "fitted"), ("fitted", "random"), ("passing", "zero"), ("tbtt", "zero")),
         published(*INTERVENTIONS[1:]),
+        views.why_no_order(INTERVENTIONS),
     ),
     Claim(
         "figure1-remembrance",
@@ -196,6 +198,7 @@ CLAIMS = (
         f"{RISE}: with 10% below that with 25%, by two standard errors",
         views.ordered(("base", "warmup-25")),
         scratch("warmup", "warmup=10_", "warmup=25_"),
+        views.why_no_order(("base", "warmup-25")),
     ),
     figure(
         12,
@@ -206,6 +209,7 @@ CLAIMS = (
         "above it, by two standard errors",
         views.ordered(("sigma-0.3", "zero"), ("zero", "sigma-3")),
         OnGpu("length/sigma", PUBLISHED_SIGMAS, column=BY_POSITION),
+        views.why_no_order(("zero", *SIGMAS)),
     ),
     Claim(
         "table1-copying",

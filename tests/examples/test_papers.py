@@ -160,6 +160,8 @@ def test_a_curve_that_fails_and_what_repairs_it() -> None:
     assert said == dict.fromkeys(said, Said.AGREES)
     level = kept(length={"base": [run(8, 9, 12, 20), run(8, 8, 9, 9)]})
     assert judged(BY_NAME["figure2-fails"], level).said is Said.NOT
+    warmups = kept(length={"base": [run(8, 8, 8.08, 8)], "warmup-25": [run(8, 8, 7.92, 8)]})
+    assert "at 16x perplexity is 0.990 to 1.010 times" in further(BY_NAME["figure11-warmup"], warmups)
     harder = (8.0, 9.0, 12.0, 20.0)  # text, which the model reads no worse for what stands before
     assert rises(kept(length={"base": [run(*harder, text=harder)]}), "base") == [0.0]
     assert rises(found, "base") == [math.log(12 / 8), math.log(13 / 8)]

@@ -130,9 +130,24 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 
 
 def draw_seeds(
-    axes: Axes, places: Sequence[int], seeds: Sequence[Sequence[float]], color: str, label: str, style: str
+    axes: Axes, places: Sequence[int], seeds: Sequence[Sequence[float]], color: str, label: str | None, style: str
 ) -> None:
     """The mean over seeds, in a band from the lowest to the highest."""
     values = list(zip(*seeds, strict=True))
     axes.plot(places, [statistics.mean(one) for one in values], style, color=color, label=label)
     axes.fill_between(places, list(map(min, values)), list(map(max, values)), color=color, alpha=0.15, lw=0)
+
+
+def frame(axes: Axes, shown: Sequence[Curve], context: int, first: int) -> None:
+    """Axes of curves from a position on, with a line at the context; logarithmic where perplexities are far apart."""
+    from matplotlib.ticker import LogFormatter
+
+    values = [value for one in shown for end, value in zip(one.ends, one.perplexities, strict=True) if end >= first]
+    far = max(values) > 3 * min(values)
+    axes.axvline(context, color="black", linestyle=":", linewidth=0.8, label=f"context {context}")
+    axes.set(xscale="log", yscale="log" if far else "linear", xlabel="position (tokens before)", ylabel="perplexity")
+    axes.set(xlim=(first, None), ylim=(min(values) / 1.03, max(values) * 1.03))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    if far:
+        axes.yaxis.set_minor_formatter(LogFormatter())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.length_story.runs import FURTHER
-from examples.long_text import Beyond, Curve, draw_seeds, spread
+from examples.long_text import Beyond, Curve, draw_seeds, frame, spread
 from examples.papers.babilong_runs import CONTEXT as BABI_CONTEXT
 from examples.papers.claim import Kept, Pair, Table, Verdict, holds, in_order, pooled
 from examples.papers.columns import SAME_TEXT
@@ -216,19 +216,23 @@ def behaviour_rows(kept: Kept) -> Table:
 
 
 def draw(variants: Sequence[str], rise: Rise = USUAL) -> Callable[[Kept, Path], None]:
-    """Perplexity by position."""
+    """Perplexity by position; where a rise is over that of the same tokens within a context, that is dashed."""
 
     def drawn(kept: Kept, path: Path) -> None:
         from hybridtron.evaluate.pictures import picture
 
         with picture(path) as axes:
+            shown, paired = list[Curve](), rise.over == SAME_TEXT
             for number, variant in enumerate(variants):
-                if of := [curve_of(found) for found in kept.found(rise.sweep, variant)]:
-                    draw_seeds(axes, of[0].ends, [one.perplexities for one in of], f"C{number}", variant, "-")
-            context = rise.context
-            axes.axvline(context, color="black", linestyle=":", linewidth=0.8, label=f"context {context}")
-            axes.set(xscale="log", yscale="log", xlabel="position (tokens before)", ylabel="perplexity")
-            axes.set(xlim=(max(2, context // 4), None))
+                found = kept.found(rise.sweep, variant)
+                within = [Curve(**one["within"]) for one in found if paired]
+                for of, style, label in (([curve_of(one) for one in found], "-", variant), (within, "--", None)):
+                    if of:
+                        draw_seeds(axes, of[0].ends, [one.perplexities for one in of], f"C{number}", label, style)
+                    shown += of
+            if paired:
+                axes.plot([], [], "k--", label=SAME_TEXT)
+            frame(axes, shown, rise.context, max(2, rise.context // 4))
 
     return drawn
 

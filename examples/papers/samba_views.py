@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from examples.long_text import Curve, draw_seeds
+from examples.long_text import Curve, draw_seeds, frame
 from examples.papers.claim import Kept, Pair, Table, Verdict, holds, in_order, pooled
 from examples.papers.samba_runs import CONTEXT, REPEATED
 
@@ -152,12 +152,12 @@ def draw_lengths(variants: Sequence[str]) -> Callable[[Kept, Path], None]:
         from hybridtron.evaluate.pictures import picture
 
         with picture(path) as axes:
+            shown: list[Curve] = []
             for number, variant in enumerate(name for name in variants if kept.results("samba", name)):
                 curves = [Curve(**found["curve"]) for found in kept.found("samba", variant)]
                 draw_seeds(axes, curves[0].ends, [one.perplexities for one in curves], f"C{number}", variant, "-")
-            axes.axvline(CONTEXT, color="black", linestyle=":", linewidth=0.8, label=f"trained on {CONTEXT}")
-            axes.set(xscale="log", yscale="log", xlabel="position (tokens before)", ylabel="perplexity")
-            axes.set(xlim=(CONTEXT // 8, None))
+                shown += curves
+            frame(axes, shown, CONTEXT, CONTEXT // 8)
 
     return draw
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from examples.length_story.runs import FURTHER
+from examples.papers import length_answers as answers
 from examples.papers import length_views as views
 from examples.papers.claim import EMPTY, Claim, Kept, OnGpu, Paper, Table, unseen
 from examples.papers.columns import SAME_TEXT, Column, by_position, tasks
@@ -222,9 +223,9 @@ CLAIMS = (
         "letters copied rightly at 3 times the longest string of training: with passing above without, by two "
         "standard errors (the runs were there before this line)",
         {"copying": ("zero", "passing")},
-        views.copying_rows,
-        views.copies_further,
-        reason=views.why_not_copied,
+        answers.copying_rows,
+        answers.copies_further,
+        reason=answers.why_not_copied,
         further={"copying": FURTHER},
         on_gpu=published("zero", "passing", sweep="copying", column=tasks("copying", "accuracy", (203, 603))),
     ),
@@ -236,8 +237,8 @@ CLAIMS = (
         "keys found at 16 times the tuned length: from fitted noise above zero states by two standard errors over "
         "the keys (written when one seed of it was known)",
         {"passkey": ("mamba2", "mamba2_fitted")},
-        views.passkey_rows,
-        views.finds_further,
+        answers.passkey_rows,
+        answers.finds_further,
         on_gpu=published("keys", "keys-fitted", sweep="answers", column=tasks("passkey", "exact", KEYS, {"digits": 4})),
     ),
     Claim(
@@ -248,8 +249,8 @@ CLAIMS = (
         "answers on qa1 in texts of 4 times the context and longer: after passing above the base's by two standard "
         "errors over the questions, where facts alone were tuned on",
         {"babilong": ("base-babi", "passing-babi")},
-        views.babilong_rows,
-        views.answers_further,
+        answers.babilong_rows,
+        answers.answers_further,
         on_gpu=published("babi", "passing-babi", sweep="answers", column=BABILONG),
     ),
     Claim(
@@ -259,7 +260,7 @@ CLAIMS = (
         EMPTY,
         "accuracy on qa1 at 4 times the context and above: after passing above the base's by two standard errors",
         {},
-        views.babilong_rows,
+        answers.babilong_rows,
         unseen("a model of 0.2 million parameters does not follow examples"),
         seen_at="the published mamba2-780m, imported, 100 steps of 0.5M tokens",
         on_gpu=published("zero", "passing", column=FEW_SHOT),

@@ -137,6 +137,17 @@ def ordered(*pairs: tuple[str, str], rise: Rise = USUAL) -> Judge:
     return judge
 
 
+def fails_and_is_repaired(name: str) -> Judge:
+    """Whether a base rises at all, and less after passing."""
+
+    def judge(kept: Kept) -> Verdict:
+        base, passing = rises(kept, name), rises(kept, f"{name}-passing")
+        pairs = [Pair(f"0 below {name}", [0.0], base), Pair(f"{name}-passing below {name}", passing, base)]
+        return in_order(pairs, pooled(rises(kept, variant) for variant in REPEATED))
+
+    return judge
+
+
 def more_training(kept: Kept) -> Verdict:
     """Whether a base rises more after 20 times Chinchilla's tokens than after 2.5 times."""
     early = [beyond_context(parts_of(found)[0]) for found in kept.found("length", "base")]

@@ -160,6 +160,14 @@ def test_a_curve_that_fails_and_what_repairs_it() -> None:
     assert said == dict.fromkeys(said, Said.AGREES)
     level = kept(length={"base": [run(8, 9, 12, 20), run(8, 8, 9, 9)]})
     assert judged(BY_NAME["figure2-fails"], level).said is Said.NOT
+    failing, repaired, flat = run(8, 9, 9.6, 9.6), run(8, 8, 8.4, 8.4), run(8, 8, 8, 8)
+    for mamba, passing, outcome in (
+        (failing, repaired, Said.AGREES),
+        (flat, flat, Said.UNDECIDED),
+        (failing, failing, Said.UNDECIDED),
+    ):
+        families = {"mamba": [mamba], "mamba-passing": [passing], "base": [flat, run(8, 8, 8.08, 8)]}
+        assert judged(BY_NAME["figure1-mamba"], kept(length=families)).said is outcome
     warmups = kept(length={"base": [run(8, 8, 8.08, 8)], "warmup-25": [run(8, 8, 7.92, 8)]})
     assert "at 16x perplexity is 0.990 to 1.010 times" in further(BY_NAME["figure11-warmup"], warmups)
     harder = (8.0, 9.0, 12.0, 20.0)  # text, which the model reads no worse for what stands before

@@ -63,26 +63,15 @@ class Beyond:
     @staticmethod
     def of(model: Reader, tokens_BT: Tensor, context: int) -> Beyond:
         from hybridtron.evaluate.length import position_losses
+        from hybridtron.evaluate.within import losses_within
 
         far = position_losses(model, tokens_BT, 2 * context)
-        near = losses_within(model, tokens_BT, context)
+        near = losses_within(model, tokens_BT, context, 2 * context)
         return Beyond(Curve.of(far.tolist(), context), Curve.of(near.tolist(), context))
 
     def risen(self, position: int) -> float:
         """The logarithm of the ratio."""
         return math.log(self.curve.near(position) / self.within.near(position))
-
-
-def losses_within(model: Reader, tokens_BT: Tensor, context: int) -> Tensor:
-    """Mean loss by position, each token read in a short row: half a context of tokens before it, or up to a whole."""
-    import torch
-
-    from hybridtron.evaluate.length import position_losses
-
-    half = context // 2
-    rows_BRT = tokens_BT.unfold(1, context + 1, half)
-    first, *later = (position_losses(model, row_BT, context) for row_BT in rows_BRT.unbind(1))
-    return torch.cat([first, *(losses[half:] for losses in later)])
 
 
 def long_text_losses(run: Path, multiples: int, rows: int) -> list[float]:

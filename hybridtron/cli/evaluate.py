@@ -10,17 +10,18 @@ Without --suite and --tasks it runs the instruments of length generalization, on
 enough, where there are any, else on the validation split packed end to end, and says which. It writes into
 RUN/evaluation/STEP, or --output:
 
-    positions.jsonl, .png     loss and perplexity of the prediction after `position` tokens
+    positions.jsonl, .png     loss and perplexity of the prediction after `position` tokens, and its loss when the
+                              token is read within the training length
     remembrance.jsonl, .png   how far the next token's distribution moves when the first `t` tokens are not shown
     states.jsonl, .png        standard deviation of every layer's recurrent state, by head where it has heads
     entropy.jsonl, .png       entropy by layer: of attention, and of the step sizes of scans
 
-They are defined in hybridtron/evaluate/length.py and entropy.py. With --suite samba|span|length|hax|all, or a file by
---tasks, samples of tasks and perplexity are added: samples.jsonl, results.json, pictures, and index.html, one page that
-opens without a network. An evaluation that was killed continues with the next sample. With --harness, tasks of
-lm-evaluation-harness and groups of them (samba_short, samba_instruct, span_short, span_long, recall, hax_short,
-longbench, tiny) are asked instead. Exit codes: 0 all was written, 2 no checkpoint, too little text, or a wrong
-argument.
+They are defined in hybridtron/evaluate/length.py, within.py and entropy.py. With --suite samba|span|length|hax|all,
+or a file by --tasks, samples of tasks and perplexity are added: samples.jsonl, results.json, pictures, and
+index.html, one page that opens without a network. An evaluation that was killed continues with the next sample.
+With --harness, tasks of lm-evaluation-harness and groups of them (samba_short, samba_instruct, span_short,
+span_long, recall, hax_short, longbench, tiny) are asked instead. Exit codes: 0 all was written, 2 no checkpoint,
+too little text, or a wrong argument.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -47,47 +47,70 @@ def written(
 
 
 def positions(model: Reader, text: Text, piece: int, moved: Moved) -> tuple[Lines, Table]:
-    """Loss and perplexity by position; in the table by doublings of the training length."""
-    from hybridtron.evaluate.length import perplexity_bins, position_losses
+    """Loss by position, and of the same tokens within the training length; in the table by doublings of that."""
+    from hybridtron.evaluate.length import position_losses
+    from hybridtron.evaluate.within import losses_within, short_rows
 
-    losses_L = position_losses(model, text.tokens_BT, piece, advance(moved, text.length))
-    columns = enumerate(zip(losses_L.tolist(), losses_L.exp().tolist(), strict=True), start=1)
-    lines = [{"position": position, "loss": loss, "perplexity": ppl} for position, (loss, ppl) in columns]
-    table = Table("tokens before", "of the training length", "perplexity", box=None)
-    if found := verdict(losses_L.tolist(), text.seq_len):
+    again = sum(row.end - row.start for row in short_rows(text.length, text.seq_len))
+    advanced = advance(moved, text.length + again)
+    losses_L = position_losses(model, text.tokens_BT, piece, advanced)
+    within_L = losses_within(model, text.tokens_BT, text.seq_len, piece, advanced)
+    columns = zip(losses_L.tolist(), losses_L.exp().tolist(), within_L.tolist(), strict=True)
+    lines = [
+        {"position": position, "loss": loss, "perplexity": perplexity, "loss_within": within}
+        for position, (loss, perplexity, within) in enumerate(columns, start=1)
+    ]
+    table = Table("tokens before", "of the training length", "perplexity", "same tokens within it", box=None)
+    for one in rises(lines, text.seq_len):
+        reach = f"to {one.last / text.seq_len:.3g}x"
+        table.add_row(f"{one.first} to {one.last}", reach, f"{one.perplexity:.4g}", f"{one.within:.4g}")
+    if found := verdict(lines, text.seq_len):
         says = "generalizes to this length" if found.holds else "does not generalize to this length"
-        least = f"at least {found.best:.4g} up to the training length, at most {found.worst:.4g} beyond"
-        table.caption = f"{says}: {least} (tolerance {TOLERANCE:.0%})"
-    for first, last, perplexity in perplexity_bins(losses_L, text.seq_len):
-        table.add_row(f"{first} to {last}", f"to {last / text.seq_len:.3g}x", f"{perplexity:.4g}")
+        most = f"at most {found.most:.4g} times the perplexity of the same tokens within the training length"
+        table.caption = f"{says}: {most} (tolerance {TOLERANCE:.0%})"
     return lines, table
 
 
-class Verdict(NamedTuple):
-    """The least perplexity up to the training length, and the greatest beyond it."""
+class Rise(NamedTuple):
+    """The perplexity of predictions that had `first` to `last` tokens before them, all shown or the nearest alone."""
 
-    best: float
-    worst: float
-
-    @property
-    def holds(self) -> bool:
-        return self.worst <= self.best * (1 + TOLERANCE)
+    first: int
+    last: int
+    perplexity: float
+    within: float
 
 
-def verdict(losses: Sequence[float], seq_len: int) -> Verdict | None:
-    """Length generalization (Buitrago Ruiz & Gu, definition 3.2), over means of neighbours, eight to a doubling.
-
-    None where no position is beyond the training length.
-    """
+def rises(lines: Lines, seq_len: int) -> list[Rise]:
+    """By doublings of the training length, of what `positions` wrote."""
     import torch
 
     from hybridtron.evaluate.length import perplexity_bins
 
-    if len(losses) <= seq_len:
-        return None
-    losses_L = torch.tensor(losses, dtype=torch.float64)
-    within, beyond = perplexity_bins(losses_L[:seq_len], 1, 8), perplexity_bins(losses_L, seq_len, 8)[1:]
-    return Verdict(min(one.perplexity for one in within), max(one.perplexity for one in beyond))
+    losses_L, within_L = (
+        torch.tensor([line[key] for line in lines], dtype=torch.float64) for key in ("loss", "loss_within")
+    )
+    both = zip(perplexity_bins(losses_L, seq_len), perplexity_bins(within_L, seq_len), strict=True)
+    return [Rise(*one, within.perplexity) for one, within in both]
+
+
+class Verdict(NamedTuple):
+    """The greatest ratio, beyond the training length, of perplexity to that of the same tokens within it."""
+
+    most: float
+
+    @property
+    def holds(self) -> bool:
+        return self.most <= 1 + TOLERANCE
+
+
+def verdict(lines: Lines, seq_len: int) -> Verdict | None:
+    """Length generalization: no worse beyond the training length than within it, in any doubling.
+
+    Buitrago Ruiz & Gu (definition 3.2) ask it of perplexity by position alone, on as much text as makes that level.
+    None where no position is beyond the training length.
+    """
+    beyond = rises(lines, seq_len)[1:] if len(lines) > seq_len else []
+    return Verdict(max(one.perplexity / one.within for one in beyond)) if beyond else None
 
 
 def remembrance(model: Reader, text: Text, piece: int, moved: Moved) -> tuple[Lines, Table]:

@@ -46,9 +46,14 @@ def draw_positions(axes: Axes, lines: Lines) -> None:
     from hybridtron.evaluate.length import perplexity_bins
 
     axes.plot([line["position"] for line in lines], [line["perplexity"] for line in lines], linewidth=0.3, alpha=0.4)
-    bins = perplexity_bins(torch.tensor([line["loss"] for line in lines]), 1, 8)
-    middles = [(one.first * one.last) ** 0.5 for one in bins]
-    axes.plot(middles, [one.perplexity for one in bins], label="mean of neighbours")
+    drawn = (
+        ("loss", "-", "mean of neighbours"),
+        ("loss_within", "--", "of the same tokens within the training length"),
+    )
+    for key, style, label in drawn:
+        bins = perplexity_bins(torch.tensor([line[key] for line in lines]), 1, 8)
+        middles = [(one.first * one.last) ** 0.5 for one in bins]
+        axes.plot(middles, [one.perplexity for one in bins], style, label=label)
     axes.set(xscale="log", yscale="log", xlabel="position (tokens before)", ylabel="perplexity")
 
 

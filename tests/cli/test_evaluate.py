@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -111,6 +112,13 @@ def test_long_documents_are_read_where_there_are_any(run: Path, capsys) -> None:
     expected = losses_by_hand(folder_of(run, 4), documents)
     assert [line["loss"] for line in lines] == pytest.approx(expected, rel=1e-4)
     assert [line["perplexity"] for line in lines] == pytest.approx([math.exp(loss) for loss in expected], rel=1e-3)
+    within = [line["loss_within"] for line in lines]
+    assert within[:16] == pytest.approx(expected[:16], rel=1e-4)
+    assert within[-8:] == pytest.approx(
+        losses_by_hand(folder_of(run, 4), [one[-17:] for one in documents])[-8:], rel=1e-4
+    )
+    assert re.search(r"64 *to 4x .*\n *65 to 80 *to 5x", said)
+    assert re.search(r"generalizes? to this length: at most [\d.]+ times the perplexity of the same tokens", said)
 
 
 def test_the_other_files_hold_what_the_instruments_say(run: Path, tmp_path: Path, capsys) -> None:

@@ -271,6 +271,7 @@ def test_two_processes_find_what_one_does(layout: str, run: Path, output: Path, 
     ):
         assert one["position"] == other["position"]
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one["loss_within"] == pytest.approx(other["loss_within"], rel=1e-5)
 
 
 @pytest.mark.slow

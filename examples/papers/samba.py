@@ -197,6 +197,8 @@ CLAIMS = (
         {"passkey": ("samba",)},
         views.passkey_rows,
         views.recalls_all,
+        reason=views.why_not_perfect,
+        further={"passkey": (views.LONGER,)},
         on_gpu=FOUND,
     ),
     Claim(

@@ -19,6 +19,8 @@ LEVEL = 1.01  # times another perplexity, that counts as no higher
 FOUND = 0.9  # of the keys at the tuned length
 CONVOLVED = ("samba", "sliding-gla", "sliding-gla-sc", "sliding-retnet", "sliding-retnet-sc")  # or not
 HYBRIDS = ("samba", "mamba-swa-mlp", "samba-three")
+LONGER = "samba_longer"  # tuned on keys for longer
+REACH = 2048  # tokens, four times the rows of tuning
 Judge = Callable[[Kept], Verdict]
 
 
@@ -196,6 +198,23 @@ def recalls_all(kept: Kept) -> Verdict:
     """Whether Samba finds nearly all keys at 16 times the tuned length."""
     length, value, error, _ = asked(kept, "samba")[-1]
     return holds([(f"{value:.3f} ± {error:.3f} of the keys at {length} tokens", value >= FOUND)])
+
+
+def why_not_perfect(kept: Kept) -> str:
+    """By how far back the keys stand, and by more training."""
+    last = kept.first("passkey", "samba")["last"][-1]
+    near, far = (
+        statistics.mean(
+            found for depth, found, _ in last["by_depth"] if ((1 - depth) * last["length"] <= REACH) is within
+        )
+        for within in (True, False)
+    )
+    _, longer, error, _ = asked(kept, LONGER)[-1]
+    return (
+        f"keys are lost by their distance: of those in the last {REACH} of {last['length']} tokens {near:.2f} are "
+        f"found, and {far:.2f} of those further back (the paper's state is many times as large). With three times as "
+        f"many steps on keys it finds {longer:.3f} ± {error:.3f} there, of {last['value']:.3f}"
+    )
 
 
 def draw_passkey(kept: Kept, path: Path) -> None:

@@ -26,7 +26,13 @@ from hybridtron.evaluate.results import shown
 from hybridtron.proving.measuring import BenchReport, markdown
 from hybridtron.sweep.grid import SweepRun
 
-NAMES = {"samba": "Samba", "swa": "windows alone", "mamba2": "Mamba-2", "mamba2_fitted": "Mamba-2, fitted noise"}
+NAMES = {
+    "samba": "Samba",
+    "samba_longer": "Samba, three times the last phase",
+    "swa": "windows alone",
+    "mamba2": "Mamba-2",
+    "mamba2_fitted": "Mamba-2, fitted noise",
+}
 WANTED = 0.9  # of Samba at the training length, at every depth
 Rows = list[dict[str, Any]]
 
@@ -73,7 +79,7 @@ def page(found: Mapping[str, Found], notes: list[str], seq_len: int) -> str:
     """The whole page in Markdown."""
     report = BenchReport("Passkey retrieval on a laptop", notes=notes)
     named = {NAMES[variant]: one.last for variant, one in found.items()}
-    hybrid = {NAMES[name]: found[name].last for name in ("samba", "swa") if name in found}
+    hybrid = {NAMES[name]: found[name].last for name in ("samba", "samba_longer", "swa") if name in found}
     table(report, "Keys that were found, by length", hybrid, "passkey_training.png")
     for variant in ("samba", "swa"):
         if variant in found:

@@ -185,7 +185,11 @@ def test_answers_far_beyond_the_context_are_compared() -> None:
         ]
 
     base = asked(0.9, 0.9, 0.8, 0.3, 0.2)
-    for passing, said in ((asked(0.9, 0.9, 0.8, 0.36, 0.27), Said.AGREES), (asked(0.9, 0.9, 0.9, 0.3, 0.3), Said.NOT)):
+    for passing, said in (
+        (asked(0.9, 0.9, 0.8, 0.36, 0.27), Said.AGREES),
+        (asked(0.9, 0.9, 0.9, 0.3, 0.3), Said.UNDECIDED),
+        (asked(0.9, 0.9, 0.9, 0.2, 0.17), Said.NOT),
+    ):
         found = kept(babilong={"base-babi": [base], "passing-babi": [passing]})
         assert judged(BY_NAME["figure6-tuned"], found).said is said
 
@@ -232,6 +236,14 @@ def test_a_further_experiment_says_how_much_of_a_distance_it_explains(tmp_path: 
     assert "from a loss of 6.000 to 4.000" in further(claim, kept(tables=tables))
     assert "where Samba has 2.000: 50% and 100% of their distance" in further(claim, kept(tables=tables))
     assert further(claim, kept()).startswith("waits for tables: samba, tables: sliding-gla, ")
+    by_depth = [[depth / 10, 0.9 if depth >= 8 else 0.25, 5] for depth in range(11)]
+    last = [{"length": 8192, "value": 0.43, "standard_error": 0.06, "by_depth": by_depth}]
+    longer = [{**last[0], "value": 0.8}]
+    said = further(
+        BY_NAME["figure4-perfect"], kept(passkey={"samba": [{"last": last}], "samba_longer": [{"last": longer}]})
+    )
+    assert "of those in the last 2048 of 8192 tokens 0.90 are found, and 0.25 of those further back" in said
+    assert "it finds 0.800 ± 0.060 there, of 0.430" in said
     hybrids = {"samba": 3, "mamba-swa-mlp": 2, "samba-three": 2.25}
     samba = {name: [read(*[math.exp(loss)] * 4)] for name, loss in hybrids.items()}
     said = further(BY_NAME["table2-hybrids"], kept(samba=samba))

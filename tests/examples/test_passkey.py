@@ -32,7 +32,7 @@ def test_the_two_of_mamba2_differ_in_states_alone() -> None:
     sweep, folder = part.sweep, part.folder
     zero, fitted = (set(run.settings) for run in sweep.runs if run.variant.startswith("mamba2"))
     assert {text.partition("=")[0] for text in zero ^ fitted} == {f"phases.{n}.states.mode" for n in (1, 2, 3, 4)}
-    assert len(sweep.runs) == 4
+    assert len(sweep.runs) == 5
     assert [run.variant for run in part_of(QUICK, Path("runs"), Path("data")).sweep.runs] == ["samba", "mamba2_fitted"]
     assert folder.path == Path("runs")
 

@@ -144,7 +144,7 @@ def finished(name: str, suite: Suite, records: Records, output: Path, seq_len: i
 def _verdict(lines: Iterable[Line], records: Records, output: Path, seq_len: int) -> list[Row]:
     """Whether perplexity is no worse beyond the training length than within it, where that was measured."""
     measured = [line for line in lines if line["task"] == "positions"]
-    by_position = list(read_lines(output / "positions.jsonl")) if measured else []
+    by_position = read_lines(output / "positions.jsonl") if measured else []
     found = verdict(by_position, seq_len)
     if found is None:
         return []

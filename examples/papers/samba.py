@@ -212,6 +212,8 @@ CLAIMS = (
         views.entropy_rows,
         views.entropies_middle,
         views.draw_entropies,
+        reason=views.why_more_selective,
+        further={"samba": ("samba", "mamba-mlp")},
         on_gpu=pajama("samba", "mamba-mlp", reads="--instruments entropy"),
     ),
     Claim(

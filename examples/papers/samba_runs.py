@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 CONTEXT = 256  # tokens of a row of training, but in Table 5
-REPEATED = ("samba", "mamba", "llama", "llama-swa")  # models with three seeds
+REPEATED = ("samba", "mamba", "llama", "llama-swa", "mamba-swa-mlp")  # models with three seeds
 AT_ONCE = 2**14  # tokens that are read at once
 
 

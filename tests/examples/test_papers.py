@@ -81,7 +81,7 @@ def test_what_claims_need_are_runs_of_the_studies(tmp_path: Path) -> None:
 
 def test_models_are_of_equal_size(tmp_path: Path) -> None:
     runs = samba_part("samba", SAMBA, tmp_path, tmp_path).sweep.runs
-    assert len(runs) == 9 + 2 * 4
+    assert len(runs) == 9 + 2 * 5
     for run in runs:
         config = load(list(run.settings))
         assert count(config.model, 256).parameters == pytest.approx(2.38e6, rel=0.015), run.name
@@ -236,6 +236,20 @@ def test_a_further_experiment_says_how_much_of_a_distance_it_explains(tmp_path: 
     assert "from a loss of 6.000 to 4.000" in further(claim, kept(tables=tables))
     assert "where Samba has 2.000: 50% and 100% of their distance" in further(claim, kept(tables=tables))
     assert further(claim, kept()).startswith("waits for tables: samba, tables: sliding-gla, ")
+    scans = {"samba": (0.99, 0.94), "mamba-mlp": (0.98, 0.96)}
+    found = {
+        name: [
+            {
+                "entropy": [
+                    {"layer": layer, "kind": "selection", "entropy": share, "bound": 1}
+                    for layer, share in zip((0, 4), of, strict=True)
+                ]
+            }
+        ]
+        for name, of in scans.items()
+    }
+    said = further(BY_NAME["figure5-entropy"], kept(samba=found))
+    assert "in the scan at sub-layer 4 Samba chooses from 0.940 of a uniform choice, and Mamba-MLP from 0.960" in said
     by_depth = [[depth / 10, 0.9 if depth >= 8 else 0.25, 5] for depth in range(11)]
     last = [{"length": 8192, "value": 0.43, "standard_error": 0.06, "by_depth": by_depth}]
     longer = [{**last[0], "value": 0.8}]

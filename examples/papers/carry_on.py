@@ -69,8 +69,8 @@ def batches(claims: Sequence[Claim], where: Where) -> Iterator[Batch]:
 
 
 def needed(claims: Sequence[Claim], where: Where) -> Iterator[Batch]:
-    """The runs that these claims need, seed by seed of each sweep."""
-    wanted = variants(claims)
+    """The runs that these claims need, seed by seed of each sweep; at the quick sizes no further experiments."""
+    wanted = variants(claims, further=not where.quick)
     for study in STUDIES:
         for name, part, runs in seed_by_seed(study.plan(where)):
             starts = {run.start for run in runs if run.variant in wanted.get(name, ())}

@@ -12,7 +12,6 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -205,9 +204,10 @@ def minutes(pairs: Iterable[tuple[SweepRun, Result]]) -> float:
     return sum(result.minutes for _, result in pairs)
 
 
-def variants(claims: Iterable[Claim]) -> dict[str, set[str]]:
-    """What claims and further experiments need together, by the name of the sweep."""
+def variants(claims: Iterable[Claim], further: bool) -> dict[str, set[str]]:
+    """What claims need together, and their further experiments where asked for, by the name of the sweep."""
     found: dict[str, set[str]] = {}
-    for part, names in chain.from_iterable((*one.needs.items(), *one.further.items()) for one in claims):
-        found.setdefault(part, set()).update(names)
+    for claim in claims:
+        for part, names in (*claim.needs.items(), *(claim.further.items() if further else ())):
+            found.setdefault(part, set()).update(names)
     return found

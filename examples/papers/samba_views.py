@@ -88,7 +88,8 @@ def why_other_hybrid(kept: Kept) -> str:
         "of 2.4 million parameters Samba has two Mamba layers and two windows, and Mamba-SWA-MLP three of each. Samba "
         f"with three of each, in MLPs of half the size, has a loss of {three:.3f}, where Samba has {samba:.3f} and "
         f"Mamba-SWA-MLP {other:.3f}: {(samba - three) / (samba - other):.0%} of the distance is the number of mixers. "
-        "The rest is the order, by which no MLP stands between a Mamba layer and its window, and MLPs of twice the size. "
+        "The rest is the order, by which no MLP stands between a Mamba layer and its window, and MLPs of twice the "
+        "size. "
         f"Losses by seed: Samba {by_seed['samba']}; Mamba-SWA-MLP {by_seed['mamba-swa-mlp']}"
     )
 
